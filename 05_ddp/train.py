@@ -1,0 +1,159 @@
+"""Train a language model on many GPUs: every process holds the whole model and a part of each batch.
+
+DistributedDataParallel (DDP) gives each GPU a process (a rank). The ranks start from the same
+weights and read different parts of the same global batch; while backward still runs, DDP averages
+the gradients that are ready, bucket by bucket (all-reduce: NCCL between GPUs, gloo between CPUs).
+So all ranks take the same optimizer step and stay equal without ever sending a weight. The batch
+belongs to the run, not to the machine: 1, 2, 3 or 8 processes give the same loss curve.
+
+    laptop    python 05_ddp/train.py
+              torchrun --nproc_per_node=2 05_ddp/train.py
+    one node  torchrun --nproc_per_node=8 05_ddp/train.py --model llama-124m --seq-len 1024 \\
+                  --global-batch-size 512 --micro-batch-size 32 --dtype bf16 --compile --steps 2000
+    cluster   torchrun --nnodes=4 --nproc_per_node=8 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29500 \\
+                  05_ddp/train.py --model llama-1b --run-dir /shared/run --save-every 500 --resume
+
+Look for: the same losses whatever nproc_per_node is, tokens/s growing with it, the slowest rank and
+its lag, and the last check: every rank's weights have one SHA-256. Before: 04_amp/train.py, the
+same program on one device (read the diff in 05_ddp/README.md). Next: 06_fsdp_zero.
+"""
+
+import math
+import sys
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+from torch.optim.lr_scheduler import LambdaLR
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+from common import cli, data, metrics, model, runtime
+from common.checkpoint import Checkpoints
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def warmup_cosine(step: int, warmup_steps: int, steps: int) -> float:
+    """Factor on --lr for 0-based step: up in a line, down to a tenth along a cosine."""
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    done = min(1.0, (step - warmup_steps) / max(1, steps - warmup_steps))
+    return 0.55 + 0.45 * math.cos(math.pi * done)
+
+
+@torch.no_grad()
+def evaluate(net, batches, autocast, device) -> float:
+    """Mean loss over all held-out tokens."""
+    net.eval()
+    total = torch.zeros(2, device=device)  # sum of losses, number of tokens
+    for inputs, targets in batches:
+        with autocast():
+            loss = net(inputs.to(device), targets.to(device))
+        total += torch.stack((loss * targets.numel(), torch.tensor(targets.numel(), device=device)))
+    dist.all_reduce(total)  # sums, not means: a rank may have read fewer tokens than the others
+    net.train()
+    return (total[0] / total[1]).item()
+
+
+@record
+def main() -> int:
+    args = cli.parse_training(__doc__)
+    device = runtime.init_process_group(args.device)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    micro_batch_size, accumulation_steps = cli.split_batch(args.global_batch_size, args.micro_batch_size, world_size)
+    runtime.seed(args.seed, args.deterministic)
+
+    corpus = data.load_corpus(args.data, args.tokenizer)
+    config = model.load_config(args.model, corpus.vocab_size, args.seq_len)
+    held_out = data.eval_batches(corpus.held_out, args.seq_len, micro_batch_size, rank, world_size)
+    net = model.build(args.model, config).to(device)  # fp32 weights, whatever the dtype: bf16 would lose small updates
+
+    matrices, vectors = [], []
+    for parameter in net.parameters():
+        (matrices if parameter.ndim >= 2 else vectors).append(parameter)
+    groups = [{"params": matrices, "weight_decay": args.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
+    scheduler = LambdaLR(optimizer, partial(warmup_cosine, warmup_steps=args.warmup_steps, steps=args.steps))
+    scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
+    autocast = partial(torch.autocast, device.type, DTYPES[args.dtype], enabled=args.dtype != "fp32")
+
+    training = {"net": net, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
+    progress = {"step": 0, "skipped_steps": 0}
+    checkpoints = Checkpoints(args)
+    if args.resume:
+        progress = checkpoints.resume(**training) or progress
+    start_step = progress["step"]
+    batches = data.train_batches(corpus.train, args, micro_batch_size, start_step, rank, world_size, device)
+
+    gradient_mib = sum(p.numel() * p.element_size() for p in net.parameters()) / 2**20
+    ddp = DistributedDataParallel(
+        net,
+        device_ids=[device.index] if device.type == "cuda" else None,
+        bucket_cap_mb=min(25, gradient_mib / 4),  # with one bucket, backward would end before the first all-reduce
+        gradient_as_bucket_view=True,  # gradients live in the buckets: one copy less
+    )
+    if args.compile:
+        ddp.compile()
+
+    meter = metrics.Meter(checkpoints.run_dir, args, net, device, start_step)
+    runtime.catch_stop_signals()
+    losses = []  # stay on the device until a log line: reading one would stall the GPU
+    stop = 0
+    for step in range(start_step + 1, args.steps + 1):
+        step_loss = torch.zeros((), device=device)
+        for micro_step in range(1, accumulation_steps + 1):
+            with meter.phase("data"):
+                inputs, targets = (t.to(device, non_blocking=True) for t in next(batches))
+            # only the last backward of a step talks: the sum of the gradients is averaged once
+            with ddp.no_sync() if micro_step < accumulation_steps else nullcontext():
+                with meter.phase("forward"), autocast():
+                    loss = ddp(inputs, targets) / accumulation_steps  # micro-batches have equal token counts
+                scaler.scale(loss).backward()
+            step_loss += loss.detach()
+        scaler.unscale_(optimizer)  # before clipping: the threshold is meant for true gradients
+        grad_norm = clip_grad_norm_(net.parameters(), args.clip_norm)
+        lr, scale = scheduler.get_last_lr()[0], scaler.get_scale()
+        scaler.step(optimizer)  # does nothing if a gradient overflowed
+        scaler.update()
+        if skipped := scaler.get_scale() < scale:
+            progress["skipped_steps"] += 1
+        else:
+            scheduler.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(step_loss)
+        progress["step"] = step
+
+        stop = runtime.stop_requested()
+        save = stop or step == args.steps or (args.save_every and step % args.save_every == 0)
+        if save or step == 1 or step % args.log_every == 0:
+            global_losses = torch.stack(losses)
+            dist.all_reduce(global_losses)
+            meter.log(step, global_losses / world_size, grad_norm, lr, progress["skipped_steps"], scaler.get_scale())
+            losses.clear()
+        if step == args.steps or (args.eval_every and step % args.eval_every == 0):
+            meter.log_eval(step, evaluate(net, held_out, autocast, device))
+        if save:
+            checkpoints.save(progress, **training)
+        if stop:
+            runtime.say(f"signal {stop}: saved at step {step}; the same command with --resume goes on")
+            break
+    checkpoints.wait()
+
+    # what DDP promises, checked: no rank has drifted from the others by a bit
+    digests = runtime.gather(model.digest(net))
+    assert len(set(digests)) == 1, f"ranks hold different weights: {digests}"
+    buckets = len(ddp._get_ddp_logging_data().get("bucket_sizes", "").split(","))
+    runtime.say(f"all {world_size} ranks hold the same weights, SHA-256 {digests[0][:16]}; gradients in {buckets} buckets")
+
+    meter.finish(progress["step"], weights_sha256=digests[0], skipped_steps=progress["skipped_steps"], buckets=buckets)
+    runtime.shutdown()
+    return runtime.REQUEUE_EXIT_CODE if stop and progress["step"] < args.steps else 0
+
+
+if __name__ == "__main__":
+    runtime.run(main)

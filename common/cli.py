@@ -1,0 +1,104 @@
+"""The flags that all training scripts share, checked before anything expensive starts."""
+
+import argparse
+import math
+from pathlib import Path
+
+from common.runtime import UserError
+
+# What makes a run this run. All else (processes, micro-batch, device, logging) may change on resume,
+# and so may --steps: more of them make the run longer.
+IDENTITY = (
+    "model", "data", "tokenizer", "seq_len", "global_batch_size", "lr", "warmup_steps",
+    "weight_decay", "clip_norm", "dtype", "seed",
+)  # fmt: skip
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:
+        raise UserError(f"{message} (--help lists the flags)")
+
+
+def _number(kind: type, low: float, exclusive: bool = False):
+    def convert(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if math.isnan(value) or value < low or (exclusive and value == low):
+            what = "a whole number" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what} {'above' if exclusive else 'of at least'} {low}")
+        return value
+
+    return convert
+
+
+positive_int, natural = _number(int, 1), _number(int, 0)
+positive, not_negative = _number(float, 0, exclusive=True), _number(float, 0)
+
+
+def writable_file(text: str) -> Path:
+    """A path whose folder exists: better said now than after the last step."""
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: it is a folder, or its folder does not exist")
+    return path
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """A parser that states errors in one line and shows a script's docstring as it stands."""
+    return _Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+
+
+def training_parser(description: str, dtype: str = "fp32") -> argparse.ArgumentParser:
+    """The shared flags; `dtype` is the chapter's default precision."""
+    p = parser(description)
+    add = p.add_argument
+    add("--model", default="nano", help="nano, llama-124m, llama-1b, llama-8b, llama-70b, or an HF config.json or folder")
+    add("--data", default="stdlib", help="stdlib, a text, .jsonl or .parquet file, or hf:NAME")
+    add("--tokenizer", default="bytes", help="bytes, or a Hugging Face name or folder")
+    add("--seq-len", type=positive_int, default=64, help="tokens per sequence")
+    add("--global-batch-size", type=positive_int, default=24, help="sequences per optimizer step, over all ranks")
+    add("--micro-batch-size", type=positive_int, help="sequences per rank and forward (default: a rank's whole share)")
+    add("--steps", type=positive_int, default=120, help="optimizer steps")
+    add("--lr", type=positive, default=2e-3, help="peak learning rate")
+    add("--warmup-steps", type=natural, default=10, help="steps of linear warm-up before the cosine")
+    add("--weight-decay", type=not_negative, default=0.1)
+    add("--clip-norm", type=positive, default=1.0, help="largest gradient norm; inf switches clipping off")
+    add("--dtype", choices=("fp32", "bf16", "fp16"), default=dtype, help="what matrices are multiplied in")
+    add("--compile", action="store_true", help="torch.compile the model")
+    add("--seed", type=natural, default=0)
+    add("--deterministic", action="store_true", help="bit-identical from run to run, slower on a GPU")
+    add("--eval-every", type=natural, default=0, help="steps between evaluations (0: at the end only)")
+    add("--run-dir", type=Path, help="where checkpoints, metrics and plot go (default: a new folder in runs/)")
+    add("--save-every", type=natural, default=0, help="steps between checkpoints (0: at the end only)")
+    add("--keep", type=positive_int, default=3, help="newest checkpoints to keep")
+    add("--async-save", action="store_true", help="write checkpoints while training goes on")
+    add("--resume", action="store_true", help="go on from the newest whole checkpoint in --run-dir, if there is one")
+    add("--log-every", type=positive_int, default=10, help="steps between log lines")
+    add("--device", choices=("auto", "cuda", "mps", "cpu"), default="auto")
+    add("--num-workers", type=natural, default=0, help="data loading processes per rank")
+    add("--json", type=writable_file, metavar="PATH", help="write the summary as one JSON object")
+    return p
+
+
+def parse_training(description: str, dtype: str = "fp32") -> argparse.Namespace:
+    """Parse the shared flags of a training script; UserError for what cannot be."""
+    args = training_parser(description, dtype).parse_args()
+    if args.resume and args.run_dir is None:
+        raise UserError("--resume needs --run-dir, the folder of the run to go on with")
+    return args
+
+
+def split_batch(global_batch_size: int, micro_batch_size: int | None, world_size: int) -> tuple[int, int]:
+    """(sequences per forward on a rank, forwards per step); UserError names the sizes that divide."""
+    unit = world_size * (micro_batch_size or 1)
+    if global_batch_size % unit:
+        below = global_batch_size // unit * unit
+        fits = f"{below} or {below + unit}" if below else f"{unit}"
+        micro = f" of --micro-batch-size {micro_batch_size}" if micro_batch_size else ""
+        raise UserError(
+            f"--global-batch-size {global_batch_size} does not divide over {world_size} process(es){micro}: use {fits}"
+        )
+    micro_batch_size = micro_batch_size or global_batch_size // world_size
+    return micro_batch_size, global_batch_size // (world_size * micro_batch_size)

@@ -1,0 +1,241 @@
+"""What a run tells: speed, memory and stragglers, on the console, in metrics.jsonl, TensorBoard and loss.png."""
+
+import json
+import resource
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from tqdm import tqdm
+
+from common.hardware import device_name, peak_flops
+from common.model import flops_per_token
+from common.runtime import UserError, gather, is_rank0, say
+
+MFU_CONVENTION = "6(N - N_embedding) + 12·L·H·head_dim·seq_len FLOP per token, recomputation not counted"
+
+
+class Meter:
+    """Times a run between log lines and keeps its records. Rank 0 writes; log and finish are collective."""
+
+    def __init__(self, run_dir: Path, args, net: torch.nn.Module, device: torch.device, start_step: int) -> None:
+        self.run_dir, self.args, self.device = run_dir, args, device
+        self.world_size = dist.get_world_size() if dist.is_initialized() else 1
+        self.parameters = sum(p.numel() for p in net.parameters())
+        self.flops_per_token = flops_per_token(net, args.seq_len)
+        self.peak_flops = peak_flops(device_name(device), args.dtype)
+        self.phases: dict[str, float] = defaultdict(float)
+        self.events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self.speeds: list[float] = []
+        self.records: list[dict] = []
+        self.start_step = self.last_step = start_step
+        if is_rank0():
+            self._open()
+        self.start = self.last_time = time.perf_counter()
+
+    def _open(self) -> None:
+        file = self.run_dir / "metrics.jsonl"
+        # what a killed run wrote after its last checkpoint happens again, so its record goes
+        kept = [record for record in read_records(file) if record["step"] <= self.start_step]
+        self.file = open(file, "w")
+        self.tensorboard = None
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.tensorboard = SummaryWriter(self.run_dir / "tensorboard", purge_step=self.start_step + 1)
+        except ImportError:
+            say("no TensorBoard files (pip install tensorboard)")
+        self.bar = tqdm(total=self.args.steps, initial=self.start_step, unit="step", disable=not sys.stderr.isatty())
+        for record in kept:
+            self._write(record)
+
+    def _write(self, record: dict) -> None:
+        self.records.append(record)
+        self.file.write(json.dumps(record) + "\n")
+        self.file.flush()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time what a rank does on its own, "data" or "forward". It does not wait for the GPU: a
+        synchronize() here would end the very overlap that is to be measured."""
+        if self.device.type == "cuda" and name == "forward":
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            yield
+            end.record()
+            self.events.append((start, end))
+        else:
+            start = time.perf_counter()
+            yield
+            self.phases[name] += time.perf_counter() - start
+
+    def log(self, step: int, losses: Tensor, grad_norm: Tensor, lr: float, skipped_steps: int, scale: float) -> None:
+        """One line for the steps since the last; `losses` [steps] are their global means, the last is shown.
+
+        Tokens/s counts all wall time since the last line. UserError names the first step whose loss is
+        not finite, before anything of it is saved.
+        """
+        finite = losses.isfinite().tolist()  # waits for the GPU, once a line
+        if self.args.dtype != "fp16":  # there the scaler skips the step and tries a smaller scale
+            finite[-1] = finite[-1] and bool(grad_norm.isfinite())
+        if not all(finite):
+            raise UserError(
+                f"loss or gradient is not finite at step {step - len(finite) + 1 + finite.index(False)}: lower "
+                f"--lr {self.args.lr:g} or --clip-norm {self.args.clip_norm:g}, raise --warmup-steps "
+                f"{self.args.warmup_steps}, or use bf16 or fp32 where it is --dtype fp16"
+            )
+        now = time.perf_counter()
+        forward = self.phases["forward"] + sum(start.elapsed_time(end) for start, end in self.events) / 1e3
+        memory = torch.cuda.memory_stats(self.device) if self.device.type == "cuda" else {}
+        ranks = gather(
+            {
+                "busy": self.phases["data"] + forward,  # before any collective: a slow rank shows here alone
+                "data": self.phases["data"],
+                "active": memory.get("active_bytes.all.peak"),
+                "reserved": memory.get("reserved_bytes.all.peak"),
+            }
+        )
+        if is_rank0():
+            seconds, busy = now - self.last_time, [r["busy"] for r in ranks]
+            tokens_per_step = self.args.global_batch_size * self.args.seq_len
+            speed = (step - self.last_step) * tokens_per_step / seconds
+            self.speeds.append(speed)
+            slowest = max(range(len(busy)), key=busy.__getitem__)
+            record = {
+                "step": step,
+                "loss": losses[-1].item(),
+                "lr": lr,
+                "grad_norm": grad_norm.item(),
+                "tokens": step * tokens_per_step,
+                "tokens_per_second": speed,
+                "mfu": self.mfu(speed),
+                "data_wait_share": max(r["data"] for r in ranks) / seconds,
+                "memory_active_bytes": max((r["active"] for r in ranks if r["active"]), default=None),
+                "memory_reserved_bytes": max((r["reserved"] for r in ranks if r["reserved"]), default=None),
+                "slowest_rank": slowest if len(busy) > 1 else None,
+                "slowest_rank_lag": busy[slowest] / statistics.median(busy) - 1 if len(busy) > 1 else None,
+                "skipped_steps": skipped_steps,
+                "loss_scale": scale,
+            }
+            self._write(record)
+            if self.tensorboard:
+                for name, value in record.items():
+                    if value is not None and name != "step":
+                        self.tensorboard.add_scalar(name, value, step)
+            self.bar.update(step - self.last_step)
+            tqdm.write(_line(record, self.args.steps), file=sys.stdout)
+            sys.stdout.flush()
+        self.phases.clear()
+        self.events.clear()
+        self.last_step, self.last_time = step, now
+
+    def log_eval(self, step: int, val_loss: float) -> None:
+        """Record the held-out loss after `step`."""
+        if is_rank0():
+            self._write({"step": step, "val_loss": val_loss})
+            if self.tensorboard:
+                self.tensorboard.add_scalar("val_loss", val_loss, step)
+            tqdm.write(f"step {step:>6} | held-out loss {val_loss:.4f}", file=sys.stdout)
+
+    def mfu(self, tokens_per_second: float) -> float | None:
+        """Model FLOP/s over the peak of all ranks' devices; None where the peak is not known."""
+        if self.peak_flops is None:
+            return None
+        return tokens_per_second * self.flops_per_token / (self.peak_flops * self.world_size)
+
+    def finish(self, step: int, **own) -> None:
+        """Plot the loss, print the summary (the run's whole curve, this process's speed), write --json."""
+        cuda = self.device.type == "cuda"
+        kib = 1 if sys.platform == "darwin" else 1024
+        used = torch.cuda.max_memory_allocated(self.device) if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * kib
+        peak_memory = max(gather(used))
+        if not is_rank0():
+            return
+        self.bar.close()
+        losses = [r["loss"] for r in self.records if "loss" in r]
+        val_losses = [r["val_loss"] for r in self.records if "val_loss" in r]
+        # the first line pays for warm-up and compilation
+        speed = statistics.median(self.speeds[1:] or self.speeds) if self.speeds else None
+        summary = {
+            "script": str(Path(sys.argv[0]).resolve().relative_to(Path(__file__).resolve().parents[1])),
+            "torch": torch.__version__,
+            "device": device_name(self.device),
+            "world_size": self.world_size,
+            "dtype": self.args.dtype,
+            "model": self.args.model,
+            "parameters": self.parameters,
+            "steps": step,
+            "tokens": step * self.args.global_batch_size * self.args.seq_len,
+            "first_loss": losses[0] if losses else None,
+            "last_loss": losses[-1] if losses else None,
+            "val_loss": val_losses[-1] if val_losses else None,
+            "tokens_per_second": speed,
+            "mfu": speed and self.mfu(speed),
+            "mfu_convention": MFU_CONVENTION,
+            "peak_flops_per_device": self.peak_flops,
+            "peak_memory_bytes": peak_memory,
+            "seconds": time.perf_counter() - self.start,
+            "run_dir": str(self.run_dir),
+            "loss_plot": plot_loss(self.records, self.run_dir / "loss.png"),
+            **own,
+        }
+        report(summary, self.args.json)
+
+
+def report(summary: dict, json_path: Path | None) -> None:
+    """Print the summary as a table and, if asked, write it as JSON."""
+    print("\n" + "\n".join(f"{name:<22} {'n/a' if value is None else value}" for name, value in summary.items()))
+    if json_path:
+        json_path.write_text(json.dumps(summary, indent=1) + "\n")
+
+
+def read_records(file: Path) -> list[dict]:
+    """The records of a metrics.jsonl; a last line that a kill cut short is left out."""
+    lines = file.read_text().split("\n")[:-1] if file.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def _line(r: dict, steps: int) -> str:
+    parts = [
+        f"step {r['step']:>6}/{steps}",
+        f"loss {r['loss']:.4f}",
+        f"lr {r['lr']:.2e}",
+        f"norm {r['grad_norm']:.2f}",
+        f"{r['tokens_per_second']:,.0f} tokens/s",
+        "MFU n/a" if r["mfu"] is None else f"MFU {r['mfu']:.1%}",
+        f"data {r['data_wait_share']:.1%}",
+    ]
+    if r["memory_active_bytes"]:
+        parts.append(f"active {r['memory_active_bytes'] / 2**30:.2f}, reserved {r['memory_reserved_bytes'] / 2**30:.2f} GiB")
+    if r["slowest_rank"] is not None:
+        parts.append(f"slowest rank {r['slowest_rank']} +{r['slowest_rank_lag']:.0%}")
+    if r["skipped_steps"]:
+        parts.append(f"{r['skipped_steps']} skipped, scale {r['loss_scale']:g}")
+    return " | ".join(parts)
+
+
+def plot_loss(records: list[dict], file: Path) -> str | None:
+    """Draw training and held-out loss over steps; returns the file's name, None without matplotlib."""
+    try:
+        import matplotlib
+    except ImportError:
+        say("no loss.png (pip install matplotlib)")
+        return None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    for name, style in (("loss", "-"), ("val_loss", "o")):
+        points = [(r["step"], r[name]) for r in records if name in r]
+        axes.plot(*zip(*points, strict=True), style, label=name) if points else None
+    axes.set(xlabel="step", ylabel="cross-entropy (nats per token)")
+    axes.legend()
+    figure.savefig(file, dpi=120, bbox_inches="tight")
+    return str(file)
