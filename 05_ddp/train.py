@@ -1,21 +1,18 @@
-"""Train a language model on many GPUs: every process holds the whole model and a part of each batch.
+"""Train a language model on many GPUs: each process holds the whole model and reads a part of each batch.
 
-DistributedDataParallel (DDP) gives each GPU a process (a rank). The ranks start from the same
-weights and read different parts of the same global batch; while backward still runs, DDP averages
-the gradients that are ready, bucket by bucket (all-reduce: NCCL between GPUs, gloo between CPUs).
-So all ranks take the same optimizer step and stay equal without ever sending a weight. The batch
-belongs to the run, not to the machine: 1, 2, 3 or 8 processes give the same loss curve.
+DistributedDataParallel (DDP) gives each GPU a process, a rank. The ranks start from equal weights and
+read different parts of one global batch. While backward still runs, the gradients that are ready are
+averaged over the ranks, bucket by bucket (all-reduce: NCCL between GPUs, gloo between CPUs), so every
+rank takes the same optimizer step and no weight is ever sent. The batch belongs to the run, not to the
+machine: 1, 2, 3 or 8 processes give the same loss curve.
 
-    laptop    python 05_ddp/train.py
-              torchrun --nproc_per_node=2 05_ddp/train.py
-    one node  torchrun --nproc_per_node=8 05_ddp/train.py --model llama-124m --seq-len 1024 \\
-                  --global-batch-size 512 --micro-batch-size 32 --dtype bf16 --compile --steps 2000
-    cluster   torchrun --nnodes=4 --nproc_per_node=8 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29500 \\
-                  05_ddp/train.py --model llama-1b --run-dir /shared/run --save-every 500 --resume
+    laptop    torchrun --nproc_per_node=2 05_ddp/train.py
+    one node  torchrun --nproc_per_node=8 05_ddp/train.py --model llama-124m --seq-len 1024 \
+                  --global-batch-size 512 --micro-batch-size 32 --dtype bf16 --compile
+    cluster   the same on every node, with --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400
 
-Look for: the same losses whatever nproc_per_node is, tokens/s growing with it, the slowest rank and
-its lag, and the last check: every rank's weights have one SHA-256. Before: 04_amp/train.py, the
-same program on one device (read the diff in 05_ddp/README.md). Next: 06_fsdp_zero.
+Look for: equal losses whatever nproc_per_node is, the slowest rank and its lag, and the last check: all
+ranks hold the same weights to the bit. Before: 04_amp/. Next: 06_fsdp_zero/.
 """
 
 import math
@@ -26,13 +23,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
-from common import cli, data, metrics, model, runtime
+from common import cli, data, metrics, model, run_dir, runtime
 from common.checkpoint import Checkpoints
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -60,7 +56,6 @@ def evaluate(net, batches, autocast, device) -> float:
     return (total[0] / total[1]).item()
 
 
-@record
 def main() -> int:
     args = cli.parse_training(__doc__)
     device = runtime.init_process_group(args.device)
@@ -84,19 +79,15 @@ def main() -> int:
 
     training = {"net": net, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     progress = {"step": 0, "skipped_steps": 0}
-    checkpoints = Checkpoints(args)
+    checkpoints = Checkpoints(run_dir.claim(args), args.keep, args.async_save)
     if args.resume:
         progress = checkpoints.resume(**training) or progress
     start_step = progress["step"]
     batches = data.train_batches(corpus.train, args, micro_batch_size, start_step, rank, world_size, device)
 
     gradient_mib = sum(p.numel() * p.element_size() for p in net.parameters()) / 2**20
-    ddp = DistributedDataParallel(
-        net,
-        device_ids=[device.index] if device.type == "cuda" else None,
-        bucket_cap_mb=min(25, gradient_mib / 4),  # with one bucket, backward would end before the first all-reduce
-        gradient_as_bucket_view=True,  # gradients live in the buckets: one copy less
-    )
+    # several buckets: with one, backward would be over before the first all-reduce starts
+    ddp = DistributedDataParallel(net, bucket_cap_mb=min(25, gradient_mib / 4), gradient_as_bucket_view=True)
     if args.compile:
         ddp.compile()
 
@@ -109,18 +100,18 @@ def main() -> int:
         for micro_step in range(1, accumulation_steps + 1):
             with meter.phase("data"):
                 inputs, targets = (t.to(device, non_blocking=True) for t in next(batches))
-            # only the last backward of a step talks: the sum of the gradients is averaged once
-            with ddp.no_sync() if micro_step < accumulation_steps else nullcontext():
-                with meter.phase("forward"), autocast():
-                    loss = ddp(inputs, targets) / accumulation_steps  # micro-batches have equal token counts
-                scaler.scale(loss).backward()
+            # only the last backward of a step averages over the ranks, once for all micro-batches
+            sync = nullcontext() if micro_step == accumulation_steps else ddp.no_sync()
+            with sync, meter.phase("forward"), autocast():
+                loss = ddp(inputs, targets) / accumulation_steps  # micro-batches have equal token counts
+            scaler.scale(loss).backward()
             step_loss += loss.detach()
         scaler.unscale_(optimizer)  # before clipping: the threshold is meant for true gradients
         grad_norm = clip_grad_norm_(net.parameters(), args.clip_norm)
         lr, scale = scheduler.get_last_lr()[0], scaler.get_scale()
         scaler.step(optimizer)  # does nothing if a gradient overflowed
         scaler.update()
-        if skipped := scaler.get_scale() < scale:
+        if scaler.get_scale() < scale:
             progress["skipped_steps"] += 1
         else:
             scheduler.step()
@@ -144,11 +135,18 @@ def main() -> int:
             break
     checkpoints.wait()
 
-    # what DDP promises, checked: no rank has drifted from the others by a bit
+    # the promise of AMP, checked: low precision is in the arithmetic, never in what is kept
+    with torch.no_grad(), autocast():
+        computed = net(inputs).dtype
+    kept = {t.dtype for t in (*net.parameters(), *(t for s in optimizer.state.values() for t in s.values()))}
+    assert (computed, kept) == (DTYPES[args.dtype], {torch.float32})
+    runtime.say(f"checked: matrices multiplied in {computed}, weights and optimizer state kept in {torch.float32}")
+    # the promise of DDP, checked: no rank has drifted from the others by a bit
     digests = runtime.gather(model.digest(net))
     assert len(set(digests)) == 1, f"ranks hold different weights: {digests}"
-    buckets = len(ddp._get_ddp_logging_data().get("bucket_sizes", "").split(","))
-    runtime.say(f"all {world_size} ranks hold the same weights, SHA-256 {digests[0][:16]}; gradients in {buckets} buckets")
+    log = ddp._get_ddp_logging_data()
+    buckets = len(log.get("rebuilt_bucket_sizes", log["bucket_sizes"]).split(","))
+    runtime.say(f"checked: all {world_size} ranks hold the same weights to the bit (gradients in {buckets} buckets)")
 
     meter.finish(progress["step"], weights_sha256=digests[0], skipped_steps=progress["skipped_steps"], buckets=buckets)
     runtime.shutdown()

@@ -6,15 +6,21 @@ from pathlib import Path
 
 from common.runtime import UserError
 
-# What makes a run this run. All else (processes, micro-batch, device, logging) may change on resume,
-# and so may --steps: more of them make the run longer.
-IDENTITY = (
-    "model", "data", "tokenizer", "seq_len", "global_batch_size", "lr", "warmup_steps",
-    "weight_decay", "clip_norm", "dtype", "seed",
-)  # fmt: skip
+# What makes a run this run. The rest (processes, micro-batch, device, logging) may change on resume,
+# and so may --steps: a run can be made longer.
+IDENTITY = [
+    *("model", "data", "tokenizer", "seq_len", "global_batch_size"),
+    *("lr", "warmup_steps", "weight_decay", "clip_norm", "dtype", "seed"),
+]
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """argparse that states an error in one line and shows a script's docstring as it stands."""
+
+    def __init__(self, description: str) -> None:
+        layout = argparse.RawDescriptionHelpFormatter
+        super().__init__(description=description, formatter_class=layout, allow_abbrev=False)
+
     def error(self, message: str) -> None:
         raise UserError(f"{message} (--help lists the flags)")
 
@@ -41,26 +47,21 @@ def writable_file(text: str) -> Path:
     """A path whose folder exists: better said now than after the last step."""
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: it is a folder, or its folder does not exist")
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: a folder, or in a folder that does not exist")
     return path
 
 
-def parser(description: str) -> argparse.ArgumentParser:
-    """A parser that states errors in one line and shows a script's docstring as it stands."""
-    return _Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-
-
-def training_parser(description: str, dtype: str = "fp32") -> argparse.ArgumentParser:
-    """The shared flags; `dtype` is the chapter's default precision."""
-    p = parser(description)
-    add = p.add_argument
-    add("--model", default="nano", help="nano, llama-124m, llama-1b, llama-8b, llama-70b, or an HF config.json or folder")
+def training_parser(description: str, dtype: str = "fp32") -> Parser:
+    """A parser of the shared flags; `dtype` is the chapter's default precision."""
+    parser = Parser(description)
+    add = parser.add_argument
+    add("--model", default="nano", help="nano, llama-124m, -1b, -8b, -70b, or a path to an HF config.json or folder")
     add("--data", default="stdlib", help="stdlib, a text, .jsonl or .parquet file, or hf:NAME")
     add("--tokenizer", default="bytes", help="bytes, or a Hugging Face name or folder")
     add("--seq-len", type=positive_int, default=64, help="tokens per sequence")
     add("--global-batch-size", type=positive_int, default=24, help="sequences per optimizer step, over all ranks")
     add("--micro-batch-size", type=positive_int, help="sequences per rank and forward (default: a rank's whole share)")
-    add("--steps", type=positive_int, default=120, help="optimizer steps")
+    add("--steps", type=positive_int, default=100, help="optimizer steps")
     add("--lr", type=positive, default=2e-3, help="peak learning rate")
     add("--warmup-steps", type=natural, default=10, help="steps of linear warm-up before the cosine")
     add("--weight-decay", type=not_negative, default=0.1)
@@ -70,7 +71,7 @@ def training_parser(description: str, dtype: str = "fp32") -> argparse.ArgumentP
     add("--seed", type=natural, default=0)
     add("--deterministic", action="store_true", help="bit-identical from run to run, slower on a GPU")
     add("--eval-every", type=natural, default=0, help="steps between evaluations (0: at the end only)")
-    add("--run-dir", type=Path, help="where checkpoints, metrics and plot go (default: a new folder in runs/)")
+    add("--run-dir", type=Path, help="folder for checkpoints, metrics and plot (default: a new one in runs/)")
     add("--save-every", type=natural, default=0, help="steps between checkpoints (0: at the end only)")
     add("--keep", type=positive_int, default=3, help="newest checkpoints to keep")
     add("--async-save", action="store_true", help="write checkpoints while training goes on")
@@ -79,11 +80,11 @@ def training_parser(description: str, dtype: str = "fp32") -> argparse.ArgumentP
     add("--device", choices=("auto", "cuda", "mps", "cpu"), default="auto")
     add("--num-workers", type=natural, default=0, help="data loading processes per rank")
     add("--json", type=writable_file, metavar="PATH", help="write the summary as one JSON object")
-    return p
+    return parser
 
 
 def parse_training(description: str, dtype: str = "fp32") -> argparse.Namespace:
-    """Parse the shared flags of a training script; UserError for what cannot be."""
+    """The shared flags of a training script; UserError for what cannot be."""
     args = training_parser(description, dtype).parse_args()
     if args.resume and args.run_dir is None:
         raise UserError("--resume needs --run-dir, the folder of the run to go on with")
@@ -95,10 +96,10 @@ def split_batch(global_batch_size: int, micro_batch_size: int | None, world_size
     unit = world_size * (micro_batch_size or 1)
     if global_batch_size % unit:
         below = global_batch_size // unit * unit
-        fits = f"{below} or {below + unit}" if below else f"{unit}"
-        micro = f" of --micro-batch-size {micro_batch_size}" if micro_batch_size else ""
+        micro = f" with --micro-batch-size {micro_batch_size}" if micro_batch_size else ""
         raise UserError(
-            f"--global-batch-size {global_batch_size} does not divide over {world_size} process(es){micro}: use {fits}"
+            f"--global-batch-size {global_batch_size} does not divide over {world_size} processes{micro}: "
+            f"use {f'{below} or ' if below else ''}{below + unit}"
         )
     micro_batch_size = micro_batch_size or global_batch_size // world_size
     return micro_batch_size, global_batch_size // (world_size * micro_batch_size)

@@ -1,8 +1,10 @@
 """Corpora, tokenizers, and a batch order that does not depend on the number of processes."""
 
 import hashlib
+import itertools
 import json
 import math
+import os
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Subset
 
 from common.runtime import UserError
 
@@ -39,10 +41,12 @@ def load_corpus(data: str, tokenizer: str) -> Corpus:
 
 def _read(data: str) -> list[bytes]:
     if data == "stdlib":
-        root = Path(sysconfig.get_paths()["stdlib"])
-        skip = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-        files = [f for f in sorted(root.rglob("*.py")) if not skip.intersection(f.relative_to(root).parts)]
-        return [f.read_bytes() for f in files]
+        files = []
+        for folder, subfolders, names in os.walk(sysconfig.get_paths()["stdlib"]):
+            skip = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+            subfolders[:] = [name for name in subfolders if name not in skip]
+            files += [Path(folder, name) for name in names if name.endswith(".py")]
+        return [file.read_bytes() for file in sorted(files)]
     if data.startswith("hf:"):
         try:
             from datasets import load_dataset
@@ -117,35 +121,27 @@ class Sequences(Dataset):
         return torch.from_numpy(window[:-1]), torch.from_numpy(window[1:])
 
 
-class BatchOrder(Sampler[list[int]]):
-    """Which sequences a rank reads, micro-batch by micro-batch, from `start_step` (0-based) on, for ever.
+def batch_order(
+    n: int, args, micro_batch_size: int, start_step: int, rank: int, world_size: int
+) -> Iterator[list[int]]:
+    """Which of n sequences a rank reads, micro-batch by micro-batch, from 0-based `start_step` on, for ever.
 
-    Position p of the endless stream is item p % n of epoch p // n's permutation, and step s reads
-    positions [s·G, (s+1)·G): a function of seed and step alone. Rank r takes the r-th equal part of
-    each step, so ranks never overlap, each sequence comes once per epoch, and going on at step s
-    costs nothing.
+    Position p of the endless stream is item p % n of the permutation of epoch p // n, and step s of
+    global batch size G reads positions s·G to (s+1)·G: a function of seed and step alone. Rank r takes
+    the r-th equal part of each step, so ranks never overlap and each sequence comes once per epoch.
     """
-
-    def __init__(
-        self, n: int, global_batch_size: int, micro_batch_size: int, seed: int, start_step: int, rank: int, world_size: int
-    ) -> None:
-        self.n, self.global_batch_size, self.micro_batch_size = n, global_batch_size, micro_batch_size
-        self.seed, self.start_step, self.rank, self.world_size = seed, start_step, rank, world_size
-
-    def __iter__(self) -> Iterator[list[int]]:
-        share = self.global_batch_size // self.world_size
-        first = self.start_step * self.global_batch_size + self.rank * share
-        epoch, order = -1, None
-        while True:
-            for start in range(first, first + share, self.micro_batch_size):
-                batch = []
-                for position in range(start, start + self.micro_batch_size):
-                    if position // self.n != epoch:
-                        epoch = position // self.n
-                        order = np.random.default_rng([self.seed, epoch]).permutation(self.n)
-                    batch.append(int(order[position % self.n]))
-                yield batch
-            first += self.global_batch_size
+    share = args.global_batch_size // world_size
+    epoch, order = -1, np.empty(0)
+    for step in itertools.count(start_step):
+        first = step * args.global_batch_size + rank * share
+        for start in range(first, first + share, micro_batch_size):
+            batch = []
+            for position in range(start, start + micro_batch_size):
+                if position // n != epoch:
+                    epoch = position // n
+                    order = np.random.default_rng([args.seed, epoch]).permutation(n)
+                batch.append(int(order[position % n]))
+            yield batch
 
 
 def train_batches(
@@ -161,14 +157,10 @@ def train_batches(
             f"--data {args.data} gives {len(dataset)} training sequences of --seq-len {args.seq_len}, "
             f"less than one --global-batch-size {args.global_batch_size}: add text or lower these"
         )
-    order = BatchOrder(len(dataset), args.global_batch_size, micro_batch_size, args.seed, start_step, rank, world_size)
-    # a generator of its own: the loader must not draw from the one that a resume restores
-    own = torch.Generator().manual_seed(args.seed)
-    return iter(
-        DataLoader(
-            dataset, batch_sampler=order, num_workers=args.num_workers, generator=own, pin_memory=device.type == "cuda"
-        )
-    )
+    order = batch_order(len(dataset), args, micro_batch_size, start_step, rank, world_size)
+    own = torch.Generator()  # or the loader would draw from the one that a resume restores
+    pin = device.type == "cuda"
+    return iter(DataLoader(dataset, batch_sampler=order, num_workers=args.num_workers, generator=own, pin_memory=pin))
 
 
 def eval_batches(tokens: np.ndarray, seq_len: int, batch_size: int, rank: int, world_size: int) -> DataLoader:
@@ -180,5 +172,5 @@ def eval_batches(tokens: np.ndarray, seq_len: int, batch_size: int, rank: int, w
     if not len(dataset):
         raise UserError(f"the held-out text has {len(tokens)} tokens, less than one --seq-len {seq_len}: add text")
     chosen = np.unique(np.linspace(0, len(dataset) - 1, min(EVAL_SEQUENCES, len(dataset)), dtype=np.int64))
-    mine = torch.utils.data.Subset(dataset, chosen[rank::world_size].tolist())
+    mine = Subset(dataset, chosen[rank::world_size].tolist())
     return DataLoader(mine, batch_size=batch_size)

@@ -19,6 +19,10 @@ from common.hardware import device_name, peak_flops
 from common.model import flops_per_token
 from common.runtime import UserError, gather, is_rank0, say
 
+SUMMARY = [
+    *("script", "torch", "device", "world_size", "dtype", "model", "parameters", "steps", "tokens"),
+    *("first_loss", "last_loss", "val_loss", "tokens_per_second", "mfu", "peak_memory_bytes", "seconds"),
+]
 MFU_CONVENTION = "6(N - N_embedding) + 12·L·H·head_dim·seq_len FLOP per token, recomputation not counted"
 
 
@@ -43,8 +47,10 @@ class Meter:
     def _open(self) -> None:
         file = self.run_dir / "metrics.jsonl"
         # what a killed run wrote after its last checkpoint happens again, so its record goes
-        kept = [record for record in read_records(file) if record["step"] <= self.start_step]
-        self.file = open(file, "w")
+        self.records = [record for record in read_records(file) if record["step"] <= self.start_step]
+        file.with_suffix(".tmp").write_text("".join(json.dumps(record) + "\n" for record in self.records))
+        file.with_suffix(".tmp").rename(file)
+        self.file = file.open("a")
         self.tensorboard = None
         try:
             from torch.utils.tensorboard import SummaryWriter
@@ -53,8 +59,6 @@ class Meter:
         except ImportError:
             say("no TensorBoard files (pip install tensorboard)")
         self.bar = tqdm(total=self.args.steps, initial=self.start_step, unit="step", disable=not sys.stderr.isatty())
-        for record in kept:
-            self._write(record)
 
     def _write(self, record: dict) -> None:
         self.records.append(record)
@@ -152,10 +156,7 @@ class Meter:
 
     def finish(self, step: int, **own) -> None:
         """Plot the loss, print the summary (the run's whole curve, this process's speed), write --json."""
-        cuda = self.device.type == "cuda"
-        kib = 1 if sys.platform == "darwin" else 1024
-        used = torch.cuda.max_memory_allocated(self.device) if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * kib
-        peak_memory = max(gather(used))
+        peak_memory = max(gather(peak_memory_bytes(self.device)))
         if not is_rank0():
             return
         self.bar.close()
@@ -164,8 +165,6 @@ class Meter:
         # the first line pays for warm-up and compilation
         speed = statistics.median(self.speeds[1:] or self.speeds) if self.speeds else None
         summary = {
-            "script": str(Path(sys.argv[0]).resolve().relative_to(Path(__file__).resolve().parents[1])),
-            "torch": torch.__version__,
             "device": device_name(self.device),
             "world_size": self.world_size,
             "dtype": self.args.dtype,
@@ -182,15 +181,24 @@ class Meter:
             "peak_flops_per_device": self.peak_flops,
             "peak_memory_bytes": peak_memory,
             "seconds": time.perf_counter() - self.start,
-            "run_dir": str(self.run_dir),
-            "loss_plot": plot_loss(self.records, self.run_dir / "loss.png"),
+            "loss_plot": plot_loss(self.records, self.run_dir / "loss.png", "cross-entropy (nats per token)"),
             **own,
         }
         report(summary, self.args.json)
 
 
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most this process has held: allocated by torch on a GPU, else the process's resident set."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
 def report(summary: dict, json_path: Path | None) -> None:
-    """Print the summary as a table and, if asked, write it as JSON."""
+    """Print the summary as a table and, if asked, write it as JSON; what every script owes and this one
+    does not know is null."""
+    script = Path(sys.argv[0]).resolve().relative_to(Path(__file__).resolve().parents[1])
+    summary = {**dict.fromkeys(SUMMARY), "script": str(script), "torch": torch.__version__, **summary}
     print("\n" + "\n".join(f"{name:<22} {'n/a' if value is None else value}" for name, value in summary.items()))
     if json_path:
         json_path.write_text(json.dumps(summary, indent=1) + "\n")
@@ -213,7 +221,9 @@ def _line(r: dict, steps: int) -> str:
         f"data {r['data_wait_share']:.1%}",
     ]
     if r["memory_active_bytes"]:
-        parts.append(f"active {r['memory_active_bytes'] / 2**30:.2f}, reserved {r['memory_reserved_bytes'] / 2**30:.2f} GiB")
+        parts.append(
+            f"active {r['memory_active_bytes'] / 2**30:.2f}, reserved {r['memory_reserved_bytes'] / 2**30:.2f} GiB"
+        )
     if r["slowest_rank"] is not None:
         parts.append(f"slowest rank {r['slowest_rank']} +{r['slowest_rank_lag']:.0%}")
     if r["skipped_steps"]:
@@ -221,7 +231,7 @@ def _line(r: dict, steps: int) -> str:
     return " | ".join(parts)
 
 
-def plot_loss(records: list[dict], file: Path) -> str | None:
+def plot_loss(records: list[dict], file: Path, unit: str) -> str | None:
     """Draw training and held-out loss over steps; returns the file's name, None without matplotlib."""
     try:
         import matplotlib
@@ -235,7 +245,7 @@ def plot_loss(records: list[dict], file: Path) -> str | None:
     for name, style in (("loss", "-"), ("val_loss", "o")):
         points = [(r["step"], r[name]) for r in records if name in r]
         axes.plot(*zip(*points, strict=True), style, label=name) if points else None
-    axes.set(xlabel="step", ylabel="cross-entropy (nats per token)")
+    axes.set(xlabel="step", ylabel=unit)
     axes.legend()
     figure.savefig(file, dpi=120, bbox_inches="tight")
     return str(file)

@@ -81,21 +81,18 @@ def _read_hf_config(name: str) -> Config:
         }
         if any(different.values()):
             raise UserError(f"--model {path}: {', '.join(k for k, v in different.items() if v)} is not Llama's")
-        heads = raw["num_attention_heads"]
-        return Config(
-            vocab_size=raw["vocab_size"],
-            hidden_size=raw["hidden_size"],
-            intermediate_size=raw["intermediate_size"],
-            num_hidden_layers=raw["num_hidden_layers"],
-            num_attention_heads=heads,
-            num_key_value_heads=raw.get("num_key_value_heads") or heads,
-            head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
-            max_position_embeddings=raw.get("max_position_embeddings", 2048),
-            rope_theta=rope.get("rope_theta") or raw.get("rope_theta", 10_000.0),
-            rope_scaling={k: rope[k] for k in _LLAMA32_ROPE} if rope_type == "llama3" else None,
-            rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
-            tie_word_embeddings=raw.get("tie_word_embeddings", False),
-        )
+        given = {key: value for key, value in raw.items() if value is not None}
+        known = {
+            "num_key_value_heads": raw["num_attention_heads"],
+            "head_dim": raw["hidden_size"] // raw["num_attention_heads"],
+            "max_position_embeddings": 2048,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 10_000.0,
+            **given,
+            **rope,
+            "rope_scaling": {key: rope[key] for key in _LLAMA32_ROPE} if rope_type == "llama3" else None,
+        }
+        return Config(**{f.name: known[f.name] for f in dataclasses.fields(Config) if f.name in known})
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"--model {path} is not a Llama config: {type(error).__name__} {error}") from None
 
@@ -131,9 +128,8 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(c.num_attention_heads * c.head_dim, c.hidden_size, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        q, k, v = (
-            proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in projections)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.grouped)
         return self.o_proj(y.transpose(1, 2).flatten(2))

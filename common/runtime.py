@@ -15,10 +15,7 @@ import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
-
-# sysexits.h EX_TEMPFAIL: saved and stopped on a signal, start me again (Slurm: RequeueExit=75).
-REQUEUE_EXIT_CODE = 75
-
+REQUEUE_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: saved and stopped on a signal, start me again
 _stop_signal = 0
 
 
@@ -29,23 +26,17 @@ class UserError(Exception):
 def world_from_env() -> tuple[int, int, int]:
     """(rank, world size, local rank) as torchrun sets them; (0, 1, 0) for a plain `python script.py`.
 
-    Raises UserError when they are only half there: a guess such as `rank % device_count` puts two
-    ranks on one GPU as soon as the nodes are not filled in order.
+    UserError if only some are set: guessing, as with `rank % device_count`, puts two ranks on one GPU
+    as soon as the nodes are not filled in order.
     """
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    given = [name for name in names if name in os.environ]
-    if not given:
+    if not any(name in os.environ for name in names):
         return 0, 1, 0
-    if len(given) < len(names):
-        missing = ", ".join(name for name in names if name not in given)
-        raise UserError(f"{', '.join(given)} set but {missing} not: start with torchrun, or unset them all")
     try:
-        rank, world, local = (int(os.environ[name]) for name in names)
-    except ValueError:
-        raise UserError(f"RANK, WORLD_SIZE, LOCAL_RANK must be integers: {[os.environ[n] for n in names]}") from None
-    if not 0 <= rank < world or local < 0:
-        raise UserError(f"RANK={rank}, WORLD_SIZE={world}, LOCAL_RANK={local} cannot be: start with torchrun")
-    return rank, world, local
+        rank, world_size, local_rank = (int(os.environ[name]) for name in names)
+    except (KeyError, ValueError) as error:
+        raise UserError(f"RANK, WORLD_SIZE, LOCAL_RANK: set all to numbers or none ({error!r}): use torchrun") from None
+    return rank, world_size, local_rank
 
 
 def pick_device(name: str = "auto", local_rank: int = 0) -> torch.device:
@@ -53,56 +44,48 @@ def pick_device(name: str = "auto", local_rank: int = 0) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     if name == "cuda":
-        if not torch.cuda.is_available():
-            raise UserError("--device cuda: no CUDA device here (driver missing, or a CPU build of torch); --device cpu")
         if local_rank >= torch.cuda.device_count():
             raise UserError(
-                f"local rank {local_rank} has no GPU, {torch.cuda.device_count()} visible: "
-                "lower --nproc_per_node or use --device cpu"
+                f"--device cuda: process {local_rank} of this node has no GPU, {torch.cuda.device_count()} visible: "
+                "start fewer processes, look at the driver and CUDA_VISIBLE_DEVICES, or use --device cpu"
             )
         torch.cuda.set_device(local_rank)
         return torch.device("cuda", local_rank)
     if name == "mps" and not torch.backends.mps.is_available():
-        raise UserError("--device mps: no Metal device here; --device cpu")
+        raise UserError("--device mps: no Metal device here; use --device cpu")
     return torch.device(name)
 
 
 def single_device(name: str) -> torch.device:
     """The device of a script that runs in one process; UserError under torchrun with more."""
     if world_from_env()[1] > 1:
-        raise UserError("this script trains in one process, and N of it would only repeat it: use 05_ddp/train.py")
+        raise UserError("this script trains in one process, more would only repeat it: 05_ddp/train.py uses many")
     return pick_device(name)
 
 
-def init_process_group(name: str, timeout_minutes: int = 10) -> torch.device:
+def init_process_group(name: str) -> torch.device:
     """Join the job and return this rank's device: NCCL between GPUs, gloo between CPUs.
 
-    GPU ranks get gloo as well, so that a flag or a file name can be agreed on without stopping the
-    GPU. A plain `python script.py` becomes a world of one.
+    GPU ranks get gloo too, to agree on a flag or a file name without stopping the GPU. A plain
+    `python script.py` becomes a world of one.
     """
-    rank, world, local_rank = world_from_env()
+    rank, world_size, local_rank = world_from_env()
     if name == "auto" and not torch.cuda.is_available():
-        name = "cpu"  # there is no collective backend for mps
+        name = "cpu"  # collectives have no backend for mps
     if name == "mps":
-        raise UserError("--device mps: torch.distributed has no backend for it; --device cpu")
+        raise UserError("--device mps: torch.distributed has no backend for it; use --device cpu")
     device = pick_device(name, local_rank)
-    store = dist.HashStore() if world == 1 else next(dist.rendezvous("env://"))[0]
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        store=store,
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(minutes=timeout_minutes),
-        device_id=device if device.type == "cuda" else None,
-    )
+    store = dist.HashStore() if world_size == 1 else next(dist.rendezvous("env://"))[0]
+    cuda = {"backend": "cpu:gloo,cuda:nccl", "device_id": device}
+    group = cuda if device.type == "cuda" else {"backend": "gloo"}
+    dist.init_process_group(**group, store=store, rank=rank, world_size=world_size, timeout=timedelta(minutes=10))
     return device
 
 
 def shutdown() -> None:
     """Leave together: a rank that goes while another still talks to it aborts that one."""
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def is_rank0() -> bool:
@@ -115,28 +98,27 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
-def on_rank0(work: Callable[[], T]) -> T:
-    """Run `work` on rank 0 and give every rank its result, or its UserError."""
-    outcome: list = [None, None]
-    if is_rank0():
-        try:
-            outcome[0] = work()
-        except UserError as error:
-            outcome[1] = str(error)
-    if dist.is_initialized():
-        dist.broadcast_object_list(outcome, src=0, device=torch.device("cpu"))
-    if outcome[1] is not None:
-        raise UserError(outcome[1])
-    return outcome[0]
-
-
-def gather(value: T, group=None) -> list[T]:
+def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """Every rank's value, in rank order, on every rank."""
     values = [value]
     if dist.is_initialized():
         values *= dist.get_world_size()
         dist.all_gather_object(values, value, group=group)
     return values
+
+
+def on_rank0(work: Callable[[], T]) -> T:
+    """Run `work` on rank 0 and give every rank its result, or its UserError."""
+    result, error = None, None
+    if is_rank0():
+        try:
+            result = work()
+        except UserError as caught:
+            error = caught
+    result, error = gather((result, error))[0]
+    if error is not None:
+        raise error
+    return result
 
 
 def seed(value: int, deterministic: bool) -> None:
@@ -147,11 +129,10 @@ def seed(value: int, deterministic: bool) -> None:
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-        torch.backends.cudnn.benchmark = False
 
 
 def catch_stop_signals() -> None:
-    """From now on SIGTERM and SIGUSR1 ask for a checkpoint and an end, at the next step."""
+    """From now on SIGTERM and SIGUSR1 ask for a checkpoint and an end after the current step."""
 
     def note(number: int, _frame) -> None:
         global _stop_signal
@@ -164,11 +145,11 @@ def catch_stop_signals() -> None:
 def stop_requested() -> int:
     """The signal that any rank has received (0: none), the same answer on all ranks.
 
-    A scheduler may signal one process only, and a save takes all of them. The flag travels over
-    gloo, from CPU to CPU, so the GPU's queue is not drained for it.
+    A scheduler may signal one process only, and a save takes all of them. The flag goes from CPU to
+    CPU over gloo: the GPU's queue is not drained for it, and a dead rank shows at once.
     """
     flag = torch.tensor(_stop_signal)
-    if dist.is_initialized() and dist.get_world_size() > 1:
+    if dist.is_initialized():
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
     return int(flag)
 
@@ -180,8 +161,11 @@ def run(main: Callable[[], int]) -> None:
     except UserError as error:
         _report(str(error))
         code = 2
-    except Exception:
+    except Exception as error:
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
         traceback.print_exc()
+        get_error_handler().record_exception(error)  # torchrun's closing report names the first rank to fail
         code = 1
     for child in multiprocessing.active_children():  # data loading workers
         child.kill()
@@ -191,20 +175,19 @@ def run(main: Callable[[], int]) -> None:
 
 
 def _report(message: str) -> None:
-    """Print the error from rank 0. The other ranks wait for that, since the first exit makes torchrun
-    end the rest; one whose error rank 0 does not share speaks up itself."""
+    """Print the error from rank 0. The others wait for that, because the first exit makes torchrun end
+    the rest; a rank whose error rank 0 does not share speaks up itself."""
     line = f"{os.path.relpath(sys.argv[0])}: error: {' '.join(message.split())}"
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    if world == 1 or rank == 0:
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if rank == 0:
         print(line, file=sys.stderr, flush=True)
-    if world > 1 and "MASTER_ADDR" in os.environ:
+    if world_size > 1 and "MASTER_ADDR" in os.environ:
         try:
             store = next(dist.rendezvous("env://", timeout=timedelta(seconds=15)))[0]
             if rank == 0:
-                store.set("user_error_told", "1")
-            else:
-                store.wait(["user_error_told"], timedelta(seconds=15))
-        except dist.DistStoreError:
-            print(f"rank {rank}: {line}", file=sys.stderr, flush=True)
+                store.set("error_told", "")
+            store.wait(["error_told"], timedelta(seconds=15))
         except dist.DistNetworkError:
             pass  # rank 0 held the store and is gone: it has told
+        except dist.DistStoreError:
+            print(f"rank {rank}: {line}", file=sys.stderr, flush=True)

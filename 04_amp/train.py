@@ -1,0 +1,139 @@
+"""Train a language model on one GPU in mixed precision (AMP).
+
+Matrix units multiply bf16 and fp16 many times faster than fp32, and activations take half the memory.
+Automatic mixed precision keeps weights and optimizer state in fp32, so that small updates are not
+rounded away, and lets autocast run the matrix products in low precision. bf16 has the range of fp32
+and needs no more. In fp16 small gradients would become zero: GradScaler multiplies the loss by a large
+factor, divides the gradients again before the step, and skips the step where something overflowed.
+
+    laptop    python 04_amp/train.py
+    one GPU   python 04_amp/train.py --model llama-124m --seq-len 1024 --global-batch-size 32 --compile
+    cluster   one process is all it uses; 05_ddp/train.py is the same program on many
+
+Look for: tokens/s and memory beside those of --dtype fp32, at almost the same losses; steps skipped with
+fp16 (few CPUs have it: add --steps 5 there); the last check: what was multiplied and what kept in which
+precision. Before: 03_linear_regression/. Next: 05_ddp/.
+"""
+
+import math
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch.nn.utils import clip_grad_norm_
+from torch.optim.lr_scheduler import LambdaLR
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+from common import cli, data, metrics, model, run_dir, runtime
+from common.checkpoint import Checkpoints
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def warmup_cosine(step: int, warmup_steps: int, steps: int) -> float:
+    """Factor on --lr for 0-based step: up in a line, down to a tenth along a cosine."""
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    done = min(1.0, (step - warmup_steps) / max(1, steps - warmup_steps))
+    return 0.55 + 0.45 * math.cos(math.pi * done)
+
+
+@torch.no_grad()
+def evaluate(net, batches, autocast, device) -> float:
+    """Mean loss over all held-out tokens."""
+    net.eval()
+    total = torch.zeros(2, device=device)  # sum of losses, number of tokens
+    for inputs, targets in batches:
+        with autocast():
+            loss = net(inputs.to(device), targets.to(device))
+        total += torch.stack((loss * targets.numel(), torch.tensor(targets.numel(), device=device)))
+    net.train()
+    return (total[0] / total[1]).item()
+
+
+def main() -> int:
+    args = cli.parse_training(__doc__, dtype="bf16")
+    device = runtime.single_device(args.device)
+    rank, world_size = 0, 1
+    micro_batch_size, accumulation_steps = cli.split_batch(args.global_batch_size, args.micro_batch_size, world_size)
+    runtime.seed(args.seed, args.deterministic)
+
+    corpus = data.load_corpus(args.data, args.tokenizer)
+    config = model.load_config(args.model, corpus.vocab_size, args.seq_len)
+    held_out = data.eval_batches(corpus.held_out, args.seq_len, micro_batch_size, rank, world_size)
+    net = model.build(args.model, config).to(device)  # fp32 weights, whatever the dtype: bf16 would lose small updates
+
+    matrices, vectors = [], []
+    for parameter in net.parameters():
+        (matrices if parameter.ndim >= 2 else vectors).append(parameter)
+    groups = [{"params": matrices, "weight_decay": args.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
+    scheduler = LambdaLR(optimizer, partial(warmup_cosine, warmup_steps=args.warmup_steps, steps=args.steps))
+    scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
+    autocast = partial(torch.autocast, device.type, DTYPES[args.dtype], enabled=args.dtype != "fp32")
+
+    training = {"net": net, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
+    progress = {"step": 0, "skipped_steps": 0}
+    checkpoints = Checkpoints(run_dir.claim(args), args.keep, args.async_save)
+    if args.resume:
+        progress = checkpoints.resume(**training) or progress
+    start_step = progress["step"]
+    batches = data.train_batches(corpus.train, args, micro_batch_size, start_step, rank, world_size, device)
+
+    if args.compile:
+        net.compile()
+
+    meter = metrics.Meter(checkpoints.run_dir, args, net, device, start_step)
+    runtime.catch_stop_signals()
+    losses = []  # stay on the device until a log line: reading one would stall the GPU
+    stop = 0
+    for step in range(start_step + 1, args.steps + 1):
+        step_loss = torch.zeros((), device=device)
+        for _ in range(accumulation_steps):
+            with meter.phase("data"):
+                inputs, targets = (t.to(device, non_blocking=True) for t in next(batches))
+            with meter.phase("forward"), autocast():
+                loss = net(inputs, targets) / accumulation_steps  # micro-batches have equal token counts
+            scaler.scale(loss).backward()
+            step_loss += loss.detach()
+        scaler.unscale_(optimizer)  # before clipping: the threshold is meant for true gradients
+        grad_norm = clip_grad_norm_(net.parameters(), args.clip_norm)
+        lr, scale = scheduler.get_last_lr()[0], scaler.get_scale()
+        scaler.step(optimizer)  # does nothing if a gradient overflowed
+        scaler.update()
+        if scaler.get_scale() < scale:
+            progress["skipped_steps"] += 1
+        else:
+            scheduler.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(step_loss)
+        progress["step"] = step
+
+        stop = runtime.stop_requested()
+        save = stop or step == args.steps or (args.save_every and step % args.save_every == 0)
+        if save or step == 1 or step % args.log_every == 0:
+            global_losses = torch.stack(losses)
+            meter.log(step, global_losses / world_size, grad_norm, lr, progress["skipped_steps"], scaler.get_scale())
+            losses.clear()
+        if step == args.steps or (args.eval_every and step % args.eval_every == 0):
+            meter.log_eval(step, evaluate(net, held_out, autocast, device))
+        if save:
+            checkpoints.save(progress, **training)
+        if stop:
+            runtime.say(f"signal {stop}: saved at step {step}; the same command with --resume goes on")
+            break
+    checkpoints.wait()
+
+    # the promise of AMP, checked: low precision is in the arithmetic, never in what is kept
+    with torch.no_grad(), autocast():
+        computed = net(inputs).dtype
+    kept = {t.dtype for t in (*net.parameters(), *(t for s in optimizer.state.values() for t in s.values()))}
+    assert (computed, kept) == (DTYPES[args.dtype], {torch.float32})
+    runtime.say(f"checked: matrices multiplied in {computed}, weights and optimizer state kept in {torch.float32}")
+    meter.finish(progress["step"], weights_sha256=model.digest(net), skipped_steps=progress["skipped_steps"])
+    return runtime.REQUEUE_EXIT_CODE if stop and progress["step"] < args.steps else 0
+
+
+if __name__ == "__main__":
+    runtime.run(main)
