@@ -131,6 +131,7 @@ def main() -> int:
     kept = {t.dtype for t in (*net.parameters(), *(t for s in optimizer.state.values() for t in s.values()))}
     assert (computed, kept) == (DTYPES[args.dtype], {torch.float32})
     runtime.say(f"checked: matrices multiplied in {computed}, weights and optimizer state kept in {torch.float32}")
+
     meter.finish(progress["step"], weights_sha256=model.digest(net), skipped_steps=progress["skipped_steps"])
     return runtime.REQUEUE_EXIT_CODE if stop and progress["step"] < args.steps else 0
 

@@ -144,8 +144,7 @@ def main() -> int:
     # the promise of DDP, checked: no rank has drifted from the others by a bit
     digests = runtime.gather(model.digest(net))
     assert len(set(digests)) == 1, f"ranks hold different weights: {digests}"
-    log = ddp._get_ddp_logging_data()
-    buckets = len(log.get("rebuilt_bucket_sizes", log["bucket_sizes"]).split(","))
+    buckets = len(ddp._get_ddp_logging_data().get("rebuilt_bucket_sizes", "").split(","))
     runtime.say(f"checked: all {world_size} ranks hold the same weights to the bit (gradients in {buckets} buckets)")
 
     meter.finish(progress["step"], weights_sha256=digests[0], skipped_steps=progress["skipped_steps"], buckets=buckets)

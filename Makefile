@@ -1,0 +1,31 @@
+# make train   set up, then train on all GPUs (2 processes on a CPU)
+# make test    set up, then the tests that need no GPU
+# make gpu     with the python3 given, nothing installed: the GPU tests and benchmarks/gpu_report.py
+# make lint    ruff
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+train: $(VENV)/ready
+	$(BIN)/torchrun --standalone --nproc_per_node=$$($(BIN)/python -c "import torch; print(torch.cuda.device_count() or 2)") \
+		05_ddp/train.py
+
+test: $(VENV)/ready
+	$(BIN)/python -m pytest
+
+gpu:
+	@$(PYTHON) -c "import pytest" 2>/dev/null && $(PYTHON) -m pytest -m gpu tests/test_gpu.py || \
+		echo "GPU tests: failed or skipped, see above (they need pytest)" ; \
+	$(PYTHON) benchmarks/gpu_report.py
+
+lint: $(VENV)/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+$(VENV)/ready: requirements.txt
+	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'Python 3.11 or newer is needed: make PYTHON=python3.11 ...')"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	touch $@
+
+.PHONY: train test gpu lint
