@@ -83,7 +83,11 @@ class Checkpoints:
             )
         problem = gather(problem, self.group)[0]
         if problem is not None:
-            raise UserError(f"cannot save step {step} in {self.run_dir}: {problem}; older checkpoints are untouched")
+            free = shutil.disk_usage(self.run_dir).free / 2**20  # what is behind torch.save's "unexpected pos"
+            raise UserError(
+                f"cannot save step {step} in {self.run_dir} ({free:.0f} MiB free there): {problem}; "
+                "older checkpoints are untouched"
+            )
 
     def _write_part(self, state: dict, folder: Path) -> dict[str, str]:
         """Write this rank's part; returns the hashes of its files by name."""

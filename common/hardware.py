@@ -11,9 +11,9 @@ import torch
 
 # pattern: (fp32, bf16 and fp16 with fp32 accumulation) in FLOP/s, memory bandwidth in B/s, source
 _TABLE: dict[str, tuple[float, float, float, str]] = {
-    r"NVIDIA B200": (75e12, 2250e12, 7.7e12, "NVIDIA HGX B200 data sheet"),
     r"NVIDIA H200": (67e12, 989.4e12, 4.8e12, "NVIDIA H200 data sheet"),
     r"NVIDIA H100 80GB HBM3": (67e12, 989.4e12, 3.35e12, "NVIDIA H100 data sheet, SXM"),
+    r"NVIDIA H100 NVL": (60e12, 835.5e12, 3.9e12, "NVIDIA H100 data sheet, NVL"),
     r"NVIDIA H100 PCIe": (51.2e12, 756e12, 2.0e12, "NVIDIA H100 PCIe product brief"),
     r"(NVIDIA )?A100-SXM4-40GB": (19.5e12, 312e12, 1.555e12, "NVIDIA A100 data sheet, SXM 40 GB"),
     r"(NVIDIA )?A100-SXM4-80GB": (19.5e12, 312e12, 2.039e12, "NVIDIA A100 data sheet, SXM 80 GB"),

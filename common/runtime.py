@@ -34,8 +34,10 @@ def world_from_env() -> tuple[int, int, int]:
         return 0, 1, 0
     try:
         rank, world_size, local_rank = (int(os.environ[name]) for name in names)
+        _ = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     except (KeyError, ValueError) as error:
-        raise UserError(f"RANK, WORLD_SIZE, LOCAL_RANK: set all to numbers or none ({error!r}): use torchrun") from None
+        missing = f"{', '.join(names)}, MASTER_ADDR and MASTER_PORT must all be set, or none"
+        raise UserError(f"{missing} ({error!r}): start with torchrun") from None
     return rank, world_size, local_rank
 
 
@@ -178,10 +180,13 @@ def _report(message: str) -> None:
     """Print the error from rank 0. The others wait for that, because the first exit makes torchrun end
     the rest; a rank whose error rank 0 does not share speaks up itself."""
     line = f"{os.path.relpath(sys.argv[0])}: error: {' '.join(message.split())}"
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    try:
+        rank, world_size, _ = world_from_env()
+    except UserError:
+        rank, world_size = 0, 1
     if rank == 0:
         print(line, file=sys.stderr, flush=True)
-    if world_size > 1 and "MASTER_ADDR" in os.environ:
+    if world_size > 1:
         try:
             store = next(dist.rendezvous("env://", timeout=timedelta(seconds=15)))[0]
             if rank == 0:

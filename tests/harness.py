@@ -1,0 +1,132 @@
+"""Start the real scripts as their readers do, and look at what they leave behind."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[1]
+TINY = {
+    "model_type": "llama",
+    "vocab_size": 256,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+
+
+@dataclass
+class Result:
+    code: int
+    out: str
+    err: str
+    folder: Path
+
+    @property
+    def summary(self) -> dict:
+        return json.loads((self.folder / "summary.json").read_text())
+
+    @property
+    def records(self) -> list[dict]:
+        return [json.loads(line) for line in (self.folder / "run/metrics.jsonl").read_text().splitlines()]
+
+    def column(self, key: str) -> list[float]:
+        return [record[key] for record in self.records if key in record]
+
+
+def command(script: str, *flags, nproc: int | None = None) -> list[str]:
+    """The command line for a script; nproc starts it under torchrun, on a port that the system picks."""
+    launcher = [sys.executable]
+    if nproc:
+        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
+    return [*launcher, str(ROOT / script), *map(str, flags)]
+
+
+def clean_env(**extra: str) -> dict[str, str]:
+    """The environment without a launcher's variables, one thread per process unless told otherwise."""
+    drop = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
+    return {"OMP_NUM_THREADS": "1", **{k: v for k, v in os.environ.items() if k not in drop}, **extra}
+
+
+def start(argv: list[str], folder: Path, **env: str) -> subprocess.Popen:
+    """Start argv in folder, output to files there, marked so that its descendants can be found."""
+    marker = uuid.uuid4().hex
+    with open(folder / "stdout", "w") as out, open(folder / "stderr", "w") as err:
+        environment = clean_env(HARNESS_MARKER=marker, **env)
+        process = subprocess.Popen(argv, cwd=folder, env=environment, stdout=out, stderr=err)
+    process.marker = marker
+    return process
+
+
+def descendants(process: subprocess.Popen) -> list[psutil.Process]:
+    """Every live process that inherited the marker of `process`, itself included."""
+    found = []
+    for candidate in psutil.process_iter():
+        try:
+            alive = candidate.status() != psutil.STATUS_ZOMBIE
+            if alive and candidate.environ().get("HARNESS_MARKER") == process.marker:
+                found.append(candidate)
+        except psutil.Error:
+            continue
+    return found
+
+
+def kill_all(process: subprocess.Popen) -> None:
+    """kill -9 for the whole job, as when its node loses power."""
+    while victims := descendants(process):
+        for victim in victims:
+            victim.kill()
+        psutil.wait_procs(victims, timeout=10)
+    process.wait(timeout=30)
+
+
+def finish(process: subprocess.Popen, folder: Path, timeout: float = 120) -> Result:
+    """Wait for the end; nothing of the job may outlive it."""
+    try:
+        code = process.wait(timeout=timeout)
+        _, left = psutil.wait_procs(descendants(process), timeout=10)
+        assert not left, f"left running: {[p.cmdline() for p in left]}"
+    finally:
+        kill_all(process)
+    return Result(code, (folder / "stdout").read_text(), (folder / "stderr").read_text(), folder)
+
+
+def run(script: str, folder: Path, *flags, nproc: int | None = None, timeout: float = 120, **env: str) -> Result:
+    """Run a script to its end in `folder`, which is made."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return finish(start(command(script, *flags, nproc=nproc), folder, **env), folder, timeout)
+
+
+def train(script: str, folder: Path, *flags, nproc: int | None = None, code: int = 0, **env: str) -> Result:
+    """A small training run on the CPU, its run in folder/run and its summary in folder/summary.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model = folder / "tiny.json"
+    model.write_text(json.dumps(TINY))
+    result = run(script, folder, *tiny_flags(folder), *flags, nproc=nproc, **env)
+    assert result.code == code, f"exit code {result.code}\n{result.out[-2000:]}\n{result.err[-4000:]}"
+    return result
+
+
+def tiny_flags(folder: Path) -> list:
+    shared = ["--model", "tiny.json", "--device", "cpu", "--seq-len", 32, "--global-batch-size", 12, "--steps", 20]
+    return [*shared, "--warmup-steps", 4, "--log-every", 1, "--run-dir", folder / "run", "--json", "summary.json"]
+
+
+def holds(process: subprocess.Popen, condition, timeout: float = 60) -> bool:
+    """Wait until condition() is true; False if the process has ended before that."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        if process.poll() is not None:
+            return False
+        assert time.monotonic() < deadline, "the condition never held"
+        time.sleep(0.002)  # between two looks; the condition decides, not the time
+    return True

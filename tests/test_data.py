@@ -1,0 +1,164 @@
+"""common/data.py: what is trained on, in which order, and that nothing held out is among it."""
+
+import itertools
+import json
+from argparse import Namespace
+
+import numpy as np
+import pytest
+import torch
+
+from common import data
+from common.runtime import UserError
+
+ARGS = Namespace(data="x", seq_len=8, global_batch_size=12, seed=3, num_workers=0)
+CPU = torch.device("cpu")
+
+
+def flat(lists) -> list:
+    return list(itertools.chain.from_iterable(lists))
+
+
+def order(n, world_size, steps, micro=2, start=0, seed=3):
+    """[step][rank] -> indices, as the ranks of a job would read them."""
+    args = Namespace(global_batch_size=12, seed=seed)
+    per_step = 12 // world_size // micro
+    ranks = [data.batch_order(n, args, micro, start, rank, world_size) for rank in range(world_size)]
+    return [[flat(itertools.islice(rank, per_step)) for rank in ranks] for _ in range(steps)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 6])
+def test_order_depends_on_seed_and_step_alone(world_size):
+    alone = [flat(step) for step in order(50, 1, 20)]
+    assert [flat(step) for step in order(50, world_size, 20)] == alone
+    assert [flat(step) for step in order(50, world_size, 13, start=7)] == alone[7:]
+    assert [flat(step) for step in order(50, world_size, 20, seed=4)] != alone
+
+
+def test_each_sequence_once_per_epoch_in_a_new_permutation():
+    stream = flat(flat(order(50, 3, 25)))  # 300 positions: 6 epochs
+    epochs = [stream[i : i + 50] for i in range(0, 300, 50)]
+    assert all(sorted(epoch) == list(range(50)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 6
+
+
+def test_ranks_never_overlap():
+    for step in order(1000, 3, 40):
+        indices = flat(step)
+        assert len(indices) == len(set(indices)) == 12
+
+
+def test_targets_are_the_next_tokens():
+    sequences = data.Sequences(np.arange(100, dtype=np.uint8), 8)
+    assert len(sequences) == 12  # 12 · 8 + 1 <= 100
+    inputs, targets = sequences[11]
+    assert inputs.tolist() == list(range(88, 96))
+    assert targets.tolist() == list(range(89, 97))
+    assert inputs.dtype == targets.dtype == torch.int64
+    assert len(data.Sequences(np.arange(8), 8)) == 0
+    assert len(data.Sequences(np.arange(0), 8)) == 0
+
+
+def test_batches_are_those_of_the_order():
+    tokens = np.random.default_rng(0).integers(0, 256, 2000).astype(np.uint8)
+    batches = data.train_batches(tokens, ARGS, 3, 5, 1, 2, CPU)
+    expected = data.batch_order(249, ARGS, 3, 5, 1, 2)
+    for _ in range(10):
+        inputs, _ = next(batches)
+        sequences = data.Sequences(tokens, 8)
+        assert inputs.tolist() == [sequences[i][0].tolist() for i in next(expected)]
+
+
+def test_loading_draws_nothing_from_the_global_generator():
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    next(data.train_batches(np.zeros(2000, np.uint8), ARGS, 3, 0, 0, 1, CPU))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_ranks_share_the_held_out_sequences(world_size):
+    tokens = (np.arange(8 * 10 + 1) // 8).astype(np.uint8)  # ten sequences, each of its own number
+    batches = flat(data.eval_batches(tokens, 8, 4, rank, world_size) for rank in range(world_size))
+    seen = [int(row[0]) for inputs, _ in batches for row in inputs]
+    assert sorted(seen) == list(range(10))
+
+
+def test_standard_library_is_split_by_file():
+    corpus = data.load_corpus("stdlib", "bytes")
+    train, held_out = (bytes(part).split(b"\0") for part in (corpus.train, corpus.held_out))
+    assert len(corpus.train) > 5e6
+    assert corpus.vocab_size == 256
+    assert 0.03 < len(held_out) / len(train) < 0.07
+    # an empty file ends up as the empty piece behind the last separator
+    assert not {d for d in train if d} & {d for d in held_out if d}
+
+
+def test_a_copy_of_a_held_out_document_is_held_out_too(tmp_path):
+    rows = [f"document number {i}, as long as the others are" for i in range(40)] * 2
+    file = tmp_path / "d.jsonl"
+    file.write_text("\n".join(json.dumps({"text": row}) for row in rows))
+    corpus = data.load_corpus(str(file), "bytes")
+    train, held_out = (set(bytes(part).split(b"\0")) - {b""} for part in (corpus.train, corpus.held_out))
+    assert len(train) == 38
+    assert len(held_out) == 2
+    assert not train & held_out
+
+
+def documents() -> list[str]:
+    return [f"line {i}: naïve café, 東京\n" * 3 for i in range(30)]
+
+
+def test_text_jsonl_parquet_and_hf_hold_the_same(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    pytest.importorskip("datasets")
+    from pyarrow import parquet
+
+    (tmp_path / "hub").mkdir()
+    jsonl = tmp_path / "hub" / "d.jsonl"
+    jsonl.write_text("\n".join(json.dumps({"text": d, "id": 1}) for d in documents()))
+    parquet.write_table(pa.table({"text": documents(), "id": list(range(30))}), tmp_path / "d.parquet")
+    a, b, c = (
+        data.load_corpus(s, "bytes") for s in (str(jsonl), str(tmp_path / "d.parquet"), f"hf:{tmp_path / 'hub'}")
+    )
+    assert bytes(a.train) == bytes(b.train) == bytes(c.train)
+    assert bytes(a.held_out) == bytes(b.held_out) == bytes(c.held_out)
+    text = tmp_path / "d.txt"
+    text.write_text("".join(documents()))
+    one = data.load_corpus(str(text), "bytes")
+    assert bytes(one.train)[:-1] + bytes(one.held_out)[:-1] == "".join(documents()).encode()
+
+
+def test_a_hugging_face_tokenizer(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    transformers = pytest.importorskip("transformers")
+    bpe = tokenizers.ByteLevelBPETokenizer()
+    bpe.train_from_iterator(documents(), vocab_size=300, special_tokens=["<end>"])
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, eos_token="<end>")
+    fast.save_pretrained(tmp_path / "tokenizer")
+    file = tmp_path / "d.jsonl"
+    file.write_text("\n".join(json.dumps({"text": d}) for d in documents()))
+    corpus = data.load_corpus(str(file), str(tmp_path / "tokenizer"))
+    assert corpus.vocab_size == len(fast)
+    decoded = fast.decode(corpus.train.tolist()).split("<end>")[:-1]
+    assert decoded == [d for d in documents() if d in decoded]
+    assert len(decoded) == 28
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("empty.txt", ""), ("bad.jsonl", "{"), ("other.jsonl", '{"body": "x"}'), ("bad.parquet", "x"), (None, None)],
+)
+def test_sources_that_cannot_be_read(tmp_path, name, content):
+    file = tmp_path / (name or "missing.txt")
+    if name:
+        file.write_text(content)
+    with pytest.raises(UserError, match="--data"):
+        data.load_corpus(str(file), "bytes")
+
+
+def test_too_short_texts_are_refused():
+    with pytest.raises(UserError, match="gives 11 training sequences"):
+        data.train_batches(np.zeros(8 * 12, np.uint8), ARGS, 3, 0, 0, 1, CPU)
+    with pytest.raises(UserError, match="held-out text has 8 tokens"):
+        data.eval_batches(np.zeros(8, np.uint8), 8, 1, 0, 1)

@@ -1,0 +1,351 @@
+"""What goes wrong in practice: signals, kills, full disks, damaged files, wrong flags, dying ranks."""
+
+import json
+import random
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import filelock
+import pytest
+from harness import ROOT, TINY, command, descendants, finish, holds, kill_all, run, start, tiny_flags, train
+
+DDP, AMP = "05_ddp/train.py", "04_amp/train.py"
+LONG = ("--steps", 150, "--deterministic", "--save-every", 5)  # long enough to be hit while it runs
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The weights that a run of LONG ends with, by number of processes."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    return {n: train(DDP, folder / str(n), *LONG, nproc=n).summary["weights_sha256"] for n in (1, 2)}
+
+
+def launch(folder: Path, *flags, nproc=None, script=DDP):
+    folder.mkdir(exist_ok=True)
+    (folder / "tiny.json").write_text(json.dumps(TINY))
+    return start(command(script, *tiny_flags(folder), *flags, nproc=nproc), folder)
+
+
+def steps_logged(folder: Path) -> int:
+    file = folder / "run/metrics.jsonl"
+    return file.read_text().count("\n") if file.exists() else 0
+
+
+def rank_process(process, rank: int):
+    """The worker with that rank among the processes of a job."""
+    workers = [p for p in descendants(process) if p.environ().get("RANK") == str(rank)]
+    return min(workers, key=lambda p: p.create_time())
+
+
+def checkpoints(folder: Path) -> list[str]:
+    return sorted(p.name for p in (folder / "run").glob("step-*"))
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != ".lock"}
+
+
+# --- signals
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_saves_and_asks_to_be_started_again(tmp_path, undisturbed, number):
+    process = launch(tmp_path, *LONG)
+    assert holds(process, lambda: steps_logged(tmp_path) >= 7)
+    process.send_signal(number)
+    result = finish(process, tmp_path)
+    assert result.code == 75
+    step = result.summary["steps"]
+    assert 7 <= step < 150
+    assert checkpoints(tmp_path)[-1] == f"step-{step:08d}"
+    assert "Traceback" not in result.err
+    resumed = train(DDP, tmp_path, *LONG, "--resume")
+    assert resumed.summary["weights_sha256"] == undisturbed[1]
+    assert resumed.column("step") == [*range(1, 151), 150]
+
+
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path, undisturbed):
+    process = launch(tmp_path, *LONG, nproc=2)
+    assert holds(process, lambda: steps_logged(tmp_path) >= 3)
+    rank_process(process, 1).send_signal(signal.SIGUSR1)
+    result = finish(process, tmp_path)
+    assert result.code != 0
+    assert result.out.count("the same command with --resume goes on") == 1
+    resumed = train(DDP, tmp_path, *LONG, "--resume", nproc=2)
+    assert resumed.summary["weights_sha256"] == undisturbed[2]
+
+
+def test_a_signal_to_torchrun_saves_too(tmp_path, undisturbed):
+    process = launch(tmp_path, *LONG, "--async-save", nproc=2)
+    assert holds(process, lambda: steps_logged(tmp_path) >= 3)
+    process.send_signal(signal.SIGTERM)
+    result = finish(process, tmp_path)
+    assert "the same command with --resume goes on" in result.out
+    resumed = train(DDP, tmp_path, *LONG, "--resume", nproc=2)
+    assert resumed.summary["weights_sha256"] == undisturbed[2]
+
+
+# --- kill -9 at any moment
+
+
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(i, marks=pytest.mark.campaign) for i in range(4, 20))])
+def test_killed_and_resumed_is_undisturbed(tmp_path, undisturbed, seed):
+    """Kill a job up to three times, at moments drawn from the seed, half of them inside a save."""
+    draw = random.Random(seed)
+    nproc = (None, 2)[seed % 2]
+    flags = (*LONG, *(["--async-save"] if seed % 4 >= 2 else []), "--resume")
+    for _ in range(draw.randint(1, 3)):
+        process = launch(tmp_path, *flags, nproc=nproc)
+        moment, in_save = steps_logged(tmp_path) + draw.randrange(1, 60), draw.random() < 0.5
+        if holds(process, lambda: steps_logged(tmp_path) >= moment) and in_save:  # noqa: B023
+            holds(process, lambda: any((tmp_path / "run").glob("step-*.tmp")))
+        kill_all(process)
+    resumed = train(DDP, tmp_path, *flags, nproc=nproc)
+    assert resumed.summary["weights_sha256"] == undisturbed[nproc or 1]
+    assert resumed.column("step") == [*range(1, 151), 150]
+
+
+# --- ranks that die
+
+
+FAULT = """
+import os, runpy, sys, torch
+from torch.nn.parallel import DistributedDataParallel
+rank, calls = os.environ["RANK"], 0
+step = torch.optim.AdamW.step
+def failing_step(self, *args, **kwargs):
+    global calls
+    calls += 1
+    if rank == "1" and calls == 3:
+        FAULT
+    return step(self, *args, **kwargs)
+torch.optim.AdamW.step = failing_step
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def launch_with_fault(folder: Path, fault: str, *flags):
+    """The real script on two ranks, with one statement run on rank 1 before its third optimizer step."""
+    (folder / "tiny.json").write_text(json.dumps(TINY))
+    (folder / "fault.py").write_text(FAULT.replace("FAULT", fault))
+    argv = command(DDP, *tiny_flags(folder), *flags, nproc=2)
+    argv.insert(argv.index(str(ROOT / DDP)), "fault.py")
+    return start(argv, folder)
+
+
+@pytest.mark.parametrize("flags", [(), ("--save-every", 1, "--async-save", "--num-workers", 1)], ids=["plain", "busy"])
+def test_a_rank_that_fails_takes_the_job_down(tmp_path, flags):
+    process = launch_with_fault(tmp_path, 'raise RuntimeError("the third step broke")', "--steps", 5000, *flags)
+    assert holds(process, lambda: "the third step broke" in (tmp_path / "stderr").read_text())
+    result = finish(process, tmp_path, timeout=30)
+    assert result.code != 0
+    assert 'raise RuntimeError("the third step broke")' in result.err or "failing_step" in result.err
+    assert "RuntimeError: the third step broke" in result.err
+
+
+def test_a_rank_that_is_killed_takes_the_job_down(tmp_path):
+    process = launch_with_fault(tmp_path, "os.kill(os.getpid(), 9)", "--steps", 5000)
+    assert holds(process, lambda: steps_logged(tmp_path) >= 2)
+    result = finish(process, tmp_path, timeout=30)
+    assert result.code != 0
+    assert "Signal 9 (SIGKILL)" in result.err
+
+
+def test_a_rank_that_drifts_is_found_at_the_end(tmp_path):
+    fault = "self.param_groups[0]['params'][0].data.view(-1)[0].mul_(1.0001)"
+    result = finish(launch_with_fault(tmp_path, fault), tmp_path)
+    assert result.code != 0
+    assert "AssertionError: ranks hold different weights" in result.err
+
+
+# --- disks
+
+
+def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1500k", "none", disk], capture_output=True).returncode:
+        pytest.skip("mounting a small file system needs root")
+    try:
+        flags = ("--run-dir", disk / "run", "--save-every", 5, "--keep", 9)
+        result = train(DDP, tmp_path, *flags, code=2)
+        assert "No space left on device" in result.err
+        assert_one_line(result, "cannot save step")
+        kept = sorted(p.name for p in disk.glob("run/step-*[0-9]"))
+        assert kept
+        (tmp_path / "run").mkdir()
+        shutil.copytree(disk / "run", tmp_path / "run", dirs_exist_ok=True)
+    finally:
+        subprocess.run(["umount", disk], check=True)
+    resumed = train(DDP, tmp_path, "--save-every", 5, "--keep", 9, "--resume")
+    assert f"run/{kept[-1]}" in resumed.out
+    assert resumed.summary["steps"] == 20
+
+
+@pytest.mark.parametrize("background", [(), ("--async-save",)], ids=["sync", "async"])
+def test_a_file_that_cannot_be_written_leaves_the_previous_checkpoint(tmp_path, background):
+    train(DDP, tmp_path, "--steps", 10)
+    before = content(tmp_path / "run/step-00000010")
+    argv = command(DDP, *tiny_flags(tmp_path), "--save-every", 15, "--resume", *background)
+    result = finish(start(["prlimit", "--fsize=100000", *argv], tmp_path), tmp_path)
+    assert result.code == 2
+    assert_one_line(result, "cannot save step 15", "File too large")
+    assert content(tmp_path / "run/step-00000010") == before
+    resumed = train(DDP, tmp_path, "--save-every", 15, "--resume")
+    assert "run/step-00000010" in resumed.out
+
+
+def test_a_failed_save_on_two_ranks_ends_both(tmp_path):
+    argv = command(DDP, *tiny_flags(tmp_path), "--save-every", 5, nproc=2)
+    (tmp_path / "tiny.json").write_text(json.dumps(TINY))
+    result = finish(start(["prlimit", "--fsize=50000", *argv], tmp_path), tmp_path)
+    assert result.code != 0
+    assert result.err.count("error: cannot save step 5") == 1
+
+
+def damage(path: Path, how: str) -> None:
+    file = max(path.glob("*.distcp"), key=lambda p: p.stat().st_size)
+    data = bytearray(file.read_bytes())
+    if how == "truncated":
+        del data[len(data) // 2 :]
+    elif how == "one bit":
+        data[len(data) // 2] ^= 1
+    if how == "missing":
+        file.unlink()
+    else:
+        file.write_bytes(data)
+
+
+@pytest.mark.parametrize("how", ["truncated", "one bit", "missing"])
+def test_a_damaged_checkpoint_is_passed_over(tmp_path, how):
+    flags = ("--save-every", 5, "--deterministic")
+    whole = train(DDP, tmp_path, *flags)
+    damage(tmp_path / "run/step-00000020", how)
+    resumed = train(DDP, tmp_path, *flags, "--resume")
+    assert "run/step-00000020 is broken" in resumed.out
+    assert "resuming from" in resumed.out
+    assert "run/step-00000015" in resumed.out
+    assert resumed.summary["weights_sha256"] == whole.summary["weights_sha256"]
+    assert resumed.column("loss") == whole.column("loss")
+    assert list((tmp_path / "run").glob("broken-step-00000020-*"))
+
+
+def test_only_damaged_checkpoints_stop_the_run_and_stay_as_they_are(tmp_path):
+    train(DDP, tmp_path, "--save-every", 10)
+    damage(tmp_path / "run/step-00000010", "truncated")
+    damage(tmp_path / "run/step-00000020", "one bit")
+    before = content(tmp_path / "run")
+    result = train(DDP, tmp_path, "--resume", code=2)
+    assert_one_line(result, "every checkpoint", "is broken")
+    assert content(tmp_path / "run") == before
+
+
+# --- bad input: one line, exit code 2
+
+
+def assert_one_line(result, *words: str) -> None:
+    assert result.code == 2, result.err
+    lines = [line for line in result.err.splitlines() if line.strip()]
+    assert len(lines) == 1, result.err
+    assert ": error: " in lines[0]
+    for word in words:
+        assert word in lines[0]
+
+
+BAD = {
+    "model": (["--model", "llama-9b"], "llama-9b"),
+    "dtype": (["--dtype", "fp8"], "fp8"),
+    "data": (["--data", "nowhere.txt"], "nowhere.txt"),
+    "empty data": (["--data", "empty.txt"], "empty.txt holds no text"),
+    "short data": (["--data", "short.txt"], "less than one"),
+    "hub": (["--data", "hf:no/such"], "hf:no/such"),
+    "tokenizer": (["--tokenizer", "./nowhere"], "--tokenizer ./nowhere"),
+    "batch": (["--global-batch-size", 10, "--micro-batch-size", 4], "use 8 or 12"),
+    "batch below": (["--global-batch-size", 3, "--micro-batch-size", 4], "use 4"),
+    "zero batch": (["--global-batch-size", 0], "--global-batch-size"),
+    "seq-len": (["--seq-len", 1025], "1025 is over the limit of --model nano: 1024"),
+    "steps": (["--steps", 0], "--steps"),
+    "negative steps": (["--steps", -5], "--steps"),
+    "steps word": (["--steps", "many"], "--steps"),
+    "lr": (["--lr", "nan"], "--lr"),
+    "keep": (["--keep", 0], "--keep"),
+    "flag": (["--step", 5], "--step"),
+    "resume": (["--resume"], "--resume needs --run-dir"),
+    "json": (["--json", "no/such/folder.json"], "no/such/folder.json"),
+    "run dir": (["--run-dir", "empty.txt/run"], "empty.txt/run"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+@pytest.mark.parametrize("script", [AMP, DDP])
+def test_bad_input(tmp_path, script, case):
+    flags, words = BAD[case]
+    if script == DDP and case in ("dtype", "keep", "lr", "flag", "zero batch", "steps word", "json"):
+        pytest.skip("the parser is the same as 04's")
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "short.txt").write_text("too short a text to train on" * 20)
+    result = run(script, tmp_path, "--device", "cpu", *flags)
+    assert_one_line(result, words)
+    assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").glob("*/step-*"))
+
+
+def test_no_gpu(tmp_path):
+    result = run(DDP, tmp_path, "--device", "cuda", CUDA_VISIBLE_DEVICES="")
+    assert_one_line(result, "--device cuda", "--device cpu")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [(["--model", "llama-9b"], "llama-9b"), (["--global-batch-size", 7], "use 6 or 8"), (["--steps", "0"], "--steps")],
+)
+def test_bad_input_is_told_once_under_torchrun(tmp_path, flags, words):
+    result = run(DDP, tmp_path, "--device", "cpu", *flags, nproc=2)
+    assert result.code != 0
+    told = [line for line in result.err.splitlines() if "05_ddp/train.py: error: " in line]
+    assert len(told) == 1
+    assert words in told[0]
+    assert result.out == ""
+    assert "exitcode  : 2" in result.err
+
+
+@pytest.mark.parametrize("script", ["03_linear_regression/train.py", AMP])
+def test_a_script_of_one_process_refuses_several(tmp_path, script):
+    result = run(script, tmp_path, "--device", "cpu", nproc=2)
+    assert result.code != 0
+    assert result.err.count("error: this script trains in one process") == 1
+
+
+@pytest.mark.parametrize(
+    "variables", [{"RANK": "0"}, {"RANK": "0", "WORLD_SIZE": "2"}, {"RANK": "a", "WORLD_SIZE": "1"}]
+)
+def test_a_launcher_that_sets_half_its_variables(tmp_path, variables):
+    result = run(DDP, tmp_path, **variables)
+    assert result.code == 2
+    assert "use torchrun" in result.err
+    assert "Traceback" not in result.err
+
+
+def test_a_folder_with_another_runs_settings(tmp_path):
+    train(DDP, tmp_path)
+    before = content(tmp_path / "run")
+    result = train(DDP, tmp_path, "--lr", 0.5, "--seq-len", 16, "--resume", code=2)
+    assert_one_line(result, "--lr 0.5 (was 0.002)", "--seq-len 16 (was 32)")
+    assert "--seed" not in result.err
+    assert_one_line(train(DDP, tmp_path, code=2), "holds a run with checkpoints", "--resume")
+    assert content(tmp_path / "run") == before
+
+
+def test_a_folder_in_use(tmp_path):
+    (tmp_path / "run").mkdir()
+    with filelock.FileLock(tmp_path / "run/.lock"):
+        assert_one_line(train(DDP, tmp_path, code=2), "in use by a live run")
+    train(DDP, tmp_path, "--resume")  # nothing there yet: starts afresh
+
+
+def test_a_loss_that_is_not_finite_names_the_step(tmp_path):
+    result = train(AMP, tmp_path, "--lr", 1e30, "--log-every", 7, "--dtype", "fp32", "--clip-norm", "inf", code=2)
+    assert_one_line(result, "not finite at step 2", "--lr", "--warmup-steps")
+    assert not checkpoints(tmp_path)

@@ -1,0 +1,171 @@
+"""common/model.py and common/hardware.py: the arithmetic, the shapes, the figures derived from them."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from common import hardware, model
+from common.runtime import UserError
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
+
+
+def llama(tmp_path, **changes):
+    """A random transformers Llama and the folder it is saved in."""
+    transformers = pytest.importorskip("transformers")
+    shape = {
+        "vocab_size": 300,
+        "hidden_size": 48,
+        "intermediate_size": 112,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "rope_parameters": PLAIN_ROPE,
+        "tie_word_embeddings": False,
+    }
+    torch.manual_seed(1)
+    net = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**shape, **changes})).eval()
+    with torch.no_grad():
+        for parameter in net.parameters():  # the initial norms are all ones: a swapped pair would not show
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    net.save_pretrained(tmp_path)
+    return net
+
+
+@pytest.mark.parametrize("rope", [PLAIN_ROPE, LLAMA3_ROPE], ids=["plain", "llama3"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("key_value_heads", [1, 2, 6])
+def test_logits_equal_those_of_transformers(tmp_path, key_value_heads, tied, rope):
+    changes = {"num_key_value_heads": key_value_heads, "tie_word_embeddings": tied, "rope_parameters": rope}
+    theirs = llama(tmp_path, **changes)
+    config = model.load_config(str(tmp_path), 256, 200)
+    ours = model.Transformer(config)
+    ours.load_state_dict(theirs.state_dict())  # strict: the same names, the same shapes
+    assert {n for n, _ in ours.named_parameters()} == {n for n, _ in theirs.named_parameters()}
+    tokens = torch.randint(0, 300, (2, 200), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=0, atol=1e-4)
+        from_folder = model.build(str(tmp_path), config)
+        torch.testing.assert_close(from_folder(tokens), ours(tokens), rtol=0, atol=0)
+        loss = theirs(tokens[:, :-1]).logits.flatten(0, 1)
+        expected = torch.nn.functional.cross_entropy(loss, tokens[:, 1:].flatten())
+        torch.testing.assert_close(ours(tokens[:, :-1], tokens[:, 1:]), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_our_weights_load_into_transformers(tmp_path):
+    theirs = llama(tmp_path)
+    ours = model.Transformer(model.load_config(str(tmp_path), 256, 64))
+    theirs.load_state_dict(ours.state_dict())
+    tokens = torch.arange(64)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=0, atol=1e-4)
+
+
+def test_config_of_an_older_transformers(tmp_path):
+    file = tmp_path / "config.json"
+    shape = {"vocab_size": 300, "hidden_size": 48, "intermediate_size": 112, "num_hidden_layers": 3}
+    file.write_text(
+        json.dumps({**shape, "model_type": "llama", "num_attention_heads": 6, "rope_theta": 5e5, "rope_scaling": None})
+    )
+    config = model.load_config(str(file), 256, 64)
+    assert (config.rope_theta, config.num_key_value_heads, config.head_dim) == (5e5, 6, 8)
+
+
+@pytest.mark.parametrize("change", [{"model_type": "gpt2"}, {"attention_bias": True}, {"hidden_act": "gelu"}])
+def test_a_model_that_is_not_llama_is_refused(tmp_path, change):
+    llama(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    with pytest.raises(UserError, match=next(iter(change))):
+        model.load_config(str(file), 256, 64)
+
+
+def nano(**changes) -> model.Transformer:
+    torch.manual_seed(0)
+    return model.Transformer(dataclasses.replace(model.SIZES["nano"], **changes))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_is_causal(dtype):
+    net = nano(num_key_value_heads=2)
+    tokens = torch.randint(0, 256, (1, 40))
+    changed = tokens.clone()
+    changed[0, 25] = (changed[0, 25] + 1) % 256
+    with torch.no_grad(), torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        before, after = net(tokens), net(changed)
+    torch.testing.assert_close(before[:, :25], after[:, :25], rtol=0, atol=0)
+    assert (before[:, 25:] != after[:, 25:]).any(-1).all()  # and every later position has seen it
+
+
+def test_every_parameter_moves_in_a_step_and_the_loss_falls():
+    net = nano(tie_word_embeddings=False)
+    before = {name: p.detach().clone() for name, p in net.named_parameters()}
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    tokens = torch.randint(0, 256, (2, 65))
+    losses = []
+    for _ in range(3):
+        loss = net(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[0] > losses[1] > losses[2] > 0
+    still = [name for name, p in net.named_parameters() if torch.equal(p, before[name])]
+    assert not still
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("llama-124m", 123_587_328),
+        ("llama-1b", 1_235_814_400),
+        ("llama-8b", 8_030_261_248),
+        ("llama-70b", 70_553_706_496),
+    ],
+)
+def test_named_sizes_have_the_published_parameter_counts(name, parameters):
+    with torch.device("meta"):
+        net = model.Transformer(model.SIZES[name])
+    assert sum(p.numel() for p in net.parameters()) == parameters
+
+
+def test_flops_per_token():
+    with torch.device("meta"):
+        big, small = model.Transformer(model.SIZES["llama-8b"]), model.Transformer(model.SIZES["llama-124m"])
+    assert model.flops_per_token(big, 8192) == 57_914_449_920  # by the closed form, input embedding left out
+    # tied: the one matrix counts, as lm_head; published GPT-2 124M figures use 855,166,464 (biases, 50,257 tokens)
+    assert model.flops_per_token(small, 1024) == 6 * 123_587_328 + 12 * 12 * 12 * 64 * 1024
+    assert model.flops_per_token(small, 1024) == pytest.approx(855_166_464, rel=0.002)
+
+
+def test_peaks_are_those_of_the_very_device_or_none():
+    sxm, pcie, nvl = "NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA H100 NVL"
+    peaks = [hardware.peak_flops(name, "bf16") for name in (sxm, pcie, nvl)]
+    assert len(set(peaks)) == 3
+    assert hardware.peak_flops(sxm, "bf16") == 989.4e12
+    assert hardware.peak_flops(sxm, "fp16") == 989.4e12
+    assert hardware.peak_flops(sxm, "fp32") == 67e12
+    assert hardware.memory_bandwidth(sxm) == 3.35e12
+    assert hardware.peak_flops("NVIDIA A100-SXM4-80GB", "bf16") == 312e12
+    for unknown in ("cpu", "mps", "NVIDIA H100", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA A1000", "Some GPU"):
+        assert hardware.peak_flops(unknown, "bf16") is None
+        assert hardware.memory_bandwidth(unknown) is None
+
+
+def test_digest_sees_one_bit():
+    a, b = nano(), nano()
+    assert model.digest(a) == model.digest(b)
+    with torch.no_grad():
+        b.model.norm.weight[3] = torch.nextafter(b.model.norm.weight[3], torch.tensor(2.0))
+    assert model.digest(a) != model.digest(b)
