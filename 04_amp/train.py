@@ -86,7 +86,7 @@ def main() -> int:
 
     meter = metrics.Meter(checkpoints.run_dir, args, net, device, start_step)
     runtime.catch_stop_signals()
-    losses = []  # stay on the device until a log line: reading one would stall the GPU
+    window = []  # loss and gradient norm of each step, left on the device: reading one would stall the GPU
     stop = 0
     for step in range(start_step + 1, args.steps + 1):
         step_loss = torch.zeros((), device=device)
@@ -107,15 +107,15 @@ def main() -> int:
         else:
             scheduler.step()
         optimizer.zero_grad(set_to_none=True)
-        losses.append(step_loss)
+        window.append(torch.stack((step_loss, grad_norm)))
         progress["step"] = step
 
         stop = runtime.stop_requested()
         save = stop or step == args.steps or (args.save_every and step % args.save_every == 0)
         if save or step == 1 or step % args.log_every == 0:
-            global_losses = torch.stack(losses)
-            meter.log(step, global_losses / world_size, grad_norm, lr, progress["skipped_steps"], scaler.get_scale())
-            losses.clear()
+            means = torch.stack(window)
+            meter.log(step, means / world_size, lr, progress["skipped_steps"], scaler.get_scale())
+            window.clear()
         if step == args.steps or (args.eval_every and step % args.eval_every == 0):
             meter.log_eval(step, evaluate(net, held_out, autocast, device))
         if save:

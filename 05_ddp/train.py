@@ -87,13 +87,13 @@ def main() -> int:
 
     gradient_mib = sum(p.numel() * p.element_size() for p in net.parameters()) / 2**20
     # several buckets: with one, backward would be over before the first all-reduce starts
-    ddp = DistributedDataParallel(net, bucket_cap_mb=min(25, gradient_mib / 4), gradient_as_bucket_view=True)
+    ddp = DistributedDataParallel(net, bucket_cap_mb=max(1, min(25, gradient_mib / 4)), gradient_as_bucket_view=True)
     if args.compile:
         ddp.compile()
 
     meter = metrics.Meter(checkpoints.run_dir, args, net, device, start_step)
     runtime.catch_stop_signals()
-    losses = []  # stay on the device until a log line: reading one would stall the GPU
+    window = []  # loss and gradient norm of each step, left on the device: reading one would stall the GPU
     stop = 0
     for step in range(start_step + 1, args.steps + 1):
         step_loss = torch.zeros((), device=device)
@@ -116,16 +116,16 @@ def main() -> int:
         else:
             scheduler.step()
         optimizer.zero_grad(set_to_none=True)
-        losses.append(step_loss)
+        window.append(torch.stack((step_loss, grad_norm)))
         progress["step"] = step
 
         stop = runtime.stop_requested()
         save = stop or step == args.steps or (args.save_every and step % args.save_every == 0)
         if save or step == 1 or step % args.log_every == 0:
-            global_losses = torch.stack(losses)
-            dist.all_reduce(global_losses)
-            meter.log(step, global_losses / world_size, grad_norm, lr, progress["skipped_steps"], scaler.get_scale())
-            losses.clear()
+            means = torch.stack(window)
+            dist.all_reduce(means)
+            meter.log(step, means / world_size, lr, progress["skipped_steps"], scaler.get_scale())
+            window.clear()
         if step == args.steps or (args.eval_every and step % args.eval_every == 0):
             meter.log_eval(step, evaluate(net, held_out, autocast, device))
         if save:

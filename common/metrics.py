@@ -80,15 +80,15 @@ class Meter:
             yield
             self.phases[name] += time.perf_counter() - start
 
-    def log(self, step: int, losses: Tensor, grad_norm: Tensor, lr: float, skipped_steps: int, scale: float) -> None:
-        """One line for the steps since the last; `losses` [steps] are their global means, the last is shown.
+    def log(self, step: int, window: Tensor, lr: float, skipped_steps: int, scale: float) -> None:
+        """One line for the steps since the last; `window` [steps, 2] has the global loss and the gradient
+        norm of each, and the last is shown. Tokens/s counts all wall time since the last line.
 
-        Tokens/s counts all wall time since the last line. UserError names the first step whose loss is
-        not finite, before anything of it is saved.
+        UserError names the first step that is not finite, before anything of it is saved.
         """
-        finite = losses.isfinite().tolist()  # waits for the GPU, once a line
-        if self.args.dtype != "fp16":  # there the scaler skips the step and tries a smaller scale
-            finite[-1] = finite[-1] and bool(grad_norm.isfinite())
+        window = window.cpu()  # waits for the GPU, once a line
+        # an fp16 gradient may overflow: the scaler skips that step and tries a smaller scale
+        finite = window[:, : 1 if self.args.dtype == "fp16" else 2].isfinite().all(1).tolist()
         if not all(finite):
             raise UserError(
                 f"loss or gradient is not finite at step {step - len(finite) + 1 + finite.index(False)}: lower "
@@ -114,9 +114,9 @@ class Meter:
             slowest = max(range(len(busy)), key=busy.__getitem__)
             record = {
                 "step": step,
-                "loss": losses[-1].item(),
+                "loss": window[-1, 0].item(),
                 "lr": lr,
-                "grad_norm": grad_norm.item(),
+                "grad_norm": window[-1, 1].item(),
                 "tokens": step * tokens_per_step,
                 "tokens_per_second": speed,
                 "mfu": self.mfu(speed),

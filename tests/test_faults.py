@@ -12,7 +12,7 @@ import pytest
 from harness import ROOT, TINY, command, descendants, finish, holds, kill_all, run, start, tiny_flags, train
 
 DDP, AMP = "05_ddp/train.py", "04_amp/train.py"
-LONG = ("--steps", 150, "--deterministic", "--save-every", 5)  # long enough to be hit while it runs
+LONG = ("--steps", 60, "--deterministic", "--save-every", 4)  # long enough to be hit while it runs
 
 
 @pytest.fixture(scope="module")
@@ -58,12 +58,12 @@ def test_a_signal_saves_and_asks_to_be_started_again(tmp_path, undisturbed, numb
     result = finish(process, tmp_path)
     assert result.code == 75
     step = result.summary["steps"]
-    assert 7 <= step < 150
+    assert 7 <= step < 60
     assert checkpoints(tmp_path)[-1] == f"step-{step:08d}"
     assert "Traceback" not in result.err
     resumed = train(DDP, tmp_path, *LONG, "--resume")
     assert resumed.summary["weights_sha256"] == undisturbed[1]
-    assert resumed.column("step") == [*range(1, 151), 150]
+    assert resumed.column("step") == [*range(1, 61), 60]
 
 
 def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path, undisturbed):
@@ -98,13 +98,13 @@ def test_killed_and_resumed_is_undisturbed(tmp_path, undisturbed, seed):
     flags = (*LONG, *(["--async-save"] if seed % 4 >= 2 else []), "--resume")
     for _ in range(draw.randint(1, 3)):
         process = launch(tmp_path, *flags, nproc=nproc)
-        moment, in_save = steps_logged(tmp_path) + draw.randrange(1, 60), draw.random() < 0.5
+        moment, in_save = steps_logged(tmp_path) + draw.randrange(1, 30), draw.random() < 0.5
         if holds(process, lambda: steps_logged(tmp_path) >= moment) and in_save:  # noqa: B023
             holds(process, lambda: any((tmp_path / "run").glob("step-*.tmp")))
         kill_all(process)
     resumed = train(DDP, tmp_path, *flags, nproc=nproc)
     assert resumed.summary["weights_sha256"] == undisturbed[nproc or 1]
-    assert resumed.column("step") == [*range(1, 151), 150]
+    assert resumed.column("step") == [*range(1, 61), 60]
 
 
 # --- ranks that die
@@ -172,8 +172,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path):
     try:
         flags = ("--run-dir", disk / "run", "--save-every", 5, "--keep", 9)
         result = train(DDP, tmp_path, *flags, code=2)
-        assert "No space left on device" in result.err
-        assert_one_line(result, "cannot save step")
+        assert_one_line(result, "cannot save step", "(0 MiB free there)")
         kept = sorted(p.name for p in disk.glob("run/step-*[0-9]"))
         assert kept
         (tmp_path / "run").mkdir()
@@ -287,7 +286,7 @@ def test_bad_input(tmp_path, script, case):
         pytest.skip("the parser is the same as 04's")
     (tmp_path / "empty.txt").touch()
     (tmp_path / "short.txt").write_text("too short a text to train on" * 20)
-    result = run(script, tmp_path, "--device", "cpu", *flags)
+    result = run(script, tmp_path, "--device", "cpu", *flags, HF_HUB_OFFLINE="1")
     assert_one_line(result, words)
     assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").glob("*/step-*"))
 
@@ -318,14 +317,10 @@ def test_a_script_of_one_process_refuses_several(tmp_path, script):
     assert result.err.count("error: this script trains in one process") == 1
 
 
-@pytest.mark.parametrize(
-    "variables", [{"RANK": "0"}, {"RANK": "0", "WORLD_SIZE": "2"}, {"RANK": "a", "WORLD_SIZE": "1"}]
-)
-def test_a_launcher_that_sets_half_its_variables(tmp_path, variables):
-    result = run(DDP, tmp_path, **variables)
-    assert result.code == 2
-    assert "use torchrun" in result.err
-    assert "Traceback" not in result.err
+@pytest.mark.parametrize("given", ["RANK=0", "RANK=0 WORLD_SIZE=2", "RANK=a WORLD_SIZE=1 LOCAL_RANK=0", "LOCAL_RANK=1"])
+def test_a_launcher_that_sets_half_its_variables(tmp_path, given):
+    result = run(DDP, tmp_path, **dict(pair.split("=") for pair in given.split()))
+    assert_one_line(result, "start with torchrun")
 
 
 def test_a_folder_with_another_runs_settings(tmp_path):
@@ -346,6 +341,11 @@ def test_a_folder_in_use(tmp_path):
 
 
 def test_a_loss_that_is_not_finite_names_the_step(tmp_path):
-    result = train(AMP, tmp_path, "--lr", 1e30, "--log-every", 7, "--dtype", "fp32", "--clip-norm", "inf", code=2)
-    assert_one_line(result, "not finite at step 2", "--lr", "--warmup-steps")
-    assert not checkpoints(tmp_path)
+    flags = ("--lr", 1e30, "--dtype", "fp32", "--clip-norm", "inf", "--save-every", 7)
+    each = train(AMP, tmp_path / "each", *flags, code=2)
+    first_bad = len(each.records) + 1
+    assert 1 < first_bad < 7
+    seventh = train(AMP, tmp_path / "seventh", *flags, "--log-every", 7, code=2)
+    for result in (each, seventh):
+        assert_one_line(result, f"not finite at step {first_bad}", "--lr", "--warmup-steps")
+        assert not checkpoints(result.folder)

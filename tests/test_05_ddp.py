@@ -1,0 +1,145 @@
+"""05_ddp/train.py and what common/metrics.py says of several ranks."""
+
+import ast
+import itertools
+import json
+import math
+from argparse import Namespace
+
+import pytest
+import torch
+from harness import ROOT, run, train
+from test_equivalence import saved
+
+from common import data, metrics, model, runtime
+
+SCRIPT = "05_ddp/train.py"
+
+
+def test_the_logged_loss_is_the_mean_over_ranks_and_micro_batches(tmp_path):
+    """Recompute it by hand, sequence by sequence, in float64, for the first step and one in the middle."""
+    result = train(SCRIPT, tmp_path, "--micro-batch-size", 2, "--save-every", 7, "--seed", 3, nproc=2)
+    runtime.seed(3, deterministic=False)
+    net = model.build("tiny", model.load_config(str(tmp_path / "tiny.json"), 256, 32))
+    sequences = data.Sequences(data.load_corpus("stdlib", "bytes").train, 32)
+    args = Namespace(global_batch_size=12, seed=3)
+    for step, weights in ((1, net.state_dict()), (8, saved(tmp_path, 7)["model"])):
+        net.load_state_dict(weights)
+        batch = next(itertools.islice(data.batch_order(len(sequences), args, 12, 0, 0, 1), step - 1, None))
+        with torch.no_grad():
+            losses = [net.double()(*(t[None] for t in sequences[i])).item() for i in batch]
+        assert len(set(batch)) == 12
+        assert result.column("loss")[step - 1] == pytest.approx(sum(losses) / 12, rel=1e-6)
+        net.float()
+
+
+def test_gradients_travel_in_several_buckets(tmp_path):
+    result = run(SCRIPT, tmp_path, "--device", "cpu", "--steps", 3, "--json", "s.json", nproc=2)
+    assert result.code == 0, result.err
+    summary = json.loads((tmp_path / "s.json").read_text())
+    assert set(summary) >= set(metrics.SUMMARY)
+    assert summary["buckets"] >= 3
+    assert "checked: all 2 ranks hold the same weights to the bit" in result.out
+
+
+def test_eight_processes(tmp_path):
+    """The first command of the README, on a machine with fewer cores than ranks; only the steps are fewer."""
+    result = run(SCRIPT, tmp_path, "--device", "cpu", "--steps", 2, nproc=8, timeout=240)
+    assert result.code == 0, result.err
+    assert "checked: all 8 ranks hold the same weights to the bit" in result.out
+
+
+def test_replicas_that_never_talk_are_found(tmp_path):
+    (tmp_path / "silent.py").write_text(
+        "import runpy, sys, torch.nn.parallel\n"
+        "class Silent(torch.nn.Module):\n"
+        "    def __init__(self, net, **_): super().__init__(); self.net = net\n"
+        "    def forward(self, *a): return self.net(*a)\n"
+        "    def _get_ddp_logging_data(self): return {}\n"
+        "torch.nn.parallel.DistributedDataParallel = Silent\n"
+        f"sys.argv = [{str(ROOT / SCRIPT)!r}, *sys.argv[1:]]\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    result = run(tmp_path / "silent.py", tmp_path, "--device", "cpu", "--steps", 2, nproc=2)
+    assert result.code != 0
+    assert "ranks hold different weights" in result.err
+
+
+def test_compiled_with_accumulation_equals_eager(tmp_path):
+    flags = ("--steps", 3, "--micro-batch-size", 3)
+    eager = train(SCRIPT, tmp_path / "eager", *flags, nproc=2)
+    compiled = train(SCRIPT, tmp_path / "compiled", *flags, "--compile", nproc=2)
+    assert compiled.column("loss") == pytest.approx(eager.column("loss"), rel=1e-5)
+
+
+@pytest.fixture
+def meter(tmp_path, monkeypatch):
+    """A Meter of three ranks on a clock that the test moves."""
+    clock = [100.0]
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: clock[0])
+    args = Namespace(seq_len=32, global_batch_size=12, steps=20, dtype="bf16", lr=1.0, clip_norm=1.0, warmup_steps=0)
+    with torch.device("meta"):
+        net = model.Transformer(model.SIZES["llama-124m"])
+    meter = metrics.Meter(tmp_path, args, net, torch.device("cpu"), 0)
+    meter.clock = clock
+    return meter
+
+
+def test_tokens_per_second_counts_the_gaps_between_the_phases(meter):
+    for name, seconds in (("data", 1.0), ("forward", 2.0)):
+        with meter.phase(name):
+            meter.clock[0] += seconds
+    meter.clock[0] += 5.0  # backward, a save, an evaluation: nothing times these
+    meter.log(4, torch.ones(4, 2), 1.0, 0, 1.0)
+    record = meter.records[-1]
+    assert record["tokens_per_second"] == 4 * 12 * 32 / 8.0
+    assert record["data_wait_share"] == 1.0 / 8.0
+    meter.clock[0] += 2.0
+    meter.log(5, torch.ones(1, 2), 1.0, 0, 1.0)
+    assert meter.records[-1]["tokens_per_second"] == 12 * 32 / 2.0
+    assert meter.records[-1]["data_wait_share"] == 0
+
+
+def test_mfu_is_against_the_peak_of_all_devices(meter):
+    assert meter.mfu(1e6) is None
+    meter.peak_flops, meter.world_size = 989.4e12, 8
+    assert meter.mfu(8 * 468_000) == pytest.approx(468_000 * meter.flops_per_token / 989.4e12)
+
+
+def test_the_slowest_rank_and_its_lag(meter, monkeypatch):
+    def three_ranks(mine):
+        return [{**mine, "busy": busy, "data": wait} for busy, wait in ((1.0, 0.1), (1.5, 0.4), (1.0, 0.2))]
+
+    monkeypatch.setattr(metrics, "gather", three_ranks)
+    meter.clock[0] += 2.0
+    meter.log(1, torch.ones(1, 2), 1.0, 0, 1.0)
+    record = meter.records[-1]
+    assert (record["slowest_rank"], record["slowest_rank_lag"]) == (1, 0.5)
+    assert record["data_wait_share"] == 0.2
+
+
+def test_the_first_step_that_is_not_finite_is_named(meter):
+    window = torch.ones(5, 2)
+    window[3, 0] = math.nan
+    with pytest.raises(runtime.UserError, match="step 19:"):
+        meter.log(20, window, 1.0, 0, 1.0)
+    window[3, 0], window[1, 1] = 1.0, math.inf
+    with pytest.raises(runtime.UserError, match="step 17:"):
+        meter.log(20, window, 1.0, 0, 1.0)
+    meter.clock[0] += 1.0
+    meter.args.dtype = "fp16"  # there an overflowing gradient is the scaler's business
+    meter.log(20, window, 1.0, 1, 1.0)
+
+
+def test_nothing_waits_for_the_gpu_inside_the_step():
+    """A synchronize() around the phases would end the overlap that they time."""
+    for file in [*ROOT.glob("0*/train*.py"), *ROOT.glob("common/*.py")]:
+        calls = [node.func for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
+        assert not [c for c in calls if isinstance(c, ast.Attribute) and c.attr == "synchronize"], file
+
+
+def test_a_record_cut_short_by_a_kill_is_left_out(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
+    assert metrics.read_records(file) == [{"step": 1, "loss": 2.0}]
+    assert metrics.read_records(tmp_path / "none") == []
