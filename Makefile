@@ -11,12 +11,12 @@ train: $(VENV)/ready
 		05_ddp/train.py
 
 test: $(VENV)/ready
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
 
 gpu:
-	@$(PYTHON) -c "import pytest" 2>/dev/null && $(PYTHON) -m pytest -m gpu tests/test_gpu.py || \
-		echo "GPU tests: failed or skipped, see above (they need pytest)" ; \
-	$(PYTHON) benchmarks/gpu_report.py
+	@$(PYTHON) -c "import pytest" || echo "GPU tests skipped: pytest is missing" ; \
+	timeout --kill-after=10 210 $(PYTHON) -m pytest -m gpu tests/test_gpu.py ; tests=$$? ; \
+	$(PYTHON) benchmarks/gpu_report.py --minutes 3.5 && exit $$tests
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

@@ -49,7 +49,7 @@ def evaluate(net, batches, autocast, device) -> float:
     total = torch.zeros(2, device=device)  # sum of losses, number of tokens
     for inputs, targets in batches:
         with autocast():
-            loss = net(inputs.to(device), targets.to(device))
+            loss = net.forward(inputs.to(device), targets.to(device))  # eager: without gradients it would compile anew
         total += torch.stack((loss * targets.numel(), torch.tensor(targets.numel(), device=device)))
     dist.all_reduce(total)  # sums, not means: a rank may have read fewer tokens than the others
     net.train()
@@ -137,7 +137,7 @@ def main() -> int:
 
     # the promise of AMP, checked: low precision is in the arithmetic, never in what is kept
     with torch.no_grad(), autocast():
-        computed = net(inputs).dtype
+        computed = net.forward(next(iter(held_out))[0].to(device)).dtype
     kept = {t.dtype for t in (*net.parameters(), *(t for s in optimizer.state.values() for t in s.values()))}
     assert (computed, kept) == (DTYPES[args.dtype], {torch.float32})
     runtime.say(f"checked: matrices multiplied in {computed}, weights and optimizer state kept in {torch.float32}")

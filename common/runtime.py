@@ -46,10 +46,11 @@ def pick_device(name: str = "auto", local_rank: int = 0) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     if name == "cuda":
-        if local_rank >= torch.cuda.device_count():
+        processes, gpus = max(local_rank + 1, int(os.environ.get("LOCAL_WORLD_SIZE", 1))), torch.cuda.device_count()
+        if processes > gpus:
             raise UserError(
-                f"--device cuda: process {local_rank} of this node has no GPU, {torch.cuda.device_count()} visible: "
-                "start fewer processes, look at the driver and CUDA_VISIBLE_DEVICES, or use --device cpu"
+                f"--device cuda: {processes} processes on this node, {gpus} GPUs visible: start fewer, look at the "
+                "driver and CUDA_VISIBLE_DEVICES, or use --device cpu"
             )
         torch.cuda.set_device(local_rank)
         return torch.device("cuda", local_rank)

@@ -1,0 +1,177 @@
+"""The GPU side of pytest: polite on a shared box, loud when nothing ran.
+
+A test marked `@pytest.mark.gpu(n=2)` gets the two GPUs with the most free memory among those that
+CUDA_VISIBLE_DEVICES allows, with a file lock on each, so that two people's runs wait for each other
+instead of colliding. Without enough GPUs it is skipped and says why. The fixture `gpus` is the
+environment to start subprocesses in: they see these GPUs and no other.
+
+    pytest           everything that can run here; on a machine without GPU the gpu tests are skipped
+    pytest -m gpu    the gpu tests; exit status 5 if not one of them ran
+"""
+
+import contextlib
+import os
+import tempfile
+import time
+
+import filelock
+import pytest
+
+LOCK_WAIT_SECONDS = 600  # for another run to be done with its GPUs
+NOTHING_RAN = 5  # pytest's own exit status for "no tests"
+
+_held: dict[str, filelock.FileLock] = {}  # by GPU UUID: kept from test to test, or a waiting run would never get in
+_selected: list[str] = []  # gpu-marked tests of this session
+_ran: list[str] = []
+_skipped: dict[str, str] = {}  # test: reason
+
+
+class NoGpus(Exception):
+    """Why there are none to use, in words for the skip."""
+
+
+def visible_gpus() -> dict[str, int]:
+    """Free bytes by UUID of the GPUs that CUDA_VISIBLE_DEVICES allows. NoGpus with the reason if there are none."""
+    try:
+        import pynvml
+    except ImportError:
+        raise NoGpus("the module pynvml is missing (pip install nvidia-ml-py)") from None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        raise NoGpus(f"no NVIDIA driver here (NVML: {error})") from None
+    try:
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        gpus = {pynvml.nvmlDeviceGetUUID(handle): pynvml.nvmlDeviceGetMemoryInfo(handle).free for handle in handles}
+    except pynvml.NVMLError as error:
+        raise NoGpus(f"NVML cannot read the GPUs: {error}") from None
+    finally:
+        pynvml.nvmlShutdown()
+    allowed = _allowed(list(gpus), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    if not allowed:
+        raise NoGpus(
+            f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']!r} allows none of {len(gpus)} GPUs"
+            if gpus
+            else "NVML finds no GPU"
+        )
+    import torch
+
+    if not torch.cuda.is_available():
+        raise NoGpus(f"torch {torch.__version__} cannot use a GPU here: a build without CUDA, or too old a driver")
+    return {uuid: gpus[uuid] for uuid in allowed}
+
+
+def _allowed(uuids: list[str], visible: str | None) -> list[str]:
+    """The UUIDs that a CUDA_VISIBLE_DEVICES names by index or by (the start of a) UUID; None allows all."""
+    if visible is None:
+        return uuids
+    chosen = []
+    for entry in visible.split(","):
+        name = entry.strip()
+        if name.isdecimal():  # NVML counts in the order of the bus, as CUDA does where all GPUs are equal
+            matches = uuids[int(name) : int(name) + 1]
+        else:
+            matches = [uuid for uuid in uuids if name and uuid.startswith(name)]
+        if len(matches) != 1:
+            break  # CUDA too stops at the first entry that names no GPU
+        chosen += matches
+    return list(dict.fromkeys(chosen))
+
+
+def take_gpus(n: int) -> list[str]:
+    """Lock n GPUs, freest first, and return their UUIDs. NoGpus if there are too few or others keep them."""
+    gpus = visible_gpus()
+    if len(gpus) < n:
+        raise NoGpus(f"needs {n} GPUs, {len(gpus)} to be seen here")
+    for uuid in [*_held][n:]:
+        _held.pop(uuid).release()
+    freest = sorted(gpus, key=gpus.__getitem__, reverse=True)
+    for uuid in freest:
+        if len(_held) < n and uuid not in _held:
+            _lock(uuid, 0)
+    if len(_held) < n:
+        # wait with empty hands and in one order for all: two runs cannot then each hold what the other wants
+        release_gpus()
+        deadline = time.monotonic() + LOCK_WAIT_SECONDS
+        for uuid in sorted(freest[:n]):
+            if not _lock(uuid, max(0.0, deadline - time.monotonic())):
+                release_gpus()
+                raise NoGpus(f"GPU {uuid} was in use by another test run for {LOCK_WAIT_SECONDS} s")
+    return list(_held)
+
+
+def _lock(uuid: str, timeout: float) -> bool:
+    # any user may take the lock: on a shared box the first to come owns the file
+    lock = filelock.FileLock(os.path.join(tempfile.gettempdir(), f"gpu-tests-{uuid}.lock"), mode=0o666)
+    try:
+        lock.acquire(timeout=timeout)
+    except filelock.Timeout:
+        return False
+    with contextlib.suppress(OSError):  # the umask took the others' permission away; not ours to change if not ours
+        os.chmod(lock.lock_file, 0o666)
+    _held[uuid] = lock
+    return True
+
+
+def release_gpus() -> None:
+    while _held:
+        _held.popitem()[1].release()
+
+
+@pytest.fixture
+def gpus(request: pytest.FixtureRequest) -> dict[str, str]:
+    """The environment for the subprocesses of a gpu-marked test: the GPUs that are locked for it, no other."""
+    marker = request.node.get_closest_marker("gpu")
+    assert marker is not None, "the fixture gpus is for tests marked gpu"
+    try:
+        uuids = take_gpus(marker.kwargs.get("n", 1))
+    except NoGpus as reason:
+        pytest.skip(f"GPU: {reason}")
+    return {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(uuids)}
+
+
+@pytest.fixture(autouse=True)
+def _gpus_for_marked(request: pytest.FixtureRequest) -> None:
+    """A test that carries the marker and forgets the fixture is not let onto a GPU unlocked."""
+    if request.node.get_closest_marker("gpu") is not None:
+        request.getfixturevalue("gpus")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not config.pluginmanager.hasplugin("timeout"):
+        config.addinivalue_line("markers", "timeout(seconds): without effect, pytest-timeout is not installed")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    _selected[:] = [item.nodeid for item in session.items if item.get_closest_marker("gpu") is not None]
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if "gpu" not in report.keywords:
+        return
+    if report.skipped:
+        _skipped[report.nodeid] = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    elif report.when == "call":
+        _ran.append(report.nodeid)
+
+
+def _nothing_ran(config: pytest.Config) -> bool:
+    return bool("gpu" in config.option.markexpr and _selected and not _ran and not config.option.collectonly)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    release_gpus()
+    if _nothing_ran(session.config) and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = NOTHING_RAN
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if not _nothing_ran(config):
+        return
+    terminalreporter.section("NO GPU TEST RAN", sep="=", red=True, bold=True)
+    for reason in sorted(set(_skipped.values())):
+        count = sum(other == reason for other in _skipped.values())
+        terminalreporter.write_line(f"{count} skipped: {reason.removeprefix('Skipped: ')}")
+    terminalreporter.write_line(
+        f"-m {config.option.markexpr!r} selected {len(_selected)} gpu tests and ran none: this is not a pass.", red=True
+    )
