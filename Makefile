@@ -2,6 +2,7 @@
 # make test    set up, then the tests that need no GPU
 # make gpu     with the python3 given, nothing installed: the GPU tests and benchmarks/gpu_report.py
 # make lint    ruff
+# make readme  what the READMEs quote from the scripts
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -22,10 +23,13 @@ lint: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
+readme:
+	$(PYTHON) tests/readme.py
+
 $(VENV)/ready: requirements.txt
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'Python 3.11 or newer is needed: make PYTHON=python3.11 ...')"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	touch $@
 
-.PHONY: train test gpu lint
+.PHONY: train test gpu lint readme

@@ -24,7 +24,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
-from common import cli, hardware, metrics, run_dir, runtime
+from common import cli, hardware, report, run_dir, runtime
 
 POINTS, SLOPE, INTERCEPT, NOISE = 100_000, 2.0, -3.0, 0.5
 TOLERANCE = 0.05  # SGD does not settle: it keeps moving around the solution, the more the larger --lr
@@ -113,11 +113,11 @@ def main() -> int:
         "intercept": intercept,
         "least_squares_slope": exact_slope,
         "least_squares_intercept": exact_intercept,
-        "peak_memory_bytes": metrics.peak_memory_bytes(device),
+        "peak_memory_bytes": report.peak_memory_bytes(device),
         "seconds": seconds,
-        "loss_plot": metrics.plot_loss(records, folder / "loss.png", "mean squared error"),
+        "loss_plot": report.plot_loss(records, folder / "loss.png", "mean squared error"),
     }
-    metrics.report(summary, args.json)
+    report.report(summary, args.json)
     return 0
 
 

@@ -25,8 +25,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
-from common import cli, data, metrics, model, run_dir, runtime
-from common.checkpoint import Checkpoints
+from common import checkpoint, cli, data, metrics, model, run_dir, runtime
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -75,7 +74,7 @@ def main() -> int:
 
     training = {"net": net, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     progress = {"step": 0, "skipped_steps": 0}
-    checkpoints = Checkpoints(run_dir.claim(args), args.keep, args.async_save)
+    checkpoints = checkpoint.Checkpoints(run_dir.claim(args, corpus.train), args.keep, args.async_save)
     if args.resume:
         progress = checkpoints.resume(**training) or progress
     start_step = progress["step"]
@@ -121,18 +120,19 @@ def main() -> int:
         if save:
             checkpoints.save(progress, **training)
         if stop:
-            runtime.say(f"signal {stop}: saved at step {step}; the same command with --resume goes on")
             break
     checkpoints.wait()
+    if stop:
+        runtime.say(f"signal {stop}: saved at step {progress['step']}; the same command with --resume goes on")
 
     # the promise of AMP, checked: low precision is in the arithmetic, never in what is kept
     with torch.no_grad(), autocast():
-        computed = net.forward(next(iter(held_out))[0].to(device)).dtype
+        computed = net.forward(torch.zeros(1, 1, dtype=torch.int64, device=device)).dtype
     kept = {t.dtype for t in (*net.parameters(), *(t for s in optimizer.state.values() for t in s.values()))}
     assert (computed, kept) == (DTYPES[args.dtype], {torch.float32})
     runtime.say(f"checked: matrices multiplied in {computed}, weights and optimizer state kept in {torch.float32}")
 
-    meter.finish(progress["step"], weights_sha256=model.digest(net), skipped_steps=progress["skipped_steps"])
+    meter.finish(progress["step"], weights_sha256=checkpoint.digest(net), skipped_steps=progress["skipped_steps"])
     return runtime.REQUEUE_EXIT_CODE if stop and progress["step"] < args.steps else 0
 
 

@@ -39,7 +39,7 @@ from vs_trainer import (
 )
 
 from common import cli, runtime
-from common.metrics import read_records
+from common.report import read_records
 
 SCRIPT = "05_ddp/train.py"
 RATIO_TARGET = 0.9

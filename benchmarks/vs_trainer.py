@@ -33,7 +33,7 @@ REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))  # common/, with nothing installed
 from common import cli, data, model, runtime
 from common.hardware import device_name
-from common.metrics import read_records
+from common.report import read_records
 
 RESULTS = REPO / "benchmarks/results"
 WARMUP_STEPS = 10  # left out of the timing: compilation, first allocations, clocks
@@ -183,8 +183,7 @@ def worker(args: argparse.Namespace) -> int:
         *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
         *("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings"),
     )
-    # no key-value cache: training has no use for one, and would only pay for it
-    config = LlamaConfig(**{name: getattr(shape, name) for name in same_names}, use_cache=False)
+    config = LlamaConfig(**{name: getattr(shape, name) for name in same_names})
     config._attn_implementation = "sdpa"
     net = LlamaForCausalLM(config)
     device = runtime.pick_device(args.device)

@@ -57,8 +57,11 @@ class Checkpoints:
     def _state(self, progress: dict, net, optimizer, scheduler, scaler) -> dict:
         from torch.distributed.checkpoint.state_dict import get_state_dict
 
+        fresh = not optimizer.state
         # optimizer state named by parameter, not by position, whatever wraps the model
         model_state, optimizer_state = get_state_dict(net, optimizer)
+        for state in optimizer.state.values() if fresh else ():
+            state["step"].zero_()  # get_state_dict made it by a step of length zero, which must not count
         rng = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
         if torch.cuda.is_available():
             rng["cuda"] = torch.cuda.get_rng_state()
@@ -186,3 +189,11 @@ def _cpu_copy(value):
     if isinstance(value, dict):
         return {key: _cpu_copy(item) for key, item in value.items()}
     return copy.deepcopy(value)
+
+
+def digest(net: torch.nn.Module) -> str:
+    """SHA-256 over every parameter's bytes: equal digests are equal weights, to the bit."""
+    sha = hashlib.sha256()
+    for parameter in net.parameters():
+        sha.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy())
+    return sha.hexdigest()

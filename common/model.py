@@ -5,8 +5,6 @@ embedding, grouped-query attention, SwiGLU), so its checkpoints load here, and o
 """
 
 import dataclasses
-import hashlib
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from common import hf
 from common.runtime import UserError
 
 
@@ -36,9 +35,7 @@ class Config:
     tie_word_embeddings: bool = False
 
 
-_LLAMA32_ROPE = {
-    "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
-}  # fmt: skip
+_LLAMA32_ROPE = dict(zip(hf.ROPE_SCALING, (32.0, 1.0, 4.0, 8192), strict=True))
 SIZES = {
     "nano": Config(256, 256, 688, 6, 8, 8, 32, 1024, tie_word_embeddings=True),
     "llama-124m": Config(50_304, 768, 2048, 12, 12, 12, 64, 1024, tie_word_embeddings=True),
@@ -54,7 +51,7 @@ def load_config(name: str, tokenizer_size: int, seq_len: int) -> Config:
     nano takes the tokenizer's vocabulary, the others keep their own. UserError: unknown name, a file
     that is no Llama config, a tokenizer larger than the vocabulary, seq_len over the model's limit.
     """
-    config = SIZES[name] if name in SIZES else _read_hf_config(name)
+    config = SIZES.get(name) or Config(**hf.read_config(name, [f.name for f in dataclasses.fields(Config)]))
     if name == "nano":
         config = dataclasses.replace(config, vocab_size=tokenizer_size)
     if tokenizer_size > config.vocab_size:
@@ -62,39 +59,6 @@ def load_config(name: str, tokenizer_size: int, seq_len: int) -> Config:
     if seq_len > config.max_position_embeddings:
         raise UserError(f"--seq-len {seq_len} is over the limit of --model {name}: {config.max_position_embeddings}")
     return config
-
-
-def _read_hf_config(name: str) -> Config:
-    path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
-    if not path.is_file():
-        raise UserError(f"--model {name}: neither {', '.join(SIZES)} nor an HF config.json or a folder with one")
-    try:
-        raw = json.loads(path.read_text())
-        rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}  # transformers 5, transformers 4
-        rope_type = rope.get("rope_type", rope.get("type", "default"))
-        different = {
-            "model_type": raw["model_type"] != "llama",
-            "rope_type": rope_type not in ("default", "llama3"),
-            "hidden_act": raw.get("hidden_act", "silu") != "silu",
-            "attention_bias": raw.get("attention_bias", False),
-            "mlp_bias": raw.get("mlp_bias", False),
-        }
-        if any(different.values()):
-            raise UserError(f"--model {path}: {', '.join(k for k, v in different.items() if v)} is not Llama's")
-        given = {key: value for key, value in raw.items() if value is not None}
-        known = {
-            "num_key_value_heads": raw["num_attention_heads"],
-            "head_dim": raw["hidden_size"] // raw["num_attention_heads"],
-            "max_position_embeddings": 2048,
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 10_000.0,
-            **given,
-            **rope,
-            "rope_scaling": {key: rope[key] for key in _LLAMA32_ROPE} if rope_type == "llama3" else None,
-        }
-        return Config(**{f.name: known[f.name] for f in dataclasses.fields(Config) if f.name in known})
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"--model {path} is not a Llama config: {type(error).__name__} {error}") from None
 
 
 def rope_tables(config: Config, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -201,18 +165,8 @@ def build(name: str, config: Config) -> Transformer:
     If `name` is a folder with .safetensors files, their weights replace the random ones.
     """
     net = Transformer(config)
-    files = sorted(Path(name).glob("*.safetensors")) if name not in SIZES else []
-    if files:
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-
-        try:
-            weights = {key: tensor for file in files for key, tensor in load_file(file).items()}
-            if config.tie_word_embeddings:
-                weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
-            net.load_state_dict(weights)
-        except (SafetensorError, RuntimeError, KeyError) as error:
-            raise UserError(f"--model {name}: weights do not fit its config: {error}") from None
+    if name not in SIZES:
+        hf.load_weights(net, Path(name), config.tie_word_embeddings)
     return net
 
 
@@ -226,11 +180,3 @@ def flops_per_token(net: Transformer, seq_len: int) -> int:
     parameters = sum(p.numel() for p in net.parameters())
     looked_up = 0 if c.tie_word_embeddings else net.model.embed_tokens.weight.numel()
     return 6 * (parameters - looked_up) + 12 * c.num_hidden_layers * c.num_attention_heads * c.head_dim * seq_len
-
-
-def digest(net: nn.Module) -> str:
-    """SHA-256 over every parameter's bytes: equal digests are equal weights, to the bit."""
-    sha = hashlib.sha256()
-    for parameter in net.parameters():
-        sha.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy())
-    return sha.hexdigest()

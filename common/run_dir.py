@@ -1,5 +1,6 @@
 """A run's folder: one live run at a time, one set of settings for life."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -8,6 +9,7 @@ import time
 from pathlib import Path
 
 import filelock
+import numpy as np
 
 from common.cli import IDENTITY
 from common.runtime import UserError, on_rank0
@@ -30,19 +32,20 @@ def create(run_dir: Path | None) -> Path:
     return run_dir
 
 
-def claim(args) -> Path:
-    """Enter --run-dir for a run with the settings in args, on all ranks together.
+def claim(args, tokens: np.ndarray) -> Path:
+    """Enter --run-dir for a run with the settings in args on this text, on all ranks together.
 
     UserError as for create, or if the folder belongs to a run with other settings (names the flags), or
     holds checkpoints and --resume is not given.
     """
-    return Path(on_rank0(lambda: str(_claim(args))))
+    return Path(on_rank0(lambda: str(_claim(args, tokens))))
 
 
-def _claim(args) -> Path:
+def _claim(args, tokens: np.ndarray) -> Path:
     run_dir = create(args.run_dir)
     settings_file = run_dir / "settings.json"
     settings = {name: getattr(args, name) for name in IDENTITY}
+    settings["data"] += f" (SHA-256 {hashlib.sha256(tokens).hexdigest()[:12]})"  # a file may change under its name
     try:
         known = json.loads(settings_file.read_text()) if settings_file.exists() else settings
         differ = [f"--{k.replace('_', '-')} {v} (was {known.get(k)})" for k, v in settings.items() if known.get(k) != v]

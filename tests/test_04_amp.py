@@ -10,10 +10,10 @@ import termios
 
 import pytest
 import torch
-from harness import TINY, clean_env, command, run, tiny_flags, train
+from harness import TINY, clean_env, command, needs_compiler, run, tiny_flags, train
 from test_equivalence import gradients, saved
 
-from common import data, metrics, model, runtime
+from common import data, model, report, runtime
 
 SCRIPT = "04_amp/train.py"
 ONE_STEP = ("--steps", 1, "--warmup-steps", 0, "--clip-norm", 0.01)
@@ -71,7 +71,7 @@ def test_the_bare_script_learns_and_tells(tmp_path):
     result = run(SCRIPT, tmp_path, "--device", "cpu", "--steps", 30, "--json", "s.json", OMP_NUM_THREADS="2")
     assert result.code == 0, result.err
     summary = json.loads((tmp_path / "s.json").read_text())
-    assert set(summary) >= set(metrics.SUMMARY)
+    assert set(summary) >= set(report.SUMMARY)
     assert summary["script"] == SCRIPT
     assert (summary["model"], summary["dtype"], summary["world_size"]) == ("nano", "bf16", 1)
     assert (summary["steps"], summary["tokens"], summary["parameters"]) == (30, 30 * 24 * 64, 4_812_032)
@@ -115,6 +115,7 @@ def test_evaluation_is_over_the_held_out_text_in_eval_mode(tmp_path):
     assert result.summary["val_loss"] == pytest.approx(sum(losses) / 96, rel=1e-5)
 
 
+@needs_compiler
 def test_compiled_equals_eager(tmp_path):
     eager = train(SCRIPT, tmp_path / "eager", "--dtype", "fp32", "--steps", 5)
     compiled = train(SCRIPT, tmp_path / "compiled", "--dtype", "fp32", "--steps", 5, "--compile")

@@ -8,10 +8,10 @@ from argparse import Namespace
 
 import pytest
 import torch
-from harness import ROOT, run, train
+from harness import ROOT, needs_compiler, run, train
 from test_equivalence import saved
 
-from common import data, metrics, model, runtime
+from common import data, metrics, model, report, runtime
 
 SCRIPT = "05_ddp/train.py"
 
@@ -37,7 +37,7 @@ def test_gradients_travel_in_several_buckets(tmp_path):
     result = run(SCRIPT, tmp_path, "--device", "cpu", "--steps", 3, "--json", "s.json", nproc=2)
     assert result.code == 0, result.err
     summary = json.loads((tmp_path / "s.json").read_text())
-    assert set(summary) >= set(metrics.SUMMARY)
+    assert set(summary) >= set(report.SUMMARY)
     assert summary["buckets"] >= 3
     assert "checked: all 2 ranks hold the same weights to the bit" in result.out
 
@@ -65,6 +65,7 @@ def test_replicas_that_never_talk_are_found(tmp_path):
     assert "ranks hold different weights" in result.err
 
 
+@needs_compiler
 def test_compiled_with_accumulation_equals_eager(tmp_path):
     flags = ("--steps", 3, "--micro-batch-size", 3)
     eager = train(SCRIPT, tmp_path / "eager", *flags, nproc=2)
@@ -141,5 +142,5 @@ def test_nothing_waits_for_the_gpu_inside_the_step():
 def test_a_record_cut_short_by_a_kill_is_left_out(tmp_path):
     file = tmp_path / "metrics.jsonl"
     file.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
-    assert metrics.read_records(file) == [{"step": 1, "loss": 2.0}]
-    assert metrics.read_records(tmp_path / "none") == []
+    assert report.read_records(file) == [{"step": 1, "loss": 2.0}]
+    assert report.read_records(tmp_path / "none") == []

@@ -72,6 +72,7 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path, undisturbed):
     rank_process(process, 1).send_signal(signal.SIGUSR1)
     result = finish(process, tmp_path)
     assert result.code != 0
+    assert "exitcode  : 75" in result.err
     assert result.out.count("the same command with --resume goes on") == 1
     resumed = train(DDP, tmp_path, *LONG, "--resume", nproc=2)
     assert resumed.summary["weights_sha256"] == undisturbed[2]
@@ -331,6 +332,29 @@ def test_a_folder_with_another_runs_settings(tmp_path):
     assert "--seed" not in result.err
     assert_one_line(train(DDP, tmp_path, code=2), "holds a run with checkpoints", "--resume")
     assert content(tmp_path / "run") == before
+
+
+def test_a_folder_whose_text_has_changed(tmp_path):
+    text = (ROOT / "05_ddp/train.py").read_text()
+    (tmp_path / "text.txt").write_text(text)
+    train(DDP, tmp_path, "--data", "text.txt", "--steps", 2)
+    (tmp_path / "text.txt").write_text(text.replace("rank", "link"))
+    result = train(DDP, tmp_path, "--data", "text.txt", "--steps", 2, "--resume", code=2)
+    assert_one_line(result, "other settings: --data text.txt (SHA-256 ")
+
+
+def test_a_finished_run_resumes_to_its_summary(tmp_path):
+    whole = train(DDP, tmp_path).summary
+    again = train(DDP, tmp_path, "--resume").summary
+    same = ("steps", "tokens", "first_loss", "last_loss", "val_loss", "weights_sha256")
+    assert {key: again[key] for key in same} == {key: whole[key] for key in same}
+
+
+def test_more_ranks_than_held_out_sequences(tmp_path):
+    text = (ROOT / "05_ddp/train.py").read_bytes()[:1300]  # 38 training sequences of 32 bytes, 2 held out
+    (tmp_path / "text.txt").write_bytes(text)
+    result = train(DDP, tmp_path, "--data", "text.txt", "--steps", 2, nproc=3)
+    assert result.summary["val_loss"] > 0
 
 
 def test_a_folder_in_use(tmp_path):

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from common import hardware
-from common.metrics import read_records
+from common.report import read_records
 
 REPO = Path(__file__).resolve().parents[1]
 AMP, DDP = "04_amp/train.py", "05_ddp/train.py"

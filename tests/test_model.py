@@ -6,7 +6,8 @@ import json
 import pytest
 import torch
 
-from common import hardware, model
+from common import hardware, model, runtime
+from common.checkpoint import digest
 from common.runtime import UserError
 
 LLAMA3_ROPE = {
@@ -163,9 +164,22 @@ def test_peaks_are_those_of_the_very_device_or_none():
         assert hardware.memory_bandwidth(unknown) is None
 
 
+def test_the_device_is_the_local_rank_not_a_guess_from_the_rank(monkeypatch):
+    """Rank 5 may well be the second process of its node."""
+    launched = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
+    assert runtime.world_from_env() == (5, 8, 1)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+    assert runtime.pick_device("cuda", 1) == torch.device("cuda", 1)
+    with pytest.raises(runtime.UserError, match="5 processes on this node, 4 GPUs"):
+        runtime.pick_device("cuda", 4)
+
+
 def test_digest_sees_one_bit():
     a, b = nano(), nano()
-    assert model.digest(a) == model.digest(b)
+    assert digest(a) == digest(b)
     with torch.no_grad():
         b.model.norm.weight[3] = torch.nextafter(b.model.norm.weight[3], torch.tensor(2.0))
-    assert model.digest(a) != model.digest(b)
+    assert digest(a) != digest(b)

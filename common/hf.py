@@ -1,0 +1,66 @@
+"""Reading Hugging Face folders: a Llama's config.json and its .safetensors weights."""
+
+import json
+from pathlib import Path
+
+from torch import nn
+
+from common.runtime import UserError
+
+ROPE_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+
+def read_config(name: str, fields: list[str]) -> dict:
+    """The values of `fields` (those of model.Config) in the config.json at path `name` or in folder `name`, with
+    transformers' defaults. UserError if there is none, or it is not a Llama's."""
+    path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
+    if not path.is_file():
+        raise UserError(f"--model {name}: no such size (--help lists them), nor an HF config.json or a folder with one")
+    try:
+        raw = {key: value for key, value in json.loads(path.read_text()).items() if value is not None}
+        rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}  # transformers 5, transformers 4
+        rope_type = rope.get("rope_type", rope.get("type", "default"))
+        different = {
+            "model_type": raw["model_type"] != "llama",
+            "rope_type": rope_type not in ("default", "llama3"),
+            "hidden_act": raw.get("hidden_act", "silu") != "silu",
+            "attention_bias": raw.get("attention_bias", False),
+            "mlp_bias": raw.get("mlp_bias", False),
+        }
+        known = {
+            "num_key_value_heads": raw["num_attention_heads"],
+            "head_dim": raw["hidden_size"] // raw["num_attention_heads"],
+            "max_position_embeddings": 2048,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 10_000.0,
+            "tie_word_embeddings": False,
+            **raw,
+            **rope,
+            "rope_scaling": {key: rope[key] for key in ROPE_SCALING} if rope_type == "llama3" else None,
+        }
+        config = {field: known[field] for field in fields}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"--model {path} is not a Llama config: {error!r}") from None
+    if any(different.values()):
+        raise UserError(f"--model {path}: {', '.join(k for k, v in different.items() if v)} is not Llama's")
+    return config
+
+
+def load_weights(net: nn.Module, folder: Path, tied: bool) -> None:
+    """Replace the weights of `net` by those of the .safetensors files in `folder`, if it has any.
+
+    UserError if names or shapes do not fit.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        return
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        weights = {key: tensor for file in files for key, tensor in load_file(file).items()}
+        if tied:  # stored once
+            weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+        net.load_state_dict(weights)
+    except (SafetensorError, RuntimeError, KeyError) as error:
+        raise UserError(f"--model {folder}: weights do not fit its config: {error}") from None

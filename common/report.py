@@ -1,0 +1,80 @@
+"""What a script shows and leaves behind: a line per record, a plot, a summary for people and for programs."""
+
+import json
+import resource
+import sys
+from pathlib import Path
+
+import torch
+
+from common.runtime import say
+
+SUMMARY = [
+    *("script", "torch", "device", "world_size", "dtype", "model", "parameters", "steps", "tokens"),
+    *("first_loss", "last_loss", "val_loss", "tokens_per_second", "mfu", "peak_memory_bytes", "seconds"),
+]
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most this process has held: allocated by torch on a GPU, else the process's resident set."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def report(summary: dict, json_path: Path | None) -> None:
+    """Print the summary as a table and, if asked, write it as JSON; what every script owes and this one
+    does not know is null."""
+    script = Path(sys.argv[0]).resolve().relative_to(Path(__file__).resolve().parents[1])
+    summary = {**dict.fromkeys(SUMMARY), "script": str(script), "torch": torch.__version__, **summary}
+    print("\n" + "\n".join(f"{name:<22} {'n/a' if value is None else value}" for name, value in summary.items()))
+    if json_path:
+        json_path.write_text(json.dumps(summary, indent=1) + "\n")
+
+
+def read_records(file: Path) -> list[dict]:
+    """The records of a metrics.jsonl; a last line that a kill cut short is left out."""
+    lines = file.read_text().split("\n")[:-1] if file.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def describe(r: dict, steps: int) -> str:
+    """A record of metrics.jsonl as one line of a log."""
+    parts = [
+        f"step {r['step']:>6}/{steps}",
+        f"loss {r['loss']:.4f}",
+        f"lr {r['lr']:.2e}",
+        f"norm {r['grad_norm']:.2f}",
+        f"{r['tokens_per_second']:,.0f} tokens/s",
+        "MFU n/a" if r["mfu"] is None else f"MFU {r['mfu']:.1%}",
+        f"data {r['data_wait_share']:.1%}",
+    ]
+    if r["memory_active_bytes"]:
+        parts.append(
+            f"active {r['memory_active_bytes'] / 2**30:.2f}, reserved {r['memory_reserved_bytes'] / 2**30:.2f} GiB"
+        )
+    if r["slowest_rank"] is not None:
+        parts.append(f"slowest rank {r['slowest_rank']} +{r['slowest_rank_lag']:.0%}")
+    if r["skipped_steps"]:
+        parts.append(f"{r['skipped_steps']} skipped, scale {r['loss_scale']:g}")
+    return " | ".join(parts)
+
+
+def plot_loss(records: list[dict], file: Path, unit: str) -> str | None:
+    """Draw training and held-out loss over steps; returns the file's name, None without matplotlib."""
+    try:
+        import matplotlib
+    except ImportError:
+        say("no loss.png (pip install matplotlib)")
+        return None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    for name, style in (("loss", "-"), ("val_loss", "o")):
+        points = [(r["step"], r[name]) for r in records if name in r]
+        axes.plot(*zip(*points, strict=True), style, label=name) if points else None
+    axes.set(xlabel="step", ylabel=unit)
+    axes.legend()
+    figure.savefig(file, dpi=120, bbox_inches="tight")
+    return str(file)

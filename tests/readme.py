@@ -1,0 +1,27 @@
+"""The parts of the READMEs that are generated: the diff between neighbouring chapters.
+
+python tests/readme.py   writes them anew (make readme)
+"""
+
+import difflib
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+BLOCK = re.compile(r"(<!-- diff (\S+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def lesson(before: str, after: str) -> str:
+    """What changes from one script to the next, docstrings left out: they are read at the top of each."""
+    sources = [(ROOT / name).read_text().split('"""\n', 2)[-1].splitlines() for name in (before, after)]
+    lines = list(difflib.unified_diff(*sources, n=1, lineterm=""))[2:]
+    return "\n".join(re.sub(r"^@@.*@@$", "@@", line) for line in lines)
+
+
+def regenerate(text: str) -> str:
+    return BLOCK.sub(lambda m: f"{m[1]}```diff\n{lesson(m[2], m[3])}\n```\n{m[4]}", text)
+
+
+if __name__ == "__main__":
+    for file in ROOT.glob("0*/README.md"):
+        file.write_text(regenerate(file.read_text()))
