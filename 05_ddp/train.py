@@ -7,7 +7,7 @@ rank takes the same optimizer step and no weight is ever sent. The batch belongs
 machine: 1, 2, 3 or 8 processes give the same loss curve.
 
     laptop    torchrun --nproc_per_node=2 05_ddp/train.py
-    one node  torchrun --nproc_per_node=8 05_ddp/train.py --model llama-124m --seq-len 1024 \
+    one node  torchrun --nproc_per_node=8 05_ddp/train.py --model llama-124m --seq-len 1024 \\
                   --global-batch-size 512 --micro-batch-size 32 --dtype bf16 --compile
     cluster   the same on every node, with --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400
 

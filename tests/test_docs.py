@@ -24,7 +24,7 @@ def commands() -> list[tuple[str, str]]:
         found += [(file, line) for block in blocks for line in block.replace("\\\n", " ").splitlines()]
     for file in SCRIPTS:
         docstring = file.read_text().split('"""')[1]
-        lines = docstring.replace("\\\\\n", " ").splitlines()
+        lines = re.sub(r"\\+\n", " ", docstring).splitlines()
         found += [(file, line) for line in lines if line.startswith("    ")]
     return [(str(file.relative_to(ROOT)), match[1].strip()) for file, line in found for match in COMMAND.finditer(line)]
 
