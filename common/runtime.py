@@ -1,5 +1,6 @@
 """Where a script runs: its device, its process group, its seeds, its signals and its way out."""
 
+import ctypes
 import multiprocessing
 import os
 import random
@@ -8,13 +9,11 @@ import sys
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-T = TypeVar("T")
 REQUEUE_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: saved and stopped on a signal, start me again
 _stop_signal = 0
 
@@ -73,6 +72,8 @@ def init_process_group(name: str) -> torch.device:
     `python script.py` becomes a world of one.
     """
     rank, world_size, local_rank = world_from_env()
+    if world_size > 1 and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: if torchrun dies, even of kill -9, so do we
     if name == "auto" and not torch.cuda.is_available():
         name = "cpu"  # collectives have no backend for mps
     if name == "mps":
@@ -101,7 +102,7 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
-def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+def gather(value: object, group: dist.ProcessGroup | None = None) -> list:
     """Every rank's value, in rank order, on every rank."""
     values = [value]
     if dist.is_initialized():
@@ -110,7 +111,7 @@ def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     return values
 
 
-def on_rank0(work: Callable[[], T]) -> T:
+def on_rank0(work: Callable[[], object]) -> object:
     """Run `work` on rank 0 and give every rank its result, or its UserError."""
     result, error = None, None
     if is_rank0():
@@ -173,7 +174,6 @@ def run(main: Callable[[], int]) -> None:
     for child in multiprocessing.active_children():  # data loading workers
         child.kill()
     sys.stdout.flush()
-    sys.stderr.flush()
     os._exit(code)  # the ordinary exit would wait for threads that talk to ranks that are gone
 
 

@@ -88,6 +88,18 @@ def test_a_signal_to_torchrun_saves_too(tmp_path, undisturbed):
     assert resumed.summary["weights_sha256"] == undisturbed[2]
 
 
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGKILL])
+def test_ranks_whose_torchrun_dies_save_and_end(tmp_path, undisturbed, number):
+    """torchrun does not catch these, and would leave its ranks training for nobody."""
+    process = launch(tmp_path, *LONG, nproc=2)
+    assert holds(process, lambda: steps_logged(tmp_path) >= 3)
+    process.send_signal(number)
+    result = finish(process, tmp_path)
+    assert "the same command with --resume goes on" in result.out
+    resumed = train(DDP, tmp_path, *LONG, "--resume", nproc=2)
+    assert resumed.summary["weights_sha256"] == undisturbed[2]
+
+
 # --- kill -9 at any moment
 
 
