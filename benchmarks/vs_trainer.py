@@ -8,7 +8,7 @@ logging every few steps), the first steps left out. The Trainer has the settings
     laptop    python benchmarks/vs_trainer.py
     one GPU   python benchmarks/vs_trainer.py --model llama-124m --seq-len 1024 --batch-size 32 --dtypes bf16 --compile
 
-Look for: the ratio of the medians, and whether the spreads overlap. Results go to benchmarks/results/.
+Look for: the ratio, taken round by round, and its spread. Results go to benchmarks/results/.
 """
 
 import argparse
@@ -269,18 +269,19 @@ def compare(args: argparse.Namespace, dtype: str, env: dict[str, str]) -> dict:
                 rounds[side].append(result)
     counts = {result["parameters"] for side in rounds.values() for result in side}
     assert len(counts) == 1, f"not the same model: {counts} parameters"
-    speeds = {side: spread([r["tokens_per_second"] for r in results]) for side, results in rounds.items()}
+    speeds = {side: [r["tokens_per_second"] for r in results] for side, results in rounds.items()}
     return {
         "dtype": dtype,
-        **speeds,
-        "ratio": speeds["ours"]["median"] / speeds["trainer"]["median"],
+        **{side: spread(values) for side, values in speeds.items()},
+        # round by round: neighbours in time had the same machine
+        "ratio": spread([ours / theirs for ours, theirs in zip(*speeds.values(), strict=True)]),
         "last_loss": {side: results[-1]["last_loss"] for side, results in rounds.items()},
         "trainer_optim": rounds["trainer"][-1]["optim"],
         "commands": {
             "ours": f"python 04_amp/train.py {' '.join(ours)} --log-every {LOG_EVERY}",
             "trainer": f"python benchmarks/vs_trainer.py --worker RESULT.json {' '.join(theirs)}",
         },
-        "rounds": {side: [r["tokens_per_second"] for r in results] for side, results in rounds.items()},
+        "rounds": speeds,
     }
 
 
@@ -327,14 +328,12 @@ def main() -> int:
         comparisons = [compare(args, dtype, env) for dtype in dtypes]
     except RuntimeError as error:
         raise runtime.UserError(f"a run failed: {error}") from None
-    rows = [["dtype", "side", "n", "median tokens/s", "min", "max", "ours / Trainer"]]
+    rows = [["dtype", "tokens/s", "n", "median", "min", "max"]]
     for comparison in comparisons:
-        for side in ("ours", "trainer"):
-            s = comparison[side]
-            ratio = f"{comparison['ratio']:.2f}" if side == "ours" else ""
-            rows.append(
-                [comparison["dtype"], side, str(s["n"]), number(s["median"]), number(s["min"]), number(s["max"]), ratio]
-            )
+        for row, form in (("ours", ",.0f"), ("trainer", ",.0f"), ("ratio", ".3f")):
+            s = comparison[row]
+            cells = [number(s[key], form) for key in ("median", "min", "max")]
+            rows.append([comparison["dtype"], row, str(s["n"]), *cells])
     text = table(rows)
     commands = "\n".join(c for comparison in comparisons for c in comparison["commands"].values())
     report = (
