@@ -76,7 +76,7 @@ def training_parser(description: str, dtype: str = "fp32") -> Parser:
     add("--keep", type=positive_int, default=3, help="newest checkpoints to keep")
     add("--async-save", action="store_true", help="write checkpoints while training goes on")
     add("--resume", action="store_true", help="go on from the newest whole checkpoint in --run-dir, if there is one")
-    add("--log-every", type=positive_int, default=10, help="steps between log lines")
+    add("--log-every", type=positive_int, default=5, help="steps between log lines")
     add("--device", choices=("auto", "cuda", "mps", "cpu"), default="auto")
     add("--num-workers", type=natural, default=0, help="data loading processes per rank")
     add("--json", type=writable_file, metavar="PATH", help="write the summary as one JSON object")

@@ -112,7 +112,7 @@ class Meter:
                 "step": step,
                 "loss": window[-1, 0].item(),
                 "lr": lr,
-                "grad_norm": window[-1, 1].item(),
+                "grad_norm": window[-1, 1].item() if window[-1, 1].isfinite() else None,  # JSON has no infinity
                 "tokens": step * tokens_per_step,
                 "tokens_per_second": speed,
                 "mfu": self.mfu(speed),

@@ -25,8 +25,8 @@ def peak_memory_bytes(device: torch.device) -> int:
 def report(summary: dict, json_path: Path | None) -> None:
     """Print the summary as a table and, if asked, write it as JSON; what every script owes and this one
     does not know is null."""
-    script = Path(sys.argv[0]).resolve().relative_to(Path(__file__).resolve().parents[1])
-    summary = {**dict.fromkeys(SUMMARY), "script": str(script), "torch": torch.__version__, **summary}
+    script = "/".join(Path(sys.argv[0]).resolve().parts[-2:])
+    summary = {**dict.fromkeys(SUMMARY), "script": script, "torch": torch.__version__, **summary}
     print("\n" + "\n".join(f"{name:<22} {'n/a' if value is None else value}" for name, value in summary.items()))
     if json_path:
         json_path.write_text(json.dumps(summary, indent=1) + "\n")
@@ -44,7 +44,7 @@ def describe(r: dict, steps: int) -> str:
         f"step {r['step']:>6}/{steps}",
         f"loss {r['loss']:.4f}",
         f"lr {r['lr']:.2e}",
-        f"norm {r['grad_norm']:.2f}",
+        "norm overflow" if r["grad_norm"] is None else f"norm {r['grad_norm']:.2f}",
         f"{r['tokens_per_second']:,.0f} tokens/s",
         "MFU n/a" if r["mfu"] is None else f"MFU {r['mfu']:.1%}",
         f"data {r['data_wait_share']:.1%}",

@@ -109,6 +109,7 @@ def test_fp16_scaler_and_accumulation_resume_to_the_bit(tmp_path, corpus, loud_w
     skipped = whole.column("skipped_steps")
     assert 0 < skipped[1] <= skipped[-1] < 20  # the scaler has skipped before step 2, and has found a scale
     assert whole.column("loss_scale")[1] < 2**16
+    assert whole.column("grad_norm")[0] is None  # it overflowed
     unsaved = train(AMP, tmp_path / "unsaved", *flags)
     assert unsaved.summary["weights_sha256"] == whole.summary["weights_sha256"]  # a save before any step is no step
     folder = interrupted(whole, 2, tmp_path / "resumed")
