@@ -24,7 +24,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
-from common import cli, hardware, report, run_dir, runtime
+from common import cli, exits, hardware, report, run_dir, runtime
 
 POINTS, SLOPE, INTERCEPT, NOISE = 100_000, 2.0, -3.0, 0.5
 TOLERANCE = 0.05  # SGD does not settle: it keeps moving around the solution, the more the larger --lr
@@ -122,4 +122,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    runtime.run(main)
+    exits.run(main)

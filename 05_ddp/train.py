@@ -28,7 +28,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
-from common import checkpoint, cli, data, metrics, model, run_dir, runtime
+from common import checkpoint, cli, data, exits, metrics, model, run_dir, runtime
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -43,7 +43,7 @@ def warmup_cosine(step: int, warmup_steps: int, steps: int) -> float:
 
 @torch.no_grad()
 def evaluate(net, batches, autocast, device) -> float:
-    """Mean loss over all held-out tokens."""
+    """Mean loss per token of the held-out sequences."""
     net.eval()
     total = torch.zeros(2, device=device)  # sum of losses, number of tokens
     for inputs, targets in batches:
@@ -59,6 +59,7 @@ def main() -> int:
     args = cli.parse_training(__doc__)
     device = runtime.init_process_group(args.device)
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    runtime.catch_stop_signals()
     micro_batch_size, accumulation_steps = cli.split_batch(args.global_batch_size, args.micro_batch_size, world_size)
     runtime.seed(args.seed, args.deterministic)
 
@@ -78,7 +79,7 @@ def main() -> int:
 
     training = {"net": net, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     progress = {"step": 0, "skipped_steps": 0}
-    checkpoints = checkpoint.Checkpoints(run_dir.claim(args, corpus.train), args.keep, args.async_save)
+    checkpoints = checkpoint.Checkpoints(run_dir.claim(args, corpus.train, config), args.keep, args.async_save)
     if args.resume:
         progress = checkpoints.resume(**training) or progress
     start_step = progress["step"]
@@ -91,7 +92,6 @@ def main() -> int:
         ddp.compile()
 
     meter = metrics.Meter(checkpoints.run_dir, args, net, device, start_step)
-    runtime.catch_stop_signals()
     window = []  # loss and gradient norm of each step, left on the device: reading one would stall the GPU
     stop = 0
     for step in range(start_step + 1, args.steps + 1):
@@ -107,7 +107,7 @@ def main() -> int:
             step_loss += loss.detach()
         scaler.unscale_(optimizer)  # before clipping: the threshold is meant for true gradients
         grad_norm = clip_grad_norm_(net.parameters(), args.clip_norm)
-        lr, scale = scheduler.get_last_lr()[0], scaler.get_scale()
+        lr, scale = optimizer.param_groups[0]["lr"], scaler.get_scale()
         scaler.step(optimizer)  # does nothing if a gradient overflowed
         scaler.update()
         if scaler.get_scale() < scale:
@@ -144,13 +144,13 @@ def main() -> int:
     # the promise of DDP, checked: no rank has drifted from the others by a bit
     digests = runtime.gather(checkpoint.digest(net))
     assert len(set(digests)) == 1, f"ranks hold different weights: {digests}"
-    buckets = len(ddp._get_ddp_logging_data().get("rebuilt_bucket_sizes", "").split(","))
-    runtime.say(f"checked: all {world_size} ranks hold the same weights to the bit (gradients in {buckets} buckets)")
+    buckets = ddp._get_ddp_logging_data().get("rebuilt_bucket_sizes")
+    runtime.say(f"checked: all {world_size} ranks hold the same weights to the bit (buckets in bytes: {buckets})")
 
-    meter.finish(progress["step"], weights_sha256=digests[0], skipped_steps=progress["skipped_steps"], buckets=buckets)
+    meter.finish(**progress, weights_sha256=digests[0], bucket_bytes=buckets)
     runtime.shutdown()
-    return runtime.REQUEUE_EXIT_CODE if stop and progress["step"] < args.steps else 0
+    return exits.REQUEUE_EXIT_CODE if stop and progress["step"] < args.steps else 0
 
 
 if __name__ == "__main__":
-    runtime.run(main)
+    exits.run(main)

@@ -40,7 +40,7 @@ from vs_trainer import (
     write_results,
 )
 
-from common import cli, hardware, model, runtime
+from common import cli, exits, hardware, model, runtime
 
 MFU_TARGET = 0.45
 SEQ_LEN = 1024
@@ -373,4 +373,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    runtime.run(main)
+    exits.run(main)

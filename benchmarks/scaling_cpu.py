@@ -38,7 +38,7 @@ from vs_trainer import (
     write_results,
 )
 
-from common import cli, runtime
+from common import cli, exits, runtime
 from common.report import read_records
 
 SCRIPT = "05_ddp/train.py"
@@ -191,4 +191,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    runtime.run(main)
+    exits.run(main)

@@ -31,7 +31,7 @@ import torch
 
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))  # common/, with nothing installed
-from common import cli, data, model, runtime
+from common import cli, data, exits, model, runtime
 from common.hardware import device_name
 from common.report import read_records
 
@@ -347,4 +347,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    runtime.run(main)
+    exits.run(main)

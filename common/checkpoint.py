@@ -18,8 +18,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from common.exits import UserError, before_user_error_exit
 from common.run_dir import write_json
-from common.runtime import UserError, gather, is_rank0, on_rank0, say
+from common.runtime import gather, is_rank0, on_rank0, say
 
 # torch.distributed.checkpoint is imported where it is used: 0.6 s that the first step need not wait for
 
@@ -34,6 +35,7 @@ class Checkpoints:
         self.group = dist.new_group(backend="gloo") if dist.is_initialized() else None
         self.writer = ThreadPoolExecutor(1) if in_background else None
         self.pending: Future | None = None
+        before_user_error_exit.append(self.wait)
 
     def save(self, progress: dict, net, optimizer, scheduler, scaler) -> None:
         """Save everything that the rest of the run depends on, as step-{progress["step"]}.
@@ -57,11 +59,8 @@ class Checkpoints:
     def _state(self, progress: dict, net, optimizer, scheduler, scaler) -> dict:
         from torch.distributed.checkpoint.state_dict import get_state_dict
 
-        fresh = not optimizer.state
         # optimizer state named by parameter, not by position, whatever wraps the model
         model_state, optimizer_state = get_state_dict(net, optimizer)
-        for state in optimizer.state.values() if fresh else ():
-            state["step"].zero_()  # get_state_dict made it by a step of length zero, which must not count
         rng = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
         if torch.cuda.is_available():
             rng["cuda"] = torch.cuda.get_rng_state()
@@ -159,6 +158,8 @@ class Checkpoints:
             dcp.load(state, checkpoint_id=path, process_group=self.group)
         set_state_dict(net, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         scheduler.load_state_dict(state["scheduler"])
+        for group, lr, factor in zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
+            group["lr"] = lr * factor(scheduler.last_epoch)  # the saved one, unless --steps has changed
         scaler.load_state_dict(state["scaler"])
         restore = {"python": random.setstate, "numpy": np.random.set_state, "torch": torch.set_rng_state}
         for key, value in rng.items():

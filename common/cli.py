@@ -2,9 +2,10 @@
 
 import argparse
 import math
+import os
 from pathlib import Path
 
-from common.runtime import UserError
+from common.exits import UserError
 
 # What makes a run this run. The rest (processes, micro-batch, device, logging) may change on resume,
 # and so may --steps: a run can be made longer.
@@ -46,8 +47,8 @@ positive, not_negative = _number(float, 0, exclusive=True), _number(float, 0)
 def writable_file(text: str) -> Path:
     """A path whose folder exists: better said now than after the last step."""
     path = Path(text)
-    if path.is_dir() or not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: a folder, or in a folder that does not exist")
+    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: a folder, or in none that can be written")
     return path
 
 
@@ -61,7 +62,12 @@ def training_parser(description: str, dtype: str = "fp32") -> Parser:
     add("--seq-len", type=positive_int, default=64, help="tokens per sequence")
     add("--global-batch-size", type=positive_int, default=24, help="sequences per optimizer step, over all ranks")
     add("--micro-batch-size", type=positive_int, help="sequences per rank and forward (default: a rank's whole share)")
-    add("--steps", type=positive_int, default=100, help="optimizer steps")
+    add(
+        "--steps",
+        type=positive_int,
+        default=100,
+        help="optimizer steps; may grow on --resume, and the cosine stretches",
+    )
     add("--lr", type=positive, default=2e-3, help="peak learning rate")
     add("--warmup-steps", type=natural, default=10, help="steps of linear warm-up before the cosine")
     add("--weight-decay", type=not_negative, default=0.1)
@@ -86,6 +92,8 @@ def training_parser(description: str, dtype: str = "fp32") -> Parser:
 def parse_training(description: str, dtype: str = "fp32") -> argparse.Namespace:
     """The shared flags of a training script; UserError for what cannot be."""
     args = training_parser(description, dtype).parse_args()
+    if args.seed >= 2**63:
+        raise UserError(f"--seed {args.seed} has more than 63 bits")
     if args.resume and args.run_dir is None:
         raise UserError("--resume needs --run-dir, the folder of the run to go on with")
     return args
@@ -98,7 +106,7 @@ def split_batch(global_batch_size: int, micro_batch_size: int | None, world_size
         below = global_batch_size // unit * unit
         micro = f" with --micro-batch-size {micro_batch_size}" if micro_batch_size else ""
         raise UserError(
-            f"--global-batch-size {global_batch_size} does not divide over {world_size} processes{micro}: "
+            f"--global-batch-size {global_batch_size} does not divide over {world_size} process(es){micro}: "
             f"use {f'{below} or ' if below else ''}{below + unit}"
         )
     micro_batch_size = micro_batch_size or global_batch_size // world_size

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import os
+import signal
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from common.runtime import UserError
+from common.exits import UserError
 
 HELD_OUT = 0.05
 EVAL_SEQUENCES = 96  # evaluation reads at most so many, spread evenly over the held-out text
@@ -61,20 +62,20 @@ def _read(data: str) -> list[bytes]:
     if not path.is_file():
         raise UserError(f"--data {data}: no such file (stdlib, a text, .jsonl or .parquet file, or hf:NAME)")
     try:
-        if path.suffix == ".jsonl":
-            return [json.loads(line)["text"].encode() for line in path.read_text().splitlines() if line.strip()]
-        if path.suffix == ".parquet":
+        if path.suffix.lower() == ".jsonl":
+            return [json.loads(line)["text"].encode() for line in path.read_bytes().split(b"\n") if line.strip()]
+        if path.suffix.lower() == ".parquet":
             from pyarrow import parquet
 
             return [row.encode() for row in parquet.read_table(path, columns=["text"])["text"].to_pylist()]
         return [path.read_bytes()]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
-        raise UserError(f"--data {data} cannot be read as {path.suffix or 'text'}: {error!r}") from None
+        raise UserError(f"--data {data} is no {path.suffix or 'text'} file with a text per row: {error!r}") from None
 
 
 def _split(documents: list[bytes]) -> tuple[list[bytes], list[bytes]]:
     """Hold out the 5 % whose contents hash lowest: stable, and copies of a file fall on one side."""
-    if len(documents) == 1:
+    if len(set(documents)) == 1:
         cut = int(len(documents[0]) * (1 - HELD_OUT))
         return [documents[0][:cut]], [documents[0][cut:]]
     hashes = [hashlib.sha256(document).digest() for document in documents]
@@ -159,8 +160,14 @@ def train_batches(
         )
     order = batch_order(len(dataset), args, micro_batch_size, start_step, rank, world_size)
     own = torch.Generator()  # or the loader would draw from the one that a resume restores
-    pin = device.type == "cuda"
-    return iter(DataLoader(dataset, batch_sampler=order, num_workers=args.num_workers, generator=own, pin_memory=pin))
+    more = {"generator": own, "num_workers": args.num_workers, "pin_memory": device.type == "cuda"}
+    return iter(DataLoader(dataset, batch_sampler=order, worker_init_fn=_ignore_signals, **more))
+
+
+def _ignore_signals(_worker: int) -> None:
+    """A scheduler signals every process; the rank decides, and its workers must live for its last steps."""
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def eval_batches(tokens: np.ndarray, seq_len: int, batch_size: int, rank: int, world_size: int) -> DataLoader:
@@ -170,7 +177,7 @@ def eval_batches(tokens: np.ndarray, seq_len: int, batch_size: int, rank: int, w
     """
     dataset = Sequences(tokens, seq_len)
     if not len(dataset):
-        raise UserError(f"the held-out text has {len(tokens)} tokens, less than one --seq-len {seq_len}: add text")
+        raise UserError(f"--data: held-out text has {len(tokens)} tokens, less than one --seq-len {seq_len}: add text")
     chosen = np.unique(np.linspace(0, len(dataset) - 1, min(EVAL_SEQUENCES, len(dataset)), dtype=np.int64))
     mine = Subset(dataset, chosen[rank::world_size].tolist())
-    return DataLoader(mine, batch_size=batch_size)
+    return DataLoader(mine, batch_size=batch_size, generator=torch.Generator())

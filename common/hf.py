@@ -5,7 +5,8 @@ from pathlib import Path
 
 from torch import nn
 
-from common.runtime import UserError
+from common.exits import UserError
+from common.runtime import say
 
 ROPE_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
@@ -39,7 +40,7 @@ def read_config(name: str, fields: list[str]) -> dict:
             "rope_scaling": {key: rope[key] for key in ROPE_SCALING} if rope_type == "llama3" else None,
         }
         config = {field: known[field] for field in fields}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ArithmeticError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"--model {path} is not a Llama config: {error!r}") from None
     if any(different.values()):
         raise UserError(f"--model {path}: {', '.join(k for k, v in different.items() if v)} is not Llama's")
@@ -52,8 +53,13 @@ def load_weights(net: nn.Module, folder: Path, tied: bool) -> None:
     UserError if names or shapes do not fit.
     """
     files = sorted(folder.glob("*.safetensors"))
+    if others := [*folder.glob("*.bin"), *folder.glob("*.pt*")]:
+        raise UserError(
+            f"--model {folder}: {others[0].name} is not .safetensors: save the weights as such, or remove it"
+        )
     if not files:
         return
+    say(f"weights from {len(files)} .safetensors file(s) in {folder}")
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 

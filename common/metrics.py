@@ -14,10 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
+from common.exits import UserError
 from common.hardware import device_name, peak_flops
 from common.model import flops_per_token
 from common.report import describe, peak_memory_bytes, plot_loss, read_records, report
-from common.runtime import UserError, gather, is_rank0, say
+from common.runtime import gather, is_rank0, say
 
 MFU_CONVENTION = "6(N - N_embedding) + 12·L·H·head_dim·seq_len FLOP per token, recomputation not counted"
 
@@ -33,9 +34,11 @@ class Meter:
         self.peak_flops = peak_flops(device_name(device), args.dtype)
         self.phases: dict[str, float] = defaultdict(float)
         self.events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self.speeds: list[float] = []
+        self.windows: list[tuple[int, float]] = []  # tokens, seconds
         self.records: list[dict] = []
         self.start_step = self.last_step = start_step
+        if start_step > args.steps:
+            raise UserError(f"--steps {args.steps}: the run in {run_dir} is at step {start_step} already")
         if is_rank0():
             self._open()
         self.start = self.last_time = time.perf_counter()
@@ -85,6 +88,8 @@ class Meter:
         window = window.cpu()  # waits for the GPU, once a line
         # an fp16 gradient may overflow: the scaler skips that step and tries a smaller scale
         finite = window[:, : 1 if self.args.dtype == "fp16" else 2].isfinite().all(1).tolist()
+        if self.args.dtype == "fp16" and scale < 1:
+            finite[-1] = False  # no scale is small enough: every step is skipped
         if not all(finite):
             raise UserError(
                 f"loss or gradient is not finite at step {step - len(finite) + 1 + finite.index(False)}: lower "
@@ -105,8 +110,8 @@ class Meter:
         if is_rank0():
             seconds, busy = now - self.last_time, [r["busy"] for r in ranks]
             tokens_per_step = self.args.global_batch_size * self.args.seq_len
-            speed = (step - self.last_step) * tokens_per_step / seconds
-            self.speeds.append(speed)
+            self.windows.append(((step - self.last_step) * tokens_per_step, seconds))
+            speed = self.windows[-1][0] / seconds
             slowest = max(range(len(busy)), key=busy.__getitem__)
             record = {
                 "step": step,
@@ -120,7 +125,7 @@ class Meter:
                 "memory_active_bytes": max((r["active"] for r in ranks if r["active"]), default=None),
                 "memory_reserved_bytes": max((r["reserved"] for r in ranks if r["reserved"]), default=None),
                 "slowest_rank": slowest if len(busy) > 1 else None,
-                "slowest_rank_lag": busy[slowest] / statistics.median(busy) - 1 if len(busy) > 1 else None,
+                "slowest_rank_lag": busy[slowest] / statistics.median_low(busy) - 1 if len(busy) > 1 else None,
                 "skipped_steps": skipped_steps,
                 "loss_scale": scale,
             }
@@ -158,8 +163,9 @@ class Meter:
         self.bar.close()
         losses = [r["loss"] for r in self.records if "loss" in r]
         val_losses = [r["val_loss"] for r in self.records if "val_loss" in r]
-        # the first line pays for warm-up and compilation
-        speed = statistics.median(self.speeds[1:] or self.speeds) if self.speeds else None
+        # saves and evaluations included, but not the first line, which pays for warm-up and compilation
+        tokens, seconds = (sum(column) for column in zip((0, 0), *(self.windows[1:] or self.windows), strict=True))
+        speed = tokens / seconds if tokens else None
         summary = {
             "device": device_name(self.device),
             "world_size": self.world_size,

@@ -14,7 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common import hf
-from common.runtime import UserError
+from common.exits import UserError
+
+_WHOLE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+          "num_key_value_heads", "head_dim", "max_position_embeddings")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,16 @@ class Config:
     rope_scaling: dict | None = None  # None, or Llama 3.1's: factor, low_freq_factor, high_freq_factor, ...
     rms_norm_eps: float = 1e-5
     tie_word_embeddings: bool = False
+
+    def __post_init__(self) -> None:
+        sizes = {name: value for name, value in vars(self).items() if name in _WHOLE}
+        wrong = [f"{name} {value}" for name, value in sizes.items() if type(value) is not int or value < 1]
+        if not wrong and self.num_attention_heads % self.num_key_value_heads:
+            wrong = [f"num_attention_heads {self.num_attention_heads} for {self.num_key_value_heads} key-value heads"]
+        if not wrong and self.head_dim % 2:
+            wrong = [f"head_dim {self.head_dim} (odd)"]
+        if wrong:
+            raise UserError(f"--model: the config has {', '.join(wrong)}")
 
 
 _LLAMA32_ROPE = dict(zip(hf.ROPE_SCALING, (32.0, 1.0, 4.0, 8192), strict=True))

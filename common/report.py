@@ -1,5 +1,6 @@
 """What a script shows and leaves behind: a line per record, a plot, a summary for people and for programs."""
 
+import contextlib
 import json
 import resource
 import sys
@@ -33,9 +34,12 @@ def report(summary: dict, json_path: Path | None) -> None:
 
 
 def read_records(file: Path) -> list[dict]:
-    """The records of a metrics.jsonl; a last line that a kill cut short is left out."""
-    lines = file.read_text().split("\n")[:-1] if file.exists() else []
-    return [json.loads(line) for line in lines]
+    """The records of a metrics.jsonl; lines that a kill or a power cut has damaged are left out."""
+    records = []
+    for line in file.read_bytes().split(b"\n")[:-1] if file.exists() else ():
+        with contextlib.suppress(ValueError):
+            records.append(json.loads(line))
+    return records
 
 
 def describe(r: dict, steps: int) -> str:

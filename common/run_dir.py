@@ -12,7 +12,8 @@ import filelock
 import numpy as np
 
 from common.cli import IDENTITY
-from common.runtime import UserError, on_rank0
+from common.exits import UserError
+from common.runtime import on_rank0
 
 _locks = []  # held until the process ends, however it ends
 
@@ -24,7 +25,7 @@ def create(run_dir: Path | None) -> Path:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         _locks.append(filelock.FileLock(run_dir / ".lock"))
-        _locks[-1].acquire(timeout=0)
+        _locks[-1].acquire(timeout=10)  # data loading workers outlive a kill -9 of their parent by seconds
     except filelock.Timeout:
         raise UserError(f"--run-dir {run_dir} is in use by a live run: use another") from None
     except OSError as error:
@@ -32,20 +33,21 @@ def create(run_dir: Path | None) -> Path:
     return run_dir
 
 
-def claim(args, tokens: np.ndarray) -> Path:
-    """Enter --run-dir for a run with the settings in args on this text, on all ranks together.
+def claim(args, tokens: np.ndarray, config: object) -> Path:
+    """Enter --run-dir for a run with the settings in args, this text and model, on all ranks together.
 
     UserError as for create, or if the folder belongs to a run with other settings (names the flags), or
     holds checkpoints and --resume is not given.
     """
-    return Path(on_rank0(lambda: str(_claim(args, tokens))))
+    return Path(on_rank0(lambda: str(_claim(args, tokens, config))))
 
 
-def _claim(args, tokens: np.ndarray) -> Path:
+def _claim(args, tokens: np.ndarray, config: object) -> Path:
     run_dir = create(args.run_dir)
     settings_file = run_dir / "settings.json"
     settings = {name: getattr(args, name) for name in IDENTITY}
-    settings["data"] += f" (SHA-256 {hashlib.sha256(tokens).hexdigest()[:12]})"  # a file may change under its name
+    for name, content in (("data", tokens), ("model", repr(config).encode())):  # a file may change under its name
+        settings[name] += f" (SHA-256 {hashlib.sha256(content).hexdigest()[:12]})"
     try:
         known = json.loads(settings_file.read_text()) if settings_file.exists() else settings
         differ = [f"--{k.replace('_', '-')} {v} (was {known.get(k)})" for k, v in settings.items() if known.get(k) != v]

@@ -1,12 +1,10 @@
-"""Where a script runs: its device, its process group, its seeds, its signals and its way out."""
+"""Where a script runs: its device, its process group, its seeds and its signals."""
 
 import ctypes
-import multiprocessing
 import os
 import random
 import signal
 import sys
-import traceback
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -14,30 +12,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-REQUEUE_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: saved and stopped on a signal, start me again
+from common.exits import UserError, world_from_env
+
 _stop_signal = 0
-
-
-class UserError(Exception):
-    """Something the person at the keyboard can mend: shown as one line, exit code 2."""
-
-
-def world_from_env() -> tuple[int, int, int]:
-    """(rank, world size, local rank) as torchrun sets them; (0, 1, 0) for a plain `python script.py`.
-
-    UserError if only some are set: guessing, as with `rank % device_count`, puts two ranks on one GPU
-    as soon as the nodes are not filled in order.
-    """
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    if not any(name in os.environ for name in names):
-        return 0, 1, 0
-    try:
-        rank, world_size, local_rank = (int(os.environ[name]) for name in names)
-        _ = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    except (KeyError, ValueError) as error:
-        missing = f"{', '.join(names)}, MASTER_ADDR and MASTER_PORT must all be set, or none"
-        raise UserError(f"{missing} ({error!r}): start with torchrun") from None
-    return rank, world_size, local_rank
 
 
 def pick_device(name: str = "auto", local_rank: int = 0) -> torch.device:
@@ -136,11 +113,12 @@ def seed(value: int, deterministic: bool) -> None:
 
 
 def catch_stop_signals() -> None:
-    """From now on SIGTERM and SIGUSR1 ask for a checkpoint and an end after the current step."""
+    """From now on SIGTERM and SIGUSR1 ask for a checkpoint and an end after the current step; a second one kills."""
 
     def note(number: int, _frame) -> None:
         global _stop_signal
         _stop_signal = number
+        signal.signal(number, signal.SIG_DFL)
 
     signal.signal(signal.SIGTERM, note)
     signal.signal(signal.SIGUSR1, note)
@@ -156,44 +134,3 @@ def stop_requested() -> int:
     if dist.is_initialized():
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
     return int(flag)
-
-
-def run(main: Callable[[], int]) -> None:
-    """Call main and leave with the exit code it returns; a UserError becomes one line and code 2."""
-    try:
-        sys.exit(main())
-    except UserError as error:
-        _report(str(error))
-        code = 2
-    except Exception as error:
-        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-        traceback.print_exc()
-        get_error_handler().record_exception(error)  # torchrun's closing report names the first rank to fail
-        code = 1
-    for child in multiprocessing.active_children():  # data loading workers
-        child.kill()
-    sys.stdout.flush()
-    os._exit(code)  # the ordinary exit would wait for threads that talk to ranks that are gone
-
-
-def _report(message: str) -> None:
-    """Print the error from rank 0. The others wait for that, because the first exit makes torchrun end
-    the rest; a rank whose error rank 0 does not share speaks up itself."""
-    line = f"{os.path.relpath(sys.argv[0])}: error: {' '.join(message.split())}"
-    try:
-        rank, world_size, _ = world_from_env()
-    except UserError:
-        rank, world_size = 0, 1
-    if rank == 0:
-        print(line, file=sys.stderr, flush=True)
-    if world_size > 1:
-        try:
-            store = next(dist.rendezvous("env://", timeout=timedelta(seconds=15)))[0]
-            if rank == 0:
-                store.set("error_told", "")
-            store.wait(["error_told"], timedelta(seconds=15))
-        except dist.DistNetworkError:
-            pass  # rank 0 held the store and is gone: it has told
-        except dist.DistStoreError:
-            print(f"rank {rank}: {line}", file=sys.stderr, flush=True)

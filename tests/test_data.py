@@ -105,6 +105,13 @@ def test_a_copy_of_a_held_out_document_is_held_out_too(tmp_path):
     assert not train & held_out
 
 
+def test_copies_of_one_document_are_split_within_it(tmp_path):
+    file = tmp_path / "d.jsonl"
+    file.write_text((json.dumps({"text": "a line with \u2028 in it " * 9}, ensure_ascii=False) + "\n") * 5, "utf-8")
+    corpus = data.load_corpus(str(file), "bytes")
+    assert len(corpus.train) > 10 * len(corpus.held_out) > 0
+
+
 def documents() -> list[str]:
     return [f"line {i}: naïve café, 東京\n" * 3 for i in range(30)]
 

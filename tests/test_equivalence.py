@@ -1,6 +1,8 @@
 """The same run, cut differently: processes, micro-batches, interruptions, background saves. One curve."""
 
+import itertools
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,8 @@ import torch
 from harness import ROOT, TINY, train
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from common.checkpoint import Checkpoints
 
 DDP, AMP = "05_ddp/train.py", "04_amp/train.py"
 EVERY_STEP = ("--save-every", 1, "--keep", 100)
@@ -20,9 +24,22 @@ def saved(folder: Path, step: int) -> dict:
     return torch.load(file, weights_only=False)
 
 
+def moments(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    return {name: state["exp_avg"] for name, state in saved(folder, step)["optimizer"]["state"].items()}
+
+
+def assert_near(ours: dict, theirs: dict, tolerance: float = 1e-5) -> None:
+    """Each tensor within `tolerance` of the other's norm."""
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert torch.linalg.vector_norm(tensor - theirs[name]) <= tolerance * torch.linalg.vector_norm(theirs[name]), (
+            name
+        )
+
+
 def gradients(folder: Path) -> dict[str, torch.Tensor]:
     """The clipped gradients of step 1: Adam's first moment starts from zero with weight 1 - beta1 = 0.1."""
-    return {name: state["exp_avg"] / 0.1 for name, state in saved(folder, 1)["optimizer"]["state"].items()}
+    return {name: moment / 0.1 for name, moment in moments(folder, 1).items()}
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +71,8 @@ def test_more_processes_give_the_same_losses_and_gradients(runs, n):
     assert len(runs[n].column("loss")) == 20
     assert_same_curve(runs[1], runs[n])
     torch.testing.assert_close(gradients(runs[n].folder), gradients(runs[1].folder), rtol=1e-5, atol=1e-7)
+    for step in (7, 20):  # and the running mean of all gradients until then
+        assert_near(moments(runs[n].folder, step), moments(runs[1].folder, step))
 
 
 def test_one_process_without_torchrun_equals_the_previous_chapter(runs, tmp_path, corpus):
@@ -99,8 +118,18 @@ def test_a_run_saved_on_two_processes_goes_on_on_others(runs, tmp_path, corpus, 
     resumed = train(DDP, folder, *flags, nproc=n)
     assert len(resumed.column("loss")) == 20
     assert_same_curve(runs[2], resumed)
-    ours, theirs = (saved(f, 20)["model"] for f in (folder, runs[2].folder))
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+    assert_near(saved(folder, 20)["model"], saved(runs[2].folder, 20)["model"])
+
+
+def test_fp16_with_accumulation_moves_between_numbers_of_processes(tmp_path, corpus, loud_weights):
+    flags = ("--model", loud_weights, "--data", corpus, "--dtype", "fp16", "--micro-batch-size", 2)
+    whole = train(DDP, tmp_path / "whole", *flags, *EVERY_STEP, nproc=2)
+    for n in (1, 3):
+        folder = interrupted(whole, 9, tmp_path / str(n))
+        resumed = train(DDP, folder, *flags, "--resume", nproc=n)
+        assert resumed.column("loss") == pytest.approx(whole.column("loss"), rel=1e-5)
+        for column in ("loss_scale", "skipped_steps"):
+            assert resumed.column(column) == whole.column(column)
 
 
 def test_fp16_scaler_and_accumulation_resume_to_the_bit(tmp_path, corpus, loud_weights):
@@ -111,7 +140,7 @@ def test_fp16_scaler_and_accumulation_resume_to_the_bit(tmp_path, corpus, loud_w
     assert whole.column("loss_scale")[1] < 2**16
     assert whole.column("grad_norm")[0] is None  # it overflowed
     unsaved = train(AMP, tmp_path / "unsaved", *flags)
-    assert unsaved.summary["weights_sha256"] == whole.summary["weights_sha256"]  # a save before any step is no step
+    assert unsaved.summary["weights_sha256"] == whole.summary["weights_sha256"]
     folder = interrupted(whole, 2, tmp_path / "resumed")
     resumed = train(AMP, folder, *flags, *EVERY_STEP, "--resume")
     assert resumed.summary["weights_sha256"] == whole.summary["weights_sha256"]
@@ -145,6 +174,26 @@ def test_background_saves_hold_what_foreground_saves_hold(runs, tmp_path, corpus
         assert ours["scheduler"] == theirs["scheduler"]
 
 
+def test_training_goes_on_while_a_save_is_written(tmp_path, monkeypatch):
+    """The writer is held up until the weights have changed: what it then writes is what was saved."""
+    net = torch.nn.Linear(3, 3)
+    parts = {"net": net, "optimizer": torch.optim.AdamW(net.parameters())}
+    parts["scheduler"] = torch.optim.lr_scheduler.LambdaLR(parts["optimizer"], lambda step: 1.0)
+    parts["scaler"] = torch.amp.GradScaler("cpu", enabled=False)
+    checkpoints = Checkpoints(tmp_path, keep=2, in_background=True)
+    go_on, write = threading.Event(), checkpoints._write_part
+    monkeypatch.setattr(checkpoints, "_write_part", lambda *args: go_on.wait(60) and write(*args))
+    before = net.weight.detach().clone()
+    checkpoints.save({"step": 1, "skipped_steps": 0}, **parts)
+    with torch.no_grad():
+        net.weight.add_(1.0)
+    assert not (tmp_path / "step-00000001").exists()  # save has returned, nothing is written
+    go_on.set()
+    checkpoints.wait()
+    assert checkpoints.resume(**parts) == {"step": 1, "skipped_steps": 0}
+    assert torch.equal(net.weight, before)
+
+
 def test_checkpoint_holds_what_a_resume_needs(runs):
     keys = FileSystemReader(runs[3].folder / "run/step-00000020").read_metadata().state_dict_metadata
     parts = {key.split(".")[0] for key in keys}
@@ -168,3 +217,7 @@ def test_a_run_can_be_made_longer(runs, tmp_path, corpus):
     result = train(DDP, folder, "--data", corpus, "--resume", "--steps", 25)
     assert result.column("loss")[:20] == runs[1].column("loss")
     assert result.summary["steps"] == len(result.column("loss")) == 25
+    lr = result.column("lr")[20:]
+    assert all(a > b for a, b in itertools.pairwise(lr))  # all five on the longer cosine
+    shorter = train(DDP, folder, "--data", corpus, "--resume", "--steps", 5, code=2)
+    assert "at step 25 already" in shorter.err

@@ -7,7 +7,6 @@ import signal
 import subprocess
 from pathlib import Path
 
-import filelock
 import pytest
 from harness import ROOT, TINY, command, descendants, finish, holds, kill_all, run, start, tiny_flags, train
 
@@ -78,8 +77,10 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path, undisturbed):
     assert resumed.summary["weights_sha256"] == undisturbed[2]
 
 
-def test_a_signal_to_torchrun_saves_too(tmp_path, undisturbed):
-    process = launch(tmp_path, *LONG, "--async-save", nproc=2)
+@pytest.mark.parametrize("flags", [("--async-save",), ("--num-workers", 1)], ids=["async", "workers"])
+def test_a_signal_to_torchrun_saves_too(tmp_path, undisturbed, flags):
+    """torchrun hands it to each rank's whole process group, data loading workers included."""
+    process = launch(tmp_path, *LONG, *flags, nproc=2)
     assert holds(process, lambda: steps_logged(tmp_path) >= 3)
     process.send_signal(signal.SIGTERM)
     result = finish(process, tmp_path)
@@ -285,6 +286,8 @@ BAD = {
     "lr": (["--lr", "nan"], "--lr"),
     "keep": (["--keep", 0], "--keep"),
     "flag": (["--step", 5], "--step"),
+    "seed": (["--seed", 2**70], "--seed"),
+    "long name": (["--data", "x" * 300], "File name too long"),
     "resume": (["--resume"], "--resume needs --run-dir"),
     "json": (["--json", "no/such/folder.json"], "no/such/folder.json"),
     "run dir": (["--run-dir", "empty.txt/run"], "empty.txt/run"),
@@ -295,7 +298,7 @@ BAD = {
 @pytest.mark.parametrize("script", [AMP, DDP])
 def test_bad_input(tmp_path, script, case):
     flags, words = BAD[case]
-    if script == DDP and case in ("dtype", "keep", "lr", "flag", "zero batch", "steps word", "json"):
+    if script == DDP and case in ("dtype", "keep", "lr", "flag", "zero batch", "steps word", "json", "seed"):
         pytest.skip("the parser is the same as 04's")
     (tmp_path / "empty.txt").touch()
     (tmp_path / "short.txt").write_text("too short a text to train on" * 20)
@@ -369,11 +372,28 @@ def test_more_ranks_than_held_out_sequences(tmp_path):
     assert result.summary["val_loss"] > 0
 
 
-def test_a_folder_in_use(tmp_path):
-    (tmp_path / "run").mkdir()
-    with filelock.FileLock(tmp_path / "run/.lock"):
-        assert_one_line(train(DDP, tmp_path, code=2), "in use by a live run")
-    train(DDP, tmp_path, "--resume")  # nothing there yet: starts afresh
+def test_a_folder_in_use_by_a_live_run(tmp_path):
+    (tmp_path / "live").mkdir()
+    process = launch(tmp_path / "live", "--steps", 100_000)
+    try:
+        assert holds(process, lambda: steps_logged(tmp_path / "live") > 0)
+        result = train(DDP, tmp_path / "second", "--run-dir", tmp_path / "live/run", "--resume", code=2)
+        assert_one_line(result, "in use by a live run")
+        assert process.poll() is None
+    finally:
+        kill_all(process)
+
+
+def test_resume_with_nothing_there_starts_afresh(tmp_path):
+    assert train(DDP, tmp_path, "--resume").summary["steps"] == 20
+
+
+def test_a_model_file_that_has_changed(tmp_path):
+    train(DDP, tmp_path, "--steps", 2)
+    (tmp_path / "other.json").write_text(json.dumps({**TINY, "rms_norm_eps": 1e-3}))  # the weights would still fit
+    (tmp_path / "other.json").replace(tmp_path / "tiny.json")
+    result = run(DDP, tmp_path, *tiny_flags(tmp_path), "--steps", 2, "--resume")
+    assert_one_line(result, "other settings: --model tiny.json (SHA-256 ")
 
 
 def test_a_loss_that_is_not_finite_names_the_step(tmp_path):
@@ -385,3 +405,43 @@ def test_a_loss_that_is_not_finite_names_the_step(tmp_path):
     for result in (each, seventh):
         assert_one_line(result, f"not finite at step {first_bad}", "--lr", "--warmup-steps")
         assert not checkpoints(result.folder)
+
+
+def test_a_background_save_is_finished_before_an_error_ends_the_run(tmp_path):
+    result = train(AMP, tmp_path, "--lr", 1e30, "--clip-norm", "inf", "--save-every", 1, "--async-save", code=2)
+    last = len(result.records)
+    assert_one_line(result, f"not finite at step {last + 1}")
+    assert checkpoints(tmp_path)[-1] == f"step-{last:08d}"
+
+
+def test_gradients_that_overflow_at_every_scale_end_the_run(tmp_path):
+    """Not as a success in which no step was taken."""
+    (tmp_path / "nan.py").write_text(
+        "import runpy, sys, torch\n"
+        "unscale = torch.amp.GradScaler.unscale_\n"
+        "def broken(self, optimizer):\n"
+        "    optimizer.param_groups[0]['params'][0].grad.fill_(float('inf'))\n"
+        "    unscale(self, optimizer)\n"
+        "torch.amp.GradScaler.unscale_ = broken\n"
+        f"sys.argv = [{str(ROOT / AMP)!r}, *sys.argv[1:]]\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    (tmp_path / "tiny.json").write_text(json.dumps(TINY))
+    result = run(tmp_path / "nan.py", tmp_path, *tiny_flags(tmp_path), "--dtype", "fp16", "--steps", 40)
+    assert_one_line(result, "not finite at step 17")  # 2**16 halved 17 times
+    assert not checkpoints(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_attention_heads": 0},
+        {"num_key_value_heads": 3},
+        {"head_dim": 7},
+        {"vocab_size": 2.5},
+        {"num_hidden_layers": 0},
+    ],
+)
+def test_a_config_that_cannot_be(tmp_path, change):
+    (tmp_path / "odd.json").write_text(json.dumps({**TINY, **change}))
+    assert_one_line(run(AMP, tmp_path, "--device", "cpu", "--model", "odd.json"), "--model")

@@ -235,7 +235,7 @@ def test_more_processes_than_gpus_is_one_line(gpus, tmp_path):
     visible = len(gpus["CUDA_VISIBLE_DEVICES"].split(","))
     code, output = launch(gpus, torchrun(visible + 1, DDP, *FP32, "--run-dir", str(tmp_path)))
     assert code != 0
-    told = [line for line in output.splitlines() if "has no GPU" in line]
+    told = [line for line in output.splitlines() if "GPUs visible" in line]
     assert len(told) == 1, output
-    assert "error: --device cuda: process" in told[0]
+    assert f"error: --device cuda: {visible + 1} processes on this node, {visible} GPUs visible" in told[0]
     assert 'File "' not in output.split(told[0])[0]  # no traceback before it; torchrun's own report comes after
