@@ -41,8 +41,8 @@ def world_from_env() -> tuple[int, int, int]:
 def run(main: Callable[[], int]) -> None:
     """Call main and leave with the exit code it returns; a UserError becomes one line and code 2."""
     try:
-        sys.exit(main())
-    except SystemExit:
+        code = main()
+    except SystemExit:  # --help
         raise
     except KeyboardInterrupt:
         _exit(130)
@@ -59,13 +59,15 @@ def run(main: Callable[[], int]) -> None:
         if isinstance(error, Exception):
             get_error_handler().record_exception(error)  # torchrun's closing report names the first rank to fail
         _exit(1)
+    _exit(code)
 
 
 def _exit(code: int) -> None:
     for child in multiprocessing.active_children():  # data loading workers
         child.kill()
     sys.stdout.flush()
-    os._exit(code)  # the ordinary exit would wait for threads that talk to ranks that are gone
+    # not sys.exit: its teardown waits for threads that talk to ranks that are gone, or aborts if gloo's still run
+    os._exit(code)
 
 
 def _report(message: str) -> None:

@@ -161,6 +161,8 @@ class Meter:
         if not is_rank0():
             return
         self.bar.close()
+        if self.tensorboard:
+            self.tensorboard.close()
         losses = [r["loss"] for r in self.records if "loss" in r]
         val_losses = [r["val_loss"] for r in self.records if "val_loss" in r]
         # saves and evaluations included, but not the first line, which pays for warm-up and compilation

@@ -113,12 +113,11 @@ def seed(value: int, deterministic: bool) -> None:
 
 
 def catch_stop_signals() -> None:
-    """From now on SIGTERM and SIGUSR1 ask for a checkpoint and an end after the current step; a second one kills."""
+    """From now on SIGTERM and SIGUSR1 ask for a checkpoint and an end after the current step."""
 
     def note(number: int, _frame) -> None:
         global _stop_signal
-        _stop_signal = number
-        signal.signal(number, signal.SIG_DFL)
+        _stop_signal = number  # may come again: a dying torchrun sends one SIGTERM per thread of its own
 
     signal.signal(signal.SIGTERM, note)
     signal.signal(signal.SIGUSR1, note)
