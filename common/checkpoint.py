@@ -23,6 +23,7 @@ from common.run_dir import write_json
 from common.runtime import gather, is_rank0, on_rank0, say
 
 # torch.distributed.checkpoint is imported where it is used: 0.6 s that the first step need not wait for
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # saving without a process group is meant
 
 
 class Checkpoints:
@@ -95,9 +96,7 @@ class Checkpoints:
         """Write this rank's part; returns the hashes of its files by name."""
         import torch.distributed.checkpoint as dcp
 
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.save(state, checkpoint_id=folder, process_group=self.group)
+        dcp.save(state, checkpoint_id=folder, process_group=self.group)
         own = [*folder.glob(f"__{self.rank}_*"), *(folder.glob(".metadata") if self.rank == 0 else ())]
         return {file.name: _sha256(file) for file in own}
 
@@ -153,9 +152,7 @@ class Checkpoints:
         # a rank that the saving job did not have, or a device it did not use, keeps its own random state
         own = f"rng-{self.rank}"
         state[own] = rng = {key: value for key, value in state[own].items() if f"{own}.{key}" in saved}
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load(state, checkpoint_id=path, process_group=self.group)
+        dcp.load(state, checkpoint_id=path, process_group=self.group)
         set_state_dict(net, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         scheduler.load_state_dict(state["scheduler"])
         for group, lr, factor in zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):

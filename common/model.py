@@ -16,9 +16,6 @@ from torch import Tensor, nn
 from common import hf
 from common.exits import UserError
 
-_WHOLE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-          "num_key_value_heads", "head_dim", "max_position_embeddings")  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Config:
@@ -38,7 +35,7 @@ class Config:
     tie_word_embeddings: bool = False
 
     def __post_init__(self) -> None:
-        sizes = {name: value for name, value in vars(self).items() if name in _WHOLE}
+        sizes = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.type is int}
         wrong = [f"{name} {value}" for name, value in sizes.items() if type(value) is not int or value < 1]
         if not wrong and self.num_attention_heads % self.num_key_value_heads:
             wrong = [f"num_attention_heads {self.num_attention_heads} for {self.num_key_value_heads} key-value heads"]
