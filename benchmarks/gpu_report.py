@@ -6,7 +6,8 @@
 First the ceilings: a large bf16 matrix product and a copy in the GPU's memory, against the data sheet's
 peaks. Then llama-124m with torch.compile, 04_amp/train.py and transformers' Trainer in turns, each in a
 process of its own: tokens/s over all wall time of the steps after warm-up, and model FLOP/s utilization
-(MFU). Rounds go on until --minutes are used up. A speed above a peak is a bug of the timing, and is
+(MFU). Then the scripts of chapters 01, 02 and 04 that measure something, with what they print. Rounds go
+on until --minutes are used up, less the chapters' share. A speed above a peak is a bug of the timing, and is
 called so: the report then ends with exit code 1, as it does if our own run fails. No GPU: exit code 2.
 
 Look for: the verdicts at the end; "missed" is a result too. Results go to benchmarks/results/.
@@ -33,19 +34,30 @@ from vs_trainer import (
     number,
     spread,
     start,
-    table,
     train,
     train_with_trainer,
     versions,
     write_results,
 )
 
-from common import cli, exits, hardware, model, runtime
+from common import cli, exits, hardware, model, nvml, runtime
+from common.report import table
 
 MFU_TARGET = 0.45
 SEQ_LEN = 1024
 STEPS = WARMUP_STEPS + 10 * LOG_EVERY
 SAMPLES = 20  # of each ceiling
+# what the chapters measure for themselves, the most telling first: each runs if there is time left for it
+CHAPTERS = [
+    ["01_devices/benchmark.py", "--device", "cuda"],
+    ["04_amp/compare.py", "--device", "cuda"],
+    ["02_tensors_precision/precision.py", "--device", "cuda"],
+    ["02_tensors_precision/quantize.py", "--device", "cuda"],
+    ["02_tensors_precision/tensors.py", "--device", "cuda"],
+    ["01_devices/show.py"],
+    ["01_devices/doctor.py"],
+]
+CHAPTERS_SHARE = 0.45  # of the time
 # what a run is thought to take before one has been seen: the first of each compiles
 FIRST_GUESS_SECONDS = {"ours": 60, "trainer": 60, "eager": 30, "ddp": 60}
 TITLES = {
@@ -89,54 +101,39 @@ def timed(work) -> list[float]:
     return seconds
 
 
+def nvml_gpu(device: torch.device) -> dict:
+    """What NVML tells about this GPU, found by UUID because CUDA and NVML count differently; {} if nothing."""
+    uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    return next((gpu for gpu in nvml.gpus()[0] if gpu["uuid"] == uuid), {})
+
+
 def describe(device: torch.device) -> dict:
-    """The GPU as torch and, if its module is there, NVML tell it."""
+    """The GPU as torch and, if it answers, NVML tell it."""
     properties = torch.cuda.get_device_properties(device)
-    about = {
+    told = nvml_gpu(device)
+    if not told:
+        print(f"skipped: driver, power and clocks ({nvml.gpus()[1] or 'NVML does not list this GPU'})")
+    return {
         "gpu": properties.name,
         "memory_bytes": properties.total_memory,
         "multiprocessors": properties.multi_processor_count,
         "cuda": torch.version.cuda,
+        **{name: told.get(name) for name in ("driver", "power_limit_watts", "sm_clock_max_mhz")},
+        "other_processes": max(0, len(told["processes"]) - 1) if told.get("processes") else None,
     }
-    try:
-        import pynvml
-    except ImportError:
-        print("skipped: driver, power limit and clocks (the module pynvml is missing: nvidia-ml-py)")
-        return about
-    pynvml.nvmlInit()
-    handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{properties.uuid}")
-    asked = {
-        "driver": pynvml.nvmlSystemGetDriverVersion,
-        "power_limit_watts": lambda: pynvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1e3,
-        "sm_clock_max_mhz": lambda: pynvml.nvmlDeviceGetMaxClockInfo(handle, pynvml.NVML_CLOCK_SM),
-        "other_processes": lambda: max(0, len(pynvml.nvmlDeviceGetComputeRunningProcesses(handle)) - 1),
-    }
-    for name, ask in asked.items():
-        try:
-            about[name] = ask()
-        except pynvml.NVMLError:  # a virtual machine may keep some of it to itself
-            about[name] = None
-    return about
 
 
 def under_load(device: torch.device, work) -> dict:
     """Clock and power while the GPU works: what it sustains, not what it could."""
-    try:
-        import pynvml
-    except ImportError:
-        return {}
-    handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
     torch.cuda.synchronize()
-    clocks, watts = [], []
+    told = []
     for _ in range(10):
         for _ in range(50):
             work()
-        try:
-            clocks.append(pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM))
-            watts.append(pynvml.nvmlDeviceGetPowerUsage(handle) / 1e3)
-        except pynvml.NVMLError:
-            break
+        told.append(nvml_gpu(device))
         torch.cuda.synchronize()
+    clocks = [gpu["sm_clock_mhz"] for gpu in told if gpu.get("sm_clock_mhz")]
+    watts = [gpu["power_watts"] for gpu in told if gpu.get("power_watts")]
     return {
         "sm_clock_under_matmul_mhz": statistics.median(clocks) if clocks else None,
         "power_under_matmul_watts": max(watts, default=None),
@@ -210,6 +207,27 @@ def measure(kinds: dict[str, list[str]], env: dict[str, str], deadline: float) -
         # the second run finds in the cache what the first compiled
         takes[kind] = (time.monotonic() - began) * (0.6 if len(results[kind]) == 1 else 1)
     return results, failed
+
+
+def run_chapters(env: dict[str, str], deadline: float) -> list[dict]:
+    """Each chapter script in turn: its command, what it printed, its --json, or why it did not run."""
+    ran = []
+    for command in CHAPTERS:
+        chapter = {"command": f"python {' '.join(command)}", "output": None, "summary": None, "failed": None}
+        left = deadline - time.monotonic()
+        with tempfile.TemporaryDirectory(prefix="chapter-") as folder:
+            file = Path(folder, "summary.json")
+            try:
+                if left < 5:
+                    raise RuntimeError("no time left")
+                chapter["output"] = start([sys.executable, *command, "--json", str(file)], env, left)
+            except RuntimeError as error:
+                chapter["failed"] = str(error)
+            if file.exists():  # doctor.py writes it and ends with 1 where it finds a fault
+                chapter["summary"] = json.loads(file.read_text())
+        print(f"{chapter['command']}: {chapter['failed'] or 'done'}", flush=True)
+        ran.append(chapter)
+    return ran
 
 
 def verdicts(figures: dict) -> list[tuple[str, str]]:
@@ -361,12 +379,17 @@ def main() -> int:
             skipped.append(f"{TITLES['trainer']}: {' and '.join(missing)} not installed")
             print(f"skipped: {skipped[0]}", flush=True)
             del flags["trainer"]
-        results, failed = measure(flags, env, deadline)
+        results, failed = measure(flags, env, deadline - CHAPTERS_SHARE * args.minutes * 60)
+        chapters = run_chapters(env, deadline)
 
     figures = summarize(measured, results, failed, batch_size)
     skipped += [f"{TITLES[kind]}: no time left" for kind in flags if not results[kind] and kind not in failed]
     text = write_up(about, figures, skipped, flags)
-    written = write_results(about["gpu"], "", {"about": about, **figures, "not_run": skipped, "raw": measured}, text)
+    for chapter in chapters:
+        text += f"\n\n## `{chapter['command']}`\n\n"
+        text += f"```\n{chapter['output'].rstrip()}\n```" if chapter["output"] else f"FAILED: {chapter['failed']}"
+    result = {"about": about, **figures, "not_run": skipped, "chapters": chapters, "raw": measured}
+    written = write_results(about["gpu"], "", result, text)
     print(f"\n{text}\n\nwritten: {written.relative_to(REPO)} and .json")
     bugs = [v["claim"] for v in figures["verdicts"] if v["verdict"] == "BUG"]
     return 1 if bugs or not results["ours"] else 0

@@ -32,14 +32,13 @@ from vs_trainer import (
     number,
     spread,
     start,
-    table,
     train,
     versions,
     write_results,
 )
 
 from common import cli, exits, runtime
-from common.report import read_records
+from common.report import read_records, table
 
 SCRIPT = "05_ddp/train.py"
 RATIO_TARGET = 0.9

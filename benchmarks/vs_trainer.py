@@ -33,7 +33,7 @@ REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))  # common/, with nothing installed
 from common import cli, data, exits, model, runtime
 from common.hardware import device_name
-from common.report import read_records
+from common.report import read_records, table
 
 RESULTS = REPO / "benchmarks/results"
 WARMUP_STEPS = 10  # left out of the timing: compilation, first allocations, clocks
@@ -128,15 +128,6 @@ def cpu() -> dict:
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {"cpu": names[0] if names else platform.processor() or platform.machine(), "cores": cores}
-
-
-def table(rows: list[list[str]]) -> str:
-    """Markdown, and readable as it stands; the first row is the head."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = [
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
-    ]
-    return "\n".join([lines[0], "| " + " | ".join("-" * width for width in widths) + " |", *lines[1:]])
 
 
 def facts(pairs: dict) -> str:

@@ -6,25 +6,47 @@ of one chip differ: an H100 PCIe reaches 76 % of the SXM part's rate.
 """
 
 import re
+from typing import NamedTuple
 
 import torch
 
-# pattern: (fp32, bf16 and fp16 with fp32 accumulation) in FLOP/s, memory bandwidth in B/s, source
-_TABLE: dict[str, tuple[float, float, float, str]] = {
-    r"NVIDIA H200": (67e12, 989.4e12, 4.8e12, "NVIDIA H200 data sheet"),
-    r"NVIDIA H100 80GB HBM3": (67e12, 989.4e12, 3.35e12, "NVIDIA H100 data sheet, SXM"),
-    r"NVIDIA H100 NVL": (60e12, 835.5e12, 3.9e12, "NVIDIA H100 data sheet, NVL"),
-    r"NVIDIA H100 PCIe": (51.2e12, 756e12, 2.0e12, "NVIDIA H100 PCIe product brief"),
-    r"(NVIDIA )?A100-SXM4-40GB": (19.5e12, 312e12, 1.555e12, "NVIDIA A100 data sheet, SXM 40 GB"),
-    r"(NVIDIA )?A100-SXM4-80GB": (19.5e12, 312e12, 2.039e12, "NVIDIA A100 data sheet, SXM 80 GB"),
-    r"(NVIDIA )?A100-PCIE-40GB": (19.5e12, 312e12, 1.555e12, "NVIDIA A100 data sheet, PCIe 40 GB"),
-    r"NVIDIA A100 80GB PCIe": (19.5e12, 312e12, 1.935e12, "NVIDIA A100 data sheet, PCIe 80 GB"),
-    r"NVIDIA L40S": (91.6e12, 362e12, 0.864e12, "NVIDIA L40S data sheet"),
-    r"NVIDIA L4": (30.3e12, 121e12, 0.3e12, "NVIDIA L4 data sheet"),
-    r"NVIDIA A10": (31.2e12, 125e12, 0.6e12, "NVIDIA A10 data sheet"),
-    r"NVIDIA GeForce RTX 4090": (82.6e12, 165.2e12, 1.008e12, "NVIDIA Ada architecture whitepaper"),
-    r"NVIDIA GeForce RTX 3090": (35.6e12, 71e12, 0.936e12, "NVIDIA Ampere GA102 whitepaper"),
+
+class Peak(NamedTuple):
+    """FLOP/s by type, operations for int8; bf16 and fp16 are alike. 0: the device has no unit for the type."""
+
+    fp32: float
+    tf32: float
+    bf16: float
+    fp8: float
+    int8: float
+    bandwidth: float  # bytes per second between the device and its memory
+    source: str
+
+
+# TFLOP/s and GB/s as the data sheets print them, halved where those count sparsity
+_TABLE: dict[str, tuple[float, float, float, float, float, float, str]] = {
+    r"NVIDIA H200": (67, 494.7, 989.4, 1978.9, 1978.9, 4800, "NVIDIA H200 data sheet"),
+    r"NVIDIA H100 80GB HBM3": (67, 494.7, 989.4, 1978.9, 1978.9, 3350, "NVIDIA H100 data sheet, SXM"),
+    r"NVIDIA H100 NVL": (60, 417.7, 835.5, 1671, 1671, 3900, "NVIDIA H100 data sheet, NVL"),
+    r"NVIDIA H100 PCIe": (51.2, 378, 756, 1513, 1513, 2000, "NVIDIA H100 PCIe product brief"),
+    r"(NVIDIA )?A100-SXM4-40GB": (19.5, 156, 312, 0, 624, 1555, "NVIDIA A100 data sheet, SXM 40 GB"),
+    r"(NVIDIA )?A100-SXM4-80GB": (19.5, 156, 312, 0, 624, 2039, "NVIDIA A100 data sheet, SXM 80 GB"),
+    r"(NVIDIA )?A100-PCIE-40GB": (19.5, 156, 312, 0, 624, 1555, "NVIDIA A100 data sheet, PCIe 40 GB"),
+    r"NVIDIA A100 80GB PCIe": (19.5, 156, 312, 0, 624, 1935, "NVIDIA A100 data sheet, PCIe 80 GB"),
+    r"NVIDIA L40S": (91.6, 183, 362, 733, 733, 864, "NVIDIA L40S data sheet"),
+    r"NVIDIA L4": (30.3, 60, 121, 242.5, 242.5, 300, "NVIDIA L4 data sheet"),
+    r"NVIDIA A10": (31.2, 62.5, 125, 0, 250, 600, "NVIDIA A10 data sheet"),
+    r"NVIDIA GeForce RTX 4090": (82.6, 82.6, 165.2, 330.3, 660.6, 1008, "NVIDIA Ada architecture whitepaper"),
+    r"NVIDIA GeForce RTX 3090": (35.6, 35.6, 71, 0, 284, 936, "NVIDIA Ampere GA102 whitepaper"),
 }
+
+
+def peak(name: str) -> Peak | None:
+    """All peaks of device `name`; None if it is not in the table."""
+    for pattern, (*tera, giga, source) in _TABLE.items():
+        if re.fullmatch(pattern, name):
+            return Peak(*(rate * 1e12 for rate in tera), giga * 1e9, source)
+    return None
 
 
 def device_name(device: torch.device) -> str:
@@ -33,13 +55,12 @@ def device_name(device: torch.device) -> str:
 
 
 def peak_flops(name: str, dtype: str) -> float | None:
-    """FLOP/s that device `name` can reach in `dtype` (fp32, bf16, fp16); None if not in the table."""
-    for pattern, (fp32, half, _, _) in _TABLE.items():
-        if re.fullmatch(pattern, name):
-            return fp32 if dtype == "fp32" else half
-    return None
+    """FLOP/s that device `name` can reach in `dtype` (fp32, tf32, bf16, fp16, fp8, int8); None if not known."""
+    found = peak(name)
+    return (getattr(found, "bf16" if dtype == "fp16" else dtype) or None) if found else None
 
 
 def memory_bandwidth(name: str) -> float | None:
     """Bytes per second between device `name` and its memory; None if not in the table."""
-    return next((row[2] for pattern, row in _TABLE.items() if re.fullmatch(pattern, name)), None)
+    found = peak(name)
+    return found.bandwidth if found else None

@@ -91,6 +91,14 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
+class RMSNorm(nn.RMSNorm):
+    """Normalised in fp32; under autocast the result is rounded once, not again by each matmul that reads it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, device = super().forward(x), x.device.type
+        return y.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else y
+
+
 class Attention(nn.Module):
     def __init__(self, c: Config) -> None:
         super().__init__()
@@ -125,8 +133,8 @@ class Block(nn.Module):
         super().__init__()
         self.self_attn = Attention(c)
         self.mlp = MLP(c)
-        self.input_layernorm = nn.RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
-        self.post_attention_layernorm = nn.RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
+        self.input_layernorm = RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin)
@@ -139,7 +147,7 @@ class Decoder(nn.Module):
         self.config = c
         self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)
         self.layers = nn.ModuleList(Block(c) for _ in range(c.num_hidden_layers))
-        self.norm = nn.RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
+        self.norm = RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         x = self.embed_tokens(input_ids)

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import resource
 import sys
 from pathlib import Path
@@ -26,11 +27,32 @@ def peak_memory_bytes(device: torch.device) -> int:
 def report(summary: dict, json_path: Path | None) -> None:
     """Print the summary as a table and, if asked, write it as JSON; what every script owes and this one
     does not know is null."""
+    summary = write_json(summary, json_path)
+    print("\n" + "\n".join(f"{name:<22} {'n/a' if value is None else value}" for name, value in summary.items()))
+
+
+def write_json(summary: dict, json_path: Path | None) -> dict:
+    """Add what every summary has, null where this script does not know it, and write it if a path is given."""
     script = "/".join(Path(sys.argv[0]).resolve().parts[-2:])
     summary = {**dict.fromkeys(SUMMARY), "script": script, "torch": torch.__version__, **summary}
-    print("\n" + "\n".join(f"{name:<22} {'n/a' if value is None else value}" for name, value in summary.items()))
     if json_path:
-        json_path.write_text(json.dumps(summary, indent=1) + "\n")
+        json_path.write_text(json.dumps(summary, indent=1, allow_nan=False) + "\n")
+    return summary
+
+
+def table(rows: list[list[str]]) -> str:
+    """Markdown, and readable as it stands; the first row is the head, columns of figures are right-aligned."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    figures = [
+        all(re.match(r"[-+]?[\d.]|n/a", row[i]) for row in rows[1:]) and len(rows) > 1 for i in range(len(widths))
+    ]
+
+    def line(cells: list[str]) -> str:
+        padded = [c.rjust(w) if f else c.ljust(w) for c, w, f in zip(cells, widths, figures, strict=True)]
+        return "| " + " | ".join(padded) + " |"
+
+    rule = ["-" * (w - f) + ":" * f for w, f in zip(widths, figures, strict=True)]
+    return "\n".join([line(rows[0]), line(rule), *map(line, rows[1:])])
 
 
 def read_records(file: Path) -> list[dict]:

@@ -11,8 +11,11 @@ environment to start subprocesses in: they see these GPUs and no other.
 
 import contextlib
 import os
+import shutil
+import subprocess
 import tempfile
 import time
+from pathlib import Path
 
 import filelock
 import pytest
@@ -128,6 +131,18 @@ def gpus(request: pytest.FixtureRequest) -> dict[str, str]:
     except NoGpus as reason:
         pytest.skip(f"GPU: {reason}")
     return {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(uuids)}
+
+
+@pytest.fixture(scope="session")
+def fake_driver(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with a libnvidia-ml.so.1 of our own, for LD_LIBRARY_PATH: the real pynvml then sees two GPUs."""
+    if shutil.which("gcc") is None:
+        pytest.skip("the fake driver library needs a C compiler")
+    folder = tmp_path_factory.mktemp("driver")
+    source = Path(__file__).with_name("fake_nvml.c")
+    library = ["-shared", "-fPIC", "-o", str(folder / "libnvidia-ml.so.1")]
+    subprocess.run(["gcc", *library, str(source)], check=True, timeout=60)
+    return str(folder)
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,164 @@
+"""What the NVIDIA driver tells about each GPU, through NVML.
+
+Every query may fail alone: a virtual machine hides clocks, a laptop has no ECC, an old driver lacks a function.
+What was refused is None in the answer, with the driver's words under `refused`; nothing here raises.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+
+try:
+    import pynvml as nv
+except ImportError:  # nvidia-ml-py
+    nv = None
+
+
+def gpus() -> tuple[list[dict], str | None]:
+    """One dict per GPU in the order of the bus, CUDA_VISIBLE_DEVICES not applied; and, if there are none, why.
+
+    Bytes, watts, MHz, degrees Celsius, shares of one; counters since the driver was loaded. A query that was
+    refused is None.
+    """
+    if nv is None:
+        return [], "the module pynvml is missing (pip install nvidia-ml-py)"
+    try:
+        nv.nvmlInit()
+        handles = [nv.nvmlDeviceGetHandleByIndex(i) for i in range(nv.nvmlDeviceGetCount())]
+    except Exception as error:  # a half-installed driver fails in ways that are no NVMLError
+        return [], f"no NVIDIA driver that answers: {_words(error)}"
+    return [{"index": i, **_describe(handle)} for i, handle in enumerate(handles)], None if handles else "no GPU"
+
+
+def _words(error: Exception) -> str:
+    return f"{error}" or type(error).__name__
+
+
+def _describe(handle: Any) -> dict:
+    queries: dict[str, Callable[[], Any]] = {
+        "uuid": lambda: nv.nvmlDeviceGetUUID(handle),
+        "name": lambda: nv.nvmlDeviceGetName(handle),
+        "bus_id": lambda: nv.nvmlDeviceGetPciInfo(handle).busId,
+        "driver": lambda: nv.nvmlSystemGetDriverVersion(),
+        "cuda": lambda: _dotted(nv.nvmlSystemGetCudaDriverVersion()),
+        "compute_capability": lambda: "{}.{}".format(*nv.nvmlDeviceGetCudaComputeCapability(handle)),
+        "memory_total_bytes": lambda: nv.nvmlDeviceGetMemoryInfo(handle).total,
+        "memory_used_bytes": lambda: nv.nvmlDeviceGetMemoryInfo(handle).used,
+        "utilization": lambda: nv.nvmlDeviceGetUtilizationRates(handle).gpu / 100,
+        "power_watts": lambda: nv.nvmlDeviceGetPowerUsage(handle) / 1e3,
+        "power_limit_watts": lambda: nv.nvmlDeviceGetEnforcedPowerLimit(handle) / 1e3,
+        "temperature_celsius": lambda: nv.nvmlDeviceGetTemperature(handle, nv.NVML_TEMPERATURE_GPU),
+        "sm_clock_mhz": lambda: nv.nvmlDeviceGetClockInfo(handle, nv.NVML_CLOCK_SM),
+        "sm_clock_max_mhz": lambda: nv.nvmlDeviceGetMaxClockInfo(handle, nv.NVML_CLOCK_SM),
+        "memory_clock_mhz": lambda: nv.nvmlDeviceGetClockInfo(handle, nv.NVML_CLOCK_MEM),
+        "throttle_reasons": lambda: _reasons(nv.nvmlDeviceGetCurrentClocksEventReasons(handle)),
+        "pcie_generation": lambda: nv.nvmlDeviceGetCurrPcieLinkGeneration(handle),
+        "pcie_generation_max": lambda: nv.nvmlDeviceGetMaxPcieLinkGeneration(handle),
+        "pcie_width": lambda: nv.nvmlDeviceGetCurrPcieLinkWidth(handle),
+        "pcie_width_max": lambda: nv.nvmlDeviceGetMaxPcieLinkWidth(handle),
+        "pcie_tx_bytes_per_second": lambda: 1000 * nv.nvmlDeviceGetPcieThroughput(handle, nv.NVML_PCIE_UTIL_TX_BYTES),
+        "pcie_rx_bytes_per_second": lambda: 1000 * nv.nvmlDeviceGetPcieThroughput(handle, nv.NVML_PCIE_UTIL_RX_BYTES),
+        "ecc": lambda: nv.nvmlDeviceGetEccMode(handle)[0] == nv.NVML_FEATURE_ENABLED,
+        "mig": lambda: nv.nvmlDeviceGetMigMode(handle)[0] == nv.NVML_DEVICE_MIG_ENABLE,
+        "numa_node": lambda: nv.nvmlDeviceGetNumaNodeId(handle),
+        "nvlinks": lambda: len(_links(handle)),
+        "nvlink_version": lambda: max((nv.nvmlDeviceGetNvLinkVersion(handle, i) for i in _links(handle)), default=None),
+        "nvlink_tx_bytes": lambda: _traffic(handle, nv.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX),
+        "nvlink_rx_bytes": lambda: _traffic(handle, nv.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX),
+        "processes": lambda: [_process(p) for p in nv.nvmlDeviceGetComputeRunningProcesses(handle)],
+    }
+    answers: dict[str, Any] = {}
+    refused: dict[str, str] = {}
+    for name, query in queries.items():
+        try:
+            answers[name] = query()
+        except Exception as error:  # any query, any error: the others still count
+            answers[name], refused[name] = None, _words(error)
+    return {**answers, "refused": refused}
+
+
+def _dotted(version: int) -> str:
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+def _reasons(mask: int) -> list[str]:
+    """Why the clocks are below their maximum, idleness and the user's own setting not counted."""
+    bits = {
+        "power cap": nv.nvmlClocksThrottleReasonSwPowerCap,
+        "hardware slowdown": nv.nvmlClocksThrottleReasonHwSlowdown,
+        "thermal, software": nv.nvmlClocksThrottleReasonSwThermalSlowdown,
+        "thermal, hardware": nv.nvmlClocksThrottleReasonHwThermalSlowdown,
+        "power brake": nv.nvmlClocksThrottleReasonHwPowerBrakeSlowdown,
+    }
+    return [name for name, bit in bits.items() if mask & bit]
+
+
+def _links(handle: Any) -> list[int]:
+    """The NVLink lanes that are up."""
+    up = []
+    for link in range(nv.NVML_NVLINK_MAX_LINKS):
+        try:
+            if nv.nvmlDeviceGetNvLinkState(handle, link) == nv.NVML_FEATURE_ENABLED:
+                up.append(link)
+        except nv.NVMLError as error:
+            if link:  # fewer lanes than the most a GPU can have
+                break
+            if error.value == nv.NVML_ERROR_NOT_SUPPORTED:
+                return []
+            raise
+    return up
+
+
+def _traffic(handle: Any, field: int) -> int:
+    every_lane = 0xFFFFFFFF  # scope of the field: the sum over lanes
+    value = nv.nvmlDeviceGetFieldValues(handle, [(field, every_lane)])[0]
+    if value.nvmlReturn != nv.NVML_SUCCESS:
+        raise nv.NVMLError(value.nvmlReturn)
+    return value.value.ullVal * 1024  # the driver counts KiB
+
+
+def _process(found: Any) -> dict:
+    try:
+        owner = psutil.Process(found.pid).username()
+    except psutil.Error:  # gone by now, or in another container
+        owner = None
+    return {"pid": found.pid, "user": owner, "memory_bytes": found.usedGpuMemory}
+
+
+def topology() -> list[list[str]] | None:
+    """How each GPU reaches each other, a square matrix in the words of `nvidia-smi topo -m`: NV4 (four NVLink
+    lanes), else the PCIe path PIX, PXB, PHB, NODE or SYS; X on the diagonal, "?" where refused. None without NVML."""
+    found, missing = gpus()
+    if missing:
+        return None
+    return [
+        ["X" if i == j else _path(i, j, [g["bus_id"] for g in found]) for j in range(len(found))]
+        for i in range(len(found))
+    ]
+
+
+def _path(i: int, j: int, bus_ids: list[str | None]) -> str:
+    names = {
+        "NVML_TOPOLOGY_INTERNAL": "PIX",
+        "NVML_TOPOLOGY_SINGLE": "PIX",
+        "NVML_TOPOLOGY_MULTIPLE": "PXB",
+        "NVML_TOPOLOGY_HOSTBRIDGE": "PHB",
+        "NVML_TOPOLOGY_NODE": "NODE",
+        "NVML_TOPOLOGY_SYSTEM": "SYS",
+    }
+    try:
+        first, second = nv.nvmlDeviceGetHandleByIndex(i), nv.nvmlDeviceGetHandleByIndex(j)
+        remotes = [nv.nvmlDeviceGetNvLinkRemotePciInfo(first, link).busId for link in _links(first)]
+        if direct := remotes.count(bus_ids[j]):
+            return f"NV{direct}"
+        # through an NVSwitch no lane ends at the other GPU itself: it ends at the switch
+        if remotes and not set(remotes) & set(bus_ids) and _links(second):
+            return f"NV{min(len(remotes), len(_links(second)))}"
+    except Exception:  # no NVLink to ask about: PCIe may still answer
+        pass
+    try:
+        level = nv.nvmlDeviceGetTopologyCommonAncestor(first, second)
+        return next(short for name, short in names.items() if getattr(nv, name) == level)
+    except Exception:
+        return "?"
