@@ -63,7 +63,7 @@ def _describe(handle: Any) -> dict:
         "mig": lambda: nv.nvmlDeviceGetMigMode(handle)[0] == nv.NVML_DEVICE_MIG_ENABLE,
         "numa_node": lambda: nv.nvmlDeviceGetNumaNodeId(handle),
         "nvlinks": lambda: len(_links(handle)),
-        "nvlink_version": lambda: max((nv.nvmlDeviceGetNvLinkVersion(handle, i) for i in _links(handle)), default=None),
+        "nvlink_version": lambda: _nvlink_version(handle),
         "nvlink_tx_bytes": lambda: _traffic(handle, nv.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX),
         "nvlink_rx_bytes": lambda: _traffic(handle, nv.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX),
         "processes": lambda: [_process(p) for p in nv.nvmlDeviceGetComputeRunningProcesses(handle)],
@@ -110,6 +110,13 @@ def _links(handle: Any) -> list[int]:
     return up
 
 
+def _nvlink_version(handle: Any) -> str | None:
+    """The generation, such as "4.0"; the driver gives the place in a list: 4.0 is its sixth."""
+    names = {getattr(nv, name): name for name in dir(nv) if name.startswith("NVML_NVLINK_VERSION_")}
+    newest = max((nv.nvmlDeviceGetNvLinkVersion(handle, link) for link in _links(handle)), default=None)
+    return None if newest is None else names[newest].removeprefix("NVML_NVLINK_VERSION_").replace("_", ".")
+
+
 def _traffic(handle: Any, field: int) -> int:
     every_lane = 0xFFFFFFFF  # scope of the field: the sum over lanes
     value = nv.nvmlDeviceGetFieldValues(handle, [(field, every_lane)])[0]
@@ -153,7 +160,7 @@ def _path(i: int, j: int, bus_ids: list[str | None]) -> str:
         if direct := remotes.count(bus_ids[j]):
             return f"NV{direct}"
         # through an NVSwitch no lane ends at the other GPU itself: it ends at the switch
-        if remotes and not set(remotes) & set(bus_ids) and _links(second):
+        if remotes and None not in bus_ids and not set(remotes) & set(bus_ids) and _links(second):
             return f"NV{min(len(remotes), len(_links(second)))}"
     except Exception:  # no NVLink to ask about: PCIe may still answer
         pass

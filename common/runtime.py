@@ -38,7 +38,7 @@ def pick_device(name: str = "auto", local_rank: int = 0) -> torch.device:
 def single_device(name: str) -> torch.device:
     """The device of a script that runs in one process; UserError under torchrun with more."""
     if world_from_env()[1] > 1:
-        raise UserError("this script trains in one process, more would only repeat it: 05_ddp/train.py uses many")
+        raise UserError("this script runs in one process, more would only repeat it: 05_ddp/train.py uses many")
     return pick_device(name)
 
 

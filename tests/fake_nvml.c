@@ -58,12 +58,16 @@ int nvmlDeviceGetPcieThroughput(void *gpu, int counter, unsigned *out) { ASK; (v
 int nvmlDeviceGetEccMode(void *gpu, int *now, int *pending) { ASK; (void)gpu; *now = *pending = 1; return SUCCESS; }
 int nvmlDeviceGetMigMode(void *gpu, unsigned *now, unsigned *pending) { ASK; (void)gpu; *now = *pending = 0; return SUCCESS; }
 int nvmlDeviceGetNvLinkState(void *gpu, unsigned link, unsigned *out) { ASK; (void)gpu; if (link >= 4) return INVALID; *out = 1; return SUCCESS; }
-int nvmlDeviceGetNvLinkVersion(void *gpu, unsigned link, unsigned *out) { ASK; (void)gpu; (void)link; *out = 4; return SUCCESS; }
-int nvmlDeviceGetNvLinkRemotePciInfo_v2(void *gpu, unsigned link, Pci *out) { ASK; (void)link; pci(gpu == (void *)1 ? 2 : 1, out); return SUCCESS; }
-int nvmlDeviceGetTopologyCommonAncestor(void *a, void *b, int *out) { ASK; (void)a; (void)b; *out = 40; return SUCCESS; }
+int nvmlDeviceGetNvLinkVersion(void *gpu, unsigned link, unsigned *out) { ASK; (void)gpu; (void)link; *out = 6; return SUCCESS; }
+int nvmlDeviceGetNvLinkRemotePciInfo_v2(void *gpu, unsigned link, Pci *out) { ASK; (void)link; pci(number("NVML_SWITCH", gpu == (void *)1 ? 2 : 1), out); return SUCCESS; }
+int nvmlDeviceGetTopologyCommonAncestor(void *a, void *b, int *out) { ASK; (void)a; (void)b; *out = number("NVML_TOPOLOGY", 40); return SUCCESS; }
 int nvmlDeviceGetFieldValues(void *gpu, int count, Field *fields) {
-    ASK; (void)gpu;
-    for (int i = 0; i < count; i++) { fields[i].result = SUCCESS; fields[i].value = fields[i].field; }
+    ASK;
+    static long asked[64][2];  /* NVML_NVLINK_STEP: by how many KiB a lane counter has grown each time it is read */
+    for (int i = 0; i < count; i++) {
+        long *times = &asked[(uintptr_t)gpu % 64][fields[i].field % 2];
+        fields[i].result = SUCCESS; fields[i].value = fields[i].field + number("NVML_NVLINK_STEP", 0) * (*times)++;
+    }
     return SUCCESS;
 }
 int nvmlDeviceGetComputeRunningProcesses_v3(void *gpu, unsigned *count, Process *out) {

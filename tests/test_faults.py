@@ -330,7 +330,7 @@ def test_bad_input_is_told_once_under_torchrun(tmp_path, flags, words):
 def test_a_script_of_one_process_refuses_several(tmp_path, script):
     result = run(script, tmp_path, "--device", "cpu", nproc=2)
     assert result.code != 0
-    assert result.err.count("error: this script trains in one process") == 1
+    assert result.err.count("error: this script runs in one process") == 1
 
 
 @pytest.mark.parametrize("given", ["RANK=0", "RANK=0 WORLD_SIZE=2", "RANK=a WORLD_SIZE=1 LOCAL_RANK=0", "LOCAL_RANK=1"])

@@ -1,0 +1,200 @@
+"""Watch a machine train: its GPUs, the host and the run itself, as a live table and as a Prometheus exporter.
+
+What nvidia-smi calls utilisation is the share of time in which any kernel ran, not how much of the GPU it used. An
+NCCL kernel that waits for a rank that never comes spins: 100 % utilisation for hours, at little more than idle power.
+So a GPU that is never without a kernel and yet draws less than 20 % of its power limit is flagged as a likely hang.
+
+    laptop    python 01_devices/monitor.py --once
+    one GPU   python 01_devices/monitor.py --run-dir runs/my-run
+    node      python 01_devices/monitor.py --prometheus 9835 --address 0.0.0.0
+
+Without a terminal it prints one table and ends, or with --prometheus serves until SIGTERM or Ctrl-C.
+Look for: power and utilisation that disagree; the one GPU unlike the others (if all but one are flagged, they wait for
+that one); a last record that only grows older. What is refused is n/a, or absent, never 0. Next: 02_tensors_precision/.
+"""
+
+import contextlib
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import psutil
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+from common import cli, exits, nvml, report, runtime
+
+# All that is shown and exported: part of a sample, key in it; the base unit last, and _total for a counter.
+METRICS = [
+    *("gpu_likely_hang", "gpu_utilization_ratio", "gpu_power_watts", "gpu_power_limit_watts", "gpu_memory_used_bytes"),
+    *("gpu_memory_total_bytes", "gpu_temperature_celsius", "gpu_sm_clock_hertz", "gpu_memory_clock_hertz"),
+    *("gpu_throttle_reasons", "gpu_processes", "gpu_pcie_rx_bytes_per_second", "gpu_pcie_tx_bytes_per_second"),
+    *("gpu_nvlink_rx_bytes_total", "gpu_nvlink_tx_bytes_total", "host_cpus", "host_cpu_busy_seconds_total"),
+    *("host_memory_used_bytes", "host_memory_total_bytes", "host_disk_read_bytes_total"),
+    *("host_disk_written_bytes_total", "host_network_rx_bytes_total", "host_network_tx_bytes_total", "training_step"),
+    *("training_loss", "training_tokens_per_second", "training_mfu_ratio", "training_last_record_timestamp_seconds"),
+]
+HELP = {  # where the name does not say it all
+    "gpu_likely_hang": "1 if a kernel always runs and yet power is below 20 % of its limit",
+    "gpu_utilization_ratio": "Share of time in which any kernel ran, were it only waiting",
+}
+LABELS = {"gpu": {"gpu": "index", "uuid": "uuid", "name": "name"}, "host": {}, "training": {"run": "run"}}
+
+
+def likely_hang(gpu: dict) -> bool | None:
+    """Does this GPU's process seem to wait in a collective for good? None where what is known does not tell.
+
+    NVML cannot say what a kernel does. But NCCL's spin while they wait: some multiprocessors poll a flag, the matrix
+    units stay dark, so utilisation reads 100 % and power stays low. Evidence, not proof: ranks that wait for one that
+    saves look the same for a while (an alert needs `for: 5m`), and so may a model of tiny kernels, whose log grows.
+    """
+    power, limit, utilization = gpu["power_watts"], gpu["power_limit_watts"], gpu["utilization"]
+    if (power is not None and limit and power >= 0.2 * limit) or (utilization is not None and utilization < 0.95):
+        return False
+    # kernels and no process: a container hides it, or the reading is wrong; that is no all-clear
+    return True if gpu["processes"] and utilization is not None and power is not None and limit else None
+
+
+def sample(run_dir: Path | None) -> dict:
+    """What can be known at this moment. Remembers nothing, so that any number of scrapes may ask at once."""
+    gpus, no_gpu = nvml.gpus()
+    for gpu in gpus:
+        gpu |= {"likely_hang": likely_hang(gpu), "utilization_ratio": gpu["utilization"]}
+        gpu |= {f"{key}_hertz": gpu[f"{key}_mhz"] and gpu[f"{key}_mhz"] * 1e6 for key in ("sm_clock", "memory_clock")}
+        gpu |= {f"{key}_total": gpu[key] for key in ("nvlink_rx_bytes", "nvlink_tx_bytes")}
+    # not psutil.cpu_percent: what it compares with is kept per thread identifier, and each scrape has its own thread
+    times, memory, disks = psutil.cpu_times(), psutil.virtual_memory(), psutil.disk_io_counters()
+    cards = [card for name, card in psutil.net_io_counters(pernic=True).items() if not name.startswith("lo")]
+    host = {
+        "cpus": psutil.cpu_count(),
+        "cpu_busy_seconds_total": sum(getattr(times, k, 0) for k in ("user", "nice", "system", "irq", "softirq")),
+        "memory_used_bytes": memory.total - memory.available,
+        "memory_total_bytes": memory.total,
+        "disk_read_bytes_total": disks and disks.read_bytes,  # None without disks
+        "disk_written_bytes_total": disks and disks.write_bytes,
+        "network_rx_bytes_total": sum(card.bytes_recv for card in cards),  # RDMA passes the kernel by
+        "network_tx_bytes_total": sum(card.bytes_sent for card in cards),
+    }
+    return {"gpu": gpus, "no_gpu": no_gpu, "host": [host], "training": training(run_dir)}
+
+
+def training(run_dir: Path | None) -> list[dict]:
+    """The last training record of the run (None: of the run in runs/ that wrote last), if there is one."""
+    files = [run_dir / "metrics.jsonl"] if run_dir else Path("runs").glob("*/metrics.jsonl")
+    for written, file in sorted((file.stat().st_mtime, file) for file in files if file.exists())[-1:]:
+        for record in [record for record in report.read_records(file) if "loss" in record][-1:]:
+            more = {"mfu_ratio": record.get("mfu"), "last_record_timestamp_seconds": written}
+            return [{**record, **more, "run": file.parent.resolve().name}]
+    return []
+
+
+def watch(run_dir: Path | None, interval: float) -> Iterator[dict]:
+    """A sample after each interval, with every counter's rate since the one before; without end."""
+    before, then = sample(run_dir), time.monotonic()
+    while True:
+        time.sleep(interval)
+        view, now = sample(run_dir), time.monotonic()
+        for row, old in zip(view["host"] + view["gpu"], before["host"] + before["gpu"], strict=False):
+            for key in [key.removesuffix("_total") for key in row if key.endswith("_total")]:
+                grown = [row[f"{key}_total"], old[f"{key}_total"]]
+                known = None not in grown and grown[0] >= grown[1]  # less: the driver was loaded anew, from zero
+                row[f"{key}_per_second"] = (grown[0] - grown[1]) / (now - then) if known else None
+        yield {**view, "interval_seconds": now - then}
+        before, then = view, now
+
+
+def show(views: Iterator[dict], live: bool) -> dict:
+    """Draw metrics down and GPUs across, a counter as its rate; in place for ever, or once and return that view."""
+    from rich.console import Console, Group
+    from rich.live import Live
+    from rich.table import Table
+
+    with Live(console=Console(markup=False), auto_refresh=False) as screen:
+        for view in views:
+            drawn: list = [f"no GPU seen, so nothing of it measured: {view['no_gpu']}"] if view["no_gpu"] else []
+            drawn += [] if view["training"] else ["no training record seen (--run-dir; default: the newest in runs/)"]
+            for part in [part for part in LABELS if view[part]]:
+                titles = [" ".join(str(row[of]) for of in LABELS[part].values() if of != "uuid") for row in view[part]]
+                drawn.append(table := Table(part, *titles))
+                for key in [name.removeprefix(f"{part}_") for name in METRICS if name.startswith(part)]:
+                    table.add_row(key.removesuffix("_total").replace("_", " "), *(cell(key, row) for row in view[part]))
+            screen.update(Group(*drawn, ""), refresh=True)
+            if not live:
+                return view
+
+
+def cell(key: str, row: dict) -> str:
+    value = row.get(f"{key.removesuffix('_total')}_per_second" if key.endswith("_total") else key)
+    if value is None or isinstance(value, bool):
+        return {None: "n/a", True: "LIKELY HANG", False: "no"}[value]
+    if isinstance(value, list):  # reasons, or processes and whose they are
+        return ", ".join(f"{v['user'] or '?'} {v['pid']}" if key == "processes" else v for v in value) or "none"
+    if key.endswith("timestamp_seconds"):
+        return f"{time.time() - value:,.0f} s ago"
+    unit, prefix = (1e9, " G") if value >= 1e9 else (1e6, " M") if value >= 1e6 else (1, "")
+    return f"{value / unit:,.5g}{prefix}{'/s' if key.endswith('_total') else ''}"
+
+
+def serve(port: int, address: str, run_dir: Path | None) -> None:
+    """Answer scrapes from now on, each in a thread of its own."""
+    from prometheus_client import CollectorRegistry, Metric, start_http_server
+
+    class Exporter:  # samples on each scrape and in no loop of its own: Prometheus sets the rhythm and stamps values
+        # with the time of the scrape; a loop would hand it old ones, and work where nobody asks
+        def collect(self) -> Iterator[Metric]:
+            view = sample(run_dir)
+            for name in METRICS:
+                part, key = name.split("_", 1)
+                kind = "counter" if name.endswith("_total") else "gauge"
+                metric = Metric(name.removesuffix("_total"), HELP.get(name, name.replace("_", " ")), kind)
+                for row in [row for row in view[part] if row.get(key) is not None]:  # what is not known is absent
+                    labels = {label: str(row[of]) for label, of in LABELS[part].items() if row[of] is not None}
+                    metric.add_sample(name, labels, len(row[key]) if isinstance(row[key], list) else row[key])
+                yield metric
+
+    registry = CollectorRegistry()
+    registry.register(Exporter())
+    try:
+        server, _ = start_http_server(port, address, registry)
+    except (OSError, OverflowError) as error:
+        raise exits.UserError(f"--prometheus {port} --address {address}: {error}; port 0 takes a free one") from None
+    print(f"serving http://{f'[{address}]' if ':' in address else address}:{server.server_port}/metrics", flush=True)
+
+
+def main() -> int:
+    parser = cli.Parser(__doc__)
+    add = parser.add_argument
+    add("--run-dir", type=Path, help="folder of the run whose metrics.jsonl is read (default: the newest in runs/)")
+    add("--interval", type=cli.positive, default=2.0, metavar="SECONDS", help="between two samples of the table")
+    add("--once", action="store_true", help="print one table and end, as it does without a terminal")
+    add("--prometheus", type=cli.natural, metavar="PORT", help="serve /metrics there; 0 takes a free port")
+    add("--address", default="127.0.0.1", help="where --prometheus listens; 0.0.0.0: on every network")
+    add("--json", type=cli.writable_file, metavar="PATH", help="print one table, end, write it as one JSON object")
+    args = parser.parse_args()
+    runtime.single_device("cpu")
+    if args.prometheus is not None and (args.once or args.json):
+        raise exits.UserError("--prometheus serves until it is stopped: leave out --once and --json")
+    if args.run_dir and not args.run_dir.is_dir():
+        raise exits.UserError(f"--run-dir {args.run_dir}: no such folder")
+    if args.interval > 3600:
+        raise exits.UserError(f"--interval {args.interval:g}: at most an hour, 3600")
+    if find_spec(package := "rich" if args.prometheus is None else "prometheus_client") is None:
+        raise exits.UserError(f"the package {package} is missing: pip install -r requirements.txt")
+    views, live = watch(args.run_dir, args.interval), sys.stdout.isatty() and not (args.once or args.json)
+    if not live and args.prometheus is None:
+        view = show(views, live)
+        report.write_json({"device": view["gpu"][0]["name"] if view["gpu"] else "cpu", **view}, args.json)
+        return 0
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.default_int_handler)
+    with contextlib.suppress(KeyboardInterrupt):
+        if args.prometheus is not None:
+            serve(args.prometheus, args.address, args.run_dir)
+        show(views, live) if live else signal.pause()
+    return 0
+
+
+if __name__ == "__main__":
+    exits.run(main)

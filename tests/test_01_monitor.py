@@ -1,0 +1,347 @@
+"""monitor.py: what it tells is what the driver said, what was refused is absent, and Prometheus takes it."""
+
+import contextlib
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import urllib.parse
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from harness import ROOT, clean_env, command, descendants, finish, holds, kill_all, run, start
+
+prometheus_client = pytest.importorskip("prometheus_client")
+from prometheus_client.parser import text_string_to_metric_families
+
+SCRIPT = "01_devices/monitor.py"
+HANG = {"NVML_MILLIWATTS": "90000", "NVML_UTILIZATION": "100"}  # of a 700 W limit
+RECORD = {"step": 5, "loss": 2.5, "tokens_per_second": 4000.0, "mfu": 0.25}
+
+
+def load():
+    spec = importlib.util.spec_from_file_location("monitor", ROOT / SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+monitor = load()
+
+
+def write_run(folder: Path, *records: dict, tail: str = "") -> Path:
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records) + tail)
+    return folder
+
+
+@contextlib.contextmanager
+def exporter(folder: Path, *flags, **env: str):
+    """A running exporter: (process, address of its metrics)."""
+    folder.mkdir()
+    process = start(command(SCRIPT, "--prometheus", 0, *flags), folder, **env)
+    try:
+        served = holds(process, lambda: (folder / "stdout").read_text().endswith("/metrics\n"))
+        assert served, (folder / "stderr").read_text()
+        yield process, (folder / "stdout").read_text().split()[-1]
+    finally:
+        kill_all(process)
+
+
+def get(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=30) as answer:
+        return answer.read().decode()
+
+
+def samples(text: str) -> dict[str, dict[str, float]]:
+    """Values by name and then by the label gpu ("" where there is none)."""
+    found: dict[str, dict[str, float]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            assert (family.type == "counter") == sample.name.endswith("_total")
+            found.setdefault(sample.name, {})[sample.labels.get("gpu", "")] = sample.value
+    return found
+
+
+def once(folder: Path, *flags, **env: str) -> dict:
+    result = run(SCRIPT, folder, "--interval", 0.2, "--json", folder / "out.json", *flags, **env)
+    assert result.code == 0, result.err
+    return json.loads((folder / "out.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({}, True),
+        ({"power_watts": 139.9}, True),
+        ({"power_watts": 140.0}, False),
+        ({"utilization": 0.94}, False),
+        ({"utilization": 0.95}, True),
+        ({"processes": []}, None),  # a container may hide them
+        ({"processes": None}, None),
+        ({"power_watts": None}, None),
+        ({"power_limit_watts": None}, None),
+        ({"power_limit_watts": 0.0}, None),
+        ({"utilization": None}, None),
+        # one fact that excludes a hang is enough
+        ({"utilization": None, "processes": None, "power_watts": 600.0}, False),
+        ({"power_watts": None, "processes": None, "utilization": 0.5}, False),
+    ],
+)
+def test_likely_hang(changed, expected):
+    hanging = {"power_watts": 90.0, "power_limit_watts": 700.0, "utilization": 1.0, "processes": [{"pid": 1}]}
+    assert monitor.likely_hang({**hanging, **changed}) is expected
+
+
+def test_training_is_the_last_record_of_the_run_that_wrote_last(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert monitor.training(None) == []
+    older = write_run(tmp_path / "runs/older", {**RECORD, "step": 99})
+    records = (RECORD, {**RECORD, "step": 10}, {"step": 10, "val_loss": 1.0})
+    newer = write_run(tmp_path / "runs/newer", *records, tail='{"step": 15, "lo')  # a record half written
+    os.utime(older / "metrics.jsonl", (1000, 1000))
+    os.utime(newer / "metrics.jsonl", (2000, 2000))
+    [seen] = monitor.training(None)
+    assert (seen["run"], seen["step"], seen["loss"], seen["mfu_ratio"]) == ("newer", 10, 2.5, 0.25)
+    assert seen["last_record_timestamp_seconds"] == 2000
+    assert monitor.training(older)[0]["step"] == 99
+    assert monitor.training(tmp_path) == []
+
+
+def test_rates(monkeypatch):
+    def view(sent, read, link):
+        return {"host": [{"network_tx_bytes_total": sent, "disk_read_bytes_total": read}], "gpu": [{"x_total": link}]}
+
+    views = iter([view(100, None, 50), view(700, None, 40), view(700, 5, 90)])
+    monkeypatch.setattr(monitor, "sample", lambda run_dir: next(views))
+    watched = monitor.watch(None, 0.01)
+    first, second = next(watched), next(watched)
+    assert first["host"][0]["network_tx_bytes_per_second"] * first["interval_seconds"] == pytest.approx(600)
+    assert first["host"][0]["disk_read_bytes_per_second"] is None  # not known, neither time
+    assert first["gpu"][0]["x_per_second"] is None  # it counts anew
+    assert second["host"][0]["network_tx_bytes_per_second"] == 0
+    assert second["host"][0]["disk_read_bytes_per_second"] is None  # not known the first time
+    assert second["gpu"][0]["x_per_second"] * second["interval_seconds"] == pytest.approx(50)
+
+
+def test_bare_run_ends_with_rates_from_two_samples(tmp_path, fake_driver):
+    step = 4096  # KiB between two samples
+    found = once(tmp_path, LD_LIBRARY_PATH=fake_driver, NVML_NVLINK_STEP=str(step), NVML_PID=str(os.getpid()))
+    assert found["device"] == "NVIDIA H100 80GB HBM3"
+    assert found["interval_seconds"] >= 0.2
+    assert [gpu["index"] for gpu in found["gpu"]] == [0, 1]
+    for gpu in found["gpu"]:
+        assert (gpu["power_watts"], gpu["power_limit_watts"], gpu["temperature_celsius"]) == (612, 700, 61)
+        assert (gpu["utilization_ratio"], gpu["sm_clock_hertz"], gpu["memory_clock_hertz"]) == (0.97, 1755e6, 2619e6)
+        assert gpu["likely_hang"] is False
+        assert [process["pid"] for process in gpu["processes"]] == [os.getpid()]
+        for way in ("rx", "tx"):
+            assert gpu[f"nvlink_{way}_bytes_per_second"] * found["interval_seconds"] == pytest.approx(step * 1024)
+    [host] = found["host"]
+    assert host["cpus"] == os.cpu_count()
+    assert 0 <= host["cpu_busy_seconds_per_second"] <= os.cpu_count() + 1
+    assert 0 < host["memory_used_bytes"] < host["memory_total_bytes"]
+    assert host["network_rx_bytes_per_second"] >= 0
+
+
+def test_without_nvml_the_rest_works_and_says_why(tmp_path):
+    run_dir = write_run(tmp_path / "mine", RECORD)
+    found = once(tmp_path, "--run-dir", run_dir, LD_LIBRARY_PATH=str(broken_driver(tmp_path)))
+    assert (found["device"], found["gpu"]) == ("cpu", [])
+    assert found["no_gpu"].startswith("no NVIDIA driver that answers")
+    assert found["no_gpu"] in " ".join((tmp_path / "stdout").read_text().split())
+    assert found["training"][0]["tokens_per_second"] == 4000
+    assert found["host"][0]["memory_total_bytes"] > 0
+
+
+def broken_driver(folder: Path) -> Path:
+    """A folder whose driver library cannot be loaded, so that a real one is not found either."""
+    (folder / "libnvidia-ml.so.1").write_bytes(b"no library")
+    return folder
+
+
+def test_hang_is_exported_and_refused_queries_are_absent(tmp_path, fake_driver):
+    refuse = "nvmlDeviceGetTemperature,nvmlDeviceGetPcieThroughput,nvmlDeviceGetClockInfo,nvmlDeviceGetUUID"
+    env = {**HANG, "LD_LIBRARY_PATH": fake_driver, "NVML_REFUSE": refuse, "NVML_THROTTLE": str(0x4 | 0x40)}
+    with exporter(tmp_path / "a", **env) as (process, url):
+        host, port = urllib.parse.urlsplit(url).hostname, urllib.parse.urlsplit(url).port
+        assert host == "127.0.0.1"
+        with ThreadPoolExecutor(8) as pool:  # scrapes at once do not disturb each other
+            for found in map(samples, pool.map(get, [url] * 8)):
+                assert found["gpu_likely_hang"] == {"0": 1, "1": 1}
+                assert found["gpu_utilization_ratio"] == {"0": 1, "1": 1}
+                assert found["gpu_power_watts"] == {"0": 90, "1": 90}
+                assert found["gpu_throttle_reasons"] == {"0": 2, "1": 2}  # power cap; thermal, hardware
+                assert found["gpu_processes"] == {"0": 1, "1": 1}
+                refused = {"gpu_temperature_celsius", "gpu_sm_clock_hertz", "gpu_memory_clock_hertz"}
+                refused |= {"gpu_pcie_rx_bytes_per_second", "gpu_pcie_tx_bytes_per_second"}
+                expected = {name for name in monitor.METRICS if name.startswith("gpu_")} - refused
+                assert {name for name in found if name.startswith("gpu_")} == expected
+                assert not [name for name in found if name.startswith("training_")]  # no run: absent too
+        assert "uuid" not in get(url)
+        process.send_signal(signal.SIGTERM)
+        result = finish(process, tmp_path / "a")  # and nothing of it is left
+    assert (result.code, result.err) == (0, "")
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((host, port), timeout=10)
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--prometheus", "PORT"], "--prometheus PORT --address 127.0.0.1: [Errno 98] Address already in use"),
+        (["--prometheus", 70000], "--prometheus 70000"),
+        (["--prometheus", 0, "--once"], "leave out --once"),
+        (["--run-dir", "nowhere"], "--run-dir nowhere: no such folder"),
+        (["--interval", "inf"], "--interval inf"),
+    ],
+)
+def test_user_errors_are_one_line(tmp_path, flags, told):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        result = run(SCRIPT, tmp_path, *(port if flag == "PORT" else flag for flag in flags))
+    assert result.code == 2
+    assert len(result.err.splitlines()) == 1
+    assert told.replace("PORT", port) in result.err
+
+
+def test_live_table_until_interrupted(tmp_path, fake_driver):
+    main, terminal = os.openpty()
+    env = clean_env(LD_LIBRARY_PATH=fake_driver, TERM="xterm", COLUMNS="160", LINES="60", **HANG)
+    argv = command(SCRIPT, "--interval", 0.1)
+    process = subprocess.Popen(argv, cwd=tmp_path, env=env, stdout=terminal, stderr=terminal, stdin=terminal)
+    os.close(terminal)
+    os.set_blocking(main, False)
+    shown = ""
+
+    def drawn_twice() -> bool:
+        nonlocal shown
+        with contextlib.suppress(BlockingIOError):
+            shown += os.read(main, 65536).decode(errors="replace")
+        return shown.count("LIKELY HANG") >= 4  # two GPUs, twice
+
+    try:
+        assert holds(process, drawn_twice), shown
+        process.send_signal(signal.SIGINT)
+        assert holds_until_end(process, drawn_twice) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(main)
+    assert "NVIDIA H100" in shown
+    assert "Traceback" not in shown
+
+
+def holds_until_end(process: subprocess.Popen, drain) -> int:
+    """The exit code, its terminal read meanwhile: a full one would hold it up."""
+
+    def ended() -> bool:
+        with contextlib.suppress(OSError):  # the other end is closed
+            drain()
+        return process.poll() is not None
+
+    holds(process, ended)
+    return process.wait(timeout=30)
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool (Debian: prometheus)")
+def test_promtool_finds_no_fault(tmp_path, fake_driver):
+    text = exposition(tmp_path, fake_driver)
+    checked = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, text=True, timeout=60)
+    assert (checked.returncode, checked.stdout, checked.stderr) == (0, "", "")
+
+
+def exposition(folder: Path, fake_driver: str) -> str:
+    run_dir = write_run(folder / "mine", RECORD)
+    with exporter(folder / "served", "--run-dir", run_dir, LD_LIBRARY_PATH=fake_driver) as (_, url):
+        return get(url)
+
+
+@pytest.mark.skipif(shutil.which("prometheus") is None, reason="no prometheus (Debian: prometheus)")
+def test_prometheus_scrapes_it(tmp_path, fake_driver):
+    run_dir = write_run(tmp_path / "mine", RECORD)
+    env = {"LD_LIBRARY_PATH": fake_driver, "NVML_NVLINK_STEP": "1024"}
+    with exporter(tmp_path / "served", "--run-dir", run_dir, **env) as (process, url):
+        target = urllib.parse.urlsplit(url).netloc
+        with prometheus(tmp_path / "prometheus", target) as (server, api):
+
+            def ask(query: str) -> list[dict]:
+                """What Prometheus answers, as soon as that is anything."""
+                answer = []
+
+                def answered() -> bool:
+                    with contextlib.suppress(OSError):  # not ready yet
+                        found = json.loads(get(f"{api}/api/v1/query?query={urllib.parse.quote(query)}"))
+                        answer[:] = found["data"]["result"]
+                    return bool(answer)
+
+                assert holds(server, answered), query
+                return answer
+
+            assert [row["value"][1] for row in ask('up{job="monitor"} == 1')] == ["1"]
+            stored = {row["metric"]["__name__"] for row in ask('{job="monitor",__name__=~"(gpu|host|training)_.+"}')}
+            optional = {name for name in monitor.METRICS if name.startswith("host_disk_")}  # a machine may have no disk
+            assert set(monitor.METRICS) - optional <= stored <= set(monitor.METRICS)
+            hang = sorted(ask("gpu_likely_hang"), key=lambda row: row["metric"]["gpu"])
+            assert [(row["metric"]["gpu"], row["metric"]["uuid"], row["value"][1]) for row in hang] == [
+                ("0", "GPU-00000001", "0"),
+                ("1", "GPU-00000002", "0"),
+            ]
+            assert {row["metric"]["name"] for row in hang} == {"NVIDIA H100 80GB HBM3"}
+            [loss] = ask("training_loss")
+            assert (loss["metric"]["run"], loss["value"][1]) == ("mine", "2.5")
+            assert len(ask("rate(gpu_nvlink_rx_bytes_total[1m]) > 0")) == 2  # from two scrapes
+            # Prometheus asks for OpenMetrics, where a counter's family goes without _total
+            types = json.loads(get(f"{api}/api/v1/metadata"))["data"]
+            for name in stored:
+                family = types.get(name) or types[name.removesuffix("_total")]
+                assert family[0]["type"] == ("counter" if name.endswith("_total") else "gauge")
+        process.send_signal(signal.SIGINT)
+        assert finish(process, tmp_path / "served").code == 0
+
+
+@contextlib.contextmanager
+def prometheus(folder: Path, target: str):
+    """Debian's Prometheus, asking target once a second: (process, its address)."""
+    folder.mkdir()
+    config = {"scrape_configs": [{"job_name": "monitor", "static_configs": [{"targets": [target]}]}]}
+    config["global"] = {"scrape_interval": "1s", "scrape_timeout": "1s"}
+    (folder / "prometheus.yml").write_text(json.dumps(config))  # JSON is YAML
+    flags = [f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"]
+    process = start(["prometheus", *flags, "--web.listen-address=127.0.0.1:0"], folder)
+
+    def listening() -> re.Match | None:
+        return re.search(r"address=(127\.0\.0\.1:[1-9]\d*)", (folder / "stderr").read_text())
+
+    try:
+        assert holds(process, listening), (folder / "stderr").read_text()[-2000:]
+        yield process, f"http://{listening()[1]}"
+    finally:
+        kill_all(process)
+        assert not descendants(process)
+
+
+@pytest.mark.gpu(n=1)
+def test_full_utilization_is_not_full_work(gpus, tmp_path):
+    """One thread that spins: 100 % utilisation, little power. This is what a waiting NCCL kernel looks like."""
+    spin = "import torch\nwhile True: torch.cuda._sleep(1 << 30); torch.cuda.synchronize()"
+    process = subprocess.Popen([sys.executable, "-c", spin], env=gpus)
+
+    def ours() -> dict:
+        return next(gpu for gpu in monitor.sample(tmp_path)["gpu"] if gpu["uuid"] == gpus["CUDA_VISIBLE_DEVICES"])
+
+    try:
+        assert holds(process, lambda: ours()["utilization"] >= 0.95)
+        assert holds(process, lambda: ours()["power_watts"] < 0.5 * ours()["power_limit_watts"])
+        seen = ours()
+        assert seen["likely_hang"] is not False or seen["power_watts"] >= 0.2 * seen["power_limit_watts"]
+    finally:
+        process.kill()
+        process.wait()

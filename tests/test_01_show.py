@@ -1,0 +1,408 @@
+"""01_devices/show.py, and the two modules it reads the machine with: common/nvml.py and common/hardware.py."""
+
+import importlib.util
+import json
+import math
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import harness
+import pytest
+import torch
+
+from common import hardware, model, nvml
+from common.exits import UserError
+
+spec = importlib.util.spec_from_file_location("show", harness.ROOT / "01_devices/show.py")
+show = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(show)
+
+# what a query needs of the driver: refusing one function must cost these answers and no other
+ANSWERS = {
+    "nvmlDeviceGetUUID": ["uuid"],
+    "nvmlDeviceGetName": ["name"],
+    "nvmlDeviceGetPciInfo_v3": ["bus_id"],
+    "nvmlSystemGetDriverVersion": ["driver"],
+    "nvmlSystemGetCudaDriverVersion": ["cuda"],
+    "nvmlDeviceGetCudaComputeCapability": ["compute_capability"],
+    "nvmlDeviceGetMemoryInfo": ["memory_total_bytes", "memory_used_bytes"],
+    "nvmlDeviceGetUtilizationRates": ["utilization"],
+    "nvmlDeviceGetPowerUsage": ["power_watts"],
+    "nvmlDeviceGetEnforcedPowerLimit": ["power_limit_watts"],
+    "nvmlDeviceGetTemperature": ["temperature_celsius"],
+    "nvmlDeviceGetClockInfo": ["sm_clock_mhz", "memory_clock_mhz"],
+    "nvmlDeviceGetMaxClockInfo": ["sm_clock_max_mhz"],
+    "nvmlDeviceGetCurrentClocksEventReasons": ["throttle_reasons"],
+    "nvmlDeviceGetCurrPcieLinkGeneration": ["pcie_generation"],
+    "nvmlDeviceGetMaxPcieLinkGeneration": ["pcie_generation_max"],
+    "nvmlDeviceGetCurrPcieLinkWidth": ["pcie_width"],
+    "nvmlDeviceGetMaxPcieLinkWidth": ["pcie_width_max"],
+    "nvmlDeviceGetPcieThroughput": ["pcie_tx_bytes_per_second", "pcie_rx_bytes_per_second"],
+    "nvmlDeviceGetEccMode": ["ecc"],
+    "nvmlDeviceGetMigMode": ["mig"],
+    "nvmlDeviceGetNumaNodeId": ["numa_node"],
+    "nvmlDeviceGetNvLinkVersion": ["nvlink_version"],
+    "nvmlDeviceGetFieldValues": ["nvlink_tx_bytes", "nvlink_rx_bytes"],
+    "nvmlDeviceGetComputeRunningProcesses_v3": ["processes"],
+}
+# asks the driver once per environment given on the command line: the real pynvml, which loads it once per process
+ASK = """
+import json, os, sys
+from common import nvml
+answers = []
+for planted in json.loads(sys.argv[1]):
+    os.environ.update(planted)
+    answers.append({"gpus": nvml.gpus(), "topology": nvml.topology()})
+    for name in planted:
+        del os.environ[name]
+print(json.dumps(answers))
+"""
+
+
+def ask(driver: str | None, *planted: dict[str, str]) -> list[dict]:
+    """What common/nvml.py answers with these faults planted in the driver library of that folder."""
+    env = harness.clean_env(PYTHONPATH=str(harness.ROOT), LD_LIBRARY_PATH=driver or "")
+    argv = [sys.executable, "-c", ASK, json.dumps(planted)]
+    result = subprocess.run(argv, capture_output=True, text=True, timeout=60, env=env)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+@pytest.fixture(scope="module")
+def two_h100(fake_driver) -> list[dict]:
+    (gpus, why), topology = ask(fake_driver, {})[0].values()
+    assert (why, len(gpus), topology) == (None, 2, [["X", "NV4"], ["NV4", "X"]])
+    return gpus
+
+
+# NVML
+
+
+def test_numbers_are_in_the_units_of_their_names(two_h100):
+    second = two_h100[1]
+    assert second["refused"] == {}
+    assert None not in second.values()
+    assert (second["index"], second["uuid"], second["cuda"]) == (1, "GPU-00000002", "13.0")
+    assert (second["memory_total_bytes"], second["memory_used_bytes"]) == (80 * 2**30, 10 * 2**30)
+    assert (second["power_watts"], second["power_limit_watts"], second["utilization"]) == (612, 700, 0.97)
+    assert (second["sm_clock_mhz"], second["sm_clock_max_mhz"], second["memory_clock_mhz"]) == (1755, 1980, 2619)
+    assert (second["pcie_tx_bytes_per_second"], second["pcie_rx_bytes_per_second"]) == (1_000_000, 2_000_000)
+    assert (second["ecc"], second["mig"], second["nvlinks"], second["compute_capability"]) == (True, False, 4, "9.0")
+    assert second["processes"][0]["memory_bytes"] == 9 * 2**30
+    assert second["processes"][0]["user"]  # this very process, as the fake driver has it
+
+
+def test_a_refused_query_costs_its_own_answer_only(fake_driver, two_h100):
+    told = {name for name in two_h100[0] if name not in ("index", "refused", "nvlinks")}
+    assert told == {name for names in ANSWERS.values() for name in names}  # a new query belongs into ANSWERS
+    answers = ask(fake_driver, *({"NVML_REFUSE": function} for function in ANSWERS))
+    for (function, lost), answer in zip(ANSWERS.items(), answers, strict=True):
+        gpus, why = answer["gpus"]
+        assert why is None
+        for gpu, whole in zip(gpus, two_h100, strict=True):
+            assert [name for name in gpu if gpu[name] is None] == lost, function
+            assert gpu["refused"] == dict.fromkeys(lost, "Not Supported")
+            kept = gpu.keys() - {*lost, "refused", "processes"}  # processes: another pid in each
+            assert {name: gpu[name] for name in kept} == {name: whole[name] for name in kept}
+        if function != "nvmlDeviceGetPciInfo_v3":  # without bus ids nobody knows where a lane ends
+            assert answer["topology"] == [["X", "NV4"], ["NV4", "X"]], function
+
+
+def test_throttle_reasons_leave_idleness_out(fake_driver):
+    idle, capped, hot = ask(fake_driver, *({"NVML_THROTTLE": mask} for mask in ("1", "5", "104")))
+    assert [answer["gpus"][0][0]["throttle_reasons"] for answer in (idle, capped)] == [[], ["power cap"]]
+    assert hot["gpus"][0][0]["throttle_reasons"] == ["hardware slowdown", "thermal, software", "thermal, hardware"]
+
+
+def test_topology_with_and_without_nvlink(fake_driver):
+    levels = {"0": "PIX", "10": "PIX", "20": "PXB", "30": "PHB", "40": "NODE", "50": "SYS", "41": "?"}
+    no_links = {"NVML_REFUSE": "nvmlDeviceGetNvLinkState"}
+    answers = ask(
+        fake_driver,
+        {"NVML_SWITCH": "7"},  # every lane ends at a bus id that is no GPU's
+        {"NVML_REFUSE": "nvmlDeviceGetNvLinkRemotePciInfo_v2"},
+        {"NVML_REFUSE": "nvmlDeviceGetNvLinkState,nvmlDeviceGetTopologyCommonAncestor"},
+        {"NVML_GPUS": "1"},
+        *({**no_links, "NVML_TOPOLOGY": level} for level in levels),
+    )
+    found = [answer["topology"] for answer in answers]
+    assert [matrix[0][1] for matrix in found[:3]] == ["NV4", "NODE", "?"]
+    assert found[3] == [["X"]]
+    assert [matrix[1][0] for matrix in found[4:]] == list(levels.values())
+    assert {gpu["nvlinks"] for answer in answers[4:] for gpu in answer["gpus"][0]} == {0}
+
+
+def test_no_driver_a_broken_one_and_one_without_gpus(fake_driver):
+    broken, uncounted, unheld, empty = ask(
+        fake_driver,
+        {"NVML_BROKEN": "1"},
+        {"NVML_REFUSE": "nvmlDeviceGetCount_v2"},
+        {"NVML_REFUSE": "nvmlDeviceGetHandleByIndex_v2"},
+        {"NVML_GPUS": "0"},
+    )
+    assert [answer["gpus"][0] for answer in (broken, uncounted, unheld, empty)] == [[]] * 4
+    assert [answer["topology"] for answer in (broken, uncounted, unheld, empty)] == [None] * 4
+    words = "no NVIDIA driver that answers: "
+    assert broken["gpus"][1] == words + "Unknown Error"
+    assert uncounted["gpus"][1] == unheld["gpus"][1] == words + "Not Supported"
+    assert empty["gpus"][1] == "no GPU"
+
+
+def test_without_the_module(monkeypatch):
+    monkeypatch.setattr(nvml, "nv", None)
+    assert nvml.gpus() == ([], "the module pynvml is missing (pip install nvidia-ml-py)")
+    assert nvml.topology() is None
+
+
+# Data sheet peaks
+
+
+NAMES = [
+    *("NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA H100 NVL", "NVIDIA H100 PCIe", "NVIDIA A100-SXM4-40GB"),
+    *("NVIDIA A100-SXM4-80GB", "NVIDIA A100-PCIE-40GB", "NVIDIA A100 80GB PCIe", "NVIDIA L40S", "NVIDIA L4"),
+    *("NVIDIA A10", "NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 3090"),
+]
+
+
+def test_every_row_of_peaks_has_a_name_here():
+    assert len({hardware.peak(name) for name in NAMES}) == len(NAMES) == len(hardware._TABLE)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_peaks_are_dense_and_in_proportion(name):
+    p = hardware.peak(name)
+    assert p.bf16 / p.tf32 == pytest.approx(2, rel=0.02)  # each halving of the bits doubles the rate
+    assert p.int8 / p.bf16 == pytest.approx(4 if "GeForce" in name else 2, rel=0.02)
+    assert p.tf32 >= p.fp32
+    ampere = "A10" in name or "3090" in name  # fp8 came after it
+    assert p.fp8 == 0 if ampere else p.fp8 / p.bf16 == pytest.approx(2, rel=0.02)
+    assert 0.3e12 <= p.bandwidth <= 4.8e12
+    assert p.source
+
+
+def test_known_figures():
+    a100 = hardware.peak("NVIDIA A100-SXM4-80GB")
+    assert (a100.tf32, a100.bf16, a100.bandwidth) == (156e12, 312e12, 2.039e12)
+    assert a100.fp32 == pytest.approx(6912 * 2 * 1.41e9, rel=1e-3)  # cores, a multiplication and an addition, clock
+    assert hardware.memory_bandwidth("NVIDIA A100-SXM4-40GB") == 1.555e12
+    assert hardware.peak_flops("NVIDIA H100 80GB HBM3", "fp16") == 989.4e12
+    assert hardware.peak_flops("NVIDIA A100-SXM4-80GB", "fp8") is None  # no unit: nothing to take a share of
+
+
+@pytest.mark.parametrize("name", ["", "cpu", "NVIDIA H100", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "Radeon"])
+def test_unknown_device_has_no_peaks(name):
+    assert hardware.peak(name) is hardware.memory_bandwidth(name) is hardware.peak_flops(name, "bf16") is None
+
+
+# What fits
+
+
+def test_parameters_are_counted():
+    counts = [show.needs(config)[0] for config in show.LLAMA2.values()]
+    assert counts == [6_738_415_616, 13_015_864_320, 68_976_648_192]  # the published checkpoints
+    for config in model.SIZES.values():  # tied embeddings, grouped-query attention
+        with torch.device("meta"):
+            net = model.Transformer(config)
+        assert show.needs(config)[0] == sum(p.numel() for p in net.parameters())
+
+
+def test_needs_by_hand():
+    n, uses = show.needs(show.LLAMA2["7B"])
+    activations = 4096 * (2 * 32 * 4096 + 56 * 4096 + 12 * 32_000)
+    adapters = 32 * 16 * (4 * (4096 + 4096) + 3 * (4096 + 11_008))  # parameters: 39,976,960
+    assert uses == {
+        "inference bf16": (2 * n + 2**31, 0),  # 32 layers, k and v of 4096 values, 2 bytes, 4096 tokens: 2 GiB
+        "inference int8": (n + 2 * n / 128 + 2**31, 0),
+        "inference int4": (n / 2 + 2 * n / 128 + 2**31, 0),
+        "full training": (16 * n, activations),
+        "LoRA training": (2 * n + 16 * adapters, activations),
+        "QLoRA training": (n / 2 + 2 * n / 128 + 16 * adapters, activations),
+    }
+    n, uses = show.needs(show.LLAMA2["70B"])
+    assert uses["inference bf16"][0] - 2 * n == 80 * 2 * 8 * 128 * 2 * 4096  # 8 key-value heads, not 64
+
+
+@pytest.mark.parametrize(("ffn", "kv_heads"), [(1376, 8), (1792, 2)])  # Llama 2 7B's and 70B's proportions
+def test_a_layer_saves_about_what_the_closed_form_allows(ffn, kv_heads):
+    def saved(tokens: int) -> int:
+        config = model.Config(256, 512, ffn, 1, 8, kv_heads, 64, 4096)
+        layer, storages = model.Block(config), {}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+            return tensor
+
+        x = torch.randn(1, tokens, 512, requires_grad=True)
+        hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+        with hooks, torch.autocast("cpu", torch.bfloat16):
+            layer(x, *model.rope_tables(config, tokens, x.device))
+        return sum(storage.nbytes() for storage in storages.values())
+
+    per_token = (saved(256) - saved(128)) / 128  # the difference leaves the weights out
+    assert 50 * 512 < per_token <= 56 * 512
+
+
+@pytest.mark.parametrize("memory", [24e9, 80e9, 192e9])
+def test_devices_needed_is_enough_and_no_more(memory):
+    for config in show.LLAMA2.values():
+        for spread, each in show.needs(config)[1].values():
+            n = show.devices_needed(spread, each, memory)
+            assert spread / n + each <= 0.9 * memory
+            assert n == 1 or spread / (n - 1) + each > 0.9 * memory
+    assert show.devices_needed(90, 0, 100) == 1
+    assert show.devices_needed(91, 0, 100) == 2
+    assert show.devices_needed(1, 90, 100) is None
+
+
+# Dtypes
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16", "fp8", "int8"])
+def test_a_product_that_works(dtype):
+    assert show.try_product(dtype, torch.device("cpu")) is None
+
+
+def test_a_product_that_does_not(monkeypatch):
+    cpu = torch.device("cpu")
+    assert "not rounded" in show.try_product("tf32", cpu)
+    monkeypatch.setattr(torch, "_int_mm", lambda x, y: (x.int() @ y.int()).add_(1))
+    assert show.try_product("int8", cpu) == "wrong result"
+    monkeypatch.setattr(torch, "_int_mm", None)
+    assert "not callable" in show.try_product("int8", cpu)
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+# The host
+
+
+def plant(folder, cpuinfo: str, group: str, files: dict[str, str]) -> dict:
+    (folder / "self").mkdir()
+    (folder / "cpuinfo").write_text(cpuinfo)
+    (folder / "self/cgroup").write_text(group)
+    for name, content in files.items():
+        (folder / "groups" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "groups" / name).write_text(content)
+    return show.host(str(folder), str(folder / "groups"))
+
+
+def test_limits_of_a_control_group_and_those_above_it(tmp_path):
+    files = {
+        "job/step/memory.max": "max\n",
+        "job/memory.max": "1000000\n",
+        "memory.max": "2000000\n",
+        "job/step/cpu.max": "150000 100000\n",
+        "job/cpu.max": "max 100000\n",
+        "other/memory.max": "5\n",
+    }
+    found = plant(tmp_path, "model name\t: Some CPU\nflags\t\t: fpu avx2 amx_bf16\n", "0::/job/step\n", files)
+    assert (found["memory_limit_bytes"], found["cores_limit"]) == (1_000_000, 1.5)
+    assert (found["cpu"], found["instruction_sets"]) == ("Some CPU", ["avx2", "amx_bf16"])
+
+
+def test_limits_of_version_1_and_an_arm(tmp_path):
+    no_limit = {"memory/memory.limit_in_bytes": f"{2**63 - 4096}\n", "memory/a/memory.limit_in_bytes": "7000\n"}
+    found = plant(tmp_path, "Features\t: fp asimd asimddp sve bf16\n", "4:memory:/a\n0::/\n", no_limit)
+    assert (found["memory_limit_bytes"], found["cores_limit"]) == (7000, None)
+    assert found["instruction_sets"] == ["asimd", "asimddp", "sve", "bf16"]
+
+
+# The whole script
+
+
+def run_main(monkeypatch, tmp_path, *flags: str) -> dict:
+    monkeypatch.setattr(sys, "argv", ["01_devices/show.py", "--json", str(tmp_path / "all.json"), *flags])
+    assert show.main() == 0
+    return json.loads((tmp_path / "all.json").read_text())
+
+
+def test_bare(tmp_path):
+    result = harness.run("01_devices/show.py", tmp_path, "--device", "cpu", "--json", "all.json", timeout=60)
+    assert result.code == 0, result.err
+    found = json.loads((tmp_path / "all.json").read_text())
+    assert (found["script"], found["device"]) == ("01_devices/show.py", "cpu")
+    assert [d["dtype"] for d in found["dtypes"]] == list(show.UNITS)
+    assert {d["verdict"] for d in found["dtypes"]} <= {"native", "emulated", "missing"}
+    assert [d["verdict"] for d in found["dtypes"] if d["dtype"] == "fp32"] == ["native"]
+    assert len(found["fits"]) == 3 * 6
+    assert found["host"]["cores_usable"] >= 1
+
+
+def test_gpus_that_only_the_driver_sees(tmp_path, fake_driver):
+    env = {"LD_LIBRARY_PATH": fake_driver, "NVML_GPUS": "4", "CUDA_VISIBLE_DEVICES": ""}
+    result = harness.run("01_devices/show.py", tmp_path, "--json", "all.json", timeout=60, **env)
+    assert result.code == 0, result.err
+    assert "NVML sees 4 GPUs, torch can use 0" in result.out
+    found = json.loads((tmp_path / "all.json").read_text())
+    assert [gpu["name"] for gpu in found["gpus"]] == ["NVIDIA H100 80GB HBM3"] * 4
+    assert len(found["topology"]) == 4
+    assert found["peaks"][0]["device"] == "NVIDIA H100 80GB HBM3"
+    fits = {(fit["model"], fit["use"]): fit for fit in found["fits"]}
+    assert (fits["7B", "full training"]["devices_needed"], fits["7B", "full training"]["fits_here"]) == (2, True)
+    assert fits["70B", "full training"]["fits_here"] is False
+
+
+def test_a_driver_that_refuses_everything(monkeypatch, tmp_path, two_h100, capsys):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    nothing = [{**dict.fromkeys(gpu), "index": gpu["index"], "refused": {}} for gpu in two_h100]
+    monkeypatch.setattr(nvml, "gpus", lambda: (nothing, None))
+    monkeypatch.setattr(nvml, "topology", lambda: [["X", "?"], ["?", "X"]])
+    found = run_main(monkeypatch, tmp_path, "--device", "cpu")
+    assert found["peaks"][0] == {"device": "n/a", **dict.fromkeys(show.SHEET)}
+    assert "What fits into 1 x RAM" in capsys.readouterr().out
+
+
+def test_an_unknown_gpu_has_no_guessed_peaks_and_the_smallest_card_decides(monkeypatch, tmp_path, two_h100):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    cards = [{**two_h100[0], "name": "NVIDIA Nonesuch"}, {**two_h100[1], "memory_total_bytes": 20e9}]
+    monkeypatch.setattr(nvml, "gpus", lambda: (cards, None))
+    monkeypatch.setattr(nvml, "topology", lambda: [["X", "SYS"], ["SYS", "X"]])
+    found = run_main(monkeypatch, tmp_path, "--device", "cpu")
+    assert found["peaks"][0] == {"device": "NVIDIA Nonesuch", **dict.fromkeys(show.SHEET)}
+    assert found["peaks"][1]["bf16_tflops"] == pytest.approx(989.4)
+    fits = {fit["use"]: fit for fit in found["fits"] if fit["model"] == "13B"}
+    assert fits["inference bf16"]["devices_needed"] == math.ceil(29.4 / 18)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "agrees"),
+    [({}, True), ({"name": "NVIDIA A10"}, False), ({"major": 8}, False), ({"total_memory": 2**36}, False)],
+)
+def test_nvml_against_torch(monkeypatch, tmp_path, two_h100, capsys, wrong, agrees):
+    seen = {"uuid": "00000002", "name": "NVIDIA H100 80GB HBM3", "total_memory": 79 * 2**30, "major": 9, "minor": 0}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: SimpleNamespace(**{**seen, **wrong}))
+    monkeypatch.setattr(nvml, "gpus", lambda: (two_h100, None))
+    monkeypatch.setattr(nvml, "topology", lambda: [["X", "NV4"], ["NV4", "X"]])
+    if agrees:
+        found = run_main(monkeypatch, tmp_path, "--device", "cpu")
+        assert "agree about 1 GPUs" in capsys.readouterr().out
+        assert {fit["fits_here"] for fit in found["fits"] if fit["model"] == "70B"} == {True, False}
+    else:
+        with pytest.raises(AssertionError):
+            run_main(monkeypatch, tmp_path, "--device", "cpu")
+
+
+def test_errors_are_for_people(monkeypatch, tmp_path):
+    with pytest.raises(UserError, match="cannot be written"):
+        run_main(monkeypatch, tmp_path / "none")
+    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_ADDR": "x", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(UserError, match="one process"):
+        run_main(monkeypatch, tmp_path)
+
+
+@pytest.mark.gpu(n=1)
+def test_on_a_gpu(gpus, tmp_path):
+    flags = ["--device", "cuda", "--json", "all.json"]
+    result = harness.run("01_devices/show.py", tmp_path, *flags, CUDA_VISIBLE_DEVICES=gpus["CUDA_VISIBLE_DEVICES"])
+    assert result.code == 0, result.err
+    found = json.loads((tmp_path / "all.json").read_text())
+    mine = next(gpu for gpu in found["gpus"] if gpu["uuid"] == gpus["CUDA_VISIBLE_DEVICES"])
+    assert found["device"] == mine["name"]
+    assert "agree about 1 GPUs" in result.out
+    capability = tuple(int(part) for part in mine["compute_capability"].split("."))
+    for dtype in found["dtypes"]:
+        assert dtype["unit"] == (capability >= show.UNITS[dtype["dtype"]][1])
+        if dtype["unit"]:  # a unit that torch cannot reach would be a finding
+            assert dtype["verdict"] == "native", dtype
