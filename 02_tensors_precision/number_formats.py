@@ -1,0 +1,45 @@
+"""The number types of training: what their bits allow, and how a number is rounded to fewer of them.
+
+Used by precision.py, which shows what comes of it.
+"""
+
+import torch
+from torch import Tensor
+
+FORMATS = {  # type, exponent bits, mantissa bits
+    "fp64": (torch.float64, 11, 52),
+    "fp32": (torch.float32, 8, 23),
+    "tf32": (None, 8, 10),  # nothing is stored in it
+    "bf16": (torch.bfloat16, 8, 7),
+    "fp16": (torch.float16, 5, 10),
+    "fp8 e5m2": (torch.float8_e5m2, 5, 2),
+    "fp8 e4m3fn": (torch.float8_e4m3fn, 4, 3),  # "fn": finite, and NaN
+}
+
+
+def limits(exponent_bits: int, mantissa_bits: int, infinity: bool) -> dict[str, float]:
+    """What the bits allow. The largest exponent is infinity's and NaN's, or else numbers' but for one pattern, NaN."""
+    bias, epsilon = 2 ** (exponent_bits - 1) - 1, 2.0**-mantissa_bits
+    return {
+        "max": (2 - epsilon) * 2.0**bias if infinity else (2 - 2 * epsilon) * 2.0 ** (bias + 1),
+        "epsilon": epsilon,  # from 1 to the next number
+        "smallest_normal": 2.0 ** (1 - bias),
+        "smallest_subnormal": 2.0 ** (1 - bias) * epsilon,  # the exponent's bits are 0: no leading one
+        "counts_by_1_to": 2.0 ** (mantissa_bits + 1),  # the next whole number is not there
+    }
+
+
+def add_and_cut(x: Tensor, addend: Tensor, cut: int) -> Tensor:
+    """fp32 with something added to its bits before the last of them are cut: a carry rounds up. inf and NaN stay."""
+    bits = (x.view(torch.int32) + addend) & -(1 << cut)
+    return torch.where(x.isfinite(), bits.view(torch.float32), x)
+
+
+def round_to_tf32(x: Tensor) -> Tensor:
+    """To nearest, ties to even: add just under half of the last bit that stays, and one more if that bit is set."""
+    return add_and_cut(x, 0xFFF + (x.view(torch.int32) >> 13 & 1), cut=13)
+
+
+def round_stochastically(x: Tensor) -> Tensor:
+    """To bf16: add random bits below its mantissa, so that what is cut off is the chance of rounding up."""
+    return add_and_cut(x, torch.randint(0, 1 << 16, x.shape, dtype=torch.int32), cut=16).to(torch.bfloat16)

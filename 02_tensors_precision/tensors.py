@@ -1,0 +1,200 @@
+"""What a tensor is: a block of memory, and a shape and strides that say how to walk through it.
+
+Transposing, slicing and expanding change only the walk: the result is a view and costs nothing. Other operations
+copy. Which is which decides the memory that training takes, and most surprises with `view` and `contiguous`.
+A batch of images can lie in memory channel by channel (NCHW) or pixel by pixel (channels_last, NHWC): equal
+values and bytes, another speed. And a tensor lives on one device.
+
+    laptop    python 02_tensors_precision/tensors.py
+    one GPU   python 02_tensors_precision/tensors.py --device cuda
+    cluster   one process is all it uses
+
+Look for: every statement is checked before it is printed, by addresses and by writing through views; the tables
+in milliseconds are this device's, median (lowest to highest). Next: precision.py.
+"""
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.functional import conv2d
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+from common import cli, exits, hardware, report, runtime
+
+ROUNDS, WARM_UP = 7, 2
+NHWC = torch.channels_last
+checked: list[str] = []
+
+
+def check(holds: bool, statement: str) -> None:
+    """Print a statement that holds; end the script at one that does not."""
+    if not holds:
+        raise AssertionError(f"does not hold here: {statement}")
+    checked.append(statement)
+    print(f"- {statement}")
+
+
+def check_refused(what: str, work: Callable[[], object]) -> None:
+    try:
+        work()
+        check(False, f"{what} is refused")
+    except RuntimeError as error:
+        check(True, f"{what} is refused: {str(error).partition('(')[0].partition('.')[0].strip()}")
+
+
+def seconds_of(work: Callable[[], object], device: torch.device) -> float:
+    if device.type != "cuda":
+        began = time.perf_counter()
+        work()
+        getattr(torch, device.type).synchronize()  # on a CPU there is nothing to wait for
+        return time.perf_counter() - began
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(20):  # one call alone would be over before the next is launched
+        work()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 20e3
+
+
+def compare(a: Callable[[], object], b: Callable[[], object], device: torch.device) -> tuple[list, list[str]]:
+    """Seconds of two works in turn, so that a slow moment hits both; the same as cells of a table."""
+    rounds = [(seconds_of(a, device), seconds_of(b, device)) for _ in range(WARM_UP + ROUNDS)][WARM_UP:]
+    both = list(zip(*rounds, strict=True))
+    middle = [statistics.median(s) for s in both]
+    cells = [f"{1e3 * m:.3g} ({1e3 * min(s):.3g} to {1e3 * max(s):.3g})" for m, s in zip(middle, both, strict=True)]
+    return both, [*cells, f"{middle[0] / middle[1]:.2f}"]
+
+
+def dimensions() -> None:
+    print("\nFrom 0-D to 4-D: the stride says how many elements to skip for one more along a dimension")
+    shapes = {"loss": (), "bias": (768,), "weight": (2048, 768), "text": (8, 512, 768), "images": (32, 3, 224, 224)}
+    tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    rows = [["a tensor", "", "shape", "stride", "elements", "bytes in fp32"]]
+    for name, t in tensors.items():
+        rows.append([name, f"{t.ndim}-D", str(tuple(t.shape)), str(t.stride()), f"{t.numel():,}", f"{t.nbytes:,}"])
+    print(report.table(rows) + "\n")
+    y = torch.arange(120).reshape(2, 3, 4, 5)[1:, ::2, :, 1].mT  # each value is its own place in the storage
+    i, j, k = torch.meshgrid(*map(torch.arange, y.shape), indexing="ij")
+    places = y.storage_offset() + i * y.stride(0) + j * y.stride(1) + k * y.stride(2)
+    walk = f"y[i, j, k] lies at {y.storage_offset()} + (i, j, k)·{y.stride()}"
+    check(torch.equal(y, places), f"x of (2, 3, 4, 5), y = x[1:, ::2, :, 1].mT: {walk}")
+
+
+def views_and_copies() -> None:
+    print("\nView or copy? A view has the storage of x, and a write into it is seen in x")
+    views = ["x[1:]", "x[:, ::2]", "x.T", "x.view(4, 3)", "x.reshape(4, 3)", "x.contiguous()", "x.detach()"]
+    copies = ["x.T.reshape(12)", "x.T.contiguous()", "x[[0, 2]]", "x[x > 5]", "x.double()", "x.clone()"]
+    rows = [["x of (3, 4)", "result", "shape", "stride", "contiguous"]]
+    for code in (*views, "torch.from_numpy(x.numpy())", *copies):
+        x = torch.arange(12.0).reshape(3, 4)
+        y = eval(code)  # what the table shows is what ran
+        shared = y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+        y.fill_(-1)
+        assert shared == bool((x == -1).any()) == (code not in copies), code
+        rows.append([code, "view" if shared else "copy", *map(str, (tuple(y.shape), y.stride(), y.is_contiguous()))])
+    print(report.table(rows) + "\n")
+    check(x[1:].data_ptr() - x.data_ptr() == 16, "x[1:] begins a row of 16 bytes into the storage of x")
+    check(x[0].untyped_storage().nbytes() == 48, "x[0] keeps all 48 bytes of x alive; x[0].clone() would not")
+
+
+def broadcasting() -> None:
+    print("\nBroadcasting: a dimension of stride 0 is stored once and read again and again")
+    bias, images = torch.randn(64, 1, 1), torch.randn(32, 64, 56, 56)
+    wide = bias.expand_as(images)
+    check(wide.stride() == (0, 1, 0, 0), "a bias of (64, 1, 1) expanded to (32, 64, 56, 56): stride (0, 1, 0, 0)")
+    check((wide.nbytes, wide.untyped_storage().nbytes()) == (25_690_112, 256), "of 25,690,112 bytes 256 are stored")
+    check(torch.equal(images + bias, images + wide.contiguous()), "images + bias: to the bit as with all those bytes")
+    check_refused("writing into it", lambda: wide.add_(1))
+    check((torch.zeros(8, 1) - torch.zeros(8)).shape == (8, 8), "(8, 1) - (8) is (8, 8): a wrong loss and no error")
+
+
+def layouts(device: torch.device) -> dict:
+    print("\n32 x 3 x 224 x 224 images, channel by channel (NCHW) and pixel by pixel (channels_last)")
+    nchw = torch.randn(32, 3, 224, 224)
+    nhwc = nchw.to(memory_format=NHWC)
+    fp32, bf16 = (t.untyped_storage().nbytes() for t in (nhwc, nhwc.bfloat16()))
+    check(fp32 == 4 * 4_816_896 == 19_267_584, "4,816,896 values of 4 bytes in fp32: 19,267,584 bytes")
+    check(2 * bf16 == fp32, "2 bytes in bf16 (or fp16), half the memory: 9,633,792 bytes")
+    check(torch.equal(nchw, nhwc) and nchw.untyped_storage().nbytes() == fp32, "equal values and bytes in both layouts")
+    check(nchw.stride() == (150528, 50176, 224, 1), "NCHW: stride (150528, 50176, 224, 1)")
+    check(nhwc.stride() == (150528, 1, 672, 3), "channels_last: stride (150528, 1, 672, 3)")
+    check(not nhwc.is_contiguous(), "channels_last is not is_contiguous(): that asks for NCHW unless told otherwise")
+    dtype, tolerance = (torch.bfloat16, 0.05) if device.type == "cuda" else (torch.float32, 1e-4)  # of values of size 1
+    rows, measured = [[f"3 x 3 convolution, {dtype}, ms", "NCHW", "channels_last", "ratio"]], []
+    for name, inputs, side, stride in (("the images", 3, 224, 2), ("features", 64, 56, 1)):
+        x = torch.randn(32, inputs, side, side).to(device, dtype)
+        w = (torch.randn(64, inputs, 3, 3) / (9 * inputs) ** 0.5).to(device, dtype)
+        pixel_first = partial(conv2d, x.to(memory_format=NHWC), w.to(memory_format=NHWC), stride=stride, padding=1)
+        channel_first = partial(conv2d, x, w, stride=stride, padding=1)
+        assert pixel_first().is_contiguous(memory_format=NHWC), "the convolution has changed the layout"
+        torch.testing.assert_close(pixel_first(), channel_first(), rtol=0, atol=tolerance)
+        (nchw_seconds, nhwc_seconds), cells = compare(channel_first, pixel_first, device)
+        rows.append([f"{name}, 32 x {inputs} x {side} x {side}", *cells])
+        measured.append({"input": name, "nchw_seconds": nchw_seconds, "channels_last_seconds": nhwc_seconds})
+    print("\n" + report.table(rows))
+    return {"dtype": str(dtype), "batch_fp32_bytes": fp32, "batch_bf16_bytes": bf16, "convolutions": measured}
+
+
+def contiguity(device: torch.device) -> dict:
+    print("\nContiguous: what view() needs, and what it costs to get there")
+    x = torch.randn(8192 if device.type == "cuda" else 4096, 4096, device=device)  # larger than a GPU's cache
+    check_refused("x.T.view(-1)", lambda: x.T.view(-1))
+    x.T.reshape(-1).zero_()
+    check(bool(x.any()), "x.T.reshape(-1).zero_() leaves x as it was: reshape has copied, and says nothing")
+    check(x.contiguous() is x, "x.contiguous() of a contiguous x is x itself, and free")
+    (contiguous, clone), cells = compare(x.T.contiguous, x.clone, device)
+    rows = [["a copy, ms", "x.T.contiguous()", "x.clone()", "ratio"], [f"{x.nbytes:,} bytes", *cells]]
+    print("\n" + report.table(rows))
+    return {"copied_bytes": x.nbytes, "contiguous_seconds": contiguous, "clone_seconds": clone}
+
+
+def devices(device: torch.device) -> None:
+    print("\nWhere data lives")
+    x, net = torch.randn(3), nn.Linear(3, 3)
+    check(torch.device("cuda") != "cuda", 'torch.device("cuda") == "cuda" is False: compare device.type')
+    check(torch.device("cuda") != torch.device("cuda:0"), 'and so is torch.device("cuda") == torch.device("cuda:0")')
+    check(x.to("cpu") is x, "x.to(device) of a tensor that is there already is x itself")
+    check(net.to("meta") is net and net.weight.is_meta, "module.to(device) moves the module in place")
+    check(x.to("meta") is not x and x.is_cpu, "tensor.to(device) leaves x where it is: use what it returns")
+    large = torch.empty(70 * 10**9, dtype=torch.bfloat16, device="meta")
+    check(large.nbytes == 140 * 10**9, "on meta there are shapes and no data: 70e9 values of bf16, 140 GB, fit here")
+    check_refused("a move away from there", x.to("meta").cpu)
+    check_refused("an operation on operands in two places", lambda: x + x.to("meta"))
+    if device.type == "cpu":
+        print("no GPU here: the copy that a move to one makes was not seen")
+        return
+    moved = x.to(device).fill_(7)
+    check(not (x == 7).any(), "x.to(device) is a copy: a write into it is not seen in x")
+    check_refused("x + that copy", lambda: x + moved)
+    check((moved + torch.tensor(1.0)).device == moved.device, "a 0-D tensor on the CPU is let through, as a number is")
+
+
+def main() -> int:
+    parser = cli.Parser(__doc__)
+    parser.add_argument("--device", choices=("auto", "cuda", "mps", "cpu"), default="auto")
+    parser.add_argument("--json", type=cli.writable_file, metavar="PATH", help="write the summary as one JSON object")
+    args = parser.parse_args()
+    device = runtime.single_device(args.device)
+    runtime.seed(0, deterministic=False)
+    began, name = time.perf_counter(), hardware.device_name(device)
+    dimensions()
+    views_and_copies()
+    broadcasting()
+    measured = {**layouts(device), **contiguity(device)}
+    devices(device)
+    print(f"\nchecked: {len(checked)} statements; {name}, median (lowest to highest) of {ROUNDS} rounds in turn")
+    known = {"device": name, "world_size": 1, "peak_memory_bytes": report.peak_memory_bytes(device)}
+    seconds = time.perf_counter() - began
+    report.write_json({**known, **measured, "statements_checked": len(checked), "seconds": seconds}, args.json)
+    return 0
+
+
+if __name__ == "__main__":
+    exits.run(main)

@@ -1,0 +1,396 @@
+"""02_tensors_precision: tensors.py, precision.py and the roundings of number_formats.py."""
+
+import importlib.util
+import json
+import math
+import subprocess
+import sys
+from fractions import Fraction
+from functools import cache
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from harness import ROOT, clean_env, run
+
+from common import runtime
+
+ml_dtypes = pytest.importorskip("ml_dtypes")
+CHAPTER = ROOT / "02_tensors_precision"
+STORED = {
+    "fp64": (torch.float64, np.float64),
+    "fp32": (torch.float32, np.float32),
+    "bf16": (torch.bfloat16, ml_dtypes.bfloat16),
+    "fp16": (torch.float16, np.float16),
+    "fp8 e5m2": (torch.float8_e5m2, ml_dtypes.float8_e5m2),
+    "fp8 e4m3fn": (torch.float8_e4m3fn, ml_dtypes.float8_e4m3fn),
+}
+
+
+def load(name: str) -> ModuleType:
+    sys.path.insert(0, str(CHAPTER))  # scripts import their neighbours
+    try:
+        spec = importlib.util.spec_from_file_location(f"chapter_02_{name}", CHAPTER / f"{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(CHAPTER))
+    return module
+
+
+formats, precision, tensors = load("number_formats"), load("precision"), load("tensors")
+
+
+def own_limits(name: str) -> dict[str, float]:
+    _, exponent_bits, mantissa_bits = formats.FORMATS[name]
+    return formats.limits(exponent_bits, mantissa_bits, infinity=not name.endswith("fn"))
+
+
+def fp32(*patterns: int) -> torch.Tensor:
+    return torch.tensor(np.array(patterns, dtype=np.uint32).view(np.int32)).view(torch.float32)
+
+
+def patterns(x: torch.Tensor) -> list[int]:
+    return (x.view(torch.int32).long() & 0xFFFFFFFF).tolist()
+
+
+# limits
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_limits_are_those_of_numpy_and_ml_dtypes(name):
+    dtype = STORED[name][1]
+    info, own = ml_dtypes.finfo(dtype), own_limits(name)
+    assert own["max"] == float(info.max)
+    assert own["epsilon"] == float(info.eps)
+    assert own["smallest_normal"] == float(info.smallest_normal)
+    assert own["smallest_subnormal"] == float(info.smallest_subnormal)
+    count = int(own["counts_by_1_to"])
+    assert [int(dtype(whole)) for whole in (count - 1, count)] == [count - 1, count]
+    assert int(dtype(count + 1)) != count + 1
+
+
+def test_published_limits():
+    assert own_limits("fp8 e4m3fn")["max"] == 448
+    assert own_limits("fp8 e5m2")["max"] == 57344
+    assert own_limits("fp16")["max"] == 65504
+    assert own_limits("fp32")["counts_by_1_to"] == 2**24
+
+
+def test_e4m3fn_has_no_infinity():
+    every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    assert not every.isinf().any()
+    assert every.isnan().sum() == 2
+    assert every.nan_to_num().max() == own_limits("fp8 e4m3fn")["max"]
+
+
+def test_tf32_limits_are_the_ends_of_what_its_rounding_keeps():
+    own = own_limits("tf32")
+    for value in own.values():
+        assert formats.round_to_tf32(torch.tensor(value)).item() == value
+    step = own["epsilon"]
+    assert formats.round_to_tf32(torch.tensor(1 + 0.49 * step)).item() == 1
+    assert formats.round_to_tf32(torch.tensor(1 + 0.51 * step)).item() == 1 + step
+    assert formats.round_to_tf32(torch.tensor(own["counts_by_1_to"] + 1)).item() != own["counts_by_1_to"] + 1
+    assert formats.round_to_tf32(torch.tensor(own["smallest_subnormal"] * 0.49)).item() == 0
+
+
+# tf32
+
+
+def test_tf32_rounding_bit_by_bit():
+    cases = {
+        0x3F800000: 0x3F800000,  # 1
+        0x3F800FFF: 0x3F800000,  # just under half: down
+        0x3F801000: 0x3F800000,  # half, even: down
+        0x3F801001: 0x3F802000,  # just over half: up
+        0x3F802000: 0x3F802000,
+        0x3F803000: 0x3F804000,  # half, odd: up to the even
+        0x3F805000: 0x3F804000,  # half, even: down
+        0xBF803000: 0xBF804000,  # the sign has no say
+        0x3FFFF000: 0x40000000,  # the carry goes into the exponent
+        0x00000000: 0x00000000,
+        0x80000000: 0x80000000,  # -0
+        0x00000001: 0x00000000,  # the smallest subnormal of fp32
+        0x00001000: 0x00000000,  # half of the smallest of tf32, even
+        0x00001001: 0x00002000,
+        0x00003000: 0x00004000,
+        0x807FF000: 0x80800000,  # from the subnormals into the normals
+        0x7F7FE000: 0x7F7FE000,  # the largest
+        0x7F7FEFFF: 0x7F7FE000,
+        0x7F7FF000: 0x7F800000,  # past the largest by half: inf
+        0xFF7FFFFF: 0xFF800000,
+        0x7F800000: 0x7F800000,  # inf
+        0xFF800000: 0xFF800000,
+    }
+    assert patterns(formats.round_to_tf32(fp32(*cases))) == list(cases.values())
+    assert formats.round_to_tf32(fp32(0x7F800001, 0x7FC00000, 0x7FFFFFFF, 0xFFFFFFFF)).isnan().all()
+
+
+def test_tf32_rounding_is_nearest_even_everywhere():
+    """Against the nearest multiple of the step in float64, which is exact for fp32."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(-(2**31), 2**31, (200_000,), generator=generator, dtype=torch.int64).to(torch.int32)
+    x = x.view(torch.float32)
+    x = x[x.isfinite()]
+    rounded = formats.round_to_tf32(x).double()
+    exponent = torch.frexp(x.double()).exponent.clamp(min=-125)
+    step = torch.ldexp(torch.ones(len(x), dtype=torch.float64), exponent - 11)
+    expected = torch.round(x.double() / step) * step
+    expected[expected.abs() > own_limits("tf32")["max"]] *= torch.inf
+    assert torch.equal(rounded, expected)
+
+
+# sums
+
+
+ADDITIONS = 10_000
+RATES = torch.cat((torch.tensor([1, 1.1, 0.1], dtype=torch.float64), torch.linspace(0.1, 1.1, 61, dtype=torch.float64)))
+
+
+@cache
+def sums(name: str, additions: int) -> dict[str, torch.Tensor]:
+    return precision.sums(STORED[name][0], RATES, additions)
+
+
+def relative_errors(name: str, way: str, additions: int) -> list[Fraction]:
+    pairs = zip(sums(name, additions)[way].tolist(), sums(name, additions)["step"].tolist(), strict=True)
+    return [abs(Fraction(value) / (additions * Fraction(one)) - 1) for value, one in pairs]
+
+
+def ulps(name: str, way: str, additions: int) -> list[Fraction]:
+    """How far each sum is from the exact one, in steps that the type has there."""
+    found = []
+    exact = [additions * Fraction(one) for one in sums(name, additions)["step"].tolist()]
+    for value, target in zip(sums(name, additions)[way].tolist(), exact, strict=True):
+        step = Fraction(2) ** (math.frexp(float(target))[1] - 1 - formats.FORMATS[name][2])
+        found.append(abs(Fraction(value) - target) / step)
+    return found
+
+
+@pytest.mark.parametrize("name", ["fp64", "fp32", "fp16", "bf16"])
+def test_kahan_is_within_one_ulp_whatever_the_length(name):
+    for additions in (1, 10, 100, 1_000):
+        assert max(ulps(name, "kahan", additions)) <= 1, additions
+    # n·epsilon² grows with the length: in bf16 it is no longer small beside epsilon
+    assert max(ulps(name, "kahan", ADDITIONS)) <= (4 if name == "bf16" else 2)
+    assert max(relative_errors(name, "kahan", ADDITIONS)) <= 2 * own_limits(name)["epsilon"]
+
+
+@pytest.mark.parametrize(("name", "least"), [("fp64", 100), ("fp32", 100), ("fp16", 1000), ("bf16", 100)])
+def test_naive_sums_are_not(name, least):
+    assert max(ulps(name, "naive", ADDITIONS)) > least
+
+
+def test_kahan_is_the_sum_written_out():
+    """Three types, one chain, in numpy's scalars: each operation rounds to the type."""
+    for name in ("fp32", "bf16", "fp16"):
+        torch_type, numpy_type = STORED[name]
+        step, total, lost, naive = numpy_type(1.1), numpy_type(0), numpy_type(0), numpy_type(0)
+        for _ in range(1_500):
+            owed = numpy_type(step - lost)
+            new = numpy_type(total + owed)
+            lost = numpy_type(numpy_type(new - total) - owed)
+            total, naive = new, numpy_type(naive + step)
+        result = precision.sums(torch_type, torch.tensor([1.1], dtype=torch.float64), 1_500)
+        assert result["kahan"].item() == float(total)
+        assert result["naive"].item() == float(naive)
+
+
+@pytest.mark.parametrize(("name", "stop"), [("bf16", 256), ("fp16", 2048), ("fp8 e4m3fn", 16), ("fp8 e5m2", 8)])
+def test_counting_by_ones_stands_still(name, stop):
+    result = precision.sums(STORED[name][0], torch.ones(1), 4096)
+    assert result["naive"].item() == stop
+    assert result["arrived"].item() == stop
+    assert result["into_fp32"].item() == 4096
+    assert result["kahan"].item() == min(4096, stop**2)  # Kahan carries twice the digits, no more
+    assert result["doublings"][:, 0].tolist() == [min(2**i, stop) for i in range(13)]
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_an_fp32_accumulator_holds_what_16_bits_cannot(name):
+    assert max(relative_errors(name, "into_fp32", ADDITIONS)) < 1e-3
+    assert min(relative_errors(name, "naive", ADDITIONS)) > 0.5
+
+
+# stochastic rounding
+
+
+def test_stochastic_rounding_is_unbiased():
+    torch.manual_seed(0)
+    for start in (1.0, -1.0, 3e-5, -(2.0**100), 2.0**-130):  # the last is subnormal
+        step = abs(start) * 2.0**-7 if start != 2.0**-130 else 2.0**-133
+        values = (start + step * torch.arange(32, dtype=torch.float64) / 32).float()
+        mean = formats.round_stochastically(values.repeat(20_000, 1)).double().mean(0)
+        assert ((mean - values.double()).abs() / step).max() < 5 * 0.5 / 20_000**0.5, start
+
+
+def test_stochastic_rounding_goes_to_a_neighbour_and_no_further():
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.randint(-(2**31), 2**31, (200_000,), generator=generator, dtype=torch.int64).to(torch.int32)
+    x = bits.view(torch.float32)
+    keep = x.isfinite() & (x.abs() < torch.finfo(torch.bfloat16).max)
+    x, bits = x[keep], bits[keep]
+    torch.manual_seed(0)
+    rounded = formats.round_stochastically(x).float()
+    toward_zero = (bits & -65536).view(torch.float32)
+    away = ((bits & -65536) + 65536).view(torch.float32)
+    down, up = rounded == toward_zero, rounded == away
+    assert (down | up).all()
+    assert 0.45 < up.double().mean() < 0.55  # both happen
+
+
+def test_stochastic_rounding_leaves_what_bf16_has():
+    every = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    rounded = formats.round_stochastically(every.float())
+    numbers = ~every.isnan()
+    assert torch.equal(rounded[numbers].view(torch.int16), every[numbers].view(torch.int16))
+    assert rounded[~numbers].isnan().all()
+    assert formats.round_stochastically(fp32(0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001)).isnan().all()
+
+
+@pytest.mark.parametrize(("noise", "expected"), [("least", 0x3F800000), ("most", 0x3F810000)])
+def test_stochastic_rounding_at_the_ends_of_its_noise(noise, expected, monkeypatch):
+    def randint(low, high, shape, **options):
+        return torch.full(shape, low if noise == "least" else high - 1, **options)
+
+    monkeypatch.setattr(formats.torch, "randint", randint)
+    rounded = formats.round_stochastically(fp32(0x3F800000, 0x3F800001, 0x3F80FFFF))
+    assert patterns(rounded.float()) == [0x3F800000, expected, expected]
+
+
+# the scripts
+
+
+def report_of(script: str, folder, *flags) -> dict:
+    result = run(f"02_tensors_precision/{script}", folder, "--device", "cpu", "--json", "report.json", *flags)
+    assert result.code == 0, result.err
+    return json.loads((folder / "report.json").read_text()) | {"printed": result.out}
+
+
+def test_precision_reports_what_it_measured(tmp_path):
+    summary = report_of("precision.py", tmp_path, "--plot", "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    for name, own in summary["types"].items():
+        assert own == own_limits(name)
+
+    added = summary["sums"]
+    assert set(added) == set(STORED)
+    assert [added[name]["naive_sum"] for name in ("bf16", "fp16", "fp8 e5m2", "fp8 e4m3fn")] == [512, 4096, 8, 32]
+    assert added["bf16"]["additions_arrived"] == 380
+    assert 4e-5 < added["fp32"]["naive_relative_error"] < 5e-5
+    assert added["fp32"]["kahan_relative_error"] < 6e-8
+
+    errors = summary["matmul_relative_error"]
+    assert errors["fp32"] < 1e-6
+    # two inputs rounded to m bits, each off by about 2^-(m+1) * 0.41 (root mean square); bf16 also rounds the result
+    assert errors["tf32 emulated"] == pytest.approx(2**-11 * 0.41 * 2**0.5, rel=0.1)
+    assert errors["bf16"] == pytest.approx(2**-8 * 0.41 * 3**0.5, rel=0.1)
+
+    ways = ("fp32", "bf16", "bf16 and fp32 master", "bf16, stochastic rounding")
+    fp32, bf16, master, stochastic = (summary["updates"][way] for way in ways)
+    # 3e-5 is more than half a step of bf16 for |w| < 2^-7 alone: that share of weights of deviation 0.02
+    share = math.erf(2**-7 / 0.02 / 2**0.5)
+    assert bf16["moved_share"] == pytest.approx(share, abs=0.01)
+    assert bf16["arrived_share"] == pytest.approx(share, abs=0.02)
+    assert fp32["moved_share"] == fp32["arrived_share"] == 1
+    for way in (fp32, master, stochastic):
+        assert way["moved_share"] > 0.98
+        assert way["gone_share"] == pytest.approx(1, abs=0.02)
+    # without a master each of the 20 roundings stays in the weight, with one only the last
+    assert stochastic["gone_deviation"] > 2 * master["gone_deviation"] > 0
+    assert [way["bytes_per_weight"] for way in (fp32, bf16, master, stochastic)] == [12, 6, 14, 10]
+
+
+def test_precision_depends_on_the_seed_alone():
+    def errors(seed: int) -> dict:
+        torch.manual_seed(seed)
+        return precision.multiply(torch.device("cpu"))
+
+    assert errors(1) == errors(1) != errors(2)
+
+
+def test_precision_refuses_a_wrong_seed(tmp_path):
+    result = run("02_tensors_precision/precision.py", tmp_path, "--seed", 2**63)
+    assert result.code == 2
+    assert len(result.err.splitlines()) == 1
+    assert "--seed" in result.err
+
+
+def test_tensors_reports_the_bytes(tmp_path):
+    summary = report_of("tensors.py", tmp_path)
+    assert summary["batch_fp32_bytes"] == 19_267_584 == 32 * 3 * 224 * 224 * 4
+    assert summary["batch_bf16_bytes"] == 9_633_792
+    assert summary["copied_bytes"] == 2**26
+    assert summary["statements_checked"] == summary["printed"].count("\n- ")
+    times = [c[f"{layout}_seconds"] for c in summary["convolutions"] for layout in ("nchw", "channels_last")]
+    times += [summary["contiguous_seconds"], summary["clone_seconds"]]
+    assert all(len(seconds) == tensors.ROUNDS and min(seconds) > 0 for seconds in times)
+    assert "no GPU here" in summary["printed"]
+
+
+def test_layouts_hold_the_same_bytes_in_another_order():
+    nchw = torch.arange(2 * 3 * 4 * 5, dtype=torch.float32).reshape(2, 3, 4, 5)
+    last = nchw.to(memory_format=torch.channels_last)
+    assert last.untyped_storage().nbytes() == nchw.untyped_storage().nbytes() == 480
+    assert (nchw.stride(), last.stride()) == ((60, 20, 5, 1), (60, 1, 15, 3))
+    stored = torch.tensor(last.untyped_storage().tolist(), dtype=torch.uint8).view(torch.float32)
+    assert torch.equal(stored, nchw.permute(0, 2, 3, 1).flatten())
+
+
+def test_a_statement_that_does_not_hold_ends_tensors(monkeypatch):
+    monkeypatch.setattr(tensors, "checked", [])
+    tensors.check(True, "two is two")
+    with pytest.raises(AssertionError, match="two is three"):
+        tensors.check(2 == 3, "two is three")
+    with pytest.raises(AssertionError, match="nothing is refused"):
+        tensors.check_refused("nothing", lambda: None)
+    assert tensors.checked == ["two is two"]
+
+
+@pytest.mark.parametrize("module", [tensors, precision], ids=["tensors", "precision"])
+def test_more_processes_are_refused(module, monkeypatch):
+    job = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in job.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["script"])
+    with pytest.raises(runtime.UserError, match="one process"):
+        module.main()
+
+
+# on a GPU
+
+
+def on_gpu(script: str, env: dict[str, str], folder) -> dict:
+    report = folder / "report.json"
+    flags = [
+        "--device",
+        "cuda",
+        "--json",
+        str(report),
+        *(["--plot", str(folder / "p.png")] if "prec" in script else []),
+    ]
+    command = [sys.executable, str(CHAPTER / script), *flags]
+    result = subprocess.run(command, env=clean_env(**env), cwd=folder, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr[-4000:]
+    return json.loads(report.read_text()) | {"printed": result.stdout}
+
+
+@pytest.mark.gpu(n=1)
+def test_real_tf32_lies_between_fp32_and_bf16(gpus, tmp_path):
+    errors = on_gpu("precision.py", gpus, tmp_path)["matmul_relative_error"]
+    if "tf32" not in errors:
+        pytest.skip("this GPU has no tf32")
+    assert 10 * errors["fp32"] < errors["tf32"] < errors["bf16"] / 2
+
+
+@pytest.mark.gpu(n=1)
+def test_layouts_and_copies_on_a_gpu(gpus, tmp_path):
+    """The script itself compares the convolution in both layouts, and tensors on both sides of a move."""
+    summary = on_gpu("tensors.py", gpus, tmp_path)
+    assert summary["dtype"] == "torch.bfloat16"
+    assert len(summary["convolutions"]) == 2
+    assert summary["statements_checked"] == summary["printed"].count("\n- ")
+    assert "x.to(device) is a copy" in summary["printed"]
+    assert "no GPU here" not in summary["printed"]

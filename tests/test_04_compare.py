@@ -1,0 +1,307 @@
+"""04_amp/compare.py: what the types save and lose, counted against numpy, by hand and against a float reference."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from harness import ROOT, TINY, run
+from torch import nn
+
+from common import model
+from common.exits import UserError
+
+sys.path.insert(0, str(ROOT / "04_amp"))
+import compare
+import dtypes
+import fp16_limits
+
+CPU = torch.device("cpu")
+ON_CPU = ["fp32", "bf16", "fp16", "fp16-unscaled", "fp8"]
+
+
+def tiny() -> nn.Module:
+    torch.manual_seed(0)
+    shape = {name: size for name, size in TINY.items() if name != "model_type"}
+    return model.Transformer(model.Config(**shape, head_dim=8))
+
+
+def tokens(seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    text = torch.randint(0, 256, (4, 33), generator=torch.Generator().manual_seed(seed))
+    return text[:, :-1], text[:, 1:]
+
+
+@pytest.fixture(scope="module")
+def summary(tmp_path_factory) -> dict:
+    folder = tmp_path_factory.mktemp("compare")
+    (folder / "tiny.json").write_text(json.dumps(TINY))
+    flags = ["--model", "tiny.json", "--device", "cpu", "--steps", 12, "--dtypes", ",".join(ON_CPU)]
+    result = run("04_amp/compare.py", folder, *flags, "--json", "c.json", "--plot", "c.png")
+    assert result.code == 0, result.err[-3000:]
+    assert (folder / "c.png").read_bytes().startswith(b"\x89PNG")
+
+    def refuse(constant: str):
+        raise AssertionError(f"{constant} is not JSON")
+
+    return json.loads((folder / "c.json").read_text(), parse_constant=refuse)
+
+
+def test_the_same_start_for_every_type(summary):
+    runs = {entry["name"]: entry for entry in summary["runs"]}
+    assert [*runs] == ON_CPU
+    first = runs["fp32"]["losses"][0]
+    for name, entry in runs.items():
+        assert len(entry["losses"]) == 12
+        assert entry["losses"][0] == pytest.approx(first, rel=compare.FIRST_LOSS_TOLERANCE[name])
+        off = max(abs(a - b) for a, b in zip(entry["losses"], runs["fp32"]["losses"], strict=True))
+        assert entry["largest_loss_difference"] == pytest.approx(off)
+        assert (entry["losses"] == runs["fp32"]["losses"]) == (name == "fp32")  # each type has arithmetic of its own
+        assert entry["losses"][-1] < first
+        assert entry["scaler"] == (name == "fp16")
+        assert entry["kept_bytes"] == runs["fp32"]["kept_bytes"] >= 12 * summary["parameters"]
+
+
+def test_speed_is_of_native_types_only(summary):
+    for entry in summary["runs"]:
+        if entry["native"]:
+            speed, speedup = entry["tokens_per_second"], entry["speedup"]
+            assert speed["min"] <= speed["median"] <= speed["max"]
+            assert speed["n"] == speedup["n"] == 5
+        else:
+            assert (entry["tokens_per_second"], entry["speedup"]) == (None, None)
+    assert set(summary["runs"][0]["speedup"].values()) == {1.0, 5}
+    assert not next(entry for entry in summary["runs"] if entry["name"] == "fp8")["native"]  # on no CPU
+
+
+def test_failures_happen_and_are_cured(summary):
+    overflow, vanishing, clipping, softmax = summary["instabilities"]
+    assert overflow["provoked"]["nan_weights"] > 0 == overflow["cured"]["nan_weights"]
+    assert overflow["cured"]["scale"] == overflow["provoked"]["scale"] / 2 ** overflow["cured"]["skipped_steps"]
+    assert vanishing["provoked"]["unmoved_weights_share"] > 0.1 > 0.01 > vanishing["cured"]["unmoved_weights_share"]
+    limit, scale = clipping["cured"]["clip_norm"], clipping["cured"]["scale"]
+    assert clipping["cured"]["gradient_norm"] == pytest.approx(limit, rel=1e-3)
+    assert clipping["provoked"]["gradient_norm"] == pytest.approx(limit / scale, rel=1e-3)
+    assert clipping["provoked"]["update_norm"] < clipping["cured"]["update_norm"]
+    assert softmax["provoked"]["nan_tokens_share"] > 0
+    assert softmax["cured"]["largest_error"] < 1e-6
+
+
+def test_a_failure_that_does_not_happen_is_told(monkeypatch):
+    monkeypatch.setattr(fp16_limits, "MICRO_BATCHES", 1)  # then nothing vanishes from so small a model
+    assert not fp16_limits.vanishing_gradients(tiny(), tokens(), 1024.0)["holds"]
+    monkeypatch.setattr(fp16_limits, "clip_grad_norm_", lambda parameters, limit: None)
+    assert not fp16_limits.clipping_scaled_gradients(tiny(), tokens(), 1024.0)["holds"]
+
+
+def test_a_check_that_fails_ends_the_run():
+    row = {"name": "fp32", "losses": [2.0], "saved_activation_bytes": 100, "kept_bytes": 12}
+    good = {**row, "name": "bf16", "losses": [2.001], "saved_activation_bytes": 60}
+    assert all(holds for holds, _ in compare.checks([row, good], []))
+    for wrong in ({"losses": [2.1]}, {"losses": [None]}, {"saved_activation_bytes": 90}, {"kept_bytes": 6}):
+        assert not all(holds for holds, _ in compare.checks([row, {**good, **wrong}], []))
+    assert not all(holds for holds, _ in compare.checks([row], [{"holds": False, "name": "", "text": ""}]))
+
+
+class Chain(nn.Module):
+    """Two matrix products and nothing else; the second item of a batch multiplies the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 32, bias=False), nn.Linear(32, 48, bias=False)
+
+    def forward(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x)).float().sum() * factor
+
+
+def test_matmul_inputs_are_saved_in_half_the_bytes():
+    batch = (torch.randn(10, 16), torch.tensor(1.0))
+    sizes = {name: compare.saved_bytes(Chain(), batch, name) for name in ("fp32", "bf16", "fp16")}
+    inputs, scalars = 10 * (16 + 32), 4  # and the factor of the loss
+    assert sizes["fp32"] == (4 * inputs + scalars, 0)
+    assert sizes["bf16"] == sizes["fp16"] == (2 * inputs + scalars, 2 * 32 * 48)  # and a copy of the second weight
+
+
+def test_a_model_saves_less_in_16_bits_and_least_in_fp8():
+    nets = {name: tiny() for name in ("fp32", "bf16", "fp8")}
+    dtypes.use_fp8(nets["fp8"])
+    fp32, bf16, fp8 = (compare.saved_bytes(net, tokens(), name)[0] for name, net in nets.items())
+    assert 0.5 * fp32 < bf16 < 0.8 * fp32
+    assert fp8 < bf16
+
+
+def test_underflow_is_what_numpy_rounds_to_zero():
+    generator = torch.Generator().manual_seed(3)
+    gradients = torch.randn(50_000, generator=generator) * 2.0 ** (torch.rand(50_000, generator=generator) * 60 - 40)
+    edges = [0.0, 2.0**-25, -(2.0**-25) * (1 + 2**-20), 2.0**-24, 2.0**-14, 2.0**-14 * (1 - 2**-11), 65519.0, 65520.0]
+    gradients = torch.cat((gradients, torch.tensor(edges)))
+    for factor in (1.0, 65536.0, 1 / 1024):
+        with np.errstate(over="ignore"):
+            half = (gradients.numpy() * np.float32(factor)).astype(np.float16)
+        assert fp16_limits.underflow(gradients, factor) == {
+            "zero": int(((half == 0) & (gradients.numpy() != 0)).sum()),
+            "subnormal": int(((half != 0) & (np.abs(half) < np.finfo(np.float16).smallest_normal)).sum()),
+            "infinite": int(np.isinf(half).sum()),
+        }
+
+
+def test_counts_are_of_the_models_gradients():
+    net, batch = tiny(), tokens()
+    gradients, counted, _ = fp16_limits.show_limits(net, batch, 65536.0)
+    net(*batch).backward()
+    by_hand = torch.cat([p.grad.flatten() for p in net.parameters()])
+    assert torch.equal(gradients, by_hand)
+    assert counted["elements"] == by_hand.numel()
+    divided = (by_hand.numpy() / np.float32(1024)).astype(np.float16)
+    assert counted["divided"]["zero"] == int(((divided == 0) & (by_hand.numpy() != 0)).sum()) > 0
+
+
+def test_skipped_steps_are_counted_and_change_nothing():
+    x, plain, huge = torch.ones(4, 16), torch.tensor(1e-3), torch.tensor(1e30)
+    run = compare.new_run("fp16", Chain(), (x, plain))
+    moved = []
+    for factor in (plain, huge, plain, huge, huge, plain):
+        before = [p.detach().clone() for p in run.net.parameters()]
+        compare.train(run, [(x, factor)])
+        moved.append(not all(torch.equal(p, old) for p, old in zip(run.net.parameters(), before, strict=True)))
+    assert moved == [True, False, True, False, False, True]
+    assert run.skipped == 3
+    assert run.scaler.get_scale() == compare.SCALE / 2**3
+    assert len(run.losses) == 6
+
+
+def test_emulated_fp16_is_summed_in_fp32_and_rounded_once():
+    a, b = (torch.randn(24, 512).half(), torch.randn(512, 16).half())
+    with dtypes.MatrixUnit():
+        product = torch.mm(a, b)
+        ones = torch.mm(torch.ones(1, 4096).half(), torch.ones(4096, 1).half())
+    exact = a.double() @ b.double()
+    assert product.dtype == torch.float16
+    assert (
+        product.double() - exact
+    ).abs().max() <= 2.0**-11 * exact.abs().max() * 1.01  # half a unit in the last place
+    assert ones.item() == 4096  # summed in fp16 it would stop at 2048
+
+
+def check_fp8(device: str) -> None:
+    """Forward and backward of the fp8 layer are those of the numbers that it rounded to."""
+    generator = torch.Generator().manual_seed(0)
+    x, w, grad = (torch.randn(*s, generator=generator).to(device) for s in ((32, 48), (64, 48), (32, 64)))
+    grad *= 1e-9  # the scale brings this into range
+    x.requires_grad_()
+    w.requires_grad_()
+    y = dtypes.Fp8Linear.apply(x, w)
+    y.backward(grad)
+
+    def rounded(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        scale = t.detach().abs().max().double() / torch.finfo(dtype).max
+        return (t.detach().double() / scale).float().to(dtype).double() * scale
+
+    x8, w8 = (rounded(t, torch.float8_e4m3fn) for t in (x, w))
+    g8 = rounded(grad, torch.float8_e5m2)
+    for got, expected, exact in (
+        (y, x8 @ w8.T, x @ w.T),
+        (x.grad, g8 @ w8, grad @ w),
+        (w.grad, g8.T @ x8, grad.T @ x),
+    ):
+        # a value on the edge between two fp8 numbers may fall either way, the scale being fp32 there and fp64 here
+        assert (got - expected).norm() < 2e-3 * expected.norm()
+        assert 5e-3 < (got - exact).norm() / exact.norm() < 0.1
+
+
+def test_fp8_linear_against_a_dequantised_reference():
+    try:
+        check_fp8("cpu")
+    except (NotImplementedError, RuntimeError) as error:
+        pytest.skip(f"torch {torch.__version__} has no _scaled_mm on this CPU: {error}")
+
+
+def test_fp8_rounds_as_ml_dtypes():
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(0)) * 3
+    for ours, theirs in ((torch.float8_e4m3fn, ml_dtypes.float8_e4m3fn), (torch.float8_e5m2, ml_dtypes.float8_e5m2)):
+        x8, scale = dtypes.to_fp8(x, ours)
+        assert x8.float().abs().max() == torch.finfo(ours).max
+        assert np.array_equal(x8.view(torch.uint8).numpy(), (x / scale).numpy().astype(theirs).view(np.uint8))
+    zeros, _ = dtypes.to_fp8(torch.zeros(16), torch.float8_e4m3fn)
+    assert not zeros.float().any()  # and no NaN
+
+
+@pytest.mark.parametrize(
+    ("capability", "native"),
+    [
+        ((6, 1), {"fp32"}),
+        ((7, 5), {"fp32", "fp16"}),
+        ((8, 0), {"fp32", "fp16", "tf32", "bf16"}),
+        ((8, 9), {"fp32", "fp16", "tf32", "bf16", "fp8"}),
+        ((12, 0), {"fp32", "fp16", "tf32", "bf16", "fp8"}),
+    ],
+)
+def test_native_by_compute_capability(monkeypatch, capability, native):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(dtypes, "native_types", dtypes.native_types.__wrapped__)
+    gpu = torch.device("cuda")
+    assert dtypes.native_types(gpu)[0] == native
+    names, left_out = dtypes.choose(None, tiny(), gpu, 128)
+    assert set(names) == native | {"fp32", "fp16"} | {"fp16-unscaled"}
+    assert {*names, *left_out} == set(dtypes.NAMES)
+    assert names[0] == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("flags", "native"),
+    [("sse4_2 avx2", set()), ("avx512_bf16", {"bf16"}), ("amx_bf16 avx512_fp16 amx_tile", {"bf16", "fp16"})],
+)
+def test_native_by_instruction_set(monkeypatch, tmp_path, flags, native):
+    (tmp_path / "cpuinfo").write_text(f"flags\t\t: fpu {flags} vme\n")
+    monkeypatch.setattr(dtypes, "Path", lambda name: tmp_path / name.removeprefix("/proc/"))
+    assert dtypes.native_types.__wrapped__(CPU)[0] == {"fp32"} | native
+
+
+def test_what_cannot_run_is_refused_when_asked_for():
+    net = tiny()
+    for asked, tokens_per_batch, named in (("tf32", 128, "tf32"), ("fp8", 120, "120"), ("fp9", 128, "fp9")):
+        with pytest.raises(UserError, match=f"--dtypes {asked}.*{named}"):
+            dtypes.choose(asked, net, CPU, tokens_per_batch)
+    assert dtypes.choose("fp8,bf16", net, CPU, 128) == (["fp32", "bf16", "fp8"], {})
+    assert "tf32" in dtypes.choose(None, net, CPU, 128)[1]
+
+
+def test_wrong_steps_are_one_line(tmp_path):
+    result = run("04_amp/compare.py", tmp_path, "--steps", 20)
+    assert (result.code, result.err.count("\n")) == (2, 1)
+    assert "--steps 20" in result.err
+    assert "use 24" in result.err
+
+
+@pytest.mark.gpu(n=1)
+def test_gpu_runs_every_native_type(gpus, tmp_path):
+    command = [sys.executable, "04_amp/compare.py", "--device", "cuda", "--steps", "12"]
+    command += ["--json", str(tmp_path / "c.json"), "--plot", str(tmp_path / "c.png")]
+    result = subprocess.run(command, cwd=ROOT, env=gpus, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr[-3000:]
+    probe = "import torch; print(*torch.cuda.get_device_capability())"
+    probe = subprocess.run([sys.executable, "-c", probe], env=gpus, capture_output=True, text=True, timeout=60)
+    capability = tuple(map(int, probe.stdout.split()))
+    runs = {entry["name"]: entry for entry in json.loads((tmp_path / "c.json").read_text())["runs"]}
+    assert {name for name, since in dtypes.SINCE.items() if capability >= since} <= set(runs)
+    for entry in runs.values():
+        assert entry["peak_memory_bytes"] > entry["kept_bytes"]
+    if "bf16" in runs:
+        assert runs["bf16"]["saved_activation_bytes"] < 0.8 * runs["fp32"]["saved_activation_bytes"]
+
+
+@pytest.mark.gpu(n=1)
+def test_gpu_fp8_linear_against_a_dequantised_reference(gpus):
+    code = (
+        "import sys, torch\n"
+        "if torch.cuda.get_device_capability() < (8, 9): sys.exit(77)\n"
+        "import test_04_compare\n"
+        "test_04_compare.check_fp8('cuda')"
+    )
+    env = {**gpus, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    if result.returncode == 77:
+        pytest.skip("GPU: fp8 needs compute capability 8.9")
+    assert result.returncode == 0, result.stderr[-3000:]
