@@ -55,6 +55,7 @@ def check(command: str) -> None:
     if words[0].startswith("-"):  # python -c, python -m
         return
     script, *flags = words
+    flags = flags[: flags.index("--")] if "--" in flags else flags  # the rest is for a script that this one starts
     assert (ROOT / script).is_file(), f"no such file: {script}"
     known = set(re.findall(r"(--[a-z][a-z-]*)", help_of(script)))
     unknown = {flag.split("=")[0] for flag in flags if flag.startswith("--")} - known
