@@ -1,0 +1,446 @@
+"""02_tensors_precision: quantize.py and qat.py, and the modules they share."""
+
+import argparse
+import copy
+import importlib.util
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from harness import ROOT, run
+from test_gpu import launch
+
+from common import data, model
+
+CHAPTER = ROOT / "02_tensors_precision"
+CPU = torch.device("cpu")
+
+
+def chapter_module(name: str):
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, CHAPTER / f"{name}.py")
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+workbench, kernels, quantize, qat = map(chapter_module, ("workbench", "kernels", "quantize", "qat"))
+CONFIG = model.Config(256, 32, 48, 2, 4, 4, 8, 64, tie_word_embeddings=True)
+
+
+@pytest.fixture
+def weight() -> torch.Tensor:
+    torch.manual_seed(0)
+    weight = torch.randn(32, 176) * torch.logspace(-3, 2, 32)[:, None]  # 176 = 128 + 48 = 5 · 32 + 16
+    weight[3, 7] = 50.0
+    weight[5] = 0.0
+    return weight
+
+
+@pytest.fixture
+def net() -> model.Transformer:
+    torch.manual_seed(0)
+    net = model.Transformer(CONFIG)
+    for layer in workbench.linears(net).values():
+        layer.weight.data.mul_(10)  # so that activations are not all alike
+    return net
+
+
+@pytest.fixture
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(1)
+    return torch.randint(256, (4, 16)), torch.randint(256, (4, 16))
+
+
+@pytest.mark.parametrize("group", ["tensor", "channel", 128, 32])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_no_weight_is_off_by_more_than_half_its_scale(weight, bits, group):
+    w = quantize.quantize(weight, bits, group)
+    # scales of our own, value by value: the largest of what shares one, over the largest integer
+    limit = 2 ** (bits - 1) - 1
+    expected = torch.empty_like(weight)
+    for row in range(len(weight)):
+        width = group if isinstance(group, int) else 176
+        for first in range(0, 176, width):
+            largest = (weight if group == "tensor" else weight[row, first : first + width]).abs().max()
+            expected[row, first : first + width] = largest / limit
+    error = (quantize.dequantize(w) - weight).abs()
+    assert (error <= expected * 0.5 * (1 + 2**-8)).all()  # the scale itself is bf16
+    assert error.max() > 0
+    assert w.scale.shape == {"tensor": (1, 1), "channel": (32, 1), 128: (32, 2), 32: (32, 6)}[group]
+    codes = quantize.unpack(w.codes) if bits <= 4 else w.codes
+    assert codes.abs().max() == limit
+
+
+def test_finer_scales_are_nearer(weight):
+    errors = [
+        (quantize.dequantize(quantize.quantize(weight, 4, group)) - weight).norm()
+        for group in ("tensor", "channel", 128, 32)
+    ]
+    assert errors == sorted(errors, reverse=True)
+
+
+def test_values_that_are_on_the_grid_come_back_exactly():
+    codes = torch.arange(-127, 128.0).expand(4, -1)
+    exact = codes * torch.tensor([1.0, 0.5, 2.0**-20, 3.0])[:, None]
+    w = quantize.quantize(exact, 8, "channel")
+    assert torch.equal(quantize.dequantize(w), exact)
+    assert torch.equal(w.codes, codes.to(torch.int8))
+
+
+@pytest.mark.parametrize("group", ["tensor", "channel", 32])
+def test_zeros_stay_zeros(group):
+    w = quantize.quantize(torch.zeros(4, 64), 4, group)
+    assert torch.equal(quantize.dequantize(w), torch.zeros(4, 64))
+    assert (w.scale > 0).all()  # nothing was divided by zero
+
+
+def test_int4_packing_is_exact_for_every_byte():
+    every = torch.arange(256, dtype=torch.uint8)[None]
+    values = quantize.unpack(every)
+    low = [(byte & 15) - 16 * ((byte & 15) > 7) for byte in range(256)]
+    high = [(byte >> 4) - 16 * ((byte >> 4) > 7) for byte in range(256)]
+    assert values.dtype == torch.int8
+    assert values[0, ::2].tolist() == low
+    assert values[0, 1::2].tolist() == high
+    assert torch.equal(quantize.pack(values), every)
+
+
+def test_an_odd_row_cannot_be_packed():
+    with pytest.raises(ValueError, match="33"):
+        quantize.quantize(torch.ones(2, 33), 4, "channel")
+    assert quantize.quantize(torch.ones(2, 33), 8, 32).codes.shape == (2, 33)
+
+
+@pytest.mark.parametrize(
+    ("bits", "group", "nbytes"),
+    [
+        (8, "tensor", 32 * 176 + 2),
+        (8, "channel", 32 * 176 + 32 * 2),
+        (8, 32, 32 * 176 + 32 * 6 * 2),
+        (4, "channel", 32 * 88 + 32 * 2),
+        (4, 128, 32 * 88 + 32 * 2 * 2),
+        (4, 32, 32 * 88 + 32 * 6 * 2),
+    ],
+)
+def test_bytes_are_those_of_the_storage(weight, bits, group, nbytes):
+    w = quantize.quantize(weight, bits, group)
+    assert w.nbytes == nbytes
+    assert w.codes.untyped_storage().nbytes() + w.scale.numel() * w.scale.element_size() == nbytes
+
+
+def test_llama2_bytes_by_formula():
+    kinds = {"int4": lambda w: quantize.quantize(w, 4, 128)}
+    seven, thirteen, seventy = workbench.llama2_bytes(kinds)
+    # the published parameter counts
+    assert [r["parameters"] for r in (seven, thirteen, seventy)] == [6_738_415_616, 13_015_864_320, 68_976_648_192]
+    norms = 4096 * (2 * 32 + 1)
+    matrices = 6_738_415_616 - 2 * 32_000 * 4096 - norms
+    assert seven["int4_bytes"] == matrices // 2 + matrices // 128 * 2 + 2 * (2 * 32_000 * 4096 + norms)
+    assert seventy["int4_bytes"] > 35e9  # C6, with scales and what stays bf16
+
+
+def test_activation_codes_are_within_half_a_step_and_zero_is_exact():
+    x = torch.linspace(-0.7, 2.3, 1001)
+    codes, scale, zero = quantize.activation_codes(x, -0.7, 2.3)
+    assert codes.min() >= -128
+    assert codes.max() <= 127
+    assert ((codes - zero) * scale - x).abs().max() <= scale * (0.5 + 0.51)  # the zero point is rounded too, at an end
+    inside = x[(x > -0.69) & (x < 2.29)]
+    codes, _, _ = quantize.activation_codes(inside, -0.7, 2.3)
+    assert ((codes - zero) * scale - inside).abs().max() <= scale * 0.5001
+    codes, _, zero = quantize.activation_codes(torch.zeros(1), 0.5, 2.0)
+    assert codes.item() == zero
+    codes, scale, zero = quantize.activation_codes(torch.tensor([-9.0, 9.0]), -1.0, 1.0)
+    assert codes.tolist() == [-128, 127]
+    assert all(map(math.isfinite, quantize.activation_codes(torch.zeros(1), 0.0, 0.0)[1:]))
+
+
+def test_w8a8_integers_are_the_float_arithmetic(weight):
+    w = quantize.quantize(weight, 8, "channel")
+    x = torch.randn(3, 20, 176)
+    kernel, exact = (quantize.w8a8(w, -1.5, 2.5, kernel=k)(x) for k in (True, False))
+    assert kernel.shape == (3, 20, 32)
+    torch.testing.assert_close(kernel, exact, rtol=1e-4, atol=1e-4 * exact.abs().max().item())
+    # and in exact integers
+    codes, scale, zero = quantize.activation_codes(x, -1.5, 2.5)
+    integers = (codes.long() - zero) @ w.codes.long().T
+    expected = integers.double() * scale * w.scale[:, 0].double()
+    assert (kernel - expected).norm() <= 1e-6 * expected.norm()
+
+
+@pytest.mark.parametrize(("bits", "group"), [(8, "channel"), (4, 32), (4, 128)])
+def test_torch_kernels_agree_with_the_arithmetic(weight, bits, group):
+    w = quantize.quantize(weight, bits, group)
+    x = torch.randn(2, 16, 176)
+    kernel = kernels.runs(lambda: quantize.torch_kernel(w), x)
+    assert kernel is not None
+    expected = quantize.emulate(w)(x)
+    assert (kernel(x) - expected).norm() < 0.01 * expected.norm()
+
+
+def test_a_kernel_that_is_wrong_or_missing(net, capsys):
+    layers = workbench.linears(net)
+    exact = {name: quantize.emulate(quantize.quantize(m.weight.detach(), 8, "channel")) for name, m in layers.items()}
+    assert kernels.checked(layers, {name: lambda f=f: f for name, f in exact.items()}, exact).keys() == exact.keys()
+    with pytest.raises(AssertionError, match="differ"):
+        kernels.checked(layers, {name: lambda f=f: lambda x: f(x) * 1.02 for name, f in exact.items()}, exact)
+    assert kernels.checked(layers, {name: lambda: torch.ops.aten.no_such_operator for name in exact}, exact) is None
+    assert "no_such_operator" in capsys.readouterr().out
+
+
+def test_observers_see_the_range_and_percentiles_clip(net, batch):
+    seen = {}
+    for name, layer in workbench.linears(net).items():
+        layer.register_forward_pre_hook(lambda _m, args, name=name: seen.__setitem__(name, args[0].detach().clone()))
+    everything = workbench.observe(net, batch[0], 0.0)
+    assert everything == {name: (x.min().item(), x.max().item()) for name, x in seen.items()}
+    clipped = workbench.observe(net, batch[0], 0.01)
+    for name, (low, high) in clipped.items():
+        x = seen[name].flatten()
+        assert everything[name][0] < low < high < everything[name][1]
+        assert (x < low).sum() == (x > high).sum() == int(0.01 * x.numel())
+    assert all(len(layer._forward_pre_hooks) == 1 for layer in workbench.linears(net).values())  # ours; theirs are gone
+
+
+def test_calibration_on_other_data_gives_other_ranges_and_a_worse_result(net, batch):
+    right, wrong = workbench.observe(net, batch[0], 0.0), workbench.observe(net, torch.full_like(batch[0], 32), 0.0)
+    assert right != wrong
+    int8 = {name: quantize.quantize(m.weight.detach(), 8, "channel") for name, m in workbench.linears(net).items()}
+    with torch.no_grad():
+        exact = net(batch[0])
+    errors = []
+    for ranges in (right, wrong):
+        copied = copy.deepcopy(net)
+        for name, layer in workbench.linears(copied).items():
+            layer.forward = quantize.w8a8(int8[name], *ranges[name])
+        with torch.no_grad():
+            errors.append((copied(batch[0]) - exact).norm())
+    assert errors[0] < errors[1] / 2
+
+
+def test_measure_is_the_models_loss_and_puts_forwards_back(net, batch):
+    losses, _ = workbench.measure(net, {}, [batch, batch])
+    assert losses.shape == (8,)
+    assert losses.mean().item() == pytest.approx(net(*batch).item(), rel=1e-5)
+    name = "layers.1.mlp.down_proj"
+    changed, _ = workbench.measure(net, {name: lambda x: torch.zeros(*x.shape[:-1], 32)}, [batch])
+    assert not torch.equal(changed, losses[:4])
+    assert torch.equal(workbench.measure(net, {}, [batch])[0], losses[:4])
+    delta, error = workbench.difference(torch.tensor([2.0, 4.0, 6.0]), torch.ones(3))
+    assert (delta, error) == pytest.approx((3.0, 2 / math.sqrt(3)))
+
+
+def test_linears_are_the_matrices_in_the_blocks(net):
+    names = workbench.linears(net).keys()
+    assert len(names) == 2 * 7
+    assert all(name.startswith("layers.") for name in names)
+
+
+def test_the_scan_finds_the_layer_that_hurts_and_mixed_precision_keeps_it(net, batch, monkeypatch):
+    bad = "layers.1.mlp.up_proj"
+    layers = workbench.linears(net)
+    coarse = {}
+    for name, layer in layers.items():
+        w = quantize.quantize(layer.weight.detach(), 3, "channel")
+        coarse[name] = quantize.emulate(w)
+        if name != bad:
+            layer.weight.data = quantize.dequantize(w)  # already rounded: nothing more to lose
+    targets = net(batch[0]).argmax(-1)  # a model that is right, and can only get worse
+    scan = workbench.sensitivity(net, coarse, [(batch[0], targets)])
+    assert [name for name, (delta, _) in scan.items() if delta > 0] == [bad]
+    assert [*scan.values()] == sorted(scan.values(), key=lambda item: -item[0])
+    monkeypatch.setattr(quantize, "KEEP", 1)
+    found = {scheme: (nbytes, forwards) for scheme, _, nbytes, forwards in quantize.schemes(net, [batch], scan)}
+    nbytes, forwards = found["int4 per channel, 1 most sensitive int8"]
+    for name, layer in layers.items():
+        x = torch.randn(5, layer.in_features)
+        w = quantize.quantize(layer.weight.detach(), 8 if name == bad else 4, "channel")
+        assert torch.equal(forwards[name](x), quantize.emulate(w)(x))
+    extra = layers[bad].weight.numel() // 2
+    assert nbytes == found["int4 per channel"][0] + extra
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_straight_through_gradient_is_that_of_torchs_fake_quantize(bits):
+    torch.manual_seed(0)
+    limit = 2 ** (bits - 1) - 1
+    weight = torch.randn(6, 16, requires_grad=True)
+    gradient = torch.randn(6, 16)
+    ours = qat.FakeQuantize.apply(weight, bits)
+    (mine,) = torch.autograd.grad(ours, weight, gradient)
+    scale = quantize.quantize(weight.detach(), bits, "channel").scale[:, 0].float()
+    zeros = torch.zeros(6, dtype=torch.int32)
+    theirs = torch.fake_quantize_per_channel_affine(weight, scale, zeros, 0, -limit, limit)
+    (expected,) = torch.autograd.grad(theirs, weight, gradient)
+    torch.testing.assert_close(ours, theirs)
+    assert torch.equal(mine, expected)
+    assert torch.equal(mine, gradient)
+
+
+def test_qat_checks_can_fail(net, batch, monkeypatch):
+    qat.check_gradient(net, 4, batch)
+    rounded = qat.with_rounding(copy.deepcopy(net), 4)
+    qat.check_export(rounded, 4, batch[0])
+    export = qat.export
+    monkeypatch.setattr(qat, "export", lambda net, bits: export(net, 3))
+    with pytest.raises(AssertionError, match="exported"):
+        qat.check_export(rounded, 4, batch[0])
+    monkeypatch.setattr(qat.FakeQuantize, "backward", staticmethod(lambda ctx, gradient: (gradient * 0.99, None)))
+    with pytest.raises(AssertionError, match="straight-through"):
+        qat.check_gradient(net, 4, batch)
+
+
+def test_exported_integers_alone_give_the_trained_logits(net, batch):
+    trained = qat.with_rounding(net, 4)
+    with torch.no_grad():
+        expected = trained(batch[0])
+    forwards = qat.export(net, 4)
+    deployed = model.Transformer(CONFIG)
+    state = net.state_dict()
+    kept = {name: t for name, t in state.items() if "_proj" not in name}
+    deployed.load_state_dict(kept, strict=False)
+    for name, layer in workbench.linears(deployed).items():
+        layer.weight.data.fill_(math.nan)  # not read
+        layer.forward = forwards[name]
+    with torch.no_grad():
+        assert torch.equal(deployed(batch[0]), expected)
+
+
+@pytest.fixture
+def small(monkeypatch) -> None:
+    """The cached model, small and on a short text."""
+    text = (b"for i in range(10):\n    print(i)\n" * 700, b"while True:\n    x = y + 1\n" * 300)
+    corpus = data.Corpus(*(data._join_bytes([t]) for t in text), 256)
+    monkeypatch.setattr(data, "load_corpus", lambda *_: corpus)
+    monkeypatch.setattr(model, "load_config", lambda *_: CONFIG)
+
+
+def trained(folder: Path, seed: int = 0, steps: int = 3) -> dict[str, torch.Tensor]:
+    args = argparse.Namespace(run_dir=folder, seed=seed, train_steps=steps)
+    return workbench.trained_model(args, CPU)[0].state_dict()
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_the_model_is_trained_once(small, tmp_path, monkeypatch):
+    first = trained(tmp_path / "new")
+    (file,) = (tmp_path / "new").iterdir()  # nothing under a temporary name is left
+    for part in ("seed0", "steps3", torch.__version__):
+        assert part in file.name
+    monkeypatch.setattr(workbench, "train", lambda *_: pytest.fail("trained again"))
+    assert same(trained(tmp_path / "new"), first)
+
+
+@pytest.mark.parametrize("left", [0, 10, 0.5, 0.99])
+def test_a_truncated_file_is_trained_again(small, tmp_path, left, capsys):
+    first = trained(tmp_path)
+    (file,) = tmp_path.iterdir()
+    whole = file.read_bytes()
+    file.write_bytes(whole[: int(left * len(whole)) if left < 1 else left])
+    assert same(trained(tmp_path), first)
+    assert "damaged" in capsys.readouterr().out
+    assert [*tmp_path.iterdir()] == [file]
+    assert file.stat().st_size == len(whole)
+
+
+def test_another_seed_or_length_is_another_model(small, tmp_path):
+    first = trained(tmp_path)
+    assert not same(trained(tmp_path, seed=1), first)
+    assert not same(trained(tmp_path, steps=4), first)
+    assert len([*tmp_path.iterdir()]) == 3
+
+
+def test_training_is_decided_by_its_seed(small):
+    corpus = data.load_corpus("stdlib", "bytes")
+    torch.manual_seed(0)
+    base = model.Transformer(CONFIG)
+    nets = [copy.deepcopy(base) for _ in range(3)]
+    for net, seed in zip(nets, (1, 1, 2), strict=True):
+        workbench.train(net, corpus.train, 3, 1e-3, seed)
+    one, again, other = (net.state_dict() for net in nets)
+    assert same(one, again)
+    assert not same(one, other)
+    assert not same(one, base.state_dict())
+
+
+def test_the_text_to_choose_with_is_not_the_text_shown(small):
+    tuning, shown = workbench.held_out(data.load_corpus("stdlib", "bytes"), CPU)
+    corpus = data.load_corpus("stdlib", "bytes").held_out
+    half = len(corpus) // 2
+    assert torch.equal(tuning[0][0][0], torch.from_numpy(corpus[:64].copy()).long())
+    assert torch.equal(shown[0][0][0], torch.from_numpy(corpus[half : half + 64].copy()).long())
+
+
+def test_quantize_bare_flags_and_json(small, tmp_path, monkeypatch, capsys):
+    flags = ["--train-steps", "3", "--run-dir", str(tmp_path), "--device", "cpu"]
+    monkeypatch.setattr(sys, "argv", ["quantize.py", *flags, "--json", str(tmp_path / "s.json")])
+    monkeypatch.setattr(kernels, "time_layer", lambda makers, side, device: [{"layer": name} for name in makers])
+    assert quantize.main() == 0
+    summary = json.loads((tmp_path / "s.json").read_text())
+    rows = {(row["scheme"], row["multiplied"]): row for row in summary["rows"]}
+    fp32, int4 = rows["fp32", "fp32"], rows["int4 per channel", "fp32, dequantized"]
+    assert fp32["delta"] == fp32["standard_error"] == 0
+    assert int4["delta"] == pytest.approx(int4["val_loss"] - fp32["val_loss"], abs=1e-5)
+    matrices = 2 * (4 * 32 * 32 + 3 * 32 * 48)
+    assert fp32["weight_bytes"] == 4 * matrices
+    assert int4["weight_bytes"] == matrices // 2 + 2 * 2 * (4 * 32 + 2 * 48 + 32)
+    assert len(summary["sensitivity"]) == 14
+    assert all(row["tokens_per_second"] > 0 for row in summary["rows"])
+    assert "int4 per channel" in capsys.readouterr().out
+
+
+def test_qat_bare_flags_and_json(small, tmp_path, monkeypatch, capsys):
+    flags = ["--train-steps", "3", "--steps", "2", "--seeds", "3", "--bits", "2", "--run-dir", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["qat.py", *flags, "--device", "cpu", "--json", str(tmp_path / "s.json")])
+    assert qat.main() == 0
+    summary = json.loads((tmp_path / "s.json").read_text())
+    assert [row["seed"] for row in summary["runs"]] == [1, 2, 3]
+    gains = sorted(row["ptq_loss"] - row["qat_loss"] for row in summary["runs"])
+    (verdict,) = summary["verdicts"]
+    assert [verdict["lowest_gain"], verdict["median_gain"], verdict["highest_gain"]] == pytest.approx(gains)
+    assert verdict["seeds_won"] == sum(gain > 0 for gain in gains)
+    assert len({row["rival_loss"] for row in summary["runs"]}) == 3
+    answer = {0: "no", 3: "yes"}.get(verdict["seeds_won"], "not shown")
+    assert f"at 2 bits: {answer}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("script", "flags", "said"),
+    [("quantize.py", ["--train-steps", "0"], "--train-steps"), ("qat.py", ["--bits", "5"], "--bits")],
+)
+def test_a_wrong_flag_is_one_line(tmp_path, script, flags, said):
+    result = run(f"02_tensors_precision/{script}", tmp_path, *flags)
+    assert result.code == 2
+    assert said in result.err
+    assert len(result.err.splitlines()) == 1
+
+
+def on_gpu(gpus: dict[str, str], folder: Path, script: str, *flags: str) -> dict:
+    """The summary of a short run of the script on cuda."""
+    command = [f"02_tensors_precision/{script}", "--device", "cuda", "--train-steps", "30", *flags]
+    code, output = launch(gpus, [*command, "--run-dir", str(folder), "--json", str(folder / "s.json")], timeout=120)
+    assert code == 0, output[-4000:]
+    return json.loads((folder / "s.json").read_text())
+
+
+@pytest.mark.gpu
+def test_integer_kernels_on_the_gpu(gpus, tmp_path):
+    rows = on_gpu(gpus, tmp_path, "quantize.py")["rows"]
+    assert ("W8A8, min-max of text", "torch's kernel, int8") in {(row["scheme"], row["multiplied"]) for row in rows}
+    exact = {row["scheme"]: row["val_loss"] for row in rows if "dequantized" in row["multiplied"]}
+    fast = {row["scheme"]: row["val_loss"] for row in rows if "kernel, bf16" in row["multiplied"]}
+    assert "int4 per 32" in fast
+    assert fast == pytest.approx({scheme: exact[scheme] for scheme in fast}, abs=0.01)
+
+
+@pytest.mark.gpu
+def test_qat_on_the_gpu(gpus, tmp_path):
+    summary = on_gpu(gpus, tmp_path, "qat.py", "--bits", "2")  # its checks hold on cuda
+    assert len(summary["runs"]) == 3
+    assert summary["device"] not in ("cpu", "mps")
