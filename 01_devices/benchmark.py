@@ -66,11 +66,11 @@ def bandwidth(device: torch.device, samples: int, flush: Tensor, array_bytes: in
     a, b, c = (torch.randn(array_bytes // 4, device=device) for _ in range(3))
     found, peak = [], hardware.memory_bandwidth(hardware.device_name(device))
     for kind, arrays, flop, work, expected in (
-        ("copy", 2, 0, partial(a.copy_, b), lambda: b),
-        ("triad", 3, 2, partial(torch.add, b, c, alpha=3, out=a), lambda: b + 3 * c),
+        ("copy", 2, 0, partial(a.copy_, b), lambda: b[::997]),
+        ("triad", 3, 2, partial(torch.add, b, c, alpha=3, out=a), lambda: b[::997] + 3 * c[::997]),
     ):
         rates = [arrays * a.nbytes / seconds for seconds in timed(work, device, samples, flush)]
-        torch.testing.assert_close(a, expected())
+        torch.testing.assert_close(a[::997], expected())
         what, more = f"{kind}: {arrays} x {a.nbytes:,} bytes", {"flop_per_byte": flop / (4 * arrays)}
         found.append(figure(kind, what, "fp32", a.shape, rates, "B/s", peak, **more))
     return found
@@ -169,7 +169,8 @@ def main() -> int:
     if device == CPU:
         unseen["CPU against GPU"] = "no GPU here or --device cpu: only the CPU's side"
 
-    best, wrong, known = ceilings(found), bugs(found), any(f["peak"] for f in found)
+    slack = 1.25 if "GeForce" in name else 1.0  # their clocks go above the boost clock that the data sheet counts with
+    best, wrong, known = ceilings(found), bugs(found, slack), any(f["peak"] for f in found)
     facts = conclusions(found, best)
     show(found, facts, unseen)
     checked = [f["dtype"] for f in found if "relative_error" in f]

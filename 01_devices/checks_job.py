@@ -37,7 +37,7 @@ def rendezvous(environ: Mapping[str, str], gpus: int) -> Check:
     """torchrun sets all of these; by hand, a job where one is wrong waits until its timeout."""
     name, given = "rendezvous", {key: environ[key] for key in RENDEZVOUS if key in environ}
     fix = "unset them and start with torchrun, or set all: " + ", ".join(RENDEZVOUS)
-    if not given:
+    if not given.keys() - {"MASTER_ADDR", "MASTER_PORT"}:  # these two alone are what a batch script prepares
         return name, "ok", "RANK, WORLD_SIZE, ... are not set: torchrun sets them", ""
     if missing := [key for key in RENDEZVOUS if key not in given]:
         return name, "fail", f"half set: {', '.join(given)} without {', '.join(missing)}", fix
@@ -104,7 +104,7 @@ def threads(environ: Mapping[str, str], cores: int, processes: int, gpus: int) -
     seen = f"{each} per process ({'OMP_NUM_THREADS' if text else 'not set; torchrun would set 1'}), {cores} core(s)"
     if processes > 1:
         seen += f", {processes} processes"
-    fits = each * processes <= max(cores, processes)
+    fits = each * processes <= max(cores, processes) or (text is None and processes > 1)  # torchrun will set 1
     if fits and (gpus or text is None or 4 * each * processes > cores):
         return name, "ok", seen, ""
     return name, "warn", seen, f"OMP_NUM_THREADS={max(1, cores // processes)}"
@@ -113,7 +113,7 @@ def threads(environ: Mapping[str, str], cores: int, processes: int, gpus: int) -
 def nccl(environ: Mapping[str, str], interfaces: list[str], usable: bool) -> Check:
     """NCCL's interface: those that NCCL_SOCKET_IFNAME names, as prefixes, =exact, or ^ all but these."""
     name, wanted = "NCCL", environ.get("NCCL_SOCKET_IFNAME")
-    interface = f"interface of the default route: {_default_interface() or 'none'}"
+    interface = f"interface {_first_choice(interfaces) or 'none'}"
     if wanted:
         exact, all_but = wanted.lstrip("^").startswith("="), wanted.startswith("^")
         patterns = [part + "*" * (not exact) for part in wanted.lstrip("^=").split(",")]
@@ -128,9 +128,11 @@ def nccl(environ: Mapping[str, str], interfaces: list[str], usable: bool) -> Che
     return name, "skip", f"not in this torch build; {interface}", ""
 
 
-def _default_interface(routes: Path = Path("/proc/net/route")) -> str | None:
-    rows = [line.split() for line in routes.read_text().splitlines()[1:]] if routes.exists() else []
-    return next((row[0] for row in rows if row[1] == "00000000"), None)
+def _first_choice(interfaces: list[str]) -> str | None:
+    """Left alone NCCL takes InfiniBand's (ib...), else any but docker's and the loopback, else what there is."""
+    prefixes = ["ib", "", "docker", "lo"]
+    place = {name: max(i for i, prefix in enumerate(prefixes) if name.startswith(prefix)) for name in interfaces}
+    return min(interfaces, key=lambda name: 0 if name.startswith("ib") else place[name], default=None)
 
 
 def collective(backend: str, gpus: int, seconds: float = 60, code: str = ALL_REDUCE) -> Check:
@@ -150,7 +152,7 @@ def collective(backend: str, gpus: int, seconds: float = 60, code: str = ALL_RED
         try:
             while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
                 if any(rank.returncode for rank in ranks):
-                    deadline = min(deadline, time.monotonic() + 5)  # the other may wait for it for ever
+                    deadline = min(deadline, time.monotonic() + 20)  # the other may wait for it for ever
                 time.sleep(0.02)
         finally:
             for rank in ranks:
@@ -171,12 +173,13 @@ def collective(backend: str, gpus: int, seconds: float = 60, code: str = ALL_RED
 
 
 def checks(environ: Mapping[str, str]) -> list[Check]:
-    gpus, processes = torch.cuda.device_count(), environ.get("LOCAL_WORLD_SIZE", "")
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    processes = environ.get("LOCAL_WORLD_SIZE", "")
     return [
         rendezvous(environ, gpus),
         master_port(environ),
         threads(environ, usable_cores(), int(processes) if processes.isdecimal() else max(1, gpus), gpus),
-        nccl(environ, [name for _, name in socket.if_nameindex()], torch.cuda.is_available()),
+        nccl(environ, [name for name, state in psutil.net_if_stats().items() if state.isup], torch.cuda.is_available()),
         collective("gloo", gpus),
         collective("nccl", gpus),
     ]

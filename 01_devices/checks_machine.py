@@ -23,9 +23,19 @@ import torch
 Check = tuple[str, str, str, str]
 
 
-def driver(gpus: list[dict], torch_cuda: str | None) -> Check:
-    """A driver runs CUDA up to its own version, and any minor version of the same major."""
+def nvidia_cards(devices: Path = Path("/sys/bus/pci/devices")) -> int:
+    """GPUs by NVIDIA (vendor 10de, class 03) on the PCI bus, which needs no driver to be seen."""
+    ids = [[(card / file).read_text() for file in ("vendor", "class")] for card in devices.glob("*")]
+    return sum(vendor.startswith("0x10de") and kind.startswith("0x03") for vendor, kind in ids)
+
+
+def driver(gpus: list[dict], torch_cuda: str | None, broken: str | None = None) -> Check:
+    """A driver runs CUDA up to its own version, and any minor version of its major. `broken`: why NVML sees none."""
     name, offered = "driver", gpus[0]["cuda"] if gpus else None
+    if lost := [f"GPU {g['index']}: {g['refused']['handle']}" for g in gpus if "handle" in g.get("refused", {})]:
+        return name, "fail", "; ".join(lost), "if dmesg names an Xid, it has fallen off the bus: reboot, or replace it"
+    if broken:
+        return name, "fail", f"an NVIDIA card on the PCI bus; {broken}", "reinstall the driver, reboot after an update"
     if not offered or not torch_cuda:
         return name, "skip", f"driver's CUDA {offered or 'n/a'}, torch's CUDA {torch_cuda or 'none'}", ""
     seen = f"driver {gpus[0]['driver']} runs CUDA {offered}, torch was built for {torch_cuda}"
@@ -36,10 +46,9 @@ def driver(gpus: list[dict], torch_cuda: str | None) -> Check:
 
 def torch_build(gpus: list[dict], torch_cuda: str | None, usable: bool) -> Check:
     name, version = "torch build", f"torch {torch.__version__}"
-    if not gpus:
-        return name, "ok", f"{version}, no NVIDIA GPU", ""
-    if torch_cuda is None:
-        return name, "fail", f"{version} is a build without CUDA, beside {len(gpus)} GPU(s)", "install a CUDA build"
+    if not gpus or torch_cuda is None:
+        seen = f"{version} is a build without CUDA, beside {len(gpus)} GPU(s)" if gpus else f"{version}, no GPU by NVML"
+        return name, "fail" if gpus else "ok", seen, "install a CUDA build" if gpus else ""
     if not usable:
         fix = "look at the driver and CUDA_VISIBLE_DEVICES; python -c 'import torch; torch.cuda.init()' says more"
         return name, "fail", f"{version} cannot use any of {len(gpus)} GPU(s)", fix
@@ -120,15 +129,14 @@ def open_files(limit: int) -> Check:
     return "open files", "warn" if limit >= 256 else "fail", f"limit {limit}", fix
 
 
-def locked_memory(limit: int, rdma: Path = Path("/sys/class/infiniband")) -> Check:
+def locked_memory(limit: int, rdma: Path = Path("/dev/infiniband")) -> Check:
     """The CUDA driver pins memory past this limit; network cards that read memory themselves, InfiniBand, do not."""
-    name, cards = "pinned memory", sorted(card.name for card in rdma.iterdir()) if rdma.is_dir() else []
+    name, cards = "pinned memory", sorted(card.name for card in rdma.glob("uverbs*") if os.access(card, os.R_OK))
     if limit == resource.RLIM_INFINITY:
         return name, "ok", "no limit", ""
     seen = f"limit {limit / 2**20:g} MiB, RDMA cards: {', '.join(cards) or 'none'}"
-    if cards:
-        return name, "fail", seen, "ulimit -l unlimited (docker run --ulimit memlock=-1)"
-    return name, "ok", seen, ""
+    status, fix = ("warn", "ulimit -l unlimited (docker run --ulimit memlock=-1)") if cards else ("ok", "")
+    return name, status, seen, fix
 
 
 def disk(run_dir: Path, least: int = 2**30, enough: int = 10 * 2**30, slow: float = 50e6) -> Check:
@@ -138,8 +146,9 @@ def disk(run_dir: Path, least: int = 2**30, enough: int = 10 * 2**30, slow: floa
         folder = folder.parent
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
+            data = os.urandom(size)
             start = time.perf_counter()
-            file.write(os.urandom(size))
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
             rate = size / (time.perf_counter() - start)
@@ -173,13 +182,13 @@ def packages(requirements: Path) -> Check:
     return "packages", "ok", f"all {len(pins)} as pinned", ""
 
 
-def checks(gpus: list[dict], environ: Mapping[str, str], run_dir: Path) -> list[Check]:
+def checks(gpus: list[dict], why_none: str | None, environ: Mapping[str, str], run_dir: Path) -> list[Check]:
     repo = Path(__file__).resolve().parents[1]
     return [
-        driver(gpus, torch.version.cuda),
+        driver(gpus, torch.version.cuda, why_none if nvidia_cards() else None),
         torch_build(gpus, torch.version.cuda, torch.cuda.is_available()),
         visible_devices(gpus, environ),
-        peer_access(torch.cuda.device_count()),
+        peer_access(torch.cuda.device_count() if torch.cuda.is_available() else 0),
         clocks(gpus),
         other_processes(gpus),
         shared_memory(),

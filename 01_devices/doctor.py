@@ -52,7 +52,7 @@ def main() -> int:
     start = time.monotonic()
     gpus, why_none = nvml.gpus()
     print(f"{len(gpus)} NVIDIA GPU(s){f': {why_none}' if why_none else ''}", flush=True)
-    found = [*checks_machine.checks(gpus, os.environ, args.run_dir), *checks_job.checks(os.environ)]
+    found = [*checks_machine.checks(gpus, why_none, os.environ, args.run_dir), *checks_job.checks(os.environ)]
     if args.script:
         watched = checks_script.watch(args.script, args.flags, args.nproc, args.steps, args.timeout)
         found += checks_script.checks(watched)

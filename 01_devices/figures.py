@@ -40,9 +40,9 @@ def ceilings(figures: list[dict]) -> dict[str, float]:
     return best
 
 
-def bugs(figures: list[dict]) -> list[str]:
-    """Every figure of which a sample is above the data sheet's peak."""
-    above = [f for f in figures if f["peak"] and f["max"] > f["peak"]]
+def bugs(figures: list[dict], slack: float = 1.0) -> list[str]:
+    """Every figure of which a sample is above the data sheet's peak times `slack`."""
+    above = [f for f in figures if f["peak"] and f["max"] > f["peak"] * slack]
     return [f"{f['kind']} {f['dtype']} {f['what']}: {f['max']:.4g} {f['unit']}, peak {f['peak']:.4g}" for f in above]
 
 

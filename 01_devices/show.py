@@ -119,7 +119,7 @@ def host(proc: str = "/proc", groups: str = "/sys/fs/cgroup") -> dict:
         "torch": torch.__version__,
         "cuda": torch.version.cuda or torch.version.hip,
         "cudnn": torch.backends.cudnn.version(),
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else None,
     }
 
 
@@ -143,7 +143,8 @@ def main() -> int:
     args = parser.parse_args()
     device = runtime.single_device(args.device)
     here, (gpus, why), topology = host(), nvml.gpus(), nvml.topology()
-    usable = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    count = torch.cuda.is_available() * torch.cuda.device_count()  # which counts GPUs with too old a driver, too
+    usable = [torch.cuda.get_device_properties(i) for i in range(count)]
     show("This machine", [{"fact": name, "value": words(name, value)} for name, value in here.items()])
     if gpus:
         heads, facts = [f"GPU {g['index']}" for g in gpus], [f for f in gpus[0] if f not in ("index", "refused")]
@@ -163,7 +164,6 @@ def main() -> int:
         verdict = "missing" if problem else {True: "native", False: "emulated", None: "works"}[unit]
         dtypes.append({"dtype": dtype, "unit": unit, "verdict": verdict, "tried": problem or "the product is right"})
     show(f"Dtypes on {name}; emulated: no unit for it, and the product is right", dtypes)
-
     peaks = []
     for gpu in dict.fromkeys([*(g["name"] or "n/a" for g in gpus), *(p.name for p in usable), *TO_COMPARE]):
         sheet = hardware.peak(gpu)
@@ -185,8 +185,8 @@ def main() -> int:
             fits.append({"model": llama, **demand, **answer, "reference_80_gb_gpus": reference})
     show(f"What fits into {len(cards)} x {cards[0][0]} of {memory / 1e9:.1f} GB\n\n    {needs.__doc__.strip()}", fits)
 
-    pairs = [(g, p) for g in gpus for p in usable if g["uuid"] == f"GPU-{p.uuid}"]
-    for g, p in pairs:  # a refused query is None; NVML counts what the driver keeps for itself
+    pairs = [(g, p) for g in gpus for p in usable if g["uuid"] == f"GPU-{p.uuid}" and not g["mig"]]
+    for g, p in pairs:  # not MIG's slices; a refused query is None; NVML counts what the driver keeps for itself
         assert g["name"] in (None, p.name), (g["name"], p.name)
         assert g["compute_capability"] in (None, f"{p.major}.{p.minor}"), (g["compute_capability"], p.major, p.minor)
         assert abs((g["memory_total_bytes"] or p.total_memory) / p.total_memory - 1) < 0.05, g["memory_total_bytes"]

@@ -28,8 +28,9 @@ def timed(work: Callable, device, samples: int, flush: Tensor | None = None, rep
     operands then come from memory, and the GPU is busy while the call is issued, so that the launch is not timed.
     """
     wait = (lambda: None) if device.type == "cpu" else torch.accelerator.synchronize
+    work()  # may load kernels for longer than all of the warm-up
+    wait()
     deadline = time.perf_counter() + WARM_UP_SECONDS
-    work()
     while time.perf_counter() < deadline:
         work()
         wait()

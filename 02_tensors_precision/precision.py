@@ -180,12 +180,10 @@ def plot(own: dict, summed: dict, file: Path) -> str | None:
 def main() -> int:
     parser = cli.Parser(__doc__)
     parser.add_argument("--device", choices=("auto", "cuda", "mps", "cpu"), default="auto", help="for the products")
-    parser.add_argument("--seed", type=cli.natural, default=0)
+    parser.add_argument("--seed", type=cli.seed, default=0)
     parser.add_argument("--plot", type=cli.writable_file, metavar="PATH", help="default: runs/precision.png")
     parser.add_argument("--json", type=cli.writable_file, metavar="PATH", help="write the summary as one JSON object")
     args = parser.parse_args()
-    if args.seed >= 2**63:
-        raise runtime.UserError(f"--seed {args.seed} has more than 63 bits")
     device = runtime.single_device(args.device)
     runtime.seed(args.seed, deterministic=False)
     began, own = time.perf_counter(), types()

@@ -2,8 +2,7 @@
 
 Transposing, slicing and expanding change only the walk: the result is a view and costs nothing. Other operations
 copy. Which is which decides the memory that training takes, and most surprises with `view` and `contiguous`.
-A batch of images can lie in memory channel by channel (NCHW) or pixel by pixel (channels_last, NHWC): equal
-values and bytes, another speed. And a tensor lives on one device.
+A batch of images can lie channel by channel (NCHW) or pixel by pixel (channels_last, NHWC): another speed.
 
     laptop    python 02_tensors_precision/tensors.py
     one GPU   python 02_tensors_precision/tensors.py --device cuda
@@ -126,7 +125,8 @@ def layouts(device: torch.device) -> dict:
     check(nchw.stride() == (150528, 50176, 224, 1), "NCHW: stride (150528, 50176, 224, 1)")
     check(nhwc.stride() == (150528, 1, 672, 3), "channels_last: stride (150528, 1, 672, 3)")
     check(not nhwc.is_contiguous(), "channels_last is not is_contiguous(): that asks for NCHW unless told otherwise")
-    dtype, tolerance = (torch.bfloat16, 0.05) if device.type == "cuda" else (torch.float32, 1e-4)  # of values of size 1
+    half = torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+    dtype, tolerance = (half, 0.05) if device.type == "cuda" else (torch.float32, 1e-4)  # of values of size 1
     rows, measured = [[f"3 x 3 convolution, {dtype}, ms", "NCHW", "channels_last", "ratio"]], []
     for name, inputs, side, stride in (("the images", 3, 224, 2), ("features", 64, 56, 1)):
         x = torch.randn(32, inputs, side, side).to(device, dtype)

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))  # common/, with nothing installed
 from common import cli, data, model, report, runtime
+from common.exits import UserError
 from common.hardware import device_name
 
 SEQ_LEN, BATCH = 64, 16
@@ -42,7 +43,7 @@ def flags(description: str) -> cli.Parser:
     """The flags that both scripts have."""
     parser = cli.Parser(description)
     parser.add_argument("--device", choices=("auto", "cuda", "mps", "cpu"), default="auto")
-    parser.add_argument("--seed", type=cli.natural, default=0, help="of the model to start from")
+    parser.add_argument("--seed", type=cli.seed, default=0, help="of the model to start from")
     parser.add_argument("--train-steps", type=cli.positive_int, default=60, help="steps of the model to start from")
     parser.add_argument("--run-dir", type=Path, default=REPO / "runs", help="folder where that model is kept")
     parser.add_argument("--json", type=cli.writable_file, metavar="PATH", help="write the results as one JSON object")
@@ -72,19 +73,21 @@ def trained_model(args: argparse.Namespace, device: torch.device) -> tuple[model
     key = f"nano-{device.type}-seed{args.seed}-steps{args.train_steps}-{text}-torch{torch.__version__}"
     file = args.run_dir / f"{key}.pt"
     runtime.seed(args.seed, deterministic=False)
+    torch.set_float32_matmul_precision("highest")  # some containers make tf32 the default
     net = model.build("nano", model.load_config("nano", corpus.vocab_size, SEQ_LEN)).to(device)
     try:
-        state = torch.load(file, map_location=device, weights_only=True)
+        args.run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--run-dir {args.run_dir}: {error.strerror}; name another folder") from None
+    try:
+        net.load_state_dict(torch.load(file, map_location=device, weights_only=True))
     except Exception as error:  # torch raises many kinds for a file that is cut short
         why = "not there yet" if isinstance(error, FileNotFoundError) else "damaged"
         print(f"{file.name}: {why}, training {args.train_steps} steps", flush=True)
         train(net, corpus.train, args.train_steps, 2e-3, args.seed)
-        file.parent.mkdir(parents=True, exist_ok=True)
         part = file.with_name(f"{key}.{os.getpid()}.tmp")
         torch.save(net.state_dict(), part)
         part.rename(file)
-    else:
-        net.load_state_dict(state)
     return net.eval(), corpus
 
 

@@ -47,12 +47,15 @@ MFU_TARGET = 0.45
 SEQ_LEN = 1024
 STEPS = WARMUP_STEPS + 10 * LOG_EVERY
 SAMPLES = 20  # of each ceiling
+LARGE = ["--device", "cuda", "--model", "llama-124m", "--seq-len", "1024", "--batch-size", "16", "--steps", "18"]
 # what the chapters measure for themselves, the most telling first: each runs if there is time left for it
 CHAPTERS = [
     ["01_devices/benchmark.py", "--device", "cuda"],
-    ["04_amp/compare.py", "--device", "cuda"],
+    # nano would leave the GPU waiting for launches
+    ["04_amp/compare.py", *LARGE],
     ["02_tensors_precision/precision.py", "--device", "cuda"],
     ["02_tensors_precision/quantize.py", "--device", "cuda"],
+    ["02_tensors_precision/qat.py", "--device", "cuda"],
     ["02_tensors_precision/tensors.py", "--device", "cuda"],
     ["01_devices/show.py"],
     ["01_devices/doctor.py"],

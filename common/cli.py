@@ -41,6 +41,15 @@ def _number(kind: type, low: float, exclusive: bool = False):
 
 
 positive_int, natural = _number(int, 1), _number(int, 0)
+
+
+def seed(text: str) -> int:
+    """A whole number that every generator takes."""
+    if (value := natural(text)) >= 2**63:
+        raise argparse.ArgumentTypeError(f"{text} has more than 63 bits")
+    return value
+
+
 positive, not_negative = _number(float, 0, exclusive=True), _number(float, 0)
 
 
@@ -74,7 +83,7 @@ def training_parser(description: str, dtype: str = "fp32") -> Parser:
     add("--clip-norm", type=positive, default=1.0, help="largest gradient norm; inf switches clipping off")
     add("--dtype", choices=("fp32", "bf16", "fp16"), default=dtype, help="what matrices are multiplied in")
     add("--compile", action="store_true", help="torch.compile the model")
-    add("--seed", type=natural, default=0)
+    add("--seed", type=seed, default=0)
     add("--deterministic", action="store_true", help="bit-identical from run to run, slower on a GPU")
     add("--eval-every", type=natural, default=0, help="steps between evaluations (0: at the end only)")
     add("--run-dir", type=Path, help="folder for checkpoints, metrics and plot (default: a new one in runs/)")
@@ -92,8 +101,6 @@ def training_parser(description: str, dtype: str = "fp32") -> Parser:
 def parse_training(description: str, dtype: str = "fp32") -> argparse.Namespace:
     """The shared flags of a training script; UserError for what cannot be."""
     args = training_parser(description, dtype).parse_args()
-    if args.seed >= 2**63:
-        raise UserError(f"--seed {args.seed} has more than 63 bits")
     if args.resume and args.run_dir is None:
         raise UserError("--resume needs --run-dir, the folder of the run to go on with")
     return args

@@ -5,6 +5,7 @@ What was refused is None in the answer, with the driver's words under `refused`;
 """
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -25,17 +26,21 @@ def gpus() -> tuple[list[dict], str | None]:
         return [], "the module pynvml is missing (pip install nvidia-ml-py)"
     try:
         nv.nvmlInit()
-        handles = [nv.nvmlDeviceGetHandleByIndex(i) for i in range(nv.nvmlDeviceGetCount())]
+        count = nv.nvmlDeviceGetCount()
     except Exception as error:  # a half-installed driver fails in ways that are no NVMLError
         return [], f"no NVIDIA driver that answers: {_words(error)}"
-    return [{"index": i, **_describe(handle)} for i, handle in enumerate(handles)], None if handles else "no GPU"
+    return [{"index": i, **_describe(i)} for i in range(count)], None if count else "no GPU"
 
 
 def _words(error: Exception) -> str:
     return f"{error}" or type(error).__name__
 
 
-def _describe(handle: Any) -> dict:
+def _describe(index: int) -> dict:
+    try:
+        handle, lost = nv.nvmlDeviceGetHandleByIndex(index), None
+    except Exception as error:  # fallen off the bus, or another's: the other GPUs still count
+        handle, lost = None, _words(error)
     queries: dict[str, Callable[[], Any]] = {
         "uuid": lambda: nv.nvmlDeviceGetUUID(handle),
         "name": lambda: nv.nvmlDeviceGetName(handle),
@@ -61,7 +66,7 @@ def _describe(handle: Any) -> dict:
         "pcie_rx_bytes_per_second": lambda: 1000 * nv.nvmlDeviceGetPcieThroughput(handle, nv.NVML_PCIE_UTIL_RX_BYTES),
         "ecc": lambda: nv.nvmlDeviceGetEccMode(handle)[0] == nv.NVML_FEATURE_ENABLED,
         "mig": lambda: nv.nvmlDeviceGetMigMode(handle)[0] == nv.NVML_DEVICE_MIG_ENABLE,
-        "numa_node": lambda: nv.nvmlDeviceGetNumaNodeId(handle),
+        "numa_node": lambda: _numa_node(nv.nvmlDeviceGetPciInfo(handle).busId),
         "nvlinks": lambda: len(_links(handle)),
         "nvlink_version": lambda: _nvlink_version(handle),
         "nvlink_tx_bytes": lambda: _traffic(handle, nv.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX),
@@ -72,14 +77,22 @@ def _describe(handle: Any) -> dict:
     refused: dict[str, str] = {}
     for name, query in queries.items():
         try:
-            answers[name] = query()
+            answers[name] = None if lost else query()
         except Exception as error:  # any query, any error: the others still count
             answers[name], refused[name] = None, _words(error)
-    return {**answers, "refused": refused}
+    return {**answers, "refused": {"handle": lost} if lost else refused}
 
 
 def _dotted(version: int) -> str:
     return f"{version // 1000}.{version % 1000 // 10}"
+
+
+def _numa_node(bus_id: str) -> int | None:
+    """The CPU socket that the GPU hangs on; None where the kernel knows of one only. NVML's own query is for GPUs
+    that are a NUMA node themselves."""
+    file = Path("/sys/bus/pci/devices", bus_id.lower()[-12:], "numa_node")
+    node = int(file.read_text()) if file.exists() else -1
+    return None if node < 0 else node
 
 
 def _reasons(mask: int) -> list[str]:

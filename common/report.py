@@ -42,7 +42,7 @@ def write_json(summary: dict, json_path: Path | None) -> dict:
 
 def table(rows: list[list[str]]) -> str:
     """Markdown, and readable as it stands; the first row is the head, columns of figures are right-aligned."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    widths = [max(3, *(len(row[i]) for row in rows)) for i in range(len(rows[0]))]
     figures = [
         all(re.match(r"[-+]?[\d.]|n/a", row[i]) for row in rows[1:]) and len(rows) > 1 for i in range(len(widths))
     ]

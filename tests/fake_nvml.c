@@ -1,6 +1,6 @@
 /* A driver library for machines without one: two GPUs joined by four NVLink lanes, or NVML_GPUS of them.
  * The real pynvml loads it as libnvidia-ml.so.1. Functions named in NVML_REFUSE (commas between) answer "not
- * supported"; a function that is not here is "not found" to pynvml, as with an old driver. */
+ * supported"; the GPU NVML_LOST has fallen off the bus; a function that is not here is "not found" to pynvml, as with an old driver. */
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -28,7 +28,7 @@ int nvmlShutdown(void) { return SUCCESS; }
 const char *nvmlErrorString(int code) { return code == NOT_SUPPORTED ? "Not Supported" : "Unknown Error"; }
 int nvmlDeviceGetCount_v2(unsigned *out) { ASK; *out = number("NVML_GPUS", 2); return SUCCESS; }
 int nvmlDeviceGetHandleByIndex_v2(unsigned i, void **out) {
-    ASK; if ((long)i >= number("NVML_GPUS", 2)) return INVALID; *out = (void *)(uintptr_t)(i + 1); return SUCCESS;
+    ASK; if ((long)i >= number("NVML_GPUS", 2)) return INVALID; if ((long)i == number("NVML_LOST", -1)) return 15; *out = (void *)(uintptr_t)(i + 1); return SUCCESS;
 }
 int nvmlDeviceGetUUID(void *gpu, char *out, unsigned size) { ASK; snprintf(out, size, "GPU-%08d", (int)(uintptr_t)gpu); return SUCCESS; }
 int nvmlDeviceGetName(void *gpu, char *out, unsigned size) {
@@ -48,7 +48,6 @@ CONSTANT(nvmlDeviceGetCurrPcieLinkGeneration, unsigned, 5)
 CONSTANT(nvmlDeviceGetMaxPcieLinkGeneration, unsigned, 5)
 CONSTANT(nvmlDeviceGetCurrPcieLinkWidth, unsigned, number("NVML_PCIE_WIDTH", 16))
 CONSTANT(nvmlDeviceGetMaxPcieLinkWidth, unsigned, 16)
-CONSTANT(nvmlDeviceGetNumaNodeId, unsigned, 0)
 CONSTANT(nvmlDeviceGetCurrentClocksEventReasons, unsigned long long, number("NVML_THROTTLE", 0))
 CONSTANT(nvmlDeviceGetCurrentClocksThrottleReasons, unsigned long long, number("NVML_THROTTLE", 0))
 int nvmlDeviceGetTemperature(void *gpu, int sensor, unsigned *out) { ASK; (void)gpu; (void)sensor; *out = 61; return SUCCESS; }

@@ -105,7 +105,7 @@ def test_order_on_a_gpu(monkeypatch, clock, expected):
     flush = SimpleNamespace(zero_=lambda: log.append("flush"))
     seconds = timing.timed(lambda: log.append("work"), CUDA, samples=1, flush=flush, repeat=2, clock=clock)
     assert seconds == [1.5] if clock == "device" else len(seconds) == 1
-    assert log == ["work", *expected, "wait"]
+    assert log == ["work", "wait", *expected, "wait"]
 
 
 def test_conditions_are_those_of_this_gpu(monkeypatch):

@@ -130,8 +130,8 @@ def test_limits_of_memory_and_files(tmp_path):
     assert checks_machine.shared_memory(tmp_path / "none")[1] == "skip"
     assert [checks_machine.open_files(limit)[1] for limit in (100, 1024, 65536, -1)] == ["fail", "warn", "ok", "ok"]
     assert checks_machine.locked_memory(65536, tmp_path / "none")[1] == "ok"
-    (tmp_path / "mlx5_0").touch()
-    assert checks_machine.locked_memory(65536, tmp_path)[1] == "fail"
+    (tmp_path / "uverbs0").touch()
+    assert checks_machine.locked_memory(65536, tmp_path)[1] == "warn"
     assert checks_machine.locked_memory(-1, tmp_path)[1] == "ok"
 
 
@@ -215,8 +215,8 @@ silent = {{"NVML_REFUSE": "nvmlSystemGetCudaDriverVersion,nvmlSystemGetCudaDrive
     "nvmlDeviceGetCurrentClocksEventReasons,nvmlDeviceGetComputeRunningProcesses_v3", "CUDA_VISIBLE_DEVICES": "0,1"}}
 for scenario in (healthy, faults, hidden, silent, {{"NVML_BROKEN": "1"}}):
     os.environ.update(scenario)
-    gpus, _ = nvml.gpus()
-    print(json.dumps([check[:3] for check in checks_machine.checks(gpus, os.environ, Path())]))
+    gpus, why = nvml.gpus()
+    print(json.dumps([check[:3] for check in checks_machine.checks(gpus, why, os.environ, Path())]))
     for name in scenario:
         del os.environ[name]
 """
@@ -243,6 +243,26 @@ def test_gpu_faults_through_the_driver(fake_driver):
     assert hidden["visible GPUs"] == ("fail", "CUDA_VISIBLE_DEVICES='-1' shows 0 of 2")
 
 
+def test_a_card_whose_driver_does_not_answer(tmp_path):
+    assert checks_machine.nvidia_cards(tmp_path) == 0
+    for name, vendor, kind in (("a", "0x10de", "0x030200"), ("b", "0x10de", "0x020000"), ("c", "0x8086", "0x030000")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "vendor").write_text(vendor + "\n")
+        (tmp_path / name / "class").write_text(kind + "\n")
+    assert checks_machine.nvidia_cards(tmp_path) == 1
+    assert checks_machine.driver([], "12.8", "version mismatch")[1] == "fail"
+    assert checks_machine.driver([], "12.8", None)[1] == "skip"
+    assert checks_machine.driver([{"index": 3, "cuda": None, "refused": {"handle": "lost"}}], "12.8")[1] == "fail"
+
+
+def test_nccl_takes_infiniband_first():
+    assert checks_job._first_choice(["lo", "docker0", "eth0", "ib0"]) == "ib0"
+    assert checks_job._first_choice(["lo", "docker0", "enp1s0"]) == "enp1s0"
+    assert checks_job._first_choice(["lo", "docker0", "dummy0"]) == "dummy0"
+    assert checks_job._first_choice(["lo", "docker0"]) == "docker0"
+    assert checks_job._first_choice(["lo"]) == "lo"
+
+
 def test_cpu_build_beside_a_gpu():
     assert checks_machine.torch_build([{}], None, False)[1] == "fail"
     assert checks_machine.torch_build([{}], "12.8", False)[1] == "fail"
@@ -251,7 +271,9 @@ def test_cpu_build_beside_a_gpu():
 
 
 def test_a_hanging_collective_becomes_an_answer():
-    skipped_by_rank_1 = "import signal; rank or dist.all_reduce(numbers); signal.pause()"
+    # rank 1 gives up after rank 0 has: its end would break rank 0's connection, which is an error and no hang
+    later = "faulthandler.dump_traceback_later(seconds + 3, exit=True)"
+    skipped_by_rank_1 = f"import signal; rank or dist.all_reduce(numbers); {later}; signal.pause()"
     code = checks_job.ALL_REDUCE.replace("dist.all_reduce(numbers)", skipped_by_rank_1)
     before = psutil.Process().children()
     _, result, text, fix = checks_job.collective("gloo", 0, seconds=6, code=code)

@@ -27,7 +27,7 @@ def chapter_module(name: str):
     return sys.modules[name]
 
 
-workbench, kernels, quantize, qat = map(chapter_module, ("workbench", "kernels", "quantize", "qat"))
+workbench, kernels, quantize, qat = map(chapter_module, ("workbench", "torch_kernels", "quantize", "qat"))
 CONFIG = model.Config(256, 32, 48, 2, 4, 4, 8, 64, tie_word_embeddings=True)
 
 

@@ -37,8 +37,11 @@ def int4_kernel(codes: Tensor, scale: Tensor, width: int) -> Forward:
     codes = F.pad(codes + 8, (0, missing), value=8)
     scales = torch.stack((scale, torch.zeros_like(scale)), -1).transpose(0, 1).contiguous()
     if codes.is_cuda:
+        if torch.cuda.get_device_capability(codes.device) < (8, 0):
+            raise RuntimeError("the int4 kernel needs compute capability 8.0")
+        tiles = next((t for t in (8, 4, 2) if codes.shape[1] % (16 * t) == 0), 2)  # the widest loads that fit
         pairs = (codes[:, ::2] << 4 | codes[:, 1::2]).view(torch.uint8)
-        packed, mm = aten._convert_weight_to_int4pack(pairs, 2), aten._weight_int4pack_mm
+        packed, mm = aten._convert_weight_to_int4pack(pairs, tiles), aten._weight_int4pack_mm
     else:
         packed, mm = aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1), aten._weight_int4pack_mm_for_cpu
     return on_matrices(lambda x: mm(F.pad(x.bfloat16(), (0, missing)), packed, width, scales).to(x.dtype))
