@@ -188,7 +188,10 @@ def test_one_sample_above_the_peak_is_a_bug():
     fine = a_figure(values=(1.0, 2.0), peak=2.0)
     unknown = a_figure(values=(1e30,))
     assert figures.bugs([fine, unknown]) == []
-    (line,) = figures.bugs([fine, a_figure(values=(1.0, 1.0, 2.5), peak=2.0), unknown])
+    above = a_figure(values=(1.0, 1.0, 2.5), peak=2.0)
+    assert figures.bugs([above], slack=1.25) == []
+    assert len(figures.bugs([above], slack=1.2)) == 1
+    (line,) = figures.bugs([fine, above, unknown])
     assert "2.5" in line
     assert "peak 2" in line
 

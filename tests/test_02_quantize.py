@@ -14,6 +14,7 @@ from harness import ROOT, run
 from test_gpu import launch
 
 from common import data, model
+from common.exits import UserError
 
 CHAPTER = ROOT / "02_tensors_precision"
 CPU = torch.device("cpu")
@@ -322,6 +323,14 @@ def small(monkeypatch) -> None:
 def trained(folder: Path, seed: int = 0, steps: int = 3) -> dict[str, torch.Tensor]:
     args = argparse.Namespace(run_dir=folder, seed=seed, train_steps=steps)
     return workbench.trained_model(args, CPU)[0].state_dict()
+
+
+def test_a_run_dir_that_cannot_be_is_told_before_training(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(workbench, "train", lambda *_: pytest.fail("trained first"))
+    args = argparse.Namespace(seed=0, train_steps=1, run_dir=tmp_path / "file/runs")
+    with pytest.raises(UserError, match="--run-dir"):
+        workbench.trained_model(args, CPU)
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
