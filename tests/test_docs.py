@@ -11,8 +11,8 @@ from harness import ROOT, clean_env
 from readme import regenerate
 from torch.distributed.run import get_args_parser
 
-READMES = [*ROOT.glob("*.md"), *ROOT.glob("0*/README.md"), *ROOT.glob("benchmarks/*.md")]
-SCRIPTS = [*ROOT.glob("0*/*.py"), *ROOT.glob("benchmarks/*.py")]
+READMES = [*ROOT.glob("*.md"), *ROOT.glob("0*/README.md"), *ROOT.glob("benchmarks/*.md"), *ROOT.glob("launch/**/*.md")]
+SCRIPTS = [*ROOT.glob("0*/*.py"), *ROOT.glob("benchmarks/*.py"), *ROOT.glob("launch/*.py")]
 COMMAND = re.compile(r"(?:^|\s|`)((?:torchrun|python3?|make|pytest) [^`#\n]+?)(?:`|\s{2,}[a-z]|\s+#|$)", re.MULTILINE)
 
 
@@ -96,7 +96,7 @@ def test_the_lesson_of_a_chapter_is_short():
 
 
 def test_every_file_is_short_enough_to_read():
-    for file in [*ROOT.glob("0*/*.py"), *ROOT.glob("common/*.py")]:
+    for file in [*ROOT.glob("0*/*.py"), *ROOT.glob("common/*.py"), *ROOT.glob("launch/*.py")]:
         assert len(file.read_text().splitlines()) <= 200, file
 
 
