@@ -172,14 +172,13 @@ def collective(backend: str, gpus: int, seconds: float = 60, code: str = ALL_RED
     return name, "fail", f"no answer in {seconds:g} s: {', '.join(places)}", fix
 
 
-def checks(environ: Mapping[str, str]) -> list[Check]:
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+def checks(environ: Mapping[str, str], gpus: int) -> list[Check]:
     processes = environ.get("LOCAL_WORLD_SIZE", "")
     return [
         rendezvous(environ, gpus),
         master_port(environ),
         threads(environ, usable_cores(), int(processes) if processes.isdecimal() else max(1, gpus), gpus),
-        nccl(environ, [name for name, state in psutil.net_if_stats().items() if state.isup], torch.cuda.is_available()),
+        nccl(environ, [name for name, state in psutil.net_if_stats().items() if state.isup], bool(gpus)),
         collective("gloo", gpus),
         collective("nccl", gpus),
     ]

@@ -1,9 +1,10 @@
 """Is this machine fit to train on, and is that script? The troubleshooting list, as checks that run.
 
-The machine: driver, torch build, GPUs, limits, disk, versions (checks_machine.py). A job on it: environment variables,
-port, threads, NCCL, and two processes that really add up numbers, with a timeout, so that a hang becomes an answer
-(checks_job.py). With --script a training script runs for --steps optimizer steps under watch (watch.py) and what was
-seen is judged (checks_script.py); its own flags come last, after a bare `--`.
+The GPUs: driver, torch build, clocks under a second of load (checks_gpu.py). The machine: limits, disk, versions
+(checks_machine.py). A job on it: environment variables, port, threads, NCCL, and two processes that really add up
+numbers, with a timeout, so that a hang becomes an answer (checks_job.py). With --script a training script runs for
+--steps optimizer steps under watch (watch.py) and what was seen is judged (checks_script.py); its own flags come last,
+after a bare `--`.
 
     laptop    python 01_devices/doctor.py
     a script  python 01_devices/doctor.py --script 04_amp/train.py
@@ -20,9 +21,11 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+import checks_gpu
 import checks_job
 import checks_machine
 import checks_script
+import torch
 
 from common import cli, exits, nvml, report
 from common.exits import UserError
@@ -52,7 +55,9 @@ def main() -> int:
     start = time.monotonic()
     gpus, why_none = nvml.gpus()
     print(f"{len(gpus)} NVIDIA GPU(s){f': {why_none}' if why_none else ''}", flush=True)
-    found = [*checks_machine.checks(gpus, why_none, os.environ, args.run_dir), *checks_job.checks(os.environ)]
+    usable = torch.cuda.device_count() if torch.cuda.is_available() else 0  # it counts those with too old a driver, too
+    found = checks_gpu.checks(gpus, why_none, os.environ, usable) + checks_machine.checks(args.run_dir)
+    found += checks_job.checks(os.environ, usable)
     if args.script:
         watched = checks_script.watch(args.script, args.flags, args.nproc, args.steps, args.timeout)
         found += checks_script.checks(watched)

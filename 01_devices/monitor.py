@@ -2,7 +2,7 @@
 
 What nvidia-smi calls utilisation is the share of time in which any kernel ran, not how much of the GPU it used. An
 NCCL kernel that waits for a rank that never comes spins: 100 % utilisation for hours, at little more than idle power.
-So a GPU that is never without a kernel and yet draws less than 20 % of its power limit is flagged as a likely hang.
+So utilisation of at least 90 % at less than 20 % of the power limit is flagged as a likely hang.
 
     laptop    python 01_devices/monitor.py --once
     one GPU   python 01_devices/monitor.py --run-dir runs/my-run
@@ -21,9 +21,9 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-import psutil
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+from readings import sample
+
 from common import cli, exits, nvml, report, runtime
 
 # All that is shown and exported: part of a sample, key in it; the base unit last, and _total for a counter.
@@ -37,57 +37,11 @@ METRICS = [
     *("training_loss", "training_tokens_per_second", "training_mfu_ratio", "training_last_record_timestamp_seconds"),
 ]
 HELP = {  # where the name does not say it all
-    "gpu_likely_hang": "1 if a kernel always runs and yet power is below 20 % of its limit",
+    "gpu_likely_hang": "1 if utilisation is at least 90 % and power below 20 % of its limit",
     "gpu_utilization_ratio": "Share of time in which any kernel ran, were it only waiting",
+    "gpu_throttled": "1 if the clock is held down for this reason",
 }
 LABELS = {"gpu": {"gpu": "index", "uuid": "uuid", "name": "name"}, "host": {}, "training": {"run": "run"}}
-
-
-def likely_hang(gpu: dict) -> bool | None:
-    """Does this GPU's process seem to wait in a collective for good? None where what is known does not tell.
-
-    NVML cannot say what a kernel does. But NCCL's spin while they wait: some multiprocessors poll a flag, the matrix
-    units stay dark, so utilisation reads 100 % and power stays low. Evidence, not proof: ranks that wait for one that
-    saves look the same for a while (an alert needs `for: 5m`), and so may a model of tiny kernels, whose log grows.
-    """
-    power, limit, utilization = gpu["power_watts"], gpu["power_limit_watts"], gpu["utilization"]
-    if (power is not None and limit and power >= 0.2 * limit) or (utilization is not None and utilization < 0.95):
-        return False
-    # kernels and no process: a container hides it, or the reading is wrong; that is no all-clear
-    return True if gpu["processes"] and utilization is not None and power is not None and limit else None
-
-
-def sample(run_dir: Path | None) -> dict:
-    """What can be known at this moment. Remembers nothing, so that any number of scrapes may ask at once."""
-    gpus, no_gpu = nvml.gpus()
-    for gpu in gpus:
-        gpu |= {"likely_hang": likely_hang(gpu), "utilization_ratio": gpu["utilization"]}
-        gpu |= {f"{key}_hertz": gpu[f"{key}_mhz"] and gpu[f"{key}_mhz"] * 1e6 for key in ("sm_clock", "memory_clock")}
-        gpu |= {f"{key}_total": gpu[key] for key in ("nvlink_rx_bytes", "nvlink_tx_bytes")}
-    # not psutil.cpu_percent: what it compares with is kept per thread identifier, and each scrape has its own thread
-    times, memory, disks = psutil.cpu_times(), psutil.virtual_memory(), psutil.disk_io_counters()
-    cards = [card for name, card in psutil.net_io_counters(pernic=True).items() if not name.startswith("lo")]
-    host = {
-        "cpus": psutil.cpu_count(),
-        "cpu_busy_seconds_total": sum(getattr(times, k, 0) for k in ("user", "nice", "system", "irq", "softirq")),
-        "memory_used_bytes": memory.total - memory.available,
-        "memory_total_bytes": memory.total,
-        "disk_read_bytes_total": disks and disks.read_bytes,  # None without disks
-        "disk_written_bytes_total": disks and disks.write_bytes,
-        "network_rx_bytes_total": sum(card.bytes_recv for card in cards),  # RDMA passes the kernel by
-        "network_tx_bytes_total": sum(card.bytes_sent for card in cards),
-    }
-    return {"gpu": gpus, "no_gpu": no_gpu, "host": [host], "training": training(run_dir)}
-
-
-def training(run_dir: Path | None) -> list[dict]:
-    """The last training record of the run (None: of the run in runs/ that wrote last), if there is one."""
-    files = [run_dir / "metrics.jsonl"] if run_dir else Path("runs").glob("*/metrics.jsonl")
-    for written, file in sorted((file.stat().st_mtime, file) for file in files if file.exists())[-1:]:
-        for record in [record for record in report.read_records(file) if "loss" in record][-1:]:
-            more = {"mfu_ratio": record.get("mfu"), "last_record_timestamp_seconds": written}
-            return [{**record, **more, "run": file.parent.resolve().name}]
-    return []
 
 
 def watch(run_dir: Path | None, interval: float) -> Iterator[dict]:
@@ -147,11 +101,16 @@ def serve(port: int, address: str, run_dir: Path | None) -> None:
             view = sample(run_dir)
             for name in METRICS:
                 part, key = name.split("_", 1)
+                name = name.replace("throttle_reasons", "throttled")  # no count: a sample per reason, 0 or 1
                 kind = "counter" if name.endswith("_total") else "gauge"
                 metric = Metric(name.removesuffix("_total"), HELP.get(name, name.replace("_", " ")), kind)
                 for row in [row for row in view[part] if row.get(key) is not None]:  # what is not known is absent
                     labels = {label: str(row[of]) for label, of in LABELS[part].items() if row[of] is not None}
-                    metric.add_sample(name, labels, len(row[key]) if isinstance(row[key], list) else row[key])
+                    if key == "throttle_reasons":
+                        for reason in nvml.THROTTLE_REASONS:
+                            metric.add_sample(name, {**labels, "reason": reason}, reason in row[key])
+                    else:
+                        metric.add_sample(name, labels, len(row[key]) if isinstance(row[key], list) else row[key])
                 yield metric
 
     registry = CollectorRegistry()

@@ -48,8 +48,12 @@ CONSTANT(nvmlDeviceGetCurrPcieLinkGeneration, unsigned, 5)
 CONSTANT(nvmlDeviceGetMaxPcieLinkGeneration, unsigned, 5)
 CONSTANT(nvmlDeviceGetCurrPcieLinkWidth, unsigned, number("NVML_PCIE_WIDTH", 16))
 CONSTANT(nvmlDeviceGetMaxPcieLinkWidth, unsigned, 16)
-CONSTANT(nvmlDeviceGetCurrentClocksEventReasons, unsigned long long, number("NVML_THROTTLE", 0))
-CONSTANT(nvmlDeviceGetCurrentClocksThrottleReasons, unsigned long long, number("NVML_THROTTLE", 0))
+static unsigned long long throttle(void *gpu) {  /* NVML_THROTTLE_OTHER: every other answer about a GPU */
+    static long asked[64];
+    return number(asked[(uintptr_t)gpu % 64]++ % 2 && getenv("NVML_THROTTLE_OTHER") ? "NVML_THROTTLE_OTHER" : "NVML_THROTTLE", 0);
+}
+CONSTANT(nvmlDeviceGetCurrentClocksEventReasons, unsigned long long, throttle(gpu))
+CONSTANT(nvmlDeviceGetCurrentClocksThrottleReasons, unsigned long long, throttle(gpu))
 int nvmlDeviceGetTemperature(void *gpu, int sensor, unsigned *out) { ASK; (void)gpu; (void)sensor; *out = 61; return SUCCESS; }
 int nvmlDeviceGetClockInfo(void *gpu, int clock, unsigned *out) { ASK; (void)gpu; *out = clock == 2 ? 2619 : 1755; return SUCCESS; }
 int nvmlDeviceGetMaxClockInfo(void *gpu, int clock, unsigned *out) { ASK; (void)gpu; *out = clock == 2 ? 2619 : 1980; return SUCCESS; }

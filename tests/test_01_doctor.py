@@ -13,9 +13,12 @@ import torch
 from harness import ROOT, clean_env, run
 
 sys.path.insert(0, str(ROOT / "01_devices"))
+import checks_gpu
 import checks_job
 import checks_machine
 import checks_script
+
+from common import nvml
 
 JOB = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 HOST = {"shared memory", "pinned memory", "open files", "disk"}  # true faults of the machine that tests, if it has any
@@ -139,9 +142,27 @@ def test_disk(tmp_path):
     assert checks_machine.disk(tmp_path / "not" / "yet", least=0, enough=0, slow=0)[1] == "ok"
     assert checks_machine.disk(tmp_path, least=2**60)[1] == "fail"
     assert checks_machine.disk(tmp_path, least=0, enough=2**60)[1] == "warn"
-    assert checks_machine.disk(tmp_path, least=0, enough=0, slow=1e15)[1] == "warn"
     assert checks_machine.disk(Path("/proc/no-files-here"))[1] == "fail"
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("write", "read", "result"), [(9e7, 9e7, "ok"), (4e7, 9e7, "warn"), (9e7, 4e7, "warn")])
+def test_a_slow_disk(tmp_path, monkeypatch, write, read, result):
+    monkeypatch.setattr(checks_machine, "rates", lambda folder: (write, read))
+    _, found, text, fix = checks_machine.disk(tmp_path, least=0, enough=0)
+    assert (found, bool(fix)) == (result, result == "warn")
+    assert f"writes {write / 1e6:.0f} MB/s, reads {read / 1e6:.0f} MB/s" in text
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system has no posix_fadvise")
+def test_what_is_read_back_was_dropped_from_the_cache(tmp_path, monkeypatch):
+    """Not before it is on the disk: what is not yet written stays in the cache."""
+    done = []
+    for name in ("fsync", "posix_fadvise"):
+        real = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *args, name=name, real=real: done.append((name, *args[1:])) or real(*args))
+    assert min(checks_machine.rates(tmp_path)) > 0
+    assert done == [("fsync",), ("posix_fadvise", 0, 0, os.POSIX_FADV_DONTNEED)]
 
 
 def test_threads_against_cores(tmp_path):
@@ -194,18 +215,17 @@ def test_other_versions_are_told(tmp_path):
 
 def test_peer_access(monkeypatch):
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda i, j: (i, j) != (1, 0))
-    assert checks_machine.peer_access(2)[1:3] == ("warn", "none for 1->0")
+    assert checks_gpu.peer_access(2)[1:3] == ("warn", "none for 1->0")
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda i, j: True)
-    assert checks_machine.peer_access(3)[1:3] == ("ok", "all 6 ordered pairs of 3 GPUs")
-    assert checks_machine.peer_access(1)[1] == "skip"
+    assert checks_gpu.peer_access(3)[1:3] == ("ok", "all 6 ordered pairs of 3 GPUs")
+    assert checks_gpu.peer_access(1)[1] == "skip"
 
 
 NVML_SCENARIOS = """
-import json, os, sys
-from pathlib import Path
+import json, os, sys, time
 import torch
 sys.path[:0] = [{repo!r}, {repo!r} + "/01_devices"]
-import checks_machine
+import checks_gpu
 from common import nvml
 torch.version.cuda = "12.8"
 healthy = {{}}
@@ -216,9 +236,16 @@ silent = {{"NVML_REFUSE": "nvmlSystemGetCudaDriverVersion,nvmlSystemGetCudaDrive
 for scenario in (healthy, faults, hidden, silent, {{"NVML_BROKEN": "1"}}):
     os.environ.update(scenario)
     gpus, why = nvml.gpus()
-    print(json.dumps([check[:3] for check in checks_machine.checks(gpus, why, os.environ, Path())]))
+    print(json.dumps([check[:3] for check in checks_gpu.checks(gpus, why, os.environ, 0)]))
     for name in scenario:
         del os.environ[name]
+
+os.environ.update(NVML_THROTTLE="4", NVML_THROTTLE_OTHER="8")  # each reason in every other answer
+works = [(checks_gpu.load, 0, 0.3), (json.loads, "no json"), (time.sleep, 60)]
+told = [checks_gpu.under_load([0, 1], *work, timeout=5 if work[-1] == 60 else 90) for work in works]
+os.environ["NVML_REFUSE"] = "nvmlDeviceGetCurrentClocksEventReasons"
+told.append(checks_gpu.under_load([0, 1], time.sleep, 0.1))
+print(json.dumps([[{{index: sorted(reasons) for index, reasons in seen.items()}}, error] for seen, error in told]))
 """
 
 
@@ -227,32 +254,106 @@ def test_gpu_faults_through_the_driver(fake_driver):
     code = NVML_SCENARIOS.format(repo=str(ROOT))
     environ = clean_env(LD_LIBRARY_PATH=fake_driver)
     environ.pop("CUDA_VISIBLE_DEVICES", None)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environ)
+    before = psutil.Process().children()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environ)
     assert done.returncode == 0, done.stderr
-    answers = [{name: (result, text) for name, result, text in json.loads(line)} for line in done.stdout.splitlines()]
-    healthy, faults, hidden, silent, broken = answers
+    assert psutil.Process().children() == before
+    *lines, loaded = [json.loads(line) for line in done.stdout.splitlines()]
+    healthy, faults, hidden, silent, broken = [{name: (found, text) for name, found, text in line} for line in lines]
     for name in ("driver", "visible GPUs", "clocks", "other processes"):
         assert healthy[name][0] == "ok", healthy
         assert silent[name][0] == ("ok" if name == "visible GPUs" else "skip"), silent
         assert broken[name][0] == "skip", broken
+    assert healthy["clocks"] == ("ok", "not throttled, 2 GPU(s), idle: not loaded")
     assert faults["driver"] == ("fail", "driver 580.65.06 runs CUDA 11.4, torch was built for 12.8")
-    assert faults["clocks"] == ("warn", "throttled, GPU 0: hardware slowdown; GPU 1: hardware slowdown")
+    told = "throttled, GPU 0: hardware slowdown; GPU 1: hardware slowdown (2 GPU(s), idle: not loaded)"
+    assert faults["clocks"] == ("warn", told)
     assert faults["visible GPUs"] == ("warn", "CUDA_VISIBLE_DEVICES='1' shows 1 of 2")
     assert faults["other processes"][0] == "warn"
     assert "pid 1 of " in faults["other processes"][1]
     assert hidden["visible GPUs"] == ("fail", "CUDA_VISIBLE_DEVICES='-1' shows 0 of 2")
 
+    while_it_worked, while_it_failed, while_it_hung, refused = loaded
+    assert while_it_worked == [{"0": ["hardware slowdown", "power cap"], "1": ["hardware slowdown", "power cap"]}, ""]
+    assert while_it_failed[1].startswith("JSONDecodeError: Expecting value")
+    assert while_it_hung[1] == "no answer in 5 s"
+    assert refused == [{}, ""]
+
+
+def gpu(index: int, *reasons: str) -> dict:
+    return {"index": index, "throttle_reasons": [*reasons]}
+
+
+def test_clocks_under_load():
+    two, clocks = [gpu(0), gpu(1)], checks_gpu.clocks
+    assert clocks(two, {0: set(), 1: set()})[1:3] == ("ok", "not throttled, 2 of 2 GPU(s) under load")
+    found = clocks(two, {0: {"power cap"}, 1: set()})  # what full load does to most cards
+    assert found[1:3] == ("ok", "not throttled, 2 of 2 GPU(s) under load; at its power cap: GPU 0")
+    assert clocks([gpu(0, "power cap")], {})[1] == "warn"  # but nothing runs: the cap is too low, or somebody is there
+    for reason in ("hardware slowdown", "thermal, software", "thermal, hardware", "power brake"):
+        found = clocks(two, {0: set(), 1: {"power cap", reason}})
+        assert found[1:3] == ("warn", f"throttled, GPU 1: {reason} (2 of 2 GPU(s) under load)")
+        assert found[3]
+    hidden = clocks([gpu(0, "power brake"), gpu(1)], {1: set()})  # CUDA_VISIBLE_DEVICES=1
+    assert hidden[1:3] == ("warn", "throttled, GPU 0: power brake (1 of 2 GPU(s) under load)")
+    assert clocks(two, {}, "OutOfMemoryError: CUDA out of memory")[1] == "fail"
+    refuses = [{"index": 0, "throttle_reasons": None}]
+    assert (clocks(refuses, {})[1], clocks([], {})[1]) == ("skip", "skip")
+
+
+@pytest.mark.parametrize(
+    ("capability", "built_for", "result"),
+    [
+        ((9, 0), "sm_80 sm_90", "ok"),
+        ((8, 9), "sm_80 sm_90", "ok"),  # an older minor of the same major
+        ((8, 0), "sm_86 sm_90", "fail"),  # a newer one
+        ((9, 0), "sm_80 sm_86", "fail"),  # another major
+        ((12, 1), "sm_90 sm_120", "ok"),  # major 12, not 1
+        ((9, 0), "sm_80 compute_80", "warn"),
+        ((7, 5), "sm_80 compute_80", "fail"),
+        ((9, 0), "sm_90a", "ok"),
+        ((12, 1), "sm_120a compute_120a", "fail"),  # for that GPU and no other
+        ((9, 0), "gfx90a", "skip"),
+    ],
+)
+def test_architecture(capability, built_for, result):
+    _, found, text, fix = checks_gpu.architecture([capability], built_for.split())
+    assert (found, bool(fix)) == (result, result in ("warn", "fail")), text
+    assert checks_gpu.architecture([], built_for.split())[1] == "skip"
+    if result != "skip":  # one GPU that is known does not excuse another
+        assert checks_gpu.architecture([(5, 0), capability], [*built_for.split(), "sm_50"])[1] == result
+
+
+def test_cudnn():
+    def differs():
+        raise RuntimeError("cuDNN version incompatibility: PyTorch was compiled against (9, 20, 0). More words.")
+
+    assert checks_gpu.cudnn(1, lambda: 92000)[1:3] == ("ok", "version 92000")
+    assert checks_gpu.cudnn(1, lambda: None)[1] == "warn"
+    told = "cuDNN version incompatibility: PyTorch was compiled against (9, 20, 0)"
+    assert checks_gpu.cudnn(1, differs)[1:3] == ("fail", told)
+    assert checks_gpu.cudnn(0, differs)[1] == "skip"
+
+
+@pytest.mark.gpu
+def test_a_gpu_under_load(gpus, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus["CUDA_VISIBLE_DEVICES"])
+    [index] = [g["index"] for g in nvml.gpus()[0] if g["uuid"] == gpus["CUDA_VISIBLE_DEVICES"]]
+    seen, error = checks_gpu.under_load([index], checks_gpu.load, 1, 1.0)
+    assert (error, {*seen} <= {index}) == ("", True)
+    assert checks_gpu.under_load([index], checks_gpu.load, 2, 1.0)[1]  # there is one: the error is told
+
 
 def test_a_card_whose_driver_does_not_answer(tmp_path):
-    assert checks_machine.nvidia_cards(tmp_path) == 0
+    assert checks_gpu.nvidia_cards(tmp_path) == 0
     for name, vendor, kind in (("a", "0x10de", "0x030200"), ("b", "0x10de", "0x020000"), ("c", "0x8086", "0x030000")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "vendor").write_text(vendor + "\n")
         (tmp_path / name / "class").write_text(kind + "\n")
-    assert checks_machine.nvidia_cards(tmp_path) == 1
-    assert checks_machine.driver([], "12.8", "version mismatch")[1] == "fail"
-    assert checks_machine.driver([], "12.8", None)[1] == "skip"
-    assert checks_machine.driver([{"index": 3, "cuda": None, "refused": {"handle": "lost"}}], "12.8")[1] == "fail"
+    assert checks_gpu.nvidia_cards(tmp_path) == 1
+    assert checks_gpu.driver([], "12.8", "version mismatch")[1] == "fail"
+    assert checks_gpu.driver([], "12.8", None)[1] == "skip"
+    assert checks_gpu.driver([{"index": 3, "cuda": None, "refused": {"handle": "lost"}}], "12.8")[1] == "fail"
 
 
 def test_nccl_takes_infiniband_first():
@@ -264,10 +365,10 @@ def test_nccl_takes_infiniband_first():
 
 
 def test_cpu_build_beside_a_gpu():
-    assert checks_machine.torch_build([{}], None, False)[1] == "fail"
-    assert checks_machine.torch_build([{}], "12.8", False)[1] == "fail"
-    assert checks_machine.torch_build([{}], "12.8", True)[1] == "ok"
-    assert checks_machine.torch_build([], None, False)[1] == "ok"
+    assert checks_gpu.torch_build([{}], None, False)[1] == "fail"
+    assert checks_gpu.torch_build([{}], "12.8", False)[1] == "fail"
+    assert checks_gpu.torch_build([{}], "12.8", True)[1] == "ok"
+    assert checks_gpu.torch_build([], None, False)[1] == "ok"
 
 
 def test_a_hanging_collective_becomes_an_answer():

@@ -19,7 +19,11 @@ import pytest
 from harness import ROOT, clean_env, command, descendants, finish, holds, kill_all, run, start
 
 prometheus_client = pytest.importorskip("prometheus_client")
+sys.path.insert(0, str(ROOT / "01_devices"))
+import readings
 from prometheus_client.parser import text_string_to_metric_families
+
+from common import nvml
 
 SCRIPT = "01_devices/monitor.py"
 HANG = {"NVML_MILLIWATTS": "90000", "NVML_UTILIZATION": "100"}  # of a 700 W limit
@@ -34,6 +38,7 @@ def load():
 
 
 monitor = load()
+EXPORTED = {*monitor.METRICS} - {"gpu_throttle_reasons"} | {"gpu_throttled"}  # a sample per reason
 
 
 def write_run(folder: Path, *records: dict, tail: str = "") -> Path:
@@ -61,12 +66,13 @@ def get(url: str) -> str:
 
 
 def samples(text: str) -> dict[str, dict[str, float]]:
-    """Values by name and then by the label gpu ("" where there is none)."""
+    """Values by name and then by the labels gpu and reason ("" where there is none)."""
     found: dict[str, dict[str, float]] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             assert (family.type == "counter") == sample.name.endswith("_total")
-            found.setdefault(sample.name, {})[sample.labels.get("gpu", "")] = sample.value
+            key = " ".join(filter(None, (sample.labels.get("gpu"), sample.labels.get("reason"))))
+            found.setdefault(sample.name, {})[key] = sample.value
     return found
 
 
@@ -82,10 +88,10 @@ def once(folder: Path, *flags, **env: str) -> dict:
         ({}, True),
         ({"power_watts": 139.9}, True),
         ({"power_watts": 140.0}, False),
-        ({"utilization": 0.94}, False),
-        ({"utilization": 0.95}, True),
-        ({"processes": []}, None),  # a container may hide them
-        ({"processes": None}, None),
+        ({"utilization": 0.89}, False),
+        ({"utilization": 0.9}, True),
+        ({"processes": []}, True),  # a container may hide them
+        ({"processes": None}, True),
         ({"power_watts": None}, None),
         ({"power_limit_watts": None}, None),
         ({"power_limit_watts": 0.0}, None),
@@ -97,22 +103,90 @@ def once(folder: Path, *flags, **env: str) -> dict:
 )
 def test_likely_hang(changed, expected):
     hanging = {"power_watts": 90.0, "power_limit_watts": 700.0, "utilization": 1.0, "processes": [{"pid": 1}]}
-    assert monitor.likely_hang({**hanging, **changed}) is expected
+    assert readings.likely_hang({**hanging, **changed}) is expected
 
 
 def test_training_is_the_last_record_of_the_run_that_wrote_last(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert monitor.training(None) == []
+    assert readings.training(None) == []
     older = write_run(tmp_path / "runs/older", {**RECORD, "step": 99})
     records = (RECORD, {**RECORD, "step": 10}, {"step": 10, "val_loss": 1.0})
     newer = write_run(tmp_path / "runs/newer", *records, tail='{"step": 15, "lo')  # a record half written
     os.utime(older / "metrics.jsonl", (1000, 1000))
     os.utime(newer / "metrics.jsonl", (2000, 2000))
-    [seen] = monitor.training(None)
+    [seen] = readings.training(None)
     assert (seen["run"], seen["step"], seen["loss"], seen["mfu_ratio"]) == ("newer", 10, 2.5, 0.25)
     assert seen["last_record_timestamp_seconds"] == 2000
-    assert monitor.training(older)[0]["step"] == 99
-    assert monitor.training(tmp_path) == []
+    assert readings.training(older)[0]["step"] == 99
+    assert readings.training(tmp_path) == []
+
+
+def test_last_records_whatever_the_window_cuts(tmp_path):
+    steps = [{"step": n, "text": "\u00e9" * (n % 5)} for n in range(50)]
+    lines = [json.dumps(record, ensure_ascii=False).encode() for record in steps]
+    file = tmp_path / "metrics.jsonl"
+    for tail in (b"", b'{"step": 99', b'{"step": 99}'):  # without its newline a record is not yet written
+        file.write_bytes(b"\n".join(lines) + b"\n" + tail)
+        size = file.stat().st_size
+        for window in range(size + 2):
+            inside = [n for n in range(50) if size - len(b"\n".join(lines[n:]) + b"\n" + tail) >= size - window]
+            assert readings.last_records(file, window) == [steps[n] for n in inside]
+    file.write_bytes(b'{"step": 1}\n{"step": 2, "lo{"step": 3}\n{"step": 4}\n')  # torn by a kill, then resumed
+    assert readings.last_records(file) == [{"step": 1}, {"step": 4}]
+    file.write_bytes(b"")
+    assert readings.last_records(file) == []
+
+
+def test_a_long_run_is_not_read_from_its_start(tmp_path):
+    run_dir = write_run(tmp_path / "long", *({**RECORD, "step": n} for n in range(2000)))
+    assert readings.training(run_dir)[0]["step"] == 1999
+    found = readings.last_records(run_dir / "metrics.jsonl")
+    assert found[-1]["step"] == 1999
+    assert len(found) < 500
+
+
+def test_bytes_are_counted_where_the_hardware_is(tmp_path):
+    """A tree like /sys: real disks and cards, and what hands its bytes on to them."""
+    paths = {
+        "block": ["pci0/nvme/nvme0/nvme0c0n1", "pci0/ata1/block/sda", "virtual/nvme-subsystem/nvme-subsys0/nvme0n1"],
+        "net": ["pci0/net/eth0", "virtual/net/lo", "virtual/net/docker0", "virtual/net/veth1", "virtual/net/bond0"],
+    }
+    paths["block"] += [f"virtual/block/{name}" for name in ("loop0", "ram0", "dm-0", "md127", "zram0")]
+    for kind, devices in paths.items():
+        (tmp_path / kind).mkdir()
+        for device in (tmp_path / "devices" / path for path in devices):
+            device.mkdir(parents=True)
+            (device / "hidden").write_text("1\n" if device.name == "nvme0c0n1" else "0\n")
+            (tmp_path / kind / device.name).symlink_to(device)
+    disks = dict.fromkeys(["sda", "sda1", "nvme0n1", "nvme0c0n1", "nvme0n1p1", "loop0", "ram0", "dm-0", "md127"], 1)
+    assert readings.physical(disks, tmp_path / "block").keys() == {"sda", "nvme0n1"}
+    cards = dict.fromkeys(["eth0", "docker0", "veth1", "bond0"], 1)
+    assert readings.physical(cards, tmp_path / "net").keys() == {"eth0"}
+    assert readings.physical(cards, tmp_path / "none") == cards  # macOS
+
+
+@pytest.mark.parametrize(("real", "sent", "written"), [({"eth0", "vda"}, 1, 1), (set(), 3, None)])
+def test_totals_of_the_host(monkeypatch, real, sent, written):
+    """All but the loopback where no card is physical, as in a container; no disk at all is not known."""
+
+    class Counter:
+        bytes_recv = bytes_sent = read_bytes = write_bytes = 1
+
+    cards, disks = ["lo", "eth0", "eth1", "veth0"], ["vda", "vda1", "dm-0"]
+    monkeypatch.setattr(readings.psutil, "net_io_counters", lambda pernic: dict.fromkeys(cards, Counter))
+    monkeypatch.setattr(readings.psutil, "disk_io_counters", lambda perdisk: dict.fromkeys(disks, Counter))
+    monkeypatch.setattr(readings, "physical", lambda all, folder: {k: v for k, v in all.items() if k in real})
+    [host] = readings.sample(Path("none"))["host"]
+    assert [host[f"network_{way}_bytes_total"] for way in ("rx", "tx")] == [sent, sent]
+    assert [host[f"disk_{way}_bytes_total"] for way in ("read", "written")] == [written, written]
+
+
+def test_a_sandbox_without_disk_statistics(monkeypatch):
+    def none(perdisk):
+        raise NotImplementedError
+
+    monkeypatch.setattr(readings.psutil, "disk_io_counters", none)
+    assert readings.sample(Path("none"))["host"][0]["disk_read_bytes_total"] is None
 
 
 def test_rates(monkeypatch):
@@ -133,7 +207,9 @@ def test_rates(monkeypatch):
 
 def test_bare_run_ends_with_rates_from_two_samples(tmp_path, fake_driver):
     step = 4096  # KiB between two samples
-    found = once(tmp_path, LD_LIBRARY_PATH=fake_driver, NVML_NVLINK_STEP=str(step), NVML_PID=str(os.getpid()))
+    found = once(
+        tmp_path, LD_LIBRARY_PATH=fake_driver, NVML_NVLINK_STEP=str(step), NVML_PID=str(os.getpid()), NVML_THROTTLE="4"
+    )
     assert found["device"] == "NVIDIA H100 80GB HBM3"
     assert found["interval_seconds"] >= 0.2
     assert [gpu["index"] for gpu in found["gpu"]] == [0, 1]
@@ -142,6 +218,7 @@ def test_bare_run_ends_with_rates_from_two_samples(tmp_path, fake_driver):
         assert (gpu["utilization_ratio"], gpu["sm_clock_hertz"], gpu["memory_clock_hertz"]) == (0.97, 1755e6, 2619e6)
         assert gpu["likely_hang"] is False
         assert [process["pid"] for process in gpu["processes"]] == [os.getpid()]
+        assert gpu["throttle_reasons"] == ["power cap"]
         for way in ("rx", "tx"):
             assert gpu[f"nvlink_{way}_bytes_per_second"] * found["interval_seconds"] == pytest.approx(step * 1024)
     [host] = found["host"]
@@ -178,11 +255,12 @@ def test_hang_is_exported_and_refused_queries_are_absent(tmp_path, fake_driver):
                 assert found["gpu_likely_hang"] == {"0": 1, "1": 1}
                 assert found["gpu_utilization_ratio"] == {"0": 1, "1": 1}
                 assert found["gpu_power_watts"] == {"0": 90, "1": 90}
-                assert found["gpu_throttle_reasons"] == {"0": 2, "1": 2}  # power cap; thermal, hardware
+                why = {reason: reason in ("power cap", "thermal, hardware") for reason in nvml.THROTTLE_REASONS}
+                assert found["gpu_throttled"] == {f"{gpu} {reason}": why[reason] for gpu in "01" for reason in why}
                 assert found["gpu_processes"] == {"0": 1, "1": 1}
                 refused = {"gpu_temperature_celsius", "gpu_sm_clock_hertz", "gpu_memory_clock_hertz"}
                 refused |= {"gpu_pcie_rx_bytes_per_second", "gpu_pcie_tx_bytes_per_second"}
-                expected = {name for name in monitor.METRICS if name.startswith("gpu_")} - refused
+                expected = {name for name in EXPORTED if name.startswith("gpu_")} - refused
                 assert {name for name in found if name.startswith("gpu_")} == expected
                 assert not [name for name in found if name.startswith("training_")]  # no run: absent too
         assert "uuid" not in get(url)
@@ -287,8 +365,8 @@ def test_prometheus_scrapes_it(tmp_path, fake_driver):
 
             assert [row["value"][1] for row in ask('up{job="monitor"} == 1')] == ["1"]
             stored = {row["metric"]["__name__"] for row in ask('{job="monitor",__name__=~"(gpu|host|training)_.+"}')}
-            optional = {name for name in monitor.METRICS if name.startswith("host_disk_")}  # a machine may have no disk
-            assert set(monitor.METRICS) - optional <= stored <= set(monitor.METRICS)
+            optional = {name for name in EXPORTED if name.startswith("host_disk_")}  # a machine may have no disk
+            assert EXPORTED - optional <= stored <= EXPORTED
             hang = sorted(ask("gpu_likely_hang"), key=lambda row: row["metric"]["gpu"])
             assert [(row["metric"]["gpu"], row["metric"]["uuid"], row["value"][1]) for row in hang] == [
                 ("0", "GPU-00000001", "0"),

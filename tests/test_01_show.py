@@ -141,6 +141,15 @@ def test_topology_with_and_without_nvlink(fake_driver):
     assert {gpu["nvlinks"] for answer in answers[4:] for gpu in answer["gpus"][0]} == {0}
 
 
+def test_numa_node_is_the_kernels(tmp_path):
+    for address, node in (("0000:3b:00.0", "1\n"), ("0001:3b:00.0", "0\n"), ("0000:af:00.0", "-1\n")):
+        (tmp_path / address).mkdir()
+        (tmp_path / address / "numa_node").write_text(node)
+    # NVML writes capitals, and the domain with eight digits; the kernel says -1 where there is one socket only
+    bus_ids = ("00000000:3B:00.0", "00000001:3B:00.0", "00000000:AF:00.0", "00000000:D8:00.0")
+    assert [nvml._numa_node(bus_id, tmp_path) for bus_id in bus_ids] == [1, 0, None, None]
+
+
 def test_no_driver_a_broken_one_and_one_without_gpus(fake_driver):
     broken, uncounted, empty = ask(
         fake_driver,
