@@ -15,6 +15,7 @@ timing is wrong then, the hardware not fast.
 How it is timed: timing.py. Before: show.py, doctor.py. Next: monitor.py, ../02_tensors_precision/.
 """
 
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
 from figures import bugs, ceilings, conclusions, figure, plot_roofline, show
 from products import TYPES, not_native, operands, product, relative_error
-from timing import conditions, timed
+from timing import WARM_UP_SECONDS, buffer_bytes, conditions, timed, warm_up
 
 from common import cli, exits, hardware, report, runtime
 
@@ -43,7 +44,8 @@ WIDTHS = {
     "gpu": [(4096, 50_257, 768), (4096, 50_304, 768), (4096, 4097, 4097), (4096, 4096, 4096)],
 }
 SQUARES = [16, 32, 64, 128, 256, 512, 1000]
-ARRAY_BYTES, FLUSH_BYTES = {"cpu": 2**28, "gpu": 2**30}, {"cpu": 2**27, "gpu": 2**29}
+ARRAY_BYTES, FLUSH_BYTES = {"cpu": 2**28, "gpu": 2**30}, {"cpu": 2**27, "gpu": 2**29}  # at most: timing.py
+TYPE_WARM_UP_SECONDS = {"cpu": 0.1, "gpu": 1.0}  # once for each type, beside that of every figure
 
 
 def matmul(kind: str, dtype: str, shape: tuple, device: torch.device, samples: int, flush: Tensor) -> dict:
@@ -142,28 +144,34 @@ def main() -> int:
     add = parser.add_argument
     add("--device", choices=("auto", "cuda", "mps", "cpu"), default="auto")
     add("--samples", type=cli.positive_int, default=5, help="of every figure, after a warm-up")
-    add("--plot", type=cli.writable_file, metavar="PATH", help="roofline, a PNG (default: runs/roofline-DEVICE.png)")
+    add("--plot", type=cli.plot_file, metavar="PATH", default="runs/roofline.png", help="roofline, a PNG (%(default)s)")
     add("--json", type=cli.writable_file, metavar="PATH", help="write every figure as one JSON object")
     args = parser.parse_args()
     began = time.perf_counter()
     device = runtime.single_device(args.device)
     runtime.seed(0, False)
     name, size = hardware.device_name(device), "gpu" if device.type == "cuda" else "cpu"
-    summary = {"device": name, **conditions(device), "flush_bytes": FLUSH_BYTES[size], "samples": args.samples}
-    print("\n".join(f"{key:<18} {value}" for key, value in {"torch": torch.__version__, **summary}.items()), flush=True)
+    array_bytes, flush_bytes = buffer_bytes(device, ARRAY_BYTES[size], FLUSH_BYTES[size])
+    summary = {"device": name, **conditions(device), "array_bytes": array_bytes, "flush_bytes": flush_bytes}
+    summary |= {"type_warm_up_seconds": TYPE_WARM_UP_SECONDS[size], "figure_warm_up_seconds": WARM_UP_SECONDS}
+    summary["samples"] = args.samples
+    print("\n".join(f"{key:<22} {value}" for key, value in {"torch": torch.__version__, **summary}.items()), flush=True)
 
-    flush = torch.zeros(FLUSH_BYTES[size], dtype=torch.uint8, device=device)
+    flush = torch.zeros(flush_bytes, dtype=torch.uint8, device=device)
     unseen = {dtype: why for dtype in TYPES if (why := not_native(dtype, device))}
     native = [dtype for dtype in TYPES if dtype not in unseen]
-    found = [matmul("matmul", dtype, shape, device, args.samples, flush) for dtype in native for shape in SHAPES[size]]
+    found, common_type = [], "bf16" if "bf16" in native else "fp32"
+    for kind, dtype, shapes in [("matmul", d, SHAPES[size]) for d in native] + [("width", common_type, WIDTHS[size])]:
+        # under load a GPU's clocks sink to what its power limit allows: the first of a type must not be flattered
+        largest = max(shapes, key=math.prod)
+        warm_up(product(dtype, *operands(dtype, largest, device)), device, TYPE_WARM_UP_SECONDS[size])
+        found += [matmul(kind, dtype, shape, device, args.samples, flush) for shape in shapes]
     summary["after_matmuls"] = conditions(device)
-    common_type = "bf16" if "bf16" in native else "fp32"
-    found += [matmul("width", common_type, shape, device, args.samples, flush) for shape in WIDTHS[size]]
-    found += bandwidth(device, args.samples, flush, ARRAY_BYTES[size])
+    found += bandwidth(device, args.samples, flush, array_bytes)
     found += launches(device, args.samples)
     found += against_cpu(device, args.samples)
     if device.type == "cuda":
-        found += transfers(device, args.samples, ARRAY_BYTES["cpu"])
+        found += transfers(device, args.samples, min(array_bytes, ARRAY_BYTES["cpu"]))
     else:
         unseen["between host and GPU"] = f"only with CUDA, this is {device.type}"
     if device == CPU:
@@ -181,8 +189,8 @@ def main() -> int:
     summary |= {"not_measured": unseen, "measurements": found, "seconds": time.perf_counter() - began}
     summary |= {"world_size": 1, "peak_memory_bytes": report.peak_memory_bytes(device)}
     report.write_json(summary, args.json)
-    plot = args.plot or Path("runs", f"roofline-{name.replace(' ', '-')}.png")
-    print(f"roofline: {plot}" if plot_roofline(found, best, name, plot) else "no roofline (pip install matplotlib)")
+    drawn = plot_roofline(found, best, name, args.plot)
+    print(f"roofline: {args.plot}" if drawn else "no roofline (pip install matplotlib)")
     return 1 if wrong else 0
 
 

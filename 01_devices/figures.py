@@ -125,7 +125,6 @@ def plot_roofline(figures: list[dict], best: dict[str, float], name: str, file: 
     axes.set(xscale="log", yscale="log", xlabel="FLOP per byte", ylabel="TFLOP/s")
     axes.set_title(f"{name}: the measured roof, and the data sheet's (dashed) where it is known")
     axes.legend()
-    file.parent.mkdir(exist_ok=True)
     canvas.savefig(file, format="png", dpi=120, bbox_inches="tight")
     pyplot.close(canvas)
     return True

@@ -5,21 +5,23 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-# torch's type; the largest relative error that rounding explains; the compute capability that has units for it
+from common import hardware
+
+# torch's type; the largest relative error that rounding explains
 TYPES = {
-    "fp32": (torch.float32, 2**-16, (0, 0)),  # 2^-24 per addition, thousands of them
-    "tf32": (torch.float32, 2**-9, (8, 0)),  # both operands cut to 10 bits
-    "bf16": (torch.bfloat16, 2**-7, (8, 0)),  # partial sums and result rounded to 8 bits
-    "fp16": (torch.float16, 2**-10, (7, 0)),  # to 11 bits
-    "fp8": (torch.float8_e4m3fn, 2**-6, (8, 9)),  # exact products, added up in less than fp32; the result is bf16
-    "int8": (torch.int8, 0.0, (7, 5)),  # added up in int32: exact
+    "fp32": (torch.float32, 2**-16),  # 2^-24 per addition, thousands of them
+    "tf32": (torch.float32, 2**-9),  # both operands cut to 10 bits
+    "bf16": (torch.bfloat16, 2**-7),  # partial sums and result rounded to 8 bits
+    "fp16": (torch.float16, 2**-10),  # to 11 bits
+    "fp8": (torch.float8_e4m3fn, 2**-6),  # exact products, added up in less than fp32; the result is bf16
+    "int8": (torch.int8, 0.0),  # added up in int32: exact
 }
 
 
 def not_native(dtype: str, device: torch.device) -> str | None:
     """Why `device` multiplies no matrices in `dtype`; None if it does."""
     if device.type == "cuda":
-        has, needs = torch.cuda.get_device_capability(device), TYPES[dtype][2]
+        has, needs = torch.cuda.get_device_capability(device), hardware.SINCE[dtype]
         if has < needs:
             return f"compute capability {has[0]}.{has[1]} is below {needs[0]}.{needs[1]}"
     elif dtype in ("tf32", "fp8"):  # torch computes them here, in fp32

@@ -24,13 +24,13 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
 from common import cli, exits, hardware, model, nvml, report, runtime
 
-UNITS = {  # torch's dtype; the compute capability from which a GPU has a unit; CPU instruction sets that are one
-    "fp32": (torch.float32, (1, 0), "sse2 asimd neon"),
-    "tf32": (torch.float32, (8, 0), "amx_tf32"),
-    "bf16": (torch.bfloat16, (8, 0), "avx512_bf16 amx_bf16 bf16 svebf16"),
-    "fp16": (torch.float16, (7, 0), "avx512_fp16 amx_fp16 asimdhp fp16_arith"),
-    "fp8": (torch.float8_e4m3fn, (8, 9), "amx_fp8"),
-    "int8": (torch.int8, (7, 2), "avx512_vnni avx_vnni amx_int8 asimddp i8mm dot"),
+UNITS = {  # torch's dtype; CPU instruction sets that are a unit for it
+    "fp32": (torch.float32, "sse2 asimd neon"),
+    "tf32": (torch.float32, "amx_tf32"),
+    "bf16": (torch.bfloat16, "avx512_bf16 amx_bf16 bf16 svebf16"),
+    "fp16": (torch.float16, "avx512_fp16 amx_fp16 asimdhp fp16_arith"),
+    "fp8": (torch.float8_e4m3fn, "amx_fp8"),
+    "int8": (torch.int8, "avx512_vnni avx_vnni amx_int8 asimddp i8mm dot"),
 }
 SHEET = ["fp32_tflops", "tf32_tflops", "bf16_tflops", "fp8_tflops", "int8_tops", "terabytes_per_second", "source"]
 TO_COMPARE = ["NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3", "NVIDIA GeForce RTX 4090"]
@@ -99,7 +99,7 @@ def host(proc: str = "/proc", groups: str = "/sys/fs/cgroup") -> dict:
     told = {k.strip(): v.strip() for k, _, v in (line.partition(":") for line in read(f"{proc}/cpuinfo").splitlines())}
     sets = told.get("flags", told.get("Features", "")).split()  # x86, ARM
     sets = sets or [name for name, there in getattr(torch.cpu, "get_capabilities", dict)().items() if there is True]
-    telling = " ".join(["avx2 avx512f avx512_f amx_tile sve sve2", *(names for _, _, names in UNITS.values())]).split()
+    telling = " ".join(["avx2 avx512f avx512_f amx_tile sve sve2", *(names for _, names in UNITS.values())]).split()
     # a limit may be set on this process's control group or on any above it, in version 1 or 2
     own = [line.split(":", 2)[1:] for line in read(f"{proc}/self/cgroup").splitlines()]
     folders = [folder for names, path in own for folder in Path(f"{groups}/{names}{path}", "_").parents]
@@ -156,10 +156,10 @@ def main() -> int:
     print(f"NVML sees {len(gpus)} GPUs{f' ({why})' if why else ''}, torch can use {len(usable)}{build}\n")
 
     name, dtypes = hardware.device_name(device), []
-    for dtype, (_, first, sets) in UNITS.items():
+    for dtype, (_, sets) in UNITS.items():
         unit = bool(set(here["instruction_sets"]) & set(sets.split())) if device.type == "cpu" else None
         if device.type == "cuda" and not torch.version.hip:  # AMD's numbers mean something else
-            unit = torch.cuda.get_device_capability(device) >= first
+            unit = torch.cuda.get_device_capability(device) >= hardware.SINCE[dtype]
         problem = try_product(dtype, device)
         verdict = "missing" if problem else {True: "native", False: "emulated", None: "works"}[unit]
         dtypes.append({"dtype": dtype, "unit": unit, "verdict": verdict, "tried": problem or "the product is right"})

@@ -2,22 +2,40 @@
 
 A GPU is asynchronous: a call returns when its work is in the queue. Either the GPU's own clock is read (CUDA events,
 which wait in the same queue), or the caller waits for the result before looking at the watch. Both are right, for
-different questions. The first calls load kernels and raise clocks: warm up. A second call finds its operands in the
+different questions. The first calls load kernels and raise clocks: warm up. What is bound by arithmetic starts at
+clocks that the power limit does not allow for long: warm up for longer. A second call finds its operands in the
 cache: write something larger in between. One sample is an anecdote: take several, show the median and the spread.
 """
 
-import platform
-import re
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import torch
 from torch import Tensor
 
-from common import nvml
+from common import hardware, nvml
+from common.exits import UserError
 
-WARM_UP_SECONDS = 0.05
+WARM_UP_SECONDS = 0.05  # of every figure
+LEAST_FREE_BYTES = 2**31  # the largest products, in fp32, and the flush
+
+
+def waiter(device: torch.device) -> Callable[[], None]:
+    """What waits until `device` is done."""
+    return (lambda: None) if device.type == "cpu" else torch.accelerator.synchronize
+
+
+def warm_up(work: Callable, device: torch.device, seconds: float) -> None:
+    """Call work() for so long, and at least once: that may load kernels for longer than all the rest takes."""
+    wait = waiter(device)
+    work()
+    wait()
+    deadline = time.perf_counter() + seconds
+    while time.perf_counter() < deadline:
+        work()
+        wait()
 
 
 def timed(work: Callable, device, samples: int, flush: Tensor | None = None, repeat=1, clock="device") -> list[float]:
@@ -27,14 +45,8 @@ def timed(work: Callable, device, samples: int, flush: Tensor | None = None, rep
     "issue": until the calls return. `flush`, a tensor larger than the caches, is written before each sample: the
     operands then come from memory, and the GPU is busy while the call is issued, so that the launch is not timed.
     """
-    wait = (lambda: None) if device.type == "cpu" else torch.accelerator.synchronize
-    work()  # may load kernels for longer than all of the warm-up
-    wait()
-    deadline = time.perf_counter() + WARM_UP_SECONDS
-    while time.perf_counter() < deadline:
-        work()
-        wait()
-    seconds = []
+    warm_up(work, device, WARM_UP_SECONDS)
+    wait, seconds = waiter(device), []
     for _ in range(samples):
         wait()
         if flush is not None:
@@ -59,11 +71,25 @@ def timed(work: Callable, device, samples: int, flush: Tensor | None = None, rep
     return seconds
 
 
+def cache_bytes(device: torch.device) -> int:
+    """The last cache before the memory: a GPU's L2; a CPU's as Linux tells it, 0 where nobody does."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).L2_cache_size
+    sizes = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+    return max((2**10 * int(size.read_text().strip().removesuffix("K")) for size in sizes), default=0)
+
+
+def buffer_bytes(device: torch.device, array_most: int, flush_most: int) -> tuple[int, int]:
+    """(bytes of an array, bytes of the flush): at most an eighth of the free memory, the flush two caches at least."""
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    if device.type == "cuda" and free < LEAST_FREE_BYTES:
+        raise UserError(f"{free:,} bytes are free on {device}, this needs {LEAST_FREE_BYTES:,}: take an idle GPU")
+    return min(array_most, free // 8), max(min(flush_most, free // 8), 2 * cache_bytes(device))
+
+
 def conditions(device: torch.device) -> dict:
     """What a figure has to be read with: the processor, and a GPU's clocks and limits now. None: not known."""
-    cpuinfo = Path("/proc/cpuinfo")
-    model = re.search(r"model name\s*: (.+)", cpuinfo.read_text()) if cpuinfo.exists() else None
-    known = {"cpu": model[1] if model else platform.processor() or None, "cpu_threads": torch.get_num_threads()}
+    known = {"cpu": hardware.cpu_model(), "cpu_threads": torch.get_num_threads()}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         gpu = next((g for g in nvml.gpus()[0] if (g["uuid"] or "").endswith(str(properties.uuid))), {})

@@ -40,6 +40,18 @@ def round_to_tf32(x: Tensor) -> Tensor:
     return add_and_cut(x, 0xFFF + (x.view(torch.int32) >> 13 & 1), cut=13)
 
 
+def scale_to_fp8(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x in fp8, its largest value there the type's largest, and the scale to multiply it with to have x again."""
+    scale = x.abs().max() / torch.finfo(dtype).max
+    return (x / scale).to(dtype), scale
+
+
+def multiply_fp8(x: Tensor, x_scale: Tensor, y: Tensor, y_scale: Tensor) -> Tensor:
+    """By the units for fp8, result in fp32; RuntimeError where there are none for these types."""
+    y = y.t().contiguous().t()  # column by column, as they read their second operand
+    return torch._scaled_mm(x, y, x_scale, y_scale, out_dtype=torch.float32)
+
+
 def round_stochastically(x: Tensor) -> Tensor:
     """To bf16: add random bits below its mantissa, so that what is cut off is the chance of rounding up."""
     return add_and_cut(x, torch.randint(0, 1 << 16, x.shape, dtype=torch.int32), cut=16).to(torch.bfloat16)

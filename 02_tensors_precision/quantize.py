@@ -11,13 +11,14 @@ most, found by quantizing one at a time, can keep more bits. It is not distillat
     one GPU   python 02_tensors_precision/quantize.py --train-steps 1000 --device cuda
     cluster   one process is all it uses
 
-Look for: delta, the held-out loss above that of fp32, against bytes; what calibration on the wrong text
-costs; tokens/s where floats are multiplied after dequantizing (no gain) and in torch's own kernels. The
-bare run's model has learned so little that it has little to lose; with --train-steps 1000 it has.
+Look for: delta, the held-out loss above that of fp32, against bytes; what calibration on the wrong text costs;
+tokens/s (in turns: median, lowest, highest) where floats are multiplied after dequantizing (no gain) and in torch's
+own kernels. The bare run's model knows so little that it has little to lose; with --train-steps 1000 it has.
 Before: precision.py. Next: qat.py trains on with the rounding in place.
 """
 
 import itertools
+import statistics
 import sys
 import time
 from functools import partial
@@ -31,8 +32,7 @@ from torch import Tensor
 sys.path[:0] = [str(Path(__file__).resolve().parents[i]) for i in (0, 1)]  # torch_kernels.py, workbench.py; common/
 import torch_kernels
 import workbench
-from torch_kernels import Forward
-from workbench import difference, linears, measure, observe, sensitivity
+from workbench import Forward, difference, linears, llama2_bytes, measure, observe, sensitivity
 
 from common import exits, runtime
 
@@ -51,14 +51,15 @@ class Quantized(NamedTuple):
         return self.codes.nbytes + self.scale.nbytes
 
 
-def quantize(weight: Tensor, bits: int, group: str | int) -> Quantized:
-    """Symmetric, round to nearest; `group` is "tensor", "channel" (a row) or how many values share a scale."""
+def quantize(weight: Tensor, bits: int, group: str | int, clip: float | Tensor = 1.0) -> Quantized:
+    """Symmetric, round to nearest; `group` is "tensor", "channel" (a row) or how many values share a scale.
+    What is above the share `clip` of the largest value becomes the largest integer."""
     limit = 2 ** (bits - 1) - 1  # 127 or 7: -128 and -8 have no positive counterpart and stay unused
     rows, columns = weight.shape
     width = group if isinstance(group, int) else columns
     values = F.pad(weight, (0, -columns % width)).view(rows, -1, width)  # zeros change no maximum
     largest = values.abs().amax((0, 1, 2) if group == "tensor" else 2, keepdim=True)
-    scale = (largest / limit).bfloat16()  # rounding it moves 127 by less than 1/2: no error above scale / 2
+    scale = (largest * clip / limit).bfloat16()  # rounding it moves 127 by less than 1/2: no error above scale / 2
     scale = torch.where(scale > 0, scale, 1)  # all zeros: 0 / 1, not 0 / 0
     codes = (values / scale.float()).round().clamp(-limit, limit).to(torch.int8).view(rows, -1)[:, :columns]
     return Quantized(pack(codes) if bits <= 4 else codes.contiguous(), scale[..., 0], width)
@@ -155,6 +156,19 @@ def schemes(net, tuning: workbench.Batches, scan: dict[str, tuple[float, float]]
         yield f"int{bits} per channel, {KEEP} {which} sensitive int8", DEQUANTIZED, nbytes, exact
 
 
+def ways(weight: Tensor) -> dict[str, tuple[torch_kernels.Kernel, Forward]]:
+    """A layer in every way that speed may come from, and the arithmetic that each must agree with."""
+    plain, int8, int4 = partial(F.linear, weight=weight), quantize(weight, 8, "channel"), quantize(weight, 4, 32)
+    return {
+        "fp32": (lambda: plain, plain),
+        "bf16": (lambda: torch_kernels.bf16(weight), plain),
+        "int8 weights, torch's kernel": (lambda: torch_kernel(int8), emulate(int8)),
+        "int4 weights, torch's kernel": (lambda: torch_kernel(int4), emulate(int4)),
+        "int4 weights, dequantized each time": (lambda: emulate(int4), emulate(int4)),
+        "W8A8, torch's kernel": (lambda: w8a8(int8, -5.0, 5.0), w8a8(int8, -5.0, 5.0, kernel=False)),
+    }
+
+
 def main() -> int:
     args = workbench.flags(__doc__).parse_args()
     device, start = runtime.single_device(args.device), time.perf_counter()
@@ -162,33 +176,23 @@ def main() -> int:
     tuning, shown = workbench.held_out(corpus, device)
     coarse = {name: emulate(quantize(layer.weight.detach(), 3, "channel")) for name, layer in linears(net).items()}
     scan = sensitivity(net, coarse, tuning[:2])  # at 3 bits: at 4 one layer's share drowns in chance
-    base, rows = None, []
-    for scheme, multiplied, nbytes, forwards in schemes(net, tuning, scan):
-        losses, speed = measure(net, forwards, shown)
-        base = losses if base is None else base
+    found = [*schemes(net, tuning, scan)]
+    # batch by batch all take turns, so that a disturbance hits all alike; the first turn warms up
+    turns = [[measure(net, forwards, [batch]) for *_, forwards in found] for batch in shown]
+    base, rows = torch.cat([turn[0][0] for turn in turns]), []
+    for i, (scheme, multiplied, nbytes, _) in enumerate(found):
+        losses, speeds = torch.cat([turn[i][0] for turn in turns]), [turn[i][1] for turn in turns[1:]]
         row = {"scheme": scheme, "multiplied": multiplied, "weight_bytes": nbytes, "val_loss": losses.mean().item()}
-        delta = dict(zip(("delta", "standard_error"), difference(losses, base), strict=True))
-        rows.append({**row, **delta, "tokens_per_second": speed})
-
-    side = 4096 if device.type == "cpu" else 16_384
-    weight = torch.randn(side, side, device=device) / side**0.5
-    int8, int4 = quantize(weight, 8, "channel"), quantize(weight, 4, 32)
-    makers = {
-        "fp32": lambda: partial(F.linear, weight=weight),
-        "bf16": lambda: torch_kernels.bf16(weight),
-        "int8 weights, torch's kernel": lambda: torch_kernel(int8),
-        "int4 weights, torch's kernel": lambda: torch_kernel(int4),
-        "int4 weights, dequantized each time": lambda: emulate(int4),
-        "W8A8, torch's kernel": lambda: w8a8(int8, -5.0, 5.0),
-    }
-    times = torch_kernels.time_layer(makers, side, device)
+        row["delta"], row["standard_error"] = difference(losses, base)
+        row |= {"tokens_per_second": statistics.median(speeds), "lowest": min(speeds), "highest": max(speeds)}
+        rows.append(row)
+    times = torch_kernels.time_layer(ways, 4096 if device.type == "cpu" else 16_384, device)
     kinds = {f"int{b}_per_{g}": partial(quantize, bits=b, group=g) for b, g in ((8, "channel"), (4, 128), (4, 32))}
-    sizes = workbench.llama2_bytes(kinds)
     kept = sum(p.nbytes for p in net.parameters()) - rows[0]["weight_bytes"]
-    print("\nmost sensitive layers: " + ", ".join([*scan][:KEEP]))
+    print(f"\nturns: {len(speeds)}, large layer {torch_kernels.ROUNDS}; most sensitive: {', '.join([*scan][:KEEP])}")
     print("checked: no weight is off by more than scale / 2; the kernels that ran agree with the arithmetic here")
     print(f"not quantized: embedding (also the output layer) and norms, {kept:,} bytes. int3 is stored in 4 bits")
-    workbench.finish(args, net, start, rows=rows, sensitivity=scan, large_layer=times, llama2=sizes)
+    workbench.finish(args, net, start, rows=rows, sensitivity=scan, large_layer=times, llama2=llama2_bytes(kinds))
     return 0
 
 

@@ -1,9 +1,10 @@
 """torch's own kernels for int8 and int4 weights, where device and version have them.
 
 Each takes integers and scales as quantize.py makes them and returns a function that stands in for a layer's
-forward. None is trusted: `checked` holds it against the written-out arithmetic.
+forward. None is trusted: each is held against the written-out arithmetic before it is used or timed.
 """
 
+import statistics
 from collections.abc import Callable
 
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 from torch.utils.benchmark import Timer
 
 Forward = Callable[[Tensor], Tensor]
+Kernel = Callable[[], Forward]  # makes one, or raises where it is missing
+ROUNDS = 5  # the kernels take turns, so that a disturbance hits all alike
 
 
 def on_matrices(forward: Forward) -> Forward:
@@ -47,7 +50,7 @@ def int4_kernel(codes: Tensor, scale: Tensor, width: int) -> Forward:
     return on_matrices(lambda x: mm(F.pad(x.bfloat16(), (0, missing)), packed, width, scales).to(x.dtype))
 
 
-def runs(kernel: Callable[[], Forward], x: Tensor) -> Forward | None:
+def runs(kernel: Kernel, x: Tensor) -> Forward | None:
     """The kernel if this device and this torch have it for x; else None, and the reason is told."""
     try:
         forward = kernel()
@@ -58,30 +61,46 @@ def runs(kernel: Callable[[], Forward], x: Tensor) -> Forward | None:
     return forward
 
 
+def agrees(name: str, kernel: Kernel, exact: Forward, x: Tensor) -> Forward | None:
+    """The kernel, held against the written-out arithmetic on x; None if it does not run here."""
+    if (forward := runs(kernel, x)) is not None:
+        expected = exact(x)
+        assert (forward(x) - expected).norm() <= 0.01 * expected.norm(), f"{name}: kernel and arithmetic differ"
+    return forward
+
+
 def checked(
-    layers: dict[str, nn.Linear], kernels: dict[str, Callable[[], Forward]], exact: dict[str, Forward]
+    layers: dict[str, nn.Linear], kernels: dict[str, Kernel], exact: dict[str, Forward]
 ) -> dict[str, Forward] | None:
-    """The kernels, each held against the written-out arithmetic on random input; None if they do not run here."""
+    """The kernels of all layers, each tried on random input; None if they do not run here."""
     forwards = {}
     for name, kernel in kernels.items():
         weight = layers[name].weight
         x = torch.randn(32, weight.shape[1], device=weight.device)
-        if (forward := runs(kernel, x)) is None:
+        if (forward := agrees(name, kernel, exact[name], x)) is None:
             return None
-        expected = exact[name](x)
-        assert (forward(x) - expected).norm() <= 0.01 * expected.norm(), f"{name}: kernel and arithmetic differ"
         forwards[name] = forward
     return forwards
 
 
-def time_layer(kernels: dict[str, Callable[[], Forward]], side: int, device: torch.device) -> list[dict]:
-    """Median microseconds in one large layer, for 1 token, where reading the weights takes the time, and for 256."""
+def time_layer(
+    ways: Callable[[Tensor], dict[str, tuple[Kernel, Forward]]], side: int, device: torch.device
+) -> list[dict]:
+    """Microseconds in one large layer, computed in `ways`: for 1 token, where reading the weights takes the time, and
+    for 256. Median, lowest and highest of ROUNDS, in which the ways take turns."""
+    kernels = ways(torch.randn(side, side, device=device) / side**0.5)
     rows = [{"layer": name, "side": side} for name in kernels]
     for tokens in (1, 256):
         x = torch.randn(tokens, side, device=device)
-        for row, kernel in zip(rows, kernels.values(), strict=True):
-            forward = runs(kernel, x)
-            timer = Timer("f(x)", globals={"f": forward, "x": x}, num_threads=torch.get_num_threads())
-            # blocked_autorange warms up and waits for the GPU
-            row[f"microseconds_at_{tokens}"] = forward and timer.blocked_autorange(min_run_time=0.1).median * 1e6
+        forwards = [agrees(name, kernel, exact, x) for name, (kernel, exact) in kernels.items()]
+        times: list[list[float]] = [[] for _ in kernels]
+        for _ in range(ROUNDS):
+            for forward, mine in zip(forwards, times, strict=True):
+                timer = Timer("f(x)", globals={"f": forward, "x": x}, num_threads=torch.get_num_threads())
+                # blocked_autorange warms up and waits for the GPU
+                if forward is not None:
+                    mine.append(timer.blocked_autorange(min_run_time=0.02).median * 1e6)
+        for row, mine in zip(rows, times, strict=True):
+            for key, of in (("microseconds", statistics.median), ("lowest", min), ("highest", max)):
+                row[f"{key}_at_{tokens}"] = of(mine) if mine else None
     return rows

@@ -16,13 +16,13 @@ from torch.amp import GradScaler
 from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+from common import hardware
 from common.exits import UserError
 
 Batch = tuple[Tensor, Tensor]  # inputs and targets
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp16-unscaled": torch.float16, "fp8": torch.bfloat16}
 NAMES = ["fp32", "tf32", *AUTOCAST]
-SINCE = {"fp16": (7, 0), "tf32": (8, 0), "bf16": (8, 0), "fp8": (8, 9)}  # compute capability with such matrix units
 CPU_UNITS = {"bf16": {"avx512_bf16", "amx_bf16", "bf16"}, "fp16": {"avx512_fp16", "amx_fp16"}}  # in /proc/cpuinfo
 
 
@@ -31,8 +31,8 @@ def native_types(device: torch.device) -> tuple[set[str], str]:
     """What this device multiplies in hardware, and how we know."""
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
-        found = {name for name, since in SINCE.items() if capability >= since}
-        return {"fp32", *found}, "compute capability {}.{}".format(*capability)
+        found = {name for name, since in hardware.SINCE.items() if capability >= since and name in NAMES}
+        return found, "compute capability {}.{}".format(*capability)
     if device.type == "mps":
         return {"fp32", "fp16"}, "Metal"
     info = Path("/proc/cpuinfo")
@@ -87,6 +87,8 @@ def to_fp8(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 class Fp8Linear(torch.autograd.Function):
     """x @ weight.T: activations and weights in e4m3 (3 bits of fraction), gradients in e5m2 (2, but more range)."""
+
+    # Every maximum, division, cast and transpose here reads and writes memory once more; libraries fuse them.
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:

@@ -184,6 +184,5 @@ def plot(rows: list[dict], gradients: Tensor, scale: float, file: Path) -> None:
     right.set(xlabel="log2 of the magnitude; lines: what fp16 can hold", ylabel="gradient elements")
     left.legend()
     right.legend()
-    file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=120)
     print(f"plot: {file}")

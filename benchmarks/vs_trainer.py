@@ -32,7 +32,7 @@ import torch
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))  # common/, with nothing installed
 from common import cli, data, exits, model, runtime
-from common.hardware import device_name
+from common.hardware import cpu_model, device_name
 from common.report import read_records, table
 
 RESULTS = REPO / "benchmarks/results"
@@ -124,10 +124,8 @@ def versions(*packages: str) -> dict[str, str | None]:
 
 def cpu() -> dict:
     """The processor and how much of it this process may use."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return {"cpu": names[0] if names else platform.processor() or platform.machine(), "cores": cores}
+    return {"cpu": cpu_model() or platform.machine(), "cores": cores}
 
 
 def facts(pairs: dict) -> str:

@@ -1,6 +1,7 @@
 """The flags that all training scripts share, checked before anything expensive starts."""
 
 import argparse
+import contextlib
 import math
 import os
 from pathlib import Path
@@ -59,6 +60,13 @@ def writable_file(text: str) -> Path:
     if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text!r} cannot be written: a folder, or in none that can be written")
     return path
+
+
+def plot_file(text: str) -> Path:
+    """As writable_file, and the last folder is made. argparse passes a default through here, too."""
+    with contextlib.suppress(OSError):  # the next line tells
+        Path(text).parent.mkdir(exist_ok=True)
+    return writable_file(text)
 
 
 def training_parser(description: str, dtype: str = "fp32") -> Parser:

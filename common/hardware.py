@@ -5,7 +5,9 @@ measurement. Names are matched whole, as torch.cuda.get_device_name prints them,
 of one chip differ: an H100 PCIe reaches 76 % of the SXM part's rate.
 """
 
+import platform
 import re
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -22,6 +24,9 @@ class Peak(NamedTuple):
     bandwidth: float  # bytes per second between the device and its memory
     source: str
 
+
+# the compute capability from which a GPU has units that multiply matrices of the type
+SINCE = {"fp32": (1, 0), "fp16": (7, 0), "int8": (7, 5), "tf32": (8, 0), "bf16": (8, 0), "fp8": (8, 9)}
 
 # TFLOP/s and GB/s as the data sheets print them, halved where those count sparsity
 _TABLE: dict[str, tuple[float, float, float, float, float, float, str]] = {
@@ -52,6 +57,13 @@ def peak(name: str) -> Peak | None:
 def device_name(device: torch.device) -> str:
     """A GPU's name as its driver gives it; else the device type."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def cpu_model() -> str | None:
+    """The processor's name as Linux tells it, or as Python does; None if neither knows."""
+    file = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*: (.+)", file.read_text()) if file.exists() else None
+    return found[1] if found else platform.processor() or None
 
 
 def peak_flops(name: str, dtype: str) -> float | None:

@@ -5,9 +5,11 @@ What is timed is checked with a clock of our own: no test asks how fast anything
 
 import importlib.util
 import json
+import math
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +17,8 @@ import torch
 from harness import ROOT, clean_env, run
 from torch import nn
 
-from common import hardware
+from common import cli, hardware
+from common.exits import UserError
 
 SCRIPT = "01_devices/benchmark.py"
 sys.path.insert(0, str(ROOT / "01_devices"))  # as python does for a script
@@ -75,6 +78,43 @@ def test_warm_up_lasts_its_time_and_is_not_counted(monkeypatch):
     assert len(calls) == 1 + 5 + 2
 
 
+@pytest.mark.parametrize(("seconds", "calls"), [(0.0, 1), (0.5, 1), (4.5, 5)])
+def test_a_longer_warm_up_goes_on_for_its_time(monkeypatch, seconds, calls):
+    monkeypatch.setattr(timing, "time", Clock())
+    done = []
+    timing.warm_up(lambda: done.append(0), CPU, seconds)
+    assert len(done) == calls
+
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("free", "cache", "expected"),
+    [
+        (64 * GIB, 50 * 2**20, (GIB, GIB // 2)),
+        (4 * GIB, 50 * 2**20, (GIB // 2, GIB // 2)),
+        (2 * GIB, 50 * 2**20, (GIB // 4, GIB // 4)),
+        (2 * GIB, 200 * 2**20, (GIB // 4, 400 * 2**20)),  # a flush that the cache holds would flush nothing
+    ],
+)
+def test_buffers_fit_the_free_memory_and_the_flush_exceeds_the_cache(monkeypatch, free, cache, expected):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(L2_cache_size=cache))
+    most = benchmark.ARRAY_BYTES["gpu"], benchmark.FLUSH_BYTES["gpu"]
+    assert timing.buffer_bytes(CUDA, *most) == expected
+    monkeypatch.setattr(timing.psutil, "virtual_memory", lambda: SimpleNamespace(available=free))
+    levels = [SimpleNamespace(read_text=f"{kib}K\n".__str__) for kib in (32, 1024, 512)]
+    monkeypatch.setattr(timing, "Path", lambda _: SimpleNamespace(glob=lambda _: levels))
+    assert timing.buffer_bytes(CPU, 2**40, 0) == (free // 8, 2 * 2**20)
+
+
+def test_a_gpu_that_is_full_is_told(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2**31 - 1, 80 * GIB))
+    with pytest.raises(UserError, match="2,147,483,647 bytes are free on cuda:0"):
+        timing.buffer_bytes(CUDA, GIB, GIB)
+
+
 def test_caches_are_flushed_before_every_sample(monkeypatch):
     monkeypatch.setattr(timing, "time", Clock())
     flush, seen = torch.ones(8), []
@@ -120,7 +160,18 @@ def test_conditions_are_those_of_this_gpu(monkeypatch):
         found = timing.conditions(CUDA)
         assert (found["sm_clock_mhz"], found["power_limit_watts"]) == (clock, limit)
         assert (found["l2_cache_bytes"], found["compute_capability"]) == (52_428_800, "9.0")
-    assert timing.conditions(CPU).keys() == {"cpu", "cpu_threads"}
+    assert timing.conditions(CPU) == {"cpu": hardware.cpu_model(), "cpu_threads": torch.get_num_threads()}
+
+
+def test_the_cpus_name(monkeypatch, tmp_path):
+    file = tmp_path / "cpuinfo"
+    monkeypatch.setattr(hardware, "Path", lambda _: file)
+    monkeypatch.setattr(hardware.platform, "processor", lambda: "")
+    assert hardware.cpu_model() is None
+    monkeypatch.setattr(hardware.platform, "processor", lambda: "arm")
+    assert hardware.cpu_model() == "arm"
+    file.write_text("processor\t: 0\nmodel name\t: One of 2\nprocessor\t: 1\nmodel name\t: Two of 2\n")
+    assert hardware.cpu_model() == "One of 2"
 
 
 # The arithmetic of figures
@@ -304,7 +355,9 @@ def small():
     patch.setattr(benchmark, "SQUARES", [16, 1000])
     patch.setattr(benchmark, "ARRAY_BYTES", {"cpu": 2**16})
     patch.setattr(benchmark, "FLUSH_BYTES", {"cpu": 2**16})
+    patch.setattr(benchmark, "TYPE_WARM_UP_SECONDS", {"cpu": 0.0})
     patch.setattr(timing, "WARM_UP_SECONDS", 0.0)
+    patch.setattr(timing, "cache_bytes", lambda _: 0)
     one_layer = partial(nn.Transformer, num_encoder_layers=1, num_decoder_layers=1, dim_feedforward=64)
     layers = SimpleNamespace(Transformer=one_layer, TransformerEncoderLayer=nn.TransformerEncoderLayer)
     patch.setattr(benchmark, "nn", layers)
@@ -327,9 +380,21 @@ def small():
 KEYS = {"kind", "dtype", "shape", "median", "min", "max", "n", "unit", "peak", "share_of_peak", "share_of_ceiling"}
 
 
-def test_small_run_on_a_cpu(small, tmp_path, capsys):
+def test_small_run_on_a_cpu(small, tmp_path, capsys, monkeypatch):
+    order = []  # of warm-ups by type and of the products measured after them
+    monkeypatch.setattr(benchmark, "warm_up", lambda work, device, s: order.append((work().shape.numel(), s)))
+    matmul = benchmark.matmul
+    monkeypatch.setattr(benchmark, "matmul", lambda *args: order.append((*args[:3],)) or matmul(*args))
     code, summary = small(CPU, tmp_path)
     out = capsys.readouterr().out
+    assert (summary["array_bytes"], summary["flush_bytes"], summary["type_warm_up_seconds"]) == (2**16, 2**16, 0)
+    for kind, dtypes, sizes in (("matmul", ["fp32", "bf16", "fp16", "int8"], "SHAPES"), ("width", ["bf16"], "WIDTHS")):
+        for dtype in dtypes:
+            shapes = getattr(benchmark, sizes)["cpu"]
+            m, n, _ = max(shapes, key=math.prod)
+            assert order[: 1 + len(shapes)] == [(m * n, 0), *((kind, dtype, shape) for shape in shapes)]
+            order = order[1 + len(shapes) :]
+    assert order == []
     assert (code, summary["verdict"], summary["bugs"]) == (0, None, [])
     assert (summary["device"], summary["script"], summary["world_size"]) == ("cpu", SCRIPT, 1)
     found = summary["measurements"]
@@ -381,13 +446,21 @@ def test_without_matplotlib(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(
     ("flags", "named"),
-    [(["--samples", "0"], "--samples"), (["--plot", "/nowhere/at/all.png"], "--plot")],
+    [(["--samples", "0"], "--samples"), (["--plot", "/nowhere/at/all.png"], "--plot"), ([], "runs/roofline.png")],
 )
-def test_wrong_flags_are_one_line(tmp_path, flags, named):
+def test_what_cannot_be_is_one_line_before_anything_is_measured(tmp_path, flags, named):
+    (tmp_path / "runs").touch()  # where the default plot would go
     result = run(SCRIPT, tmp_path, *flags)
     assert result.code == 2
     assert len(result.err.splitlines()) == 1
     assert named in result.err
+    assert result.out == ""
+
+
+def test_the_default_plots_folder_is_made(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert cli.plot_file("runs/roofline.png") == Path("runs/roofline.png")
+    assert Path("runs").is_dir()
 
 
 # On a GPU: one run, looked at by all
@@ -437,5 +510,6 @@ def test_gpu_shows_what_a_cpu_cannot(on_gpu, measured):
     assert {"launch", "round_trip", "encoder_layer", "transformer"} <= {*kinds}
     assert on_gpu["transformer_cpu_over_gpu"] > 0
     assert on_gpu["crossover_size"] in [None, *benchmark.SQUARES]
-    assert on_gpu["flush_bytes"] > 2 * on_gpu["l2_cache_bytes"]
+    assert on_gpu["flush_bytes"] >= 2 * on_gpu["l2_cache_bytes"]
+    assert on_gpu["type_warm_up_seconds"] >= 0.5
     assert (measured["folder"] / "roofline.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")

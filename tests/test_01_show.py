@@ -428,6 +428,6 @@ def test_on_a_gpu(gpus, tmp_path):
     assert "agree about 1 GPUs" in result.out
     capability = tuple(int(part) for part in mine["compute_capability"].split("."))
     for dtype in found["dtypes"]:
-        assert dtype["unit"] == (capability >= show.UNITS[dtype["dtype"]][1])
+        assert dtype["unit"] == (capability >= hardware.SINCE[dtype["dtype"]])
         if dtype["unit"]:  # a unit that torch cannot reach would be a finding
             assert dtype["verdict"] == "native", dtype

@@ -284,6 +284,7 @@ def test_precision_reports_what_it_measured(tmp_path):
 
     errors = summary["matmul_relative_error"]
     assert errors["fp32"] < 1e-6
+    assert not {"fp8 e4m3fn", "fp8 e5m2"} & errors.keys()  # no CPU has units for these
     # two inputs rounded to m bits, each off by about 2^-(m+1) * 0.41 (root mean square); bf16 also rounds the result
     assert errors["tf32 emulated"] == pytest.approx(2**-11 * 0.41 * 2**0.5, rel=0.1)
     assert errors["bf16"] == pytest.approx(2**-8 * 0.41 * 3**0.5, rel=0.1)
@@ -301,6 +302,68 @@ def test_precision_reports_what_it_measured(tmp_path):
     # without a master each of the 20 roundings stays in the weight, with one only the last
     assert stochastic["gone_deviation"] > 2 * master["gone_deviation"] > 0
     assert [way["bytes_per_weight"] for way in (fp32, bf16, master, stochastic)] == [12, 6, 14, 10]
+
+
+def test_fp8_is_scaled_to_its_largest_and_back():
+    generator = torch.Generator().manual_seed(0)
+    x = 1e-4 * torch.randn(64, 32, generator=generator)
+    for name in ("fp8 e4m3fn", "fp8 e5m2"):
+        torch_type, numpy_type = STORED[name]
+        codes, scale = formats.scale_to_fp8(x, torch_type)
+        assert codes.float().abs().max() == own_limits(name)["max"]
+        expected = (x / scale).numpy().astype(numpy_type).astype(np.float32)
+        assert np.array_equal(codes.float().numpy(), expected)
+        # half a step of what is normal, half of the smallest subnormal below that
+        smallest = own_limits(name)["smallest_subnormal"] * scale
+        allowed = torch.maximum(x.abs() * own_limits(name)["epsilon"], smallest) / 2
+        assert ((codes.float() * scale - x).abs() <= allowed * 1.001).all()
+
+
+has_scaled_mm = torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm", "CPU")
+
+
+@pytest.mark.skipif(not has_scaled_mm, reason=f"torch {torch.__version__} has no _scaled_mm for CPUs")
+def test_fp8_units_are_given_what_the_emulation_multiplies(monkeypatch):
+    """A CPU takes the same call as a GPU, and sums in fp32: scales and shape must be right; and the layout, by rows
+    and by columns, which only a GPU insists on."""
+    scaled_mm = torch._scaled_mm
+
+    def strict(x, y, *args, **kwargs):
+        assert x.is_contiguous()
+        assert y.t().is_contiguous()
+        return scaled_mm(x, y, *args, **kwargs)
+
+    monkeypatch.setattr(torch, "_scaled_mm", strict)
+    x, y = torch.randn(32, 64), torch.randn(64, 48) * 1e-3
+    both = [formats.scale_to_fp8(t, torch.float8_e4m3fn) for t in (x, y)]
+    product = formats.multiply_fp8(*both[0], *both[1])
+    expected = (both[0][0].double() * both[0][1]) @ (both[1][0].double() * both[1][1])
+    assert product.dtype == torch.float32
+    assert (product - expected).norm() < 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize("factor", [1, 2])
+def test_units_for_fp8_are_held_against_the_emulation(monkeypatch, factor, capsys):
+    """The CPU in the place of a GPU with units for e4m3fn only; twice the product is an error of 1."""
+
+    class Gpu(str):
+        type = "cuda"
+
+    def units(x, x_scale, y, y_scale):
+        if x.dtype == torch.float8_e5m2:
+            raise RuntimeError("no such units\nand more")
+        return factor * (x.double() * x_scale) @ (y.double() * y_scale)
+
+    monkeypatch.setattr(precision, "multiply_fp8", units)
+    monkeypatch.setattr(torch.cuda, "is_tf32_supported", lambda: False)
+    if factor == 1:
+        errors = precision.multiply(Gpu("cpu"))
+        assert errors["fp8 e4m3fn"] == pytest.approx(errors["fp8 e4m3fn emulated"], rel=0.01)
+        assert "fp8 e5m2" not in errors
+        assert "not here: fp8 e5m2 times fp8 e5m2: no such units\n" in capsys.readouterr().out
+    else:
+        with pytest.raises(AssertionError):
+            precision.multiply(Gpu("cpu"))
 
 
 def test_precision_depends_on_the_seed_alone():
@@ -383,6 +446,16 @@ def test_real_tf32_lies_between_fp32_and_bf16(gpus, tmp_path):
     if "tf32" not in errors:
         pytest.skip("this GPU has no tf32")
     assert 10 * errors["fp32"] < errors["tf32"] < errors["bf16"] / 2
+
+
+@pytest.mark.gpu(n=1)
+def test_real_fp8_beside_its_emulation(gpus, tmp_path):
+    """That the two are within 10 % is asserted by the script."""
+    summary = on_gpu("precision.py", gpus, tmp_path)
+    errors = summary["matmul_relative_error"]
+    if "not here: fp8 e4m3fn" in summary["printed"]:
+        pytest.skip("this GPU has no units for fp8")
+    assert errors["bf16"] < errors["fp8 e4m3fn"] < errors["fp8 e5m2 emulated"]
 
 
 @pytest.mark.gpu(n=1)

@@ -265,41 +265,73 @@ def test_the_scan_finds_the_layer_that_hurts_and_mixed_precision_keeps_it(net, b
     assert nbytes == found["int4 per channel"][0] + extra
 
 
-@pytest.mark.parametrize("bits", [2, 4])
-def test_straight_through_gradient_is_that_of_torchs_fake_quantize(bits):
+def test_a_clip_ends_the_scale_below_the_largest(weight):
+    clip = torch.linspace(0.3, 1, 32).view(-1, 1, 1)
+    w = quantize.quantize(weight, 4, "channel", clip)
+    ends = weight.abs().amax(1, keepdim=True) * clip[..., 0]
+    back = quantize.dequantize(w)
+    assert (back.abs() <= ends * (1 + 2**-8)).all()  # the scale itself is bf16
+    kept = weight.abs() <= ends
+    assert ((back - weight).abs() <= ends / 7 * 0.5 * (1 + 2**-7))[kept].all()
+    assert (quantize.unpack(w.codes)[~kept].abs() == 7).all()
+    assert 0 < (~kept).sum() < weight.numel() / 2
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_the_scale_by_least_squares_is_the_best_that_was_tried(net, bits):
+    limit = 2 ** (bits - 1) - 1
+    clips = qat.least_squares(net, bits)
+    for name, layer in workbench.linears(net).items():
+        for row, share in zip(layer.weight.detach(), clips[name].flatten().tolist(), strict=True):
+            errors = {}
+            for tried in qat.SHARES:
+                scale = (row.abs().max() * tried / limit).bfloat16().float()
+                errors[tried] = ((row / scale).round().clamp(-limit, limit) * scale - row).square().sum().item()
+            nearest = min(errors, key=lambda tried, share=share: abs(tried - share))  # the same, in fp32
+            assert errors[nearest] <= min(errors.values()) * (1 + 1e-5)
+    assert any((share < 1).any() for share in clips.values())
+
+
+@pytest.mark.parametrize(("bits", "share"), [(2, 1.0), (4, 1.0), (2, 0.4), (4, 0.7)])
+def test_straight_through_gradient_is_that_of_torchs_fake_quantize(bits, share):
     torch.manual_seed(0)
     limit = 2 ** (bits - 1) - 1
-    weight = torch.randn(6, 16, requires_grad=True)
-    gradient = torch.randn(6, 16)
-    ours = qat.FakeQuantize.apply(weight, bits)
+    weight = torch.randn(6, 64, requires_grad=True)
+    gradient = torch.randn(6, 64)
+    clip = torch.full((6, 1, 1), share)
+    ours = qat.FakeQuantize.apply(weight, bits, clip)
     (mine,) = torch.autograd.grad(ours, weight, gradient)
-    scale = quantize.quantize(weight.detach(), bits, "channel").scale[:, 0].float()
+    scale = quantize.quantize(weight.detach(), bits, "channel", clip).scale[:, 0].float()
     zeros = torch.zeros(6, dtype=torch.int32)
     theirs = torch.fake_quantize_per_channel_affine(weight, scale, zeros, 0, -limit, limit)
     (expected,) = torch.autograd.grad(theirs, weight, gradient)
     torch.testing.assert_close(ours, theirs)
     assert torch.equal(mine, expected)
-    assert torch.equal(mine, gradient)
+    assert torch.equal(mine, gradient) == (share == 1)  # of a clipped weight it is 0
 
 
 def test_qat_checks_can_fail(net, batch, monkeypatch):
-    qat.check_gradient(net, 4, batch)
-    rounded = qat.with_rounding(copy.deepcopy(net), 4)
-    qat.check_export(rounded, 4, batch[0])
+    clips = qat.least_squares(net, 4)
+    assert any((share < 1).any() for share in clips.values())
+    qat.check_gradient(net, 4, clips, batch)
+    rounded = qat.with_rounding(copy.deepcopy(net), 4, clips)
+    qat.check_export(rounded, 4, clips, batch[0])
     export = qat.export
-    monkeypatch.setattr(qat, "export", lambda net, bits: export(net, 3))
-    with pytest.raises(AssertionError, match="exported"):
-        qat.check_export(rounded, 4, batch[0])
-    monkeypatch.setattr(qat.FakeQuantize, "backward", staticmethod(lambda ctx, gradient: (gradient * 0.99, None)))
+    for wrong in (lambda net, bits, clips: export(net, 3, clips), lambda net, bits, clips: export(net, bits)):
+        monkeypatch.setattr(qat, "export", wrong)
+        with pytest.raises(AssertionError, match="exported"):
+            qat.check_export(rounded, 4, clips, batch[0])
+    monkeypatch.setattr(qat.FakeQuantize, "backward", staticmethod(lambda ctx, gradient: (gradient, None, None)))
     with pytest.raises(AssertionError, match="straight-through"):
-        qat.check_gradient(net, 4, batch)
+        qat.check_gradient(net, 4, clips, batch)
 
 
 def test_exported_integers_alone_give_the_trained_logits(net, batch):
-    trained = qat.with_rounding(net, 4)
+    clips = qat.least_squares(net, 4)
+    trained = qat.with_rounding(net, 4, clips)
     with torch.no_grad():
         expected = trained(batch[0])
-    forwards = qat.export(net, 4)
+    forwards = qat.export(net, 4, clips)
     deployed = model.Transformer(CONFIG)
     state = net.state_dict()
     kept = {name: t for name, t in state.items() if "_proj" not in name}
@@ -389,7 +421,12 @@ def test_the_text_to_choose_with_is_not_the_text_shown(small):
 def test_quantize_bare_flags_and_json(small, tmp_path, monkeypatch, capsys):
     flags = ["--train-steps", "3", "--run-dir", str(tmp_path), "--device", "cpu"]
     monkeypatch.setattr(sys, "argv", ["quantize.py", *flags, "--json", str(tmp_path / "s.json")])
-    monkeypatch.setattr(kernels, "time_layer", lambda makers, side, device: [{"layer": name} for name in makers])
+    time_layer = kernels.time_layer
+    monkeypatch.setattr(kernels, "time_layer", lambda ways, side, device: time_layer(ways, 64, device))
+    measured, measure = [], workbench.measure
+    monkeypatch.setattr(
+        quantize, "measure", lambda net, f, batches: measured.append(batches) or measure(net, f, batches)
+    )
     assert quantize.main() == 0
     summary = json.loads((tmp_path / "s.json").read_text())
     rows = {(row["scheme"], row["multiplied"]): row for row in summary["rows"]}
@@ -400,8 +437,55 @@ def test_quantize_bare_flags_and_json(small, tmp_path, monkeypatch, capsys):
     assert fp32["weight_bytes"] == 4 * matrices
     assert int4["weight_bytes"] == matrices // 2 + 2 * 2 * (4 * 32 + 2 * 48 + 32)
     assert len(summary["sensitivity"]) == 14
-    assert all(row["tokens_per_second"] > 0 for row in summary["rows"])
+    assert all(0 < row["lowest"] <= row["tokens_per_second"] <= row["highest"] for row in summary["rows"])
     assert "int4 per channel" in capsys.readouterr().out
+    # in turns: all schemes read one batch, then all read the next
+    assert all(len(batches) == 1 for batches in measured)
+    inputs = [batches[0][0] for batches in measured]
+    by_turn = [inputs[i : i + len(rows)] for i in range(0, len(inputs), len(rows))]
+    assert all(x is turn[0] for turn in by_turn for x in turn)
+    assert len({id(turn[0]) for turn in by_turn}) == len(by_turn) > 1
+    assert [row["side"] for row in summary["large_layer"]] == [64] * 6
+
+
+def layer_times(monkeypatch, ways) -> list[dict]:
+    monkeypatch.setattr(kernels, "ROUNDS", 2)
+    torch.manual_seed(0)
+    return kernels.time_layer(ways, 64, CPU)
+
+
+def test_every_way_of_a_layer_is_timed(monkeypatch):
+    rows = layer_times(monkeypatch, quantize.ways)
+    assert [row["layer"] for row in rows] == [*quantize.ways(torch.randn(64, 64))]
+    for row in rows:
+        for tokens in (1, 256):
+            assert 0 < row[f"lowest_at_{tokens}"] <= row[f"microseconds_at_{tokens}"] <= row[f"highest_at_{tokens}"]
+        assert row.keys() == rows[0].keys()
+
+
+def test_every_way_of_a_layer_is_near_the_plain_product():
+    """What each rounds to is in the tests above: here, that it is this weight and this input that are multiplied."""
+    torch.manual_seed(0)
+    weight, x = torch.randn(64, 64) / 8, torch.randn(256, 64)
+    plain = x @ weight.T
+    for name, (kernel, exact) in quantize.ways(weight).items():
+        for forward in (kernel(), exact):
+            error = (forward(x) - plain).norm() / plain.norm()
+            assert error < (0.15 if "int4" in name else 0.03), name
+
+
+def test_a_layer_that_is_wrong_is_not_timed_and_one_that_is_missing_is_told(monkeypatch, capsys):
+    def ways(weight):
+        plain = quantize.partial(torch.nn.functional.linear, weight=weight)
+        return {"plain": (lambda: plain, plain), "missing": (lambda: torch.ops.aten.no_such_operator, plain)}
+
+    plain, missing = layer_times(monkeypatch, ways)
+    assert plain["microseconds_at_1"] > 0
+    assert [missing[key] for key in missing if "_at_" in key] == [None] * 6
+    assert "no_such_operator" in capsys.readouterr().out
+    doubled = {"doubled": (lambda: lambda x: 2 * x, lambda x: x)}
+    with pytest.raises(AssertionError, match="doubled"):
+        layer_times(monkeypatch, lambda weight: doubled)
 
 
 def test_qat_bare_flags_and_json(small, tmp_path, monkeypatch, capsys):
@@ -409,12 +493,16 @@ def test_qat_bare_flags_and_json(small, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["qat.py", *flags, "--device", "cpu", "--json", str(tmp_path / "s.json")])
     assert qat.main() == 0
     summary = json.loads((tmp_path / "s.json").read_text())
-    assert [row["seed"] for row in summary["runs"]] == [1, 2, 3]
-    gains = sorted(row["ptq_loss"] - row["qat_loss"] for row in summary["runs"])
+    assert [row["seed"] for row in summary["runs"]] == [0, 1, 2]
+    ptq = ("ptq_largest_loss", "ptq_least_squares_loss")
+    gains = sorted(min(row[way] for way in ptq) - row["qat_loss"] for row in summary["runs"])
     (verdict,) = summary["verdicts"]
     assert [verdict["lowest_gain"], verdict["median_gain"], verdict["highest_gain"]] == pytest.approx(gains)
     assert verdict["seeds_won"] == sum(gain > 0 for gain in gains)
-    assert len({row["rival_loss"] for row in summary["runs"]}) == 3
+    for key in ("base_loss", "base_ptq_loss", "rival_loss", *ptq, "qat_loss"):
+        assert len({row[key] for row in summary["runs"]}) == 3  # each seed is a model of its own
+        assert verdict[f"median_{key}"] == sorted(row[key] for row in summary["runs"])[1]
+    assert len([*tmp_path.glob("*-steps3-*.pt")]) == 3
     answer = {0: "no", 3: "yes"}.get(verdict["seeds_won"], "not shown")
     assert f"at 2 bits: {answer}" in capsys.readouterr().out
 
