@@ -1,0 +1,194 @@
+"""What it costs to talk: the six collectives that training is made of, timed, checked and put on a line.
+
+Ranks hold buffers of equal size; a collective is a call that all of them make. DDP all-reduces gradients; FSDP
+all-gathers weights and reduce-scatters gradients; experts and sequences move by all-to-all, pipelines by send/recv.
+The time of each is nearly a line: alpha, the latency, which small messages pay, plus bytes / beta, which large ones
+pay. Two numbers per collective then tell how long the gradients of a model will take.
+
+    laptop    python 05_ddp/collectives.py
+    one node  torchrun --nproc_per_node=8 05_ddp/collectives.py --max-bytes 8589934592 --samples 20
+    cluster   the same on every node, with --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400
+
+Algorithm bandwidth is size / time. Bus bandwidth is what a rank's link carries for it, so it can stand beside the
+link's peak whatever the number of ranks: nccl-tests' convention, size meaning the whole buffer (n chunks).
+Look for: times that do not grow below some 10 KiB (latency only: that is why DDP sends buckets, not tensors); on
+GPUs, bus bandwidths of large sizes that agree; lowest and highest far apart: the machine has other work.
+BUG, exit code 1: more than the link's peak; the timing is wrong then. Before: train.py. Next: stragglers.py.
+"""
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+from links import bugs, fit, measurement, nvlink, plot, predictions, show, show_predictions
+from ranks import relaunch
+
+from common import cli, exits, hardware, report, runtime
+
+ROOT = 0  # who broadcasts
+MAX_BYTES = {"cpu": 2**24, "cuda": 2**30}
+# newer torch warns of the longer names
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def collectives(mine: Tensor, out: Tensor, rank: int, n: int) -> dict[str, tuple[Callable, Tensor]]:
+    """Name: (the call, where its result will be). A rank has `mine`; `out` is a copy of it for calls that work in
+    place. Both are n chunks long: a scatter leaves each rank one chunk, a gather starts from one."""
+    chunk = mine.numel() // n
+
+    def send_and_receive() -> None:  # round the ring, all ranks at once: one that sent first would wait for ever
+        there = dist.P2POp(dist.isend, mine, (rank + 1) % n)
+        back = dist.P2POp(dist.irecv, out, (rank - 1) % n)
+        for work in dist.batch_isend_irecv([there, back]):
+            work.wait()
+
+    return {
+        "broadcast": (partial(dist.broadcast, out, src=ROOT), out),
+        "all-reduce": (partial(dist.all_reduce, out), out),
+        "reduce-scatter": (partial(reduce_scatter, out[:chunk], mine), out[:chunk]),
+        "all-gather": (partial(all_gather, out, mine[:chunk]), out),
+        "all-to-all": (partial(dist.all_to_all_single, out, mine), out),
+        "send/recv": (send_and_receive, out),
+    }
+
+
+def pattern(count: int, device: torch.device) -> Tensor:
+    """1 to 97, again and again: a chunk in the wrong place shows, and sums over ranks stay exact in fp32."""
+    return torch.arange(1.0, 98.0, device=device).repeat(count // 97 + 1)[:count]
+
+
+def expected(name: str, base: Tensor, rank: int, n: int) -> Tensor:
+    """The result when each rank r holds (r + 1) times the base."""
+    size = base.numel() // n
+    chunk, holders = slice(rank * size, (rank + 1) * size), torch.arange(1.0, n + 1, device=base.device)
+    total = base * (n * (n + 1) / 2)
+    return {
+        "broadcast": lambda: base * (ROOT + 1),
+        "all-reduce": lambda: total,
+        "reduce-scatter": lambda: total[chunk],
+        "all-gather": lambda: torch.outer(holders, base[:size]).flatten(),
+        "all-to-all": lambda: torch.outer(holders, base[chunk]).flatten(),  # a transpose: chunk r of every rank
+        "send/recv": lambda: base * ((rank - 1) % n + 1),
+    }[name]()
+
+
+def check(name: str, work: Callable, result: Tensor, mine: Tensor, out: Tensor, rank: int, n: int) -> None:
+    """AssertionError unless the collective gives what it must, to the bit."""
+    out.copy_(mine)
+    work()
+    right = torch.equal(result, expected(name, mine / (rank + 1), rank, n))
+    assert right, f"{name} of {mine.nbytes} bytes is wrong on rank {rank}"
+
+
+def timed(work: Callable, device: torch.device, samples: int, repeat: int) -> list[float]:
+    """Seconds per call, by the slowest rank: nobody can go on before it. Each sample is `repeat` calls after a
+    barrier; the first, which may still open connections, is dropped."""
+    seconds = []
+    for _ in range(samples + 1):
+        dist.barrier()
+        if device.type == "cuda":
+            torch.cuda.synchronize()  # the barrier itself must not be in the queue
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+        began = time.perf_counter()
+        for _ in range(repeat):
+            work()
+        if device.type == "cuda":
+            end.record()
+            end.synchronize()
+            seconds.append(start.elapsed_time(end) / 1e3 / repeat)
+        else:
+            seconds.append((time.perf_counter() - began) / repeat)
+    slowest = torch.tensor(seconds[1:], dtype=torch.float64)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return slowest.tolist()
+
+
+def measure(device: torch.device, max_bytes: int, samples: int, peak: float | None) -> tuple[list[dict], dict]:
+    """Check and time every collective at every size; and which ones this backend cannot do, with its reason."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    measured, missing = [], {} if n > 1 else {"send/recv": "a world of one has no neighbour"}
+    size = 1024
+    while size <= max_bytes:
+        count = max(1, size // 4 // n) * n  # n whole chunks of fp32
+        mine = pattern(count, device) * (rank + 1)
+        out = torch.empty_like(mine)
+        for name, (work, result) in collectives(mine, out, rank, n).items():
+            if name in missing:
+                continue
+            try:
+                check(name, work, result, mine, out, rank, n)
+            except (RuntimeError, NotImplementedError) as error:
+                if "support" not in str(error):  # no lack of the backend: a failure
+                    raise
+                missing[name] = str(error).splitlines()[0]
+                continue
+            repeat = max(1, min(20, 2**20 // mine.nbytes))  # small ones are over sooner than a barrier is left
+            measured.append(measurement(name, n, mine.nbytes, timed(work, device, samples, repeat), peak))
+        size *= 4
+    return measured, missing
+
+
+def main() -> int:
+    parser = cli.Parser(__doc__)
+    add = parser.add_argument
+    add("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    add("--max-bytes", type=cli.positive_int, help="largest buffer (default: 16 MiB on a CPU, 1 GiB on a GPU)")
+    add("--samples", type=cli.positive_int, default=5, help="of every figure, after a warm-up")
+    add("--plot", type=cli.plot_file, metavar="PATH", default="runs/collectives.png", help="a PNG (%(default)s)")
+    add("--json", type=cli.writable_file, metavar="PATH", help="write every figure as one JSON object")
+    args = parser.parse_args()
+    if args.max_bytes is not None and args.max_bytes < 1024:
+        raise exits.UserError(f"--max-bytes {args.max_bytes}: the smallest buffer has 1024 bytes")
+    relaunch(args.device, sys.argv)
+    began = time.perf_counter()
+    device = runtime.init_process_group(args.device)
+    n, name = dist.get_world_size(), hardware.device_name(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    peak, link = nvlink(device, one_node=all(runtime.gather(exits.world_from_env()[2] == dist.get_rank())))
+    runtime.say(f"{n} ranks on {name}, {backend}; link's peak: {f'{peak / 1e9:g} GB/s' if peak else 'n/a'} ({link})")
+
+    measured, missing = measure(device, args.max_bytes or MAX_BYTES[device.type], args.samples, peak)
+    fits = {}
+    for collective in dict.fromkeys(m["collective"] for m in measured):
+        mine = [m for m in measured if m["collective"] == collective]
+        fits[collective] = fit([m["bytes"] for m in mine], [m["seconds_median"] for m in mine])
+    predicted = predictions(fits["all-reduce"]) if n > 1 and fits.get("all-reduce") else []
+    for p in predicted[:2]:  # nano's gradients, in fp32 and bf16: the line was not fitted through these
+        gradients = torch.zeros(p["bytes"] // 2, dtype=torch.bfloat16, device=device)
+        if p["gradients"] == "fp32":
+            gradients = gradients.view(torch.float32)
+        seconds = timed(partial(dist.all_reduce, gradients), device, args.samples, 1)
+        p |= {"measured_seconds": statistics.median(seconds), "measured_seconds_min": min(seconds)}
+        p |= {"measured_seconds_max": max(seconds)}
+    wrong, peak_memory = bugs(measured, peak), max(runtime.gather(report.peak_memory_bytes(device)))
+
+    if runtime.is_rank0():
+        show(measured, fits, args.samples)
+        if predicted:
+            show_predictions(predicted)
+        print("\n".join(f"not measured: {collective}: {reason}" for collective, reason in missing.items()))
+        print(f"checked: {len(measured)} results of {len(fits)} collectives, to the bit, on all {n} ranks")
+        print("\n".join(f"BUG: {line}" for line in wrong) or f"peak: {'nothing above it' if peak else 'n/a'}")
+        drawn = plot(measured, fits, peak, f"{n} x {name}, {backend}", args.plot)
+        print(f"plot: {args.plot}" if drawn else "no plot (pip install matplotlib)")
+        summary = {"device": name, "world_size": n, "dtype": "fp32", "backend": backend, "link": link}
+        summary |= {"link_peak_bytes_per_second": peak, "measurements": measured, "fits": fits}
+        summary |= {"predictions": predicted, "not_measured": missing, "bugs": wrong}
+        summary |= {"verdict": "BUG" if wrong else "ok" if peak else None, "peak_memory_bytes": peak_memory}
+        report.write_json({**summary, "seconds": time.perf_counter() - began}, args.json)
+    runtime.shutdown()
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    exits.run(main)

@@ -1,0 +1,107 @@
+"""Ranks whose inputs are uneven: what waits for ever, what join() does about it, and how to even them out.
+
+stragglers.py runs this. Module weights are all that join() brings into line at the end: the optimizer state and the
+learning rate schedule of a rank that ran out early stay behind.
+"""
+
+import statistics
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from common import report, runtime
+
+HANG_TIMEOUT = timedelta(seconds=3)
+
+
+def batches_of(rank: int) -> int:
+    """How many batches a rank has: uneven on purpose."""
+    return 4 + 2 * rank
+
+
+def count_samples(ddp: DistributedDataParallel, rank: int) -> None:
+    """Train so that weight r grows by just what the samples of rank r weigh: its input is 1 there and 0 elsewhere."""
+    sample = nn.functional.one_hot(torch.tensor(rank, device=ddp.device), ddp.module.in_features).float()
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
+    for _ in range(batches_of(rank)):
+        optimizer.zero_grad()
+        (-ddp(sample)).sum().backward()
+        optimizer.step()
+
+
+def zeros(n: int, device: torch.device) -> nn.Linear:
+    net = nn.Linear(n, 1, bias=False, device=device)
+    nn.init.zeros_(net.weight)
+    return net
+
+
+def without_join(rank: int, n: int) -> list[int]:
+    """The ranks that wait for one that never comes; a group of their own gives up after HANG_TIMEOUT, and the first
+    to give up hangs up on the rest."""
+    group = dist.new_group(backend="gloo", timeout=HANG_TIMEOUT)  # NCCL would end the process
+    error = ""
+    try:
+        count_samples(DistributedDataParallel(zeros(n, torch.device("cpu")), process_group=group), rank)
+    except RuntimeError as caught:
+        error = str(caught)
+    errors = runtime.gather(error)
+    assert any("Timed out" in error for error in errors), f"nobody waited: {errors}"
+    return [rank for rank in range(n) if errors[rank]]
+
+
+def with_join(rank: int, n: int, device: torch.device, divide_by_initial: bool) -> list[float]:
+    """What the samples of each rank weigh in the end. AssertionError if ranks differ or it is not what it must be."""
+    ddp = DistributedDataParallel(zeros(n, device))
+    with ddp.join(divide_by_initial_world_size=divide_by_initial):
+        count_samples(ddp, rank)
+    weights = runtime.gather(ddp.module.weight.flatten().tolist())
+    assert all(other == weights[0] for other in weights), f"ranks hold different weights: {weights}"
+    for owner, weight in enumerate(weights[0]):
+        active = [sum(batches_of(r) > step for r in range(n)) for step in range(batches_of(owner))]
+        right = sum(1 / (n if divide_by_initial else left) for left in active)
+        assert abs(weight - right) < 1e-5, f"rank {owner}'s samples weigh {weight}, not {right}"
+    return weights[0]
+
+
+def balance(lengths: list[int], n: int) -> list[list[int]]:
+    """Sequences for each of n ranks, of about equal tokens: longest first, each to who has the fewest so far."""
+    shares: list[list[int]] = [[] for _ in range(n)]
+    for length in sorted(lengths, reverse=True):
+        min(shares, key=sum).append(length)
+    return shares
+
+
+def waiting_share(shares: list[list[int]]) -> float:
+    """The part of all ranks' time that is spent waiting for the one with the most tokens."""
+    tokens = [sum(share) for share in shares]
+    return 1 - statistics.mean(tokens) / max(tokens)
+
+
+def show_uneven(device: torch.device) -> dict:
+    """Run out of batches without join() and with it, and show what a sample of each rank weighs."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    by_all, by_left = (with_join(rank, n, device, initial) for initial in (True, False))
+    hung = without_join(rank, n)
+    assert hung == list(range(1, n)), f"ranks {hung} hung, not all that have more batches than rank 0"
+    runtime.say(f"\nUneven inputs without join(): ranks {hung} waited for rank 0 until the timeout")
+    rows = [["rank", "samples", "weight, / all ranks", "per sample", "weight, / ranks left", "per sample"]]
+    for r in range(n):
+        sums = [f"{w[r] / count:.3f}" for w in (by_all, by_left) for count in (1, batches_of(r))]
+        rows.append([f"{r}", f"{batches_of(r)}", *sums])
+    runtime.say(f"With join(), divide_by_initial_world_size true and false:\n{report.table(rows)}")
+    runtime.say(f"checked: all {n} ranks end with equal weights, and with the weights computed by hand")
+    known = {"hung_ranks_without_join": hung, "samples": [batches_of(r) for r in range(n)]}
+    return {**known, "weights_divided_by_all": by_all, "weights_divided_by_left": by_left}
+
+
+def show_balance() -> dict:
+    """64 sequences on 8 ranks, computed: the share of time that ranks wait for the one with the most tokens."""
+    lengths = torch.empty(64).log_normal_(6, 1, generator=torch.Generator().manual_seed(0)).int().clamp(1, 2048)
+    shares = {"as they come": lengths.view(8, 8).tolist(), "balanced": balance(lengths.tolist(), 8)}
+    waiting = {order: waiting_share(share) for order, share in shares.items()}
+    told = ", ".join(f"{order} {share:.1%}" for order, share in waiting.items())
+    runtime.say(f"\n64 sequences of uneven length on 8 ranks, share of the time spent waiting (computed): {told}")
+    return {"waiting_share": waiting}

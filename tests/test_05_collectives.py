@@ -1,0 +1,285 @@
+"""05_ddp/collectives.py and stragglers.py: their arithmetic by hand, results with 2 and 3 ranks, and what is planted.
+
+No test asks how fast anything is: seconds are given, or only put back together from the bytes.
+"""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from harness import ROOT, command, run
+
+from common import exits, model, nvml, report
+
+sys.path.insert(0, str(ROOT / "05_ddp"))  # as python does for a script
+import collectives
+import links
+import ranks
+import stragglers
+import uneven
+
+COLLECTIVES = ["broadcast", "all-reduce", "reduce-scatter", "all-gather", "all-to-all", "send/recv"]
+# every wrong one is a real collective, or does nothing: what a slip of the pen would give
+WRONG = """
+import sys
+import torch, torch.distributed as dist
+sys.path[:0] = [{folder!r}, {folder!r} + "/05_ddp"]
+import collectives
+from common import runtime
+
+device = runtime.init_process_group("cpu")
+rank, n = dist.get_rank(), dist.get_world_size()
+mine = collectives.pattern(100 * n, device) * (rank + 1)
+out = torch.empty_like(mine)
+right = collectives.collectives(mine, out, rank, n)
+
+def backwards():
+    ops = [dist.P2POp(dist.isend, mine, (rank - 1) % n), dist.P2POp(dist.irecv, out, (rank + 1) % n)]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+
+def moved():
+    right["all-reduce"][0]()
+    out.copy_(out.roll(1))
+
+wrong = {{
+    "broadcast": [lambda: dist.broadcast(out, src=n - 1)],
+    "all-reduce": [lambda: dist.all_reduce(out, op=dist.ReduceOp.MAX), lambda: None, moved],
+    "reduce-scatter": [lambda: collectives.reduce_scatter(out[:100], mine, op=dist.ReduceOp.MAX)],
+    "all-gather": [lambda: collectives.all_gather(out, mine[:100] * (1 + (rank == 0))), lambda: None],
+    "all-to-all": [lambda: collectives.all_gather(out, mine[:100]), lambda: None],
+    "send/recv": [backwards],
+}}
+seen = 0
+for name, (work, result) in right.items():
+    collectives.check(name, work, result, mine, out, rank, n)
+    for planted in wrong[name]:
+        try:
+            collectives.check(name, planted, result, mine, out, rank, n)
+        except AssertionError as error:
+            assert name in str(error) and "is wrong on rank" in str(error)
+            seen += 1
+found = torch.tensor(seen)
+dist.all_reduce(found)
+if rank == 0:
+    print("seen", found.item())
+collectives.nvlink = lambda device, one_node: (1.0, "one byte per second")
+collectives.runtime.init_process_group = lambda name: device  # there is one already
+sys.argv = ["collectives.py", "--max-bytes", "1024", "--samples", "1", "--plot", "bug.png"]
+assert collectives.main() == 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("n", "factors"),
+    [(1, [0, 0, 0, 0, 0, 0]), (2, [1, 1, 0.5, 0.5, 0.5, 1]), (3, [1, 4 / 3, 2 / 3, 2 / 3, 2 / 3, 1])],
+)
+def test_bus_factors(n, factors):
+    assert [links.bus_factor(name, n) for name in COLLECTIVES] == pytest.approx(factors)
+
+
+def test_bandwidths_by_hand():
+    """8 ranks all-reduce 1 GB in 5 ms: 200 GB/s of algorithm, times 14/8 on the bus; the median counts."""
+    m = links.measurement("all-reduce", 8, 10**9, [0.004, 0.005, 0.9], 450e9)
+    assert (m["seconds_min"], m["seconds_median"], m["seconds_max"], m["samples"]) == (0.004, 0.005, 0.9, 3)
+    assert m["algorithm_bytes_per_second"] == pytest.approx(200e9)
+    assert m["bus_bytes_per_second"] == pytest.approx(350e9)
+    assert m["share_of_peak"] == pytest.approx(350 / 450)
+    assert links.measurement("all-reduce", 8, 10**9, [0.005], None)["share_of_peak"] is None
+
+
+def test_more_than_the_links_peak_is_a_bug():
+    def found(name: str, n: int, gigabytes_per_second: float) -> list[str]:
+        seconds = [1.0, 1 / gigabytes_per_second]  # one sample is enough
+        return links.bugs([links.measurement(name, n, 10**9, seconds, 450e9)], 450e9)
+
+    assert found("broadcast", 8, 449) == []
+    assert "broadcast, 1000000000 bytes: 451 GB/s, peak 450" in found("broadcast", 8, 451)[0]
+    assert found("all-gather", 8, 510) == []  # 7/8 of it on the link
+    assert len(found("all-gather", 8, 520)) == 1
+    # the switch may add up: 275 GB/s of buffer is 481 of "bus" on 8 GPUs and no bug, more buffer than peak is one
+    assert found("all-reduce", 8, 275) == []
+    assert len(found("all-reduce", 8, 451)) == 1
+    assert links.bugs([links.measurement("broadcast", 2, 10**9, [1e-9], None)], None) == []
+
+
+def test_the_fit_recovers_a_planted_line():
+    sizes = [1024 * 4**i for i in range(9)]
+    planted = [20e-6 + size / 300e9 for size in sizes]
+    line = links.fit(sizes, planted)
+    assert line["alpha_seconds"] == pytest.approx(20e-6, rel=1e-6)
+    assert line["beta_bytes_per_second"] == pytest.approx(300e9, rel=1e-6)
+    assert line["factor_off_max"] == pytest.approx(1, abs=1e-9)
+
+    def with_late(late: int, factor: float) -> dict:
+        return links.fit(sizes, [(20e-6 + size / 300e9) * (factor if i == late else 1) for i, size in enumerate(sizes)])
+
+    # one time half as long again shows in the quality, and does not carry the line off
+    disturbed = with_late(4, 1.5)
+    assert disturbed["factor_off_max"] == pytest.approx(1.5, abs=0.15)
+    assert disturbed["alpha_seconds"] == pytest.approx(20e-6, rel=0.1)
+    assert disturbed["beta_bytes_per_second"] == pytest.approx(300e9, rel=0.1)
+    # a largest message 20 % late moves the latency by 1 %, not by the 8 % of plain least squares
+    assert with_late(8, 1.2)["alpha_seconds"] == pytest.approx(20e-6, rel=0.02)
+    # half and double are equally wrong: between them lies the middle
+    swinging = links.fit(sizes, [t * f for t, f in zip(planted, [2, 0.5, 1] * 3, strict=True)])
+    assert swinging["alpha_seconds"] == pytest.approx(20e-6, rel=0.1)
+    assert links.fit(sizes[:2], [1e-5, 2e-5]) is None
+    assert links.fit(sizes, planted[::-1]) is None  # times that fall have no line
+
+
+def test_predictions_are_the_line_at_the_size_of_the_gradients():
+    found = links.predictions({"alpha_seconds": 1e-3, "beta_bytes_per_second": 1e9})
+    assert [(p["model"], p["gradients"]) for p in found] == [
+        (name, dtype) for name in model.SIZES for dtype in ("fp32", "bf16")
+    ]
+    by_name = {(p["model"], p["gradients"]): p for p in found}
+    assert by_name["llama-8b", "bf16"]["bytes"] == 2 * 8_030_261_248
+    assert by_name["llama-70b", "fp32"]["bytes"] == 4 * 70_553_706_496
+    for p in found:
+        assert p["predicted_seconds"] == pytest.approx(1e-3 + p["bytes"] / 1e9)
+
+
+def test_nvlinks_peak_is_lanes_times_the_rate_of_the_generation(monkeypatch):
+    class Gpu:
+        uuid = "aaaa-1"
+
+    def peak(name: str, one_node: bool = True, **gpu) -> float | None:
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Gpu)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+        others = {"uuid": "GPU-bbbb-2", "nvlinks": 1, "nvlink_version": "1.0"}
+        monkeypatch.setattr(nvml, "gpus", lambda: ([others, {"uuid": "GPU-aaaa-1", **gpu}] if gpu else [], None))
+        return links.nvlink(torch.device("cuda", 0), one_node)[0]
+
+    h100 = {"nvlinks": 18, "nvlink_version": "4.0"}
+    assert peak("NVIDIA H100 80GB HBM3", **h100) == 450e9  # NVIDIA's 900 GB/s counts both directions
+    assert peak("NVIDIA A100-SXM4-80GB", nvlinks=12, nvlink_version="3.0") == 300e9
+    assert peak("NVIDIA B200", nvlinks=18, nvlink_version="5.0") == 900e9
+    assert peak("NVIDIA H100 80GB HBM3", one_node=False, **h100) is None
+    assert peak("NVIDIA L4", nvlinks=0, nvlink_version=None) is None
+    assert peak("NVIDIA GeForce RTX 3090", nvlinks=4, nvlink_version="3.0") is None
+    assert peak("NVIDIA H300", nvlinks=18, nvlink_version="9.0") is None
+    assert peak("NVIDIA H100 80GB HBM3") is None  # no driver that answers
+    assert links.nvlink(torch.device("cpu"), True)[0] is None
+
+
+def test_three_ranks_are_right_and_every_wrong_collective_is_seen(tmp_path):
+    (tmp_path / "wrong.py").write_text(WRONG.format(folder=str(ROOT)))
+    result = run(tmp_path / "wrong.py", tmp_path, nproc=3)
+    assert result.code == 0, result.err
+    assert "seen 29\n" in result.out  # 10 wrong ones by 3 ranks, but to rank 0 an all-gather is the all-to-all
+    assert result.out.count("BUG: ") == 6  # what is above a peak is told, and is exit code 1
+
+
+def test_collectives_bare_starts_two_ranks(tmp_path):
+    flags = ["--device", "cpu", "--max-bytes", 70_000, "--samples", 3, "--json", "c.json", "--plot", "c.png"]
+    result = run("05_ddp/collectives.py", tmp_path, *flags)
+    assert result.code == 0, result.err
+    assert "torchrun --nproc_per_node=2" in result.out
+    summary = json.loads((tmp_path / "c.json").read_text())
+    assert set(summary) >= set(report.SUMMARY)
+    assert (summary["script"], summary["world_size"], summary["backend"]) == ("05_ddp/collectives.py", 2, "gloo")
+    found = [(m["bytes"], m["collective"]) for m in summary["measurements"]]
+    assert found == [(size, name) for size in (1024, 4096, 16384, 65536) for name in COLLECTIVES]
+    assert summary["not_measured"] == {}
+    assert "checked: 24 results of 6 collectives, to the bit, on all 2 ranks" in result.out
+    for m in summary["measurements"]:
+        factor = 0.5 if m["collective"] in ("reduce-scatter", "all-gather", "all-to-all") else 1
+        assert m["bus_bytes_per_second"] == pytest.approx(factor * m["bytes"] / m["seconds_median"])
+        assert m["samples"] == 3
+        assert 0 < m["seconds_min"] <= m["seconds_median"] <= m["seconds_max"]
+        assert m["share_of_peak"] is None
+    assert (summary["link_peak_bytes_per_second"], summary["verdict"], summary["bugs"]) == (None, None, [])
+    for p in summary["predictions"]:
+        assert (p["measured_seconds"] is not None) == (p["model"] == "nano")
+    assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_own_times_tell_who_is_slow():
+    typical = [0.010, 0.011, 0.030]
+    assert stragglers.find_slow([typical, typical, [0.012, 0.010, 0.9]])[0] == []  # now and then is not slow
+    assert stragglers.find_slow([typical, typical, [0.031, 0.040, 0.9]]) == ([2], pytest.approx([1, 1, 3.1]))
+    assert stragglers.find_slow([[0.9, 0.8], [0.1, 0.2]])[0] == [0]
+    assert stragglers.find_slow([typical, [0.05], typical, [0.05], typical])[0] == [1, 3]
+
+
+def test_balanced_ranks_have_about_equal_tokens():
+    lengths = [9, 1, 7, 3, 5, 5]
+    shares = uneven.balance(lengths, 3)
+    assert sorted(length for share in shares for length in share) == sorted(lengths)
+    assert [sum(share) for share in shares] == [10, 10, 10]
+    assert uneven.waiting_share(shares) == 0
+    assert uneven.waiting_share([[9, 1], [7, 3], [10, 10]]) == pytest.approx(1 / 3)  # 40 of 60
+
+
+def test_the_planted_rank_is_found_and_uneven_ranks_end_equal(tmp_path):
+    flags = ["--device", "cpu", "--slow-rank", 2, "--steps", 10, "--json", "s.json"]
+    result = run("05_ddp/stragglers.py", tmp_path, *flags, nproc=3)
+    assert result.code == 0, result.out + result.err
+    summary = json.loads((tmp_path / "s.json").read_text())
+    assert set(summary) >= set(report.SUMMARY)
+    assert (summary["healthy"]["slow_ranks"], summary["planted"]["slow_ranks"]) == ([], [2])
+    assert [len(summary["planted"][key]) for key in ("own_seconds_median", "step_seconds_median", "lags")] == [3, 3, 3]
+    assert summary["hung_ranks_without_join"] == [1, 2]
+    # steps 1 to 4 have three ranks, 5 and 6 two, 7 and 8 one
+    assert summary["samples"] == [4, 6, 8]
+    assert summary["weights_divided_by_all"] == pytest.approx([4 / 3, 6 / 3, 8 / 3])
+    assert summary["weights_divided_by_left"] == pytest.approx([4 / 3, 4 / 3 + 2 / 2, 4 / 3 + 2 / 2 + 2 / 1])
+    assert summary["waiting_share"]["balanced"] < summary["waiting_share"]["as they come"]
+
+
+@pytest.mark.parametrize(
+    ("script", "flags", "told"),
+    [
+        (collectives, "--max-bytes 1000", "--max-bytes 1000: the smallest buffer has 1024 bytes"),
+        (stragglers, "--slow-factor 3", "--slow-factor 3 is near what every rank shows: at least 4"),
+        (stragglers, "--device cuda", "--device cuda: two ranks need two GPUs, 1 visible: use --device cpu"),
+    ],
+)
+def test_wrong_flags_are_one_line(monkeypatch, script, flags, told):
+    monkeypatch.setattr(sys, "argv", [script.__file__, *flags.split()])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(exits.UserError, match=told):
+        script.main()
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "processes", "place"),
+    [
+        ("auto", 0, 2, "cpu"),
+        ("auto", 1, 2, "cpu"),
+        ("auto", 4, 4, "cuda"),
+        ("cuda", 2, 2, "cuda"),
+        ("cpu", 4, 2, "cpu"),
+    ],
+)
+def test_bare_becomes_torchrun(monkeypatch, device, gpus, processes, place):
+    started = []
+    monkeypatch.setattr(ranks.os, "execv", lambda program, argv: started.extend(argv))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    ranks.relaunch(device, ["script.py", "--samples", "3"])
+    assert f"--nproc_per_node={processes}" in started
+    assert started[-5:] == ["script.py", "--samples", "3", "--device", place]
+    started.clear()
+    monkeypatch.setenv("RANK", "0")
+    ranks.relaunch(device, ["script.py"])
+    assert started == []  # torchrun has started it
+
+
+@pytest.mark.gpu(n=2)
+@pytest.mark.timeout(900)
+def test_nccl(gpus, tmp_path):
+    """Both scripts on two GPUs: every result right, nothing above the link's peak, the slow rank found."""
+    for script, flags in (("collectives", ["--max-bytes", 2**28]), ("stragglers", [])):
+        argv = command(f"05_ddp/{script}.py", "--device", "cuda", *flags, "--json", f"{script}.json", nproc=2)
+        done = subprocess.run(argv, cwd=tmp_path, env=gpus, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    summary = json.loads((tmp_path / "collectives.json").read_text())
+    assert (summary["backend"], summary["not_measured"], summary["bugs"]) == ("nccl", {}, [])
+    assert {m["collective"] for m in summary["measurements"]} == set(COLLECTIVES)
+    assert max(m["bytes"] for m in summary["measurements"]) == 2**28
+    assert summary["predictions"][0]["measured_seconds"] > 0

@@ -1,0 +1,326 @@
+"""05_ddp/ddp_from_scratch.py and data_parallel.py: one process, two and three, by hand and by torch: one result."""
+
+import copy
+import itertools
+import json
+import sys
+from argparse import Namespace
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import ROOT, TINY, run
+from torch import nn
+
+from common import data, model, runtime
+
+sys.path.insert(0, str(ROOT / "05_ddp"))
+import data_parallel_by_hand as by_hand
+import ddp_compare
+import ddp_from_scratch as scratch
+
+STEPS = 4
+SMALL = ("--model", "tiny.json", "--device", "cpu", "--json", "s.json")
+
+
+def start(script: str, folder, *flags, nproc: int | None = None, **env: str):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tiny.json").write_text(json.dumps(TINY))
+    result = run(script, folder, *SMALL, *flags, nproc=nproc, timeout=240, **env)
+    assert result.code == 0, f"{result.out[-2000:]}\n{result.err[-4000:]}"
+    return json.loads((folder / "s.json").read_text()), result.out
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> dict[int, tuple[dict, str]]:
+    """By number of ranks; two is what a bare `python` starts."""
+    folder, script = tmp_path_factory.mktemp("scratch"), "05_ddp/ddp_from_scratch.py"
+    ranks = {1: 1, 2: None, 3: 3}
+    return {n: start(script, folder / str(n), "--steps", STEPS, nproc=nproc) for n, nproc in ranks.items()}
+
+
+@pytest.fixture(scope="module")
+def beside(tmp_path_factory) -> tuple[dict, str]:
+    return start("05_ddp/data_parallel.py", tmp_path_factory.mktemp("dp"), "--steps", 1)
+
+
+def tiny() -> nn.Module:
+    runtime.seed(0, deterministic=False)
+    shape = {name: size for name, size in TINY.items() if name != "model_type"}
+    return model.Transformer(
+        model.Config(**shape, head_dim=8, rms_norm_eps=1e-6)
+    )  # Llama's eps where a config has none
+
+
+def one_process(steps: int, momentum: float) -> list[float]:
+    """The losses of plain SGD on the whole batch, in float64: what every number of ranks must reach."""
+    net = tiny().double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=momentum)
+    sequences = data.Sequences(data.load_corpus("stdlib", "bytes").train, 16)
+    order = data.batch_order(len(sequences), Namespace(global_batch_size=24, seed=0), 24, 0, 0, 1)
+    losses = []
+    for batch in itertools.islice(order, steps):
+        inputs, targets = (torch.stack(tensors) for tensors in zip(*(sequences[i] for i in batch), strict=True))
+        loss = nn.functional.cross_entropy(net(inputs).flatten(0, 1), targets.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_losses_are_those_of_one_process(runs, n):
+    summary, _ = runs[n]
+    expected = one_process(ddp_compare.WARMUP_STEPS + STEPS, momentum=0.9)
+    assert (summary["world_size"], len(summary["variants"])) == (n, 8)
+    for variant in summary["variants"][1:]:
+        assert variant["losses"] == pytest.approx(expected, rel=1e-5), variant["name"]
+        assert variant["off_one_process"] < 1e-4
+    assert expected[-1] < expected[0]
+    assert (summary["first_loss"], summary["last_loss"]) == pytest.approx((expected[0], expected[-1]), rel=1e-5)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_who_holds_which_bits(runs, n):
+    control, *averaged = runs[n][0]["variants"]
+    assert {len(set(variant["weights_sha256"])) for variant in averaged} == {1}
+    assert len(set(control["weights_sha256"])) == n
+    digests = {variant["name"]: variant["weights_sha256"][0] for variant in averaged}
+    assert digests["(2) buckets"] == digests["(3) overlap"]
+    assert digests["(1) each gradient"] == digests["(3) overlap, a gradient each"]
+    if n < 3:
+        assert len(set(digests.values())) == 1
+
+
+def test_what_is_measured_where_there_is_communication(runs):
+    for n, (summary, out) in runs.items():
+        parameters = sum(p.numel() for p in tiny().parameters())
+        assert (summary["parameters"], summary["gradient_bytes"]) == (parameters, 4 * parameters)
+        for variant in summary["variants"]:
+            assert variant["step_seconds"]["n"] == STEPS
+            measured = n > 1 and not variant["name"].startswith("(0)")
+            assert (variant["communication_seconds"] is not None) == measured
+            assert (variant["hidden_share"] is not None) == measured
+            if variant["bucket_bytes"]:
+                assert sum(variant["bucket_bytes"]) == 4 * parameters
+        assert ("nothing to hide" in out) == (n == 1)
+    assert "torchrun --nproc_per_node=2" in runs[2][1]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda rows: rows[4]["weights_sha256"].append("drifted"), "ranks hold different weights"),
+        (lambda rows: rows[0].update(weights_sha256=rows[1]["weights_sha256"]), "they read the same data"),
+        (lambda rows: rows[3].update(weights_sha256=["other"] * 2), "has changed their sums"),
+        (lambda rows: rows[1].update(weights_sha256=["other"] * 2), "a sum of 2 terms came out differently"),
+        (lambda rows: rows[7].update(off_one_process=2e-4), "that is no rounding"),
+        (lambda rows: rows[3].update(started_in_backward=0), r"0 of \d+ all-reduces started in backward"),
+    ],
+)
+def test_a_claim_that_does_not_hold_fails(runs, spoil, message):
+    rows = copy.deepcopy(runs[2][0]["variants"])
+    ddp_compare.check(rows)
+    spoil(rows)
+    with pytest.raises(AssertionError, match=message):
+        ddp_compare.check(rows)
+
+
+@pytest.mark.parametrize("cap", [0, 1, 5000, 40_000, float("inf")])
+def test_each_parameter_is_in_one_bucket_last_first(cap):
+    net = tiny()
+    net.model.norm.weight.requires_grad_(False)  # has no gradient, so no place
+    buckets = scratch.make_buckets(net, cap)
+    trained = [p for p in net.parameters() if p.requires_grad]
+    assert [id(p) for bucket in buckets for p in bucket] == [id(p) for p in reversed(trained)]
+    assert all(buckets)
+    for bucket, after in itertools.zip_longest(buckets, buckets[1:]):
+        size = sum(p.nbytes for p in bucket)
+        assert size <= cap or len(bucket) == 1
+        assert after is None or size + after[0].nbytes > cap  # full
+
+
+@pytest.fixture
+def group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Layers(nn.Module):
+    """Three layers, used in the order given: backward yields the gradients in the reverse of it."""
+
+    def __init__(self, order: list[int]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(3))
+        self.order = order
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i in self.order:
+            x = self.layers[i](x)
+        return x.sum()
+
+
+@pytest.fixture
+def launches(group, monkeypatch) -> list[int]:
+    """The number of gradients that existed at the start of each all-reduce; the net is launches.net."""
+    seen, real = Counter(), dist.all_reduce
+    seen.log = []
+
+    def recording(*args, **flags):
+        seen.log.append(sum(p.grad is not None for p in seen.net.parameters()))
+        return real(*args, **flags)
+
+    monkeypatch.setattr(dist, "all_reduce", recording)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("order", "expected", "early"),
+    [
+        ([0, 1, 2], [1, 2, 3], 2),  # last layer first, as the buckets are: each leaves at once
+        ([2, 1, 0], [3, 3, 3], 0),  # first layer first: the others wait for their turn
+        ([1, 2, 0], [2, 3, 3], 1),
+    ],
+)
+def test_buckets_leave_during_backward_and_never_out_of_turn(launches, order, expected, early):
+    net = launches.net = Layers(order)
+    finish = scratch.overlapped(net, scratch.make_buckets(net, 0))
+    for _ in range(2):  # the second step must find the first one's state cleared
+        launches.log.clear()
+        net.zero_grad()
+        net(torch.ones(2, 4)).backward()
+        assert launches.log == expected
+        plain = copy.deepcopy([p.grad for p in net.parameters()])
+        assert finish() == early
+        assert all(torch.equal(p.grad, g) for p, g in zip(net.parameters(), plain, strict=True))
+
+
+@pytest.mark.parametrize("average", [scratch.each_gradient, scratch.bucketed, scratch.overlapped])
+def test_a_parameter_without_gradient_is_named_and_nothing_hangs(launches, average):
+    net = launches.net = Layers([0, 2])
+    finish = average(net, scratch.make_buckets(net, 0))
+    net(torch.ones(2, 4)).backward()
+    with pytest.raises(AssertionError, match=r"no gradient for layers\.1\.weight"):
+        finish()
+    assert len(launches.log) == (average is scratch.overlapped)  # layer 2's bucket left before anyone could know
+
+
+@pytest.mark.parametrize("average", [scratch.bucketed, scratch.overlapped])
+def test_a_frozen_parameter_is_left_alone(launches, average):
+    net = launches.net = Layers([0, 1, 2])
+    net.layers[1].weight.requires_grad_(False)
+    finish = average(net, scratch.make_buckets(net, 100))
+    net(torch.ones(2, 4)).backward()
+    finish()
+    assert [p.grad is None for p in net.parameters()] == [False, True, False]
+    assert len(launches.log) == 2
+
+
+def test_data_parallel_and_ddp_train_as_one_process_does(beside):
+    summary, out = beside
+    expected = one_process(summary["steps"], momentum=0)
+    assert [row["method"] for row in summary["methods"]] == ["DataParallel", "DistributedDataParallel"]
+    for row in summary["methods"]:
+        assert row["losses"] == pytest.approx(expected, rel=1e-5)
+        assert row["step_seconds"]["n"] == 5
+    assert summary["emulated"] is True
+    assert "without two GPUs" in out
+
+
+def test_the_bytes_of_a_step(beside):
+    nano = 4 * sum(p.numel() for p in model.Transformer(model.SIZES["nano"]).parameters())
+    for row in beside[0]["traffic"]:
+        n = row["devices"]
+        assert row["weight_bytes"] == nano
+        assert (
+            row["data_parallel_device_0_sent_bytes"] == row["data_parallel_device_0_received_bytes"] == (n - 1) * nano
+        )
+        assert row["data_parallel_other_sent_bytes"] == nano
+        assert row["ddp_rank_sent_bytes"] == 2 * (n - 1) * nano // n  # nano divides by 2, 4 and 8
+        assert row["data_parallel_output_bytes"] == 24 * 16 * 256 * 4 * (n - 1) // n
+    assert [row["devices"] for row in beside[0]["traffic"]] == [2, 4, 8]
+
+
+@pytest.mark.parametrize(("n", "size"), [(1, 5), (2, 8), (3, 10), (5, 3), (4, 4)])
+def test_the_ring_sums_and_moves_each_chunk_twice(n, size):
+    generator, moved = torch.Generator().manual_seed(0), Counter()
+    flats = [torch.randint(-9, 9, (size,), generator=generator).float() for _ in range(n)]
+    total = sum(flats[1:], flats[0].clone())
+    by_hand.ring_all_reduce(flats, moved)
+    assert all(torch.equal(flat, total) for flat in flats)
+    assert sum(moved["model", "sent", rank] for rank in range(n)) == 2 * (n - 1) * size * 4
+    assert moved["model", "sent", 0] == moved["model", "received", 1 % n]
+
+
+def test_bytes_or_gradients_that_are_wrong_fail(monkeypatch):
+    net, text = tiny(), torch.randint(0, 256, (6, 17), generator=torch.Generator().manual_seed(0))
+    batch = text[:, :-1], text[:, 1:]
+    assert by_hand.count(net, *batch, 3)["gradient_difference"] < 1e-5
+    honest, send = by_hand.ring_all_reduce, by_hand.send
+    monkeypatch.setattr(by_hand, "ring_all_reduce", lambda flats, moved: None)
+    with pytest.raises(AssertionError, match="off those of one process"):
+        by_hand.count(net, *batch, 3)
+    monkeypatch.setattr(by_hand, "ring_all_reduce", honest)
+
+    def wasteful(tensor, source, target, moved, what):
+        send(tensor, source, target, moved, what)
+        return send(tensor, source, target, moved, what)
+
+    monkeypatch.setattr(by_hand, "send", wasteful)
+    with pytest.raises(AssertionError):
+        by_hand.count(net, *batch, 3)
+
+
+@pytest.mark.parametrize("script", ["ddp_from_scratch.py", "data_parallel.py"])
+def test_a_wrong_flag_is_one_line_before_any_rank_starts(tmp_path, script):
+    result = run(f"05_ddp/{script}", tmp_path, "--model", "giant", "--device", "cpu")
+    assert result.code == 2
+    assert len(result.err.splitlines()) == 1
+    assert "giant" in result.err
+    assert result.out == ""
+
+
+def test_a_failing_ddp_process_ends_the_comparison(tmp_path):
+    """The worker's own traceback, and nothing left running: harness.run looks."""
+    (tmp_path / "tiny.json").write_text(json.dumps(TINY))
+    (tmp_path / "sitecustomize.py").write_text(
+        "import multiprocessing, sys\n"
+        "if '--multiprocessing-fork' in sys.argv:\n"
+        "    import torch.nn.parallel\n"
+        "    class Broken:\n"
+        "        def __init__(self, *_, **__): raise RuntimeError('planted')\n"
+        "    torch.nn.parallel.DistributedDataParallel = Broken\n"
+    )
+    result = run("05_ddp/data_parallel.py", tmp_path, *SMALL, PYTHONPATH=str(tmp_path))
+    assert result.code == 1
+    assert "RuntimeError: planted" in result.err
+
+
+@pytest.mark.gpu(n=2)
+@pytest.mark.timeout(900)
+def test_from_scratch_over_nccl(gpus, tmp_path):
+    """The script's own checks are the test: two ranks, all variants to the bit."""
+    flags = ("--device", "cuda", "--steps", "4", "--json", "s.json")
+    visible = {"CUDA_VISIBLE_DEVICES": gpus["CUDA_VISIBLE_DEVICES"]}
+    result = run("05_ddp/ddp_from_scratch.py", tmp_path, *flags, nproc=2, timeout=400, **visible)
+    assert result.code == 0, result.err
+    summary = json.loads((tmp_path / "s.json").read_text())
+    assert summary["world_size"] == 2
+    assert len({variant["weights_sha256"][0] for variant in summary["variants"][1:]}) == 1
+
+
+@pytest.mark.gpu(n=2)
+@pytest.mark.timeout(900)
+def test_real_data_parallel_beside_ddp(gpus, tmp_path):
+    visible = {"CUDA_VISIBLE_DEVICES": gpus["CUDA_VISIBLE_DEVICES"]}
+    flags = ("--device", "cuda", "--seq-len", 256, "--global-batch-size", 48, "--json", "s.json")
+    result = run("05_ddp/data_parallel.py", tmp_path, *flags, timeout=400, **visible)
+    assert result.code == 0, result.err
+    summary = json.loads((tmp_path / "s.json").read_text())
+    dp, ddp = summary["methods"]
+    assert summary["emulated"] is False
+    assert dp["losses"] == pytest.approx(ddp["losses"], rel=1e-4)
+    assert dp["peak_memory_bytes_by_gpu"][0] > dp["peak_memory_bytes_by_gpu"][1]
