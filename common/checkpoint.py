@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from common.exits import UserError, before_user_error_exit
 from common.run_dir import write_json
-from common.runtime import gather, is_rank0, on_rank0, say
+from common.runtime import collective_timeout, gather, is_rank0, on_rank0, say
 
 # torch.distributed.checkpoint is imported where it is used: 0.6 s that the first step need not wait for
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # saving without a process group is meant
@@ -33,7 +33,7 @@ class Checkpoints:
         self.run_dir, self.keep = run_dir, keep
         self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         # a group of its own: what a save in the background sends must not mix with the training's
-        self.group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self.group = dist.new_group(timeout=collective_timeout(), backend="gloo") if dist.is_initialized() else None
         self.writer = ThreadPoolExecutor(1) if in_background else None
         self.pending: Future | None = None
         before_user_error_exit.append(self.wait)

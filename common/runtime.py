@@ -42,6 +42,18 @@ def single_device(name: str) -> torch.device:
     return pick_device(name)
 
 
+def collective_timeout() -> timedelta:
+    """How long a collective waits for its last rank before the job ends; UserError for a value that cannot be.
+
+    Longer than the slowest save or compilation that one rank does while the others wait, and no longer than a
+    hang may cost.
+    """
+    seconds = os.environ.get("COLLECTIVE_TIMEOUT_SECONDS", "600")
+    if not seconds.isdecimal() or int(seconds) == 0:
+        raise UserError(f"COLLECTIVE_TIMEOUT_SECONDS={seconds} is not a whole number of seconds above 0")
+    return timedelta(seconds=int(seconds))
+
+
 def init_process_group(name: str) -> torch.device:
     """Join the job and return this rank's device: NCCL between GPUs, gloo between CPUs.
 
@@ -49,7 +61,8 @@ def init_process_group(name: str) -> torch.device:
     `python script.py` becomes a world of one.
     """
     rank, world_size, local_rank = world_from_env()
-    if world_size > 1 and sys.platform == "linux":
+    timeout = collective_timeout()
+    if "RANK" in os.environ and sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: if torchrun dies, even of kill -9, so do we
     if name == "auto" and not torch.cuda.is_available():
         name = "cpu"  # collectives have no backend for mps
@@ -59,7 +72,7 @@ def init_process_group(name: str) -> torch.device:
     store = dist.HashStore() if world_size == 1 else next(dist.rendezvous("env://"))[0]
     cuda = {"backend": "cpu:gloo,cuda:nccl", "device_id": device}
     group = cuda if device.type == "cuda" else {"backend": "gloo"}
-    dist.init_process_group(**group, store=store, rank=rank, world_size=world_size, timeout=timedelta(minutes=10))
+    dist.init_process_group(**group, store=store, rank=rank, world_size=world_size, timeout=timeout)
     return device
 
 

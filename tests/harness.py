@@ -109,12 +109,16 @@ def run(script: str, folder: Path, *flags, nproc: int | None = None, timeout: fl
     return finish(start(command(script, *flags, nproc=nproc), folder, **env), folder, timeout)
 
 
+def launch(script: str, folder: Path, *flags, nproc: int | None = None, **env: str) -> subprocess.Popen:
+    """Start what train() would run to its end, and leave it running."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tiny.json").write_text(json.dumps(TINY))
+    return start(command(script, *tiny_flags(folder), *flags, nproc=nproc), folder, **env)
+
+
 def train(script: str, folder: Path, *flags, nproc: int | None = None, code: int = 0, **env: str) -> Result:
     """A small training run on the CPU, its run in folder/run and its summary in folder/summary.json."""
-    folder.mkdir(parents=True, exist_ok=True)
-    model = folder / "tiny.json"
-    model.write_text(json.dumps(TINY))
-    result = run(script, folder, *tiny_flags(folder), *flags, nproc=nproc, **env)
+    result = finish(launch(script, folder, *flags, nproc=nproc, **env), folder)
     assert result.code == code, f"exit code {result.code}\n{result.out[-2000:]}\n{result.err[-4000:]}"
     return result
 
@@ -122,6 +126,32 @@ def train(script: str, folder: Path, *flags, nproc: int | None = None, code: int
 def tiny_flags(folder: Path) -> list:
     shared = ["--model", "tiny.json", "--device", "cpu", "--seq-len", 32, "--global-batch-size", 12, "--steps", 20]
     return [*shared, "--warmup-steps", 4, "--log-every", 1, "--run-dir", folder / "run", "--json", "summary.json"]
+
+
+def steps_logged(folder: Path) -> int:
+    """How many lines metrics.jsonl has by now."""
+    file = folder / "run/metrics.jsonl"
+    return file.read_text().count("\n") if file.exists() else 0
+
+
+def rank_process(process: subprocess.Popen, rank: int) -> psutil.Process:
+    """The worker with that rank among the processes of a job."""
+    workers = [p for p in descendants(process) if p.environ().get("RANK") == str(rank)]
+    return min(workers, key=lambda p: p.create_time())
+
+
+def damage(path: Path, how: str) -> None:
+    """Spoil a checkpoint: its largest file is `truncated`, has `one bit` changed or is `missing`."""
+    file = max(path.glob("*.distcp"), key=lambda p: p.stat().st_size)
+    data = bytearray(file.read_bytes())
+    if how == "truncated":
+        del data[len(data) // 2 :]
+    elif how == "one bit":
+        data[len(data) // 2] ^= 1
+    if how == "missing":
+        file.unlink()
+    else:
+        file.write_bytes(data)
 
 
 def holds(process: subprocess.Popen, condition, timeout: float = 60) -> bool:

@@ -8,7 +8,22 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from harness import ROOT, TINY, command, descendants, finish, holds, kill_all, run, start, tiny_flags, train
+from harness import (
+    ROOT,
+    TINY,
+    command,
+    damage,
+    finish,
+    holds,
+    kill_all,
+    launch,
+    rank_process,
+    run,
+    start,
+    steps_logged,
+    tiny_flags,
+    train,
+)
 
 DDP, AMP = "05_ddp/train.py", "04_amp/train.py"
 LONG = ("--steps", 60, "--deterministic", "--save-every", 4)  # long enough to be hit while it runs
@@ -19,23 +34,6 @@ def undisturbed(tmp_path_factory):
     """The weights that a run of LONG ends with, by number of processes."""
     folder = tmp_path_factory.mktemp("undisturbed")
     return {n: train(DDP, folder / str(n), *LONG, nproc=n).summary["weights_sha256"] for n in (1, 2)}
-
-
-def launch(folder: Path, *flags, nproc=None, script=DDP):
-    folder.mkdir(exist_ok=True)
-    (folder / "tiny.json").write_text(json.dumps(TINY))
-    return start(command(script, *tiny_flags(folder), *flags, nproc=nproc), folder)
-
-
-def steps_logged(folder: Path) -> int:
-    file = folder / "run/metrics.jsonl"
-    return file.read_text().count("\n") if file.exists() else 0
-
-
-def rank_process(process, rank: int):
-    """The worker with that rank among the processes of a job."""
-    workers = [p for p in descendants(process) if p.environ().get("RANK") == str(rank)]
-    return min(workers, key=lambda p: p.create_time())
 
 
 def checkpoints(folder: Path) -> list[str]:
@@ -51,7 +49,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_saves_and_asks_to_be_started_again(tmp_path, undisturbed, number):
-    process = launch(tmp_path, *LONG)
+    process = launch(DDP, tmp_path, *LONG)
     assert holds(process, lambda: steps_logged(tmp_path) >= 7)
     process.send_signal(number)
     result = finish(process, tmp_path)
@@ -66,7 +64,7 @@ def test_a_signal_saves_and_asks_to_be_started_again(tmp_path, undisturbed, numb
 
 
 def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path, undisturbed):
-    process = launch(tmp_path, *LONG, nproc=2)
+    process = launch(DDP, tmp_path, *LONG, nproc=2)
     assert holds(process, lambda: steps_logged(tmp_path) >= 3)
     rank_process(process, 1).send_signal(signal.SIGUSR1)
     result = finish(process, tmp_path)
@@ -80,7 +78,7 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path, undisturbed):
 @pytest.mark.parametrize("flags", [("--async-save",), ("--num-workers", 1)], ids=["async", "workers"])
 def test_a_signal_to_torchrun_saves_too(tmp_path, undisturbed, flags):
     """torchrun hands it to each rank's whole process group, data loading workers included."""
-    process = launch(tmp_path, *LONG, *flags, nproc=2)
+    process = launch(DDP, tmp_path, *LONG, *flags, nproc=2)
     assert holds(process, lambda: steps_logged(tmp_path) >= 3)
     process.send_signal(signal.SIGTERM)
     result = finish(process, tmp_path)
@@ -92,7 +90,7 @@ def test_a_signal_to_torchrun_saves_too(tmp_path, undisturbed, flags):
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGKILL])
 def test_ranks_whose_torchrun_dies_save_and_end(tmp_path, undisturbed, number):
     """torchrun does not catch these, and would leave its ranks training for nobody."""
-    process = launch(tmp_path, *LONG, nproc=2)
+    process = launch(DDP, tmp_path, *LONG, nproc=2)
     assert holds(process, lambda: steps_logged(tmp_path) >= 3)
     process.send_signal(number)
     result = finish(process, tmp_path)
@@ -111,7 +109,7 @@ def test_killed_and_resumed_is_undisturbed(tmp_path, undisturbed, seed):
     nproc = (None, 2)[seed % 2]
     flags = (*LONG, *(["--async-save"] if seed % 4 >= 2 else []), "--resume")
     for _ in range(draw.randint(1, 3)):
-        process = launch(tmp_path, *flags, nproc=nproc)
+        process = launch(DDP, tmp_path, *flags, nproc=nproc)
         moment, in_save = steps_logged(tmp_path) + draw.randrange(1, 30), draw.random() < 0.5
         if holds(process, lambda: steps_logged(tmp_path) >= moment) and in_save:  # noqa: B023
             holds(process, lambda: any((tmp_path / "run").glob("step-*.tmp")))
@@ -217,19 +215,6 @@ def test_a_failed_save_on_two_ranks_ends_both(tmp_path):
     result = finish(start(["prlimit", "--fsize=50000", *argv], tmp_path), tmp_path)
     assert result.code != 0
     assert result.err.count("error: cannot save step 5") == 1
-
-
-def damage(path: Path, how: str) -> None:
-    file = max(path.glob("*.distcp"), key=lambda p: p.stat().st_size)
-    data = bytearray(file.read_bytes())
-    if how == "truncated":
-        del data[len(data) // 2 :]
-    elif how == "one bit":
-        data[len(data) // 2] ^= 1
-    if how == "missing":
-        file.unlink()
-    else:
-        file.write_bytes(data)
 
 
 @pytest.mark.parametrize("how", ["truncated", "one bit", "missing"])
@@ -374,7 +359,7 @@ def test_more_ranks_than_held_out_sequences(tmp_path):
 
 def test_a_folder_in_use_by_a_live_run(tmp_path):
     (tmp_path / "live").mkdir()
-    process = launch(tmp_path / "live", "--steps", 100_000)
+    process = launch(DDP, tmp_path / "live", "--steps", 100_000)
     try:
         assert holds(process, lambda: steps_logged(tmp_path / "live") > 0)
         result = train(DDP, tmp_path / "second", "--run-dir", tmp_path / "live/run", "--resume", code=2)

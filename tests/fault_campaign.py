@@ -1,0 +1,238 @@
+"""A campaign of random faults: whatever ends a training job, the same command with --resume ends at the same weights.
+
+Each fault is drawn from the seed: its kind, the number of processes, saves that training waits for or in the
+background, the step, and whether to strike inside a save. A small run of 05_ddp/train.py is hit there, dies, and
+is started again with the very same command. Four things must hold, or the verdict names what did not: the job
+ends by itself and leaves no process; the restart goes on at the newest whole checkpoint; no more steps are lost
+than lie between two saves (none where the job was asked to stop); the weights equal an undisturbed run's, bit for
+bit.
+
+    python tests/fault_campaign.py
+    python tests/fault_campaign.py --faults 100 --seed 0 --json faults.json
+
+Fault n of a seed is the same whatever --faults is. Exit code 1 if one verdict is not ok; its folder is kept.
+"""
+
+import contextlib
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import psutil
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+from harness import damage, descendants, finish, holds, kill_all, launch, rank_process, steps_logged, train
+
+from common import cli, exits, report
+
+SCRIPT = "05_ddp/train.py"
+STEPS, SAVE_EVERY = 48, 4
+FLAGS = ("--steps", STEPS, "--save-every", SAVE_EVERY, "--deterministic", "--resume")
+ENDS_WITHIN_SECONDS = 120  # each of a fault's two runs; a job still there after that hangs
+STEPS_WITHIN_SECONDS = 120  # a job that has not reached the fault's step by then hangs too
+# the other ranks wait this long for a stopped one, and torchrun that long after SIGTERM until it kills it
+STOPPED_RANK = {"COLLECTIVE_TIMEOUT_SECONDS": "20", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "2"}
+KINDS = (
+    *("pause a rank", "corrupt newest", "disk full", "kill a rank"),
+    *("SIGTERM in save", "kill the agent", "stop a rank"),
+)
+
+
+@dataclass(frozen=True)
+class Fault:
+    number: int
+    kind: str
+    world_size: int
+    rank: int  # the one that is killed, stopped or paused
+    async_save: bool
+    step: int  # strike when this many steps are logged
+    in_save: bool  # and then wait for the next save to be on its way
+    seconds_paused: float
+    damage: str
+
+    @property
+    def steps_at_risk(self) -> int:
+        """The most steps that the restart may have to do again."""
+        if self.kind in ("SIGTERM in save", "kill the agent", "pause a rank"):
+            return 0  # asked to stop: saves first
+        # a save in the background may be under way until the next one begins; a damaged one is passed over
+        return SAVE_EVERY * (1 + self.async_save + (self.kind == "corrupt newest"))
+
+
+def draw(seed: int, number: int, kinds: tuple[str, ...]) -> Fault:
+    """Fault `number` of the campaign with that seed."""
+    rng = random.Random(f"{seed}:{number}")
+    kind = kinds[number % len(kinds)]
+    # a stopped rank shows only by the others' waiting, so it needs some
+    world_size = rng.choice((2, 2, 3) if kind == "stop a rank" else (1, 1, 2, 2, 3))
+    return Fault(
+        number,
+        kind,
+        world_size,
+        rank=rng.randrange(world_size),
+        async_save=rng.random() < 0.5,
+        step=rng.randint(2 * SAVE_EVERY + 1 if kind == "corrupt newest" else 1, STEPS - 3 * SAVE_EVERY),
+        in_save=rng.random() < 1 / 3 or kind == "SIGTERM in save",
+        seconds_paused=rng.uniform(0.1, 2),
+        damage=rng.choice(("truncated", "one bit", "missing")),
+    )
+
+
+def saved_steps(folder: Path) -> list[int]:
+    """The steps of the whole checkpoints, oldest first."""
+    return sorted(int(path.name.removeprefix("step-")) for path in folder.glob("run/step-*[0-9]"))
+
+
+def strike(fault: Fault, process: subprocess.Popen, folder: Path) -> bool:
+    """Wait for the fault's moment and do it; False if the run was over before."""
+    reaches = partial(holds, process, timeout=STEPS_WITHIN_SECONDS)
+    if not reaches(lambda: steps_logged(folder) >= 1):
+        return False
+    rank = psutil.Process(process.pid) if fault.world_size == 1 else rank_process(process, fault.rank)
+    if not reaches(lambda: steps_logged(folder) >= fault.step):
+        return False
+    if fault.kind == "corrupt newest" and not reaches(lambda: len(saved_steps(folder)) >= 2):
+        return False
+    if fault.in_save and not reaches(lambda: any(folder.glob("run/step-*.tmp"))):
+        return False
+    if fault.kind == "kill a rank":
+        rank.kill()
+    elif fault.kind == "kill the agent":
+        process.kill()
+    elif fault.kind == "stop a rank":
+        rank.suspend()
+    elif fault.kind == "pause a rank":
+        rank.suspend()
+        time.sleep(fault.seconds_paused)
+        rank.resume()
+    elif fault.kind == "SIGTERM in save":
+        process.send_signal(signal.SIGTERM)
+    elif fault.kind == "disk full":
+        with open(folder / "run/ballast", "ab", buffering=0) as ballast:  # again and again: the job may delete files
+            holds(process, lambda: fill(ballast), timeout=ENDS_WITHIN_SECONDS)
+    elif fault.kind == "corrupt newest":
+        kill_all(process)
+        damage(folder / f"run/step-{saved_steps(folder)[-1]:08d}", fault.damage)
+    return True
+
+
+def fill(ballast) -> None:
+    """Write until nothing more fits."""
+    with contextlib.suppress(OSError):
+        while True:
+            ballast.write(bytes(4096))
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path) -> Iterator[None]:
+    """A file system of its own for folder/run, with room for five checkpoints. CalledProcessError without root."""
+    (folder / "run").mkdir(parents=True)
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "none", folder / "run"]
+    subprocess.run(mount, check=True, capture_output=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", folder / "run"], check=True)
+
+
+def suffer(fault: Fault, folder: Path, weights: str) -> dict:
+    """Let the fault strike a run, start the run again, and judge."""
+    start, problems, saved, resumed, lost = time.monotonic(), [], None, None, None
+    # killing torchrun needs one; else one process is started bare
+    nproc = None if fault.world_size == 1 and fault.kind != "kill the agent" else fault.world_size
+    flags = (*FLAGS, *(["--async-save"] if fault.async_save else []))
+    env = STOPPED_RANK if fault.kind == "stop a rank" else {}
+    with small_disk(folder) if fault.kind == "disk full" else contextlib.nullcontext():
+        try:
+            process = launch(SCRIPT, folder, *flags, nproc=nproc, **env)
+            try:
+                struck = strike(fault, process, folder)
+                process.wait(ENDS_WITHIN_SECONDS)
+                psutil.wait_procs(descendants(process), timeout=ENDS_WITHIN_SECONDS)  # ranks outlive a killed agent
+            finally:
+                result = finish(process, folder, timeout=1)
+            (folder / "run/ballast").unlink(missing_ok=True)
+            last = max(record["step"] for record in report.read_records(folder / "run/metrics.jsonl"))
+            # what a restart can count on; the newest was damaged on purpose
+            saved = [0, *saved_steps(folder)][-2 if fault.kind == "corrupt newest" else -1]
+            lost = last - saved
+            problems += ["struck too late"] * (not struck)
+            if fault.kind != "pause a rank":
+                if fault.kind != "corrupt newest":  # there the job was killed by this process, its exit code is lost
+                    problems += ["exit code 0 despite the fault"] * (result.code == 0)
+                result = finish(launch(SCRIPT, folder, *flags, nproc=nproc), folder, ENDS_WITHIN_SECONDS)
+                resumed = int((re.findall(r"resuming from \S+/step-(\d+)", result.out) or ["0"])[-1])
+                problems += [f"went on at step {resumed}, not {saved}"] * (resumed != saved)
+            problems += [f"exit code {result.code} at the end"] * (result.code != 0)
+            problems += [f"lost {lost} steps, {fault.steps_at_risk} at risk"] * (lost > fault.steps_at_risk)
+            if result.code == 0:
+                problems += ["other weights"] * (result.summary["weights_sha256"] != weights)
+                problems += ["gaps in metrics.jsonl"] * (result.column("step") != [*range(1, STEPS + 1), STEPS])
+        except subprocess.TimeoutExpired:
+            problems.append(f"hung: not over {ENDS_WITHIN_SECONDS} s after the fault")
+        except (AssertionError, OSError, ValueError, LookupError, psutil.Error) as error:
+            problems.append(f"{type(error).__name__}: {error}")
+    if not problems:
+        shutil.rmtree(folder)
+    verdict = "; ".join([*problems, f"see {folder}"] if problems else ["ok"])
+    row = {**asdict(fault), "saved_step": saved, "resumed_step": resumed, "lost_steps": lost}
+    return {**row, "steps_at_risk": fault.steps_at_risk, "seconds": time.monotonic() - start, "verdict": verdict}
+
+
+def main() -> int:
+    parser = cli.Parser(__doc__)
+    parser.add_argument("--faults", type=cli.positive_int, default=10, help="how many; 7 have each kind once")
+    parser.add_argument("--seed", type=cli.seed, default=0)
+    parser.add_argument("--jobs", type=cli.positive_int, default=2, help="faults at a time")
+    parser.add_argument("--json", type=cli.writable_file, metavar="PATH", help="write the table as one JSON object")
+    args = parser.parse_args()
+    start, folder, kinds = time.monotonic(), Path(tempfile.mkdtemp(prefix="faults-")), KINDS
+    try:
+        with small_disk(folder / "disk"):
+            pass
+    except (OSError, subprocess.CalledProcessError) as error:
+        kinds = tuple(kind for kind in KINDS if kind != "disk full")
+        print(f"left out: disk full (mounting a small file system needs root: {error})")
+    faults = [draw(args.seed, number, kinds) for number in range(args.faults)]
+    with ThreadPoolExecutor(args.jobs) as pool:
+        worlds = sorted({fault.world_size for fault in faults}, reverse=True)
+        undisturbed = pool.map(lambda n: train(SCRIPT, folder / f"world-{n}", *FLAGS, nproc=n), worlds)
+        weights = {n: result.summary["weights_sha256"] for n, result in zip(worlds, undisturbed, strict=True)}
+        print(f"undisturbed runs of {STEPS} steps: {worlds} processes", flush=True)
+        rows = []
+        for row in pool.map(lambda f: suffer(f, folder / f"fault-{f.number}", weights[f.world_size]), faults):
+            rows.append(row)
+            print(f"fault {row['number']:>3} {row['kind']:<15} {row['seconds']:5.1f} s  {row['verdict']}", flush=True)
+    head = ["fault", "kind", "ranks", "save", "struck at step", "resumed at", "lost", "at risk", "seconds", "verdict"]
+    table, bad = [head], [row["number"] for row in rows if row["verdict"] != "ok"]
+    for row in rows:
+        save = "background" if row["async_save"] else "waits"
+        step = f"{row['step']}{' in save' if row['in_save'] else ''}"
+        told = ["resumed_step", "lost_steps", "steps_at_risk"]
+        told = ["n/a" if row[key] is None else str(row[key]) for key in told]
+        cells = [str(row["number"]), row["kind"], str(row["world_size"]), save, step, *told]
+        table.append([*cells, f"{row['seconds']:.1f}", row["verdict"]])
+    print("\n" + report.table(table))
+    seconds = time.monotonic() - start
+    print(f"\n{len(rows)} faults, {len(bad)} not ok, {seconds:.0f} s, seed {args.seed}")
+    summary = {"device": "cpu", "seconds": seconds, "seed": args.seed, "faults": len(rows), "not_ok": bad}
+    left_out = sorted({*KINDS} - {*kinds})
+    run = {"steps": STEPS, "save_every_steps": SAVE_EVERY, "left_out": left_out, "rows": rows}
+    report.write_json({**summary, **run}, args.json)
+    if not bad:
+        shutil.rmtree(folder)
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    exits.run(main)

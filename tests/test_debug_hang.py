@@ -1,0 +1,118 @@
+"""launch/debug_hang.py: the rank and the collective that it names are those that were planted."""
+
+import importlib.util
+import json
+
+import pytest
+from harness import ROOT, command, finish, run, start
+
+SCRIPT = "launch/debug_hang.py"
+PATIENT = ("--device", "cpu", "--timeout", 4)  # longer than a busy machine keeps a rank from running
+
+spec = importlib.util.spec_from_file_location("debug_hang", ROOT / SCRIPT)
+debug_hang = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(debug_hang)
+
+
+def line(code: str) -> str:
+    """debug_hang.py:LINE CODE, as the script names a line of its own."""
+    found = [i for i, text in enumerate((ROOT / SCRIPT).read_text().splitlines(), 1) if text.strip() == code]
+    assert len(found) == 1
+    return f"debug_hang.py:{found[0]} {code}"
+
+
+GRADIENTS, LOSS = line("collective(dist.all_reduce, gradients)"), line("collective(dist.all_reduce, loss)")
+TIMES, LOADER = line("collective(dist.all_gather, times, torch.ones(1, device=device))"), line("return batches.get()")
+
+
+@pytest.mark.parametrize(
+    ("plant", "rank", "world_size"),
+    [("skipped-collective", 0, 2), ("skipped-collective", 2, 3), ("stuck-loader", 0, 3)],
+)
+def test_the_planted_rank_and_collective_are_named(tmp_path, plant, rank, world_size):
+    flags = ("--plant", plant, "--rank", rank, "--json", "s.json", *PATIENT)
+    result = run(SCRIPT, tmp_path, *flags, nproc=world_size)
+    assert result.code == 0, result.err
+    summary = json.loads((tmp_path / "s.json").read_text())
+    assert (summary["missing_ranks"], summary["collective"]) == ([rank], "all_reduce")
+    # three calls a step: the first or the second of the third step
+    number, called_at, there = (7, GRADIENTS, LOADER) if plant == "stuck-loader" else (8, LOSS, TIMES)
+    assert (summary["number"], summary["called_at"]) == (number, called_at)
+    assert summary["at"] == [there if other == rank else called_at for other in range(world_size)]
+    assert summary["flight_recorder_agrees"]
+    assert f"rank {rank} did not make call {number}, all_reduce" in result.out
+    assert "Traceback" not in result.err
+
+
+def test_a_healthy_run_names_nobody(tmp_path):
+    """Bare: it starts its ranks itself."""
+    result = run(SCRIPT, tmp_path, "--plant", "none", "--timeout", 30, "--device", "cpu", "--json", "s.json")
+    assert result.code == 0, result.err
+    summary = json.loads((tmp_path / "s.json").read_text())
+    assert (summary["missing_ranks"], summary["world_size"]) == ([], 3)
+    assert "did not make" not in result.out
+
+
+def test_a_wrong_answer_is_a_failure(tmp_path):
+    """The same script, with a judge that looks away: exit code 1, and nothing left running."""
+    text = (ROOT / SCRIPT).read_text().replace("parents[1]", f"parents[0] / {str(ROOT)!r}")
+    assert "call != right]" in text
+    (tmp_path / "blind.py").write_text(text.replace("call != right]", "call == right]"))
+    result = finish(start(command(tmp_path / "blind.py", *PATIENT, "--json", "s.json", nproc=2), tmp_path), tmp_path)
+    assert result.code == 1, result.err
+    assert not json.loads((tmp_path / "s.json").read_text())["named_what_was_planted"]
+
+
+def test_wrong_flags(tmp_path):
+    result = run(SCRIPT, tmp_path, "--plant", "bug")
+    assert result.code == 2
+    assert "error: argument --plant" in result.err
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    result = run(SCRIPT, tmp_path, **alone)
+    assert (result.code, result.out) == (2, "")
+    assert "--rank 1, of 1" in result.err
+
+
+def ring(*calls: str) -> list[dict]:
+    return [{"number": number, "collective": call, "caller": f"line of {call}"} for number, call in enumerate(calls, 1)]
+
+
+LOOP = ("all_reduce", "broadcast", "all_gather") * 3
+
+
+@pytest.mark.parametrize(
+    ("rings", "missing", "number", "collective"),
+    [
+        ([LOOP[:7], LOOP[:7], LOOP[:6]], [2], 7, "all_reduce"),  # has not come to it
+        ([LOOP[:5], LOOP[:4], LOOP[:4]], [1, 2], 5, "broadcast"),
+        ([(*LOOP[:4], "all_gather"), LOOP[:5]], [0], 5, "broadcast"),  # one of two: the round before decides
+        ([LOOP[:5], (*LOOP[:4], "all_gather")], [1], 5, "broadcast"),
+        ([(*LOOP[:4], "all_gather", "barrier"), LOOP[:5], LOOP[:5]], [0], 5, "broadcast"),  # and it ran on
+        ([("barrier",), ("all_reduce",), ("barrier",)], [1], 1, "barrier"),  # no round before: the majority does
+        ([LOOP[:1], ()], [1], 1, "all_reduce"),
+    ],
+)
+def test_who_is_missing(rings, missing, number, collective):
+    found = debug_hang.judge([ring(*calls) for calls in rings])
+    assert found == {
+        "missing_ranks": missing,
+        "number": number,
+        "collective": collective,
+        "called_at": f"line of {collective}",
+    }
+
+
+def test_a_ring_that_has_forgotten_its_start():
+    full, behind = ring(*LOOP)[3:], ring(*LOOP[:-1])
+    assert debug_hang.judge([full, behind])["missing_ranks"] == [1]
+    assert debug_hang.judge([full, ring(*LOOP)]) is None
+
+
+@pytest.mark.gpu(n=2)
+def test_nccl(tmp_path, gpus):
+    visible = {"CUDA_VISIBLE_DEVICES": gpus["CUDA_VISIBLE_DEVICES"]}
+    for plant in ("skipped-collective", "stuck-loader"):
+        flags = ("--plant", plant, "--device", "cuda", "--timeout", 5, "--json", "s.json")
+        result = run(SCRIPT, tmp_path, *flags, nproc=2, **visible)
+        assert result.code == 0, result.err
+        assert json.loads((tmp_path / "s.json").read_text())["missing_ranks"] == [1]
