@@ -1,5 +1,6 @@
 # make train   set up, then train on all GPUs (2 processes on a CPU)
 # make test    set up, then the tests that need no GPU
+# make test-launch   the launch files for real: Slurm, two hosts, faults (root; what is not installed is skipped)
 # make gpu     with the python3 given, nothing installed: the GPU tests and benchmarks/gpu_report.py
 # make lint    ruff
 # make readme  what the READMEs quote from the scripts
@@ -13,7 +14,10 @@ train: $(VENV)/ready
 		$$([ $$((24 % n)) -eq 0 ] || echo --global-batch-size $$((4 * n)))
 
 test: $(VENV)/ready
-	$(BIN)/python -m pytest -n 2 -m "not gpu and not campaign"
+	$(BIN)/python -m pytest -n 2 -m "not gpu and not campaign and not launch"
+
+test-launch: $(VENV)/ready
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m launch
 
 gpu:
 	@tests=0 ; if $(PYTHON) -c "import pytest" ; then \
@@ -34,4 +38,4 @@ $(VENV)/ready: requirements.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	touch $@
 
-.PHONY: train test gpu lint readme
+.PHONY: train test test-launch gpu lint readme

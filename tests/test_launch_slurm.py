@@ -2,9 +2,7 @@
 
 import json
 import re
-import shutil
 import signal
-import subprocess
 from pathlib import Path
 
 import psutil
@@ -14,6 +12,7 @@ from harness import ROOT, TINY, tiny_flags, train
 from slurm_cluster import until
 from test_docs import check
 
+pytestmark = pytest.mark.launch
 FILES = sorted(ROOT.glob("launch/slurm/*.sbatch"))
 FLAGS = ["--steps", 200, "--deterministic"]
 RESUMABLE = "with --resume goes on"  # what array_requeue.sbatch looks for
@@ -180,14 +179,6 @@ def test_the_commands_at_the_top_are_right(file):
     for name, flags in commands:
         assert name == f"launch/slurm/{file.name}"
         check(f"python 05_ddp/train.py{flags}")
-
-
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
-def test_shellcheck_finds_nothing(file):
-    if shutil.which("shellcheck") is None:
-        pytest.skip("not installed: shellcheck")
-    result = subprocess.run(["shellcheck", "--shell=bash", file], capture_output=True, text=True, timeout=60)
-    assert result.returncode == 0, result.stdout
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
