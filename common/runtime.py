@@ -69,7 +69,7 @@ def init_process_group(name: str) -> torch.device:
     if name == "mps":
         raise UserError("--device mps: torch.distributed has no backend for it; use --device cpu")
     device = pick_device(name, local_rank)
-    store = dist.HashStore() if world_size == 1 else next(dist.rendezvous("env://"))[0]
+    store = dist.HashStore() if world_size == 1 else next(dist.rendezvous("env://", timeout=timeout))[0]
     cuda = {"backend": "cpu:gloo,cuda:nccl", "device_id": device}
     group = cuda if device.type == "cuda" else {"backend": "gloo"}
     dist.init_process_group(**group, store=store, rank=rank, world_size=world_size, timeout=timeout)

@@ -1,0 +1,53 @@
+#!/usr/bin/env bash
+# Train on as many nodes as there are at the moment, MIN to MAX. The same command on each, at any time:
+#
+#     NNODES=1:4 RDZV_ENDPOINT=node0:29400 launch/torchrun/elastic.sh --run-dir /shared/run --save-every 100
+#
+# A node comes: all ranks save, stop, and start again on one node more. A node goes, or a rank fails: the others start
+# again from the newest checkpoint. The batch belongs to the run, so the loss does not show any of it, if
+# --global-batch-size divides by every number of processes that may occur. The node of RDZV_ENDPOINT has to stay.
+set -euo pipefail
+fail() { echo "elastic.sh: error: $*" >&2; exit 2; }
+repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+
+# --- SITE: the interface between the nodes, see multi_node.sh
+# export NCCL_SOCKET_IFNAME=eth0
+# export GLOO_SOCKET_IFNAME=eth0
+# --- SITE: how long to wait, in seconds
+join=${JOIN_TIMEOUT_SECONDS:-300}                                               # for MIN nodes
+last_call=${LAST_CALL_SECONDS:-30}                                              # from then on, for more
+export COLLECTIVE_TIMEOUT_SECONDS=${COLLECTIVE_TIMEOUT_SECONDS:-600}            # for the slowest rank
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-60}     # for a step and a save, then kill -9
+# --- SITE: a node is dead after 3 heartbeats of 5 s; the clocks of all nodes must agree better than that (NTP)
+heartbeat=${HEARTBEAT_SECONDS:-5}
+# --- end of SITE
+
+[[ ${NNODES:-} =~ ^[1-9][0-9]*:[1-9][0-9]*$ && ${NNODES%:*} -le ${NNODES#*:} ]] ||
+  fail "NNODES=${NNODES:-} is not MIN:MAX nodes: NNODES=1:4"
+[[ -n ${RDZV_ENDPOINT:-} ]] || fail "RDZV_ENDPOINT is not set: the lasting node and a free port there, as node0:29400"
+for seconds in "$join" "$last_call" "$COLLECTIVE_TIMEOUT_SECONDS" "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT" "$heartbeat"; do
+  [[ $seconds =~ ^[1-9][0-9]*$ ]] || fail "a timeout is $seconds, not whole seconds"
+done
+script=${SCRIPT:-$repo/05_ddp/train.py}
+[[ -f $script ]] || fail "SCRIPT=$script: no such file"
+nproc=${NPROC_PER_NODE:-$(python -c "import torch; print(torch.cuda.device_count() or 2)")}
+[[ $nproc =~ ^[1-9][0-9]*$ ]] || fail "NPROC_PER_NODE=$nproc is not a number of processes"
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(($(nproc) > nproc ? $(nproc) / nproc : 1))}
+# 1: the ranks' store is made anew each time. torchrun's default keeps the first one's address, and when a node comes
+# whose address sorts before the others', old and new nodes wait for each other at different ones
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+
+where=$(python "$repo/launch/torchrun/endpoint.py" check "$RDZV_ENDPOINT" "$join")
+read -r is_host address <<<"$where"
+conf="is_host=$is_host,join_timeout=$join,last_call_timeout=$last_call,read_timeout=60,keep_alive_interval=$heartbeat"
+command=(
+  python "$repo/launch/torchrun/elastic_agent.py" --nnodes="$NNODES" --nproc-per-node="$nproc" --local-addr="$address"
+  --rdzv-backend=c10d --rdzv-endpoint="$RDZV_ENDPOINT" --rdzv-id="${RDZV_ID:-train}" --rdzv-conf="$conf"
+  --max-restarts="${MAX_RESTARTS:-3}" "$script" --resume "$@"
+)
+echo "OMP_NUM_THREADS=$OMP_NUM_THREADS ${command[*]}"
+echo "elastic.sh: waiting at most $join s for ${NNODES%:*} node(s); RendezvousTimeoutError means that fewer came"
+if ((!is_host)); then
+  python "$repo/launch/torchrun/endpoint.py" watch "$RDZV_ENDPOINT" "$join" "$COLLECTIVE_TIMEOUT_SECONDS" &
+fi
+exec "${command[@]}"

@@ -1,0 +1,48 @@
+#!/usr/bin/env bash
+# Train on several nodes. The same command on each of them, in any order:
+#
+#     NNODES=2 RDZV_ENDPOINT=node0:29400 launch/torchrun/multi_node.sh --run-dir /shared/run --save-every 100 --resume
+#
+# The nodes meet at RDZV_ENDPOINT, the address of one of them and a free port there (c10d rendezvous), and get their
+# ranks. Flags go to the training script, SCRIPT. A lost node or link ends the job on every node with an error, soon
+# after COLLECTIVE_TIMEOUT_SECONDS; the same command goes on from the newest checkpoint.
+set -euo pipefail
+fail() { echo "multi_node.sh: error: $*" >&2; exit 2; }
+repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+
+# --- SITE: the interface between the nodes, where they have several (`ip -brief address` lists them)
+# export NCCL_SOCKET_IFNAME=eth0  # NCCL: its start, and its data where there is no InfiniBand
+# export GLOO_SOCKET_IFNAME=eth0  # gloo: needed wherever the host name is 127.0.1.1 in /etc/hosts, as on Debian
+# export NCCL_IB_HCA=mlx5         # the InfiniBand adapters to use
+# --- SITE: how long to wait, in seconds
+join=${JOIN_TIMEOUT_SECONDS:-300}                                        # for all nodes to boot and to start this
+export COLLECTIVE_TIMEOUT_SECONDS=${COLLECTIVE_TIMEOUT_SECONDS:-600}     # for the slowest rank: a save, an evaluation
+# --- end of SITE
+
+[[ ${NNODES:-} =~ ^[1-9][0-9]*$ ]] || fail "NNODES=${NNODES:-} is not a number of nodes: NNODES=2"
+[[ -n ${RDZV_ENDPOINT:-} ]] || fail "RDZV_ENDPOINT is not set: the first node and a free port there, as node0:29400"
+for seconds in "$join" "$COLLECTIVE_TIMEOUT_SECONDS"; do
+  [[ $seconds =~ ^[1-9][0-9]*$ ]] || fail "JOIN_ and COLLECTIVE_TIMEOUT_SECONDS take whole seconds, not $seconds"
+done
+script=${SCRIPT:-$repo/05_ddp/train.py}
+[[ -f $script ]] || fail "SCRIPT=$script: no such file"
+nproc=${NPROC_PER_NODE:-$(python -c "import torch; print(torch.cuda.device_count() or 2)")}
+[[ $nproc =~ ^[1-9][0-9]*$ ]] || fail "NPROC_PER_NODE=$nproc is not a number of processes"
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(($(nproc) > nproc ? $(nproc) / nproc : 1))}
+
+where=$(python "$repo/launch/torchrun/endpoint.py" check "$RDZV_ENDPOINT" "$join")
+read -r is_host address <<<"$where"
+# 60 heartbeats of 5 s: with torchrun's own 3, nodes whose clocks differ by 15 s take each other for dead, and one may
+# train alone and not say so
+command=(
+  torchrun --nnodes="$NNODES" --nproc-per-node="$nproc" --local-addr="$address"
+  --rdzv-backend=c10d --rdzv-endpoint="$RDZV_ENDPOINT" --rdzv-id="${RDZV_ID:-train}"
+  --rdzv-conf="is_host=$is_host,join_timeout=$join,read_timeout=60,keep_alive_max_attempt=60"
+  "$script" "$@"
+)
+echo "OMP_NUM_THREADS=$OMP_NUM_THREADS ${command[*]}"
+echo "multi_node.sh: waiting at most $join s for $NNODES nodes; RendezvousTimeoutError means that fewer came"
+if ((!is_host)); then
+  python "$repo/launch/torchrun/endpoint.py" watch "$RDZV_ENDPOINT" "$join" "$COLLECTIVE_TIMEOUT_SECONDS" &
+fi
+exec "${command[@]}"

@@ -1,0 +1,267 @@
+"""The files of launch/torchrun, run as they are: on one node, and on two hosts that come and go, their cable cut."""
+
+import json
+import os
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from harness import ROOT, TINY, Result, descendants, finish, holds, kill_all, start, tiny_flags, train
+from two_hosts import two_hosts
+
+from common import cli
+
+pytestmark = pytest.mark.launch
+LAUNCH = ROOT / "launch/torchrun"
+PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # the scripts call python and torchrun
+PORT = "29400"  # each host has its own
+
+# the real script, waiting after its fourth step while the file `hold` is there: faults then find it in mid-training
+HOLD = f"""
+import runpy, sys, time
+from pathlib import Path
+import torch, torch.distributed as dist
+sys.path.insert(0, {str(ROOT)!r})
+from common import runtime
+requested, folder, steps = runtime.stop_requested, Path(__file__).parent, 0
+def stop_requested():
+    global steps
+    steps += 1
+    told = False
+    while True:
+        stop, held = requested(), torch.tensor(int((folder / "hold").exists()))
+        dist.all_reduce(held)
+        if stop or not held or steps < 4:
+            return stop
+        if not told and dist.get_rank() == 0:
+            (folder / "worlds").open("a").write(f"{{dist.get_world_size()}}\\n")
+        told = True
+        time.sleep(0.02)
+runtime.stop_requested = stop_requested
+sys.argv[0] = {str(ROOT / "05_ddp/train.py")!r}
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+# a clock that is wrong from the first look at it; libfaketime cannot do that to Python's sleep
+SKEW = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <time.h>
+int clock_gettime(clockid_t id, struct timespec *t) {
+  int (*real)(clockid_t, struct timespec *) = dlsym(RTLD_NEXT, "clock_gettime");
+  int result = real(id, t);
+  if (id == CLOCK_REALTIME) t->tv_sec += 120;
+  return result;
+}
+"""
+
+
+def flags(folder: Path) -> list[str]:
+    return [
+        *map(str, tiny_flags(folder)),
+        "--deterministic",
+        "--save-every",
+        "2",
+        "--json",
+        str(folder / "summary.json"),
+    ]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> Result:
+    """The undisturbed run in one process."""
+    return train("05_ddp/train.py", tmp_path_factory.mktemp("alone"), "--deterministic")
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory) -> Result:
+    """The undisturbed run by single_node.sh in two."""
+    folder = tmp_path_factory.mktemp("pair")
+    (folder / "tiny.json").write_text(json.dumps(TINY))
+    process = start([str(LAUNCH / "single_node.sh"), *flags(folder)], folder, NPROC_PER_NODE="2", PATH=PATH)
+    result = finish(process, folder)
+    assert result.code == 0, result.err
+    return result
+
+
+class Job:
+    """One run in `folder` on two hosts, which share it as nodes share a file system."""
+
+    def __init__(self, hosts, folder: Path) -> None:
+        self.hosts, self.folder, self.processes = hosts, folder, []
+        (folder / "hold.py").write_text(HOLD)
+        (folder / "hold").touch()
+
+    def start(self, script: str, index: int, *extra: str, **env: str) -> subprocess.Popen:
+        """Start a launch script on host `index`."""
+        process_folder = self.folder / f"process-{len(self.processes)}"
+        process_folder.mkdir()
+        (process_folder / "tiny.json").write_text(json.dumps(TINY))
+        settings = {"RDZV_ENDPOINT": f"{self.hosts[0].address}:{PORT}", "NPROC_PER_NODE": "1", "PATH": PATH}
+        settings |= {"SCRIPT": str(self.folder / "hold.py"), "JOIN_TIMEOUT_SECONDS": "60", **env}
+        argv = [str(LAUNCH / script), *flags(self.folder), *extra]
+        process = self.hosts[index].start(argv, process_folder, **settings)
+        process.folder = process_folder
+        self.processes.append(process)
+        return process
+
+    def trains_on(self, world_size: int, count: int) -> bool:
+        """Wait until ranks have started for the count-th time and trained, as a world of that size."""
+
+        def reached() -> bool:
+            file = self.folder / "worlds"
+            worlds = file.read_text().split() if file.exists() else []
+            return len(worlds) >= count and worlds[-1] == str(world_size)
+
+        return holds(self.processes[0], reached, timeout=120)
+
+
+@pytest.fixture
+def job(tmp_path):
+    with two_hosts() as hosts:
+        job = Job(hosts, tmp_path)
+        try:
+            yield job
+        finally:
+            for process in job.processes:
+                kill_all(process)
+
+
+def ended(process: subprocess.Popen, timeout: float = 60) -> Result:
+    return finish(process, process.folder, timeout)
+
+
+def assert_undisturbed(job: Job, reference: Result) -> dict:
+    whole = Result(0, "", "", job.folder)
+    assert whole.column("step") == reference.column("step")
+    assert whole.column("loss") == pytest.approx(reference.column("loss"), rel=1e-5)
+    assert whole.summary["last_loss"] == pytest.approx(reference.summary["last_loss"], rel=1e-5)
+    return whole.summary
+
+
+def test_one_node(alone, pair):
+    assert pair.summary["world_size"] == 2
+    assert pair.column("loss") == pytest.approx(alone.column("loss"), rel=1e-5)
+    assert pair.out.startswith("OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node=2 ")
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="clocks are set apart by a library that gcc makes")
+def test_two_nodes_whose_link_is_cut_and_that_resume_with_clocks_apart(job, alone, pair):
+    env = {"NNODES": "2", "COLLECTIVE_TIMEOUT_SECONDS": "15"}
+    both = [job.start("multi_node.sh", i, **env) for i in (0, 1)]
+    assert job.trains_on(2, 1)
+    job.hosts[1].cable("down")
+    host, other = map(ended, both)
+    assert host.code == 1
+    assert other.code == -9
+    assert (
+        "error: RDZV_ENDPOINT=10.77.0.9:29400: no answer for 15 s: that node, or the link to it, is gone" in other.err
+    )
+    for result in (host, other):
+        assert "Timed out waiting 15000ms" in result.err
+
+    job.hosts[1].cable("up")
+    (job.folder / "hold").unlink()
+    (job.folder / "skew.c").write_text(SKEW)
+    skewed = job.folder / "skew.so"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", skewed, job.folder / "skew.c"], check=True, timeout=60)
+    both = [job.start("multi_node.sh", 0, "--resume", **env)]
+    both += [job.start("multi_node.sh", 1, "--resume", LD_PRELOAD=str(skewed), **env)]
+    for result in map(ended, both):
+        assert result.code == 0, result.err
+    summary = assert_undisturbed(job, alone)
+    assert summary["world_size"] == 2
+    assert summary["weights_sha256"] == pair.summary["weights_sha256"]
+
+
+def test_elastic(job, alone):
+    """One restart is allowed and one rank fails: the nodes that come and go may not count."""
+    env = {"NNODES": "1:2", "MAX_RESTARTS": "1", "HEARTBEAT_SECONDS": "2", "LAST_CALL_SECONDS": "5"}
+    env["COLLECTIVE_TIMEOUT_SECONDS"] = "60"
+    stays = job.start("elastic.sh", 0, **env)
+    goes = job.start("elastic.sh", 1, **env)
+    assert job.trains_on(2, 1)
+    (rank,) = [p for p in descendants(goes) if "LOCAL_RANK" in p.environ()]
+    rank.kill()
+    assert job.trains_on(2, 2)
+    goes.kill()
+    assert job.trains_on(1, 3)
+    comes = job.start("elastic.sh", 1, **env)
+    assert job.trains_on(2, 4)
+    (job.folder / "hold").unlink()
+    for process in (stays, comes):
+        result = ended(process)
+        assert result.code == 0, result.err
+    assert assert_undisturbed(job, alone)["world_size"] == 2
+
+
+def test_a_node_that_does_not_come_and_a_stranger_at_the_port(job):
+    listen = "import socket; s = socket.create_server(('', 29401)); print(flush=True); a = []\nwhile 1: a += s.accept()"
+    stranger = job.hosts[0].start([sys.executable, "-c", listen], job.folder)
+    job.processes.append(stranger)
+    assert holds(stranger, lambda: (job.folder / "stdout").read_text())
+    env = {"NNODES": "2", "JOIN_TIMEOUT_SECONDS": "1"}
+    misled = job.start("multi_node.sh", 1, RDZV_ENDPOINT="10.77.0.9:29401", **env)
+    alone = ended(job.start("multi_node.sh", 0, **env))
+    assert alone.code == 1
+    assert "waiting at most 1 s for 2 nodes; RendezvousTimeoutError means that fewer came" in alone.out
+    assert "RendezvousTimeoutError" in alone.err.splitlines()[-1]
+    taken = ended(job.start("multi_node.sh", 0, RDZV_ENDPOINT="10.77.0.9:29401", **env))
+    assert_refused(taken, "port 29401 cannot be used here (Address already in use)")
+    nobody = ended(job.start("multi_node.sh", 1, RDZV_ENDPOINT="10.77.0.77:29400", **env))
+    assert_refused(nobody, "no answer in 1 s: is the address right")
+    nowhere = ended(job.start("elastic.sh", 1, **{**env, "NNODES": "1:2", "RDZV_ENDPOINT": "192.0.2.1:29400"}))
+    assert_refused(nowhere, "no route to 192.0.2.1")
+    misled = ended(misled)
+    assert misled.code == -9
+    assert "no rank has started after 12 s: is it torchrun that answers there?" in misled.err
+
+
+def assert_refused(result: Result, *words: str) -> None:
+    assert result.code == 2, result.err
+    assert len(result.err.splitlines()) == 1
+    for word in ("error: ", *words):
+        assert word in result.err
+
+
+GOOD = {"NNODES": "2", "RDZV_ENDPOINT": "localhost:29400", "NPROC_PER_NODE": "1"}
+WRONG = [
+    ("single_node.sh", {"SCRIPT": "none.py"}, "SCRIPT=none.py: no such file"),
+    ("single_node.sh", {"NPROC_PER_NODE": "two"}, "NPROC_PER_NODE=two is not a number of processes"),
+    ("multi_node.sh", {"NNODES": ""}, "NNODES= is not a number of nodes: NNODES=2"),
+    ("multi_node.sh", {"NNODES": "1:2"}, "NNODES=1:2 is not a number of nodes"),
+    ("multi_node.sh", {"RDZV_ENDPOINT": ""}, "RDZV_ENDPOINT is not set: the first node and a free port there"),
+    ("multi_node.sh", {"RDZV_ENDPOINT": "localhost"}, "RDZV_ENDPOINT=localhost: not HOST:PORT"),
+    ("multi_node.sh", {"RDZV_ENDPOINT": "localhost:70000"}, "not HOST:PORT"),
+    ("multi_node.sh", {"RDZV_ENDPOINT": "node0.invalid:29400"}, "node0.invalid does not resolve on"),
+    ("multi_node.sh", {"JOIN_TIMEOUT_SECONDS": "5m"}, "whole seconds, not 5m"),
+    ("elastic.sh", {"NNODES": "2"}, "NNODES=2 is not MIN:MAX nodes: NNODES=1:4"),
+    ("elastic.sh", {"NNODES": "3:2"}, "NNODES=3:2 is not MIN:MAX nodes"),
+    ("elastic.sh", {"NNODES": "1:2", "HEARTBEAT_SECONDS": "0"}, "a timeout is 0, not whole seconds"),
+]
+
+
+@pytest.mark.parametrize(("script", "settings", "words"), WRONG)
+def test_wrong_settings(tmp_path, script, settings, words):
+    process = start([str(LAUNCH / script)], tmp_path, PATH=PATH, **{**GOOD, **settings})
+    assert_refused(finish(process, tmp_path, timeout=30), words)
+
+
+def test_a_port_in_use(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        endpoint = f"127.0.0.1:{server.getsockname()[1]}"
+        process = start([str(LAUNCH / "multi_node.sh")], tmp_path, PATH=PATH, **{**GOOD, "RDZV_ENDPOINT": endpoint})
+        assert_refused(finish(process, tmp_path, timeout=30), "cannot be used here (Address already in use)")
+
+
+def test_the_commands_in_the_comments_parse():
+    commands = [line for file in LAUNCH.glob("*.sh") for line in file.read_text().splitlines() if line[:6] == "#     "]
+    assert len(commands) == 4
+    for line in commands:
+        words = shlex.split(line)
+        script, *given = words[[word.endswith(".sh") for word in words].index(True) :]
+        assert (ROOT / script).is_file()
+        cli.training_parser("").parse_args(given)

@@ -1,0 +1,53 @@
+"""Two hosts on one machine: network namespaces with addresses of their own, joined by a cable that can be cut."""
+
+import os
+import shutil
+import subprocess
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from harness import start
+
+ADDRESSES = ("10.77.0.9", "10.77.0.2")  # the first host is the one that stays; its address sorts after the other's
+
+
+class Host:
+    """One of them: starts processes there, and cuts and mends its cable."""
+
+    def __init__(self, name: str, address: str) -> None:
+        self.name, self.address = name, address
+
+    def start(self, argv: list[str], folder: Path, **env: str) -> subprocess.Popen:
+        return start(["ip", "netns", "exec", self.name, *argv], folder, GLOO_SOCKET_IFNAME="eth0", **env)
+
+    def cable(self, state: str) -> None:
+        ip("-n", self.name, "link", "set", "eth0", state)
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=20)
+
+
+@contextmanager
+def two_hosts():
+    """The two, which are gone afterwards; skips the test with the reason where they cannot be made."""
+    if shutil.which("ip") is None:
+        pytest.skip("network namespaces need ip (Debian's iproute2)")
+    hosts = [Host(f"host{i}-{os.getpid()}", address) for i, address in enumerate(ADDRESSES)]
+    try:
+        try:
+            for host in hosts:
+                ip("netns", "add", host.name)
+            peer = ("type", "veth", "peer", "name", "eth0", "netns", hosts[1].name)
+            ip("link", "add", "eth0", "netns", hosts[0].name, *peer)
+            for host in hosts:
+                ip("-n", host.name, "address", "add", f"{host.address}/24", "dev", "eth0")
+                ip("-n", host.name, "link", "set", "lo", "up")
+                host.cable("up")
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"network namespaces need root: {error.stderr.strip()}")
+        yield hosts
+    finally:
+        for host in hosts:
+            subprocess.run(["ip", "netns", "delete", host.name], capture_output=True, timeout=20)
