@@ -1,14 +1,11 @@
 """Train a language model on many GPUs: each process holds the whole model and reads a part of each batch.
 
-DistributedDataParallel (DDP) gives each GPU a process, a rank. The ranks start from equal weights and
-read different parts of one global batch. While backward still runs, the gradients that are ready are
-averaged over the ranks, bucket by bucket (all-reduce: NCCL between GPUs, gloo between CPUs), so every
-rank takes the same optimizer step and no weight is ever sent. The batch belongs to the run, not to the
-machine: 1, 2, 3 or 8 processes give the same loss curve.
+DistributedDataParallel (DDP) gives each GPU a process, a rank. All start from equal weights. While backward still
+runs, gradients that are ready are averaged, bucket by bucket (all-reduce: NCCL between GPUs, gloo between CPUs): every
+rank takes the same step. The batch belongs to the run: 1, 2, 3 or 8 processes give the same loss curve.
 
     laptop    torchrun --nproc_per_node=2 05_ddp/train.py
-    one node  torchrun --nproc_per_node=8 05_ddp/train.py --model llama-124m --seq-len 1024 \\
-                  --global-batch-size 512 --micro-batch-size 32 --dtype bf16 --compile
+    one node  torchrun --nproc_per_node=8 05_ddp/train.py --model llama-124m --global-batch-size 512 --dtype bf16
     cluster   the same on every node, with --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400
 
 Look for: equal losses whatever nproc_per_node is, the slowest rank and its lag, and the last check: all
@@ -90,6 +87,9 @@ def main() -> int:
     ddp = DistributedDataParallel(net, bucket_cap_mb=max(1, min(25, gradient_mib / 4)), gradient_as_bucket_view=True)
     if args.compile:
         ddp.compile()
+    if args.deterministic:  # rehearse: DDP reorders its buckets after one backward, and order rounds a sum of 3
+        ddp(*torch.zeros(2, micro_batch_size, args.seq_len, dtype=torch.int64, device=device)).backward()
+        optimizer.zero_grad(set_to_none=True)
 
     meter = metrics.Meter(checkpoints.run_dir, args, net, device, start_step)
     window = []  # loss and gradient norm of each step, left on the device: reading one would stall the GPU
