@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import time
 import uuid
 from dataclasses import dataclass
@@ -14,7 +15,8 @@ import psutil
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
+CAN_COMPILE = shutil.which("g++") and Path(sysconfig.get_path("include"), "Python.h").exists()
+needs_compiler = pytest.mark.skipif(not CAN_COMPILE, reason="torch.compile on a CPU needs g++ and Python.h")
 TINY = {
     "model_type": "llama",
     "vocab_size": 256,

@@ -199,7 +199,7 @@ def test_train_job_refers_to_its_runtime():
     assert node["name"] == node["template"]["spec"]["template"]["spec"]["containers"][0]["name"] == "node"
 
 
-@pytest.mark.campaign
+@pytest.mark.launch
 @pytest.mark.skipif(os.geteuid() != 0, reason="namespaces need root")
 def test_pods_save_on_sigterm_and_resume(tmp_path):
     """The Job's command as PID 1 of two PID namespaces: SIGTERM to one ends both, and both go on from there."""
@@ -296,6 +296,8 @@ def test_compose_services():
         assert (devices["driver"], devices["count"], devices["capabilities"]) == ("nvidia", "all", ["gpu"])
         assert service["ulimits"]["memlock"] == -1
         assert service["init"] is True
+        assert 60 <= int(service["environment"]["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < 300  # stop_grace_period: 5m
+        assert service["stop_grace_period"] == "5m"
         assert any(volume.split(":")[1] == "/checkpoints" for volume in service["volumes"])
     assert "../..:/workspace" in services["shell"]["volumes"]
     assert "token" not in json.dumps(services["jupyter"])  # Jupyter makes one and logs it

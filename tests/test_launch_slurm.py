@@ -169,7 +169,7 @@ def test_slurm_takes_every_line_that_a_site_may_switch_on(cluster, file):
     everything = cluster.repository / file.name
     everything.write_text(re.sub("^##SBATCH", "#SBATCH", file.read_text(), flags=re.MULTILINE))
     assert everything.read_text().count("\n#SBATCH --") > file.read_text().count("\n#SBATCH --")
-    cluster.command("sbatch", "--test-only", "--partition=low", "--gpus-per-node=2", everything)
+    cluster.command("sbatch", "--test-only", "--partition=low", "--gpus-per-node=2", "--cpus-per-task=1", everything)
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
