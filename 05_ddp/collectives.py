@@ -6,7 +6,7 @@ The time of each is nearly a line: alpha, the latency, which small messages pay,
 pay. Two numbers per collective then tell how long the gradients of a model will take.
 
     laptop    python 05_ddp/collectives.py
-    one node  torchrun --nproc_per_node=8 05_ddp/collectives.py --max-bytes 8589934592 --samples 20
+    one node  torchrun --nproc_per_node=8 05_ddp/collectives.py --max-bytes 4294967296 --samples 20
     cluster   the same on every node, with --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400
 
 Algorithm bandwidth is size / time. Bus bandwidth is what a rank's link carries for it, so it can stand beside the
@@ -29,7 +29,6 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
 from links import bugs, fit, measurement, nvlink, plot, predictions, show, show_predictions
-from ranks import relaunch
 
 from common import cli, exits, hardware, report, runtime
 
@@ -132,7 +131,8 @@ def measure(device: torch.device, max_bytes: int, samples: int, peak: float | No
                     raise
                 missing[name] = str(error).splitlines()[0]
                 continue
-            repeat = max(1, min(20, 2**20 // mine.nbytes))  # small ones are over sooner than a barrier is left
+            enough = 2**26 if device.type == "cuda" else 2**20  # small ones are over sooner than a barrier, or a launch
+            repeat = max(1, min(20, enough // mine.nbytes))
             measured.append(measurement(name, n, mine.nbytes, timed(work, device, samples, repeat), peak))
         size *= 4
     return measured, missing
@@ -149,7 +149,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.max_bytes is not None and args.max_bytes < 1024:
         raise exits.UserError(f"--max-bytes {args.max_bytes}: the smallest buffer has 1024 bytes")
-    relaunch(args.device, sys.argv)
+    runtime.relaunch(args.device)
     began = time.perf_counter()
     device = runtime.init_process_group(args.device)
     n, name = dist.get_world_size(), hardware.device_name(device)

@@ -18,6 +18,8 @@ collectives.py.
 
 import argparse
 import copy
+import ctypes
+import signal
 import statistics
 import sys
 import time
@@ -35,7 +37,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with no
 from data_parallel_by_hand import count, data_parallel_by_hand, traffic_table
 
 from common import cli, data, exits, hardware, model, report, runtime
-from common.exits import UserError
 
 ROUNDS = 6  # the two take turns; the first round warms up
 
@@ -62,6 +63,8 @@ def train(backward: Callable, optimizer: torch.optim.Optimizer, batches: Iterato
 
 def ddp_rank(rank: int, n: int, args: argparse.Namespace, kind: str, port: int, orders: list, answers) -> None:
     """One process of DDP: for each order it trains so many steps, and answers with the time and the losses."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: if the script dies, even of kill -9, so do we
     device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
     backend = {"backend": "gloo"}
     if kind == "cuda":
@@ -150,18 +153,17 @@ def main() -> int:
     parser = cli.Parser(__doc__)
     parser.add_argument("--model", default="nano", help="as in train.py; the bytes are always counted on nano")
     parser.add_argument("--seq-len", type=cli.positive_int, default=16)
-    parser.add_argument("--global-batch-size", type=cli.positive_int, default=24, help="sequences, over all devices")
+    parser.add_argument("--global-batch-size", type=cli.positive_int, help="over all devices (default: about 24)")
     parser.add_argument("--steps", type=cli.positive_int, default=3, help=f"of each method in each of {ROUNDS} rounds")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     parser.add_argument("--seed", type=cli.seed, default=0)
     parser.add_argument("--json", type=cli.writable_file, metavar="PATH", help="write the summary as one JSON object")
     args = parser.parse_args()
-    device, gpus = runtime.single_device(args.device), torch.cuda.device_count()
+    gpus = torch.cuda.device_count() if args.device != "cpu" else 0
     if args.device == "cuda" and gpus < 2:
-        raise UserError(f"--device cuda: DataParallel needs two GPUs, not {gpus}: use --device cpu")
-    if device.type != "cuda" or gpus < 2:
-        device, gpus = torch.device("cpu"), 0
-    n = gpus or 2
+        raise exits.UserError(f"--device cuda: DataParallel needs two GPUs, not {gpus}: use --device cpu")
+    device, n = (runtime.single_device("cuda"), gpus) if gpus > 1 else (runtime.single_device("cpu"), 2)
+    args.global_batch_size = args.global_batch_size or n * max(1, 24 // n)
     cli.split_batch(args.global_batch_size, None, n)  # these two refuse what cannot be, before any process starts
     model.load_config(args.model, 256, args.seq_len)
 
@@ -170,7 +172,7 @@ def main() -> int:
     traffic = [count(net, *next(batches), devices) for devices in (2, 4, 8)]
     print(traffic_table(traffic))
 
-    if not gpus:
+    if device.type == "cpu":
         print("without two GPUs: DataParallel's steps by hand, in threads and RAM, against DDP's processes over gloo")
     rows = compare(args, device, n)
     table = [["method", "ms per step", "lowest to highest", "last loss", "peak MiB by GPU"]]
@@ -188,7 +190,7 @@ def main() -> int:
         **{"steps": ROUNDS * args.steps, "tokens": ROUNDS * args.steps * args.global_batch_size * args.seq_len},
         **{"first_loss": rows[1]["losses"][0], "last_loss": rows[1]["losses"][-1]},
         **{"peak_memory_bytes": report.peak_memory_bytes(device), "seconds": time.perf_counter() - began},
-        **{"traffic": traffic, "methods": rows, "emulated": not gpus},
+        **{"traffic": traffic, "methods": rows, "emulated": device.type == "cpu"},
     }
     report.write_json(summary, args.json)
     return 0

@@ -8,8 +8,7 @@ control, (0), sends nothing: what a step takes longer than the control's is comm
 
     laptop    python 05_ddp/ddp_from_scratch.py
               torchrun --nproc_per_node=3 05_ddp/ddp_from_scratch.py --steps 5
-    one node  torchrun --nproc_per_node=8 05_ddp/ddp_from_scratch.py --model llama-124m --seq-len 512 \\
-                  --global-batch-size 64
+    one node  torchrun --nproc_per_node=8 05_ddp/ddp_from_scratch.py --model llama-124m --global-batch-size 32
     cluster   the same on every node, with --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400
 
 Look for: the exposed time from (1) to (4); one bucket for everything, which hides nothing; letters that are equal
@@ -31,7 +30,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
 from ddp_compare import WARMUP_STEPS, conclude, time_communication, timed
-from ranks import relaunch
 
 from common import cli, data, exits, model, runtime
 
@@ -144,18 +142,20 @@ def main() -> int:
     parser = cli.Parser(__doc__)
     parser.add_argument("--model", default="nano", help="as in train.py")
     parser.add_argument("--seq-len", type=cli.positive_int, default=16, help="short: more to send than to compute")
-    parser.add_argument("--global-batch-size", type=cli.positive_int, default=24, help="sequences, over all ranks")
+    parser.add_argument("--global-batch-size", type=cli.positive_int, help="over all ranks (default: about 24)")
     parser.add_argument("--steps", type=cli.positive_int, default=16, help=f"timed, after {WARMUP_STEPS} to warm up")
     parser.add_argument("--bucket-mib", type=cli.positive, help="default: a quarter of the gradients, at most 25")
-    parser.add_argument("--device", choices=("auto", "cuda", "mps", "cpu"), default="auto")
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     parser.add_argument("--seed", type=cli.seed, default=0)
     parser.add_argument("--json", type=cli.writable_file, metavar="PATH", help="write the summary as one JSON object")
     args = parser.parse_args()
     config = model.load_config(args.model, 256, args.seq_len)
-    relaunch(args.device, sys.argv)
+    n = runtime.processes(args.device)
+    args.global_batch_size = args.global_batch_size or n * max(1, 24 // n)
+    cli.split_batch(args.global_batch_size, None, n)  # refuses what does not divide
+    runtime.relaunch(args.device)
     device = runtime.init_process_group(args.device)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    cli.split_batch(args.global_batch_size, None, world_size)  # refuses what does not divide
     runtime.seed(args.seed, deterministic=True)  # or two backwards of one GPU need not agree to the bit
 
     corpus = data.load_corpus("stdlib", "bytes").train

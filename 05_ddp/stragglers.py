@@ -24,7 +24,6 @@ import torch.distributed as dist
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
-from ranks import relaunch
 from uneven import show_balance, show_uneven
 
 from common import cli, exits, hardware, report, runtime
@@ -121,12 +120,12 @@ def main() -> int:
     args = parser.parse_args()
     if args.slow_factor < 2 * SLOW:
         raise exits.UserError(f"--slow-factor {args.slow_factor} is near what every rank shows: at least {2 * SLOW:g}")
-    relaunch(args.device, sys.argv)
-    began = time.perf_counter()
-    device = runtime.init_process_group(args.device)
-    n = dist.get_world_size()
+    n = runtime.processes(args.device)
     if 1 < n <= args.slow_rank:
         raise exits.UserError(f"--slow-rank {args.slow_rank}: the last of {n} ranks is {n - 1}")
+    runtime.relaunch(args.device)
+    began = time.perf_counter()
+    device = runtime.init_process_group(args.device)
 
     summary = {"device": hardware.device_name(device), "world_size": n, "dtype": "fp32", "steps": args.steps}
     if n > 1:

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common import report, runtime
 
-HANG_TIMEOUT = timedelta(seconds=3)
+HANG_TIMEOUT = timedelta(seconds=5)
 
 
 def batches_of(rank: int) -> int:

@@ -38,9 +38,9 @@ from common import cli, exits, hardware, report, runtime
 
 STEPS, PLANTED_STEP = 6, 3
 CALL = "collective(dist.all_reduce, {})"  # what is planted, and the call that is then missing:
-PLANTS = {"skipped-collective": CALL.format("loss"), "stuck-loader": CALL.format("gradients"), "none": None}
+LOSS, GRADIENTS = CALL.format("loss"), CALL.format("gradients")
+PLANTS = {"skipped-collective": LOSS, "early-return": LOSS, "stuck-loader": GRADIENTS, "none": None}
 RING: deque[dict] = deque(maxlen=64)  # this rank's last collectives
-over = threading.Event()  # the loop has ended: nothing hangs
 caught = threading.Event()  # the ranks agree that something does
 
 
@@ -73,7 +73,9 @@ def train(plant: str, planted_rank: int, device: torch.device) -> None:
         gradients = load_batch(stuck=planted and plant == "stuck-loader").to(device)
         collective(dist.all_reduce, gradients)
         loss = gradients.mean()
-        if not (planted and plant == "skipped-collective"):  # in the wild: if rank == 0, if loss.isfinite(), a return
+        if planted and plant == "early-return":  # in the wild: its data is at an end, an exception is swallowed
+            return
+        if not (planted and plant == "skipped-collective"):  # in the wild: if rank == 0, if loss.isfinite()
             collective(dist.all_reduce, loss)
         times = [torch.zeros(1, device=device) for _ in range(dist.get_world_size())]
         collective(dist.all_gather, times, torch.ones(1, device=device))
@@ -86,7 +88,7 @@ def snapshot(device: torch.device) -> dict:
     dump = getattr(torch._C._distributed_c10d, f"_dump_{'nccl' if device.type == 'cuda' else 'fr'}_trace", None)
     recorded = pickle.loads(dump()).get("entries") if dump else None
     last = recorded[-1]["profiling_name"].split(":")[-1] if recorded else None  # as in nccl:all_reduce
-    return {"ring": list(RING), "at": line_of(ours[-1]), "flight_recorder": last}
+    return {"ring": [*RING.copy()], "at": line_of(ours[-1]), "flight_recorder": last}
 
 
 def judge(rings: list[list[dict]]) -> dict | None:
@@ -108,7 +110,8 @@ def judge(rings: list[list[dict]]) -> dict | None:
 
 def watch(args: Namespace, store: dist.Store, rank: int, world_size: int, device: torch.device) -> None:
     """Beside training: once a rank has waited too long, bring all rings together, name the missing one, end the job."""
-    while not over.wait(0.1):
+    while store.add("over", 0) < world_size:  # a rank that has left the loop too early is missing, too
+        time.sleep(0.1)
         since = RING[-1]["waiting_since"] if RING else None
         if since and time.monotonic() - since > args.timeout:
             store.set("hang", "")
@@ -165,19 +168,14 @@ def main() -> int:
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     parser.add_argument("--json", type=cli.writable_file, metavar="PATH", help="write the finding as one JSON object")
     args = parser.parse_args()
-    if "RANK" not in os.environ:
-        gpus = torch.cuda.device_count()
-        device = args.device if args.device != "auto" else "cuda" if gpus > 1 else "cpu"
-        ranks = 2 if device == "cuda" and gpus == 2 else 3
-        print(f"a hang takes several ranks: starting {ranks} on {device} through torchrun", flush=True)
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-        os.execv(sys.executable, [*torchrun, __file__, *sys.argv[1:], "--device", device])
-    rank, world_size, _ = exits.world_from_env()
+    world_size = runtime.processes(args.device, on_cpu=3)
     if args.rank >= world_size or world_size == 1:
         raise exits.UserError(
             f"--rank {args.rank}, of {world_size}: a hang takes two ranks, and one below their number"
         )
+    runtime.relaunch(args.device, on_cpu=3)
     device = runtime.init_process_group(args.device)
+    rank = dist.get_rank()
     dist.barrier()  # sets up the connections, which may take longer than any call after it
     store = next(dist.rendezvous("env://"))[0]  # a connection of the watchdog's own
     watchdog = threading.Thread(target=watch, args=(args, store, rank, world_size, device))
@@ -188,7 +186,8 @@ def main() -> int:
         if not caught.is_set():
             raise
         watchdog.join()  # it ends the process; others have left before
-    over.set()
+    store.add("over", 1)
+    watchdog.join()
     runtime.say(f"{STEPS} steps, {len(RING)} collectives: no rank waited {args.timeout:g} s for another")
     runtime.on_rank0(lambda: write(args, device, world_size, {"missing_ranks": []}))
     runtime.shutdown()

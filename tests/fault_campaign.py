@@ -142,7 +142,7 @@ def small_disk(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        subprocess.run(["umount", folder / "run"], check=True)
+        subprocess.run(["umount", "--lazy", folder / "run"], check=True)
 
 
 def suffer(fault: Fault, folder: Path, weights: str) -> dict:

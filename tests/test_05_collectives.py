@@ -11,12 +11,11 @@ import pytest
 import torch
 from harness import ROOT, command, run
 
-from common import exits, model, nvml, report
+from common import exits, model, nvml, report, runtime
 
 sys.path.insert(0, str(ROOT / "05_ddp"))  # as python does for a script
 import collectives
 import links
-import ranks
 import stragglers
 import uneven
 
@@ -257,16 +256,17 @@ def test_wrong_flags_are_one_line(monkeypatch, script, flags, told):
 )
 def test_bare_becomes_torchrun(monkeypatch, device, gpus, processes, place):
     started = []
-    monkeypatch.setattr(ranks.os, "execv", lambda program, argv: started.extend(argv))
+    monkeypatch.setattr(runtime.os, "execv", lambda program, argv: started.extend(argv))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    ranks.relaunch(device, ["script.py", "--samples", "3"])
+    monkeypatch.setattr(sys, "argv", ["script.py", "--samples", "3"])
+    runtime.relaunch(device)
     assert f"--nproc_per_node={processes}" in started
     assert started[-5:] == ["script.py", "--samples", "3", "--device", place]
     started.clear()
     monkeypatch.setenv("RANK", "0")
-    ranks.relaunch(device, ["script.py"])
+    runtime.relaunch(device)
     assert started == []  # torchrun has started it
 
 

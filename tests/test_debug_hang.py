@@ -23,11 +23,12 @@ def line(code: str) -> str:
 
 GRADIENTS, LOSS = line("collective(dist.all_reduce, gradients)"), line("collective(dist.all_reduce, loss)")
 TIMES, LOADER = line("collective(dist.all_gather, times, torch.ones(1, device=device))"), line("return batches.get()")
+END = line("watchdog.join()")  # of the script: it has left its loop
 
 
 @pytest.mark.parametrize(
     ("plant", "rank", "world_size"),
-    [("skipped-collective", 0, 2), ("skipped-collective", 2, 3), ("stuck-loader", 0, 3)],
+    [("skipped-collective", 0, 2), ("skipped-collective", 2, 3), ("stuck-loader", 0, 3), ("early-return", 1, 2)],
 )
 def test_the_planted_rank_and_collective_are_named(tmp_path, plant, rank, world_size):
     flags = ("--plant", plant, "--rank", rank, "--json", "s.json", *PATIENT)
@@ -36,7 +37,8 @@ def test_the_planted_rank_and_collective_are_named(tmp_path, plant, rank, world_
     summary = json.loads((tmp_path / "s.json").read_text())
     assert (summary["missing_ranks"], summary["collective"]) == ([rank], "all_reduce")
     # three calls a step: the first or the second of the third step
-    number, called_at, there = (7, GRADIENTS, LOADER) if plant == "stuck-loader" else (8, LOSS, TIMES)
+    number, called_at = (7, GRADIENTS) if plant == "stuck-loader" else (8, LOSS)
+    there = {"stuck-loader": LOADER, "skipped-collective": TIMES, "early-return": END}[plant]
     assert (summary["number"], summary["called_at"]) == (number, called_at)
     assert summary["at"] == [there if other == rank else called_at for other in range(world_size)]
     assert summary["flight_recorder_agrees"]
