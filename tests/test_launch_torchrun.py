@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import shutil
 import socket
@@ -53,10 +54,19 @@ SKEW = """
 int clock_gettime(clockid_t id, struct timespec *t) {
   int (*real)(clockid_t, struct timespec *) = dlsym(RTLD_NEXT, "clock_gettime");
   int result = real(id, t);
-  if (id == CLOCK_REALTIME) t->tv_sec += 120;
+  if (id == CLOCK_REALTIME) t->tv_sec += 400;
   return result;
 }
 """
+needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="clocks are set apart by a library that gcc makes")
+
+
+def clock_ahead(folder: Path) -> dict[str, str]:
+    """The environment of a host whose clock is 400 s ahead."""
+    (folder / "skew.c").write_text(SKEW)
+    library = str(folder / "skew.so")
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, folder / "skew.c"], check=True, timeout=60)
+    return {"LD_PRELOAD": library}
 
 
 def flags(folder: Path) -> list[str]:
@@ -148,7 +158,7 @@ def test_one_node(alone, pair):
     assert pair.out.startswith("OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node=2 ")
 
 
-@pytest.mark.skipif(shutil.which("gcc") is None, reason="clocks are set apart by a library that gcc makes")
+@needs_gcc
 def test_two_nodes_whose_link_is_cut_and_that_resume_with_clocks_apart(job, alone, pair):
     env = {"NNODES": "2", "COLLECTIVE_TIMEOUT_SECONDS": "15"}
     both = [job.start("multi_node.sh", i, **env) for i in (0, 1)]
@@ -165,11 +175,8 @@ def test_two_nodes_whose_link_is_cut_and_that_resume_with_clocks_apart(job, alon
 
     job.hosts[1].cable("up")
     (job.folder / "hold").unlink()
-    (job.folder / "skew.c").write_text(SKEW)
-    skewed = job.folder / "skew.so"
-    subprocess.run(["gcc", "-shared", "-fPIC", "-o", skewed, job.folder / "skew.c"], check=True, timeout=60)
     both = [job.start("multi_node.sh", 0, "--resume", **env)]
-    both += [job.start("multi_node.sh", 1, "--resume", LD_PRELOAD=str(skewed), **env)]
+    both += [job.start("multi_node.sh", 1, "--resume", **clock_ahead(job.folder), **env)]
     for result in map(ended, both):
         assert result.code == 0, result.err
     summary = assert_undisturbed(job, alone)
@@ -196,6 +203,33 @@ def test_elastic(job, alone):
         result = ended(process)
         assert result.code == 0, result.err
     assert assert_undisturbed(job, alone)["world_size"] == 2
+
+
+@needs_gcc
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_elastic_with_clocks_apart(job, ahead):
+    env = {"HEARTBEAT_SECONDS": "2", "JOIN_TIMEOUT_SECONDS": "30", "COLLECTIVE_TIMEOUT_SECONDS": "15"}
+    skewed = clock_ahead(job.folder)
+    both = [job.start("elastic.sh", i, NNODES="2:2", **env, **(skewed if i == ahead else {})) for i in (0, 1)]
+    results = list(map(ended, both))
+    problem = f"the clock of {job.hosts[ahead].address} is (39.|400) s ahead of this node's: set both by NTP"
+    assert re.fullmatch(f"elastic.sh: error: {problem}", results[1 - ahead].err.splitlines()[-1])
+    assert results[1 - ahead].code == 1
+    assert results[ahead].code != 0
+    assert not (job.folder / "run").exists()
+
+
+@needs_gcc
+def test_a_group_smaller_than_min(job):
+    """What a node whose clock is ahead makes of one that comes by multi_node.sh, which does not look at clocks."""
+    env = {"HEARTBEAT_SECONDS": "2", "COLLECTIVE_TIMEOUT_SECONDS": "15"}
+    both = [job.start("elastic.sh", 0, NNODES="2:2", **env, **clock_ahead(job.folder))]
+    both += [job.start("multi_node.sh", 1, NNODES="2", **env)]
+    host, other = map(ended, both)
+    assert host.code == 1
+    assert host.err.splitlines()[-1].startswith("elastic.sh: error: 1 of at least 2 nodes left: the others are dead")
+    assert other.code != 0
+    assert not (job.folder / "run").exists()
 
 
 def test_a_node_that_does_not_come_and_a_stranger_at_the_port(job):
@@ -231,13 +265,15 @@ GOOD = {"NNODES": "2", "RDZV_ENDPOINT": "localhost:29400", "NPROC_PER_NODE": "1"
 WRONG = [
     ("single_node.sh", {"SCRIPT": "none.py"}, "SCRIPT=none.py: no such file"),
     ("single_node.sh", {"NPROC_PER_NODE": "two"}, "NPROC_PER_NODE=two is not a number of processes"),
+    ("single_node.sh", {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1h"}, "a timeout is 1h, not whole seconds"),
     ("multi_node.sh", {"NNODES": ""}, "NNODES= is not a number of nodes: NNODES=2"),
     ("multi_node.sh", {"NNODES": "1:2"}, "NNODES=1:2 is not a number of nodes"),
     ("multi_node.sh", {"RDZV_ENDPOINT": ""}, "RDZV_ENDPOINT is not set: the first node and a free port there"),
     ("multi_node.sh", {"RDZV_ENDPOINT": "localhost"}, "RDZV_ENDPOINT=localhost: not HOST:PORT"),
     ("multi_node.sh", {"RDZV_ENDPOINT": "localhost:70000"}, "not HOST:PORT"),
     ("multi_node.sh", {"RDZV_ENDPOINT": "node0.invalid:29400"}, "node0.invalid does not resolve on"),
-    ("multi_node.sh", {"JOIN_TIMEOUT_SECONDS": "5m"}, "whole seconds, not 5m"),
+    ("multi_node.sh", {"JOIN_TIMEOUT_SECONDS": "5m"}, "a timeout is 5m, not whole seconds"),
+    ("multi_node.sh", {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1h"}, "a timeout is 1h, not whole seconds"),
     ("elastic.sh", {"NNODES": "2"}, "NNODES=2 is not MIN:MAX nodes: NNODES=1:4"),
     ("elastic.sh", {"NNODES": "3:2"}, "NNODES=3:2 is not MIN:MAX nodes"),
     ("elastic.sh", {"NNODES": "1:2", "HEARTBEAT_SECONDS": "0"}, "a timeout is 0, not whole seconds"),
@@ -255,6 +291,14 @@ def test_a_port_in_use(tmp_path):
         endpoint = f"127.0.0.1:{server.getsockname()[1]}"
         process = start([str(LAUNCH / "multi_node.sh")], tmp_path, PATH=PATH, **{**GOOD, "RDZV_ENDPOINT": endpoint})
         assert_refused(finish(process, tmp_path, timeout=30), "cannot be used here (Address already in use)")
+
+
+def test_the_host_whose_own_name_is_on_the_loopback(tmp_path):
+    with socket.create_server(("127.0.1.1", 0)) as server:
+        port = server.getsockname()[1]
+    check = [sys.executable, str(LAUNCH / "endpoint.py"), "check", f"127.0.1.1:{port}", "2"]
+    result = finish(start(check, tmp_path), tmp_path, timeout=30)
+    assert (result.code, result.out) == (0, "1 127.0.1.1\n")
 
 
 def test_the_commands_in_the_comments_parse():

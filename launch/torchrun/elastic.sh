@@ -18,7 +18,7 @@ join=${JOIN_TIMEOUT_SECONDS:-300}                                               
 last_call=${LAST_CALL_SECONDS:-30}                                              # from then on, for more
 export COLLECTIVE_TIMEOUT_SECONDS=${COLLECTIVE_TIMEOUT_SECONDS:-600}            # for the slowest rank
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-60}     # for a step and a save, then kill -9
-# --- SITE: a node is dead after 3 heartbeats of 5 s; the clocks of all nodes must agree better than that (NTP)
+# --- SITE: a node is dead after 3 heartbeats of 5 s; clocks further apart than that (NTP) end the job with an error
 heartbeat=${HEARTBEAT_SECONDS:-5}
 # --- end of SITE
 
@@ -30,9 +30,9 @@ for seconds in "$join" "$last_call" "$COLLECTIVE_TIMEOUT_SECONDS" "$TORCH_ELASTI
 done
 script=${SCRIPT:-$repo/05_ddp/train.py}
 [[ -f $script ]] || fail "SCRIPT=$script: no such file"
-nproc=${NPROC_PER_NODE:-$(python -c "import torch; print(torch.cuda.device_count() or 2)")}
-[[ $nproc =~ ^[1-9][0-9]*$ ]] || fail "NPROC_PER_NODE=$nproc is not a number of processes"
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(($(nproc) > nproc ? $(nproc) / nproc : 1))}
+procs=${NPROC_PER_NODE:-$(python -c "import torch; print(torch.cuda.device_count() or 2)")}
+[[ $procs =~ ^[1-9][0-9]*$ ]] || fail "NPROC_PER_NODE=$procs is not a number of processes"
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(($(nproc) > procs ? $(nproc) / procs : 1))}
 # 1: the ranks' store is made anew each time. torchrun's default keeps the first one's address, and when a node comes
 # whose address sorts before the others', old and new nodes wait for each other at different ones
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
@@ -41,11 +41,11 @@ where=$(python "$repo/launch/torchrun/endpoint.py" check "$RDZV_ENDPOINT" "$join
 read -r is_host address <<<"$where"
 conf="is_host=$is_host,join_timeout=$join,last_call_timeout=$last_call,read_timeout=60,keep_alive_interval=$heartbeat"
 command=(
-  python "$repo/launch/torchrun/elastic_agent.py" --nnodes="$NNODES" --nproc-per-node="$nproc" --local-addr="$address"
+  python "$repo/launch/torchrun/elastic_agent.py" --nnodes="$NNODES" --nproc-per-node="$procs" --local-addr="$address"
   --rdzv-backend=c10d --rdzv-endpoint="$RDZV_ENDPOINT" --rdzv-id="${RDZV_ID:-train}" --rdzv-conf="$conf"
   --max-restarts="${MAX_RESTARTS:-3}" "$script" --resume "$@"
 )
-echo "OMP_NUM_THREADS=$OMP_NUM_THREADS ${command[*]}"
+echo "OMP_NUM_THREADS=$OMP_NUM_THREADS $(printf '%q ' "${command[@]}")"
 echo "elastic.sh: waiting at most $join s for ${NNODES%:*} node(s); RendezvousTimeoutError means that fewer came"
 if ((!is_host)); then
   python "$repo/launch/torchrun/endpoint.py" watch "$RDZV_ENDPOINT" "$join" "$COLLECTIVE_TIMEOUT_SECONDS" &

@@ -65,7 +65,7 @@ def check(join: float) -> None:
         except OSError as error:
             fail(f"no route to {address[0]} ({error.strerror})")
         own = probe.getsockname()[0]
-    hosting = own == address[0]
+    hosting = own == address[0] or address[0].startswith("127.")  # the answer to Debian's 127.0.1.1 is 127.0.0.1
     if hosting:
         own = host  # as a name it may mean the loopback here: the others resolve it for themselves
         with socket.socket(family) as server:

@@ -15,32 +15,34 @@ repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 # export GLOO_SOCKET_IFNAME=eth0  # gloo: needed wherever the host name is 127.0.1.1 in /etc/hosts, as on Debian
 # export NCCL_IB_HCA=mlx5         # the InfiniBand adapters to use
 # --- SITE: how long to wait, in seconds
-join=${JOIN_TIMEOUT_SECONDS:-300}                                        # for all nodes to boot and to start this
-export COLLECTIVE_TIMEOUT_SECONDS=${COLLECTIVE_TIMEOUT_SECONDS:-600}     # for the slowest rank: a save, an evaluation
+join=${JOIN_TIMEOUT_SECONDS:-300}                                            # for all nodes to boot and to start this
+export COLLECTIVE_TIMEOUT_SECONDS=${COLLECTIVE_TIMEOUT_SECONDS:-600}         # for the slowest rank: a save, evaluation
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-60}  # for a step and a save, then kill -9
 # --- end of SITE
 
 [[ ${NNODES:-} =~ ^[1-9][0-9]*$ ]] || fail "NNODES=${NNODES:-} is not a number of nodes: NNODES=2"
 [[ -n ${RDZV_ENDPOINT:-} ]] || fail "RDZV_ENDPOINT is not set: the first node and a free port there, as node0:29400"
-for seconds in "$join" "$COLLECTIVE_TIMEOUT_SECONDS"; do
-  [[ $seconds =~ ^[1-9][0-9]*$ ]] || fail "JOIN_ and COLLECTIVE_TIMEOUT_SECONDS take whole seconds, not $seconds"
+for seconds in "$join" "$COLLECTIVE_TIMEOUT_SECONDS" "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT"; do
+  [[ $seconds =~ ^[1-9][0-9]*$ ]] || fail "a timeout is $seconds, not whole seconds"
 done
 script=${SCRIPT:-$repo/05_ddp/train.py}
 [[ -f $script ]] || fail "SCRIPT=$script: no such file"
-nproc=${NPROC_PER_NODE:-$(python -c "import torch; print(torch.cuda.device_count() or 2)")}
-[[ $nproc =~ ^[1-9][0-9]*$ ]] || fail "NPROC_PER_NODE=$nproc is not a number of processes"
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(($(nproc) > nproc ? $(nproc) / nproc : 1))}
+procs=${NPROC_PER_NODE:-$(python -c "import torch; print(torch.cuda.device_count() or 2)")}
+[[ $procs =~ ^[1-9][0-9]*$ ]] || fail "NPROC_PER_NODE=$procs is not a number of processes"
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(($(nproc) > procs ? $(nproc) / procs : 1))}
 
 where=$(python "$repo/launch/torchrun/endpoint.py" check "$RDZV_ENDPOINT" "$join")
 read -r is_host address <<<"$where"
-# 60 heartbeats of 5 s: with torchrun's own 3, nodes whose clocks differ by 15 s take each other for dead, and one may
-# train alone and not say so
+# no node is dead for lack of heartbeats: with torchrun's own limit of 3, 15 s, nodes whose clocks differ by more take
+# each other for dead, and one may train alone and not say so. Nothing rejoins here: COLLECTIVE_TIMEOUT_SECONDS finds
+# the dead
 command=(
-  torchrun --nnodes="$NNODES" --nproc-per-node="$nproc" --local-addr="$address"
+  torchrun --nnodes="$NNODES" --nproc-per-node="$procs" --local-addr="$address"
   --rdzv-backend=c10d --rdzv-endpoint="$RDZV_ENDPOINT" --rdzv-id="${RDZV_ID:-train}"
-  --rdzv-conf="is_host=$is_host,join_timeout=$join,read_timeout=60,keep_alive_max_attempt=60"
+  --rdzv-conf="is_host=$is_host,join_timeout=$join,read_timeout=60,keep_alive_max_attempt=1000000"
   "$script" "$@"
 )
-echo "OMP_NUM_THREADS=$OMP_NUM_THREADS ${command[*]}"
+echo "OMP_NUM_THREADS=$OMP_NUM_THREADS $(printf '%q ' "${command[@]}")"
 echo "multi_node.sh: waiting at most $join s for $NNODES nodes; RendezvousTimeoutError means that fewer came"
 if ((!is_host)); then
   python "$repo/launch/torchrun/endpoint.py" watch "$RDZV_ENDPOINT" "$join" "$COLLECTIVE_TIMEOUT_SECONDS" &
