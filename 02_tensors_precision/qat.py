@@ -9,8 +9,8 @@ that leaves the least squared error, which lets a few large weights be clipped s
 QAT clips at the shares of the second kind, chosen before its first step.
 
     laptop    python 02_tensors_precision/qat.py
-    figures   python 02_tensors_precision/qat.py --train-steps 1000 --steps 50 --bits 4 3 2
-    one GPU   python 02_tensors_precision/qat.py --train-steps 1000 --steps 50 --bits 4 3 2 --device cuda
+    figures   python 02_tensors_precision/qat.py --train-steps 300 --steps 50 --bits 4 3 2
+    one GPU   python 02_tensors_precision/qat.py --train-steps 300 --steps 50 --bits 4 3 2 --device cuda
     cluster   one process is all it uses
 
 Look for: the last table. "gain" is the loss of the better PTQ minus that of QAT, seed by seed; where its spread
