@@ -44,9 +44,9 @@ def single_device(name: str) -> torch.device:
 
 def processes(device: str, on_cpu: int = 2) -> int:
     """How many ranks a script has that needs several: torchrun's, else what relaunch() will start."""
-    gpus = torch.cuda.device_count() if device != "cpu" else 0
     if "RANK" in os.environ:
         return world_from_env()[1]
+    gpus = torch.cuda.device_count() if device != "cpu" else 0
     if device == "cuda" and gpus < 2:
         raise UserError(f"--device cuda: two ranks need two GPUs, {gpus} visible: use --device cpu")
     return gpus if gpus > 1 else on_cpu
@@ -56,9 +56,8 @@ def relaunch(device: str, on_cpu: int = 2) -> None:
     """Return under torchrun. Else become torchrun of the same script: a process per GPU, or `on_cpu` on the CPU."""
     if "RANK" in os.environ:
         return
-    count, place = processes(device, on_cpu), "cpu"
-    if device != "cpu" and torch.cuda.device_count() > 1:
-        place = "cuda"
+    count = processes(device, on_cpu)
+    place = "cuda" if device != "cpu" and torch.cuda.device_count() > 1 else "cpu"
     flags = [*sys.argv, "--device", place]  # the last --device wins
     print(f"one process has nobody to talk to: torchrun --nproc_per_node={count} {' '.join(flags)}", flush=True)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's own choice, without its warning

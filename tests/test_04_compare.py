@@ -305,6 +305,12 @@ def test_gpu_runs_every_native_type(gpus, tmp_path):
         assert runs["bf16"]["saved_activation_bytes"] < 0.8 * runs["fp32"]["saved_activation_bytes"]
 
 
+def run_code(code: str, gpus: dict[str, str]) -> subprocess.CompletedProcess:
+    """In a process that sees only the GPU that is locked for the test, and can import this file."""
+    env = {**gpus, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+
+
 @pytest.mark.gpu(n=1)
 def test_gpu_steps_wait_for_nothing(gpus):
     code = (
@@ -319,8 +325,7 @@ def test_gpu_steps_wait_for_nothing(gpus):
         "    torch.cuda.set_sync_debug_mode('default')\n"
         "    assert t.compare.skipped_steps(run) < 3, name\n"
     )
-    env = {**gpus, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
-    result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    result = run_code(code, gpus)
     assert result.returncode == 0, result.stderr[-3000:]
 
 
@@ -332,8 +337,7 @@ def test_gpu_fp8_linear_against_a_dequantised_reference(gpus):
         "import test_04_compare\n"
         "test_04_compare.check_fp8('cuda')"
     )
-    env = {**gpus, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
-    result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    result = run_code(code, gpus)
     if result.returncode == 77:
         pytest.skip("GPU: fp8 needs compute capability 8.9")
     assert result.returncode == 0, result.stderr[-3000:]
