@@ -30,7 +30,7 @@ lint: $(VENV)/ready
 	$(BIN)/ruff format --check .
 
 readme:
-	$(PYTHON) tests/readme.py
+	$(PYTHON) tests/support/readme.py
 
 $(VENV)/ready: requirements.txt
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'Python 3.11 or newer is needed: make PYTHON=python3.11 ...')"

@@ -12,7 +12,7 @@ what an unlucky width costs. Every figure is the median of --samples, with the l
 Look for: how far small and thin products stay below the ceiling, the best that any shape reached in that type; a
 lowest and highest far apart: the machine has other work. BUG, exit code 1: a rate above the data sheet's peak; the
 timing is wrong then, the hardware not fast.
-How it is timed: timing.py. Before: show.py, doctor.py. Next: monitor.py, ../02_tensors_precision/.
+How it is timed: _benchmark_timing.py. Before: show.py, doctor.py. Next: monitor.py, ../02_tensors_precision/.
 """
 
 import math
@@ -26,9 +26,9 @@ import torch
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
-from figures import bugs, ceilings, conclusions, figure, plot_roofline, show
-from products import TYPES, not_native, operands, product, relative_error
-from timing import WARM_UP_SECONDS, buffer_bytes, conditions, timed, warm_up
+from _benchmark_products import TYPES, not_native, operands, product, relative_error
+from _benchmark_report import bugs, ceilings, conclusions, figure, plot_roofline, show
+from _benchmark_timing import WARM_UP_SECONDS, buffer_bytes, conditions, timed, warm_up
 
 from common import cli, exits, hardware, report, runtime
 
@@ -44,7 +44,7 @@ WIDTHS = {
     "gpu": [(4096, 50_257, 768), (4096, 50_304, 768), (4096, 4097, 4097), (4096, 4096, 4096)],
 }
 SQUARES = [16, 32, 64, 128, 256, 512, 1000]
-ARRAY_BYTES, FLUSH_BYTES = {"cpu": 2**28, "gpu": 2**30}, {"cpu": 2**27, "gpu": 2**29}  # at most: timing.py
+ARRAY_BYTES, FLUSH_BYTES = {"cpu": 2**28, "gpu": 2**30}, {"cpu": 2**27, "gpu": 2**29}  # at most: _benchmark_timing.py
 TYPE_WARM_UP_SECONDS = {"cpu": 0.1, "gpu": 1.0}  # once for each type, beside that of every figure
 
 

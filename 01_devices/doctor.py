@@ -1,10 +1,10 @@
 """Is this machine fit to train on, and is that script? The troubleshooting list, as checks that run.
 
-The GPUs: driver, torch build, clocks under a second of load (checks_gpu.py). The machine: limits, disk, versions
-(checks_machine.py). A job on it: environment variables, port, threads, NCCL, and two processes that really add up
-numbers, with a timeout, so that a hang becomes an answer (checks_job.py). With --script a training script runs for
---steps optimizer steps under watch (watch.py) and what was seen is judged (checks_script.py); its own flags come last,
-after a bare `--`.
+The GPUs: driver, torch build, clocks under a second of load (_doctor_gpu.py). The machine: limits, disk, versions
+(_doctor_machine.py). A job on it: environment variables, port, threads, NCCL, and two processes that really add up
+numbers, with a timeout, so that a hang becomes an answer (_doctor_job.py). With --script a training script runs for
+--steps optimizer steps under watch (_doctor_watch.py) and what was seen is judged (_doctor_script.py); its own flags
+come last, after a bare `--`.
 
     laptop    python 01_devices/doctor.py
     a script  python 01_devices/doctor.py --script 04_amp/train.py
@@ -21,10 +21,10 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
-import checks_gpu
-import checks_job
-import checks_machine
-import checks_script
+import _doctor_gpu as checks_gpu
+import _doctor_job as checks_job
+import _doctor_machine as checks_machine
+import _doctor_script as checks_script
 import torch
 
 from common import cli, exits, nvml, report

@@ -22,7 +22,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
-from readings import sample
+from _monitor_readings import sample
 
 from common import cli, exits, nvml, report, runtime
 

@@ -10,7 +10,7 @@ cures: a wider accumulator, a compensated (Kahan) sum, fp32 master weights, stoc
     cluster   one process is all it uses
 
 Look for: 1.1 per second drifts in fp32, and stands still in 16 bits; how many of 20 updates reach a bf16 weight.
-Next: quantize.py for integers, 04_amp/train.py for training in bf16. The rounding itself: number_formats.py.
+Next: quantize.py for integers, 04_amp/train.py for training in bf16. The rounding itself: _precision_formats.py.
 """
 
 import sys
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
-from number_formats import FORMATS, limits, multiply_fp8, round_stochastically, round_to_tf32, scale_to_fp8
+from _precision_formats import FORMATS, limits, multiply_fp8, round_stochastically, round_to_tf32, scale_to_fp8
 
 from common import cli, exits, hardware, report, runtime
 

@@ -31,10 +31,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[i]) for i in (0, 1)]  # quantize.py, workbench.py; common/
-import workbench
+sys.path[:0] = [str(Path(__file__).resolve().parents[i]) for i in (0, 1)]  # neighbours; common/
+import _quantize_workbench as workbench
+from _quantize_workbench import linears, measure
 from quantize import Quantized, dequantize, emulate, quantize
-from workbench import linears, measure
 
 from common import cli, exits, model, runtime
 

@@ -29,10 +29,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[i]) for i in (0, 1)]  # torch_kernels.py, workbench.py; common/
-import torch_kernels
-import workbench
-from workbench import Forward, difference, linears, llama2_bytes, measure, observe, sensitivity
+sys.path[:0] = [str(Path(__file__).resolve().parents[i]) for i in (0, 1)]  # neighbours; common/
+import _quantize_kernels as torch_kernels
+import _quantize_workbench as workbench
+from _quantize_workbench import Forward, difference, linears, llama2_bytes, measure, observe, sensitivity
 
 from common import exits, runtime
 

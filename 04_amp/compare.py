@@ -1,9 +1,9 @@
 """One model, one budget, every number type: what a narrower one gives, and what it takes.
 
 The same weights read the same batches in fp32, tf32, bf16, fp16 with and without a scaler, and with fp8 linear layers:
-in whatever this device multiplies in hardware (dtypes.py shows how). fp16 runs anyway, emulated if need be; speed is
-given for native types only. Then the gradients show what fp16 loses, and four ways to break training in fp16 are
-provoked and cured (fp16_limits.py).
+in whatever this device multiplies in hardware (_compare_dtypes.py shows how). fp16 runs anyway, emulated if need be;
+speed is given for native types only. Then the gradients show what fp16 loses, and four ways to break training in fp16
+are provoked and cured (_compare_fp16_limits.py).
 
     laptop    python 04_amp/compare.py
     one GPU   python 04_amp/compare.py --model llama-124m --seq-len 1024 --batch-size 16 --steps 60
@@ -28,8 +28,8 @@ from torch.amp import GradScaler
 from torch.nn.utils import clip_grad_norm_
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
-from dtypes import NAMES, Batch, backward, choose, is_native, native_types, saved_bytes, use_fp8
-from fp16_limits import plot, show_limits
+from _compare_dtypes import NAMES, Batch, backward, choose, is_native, native_types, saved_bytes, use_fp8
+from _compare_fp16_limits import plot, show_limits
 
 from common import cli, data, exits, hardware, model, report, runtime
 from common.exits import UserError

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
-from links import bugs, fit, measurement, nvlink, plot, predictions, show, show_predictions
+from _collectives_links import bugs, fit, measurement, nvlink, plot, predictions, show, show_predictions
 
 from common import cli, exits, hardware, report, runtime
 

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
-from data_parallel_by_hand import count, data_parallel_by_hand, traffic_table
+from _data_parallel_by_hand import count, data_parallel_by_hand, traffic_table
 
 from common import cli, data, exits, hardware, model, report, runtime
 

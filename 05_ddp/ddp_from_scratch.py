@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
-from ddp_compare import WARMUP_STEPS, conclude, time_communication, timed
+from _ddp_from_scratch_report import WARMUP_STEPS, conclude, time_communication, timed
 
 from common import cli, data, exits, model, runtime
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
-from uneven import show_balance, show_uneven
+from _stragglers_uneven import show_balance, show_uneven
 
 from common import cli, exits, hardware, report, runtime
 

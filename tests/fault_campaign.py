@@ -31,7 +31,7 @@ from pathlib import Path
 import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
-from harness import damage, descendants, finish, holds, kill_all, launch, rank_process, steps_logged, train
+from support.harness import damage, descendants, finish, holds, kill_all, launch, rank_process, steps_logged, train
 
 from common import cli, exits, report
 

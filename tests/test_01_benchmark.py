@@ -3,7 +3,6 @@
 What is timed is checked with a clock of our own: no test asks how fast anything is.
 """
 
-import importlib.util
 import json
 import math
 import subprocess
@@ -14,21 +13,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from harness import ROOT, clean_env, run
+from support.chapter import load
+from support.harness import ROOT, clean_env, run
 from torch import nn
 
 from common import cli, hardware
 from common.exits import UserError
 
 SCRIPT = "01_devices/benchmark.py"
-sys.path.insert(0, str(ROOT / "01_devices"))  # as python does for a script
-import figures
-import products
-import timing
-
-spec = importlib.util.spec_from_file_location("devices_benchmark", ROOT / SCRIPT)
-benchmark = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(benchmark)
+figures, products, timing, benchmark = (
+    load(f"01_devices/{name}.py")
+    for name in ("_benchmark_report", "_benchmark_products", "_benchmark_timing", "benchmark")
+)
 
 CPU = torch.device("cpu")
 STAND_IN = torch.device("cpu", 0)  # a device beside the CPU, for what a GPU does there

@@ -10,15 +10,13 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from harness import ROOT, clean_env, run
-
-sys.path.insert(0, str(ROOT / "01_devices"))
-import checks_gpu
-import checks_job
-import checks_machine
-import checks_script
+from support.chapter import load
+from support.harness import ROOT, clean_env, run
 
 from common import nvml
+
+checks_gpu, checks_job = load("01_devices/_doctor_gpu.py"), load("01_devices/_doctor_job.py")
+checks_machine, checks_script = load("01_devices/_doctor_machine.py"), load("01_devices/_doctor_script.py")
 
 JOB = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 HOST = {"shared memory", "pinned memory", "open files", "disk"}  # true faults of the machine that tests, if it has any
@@ -225,7 +223,7 @@ NVML_SCENARIOS = """
 import json, os, sys, time
 import torch
 sys.path[:0] = [{repo!r}, {repo!r} + "/01_devices"]
-import checks_gpu
+import _doctor_gpu as checks_gpu
 from common import nvml
 torch.version.cuda = "12.8"
 healthy = {{}}

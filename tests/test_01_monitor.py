@@ -1,7 +1,6 @@
 """monitor.py: what it tells is what the driver said, what was refused is absent, and Prometheus takes it."""
 
 import contextlib
-import importlib.util
 import json
 import os
 import re
@@ -16,11 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from harness import ROOT, clean_env, command, descendants, finish, holds, kill_all, run, start
+from support.chapter import load
+from support.harness import clean_env, command, descendants, finish, holds, kill_all, run, start
 
 prometheus_client = pytest.importorskip("prometheus_client")
-sys.path.insert(0, str(ROOT / "01_devices"))
-import readings
 from prometheus_client.parser import text_string_to_metric_families
 
 from common import nvml
@@ -30,14 +28,7 @@ HANG = {"NVML_MILLIWATTS": "90000", "NVML_UTILIZATION": "100"}  # of a 700 W lim
 RECORD = {"step": 5, "loss": 2.5, "tokens_per_second": 4000.0, "mfu": 0.25}
 
 
-def load():
-    spec = importlib.util.spec_from_file_location("monitor", ROOT / SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-monitor = load()
+monitor, readings = load(SCRIPT), load("01_devices/_monitor_readings.py")
 EXPORTED = {*monitor.METRICS} - {"gpu_throttle_reasons"} | {"gpu_throttled"}  # a sample per reason
 
 

@@ -1,22 +1,20 @@
 """01_devices/show.py, and the two modules it reads the machine with: common/nvml.py and common/hardware.py."""
 
-import importlib.util
 import json
 import math
 import subprocess
 import sys
 from types import SimpleNamespace
 
-import harness
 import pytest
 import torch
+from support import harness
+from support.chapter import load
 
 from common import hardware, model, nvml
 from common.exits import UserError
 
-spec = importlib.util.spec_from_file_location("show", harness.ROOT / "01_devices/show.py")
-show = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(show)
+show = load("01_devices/show.py")
 
 # what a query needs of the driver: refusing one function must cost these answers and no other
 ANSWERS = {

@@ -1,18 +1,17 @@
-"""02_tensors_precision: tensors.py, precision.py and the roundings of number_formats.py."""
+"""02_tensors_precision: tensors.py, precision.py and the roundings of _precision_formats.py."""
 
-import importlib.util
 import json
 import math
 import subprocess
 import sys
 from fractions import Fraction
 from functools import cache
-from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
-from harness import ROOT, clean_env, run
+from support.chapter import load
+from support.harness import ROOT, clean_env, run
 
 from common import runtime
 
@@ -28,18 +27,9 @@ STORED = {
 }
 
 
-def load(name: str) -> ModuleType:
-    sys.path.insert(0, str(CHAPTER))  # scripts import their neighbours
-    try:
-        spec = importlib.util.spec_from_file_location(f"chapter_02_{name}", CHAPTER / f"{name}.py")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(CHAPTER))
-    return module
-
-
-formats, precision, tensors = load("number_formats"), load("precision"), load("tensors")
+formats, precision, tensors = (
+    load(f"02_tensors_precision/{name}.py") for name in ("_precision_formats", "precision", "tensors")
+)
 
 
 def own_limits(name: str) -> dict[str, float]:

@@ -2,7 +2,6 @@
 
 import argparse
 import copy
-import importlib.util
 import json
 import math
 import sys
@@ -10,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import ROOT, run
+from support.chapter import load
+from support.harness import ROOT, run
 from test_gpu import launch
 
 from common import data, model
@@ -20,15 +20,9 @@ CHAPTER = ROOT / "02_tensors_precision"
 CPU = torch.device("cpu")
 
 
-def chapter_module(name: str):
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, CHAPTER / f"{name}.py")
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-workbench, kernels, quantize, qat = map(chapter_module, ("workbench", "torch_kernels", "quantize", "qat"))
+workbench, kernels, quantize, qat = (
+    load(f"02_tensors_precision/{name}.py") for name in ("_quantize_workbench", "_quantize_kernels", "quantize", "qat")
+)
 CONFIG = model.Config(256, 32, 48, 2, 4, 4, 8, 64, tie_word_embeddings=True)
 
 

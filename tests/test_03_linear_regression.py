@@ -3,7 +3,7 @@
 import json
 
 import torch
-from harness import run
+from support.harness import run
 
 SCRIPT = "03_linear_regression/train.py"
 

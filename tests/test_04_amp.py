@@ -10,8 +10,8 @@ import termios
 
 import pytest
 import torch
-from harness import TINY, clean_env, command, needs_compiler, run, tiny_flags, train
-from test_equivalence import gradients, saved
+from support.checkpoints import gradients, saved
+from support.harness import TINY, clean_env, command, needs_compiler, run, tiny_flags, train
 
 from common import data, model, report, runtime
 

@@ -7,16 +7,16 @@ import sys
 import numpy as np
 import pytest
 import torch
-from harness import ROOT, TINY, run
+from support.chapter import load
+from support.harness import ROOT, TINY, run
 from torch import nn
 
 from common import hardware, model
 from common.exits import UserError
 
-sys.path.insert(0, str(ROOT / "04_amp"))
-import compare
-import dtypes
-import fp16_limits
+compare, dtypes, fp16_limits = (
+    load(f"04_amp/{name}.py") for name in ("compare", "_compare_dtypes", "_compare_fp16_limits")
+)
 
 CPU = torch.device("cpu")
 ON_CPU = ["fp32", "bf16", "fp16", "fp16-unscaled", "fp8"]
@@ -315,7 +315,7 @@ def run_code(code: str, gpus: dict[str, str]) -> subprocess.CompletedProcess:
 def test_gpu_steps_wait_for_nothing(gpus):
     code = (
         "import torch, test_04_compare as t\n"
-        "from dtypes import choose\n"
+        "from _compare_dtypes import choose\n"
         "net, batches = t.tiny().cuda(), [[x.cuda() for x in t.tokens(seed)] for seed in range(3)]\n"
         "for name in choose(None, net, torch.device('cuda'), 128)[0]:\n"
         "    run = t.compare.new_run(name, net, batches[0])\n"

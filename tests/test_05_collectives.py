@@ -9,15 +9,14 @@ import sys
 
 import pytest
 import torch
-from harness import ROOT, command, run
+from support.chapter import load
+from support.harness import ROOT, command, run
 
 from common import exits, model, nvml, report, runtime
 
-sys.path.insert(0, str(ROOT / "05_ddp"))  # as python does for a script
-import collectives
-import links
-import stragglers
-import uneven
+collectives, links, stragglers, uneven = (
+    load(f"05_ddp/{name}.py") for name in ("collectives", "_collectives_links", "stragglers", "_stragglers_uneven")
+)
 
 COLLECTIVES = ["broadcast", "all-reduce", "reduce-scatter", "all-gather", "all-to-all", "send/recv"]
 # every wrong one is a real collective, or does nothing: what a slip of the pen would give

@@ -8,8 +8,8 @@ from argparse import Namespace
 
 import pytest
 import torch
-from harness import ROOT, needs_compiler, run, train
-from test_equivalence import saved
+from support.checkpoints import saved
+from support.harness import ROOT, needs_compiler, run, train
 
 from common import data, metrics, model, report, runtime
 

@@ -3,22 +3,21 @@
 import copy
 import itertools
 import json
-import sys
 from argparse import Namespace
 from collections import Counter
 
 import pytest
 import torch
 import torch.distributed as dist
-from harness import ROOT, TINY, run
+from support.chapter import load
+from support.harness import TINY, run
 from torch import nn
 
 from common import data, model, runtime
 
-sys.path.insert(0, str(ROOT / "05_ddp"))
-import data_parallel_by_hand as by_hand
-import ddp_compare
-import ddp_from_scratch as scratch
+by_hand, ddp_compare, scratch = (
+    load(f"05_ddp/{name}.py") for name in ("_data_parallel_by_hand", "_ddp_from_scratch_report", "ddp_from_scratch")
+)
 
 STEPS = 4
 SMALL = ("--model", "tiny.json", "--device", "cpu", "--json", "s.json")

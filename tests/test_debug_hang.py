@@ -1,17 +1,15 @@
 """launch/debug_hang.py: the rank and the collective that it names are those that were planted."""
 
-import importlib.util
 import json
 
 import pytest
-from harness import ROOT, command, finish, run, start
+from support.chapter import load
+from support.harness import ROOT, command, finish, run, start
 
 SCRIPT = "launch/debug_hang.py"
 PATIENT = ("--device", "cpu", "--timeout", 4)  # longer than a busy machine keeps a rank from running
 
-spec = importlib.util.spec_from_file_location("debug_hang", ROOT / SCRIPT)
-debug_hang = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(debug_hang)
+debug_hang = load(SCRIPT)
 
 
 def line(code: str) -> str:

@@ -1,15 +1,13 @@
 """What is written is true: commands parse, files exist, generated parts are fresh, sizes are kept."""
 
 import re
-import shlex
 import subprocess
 import sys
-from functools import cache
 
 import pytest
-from harness import ROOT, clean_env
-from readme import regenerate
-from torch.distributed.run import get_args_parser
+from support.commands import check
+from support.harness import ROOT
+from support.readme import regenerate
 
 READMES = [*ROOT.glob("*.md"), *ROOT.glob("0*/README.md"), *ROOT.glob("benchmarks/*.md"), *ROOT.glob("launch/**/*.md")]
 SCRIPTS = [*ROOT.glob("0*/*.py"), *ROOT.glob("benchmarks/*.py"), *ROOT.glob("launch/*.py")]
@@ -27,39 +25,6 @@ def commands() -> list[tuple[str, str]]:
         lines = re.sub(r"\\+\n", " ", docstring).splitlines()
         found += [(file, line) for line in lines if line.startswith("    ")]
     return [(str(file.relative_to(ROOT)), match[1].strip()) for file, line in found for match in COMMAND.finditer(line)]
-
-
-@cache
-def help_of(script: str) -> str:
-    result = subprocess.run(
-        [sys.executable, ROOT / script, "--help"], capture_output=True, text=True, timeout=60, env=clean_env()
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
-
-
-def check(command: str) -> None:
-    """A command's script exists and knows its flags; a make target exists."""
-    program, *words = shlex.split(command)
-    if program == "make":
-        target = next(word for word in words if "=" not in word)
-        assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), f"no make target {target}"
-        return
-    if program == "pytest" or words[:2] == ["-m", "pytest"]:
-        assert all((ROOT / word).exists() for word in words if word.startswith("tests/"))
-        return
-    if program == "torchrun":
-        words = [word.replace("$HEAD", "head") for word in words]
-        launched = get_args_parser().parse_args(words)
-        words = [launched.training_script, *launched.training_script_args]
-    if words[0].startswith("-"):  # python -c, python -m
-        return
-    script, *flags = words
-    flags = flags[: flags.index("--")] if "--" in flags else flags  # the rest is for a script that this one starts
-    assert (ROOT / script).is_file(), f"no such file: {script}"
-    known = set(re.findall(r"(--[a-z][a-z-]*)", help_of(script)))
-    unknown = {flag.split("=")[0] for flag in flags if flag.startswith("--")} - known
-    assert not unknown, f"{script} does not know {unknown}"
 
 
 def test_commands_are_found():
@@ -97,7 +62,7 @@ def test_the_lesson_of_a_chapter_is_short():
 
 def test_every_file_is_short_enough_to_read():
     for file in [*ROOT.glob("0*/*.py"), *ROOT.glob("common/*.py"), *ROOT.glob("launch/*.py")]:
-        assert len(file.read_text().splitlines()) <= 200, file
+        assert len(file.read_text().splitlines()) <= 250, file
 
 
 def test_links_lead_somewhere():

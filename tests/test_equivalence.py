@@ -7,39 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import ROOT, TINY, train
+from support.checkpoints import assert_near, gradients, moments, saved
+from support.harness import ROOT, TINY, train
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from common.checkpoint import Checkpoints
 
 DDP, AMP = "05_ddp/train.py", "04_amp/train.py"
 EVERY_STEP = ("--save-every", 1, "--keep", 100)
-
-
-def saved(folder: Path, step: int) -> dict:
-    """The whole content of a checkpoint, as one dictionary."""
-    file = folder / "whole.pt"
-    dcp_to_torch_save(folder / f"run/step-{step:08d}", file)
-    return torch.load(file, weights_only=False)
-
-
-def moments(folder: Path, step: int) -> dict[str, torch.Tensor]:
-    return {name: state["exp_avg"] for name, state in saved(folder, step)["optimizer"]["state"].items()}
-
-
-def assert_near(ours: dict, theirs: dict, tolerance: float = 1e-5) -> None:
-    """Each tensor within `tolerance` of the other's norm."""
-    assert ours.keys() == theirs.keys()
-    for name, tensor in ours.items():
-        assert torch.linalg.vector_norm(tensor - theirs[name]) <= tolerance * torch.linalg.vector_norm(theirs[name]), (
-            name
-        )
-
-
-def gradients(folder: Path) -> dict[str, torch.Tensor]:
-    """The clipped gradients of step 1: Adam's first moment starts from zero with weight 1 - beta1 = 0.1."""
-    return {name: moment / 0.1 for name, moment in moments(folder, 1).items()}
 
 
 @pytest.fixture(scope="module")

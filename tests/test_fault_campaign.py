@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import fault_campaign
 import pytest
-from harness import ROOT, clean_env
+from support.harness import ROOT, clean_env
 
 pytestmark = pytest.mark.launch
 SEED = 41  # every kind, 1 to 3 processes, both ways to save, and few process starts

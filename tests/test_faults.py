@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from harness import (
+from support.harness import (
     ROOT,
     TINY,
     command,

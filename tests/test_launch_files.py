@@ -16,8 +16,8 @@ from copy import deepcopy
 from pathlib import Path
 
 import pytest
-from harness import ROOT, TINY, holds, kill_all, start
-from test_docs import check
+from support.commands import check
+from support.harness import ROOT, TINY, holds, kill_all, start
 from torch.distributed.run import get_args_parser
 
 from common import cli

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-import slurm_cluster
-from harness import ROOT, TINY, tiny_flags, train
-from slurm_cluster import until
-from test_docs import check
+from support import slurm_cluster
+from support.commands import check
+from support.harness import ROOT, TINY, tiny_flags, train
+from support.slurm_cluster import until
 
 pytestmark = pytest.mark.launch
 FILES = sorted(ROOT.glob("launch/slurm/*.sbatch"))

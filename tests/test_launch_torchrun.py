@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import ROOT, TINY, Result, descendants, finish, holds, kill_all, start, tiny_flags, train
-from two_hosts import two_hosts
+from support.harness import ROOT, TINY, Result, descendants, finish, holds, kill_all, start, tiny_flags, train
+from support.two_hosts import two_hosts
 
 from common import cli
 

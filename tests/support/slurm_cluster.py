@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from harness import ROOT, clean_env
+
+from support.harness import ROOT, clean_env
 
 PROGRAMS = ["munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "sinfo"]
 # The nodes are addresses of the loopback interface: names that resolve, as those of a cluster do.

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from dtypes import Batch, backward
+from _compare_dtypes import Batch, backward
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn.utils import clip_grad_norm_, get_total_norm, parameters_to_vector

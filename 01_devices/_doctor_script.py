@@ -1,4 +1,4 @@
-"""What doctor.py asks of a training script: it is run for a few steps under watch.py, and the facts are judged here."""
+"""What doctor.py asks of a training script: it runs for a few steps under _doctor_watch.py, and is judged here."""
 
 import contextlib
 import json
@@ -12,18 +12,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 import psutil
-from checks_job import RENDEZVOUS
-from checks_machine import Check
+from _doctor_job import RENDEZVOUS
+from _doctor_machine import Check
 
 from common import nvml
 
-WATCH = str(Path(__file__).resolve().with_name("watch.py"))
+WATCH = str(Path(__file__).resolve().with_name("_doctor_watch.py"))
 WAIT_SHARE, WAIT_SECONDS = 0.2, 0.005  # of a step, waiting for data: less than 5 ms is the loader's own Python
 LAG = 2.0  # the slowest rank's own time over the fastest's: ranks that share a machine differ a little anyway
 
 
 class Watched(NamedTuple):
-    ranks: list[dict]  # the facts of watch.py
+    ranks: list[dict]  # the facts of _doctor_watch.py
     stacks: list[str]  # where each rank was when its time was up
     code: int | None  # None: it had to be killed
     error: str  # the first that was printed
@@ -32,7 +32,7 @@ class Watched(NamedTuple):
 
 
 def watch(script: Path, flags: list[str], nproc: int, steps: int, seconds: float) -> Watched:
-    """Run a script under watch.py, and leave no process of it behind."""
+    """Run a script under _doctor_watch.py, and leave no process of it behind."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"] if nproc > 1 else []
     environ = {key: value for key, value in os.environ.items() if key not in RENDEZVOUS}
     environ["TORCHDYNAMO_DISABLE"] = "1"  # torch.compile is off: every module is looked at

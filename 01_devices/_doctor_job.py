@@ -1,5 +1,5 @@
 """What doctor.py asks of a job on this machine: its environment variables, port, threads, NCCL, and a real
-collective between two processes. The form of a check is told in checks_machine.py.
+collective between two processes. The form of a check is told in _doctor_machine.py.
 """
 
 import errno
@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import torch
 import torch.distributed as dist
-from checks_machine import Check
+from _doctor_machine import Check
 
 RENDEZVOUS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 ALL_REDUCE = """

@@ -1,13 +1,13 @@
 """The parts of the READMEs that are generated: the diff between neighbouring chapters.
 
-python tests/readme.py   writes them anew (make readme)
+python tests/support/readme.py   writes them anew (make readme)
 """
 
 import difflib
 import re
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"(<!-- diff (\S+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 

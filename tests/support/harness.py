@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 CAN_COMPILE = shutil.which("g++") and Path(sysconfig.get_path("include"), "Python.h").exists()
 needs_compiler = pytest.mark.skipif(not CAN_COMPILE, reason="torch.compile on a CPU needs g++ and Python.h")
 TINY = {

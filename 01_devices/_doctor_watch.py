@@ -2,7 +2,7 @@
 
 The script runs unchanged, as __main__, with every module's call, Tensor.backward, the DataLoader's next and the
 optimizer's step wrapped. The facts go to rank-N.json after each step, because a script may leave through os._exit, and
-the process ends itself after the last one. checks_script.py judges them.
+the process ends itself after the last one. _doctor_script.py judges them.
 """
 
 import faulthandler

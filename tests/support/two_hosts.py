@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from harness import start
+
+from support.harness import start
 
 ADDRESSES = ("10.77.0.9", "10.77.0.2")  # the first host is the one that stays; its address sorts after the other's
 

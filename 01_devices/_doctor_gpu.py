@@ -1,6 +1,6 @@
 """What doctor.py asks of the GPUs: driver, torch build, cuDNN, peer access, clocks under load, other processes.
 
-The form of a check is told in checks_machine.py. `gpus` is what common/nvml.py found, `usable` how many torch can use.
+The form of a check is told in _doctor_machine.py. `gpus` is what common/nvml.py found, `usable` how many torch can use.
 """
 
 import os
@@ -12,7 +12,7 @@ from multiprocessing import TimeoutError, get_context
 from pathlib import Path
 
 import torch
-from checks_machine import Check
+from _doctor_machine import Check
 
 from common import nvml
 

@@ -1,0 +1,44 @@
+"""Is a command that is written somewhere one that would start?"""
+
+import re
+import shlex
+import subprocess
+import sys
+from functools import cache
+
+from torch.distributed.run import get_args_parser
+
+from support.harness import ROOT, clean_env
+
+
+@cache
+def help_of(script: str) -> str:
+    result = subprocess.run(
+        [sys.executable, ROOT / script, "--help"], capture_output=True, text=True, timeout=60, env=clean_env()
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def check(command: str) -> None:
+    """A command's script exists and knows its flags; a make target exists."""
+    program, *words = shlex.split(command)
+    if program == "make":
+        target = next(word for word in words if "=" not in word)
+        assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), f"no make target {target}"
+        return
+    if program == "pytest" or words[:2] == ["-m", "pytest"]:
+        assert all((ROOT / word).exists() for word in words if word.startswith("tests/"))
+        return
+    if program == "torchrun":
+        words = [word.replace("$HEAD", "head") for word in words]
+        launched = get_args_parser().parse_args(words)
+        words = [launched.training_script, *launched.training_script_args]
+    if words[0].startswith("-"):  # python -c, python -m
+        return
+    script, *flags = words
+    flags = flags[: flags.index("--")] if "--" in flags else flags  # the rest is for a script that this one starts
+    assert (ROOT / script).is_file(), f"no such file: {script}"
+    known = set(re.findall(r"(--[a-z][a-z-]*)", help_of(script)))
+    unknown = {flag.split("=")[0] for flag in flags if flag.startswith("--")} - known
+    assert not unknown, f"{script} does not know {unknown}"
