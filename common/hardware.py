@@ -7,6 +7,7 @@ of one chip differ: an H100 PCIe reaches 76 % of the SXM part's rate.
 
 import platform
 import re
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -64,6 +65,28 @@ def cpu_model() -> str | None:
     file = Path("/proc/cpuinfo")
     found = re.search(r"model name\s*: (.+)", file.read_text()) if file.exists() else None
     return found[1] if found else platform.processor() or None
+
+
+CPU_UNITS = {"bf16": {"avx512_bf16", "amx_bf16", "bf16"}, "fp16": {"avx512_fp16", "amx_fp16"}}  # in /proc/cpuinfo
+AMD_UNITS = {"gfx90a": {"fp32", "fp16", "bf16", "int8"}, "gfx942": {"fp32", "fp16", "bf16", "tf32", "fp8", "int8"}}
+
+
+@cache
+def native_types(device: torch.device) -> tuple[set[str], str]:
+    """The types (fp32, tf32, bf16, fp16, fp8, int8) whose matrices this device multiplies in hardware, and how we know."""
+    if device.type == "cuda" and torch.version.hip:  # ROCm answers with a "capability" that is not CUDA's
+        chip = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
+        return AMD_UNITS.get(chip, {"fp32"}), f"AMD {chip}"
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        found = {name for name, since in SINCE.items() if capability >= since}
+        return found, "compute capability {}.{}".format(*capability)
+    if device.type == "mps":
+        return {"fp32", "fp16"}, "Metal"
+    info = Path("/proc/cpuinfo")
+    flags = set(re.findall(r"\w+", info.read_text() if info.exists() else "")) & set.union(*CPU_UNITS.values())
+    found = {name for name, units in CPU_UNITS.items() if units & flags}
+    return {"fp32", *found}, f"instruction sets for 16-bit matrices: {', '.join(sorted(flags)) or 'none'}"
 
 
 def peak_flops(name: str, dtype: str) -> float | None:

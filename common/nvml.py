@@ -6,9 +6,12 @@ What was refused is None in the answer, with the driver's words under `refused`;
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
+
+if TYPE_CHECKING:
+    import torch
 
 try:
     import pynvml as nv
@@ -39,6 +42,14 @@ def gpus() -> tuple[list[dict], str | None]:
     except Exception as error:  # a half-installed driver fails in ways that are no NVMLError
         return [], f"no NVIDIA driver that answers: {_words(error)}"
     return [{"index": i, **_describe(i)} for i in range(count)], None if count else "no GPU"
+
+
+def gpu_of(device: "torch.device") -> dict:
+    """What the driver tells of a CUDA device, found by UUID because CUDA and NVML count differently; {} if nothing."""
+    import torch
+
+    uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    return next((gpu for gpu in gpus()[0] if gpu["uuid"] == uuid), {})
 
 
 def _words(error: Exception) -> str:

@@ -4,6 +4,7 @@ import contextlib
 import json
 import re
 import resource
+import statistics
 import sys
 from pathlib import Path
 
@@ -86,21 +87,36 @@ def describe(r: dict, steps: int) -> str:
     return " | ".join(parts)
 
 
-def plot_loss(records: list[dict], file: Path, unit: str) -> str | None:
-    """Draw training and held-out loss over steps; returns the file's name, None without matplotlib."""
+def spread(values: list[float]) -> dict[str, float | int | None]:
+    """median, min, max and n of measurements; None where there are none."""
+    if not values:
+        return {"median": None, "min": None, "max": None, "n": 0}
+    return {"median": statistics.median(values), "min": min(values), "max": max(values), "n": len(values)}
+
+
+def pyplot():
+    """matplotlib.pyplot drawing into files only, never on a screen; None, and a line that says so, without matplotlib."""
     try:
         import matplotlib
     except ImportError:
-        say("no loss.png (pip install matplotlib)")
+        say("no picture (pip install matplotlib)")
         return None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(7, 4))
+    return pyplot
+
+
+def plot_loss(records: list[dict], file: Path, unit: str) -> str | None:
+    """Draw training and held-out loss over steps; returns the file's name, None without matplotlib."""
+    if (plt := pyplot()) is None:
+        return None
+    figure, axes = plt.subplots(figsize=(7, 4))
     for name, style in (("loss", "-"), ("val_loss", "o")):
         points = [(r["step"], r[name]) for r in records if name in r]
         axes.plot(*zip(*points, strict=True), style, label=name) if points else None
     axes.set(xlabel="step", ylabel=unit)
     axes.legend()
     figure.savefig(file, dpi=120, bbox_inches="tight")
+    plt.close(figure)
     return str(file)
