@@ -73,7 +73,7 @@ AMD_UNITS = {"gfx90a": {"fp32", "fp16", "bf16", "int8"}, "gfx942": {"fp32", "fp1
 
 @cache
 def native_types(device: torch.device) -> tuple[set[str], str]:
-    """The types (fp32, tf32, bf16, fp16, fp8, int8) whose matrices this device multiplies in hardware, and how we know."""
+    """The types (fp32, tf32, bf16, fp16, fp8, int8) that this device multiplies in hardware, and how we know."""
     if device.type == "cuda" and torch.version.hip:  # ROCm answers with a "capability" that is not CUDA's
         chip = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
         return AMD_UNITS.get(chip, {"fp32"}), f"AMD {chip}"

@@ -95,7 +95,7 @@ def spread(values: list[float]) -> dict[str, float | int | None]:
 
 
 def pyplot():
-    """matplotlib.pyplot drawing into files only, never on a screen; None, and a line that says so, without matplotlib."""
+    """matplotlib.pyplot drawing into files only, never on a screen; None, and a line, without matplotlib."""
     try:
         import matplotlib
     except ImportError:
