@@ -167,7 +167,19 @@ def main() -> int:
     peaks = []
     for gpu in dict.fromkeys([*(g["name"] or "n/a" for g in gpus), *(p.name for p in usable), *TO_COMPARE]):
         sheet = hardware.peak(gpu)
-        values = [*(rate / 1e12 for rate in sheet[:-1]), sheet.source] if sheet else [None] * len(SHEET)
+        values = (
+            [
+                *(
+                    getattr(sheet, key.split("_")[0]) / 1e12
+                    if key != "terabytes_per_second"
+                    else sheet.bandwidth / 1e12
+                    for key in SHEET[:-1]
+                ),
+                sheet.source,
+            ]
+            if sheet
+            else [None] * len(SHEET)
+        )
         peaks.append({"device": gpu, **dict(zip(SHEET, values, strict=True))})
     show(f"Data sheet peaks, without sparsity; 0: no unit. To compare with: {', '.join(TO_COMPARE)}", peaks)
 

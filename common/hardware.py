@@ -1,10 +1,11 @@
-"""Peak rates by device, from the vendors' data sheets: dense (no 2:4 sparsity), matrix units.
+"""What a device can do at most: the data sheets' figures in devices.csv, and the types it multiplies in hardware.
 
-A name that is not here gives None and MFU prints "n/a": a share of a guessed peak is not a
-measurement. Names are matched whole, as torch.cuda.get_device_name prints them, because variants
-of one chip differ: an H100 PCIe reaches 76 % of the SXM part's rate.
+A name that is not in the table gives None and MFU prints "n/a": a share of a guessed peak is not a measurement.
+Names are matched whole, as torch.cuda.get_device_name prints them, because variants of one chip differ: an
+H100 PCIe reaches 76 % of the SXM part's rate.
 """
 
+import csv
 import platform
 import re
 from functools import cache
@@ -15,44 +16,72 @@ import torch
 
 
 class Peak(NamedTuple):
-    """FLOP/s by type, operations for int8; bf16 and fp16 are alike. 0: the device has no unit for the type."""
+    """One row of devices.csv. FLOP/s by type, operations for int8, both without 2:4 sparsity: 0 is a type that the
+    device has no units for, None a figure without a source."""
 
-    fp32: float
-    tf32: float
-    bf16: float
-    fp8: float
-    int8: float
-    bandwidth: float  # bytes per second between the device and its memory
+    fp32: float | None
+    tf32: float | None
+    bf16: float | None
+    fp16: float | None
+    fp8: float | None
+    int8: float | None
+    bandwidth: float | None  # bytes per second between the device and its memory
+    memory: float | None  # bytes, in the sheet's own gigabytes
+    tdp: float | None  # watts
+    fp32_clock: float | None  # Hz, with which the sheet counts fp32
+    matrix_clock: float | None  # Hz, with which it counts the other types
     source: str
 
 
-# the compute capability from which a GPU has units that multiply matrices of the type
-SINCE = {"fp32": (1, 0), "fp16": (7, 0), "int8": (7, 5), "tf32": (8, 0), "bf16": (8, 0), "fp8": (8, 9)}
+# What one unit of a column is. The file has the figures as they are printed: TFLOP/s, GB/s, GB, W, MHz.
+UNITS = {"bandwidth": 1e9, "memory": 1e9, "tdp": 1.0, "fp32_clock": 1e6, "matrix_clock": 1e6}
 
-# TFLOP/s and GB/s as the data sheets print them, halved where those count sparsity
-_TABLE: dict[str, tuple[float, float, float, float, float, float, str]] = {
-    r"NVIDIA H200": (67, 494.7, 989.4, 1978.9, 1978.9, 4800, "NVIDIA H200 data sheet"),
-    r"NVIDIA H100 80GB HBM3": (67, 494.7, 989.4, 1978.9, 1978.9, 3350, "NVIDIA H100 data sheet, SXM"),
-    r"NVIDIA H100 NVL": (60, 417.7, 835.5, 1671, 1671, 3900, "NVIDIA H100 data sheet, NVL"),
-    r"NVIDIA H100 PCIe": (51.2, 378, 756, 1513, 1513, 2000, "NVIDIA H100 PCIe product brief"),
-    r"(NVIDIA )?A100-SXM4-40GB": (19.5, 156, 312, 0, 624, 1555, "NVIDIA A100 data sheet, SXM 40 GB"),
-    r"(NVIDIA )?A100-SXM4-80GB": (19.5, 156, 312, 0, 624, 2039, "NVIDIA A100 data sheet, SXM 80 GB"),
-    r"(NVIDIA )?A100-PCIE-40GB": (19.5, 156, 312, 0, 624, 1555, "NVIDIA A100 data sheet, PCIe 40 GB"),
-    r"NVIDIA A100 80GB PCIe": (19.5, 156, 312, 0, 624, 1935, "NVIDIA A100 data sheet, PCIe 80 GB"),
-    r"NVIDIA L40S": (91.6, 183, 362, 733, 733, 864, "NVIDIA L40S data sheet"),
-    r"NVIDIA L4": (30.3, 60, 121, 242.5, 242.5, 300, "NVIDIA L4 data sheet"),
-    r"NVIDIA A10": (31.2, 62.5, 125, 0, 250, 600, "NVIDIA A10 data sheet"),
-    r"NVIDIA GeForce RTX 4090": (82.6, 82.6, 165.2, 330.3, 660.6, 1008, "NVIDIA Ada architecture whitepaper"),
-    r"NVIDIA GeForce RTX 3090": (35.6, 35.6, 71, 0, 284, 936, "NVIDIA Ampere GA102 whitepaper"),
-}
+
+@cache
+def peaks() -> dict[str, Peak]:
+    """Every device in devices.csv, by name."""
+    found = {}
+    with Path(__file__).with_name("devices.csv").open(newline="") as file:
+        for row in csv.DictReader(file):
+            names, source = row.pop("names"), row.pop("source")
+            figures = {key: float(text) * UNITS.get(key, 1e12) if text else None for key, text in row.items()}
+            for name in names.split(";"):
+                found[name] = Peak(**figures, source=source)
+    return found
 
 
 def peak(name: str) -> Peak | None:
-    """All peaks of device `name`; None if it is not in the table."""
-    for pattern, (*tera, giga, source) in _TABLE.items():
-        if re.fullmatch(pattern, name):
-            return Peak(*(rate * 1e12 for rate in tera), giga * 1e9, source)
-    return None
+    """All figures of device `name`; None if it is not in the table."""
+    return peaks().get(name)
+
+
+def peak_flops(name: str, dtype: str) -> float | None:
+    """FLOP/s of device `name` in `dtype` (fp32, tf32, bf16, fp16, fp8, int8) by its data sheet; None if not known."""
+    found = peak(name)
+    return getattr(found, dtype) or None if found else None
+
+
+def highest_flops(name: str, dtype: str, sm_clock_max_mhz: float | None) -> float | None:
+    """FLOP/s that a right measurement cannot exceed; None if not known.
+
+    A data sheet counts with a boost clock, and the chip may go higher: the H100 SXM's sheet counts 1,830 MHz for
+    matrix units and the driver allows 1,980, 8 % more. So this is the sheet's figure times the highest clock that
+    NVML reports (`sm_clock_max_mhz`) over the clock that the sheet counts with, or the plain figure if that is
+    the larger one or either clock is not known. Shares (MFU) are still taken of peak_flops.
+    """
+    found, flops = peak(name), peak_flops(name, dtype)
+    if found is None or flops is None:
+        return None
+    counted = found.fp32_clock if dtype == "fp32" else found.matrix_clock
+    if not counted or not sm_clock_max_mhz:
+        return flops
+    return flops * max(1.0, sm_clock_max_mhz * 1e6 / counted)
+
+
+def memory_bandwidth(name: str) -> float | None:
+    """Bytes per second between device `name` and its memory; None if not in the table."""
+    found = peak(name)
+    return found.bandwidth if found else None
 
 
 def device_name(device: torch.device) -> str:
@@ -67,6 +96,8 @@ def cpu_model() -> str | None:
     return found[1] if found else platform.processor() or None
 
 
+# the compute capability from which an NVIDIA GPU has units that multiply matrices of the type
+SINCE = {"fp32": (1, 0), "fp16": (7, 0), "int8": (7, 5), "tf32": (8, 0), "bf16": (8, 0), "fp8": (8, 9)}
 CPU_UNITS = {"bf16": {"avx512_bf16", "amx_bf16", "bf16"}, "fp16": {"avx512_fp16", "amx_fp16"}}  # in /proc/cpuinfo
 AMD_UNITS = {"gfx90a": {"fp32", "fp16", "bf16", "int8"}, "gfx942": {"fp32", "fp16", "bf16", "tf32", "fp8", "int8"}}
 
@@ -89,13 +120,8 @@ def native_types(device: torch.device) -> tuple[set[str], str]:
     return {"fp32", *found}, f"instruction sets for 16-bit matrices: {', '.join(sorted(flags)) or 'none'}"
 
 
-def peak_flops(name: str, dtype: str) -> float | None:
-    """FLOP/s that device `name` can reach in `dtype` (fp32, tf32, bf16, fp16, fp8, int8); None if not known."""
-    found = peak(name)
-    return (getattr(found, "bf16" if dtype == "fp16" else dtype) or None) if found else None
-
-
-def memory_bandwidth(name: str) -> float | None:
-    """Bytes per second between device `name` and its memory; None if not in the table."""
-    found = peak(name)
-    return found.bandwidth if found else None
+def choose_dtype(name: str, device: torch.device) -> str:
+    """What --dtype `name` means on this device: "auto" is bf16 where that is multiplied in hardware, else fp32."""
+    if name != "auto":
+        return name
+    return "bf16" if "bf16" in native_types(device)[0] else "fp32"
