@@ -1,5 +1,6 @@
-"""What is written is true: commands parse, files exist, generated parts are fresh, sizes are kept."""
+"""What is written is true: commands parse, files exist, generated parts are fresh, names tell roles, sizes are kept."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -11,20 +12,37 @@ from support.readme import regenerate
 
 READMES = [*ROOT.glob("*.md"), *ROOT.glob("0*/README.md"), *ROOT.glob("benchmarks/*.md"), *ROOT.glob("launch/**/*.md")]
 SCRIPTS = [*ROOT.glob("0*/*.py"), *ROOT.glob("benchmarks/*.py"), *ROOT.glob("launch/*.py")]
+CHAPTERS = sorted(ROOT.glob("0[0-9]_*"))
+LESSONS = [file for file in SCRIPTS if not file.name.startswith("_")]
+HELPERS = [file for folder in CHAPTERS for file in folder.glob("_*.py")]
 COMMAND = re.compile(r"(?:^|\s|`)((?:torchrun|python3?|make|pytest) [^`#\n]+?)(?:`|\s{2,}[a-z]|\s+#|$)", re.MULTILINE)
 
 
+def name_of(file) -> str:
+    return str(file.relative_to(ROOT))
+
+
 def commands() -> list[tuple[str, str]]:
-    """Every command in a code block of a README, and every one in the docstring of a script."""
+    """Every command in a code block of a README, in a table of CLAIMS.md, and in the docstring of a script."""
     found = []
     for file in READMES:
         blocks = re.findall(r"```(?:bash|sh)\n(.*?)```", file.read_text(), re.DOTALL)
         found += [(file, line) for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    claims = ROOT / "CLAIMS.md"
+    found += [(claims, code) for code in re.findall(r"`[^`\n]+`", claims.read_text())]
     for file in SCRIPTS:
         docstring = file.read_text().split('"""')[1]
         lines = re.sub(r"\\+\n", " ", docstring).splitlines()
         found += [(file, line) for line in lines if line.startswith("    ")]
-    return [(str(file.relative_to(ROOT)), match[1].strip()) for file, line in found for match in COMMAND.finditer(line)]
+    return [(name_of(file), match[1].strip()) for file, line in found for match in COMMAND.finditer(line)]
+
+
+def code_of(file) -> list[str]:
+    """The lines of a script after its docstring, without the empty ones."""
+    text = file.read_text()
+    docstring = ast.parse(text).body[0]
+    assert isinstance(docstring, ast.Expr)
+    return [line for line in text.splitlines()[docstring.end_lineno :] if line.strip()]
 
 
 def test_commands_are_found():
@@ -33,6 +51,7 @@ def test_commands_are_found():
     assert "make train" in found
     assert "make test" in found
     assert len(found) > 15
+    assert len([file for file, _ in commands() if file == "CLAIMS.md"]) > 50
 
 
 @pytest.mark.parametrize(("file", "command"), commands())
@@ -40,10 +59,19 @@ def test_command_parses(file, command):
     check(command)
 
 
-def test_a_wrong_command_is_seen():
-    for wrong in ("python 04_amp/train.py --stepz 3", "python 99_none/train.py", "make nonsense"):
-        with pytest.raises(AssertionError):
-            check(wrong)
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "python 04_amp/train.py --stepz 3",
+        "python 99_none/train.py",
+        "make nonsense",
+        "pytest tests/test_none.py",
+        "pytest tests/test_docs.py -k nonsense",
+    ],
+)
+def test_a_wrong_command_is_seen(wrong):
+    with pytest.raises(AssertionError):
+        check(wrong)
 
 
 def test_generated_parts_are_fresh():
@@ -52,12 +80,13 @@ def test_generated_parts_are_fresh():
     assert "@@" in (ROOT / "05_ddp/README.md").read_text()
 
 
-def test_the_lesson_of_a_chapter_is_short():
-    result = subprocess.run(
-        ["diff", ROOT / "04_amp/train.py", ROOT / "05_ddp/train.py"], capture_output=True, text=True, timeout=10
-    )
+def test_the_lesson_of_a_chapter_is_short(tmp_path):
+    before, after = tmp_path / "before.py", tmp_path / "after.py"
+    before.write_text("\n".join(code_of(ROOT / "04_amp/train.py")))
+    after.write_text("\n".join(code_of(ROOT / "05_ddp/train.py")))
+    result = subprocess.run(["diff", before, after], capture_output=True, text=True, timeout=10)
     changed = [line for line in result.stdout.splitlines() if line[:1] in "<>"]
-    assert 20 < len(changed) <= 60
+    assert 20 < len(changed) <= 50
 
 
 def test_every_file_is_short_enough_to_read():
@@ -65,10 +94,65 @@ def test_every_file_is_short_enough_to_read():
         assert len(file.read_text().splitlines()) <= 250, file
 
 
-def test_links_lead_somewhere():
+@pytest.mark.xfail(reason="READMEs are being rewritten")
+@pytest.mark.parametrize("file", [file for file in READMES if file.name == "README.md"], ids=name_of)
+def test_a_readme_is_short(file):
+    assert len(file.read_text().splitlines()) <= 220
+
+
+@pytest.mark.xfail(reason="READMEs are being rewritten")
+@pytest.mark.parametrize("folder", CHAPTERS, ids=name_of)
+def test_a_readme_opens_with_the_commands_of_its_folder(folder):
+    lines = (folder / "README.md").read_text().splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("```"))
+    assert start < 25, f"the first code block is in line {start + 1}"
+    assert lines[start] == "```bash"
+    first_block = lines[start + 1 : lines.index("```", start + 1)]
+    assert [line for line in first_block if f" {folder.name}/" in line], first_block
+
+
+@pytest.mark.parametrize("file", LESSONS, ids=name_of)
+def test_a_file_without_underscore_is_a_script(file):
+    text = file.read_text()
+    assert ast.get_docstring(ast.parse(text)), "it has no docstring"
+    assert '\nif __name__ == "__main__":\n' in text, "it is not a script: give it an underscore"
+    if file.parent in CHAPTERS:
+        assert re.search(rf"\b{file.name}\b", (file.parent / "README.md").read_text()), "its README does not mention it"
+    assert name_of(file) in (ROOT / "README.md").read_text(), "the main README does not mention it"
+
+
+@pytest.mark.parametrize("file", HELPERS, ids=name_of)
+def test_a_helper_is_named_after_its_script(file):
+    if "\nif __name__ ==" in file.read_text():  # only a process that its script starts
+        neighbours = [other.read_text() for other in file.parent.glob("*.py") if other != file]
+        assert [text for text in neighbours if f'"{file.name}"' in text], "a script to run has no underscore"
+    scripts = [script.stem for script in LESSONS if script.parent == file.parent]
+    assert [stem for stem in scripts if file.name.startswith(f"_{stem}_")], f"it belongs to none of {scripts}"
+
+
+def test_links_and_images_lead_somewhere():
     for file in READMES:
-        for target in re.findall(r"\]\((?!http)([^)#]+)\)", file.read_text()):
+        text = re.sub(r"```.*?```", "", file.read_text(), flags=re.DOTALL)
+        targets = re.findall(r"\]\((?!http)([^)#\s]+)[^)]*\)", text) + re.findall(
+            r'(?:src|href)="(?!http)([^"#]+)', text
+        )
+        for target in targets:
             assert (file.parent / target).exists(), f"{file}: {target}"
+
+
+@pytest.mark.parametrize("claim", [f"C{n}" for n in range(1, 16)] + [f"S{n}" for n in range(1, 20)])
+def test_every_claim_has_a_row(claim):
+    rows = [line for line in (ROOT / "CLAIMS.md").read_text().splitlines() if line.startswith(f"| {claim} |")]
+    assert rows
+
+
+def test_every_row_of_the_claims_names_what_shows_it():
+    tables = (ROOT / "CLAIMS.md").read_text().split("\n## Speed\n")[1]
+    heads = ("| id |", "| what |", "| what is said |", "| ---")
+    rows = [line for line in tables.splitlines() if line.startswith("| ") and not line.startswith(heads)]
+    assert len(rows) > 50
+    for row in rows:
+        assert COMMAND.search(row) or "](http" in row or "to come" in row, f"no command: {row}"
 
 
 def test_no_script_shadows_the_standard_library():

@@ -20,6 +20,17 @@ def help_of(script: str) -> str:
     return result.stdout
 
 
+def check_pytest(words: list[str]) -> None:
+    """The files exist, and -k names a test in them."""
+    files = [ROOT / word for word in words if word.startswith("tests/")]
+    for file in files:
+        assert file.is_file(), f"no such file: {file}"
+    if "-k" in words:
+        wanted = words[words.index("-k") + 1]
+        names = [name for file in files for name in re.findall(r"def (test_\w+)", file.read_text())]
+        assert [name for name in names if wanted in name], f"no test named {wanted!r} in {files}"
+
+
 def check(command: str) -> None:
     """A command's script exists and knows its flags; a make target exists."""
     program, *words = shlex.split(command)
@@ -28,13 +39,16 @@ def check(command: str) -> None:
         assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), f"no make target {target}"
         return
     if program == "pytest" or words[:2] == ["-m", "pytest"]:
-        assert all((ROOT / word).exists() for word in words if word.startswith("tests/"))
+        check_pytest(words)
         return
     if program == "torchrun":
         words = [word.replace("$HEAD", "head") for word in words]
         launched = get_args_parser().parse_args(words)
         words = [launched.training_script, *launched.training_script_args]
-    if words[0].startswith("-"):  # python -c, python -m
+    if words[0] == "-c":
+        compile(words[1], command, "exec")
+        return
+    if words[0].startswith("-"):  # python -m
         return
     script, *flags = words
     flags = flags[: flags.index("--")] if "--" in flags else flags  # the rest is for a script that this one starts

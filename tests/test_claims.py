@@ -1,0 +1,138 @@
+"""The computed figures of CLAIMS.md, computed again: what a row says is what the arithmetic gives."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from support.harness import ROOT, clean_env, run
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+CLAIMS = (ROOT / "CLAIMS.md").read_text()
+ONE_LINERS = re.findall(r"`(python -c \"[^`]+\")`", CLAIMS)
+
+
+def rows(claim: str) -> str:
+    """All rows of one claim, as one text without thousands separators."""
+    found = [line for line in CLAIMS.splitlines() if line.startswith(f"| {claim} |")]
+    assert found, f"CLAIMS.md has no row {claim}"
+    return re.sub(r"(?<=\d),(?=\d{3})", "", "\n".join(found))
+
+
+def flops(net: nn.Module, *inputs: torch.Tensor) -> int:
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        net(*inputs)
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("command", ONE_LINERS)
+def test_a_one_liner_prints_what_its_row_says(command):
+    code = command.removeprefix('python -c "').removesuffix('"')
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, env=clean_env()
+    )
+    assert result.returncode == 0, result.stderr
+    row = next(line for line in CLAIMS.splitlines() if command in line).replace(command, "")
+    for printed in result.stdout.split():
+        assert printed in row.replace(",", ""), f"{command} prints {printed}"
+
+
+def test_one_liners_are_found():
+    assert len(ONE_LINERS) >= 5
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor")
+def test_transformer_on_512_by_512_has_two_readings():
+    net = nn.Transformer().eval()
+    with pytest.raises(TypeError, match="tgt"):
+        net(torch.zeros(1, 512, 512))  # as the tutorial prints it: without a target
+    batch_of_512 = torch.zeros(1, 512, 512)  # length 1: the default is [length, batch, hidden]
+    length_512 = torch.zeros(512, 1, 512)
+    for x in (batch_of_512, length_512):
+        billions = flops(net, x, x) / 1e9
+        assert f"{billions:.1f} GFLOP" in rows("C1")
+        assert f"{billions / 2.3:.0f} GFLOP/s" in rows("C1")
+        assert f"{billions / 28:.1f} TFLOP/s" in rows("C1")
+
+
+def test_resnet50_and_bert_in_the_time_claimed():
+    transformers = pytest.importorskip("transformers")
+    with torch.device("meta"):
+        resnet = transformers.ResNetForImageClassification(transformers.ResNetConfig(num_labels=1000))
+        images = torch.zeros(2, 3, 224, 224)
+        encoder = transformers.BertModel(transformers.BertConfig()).encoder
+    with FlopCounterMode(display=False) as counter:
+        resnet(images).logits.sum().backward()
+    resnet_flops = counter.get_total_flops() / len(images) * 1_281_167 * 90  # images of ImageNet, epochs
+    assert f"{resnet_flops / 1e18:.1f} EFLOP" in rows("C12")
+    assert f"{resnet_flops / 1500 / 1e15:.1f} PFLOP/s" in rows("C12")
+    assert f"{resnet_flops / 43_200 / 1e12:.0f} TFLOP/s" in rows("C12")
+
+    parameters = sum(p.numel() for p in encoder.parameters())
+    tokens = 256 * (900_000 * 128 + 100_000 * 512)  # as published: a million steps, nine in ten of length 128
+    bert_flops = 6 * parameters * tokens
+    assert f"{bert_flops / 1e18:.1f} EFLOP" in rows("C12")
+    assert f"{bert_flops / 3600 / 1e15:.1f} PFLOP/s" in rows("C12")
+
+
+def test_what_sgd_leaves_after_200_steps_at_0_01():
+    """Inputs of mean 0 and variance 1, no noise: each step takes 2 % of what is missing."""
+    x = torch.tensor([[-1.0], [1.0]], dtype=torch.float64)
+    y = 2 * x - 3
+    net = nn.Linear(1, 1).double()
+    nn.init.zeros_(net.weight)
+    nn.init.zeros_(net.bias)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    for _ in range(200):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(net(x), y).backward()
+        optimizer.step()
+    left = 1 - net.weight.item() / 2
+    assert net.bias.item() / -3 == pytest.approx(1 - left)
+    assert f"{left:.1%}".replace("%", " %") in rows("S8")
+
+
+def test_accumulation_that_drops_the_last_group():
+    """Ten batches in groups of four: `if (i + 1) % 4 == 0: step()` takes eight, and two leave only their gradient."""
+    torch.manual_seed(0)
+    batches = torch.randn(10, 8, 3).unbind()
+
+    def trained(batches, last_group: bool) -> nn.Module:
+        net = nn.Linear(3, 1, bias=False)
+        nn.init.ones_(net.weight)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for i, batch in enumerate(batches):
+            net(batch).square().mean().div(4).backward()
+            if (i + 1) % 4 == 0 or (last_group and i + 1 == len(batches)):
+                optimizer.step()
+                optimizer.zero_grad()
+        return net
+
+    dropped = trained(batches, last_group=False)
+    assert torch.equal(dropped.weight, trained(batches[:8], last_group=False).weight)
+    assert dropped.weight.grad.abs().sum() > 0  # and goes into the first step of the next epoch
+    assert not torch.equal(dropped.weight, trained(batches, last_group=True).weight)
+
+
+def test_ddp_sends_the_weights_of_rank_0_once(tmp_path):
+    (tmp_path / "weights.py").write_text(
+        "import os, torch, torch.distributed as dist\n"
+        "from torch.nn.parallel import DistributedDataParallel\n"
+        "dist.init_process_group('gloo')\n"
+        "rank = dist.get_rank()\n"
+        "net = torch.nn.Linear(3, 3, bias=False)\n"
+        "torch.nn.init.constant_(net.weight, rank + 1)\n"
+        "DistributedDataParallel(net)\n"
+        "print('rank', rank, 'holds', net.weight.mean().item())\n"
+        "print('handling', os.environ['TORCH_NCCL_ASYNC_ERROR_HANDLING'])\n"
+        "dist.barrier()\n"
+        "dist.destroy_process_group()\n"
+    )
+    result = run(tmp_path / "weights.py", tmp_path, nproc=2)
+    assert result.code == 0, result.err
+    assert "rank 0 holds 1.0" in result.out
+    assert "rank 1 holds 1.0" in result.out
+    assert "handling 1" in result.out  # torchrun sets it
