@@ -2,22 +2,21 @@
 
 import re
 import shlex
-import subprocess
-import sys
 from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from torch.distributed.run import get_args_parser
 
-from support.harness import ROOT, clean_env
+from support.harness import ROOT, run
 
 
 @cache
 def help_of(script: str) -> str:
-    result = subprocess.run(
-        [sys.executable, ROOT / script, "--help"], capture_output=True, text=True, timeout=60, env=clean_env()
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+    with TemporaryDirectory() as folder:
+        result = run(script, Path(folder), "--help")
+    assert result.code == 0, result.err
+    return result.out
 
 
 def check_pytest(words: list[str]) -> None:
