@@ -25,7 +25,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
-from common import checkpoint, cli, data, exits, metrics, model, run_dir, runtime
+from common import checkpoint, cli, data, exits, hardware, metrics, model, run_dir, runtime
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -44,25 +44,33 @@ def evaluate(net, batches, autocast, device) -> float:
     net.eval()
     total = torch.zeros(2, device=device)  # sum of losses, number of tokens
     for inputs, targets in batches:
+        targets = targets.to(device)
         with autocast():
-            loss = net.forward(inputs.to(device), targets.to(device))  # eager: without gradients it would compile anew
-        total += torch.stack((loss * targets.numel(), torch.tensor(targets.numel(), device=device)))
+            loss = net(inputs.to(device), targets)
+        tokens = (targets != data.PADDING).sum()
+        total += torch.stack((torch.where(tokens > 0, loss * tokens, 0.0), tokens))  # padding alone has no mean
     net.train()
     return (total[0] / total[1]).item()
 
 
 def main() -> int:
-    args = cli.parse_training(__doc__, dtype="bf16")
-    device = runtime.single_device(args.device)
+    parser = cli.training_parser(__doc__)
+    args = parser.parse_args()
+    runtime.seed(args.seed, args.deterministic)
     rank, world_size = 0, 1
+    device = runtime.single_device(args.device)
+    args.dtype = hardware.choose_dtype(args.dtype, device)
     runtime.catch_stop_signals()
     micro_batch_size, accumulation_steps = cli.split_batch(args.global_batch_size, args.micro_batch_size, world_size)
-    runtime.seed(args.seed, args.deterministic)
+    runtime.say(f"{args.model}, {args.dtype} matrix products, {world_size} x {hardware.device_name(device)}")
 
     corpus = data.load_corpus(args.data, args.tokenizer)
     config = model.load_config(args.model, corpus.vocab_size, args.seq_len)
-    held_out = data.eval_batches(corpus.held_out, args.seq_len, micro_batch_size, rank, world_size)
-    net = model.build(args.model, config).to(device)  # fp32 weights, whatever the dtype: bf16 would lose small updates
+    held_out = data.eval_batches(
+        corpus.held_out, seq_len=args.seq_len, batch_size=micro_batch_size, rank=rank, world_size=world_size
+    )
+    # fp32 weights, whatever the dtype: bf16 would lose small updates
+    net = model.build(args.model, config, seed=args.seed, device=device)
 
     matrices, vectors = [], []
     for parameter in net.parameters():
@@ -75,17 +83,43 @@ def main() -> int:
 
     training = {"net": net, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     progress = {"step": 0, "skipped_steps": 0}
-    checkpoints = checkpoint.Checkpoints(run_dir.claim(args, corpus.train, config), args.keep, args.async_save)
+    folder = run_dir.claim(
+        args.run_dir,
+        settings=parser.settings(args),
+        contents={"data": corpus.sha256, "model": repr(config)},
+        resume=args.resume,
+    )
+    checkpoints = checkpoint.Checkpoints(folder, keep=args.keep, in_background=args.async_save)
     if args.resume:
-        progress = checkpoints.resume(**training) or progress
+        progress = checkpoint.resume(checkpoints, **training) or progress
     start_step = progress["step"]
-    batches = data.train_batches(corpus.train, args, micro_batch_size, start_step, rank, world_size, device)
+    batches = data.train_batches(
+        corpus.train,
+        seq_len=args.seq_len,
+        global_batch_size=args.global_batch_size,
+        micro_batch_size=micro_batch_size,
+        seed=args.seed,
+        device=device,
+        start_step=start_step,
+        rank=rank,
+        world_size=world_size,
+        num_workers=args.num_workers,
+    )
 
-    if args.compile:
-        net.compile()
+    train_net = torch.compile(net) if args.compile else net  # net itself stays as it is, for evaluation
 
-    meter = metrics.Meter(checkpoints.run_dir, args, net, device, start_step)
-    window = []  # loss and gradient norm of each step, left on the device: reading one would stall the GPU
+    meter = metrics.Meter(
+        folder,
+        model=args.model,
+        config=config,
+        device=device,
+        dtype=args.dtype,
+        seq_len=args.seq_len,
+        global_batch_size=args.global_batch_size,
+        steps=args.steps,
+        start_step=start_step,
+    )
+    scale = scaler.get_scale()
     stop = 0
     for step in range(start_step + 1, args.steps + 1):
         step_loss = torch.zeros((), device=device)
@@ -93,32 +127,32 @@ def main() -> int:
             with meter.phase("data"):
                 inputs, targets = (t.to(device, non_blocking=True) for t in next(batches))
             with meter.phase("forward"), autocast():
-                loss = net(inputs, targets) / accumulation_steps  # micro-batches have equal token counts
+                loss = train_net(inputs, targets) / accumulation_steps  # micro-batches have equal token counts
             scaler.scale(loss).backward()
             step_loss += loss.detach()
         scaler.unscale_(optimizer)  # before clipping: the threshold is meant for true gradients
         grad_norm = clip_grad_norm_(net.parameters(), args.clip_norm)
-        lr, scale = optimizer.param_groups[0]["lr"], scaler.get_scale()
+        lr = optimizer.param_groups[0]["lr"]
         scaler.step(optimizer)  # does nothing if a gradient overflowed
         scaler.update()
-        if scaler.get_scale() < scale:
+        previous_scale, scale = scale, scaler.get_scale()  # once a step: in fp16 it waits for the GPU
+        if scale < previous_scale:
             progress["skipped_steps"] += 1
         else:
             scheduler.step()
         optimizer.zero_grad(set_to_none=True)
-        window.append(torch.stack((step_loss, grad_norm)))
+        meter.note(step_loss, grad_norm)
         progress["step"] = step
 
         stop = runtime.stop_requested()
         save = stop or step == args.steps or (args.save_every and step % args.save_every == 0)
         if save or step == 1 or step % args.log_every == 0:
-            means = torch.stack(window)
-            meter.log(step, means / world_size, lr, progress["skipped_steps"], scaler.get_scale())
-            window.clear()
+            means = meter.since_last_log()
+            meter.log(step, means / world_size, lr, progress["skipped_steps"], scale)
         if step == args.steps or (args.eval_every and step % args.eval_every == 0):
             meter.log_eval(step, evaluate(net, held_out, autocast, device))
         if save:
-            checkpoints.save(progress, **training)
+            checkpoint.save(checkpoints, progress, **training)
         if stop:
             break
     checkpoints.wait()
@@ -127,12 +161,17 @@ def main() -> int:
 
     # the promise of AMP, checked: low precision is in the arithmetic, never in what is kept
     with torch.no_grad(), autocast():
-        computed = net.forward(torch.zeros(1, 1, dtype=torch.int64, device=device)).dtype
+        computed = net(torch.zeros(1, 1, dtype=torch.int64, device=device)).dtype
     kept = {t.dtype for t in (*net.parameters(), *(t for s in optimizer.state.values() for t in s.values()))}
     assert (computed, kept) == (DTYPES[args.dtype], {torch.float32})
     runtime.say(f"checked: matrices multiplied in {computed}, weights and optimizer state kept in {torch.float32}")
 
-    meter.finish(**progress, weights_sha256=checkpoint.digest(net))
+    meter.finish(
+        progress["step"],
+        args.json,
+        skipped_steps=progress["skipped_steps"],
+        weights_sha256=checkpoint.digest(net),
+    )
     return exits.REQUEUE_EXIT_CODE if stop and progress["step"] < args.steps else 0
 
 

@@ -14,6 +14,7 @@ ranks hold the same weights to the bit. Before: 04_amp/. Next: 06_fsdp_zero/.
 
 import math
 import sys
+import warnings
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -25,8 +26,9 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
-from common import checkpoint, cli, data, exits, metrics, model, run_dir, runtime
+from common import checkpoint, cli, data, exits, hardware, metrics, model, run_dir, runtime
 
+warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)  # torch 2.11 does not have its successor
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -44,26 +46,42 @@ def evaluate(net, batches, autocast, device) -> float:
     net.eval()
     total = torch.zeros(2, device=device)  # sum of losses, number of tokens
     for inputs, targets in batches:
+        targets = targets.to(device)
         with autocast():
-            loss = net.forward(inputs.to(device), targets.to(device))  # eager: without gradients it would compile anew
-        total += torch.stack((loss * targets.numel(), torch.tensor(targets.numel(), device=device)))
+            loss = net(inputs.to(device), targets)
+        tokens = (targets != data.PADDING).sum()
+        total += torch.stack((torch.where(tokens > 0, loss * tokens, 0.0), tokens))  # padding alone has no mean
     dist.all_reduce(total)  # sums, not means: a rank may have read fewer tokens than the others
     net.train()
     return (total[0] / total[1]).item()
 
 
 def main() -> int:
-    args = cli.parse_training(__doc__)
-    device = runtime.init_process_group(args.device)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    parser = cli.training_parser(__doc__)
+    args = parser.parse_args()
+    runtime.seed(args.seed, args.deterministic)
+    rank, world_size, local_rank = runtime.world_from_env()  # RANK, WORLD_SIZE, LOCAL_RANK: torchrun has set them
+    device = runtime.rank_device(args.device, local_rank)  # each process of a node takes a GPU of its own
+    dist.init_process_group(
+        backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",  # gradients travel by NCCL, flags by gloo
+        device_id=device if device.type == "cuda" else None,
+        timeout=runtime.collective_timeout(),  # how long the others wait for a rank that does not come
+        rank=rank,
+        world_size=world_size,
+        store=None if world_size > 1 else dist.HashStore(),  # None: they meet at MASTER_ADDR:MASTER_PORT
+    )
+    args.dtype = hardware.choose_dtype(args.dtype, device)
     runtime.catch_stop_signals()
     micro_batch_size, accumulation_steps = cli.split_batch(args.global_batch_size, args.micro_batch_size, world_size)
-    runtime.seed(args.seed, args.deterministic)
+    runtime.say(f"{args.model}, {args.dtype} matrix products, {world_size} x {hardware.device_name(device)}")
 
     corpus = data.load_corpus(args.data, args.tokenizer)
     config = model.load_config(args.model, corpus.vocab_size, args.seq_len)
-    held_out = data.eval_batches(corpus.held_out, args.seq_len, micro_batch_size, rank, world_size)
-    net = model.build(args.model, config).to(device)  # fp32 weights, whatever the dtype: bf16 would lose small updates
+    held_out = data.eval_batches(
+        corpus.held_out, seq_len=args.seq_len, batch_size=micro_batch_size, rank=rank, world_size=world_size
+    )
+    # fp32 weights, whatever the dtype: bf16 would lose small updates
+    net = model.build(args.model, config, seed=args.seed, device=device)
 
     matrices, vectors = [], []
     for parameter in net.parameters():
@@ -76,23 +94,54 @@ def main() -> int:
 
     training = {"net": net, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     progress = {"step": 0, "skipped_steps": 0}
-    checkpoints = checkpoint.Checkpoints(run_dir.claim(args, corpus.train, config), args.keep, args.async_save)
+    folder = run_dir.claim(
+        args.run_dir,
+        settings=parser.settings(args),
+        contents={"data": corpus.sha256, "model": repr(config)},
+        resume=args.resume,
+    )
+    checkpoints = checkpoint.Checkpoints(folder, keep=args.keep, in_background=args.async_save)
     if args.resume:
-        progress = checkpoints.resume(**training) or progress
+        progress = checkpoint.resume(checkpoints, **training) or progress
     start_step = progress["step"]
-    batches = data.train_batches(corpus.train, args, micro_batch_size, start_step, rank, world_size, device)
+    batches = data.train_batches(
+        corpus.train,
+        seq_len=args.seq_len,
+        global_batch_size=args.global_batch_size,
+        micro_batch_size=micro_batch_size,
+        seed=args.seed,
+        device=device,
+        start_step=start_step,
+        rank=rank,
+        world_size=world_size,
+        num_workers=args.num_workers,
+    )
 
-    gradient_mib = sum(p.numel() * p.element_size() for p in net.parameters()) / 2**20
-    # several buckets: with one, backward would be over before the first all-reduce starts
-    ddp = DistributedDataParallel(net, bucket_cap_mb=max(1, min(25, gradient_mib / 4)), gradient_as_bucket_view=True)
+    # a quarter of the gradients: with one bucket for all, backward would be over before its all-reduce starts
+    bucket_mib = max(1, min(25, model.parameter_count(config) / 2**20))
+    ddp = DistributedDataParallel(net, bucket_cap_mb=bucket_mib, gradient_as_bucket_view=True, broadcast_buffers=False)
     if args.compile:
         ddp.compile()
-    if args.deterministic:  # rehearse: DDP reorders its buckets after one backward, and order rounds a sum of 3
-        ddp(*torch.zeros(2, micro_batch_size, args.seq_len, dtype=torch.int64, device=device)).backward()
+    if args.deterministic:
+        # DDP rebuilds its buckets after the first backward. With three or more ranks that changes the order of
+        # summation, and so the last bits. One throw-away step first makes every later step alike.
+        with autocast():
+            loss = ddp(*torch.zeros(2, micro_batch_size, args.seq_len, dtype=torch.int64, device=device))
+        loss.backward()
         optimizer.zero_grad(set_to_none=True)
 
-    meter = metrics.Meter(checkpoints.run_dir, args, net, device, start_step)
-    window = []  # loss and gradient norm of each step, left on the device: reading one would stall the GPU
+    meter = metrics.Meter(
+        folder,
+        model=args.model,
+        config=config,
+        device=device,
+        dtype=args.dtype,
+        seq_len=args.seq_len,
+        global_batch_size=args.global_batch_size,
+        steps=args.steps,
+        start_step=start_step,
+    )
+    scale = scaler.get_scale()
     stop = 0
     for step in range(start_step + 1, args.steps + 1):
         step_loss = torch.zeros((), device=device)
@@ -107,28 +156,28 @@ def main() -> int:
             step_loss += loss.detach()
         scaler.unscale_(optimizer)  # before clipping: the threshold is meant for true gradients
         grad_norm = clip_grad_norm_(net.parameters(), args.clip_norm)
-        lr, scale = optimizer.param_groups[0]["lr"], scaler.get_scale()
+        lr = optimizer.param_groups[0]["lr"]
         scaler.step(optimizer)  # does nothing if a gradient overflowed
         scaler.update()
-        if scaler.get_scale() < scale:
+        previous_scale, scale = scale, scaler.get_scale()  # once a step: in fp16 it waits for the GPU
+        if scale < previous_scale:
             progress["skipped_steps"] += 1
         else:
             scheduler.step()
         optimizer.zero_grad(set_to_none=True)
-        window.append(torch.stack((step_loss, grad_norm)))
+        meter.note(step_loss, grad_norm)
         progress["step"] = step
 
         stop = runtime.stop_requested()
         save = stop or step == args.steps or (args.save_every and step % args.save_every == 0)
         if save or step == 1 or step % args.log_every == 0:
-            means = torch.stack(window)
+            means = meter.since_last_log()
             dist.all_reduce(means)
-            meter.log(step, means / world_size, lr, progress["skipped_steps"], scaler.get_scale())
-            window.clear()
+            meter.log(step, means / world_size, lr, progress["skipped_steps"], scale)
         if step == args.steps or (args.eval_every and step % args.eval_every == 0):
             meter.log_eval(step, evaluate(net, held_out, autocast, device))
         if save:
-            checkpoints.save(progress, **training)
+            checkpoint.save(checkpoints, progress, **training)
         if stop:
             break
     checkpoints.wait()
@@ -137,7 +186,7 @@ def main() -> int:
 
     # the promise of AMP, checked: low precision is in the arithmetic, never in what is kept
     with torch.no_grad(), autocast():
-        computed = net.forward(torch.zeros(1, 1, dtype=torch.int64, device=device)).dtype
+        computed = net(torch.zeros(1, 1, dtype=torch.int64, device=device)).dtype
     kept = {t.dtype for t in (*net.parameters(), *(t for s in optimizer.state.values() for t in s.values()))}
     assert (computed, kept) == (DTYPES[args.dtype], {torch.float32})
     runtime.say(f"checked: matrices multiplied in {computed}, weights and optimizer state kept in {torch.float32}")
@@ -147,7 +196,13 @@ def main() -> int:
     buckets = ddp._get_ddp_logging_data().get("rebuilt_bucket_sizes")
     runtime.say(f"checked: all {world_size} ranks hold the same weights to the bit (buckets in bytes: {buckets})")
 
-    meter.finish(**progress, weights_sha256=digests[0], bucket_bytes=buckets)
+    meter.finish(
+        progress["step"],
+        args.json,
+        skipped_steps=progress["skipped_steps"],
+        weights_sha256=digests[0],
+        bucket_bytes=buckets,
+    )
     runtime.shutdown()
     return exits.REQUEUE_EXIT_CODE if stop and progress["step"] < args.steps else 0
 

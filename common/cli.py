@@ -2,18 +2,13 @@
 
 import argparse
 import contextlib
+import dataclasses
 import math
 import os
 from pathlib import Path
 
 from common.exits import UserError
-
-# What makes a run this run. The rest (processes, micro-batch, device, logging) may change on resume,
-# and so may --steps: a run can be made longer.
-IDENTITY = [
-    *("model", "data", "tokenizer", "seq_len", "global_batch_size"),
-    *("lr", "warmup_steps", "weight_decay", "clip_norm", "dtype", "seed"),
-]
+from common.model import recipe
 
 
 class Parser(argparse.ArgumentParser):
@@ -69,15 +64,63 @@ def plot_file(text: str) -> Path:
     return writable_file(text)
 
 
-def training_parser(description: str, dtype: str = "fp32") -> Parser:
-    """A parser of the shared flags; `dtype` is the chapter's default precision."""
-    parser = Parser(description)
+class TrainingParser(Parser):
+    """The flags of a training script. A chapter adds its own with add_argument.
+
+    identity=True marks a flag that makes a run this run: it must be the same on a resume. The rest (processes,
+    micro-batch, device, logging) may change, and so may --steps: a run can be made longer.
+    """
+
+    def __init__(self, description: str) -> None:
+        self.identity: list[str] = []
+        super().__init__(description)
+
+    def add_argument(self, *names, identity: bool = False, **more) -> argparse.Action:
+        action = super().add_argument(*names, **more)
+        self.identity += [action.dest] if identity else []
+        return action
+
+    def parse_args(self, args=None, namespace=None) -> argparse.Namespace:
+        """UserError for what cannot be. --seq-len, --lr and --warmup-steps that are not given come from the model's
+        recipe."""
+        found = super().parse_args(args, namespace)
+        if found.resume and found.run_dir is None:
+            raise UserError("--resume needs --run-dir, the folder of the run to go on with")
+        for name, value in dataclasses.asdict(recipe(found.model)).items():
+            if getattr(found, name) is None:
+                setattr(found, name, value)
+        return found
+
+    def settings(self, args: argparse.Namespace) -> dict:
+        """The values of the flags marked identity, by name."""
+        return {name: getattr(args, name) for name in self.identity}
+
+
+def training_parser(description: str) -> TrainingParser:
+    """A parser of the flags that all training scripts share."""
+    parser = TrainingParser(description)
     add = parser.add_argument
-    add("--model", default="nano", help="nano, llama-124m, -1b, -8b, -70b, or a path to an HF config.json or folder")
-    add("--data", default="stdlib", help="stdlib, a text, .jsonl or .parquet file, or hf:NAME")
-    add("--tokenizer", default="bytes", help="bytes, or a Hugging Face name or folder")
-    add("--seq-len", type=positive_int, default=64, help="tokens per sequence")
-    add("--global-batch-size", type=positive_int, default=24, help="sequences per optimizer step, over all ranks")
+    add(
+        "--model",
+        identity=True,
+        default="nano",
+        help="nano, llama-124m, -1b, -8b, -70b, or a path to an HF config.json or folder",
+    )
+    add("--data", identity=True, default="stdlib", help="stdlib, a text, .jsonl or .parquet file, or hf:NAME")
+    add("--tokenizer", identity=True, default="bytes", help="bytes, or a Hugging Face name or folder")
+    add(
+        "--seq-len",
+        identity=True,
+        type=positive_int,
+        help="tokens per sequence (default: from the model, nano 64)",
+    )
+    add(
+        "--global-batch-size",
+        identity=True,
+        type=positive_int,
+        default=24,
+        help="sequences per optimizer step, over all ranks",
+    )
     add("--micro-batch-size", type=positive_int, help="sequences per rank and forward (default: a rank's whole share)")
     add(
         "--steps",
@@ -85,13 +128,30 @@ def training_parser(description: str, dtype: str = "fp32") -> Parser:
         default=100,
         help="optimizer steps; may grow on --resume, and the cosine stretches",
     )
-    add("--lr", type=positive, default=2e-3, help="peak learning rate")
-    add("--warmup-steps", type=natural, default=10, help="steps of linear warm-up before the cosine")
-    add("--weight-decay", type=not_negative, default=0.1)
-    add("--clip-norm", type=positive, default=1.0, help="largest gradient norm; inf switches clipping off")
-    add("--dtype", choices=("fp32", "bf16", "fp16"), default=dtype, help="what matrices are multiplied in")
+    add("--lr", identity=True, type=positive, help="peak learning rate (default: from the model, nano 2e-3)")
+    add(
+        "--warmup-steps",
+        identity=True,
+        type=natural,
+        help="steps of linear warm-up before the cosine (default: from the model, nano 10)",
+    )
+    add("--weight-decay", identity=True, type=not_negative, default=0.1)
+    add(
+        "--clip-norm",
+        identity=True,
+        type=positive,
+        default=1.0,
+        help="largest gradient norm; inf switches clipping off",
+    )
+    add(
+        "--dtype",
+        identity=True,
+        choices=("auto", "fp32", "bf16", "fp16"),
+        default="auto",
+        help="what matrices are multiplied in (auto: bf16 where the device has units for it, else fp32)",
+    )
     add("--compile", action="store_true", help="torch.compile the model")
-    add("--seed", type=seed, default=0)
+    add("--seed", identity=True, type=seed, default=0)
     add("--deterministic", action="store_true", help="bit-identical from run to run, slower on a GPU")
     add("--eval-every", type=natural, default=0, help="steps between evaluations (0: at the end only)")
     add("--run-dir", type=Path, help="folder for checkpoints, metrics and plot (default: a new one in runs/)")
@@ -104,14 +164,6 @@ def training_parser(description: str, dtype: str = "fp32") -> Parser:
     add("--num-workers", type=natural, default=0, help="data loading processes per rank")
     add("--json", type=writable_file, metavar="PATH", help="write the summary as one JSON object")
     return parser
-
-
-def parse_training(description: str, dtype: str = "fp32") -> argparse.Namespace:
-    """The shared flags of a training script; UserError for what cannot be."""
-    args = training_parser(description, dtype).parse_args()
-    if args.resume and args.run_dir is None:
-        raise UserError("--resume needs --run-dir, the folder of the run to go on with")
-    return args
 
 
 def split_batch(global_batch_size: int, micro_batch_size: int | None, world_size: int) -> tuple[int, int]:

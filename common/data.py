@@ -5,62 +5,115 @@ import itertools
 import json
 import math
 import os
+import shutil
 import signal
 import sysconfig
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import filelock
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Dataset
 
 from common.exits import UserError
 
 HELD_OUT = 0.05
 EVAL_SEQUENCES = 96  # evaluation reads at most so many, spread evenly over the held-out text
+PADDING = -100  # a target that no loss counts: cross_entropy's ignore_index
+ROWS_PER_READ = 1000  # documents tokenized at a time
 
 
 class Corpus(NamedTuple):
-    train: np.ndarray  # token ids, one after the other
+    train: np.ndarray  # token ids, one after the other, mapped from a file that the processes of a node share
     held_out: np.ndarray
     vocab_size: int
+    sha256: str  # of both
 
 
-def load_corpus(data: str, tokenizer: str) -> Corpus:
-    """Read `data`, hold out 5 % of its documents, tokenize. UserError for a source that cannot be read."""
-    documents = _read(data)
+def load_corpus(data: str = "stdlib", tokenizer: str = "bytes") -> Corpus:
+    """Read `data`, hold out 5 % of its documents, tokenize. UserError for a source that cannot be read.
+
+    The first process of a node does this and leaves the tokens in a folder of its own in CORPUS_CACHE (default: in the
+    system's folder for temporary files), under a name made of the source's files, their sizes and times; the others
+    wait and map them.
+    """
+    read, source = _source(data)
+    key = hashlib.sha256(repr((source, _tokenizer_source(tokenizer), HELD_OUT)).encode()).hexdigest()[:20]
+    folder = _cache() / key
+    with filelock.FileLock(folder.with_suffix(".lock")):
+        if not folder.exists():
+            _tokenize(read(), data, tokenizer, folder)
+    about = json.loads((folder / "corpus.json").read_text())
+    train, held_out = (np.load(folder / f"{part}.npy", mmap_mode="r") for part in ("train", "held_out"))
+    return Corpus(train, held_out, **about)
+
+
+def _cache() -> Path:
+    folder = Path(os.environ.get("CORPUS_CACHE") or Path(tempfile.gettempdir(), f"corpus-cache-{os.getuid()}"))
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise UserError(f"{folder} belongs to somebody else: set CORPUS_CACHE to a folder of yours")
+    return folder
+
+
+def _tokenize(documents: list[bytes], data: str, tokenizer: str, folder: Path) -> None:
+    """Leave tokens and vocabulary in `folder`, all of them or none."""
     if not any(documents):
         raise UserError(f"--data {data} holds no text")
-    train, held_out = _split(documents)
-    if tokenizer == "bytes":
-        return Corpus(_join_bytes(train), _join_bytes(held_out), 256)
-    encode, vocab_size = _hf_tokenizer(tokenizer)
-    return Corpus(encode(train), encode(held_out), vocab_size)
+    encode, vocab_size = (_encode_bytes, 256) if tokenizer == "bytes" else _hf_tokenizer(tokenizer)
+    unfinished = folder.with_suffix(".tmp")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir()
+    sha = hashlib.sha256()
+    for part, chosen in zip(("train", "held_out"), _split(documents), strict=True):
+        tokens = np.concatenate([encode(chosen[i : i + ROWS_PER_READ]) for i in range(0, len(chosen), ROWS_PER_READ)])
+        np.save(unfinished / f"{part}.npy", tokens)
+        sha.update(tokens)
+    about = {"vocab_size": vocab_size, "sha256": sha.hexdigest()}
+    (unfinished / "corpus.json").write_text(json.dumps(about))
+    unfinished.rename(folder)
 
 
-def _read(data: str) -> list[bytes]:
+def _files(paths: list[Path]) -> list[tuple]:
+    """What changes when one of these files does."""
+    return [(str(path.resolve()), (found := path.stat()).st_size, found.st_mtime_ns) for path in paths]
+
+
+def _tokenizer_source(name: str) -> object:
+    return _files(sorted(Path(name).iterdir())) if Path(name).is_dir() else name
+
+
+def _source(data: str) -> tuple[Callable[[], list[bytes]], object]:
+    """How to read the documents of `data`, and what they are known by."""
     if data == "stdlib":
         files = []
         for folder, subfolders, names in os.walk(sysconfig.get_paths()["stdlib"]):
             skip = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
             subfolders[:] = [name for name in subfolders if name not in skip]
             files += [Path(folder, name) for name in names if name.endswith(".py")]
-        return [file.read_bytes() for file in sorted(files)]
+        return lambda: [file.read_bytes() for file in sorted(files)], _files(sorted(files))
     if data.startswith("hf:"):
         try:
             from datasets import load_dataset
 
-            rows = load_dataset(data.removeprefix("hf:"), split="train")["text"]
+            rows = load_dataset(data.removeprefix("hf:"), split="train")
+            texts = rows["text"]
         except ImportError:
             raise UserError(f"--data {data} needs the package datasets: pip install datasets") from None
         except Exception as error:  # the hub's client raises dozens of kinds: network, name, licence, layout
             raise UserError(f"--data {data}: {type(error).__name__}: {error}") from None
-        return [row.encode() for row in rows]
+        return lambda: [row.encode() for row in texts], _files([Path(file["filename"]) for file in rows.cache_files])
     path = Path(data)
     if not path.is_file():
         raise UserError(f"--data {data}: no such file (stdlib, a text, .jsonl or .parquet file, or hf:NAME)")
+    return lambda: _read_file(path), _files([path])
+
+
+def _read_file(path: Path) -> list[bytes]:
     try:
         if path.suffix.lower() == ".jsonl":
             return [json.loads(line)["text"].encode() for line in path.read_bytes().split(b"\n") if line.strip()]
@@ -70,7 +123,7 @@ def _read(data: str) -> list[bytes]:
             return [row.encode() for row in parquet.read_table(path, columns=["text"])["text"].to_pylist()]
         return [path.read_bytes()]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
-        raise UserError(f"--data {data} is no {path.suffix or 'text'} file with a text per row: {error!r}") from None
+        raise UserError(f"--data {path} is no {path.suffix or 'text'} file with a text per row: {error!r}") from None
 
 
 def _split(documents: list[bytes]) -> tuple[list[bytes], list[bytes]]:
@@ -85,11 +138,12 @@ def _split(documents: list[bytes]) -> tuple[list[bytes], list[bytes]]:
     return train, [d for d, h in zip(documents, hashes, strict=True) if h in held_out]
 
 
-def _join_bytes(documents: list[bytes]) -> np.ndarray:
+def _encode_bytes(documents: list[bytes]) -> np.ndarray:
     return np.frombuffer(b"".join(d + b"\0" for d in documents), dtype=np.uint8)  # text holds no NUL: it ends one
 
 
-def _hf_tokenizer(name: str):
+def _hf_tokenizer(name: str) -> tuple[Callable[[list[bytes]], np.ndarray], int]:
+    """What turns documents into tokens, and the size of its vocabulary."""
     try:
         from transformers import AutoTokenizer
 
@@ -123,45 +177,78 @@ class Sequences(Dataset):
 
 
 def batch_order(
-    n: int, args, micro_batch_size: int, start_step: int, rank: int, world_size: int
+    n: int,
+    *,
+    global_batch_size: int,
+    micro_batch_size: int,
+    seed: int,
+    start_step: int = 0,
+    rank: int = 0,
+    world_size: int = 1,
 ) -> Iterator[list[int]]:
     """Which of n sequences a rank reads, micro-batch by micro-batch, from 0-based `start_step` on, for ever.
 
     Position p of the endless stream is item p % n of the permutation of epoch p // n, and step s of
     global batch size G reads positions s·G to (s+1)·G: a function of seed and step alone. Rank r takes
     the r-th equal part of each step, so ranks never overlap and each sequence comes once per epoch.
+    `rank` of `world_size` counts along the data-parallel dimension: ranks that share a batch share a number.
     """
-    share = args.global_batch_size // world_size
+    share = global_batch_size // world_size
     epoch, order = -1, np.empty(0)
     for step in itertools.count(start_step):
-        first = step * args.global_batch_size + rank * share
+        first = step * global_batch_size + rank * share
         for start in range(first, first + share, micro_batch_size):
             batch = []
             for position in range(start, start + micro_batch_size):
                 if position // n != epoch:
                     epoch = position // n
-                    order = np.random.default_rng([args.seed, epoch]).permutation(n)
+                    order = np.random.default_rng([seed, epoch]).permutation(n)
                 batch.append(int(order[position % n]))
             yield batch
 
 
 def train_batches(
-    tokens: np.ndarray, args, micro_batch_size: int, start_step: int, rank: int, world_size: int, device: torch.device
+    tokens: np.ndarray,
+    *,
+    seq_len: int,
+    global_batch_size: int,
+    micro_batch_size: int,
+    seed: int,
+    device: torch.device,
+    start_step: int = 0,
+    rank: int = 0,
+    world_size: int = 1,
+    num_workers: int = 0,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """This rank's micro-batches, for ever: inputs and targets, each int64 [micro_batch_size, seq_len].
 
-    `args` gives seq_len, global_batch_size, seed, num_workers. UserError if the text is too short.
+    They stay on the CPU, in pinned memory if `device` is a GPU. The order is batch_order's. UserError if the text is
+    too short.
     """
-    dataset = Sequences(tokens, args.seq_len)
-    if len(dataset) < args.global_batch_size:
+    dataset = Sequences(tokens, seq_len)
+    if len(dataset) < global_batch_size:
         raise UserError(
-            f"--data {args.data} gives {len(dataset)} training sequences of --seq-len {args.seq_len}, "
-            f"less than one --global-batch-size {args.global_batch_size}: add text or lower these"
+            f"--data gives {len(dataset)} training sequences of --seq-len {seq_len}, "
+            f"less than one --global-batch-size {global_batch_size}: add text or lower these"
         )
-    order = batch_order(len(dataset), args, micro_batch_size, start_step, rank, world_size)
-    own = torch.Generator()  # or the loader would draw from the one that a resume restores
-    more = {"generator": own, "num_workers": args.num_workers, "pin_memory": device.type == "cuda"}
-    return iter(DataLoader(dataset, batch_sampler=order, worker_init_fn=_ignore_signals, **more))
+    order = batch_order(
+        len(dataset),
+        global_batch_size=global_batch_size,
+        micro_batch_size=micro_batch_size,
+        seed=seed,
+        start_step=start_step,
+        rank=rank,
+        world_size=world_size,
+    )
+    loader = DataLoader(
+        dataset,
+        batch_sampler=order,
+        generator=torch.Generator(),  # or the loader would draw from the one that a resume restores
+        num_workers=num_workers,
+        worker_init_fn=_ignore_signals,
+        pin_memory=device.type == "cuda",
+    )
+    return iter(loader)
 
 
 def _ignore_signals(_worker: int) -> None:
@@ -170,14 +257,23 @@ def _ignore_signals(_worker: int) -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def eval_batches(tokens: np.ndarray, seq_len: int, batch_size: int, rank: int, world_size: int) -> DataLoader:
-    """This rank's part of the held-out sequences; over all ranks each is read once.
+def eval_batches(
+    tokens: np.ndarray, *, seq_len: int, batch_size: int, rank: int = 0, world_size: int = 1
+) -> list[tuple[Tensor, Tensor]]:
+    """This rank's part of the held-out sequences: inputs and targets, each int64 [batch_size, seq_len].
 
-    UserError if the held-out text is shorter than one sequence.
+    Over all (data-parallel) ranks each sequence is read once. Every rank gets equally many batches, because a sharded
+    model gathers its weights in forward, and a rank that calls it once more than the others waits for ever; rows that
+    only pad have PADDING as their targets. UserError if the held-out text is shorter than one sequence.
     """
     dataset = Sequences(tokens, seq_len)
     if not len(dataset):
         raise UserError(f"--data: held-out text has {len(tokens)} tokens, less than one --seq-len {seq_len}: add text")
     chosen = np.unique(np.linspace(0, len(dataset) - 1, min(EVAL_SEQUENCES, len(dataset)), dtype=np.int64))
-    mine = Subset(dataset, chosen[rank::world_size].tolist())
-    return DataLoader(mine, batch_size=batch_size, generator=torch.Generator())
+    rows_of_largest_share = math.ceil(len(chosen) / world_size)
+    batches = math.ceil(rows_of_largest_share / batch_size)
+    inputs = torch.zeros(batches * batch_size, seq_len, dtype=torch.int64)
+    targets = torch.full_like(inputs, PADDING)
+    for row, i in enumerate(chosen[rank::world_size].tolist()):
+        inputs[row], targets[row] = dataset[i]
+    return list(zip(inputs.split(batch_size), targets.split(batch_size), strict=True))

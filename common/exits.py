@@ -14,6 +14,8 @@ import torch.distributed as dist
 REQUEUE_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: saved and stopped on a signal, start me again
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.ENAMETOOLONG)
 before_user_error_exit: list[Callable[[], None]] = []  # what to finish first, such as a save in the background
+# Scripts leave by os._exit, which runs no atexit handlers: put here what must be flushed (wandb.finish, a profiler).
+before_exit: list[Callable[[], None]] = []
 
 
 class UserError(Exception):
@@ -39,7 +41,10 @@ def world_from_env() -> tuple[int, int, int]:
 
 
 def run(main: Callable[[], int]) -> None:
-    """Call main and leave with the exit code it returns; a UserError becomes one line and code 2."""
+    """Call main and leave with the exit code it returns; a UserError becomes one line and code 2.
+
+    Nothing registered with atexit runs: see before_exit.
+    """
     try:
         code = main()
     except SystemExit:  # --help
@@ -65,6 +70,11 @@ def run(main: Callable[[], int]) -> None:
 def _exit(code: int) -> None:
     for child in multiprocessing.active_children():  # data loading workers
         child.kill()
+    for flush in before_exit:
+        try:
+            flush()
+        except Exception:
+            traceback.print_exc()
     sys.stdout.flush()
     # not sys.exit: its teardown waits for threads that talk to ranks that are gone, or aborts if gloo's still run
     os._exit(code)

@@ -47,8 +47,8 @@ def read_config(name: str, fields: list[str]) -> dict:
     return config
 
 
-def load_weights(net: nn.Module, folder: Path, tied: bool) -> None:
-    """Replace the weights of `net` by those of the .safetensors files in `folder`, if it has any.
+def load_weights(net: nn.Module, folder: Path, tied: bool) -> bool:
+    """Replace the weights of `net` by those of the .safetensors files in `folder`; False if it has none.
 
     UserError if names or shapes do not fit.
     """
@@ -58,7 +58,7 @@ def load_weights(net: nn.Module, folder: Path, tied: bool) -> None:
             f"--model {folder}: {others[0].name} is not .safetensors: save the weights as such, or remove it"
         )
     if not files:
-        return
+        return False
     say(f"weights from {len(files)} .safetensors file(s) in {folder}")
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -70,3 +70,4 @@ def load_weights(net: nn.Module, folder: Path, tied: bool) -> None:
         net.load_state_dict(weights)
     except (SafetensorError, RuntimeError, KeyError) as error:
         raise UserError(f"--model {folder}: weights do not fit its config: {error}") from None
+    return True

@@ -16,29 +16,47 @@ from tqdm import tqdm
 
 from common.exits import UserError
 from common.hardware import device_name, peak_flops
-from common.model import flops_per_token
+from common.model import Config, flops_per_token, parameter_count
 from common.report import describe, peak_memory_bytes, plot_loss, read_records, report
-from common.runtime import gather, is_rank0, say
+from common.runtime import gather, is_rank0, say, whole
 
 MFU_CONVENTION = "6(N - N_embedding) + 12·L·H·head_dim·seq_len FLOP per token, recomputation not counted"
 
 
 class Meter:
-    """Times a run between log lines and keeps its records. Rank 0 writes; log and finish are collective."""
+    """Times a run between log lines and keeps its records. Rank 0 writes; log and finish are collective.
 
-    def __init__(self, run_dir: Path, args, net: torch.nn.Module, device: torch.device, start_step: int) -> None:
-        self.run_dir, self.args, self.device = run_dir, args, device
-        self.world_size = dist.get_world_size() if dist.is_initialized() else 1
-        self.parameters = sum(p.numel() for p in net.parameters())
-        self.flops_per_token = flops_per_token(net, args.seq_len)
-        self.peak_flops = peak_flops(device_name(device), args.dtype)
+    Tokens are those of the global batch and FLOP those of the Config, whatever part of either a rank has: so both hold
+    for every mesh of data, tensor and pipeline parallel ranks.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        model: str,
+        config: Config,
+        device: torch.device,
+        dtype: str,
+        seq_len: int,
+        global_batch_size: int,
+        steps: int,
+        start_step: int,
+    ) -> None:
+        self.run_dir, self.device, self.dtype, self.steps = run_dir, device, dtype, steps
+        self.model, self.parameters = model, parameter_count(config)
+        self.devices = dist.get_world_size() if dist.is_initialized() else 1
+        self.tokens_per_step = global_batch_size * seq_len
+        self.flops_per_token = flops_per_token(config, seq_len)
+        self.peak_flops = peak_flops(device_name(device), dtype)
         self.phases: dict[str, float] = defaultdict(float)
         self.events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self.windows: list[tuple[int, float]] = []  # tokens, seconds
+        self.steps_since_log: list[Tensor] = []  # loss and gradient norm of each
+        self.tokens_and_seconds: list[tuple[int, float]] = []  # between log lines
         self.records: list[dict] = []
         self.start_step = self.last_step = start_step
-        if start_step > args.steps:
-            raise UserError(f"--steps {args.steps}: the run in {run_dir} is at step {start_step} already")
+        if start_step > steps:
+            raise UserError(f"--steps {steps}: the run in {run_dir} is at step {start_step} already")
         if is_rank0():
             self._open()
         self.start = self.last_time = time.perf_counter()
@@ -57,7 +75,7 @@ class Meter:
             self.tensorboard = SummaryWriter(self.run_dir / "tensorboard", purge_step=self.start_step + 1)
         except ImportError:
             say("no TensorBoard files (pip install tensorboard)")
-        self.bar = tqdm(total=self.args.steps, initial=self.start_step, unit="step", disable=not sys.stderr.isatty())
+        self.bar = tqdm(total=self.steps, initial=self.start_step, unit="step", disable=not sys.stderr.isatty())
 
     def _write(self, record: dict) -> None:
         self.records.append(record)
@@ -79,22 +97,32 @@ class Meter:
             yield
             self.phases[name] += time.perf_counter() - start
 
-    def log(self, step: int, window: Tensor, lr: float, skipped_steps: int, scale: float) -> None:
-        """One line for the steps since the last; `window` [steps, 2] has the global loss and the gradient
+    def note(self, loss: Tensor, grad_norm: Tensor) -> None:
+        """Keep a step's loss and gradient norm on the device: reading one would stall the GPU."""
+        self.steps_since_log.append(torch.stack((whole(loss), whole(grad_norm))))
+
+    def since_last_log(self) -> Tensor:
+        """What was noted since the last log line, [steps, 2]: the loss and the gradient norm of each step."""
+        noted = torch.stack(self.steps_since_log)
+        self.steps_since_log.clear()
+        return noted
+
+    def log(self, step: int, noted: Tensor, lr: float, skipped_steps: int, scale: float) -> None:
+        """One line for the steps since the last; `noted` [steps, 2] has the global loss and the gradient
         norm of each, and the last is shown. Tokens/s counts all wall time since the last line.
 
         UserError names the first step that is not finite, before anything of it is saved.
         """
-        window = window.cpu()  # waits for the GPU, once a line
+        noted = noted.cpu()  # waits for the GPU, once a line
         # an fp16 gradient may overflow: the scaler skips that step and tries a smaller scale
-        finite = window[:, : 1 if self.args.dtype == "fp16" else 2].isfinite().all(1).tolist()
-        if self.args.dtype == "fp16" and scale < 1:
+        finite = noted[:, : 1 if self.dtype == "fp16" else 2].isfinite().all(1).tolist()
+        if self.dtype == "fp16" and scale < 1:
             finite[-1] = False  # no scale is small enough: every step is skipped
         if not all(finite):
+            first = step - len(finite) + 1 + finite.index(False)
             raise UserError(
-                f"loss or gradient is not finite at step {step - len(finite) + 1 + finite.index(False)}: lower "
-                f"--lr {self.args.lr:g} or --clip-norm {self.args.clip_norm:g}, raise --warmup-steps "
-                f"{self.args.warmup_steps}, or use bf16 or fp32 where it is --dtype fp16"
+                f"loss or gradient is not finite at step {first} (learning rate {lr:g}): lower --lr or --clip-norm, "
+                "raise --warmup-steps, or use bf16 or fp32 where it is --dtype fp16"
             )
         now = time.perf_counter()
         forward = self.phases["forward"] + sum(start.elapsed_time(end) for start, end in self.events) / 1e3
@@ -109,16 +137,16 @@ class Meter:
         )
         if is_rank0():
             seconds, busy = now - self.last_time, [r["busy"] for r in ranks]
-            tokens_per_step = self.args.global_batch_size * self.args.seq_len
-            self.windows.append(((step - self.last_step) * tokens_per_step, seconds))
-            speed = self.windows[-1][0] / seconds
+            tokens = (step - self.last_step) * self.tokens_per_step
+            self.tokens_and_seconds.append((tokens, seconds))
+            speed = tokens / seconds
             slowest = max(range(len(busy)), key=busy.__getitem__)
             record = {
                 "step": step,
-                "loss": window[-1, 0].item(),
+                "loss": noted[-1, 0].item(),
                 "lr": lr,
-                "grad_norm": window[-1, 1].item() if window[-1, 1].isfinite() else None,  # JSON has no infinity
-                "tokens": step * tokens_per_step,
+                "grad_norm": noted[-1, 1].item() if noted[-1, 1].isfinite() else None,  # JSON has no infinity
+                "tokens": step * self.tokens_per_step,
                 "tokens_per_second": speed,
                 "mfu": self.mfu(speed),
                 "data_wait_share": max(r["data"] for r in ranks) / seconds,
@@ -135,7 +163,7 @@ class Meter:
                     if value is not None and name != "step":
                         self.tensorboard.add_scalar(name, value, step)
             self.bar.update(step - self.last_step)
-            tqdm.write(describe(record, self.args.steps), file=sys.stdout)
+            tqdm.write(describe(record, self.steps), file=sys.stdout)
             sys.stdout.flush()
         self.phases.clear()
         self.events.clear()
@@ -153,9 +181,9 @@ class Meter:
         """Model FLOP/s over the peak of all ranks' devices; None where the peak is not known."""
         if self.peak_flops is None:
             return None
-        return tokens_per_second * self.flops_per_token / (self.peak_flops * self.world_size)
+        return tokens_per_second * self.flops_per_token / (self.peak_flops * self.devices)
 
-    def finish(self, step: int, **own) -> None:
+    def finish(self, step: int, json_path: Path | None, **own) -> None:
         """Plot the loss, print the summary (the run's whole curve, this process's speed), write --json."""
         peak_memory = max(gather(peak_memory_bytes(self.device)))
         if not is_rank0():
@@ -166,16 +194,17 @@ class Meter:
         losses = [r["loss"] for r in self.records if "loss" in r]
         val_losses = [r["val_loss"] for r in self.records if "val_loss" in r]
         # saves and evaluations included, but not the first line, which pays for warm-up and compilation
-        tokens, seconds = (sum(column) for column in zip((0, 0), *(self.windows[1:] or self.windows), strict=True))
+        timed = self.tokens_and_seconds[1:] or self.tokens_and_seconds
+        tokens, seconds = sum(tokens for tokens, _ in timed), sum(seconds for _, seconds in timed)
         speed = tokens / seconds if tokens else None
         summary = {
             "device": device_name(self.device),
-            "world_size": self.world_size,
-            "dtype": self.args.dtype,
-            "model": self.args.model,
+            "world_size": self.devices,
+            "dtype": self.dtype,
+            "model": self.model,
             "parameters": self.parameters,
             "steps": step,
-            "tokens": step * self.args.global_batch_size * self.args.seq_len,
+            "tokens": step * self.tokens_per_step,
             "first_loss": losses[0] if losses else None,
             "last_loss": losses[-1] if losses else None,
             "val_loss": val_losses[-1] if val_losses else None,
@@ -188,4 +217,4 @@ class Meter:
             "loss_plot": plot_loss(self.records, self.run_dir / "loss.png", "cross-entropy (nats per token)"),
             **own,
         }
-        report(summary, self.args.json)
+        report(summary, json_path)

@@ -5,6 +5,7 @@ embedding, grouped-query attention, SwiGLU), so its checkpoints load here, and o
 """
 
 import dataclasses
+import hashlib
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from common import hf
 from common.exits import UserError
+from common.runtime import shard_like
 
 
 @dataclass(frozen=True)
@@ -55,13 +57,51 @@ SIZES = {
 }
 
 
+@dataclass(frozen=True)
+class Recipe:
+    """What trains a shape sensibly when nothing else is said."""
+
+    seq_len: int
+    lr: float  # peak, for AdamW
+    warmup_steps: int  # for the default run of 100 steps; published runs of a trillion tokens take 2,000
+
+
+RECIPES = {
+    "nano": Recipe(64, 2e-3, 10),
+    "llama-124m": Recipe(1024, 6e-4, 20),
+    "llama-1b": Recipe(2048, 3e-4, 20),
+    "llama-8b": Recipe(4096, 3e-4, 20),  # Touvron et al. 2023 (Llama 2), section 2.2: 3e-4 for 7B and 13B
+    "llama-70b": Recipe(4096, 1.5e-4, 20),  # and 1.5e-4 for 34B and 70B, all with sequences of 4,096
+}
+
+
+def read_config(name: str) -> Config:
+    """The shape called `name`, or that of an HF config.json or folder. UserError if it is none of these."""
+    return SIZES.get(name) or Config(**hf.read_config(name, [f.name for f in dataclasses.fields(Config)]))
+
+
+def recipe(name: str) -> Recipe:
+    """The recipe of the shape called `name`. A path takes that of the named size nearest in parameters, with a tenth
+    of its learning rate where the folder holds trained weights."""
+    if name in RECIPES:
+        return RECIPES[name]
+    config = read_config(name)
+    nearest = min(SIZES, key=lambda size: abs(math.log(parameter_count(config) / parameter_count(SIZES[size]))))
+    found = RECIPES[nearest]
+    return Recipe(
+        seq_len=min(found.seq_len, config.max_position_embeddings),
+        lr=found.lr / 10 if any(Path(name).glob("*.safetensors")) else found.lr,
+        warmup_steps=found.warmup_steps,
+    )
+
+
 def load_config(name: str, tokenizer_size: int, seq_len: int) -> Config:
     """The shape called `name`, or that of an HF config.json or folder.
 
     nano takes the tokenizer's vocabulary, the others keep their own. UserError: unknown name, a file
     that is no Llama config, a tokenizer larger than the vocabulary, seq_len over the model's limit.
     """
-    config = SIZES.get(name) or Config(**hf.read_config(name, [f.name for f in dataclasses.fields(Config)]))
+    config = read_config(name)
     if name == "nano":
         config = dataclasses.replace(config, vocab_size=tokenizer_size)
     if tokenizer_size > config.vocab_size:
@@ -69,6 +109,29 @@ def load_config(name: str, tokenizer_size: int, seq_len: int) -> Config:
     if seq_len > config.max_position_embeddings:
         raise UserError(f"--seq-len {seq_len} is over the limit of --model {name}: {config.max_position_embeddings}")
     return config
+
+
+def parameter_count(config: Config) -> int:
+    """How many numbers the model holds; tied embeddings count once."""
+    c = config
+    heads = 2 * c.num_attention_heads + 2 * c.num_key_value_heads  # q and o, k and v
+    attention = c.hidden_size * c.head_dim * heads
+    mlp = 3 * c.hidden_size * c.intermediate_size
+    norms = 2 * c.hidden_size
+    embeddings = c.vocab_size * c.hidden_size * (1 if c.tie_word_embeddings else 2)
+    return c.num_hidden_layers * (attention + mlp + norms) + c.hidden_size + embeddings
+
+
+def flops_per_token(config: Config, seq_len: int) -> int:
+    """Floating-point operations to train on one token: 6(N - N_embedding) + 12·L·H·head_dim·seq_len.
+
+    The model's own arithmetic, no recomputation (Chowdhery et al. 2022, appendix B). N_embedding is
+    what is only looked up: 0 with tied embeddings, whose one matrix is multiplied with as lm_head.
+    """
+    c = config
+    looked_up = 0 if c.tie_word_embeddings else c.vocab_size * c.hidden_size
+    attention = 12 * c.num_hidden_layers * c.num_attention_heads * c.head_dim * seq_len
+    return 6 * (parameter_count(c) - looked_up) + attention
 
 
 def rope_tables(config: Config, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -86,7 +149,10 @@ def rope_tables(config: Config, length: int, device: torch.device) -> tuple[Tens
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (x[i], x[i + head_dim / 2]) by its position's angle. x: [batch, heads, length, head_dim]."""
+    """Turn each pair (x[i], x[i + head_dim / 2]) by its position's angle.
+
+    x: [batch, length, heads, head_dim]; cos and sin: [length, 1, head_dim / 2], or one row per sequence of the batch.
+    """
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
@@ -110,9 +176,9 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(c.num_attention_heads * c.head_dim, c.hidden_size, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        projections = (self.q_proj, self.k_proj, self.v_proj)
-        q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in projections)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)  # before the transpose, which q, k and v then share: no copies
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.grouped)
         return self.o_proj(y.transpose(1, 2).flatten(2))
 
@@ -146,13 +212,28 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = c
         self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)
-        self.layers = nn.ModuleList(Block(c) for _ in range(c.num_hidden_layers))
+        # by name, not by place: layer 7 is called 7 also where a pipeline stage holds only some
+        self.layers = nn.ModuleDict({str(i): Block(c) for i in range(c.num_hidden_layers)})
         self.norm = RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
+        self._fill_rope_tables()
 
-    def forward(self, input_ids: Tensor) -> Tensor:
+    def _fill_rope_tables(self) -> None:
+        tables = rope_tables(self.config, self.config.max_position_embeddings, self.norm.weight.device)
+        for name, table in zip(("rope_cos", "rope_sin"), tables, strict=True):
+            self.register_buffer(name, table, persistent=False)
+
+    def _apply(self, fn, recurse: bool = True):
+        super()._apply(fn, recurse)
+        self._fill_rope_tables()  # to_empty() leaves them unset, and .to(bfloat16) would round the angles
+        return self
+
+    def forward(self, input_ids: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Hidden states [batch, length, hidden]; `positions`, like input_ids, are 0, 1, 2, ... if not given."""
         x = self.embed_tokens(input_ids)
-        cos, sin = rope_tables(self.config, input_ids.shape[1], input_ids.device)
-        for layer in self.layers:
+        # the tables are loaded, not computed here: a compiler would compute them again in every kernel that reads them
+        rows = slice(input_ids.shape[1]) if positions is None else positions
+        cos, sin = self.rope_cos[rows].unsqueeze(-2), self.rope_sin[rows].unsqueeze(-2)
+        for layer in self.layers.values():
             x = layer(x, cos, sin)
         return self.norm(x)
 
@@ -163,38 +244,52 @@ class Transformer(nn.Module):
         self.config = c
         self.model = Decoder(c)
         self.lm_head = nn.Linear(c.hidden_size, c.vocab_size, bias=False)
-        if c.tie_word_embeddings:
-            self.lm_head.weight = self.model.embed_tokens.weight
-        for module in self.modules():
-            if isinstance(module, (nn.Linear, nn.Embedding)):
-                nn.init.normal_(module.weight, std=0.02)
+        self.tie_weights()
 
-    def forward(self, input_ids: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Logits [batch, length, vocab]; given targets [batch, length], their mean cross-entropy in nats."""
-        logits = self.lm_head(self.model(input_ids))
+    def tie_weights(self) -> None:
+        if self.config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    @torch.no_grad()
+    def init_weights(self, seed: int) -> None:
+        """Set every weight as a function of (seed, parameter name) alone.
+
+        So a model that is built whole, materialised from the meta device, sharded or cut into stages starts equal to
+        the bit. A shard takes its part of the whole matrix, which is drawn on the CPU.
+        """
+        for name, parameter in self.named_parameters():
+            whole = torch.ones(parameter.shape)  # norms
+            if parameter.ndim >= 2:
+                key = hashlib.sha256(f"{seed} {name}".encode()).digest()
+                generator = torch.Generator().manual_seed(int.from_bytes(key[:8]) >> 1)
+                whole.normal_(std=0.02, generator=generator)
+            parameter.copy_(shard_like(whole, parameter))
+
+    def forward(self, input_ids: Tensor, targets: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+        """Logits [batch, length, vocab]; given targets [batch, length], their mean cross-entropy in nats.
+
+        Targets of -100 do not count; the mean of no target at all is NaN.
+        """
+        logits = self.lm_head(self.model(input_ids, positions))
         if targets is None:
             return logits
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
-def build(name: str, config: Config) -> Transformer:
-    """The model on the CPU, from the seeded generator: the same weights whatever it trains on.
+def build(name: str, config: Config, *, seed: int, device: torch.device | str = "cpu") -> Transformer:
+    """The model on `device`: the same weights whatever it trains on. On "meta" it holds no numbers yet.
 
     If `name` is a folder with .safetensors files, their weights replace the random ones.
     """
-    net = Transformer(config)
-    if name not in SIZES:
-        hf.load_weights(net, Path(name), config.tie_word_embeddings)
+    with torch.device("meta"):
+        net = Transformer(config)
+    return net if str(device) == "meta" else materialize(net, name, seed=seed, device=device)
+
+
+def materialize(net: Transformer, name: str, *, seed: int, device: torch.device | str) -> Transformer:
+    """Give a model from the meta device, whole or sharded, its memory on `device` and its weights, as build does."""
+    net.to_empty(device=device)
+    net.tie_weights()  # to_empty has made two matrices of one
+    if name in SIZES or not hf.load_weights(net, Path(name), net.config.tie_word_embeddings):
+        net.init_weights(seed)
     return net
-
-
-def flops_per_token(net: Transformer, seq_len: int) -> int:
-    """Floating-point operations to train on one token: 6(N - N_embedding) + 12·L·H·head_dim·seq_len.
-
-    The model's own arithmetic, no recomputation (Chowdhery et al. 2022, appendix B). N_embedding is
-    what is only looked up: 0 with tied embeddings, whose one matrix is multiplied with as lm_head.
-    """
-    c = net.config
-    parameters = sum(p.numel() for p in net.parameters())
-    looked_up = 0 if c.tie_word_embeddings else net.model.embed_tokens.weight.numel()
-    return 6 * (parameters - looked_up) + 12 * c.num_hidden_layers * c.num_attention_heads * c.head_dim * seq_len

@@ -1,20 +1,25 @@
-"""A run's folder: one live run at a time, one set of settings for life."""
+"""A run's folder: one live run at a time, one set of settings for life, and the same folder on every rank."""
 
+import errno
+import fcntl
 import hashlib
 import json
 import os
 import shutil
+import socket
+import subprocess
 import sys
 import time
+import uuid
 from pathlib import Path
 
 import filelock
-import numpy as np
 
-from common.cli import IDENTITY
 from common.exits import UserError
-from common.runtime import on_rank0
+from common.runtime import gather, on_rank0, say
 
+NO_FLOCK = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
+LEASE_SECONDS = 60
 _locks = []  # held until the process ends, however it ends
 
 
@@ -22,45 +27,116 @@ def create(run_dir: Path | None) -> Path:
     """Create or enter the folder (None: a new one in runs/) and lock it. UserError if it is in use or unwritable."""
     script = Path(sys.argv[0]).resolve().parent.name
     run_dir = run_dir or Path("runs", f"{script}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
+    seconds = os.environ.get("RUN_DIR_LOCK_SECONDS", "10")
+    if not seconds.isdecimal():
+        raise UserError(f"RUN_DIR_LOCK_SECONDS={seconds} is not a whole number of seconds")
+    holder = run_dir / ".lock"
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        _locks.append(filelock.FileLock(run_dir / ".lock"))
-        _locks[-1].acquire(timeout=10)  # data loading workers outlive a kill -9 of their parent by seconds
+        _locks.append(_lock(holder))
+        # data loading workers outlive a kill -9 of their parent by seconds; NFS and Lustre give a dead machine's lock
+        # back after about 90
+        _locks[-1].acquire(timeout=int(seconds))
+        job = os.environ.get("SLURM_JOB_ID") or os.environ.get("TORCHELASTIC_RUN_ID") or "none"
+        since = time.strftime("%Y-%m-%d %H:%M:%S %Z")
+        holder.write_text(f"host {socket.gethostname()}, process {os.getpid()}, job {job}, since {since}")
     except filelock.Timeout:
-        raise UserError(f"--run-dir {run_dir} is in use by a live run: use another") from None
+        told = holder.read_text() or "its holder has not said who it is"
+        raise UserError(
+            f"--run-dir {run_dir} is in use by a live run ({told}): use another, or wait longer than "
+            f"RUN_DIR_LOCK_SECONDS={seconds}"
+        ) from None
     except OSError as error:
         raise UserError(f"--run-dir {run_dir} cannot be used: {error}") from None
     return run_dir
 
 
-def claim(args, tokens: np.ndarray, config: object) -> Path:
-    """Enter --run-dir for a run with the settings in args, this text and model, on all ranks together.
-
-    UserError as for create, or if the folder belongs to a run with other settings (names the flags), or
-    holds checkpoints and --resume is not given.
-    """
-    return Path(on_rank0(lambda: str(_claim(args, tokens, config))))
-
-
-def _claim(args, tokens: np.ndarray, config: object) -> Path:
-    run_dir = create(args.run_dir)
-    settings_file = run_dir / "settings.json"
-    settings = {name: getattr(args, name) for name in IDENTITY}
-    for name, content in (("data", tokens), ("model", repr(config).encode())):  # a file may change under its name
-        settings[name] += f" (SHA-256 {hashlib.sha256(content).hexdigest()[:12]})"
+def _lock(file: Path) -> filelock.BaseFileLock:
+    """A lock that the system gives back when its holder dies or, where the file system has none, a lease: a file that
+    its holder touches again and again, and that anybody may take over once that has stopped."""
     try:
-        known = json.loads(settings_file.read_text()) if settings_file.exists() else settings
-        differ = [f"--{k.replace('_', '-')} {v} (was {known.get(k)})" for k, v in settings.items() if known.get(k) != v]
-        if differ:
-            raise UserError(f"--run-dir {run_dir} holds a run with other settings: {', '.join(differ)}; use another")
-        if not args.resume and any(run_dir.glob("step-*[0-9]")):
-            raise UserError(f"--run-dir {run_dir} holds a run with checkpoints: --resume it, or use another")
-        write_json(settings_file, settings)
-        for leftover in run_dir.glob("step-*.tmp"):  # of a save that was killed
-            shutil.rmtree(leftover)
-    except (OSError, ValueError, AttributeError) as error:
-        raise UserError(f"--run-dir {run_dir} cannot be used: {error}") from None
+        with open(file, "a") as stream:
+            fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        pass  # somebody holds it, so it works
+    except OSError as error:
+        if error.errno not in NO_FLOCK:
+            raise
+        return filelock.SoftFileLease(file.with_name(".lease"), lease_duration=LEASE_SECONDS)
+    return filelock.FileLock(file)
+
+
+def claim(run_dir: Path | None, *, settings: dict, contents: dict[str, str], resume: bool) -> Path:
+    """Enter --run-dir for a run with these settings (by flag), on all ranks together.
+
+    `contents` is what stands behind a setting, such as the text that --data names: a file may change under its name.
+    UserError as for create, or if the folder belongs to a run with other settings (names the flags), holds checkpoints
+    and `resume` is not given, or is not one folder on all ranks.
+    """
+    for name, content in contents.items():
+        sha = hashlib.sha256(content.encode()).hexdigest()
+        settings = {**settings, name: f"{settings[name]} (SHA-256 {sha[:12]})"}
+    folder = Path(on_rank0(lambda: str(_examine(create(run_dir), settings, resume))))
+    _require_shared(folder)
+    on_rank0(lambda: _enter(folder, settings))
+    return folder
+
+
+def _examine(run_dir: Path, settings: dict, resume: bool) -> Path:
+    known = _known(run_dir) or settings
+    differ = [f"--{k.replace('_', '-')} {v} (was {known.get(k)})" for k, v in settings.items() if known.get(k) != v]
+    if differ:
+        raise UserError(f"--run-dir {run_dir} holds a run with other settings: {', '.join(differ)}; use another")
+    if not resume and any(run_dir.glob("step-*[0-9]")):
+        raise UserError(f"--run-dir {run_dir} holds a run with checkpoints: --resume it, or use another")
     return run_dir
+
+
+def _known(run_dir: Path) -> dict:
+    try:
+        file = run_dir / "settings.json"
+        return dict(json.loads(file.read_text())) if file.exists() else {}
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"--run-dir {run_dir} cannot be used: {error}") from None
+
+
+def _require_shared(run_dir: Path) -> None:
+    """Two nodes with a disk each would write halves of a checkpoint that nobody could put together again."""
+    token = on_rank0(lambda: f".seen-by-all-{uuid.uuid4().hex}")  # a new name: NFS remembers what was not there
+    on_rank0(lambda: (run_dir / token).touch())
+    blind = [f"{rank} on {host}" for rank, (seen, host) in enumerate(gather(_look(run_dir / token))) if not seen]
+    on_rank0(lambda: (run_dir / token).unlink())
+    if blind:
+        raise UserError(
+            f"--run-dir {run_dir} is another folder on rank {', '.join(blind)}, than on rank 0 on "
+            f"{on_rank0(socket.gethostname)}: use one that all nodes share"
+        )
+
+
+def _look(file: Path) -> tuple[bool, str]:
+    return file.exists(), socket.gethostname()
+
+
+def _enter(run_dir: Path, settings: dict) -> None:
+    try:
+        known = _known(run_dir)
+        commit = _commit()
+        if known and known.get("commit") != commit:
+            say(f"warning: this run began at commit {known.get('commit')}, and this is {commit}")
+        write_json(run_dir / "settings.json", {**settings, "commit": known["commit"] if known else commit})
+        for leftover in (*run_dir.glob("step-*.tmp"), *run_dir.glob("step-*.old")):  # of a save that was killed
+            shutil.rmtree(leftover)
+    except OSError as error:
+        raise UserError(f"--run-dir {run_dir} cannot be used: {error}") from None
+
+
+def _commit() -> str | None:
+    """The commit of this code, with "-dirty" if its files have changed since; None outside a git repository."""
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def write_json(file: Path, value: dict) -> None:

@@ -1,6 +1,7 @@
-"""Where a script runs: its device, its process group, its seeds and its signals."""
+"""Where a script runs: its device, its process group and meshes, its seeds and its signals."""
 
 import ctypes
+import math
 import os
 import random
 import signal
@@ -11,6 +12,8 @@ from datetime import timedelta
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from common.exits import UserError, world_from_env
 
@@ -29,10 +32,20 @@ def pick_device(name: str = "auto", local_rank: int = 0) -> torch.device:
                 "driver and CUDA_VISIBLE_DEVICES, or use --device cpu"
             )
         torch.cuda.set_device(local_rank)
+        torch.set_float32_matmul_precision("highest")  # fp32 is fp32, whatever a container's environment says of TF32
         return torch.device("cuda", local_rank)
     if name == "mps" and not torch.backends.mps.is_available():
         raise UserError("--device mps: no Metal device here; use --device cpu")
     return torch.device(name)
+
+
+def rank_device(name: str, local_rank: int) -> torch.device:
+    """The device of one rank of many: as pick_device, but a GPU or the CPU, since mps has no collectives."""
+    if name == "auto" and not torch.cuda.is_available():
+        name = "cpu"
+    if name == "mps":
+        raise UserError("--device mps: torch.distributed has no backend for it; use --device cpu")
+    return pick_device(name, local_rank)
 
 
 def single_device(name: str) -> torch.device:
@@ -78,25 +91,58 @@ def collective_timeout() -> timedelta:
 
 
 def init_process_group(name: str) -> torch.device:
-    """Join the job and return this rank's device: NCCL between GPUs, gloo between CPUs.
+    """Join the job and return this rank's device: NCCL between GPUs, gloo between CPUs. 05_ddp/train.py spells it out.
 
     GPU ranks get gloo too, to agree on a flag or a file name without stopping the GPU. A plain
     `python script.py` becomes a world of one.
     """
     rank, world_size, local_rank = world_from_env()
-    timeout = collective_timeout()
-    if "RANK" in os.environ and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: if torchrun dies, even of kill -9, so do we
-    if name == "auto" and not torch.cuda.is_available():
-        name = "cpu"  # collectives have no backend for mps
-    if name == "mps":
-        raise UserError("--device mps: torch.distributed has no backend for it; use --device cpu")
-    device = pick_device(name, local_rank)
-    store = dist.HashStore() if world_size == 1 else next(dist.rendezvous("env://", timeout=timeout))[0]
-    cuda = {"backend": "cpu:gloo,cuda:nccl", "device_id": device}
-    group = cuda if device.type == "cuda" else {"backend": "gloo"}
-    dist.init_process_group(**group, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    device = rank_device(name, local_rank)
+    dist.init_process_group(
+        backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        device_id=device if device.type == "cuda" else None,
+        store=dist.HashStore() if world_size == 1 else None,
+        rank=rank,
+        world_size=world_size,
+        timeout=collective_timeout(),
+    )
+    end_with_torchrun()
     return device
+
+
+def end_with_torchrun() -> None:
+    """From now on SIGTERM comes if torchrun dies, even of kill -9, which would leave its ranks training for nobody."""
+    if "RANK" in os.environ and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
+def device_mesh(device: torch.device, sizes: dict[str, int]) -> DeviceMesh:
+    """A mesh of all ranks with these sizes by name, such as {"replicate": 2, "shard": 4}; collective.
+
+    Its groups wait as long as the whole job's: left alone they would take torch's own timeout. UserError if the sizes
+    do not multiply to the number of ranks.
+    """
+    if math.prod(sizes.values()) != dist.get_world_size():
+        told = " x ".join(f"{name} {size}" for name, size in sizes.items())
+        raise UserError(f"{told} is {math.prod(sizes.values())} processes, and {dist.get_world_size()} were started")
+    mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    for name in sizes:
+        dist.distributed_c10d._set_pg_timeout(collective_timeout(), mesh.get_group(name))
+    return mesh
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The tensor itself, or all of a DTensor, gathered from the ranks that hold its parts; then collective."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
+    """The tensor itself or, if `like` is a DTensor, its parts in the same places; every rank has all of `tensor`."""
+    if not hasattr(like, "placements"):
+        return tensor
+    from torch.distributed.tensor import distribute_tensor  # 1 s that unsharded training need not wait for
+
+    return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
 def shutdown() -> None:
@@ -139,17 +185,20 @@ def on_rank0(work: Callable[[], object]) -> object:
 
 
 def seed(value: int, deterministic: bool) -> None:
-    """Seed every generator; `deterministic` also trades speed for bit-identical kernels."""
+    """Seed every generator; `deterministic` also trades speed for bit-identical kernels. Before the process group:
+    NCCL reads its variables once."""
     random.seed(value)
     np.random.seed(value % 2**32)
     torch.manual_seed(value)
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ["NCCL_NVLS_ENABLE"] = "0"  # sums inside the switch differ from call to call (NVIDIA/nccl#1497)
         torch.use_deterministic_algorithms(True)
 
 
 def catch_stop_signals() -> None:
     """From now on SIGTERM and SIGUSR1 ask for a checkpoint and an end after the current step."""
+    end_with_torchrun()
 
     def note(number: int, _frame) -> None:
         global _stop_signal
@@ -160,7 +209,8 @@ def catch_stop_signals() -> None:
 
 
 def stop_requested() -> int:
-    """The signal that any rank has received (0: none), the same answer on all ranks.
+    """The signal that any rank has received (0: none), the same answer on all ranks, whatever part of the model or
+    of the batch they hold.
 
     A scheduler may signal one process only, and a save takes all of them. The flag goes from CPU to
     CPU over gloo: the GPU's queue is not drained for it, and a dead rank shows at once.

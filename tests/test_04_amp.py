@@ -13,7 +13,7 @@ import torch
 from support.checkpoints import gradients, saved
 from support.harness import TINY, clean_env, command, needs_compiler, run, tiny_flags, train
 
-from common import data, model, report, runtime
+from common import data, model, report
 
 SCRIPT = "04_amp/train.py"
 ONE_STEP = ("--steps", 1, "--warmup-steps", 0, "--clip-norm", 0.01)
@@ -38,9 +38,8 @@ def test_the_fp16_clip_equals_the_fp32_clip(tmp_path):
 def test_small_updates_are_kept_in_bf16(tmp_path):
     """At this rate a bf16 weight of 0.02 would not move: its neighbours are 6e-5 away."""
     result = train(SCRIPT, tmp_path, "--dtype", "bf16", "--lr", 1e-5, "--weight-decay", 0, "--steps", 5)
-    runtime.seed(0, deterministic=False)
     config = model.load_config(str(tmp_path / "tiny.json"), 256, 32)
-    initial = model.build("tiny", config).state_dict()
+    initial = model.build(str(tmp_path / "tiny.json"), config, seed=0).state_dict()
     trained = saved(tmp_path, 5)["model"]
     assert {t.dtype for t in trained.values()} == {torch.float32}
     moved = {name: (trained[name] != initial[name]).float().mean().item() for name in initial}
@@ -106,7 +105,7 @@ def test_the_progress_bar_is_for_terminals(tmp_path):
 def test_evaluation_is_over_the_held_out_text_in_eval_mode(tmp_path):
     result = train(SCRIPT, tmp_path, "--dtype", "fp32", "--eval-every", 8)
     assert [r["step"] for r in result.records if "val_loss" in r] == [8, 16, 20]
-    net = model.build("tiny", model.load_config(str(tmp_path / "tiny.json"), 256, 32))
+    net = model.build("nano", model.load_config(str(tmp_path / "tiny.json"), 256, 32), seed=0)
     net.load_state_dict(saved(tmp_path, 20)["model"])
     sequences = data.Sequences(data.load_corpus("stdlib", "bytes").held_out, 32)
     chosen = torch.linspace(0, len(sequences) - 1, 96, dtype=torch.float64).long().tolist()

@@ -4,7 +4,6 @@ import ast
 import itertools
 import json
 import math
-from argparse import Namespace
 
 import pytest
 import torch
@@ -19,13 +18,12 @@ SCRIPT = "05_ddp/train.py"
 def test_the_logged_loss_is_the_mean_over_ranks_and_micro_batches(tmp_path):
     """Recompute it by hand, sequence by sequence, in float64, for the first step and one in the middle."""
     result = train(SCRIPT, tmp_path, "--micro-batch-size", 2, "--save-every", 7, "--seed", 3, nproc=2)
-    runtime.seed(3, deterministic=False)
-    net = model.build("tiny", model.load_config(str(tmp_path / "tiny.json"), 256, 32))
+    net = model.build("nano", model.load_config(str(tmp_path / "tiny.json"), 256, 32), seed=3)
     sequences = data.Sequences(data.load_corpus("stdlib", "bytes").train, 32)
-    args = Namespace(global_batch_size=12, seed=3)
+    order = {"global_batch_size": 12, "micro_batch_size": 12, "seed": 3}
     for step, weights in ((1, net.state_dict()), (8, saved(tmp_path, 7)["model"])):
         net.load_state_dict(weights)
-        batch = next(itertools.islice(data.batch_order(len(sequences), args, 12, 0, 0, 1), step - 1, None))
+        batch = next(itertools.islice(data.batch_order(len(sequences), **order), step - 1, None))
         with torch.no_grad():
             losses = [net.double()(*(t[None] for t in sequences[i])).item() for i in batch]
         assert len(set(batch)) == 12
@@ -78,10 +76,17 @@ def meter(tmp_path, monkeypatch):
     """A Meter of three ranks on a clock that the test moves."""
     clock = [100.0]
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: clock[0])
-    args = Namespace(seq_len=32, global_batch_size=12, steps=20, dtype="bf16", lr=1.0, clip_norm=1.0, warmup_steps=0)
-    with torch.device("meta"):
-        net = model.Transformer(model.SIZES["llama-124m"])
-    meter = metrics.Meter(tmp_path, args, net, torch.device("cpu"), 0)
+    meter = metrics.Meter(
+        tmp_path,
+        model="llama-124m",
+        config=model.SIZES["llama-124m"],
+        device=torch.device("cpu"),
+        dtype="bf16",
+        seq_len=32,
+        global_batch_size=12,
+        steps=20,
+        start_step=0,
+    )
     meter.clock = clock
     return meter
 
@@ -103,7 +108,7 @@ def test_tokens_per_second_counts_the_gaps_between_the_phases(meter):
 
 def test_mfu_is_against_the_peak_of_all_devices(meter):
     assert meter.mfu(1e6) is None
-    meter.peak_flops, meter.world_size = 989.4e12, 8
+    meter.peak_flops, meter.devices = 989.4e12, 8
     assert meter.mfu(8 * 468_000) == pytest.approx(468_000 * meter.flops_per_token / 989.4e12)
 
 
@@ -132,7 +137,7 @@ def test_the_first_step_that_is_not_finite_is_named(meter):
     with pytest.raises(runtime.UserError, match="step 17:"):
         meter.log(20, window, 1.0, 0, 1.0)
     meter.clock[0] += 1.0
-    meter.args.dtype = "fp16"  # there an overflowing gradient is the scaler's business
+    meter.dtype = "fp16"  # there an overflowing gradient is the scaler's business
     meter.log(20, window, 1.0, 1, 1.0)
 
 

@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from argparse import Namespace
+import math
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ import torch
 from common import data
 from common.runtime import UserError
 
-ARGS = Namespace(data="x", seq_len=8, global_batch_size=12, seed=3, num_workers=0)
+ORDER = {"global_batch_size": 12, "micro_batch_size": 3, "seed": 3}
 CPU = torch.device("cpu")
 
 
@@ -21,9 +21,9 @@ def flat(lists) -> list:
 
 def order(n, world_size, steps, micro=2, start=0, seed=3):
     """[step][rank] -> indices, as the ranks of a job would read them."""
-    args = Namespace(global_batch_size=12, seed=seed)
     per_step = 12 // world_size // micro
-    ranks = [data.batch_order(n, args, micro, start, rank, world_size) for rank in range(world_size)]
+    shared = {"global_batch_size": 12, "micro_batch_size": micro, "seed": seed, "start_step": start}
+    ranks = [data.batch_order(n, **shared, rank=rank, world_size=world_size) for rank in range(world_size)]
     return [[flat(itertools.islice(rank, per_step)) for rank in ranks] for _ in range(steps)]
 
 
@@ -61,8 +61,8 @@ def test_targets_are_the_next_tokens():
 
 def test_batches_are_those_of_the_order():
     tokens = np.random.default_rng(0).integers(0, 256, 2000).astype(np.uint8)
-    batches = data.train_batches(tokens, ARGS, 3, 5, 1, 2, CPU)
-    expected = data.batch_order(249, ARGS, 3, 5, 1, 2)
+    batches = data.train_batches(tokens, seq_len=8, **ORDER, start_step=5, rank=1, world_size=2, device=CPU)
+    expected = data.batch_order(249, **ORDER, start_step=5, rank=1, world_size=2)
     for _ in range(10):
         inputs, _ = next(batches)
         sequences = data.Sequences(tokens, 8)
@@ -72,16 +72,26 @@ def test_batches_are_those_of_the_order():
 def test_loading_draws_nothing_from_the_global_generator():
     torch.manual_seed(0)
     before = torch.get_rng_state()
-    next(data.train_batches(np.zeros(2000, np.uint8), ARGS, 3, 0, 0, 1, CPU))
+    next(data.train_batches(np.zeros(2000, np.uint8), seq_len=8, **ORDER, device=CPU))
     assert torch.equal(before, torch.get_rng_state())
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
-def test_ranks_share_the_held_out_sequences(world_size):
-    tokens = (np.arange(8 * 10 + 1) // 8).astype(np.uint8)  # ten sequences, each of its own number
-    batches = flat(data.eval_batches(tokens, 8, 4, rank, world_size) for rank in range(world_size))
-    seen = [int(row[0]) for inputs, _ in batches for row in inputs]
-    assert sorted(seen) == list(range(10))
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 64, 128])
+@pytest.mark.parametrize("n", [10, 96])
+def test_ranks_share_the_held_out_sequences(world_size, n):
+    """Each sequence is read once, and every rank has equally many batches of one shape."""
+    tokens = (np.arange(8 * n + 1) // 8).astype(np.uint8)  # n sequences, each of its own number
+    shared = {"seq_len": 8, "batch_size": 4, "world_size": world_size}
+    ranks = [data.eval_batches(tokens, **shared, rank=rank) for rank in range(world_size)]
+    assert {len(batches) for batches in ranks} == {math.ceil(math.ceil(n / world_size) / 4)}
+    seen = []
+    for inputs, targets in flat(ranks):
+        assert inputs.shape == targets.shape == (4, 8)
+        for row, wanted in zip(inputs, targets, strict=True):
+            padding = wanted == data.PADDING
+            assert padding.all() == padding.any()
+            seen += [] if padding.all() else [int(row[0])]
+    assert sorted(seen) == list(range(n))
 
 
 def test_standard_library_is_split_by_file():
@@ -166,6 +176,6 @@ def test_sources_that_cannot_be_read(tmp_path, name, content):
 
 def test_too_short_texts_are_refused():
     with pytest.raises(UserError, match="gives 11 training sequences"):
-        data.train_batches(np.zeros(8 * 12, np.uint8), ARGS, 3, 0, 0, 1, CPU)
+        data.train_batches(np.zeros(8 * 12, np.uint8), seq_len=8, **ORDER, device=CPU)
     with pytest.raises(UserError, match="held-out text has 8 tokens"):
-        data.eval_batches(np.zeros(8, np.uint8), 8, 1, 0, 1)
+        data.eval_batches(np.zeros(8, np.uint8), seq_len=8, batch_size=1)

@@ -14,7 +14,9 @@ def saved(folder: Path, step: int) -> dict:
 
 
 def moments(folder: Path, step: int) -> dict[str, torch.Tensor]:
-    return {name: state["exp_avg"] for name, state in saved(folder, step)["optimizer"]["state"].items()}
+    optimizer = saved(folder, step)["optimizer"]
+    parts = {key.removeprefix("state.").removesuffix(".exp_avg"): key for key in optimizer if key.endswith(".exp_avg")}
+    return {name: optimizer[key] for name, key in parts.items()}
 
 
 def assert_near(ours: dict, theirs: dict, tolerance: float = 1e-5) -> None:

@@ -126,7 +126,8 @@ def train(script: str, folder: Path, *flags, nproc: int | None = None, code: int
 
 
 def tiny_flags(folder: Path) -> list:
-    shared = ["--model", "tiny.json", "--device", "cpu", "--seq-len", 32, "--global-batch-size", 12, "--steps", 20]
+    shared = ["--model", "tiny.json", "--device", "cpu", "--dtype", "fp32", "--seq-len", 32]
+    shared += ["--global-batch-size", 12, "--steps", 20]
     return [*shared, "--warmup-steps", 4, "--log-every", 1, "--run-dir", folder / "run", "--json", "summary.json"]
 
 

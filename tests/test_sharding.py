@@ -1,0 +1,161 @@
+"""A model that is built whole, from the meta device, in shards or in stages is one model, to the bit."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from support.harness import run
+
+from common import checkpoint, model
+
+UNEVEN = model.Config(83, 42, 50, 3, 6, 3, 14, 32)  # nothing that two or three ranks divide
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_from_the_meta_device_has_nothing_unset(monkeypatch, tied):
+    config = dataclasses.replace(UNEVEN, tie_word_embeddings=tied)
+    built = model.build("nano", config, seed=5)
+    net = model.build("nano", config, seed=5, device="meta")
+    assert all(tensor.is_meta for tensor in net.state_dict().values())
+    empty_like = torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda t, **more: empty_like(t, **more).fill_(torch.nan))
+    model.materialize(net, "nano", seed=5, device="cpu")
+    tensors = [*net.named_parameters(), *net.named_buffers()]
+    expected = [*built.named_parameters(), *built.named_buffers()]
+    assert [name for name, _ in tensors] == [name for name, _ in expected]
+    for (name, tensor), (_, wanted) in zip(tensors, expected, strict=True):
+        torch.testing.assert_close(tensor, wanted, rtol=0, atol=0, msg=name)
+    assert (net.lm_head.weight is net.model.embed_tokens.weight) == tied
+    assert sum(p.numel() for p in net.parameters()) == model.parameter_count(config)
+
+
+def test_weights_are_a_function_of_seed_and_name():
+    first, again, other = (model.build("nano", UNEVEN, seed=seed) for seed in (1, 1, 2))
+    deeper = model.build("nano", dataclasses.replace(UNEVEN, num_hidden_layers=5), seed=1)
+    assert checkpoint.digest(first) == checkpoint.digest(again) != checkpoint.digest(other)
+    for name, weight in first.named_parameters():
+        assert torch.equal(weight, deeper.get_parameter(name)), name
+    matrices = [p for p in first.parameters() if p.ndim == 2]
+    assert len({p.flatten()[0].item() for p in matrices}) == len(matrices)  # each from a generator of its own
+    assert torch.cat([p.flatten() for p in matrices]).std().item() == pytest.approx(0.02, rel=0.01)
+    assert abs(torch.cat([p.flatten() for p in matrices]).mean().item()) < 3e-4
+
+
+def test_nothing_is_drawn_from_the_global_generator():
+    before = torch.get_rng_state()
+    model.build("nano", UNEVEN, seed=1)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_stage_keeps_the_names_and_weights_of_its_layers():
+    whole = model.build("nano", UNEVEN, seed=3)
+    stage = model.build("nano", UNEVEN, seed=3, device="meta")
+    del stage.model.layers["0"]
+    model.materialize(stage, "nano", seed=3, device="cpu")
+    assert {name for name, _ in stage.named_parameters() if ".layers." in name} == {
+        name for name, _ in whole.named_parameters() if ".layers.1." in name or ".layers.2." in name
+    }
+    for name, weight in stage.named_parameters():
+        assert torch.equal(weight, whole.get_parameter(name)), name
+
+
+def test_positions_may_be_given():
+    net = model.build("nano", UNEVEN, seed=0)
+    tokens = torch.randint(0, 83, (2, 9), generator=torch.Generator().manual_seed(1))
+    counted = torch.arange(9).expand(2, 9)
+    with torch.no_grad():
+        assert torch.equal(net(tokens), net(tokens, positions=counted))
+        torch.testing.assert_close(net(tokens), net(tokens, positions=counted + 11))  # only distances count
+        assert not torch.allclose(net(tokens), net(tokens, positions=counted * 2))
+        rows = net(tokens, positions=torch.stack((counted[0], counted[1] * 2)))
+        torch.testing.assert_close(rows[0], net(tokens)[0])
+        torch.testing.assert_close(rows[1], net(tokens, positions=counted * 2)[1])
+
+
+def test_rounding_the_weights_leaves_the_angles_exact():
+    net = model.build("nano", UNEVEN, seed=0)
+    assert net.model.rope_cos.dtype == torch.float32
+    assert net.to(torch.bfloat16).model.rope_cos.dtype == torch.float32
+    assert "model.rope_cos" not in net.state_dict()
+
+
+SHARDED = """
+import datetime, json, sys
+import torch, torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+sys.path.insert(0, {root!r})
+from common import checkpoint, model, runtime
+from common.metrics import Meter
+from pathlib import Path
+
+def training(net):
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    return dict(net=net, optimizer=optimizer, scheduler=scheduler, scaler=torch.amp.GradScaler("cpu", enabled=False))
+
+def step(parts, batch):
+    loss = parts["net"](*batch)
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(parts["net"].parameters(), 0.5)
+    parts["optimizer"].step()
+    parts["optimizer"].zero_grad()
+    return loss.detach(), norm
+
+device = runtime.init_process_group("cpu")
+config = model.Config(83, 42, 50, 3, 6, 3, 14, 32, tie_word_embeddings={tied})
+batch = torch.randint(0, 83, (2, 4, 16), generator=torch.Generator().manual_seed(1))
+plain = training(model.build("nano", config, seed=7))
+net = model.build("nano", config, seed=7, device="meta")
+mesh = runtime.device_mesh(device, {{"shard": dist.get_world_size()}})
+timeout = mesh.get_group("shard")._get_backend(device).options._timeout
+for block in net.model.layers.values():
+    fully_shard(block, mesh=mesh)
+fully_shard(net, mesh=mesh)
+model.materialize(net, "nano", seed=7, device=device)
+sharded = training(net)
+found = dict(timeout=timeout.total_seconds(), initial=[checkpoint.digest(plain["net"]), checkpoint.digest(net)])
+(loss, norm), (sharded_loss, sharded_norm) = step(plain, batch), step(sharded, batch)
+meter = Meter(Path("run"), model="x", config=config, device=device, dtype="fp32", seq_len=16, global_batch_size=4,
+              steps=9, start_step=0)
+meter.note(sharded_loss, sharded_norm)
+found |= dict(plain=[loss.item(), norm.item()], sharded=meter.since_last_log()[0].tolist())
+rows = net.model.layers["0"].mlp.up_proj.weight
+found |= dict(rows=runtime.gather(rows.to_local().shape[0]))
+trained = checkpoint.digest(net)
+checkpoints = checkpoint.Checkpoints(Path("run"), keep=1, in_background={background})
+checkpoint.save(checkpoints, {{"step": 1, "skipped_steps": 0}}, **sharded)
+checkpoints.wait()
+fresh = training(model.build("nano", config, seed=8))
+progress = checkpoint.resume(checkpoints, **fresh)
+found |= dict(trained=[trained, checkpoint.digest(fresh["net"])], progress=progress)
+step(sharded, batch), step(fresh, batch)  # the optimizer's state came along
+weights = [runtime.whole(p).detach().flatten() for p in net.parameters()]
+others = [p.detach().flatten() for p in fresh["net"].parameters()]
+found |= dict(far=(torch.cat(weights) - torch.cat(others)).abs().max().item())
+if runtime.is_rank0():
+    Path("found.json").write_text(json.dumps(found))
+runtime.shutdown()
+"""
+
+
+@pytest.mark.parametrize(
+    ("n", "tied", "background"), [(1, True, False), (2, False, False), (2, True, True), (3, True, False)]
+)
+def test_shards_are_the_whole_model(tmp_path, n, tied, background):
+    """fully_shard from the meta device: initial weights, digest, loss, gradient norm, a checkpoint and its resume."""
+    root = str(Path(__file__).parents[1])
+    (tmp_path / "run").mkdir()
+    (tmp_path / "sharded.py").write_text(SHARDED.format(root=root, tied=tied, background=background))
+    result = run(tmp_path / "sharded.py", tmp_path, nproc=n, COLLECTIVE_TIMEOUT_SECONDS="77")
+    assert result.code == 0, result.err
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["initial"][0] == found["initial"][1]
+    assert found["sharded"] == pytest.approx(found["plain"], rel=1e-5)
+    assert found["timeout"] == 77
+    assert sum(found["rows"]) == 50
+    assert max(found["rows"]) == -(-50 // n)
+    assert found["trained"][0] == found["trained"][1]
+    assert found["progress"] == {"step": 1, "skipped_steps": 0}
+    assert found["far"] < 1e-6
