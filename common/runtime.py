@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from common.exits import UserError, world_from_env
 
 _stop_signal = 0
+_left_groups: list[dist.ProcessGroup] = []  # kept until the process ends
 
 
 def pick_device(name: str = "auto", local_rank: int = 0) -> torch.device:
@@ -148,6 +149,9 @@ def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
 def shutdown() -> None:
     """Leave together: a rank that goes while another still talks to it aborts that one."""
     dist.barrier()
+    # DDP holds the group too. Were it the last to do so, gloo's destructor would join its threads with the GIL held,
+    # while one of them may wait for the GIL to drop a tensor: the rank hangs after its last line (PyTorch #56297).
+    _left_groups.append(dist.group.WORLD)
     dist.destroy_process_group()
 
 

@@ -30,7 +30,7 @@ END = line("watchdog.join()")  # of the script: it has left its loop
 )
 def test_the_planted_rank_and_collective_are_named(tmp_path, plant, rank, world_size):
     flags = ("--plant", plant, "--rank", rank, "--json", "s.json", *PATIENT)
-    result = run(SCRIPT, tmp_path, *flags, nproc=world_size)
+    result = run(SCRIPT, tmp_path, *flags, nproc=world_size, warm=False)
     assert result.code == 0, result.err
     summary = json.loads((tmp_path / "s.json").read_text())
     assert (summary["missing_ranks"], summary["collective"]) == ([rank], "all_reduce")

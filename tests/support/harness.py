@@ -1,4 +1,9 @@
-"""Start the real scripts as their readers do, and look at what they leave behind."""
+"""Start the real scripts as their readers do, and look at what they leave behind.
+
+`run` and `train` fork a script from a warm process (see warm.py), which saves its imports: they are for what a script
+computes and tells. `start` and `launch` start it as a shell would, under the real torchrun: they, and `run` and
+`train` with warm=False, are for launching, signals, faults and torchrun's own reports.
+"""
 
 import json
 import os
@@ -13,6 +18,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+from support import warm as warm_process
 
 ROOT = Path(__file__).resolve().parents[2]
 CAN_COMPILE = shutil.which("g++") and Path(sysconfig.get_path("include"), "Python.h").exists()
@@ -105,24 +112,37 @@ def finish(process: subprocess.Popen, folder: Path, timeout: float = 120) -> Res
     return Result(code, (folder / "stdout").read_text(), (folder / "stderr").read_text(), folder)
 
 
-def run(script: str, folder: Path, *flags, nproc: int | None = None, timeout: float = 120, **env: str) -> Result:
+def run(
+    script: str, folder: Path, *flags, nproc: int | None = None, timeout: float = 120, warm: bool = True, **env: str
+) -> Result:
     """Run a script to its end in `folder`, which is made."""
     folder.mkdir(parents=True, exist_ok=True)
-    return finish(start(command(script, *flags, nproc=nproc), folder, **env), folder, timeout)
+    if not (warm and warm_process.can_take(env)):
+        return finish(start(command(script, *flags, nproc=nproc), folder, **env), folder, timeout)
+    code = warm_process.run([str(ROOT / script), *map(str, flags)], folder, clean_env(**env), nproc, timeout)
+    return Result(code, (folder / "stdout").read_text(), (folder / "stderr").read_text(), folder)
 
 
 def launch(script: str, folder: Path, *flags, nproc: int | None = None, **env: str) -> subprocess.Popen:
     """Start what train() would run to its end, and leave it running."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "tiny.json").write_text(json.dumps(TINY))
+    write_tiny(folder)
     return start(command(script, *tiny_flags(folder), *flags, nproc=nproc), folder, **env)
 
 
-def train(script: str, folder: Path, *flags, nproc: int | None = None, code: int = 0, **env: str) -> Result:
+def train(
+    script: str, folder: Path, *flags, nproc: int | None = None, code: int = 0, warm: bool = True, **env: str
+) -> Result:
     """A small training run on the CPU, its run in folder/run and its summary in folder/summary.json."""
-    result = finish(launch(script, folder, *flags, nproc=nproc, **env), folder)
+    write_tiny(folder)
+    result = run(script, folder, *tiny_flags(folder), *flags, nproc=nproc, warm=warm, **env)
     assert result.code == code, f"exit code {result.code}\n{result.out[-2000:]}\n{result.err[-4000:]}"
     return result
+
+
+def write_tiny(folder: Path) -> None:
+    """The config of the model that tiny_flags names."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tiny.json").write_text(json.dumps(TINY))
 
 
 def tiny_flags(folder: Path) -> list:
