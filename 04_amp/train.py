@@ -1,13 +1,13 @@
 """Train a language model on one GPU in mixed precision (AMP).
 
-Matrix units multiply bf16 and fp16 many times faster than fp32, and activations take half the memory.
+Tensor cores multiply bf16 and fp16 many times faster than fp32, and activations take half the memory.
 Automatic mixed precision keeps weights and optimizer state in fp32, so that small updates are not
 rounded away, and lets autocast run the matrix products in low precision. bf16 has the range of fp32
-and needs no more. In fp16 small gradients would become zero: GradScaler multiplies the loss by a large
-factor, divides the gradients again before the step, and skips the step where something overflowed.
+and needs no more. In fp16 small gradients would become zero. So GradScaler multiplies the loss by a large
+factor, divides the gradients by it before the step, and skips the step where something overflowed.
 
     laptop    python 04_amp/train.py
-    one GPU   python 04_amp/train.py --model llama-124m --seq-len 1024 --global-batch-size 32 --compile
+    one GPU   python 04_amp/train.py --model llama-124m --global-batch-size 32 --compile
     cluster   one process is all it uses; 05_ddp/train.py is the same program on many
 
 Look for: tokens/s and memory beside those of --dtype fp32, at almost the same losses; steps skipped with

@@ -1,11 +1,12 @@
 """Train a language model on many GPUs: each process holds the whole model and reads a part of each batch.
 
-DistributedDataParallel (DDP) gives each GPU a process, a rank. All start from equal weights. While backward still
-runs, gradients that are ready are averaged, bucket by bucket (all-reduce: NCCL between GPUs, gloo between CPUs): every
-rank takes the same step. The batch belongs to the run: 1, 2, 3 or 8 processes give the same loss curve.
+torchrun starts one process per GPU, called a rank. All ranks start from equal weights: DistributedDataParallel (DDP)
+sends those of rank 0 once, when it is built. While backward still runs, it averages the gradients that are ready over
+all ranks, bucket by bucket (an all-reduce: by NCCL between GPUs, by gloo between CPUs). So every rank takes the same
+step. The batch belongs to the run, not to the machine: 1, 2, 3 or 8 processes give the same loss curve.
 
     laptop    torchrun --nproc_per_node=2 05_ddp/train.py
-    one node  torchrun --nproc_per_node=8 05_ddp/train.py --model llama-124m --global-batch-size 512 --dtype bf16
+    one node  torchrun --nproc_per_node=8 05_ddp/train.py --model llama-124m --global-batch-size 512
     cluster   the same on every node, with --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400
 
 Look for: equal losses whatever nproc_per_node is, the slowest rank and its lag, and the last check: all
@@ -62,6 +63,7 @@ def main() -> int:
     runtime.seed(args.seed, args.deterministic)
     rank, world_size, local_rank = runtime.world_from_env()  # RANK, WORLD_SIZE, LOCAL_RANK: torchrun has set them
     device = runtime.rank_device(args.device, local_rank)  # each process of a node takes a GPU of its own
+    runtime.end_with_torchrun()  # or ranks would train on for nobody when it is killed
     dist.init_process_group(
         backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",  # gradients travel by NCCL, flags by gloo
         device_id=device if device.type == "cuda" else None,

@@ -99,6 +99,7 @@ def init_process_group(name: str) -> torch.device:
     """
     rank, world_size, local_rank = world_from_env()
     device = rank_device(name, local_rank)
+    end_with_torchrun()
     dist.init_process_group(
         backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         device_id=device if device.type == "cuda" else None,
@@ -107,7 +108,6 @@ def init_process_group(name: str) -> torch.device:
         world_size=world_size,
         timeout=collective_timeout(),
     )
-    end_with_torchrun()
     return device
 
 
@@ -202,7 +202,6 @@ def seed(value: int, deterministic: bool) -> None:
 
 def catch_stop_signals() -> None:
     """From now on SIGTERM and SIGUSR1 ask for a checkpoint and an end after the current step."""
-    end_with_torchrun()
 
     def note(number: int, _frame) -> None:
         global _stop_signal
