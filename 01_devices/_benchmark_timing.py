@@ -9,6 +9,7 @@ cache: write something larger in between. One sample is an anecdote: take severa
 
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -19,6 +20,16 @@ from common import hardware, nvml
 from common.exits import UserError
 
 WARM_UP_SECONDS = 0.05  # of every figure
+# what NVML tells of a GPU that a figure depends on
+FACTS = [
+    "driver",
+    "sm_clock_mhz",
+    "sm_clock_max_mhz",
+    "memory_clock_mhz",
+    "power_limit_watts",
+    "power_watts",
+    "throttle_reasons",
+]
 LEAST_FREE_BYTES = 2**31  # the largest products, in fp32, and the flush
 
 
@@ -46,13 +57,15 @@ def timed(work: Callable, device, samples: int, flush: Tensor | None = None, rep
     operands then come from memory, and the GPU is busy while the call is issued, so that the launch is not timed.
     """
     warm_up(work, device, WARM_UP_SECONDS)
-    wait, seconds = waiter(device), []
+    wait = waiter(device)
+    seconds = []
     for _ in range(samples):
         wait()
         if flush is not None:
             flush.zero_()
         if device.type == "cuda" and clock == "device":
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
             start.record()
             for _ in range(repeat):
                 work()
@@ -92,9 +105,22 @@ def conditions(device: torch.device) -> dict:
     known = {"cpu": hardware.cpu_model(), "cpu_threads": torch.get_num_threads()}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        gpu = next((g for g in nvml.gpus()[0] if (g["uuid"] or "").endswith(str(properties.uuid))), {})
-        names = ("driver", "sm_clock_mhz", "sm_clock_max_mhz", "memory_clock_mhz", "power_limit_watts", "power_watts")
-        known |= {"compute_capability": f"{properties.major}.{properties.minor}", "cuda": torch.version.cuda}
-        known |= {"l2_cache_bytes": properties.L2_cache_size}
-        known |= {name: gpu.get(name) for name in (*names, "throttle_reasons")}
+        gpu = nvml.gpu_of(device)
+        known["compute_capability"] = f"{properties.major}.{properties.minor}"
+        known["cuda"] = torch.version.cuda or torch.version.hip
+        known["l2_cache_bytes"] = properties.L2_cache_size
+        for name in FACTS:
+            known[name] = gpu.get(name)
     return known
+
+
+def conditions_under_load(work: Callable, device: torch.device) -> dict:
+    """conditions(), read while `work` runs: an idle GPU lowers its clocks within milliseconds."""
+    wait = waiter(device)
+    with ThreadPoolExecutor(1) as other:
+        warm_up(work, device, WARM_UP_SECONDS)
+        told = other.submit(conditions, device)
+        while not told.done():
+            work()
+            wait()
+    return told.result()

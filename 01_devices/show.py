@@ -1,39 +1,37 @@
 """What this machine is, as far as it decides how to train on it, and which models fit.
 
-Memory decides what fits; a dtype's FLOP/s and the memory bandwidth, how fast one device can be; the links, how far
+Memory decides what fits; a type's FLOP/s and the memory bandwidth, how fast one device can be; the links, how far
 more of them help. NVML tells what the driver knows, even of GPUs that torch cannot use; peaks come from data sheets;
-whether a dtype works is tried, not believed. GB is 1e9 bytes throughout.
+whether a type works is tried, not believed. GB is 1e9 bytes throughout.
 
     laptop    python 01_devices/show.py
     one node  python 01_devices/show.py --json machine.json
     cluster   srun --ntasks-per-node=1 python 01_devices/show.py
 
-Look for: GPUs that torch cannot use; SYS between two of them, a path through both sockets; dtypes that are only
+Look for: GPUs that torch cannot use; SYS between two of them, a path through both sockets; types that are only
 emulated, and slow; the last table. Next: doctor.py says what is wrong here, benchmark.py how fast it really is.
 """
 
 import math
-import os
-import platform
 import sys
 from pathlib import Path
 
-import psutil
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+from _show_machine import host, topology
+from _show_report import print_dtypes, print_fits, print_gpus, print_host, print_peaks
+
 from common import cli, exits, hardware, model, nvml, report, runtime
 
-UNITS = {  # torch's dtype; CPU instruction sets that are a unit for it
-    "fp32": (torch.float32, "sse2 asimd neon"),
-    "tf32": (torch.float32, "amx_tf32"),
-    "bf16": (torch.bfloat16, "avx512_bf16 amx_bf16 bf16 svebf16"),
-    "fp16": (torch.float16, "avx512_fp16 amx_fp16 asimdhp fp16_arith"),
-    "fp8": (torch.float8_e4m3fn, "amx_fp8"),
-    "int8": (torch.int8, "avx512_vnni avx_vnni amx_int8 asimddp i8mm dot"),
+TYPES = {
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.float8_e4m3fn,
+    "int8": torch.int8,
 }
-SHEET = ["fp32_tflops", "tf32_tflops", "bf16_tflops", "fp8_tflops", "int8_tops", "terabytes_per_second", "source"]
-TO_COMPARE = ["NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3", "NVIDIA GeForce RTX 4090"]
 LLAMA2 = {  # vocabulary, hidden, ffn, layers, heads, key-value heads, head_dim, positions
     "7B": model.Config(32_000, 4096, 11_008, 32, 32, 32, 128, 4096),
     "13B": model.Config(32_000, 5120, 13_824, 40, 40, 40, 128, 4096),
@@ -51,14 +49,20 @@ def needs(c: model.Config) -> tuple[int, dict[str, tuple[float, float]]]:
     each       training, activations 4096·(2·h·L checkpoints + 56·h for the layer recomputed + 12·V for logits)
     """
     h, ffn, layers, vocabulary = c.hidden_size, c.intermediate_size, c.num_hidden_layers, c.vocab_size
-    q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+    q = c.num_attention_heads * c.head_dim
+    kv = c.num_key_value_heads * c.head_dim
     matrices = [(h, q), (h, kv), (h, kv), (q, h), (h, ffn), (h, ffn), (ffn, h)]
     layer = sum(rows * columns for rows, columns in matrices) + 2 * h  # and two norms
     n = layers * layer + h + vocabulary * h * (1 if c.tie_word_embeddings else 2)
-    weights, cache = {"bf16": 2 * n, "int8": n + n / 64, "int4": n / 2 + n / 64}, 4096 * 2 * layers * kv * 2
+
+    weights = {"bf16": 2 * n, "int8": n + n / 64, "int4": n / 2 + n / 64}
+    cache = 4096 * 2 * layers * kv * 2
     adapters = 16 * 16 * layers * sum(rows + columns for rows, columns in matrices)
     activations = 4096 * (2 * h * layers + 56 * h + 12 * vocabulary)
-    return n, {f"inference {dtype}": (size + cache, 0) for dtype, size in weights.items()} | {
+    return n, {
+        "inference bf16": (weights["bf16"] + cache, 0),
+        "inference int8": (weights["int8"] + cache, 0),
+        "inference int4": (weights["int4"] + cache, 0),
         "full training": (16 * n, activations),
         "LoRA training": (weights["bf16"] + adapters, activations),
         "QLoRA training": (weights["int4"] + adapters, activations),
@@ -72,139 +76,148 @@ def devices_needed(spread: float, each: float, memory: float) -> int | None:
 
 
 def try_product(dtype: str, device: torch.device) -> str | None:
-    """Multiply matrices of -1, 0 and 1, which every dtype here can do exactly; None if it does, else why not."""
-    a, b = (torch.randint(-1, 2, (256, 256), generator=torch.Generator().manual_seed(seed)) for seed in range(2))
+    """Multiply matrices of -1, 0 and 1, which every type here can do exactly; None if it does, else why not."""
+    a = torch.randint(-1, 2, (256, 256), generator=torch.Generator().manual_seed(0))
+    b = torch.randint(-1, 2, (256, 256), generator=torch.Generator().manual_seed(1))
     try:
-        x, y = (matrix.to(UNITS[dtype][0]).to(device) for matrix in (a, b.t()))  # fp8 units want columns
+        torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
+        x = a.to(TYPES[dtype]).to(device)
+        y = b.t().to(TYPES[dtype]).to(device)  # by columns, as fp8 units want it
         if dtype == "tf32":
-            torch.set_float32_matmul_precision("high")
             x = torch.full_like(x, 1 + 2**-12) @ torch.eye(256, device=device)  # 12 bits, of which tf32 keeps 10
             return None if bool((x == 1).all()) else "computed in fp32: 1 + 2^-12 was not rounded"
         if dtype == "fp8":
             one = torch.ones((), device=device)  # the scale of each matrix
-            x = torch._scaled_mm(x, y, one, one, out_dtype=torch.bfloat16)
+            product = torch._scaled_mm(x, y, one, one, out_dtype=torch.bfloat16)
+        elif dtype == "int8":
+            product = torch._int_mm(x, y)
         else:
-            x = torch._int_mm(x, y) if dtype == "int8" else x @ y
-        return None if torch.equal(x.cpu().double(), a.double() @ b.t().double()) else "wrong result"
+            product = x @ y
+        return None if torch.equal(product.cpu().double(), a.double() @ b.t().double()) else "wrong result"
     except Exception as error:  # what is missing says so in many forms
         return (str(error).splitlines() or [type(error).__name__])[0]
     finally:
         torch.set_float32_matmul_precision("highest")
 
 
-def host(proc: str = "/proc", groups: str = "/sys/fs/cgroup") -> dict:
-    def read(file: str | Path) -> str:
-        return Path(file).read_text() if Path(file).is_file() else ""
-
-    told = {k.strip(): v.strip() for k, _, v in (line.partition(":") for line in read(f"{proc}/cpuinfo").splitlines())}
-    sets = told.get("flags", told.get("Features", "")).split()  # x86, ARM
-    sets = sets or [name for name, there in getattr(torch.cpu, "get_capabilities", dict)().items() if there is True]
-    telling = " ".join(["avx2 avx512f avx512_f amx_tile sve sve2", *(names for _, names in UNITS.values())]).split()
-    # a limit may be set on this process's control group or on any above it, in version 1 or 2
-    own = [line.split(":", 2)[1:] for line in read(f"{proc}/self/cgroup").splitlines()]
-    folders = [folder for names, path in own for folder in Path(f"{groups}/{names}{path}", "_").parents]
-    limits = [read(folder / file).strip() for folder in folders for file in ("memory.max", "memory.limit_in_bytes")]
-    quotas = [said.split() for folder in folders if (said := read(folder / "cpu.max")) and not said.startswith("max")]
-    memory = psutil.virtual_memory()
-    return {
-        "cpu": told.get("model name") or platform.processor() or platform.machine(),
-        "cores_physical": psutil.cpu_count(logical=False),
-        "cores_usable": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "cores_limit": min((int(quota) / int(period) for quota, period in quotas), default=None),
-        "memory_total_bytes": memory.total,
-        "memory_available_bytes": memory.available,
-        "memory_limit_bytes": min((int(s) for s in limits if s.isdigit() and int(s) < memory.total), default=None),
-        "instruction_sets": [name for name in sets if name in telling],
-        "mps": torch.backends.mps.is_available(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda or torch.version.hip,
-        "cudnn": torch.backends.cudnn.version(),
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else None,
-    }
-
-
-def words(name: str, value: object) -> str:
-    if isinstance(value, list):
-        return ", ".join(f"{v['pid']} ({v['user'] or '?'})" if isinstance(v, dict) else v for v in value) or "none"
-    if value is None or isinstance(value, bool):
-        return {None: "n/a", True: "yes", False: "no"}[value]
-    return f"{value / 1e9:.1f} GB" if name.endswith("_bytes") else f"{value:.5g}" if name in SHEET[:-1] else str(value)
-
-
-def show(title: str, rows: list[dict]) -> None:
-    table = report.table([[*rows[0]], *([words(*item) for item in row.items()] for row in rows)])
-    print(f"{title}\n\n{table}\n")
-
-
-def main() -> int:
-    parser = cli.Parser(__doc__)
-    parser.add_argument("--device", choices=("auto", "cuda", "mps", "cpu"), default="auto", help="where to try dtypes")
-    parser.add_argument("--json", type=cli.writable_file, metavar="PATH", help="write all of it as one JSON object")
-    args = parser.parse_args()
-    device = runtime.single_device(args.device)
-    here, (gpus, why), topology = host(), nvml.gpus(), nvml.topology()
-    count = torch.cuda.is_available() * torch.cuda.device_count()  # which counts GPUs with too old a driver, too
-    usable = [torch.cuda.get_device_properties(i) for i in range(count)]
-    show("This machine", [{"fact": name, "value": words(name, value)} for name, value in here.items()])
-    if gpus:
-        heads, facts = [f"GPU {g['index']}" for g in gpus], [f for f in gpus[0] if f not in ("index", "refused")]
-        rows = [{"fact": f, **{head: words(f, g[f]) for head, g in zip(heads, gpus, strict=True)}} for f in facts]
-        show("GPUs, as the driver knows them; n/a: it refuses to say", rows)
-        rows = [{"": head, **dict(zip(heads, row, strict=True))} for head, row in zip(heads, topology, strict=True)]
-        show("Between them: NV4 is 4 NVLink lanes; by PCIe from near to far PIX, PXB, PHB, NODE, SYS", rows)
-    build = "" if torch.version.cuda or torch.version.hip else " (this torch is built without CUDA)"
-    print(f"NVML sees {len(gpus)} GPUs{f' ({why})' if why else ''}, torch can use {len(usable)}{build}\n")
-
-    name, dtypes = hardware.device_name(device), []
-    for dtype, (_, sets) in UNITS.items():
-        unit = bool(set(here["instruction_sets"]) & set(sets.split())) if device.type == "cpu" else None
-        if device.type == "cuda" and not torch.version.hip:  # AMD's numbers mean something else
-            unit = torch.cuda.get_device_capability(device) >= hardware.SINCE[dtype]
+def tried_types(device: torch.device) -> list[dict]:
+    """For each type: has `device` units for it, and does a product come out right?"""
+    native, _ = hardware.native_types(device)
+    found = []
+    for dtype in TYPES:
         problem = try_product(dtype, device)
-        verdict = "missing" if problem else {True: "native", False: "emulated", None: "works"}[unit]
-        dtypes.append({"dtype": dtype, "unit": unit, "verdict": verdict, "tried": problem or "the product is right"})
-    show(f"Dtypes on {name}; emulated: no unit for it, and the product is right", dtypes)
-    peaks = []
-    for gpu in dict.fromkeys([*(g["name"] or "n/a" for g in gpus), *(p.name for p in usable), *TO_COMPARE]):
-        sheet = hardware.peak(gpu)
-        values = (
-            [
-                *(
-                    getattr(sheet, key.split("_")[0]) / 1e12
-                    if key != "terabytes_per_second"
-                    else sheet.bandwidth / 1e12
-                    for key in SHEET[:-1]
-                ),
-                sheet.source,
-            ]
-            if sheet
-            else [None] * len(SHEET)
+        works = "native" if dtype in native else "emulated"
+        found.append(
+            {
+                "dtype": dtype,
+                "unit": dtype in native,
+                "verdict": "missing" if problem else works,
+                "tried": problem or "right",
+            }
         )
-        peaks.append({"device": gpu, **dict(zip(SHEET, values, strict=True))})
-    show(f"Data sheet peaks, without sparsity; 0: no unit. To compare with: {', '.join(TO_COMPARE)}", peaks)
+    return found
 
-    cards = [(p.name, p.total_memory) for p in usable] or [(g["name"], g["memory_total_bytes"]) for g in gpus]
-    cards = [c for c in cards if c[1]] or [("RAM", here["memory_limit_bytes"] or here["memory_total_bytes"])]
-    memory, fits = min(size for _, size in cards), []
-    for llama, config in LLAMA2.items():
+
+SHEET = [
+    *("fp32_tflops", "tf32_tflops", "bf16_tflops", "fp16_tflops", "fp8_tflops", "int8_tops"),
+    *("terabytes_per_second", "memory_bytes", "tdp_watts", "source"),
+]
+TO_COMPARE = ["NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3", "NVIDIA GeForce RTX 4090"]
+
+
+def sheet_of(name: str) -> dict:
+    """What the data sheet says of a device; None where there is none."""
+    sheet = hardware.peak(name)
+    if sheet is None:
+        return {"device": name, **dict.fromkeys(SHEET)}
+    rates = [sheet.fp32, sheet.tf32, sheet.bf16, sheet.fp16, sheet.fp8, sheet.int8, sheet.bandwidth]
+    scaled = [None if rate is None else rate / 1e12 for rate in rates]
+    return {"device": name, **dict(zip(SHEET, [*scaled, sheet.memory, sheet.tdp, sheet.source], strict=True))}
+
+
+def what_fits(cards: list[tuple[str, int]]) -> list[dict]:
+    """Each Llama 2 in each use, on devices as large as the smallest of `cards`, (name, bytes)."""
+    memory = min(size for _, size in cards)
+    found = []
+    for name, config in LLAMA2.items():
         n, uses = needs(config)
         with torch.device("meta"):
             assert n == sum(p.numel() for p in model.Transformer(config).parameters())
         for use, (spread, each) in uses.items():
-            count, reference = (devices_needed(spread, each, size) for size in (memory, 80e9))
-            demand = {"parameters": n, "use": use, "spread_bytes": spread, "each_bytes": each}
-            answer = {"fits_here": bool(count) and count <= len(cards), "devices_needed": count}
-            fits.append({"model": llama, **demand, **answer, "reference_80_gb_gpus": reference})
-    show(f"What fits into {len(cards)} x {cards[0][0]} of {memory / 1e9:.1f} GB\n\n    {needs.__doc__.strip()}", fits)
+            count = devices_needed(spread, each, memory)
+            found.append(
+                {
+                    "model": name,
+                    "parameters": n,
+                    "use": use,
+                    "spread_bytes": spread,
+                    "each_bytes": each,
+                    "fits_here": count is not None and count <= len(cards),
+                    "devices_needed": count,
+                    "reference_80_gb_gpus": devices_needed(spread, each, 80e9),
+                }
+            )
+    return found
 
-    pairs = [(g, p) for g in gpus for p in usable if g["uuid"] == f"GPU-{p.uuid}" and not g["mig"]]
-    for g, p in pairs:  # not MIG's slices; a refused query is None; NVML counts what the driver keeps for itself
+
+def check_agreement(gpus: list[dict], usable: list) -> int:
+    """NVML and torch must say the same of each GPU that both see; how many these are."""
+    pairs = [(g, p) for g in gpus for p in usable if g["uuid"] == f"GPU-{p.uuid}" and not g["mig"]]  # not MIG's slices
+    for g, p in pairs:  # NVML counts what the driver keeps for itself; a value that it does not report is None
         assert g["name"] in (None, p.name), (g["name"], p.name)
         assert g["compute_capability"] in (None, f"{p.major}.{p.minor}"), (g["compute_capability"], p.major, p.minor)
         assert abs((g["memory_total_bytes"] or p.total_memory) / p.total_memory - 1) < 0.05, g["memory_total_bytes"]
-    print(f"checked: N is what common/model.py builds; NVML and torch agree about {len(pairs)} GPUs that both see")
-    summary = {"device": name, "world_size": 1, "host": here, "gpus": gpus, "topology": topology, "dtypes": dtypes}
-    report.write_json({**summary, "peaks": peaks, "fits": fits}, args.json)
+    return len(pairs)
+
+
+def main() -> int:
+    parser = cli.Parser(__doc__)
+    parser.add_argument("--device", choices=("auto", "cuda", "mps", "cpu"), default="auto", help="where to try types")
+    parser.add_argument("--json", type=cli.writable_file, metavar="PATH", help="write all of it as one JSON object")
+    args = parser.parse_args()
+    device = runtime.single_device(args.device)
+    here = host()
+    gpus, why_none = nvml.gpus()
+    paths = topology()
+    # device_count() counts GPUs with too old a driver, too
+    usable_count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    usable = [torch.cuda.get_device_properties(i) for i in range(usable_count)]
+
+    print_host(here)
+    if gpus:
+        print_gpus(gpus, paths)
+    build = "" if torch.version.cuda or torch.version.hip else " (this torch is built without CUDA)"
+    reason = f" ({why_none})" if why_none else ""
+    print(f"NVML sees {len(gpus)} GPUs{reason}, torch can use {len(usable)}{build}\n")
+
+    name = hardware.device_name(device)
+    dtypes = tried_types(device)
+    print_dtypes(dtypes, name, hardware.native_types(device)[1])
+
+    seen = [gpu["name"] or "n/a" for gpu in gpus] + [properties.name for properties in usable]
+    peaks = [sheet_of(gpu) for gpu in dict.fromkeys(seen + TO_COMPARE)]
+    print_peaks(peaks)
+
+    cards = [(p.name, p.total_memory) for p in usable] or [(g["name"], g["memory_total_bytes"]) for g in gpus]
+    cards = [card for card in cards if card[1]]
+    cards = cards or [("RAM", here["memory_limit_bytes"] or here["memory_total_bytes"])]
+    fits = what_fits(cards)
+    size = min(size for _, size in cards) / 1e9
+    print_fits(fits, f"What fits into {len(cards)} x {cards[0][0]} of {size:.1f} GB\n\n    {needs.__doc__.strip()}")
+
+    agreeing = check_agreement(gpus, usable)
+    print(f"checked: N is what common/model.py builds; NVML and torch agree about {agreeing} GPUs that both see")
+    summary = {
+        "device": name,
+        "world_size": 1,
+        "host": here,
+        "gpus": gpus,
+        "topology": paths,
+        "dtypes": dtypes,
+        "peaks": peaks,
+        "fits": fits,
+    }
+    report.write_json(summary, args.json)
     return 0
 
 

@@ -89,35 +89,61 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def cpu_model() -> str | None:
+def cpu_model(file: Path = Path("/proc/cpuinfo")) -> str | None:
     """The processor's name as Linux tells it, or as Python does; None if neither knows."""
-    file = Path("/proc/cpuinfo")
-    found = re.search(r"model name\s*: (.+)", file.read_text()) if file.exists() else None
+    found = re.search(r"model name\s*: (.+)", file.read_text()) if file.is_file() else None
     return found[1] if found else platform.processor() or None
 
 
 # the compute capability from which an NVIDIA GPU has units that multiply matrices of the type
-SINCE = {"fp32": (1, 0), "fp16": (7, 0), "int8": (7, 5), "tf32": (8, 0), "bf16": (8, 0), "fp8": (8, 9)}
-CPU_UNITS = {"bf16": {"avx512_bf16", "amx_bf16", "bf16"}, "fp16": {"avx512_fp16", "amx_fp16"}}  # in /proc/cpuinfo
-AMD_UNITS = {"gfx90a": {"fp32", "fp16", "bf16", "int8"}, "gfx942": {"fp32", "fp16", "bf16", "tf32", "fp8", "int8"}}
+CUDA_SINCE = {"fp32": (1, 0), "fp16": (7, 0), "int8": (7, 5), "tf32": (8, 0), "bf16": (8, 0), "fp8": (8, 9)}
+SINCE = CUDA_SINCE
+# an AMD GPU's matrix units by chip: MI100, MI200, MI300, MI350, Radeon RX 7000 and 9000
+AMD_TYPES = {
+    "gfx908": {"fp32", "fp16", "bf16", "int8"},
+    "gfx90a": {"fp32", "fp16", "bf16", "int8"},
+    "gfx942": {"fp32", "tf32", "fp16", "bf16", "fp8", "int8"},
+    "gfx950": {"fp32", "fp16", "bf16", "fp8", "int8"},
+    "gfx1100": {"fp32", "fp16", "bf16", "int8"},
+    "gfx1201": {"fp32", "fp16", "bf16", "fp8", "int8"},
+}
+# a CPU's instruction sets for products of the type, in Linux's names; any one of them is enough
+CPU_SETS = {
+    "tf32": {"amx_tf32"},
+    "bf16": {"avx512_bf16", "amx_bf16", "bf16"},
+    "fp16": {"avx512_fp16", "amx_fp16", "asimdhp"},
+    "fp8": {"amx_fp8"},
+    "int8": {"avx512_vnni", "avx_vnni", "amx_int8", "asimddp", "i8mm"},
+}
 
 
-@cache
+def cpu_instruction_sets(file: Path = Path("/proc/cpuinfo")) -> set[str]:
+    """The processor's flags as Linux lists them (x86: flags, ARM: Features); without that list, as torch does."""
+    lists = re.findall(r"^(?:flags|Features)\s*: (.+)", file.read_text(), re.MULTILINE) if file.is_file() else []
+    if lists:
+        return set(lists[0].split())
+    known = getattr(torch.cpu, "get_capabilities", dict)()  # not in torch 2.11
+    return {name for name, there in known.items() if there is True}
+
+
 def native_types(device: torch.device) -> tuple[set[str], str]:
-    """The types (fp32, tf32, bf16, fp16, fp8, int8) that this device multiplies in hardware, and how we know."""
+    """The types (fp32, tf32, bf16, fp16, fp8, int8) that `device` multiplies in hardware, and how we know.
+
+    A type that is not here may still work: the device then computes in another one, which is slower.
+    """
     if device.type == "cuda" and torch.version.hip:  # ROCm answers with a "capability" that is not CUDA's
         chip = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
-        return AMD_UNITS.get(chip, {"fp32"}), f"AMD {chip}"
+        return AMD_TYPES.get(chip, {"fp32"}), f"AMD {chip}"
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
-        found = {name for name, since in SINCE.items() if capability >= since}
+        found = {dtype for dtype, since in CUDA_SINCE.items() if capability >= since}
         return found, "compute capability {}.{}".format(*capability)
     if device.type == "mps":
         return {"fp32", "fp16"}, "Metal"
-    info = Path("/proc/cpuinfo")
-    flags = set(re.findall(r"\w+", info.read_text() if info.exists() else "")) & set.union(*CPU_UNITS.values())
-    found = {name for name, units in CPU_UNITS.items() if units & flags}
-    return {"fp32", *found}, f"instruction sets for 16-bit matrices: {', '.join(sorted(flags)) or 'none'}"
+    here = cpu_instruction_sets()
+    found = {dtype for dtype, sets in CPU_SETS.items() if sets & here}
+    useful = sorted(here & set.union(*CPU_SETS.values()))
+    return {"fp32"} | found, f"instruction sets {', '.join(useful)}" if useful else "no instruction set for other types"
 
 
 def choose_dtype(name: str, device: torch.device) -> str:

@@ -1,7 +1,7 @@
 """What the NVIDIA driver tells about each GPU, through NVML.
 
 Every query may fail alone: a virtual machine hides clocks, a laptop has no ECC, an old driver lacks a function.
-What was refused is None in the answer, with the driver's words under `refused`; nothing here raises.
+A value that the driver does not report is None, with the driver's words under `refused`; nothing here raises.
 """
 
 from collections.abc import Callable
@@ -31,8 +31,7 @@ THROTTLE_REASONS = {
 def gpus() -> tuple[list[dict], str | None]:
     """One dict per GPU in the order of the bus, CUDA_VISIBLE_DEVICES not applied; and, if there are none, why.
 
-    Bytes, watts, MHz, degrees Celsius, shares of one; counters since the driver was loaded. A query that was
-    refused is None.
+    Bytes, watts, MHz, degrees Celsius, shares of one; counters since the driver was loaded.
     """
     if nv is None:
         return [], "the module pynvml is missing (pip install nvidia-ml-py)"
@@ -41,26 +40,37 @@ def gpus() -> tuple[list[dict], str | None]:
         count = nv.nvmlDeviceGetCount()
     except Exception as error:  # a half-installed driver fails in ways that are no NVMLError
         return [], f"no NVIDIA driver that answers: {_words(error)}"
-    return [{"index": i, **_describe(i)} for i in range(count)], None if count else "no GPU"
+    found = []
+    for index in range(count):
+        try:
+            facts = _describe(nv.nvmlDeviceGetHandleByIndex(index))
+        except Exception as error:  # fallen off the bus, or another's: the other GPUs still count
+            facts = {**_describe(None), "refused": {"handle": _words(error)}}
+        found.append({"index": index, **facts})
+    return found, None if count else "no GPU"
 
 
 def gpu_of(device: "torch.device") -> dict:
-    """What the driver tells of a CUDA device, found by UUID because CUDA and NVML count differently; {} if nothing."""
+    """What the driver tells of one CUDA device, found by UUID because CUDA and NVML count differently; {} if nothing.
+
+    The other GPUs are not asked: each takes some 40 ms, and what was read under load would be read after it.
+    """
     import torch
 
-    uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-    return next((gpu for gpu in gpus()[0] if gpu["uuid"] == uuid), {})
+    try:
+        nv.nvmlInit()
+        handle = nv.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        return {"index": nv.nvmlDeviceGetIndex(handle), **_describe(handle)}
+    except Exception:  # no NVML, no such GPU (AMD, a slice of one)
+        return {}
 
 
 def _words(error: Exception) -> str:
     return f"{error}" or type(error).__name__
 
 
-def _describe(index: int) -> dict:
-    try:
-        handle, lost = nv.nvmlDeviceGetHandleByIndex(index), None
-    except Exception as error:  # fallen off the bus, or another's: the other GPUs still count
-        handle, lost = None, _words(error)
+def _describe(handle: Any) -> dict:
+    """Every query's answer; all None without a handle. Clocks and power come early: they change within milliseconds."""
     queries: dict[str, Callable[[], Any]] = {
         "uuid": lambda: nv.nvmlDeviceGetUUID(handle),
         "name": lambda: nv.nvmlDeviceGetName(handle),
@@ -87,20 +97,20 @@ def _describe(index: int) -> dict:
         "ecc": lambda: nv.nvmlDeviceGetEccMode(handle)[0] == nv.NVML_FEATURE_ENABLED,
         "mig": lambda: nv.nvmlDeviceGetMigMode(handle)[0] == nv.NVML_DEVICE_MIG_ENABLE,
         "numa_node": lambda: _numa_node(nv.nvmlDeviceGetPciInfo(handle).busId),
-        "nvlinks": lambda: len(_links(handle)),
+        "nvlinks": lambda: len(links_up(handle)),
         "nvlink_version": lambda: _nvlink_version(handle),
         "nvlink_tx_bytes": lambda: _traffic(handle, nv.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX),
         "nvlink_rx_bytes": lambda: _traffic(handle, nv.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX),
         "processes": lambda: [_process(p) for p in nv.nvmlDeviceGetComputeRunningProcesses(handle)],
     }
-    answers: dict[str, Any] = {}
+    answers: dict[str, Any] = dict.fromkeys(queries)
     refused: dict[str, str] = {}
-    for name, query in queries.items():
+    for name, query in queries.items() if handle is not None else ():
         try:
-            answers[name] = None if lost else query()
+            answers[name] = query()
         except Exception as error:  # any query, any error: the others still count
-            answers[name], refused[name] = None, _words(error)
-    return {**answers, "refused": {"handle": lost} if lost else refused}
+            refused[name] = _words(error)
+    return {**answers, "refused": refused}
 
 
 def _dotted(version: int) -> str:
@@ -116,7 +126,7 @@ def _numa_node(bus_id: str, devices: Path = Path("/sys/bus/pci/devices")) -> int
 
 
 def throttle_reasons(index: int) -> list[str] | None:
-    """Why GPU `index` is throttled now, None where refused. After gpus(), which takes some 40 ms more for each GPU."""
+    """Why GPU `index` is throttled now; None if the driver does not say. gpus() must have been called before."""
     try:
         return _reasons(nv.nvmlDeviceGetHandleByIndex(index))
     except Exception:
@@ -128,8 +138,8 @@ def _reasons(handle: Any) -> list[str]:
     return [reason for reason, name in THROTTLE_REASONS.items() if mask & getattr(nv, name)]
 
 
-def _links(handle: Any) -> list[int]:
-    """The NVLink lanes that are up."""
+def links_up(handle: Any) -> list[int]:
+    """The NVLink lanes of a GPU that are up."""
     up = []
     for link in range(nv.NVML_NVLINK_MAX_LINKS):
         try:
@@ -147,7 +157,7 @@ def _links(handle: Any) -> list[int]:
 def _nvlink_version(handle: Any) -> str | None:
     """The generation, such as "4.0"; the driver gives the place in a list: 4.0 is its sixth."""
     names = {getattr(nv, name): name for name in dir(nv) if name.startswith("NVML_NVLINK_VERSION_")}
-    newest = max((nv.nvmlDeviceGetNvLinkVersion(handle, link) for link in _links(handle)), default=None)
+    newest = max((nv.nvmlDeviceGetNvLinkVersion(handle, link) for link in links_up(handle)), default=None)
     return None if newest is None else names[newest].removeprefix("NVML_NVLINK_VERSION_").replace("_", ".")
 
 
@@ -165,41 +175,3 @@ def _process(found: Any) -> dict:
     except psutil.Error:  # gone by now, or in another container
         owner = None
     return {"pid": found.pid, "user": owner, "memory_bytes": found.usedGpuMemory}
-
-
-def topology() -> list[list[str]] | None:
-    """How each GPU reaches each other, a square matrix in the words of `nvidia-smi topo -m`: NV4 (four NVLink
-    lanes), else the PCIe path PIX, PXB, PHB, NODE or SYS; X on the diagonal, "?" where refused. None without NVML."""
-    found, missing = gpus()
-    if missing:
-        return None
-    return [
-        ["X" if i == j else _path(i, j, [g["bus_id"] for g in found]) for j in range(len(found))]
-        for i in range(len(found))
-    ]
-
-
-def _path(i: int, j: int, bus_ids: list[str | None]) -> str:
-    names = {
-        "NVML_TOPOLOGY_INTERNAL": "PIX",
-        "NVML_TOPOLOGY_SINGLE": "PIX",
-        "NVML_TOPOLOGY_MULTIPLE": "PXB",
-        "NVML_TOPOLOGY_HOSTBRIDGE": "PHB",
-        "NVML_TOPOLOGY_NODE": "NODE",
-        "NVML_TOPOLOGY_SYSTEM": "SYS",
-    }
-    try:
-        first, second = nv.nvmlDeviceGetHandleByIndex(i), nv.nvmlDeviceGetHandleByIndex(j)
-        remotes = [nv.nvmlDeviceGetNvLinkRemotePciInfo(first, link).busId for link in _links(first)]
-        if direct := remotes.count(bus_ids[j]):
-            return f"NV{direct}"
-        # through an NVSwitch no lane ends at the other GPU itself: it ends at the switch
-        if remotes and None not in bus_ids and not set(remotes) & set(bus_ids) and _links(second):
-            return f"NV{min(len(remotes), len(_links(second)))}"
-    except Exception:  # no NVLink to ask about: PCIe may still answer
-        pass
-    try:
-        level = nv.nvmlDeviceGetTopologyCommonAncestor(first, second)
-        return next(short for name, short in names.items() if getattr(nv, name) == level)
-    except Exception:
-        return "?"

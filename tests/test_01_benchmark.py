@@ -7,6 +7,7 @@ import json
 import math
 import subprocess
 import sys
+import threading
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,10 +22,8 @@ from common import cli, hardware
 from common.exits import UserError
 
 SCRIPT = "01_devices/benchmark.py"
-figures, products, timing, benchmark = (
-    load(f"01_devices/{name}.py")
-    for name in ("_benchmark_report", "_benchmark_products", "_benchmark_timing", "benchmark")
-)
+benchmark, benchmark_report = load(SCRIPT), load("01_devices/_benchmark_report.py")
+products, benchmark_timing = load("01_devices/_benchmark_products.py"), load("01_devices/_benchmark_timing.py")
 
 CPU = torch.device("cpu")
 STAND_IN = torch.device("cpu", 0)  # a device beside the CPU, for what a GPU does there
@@ -43,7 +42,7 @@ def fake_timed(seconds, works=True):
 
 
 def a_figure(kind="matmul", dtype="fp32", values=(1.0, 3.0, 2.0), unit="FLOP/s", **more) -> dict:
-    return figures.figure(kind, "a test", dtype, (1,), list(values), unit, **more)
+    return benchmark_report.figure(kind, "a test", dtype, (1,), list(values), unit, **more)
 
 
 # Timing
@@ -60,25 +59,25 @@ class Clock:
 
 
 def test_a_sample_is_the_mean_of_its_calls(monkeypatch):
-    monkeypatch.setattr(timing, "time", Clock())
+    monkeypatch.setattr(benchmark_timing, "time", Clock())
     calls = []
-    assert timing.timed(lambda: calls.append(0), CPU, samples=3, repeat=4) == [0.25] * 3
+    assert benchmark_timing.timed(lambda: calls.append(0), CPU, samples=3, repeat=4) == [0.25] * 3
     assert len(calls) == 1 + 3 * 4  # one to warm up: this clock is past the deadline at the next look
 
 
 def test_warm_up_lasts_its_time_and_is_not_counted(monkeypatch):
-    monkeypatch.setattr(timing, "time", Clock())
-    monkeypatch.setattr(timing, "WARM_UP_SECONDS", 5.5)
+    monkeypatch.setattr(benchmark_timing, "time", Clock())
+    monkeypatch.setattr(benchmark_timing, "WARM_UP_SECONDS", 5.5)
     calls = []
-    assert timing.timed(lambda: calls.append(0), CPU, samples=2) == [1.0, 1.0]
+    assert benchmark_timing.timed(lambda: calls.append(0), CPU, samples=2) == [1.0, 1.0]
     assert len(calls) == 1 + 5 + 2
 
 
 @pytest.mark.parametrize(("seconds", "calls"), [(0.0, 1), (0.5, 1), (4.5, 5)])
 def test_a_longer_warm_up_goes_on_for_its_time(monkeypatch, seconds, calls):
-    monkeypatch.setattr(timing, "time", Clock())
+    monkeypatch.setattr(benchmark_timing, "time", Clock())
     done = []
-    timing.warm_up(lambda: done.append(0), CPU, seconds)
+    benchmark_timing.warm_up(lambda: done.append(0), CPU, seconds)
     assert len(done) == calls
 
 
@@ -98,28 +97,28 @@ def test_buffers_fit_the_free_memory_and_the_flush_exceeds_the_cache(monkeypatch
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 80 * GIB))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(L2_cache_size=cache))
     most = benchmark.ARRAY_BYTES["gpu"], benchmark.FLUSH_BYTES["gpu"]
-    assert timing.buffer_bytes(CUDA, *most) == expected
-    monkeypatch.setattr(timing.psutil, "virtual_memory", lambda: SimpleNamespace(available=free))
+    assert benchmark_timing.buffer_bytes(CUDA, *most) == expected
+    monkeypatch.setattr(benchmark_timing.psutil, "virtual_memory", lambda: SimpleNamespace(available=free))
     levels = [SimpleNamespace(read_text=f"{kib}K\n".__str__) for kib in (32, 1024, 512)]
-    monkeypatch.setattr(timing, "Path", lambda _: SimpleNamespace(glob=lambda _: levels))
-    assert timing.buffer_bytes(CPU, 2**40, 0) == (free // 8, 2 * 2**20)
+    monkeypatch.setattr(benchmark_timing, "Path", lambda _: SimpleNamespace(glob=lambda _: levels))
+    assert benchmark_timing.buffer_bytes(CPU, 2**40, 0) == (free // 8, 2 * 2**20)
 
 
 def test_a_gpu_that_is_full_is_told(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2**31 - 1, 80 * GIB))
     with pytest.raises(UserError, match="2,147,483,647 bytes are free on cuda:0"):
-        timing.buffer_bytes(CUDA, GIB, GIB)
+        benchmark_timing.buffer_bytes(CUDA, GIB, GIB)
 
 
 def test_caches_are_flushed_before_every_sample(monkeypatch):
-    monkeypatch.setattr(timing, "time", Clock())
+    monkeypatch.setattr(benchmark_timing, "time", Clock())
     flush, seen = torch.ones(8), []
 
     def work():
         seen.append(flush.sum().item())
         flush.fill_(1)
 
-    timing.timed(work, CPU, samples=3, flush=flush, repeat=2)
+    benchmark_timing.timed(work, CPU, samples=3, flush=flush, repeat=2)
     assert seen == [8, 0, 8, 0, 8, 0, 8]  # the warm-up; then a written flush before the first call of each sample
 
 
@@ -135,11 +134,11 @@ def test_order_on_a_gpu(monkeypatch, clock, expected):
     """What goes into the queue, and when the CPU waits for it."""
     log = []
     event = SimpleNamespace(record=lambda: log.append("event"), elapsed_time=lambda _: 3000.0)
-    monkeypatch.setattr(timing, "time", Clock())
+    monkeypatch.setattr(benchmark_timing, "time", Clock())
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: log.append("wait"))
     monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event)
     flush = SimpleNamespace(zero_=lambda: log.append("flush"))
-    seconds = timing.timed(lambda: log.append("work"), CUDA, samples=1, flush=flush, repeat=2, clock=clock)
+    seconds = benchmark_timing.timed(lambda: log.append("work"), CUDA, samples=1, flush=flush, repeat=2, clock=clock)
     assert seconds == [1.5] if clock == "device" else len(seconds) == 1
     assert log == ["work", "wait", *expected, "wait"]
 
@@ -147,27 +146,33 @@ def test_order_on_a_gpu(monkeypatch, clock, expected):
 def test_conditions_are_those_of_this_gpu(monkeypatch):
     properties = SimpleNamespace(uuid="00000002", L2_cache_size=50 * 2**20, major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-    both = [
-        {"uuid": "GPU-00000001", "driver": "1.0", "sm_clock_mhz": 100},
-        {"uuid": "GPU-00000002", "driver": "1.0", "sm_clock_mhz": 200, "power_limit_watts": 700.0},
-    ]
-    for listed, clock, limit in ((both, 200, 700.0), (both[:1], None, None), ([{"uuid": None}], None, None)):
-        monkeypatch.setattr(timing.nvml, "gpus", partial(lambda listed: (listed, None), listed))
-        found = timing.conditions(CUDA)
+    this = {"uuid": "GPU-00000002", "driver": "1.0", "sm_clock_mhz": 200, "power_limit_watts": 700.0}
+    for told, clock, limit in ((this, 200, 700.0), ({}, None, None)):
+        monkeypatch.setattr(benchmark_timing.nvml, "gpu_of", {CUDA: told}.get)
+        found = benchmark_timing.conditions(CUDA)
         assert (found["sm_clock_mhz"], found["power_limit_watts"]) == (clock, limit)
         assert (found["l2_cache_bytes"], found["compute_capability"]) == (52_428_800, "9.0")
-    assert timing.conditions(CPU) == {"cpu": hardware.cpu_model(), "cpu_threads": torch.get_num_threads()}
+    assert benchmark_timing.conditions(CPU) == {"cpu": hardware.cpu_model(), "cpu_threads": torch.get_num_threads()}
 
 
-def test_the_cpus_name(monkeypatch, tmp_path):
-    file = tmp_path / "cpuinfo"
-    monkeypatch.setattr(hardware, "Path", lambda _: file)
-    monkeypatch.setattr(hardware.platform, "processor", lambda: "")
-    assert hardware.cpu_model() is None
-    monkeypatch.setattr(hardware.platform, "processor", lambda: "arm")
-    assert hardware.cpu_model() == "arm"
-    file.write_text("processor\t: 0\nmodel name\t: One of 2\nprocessor\t: 1\nmodel name\t: Two of 2\n")
-    assert hardware.cpu_model() == "One of 2"
+def test_conditions_under_load_are_read_while_the_work_goes_on(monkeypatch):
+    """The reading ends only after work was done that began after the reading did."""
+    log, done = [], threading.Event()
+
+    def conditions(device):
+        log.append("asked")
+        assert done.wait(30)
+        log.append("told")
+        return {"sm_clock_mhz": 1755}
+
+    def work():
+        if "asked" in log:
+            log.append("work")
+            done.set()
+
+    monkeypatch.setattr(benchmark_timing, "conditions", conditions)
+    assert benchmark_timing.conditions_under_load(work, CPU) == {"sm_clock_mhz": 1755}
+    assert log.index("asked") < log.index("work") < log.index("told")
 
 
 # The arithmetic of figures
@@ -227,20 +232,36 @@ def test_ceilings_are_by_type_and_for_the_memory():
         a_figure("h2d", None, values=[100.0], unit="B/s"),
         a_figure("launch", values=[1e-6], unit="s"),
     ]
-    assert figures.ceilings(found) == {"fp32": 40.0, "bf16": 80.0, "memory": 4.0}
+    assert benchmark_report.ceilings(found) == {"fp32": 40.0, "bf16": 80.0, "memory": 4.0}
     assert [f["share_of_ceiling"] for f in found] == [0.25, 1.0, 1.0, 0.75, 1.0, None, None]
 
 
 def test_one_sample_above_the_peak_is_a_bug():
-    fine = a_figure(values=(1.0, 2.0), peak=2.0)
+    fine = a_figure(values=(1.0, 2.0), peak=2.0, limit=2.0)
     unknown = a_figure(values=(1e30,))
-    assert figures.bugs([fine, unknown]) == []
-    above = a_figure(values=(1.0, 1.0, 2.5), peak=2.0)
-    assert figures.bugs([above], slack=1.25) == []
-    assert len(figures.bugs([above], slack=1.2)) == 1
-    (line,) = figures.bugs([fine, above, unknown])
+    assert benchmark_report.bugs([fine, unknown]) == []
+    above = partial(a_figure, values=(1.0, 1.0, 2.5), peak=2.0)
+    assert benchmark_report.bugs([above(limit=2.5)]) == []
+    assert len(benchmark_report.bugs([above(limit=2.4)])) == 1
+    (line,) = benchmark_report.bugs([fine, above(limit=2.0), unknown])
     assert "2.5" in line
     assert "peak 2" in line
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "clock", "limit"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bf16", 1980, 989.4e12 * 1980 / 1830),  # 8 % above the data sheet
+        ("NVIDIA H100 80GB HBM3", "fp8_fast", 1980, 1978.9e12 * 1980 / 1830),
+        ("NVIDIA H100 80GB HBM3", "bf16", None, 989.4e12),
+        ("NVIDIA GeForce RTX 4090", "fp8", 2520, 330.3e12),
+        ("NVIDIA GeForce RTX 4090", "fp8_fast", 2520, 660.6e12),  # sums in less than fp32 come at full rate
+        ("NVIDIA A100-SXM4-80GB", "fp8_fast", 1410, None),
+        ("cpu", "fp32", None, None),
+    ],
+)
+def test_the_limit_of_a_rate(name, dtype, clock, limit):
+    assert products.limit_flops(name, dtype, clock) == (limit and pytest.approx(limit))
 
 
 @pytest.mark.parametrize(
@@ -254,7 +275,7 @@ def test_one_sample_above_the_peak_is_a_bug():
     ],
 )
 def test_crossover(gpu, expected):
-    assert figures.crossover({1: 1, 2: 2, 4: 4, 8: 8}, gpu) == expected
+    assert benchmark_report.crossover({1: 1, 2: 2, 4: 4, 8: 8}, gpu) == expected
 
 
 # Results are checked
@@ -311,6 +332,7 @@ def test_work_that_is_not_done_is_seen(monkeypatch):
 @pytest.mark.parametrize(
     ("capability", "native"),
     [
+        ((7, 0), {"fp32", "fp16"}),
         ((7, 5), {"fp32", "fp16", "int8"}),
         ((8, 0), {"fp32", "tf32", "bf16", "fp16", "int8"}),
         ((8, 9), set(products.TYPES)),
@@ -321,10 +343,10 @@ def test_types_by_compute_capability(monkeypatch, capability, native):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(products, "operands", lambda *_: (None, None))
     monkeypatch.setattr(products, "product", lambda *_: lambda: None)
-    reasons = {dtype: products.not_native(dtype, CUDA) for dtype in products.TYPES}
+    reasons = {dtype: products.obstacle(dtype, CUDA) for dtype in products.TYPES}
     assert {dtype for dtype, why in reasons.items() if why is None} == native
     if capability == (8, 0):
-        assert reasons["fp8"] == "compute capability 8.0 is below 8.9"
+        assert reasons["fp8"] == reasons["fp8_fast"] == "no units for it (compute capability 8.0)"
 
 
 def test_a_kernel_that_refuses_is_a_reason(monkeypatch):
@@ -332,11 +354,38 @@ def test_a_kernel_that_refuses_is_a_reason(monkeypatch):
         raise NotImplementedError("no such kernel\nand a long tail")
 
     monkeypatch.setattr(products, "product", lambda *_: refuse)
-    assert products.not_native("int8", CPU) == "no such kernel"
+    assert products.obstacle("int8", CPU) == "no such kernel"
 
 
-def test_types_on_a_cpu():
-    assert {dtype for dtype in products.TYPES if products.not_native(dtype, CPU)} == {"tf32", "fp8"}
+@pytest.mark.parametrize("native", [{"fp32"}, {"fp32", "bf16"}])
+def test_types_on_a_cpu(monkeypatch, native):
+    """What it only emulates is timed and marked; what torch would compute in fp32 is not timed."""
+    monkeypatch.setattr(hardware, "native_types", lambda device: (native, "as planted"))
+    obstacles = {dtype: why for dtype in products.TYPES if (why := products.obstacle(dtype, CPU))}
+    assert obstacles == dict.fromkeys(["tf32", "fp8", "fp8_fast"], "no units for it (as planted)")
+    monkeypatch.setattr(benchmark, "timed", fake_timed([1.0]))
+    bf16 = benchmark.matmul("matmul", "bf16", (16, 16, 16), CPU, 1, torch.zeros(1))
+    assert bf16["native"] == ("bf16" in native)
+    assert benchmark_report.type_name(bf16) == ("bf16" if "bf16" in native else "bf16 (emulated)")
+
+
+def test_fp8_is_timed_with_and_without_fast_accumulation(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *a, use_fast_accum, **k: asked.append(use_fast_accum))
+    x, w = products.operands("fp8", (16, 16, 16), CPU)
+    for dtype in ("fp8", "fp8_fast"):
+        products.product(dtype, x, w)()
+        name = benchmark_report.type_name(a_figure(dtype=dtype))
+        assert name == f"fp8, use_fast_accum={asked[-1]}"
+    assert asked == [False, True]
+
+
+def test_fp32_is_fp32_whatever_was_set_before():
+    x, w = products.operands("fp32", (16, 16, 16), CPU)
+    for before in ("high", "medium"):
+        torch.set_float32_matmul_precision(before)
+        products.product("fp32", x, w)
+        assert torch.get_float32_matmul_precision() == "highest"
 
 
 # The whole script, small
@@ -352,8 +401,8 @@ def small():
     patch.setattr(benchmark, "ARRAY_BYTES", {"cpu": 2**16})
     patch.setattr(benchmark, "FLUSH_BYTES", {"cpu": 2**16})
     patch.setattr(benchmark, "TYPE_WARM_UP_SECONDS", {"cpu": 0.0})
-    patch.setattr(timing, "WARM_UP_SECONDS", 0.0)
-    patch.setattr(timing, "cache_bytes", lambda _: 0)
+    patch.setattr(benchmark_timing, "WARM_UP_SECONDS", 0.0)
+    patch.setattr(benchmark_timing, "cache_bytes", lambda _: 0)
     one_layer = partial(nn.Transformer, num_encoder_layers=1, num_decoder_layers=1, dim_feedforward=64)
     layers = SimpleNamespace(Transformer=one_layer, TransformerEncoderLayer=nn.TransformerEncoderLayer)
     patch.setattr(benchmark, "nn", layers)
@@ -381,8 +430,12 @@ def test_small_run_on_a_cpu(small, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(benchmark, "warm_up", lambda work, device, s: order.append((work().shape.numel(), s)))
     matmul = benchmark.matmul
     monkeypatch.setattr(benchmark, "matmul", lambda *args: order.append((*args[:3],)) or matmul(*args))
+    monkeypatch.setattr(hardware, "native_types", lambda device: ({"fp32", "bf16", "int8"}, "as planted"))
     code, summary = small(CPU, tmp_path)
     out = capsys.readouterr().out
+    assert {f["dtype"] for f in summary["measurements"] if not f["native"]} == {"fp16"}
+    assert "fp16 (emulated)" in out
+    assert summary["under_load"] == summary["after_matmuls"]  # on a CPU: its name and threads
     assert (summary["array_bytes"], summary["flush_bytes"], summary["type_warm_up_seconds"]) == (2**16, 2**16, 0)
     for kind, dtypes, sizes in (("matmul", ["fp32", "bf16", "fp16", "int8"], "SHAPES"), ("width", ["bf16"], "WIDTHS")):
         for dtype in dtypes:
@@ -399,15 +452,16 @@ def test_small_run_on_a_cpu(small, tmp_path, capsys, monkeypatch):
     assert {f["dtype"] for f in found if f["kind"] == "matmul"} == {"fp32", "bf16", "fp16", "int8"}
     kinds = [f["kind"] for f in found]
     assert kinds.count("matmul") == 8
-    assert {*kinds} == {"matmul", "width", "copy", "triad", "launch", "encoder_layer", "transformer", "square"}
+    passes = {"encoder_layer", "transformer", "transformer_by_default"}
+    assert {*kinds} == {"matmul", "width", "copy", "triad", "launch", "square"} | passes
     for dtype, ceiling in summary["ceilings"].items():
         shares = [f["share_of_ceiling"] for f in found if f["dtype"] == dtype and f["unit"] == "FLOP/s"]
         assert dtype == "memory" or max(shares) == 1
         assert ceiling > 0
     assert all(f["peak"] is None for f in found)
     # what a CPU cannot show is named, and null
-    assert summary["not_measured"].keys() == {"tf32", "fp8", "between host and GPU", "CPU against GPU"}
-    assert out.count("not measured: ") == 4
+    assert summary["not_measured"].keys() == {"tf32", "fp8", "fp8_fast", "between host and GPU", "CPU against GPU"}
+    assert out.count("not measured: ") == 5
     gpu_sides = ["transformer_cpu_over_gpu", "square_1000_cpu_over_gpu", "crossover_size", "tf32_over_fp32"]
     assert [summary[key] for key in gpu_sides] == [None] * 4
     assert summary["bf16_over_fp32"] == pytest.approx(summary["ceilings"]["bf16"] / summary["ceilings"]["fp32"])
@@ -418,7 +472,9 @@ def test_small_run_on_a_cpu(small, tmp_path, capsys, monkeypatch):
 def test_beside_a_cpu_and_with_impossible_rates(small, tmp_path, capsys, monkeypatch):
     """The CPU once more in the place of a GPU that a data sheet gives next to nothing: every rate is a BUG."""
     monkeypatch.setattr(hardware, "peak_flops", lambda name, dtype: 1.0 if dtype == "bf16" else 1e30)
+    monkeypatch.setattr(hardware, "highest_flops", lambda name, dtype, clock: hardware.peak_flops(name, dtype))
     monkeypatch.setattr(hardware, "memory_bandwidth", lambda name: 1e30)
+    monkeypatch.setattr(hardware, "native_types", lambda device: ({"fp32", "bf16", "int8"}, "as planted"))
     code, summary = small(STAND_IN, tmp_path)
     out = capsys.readouterr().out
     assert (code, summary["verdict"]) == (1, "BUG")
@@ -436,7 +492,7 @@ def test_beside_a_cpu_and_with_impossible_rates(small, tmp_path, capsys, monkeyp
 
 def test_without_matplotlib(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert figures.plot_roofline([], {"memory": 1.0}, "cpu", tmp_path / "none.png") is False
+    assert benchmark_report.plot_roofline([], {"memory": 1.0}, "cpu", tmp_path / "none.png") is False
     assert not (tmp_path / "none.png").exists()
 
 
@@ -488,15 +544,27 @@ def test_gpu_rates_are_below_the_peaks(on_gpu):
     assert (on_gpu["verdict"], on_gpu["bugs"]) == ("ok" if known else None, [])
     for f in on_gpu["measurements"]:
         assert 0 < f["min"] <= f["median"] <= f["max"]
-        assert f["peak"] is None or f["max"] <= f["peak"]
+        assert f["limit"] is None or f["max"] <= f["limit"]
 
 
 @pytest.mark.gpu
 def test_gpu_types_are_those_of_its_compute_capability(on_gpu):
     capability = tuple(map(int, on_gpu["compute_capability"].split(".")))
-    native = {dtype for dtype, (_, _, needs) in products.TYPES.items() if capability >= needs}
+    native = {dtype for dtype, since in hardware.CUDA_SINCE.items() if capability >= since}
+    native |= {"fp8_fast"} if "fp8" in native else set()
     assert {f["dtype"] for f in on_gpu["measurements"] if f["kind"] == "matmul"} == native
     assert on_gpu["not_measured"].keys() == products.TYPES.keys() - native
+    assert all(f["native"] for f in on_gpu["measurements"])
+
+
+@pytest.mark.gpu
+def test_gpu_clocks_are_read_under_load(on_gpu):
+    """While it multiplies it needs more power than before it began, and its clocks are not those of an idle GPU."""
+    loaded = on_gpu["under_load"]
+    if loaded["power_watts"] is None:
+        pytest.skip("the driver does not tell its power")
+    assert loaded["power_watts"] > on_gpu["power_watts"]
+    assert loaded["sm_clock_mhz"] > 0.4 * on_gpu["sm_clock_max_mhz"]
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""01_devices/show.py, and the two modules it reads the machine with: common/nvml.py and common/hardware.py."""
+"""01_devices/show.py, and what it reads the GPUs with: common/nvml.py."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from support.chapter import load
 from common import hardware, model, nvml
 from common.exits import UserError
 
-show = load("01_devices/show.py")
+show, machine = load("01_devices/show.py"), load("01_devices/_show_machine.py")
 
 # what a query needs of the driver: refusing one function must cost these answers and no other
 ANSWERS = {
@@ -46,11 +46,15 @@ ANSWERS = {
 # asks the driver once per environment given on the command line: the real pynvml, which loads it once per process
 ASK = """
 import json, os, sys
+from types import SimpleNamespace
+import torch
+from _show_machine import topology
 from common import nvml
+torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=f"{device + 1:08d}")
 answers = []
 for planted in json.loads(sys.argv[1]):
     os.environ.update(planted)
-    answers.append({"gpus": nvml.gpus(), "topology": nvml.topology()})
+    answers.append({"gpus": nvml.gpus(), "topology": topology(), "of_device": [nvml.gpu_of(i) for i in range(3)]})
     for name in planted:
         del os.environ[name]
 print(json.dumps(answers))
@@ -59,7 +63,7 @@ print(json.dumps(answers))
 
 def ask(driver: str | None, *planted: dict[str, str]) -> list[dict]:
     """What common/nvml.py answers with these faults planted in the driver library of that folder."""
-    env = harness.clean_env(PYTHONPATH=str(harness.ROOT), LD_LIBRARY_PATH=driver or "")
+    env = harness.clean_env(PYTHONPATH=f"{harness.ROOT}:{harness.ROOT}/01_devices", LD_LIBRARY_PATH=driver or "")
     argv = [sys.executable, "-c", ASK, json.dumps(planted)]
     result = subprocess.run(argv, capture_output=True, text=True, timeout=60, env=env)
     assert result.returncode == 0, result.stderr
@@ -68,7 +72,7 @@ def ask(driver: str | None, *planted: dict[str, str]) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def two_h100(fake_driver) -> list[dict]:
-    (gpus, why), topology = ask(fake_driver, {})[0].values()
+    (gpus, why), topology, _ = ask(fake_driver, {})[0].values()
     assert (why, len(gpus), topology) == (None, 2, [["X", "NV4"], ["NV4", "X"]])
     return gpus
 
@@ -88,6 +92,15 @@ def test_numbers_are_in_the_units_of_their_names(two_h100):
     assert (second["ecc"], second["mig"], second["nvlinks"], second["compute_capability"]) == (True, False, 4, "9.0")
     assert second["processes"][0]["memory_bytes"] == 9 * 2**30
     assert second["processes"][0]["user"]  # this very process, as the fake driver has it
+
+
+def test_one_device_is_found_by_its_uuid_and_no_other_is_asked(fake_driver):
+    told, lost, none = ask(fake_driver, {}, {"NVML_LOST": "0"}, {"NVML_BROKEN": "1"})
+    without_pid = [{**gpu, "processes": None} for gpu in told["gpus"][0]]
+    assert [{**gpu, "processes": None} for gpu in told["of_device"][:2]] == without_pid
+    assert told["of_device"][2] == {}  # torch sees a GPU that NVML does not know
+    assert lost["of_device"][1]["index"] == 1
+    assert none["of_device"] == [{}] * 3
 
 
 def test_a_lost_gpu_leaves_the_others(fake_driver, two_h100):
@@ -166,47 +179,8 @@ def test_no_driver_a_broken_one_and_one_without_gpus(fake_driver):
 def test_without_the_module(monkeypatch):
     monkeypatch.setattr(nvml, "nv", None)
     assert nvml.gpus() == ([], "the module pynvml is missing (pip install nvidia-ml-py)")
-    assert nvml.topology() is None
-
-
-# Data sheet peaks
-
-
-NAMES = [
-    *("NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA H100 NVL", "NVIDIA H100 PCIe", "NVIDIA A100-SXM4-40GB"),
-    *("NVIDIA A100-SXM4-80GB", "NVIDIA A100-PCIE-40GB", "NVIDIA A100 80GB PCIe", "NVIDIA L40S", "NVIDIA L4"),
-    *("NVIDIA A10", "NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 3090"),
-]
-
-
-def test_every_row_of_peaks_has_a_name_here():
-    assert len({hardware.peak(name) for name in NAMES}) == len(NAMES) == len(set(hardware.peaks().values()))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_peaks_are_dense_and_in_proportion(name):
-    p = hardware.peak(name)
-    assert p.bf16 / p.tf32 == pytest.approx(2, rel=0.02)  # each halving of the bits doubles the rate
-    assert p.int8 / p.bf16 == pytest.approx(4 if "GeForce" in name else 2, rel=0.02)
-    assert p.tf32 >= p.fp32
-    ampere = "A10" in name or "3090" in name  # fp8 came after it
-    assert p.fp8 == 0 if ampere else p.fp8 / p.bf16 == pytest.approx(2, rel=0.02)
-    assert 0.3e12 <= p.bandwidth <= 4.8e12
-    assert p.source
-
-
-def test_known_figures():
-    a100 = hardware.peak("NVIDIA A100-SXM4-80GB")
-    assert (a100.tf32, a100.bf16, a100.bandwidth) == (156e12, 312e12, 2.039e12)
-    assert a100.fp32 == pytest.approx(6912 * 2 * 1.41e9, rel=1e-3)  # cores, a multiplication and an addition, clock
-    assert hardware.memory_bandwidth("NVIDIA A100-SXM4-40GB") == 1.555e12
-    assert hardware.peak_flops("NVIDIA H100 80GB HBM3", "fp16") == 989.4e12
-    assert hardware.peak_flops("NVIDIA A100-SXM4-80GB", "fp8") is None  # no unit: nothing to take a share of
-
-
-@pytest.mark.parametrize("name", ["", "cpu", "NVIDIA H100", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "Radeon"])
-def test_unknown_device_has_no_peaks(name):
-    assert hardware.peak(name) is hardware.memory_bandwidth(name) is hardware.peak_flops(name, "bf16") is None
+    assert machine.topology() is None
+    assert nvml.gpu_of(torch.device("cuda", 0)) == {}
 
 
 # What fits
@@ -297,7 +271,7 @@ def plant(folder, cpuinfo: str, group: str, files: dict[str, str]) -> dict:
     for name, content in files.items():
         (folder / "groups" / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / "groups" / name).write_text(content)
-    return show.host(str(folder), str(folder / "groups"))
+    return machine.host(str(folder), str(folder / "groups"))
 
 
 def test_limits_of_a_control_group_and_those_above_it(tmp_path):
@@ -311,14 +285,14 @@ def test_limits_of_a_control_group_and_those_above_it(tmp_path):
     }
     found = plant(tmp_path, "model name\t: Some CPU\nflags\t\t: fpu avx2 amx_bf16\n", "0::/job/step\n", files)
     assert (found["memory_limit_bytes"], found["cores_limit"]) == (1_000_000, 1.5)
-    assert (found["cpu"], found["instruction_sets"]) == ("Some CPU", ["avx2", "amx_bf16"])
+    assert (found["cpu"], found["instruction_sets"]) == ("Some CPU", ["amx_bf16", "avx2"])
 
 
 def test_limits_of_version_1_and_an_arm(tmp_path):
     no_limit = {"memory/memory.limit_in_bytes": f"{2**63 - 4096}\n", "memory/a/memory.limit_in_bytes": "7000\n"}
     found = plant(tmp_path, "Features\t: fp asimd asimddp sve bf16\n", "4:memory:/a\n0::/\n", no_limit)
     assert (found["memory_limit_bytes"], found["cores_limit"]) == (7000, None)
-    assert found["instruction_sets"] == ["asimd", "asimddp", "sve", "bf16"]
+    assert found["instruction_sets"] == ["asimd", "asimddp", "bf16", "sve"]
 
 
 # The whole script
@@ -335,7 +309,7 @@ def test_bare(tmp_path):
     assert result.code == 0, result.err
     found = json.loads((tmp_path / "all.json").read_text())
     assert (found["script"], found["device"]) == ("01_devices/show.py", "cpu")
-    assert [d["dtype"] for d in found["dtypes"]] == list(show.UNITS)
+    assert [d["dtype"] for d in found["dtypes"]] == list(show.TYPES)
     assert {d["verdict"] for d in found["dtypes"]} <= {"native", "emulated", "missing"}
     assert [d["verdict"] for d in found["dtypes"] if d["dtype"] == "fp32"] == ["native"]
     assert len(found["fits"]) == 3 * 6
@@ -360,7 +334,7 @@ def test_a_driver_that_refuses_everything(monkeypatch, tmp_path, two_h100, capsy
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     nothing = [{**dict.fromkeys(gpu), "index": gpu["index"], "refused": {}} for gpu in two_h100]
     monkeypatch.setattr(nvml, "gpus", lambda: (nothing, None))
-    monkeypatch.setattr(nvml, "topology", lambda: [["X", "?"], ["?", "X"]])
+    monkeypatch.setattr(show, "topology", lambda: [["X", "?"], ["?", "X"]])
     found = run_main(monkeypatch, tmp_path, "--device", "cpu")
     assert found["peaks"][0] == {"device": "n/a", **dict.fromkeys(show.SHEET)}
     assert "What fits into 1 x RAM" in capsys.readouterr().out
@@ -370,7 +344,7 @@ def test_an_unknown_gpu_has_no_guessed_peaks_and_the_smallest_card_decides(monke
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     cards = [{**two_h100[0], "name": "NVIDIA Nonesuch"}, {**two_h100[1], "memory_total_bytes": 20e9}]
     monkeypatch.setattr(nvml, "gpus", lambda: (cards, None))
-    monkeypatch.setattr(nvml, "topology", lambda: [["X", "SYS"], ["SYS", "X"]])
+    monkeypatch.setattr(show, "topology", lambda: [["X", "SYS"], ["SYS", "X"]])
     found = run_main(monkeypatch, tmp_path, "--device", "cpu")
     assert found["peaks"][0] == {"device": "NVIDIA Nonesuch", **dict.fromkeys(show.SHEET)}
     assert found["peaks"][1]["bf16_tflops"] == pytest.approx(989.4)
@@ -388,7 +362,7 @@ def test_nvml_against_torch(monkeypatch, tmp_path, two_h100, capsys, wrong, agre
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: SimpleNamespace(**{**seen, **wrong}))
     monkeypatch.setattr(nvml, "gpus", lambda: (two_h100, None))
-    monkeypatch.setattr(nvml, "topology", lambda: [["X", "NV4"], ["NV4", "X"]])
+    monkeypatch.setattr(show, "topology", lambda: [["X", "NV4"], ["NV4", "X"]])
     if agrees:
         found = run_main(monkeypatch, tmp_path, "--device", "cpu")
         assert "agree about 1 GPUs" in capsys.readouterr().out
@@ -402,7 +376,7 @@ def test_a_driver_too_old_for_torch(monkeypatch, tmp_path, two_h100):
     """torch then counts the GPUs through NVML, and can use none of them."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(nvml, "gpus", lambda: (two_h100, None))
-    monkeypatch.setattr(nvml, "topology", lambda: [["X", "NV4"], ["NV4", "X"]])
+    monkeypatch.setattr(show, "topology", lambda: [["X", "NV4"], ["NV4", "X"]])
     assert len(run_main(monkeypatch, tmp_path, "--device", "cpu")["gpus"]) == 2
 
 
@@ -426,6 +400,6 @@ def test_on_a_gpu(gpus, tmp_path):
     assert "agree about 1 GPUs" in result.out
     capability = tuple(int(part) for part in mine["compute_capability"].split("."))
     for dtype in found["dtypes"]:
-        assert dtype["unit"] == (capability >= hardware.SINCE[dtype["dtype"]])
+        assert dtype["unit"] == (capability >= hardware.CUDA_SINCE[dtype["dtype"]])
         if dtype["unit"]:  # a unit that torch cannot reach would be a finding
             assert dtype["verdict"] == "native", dtype

@@ -1,4 +1,4 @@
-"""common/model.py and common/hardware.py: the arithmetic, the shapes, the figures derived from them."""
+"""common/model.py: the arithmetic, the shapes, the figures derived from them."""
 
 import dataclasses
 import json
@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from common import hardware, model, runtime
+from common import model, runtime
 from common.checkpoint import digest
 from common.runtime import UserError
 
@@ -147,20 +147,6 @@ def test_flops_per_token():
     # tied: the one matrix counts, as lm_head; published GPT-2 124M figures use 855,166,464 (biases, 50,257 tokens)
     assert model.flops_per_token(small, 1024) == 6 * 123_587_328 + 12 * 12 * 12 * 64 * 1024
     assert model.flops_per_token(small, 1024) == pytest.approx(855_166_464, rel=0.002)
-
-
-def test_peaks_are_those_of_the_very_device_or_none():
-    sxm, pcie, nvl = "NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA H100 NVL"
-    peaks = [hardware.peak_flops(name, "bf16") for name in (sxm, pcie, nvl)]
-    assert len(set(peaks)) == 3
-    assert hardware.peak_flops(sxm, "bf16") == 989.4e12
-    assert hardware.peak_flops(sxm, "fp16") == 989.4e12
-    assert hardware.peak_flops(sxm, "fp32") == 67e12
-    assert hardware.memory_bandwidth(sxm) == 3.35e12
-    assert hardware.peak_flops("NVIDIA A100-SXM4-80GB", "bf16") == 312e12
-    for unknown in ("cpu", "mps", "NVIDIA H100", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA A1000", "Some GPU"):
-        assert hardware.peak_flops(unknown, "bf16") is None
-        assert hardware.memory_bandwidth(unknown) is None
 
 
 def test_the_device_is_the_local_rank_not_a_guess_from_the_rank(monkeypatch):

@@ -30,6 +30,10 @@ int nvmlDeviceGetCount_v2(unsigned *out) { ASK; *out = number("NVML_GPUS", 2); r
 int nvmlDeviceGetHandleByIndex_v2(unsigned i, void **out) {
     ASK; if ((long)i >= number("NVML_GPUS", 2)) return INVALID; if ((long)i == number("NVML_LOST", -1)) return 15; *out = (void *)(uintptr_t)(i + 1); return SUCCESS;
 }
+int nvmlDeviceGetHandleByUUID(const char *uuid, void **out) {
+    ASK; int i = 0; if (sscanf(uuid, "GPU-%d", &i) != 1 || i < 1 || i > number("NVML_GPUS", 2)) return INVALID; *out = (void *)(uintptr_t)i; return SUCCESS;
+}
+int nvmlDeviceGetIndex(void *gpu, unsigned *out) { ASK; *out = (unsigned)(uintptr_t)gpu - 1; return SUCCESS; }
 int nvmlDeviceGetUUID(void *gpu, char *out, unsigned size) { ASK; snprintf(out, size, "GPU-%08d", (int)(uintptr_t)gpu); return SUCCESS; }
 int nvmlDeviceGetName(void *gpu, char *out, unsigned size) {
     ASK; (void)gpu; snprintf(out, size, "%s", getenv("NVML_NAME") ? getenv("NVML_NAME") : "NVIDIA H100 80GB HBM3"); return SUCCESS;
