@@ -48,13 +48,11 @@ def needs(c: model.Config) -> tuple[int, dict[str, tuple[float, float]]]:
     LoRA       bf16 weights (QLoRA: int4) + 16 per adapter parameter, rank 16 on every matrix of every layer
     each       training, activations 4096·(2·h·L checkpoints + 56·h for the layer recomputed + 12·V for logits)
     """
+    n = model.parameter_count(c)
     h, ffn, layers, vocabulary = c.hidden_size, c.intermediate_size, c.num_hidden_layers, c.vocab_size
     q = c.num_attention_heads * c.head_dim
     kv = c.num_key_value_heads * c.head_dim
     matrices = [(h, q), (h, kv), (h, kv), (q, h), (h, ffn), (h, ffn), (ffn, h)]
-    layer = sum(rows * columns for rows, columns in matrices) + 2 * h  # and two norms
-    n = layers * layer + h + vocabulary * h * (1 if c.tie_word_embeddings else 2)
-
     weights = {"bf16": 2 * n, "int8": n + n / 64, "int4": n / 2 + n / 64}
     cache = 4096 * 2 * layers * kv * 2
     adapters = 16 * 16 * layers * sum(rows + columns for rows, columns in matrices)

@@ -222,9 +222,10 @@ def test_a_layer_saves_about_what_the_closed_form_allows(ffn, kv_heads):
             return tensor
 
         x = torch.randn(1, tokens, 512, requires_grad=True)
+        tables = [table.unsqueeze(-2) for table in model.rope_tables(config, tokens, x.device)]
         hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
         with hooks, torch.autocast("cpu", torch.bfloat16):
-            layer(x, *model.rope_tables(config, tokens, x.device))
+            layer(x, *tables)
         return sum(storage.nbytes() for storage in storages.values())
 
     per_token = (saved(256) - saved(128)) / 128  # the difference leaves the weights out
