@@ -1,7 +1,8 @@
 # make train   set up, then train on all GPUs (2 processes on a CPU)
 # make test    set up, then the tests that need no GPU
 # make test-launch   the launch files for real: Slurm, two hosts, faults (root; what is not installed is skipped)
-# make gpu     with the python3 given, nothing installed: the GPU tests and benchmarks/gpu_report.py
+# make gpu     with the python3 given, nothing installed: the GPU tests and benchmarks/gpu_report.py, in ten minutes
+# make figures the pictures in docs/images, from real runs
 # make lint    ruff
 # make readme  what the READMEs quote from the scripts
 PYTHON ?= python3
@@ -19,11 +20,27 @@ test: $(VENV)/ready
 test-launch: $(VENV)/ready
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m launch
 
+# ten minutes in all: the tests have GPU_TEST_SECONDS at most, the report what is then left of GPU_SECONDS
+GPU_SECONDS ?= 585
+GPU_TEST_SECONDS ?= 280
+gpu: SHELL := /bin/bash
+gpu: export PYTHONUNBUFFERED := 1
 gpu:
-	@tests=0 ; if $(PYTHON) -c "import pytest" ; then \
-		timeout --kill-after=10 220 $(PYTHON) -m pytest -m gpu ; tests=$$? ; \
+	@mkdir -p benchmarks/results ; log=benchmarks/results/gpu-tests-$$(date +%F) ; tests=0 ; \
+	if $(PYTHON) -c "import pytest" ; then \
+		timeout --signal=INT --kill-after=15 $(GPU_TEST_SECONDS) $(PYTHON) -m pytest -m gpu -v -ra \
+			--continue-on-collection-errors --durations=0 --durations-min=1 --junitxml=$$log.xml 2>&1 | tee $$log.log ; \
+		tests=$${PIPESTATUS[0]} ; \
 	else echo "GPU tests skipped: pytest is missing" ; fi ; \
-	$(PYTHON) benchmarks/gpu_report.py --minutes 4 && exit $$tests
+	$(PYTHON) benchmarks/gpu_report.py --minutes $$(awk "BEGIN { print ($(GPU_SECONDS) - $$SECONDS) / 60 }") ; report=$$? ; \
+	[ $$tests -eq 0 ] || echo "GPU tests: exit code $$tests (124: over after $(GPU_TEST_SECONDS) s), see $$log.log" ; \
+	[ $$report -eq 0 ] || echo "GPU report: exit code $$report" ; \
+	[ $$tests -eq 0 ] && [ $$report -eq 0 ]
+
+# the pictures in docs/images, from real runs on the CPU
+figures: $(VENV)/ready
+	$(BIN)/python benchmarks/loss_curves.py
+	$(BIN)/python 01_devices/benchmark.py --device cpu --plot docs/images/roofline.png
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
@@ -38,4 +55,4 @@ $(VENV)/ready: requirements.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	touch $@
 
-.PHONY: train test test-launch gpu lint readme
+.PHONY: train test test-launch gpu figures lint readme

@@ -21,16 +21,16 @@ import time
 from datetime import date
 from pathlib import Path
 
-REPO = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPO))  # common/, with nothing installed
-from vs_trainer import (
+from _shared import (
     LOG_EVERY,
+    REPO,
+    TORCHRUN,
     WARMUP_STEPS,
+    Failed,
     cpu,
     end,
     facts,
-    number,
-    spread,
+    spread_cells,
     start,
     train,
     versions,
@@ -38,11 +38,10 @@ from vs_trainer import (
 )
 
 from common import cli, exits, runtime
-from common.report import read_records, table
+from common.report import read_records, spread, table
 
 SCRIPT = "05_ddp/train.py"
 RATIO_TARGET = 0.9
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone"]
 
 
 def environment(threads: int) -> dict[str, str]:
@@ -101,7 +100,7 @@ def first_step(launcher: list[str], threads: int, timeout: float) -> tuple[float
             if process.poll() is None:
                 end(process)
         if process.returncode or seconds is None:
-            raise RuntimeError(f"{SCRIPT} ended with exit code {process.returncode} or without its first step")
+            raise Failed(f"{SCRIPT} ended with exit code {process.returncode} or without its first step", "")
         record = next(r for r in read_records(Path(folder, "metrics.jsonl")) if "loss" in r)
         return seconds, record["tokens"] / record["tokens_per_second"]
 
@@ -163,10 +162,9 @@ def main() -> int:
             commands += scaled["commands"]
             rows = [["tokens/s", "n", "median", "min", "max"]]
             for name, values in scaled["speeds"].items():
-                s = spread(values)
-                rows.append([name, str(s["n"]), number(s["median"]), number(s["min"]), number(s["max"])])
+                rows.append([name, *spread_cells(spread(values))])
             ratio = scaled["ratio"]
-            rows.append(["ratio", str(ratio["n"]), *(number(ratio[key], ".3f") for key in ("median", "min", "max"))])
+            rows.append(["ratio", *spread_cells(ratio, ".3f")])
             scaled["verdict"] = verdict = "met" if ratio["median"] >= RATIO_TARGET else "missed"
             shape = f"nano, fp32, {args.batch_size} sequences of {args.seq_len} tokens per step, {args.steps} steps"
             parts.append(f"## Scaling\n\n{shape}, the first {WARMUP_STEPS} not timed.\n\n{table(rows)}")
@@ -176,10 +174,9 @@ def main() -> int:
             commands += started["commands"]
             rows = [["seconds", "n", "median", "min", "max"]]
             for name, values in started["seconds"].items():
-                s = spread(values)
-                rows.append([name, str(s["n"]), *(number(s[key], ".2f") for key in ("median", "min", "max"))])
+                rows.append([name, *spread_cells(spread(values), ".2f")])
             parts.append(f"## Start-up, to the end of the first step\n\n{table(rows)}")
-    except RuntimeError as error:
+    except Failed as error:
         raise runtime.UserError(f"a run failed: {error}") from None
     text = "\n\n".join(parts)
     shell = "\n".join(commands)

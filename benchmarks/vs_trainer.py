@@ -3,97 +3,47 @@
 Both train the same shape from random weights on the same tokens, batch and precision, with as many
 threads, each in a process of its own; rounds alternate, so that a machine that slows down slows both.
 The clock is wall time over whole steps, everything a step costs included (reading the batch, clipping,
-logging every few steps), the first steps left out. The Trainer has the settings a user would give it.
+logging every few steps), the first steps left out. The Trainer has the settings a user would give it, but
+for TF32, which its torch_compile would switch on: it is off on both sides, so that fp32 means fp32.
 
     laptop    python benchmarks/vs_trainer.py
+    compiled  python benchmarks/vs_trainer.py --compile
     one GPU   python benchmarks/vs_trainer.py --model llama-124m --seq-len 1024 --batch-size 32 --dtypes bf16 --compile
 
-Look for: the ratio, taken round by round, and its spread. Results go to benchmarks/results/.
+Look for: the ratio, taken round by round, its spread, and the target. Results go to benchmarks/results/.
 """
 
 import argparse
 import json
 import os
-import platform
-import re
-import signal
-import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from datetime import date
-from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
 
 import torch
+from _shared import (
+    LOG_EVERY,
+    REPO,
+    WARMUP_STEPS,
+    Failed,
+    cpu,
+    facts,
+    number,
+    spread_cells,
+    start,
+    train,
+    versions,
+    write_results,
+)
 
-REPO = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPO))  # common/, with nothing installed
 from common import cli, data, exits, model, runtime
-from common.hardware import cpu_model, device_name
-from common.report import read_records, table
+from common.hardware import device_name
+from common.report import spread, table
 
-RESULTS = REPO / "benchmarks/results"
-WARMUP_STEPS = 10  # left out of the timing: compilation, first allocations, clocks
-LOG_EVERY = 10  # both sides log, and are timed, in windows of so many steps
-
-
-# What the benchmarks in this folder share
-
-
-def start(command: list[str], env: dict[str, str], timeout: float) -> str:
-    """Run to the end; everything it printed. RuntimeError with its last words if it fails or takes too long."""
-    process = subprocess.Popen(
-        command, cwd=REPO, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace"
-    )
-    try:
-        output, _ = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        end(process)
-        raise RuntimeError(f"did not end within {timeout:.0f} s") from None
-    except BaseException:
-        end(process)
-        raise
-    if process.returncode:
-        said = [line for line in output.splitlines() if line.strip()]
-        wrong = [line for line in said if re.search(r"error|exception", line, re.IGNORECASE)]
-        raise RuntimeError(f"exit code {process.returncode}: {(wrong or said or ['no output'])[-1].strip()[:300]}")
-    return output
-
-
-def end(process: subprocess.Popen) -> None:
-    """End a process that is no longer wanted: asked first, because torchrun then takes its processes along."""
-    process.send_signal(signal.SIGTERM)
-    try:
-        process.communicate(timeout=60)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.communicate()
-
-
-def train(
-    script: str, flags: list[str], env: dict[str, str], timeout: float, launcher: list[str] | None = None
-) -> dict:
-    """Run a training script of this repository: its --json summary, its `windows` and its `tokens_per_second`."""
-    with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
-        summary = Path(folder, "summary.json")
-        own = ["--run-dir", f"{folder}/run", "--json", str(summary), "--log-every", str(LOG_EVERY)]
-        start([sys.executable, *(launcher or []), script, *flags, *own], env, timeout)
-        records = [r for r in read_records(Path(folder, "run/metrics.jsonl")) if "loss" in r]
-        return {**json.loads(summary.read_text()), **steady(records)}
-
-
-def steady(records: list[dict]) -> dict:
-    """Tokens/s of each logged window after the warm-up, and over all their wall time together."""
-    windows, tokens, seconds = [], 0, 0.0
-    for before, record in pairwise(records):
-        if before["step"] >= WARMUP_STEPS:
-            windows.append(record["tokens_per_second"])
-            tokens += record["tokens"] - before["tokens"]
-            seconds += (record["tokens"] - before["tokens"]) / record["tokens_per_second"]
-    return {"windows": windows, "tokens_per_second": tokens / seconds if seconds else None}
+RATIO_TARGET = 1.05  # ours over theirs, in each precision, eager and compiled
 
 
 def train_with_trainer(flags: list[str], env: dict[str, str], timeout: float) -> dict:
@@ -102,48 +52,6 @@ def train_with_trainer(flags: list[str], env: dict[str, str], timeout: float) ->
         result = Path(folder, "result.json")
         start([sys.executable, __file__, "--worker", str(result), *flags], env, timeout)
         return json.loads(result.read_text())
-
-
-def spread(values: list[float]) -> dict:
-    values = [value for value in values if value is not None]
-    if not values:
-        return {"n": 0, "median": None, "min": None, "max": None}
-    return {"n": len(values), "median": statistics.median(values), "min": min(values), "max": max(values)}
-
-
-def versions(*packages: str) -> dict[str, str | None]:
-    """Installed versions; None for what is not there."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
-    for package in packages:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = None
-    return {**found, "torch": torch.__version__}
-
-
-def cpu() -> dict:
-    """The processor and how much of it this process may use."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return {"cpu": cpu_model() or platform.machine(), "cores": cores}
-
-
-def facts(pairs: dict) -> str:
-    return "\n".join(f"- {name}: {'n/a' if value is None else value}" for name, value in pairs.items())
-
-
-def number(value: float | None, form: str = ",.0f") -> str:
-    return "n/a" if value is None else format(value, form)
-
-
-def write_results(device: str, kind: str, result: dict, text: str) -> Path:
-    """Write results/<device><kind>-<date>.json and .md beside it; returns the .md."""
-    slug = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    file = RESULTS / f"{slug}{kind}-{date.today().isoformat()}"
-    file.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
-    file.with_suffix(".md").write_text(text.rstrip() + "\n")
-    return file.with_suffix(".md")
 
 
 # The other side: transformers' Trainer
@@ -167,7 +75,7 @@ def worker(args: argparse.Namespace) -> int:
 
     torch.manual_seed(args.seed)
     corpus = data.load_corpus("stdlib", "bytes")
-    shape = model.load_config(args.model, corpus.vocab_size, args.seq_len)
+    shape, recipe = model.load_config(args.model, corpus.vocab_size, args.seq_len), model.recipe(args.model)
     same_names = (
         *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
         *("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings"),
@@ -190,13 +98,14 @@ def worker(args: argparse.Namespace) -> int:
             output_dir=folder,
             max_steps=args.steps,
             per_device_train_batch_size=args.batch_size,
-            learning_rate=2e-3,
+            learning_rate=recipe.lr,
             weight_decay=0.1,
             lr_scheduler_type="cosine",
-            warmup_steps=10,
+            warmup_steps=recipe.warmup_steps,
             max_grad_norm=1.0,
             bf16=args.dtype == "bf16",
             torch_compile=args.compile,
+            tf32=False,  # else torch_compile switches it on; 04_amp/train.py never does
             optim="adamw_torch_fused" if device.type == "cuda" else TrainingArguments.optim,
             use_cpu=device.type == "cpu",
             dataloader_num_workers=0,
@@ -211,16 +120,21 @@ def worker(args: argparse.Namespace) -> int:
 
     kept = {parameter.dtype for parameter in net.parameters()}
     assert kept == {torch.float32}, f"the Trainer's weights are {kept}: not the same training"
+    fp32_products = torch.backends.cuda.matmul.fp32_precision
+    assert fp32_products != "tf32", "the Trainer has switched TF32 on: not the same training"
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    timed = [mark for mark in marks if mark[0] >= WARMUP_STEPS]
+    timed = [(step, seconds) for step, seconds in marks if step >= WARMUP_STEPS]
     if len(timed) < 2:
         raise runtime.UserError(f"--steps {args.steps} leaves nothing to time: at least {WARMUP_STEPS + LOG_EVERY}")
-    tokens = args.batch_size * args.seq_len
-    speeds = [(b[0] - a[0]) * tokens / (b[1] - a[1]) for a, b in pairwise(timed)]
-    (first, began), (last, ended) = timed[0], timed[-1]
+    tokens_per_step = args.batch_size * args.seq_len
+    windows = []
+    for (first, began), (last, ended) in pairwise(timed):
+        windows.append((last - first) * tokens_per_step / (ended - began))
+    first, began = timed[0]
+    last, ended = timed[-1]
     result = {
-        "tokens_per_second": (last - first) * tokens / (ended - began),
-        "windows": speeds,
+        "tokens_per_second": (last - first) * tokens_per_step / (ended - began),
+        "windows": windows,
         "parameters": sum(parameter.numel() for parameter in net.parameters()),
         "first_loss": losses[0],
         "last_loss": losses[-1],
@@ -236,42 +150,62 @@ def worker(args: argparse.Namespace) -> int:
 
 def compare(args: argparse.Namespace, dtype: str, env: dict[str, str]) -> dict:
     """Alternate rounds of both in one precision; the first round of each is thrown away."""
-    compiled = ["--compile"] if args.compile else []
-    ours = [
-        *("--model", args.model, "--seq-len", str(args.seq_len), "--global-batch-size", str(args.batch_size)),
-        *("--steps", str(args.steps), "--dtype", dtype, "--device", args.device, *compiled),
-    ]
-    theirs = [
-        *("--model", args.model, "--seq-len", str(args.seq_len), "--batch-size", str(args.batch_size)),
-        *("--steps", str(args.steps), "--dtype", dtype, "--device", args.device, *compiled),
-    ]
-    rounds: dict[str, list[dict]] = {"ours": [], "trainer": []}
-    for number_ in range(args.rounds + 1):
-        for side in ("ours", "trainer"):
-            if side == "ours":
-                result = train("04_amp/train.py", ours, env, args.timeout)
-            else:
-                result = train_with_trainer(theirs, env, args.timeout)
-            name = f"round {number_}" if number_ else "warm-up"
-            print(f"{dtype} {name:<8} {side:<8} {result['tokens_per_second']:>12,.0f} tokens/s", flush=True)
-            if number_:
-                rounds[side].append(result)
-    counts = {result["parameters"] for side in rounds.values() for result in side}
-    assert len(counts) == 1, f"not the same model: {counts} parameters"
-    speeds = {side: [r["tokens_per_second"] for r in results] for side, results in rounds.items()}
+    shape = ["--model", args.model, "--seq-len", str(args.seq_len), "--steps", str(args.steps), "--dtype", dtype]
+    shape += ["--device", args.device]
+    if args.compile:
+        shape.append("--compile")
+    ours = [*shape, "--global-batch-size", str(args.batch_size)]
+    theirs = [*shape, "--batch-size", str(args.batch_size)]
+    our_speeds, their_speeds, ratios = [], [], []
+    for round_ in range(args.rounds + 1):
+        our_run = train("04_amp/train.py", ours, env, args.timeout)
+        their_run = train_with_trainer(theirs, env, args.timeout)
+        our_speed, their_speed = our_run["tokens_per_second"], their_run["tokens_per_second"]
+        assert our_run["parameters"] == their_run["parameters"], "not the same model"
+        name = f"round {round_}" if round_ else "warm-up"
+        print(f"{dtype} {name:<8} ours {our_speed:,.0f}, Trainer {their_speed:,.0f} tokens/s", flush=True)
+        if round_:
+            our_speeds.append(our_speed)
+            their_speeds.append(their_speed)
+            ratios.append(our_speed / their_speed)  # round by round: neighbours in time had the same machine
+    ratio = spread(ratios)
     return {
         "dtype": dtype,
-        **{side: spread(values) for side, values in speeds.items()},
-        # round by round: neighbours in time had the same machine
-        "ratio": spread([ours / theirs for ours, theirs in zip(*speeds.values(), strict=True)]),
-        "last_loss": {side: results[-1]["last_loss"] for side, results in rounds.items()},
-        "trainer_optim": rounds["trainer"][-1]["optim"],
+        "compile": args.compile,
+        "ours": spread(our_speeds),
+        "trainer": spread(their_speeds),
+        "ratio": ratio,
+        "verdict": "met" if ratio["median"] >= RATIO_TARGET else "missed",
+        "last_loss": {"ours": our_run["last_loss"], "trainer": their_run["last_loss"]},
+        "trainer_optim": their_run["optim"],
         "commands": {
             "ours": f"python 04_amp/train.py {' '.join(ours)} --log-every {LOG_EVERY}",
             "trainer": f"python benchmarks/vs_trainer.py --worker RESULT.json {' '.join(theirs)}",
         },
-        "rounds": speeds,
+        "rounds": {"ours": our_speeds, "trainer": their_speeds},
     }
+
+
+def write_up(about: dict, comparisons: list[dict]) -> tuple[str, str]:
+    """The table with its verdicts, and the whole report, as Markdown."""
+    rows = [["dtype", "tokens/s", "n", "median", "min", "max"]]
+    verdicts = []
+    for comparison in comparisons:
+        dtype, ratio = comparison["dtype"], comparison["ratio"]
+        rows.append([dtype, "04_amp/train.py", *spread_cells(comparison["ours"])])
+        rows.append([dtype, "Trainer", *spread_cells(comparison["trainer"])])
+        rows.append([dtype, "ratio", *spread_cells(ratio, ".3f")])
+        claim = f"04_amp/train.py reaches at least {RATIO_TARGET:g} of the Trainer's tokens/s in {dtype}"
+        verdicts.append(f"- **{comparison['verdict']}**: {claim}: {number(ratio['median'], '.3f')}")
+    text = table(rows) + "\n\n" + "\n".join(verdicts)
+    commands = [command for comparison in comparisons for command in comparison["commands"].values()]
+    how = (
+        f"n runs of each side, alternating, after one of each that was thrown away. Wall time over the steps after "
+        f"the first {WARMUP_STEPS}. TF32 is off on both sides."
+    )
+    shell = "\n".join(commands)
+    title = "# 04_amp/train.py beside transformers' Trainer"
+    return text, f"{title}\n\n{facts(about)}\n\n{text}\n\n{how}\n\n```\n{shell}\n```\n"
 
 
 def main() -> int:
@@ -308,29 +242,31 @@ def main() -> int:
     if device.type == "cuda":  # the Trainer would spread itself over all GPUs it sees
         env["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     name = cpu()["cpu"] if device.type == "cpu" else device_name(device)
-    about = {"device": name, **cpu(), "threads": args.threads, **installed, "date": date.today().isoformat()}
-    about["command"] = f"python benchmarks/vs_trainer.py {' '.join(sys.argv[1:])}".strip()
-    about["shape"] = f"{args.model}, {args.batch_size} sequences of {args.seq_len} tokens, {args.steps} steps"
+    about = {
+        "device": name,
+        **cpu(),
+        "threads": args.threads,
+        **installed,
+        "date": date.today().isoformat(),
+        "command": f"python benchmarks/vs_trainer.py {' '.join(sys.argv[1:])}".strip(),
+        "shape": f"{args.model}, {args.batch_size} sequences of {args.seq_len} tokens, {args.steps} steps",
+        "torch.compile": "on both sides" if args.compile else "on neither side",
+    }
     print(facts(about), flush=True)
 
-    try:
-        comparisons = [compare(args, dtype, env) for dtype in dtypes]
-    except RuntimeError as error:
-        raise runtime.UserError(f"a run failed: {error}") from None
-    rows = [["dtype", "tokens/s", "n", "median", "min", "max"]]
-    for comparison in comparisons:
-        for row, form in (("ours", ",.0f"), ("trainer", ",.0f"), ("ratio", ".3f")):
-            s = comparison[row]
-            cells = [number(s[key], form) for key in ("median", "min", "max")]
-            rows.append([comparison["dtype"], row, str(s["n"]), *cells])
-    text = table(rows)
-    commands = "\n".join(c for comparison in comparisons for c in comparison["commands"].values())
-    report = (
-        f"# 04_amp/train.py beside transformers' Trainer\n\n{facts(about)}\n\n{text}\n\n"
-        f"n runs of each side, alternating, after one of each that was thrown away. Wall time over the steps after "
-        f"the first {WARMUP_STEPS}.\n\n```\n{commands}\n```\n"
-    )
-    file = write_results(name, "-vs-trainer", {**about, "comparisons": comparisons}, report)
+    kind = "-vs-trainer"
+    if args.compile:
+        kind += "-compiled"
+    if len(dtypes) == 1:
+        kind += f"-{dtypes[0]}"
+    comparisons = []
+    for dtype in dtypes:
+        try:
+            comparisons.append(compare(args, dtype, env))
+        except Failed as error:
+            raise runtime.UserError(f"a run failed: {error}") from None
+        text, report = write_up(about, comparisons)
+        file = write_results(name, kind, {**about, "comparisons": comparisons}, report)
     print(f"\n{text}\n\nwritten: {file.relative_to(REPO)} and .json")
     return 0
 

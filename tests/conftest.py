@@ -20,6 +20,8 @@ from pathlib import Path
 import filelock
 import pytest
 
+from common import nvml
+
 LOCK_WAIT_SECONDS = 600  # for another run to be done with its GPUs
 NOTHING_RAN = 5  # pytest's own exit status for "no tests"
 
@@ -35,33 +37,23 @@ class NoGpus(Exception):
 
 def visible_gpus() -> dict[str, int]:
     """Free bytes by UUID of the GPUs that CUDA_VISIBLE_DEVICES allows. NoGpus with the reason if there are none."""
-    try:
-        import pynvml
-    except ImportError:
-        raise NoGpus("the module pynvml is missing (pip install nvidia-ml-py)") from None
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError as error:
-        raise NoGpus(f"no NVIDIA driver here (NVML: {error})") from None
-    try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        gpus = {pynvml.nvmlDeviceGetUUID(handle): pynvml.nvmlDeviceGetMemoryInfo(handle).free for handle in handles}
-    except pynvml.NVMLError as error:
-        raise NoGpus(f"NVML cannot read the GPUs: {error}") from None
-    finally:
-        pynvml.nvmlShutdown()
-    allowed = _allowed(list(gpus), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    found, why = nvml.gpus()
+    if not found:
+        raise NoGpus(why)
+    free = {}
+    for gpu in found:
+        if gpu["uuid"] is None or gpu["memory_used_bytes"] is None:
+            raise NoGpus(f"NVML cannot read GPU {gpu['index']}: {gpu['refused']}")
+        free[gpu["uuid"]] = gpu["memory_total_bytes"] - gpu["memory_used_bytes"]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    allowed = _allowed(list(free), visible)
     if not allowed:
-        raise NoGpus(
-            f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']!r} allows none of {len(gpus)} GPUs"
-            if gpus
-            else "NVML finds no GPU"
-        )
+        raise NoGpus(f"CUDA_VISIBLE_DEVICES={visible!r} allows none of {len(free)} GPUs")
     import torch
 
     if not torch.cuda.is_available():
         raise NoGpus(f"torch {torch.__version__} cannot use a GPU here: a build without CUDA, or too old a driver")
-    return {uuid: gpus[uuid] for uuid in allowed}
+    return {uuid: free[uuid] for uuid in allowed}
 
 
 def _allowed(uuids: list[str], visible: str | None) -> list[str]:
@@ -155,6 +147,11 @@ def _gpus_for_marked(request: pytest.FixtureRequest) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if not config.pluginmanager.hasplugin("timeout"):
         config.addinivalue_line("markers", "timeout(seconds): without effect, pytest-timeout is not installed")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The decisive GPU tests first: if the time is not enough for all, theirs is."""
+    items.sort(key=lambda item: item.path.name != "test_gpu.py")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

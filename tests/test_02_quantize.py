@@ -11,7 +11,6 @@ import pytest
 import torch
 from support.chapter import load
 from support.harness import ROOT, run
-from test_gpu import launch
 
 from common import data, model
 from common.exits import UserError
@@ -514,9 +513,10 @@ def test_a_wrong_flag_is_one_line(tmp_path, script, flags, said):
 
 def on_gpu(gpus: dict[str, str], folder: Path, script: str, *flags: str) -> dict:
     """The summary of a short run of the script on cuda."""
-    command = [f"02_tensors_precision/{script}", "--device", "cuda", "--train-steps", "30", *flags]
-    code, output = launch(gpus, [*command, "--run-dir", str(folder), "--json", str(folder / "s.json")], timeout=120)
-    assert code == 0, output[-4000:]
+    flags = ["--device", "cuda", "--train-steps", 30, *flags, "--run-dir", folder / "run", "--json", "s.json"]
+    visible = {"CUDA_VISIBLE_DEVICES": gpus["CUDA_VISIBLE_DEVICES"]}
+    result = run(f"02_tensors_precision/{script}", folder, *flags, timeout=120, **visible)
+    assert result.code == 0, result.out[-2000:] + result.err[-4000:]
     return json.loads((folder / "s.json").read_text())
 
 

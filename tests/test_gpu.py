@@ -2,35 +2,56 @@
 
     pytest -m gpu tests/test_gpu.py
 
-Runs that several tests look at are made once. Everything is nano but the MFU run (llama-124m).
+The runs that the tests look at are made once each and several at a time: no test here depends on speed, and most
+of a run is start-up. Everything is nano but the MFU run (llama-124m).
 """
 
-import json
 import math
+import os
 import shutil
-import signal
-import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
+from support.harness import Result, run
 
-from common import hardware
-from common.report import read_records
+from common import hardware, nvml
 
-REPO = Path(__file__).resolve().parents[1]
 AMP, DDP = "04_amp/train.py", "05_ddp/train.py"
-FP32 = ("--dtype", "fp32", "--steps", "10", "--log-every", "1")
+TEN_STEPS = ("--steps", "10", "--log-every", "1")
+FP32 = ("--dtype", "fp32", *TEN_STEPS)
 # --save-every leaves a checkpoint to resume from half-way
-EXACT = (*FP32, "--deterministic", "--save-every", "5")
-COMPILED = ("--dtype", "bf16", "--steps", "10", "--log-every", "1", "--compile")
-LARGE = (
-    *("--model", "llama-124m", "--dtype", "bf16", "--seq-len", "1024", "--global-batch-size", "8"),
-    *("--steps", "20", "--log-every", "5"),
-)
+EXACT = ("--device", "cuda", *FP32, "--deterministic", "--save-every", "5")
+LARGE = ("--model", "llama-124m", "--dtype", "bf16", "--seq-len", "1024", "--global-batch-size", "8")
+RUN_SECONDS = 240  # the longest a run may take: the compiled ones, cold
+# most of a run is importing and starting up, which a core does; the GPU has room for all of them
+AT_ONCE = max(1, min(5, len(os.sched_getaffinity(0)) // 2)) if hasattr(os, "sched_getaffinity") else 2
+
+
+class Job(NamedTuple):
+    script: str
+    flags: tuple[str, ...]
+    nproc: int | None = None  # processes under torchrun; None: plain python
+
+
+# The longest first: they end last. The name of a run is that of the fixture that gives its result.
+RUNS = {
+    "ddp_compiled": Job(DDP, ("--dtype", "bf16", *TEN_STEPS, "--compile"), nproc=1),
+    "compiled": Job(AMP, ("--dtype", "bf16", *TEN_STEPS, "--compile")),
+    "large": Job(AMP, (*LARGE, "--steps", "20", "--log-every", "5")),
+    "fp32_on_cpu": Job(AMP, ("--device", "cpu", *FP32)),
+    "fp32": Job(AMP, ("--device", "cuda", *FP32)),
+    "bf16": Job(AMP, ("--dtype", "bf16", *TEN_STEPS)),
+    "fp16": Job(AMP, ("--dtype", "fp16", *TEN_STEPS)),
+    "exact": Job(AMP, EXACT),
+    "exact_async": Job(AMP, (*EXACT, "--async-save")),
+    "exact_ddp": Job(DDP, EXACT, nproc=1),
+    "exact_ddp_plain": Job(DDP, EXACT),
+    "exact_ddp_two": Job(DDP, EXACT, nproc=2),
+}
 
 # a wait for another run's GPUs counts as the test's time
 pytestmark = [
@@ -40,63 +61,53 @@ pytestmark = [
 ]
 
 
-class Run(NamedTuple):
-    folder: Path
-    records: list[dict]  # those of metrics.jsonl that carry a training loss
-    summary: dict
-
-    @property
-    def losses(self) -> list[float]:
-        return [record["loss"] for record in self.records]
-
-
-def launch(env: dict[str, str], command: list[str], timeout: float = 240) -> tuple[int, str]:
-    """Run `python command`; (exit code, everything it printed). Past the timeout, ends it and fails."""
-    process = subprocess.Popen(
-        [sys.executable, *command], cwd=REPO, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-    try:
-        output, _ = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGTERM)  # torchrun takes its processes with it, which a SIGKILL would leave
-        try:
-            output, _ = process.communicate(timeout=60)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            output, _ = process.communicate()
-        pytest.fail(f"{command} did not end within {timeout} s:\n{output[-4000:]}")
-    return process.returncode, output
-
-
-def torchrun(processes: int, *command: str) -> list[str]:
-    return ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", *command]
-
-
-def result(folder: Path) -> Run:
-    records = [record for record in read_records(folder / "metrics.jsonl") if "loss" in record]
-    return Run(folder, records, json.loads((folder / "summary.json").read_text()))
+def train(job: Job, folder: Path, gpus: dict[str, str]) -> Result:
+    """That run to its end, on the locked GPUs only; its run directory is folder/run, its summary summary.json."""
+    flags = [*job.flags, "--run-dir", folder / "run", "--json", "summary.json"]
+    visible = {"CUDA_VISIBLE_DEVICES": gpus["CUDA_VISIBLE_DEVICES"], "OMP_NUM_THREADS": "4"}
+    result = run(job.script, folder, *flags, nproc=job.nproc, timeout=RUN_SECONDS, warm=False, **visible)
+    assert result.code == 0, f"exit code {result.code}\n{result.out[-2000:]}\n{result.err[-4000:]}"
+    return result
 
 
 @pytest.fixture(scope="module")
-def finished() -> dict[tuple, Run]:
-    return {}
+def started() -> Iterator[dict[str, Future]]:
+    """The runs that have been started, by name."""
+    runs: dict[str, Future] = {}
+    yield runs
+    for future in runs.values():
+        future.cancel()
 
 
-@pytest.fixture
-def train(gpus, finished, tmp_path_factory) -> Callable[..., Run]:
-    """train(script, *flags, processes=None): that run of the script, made at the first call for it."""
+@pytest.fixture(scope="module")
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        yield pool
 
-    def run(script: str, *flags: str, processes: int | None = None) -> Run:
-        key = (script, flags, processes)
-        if key not in finished:
-            folder = tmp_path_factory.mktemp("run")
-            command = [script, *flags, "--run-dir", str(folder), "--json", str(folder / "summary.json")]
-            code, output = launch(gpus, command if processes is None else torchrun(processes, *command))
-            assert code == 0, output[-4000:]
-            finished[key] = result(folder)
-        return finished[key]
 
-    return run
+def result_of(name: str):
+    """The fixture `name`: the Result of that run, started at the latest now."""
+
+    @pytest.fixture(name=name)
+    def finished(request, gpus, pool, started, tmp_path_factory) -> Result:
+        if name not in started:
+            # with it all others that this file's selected tests will ask for, if they take as many GPUs
+            here = [item for item in request.session.items if item.path == request.path]
+            asked = {fixture for item in here for fixture in item.fixturenames}
+            for other, job in RUNS.items():
+                if other in asked and other not in started and (job.nproc or 1) == (RUNS[name].nproc or 1):
+                    started[other] = pool.submit(train, job, tmp_path_factory.mktemp(other), gpus)
+        return started[name].result()
+
+    return finished
+
+
+for _name in RUNS:
+    globals()[f"_{_name}"] = result_of(_name)
+
+
+def losses(result: Result) -> list[float]:
+    return result.column("loss")
 
 
 def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -114,128 +125,118 @@ def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def test_runs_on_the_gpu(train):
-    summary = train(AMP, "--device", "cuda", *FP32).summary
-    assert summary["device"] not in ("cpu", "mps")
-    assert summary["torch"] == torch.__version__
+def test_runs_on_the_gpu(fp32):
+    assert fp32.summary["device"] not in ("cpu", "mps")
+    assert fp32.summary["torch"] == torch.__version__
 
 
-def test_gpu_losses_are_the_cpus(train):
-    on_cpu, on_gpu = train(AMP, "--device", "cpu", *FP32), train(AMP, "--device", "cuda", *FP32)
-    assert len(on_gpu.losses) == 10
-    assert on_gpu.losses == pytest.approx(on_cpu.losses, rel=1e-3)
-    assert on_gpu.summary["val_loss"] == pytest.approx(on_cpu.summary["val_loss"], rel=1e-3)
+def test_gpu_losses_are_the_cpus(fp32_on_cpu, fp32):
+    assert len(losses(fp32)) == 10
+    assert losses(fp32) == pytest.approx(losses(fp32_on_cpu), rel=1e-3)
+    assert fp32.summary["val_loss"] == pytest.approx(fp32_on_cpu.summary["val_loss"], rel=1e-3)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_low_precision_losses_are_near_fp32(train, dtype):
-    exact = train(AMP, "--device", "cuda", *FP32)
-    low = train(AMP, "--dtype", dtype, *FP32[2:])
-    assert low.losses[0] == pytest.approx(exact.losses[0], rel=5e-3)
-    # a step that fp16's scaler skipped leaves the curve that much behind
-    assert low.summary["skipped_steps"] <= 2
-    assert low.losses[-1] == pytest.approx(exact.losses[-1], rel=0.02 + 0.05 * low.summary["skipped_steps"])
+def test_bf16_losses_are_near_fp32(fp32, bf16):
+    assert bf16.summary["skipped_steps"] == 0
+    assert losses(bf16)[0] == pytest.approx(losses(fp32)[0], rel=5e-3)
+    assert losses(bf16)[-1] == pytest.approx(losses(fp32)[-1], rel=0.02)
 
 
-def test_deterministic_resume_is_bit_identical(train, gpus, tmp_path):
-    whole = train(AMP, *EXACT)
-    folder = copy_until(whole.folder, tmp_path / "resumed", "step-00000005")
-    flags = ["--resume", "--run-dir", str(folder), "--json", str(folder / "summary.json")]
-    code, output = launch(gpus, [AMP, *EXACT, *flags])
-    assert code == 0, output[-4000:]
-    assert "resuming from" in output
-    resumed = result(folder)
-    assert resumed.summary["weights_sha256"] == whole.summary["weights_sha256"]
-    assert resumed.losses == whole.losses
+def test_fp16_losses_are_near_fp32(fp32, fp16):
+    # a step that the scaler skipped leaves the curve that much behind
+    skipped = fp16.summary["skipped_steps"]
+    assert skipped <= 2
+    assert losses(fp16)[0] == pytest.approx(losses(fp32)[0], rel=5e-3)
+    assert losses(fp16)[-1] == pytest.approx(losses(fp32)[-1], rel=0.02 + 0.05 * skipped)
 
 
-def copy_until(source: Path, target: Path, last: str) -> Path:
-    """A copy of a run's folder as a kill right after checkpoint `last` would have left it."""
+def test_deterministic_resume_is_bit_identical(exact, gpus, tmp_path):
+    copy_until(exact.folder / "run", tmp_path / "run", "step-00000005")
+    resumed = train(Job(AMP, (*EXACT, "--resume")), tmp_path, gpus)
+    assert "resuming from" in resumed.out
+    assert resumed.summary["weights_sha256"] == exact.summary["weights_sha256"]
+    assert losses(resumed) == losses(exact)
+
+
+def copy_until(source: Path, target: Path, last: str) -> None:
+    """Copy a run's folder as a kill right after checkpoint `last` would have left it."""
     shutil.copytree(source, target)
     for checkpoint in target.glob("step-*"):
         if checkpoint.name > last:
             shutil.rmtree(checkpoint)
-    (target / "summary.json").unlink()
-    return target
 
 
-def test_deterministic_runs_are_bit_identical_and_async_save_saves_the_same(train):
-    sync, in_background = train(AMP, *EXACT), train(AMP, *EXACT, "--async-save")
-    assert in_background.summary["weights_sha256"] == sync.summary["weights_sha256"]
+def test_deterministic_runs_are_bit_identical_and_async_save_saves_the_same(exact, exact_async):
+    assert exact_async.summary["weights_sha256"] == exact.summary["weights_sha256"]
     for step in ("step-00000005", "step-00000010"):
-        expected, saved = weights(sync.folder / step), weights(in_background.folder / step)
+        expected, saved = weights(exact.folder / "run" / step), weights(exact_async.folder / "run" / step)
         assert expected
         assert expected.keys() == saved.keys()
         assert [name for name in expected if not torch.equal(expected[name], saved[name])] == []
 
 
-def test_one_nccl_process_is_the_chapter_before(train):
-    amp, ddp = train(AMP, *EXACT), train(DDP, *EXACT, processes=1)  # else two runs of one script differ too
-    assert ddp.summary["world_size"] == 1
-    assert ddp.losses == pytest.approx(amp.losses, rel=1e-5)
+def test_one_nccl_process_is_the_chapter_before(exact, exact_ddp):
+    assert exact_ddp.summary["world_size"] == 1
+    assert losses(exact_ddp) == pytest.approx(losses(exact), rel=1e-5)
 
 
-def test_ddp_without_torchrun(train):
-    torchrun_losses = train(DDP, *EXACT, processes=1).losses
-    assert train(DDP, *EXACT).losses == pytest.approx(torchrun_losses, rel=1e-5)
+def test_ddp_without_torchrun(exact_ddp, exact_ddp_plain):
+    assert losses(exact_ddp_plain) == pytest.approx(losses(exact_ddp), rel=1e-5)
 
 
-@pytest.mark.gpu(n=2)
-def test_two_ranks_are_one(train):
-    one, two = train(DDP, *EXACT, processes=1), train(DDP, *EXACT, processes=2)
-    assert two.summary["world_size"] == 2
-    assert two.losses == pytest.approx(one.losses, rel=1e-5)
+def test_compiled_losses_are_near_eager(bf16, compiled):
+    assert losses(compiled) == pytest.approx(losses(bf16), rel=1e-2)
+    assert compiled.summary["val_loss"] == pytest.approx(bf16.summary["val_loss"], rel=1e-2)
 
 
-def test_compiled_losses_are_near_eager(train):
-    eager, compiled = train(AMP, *(flag for flag in COMPILED if flag != "--compile")), train(AMP, *COMPILED)
-    assert compiled.losses == pytest.approx(eager.losses, rel=1e-2)
-    assert compiled.summary["val_loss"] == pytest.approx(eager.summary["val_loss"], rel=1e-2)
+def test_compiled_ddp_losses_are_near_eager(bf16, ddp_compiled):
+    assert losses(ddp_compiled) == pytest.approx(losses(bf16), rel=1e-2)
 
 
-def test_compiled_ddp_losses_are_near_eager(train):
-    flags = tuple(flag for flag in COMPILED if flag != "--compile")
-    eager, compiled = train(AMP, *flags), train(DDP, *COMPILED, processes=1)
-    assert compiled.losses == pytest.approx(eager.losses, rel=1e-2)
+@pytest.fixture
+def the_gpu(gpus) -> dict:
+    """What the driver tells about the GPU that is locked for the test."""
+    return next(gpu for gpu in nvml.gpus()[0] if gpu["uuid"] == gpus["CUDA_VISIBLE_DEVICES"])
 
 
-def test_memory_is_told_and_fits(train, gpus):
-    import pynvml
-
-    run = train(AMP, *LARGE)
-    pynvml.nvmlInit()
-    total = pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByUUID(gpus["CUDA_VISIBLE_DEVICES"])).total
-    pynvml.nvmlShutdown()
-    weights_and_optimizer = 3 * 4 * run.summary["parameters"]  # fp32: the weights and AdamW's two moments
-    for record in run.records:
-        assert weights_and_optimizer < record["memory_active_bytes"] <= record["memory_reserved_bytes"] < total
-    assert weights_and_optimizer < run.summary["peak_memory_bytes"] < total
+def test_memory_is_told_and_fits(large, the_gpu):
+    total = the_gpu["memory_total_bytes"]
+    weights_and_optimizer = 3 * 4 * large.summary["parameters"]  # fp32: the weights and AdamW's two moments
+    active, reserved = large.column("memory_active_bytes"), large.column("memory_reserved_bytes")
+    assert len(active) == len(reserved) == len(losses(large))
+    for active_bytes, reserved_bytes in zip(active, reserved, strict=True):
+        assert weights_and_optimizer < active_bytes <= reserved_bytes < total
+    assert weights_and_optimizer < large.summary["peak_memory_bytes"] < total
 
 
-def test_mfu_is_a_share_of_a_known_peak_or_null(train, gpus):
-    import pynvml
-
-    run = train(AMP, *LARGE)
-    pynvml.nvmlInit()
-    name = pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByUUID(gpus["CUDA_VISIBLE_DEVICES"]))
-    pynvml.nvmlShutdown()
-    assert run.summary["device"] == name
+def test_mfu_is_a_share_of_a_known_peak_or_null(large, the_gpu):
+    name = the_gpu["name"]
+    assert large.summary["device"] == name
     peak = hardware.peak_flops(name, "bf16")
-    assert run.summary["peak_flops_per_device"] == peak
-    shares = [run.summary["mfu"], *(record["mfu"] for record in run.records)]
+    assert large.summary["peak_flops_per_device"] == peak
+    shares = [large.summary["mfu"], *large.column("mfu")]
     if peak is None:
         assert shares == [None] * len(shares)
     else:
         assert all(0 < share < 1 for share in shares)
         assert hardware.memory_bandwidth(name) > 0
-    assert all(math.isfinite(loss) for loss in run.losses)
+    assert all(math.isfinite(loss) for loss in losses(large))
 
 
 def test_more_processes_than_gpus_is_one_line(gpus, tmp_path):
     visible = len(gpus["CUDA_VISIBLE_DEVICES"].split(","))
-    code, output = launch(gpus, torchrun(visible + 1, DDP, *FP32, "--run-dir", str(tmp_path)))
-    assert code != 0
-    told = [line for line in output.splitlines() if "GPUs visible" in line]
-    assert len(told) == 1, output
+    flags = (*FP32, "--device", "cuda", "--run-dir", tmp_path / "run")
+    env = {"CUDA_VISIBLE_DEVICES": gpus["CUDA_VISIBLE_DEVICES"]}
+    result = run(DDP, tmp_path, *flags, nproc=visible + 1, timeout=RUN_SECONDS, warm=False, **env)
+    assert result.code != 0
+    told = [line for line in result.err.splitlines() if "GPUs visible" in line]
+    assert len(told) == 1, result.err
     assert f"error: --device cuda: {visible + 1} processes on this node, {visible} GPUs visible" in told[0]
-    assert 'File "' not in output.split(told[0])[0]  # no traceback before it; torchrun's own report comes after
+    assert 'File "' not in result.err.split(told[0])[0]  # no traceback before it; torchrun's own report comes after
+
+
+# last: it takes a second GPU, and the runs above must be over by then
+@pytest.mark.gpu(n=2)
+def test_two_ranks_are_one(exact_ddp, exact_ddp_two):
+    assert exact_ddp_two.summary["world_size"] == 2
+    assert losses(exact_ddp_two) == pytest.approx(losses(exact_ddp), rel=1e-5)

@@ -13,8 +13,8 @@ import sys
 import threading
 from pathlib import Path
 
-# Read when a library is loaded, which the server has done already.
-READ_AT_IMPORT = ("LD_", "PYTHON", "OMP_", "MKL_", "OPENBLAS_", "TORCH", "ATEN_", "DNNL_", "ONEDNN_", "GOMP_", "MPL")
+# Read when a library is loaded, which the server has done already. A job on a GPU starts as its users start it.
+READ_AT_IMPORT = ("CUDA", "LD_", "PYTHON", "OMP", "MKL", "OPENBLAS", "TORCH", "ATEN", "DNNL", "ONEDNN", "GOMP", "MPL")
 
 _server: tuple[subprocess.Popen, socket.socket] | None = None
 _starting = threading.Lock()
