@@ -135,7 +135,7 @@ def flops_per_token(config: Config, seq_len: int) -> int:
 
 
 def rope_tables(config: Config, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin of the rotation at each position, both [length, head_dim / 2], fp32 (Su et al. 2021,
+    """cos and sin of the rotation at each position, as rotate takes them: [length, head_dim], fp32 (Su et al. 2021,
     section 3.2). With rope_scaling, long wavelengths are stretched as in Llama 3.1."""
     exponents = torch.arange(0, config.head_dim, 2, device=device, dtype=torch.float32) / config.head_dim
     frequency = config.rope_theta**-exponents
@@ -145,16 +145,17 @@ def rope_tables(config: Config, length: int, device: torch.device) -> tuple[Tens
         keep = ((turns - low) / (high - low)).clamp(0, 1)
         frequency = keep * frequency + (1 - keep) * frequency / scaling["factor"]
     angle = torch.outer(torch.arange(length, device=device, dtype=torch.float32), frequency)
-    return angle.cos(), angle.sin()
+    return torch.cat((angle.cos(), angle.cos()), dim=-1), torch.cat((-angle.sin(), angle.sin()), dim=-1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (x[i], x[i + head_dim / 2]) by its position's angle.
+    """Turn each pair (a, b) = (x[i], x[i + head_dim / 2]) by its position's angle: (a cos - b sin, b cos + a sin).
 
-    x: [batch, length, heads, head_dim]; cos and sin: [length, 1, head_dim / 2], or one row per sequence of the batch.
+    x: [batch, length, heads, head_dim]; cos and sin: [length, 1, head_dim], or one such row per sequence of the batch.
     """
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+    exact = x.float()
+    swapped = exact.roll(x.shape[-1] // 2, dims=-1)  # (b, a), and the first half of sin is negative
+    return torch.addcmul(exact * cos, swapped, sin).to(x.dtype)
 
 
 class RMSNorm(nn.RMSNorm):
