@@ -6,12 +6,21 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common import model, nvml
+from common import model, nvml, report
 from common.report import table
 
 MODELS = ["nano", "llama-124m", "llama-1b", "llama-8b", "llama-70b"]
-# bytes/s of one lane in one direction, by NVLink generation as the driver names it
-LANE = {"1.0": 20e9, "2.0": 25e9, "2.2": 25e9, "3.0": 25e9, "4.0": 25e9, "5.0": 50e9}
+# Bytes/s that one NVLink lane carries in one direction, by compute capability. The generation that the driver names
+# does not decide it: GA102 and GA100 both have NVLink 3. From NVIDIA's white paper of each architecture.
+LANE_RATES = {
+    (6, 0): 20e9,  # Pascal, P100: 4 lanes, 160 GB/s in both directions together
+    (7, 0): 25e9,  # Volta, V100: 6 lanes, 300 GB/s
+    (7, 5): 25e9,  # Turing, Quadro RTX 8000 and RTX 2080 Ti: 2 lanes, 100 GB/s by bridge
+    (8, 0): 25e9,  # Ampere GA100, A100: 12 lanes, 600 GB/s; A30: 4 lanes, 200 GB/s by bridge
+    (8, 6): 14.0625e9,  # Ampere GA102, A40, RTX A6000, A5500, A5000 and 3090: 4 lanes, 112.5 GB/s by bridge
+    (9, 0): 25e9,  # Hopper, H100 and H200: 18 lanes, 900 GB/s
+    (10, 0): 50e9,  # Blackwell, B200: 18 lanes, 1,800 GB/s
+}
 
 
 def bus_factor(name: str, n: int) -> float:
@@ -30,23 +39,31 @@ def nvlink(device: torch.device, one_node: bool) -> tuple[float | None, str]:
         return None, "between CPU processes: no data sheet"
     if not one_node:
         return None, "between nodes: the network's peak is not known here"
-    uuid, name = str(torch.cuda.get_device_properties(device).uuid), torch.cuda.get_device_name(device)
-    gpu = next((g for g in nvml.gpus()[0] if (g["uuid"] or "").endswith(uuid)), {})
-    lanes, generation = gpu.get("nvlinks"), gpu.get("nvlink_version")
-    if not lanes or generation not in LANE or "RTX" in name:  # workstation cards run the same lanes more slowly
-        return None, f"{name}: {lanes or 'no known'} NVLink lanes, generation {generation or 'n/a'}"
-    return lanes * LANE[generation], f"{lanes} lanes of NVLink {generation}, each {LANE[generation] / 1e9:g} GB/s"
+    lanes = nvml.gpu_of(device).get("nvlinks")
+    capability = torch.cuda.get_device_capability(device)
+    rate = LANE_RATES.get(capability)
+    if not lanes or rate is None:
+        name, (major, minor) = torch.cuda.get_device_name(device), capability
+        return None, f"{name}: {lanes or 'no known'} NVLink lanes, compute capability {major}.{minor}"
+    return lanes * rate, f"{lanes} lanes of NVLink, {rate / 1e9:g} GB/s each in one direction"
 
 
 def measurement(name: str, n: int, size: int, seconds: list[float], peak: float | None) -> dict:
     """Median and spread of the samples, and the bandwidths that the median gives."""
-    median, factor = float(np.median(seconds)), bus_factor(name, n)
+    median = float(np.median(seconds))
+    factor = bus_factor(name, n)
+    bus_rate = factor * size / median
     return {
-        **{"collective": name, "bytes": size, "seconds_median": median, "seconds_min": min(seconds)},
-        **{"seconds_max": max(seconds), "samples": len(seconds), "bus_factor": factor},
+        "collective": name,
+        "bytes": size,
+        "seconds_median": median,
+        "seconds_min": min(seconds),
+        "seconds_max": max(seconds),
+        "samples": len(seconds),
+        "bus_factor": factor,
         "algorithm_bytes_per_second": size / median,
-        "bus_bytes_per_second": factor * size / median,
-        "share_of_peak": factor * size / median / peak if peak else None,
+        "bus_bytes_per_second": bus_rate,
+        "share_of_peak": bus_rate / peak if peak else None,
     }
 
 
@@ -76,22 +93,30 @@ def fit(sizes: list[int], seconds: list[float]) -> dict | None:
         line = parts.sum(axis=1)
         step = np.linalg.lstsq(parts / line[:, None], np.log(t / line), rcond=None)[0]
         alpha, per_byte = (alpha, per_byte) * np.exp(step.clip(-1, 1))
-    off = np.exp(np.abs(np.log(t / line)))
-    quality = {"factor_off_median": float(np.median(off)), "factor_off_max": float(off.max())}
-    return {"alpha_seconds": float(alpha), "beta_bytes_per_second": float(1 / per_byte), **quality}
+    error_factors = np.exp(np.abs(np.log(t / line)))
+    return {
+        "alpha_seconds": float(alpha),
+        "beta_bytes_per_second": float(1 / per_byte),
+        "factor_off_median": float(np.median(error_factors)),
+        "factor_off_max": float(error_factors.max()),
+    }
 
 
 def predictions(line: dict) -> list[dict]:
     """The all-reduce of each model's gradients, as one message, by the fitted line."""
     found = []
     for name in MODELS:
-        with torch.device("meta"):
-            parameters = sum(p.numel() for p in model.Transformer(model.SIZES[name]).parameters())
-        for dtype in (torch.float32, torch.bfloat16):
-            size = parameters * dtype.itemsize
-            seconds = line["alpha_seconds"] + size / line["beta_bytes_per_second"]
-            known = {"model": name, "gradients": "fp32" if dtype == torch.float32 else "bf16", "bytes": size}
-            found.append({**known, "predicted_seconds": seconds, "measured_seconds": None})
+        parameters = model.parameter_count(model.SIZES[name])
+        for dtype, bytes_each in (("fp32", 4), ("bf16", 2)):
+            size = parameters * bytes_each
+            prediction = {
+                "model": name,
+                "gradients": dtype,
+                "bytes": size,
+                "predicted_seconds": line["alpha_seconds"] + size / line["beta_bytes_per_second"],
+                "measured_seconds": None,
+            }
+            found.append(prediction)
     return found
 
 
@@ -103,41 +128,36 @@ def size_name(size: int) -> str:
 
 def show(measured: list[dict], fits: dict[str, dict | None], samples: int) -> None:
     """Print every measurement, and the fitted lines."""
-    rows = [["collective", "size", "median µs", "lowest", "highest", "algorithm GB/s", "bus GB/s", "of peak"]]
+    rows = [["collective", "size", "median µs", "lowest", "highest", "algorithm GB/s", "bus GB/s", "share of peak"]]
     for m in sorted(measured, key=lambda m: [*fits].index(m["collective"])):
         times = [f"{m[key] * 1e6:.0f}" for key in ("seconds_median", "seconds_min", "seconds_max")]
         rates = [f"{m[key] / 1e9:.3g}" for key in ("algorithm_bytes_per_second", "bus_bytes_per_second")]
         share = "n/a" if m["share_of_peak"] is None else f"{m['share_of_peak']:.0%}"
         rows.append([m["collective"], size_name(m["bytes"]), *times, *rates, share])
-    print(f"\nTime of the slowest rank, n = {samples}\n{table(rows)}\n\nFitted: time = alpha + bytes / beta")
-    rows = [["collective", "alpha µs", "beta GB/s", "off by a factor of", "at most"]]
+    print(f"\nTime of the slowest rank, medians of {samples} samples")
+    print(table(rows))
+
+    rows = [["collective", "latency, µs", "bandwidth, GB/s", "typical error, factor", "largest error, factor"]]
     for name, line in fits.items():
-        values = ["n/a"] * 4
-        if line:
-            values = [f"{line['alpha_seconds'] * 1e6:.0f}", f"{line['beta_bytes_per_second'] / 1e9:.3f}"]
-            values += [f"{line[f'factor_off_{which}']:.2f}" for which in ("median", "max")]
-        rows.append([name, *values])
+        if line is None:
+            rows.append([name, "n/a", "n/a", "n/a", "n/a"])
+            continue
+        latency = f"{line['alpha_seconds'] * 1e6:.0f}"
+        bandwidth = f"{line['beta_bytes_per_second'] / 1e9:.3f}"
+        errors = [f"{line[key]:.2f}" for key in ("factor_off_median", "factor_off_max")]
+        rows.append([name, latency, bandwidth, *errors])
+    print("\nFitted: time = latency + bytes / bandwidth")
     print(table(rows))
 
 
 def show_predictions(found: list[dict]) -> None:
     """Print the predicted times, and the measured one where there is one."""
-    rows = [
-        [
-            "all-reduce of the gradients of",
-            "type",
-            "size",
-            "predicted s",
-            "measured s",
-            "lowest",
-            "highest",
-            "of predicted",
-        ]
-    ]
+    head = ["all-reduce of the gradients of", "type", "size", "predicted s", "measured s", "lowest", "highest"]
+    rows = [[*head, "measured / predicted"]]
     for p in found:
         seen = ["n/a"] * 4
         if p["measured_seconds"]:
-            seen = [f"{p[f'measured_seconds{which}']:.4f}" for which in ("", "_min", "_max")]
+            seen = [f"{p[key]:.4f}" for key in ("measured_seconds", "measured_seconds_min", "measured_seconds_max")]
             seen.append(f"{p['measured_seconds'] / p['predicted_seconds']:.2f}")
         rows.append([p["model"], p["gradients"], size_name(p["bytes"]), f"{p['predicted_seconds']:.4f}", *seen])
     print(f"\n{table(rows)}")
@@ -145,13 +165,9 @@ def show_predictions(found: list[dict]) -> None:
 
 def plot(measured: list[dict], fits: dict[str, dict | None], peak: float | None, title: str, file: Path) -> bool:
     """Time with its fitted line (dashed), and bus bandwidth under the peak, over size. False without matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
+    pyplot = report.pyplot()
+    if pyplot is None:
         return False
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     canvas, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.5))
     for i, name in enumerate(fits):
         points = [m for m in measured if m["collective"] == name]

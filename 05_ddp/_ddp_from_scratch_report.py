@@ -1,85 +1,69 @@
-"""The measuring side of ddp_from_scratch.py: who holds which weights, and how much communication is hidden."""
+"""The reporting side of ddp_from_scratch.py: who holds which weights, how much communication is hidden, one picture."""
 
 import argparse
+import os
 import statistics
 import time
-from collections.abc import Callable
-from types import SimpleNamespace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from _ddp_from_scratch_timing import WARMUP_STEPS, Record, of_slowest_rank
+from torch import nn
 
 from common import checkpoint, hardware, report, runtime
 
-WARMUP_STEPS = 2  # not counted: DDP rebuilds its buckets after the first step
-TOLERANCE = 1e-4  # of the way that the weights have gone: what another order of the same sums may change
+TOLERANCE = 1e-4  # of the distance that the weights have moved: what another order of the same sums may change
 
 
-def timed(seconds: list[float], work: Callable, *args) -> None:
-    """Append the seconds from all ranks' common start to the end of the work of the last of them."""
-    wait = torch.cuda.synchronize if torch.cuda.is_initialized() else lambda: None
-    wait()
-    dist.barrier()
-    start = time.perf_counter()
-    work(*args)
-    wait()
-    elapsed = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
-    dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
-    seconds.append(elapsed.item())
+def relative_error(net: nn.Module, one_process: nn.Module, start: nn.Module) -> float:
+    """The distance from the weights that one process reached, over the distance that those have moved."""
+    ours, theirs, before = (nn.utils.parameters_to_vector(n.parameters()) for n in (net, one_process, start))
+    distance = torch.linalg.vector_norm(ours - theirs)
+    moved = torch.linalg.vector_norm(theirs - before)
+    return (distance / moved).item()
 
 
-def communicate(run: SimpleNamespace, gradients: Tensor) -> None:
-    """The all-reduces of a step and nothing else: one after the other, or all under way at once."""
-    works = []
-    for part in gradients.split(run.sizes):
-        works.append(dist.all_reduce(part, async_op=True))
-        if run.in_turn:
-            works.pop().wait()
-    for work in works:
-        work.wait()
+def started_in_backward(record: Record) -> int | None:
+    """How many all-reduces of the last step started before the last gradient was computed; None where none is seen."""
+    timeline = record.timelines[-1]
+    if not timeline["all_reduces"]:
+        return None
+    return sum(seen["start"] < timeline["last_gradient"] for seen in timeline["all_reduces"])
 
 
-def time_communication(run: SimpleNamespace, gradients: Tensor) -> None:
-    if run.module is not run.net and (rebuilt := run.module._get_ddp_logging_data().get("rebuilt_bucket_sizes")):
-        run.sizes = [int(size) // gradients.itemsize for size in rebuilt.split(",")]  # DDP's own, after its first step
-    if run.sizes:
-        timed(run.comm_seconds, communicate, run, gradients)
+def results(variants: list, records: list[Record], one_process, start: nn.Module) -> list[dict]:
+    """Each variant as --json has it, complete on rank 0; collective. The first one is the control: it sends nothing.
 
-
-def spread(values: list[float]) -> dict[str, float]:
-    values = values[WARMUP_STEPS:]
-    return {"median": statistics.median(values), "min": min(values), "max": max(values), "n": len(values)}
-
-
-def off(net: nn.Module, whole: nn.Module, start: nn.Module) -> float:
-    """How far net is from the weights that one process reached, as a share of the way that those have gone."""
-    ours, theirs, old = (torch.cat([p.detach().flatten() for p in n.parameters()]) for n in (net, whole, start))
-    return (torch.linalg.vector_norm(ours - theirs) / torch.linalg.vector_norm(theirs - old)).item()
-
-
-def results(runs: list[SimpleNamespace], whole: SimpleNamespace, start: nn.Module) -> list[dict]:
-    """Each run as --json has it, complete on rank 0; collective. The first run is the control, which sends nothing.
-    Exposed is what a step takes longer than the control's; hidden, the rest of what the all-reduces take alone."""
+    Exposed is what a step takes longer than the control's; hidden, the rest of what the all-reduces take alone.
+    """
     world_size = dist.get_world_size()
-    losses = torch.stack([torch.stack(run.losses) for run in runs])
+    losses = torch.stack([torch.stack(record.losses) for record in records])
     dist.all_reduce(losses)  # a rank's loss is the mean over its part, and the parts are equal
+    mean_losses = (losses / world_size).tolist()
+    control_seconds = of_slowest_rank(records[0].step_seconds)[WARMUP_STEPS:]
     rows = []
-    for run, means in zip(runs, (losses / world_size).tolist(), strict=True):
+    for variant, record, variant_losses in zip(variants, records, mean_losses, strict=True):
+        step_seconds = of_slowest_rank(record.step_seconds)[WARMUP_STEPS:]
         row = {
-            "name": run.name,
-            "losses": means,
-            "weights_sha256": runtime.gather(checkpoint.digest(run.net)),
-            "off_one_process": off(run.net, whole.net, start),
-            "bucket_bytes": [size * next(start.parameters()).itemsize for size in run.sizes],
-            "started_in_backward": run.early,
-            "step_seconds": spread(run.step_seconds),
-            **dict.fromkeys(("communication_seconds", "exposed_seconds", "hidden_share")),
+            "name": variant.name,
+            "losses": variant_losses,
+            "weights_sha256": runtime.gather(checkpoint.digest(variant.net)),
+            "off_one_process": relative_error(variant.net, one_process.net, start),
+            "bucket_bytes": [4 * size for size in variant.bucket_sizes],
+            "started_in_backward": started_in_backward(record),
+            "step_seconds": report.spread(step_seconds),
+            "communication_seconds": None,
+            "exposed_seconds": None,
+            "hidden_share": None,
         }
-        if run.sizes and world_size > 1:
-            exposed = [a - b for a, b in zip(run.step_seconds, runs[0].step_seconds, strict=True)]
-            row["communication_seconds"], row["exposed_seconds"] = spread(run.comm_seconds), spread(exposed)
-            row["hidden_share"] = 1 - row["exposed_seconds"]["median"] / row["communication_seconds"]["median"]
+        if variant.bucket_sizes and world_size > 1:
+            alone = report.spread(of_slowest_rank(record.communication_seconds)[WARMUP_STEPS:])
+            pairs = zip(step_seconds, control_seconds, strict=True)
+            exposed = report.spread([seconds - control for seconds, control in pairs])
+            row["communication_seconds"] = alone
+            row["exposed_seconds"] = exposed
+            row["hidden_share"] = 1 - exposed["median"] / alone["median"]
         rows.append(row)
     return rows
 
@@ -94,69 +78,144 @@ def check(rows: list[dict]) -> None:
     print(f"checked: in each variant, all {world_size} ranks hold the same weights to the bit")
     if world_size > 1:
         assert len(set(silent)) == world_size, "ranks that never talk hold the same weights: they read the same data"
-        print(f"checked: without communication they do not ({rows[0]['off_one_process']:.0%} of the way off)")
+        print(f"checked: without communication they do not (relative error {rows[0]['off_one_process']:.0%})")
     assert averaged[1] == averaged[2], "starting the same all-reduces earlier has changed their sums"
     same = all(ranks == averaged[0] for ranks in averaged)
-    if world_size <= 2:  # a + b = b + a; with three terms the order counts, and a bucket's layout decides it
+    if world_size <= 2:  # a + b = b + a. With three terms the order counts, and a bucket's layout decides it.
         assert same, f"a sum of {world_size} terms came out differently: {averaged}"
-    print(
-        f"checked: (1) to (4) and every bucket size give {'the same bits' if same else 'one result, but for rounding'}"
-    )
-    far = max(row["off_one_process"] for row in rows[1:])
-    assert far <= TOLERANCE, f"weights are {far:.0e} of the way off those of one process: that is no rounding"
-    print(f"checked: one process with the whole batch ends there too, {far:.0e} of the way off at most (rounding)")
+    print(f"checked: (1) to (4) and every bucket size give {'the same bits' if same else 'one result, up to rounding'}")
+    largest = max(row["off_one_process"] for row in rows[1:])
+    assert largest <= TOLERANCE, f"weights differ from those of one process by {largest:.0e}: that is no rounding"
+    print(f"checked: one process with the whole batch ends there too (relative error {largest:.0e} at most)")
     for row in rows:
         early, count = row["started_in_backward"], len(row["bucket_bytes"])
-        assert early in (None, count - 1), f"{row['name']}: {early} of {count} all-reduces started in backward"
+        expected = count - 1 if row["name"].startswith("(3)") else 0
+        assert early in (None, expected), f"{row['name']}: {early} of {count} all-reduces started in backward"
 
 
-def table(rows: list[dict]) -> str:
+def available_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def no_core_for_communication(link_mbit: int | None, device: torch.device) -> str | None:
+    """Why no communication can be hidden here, None where it can: gloo needs a core beside each rank's own."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    cores = available_cores()
+    if link_mbit or device.type == "cuda" or cores >= 2 * ranks or dist.get_world_size() == 1:
+        return None
+    return f"Hidden time cannot be shown here: {ranks} ranks on {cores} cores leave no core to the all-reduces."
+
+
+def table(rows: list[dict], shows_hidden: bool) -> str:
     """For people."""
     letters = list(dict.fromkeys(row["weights_sha256"][0] for row in rows))
-    head = ["variant", "all-reduces", "alone, ms", "step, ms", "exposed, ms (lowest to highest)", "hidden", "bits"]
+    head = ["variant", "all-reduces", "all-reduce only, ms", "step, ms", "exposed, ms (lowest to highest)"]
+    head += ["hidden", "weights (same letter = identical)"] if shows_hidden else ["weights (same letter = identical)"]
     lines = [head]
     for row in rows:
-        early, count, alone = row["started_in_backward"], len(row["bucket_bytes"]), row["communication_seconds"]
-        exposed = {name: value * 1e3 for name, value in (row["exposed_seconds"] or {}).items()}
-        lines.append(
-            [
-                row["name"],
-                f"{count}" + (f", {early} in backward" if early is not None else ""),
-                f"{alone['median'] * 1e3:.1f}" if alone else "n/a",
-                f"{row['step_seconds']['median'] * 1e3:.1f}",
-                "{median:.1f} ({min:.1f} to {max:.1f})".format(**exposed) if exposed else "n/a",
-                f"{row['hidden_share']:.0%}" if alone else "n/a",
-                "ABCDEFGHI"[letters.index(row["weights_sha256"][0])],
-            ]
+        count, early = len(row["bucket_bytes"]), row["started_in_backward"]
+        alone, exposed = row["communication_seconds"], row["exposed_seconds"]
+        line = [
+            row["name"],
+            f"{count}, {early} in backward" if early else f"{count}",
+            f"{alone['median'] * 1e3:.1f}" if alone else "n/a",
+            f"{row['step_seconds']['median'] * 1e3:.1f}",
+            spread_in_ms(exposed) if exposed else "n/a",
+        ]
+        if shows_hidden:
+            line.append(f"{row['hidden_share']:.0%}" if alone else "n/a")
+        line.append("ABCDEFGHI"[letters.index(row["weights_sha256"][0])])
+        lines.append(line)
+    return report.table(lines)
+
+
+def spread_in_ms(seconds: dict) -> str:
+    low, median, high = (seconds[name] * 1e3 for name in ("min", "median", "max"))
+    return f"{median:.1f} ({low:.1f} to {high:.1f})"
+
+
+def plot(variants: list, records: list[Record], title: str, file: Path) -> bool:
+    """One step of (1), (2) and (3) as this rank lived through it: above what it computed, below what was sent."""
+    plt = report.pyplot()
+    if plt is None:
+        return False
+    figure, axes = plt.subplots(figsize=(9, 4.2))
+    names = []
+    for place, (variant, record) in enumerate(zip(variants[1:4], records[1:4], strict=True)):
+        names.append(variant.name)
+        seconds = record.step_seconds[WARMUP_STEPS:]
+        typical = seconds.index(statistics.median_low(seconds))
+        timeline = record.timelines[WARMUP_STEPS + typical]
+        start = timeline["start"]
+        forward, computed, end = (
+            1e3 * (moment - start)
+            for moment in (timeline["forward_end"], timeline["last_gradient"], start + seconds[typical])
         )
-    legend = (
-        f"n = {rows[0]['step_seconds']['n']}; times are medians, of the slowest rank; equal letters: equal weights.\n"
-        "hidden = 1 - exposed / alone: it means something where the range of exposed is narrow against alone."
-    )
-    return f"{report.table(lines)}\n{legend}"
+        top = -place
+        axes.barh(top, forward, height=0.3, color="tab:blue", alpha=0.5, label="forward")
+        axes.barh(top, computed - forward, left=forward, height=0.3, color="tab:blue", label="backward")
+        axes.barh(top, end - computed, left=computed, height=0.3, color="lightgrey", label="waits, exposed")
+        axes.text(end, top, f" {end - computed:.0f} ms exposed", va="center")
+        for number, seen in enumerate(timeline["all_reduces"]):
+            sent_from, sent_until = (1e3 * (seen[moment] - start) for moment in ("start", "end"))
+            color = ("tab:orange", "gold")[number % 2]
+            axes.barh(top - 0.32, sent_until - sent_from, left=sent_from, height=0.22, color=color, label="all-reduce")
+        axes.vlines(computed, top - 0.45, top + 0.2, color="black", linestyle=":")
+    handles, labels = axes.get_legend_handles_labels()
+    unique = dict(zip(labels, handles, strict=True))
+    axes.legend(unique.values(), unique.keys(), ncols=4, loc="lower center", bbox_to_anchor=(0.5, -0.32))
+    axes.set_yticks([-place - 0.1 for place in range(len(names))], names)
+    axes.set(xlabel="ms since the step began", title=title)
+    axes.margins(x=0.2)
+    axes.set_xlim(left=0)
+    figure.savefig(file, format="png", dpi=100, bbox_inches="tight")
+    plt.close(figure)
+    return True
 
 
 def conclude(
     args: argparse.Namespace,
-    runs: list[SimpleNamespace],
-    whole: SimpleNamespace,
+    variants: list,
+    records: list[Record],
+    one_process,
     start: nn.Module,
     device: torch.device,
     began: float,
 ) -> None:
     """Say what was measured, then whether what the script teaches holds; collective."""
-    rows = results(runs, whole, start)
+    rows = results(variants, records, one_process, start)
     if not runtime.is_rank0():
         return
-    print(table(rows))
-    parameters, steps = list(start.parameters()), WARMUP_STEPS + args.steps
+    reason = no_core_for_communication(args.link_mbit, device)
+    link = f", a link of {args.link_mbit:,} Mbit/s between them" if args.link_mbit else ""
+    world_size = dist.get_world_size()
+    print(f"Medians of {args.steps} steps, of the slowest of {world_size} ranks{link}.")
+    if reason:
+        print(reason)
+    print(table(rows, shows_hidden=reason is None))
+    parameters = list(start.parameters())
+    gradient_bytes = sum(parameter.nbytes for parameter in parameters)
+    if args.plot:
+        title = f"{args.model}, {world_size} ranks, {gradient_bytes / 2**20:.1f} MiB of gradients{link}"
+        if plot(variants, records, title, args.plot):
+            print(f"picture: {args.plot}")
+    steps = WARMUP_STEPS + args.steps
     summary = {
-        **{"device": hardware.device_name(device), "world_size": dist.get_world_size(), "dtype": "fp32"},
-        **{"model": args.model, "parameters": sum(p.numel() for p in parameters), "steps": steps},
-        **{"tokens": steps * args.global_batch_size * args.seq_len},
-        **{"first_loss": rows[1]["losses"][0], "last_loss": rows[1]["losses"][-1]},
-        **{"peak_memory_bytes": report.peak_memory_bytes(device), "seconds": time.perf_counter() - began},
-        **{"gradient_bytes": sum(p.nbytes for p in parameters), "warmup_steps": WARMUP_STEPS, "variants": rows},
+        "device": hardware.device_name(device),
+        "world_size": world_size,
+        "dtype": "fp32",
+        "model": args.model,
+        "parameters": sum(parameter.numel() for parameter in parameters),
+        "steps": steps,
+        "tokens": steps * args.global_batch_size * args.seq_len,
+        "first_loss": rows[1]["losses"][0],
+        "last_loss": rows[1]["losses"][-1],
+        "peak_memory_bytes": report.peak_memory_bytes(device),
+        "seconds": time.perf_counter() - began,
+        "gradient_bytes": gradient_bytes,
+        "warmup_steps": WARMUP_STEPS,
+        "link_mbit_per_second": args.link_mbit,
+        "variants": rows,
     }
     report.write_json(summary, args.json)
     check(rows)

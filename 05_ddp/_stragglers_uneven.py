@@ -53,7 +53,7 @@ def without_join(rank: int, n: int) -> list[int]:
 
 
 def with_join(rank: int, n: int, device: torch.device, divide_by_initial: bool) -> list[float]:
-    """What the samples of each rank weigh in the end. AssertionError if ranks differ or it is not what it must be."""
+    """How much the samples of each rank count in the end. AssertionError if ranks differ or it is wrong."""
     ddp = DistributedDataParallel(zeros(n, device))
     with ddp.join(divide_by_initial_world_size=divide_by_initial):
         count_samples(ddp, rank)
@@ -81,27 +81,39 @@ def waiting_share(shares: list[list[int]]) -> float:
 
 
 def show_uneven(device: torch.device) -> dict:
-    """Run out of batches without join() and with it, and show what a sample of each rank weighs."""
+    """Run out of batches without join() and with it, and show how much a sample of each rank counts."""
     rank, n = dist.get_rank(), dist.get_world_size()
-    by_all, by_left = (with_join(rank, n, device, initial) for initial in (True, False))
+    divided_by_all = with_join(rank, n, device, divide_by_initial=True)
+    divided_by_left = with_join(rank, n, device, divide_by_initial=False)
     hung = without_join(rank, n)
     assert hung == list(range(1, n)), f"ranks {hung} hung, not all that have more batches than rank 0"
     runtime.say(f"\nUneven inputs without join(): ranks {hung} waited for rank 0 until the timeout")
-    rows = [["rank", "samples", "weight, / all ranks", "per sample", "weight, / ranks left", "per sample"]]
+    heads = ("divided by all ranks, in total", "each sample", "divided by ranks left, in total", "each sample")
+    rows = [["rank", "samples", *heads]]
     for r in range(n):
-        sums = [f"{w[r] / count:.3f}" for w in (by_all, by_left) for count in (1, batches_of(r))]
-        rows.append([f"{r}", f"{batches_of(r)}", *sums])
+        samples = batches_of(r)
+        cells = []
+        for weights in (divided_by_all, divided_by_left):
+            cells += [f"{weights[r]:.3f}", f"{weights[r] / samples:.3f}"]
+        rows.append([f"{r}", f"{samples}", *cells])
     runtime.say(f"With join(), divide_by_initial_world_size true and false:\n{report.table(rows)}")
     runtime.say(f"checked: all {n} ranks end with equal weights, and with the weights computed by hand")
-    known = {"hung_ranks_without_join": hung, "samples": [batches_of(r) for r in range(n)]}
-    return {**known, "weights_divided_by_all": by_all, "weights_divided_by_left": by_left}
+    return {
+        "hung_ranks_without_join": hung,
+        "samples": [batches_of(r) for r in range(n)],
+        "weights_divided_by_all": divided_by_all,
+        "weights_divided_by_left": divided_by_left,
+    }
 
 
 def show_balance() -> dict:
     """64 sequences on 8 ranks, computed: the share of time that ranks wait for the one with the most tokens."""
-    lengths = torch.empty(64).log_normal_(6, 1, generator=torch.Generator().manual_seed(0)).int().clamp(1, 2048)
-    shares = {"as they come": lengths.view(8, 8).tolist(), "balanced": balance(lengths.tolist(), 8)}
-    waiting = {order: waiting_share(share) for order, share in shares.items()}
-    told = ", ".join(f"{order} {share:.1%}" for order, share in waiting.items())
-    runtime.say(f"\n64 sequences of uneven length on 8 ranks, share of the time spent waiting (computed): {told}")
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.empty(64).log_normal_(6, 1, generator=generator).int().clamp(1, 2048)
+    waiting = {
+        "as they come": waiting_share(lengths.view(8, 8).tolist()),
+        "balanced": waiting_share(balance(lengths.tolist(), 8)),
+    }
+    runtime.say("\n64 sequences of uneven length on 8 ranks, share of the time spent waiting (computed):")
+    runtime.say(f"{waiting['as they come']:.1%} as they come, {waiting['balanced']:.1%} balanced")
     return {"waiting_share": waiting}

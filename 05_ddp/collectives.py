@@ -1,16 +1,18 @@
-"""What it costs to talk: the six collectives that training is made of, timed, checked and put on a line.
+"""What it costs to talk: the six collectives that training is made of, measured and checked for correct results.
 
 Ranks hold buffers of equal size; a collective is a call that all of them make. DDP all-reduces gradients; FSDP
 all-gathers weights and reduce-scatters gradients; experts and sequences move by all-to-all, pipelines by send/recv.
-The time of each is nearly a line: alpha, the latency, which small messages pay, plus bytes / beta, which large ones
-pay. Two numbers per collective then tell how long the gradients of a model will take.
+The time of each is nearly latency + bytes / bandwidth: small messages pay the first, large ones the second. The two
+numbers are fitted for each collective, and tell how long the gradients of a model will take.
 
     laptop    python 05_ddp/collectives.py
     one node  torchrun --nproc_per_node=8 05_ddp/collectives.py --max-bytes 4294967296 --samples 20
     cluster   the same on every node, with --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400
 
 Algorithm bandwidth is size / time. Bus bandwidth is what a rank's link carries for it, so it can stand beside the
-link's peak whatever the number of ranks: nccl-tests' convention, size meaning the whole buffer (n chunks).
+link's peak whatever the number of ranks: nccl-tests' convention, size meaning the whole buffer (n chunks). A ring
+all-reduce sends each buffer 2 (n - 1) / n times; a switch that adds up (NVLS) sends it once, so its bus bandwidth may
+be above the peak. The buffer over the time may not.
 Look for: times that do not grow below some 10 KiB (latency only: that is why DDP sends buckets, not tensors); on
 GPUs, bus bandwidths of large sizes that agree; lowest and highest far apart: the machine has other work.
 BUG, exit code 1: more than the link's peak; the timing is wrong then. Before: train.py. Next: stragglers.py.
@@ -68,7 +70,8 @@ def pattern(count: int, device: torch.device) -> Tensor:
 def expected(name: str, base: Tensor, rank: int, n: int) -> Tensor:
     """The result when each rank r holds (r + 1) times the base."""
     size = base.numel() // n
-    chunk, holders = slice(rank * size, (rank + 1) * size), torch.arange(1.0, n + 1, device=base.device)
+    chunk = slice(rank * size, (rank + 1) * size)
+    holders = torch.arange(1.0, n + 1, device=base.device)
     total = base * (n * (n + 1) / 2)
     return {
         "broadcast": lambda: base * (ROOT + 1),
@@ -115,7 +118,8 @@ def timed(work: Callable, device: torch.device, samples: int, repeat: int) -> li
 def measure(device: torch.device, max_bytes: int, samples: int, peak: float | None) -> tuple[list[dict], dict]:
     """Check and time every collective at every size; and which ones this backend cannot do, with its reason."""
     rank, n = dist.get_rank(), dist.get_world_size()
-    measured, missing = [], {} if n > 1 else {"send/recv": "a world of one has no neighbour"}
+    measured = []
+    missing = {} if n > 1 else {"send/recv": "a world of one has no neighbour"}
     size = 1024
     while size <= max_bytes:
         count = max(1, size // 4 // n) * n  # n whole chunks of fp32
@@ -152,9 +156,11 @@ def main() -> int:
     runtime.relaunch(args.device)
     began = time.perf_counter()
     device = runtime.init_process_group(args.device)
-    n, name = dist.get_world_size(), hardware.device_name(device)
+    n = dist.get_world_size()
+    name = hardware.device_name(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    peak, link = nvlink(device, one_node=all(runtime.gather(exits.world_from_env()[2] == dist.get_rank())))
+    one_node = all(runtime.gather(exits.world_from_env()[2] == dist.get_rank()))
+    peak, link = nvlink(device, one_node)
     runtime.say(f"{n} ranks on {name}, {backend}; link's peak: {f'{peak / 1e9:g} GB/s' if peak else 'n/a'} ({link})")
 
     measured, missing = measure(device, args.max_bytes or MAX_BYTES[device.type], args.samples, peak)
@@ -164,28 +170,45 @@ def main() -> int:
         fits[collective] = fit([m["bytes"] for m in mine], [m["seconds_median"] for m in mine])
     predicted = predictions(fits["all-reduce"]) if n > 1 and fits.get("all-reduce") else []
     for p in predicted[:2]:  # nano's gradients, in fp32 and bf16: the line was not fitted through these
-        gradients = torch.zeros(p["bytes"] // 2, dtype=torch.bfloat16, device=device)
-        if p["gradients"] == "fp32":
-            gradients = gradients.view(torch.float32)
+        dtype = torch.float32 if p["gradients"] == "fp32" else torch.bfloat16
+        gradients = torch.zeros(p["bytes"] // dtype.itemsize, dtype=dtype, device=device)
         seconds = timed(partial(dist.all_reduce, gradients), device, args.samples, 1)
-        p |= {"measured_seconds": statistics.median(seconds), "measured_seconds_min": min(seconds)}
-        p |= {"measured_seconds_max": max(seconds)}
-    wrong, peak_memory = bugs(measured, peak), max(runtime.gather(report.peak_memory_bytes(device)))
+        p["measured_seconds"] = statistics.median(seconds)
+        p["measured_seconds_min"] = min(seconds)
+        p["measured_seconds_max"] = max(seconds)
+    wrong = bugs(measured, peak)
+    peak_memory = max(runtime.gather(report.peak_memory_bytes(device)))
 
     if runtime.is_rank0():
         show(measured, fits, args.samples)
         if predicted:
             show_predictions(predicted)
-        print("\n".join(f"not measured: {collective}: {reason}" for collective, reason in missing.items()))
+        for collective, reason in missing.items():
+            print(f"not measured: {collective}: {reason}")
         print(f"checked: {len(measured)} results of {len(fits)} collectives, to the bit, on all {n} ranks")
-        print("\n".join(f"BUG: {line}" for line in wrong) or f"peak: {'nothing above it' if peak else 'n/a'}")
-        drawn = plot(measured, fits, peak, f"{n} x {name}, {backend}", args.plot)
-        print(f"plot: {args.plot}" if drawn else "no plot (pip install matplotlib)")
-        summary = {"device": name, "world_size": n, "dtype": "fp32", "backend": backend, "link": link}
-        summary |= {"link_peak_bytes_per_second": peak, "measurements": measured, "fits": fits}
-        summary |= {"predictions": predicted, "not_measured": missing, "bugs": wrong}
-        summary |= {"verdict": "BUG" if wrong else "ok" if peak else None, "peak_memory_bytes": peak_memory}
-        report.write_json({**summary, "seconds": time.perf_counter() - began}, args.json)
+        for line in wrong:
+            print(f"BUG: {line}")
+        if not wrong:
+            print(f"link's peak: {'nothing above it' if peak else 'n/a'}")
+        if plot(measured, fits, peak, f"{n} x {name}, {backend}", args.plot):
+            print(f"picture: {args.plot}")
+        summary = {
+            "device": name,
+            "world_size": n,
+            "dtype": "fp32",
+            "peak_memory_bytes": peak_memory,
+            "seconds": time.perf_counter() - began,
+            "backend": backend,
+            "link": link,
+            "link_peak_bytes_per_second": peak,
+            "measurements": measured,
+            "fits": fits,
+            "predictions": predicted,
+            "not_measured": missing,
+            "bugs": wrong,
+            "verdict": "BUG" if wrong else "ok" if peak else None,
+        }
+        report.write_json(summary, args.json)
     runtime.shutdown()
     return 1 if wrong else 0
 

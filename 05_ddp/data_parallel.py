@@ -1,11 +1,13 @@
-"""nn.DataParallel beside DistributedDataParallel: the same gradients, by a way that is longer and has to be waited for.
+"""nn.DataParallel beside DistributedDataParallel: the same gradients, by a way that is longer and hides nothing.
 
-DataParallel is one line and one process. Each forward it copies all weights from GPU 0 to the others, cuts the batch,
-runs a thread per GPU (all under one Python interpreter lock) and collects the outputs on GPU 0, where the loss is;
-when backward is over, it adds up all gradients on GPU 0. With weights of P bytes on N GPUs, GPU 0 sends (N-1)P and
-receives (N-1)P (NCCL's rings spare it the factor), nothing of it hides behind backward, GPU 0 alone holds all outputs
-and the optimizer state, and a second node is out of reach. DDP has a process per GPU; each sends and receives
-2(N-1)/N P, never more than 2P, and mostly during backward. Here both are done by hand, and every byte is counted.
+DataParallel is one line and one process. In each step it copies all weights from GPU 0 to the others, cuts the batch,
+runs a thread per GPU (all under one Python interpreter lock) and collects the outputs on GPU 0, where the loss is
+computed. When backward is over, it adds up all gradients on GPU 0. DDP has a process per GPU and sends gradients only.
+
+Bytes, with weights of P bytes on N GPUs. Sent one by one, as here by hand, DataParallel is a star: GPU 0 sends (N-1)P
+and receives (N-1)P. Over NCCL it broadcasts and reduces along rings or trees: GPU 0 then sends about P and receives
+about P. Either way GPU 0 alone holds all outputs and the optimizer state, nothing hides behind backward, and there is
+no second node. A rank of DDP sends 2(N-1)/N P, never more than 2P, and mostly while backward runs.
 
     laptop    python 05_ddp/data_parallel.py
     one node  python 05_ddp/data_parallel.py --model llama-124m --seq-len 512 --global-batch-size 64
@@ -16,136 +18,84 @@ none, threads on the CPU do DataParallel's steps, and processes DDP's. Before: d
 collectives.py.
 """
 
-import argparse
 import copy
-import ctypes
-import signal
-import statistics
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
-from _data_parallel_by_hand import count, data_parallel_by_hand, traffic_table
+from _data_parallel_bytes import count_bytes, print_bytes
+from _data_parallel_timing import ROUNDS, compare, prepare, print_methods
 
-from common import cli, data, exits, hardware, model, report, runtime
-
-ROUNDS = 6  # the two take turns; the first round warms up
-
-
-def prepare(args: argparse.Namespace, device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer, Iterator]:
-    runtime.seed(args.seed, deterministic=False)
-    net = model.build(args.model, model.load_config(args.model, 256, args.seq_len)).to(device)
-    order = argparse.Namespace(**vars(args), data="stdlib", num_workers=0)
-    corpus = data.load_corpus("stdlib", "bytes").train
-    batches = data.train_batches(corpus, order, args.global_batch_size, 0, 0, 1, torch.device("cpu"))
-    return net, torch.optim.SGD(net.parameters(), lr=0.01), batches
+from common import cli, exits, hardware, model, report, runtime
 
 
-def train(backward: Callable, optimizer: torch.optim.Optimizer, batches: Iterator, steps: int) -> tuple[float, Tensor]:
-    """Seconds per step, and the losses."""
-    losses, start = [], time.perf_counter()
-    for _ in range(steps):
-        losses.append(backward(*next(batches)))
-        optimizer.step()
-        optimizer.zero_grad()
-    losses = torch.stack(losses).cpu()  # waits for the GPU
-    return (time.perf_counter() - start) / steps, losses
+def data_parallel(net: nn.Module, gpus: list[int]) -> Callable[[Tensor, Tensor], Tensor]:
+    """A training step over several GPUs: the model is wrapped in one line, the rest stays as it was for one GPU."""
+    dp = nn.DataParallel(net, gpus)  # the one line
 
-
-def ddp_rank(rank: int, n: int, args: argparse.Namespace, kind: str, port: int, orders: list, answers) -> None:
-    """One process of DDP: for each order it trains so many steps, and answers with the time and the losses."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: if the script dies, even of kill -9, so do we
-    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
-    backend = {"backend": "gloo"}
-    if kind == "cuda":
-        torch.cuda.set_device(device)
-        backend = {"backend": "cpu:gloo,cuda:nccl", "device_id": device}
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group(**backend, store=store, rank=rank, world_size=n)
-    net, optimizer, batches = prepare(args, device)
-    ddp = DistributedDataParallel(net, gradient_as_bucket_view=True)
-
-    def backward(inputs: Tensor, targets: Tensor) -> Tensor:
-        loss = ddp(*(t.chunk(n)[rank].to(device) for t in (inputs, targets)))
+    def step(inputs: Tensor, targets: Tensor) -> Tensor:
+        logits = dp(inputs)
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
         loss.backward()
         return loss.detach()
 
-    while steps := orders[rank].get():
-        dist.barrier()
-        seconds, losses = train(backward, optimizer, batches, steps)
-        dist.all_reduce(losses)
-        answers.put((rank, seconds, (losses / n).tolist(), report.peak_memory_bytes(device)))
-    runtime.shutdown()
+    return step
 
 
-def collect(workers, answers, n: int) -> list[tuple]:
-    """The answer of each rank; raises with its traceback if one has failed."""
-    found = []
-    while len(found) < n:
-        if answers.empty():
-            workers.join(timeout=0.05)
-        else:
-            found.append(answers.get())
-    return sorted(found)
+def data_parallel_by_hand(replicas: list[nn.Module], inputs: Tensor, targets: Tensor, send: Callable) -> Tensor:
+    """What that line does in every step. Replica i is on device i; the mean gradient ends on device 0.
+
+    `send(tensor, source, target, what)` returns the tensor as it arrives on the target.
+    """
+    n = len(replicas)
+    net = replicas[0]
+    # 1. replicate: the optimizer has changed the weights of device 0 only, so all of them travel, in every step
+    for i in range(1, n):
+        for parameter, weight in zip(replicas[i].parameters(), net.parameters(), strict=True):
+            parameter.data = send(weight, 0, i, "model")
+            parameter.grad = None
+    # 2. scatter: each device gets its part of the batch
+    parts = [send(part, 0, i, "data") for i, part in enumerate(inputs.chunk(n))]
+    with ThreadPoolExecutor(n) as threads:
+        # 3. forward, in one thread per device
+        outputs = list(threads.map(lambda replica, part: replica(part), replicas, parts))
+        # 4. gather: device 0 gets every output, and computes the loss over the whole batch
+        collected = [send(output, i, 0, "data") for i, output in enumerate(outputs)]
+        logits = torch.cat(collected).requires_grad_()
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        loss.backward()
+        # 5. backward: each device gets the gradient of its output and goes on from there
+        returned = [send(part, 0, i, "data") for i, part in enumerate(logits.grad.chunk(n))]
+        list(threads.map(lambda output, gradient: output.backward(gradient), outputs, returned))
+    # 6. reduce: only now, when backward is over, are the gradients added up on device 0
+    for i in range(1, n):
+        for parameter, other in zip(net.parameters(), replicas[i].parameters(), strict=True):
+            parameter.grad += send(other.grad, i, 0, "model")
+    return loss.detach()
 
 
-def compare(args: argparse.Namespace, device: torch.device, n: int) -> list[dict]:
-    """Train one model on the same batches both ways, in turns: seconds per step and losses of each."""
-    net, optimizer, batches = prepare(args, device)
+def copied(tensor: Tensor, source: int, target: int, what: str) -> Tensor:
+    """Send without a second GPU: a copy in the same memory."""
+    return tensor.detach() if source == target else tensor.detach().clone()
+
+
+def data_parallel_step(net: nn.Module, device: torch.device, n: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """The real DataParallel on n GPUs; on a CPU its steps by hand, on n copies of the model."""
     if device.type == "cuda":
-        dp = nn.DataParallel(net, list(range(n)))  # the one line
-    else:
-        torch.set_num_threads(1)  # a thread per device
-        replicas = [net, *(copy.deepcopy(net) for _ in range(n - 1))]
-
-    def backward(inputs: Tensor, targets: Tensor) -> Tensor:
-        if device.type != "cuda":
-            return data_parallel_by_hand(replicas, inputs, targets, Counter())
-        loss = F.cross_entropy(dp(inputs.to(device)).flatten(0, 1), targets.to(device).flatten())
-        loss.backward()
-        return loss.detach()
-
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # on a port that is free
-    spawn = torch.multiprocessing.get_context("spawn")
-    orders, answers = [spawn.SimpleQueue() for _ in range(n)], spawn.SimpleQueue()
-    job = (n, args, device.type, store.port, orders, answers)
-    workers = torch.multiprocessing.spawn(ddp_rank, job, nprocs=n, join=False)
-    rows = [{"method": name, "step_seconds": [], "losses": []} for name in ("DataParallel", "DistributedDataParallel")]
-    for _ in range(ROUNDS):
-        seconds, losses = train(backward, optimizer, batches, args.steps)
-        rows[0]["step_seconds"].append(seconds)
-        rows[0]["losses"] += losses.tolist()
-        for order in orders:
-            order.put(args.steps)
-        ranks = collect(workers, answers, n)
-        rows[1]["step_seconds"].append(max(seconds for _, seconds, *_ in ranks))
-        rows[1]["losses"] += ranks[0][2]
-    for order in orders:
-        order.put(0)
-    while not workers.join():
-        pass
-    peaks = [[torch.cuda.max_memory_allocated(i) for i in range(n)], [peak for *_, peak in ranks]]
-    for row, peak in zip(rows, peaks, strict=True):
-        times = row["step_seconds"][1:]
-        row["step_seconds"] = {
-            "median": statistics.median(times),
-            "min": min(times),
-            "max": max(times),
-            "n": ROUNDS - 1,
-        }
-        row["peak_memory_bytes_by_gpu"] = peak if device.type == "cuda" else None
-    return rows
+        step = data_parallel(net, list(range(n)))
+        return lambda inputs, targets: step(inputs.to(device), targets.to(device))
+    torch.set_num_threads(1)  # a thread per device
+    replicas = [net]
+    for _ in range(1, n):
+        replicas.append(copy.deepcopy(net))
+    return lambda inputs, targets: data_parallel_by_hand(replicas, inputs, targets, copied)
 
 
 def main() -> int:
@@ -162,35 +112,44 @@ def main() -> int:
     gpus = torch.cuda.device_count() if args.device != "cpu" else 0
     if args.device == "cuda" and gpus < 2:
         raise exits.UserError(f"--device cuda: DataParallel needs two GPUs, not {gpus}: use --device cpu")
-    device, n = (runtime.single_device("cuda"), gpus) if gpus > 1 else (runtime.single_device("cpu"), 2)
-    args.global_batch_size = args.global_batch_size or n * max(1, 24 // n)
-    cli.split_batch(args.global_batch_size, None, n)  # these two refuse what cannot be, before any process starts
+    device = runtime.single_device("cuda" if gpus > 1 else "cpu")
+    n = gpus if gpus > 1 else 2
+    batch_size = args.global_batch_size or n * max(1, 24 // n)
+    cli.split_batch(batch_size, None, n)  # these two refuse what cannot be, before any process starts
     model.load_config(args.model, 256, args.seq_len)
 
-    nano = argparse.Namespace(**{**vars(args), "model": "nano", "seq_len": 16, "global_batch_size": 24})
-    net, _, batches = prepare(nano, torch.device("cpu"))
-    traffic = [count(net, *next(batches), devices) for devices in (2, 4, 8)]
-    print(traffic_table(traffic))
+    nano, batches = prepare("nano", seq_len=16, batch_size=24, seed=args.seed)
+    inputs, targets = next(batches)
+    traffic = [count_bytes(data_parallel_by_hand, nano, inputs, targets, devices) for devices in (2, 4, 8)]
+    print_bytes(traffic)
 
     if device.type == "cpu":
-        print("without two GPUs: DataParallel's steps by hand, in threads and RAM, against DDP's processes over gloo")
-    rows = compare(args, device, n)
-    table = [["method", "ms per step", "lowest to highest", "last loss", "peak MiB by GPU"]]
-    for row in rows:
-        low, median, high = (row["step_seconds"][name] * 1e3 for name in ("min", "median", "max"))
-        memory = " ".join(f"{peak / 2**20:.0f}" for peak in row["peak_memory_bytes_by_gpu"] or []) or "n/a"
-        cells = [f"{median:.1f}", f"{low:.1f} to {high:.1f}", f"{row['losses'][-1]:.4f}", memory]
-        table.append([row["method"], *cells])
-    print(f"{report.table(table)}\nmedians of {ROUNDS - 1} rounds of {args.steps} steps, taken in turns")
-    off = max(abs(a / b - 1) for a, b in zip(rows[0]["losses"], rows[1]["losses"], strict=True))
-    assert off < 1e-4, f"losses differ by {off:.0e}"
-    print(f"checked: the same losses at each of {len(rows[0]['losses'])} steps ({off:.0e} off at most)")
+        print("\nNo two GPUs here: threads do DataParallel's steps by hand, processes over gloo do DDP's.")
+    else:
+        print(f"\n{n} x {hardware.device_name(device)}")
+    job = {"name": args.model, "seq_len": args.seq_len, "batch_size": batch_size, "seed": args.seed}
+    methods = compare(data_parallel_step, job, args.steps, device, n)
+    print_methods(methods, args.steps)
+    differences = [abs(a / b - 1) for a, b in zip(methods[0]["losses"], methods[1]["losses"], strict=True)]
+    assert max(differences) < 1e-4, f"losses differ by {max(differences):.0e}"
+    compared = f"{len(differences)} losses of DataParallel with those of DistributedDataParallel"
+    print(f"checked: {compared}, relative error {max(differences):.0e} at most")
+
+    steps = ROUNDS * args.steps
     summary = {
-        **{"device": hardware.device_name(device), "world_size": n, "dtype": "fp32", "model": args.model},
-        **{"steps": ROUNDS * args.steps, "tokens": ROUNDS * args.steps * args.global_batch_size * args.seq_len},
-        **{"first_loss": rows[1]["losses"][0], "last_loss": rows[1]["losses"][-1]},
-        **{"peak_memory_bytes": report.peak_memory_bytes(device), "seconds": time.perf_counter() - began},
-        **{"traffic": traffic, "methods": rows, "emulated": device.type == "cpu"},
+        "device": hardware.device_name(device),
+        "world_size": n,
+        "dtype": "fp32",
+        "model": args.model,
+        "steps": steps,
+        "tokens": steps * batch_size * args.seq_len,
+        "first_loss": methods[1]["losses"][0],
+        "last_loss": methods[1]["losses"][-1],
+        "peak_memory_bytes": report.peak_memory_bytes(device),
+        "seconds": time.perf_counter() - began,
+        "traffic": traffic,
+        "methods": methods,
+        "emulated": device.type == "cpu",
     }
     report.write_json(summary, args.json)
     return 0

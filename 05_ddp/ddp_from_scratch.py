@@ -1,27 +1,31 @@
 """DistributedDataParallel rebuilt in three steps on all_reduce, then the real one: the same weights, in less time.
 
 Data parallelism adds one thing to training: before the optimizer step, each gradient is averaged over the ranks.
-(1) After backward, all-reduce one gradient after the other: right, but each call costs a latency, and nobody computes
-meanwhile. (2) Flatten the gradients into a few buckets: fewer calls. (3) Start a bucket from a hook as soon as its
-last gradient is there: backward goes on while the bytes travel. (4) DistributedDataParallel does (3) in C++. A
-control, (0), sends nothing: what a step takes longer than the control's is communication that backward did not hide.
+(1) After backward, all-reduce one gradient after the other. (2) Flatten the gradients into a few buckets: fewer
+calls. (3) Start a bucket from a hook as soon as its last gradient is there: backward goes on while the bytes travel.
+(4) DistributedDataParallel does (3) in C++. A control, (0), sends nothing. What a step takes longer than the control's
+step is exposed communication: time that backward did not hide.
 
     laptop    python 05_ddp/ddp_from_scratch.py
               torchrun --nproc_per_node=3 05_ddp/ddp_from_scratch.py --steps 5
     one node  torchrun --nproc_per_node=8 05_ddp/ddp_from_scratch.py --model llama-124m --global-batch-size 32
     cluster   the same on every node, with --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400
 
+Two ranks on two cores all-reduce on the cores that backward needs, so nothing is hidden. As root, --link-mbit puts
+them on two hosts (network namespaces) with a slow link between them: waiting for it costs no core. --plot draws that.
+
 Look for: the exposed time from (1) to (4); one bucket for everything, which hides nothing; letters that are equal
 where weights are equal to the bit. Before: train.py. Next: collectives.py, what an all-reduce costs.
 """
 
-import argparse
 import copy
+import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -29,9 +33,125 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
-from _ddp_from_scratch_report import WARMUP_STEPS, conclude, time_communication, timed
+from _ddp_from_scratch_link import run_on_two_hosts
+from _ddp_from_scratch_report import conclude
+from _ddp_from_scratch_timing import WARMUP_STEPS, Record, communicate, timed, update_bucket_sizes, watch
 
 from common import cli, data, exits, model, runtime
+
+
+def average_gradients(net: nn.Module) -> None:
+    """(1) Data parallelism in four lines: after backward, every rank ends with the mean gradient."""
+    for parameter in net.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
+
+
+# What (1) lacks: it makes a call per parameter, 56 for nano, and each call costs a latency. Fewer, larger calls help.
+
+
+def make_buckets(net: nn.Module, cap_bytes: float) -> list[list[nn.Parameter]]:
+    """Each trained parameter in one bucket, last layer first: about the order in which backward computes gradients."""
+    buckets: list[list[nn.Parameter]] = [[]]
+    bucket_bytes = 0
+    for parameter in reversed([p for p in net.parameters() if p.requires_grad]):
+        if buckets[-1] and bucket_bytes + parameter.nbytes > cap_bytes:
+            buckets.append([])
+            bucket_bytes = 0
+        buckets[-1].append(parameter)
+        bucket_bytes += parameter.nbytes
+    return buckets
+
+
+def flatten(bucket: list[nn.Parameter]) -> Tensor:
+    return torch.cat([parameter.grad.flatten() for parameter in bucket])
+
+
+def unflatten(flat: Tensor, bucket: list[nn.Parameter]) -> None:
+    """Divide the sum by the number of ranks, and give each parameter its part as its gradient."""
+    flat /= dist.get_world_size()
+    parts = flat.split([parameter.numel() for parameter in bucket])
+    for parameter, part in zip(bucket, parts, strict=True):
+        parameter.grad = part.view_as(parameter)  # a view: nothing is copied back
+
+
+def average_buckets(buckets: list[list[nn.Parameter]]) -> None:
+    """(2) After backward, one all-reduce per bucket."""
+    for bucket in buckets:
+        flat = flatten(bucket)
+        dist.all_reduce(flat)
+        unflatten(flat, bucket)
+
+
+# What (2) lacks: nothing travels while backward computes, and nothing is computed while the gradients travel.
+
+
+def average_during_backward(buckets: list[list[nn.Parameter]]) -> Callable[[], None]:
+    """(3) While backward runs, start the all-reduce of a bucket as soon as its last gradient is there.
+
+    Registers hooks that do so. Returns a function to call after backward: it waits for what is still under way.
+    """
+    bucket_of = {parameter: index for index, bucket in enumerate(buckets) for parameter in bucket}
+    gradients_missing = [len(bucket) for bucket in buckets]
+    under_way: list[tuple[dist.Work, Tensor]] = []
+
+    def gradient_is_ready(parameter: nn.Parameter) -> None:
+        gradients_missing[bucket_of[parameter]] -= 1
+        # Ranks match collectives by their order alone. So a bucket that is ready waits for its turn.
+        while len(under_way) < len(buckets) and gradients_missing[len(under_way)] == 0:
+            flat = flatten(buckets[len(under_way)])
+            work = dist.all_reduce(flat, async_op=True)
+            under_way.append((work, flat))
+
+    for parameter in bucket_of:
+        parameter.register_post_accumulate_grad_hook(gradient_is_ready)
+
+    def wait_for_all() -> None:
+        for index, (work, flat) in enumerate(under_way):
+            work.wait()
+            unflatten(flat, buckets[index])
+            gradients_missing[index] = len(buckets[index])
+        under_way.clear()
+
+    return wait_for_all
+
+
+# What (3) lacks: the hooks run in Python. (4), DistributedDataParallel, has them in C++ and can also skip them
+# (no_sync) and search for parameters that forward did not use (find_unused_parameters).
+
+
+@dataclass
+class Variant:
+    """One way to average, with a model of its own: forward, backward, then `average` makes a step."""
+
+    name: str
+    net: nn.Module
+    forward: Callable[[Tensor, Tensor], Tensor]
+    average: Callable[[], None] | None
+    optimizer: torch.optim.Optimizer
+    bucket_sizes: list[int]  # elements in each all-reduce
+    overlaps: bool  # all-reduces start while backward runs
+
+
+def make_variant(name: str, start: nn.Module, method: Callable | None, cap_bytes: float) -> Variant:
+    """A copy of the model at the start, and the method that averages its gradients; None sends nothing."""
+    net = copy.deepcopy(start)
+    buckets = make_buckets(net, cap_bytes)
+    forward = net
+    average = None
+    if method is average_gradients:
+        average = partial(average_gradients, net)
+    elif method is average_buckets:
+        average = partial(average_buckets, buckets)
+    elif method is average_during_backward:
+        average = average_during_backward(buckets)
+    elif method is DistributedDataParallel:
+        forward = DistributedDataParallel(net, bucket_cap_mb=cap_bytes / 2**20, gradient_as_bucket_view=True)
+    # SGD moves by the gradient itself. Adam divides by its size and would hide one that is N times too large.
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
+    bucket_sizes = [sum(parameter.numel() for parameter in bucket) for bucket in buckets] if method else []
+    overlaps = method in (average_during_backward, DistributedDataParallel)
+    return Variant(name, net, forward, average, optimizer, bucket_sizes, overlaps)
 
 
 def require_gradients(net: nn.Module) -> None:
@@ -40,101 +160,14 @@ def require_gradients(net: nn.Module) -> None:
     assert not missing, f"no gradient for {', '.join(missing)}: forward does not use it; freeze it on all ranks"
 
 
-def make_buckets(net: nn.Module, cap_bytes: float) -> list[list[nn.Parameter]]:
-    """Each parameter in one bucket, last layer first: about the order in which backward yields the gradients."""
-    buckets = [[]]
-    for p in reversed([p for p in net.parameters() if p.requires_grad]):
-        if buckets[-1] and sum(q.nbytes for q in buckets[-1]) + p.nbytes > cap_bytes:
-            buckets.append([])
-        buckets[-1].append(p)
-    return buckets
-
-
-def each_gradient(net: nn.Module, buckets: list[list[nn.Parameter]]) -> Callable[[], None]:
-    """(1) When backward is over, all-reduce one gradient after the other."""
-
-    def finish() -> None:
-        require_gradients(net)
-        for p in (p for bucket in buckets for p in bucket):
-            p.grad.mul_(1 / dist.get_world_size())  # a mean over ranks, as the loss is a mean over the batch
-            dist.all_reduce(p.grad)
-
-    return finish
-
-
-def pack(bucket: list[nn.Parameter]) -> Tensor:
-    return torch.cat([p.grad.flatten() for p in bucket]).mul_(1 / dist.get_world_size())
-
-
-def unpack(bucket: list[nn.Parameter], flat: Tensor) -> None:
-    for p, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
-        p.grad = part.view_as(p)  # a view: nothing is copied back
-
-
-def bucketed(net: nn.Module, buckets: list[list[nn.Parameter]]) -> Callable[[], None]:
-    """(2) When backward is over, all-reduce bucket after bucket."""
-
-    def finish() -> None:
-        require_gradients(net)
-        for bucket in buckets:
-            flat = pack(bucket)
-            dist.all_reduce(flat)
-            unpack(bucket, flat)
-
-    return finish
-
-
-def overlapped(net: nn.Module, buckets: list[list[nn.Parameter]]) -> Callable[[], int]:
-    """(3) While backward runs, all-reduce each bucket once its last gradient is there. The function returned waits
-    for them and tells how many had started before backward was over."""
-    bucket_of = {p: i for i, bucket in enumerate(buckets) for p in bucket}
-    missing = [len(bucket) for bucket in buckets]
-    started = []
-
-    def ready(p: nn.Parameter) -> None:
-        missing[bucket_of[p]] -= 1
-        # never out of turn: collectives are matched by their order, which must be the same on every rank
-        while len(started) < len(buckets) and missing[len(started)] == 0:
-            flat = pack(buckets[len(started)])
-            started.append((dist.all_reduce(flat, async_op=True), flat, any(missing)))
-
-    for p in bucket_of:
-        p.register_post_accumulate_grad_hook(ready)
-
-    def finish() -> int:
-        require_gradients(net)  # without one of them its bucket has not started
-        for bucket, (work, flat, _) in zip(buckets, started, strict=True):
-            work.wait()
-            unpack(bucket, flat)
-        in_backward = sum(early for *_, early in started)
-        missing[:] = [len(bucket) for bucket in buckets]
-        started.clear()
-        return in_backward
-
-    return finish
-
-
-def new_run(name: str, net: nn.Module, average: Callable | None, cap_bytes: float) -> SimpleNamespace:
-    """A copy of the model to train: `module` is called, then backward, then `finish` averages the gradients."""
-    net = copy.deepcopy(net)
-    buckets = make_buckets(net, cap_bytes)
-    run = SimpleNamespace(name=name, net=net, module=net, finish=lambda: None, early=None)
-    if average is DistributedDataParallel:
-        run.module = DistributedDataParallel(net, bucket_cap_mb=cap_bytes / 2**20, gradient_as_bucket_view=True)
-    elif average:
-        run.finish = average(net, buckets)
-    # SGD moves by the gradient itself; Adam divides by its size and would hide one that is N times too large
-    run.optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
-    run.sizes = [sum(p.numel() for p in bucket) for bucket in buckets] if average else []
-    run.in_turn, run.losses, run.step_seconds, run.comm_seconds = average in (each_gradient, bucketed), [], [], []
-    return run
-
-
-def backward(run: SimpleNamespace, inputs: Tensor, targets: Tensor) -> None:
-    loss = run.module(inputs, targets)
+def forward_backward_average(variant: Variant, inputs: Tensor, targets: Tensor) -> Tensor:
+    """What is timed: a training step without the optimizer's part, which is the same for all."""
+    loss = variant.forward(inputs, targets)
     loss.backward()
-    run.early = run.finish()
-    run.losses.append(loss.detach())
+    require_gradients(variant.net)
+    if variant.average:  # else there is nothing to do: (0) never averages, and DDP has done so within backward
+        variant.average()
+    return loss.detach()
 
 
 def main() -> int:
@@ -145,53 +178,70 @@ def main() -> int:
     parser.add_argument("--global-batch-size", type=cli.positive_int, help="over all ranks (default: about 24)")
     parser.add_argument("--steps", type=cli.positive_int, default=16, help=f"timed, after {WARMUP_STEPS} to warm up")
     parser.add_argument("--bucket-mib", type=cli.positive, help="default: a quarter of the gradients, at most 25")
+    parser.add_argument("--link-mbit", type=cli.positive_int, help="as root: two hosts with a link of so many Mbit/s")
+    parser.add_argument("--plot", type=cli.plot_file, metavar="PATH", help="a PNG: one step of (1), (2) and (3)")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     parser.add_argument("--seed", type=cli.seed, default=0)
     parser.add_argument("--json", type=cli.writable_file, metavar="PATH", help="write the summary as one JSON object")
     args = parser.parse_args()
+    if args.link_mbit:
+        args.device = "cpu"
     config = model.load_config(args.model, 256, args.seq_len)
     n = runtime.processes(args.device)
     args.global_batch_size = args.global_batch_size or n * max(1, 24 // n)
     cli.split_batch(args.global_batch_size, None, n)  # refuses what does not divide
+    if args.link_mbit and "RANK" not in os.environ:
+        return run_on_two_hosts(args.link_mbit)
     runtime.relaunch(args.device)
     device = runtime.init_process_group(args.device)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     runtime.seed(args.seed, deterministic=True)  # or two backwards of one GPU need not agree to the bit
 
-    corpus = data.load_corpus("stdlib", "bytes").train
-    order = argparse.Namespace(**vars(args), data="stdlib", num_workers=0)
-    batches = data.train_batches(corpus, order, args.global_batch_size, 0, 0, 1, device)
-    start = model.build(args.model, config).to(device)
-    gradients = torch.zeros(sum(p.numel() for p in start.parameters()), device=device)
-    cap = (args.bucket_mib or min(25, gradients.nbytes / 4 / 2**20)) * 2**20
+    # every rank reads the whole batch and takes its part below
+    batch_sizes = {"global_batch_size": args.global_batch_size, "micro_batch_size": args.global_batch_size}
+    corpus = data.load_corpus().train
+    batches = data.train_batches(corpus, seq_len=args.seq_len, **batch_sizes, seed=args.seed, device=device)
+    start = model.build(args.model, config, seed=args.seed, device=device)
+    gradient_bytes = sum(parameter.nbytes for parameter in start.parameters())
+    cap = args.bucket_mib * 2**20 if args.bucket_mib else min(25 * 2**20, gradient_bytes / 4)
     variants = [
-        ("(0) no communication", None, cap),
-        ("(1) each gradient", each_gradient, 0),
-        ("(2) buckets", bucketed, cap),
-        ("(3) overlap", overlapped, cap),
-        ("(4) DistributedDataParallel", DistributedDataParallel, cap),
-        ("(3) overlap, a gradient each", overlapped, 0),
-        ("(3) overlap, small buckets", overlapped, cap / 4),
-        ("(3) overlap, one bucket", overlapped, float("inf")),
+        make_variant("(0) no communication", start, None, cap),
+        make_variant("(1) each gradient", start, average_gradients, 0),
+        make_variant("(2) buckets", start, average_buckets, cap),
+        make_variant("(3) overlap", start, average_during_backward, cap),
+        make_variant("(4) DistributedDataParallel", start, DistributedDataParallel, cap),
+        make_variant("(3) overlap, a gradient each", start, average_during_backward, 0),
+        make_variant("(3) overlap, small buckets", start, average_during_backward, cap / 4),
+        make_variant("(3) overlap, one bucket", start, average_during_backward, float("inf")),
     ]
-    runs = [new_run(name, start, average, cap_bytes) for name, average, cap_bytes in variants]
-    whole = new_run("one process, whole batch", start, None, cap)
+    one_process = make_variant("one process, whole batch", start, None, cap)
+    records = [Record() for _ in variants]
+    gradients = torch.zeros(gradient_bytes // 4, device=device)  # something to send when only sending is timed
 
     for step in range(WARMUP_STEPS + args.steps):
-        inputs, targets = (t.to(device) for t in next(batches))  # the whole batch; each rank takes its part
-        mine = inputs.chunk(world_size)[rank], targets.chunk(world_size)[rank]
+        inputs, targets = (tensor.to(device) for tensor in next(batches))
+        my_inputs = inputs.chunk(world_size)[rank]
+        my_targets = targets.chunk(world_size)[rank]
         if rank == 0:
-            backward(whole, inputs, targets)
-            whole.optimizer.step()
-            whole.optimizer.zero_grad()
-        for turn in range(len(runs)):  # each is first in turn: a slow moment of the machine hits all alike
-            run = runs[(step + turn) % len(runs)]
-            timed(run.step_seconds, backward, run, *mine)
-            run.optimizer.step()
-            run.optimizer.zero_grad()
-            time_communication(run, gradients)
+            forward_backward_average(one_process, inputs, targets)
+            one_process.optimizer.step()
+            one_process.optimizer.zero_grad()
+        for turn in range(len(variants)):
+            index = (step + turn) % len(variants)  # each is first in turn: a slow moment hits all alike
+            variant, record = variants[index], records[index]
+            with watch(variant.net) as timeline:
+                loss, seconds = timed(forward_backward_average, variant, my_inputs, my_targets)
+            variant.optimizer.step()
+            variant.optimizer.zero_grad()
+            record.losses.append(loss)
+            record.step_seconds.append(seconds)
+            record.timelines.append(timeline)
+            update_bucket_sizes(variant)
+            if variant.bucket_sizes:
+                _, seconds = timed(communicate, variant, gradients)
+                record.communication_seconds.append(seconds)
 
-    conclude(args, runs, whole, start, device, began)
+    conclude(args, variants, records, one_process, start, device, began)
     runtime.shutdown()
     return 0
 

@@ -1,16 +1,16 @@
 """One slow rank slows all: how it shows, how it is found; and ranks that run out of batches before the others.
 
-Ranks meet in every all-reduce, so the slowest sets the pace, and all report the same step time: the step time tells
-that the job is slow, never who. What tells is each rank's own time, up to the first collective: the slow rank works
-while the others wait. Uneven inputs are the same trouble in the extreme: a rank that has no batch left never comes
-to the all-reduce, and the others wait for ever. join() answers for it, with zeros, until the last rank is done.
+Ranks meet in every all-reduce, so the slowest sets the pace, and all report the same step time. The step time tells
+that the job is slow, never who is. What tells is each rank's compute time, up to the first collective: the slow rank
+computes while the others wait. Uneven inputs are the same trouble in the extreme: a rank that has no batch left never
+comes to the all-reduce, and the others wait for ever. join() answers for it, with zeros, until the last rank is done.
 
     laptop    python 05_ddp/stragglers.py
     one node  torchrun --nproc_per_node=8 05_ddp/stragglers.py --slow-rank 5
     cluster   the same on every node, with --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400
 
-Look for: equal step times beside unequal own times, with a rank planted that does --slow-factor times the work; the
-rank that is found; what a sample weighs under join(). train.py logs its slowest rank by the same comparison.
+Look for: equal step times beside unequal compute times, with a rank planted that does --slow-factor times the work;
+the rank that is found; how much a sample counts under join(). train.py logs its slowest rank by the same comparison.
 Before: collectives.py. Next: ../06_fsdp_zero/.
 """
 
@@ -45,19 +45,22 @@ def seconds_between(start: float | torch.cuda.Event, end: float | torch.cuda.Eve
     return end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3
 
 
-def train(device: torch.device, steps: int, repeat: int) -> tuple[list[float], list[float]]:
-    """Seconds of each step that this rank worked before it met the others, and of the whole step. `repeat` plants
-    slowness: the rank computes its gradients that many times over."""
+def train(device: torch.device, steps: int, times_the_work: int) -> tuple[list[float], list[float]]:
+    """The compute time of each step, before this rank met the others, and the time of the whole step.
+
+    `times_the_work` plants slowness: the rank computes its gradients that many times over.
+    """
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256)).to(device)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    inputs, own, whole = torch.randn(128, 256, device=device), [], []
+    inputs = torch.randn(128, 256, device=device)
+    compute_seconds, step_seconds = [], []
     for _ in range(WARM_UP_STEPS + steps):
         start = mark(device)
-        for _ in range(repeat):
+        for _ in range(times_the_work):
             optimizer.zero_grad()
             net(inputs).square().mean().backward()
-        worked = mark(device)
+        computed = mark(device)
         for parameter in net.parameters():
             dist.all_reduce(parameter.grad)  # here the fast ranks wait
             parameter.grad /= dist.get_world_size()
@@ -65,37 +68,45 @@ def train(device: torch.device, steps: int, repeat: int) -> tuple[list[float], l
         end = mark(device)
         if device.type == "cuda":
             end.synchronize()
-        own.append(seconds_between(start, worked))
-        whole.append(seconds_between(start, end))
-    return own[WARM_UP_STEPS:], whole[WARM_UP_STEPS:]
+        compute_seconds.append(seconds_between(start, computed))
+        step_seconds.append(seconds_between(start, end))
+    return compute_seconds[WARM_UP_STEPS:], step_seconds[WARM_UP_STEPS:]
 
 
-def find_slow(ranks: list[list[float]]) -> tuple[list[int], list[float]]:
-    """The ranks that need SLOW times as long as the typical one, and each rank's multiple of it, from the own times
+def find_slow(compute_seconds: list[list[float]]) -> tuple[list[int], list[float]]:
+    """The ranks that need SLOW times as long as the typical one, and each rank's multiple of it, from the compute times
     of every rank's steps. Fastest steps are compared: other work on a machine only adds time, and not to every step."""
-    fastest = [min(own) for own in ranks]
-    lags = [seconds / statistics.median_low(fastest) for seconds in fastest]  # of two ranks against the faster
-    return [rank for rank, lag in enumerate(lags) if lag > SLOW], lags
+    fastest = [min(seconds) for seconds in compute_seconds]
+    typical = statistics.median_low(fastest)  # of two ranks, the faster
+    lags = [seconds / typical for seconds in fastest]
+    slow_ranks = [rank for rank, lag in enumerate(lags) if lag > SLOW]
+    return slow_ranks, lags
 
 
-def look(title: str, device: torch.device, steps: int, repeat: int) -> dict:
+def look(title: str, device: torch.device, steps: int, times_the_work: int) -> dict:
     """Train, show every rank's times, and say which ranks are slow."""
-    ranks = runtime.gather(train(device, steps, repeat))
-    found, lags = find_slow([own for own, _ in ranks])
-    rows = [["rank", "step ms", "lowest", "highest", "own work ms", "lowest", "highest", "of the typical"]]
-    for rank, (own, whole) in enumerate(ranks):
-        cells = [f"{1e3 * f(times):.1f}" for times in (whole, own) for f in (statistics.median, min, max)]
+    ranks = runtime.gather(train(device, steps, times_the_work))
+    slow_ranks, lags = find_slow([compute_seconds for compute_seconds, _ in ranks])
+    rows = [["rank", "step, ms", "lowest", "highest", "compute time, ms", "lowest", "highest", "/ typical rank"]]
+    for rank, (compute_seconds, step_seconds) in enumerate(ranks):
+        cells = []
+        for seconds in (step_seconds, compute_seconds):
+            cells += [f"{1e3 * value:.1f}" for value in (statistics.median(seconds), min(seconds), max(seconds))]
         rows.append([f"{rank}", *cells, f"{lags[rank]:.1f}"])
-    runtime.say(f"\n{title}: medians of {steps} steps\n{report.table(rows)}\nslow ranks found: {found or 'none'}")
-    own, whole = ([statistics.median(times[i]) for times in ranks] for i in (0, 1))
-    return {"own_seconds_median": own, "step_seconds_median": whole, "lags": lags, "slow_ranks": found}
+    runtime.say(f"\n{title}: medians of {steps} steps\n{report.table(rows)}\nslow ranks found: {slow_ranks or 'none'}")
+    return {
+        "own_seconds_median": [statistics.median(compute_seconds) for compute_seconds, _ in ranks],
+        "step_seconds_median": [statistics.median(step_seconds) for _, step_seconds in ranks],
+        "lags": lags,
+        "slow_ranks": slow_ranks,
+    }
 
 
 def show_slow_rank(device: torch.device, slow_rank: int, slow_factor: int, steps: int) -> dict:
     """Train with no rank slow and with one, and find it. AssertionError if another is found, or none."""
     healthy = look("Nothing planted", device, steps, 1)
-    repeat = slow_factor if dist.get_rank() == slow_rank else 1
-    planted = look(f"Rank {slow_rank} does {slow_factor} times the work", device, steps, repeat)
+    times_the_work = slow_factor if dist.get_rank() == slow_rank else 1
+    planted = look(f"Rank {slow_rank} does {slow_factor} times the work", device, steps, times_the_work)
     assert healthy["slow_ranks"] == [], "a rank is slow that was not made so: has this machine other work?"
     assert planted["slow_ranks"] == [slow_rank], "not the rank that was made slow"
     cost = max(planted["step_seconds_median"]) / max(healthy["step_seconds_median"])
@@ -135,8 +146,9 @@ def main() -> int:
         runtime.say("one rank waits for nobody: slow ranks and join() need torchrun --nproc_per_node=2 or more")
     summary |= show_balance()
     summary["peak_memory_bytes"] = max(runtime.gather(report.peak_memory_bytes(device)))
+    summary["seconds"] = time.perf_counter() - began
     if runtime.is_rank0():
-        report.write_json({**summary, "seconds": time.perf_counter() - began}, args.json)
+        report.write_json(summary, args.json)
     runtime.shutdown()
     return 0
 

@@ -14,9 +14,10 @@ from support.harness import ROOT, command, run
 
 from common import exits, model, nvml, report, runtime
 
-collectives, links, stragglers, uneven = (
-    load(f"05_ddp/{name}.py") for name in ("collectives", "_collectives_links", "stragglers", "_stragglers_uneven")
-)
+collectives = load("05_ddp/collectives.py")
+collectives_links = load("05_ddp/_collectives_links.py")
+stragglers = load("05_ddp/stragglers.py")
+stragglers_uneven = load("05_ddp/_stragglers_uneven.py")
 
 COLLECTIVES = ["broadcast", "all-reduce", "reduce-scatter", "all-gather", "all-to-all", "send/recv"]
 # every wrong one is a real collective, or does nothing: what a slip of the pen would give
@@ -75,23 +76,23 @@ assert collectives.main() == 1
     [(1, [0, 0, 0, 0, 0, 0]), (2, [1, 1, 0.5, 0.5, 0.5, 1]), (3, [1, 4 / 3, 2 / 3, 2 / 3, 2 / 3, 1])],
 )
 def test_bus_factors(n, factors):
-    assert [links.bus_factor(name, n) for name in COLLECTIVES] == pytest.approx(factors)
+    assert [collectives_links.bus_factor(name, n) for name in COLLECTIVES] == pytest.approx(factors)
 
 
 def test_bandwidths_by_hand():
     """8 ranks all-reduce 1 GB in 5 ms: 200 GB/s of algorithm, times 14/8 on the bus; the median counts."""
-    m = links.measurement("all-reduce", 8, 10**9, [0.004, 0.005, 0.9], 450e9)
+    m = collectives_links.measurement("all-reduce", 8, 10**9, [0.004, 0.005, 0.9], 450e9)
     assert (m["seconds_min"], m["seconds_median"], m["seconds_max"], m["samples"]) == (0.004, 0.005, 0.9, 3)
     assert m["algorithm_bytes_per_second"] == pytest.approx(200e9)
     assert m["bus_bytes_per_second"] == pytest.approx(350e9)
     assert m["share_of_peak"] == pytest.approx(350 / 450)
-    assert links.measurement("all-reduce", 8, 10**9, [0.005], None)["share_of_peak"] is None
+    assert collectives_links.measurement("all-reduce", 8, 10**9, [0.005], None)["share_of_peak"] is None
 
 
 def test_more_than_the_links_peak_is_a_bug():
     def found(name: str, n: int, gigabytes_per_second: float) -> list[str]:
         seconds = [1.0, 1 / gigabytes_per_second]  # one sample is enough
-        return links.bugs([links.measurement(name, n, 10**9, seconds, 450e9)], 450e9)
+        return collectives_links.bugs([collectives_links.measurement(name, n, 10**9, seconds, 450e9)], 450e9)
 
     assert found("broadcast", 8, 449) == []
     assert "broadcast, 1000000000 bytes: 451 GB/s, peak 450" in found("broadcast", 8, 451)[0]
@@ -100,19 +101,21 @@ def test_more_than_the_links_peak_is_a_bug():
     # the switch may add up: 275 GB/s of buffer is 481 of "bus" on 8 GPUs and no bug, more buffer than peak is one
     assert found("all-reduce", 8, 275) == []
     assert len(found("all-reduce", 8, 451)) == 1
-    assert links.bugs([links.measurement("broadcast", 2, 10**9, [1e-9], None)], None) == []
+    assert collectives_links.bugs([collectives_links.measurement("broadcast", 2, 10**9, [1e-9], None)], None) == []
 
 
 def test_the_fit_recovers_a_planted_line():
     sizes = [1024 * 4**i for i in range(9)]
     planted = [20e-6 + size / 300e9 for size in sizes]
-    line = links.fit(sizes, planted)
+    line = collectives_links.fit(sizes, planted)
     assert line["alpha_seconds"] == pytest.approx(20e-6, rel=1e-6)
     assert line["beta_bytes_per_second"] == pytest.approx(300e9, rel=1e-6)
     assert line["factor_off_max"] == pytest.approx(1, abs=1e-9)
 
     def with_late(late: int, factor: float) -> dict:
-        return links.fit(sizes, [(20e-6 + size / 300e9) * (factor if i == late else 1) for i, size in enumerate(sizes)])
+        return collectives_links.fit(
+            sizes, [(20e-6 + size / 300e9) * (factor if i == late else 1) for i, size in enumerate(sizes)]
+        )
 
     # one time half as long again shows in the quality, and does not carry the line off
     disturbed = with_late(4, 1.5)
@@ -122,14 +125,14 @@ def test_the_fit_recovers_a_planted_line():
     # a largest message 20 % late moves the latency by 1 %, not by the 8 % of plain least squares
     assert with_late(8, 1.2)["alpha_seconds"] == pytest.approx(20e-6, rel=0.02)
     # half and double are equally wrong: between them lies the middle
-    swinging = links.fit(sizes, [t * f for t, f in zip(planted, [2, 0.5, 1] * 3, strict=True)])
+    swinging = collectives_links.fit(sizes, [t * f for t, f in zip(planted, [2, 0.5, 1] * 3, strict=True)])
     assert swinging["alpha_seconds"] == pytest.approx(20e-6, rel=0.1)
-    assert links.fit(sizes[:2], [1e-5, 2e-5]) is None
-    assert links.fit(sizes, planted[::-1]) is None  # times that fall have no line
+    assert collectives_links.fit(sizes[:2], [1e-5, 2e-5]) is None
+    assert collectives_links.fit(sizes, planted[::-1]) is None  # times that fall have no line
 
 
 def test_predictions_are_the_line_at_the_size_of_the_gradients():
-    found = links.predictions({"alpha_seconds": 1e-3, "beta_bytes_per_second": 1e9})
+    found = collectives_links.predictions({"alpha_seconds": 1e-3, "beta_bytes_per_second": 1e9})
     assert [(p["model"], p["gradients"]) for p in found] == [
         (name, dtype) for name in model.SIZES for dtype in ("fp32", "bf16")
     ]
@@ -140,27 +143,37 @@ def test_predictions_are_the_line_at_the_size_of_the_gradients():
         assert p["predicted_seconds"] == pytest.approx(1e-3 + p["bytes"] / 1e9)
 
 
-def test_nvlinks_peak_is_lanes_times_the_rate_of_the_generation(monkeypatch):
-    class Gpu:
-        uuid = "aaaa-1"
+def test_nvlinks_peak_is_lanes_times_the_rate_of_the_architecture(monkeypatch):
+    def peak(name: str, capability: tuple[int, int], lanes: int | None, one_node: bool = True) -> float | None:
+        class Gpu:
+            uuid = "aaaa-1"
 
-    def peak(name: str, one_node: bool = True, **gpu) -> float | None:
+        other = {"uuid": "GPU-bbbb-2", "nvlinks": 1}
+        mine = {"uuid": "GPU-aaaa-1", "nvlinks": lanes}
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Gpu)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-        others = {"uuid": "GPU-bbbb-2", "nvlinks": 1, "nvlink_version": "1.0"}
-        monkeypatch.setattr(nvml, "gpus", lambda: ([others, {"uuid": "GPU-aaaa-1", **gpu}] if gpu else [], None))
-        return links.nvlink(torch.device("cuda", 0), one_node)[0]
+        monkeypatch.setattr(nvml, "gpus", lambda: ([other, mine], None))
+        found, told = collectives_links.nvlink(torch.device("cuda", 0), one_node)
+        assert found is None or f"{lanes} lanes" in told
+        return found
 
-    h100 = {"nvlinks": 18, "nvlink_version": "4.0"}
-    assert peak("NVIDIA H100 80GB HBM3", **h100) == 450e9  # NVIDIA's 900 GB/s counts both directions
-    assert peak("NVIDIA A100-SXM4-80GB", nvlinks=12, nvlink_version="3.0") == 300e9
-    assert peak("NVIDIA B200", nvlinks=18, nvlink_version="5.0") == 900e9
-    assert peak("NVIDIA H100 80GB HBM3", one_node=False, **h100) is None
-    assert peak("NVIDIA L4", nvlinks=0, nvlink_version=None) is None
-    assert peak("NVIDIA GeForce RTX 3090", nvlinks=4, nvlink_version="3.0") is None
-    assert peak("NVIDIA H300", nvlinks=18, nvlink_version="9.0") is None
-    assert peak("NVIDIA H100 80GB HBM3") is None  # no driver that answers
-    assert links.nvlink(torch.device("cpu"), True)[0] is None
+    # the data sheets count both directions: 900, 600, 1,800 and 100 GB/s
+    assert peak("NVIDIA H100 80GB HBM3", (9, 0), 18) == 450e9
+    assert peak("NVIDIA A100-SXM4-80GB", (8, 0), 12) == 300e9
+    assert peak("NVIDIA B200", (10, 0), 18) == 900e9
+    assert peak("Quadro RTX 8000", (7, 5), 2) == 50e9
+    # GA102: "112.5 GB/s total bandwidth", 14.0625 a lane and direction
+    assert peak("NVIDIA A40", (8, 6), 4) == 56.25e9
+    assert peak("NVIDIA RTX A6000", (8, 6), 4) == 56.25e9
+    assert peak("NVIDIA GeForce RTX 3090", (8, 6), 4) == 56.25e9
+    assert peak("NVIDIA H100 80GB HBM3", (9, 0), 18, one_node=False) is None
+    assert peak("NVIDIA L4", (8, 9), 0) is None  # no lanes
+    assert peak("NVIDIA H300", (99, 0), 18) is None  # lanes of a rate not known here
+    assert peak("NVIDIA H100 80GB HBM3", (9, 0), None) is None
+    monkeypatch.setattr(nvml, "gpus", lambda: ([], "no driver that answers"))
+    assert collectives_links.nvlink(torch.device("cuda", 0), True)[0] is None
+    assert collectives_links.nvlink(torch.device("cpu"), True)[0] is None
 
 
 def test_three_ranks_are_right_and_every_wrong_collective_is_seen(tmp_path):
@@ -205,11 +218,11 @@ def test_own_times_tell_who_is_slow():
 
 def test_balanced_ranks_have_about_equal_tokens():
     lengths = [9, 1, 7, 3, 5, 5]
-    shares = uneven.balance(lengths, 3)
+    shares = stragglers_uneven.balance(lengths, 3)
     assert sorted(length for share in shares for length in share) == sorted(lengths)
     assert [sum(share) for share in shares] == [10, 10, 10]
-    assert uneven.waiting_share(shares) == 0
-    assert uneven.waiting_share([[9, 1], [7, 3], [10, 10]]) == pytest.approx(1 / 3)  # 40 of 60
+    assert stragglers_uneven.waiting_share(shares) == 0
+    assert stragglers_uneven.waiting_share([[9, 1], [7, 3], [10, 10]]) == pytest.approx(1 / 3)  # 40 of 60
 
 
 def test_the_planted_rank_is_found_and_uneven_ranks_end_equal(tmp_path):

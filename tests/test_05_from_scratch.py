@@ -3,22 +3,33 @@
 import copy
 import itertools
 import json
-from argparse import Namespace
+import os
+import shutil
+import subprocess
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.chapter import load
-from support.harness import TINY, run
+from support.harness import ROOT, TINY, run
 from torch import nn
 
-from common import data, model, runtime
+from common import data, exits, model
 
-by_hand, ddp_compare, scratch = (
-    load(f"05_ddp/{name}.py") for name in ("_data_parallel_by_hand", "_ddp_from_scratch_report", "ddp_from_scratch")
-)
+data_parallel = load("05_ddp/data_parallel.py")
+data_parallel_bytes = load("05_ddp/_data_parallel_bytes.py")
+ddp_from_scratch = load("05_ddp/ddp_from_scratch.py")
+ddp_link = load("05_ddp/_ddp_from_scratch_link.py")
+ddp_report = load("05_ddp/_ddp_from_scratch_report.py")
+ddp_timing = load("05_ddp/_ddp_from_scratch_timing.py")
 
+AVERAGES = [
+    ddp_from_scratch.average_gradients,
+    ddp_from_scratch.average_buckets,
+    ddp_from_scratch.average_during_backward,
+]
 STEPS = 4
 SMALL = ("--model", "tiny.json", "--device", "cpu", "--json", "s.json")
 
@@ -45,19 +56,17 @@ def beside(tmp_path_factory) -> tuple[dict, str]:
 
 
 def tiny() -> nn.Module:
-    runtime.seed(0, deterministic=False)
     shape = {name: size for name, size in TINY.items() if name != "model_type"}
-    return model.Transformer(
-        model.Config(**shape, head_dim=8, rms_norm_eps=1e-6)
-    )  # Llama's eps where a config has none
+    config = model.Config(**shape, head_dim=8, rms_norm_eps=1e-6)  # Llama's eps where a config has none
+    return model.build("tiny", config, seed=0)
 
 
 def one_process(steps: int, momentum: float) -> list[float]:
     """The losses of plain SGD on the whole batch, in float64: what every number of ranks must reach."""
     net = tiny().double()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=momentum)
-    sequences = data.Sequences(data.load_corpus("stdlib", "bytes").train, 16)
-    order = data.batch_order(len(sequences), Namespace(global_batch_size=24, seed=0), 24, 0, 0, 1)
+    sequences = data.Sequences(data.load_corpus().train, 16)
+    order = data.batch_order(len(sequences), global_batch_size=24, micro_batch_size=24, seed=0)
     losses = []
     for batch in itertools.islice(order, steps):
         inputs, targets = (torch.stack(tensors) for tensors in zip(*(sequences[i] for i in batch), strict=True))
@@ -72,7 +81,7 @@ def one_process(steps: int, momentum: float) -> list[float]:
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_losses_are_those_of_one_process(runs, n):
     summary, _ = runs[n]
-    expected = one_process(ddp_compare.WARMUP_STEPS + STEPS, momentum=0.9)
+    expected = one_process(ddp_timing.WARMUP_STEPS + STEPS, momentum=0.9)
     assert (summary["world_size"], len(summary["variants"])) == (n, 8)
     for variant in summary["variants"][1:]:
         assert variant["losses"] == pytest.approx(expected, rel=1e-5), variant["name"]
@@ -121,17 +130,17 @@ def test_what_is_measured_where_there_is_communication(runs):
 )
 def test_a_claim_that_does_not_hold_fails(runs, spoil, message):
     rows = copy.deepcopy(runs[2][0]["variants"])
-    ddp_compare.check(rows)
+    ddp_report.check(rows)
     spoil(rows)
     with pytest.raises(AssertionError, match=message):
-        ddp_compare.check(rows)
+        ddp_report.check(rows)
 
 
 @pytest.mark.parametrize("cap", [0, 1, 5000, 40_000, float("inf")])
 def test_each_parameter_is_in_one_bucket_last_first(cap):
     net = tiny()
     net.model.norm.weight.requires_grad_(False)  # has no gradient, so no place
-    buckets = scratch.make_buckets(net, cap)
+    buckets = ddp_from_scratch.make_buckets(net, cap)
     trained = [p for p in net.parameters() if p.requires_grad]
     assert [id(p) for bucket in buckets for p in bucket] == [id(p) for p in reversed(trained)]
     assert all(buckets)
@@ -156,7 +165,7 @@ class Layers(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(3))
         self.order = order
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, _targets: None = None) -> torch.Tensor:
         for i in self.order:
             x = self.layers[i](x)
         return x.sum()
@@ -185,37 +194,99 @@ def launches(group, monkeypatch) -> list[int]:
     ],
 )
 def test_buckets_leave_during_backward_and_never_out_of_turn(launches, order, expected, early):
-    net = launches.net = Layers(order)
-    finish = scratch.overlapped(net, scratch.make_buckets(net, 0))
+    variant = ddp_from_scratch.make_variant("", Layers(order), ddp_from_scratch.average_during_backward, 0)
+    net = launches.net = variant.net
     for _ in range(2):  # the second step must find the first one's state cleared
         launches.log.clear()
         net.zero_grad()
-        net(torch.ones(2, 4)).backward()
-        assert launches.log == expected
-        plain = copy.deepcopy([p.grad for p in net.parameters()])
-        assert finish() == early
+        with ddp_timing.watch(net) as timeline:
+            variant.forward(torch.ones(2, 4), None).backward()
+            assert launches.log == expected
+            plain = copy.deepcopy([p.grad for p in net.parameters()])
+            variant.average()
+        assert ddp_report.started_in_backward(ddp_timing.Record(timelines=[timeline])) == early
         assert all(torch.equal(p.grad, g) for p, g in zip(net.parameters(), plain, strict=True))
 
 
-@pytest.mark.parametrize("average", [scratch.each_gradient, scratch.bucketed, scratch.overlapped])
+@pytest.mark.parametrize("average", AVERAGES)
 def test_a_parameter_without_gradient_is_named_and_nothing_hangs(launches, average):
-    net = launches.net = Layers([0, 2])
-    finish = average(net, scratch.make_buckets(net, 0))
-    net(torch.ones(2, 4)).backward()
+    variant = ddp_from_scratch.make_variant("", Layers([0, 2]), average, 0)
+    launches.net = variant.net
     with pytest.raises(AssertionError, match=r"no gradient for layers\.1\.weight"):
-        finish()
-    assert len(launches.log) == (average is scratch.overlapped)  # layer 2's bucket left before anyone could know
+        ddp_from_scratch.forward_backward_average(variant, torch.ones(2, 4), None)
+    # layer 2's bucket left before anyone could know
+    assert len(launches.log) == (average is ddp_from_scratch.average_during_backward)
 
 
-@pytest.mark.parametrize("average", [scratch.bucketed, scratch.overlapped])
+@pytest.mark.parametrize("average", AVERAGES[1:])
 def test_a_frozen_parameter_is_left_alone(launches, average):
-    net = launches.net = Layers([0, 1, 2])
+    net = Layers([0, 1, 2])
     net.layers[1].weight.requires_grad_(False)
-    finish = average(net, scratch.make_buckets(net, 100))
-    net(torch.ones(2, 4)).backward()
-    finish()
-    assert [p.grad is None for p in net.parameters()] == [False, True, False]
+    variant = ddp_from_scratch.make_variant("", net, average, 100)
+    launches.net = variant.net
+    ddp_from_scratch.forward_backward_average(variant, torch.ones(2, 4), None)
+    assert [p.grad is None for p in variant.net.parameters()] == [False, True, False]
     assert len(launches.log) == 2
+
+
+def test_the_literal_loop_is_the_first_thing_after_the_imports():
+    source = (ROOT / "05_ddp/ddp_from_scratch.py").read_text()
+    after_imports = source.split("from common import", 1)[1].splitlines()[1:81]
+    functions = [line.split("(")[0] for line in after_imports if line.startswith("def ")]
+    assert functions[0] == "def average_gradients"
+    assert {f"def {average.__name__}" for average in AVERAGES} <= set(functions)
+
+
+def test_a_step_is_taken_apart_where_it_must_be(group):
+    """The timeline's moments come in their order, and an all-reduce that was waited for has an end."""
+    for average in AVERAGES:
+        variant = ddp_from_scratch.make_variant("", Layers([0, 1, 2]), average, 0)
+        with ddp_timing.watch(variant.net) as timeline:
+            ddp_from_scratch.forward_backward_average(variant, torch.ones(2, 4), None)
+        assert timeline["start"] < timeline["forward_end"] < timeline["last_gradient"]
+        assert [seen["bytes"] for seen in timeline["all_reduces"]] == [64, 64, 64]
+        assert all(timeline["forward_end"] < seen["start"] for seen in timeline["all_reduces"])
+        if average is not ddp_from_scratch.average_during_backward:
+            assert all(timeline["last_gradient"] < seen["start"] < seen["end"] for seen in timeline["all_reduces"])
+        assert dist.all_reduce.__name__ == "all_reduce"
+        assert "watch" not in dist.all_reduce.__qualname__  # put back
+
+
+@pytest.mark.parametrize(("cores", "ranks", "hidden_is_shown"), [(2, 2, False), (3, 2, False), (4, 2, True)])
+def test_hidden_time_is_shown_where_a_core_is_free_for_it(runs, monkeypatch, cores, ranks, hidden_is_shown):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    monkeypatch.setattr(ddp_report, "available_cores", lambda: cores)
+    monkeypatch.setattr(dist, "get_world_size", lambda: ranks)
+    reason = ddp_report.no_core_for_communication(None, torch.device("cpu"))
+    assert (reason is None) == hidden_is_shown
+    assert ddp_report.no_core_for_communication(1000, torch.device("cpu")) is None
+    told = ddp_report.table(runs[2][0]["variants"], shows_hidden=hidden_is_shown)
+    assert ("hidden" in told) == hidden_is_shown
+    assert "same letter = identical" in told
+
+
+@pytest.mark.launch
+def test_two_hosts_with_a_slow_link(tmp_path):
+    """The bytes of a step cannot be faster than the link, and no host is left behind."""
+    if os.geteuid() or not (shutil.which("ip") and shutil.which("tc")):
+        pytest.skip("network namespaces need root, ip and tc (Debian's iproute2)")
+    flags = ("--steps", 3, "--link-mbit", 200, "--plot", "overlap.png")
+    summary, out = start("05_ddp/ddp_from_scratch.py", tmp_path, *flags, "--model", "nano")
+    assert "a link of 200 Mbit/s" in out
+    assert (summary["world_size"], summary["link_mbit_per_second"]) == (2, 200)
+    least = 8 * summary["gradient_bytes"] / 200e6
+    for variant in summary["variants"][1:]:
+        # one second of the bucket's credit (256 kB) may pass at once
+        assert variant["communication_seconds"]["min"] > 0.9 * least, variant["name"]
+    assert (tmp_path / "overlap.png").read_bytes().startswith(b"\x89PNG")
+    namespaces = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, timeout=20, check=True)
+    assert "ddp0-" not in namespaces.stdout
+
+
+def test_a_slow_link_needs_root_and_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(exits.UserError, match="it needs Linux, root, ip and tc"):
+        ddp_link.run_on_two_hosts(1000)
 
 
 def test_data_parallel_and_ddp_train_as_one_process_does(beside):
@@ -226,11 +297,11 @@ def test_data_parallel_and_ddp_train_as_one_process_does(beside):
         assert row["losses"] == pytest.approx(expected, rel=1e-5)
         assert row["step_seconds"]["n"] == 5
     assert summary["emulated"] is True
-    assert "without two GPUs" in out
+    assert "No two GPUs here" in out
 
 
 def test_the_bytes_of_a_step(beside):
-    nano = 4 * sum(p.numel() for p in model.Transformer(model.SIZES["nano"]).parameters())
+    nano = 4 * model.parameter_count(model.SIZES["nano"])
     for row in beside[0]["traffic"]:
         n = row["devices"]
         assert row["weight_bytes"] == nano
@@ -248,29 +319,30 @@ def test_the_ring_sums_and_moves_each_chunk_twice(n, size):
     generator, moved = torch.Generator().manual_seed(0), Counter()
     flats = [torch.randint(-9, 9, (size,), generator=generator).float() for _ in range(n)]
     total = sum(flats[1:], flats[0].clone())
-    by_hand.ring_all_reduce(flats, moved)
+    data_parallel_bytes.ring_all_reduce(flats, moved)
     assert all(torch.equal(flat, total) for flat in flats)
     assert sum(moved["model", "sent", rank] for rank in range(n)) == 2 * (n - 1) * size * 4
     assert moved["model", "sent", 0] == moved["model", "received", 1 % n]
 
 
 def test_bytes_or_gradients_that_are_wrong_fail(monkeypatch):
-    net, text = tiny(), torch.randint(0, 256, (6, 17), generator=torch.Generator().manual_seed(0))
-    batch = text[:, :-1], text[:, 1:]
-    assert by_hand.count(net, *batch, 3)["gradient_difference"] < 1e-5
-    honest, send = by_hand.ring_all_reduce, by_hand.send
-    monkeypatch.setattr(by_hand, "ring_all_reduce", lambda flats, moved: None)
-    with pytest.raises(AssertionError, match="off those of one process"):
-        by_hand.count(net, *batch, 3)
-    monkeypatch.setattr(by_hand, "ring_all_reduce", honest)
+    text = torch.randint(0, 256, (6, 17), generator=torch.Generator().manual_seed(0))
+    inputs, targets = text[:, :-1], text[:, 1:]
+    count = partial(data_parallel_bytes.count_bytes, data_parallel.data_parallel_by_hand, tiny(), inputs, targets)
+    assert count(3)["gradient_difference"] < 1e-5
+    honest_ring, honest_send = data_parallel_bytes.ring_all_reduce, data_parallel_bytes.send
+    monkeypatch.setattr(data_parallel_bytes, "ring_all_reduce", lambda flats, moved: None)
+    with pytest.raises(AssertionError, match="gradients differ from one process's by"):
+        count(3)
+    monkeypatch.setattr(data_parallel_bytes, "ring_all_reduce", honest_ring)
 
-    def wasteful(tensor, source, target, moved, what):
-        send(tensor, source, target, moved, what)
-        return send(tensor, source, target, moved, what)
+    def wasteful(tensor, source, target, what, moved):
+        honest_send(tensor, source, target, what, moved)
+        return honest_send(tensor, source, target, what, moved)
 
-    monkeypatch.setattr(by_hand, "send", wasteful)
+    monkeypatch.setattr(data_parallel_bytes, "send", wasteful)
     with pytest.raises(AssertionError):
-        by_hand.count(net, *batch, 3)
+        count(3)
 
 
 @pytest.mark.parametrize("script", ["ddp_from_scratch.py", "data_parallel.py"])
