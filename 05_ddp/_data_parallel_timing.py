@@ -7,6 +7,7 @@ import ctypes
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 
 import torch
@@ -16,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common import data, model, report, runtime
 
+warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)  # torch 2.11 does not have its successor
 ROUNDS = 6  # the two take turns; the first round warms up
 
 
@@ -23,8 +25,15 @@ def prepare(name: str, *, seq_len: int, batch_size: int, seed: int, device="cpu"
     """The model, and the batches of the whole group on the CPU."""
     runtime.seed(seed, deterministic=False)
     net = model.build(name, model.load_config(name, 256, seq_len), seed=seed, device=device)
-    sizes = {"seq_len": seq_len, "global_batch_size": batch_size, "micro_batch_size": batch_size}
-    return net, data.train_batches(data.load_corpus().train, **sizes, seed=seed, device=torch.device("cpu"))
+    batches = data.train_batches(
+        data.load_corpus().train,
+        seq_len=seq_len,
+        global_batch_size=batch_size,
+        micro_batch_size=batch_size,
+        seed=seed,
+        device=torch.device("cpu"),
+    )
+    return net, batches
 
 
 def train(step: Callable, net: nn.Module, batches: Iterator, steps: int) -> tuple[float, Tensor]:
@@ -55,7 +64,7 @@ def ddp_rank(rank: int, n: int, job: dict, kind: str, port: int, orders: list, a
         device = torch.device("cpu")
         dist.init_process_group("gloo", store=store, rank=rank, world_size=n)
     net, batches = prepare(**job, device=device)
-    ddp = DistributedDataParallel(net, gradient_as_bucket_view=True)
+    ddp = DistributedDataParallel(net, gradient_as_bucket_view=True, broadcast_buffers=False)
 
     def step(inputs: Tensor, targets: Tensor) -> Tensor:
         my_inputs = inputs.chunk(n)[rank].to(device)

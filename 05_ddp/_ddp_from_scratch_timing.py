@@ -1,6 +1,7 @@
 """The clock of ddp_from_scratch.py: how long a step takes, how long its all-reduces alone, and what happens when."""
 
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)  # torch 2.11 does not have its successor
 WARMUP_STEPS = 2  # not counted: DDP rebuilds its buckets after the first step
 
 
@@ -104,3 +106,18 @@ def watch(net: nn.Module) -> Iterator[dict]:
         dist.all_reduce = real_all_reduce
         for handle in handles:
             handle.remove()
+
+
+def measure_step(step: Callable, variant, record: Record, inputs: Tensor, targets: Tensor) -> None:
+    with watch(variant.net) as timeline:
+        loss, seconds = timed(step, variant, inputs, targets)
+    record.losses.append(loss)
+    record.step_seconds.append(seconds)
+    record.timelines.append(timeline)
+
+
+def measure_communication(variant, record: Record, gradients: Tensor) -> None:
+    update_bucket_sizes(variant)
+    if variant.bucket_sizes:
+        _, seconds = timed(communicate, variant, gradients)
+        record.communication_seconds.append(seconds)

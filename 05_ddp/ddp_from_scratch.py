@@ -1,18 +1,16 @@
 """DistributedDataParallel rebuilt in three steps on all_reduce, then the real one: the same weights, in less time.
 
 Data parallelism adds one thing to training: before the optimizer step, each gradient is averaged over the ranks.
-(1) After backward, all-reduce one gradient after the other. (2) Flatten the gradients into a few buckets: fewer
-calls. (3) Start a bucket from a hook as soon as its last gradient is there: backward goes on while the bytes travel.
-(4) DistributedDataParallel does (3) in C++. A control, (0), sends nothing. What a step takes longer than the control's
-step is exposed communication: time that backward did not hide.
+(1) one after the other, (2) in a few buckets, (3) in buckets while backward runs, (4) as DistributedDataParallel, which
+does (3) in C++. A control, (0), sends nothing. What a step takes longer than the control's is exposed communication.
 
     laptop    python 05_ddp/ddp_from_scratch.py
               torchrun --nproc_per_node=3 05_ddp/ddp_from_scratch.py --steps 5
     one node  torchrun --nproc_per_node=8 05_ddp/ddp_from_scratch.py --model llama-124m --global-batch-size 32
     cluster   the same on every node, with --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400
 
-Two ranks on two cores all-reduce on the cores that backward needs, so nothing is hidden. As root, --link-mbit puts
-them on two hosts (network namespaces) with a slow link between them: waiting for it costs no core. --plot draws that.
+Two ranks on two cores all-reduce on the cores that backward needs: nothing is hidden. As root, --link-mbit puts them
+on two hosts (network namespaces) with a slow link between them: waiting for it costs no core. --plot draws that.
 
 Look for: the exposed time from (1) to (4); one bucket for everything, which hides nothing; letters that are equal
 where weights are equal to the bit. Before: train.py. Next: collectives.py, what an all-reduce costs.
@@ -35,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
 from _ddp_from_scratch_link import run_on_two_hosts
 from _ddp_from_scratch_report import conclude
-from _ddp_from_scratch_timing import WARMUP_STEPS, Record, communicate, timed, update_bucket_sizes, watch
+from _ddp_from_scratch_timing import WARMUP_STEPS, Record, measure_communication, measure_step
 
 from common import cli, data, exits, model, runtime
 
@@ -146,7 +144,12 @@ def make_variant(name: str, start: nn.Module, method: Callable | None, cap_bytes
     elif method is average_during_backward:
         average = average_during_backward(buckets)
     elif method is DistributedDataParallel:
-        forward = DistributedDataParallel(net, bucket_cap_mb=cap_bytes / 2**20, gradient_as_bucket_view=True)
+        forward = DistributedDataParallel(
+            net,
+            bucket_cap_mb=cap_bytes / 2**20,
+            gradient_as_bucket_view=True,
+            broadcast_buffers=False,  # the rotary tables never change
+        )
     # SGD moves by the gradient itself. Adam divides by its size and would hide one that is N times too large.
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
     bucket_sizes = [sum(parameter.numel() for parameter in bucket) for bucket in buckets] if method else []
@@ -197,10 +200,14 @@ def main() -> int:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     runtime.seed(args.seed, deterministic=True)  # or two backwards of one GPU need not agree to the bit
 
-    # every rank reads the whole batch and takes its part below
-    batch_sizes = {"global_batch_size": args.global_batch_size, "micro_batch_size": args.global_batch_size}
-    corpus = data.load_corpus().train
-    batches = data.train_batches(corpus, seq_len=args.seq_len, **batch_sizes, seed=args.seed, device=device)
+    batches = data.train_batches(
+        data.load_corpus().train,
+        seq_len=args.seq_len,
+        global_batch_size=args.global_batch_size,
+        micro_batch_size=args.global_batch_size,  # every rank reads the whole batch and takes its part below
+        seed=args.seed,
+        device=device,
+    )
     start = model.build(args.model, config, seed=args.seed, device=device)
     gradient_bytes = sum(parameter.nbytes for parameter in start.parameters())
     cap = args.bucket_mib * 2**20 if args.bucket_mib else min(25 * 2**20, gradient_bytes / 4)
@@ -229,17 +236,10 @@ def main() -> int:
         for turn in range(len(variants)):
             index = (step + turn) % len(variants)  # each is first in turn: a slow moment hits all alike
             variant, record = variants[index], records[index]
-            with watch(variant.net) as timeline:
-                loss, seconds = timed(forward_backward_average, variant, my_inputs, my_targets)
+            measure_step(forward_backward_average, variant, record, my_inputs, my_targets)
             variant.optimizer.step()
             variant.optimizer.zero_grad()
-            record.losses.append(loss)
-            record.step_seconds.append(seconds)
-            record.timelines.append(timeline)
-            update_bucket_sizes(variant)
-            if variant.bucket_sizes:
-                _, seconds = timed(communicate, variant, gradients)
-                record.communication_seconds.append(seconds)
+            measure_communication(variant, record, gradients)
 
     conclude(args, variants, records, one_process, start, device, began)
     runtime.shutdown()
