@@ -23,8 +23,8 @@ def on_matrices(forward: Forward) -> Forward:
 
 
 def bf16(weight: Tensor) -> Forward:
-    low = weight.bfloat16()
-    return lambda x: F.linear(x.bfloat16(), low).to(x.dtype)
+    narrow = weight.bfloat16()
+    return lambda x: F.linear(x.bfloat16(), narrow).to(x.dtype)
 
 
 def int8_kernel(codes: Tensor, scale: Tensor) -> Forward:
@@ -34,9 +34,11 @@ def int8_kernel(codes: Tensor, scale: Tensor) -> Forward:
 
 
 def int4_kernel(codes: Tensor, scale: Tensor, width: int) -> Forward:
-    """torch's for int4 weights, given as int8 [out, in] and packed here in its own order, and bf16
-    activations: whole groups, codes from 0 to 15, beside each scale an offset, here 0."""
-    aten, missing = torch.ops.aten, -codes.shape[1] % width
+    """torch's for int4 weights, given as int8 [out, in] and packed here in its own order, and bf16 activations.
+
+    It takes whole groups, codes from 0 to 15, and beside each scale an offset, here 0.
+    """
+    missing = -codes.shape[1] % width
     codes = F.pad(codes + 8, (0, missing), value=8)
     scales = torch.stack((scale, torch.zeros_like(scale)), -1).transpose(0, 1).contiguous()
     if codes.is_cuda:
@@ -44,9 +46,11 @@ def int4_kernel(codes: Tensor, scale: Tensor, width: int) -> Forward:
             raise RuntimeError("the int4 kernel needs compute capability 8.0")
         tiles = next((t for t in (8, 4, 2) if codes.shape[1] % (16 * t) == 0), 2)  # the widest loads that fit
         pairs = (codes[:, ::2] << 4 | codes[:, 1::2]).view(torch.uint8)
-        packed, mm = aten._convert_weight_to_int4pack(pairs, tiles), aten._weight_int4pack_mm
+        packed = torch.ops.aten._convert_weight_to_int4pack(pairs, tiles)
+        mm = torch.ops.aten._weight_int4pack_mm
     else:
-        packed, mm = aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1), aten._weight_int4pack_mm_for_cpu
+        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
+        mm = torch.ops.aten._weight_int4pack_mm_for_cpu
     return on_matrices(lambda x: mm(F.pad(x.bfloat16(), (0, missing)), packed, width, scales).to(x.dtype))
 
 
@@ -56,16 +60,19 @@ def runs(kernel: Kernel, x: Tensor) -> Forward | None:
         forward = kernel()
         forward(x)
     except (RuntimeError, AttributeError) as error:  # NotImplementedError is a RuntimeError
-        print(f"not here, {tuple(x.shape)} on {x.device.type}: {str(error).splitlines()[0][:90]}")
+        print(f"not supported, {tuple(x.shape)} on {x.device.type}: {str(error).splitlines()[0][:90]}")
         return None
     return forward
 
 
 def agrees(name: str, kernel: Kernel, exact: Forward, x: Tensor) -> Forward | None:
     """The kernel, held against the written-out arithmetic on x; None if it does not run here."""
-    if (forward := runs(kernel, x)) is not None:
-        expected = exact(x)
-        assert (forward(x) - expected).norm() <= 0.01 * expected.norm(), f"{name}: kernel and arithmetic differ"
+    forward = runs(kernel, x)
+    if forward is None:
+        return None
+    expected = exact(x)
+    relative_error = (forward(x) - expected).norm() / expected.norm()
+    assert relative_error <= 0.01, f"{name}: kernel and arithmetic differ"
     return forward
 
 
@@ -86,21 +93,25 @@ def checked(
 def time_layer(
     ways: Callable[[Tensor], dict[str, tuple[Kernel, Forward]]], side: int, device: torch.device
 ) -> list[dict]:
-    """Microseconds in one large layer, computed in `ways`: for 1 token, where reading the weights takes the time, and
-    for 256. Median, lowest and highest of ROUNDS, in which the ways take turns."""
+    """Microseconds in one large layer, computed in `ways`: median, lowest and highest of ROUNDS of taking turns.
+
+    For 1 token, where reading the weights takes the time, and for 256, where multiplying does.
+    """
     kernels = ways(torch.randn(side, side, device=device) / side**0.5)
     rows = [{"layer": name, "side": side} for name in kernels]
     for tokens in (1, 256):
         x = torch.randn(tokens, side, device=device)
         forwards = [agrees(name, kernel, exact, x) for name, (kernel, exact) in kernels.items()]
-        times: list[list[float]] = [[] for _ in kernels]
+        microseconds: list[list[float]] = [[] for _ in kernels]
         for _ in range(ROUNDS):
-            for forward, mine in zip(forwards, times, strict=True):
+            for forward, own in zip(forwards, microseconds, strict=True):
+                if forward is None:
+                    continue
                 timer = Timer("f(x)", globals={"f": forward, "x": x}, num_threads=torch.get_num_threads())
-                # blocked_autorange warms up and waits for the GPU
-                if forward is not None:
-                    mine.append(timer.blocked_autorange(min_run_time=0.02).median * 1e6)
-        for row, mine in zip(rows, times, strict=True):
-            for key, of in (("microseconds", statistics.median), ("lowest", min), ("highest", max)):
-                row[f"{key}_at_{tokens}"] = of(mine) if mine else None
+                measured = timer.blocked_autorange(min_run_time=0.02)  # warms up and waits for the GPU
+                own.append(measured.median * 1e6)
+        for row, own in zip(rows, microseconds, strict=True):
+            row[f"microseconds_at_{tokens}"] = statistics.median(own) if own else None
+            row[f"lowest_at_{tokens}"] = min(own, default=None)
+            row[f"highest_at_{tokens}"] = max(own, default=None)
     return rows

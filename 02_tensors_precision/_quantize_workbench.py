@@ -7,8 +7,6 @@ no half of it; a damaged one is trained again.
 """
 
 import argparse
-import collections
-import hashlib
 import math
 import os
 import statistics
@@ -17,6 +15,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,14 +28,10 @@ from common import cli, data, model, report, runtime
 from common.exits import UserError
 from common.hardware import device_name
 
-SEQ_LEN, BATCH = 64, 16
+SEQ_LEN = 64
+BATCH_SIZE = 16
 Forward = Callable[[Tensor], Tensor]
 Batches = list[tuple[Tensor, Tensor]]
-LLAMA2 = {
-    "7B": model.Config(32_000, 4096, 11_008, 32, 32, 32, 128, 4096),
-    "13B": model.Config(32_000, 5120, 13_824, 40, 40, 40, 128, 4096),
-    "70B": model.Config(32_000, 8192, 28_672, 80, 64, 8, 128, 4096),
-}  # lm_head is not tied to the embedding
 
 
 def flags(description: str) -> cli.Parser:
@@ -53,8 +48,14 @@ def flags(description: str) -> cli.Parser:
 def train(net: nn.Module, tokens: np.ndarray, steps: int, lr: float, seed: int) -> None:
     """`seed` decides the order of the data, and nothing else here is random."""
     device = next(net.parameters()).device
-    args = argparse.Namespace(data="stdlib", seq_len=SEQ_LEN, global_batch_size=BATCH, seed=seed, num_workers=0)
-    batches = data.train_batches(tokens, args, BATCH, 0, 0, 1, device)
+    batches = data.train_batches(
+        tokens,
+        seq_len=SEQ_LEN,
+        global_batch_size=BATCH_SIZE,
+        micro_batch_size=BATCH_SIZE,
+        seed=seed,
+        device=device,
+    )
     optimizer = torch.optim.AdamW(net.parameters(), betas=(0.9, 0.95), fused=True)
     for step in range(steps):
         factor = min((step + 1) / 10, 0.55 + 0.45 * math.cos(math.pi * step / steps))  # warm-up, then a cosine
@@ -66,37 +67,45 @@ def train(net: nn.Module, tokens: np.ndarray, steps: int, lr: float, seed: int) 
         optimizer.zero_grad()
 
 
-def trained_model(args: argparse.Namespace, device: torch.device) -> tuple[model.Transformer, data.Corpus]:
-    """The model of --seed and --train-steps, from the cache if a whole file of it is there."""
+def trained_model(
+    *, run_dir: Path, seed: int, train_steps: int, device: torch.device
+) -> tuple[model.Transformer, data.Corpus]:
+    """The model of that seed and that many steps, from the cache if a whole file of it is there."""
     corpus = data.load_corpus("stdlib", "bytes")
-    text = hashlib.sha256(corpus.train).hexdigest()[:12]
-    key = f"nano-{device.type}-seed{args.seed}-steps{args.train_steps}-{text}-torch{torch.__version__}"
-    file = args.run_dir / f"{key}.pt"
-    runtime.seed(args.seed, deterministic=False)
-    torch.set_float32_matmul_precision("highest")  # some containers make tf32 the default
-    net = model.build("nano", model.load_config("nano", corpus.vocab_size, SEQ_LEN)).to(device)
+    # "by-name": initial weights are a function of seed and parameter name; older files started from others
+    key = f"nano-by-name-{device.type}-seed{seed}-steps{train_steps}-{corpus.sha256[:12]}-torch{torch.__version__}"
+    file = run_dir / f"{key}.pt"
+    runtime.seed(seed, deterministic=False)
+    runtime.exact_fp32(device)
+    config = model.load_config("nano", corpus.vocab_size, SEQ_LEN)
+    net = model.build("nano", config, seed=seed, device=device)
     try:
-        args.run_dir.mkdir(parents=True, exist_ok=True)
+        run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"--run-dir {args.run_dir}: {error.strerror}; name another folder") from None
+        raise UserError(f"--run-dir {run_dir}: {error.strerror}; name another folder") from None
     try:
         net.load_state_dict(torch.load(file, map_location=device, weights_only=True))
     except Exception as error:  # torch raises many kinds for a file that is cut short
         why = "not there yet" if isinstance(error, FileNotFoundError) else "damaged"
-        print(f"{file.name}: {why}, training {args.train_steps} steps", flush=True)
-        train(net, corpus.train, args.train_steps, 2e-3, args.seed)
+        print(f"{file.name}: {why}, training {train_steps} steps", flush=True)
+        train(net, corpus.train, train_steps, 2e-3, seed)
         part = file.with_name(f"{key}.{os.getpid()}.tmp")
         torch.save(net.state_dict(), part)
         part.rename(file)
     return net.eval(), corpus
 
 
-def held_out(corpus: data.Corpus, device: torch.device) -> tuple[Batches, Batches]:
-    """Text that no model was trained on: one half to calibrate and choose with, the other for the losses shown."""
+def held_out_batches(tokens: np.ndarray, device: torch.device) -> Batches:
+    batches = data.eval_batches(tokens, seq_len=SEQ_LEN, batch_size=BATCH_SIZE)
+    return [(inputs.to(device), targets.to(device)) for inputs, targets in batches]
+
+
+def held_out_sets(corpus: data.Corpus, device: torch.device) -> tuple[Batches, Batches]:
+    """Text that no model was trained on: a calibration set to choose with, an evaluation set for the losses shown."""
     half = len(corpus.held_out) // 2
-    loaders = [data.eval_batches(t, SEQ_LEN, BATCH, 0, 1) for t in (corpus.held_out[:half], corpus.held_out[half:])]
-    tuning, shown = ([(i.to(device), t.to(device)) for i, t in loader] for loader in loaders)
-    return tuning, shown
+    calibration_set = held_out_batches(corpus.held_out[:half], device)
+    evaluation_set = held_out_batches(corpus.held_out[half:], device)
+    return calibration_set, evaluation_set
 
 
 def linears(net: model.Transformer) -> dict[str, nn.Linear]:
@@ -107,78 +116,99 @@ def linears(net: model.Transformer) -> dict[str, nn.Linear]:
 @torch.no_grad()
 def measure(net: model.Transformer, forwards: dict[str, Forward], batches: Batches) -> tuple[Tensor, float]:
     """(loss of each sequence in nats per token, tokens/s), `forwards` standing in for those of the layers named."""
-    layers, losses, seconds = linears(net), [], []
+    layers = linears(net)
     for name, forward in forwards.items():
         layers[name].forward = forward
+    losses, seconds = [], []
     for inputs, targets in batches:
         start = time.perf_counter()
-        loss = F.cross_entropy(net(inputs).flatten(0, 1), targets.flatten(), reduction="none")
-        losses.append(loss.view(targets.shape).mean(1).cpu())  # waits for the GPU
+        token_losses = F.cross_entropy(
+            net(inputs).flatten(0, 1), targets.flatten(), ignore_index=data.PADDING, reduction="none"
+        ).view(targets.shape)
+        real = targets != data.PADDING
+        sequence_losses = token_losses.sum(1) / real.sum(1)  # of a padding row nan: it has no token
+        losses.append(sequence_losses[real.any(1)].cpu())  # waits for the GPU
         seconds.append(time.perf_counter() - start)
     for name in forwards:
         del layers[name].forward
-    return torch.cat(losses), inputs.numel() / statistics.median(seconds)
+    return torch.cat(losses).double(), inputs.numel() / statistics.median(seconds)
 
 
-def difference(losses: Tensor, base: Tensor) -> tuple[float, float]:
+def difference(losses: Tensor, baseline: Tensor) -> tuple[float, float]:
     """Mean of the differences, sequence by sequence, and its standard error: what of it chance could be."""
-    delta = losses - base
+    delta = losses - baseline
     return delta.mean().item(), delta.std().item() / math.sqrt(len(delta))
+
+
+class Scheme(NamedTuple):
+    """One row of the table: a way to keep and to multiply the weights of all layers."""
+
+    name: str
+    multiplied: str
+    nbytes: int
+    forwards: dict[str, Forward]  # by layer
+
+
+def evaluate(net, tried: list[Scheme], evaluation_set: Batches) -> list[dict]:
+    """Loss and speed of each scheme; the first is the baseline.
+
+    Batch by batch all take turns, so that a disturbance hits all alike.
+    """
+    turns = []
+    for batch in evaluation_set:
+        turns.append([measure(net, scheme.forwards, [batch]) for scheme in tried])
+    baseline = torch.cat([turn[0][0] for turn in turns])
+    rows = []
+    for i, scheme in enumerate(tried):
+        losses = torch.cat([turn[i][0] for turn in turns])
+        speeds = [turn[i][1] for turn in turns[1:]]  # the first turn warms up
+        delta, standard_error = difference(losses, baseline)
+        row = {
+            "scheme": scheme.name,
+            "multiplied": scheme.multiplied,
+            "weight_bytes": scheme.nbytes,
+            "val_loss": losses.mean().item(),
+            "delta": delta,
+            "standard_error": standard_error,
+            "tokens_per_second": statistics.median(speeds),
+            "lowest": min(speeds),
+            "highest": max(speeds),
+        }
+        rows.append(row)
+    return rows
 
 
 def sensitivity(net: model.Transformer, forwards: dict[str, Forward], batches: Batches) -> dict[str, tuple]:
     """What each forward alone adds to the loss, and the standard error of that; the worst layer first."""
-    base, _ = measure(net, {}, batches)
-    found = {name: difference(measure(net, {name: f}, batches)[0], base) for name, f in forwards.items()}
-    return dict(sorted(found.items(), key=lambda item: -item[1][0]))
+    baseline, _ = measure(net, {}, batches)
+    added = {}
+    for name, forward in forwards.items():
+        losses, _ = measure(net, {name: forward}, batches)
+        added[name] = difference(losses, baseline)
+    return dict(sorted(added.items(), key=lambda item: -item[1][0]))
 
 
 @torch.no_grad()
-def observe(net: model.Transformer, inputs: Tensor, clip: float) -> dict[str, tuple[float, float]]:
-    """The range of each layer's input, the most extreme share `clip` at either end left out (0: min and max)."""
-    ranges = {}
+def observe(net: model.Transformer, inputs: Tensor, clipped_share: float) -> dict[str, tuple[float, float]]:
+    """The range of each layer's input, the most extreme `clipped_share` at either end left out (0: min and max)."""
+    activation_ranges = {}
 
     def note(name: str, _module, args: tuple[Tensor]) -> None:
         x = args[0].flatten()
-        beyond = int(clip * x.numel())
-        ranges[name] = (x.kthvalue(1 + beyond)[0].item(), x.kthvalue(x.numel() - beyond)[0].item())
+        beyond = int(clipped_share * x.numel())
+        low = x.kthvalue(1 + beyond)[0].item()
+        high = x.kthvalue(x.numel() - beyond)[0].item()
+        activation_ranges[name] = (low, high)
 
     hooks = [layer.register_forward_pre_hook(partial(note, name)) for name, layer in linears(net).items()]
     net(inputs)
     for hook in hooks:
         hook.remove()
-    return ranges
+    return activation_ranges
 
 
-def llama2_bytes(kinds: dict[str, Callable]) -> list[dict]:
-    """Bytes of all weights by model and kind of quantization in the blocks; the rest is bf16."""
-    rows = []
-    for name, config in LLAMA2.items():
-        with torch.device("meta"):  # tensors with a shape and no storage: any size fits
-            net = model.Transformer(config)
-        alike = collections.Counter(layer.weight.shape for layer in linears(net).values())
-        weights = {torch.empty(shape, device="meta"): count for shape, count in alike.items()}
-        parameters = sum(p.numel() for p in net.parameters())
-        rest = 2 * (parameters - sum(w.numel() * count for w, count in weights.items()))
-        row = {"model": name, "parameters": parameters, "bf16_bytes": 2 * parameters}
-        for kind, quantize in kinds.items():
-            row[f"{kind}_bytes"] = rest + sum(quantize(w).nbytes * count for w, count in weights.items())
-        rows.append(row)
-    return rows
-
-
-def cell(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.4f}"
-    return "n/a" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def finish(args: argparse.Namespace, net: model.Transformer, start: float, **own) -> None:
-    """Print what is a list of rows in `own` as tables, and write all of it to --json."""
-    for rows in own.values():
-        if isinstance(rows, list):
-            head = [name.replace("_", " ") for name in rows[0]]
-            print("\n" + report.table([head, *([cell(value) for value in row.values()] for row in rows)]))
+def finish(args: argparse.Namespace, net: model.Transformer, start: float, results: dict) -> None:
+    """Write the results to --json, and say on what they were measured."""
     device = next(net.parameters()).device
     summary = {
         "device": device_name(device),
@@ -187,10 +217,9 @@ def finish(args: argparse.Namespace, net: model.Transformer, start: float, **own
         "model": "nano",
         "parameters": sum(p.numel() for p in net.parameters()),
         "steps": args.train_steps,
-        "tokens": args.train_steps * BATCH * SEQ_LEN,
+        "tokens": args.train_steps * BATCH_SIZE * SEQ_LEN,
         "peak_memory_bytes": report.peak_memory_bytes(device),
         "seconds": time.perf_counter() - start,
-        **own,
     }
-    report.write_json(summary, args.json)
+    report.write_json(summary | results, args.json)
     print(f"\n{summary['seconds']:.0f} s on {summary['device']}, torch {torch.__version__}")

@@ -1,25 +1,24 @@
 """Train with the rounding in place (QAT), and compare fairly with rounding afterwards (PTQ).
 
 Rounding has the gradient 0 almost everywhere, so nothing would be learned through it. The straight-through
-estimator lies: forward rounds, backward passes the gradient on as if it had not. The weights that are trained
-stay fp32 and learn to sit where rounding them hurts little. QAT also means more training, which alone
-lowers the loss, so the rival is a model that was trained on for as many steps, in the same order of the data,
-without rounding, and then rounded (PTQ): with the scale that fits the largest weight of a row, and with the one
-that leaves the least squared error, which lets a few large weights be clipped so that the others get finer steps.
-QAT clips at the shares of the second kind, chosen before its first step.
+estimator rounds in forward and ignores the rounding in backward. The weights that are trained stay fp32 and learn
+to sit where rounding them hurts little. QAT also means more training, which alone lowers the loss. So the baseline
+is a model that was trained on for as many steps, in the same order of the data, without rounding, and then rounded
+(PTQ) in two ways: with the scale that fits the largest weight of a row, and with the scale that leaves the least
+squared error, which lets a few large weights be clipped so that the others get finer steps. QAT clips at the shares
+of the second kind, chosen before its first step.
 
     laptop    python 02_tensors_precision/qat.py
     figures   python 02_tensors_precision/qat.py --train-steps 300 --steps 50 --bits 4 3 2
     one GPU   python 02_tensors_precision/qat.py --train-steps 300 --steps 50 --bits 4 3 2 --device cuda
     cluster   one process is all it uses
 
-Look for: the last table. "gain" is the loss of the better PTQ minus that of QAT, seed by seed; where its spread
-crosses 0 nothing was shown. A seed decides a whole model: its first weights, the order of the data it learned from,
-and the order of that for the steps after. The spread covers these, and neither other texts nor other sizes.
+Look for: the last lines. The gain is the loss of the better PTQ minus that of QAT, seed by seed. A gain that is not
+seen on every seed, or that is less than twice its standard error over the sequences, was not shown. A seed decides a
+whole model: its first weights, the order of the data it learned from, and the order of that for the steps after.
 Before: quantize.py. Next: 03_linear_regression/.
 """
 
-import argparse
 import copy
 import statistics
 import sys
@@ -32,13 +31,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[i]) for i in (0, 1)]  # neighbours; common/
-import _quantize_workbench as workbench
-from _quantize_workbench import linears, measure
+from _quantize_report import print_seeds, print_verdicts
+from _quantize_workbench import (
+    Batches,
+    Forward,
+    difference,
+    finish,
+    flags,
+    held_out_sets,
+    linears,
+    measure,
+    train,
+    trained_model,
+)
 from quantize import Quantized, dequantize, emulate, quantize
 
 from common import cli, exits, model, runtime
 
-LR = 2e-4  # where the base's schedule ended: a higher one would first undo some of its training
+LR = 2e-4  # where the model's schedule ended: a higher one would first undo some of its training
 SHARES = [1 - i / 10 for i in range(8)]  # of a row's largest weight, tried as the end of its scale
 Clips = dict[str, Tensor]  # by layer, the share for each row
 
@@ -83,94 +93,124 @@ def with_rounding(net: model.Transformer, bits: int, clips: Clips) -> model.Tran
     return net
 
 
-def export(net: model.Transformer, bits: int, clips: Clips | None = None) -> dict[str, workbench.Forward]:
+def export(net: model.Transformer, bits: int, clips: Clips | None = None) -> dict[str, Forward]:
     """The layers as they would be deployed: packed integers and scales, no fp32 weight left in them."""
     layers = linears(net)
     clips = clips or dict.fromkeys(layers, 1.0)
     return {name: emulate(quantize(layers[name].weight.detach(), bits, "channel", clips[name])) for name in layers}
 
 
-def check_gradient(base: model.Transformer, bits: int, clips: Clips, batch: tuple[Tensor, Tensor]) -> None:
+def check_gradient(start: model.Transformer, bits: int, clips: Clips, batch: tuple[Tensor, Tensor]) -> None:
     """Straight through: the gradient is that of a plain model whose weights are the rounded ones, 0 where clipped."""
-    net, plain, passed = with_rounding(copy.deepcopy(base), bits, clips), copy.deepcopy(base), {}
+    rounding = with_rounding(copy.deepcopy(start), bits, clips)
+    rounding(*batch).backward()
+
+    plain = copy.deepcopy(start)
+    passed = {}
     with torch.no_grad():
         for name, layer in linears(plain).items():
             w = quantize(layer.weight, bits, "channel", clips[name])
             passed[name] = inside(layer.weight, w, bits)
             layer.weight.copy_(dequantize(w))
-    for one in (net, plain):
-        one(*batch).backward()
+    plain(*batch).backward()
     for name, layer in linears(plain).items():
         layer.weight.grad *= passed[name]
-    for (name, p), q in zip(net.named_parameters(), plain.parameters(), strict=True):
-        assert torch.allclose(p.grad, q.grad, rtol=1e-4, atol=1e-7), f"{name}: not the straight-through gradient"
+
+    expected = dict(plain.named_parameters())
+    for name, p in rounding.named_parameters():
+        same = torch.allclose(p.grad, expected[name].grad, rtol=1e-4, atol=1e-7)
+        assert same, f"{name}: not the straight-through gradient"
 
 
 @torch.no_grad()
 def check_export(net: model.Transformer, bits: int, clips: Clips, inputs: Tensor) -> None:
-    trained_with, layers = net(inputs), linears(net)
+    trained_with = net(inputs)
+    layers = linears(net)
     for name, forward in export(net, bits, clips).items():
         layers[name].forward = forward
     assert torch.equal(net(inputs), trained_with), "the exported integers are not what was trained"
     with_rounding(net, bits, clips)
 
 
-def loss(net: model.Transformer, forwards: dict[str, workbench.Forward], batches: workbench.Batches) -> float:
-    return measure(net, forwards, batches)[0].mean().item()
+def losses(net: model.Transformer, forwards: dict[str, Forward], batches: Batches) -> Tensor:
+    """The loss of each sequence, `forwards` standing in for those of the layers named."""
+    return measure(net, forwards, batches)[0]
+
+
+def judge(gains: list[float], standard_errors: list[float]) -> str:
+    """What a gain on several seeds shows: no gain is shown by one that changes its sign, or that is within chance."""
+    middle = statistics.median(gains)
+    within_chance = abs(middle) < 2 * statistics.median(standard_errors)
+    if within_chance or min(gains) <= 0 <= max(gains):
+        return "no gain shown"
+    return "QAT is better" if middle > 0 else "QAT is worse"
+
+
+def verdict_of(bits: int, rows: list[dict]) -> dict:
+    """The rows of all seeds at `bits`, as one."""
+    verdict = {"bits": bits}
+    for key in rows[0]:
+        if key not in ("bits", "seed"):
+            verdict[f"median_{key}"] = statistics.median(row[key] for row in rows)
+    gains = [row["gain"] for row in rows]
+    verdict["lowest_gain"] = min(gains)
+    verdict["highest_gain"] = max(gains)
+    verdict["seeds_won"] = sum(gain > 0 for gain in gains)
+    verdict["seeds"] = len(gains)
+    verdict["verdict"] = judge(gains, [row["gain_standard_error"] for row in rows])
+    return verdict
 
 
 def main() -> int:
-    parser = workbench.flags(__doc__)
+    parser = flags(__doc__)
     parser.set_defaults(train_steps=30)
     parser.add_argument("--steps", type=cli.positive_int, default=8, help="steps of training on, of either kind")
     parser.add_argument("--seeds", type=cli.positive_int, default=3, help="models, from --seed on")
     parser.add_argument("--bits", type=int, nargs="+", choices=(2, 3, 4, 8), default=[2], help="of the weights")
     args = parser.parse_args()
-    device, start, rows = runtime.single_device(args.device), time.perf_counter(), []
+    start = time.perf_counter()
+    device = runtime.single_device(args.device)
+    rows = []
     for seed in range(args.seed, args.seed + args.seeds):
-        base, corpus = workbench.trained_model(argparse.Namespace(**vars(args) | {"seed": seed}), device)
-        _, shown = workbench.held_out(corpus, device)
-        rival = copy.deepcopy(base)
-        workbench.train(rival, corpus.train, args.steps, LR, seed + 1)  # the base has learned in the order of its seed
-        before, after = loss(base, {}, shown), loss(rival, {}, shown)
+        net, corpus = trained_model(run_dir=args.run_dir, seed=seed, train_steps=args.train_steps, device=device)
+        _, evaluation_set = held_out_sets(corpus, device)
+
+        baseline = copy.deepcopy(net)
+        train(baseline, corpus.train, args.steps, LR, seed + 1)  # the model has learned in the order of its seed
         for bits in args.bits:
-            clips = least_squares(base, bits)
+            clips = least_squares(net, bits)
             if seed == args.seed:
-                check_gradient(base, bits, clips, shown[0])
-            net = with_rounding(copy.deepcopy(base), bits, clips)
-            workbench.train(net, corpus.train, args.steps, LR, seed + 1)
-            check_export(net, bits, clips, shown[0][0])
+                check_gradient(net, bits, clips, evaluation_set[0])
+            qat = with_rounding(copy.deepcopy(net), bits, clips)
+            train(qat, corpus.train, args.steps, LR, seed + 1)
+            check_export(qat, bits, clips, evaluation_set[0][0])
+
+            fitted = least_squares(baseline, bits)
+            by_largest = losses(baseline, export(baseline, bits), evaluation_set)
+            by_least_squares = losses(baseline, export(baseline, bits, fitted), evaluation_set)
+            better_ptq = min(by_largest, by_least_squares, key=lambda found: found.mean().item())
+            qat_losses = losses(qat, {}, evaluation_set)
+            gain, standard_error = difference(better_ptq, qat_losses)
             row = {
                 "bits": bits,
                 "seed": seed,
-                "base_loss": before,
-                "base_ptq_loss": loss(base, export(base, bits, clips), shown),
-                "rival_loss": after,
-                "ptq_largest_loss": loss(rival, export(rival, bits), shown),
-                "ptq_least_squares_loss": loss(rival, export(rival, bits, least_squares(rival, bits)), shown),
-                "qat_loss": loss(net, {}, shown),
+                "base_loss": losses(net, {}, evaluation_set).mean().item(),
+                "base_ptq_loss": losses(net, export(net, bits, clips), evaluation_set).mean().item(),
+                "rival_loss": losses(baseline, {}, evaluation_set).mean().item(),
+                "ptq_largest_loss": by_largest.mean().item(),
+                "ptq_least_squares_loss": by_least_squares.mean().item(),
+                "qat_loss": qat_losses.mean().item(),
+                "gain": gain,
+                "gain_standard_error": standard_error,
             }
-            row["gain"] = min(row["ptq_largest_loss"], row["ptq_least_squares_loss"]) - row["qat_loss"]
             rows.append(row)
-            print(f"{bits} bits, seed {seed}: QAT gains {row['gain']:.4f}", flush=True)
+            print(f"{bits} bits, seed {seed}: QAT gains {gain:.4f}, standard error {standard_error:.4f}", flush=True)
 
-    verdicts = []
-    for bits in args.bits:
-        mine = [row for row in rows if row["bits"] == bits]
-        gains = [row["gain"] for row in mine]
-        median = {f"median_{key}": statistics.median(row[key] for row in mine) for key in [*mine[0]][2:]}
-        spread = {"lowest_gain": min(gains), "highest_gain": max(gains)}
-        won = {"seeds_won": sum(gain > 0 for gain in gains), "seeds": len(gains)}
-        verdicts.append({"bits": bits, **median, **spread, **won})
-    workbench.finish(args, base, start, finetune_steps=args.steps, runs=rows, verdicts=verdicts)
+    verdicts = [verdict_of(bits, [row for row in rows if row["bits"] == bits]) for bits in args.bits]
+    print_seeds(rows)
     print("checked: gradients pass straight through; packed integers give QAT's logits, bit for bit")
-    for v in verdicts:
-        answer = {0: "no", v["seeds"]: "yes"}.get(v["seeds_won"], "not shown")
-        print(
-            f"QAT beats rounding afterwards at {v['bits']} bits: {answer}, {v['seeds_won']} of {v['seeds']} seeds "
-            f"(median {v['median_qat_loss']:.4f}; rounded afterwards {v['median_ptq_largest_loss']:.4f} by the largest "
-            f"weight, {v['median_ptq_least_squares_loss']:.4f} by least squares)"
-        )
+    print_verdicts(verdicts)
+    finish(args, net, start, {"finetune_steps": args.steps, "runs": rows, "verdicts": verdicts})
     return 0
 
 

@@ -11,16 +11,15 @@ most, found by quantizing one at a time, can keep more bits. It is not distillat
     one GPU   python 02_tensors_precision/quantize.py --train-steps 1000 --device cuda
     cluster   one process is all it uses
 
-Look for: delta, the held-out loss above that of fp32, against bytes; what calibration on the wrong text costs;
-tokens/s (in turns: median, lowest, highest) where floats are multiplied after dequantizing (no gain) and in torch's
-own kernels. The bare run's model knows so little that it has little to lose; with --train-steps 1000 it has.
+Look for: the held-out loss above that of fp32, against bytes; what calibration on the wrong text costs; tokens/s
+(in turns: median, lowest, highest) where floats are multiplied after dequantizing (no gain) and in torch's own
+kernels. The bare run's model knows so little that it has little to lose; with --train-steps 1000 it has.
 Before: precision.py. Next: qat.py trains on with the rounding in place.
 """
 
-import itertools
-import statistics
 import sys
 import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -30,9 +29,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[i]) for i in (0, 1)]  # neighbours; common/
-import _quantize_kernels as torch_kernels
-import _quantize_workbench as workbench
-from _quantize_workbench import Forward, difference, linears, llama2_bytes, measure, observe, sensitivity
+from _quantize_kernels import Kernel, bf16, checked, int4_kernel, int8_kernel, on_matrices, time_layer
+from _quantize_llama2 import llama2_bytes, print_llama2
+from _quantize_report import print_layer, print_schemes, print_sensitivity
+from _quantize_workbench import (
+    Batches,
+    Forward,
+    Scheme,
+    evaluate,
+    finish,
+    flags,
+    held_out_sets,
+    linears,
+    observe,
+    sensitivity,
+    trained_model,
+)
 
 from common import exits, runtime
 
@@ -71,7 +83,7 @@ def dequantize(w: Quantized) -> Tensor:
 
 
 def step(w: Quantized, columns: int) -> Tensor:
-    """The scale of each value, [out, in] or [1, in]."""
+    """The scale of each value, [out, in] or [1, in]: twice the most that rounding may do to it."""
     return w.scale.float().repeat_interleave(w.width, 1)[:, :columns]
 
 
@@ -109,59 +121,102 @@ def w8a8(w: Quantized, low: float, high: float, kernel: bool = True) -> Forward:
             return F.linear((codes - zero) * scale, dequantize(w))
         return (torch._int_mm(codes.to(torch.int8), w.codes.T) - zero * sums) * (scale * row_scales)
 
-    return torch_kernels.on_matrices(forward)
+    return on_matrices(forward)
 
 
 def torch_kernel(w: Quantized) -> Forward:
+    """torch's own kernel for weights of w's kind."""
     if w.codes.dtype == torch.uint8:
-        return torch_kernels.int4_kernel(unpack(w.codes), w.scale, w.width)
-    return torch_kernels.int8_kernel(w.codes, w.scale)
+        return int4_kernel(unpack(w.codes), w.scale, w.width)
+    return int8_kernel(w.codes, w.scale)
 
 
-def schemes(net, tuning: workbench.Batches, scan: dict[str, tuple[float, float]]):
-    """(scheme, what is multiplied, bytes of weights and scales, forwards), one by one."""
-    layers = linears(net)
-    weights = {name: layer.weight.detach() for name, layer in layers.items()}
-    yield "fp32", "fp32", sum(w.nbytes for w in weights.values()), {}
-    half = {name: torch_kernels.bf16(w) for name, w in weights.items()}
-    yield "bf16", "bf16", sum(w.nbytes for w in weights.values()) // 2, half
-
-    packed = {}
-    for bits, group in [*itertools.product((8, 4), ("tensor", "channel", 128, 32)), (3, "channel")]:
-        some = packed[bits, group] = {name: quantize(w, bits, group) for name, w in weights.items()}
-        for name, w in some.items():  # the promise of rounding; 1e-5: fp32's own rounding
-            assert ((dequantize(w) - weights[name]).abs() <= step(w, weights[name].shape[1]) * (0.5 + 1e-5)).all()
-        exact, nbytes = {name: emulate(w) for name, w in some.items()}, sum(w.nbytes for w in some.values())
-        yield f"int{bits} per {group}", DEQUANTIZED, nbytes, exact
-        if (bits, group) in ((8, "channel"), (4, 32)):
-            fast = torch_kernels.checked(layers, {name: partial(torch_kernel, w) for name, w in some.items()}, exact)
-            # on a GPU the one for int8 is a reference: fp32, and no sign of what int8 can do there
-            kind = "fp32" if bits == 8 and layers["layers.0.mlp.up_proj"].weight.is_cuda else "bf16"
-            if fast:
-                yield f"int{bits} per {group}", f"torch's kernel, {kind}", nbytes, fast
-
-    int8 = packed[8, "channel"]
-    inputs, nbytes = tuning[0][0], sum(w.nbytes for w in int8.values())
-    texts = {"text": inputs, "random bytes": torch.randint_like(inputs, 256), "spaces": torch.full_like(inputs, 32)}
-    for (text, seen), (observer, clip) in itertools.product(texts.items(), OBSERVERS.items()):
-        ranges = observe(net, seen, clip)
-        exact = {name: w8a8(w, *ranges[name], kernel=False) for name, w in int8.items()}
-        fast = torch_kernels.checked(layers, {name: partial(w8a8, w, *ranges[name]) for name, w in int8.items()}, exact)
-        yield f"W8A8, {observer} of {text}", "torch's kernel, int8" if fast else DEQUANTIZED, nbytes, fast or exact
-
-    for bits, which in itertools.product((4, 3), ("most", "least")):
-        kept = [*scan][:KEEP] if which == "most" else [*scan][-KEEP:]
-        mixed = {name: packed[8 if name in kept else bits, "channel"][name] for name in weights}
-        nbytes, exact = sum(w.nbytes for w in mixed.values()), {name: emulate(w) for name, w in mixed.items()}
-        yield f"int{bits} per channel, {KEEP} {which} sensitive int8", DEQUANTIZED, nbytes, exact
+def total_bytes(quantized: dict[str, Quantized]) -> int:
+    return sum(w.nbytes for w in quantized.values())
 
 
-def ways(weight: Tensor) -> dict[str, tuple[torch_kernels.Kernel, Forward]]:
+def emulate_all(quantized: dict[str, Quantized]) -> dict[str, Forward]:
+    return {name: emulate(w) for name, w in quantized.items()}
+
+
+def quantize_all(weights: dict[str, Tensor], bits: int, group: str | int) -> dict[str, Quantized]:
+    """Every matrix, and the promise of rounding checked: no weight is off by more than scale / 2."""
+    quantized = {}
+    for name, weight in weights.items():
+        w = quantize(weight, bits, group)
+        allowed = step(w, weight.shape[1]) * (0.5 + 1e-5)  # 1e-5: fp32's own rounding
+        assert ((dequantize(w) - weight).abs() <= allowed).all(), name
+        quantized[name] = w
+    return quantized
+
+
+def weight_only_schemes(net, weights: dict[str, Tensor]) -> Iterator[Scheme]:
+    """Integers dequantized and multiplied in fp32, and for two of them torch's kernel, where there is one."""
+    kinds = [(bits, group) for bits in (8, 4) for group in ("tensor", "channel", 128, 32)]
+    for bits, group in [*kinds, (3, "channel")]:
+        quantized = quantize_all(weights, bits, group)
+        name = f"int{bits} per {group}"
+        exact = emulate_all(quantized)
+        yield Scheme(name, DEQUANTIZED, total_bytes(quantized), exact)
+        if (bits, group) not in ((8, "channel"), (4, 32)):
+            continue
+        fast = checked(linears(net), {layer: partial(torch_kernel, w) for layer, w in quantized.items()}, exact)
+        on_cuda = next(iter(weights.values())).is_cuda
+        kind = "fp32" if bits == 8 and on_cuda else "bf16"  # CUDA's for int8 computes in fp32, and slowly
+        if fast is not None:
+            yield Scheme(name, f"torch's kernel, {kind}", total_bytes(quantized), fast)
+
+
+def w8a8_schemes(net, weights: dict[str, Tensor], inputs: Tensor) -> Iterator[Scheme]:
+    """Integers times integers: activations are quantized too, with ranges observed on different calibration texts."""
+    int8 = quantize_all(weights, 8, "channel")
+    calibration_texts = {
+        "text": inputs,
+        "random bytes": torch.randint_like(inputs, 256),
+        "spaces": torch.full_like(inputs, ord(" ")),
+    }
+    for text_name, calibration_text in calibration_texts.items():
+        for observer_name, clipped_share in OBSERVERS.items():
+            activation_ranges = observe(net, calibration_text, clipped_share)
+            exact, kernels = {}, {}
+            for name, w in int8.items():
+                low, high = activation_ranges[name]
+                exact[name] = w8a8(w, low, high, kernel=False)
+                kernels[name] = partial(w8a8, w, low, high)
+            fast = checked(linears(net), kernels, exact)
+            multiplied = DEQUANTIZED if fast is None else "torch's kernel, int8"
+            yield Scheme(f"W8A8, {observer_name} of {text_name}", multiplied, total_bytes(int8), fast or exact)
+
+
+def mixed_schemes(weights: dict[str, Tensor], most_sensitive_first: list[str]) -> Iterator[Scheme]:
+    """KEEP layers stay in int8: those that the scan found most sensitive, and for comparison the least sensitive."""
+    int8 = quantize_all(weights, 8, "channel")
+    for bits in (4, 3):
+        low = quantize_all(weights, bits, "channel")
+        for which, kept in (("most", most_sensitive_first[:KEEP]), ("least", most_sensitive_first[-KEEP:])):
+            mixed = {name: int8[name] if name in kept else low[name] for name in weights}
+            name = f"int{bits} per channel, {KEEP} {which} sensitive int8"
+            yield Scheme(name, DEQUANTIZED, total_bytes(mixed), emulate_all(mixed))
+
+
+def schemes(net, calibration_set: Batches, most_sensitive_first: list[str]) -> Iterator[Scheme]:
+    weights = {name: layer.weight.detach() for name, layer in linears(net).items()}
+    fp32_bytes = sum(w.nbytes for w in weights.values())
+    yield Scheme("fp32", "fp32", fp32_bytes, {})
+    yield Scheme("bf16", "bf16", fp32_bytes // 2, {name: bf16(w) for name, w in weights.items()})
+    yield from weight_only_schemes(net, weights)
+    yield from w8a8_schemes(net, weights, calibration_set[0][0])
+    yield from mixed_schemes(weights, most_sensitive_first)
+
+
+def ways(weight: Tensor) -> dict[str, tuple[Kernel, Forward]]:
     """A layer in every way that speed may come from, and the arithmetic that each must agree with."""
-    plain, int8, int4 = partial(F.linear, weight=weight), quantize(weight, 8, "channel"), quantize(weight, 4, 32)
+    plain = partial(F.linear, weight=weight)
+    int8 = quantize(weight, 8, "channel")
+    int4 = quantize(weight, 4, 32)
     return {
         "fp32": (lambda: plain, plain),
-        "bf16": (lambda: torch_kernels.bf16(weight), plain),
+        "bf16": (lambda: bf16(weight), plain),
         "int8 weights, torch's kernel": (lambda: torch_kernel(int8), emulate(int8)),
         "int4 weights, torch's kernel": (lambda: torch_kernel(int4), emulate(int4)),
         "int4 weights, dequantized each time": (lambda: emulate(int4), emulate(int4)),
@@ -170,29 +225,24 @@ def ways(weight: Tensor) -> dict[str, tuple[torch_kernels.Kernel, Forward]]:
 
 
 def main() -> int:
-    args = workbench.flags(__doc__).parse_args()
-    device, start = runtime.single_device(args.device), time.perf_counter()
-    net, corpus = workbench.trained_model(args, device)
-    tuning, shown = workbench.held_out(corpus, device)
+    args = flags(__doc__).parse_args()
+    start = time.perf_counter()
+    device = runtime.single_device(args.device)
+    net, corpus = trained_model(run_dir=args.run_dir, seed=args.seed, train_steps=args.train_steps, device=device)
+    calibration_set, evaluation_set = held_out_sets(corpus, device)
+
+    # the scan is made at 3 bits: at 4 the effect of a single layer is smaller than the noise
     coarse = {name: emulate(quantize(layer.weight.detach(), 3, "channel")) for name, layer in linears(net).items()}
-    scan = sensitivity(net, coarse, tuning[:2])  # at 3 bits: at 4 one layer's share drowns in chance
-    found = [*schemes(net, tuning, scan)]
-    # batch by batch all take turns, so that a disturbance hits all alike; the first turn warms up
-    turns = [[measure(net, forwards, [batch]) for *_, forwards in found] for batch in shown]
-    base, rows = torch.cat([turn[0][0] for turn in turns]), []
-    for i, (scheme, multiplied, nbytes, _) in enumerate(found):
-        losses, speeds = torch.cat([turn[i][0] for turn in turns]), [turn[i][1] for turn in turns[1:]]
-        row = {"scheme": scheme, "multiplied": multiplied, "weight_bytes": nbytes, "val_loss": losses.mean().item()}
-        row["delta"], row["standard_error"] = difference(losses, base)
-        row |= {"tokens_per_second": statistics.median(speeds), "lowest": min(speeds), "highest": max(speeds)}
-        rows.append(row)
-    times = torch_kernels.time_layer(ways, 4096 if device.type == "cpu" else 16_384, device)
-    kinds = {f"int{b}_per_{g}": partial(quantize, bits=b, group=g) for b, g in ((8, "channel"), (4, 128), (4, 32))}
-    kept = sum(p.nbytes for p in net.parameters()) - rows[0]["weight_bytes"]
-    print(f"\nturns: {len(speeds)}, large layer {torch_kernels.ROUNDS}; most sensitive: {', '.join([*scan][:KEEP])}")
+    scan = sensitivity(net, coarse, calibration_set[:2])
+    rows = evaluate(net, [*schemes(net, calibration_set, [*scan])], evaluation_set)
+    print_schemes(rows, net, turns=len(evaluation_set) - 1)
+    print_sensitivity(scan, KEEP)
+    layer = time_layer(ways, 4096 if device.type == "cpu" else 16_384, device)
+    print_layer(layer)
+    llama2 = llama2_bytes(quantize)
+    print_llama2(llama2)
     print("checked: no weight is off by more than scale / 2; the kernels that ran agree with the arithmetic here")
-    print(f"not quantized: embedding (also the output layer) and norms, {kept:,} bytes. int3 is stored in 4 bits")
-    workbench.finish(args, net, start, rows=rows, sensitivity=scan, large_layer=times, llama2=llama2_bytes(kinds))
+    finish(args, net, start, {"rows": rows, "sensitivity": scan, "large_layer": layer, "llama2": llama2})
     return 0
 
 

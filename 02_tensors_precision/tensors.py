@@ -26,7 +26,9 @@ from torch.nn.functional import conv2d
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
 from common import cli, exits, hardware, report, runtime
 
-ROUNDS, WARM_UP = 7, 2
+ROUNDS = 7
+WARM_UP_ROUNDS = 2
+CALLS = 20  # between two looks at a GPU's clock
 NHWC = torch.channels_last
 checked: list[str] = []
 
@@ -39,45 +41,64 @@ def check(holds: bool, statement: str) -> None:
     print(f"- {statement}")
 
 
-def check_refused(what: str, work: Callable[[], object]) -> None:
+def check_raises(what: str, work: Callable[[], object]) -> None:
     try:
         work()
-        check(False, f"{what} is refused")
     except RuntimeError as error:
-        check(True, f"{what} is refused: {str(error).partition('(')[0].partition('.')[0].strip()}")
+        first_words = str(error).partition("(")[0].partition(".")[0].strip()
+        check(True, f"{what} raises an error: {first_words}")
+    else:
+        check(False, f"{what} raises an error")
 
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:
     if device.type != "cuda":
-        began = time.perf_counter()
+        start = time.perf_counter()
         work()
         getattr(torch, device.type).synchronize()  # on a CPU there is nothing to wait for
-        return time.perf_counter() - began
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        return time.perf_counter() - start
+    start = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
     start.record()
-    for _ in range(20):  # one call alone would be over before the next is launched
+    for _ in range(CALLS):  # one call alone would be over before the next is launched
         work()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end) / 20e3
+    return start.elapsed_time(end) / 1e3 / CALLS
 
 
-def compare(a: Callable[[], object], b: Callable[[], object], device: torch.device) -> tuple[list, list[str]]:
-    """Seconds of two works in turn, so that a slow moment hits both; the same as cells of a table."""
-    rounds = [(seconds_of(a, device), seconds_of(b, device)) for _ in range(WARM_UP + ROUNDS)][WARM_UP:]
-    both = list(zip(*rounds, strict=True))
-    middle = [statistics.median(s) for s in both]
-    cells = [f"{1e3 * m:.3g} ({1e3 * min(s):.3g} to {1e3 * max(s):.3g})" for m, s in zip(middle, both, strict=True)]
-    return both, [*cells, f"{middle[0] / middle[1]:.2f}"]
+def compare(
+    first: Callable[[], object], second: Callable[[], object], device: torch.device
+) -> tuple[list[float], list[float]]:
+    """Seconds of both in each round. They take turns, so that a slow moment hits both."""
+    first_seconds, second_seconds = [], []
+    for _ in range(WARM_UP_ROUNDS + ROUNDS):
+        first_seconds.append(seconds_of(first, device))
+        second_seconds.append(seconds_of(second, device))
+    return first_seconds[WARM_UP_ROUNDS:], second_seconds[WARM_UP_ROUNDS:]
+
+
+def milliseconds(seconds: list[float]) -> str:
+    return f"{1e3 * statistics.median(seconds):.3g} ({1e3 * min(seconds):.3g} to {1e3 * max(seconds):.3g})"
+
+
+def ratio(first: list[float], second: list[float]) -> str:
+    return f"{statistics.median(first) / statistics.median(second):.2f}"
 
 
 def dimensions() -> None:
     print("\nFrom 0-D to 4-D: the stride says how many elements to skip for one more along a dimension")
-    shapes = {"loss": (), "bias": (768,), "weight": (2048, 768), "text": (8, 512, 768), "images": (32, 3, 224, 224)}
-    tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
-    rows = [["a tensor", "", "shape", "stride", "elements", "bytes in fp32"]]
-    for name, t in tensors.items():
-        rows.append([name, f"{t.ndim}-D", str(tuple(t.shape)), str(t.stride()), f"{t.numel():,}", f"{t.nbytes:,}"])
+    shapes = {
+        "loss": (),
+        "bias": (768,),
+        "weight": (2048, 768),
+        "text": (8, 512, 768),
+        "images": (32, 3, 224, 224),
+    }
+    rows = [["a tensor", "dimensions", "shape", "stride", "elements", "bytes in fp32"]]
+    for name, shape in shapes.items():
+        t = torch.zeros(shape)
+        rows.append([name, f"{t.ndim}-D", str(shape), str(t.stride()), f"{t.numel():,}", f"{t.nbytes:,}"])
     print(report.table(rows) + "\n")
     y = torch.arange(120).reshape(2, 3, 4, 5)[1:, ::2, :, 1].mT  # each value is its own place in the storage
     i, j, k = torch.meshgrid(*map(torch.arange, y.shape), indexing="ij")
@@ -97,7 +118,8 @@ def views_and_copies() -> None:
         shared = y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
         y.fill_(-1)
         assert shared == bool((x == -1).any()) == (code not in copies), code
-        rows.append([code, "view" if shared else "copy", *map(str, (tuple(y.shape), y.stride(), y.is_contiguous()))])
+        kind = "view" if shared else "copy"
+        rows.append([code, kind, str(tuple(y.shape)), str(y.stride()), str(y.is_contiguous())])
     print(report.table(rows) + "\n")
     check(x[1:].data_ptr() - x.data_ptr() == 16, "x[1:] begins a row of 16 bytes into the storage of x")
     check(x[0].untyped_storage().nbytes() == 48, "x[0] keeps all 48 bytes of x alive; x[0].clone() would not")
@@ -105,12 +127,14 @@ def views_and_copies() -> None:
 
 def broadcasting() -> None:
     print("\nBroadcasting: a dimension of stride 0 is stored once and read again and again")
-    bias, images = torch.randn(64, 1, 1), torch.randn(32, 64, 56, 56)
+    bias = torch.randn(64, 1, 1)
+    images = torch.randn(32, 64, 56, 56)
     wide = bias.expand_as(images)
     check(wide.stride() == (0, 1, 0, 0), "a bias of (64, 1, 1) expanded to (32, 64, 56, 56): stride (0, 1, 0, 0)")
-    check((wide.nbytes, wide.untyped_storage().nbytes()) == (25_690_112, 256), "of 25,690,112 bytes 256 are stored")
-    check(torch.equal(images + bias, images + wide.contiguous()), "images + bias: to the bit as with all those bytes")
-    check_refused("writing into it", lambda: wide.add_(1))
+    check(wide.nbytes == 25_690_112, "read as 25,690,112 bytes")
+    check(wide.untyped_storage().nbytes() == 256, "stored as 256 bytes")
+    check(torch.equal(images + bias, images + wide.contiguous()), "images + bias is equal to the bit to the stored way")
+    check_raises("writing into the expanded bias", lambda: wide.add_(1))
     check((torch.zeros(8, 1) - torch.zeros(8)).shape == (8, 8), "(8, 1) - (8) is (8, 8): a wrong loss and no error")
 
 
@@ -118,25 +142,32 @@ def layouts(device: torch.device) -> dict:
     print("\n32 x 3 x 224 x 224 images, channel by channel (NCHW) and pixel by pixel (channels_last)")
     nchw = torch.randn(32, 3, 224, 224)
     nhwc = nchw.to(memory_format=NHWC)
-    fp32, bf16 = (t.untyped_storage().nbytes() for t in (nhwc, nhwc.bfloat16()))
+    fp32 = nhwc.untyped_storage().nbytes()
+    bf16 = nhwc.bfloat16().untyped_storage().nbytes()
     check(fp32 == 4 * 4_816_896 == 19_267_584, "4,816,896 values of 4 bytes in fp32: 19,267,584 bytes")
     check(2 * bf16 == fp32, "2 bytes in bf16 (or fp16), half the memory: 9,633,792 bytes")
     check(torch.equal(nchw, nhwc) and nchw.untyped_storage().nbytes() == fp32, "equal values and bytes in both layouts")
     check(nchw.stride() == (150528, 50176, 224, 1), "NCHW: stride (150528, 50176, 224, 1)")
     check(nhwc.stride() == (150528, 1, 672, 3), "channels_last: stride (150528, 1, 672, 3)")
     check(not nhwc.is_contiguous(), "channels_last is not is_contiguous(): that asks for NCHW unless told otherwise")
-    half = torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
-    dtype, tolerance = (half, 0.05) if device.type == "cuda" else (torch.float32, 1e-4)  # of values of size 1
-    rows, measured = [[f"3 x 3 convolution, {dtype}, ms", "NCHW", "channels_last", "ratio"]], []
-    for name, inputs, side, stride in (("the images", 3, 224, 2), ("features", 64, 56, 1)):
-        x = torch.randn(32, inputs, side, side).to(device, dtype)
-        w = (torch.randn(64, inputs, 3, 3) / (9 * inputs) ** 0.5).to(device, dtype)
-        pixel_first = partial(conv2d, x.to(memory_format=NHWC), w.to(memory_format=NHWC), stride=stride, padding=1)
+    dtype, tolerance = torch.float32, 1e-4  # the results are of size 1
+    if device.type == "cuda":
+        dtype = torch.bfloat16 if "bf16" in hardware.native_types(device)[0] else torch.float16
+        tolerance = 0.05
+    rows = [[f"3 x 3 convolution, {dtype}, ms", "NCHW", "channels_last", "NCHW / channels_last"]]
+    measured = []
+    for name, channels, side, stride in (("the images", 3, 224, 2), ("features", 64, 56, 1)):
+        x = torch.randn(32, channels, side, side).to(device, dtype)
+        w = (torch.randn(64, channels, 3, 3) / (9 * channels) ** 0.5).to(device, dtype)
+        x_nhwc = x.to(memory_format=NHWC)
+        w_nhwc = w.to(memory_format=NHWC)
         channel_first = partial(conv2d, x, w, stride=stride, padding=1)
+        pixel_first = partial(conv2d, x_nhwc, w_nhwc, stride=stride, padding=1)
         assert pixel_first().is_contiguous(memory_format=NHWC), "the convolution has changed the layout"
         torch.testing.assert_close(pixel_first(), channel_first(), rtol=0, atol=tolerance)
-        (nchw_seconds, nhwc_seconds), cells = compare(channel_first, pixel_first, device)
-        rows.append([f"{name}, 32 x {inputs} x {side} x {side}", *cells])
+        nchw_seconds, nhwc_seconds = compare(channel_first, pixel_first, device)
+        times = [milliseconds(nchw_seconds), milliseconds(nhwc_seconds), ratio(nchw_seconds, nhwc_seconds)]
+        rows.append([f"{name}, 32 x {channels} x {side} x {side}", *times])
         measured.append({"input": name, "nchw_seconds": nchw_seconds, "channels_last_seconds": nhwc_seconds})
     print("\n" + report.table(rows))
     return {"dtype": str(dtype), "batch_fp32_bytes": fp32, "batch_bf16_bytes": bf16, "convolutions": measured}
@@ -145,13 +176,14 @@ def layouts(device: torch.device) -> dict:
 def contiguity(device: torch.device) -> dict:
     print("\nContiguous: what view() needs, and what it costs to get there")
     x = torch.randn(8192 if device.type == "cuda" else 4096, 4096, device=device)  # larger than a GPU's cache
-    check_refused("x.T.view(-1)", lambda: x.T.view(-1))
+    check_raises("x.T.view(-1)", lambda: x.T.view(-1))
     x.T.reshape(-1).zero_()
-    check(bool(x.any()), "x.T.reshape(-1).zero_() leaves x as it was: reshape has copied, and says nothing")
+    check(bool(x.any()), "x.T.reshape(-1).zero_() leaves x as it was: reshape copied, without a word")
     check(x.contiguous() is x, "x.contiguous() of a contiguous x is x itself, and free")
-    (contiguous, clone), cells = compare(x.T.contiguous, x.clone, device)
-    rows = [["a copy, ms", "x.T.contiguous()", "x.clone()", "ratio"], [f"{x.nbytes:,} bytes", *cells]]
-    print("\n" + report.table(rows))
+    contiguous, clone = compare(x.T.contiguous, x.clone, device)
+    head = ["a copy, ms", "x.T.contiguous()", "x.clone()", "contiguous / clone"]
+    row = [f"{x.nbytes / 2**20:.0f} MiB", milliseconds(contiguous), milliseconds(clone), ratio(contiguous, clone)]
+    print("\n" + report.table([head, row]))
     return {"copied_bytes": x.nbytes, "contiguous_seconds": contiguous, "clone_seconds": clone}
 
 
@@ -165,14 +197,14 @@ def devices(device: torch.device) -> None:
     check(x.to("meta") is not x and x.is_cpu, "tensor.to(device) leaves x where it is: use what it returns")
     large = torch.empty(70 * 10**9, dtype=torch.bfloat16, device="meta")
     check(large.nbytes == 140 * 10**9, "on meta there are shapes and no data: 70e9 values of bf16, 140 GB, fit here")
-    check_refused("a move away from there", x.to("meta").cpu)
-    check_refused("an operation on operands in two places", lambda: x + x.to("meta"))
+    check_raises("a move away from there", x.to("meta").cpu)
+    check_raises("an operation on operands in two places", lambda: x + x.to("meta"))
     if device.type == "cpu":
         print("no GPU here: the copy that a move to one makes was not seen")
         return
     moved = x.to(device).fill_(7)
     check(not (x == 7).any(), "x.to(device) is a copy: a write into it is not seen in x")
-    check_refused("x + that copy", lambda: x + moved)
+    check_raises("x + that copy", lambda: x + moved)
     check((moved + torch.tensor(1.0)).device == moved.device, "a 0-D tensor on the CPU is let through, as a number is")
 
 
@@ -183,16 +215,31 @@ def main() -> int:
     args = parser.parse_args()
     device = runtime.single_device(args.device)
     runtime.seed(0, deterministic=False)
-    began, name = time.perf_counter(), hardware.device_name(device)
+    start = time.perf_counter()
+    name = hardware.device_name(device)
     dimensions()
     views_and_copies()
     broadcasting()
-    measured = {**layouts(device), **contiguity(device)}
+    convolved = layouts(device)
+    copied = contiguity(device)
     devices(device)
-    print(f"\nchecked: {len(checked)} statements; {name}, median (lowest to highest) of {ROUNDS} rounds in turn")
-    known = {"device": name, "world_size": 1, "peak_memory_bytes": report.peak_memory_bytes(device)}
-    seconds = time.perf_counter() - began
-    report.write_json({**known, **measured, "statements_checked": len(checked), "seconds": seconds}, args.json)
+    print(f"\nchecked: {len(checked)} statements")
+    print(f"times: {name}, median (lowest to highest) of {ROUNDS} rounds in turn")
+    summary = {
+        "device": name,
+        "world_size": 1,
+        "peak_memory_bytes": report.peak_memory_bytes(device),
+        "dtype": convolved["dtype"],
+        "batch_fp32_bytes": convolved["batch_fp32_bytes"],
+        "batch_bf16_bytes": convolved["batch_bf16_bytes"],
+        "convolutions": convolved["convolutions"],
+        "copied_bytes": copied["copied_bytes"],
+        "contiguous_seconds": copied["contiguous_seconds"],
+        "clone_seconds": copied["clone_seconds"],
+        "statements_checked": len(checked),
+        "seconds": time.perf_counter() - start,
+    }
+    report.write_json(summary, args.json)
     return 0
 
 

@@ -1,18 +1,17 @@
-"""How compare.py multiplies in each number type: autocast, fp8 layers by hand, and fp16 where the device has none.
+"""How compare.py multiplies in each number type: which run here, fp8 layers written out, fp16 emulated.
 
-A type is native if the device multiplies it in hardware: by compute capability on a GPU, by instruction set on a CPU.
-Next: compare.py, which runs them all.
+What a device multiplies in hardware is in common/hardware.py. Next: compare.py, which runs them all.
 """
 
-import re
 import sys
-from contextlib import nullcontext
-from functools import cache
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.amp import GradScaler
 from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
@@ -21,39 +20,27 @@ from common.exits import UserError
 
 Batch = tuple[Tensor, Tensor]  # inputs and targets
 
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp16-unscaled": torch.float16, "fp8": torch.bfloat16}
-NAMES = ["fp32", "tf32", *AUTOCAST]
-CPU_UNITS = {"bf16": {"avx512_bf16", "amx_bf16", "bf16"}, "fp16": {"avx512_fp16", "amx_fp16"}}  # in /proc/cpuinfo
-
-
-@cache
-def native_types(device: torch.device) -> tuple[set[str], str]:
-    """What this device multiplies in hardware, and how we know."""
-    if device.type == "cuda":
-        capability = torch.cuda.get_device_capability(device)
-        found = {name for name, since in hardware.SINCE.items() if capability >= since and name in NAMES}
-        return found, "compute capability {}.{}".format(*capability)
-    if device.type == "mps":
-        return {"fp32", "fp16"}, "Metal"
-    info = Path("/proc/cpuinfo")
-    flags = set(re.findall(r"\w+", info.read_text() if info.exists() else "")) & set.union(*CPU_UNITS.values())
-    found = {name for name, units in CPU_UNITS.items() if units & flags}
-    return {"fp32", *found}, f"instruction sets for 16-bit matrices: {', '.join(sorted(flags)) or 'none'}"
+NAMES = ["fp32", "tf32", "bf16", "fp16", "fp16-unscaled", "fp8"]
 
 
 def is_native(name: str, device: torch.device) -> bool:
-    return name.removesuffix("-unscaled") in native_types(device)[0]
+    return name.removesuffix("-unscaled") in hardware.native_types(device)[0]
 
 
 def obstacle(name: str, net: nn.Module, device: torch.device, tokens: int) -> str | None:
     """Why `name` cannot run here at all, not even slowly; None if it can. `tokens` are those of a batch."""
+    if name in ("tf32", "fp8") and torch.version.hip:
+        return "not written for AMD GPUs: ROCm wants a variable for tf32, and the MI300's fp8 is another format"
     if name == "tf32" and not is_native(name, device):
-        return "a mode of NVIDIA's matrix units from compute capability 8.0 on"
+        return "a mode of NVIDIA's tensor cores from compute capability 8.0 on"
     if name == "fp8" and not is_native(name, device) and device.type != "cpu":
         return "needs compute capability 8.9"
-    sizes = {tokens, *(size for layer in linear_layers(net) for size in layer.weight.shape)}
-    if name == "fp8" and (odd := sorted(size for size in sizes if size % 16)):
-        return f"rows and columns must be multiples of 16, here {', '.join(map(str, odd))}"
+    sizes = {tokens}
+    for layer in linear_layers(net):
+        sizes.update(layer.weight.shape)
+    odd_sizes = sorted(size for size in sizes if size % 16)
+    if name == "fp8" and odd_sizes:
+        return f"rows and columns must be multiples of 16, here {', '.join(map(str, odd_sizes))}"
     return None
 
 
@@ -71,7 +58,8 @@ def choose(asked: str | None, net: nn.Module, device: torch.device, tokens: int)
             reason = reason or f"not native: --dtypes {name} runs it nevertheless"
         if reason:
             left_out[name] = reason
-    return ["fp32", *(name for name in NAMES[1:] if name in names and name not in left_out)], left_out
+    chosen = [name for name in NAMES if name in names and name not in left_out]
+    return ["fp32", *(name for name in chosen if name != "fp32")], left_out
 
 
 def linear_layers(net: nn.Module) -> list[nn.Linear]:
@@ -81,38 +69,59 @@ def linear_layers(net: nn.Module) -> list[nn.Linear]:
 
 def to_fp8(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """x / scale in fp8, and the scale: one per tensor, from its values now, so that the largest just fits."""
-    scale = (x.abs().amax().float() / torch.finfo(dtype).max).clamp(min=1e-30)
+    largest = x.abs().amax().float()
+    scale = (largest / torch.finfo(dtype).max).clamp(min=1e-30)
     return (x.float() / scale).to(dtype), scale
 
 
-class Fp8Linear(torch.autograd.Function):
-    """x @ weight.T: activations and weights in e4m3 (3 bits of fraction), gradients in e5m2 (2, but more range)."""
+def multiply_fp8(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, result: torch.dtype) -> Tensor:
+    """a @ b on tensor cores for fp8: a is stored row by row, b column by column.
 
-    # Every maximum, division, cast and transpose here reads and writes memory once more; libraries fuse them.
+    With use_fast_accum=True Hopper adds up in fewer bits and is faster: the speed shown here is the exact way's.
+    """
+    return torch._scaled_mm(a, b, a_scale, b_scale, out_dtype=result, use_fast_accum=False)
+
+
+class Fp8Linear(torch.autograd.Function):
+    """x @ weight.T: activations and weights in e4m3 (3 bits of fraction), gradients in e5m2 (2, but more range).
+
+    Every maximum, division, cast and transpose here reads and writes memory once more. Libraries fuse them.
+    """
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
-        (x8, x_scale), (w8, w_scale) = (to_fp8(t, torch.float8_e4m3fn) for t in (x, weight))
+        x8, x_scale = to_fp8(x, torch.float8_e4m3fn)
+        w8, w_scale = to_fp8(weight, torch.float8_e4m3fn)
         ctx.save_for_backward(x8, x_scale, weight)  # one byte per activation; the weight is there anyway
-        return torch._scaled_mm(x8, w8.t(), x_scale, w_scale, out_dtype=x.dtype)
+        return multiply_fp8(x8, x_scale, w8.t(), w_scale, x.dtype)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
         x8, x_scale, weight = ctx.saved_tensors
-        (g8, g_scale), (w8, w_scale) = to_fp8(grad.contiguous(), torch.float8_e5m2), to_fp8(weight, torch.float8_e4m3fn)
-        w8, x8 = (t.t().contiguous().t() for t in (w8, x8))  # column-major, as the hardware wants its second operand
-        grad_x = torch._scaled_mm(g8, w8, g_scale, w_scale, out_dtype=grad.dtype)
-        grad_weight = torch._scaled_mm(g8.t().contiguous(), x8, g_scale, x_scale, out_dtype=torch.float32)
+        g8, g_scale = to_fp8(grad.contiguous(), torch.float8_e5m2)
+        w8, w_scale = to_fp8(weight, torch.float8_e4m3fn)
+        grad_x = multiply_fp8(g8, g_scale, column_by_column(w8), w_scale, grad.dtype)
+        grad_weight = multiply_fp8(g8.t().contiguous(), g_scale, column_by_column(x8), x_scale, torch.float32)
         return grad_x, grad_weight
 
 
+def column_by_column(x: Tensor) -> Tensor:
+    return x.t().contiguous().t()
+
+
 def use_fp8(net: nn.Module) -> None:
+    """Linear layers of the blocks take and return bf16, as under autocast, and multiply in fp8."""
     for layer in linear_layers(net):
-        layer.forward = lambda x, w=layer.weight: Fp8Linear.apply(x.flatten(0, -2), w).unflatten(0, x.shape[:-1])
+        layer.forward = partial(fp8_linear, layer.weight)
 
 
-class MatrixUnit(TorchDispatchMode):
-    """Emulates one for fp16: products summed in fp32, rounded once at the end."""
+def fp8_linear(weight: Tensor, x: Tensor) -> Tensor:
+    tokens = x.bfloat16().flatten(0, -2)
+    return Fp8Linear.apply(tokens, weight).unflatten(0, x.shape[:-1])
+
+
+class EmulatedFp16(TorchDispatchMode):
+    """fp16 products as tensor cores make them: summed in fp32, rounded once at the end."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten.mm.default and args[0].dtype is torch.float16:
@@ -120,32 +129,48 @@ class MatrixUnit(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def backward(net: nn.Module, batch: Batch, name: str, scaler: GradScaler, divide: int = 1) -> Tensor:
-    """Gradients of loss / divide x the scaler's scale, matrices multiplied in type `name`; returns the loss."""
-    device = batch[0].device
+@contextmanager
+def multiplying_in(name: str, device: torch.device) -> Iterator[None]:
+    """What autocast does not do: tf32 is a switch for fp32 products, and fp16 needs help where the device has none."""
     torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
-    with MatrixUnit() if name.startswith("fp16") and not is_native(name, device) else nullcontext():
-        with torch.autocast(device.type, AUTOCAST.get(name), enabled=name in AUTOCAST):
-            loss = net(*batch)
-        scaler.scale(loss / divide).backward()
-    return loss.detach()
+    try:
+        if name.startswith("fp16") and not is_native(name, device):
+            with EmulatedFp16():
+                yield
+        else:
+            yield
+    finally:
+        torch.set_float32_matmul_precision("highest")
 
 
-def saved_bytes(net: nn.Module, batch: Batch, name: str) -> tuple[int, int]:
-    """What autograd keeps from forward to backward: bytes of activations, bytes of low-precision weight copies."""
-    activations, copies = {}, {}
+@dataclass
+class Saved:
+    """Bytes by the address of a storage, so that one that is saved twice counts once."""
+
+    activations: dict[int, int] = field(default_factory=dict)
+    weight_copies: dict[int, int] = field(default_factory=dict)
+
+
+@contextmanager
+def saved_for_backward(net: nn.Module) -> Iterator[Saved]:
+    """Notes what autograd saves for backward inside the block."""
+    saved = Saved()
 
     def note(t: Tensor) -> Tensor:
-        node, storage = t.grad_fn, t.untyped_storage()
-        while node is not None and node.name() in ("TBackward0", "ToCopyBackward0"):  # a weight, transposed or cast?
-            node = node.next_functions[0][0]
-        of_weight = isinstance(t, nn.Parameter) or (node is not None and node.name().endswith("AccumulateGrad"))
-        (copies if of_weight else activations)[storage.data_ptr()] = storage.nbytes()  # a storage counts once
+        storage = t.untyped_storage()
+        kind = saved.weight_copies if is_of_a_weight(t) else saved.activations
+        kind[storage.data_ptr()] = storage.nbytes()
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
-        backward(net, batch, name, GradScaler(batch[0].device.type, enabled=False))
-    net.zero_grad(set_to_none=True)
+        yield saved
     for weight in net.parameters():
-        copies.pop(weight.untyped_storage().data_ptr(), None)  # itself, not a copy
-    return sum(activations.values()), sum(copies.values())
+        saved.weight_copies.pop(weight.untyped_storage().data_ptr(), None)  # the weight itself is no copy
+
+
+def is_of_a_weight(t: Tensor) -> bool:
+    """Whether t is a parameter, or one that was only transposed or cast."""
+    node = t.grad_fn
+    while node is not None and node.name() in ("TBackward0", "ToCopyBackward0"):
+        node = node.next_functions[0][0]
+    return isinstance(t, nn.Parameter) or (node is not None and node.name().endswith("AccumulateGrad"))

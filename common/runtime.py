@@ -200,6 +200,24 @@ def seed(value: int, deterministic: bool) -> None:
         torch.use_deterministic_algorithms(True)
 
 
+def exact_fp32(device: torch.device) -> None:
+    """From now on fp32 matrices are multiplied in fp32; UserError where the environment does not let them.
+
+    TORCH_ALLOW_TF32_CUBLAS_OVERRIDE only changes torch's default. NVIDIA_TF32_OVERRIDE acts inside cuBLAS, where torch
+    cannot see it, so the product of two matrices is measured.
+    """
+    torch.set_float32_matmul_precision("highest")
+    x = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
+    exact = x.double() @ x.double()
+    product = (x.to(device) @ x.to(device)).cpu()
+    relative_error = ((product - exact).norm() / exact.norm()).item()
+    if relative_error > 1e-5:  # fp32: 2e-7, tf32: 3e-4
+        raise UserError(
+            f"fp32 products are wrong by {relative_error:.0e} on {device}, as if in tf32 (NVIDIA_TF32_OVERRIDE="
+            f"{os.environ.get('NVIDIA_TF32_OVERRIDE', 'not set')}): unset that variable"
+        )
+
+
 def catch_stop_signals() -> None:
     """From now on SIGTERM and SIGUSR1 ask for a checkpoint and an end after the current step."""
 

@@ -1,27 +1,26 @@
 """02_tensors_precision: quantize.py and qat.py, and the modules they share."""
 
-import argparse
 import copy
 import json
 import math
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from support.chapter import load
-from support.harness import ROOT, run
+from support.harness import run
 
 from common import data, model
 from common.exits import UserError
 
-CHAPTER = ROOT / "02_tensors_precision"
+workbench = load("02_tensors_precision/_quantize_workbench.py")
+kernels = load("02_tensors_precision/_quantize_kernels.py")
+llama2 = load("02_tensors_precision/_quantize_llama2.py")
+quantize = load("02_tensors_precision/quantize.py")
+qat = load("02_tensors_precision/qat.py")
 CPU = torch.device("cpu")
-
-
-workbench, kernels, quantize, qat = (
-    load(f"02_tensors_precision/{name}.py") for name in ("_quantize_workbench", "_quantize_kernels", "quantize", "qat")
-)
 CONFIG = model.Config(256, 32, 48, 2, 4, 4, 8, 64, tie_word_embeddings=True)
 
 
@@ -38,6 +37,7 @@ def weight() -> torch.Tensor:
 def net() -> model.Transformer:
     torch.manual_seed(0)
     net = model.Transformer(CONFIG)
+    net.init_weights(0)
     for layer in workbench.linears(net).values():
         layer.weight.data.mul_(10)  # so that activations are not all alike
     return net
@@ -127,14 +127,27 @@ def test_bytes_are_those_of_the_storage(weight, bits, group, nbytes):
 
 
 def test_llama2_bytes_by_formula():
-    kinds = {"int4": lambda w: quantize.quantize(w, 4, 128)}
-    seven, thirteen, seventy = workbench.llama2_bytes(kinds)
+    seven, thirteen, seventy = llama2.llama2_bytes(quantize.quantize)
     # the published parameter counts
     assert [r["parameters"] for r in (seven, thirteen, seventy)] == [6_738_415_616, 13_015_864_320, 68_976_648_192]
     norms = 4096 * (2 * 32 + 1)
-    matrices = 6_738_415_616 - 2 * 32_000 * 4096 - norms
-    assert seven["int4_bytes"] == matrices // 2 + matrices // 128 * 2 + 2 * (2 * 32_000 * 4096 + norms)
-    assert seventy["int4_bytes"] > 35e9  # C6, with scales and what stays bf16
+    around = 2 * 32_000 * 4096
+    matrices = 6_738_415_616 - around - norms
+    assert seven["int4_per_128_bytes"] == matrices // 2 + matrices // 128 * 2 + 2 * (around + norms)
+    everywhere = matrices + around
+    assert seven["int4_per_128_everywhere_bytes"] == everywhere // 2 + everywhere // 128 * 2 + 2 * norms
+    assert seventy["int4_per_128_bytes"] > seventy["int4_per_128_everywhere_bytes"] > 35e9  # C6: with scales it is more
+
+
+def test_llama2_weights_alone_against_the_claim(capsys):
+    """C5: 7B in 16 bits, INT8 and INT4 is 13.5, 6.8 to 7.0 and 3.5 to 4.2 GB of weights."""
+    llama2.print_llama2(llama2.llama2_bytes(quantize.quantize))
+    printed = capsys.readouterr().out
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in printed.splitlines() if "B " in line]
+    rows = {row[0]: row[1:] for row in cells}
+    assert rows["7B"] == ["13.5", "6.7 to 7.0", "3.5 to 4.2"]
+    assert rows["13B"][0] == "26.0"
+    assert "weights only" in printed
 
 
 def test_activation_codes_are_within_half_a_step_and_zero_is_exact():
@@ -248,14 +261,14 @@ def test_the_scan_finds_the_layer_that_hurts_and_mixed_precision_keeps_it(net, b
     assert [name for name, (delta, _) in scan.items() if delta > 0] == [bad]
     assert [*scan.values()] == sorted(scan.values(), key=lambda item: -item[0])
     monkeypatch.setattr(quantize, "KEEP", 1)
-    found = {scheme: (nbytes, forwards) for scheme, _, nbytes, forwards in quantize.schemes(net, [batch], scan)}
-    nbytes, forwards = found["int4 per channel, 1 most sensitive int8"]
+    schemes = {scheme.name: scheme for scheme in quantize.schemes(net, [batch], [*scan])}
+    mixed = schemes["int4 per channel, 1 most sensitive int8"]
     for name, layer in layers.items():
         x = torch.randn(5, layer.in_features)
         w = quantize.quantize(layer.weight.detach(), 8 if name == bad else 4, "channel")
-        assert torch.equal(forwards[name](x), quantize.emulate(w)(x))
+        assert torch.equal(mixed.forwards[name](x), quantize.emulate(w)(x))
     extra = layers[bad].weight.numel() // 2
-    assert nbytes == found["int4 per channel"][0] + extra
+    assert mixed.nbytes == schemes["int4 per channel"].nbytes + extra
 
 
 def test_a_clip_ends_the_scale_below_the_largest(weight):
@@ -339,23 +352,23 @@ def test_exported_integers_alone_give_the_trained_logits(net, batch):
 @pytest.fixture
 def small(monkeypatch) -> None:
     """The cached model, small and on a short text."""
-    text = (b"for i in range(10):\n    print(i)\n" * 700, b"while True:\n    x = y + 1\n" * 300)
-    corpus = data.Corpus(*(data._join_bytes([t]) for t in text), 256)
+    train = np.frombuffer(b"for i in range(10):\n    print(i)\n" * 700, dtype=np.uint8)
+    held_out = np.frombuffer(b"while True:\n    x = y + 1\n" * 300, dtype=np.uint8)
+    corpus = data.Corpus(train=train, held_out=held_out, vocab_size=256, sha256="0123456789abcdef")
     monkeypatch.setattr(data, "load_corpus", lambda *_: corpus)
     monkeypatch.setattr(model, "load_config", lambda *_: CONFIG)
 
 
 def trained(folder: Path, seed: int = 0, steps: int = 3) -> dict[str, torch.Tensor]:
-    args = argparse.Namespace(run_dir=folder, seed=seed, train_steps=steps)
-    return workbench.trained_model(args, CPU)[0].state_dict()
+    net, _ = workbench.trained_model(run_dir=folder, seed=seed, train_steps=steps, device=CPU)
+    return net.state_dict()
 
 
 def test_a_run_dir_that_cannot_be_is_told_before_training(monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setattr(workbench, "train", lambda *_: pytest.fail("trained first"))
-    args = argparse.Namespace(seed=0, train_steps=1, run_dir=tmp_path / "file/runs")
     with pytest.raises(UserError, match="--run-dir"):
-        workbench.trained_model(args, CPU)
+        workbench.trained_model(run_dir=tmp_path / "file/runs", seed=0, train_steps=1, device=CPU)
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -392,8 +405,8 @@ def test_another_seed_or_length_is_another_model(small, tmp_path):
 
 def test_training_is_decided_by_its_seed(small):
     corpus = data.load_corpus("stdlib", "bytes")
-    torch.manual_seed(0)
     base = model.Transformer(CONFIG)
+    base.init_weights(0)
     nets = [copy.deepcopy(base) for _ in range(3)]
     for net, seed in zip(nets, (1, 1, 2), strict=True):
         workbench.train(net, corpus.train, 3, 1e-3, seed)
@@ -403,23 +416,40 @@ def test_training_is_decided_by_its_seed(small):
     assert not same(one, base.state_dict())
 
 
-def test_the_text_to_choose_with_is_not_the_text_shown(small):
-    tuning, shown = workbench.held_out(data.load_corpus("stdlib", "bytes"), CPU)
-    corpus = data.load_corpus("stdlib", "bytes").held_out
-    half = len(corpus) // 2
-    assert torch.equal(tuning[0][0][0], torch.from_numpy(corpus[:64].copy()).long())
-    assert torch.equal(shown[0][0][0], torch.from_numpy(corpus[half : half + 64].copy()).long())
+def test_the_calibration_set_is_not_the_evaluation_set(small):
+    corpus = data.load_corpus("stdlib", "bytes")
+    calibration_set, evaluation_set = workbench.held_out_sets(corpus, CPU)
+    text = corpus.held_out
+    half = len(text) // 2
+    assert torch.equal(calibration_set[0][0][0], torch.from_numpy(text[:64].copy()).long())
+    assert torch.equal(evaluation_set[0][0][0], torch.from_numpy(text[half : half + 64].copy()).long())
+
+
+def test_padding_does_not_count(net, batch):
+    """Evaluation pads its last batch with rows that have no target."""
+    inputs, targets = batch
+    padded = (torch.cat((inputs, inputs)), torch.cat((targets, torch.full_like(targets, data.PADDING))))
+    losses, _ = workbench.measure(net, {}, [batch])
+    torch.testing.assert_close(workbench.measure(net, {}, [padded])[0], losses)
 
 
 def test_quantize_bare_flags_and_json(small, tmp_path, monkeypatch, capsys):
     flags = ["--train-steps", "3", "--run-dir", str(tmp_path), "--device", "cpu"]
     monkeypatch.setattr(sys, "argv", ["quantize.py", *flags, "--json", str(tmp_path / "s.json")])
-    time_layer = kernels.time_layer
-    monkeypatch.setattr(kernels, "time_layer", lambda ways, side, device: time_layer(ways, 64, device))
-    measured, measure = [], workbench.measure
-    monkeypatch.setattr(
-        quantize, "measure", lambda net, f, batches: measured.append(batches) or measure(net, f, batches)
-    )
+    monkeypatch.setattr(quantize, "time_layer", lambda ways, side, device: kernels.time_layer(ways, 64, device))
+    measured = []
+    evaluate, measure = workbench.evaluate, workbench.measure
+
+    def noting(net, forwards, batches):
+        measured.append(batches)
+        return measure(net, forwards, batches)
+
+    def evaluate_noting(*args):
+        with monkeypatch.context() as patch:
+            patch.setattr(workbench, "measure", noting)
+            return evaluate(*args)
+
+    monkeypatch.setattr(quantize, "evaluate", evaluate_noting)
     assert quantize.main() == 0
     summary = json.loads((tmp_path / "s.json").read_text())
     rows = {(row["scheme"], row["multiplied"]): row for row in summary["rows"]}
@@ -430,6 +460,7 @@ def test_quantize_bare_flags_and_json(small, tmp_path, monkeypatch, capsys):
     assert fp32["weight_bytes"] == 4 * matrices
     assert int4["weight_bytes"] == matrices // 2 + 2 * 2 * (4 * 32 + 2 * 48 + 32)
     assert len(summary["sensitivity"]) == 14
+    assert len(summary["llama2"]) == 3
     assert all(0 < row["lowest"] <= row["tokens_per_second"] <= row["highest"] for row in summary["rows"])
     assert "int4 per channel" in capsys.readouterr().out
     # in turns: all schemes read one batch, then all read the next
@@ -492,12 +523,28 @@ def test_qat_bare_flags_and_json(small, tmp_path, monkeypatch, capsys):
     (verdict,) = summary["verdicts"]
     assert [verdict["lowest_gain"], verdict["median_gain"], verdict["highest_gain"]] == pytest.approx(gains)
     assert verdict["seeds_won"] == sum(gain > 0 for gain in gains)
+    assert all(row["gain_standard_error"] > 0 for row in summary["runs"])
     for key in ("base_loss", "base_ptq_loss", "rival_loss", *ptq, "qat_loss"):
         assert len({row[key] for row in summary["runs"]}) == 3  # each seed is a model of its own
         assert verdict[f"median_{key}"] == sorted(row[key] for row in summary["runs"])[1]
     assert len([*tmp_path.glob("*-steps3-*.pt")]) == 3
-    answer = {0: "no", 3: "yes"}.get(verdict["seeds_won"], "not shown")
-    assert f"at 2 bits: {answer}" in capsys.readouterr().out
+    errors = [row["gain_standard_error"] for row in summary["runs"]]
+    assert verdict["verdict"] == qat.judge(gains, errors)
+    assert f"at 2 bits: {verdict['verdict']}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("gains", "standard_error", "verdict"),
+    [
+        ([0.034, 0.025, 0.036], 0.002, "QAT is better"),
+        ([-0.034, -0.025, -0.036], 0.002, "QAT is worse"),
+        ([-0.0004, -0.0007, -0.0003], 0.001, "no gain shown"),  # all seeds alike, and within chance
+        ([0.034, -0.025, 0.036], 0.002, "no gain shown"),  # seeds differ
+        ([0.034, 0.025, 0.036], 0.02, "no gain shown"),
+    ],
+)
+def test_a_gain_within_chance_is_no_gain(gains, standard_error, verdict):
+    assert qat.judge(gains, [standard_error] * 3) == verdict
 
 
 @pytest.mark.parametrize(
@@ -513,14 +560,14 @@ def test_a_wrong_flag_is_one_line(tmp_path, script, flags, said):
 
 def on_gpu(gpus: dict[str, str], folder: Path, script: str, *flags: str) -> dict:
     """The summary of a short run of the script on cuda."""
-    flags = ["--device", "cuda", "--train-steps", 30, *flags, "--run-dir", folder / "run", "--json", "s.json"]
-    visible = {"CUDA_VISIBLE_DEVICES": gpus["CUDA_VISIBLE_DEVICES"]}
-    result = run(f"02_tensors_precision/{script}", folder, *flags, timeout=120, **visible)
-    assert result.code == 0, result.out[-2000:] + result.err[-4000:]
+    short = ["--device", "cuda", "--train-steps", "30", "--run-dir", "models", "--json", "s.json"]
+    env = {"CUDA_VISIBLE_DEVICES": gpus["CUDA_VISIBLE_DEVICES"]}
+    result = run(f"02_tensors_precision/{script}", folder, *short, *flags, **env)
+    assert result.code == 0, result.err[-4000:]
     return json.loads((folder / "s.json").read_text())
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(n=1)
 def test_integer_kernels_on_the_gpu(gpus, tmp_path):
     rows = on_gpu(gpus, tmp_path, "quantize.py")["rows"]
     assert ("W8A8, min-max of text", "torch's kernel, int8") in {(row["scheme"], row["multiplied"]) for row in rows}
@@ -530,7 +577,7 @@ def test_integer_kernels_on_the_gpu(gpus, tmp_path):
     assert fast == pytest.approx({scheme: exact[scheme] for scheme in fast}, abs=0.01)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(n=1)
 def test_qat_on_the_gpu(gpus, tmp_path):
     summary = on_gpu(gpus, tmp_path, "qat.py", "--bits", "2")  # its checks hold on cuda
     assert len(summary["runs"]) == 3

@@ -8,24 +8,26 @@ import numpy as np
 import pytest
 import torch
 from support.chapter import load
-from support.harness import ROOT, TINY, run
+from support.harness import ROOT, TINY, clean_env, run
 from torch import nn
 
-from common import hardware, model
+from common import hardware, model, runtime
 from common.exits import UserError
 
-compare, dtypes, fp16_limits = (
-    load(f"04_amp/{name}.py") for name in ("compare", "_compare_dtypes", "_compare_fp16_limits")
-)
+compare = load("04_amp/compare.py")
+dtypes = load("04_amp/_compare_dtypes.py")
+fp16_limits = load("04_amp/_compare_fp16_limits.py")
+comparison = load("04_amp/_compare_report.py")
 
 CPU = torch.device("cpu")
 ON_CPU = ["fp32", "bf16", "fp16", "fp16-unscaled", "fp8"]
 
 
-def tiny() -> nn.Module:
-    torch.manual_seed(0)
-    shape = {name: size for name, size in TINY.items() if name != "model_type"}
-    return model.Transformer(model.Config(**shape, head_dim=8))
+def tiny(**other_sizes: int) -> nn.Module:
+    shape = {name: size for name, size in TINY.items() if name != "model_type"} | other_sizes
+    net = model.Transformer(model.Config(**shape, head_dim=8))
+    net.init_weights(0)
+    return net
 
 
 def tokens(seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
@@ -54,7 +56,7 @@ def test_the_same_start_for_every_type(summary):
     first = runs["fp32"]["losses"][0]
     for name, entry in runs.items():
         assert len(entry["losses"]) == 12
-        assert entry["losses"][0] == pytest.approx(first, rel=compare.FIRST_LOSS_TOLERANCE[name])
+        assert entry["losses"][0] == pytest.approx(first, rel=comparison.FIRST_LOSS_TOLERANCE[name])
         off = max(abs(a - b) for a, b in zip(entry["losses"], runs["fp32"]["losses"], strict=True))
         assert entry["largest_loss_difference"] == pytest.approx(off)
         assert (entry["losses"] == runs["fp32"]["losses"]) == (name == "fp32")  # each type has arithmetic of its own
@@ -98,10 +100,14 @@ def test_a_failure_that_does_not_happen_is_told(monkeypatch):
 def test_a_check_that_fails_ends_the_run():
     row = {"name": "fp32", "losses": [2.0], "saved_activation_bytes": 100, "kept_bytes": 12}
     good = {**row, "name": "bf16", "losses": [2.001], "saved_activation_bytes": 60}
-    assert all(holds for holds, _ in compare.checks([row, good], []))
+    assert all(holds for holds, _ in comparison.checks([row, good], []))
     for wrong in ({"losses": [2.1]}, {"losses": [None]}, {"saved_activation_bytes": 90}, {"kept_bytes": 6}):
-        assert not all(holds for holds, _ in compare.checks([row, {**good, **wrong}], []))
-    assert not all(holds for holds, _ in compare.checks([row], [{"holds": False, "name": "", "text": ""}]))
+        assert not all(holds for holds, _ in comparison.checks([row, {**good, **wrong}], []))
+    failed = [{"holds": False, "name": "a failure", "text": ""}]
+    assert not all(holds for holds, _ in comparison.checks([row], failed))
+    with pytest.raises(AssertionError, match="a failure"):
+        comparison.check([row], failed, required=True)
+    comparison.check([row], failed, required=False)
 
 
 class Chain(nn.Module):
@@ -124,7 +130,8 @@ def test_matmul_inputs_are_saved_in_half_the_bytes():
 
 
 def test_a_model_saves_less_in_16_bits_and_least_in_fp8():
-    nets = {name: tiny() for name in ("fp32", "bf16", "fp8")}
+    # bf16 layers with one input share its copy, fp8 layers do not: the wide feed-forward of real models decides
+    nets = {name: tiny(intermediate_size=96) for name in ("fp32", "bf16", "fp8")}
     dtypes.use_fp8(nets["fp8"])
     fp32, bf16, fp8 = (compare.saved_bytes(net, tokens(), name)[0] for name, net in nets.items())
     assert 0.5 * fp32 < bf16 < 0.8 * fp32
@@ -166,8 +173,8 @@ def test_skipped_steps_are_counted_and_change_nothing():
         compare.train(run, [(x, factor)])
         moved.append(not all(torch.equal(p, old) for p, old in zip(run.net.parameters(), before, strict=True)))
     assert moved == [True, False, True, False, False, True]
-    assert compare.skipped_steps(run) == 3
-    assert run.scaler.get_scale() == compare.SCALE / 2**3
+    assert comparison.skipped_steps(run) == 3
+    assert run.scaler.get_scale() == compare.INITIAL_SCALE / 2**3
     assert len(run.losses) == 6
 
 
@@ -180,12 +187,12 @@ def test_no_step_reads_a_number_off_the_device(monkeypatch, name):
             patch.setattr(torch.Tensor, reader, lambda *_: pytest.fail("a number was read"))
         compare.train(run, [tokens(), tokens(2)])
     assert len(run.losses) == 2
-    assert compare.skipped_steps(run) == 0
+    assert comparison.skipped_steps(run) == 0
 
 
 def test_emulated_fp16_is_summed_in_fp32_and_rounded_once():
     a, b = (torch.randn(24, 512).half(), torch.randn(512, 16).half())
-    with dtypes.MatrixUnit():
+    with dtypes.EmulatedFp16():
         product = torch.mm(a, b)
         ones = torch.mm(torch.ones(1, 4096).half(), torch.ones(4096, 1).half())
     exact = a.double() @ b.double()
@@ -251,15 +258,26 @@ def test_fp8_rounds_as_ml_dtypes():
         ((12, 0), {"fp32", "fp16", "tf32", "bf16", "fp8"}),
     ],
 )
-def test_native_by_compute_capability(monkeypatch, capability, native):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(dtypes, "native_types", dtypes.native_types.__wrapped__)
+def test_the_types_that_run_are_the_native_ones_and_fp16(monkeypatch, capability, native):
     gpu = torch.device("cuda")
-    assert dtypes.native_types(gpu)[0] == native
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(hardware, "native_types", hardware.native_types.__wrapped__)  # without its cache
+    assert {name for name in dtypes.NAMES if dtypes.is_native(name, gpu)} - {"fp16-unscaled"} == native
     names, left_out = dtypes.choose(None, tiny(), gpu, 128)
     assert set(names) == native | {"fp32", "fp16"} | {"fp16-unscaled"}
     assert {*names, *left_out} == set(dtypes.NAMES)
     assert names[0] == "fp32"
+
+
+def test_an_amd_gpu_is_not_taken_for_nvidias(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(
+        hardware, "native_types", lambda device: ({"fp32", "fp16", "bf16", "tf32", "fp8"}, "AMD gfx942")
+    )
+    names, left_out = dtypes.choose(None, tiny(), torch.device("cuda"), 128)
+    assert names == ["fp32", "bf16", "fp16", "fp16-unscaled"]
+    assert set(left_out) == {"tf32", "fp8"}
 
 
 @pytest.mark.parametrize(
@@ -268,8 +286,48 @@ def test_native_by_compute_capability(monkeypatch, capability, native):
 )
 def test_native_by_instruction_set(monkeypatch, tmp_path, flags, native):
     (tmp_path / "cpuinfo").write_text(f"flags\t\t: fpu {flags} vme\n")
-    monkeypatch.setattr(dtypes, "Path", lambda name: tmp_path / name.removeprefix("/proc/"))
-    assert dtypes.native_types.__wrapped__(CPU)[0] == {"fp32"} | native
+    monkeypatch.setattr(hardware, "Path", lambda name: tmp_path / name.removeprefix("/proc/"))
+    assert hardware.native_types.__wrapped__(CPU)[0] == {"fp32"} | native
+
+
+@pytest.mark.parametrize("variable", ["TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "nothing"])
+def test_the_baseline_is_fp32_whatever_the_container_says(variable):
+    """torch reads the variable when it is imported, so each case has a process of its own."""
+    code = (
+        "import torch\n"
+        "from common import runtime\n"
+        "print(torch.get_float32_matmul_precision())\n"
+        "runtime.exact_fp32(torch.device('cpu'))\n"
+        "print(torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32)\n"
+    )
+    env = {**clean_env(), variable: "1", "PYTHONPATH": str(ROOT)}
+    result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    before = "high" if variable.startswith("TORCH") else "highest"
+    assert result.stdout.splitlines() == [before, "highest False"], result.stderr
+
+
+def test_products_in_tf32_are_refused_as_a_baseline(monkeypatch):
+    """As on a GPU where NVIDIA_TF32_OVERRIDE=1 stands above torch's own setting."""
+    precise = torch.Tensor.__matmul__
+
+    def in_tf32(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        if x.dtype == torch.float32:
+            x = (x.view(torch.int32) & -8192).view(torch.float32)  # 10 bits of fraction
+        return precise(x, y)
+
+    runtime.exact_fp32(CPU)
+    monkeypatch.setattr(torch.Tensor, "__matmul__", in_tf32)
+    with pytest.raises(UserError, match="NVIDIA_TF32_OVERRIDE"):
+        runtime.exact_fp32(CPU)
+
+
+def test_tf32_is_switched_off_again(monkeypatch):
+    with dtypes.multiplying_in("tf32", CPU):
+        assert torch.get_float32_matmul_precision() == "high"
+    assert torch.get_float32_matmul_precision() == "highest"
+    with pytest.raises(ZeroDivisionError), dtypes.multiplying_in("tf32", CPU):
+        raise ZeroDivisionError
+    assert torch.get_float32_matmul_precision() == "highest"
 
 
 def test_what_cannot_run_is_refused_when_asked_for():
@@ -294,11 +352,15 @@ def test_gpu_runs_every_native_type(gpus, tmp_path):
     command += ["--json", str(tmp_path / "c.json"), "--plot", str(tmp_path / "c.png")]
     result = subprocess.run(command, cwd=ROOT, env=gpus, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr[-3000:]
-    probe = "import torch; print(*torch.cuda.get_device_capability())"
-    probe = subprocess.run([sys.executable, "-c", probe], env=gpus, capture_output=True, text=True, timeout=60)
-    capability = tuple(map(int, probe.stdout.split()))
+    code = "import torch; from common import hardware; print(*hardware.native_types(torch.device('cuda', 0))[0])"
+    probe = run_code(code, gpus)
+    assert probe.returncode == 0, probe.stderr[-3000:]
+    native = set(probe.stdout.split())
+    assert "fp32" in native
     runs = {entry["name"]: entry for entry in json.loads((tmp_path / "c.json").read_text())["runs"]}
-    assert {name for name in ("fp16", "tf32", "bf16", "fp8") if capability >= hardware.SINCE[name]} <= set(runs)
+    assert native & {"fp32", "tf32", "bf16", "fp16", "fp8"} <= set(runs)
+    if "fp8" in runs:
+        assert "use_fast_accum=False" in result.stdout
     for entry in runs.values():
         assert entry["peak_memory_bytes"] > entry["kept_bytes"]
     if "bf16" in runs:
@@ -323,7 +385,7 @@ def test_gpu_steps_wait_for_nothing(gpus):
         "    torch.cuda.set_sync_debug_mode('error')\n"
         "    t.compare.train(run, batches[1:])\n"
         "    torch.cuda.set_sync_debug_mode('default')\n"
-        "    assert t.compare.skipped_steps(run) < 3, name\n"
+        "    assert t.comparison.skipped_steps(run) < 3, name\n"
     )
     result = run_code(code, gpus)
     assert result.returncode == 0, result.stderr[-3000:]
@@ -333,11 +395,11 @@ def test_gpu_steps_wait_for_nothing(gpus):
 def test_gpu_fp8_linear_against_a_dequantised_reference(gpus):
     code = (
         "import sys, torch\n"
-        "if torch.cuda.get_device_capability() < (8, 9): sys.exit(77)\n"
         "import test_04_compare\n"
+        "if 'fp8' not in test_04_compare.hardware.native_types(torch.device('cuda', 0))[0]: sys.exit(77)\n"
         "test_04_compare.check_fp8('cuda')"
     )
     result = run_code(code, gpus)
     if result.returncode == 77:
-        pytest.skip("GPU: fp8 needs compute capability 8.9")
+        pytest.skip("GPU: it does not multiply fp8")
     assert result.returncode == 0, result.stderr[-3000:]
