@@ -21,10 +21,11 @@ def limits(exponent_bits: int, mantissa_bits: int, infinity: bool) -> dict[str, 
     """What the bits allow. Without infinity the largest exponent holds numbers too, but for one pattern, NaN."""
     bias = 2 ** (exponent_bits - 1) - 1
     epsilon = 2.0**-mantissa_bits
-    with_infinity = (2 - epsilon) * 2.0**bias
-    without = (2 - 2 * epsilon) * 2.0 ** (bias + 1)
+    largest = (2 - epsilon) * 2.0**bias
+    if not infinity:
+        largest = (2 - 2 * epsilon) * 2.0 ** (bias + 1)
     return {
-        "max": with_infinity if infinity else without,
+        "max": largest,
         "epsilon": epsilon,  # from 1 to the next number
         "smallest_normal": 2.0 ** (1 - bias),
         "smallest_subnormal": 2.0 ** (1 - bias) * epsilon,  # the exponent's bits are 0: no leading one

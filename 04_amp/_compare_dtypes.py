@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -23,6 +23,7 @@ Batch = tuple[Tensor, Tensor]  # inputs and targets
 NAMES = ["fp32", "tf32", "bf16", "fp16", "fp16-unscaled", "fp8"]
 
 
+@cache
 def is_native(name: str, device: torch.device) -> bool:
     return name.removesuffix("-unscaled") in hardware.native_types(device)[0]
 
