@@ -20,22 +20,8 @@ test: $(VENV)/ready
 test-launch: $(VENV)/ready
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m launch
 
-# ten minutes in all: the tests have GPU_TEST_SECONDS at most, the report what is then left of GPU_SECONDS
-GPU_SECONDS ?= 585
-GPU_TEST_SECONDS ?= 280
-gpu: SHELL := /bin/bash
-gpu: export PYTHONUNBUFFERED := 1
 gpu:
-	@mkdir -p benchmarks/results ; log=benchmarks/results/gpu-tests-$$(date +%F) ; tests=0 ; \
-	if $(PYTHON) -c "import pytest" ; then \
-		timeout --signal=INT --kill-after=15 $(GPU_TEST_SECONDS) $(PYTHON) -m pytest -m gpu -v -ra \
-			--continue-on-collection-errors --durations=0 --durations-min=1 --junitxml=$$log.xml 2>&1 | tee $$log.log ; \
-		tests=$${PIPESTATUS[0]} ; \
-	else echo "GPU tests skipped: pytest is missing" ; fi ; \
-	$(PYTHON) benchmarks/gpu_report.py --minutes $$(awk "BEGIN { print ($(GPU_SECONDS) - $$SECONDS) / 60 }") ; report=$$? ; \
-	[ $$tests -eq 0 ] || echo "GPU tests: exit code $$tests (124: over after $(GPU_TEST_SECONDS) s), see $$log.log" ; \
-	[ $$report -eq 0 ] || echo "GPU report: exit code $$report" ; \
-	[ $$tests -eq 0 ] && [ $$report -eq 0 ]
+	benchmarks/gpu.sh $(PYTHON)
 
 # the pictures in docs/images, from real runs on the CPU
 figures: $(VENV)/ready

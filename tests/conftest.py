@@ -3,7 +3,8 @@
 A test marked `@pytest.mark.gpu(n=2)` gets the two GPUs with the most free memory among those that
 CUDA_VISIBLE_DEVICES allows, with a file lock on each, so that two people's runs wait for each other
 instead of colliding. Without enough GPUs it is skipped and says why. The fixture `gpus` is the
-environment to start subprocesses in: they see these GPUs and no other.
+environment to start subprocesses in: they see these GPUs and no other. With xdist's -n the workers of
+one run share the GPUs that the run has locked.
 
     pytest           everything that can run here; on a machine without GPU the gpu tests are skipped
     pytest -m gpu    the gpu tests; exit status 5 if not one of them ran
@@ -24,6 +25,8 @@ from common import nvml
 
 LOCK_WAIT_SECONDS = 600  # for another run to be done with its GPUs
 NOTHING_RAN = 5  # pytest's own exit status for "no tests"
+MOST_GPUS = 2  # that a test asks for
+SHARED = "GPU_TESTS_SHARED"  # environment variable: the UUIDs that xdist's workers share
 
 _held: dict[str, filelock.FileLock] = {}  # by GPU UUID: kept from test to test, or a waiting run would never get in
 _selected: list[str] = []  # gpu-marked tests of this session
@@ -75,6 +78,11 @@ def _allowed(uuids: list[str], visible: str | None) -> list[str]:
 
 def take_gpus(n: int) -> list[str]:
     """Lock n GPUs, freest first, and return their UUIDs. NoGpus if there are too few or others keep them."""
+    if SHARED in os.environ:
+        shared = os.environ[SHARED].split(",")
+        if len(shared) < n:
+            raise NoGpus(f"needs {n} GPUs, this run has locked {len(shared)}")
+        return shared[:n]
     gpus = visible_gpus()
     if len(gpus) < n:
         raise NoGpus(f"needs {n} GPUs, {len(gpus)} to be seen here")
@@ -147,6 +155,10 @@ def _gpus_for_marked(request: pytest.FixtureRequest) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if not config.pluginmanager.hasplugin("timeout"):
         config.addinivalue_line("markers", "timeout(seconds): without effect, pytest-timeout is not installed")
+    starts_workers = getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput")
+    if starts_workers and _asked_for_gpu_tests(config):
+        with contextlib.suppress(NoGpus):  # the workers find and tell the same reason
+            os.environ[SHARED] = ",".join(take_gpus(min(MOST_GPUS, len(visible_gpus()))))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -167,8 +179,14 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         _ran.append(report.nodeid)
 
 
+def _asked_for_gpu_tests(config: pytest.Config) -> bool:
+    return "gpu" in config.option.markexpr.replace("not gpu", "")
+
+
 def _nothing_ran(config: pytest.Config) -> bool:
-    return bool("gpu" in config.option.markexpr and _selected and not _ran and not config.option.collectonly)
+    # under xdist only the workers collect: the reports tell that something was selected
+    selected = _selected or _skipped
+    return bool(_asked_for_gpu_tests(config) and selected and not _ran and not config.option.collectonly)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -185,5 +203,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         count = sum(other == reason for other in _skipped.values())
         terminalreporter.write_line(f"{count} skipped: {reason.removeprefix('Skipped: ')}")
     terminalreporter.write_line(
-        f"-m {config.option.markexpr!r} selected {len(_selected)} gpu tests and ran none: this is not a pass.", red=True
+        f"-m {config.option.markexpr!r} skipped all {len(_skipped)} gpu tests and ran none: this is not a pass.",
+        red=True,
     )
