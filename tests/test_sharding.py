@@ -109,13 +109,12 @@ batch = torch.randint(0, 83, (2, 4, 16), generator=torch.Generator().manual_seed
 plain = training(model.build("nano", config, seed=7))
 net = model.build("nano", config, seed=7, device="meta")
 mesh = runtime.device_mesh(device, {{"shard": dist.get_world_size()}})
-timeout = mesh.get_group("shard")._get_backend(device).options._timeout
 for block in net.model.layers.values():
     fully_shard(block, mesh=mesh)
 fully_shard(net, mesh=mesh)
 model.materialize(net, "nano", seed=7, device=device)
 sharded = training(net)
-found = dict(timeout=timeout.total_seconds(), initial=[checkpoint.digest(plain["net"]), checkpoint.digest(net)])
+found = dict(initial=[checkpoint.digest(plain["net"]), checkpoint.digest(net)])
 (loss, norm), (sharded_loss, sharded_norm) = step(plain, batch), step(sharded, batch)
 meter = Meter(Path("run"), model="x", config=config, device=device, dtype="fp32", seq_len=16, global_batch_size=4,
               steps=9, start_step=0)
@@ -148,14 +147,45 @@ def test_shards_are_the_whole_model(tmp_path, n, tied, background):
     root = str(Path(__file__).parents[1])
     (tmp_path / "run").mkdir()
     (tmp_path / "sharded.py").write_text(SHARDED.format(root=root, tied=tied, background=background))
-    result = run(tmp_path / "sharded.py", tmp_path, nproc=n, COLLECTIVE_TIMEOUT_SECONDS="77")
+    result = run(tmp_path / "sharded.py", tmp_path, nproc=n)
     assert result.code == 0, result.err
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["initial"][0] == found["initial"][1]
     assert found["sharded"] == pytest.approx(found["plain"], rel=1e-5)
-    assert found["timeout"] == 77
     assert sum(found["rows"]) == 50
     assert max(found["rows"]) == -(-50 // n)
     assert found["trained"][0] == found["trained"][1]
     assert found["progress"] == {"step": 1, "skipped_steps": 0}
     assert found["far"] < 1e-6
+
+
+MESH = """
+import json, sys
+import torch.distributed as dist
+sys.path.insert(0, {root!r})
+from common import runtime
+from pathlib import Path
+
+device = runtime.init_process_group("cpu")
+mesh = runtime.device_mesh(device, {{"replicate": 2, "shard": 2}})
+groups = [None, *(mesh.get_group(name) for name in ("replicate", "shard"))]
+timeouts = [(g or dist.group.WORLD)._get_backend(device).options._timeout.total_seconds() for g in groups]
+try:
+    runtime.device_mesh(device, {{"replicate": 2, "shard": 3}})
+except runtime.UserError as error:
+    told = str(error)
+if runtime.is_rank0():
+    sizes = [dist.get_world_size(group) for group in groups]
+    Path("found.json").write_text(json.dumps(dict(timeouts=timeouts, told=told, sizes=sizes)))
+runtime.shutdown()
+"""
+
+
+def test_the_groups_of_a_mesh_wait_as_long_as_the_job(tmp_path):
+    (tmp_path / "mesh.py").write_text(MESH.format(root=str(Path(__file__).parents[1])))
+    result = run(tmp_path / "mesh.py", tmp_path, nproc=4, COLLECTIVE_TIMEOUT_SECONDS="77")
+    assert result.code == 0, result.err
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["sizes"] == [4, 2, 2]
+    assert found["timeouts"] == [77, 77, 77]
+    assert found["told"] == "replicate 2 x shard 3 is 6 processes, and 4 were started"
