@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from support.chapter import load
 from support.harness import ROOT, clean_env, run
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -56,6 +57,14 @@ def test_transformer_on_512_by_512_has_two_readings():
         assert f"{billions:.1f} GFLOP" in rows("C1")
         assert f"{billions / 2.3:.0f} GFLOP/s" in rows("C1")
         assert f"{billions / 28:.1f} TFLOP/s" in rows("C1")
+
+
+def test_settings_are_compared_round_by_round():
+    rows_of = load("benchmarks/settings.py").rows_of
+    rows = rows_of({"eager": [100.0, 200.0, 400.0], "compiled": [110.0, 240.0, 420.0]})
+    assert rows[1][:3] == ["eager", "3", "200"]
+    assert rows[1][-3:] == ["1.000"] * 3
+    assert rows[2][-3:] == ["1.100", "1.050", "1.200"]
 
 
 def test_resnet50_and_bert_in_the_time_claimed():
@@ -131,7 +140,7 @@ def test_ddp_sends_the_weights_of_rank_0_once(tmp_path):
         "dist.barrier()\n"
         "dist.destroy_process_group()\n"
     )
-    result = run(tmp_path / "weights.py", tmp_path, nproc=2)
+    result = run(tmp_path / "weights.py", tmp_path, nproc=2, warm=False)  # the real torchrun
     assert result.code == 0, result.err
     assert "rank 0 holds 1.0" in result.out
     assert "rank 1 holds 1.0" in result.out
