@@ -111,37 +111,42 @@ def peer_access(count: int) -> Check:
     return name, "ok", f"all {len(pairs)} ordered pairs of {count} GPUs", ""
 
 
-def load(count: int, seconds: float) -> None:
-    """Keep the first `count` GPUs at work, all at the same time: a product is queued, and not waited for."""
-    matrices = [torch.randn(4096, 4096, device=f"cuda:{i}", dtype=torch.float16) for i in range(count)]
-    start = None
-    while start is None or time.monotonic() - start < seconds:
-        for matrix in matrices * 8:
+def load(place: int, seconds: float) -> None:
+    """Keep torch's GPU number `place` at work: one round of products, and then more for so many seconds."""
+    matrix = torch.randn(4096, 4096, device=f"cuda:{place}", dtype=torch.float16)
+    deadline = None
+    while deadline is None or time.monotonic() < deadline:
+        for _ in range(8):  # queued, and not waited for
             matrix @ matrix
-        for i in range(count):
-            torch.cuda.synchronize(i)
-        start = start or time.monotonic()  # the first round loads the kernels
+        torch.cuda.synchronize(place)
+        deadline = deadline or time.monotonic() + seconds  # the first round loads the kernels
 
 
-def under_load(indices: list[int], work: Callable[..., None], *args: float, timeout: float = 90) -> tuple[dict, str]:
-    """Every throttle reason that NVML gives of these GPUs while `work` runs; and its error.
+def under_load(
+    pairs: list[tuple[int, int]], work: Callable[[int, float], None], seconds: float, timeout: float = 90
+) -> tuple[dict[int, set[str]], str]:
+    """Every throttle reason that NVML gives of each GPU while `work(place, seconds)` keeps it busy; and its error.
 
+    `pairs`: torch's number of a GPU, and NVML's. One GPU after the other, and only that one is asked about meanwhile.
     In a process of its own: its context is gone afterwards, its errors harm nobody, its hang becomes an answer.
     """
     seen: dict[int, set[str]] = {}
     with get_context("spawn").Pool(1) as pool:  # which kills the process at its end
-        answer, deadline = pool.apply_async(work, args), time.monotonic() + timeout
-        while not answer.ready() and time.monotonic() < deadline:
-            for index in indices:
-                if (reasons := nvml.throttle_reasons(index)) is not None:
-                    seen[index] = seen.get(index, set()) | {*reasons}
-            answer.wait(0.02)
-        try:
-            answer.get(0)
-        except TimeoutError:
-            return seen, f"no answer in {timeout:g} s"
-        except Exception as error:  # out of memory, no kernel for this GPU, an exclusive one that another process has
-            return seen, f"{type(error).__name__}: {error}".splitlines()[0]
+        for place, index in pairs:
+            try:
+                pool.apply_async(work, (place, 0.0)).get(timeout)  # starts the process, loads the kernels
+                answer = pool.apply_async(work, (place, seconds))
+                deadline = time.monotonic() + timeout
+                while not answer.ready() and time.monotonic() < deadline:
+                    reasons = nvml.throttle_reasons(index)
+                    if reasons is not None:
+                        seen.setdefault(index, set()).update(reasons)
+                    answer.wait(0.02)
+                answer.get(0)
+            except TimeoutError:
+                return seen, f"GPU {index}: no answer in {timeout:g} s"
+            except Exception as error:  # out of memory, no kernel for it, an exclusive one that another process has
+                return seen, f"GPU {index}: {type(error).__name__}: {error}".splitlines()[0]
     return seen, ""
 
 
@@ -154,7 +159,7 @@ def clocks(gpus: list[dict], loaded: dict[int, set[str]], error: str = "") -> Ch
     name, now = "clocks", {g["index"]: g["throttle_reasons"] for g in gpus}
     asked = {index: {*reasons} for index, reasons in {**now, **loaded}.items() if reasons is not None}
     if error:
-        return name, "fail", f"products on all GPUs: {error}", "see architecture, other processes; nvidia-smi; dmesg"
+        return name, "fail", f"products: {error}", "see architecture, other processes; nvidia-smi; dmesg"
     if not asked:
         return name, "skip", "not told by the driver" if gpus else "no NVIDIA GPU", ""
     faults = {i: sorted(reasons - ({"power cap"} if i in loaded else set())) for i, reasons in asked.items()}
@@ -184,7 +189,10 @@ def other_processes(gpus: list[dict]) -> Check:
 
 def checks(gpus: list[dict], why_none: str | None, environ: Mapping[str, str], usable: int) -> list[Check]:
     mine = [torch.cuda.get_device_properties(i) for i in range(usable)]
-    indices = [g["index"] for g in gpus if g["uuid"] in {f"GPU-{p.uuid}" for p in mine}]  # not MIG's slices
+    index_of = {gpu["uuid"]: gpu["index"] for gpu in gpus}
+    # without MIG's slices, which NVML lists under another name
+    pairs = [(i, index_of[f"GPU-{p.uuid}"]) for i, p in enumerate(mine) if f"GPU-{p.uuid}" in index_of]
+    loaded, error = under_load(pairs, load, 1.0) if pairs else ({}, "")
     return [
         driver(gpus, torch.version.cuda, why_none if nvidia_cards() else None),
         torch_build(gpus, torch.version.cuda, bool(usable)),
@@ -192,6 +200,6 @@ def checks(gpus: list[dict], why_none: str | None, environ: Mapping[str, str], u
         architecture([(p.major, p.minor) for p in mine], torch.cuda.get_arch_list()),
         cudnn(usable),
         peer_access(usable),
-        clocks(gpus, *(under_load(indices, load, usable, 1.0) if indices else ({}, ""))),
+        clocks(gpus, loaded, error),
         other_processes(gpus),
     ]

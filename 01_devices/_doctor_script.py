@@ -17,7 +17,14 @@ from _doctor_machine import Check
 
 from common import nvml
 
-WATCH = str(Path(__file__).resolve().with_name("_doctor_watch.py"))
+HERE = Path(__file__).resolve().parent
+# the program of each rank: the script then takes its place as the main module
+RANK_PROGRAM = f"""
+import sys
+sys.path[0] = {str(HERE)!r}
+from _doctor_watch import watch
+watch(*sys.argv[1:], run_name=__name__)
+"""
 WAIT_SHARE, WAIT_SECONDS = 0.2, 0.005  # of a step, waiting for data: less than 5 ms is the loader's own Python
 LAG = 2.0  # the slowest rank's own time over the fastest's: ranks that share a machine differ a little anyway
 
@@ -33,17 +40,20 @@ class Watched(NamedTuple):
 
 def watch(script: Path, flags: list[str], nproc: int, steps: int, seconds: float) -> Watched:
     """Run a script under _doctor_watch.py, and leave no process of it behind."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"] if nproc > 1 else []
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
+    launcher = [*torchrun, "--no-python"] if nproc > 1 else []
     environ = {key: value for key, value in os.environ.items() if key not in RENDEZVOUS}
     environ["TORCHDYNAMO_DISABLE"] = "1"  # torch.compile is off: every module is looked at
-    samples, family = [], set()
+    samples: list[list[float]] = []
+    family: set[psutil.Process] = set()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        argv = [sys.executable, *torchrun, WATCH, folder, steps, seconds, script, *flags]
+        argv = [*launcher, sys.executable, "-c", RANK_PROGRAM, folder, steps, seconds, script, *flags]
         with (folder / "output").open("w") as output:
             process = subprocess.Popen([*map(str, argv)], env=environ, stdout=output, stderr=subprocess.STDOUT)
         deadline = time.monotonic() + seconds + 120  # the ranks' start is not counted
-        facts, stacks = [folder / f"rank-{r}.json" for r in range(nproc)], [folder / f"stack-{r}" for r in range(nproc)]
+        facts = [folder / f"rank-{rank}.json" for rank in range(nproc)]
+        stacks = [folder / f"stack-{rank}" for rank in range(nproc)]
         try:
             while process.poll() is None and time.monotonic() < deadline:
                 with contextlib.suppress(psutil.Error):
@@ -71,7 +81,8 @@ def watch(script: Path, flags: list[str], nproc: int, steps: int, seconds: float
 def places(trace: str) -> list[str]:
     """file:line of the frames that are neither torch's nor Python's nor the watch's."""
     frames = re.findall(r'File "([^<"]+)", line (\d+)', trace)
-    return [f"{Path(f).name}:{n}" for f, n in frames if "/lib/python" not in f and f != WATCH]
+    watch_file = str(HERE / "_doctor_watch.py")
+    return [f"{Path(file).name}:{line}" for file, line in frames if "/lib/python" not in file and file != watch_file]
 
 
 def first(run: Watched, fact: str) -> str | None:

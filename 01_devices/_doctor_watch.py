@@ -1,8 +1,8 @@
-"""Run a training script under watch and write down what happens; doctor.py --script starts this once per rank.
+"""Run a training script under watch and write down what happens; doctor.py --script does this once per rank.
 
-The script runs unchanged, as __main__, with every module's call, Tensor.backward, the DataLoader's next and the
-optimizer's step wrapped. The facts go to rank-N.json after each step, because a script may leave through os._exit, and
-the process ends itself after the last one. _doctor_script.py judges them.
+The script runs unchanged, as the main program, with every module's call, Tensor.backward, the DataLoader's next and
+the optimizer's step wrapped. The facts go to rank-N.json after each step, because a script may leave through os._exit,
+and the process ends itself after the last one. _doctor_script.py starts this and judges the facts.
 """
 
 import faulthandler
@@ -27,6 +27,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 plain_call, plain_backward, plain_next = nn.Module.__call__, Tensor.backward, _BaseDataLoaderIter.__next__
 
+task: dict = {"folder": None, "steps": 0, "deadline": 0.0}  # where the facts go, and when to end: watch() says
 facts: dict = {"steps": 0, "ended": False, "scaler_skipped_steps": 0, "sharded": False, "weights": {}, "batches": []}
 facts |= dict.fromkeys(("not_finite", "float64", "meta", "raised"))  # in words, where it was first seen
 facts |= {"devices": [], "gpus": [], "gpus_visible": 0, "peak_memory_bytes": 0}
@@ -152,7 +153,7 @@ def after_step(optimizer: Optimizer, _args, _kwargs) -> None:
         facts["data_seconds"] += clock["loader"] or clock["gap"] or 0.0
         facts["forward_seconds"] += clock["forward"]
     clock.update(start=now, loader=0.0, gap=None, forward=0.0)
-    if facts["steps"] == STEPS:
+    if facts["steps"] == task["steps"]:
         finish()
     write()
 
@@ -163,9 +164,9 @@ def write() -> None:
     facts["gpus_visible"] = torch.cuda.device_count()
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     facts["peak_memory_bytes"] = max((torch.cuda.max_memory_allocated(device) for device in cuda), default=resident)
-    temporary = FOLDER / f"rank-{RANK}.tmp"
+    temporary = task["folder"] / f"rank-{RANK}.tmp"
     temporary.write_text(json.dumps(facts))
-    temporary.rename(FOLDER / f"rank-{RANK}.json")
+    temporary.rename(task["folder"] / f"rank-{RANK}.json")
 
 
 def finish() -> None:
@@ -175,26 +176,34 @@ def finish() -> None:
     facts.update(weights=digests, sharded=len(whole) < len(parameter_names), ended=True)
     write()
     faulthandler.cancel_dump_traceback_later()
-    files = [FOLDER / f"rank-{rank}.json" for rank in range(WORLD_SIZE)]
-    while time.monotonic() < DEADLINE and not all(f.exists() and json.loads(f.read_text())["ended"] for f in files):
+    files = [task["folder"] / f"rank-{rank}.json" for rank in range(WORLD_SIZE)]
+
+    def all_ended() -> bool:
+        return all(file.exists() and json.loads(file.read_text())["ended"] for file in files)
+
+    while time.monotonic() < task["deadline"] and not all_ended():
         time.sleep(0.05)  # a rank that leaves takes down the collective that another is still in
     for child in multiprocessing.active_children():  # data loading workers
         child.kill()
     os._exit(0)
 
 
-if __name__ == "__main__":
-    FOLDER, STEPS, SECONDS = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
-    DEADLINE = time.monotonic() + SECONDS
-    sys.argv, sys.path[0] = sys.argv[4:], str(Path(sys.argv[4]).resolve().parent)
-    faulthandler.dump_traceback_later(SECONDS, file=open(FOLDER / f"stack-{RANK}", "w"))  # noqa: SIM115
-    nn.Module.__call__, Tensor.backward, _BaseDataLoaderIter.__next__ = watched_call, watched_backward, watched_next
+def watch(folder: str, steps: str, seconds: str, *script: str, run_name: str) -> None:
+    """Run `script`, its path and flags, as the module `run_name`, for so many optimizer steps and seconds at most."""
+    task.update(folder=Path(folder), steps=int(steps), deadline=time.monotonic() + float(seconds))
+    sys.argv = list(script)
+    sys.path[0] = str(Path(script[0]).resolve().parent)
+    stack = open(task["folder"] / f"stack-{RANK}", "w")  # noqa: SIM115 (written when the time is up)
+    faulthandler.dump_traceback_later(float(seconds), file=stack)
+    nn.Module.__call__ = watched_call
+    Tensor.backward = watched_backward
+    _BaseDataLoaderIter.__next__ = watched_next
     register_optimizer_step_pre_hook(before_step)
     register_optimizer_step_post_hook(after_step)
     write()
     clock["start"] = time.perf_counter()
     try:
-        runpy.run_path(sys.argv[0], run_name="__main__")
+        runpy.run_path(script[0], run_name=run_name)
     finally:
         facts["ended"] = True
         write()

@@ -219,11 +219,18 @@ def test_peer_access(monkeypatch):
     assert checks_gpu.peer_access(1)[1] == "skip"
 
 
+BUSY = """
+import json, time
+def work(place, seconds): time.sleep(seconds)
+def fail(place, seconds): json.loads("no json")
+def hang(place, seconds): time.sleep(60 if place and seconds else seconds)
+"""
 NVML_SCENARIOS = """
-import json, os, sys, time
+import json, os, sys
 import torch
-sys.path[:0] = [{repo!r}, {repo!r} + "/01_devices"]
+sys.path[:0] = [{repo!r}, {repo!r} + "/01_devices", {folder!r}]
 import _doctor_gpu as checks_gpu
+import busy
 from common import nvml
 torch.version.cuda = "12.8"
 healthy = {{}}
@@ -239,24 +246,30 @@ for scenario in (healthy, faults, hidden, silent, {{"NVML_BROKEN": "1"}}):
         del os.environ[name]
 
 os.environ.update(NVML_THROTTLE="4", NVML_THROTTLE_OTHER="8")  # each reason in every other answer
-works = [(checks_gpu.load, 0, 0.3), (json.loads, "no json"), (time.sleep, 60)]
-told = [checks_gpu.under_load([0, 1], *work, timeout=5 if work[-1] == 60 else 90) for work in works]
+pairs = [(0, 1), (1, 0)]  # torch counts them the other way round
+asked, throttle_reasons = [], nvml.throttle_reasons
+nvml.throttle_reasons = lambda index: asked.append(index) or throttle_reasons(index)
+told = [checks_gpu.under_load(pairs, busy.work, 0.3)]
+once = [index for i, index in enumerate(asked) if asked[i - 1 : i] != [index]]
+told += [checks_gpu.under_load(pairs, busy.fail, 0.3), checks_gpu.under_load(pairs, busy.hang, 0.1, timeout=5)]
 os.environ["NVML_REFUSE"] = "nvmlDeviceGetCurrentClocksEventReasons"
-told.append(checks_gpu.under_load([0, 1], time.sleep, 0.1))
+told.append(checks_gpu.under_load(pairs, busy.work, 0.1))
 print(json.dumps([[{{index: sorted(reasons) for index, reasons in seen.items()}}, error] for seen, error in told]))
+print(json.dumps(once))
 """
 
 
-def test_gpu_faults_through_the_driver(fake_driver):
+def test_gpu_faults_through_the_driver(fake_driver, tmp_path):
     """A torch that says it was built for CUDA 12.8, before a driver of our own."""
-    code = NVML_SCENARIOS.format(repo=str(ROOT))
+    (tmp_path / "busy.py").write_text(BUSY)
+    code = NVML_SCENARIOS.format(repo=str(ROOT), folder=str(tmp_path))
     environ = clean_env(LD_LIBRARY_PATH=fake_driver)
     environ.pop("CUDA_VISIBLE_DEVICES", None)
     before = psutil.Process().children()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environ)
     assert done.returncode == 0, done.stderr
     assert psutil.Process().children() == before
-    *lines, loaded = [json.loads(line) for line in done.stdout.splitlines()]
+    *lines, loaded, order = [json.loads(line) for line in done.stdout.splitlines()]
     healthy, faults, hidden, silent, broken = [{name: (found, text) for name, found, text in line} for line in lines]
     for name in ("driver", "visible GPUs", "clocks", "other processes"):
         assert healthy[name][0] == "ok", healthy
@@ -273,8 +286,11 @@ def test_gpu_faults_through_the_driver(fake_driver):
 
     while_it_worked, while_it_failed, while_it_hung, refused = loaded
     assert while_it_worked == [{"0": ["hardware slowdown", "power cap"], "1": ["hardware slowdown", "power cap"]}, ""]
-    assert while_it_failed[1].startswith("JSONDecodeError: Expecting value")
-    assert while_it_hung[1] == "no answer in 5 s"
+    assert order == [1, 0]  # one GPU after the other: none is asked while another is at work
+    assert while_it_failed[0] == {}
+    assert while_it_failed[1].startswith("GPU 1: JSONDecodeError: Expecting value")
+    assert [*while_it_hung[0]] == ["1", "0"]
+    assert while_it_hung[1] == "GPU 0: no answer in 5 s"
     assert refused == [{}, ""]
 
 
@@ -337,9 +353,9 @@ def test_cudnn():
 def test_a_gpu_under_load(gpus, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus["CUDA_VISIBLE_DEVICES"])
     [index] = [g["index"] for g in nvml.gpus()[0] if g["uuid"] == gpus["CUDA_VISIBLE_DEVICES"]]
-    seen, error = checks_gpu.under_load([index], checks_gpu.load, 1, 1.0)
+    seen, error = checks_gpu.under_load([(0, index)], checks_gpu.load, 1.0)
     assert (error, {*seen} <= {index}) == ("", True)
-    assert checks_gpu.under_load([index], checks_gpu.load, 2, 1.0)[1]  # there is one: the error is told
+    assert checks_gpu.under_load([(1, index)], checks_gpu.load, 1.0)[1]  # there is only one: the error is told
 
 
 def test_a_card_whose_driver_does_not_answer(tmp_path):
