@@ -3,6 +3,7 @@
 from collections import defaultdict
 from pathlib import Path
 
+import torch
 from _benchmark_products import LABELS
 
 from common import hardware, report
@@ -158,26 +159,38 @@ def plot_roofline(measurements: list[dict], best: dict[str, float], name: str, f
     pyplot = report.pyplot()
     if pyplot is None:
         return False
+    title = f"{hardware.cpu_model()}, {torch.get_num_threads()} threads" if name == "cpu" else name
+    prefix = next(p for p, scale in PREFIXES.items() if max(best.values()) >= scale)
+    unit = PREFIXES[prefix]
     canvas, axes = pyplot.subplots(figsize=(8, 4.5))
     for i, dtype in enumerate(dtype for dtype in best if dtype != "memory"):
         points = [f for f in measurements if f["dtype"] == dtype and f.get("flop_per_byte")]
-        intensities = [f["flop_per_byte"] for f in points]
-        rates = [f["median"] * (f["flop_per_byte"] if f["unit"] == "B/s" else 1) / 1e12 for f in points]
-        axes.plot(intensities, rates, "o", color=f"C{i}", label=type_name(points[-1]))
-        draw_roof(axes, best[dtype], best["memory"], "-", f"C{i}")
+        for f in points:
+            rate = f["median"] * (f["flop_per_byte"] if f["unit"] == "B/s" else 1) / unit
+            axes.plot(f["flop_per_byte"], rate, shape_of(f), color=f"C{i}")
+        axes.plot([], [], "o", color=f"C{i}", label=type_name(points[0]))
+        draw_roof(axes, best[dtype] / unit, best["memory"] / unit, "-", f"C{i}")
         sheet_flops = hardware.peak_flops(name, dtype.removesuffix("_fast"))
-        draw_roof(axes, sheet_flops, hardware.memory_bandwidth(name), "--", f"C{i}")
-    axes.set(xscale="log", yscale="log", xlabel="FLOP per byte of memory traffic", ylabel="TFLOP/s")
-    axes.set_title(f"{name}: points are measured, lines their roof (dashed: the data sheet's)")
+        sheet_bandwidth = hardware.memory_bandwidth(name)
+        if sheet_flops and sheet_bandwidth:
+            draw_roof(axes, sheet_flops / unit, sheet_bandwidth / unit, "--", f"C{i}")
+    axes.plot([], [], "v", color="grey", label="32 rows")
+    axes.plot([], [], "s", color="grey", label="a = b + 3c")
+    axes.set(xscale="log", yscale="log", xlabel="FLOP per byte of memory traffic", ylabel=f"{prefix}FLOP/s")
+    axes.set_title(f"{title}: points are measured, lines their roof (dashed: the data sheet's)", fontsize=10)
     axes.grid(alpha=0.3)
-    axes.legend()
+    axes.legend(fontsize=8)
     canvas.savefig(file, format="png", dpi=110, bbox_inches="tight")
     pyplot.close(canvas)
     return True
 
 
-def draw_roof(axes, flops: float | None, bandwidth: float | None, style: str, color: str) -> None:
+def shape_of(f: dict) -> str:
+    """matplotlib's marker for a figure: a square for memory, a triangle for few rows, a dot for other products."""
+    return "s" if f["unit"] == "B/s" else "v" if f["shape"][0] == 32 else "o"
+
+
+def draw_roof(axes, flops: float, bandwidth: float, style: str, color: str) -> None:
     """Below the corner at flops / bandwidth the memory sets the rate, above it the arithmetic units do."""
-    if flops and bandwidth:
-        per_byte = [2**-4, flops / bandwidth, 2**14]
-        axes.plot(per_byte, [min(flops, bandwidth * x) / 1e12 for x in per_byte], style, color=color, linewidth=1)
+    per_byte = [2**-4, flops / bandwidth, 2**12]
+    axes.plot(per_byte, [min(flops, bandwidth * x) for x in per_byte], style, color=color, linewidth=1)
