@@ -136,9 +136,10 @@ def test_ddp_sends_the_weights_of_rank_0_once(tmp_path):
         "torch.nn.init.constant_(net.weight, rank + 1)\n"
         "DistributedDataParallel(net)\n"
         "print('rank', rank, 'holds', net.weight.mean().item())\n"
-        "print('handling', os.environ['TORCH_NCCL_ASYNC_ERROR_HANDLING'])\n"
+        "print('handling', os.environ['TORCH_NCCL_ASYNC_ERROR_HANDLING'], flush=True)\n"
         "dist.barrier()\n"
         "dist.destroy_process_group()\n"
+        "os._exit(0)\n"  # gloo's threads may abort the interpreter's own way out
     )
     result = run(tmp_path / "weights.py", tmp_path, nproc=2, warm=False)  # the real torchrun
     assert result.code == 0, result.err
