@@ -21,12 +21,15 @@ test-launch: $(VENV)/ready
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m launch
 
 gpu:
-	benchmarks/gpu.sh $(PYTHON)
+	bash benchmarks/gpu.sh $(PYTHON)
 
-# the pictures in docs/images, from real runs on the CPU
+# the pictures in docs/images, from real runs on the CPU; the last needs two hosts with a slow link between them
 figures: $(VENV)/ready
 	$(BIN)/python benchmarks/loss_curves.py
 	$(BIN)/python 01_devices/benchmark.py --device cpu --plot docs/images/roofline.png
+	@if [ "$$(id -u)" -eq 0 ] && command -v tc > /dev/null ; then \
+		$(BIN)/python 05_ddp/ddp_from_scratch.py --link-mbit 200 --plot docs/images/overlap.png ; \
+	else echo "skipped: docs/images/overlap.png (its two hosts need root and iproute2)" ; fi
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
