@@ -40,11 +40,17 @@ def sample(run_dir: Path | None) -> dict:
     """What can be known at this moment. Remembers nothing, so that any number of scrapes may ask at once."""
     gpus, no_gpu = nvml.gpus()
     for gpu in gpus:
-        gpu |= {"likely_hang": likely_hang(gpu), "utilization_ratio": gpu["utilization"]}
-        gpu |= {f"{key}_hertz": gpu[f"{key}_mhz"] and gpu[f"{key}_mhz"] * 1e6 for key in ("sm_clock", "memory_clock")}
-        gpu |= {f"{key}_total": gpu[key] for key in ("nvlink_rx_bytes", "nvlink_tx_bytes")}
+        gpu["likely_hang"] = likely_hang(gpu)
+        gpu["utilization_ratio"] = gpu["utilization"]
+        for clock in ("sm_clock", "memory_clock"):
+            megahertz = gpu[f"{clock}_mhz"]
+            gpu[f"{clock}_hertz"] = None if megahertz is None else megahertz * 1e6
+        gpu["nvlink_rx_bytes_total"] = gpu["nvlink_rx_bytes"]
+        gpu["nvlink_tx_bytes_total"] = gpu["nvlink_tx_bytes"]
     # not psutil.cpu_percent: what it compares with is kept per thread identifier, and each scrape has its own thread
-    times, memory, disks = psutil.cpu_times(), psutil.virtual_memory(), {}
+    times = psutil.cpu_times()
+    memory = psutil.virtual_memory()
+    disks = {}
     with contextlib.suppress(NotImplementedError):  # a sandbox without /proc/diskstats
         disks = physical(psutil.disk_io_counters(perdisk=True), Path("/sys/block"))
     cards = {name: c for name, c in psutil.net_io_counters(pernic=True).items() if not name.startswith("lo")}

@@ -28,13 +28,34 @@ from common import cli, exits, nvml, report, runtime
 
 # All that is shown and exported: part of a sample, key in it; the base unit last, and _total for a counter.
 METRICS = [
-    *("gpu_likely_hang", "gpu_utilization_ratio", "gpu_power_watts", "gpu_power_limit_watts", "gpu_memory_used_bytes"),
-    *("gpu_memory_total_bytes", "gpu_temperature_celsius", "gpu_sm_clock_hertz", "gpu_memory_clock_hertz"),
-    *("gpu_throttle_reasons", "gpu_processes", "gpu_pcie_rx_bytes_per_second", "gpu_pcie_tx_bytes_per_second"),
-    *("gpu_nvlink_rx_bytes_total", "gpu_nvlink_tx_bytes_total", "host_cpus", "host_cpu_busy_seconds_total"),
-    *("host_memory_used_bytes", "host_memory_total_bytes", "host_disk_read_bytes_total"),
-    *("host_disk_written_bytes_total", "host_network_rx_bytes_total", "host_network_tx_bytes_total", "training_step"),
-    *("training_loss", "training_tokens_per_second", "training_mfu_ratio", "training_last_record_timestamp_seconds"),
+    "gpu_likely_hang",
+    "gpu_utilization_ratio",
+    "gpu_power_watts",
+    "gpu_power_limit_watts",
+    "gpu_memory_used_bytes",
+    "gpu_memory_total_bytes",
+    "gpu_temperature_celsius",
+    "gpu_sm_clock_hertz",
+    "gpu_memory_clock_hertz",
+    "gpu_throttle_reasons",
+    "gpu_processes",
+    "gpu_pcie_rx_bytes_per_second",
+    "gpu_pcie_tx_bytes_per_second",
+    "gpu_nvlink_rx_bytes_total",
+    "gpu_nvlink_tx_bytes_total",
+    "host_cpus",
+    "host_cpu_busy_seconds_total",
+    "host_memory_used_bytes",
+    "host_memory_total_bytes",
+    "host_disk_read_bytes_total",
+    "host_disk_written_bytes_total",
+    "host_network_rx_bytes_total",
+    "host_network_tx_bytes_total",
+    "training_step",
+    "training_loss",
+    "training_tokens_per_second",
+    "training_mfu_ratio",
+    "training_last_record_timestamp_seconds",
 ]
 HELP = {  # where the name does not say it all
     "gpu_likely_hang": "1 if utilisation is at least 90 % and power below 20 % of its limit",
@@ -51,12 +72,16 @@ def watch(run_dir: Path | None, interval: float) -> Iterator[dict]:
         time.sleep(interval)
         view, now = sample(run_dir), time.monotonic()
         for row, old in zip(view["host"] + view["gpu"], before["host"] + before["gpu"], strict=False):
-            for key in [key.removesuffix("_total") for key in row if key.endswith("_total")]:
-                grown = [row[f"{key}_total"], old[f"{key}_total"]]
-                known = None not in grown and grown[0] >= grown[1]  # less: the driver was loaded anew, from zero
-                row[f"{key}_per_second"] = (grown[0] - grown[1]) / (now - then) if known else None
+            add_rates(row, old, now - then)
         yield {**view, "interval_seconds": now - then}
         before, then = view, now
+
+
+def add_rates(row: dict, old: dict, seconds: float) -> None:
+    """Give `row` the rate of each of its counters; None where it is not known or has begun anew."""
+    for total in [key for key in row if key.endswith("_total")]:
+        known = row[total] is not None and old[total] is not None and row[total] >= old[total]
+        row[f"{total.removesuffix('_total')}_per_second"] = (row[total] - old[total]) / seconds if known else None
 
 
 def show(views: Iterator[dict], live: bool) -> dict:
@@ -67,28 +92,43 @@ def show(views: Iterator[dict], live: bool) -> dict:
 
     with Live(console=Console(markup=False), auto_refresh=False) as screen:
         for view in views:
-            drawn: list = [f"no GPU seen, so nothing of it measured: {view['no_gpu']}"] if view["no_gpu"] else []
-            drawn += [] if view["training"] else ["no training record seen (--run-dir; default: the newest in runs/)"]
-            for part in [part for part in LABELS if view[part]]:
-                titles = [" ".join(str(row[of]) for of in LABELS[part].values() if of != "uuid") for row in view[part]]
-                drawn.append(table := Table(part, *titles))
+            drawn: list = []
+            if view["no_gpu"]:
+                drawn.append(f"no GPU seen, so nothing of it measured: {view['no_gpu']}")
+            if not view["training"]:
+                drawn.append("no training record seen (--run-dir; default: the newest in runs/)")
+            for part in LABELS:
+                if not view[part]:
+                    continue
+                labels = [of for of in LABELS[part].values() if of != "uuid"]
+                table = Table(part, *(" ".join(str(row[of]) for of in labels) for row in view[part]))
                 for key in [name.removeprefix(f"{part}_") for name in METRICS if name.startswith(part)]:
-                    table.add_row(key.removesuffix("_total").replace("_", " "), *(cell(key, row) for row in view[part]))
+                    title = key.removesuffix("_total").replace("_", " ")
+                    table.add_row(title, *(cell(key, row) for row in view[part]))
+                drawn.append(table)
             screen.update(Group(*drawn, ""), refresh=True)
             if not live:
                 return view
 
 
 def cell(key: str, row: dict) -> str:
+    """A value for people; a counter's is its rate."""
     value = row.get(f"{key.removesuffix('_total')}_per_second" if key.endswith("_total") else key)
-    if value is None or isinstance(value, bool):
-        return {None: "n/a", True: "LIKELY HANG", False: "no"}[value]
+    if value is None:
+        return "n/a"
+    if isinstance(value, bool):
+        return "LIKELY HANG" if value else "no"
     if isinstance(value, list):  # reasons, or processes and whose they are
         return ", ".join(f"{v['user'] or '?'} {v['pid']}" if key == "processes" else v for v in value) or "none"
     if key.endswith("timestamp_seconds"):
         return f"{time.time() - value:,.0f} s ago"
-    unit, prefix = (1e9, " G") if value >= 1e9 else (1e6, " M") if value >= 1e6 else (1, "")
-    return f"{value / unit:,.5g}{prefix}{'/s' if key.endswith('_total') else ''}"
+    if value >= 1e9:
+        text = f"{value / 1e9:,.5g} G"
+    elif value >= 1e6:
+        text = f"{value / 1e6:,.5g} M"
+    else:
+        text = f"{value:,.5g}"
+    return f"{text}/s" if key.endswith("_total") else text
 
 
 def serve(port: int, address: str, run_dir: Path | None) -> None:

@@ -97,7 +97,6 @@ def cpu_model(file: Path = Path("/proc/cpuinfo")) -> str | None:
 
 # the compute capability from which an NVIDIA GPU has units that multiply matrices of the type
 CUDA_SINCE = {"fp32": (1, 0), "fp16": (7, 0), "int8": (7, 5), "tf32": (8, 0), "bf16": (8, 0), "fp8": (8, 9)}
-SINCE = CUDA_SINCE
 # an AMD GPU's matrix units by chip: MI100, MI200, MI300, MI350, Radeon RX 7000 and 9000
 AMD_TYPES = {
     "gfx908": {"fp32", "fp16", "bf16", "int8"},

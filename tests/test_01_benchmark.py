@@ -564,7 +564,7 @@ def test_gpu_clocks_are_read_under_load(on_gpu):
     if loaded["power_watts"] is None:
         pytest.skip("the driver does not tell its power")
     assert loaded["power_watts"] > on_gpu["power_watts"]
-    assert loaded["sm_clock_mhz"] > 0.4 * on_gpu["sm_clock_max_mhz"]
+    assert loaded["sm_clock_mhz"] > 0.25 * on_gpu["sm_clock_max_mhz"]  # a card of 70 W goes far down
 
 
 @pytest.mark.gpu
