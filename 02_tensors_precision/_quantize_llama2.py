@@ -52,13 +52,13 @@ def elements(weights: dict[torch.Tensor, int]) -> int:
 
 
 def print_llama2(rows: list[dict]) -> None:
-    lines = [["Llama 2, weights only, GB", "bf16", "int8", "int4"]]
+    lines = [["weights only, GB", "bf16", "int8", "int4"]]
     for row in rows:
-        cells = [row["model"], f"{row['bf16_bytes'] / 1e9:.1f}"]
+        cells = [f"Llama 2 {row['model']}", f"{row['bf16_bytes'] / 1e9:.1f}"]
         for bits in ("int8", "int4"):
             sizes = [value / 1e9 for key, value in row.items() if key.startswith(bits)]
             cells.append(f"{min(sizes):.1f} to {max(sizes):.1f}")
         lines.append(cells)
     print("\n" + table(lines))
     print("from all matrices with the fewest scales to embedding and head in bf16 with the most (int4: one per 32)")
-    print("weights only: cache, activations and workspace come on top")
+    print("cache, activations and workspace come on top")

@@ -143,10 +143,10 @@ def test_llama2_weights_alone_against_the_claim(capsys):
     """C5: 7B in 16 bits, INT8 and INT4 is 13.5, 6.8 to 7.0 and 3.5 to 4.2 GB of weights."""
     llama2.print_llama2(llama2.llama2_bytes(quantize.quantize))
     printed = capsys.readouterr().out
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in printed.splitlines() if "B " in line]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in printed.splitlines() if "Llama" in line]
     rows = {row[0]: row[1:] for row in cells}
-    assert rows["7B"] == ["13.5", "6.7 to 7.0", "3.5 to 4.2"]
-    assert rows["13B"][0] == "26.0"
+    assert rows["Llama 2 7B"] == ["13.5", "6.7 to 7.0", "3.5 to 4.2"]
+    assert rows["Llama 2 13B"][0] == "26.0"
     assert "weights only" in printed
 
 
