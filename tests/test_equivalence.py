@@ -3,18 +3,33 @@
 import itertools
 import shutil
 import threading
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 from support.checkpoints import assert_near, gradients, moments, saved
-from support.harness import ROOT, TINY, train
+from support.harness import (
+    BASELINE,
+    ROOT,
+    SEVERAL,
+    TINY,
+    TRAINING_SCRIPTS,
+    Result,
+    each_of_several,
+    each_script,
+    run,
+    train,
+    two_if_it_can,
+)
 from torch.distributed.checkpoint import FileSystemReader
 
 from common import checkpoint
 
-DDP, AMP = "05_ddp/train.py", "04_amp/train.py"
 EVERY_STEP = ("--save-every", 1, "--keep", 100)
+ONE_STEP = ("--steps", 1, "--warmup-steps", 0, "--clip-norm", 0.01)
+ON_N = [(script, n) for script, processes in TRAINING_SCRIPTS.items() for n in processes]
 
 
 @pytest.fixture(scope="module")
@@ -27,11 +42,15 @@ def corpus(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory, corpus):
-    """fp32 runs of 20 steps over 2.5 epochs, by number of processes, with a checkpoint after each step."""
+def runs(tmp_path_factory, corpus) -> Callable[[str, int | None], Result]:
+    """runs(script, n): its fp32 run of 20 steps over 2.5 epochs on n processes, with a checkpoint after each step."""
     folder = tmp_path_factory.mktemp("runs")
-    flags = ("--data", corpus, "--deterministic", *EVERY_STEP)
-    return {n: train(DDP, folder / str(n), *flags, nproc=n) for n in (1, 2, 3)}
+
+    @cache
+    def run(script: str, n: int | None) -> Result:
+        return train(script, folder / script / str(n), "--data", corpus, "--deterministic", *EVERY_STEP, nproc=n)
+
+    return run
 
 
 def assert_same_curve(a, b, tolerance: float = 1e-5) -> None:
@@ -40,29 +59,52 @@ def assert_same_curve(a, b, tolerance: float = 1e-5) -> None:
         assert a.column(column) == pytest.approx(b.column(column), rel=tolerance), column
 
 
-@pytest.mark.parametrize("n", [2, 3])
-def test_more_processes_give_the_same_losses_and_gradients(runs, n):
-    assert runs[n].summary["world_size"] == n
-    assert len(runs[n].column("loss")) == 20
-    assert_same_curve(runs[1], runs[n])
-    torch.testing.assert_close(gradients(runs[n].folder), gradients(runs[1].folder), rtol=1e-5, atol=1e-7)
+@pytest.mark.parametrize(("script", "n"), [case for case in ON_N if case != (BASELINE, None)])
+def test_every_script_on_any_number_of_processes_gives_the_same_losses_and_gradients(runs, script, n):
+    baseline, result = runs(BASELINE, None), runs(script, n)
+    assert result.summary["world_size"] == (n or 1)
+    assert len(result.column("loss")) == 20
+    assert_same_curve(baseline, result)
+    torch.testing.assert_close(gradients(result.folder), gradients(baseline.folder), rtol=1e-5, atol=1e-7)
     for step in (7, 20):  # and the running mean of all gradients until then
-        assert_near(moments(runs[n].folder, step), moments(runs[1].folder, step))
+        assert_near(moments(result.folder, step), moments(baseline.folder, step))
 
 
-def test_one_process_without_torchrun_equals_the_previous_chapter(runs, tmp_path, corpus):
-    amp = train(AMP, tmp_path / "amp", "--data", corpus, "--dtype", "fp32", "--deterministic")
-    ddp = train(DDP, tmp_path / "ddp", "--data", corpus, "--dtype", "fp32", "--deterministic")
-    assert amp.summary["weights_sha256"] == ddp.summary["weights_sha256"] == runs[1].summary["weights_sha256"]
-    assert amp.column("loss") == ddp.column("loss") == runs[1].column("loss")
+@pytest.mark.parametrize("n", [None, 1])
+@each_of_several
+def test_one_process_equals_the_baseline_to_the_bit(runs, script, n):
+    baseline, result = runs(BASELINE, None), runs(script, n)
+    assert result.summary["weights_sha256"] == baseline.summary["weights_sha256"]
+    assert result.column("loss") == baseline.column("loss")
 
 
-@pytest.mark.parametrize(("script", "n", "micro"), [(AMP, None, 3), (DDP, 2, 2), (DDP, 3, 1)])
+@pytest.mark.parametrize(
+    ("script", "n", "micro"),
+    [(BASELINE, None, 3), *((script, n, m) for script in SEVERAL for n, m in ((2, 2), (3, 1)))],
+)
 def test_micro_batches_equal_one_batch(runs, tmp_path, corpus, script, n, micro):
-    flags = ("--micro-batch-size", micro, "--data", corpus, "--dtype", "fp32", *EVERY_STEP)
-    result = train(script, tmp_path, *flags, nproc=n)
-    assert_same_curve(runs[1], result)
-    torch.testing.assert_close(gradients(tmp_path), gradients(runs[1].folder), rtol=1e-5, atol=1e-7)
+    baseline = runs(BASELINE, None)
+    result = train(script, tmp_path, "--micro-batch-size", micro, "--data", corpus, *EVERY_STEP, nproc=n)
+    assert_same_curve(baseline, result)
+    torch.testing.assert_close(gradients(tmp_path), gradients(baseline.folder), rtol=1e-5, atol=1e-7)
+
+
+def norm(tensors) -> float:
+    return torch.linalg.vector_norm(torch.cat([t.flatten() for t in tensors.values()])).item()
+
+
+@each_script
+def test_the_fp16_clip_equals_the_fp32_clip(tmp_path, script):
+    flags, n = (*ONE_STEP, "--micro-batch-size", 3), two_if_it_can(script)
+    results = {d: train(script, tmp_path / d, *flags, "--dtype", d, nproc=n) for d in ("fp32", "fp16")}
+    clipped = {d: gradients(tmp_path / d) for d in results}
+    before = {d: results[d].column("grad_norm")[0] for d in results}
+    assert before["fp16"] == pytest.approx(before["fp32"], rel=5e-3)
+    assert min(before.values()) > 10 * 0.01  # there was something to clip
+    for gradient in clipped.values():
+        assert norm(gradient) == pytest.approx(0.01, rel=1e-3)
+    difference = {name: clipped["fp16"][name] - clipped["fp32"][name] for name in clipped["fp32"]}
+    assert norm(difference) < 0.01 * norm(clipped["fp32"])
 
 
 def interrupted(result, step: int, folder: Path) -> Path:
@@ -75,50 +117,58 @@ def interrupted(result, step: int, folder: Path) -> Path:
 
 
 # 8: the first epoch ends inside that step; 3 processes: the order of a sum of three counts
-@pytest.mark.parametrize(("n", "step"), [(2, 1), (2, 8), (2, 19), (3, 8)])
-def test_resumed_is_uninterrupted_to_the_bit(runs, tmp_path, corpus, n, step):
-    folder = interrupted(runs[n], step, tmp_path / "resumed")
-    resumed = train(DDP, folder, "--data", corpus, "--deterministic", *EVERY_STEP, "--resume", nproc=n)
+@pytest.mark.parametrize(
+    ("script", "n", "step"),
+    [(BASELINE, None, 8), *((s, n, step) for s in SEVERAL for n, step in ((2, 1), (2, 8), (2, 19), (3, 8)))],
+)
+def test_resumed_is_uninterrupted_to_the_bit(runs, tmp_path, corpus, script, n, step):
+    whole = runs(script, n)
+    folder = interrupted(whole, step, tmp_path / "resumed")
+    resumed = train(script, folder, "--data", corpus, "--deterministic", *EVERY_STEP, "--resume", nproc=n)
     assert f"resuming from {folder}/run/step-{step:08d}" in resumed.out
-    assert resumed.summary["weights_sha256"] == runs[n].summary["weights_sha256"]
-    assert resumed.column("loss") == runs[n].column("loss")
-    assert resumed.column("step") == runs[n].column("step")
+    assert resumed.summary["weights_sha256"] == whole.summary["weights_sha256"]
+    assert resumed.column("loss") == whole.column("loss")
+    assert resumed.column("step") == whole.column("step")
     for key in ("first_loss", "last_loss", "val_loss", "steps", "tokens"):
-        assert resumed.summary[key] == runs[n].summary[key]
+        assert resumed.summary[key] == whole.summary[key]
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_a_run_saved_on_two_processes_goes_on_on_others(runs, tmp_path, corpus, n):
-    folder = interrupted(runs[2], 9, tmp_path / "moved")
-    flags = ("--micro-batch-size", 2, "--data", corpus, "--resume")
-    resumed = train(DDP, folder, *flags, nproc=n)
+@each_of_several
+def test_a_run_saved_on_two_processes_goes_on_on_others(runs, tmp_path, corpus, script, n):
+    whole = runs(script, 2)
+    folder = interrupted(whole, 9, tmp_path / "moved")
+    resumed = train(script, folder, "--micro-batch-size", 2, "--data", corpus, "--resume", nproc=n)
     assert len(resumed.column("loss")) == 20
-    assert_same_curve(runs[2], resumed)
-    assert_near(saved(folder, 20)["model"], saved(runs[2].folder, 20)["model"])
+    assert_same_curve(whole, resumed)
+    assert_near(saved(folder, 20)["model"], saved(whole.folder, 20)["model"])
 
 
-def test_fp16_with_accumulation_moves_between_numbers_of_processes(tmp_path, corpus):
+@each_of_several
+def test_fp16_with_accumulation_moves_between_numbers_of_processes(tmp_path, corpus, script):
     flags = ("--data", corpus, "--dtype", "fp16", "--micro-batch-size", 2)
-    whole = train(DDP, tmp_path / "whole", *flags, *EVERY_STEP, nproc=2)
+    whole = train(script, tmp_path / "whole", *flags, *EVERY_STEP, nproc=2)
     for n in (1, 3):
         folder = interrupted(whole, 9, tmp_path / str(n))
-        resumed = train(DDP, folder, *flags, "--resume", nproc=n)
+        resumed = train(script, folder, *flags, "--resume", nproc=n)
         assert resumed.column("loss") == pytest.approx(whole.column("loss"), rel=1e-5)
         for column in ("loss_scale", "skipped_steps"):
             assert resumed.column(column) == whole.column(column)
 
 
-def test_fp16_scaler_and_accumulation_resume_to_the_bit(tmp_path, corpus, loud_weights):
+@each_script
+def test_fp16_scaler_and_accumulation_resume_to_the_bit(tmp_path, corpus, loud_weights, script):
     flags = ("--model", loud_weights, "--data", corpus, "--dtype", "fp16", "--micro-batch-size", 3, "--deterministic")
-    whole = train(AMP, tmp_path / "whole", *flags, *EVERY_STEP)
+    flags, n = (*flags, "--lr", 0.002), two_if_it_can(script)
+    whole = train(script, tmp_path / "whole", *flags, *EVERY_STEP, nproc=n)
     skipped = whole.column("skipped_steps")
     assert 0 < skipped[1] <= skipped[-1] < 20  # the scaler has skipped before step 2, and has found a scale
     assert whole.column("loss_scale")[1] < 2**16
     assert whole.column("grad_norm")[0] is None  # it overflowed
-    unsaved = train(AMP, tmp_path / "unsaved", *flags)
+    unsaved = train(script, tmp_path / "unsaved", *flags, nproc=n)
     assert unsaved.summary["weights_sha256"] == whole.summary["weights_sha256"]
     folder = interrupted(whole, 2, tmp_path / "resumed")
-    resumed = train(AMP, folder, *flags, *EVERY_STEP, "--resume")
+    resumed = train(script, folder, *flags, *EVERY_STEP, "--resume", nproc=n)
     assert resumed.summary["weights_sha256"] == whole.summary["weights_sha256"]
     assert resumed.column("skipped_steps") == skipped
     assert resumed.column("loss_scale") == whole.column("loss_scale")
@@ -139,11 +189,13 @@ def loud_weights(tmp_path) -> Path:
     return tmp_path / "loud"
 
 
-def test_background_saves_hold_what_foreground_saves_hold(runs, tmp_path, corpus):
-    result = train(DDP, tmp_path, "--data", corpus, "--deterministic", *EVERY_STEP, "--async-save", nproc=2)
-    assert result.summary["weights_sha256"] == runs[2].summary["weights_sha256"]
+@each_of_several
+def test_background_saves_hold_what_foreground_saves_hold(runs, tmp_path, corpus, script):
+    foreground = runs(script, 2)
+    result = train(script, tmp_path, "--data", corpus, "--deterministic", *EVERY_STEP, "--async-save", nproc=2)
+    assert result.summary["weights_sha256"] == foreground.summary["weights_sha256"]
     for step in (1, 10, 20):
-        ours, theirs = saved(tmp_path, step), saved(runs[2].folder, step)
+        ours, theirs = saved(tmp_path, step), saved(foreground.folder, step)
         torch.testing.assert_close(ours["model"], theirs["model"], rtol=0, atol=0)
         assert ours["optimizer"].keys() == theirs["optimizer"].keys()
         for key, value in theirs["optimizer"].items():
@@ -172,30 +224,82 @@ def test_training_goes_on_while_a_save_is_written(tmp_path, monkeypatch):
     assert torch.equal(net.weight, before)
 
 
-def test_checkpoint_holds_what_a_resume_needs(runs):
-    keys = FileSystemReader(runs[3].folder / "run/step-00000020").read_metadata().state_dict_metadata
+@each_of_several
+def test_checkpoint_holds_what_a_resume_needs(runs, script):
+    folder = runs(script, 3).folder / "run/step-00000020"
+    keys = FileSystemReader(folder).read_metadata().state_dict_metadata
     parts = {key.split(".")[0] for key in keys}
     assert parts >= {"model", "optimizer", "scheduler", "progress", "rng-0", "rng-1", "rng-2"}
-    files = sorted(p.name for p in (runs[3].folder / "run/step-00000020").glob("__*"))
-    assert len(files) == 3  # the ranks share the writing
+    assert len(list(folder.glob("__*"))) == 3  # the ranks share the writing
 
 
-def test_keep_prunes_the_oldest(tmp_path, corpus):
-    train(AMP, tmp_path, "--data", corpus, "--save-every", 3, "--keep", 2)
+@each_script
+def test_keep_prunes_the_oldest(tmp_path, corpus, script):
+    train(script, tmp_path, "--data", corpus, "--save-every", 3, "--keep", 2)
     assert sorted(p.name for p in (tmp_path / "run").glob("step-*")) == ["step-00000018", "step-00000020"]
 
 
-def test_data_loading_processes_change_nothing(runs, tmp_path, corpus):
-    result = train(DDP, tmp_path, "--data", corpus, "--num-workers", 2, "--deterministic")
-    assert result.summary["weights_sha256"] == runs[1].summary["weights_sha256"]
+@each_script
+def test_data_loading_processes_change_nothing(runs, tmp_path, corpus, script):
+    result = train(script, tmp_path, "--data", corpus, "--num-workers", 2, "--deterministic")
+    assert result.summary["weights_sha256"] == runs(script, None).summary["weights_sha256"]
 
 
-def test_a_run_can_be_made_longer(runs, tmp_path, corpus):
-    folder = interrupted(runs[1], 20, tmp_path / "longer")
-    result = train(DDP, folder, "--data", corpus, "--resume", "--steps", 25)
-    assert result.column("loss")[:20] == runs[1].column("loss")
+@each_script
+def test_a_run_can_be_made_longer(runs, tmp_path, corpus, script):
+    whole = runs(script, None)
+    folder = interrupted(whole, 20, tmp_path / "longer")
+    result = train(script, folder, "--data", corpus, "--resume", "--steps", 25)
+    assert result.column("loss")[:20] == whole.column("loss")
     assert result.summary["steps"] == len(result.column("loss")) == 25
     lr = result.column("lr")[20:]
     assert all(a > b for a, b in itertools.pairwise(lr))  # all five on the longer cosine
-    shorter = train(DDP, folder, "--data", corpus, "--resume", "--steps", 5, code=2)
+    shorter = train(script, folder, "--data", corpus, "--resume", "--steps", 5, code=2)
     assert "at step 25 already" in shorter.err
+
+
+DROPOUT = """
+import random, sys
+from pathlib import Path
+import numpy as np, torch
+sys.path.insert(0, {root!r})
+from common import checkpoint, runtime
+
+seed, resume = int(sys.argv[1]), "--resume" in sys.argv
+runtime.init_process_group("cpu")
+torch.manual_seed(0)
+net = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Dropout(0.5), torch.nn.Linear(32, 8))
+ddp = torch.nn.parallel.DistributedDataParallel(net)
+optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+parts = dict(net=net, optimizer=optimizer, scheduler=scheduler, scaler=torch.amp.GradScaler("cpu", enabled=False))
+checkpoints = checkpoint.Checkpoints(Path("run"), keep=9, in_background={background})
+runtime.seed(seed + torch.distributed.get_rank(), deterministic=True)
+progress = checkpoint.resume(checkpoints, **parts) if resume else {{"step": 0, "skipped_steps": 0}}
+for step in range(progress["step"] + 1, 7):
+    batch = torch.randn(4, 8) * random.random() + np.random.rand()
+    ddp(batch).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if step == 3 and not resume:
+        checkpoint.save(checkpoints, {{"step": step, "skipped_steps": 0}}, **parts)
+checkpoints.wait()
+runtime.say("digest " + checkpoint.digest(net))
+runtime.shutdown()
+"""
+
+
+@pytest.mark.parametrize(("n", "background"), [(1, False), (2, True)])
+def test_what_is_drawn_at_random_goes_on_where_it_was(tmp_path, n, background):
+    """Dropout and noise from all three generators: the training scripts draw nothing, a reader's own may."""
+    (tmp_path / "dropout.py").write_text(DROPOUT.format(root=str(ROOT), background=background))
+
+    def digest(folder: str, *flags) -> str:
+        (tmp_path / folder / "run").mkdir(parents=True, exist_ok=True)
+        result = run(tmp_path / "dropout.py", tmp_path / folder, *flags, nproc=n)
+        assert result.code == 0, result.err
+        return result.out.splitlines()[-1]
+
+    whole = digest("a", 1)
+    assert digest("a", 7, "--resume") == whole  # seeded otherwise: all that it draws comes from the checkpoint
+    assert digest("b", 7) != whole

@@ -5,14 +5,21 @@ import random
 import shutil
 import signal
 import subprocess
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
 from support.harness import (
+    BASELINE,
     ROOT,
+    SEVERAL,
     TINY,
+    TRAINING_SCRIPTS,
     command,
     damage,
+    each_of_several,
+    each_script,
     finish,
     holds,
     kill_all,
@@ -25,15 +32,14 @@ from support.harness import (
     train,
 )
 
-DDP, AMP = "05_ddp/train.py", "04_amp/train.py"
 LONG = ("--steps", 60, "--deterministic", "--save-every", 4)  # long enough to be hit while it runs
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    """The weights that a run of LONG ends with, by number of processes."""
+def undisturbed(tmp_path_factory) -> Callable[[str, int], str]:
+    """undisturbed(script, n): the weights that a run of LONG on n processes ends with."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    return {n: train(DDP, folder / str(n), *LONG, nproc=n).summary["weights_sha256"] for n in (1, 2)}
+    return cache(lambda script, n: train(script, folder / script / str(n), *LONG, nproc=n).summary["weights_sha256"])
 
 
 def checkpoints(folder: Path) -> list[str]:
@@ -47,9 +53,10 @@ def content(folder: Path) -> dict[str, bytes]:
 # --- signals
 
 
+@each_of_several
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_saves_and_asks_to_be_started_again(tmp_path, undisturbed, number):
-    process = launch(DDP, tmp_path, *LONG)
+def test_a_signal_saves_and_asks_to_be_started_again(tmp_path, undisturbed, number, script):
+    process = launch(script, tmp_path, *LONG)
     assert holds(process, lambda: steps_logged(tmp_path) >= 7)
     process.send_signal(number)
     result = finish(process, tmp_path)
@@ -58,64 +65,68 @@ def test_a_signal_saves_and_asks_to_be_started_again(tmp_path, undisturbed, numb
     assert 7 <= step < 60
     assert checkpoints(tmp_path)[-1] == f"step-{step:08d}"
     assert "Traceback" not in result.err
-    resumed = train(DDP, tmp_path, *LONG, "--resume")
-    assert resumed.summary["weights_sha256"] == undisturbed[1]
+    resumed = train(script, tmp_path, *LONG, "--resume")
+    assert resumed.summary["weights_sha256"] == undisturbed(script, 1)
     assert resumed.column("step") == [*range(1, 61), 60]
 
 
-def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path, undisturbed):
-    process = launch(DDP, tmp_path, *LONG, nproc=2)
+@each_of_several
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path, undisturbed, script):
+    process = launch(script, tmp_path, *LONG, nproc=2)
     assert holds(process, lambda: steps_logged(tmp_path) >= 3)
     rank_process(process, 1).send_signal(signal.SIGUSR1)
     result = finish(process, tmp_path)
     assert result.code != 0
     assert "exitcode  : 75" in result.err
     assert result.out.count("the same command with --resume goes on") == 1
-    resumed = train(DDP, tmp_path, *LONG, "--resume", nproc=2)
-    assert resumed.summary["weights_sha256"] == undisturbed[2]
+    resumed = train(script, tmp_path, *LONG, "--resume", nproc=2)
+    assert resumed.summary["weights_sha256"] == undisturbed(script, 2)
 
 
+@each_of_several
 @pytest.mark.parametrize("flags", [("--async-save",), ("--num-workers", 1)], ids=["async", "workers"])
-def test_a_signal_to_torchrun_saves_too(tmp_path, undisturbed, flags):
+def test_a_signal_to_torchrun_saves_too(tmp_path, undisturbed, flags, script):
     """torchrun hands it to each rank's whole process group, data loading workers included."""
-    process = launch(DDP, tmp_path, *LONG, *flags, nproc=2)
+    process = launch(script, tmp_path, *LONG, *flags, nproc=2)
     assert holds(process, lambda: steps_logged(tmp_path) >= 3)
     process.send_signal(signal.SIGTERM)
     result = finish(process, tmp_path)
     assert "the same command with --resume goes on" in result.out
-    resumed = train(DDP, tmp_path, *LONG, "--resume", nproc=2)
-    assert resumed.summary["weights_sha256"] == undisturbed[2]
+    resumed = train(script, tmp_path, *LONG, "--resume", nproc=2)
+    assert resumed.summary["weights_sha256"] == undisturbed(script, 2)
 
 
+@each_of_several
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGKILL])
-def test_ranks_whose_torchrun_dies_save_and_end(tmp_path, undisturbed, number):
+def test_ranks_whose_torchrun_dies_save_and_end(tmp_path, undisturbed, number, script):
     """torchrun does not catch these, and would leave its ranks training for nobody."""
-    process = launch(DDP, tmp_path, *LONG, nproc=2)
+    process = launch(script, tmp_path, *LONG, nproc=2)
     assert holds(process, lambda: steps_logged(tmp_path) >= 3)
     process.send_signal(number)
     result = finish(process, tmp_path)
     assert "the same command with --resume goes on" in result.out
-    resumed = train(DDP, tmp_path, *LONG, "--resume", nproc=2)
-    assert resumed.summary["weights_sha256"] == undisturbed[2]
+    resumed = train(script, tmp_path, *LONG, "--resume", nproc=2)
+    assert resumed.summary["weights_sha256"] == undisturbed(script, 2)
 
 
 # --- kill -9 at any moment
 
 
+@each_of_several
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(i, marks=pytest.mark.campaign) for i in range(4, 20))])
-def test_killed_and_resumed_is_undisturbed(tmp_path, undisturbed, seed):
+def test_killed_and_resumed_is_undisturbed(tmp_path, undisturbed, seed, script):
     """Kill a job up to three times, at moments drawn from the seed, half of them inside a save."""
     draw = random.Random(seed)
     nproc = (None, 2)[seed % 2]
     flags = (*LONG, *(["--async-save"] if seed % 4 >= 2 else []), "--resume")
     for _ in range(draw.randint(1, 3)):
-        process = launch(DDP, tmp_path, *flags, nproc=nproc)
+        process = launch(script, tmp_path, *flags, nproc=nproc)
         moment, in_save = steps_logged(tmp_path) + draw.randrange(1, 30), draw.random() < 0.5
         if holds(process, lambda: steps_logged(tmp_path) >= moment) and in_save:  # noqa: B023
             holds(process, lambda: any((tmp_path / "run").glob("step-*.tmp")))
         kill_all(process)
-    resumed = train(DDP, tmp_path, *flags, nproc=nproc)
-    assert resumed.summary["weights_sha256"] == undisturbed[nproc or 1]
+    resumed = train(script, tmp_path, *flags, nproc=nproc)
+    assert resumed.summary["weights_sha256"] == undisturbed(script, nproc or 1)
     assert resumed.column("step") == [*range(1, 61), 60]
 
 
@@ -139,18 +150,19 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def launch_with_fault(folder: Path, fault: str, *flags):
+def launch_with_fault(script: str, folder: Path, fault: str, *flags):
     """The real script on two ranks, with one statement run on rank 1 before its third optimizer step."""
     (folder / "tiny.json").write_text(json.dumps(TINY))
     (folder / "fault.py").write_text(FAULT.replace("FAULT", fault))
-    argv = command(DDP, *tiny_flags(folder), *flags, nproc=2)
-    argv.insert(argv.index(str(ROOT / DDP)), "fault.py")
+    argv = command(script, *tiny_flags(folder), *flags, nproc=2)
+    argv.insert(argv.index(str(ROOT / script)), "fault.py")
     return start(argv, folder)
 
 
+@each_of_several
 @pytest.mark.parametrize("flags", [(), ("--save-every", 1, "--async-save", "--num-workers", 1)], ids=["plain", "busy"])
-def test_a_rank_that_fails_takes_the_job_down(tmp_path, flags):
-    process = launch_with_fault(tmp_path, 'raise RuntimeError("the third step broke")', "--steps", 5000, *flags)
+def test_a_rank_that_fails_takes_the_job_down(tmp_path, flags, script):
+    process = launch_with_fault(script, tmp_path, 'raise RuntimeError("the third step broke")', "--steps", 5000, *flags)
     assert holds(process, lambda: "the third step broke" in (tmp_path / "stderr").read_text())
     result = finish(process, tmp_path, timeout=30)
     assert result.code != 0
@@ -158,17 +170,19 @@ def test_a_rank_that_fails_takes_the_job_down(tmp_path, flags):
     assert "RuntimeError: the third step broke" in result.err
 
 
-def test_a_rank_that_is_killed_takes_the_job_down(tmp_path):
-    process = launch_with_fault(tmp_path, "os.kill(os.getpid(), 9)", "--steps", 5000)
+@each_of_several
+def test_a_rank_that_is_killed_takes_the_job_down(tmp_path, script):
+    process = launch_with_fault(script, tmp_path, "os.kill(os.getpid(), 9)", "--steps", 5000)
     assert holds(process, lambda: steps_logged(tmp_path) >= 2)
     result = finish(process, tmp_path, timeout=30)
     assert result.code != 0
     assert "Signal 9 (SIGKILL)" in result.err
 
 
-def test_a_rank_that_drifts_is_found_at_the_end(tmp_path):
+@each_of_several
+def test_a_rank_that_drifts_is_found_at_the_end(tmp_path, script):
     fault = "self.param_groups[0]['params'][0].data.view(-1)[0].mul_(1.0001)"
-    result = finish(launch_with_fault(tmp_path, fault), tmp_path)
+    result = finish(launch_with_fault(script, tmp_path, fault), tmp_path)
     assert result.code != 0
     assert "AssertionError: ranks hold different weights" in result.err
 
@@ -176,14 +190,15 @@ def test_a_rank_that_drifts_is_found_at_the_end(tmp_path):
 # --- disks
 
 
-def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path):
+@each_of_several
+def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path, script):
     disk = tmp_path / "disk"
     disk.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1500k", "none", disk], capture_output=True).returncode:
         pytest.skip("mounting a small file system needs root")
     try:
         flags = ("--run-dir", disk / "run", "--save-every", 5, "--keep", 9)
-        result = train(DDP, tmp_path, *flags, code=2)
+        result = train(script, tmp_path, *flags, code=2)
         assert_one_line(result, "cannot save step", "(0 MiB free there)")
         kept = sorted(p.name for p in disk.glob("run/step-*[0-9]"))
         assert kept
@@ -191,38 +206,41 @@ def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path):
         shutil.copytree(disk / "run", tmp_path / "run", dirs_exist_ok=True)
     finally:
         subprocess.run(["umount", disk], check=True)
-    resumed = train(DDP, tmp_path, "--save-every", 5, "--keep", 9, "--resume")
+    resumed = train(script, tmp_path, "--save-every", 5, "--keep", 9, "--resume")
     assert f"run/{kept[-1]}" in resumed.out
     assert resumed.summary["steps"] == 20
 
 
+@each_of_several
 @pytest.mark.parametrize("background", [(), ("--async-save",)], ids=["sync", "async"])
-def test_a_file_that_cannot_be_written_leaves_the_previous_checkpoint(tmp_path, background):
-    train(DDP, tmp_path, "--steps", 10)
+def test_a_file_that_cannot_be_written_leaves_the_previous_checkpoint(tmp_path, background, script):
+    train(script, tmp_path, "--steps", 10)
     before = content(tmp_path / "run/step-00000010")
-    argv = command(DDP, *tiny_flags(tmp_path), "--save-every", 15, "--resume", *background)
+    argv = command(script, *tiny_flags(tmp_path), "--save-every", 15, "--resume", *background)
     result = finish(start(["prlimit", "--fsize=100000", *argv], tmp_path), tmp_path)
     assert result.code == 2
     assert_one_line(result, "cannot save step 15", "File too large")
     assert content(tmp_path / "run/step-00000010") == before
-    resumed = train(DDP, tmp_path, "--save-every", 15, "--resume")
+    resumed = train(script, tmp_path, "--save-every", 15, "--resume")
     assert "run/step-00000010" in resumed.out
 
 
-def test_a_failed_save_on_two_ranks_ends_both(tmp_path):
-    argv = command(DDP, *tiny_flags(tmp_path), "--save-every", 5, nproc=2)
+@each_of_several
+def test_a_failed_save_on_two_ranks_ends_both(tmp_path, script):
+    argv = command(script, *tiny_flags(tmp_path), "--save-every", 5, nproc=2)
     (tmp_path / "tiny.json").write_text(json.dumps(TINY))
     result = finish(start(["prlimit", "--fsize=50000", *argv], tmp_path), tmp_path)
     assert result.code != 0
     assert result.err.count("error: cannot save step 5") == 1
 
 
+@each_of_several
 @pytest.mark.parametrize("how", ["truncated", "one bit", "missing"])
-def test_a_damaged_checkpoint_is_passed_over(tmp_path, how):
+def test_a_damaged_checkpoint_is_passed_over(tmp_path, how, script):
     flags = ("--save-every", 5, "--deterministic")
-    whole = train(DDP, tmp_path, *flags)
+    whole = train(script, tmp_path, *flags)
     damage(tmp_path / "run/step-00000020", how)
-    resumed = train(DDP, tmp_path, *flags, "--resume")
+    resumed = train(script, tmp_path, *flags, "--resume")
     assert "run/step-00000020 is broken" in resumed.out
     assert "resuming from" in resumed.out
     assert "run/step-00000015" in resumed.out
@@ -231,12 +249,13 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, how):
     assert list((tmp_path / "run").glob("broken-step-00000020-*"))
 
 
-def test_only_damaged_checkpoints_stop_the_run_and_stay_as_they_are(tmp_path):
-    train(DDP, tmp_path, "--save-every", 10)
+@each_of_several
+def test_only_damaged_checkpoints_stop_the_run_and_stay_as_they_are(tmp_path, script):
+    train(script, tmp_path, "--save-every", 10)
     damage(tmp_path / "run/step-00000010", "truncated")
     damage(tmp_path / "run/step-00000020", "one bit")
     before = content(tmp_path / "run")
-    result = train(DDP, tmp_path, "--resume", code=2)
+    result = train(script, tmp_path, "--resume", code=2)
     assert_one_line(result, "every checkpoint", "is broken")
     assert content(tmp_path / "run") == before
 
@@ -280,11 +299,11 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-@pytest.mark.parametrize("script", [AMP, DDP])
+@each_script
 def test_bad_input(tmp_path, script, case):
     flags, words = BAD[case]
-    if script == DDP and case in ("dtype", "keep", "lr", "flag", "zero batch", "steps word", "json", "seed"):
-        pytest.skip("the parser is the same as 04's")
+    if script != BASELINE and case in ("dtype", "keep", "lr", "flag", "zero batch", "steps word", "json", "seed"):
+        pytest.skip("the parser is the same as the baseline's")
     (tmp_path / "empty.txt").touch()
     (tmp_path / "short.txt").write_text("too short a text to train on" * 20)
     result = run(script, tmp_path, "--device", "cpu", *flags, HF_HUB_OFFLINE="1")
@@ -292,108 +311,118 @@ def test_bad_input(tmp_path, script, case):
     assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").glob("*/step-*"))
 
 
-def test_no_gpu(tmp_path):
-    result = run(DDP, tmp_path, "--device", "cuda", CUDA_VISIBLE_DEVICES="")
+@each_of_several
+def test_no_gpu(tmp_path, script):
+    result = run(script, tmp_path, "--device", "cuda", CUDA_VISIBLE_DEVICES="")
     assert_one_line(result, "--device cuda", "--device cpu")
 
 
+@each_of_several
 @pytest.mark.parametrize(
     ("flags", "words"),
     [(["--model", "llama-9b"], "llama-9b"), (["--global-batch-size", 7], "use 6 or 8"), (["--steps", "0"], "--steps")],
 )
-def test_bad_input_is_told_once_under_torchrun(tmp_path, flags, words):
-    result = run(DDP, tmp_path, "--device", "cpu", *flags, nproc=2)
+def test_bad_input_is_told_once_under_torchrun(tmp_path, flags, words, script):
+    result = run(script, tmp_path, "--device", "cpu", *flags, nproc=2, warm=False)
     assert result.code != 0
-    told = [line for line in result.err.splitlines() if "05_ddp/train.py: error: " in line]
+    told = [line for line in result.err.splitlines() if f"{script}: error: " in line]
     assert len(told) == 1
     assert words in told[0]
     assert result.out == ""
     assert "exitcode  : 2" in result.err
 
 
-@pytest.mark.parametrize("script", ["03_linear_regression/train.py", AMP])
+@pytest.mark.parametrize("script", ["03_linear_regression/train.py", *sorted({*TRAINING_SCRIPTS} - {*SEVERAL})])
 def test_a_script_of_one_process_refuses_several(tmp_path, script):
-    result = run(script, tmp_path, "--device", "cpu", nproc=2)
+    result = run(script, tmp_path, "--device", "cpu", nproc=2, warm=False)
     assert result.code != 0
     assert result.err.count("error: this script runs in one process") == 1
 
 
+@each_of_several
 @pytest.mark.parametrize("given", ["RANK=0", "RANK=0 WORLD_SIZE=2", "RANK=a WORLD_SIZE=1 LOCAL_RANK=0", "LOCAL_RANK=1"])
-def test_a_launcher_that_sets_half_its_variables(tmp_path, given):
-    result = run(DDP, tmp_path, **dict(pair.split("=") for pair in given.split()))
+def test_a_launcher_that_sets_half_its_variables(tmp_path, given, script):
+    result = run(script, tmp_path, **dict(pair.split("=") for pair in given.split()))
     assert_one_line(result, "start with torchrun")
 
 
-def test_a_folder_with_another_runs_settings(tmp_path):
-    train(DDP, tmp_path)
+@each_of_several
+def test_a_folder_with_another_runs_settings(tmp_path, script):
+    train(script, tmp_path)
     before = content(tmp_path / "run")
-    result = train(DDP, tmp_path, "--lr", 0.5, "--seq-len", 16, "--resume", code=2)
+    result = train(script, tmp_path, "--lr", 0.5, "--seq-len", 16, "--resume", code=2)
     assert_one_line(result, "--lr 0.5 (was 0.002)", "--seq-len 16 (was 32)")
     assert "--seed" not in result.err
-    assert_one_line(train(DDP, tmp_path, code=2), "holds a run with checkpoints", "--resume")
+    assert_one_line(train(script, tmp_path, code=2), "holds a run with checkpoints", "--resume")
     assert content(tmp_path / "run") == before
 
 
-def test_a_folder_whose_text_has_changed(tmp_path):
+@each_of_several
+def test_a_folder_whose_text_has_changed(tmp_path, script):
     text = (ROOT / "05_ddp/train.py").read_text()
     (tmp_path / "text.txt").write_text(text)
-    train(DDP, tmp_path, "--data", "text.txt", "--steps", 2)
+    train(script, tmp_path, "--data", "text.txt", "--steps", 2)
     (tmp_path / "text.txt").write_text(text.replace("rank", "link"))
-    result = train(DDP, tmp_path, "--data", "text.txt", "--steps", 2, "--resume", code=2)
+    result = train(script, tmp_path, "--data", "text.txt", "--steps", 2, "--resume", code=2)
     assert_one_line(result, "other settings: --data text.txt (SHA-256 ")
 
 
-def test_a_finished_run_resumes_to_its_summary(tmp_path):
-    whole = train(DDP, tmp_path).summary
-    again = train(DDP, tmp_path, "--resume").summary
+@each_of_several
+def test_a_finished_run_resumes_to_its_summary(tmp_path, script):
+    whole = train(script, tmp_path).summary
+    again = train(script, tmp_path, "--resume").summary
     same = ("steps", "tokens", "first_loss", "last_loss", "val_loss", "weights_sha256")
     assert {key: again[key] for key in same} == {key: whole[key] for key in same}
 
 
-def test_more_ranks_than_held_out_sequences(tmp_path):
+@each_of_several
+def test_more_ranks_than_held_out_sequences(tmp_path, script):
     text = (ROOT / "05_ddp/train.py").read_bytes()[:1300]  # 38 training sequences of 32 bytes, 2 held out
     (tmp_path / "text.txt").write_bytes(text)
-    result = train(DDP, tmp_path, "--data", "text.txt", "--steps", 2, nproc=3)
+    result = train(script, tmp_path, "--data", "text.txt", "--steps", 2, nproc=3)
     assert result.summary["val_loss"] > 0
 
 
-def test_a_folder_in_use_by_a_live_run(tmp_path):
+@each_of_several
+def test_a_folder_in_use_by_a_live_run(tmp_path, script):
     (tmp_path / "live").mkdir()
-    process = launch(DDP, tmp_path / "live", "--steps", 100_000)
+    process = launch(script, tmp_path / "live", "--steps", 100_000)
     try:
         assert holds(process, lambda: steps_logged(tmp_path / "live") > 0)
-        result = train(DDP, tmp_path / "second", "--run-dir", tmp_path / "live/run", "--resume", code=2)
+        result = train(script, tmp_path / "second", "--run-dir", tmp_path / "live/run", "--resume", code=2)
         assert_one_line(result, "in use by a live run")
         assert process.poll() is None
     finally:
         kill_all(process)
 
 
-def test_resume_with_nothing_there_starts_afresh(tmp_path):
-    assert train(DDP, tmp_path, "--resume").summary["steps"] == 20
+@each_of_several
+def test_resume_with_nothing_there_starts_afresh(tmp_path, script):
+    assert train(script, tmp_path, "--resume").summary["steps"] == 20
 
 
-def test_a_model_file_that_has_changed(tmp_path):
-    train(DDP, tmp_path, "--steps", 2)
+@each_of_several
+def test_a_model_file_that_has_changed(tmp_path, script):
+    train(script, tmp_path, "--steps", 2)
     (tmp_path / "other.json").write_text(json.dumps({**TINY, "rms_norm_eps": 1e-3}))  # the weights would still fit
     (tmp_path / "other.json").replace(tmp_path / "tiny.json")
-    result = run(DDP, tmp_path, *tiny_flags(tmp_path), "--steps", 2, "--resume")
+    result = run(script, tmp_path, *tiny_flags(tmp_path), "--steps", 2, "--resume")
     assert_one_line(result, "other settings: --model tiny.json (SHA-256 ")
 
 
 def test_a_loss_that_is_not_finite_names_the_step(tmp_path):
     flags = ("--lr", 1e30, "--dtype", "fp32", "--clip-norm", "inf", "--save-every", 7)
-    each = train(AMP, tmp_path / "each", *flags, code=2)
+    each = train(BASELINE, tmp_path / "each", *flags, code=2)
     first_bad = len(each.records) + 1
     assert 1 < first_bad < 7
-    seventh = train(AMP, tmp_path / "seventh", *flags, "--log-every", 7, code=2)
+    seventh = train(BASELINE, tmp_path / "seventh", *flags, "--log-every", 7, code=2)
     for result in (each, seventh):
         assert_one_line(result, f"not finite at step {first_bad}", "--lr", "--warmup-steps")
         assert not checkpoints(result.folder)
 
 
 def test_a_background_save_is_finished_before_an_error_ends_the_run(tmp_path):
-    result = train(AMP, tmp_path, "--lr", 1e30, "--clip-norm", "inf", "--save-every", 1, "--async-save", code=2)
+    result = train(BASELINE, tmp_path, "--lr", 1e30, "--clip-norm", "inf", "--save-every", 1, "--async-save", code=2)
     last = len(result.records)
     assert_one_line(result, f"not finite at step {last + 1}")
     assert checkpoints(tmp_path)[-1] == f"step-{last:08d}"
@@ -408,7 +437,7 @@ def test_gradients_that_overflow_at_every_scale_end_the_run(tmp_path):
         "    optimizer.param_groups[0]['params'][0].grad.fill_(float('inf'))\n"
         "    unscale(self, optimizer)\n"
         "torch.amp.GradScaler.unscale_ = broken\n"
-        f"sys.argv = [{str(ROOT / AMP)!r}, *sys.argv[1:]]\n"
+        f"sys.argv = [{str(ROOT / BASELINE)!r}, *sys.argv[1:]]\n"
         "runpy.run_path(sys.argv[0], run_name='__main__')\n"
     )
     (tmp_path / "tiny.json").write_text(json.dumps(TINY))
@@ -429,4 +458,4 @@ def test_gradients_that_overflow_at_every_scale_end_the_run(tmp_path):
 )
 def test_a_config_that_cannot_be(tmp_path, change):
     (tmp_path / "odd.json").write_text(json.dumps({**TINY, **change}))
-    assert_one_line(run(AMP, tmp_path, "--device", "cpu", "--model", "odd.json"), "--model")
+    assert_one_line(run(BASELINE, tmp_path, "--device", "cpu", "--model", "odd.json"), "--model")

@@ -35,6 +35,17 @@ TINY = {
     "max_position_embeddings": 128,
 }
 
+# The training scripts, and on how many processes each is tried (None: without torchrun). The first is the baseline. A
+# new chapter joins the tests of equivalence, clipping, resuming and faults by a line here.
+TRAINING_SCRIPTS = {
+    "04_amp/train.py": [None],
+    "05_ddp/train.py": [None, 1, 2, 3],
+}
+BASELINE, *_ = TRAINING_SCRIPTS
+SEVERAL = [script for script, processes in TRAINING_SCRIPTS.items() if 2 in processes]  # those for several processes
+each_script = pytest.mark.parametrize("script", TRAINING_SCRIPTS)
+each_of_several = pytest.mark.parametrize("script", SEVERAL)
+
 
 @dataclass
 class Result:
@@ -61,6 +72,11 @@ def command(script: str, *flags, nproc: int | None = None) -> list[str]:
     if nproc:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
     return [*launcher, str(ROOT / script), *map(str, flags)]
+
+
+def two_if_it_can(script: str) -> int | None:
+    """The number of processes for a test that wants ranks where a script has them."""
+    return 2 if script in SEVERAL else None
 
 
 def clean_env(**extra: str) -> dict[str, str]:

@@ -149,6 +149,8 @@ def main() -> None:
     requests = socket.socket(fileno=int(sys.argv[1]))
     sys.path.insert(1, str(ROOT))
     import matplotlib
+    import numpy
+    import torch
 
     matplotlib.use("Agg")
     for module in MODULES:
@@ -161,11 +163,10 @@ def main() -> None:
     gc.freeze()  # or the children's collector would touch, and so copy, every page
     serve(requests)
 
-    # this is a job's process now
-    import numpy
-
-    numpy.random.seed()  # the forks' states would be equal
+    # This is a job's process now. What is drawn unseeded differs from process to process.
     random.seed()
+    numpy.random.seed()
+    torch.default_generator.seed()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     runpy.run_path(sys.argv[0], run_name="__main__")
 
