@@ -63,6 +63,34 @@ def test_replicas_that_never_talk_are_found(tmp_path):
     assert "ranks hold different weights" in result.err
 
 
+LEAVES = """
+import sys
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+sys.path.insert(0, {root!r})
+from common import runtime
+
+store, rank, world_size = next(dist.rendezvous("env://"))
+sys.setswitchinterval(1000)  # who wants the GIL gets it when it is given up, and not before
+for turn in range(30):
+    dist.init_process_group("gloo", store=dist.PrefixStore(str(turn), store), rank=rank, world_size=world_size)
+    ddp = DistributedDataParallel(torch.nn.Linear(64, 64))
+    ddp(torch.ones(8, 64)).sum().backward()
+    runtime.gather("as at the end of training")
+    runtime.shutdown()
+    del ddp
+    print(turn, flush=True)
+"""
+
+
+def test_no_rank_hangs_after_its_last_line(tmp_path):
+    """gloo's destructor joins threads that may want the GIL, and DDP would run it with the GIL held."""
+    (tmp_path / "leaves.py").write_text(LEAVES.format(root=str(ROOT)))
+    result = run(tmp_path / "leaves.py", tmp_path, nproc=2, timeout=60)
+    assert result.code == 0, result.err
+    assert sorted(result.out.split(), key=int) == [str(turn) for turn in range(30) for _ in range(2)]
+
+
 @needs_compiler
 def test_compiled_with_accumulation_equals_eager(tmp_path):
     flags = ("--steps", 3, "--micro-batch-size", 3)
@@ -110,6 +138,15 @@ def test_mfu_is_against_the_peak_of_all_devices(meter):
     assert meter.mfu(1e6) is None
     meter.peak_flops, meter.devices = 989.4e12, 8
     assert meter.mfu(8 * 468_000) == pytest.approx(468_000 * meter.flops_per_token / 989.4e12)
+
+
+def test_mfu_is_against_the_peak_of_this_device_in_this_dtype(tmp_path, monkeypatch):
+    monkeypatch.setattr(metrics, "device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    for dtype, peak in (("bf16", 989.4e12), ("fp32", 67e12)):
+        shape = {"model": "nano", "config": model.SIZES["nano"], "device": torch.device("cpu"), "dtype": dtype}
+        batch = {"seq_len": 32, "global_batch_size": 12, "steps": 20, "start_step": 0}
+        meter = metrics.Meter(tmp_path, **shape, **batch)
+        assert meter.mfu(1e6) == pytest.approx(1e6 * model.flops_per_token(model.SIZES["nano"], 32) / peak)
 
 
 def test_the_slowest_rank_and_its_lag(meter, monkeypatch):

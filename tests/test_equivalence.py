@@ -25,7 +25,7 @@ from support.harness import (
 )
 from torch.distributed.checkpoint import FileSystemReader
 
-from common import checkpoint
+from common import checkpoint, model
 
 EVERY_STEP = ("--save-every", 1, "--keep", 100)
 ONE_STEP = ("--steps", 1, "--warmup-steps", 0, "--clip-norm", 0.01)
@@ -107,6 +107,48 @@ def test_the_fp16_clip_equals_the_fp32_clip(tmp_path, script):
     assert norm(difference) < 0.01 * norm(clipped["fp32"])
 
 
+@each_script
+def test_weight_decay_is_for_matrices_alone(tmp_path, script):
+    flags = ("--steps", 1, "--warmup-steps", 0, "--lr", 0.01)
+    decays = {decay: tmp_path / str(decay) for decay in (0, 10)}
+    for decay, folder in decays.items():
+        train(script, folder, *flags, "--weight-decay", decay)
+    plain, decayed = (saved(folder, 1)["model"] for folder in decays.values())
+    initial = model.build("nano", model.load_config(str(decays[0] / "tiny.json"), 256, 32), seed=0).state_dict()
+    for name, weight in plain.items():
+        if weight.ndim == 1:
+            assert torch.equal(decayed[name], weight), name
+        else:  # AdamW: before the step, by lr · weight decay
+            torch.testing.assert_close(decayed[name], weight - 0.01 * 10 * initial[name])
+
+
+WITH_DROPOUT = """
+import runpy, sys
+import torch.nn.functional as F
+sys.path.insert(0, {root!r})
+from common import model
+exact = model.MLP.forward
+model.MLP.forward = lambda self, x: F.dropout(exact(self, x), 0.3, self.training)
+sys.argv[0] = {script!r}
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@each_script
+def test_evaluation_switches_dropout_off_and_on_again(tmp_path, corpus, script):
+    """In eval() nothing is dropped, so nothing is drawn: training goes on as if there had been no evaluation."""
+    wrapper = tmp_path / "with_dropout.py"
+    wrapper.write_text(WITH_DROPOUT.format(root=str(ROOT), script=str(ROOT / script)))
+    flags, n = ("--data", corpus, "--deterministic"), two_if_it_can(script)
+    seldom = train(wrapper, tmp_path / "seldom", *flags, nproc=n)
+    often = train(wrapper, tmp_path / "often", *flags, "--eval-every", 3, nproc=n)
+    assert len(often.column("val_loss")) == 7 > len(seldom.column("val_loss"))
+    assert often.summary["weights_sha256"] == seldom.summary["weights_sha256"]
+    assert often.summary["val_loss"] == seldom.summary["val_loss"]
+    plain = train(script, tmp_path / "plain", *flags, nproc=n)
+    assert plain.summary["weights_sha256"] != seldom.summary["weights_sha256"]
+
+
 def interrupted(result, step: int, folder: Path) -> Path:
     """A copy of a run as a kill after `step` would have left it."""
     shutil.copytree(result.folder, folder)
@@ -165,6 +207,9 @@ def test_fp16_scaler_and_accumulation_resume_to_the_bit(tmp_path, corpus, loud_w
     assert 0 < skipped[1] <= skipped[-1] < 20  # the scaler has skipped before step 2, and has found a scale
     assert whole.column("loss_scale")[1] < 2**16
     assert whole.column("grad_norm")[0] is None  # it overflowed
+    lr = whole.column("lr")
+    for step, (before, after) in enumerate(itertools.pairwise([0, *skipped[:19]])):
+        assert after == before or lr[step + 1] == lr[step]  # a skipped step does not move the schedule
     unsaved = train(script, tmp_path / "unsaved", *flags, nproc=n)
     assert unsaved.summary["weights_sha256"] == whole.summary["weights_sha256"]
     folder = interrupted(whole, 2, tmp_path / "resumed")

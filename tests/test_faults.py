@@ -207,7 +207,8 @@ def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path, script):
     finally:
         subprocess.run(["umount", disk], check=True)
     resumed = train(script, tmp_path, "--save-every", 5, "--keep", 9, "--resume")
-    assert f"run/{kept[-1]}" in resumed.out
+    assert f"resuming from {tmp_path}/run/{kept[-1]}" in resumed.out
+    assert "is broken" not in resumed.out
     assert resumed.summary["steps"] == 20
 
 
@@ -220,6 +221,7 @@ def test_a_file_that_cannot_be_written_leaves_the_previous_checkpoint(tmp_path, 
     result = finish(start(["prlimit", "--fsize=100000", *argv], tmp_path), tmp_path)
     assert result.code == 2
     assert_one_line(result, "cannot save step 15", "File too large")
+    assert [name for name in checkpoints(tmp_path) if not name.endswith(".tmp")] == ["step-00000010"]
     assert content(tmp_path / "run/step-00000010") == before
     resumed = train(script, tmp_path, "--save-every", 15, "--resume")
     assert "run/step-00000010" in resumed.out

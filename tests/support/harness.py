@@ -80,9 +80,10 @@ def two_if_it_can(script: str) -> int | None:
 
 
 def clean_env(**extra: str) -> dict[str, str]:
-    """The environment without a launcher's variables, one thread per process unless told otherwise."""
-    drop = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
-    return {"OMP_NUM_THREADS": "1", **{k: v for k, v in os.environ.items() if k not in drop}, **extra}
+    """The environment without a launcher's variables, one thread per process unless `extra` says otherwise."""
+    launcher = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
+    inherited = {name: value for name, value in os.environ.items() if name not in launcher}
+    return {**inherited, "OMP_NUM_THREADS": "1", **extra}
 
 
 def start(argv: list[str], folder: Path, **env: str) -> subprocess.Popen:
