@@ -357,7 +357,7 @@ MUTATIONS = [
         "common/exits.py",
         "            _exit(2)\n",
         "            _exit(1)\n",
-        FAULTS + "bad_input[model-04_amp/train.py]",
+        FAULTS + "bad_input[04_amp/train.py-model]",
     ),
     Mutation(
         "the last to hold a gloo group is DDP",
