@@ -18,6 +18,9 @@ HELPERS = [file for folder in CHAPTERS for file in folder.glob("_*.py")]
 COMMAND = re.compile(r"(?:^|\s|`)((?:torchrun|python3?|make|pytest) [^`#\n]+?)(?:`|\s{2,}[a-z]|\s+#|$)", re.MULTILINE)
 
 
+PENDING = {"05_ddp", "launch"}
+
+
 def name_of(file) -> str:
     return str(file.relative_to(ROOT))
 
@@ -94,15 +97,17 @@ def test_every_file_is_short_enough_to_read():
         assert len(file.read_text().splitlines()) <= 250, file
 
 
-@pytest.mark.xfail(reason="READMEs are being rewritten")
 @pytest.mark.parametrize("file", [file for file in READMES if file.name == "README.md"], ids=name_of)
 def test_a_readme_is_short(file):
+    if file.parent.name in PENDING:
+        pytest.xfail("being rewritten")
     assert len(file.read_text().splitlines()) <= 220
 
 
-@pytest.mark.xfail(reason="READMEs are being rewritten")
 @pytest.mark.parametrize("folder", CHAPTERS, ids=name_of)
 def test_a_readme_opens_with_the_commands_of_its_folder(folder):
+    if folder.name in PENDING:
+        pytest.xfail("being rewritten")
     lines = (folder / "README.md").read_text().splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("```"))
     assert start < 25, f"the first code block is in line {start + 1}"
