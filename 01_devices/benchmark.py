@@ -1,7 +1,7 @@
 """Know your numbers: what this device computes and moves per second, and what waiting for it costs.
 
-Two rates bound every kernel: the FLOP/s of the arithmetic units and the bytes/s of the memory. Which one binds is
-a question of its FLOP per byte: the roofline plot shows both, and where real matrix products land. Around them:
+Two rates bound every kernel: the FLOP/s of the arithmetic units and the bytes/s of the memory. Which one is the limit
+depends on the FLOP per byte: the roofline plot shows both, and where real matrix products land. Around them:
 copies between host and device, the price of a launch, the size below which the CPU beats the GPU beside it, and
 what an unlucky width costs. Every figure is the median of --samples, with the lowest and the highest.
 

@@ -10,7 +10,8 @@ So utilisation of at least 90 % at less than 20 % of the power limit is flagged 
 
 Without a terminal it prints one table and ends, or with --prometheus serves until SIGTERM or Ctrl-C.
 Look for: power and utilisation that disagree; the one GPU unlike the others (if all but one are flagged, they wait for
-that one); a last record that only grows older. What is refused is n/a, or absent, never 0. Next: 02_tensors_precision/.
+that one); a last record that only grows older. A value that the driver does not report is n/a, never 0.
+Next: 02_tensors_precision/.
 """
 
 import contextlib
