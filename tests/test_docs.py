@@ -1,6 +1,7 @@
 """What is written is true: commands parse, files exist, generated parts are fresh, names tell roles, sizes are kept."""
 
 import ast
+import json
 import re
 import subprocess
 import sys
@@ -143,6 +144,16 @@ def test_links_and_images_lead_somewhere():
         )
         for target in targets:
             assert (file.parent / target).exists(), f"{file}: {target}"
+
+
+def test_the_headline_is_what_was_measured():
+    newest = max(ROOT.glob("benchmarks/results/*-loss-curves-*.json"), key=lambda file: file.stem[-10:])
+    measured = json.loads(newest.read_text())
+    differences = measured["relative_differences"].values()
+    first = max(max(values[: measured["claimed_steps"]]) for values in differences)
+    whole = max(max(values) for values in differences)
+    headline = f"losses within {first:.1e} (relative) over 20 steps of nano, {whole:.1e} over 40".replace("e-0", "e-")
+    assert headline in (ROOT / "README.md").read_text()
 
 
 @pytest.mark.parametrize("claim", [f"C{n}" for n in range(1, 16)] + [f"S{n}" for n in range(1, 20)])
