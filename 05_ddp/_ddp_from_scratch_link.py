@@ -57,6 +57,7 @@ def start_rank(host: str, rank: int) -> subprocess.Popen:
         "MASTER_PORT": PORT,
         "GLOO_SOCKET_IFNAME": "eth0",
         "OMP_NUM_THREADS": "1",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # these hosts have no names, of which torch warns
     }
     return subprocess.Popen(["ip", "netns", "exec", host, sys.executable, *sys.argv], env=environment)
 

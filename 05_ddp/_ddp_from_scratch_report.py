@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import statistics
 import time
 from pathlib import Path
 
@@ -135,27 +134,32 @@ def spread_in_ms(seconds: dict) -> str:
 
 
 def plot(variants: list, records: list[Record], title: str, file: Path) -> bool:
-    """One step of (1), (2) and (3) as this rank lived through it: above what it computed, below what was sent."""
+    """The fastest step of (1), (2) and (3) as this rank lived through it: above what it computed, below what was sent.
+
+    False if there is no picture: without matplotlib, and on a GPU, where the times are not those of the GPU's work.
+    """
+    if torch.cuda.is_initialized():
+        print("no picture: it shows CPU ranks; on GPUs torch.profiler records the kernels and NCCL's")
+        return False
     plt = report.pyplot()
     if plt is None:
         return False
     figure, axes = plt.subplots(figsize=(9, 4.2))
     names = []
+    longest = 0.0
     for place, (variant, record) in enumerate(zip(variants[1:4], records[1:4], strict=True)):
         names.append(variant.name)
-        seconds = record.step_seconds[WARMUP_STEPS:]
-        typical = seconds.index(statistics.median_low(seconds))
-        timeline = record.timelines[WARMUP_STEPS + typical]
+        fastest = min(record.step_seconds[WARMUP_STEPS:])
+        timeline = record.timelines[record.step_seconds.index(fastest)]
         start = timeline["start"]
-        forward, computed, end = (
-            1e3 * (moment - start)
-            for moment in (timeline["forward_end"], timeline["last_gradient"], start + seconds[typical])
-        )
+        forward, computed = (1e3 * (timeline[moment] - start) for moment in ("forward_end", "last_gradient"))
+        end = 1e3 * fastest
+        longest = max(longest, end)
         top = -place
         axes.barh(top, forward, height=0.3, color="tab:blue", alpha=0.5, label="forward")
         axes.barh(top, computed - forward, left=forward, height=0.3, color="tab:blue", label="backward")
-        axes.barh(top, end - computed, left=computed, height=0.3, color="lightgrey", label="waits, exposed")
-        axes.text(end, top, f" {end - computed:.0f} ms exposed", va="center")
+        axes.barh(top, end - computed, left=computed, height=0.3, color="lightgrey", label="only waiting")
+        axes.text(end, top, f" {end:.0f} ms, {end - computed:.0f} of them waiting", va="center")
         for number, seen in enumerate(timeline["all_reduces"]):
             sent_from, sent_until = (1e3 * (seen[moment] - start) for moment in ("start", "end"))
             color = ("tab:orange", "gold")[number % 2]
@@ -165,9 +169,8 @@ def plot(variants: list, records: list[Record], title: str, file: Path) -> bool:
     unique = dict(zip(labels, handles, strict=True))
     axes.legend(unique.values(), unique.keys(), ncols=4, loc="lower center", bbox_to_anchor=(0.5, -0.32))
     axes.set_yticks([-place - 0.1 for place in range(len(names))], names)
-    axes.set(xlabel="ms since the step began", title=title)
-    axes.margins(x=0.2)
-    axes.set_xlim(left=0)
+    axes.set(xlabel="ms since the step began, on rank 0", title=title)
+    axes.set_xlim(0, 1.45 * longest)  # room for the words beside the bars
     figure.savefig(file, format="png", dpi=100, bbox_inches="tight")
     plt.close(figure)
     return True
