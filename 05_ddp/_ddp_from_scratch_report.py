@@ -40,10 +40,13 @@ def results(variants: list, records: list[Record], one_process, start: nn.Module
     losses = torch.stack([torch.stack(record.losses) for record in records])
     dist.all_reduce(losses)  # a rank's loss is the mean over its part, and the parts are equal
     mean_losses = (losses / world_size).tolist()
-    control_seconds = of_slowest_rank(records[0].step_seconds)[WARMUP_STEPS:]
+    for record in records:
+        record.step_seconds = of_slowest_rank(record.step_seconds)
+        record.communication_seconds = of_slowest_rank(record.communication_seconds)
+    control_seconds = records[0].step_seconds[WARMUP_STEPS:]
     rows = []
     for variant, record, variant_losses in zip(variants, records, mean_losses, strict=True):
-        step_seconds = of_slowest_rank(record.step_seconds)[WARMUP_STEPS:]
+        step_seconds = record.step_seconds[WARMUP_STEPS:]
         row = {
             "name": variant.name,
             "losses": variant_losses,
@@ -57,7 +60,7 @@ def results(variants: list, records: list[Record], one_process, start: nn.Module
             "hidden_share": None,
         }
         if variant.bucket_sizes and world_size > 1:
-            alone = report.spread(of_slowest_rank(record.communication_seconds)[WARMUP_STEPS:])
+            alone = report.spread(record.communication_seconds[WARMUP_STEPS:])
             pairs = zip(step_seconds, control_seconds, strict=True)
             exposed = report.spread([seconds - control for seconds, control in pairs])
             row["communication_seconds"] = alone
@@ -199,7 +202,7 @@ def conclude(
     parameters = list(start.parameters())
     gradient_bytes = sum(parameter.nbytes for parameter in parameters)
     if args.plot:
-        title = f"{args.model}, {world_size} ranks, {gradient_bytes / 2**20:.1f} MiB of gradients{link}"
+        title = f"{args.model}, {world_size} ranks, {gradient_bytes / 2**20:.1f} MiB of gradients{link}\nthe fastest of {args.steps} steps each"
         if plot(variants, records, title, args.plot):
             print(f"picture: {args.plot}")
     steps = WARMUP_STEPS + args.steps
