@@ -202,7 +202,8 @@ def conclude(
     parameters = list(start.parameters())
     gradient_bytes = sum(parameter.nbytes for parameter in parameters)
     if args.plot:
-        title = f"{args.model}, {world_size} ranks, {gradient_bytes / 2**20:.1f} MiB of gradients{link}\nthe fastest of {args.steps} steps each"
+        title = f"{args.model}, {world_size} ranks, {gradient_bytes / 2**20:.1f} MiB of gradients{link}"
+        title += f"\nthe fastest of {args.steps} steps each"
         if plot(variants, records, title, args.plot):
             print(f"picture: {args.plot}")
     steps = WARMUP_STEPS + args.steps
