@@ -245,6 +245,25 @@ def test_fp8_linear_against_a_dequantised_reference():
     check_fp8("cpu")
 
 
+def test_fp8_is_accumulated_as_its_row_says(summary, monkeypatch):
+    """Fast accumulation is faster and less exact: the speed of one must not stand beside the losses of the other."""
+    asked = []
+
+    def scaled_mm(a, b, a_scale, b_scale, *, out_dtype, use_fast_accum):
+        asked.append(use_fast_accum)
+        return ((a.float() * a_scale) @ (b.float() * b_scale)).to(out_dtype)
+
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    net = tiny()
+    dtypes.use_fp8(net)
+    net(*tokens()).backward()
+    assert set(asked) == {False}
+    assert len(asked) == 3 * len(dtypes.linear_layers(net))  # forward, and the gradients of input and weight
+    notes = {entry["name"]: entry["note"] for entry in summary["runs"]}
+    assert notes["fp8"] == "use_fast_accum=False"
+    assert comparison.cells(summary["runs"][-1])[0] == "fp8 (emulated), use_fast_accum=False"
+
+
 def test_fp8_rounds_as_ml_dtypes():
     ml_dtypes = pytest.importorskip("ml_dtypes")
     x = torch.randn(1000, generator=torch.Generator().manual_seed(0)) * 3
