@@ -11,10 +11,9 @@ most, found by quantizing one at a time, can keep more bits. It is not distillat
     one GPU   python 02_tensors_precision/quantize.py --train-steps 1000 --device cuda
     cluster   one process is all it uses
 
-Look for: the held-out loss above that of fp32, against bytes; what calibration on the wrong text costs; tokens/s
-(in turns: median, lowest, highest) where floats are multiplied after dequantizing (no gain) and in torch's own
-kernels. The bare run's model knows so little that it has little to lose; with --train-steps 1000 it has.
-Before: precision.py. Next: qat.py trains on with the rounding in place.
+Look for: the held-out loss above that of fp32, against bytes; what calibration on the wrong text costs; tokens/s where
+floats are multiplied after dequantizing (no gain) and in torch's own kernels. The bare run's model knows so little that
+it has little to lose. Before: precision.py. Next: qat.py trains on with the rounding in place.
 """
 
 import sys
@@ -64,8 +63,8 @@ class Quantized(NamedTuple):
 
 
 def quantize(weight: Tensor, bits: int, group: str | int, clip: float | Tensor = 1.0) -> Quantized:
-    """Symmetric, round to nearest; `group` is "tensor", "channel" (a row) or how many values share a scale.
-    What is above the share `clip` of the largest value becomes the largest integer."""
+    """Symmetric, to nearest; `group`: "tensor", "channel" (a row) or how many values share a scale. What is above the
+    share `clip` of the largest value becomes the largest integer."""
     limit = 2 ** (bits - 1) - 1  # 127 or 7: -128 and -8 have no positive counterpart and stay unused
     rows, columns = weight.shape
     width = group if isinstance(group, int) else columns
@@ -105,7 +104,8 @@ def emulate(w: Quantized) -> Forward:
 
 def activation_codes(x: Tensor, low: float, high: float) -> tuple[Tensor, float, int]:
     """Asymmetric: low..high falls on -128..127, and 0 on a whole number, the zero point, so that 0 is exact."""
-    low, high = min(low, 0.0), max(high, 0.0)
+    low = min(low, 0.0)
+    high = max(high, 0.0)
     scale = (high - low) / 255 or 1.0
     zero = round(-128 - low / scale)
     return ((x / scale).round() + zero).clamp(-128, 127), scale, zero
@@ -113,13 +113,14 @@ def activation_codes(x: Tensor, low: float, high: float) -> tuple[Tensor, float,
 
 def w8a8(w: Quantized, low: float, high: float, kernel: bool = True) -> Forward:
     """Integers summed in int32, sum (a - zero) b = sum a b - zero · sum b, scales after; or the same in floats."""
-    sums, row_scales = w.codes.sum(1, dtype=torch.int32), w.scale[:, 0].float()
+    row_sums = w.codes.sum(1, dtype=torch.int32)
+    row_scales = w.scale[:, 0].float()
 
     def forward(x: Tensor) -> Tensor:
         codes, scale, zero = activation_codes(x, low, high)
         if not kernel:
             return F.linear((codes - zero) * scale, dequantize(w))
-        return (torch._int_mm(codes.to(torch.int8), w.codes.T) - zero * sums) * (scale * row_scales)
+        return (torch._int_mm(codes.to(torch.int8), w.codes.T) - zero * row_sums) * (scale * row_scales)
 
     return on_matrices(forward)
 
@@ -154,16 +155,16 @@ def weight_only_schemes(net, weights: dict[str, Tensor]) -> Iterator[Scheme]:
     """Integers dequantized and multiplied in fp32, and for two of them torch's kernel, where there is one."""
     kinds = [(bits, group) for bits in (8, 4) for group in ("tensor", "channel", 128, 32)]
     for bits, group in [*kinds, (3, "channel")]:
-        quantized = quantize_all(weights, bits, group)
         name = f"int{bits} per {group}"
+        quantized = quantize_all(weights, bits, group)
         exact = emulate_all(quantized)
         yield Scheme(name, DEQUANTIZED, total_bytes(quantized), exact)
         if (bits, group) not in ((8, "channel"), (4, 32)):
             continue
         fast = checked(linears(net), {layer: partial(torch_kernel, w) for layer, w in quantized.items()}, exact)
-        on_cuda = next(iter(weights.values())).is_cuda
-        kind = "fp32" if bits == 8 and on_cuda else "bf16"  # CUDA's for int8 computes in fp32, and slowly
         if fast is not None:
+            on_cuda = next(iter(weights.values())).is_cuda
+            kind = "fp32" if bits == 8 and on_cuda else "bf16"  # CUDA's for int8 computes in fp32, and slowly
             yield Scheme(name, f"torch's kernel, {kind}", total_bytes(quantized), fast)
 
 
@@ -180,9 +181,8 @@ def w8a8_schemes(net, weights: dict[str, Tensor], inputs: Tensor) -> Iterator[Sc
             activation_ranges = observe(net, calibration_text, clipped_share)
             exact, kernels = {}, {}
             for name, w in int8.items():
-                low, high = activation_ranges[name]
-                exact[name] = w8a8(w, low, high, kernel=False)
-                kernels[name] = partial(w8a8, w, low, high)
+                exact[name] = w8a8(w, *activation_ranges[name], kernel=False)
+                kernels[name] = partial(w8a8, w, *activation_ranges[name])
             fast = checked(linears(net), kernels, exact)
             multiplied = DEQUANTIZED if fast is None else "torch's kernel, int8"
             yield Scheme(f"W8A8, {observer_name} of {text_name}", multiplied, total_bytes(int8), fast or exact)
@@ -232,14 +232,14 @@ def main() -> int:
     calibration_set, evaluation_set = held_out_sets(corpus, device)
 
     # the scan is made at 3 bits: at 4 the effect of a single layer is smaller than the noise
-    coarse = {name: emulate(quantize(layer.weight.detach(), 3, "channel")) for name, layer in linears(net).items()}
-    scan = sensitivity(net, coarse, calibration_set[:2])
+    weights = {name: layer.weight.detach() for name, layer in linears(net).items()}
+    scan = sensitivity(net, emulate_all(quantize_all(weights, 3, "channel")), calibration_set[:2])
     rows = evaluate(net, [*schemes(net, calibration_set, [*scan])], evaluation_set)
     print_schemes(rows, net, turns=len(evaluation_set) - 1)
     print_sensitivity(scan, KEEP)
     layer = time_layer(ways, 4096 if device.type == "cpu" else 16_384, device)
-    print_layer(layer)
     llama2 = llama2_bytes(quantize)
+    print_layer(layer)
     print_llama2(llama2)
     print("checked: no weight is off by more than scale / 2; the kernels that ran agree with the arithmetic here")
     finish(args, net, start, {"rows": rows, "sensitivity": scan, "large_layer": layer, "llama2": llama2})

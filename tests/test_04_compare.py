@@ -186,6 +186,23 @@ def test_skipped_steps_are_counted_and_change_nothing():
     assert len(run.losses) == 6
 
 
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_the_clip_sees_true_gradients(monkeypatch, name):
+    net = tiny()
+    net(*tokens()).backward()
+    expected = torch.nn.utils.get_total_norm([p.grad for p in net.parameters()]).item()
+    seen = []
+
+    def note(parameters, limit):
+        seen.extend(p.grad.clone() for p in parameters)
+
+    monkeypatch.setattr(compare, "clip_grad_norm_", note)
+    run = compare.new_run(name, tiny(), tokens())
+    compare.train(run, [tokens()])
+    assert torch.nn.utils.get_total_norm(seen).item() == pytest.approx(expected, rel=0.02)
+    assert all(gradient.dtype == torch.float32 for gradient in seen)
+
+
 @pytest.mark.parametrize("name", ON_CPU)
 def test_no_step_reads_a_number_off_the_device(monkeypatch, name):
     """On a GPU that would wait for it: one type would be timed with a wait in each step and the others without."""
