@@ -8,7 +8,7 @@
 set -u
 cd "$(dirname "$0")/.." || exit
 python=${1:-python3}
-seconds=${GPU_SECONDS:-585}
+seconds=${GPU_SECONDS:-565}
 test_seconds=${GPU_TEST_SECONDS:-320}
 log=benchmarks/results/gpu-tests-$(date +%F)
 failed=()

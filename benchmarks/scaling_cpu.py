@@ -77,7 +77,7 @@ def scaling(args) -> dict:
 def first_step(launcher: list[str], threads: int, timeout: float) -> tuple[float, float]:
     """Seconds from the command to the line of the first step, and those of the step itself."""
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
-        flags = ["--device", "cpu", "--steps", "1", "--log-every", "1", "--run-dir", folder]
+        flags = ["--device", "cpu", "--dtype", "fp32", "--steps", "1", "--log-every", "1", "--run-dir", folder]
         began = time.perf_counter()
         process = subprocess.Popen(
             [sys.executable, *launcher, SCRIPT, *flags],
@@ -131,7 +131,7 @@ def startup(args) -> dict:
         "python, less import torch and the step": [p - i - s for p, i, s in zip(plain, torch_, step, strict=True)],
         "torchrun, less python": [b - a for a, b in zip(plain, launched, strict=True)],
     }
-    flags = "--device cpu --steps 1 --log-every 1"
+    flags = "--device cpu --dtype fp32 --steps 1 --log-every 1"
     commands = ["python -c 'import torch'", f"python {SCRIPT} {flags}"]
     commands.append(f"torchrun --standalone --nproc_per_node=1 {SCRIPT} {flags}")
     return {"seconds": {**measured, **rest}, "commands": commands}
