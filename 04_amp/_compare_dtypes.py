@@ -3,6 +3,7 @@
 What a device multiplies in hardware is in common/hardware.py. Next: compare.py, which runs them all.
 """
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,6 +35,8 @@ def obstacle(name: str, net: nn.Module, device: torch.device, tokens: int) -> st
         return "not written for AMD GPUs: ROCm wants a variable for tf32, and the MI300's fp8 is another format"
     if name == "tf32" and not is_native(name, device):
         return "a mode of NVIDIA's tensor cores from compute capability 8.0 on"
+    if name == "tf32" and os.environ.get("NVIDIA_TF32_OVERRIDE") == "0":
+        return "NVIDIA_TF32_OVERRIDE=0 switches it off"
     if name == "fp8" and not is_native(name, device) and device.type != "cpu":
         return "needs compute capability 8.9"
     sizes = {tokens}

@@ -305,6 +305,7 @@ def test_fp8_rounds_as_ml_dtypes():
 @pytest.mark.usefixtures("nothing_remembered")
 def test_the_types_that_run_are_the_native_ones_and_fp16(monkeypatch, capability, native):
     gpu = torch.device("cuda")
+    monkeypatch.delenv("NVIDIA_TF32_OVERRIDE", raising=False)
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert {name for name in dtypes.NAMES if dtypes.is_native(name, gpu)} - {"fp16-unscaled"} == native
@@ -312,6 +313,18 @@ def test_the_types_that_run_are_the_native_ones_and_fp16(monkeypatch, capability
     assert set(names) == native | {"fp32", "fp16"} | {"fp16-unscaled"}
     assert {*names, *left_out} == set(dtypes.NAMES)
     assert names[0] == "fp32"
+
+
+@pytest.mark.usefixtures("nothing_remembered")
+def test_tf32_that_the_environment_switches_off_is_left_out(monkeypatch):
+    """It would stand in the table as tf32 and be fp32."""
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(hardware, "native_types", lambda device: ({"fp32", "fp16", "bf16", "tf32"}, "a test"))
+    for override, runs in (("0", False), ("1", True)):
+        monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", override)
+        names, left_out = dtypes.choose(None, tiny(), torch.device("cuda"), 128)
+        assert ("tf32" in names) == runs
+        assert ("NVIDIA_TF32_OVERRIDE" in left_out.get("tf32", "")) != runs
 
 
 @pytest.mark.usefixtures("nothing_remembered")
