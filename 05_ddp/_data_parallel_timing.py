@@ -24,6 +24,7 @@ ROUNDS = 6  # the two take turns; the first round warms up
 def prepare(name: str, *, seq_len: int, batch_size: int, seed: int, device="cpu") -> tuple[nn.Module, Iterator]:
     """The model, and the batches of the whole group on the CPU."""
     runtime.seed(seed, deterministic=False)
+    runtime.exact_fp32(torch.device(device))  # or some containers would multiply in tf32
     net = model.build(name, model.load_config(name, 256, seq_len), seed=seed, device=device)
     batches = data.train_batches(
         data.load_corpus().train,

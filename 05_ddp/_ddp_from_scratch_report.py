@@ -15,6 +15,7 @@ from common import checkpoint, hardware, report, runtime
 TOLERANCE = 1e-4  # of the distance that the weights have moved: what another order of the same sums may change
 
 
+@torch.no_grad()
 def relative_error(net: nn.Module, one_process: nn.Module, start: nn.Module) -> float:
     """The distance from the weights that one process reached, over the distance that those have moved."""
     ours, theirs, before = (nn.utils.parameters_to_vector(n.parameters()) for n in (net, one_process, start))

@@ -196,10 +196,10 @@ def main() -> int:
     if args.link_mbit and "RANK" not in os.environ:
         return run_on_two_hosts(args.link_mbit)
     runtime.relaunch(args.device)
+    runtime.seed(args.seed, deterministic=True)  # before the group: NCCL reads variables when it starts
     device = runtime.init_process_group(args.device)
+    runtime.exact_fp32(device)  # or some containers would multiply in tf32
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    runtime.seed(args.seed, deterministic=True)  # or two backwards of one GPU need not agree to the bit
-
     batches = data.train_batches(
         data.load_corpus().train,
         seq_len=args.seq_len,

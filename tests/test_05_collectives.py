@@ -145,16 +145,11 @@ def test_predictions_are_the_line_at_the_size_of_the_gradients():
 
 def test_nvlinks_peak_is_lanes_times_the_rate_of_the_architecture(monkeypatch):
     def peak(name: str, capability: tuple[int, int], lanes: int | None, one_node: bool = True) -> float | None:
-        class Gpu:
-            uuid = "aaaa-1"
-
-        other = {"uuid": "GPU-bbbb-2", "nvlinks": 1}
-        mine = {"uuid": "GPU-aaaa-1", "nvlinks": lanes}
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Gpu)
+        facts = {"nvlinks": lanes}
+        monkeypatch.setattr(nvml, "gpu_of", lambda asked: facts if asked == torch.device("cuda", 1) else {})
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-        monkeypatch.setattr(nvml, "gpus", lambda: ([other, mine], None))
-        found, told = collectives_links.nvlink(torch.device("cuda", 0), one_node)
+        found, told = collectives_links.nvlink(torch.device("cuda", 1), one_node)
         assert found is None or f"{lanes} lanes" in told
         return found
 
@@ -171,8 +166,7 @@ def test_nvlinks_peak_is_lanes_times_the_rate_of_the_architecture(monkeypatch):
     assert peak("NVIDIA L4", (8, 9), 0) is None  # no lanes
     assert peak("NVIDIA H300", (99, 0), 18) is None  # lanes of a rate not known here
     assert peak("NVIDIA H100 80GB HBM3", (9, 0), None) is None
-    monkeypatch.setattr(nvml, "gpus", lambda: ([], "no driver that answers"))
-    assert collectives_links.nvlink(torch.device("cuda", 0), True)[0] is None
+    assert collectives_links.nvlink(torch.device("cuda", 0), True)[0] is None  # no driver that answers
     assert collectives_links.nvlink(torch.device("cpu"), True)[0] is None
 
 
