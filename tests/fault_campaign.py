@@ -1,14 +1,14 @@
 """A campaign of random faults: whatever ends a training job, the same command with --resume ends at the same weights.
 
 Each fault is drawn from the seed: its kind, the number of processes, saves that training waits for or in the
-background, the step, and whether to strike inside a save. A small run of 05_ddp/train.py is hit there, dies, and
-is started again with the very same command. Four things must hold, or the verdict names what did not: the job
+background, the step, and whether to strike inside a save. A small run of --script is hit there, dies, and is started
+again with the very same command. Four things must hold, or the verdict names what did not: the job
 ends by itself and leaves no process; the restart goes on at the newest whole checkpoint; no more steps are lost
 than lie between two saves (none where the job was asked to stop); the weights equal an undisturbed run's, bit for
 bit.
 
     python tests/fault_campaign.py
-    python tests/fault_campaign.py --faults 100 --seed 0 --json faults.json
+    python tests/fault_campaign.py --faults 100 --seed 0 --script 05_ddp/train.py --json faults.json
 
 Fault n of a seed is the same whatever --faults is. Exit code 1 if one verdict is not ok; its folder is kept.
 """
@@ -31,11 +31,21 @@ from pathlib import Path
 import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
-from support.harness import damage, descendants, finish, holds, kill_all, launch, rank_process, steps_logged, train
+from support.harness import (
+    SEVERAL,
+    damage,
+    descendants,
+    finish,
+    holds,
+    kill_all,
+    launch,
+    rank_process,
+    steps_logged,
+    train,
+)
 
 from common import cli, exits, report
 
-SCRIPT = "05_ddp/train.py"
 STEPS, SAVE_EVERY = 48, 4
 FLAGS = ("--steps", STEPS, "--save-every", SAVE_EVERY, "--deterministic", "--resume")
 ENDS_WITHIN_SECONDS = 120  # each of a fault's two runs; a job still there after that hangs
@@ -145,7 +155,7 @@ def small_disk(folder: Path) -> Iterator[None]:
         subprocess.run(["umount", "--lazy", folder / "run"], check=True)
 
 
-def suffer(fault: Fault, folder: Path, weights: str) -> dict:
+def suffer(fault: Fault, folder: Path, weights: str, script: str) -> dict:
     """Let the fault strike a run, start the run again, and judge."""
     start, problems, saved, resumed, lost = time.monotonic(), [], None, None, None
     # killing torchrun needs one; else one process is started bare
@@ -154,7 +164,7 @@ def suffer(fault: Fault, folder: Path, weights: str) -> dict:
     env = STOPPED_RANK if fault.kind == "stop a rank" else {}
     with small_disk(folder) if fault.kind == "disk full" else contextlib.nullcontext():
         try:
-            process = launch(SCRIPT, folder, *flags, nproc=nproc, **env)
+            process = launch(script, folder, *flags, nproc=nproc, **env)
             try:
                 struck = strike(fault, process, folder)
                 process.wait(ENDS_WITHIN_SECONDS)
@@ -170,7 +180,7 @@ def suffer(fault: Fault, folder: Path, weights: str) -> dict:
             if fault.kind != "pause a rank":
                 if fault.kind != "corrupt newest":  # there the job was killed by this process, its exit code is lost
                     problems += ["exit code 0 despite the fault"] * (result.code == 0)
-                result = finish(launch(SCRIPT, folder, *flags, nproc=nproc), folder, ENDS_WITHIN_SECONDS)
+                result = finish(launch(script, folder, *flags, nproc=nproc), folder, ENDS_WITHIN_SECONDS)
                 resumed = int((re.findall(r"resuming from \S+/step-(\d+)", result.out) or ["0"])[-1])
                 problems += [f"went on at step {resumed}, not {saved}"] * (resumed != saved)
             problems += [f"exit code {result.code} at the end"] * (result.code != 0)
@@ -193,6 +203,7 @@ def main() -> int:
     parser = cli.Parser(__doc__)
     parser.add_argument("--faults", type=cli.positive_int, default=10, help="how many; 7 have each kind once")
     parser.add_argument("--seed", type=cli.seed, default=0)
+    parser.add_argument("--script", choices=SEVERAL, default=SEVERAL[0], help="the training script that suffers")
     parser.add_argument("--jobs", type=cli.positive_int, default=2, help="faults at a time")
     parser.add_argument("--json", type=cli.writable_file, metavar="PATH", help="write the table as one JSON object")
     args = parser.parse_args()
@@ -206,11 +217,15 @@ def main() -> int:
     faults = [draw(args.seed, number, kinds) for number in range(args.faults)]
     with ThreadPoolExecutor(args.jobs) as pool:
         worlds = sorted({fault.world_size for fault in faults}, reverse=True)
-        undisturbed = pool.map(lambda n: train(SCRIPT, folder / f"world-{n}", *FLAGS, nproc=n), worlds)
+        undisturbed = pool.map(lambda n: train(args.script, folder / f"world-{n}", *FLAGS, nproc=n), worlds)
         weights = {n: result.summary["weights_sha256"] for n, result in zip(worlds, undisturbed, strict=True)}
         print(f"undisturbed runs of {STEPS} steps: {worlds} processes", flush=True)
         rows = []
-        for row in pool.map(lambda f: suffer(f, folder / f"fault-{f.number}", weights[f.world_size]), faults):
+
+        def judged(fault: Fault) -> dict:
+            return suffer(fault, folder / f"fault-{fault.number}", weights[fault.world_size], args.script)
+
+        for row in pool.map(judged, faults):
             rows.append(row)
             print(f"fault {row['number']:>3} {row['kind']:<15} {row['seconds']:5.1f} s  {row['verdict']}", flush=True)
     head = ["fault", "kind", "ranks", "save", "struck at step", "resumed at", "lost", "at risk", "seconds", "verdict"]
@@ -225,10 +240,19 @@ def main() -> int:
     print("\n" + report.table(table))
     seconds = time.monotonic() - start
     print(f"\n{len(rows)} faults, {len(bad)} not ok, {seconds:.0f} s, seed {args.seed}")
-    summary = {"device": "cpu", "seconds": seconds, "seed": args.seed, "faults": len(rows), "not_ok": bad}
-    left_out = sorted({*KINDS} - {*kinds})
-    run = {"steps": STEPS, "save_every_steps": SAVE_EVERY, "left_out": left_out, "rows": rows}
-    report.write_json({**summary, **run}, args.json)
+    summary = {
+        "device": "cpu",
+        "training_script": args.script,
+        "seconds": seconds,
+        "seed": args.seed,
+        "faults": len(rows),
+        "not_ok": bad,
+        "steps": STEPS,
+        "save_every_steps": SAVE_EVERY,
+        "left_out": sorted({*KINDS} - {*kinds}),
+        "rows": rows,
+    }
+    report.write_json(summary, args.json)
     if not bad:
         shutil.rmtree(folder)
     return 1 if bad else 0

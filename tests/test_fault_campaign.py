@@ -8,15 +8,17 @@ from dataclasses import replace
 
 import fault_campaign
 import pytest
-from support.harness import ROOT, clean_env
+from support.harness import ROOT, SEVERAL, clean_env, each_of_several
 
 pytestmark = pytest.mark.launch
 SEED = 41  # every kind, 1 to 3 processes, both ways to save, and few process starts
 
 
+@each_of_several
 @pytest.mark.timeout(700)
-def test_ten_faults(tmp_path):
-    argv = [sys.executable, ROOT / "tests/fault_campaign.py", "--faults", "10", "--seed", str(SEED), "--json", "f.json"]
+def test_ten_faults(tmp_path, script):
+    flags = ["--faults", "10", "--seed", str(SEED), "--script", script, "--json", "f.json"]
+    argv = [sys.executable, ROOT / "tests/fault_campaign.py", *flags]
     result = subprocess.run(argv, cwd=tmp_path, env=clean_env(), capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stdout + result.stderr
     summary = json.loads((tmp_path / "f.json").read_text())
@@ -38,7 +40,9 @@ def fault(kind: str, **change) -> fault_campaign.Fault:
 
 
 def test_other_weights_are_found(tmp_path):
-    row = fault_campaign.suffer(fault("pause a rank", world_size=1, seconds_paused=0), tmp_path / "run", "not these")
+    row = fault_campaign.suffer(
+        fault("pause a rank", world_size=1, seconds_paused=0), tmp_path / "run", "not these", SEVERAL[0]
+    )
     assert row["verdict"].startswith("other weights; see")
 
 
@@ -46,7 +50,7 @@ def test_a_hang_is_found_and_ended(tmp_path, monkeypatch):
     """The other rank waits far longer for the stopped one than the campaign allows."""
     monkeypatch.setattr(fault_campaign, "ENDS_WITHIN_SECONDS", 2)
     monkeypatch.setitem(fault_campaign.STOPPED_RANK, "COLLECTIVE_TIMEOUT_SECONDS", "600")
-    row = fault_campaign.suffer(fault("stop a rank", world_size=2, rank=1), tmp_path / "run", "any")
+    row = fault_campaign.suffer(fault("stop a rank", world_size=2, rank=1), tmp_path / "run", "any", SEVERAL[0])
     assert row["verdict"].startswith("hung: not over 2 s after the fault")
 
 
