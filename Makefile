@@ -1,6 +1,7 @@
 # make train   set up, then train on all GPUs (2 processes on a CPU)
 # make test    set up, then the tests that need no GPU
 # make test-launch   the launch files for real: Slurm, two hosts, faults (root; what is not installed is skipped)
+# make test-mutations   faults planted in a copy, one at a time: does a test catch each?
 # make gpu     with the python3 given, nothing installed: the GPU tests and benchmarks/gpu_report.py, in ten minutes
 # make figures the pictures in docs/images, from real runs
 # make lint    ruff
@@ -15,10 +16,13 @@ train: $(VENV)/ready
 		$$([ $$((24 % n)) -eq 0 ] || echo --global-batch-size $$((4 * n)))
 
 test: $(VENV)/ready
-	$(BIN)/python -m pytest -n 2 -m "not gpu and not campaign and not launch"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu and not campaign and not launch"
 
 test-launch: $(VENV)/ready
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m launch
+
+test-mutations: $(VENV)/ready
+	$(BIN)/python tests/mutations.py
 
 gpu:
 	bash benchmarks/gpu.sh $(PYTHON)
@@ -44,4 +48,4 @@ $(VENV)/ready: requirements.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	touch $@
 
-.PHONY: train test test-launch gpu figures lint readme
+.PHONY: train test test-launch test-mutations gpu figures lint readme
