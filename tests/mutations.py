@@ -97,7 +97,7 @@ MUTATIONS = [
         METRICS,
         'if record["step"] <= self.start_step]',
         "]",
-        FAULTS + "a_signal_saves_and_asks_to_be_started_again",
+        EQUIVALENCE + "resumed_is_uninterrupted_to_the_bit[04_amp/train.py-None-8]",
     ),
     Mutation(
         "a resume takes other settings",
