@@ -15,8 +15,9 @@ train: $(VENV)/ready
 	$(BIN)/torchrun --standalone --nproc_per_node=$$n 05_ddp/train.py \
 		$$([ $$((24 % n)) -eq 0 ] || echo --global-batch-size $$((4 * n)))
 
+# one thread per process, as for the ranks: two pytests with two threads each wait for each other on two cores
 test: $(VENV)/ready
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu and not campaign and not launch"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu and not campaign and not launch"
 
 test-launch: $(VENV)/ready
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m launch
