@@ -60,6 +60,8 @@ def main() -> int:
     rank, world_size = 0, 1
     device = runtime.single_device(args.device)
     args.dtype = hardware.choose_dtype(args.dtype, device)
+    if args.dtype == "fp32":
+        runtime.exact_fp32(device)  # or it would be tf32 in some containers
     runtime.catch_stop_signals()
     micro_batch_size, accumulation_steps = cli.split_batch(args.global_batch_size, args.micro_batch_size, world_size)
     runtime.say(f"{args.model}, {args.dtype} matrix products, {world_size} x {hardware.device_name(device)}")

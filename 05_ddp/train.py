@@ -73,6 +73,8 @@ def main() -> int:
         store=None if world_size > 1 else dist.HashStore(),  # None: they meet at MASTER_ADDR:MASTER_PORT
     )
     args.dtype = hardware.choose_dtype(args.dtype, device)
+    if args.dtype == "fp32":
+        runtime.exact_fp32(device)  # or it would be tf32 in some containers
     runtime.catch_stop_signals()
     micro_batch_size, accumulation_steps = cli.split_batch(args.global_batch_size, args.micro_batch_size, world_size)
     runtime.say(f"{args.model}, {args.dtype} matrix products, {world_size} x {hardware.device_name(device)}")

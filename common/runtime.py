@@ -33,7 +33,6 @@ def pick_device(name: str = "auto", local_rank: int = 0) -> torch.device:
                 "driver and CUDA_VISIBLE_DEVICES, or use --device cpu"
             )
         torch.cuda.set_device(local_rank)
-        torch.set_float32_matmul_precision("highest")  # fp32 is fp32, whatever a container's environment says of TF32
         return torch.device("cuda", local_rank)
     if name == "mps" and not torch.backends.mps.is_available():
         raise UserError("--device mps: no Metal device here; use --device cpu")
