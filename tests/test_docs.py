@@ -19,7 +19,7 @@ HELPERS = [file for folder in CHAPTERS for file in folder.glob("_*.py")]
 COMMAND = re.compile(r"(?:^|\s|`)((?:torchrun|python3?|make|pytest) [^`#\n]+?)(?:`|\s{2,}[a-z]|\s+#|$)", re.MULTILINE)
 
 
-PENDING = {"05_ddp", "launch"}
+PENDING = {"launch"}
 
 
 def name_of(file) -> str:
