@@ -44,7 +44,7 @@ def print_layer(rows: list[dict]) -> None:
 
 
 def print_seeds(rows: list[dict]) -> None:
-    head = ["bits", "seed", "not trained on, rounded", "trained on, fp32", "PTQ by largest", "PTQ by least squares"]
+    head = ["bits", "seed", "rounded before training on", "trained on, fp32", "PTQ by largest", "PTQ by least squares"]
     lines = [[*head, "QAT", "gain"]]
     keys = ("base_ptq_loss", "rival_loss", "ptq_largest_loss", "ptq_least_squares_loss", "qat_loss")
     for row in rows:
