@@ -198,7 +198,7 @@ def main() -> int:
     digests = runtime.gather(checkpoint.digest(net))
     assert len(set(digests)) == 1, f"ranks hold different weights: {digests}"
     buckets = ddp._get_ddp_logging_data().get("rebuilt_bucket_sizes")
-    runtime.say(f"checked: all {world_size} ranks hold the same weights to the bit (buckets in bytes: {buckets})")
+    runtime.say(f"checked: all {world_size} ranks hold the same weights to the bit")
 
     meter.finish(
         progress["step"],

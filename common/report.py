@@ -26,10 +26,28 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def report(summary: dict, json_path: Path | None) -> None:
-    """Print the summary as a table and, if asked, write it as JSON; what every script owes and this one
-    does not know is null."""
+    """Print the summary as a table for people and, if asked, write it as JSON for programs; what every script owes and
+    this one does not know is null."""
     summary = write_json(summary, json_path)
-    print("\n" + "\n".join(f"{name:<22} {'n/a' if value is None else value}" for name, value in summary.items()))
+    print("\n" + "\n".join(f"{name:<22} {for_people(name, value)}" for name, value in summary.items()))
+
+
+def for_people(name: str, value: object) -> str:
+    """A value of a summary in the unit that its name ends with: 592 MiB, 4,538 tokens/s, 34.6 s."""
+    if value is None:
+        return "n/a"
+    if name.endswith("_bytes"):
+        sizes = [int(size) / 2**20 for size in str(value).split(",")]
+        return ", ".join(f"{size:,.1f} MiB" if size < 100 else f"{size:,.0f} MiB" for size in sizes)
+    if name == "tokens_per_second":
+        return f"{value:,.0f} tokens/s"
+    if name.endswith("seconds"):
+        return f"{value:.1f} s"
+    if name == "mfu":
+        return f"{value:.1%}"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def write_json(summary: dict, json_path: Path | None) -> dict:
