@@ -56,6 +56,14 @@ class Mutation:
 
 
 MUTATIONS = [
+    # --- first the one that takes longest: its test waits for a hang
+    Mutation(
+        "the last to hold a gloo group is DDP",
+        RUNTIME,
+        "    _left_groups.append(dist.group.WORLD)\n",
+        "",
+        "tests/test_05_ddp.py::test_no_rank_hangs_after_its_last_line",
+    ),
     # --- resuming
     Mutation(
         "random states are not restored",
@@ -358,13 +366,6 @@ MUTATIONS = [
         "            _exit(2)\n",
         "            _exit(1)\n",
         FAULTS + "bad_input[04_amp/train.py-model]",
-    ),
-    Mutation(
-        "the last to hold a gloo group is DDP",
-        RUNTIME,
-        "    _left_groups.append(dist.group.WORLD)\n",
-        "",
-        "tests/test_05_ddp.py::test_no_rank_hangs_after_its_last_line",
     ),
 ]
 

@@ -254,7 +254,9 @@ def test_stochastic_rounding_at_the_ends_of_its_noise(noise, expected, monkeypat
 
 
 def report_of(script: str, folder, *flags) -> dict:
-    result = run(f"02_tensors_precision/{script}", folder, "--device", "cpu", "--json", "report.json", *flags)
+    result = run(
+        f"02_tensors_precision/{script}", folder, "--device", "cpu", "--json", "report.json", *flags, warm=False
+    )
     assert result.code == 0, result.err
     return json.loads((folder / "report.json").read_text()) | {"printed": result.out}
 

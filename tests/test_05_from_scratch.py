@@ -34,10 +34,10 @@ STEPS = 4
 SMALL = ("--model", "tiny.json", "--device", "cpu", "--json", "s.json")
 
 
-def start(script: str, folder, *flags, nproc: int | None = None, **env: str):
+def start(script: str, folder, *flags, nproc: int | None = None, warm: bool = True, **env: str):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tiny.json").write_text(json.dumps(TINY))
-    result = run(script, folder, *SMALL, *flags, nproc=nproc, timeout=240, **env)
+    result = run(script, folder, *SMALL, *flags, nproc=nproc, timeout=240, warm=warm, **env)
     assert result.code == 0, f"{result.out[-2000:]}\n{result.err[-4000:]}"
     return json.loads((folder / "s.json").read_text()), result.out
 
@@ -52,7 +52,7 @@ def runs(tmp_path_factory) -> dict[int, tuple[dict, str]]:
 
 @pytest.fixture(scope="module")
 def beside(tmp_path_factory) -> tuple[dict, str]:
-    return start("05_ddp/data_parallel.py", tmp_path_factory.mktemp("dp"), "--steps", 1)
+    return start("05_ddp/data_parallel.py", tmp_path_factory.mktemp("dp"), "--steps", 1, warm=False)
 
 
 def tiny() -> nn.Module:

@@ -1,8 +1,9 @@
 """Start the real scripts as their readers do, and look at what they leave behind.
 
 `run` and `train` fork a script from a warm process (see warm.py), which saves its imports: they are for what a script
-computes and tells. `start` and `launch` start it as a shell would, under the real torchrun: they, and `run` and
-`train` with warm=False, are for launching, signals, faults and torchrun's own reports.
+computes and tells. `start` and `launch` start it as a shell would, under the real torchrun: they, and `run` and `train`
+with warm=False, are for launching, signals, faults and torchrun's own reports. A script that forgot an import may find
+it in the warm process, so one test of each starts it cold.
 """
 
 import json

@@ -21,8 +21,11 @@ _starting = threading.Lock()
 
 
 def can_take(env: dict[str, str]) -> bool:
-    """Whether these additions to the environment still have an effect in a process that has imported everything."""
-    return not any(name.startswith(READ_AT_IMPORT) for name in env) and hasattr(os, "pidfd_open")
+    """Whether these additions to the environment still have an effect in a process that has imported everything.
+
+    Not for a GPU: CUDA must be loaded after the last fork, and nobody can promise that of every import.
+    """
+    return hasattr(os, "pidfd_open") and not any(name.startswith(READ_AT_IMPORT) for name in env)
 
 
 def _requests() -> socket.socket:
