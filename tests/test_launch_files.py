@@ -125,7 +125,8 @@ def test_pod(file):
     assert "COPY --chown=$UID . ." in DOCKERFILE
     assert pod["securityContext"]["fsGroup"] == pod["securityContext"]["runAsGroup"]
     assert container["securityContext"]["allowPrivilegeEscalation"] is False
-    assert "env" not in container  # PET_* are Trainer's, JOB_COMPLETION_INDEX is the Job's
+    # PET_* are Trainer's, JOB_COMPLETION_INDEX is the Job's
+    assert container["env"] == [{"name": "RUN_DIR_LOCK_SECONDS", "value": "120"}]
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -266,6 +267,8 @@ def test_dockerfile(tmp_path):
     assert re.search(rf"^FROM pytorch/pytorch:{re.escape(torch)}-cuda[\d.]+-cudnn9-runtime$", text, re.MULTILINE)
     assert re.findall(r"^USER (.+)$", text, re.MULTILINE) == ["$UID"]
     assert "--constraint /tmp/torch.txt" in text  # pip may not replace the base's torch
+    installed = set(re.search(r"apt-get install (.*?)&&", text, re.DOTALL)[1].split())
+    assert {"libibverbs1", "ibverbs-providers", "librdmacm1"} <= installed  # NCCL over InfiniBand
 
 
 def test_compose_file_follows_its_specification(tmp_path):
@@ -382,6 +385,15 @@ def test_dashboard_asks_only_for_what_the_exporter_has(tmp_path, fake_driver):
     asked = " ".join(answers)
     for name in ("loss", "step", "tokens_per_second", "utilization", "power", "memory", "temperature", "likely_hang"):
         assert name in asked
+
+
+def test_every_launch_file_of_a_cluster_waits_for_the_lock_of_a_dead_node():
+    """NFSv4 and Lustre keep such a lock for about 90 s. In the manifests: test_pod."""
+    files = [*ROOT.glob("launch/slurm/*.sbatch"), ROOT / "launch/torchrun/multi_node.sh"]
+    files.append(ROOT / "launch/torchrun/elastic.sh")
+    assert len(files) == 5
+    for file in files:
+        assert "export RUN_DIR_LOCK_SECONDS=${RUN_DIR_LOCK_SECONDS:-120}" in file.read_text(), file
 
 
 def test_shell_scripts_pass_shellcheck():

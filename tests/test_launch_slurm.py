@@ -7,6 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from support import slurm_cluster
 from support.commands import check
 from support.harness import ROOT, TINY, tiny_flags, train
@@ -15,7 +16,6 @@ from support.slurm_cluster import until
 pytestmark = pytest.mark.launch
 FILES = sorted(ROOT.glob("launch/slurm/*.sbatch"))
 FLAGS = ["--steps", 200, "--deterministic"]
-RESUMABLE = "with --resume goes on"  # what array_requeue.sbatch looks for
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def undisturbed(cluster) -> dict[str, dict]:
     one, many = cluster.repository / "one", cluster.repository / "many"
     jobs = {
         one: cluster.submit("--gpus-per-node=2", "launch/slurm/one_node.sbatch", *flags(one), "--seed", 1),
-        many: cluster.submit("launch/slurm/many_nodes.sbatch", *flags(many)),
+        many: cluster.submit("launch/slurm/many_nodes.sbatch", *flags(many), PROCS_PER_NODE="1"),
     }
     for job in jobs.values():
         state, log = cluster.finished(job), cluster.repository / f"slurm-{job}.out"
@@ -101,7 +101,7 @@ def test_a_signalled_and_a_preempted_run_go_on_by_themselves(cluster, undisturbe
     words = ["--nodes=2", "--array=0-1", "launch/slurm/array_requeue.sbatch", *tiny_flags(cluster.repository), *FLAGS]
     for flag in ("--run-dir", "--json"):  # the run directory is the batch file's; both runs would write one summary
         del words[words.index(flag) : words.index(flag) + 2]
-    array = cluster.submit(*words)
+    array = cluster.submit(*words, PROCS_PER_NODE="1")
     jobs = [f"{array}_{index}" for index in (0, 1)]
     run_dirs = [Path("runs", f"sweep-{job}") for job in jobs]
     logs = [cluster.repository / f"slurm-{job}.out" for job in jobs]
@@ -143,7 +143,7 @@ def test_a_signalled_and_a_preempted_run_go_on_by_themselves(cluster, undisturbe
             "".join(file.read_text() for file in (cluster.repository / run_dir / "logs" / start).rglob("stdout.log"))
             for start in ("start-0", f"start-{state['Restarts']}")
         )
-        assert int(re.search(rf"saved at step (\d+); the same command {RESUMABLE}", first)[1]) < 200
+        assert int(re.search(r"saved at step (\d+); the same command with --resume goes on", first)[1]) < 200
         assert "resuming from" in last
         assert undisturbed[reference]["weights_sha256"] in last
     assert cluster.show(jobs[0])["Restarts"] == "1"  # a run that is done does not start again
@@ -152,9 +152,9 @@ def test_a_signalled_and_a_preempted_run_go_on_by_themselves(cluster, undisturbe
 def test_a_failing_and_a_cancelled_run_are_not_started_again(cluster):
     file = "launch/slurm/array_requeue.sbatch"
     wrong = cluster.submit("--array=7", "--gpus-per-node=2", file, "--lr", "-1", PROCS_PER_NODE="1") + "_7"
-    cancelled = cluster.submit("--array=8", file, "--model", "tiny.json", "--steps", 10**6) + "_8"
-    log = cluster.repository / f"slurm-{cancelled}.out"
-    until(lambda: log.exists() and "]:step" in log.read_text())
+    endless = ["--model", "tiny.json", "--steps", 10**6, "--save-every", 50]
+    cancelled = cluster.submit("--array=8", file, *endless, PROCS_PER_NODE="1") + "_8"
+    until(lambda: Sweep(cluster, cancelled).saved() > 0)  # it could go on, but its owner does not want it to
     cluster.command("scancel", cancelled)
     for job, state in ((wrong, "FAILED"), (cancelled, "CANCELLED")):
         found = cluster.finished(job)
@@ -162,6 +162,121 @@ def test_a_failing_and_a_cancelled_run_are_not_started_again(cluster):
     printed = (cluster.repository / f"slurm-{wrong}.out").read_text()
     assert "error: argument --lr" in printed
     assert "start 0: 1 process" in printed  # the environment variable wins over the number of GPUs
+
+
+class Sweep:
+    """A run of array_requeue.sbatch in one process, and what it leaves behind."""
+
+    def __init__(self, cluster, job: str) -> None:
+        self.cluster, self.job = cluster, job
+        self.run_dir = Path("runs", f"sweep-{job}")
+
+    @property
+    def log(self) -> str:
+        return (self.cluster.repository / f"slurm-{self.job}.out").read_text()
+
+    def saved(self) -> int:
+        """The step of its newest checkpoint; 0 where there is none."""
+        names = [path.name for path in (self.cluster.repository / self.run_dir).glob("step-*[0-9]")]
+        return max((int(name.removeprefix("step-")) for name in names), default=0)
+
+    def trains(self) -> bool:
+        return (self.cluster.repository / self.run_dir / "metrics.jsonl").exists()
+
+    def signal(self, number: signal.Signals) -> None:
+        assert signal_ranks(self.run_dir, number) == 1
+
+    def is_killed_and_goes_on(self) -> None:
+        """Slurm kills torchrun, and on a cluster the ranks too; here a stopped rank outlives it."""
+        until(lambda: self.cluster.show(self.job)["Restarts"] == "1")
+        signal_ranks(self.run_dir, signal.SIGKILL)
+
+    def ends(self, state: str, restarts: int) -> None:
+        found = self.cluster.finished(self.job)
+        assert (found["JobState"], found["Restarts"]) == (state, str(restarts)), self.log
+
+
+LONG = ["--steps", 600]  # long enough to be caught in the middle, once more after a restart
+
+
+def sweep(cluster, index: int, *words, save_every: int = 0, **env: str) -> Sweep:
+    """Submit one index of the array, with options for Slurm."""
+    flags = [*tiny_flags(cluster.repository), *LONG, "--save-every", save_every]
+    for flag in ("--run-dir", "--json"):
+        del flags[flags.index(flag) : flags.index(flag) + 2]
+    submitted = [f"--array={index}", *words, "launch/slurm/array_requeue.sbatch", *flags]
+    return Sweep(cluster, f"{cluster.submit(*submitted, PROCS_PER_NODE='1', **env)}_{index}")
+
+
+def test_a_save_that_outlasts_the_grace_loses_only_itself(cluster):
+    """A rank that stands still is a save that never ends. Who kills it: torchrun, the time limit, a preemption."""
+    impatient = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "2"}
+    here, there = "--nodelist=127.0.0.1", "--nodelist=127.0.0.2"
+    signalled = sweep(cluster, 10, here, save_every=25, **impatient)
+    unsaved = sweep(cluster, 11, here, **impatient)  # has no checkpoint: it was told to stop, so it starts again
+    timed_out = sweep(cluster, 12, here, save_every=25)
+    preempted = sweep(cluster, 13, there, "--partition=cancel", save_every=25)
+    runs = (signalled, unsaved, timed_out, preempted)
+    waiting = [*runs]
+
+    def all_held() -> bool:
+        for run in [*waiting]:
+            if run.saved() or (run is unsaved and run.trains()):
+                run.signal(signal.SIGSTOP)
+                waiting.remove(run)
+        return not waiting
+
+    until(all_held)
+    for run in (signalled, unsaved):
+        cluster.command("scancel", "--batch", "--signal=USR1", run.job)
+    cluster.command("scontrol", "update", f"JobId={timed_out.job}", "EndTime=now")
+    cluster.submit("--partition=high", there, "--exclusive", "--output=/dev/null", "--wrap=true")
+    for run in (preempted, timed_out):
+        run.is_killed_and_goes_on()
+    cluster.command("scontrol", "update", f"JobId={timed_out.job}", "TimeLimit=60")  # of its next start
+    for run in runs:
+        run.ends("COMPLETED", restarts=1)
+        assert ("resuming from" in run.log) == (run is not unsaved)
+        assert "with --resume goes on" not in run.log  # no save was completed
+    assert "DUE TO TIME LIMIT" in timed_out.log
+    assert "DUE TO PREEMPTION" in preempted.log
+
+
+def test_a_failed_run_goes_on_as_long_as_it_gets_further(cluster):
+    """A rank is killed, as a broken node kills it: once before any checkpoint, once after one in each start."""
+    stuck = sweep(cluster, 20)
+    until(stuck.trains)
+    stuck.signal(signal.SIGKILL)
+    moving = sweep(cluster, 21, save_every=25, MAX_REQUEUES="1")
+    reached = 0
+    for _ in range(2):
+        until(lambda reached=reached: moving.saved() > reached)
+        reached = moving.saved()
+        moving.signal(signal.SIGKILL)
+        until(lambda: cluster.show(moving.job)["JobState"] != "RUNNING")
+    stuck.ends("FAILED", restarts=0)
+    assert "failed before its first checkpoint since this start: not requeued" in stuck.log
+    moving.ends("FAILED", restarts=1)
+    assert "resuming from" in moving.log
+    assert "requeued 1 times, MAX_REQUEUES=1: not requeued again" in moving.log
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_no_gpus_and_no_count_of_processes_is_an_error(cluster, file):
+    array = ["--array=30"] if "array" in file.name else []
+    log = cluster.repository / f"none-{file.name}.out"
+    job = cluster.submit(*array, f"--output={log}", f"launch/slurm/{file.name}", "--steps", 1) + "_30" * len(array)
+    found = cluster.finished(job)
+    assert (found["JobState"], found["ExitCode"], found["Restarts"]) == ("FAILED", "2:0", "0")
+    assert re.fullmatch(r".*: error: 0 processes per node: ask for --gpus-per-node=8, .*\n", log.read_text())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs here")
+def test_gpus_that_torch_does_not_see_are_an_error(cluster):
+    log = cluster.repository / "unseen.out"
+    job = cluster.submit("--gpus-per-node=2", f"--output={log}", "launch/slurm/one_node.sbatch", "--steps", 1)
+    assert cluster.finished(job)["JobState"] == "FAILED"
+    assert "error: --device cuda: 2 processes on this node, 0 GPUs visible" in log.read_text()
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
@@ -174,7 +289,9 @@ def test_slurm_takes_every_line_that_a_site_may_switch_on(cluster, file):
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 def test_the_commands_at_the_top_are_right(file):
-    commands = re.findall(r"sbatch .*?(launch/slurm/\S+)((?: --\S+| [^-#\s]\S*)*)", file.read_text())
+    commands = re.findall(
+        r"^#     .*?sbatch .*?(launch/slurm/\S+)((?: --\S+| [^-#\s]\S*)*)", file.read_text(), re.MULTILINE
+    )
     assert len(commands) == 2
     for name, flags in commands:
         assert name == f"launch/slurm/{file.name}"

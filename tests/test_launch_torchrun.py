@@ -264,6 +264,9 @@ def assert_refused(result: Result, *words: str) -> None:
 GOOD = {"NNODES": "2", "RDZV_ENDPOINT": "localhost:29400", "NPROC_PER_NODE": "1"}
 WRONG = [
     ("single_node.sh", {"SCRIPT": "none.py"}, "SCRIPT=none.py: no such file"),
+    ("single_node.sh", {"NPROC_PER_NODE": "", "CUDA_VISIBLE_DEVICES": ""}, "torch sees no GPU here"),
+    ("multi_node.sh", {"NPROC_PER_NODE": "", "CUDA_VISIBLE_DEVICES": ""}, "or set NPROC_PER_NODE to train on the CPU"),
+    ("elastic.sh", {"NNODES": "1:2", "NPROC_PER_NODE": "", "CUDA_VISIBLE_DEVICES": ""}, "torch sees no GPU here"),
     ("single_node.sh", {"NPROC_PER_NODE": "two"}, "NPROC_PER_NODE=two is not a number of processes"),
     ("single_node.sh", {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1h"}, "a timeout is 1h, not whole seconds"),
     ("multi_node.sh", {"NNODES": ""}, "NNODES= is not a number of nodes: NNODES=2"),

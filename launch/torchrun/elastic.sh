@@ -3,9 +3,12 @@
 #
 #     NNODES=1:4 RDZV_ENDPOINT=node0:29400 launch/torchrun/elastic.sh --run-dir /shared/run --save-every 100
 #
-# A node comes: all ranks save, stop, and start again on one node more. A node goes, or a rank fails: the others start
-# again from the newest checkpoint. The batch belongs to the run, so the loss does not show any of it, if
-# --global-batch-size divides by every number of processes that may occur. The node of RDZV_ENDPOINT has to stay.
+# A node comes: its torchrun puts itself on the waiting list. The other nodes send their ranks SIGTERM, so these save
+# and end with exit code 75. All meet again, and the ranks go on with --resume in the larger world.
+# A node goes, or a rank fails: the other ranks end with an error, or save if they still can. They go on from the newest
+# checkpoint, without that node once its heartbeats are missing.
+# The global batch stays the same, so the losses do too, if --global-batch-size divides by every number of processes
+# that may occur. The node of RDZV_ENDPOINT has to stay.
 set -euo pipefail
 fail() { echo "elastic.sh: error: $*" >&2; exit 2; }
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
@@ -18,7 +21,9 @@ join=${JOIN_TIMEOUT_SECONDS:-300}                                               
 last_call=${LAST_CALL_SECONDS:-30}                                              # from then on, for more
 export COLLECTIVE_TIMEOUT_SECONDS=${COLLECTIVE_TIMEOUT_SECONDS:-600}            # for the slowest rank
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-60}     # for a step and a save, then kill -9
-# --- SITE: a node is dead after 3 heartbeats of 5 s; clocks further apart than that (NTP) end the job with an error
+export RUN_DIR_LOCK_SECONDS=${RUN_DIR_LOCK_SECONDS:-120}  # NFSv4, Lustre: a dead node's lock is kept for about 90 s
+# --- SITE: a node is dead after 3 missing heartbeats of 5 s. Clocks further apart than that end the job with an error,
+# so set them by NTP. One newcomer whose clock is ahead ends all nodes that see it
 heartbeat=${HEARTBEAT_SECONDS:-5}
 # --- end of SITE
 
@@ -30,16 +35,19 @@ for seconds in "$join" "$last_call" "$COLLECTIVE_TIMEOUT_SECONDS" "$TORCH_ELASTI
 done
 script=${SCRIPT:-$repo/05_ddp/train.py}
 [[ -f $script ]] || fail "SCRIPT=$script: no such file"
-procs=${NPROC_PER_NODE:-$(python -c "import torch; print(torch.cuda.device_count() or 2)")}
+procs=${NPROC_PER_NODE:-$(python -c "import torch; print(torch.cuda.device_count())")}
+[[ $procs != 0 ]] || fail "torch sees no GPU here: look at nvidia-smi, or set NPROC_PER_NODE to train on the CPU"
 [[ $procs =~ ^[1-9][0-9]*$ ]] || fail "NPROC_PER_NODE=$procs is not a number of processes"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(($(nproc) > procs ? $(nproc) / procs : 1))}
-# 1: the ranks' store is made anew each time. torchrun's default keeps the first one's address, and when a node comes
-# whose address sorts before the others', old and new nodes wait for each other at different ones
+# 1: the ranks' store is made anew each time. By default torchrun keeps the first address. A newcomer whose address
+# sorts before the others' then makes a new store, the others go to the old one: "DistStoreError: wait timeout"
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
 where=$(python "$repo/launch/torchrun/endpoint.py" check "$RDZV_ENDPOINT" "$join")
 read -r is_host address <<<"$where"
 conf="is_host=$is_host,join_timeout=$join,last_call_timeout=$last_call,read_timeout=60,keep_alive_interval=$heartbeat"
+# elastic_agent.py is torchrun, except that ranks that end with 75 do not count as failed. With torchrun, MAX_RESTARTS
+# nodes that come or go end the job
 command=(
   python "$repo/launch/torchrun/elastic_agent.py" --nnodes="$NNODES" --nproc-per-node="$procs" --local-addr="$address"
   --rdzv-backend=c10d --rdzv-endpoint="$RDZV_ENDPOINT" --rdzv-id="${RDZV_ID:-train}" --rdzv-conf="$conf"

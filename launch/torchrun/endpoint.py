@@ -4,12 +4,13 @@
     python launch/torchrun/endpoint.py watch node0:29400 300 600
 
 `check` prints two words for torchrun's flags: 1 on the node that hosts the meeting and 0 elsewhere, and the address
-under which the others reach this node. torchrun guesses both from the host name, and is wrong where that name belongs
-to another network or to the loopback. Elsewhere it first waits, here 300 s, until the host answers.
+under which the others reach this node. torchrun guesses both from the host name, which is wrong where that name belongs
+to another network or to the loopback. On the host, `check` also tries the port: torchrun would take whatever listens
+there for its host. Elsewhere it waits, here up to 300 s, until the host answers.
 
-`watch`, a child of torchrun, kills it when no rank has started within twice those 300 s, or when the host has not
-answered for, here, 600 s. The ranks give up by themselves, but torchrun asks the host for news without a timeout of
-its own: it would wait for a lost machine as long as TCP does, 15 minutes, and not hear SIGTERM meanwhile.
+`watch` is a child of torchrun, and kills it in two cases: no rank has started within twice those 300 s, or the host has
+not answered for, here, 600 s. When a link is lost, the ranks give up by themselves. But torchrun (2.13) then asks the
+host for news without a timeout of its own: it would wait as long as TCP does, 15 minutes, and not hear SIGTERM.
 """
 
 import ctypes
@@ -81,7 +82,8 @@ def check(join: float) -> None:
 
 def watch(join: float, collective: float) -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: ends with torchrun
-    torchrun, (_, address) = os.getppid(), resolve(sys.argv[2])
+    torchrun = os.getppid()
+    _, address = resolve(sys.argv[2])
     children = Path(f"/proc/{torchrun}/task/{torchrun}/children")
     deadline = time.monotonic() + 2 * join + 10  # torchrun's own limit is join: this is for what it has no limit for
     problem = None

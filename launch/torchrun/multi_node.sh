@@ -4,20 +4,28 @@
 #     NNODES=2 RDZV_ENDPOINT=node0:29400 launch/torchrun/multi_node.sh --run-dir /shared/run --save-every 100 --resume
 #
 # The nodes meet at RDZV_ENDPOINT, the address of one of them and a free port there (c10d rendezvous), and get their
-# ranks. Flags go to the training script, SCRIPT. A lost node or link ends the job on every node with an error, soon
-# after COLLECTIVE_TIMEOUT_SECONDS; the same command goes on from the newest checkpoint.
+# ranks. Flags go to the training script, SCRIPT. --run-dir is on storage that all nodes see. A lost node or link ends
+# the job on every node with an error, soon after COLLECTIVE_TIMEOUT_SECONDS. The same command goes on from the newest
+# checkpoint. NPROC_PER_NODE is the number of processes per node: its GPUs, unless you set it. RDZV_ID names the job.
 set -euo pipefail
 fail() { echo "multi_node.sh: error: $*" >&2; exit 2; }
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 
 # --- SITE: the interface between the nodes, where they have several (`ip -brief address` lists them)
-# export NCCL_SOCKET_IFNAME=eth0  # NCCL: its start, and its data where there is no InfiniBand
-# export GLOO_SOCKET_IFNAME=eth0  # gloo: needed wherever the host name is 127.0.1.1 in /etc/hosts, as on Debian
-# export NCCL_IB_HCA=mlx5         # the InfiniBand adapters to use
+# export NCCL_SOCKET_IFNAME=eth0  # NCCL: its start, and its data where there is no InfiniBand. =eth0 is exact, ^docker
+#                                 # excludes. Unset, NCCL takes ib* first, and lo or docker* only if all else is missing
+# export GLOO_SOCKET_IFNAME=eth0  # gloo carries checkpoints and signals, for GPUs too. Needed wherever the host's own
+#                                 # name is 127.0.1.1 in /etc/hosts, as on Debian: gloo listens there, unreachable
+# export NCCL_IB_HCA=mlx5         # the InfiniBand adapters to use, where some are for storage
+# export NCCL_IB_TIMEOUT=22       # links that come and go: a try lasts 4.096 µs * 2^value (default 20, once 18)
+# --- to look for what is broken, for one run only
+# export NCCL_DEBUG=INFO          # which interface and transport NCCL has chosen; NCCL_DEBUG_SUBSYS=INIT,NET for less
+# export NCCL_IB_DISABLE=1        # without InfiniBand; NCCL_P2P_DISABLE=1 without NVLink, NCCL_SHM_DISABLE=1
 # --- SITE: how long to wait, in seconds
 join=${JOIN_TIMEOUT_SECONDS:-300}                                            # for all nodes to boot and to start this
 export COLLECTIVE_TIMEOUT_SECONDS=${COLLECTIVE_TIMEOUT_SECONDS:-600}         # for the slowest rank: a save, evaluation
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-60}  # for a step and a save, then kill -9
+export RUN_DIR_LOCK_SECONDS=${RUN_DIR_LOCK_SECONDS:-120}  # NFSv4, Lustre: a dead node's lock is kept for about 90 s
 # --- end of SITE
 
 [[ ${NNODES:-} =~ ^[1-9][0-9]*$ ]] || fail "NNODES=${NNODES:-} is not a number of nodes: NNODES=2"
@@ -27,15 +35,16 @@ for seconds in "$join" "$COLLECTIVE_TIMEOUT_SECONDS" "$TORCH_ELASTIC_SHUTDOWN_TI
 done
 script=${SCRIPT:-$repo/05_ddp/train.py}
 [[ -f $script ]] || fail "SCRIPT=$script: no such file"
-procs=${NPROC_PER_NODE:-$(python -c "import torch; print(torch.cuda.device_count() or 2)")}
+procs=${NPROC_PER_NODE:-$(python -c "import torch; print(torch.cuda.device_count())")}
+[[ $procs != 0 ]] || fail "torch sees no GPU here: look at nvidia-smi, or set NPROC_PER_NODE to train on the CPU"
 [[ $procs =~ ^[1-9][0-9]*$ ]] || fail "NPROC_PER_NODE=$procs is not a number of processes"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(($(nproc) > procs ? $(nproc) / procs : 1))}
 
 where=$(python "$repo/launch/torchrun/endpoint.py" check "$RDZV_ENDPOINT" "$join")
 read -r is_host address <<<"$where"
-# no node is dead for lack of heartbeats: with torchrun's own limit of 3, 15 s, nodes whose clocks differ by more take
-# each other for dead, and one may train alone and not say so. Nothing rejoins here: COLLECTIVE_TIMEOUT_SECONDS finds
-# the dead
+# keep_alive_max_attempt: no node is declared dead for lack of heartbeats. They are compared by wall clock, so with
+# torchrun's own limit of 3 (15 s), nodes whose clocks are further apart take each other for dead, and one may train
+# alone and end with exit code 0. Nothing rejoins here, and COLLECTIVE_TIMEOUT_SECONDS finds the dead
 command=(
   torchrun --nnodes="$NNODES" --nproc-per-node="$procs" --local-addr="$address"
   --rdzv-backend=c10d --rdzv-endpoint="$RDZV_ENDPOINT" --rdzv-id="${RDZV_ID:-train}"
@@ -44,7 +53,7 @@ command=(
 )
 echo "OMP_NUM_THREADS=$OMP_NUM_THREADS $(printf '%q ' "${command[@]}")"
 echo "multi_node.sh: waiting at most $join s for $NNODES nodes; RendezvousTimeoutError means that fewer came"
-if ((!is_host)); then
+if ((!is_host)); then  # a torchrun whose link is gone waits for the host, deaf to SIGTERM: this ends it
   python "$repo/launch/torchrun/endpoint.py" watch "$RDZV_ENDPOINT" "$join" "$COLLECTIVE_TIMEOUT_SECONDS" &
 fi
 exec "${command[@]}"

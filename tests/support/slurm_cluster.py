@@ -41,13 +41,14 @@ SlurmdParameters=config_overrides
 SchedulerParameters=sched_interval=1,bf_interval=1,batch_sched_delay=0
 FirstJobId={first_job}
 JobRequeue=1
-KillWait=1
+KillWait=15
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 GresTypes=gpu
 NodeName=127.0.0.1 NodeAddr=127.0.0.1 Port={ports[1]} CPUs=4 Gres=gpu:2
 NodeName=127.0.0.2 NodeAddr=127.0.0.2 Port={ports[2]} CPUs=4 Gres=gpu:2
 PartitionName=low Nodes=ALL Default=YES PriorityTier=1 GraceTime=120
+PartitionName=cancel Nodes=ALL PriorityTier=1 GraceTime=1 PreemptMode=CANCEL
 PartitionName=high Nodes=ALL PriorityTier=2
 """
 
