@@ -1,56 +1,78 @@
 """Plant a hang in a small training loop, and find the rank and the collective that are missing.
 
-Collectives have no names on the wire. A rank's n-th call meets the n-th call of every other rank, so a rank that
-leaves one out, or never comes to it, makes all the others wait. What they then show (100 % load on a GPU, a stack
-inside all_reduce) is where they wait, not why. So every rank numbers its calls and keeps the last ones in a ring,
-with the line that made them. A watchdog thread notices that a call takes too long; the ranks' rings are laid side
-by side, and the first number at which they differ names the culprit. PyTorch keeps such a ring too, the flight
-recorder, which NCCL's watchdog writes to a file; here both are read and must agree.
+Collectives have no names on the wire. A rank's n-th call meets the n-th call of every other rank. If one rank leaves
+a call out, or never comes to it, all others wait: 100 % load on a GPU, a stack inside all_reduce. That shows where they
+wait, not why. So each rank numbers its calls and keeps the last ones in a ring, with the line of code that made them.
+When a call takes too long, a watchdog thread lays the rings of all ranks side by side:
+
+    call            6            7            8
+    rank 0   ... all_gather   all_reduce   all_reduce (loss)    waits
+    rank 1   ... all_gather   all_reduce   all_gather           left out the loss: if rank == 0: ...
+    rank 2   ... all_gather   all_reduce   all_reduce (loss)    waits
+
+The first number at which they differ names the rank and the call. PyTorch keeps such a ring too, the flight recorder;
+both are read here and must agree.
 
     laptop    python launch/debug_hang.py
               python launch/debug_hang.py --plant stuck-loader --rank 2
     one node  torchrun --nproc_per_node=8 launch/debug_hang.py --rank 3
     cluster   the same on every node, with --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400
 
-Look for: the call that the missing rank did not make, and what it does instead. The exit code is 0 only if the
-rank and the collective named are those that were planted. Without torchrun the script starts 3 ranks through it.
-Read launch/README.md for the same with a job of your own: py-spy, the flight recorder, how to size timeouts.
+Look for: the call that the rank did not make, and what it does instead. The exit code is 0 only if the rank and the
+collective that are named are those that were planted. Without torchrun the script starts 3 ranks through it.
+
+A hang of your own job, cheapest first:
+1. Is it one? metrics.jsonl has stopped growing, and the GPUs are at 100 % but far below their usual power
+   (01_devices/monitor.py). A rank that is only slow was slowest_rank in the log before.
+2. Stacks of all ranks, with no restart: pip install py-spy, then py-spy dump --pid PID for each rank (as root, or with
+   CAP_SYS_PTRACE in a container). Most stand in a collective, and the one that does not is the lead. If all stand in
+   collectives, compare the lines: two different ones are a call that was left out, or two that were swapped.
+3. The flight recorder. For NCCL, set TORCH_FR_DUMP_TEMP_FILE to a path that all ranks can write: when a call times out,
+   each rank's ring goes there, with its rank as suffix (TORCH_NCCL_DUMP_ON_TIMEOUT=1 and TORCH_FR_BUFFER_SIZE=2000 in
+   versions where that is not the default). torchfrtrace FOLDER -p PREFIX compares them. For gloo nothing is written:
+   pickle.loads(torch._C._distributed_c10d._dump_fr_trace()) reads it, and torchfrtrace fails on it with a KeyError.
+4. Next time, fail at the call: TORCH_DISTRIBUTED_DEBUG=DETAIL compares kind and shape of every call over the ranks
+   before it runs. That is too slow to leave on. On gloo, dist.monitored_barrier names the rank that does not come.
+
+Timeouts, from the inside out. Each is longer than the one before it, or the outer one hides the cause:
+- A call: COLLECTIVE_TIMEOUT_SECONDS (600 here; torch's own: NCCL 600, else 1,800). Longer than one rank ever works
+  alone: tokenizing, compilation, a save to a slow disk. Too short is a false alarm, too long is all GPUs' time.
+- torchrun's grace after SIGTERM, TORCH_ELASTIC_SHUTDOWN_TIMEOUT (30): a step and a save.
+- The scheduler's grace, which is longer than torchrun's.
+torchrun sets TORCH_NCCL_ASYNC_ERROR_HANDLING=1: a failed or late call aborts NCCL and ends the process. Leave it.
+NCCL's heartbeat (TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC, 480) ends a process whose watchdog is itself stuck in a CUDA call.
 """
 
 import json
 import os
-import pickle
 import queue
 import sys
 import threading
 import time
 import traceback
-from argparse import Namespace
 from collections import Counter, deque
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
-from common import cli, exits, hardware, report, runtime
+import _debug_hang_report as finding
 
-STEPS, PLANTED_STEP = 6, 3
-CALL = "collective(dist.all_reduce, {})"  # what is planted, and the call that is then missing:
-LOSS, GRADIENTS = CALL.format("loss"), CALL.format("gradients")
-PLANTS = {"skipped-collective": LOSS, "early-return": LOSS, "stuck-loader": GRADIENTS, "none": None}
+from common import cli, exits, runtime
+
+STEPS = 6
+PLANTED_STEP = 3
 RING: deque[dict] = deque(maxlen=64)  # this rank's last collectives
-caught = threading.Event()  # the ranks agree that something does
-
-
-def line_of(frame: traceback.FrameSummary) -> str:
-    return f"{Path(frame.filename).name}:{frame.lineno} {frame.line}"
+hang_found = threading.Event()  # set when the ranks agree that there is one
 
 
 def collective(call, *tensors) -> None:
-    """Number a collective and note the line that called it; it is done when this returns."""
-    number, caller = RING[-1]["number"] + 1 if RING else 1, line_of(traceback.extract_stack(limit=2)[0])
+    """Make a collective call. Before it, note its number, its name and the line of code that makes it."""
+    number = RING[-1]["number"] + 1 if RING else 1
+    caller = finding.line_of(traceback.extract_stack(limit=2)[0])
     RING.append({"number": number, "collective": call.__name__, "caller": caller, "waiting_since": time.monotonic()})
     call(*tensors)
     if tensors[-1].is_cuda:
@@ -58,111 +80,92 @@ def collective(call, *tensors) -> None:
     RING[-1]["waiting_since"] = None
 
 
+def train(plant: str, planted_rank: int, device: torch.device) -> None:
+    """A training loop, reduced to the calls in which its ranks meet: gradients, loss, times."""
+    for step in range(1, STEPS + 1):
+        planted = step == PLANTED_STEP and dist.get_rank() == planted_rank
+        gradients = load_batch(stuck=planted and plant == "stuck-loader").to(device)
+        collective(dist.all_reduce, gradients)
+        loss = gradients.mean()
+        if planted and plant == "early-return":  # in real code: its data has ended, or an exception was swallowed
+            return
+        if not (planted and plant == "skipped-collective"):  # in real code: if rank == 0, or if loss.isfinite()
+            collective(dist.all_reduce, loss)
+        times = [torch.zeros(1, device=device) for _ in range(dist.get_world_size())]
+        collective(dist.all_gather, times, torch.ones(1, device=device))
+
+
 def load_batch(stuck: bool) -> torch.Tensor:
-    """The data loader; a stuck one waits for a worker that has died."""
+    """The data loader. A stuck one waits for a worker that has died."""
     batches: queue.Queue = queue.Queue()
     if not stuck:
         batches.put(torch.ones(1000))
     return batches.get()
 
 
-def train(plant: str, planted_rank: int, device: torch.device) -> None:
-    """A training loop, as far as its ranks talk: gradients, loss, times."""
-    for step in range(1, STEPS + 1):
-        planted = step == PLANTED_STEP and dist.get_rank() == planted_rank
-        gradients = load_batch(stuck=planted and plant == "stuck-loader").to(device)
-        collective(dist.all_reduce, gradients)
-        loss = gradients.mean()
-        if planted and plant == "early-return":  # in the wild: its data is at an end, an exception is swallowed
-            return
-        if not (planted and plant == "skipped-collective"):  # in the wild: if rank == 0, if loss.isfinite()
-            collective(dist.all_reduce, loss)
-        times = [torch.zeros(1, device=device) for _ in range(dist.get_world_size())]
-        collective(dist.all_gather, times, torch.ones(1, device=device))
-
-
-def snapshot(device: torch.device) -> dict:
-    """What this rank has called, by our ring and by PyTorch's, and the line of this file its main thread is in."""
-    stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
-    ours = [f for f in stack if Path(f.filename).name == Path(__file__).name and f.name != "collective"]
-    dump = getattr(torch._C._distributed_c10d, f"_dump_{'nccl' if device.type == 'cuda' else 'fr'}_trace", None)
-    recorded = pickle.loads(dump()).get("entries") if dump else None
-    last = recorded[-1]["profiling_name"].split(":")[-1] if recorded else None  # as in nccl:all_reduce
-    return {"ring": [*RING.copy()], "at": line_of(ours[-1]), "flight_recorder": last}
-
-
-def judge(rings: list[list[dict]]) -> dict | None:
-    """Lay the rings side by side: the first number at which they differ, who is missing there and what; else None."""
-    calls = [{e["number"]: (e["collective"], e["caller"]) for e in ring} for ring in rings]
-    start = max((min(mine) for mine in calls if mine), default=0)  # a ring forgets what is long ago
-    for number in range(start, max(max(mine, default=0) for mine in calls) + 1):
-        made = [mine.get(number) for mine in calls]  # None: has not come to it
-        if len(set(made)) == 1:
+def first_difference(rings: list[list[dict]]) -> dict | None:
+    """The first number at which the rings differ: which ranks are missing there, and in which call. None: no number."""
+    calls = [{entry["number"]: (entry["collective"], entry["caller"]) for entry in ring} for ring in rings]
+    first_number = max((min(made) for made in calls if made), default=0)  # a ring forgets what is long ago
+    last_number = max(max(made, default=0) for made in calls)
+    for number in range(first_number, last_number + 1):
+        at_this_number = [made.get(number) for made in calls]  # None: this rank has not come so far
+        if len(set(at_this_number)) == 1:
             continue
-        # who is right: a rank that does what all did after the same call one round earlier, or else most of them
-        before = calls[0].get(number - 1)
-        earlier = [calls[0][past + 1] for past in range(start, number - 1) if calls[0][past] == before]
-        right = earlier[-1] if earlier else Counter(call for call in made if call).most_common(1)[0][0]
-        missing = [rank for rank, call in enumerate(made) if call != right]
-        return {"missing_ranks": missing, "number": number, "collective": right[0], "called_at": right[1]}
+        expected = expected_call(number, first_number, calls)
+        missing = [rank for rank, call in enumerate(at_this_number) if call != expected]
+        return {"missing_ranks": missing, "number": number, "collective": expected[0], "called_at": expected[1]}
     return None
 
 
-def watch(args: Namespace, store: dist.Store, rank: int, world_size: int, device: torch.device) -> None:
-    """Beside training: once a rank has waited too long, bring all rings together, name the missing one, end the job."""
-    while store.add("over", 0) < world_size:  # a rank that has left the loop too early is missing, too
+def expected_call(number: int, first_number: int, calls: list[dict]) -> tuple[str, str]:
+    """What a healthy rank calls here: what followed the same call one round earlier or, in the first, what most do."""
+    agreed = calls[0]  # up to `number` all ranks made the same calls
+    previous_call = agreed.get(number - 1)
+    for earlier in reversed(range(first_number, number - 1)):
+        if agreed[earlier] == previous_call:
+            return agreed[earlier + 1]
+    made_here = Counter(made[number] for made in calls if number in made)
+    return made_here.most_common(1)[0][0]
+
+
+def wait_for_a_hang(store: dist.Store, world_size: int, timeout: float) -> bool:
+    """True as soon as a call of any rank has waited too long, False when all ranks have finished."""
+    while store.add("finished", 0) < world_size:  # a rank that has left its loop too early is missing, too
         time.sleep(0.1)
-        since = RING[-1]["waiting_since"] if RING else None
-        if since and time.monotonic() - since > args.timeout:
+        waiting_since = RING[-1]["waiting_since"] if RING else None
+        if waiting_since and time.monotonic() - waiting_since > timeout:
             store.set("hang", "")
         if store.check(["hang"]):
-            break
-    else:
+            return True
+    return False
+
+
+def watch(store: dist.Store, device: torch.device, timeout: float, report) -> None:
+    """The watchdog thread of each rank: after a hang it brings all rings together, reports, and ends the process."""
+    rank = dist.get_rank()
+    everyone = range(dist.get_world_size())
+    if not wait_for_a_hang(store, len(everyone), timeout):
         return
-    caught.set()
-    code = 1  # unless the verdict says otherwise
+    hang_found.set()
+    exit_code = 1  # unless the report says otherwise
     try:
-        store.set(f"rank {rank}", json.dumps(snapshot(device)))
-        keys = [f"rank {other}" for other in range(world_size)]
-        store.wait(keys, timedelta(seconds=30))  # names, by failing, a rank that cannot answer: dead or stopped
-        if rank == 0:
-            store.set("code", "0" if tell(args, [json.loads(store.get(key)) for key in keys], device) else "1")
-        code = int(store.get("code"))
-        store.set(f"leaving {rank}", "")
-        store.wait([f"leaving {other}" for other in range(world_size)], timedelta(seconds=10))
+        own = {"ring": [*RING.copy()], **finding.snapshot(device)}
+        store.set(f"rank {rank}", json.dumps(own))
+        store.wait([f"rank {other}" for other in everyone], timedelta(seconds=30))  # fails if one is dead or stopped
+        ranks = [json.loads(store.get(f"rank {other}")) for other in everyone]
+        exit_code = report(ranks, first_difference([seen["ring"] for seen in ranks]))
+        store.set(f"leaving {rank}", "")  # together: the first exit makes torchrun end the others
+        store.wait([f"leaving {other}" for other in everyone], timedelta(seconds=10))
     except Exception:
         traceback.print_exc()
     sys.stdout.flush()
-    os._exit(code)  # the main thread is inside a collective that nobody will end
-
-
-def tell(args: Namespace, ranks: list[dict], device: torch.device) -> bool:
-    """Print and write what was found; True if it is what was planted."""
-    found = judge([seen["ring"] for seen in ranks])
-    assert found, f"all ranks made the same calls: one is slow, none is missing; raise --timeout {args.timeout:g}"
-    rows = [["rank", "calls", "last call", "the main thread is at", "flight recorder's last call"]]
-    for rank, seen in enumerate(ranks):
-        last = seen["ring"][-1]
-        rows.append([str(rank), str(last["number"]), last["collective"], seen["at"], seen["flight_recorder"] or "n/a"])
-    print(f"\nno progress for {args.timeout:g} s:\n\n{report.table(rows)}\n")
-    for rank in found["missing_ranks"]:
-        print(f"rank {rank} did not make call {found['number']}, {found['collective']} ({found['called_at']});")
-        print(f"    it is at {ranks[rank]['at']}", flush=True)
-    agrees = [seen["flight_recorder"] == seen["ring"][-1]["collective"] for seen in ranks if seen["flight_recorder"]]
-    right = found["missing_ranks"] == [args.rank] and found["called_at"].endswith(str(PLANTS[args.plant]))
-    at = {"at": [seen["at"] for seen in ranks], "flight_recorder_agrees": all(agrees) if agrees else None}
-    write(args, device, len(ranks), found | at | {"named_what_was_planted": right})
-    return right and all(agrees)
-
-
-def write(args: Namespace, device: torch.device, world_size: int, found: dict) -> None:
-    run = {"device": hardware.device_name(device), "world_size": world_size, "steps": STEPS, "plant": args.plant}
-    report.write_json({**run, "planted_rank": args.rank, "timeout_seconds": args.timeout, **found}, args.json)
+    os._exit(exit_code)  # the main thread is inside a collective that nobody will end
 
 
 def main() -> int:
     parser = cli.Parser(__doc__)
-    parser.add_argument("--plant", choices=PLANTS, default="skipped-collective", help="the mistake to make")
+    parser.add_argument("--plant", choices=finding.PLANTS, default="skipped-collective", help="the mistake to make")
     parser.add_argument("--rank", type=cli.natural, default=1, help="the rank that makes it")
     parser.add_argument("--timeout", type=cli.positive, default=3.0, help="seconds a call may take, here few")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
@@ -171,25 +174,28 @@ def main() -> int:
     world_size = runtime.processes(args.device, on_cpu=3)
     if args.rank >= world_size or world_size == 1:
         raise exits.UserError(
-            f"--rank {args.rank}, of {world_size}: a hang takes two ranks, and one below their number"
+            f"--rank {args.rank}, of {world_size}: a hang needs two ranks, and --rank to be one of them"
         )
     runtime.relaunch(args.device, on_cpu=3)
+
     device = runtime.init_process_group(args.device)
-    rank = dist.get_rank()
     dist.barrier()  # sets up the connections, which may take longer than any call after it
+    run = {"plant": args.plant, "planted_rank": args.rank, "timeout_seconds": args.timeout, "steps": STEPS}
+    report = partial(finding.report_hang, run, device, args.json)
     store = next(dist.rendezvous("env://"))[0]  # a connection of the watchdog's own
-    watchdog = threading.Thread(target=watch, args=(args, store, rank, world_size, device))
+    watchdog = threading.Thread(target=watch, args=(store, device, args.timeout, report))
     watchdog.start()
     try:
         train(args.plant, args.rank, device)
     except RuntimeError:
-        if not caught.is_set():
+        if not hang_found.is_set():
             raise
         watchdog.join()  # it ends the process; others have left before
-    store.add("over", 1)
+    store.add("finished", 1)
     watchdog.join()
+
     runtime.say(f"{STEPS} steps, {len(RING)} collectives: no rank waited {args.timeout:g} s for another")
-    runtime.on_rank0(lambda: write(args, device, world_size, {"missing_ranks": []}))
+    runtime.on_rank0(lambda: finding.write(run, device, args.json, {"missing_ranks": []}))
     runtime.shutdown()
     return 0 if args.plant == "none" else 1
 

@@ -1,6 +1,7 @@
 """launch/debug_hang.py: the rank and the collective that it names are those that were planted."""
 
 import json
+import shutil
 
 import pytest
 from support.chapter import load
@@ -56,8 +57,9 @@ def test_a_healthy_run_names_nobody(tmp_path):
 def test_a_wrong_answer_is_a_failure(tmp_path):
     """The same script, with a judge that looks away: exit code 1, and nothing left running."""
     text = (ROOT / SCRIPT).read_text().replace("parents[1]", f"parents[0] / {str(ROOT)!r}")
-    assert "call != right]" in text
-    (tmp_path / "blind.py").write_text(text.replace("call != right]", "call == right]"))
+    assert "call != expected]" in text
+    (tmp_path / "blind.py").write_text(text.replace("call != expected]", "call == expected]"))
+    shutil.copy(ROOT / "launch/_debug_hang_report.py", tmp_path)
     result = finish(start(command(tmp_path / "blind.py", *PATIENT, "--json", "s.json", nproc=2), tmp_path), tmp_path)
     assert result.code == 1, result.err
     assert not json.loads((tmp_path / "s.json").read_text())["named_what_was_planted"]
@@ -93,7 +95,7 @@ LOOP = ("all_reduce", "broadcast", "all_gather") * 3
     ],
 )
 def test_who_is_missing(rings, missing, number, collective):
-    found = debug_hang.judge([ring(*calls) for calls in rings])
+    found = debug_hang.first_difference([ring(*calls) for calls in rings])
     assert found == {
         "missing_ranks": missing,
         "number": number,
@@ -104,8 +106,8 @@ def test_who_is_missing(rings, missing, number, collective):
 
 def test_a_ring_that_has_forgotten_its_start():
     full, behind = ring(*LOOP)[3:], ring(*LOOP[:-1])
-    assert debug_hang.judge([full, behind])["missing_ranks"] == [1]
-    assert debug_hang.judge([full, ring(*LOOP)]) is None
+    assert debug_hang.first_difference([full, behind])["missing_ranks"] == [1]
+    assert debug_hang.first_difference([full, ring(*LOOP)]) is None
 
 
 @pytest.mark.gpu(n=2)

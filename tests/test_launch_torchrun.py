@@ -5,13 +5,26 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from support.harness import ROOT, TINY, Result, descendants, finish, holds, kill_all, start, tiny_flags, train
+from support.harness import (
+    ROOT,
+    TINY,
+    Result,
+    descendants,
+    finish,
+    holds,
+    kill_all,
+    start,
+    steps_logged,
+    tiny_flags,
+    train,
+)
 from support.two_hosts import two_hosts
 
 from common import cli
@@ -105,14 +118,17 @@ class Job:
         (folder / "hold.py").write_text(HOLD)
         (folder / "hold").touch()
 
-    def start(self, script: str, index: int, *extra: str, **env: str) -> subprocess.Popen:
-        """Start a launch script on host `index`."""
+    def start(self, script: str, index: int, *extra: str, disk: Path | None = None, **env: str) -> subprocess.Popen:
+        """Start a launch script on host `index`; with `disk`, that folder is the run's on this host alone."""
         process_folder = self.folder / f"process-{len(self.processes)}"
         process_folder.mkdir()
         (process_folder / "tiny.json").write_text(json.dumps(TINY))
         settings = {"RDZV_ENDPOINT": f"{self.hosts[0].address}:{PORT}", "NPROC_PER_NODE": "1", "PATH": PATH}
         settings |= {"SCRIPT": str(self.folder / "hold.py"), "JOIN_TIMEOUT_SECONDS": "60", **env}
         argv = [str(LAUNCH / script), *flags(self.folder), *extra]
+        if disk:  # ip netns exec gives the host mounts of its own
+            mount = f'mount --bind {disk} {self.folder / "run"} && exec "$@"'
+            argv = ["sh", "-c", mount, "sh", *argv]
         process = self.hosts[index].start(argv, process_folder, **settings)
         process.folder = process_folder
         self.processes.append(process)
@@ -184,6 +200,27 @@ def test_two_nodes_whose_link_is_cut_and_that_resume_with_clocks_apart(job, alon
     assert summary["weights_sha256"] == pair.summary["weights_sha256"]
 
 
+def test_hosts_with_a_disk_each_are_refused(job):
+    """The same --run-dir on both, but not the same folder: nothing is trained, nothing saved, nothing deleted."""
+    disks = [job.folder / "run", job.folder / "disk-of-host1"]
+    for disk in disks:
+        for name in ("step-00000002", "step-00000004.tmp"):
+            (disk / name).mkdir(parents=True)
+            (disk / name / "__0_0.distcp").write_text("half of a checkpoint")
+    before = {path.relative_to(job.folder) for disk in disks for path in disk.rglob("*")}
+    both = [job.start("multi_node.sh", 0, "--resume", NNODES="2")]
+    both += [job.start("multi_node.sh", 1, "--resume", NNODES="2", disk=disks[1])]
+    results = list(map(ended, both))
+    assert [result.code for result in results] == [1, 1]
+    told = [line for result in results for line in result.err.splitlines() if " error: --run-dir" in line]
+    assert len(told) == 1
+    assert re.search(rf"--run-dir {disks[0]} is another folder on rank \d on \S+, than on rank 0", told[0])
+    assert "exitcode  : 2" in results[0].err
+    after = {path.relative_to(job.folder) for disk in disks for path in disk.rglob("*")}
+    assert [path.name for path in after - before] == [".lock"]  # rank 0's
+    assert not before - after
+
+
 def test_elastic(job, alone):
     """One restart is allowed and one rank fails: the nodes that come and go may not count."""
     env = {"NNODES": "1:2", "MAX_RESTARTS": "1", "HEARTBEAT_SECONDS": "2", "LAST_CALL_SECONDS": "5"}
@@ -252,6 +289,21 @@ def test_a_node_that_does_not_come_and_a_stranger_at_the_port(job):
     misled = ended(misled)
     assert misled.code == -9
     assert "no rank has started after 12 s: is it torchrun that answers there?" in misled.err
+
+
+@pytest.mark.parametrize("handled", [True, False])
+def test_torchrun_dies_of_sigusr1_unless_it_is_told_to_hand_it_on(tmp_path, handled):
+    more = ["--signals-to-handle=SIGTERM,SIGUSR1"] if handled else []
+    (tmp_path / "tiny.json").write_text(json.dumps(TINY))
+    launcher = ["torchrun", "--standalone", "--nproc-per-node=1", *more]
+    words = [*launcher, str(ROOT / "05_ddp/train.py"), *flags(tmp_path), "--steps", "100000"]
+    process = start([str(Path(sys.executable).parent / words[0]), *words[1:]], tmp_path)
+    assert holds(process, lambda: steps_logged(tmp_path) > 2)
+    process.send_signal(signal.SIGUSR1)
+    result = finish(process, tmp_path)
+    assert result.code == (1 if handled else -signal.SIGUSR1)
+    if handled:
+        assert re.search(r"signal 10: saved at step \d+; the same command with --resume goes on", result.out)
 
 
 def assert_refused(result: Result, *words: str) -> None:
