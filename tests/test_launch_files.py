@@ -130,7 +130,7 @@ def test_pod(file):
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_command(file, monkeypatch):
+def test_command(file):
     """torchrun's parser and the training script's read the command; the sizes fit together."""
     pod, container = pods()[file]
     assert container["command"] == ["torchrun"]  # PID 1, no shell between it and SIGTERM
@@ -139,8 +139,7 @@ def test_command(file, monkeypatch):
     check(shlex.join(["torchrun", *words]))
     launched = get_args_parser().parse_args(words)
     assert 60 <= launched.shutdown_timeout < pod["terminationGracePeriodSeconds"]
-    monkeypatch.setattr(sys, "argv", [launched.training_script, *launched.training_script_args])
-    args = cli.parse_training("")
+    args = cli.training_parser("").parse_args(launched.training_script_args)
     nodes, gpus = 2, container["resources"]["limits"]["nvidia.com/gpu"]
     cli.split_batch(args.global_batch_size, args.micro_batch_size, nodes * gpus)
     assert args.resume

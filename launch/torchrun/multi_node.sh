@@ -12,15 +12,17 @@ fail() { echo "multi_node.sh: error: $*" >&2; exit 2; }
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 
 # --- SITE: the interface between the nodes, where they have several (`ip -brief address` lists them)
-# export NCCL_SOCKET_IFNAME=eth0  # NCCL: its start, and its data where there is no InfiniBand. =eth0 is exact, ^docker
-#                                 # excludes. Unset, NCCL takes ib* first, and lo or docker* only if all else is missing
-# export GLOO_SOCKET_IFNAME=eth0  # gloo carries checkpoints and signals, for GPUs too. Needed wherever the host's own
-#                                 # name is 127.0.1.1 in /etc/hosts, as on Debian: gloo listens there, unreachable
-# export NCCL_IB_HCA=mlx5         # the InfiniBand adapters to use, where some are for storage
-# export NCCL_IB_TIMEOUT=22       # links that come and go: a try lasts 4.096 µs * 2^value (default 20, once 18)
-# --- to look for what is broken, for one run only
-# export NCCL_DEBUG=INFO          # which interface and transport NCCL has chosen; NCCL_DEBUG_SUBSYS=INIT,NET for less
-# export NCCL_IB_DISABLE=1        # without InfiniBand; NCCL_P2P_DISABLE=1 without NVLink, NCCL_SHM_DISABLE=1
+# NCCL's start, and its data where there is no InfiniBand. =eth0 is exact, ^docker excludes. Unset, it takes ib* first,
+# and lo or docker* only if all else is missing
+# export NCCL_SOCKET_IFNAME=eth0
+# gloo carries checkpoints and signals, for GPUs too. Needed wherever the host's own name is 127.0.1.1 in /etc/hosts, as
+# on Debian: gloo listens there, and no other node reaches it
+# export GLOO_SOCKET_IFNAME=eth0
+# export NCCL_IB_HCA=mlx5    # the InfiniBand adapters to use, where some are for storage
+# export NCCL_IB_TIMEOUT=22  # where links come and go: a try lasts 4.096 us * 2^value (default 20, in older NCCL 18)
+# --- to find out what is broken, for one run only
+# export NCCL_DEBUG=INFO     # tells which interface and transport NCCL has chosen; NCCL_DEBUG_SUBSYS=INIT,NET for less
+# export NCCL_IB_DISABLE=1   # without InfiniBand; NCCL_P2P_DISABLE=1 without NVLink; NCCL_SHM_DISABLE=1
 # --- SITE: how long to wait, in seconds
 join=${JOIN_TIMEOUT_SECONDS:-300}                                            # for all nodes to boot and to start this
 export COLLECTIVE_TIMEOUT_SECONDS=${COLLECTIVE_TIMEOUT_SECONDS:-600}         # for the slowest rank: a save, evaluation
