@@ -19,7 +19,6 @@ HELPERS = [file for folder in CHAPTERS for file in folder.glob("_*.py")]
 COMMAND = re.compile(r"(?:^|\s|`)((?:torchrun|python3?|make|pytest) [^`#\n]+?)(?:`|\s{2,}[a-z]|\s+#|$)", re.MULTILINE)
 
 
-PENDING = {"launch"}
 
 
 def name_of(file) -> str:
@@ -100,15 +99,11 @@ def test_every_file_is_short_enough_to_read():
 
 @pytest.mark.parametrize("file", [file for file in READMES if file.name == "README.md"], ids=name_of)
 def test_a_readme_is_short(file):
-    if file.parent.name in PENDING:
-        pytest.xfail("being rewritten")
     assert len(file.read_text().splitlines()) <= 220
 
 
 @pytest.mark.parametrize("folder", CHAPTERS, ids=name_of)
 def test_a_readme_opens_with_the_commands_of_its_folder(folder):
-    if folder.name in PENDING:
-        pytest.xfail("being rewritten")
     lines = (folder / "README.md").read_text().splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("```"))
     assert start < 25, f"the first code block is in line {start + 1}"
