@@ -19,8 +19,6 @@ HELPERS = [file for folder in CHAPTERS for file in folder.glob("_*.py")]
 COMMAND = re.compile(r"(?:^|\s|`)((?:torchrun|python3?|make|pytest) [^`#\n]+?)(?:`|\s{2,}[a-z]|\s+#|$)", re.MULTILINE)
 
 
-
-
 def name_of(file) -> str:
     return str(file.relative_to(ROOT))
 
