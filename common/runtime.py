@@ -174,12 +174,12 @@ def gather(value: object, group: dist.ProcessGroup | None = None) -> list:
 
 
 def on_rank0(work: Callable[[], object]) -> object:
-    """Run `work` on rank 0 and give every rank its result, or its UserError."""
+    """Run `work` on rank 0 and give every rank its result, or what the person or the disk did wrong there."""
     result, error = None, None
     if is_rank0():
         try:
             result = work()
-        except UserError as caught:
+        except (UserError, OSError) as caught:
             error = caught
     result, error = gather((result, error))[0]
     if error is not None:

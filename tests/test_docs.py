@@ -91,8 +91,10 @@ def test_the_lesson_of_a_chapter_is_short(tmp_path):
 
 
 def test_every_file_is_short_enough_to_read():
-    for file in [*ROOT.glob("0*/*.py"), *ROOT.glob("common/*.py"), *ROOT.glob("launch/*.py")]:
+    for file in [*ROOT.glob("0*/*.py"), *ROOT.glob("launch/*.py")]:
         assert len(file.read_text().splitlines()) <= 250, file
+    for file in ROOT.glob("common/*.py"):
+        assert len(file.read_text().splitlines()) <= 300, file
 
 
 @pytest.mark.parametrize("file", [file for file in READMES if file.name == "README.md"], ids=name_of)
