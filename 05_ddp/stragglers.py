@@ -11,7 +11,7 @@ comes to the all-reduce, and the others wait for ever. join() answers for it, wi
 
 Look for: equal step times beside unequal compute times, with a rank planted that does --slow-factor times the work;
 the rank that is found; how much a sample counts under join(). train.py logs its slowest rank by the same comparison.
-Before: collectives.py. Next: ../06_fsdp_zero/.
+Before: collectives.py. Next: ../launch/, many machines.
 """
 
 import statistics

@@ -10,7 +10,7 @@ step. The batch belongs to the run, not to the machine: 1, 2, 3 or 8 processes g
     cluster   the same on every node, with --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400
 
 Look for: equal losses whatever nproc_per_node is, the slowest rank and its lag, and the last check: all
-ranks hold the same weights to the bit. Before: 04_amp/. Next: 06_fsdp_zero/.
+ranks hold the same weights to the bit. Before: 04_amp/. Next: launch/.
 """
 
 import math

@@ -102,14 +102,14 @@ def test_a_readme_is_short(file):
     assert len(file.read_text().splitlines()) <= 220
 
 
-@pytest.mark.parametrize("folder", CHAPTERS, ids=name_of)
+@pytest.mark.parametrize("folder", [*CHAPTERS, ROOT / "launch"], ids=name_of)
 def test_a_readme_opens_with_the_commands_of_its_folder(folder):
     lines = (folder / "README.md").read_text().splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("```"))
     assert start < 25, f"the first code block is in line {start + 1}"
     assert lines[start] == "```bash"
     first_block = lines[start + 1 : lines.index("```", start + 1)]
-    assert [line for line in first_block if f" {folder.name}/" in line], first_block
+    assert [line for line in first_block if f"{folder.name}/" in line], first_block
 
 
 @pytest.mark.parametrize("file", LESSONS, ids=name_of)
