@@ -68,6 +68,7 @@ def test_command_parses(file, command):
         "make nonsense",
         "pytest tests/test_none.py",
         "pytest tests/test_docs.py -k nonsense",
+        "pytest tests/test_launch_torchrun.py -k sigusr1",
     ],
 )
 def test_a_wrong_command_is_seen(wrong):
