@@ -461,7 +461,7 @@ def main() -> int:
                 print(row.get("output", ""), end="")
     survivors = [row["name"] for row in rows if not row["caught"]]
     seconds = time.monotonic() - start
-    print(f"\n{len(rows)} faults planted, {len(survivors)} survived, {seconds:.0f} s")
+    print(f"\nfaults planted: {len(rows)}, survived: {len(survivors)}, {seconds:.0f} s")
     summary = {"device": "cpu", "seconds": seconds, "planted": len(rows), "survived": survivors, "rows": rows}
     report.write_json(summary, args.json)
     return 1 if survivors else 0

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+import math
 import os
 import pty
 import subprocess
@@ -57,7 +58,13 @@ def test_the_bare_script_learns_and_tells(tmp_path):
     assert summary["script"] == SCRIPT
     assert (summary["model"], summary["dtype"], summary["world_size"]) == ("nano", "bf16", 1)
     assert (summary["steps"], summary["tokens"], summary["parameters"]) == (20, 20 * 24 * 64, 4_812_032)
-    assert summary["first_loss"] == pytest.approx(5.5, abs=0.2)  # ln 256: it knows nothing yet
+    corpus, config = data.load_corpus("stdlib", "bytes"), model.load_config("nano", 256, 64)
+    shape = {"seq_len": 64, "global_batch_size": 24, "micro_batch_size": 24, "seed": 0}
+    first_batch = next(data.train_batches(corpus.train, **shape, device=torch.device("cpu")))
+    with torch.no_grad():
+        untrained = model.build("nano", config, seed=0)(*first_batch).item()
+    assert untrained == pytest.approx(math.log(256), abs=0.3)  # it knows nothing yet
+    assert summary["first_loss"] == pytest.approx(untrained, rel=0.01)  # in bf16
     assert summary["last_loss"] < 3.5
     assert summary["val_loss"] < 3.5
     assert summary["mfu"] is None  # nobody knows this CPU's peak

@@ -79,7 +79,8 @@ for turn in range(30):
     runtime.gather("as at the end of training")
     runtime.shutdown()
     del ddp
-    print(turn, flush=True)
+    if rank == 0:
+        print(turn, flush=True)
 """
 
 
@@ -88,7 +89,7 @@ def test_no_rank_hangs_after_its_last_line(tmp_path):
     (tmp_path / "leaves.py").write_text(LEAVES.format(root=str(ROOT)))
     result = run(tmp_path / "leaves.py", tmp_path, nproc=2, timeout=60)
     assert result.code == 0, result.err
-    assert sorted(result.out.split(), key=int) == [str(turn) for turn in range(30) for _ in range(2)]
+    assert result.out.split() == [str(turn) for turn in range(30)]
 
 
 @needs_compiler
@@ -168,10 +169,10 @@ def test_the_slowest_rank_and_its_lag(meter, monkeypatch):
 def test_the_first_step_that_is_not_finite_is_named(meter):
     window = torch.ones(5, 2)
     window[3, 0] = math.nan
-    with pytest.raises(runtime.UserError, match="step 19:"):
+    with pytest.raises(runtime.UserError, match="step 19 "):
         meter.log(20, window, 1.0, 0, 1.0)
     window[3, 0], window[1, 1] = 1.0, math.inf
-    with pytest.raises(runtime.UserError, match="step 17:"):
+    with pytest.raises(runtime.UserError, match="step 17 "):
         meter.log(20, window, 1.0, 0, 1.0)
     meter.clock[0] += 1.0
     meter.dtype = "fp16"  # there an overflowing gradient is the scaler's business
