@@ -30,34 +30,11 @@ from common import checkpoint, cli, data, exits, hardware, metrics, model, run_d
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def warmup_cosine(step: int, warmup_steps: int, steps: int) -> float:
-    """Factor on --lr for 0-based step: up in a line, down to a tenth along a cosine."""
-    if step < warmup_steps:
-        return (step + 1) / warmup_steps
-    done = min(1.0, (step - warmup_steps) / max(1, steps - warmup_steps))
-    return 0.55 + 0.45 * math.cos(math.pi * done)
-
-
-@torch.no_grad()
-def evaluate(net, batches, autocast, device) -> float:
-    """Mean loss per token of the held-out sequences."""
-    net.eval()
-    total = torch.zeros(2, device=device)  # sum of losses, number of tokens
-    for inputs, targets in batches:
-        targets = targets.to(device)
-        with autocast():
-            loss = net(inputs.to(device), targets)
-        tokens = (targets != data.PADDING).sum()
-        total += torch.stack((torch.where(tokens > 0, loss * tokens, 0.0), tokens))  # padding alone has no mean
-    net.train()
-    return (total[0] / total[1]).item()
-
-
 def main() -> int:
     parser = cli.training_parser(__doc__)
     args = parser.parse_args()
     runtime.seed(args.seed, args.deterministic)
-    rank, world_size = 0, 1
+    rank, world_size = 0, 1  # chapter 05 has more
     device = runtime.single_device(args.device)
     args.dtype = hardware.choose_dtype(args.dtype, device)
     if args.dtype == "fp32":
@@ -149,8 +126,8 @@ def main() -> int:
         stop = runtime.stop_requested()
         save = stop or step == args.steps or (args.save_every and step % args.save_every == 0)
         if save or step == 1 or step % args.log_every == 0:
-            means = meter.since_last_log()
-            meter.log(step, means / world_size, lr, progress["skipped_steps"], scale)
+            noted = meter.since_last_log()
+            meter.log(step, noted / world_size, lr, progress["skipped_steps"], scale)
         if step == args.steps or (args.eval_every and step % args.eval_every == 0):
             meter.log_eval(step, evaluate(net, held_out, autocast, device))
         if save:
@@ -175,6 +152,29 @@ def main() -> int:
         weights_sha256=checkpoint.digest(net),
     )
     return exits.REQUEUE_EXIT_CODE if stop and progress["step"] < args.steps else 0
+
+
+def warmup_cosine(step: int, warmup_steps: int, steps: int) -> float:
+    """Factor on --lr for 0-based step: up in a line, down to a tenth along a cosine."""
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    done = min(1.0, (step - warmup_steps) / max(1, steps - warmup_steps))
+    return 0.55 + 0.45 * math.cos(math.pi * done)
+
+
+@torch.no_grad()
+def evaluate(net, batches, autocast, device) -> float:
+    """Mean loss per token of the held-out sequences."""
+    net.eval()
+    total = torch.zeros(2, device=device)  # sum of losses, number of tokens
+    for inputs, targets in batches:
+        targets = targets.to(device)
+        with autocast():
+            loss = net(inputs.to(device), targets)
+        tokens = (targets != data.PADDING).sum()
+        total += torch.stack((torch.where(tokens > 0, loss * tokens, 0.0), tokens))  # padding alone has no mean
+    net.train()
+    return (total[0] / total[1]).item()
 
 
 if __name__ == "__main__":

@@ -33,30 +33,6 @@ warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)  # torch
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def warmup_cosine(step: int, warmup_steps: int, steps: int) -> float:
-    """Factor on --lr for 0-based step: up in a line, down to a tenth along a cosine."""
-    if step < warmup_steps:
-        return (step + 1) / warmup_steps
-    done = min(1.0, (step - warmup_steps) / max(1, steps - warmup_steps))
-    return 0.55 + 0.45 * math.cos(math.pi * done)
-
-
-@torch.no_grad()
-def evaluate(net, batches, autocast, device) -> float:
-    """Mean loss per token of the held-out sequences."""
-    net.eval()
-    total = torch.zeros(2, device=device)  # sum of losses, number of tokens
-    for inputs, targets in batches:
-        targets = targets.to(device)
-        with autocast():
-            loss = net(inputs.to(device), targets)
-        tokens = (targets != data.PADDING).sum()
-        total += torch.stack((torch.where(tokens > 0, loss * tokens, 0.0), tokens))  # padding alone has no mean
-    dist.all_reduce(total)  # sums, not means: a rank may have read fewer tokens than the others
-    net.train()
-    return (total[0] / total[1]).item()
-
-
 def main() -> int:
     parser = cli.training_parser(__doc__)
     args = parser.parse_args()
@@ -65,12 +41,12 @@ def main() -> int:
     device = runtime.rank_device(args.device, local_rank)  # each process of a node takes a GPU of its own
     runtime.end_with_torchrun()  # or ranks would train on for nobody when it is killed
     dist.init_process_group(
-        backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",  # gradients travel by NCCL, flags by gloo
+        backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",  # NCCL for gradients, gloo for CPU values
         device_id=device if device.type == "cuda" else None,
         timeout=runtime.collective_timeout(),  # how long the others wait for a rank that does not come
         rank=rank,
         world_size=world_size,
-        store=None if world_size > 1 else dist.HashStore(),  # None: they meet at MASTER_ADDR:MASTER_PORT
+        store=None if world_size > 1 else dist.HashStore(),  # None: at MASTER_ADDR:MASTER_PORT; one needs no meeting
     )
     args.dtype = hardware.choose_dtype(args.dtype, device)
     if args.dtype == "fp32":
@@ -121,7 +97,7 @@ def main() -> int:
         num_workers=args.num_workers,
     )
 
-    # a quarter of the gradients: with one bucket for all, backward would be over before its all-reduce starts
+    # a quarter of the gradients, 4 bytes each: with one bucket, backward would end before its all-reduce starts
     bucket_mib = max(1, min(25, model.parameter_count(config) / 2**20))
     ddp = DistributedDataParallel(net, bucket_cap_mb=bucket_mib, gradient_as_bucket_view=True, broadcast_buffers=False)
     if args.compile:
@@ -152,7 +128,7 @@ def main() -> int:
         for micro_step in range(1, accumulation_steps + 1):
             with meter.phase("data"):
                 inputs, targets = (t.to(device, non_blocking=True) for t in next(batches))
-            # only the last backward of a step averages over the ranks, once for all micro-batches
+            # only the last backward of a step averages, once for all micro-batches; DDP decides that in forward
             sync = nullcontext() if micro_step == accumulation_steps else ddp.no_sync()
             with sync, meter.phase("forward"), autocast():
                 loss = ddp(inputs, targets) / accumulation_steps  # micro-batches have equal token counts
@@ -175,9 +151,9 @@ def main() -> int:
         stop = runtime.stop_requested()
         save = stop or step == args.steps or (args.save_every and step % args.save_every == 0)
         if save or step == 1 or step % args.log_every == 0:
-            means = meter.since_last_log()
-            dist.all_reduce(means)
-            meter.log(step, means / world_size, lr, progress["skipped_steps"], scale)
+            noted = meter.since_last_log()
+            dist.all_reduce(noted)
+            meter.log(step, noted / world_size, lr, progress["skipped_steps"], scale)
         if step == args.steps or (args.eval_every and step % args.eval_every == 0):
             meter.log_eval(step, evaluate(net, held_out, autocast, device))
         if save:
@@ -209,6 +185,30 @@ def main() -> int:
     )
     runtime.shutdown()
     return exits.REQUEUE_EXIT_CODE if stop and progress["step"] < args.steps else 0
+
+
+def warmup_cosine(step: int, warmup_steps: int, steps: int) -> float:
+    """Factor on --lr for 0-based step: up in a line, down to a tenth along a cosine."""
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    done = min(1.0, (step - warmup_steps) / max(1, steps - warmup_steps))
+    return 0.55 + 0.45 * math.cos(math.pi * done)
+
+
+@torch.no_grad()
+def evaluate(net, batches, autocast, device) -> float:
+    """Mean loss per token of the held-out sequences."""
+    net.eval()
+    total = torch.zeros(2, device=device)  # sum of losses, number of tokens
+    for inputs, targets in batches:
+        targets = targets.to(device)
+        with autocast():
+            loss = net(inputs.to(device), targets)
+        tokens = (targets != data.PADDING).sum()
+        total += torch.stack((torch.where(tokens > 0, loss * tokens, 0.0), tokens))  # padding alone has no mean
+    dist.all_reduce(total)  # sums, not means: a rank may have read fewer tokens than the others
+    net.train()
+    return (total[0] / total[1]).item()
 
 
 if __name__ == "__main__":

@@ -240,7 +240,7 @@ def _cpu_copy(value):
 def digest(net: torch.nn.Module) -> str:
     """SHA-256 over every parameter's bytes: equal digests are equal weights, to the bit.
 
-    A sharded model has the digest of the whole one; each parameter is gathered in turn, so that is collective.
+    A sharded model has the digest of the whole one: each parameter is gathered in turn, so every rank must call this.
     """
     sha = hashlib.sha256()
     for parameter in net.parameters():

@@ -81,8 +81,8 @@ class TrainingParser(Parser):
         return action
 
     def parse_args(self, args=None, namespace=None) -> argparse.Namespace:
-        """UserError for what cannot be. --seq-len, --lr and --warmup-steps that are not given come from the model's
-        recipe."""
+        """UserError for flags that contradict each other. --seq-len, --lr and --warmup-steps that are not given come
+        from the model's recipe."""
         found = super().parse_args(args, namespace)
         if found.resume and found.run_dir is None:
             raise UserError("--resume needs --run-dir, the folder of the run to go on with")

@@ -79,7 +79,7 @@ def _tokenize(documents: list[bytes], data: str, tokenizer: str, folder: Path) -
 
 
 def _files(paths: list[Path]) -> list[tuple]:
-    """What changes when one of these files does."""
+    """Path, size and time of change of each file: what the cache is known by."""
     return [(str(path.resolve()), (found := path.stat()).st_size, found.st_mtime_ns) for path in paths]
 
 
@@ -88,7 +88,7 @@ def _tokenizer_source(name: str) -> object:
 
 
 def _source(data: str) -> tuple[Callable[[], list[bytes]], object]:
-    """How to read the documents of `data`, and what they are known by."""
+    """A function that reads the documents of `data`, and what the cache knows them by."""
     if data == "stdlib":
         files = []
         for folder, subfolders, names in os.walk(sysconfig.get_paths()["stdlib"]):

@@ -24,10 +24,9 @@ MFU_CONVENTION = "6(N - N_embedding) + 12·L·H·head_dim·seq_len FLOP per toke
 
 
 class Meter:
-    """Times a run between log lines and keeps its records. Rank 0 writes; log and finish are collective.
+    """Times a run between log lines and keeps its records. Rank 0 writes; every rank must call log and finish.
 
-    Tokens are those of the global batch and FLOP those of the Config, whatever part of either a rank has: so both hold
-    for every mesh of data, tensor and pipeline parallel ranks.
+    Tokens/s and MFU are those of the whole job, whatever part of the batch or of the model a rank has.
     """
 
     def __init__(

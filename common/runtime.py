@@ -111,13 +111,13 @@ def init_process_group(name: str) -> torch.device:
 
 
 def end_with_torchrun() -> None:
-    """From now on SIGTERM comes if torchrun dies, even of kill -9, which would leave its ranks training for nobody."""
+    """Ask Linux for a SIGTERM when torchrun dies, even of kill -9; otherwise its ranks would train on."""
     if "RANK" in os.environ and sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def device_mesh(device: torch.device, sizes: dict[str, int]) -> DeviceMesh:
-    """A mesh of all ranks with these sizes by name, such as {"replicate": 2, "shard": 4}; collective.
+    """A mesh of all ranks with these sizes by name, such as {"replicate": 2, "shard": 4}; every rank must call it.
 
     Its groups wait as long as the whole job's: left alone they would take torch's own timeout. UserError if the sizes
     do not multiply to the number of ranks.
@@ -132,7 +132,7 @@ def device_mesh(device: torch.device, sizes: dict[str, int]) -> DeviceMesh:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The tensor itself, or all of a DTensor, gathered from the ranks that hold its parts; then collective."""
+    """The tensor itself, or all of a DTensor, gathered from the ranks that hold its parts, which must all call this."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 

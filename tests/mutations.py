@@ -240,7 +240,7 @@ MUTATIONS = [
     Mutation(
         "the logged loss is that of rank 0",
         DDP,
-        "            dist.all_reduce(means)\n",
+        "            dist.all_reduce(noted)\n",
         "            means *= world_size\n",
         "tests/test_05_ddp.py::test_the_logged_loss_is_the_mean_over_ranks_and_micro_batches",
     ),

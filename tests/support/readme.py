@@ -3,6 +3,7 @@
 python tests/support/readme.py   writes them anew (make readme)
 """
 
+import ast
 import difflib
 import re
 from pathlib import Path
@@ -13,9 +14,13 @@ BLOCK = re.compile(r"(<!-- diff (\S+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 def lesson(before: str, after: str) -> str:
     """What changes from one script to the next, docstrings left out: they are read at the top of each."""
-    sources = [(ROOT / name).read_text().split('"""\n', 2)[-1].splitlines() for name in (before, after)]
-    lines = list(difflib.unified_diff(*sources, n=1, lineterm=""))[2:]
+    lines = list(difflib.unified_diff(_code(before), _code(after), n=1, lineterm=""))[2:]
     return "\n".join(re.sub(r"^@@.*@@$", "@@", line) for line in lines)
+
+
+def _code(script: str) -> list[str]:
+    text = (ROOT / script).read_text()
+    return text.splitlines()[ast.parse(text).body[0].end_lineno :]
 
 
 def regenerate(text: str) -> str:
