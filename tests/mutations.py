@@ -241,7 +241,7 @@ MUTATIONS = [
         "the logged loss is that of rank 0",
         DDP,
         "            dist.all_reduce(noted)\n",
-        "            means *= world_size\n",
+        "            noted *= world_size\n",
         "tests/test_05_ddp.py::test_the_logged_loss_is_the_mean_over_ranks_and_micro_batches",
     ),
     Mutation(
