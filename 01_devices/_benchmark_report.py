@@ -163,6 +163,7 @@ def plot_roofline(measurements: list[dict], best: dict[str, float], name: str, f
     prefix = next(p for p, scale in PREFIXES.items() if max(best.values()) >= scale)
     unit = PREFIXES[prefix]
     canvas, axes = pyplot.subplots(figsize=(8, 4.5))
+    lines = "lines their roof"
     for i, dtype in enumerate(dtype for dtype in best if dtype != "memory"):
         points = [f for f in measurements if f["dtype"] == dtype and f.get("flop_per_byte")]
         for f in points:
@@ -174,10 +175,11 @@ def plot_roofline(measurements: list[dict], best: dict[str, float], name: str, f
         sheet_bandwidth = hardware.memory_bandwidth(name)
         if sheet_flops and sheet_bandwidth:
             draw_roof(axes, sheet_flops / unit, sheet_bandwidth / unit, "--", f"C{i}")
+            lines = "lines their roof (dashed: the data sheet's)"
     axes.plot([], [], "v", color="grey", label="32 rows")
     axes.plot([], [], "s", color="grey", label="a = b + 3c")
     axes.set(xscale="log", yscale="log", xlabel="FLOP per byte of memory traffic", ylabel=f"{prefix}FLOP/s")
-    axes.set_title(f"{title}: points are measured, lines their roof (dashed: the data sheet's)", fontsize=10)
+    axes.set_title(f"{title}: points are measured, {lines}", fontsize=10)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     canvas.savefig(file, format="png", dpi=110, bbox_inches="tight")

@@ -4,7 +4,7 @@ The GPUs: driver, torch build, clocks under a second of load (_doctor_gpu.py). T
 (_doctor_machine.py). A job on it: environment variables, port, threads, NCCL, and two processes that really add up
 numbers, with a timeout, so that a hang becomes an answer (_doctor_job.py). With --script a training script runs for
 --steps optimizer steps under watch (_doctor_watch.py) and what was seen is judged (_doctor_script.py); its own flags
-come last, after a bare `--`.
+come last, after a bare `--`. This file only runs the checks and prints what they found: read them in those four files.
 
     laptop    python 01_devices/doctor.py
     a script  python 01_devices/doctor.py --script 04_amp/train.py

@@ -2,7 +2,8 @@
 
 What nvidia-smi calls utilisation is the share of time in which any kernel ran, not how much of the GPU it used. An
 NCCL kernel that waits for a rank that never comes spins: 100 % utilisation for hours, at little more than idle power.
-So utilisation of at least 90 % at less than 20 % of the power limit is flagged as a likely hang.
+So utilisation of at least 90 % at less than 20 % of the power limit is flagged as a likely hang. That idea is
+`likely_hang` in _monitor_readings.py, which also takes the samples. This file shows and exports them.
 
     laptop    python 01_devices/monitor.py --once
     one GPU   python 01_devices/monitor.py --run-dir runs/my-run

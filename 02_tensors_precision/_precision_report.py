@@ -41,7 +41,7 @@ def print_rates(rates: dict[str, dict]) -> None:
 
 
 def print_sums(added: dict[str, dict], additions: int) -> None:
-    head = ["type", "sum", "error of the stored rate", "error of adding", "additions that arrived"]
+    head = ["type", "sum", "error of the stored rate", "error of adding", "additions that changed the sum"]
     rows = [[*head, "relative error, Kahan", "relative error, fp32 accumulator"]]
     for name, found in added.items():
         row = [name, f"{found['naive_sum']:,.7g}"]
@@ -67,7 +67,7 @@ def print_products(errors: dict[str, float], size: int) -> None:
 
 
 def print_updates(updates: dict[str, dict], steps: int, lr: float) -> None:
-    head = ["weights", "bytes per weight, with AdamW's", "updates that arrived", "weights that moved"]
+    head = ["weights", "bytes per weight, with AdamW's", "updates that changed a weight", "weights that moved"]
     rows = [[*head, "distance against fp32's", "standard deviation"]]
     for name, found in updates.items():
         shares = [found[key] for key in ("arrived_share", "moved_share", "gone_share", "gone_deviation")]

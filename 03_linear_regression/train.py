@@ -3,8 +3,8 @@
 100,000 points of y = 2x - 3 + noise, split into training, validation and test. The model is one
 nn.Linear, the loss the mean squared error, the optimizer SGD; the fitted weights are saved, loaded
 back, and compared with the least-squares solution, which for a line is known. The lesson is the
-device: model and batch are moved to the same one, because an operation runs where its operands are
-and refuses operands that are in two places.
+device: model and batch are moved to the same one, because an operation runs where its operands are.
+It raises an error if they are in two places.
 
     laptop    python 03_linear_regression/train.py
     one GPU   python 03_linear_regression/train.py --device cuda
@@ -78,7 +78,7 @@ def main() -> int:
             if step % 50 == 1:
                 records.append({"step": step, "loss": loss.item()})
         records.append({"step": step, "loss": loss.item(), "val_loss": evaluate(net, validation, device)})
-        print(f"epoch {epoch}/{args.epochs} | loss {loss.item():.4f} | held-out loss {records[-1]['val_loss']:.4f}")
+        print(f"epoch {epoch}/{args.epochs} | loss {loss.item():.4f} | validation loss {records[-1]['val_loss']:.4f}")
     seconds = time.perf_counter() - start
 
     torch.save(net.state_dict(), folder / "line.pt")

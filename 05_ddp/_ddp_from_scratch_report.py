@@ -33,7 +33,9 @@ def started_in_backward(record: Record) -> int | None:
 
 
 def results(variants: list, records: list[Record], one_process, start: nn.Module) -> list[dict]:
-    """Each variant as --json has it, complete on rank 0; collective. The first one is the control: it sends nothing.
+    """Each variant as --json has it, complete on rank 0. Every rank must call it.
+
+    The first one is the control: it sends nothing.
 
     Exposed is what a step takes longer than the control's; hidden, the rest of what the all-reduces take alone.
     """
@@ -189,7 +191,7 @@ def conclude(
     device: torch.device,
     began: float,
 ) -> None:
-    """Say what was measured, then whether what the script teaches holds; collective."""
+    """Say what was measured, then whether what the script teaches holds. Every rank must call it."""
     rows = results(variants, records, one_process, start)
     if not runtime.is_rank0():
         return

@@ -38,7 +38,7 @@ def timed(work: Callable, *args) -> tuple[object, float]:
 
 
 def of_slowest_rank(seconds: list[float]) -> list[float]:
-    """The same measurements as the slowest rank made them: nobody can go on before it. Collective."""
+    """The same measurements as the slowest rank made them: nobody can go on before it. Every rank must call it."""
     slowest = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return slowest.tolist()

@@ -1,18 +1,19 @@
-"""What it costs to talk: the six collectives that training is made of, measured and checked for correct results.
+"""What collectives cost: the six collectives that training is made of, measured and checked for correct results.
 
 Ranks hold buffers of equal size; a collective is a call that all of them make. DDP all-reduces gradients; FSDP
 all-gathers weights and reduce-scatters gradients; experts and sequences move by all-to-all, pipelines by send/recv.
 The time of each is nearly latency + bytes / bandwidth: small messages pay the first, large ones the second. The two
-numbers are fitted for each collective, and tell how long the gradients of a model will take.
+numbers are fitted for each collective, and tell how long the gradients of a model will take. The fit (`fit`), the bytes
+that a rank must send (`bus_factor`) and the forecast (`predictions`) are in _collectives_links.py.
 
     laptop    python 05_ddp/collectives.py
     one node  torchrun --nproc_per_node=8 05_ddp/collectives.py --max-bytes 4294967296 --samples 20
     cluster   the same on every node, with --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400
 
-Algorithm bandwidth is size / time. Bus bandwidth is what a rank's link carries for it, so it can stand beside the
-link's peak whatever the number of ranks: nccl-tests' convention, size meaning the whole buffer (n chunks). A ring
-all-reduce sends each buffer 2 (n - 1) / n times; a switch that adds up (NVLS) sends it once, so its bus bandwidth may
-be above the peak. The buffer over the time may not.
+Algorithm bandwidth = size / time. Bus bandwidth = bytes each rank must send / time; compare it with one direction of
+the link. This is nccl-tests' convention; size is the whole buffer (n chunks). A ring all-reduce sends each buffer
+2 (n - 1) / n times. A switch that adds up (NVLS) sends it once, so its bus bandwidth may be above the peak, but not
+its algorithm bandwidth.
 Look for: times that do not grow below some 10 KiB (latency only: that is why DDP sends buckets, not tensors); on
 GPUs, bus bandwidths of large sizes that agree; lowest and highest far apart: the machine has other work.
 BUG, exit code 1: more than the link's peak; the timing is wrong then. Before: train.py. Next: stragglers.py.

@@ -115,7 +115,7 @@ def main() -> int:
     device = runtime.single_device("cuda" if gpus > 1 else "cpu")
     n = gpus if gpus > 1 else 2
     batch_size = args.global_batch_size or n * max(1, 24 // n)
-    cli.split_batch(batch_size, None, n)  # these two refuse what cannot be, before any process starts
+    cli.split_batch(batch_size, None, n)  # these two raise a UserError before any process starts
     model.load_config(args.model, 256, args.seq_len)
 
     nano, batches = prepare("nano", seq_len=16, batch_size=24, seed=args.seed)

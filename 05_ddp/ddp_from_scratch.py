@@ -1,4 +1,4 @@
-"""DistributedDataParallel rebuilt in three steps on all_reduce, then the real one: the same weights, in less time.
+"""DistributedDataParallel rebuilt in three steps on all_reduce, then the real one: the same weights.
 
 Data parallelism adds one thing to training: before the optimizer step, each gradient is averaged over the ranks.
 (1) one after the other, (2) in a few buckets, (3) in buckets while backward runs, (4) as DistributedDataParallel, which
@@ -9,8 +9,8 @@ does (3) in C++. A control, (0), sends nothing. What a step takes longer than th
     one node  torchrun --nproc_per_node=8 05_ddp/ddp_from_scratch.py --model llama-124m --global-batch-size 32
     cluster   the same on every node, with --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400
 
-Two ranks on two cores all-reduce on the cores that backward needs: nothing is hidden. As root, --link-mbit puts them
-on two hosts (network namespaces) with a slow link between them: waiting for it costs no core. --plot draws that.
+It takes less time where communication does not need the cores of backward. Two ranks on two cores share them: nothing
+is hidden. As root, --link-mbit puts them on two hosts (network namespaces) with a slow link: waiting costs no core.
 
 Look for: the exposed time from (1) to (4); one bucket for everything, which hides nothing; letters that are equal
 where weights are equal to the bit. Before: train.py. Next: collectives.py, what an all-reduce costs.
@@ -192,7 +192,7 @@ def main() -> int:
     config = model.load_config(args.model, 256, args.seq_len)
     n = runtime.processes(args.device)
     args.global_batch_size = args.global_batch_size or n * max(1, 24 // n)
-    cli.split_batch(args.global_batch_size, None, n)  # refuses what does not divide
+    cli.split_batch(args.global_batch_size, None, n)  # raises a UserError if it does not divide
     if args.link_mbit and "RANK" not in os.environ:
         return run_on_two_hosts(args.link_mbit)
     runtime.relaunch(args.device)

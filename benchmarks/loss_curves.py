@@ -86,7 +86,9 @@ def differences(losses: list[float], reference: list[float]) -> list[float]:
     return [abs(a - b) / abs(b) for a, b in zip(losses, reference, strict=True)]
 
 
-def draw(curves: dict[str, list[float]], differ: dict[str, list[float]], stopped_at: int, file: Path) -> bool:
+def draw(
+    curves: dict[str, list[float]], differ: dict[str, list[float]], stopped_at: int, title: str, file: Path
+) -> bool:
     """Curves on top of each other, and below them their distance from the first. False without matplotlib."""
     if (plt := pyplot()) is None:
         return False
@@ -97,15 +99,17 @@ def draw(curves: dict[str, list[float]], differ: dict[str, list[float]], stopped
     for (name, losses), width in zip(curves.items(), widths, strict=True):
         above.plot(range(1, len(losses) + 1), losses, linewidth=width, label=name)
     above.axvline(stopped_at, color="gray", linestyle=":", label=f"stopped after step {stopped_at}, resumed")
-    above.set(ylabel="training loss (nats per byte)", title="nano, fp32, the same seed and global batch")
+    above.set(ylabel="training loss (nats per byte)", title=title)
     above.legend(fontsize="small")
     for i, (name, values) in enumerate(differ.items(), start=1):
         # a step whose loss is equal to the bit has no place on a logarithmic scale
         points = [(step, value) for step, value in enumerate(values, start=1) if value > 0]
         if points:
             below.plot(*zip(*points, strict=True), "o", markersize=4, color=f"C{i}", label=name)
-    below.axhline(TOLERANCE, color="black", linewidth=0.8, linestyle="--", label=f"{TOLERANCE:g}")
-    below.axvline(CLAIMED_STEPS, color="black", linewidth=0.8, linestyle=":")
+    tolerance = f"{TOLERANCE:g}: tolerance of the tests"
+    below.axhline(TOLERANCE, color="black", linewidth=0.8, linestyle="--", label=tolerance)
+    held_until = f"the tolerance is for the first {CLAIMED_STEPS} steps"
+    below.axvline(CLAIMED_STEPS, color="black", linewidth=0.8, linestyle=":", label=held_until)
     below.set(yscale="log", xlabel="step", ylabel="relative difference\nfrom 1 process")
     below.legend(fontsize="small", title="no point: equal to the bit", title_fontsize="small")
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -168,7 +172,7 @@ def main() -> int:
         rows.append([f"on {label}", f"{max(values[:CLAIMED_STEPS]):.1e}", f"{max(values[CLAIMED_STEPS:]):.1e}"])
     largest = max(max(values[:CLAIMED_STEPS]) for values in differ.values())
     holds = largest <= TOLERANCE
-    verdict = f"the losses of the first {CLAIMED_STEPS} steps agree within {largest:.1e}, claimed: {TOLERANCE:g}"
+    verdict = f"the losses of the first {CLAIMED_STEPS} steps agree within {largest:.1e}; we aimed at {TOLERANCE:g}"
     text = f"{table(rows)}\n\n- **{'met' if holds else 'missed'}**: {verdict}"
     result = {**about, "losses": curves, "relative_differences": differ, "stopped_after_step": stopped_at}
     result |= {"claimed_steps": CLAIMED_STEPS, "tolerance": TOLERANCE, "largest_relative_difference": largest}
@@ -176,7 +180,8 @@ def main() -> int:
     report = f"# The loss on 1, 2, 3 and 8 processes\n\n{facts(about)}\n\n{text}\n\n```\n{shell}\n```\n"
     written = write_results(about["device"], "-loss-curves", result, report)
     print(f"\n{text}\n\nwritten: {written.relative_to(REPO)} and .json")
-    if draw(curves, differ, stopped_at, args.plot):
+    title = f"nano, fp32, --deterministic, global batch 24 x {args.seq_len} tokens, {args.device.upper()}"
+    if draw(curves, differ, stopped_at, title, args.plot):
         print(f"picture: {args.plot}")
     if holds:
         print(f"checked: {verdict}")

@@ -1,7 +1,7 @@
 """What the NVIDIA driver tells about each GPU, through NVML.
 
 Every query may fail alone: a virtual machine hides clocks, a laptop has no ECC, an old driver lacks a function.
-A value that the driver does not report is None, with the driver's words under `refused`; nothing here raises.
+A value that the driver does not report is None, and the driver's error text is in `refused`; nothing here raises.
 """
 
 from collections.abc import Callable
