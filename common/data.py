@@ -25,6 +25,7 @@ HELD_OUT = 0.05
 EVAL_SEQUENCES = 96  # evaluation reads at most so many, spread evenly over the held-out text
 PADDING = -100  # a target that no loss counts: cross_entropy's ignore_index
 ROWS_PER_READ = 1000  # documents tokenized at a time
+CACHE_VERSION = 1  # to be raised by whoever changes how text becomes tokens: what lies in a cache is of the old way
 
 
 class Corpus(NamedTuple):
@@ -42,7 +43,7 @@ def load_corpus(data: str = "stdlib", tokenizer: str = "bytes") -> Corpus:
     wait and map them.
     """
     read, source = _source(data)
-    key = hashlib.sha256(repr((source, _tokenizer_source(tokenizer), HELD_OUT)).encode()).hexdigest()[:20]
+    key = hashlib.sha256(repr((CACHE_VERSION, source, _tokenizer_source(tokenizer), HELD_OUT)).encode()).hexdigest()[:20]
     folder = _cache() / key
     with filelock.FileLock(folder.with_suffix(".lock")):
         if not folder.exists():
