@@ -67,7 +67,7 @@ def test_settings_are_compared_round_by_round():
     assert rows[2][-3:] == ["1.100", "1.050", "1.200"]
 
 
-def test_resnet50_and_bert_in_the_time_claimed():
+def test_training_time_of_resnet50_and_bert():
     transformers = pytest.importorskip("transformers")
     with torch.device("meta"):
         resnet = transformers.ResNetForImageClassification(transformers.ResNetConfig(num_labels=1000))
@@ -126,7 +126,7 @@ def test_accumulation_that_drops_the_last_group():
     assert not torch.equal(dropped.weight, trained(batches, last_group=True).weight)
 
 
-def test_ddp_sends_the_weights_of_rank_0_once(tmp_path):
+def test_ddp_sends_the_weights_of_rank_0_once_and_torchrun_sets_error_handling(tmp_path):
     (tmp_path / "weights.py").write_text(
         "import os, torch, torch.distributed as dist\n"
         "from torch.nn.parallel import DistributedDataParallel\n"
@@ -135,8 +135,9 @@ def test_ddp_sends_the_weights_of_rank_0_once(tmp_path):
         "net = torch.nn.Linear(3, 3, bias=False)\n"
         "torch.nn.init.constant_(net.weight, rank + 1)\n"
         "DistributedDataParallel(net)\n"
-        "print('rank', rank, 'holds', net.weight.mean().item())\n"
-        "print('handling', os.environ['TORCH_NCCL_ASYNC_ERROR_HANDLING'], flush=True)\n"
+        "handling = os.environ['TORCH_NCCL_ASYNC_ERROR_HANDLING']\n"
+        "line = f'rank {rank} holds {net.weight.mean().item()}, handling {handling}\\n'\n"
+        "os.write(1, line.encode())\n"  # in one piece: both ranks write to the same pipe
         "dist.barrier()\n"
         "dist.destroy_process_group()\n"
         "os._exit(0)\n"  # gloo's threads may abort the interpreter's own way out
