@@ -50,7 +50,7 @@ def main() -> int:
     )
     args.dtype = hardware.choose_dtype(args.dtype, device)
     if args.dtype == "fp32":
-        runtime.exact_fp32(device)  # or it would be tf32 in some containers
+        runtime.exact_fp32(device)  # some containers set variables that turn fp32 products into tf32
     runtime.catch_stop_signals()
     micro_batch_size, accumulation_steps = cli.split_batch(args.global_batch_size, args.micro_batch_size, world_size)
     runtime.say(f"{args.model}, {args.dtype} matrix products, {world_size} x {hardware.device_name(device)}")
@@ -212,4 +212,4 @@ def evaluate(net, batches, autocast, device) -> float:
 
 
 if __name__ == "__main__":
-    exits.run(main)
+    exits.run(main)  # leaves by os._exit: what must be flushed at the end belongs in exits.before_exit

@@ -11,6 +11,7 @@ import json
 import os
 import random
 import shutil
+import uuid
 import warnings
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -97,7 +98,9 @@ def _write_dcp(state: dict, folder: Path, group: dist.ProcessGroup | None) -> It
     import torch.distributed.checkpoint as dcp
 
     rank = dist.get_rank() if dist.is_initialized() else 0
-    dcp.save(state, checkpoint_id=folder, process_group=group)
+    # copying ahead would open a CUDA context wherever there is a GPU, also for a run on the CPU
+    writer = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)
+    dcp.save(state, storage_writer=writer, process_group=group)
     return [*folder.glob(f"__{rank}_*"), *(folder.glob(".metadata") if rank == 0 else ())]
 
 
@@ -156,13 +159,15 @@ class Checkpoints:
         # from here on the checkpoint is whole: what fails now must not end the run
         try:
             folder = os.open(self.run_dir, os.O_RDONLY)
-            os.fsync(folder)  # the new name lives in the folder, not in the files
-            os.close(folder)
+            try:
+                os.fsync(folder)  # the new name lives in the folder, not in the files
+            finally:
+                os.close(folder)
         except OSError as error:
             say(f"warning: {self.run_dir} cannot be synced, a power cut may lose {final.name}: {error}")
         for old in self._found()[: -self.keep]:
             try:
-                old.rename(old.with_suffix(".old"))  # half deleted, it must not look like a checkpoint
+                old.rename(old.with_suffix(".old"))  # first: what is half deleted must not look like a checkpoint
                 shutil.rmtree(old.with_suffix(".old"))
             except OSError as error:
                 say(f"warning: {old} is no longer needed and cannot be deleted: {error}")
@@ -181,7 +186,7 @@ class Checkpoints:
             if problem is None:
                 if is_rank0():
                     for bad in broken:
-                        os.rename(self.run_dir / bad, self.run_dir / f"broken-{bad}-{os.getpid()}")
+                        os.rename(self.run_dir / bad, self.run_dir / f"broken-{bad}-{uuid.uuid4().hex[:8]}")
                 say(f"resuming from {self.run_dir / name}")
                 return self.run_dir / name
             say(f"checkpoint {self.run_dir / name} is broken ({problem}): trying the one before")
@@ -212,7 +217,7 @@ def _use_device(index: int | None) -> None:
 
 
 def _try(work: Callable[[], dict | None]) -> tuple[str | None, dict | None]:
-    """(None, result), or (what the disk did to us, None)."""
+    """(None, result), or (the error's message, None) if the disk refused something."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:

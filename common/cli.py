@@ -53,7 +53,9 @@ def writable_file(text: str) -> Path:
     """A path whose folder exists: better said now than after the last step."""
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: a folder, or in none that can be written")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} cannot be written: a folder, or in one that does not exist or is read-only"
+        )
     return path
 
 

@@ -25,6 +25,7 @@ HELD_OUT = 0.05
 EVAL_SEQUENCES = 96  # evaluation reads at most so many, spread evenly over the held-out text
 PADDING = -100  # a target that no loss counts: cross_entropy's ignore_index
 ROWS_PER_READ = 1000  # documents tokenized at a time
+CACHE_FILES = ("train.npy", "held_out.npy", "corpus.json")
 CACHE_VERSION = 1  # to be raised by whoever changes how text becomes tokens: what lies in a cache is of the old way
 
 
@@ -43,22 +44,26 @@ def load_corpus(data: str = "stdlib", tokenizer: str = "bytes") -> Corpus:
     wait and map them.
     """
     read, source = _source(data)
-    key = hashlib.sha256(repr((CACHE_VERSION, source, _tokenizer_source(tokenizer), HELD_OUT)).encode()).hexdigest()[:20]
-    folder = _cache() / key
-    with filelock.FileLock(folder.with_suffix(".lock")):
-        if not folder.exists():
-            _tokenize(read(), data, tokenizer, folder)
+    known_by = repr((CACHE_VERSION, source, _tokenizer_source(tokenizer), HELD_OUT))
+    cache = Path(os.environ.get("CORPUS_CACHE") or Path(tempfile.gettempdir(), f"corpus-cache-{os.getuid()}"))
+    try:
+        _make_private(cache)
+        folder = cache / hashlib.sha256(known_by.encode()).hexdigest()[:20]
+        with filelock.FileLock(folder.with_suffix(".lock")):
+            if not all((folder / name).is_file() for name in CACHE_FILES):  # also if somebody cleared old files away
+                shutil.rmtree(folder, ignore_errors=True)
+                _tokenize(read(), data, tokenizer, folder)
+    except OSError as error:  # numpy's has no errno when the disk is full
+        raise UserError(f"cannot keep the tokens in {cache}: {error}; set CORPUS_CACHE to another folder") from None
     about = json.loads((folder / "corpus.json").read_text())
     train, held_out = (np.load(folder / f"{part}.npy", mmap_mode="r") for part in ("train", "held_out"))
     return Corpus(train, held_out, **about)
 
 
-def _cache() -> Path:
-    folder = Path(os.environ.get("CORPUS_CACHE") or Path(tempfile.gettempdir(), f"corpus-cache-{os.getuid()}"))
+def _make_private(folder: Path) -> None:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
         raise UserError(f"{folder} belongs to somebody else: set CORPUS_CACHE to a folder of yours")
-    return folder
 
 
 def _tokenize(documents: list[bytes], data: str, tokenizer: str, folder: Path) -> None:
@@ -107,7 +112,7 @@ def _source(data: str) -> tuple[Callable[[], list[bytes]], object]:
             raise UserError(f"--data {data} needs the package datasets: pip install datasets") from None
         except Exception as error:  # the hub's client raises dozens of kinds: network, name, licence, layout
             raise UserError(f"--data {data}: {type(error).__name__}: {error}") from None
-        return lambda: [row.encode() for row in texts], _files([Path(file["filename"]) for file in rows.cache_files])
+        return lambda: [row.encode() for row in texts], (data, rows._fingerprint)
     path = Path(data)
     if not path.is_file():
         raise UserError(f"--data {data}: no such file (stdlib, a text, .jsonl or .parquet file, or hf:NAME)")
@@ -124,7 +129,9 @@ def _read_file(path: Path) -> list[bytes]:
             return [row.encode() for row in parquet.read_table(path, columns=["text"])["text"].to_pylist()]
         return [path.read_bytes()]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
-        raise UserError(f"--data {path} is no {path.suffix or 'text'} file with a text per row: {error!r}") from None
+        raise UserError(
+            f"--data {path} cannot be read as {path.suffix or 'text'} with a column text: {error!r}"
+        ) from None
 
 
 def _split(documents: list[bytes]) -> tuple[list[bytes], list[bytes]]:
@@ -269,7 +276,10 @@ def eval_batches(
     """
     dataset = Sequences(tokens, seq_len)
     if not len(dataset):
-        raise UserError(f"--data: held-out text has {len(tokens)} tokens, less than one --seq-len {seq_len}: add text")
+        raise UserError(
+            f"--data: held-out text has {len(tokens)} tokens, and one sequence of --seq-len {seq_len} needs "
+            f"{seq_len + 1}: add text"
+        )
     chosen = np.unique(np.linspace(0, len(dataset) - 1, min(EVAL_SEQUENCES, len(dataset)), dtype=np.int64))
     rows_of_largest_share = math.ceil(len(chosen) / world_size)
     batches = math.ceil(rows_of_largest_share / batch_size)

@@ -19,7 +19,7 @@ before_exit: list[Callable[[], None]] = []
 
 
 class UserError(Exception):
-    """Something the person at the keyboard can mend: shown as one line, exit code 2."""
+    """An error that the user can fix, such as a wrong flag: shown as one line, exit code 2."""
 
 
 def world_from_env() -> tuple[int, int, int]:
@@ -54,7 +54,7 @@ def run(main: Callable[[], int]) -> None:
     except BaseException as error:  # torch's CheckpointException is no Exception
         if isinstance(error, UserError) or getattr(error, "errno", None) in DISK_ERRORS:
             for finish in before_user_error_exit:
-                with contextlib.suppress(UserError):
+                with contextlib.suppress(Exception):  # it must not hide the error that is told here
                     finish()
             _report(str(error))
             _exit(2)

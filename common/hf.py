@@ -3,10 +3,11 @@
 import json
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from common.exits import UserError
-from common.runtime import say
+from common.runtime import say, shard_like
 
 ROPE_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
@@ -60,14 +61,27 @@ def load_weights(net: nn.Module, folder: Path, tied: bool) -> bool:
     if not files:
         return False
     say(f"weights from {len(files)} .safetensors file(s) in {folder}")
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
+    from safetensors import SafetensorError, safe_open
 
+    missing = dict(net.named_parameters())  # tied weights once
     try:
-        weights = {key: tensor for file in files for key, tensor in load_file(file).items()}
-        if tied:  # stored once
-            weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
-        net.load_state_dict(weights)
-    except (SafetensorError, RuntimeError, KeyError) as error:
+        for file in files:
+            with safe_open(file, "pt") as weights:
+                for name in weights.keys():  # noqa: SIM118, it is no dict
+                    if name in missing:
+                        _copy(missing.pop(name), weights.get_tensor(name))
+                    elif not (name == "lm_head.weight" and tied):
+                        raise RuntimeError(f"{name} is not a weight of this model")
+    except (SafetensorError, RuntimeError) as error:
         raise UserError(f"--model {folder}: weights do not fit its config: {error}") from None
+    if missing:
+        raise UserError(f"--model {folder}: weights do not fit its config: {', '.join(missing)} missing")
     return True
+
+
+@torch.no_grad()
+def _copy(parameter: nn.Parameter, weight: torch.Tensor) -> None:
+    """One tensor at a time, and of a sharded model the rank's part of it."""
+    if parameter.shape != weight.shape:
+        raise RuntimeError(f"a shape is {tuple(weight.shape)}, not {tuple(parameter.shape)}")
+    parameter.copy_(shard_like(weight, parameter))

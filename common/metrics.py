@@ -121,7 +121,7 @@ class Meter:
             first = step - len(finite) + 1 + finite.index(False)
             raise UserError(
                 f"loss or gradient is not finite at step {first} (learning rate {lr:g}): lower --lr or --clip-norm, "
-                "raise --warmup-steps, or use bf16 or fp32 where it is --dtype fp16"
+                "raise --warmup-steps or, with --dtype fp16, try bf16 or fp32"
             )
         now = time.perf_counter()
         forward = self.phases["forward"] + sum(start.elapsed_time(end) for start, end in self.events) / 1e3

@@ -219,7 +219,7 @@ class Decoder(nn.Module):
         self._fill_rope_tables()
 
     def _fill_rope_tables(self) -> None:
-        tables = rope_tables(self.config, self.config.max_position_embeddings, self.norm.weight.device)
+        tables = rope_tables(self.config, self.config.max_position_embeddings, next(self.parameters()).device)
         for name, table in zip(("rope_cos", "rope_sin"), tables, strict=True):
             self.register_buffer(name, table, persistent=False)
 
@@ -229,14 +229,18 @@ class Decoder(nn.Module):
         return self
 
     def forward(self, input_ids: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Hidden states [batch, length, hidden]; `positions`, like input_ids, are 0, 1, 2, ... if not given."""
-        x = self.embed_tokens(input_ids)
+        """Hidden states [batch, length, hidden]; `positions` [batch, length] are 0, 1, 2, ... if not given.
+
+        A pipeline stage sets to None what it does not hold. Without embed_tokens, input_ids are the hidden states of
+        the stage before.
+        """
+        x = input_ids if self.embed_tokens is None else self.embed_tokens(input_ids)
         # the tables are loaded, not computed here: a compiler would compute them again in every kernel that reads them
         rows = slice(input_ids.shape[1]) if positions is None else positions
         cos, sin = self.rope_cos[rows].unsqueeze(-2), self.rope_sin[rows].unsqueeze(-2)
         for layer in self.layers.values():
             x = layer(x, cos, sin)
-        return self.norm(x)
+        return x if self.norm is None else self.norm(x)
 
 
 class Transformer(nn.Module):
@@ -248,7 +252,7 @@ class Transformer(nn.Module):
         self.tie_weights()
 
     def tie_weights(self) -> None:
-        if self.config.tie_word_embeddings:
+        if self.config.tie_word_embeddings and self.lm_head is not None and self.model.embed_tokens is not None:
             self.lm_head.weight = self.model.embed_tokens.weight
 
     @torch.no_grad()
@@ -271,7 +275,10 @@ class Transformer(nn.Module):
 
         Targets of -100 do not count; the mean of no target at all is NaN.
         """
-        logits = self.lm_head(self.model(input_ids, positions))
+        hidden = self.model(input_ids, positions)
+        if self.lm_head is None:
+            return hidden
+        logits = self.lm_head(hidden)
         if targets is None:
             return logits
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())

@@ -55,7 +55,7 @@ def _lock(file: Path) -> filelock.BaseFileLock:
     """A lock that the system gives back when its holder dies or, where the file system has none, a lease: a file that
     its holder touches again and again, and that anybody may take over once that has stopped."""
     try:
-        with open(file, "a") as stream:
+        with open(file, "a+") as stream:  # NFS wants reading for a shared lock
             fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         pass  # somebody holds it, so it works
@@ -71,8 +71,9 @@ def claim(run_dir: Path | None, *, settings: dict, contents: dict[str, str], res
 
     `contents` is what stands behind a setting, such as the text that --data names: a file may change under its name.
     UserError as for create, or if the folder belongs to a run with other settings (names the flags), holds checkpoints
-    and `resume` is not given, or is not one folder on all ranks.
+    and `resume` is not given, or is not one folder on all ranks; or if ranks differ in their settings or contents.
     """
+    _require_agreement({**settings, **contents})
     for name, content in contents.items():
         sha = hashlib.sha256(content.encode()).hexdigest()
         settings = {**settings, name: f"{settings[name]} (SHA-256 {sha[:12]})"}
@@ -100,6 +101,18 @@ def _known(run_dir: Path) -> dict:
         raise UserError(f"--run-dir {run_dir} cannot be used: {error}") from None
 
 
+def _require_agreement(mine: dict) -> None:
+    """Nodes may have other texts under one name, or another --dtype auto: their ranks would train different models."""
+    ranks = gather((mine, socket.gethostname()))
+    for rank, (theirs, host) in enumerate(ranks):
+        flags = [f"--{name.replace('_', '-')}" for name in mine if theirs[name] != ranks[0][0][name]]
+        if flags:
+            raise UserError(
+                f"{', '.join(flags)} stands for something else on rank {rank} on {host} than on rank 0 on "
+                f"{ranks[0][1]}: give a --data and a --dtype that mean the same on every node"
+            )
+
+
 def _require_shared(run_dir: Path) -> None:
     """Two nodes with a disk each would write halves of a checkpoint that nobody could put together again."""
     token = on_rank0(lambda: f".seen-by-all-{uuid.uuid4().hex}")  # a new name: NFS remembers what was not there
@@ -108,8 +121,8 @@ def _require_shared(run_dir: Path) -> None:
     on_rank0(lambda: (run_dir / token).unlink())
     if blind:
         raise UserError(
-            f"--run-dir {run_dir} is another folder on rank {', '.join(blind)}, than on rank 0 on "
-            f"{on_rank0(socket.gethostname)}: use one that all nodes share"
+            f"--run-dir {run_dir}: a file that rank 0 on {on_rank0(socket.gethostname)} has just written there is not "
+            f"seen by rank {', '.join(blind)}: use a folder on a file system that all nodes share"
         )
 
 
@@ -124,10 +137,13 @@ def _enter(run_dir: Path, settings: dict) -> None:
         if known and known.get("commit") != commit:
             say(f"warning: this run began at commit {known.get('commit')}, and this is {commit}")
         write_json(run_dir / "settings.json", {**settings, "commit": known["commit"] if known else commit})
-        for leftover in (*run_dir.glob("step-*.tmp"), *run_dir.glob("step-*.old")):  # of a save that was killed
-            shutil.rmtree(leftover)
     except OSError as error:
         raise UserError(f"--run-dir {run_dir} cannot be used: {error}") from None
+    for leftover in (*run_dir.glob("step-*.tmp"), *run_dir.glob("step-*.old")):  # of a save that was killed
+        try:
+            shutil.rmtree(leftover)
+        except OSError as error:
+            say(f"warning: {leftover} is no longer needed and cannot be deleted: {error}")
 
 
 def _commit() -> str | None:

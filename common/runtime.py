@@ -81,8 +81,8 @@ def relaunch(device: str, on_cpu: int = 2) -> None:
 def collective_timeout() -> timedelta:
     """How long a collective waits for its last rank before the job ends; UserError for a value that cannot be.
 
-    Longer than the slowest save or compilation that one rank does while the others wait, and no longer than a
-    hang may cost.
+    Longer than the slowest save, compilation or first tokenization of a text that one rank does while the others wait,
+    and no longer than a hang may cost.
     """
     seconds = os.environ.get("COLLECTIVE_TIMEOUT_SECONDS", "600")
     if not seconds.isdecimal() or int(seconds) == 0:
@@ -111,7 +111,7 @@ def init_process_group(name: str) -> torch.device:
 
 
 def end_with_torchrun() -> None:
-    """Ask Linux for a SIGTERM when torchrun dies, even of kill -9; otherwise its ranks would train on."""
+    """Have Linux send this process SIGTERM when torchrun dies, even by kill -9. Otherwise the ranks would train on."""
     if "RANK" in os.environ and sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
@@ -119,7 +119,8 @@ def end_with_torchrun() -> None:
 def device_mesh(device: torch.device, sizes: dict[str, int]) -> DeviceMesh:
     """A mesh of all ranks with these sizes by name, such as {"replicate": 2, "shard": 4}; every rank must call it.
 
-    Its groups wait as long as the whole job's: left alone they would take torch's own timeout. UserError if the sizes
+    Its groups wait as long as the whole job's: left alone they would take torch's own timeout, as do those that
+    mesh[...]._flatten() makes later. UserError if the sizes
     do not multiply to the number of ranks.
     """
     if math.prod(sizes.values()) != dist.get_world_size():
@@ -188,8 +189,10 @@ def on_rank0(work: Callable[[], object]) -> object:
 
 
 def seed(value: int, deterministic: bool) -> None:
-    """Seed every generator; `deterministic` also trades speed for bit-identical kernels. Before the process group:
-    NCCL reads its variables once."""
+    """Seed every generator; `deterministic` also trades speed for bit-identical kernels.
+
+    To be called before init_process_group, because NCCL reads its environment variables only once.
+    """
     random.seed(value)
     np.random.seed(value % 2**32)
     torch.manual_seed(value)

@@ -1,6 +1,7 @@
 """common/checkpoint.py, run_dir.py, cli.py, exits.py: what a disk, a file system or another node can do to a run."""
 
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -73,6 +74,8 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_a_warning(tmp_path, checkpo
     checkpoints.save(2, {"weights": "two"}, write_text)
     assert "warning: " in (told := capsys.readouterr().out)
     assert "step-00000001 is no longer needed and cannot be deleted: [Errno 16]" in told
+    claim(tmp_path, resume=True)  # still busy at the next start
+    assert "step-00000001.old is no longer needed and cannot be deleted" in capsys.readouterr().out
     monkeypatch.undo()
     checkpoints.save(3, {"weights": "three"}, write_text)
     assert [path.name for path in checkpoints._found()] == ["step-00000003"]
@@ -94,14 +97,17 @@ def test_a_folder_that_cannot_be_synced_is_a_warning(checkpoints, monkeypatch, c
     assert checkpoints.newest().name == "step-00000001"
 
 
-def test_a_run_on_the_cpu_of_a_gpu_machine_opens_no_context(monkeypatch):
+def test_a_run_on_the_cpu_of_a_gpu_machine_opens_no_context(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: pytest.fail("a CUDA context was opened"))
     net = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(net.parameters())
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    state = checkpoint._training_state({"step": 1}, net, optimizer, scheduler, torch.amp.GradScaler("cpu"))
-    assert "cuda" not in state["rng-0"]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: pytest.fail("a CUDA context was opened"))
+    parts = {"net": net, "optimizer": optimizer, "scheduler": scheduler, "scaler": torch.amp.GradScaler("cpu")}
+    checkpoints = checkpoint.Checkpoints(tmp_path, keep=1, in_background=False)
+    checkpoint.save(checkpoints, {"step": 1, "skipped_steps": 0}, **parts)
+    assert checkpoint.resume(checkpoints, **parts) == {"step": 1, "skipped_steps": 0}
 
 
 def test_a_save_in_the_background_uses_the_gpu_of_its_rank(tmp_path, monkeypatch):
@@ -148,12 +154,48 @@ def test_ranks_with_folders_of_their_own_are_refused_before_the_first_step(tmp_p
     assert result.code != 0
     told = [line for line in result.err.splitlines() if ": error: " in line]
     assert len(told) == 1, result.err
-    assert "--run-dir run is another folder on rank 1 on " in told[0]
+    assert "--run-dir run: a file that rank 0 on " in told[0]
+    assert " is not seen by rank 1 on " in told[0]
     assert "exitcode  : 2" in result.err
     assert "step " not in result.out
     for rank in "01":
         assert {path.name for path in (tmp_path / rank / "run").glob("step-*")} == set(left)
     assert not list((tmp_path / "0/run").glob(".seen*"))
+
+
+def test_ranks_whose_nodes_hold_different_texts_are_refused(tmp_path):
+    """As the standard libraries of two Python versions do, or a file of one name on two disks."""
+    for rank in "01":
+        (tmp_path / rank).mkdir()
+        (tmp_path / rank / "tiny.json").write_text(json.dumps(TINY))
+        (tmp_path / rank / "text.txt").write_text(f"this is what node {rank} has " * 400)
+    (tmp_path / "moved.py").write_text(
+        "import os, runpy, sys\n"
+        "os.chdir(os.environ['RANK'])\n"
+        f"sys.argv[0] = {str(ROOT / DDP)!r}\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    argv = command(tmp_path / "moved.py", *tiny_flags(tmp_path), "--data", "text.txt", nproc=2)
+    result = finish(start(argv, tmp_path), tmp_path)
+    told = [line for line in result.err.splitlines() if ": error: " in line]
+    assert len(told) == 1, result.err
+    assert "--data stands for something else on rank 1 on " in told[0]
+    assert "exitcode  : 2" in result.err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_shared_lock_is_asked_for_as_nfs_wants_it(tmp_path, monkeypatch):
+    """There flock becomes a lock of POSIX, and a shared one needs a file that is open for reading."""
+    flock = fcntl.flock
+
+    def as_on_nfs(descriptor, operation):
+        access = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE
+        if operation & fcntl.LOCK_SH and access == os.O_WRONLY:
+            raise OSError(errno.EBADF, "Bad file descriptor")
+        return flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", as_on_nfs)
+    assert claim(tmp_path) == tmp_path
 
 
 def test_a_folder_in_use_says_by_whom(tmp_path):

@@ -177,5 +177,64 @@ def test_sources_that_cannot_be_read(tmp_path, name, content):
 def test_too_short_texts_are_refused():
     with pytest.raises(UserError, match="gives 11 training sequences"):
         data.train_batches(np.zeros(8 * 12, np.uint8), seq_len=8, **ORDER, device=CPU)
-    with pytest.raises(UserError, match="held-out text has 8 tokens"):
+    with pytest.raises(UserError, match="held-out text has 8 tokens, and one sequence of --seq-len 8 needs 9"):
         data.eval_batches(np.zeros(8, np.uint8), seq_len=8, batch_size=1)
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("CORPUS_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_a_text_is_tokenized_once_and_then_mapped(cache, tmp_path, monkeypatch):
+    file = tmp_path / "d.txt"
+    file.write_text("some words to train on, " * 50)
+    first = data.load_corpus(str(file))
+    monkeypatch.setattr(data, "_tokenize", lambda *_: pytest.fail("tokenized again"))
+    second = data.load_corpus(str(file))
+    assert isinstance(second.train, np.memmap)
+    assert bytes(second.train) == bytes(first.train)
+    assert second.sha256 == first.sha256
+    with pytest.raises(ValueError, match="read-only"):
+        second.train[0] = 0
+
+
+def test_a_text_that_has_changed_is_tokenized_again(cache, tmp_path):
+    file = tmp_path / "d.txt"
+    file.write_text("some words to train on, " * 50)
+    first = data.load_corpus(str(file))
+    file.write_text("same words to train on, " * 50)
+    assert data.load_corpus(str(file)).sha256 != first.sha256
+
+
+@pytest.mark.parametrize("gone", ["train.npy", "held_out.npy", "corpus.json"])
+def test_a_cache_that_was_cleared_in_part_is_made_again(cache, tmp_path, gone):
+    file = tmp_path / "d.txt"
+    file.write_text("some words to train on, " * 50)
+    first = data.load_corpus(str(file))
+    [left] = cache.glob(f"*/{gone}")
+    left.unlink()
+    assert data.load_corpus(str(file)).sha256 == first.sha256
+
+
+def test_a_killed_tokenization_is_no_corpus(cache, tmp_path, monkeypatch):
+    file = tmp_path / "d.txt"
+    file.write_text("some words to train on, " * 50)
+
+    def killed(value):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(data.json, "dumps", killed)
+        with pytest.raises(KeyboardInterrupt):
+            data.load_corpus(str(file))
+    assert not list(cache.glob("*/corpus.json"))
+    assert len(data.load_corpus(str(file)).train) > 0
+
+
+def test_a_cache_that_cannot_be_is_told(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("CORPUS_CACHE", str(tmp_path / "file"))
+    with pytest.raises(UserError, match="set CORPUS_CACHE to another folder"):
+        data.load_corpus()

@@ -95,7 +95,7 @@ def test_every_file_is_short_enough_to_read():
     for file in [*ROOT.glob("0*/*.py"), *ROOT.glob("launch/*.py")]:
         assert len(file.read_text().splitlines()) <= 250, file
     for file in ROOT.glob("common/*.py"):
-        assert len(file.read_text().splitlines()) <= 300, file
+        assert len(file.read_text().splitlines()) <= 320, file
 
 
 @pytest.mark.parametrize("file", [file for file in READMES if file.name == "README.md"], ids=name_of)

@@ -214,7 +214,7 @@ def test_hosts_with_a_disk_each_are_refused(job):
     assert [result.code for result in results] == [1, 1]
     told = [line for result in results for line in result.err.splitlines() if " error: --run-dir" in line]
     assert len(told) == 1
-    assert re.search(rf"--run-dir {disks[0]} is another folder on rank \d on \S+, than on rank 0", told[0])
+    assert re.search(rf"--run-dir {disks[0]}: a file that rank 0 on \S+ has just written there is not seen by", told[0])
     assert "exitcode  : 2" in results[0].err
     after = {path.relative_to(job.folder) for disk in disks for path in disk.rglob("*")}
     assert [path.name for path in after - before] == [".lock"]  # rank 0's

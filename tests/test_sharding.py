@@ -61,6 +61,26 @@ def test_a_stage_keeps_the_names_and_weights_of_its_layers():
         assert torch.equal(weight, whole.get_parameter(name)), name
 
 
+def test_stages_one_after_the_other_are_the_whole_model():
+    """Three stages from the meta device: the first has no norm and no head, the last no embedding."""
+    whole = model.build("nano", UNEVEN, seed=3)
+    tokens = torch.randint(0, 83, (2, 9), generator=torch.Generator().manual_seed(1))
+    hidden = tokens
+    for i in range(3):
+        stage = model.build("nano", UNEVEN, seed=3, device="meta")
+        for other in {"0", "1", "2"} - {str(i)}:
+            del stage.model.layers[other]
+        if i > 0:
+            stage.model.embed_tokens = None
+        if i < 2:
+            stage.model.norm = stage.lm_head = None
+        model.materialize(stage, "nano", seed=3, device="cpu")
+        with torch.no_grad():
+            hidden = stage(hidden)
+    with torch.no_grad():
+        assert torch.equal(hidden, whole(tokens))
+
+
 def test_positions_may_be_given():
     net = model.build("nano", UNEVEN, seed=0)
     tokens = torch.randint(0, 83, (2, 9), generator=torch.Generator().manual_seed(1))
@@ -84,6 +104,7 @@ def test_rounding_the_weights_leaves_the_angles_exact():
 SHARDED = """
 import datetime, json, sys
 import torch, torch.distributed as dist
+from safetensors.torch import save_file
 from torch.distributed.fsdp import fully_shard
 sys.path.insert(0, {root!r})
 from common import checkpoint, model, runtime
@@ -134,6 +155,16 @@ weights = [runtime.whole(p).detach().flatten() for p in net.parameters()]
 others = [p.detach().flatten() for p in fresh["net"].parameters()]
 found |= dict(far=(torch.cat(weights) - torch.cat(others)).abs().max().item())
 if runtime.is_rank0():
+    Path("weights").mkdir()
+    save_file({{n: p.detach() for n, p in plain["net"].named_parameters()}}, "weights/model.safetensors")
+dist.barrier()
+loaded = model.build("nano", config, seed=1, device="meta")
+for block in loaded.model.layers.values():
+    fully_shard(block, mesh=mesh)
+fully_shard(loaded, mesh=mesh)
+model.materialize(loaded, "weights", seed=1, device=device)
+found |= dict(loaded=[checkpoint.digest(plain["net"]), checkpoint.digest(loaded)])
+if runtime.is_rank0():
     Path("found.json").write_text(json.dumps(found))
 runtime.shutdown()
 """
@@ -157,6 +188,7 @@ def test_shards_are_the_whole_model(tmp_path, n, tied, background):
     assert found["trained"][0] == found["trained"][1]
     assert found["progress"] == {"step": 1, "skipped_steps": 0}
     assert found["far"] < 1e-6
+    assert found["loaded"][0] == found["loaded"][1]
 
 
 MESH = """

@@ -16,6 +16,7 @@ def saved(folder: Path, step: int) -> dict:
 def moments(folder: Path, step: int) -> dict[str, torch.Tensor]:
     optimizer = saved(folder, step)["optimizer"]
     parts = {key.removeprefix("state.").removesuffix(".exp_avg"): key for key in optimizer if key.endswith(".exp_avg")}
+    assert parts, f"no first moments among {list(optimizer)[:5]}"
     return {name: optimizer[key] for name, key in parts.items()}
 
 
