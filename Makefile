@@ -17,7 +17,7 @@ train: $(VENV)/ready
 
 # one thread per process, as for the ranks: two pytests with two threads each wait for each other on two cores
 test: $(VENV)/ready
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu and not campaign and not launch"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal -m "not gpu and not campaign and not launch"
 
 test-launch: $(VENV)/ready
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m launch

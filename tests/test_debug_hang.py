@@ -27,7 +27,12 @@ END = line("watchdog.join()")  # of the script: it has left its loop
 
 @pytest.mark.parametrize(
     ("plant", "rank", "world_size"),
-    [("skipped-collective", 0, 2), ("skipped-collective", 2, 3), ("stuck-loader", 0, 3), ("early-return", 1, 2)],
+    [
+        ("skipped-collective", 0, 2),
+        pytest.param("skipped-collective", 2, 3, marks=pytest.mark.launch),
+        pytest.param("stuck-loader", 0, 3, marks=pytest.mark.launch),
+        pytest.param("early-return", 1, 2, marks=pytest.mark.launch),
+    ],
 )
 def test_the_planted_rank_and_collective_are_named(tmp_path, plant, rank, world_size):
     flags = ("--plant", plant, "--rank", rank, "--json", "s.json", *PATIENT)

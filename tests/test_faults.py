@@ -280,7 +280,7 @@ BAD = {
     "dtype": (["--dtype", "fp8"], "fp8"),
     "data": (["--data", "nowhere.txt"], "nowhere.txt"),
     "empty data": (["--data", "empty.txt"], "empty.txt holds no text"),
-    "short data": (["--data", "short.txt"], "less than one"),
+    "short data": (["--data", "short.txt"], "one sequence of --seq-len 64 needs 65: add text"),
     "hub": (["--data", "hf:no/such"], "hf:no/such"),
     "tokenizer": (["--tokenizer", "./nowhere"], "--tokenizer ./nowhere"),
     "batch": (["--global-batch-size", 10, "--micro-batch-size", 4], "use 8 or 12"),

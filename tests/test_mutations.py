@@ -30,6 +30,7 @@ def test_a_line_that_is_gone_or_stands_twice_is_refused(tmp_path):
     assert (tmp_path / "a.py").read_text() == "x = 1\ny = 2\ny = 2\n"
 
 
+@pytest.mark.launch  # it starts pytest in a copy of the repository, as the campaign does
 def test_a_fault_that_no_test_catches_survives(tmp_path):
     folder = mutations.copy_of_the_repository(tmp_path / "copy")
     epochs = next(m for m in mutations.MUTATIONS if m.name == "every epoch has the same order")
