@@ -147,7 +147,7 @@ def fill(ballast) -> None:
 def small_disk(folder: Path) -> Iterator[None]:
     """A file system of its own for folder/run, with room for five checkpoints. CalledProcessError without root."""
     (folder / "run").mkdir(parents=True)
-    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "none", folder / "run"]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=6m", "none", folder / "run"]
     subprocess.run(mount, check=True, capture_output=True)
     try:
         yield
