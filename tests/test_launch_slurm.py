@@ -229,9 +229,8 @@ def test_a_save_that_outlasts_the_grace_loses_only_itself(cluster):
     until(all_held)
     for run in (signalled, unsaved):
         cluster.command("scancel", "--batch", "--signal=USR1", run.job)
-    cluster.command(
-        "scontrol", "update", f"JobId={timed_out.job}", "EndTime=now+2"
-    )  # "now" may be past when it arrives
+    # "now" itself may be past when the request arrives
+    cluster.command("scontrol", "update", f"JobId={timed_out.job}", "EndTime=now+2")
     cluster.submit("--partition=high", there, "--exclusive", "--output=/dev/null", "--wrap=true")
     for run in (preempted, timed_out):
         run.is_killed_and_goes_on()
