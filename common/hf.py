@@ -69,7 +69,7 @@ def load_weights(net: nn.Module, folder: Path, tied: bool) -> bool:
             with safe_open(file, "pt") as weights:
                 for name in weights.keys():  # noqa: SIM118, it is no dict
                     if name in missing:
-                        _copy(missing.pop(name), weights.get_tensor(name))
+                        _copy(name, missing.pop(name), weights.get_tensor(name))
                     elif not (name == "lm_head.weight" and tied):
                         raise RuntimeError(f"{name} is not a weight of this model")
     except (SafetensorError, RuntimeError) as error:
@@ -80,8 +80,8 @@ def load_weights(net: nn.Module, folder: Path, tied: bool) -> bool:
 
 
 @torch.no_grad()
-def _copy(parameter: nn.Parameter, weight: torch.Tensor) -> None:
+def _copy(name: str, parameter: nn.Parameter, weight: torch.Tensor) -> None:
     """One tensor at a time, and of a sharded model the rank's part of it."""
     if parameter.shape != weight.shape:
-        raise RuntimeError(f"a shape is {tuple(weight.shape)}, not {tuple(parameter.shape)}")
+        raise RuntimeError(f"{name} has shape {tuple(weight.shape)}, not {tuple(parameter.shape)}")
     parameter.copy_(shard_like(weight, parameter))

@@ -115,19 +115,17 @@ def _require_agreement(mine: dict) -> None:
 
 def _require_shared(run_dir: Path) -> None:
     """Two nodes with a disk each would write halves of a checkpoint that nobody could put together again."""
-    token = on_rank0(lambda: f".seen-by-all-{uuid.uuid4().hex}")  # a new name: NFS remembers what was not there
-    on_rank0(lambda: (run_dir / token).touch())
-    blind = [f"{rank} on {host}" for rank, (seen, host) in enumerate(gather(_look(run_dir / token))) if not seen]
-    on_rank0(lambda: (run_dir / token).unlink())
+    # a name that nobody has looked for yet: NFS remembers what was not there
+    token = run_dir / on_rank0(lambda: f".seen-by-all-{uuid.uuid4().hex}")
+    on_rank0(token.touch)
+    ranks = gather((token.exists(), socket.gethostname()))
+    on_rank0(token.unlink)
+    blind = [f"{rank} on {host}" for rank, (seen, host) in enumerate(ranks) if not seen]
     if blind:
         raise UserError(
-            f"--run-dir {run_dir}: a file that rank 0 on {on_rank0(socket.gethostname)} has just written there is not "
+            f"--run-dir {run_dir}: a file that rank 0 on {ranks[0][1]} has just written there is not "
             f"seen by rank {', '.join(blind)}: use a folder on a file system that all nodes share"
         )
-
-
-def _look(file: Path) -> tuple[bool, str]:
-    return file.exists(), socket.gethostname()
 
 
 def _enter(run_dir: Path, settings: dict) -> None:

@@ -73,6 +73,26 @@ def test_our_weights_load_into_transformers(tmp_path):
         torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"model.norm.weight": torch.ones(47)}, r"model.norm.weight has shape \(47,\), not \(48,\)"),
+        ({"model.norm.weight": None}, "model.norm.weight missing"),
+        ({"model.other.weight": torch.ones(2)}, "model.other.weight is not a weight of this model"),
+    ],
+    ids=["shape", "missing", "superfluous"],
+)
+def test_weights_that_do_not_fit_are_named(tmp_path, change, told):
+    from safetensors.torch import load_file, save_file
+
+    llama(tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = {**load_file(file), **change}
+    save_file({name: weight for name, weight in weights.items() if weight is not None}, file)
+    with pytest.raises(UserError, match=told):
+        model.build(str(tmp_path), model.load_config(str(tmp_path), 256, 64), seed=0)
+
+
 def test_config_of_an_older_transformers(tmp_path):
     file = tmp_path / "config.json"
     shape = {"vocab_size": 300, "hidden_size": 48, "intermediate_size": 112, "num_hidden_layers": 3}
