@@ -36,7 +36,20 @@ def pick_device(name: str = "auto", local_rank: int = 0) -> torch.device:
         return torch.device("cuda", local_rank)
     if name == "mps" and not torch.backends.mps.is_available():
         raise UserError("--device mps: no Metal device here; use --device cpu")
+    if name == "cpu":
+        keep_freed_memory()
     return torch.device(name)
+
+
+def keep_freed_memory() -> None:
+    """On a CPU, keep freed memory for the next step, as torch's allocator does on a GPU.
+
+    glibc would give it back to Linux in the backward pass and fault it in again, page by page, in the next forward.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):  # glibc's
+        libc.mallopt(-3, 32 * 2**20)  # M_MMAP_THRESHOLD: from here on memory is mapped, and unmapped, at once
+        libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: never give back
 
 
 def rank_device(name: str, local_rank: int) -> torch.device:
