@@ -140,7 +140,7 @@ def fake_driver(tmp_path_factory: pytest.TempPathFactory) -> str:
         pytest.skip("the fake driver library needs a C compiler")
     folder = tmp_path_factory.mktemp("driver")
     source = Path(__file__).with_name("support") / "fake_nvml.c"
-    library = ["-shared", "-fPIC", "-o", str(folder / "libnvidia-ml.so.1")]
+    library = ["-shared", "-fPIC", "-Wl,-soname,libnvidia-ml.so.1", "-o", str(folder / "libnvidia-ml.so.1")]
     subprocess.run(["gcc", *library, str(source)], check=True, timeout=60)
     return str(folder)
 

@@ -2,8 +2,9 @@
 
 import json
 import math
-import subprocess
 import sys
+import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -44,17 +45,19 @@ ANSWERS = {
     "nvmlDeviceGetComputeRunningProcesses_v3": ["processes"],
 }
 # asks the driver once per environment given on the command line: the real pynvml, which loads it once per process
-ASK = """
+ASK = f"""
 import json, os, sys
 from types import SimpleNamespace
 import torch
+sys.path[:0] = [{str(harness.ROOT)!r}, {str(harness.ROOT / "01_devices")!r}]
 from _show_machine import topology
 from common import nvml
-torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=f"{device + 1:08d}")
+torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=f"{{device + 1:08d}}")
 answers = []
 for planted in json.loads(sys.argv[1]):
     os.environ.update(planted)
-    answers.append({"gpus": nvml.gpus(), "topology": topology(), "of_device": [nvml.gpu_of(i) for i in range(3)]})
+    of_device = [nvml.gpu_of(i) for i in range(3)]
+    answers.append(dict(gpus=nvml.gpus(), topology=topology(), of_device=of_device))
     for name in planted:
         del os.environ[name]
 print(json.dumps(answers))
@@ -63,11 +66,12 @@ print(json.dumps(answers))
 
 def ask(driver: str | None, *planted: dict[str, str]) -> list[dict]:
     """What common/nvml.py answers with these faults planted in the driver library of that folder."""
-    env = harness.clean_env(PYTHONPATH=f"{harness.ROOT}:{harness.ROOT}/01_devices", LD_LIBRARY_PATH=driver or "")
-    argv = [sys.executable, "-c", ASK, json.dumps(planted)]
-    result = subprocess.run(argv, capture_output=True, text=True, timeout=60, env=env)
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout)
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder, "ask.py")
+        script.write_text(ASK)
+        result = harness.run(script, Path(folder), json.dumps(planted), timeout=60, LD_LIBRARY_PATH=driver or "")
+    assert result.code == 0, result.err
+    return json.loads(result.out)
 
 
 @pytest.fixture(scope="module")

@@ -221,7 +221,7 @@ def test_balanced_ranks_have_about_equal_tokens():
 
 def test_the_planted_rank_is_found_and_uneven_ranks_end_equal(tmp_path):
     flags = ["--device", "cpu", "--slow-rank", 2, "--steps", 10, "--json", "s.json"]
-    result = run("05_ddp/stragglers.py", tmp_path, *flags, nproc=3, warm=False)
+    result = run("05_ddp/stragglers.py", tmp_path, *flags, nproc=3)
     assert result.code == 0, result.out + result.err
     summary = json.loads((tmp_path / "s.json").read_text())
     assert set(summary) >= set(report.SUMMARY)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.harness import ROOT, TINY, command, finish, holds, kill_all, run, start, tiny_flags, train
+from support.harness import ROOT, TINY, command, finish, holds, kill_all, run, start, tiny_flags, train, with_prelude
 
 from common import checkpoint, cli, run_dir
 from common.exits import UserError
@@ -142,15 +142,10 @@ def test_ranks_with_folders_of_their_own_are_refused_before_the_first_step(tmp_p
         (tmp_path / rank / "tiny.json").write_text(json.dumps(TINY))
         for name in left:
             (tmp_path / rank / "run" / name).mkdir(parents=True)
-    (tmp_path / "moved.py").write_text(
-        "import os, runpy, sys\n"
-        "os.chdir(os.environ['RANK'])\n"
-        f"sys.argv[0] = {str(ROOT / DDP)!r}\n"
-        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
-    )
+    moved = with_prelude(DDP, tmp_path, "os.chdir(os.environ['RANK'])")
     flags = [flag for flag in tiny_flags(tmp_path) if flag != tmp_path / "run"]
     flags[flags.index("--run-dir") : flags.index("--run-dir") + 1] = ["--run-dir", "run", "--resume"]
-    result = finish(start(command(tmp_path / "moved.py", *flags, nproc=2), tmp_path), tmp_path)
+    result = run(moved, tmp_path, *flags, nproc=2)
     assert result.code != 0
     told = [line for line in result.err.splitlines() if ": error: " in line]
     assert len(told) == 1, result.err
@@ -169,14 +164,8 @@ def test_ranks_whose_nodes_hold_different_texts_are_refused(tmp_path):
         (tmp_path / rank).mkdir()
         (tmp_path / rank / "tiny.json").write_text(json.dumps(TINY))
         (tmp_path / rank / "text.txt").write_text(f"this is what node {rank} has " * 400)
-    (tmp_path / "moved.py").write_text(
-        "import os, runpy, sys\n"
-        "os.chdir(os.environ['RANK'])\n"
-        f"sys.argv[0] = {str(ROOT / DDP)!r}\n"
-        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
-    )
-    argv = command(tmp_path / "moved.py", *tiny_flags(tmp_path), "--data", "text.txt", nproc=2)
-    result = finish(start(argv, tmp_path), tmp_path)
+    moved = with_prelude(DDP, tmp_path, "os.chdir(os.environ['RANK'])")
+    result = run(moved, tmp_path, *tiny_flags(tmp_path), "--data", "text.txt", nproc=2)
     told = [line for line in result.err.splitlines() if ": error: " in line]
     assert len(told) == 1, result.err
     assert "--data stands for something else on rank 1 on " in told[0]

@@ -1,13 +1,11 @@
 """The computed figures of CLAIMS.md, computed again: what a row says is what the arithmetic gives."""
 
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
 from support.chapter import load
-from support.harness import ROOT, clean_env, run
+from support.harness import ROOT, run
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -30,14 +28,13 @@ def flops(net: nn.Module, *inputs: torch.Tensor) -> int:
 
 
 @pytest.mark.parametrize("command", ONE_LINERS)
-def test_a_one_liner_prints_what_its_row_says(command):
+def test_a_one_liner_prints_what_its_row_says(tmp_path, command):
     code = command.removeprefix('python -c "').removesuffix('"')
-    result = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, env=clean_env()
-    )
-    assert result.returncode == 0, result.stderr
+    (tmp_path / "line.py").write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{code}\n")
+    result = run(tmp_path / "line.py", tmp_path, timeout=60)
+    assert result.code == 0, result.err
     row = next(line for line in CLAIMS.splitlines() if command in line).replace(command, "")
-    for printed in result.stdout.split():
+    for printed in result.out.split():
         assert printed in row.replace(",", ""), f"{command} prints {printed}"
 
 

@@ -30,6 +30,7 @@ from support.harness import (
     steps_logged,
     tiny_flags,
     train,
+    with_prelude,
 )
 
 LONG = ("--steps", 60, "--deterministic", "--save-every", 4)  # long enough to be hit while it runs
@@ -191,6 +192,9 @@ def test_a_rank_that_drifts_is_found_at_the_end(tmp_path, script):
 # --- disks
 
 
+SMALL_FILES = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))"
+
+
 @each_of_several
 def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path, script):
     disk = tmp_path / "disk"
@@ -218,8 +222,8 @@ def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path, script):
 def test_a_file_that_cannot_be_written_leaves_the_previous_checkpoint(tmp_path, background, script):
     train(script, tmp_path, "--steps", 10)
     before = content(tmp_path / "run/step-00000010")
-    argv = command(script, *tiny_flags(tmp_path), "--save-every", 15, "--resume", *background)
-    result = finish(start(["prlimit", "--fsize=100000", *argv], tmp_path), tmp_path)
+    limited = with_prelude(script, tmp_path, SMALL_FILES)
+    result = run(limited, tmp_path, *tiny_flags(tmp_path), "--save-every", 15, "--resume", *background)
     assert result.code == 2
     assert_one_line(result, "cannot save step 15", "File too large")
     assert [name for name in checkpoints(tmp_path) if not name.endswith(".tmp")] == ["step-00000010"]
@@ -230,9 +234,9 @@ def test_a_file_that_cannot_be_written_leaves_the_previous_checkpoint(tmp_path, 
 
 @each_of_several
 def test_a_failed_save_on_two_ranks_ends_both(tmp_path, script):
-    argv = command(script, *tiny_flags(tmp_path), "--save-every", 5, nproc=2)
+    limited = with_prelude(script, tmp_path, SMALL_FILES)
     (tmp_path / "tiny.json").write_text(json.dumps(TINY))
-    result = finish(start(["prlimit", "--fsize=50000", *argv], tmp_path), tmp_path)
+    result = run(limited, tmp_path, *tiny_flags(tmp_path), "--save-every", 5, nproc=2)
     assert result.code != 0
     assert result.err.count("error: cannot save step 5") == 1
 

@@ -137,8 +137,19 @@ def run(
     folder.mkdir(parents=True, exist_ok=True)
     if not (warm and warm_process.can_take(env)):
         return finish(start(command(script, *flags, nproc=nproc), folder, **env), folder, timeout)
-    code = warm_process.run([str(ROOT / script), *map(str, flags)], folder, clean_env(**env), nproc, timeout)
+    argv, libraries = [str(ROOT / script), *map(str, flags)], env.get("LD_LIBRARY_PATH")
+    code = warm_process.run(argv, folder, clean_env(**env), nproc, timeout, libraries)
     return Result(code, (folder / "stdout").read_text(), (folder / "stderr").read_text(), folder)
+
+
+def with_prelude(script: str, folder: Path, prelude: str) -> Path:
+    """A file in folder that runs `prelude` and then becomes `script`, with its arguments."""
+    path = str(ROOT / script)
+    file = folder / "prelude.py"
+    file.write_text(
+        f"import os, runpy, sys\n{prelude}\nsys.argv[0] = {path!r}\nrunpy.run_path({path!r}, run_name='__main__')\n"
+    )
+    return file
 
 
 def launch(script: str, folder: Path, *flags, nproc: int | None = None, **env: str) -> subprocess.Popen:
@@ -165,6 +176,7 @@ def write_tiny(folder: Path) -> None:
 
 def tiny_flags(folder: Path) -> list:
     shared = ["--model", "tiny.json", "--device", "cpu", "--dtype", "fp32", "--seq-len", 32]
+    shared += ["--data", ROOT / "common/model.py"]  # 450 sequences; to list the default corpus takes 0.1 s a process
     shared += ["--global-batch-size", 12, "--steps", 20]
     return [*shared, "--warmup-steps", 4, "--log-every", 1, "--run-dir", folder / "run", "--json", "summary.json"]
 

@@ -14,7 +14,7 @@ import threading
 from pathlib import Path
 
 # Read when a library is loaded, which the server has done already. A job on a GPU starts as its users start it.
-READ_AT_IMPORT = ("CUDA", "LD_", "PYTHON", "OMP", "MKL", "OPENBLAS", "TORCH", "ATEN", "DNNL", "ONEDNN", "GOMP", "MPL")
+READ_AT_IMPORT = ("CUDA", "LD_P", "PYTHON", "OMP", "MKL", "OPENBLAS", "TORCH", "ATEN", "DNNL", "ONEDNN", "GOMP", "MPL")
 
 _server: tuple[subprocess.Popen, socket.socket] | None = None
 _starting = threading.Lock()
@@ -55,9 +55,19 @@ def close() -> None:
             process.wait(timeout=30)
 
 
-def run(argv: list[str], folder: Path, env: dict[str, str], nproc: int | None, timeout: float) -> int:
-    """The exit code of `python argv`, or of torchrun with nproc. TimeoutExpired: all of the job has been killed."""
-    job = {"argv": argv, "folder": str(folder), "env": env, "nproc": nproc}
+def run(
+    argv: list[str],
+    folder: Path,
+    env: dict[str, str],
+    nproc: int | None,
+    timeout: float,
+    libraries: str | None = None,
+) -> int:
+    """The exit code of `python argv`, or of torchrun with nproc. TimeoutExpired: all of the job has been killed.
+
+    `libraries` is a folder whose shared libraries the job finds before others of their name.
+    """
+    job = {"argv": argv, "folder": str(folder), "env": env, "nproc": nproc, "libraries": libraries}
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours:
         socket.send_fds(_requests(), [json.dumps(job).encode()], [theirs.fileno()])

@@ -10,6 +10,7 @@ torchrun's does: it sets the ranks' environment, holds the store where they meet
 """
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import io
@@ -54,8 +55,6 @@ def serve(requests: socket.socket) -> None:
 
 def keep(job: dict, client: socket.socket) -> None:
     """Start the job, wait for its last process, tell the client. The client's going away kills the job."""
-    import ctypes
-
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # whose parent has died comes here
     main_pid = os.fork()
     if main_pid == 0:
@@ -99,6 +98,8 @@ def become(job: dict) -> None:
     os.chdir(job["folder"])
     os.environ.clear()
     os.environ.update(job["env"])
+    for library in Path(job["libraries"]).glob("*.so*") if job["libraries"] else ():
+        ctypes.CDLL(str(library))  # LD_LIBRARY_PATH is read when a process starts; what is loaded is found by its name
     for name, number in (("stdout", 1), ("stderr", 2)):
         file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         os.dup2(file, number)
@@ -138,6 +139,7 @@ def start_ranks(count: int) -> None:
         ranks.discard(pid)
         if status and not failed:
             failed = True
+            print(f"  exitcode  : {os.waitstatus_to_exitcode(status)} (pid: {pid})", file=sys.stderr, flush=True)
             for other in ranks:
                 os.kill(other, signal.SIGTERM)
             signal.alarm(30)  # as torchrun
