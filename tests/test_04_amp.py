@@ -93,7 +93,7 @@ def test_the_progress_bar_is_for_terminals(tmp_path):
 
 
 def test_evaluation_is_over_the_held_out_text_in_eval_mode(tmp_path):
-    result = train(SCRIPT, tmp_path, "--dtype", "fp32", "--eval-every", 8)
+    result = train(SCRIPT, tmp_path, "--data", "stdlib", "--eval-every", 8)
     assert [r["step"] for r in result.records if "val_loss" in r] == [8, 16, 20]
     net = model.build("nano", model.load_config(str(tmp_path / "tiny.json"), 256, 32), seed=0)
     net.load_state_dict(saved(tmp_path, 20)["model"])

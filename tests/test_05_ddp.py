@@ -17,7 +17,9 @@ SCRIPT = "05_ddp/train.py"
 
 def test_the_logged_loss_is_the_mean_over_ranks_and_micro_batches(tmp_path):
     """Recompute it by hand, sequence by sequence, in float64, for the first step and one in the middle."""
-    result = train(SCRIPT, tmp_path, "--micro-batch-size", 2, "--save-every", 7, "--seed", 3, nproc=2)
+    result = train(
+        SCRIPT, tmp_path, "--data", "stdlib", "--micro-batch-size", 2, "--save-every", 7, "--seed", 3, nproc=2
+    )
     net = model.build("nano", model.load_config(str(tmp_path / "tiny.json"), 256, 32), seed=3)
     sequences = data.Sequences(data.load_corpus("stdlib", "bytes").train, 32)
     order = {"global_batch_size": 12, "micro_batch_size": 12, "seed": 3}

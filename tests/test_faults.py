@@ -16,7 +16,6 @@ from support.harness import (
     SEVERAL,
     TINY,
     TRAINING_SCRIPTS,
-    command,
     damage,
     each_of_several,
     each_script,
@@ -26,7 +25,6 @@ from support.harness import (
     launch,
     rank_process,
     run,
-    start,
     steps_logged,
     tiny_flags,
     train,
@@ -135,7 +133,7 @@ def test_killed_and_resumed_is_undisturbed(tmp_path, undisturbed, seed, script):
 
 
 FAULT = """
-import os, runpy, sys, torch
+import torch
 from torch.nn.parallel import DistributedDataParallel
 rank, calls = os.environ["RANK"], 0
 step = torch.optim.AdamW.step
@@ -146,23 +144,19 @@ def failing_step(self, *args, **kwargs):
         FAULT
     return step(self, *args, **kwargs)
 torch.optim.AdamW.step = failing_step
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def with_fault(script: str, folder: Path, fault: str, *flags) -> list:
-    """What to start on two ranks: the script, with one statement run on rank 1 before its third optimizer step."""
-    (folder / "tiny.json").write_text(json.dumps(TINY))
-    (folder / "fault.py").write_text(FAULT.replace("FAULT", fault))
-    return [folder / "fault.py", ROOT / script, *tiny_flags(folder), *flags]
+def with_fault(script: str, folder: Path, fault: str) -> Path:
+    """The script, with one statement run on rank 1 before its third optimizer step."""
+    return with_prelude(script, folder, FAULT.replace("FAULT", fault))
 
 
 @each_of_several
 @pytest.mark.parametrize("flags", [(), ("--save-every", 1, "--async-save", "--num-workers", 1)], ids=["plain", "busy"])
 def test_a_rank_that_fails_takes_the_job_down(tmp_path, flags, script):
-    argv = with_fault(script, tmp_path, 'raise RuntimeError("the third step broke")', "--steps", 5000, *flags)
-    process = start(command(*argv, nproc=2), tmp_path)
+    failing = with_fault(script, tmp_path, 'raise RuntimeError("the third step broke")')
+    process = launch(failing, tmp_path, "--steps", 5000, *flags, nproc=2)
     assert holds(process, lambda: "the third step broke" in (tmp_path / "stderr").read_text())
     result = finish(process, tmp_path, timeout=30)
     assert result.code != 0
@@ -172,8 +166,8 @@ def test_a_rank_that_fails_takes_the_job_down(tmp_path, flags, script):
 
 @each_of_several
 def test_a_rank_that_is_killed_takes_the_job_down(tmp_path, script):
-    argv = with_fault(script, tmp_path, "os.kill(os.getpid(), 9)", "--steps", 5000)
-    process = start(command(*argv, nproc=2), tmp_path)
+    failing = with_fault(script, tmp_path, "os.kill(os.getpid(), 9)")
+    process = launch(failing, tmp_path, "--steps", 5000, nproc=2)
     assert holds(process, lambda: steps_logged(tmp_path) >= 2)
     result = finish(process, tmp_path, timeout=30)
     assert result.code != 0
@@ -182,10 +176,8 @@ def test_a_rank_that_is_killed_takes_the_job_down(tmp_path, script):
 
 @each_of_several
 def test_a_rank_that_drifts_is_found_at_the_end(tmp_path, script):
-    fault = "self.param_groups[0]['params'][0].data.view(-1)[0].mul_(1.0001)"
-    wrapper, *flags = with_fault(script, tmp_path, fault)
-    result = run(wrapper, tmp_path, *flags, nproc=2)
-    assert result.code != 0
+    drifting = with_fault(script, tmp_path, "self.param_groups[0]['params'][0].data.view(-1)[0].mul_(1.0001)")
+    result = train(drifting, tmp_path, nproc=2, code=1)
     assert "AssertionError: ranks hold different weights" in result.err
 
 

@@ -1,9 +1,9 @@
 """Start the real scripts as their readers do, and look at what they leave behind.
 
 `run` and `train` fork a script from a warm process (see warm.py), which saves its imports: they are for what a script
-computes and tells. `start` and `launch` start it as a shell would, under the real torchrun: they, and `run` and `train`
-with warm=False, are for launching, signals, faults and torchrun's own reports. A script that forgot an import may find
-it in the warm process, so one test of each starts it cold.
+computes and tells. `launch` forks the real torchrun from it, which starts its ranks as it always does: for signals and
+faults. `start`, and `run` and `train` with warm=False, start everything as a shell would: for launching. A script that
+forgot an import may find it in the warm process, so one test of each starts it cold.
 """
 
 import json
@@ -97,7 +97,10 @@ def start(argv: list[str], folder: Path, **env: str) -> subprocess.Popen:
     return process
 
 
-def descendants(process: subprocess.Popen) -> list[psutil.Process]:
+Process = subprocess.Popen | warm_process.Job
+
+
+def descendants(process: Process) -> list[psutil.Process]:
     """Every live process that inherited the marker of `process`, itself included."""
     found = []
     for candidate in psutil.process_iter():
@@ -110,8 +113,10 @@ def descendants(process: subprocess.Popen) -> list[psutil.Process]:
     return found
 
 
-def kill_all(process: subprocess.Popen) -> None:
+def kill_all(process: Process) -> None:
     """kill -9 for the whole job, as when its node loses power."""
+    if isinstance(process, warm_process.Job):
+        return process.kill()
     while victims := descendants(process):
         for victim in victims:
             victim.kill()
@@ -119,12 +124,13 @@ def kill_all(process: subprocess.Popen) -> None:
     process.wait(timeout=30)
 
 
-def finish(process: subprocess.Popen, folder: Path, timeout: float = 120) -> Result:
+def finish(process: Process, folder: Path, timeout: float = 120) -> Result:
     """Wait for the end; nothing of the job may outlive it."""
     try:
         code = process.wait(timeout=timeout)
         _, left = psutil.wait_procs(descendants(process), timeout=10)
-        assert not left, f"left running: {[p.cmdline() for p in left]}"
+        left = getattr(process, "left", []) or [p.cmdline() for p in left]
+        assert not left, f"left running: {left}"
     finally:
         kill_all(process)
     return Result(code, (folder / "stdout").read_text(), (folder / "stderr").read_text(), folder)
@@ -138,7 +144,7 @@ def run(
     if not (warm and warm_process.can_take(env)):
         return finish(start(command(script, *flags, nproc=nproc), folder, **env), folder, timeout)
     argv, libraries = [str(ROOT / script), *map(str, flags)], env.get("LD_LIBRARY_PATH")
-    code = warm_process.run(argv, folder, clean_env(**env), nproc, timeout, libraries)
+    code = warm_process.run(argv, folder, clean_env(**env), timeout, nproc=nproc, libraries=libraries)
     return Result(code, (folder / "stdout").read_text(), (folder / "stderr").read_text(), folder)
 
 
@@ -152,10 +158,18 @@ def with_prelude(script: str, folder: Path, prelude: str) -> Path:
     return file
 
 
-def launch(script: str, folder: Path, *flags, nproc: int | None = None, **env: str) -> subprocess.Popen:
-    """Start what train() would run to its end, and leave it running."""
+def launch(script: str | Path, folder: Path, *flags, nproc: int | None = None, **env: str) -> Process:
+    """Start what train() would run to its end, and leave it running; with nproc, under the real torchrun."""
     write_tiny(folder)
-    return start(command(script, *tiny_flags(folder), *flags, nproc=nproc), folder, **env)
+    flags = [*map(str, (*tiny_flags(folder), *flags))]
+    if not warm_process.can_take(env):
+        return start(command(script, *flags, nproc=nproc), folder, **env)
+    marker = uuid.uuid4().hex
+    environment = clean_env(HARNESS_MARKER=marker, **env)
+    argv = [str(ROOT / script), *flags]
+    process = warm_process.Job(argv, folder, environment, nproc=nproc, real_torchrun=nproc is not None)
+    process.marker = marker
+    return process
 
 
 def train(
@@ -187,7 +201,7 @@ def steps_logged(folder: Path) -> int:
     return file.read_text().count("\n") if file.exists() else 0
 
 
-def rank_process(process: subprocess.Popen, rank: int) -> psutil.Process:
+def rank_process(process: Process, rank: int) -> psutil.Process:
     """The worker with that rank among the processes of a job."""
     workers = [p for p in descendants(process) if p.environ().get("RANK") == str(rank)]
     return min(workers, key=lambda p: p.create_time())
@@ -207,7 +221,7 @@ def damage(path: Path, how: str) -> None:
         file.write_bytes(data)
 
 
-def holds(process: subprocess.Popen, condition, timeout: float = 60) -> bool:
+def holds(process: Process, condition, timeout: float = 60) -> bool:
     """Wait until condition() is true; False if the process has ended before that."""
     deadline = time.monotonic() + timeout
     while not condition():

@@ -5,6 +5,7 @@ leaves is what a subprocess is given and leaves: folder, environment, stdout and
 """
 
 import atexit
+import contextlib
 import json
 import os
 import socket
@@ -55,35 +56,75 @@ def close() -> None:
             process.wait(timeout=30)
 
 
-def run(
-    argv: list[str],
-    folder: Path,
-    env: dict[str, str],
-    nproc: int | None,
-    timeout: float,
-    libraries: str | None = None,
-) -> int:
-    """The exit code of `python argv`, or of torchrun with nproc. TimeoutExpired: all of the job has been killed.
+class Job:
+    """What subprocess.Popen is, for a process that the server has forked."""
 
-    `libraries` is a folder whose shared libraries the job finds before others of their name.
-    """
-    job = {"argv": argv, "folder": str(folder), "env": env, "nproc": nproc, "libraries": libraries}
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with ours:
+    def __init__(
+        self,
+        argv: list[str],
+        folder: Path,
+        env: dict[str, str],
+        *,
+        nproc: int | None = None,
+        real_torchrun: bool = False,
+        libraries: str | None = None,
+    ) -> None:
+        """Start `python argv`, or torchrun with nproc: torch's own with real_torchrun, which starts its ranks cold.
+
+        `libraries` is a folder whose shared libraries the job finds before others of their name.
+        """
+        job = {"argv": argv, "folder": str(folder), "env": env, "nproc": nproc}
+        job |= {"real_torchrun": real_torchrun, "libraries": libraries}
+        for name in ("stdout", "stderr"):
+            (folder / name).write_text("")  # there to be read as soon as this returns
+        self.argv = argv
+        self.returncode: int | None = None
+        self.left: list[str] = []  # what outlived the job by too long
+        self._keeper, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         socket.send_fds(_requests(), [json.dumps(job).encode()], [theirs.fileno()])
         theirs.close()
-        ours.settimeout(timeout)
+        self.pid: int = self._answer(60)["pid"]
+
+    def _answer(self, timeout: float) -> dict:
+        self._keeper.settimeout(timeout)
         try:
-            answer = ours.recv(2**20)
-        except TimeoutError:
-            ours.shutdown(socket.SHUT_WR)  # the keeper kills the job, and answers when all of it is gone
-            ours.settimeout(60)
-            ours.recv(2**20)
-            raise subprocess.TimeoutExpired(argv, timeout) from None
-        except BaseException:
-            ours.shutdown(socket.SHUT_WR)
-            raise
-    assert answer, "the warm server or a job's keeper died: see stderr"
-    ended = json.loads(answer)
-    assert not ended["left"], f"left running: {ended['left']}"
-    return ended["code"]
+            answer = self._keeper.recv(2**20)
+        except (TimeoutError, BlockingIOError):
+            raise subprocess.TimeoutExpired(self.argv, timeout) from None
+        assert answer, "the warm server or a job's keeper died: see stderr"
+        return json.loads(answer)
+
+    def wait(self, timeout: float) -> int:
+        """The exit code, when all of the job is gone. TimeoutExpired: it runs on."""
+        if self.returncode is None:
+            ended = self._answer(timeout)
+            self.returncode, self.left = ended["code"], ended["left"]
+            self._keeper.close()
+        return self.returncode
+
+    def poll(self) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """kill -9 for all of the job."""
+        if self.poll() is None:
+            self._keeper.shutdown(socket.SHUT_WR)
+            self.wait(60)
+
+
+def run(argv: list[str], folder: Path, env: dict[str, str], timeout: float, **how) -> int:
+    """The exit code of a Job. TimeoutExpired: all of it has been killed."""
+    job = Job(argv, folder, env, **how)
+    try:
+        code = job.wait(timeout)
+    except BaseException:
+        job.kill()
+        raise
+    assert not job.left, f"left running: {job.left}"
+    return code

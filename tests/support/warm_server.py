@@ -5,8 +5,9 @@ A job is three kinds of process, each forked before any of them has started a th
     server -> keeper -> the script                     python script.py
     server -> keeper -> agent -> the script, n times   torchrun --nproc_per_node=n script.py
 
-The keeper waits for the job's end, tells the exit code, and lets nothing of the job outlive it. The agent does what
-torchrun's does: it sets the ranks' environment, holds the store where they meet, and ends the others when one fails.
+The keeper tells the job's process, waits for its end, tells the exit code, and lets nothing of the job outlive it. The
+agent does what torchrun's does: it sets the ranks' environment, holds the store where they meet, and ends the others
+when one fails. On demand the agent is torch's own, and then its ranks are started anew, as it always does.
 """
 
 import contextlib
@@ -31,6 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MODULES = (
     *("torch", "torch.distributed.checkpoint", "torch.distributed.checkpoint.state_dict", "torch.nn.parallel"),
     *("torch._dynamo", "torch.distributed.elastic.multiprocessing.errors", "torch.utils.tensorboard"),
+    *("torch.distributed.run", "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend"),
     *("matplotlib.pyplot", "filelock", "numpy", "psutil", "tqdm"),
     *(f"common.{file.stem}" for file in sorted(ROOT.glob("common/[a-z]*.py"))),
 )
@@ -61,6 +63,7 @@ def keep(job: dict, client: socket.socket) -> None:
         client.close()
         become(job)
         return
+    client.send(json.dumps({"pid": main_pid}).encode())
     ended, code, left, deadline = os.pidfd_open(main_pid), None, [], None
     while True:
         try:
@@ -107,7 +110,10 @@ def become(job: dict) -> None:
     sys.argv = job["argv"]
     sys.path[0] = str(Path(sys.argv[0]).parent)
     tempfile.tempdir = None  # TMPDIR may be another
-    if job["nproc"] is not None:
+    if job["real_torchrun"]:
+        torchrun = importlib.import_module("torch.distributed.run")
+        sys.argv = [torchrun.__file__, "--standalone", f"--nproc_per_node={job['nproc']}", *job["argv"]]
+    elif job["nproc"] is not None:
         start_ranks(job["nproc"])
 
 
