@@ -408,7 +408,7 @@ def test_a_collective_that_fails_says_why():
 
 def test_a_nan_and_a_hang(tmp_path, monkeypatch):
     step = "if step == 2: net.boom.forward = lambda x: x * float('nan')\n    if step == 4: threading.Event().wait()"
-    checks = planted(tmp_path, monkeypatch, step=step, seconds=8)
+    checks = planted(tmp_path, monkeypatch, step=step, seconds=12)
     assert {name for name, result in results(checks).items() if result == "fail"} == {"script", "NaN, overflow"}
     where = "in the output of Boom 'boom' at step 2; its input and parameters were finite"
     assert seen(checks)["NaN, overflow"] == f"NaN {where}"
