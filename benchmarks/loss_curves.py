@@ -111,7 +111,8 @@ def draw(
     held_until = f"the tolerance is for the first {CLAIMED_STEPS} steps"
     below.axvline(CLAIMED_STEPS, color="black", linewidth=0.8, linestyle=":", label=held_until)
     below.set(yscale="log", xlabel="step", ylabel="relative difference\nfrom 1 process")
-    below.legend(fontsize="small", title="no point: equal to the bit", title_fontsize="small")
+    beside = {"loc": "upper left", "bbox_to_anchor": (1, 1)}  # inside it would lie on the points
+    below.legend(fontsize="small", title="no point: equal to the bit", title_fontsize="small", **beside)
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=100, bbox_inches="tight")
     plt.close(figure)
