@@ -1,6 +1,7 @@
 """Reading Hugging Face folders: a Llama's config.json and its .safetensors weights."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -48,6 +49,12 @@ def read_config(name: str, fields: list[str]) -> dict:
     return config
 
 
+def named_weights(net: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters under their own names, also where activation checkpointing wraps a block; tied weights once."""
+    for name, parameter in net.named_parameters():
+        yield name.replace("_checkpoint_wrapped_module.", ""), parameter
+
+
 def load_weights(net: nn.Module, folder: Path, tied: bool) -> bool:
     """Replace the weights of `net` by those of the .safetensors files in `folder`; False if it has none.
 
@@ -63,7 +70,7 @@ def load_weights(net: nn.Module, folder: Path, tied: bool) -> bool:
     say(f"weights from {len(files)} .safetensors file(s) in {folder}")
     from safetensors import SafetensorError, safe_open
 
-    missing = dict(net.named_parameters())  # tied weights once
+    missing = dict(named_weights(net))  # tied weights once
     try:
         for file in files:
             with safe_open(file, "pt") as weights:

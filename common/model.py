@@ -237,7 +237,8 @@ class Decoder(nn.Module):
         x = input_ids if self.embed_tokens is None else self.embed_tokens(input_ids)
         # the tables are loaded, not computed here: a compiler would compute them again in every kernel that reads them
         rows = slice(input_ids.shape[1]) if positions is None else positions
-        cos, sin = self.rope_cos[rows].unsqueeze(-2), self.rope_sin[rows].unsqueeze(-2)
+        # to(x.device): with weights offloaded to the CPU, the tables are there too
+        cos, sin = (table[rows].unsqueeze(-2).to(x.device) for table in (self.rope_cos, self.rope_sin))
         for layer in self.layers.values():
             x = layer(x, cos, sin)
         return x if self.norm is None else self.norm(x)
@@ -262,7 +263,7 @@ class Transformer(nn.Module):
         So a model that is built whole, materialised from the meta device, sharded or cut into stages starts equal to
         the bit. A shard takes its part of the whole matrix, which is drawn on the CPU.
         """
-        for name, parameter in self.named_parameters():
+        for name, parameter in hf.named_weights(self):
             whole = torch.ones(parameter.shape)  # norms
             if parameter.ndim >= 2:
                 key = hashlib.sha256(f"{seed} {name}".encode()).digest()

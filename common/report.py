@@ -36,8 +36,8 @@ def for_people(name: str, value: object) -> str:
     """A value of a summary in the unit that its name ends with: 592 MiB, 4,538 tokens/s, 34.6 s."""
     if value is None:
         return "n/a"
-    if name.endswith("_bytes"):
-        sizes = [int(size) / 2**20 for size in str(value).split(",")]
+    if name.endswith(("_bytes", "_bytes_per_rank")):
+        sizes = [int(size) / 2**20 for size in str(value).strip("[]").split(",")]
         return ", ".join(f"{size:,.1f} MiB" if size < 100 else f"{size:,.0f} MiB" for size in sizes)
     if name == "tokens_per_second":
         return f"{value:,.0f} tokens/s"

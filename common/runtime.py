@@ -145,6 +145,29 @@ def device_mesh(device: torch.device, sizes: dict[str, int]) -> DeviceMesh:
     return mesh
 
 
+def sharding_mesh(device: torch.device, replicas: int) -> DeviceMesh:
+    """The mesh of fully_shard for so many copies of the model: the ranks of one copy are neighbours, and share it.
+
+    One copy takes one dimension: over a group of one each collective would still be made.
+    UserError if the copies do not divide the ranks.
+    """
+    world_size = dist.get_world_size()
+    if world_size % replicas:
+        raise UserError(f"--replicate {replicas} does not divide {world_size} processes into equal parts")
+    sizes = {"shard": world_size // replicas}
+    return device_mesh(device, sizes if replicas == 1 else {"replicate": replicas, **sizes})
+
+
+def reshard(net: torch.nn.Module) -> None:
+    """Let every rank of a fully_shard model forget what is not its own.
+
+    Backward does that. After a forward without one, parameters() are the gathered weights, in the type of arithmetic.
+    """
+    for module in net.modules():
+        if hasattr(module, "reshard"):
+            module.reshard()
+
+
 def whole(tensor: Tensor) -> Tensor:
     """The tensor itself, or all of a DTensor, gathered from the ranks that hold its parts, which must all call this."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

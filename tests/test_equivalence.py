@@ -124,12 +124,14 @@ def test_weight_decay_is_for_matrices_alone(tmp_path, script):
 
 WITH_DROPOUT = """
 import runpy, sys
+from pathlib import Path
 import torch.nn.functional as F
 sys.path.insert(0, {root!r})
 from common import model
 exact = model.MLP.forward
 model.MLP.forward = lambda self, x: F.dropout(exact(self, x), 0.3, self.training)
 sys.argv[0] = {script!r}
+sys.path.insert(0, str(Path(sys.argv[0]).parent))  # as python itself would
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 

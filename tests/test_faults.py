@@ -34,6 +34,21 @@ from support.harness import (
 LONG = ("--steps", 60, "--deterministic", "--save-every", 4)  # long enough to be hit while it runs
 
 
+def each_launched(name: str, values: dict, sample: set, campaign: frozenset = frozenset()):
+    """Each value, named by its key, with each script for several processes.
+
+    Real launches are slow, and what answers a signal or a fault is in common/. So of the scripts after the first only
+    the values in `sample` run every time; -m campaign runs the rest, and those in `campaign` of all scripts.
+    """
+    cases = []
+    for script in SEVERAL:
+        for key, value in values.items():
+            seldom = key in campaign or (script != SEVERAL[0] and key not in sample)
+            marks = pytest.mark.campaign if seldom else ()
+            cases.append(pytest.param(value, script, id=f"{key}-{script}", marks=marks))
+    return pytest.mark.parametrize((name, "script"), cases)
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory) -> Callable[[str, int], str]:
     """undisturbed(script, n): the weights that a run of LONG on n processes ends with."""
@@ -52,8 +67,7 @@ def content(folder: Path) -> dict[str, bytes]:
 # --- signals
 
 
-@each_of_several
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@each_launched("number", {"SIGTERM": signal.SIGTERM, "SIGUSR1": signal.SIGUSR1}, sample={"SIGTERM"})
 def test_a_signal_saves_and_asks_to_be_started_again(tmp_path, undisturbed, number, script):
     process = launch(script, tmp_path, *LONG)
     assert holds(process, lambda: steps_logged(tmp_path) >= 7)
@@ -69,11 +83,11 @@ def test_a_signal_saves_and_asks_to_be_started_again(tmp_path, undisturbed, numb
     assert resumed.column("step") == [*range(1, 61), 60]
 
 
-@each_of_several
-def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path, undisturbed, script):
+@each_launched("rank", {"1": 1}, sample=set())
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path, undisturbed, rank, script):
     process = launch(script, tmp_path, *LONG, nproc=2)
     assert holds(process, lambda: steps_logged(tmp_path) >= 3)
-    rank_process(process, 1).send_signal(signal.SIGUSR1)
+    rank_process(process, rank).send_signal(signal.SIGUSR1)
     result = finish(process, tmp_path)
     assert result.code != 0
     assert "exitcode  : 75" in result.err
@@ -82,8 +96,7 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path, undisturbed, 
     assert resumed.summary["weights_sha256"] == undisturbed(script, 2)
 
 
-@each_of_several
-@pytest.mark.parametrize("flags", [("--async-save",), ("--num-workers", 1)], ids=["async", "workers"])
+@each_launched("flags", {"async": ("--async-save",), "workers": ("--num-workers", 1)}, sample={"async"})
 def test_a_signal_to_torchrun_saves_too(tmp_path, undisturbed, flags, script):
     """torchrun hands it to each rank's whole process group, data loading workers included."""
     process = launch(script, tmp_path, *LONG, *flags, nproc=2)
@@ -95,8 +108,7 @@ def test_a_signal_to_torchrun_saves_too(tmp_path, undisturbed, flags, script):
     assert resumed.summary["weights_sha256"] == undisturbed(script, 2)
 
 
-@each_of_several
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGKILL])
+@each_launched("number", {"SIGUSR1": signal.SIGUSR1, "SIGKILL": signal.SIGKILL}, sample=set())
 def test_ranks_whose_torchrun_dies_save_and_end(tmp_path, undisturbed, number, script):
     """torchrun does not catch these, and would leave its ranks training for nobody."""
     process = launch(script, tmp_path, *LONG, nproc=2)
@@ -111,8 +123,7 @@ def test_ranks_whose_torchrun_dies_save_and_end(tmp_path, undisturbed, number, s
 # --- kill -9 at any moment
 
 
-@each_of_several
-@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(i, marks=pytest.mark.campaign) for i in range(4, 20))])
+@each_launched("seed", {i: i for i in range(20)}, sample={3}, campaign=frozenset(range(4, 20)))
 def test_killed_and_resumed_is_undisturbed(tmp_path, undisturbed, seed, script):
     """Kill a job up to three times, at moments drawn from the seed, half of them inside a save."""
     draw = random.Random(seed)
@@ -152,8 +163,9 @@ def with_fault(script: str, folder: Path, fault: str) -> Path:
     return with_prelude(script, folder, FAULT.replace("FAULT", fault))
 
 
-@each_of_several
-@pytest.mark.parametrize("flags", [(), ("--save-every", 1, "--async-save", "--num-workers", 1)], ids=["plain", "busy"])
+@each_launched(
+    "flags", {"plain": (), "busy": ("--save-every", 1, "--async-save", "--num-workers", 1)}, sample={"plain"}
+)
 def test_a_rank_that_fails_takes_the_job_down(tmp_path, flags, script):
     failing = with_fault(script, tmp_path, 'raise RuntimeError("the third step broke")')
     process = launch(failing, tmp_path, "--steps", 5000, *flags, nproc=2)
@@ -176,8 +188,12 @@ def test_a_rank_that_is_killed_takes_the_job_down(tmp_path, script):
 
 @each_of_several
 def test_a_rank_that_drifts_is_found_at_the_end(tmp_path, script):
-    drifting = with_fault(script, tmp_path, "self.param_groups[0]['params'][0].data.view(-1)[0].mul_(1.0001)")
-    result = train(drifting, tmp_path, nproc=2, code=1)
+    parameter = "self.param_groups[0]['params'][0].data"
+    drifting = with_fault(
+        script, tmp_path, f"getattr({parameter}, '_local_tensor', {parameter}).view(-1)[0].mul_(1.0001)"
+    )
+    copies = ["--replicate", 2] if "fsdp" in script else []  # a rank can only drift from one that holds the same
+    result = train(drifting, tmp_path, *copies, nproc=2, code=1)
     assert "AssertionError: ranks hold different weights" in result.err
 
 
@@ -209,8 +225,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path, script):
     assert resumed.summary["steps"] == 20
 
 
-@each_of_several
-@pytest.mark.parametrize("background", [(), ("--async-save",)], ids=["sync", "async"])
+@each_launched("background", {"sync": (), "async": ("--async-save",)}, sample={"sync"})
 def test_a_file_that_cannot_be_written_leaves_the_previous_checkpoint(tmp_path, background, script):
     train(script, tmp_path, "--steps", 10)
     before = content(tmp_path / "run/step-00000010")

@@ -14,6 +14,7 @@ from common import report
         ("peak_memory_bytes", 592 * 2**20, "592 MiB"),
         ("peak_memory_bytes", 139 * 2**30, "142,336 MiB"),
         ("bucket_bytes", "5278720, 4919296", "5.0 MiB, 4.7 MiB"),
+        ("parameter_bytes_per_rank", [5278720, 4919296], "5.0 MiB, 4.7 MiB"),
         ("tokens_per_second", 4537.6, "4,538 tokens/s"),
         ("seconds", 34.5678, "34.6 s"),
         ("mfu", 0.4567, "45.7%"),

@@ -41,6 +41,7 @@ TINY = {
 TRAINING_SCRIPTS = {
     "04_amp/train.py": [None],
     "05_ddp/train.py": [None, 1, 2, 3],
+    "06_fsdp_zero/train_fsdp.py": [None, 1, 2, 3],
 }
 BASELINE, *_ = TRAINING_SCRIPTS
 SEVERAL = [script for script, processes in TRAINING_SCRIPTS.items() if 2 in processes]  # those for several processes
@@ -152,9 +153,9 @@ def with_prelude(script: str, folder: Path, prelude: str) -> Path:
     """A file in folder that runs `prelude` and then becomes `script`, with its arguments."""
     path = str(ROOT / script)
     file = folder / "prelude.py"
-    file.write_text(
-        f"import os, runpy, sys\n{prelude}\nsys.argv[0] = {path!r}\nrunpy.run_path({path!r}, run_name='__main__')\n"
-    )
+    become = f"sys.argv[0] = {path!r}\nsys.path[0] = os.path.dirname({path!r})\n"
+    become += f"runpy.run_path({path!r}, run_name='__main__')\n"
+    file.write_text(f"import os, runpy, sys\n{prelude}\n{become}")
     return file
 
 

@@ -31,6 +31,8 @@ ROOT = Path(__file__).resolve().parents[2]
 # What the training scripts import at their top, and what they import later in every run.
 MODULES = (
     *("torch", "torch.distributed.checkpoint", "torch.distributed.checkpoint.state_dict", "torch.nn.parallel"),
+    *("torch.distributed.fsdp", "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"),
+    "torch.distributed.tensor.debug",
     *("torch._dynamo", "torch.distributed.elastic.multiprocessing.errors", "torch.utils.tensorboard"),
     *("torch.distributed.run", "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend"),
     *("matplotlib.pyplot", "filelock", "numpy", "psutil", "tqdm"),

@@ -1,0 +1,281 @@
+"""06_fsdp_zero/train_fsdp.py: cut over ranks in every way its flags allow, one curve; what travels, who holds what."""
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from support.checkpoints import assert_near, gradients, moments, saved
+from support.harness import BASELINE, ROOT, Result, needs_compiler, run, tiny_flags, train
+
+from common import checkpoint, model
+
+SCRIPT, DDP = "06_fsdp_zero/train_fsdp.py", "05_ddp/train.py"
+LAYERS, STEPS = 3, 6
+UNEVEN = {  # 4 ranks divide none of its sizes
+    "model_type": "llama",
+    "vocab_size": 259,
+    "hidden_size": 42,
+    "intermediate_size": 50,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 128,
+}
+FLAGS = ("--steps", STEPS, "--save-every", 1, "--keep", 100, "--deterministic")
+
+
+def uneven(folder: Path, tied: bool) -> tuple:
+    """The flags for a small model with uneven sizes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "uneven.json").write_text(json.dumps({**UNEVEN, "tie_word_embeddings": tied}))
+    return ("--model", "uneven.json", *FLAGS)
+
+
+def patched(folder: Path, patch: str) -> Path:
+    """The script with some lines run before it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [str((ROOT / SCRIPT).parent), str(ROOT)]
+    lines = ["import runpy, sys", f"sys.path[:0] = {paths!r}", patch, f"sys.argv[0] = {str(ROOT / SCRIPT)!r}"]
+    (folder / "patched.py").write_text("\n".join([*lines, 'runpy.run_path(sys.argv[0], run_name="__main__")\n']))
+    return folder / "patched.py"
+
+
+@pytest.fixture(scope="module")
+def baseline(tmp_path_factory) -> Callable[[bool], Result]:
+    """baseline(tied): the run of one process that shards nothing."""
+    folder = tmp_path_factory.mktemp("baseline")
+
+    @cache
+    def run(tied: bool) -> Result:
+        return train(BASELINE, folder / str(tied), *uneven(folder / str(tied), tied))
+
+    return run
+
+
+# Counts what the first two forwards, each with its backward, say to other ranks; one mode for each, as torch wants it.
+COUNTS = """
+import itertools, json, os
+from torch.distributed.tensor.debug import CommDebugMode
+from common import data
+train_batches = data.train_batches
+
+def counted(*args, **kwargs):
+    batches, counts = train_batches(*args, **kwargs), []
+    for batch in itertools.islice(batches, 2):
+        mode = CommDebugMode()
+        with mode:
+            yield batch
+        counts.append({str(op): n for op, n in mode.get_comm_counts().items()})
+    with open(f"counts-{os.environ['RANK']}.json", "w") as file:
+        json.dump(counts, file)
+    yield from batches
+
+data.train_batches = counted
+"""
+ACCUMULATED = ("--micro-batch-size", 1)
+CASES = {  # tied embeddings, flags
+    "sharded": (True, ()),
+    "kept until backward": (False, ("--reshard-after-forward", "off", *ACCUMULATED)),
+    "two copies": (False, ("--replicate", 2, *ACCUMULATED)),
+    "offloaded, recomputed": (True, ("--cpu-offload", "--checkpointing", "full", *ACCUMULATED)),
+    "all flags": (True, ("--replicate", 2, "--reshard-after-forward", "off", "--cpu-offload", "--checkpointing=full")),
+}
+
+
+def assert_same(ours: Result, theirs: Result) -> None:
+    for column in ("loss", "grad_norm", "val_loss"):
+        assert ours.column(column) == pytest.approx(theirs.column(column), rel=1e-5), column
+
+
+def assert_same_gradients(ours: Result, theirs: Result) -> None:
+    """Of the first step, whole; and the running mean of all."""
+    torch.testing.assert_close(gradients(ours.folder), gradients(theirs.folder), rtol=1e-5, atol=1e-7)
+    assert_near(moments(ours.folder, STEPS), moments(theirs.folder, STEPS))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_sharded_over_four_ranks_is_one_process(tmp_path, baseline, case):
+    tied, flags = CASES[case]
+    script = patched(tmp_path, COUNTS)
+    result = train(script, tmp_path, *uneven(tmp_path, tied), *flags, nproc=4)
+    assert len(result.column("loss")) == STEPS
+    assert_same(result, baseline(tied))
+    assert_same_gradients(result, baseline(tied))
+    assert_counts(tmp_path, flags)
+    shards = 2 if "--replicate" in flags else 4
+    shapes = [p.shape for p in model.build("nano", config(tied), seed=0, device="meta").parameters()]
+    expected = [sum(part_bytes(shape, rank % shards, shards) for shape in shapes) for rank in range(4)]
+    assert len(set(expected)) > 1  # the sizes are uneven indeed
+    assert sum(expected) == 4 * model.parameter_count(config(tied)) * (4 // shards)
+    assert result.summary["parameter_bytes_per_rank"] == expected
+    assert result.summary["optimizer_bytes_per_rank"] == [2 * held for held in expected]
+    assert "checked: each rank holds 0." in result.out
+    assert (", 2 copies of the model;" in result.out) == ("--replicate" in flags)
+
+
+def test_replicated_on_four_ranks_is_one_process_too(tmp_path, baseline):
+    result = train(DDP, tmp_path, *uneven(tmp_path, True), nproc=4)
+    assert_same(result, baseline(True))
+    assert_same_gradients(result, baseline(True))
+
+
+def config(tied: bool) -> model.Config:
+    sizes = {key: value for key, value in UNEVEN.items() if key != "model_type"}
+    return model.Config(**sizes, head_dim=14, rms_norm_eps=1e-6, tie_word_embeddings=tied)
+
+
+def part_bytes(shape: torch.Size, rank: int, shards: int) -> int:
+    """The bytes of a rank's part of an fp32 tensor: equal numbers of rows, rounded up, until there are none left."""
+    each = math.ceil(shape[0] / shards)
+    rows = max(0, min(each, shape[0] - rank * each))
+    return 4 * rows * shape[1:].numel()
+
+
+def assert_counts(folder: Path, flags: tuple) -> None:
+    """A gather per block and the root in forward, and in backward for what was forgotten; each reduces once."""
+    expected = {
+        "c10d._allgather_base_": LAYERS + 1 if "off" in flags else 2 * LAYERS + 1,
+        "c10d._reduce_scatter_base_": LAYERS + 1,
+    }
+    if ACCUMULATED[0] in flags:  # with more micro-batches to come there is no clip, nor anything to log
+        expected["c10d.allreduce_"] = LAYERS + 1 if "--replicate" in flags else 0
+    for rank in range(4):
+        counts = json.loads((folder / f"counts-{rank}.json").read_text())
+        for count in counts:
+            assert {name: count.get(name, 0) for name in expected} == expected, count
+        assert len(counts) == 2
+
+
+def test_a_run_moves_between_ranks_and_scripts(tmp_path, baseline):
+    """Saved on 4 ranks; resumed by DDP on 2, then sharded over 3, then over 1."""
+    flags = uneven(tmp_path, True)
+    train(SCRIPT, tmp_path, *flags, nproc=4)
+    for step, script, n in ((1, DDP, 2), (3, SCRIPT, 3), (5, SCRIPT, 1)):
+        drop_after(tmp_path, step)
+        result = train(script, tmp_path, *flags, "--resume", nproc=n)
+        assert f"resuming from {tmp_path}/run/step-{step:08d}" in result.out
+        assert result.column("step") == [*range(1, STEPS + 1), STEPS]
+        assert_same(result, baseline(True))
+    assert_near(moments(tmp_path, STEPS), moments(baseline(True).folder, STEPS))
+
+
+def drop_after(folder: Path, step: int) -> None:
+    """The run as a kill after `step` would have left it."""
+    for saved_at in (folder / "run").glob("step-*"):
+        if int(saved_at.name.removeprefix("step-")) > step:
+            shutil.rmtree(saved_at)
+
+
+def test_resumed_with_all_flags_is_uninterrupted_to_the_bit(tmp_path):
+    flags = (*uneven(tmp_path, True), *CASES["all flags"][1], "--async-save")
+    whole = train(SCRIPT, tmp_path, *flags, nproc=4)
+    summary, losses = whole.summary, whole.column("loss")
+    weights = saved(tmp_path, STEPS)["model"]
+    drop_after(tmp_path, 3)
+    resumed = train(SCRIPT, tmp_path, *flags, "--resume", nproc=4)
+    assert resumed.summary["weights_sha256"] == summary["weights_sha256"]
+    assert resumed.column("loss") == losses
+    torch.testing.assert_close(saved(tmp_path, STEPS)["model"], weights, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_training_starts_from_the_weights_of_one_process_to_the_bit(tmp_path, trained):
+    """At a learning rate that moves nothing, the weights at the end are those of the start."""
+    net = model.build("nano", config(True), seed=4)
+    flags = [*uneven(tmp_path, True), "--seed", 4]
+    if trained:  # a folder with weights of other values
+        from safetensors.torch import save_file
+
+        net = model.build("nano", config(True), seed=5)
+        (tmp_path / "folder").mkdir()
+        shutil.copy(tmp_path / "uneven.json", tmp_path / "folder/config.json")
+        save_file({name: weight.detach() for name, weight in net.named_parameters()}, tmp_path / "folder/w.safetensors")
+        flags += ["--model", "folder"]
+    flags += ["--steps", 1, "--lr", 1e-30, "--checkpointing", "full"]
+    result = train(SCRIPT, tmp_path, *flags, nproc=3)
+    assert result.summary["weights_sha256"] == checkpoint.digest(net)
+
+
+OVERFLOW = """
+import os, torch
+unscale, calls = torch.amp.GradScaler.unscale_, 0
+def broken(self, optimizer):
+    global calls
+    calls += 1
+    if calls == 3 and os.environ["RANK"] == "1":
+        optimizer.param_groups[0]["params"][0].grad.to_local().fill_(float("inf"))
+    unscale(self, optimizer)
+torch.amp.GradScaler.unscale_ = broken
+"""
+
+
+def test_an_overflow_in_one_ranks_rows_skips_the_step_on_all(tmp_path):
+    script = patched(tmp_path, OVERFLOW)
+    result = train(script, tmp_path, *uneven(tmp_path, True), "--dtype", "fp16", nproc=2)
+    assert result.column("skipped_steps") == [0, 0, 1, 1, 1, 1]
+    before, after = (saved(tmp_path, step)["model"] for step in (2, 3))
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+    assert result.column("grad_norm")[2] is None
+
+
+ANGLES = """
+import torch
+from common import model
+rotate = model.rotate
+def exact(x, cos, sin):
+    assert (x.dtype, cos.dtype, sin.dtype) == (torch.bfloat16, torch.float32, torch.float32)
+    return rotate(x, cos, sin)
+model.rotate = exact
+"""
+
+
+def test_bf16_rounds_what_is_multiplied_and_not_the_angles(tmp_path, baseline):
+    script = patched(tmp_path, ANGLES)
+    result = train(script, tmp_path, *uneven(tmp_path, True), "--dtype", "bf16", nproc=2)
+    assert (
+        "checked: matrices multiplied in torch.bfloat16, weights and optimizer state kept in torch.float32"
+        in result.out
+    )
+    assert result.column("loss") == pytest.approx(baseline(True).column("loss"), rel=1e-2)
+    assert result.column("loss") != pytest.approx(baseline(True).column("loss"), rel=1e-6)
+
+
+GRAPHS = """
+import json, os
+import torch
+from common import exits
+
+def tell():
+    counters = torch._dynamo.utils.counters
+    told = {"breaks": len(counters["graph_break"]), "graphs": counters["stats"]["unique_graphs"]}
+    with open(f"graphs-{os.environ['RANK']}.json", "w") as file:
+        json.dump(told, file)
+
+exits.before_exit.append(tell)
+"""
+
+
+@needs_compiler
+def test_compiled_blocks_are_whole_graphs_and_change_nothing(tmp_path, baseline):
+    flags = ("--compile", "--checkpointing", "full")
+    result = train(patched(tmp_path, GRAPHS), tmp_path, *uneven(tmp_path, True), *flags, nproc=2)
+    assert_same(result, baseline(True))
+    assert_same_gradients(result, baseline(True))
+    for rank in range(2):
+        told = json.loads((tmp_path / f"graphs-{rank}.json").read_text())
+        assert told["graphs"] > 0
+        assert told["breaks"] == 0
+
+
+def test_copies_that_do_not_divide_the_ranks(tmp_path):
+    (tmp_path / "tiny.json").write_text(json.dumps(UNEVEN))
+    result = run(SCRIPT, tmp_path, *tiny_flags(tmp_path), "--replicate", 3, nproc=4, warm=False)
+    assert "exitcode  : 2" in result.err  # torchrun's own report
+    told = [line for line in result.err.splitlines() if f"{SCRIPT}: error: " in line]
+    assert len(told) == 1
+    assert "--replicate 3 does not divide 4 processes" in told[0]
