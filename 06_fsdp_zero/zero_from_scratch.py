@@ -1,0 +1,250 @@
+"""ZeRO stages 1, 2 and 3 by hand on reduce-scatter and all-gather: the weights of DDP, in a part of its memory.
+
+In data parallelism every rank holds all weights, all gradients and all of AdamW's state, and all ranks hold the same.
+ZeRO (Rajbhandari et al. 2020, section 5 and Figure 1) gives each rank a part of them instead, and no more: (1) of the
+optimizer state, (2) of the gradients too, (3) of the weights too. What a rank lacks it asks the others for, just when
+it is needed. Stages 1 and 2 send no more bytes than the all-reduce of (0) does; stage 3 sends half as many again.
+
+    laptop    python 06_fsdp_zero/zero_from_scratch.py
+              torchrun --nproc_per_node=3 06_fsdp_zero/zero_from_scratch.py --steps 5
+    one node  torchrun --nproc_per_node=8 06_fsdp_zero/zero_from_scratch.py --model llama-124m --seq-len 512
+    cluster   the same on every node, with --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400
+
+All is in fp32: 4 bytes a parameter for weights, 4 for gradients, 8 for AdamW's two moments. The paper counts mixed
+precision: 2, 2 and 12. Both make 16, so (0) and (3) compare directly, and (1) and (2) split the same sum differently.
+
+Look for: which column shrinks from stage to stage, and to what share; the bytes sent, in units of the weights; the
+difference from DistributedDataParallel. Before: 05_ddp/ddp_from_scratch.py. Next: train_fsdp.py, which is (3) by torch.
+"""
+
+import copy
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+from _zero_from_scratch_collectives import all_gather, all_reduce, reduce_scatter
+from _zero_from_scratch_memory import live_storages
+from _zero_from_scratch_report import conclude, describe, train_ddp
+
+from common import cli, data, exits, model, runtime
+
+# In (1) to (3) a Group is some of the model's parameters. group.weights is one flat tensor with all of them, and
+# group.my_weights is the part of it that this rank owns: AdamW updates nothing else here. The class stands below.
+
+
+def step_0(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """(0) Data parallelism: the gradients are averaged, then every rank makes the same update."""
+    for parameter in net.parameters():
+        all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+
+
+def step_1(group: "Group", gradients: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """(1) In (0) every rank holds all of AdamW's state. Here it holds that of its part, and updates only that part."""
+    # my_weights is a view into weights, and its gradient one into gradients. So both collectives work in place.
+    reduce_scatter(group.my_weights.grad, gradients)  # the sum over the ranks, of my part only
+    group.my_weights.grad /= dist.get_world_size()
+    optimizer.step()
+    all_gather(group.weights, group.my_weights.detach())  # every rank's updated part, to every rank
+    gradients.zero_()  # backward adds to it
+
+
+def reduce_in_backward(group: "Group", when_reduced: Callable[[], None] = lambda: None) -> None:
+    """(2) In (1) a rank holds all gradients until the step ends, and uses a part. Here a group's gradients are reduced
+    as soon as backward has computed the last of them, and freed at once. A rank keeps its part of the sum."""
+    missing = len(group.parameters)
+
+    def gradient_is_ready(_: nn.Parameter) -> None:
+        nonlocal missing
+        missing -= 1
+        if missing > 0:
+            return
+        missing = len(group.parameters)  # for the next step
+        gradients = flatten([parameter.grad for parameter in group.parameters])
+        for parameter in group.parameters:
+            parameter.grad = None
+        my_gradients = torch.empty_like(group.my_weights, requires_grad=False)
+        # Ranks match collectives by their order alone. Backward reaches the groups in the same order on all of them.
+        reduce_scatter(my_gradients, gradients)
+        group.my_weights.grad = my_gradients / dist.get_world_size()
+        when_reduced()
+
+    for parameter in group.parameters:
+        parameter.register_post_accumulate_grad_hook(gradient_is_ready)
+
+
+def step_2(groups: list["Group"], optimizer: torch.optim.Optimizer) -> None:
+    """The rest of (2), after backward. All that is left of the gradients is the part that AdamW needs."""
+    optimizer.step()
+    for group in groups:
+        all_gather(group.weights, group.my_weights.detach())
+
+
+def gather_when_used(group: "Group", module: nn.Module) -> None:
+    """(3) In (2) a rank holds all weights, though it computes with one block at a time. Here it holds its part. A
+    group is gathered before its module's forward, freed after it, and gathered again before its backward."""
+    group.my_weights = nn.Parameter(group.my_weights.detach().clone())  # no longer a view: the rest will go
+    storage = group.weights.untyped_storage()
+
+    def gather(*_) -> None:
+        storage.resize_(group.weights.nbytes)
+        all_gather(group.weights, group.my_weights.detach())
+
+    def free() -> None:
+        storage.resize_(0)  # the parameters, and what autograd has saved of them, are views into it and stay
+
+    def free_until_backward(_module: nn.Module, _inputs: tuple, output: Tensor) -> None:
+        free()
+        if output.requires_grad:  # it does not in evaluation, under no_grad
+            output.register_hook(gather)  # runs as soon as backward has the gradient of the output
+
+    free()
+    module.register_forward_pre_hook(gather)
+    module.register_forward_hook(free_until_backward)
+    # A weight is last read where its gradient is computed. So the weights can go after the group's last gradient.
+    reduce_in_backward(group, when_reduced=free)
+
+
+# What (3) lacks: every collective is waited for. fully_shard gathers the next block while this one computes, and keeps
+# the outermost group between forward and backward. For a moment (3) holds more than its part: the group in use.
+
+
+class Group:
+    """Parameters that travel together. They become views into one flat tensor, and each rank owns a part of it."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.parameters = parameters
+        self.weights = flatten(parameters)
+        for parameter, view in zip(parameters, unflatten(self.weights, parameters), strict=True):
+            parameter.data = view
+        self.my_weights = nn.Parameter(my_part(self.weights))  # a view too, and all that this rank's AdamW knows
+
+
+def flatten(tensors: list[Tensor]) -> Tensor:
+    """One after the other in a flat copy, with zeros behind the last so that the ranks divide it."""
+    flat = torch.cat([tensor.detach().flatten() for tensor in tensors])
+    return F.pad(flat, (0, -len(flat) % dist.get_world_size()))
+
+
+def unflatten(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
+    """Views into the flat tensor, in the shapes of `like`."""
+    sizes = [tensor.numel() for tensor in like]
+    parts = flat[: sum(sizes)].split(sizes)
+    return [part.view_as(tensor) for part, tensor in zip(parts, like, strict=True)]
+
+
+def my_part(flat: Tensor) -> Tensor:
+    return flat.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def keep_all_gradients(group: Group) -> Tensor:
+    """Backward adds each gradient to its view of one flat tensor; AdamW sees this rank's part."""
+    gradients = torch.zeros_like(group.weights)
+    for parameter, view in zip(group.parameters, unflatten(gradients, group.parameters), strict=True):
+        parameter.grad = view
+    group.my_weights.grad = my_part(gradients)
+    return gradients
+
+
+@dataclass
+class Stage:
+    """A model of its own, and what makes a step of it after forward and backward."""
+
+    net: nn.Module
+    groups: list[Group]  # none at stage 0
+    optimizer: torch.optim.Optimizer
+    step: Callable[[], None]
+
+
+def make_stage(number: int, start: nn.Module, learning_rate: float) -> Stage:
+    """A copy of the model at the start, under the stage of that number."""
+    net = copy.deepcopy(start)
+    adamw = partial(torch.optim.AdamW, lr=learning_rate)
+    if number == 0:
+        optimizer = adamw(net.parameters())
+        return Stage(net, [], optimizer, partial(step_0, net, optimizer))
+    if number == 1:
+        group = Group(list(net.parameters()))
+        optimizer = adamw([group.my_weights])
+        return Stage(net, [group], optimizer, partial(step_1, group, keep_all_gradients(group), optimizer))
+    # A group per block, and one for what is around them: embedding, final norm and head, which may share a matrix.
+    blocks = list(net.model.layers.values())
+    rest = [parameter for name, parameter in net.named_parameters() if not name.startswith("model.layers.")]
+    groups = [Group(list(block.parameters())) for block in blocks] + [Group(rest)]
+    for group, module in zip(groups, [*blocks, net], strict=True):
+        if number == 2:
+            reduce_in_backward(group)
+        else:
+            gather_when_used(group, module)
+    optimizer = adamw([group.my_weights for group in groups])
+    if number == 2:
+        return Stage(net, groups, optimizer, partial(step_2, groups, optimizer))
+    return Stage(net, groups, optimizer, optimizer.step)  # the next forward gathers what AdamW has updated
+
+
+def train(stage: Stage, batches: list[list[Tensor]]) -> list[float]:
+    """A step per batch; returns the losses on this rank's part of each."""
+    losses = []
+    for inputs, targets in batches:
+        loss = stage.net(inputs, targets)
+        loss.backward()
+        stage.step()
+        losses.append(loss.item())
+    return losses
+
+
+def main() -> int:
+    began = time.perf_counter()
+    parser = cli.Parser(__doc__)
+    parser.add_argument("--model", default="nano", help="as in train_fsdp.py")
+    parser.add_argument("--seq-len", type=cli.positive_int, default=16, help="tokens per sequence")
+    parser.add_argument("--steps", type=cli.positive_int, default=20, help="of each stage and of DDP")
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    parser.add_argument("--json", type=cli.writable_file, metavar="PATH", help="write the summary as one JSON object")
+    args = parser.parse_args()
+    config = model.load_config(args.model, 256, args.seq_len)  # raises a UserError before any rank starts
+    runtime.relaunch(args.device)
+    runtime.seed(0, deterministic=True)  # before the group: NCCL reads variables when it starts
+    device = runtime.init_process_group(args.device)
+    runtime.exact_fp32(device)  # or some containers would multiply in tf32
+    world_size = dist.get_world_size()
+    micro_batch_size = max(1, 24 // world_size)
+    stream = data.train_batches(
+        data.load_corpus().train,
+        seq_len=args.seq_len,
+        global_batch_size=world_size * micro_batch_size,
+        micro_batch_size=micro_batch_size,
+        seed=0,
+        device=device,
+        rank=dist.get_rank(),
+        world_size=world_size,
+    )
+    batches = [[tensor.to(device) for tensor in next(stream)] for _ in range(args.steps)]
+    start = model.build(args.model, config, seed=0, device=device)
+    learning_rate = model.recipe(args.model).lr
+    ddp = train_ddp(start, batches, learning_rate)
+    rows = []
+    for number in range(4):
+        live_before = live_storages()
+        stage = make_stage(number, start, learning_rate)
+        losses = train(stage, batches)
+        rows.append(describe(number, stage, losses, live_before, ddp, start))
+        del stage  # its memory must not count for the next one
+    conclude(rows, ddp, args, batches, start, device, began)
+    runtime.shutdown()
+    return 0
+
+
+if __name__ == "__main__":
+    exits.run(main)

@@ -1,0 +1,236 @@
+"""06_fsdp_zero/zero_from_scratch.py: stages 1 to 3 by hand train as DDP does, and hold and send what they must."""
+
+import copy
+import itertools
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.chapter import load
+from support.harness import ROOT, TINY, run
+from torch import nn
+
+from common import data, model
+
+SCRIPT = "06_fsdp_zero/zero_from_scratch.py"
+zero = load(SCRIPT)
+report = load("06_fsdp_zero/_zero_from_scratch_report.py")
+STEPS = 4
+FLAGS = ("--model", "tiny.json", "--device", "cpu", "--steps", STEPS, "--json", "s.json")
+SHAPES = {
+    "tied": {**TINY, "tie_word_embeddings": True},
+    "untied": {**TINY, "tie_word_embeddings": False},
+    # A block has 9,669 weights, and what is around the blocks 8,481: 2 ranks divide neither.
+    "odd": {**TINY, "hidden_size": 33, "intermediate_size": 65, "head_dim": 8, "tie_word_embeddings": True},
+}
+RUNS = [("tied", 1), ("odd", None), ("untied", 3)]  # without torchrun the script starts two ranks itself
+
+
+def start(folder, shape: str, nproc: int | None, script: str = SCRIPT, model_name: str = "tiny.json"):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tiny.json").write_text(json.dumps(SHAPES[shape]))
+    return run(script, folder, *FLAGS, "--model", model_name, nproc=nproc)
+
+
+@pytest.fixture(scope="module", params=RUNS, ids=lambda parameters: f"{parameters[0]}-{parameters[1] or 2}")
+def finished(request, tmp_path_factory) -> tuple[str, int, dict, str]:
+    """The shape, the number of ranks, the summary and the output of a run."""
+    shape, nproc = request.param
+    folder = tmp_path_factory.mktemp("zero")
+    result = start(folder, shape, nproc)
+    assert result.code == 0, f"{result.out[-2000:]}\n{result.err[-4000:]}"
+    return shape, nproc or 2, json.loads((folder / "s.json").read_text()), result.out
+
+
+def build(shape: str) -> nn.Module:
+    sizes = {"head_dim": 8, **SHAPES[shape]}
+    del sizes["model_type"]
+    return model.build("tiny", model.Config(**sizes, rms_norm_eps=1e-6), seed=0)  # Llama's eps where a config has none
+
+
+def one_process(shape: str) -> list[float]:
+    """The losses of plain AdamW on the whole batch, which every number of ranks and every stage must reach."""
+    net = build(shape)
+    learning_rate = model.RECIPES["nano"].lr  # of the named size nearest to a tiny one
+    optimizer = torch.optim.AdamW(net.parameters(), lr=learning_rate)
+    sequences = data.Sequences(data.load_corpus().train, 16)
+    order = data.batch_order(len(sequences), global_batch_size=24, micro_batch_size=24, seed=0)
+    losses = []
+    for batch in itertools.islice(order, STEPS):
+        inputs, targets = (torch.stack(tensors) for tensors in zip(*(sequences[i] for i in batch), strict=True))
+        loss = net(inputs, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_each_stage_trains_as_one_process_does(finished):
+    shape, n, summary, out = finished
+    expected = one_process(shape)
+    assert summary["world_size"] == n
+    assert [row["stage"] for row in summary["rows"]] == [0, 1, 2, 3]
+    for row in summary["rows"]:
+        assert row["losses"] == pytest.approx(expected, rel=1e-5), row["stage"]
+        assert row["max_relative_difference"] < 1e-4
+        assert row["first_moment_max_relative_difference"] < 1e-4
+    assert (summary["first_loss"], summary["last_loss"]) == pytest.approx((expected[0], expected[-1]), rel=1e-5)
+    assert expected[-1] < expected[0]
+    assert summary["tokens"] == STEPS * 24 * 16
+    assert out.count("checked: ") == 2
+
+
+def test_a_rank_holds_and_sends_what_it_must(finished):
+    """Numbers from the shape, written down again here: a block, and what is outside of the blocks."""
+    shape, n, summary, _ = finished
+    block, rest = {"tied": (9_280, 8_224), "untied": (9_280, 16_416), "odd": (9_669, 8_481)}[shape]
+    whole = 2 * block + rest
+    flat = -(-whole // n) * n
+    grouped = 2 * (-(-block // n) * n) + -(-rest // n) * n
+    assert summary["parameters"] == whole
+    if shape == "odd":
+        assert grouped > whole  # padding
+    tensors = 2 * 9 + (3 if shape == "untied" else 2)
+    rows = {row["stage"]: row for row in summary["rows"]}
+
+    def held(stage: int) -> list[int]:
+        return [rows[stage][f"{kind}_bytes_per_rank"] for kind in ("parameter", "gradient", "optimizer", "other")]
+
+    assert held(0) == [4 * whole, 4 * whole, 8 * whole + 4 * tensors, 0]
+    assert held(1) == [4 * flat, 4 * flat, 8 * flat // n + 4, 0]
+    assert held(2) == [4 * grouped, 4 * grouped // n, 8 * grouped // n + 4 * 3, 0]
+    assert held(3) == [4 * grouped // n, 4 * grouped // n, 8 * grouped // n + 4 * 3, 0]
+    names = ("all_gathers_per_step", "reduce_scatters_per_step", "all_reduces_per_step")
+    assert [[rows[stage][name] for name in names] for stage in range(4)] == [
+        [0, 0, tensors],
+        [1, 1, 0],
+        [3, 3, 0],
+        [6, 3, 0],
+    ]
+    sent = [rows[stage]["bytes_sent_per_rank_per_step"] for stage in range(4)]
+    elements = [2 * whole, 2 * flat, 2 * grouped, 3 * grouped]
+    assert sent == [round(4 * count * (n - 1) / n) for count in elements]
+
+
+PLANTED = {
+    "(2) forgets to divide by the number of ranks": (
+        "group.my_weights.grad = my_gradients / dist.get_world_size()",
+        "group.my_weights.grad = my_gradients",
+        "first moments differ from those of DDP by 1e+00",
+    ),
+    "(3) does not free the weights": (
+        "        storage.resize_(0)",
+        "        pass",
+        "stage 3: parameter_bytes_per_rank is",
+    ),
+    "(3) keeps a copy where its own books do not show it": (
+        "    free()\n    module",
+        "    kept = group.weights.clone()\n    free()\n    module.kept = lambda: kept\n    module",
+        "stage 3: other_bytes_per_rank is",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+def test_a_wrong_version_fails_its_own_check(tmp_path, fault):
+    line, wrong, message = PLANTED[fault]
+    source = (ROOT / SCRIPT).read_text()
+    assert source.count(line) == 1
+    folder = tmp_path / "06_fsdp_zero"
+    folder.mkdir()
+    (folder / "zero_from_scratch.py").write_text(source.replace(line, wrong))
+    for neighbour in (ROOT / SCRIPT).parent.glob("_zero_from_scratch_*.py"):
+        (folder / neighbour.name).symlink_to(neighbour)
+    (tmp_path / "common").symlink_to(ROOT / "common")
+    result = start(tmp_path, "odd", 2, script=str(folder / "zero_from_scratch.py"))
+    assert result.code == 1
+    assert message in result.err
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda rows: rows[1].update(gradient_bytes_per_rank=4), "stage 1: gradient_bytes_per_rank is 4, and must be"),
+        (lambda rows: rows[2].update(optimizer_bytes_per_rank=4), "stage 2: optimizer_bytes_per_rank"),
+        (lambda rows: rows[3].update(all_gathers_per_step=5), "stage 3: all_gathers_per_step is 5, and must be 6"),
+        (lambda rows: rows[3].update(max_relative_difference=float("nan")), "weights differ from those of DDP by nan"),
+        (lambda rows: rows[0]["losses"].reverse(), "losses differ from those of DDP"),
+    ],
+)
+def test_a_claim_that_does_not_hold_fails(finished, spoil, message):
+    shape, n, summary, _ = finished
+    rows = copy.deepcopy(summary["rows"])
+    losses = summary["rows"][0]["losses"]
+    report.check(rows, losses, build(shape), n)
+    spoil(rows)
+    with pytest.raises(AssertionError, match=message):
+        report.check(rows, losses, build(shape), n)
+
+
+def test_the_paper_s_figure_1():
+    """7.5B parameters on 64 GPUs: 120, 31.4, 16.6 and 1.9 GB."""
+    assert [f"{report.paper_bytes(stage, 7.5e9, 64) / 1e9:.1f}" for stage in range(4)] == [
+        "120.0",
+        "31.4",
+        "16.6",
+        "1.9",
+    ]
+
+
+@pytest.fixture
+def group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_stage_3_gathers_a_block_only_while_it_is_used(group):
+    """In forward and in backward: the rest, and at most one block beside it."""
+    stage = zero.make_stage(3, build("tied"), 1e-3)
+    blocks, rest = stage.groups[:-1], stage.groups[-1]
+    seen = []
+
+    def look(*_) -> None:
+        seen.append([block.weights.untyped_storage().nbytes() > 0 for block in blocks])
+        assert rest.weights.untyped_storage().nbytes() > 0
+
+    for block in stage.net.model.layers.values():
+        block.mlp.register_forward_hook(look)
+        block.mlp.down_proj.weight.register_hook(look)
+    text = torch.randint(0, 256, (2, 9), generator=torch.Generator().manual_seed(0))
+    loss = stage.net(text[:, :-1], text[:, 1:])
+    assert all(group.weights.untyped_storage().nbytes() == 0 for group in stage.groups)
+    loss.backward()
+    assert all(group.weights.untyped_storage().nbytes() == 0 for group in stage.groups)
+    assert seen == [[True, False], [False, True], [False, True], [True, False]]
+    with torch.no_grad():
+        assert stage.net(text[:, :-1], text[:, 1:]).isfinite()
+
+
+def test_the_stages_are_the_first_thing_after_the_imports():
+    source = (ROOT / SCRIPT).read_text()
+    after_imports = source.split("from common import", 1)[1].splitlines()[1:81]
+    functions = [line.split("(")[0] for line in after_imports if line.startswith("def ")]
+    assert functions == [
+        f"def {name}" for name in ("step_0", "step_1", "reduce_in_backward", "step_2", "gather_when_used")
+    ]
+
+
+def test_a_wrong_model_is_one_line_before_any_rank_starts(tmp_path):
+    result = start(tmp_path, "tied", None, model_name="giant")
+    assert result.code == 2
+    assert len(result.err.splitlines()) == 1
+    assert "giant" in result.err
+    assert result.out == ""
+
+
+@pytest.mark.gpu(n=2)
+@pytest.mark.timeout(900)
+def test_over_nccl(gpus, tmp_path):
+    """The script's own checks are the test."""
+    visible = {"CUDA_VISIBLE_DEVICES": gpus["CUDA_VISIBLE_DEVICES"]}
+    result = run(SCRIPT, tmp_path, "--device", "cuda", "--json", "s.json", nproc=2, timeout=400, **visible)
+    assert result.code == 0, result.err
+    assert json.loads((tmp_path / "s.json").read_text())["world_size"] == 2
