@@ -14,7 +14,7 @@ All is in fp32: 4 bytes a parameter for weights, 4 for gradients, 8 for AdamW's 
 precision: 2, 2 and 12. Both make 16, so (0) and (3) compare directly, and (1) and (2) split the same sum differently.
 
 Look for: which column shrinks from stage to stage, and to what share; the bytes sent, in units of the weights; the
-difference from DistributedDataParallel. Before: 05_ddp/ddp_from_scratch.py. Next: train_fsdp.py, which is (3) by torch.
+difference from DistributedDataParallel. Before: 05_ddp/ddp_from_scratch.py. Next: train_fsdp.py, (3) by torch.
 """
 
 import copy
