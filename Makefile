@@ -1,6 +1,6 @@
 # make train   set up, then train on all GPUs (2 processes on a CPU)
 # make test    set up, then the tests that need no GPU
-# make test-launch   the launch files for real: Slurm, two hosts, faults (root; what is not installed is skipped)
+# make test-launch   the slow half: the launch files for real, sharding in full (root; what is not installed is skipped)
 # make test-mutations   faults planted in a copy, one at a time: does a test catch each?
 # make gpu     with the python3 given, nothing installed: the GPU tests and benchmarks/gpu_report.py, in ten minutes
 # make figures the pictures in docs/images, from real runs

@@ -14,6 +14,7 @@ from support.harness import BASELINE, ROOT, Result, needs_compiler, run, tiny_fl
 
 from common import checkpoint, model
 
+pytestmark = pytest.mark.launch  # CI's slow half
 SCRIPT, DDP = "06_fsdp_zero/train_fsdp.py", "05_ddp/train.py"
 LAYERS, STEPS = 3, 6
 UNEVEN = {  # 4 ranks divide none of its sizes

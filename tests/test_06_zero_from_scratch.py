@@ -24,7 +24,10 @@ SHAPES = {
     # A block has 9,669 weights, and what is around the blocks 8,481: 2 ranks divide neither.
     "odd": {**TINY, "hidden_size": 33, "intermediate_size": 65, "head_dim": 8, "tie_word_embeddings": True},
 }
-RUNS = [("tied", 1), ("odd", None), ("untied", 3)]  # without torchrun the script starts two ranks itself
+RUNS = [("tied", 1), ("untied", 3)]
+SLOW_RUNS = [
+    pytest.param(("odd", None), marks=pytest.mark.launch)
+]  # without torchrun the script starts two ranks itself
 
 
 def start(folder, shape: str, nproc: int | None, script: str = SCRIPT, model_name: str = "tiny.json"):
@@ -33,7 +36,7 @@ def start(folder, shape: str, nproc: int | None, script: str = SCRIPT, model_nam
     return run(script, folder, *FLAGS, "--model", model_name, nproc=nproc)
 
 
-@pytest.fixture(scope="module", params=RUNS, ids=lambda parameters: f"{parameters[0]}-{parameters[1] or 2}")
+@pytest.fixture(scope="module", params=RUNS + SLOW_RUNS, ids=lambda parameters: f"{parameters[0]}-{parameters[1] or 2}")
 def finished(request, tmp_path_factory) -> tuple[str, int, dict, str]:
     """The shape, the number of ranks, the summary and the output of a run."""
     shape, nproc = request.param
@@ -133,6 +136,7 @@ PLANTED = {
 }
 
 
+@pytest.mark.launch
 @pytest.mark.parametrize("fault", PLANTED)
 def test_a_wrong_version_fails_its_own_check(tmp_path, fault):
     line, wrong, message = PLANTED[fault]

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from support.harness import (
     BASELINE,
+    IN_SLOW_HALF,
     ROOT,
     SEVERAL,
     TINY,
@@ -44,7 +45,8 @@ def each_launched(name: str, values: dict, sample: set, campaign: frozenset = fr
     for script in SEVERAL:
         for key, value in values.items():
             seldom = key in campaign or (script != SEVERAL[0] and key not in sample)
-            marks = pytest.mark.campaign if seldom else ()
+            often = pytest.mark.launch if script in IN_SLOW_HALF else ()
+            marks = pytest.mark.campaign if seldom else often
             cases.append(pytest.param(value, script, id=f"{key}-{script}", marks=marks))
     return pytest.mark.parametrize((name, "script"), cases)
 

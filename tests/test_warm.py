@@ -9,9 +9,9 @@ import time
 import psutil
 import pytest
 from support import warm
-from support.harness import BASELINE, ROOT, SEVERAL, run, train
+from support.harness import BASELINE, ROOT, SEVERAL, case, run, train
 
-BOTH_WAYS = [(BASELINE, None)] + [(script, 2) for script in SEVERAL]
+BOTH_WAYS = [case(BASELINE, None)] + [case(script, 2) for script in SEVERAL]
 TIMED = {"tokens_per_second", "mfu", "seconds", "peak_memory_bytes", "data_wait_share", "slowest_rank"}
 TIMED |= {"slowest_rank_lag", "memory_active_bytes", "memory_reserved_bytes"}
 

@@ -45,8 +45,18 @@ TRAINING_SCRIPTS = {
 }
 BASELINE, *_ = TRAINING_SCRIPTS
 SEVERAL = [script for script, processes in TRAINING_SCRIPTS.items() if 2 in processes]  # those for several processes
-each_script = pytest.mark.parametrize("script", TRAINING_SCRIPTS)
-each_of_several = pytest.mark.parametrize("script", SEVERAL)
+# what chapter 05 shares with these is tried there: here `make test` keeps one run, CI's slow half has all
+IN_SLOW_HALF = {"06_fsdp_zero/train_fsdp.py"}
+
+
+def case(script: str, *more, **how):
+    """The parameters of a test that is run with a script."""
+    how.setdefault("marks", pytest.mark.launch if script in IN_SLOW_HALF else ())
+    return pytest.param(script, *more, **how)
+
+
+each_script = pytest.mark.parametrize("script", [case(script) for script in TRAINING_SCRIPTS])
+each_of_several = pytest.mark.parametrize("script", [case(script) for script in SEVERAL])
 
 
 @dataclass
