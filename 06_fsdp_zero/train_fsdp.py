@@ -12,7 +12,7 @@ instead of twice. The loss curve stays that of one process.
               shards inside each of four nodes and averages gradients between them (HSDP)
 
 Look for: the losses of 05_ddp/train.py, and the last check: the bytes that each rank holds are its part and no more.
-With --json they are listed by rank. Before: 05_ddp/. Next: launch/.
+With --json they are listed by rank. Before: 05_ddp/, zero_from_scratch.py. Next: launch/.
 """
 
 import math
