@@ -118,7 +118,7 @@ def strike(fault: Fault, process: subprocess.Popen, folder: Path) -> bool:
     if fault.kind == "kill a rank":
         rank.kill()
     elif fault.kind == "kill the agent":
-        process.kill()
+        process.send_signal(signal.SIGKILL)
     elif fault.kind == "stop a rank":
         rank.suspend()
     elif fault.kind == "pause a rank":

@@ -15,7 +15,7 @@ from support.slurm_cluster import until
 
 pytestmark = pytest.mark.launch
 FILES = sorted(ROOT.glob("launch/slurm/*.sbatch"))
-FLAGS = ["--steps", 200, "--deterministic"]
+FLAGS = ["--steps", 200, "--deterministic", "--data", "stdlib"]
 
 
 @pytest.fixture(scope="module")

@@ -127,7 +127,7 @@ def descendants(process: Process) -> list[psutil.Process]:
 def kill_all(process: Process) -> None:
     """kill -9 for the whole job, as when its node loses power."""
     if isinstance(process, warm_process.Job):
-        return process.kill()
+        return process.kill_all()
     while victims := descendants(process):
         for victim in victims:
             victim.kill()

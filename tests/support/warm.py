@@ -111,7 +111,7 @@ class Job:
         if self.poll() is None:
             os.kill(self.pid, number)
 
-    def kill(self) -> None:
+    def kill_all(self) -> None:
         """kill -9 for all of the job."""
         if self.poll() is None:
             self._keeper.shutdown(socket.SHUT_WR)
@@ -124,7 +124,7 @@ def run(argv: list[str], folder: Path, env: dict[str, str], timeout: float, **ho
     try:
         code = job.wait(timeout)
     except BaseException:
-        job.kill()
+        job.kill_all()
         raise
     assert not job.left, f"left running: {job.left}"
     return code

@@ -39,6 +39,7 @@ MODULES = (
     *(f"common.{file.stem}" for file in sorted(ROOT.glob("common/[a-z]*.py"))),
 )
 ENDS_TOGETHER_SECONDS = 10  # what a job's own end may take; what is still there then has been left behind
+SAVES_AND_ENDS_SECONDS = 60  # the same for ranks whose torchrun has died
 PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -73,7 +74,8 @@ def keep(job: dict, client: socket.socket) -> None:
         except ChildProcessError:
             break  # nobody is left
         if pid == main_pid:
-            code, deadline = os.waitstatus_to_exitcode(status), time.monotonic() + ENDS_TOGETHER_SECONDS
+            seconds = SAVES_AND_ENDS_SECONDS if job["real_torchrun"] else ENDS_TOGETHER_SECONDS
+            code, deadline = os.waitstatus_to_exitcode(status), time.monotonic() + seconds
         elif pid == 0:
             if deadline is not None and time.monotonic() > deadline:
                 left += kill_descendants()
