@@ -176,6 +176,10 @@ def compare(args: argparse.Namespace, dtype: str, env: dict[str, str], text: Pat
             their_speeds.append(their_speed)
             ratios.append(our_speed / their_speed)  # round by round: neighbours in time had the same machine
     ratio = spread(ratios)
+    commands = {
+        "ours": f"python 04_amp/train.py {' '.join(ours)} --log-every {LOG_EVERY}",
+        "trainer": f"python benchmarks/vs_trainer.py --worker RESULT.json {' '.join(theirs)}",
+    }
     return {
         "dtype": dtype,
         "compile": args.compile,
@@ -185,12 +189,7 @@ def compare(args: argparse.Namespace, dtype: str, env: dict[str, str], text: Pat
         "verdict": "met" if ratio["median"] >= RATIO_TARGET else "missed",
         "last_loss": {"ours": our_run["last_loss"], "trainer": their_run["last_loss"]},
         "trainer_optim": their_run["optim"],
-        "commands": {
-            "ours": f"python 04_amp/train.py {' '.join(ours)} --log-every {LOG_EVERY}".replace(str(text), text.name),
-            "trainer": f"python benchmarks/vs_trainer.py --worker RESULT.json {' '.join(theirs)}".replace(
-                str(text), text.name
-            ),
-        },
+        "commands": {side: command.replace(str(text), text.name) for side, command in commands.items()},
         "rounds": {"ours": our_speeds, "trainer": their_speeds},
     }
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.checkpoints import assert_near, gradients, moments, saved
-from support.harness import BASELINE, ROOT, Result, needs_compiler, run, tiny_flags, train
+from support.harness import BASELINE, Result, drop_after, needs_compiler, run, tiny_flags, train, with_prelude
 
 from common import checkpoint, model
 
@@ -35,15 +35,6 @@ def uneven(folder: Path, tied: bool) -> tuple:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "uneven.json").write_text(json.dumps({**UNEVEN, "tie_word_embeddings": tied}))
     return ("--model", "uneven.json", *FLAGS)
-
-
-def patched(folder: Path, patch: str) -> Path:
-    """The script with some lines run before it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = [str((ROOT / SCRIPT).parent), str(ROOT)]
-    lines = ["import runpy, sys", f"sys.path[:0] = {paths!r}", patch, f"sys.argv[0] = {str(ROOT / SCRIPT)!r}"]
-    (folder / "patched.py").write_text("\n".join([*lines, 'runpy.run_path(sys.argv[0], run_name="__main__")\n']))
-    return folder / "patched.py"
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +93,7 @@ def assert_same_gradients(ours: Result, theirs: Result) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_sharded_over_four_ranks_is_one_process(tmp_path, baseline, case):
     tied, flags = CASES[case]
-    script = patched(tmp_path, COUNTS)
+    script = with_prelude(SCRIPT, tmp_path, COUNTS)
     result = train(script, tmp_path, *uneven(tmp_path, tied), *flags, nproc=4)
     assert len(result.column("loss")) == STEPS
     assert_same(result, baseline(tied))
@@ -165,13 +156,6 @@ def test_a_run_moves_between_ranks_and_scripts(tmp_path, baseline):
     assert_near(moments(tmp_path, STEPS), moments(baseline(True).folder, STEPS))
 
 
-def drop_after(folder: Path, step: int) -> None:
-    """The run as a kill after `step` would have left it."""
-    for saved_at in (folder / "run").glob("step-*"):
-        if int(saved_at.name.removeprefix("step-")) > step:
-            shutil.rmtree(saved_at)
-
-
 def test_resumed_with_all_flags_is_uninterrupted_to_the_bit(tmp_path):
     flags = (*uneven(tmp_path, True), *CASES["all flags"][1], "--async-save")
     whole = train(SCRIPT, tmp_path, *flags, nproc=4)
@@ -216,7 +200,7 @@ torch.amp.GradScaler.unscale_ = broken
 
 
 def test_an_overflow_in_one_ranks_rows_skips_the_step_on_all(tmp_path):
-    script = patched(tmp_path, OVERFLOW)
+    script = with_prelude(SCRIPT, tmp_path, OVERFLOW)
     result = train(script, tmp_path, *uneven(tmp_path, True), "--dtype", "fp16", nproc=2)
     assert result.column("skipped_steps") == [0, 0, 1, 1, 1, 1]
     before, after = (saved(tmp_path, step)["model"] for step in (2, 3))
@@ -236,7 +220,7 @@ model.rotate = exact
 
 
 def test_bf16_rounds_what_is_multiplied_and_not_the_angles(tmp_path, baseline):
-    script = patched(tmp_path, ANGLES)
+    script = with_prelude(SCRIPT, tmp_path, ANGLES)
     result = train(script, tmp_path, *uneven(tmp_path, True), "--dtype", "bf16", nproc=2)
     assert (
         "checked: matrices multiplied in torch.bfloat16, weights and optimizer state kept in torch.float32"
@@ -264,7 +248,7 @@ exits.before_exit.append(tell)
 @needs_compiler
 def test_compiled_blocks_are_whole_graphs_and_change_nothing(tmp_path, baseline):
     flags = ("--compile", "--checkpointing", "full")
-    result = train(patched(tmp_path, GRAPHS), tmp_path, *uneven(tmp_path, True), *flags, nproc=2)
+    result = train(with_prelude(SCRIPT, tmp_path, GRAPHS), tmp_path, *uneven(tmp_path, True), *flags, nproc=2)
     assert_same(result, baseline(True))
     assert_same_gradients(result, baseline(True))
     for rank in range(2):

@@ -18,11 +18,13 @@ from support.harness import (
     TRAINING_SCRIPTS,
     Result,
     case,
+    drop_after,
     each_of_several,
     each_script,
     run,
     train,
     two_if_it_can,
+    with_prelude,
 )
 from torch.distributed.checkpoint import FileSystemReader
 
@@ -127,24 +129,17 @@ def test_weight_decay_is_for_matrices_alone(tmp_path, script):
 
 
 WITH_DROPOUT = """
-import runpy, sys
-from pathlib import Path
 import torch.nn.functional as F
-sys.path.insert(0, {root!r})
 from common import model
 exact = model.MLP.forward
 model.MLP.forward = lambda self, x: F.dropout(exact(self, x), 0.3, self.training)
-sys.argv[0] = {script!r}
-sys.path.insert(0, str(Path(sys.argv[0]).parent))  # as python itself would
-runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
 @each_script
 def test_evaluation_switches_dropout_off_and_on_again(tmp_path, corpus, script):
     """In eval() nothing is dropped, so nothing is drawn: training goes on as if there had been no evaluation."""
-    wrapper = tmp_path / "with_dropout.py"
-    wrapper.write_text(WITH_DROPOUT.format(root=str(ROOT), script=str(ROOT / script)))
+    wrapper = with_prelude(script, tmp_path, WITH_DROPOUT)
     flags, n = ("--data", corpus, "--deterministic"), two_if_it_can(script)
     seldom = train(wrapper, tmp_path / "seldom", *flags, nproc=n)
     often = train(wrapper, tmp_path / "often", *flags, "--eval-every", 3, nproc=n)
@@ -158,9 +153,7 @@ def test_evaluation_switches_dropout_off_and_on_again(tmp_path, corpus, script):
 def interrupted(result, step: int, folder: Path) -> Path:
     """A copy of a run as a kill after `step` would have left it."""
     shutil.copytree(result.folder, folder)
-    for saved_at in (folder / "run").glob("step-*"):
-        if int(saved_at.name.removeprefix("step-")) > step:
-            shutil.rmtree(saved_at)
+    drop_after(folder, step)
     return folder
 
 

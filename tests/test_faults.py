@@ -202,7 +202,10 @@ def test_a_rank_that_drifts_is_found_at_the_end(tmp_path, script):
 # --- disks
 
 
-SMALL_FILES = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))"
+def with_small_files(script: str, folder: Path, most_bytes: int) -> Path:
+    """The script, where no file may grow larger."""
+    limit = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({most_bytes}, {most_bytes}))"
+    return with_prelude(script, folder, limit)
 
 
 @each_of_several
@@ -231,7 +234,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path, script):
 def test_a_file_that_cannot_be_written_leaves_the_previous_checkpoint(tmp_path, background, script):
     train(script, tmp_path, "--steps", 10)
     before = content(tmp_path / "run/step-00000010")
-    limited = with_prelude(script, tmp_path, SMALL_FILES)
+    limited = with_small_files(script, tmp_path, 100_000)
     result = run(limited, tmp_path, *tiny_flags(tmp_path), "--save-every", 15, "--resume", *background)
     assert result.code == 2
     assert_one_line(result, "cannot save step 15", "File too large")
@@ -243,7 +246,7 @@ def test_a_file_that_cannot_be_written_leaves_the_previous_checkpoint(tmp_path, 
 
 @each_of_several
 def test_a_failed_save_on_two_ranks_ends_both(tmp_path, script):
-    limited = with_prelude(script, tmp_path, SMALL_FILES)
+    limited = with_small_files(script, tmp_path, 50_000)
     (tmp_path / "tiny.json").write_text(json.dumps(TINY))
     result = run(limited, tmp_path, *tiny_flags(tmp_path), "--save-every", 5, nproc=2)
     assert result.code != 0

@@ -171,5 +171,5 @@ def test_nothing_survives_the_tests_that_started_it(tmp_path):
 
 def test_what_a_library_reads_when_it_is_loaded_needs_a_process_of_its_own():
     assert warm.can_take({"RANK": "0", "HF_HUB_OFFLINE": "1"})
-    for name in ("OMP_NUM_THREADS", "PYTHONPATH", "LD_PRELOAD", "TORCH_LOGS", "CUDA_VISIBLE_DEVICES"):
+    for name in ("OMP_NUM_THREADS", "PYTHONPATH", "LD_PRELOAD", "LD_DEBUG", "TORCH_LOGS", "CUDA_VISIBLE_DEVICES"):
         assert not warm.can_take({name: "2"})

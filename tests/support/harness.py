@@ -160,13 +160,21 @@ def run(
 
 
 def with_prelude(script: str, folder: Path, prelude: str) -> Path:
-    """A file in folder that runs `prelude` and then becomes `script`, with its arguments."""
-    path = str(ROOT / script)
+    """A file in folder that runs `prelude` and then becomes `script`, with its arguments. Both can import common."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = ROOT / script
+    become = f"sys.argv[0] = {str(path)!r}\nrunpy.run_path(sys.argv[0], run_name='__main__')\n"
+    paths = [str(path.parent), str(ROOT)]
     file = folder / "prelude.py"
-    become = f"sys.argv[0] = {path!r}\nsys.path[0] = os.path.dirname({path!r})\n"
-    become += f"runpy.run_path({path!r}, run_name='__main__')\n"
-    file.write_text(f"import os, runpy, sys\n{prelude}\n{become}")
+    file.write_text(f"import os, runpy, sys\nsys.path[:1] = {paths!r}\n{prelude}\n{become}")
     return file
+
+
+def drop_after(folder: Path, step: int) -> None:
+    """The run as a kill after `step` would have left it."""
+    for saved_at in (folder / "run").glob("step-*"):
+        if int(saved_at.name.removeprefix("step-")) > step:
+            shutil.rmtree(saved_at)
 
 
 def launch(script: str | Path, folder: Path, *flags, nproc: int | None = None, **env: str) -> Process:

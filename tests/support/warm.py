@@ -15,7 +15,7 @@ import threading
 from pathlib import Path
 
 # Read when a library is loaded, which the server has done already. A job on a GPU starts as its users start it.
-READ_AT_IMPORT = ("CUDA", "LD_P", "PYTHON", "OMP", "MKL", "OPENBLAS", "TORCH", "ATEN", "DNNL", "ONEDNN", "GOMP", "MPL")
+READ_AT_IMPORT = ("CUDA", "LD_", "PYTHON", "OMP", "MKL", "OPENBLAS", "TORCH", "ATEN", "DNNL", "ONEDNN", "GOMP", "MPL")
 
 _server: tuple[subprocess.Popen, socket.socket] | None = None
 _starting = threading.Lock()
@@ -26,7 +26,8 @@ def can_take(env: dict[str, str]) -> bool:
 
     Not for a GPU: CUDA must be loaded after the last fork, and nobody can promise that of every import.
     """
-    return hasattr(os, "pidfd_open") and not any(name.startswith(READ_AT_IMPORT) for name in env)
+    read_at_import = [name for name in env if name.startswith(READ_AT_IMPORT)]
+    return hasattr(os, "pidfd_open") and read_at_import in ([], ["LD_LIBRARY_PATH"])  # a Job can be given libraries
 
 
 def _requests() -> socket.socket:
