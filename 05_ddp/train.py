@@ -10,7 +10,7 @@ step. The batch belongs to the run, not to the machine: 1, 2, 3 or 8 processes g
     cluster   the same on every node, with --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400
 
 Look for: equal losses whatever nproc_per_node is, the slowest rank and its lag, and the last check: all
-ranks hold the same weights to the bit. Before: 04_amp/. Next: launch/.
+ranks have the same weights to the bit. Before: 04_amp/. Next: launch/.
 """
 
 import math
@@ -170,11 +170,11 @@ def main() -> int:
     kept = {t.dtype for t in (*net.parameters(), *(t for s in optimizer.state.values() for t in s.values()))}
     assert (computed, kept) == (DTYPES[args.dtype], {torch.float32})
     runtime.say(f"checked: matrices multiplied in {computed}, weights and optimizer state kept in {torch.float32}")
-    # the promise of DDP, checked: no rank has drifted from the others by a bit
+    # the promise of data parallelism, checked: no rank has drifted from the others by a bit
     digests = runtime.gather(checkpoint.digest(net))
     assert len(set(digests)) == 1, f"ranks hold different weights: {digests}"
     buckets = ddp._get_ddp_logging_data().get("rebuilt_bucket_sizes")
-    runtime.say(f"checked: all {world_size} ranks hold the same weights to the bit")
+    runtime.say(f"checked: all {world_size} ranks have the same weights to the bit")
 
     meter.finish(
         progress["step"],

@@ -4,7 +4,8 @@ fully_shard (FSDP2) cuts each tensor by rows, one part per rank. Just before a b
 their parts of it (an all-gather). After it they forget what is not theirs. In backward the gradients are summed and cut
 in one go (a reduce-scatter), and each rank updates the rows that it holds. With N ranks, weights, gradients and
 optimizer state take 1/N of the memory of chapter 05, for half as much communication again: three times the weights
-instead of twice. The loss curve stays that of one process.
+instead of twice. Weights are gathered in --dtype, and gradients are summed in fp32. The loss curve stays that of one
+process.
 
     laptop    torchrun --nproc_per_node=2 06_fsdp_zero/train_fsdp.py
     one node  torchrun --nproc_per_node=8 06_fsdp_zero/train_fsdp.py --model llama-8b --checkpointing full --compile
@@ -30,7 +31,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
-from _train_fsdp_bytes import bytes_by_rank, told
+from _train_fsdp_bytes import check_parts
 
 from common import checkpoint, cli, data, exits, hardware, metrics, model, run_dir, runtime
 
@@ -73,21 +74,18 @@ def main() -> int:
     shard = partial(
         fully_shard,
         mesh=runtime.sharding_mesh(device, args.replicate),  # which ranks share one copy of the model
-        # weights are gathered in --dtype, gradients summed in fp32; a block's inputs stay as they are, RoPE's in fp32
         mp_policy=MixedPrecisionPolicy(DTYPES[args.dtype], reduce_dtype=torch.float32, cast_forward_inputs=False),
-        # None: blocks are forgotten after forward; the root is not, because backward needs it first
-        reshard_after_forward=None if args.reshard_after_forward == "on" else False,
+        reshard_after_forward=None if args.reshard_after_forward == "on" else False,  # None: all but the root
         offload_policy=CPUOffloadPolicy(pin_memory=device.type == "cuda") if args.cpu_offload else OffloadPolicy(),
     )
-    blocks = net.model.layers
-    for name in blocks:  # wrap, then compile, then shard: each sees what was done before
+    for name, block in net.model.layers.items():  # wrap, then compile, then shard: each sees what was done before
         if args.checkpointing == "full":
-            blocks[name] = checkpoint_wrapper(blocks[name])  # keeps its input alone, and computes again in backward
+            net.model.layers[name] = block = checkpoint_wrapper(block)  # keeps its input, recomputes in backward
         if args.compile:
-            blocks[name].compile(fullgraph=True)
-        shard(blocks[name])
+            block.compile(fullgraph=True)
+        shard(block)
     shard(net)  # what is left is one group: embeddings, final norm and head, since two of them may be one matrix
-    for block, next_block in pairwise(blocks.values()):  # while one block computes, the next is on its way
+    for block, next_block in pairwise(net.model.layers.values()):  # while one computes, the next is on its way
         block.set_modules_to_forward_prefetch([next_block])
         next_block.set_modules_to_backward_prefetch([block])
     model.materialize(net, args.model, seed=args.seed, device="cpu" if args.cpu_offload else device)
@@ -141,11 +139,9 @@ def main() -> int:
     stop = 0
     for step in range(start_step + 1, args.steps + 1):
         step_loss = torch.zeros((), device=device)
-        for _ in range(accumulation_steps):
+        for _ in range(accumulation_steps):  # each one reduce-scatters: whole gradients would take what sharding saves
             with meter.phase("data"):
                 inputs, targets = (t.to(device, non_blocking=True) for t in next(batches))
-            # every backward reduce-scatters (no set_requires_gradient_sync): a sum of whole gradients, kept from one
-            # micro-batch to the next, would take the memory that sharding has saved
             with meter.phase("forward"), autocast():
                 loss = net(inputs, targets) / accumulation_steps  # micro-batches have equal token counts
             scaler.scale(loss).backward()
@@ -187,20 +183,18 @@ def main() -> int:
     kept = {t.dtype for t in (*net.parameters(), *(t for s in optimizer.state.values() for t in s.values()))}
     assert (computed, kept) == (DTYPES[args.dtype], {torch.float32})
     runtime.say(f"checked: matrices multiplied in {computed}, weights and optimizer state kept in {torch.float32}")
-    # the promise of FSDP, checked: a rank holds its rows of each tensor and no more, and all of them hold every row
-    parameter_bytes = bytes_by_rank(net.parameters())
-    optimizer_bytes = bytes_by_rank(t for s in optimizer.state.values() for t in s.values() if t.ndim)
+    held = check_parts(net, optimizer, args.replicate)  # each rank holds its rows of each tensor and no more
+    # the promise of data parallelism, checked: no rank has drifted from the others by a bit
     digests = runtime.gather(checkpoint.digest(net))
     assert len(set(digests)) == 1, f"ranks hold different weights: {digests}"
-    runtime.say(f"checked: {told(parameter_bytes, optimizer_bytes, args.replicate)}; all ranks gather the same weights")
+    runtime.say(f"checked: all {world_size} ranks have the same weights to the bit")
 
     meter.finish(
         progress["step"],
         args.json,
         skipped_steps=progress["skipped_steps"],
         weights_sha256=digests[0],
-        parameter_bytes_per_rank=parameter_bytes,
-        optimizer_bytes_per_rank=optimizer_bytes,
+        **held,
     )
     runtime.shutdown()
     return exits.REQUEUE_EXIT_CODE if stop and progress["step"] < args.steps else 0

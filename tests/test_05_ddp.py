@@ -39,14 +39,14 @@ def test_gradients_travel_in_several_buckets(tmp_path):
     summary = json.loads((tmp_path / "s.json").read_text())
     assert set(summary) >= set(report.SUMMARY)
     assert len(summary["bucket_bytes"].split(",")) >= 3
-    assert "checked: all 2 ranks hold the same weights to the bit" in result.out
+    assert "checked: all 2 ranks have the same weights to the bit" in result.out
 
 
 def test_eight_processes(tmp_path):
     """The first command of the README, on a machine with fewer cores than ranks; only the steps are fewer."""
     result = run(SCRIPT, tmp_path, "--device", "cpu", "--steps", 2, nproc=8, timeout=240)
     assert result.code == 0, result.err
-    assert "checked: all 8 ranks hold the same weights to the bit" in result.out
+    assert "checked: all 8 ranks have the same weights to the bit" in result.out
 
 
 def test_replicas_that_never_talk_are_found(tmp_path):

@@ -39,12 +39,11 @@ def commands() -> list[tuple[str, str]]:
 
 
 def code_of(file) -> list[str]:
-    """The lines of a script after its docstring, without those that are empty or only a comment."""
+    """The lines of a script after its docstring, without the empty ones."""
     text = file.read_text()
     docstring = ast.parse(text).body[0]
     assert isinstance(docstring, ast.Expr)
-    lines = text.splitlines()[docstring.end_lineno :]
-    return [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    return [line for line in text.splitlines()[docstring.end_lineno :] if line.strip()]
 
 
 def test_commands_are_found():
@@ -87,7 +86,7 @@ def test_generated_parts_are_fresh():
 @pytest.mark.parametrize(
     ("before", "after", "limit"),
     [
-        ("04_amp/train.py", "05_ddp/train.py", 45),
+        ("04_amp/train.py", "05_ddp/train.py", 50),
         ("05_ddp/train.py", "06_fsdp_zero/train_fsdp.py", 60),
     ],
 )
