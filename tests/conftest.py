@@ -11,11 +11,14 @@ one run share the GPUs that the run has locked.
 """
 
 import contextlib
+import functools
 import os
+import pickle
 import shutil
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import filelock
@@ -131,6 +134,25 @@ def gpus(request: pytest.FixtureRequest) -> dict[str, str]:
     except NoGpus as reason:
         pytest.skip(f"GPU: {reason}")
     return {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(uuids)}
+
+
+@pytest.fixture(scope="session")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Callable:
+    """once(name, work, *inputs): work(folder, *inputs), done by the first of xdist's workers to ask, kept for all."""
+    workers = "PYTEST_XDIST_WORKER" in os.environ
+    base = tmp_path_factory.getbasetemp().parent if workers else tmp_path_factory.mktemp("once")
+
+    @functools.cache
+    def result(name: str, work: Callable, *inputs):
+        folder = base.joinpath("once", name, *(str(value).replace("/", "-") for value in inputs))
+        folder.mkdir(parents=True, exist_ok=True)
+        kept = folder / "result.pickle"
+        with filelock.FileLock(folder / "lock"):
+            if not kept.exists():
+                kept.write_bytes(pickle.dumps(work(folder, *inputs)))
+        return pickle.loads(kept.read_bytes())
+
+    return result
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -44,8 +45,11 @@ def tokens(seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def summary(tmp_path_factory) -> dict:
-    folder = tmp_path_factory.mktemp("compare")
+def summary(once) -> dict:
+    return once("04 compare", compare_types)
+
+
+def compare_types(folder: Path) -> dict:
     (folder / "tiny.json").write_text(json.dumps(TINY))
     flags = ["--model", "tiny.json", "--device", "cpu", "--steps", 12, "--dtypes", ",".join(ON_CPU)]
     result = run("04_amp/compare.py", folder, *flags, "--json", "c.json", "--plot", "c.png", warm=False)

@@ -7,7 +7,9 @@ import os
 import shutil
 import subprocess
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -43,16 +45,18 @@ def start(script: str, folder, *flags, nproc: int | None = None, warm: bool = Tr
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> dict[int, tuple[dict, str]]:
-    """By number of ranks; two is what a bare `python` starts."""
-    folder, script = tmp_path_factory.mktemp("scratch"), "05_ddp/ddp_from_scratch.py"
-    ranks = {1: 1, 2: None, 3: 3}
-    return {n: start(script, folder / str(n), "--steps", STEPS, nproc=nproc) for n, nproc in ranks.items()}
+def runs(once) -> Callable[[int], tuple[dict, str]]:
+    """runs(n): the summary and the output on n ranks; two is what a bare `python` starts."""
+
+    def run_on(folder: Path, n: int) -> tuple[dict, str]:
+        return start("05_ddp/ddp_from_scratch.py", folder, "--steps", STEPS, nproc=None if n == 2 else n)
+
+    return partial(once, "ddp from scratch", run_on)
 
 
 @pytest.fixture(scope="module")
-def beside(tmp_path_factory) -> tuple[dict, str]:
-    return start("05_ddp/data_parallel.py", tmp_path_factory.mktemp("dp"), "--steps", 1, warm=False)
+def beside(once) -> tuple[dict, str]:
+    return once("data parallel", lambda folder: start("05_ddp/data_parallel.py", folder, "--steps", 1, warm=False))
 
 
 def tiny() -> nn.Module:
@@ -80,7 +84,7 @@ def one_process(steps: int, momentum: float) -> list[float]:
 
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_losses_are_those_of_one_process(runs, n):
-    summary, _ = runs[n]
+    summary, _ = runs(n)
     expected = one_process(ddp_timing.WARMUP_STEPS + STEPS, momentum=0.9)
     assert (summary["world_size"], len(summary["variants"])) == (n, 8)
     for variant in summary["variants"][1:]:
@@ -92,7 +96,7 @@ def test_losses_are_those_of_one_process(runs, n):
 
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_who_holds_which_bits(runs, n):
-    control, *averaged = runs[n][0]["variants"]
+    control, *averaged = runs(n)[0]["variants"]
     assert {len(set(variant["weights_sha256"])) for variant in averaged} == {1}
     assert len(set(control["weights_sha256"])) == n
     digests = {variant["name"]: variant["weights_sha256"][0] for variant in averaged}
@@ -103,7 +107,8 @@ def test_who_holds_which_bits(runs, n):
 
 
 def test_what_is_measured_where_there_is_communication(runs):
-    for n, (summary, out) in runs.items():
+    for n in (1, 2, 3):
+        summary, out = runs(n)
         parameters = sum(p.numel() for p in tiny().parameters())
         assert (summary["parameters"], summary["gradient_bytes"]) == (parameters, 4 * parameters)
         for variant in summary["variants"]:
@@ -114,7 +119,7 @@ def test_what_is_measured_where_there_is_communication(runs):
             if variant["bucket_bytes"]:
                 assert sum(variant["bucket_bytes"]) == 4 * parameters
         assert ("nothing to hide" in out) == (n == 1)
-    assert "torchrun --nproc_per_node=2" in runs[2][1]
+    assert "torchrun --nproc_per_node=2" in runs(2)[1]
 
 
 @pytest.mark.parametrize(
@@ -129,7 +134,7 @@ def test_what_is_measured_where_there_is_communication(runs):
     ],
 )
 def test_a_claim_that_does_not_hold_fails(runs, spoil, message):
-    rows = copy.deepcopy(runs[2][0]["variants"])
+    rows = copy.deepcopy(runs(2)[0]["variants"])
     ddp_report.check(rows)
     spoil(rows)
     with pytest.raises(AssertionError, match=message):
@@ -260,7 +265,7 @@ def test_hidden_time_is_shown_where_a_core_is_free_for_it(runs, monkeypatch, cor
     reason = ddp_report.no_core_for_communication(None, torch.device("cpu"))
     assert (reason is None) == hidden_is_shown
     assert ddp_report.no_core_for_communication(1000, torch.device("cpu")) is None
-    told = ddp_report.table(runs[2][0]["variants"], shows_hidden=hidden_is_shown)
+    told = ddp_report.table(runs(2)[0]["variants"], shows_hidden=hidden_is_shown)
     assert ("hidden" in told) == hidden_is_shown
     assert "same letter = identical" in told
 

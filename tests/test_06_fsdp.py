@@ -4,7 +4,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable
-from functools import cache
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -38,15 +38,13 @@ def uneven(folder: Path, tied: bool) -> tuple:
 
 
 @pytest.fixture(scope="module")
-def baseline(tmp_path_factory) -> Callable[[bool], Result]:
+def baseline(once) -> Callable[[bool], Result]:
     """baseline(tied): the run of one process that shards nothing."""
-    folder = tmp_path_factory.mktemp("baseline")
 
-    @cache
-    def run(tied: bool) -> Result:
-        return train(BASELINE, folder / str(tied), *uneven(folder / str(tied), tied))
+    def run(folder: Path, tied: bool) -> Result:
+        return train(BASELINE, folder, *uneven(folder, tied))
 
-    return run
+    return partial(once, "06 baseline", run)
 
 
 # Counts what the first two forwards, each with its backward, say to other ranks; one mode for each, as torch wants it.

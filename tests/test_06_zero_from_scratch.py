@@ -3,6 +3,7 @@
 import copy
 import itertools
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -37,10 +38,12 @@ def start(folder, shape: str, nproc: int | None, script: str = SCRIPT, model_nam
 
 
 @pytest.fixture(scope="module", params=RUNS + SLOW_RUNS, ids=lambda parameters: f"{parameters[0]}-{parameters[1] or 2}")
-def finished(request, tmp_path_factory) -> tuple[str, int, dict, str]:
+def finished(request, once) -> tuple[str, int, dict, str]:
     """The shape, the number of ranks, the summary and the output of a run."""
-    shape, nproc = request.param
-    folder = tmp_path_factory.mktemp("zero")
+    return once("06 zero", finish, *request.param)
+
+
+def finish(folder: Path, shape: str, nproc: int | None) -> tuple[str, int, dict, str]:
     result = start(folder, shape, nproc)
     assert result.code == 0, f"{result.out[-2000:]}\n{result.err[-4000:]}"
     return shape, nproc or 2, json.loads((folder / "s.json").read_text()), result.out

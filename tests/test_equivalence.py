@@ -4,7 +4,7 @@ import itertools
 import shutil
 import threading
 from collections.abc import Callable
-from functools import cache
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -35,25 +35,26 @@ ONE_STEP = ("--steps", 1, "--warmup-steps", 0, "--clip-norm", 0.01)
 ON_N = [(script, n) for script, processes in TRAINING_SCRIPTS.items() for n in processes]
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory) -> Path:
-    """94 training sequences of 32 bytes: with batches of 12 an epoch ends in the middle of a step."""
-    text = (ROOT / "05_ddp/train.py").read_bytes()[:3200]
-    file = tmp_path_factory.mktemp("corpus") / "text.txt"
-    file.write_bytes(text)
+def write_corpus(folder: Path) -> Path:
+    file = folder / "text.txt"
+    file.write_bytes((ROOT / "05_ddp/train.py").read_bytes()[:3200])
     return file
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory, corpus) -> Callable[[str, int | None], Result]:
+def corpus(once) -> Path:
+    """94 training sequences of 32 bytes: with batches of 12 an epoch ends in the middle of a step."""
+    return once("corpus", write_corpus)
+
+
+@pytest.fixture(scope="module")
+def runs(once, corpus) -> Callable[[str, int | None], Result]:
     """runs(script, n): its fp32 run of 20 steps over 2.5 epochs on n processes, with a checkpoint after each step."""
-    folder = tmp_path_factory.mktemp("runs")
 
-    @cache
-    def run(script: str, n: int | None) -> Result:
-        return train(script, folder / script / str(n), "--data", corpus, "--deterministic", *EVERY_STEP, nproc=n)
+    def run(folder: Path, script: str, n: int | None) -> Result:
+        return train(script, folder, "--data", corpus, "--deterministic", *EVERY_STEP, nproc=n)
 
-    return run
+    return partial(once, "equivalence", run)
 
 
 def assert_same_curve(a, b, tolerance: float = 1e-5) -> None:

@@ -6,7 +6,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Callable
-from functools import cache
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -52,10 +52,13 @@ def each_launched(name: str, values: dict, sample: set, campaign: frozenset = fr
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory) -> Callable[[str, int], str]:
+def undisturbed(once) -> Callable[[str, int], str]:
     """undisturbed(script, n): the weights that a run of LONG on n processes ends with."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    return cache(lambda script, n: train(script, folder / script / str(n), *LONG, nproc=n).summary["weights_sha256"])
+
+    def weights(folder: Path, script: str, n: int) -> str:
+        return train(script, folder, *LONG, nproc=n).summary["weights_sha256"]
+
+    return partial(once, "undisturbed", weights)
 
 
 def checkpoints(folder: Path) -> list[str]:

@@ -1,0 +1,104 @@
+"""06_fsdp_zero/muon.py: the update is orthogonal, that of torch's own Muon, and the same on any number of ranks."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from support.chapter import load
+from support.harness import TINY, run
+
+from common import model
+
+SCRIPT = "06_fsdp_zero/muon.py"
+muon = load(SCRIPT)
+report = load("06_fsdp_zero/_muon_report.py")
+UNEVEN = {**TINY, "hidden_size": 33, "intermediate_size": 65, "head_dim": 8}  # 2 and 4 ranks hold unequal parts
+
+
+def finish(folder: Path, ranks: int) -> dict:
+    (folder / "uneven.json").write_text(json.dumps(UNEVEN))
+    flags = ("--model", "uneven.json", "--device", "cpu", "--steps", 6, "--json", "s.json")
+    result = run(SCRIPT, folder, *flags, nproc=None if ranks == 2 else ranks)
+    assert result.code == 0, f"{result.out[-2000:]}\n{result.err[-4000:]}"
+    assert result.out.count("checked: ") == 2
+    return json.loads((folder / "s.json").read_text())
+
+
+@pytest.mark.parametrize("ranks", [3, *(pytest.param(n, marks=pytest.mark.launch) for n in (2, 4))])
+def test_sharded_is_one_process(once, ranks):
+    summary = once("06 muon", finish, ranks)
+    one_process, sharded, adamw = summary["rows"]
+    assert sharded["losses"] == pytest.approx(one_process["losses"], rel=1e-5)
+    assert sharded["losses"][-1] < sharded["losses"][0]
+    assert sharded["losses"][1:] != adamw["losses"][1:]
+    # A block has 7 matrices with 9,603 elements. AdamW has two moments of its 2 norms and of all that is around it.
+    matrices, vectors, around = 2 * 9_603, 2 * 2 * 33, 2 * 256 * 33 + 33
+    assert sum(sharded["optimizer_bytes_per_rank"]) == 4 * matrices + 8 * (vectors + around)
+    assert sum(adamw["optimizer_bytes_per_rank"]) == 8 * (matrices + vectors + around)
+    assert len(sharded["optimizer_bytes_per_rank"]) == ranks
+    assert [row["all_gathers_per_optimizer_step"] for row in summary["rows"]] == [0, 14, 0]
+
+
+SPOILED = {
+    "that is no rounding": lambda rows: rows[1]["losses"].__setitem__(3, rows[1]["losses"][3] * 1.0001),
+    "all-gathers in a step": lambda rows: rows[1].update(all_gathers_per_optimizer_step=15),
+    "the ranks hold": lambda rows: rows[1]["optimizer_bytes_per_rank"].append(4),
+}
+
+
+@pytest.mark.parametrize("message", SPOILED)
+def test_a_claim_that_does_not_hold_fails(once, message):
+    rows = copy.deepcopy(once("06 muon", finish, 3)["rows"])
+    shape = {name: size for name, size in UNEVEN.items() if name != "model_type"}
+    config = model.Config(**shape, rms_norm_eps=1e-6)
+    report.check(rows, config)
+    SPOILED[message](rows)
+    with pytest.raises(AssertionError, match=message):
+        report.check(rows, config)
+
+
+@pytest.mark.parametrize("shape", [(48, 48), (32, 80), (80, 32)])
+def test_the_update_keeps_directions_and_levels_sizes(shape):
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    left, sizes, right = torch.linalg.svd(matrix, full_matrices=False)
+    moved = left.T @ muon.orthogonalize(matrix) @ right.T
+    levelled = moved.diagonal()
+    assert (moved - levelled.diag()).abs().max() < 1e-6
+    assert sizes.max() / sizes.min() > 2
+    assert levelled.min() > 0.65
+    assert levelled.max() < 1.25
+
+
+def test_the_optimizer_is_that_of_torch():
+    """Which orthogonalises in bf16: its update agrees to about three digits."""
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(24, 40, generator=generator)
+    settings = {"lr": 0.01, "momentum": 0.95, "weight_decay": 0.1}
+    weights = []
+    for optimizer in (muon.Muon, torch.optim.Muon):
+        matrix = torch.nn.Parameter(start.clone())
+        more = {"adjust_lr_fn": "match_rms_adamw"} if optimizer is torch.optim.Muon else {}
+        stepper = optimizer([matrix], **settings, **more)
+        gradients = torch.Generator().manual_seed(1)
+        for _ in range(3):
+            matrix.grad = torch.randn(24, 40, generator=gradients)
+            stepper.step()
+        weights.append(matrix.detach())
+    moved = (weights[0] - start).norm()
+    assert (weights[0] - weights[1]).norm() < 0.02 * moved
+    assert moved > 0.1
+
+
+def test_only_the_matrices_of_blocks_are_muons():
+    shape = {name: size for name, size in UNEVEN.items() if name != "model_type"}
+    net = model.build("tiny", model.Config(**shape, rms_norm_eps=1e-6), seed=0)
+    for_matrices, for_the_rest = muon.make_optimizers("muon", net, 0.1)
+    names = {parameter: name for name, parameter in net.named_parameters()}
+    own = {names[parameter] for parameter in for_matrices.param_groups[0]["params"]}
+    assert len(own) == 14
+    assert all(".layers." in name and "norm" not in name for name in own)
+    rest = {names[parameter] for parameter in for_the_rest.param_groups[0]["params"]}
+    assert own | rest == set(names.values())
+    assert not own & rest
