@@ -5,6 +5,7 @@ A job is three kinds of process, each forked before any of them has started a th
     server -> keeper -> the script                     python script.py
     server -> keeper -> agent -> the script, n times   torchrun --nproc_per_node=n script.py
 
+A script that becomes torchrun, because it needs several ranks and has none, becomes the agent here.
 The keeper tells the job's process, waits for its end, tells the exit code, and lets nothing of the job outlive it. The
 agent does what torchrun's does: it sets the ranks' environment, holds the store where they meet, and ends the others
 when one fails. On demand the agent is torch's own, and then its ranks are started anew, as it always does.
@@ -119,6 +120,18 @@ def become(job: dict) -> None:
         sys.argv = [torchrun.__file__, "--standalone", f"--nproc_per_node={job['nproc']}", *job["argv"]]
     elif job["nproc"] is not None:
         start_ranks(job["nproc"])
+    else:
+        os.execv = become_torchrun
+
+
+def become_torchrun(python: str, argv: list[str]) -> None:
+    """What common.runtime.relaunch means by os.execv, without importing anything again."""
+    launcher, count, sys.argv = argv[1:4], argv[4], argv[5:]
+    assert launcher == ["-m", "torch.distributed.run", "--standalone"], argv
+    assert len(os.listdir("/proc/self/task")) == 1, "a thread would not survive the fork"
+    start_ranks(int(count.removeprefix("--nproc_per_node=")))
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    os._exit(0)  # it has returned: a script that is not started through exits.run
 
 
 def start_ranks(count: int) -> None:
