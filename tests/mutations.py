@@ -27,10 +27,11 @@ from support.harness import ROOT, clean_env
 
 from common import cli, exits, report
 
-AMP, DDP = "04_amp/train.py", "05_ddp/train.py"
+AMP, DDP, FSDP = "04_amp/train.py", "05_ddp/train.py", "06_fsdp_zero/train_fsdp.py"
 CHECKPOINT, DATA, MODEL = "common/checkpoint.py", "common/data.py", "common/model.py"
 METRICS, RUN_DIR, RUNTIME = "common/metrics.py", "common/run_dir.py", "common/runtime.py"
 EQUIVALENCE, FAULTS = "tests/test_equivalence.py::test_", "tests/test_faults.py::test_"
+SHARDING = "tests/test_06_fsdp.py::test_"
 COPIED = ("[0-9]*", "common", "tests", "benchmarks", "launch", "Makefile", "pyproject.toml", "*.md")
 SECONDS_PER_TEST = 240  # as a test's own limit; a fault may turn a run into a hang
 TESTS_FAILED = 1  # pytest's exit status
@@ -366,6 +367,50 @@ MUTATIONS = [
         "            _exit(2)\n",
         "            _exit(1)\n",
         FAULTS + "bad_input[04_amp/train.py-model]",
+    ),
+    # --- sharding
+    Mutation(
+        "gradients are clipped scaled (06)",
+        FSDP,
+        "        scaler.unscale_(optimizer)  # before clipping: the threshold is meant for true gradients\n",
+        "",
+        EQUIVALENCE + "the_fp16_clip_equals_the_fp32_clip[06_fsdp_zero/train_fsdp.py]",
+    ),
+    Mutation(
+        "each rank clips by the norm of its own rows",
+        FSDP,
+        "        grad_norm = clip_grad_norm_(net.parameters(), args.clip_norm)\n",
+        "        grad_norm = torch.nn.utils.get_total_norm([p.grad.to_local() for p in net.parameters()])\n"
+        "        torch.nn.utils.clip_grads_with_norm_(net.parameters(), args.clip_norm, grad_norm)\n",
+        SHARDING + "sharded_over_four_ranks_is_one_process[sharded]",
+    ),
+    Mutation(
+        "blocks stay whole after forward",
+        FSDP,
+        'reshard_after_forward=None if args.reshard_after_forward == "on" else False',
+        "reshard_after_forward=False",
+        SHARDING + "sharded_over_four_ranks_is_one_process[sharded]",
+    ),
+    Mutation(
+        "the angles of RoPE are rounded with the weights",
+        FSDP,
+        "cast_forward_inputs=False",
+        "cast_forward_inputs=True",
+        SHARDING + "bf16_rounds_what_is_multiplied_and_not_the_angles",
+    ),
+    Mutation(
+        "each rank draws the weights of its rows from a seed of its own",
+        FSDP,
+        "model.materialize(net, args.model, seed=args.seed,",
+        "model.materialize(net, args.model, seed=args.seed + rank,",
+        SHARDING + "sharded_over_four_ranks_is_one_process[sharded]",
+    ),
+    Mutation(
+        "a group that evaluation has gathered stays whole",
+        FSDP,
+        "    runtime.reshard(net)  # no backward follows: the last group gathered would stay whole\n",
+        "",
+        SHARDING + "sharded_over_four_ranks_is_one_process[all flags]",
     ),
 ]
 

@@ -359,6 +359,7 @@ def test_a_wrong_flag_is_one_line_before_any_rank_starts(tmp_path, script):
     assert result.out == ""
 
 
+@pytest.mark.launch
 def test_a_failing_ddp_process_ends_the_comparison(tmp_path):
     """The worker's own traceback, and nothing left running: harness.run looks."""
     (tmp_path / "tiny.json").write_text(json.dumps(TINY))

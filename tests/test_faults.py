@@ -35,17 +35,20 @@ from support.harness import (
 LONG = ("--steps", 60, "--deterministic", "--save-every", 4)  # long enough to be hit while it runs
 
 
-def each_launched(name: str, values: dict, sample: set, campaign: frozenset = frozenset()):
+def each_launched(
+    name: str, values: dict, sample: set, campaign: frozenset = frozenset(), slow: frozenset = frozenset()
+):
     """Each value, named by its key, with each script for several processes.
 
     Real launches are slow, and what answers a signal or a fault is in common/. So of the scripts after the first only
-    the values in `sample` run every time; -m campaign runs the rest, and those in `campaign` of all scripts.
+    the values in `sample` run every time; -m campaign runs the rest, and those in `campaign` of all scripts. The values
+    in `slow` are variants of others, and wait for CI's slow half.
     """
     cases = []
     for script in SEVERAL:
         for key, value in values.items():
             seldom = key in campaign or (script != SEVERAL[0] and key not in sample)
-            often = pytest.mark.launch if script in IN_SLOW_HALF else ()
+            often = pytest.mark.launch if script in IN_SLOW_HALF or key in slow else ()
             marks = pytest.mark.campaign if seldom else often
             cases.append(pytest.param(value, script, id=f"{key}-{script}", marks=marks))
     return pytest.mark.parametrize((name, "script"), cases)
@@ -101,7 +104,7 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path, undisturbed, 
     assert resumed.summary["weights_sha256"] == undisturbed(script, 2)
 
 
-@each_launched("flags", {"async": ("--async-save",), "workers": ("--num-workers", 1)}, sample={"async"})
+@each_launched("flags", {"async": ("--async-save",), "workers": ("--num-workers", 1)}, sample={"async"}, slow={"async"})
 def test_a_signal_to_torchrun_saves_too(tmp_path, undisturbed, flags, script):
     """torchrun hands it to each rank's whole process group, data loading workers included."""
     process = launch(script, tmp_path, *LONG, *flags, nproc=2)
@@ -113,7 +116,7 @@ def test_a_signal_to_torchrun_saves_too(tmp_path, undisturbed, flags, script):
     assert resumed.summary["weights_sha256"] == undisturbed(script, 2)
 
 
-@each_launched("number", {"SIGUSR1": signal.SIGUSR1, "SIGKILL": signal.SIGKILL}, sample=set())
+@each_launched("number", {"SIGUSR1": signal.SIGUSR1, "SIGKILL": signal.SIGKILL}, sample=set(), slow={"SIGUSR1"})
 def test_ranks_whose_torchrun_dies_save_and_end(tmp_path, undisturbed, number, script):
     """torchrun does not catch these, and would leave its ranks training for nobody."""
     process = launch(script, tmp_path, *LONG, nproc=2)
@@ -169,7 +172,10 @@ def with_fault(script: str, folder: Path, fault: str) -> Path:
 
 
 @each_launched(
-    "flags", {"plain": (), "busy": ("--save-every", 1, "--async-save", "--num-workers", 1)}, sample={"plain"}
+    "flags",
+    {"plain": (), "busy": ("--save-every", 1, "--async-save", "--num-workers", 1)},
+    sample={"plain"},
+    slow={"busy"},
 )
 def test_a_rank_that_fails_takes_the_job_down(tmp_path, flags, script):
     failing = with_fault(script, tmp_path, 'raise RuntimeError("the third step broke")')
