@@ -200,6 +200,16 @@ def test_two_nodes_whose_link_is_cut_and_that_resume_with_clocks_apart(job, alon
     assert summary["weights_sha256"] == pair.summary["weights_sha256"]
 
 
+def test_two_nodes_that_share_one_model(job, alone):
+    env = {"NNODES": "2", "SCRIPT": str(ROOT / "06_fsdp_zero/train_fsdp.py")}
+    both = [job.start("multi_node.sh", i, **env) for i in (0, 1)]
+    for result in map(ended, both):
+        assert result.code == 0, result.err
+    summary = assert_undisturbed(job, alone)
+    assert summary["world_size"] == 2
+    assert sum(summary["parameter_bytes_per_rank"]) == 4 * summary["parameters"]
+
+
 def test_hosts_with_a_disk_each_are_refused(job):
     """The same --run-dir on both, but not the same folder: nothing is trained, nothing saved, nothing deleted."""
     disks = [job.folder / "run", job.folder / "disk-of-host1"]
