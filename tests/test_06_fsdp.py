@@ -105,7 +105,7 @@ def test_sharded_over_four_ranks_is_one_process(tmp_path, baseline, case):
     assert result.summary["parameter_bytes_per_rank"] == expected
     assert result.summary["optimizer_bytes_per_rank"] == [2 * held for held in expected]
     assert "checked: each rank holds 0." in result.out
-    assert (", 2 copies of the model;" in result.out) == ("--replicate" in flags)
+    assert (", 2 copies of the model\n" in result.out) == ("--replicate" in flags)
 
 
 def test_replicated_on_four_ranks_is_one_process_too(tmp_path, baseline):
