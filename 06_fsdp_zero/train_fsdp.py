@@ -221,7 +221,6 @@ def evaluate(net, batches, autocast, device) -> float:
         total += torch.stack((torch.where(tokens > 0, loss * tokens, 0.0), tokens))  # padding alone has no mean
     dist.all_reduce(total)  # sums, not means: a rank may have read fewer tokens than the others
     net.train()
-    runtime.reshard(net)  # no backward follows: the last group gathered would stay whole
     return (total[0] / total[1]).item()
 
 

@@ -405,13 +405,6 @@ MUTATIONS = [
         "model.materialize(net, args.model, seed=args.seed + rank,",
         SHARDING + "sharded_over_four_ranks_is_one_process[sharded]",
     ),
-    Mutation(
-        "a group that evaluation has gathered stays whole",
-        FSDP,
-        "    runtime.reshard(net)  # no backward follows: the last group gathered would stay whole\n",
-        "",
-        SHARDING + "sharded_over_four_ranks_is_one_process[all flags]",
-    ),
 ]
 
 

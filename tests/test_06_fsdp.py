@@ -220,6 +220,7 @@ model.rotate = exact
 def test_bf16_rounds_what_is_multiplied_and_not_the_angles(tmp_path, baseline):
     script = with_prelude(SCRIPT, tmp_path, ANGLES)
     result = train(script, tmp_path, *uneven(tmp_path, True), "--dtype", "bf16", nproc=2)
+    assert {weight.dtype for weight in saved(tmp_path, STEPS)["model"].values()} == {torch.float32}  # after evaluation
     assert (
         "checked: matrices multiplied in torch.bfloat16, weights and optimizer state kept in torch.float32"
         in result.out
