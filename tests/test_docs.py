@@ -9,7 +9,7 @@ import sys
 import pytest
 from support.commands import check
 from support.harness import ROOT
-from support.readme import regenerate
+from support.readme import BLOCK, regenerate
 
 READMES = [*ROOT.glob("*.md"), *ROOT.glob("0*/README.md"), *ROOT.glob("benchmarks/*.md"), *ROOT.glob("launch/**/*.md")]
 SCRIPTS = [*ROOT.glob("0*/*.py"), *ROOT.glob("benchmarks/*.py"), *ROOT.glob("launch/*.py")]
@@ -107,7 +107,9 @@ def test_every_file_is_short_enough_to_read():
 
 @pytest.mark.parametrize("file", [file for file in READMES if file.name == "README.md"], ids=name_of)
 def test_a_readme_is_short(file):
-    assert len(file.read_text().splitlines()) <= 220
+    """Without the generated diffs, which are folded."""
+    own = BLOCK.sub("", file.read_text())
+    assert len(own.splitlines()) <= 180
 
 
 @pytest.mark.parametrize("folder", [*CHAPTERS, ROOT / "launch"], ids=name_of)
