@@ -94,7 +94,7 @@ def check_fits(source: Source, content: dict, path: Path) -> bool:
     with torch.device("meta"):
         expected = model.Transformer(config).state_dict()
     tied = config.tie_word_embeddings
-    problems = [f"{name} is missing" for name in expected if name not in source.tensors and not (tied and name == HEAD)]
+    problems = []
     for name, tensor in source.tensors.items():
         if name not in expected:
             problems.append(f"{name} is not a weight of this model")
@@ -102,6 +102,8 @@ def check_fits(source: Source, content: dict, path: Path) -> bool:
             problems.append(f"{name} has shape {tuple(tensor.shape)}, not {tuple(expected[name].shape)}")
         elif not tensor.is_floating_point():
             problems.append(f"{name} is of type {tensor.dtype}")
+    optional = {HEAD} if tied else set()
+    problems += [f"{name} is missing" for name in expected if name not in source.tensors and name not in optional]
     if problems:
         more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise UserError(f"{path} does not fit its model's config: {'; '.join(problems[:5])}{more}")
