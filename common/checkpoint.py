@@ -39,7 +39,7 @@ def save(checkpoints: "Checkpoints", progress: dict, net, optimizer, scheduler, 
     state = _training_state(progress, net, optimizer, scheduler, scaler)
 
     def write(state: dict, folder: Path, group: dist.ProcessGroup | None) -> Iterable[Path]:
-        return [*_write_dcp(state, folder, group), *_write_config(net, folder)]
+        return [*_write_dcp(state, folder, group), *write_config(net, folder)]
 
     checkpoints.save(progress["step"], state, write)
 
@@ -110,7 +110,7 @@ def _write_dcp(state: dict, folder: Path, group: dist.ProcessGroup | None) -> It
     return [*folder.glob(f"__{rank}_*"), *(folder.glob(".metadata") if rank == 0 else ())]
 
 
-def _write_config(net: torch.nn.Module, folder: Path) -> Iterable[Path]:
+def write_config(net: torch.nn.Module, folder: Path) -> Iterable[Path]:
     """The model's shape as Hugging Face's config.json: with it a checkpoint can be converted by whoever has only it."""
     if not (is_rank0() and hasattr(net, "config")):
         return []
