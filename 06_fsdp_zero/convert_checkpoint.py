@@ -35,6 +35,7 @@ from safetensors.torch import _TYPES as TYPES  # "F32": torch.float32, ...
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+from _convert_checkpoint_deepspeed import read_deepspeed, write_deepspeed
 from _convert_checkpoint_files import (
     EMBEDDING,
     HEAD,
@@ -180,8 +181,8 @@ def header(tensors: dict[str, Tensor]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-READ = {"dcp": read_dcp, "hf": read_hf, "pt": read_pt}
-WRITE = {"dcp": write_dcp, "hf": write_hf, "pt": write_pt}
+READ = {"dcp": read_dcp, "hf": read_hf, "pt": read_pt, "deepspeed": read_deepspeed}
+WRITE = {"dcp": write_dcp, "hf": write_hf, "pt": write_pt, "deepspeed": write_deepspeed}
 
 
 def main() -> int:

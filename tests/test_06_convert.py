@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.chapter import load
 from support.checkpoints import saved
-from support.harness import SEVERAL, TINY, case, damage, run, train
+from support.harness import ROOT, SEVERAL, TINY, case, damage, run, train
 
 from common import hf, model
 from common.exits import UserError
@@ -59,7 +59,7 @@ def test_random_weights_go_round_all_kinds(tmp_path):
     result = run(SCRIPT, tmp_path, "--json", "summary.json")
     assert result.code == 0, result.err
     rows = result.summary["rows"]
-    assert [row["to"] for row in rows] == ["dcp", "hf", "pt", "dcp"]
+    assert [row["to"] for row in rows] == ["dcp", "hf", "pt", "deepspeed", "dcp"]
     assert all(row["tensor_bytes"] == 4 * result.summary["parameters"] <= row["file_bytes"] for row in rows)
     assert "checked: nano's 57 weights are the same to the bit" in result.out
 
@@ -153,6 +153,76 @@ def test_shape_and_tokenizer_from_a_named_folder(tmp_path):
     assert json.loads((tmp_path / "to/config.json").read_text()) == TINY
 
 
+# --- DeepSpeed
+
+ENGINE = """
+import logging, os, sys
+os.environ["DS_ACCELERATOR"] = "cpu"
+sys.path.insert(0, {root!r})
+import torch, torch.distributed as dist
+from common import model, runtime
+device = runtime.init_process_group("cpu")
+logging.disable(logging.INFO)
+import deepspeed
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled
+deepspeed.init_distributed("gloo")
+how, stage = sys.argv[1], int(sys.argv[2])
+net = model.build("folder", model.read_config("folder"), seed=3)
+settings = dict(stage=stage, reduce_bucket_size=1000, allgather_bucket_size=1000)
+config = dict(train_micro_batch_size_per_gpu=2, zero_allow_untested_optimizer=True, zero_optimization=settings)
+matrices, vectors = ([p for p in net.parameters() if (p.ndim > 1) == wanted] for wanted in (True, False))
+lr = 1e-2 if how == "save" else 0.0  # a step would show master weights that were not loaded
+optimizer = torch.optim.AdamW([dict(params=matrices), dict(params=vectors)], lr=lr, weight_decay=0.0)
+engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=config, dist_init_required=False)
+if how == "load":
+    assert engine.load_checkpoint("run", load_module_only=True)[0]
+tokens = torch.randint(0, 83, (2, 2, 9), generator=torch.Generator().manual_seed(dist.get_rank()))
+engine.backward(engine(*tokens))
+engine.step()
+if how == "save":
+    engine.save_checkpoint("run", tag="first")
+with deepspeed.zero.GatheredParameters(list(net.parameters())):
+    weights = {{name: p.detach().clone() for name, p in net.named_parameters()}}
+if dist.get_rank() == 0:
+    torch.save(weights, "weights.pt")
+runtime.shutdown()
+os._exit(0)
+"""
+
+
+def with_deepspeed(folder: Path, how: str, stage: int) -> dict[str, torch.Tensor]:
+    """`save` or `load` folder/run with DeepSpeed on two ranks; returns the weights that they then have."""
+    pytest.importorskip("deepspeed")
+    (folder / "engine.py").write_text(ENGINE.format(root=str(ROOT)))
+    result = run(folder / "engine.py", folder, how, stage, nproc=2)
+    assert result.code == 0, result.err[-3000:]
+    return torch.load(folder / "weights.pt")
+
+
+@slow
+@pytest.mark.parametrize(("stage", "tied"), [(0, True), (1, False), (2, True), (3, True), (3, False)])
+def test_what_deepspeed_has_saved_becomes_a_folder(tmp_path, stage, tied):
+    config = dataclasses.replace(UNEVEN, tie_word_embeddings=tied)
+    start = write_folder(tmp_path / "folder", config)
+    weights = with_deepspeed(tmp_path, "save", stage)
+    assert not torch.equal(weights["model.norm.weight"], start["model.norm.weight"])  # it has trained
+    convert(tmp_path / "run", tmp_path / "hf", "--to", "hf", "--model", tmp_path / "folder")
+    torch.testing.assert_close(load_file(tmp_path / "hf/model.safetensors"), weights, rtol=0, atol=0)
+    if stage > 0:
+        next((tmp_path / "run").rglob("*zero_pp_rank_1_mp_rank_00_optim_states.pt")).unlink()
+        told = refused(tmp_path / "run/first", tmp_path / "to", "--to", "hf", "--model", tmp_path / "folder")
+        assert "was saved by 2 ranks, and has the _optim_states.pt of 1" in told
+
+
+@slow
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_deepspeed_loads_what_it_is_given(tmp_path, stage):
+    weights = write_folder(tmp_path / "other", UNEVEN, seed=8)
+    convert(tmp_path / "other", tmp_path / "run", "--to", "deepspeed")
+    write_folder(tmp_path / "folder", UNEVEN)
+    torch.testing.assert_close(with_deepspeed(tmp_path, "load", stage), weights, rtol=0, atol=0)
+
+
 # --- what is refused
 
 FOLDER = {  # what is done to a good folder's weights, and what is said
@@ -195,7 +265,7 @@ def test_what_is_broken_or_no_checkpoint_is_named_and_nothing_is_left(tmp_path):
     assert f"no such folder {tmp_path}/none" in refused(good, tmp_path / "none/to", "--to", "hf")
     assert "no such file or folder" in refused(tmp_path / "none", tmp_path / "to", "--to", "hf")
     assert "--model none: no such size" in refused(good, tmp_path / "to", "--to", "hf", "--model", "none")
-    assert "needs TO and --to dcp|hf|pt" in refused(good)
+    assert "needs TO and --to dcp|hf|pt|deepspeed" in refused(good)
     (tmp_path / "to.tmp").mkdir()
     assert "another conversion writes it, or was killed" in refused(good, tmp_path / "to", "--to", "hf")
     (tmp_path / "to.tmp").rmdir()
