@@ -20,6 +20,7 @@ train_fsdp.py. Next: `--model TO` in chapters 04, 05 and 06 trains on from a Hug
 it with from_pretrained(TO).
 """
 
+import functools
 import json
 import os
 import sys
@@ -88,6 +89,7 @@ def convert(source: Source, write: Callable, read_again: Callable, target: Path,
 
 def read_dcp(folder: Path) -> Source:
     reader = dcp.FileSystemReader(folder)
+    reader.read_metadata = functools.cache(reader.read_metadata)  # or each tensor would read it again
     with readable(folder / ".metadata"):
         saved = reader.read_metadata().state_dict_metadata
     # a run keeps its weights under "model.", beside the optimizer's state; others may have saved a bare state dict
