@@ -22,22 +22,24 @@ def read_deepspeed(folder: Path) -> Source:
     and a rank puts its parts one after the other."""
     if (folder / "latest").is_file():
         folder = folder / (folder / "latest").read_text().strip()
+    if (folder / "zero").is_dir():
+        raise UserError(f"{folder} is a universal checkpoint: convert the one that it was made of")
     model_files = sorted(folder.glob("*_model_states.pt"), key=rank_of)
     optimizer_files = sorted(folder.glob("*_optim_states.pt"), key=rank_of)
     states = load(model_files[0])
     if not optimizer_files:
-        weights = states["module"]
-        return Source({name: weight.to("meta") for name, weight in weights.items()}, weights.__getitem__)
-    optimizers = [load(file)["optimizer_state_dict"] for file in optimizer_files]
+        tensors = {name: weight.to("meta") for name, weight in states["module"].items()}
+        return Source(tensors, lambda name: load(model_files[0])["module"][name])
     with readable(optimizer_files[0]):
-        stage, ranks = optimizers[0]["zero_stage"], optimizers[0]["partition_count"]
+        optimizer = load(optimizer_files[0])["optimizer_state_dict"]
+        stage, ranks = optimizer["zero_stage"], optimizer["partition_count"]
         ranks = max(ranks) if isinstance(ranks, list) else ranks
-        flat = [state["fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"] for state in optimizers]
-    if len(flat) != ranks:
-        raise UserError(f"{folder} was saved by {ranks} ranks, and has the _optim_states.pt of {len(flat)}")
-    paddings = optimizers[0].get("param_alignment_paddings")
+        paddings = optimizer.get("param_alignment_paddings")  # in the row of stages 1 and 2, behind each parameter
+    if len(optimizer_files) != ranks:
+        raise UserError(f"{folder} was saved by {ranks} ranks, and has the _optim_states.pt of {len(optimizer_files)}")
+    key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
 
-    places, offset = {}, 0
+    places, offset = {}, 0  # of each parameter: its group, where it begins there, and its shape
     for group, shapes in enumerate(states["param_shapes"]):
         offset = offset if stage == 3 else 0
         for number, (name, shape) in enumerate(shapes.items()):
@@ -48,6 +50,8 @@ def read_deepspeed(folder: Path) -> Source:
         places[name] = places[same]
 
     def read(name: str) -> Tensor:
+        # opened anew each time: what a map has read stays in memory as long as the map
+        flat = [load(file)["optimizer_state_dict"][key] for file in optimizer_files]
         group, offset, shape = places[name]
         if stage < 3:
             return cut([groups[group] for groups in flat], offset, shape.numel()).view(shape)

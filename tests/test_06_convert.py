@@ -209,6 +209,10 @@ def test_what_deepspeed_has_saved_becomes_a_folder(tmp_path, stage, tied):
     convert(tmp_path / "run", tmp_path / "hf", "--to", "hf", "--model", tmp_path / "folder")
     torch.testing.assert_close(load_file(tmp_path / "hf/model.safetensors"), weights, rtol=0, atol=0)
     if stage > 0:
+        (tmp_path / "run/first/zero").mkdir()
+        told = refused(tmp_path / "run/first", tmp_path / "to", "--to", "hf", "--model", tmp_path / "folder")
+        assert "is a universal checkpoint: convert the one that it was made of" in told
+        (tmp_path / "run/first/zero").rmdir()
         next((tmp_path / "run").rglob("*zero_pp_rank_1_mp_rank_00_optim_states.pt")).unlink()
         told = refused(tmp_path / "run/first", tmp_path / "to", "--to", "hf", "--model", tmp_path / "folder")
         assert "was saved by 2 ranks, and has the _optim_states.pt of 1" in told
@@ -323,13 +327,13 @@ def test_memory_is_that_of_a_tensor_and_not_of_the_model(tmp_path):
         config = model.Config(1000, hidden, 3 * hidden, layers, 4, 4, hidden // 4, 32)
         source = tmp_path / name
         write_folder(source, config)
-        for kind in ("dcp", "pt", "hf"):
+        for kind in ("dcp", "pt", "deepspeed", "hf"):
             target = tmp_path / f"{name}-{kind}"
             result = run(SCRIPT, tmp_path, source, target, "--to", kind, "--json", "summary.json", warm=False)
             assert result.code == 0, result.err
             peak[name, kind] = result.summary["peak_memory_bytes"]
             source = target
     assert result.summary["tensor_bytes"] == 4 * model.parameter_count(config) > 2**29
-    for kind in ("dcp", "pt", "hf"):
+    for kind in ("dcp", "pt", "deepspeed", "hf"):
         extra = peak["large", kind] - peak["small", kind]
         assert extra < 8 * result.summary["largest_tensor_bytes"] < 2**29 / 5, (kind, peak)
