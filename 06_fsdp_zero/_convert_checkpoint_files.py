@@ -90,7 +90,7 @@ def find_config(named: str | None, source: Source, path: Path) -> dict:
 def check_fits(source: Source, content: dict, path: Path) -> bool:
     """UserError that names each weight that is missing, superfluous or of another shape. Returns: is the model tied?"""
     fields = [field.name for field in dataclasses.fields(model.Config)]
-    config = model.Config(**hf.parse_config(content, fields, path))
+    config = model.Config(**hf.parse_config(content, fields, f"{path}: its config"))
     with torch.device("meta"):
         expected = model.Transformer(config).state_dict()
     tied = config.tie_word_embeddings

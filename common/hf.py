@@ -23,11 +23,11 @@ def read_config(name: str, fields: list[str]) -> dict:
         content = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise UserError(f"--model {path} is not a Llama config: {error!r}") from None
-    return parse_config(content, fields, path)
+    return parse_config(content, fields, f"--model {path}")
 
 
-def parse_config(content: dict, fields: list[str], path: Path) -> dict:
-    """As read_config, from the content of the config.json at `path`."""
+def parse_config(content: dict, fields: list[str], where: str) -> dict:
+    """As read_config, from the content of a config.json; an error begins with `where` it is."""
     try:
         raw = {key: value for key, value in content.items() if value is not None}
         rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}  # transformers 5, transformers 4
@@ -52,9 +52,9 @@ def parse_config(content: dict, fields: list[str], path: Path) -> dict:
         }
         config = {field: known[field] for field in fields}
     except (ArithmeticError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"--model {path} is not a Llama config: {error!r}") from None
+        raise UserError(f"{where} is not a Llama config: {error!r}") from None
     if any(different.values()):
-        raise UserError(f"--model {path}: {', '.join(k for k, v in different.items() if v)} is not Llama's")
+        raise UserError(f"{where}: {', '.join(k for k, v in different.items() if v)} is not Llama's")
     return config
 
 

@@ -55,6 +55,7 @@ def logits_of(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
         return net.float()(tokens).logits
 
 
+@slow
 def test_random_weights_go_round_all_kinds(tmp_path):
     result = run(SCRIPT, tmp_path, "--json", "summary.json")
     assert result.code == 0, result.err
@@ -270,6 +271,10 @@ def test_what_is_broken_or_no_checkpoint_is_named_and_nothing_is_left(tmp_path):
     assert "no such file or folder" in refused(tmp_path / "none", tmp_path / "to", "--to", "hf")
     assert "--model none: no such size" in refused(good, tmp_path / "to", "--to", "hf", "--model", "none")
     assert "needs TO and --to dcp|hf|pt|deepspeed" in refused(good)
+    (tmp_path / "other.json").write_text(json.dumps({"model_type": "mamba", "hidden_size": 42}))
+    told = refused(good, tmp_path / "to", "--to", "hf", "--model", tmp_path / "other.json")
+    assert f"{good}: its config is not a Llama config: KeyError('num_attention_heads')" in told
+    (tmp_path / "other.json").unlink()
     (tmp_path / "to.tmp").mkdir()
     assert "another conversion writes it, or was killed" in refused(good, tmp_path / "to", "--to", "hf")
     (tmp_path / "to.tmp").rmdir()
