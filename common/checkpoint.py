@@ -6,6 +6,7 @@ with its hash: what is named `step-N` is whole, or was damaged later, and then a
 """
 
 import copy
+import dataclasses
 import hashlib
 import json
 import os
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from common.exits import UserError, before_user_error_exit
+from common.hf import config_json
 from common.run_dir import write_json
 from common.runtime import collective_timeout, gather, is_rank0, on_rank0, say, whole
 
@@ -35,7 +37,11 @@ def save(checkpoints: "Checkpoints", progress: dict, net, optimizer, scheduler, 
     UserError if it cannot be written: the older checkpoints are still there.
     """
     state = _training_state(progress, net, optimizer, scheduler, scaler)
-    checkpoints.save(progress["step"], state, _write_dcp)
+
+    def write(state: dict, folder: Path, group: dist.ProcessGroup | None) -> Iterable[Path]:
+        return [*_write_dcp(state, folder, group), *write_config(net, folder)]
+
+    checkpoints.save(progress["step"], state, write)
 
 
 def resume(checkpoints: "Checkpoints", net, optimizer, scheduler, scaler) -> dict | None:
@@ -102,6 +108,26 @@ def _write_dcp(state: dict, folder: Path, group: dist.ProcessGroup | None) -> It
     writer = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)
     dcp.save(state, storage_writer=writer, process_group=group)
     return [*folder.glob(f"__{rank}_*"), *(folder.glob(".metadata") if rank == 0 else ())]
+
+
+def write_config(net: torch.nn.Module, folder: Path) -> Iterable[Path]:
+    """The model's shape as Hugging Face's config.json: with it a checkpoint can be converted by whoever has only it."""
+    if not (is_rank0() and hasattr(net, "config")):
+        return []
+    write_json(folder / "config.json", config_json(dataclasses.asdict(net.config)))
+    return [folder / "config.json"]
+
+
+def find_damage(path: Path, rank: int = 0, world_size: int = 1) -> str | None:
+    """What is wrong with the files of a checkpoint, None if nothing; each rank looks at its part of them."""
+    try:
+        hashes = json.loads((path / "hashes.json").read_text())
+        for name in sorted(hashes)[rank::world_size]:
+            if _sha256(path / name) != hashes[name]:
+                return f"{name} does not match its hash"
+    except (OSError, ValueError, TypeError) as error:
+        return str(error)
+    return None
 
 
 class Checkpoints:
@@ -182,7 +208,7 @@ class Checkpoints:
         """
         broken = []
         for name in on_rank0(lambda: [path.name for path in reversed(self._found())]):
-            problem = next((p for p in gather(self._problem(self.run_dir / name)) if p), None)
+            problem = next((p for p in gather(find_damage(self.run_dir / name, self.rank, self.world_size)) if p), None)
             if problem is None:
                 if is_rank0():
                     for bad in broken:
@@ -193,17 +219,6 @@ class Checkpoints:
             broken.append(name)
         if broken:
             raise UserError(f"--resume: every checkpoint in {self.run_dir} is broken; nothing was overwritten")
-        return None
-
-    def _problem(self, path: Path) -> str | None:
-        """What is wrong with the checkpoint, None if nothing; the ranks share the reading."""
-        try:
-            hashes = json.loads((path / "hashes.json").read_text())
-            for name in sorted(hashes)[self.rank :: self.world_size]:
-                if _sha256(path / name) != hashes[name]:
-                    return f"{name} does not match its hash"
-        except (OSError, ValueError, TypeError) as error:
-            return str(error)
         return None
 
 

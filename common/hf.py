@@ -20,7 +20,16 @@ def read_config(name: str, fields: list[str]) -> dict:
     if not path.is_file():
         raise UserError(f"--model {name}: no such size (--help lists them), nor an HF config.json or a folder with one")
     try:
-        raw = {key: value for key, value in json.loads(path.read_text()).items() if value is not None}
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"--model {path} is not a Llama config: {error!r}") from None
+    return parse_config(content, fields, f"--model {path}")
+
+
+def parse_config(content: dict, fields: list[str], where: str) -> dict:
+    """As read_config, from the content of a config.json; an error begins with `where` it is."""
+    try:
+        raw = {key: value for key, value in content.items() if value is not None}
         rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}  # transformers 5, transformers 4
         rope_type = rope.get("rope_type", rope.get("type", "default"))
         different = {
@@ -42,11 +51,27 @@ def read_config(name: str, fields: list[str]) -> dict:
             "rope_scaling": {key: rope[key] for key in ROPE_SCALING} if rope_type == "llama3" else None,
         }
         config = {field: known[field] for field in fields}
-    except (OSError, ArithmeticError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"--model {path} is not a Llama config: {error!r}") from None
+    except (ArithmeticError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{where} is not a Llama config: {error!r}") from None
     if any(different.values()):
-        raise UserError(f"--model {path}: {', '.join(k for k, v in different.items() if v)} is not Llama's")
+        raise UserError(f"{where}: {', '.join(k for k, v in different.items() if v)} is not Llama's")
     return config
+
+
+def config_json(config: dict) -> dict:
+    """The content of the config.json for a model.Config, given as a dict: transformers and read_config read it."""
+    scaling = config["rope_scaling"]
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bos_token_id": None,  # transformers would take 1 and 2, which are letters to the byte tokenizer
+        "eos_token_id": None,
+        **config,
+        "rope_scaling": None if scaling is None else {"rope_type": "llama3", **scaling},
+    }
 
 
 def named_weights(net: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -61,9 +86,10 @@ def load_weights(net: nn.Module, folder: Path, tied: bool) -> bool:
     UserError if names or shapes do not fit.
     """
     files = sorted(folder.glob("*.safetensors"))
-    if others := [*folder.glob("*.bin"), *folder.glob("*.pt*")]:
+    if others := [file for suffix in ("*.bin", "*.pt*", "*.distcp") for file in folder.glob(suffix)]:
         raise UserError(
-            f"--model {folder}: {others[0].name} is not .safetensors: save the weights as such, or remove it"
+            f"--model {folder}: {others[0].name} is not .safetensors: save the weights as such "
+            "(06_fsdp_zero/convert_checkpoint.py --to hf), or remove it"
         )
     if not files:
         return False

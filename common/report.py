@@ -22,6 +22,9 @@ def peak_memory_bytes(device: torch.device) -> int:
     """The most this process has held: allocated by torch on a GPU, else the process's resident set."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    with contextlib.suppress(OSError, StopIteration):  # Linux: getrusage would count what had started us, too
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith("VmHWM:")).split()[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
