@@ -10,8 +10,8 @@ FP32 = 4  # bytes
 
 
 def bytes_by_rank(engine, stage: int) -> dict[str, list[int]]:
-    """The bytes that each rank holds, in rank order: of weights, of AdamW's two moments, and of a copy of the weights
-    in fp32 that DeepSpeed keeps beside them: always at stages 1 and 2, at stage 3 for fp16 or offloading.
+    """The bytes that each rank holds, in rank order: of weights, of AdamW's two moments, and of the fp32 copy of its
+    part of the weights that DeepSpeed's optimizer updates from stage 1 on, also where the weights are in fp32.
 
     AssertionError if a rank holds anything but its part. Stages 1 and 2 lay a group of parameters end to end and cut it
     into equal parts of an even number of elements. Stage 3 cuts each parameter. What comes last is padded.
@@ -40,7 +40,7 @@ def bytes_by_rank(engine, stage: int) -> dict[str, list[int]]:
     }
     assert held["parameter_bytes_per_rank"] == weights_due * weights[0].element_size(), (held, weights_due)
     assert held["optimizer_bytes_per_rank"] == 2 * FP32 * part, (held, part)
-    assert held["fp32_copy_bytes_per_rank"] in (0, FP32 * part), (held, part)
+    assert held["fp32_copy_bytes_per_rank"] == (FP32 * part if stage else 0), (held, part)
     by_rank = runtime.gather(held)
     return {name: [ranks_own[name] for ranks_own in by_rank] for name in held}
 
