@@ -31,6 +31,7 @@ def check_flags(args) -> None:
 def import_deepspeed(device: torch.device, args):
     """The package, for this device and in the process group that is there. UserError for what it cannot do here."""
     os.environ["DS_ACCELERATOR"] = device.type  # read by the import; left alone it takes a GPU wherever it sees one
+    os.environ.setdefault("LOCAL_RANK", "0")  # read by zero.Init, also where one process was started without torchrun
     logging.disable(logging.INFO)  # the import itself logs, to stdout
     import deepspeed
 
