@@ -106,7 +106,7 @@ WRONG = [
 @pytest.mark.parametrize(("settings", "words"), WRONG)
 def test_wrong_settings(tmp_path, settings, words):
     (tmp_path / "empty").write_text("# nobody\n\n")
-    (tmp_path / "others").write_text("192.0.2.1 slots=8\n192.0.2.2 slots=8\n")
+    (tmp_path / "others").write_text("198.51.100.1 slots=8\n198.51.100.2 slots=8\n")
     result = finish(start([str(LAUNCH)], tmp_path, **{"PATH": PATH, **settings}), tmp_path, timeout=30)
     assert result.code == 2
     assert len(result.err.splitlines()) == 1

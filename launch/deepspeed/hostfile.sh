@@ -7,7 +7,7 @@
 # first one's MASTER_PORT. Flags go to the training script, SCRIPT. --run-dir is on storage that all hosts see.
 # Without this file the launcher wants ssh to every host, without a password, and pdsh; then one command on one of them
 # does the same: deepspeed --hostfile hosts 06_fsdp_zero/train_zero.py ...
-# SIGTERM to this script lets the ranks save and end with exit code 75; to `deepspeed` itself it would leave them running.
+# After SIGTERM to this script the ranks save and end, with exit code 75. `deepspeed` itself would leave them running.
 set -euo pipefail
 fail() { echo "hostfile.sh: error: $*" >&2; exit 2; }
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
@@ -48,8 +48,13 @@ command=(
 printf '%q ' "${command[@]}" && echo
 "${command[@]}" &
 deepspeed=$!
-# the launcher's child has the ranks as children, and hands SIGTERM on to them
-trap 'pkill -TERM -P "$deepspeed" || true' TERM
+# The launcher starts a child, which starts the ranks. Only the ranks are told: the child would end with code 1
+# shellcheck disable=SC2317  # the trap calls it
+stop() {
+  child=$(pgrep -P "$deepspeed") || return 0
+  pkill -TERM -P "$child" || kill -TERM "$child" "$deepspeed"  # if there are no ranks yet
+}
+trap stop TERM
 code=0
 wait "$deepspeed" || code=$?
 while kill -0 "$deepspeed" 2>/dev/null; do  # the first wait ends with the signal, not with the job
