@@ -20,8 +20,6 @@ def check_flags(args) -> None:
         raise UserError(f"--offload {args.offload}: stage 0 shares nothing that could be moved; use --stage 1, 2 or 3")
     if args.offload == "params" and args.stage < 3:
         raise UserError(f"--offload params: at --stage {args.stage} each rank computes with all weights; use --stage 3")
-    if args.nvme and args.offload == "none":
-        raise UserError(f"--nvme {args.nvme} says where to: --offload optimizer or --offload params says what")
     if args.stage == 0 and args.dtype == "fp16":
         raise UserError(
             "--stage 0 --dtype fp16: DeepSpeed's fp16 optimizer without ZeRO does not follow AdamW; use --stage 1"
@@ -43,22 +41,7 @@ def import_deepspeed(device: torch.device, args):
     deepspeed.init_distributed("nccl" if device.type == "cuda" else "gloo")
     if args.dtype == "fp16" and not deepspeed.accelerator.get_accelerator().is_fp16_supported():
         raise UserError(f"--dtype fp16: DeepSpeed has no fp16 for this {device.type}; use bf16 or fp32")
-    if args.nvme:
-        _check_nvme(args.nvme)
     return deepspeed
-
-
-def _check_nvme(folder: str) -> None:
-    """UserError where tensors cannot be kept in files of this folder."""
-    from deepspeed.ops.op_builder import AsyncIOBuilder
-
-    if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
-        raise UserError(f"--nvme {folder}: not a folder that can be written to")
-    if not AsyncIOBuilder().is_compatible(verbose=False):
-        raise UserError(
-            f"--nvme {folder}: DeepSpeed's async_io operator cannot be built here, it needs g++ and libaio's headers "
-            "(Debian: apt-get install g++ libaio-dev); without --nvme, --offload uses CPU memory"
-        )
 
 
 def same_timeouts() -> None:

@@ -40,7 +40,6 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def configure(args, shape: model.Config, micro_batch_size: int, accumulation_steps: int, universal: bool) -> dict:
     """All that DeepSpeed is told."""
     parameters_per_block = model.parameter_count(shape) // shape.num_hidden_layers
-    offload_to = {"device": "nvme", "nvme_path": args.nvme} if args.nvme else {"device": "cpu"}
     return {
         "train_micro_batch_size_per_gpu": micro_batch_size,
         "gradient_accumulation_steps": accumulation_steps,  # backward divides the loss by it
@@ -57,8 +56,8 @@ def configure(args, shape: model.Config, micro_batch_size: int, accumulation_ste
             "stage3_prefetch_bucket_size": parameters_per_block,
             "stage3_max_reuse_distance": 0,
             "stage3_param_persistence_threshold": shape.hidden_size + 1,
-            "offload_optimizer": offload_to if args.offload != "none" else None,
-            "offload_param": offload_to if args.offload == "params" else None,
+            "offload_optimizer": {"device": "none" if args.offload == "none" else "cpu"},
+            "offload_param": {"device": "cpu" if args.offload == "params" else "none"},
         },
         # torch's AdamW, which is compiled already; DeepSpeed's own needs a compiler at start
         "zero_allow_untested_optimizer": True,
@@ -105,7 +104,6 @@ def main() -> int:
     add = parser.add_argument
     add("--stage", identity=True, type=int, choices=range(4), default=2, help="1: optimizer state, 2: and gradients, 3")
     add("--offload", choices=("none", "optimizer", "params"), default="none", help="to CPU memory; params: both")
-    add("--nvme", metavar="FOLDER", help="offload to files in this folder, on a fast disk, instead of CPU memory")
     add("--checkpointing", choices=("none", "full"), default="none", help="full: recompute in backward")
     add("--write-config", type=cli.writable_file, metavar="PATH", help="write DeepSpeed's configuration as JSON")
     add("--local_rank", type=int, help="from the deepspeed launcher; its LOCAL_RANK is read instead")
