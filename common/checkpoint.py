@@ -253,6 +253,8 @@ def _cpu_copy(value):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
         return {key: _cpu_copy(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_cpu_copy(item) for item in value]
     return copy.deepcopy(value)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from common.exits import UserError
-from common.runtime import say, shard_like
+from common.runtime import gathered, say, shard_like
 
 ROPE_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
@@ -115,6 +115,7 @@ def load_weights(net: nn.Module, folder: Path, tied: bool) -> bool:
 @torch.no_grad()
 def _copy(name: str, parameter: nn.Parameter, weight: torch.Tensor) -> None:
     """One tensor at a time, and of a sharded model the rank's part of it."""
-    if parameter.shape != weight.shape:
-        raise RuntimeError(f"{name} has shape {tuple(weight.shape)}, not {tuple(parameter.shape)}")
-    parameter.copy_(shard_like(weight, parameter))
+    with gathered(parameter, to_set=True):
+        if parameter.shape != weight.shape:
+            raise RuntimeError(f"{name} has shape {tuple(weight.shape)}, not {tuple(parameter.shape)}")
+        parameter.copy_(shard_like(weight, parameter))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from common import hf
 from common.exits import UserError
-from common.runtime import shard_like
+from common.runtime import gathered, shard_like
 
 
 @dataclass(frozen=True)
@@ -264,12 +264,13 @@ class Transformer(nn.Module):
         the bit. A shard takes its part of the whole matrix, which is drawn on the CPU.
         """
         for name, parameter in hf.named_weights(self):
-            whole = torch.ones(parameter.shape)  # norms
-            if parameter.ndim >= 2:
-                key = hashlib.sha256(f"{seed} {name}".encode()).digest()
-                generator = torch.Generator().manual_seed(int.from_bytes(key[:8]) >> 1)
-                whole.normal_(std=0.02, generator=generator)
-            parameter.copy_(shard_like(whole, parameter))
+            with gathered(parameter, to_set=True):
+                whole = torch.ones(parameter.shape)  # norms
+                if parameter.ndim >= 2:
+                    key = hashlib.sha256(f"{seed} {name}".encode()).digest()
+                    generator = torch.Generator().manual_seed(int.from_bytes(key[:8]) >> 1)
+                    whole.normal_(std=0.02, generator=generator)
+                parameter.copy_(shard_like(whole, parameter))
 
     def forward(self, input_ids: Tensor, targets: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
         """Logits [batch, length, vocab]; given targets [batch, length], their mean cross-entropy in nats.
@@ -299,6 +300,11 @@ def materialize(net: Transformer, name: str, *, seed: int, device: torch.device 
     """Give a model from the meta device, whole or sharded, its memory on `device` and its weights, as build does."""
     net.to_empty(device=device)
     net.tie_weights()  # to_empty has made two matrices of one
+    set_weights(net, name, seed=seed)
+    return net
+
+
+def set_weights(net: Transformer, name: str, *, seed: int) -> None:
+    """Give a model that has its memory its weights, as build does: those of folder `name`, else random ones."""
     if name in SIZES or not hf.load_weights(net, Path(name), net.config.tie_word_embeddings):
         net.init_weights(seed)
-    return net

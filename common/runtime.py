@@ -6,7 +6,8 @@ import os
 import random
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import numpy as np
@@ -169,8 +170,25 @@ def reshard(net: torch.nn.Module) -> None:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The tensor itself, or all of a DTensor, gathered from the ranks that hold its parts, which must all call this."""
+    """The tensor itself, or all of a DTensor or of a parameter under DeepSpeed's ZeRO-3, gathered from the ranks that
+    hold its parts, which must all call this."""
+    if hasattr(tensor, "ds_id"):
+        with gathered(tensor):
+            return tensor.detach().clone()
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+@contextmanager
+def gathered(parameter: Tensor, *, to_set: bool = False) -> Iterator[None]:
+    """While entered, a parameter that DeepSpeed's ZeRO-3 has cut is whole on every rank. With to_set, each rank keeps
+    its part of what rank 0 has written into it. Nothing happens to other tensors."""
+    if not hasattr(parameter, "ds_id"):
+        yield
+        return
+    from deepspeed.runtime.zero import GatheredParameters
+
+    with GatheredParameters([parameter], modifier_rank=0 if to_set else None):
+        yield
 
 
 def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
