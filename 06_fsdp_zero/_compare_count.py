@@ -56,8 +56,12 @@ class Counts:
     parameter_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
-    peak_bytes: int
+    peaks: Counter[str]  # the most bytes alive in each phase of the step
     traffic: Traffic
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.peaks.values())
 
 
 class Count(TorchDispatchMode):
@@ -72,7 +76,11 @@ class Count(TorchDispatchMode):
     def restart(self) -> None:
         """Count from here on, with what is alive by now."""
         self.traffic = Traffic()
-        self.peak_bytes = 0
+        self.peaks = Counter()
+        self.phase = "forward"
+
+    def enter(self, phase: str) -> None:
+        self.phase = phase
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor) for kind in types):
@@ -85,7 +93,8 @@ class Count(TorchDispatchMode):
                 storage = tensor.untyped_storage()
                 self.alive[storage._cdata] = storage
         # added up anew each time: FSDP and ZeRO-3 free and fill the memory of tensors that stay alive
-        self.peak_bytes = max(self.peak_bytes, sum(storage.nbytes() for storage in self.alive.values()))
+        alive_bytes = sum(storage.nbytes() for storage in self.alive.values())
+        self.peaks[self.phase] = max(self.peaks[self.phase], alive_bytes)
         return result
 
     def _note_collective(self, operator: str, args: tuple) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from common import hf, model
 
-SHALLOW = 4  # blocks from which on each further one adds the same
+SHALLOW = 4  # blocks: two at each end of backward
 
 
 def join_fake_job(world_size: int) -> torch.device:
@@ -88,6 +88,25 @@ def reduce_together(parameters: list[nn.Parameter]) -> None:
         parameter.register_post_accumulate_grad_hook(gradient_is_ready)
 
 
+def mark_ends_of_backward(blocks: list[nn.Module], enter: Callable[[str], None]) -> None:
+    """Tell when backward leaves the last two blocks, and when it reaches the first two.
+
+    From block to block activations go and gradients come, by equal steps: so memory peaks at one end or the other. At
+    which one may change with the depth, and so each end is extrapolated by itself.
+    """
+    if len(blocks) < SHALLOW:
+        return
+
+    def at_output_of(block: nn.Module, phase: str) -> None:
+        def when_its_gradient_comes(_module: nn.Module, _inputs: tuple, output: Tensor) -> None:
+            output.register_hook(lambda _: enter(phase))
+
+        block.register_forward_hook(when_its_gradient_comes)
+
+    at_output_of(blocks[-3], "middle of backward")
+    at_output_of(blocks[1], "end of backward")
+
+
 def dry_run(method: str, job, count: Callable) -> Result:
     """What count(method, job, batches) would give for all of a deep model. Two shallow ones tell, because all blocks
     are alike, so that each adds the same."""
@@ -120,7 +139,8 @@ def extrapolate(near, far, times: int):
     if isinstance(near, int):
         return near + times * (far - near)
     if isinstance(near, Counter):
-        return Counter({key: extrapolate(near[key], far[key], times) for key in far})
+        # backward of the shallow one has no middle
+        return Counter({key: extrapolate(near[key], far[key], times) for key in far if key in near})
     names = [field.name for field in dataclasses.fields(near)]
     return type(near)(**{name: extrapolate(getattr(near, name), getattr(far, name), times) for name in names})
 

@@ -23,6 +23,7 @@ import statistics
 import sys
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
 from _compare_count import Count, Counts, held_bytes
-from _compare_dry_run import bucket_mib, dry_run, fake_tensors, join_fake_job, pretend_ddp
+from _compare_dry_run import bucket_mib, dry_run, fake_tensors, join_fake_job, mark_ends_of_backward, pretend_ddp
 from _compare_flags import parse
 from _compare_least_time import describe_machine, least_seconds
 from _compare_report import Result, conclude
@@ -116,14 +117,19 @@ def prepare(method: str, net: nn.Module, job: Job) -> Trainer:
     return Trainer(forward, update, optimizer, list(net.parameters()))
 
 
-def train_step(method: str, trainer: Trainer, job: Job, inputs: Tensor, targets: Tensor) -> Tensor:
-    """The same for all. The weights are kept in fp32, whatever --dtype is."""
+def train_step(
+    method: str, trainer: Trainer, job: Job, inputs: Tensor, targets: Tensor, enter: Callable[[str], None]
+) -> Tensor:
+    """The same for all. The weights are kept in fp32, whatever --dtype is. `enter` is told what begins."""
+    enter("forward")
     # fully_shard casts by itself, before it gathers. The others gather in fp32, and autocast makes a copy of a weight,
     # which autograd keeps until backward. (Its cache would keep it longer, and each weight is used only once.)
     casts = job.dtype != "fp32" and method not in ("FSDP", "HSDP")
     with torch.autocast(job.device.type, DTYPES[job.dtype], enabled=casts, cache_enabled=False):
         loss = trainer.forward(inputs, targets)
+    enter("backward")
     loss.backward()
+    enter("update")
     trainer.update()
     return loss.detach()
 
@@ -140,6 +146,8 @@ def count(method: str, job: Job, batches: list[list[Tensor]]) -> tuple[Trainer, 
     held = {}
     with fake_tensors() if job.dry else nullcontext(), counter:
         trainer = prepare(method, net, job)
+        if job.dry:
+            mark_ends_of_backward(list(blocks.values()), counter.enter)
         hook = trainer.optimizer.register_step_post_hook(lambda *_: held.update(hold(trainer)))
         for inputs, targets in batches:
             gc.collect()  # what only a cycle holds would count, or not, by chance
@@ -147,12 +155,12 @@ def count(method: str, job: Job, batches: list[list[Tensor]]) -> tuple[Trainer, 
             if job.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
             # copies, because the counter knows only what was made under its eyes
-            loss = train_step(method, trainer, job, inputs.clone(), targets.clone())
+            loss = train_step(method, trainer, job, inputs.clone(), targets.clone(), counter.enter)
     hook.remove()
-    peak_bytes = counter.peak_bytes
+    peaks = counter.peaks
     if job.device.type == "cuda":
-        peak_bytes = torch.cuda.max_memory_allocated()
-    return trainer, Counts(**held, peak_bytes=peak_bytes, traffic=counter.traffic), loss
+        peaks = Counter({"step": torch.cuda.max_memory_allocated()})  # its allocator knows better
+    return trainer, Counts(**held, peaks=peaks, traffic=counter.traffic), loss
 
 
 def hold(trainer: Trainer) -> dict[str, int]:
@@ -177,7 +185,9 @@ def measure(method: str, job: Job, batches: list[list[Tensor]]) -> Result:
     for inputs, targets in batches[COUNTED_STEP:]:
         dist.barrier()
         began = time.perf_counter()
-        train_step(method, trainer, job, inputs, targets).item()  # on a GPU, the loss is there before the update
+        train_step(
+            method, trainer, job, inputs, targets, enter=lambda _: None
+        ).item()  # on a GPU, the loss is there before the update
         if job.device.type == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)
