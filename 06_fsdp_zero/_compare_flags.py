@@ -2,8 +2,10 @@
 
 import argparse
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from _compare_least_time import BETWEEN_NODES, WITHIN_NODE, parse_links, read_fits
 
 from common import cli, exits, hardware, model, runtime
@@ -12,9 +14,25 @@ METHODS = ["DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP", "HSDP"]
 RANKS_PER_NODE = 8  # in a dry run
 
 
+@dataclass(frozen=True)
+class Job:
+    """What all methods have in common."""
+
+    model: str
+    config: model.Config
+    device: torch.device
+    dtype: str
+    micro_batch_size: int
+    seq_len: int
+    recompute: bool
+    replicas: int  # of HSDP; 1 where it is left out
+    ranks_per_node: int
+    dry: bool
+
+
 def parse(docstring: str) -> argparse.Namespace:
     """Every flag with its value. UserError for one that cannot be."""
-    parser = cli.Parser(__doc__)
+    parser = cli.Parser(docstring)
     add = parser.add_argument
     add("--model", default="nano", help="as in train_fsdp.py")
     add("--seq-len", type=cli.positive_int, help="tokens per sequence (default: from the model, nano 64)")
@@ -61,6 +79,21 @@ def parse(docstring: str) -> argparse.Namespace:
     args.methods = METHODS if 1 < args.replicate < args.world_size else METHODS[:-1]
     args.fits = read_fits(args.link_fit) if args.link_fit else None
     return args
+
+
+def make_job(args: argparse.Namespace, device: torch.device) -> Job:
+    return Job(
+        model=args.model,
+        config=args.config,
+        device=device,
+        dtype=args.dtype,
+        micro_batch_size=args.micro_batch_size,
+        seq_len=args.seq_len,
+        recompute=args.checkpointing == "full",
+        replicas=args.replicate,
+        ranks_per_node=args.ranks_per_node,
+        dry=args.dry_run,
+    )
 
 
 def copies_of_hsdp(asked: int | None, world_size: int, ranks_per_node: int) -> int:

@@ -41,7 +41,7 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
 from _compare_count import Count, Counts, held_bytes
 from _compare_dry_run import bucket_mib, dry_run, fake_tensors, join_fake_job, mark_ends_of_backward, pretend_ddp
-from _compare_flags import parse
+from _compare_flags import Job, make_job, parse
 from _compare_least_time import describe_machine, least_seconds
 from _compare_report import Result, conclude
 from zero_from_scratch import make_stage
@@ -52,22 +52,6 @@ warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)  # torch
 warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor|Mismatch dtype between input and weight")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 COUNTED_STEP = 3  # DDP makes its final buckets after the first, and tells the other ranks in the second
-
-
-@dataclass(frozen=True)
-class Job:
-    """What all methods have in common."""
-
-    model: str
-    config: model.Config
-    device: torch.device
-    dtype: str
-    micro_batch_size: int
-    seq_len: int
-    recompute: bool
-    replicas: int  # of HSDP; 1 where it is left out
-    ranks_per_node: int
-    dry: bool
 
 
 @dataclass
@@ -98,7 +82,11 @@ def shard(net: nn.Module, job: Job, replicas: int) -> None:
 
 def prepare(method: str, net: nn.Module, job: Job) -> Trainer:
     """Give the model its memory and weights, and wrap it. AdamW is one kernel, which needs no memory of its own."""
-    model.materialize(net, job.model, seed=0, device=job.device)
+    if job.dry:
+        net.to_empty(device=job.device)
+        net.tie_weights()
+    else:
+        model.materialize(net, job.model, seed=0, device=job.device)
     learning_rate = model.recipe(job.model).lr
     if method.startswith("ZeRO"):
         stage = make_stage(int(method[-1]), net, learning_rate, fused=True)
@@ -185,9 +173,7 @@ def measure(method: str, job: Job, batches: list[list[Tensor]]) -> Result:
     for inputs, targets in batches[COUNTED_STEP:]:
         dist.barrier()
         began = time.perf_counter()
-        train_step(
-            method, trainer, job, inputs, targets, enter=lambda _: None
-        ).item()  # on a GPU, the loss is there before the update
+        train_step(method, trainer, job, inputs, targets, enter=lambda _: None)
         if job.device.type == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)
@@ -207,18 +193,7 @@ def main() -> int:
         device = runtime.init_process_group(args.device)
         if args.dtype == "fp32":
             runtime.exact_fp32(device)
-    job = Job(
-        model=args.model,
-        config=args.config,
-        device=device,
-        dtype=args.dtype,
-        micro_batch_size=args.micro_batch_size,
-        seq_len=args.seq_len,
-        recompute=args.checkpointing == "full",
-        replicas=args.replicate,
-        ranks_per_node=args.ranks_per_node,
-        dry=args.dry_run,
-    )
+    job = make_job(args, device)
     machine = describe_machine(args.device_name or hardware.device_name(device), args.dtype, args.link, args.fits)
     if not args.dry_run:
         stream = data.train_batches(
