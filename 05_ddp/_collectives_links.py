@@ -9,7 +9,7 @@ import torch
 from common import model, nvml, report
 from common.report import table
 
-MODELS = ["nano", "llama-124m", "llama-1b", "llama-8b", "llama-70b"]
+MODELS = ["nano", "llama-124m", "llama-1b", "llama-8b", "llama-70b", "llama-405b"]
 # Bytes/s that one NVLink lane carries in one direction, by compute capability. The generation that the driver names
 # does not decide it: GA102 and GA100 both have NVLink 3. From NVIDIA's white paper of each architecture.
 LANE_RATES = {

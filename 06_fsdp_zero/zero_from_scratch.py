@@ -167,10 +167,9 @@ class Stage:
     step: Callable[[], None]
 
 
-def make_stage(number: int, start: nn.Module, learning_rate: float) -> Stage:
-    """A copy of the model at the start, under the stage of that number."""
-    net = copy.deepcopy(start)
-    adamw = partial(torch.optim.AdamW, lr=learning_rate)
+def make_stage(number: int, net: nn.Module, learning_rate: float, fused: bool | None = None) -> Stage:
+    """The model, under the stage of that number."""
+    adamw = partial(torch.optim.AdamW, lr=learning_rate, fused=fused)
     if number == 0:
         optimizer = adamw(net.parameters())
         return Stage(net, [], optimizer, partial(step_0, net, optimizer))
@@ -237,7 +236,7 @@ def main() -> int:
     rows = []
     for number in range(4):
         live_before = live_storages()
-        stage = make_stage(number, start, learning_rate)
+        stage = make_stage(number, copy.deepcopy(start), learning_rate)
         losses = train(stage, batches)
         rows.append(describe(number, stage, losses, live_before, ddp, start))
         del stage  # its memory must not count for the next one

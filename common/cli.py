@@ -106,7 +106,7 @@ def training_parser(description: str) -> TrainingParser:
         "--model",
         identity=True,
         default="nano",
-        help="nano, llama-124m, -1b, -8b, -70b, or a path to an HF config.json or folder",
+        help="nano, llama-124m, -1b, -8b, -70b, -405b, or a path to an HF config.json or folder",
     )
     add("--data", identity=True, default="stdlib", help="stdlib, a text, .jsonl or .parquet file, or hf:NAME")
     add("--tokenizer", identity=True, default="bytes", help="bytes, or a Hugging Face name or folder")

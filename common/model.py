@@ -47,6 +47,7 @@ class Config:
             raise UserError(f"--model: the config has {', '.join(wrong)}")
 
 
+_LLAMA31_ROPE = dict(zip(hf.ROPE_SCALING, (8.0, 1.0, 4.0, 8192), strict=True))
 _LLAMA32_ROPE = dict(zip(hf.ROPE_SCALING, (32.0, 1.0, 4.0, 8192), strict=True))
 SIZES = {
     "nano": Config(256, 256, 688, 6, 8, 8, 32, 1024, tie_word_embeddings=True),
@@ -54,6 +55,7 @@ SIZES = {
     "llama-1b": Config(128_256, 2048, 8192, 16, 32, 8, 64, 131_072, 5e5, _LLAMA32_ROPE, tie_word_embeddings=True),
     "llama-8b": Config(128_256, 4096, 14_336, 32, 32, 8, 128, 8192, 5e5),
     "llama-70b": Config(128_256, 8192, 28_672, 80, 64, 8, 128, 8192, 5e5),
+    "llama-405b": Config(128_256, 16_384, 53_248, 126, 128, 8, 128, 131_072, 5e5, _LLAMA31_ROPE),  # Llama 3.1
 }
 
 
@@ -72,6 +74,7 @@ RECIPES = {
     "llama-1b": Recipe(2048, 3e-4, 20),
     "llama-8b": Recipe(4096, 3e-4, 20),  # Touvron et al. 2023 (Llama 2), section 2.2: 3e-4 for 7B and 13B
     "llama-70b": Recipe(4096, 1.5e-4, 20),  # and 1.5e-4 for 34B and 70B, all with sequences of 4,096
+    "llama-405b": Recipe(8192, 8e-5, 20),  # Grattafiori et al. 2024 (Llama 3), table 3 and section 3.4.1
 }
 
 

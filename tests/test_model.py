@@ -152,6 +152,7 @@ def test_every_parameter_moves_in_a_step_and_the_loss_falls():
         ("llama-1b", 1_235_814_400),
         ("llama-8b", 8_030_261_248),
         ("llama-70b", 70_553_706_496),
+        ("llama-405b", 405_853_388_800),
     ],
 )
 def test_named_sizes_have_the_published_parameter_counts(name, parameters):
