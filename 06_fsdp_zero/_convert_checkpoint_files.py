@@ -112,24 +112,39 @@ def check_fits(source: Source, content: dict, path: Path) -> bool:
     return tied
 
 
-@contextlib.contextmanager
-def aside(target: Path) -> Iterator[Path]:
-    """A temporary name to write to, which becomes `target` if all goes well, and else is removed."""
-    temporary = target.with_name(target.name + ".tmp")
+def check_free(target: Path) -> None:
+    """UserError if something is there, or the folder for it is not: better said now than after hours of reading."""
     if target.exists():
         raise UserError(f"{target} exists, and nothing is overwritten: remove it, or name another")
-    if temporary.exists():
-        raise UserError(f"{temporary} is there: another conversion writes it, or was killed; then remove it")
+    if temporary_name(target).exists():
+        raise UserError(
+            f"{temporary_name(target)} is there: another conversion writes it, or was killed; then remove it"
+        )
     if not target.absolute().parent.is_dir():
         raise UserError(f"{target} cannot be written: no such folder {target.absolute().parent}")
+
+
+def temporary_name(target: Path) -> Path:
+    return target.with_name(target.name + ".tmp")
+
+
+@contextlib.contextmanager
+def aside(target: Path) -> Iterator[Path]:
+    """A temporary name to write to, which becomes `target` if all goes well, and else is removed. UserError if the disk
+    refuses."""
+    temporary = temporary_name(target)
     try:
         yield temporary
         temporary.rename(target)
-    except BaseException:
+    except BaseException as failure:
         if temporary.is_dir():
             shutil.rmtree(temporary)
         temporary.unlink(missing_ok=True)
-        raise
+        error = next(iter(failure.failures.values()))[0] if isinstance(failure, CheckpointException) else failure
+        if isinstance(error, OSError) or "unexpected pos" in str(error):  # what torch.save says of a full disk
+            free = shutil.disk_usage(target.absolute().parent).free / 2**20
+            raise UserError(f"{target} cannot be written ({free:,.0f} MiB free there): {error}") from None
+        raise error from None
 
 
 def copy_tokenizer(named: str | None, path: Path, folder: Path) -> None:

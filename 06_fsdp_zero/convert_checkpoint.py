@@ -45,6 +45,7 @@ from _convert_checkpoint_files import (
     as_bytes,
     aside,
     check_fits,
+    check_free,
     copy_tokenizer,
     find,
     find_config,
@@ -211,6 +212,7 @@ def main() -> int:
     if args.target is None or args.to is None:
         raise exits.UserError(f"FROM {args.source} needs TO and --to {'|'.join(READ)}")
 
+    check_free(args.target)
     kind, path = find(args.source)
     source = READ[kind](path)
     config = find_config(args.model, source, path)

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.chapter import load
 from support.checkpoints import saved
-from support.harness import ROOT, SEVERAL, TINY, case, damage, run, train
+from support.harness import ROOT, SEVERAL, TINY, case, damage, run, train, with_prelude
 
 from common import hf, model
 from common.exits import UserError
@@ -191,21 +191,23 @@ os._exit(0)
 """
 
 
-def with_deepspeed(folder: Path, how: str, stage: int) -> dict[str, torch.Tensor]:
-    """`save` or `load` folder/run with DeepSpeed on two ranks; returns the weights that they then have."""
+def with_deepspeed(folder: Path, how: str, stage: int, n: int = 2) -> dict[str, torch.Tensor]:
+    """`save` or `load` folder/run with DeepSpeed on n ranks; returns the weights that they then have."""
     pytest.importorskip("deepspeed")
     (folder / "engine.py").write_text(ENGINE.format(root=str(ROOT)))
-    result = run(folder / "engine.py", folder, how, stage, nproc=2)
+    result = run(folder / "engine.py", folder, how, stage, nproc=n)
     assert result.code == 0, result.err[-3000:]
     return torch.load(folder / "weights.pt")
 
 
 @slow
-@pytest.mark.parametrize(("stage", "tied"), [(0, True), (1, False), (2, True), (3, True), (3, False)])
-def test_what_deepspeed_has_saved_becomes_a_folder(tmp_path, stage, tied):
+@pytest.mark.parametrize(
+    ("stage", "tied", "n"), [(0, True, 2), (1, False, 2), (2, True, 3), (3, True, 2), (3, False, 3)]
+)
+def test_what_deepspeed_has_saved_becomes_a_folder(tmp_path, stage, tied, n):
     config = dataclasses.replace(UNEVEN, tie_word_embeddings=tied)
     start = write_folder(tmp_path / "folder", config)
-    weights = with_deepspeed(tmp_path, "save", stage)
+    weights = with_deepspeed(tmp_path, "save", stage, n)
     assert not torch.equal(weights["model.norm.weight"], start["model.norm.weight"])  # it has trained
     convert(tmp_path / "run", tmp_path / "hf", "--to", "hf", "--model", tmp_path / "folder")
     torch.testing.assert_close(load_file(tmp_path / "hf/model.safetensors"), weights, rtol=0, atol=0)
@@ -216,7 +218,7 @@ def test_what_deepspeed_has_saved_becomes_a_folder(tmp_path, stage, tied):
         (tmp_path / "run/first/zero").rmdir()
         next((tmp_path / "run").rglob("*zero_pp_rank_1_mp_rank_00_optim_states.pt")).unlink()
         told = refused(tmp_path / "run/first", tmp_path / "to", "--to", "hf", "--model", tmp_path / "folder")
-        assert "was saved by 2 ranks, and has the _optim_states.pt of 1" in told
+        assert f"was saved by {n} ranks, and has the _optim_states.pt of {n - 1}" in told
 
 
 @slow
@@ -294,9 +296,24 @@ def test_what_is_broken_or_no_checkpoint_is_named_and_nothing_is_left(tmp_path):
     assert f"{pt} cannot be read" in refused(pt, tmp_path / "to", "--to", "hf", "--model", good)
     damage(dcp, "truncated")  # found when half of it has been written
     assert f"{dcp} cannot be read" in refused(dcp, tmp_path / "to", "--to", "hf")
+    assert f"{dcp} cannot be read" in refused(dcp, tmp_path / "to", "--to", "dcp")
     damage(dcp, "missing")
     assert f"{dcp} cannot be read" in refused(dcp, tmp_path / "to", "--to", "pt")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dcp", "hf", "many", "one.pt"]
+
+
+@slow
+@pytest.mark.parametrize("kind", ["hf", "dcp", "pt"])
+def test_a_full_disk_is_told_in_a_line(tmp_path, kind):
+    """A limit on the size of a file, half the model's, stands in for the disk."""
+    write_folder(tmp_path / "from", dataclasses.replace(UNEVEN, vocab_size=8300))
+    script = with_prelude(
+        SCRIPT, tmp_path, "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (2**19, 2**19))"
+    )
+    result = run(script, tmp_path, "from", "to", "--to", kind)
+    assert result.code == 2, result.err[-2000:]
+    assert "to cannot be written (" in result.err.splitlines()[-1]
+    assert not list(tmp_path.glob("to*"))
 
 
 @slow
