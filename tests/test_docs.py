@@ -109,7 +109,7 @@ def test_every_file_is_short_enough_to_read():
 def test_a_readme_is_short(file):
     """Without the generated diffs, which are folded."""
     own = BLOCK.sub("", file.read_text())
-    assert len(own.splitlines()) <= 180
+    assert len(own.splitlines()) <= 200
 
 
 @pytest.mark.parametrize("folder", [*CHAPTERS, ROOT / "launch"], ids=name_of)
