@@ -201,8 +201,9 @@ def plot(rows: list[dict], title: str, file: Path) -> bool:
         ends = [end + size for end, size in zip(ends, sizes, strict=True)]
     rest = [row["peak_memory_bytes"] / 2**30 - end for row, end in zip(rows, ends, strict=True)]
     left.barh(methods, rest, left=ends, label="for a moment: activations, gathered weights", color="lightgray")
-    left.set(xlabel="GiB per rank", title=title)
-    left.legend()
+    left.set(xlabel="GiB per rank")
+    canvas.suptitle(title)
+    canvas.legend(*left.get_legend_handles_labels(), loc="upper center", bbox_to_anchor=(0.5, 0), ncols=4)
     right.barh(methods, [row["bytes_sent_per_rank_per_step"] / 2**30 for row in rows], color="C4")
     right.set(xlabel="GiB sent per rank and step")
     for axes in (left, right):
