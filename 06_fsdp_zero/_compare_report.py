@@ -123,8 +123,8 @@ def expected(method: str, net: nn.Module, world_size: int, replicas: int, gather
         "parameter_bytes_per_rank": 4 * part,
         "gradient_bytes_per_rank": 4 * part,
         "optimizer_bytes_per_rank": 8 * part + 4 * len(parameters),
-        "all_gathers_per_step": 2 * groups - 1,
-        "reduce_scatters_per_step": groups,
+        "all_gathers_per_step": 2 * groups - 1 if shards > 1 else 0,
+        "reduce_scatters_per_step": groups if shards > 1 else 0,
         "all_reduces_per_step": groups if replicas > 1 else 0,
         "bytes_sent_per_rank_per_step": round((gathered + 4 * part) * (shards - 1) + between_copies),
     }

@@ -71,6 +71,7 @@ def test_a_dry_run_is_what_two_ranks_measure(tmp_path):
 @pytest.mark.parametrize(
     ("n", "shape", "flags"),
     [
+        (1, "tied", ("--dtype", "bf16")),
         (2, None, ("--dtype", "fp32")),
         (4, None, ("--dtype", "fp32")),
         (4, None, ("--dtype", "bf16", "--checkpointing", "full")),
