@@ -88,7 +88,8 @@ class Count(TorchDispatchMode):
         result = operator(*args, **(kwargs or {}))
         if operator.namespace == "c10d":
             self._note_collective(operator.name(), args)
-        for tensor in tree_leaves(result):
+        # A view makes no memory. What first shows in one is a copy in which gloo reduces, unlike NCCL: not counted.
+        for tensor in () if operator.is_view else tree_leaves(result):
             if isinstance(tensor, Tensor) and tensor.device.type != "meta":
                 storage = tensor.untyped_storage()
                 self.alive[storage._cdata] = storage

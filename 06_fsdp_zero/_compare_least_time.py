@@ -52,9 +52,14 @@ def read_fits(file: Path) -> dict[str, tuple[float, float]]:
     try:
         measured = json.loads(file.read_text())
         n = measured["world_size"]
+        if n < 2:
+            raise ValueError(f"{n} rank")
         found = {}
         for name, trips in (("all-reduce", 2), ("reduce-scatter", 1), ("all-gather", 1)):
-            line = measured["fits"][name]  # of the whole buffer's size, of which a rank sends (n - 1) / n in each trip
+            line = measured["fits"][name]
+            if line is None:
+                raise UserError(f"--link-fit {file} has no line for {name}: measure up to more --max-bytes")
+            # of the whole buffer's size, of which a rank sends (n - 1) / n in each trip
             rate = line["beta_bytes_per_second"] * trips * (n - 1) / n
             found[f"{name.replace('-', '_')}s"] = (line["alpha_seconds"], rate)
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -65,7 +70,7 @@ def read_fits(file: Path) -> dict[str, tuple[float, float]]:
 
 
 def parse_links(text: str) -> tuple[float, float]:
-    """ "50" or "50,450": GB/s between nodes, and within one."""
+    """50, or 50,450: GB/s between nodes, and within one."""
     rates = [float(part) for part in text.split(",")]
     if len(rates) not in (1, 2) or not all(0 < rate < float("inf") for rate in rates):
         raise ValueError(text)  # argparse tells

@@ -11,7 +11,7 @@ from _compare_least_time import Machine
 from _zero_from_scratch_report import expect
 from torch import nn
 
-from common import model, report, runtime
+from common import hardware, model, report, runtime
 from common.report import table
 
 # What another order of the same sums may change in a loss; in bf16, also where each method rounds
@@ -55,7 +55,8 @@ def conclude(results: list[Result], job, args: argparse.Namespace, machine: Mach
     tokens = world_size * job.micro_batch_size * job.seq_len
     parameters = model.parameter_count(job.config)
     rows = [result.row(world_size, tokens) for result in results]
-    place = "as rank 0 in a dry run" if job.dry else f"on {machine.name}"
+    device = hardware.device_name(job.device)
+    place = "in a dry run" if job.dry else f"on {device}"
     title = f"{job.model}, {parameters:,} parameters, {job.dtype}, {world_size} ranks"
     print(f"{title} {place}, {job.micro_batch_size} x {job.seq_len} tokens each, recomputed: {args.checkpointing}")
     if "HSDP" in args.methods:
@@ -65,7 +66,7 @@ def conclude(results: list[Result], job, args: argparse.Namespace, machine: Mach
     print_rows(rows, measured=not job.dry)
     print_times(results, machine)
     summary = {
-        "device": machine.name,
+        "device": device,
         "world_size": world_size,
         "dtype": job.dtype,
         "model": job.model,
@@ -78,6 +79,7 @@ def conclude(results: list[Result], job, args: argparse.Namespace, machine: Mach
         "replicas_of_hsdp": job.replicas if "HSDP" in args.methods else None,
         "rows": rows,
         "losses": {result.method: result.loss for result in results},
+        "least_seconds_on": machine.name,
         "least_seconds": {result.method: result.least for result in results},
     }
     report.write_json(summary, args.json)
@@ -121,8 +123,8 @@ def expected(method: str, net: nn.Module, world_size: int, replicas: int, gather
         "parameter_bytes_per_rank": 4 * part,
         "gradient_bytes_per_rank": 4 * part,
         "optimizer_bytes_per_rank": 8 * part + 4 * len(parameters),
-        "all_gathers_per_step": 2 * groups - 1,
-        "reduce_scatters_per_step": groups,
+        "all_gathers_per_step": 2 * groups - 1 if shards > 1 else 0,
+        "reduce_scatters_per_step": groups if shards > 1 else 0,
         "all_reduces_per_step": groups if replicas > 1 else 0,
         "bytes_sent_per_rank_per_step": round((gathered + 4 * part) * (shards - 1) + between_copies),
     }
@@ -170,11 +172,14 @@ def print_times(results: list[Result], machine: Machine) -> None:
     if all(value is None for result in results for value in result.least.values()):
         print("least time of a step: n/a without the device's figures and the links' (--device-name, --link)")
         return
-    lines = [["method", "products", "links", "AdamW", "step, at least", "measured"]]
+    lines = [["method", "products", "links", "AdamW", "step, at least"]]
     for result in results:
         seconds = [result.least[name] for name in ("compute", "links", "update", "step")]
-        cells = ["n/a" if value is None else f"{value:.3g} s" for value in (*seconds, result.seconds)]
-        lines.append([result.method, *cells])
+        lines.append([result.method, *("n/a" if value is None else f"{value:.3g} s" for value in seconds)])
+    if results[0].seconds:
+        lines[0].append("measured")
+        for line, result in zip(lines[1:], results, strict=True):
+            line.append(f"{result.seconds:.3g} s")
     print(f"\nLeast time of a step on {machine.name} ({machine.links_for_people()})")
     print(table(lines))
     too_large = [result.method for result in results if result.counts.peak_bytes > (machine.memory_bytes or math.inf)]
@@ -201,8 +206,9 @@ def plot(rows: list[dict], title: str, file: Path) -> bool:
         ends = [end + size for end, size in zip(ends, sizes, strict=True)]
     rest = [row["peak_memory_bytes"] / 2**30 - end for row, end in zip(rows, ends, strict=True)]
     left.barh(methods, rest, left=ends, label="for a moment: activations, gathered weights", color="lightgray")
-    left.set(xlabel="GiB per rank", title=title)
-    left.legend()
+    left.set(xlabel="GiB per rank")
+    canvas.suptitle(title)
+    canvas.legend(*left.get_legend_handles_labels(), loc="upper center", bbox_to_anchor=(0.5, 0), ncols=4)
     right.barh(methods, [row["bytes_sent_per_rank_per_step"] / 2**30 for row in rows], color="C4")
     right.set(xlabel="GiB sent per rank and step")
     for axes in (left, right):

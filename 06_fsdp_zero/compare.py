@@ -11,7 +11,8 @@ FSDP and HSDP are fully_shard, as in train_fsdp.py. HSDP keeps several copies an
 
 --dry-run needs no machines: one CPU process takes itself for rank 0 of --world-size, with tensors that hold no numbers.
 The same program runs, and the same counter looks. It also tells the least time that a step can take: products at the
-device's peak or bytes at the links' rate, whichever is longer, and then AdamW at the rate of the memory.
+device's peak or bytes at the links' rate, whichever is longer, and then AdamW at the rate of the memory. Its peak is
+that of eager kernels: torch.compile keeps fewer activations.
 
 Bytes sent are those of a ring. For a tensor of S bytes on N ranks, an all-gather or a reduce-scatter sends S (N-1)/N
 per rank, and an all-reduce twice as many. Clipping, which all-reduces one number, is left out. Look for: what shrinks
