@@ -34,8 +34,6 @@ from _train_zero_setup import check_flags, import_deepspeed, same_timeouts
 
 from common import checkpoint, cli, data, exits, hardware, metrics, model, run_dir, runtime
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
 
 def configure(args, shape: model.Config, micro_batch_size: int, accumulation_steps: int, universal: bool) -> dict:
     """All that DeepSpeed is told."""
@@ -102,7 +100,8 @@ def train_step(engine, batches, device: torch.device, meter: metrics.Meter) -> t
 def main() -> int:
     parser = cli.training_parser(__doc__)
     add = parser.add_argument
-    add("--stage", identity=True, type=int, choices=range(4), default=2, help="1: optimizer state, 2: and gradients, 3")
+    shared = "what the ranks share: 1: optimizer state, 2: gradients too, 3: weights too"
+    add("--stage", identity=True, type=int, choices=range(4), default=2, help=shared)
     add("--offload", choices=("none", "optimizer", "params"), default="none", help="to CPU memory; params: both")
     add("--checkpointing", choices=("none", "full"), default="none", help="full: recompute in backward")
     add("--write-config", type=cli.writable_file, metavar="PATH", help="write DeepSpeed's configuration as JSON")
