@@ -29,7 +29,11 @@ def save(checkpoints: checkpoint.Checkpoints, progress: dict, engine) -> None:
     if torch.cuda.is_initialized():
         rng["cuda"] = torch.cuda.get_rng_state()
     files[f"rng-{dist.get_rank()}.pt"] = rng
-    checkpoints.save(progress["step"], files, _write_files)
+
+    def write(files: dict[str, dict], folder: Path, _group: dist.ProcessGroup | None) -> Iterable[Path]:
+        return [*_write_files(files, folder), *checkpoint.write_config(engine.module, folder)]
+
+    checkpoints.save(progress["step"], files, write)
 
 
 def _collect_files(engine, client_state: dict) -> dict[str, dict]:
@@ -65,7 +69,7 @@ def _collect_files(engine, client_state: dict) -> dict[str, dict]:
     return files
 
 
-def _write_files(files: dict[str, dict], folder: Path, _group: dist.ProcessGroup | None) -> Iterable[Path]:
+def _write_files(files: dict[str, dict], folder: Path) -> Iterable[Path]:
     folder.mkdir(exist_ok=True)
     for name, content in files.items():
         try:

@@ -13,7 +13,7 @@ from support.chapter import load
 from support.checkpoints import saved
 from support.harness import ROOT, SEVERAL, TINY, case, damage, run, train, with_prelude
 
-from common import hf, model
+from common import checkpoint, hf, model
 from common.exits import UserError
 
 SCRIPT, FSDP = "06_fsdp_zero/convert_checkpoint.py", "06_fsdp_zero/train_fsdp.py"
@@ -359,3 +359,13 @@ def test_memory_is_that_of_a_tensor_and_not_of_the_model(tmp_path):
     for kind in ("dcp", "pt", "deepspeed", "hf"):
         extra = peak["large", kind] - peak["small", kind]
         assert extra < 8 * result.summary["largest_tensor_bytes"] < 2**29 / 5, (kind, peak)
+
+
+@slow
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_step_of_train_zero_needs_no_more_than_itself(tmp_path, stage):
+    result = train("06_fsdp_zero/train_zero.py", tmp_path, "--stage", stage, nproc=2)
+    folder = tmp_path / "hf"
+    convert(tmp_path / "run", folder, "--to", "hf")
+    net = model.build(str(folder), model.load_config(str(folder), 256, 16), seed=0)
+    assert checkpoint.digest(net) == result.summary["weights_sha256"]
