@@ -85,7 +85,11 @@ def claim(run_dir: Path | None, *, settings: dict, contents: dict[str, str], res
 
 def _examine(run_dir: Path, settings: dict, resume: bool) -> Path:
     known = _known(run_dir) or settings
-    differ = [f"--{k.replace('_', '-')} {v} (was {known.get(k)})" for k, v in settings.items() if known.get(k) != v]
+    differ = [
+        f"--{name.replace('_', '-')} {settings.get(name)} (was {known.get(name)})"
+        for name in {**settings, **known}  # another script may have flags of its own
+        if name != "commit" and settings.get(name) != known.get(name)
+    ]
     if differ:
         raise UserError(f"--run-dir {run_dir} holds a run with other settings: {', '.join(differ)}; use another")
     if not resume and any(run_dir.glob("step-*[0-9]")):

@@ -126,8 +126,8 @@ MUTATIONS = [
     Mutation(
         "hashes are not compared",
         CHECKPOINT,
-        "                if _sha256(path / name) != hashes[name]:\n",
-        "                if not (path / name).exists():\n",
+        "            if _sha256(path / name) != hashes[name]:\n",
+        "            if not (path / name).exists():\n",
         FAULTS + "a_damaged_checkpoint_is_passed_over[one bit-05_ddp/train.py]",
     ),
     Mutation(

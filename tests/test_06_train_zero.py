@@ -358,3 +358,5 @@ def test_another_stage_is_another_run(tmp_path):
     train(SCRIPT, tmp_path, *flags(tmp_path, 2), nproc=2)
     result = train(SCRIPT, tmp_path, *flags(tmp_path, 3), "--resume", nproc=2, code=1)
     assert "holds a run with other settings: --stage 3 (was 2); use another" in result.err
+    result = train(DDP, tmp_path, *flags(tmp_path), "--resume", code=2)
+    assert "holds a run with other settings: --stage None (was 2); use another" in result.err

@@ -266,6 +266,9 @@ def test_other_settings_or_contents_are_refused(tmp_path):
         claim(tmp_path, lr=0.2)
     with pytest.raises(UserError, match=r"--stage 3 \(was None\)"):
         claim(tmp_path, stage=3)
+    with pytest.raises(UserError, match=r"--lr None \(was 0.1\)"):
+        run_dir.claim(tmp_path, settings={}, contents={}, resume=True)
+    run_dir._locks.pop().release()
     with pytest.raises(UserError, match=r"--data stdlib \(SHA-256 [0-9a-f]{12}\) \(was stdlib \(SHA-256"):
         run_dir.claim(tmp_path, settings={"lr": 0.1, "data": "stdlib"}, contents={"data": "b text"}, resume=True)
     run_dir._locks.pop().release()
