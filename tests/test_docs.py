@@ -9,9 +9,9 @@ import sys
 import pytest
 from support.commands import check
 from support.harness import ROOT
-from support.readme import BLOCK, regenerate
+from support.readme import regenerate
 
-READMES = [*ROOT.glob("*.md"), *ROOT.glob("0*/README.md"), *ROOT.glob("benchmarks/*.md"), *ROOT.glob("launch/**/*.md")]
+READMES = [*ROOT.glob("*.md"), *ROOT.glob("0*/*.md"), *ROOT.glob("benchmarks/*.md"), *ROOT.glob("launch/**/*.md")]
 SCRIPTS = [*ROOT.glob("0*/*.py"), *ROOT.glob("benchmarks/*.py"), *ROOT.glob("launch/*.py")]
 CHAPTERS = sorted(ROOT.glob("0[0-9]_*"))
 LESSONS = [file for file in SCRIPTS if not file.name.startswith("_")]
@@ -107,9 +107,7 @@ def test_every_file_is_short_enough_to_read():
 
 @pytest.mark.parametrize("file", [file for file in READMES if file.name == "README.md"], ids=name_of)
 def test_a_readme_is_short(file):
-    """Without the generated diffs, which are folded."""
-    own = BLOCK.sub("", file.read_text())
-    assert len(own.splitlines()) <= 200
+    assert len(file.read_text().splitlines()) <= 220
 
 
 @pytest.mark.parametrize("folder", [*CHAPTERS, ROOT / "launch"], ids=name_of)
