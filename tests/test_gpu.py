@@ -20,7 +20,7 @@ from support.harness import Result, run
 
 from common import hardware, nvml
 
-AMP, DDP = "04_amp/train.py", "05_ddp/train.py"
+AMP, DDP, FSDP = "04_amp/train.py", "05_ddp/train.py", "06_fsdp_zero/train_fsdp.py"
 TEN_STEPS = ("--steps", "10", "--log-every", "1")
 FP32 = ("--dtype", "fp32", *TEN_STEPS)
 # --save-every leaves a checkpoint to resume from half-way
@@ -50,7 +50,10 @@ RUNS = {
     "exact_async": Job(AMP, (*EXACT, "--async-save")),
     "exact_ddp": Job(DDP, EXACT, nproc=1),
     "exact_ddp_plain": Job(DDP, EXACT),
+    "exact_fsdp": Job(FSDP, EXACT, nproc=1),
+    "offloaded_fsdp": Job(FSDP, (*EXACT, "--cpu-offload", "--checkpointing", "full"), nproc=1),
     "exact_ddp_two": Job(DDP, EXACT, nproc=2),
+    "exact_fsdp_two": Job(FSDP, EXACT, nproc=2),
 }
 
 # a wait for another run's GPUs counts as the test's time
@@ -184,6 +187,17 @@ def test_ddp_without_torchrun(exact_ddp, exact_ddp_plain):
     assert losses(exact_ddp_plain) == pytest.approx(losses(exact_ddp), rel=1e-5)
 
 
+def test_sharded_is_whole(exact, exact_fsdp):
+    assert losses(exact_fsdp) == pytest.approx(losses(exact), rel=1e-5)
+    assert exact_fsdp.summary["parameter_bytes_per_rank"] == [4 * exact_fsdp.summary["parameters"]]
+
+
+def test_offloaded_and_recomputed_is_sharded(exact_fsdp, offloaded_fsdp):
+    """AdamW is the CPU's then, and rounds in another order."""
+    assert losses(offloaded_fsdp) == pytest.approx(losses(exact_fsdp), rel=1e-4)
+    assert offloaded_fsdp.summary["peak_memory_bytes"] < exact_fsdp.summary["peak_memory_bytes"]
+
+
 def test_compiled_losses_are_near_eager(bf16, compiled):
     assert losses(compiled) == pytest.approx(losses(bf16), rel=1e-2)
     assert compiled.summary["val_loss"] == pytest.approx(bf16.summary["val_loss"], rel=1e-2)
@@ -237,6 +251,7 @@ def test_more_processes_than_gpus_is_one_line(gpus, tmp_path):
 
 # last: it takes a second GPU, and the runs above must be over by then
 @pytest.mark.gpu(n=2)
-def test_two_ranks_are_one(exact_ddp, exact_ddp_two):
-    assert exact_ddp_two.summary["world_size"] == 2
-    assert losses(exact_ddp_two) == pytest.approx(losses(exact_ddp), rel=1e-5)
+def test_two_ranks_are_one(exact_ddp, exact_ddp_two, exact_fsdp_two):
+    for two in (exact_ddp_two, exact_fsdp_two):
+        assert two.summary["world_size"] == 2
+        assert losses(two) == pytest.approx(losses(exact_ddp), rel=1e-5)
