@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from common.exits import UserError
-from common.runtime import gathered, say, shard_like
+from common.runtime import gathered, own_rows, say
 
 ROPE_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
@@ -102,7 +102,7 @@ def load_weights(net: nn.Module, folder: Path, tied: bool) -> bool:
             with safe_open(file, "pt") as weights:
                 for name in weights.keys():  # noqa: SIM118, it is no dict
                     if name in missing:
-                        _copy(name, missing.pop(name), weights.get_tensor(name))
+                        _copy(name, missing.pop(name), weights.get_slice(name))
                     elif not (name == "lm_head.weight" and tied):
                         raise RuntimeError(f"{name} is not a weight of this model")
     except (SafetensorError, RuntimeError) as error:
@@ -113,9 +113,11 @@ def load_weights(net: nn.Module, folder: Path, tied: bool) -> bool:
 
 
 @torch.no_grad()
-def _copy(name: str, parameter: nn.Parameter, weight: torch.Tensor) -> None:
-    """One tensor at a time, and of a sharded model the rank's part of it."""
+def _copy(name: str, parameter: nn.Parameter, stored) -> None:
+    """Read one tensor, and of a sharded model the rank's rows of it alone."""
     with gathered(parameter, to_set=True):
-        if parameter.shape != weight.shape:
-            raise RuntimeError(f"{name} has shape {tuple(weight.shape)}, not {tuple(parameter.shape)}")
-        parameter.copy_(shard_like(weight, parameter))
+        if [*parameter.shape] != stored.get_shape():
+            raise RuntimeError(f"{name} has shape {tuple(stored.get_shape())}, not {tuple(parameter.shape)}")
+        mine = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        if mine.numel():  # the last ranks may hold no row
+            mine.copy_(stored[own_rows(parameter)])

@@ -200,6 +200,18 @@ def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
     return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
+def own_rows(tensor: Tensor) -> slice:
+    """The rows that this rank holds: all, or of a DTensor those of its part."""
+    if not hasattr(tensor, "placements"):
+        return slice(None)
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    (count, *_), (start, *_) = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    return slice(start, start + count)
+
+
 def shutdown() -> None:
     """Leave together: a rank that goes while another still talks to it aborts that one."""
     dist.barrier()
