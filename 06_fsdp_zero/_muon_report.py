@@ -29,7 +29,7 @@ def describe(
         for optimizer in optimizers:
             optimizer.step()
     states = [state for optimizer in optimizers for state in optimizer.state.values()]
-    tensors = [getattr(t, "_local_tensor", t) for state in states for t in state.values() if t.ndim]
+    tensors = [t.to_local() if sharded else t for state in states for t in state.values() if t.ndim]
     return {
         "optimizer": name,
         "sharded": sharded,

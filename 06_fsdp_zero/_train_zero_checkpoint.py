@@ -5,14 +5,12 @@ belongs into which file. A step's folder is one of its own: zero_to_fp32 and ds_
 """
 
 import os
-import random
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -25,10 +23,7 @@ def save(checkpoints: checkpoint.Checkpoints, progress: dict, engine) -> None:
     UserError if it cannot be written: the older checkpoints are still there.
     """
     files = _collect_files(engine, {"progress": dict(progress)})
-    rng = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
-    if torch.cuda.is_initialized():
-        rng["cuda"] = torch.cuda.get_rng_state()
-    files[f"rng-{dist.get_rank()}.pt"] = rng
+    files[f"rng-{dist.get_rank()}.pt"] = checkpoint.random_states()
 
     def write(files: dict[str, dict], folder: Path, _group: dist.ProcessGroup | None) -> Iterable[Path]:
         return [*_write_files(files, folder), *checkpoint.write_config(engine.module, folder)]
@@ -116,13 +111,10 @@ def load(path: Path, engine, universal: bool) -> dict:
     for state in engine.basic_optimizer.state.values():
         if "step" in state:
             state["step"] = state["step"].clone()  # and every group one counter, which each then counts up
-    for group, lr, factor in zip(groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
-        group["lr"] = lr * factor(scheduler.last_epoch)  # the saved one, unless --steps has changed
+    checkpoint.follow_schedule(groups, scheduler)
     own = path / f"rng-{dist.get_rank()}.pt"
     if own.exists():  # a rank that the saving job did not have keeps its own
-        restore = {"python": random.setstate, "numpy": np.random.set_state, "torch": torch.set_rng_state}
-        for key, value in torch.load(own, weights_only=False).items():
-            restore.get(key, torch.cuda.set_rng_state)(value)
+        checkpoint.restore_random_states(torch.load(own, weights_only=False))
     runtime.gather(None)  # all have read it
     if universal and runtime.is_rank0():
         shutil.rmtree(source.parent)

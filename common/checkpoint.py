@@ -66,29 +66,44 @@ def resume(checkpoints: "Checkpoints", net, optimizer, scheduler, scaler) -> dic
         options=_flat(),
     )
     scheduler.load_state_dict(state["scheduler"])
-    for group, lr, factor in zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
-        group["lr"] = lr * factor(scheduler.last_epoch)  # the saved one, unless --steps has changed
+    follow_schedule(optimizer.param_groups, scheduler)
     scaler.load_state_dict(state["scaler"])
-    restore = {"python": random.setstate, "numpy": np.random.set_state, "torch": torch.set_rng_state}
-    for key, value in rng.items():
-        restore.get(key, torch.cuda.set_rng_state)(value)
+    restore_random_states(rng)
     return state["progress"]
+
+
+def follow_schedule(groups: list[dict], scheduler) -> None:
+    """Set the learning rates that the scheduler's step asks for: the saved ones, unless --steps has changed."""
+    for group, lr, factor in zip(groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
+        group["lr"] = lr * factor(scheduler.last_epoch)
+
+
+def random_states() -> dict:
+    """By generator, what its next numbers depend on."""
+    states = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    if torch.cuda.is_initialized():  # not is_available: a run on the CPU opens no context on somebody's GPU
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def restore_random_states(states: dict) -> None:
+    """Undo what has been drawn since random_states(); generators that are not in it stay as they are."""
+    restore = {"python": random.setstate, "numpy": np.random.set_state, "torch": torch.set_rng_state}
+    for name, state in states.items():
+        restore.get(name, torch.cuda.set_rng_state)(state)
 
 
 def _training_state(progress: dict, net, optimizer, scheduler, scaler) -> dict:
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
     model_state, optimizer_state = get_state_dict(net, optimizer, options=_flat())
-    rng = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
-    if torch.cuda.is_initialized():  # not is_available: a run on the CPU opens no context on somebody's GPU
-        rng["cuda"] = torch.cuda.get_rng_state()
     return {
         "model": model_state,
         "optimizer": optimizer_state,
         "scheduler": scheduler.state_dict(),
         "scaler": scaler.state_dict(),
         "progress": dict(progress),
-        f"rng-{dist.get_rank() if dist.is_initialized() else 0}": rng,
+        f"rng-{dist.get_rank() if dist.is_initialized() else 0}": random_states(),
     }
 
 

@@ -69,8 +69,8 @@ MUTATIONS = [
     Mutation(
         "random states are not restored",
         CHECKPOINT,
-        "        restore.get(key, torch.cuda.set_rng_state)(value)\n",
-        "        restore.get(key, torch.cuda.set_rng_state)\n",
+        "        restore.get(name, torch.cuda.set_rng_state)(state)\n",
+        "        restore.get(name, torch.cuda.set_rng_state)\n",
         EQUIVALENCE + "what_is_drawn_at_random_goes_on_where_it_was[1-False]",
     ),
     Mutation(

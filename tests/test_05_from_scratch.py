@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.chapter import load
-from support.harness import ROOT, TINY, run
+from support.harness import ROOT, TINY, config_of, run
 from torch import nn
 
 from common import data, exits, model
@@ -60,9 +60,7 @@ def beside(once) -> tuple[dict, str]:
 
 
 def tiny() -> nn.Module:
-    shape = {name: size for name, size in TINY.items() if name != "model_type"}
-    config = model.Config(**shape, head_dim=8, rms_norm_eps=1e-6)  # Llama's eps where a config has none
-    return model.build("tiny", config, seed=0)
+    return model.build("tiny", config_of(TINY), seed=0)
 
 
 def one_process(steps: int, momentum: float) -> list[float]:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.chapter import load
 from support.checkpoints import saved
-from support.harness import ROOT, SEVERAL, TINY, case, damage, run, train, with_prelude
+from support.harness import ROOT, SEVERAL, TINY, case, damage, run, train, with_small_files
 
 from common import checkpoint, hf, model
 from common.exits import UserError
@@ -307,10 +307,7 @@ def test_what_is_broken_or_no_checkpoint_is_named_and_nothing_is_left(tmp_path):
 def test_a_full_disk_is_told_in_a_line(tmp_path, kind):
     """A limit on the size of a file, half the model's, stands in for the disk."""
     write_folder(tmp_path / "from", dataclasses.replace(UNEVEN, vocab_size=8300))
-    script = with_prelude(
-        SCRIPT, tmp_path, "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (2**19, 2**19))"
-    )
-    result = run(script, tmp_path, "from", "to", "--to", kind)
+    result = run(with_small_files(SCRIPT, tmp_path, 2**19), tmp_path, "from", "to", "--to", kind)
     assert result.code == 2, result.err[-2000:]
     assert "to cannot be written (" in result.err.splitlines()[-1]
     assert not list(tmp_path.glob("to*"))

@@ -10,7 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 from support.checkpoints import assert_near, gradients, moments, saved
-from support.harness import BASELINE, Result, drop_after, needs_compiler, run, tiny_flags, train, with_prelude
+from support.harness import (
+    BASELINE,
+    Result,
+    config_of,
+    drop_after,
+    needs_compiler,
+    run,
+    tiny_flags,
+    train,
+    with_prelude,
+)
 
 from common import checkpoint, model
 
@@ -115,8 +125,7 @@ def test_replicated_on_four_ranks_is_one_process_too(tmp_path, baseline):
 
 
 def config(tied: bool) -> model.Config:
-    sizes = {key: value for key, value in UNEVEN.items() if key != "model_type"}
-    return model.Config(**sizes, head_dim=14, rms_norm_eps=1e-6, tie_word_embeddings=tied)
+    return config_of({**UNEVEN, "tie_word_embeddings": tied})
 
 
 def part_bytes(shape: torch.Size, rank: int, shards: int) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.chapter import load
-from support.harness import TINY, run
+from support.harness import TINY, config_of, run
 
 from common import model
 
@@ -51,8 +51,7 @@ SPOILED = {
 @pytest.mark.parametrize("message", SPOILED)
 def test_a_claim_that_does_not_hold_fails(once, message):
     rows = copy.deepcopy(once("06 muon", finish, 3)["rows"])
-    shape = {name: size for name, size in UNEVEN.items() if name != "model_type"}
-    config = model.Config(**shape, rms_norm_eps=1e-6)
+    config = config_of(UNEVEN)
     report.check(rows, config, 3)
     SPOILED[message](rows)
     with pytest.raises(AssertionError, match=message):
@@ -92,8 +91,7 @@ def test_the_optimizer_is_that_of_torch():
 
 
 def test_only_the_matrices_of_blocks_are_muons():
-    shape = {name: size for name, size in UNEVEN.items() if name != "model_type"}
-    net = model.build("tiny", model.Config(**shape, rms_norm_eps=1e-6), seed=0)
+    net = model.build("tiny", config_of(UNEVEN), seed=0)
     for_matrices, for_the_rest = muon.make_optimizers("muon", net, 0.1)
     names = {parameter: name for name, parameter in net.named_parameters()}
     own = {names[parameter] for parameter in for_matrices.param_groups[0]["params"]}

@@ -6,13 +6,24 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import cache
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from support.checkpoints import assert_near, gradients
-from support.harness import Result, drop_after, needs_compiler, run, tiny_flags, train, with_prelude, write_tiny
+from support.harness import (
+    Result,
+    config_of,
+    damage,
+    drop_after,
+    needs_compiler,
+    run,
+    tiny_flags,
+    train,
+    with_prelude,
+    write_tiny,
+)
 
 from common import checkpoint, model
 
@@ -43,15 +54,13 @@ def flags(folder: Path, stage: int | None = None) -> tuple:
 
 
 @pytest.fixture(scope="module")
-def ddp(tmp_path_factory) -> Callable[[str], Result]:
+def ddp(once) -> Callable[[str], Result]:
     """ddp(dtype): the run of two processes that hold the whole model each."""
-    folder = tmp_path_factory.mktemp("ddp")
 
-    @cache
-    def run(dtype: str = "fp32") -> Result:
-        return train(DDP, folder / dtype, *flags(folder / dtype), "--dtype", dtype, nproc=2)
+    def run(folder: Path, dtype: str = "fp32") -> Result:
+        return train(DDP, folder, *flags(folder), "--dtype", dtype, nproc=2)
 
-    return run
+    return partial(once, "zero ddp", run)
 
 
 def assert_same(ours: Result, theirs: Result, tolerance: float = 1e-5) -> None:
@@ -60,8 +69,7 @@ def assert_same(ours: Result, theirs: Result, tolerance: float = 1e-5) -> None:
 
 
 def config() -> model.Config:
-    sizes = {key: value for key, value in UNEVEN.items() if key != "model_type"}
-    return model.Config(**sizes, head_dim=14, rms_norm_eps=1e-6)
+    return config_of(UNEVEN)
 
 
 def parts(stage: int, ranks: int) -> int:
@@ -249,28 +257,18 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(tmp_path, how):
     given = flags(tmp_path, 3)
     summary = train(SCRIPT, tmp_path, *given, nproc=2).summary
     newest = tmp_path / f"run/step-{STEPS:08d}"
-    spoil(newest, how)
+    damage(newest, how, "*optim_states.pt")
     resumed = train(SCRIPT, tmp_path, *given, "--resume", nproc=2)
     assert f"{newest} is broken (" in resumed.out
     assert f"resuming from {tmp_path}/run/step-{STEPS - 1:08d}" in resumed.out
     assert resumed.summary["weights_sha256"] == summary["weights_sha256"]
 
 
-def spoil(folder: Path, how: str) -> None:
-    file = max(folder.glob("*optim_states.pt"), key=lambda path: path.stat().st_size)
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    if how == "missing":
-        file.unlink()
-    else:
-        file.write_bytes(content[: len(content) // 2] if how == "truncated" else content)
-
-
 @slow
 def test_without_a_whole_checkpoint_nothing_is_trained(tmp_path):
     given = (*flags(tmp_path, 2), "--save-every", 0)
     train(SCRIPT, tmp_path, *given, nproc=2)
-    spoil(tmp_path / f"run/step-{STEPS:08d}", "one bit")
+    damage(tmp_path / f"run/step-{STEPS:08d}", "one bit", "*optim_states.pt")
     result = train(SCRIPT, tmp_path, *given, "--resume", nproc=2, code=1)
     assert "every checkpoint in" in result.err
     assert "exitcode  : 2" in result.err

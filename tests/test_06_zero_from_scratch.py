@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.chapter import load
-from support.harness import ROOT, TINY, run
+from support.harness import ROOT, TINY, config_of, run
 from torch import nn
 
 from common import data, model
@@ -50,9 +50,7 @@ def finish(folder: Path, shape: str, nproc: int | None) -> tuple[str, int, dict,
 
 
 def build(shape: str) -> nn.Module:
-    sizes = {"head_dim": 8, **SHAPES[shape]}
-    del sizes["model_type"]
-    return model.build("tiny", model.Config(**sizes, rms_norm_eps=1e-6), seed=0)  # Llama's eps where a config has none
+    return model.build("tiny", config_of(SHAPES[shape]), seed=0)
 
 
 def one_process(shape: str) -> list[float]:

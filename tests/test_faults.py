@@ -30,6 +30,7 @@ from support.harness import (
     tiny_flags,
     train,
     with_prelude,
+    with_small_files,
 )
 
 LONG = ("--steps", 60, "--deterministic", "--save-every", 4)  # long enough to be hit while it runs
@@ -209,12 +210,6 @@ def test_a_rank_that_drifts_is_found_at_the_end(tmp_path, script):
 
 
 # --- disks
-
-
-def with_small_files(script: str, folder: Path, most_bytes: int) -> Path:
-    """The script, where no file may grow larger."""
-    limit = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({most_bytes}, {most_bytes}))"
-    return with_prelude(script, folder, limit)
 
 
 @each_of_several

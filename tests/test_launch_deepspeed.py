@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.harness import ROOT, Result, finish, holds, kill_all, start, steps_logged, tiny_flags, train, write_tiny
+from support.slurm_cluster import free_ports
 from support.two_hosts import two_hosts
 
 from common import cli
@@ -33,13 +34,6 @@ def alone(tmp_path_factory) -> Result:
     return train(SCRIPT, tmp_path_factory.mktemp("alone"), "--stage", 3)
 
 
-def port() -> str:
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return str(server.getsockname()[1])
-
-
 def assert_same(folder: Path, theirs: Result) -> None:
     ours = Result(0, "", "", folder)
     assert ours.summary["world_size"] == 2
@@ -47,7 +41,7 @@ def assert_same(folder: Path, theirs: Result) -> None:
 
 
 def test_the_launcher_on_one_host(tmp_path, alone):
-    launcher = [str(Path(sys.executable).parent / "deepspeed"), "--num_gpus=2", f"--master_port={port()}"]
+    launcher = [str(Path(sys.executable).parent / "deepspeed"), "--num_gpus=2", f"--master_port={free_ports(1)[0]}"]
     process = start([*launcher, str(ROOT / SCRIPT), *flags(tmp_path)], tmp_path, PATH=PATH)
     result = finish(process, tmp_path)
     assert result.code == 0, result.err
@@ -78,7 +72,7 @@ def test_two_hosts(tmp_path, alone):
 
 def test_stopped_it_saves_and_goes_on(tmp_path, alone):
     (tmp_path / "hosts").write_text("localhost slots=2\n")
-    env = {"PATH": PATH, "HOSTFILE": "hosts", "MASTER_PORT": port()}
+    env = {"PATH": PATH, "HOSTFILE": "hosts", "MASTER_PORT": str(free_ports(1)[0])}
     long = [*flags(tmp_path), "--steps", "100000"]
     process = start([str(LAUNCH), *long], tmp_path, **env)
     assert holds(process, lambda: steps_logged(tmp_path) > 2)

@@ -6,6 +6,7 @@ faults. `start`, and `run` and `train` with warm=False, start everything as a sh
 forgot an import may find it in the warm process, so one test of each starts it cold.
 """
 
+import dataclasses
 import json
 import os
 import shutil
@@ -170,6 +171,12 @@ def with_prelude(script: str, folder: Path, prelude: str) -> Path:
     return file
 
 
+def with_small_files(script: str, folder: Path, most_bytes: int) -> Path:
+    """The script, where no file may grow larger."""
+    limit = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({most_bytes}, {most_bytes}))"
+    return with_prelude(script, folder, limit)
+
+
 def drop_after(folder: Path, step: int) -> None:
     """The run as a kill after `step` would have left it."""
     for saved_at in (folder / "run").glob("step-*"):
@@ -201,6 +208,14 @@ def train(
     return result
 
 
+def config_of(shape: dict):
+    """The model.Config that the scripts make of a config.json with this content."""
+    from common import hf, model  # not above: mutations.py takes a name from here and needs no torch
+
+    fields = [field.name for field in dataclasses.fields(model.Config)]
+    return model.Config(**hf.parse_config(shape, fields, "shape"))
+
+
 def write_tiny(folder: Path) -> None:
     """The config of the model that tiny_flags names."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -226,9 +241,9 @@ def rank_process(process: Process, rank: int) -> psutil.Process:
     return min(workers, key=lambda p: p.create_time())
 
 
-def damage(path: Path, how: str) -> None:
-    """Spoil a checkpoint: its largest file is `truncated`, has `one bit` changed or is `missing`."""
-    file = max(path.glob("*.distcp"), key=lambda p: p.stat().st_size)
+def damage(path: Path, how: str, files: str = "*.distcp") -> None:
+    """Spoil a checkpoint: the largest of these files is `truncated`, has `one bit` changed or is `missing`."""
+    file = max(path.glob(files), key=lambda p: p.stat().st_size)
     data = bytearray(file.read_bytes())
     if how == "truncated":
         del data[len(data) // 2 :]
