@@ -1,0 +1,231 @@
+"""The flags of estimate.py and the tables that it prints."""
+
+import argparse
+from dataclasses import replace
+
+import _estimate_shapes as shapes
+import estimate
+from _estimate_advise import advise, print_advice
+from _estimate_config import read_shape
+from _estimate_formulas import inference_formulas, training_formulas
+from _estimate_frameworks import FRAMEWORKS, LOSSES
+from _estimate_inference import CACHE_DTYPES, WEIGHTS, inference_weight_bytes
+from _estimate_mfu import print_shares
+from _estimate_plan import CHECKPOINTING, DTYPES, OPTIMIZERS, Plan, check
+from _estimate_shapes import Shape
+from _estimate_time import EFFICIENCY, Device, read_device, step_seconds
+
+from common import cli, hardware, report
+from common.exits import UserError
+
+GIB = 2**30
+
+
+def parser(description: str) -> cli.Parser:
+    found = cli.Parser(description)
+    add = found.add_argument
+    add("--model", default="llama-8b", help="our sizes, a name of model_shapes.csv, or a config.json")
+    add("--layers", type=cli.positive_int, help="cut the model to so many layers")
+    add("--gpus", type=cli.positive_int, default=8, help="of all nodes")
+    add("--device", default="NVIDIA H100 80GB HBM3", help="a name of common/devices.csv, or cpu")
+    add("--zero", type=int, choices=(0, 1, 2, 3), help="what data-parallel ranks divide (default: 3, on one GPU 0)")
+    add("--tp", type=cli.positive_int, default=1, help="tensor parallel, with sequence parallel")
+    add("--pp", type=cli.positive_int, default=1, help="pipeline stages, 1F1B")
+    add("--cp", type=cli.positive_int, default=1, help="context parallel")
+    add("--ep", type=cli.positive_int, default=1, help="expert parallel")
+    add("--seq-len", type=cli.positive_int, help="tokens per sequence (default: 4096, or the model's limit)")
+    add("--micro-batch-size", type=cli.positive_int, default=1, help="sequences per rank and forward")
+    add(
+        "--global-batch-size",
+        type=cli.positive_int,
+        help="sequences per optimizer step (default: one micro-batch each)",
+    )
+    add("--dtype", choices=DTYPES, default="bf16", help="what matrices are multiplied in")
+    add("--checkpointing", choices=CHECKPOINTING, default="none")
+    add("--optimizer", choices=OPTIMIZERS, default="adamw")
+    add("--loss", choices=LOSSES, default="plain", help="how the cross-entropy is computed")
+    add("--framework", choices=FRAMEWORKS, default="ours", help="whose bytes per parameter and kernels")
+    add("--advise", action="store_true", help="search what fits, fastest first")
+    add("--is-my-mfu-right", type=cli.positive, metavar="TOKENS_PER_SECOND", help="of one device")
+    add("--inference", action="store_true", help="weights and KV cache instead of a training step")
+    add("--concurrency", type=cli.positive_int, default=1, help="sequences of --seq-len tokens in the cache")
+    add("--weights", choices=WEIGHTS, default="bf16", help="of --inference")
+    add("--group-size", type=cli.positive_int, default=32, help="weights per scale of --weights int4")
+    add("--kv-cache-dtype", choices=CACHE_DTYPES, default="bf16")
+    add("--json", type=cli.writable_file, metavar="PATH", help="write the answer as one JSON object")
+    return found
+
+
+def length(args: argparse.Namespace, shape: Shape) -> int:
+    if args.seq_len and shape.positions and args.seq_len > shape.positions:
+        raise UserError(f"--seq-len {args.seq_len} is over the limit of --model {shape.name}: {shape.positions}")
+    return args.seq_len or min(4096, shape.positions or 4096)
+
+
+def plan_of(args: argparse.Namespace, shape: Shape) -> Plan:
+    plan = Plan(
+        gpus=args.gpus,
+        zero=(3 if args.gpus > 1 else 0) if args.zero is None else args.zero,
+        tp=args.tp,
+        pp=args.pp,
+        cp=args.cp,
+        ep=args.ep,
+        seq_len=length(args, shape),
+        micro_batch_size=args.micro_batch_size,
+        micro_batches=args.pp,
+        dtype=args.dtype,
+        checkpointing=args.checkpointing,
+        optimizer=args.optimizer,
+        framework=args.framework,
+        loss=args.loss,
+        on_cpu=args.device == "cpu",
+    )
+    check(shape, plan)
+    if args.global_batch_size and not args.advise:
+        unit = plan.dp * plan.micro_batch_size
+        if args.global_batch_size % unit:
+            raise UserError(f"--global-batch-size {args.global_batch_size} is no multiple of dp x micro-batch = {unit}")
+        plan = replace(plan, micro_batches=args.global_batch_size // unit)
+    return plan
+
+
+def shape_of(args: argparse.Namespace) -> Shape:
+    shape = read_shape(args.model)
+    if args.layers is None:
+        return shape
+    if shape.experts:
+        dense_layers = min(args.layers, shape.experts.dense_layers)
+        shape = replace(shape, experts=replace(shape.experts, dense_layers=dense_layers))
+    return replace(shape, layers=args.layers)
+
+
+def answer(description: str) -> int:
+    args = parser(description).parse_args()
+    if sum(map(bool, (args.inference, args.advise, args.is_my_mfu_right))) > 1:
+        raise UserError("--inference, --advise and --is-my-mfu-right are three questions: ask one")
+    shape = shape_of(args)
+    device = read_device(args.device, args.dtype)
+    summary = {
+        "device": device.name,
+        "world_size": args.gpus,
+        "dtype": args.dtype,
+        "model": args.model,
+        "parameters": shapes.parameter_count(shape),
+    }
+    summary |= inference_answer(args, shape, device) if args.inference else training_answer(args, shape, device)
+    report.write_json({**dict.fromkeys(EMPTY), **summary}, args.json)
+    return 0
+
+
+def inference_answer(args: argparse.Namespace, shape: Shape, device: Device) -> dict:
+    seq_len = length(args, shape)
+    lines = inference(args, shape, seq_len)
+    print_lines(lines, inference_formulas(args, shape, seq_len), device)
+    bandwidth = hardware.memory_bandwidth(device.name)
+    seconds = None
+    if bandwidth:  # one token for each sequence reads all weights and the whole cache once
+        seconds = (lines["weight_bytes"] + lines["kv_cache_bytes"]) / bandwidth
+        print(f"decoding: at least {seconds * 1e3:.2f} ms a token, by {bandwidth / 1e12:.3g} TB/s of memory bandwidth")
+    forward = 2 * shapes.parameter_count(shape, active=True)
+    return in_bytes(lines) | fit(lines, device) | {"flops_per_token": forward, "step_seconds": seconds}
+
+
+def training_answer(args: argparse.Namespace, shape: Shape, device: Device) -> dict:
+    plan = plan_of(args, shape)
+    more = {}
+    if args.is_my_mfu_right:
+        how = {"gpus": args.gpus, "seq_len": plan.seq_len, "checkpointing": plan.checkpointing}
+        found = print_shares(shape, device, tokens_per_second=args.is_my_mfu_right, **how)
+        more = {"tokens_per_second": args.is_my_mfu_right, "conventions": found, "mfu": next(iter(found.values()))}
+    if args.advise:
+        batch = args.global_batch_size or 8 * plan.gpus
+        ranked = advise(shape, plan, device, global_batch_size=batch)
+        if not ranked:
+            where = f"{plan.gpus} x {device.name}"
+            raise UserError(f"--advise: no plan of {where} holds {shape.name} at {plan.seq_len} tokens")
+        print(f"{shape.name} on {plan.gpus} x {device.name}, {batch} sequences of {plan.seq_len} tokens per step\n")
+        print_advice(ranked, device)
+        more = {"advice": [{**row, "plan": vars(row["plan"])} for row in ranked[:20]]}
+        plan = ranked[0]["plan"]
+    lines = estimate.memory(shape, plan)
+    flops = estimate.flops_per_token(shape, seq_len=plan.seq_len)
+    seconds = step_seconds(shape, plan, device, flops)
+    if not (args.advise or args.is_my_mfu_right):
+        print_lines(lines, training_formulas(shape, plan), device)
+        print_speed(plan, device, flops, seconds)
+    # of a plain cross-entropy, forward leaves log-softmax: a third of what the logits take at the peak
+    kept = lines["logits_bytes"] / 3 if plan.loss == "plain" else lines["logits_bytes"]
+    more = {"saved_for_backward_bytes": round(lines["activation_bytes"] + kept), **more}
+    speed = {"flops_per_token": flops, "step_seconds": seconds, "mfu": share_of_peak(plan, device, flops, seconds)}
+    return in_bytes(lines) | fit(lines, device) | speed | more
+
+
+EMPTY = ("kv_cache_bytes", "flops_per_token", "mfu", "step_seconds")
+
+
+def in_bytes(lines: dict[str, float]) -> dict[str, int | dict[str, int]]:
+    moments = {name: round(lines[name]) for name in estimate.MOMENTS if name in lines}
+    return {name: round(size) for name, size in lines.items() if name not in moments} | {"moments": moments}
+
+
+def fit(lines: dict[str, float], device: Device) -> dict[str, bool | None]:
+    return {"fits": None if device.memory_bytes is None else lines["total_bytes"] <= device.memory_bytes}
+
+
+def share_of_peak(plan: Plan, device: Device, flops: float, seconds: float | None) -> float | None:
+    if not seconds:
+        return None
+    tokens = plan.tokens * plan.micro_batches / (plan.tp * plan.pp)
+    return estimate.mfu(tokens_per_second=tokens / seconds, flops_per_token=flops, peak_flops=device.peak_flops)
+
+
+def inference(args: argparse.Namespace, shape: Shape, seq_len: int) -> dict[str, float]:
+    """Bytes of each of --tp ranks. Activations are one sequence's prefill through the widest part of a block."""
+    if args.gpus % args.tp:
+        raise UserError(f"--gpus {args.gpus} is no multiple of --tp {args.tp}")
+    check(shape, Plan(gpus=args.tp, tp=args.tp, seq_len=args.tp, dtype=args.dtype))
+    tokens = seq_len * args.concurrency
+    how = {"weights": args.weights, "group_size": args.group_size, "tp": args.tp, "head_divided": True}
+    widest = 2 * shape.hidden + 3 * shape.ffn / args.tp
+    lines = {
+        "weight_bytes": inference_weight_bytes(shape, **how),
+        "gradient_bytes": 0,
+        "optimizer_bytes": 0,
+        "activation_bytes": seq_len * widest * DTYPES[args.dtype],
+        "logits_bytes": args.concurrency * shape.vocab * (DTYPES[args.dtype] + 4),
+        "gathered_bytes": 0,
+        "kv_cache_bytes": estimate.kv_cache_bytes(
+            shape, tokens=tokens, bytes_each=CACHE_DTYPES[args.kv_cache_dtype], tp=args.tp
+        ),
+        "context_bytes": 0 if args.device == "cpu" else estimate.CONTEXT,
+        "nccl_bytes": estimate.NCCL if args.tp > 1 else 0,
+    }
+    return {**lines, "total_bytes": sum(lines.values())}
+
+
+def print_lines(lines: dict[str, float], formulas: dict[str, str], device: Device) -> None:
+    unit, scale = ("GiB", GIB) if lines["total_bytes"] >= GIB else ("MiB", 2**20)
+    rows = [["per rank", unit, "formula"]]
+    for name, formula in formulas.items():
+        rows.append([name.removesuffix("_bytes").replace("_", " "), f"{lines[name] / scale:,.2f}", formula])
+    print(report.table(rows))
+    peak = max((name for name in estimate.MOMENTS if name in lines), key=lambda name: lines[name], default=None)
+    if peak:
+        print(f"\npeak: {peak}; lines that are not alive together do not add up to it")
+    verdict = fit(lines, device)["fits"]
+    if verdict is None:
+        print(f"\nwhether it fits is n/a: the memory of {device.name} is not in common/devices.csv")
+    else:
+        print(f"\n{'fits' if verdict else 'does not fit'} into {device.memory_bytes / GIB:.1f} GiB of {device.name}")
+
+
+def print_speed(plan: Plan, device: Device, flops: float, seconds: float | None) -> None:
+    if seconds is None:
+        print(f"step time n/a: common/devices.csv has no peak of {device.name} in {plan.dtype}")
+        return
+    share = share_of_peak(plan, device, flops, seconds)
+    tokens = plan.seq_len * plan.micro_batch_size * plan.micro_batches * plan.dp
+    print(
+        f"step: {seconds:.3f} s for {tokens:,} tokens, MFU {share:.1%} of {device.peak_flops / 1e12:.1f} TFLOP/s, "
+        f"if products reach {EFFICIENCY:.0%} of the peak (assumed)"
+    )

@@ -1,0 +1,49 @@
+"""Widths and element sizes that the formulas of estimate.py need of a shape and a plan."""
+
+import _estimate_shapes as shapes
+from _estimate_frameworks import FRAMEWORKS
+from _estimate_plan import DTYPES, Plan
+from _estimate_shapes import Shape
+
+
+def residual_bytes(plan: Plan) -> int:
+    """Bytes of an element between blocks: under autocast the weights are fp32, and so is what embedding yields."""
+    return 4 if plan.framework == "ours" and plan.zero < 3 else DTYPES[plan.dtype]
+
+
+def gradient_size(plan: Plan) -> int:
+    """Bytes of an element of a gradient as backward makes it: that of the weight that forward found."""
+    return 4 if plan.framework == "ours" and plan.zero < 3 else DTYPES[plan.dtype]
+
+
+def latent_bytes(shape: Shape, e: int) -> float:
+    """Latent attention: both latents before and after their norm, the shared key, queries and keys before rotation."""
+    if not (mla := shape.latent):
+        return 0.0
+    latents = 2 * (mla.q_rank + mla.kv_rank) + mla.rope
+    return (latents + shape.q_width + shape.heads * (mla.nope + mla.value)) * e
+
+
+def product_widths(shape: Shape, plan: Plan, *, experts: bool) -> list[int]:
+    """The widths of the products' results that selective checkpointing keeps, in the order in which they run."""
+    attention = [outputs for _, outputs in shapes.attention_matrices(shape)]
+    every = 2 if FRAMEWORKS[plan.framework].every_second_product else 1
+    if not experts:
+        return (attention + [outputs for _, outputs in shapes.feed_forward_matrices(shape, shape.ffn)])[::every]
+    mixture = shape.experts
+    routed = [mixture.active * outputs for _, outputs in shapes.feed_forward_matrices(shape, mixture.ffn)]
+    routed = [] if every == 2 else routed  # torch._grouped_mm is not on torchtitan's list
+    shared = [outputs for _, outputs in shapes.feed_forward_matrices(shape, mixture.shared_ffn)]
+    return [*attention, *routed, *(shared if mixture.shared_ffn else [])][::every]
+
+
+def end_bytes(shape: Shape, plan: Plan) -> float:
+    """Per token: the input of the last norm, 1/rms, and the head's input."""
+    head_input = shape.hidden * DTYPES[plan.dtype]
+    if FRAMEWORKS[plan.framework].gathered_inputs:
+        head_input *= plan.tp
+    return shape.hidden * residual_bytes(plan) * (1 + plan.on_cpu) + 4 + head_input
+
+
+def rotated_width(shape: Shape) -> int:
+    return shape.latent.rope if shape.latent else shape.head_dim

@@ -1,0 +1,77 @@
+"""A model of quantized_inference.py with its cache, and its steps: prefill, decode, verify; compiled or not."""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from _quantized_inference_cache import Int8Cache
+from _quantized_inference_flags import DTYPES, activation_dtype, check_fits
+from _quantized_inference_load import Loaded, Scheme, load
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from common import shapes
+from common.generate import StaticCache
+
+
+class Model(NamedTuple):
+    """A loaded model with its cache, and its steps for common/generate.py."""
+
+    loaded: Loaded
+    cache: StaticCache
+    prefill: Callable[[Tensor, Tensor, Tensor], Tensor]
+    decode: Callable[[Tensor, Tensor], Tensor]
+    verify: Callable[[Tensor, Tensor], Tensor]
+
+
+def make_model(
+    name: str,
+    weights: str,
+    layer: type[nn.Module],
+    args: argparse.Namespace,
+    device: torch.device,
+    *,
+    save: Path | None = None,
+    **sizes: int,
+) -> Model:
+    config = shapes.read_config(name)
+    dtype = DTYPES[activation_dtype(args, weights, device)]
+    make_cache = Int8Cache if args.kv_cache == "int8" else StaticCache
+    cache_bytes = make_cache(config, **sizes, dtype=dtype, device="meta").nbytes()
+    check_fits(config, weights, args.group_size, cache_bytes, device)
+    cache = make_cache(config, **sizes, dtype=dtype, device=device)
+    scheme = Scheme(weights, layer, args.group_size)
+    loaded = load(name, config, scheme, seed=args.seed, dtype=dtype, device=device, save=save)
+    net = loaded.net
+
+    def prefill(ids: Tensor, positions: Tensor, last: Tensor) -> Tensor:
+        return net(ids, positions=positions, cache=cache, last=last)
+
+    def decode(ids: Tensor, positions: Tensor) -> Tensor:
+        return net(ids[:, None], positions=positions[:, None], cache=cache)[:, -1]
+
+    def verify(ids: Tensor, positions: Tensor) -> Tensor:
+        return net(ids, positions=positions, cache=cache)
+
+    if args.compile:
+        decode, verify = compile_step(decode, cache), compile_step(verify, cache)
+    return Model(loaded, cache, prefill, decode, verify)
+
+
+def compile_step(step: Callable[[Tensor, Tensor], Tensor], cache: StaticCache) -> Callable[[Tensor, Tensor], Tensor]:
+    """A step that is compiled once: whatever the position, the cache keeps its shapes and its addresses."""
+    if not cache.slots.is_cuda:
+        return torch.compile(step, dynamic=False, fullgraph=True)
+    for tensor in cache.tensors():
+        torch._dynamo.mark_static_address(tensor)  # else no CUDA graph may write to it
+    # products of one row become loops over the weights like any other, with the dequantizing inside
+    options = {"triton.cudagraphs": True, "coordinate_descent_tuning": True}
+    compiled = torch.compile(step, dynamic=False, fullgraph=True, options=options)
+
+    def call(ids: Tensor, positions: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.MATH):  # attention of one token, written out, is fused as well
+            return compiled(ids, positions)
+
+    return call

@@ -1,0 +1,118 @@
+"""07_memory_tricks/cuda_graphs.py: a step that can be captured, and what is compared with it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from support.chapter import load
+from support.harness import ODD, ROOT, config_of, run
+
+from common import model
+
+graphs = load("07_memory_tricks/cuda_graphs.py")
+
+CPU = torch.device("cpu")
+TIED = {**ODD, "vocab_size": 97, "num_key_value_heads": 6, "tie_word_embeddings": True}
+
+
+def training(shape: dict):
+    config = config_of(shape)
+    net = model.Transformer(config)
+    net.init_weights(0)
+    return config, graphs.make_training(net)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("shape", [ODD, TIED], ids=["untied", "tied"])
+def test_the_tiny_model_runs_the_same_operators(shape, dtype):
+    config, whole = training(shape)
+    tiny_config = graphs.smallest(config)
+    tiny_net = model.Transformer(tiny_config)
+    tiny = graphs.make_training(tiny_net)
+    counts = []
+    for (net, optimizer), of_shape, sequences, length in ((whole, config, 5, 23), (tiny, tiny_config, 1, 1)):
+        batch = graphs.random_batch(of_shape, sequences, length, CPU)
+        graphs.training_step(net, optimizer, batch, dtype)
+
+        def step(net=net, optimizer=optimizer, batch=batch):
+            return graphs.training_step(net, optimizer, batch, dtype)
+
+        counts.append(graphs.count_operators(step, CPU))
+    assert counts[0] == counts[1] > 100
+    assert sum(p.numel() for p in tiny_net.parameters()) < sum(p.numel() for p in whole[0].parameters()) / 4
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_step_reads_no_number(monkeypatch, dtype):
+    """Captured, it would end in an error."""
+    config, (net, optimizer) = training(ODD)
+    batch = graphs.random_batch(config, 2, 9, CPU)
+    graphs.training_step(net, optimizer, batch, dtype)
+    with monkeypatch.context() as patch:
+        for reader in ("item", "tolist", "cpu", "__bool__", "__float__", "__int__", "numpy"):
+            patch.setattr(torch.Tensor, reader, lambda *_: pytest.fail("a number was read"))
+        loss = graphs.training_step(net, optimizer, batch, dtype)
+    assert loss.requires_grad is False
+
+
+def test_a_replay_is_given_its_batch_and_keeps_its_loss():
+    """With a stand-in for the graph, which runs the step on the static tensors as CUDA would."""
+    config, (eager_net, eager_optimizer) = training(ODD)
+    batches = [graphs.random_batch(config, 2, 9, CPU) for _ in range(3)]
+    eager = [graphs.training_step(eager_net, eager_optimizer, batch, "fp32") for batch in batches]
+
+    _, (net, optimizer) = training(ODD)
+    static_batch = [tensor.clone() for tensor in batches[0]]
+    static_loss = torch.zeros(())
+
+    class Graph:
+        def replay(self) -> None:
+            static_loss.copy_(graphs.training_step(net, optimizer, static_batch, "fp32"))
+
+    replayed = [graphs.replay(Graph(), static_batch, static_loss, batch) for batch in batches]
+    assert torch.equal(torch.stack(replayed), torch.stack(eager))
+    assert len(set(torch.stack(eager).tolist())) == 3
+
+
+def test_the_script(tmp_path):
+    (tmp_path / "odd.json").write_text(json.dumps(ODD))
+    flags = ["--model", "odd.json", "--seq-len", 7, "--micro-batch-sizes", "3,1", "--device", "cpu"]
+    result = run("07_memory_tricks/cuda_graphs.py", tmp_path, *flags, "--json", "summary.json")
+    assert result.code == 0, result.err
+    assert "checked: the tiny model runs as many operators" in result.out
+    assert "left out: capture and replay" in result.out
+    rows = result.summary["rows"]
+    assert [row["tokens"] for row in rows] == [7, 21]
+    assert all(row["eager_seconds"]["n"] == row["overhead_share"]["n"] == graphs.ROUNDS for row in rows)
+    assert result.summary["losses"] is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [
+        (["--micro-batch-sizes", "1,0"], "--micro-batch-sizes"),
+        (["--micro-batch-sizes", ""], "--micro-batch-sizes"),
+        (["--seq-len", "5000"], "--seq-len 5000"),
+    ],
+)
+def test_wrong_flags_are_one_line(tmp_path, flags, word):
+    result = run("07_memory_tricks/cuda_graphs.py", tmp_path, "--device", "cpu", *flags)
+    assert (result.code, result.err.count("\n")) == (2, 1)
+    assert word in result.err
+
+
+@pytest.mark.gpu(n=1)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_gpu_replayed_losses_are_eagers(gpus, tmp_path, dtype):
+    command = [sys.executable, "07_memory_tricks/cuda_graphs.py", "--device", "cuda", "--dtype", dtype]
+    command += ["--json", str(tmp_path / "g.json")]
+    result = subprocess.run(command, cwd=ROOT, env=gpus, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr[-3000:]
+    summary = json.loads((tmp_path / "g.json").read_text())
+    losses = summary["losses"]
+    assert losses["replayed"] == pytest.approx(losses["eager"], rel=graphs.TOLERANCE[dtype])
+    assert len(set(losses["replayed"])) == graphs.COMPARED_STEPS  # each replay saw its own batch
+    assert all(row["replayed_seconds"]["n"] == graphs.ROUNDS for row in summary["rows"])
+    assert summary["left_out"] is None
