@@ -77,13 +77,18 @@ def agrees(name: str, kernel: Kernel, exact: Forward, x: Tensor) -> Forward | No
 
 
 def checked(
-    layers: dict[str, nn.Linear], kernels: dict[str, Kernel], exact: dict[str, Forward]
+    layers: dict[str, nn.Linear],
+    kernels: dict[str, Kernel],
+    exact: dict[str, Forward],
+    sizes: dict[str, float] | None = None,
 ) -> dict[str, Forward] | None:
-    """The kernels of all layers, each tried on random input; None if they do not run here."""
+    """The kernels of all layers, each tried on random input; None if they do not run here. `sizes`: what the inputs of
+    a layer are multiplied with, where activations have a scale: small ones would all round to 0, which proves nothing.
+    """
     forwards = {}
     for name, kernel in kernels.items():
         weight = layers[name].weight
-        x = torch.randn(32, weight.shape[1], device=weight.device)
+        x = torch.randn(32, weight.shape[1], device=weight.device) * (sizes[name] if sizes else 1)
         if (forward := agrees(name, kernel, exact[name], x)) is None:
             return None
         forwards[name] = forward

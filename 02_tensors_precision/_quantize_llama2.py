@@ -9,13 +9,13 @@ from collections.abc import Callable
 import torch
 from _quantize_workbench import linears
 
-from common import model
+from common import model, shapes
 from common.report import table
 
 LLAMA2 = {  # vocabulary, hidden, ffn, layers, heads, key-value heads, head_dim, length; lm_head is not tied
-    "7B": model.Config(32_000, 4096, 11_008, 32, 32, 32, 128, 4096),
-    "13B": model.Config(32_000, 5120, 13_824, 40, 40, 40, 128, 4096),
-    "70B": model.Config(32_000, 8192, 28_672, 80, 64, 8, 128, 4096),
+    "7B": shapes.Config(32_000, 4096, 11_008, 32, 32, 32, 128, 4096),
+    "13B": shapes.Config(32_000, 5120, 13_824, 40, 40, 40, 128, 4096),
+    "70B": shapes.Config(32_000, 8192, 28_672, 80, 64, 8, 128, 4096),
 }
 
 KINDS = {"int8_per_channel": (8, "channel"), "int4_per_128": (4, 128), "int4_per_32": (4, 32)}
@@ -31,10 +31,10 @@ def llama2_bytes(quantize: Callable) -> list[dict]:
     for name, config in LLAMA2.items():
         with torch.device("meta"):  # tensors with a shape and no storage: any size fits
             net = model.Transformer(config)
-            shapes = collections.Counter(layer.weight.shape for layer in linears(net).values())
-            in_blocks = {torch.empty(shape): count for shape, count in shapes.items()}
+            counts = collections.Counter(layer.weight.shape for layer in linears(net).values())
+            in_blocks = {torch.empty(shape): count for shape, count in counts.items()}
             around_blocks = {torch.empty(config.vocab_size, config.hidden_size): 2}  # embedding and lm_head
-        parameters = model.parameter_count(config)
+        parameters = shapes.parameter_count(config)
         rest = parameters - elements(in_blocks)
         norms = rest - elements(around_blocks)
         row = {"model": name, "parameters": parameters, "bf16_bytes": 2 * parameters}

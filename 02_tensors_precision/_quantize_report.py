@@ -16,7 +16,7 @@ def print_schemes(rows: list[dict], net: nn.Module, turns: int) -> None:
     print("\n" + table(lines))
     kept = sum(p.nbytes for p in net.parameters()) - rows[0]["weight_bytes"]
     print(f"speed: median, lowest and highest of {turns} turns; above fp32: noise if under twice the standard error")
-    print(f"fp32 in every row: embedding, which is the output layer too, and norms, {kept / 1e6:.2f} MB")
+    print(f"fp32 in every row: embedding, output layer and norms, {kept / 1e6:.2f} MB")
     print("int3 is stored in 4 bits")
 
 

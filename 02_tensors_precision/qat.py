@@ -5,17 +5,19 @@ estimator rounds in forward and ignores the rounding in backward. The weights th
 to sit where rounding them hurts little. QAT also means more training, which alone lowers the loss. So the baseline
 is a model that was trained on for as many steps, in the same order of the data, without rounding, and then rounded
 (PTQ) in two ways: with the scale that fits the largest weight of a row, and with the scale that leaves the least
-squared error, which lets a few large weights be clipped so that the others get finer steps. QAT clips at the shares
-of the second kind, chosen before its first step.
+squared error, which lets a few large weights be clipped so that the others get finer steps. QAT clips in the one of
+these two ways that loses less before its first step, on the calibration set.
 
     laptop    python 02_tensors_precision/qat.py
     figures   python 02_tensors_precision/qat.py --train-steps 300 --steps 50 --bits 4 3 2
+    real      python 02_tensors_precision/qat.py --model models/smollm2-135m --bits 4 3 --seeds 1
     one GPU   python 02_tensors_precision/qat.py --train-steps 300 --steps 50 --bits 4 3 2 --device cuda
     cluster   one process is all it uses
 
 Look for: the last lines. The gain is the loss of the better PTQ minus that of QAT, seed by seed. A gain that is not
 seen on every seed, or that is less than twice its standard error over the sequences, was not shown. A seed decides a
-whole model: its first weights, the order of the data it learned from, and the order of that for the steps after.
+whole model: its first weights, the order of the data it learned from, and the order of that for the steps after. The
+model of a folder has its weights: there a seed decides the order of the steps after alone.
 Before: quantize.py. Next: 03_linear_regression/.
 """
 
@@ -31,19 +33,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[i]) for i in (0, 1)]  # neighbours; common/
+from _quantize_model import finish, flags, held_out_sets, starting_model, train
 from _quantize_report import print_seeds, print_verdicts
-from _quantize_workbench import (
-    Batches,
-    Forward,
-    difference,
-    finish,
-    flags,
-    held_out_sets,
-    linears,
-    measure,
-    train,
-    trained_model,
-)
+from _quantize_workbench import Batches, Forward, difference, linears, measure
 from quantize import Quantized, dequantize, emulate, quantize
 
 from common import cli, exits, model, runtime
@@ -81,6 +73,13 @@ def least_squares(net: model.Transformer, bits: int) -> Clips:
         errors = torch.stack([(t - layer.weight).square().sum(1) for t in tried])
         clips[name] = torch.tensor(SHARES, device=errors.device)[errors.argmin(0)].view(-1, 1, 1)
     return clips
+
+
+def clips_to_train_with(net: model.Transformer, bits: int, calibration_set: Batches) -> Clips:
+    """Of both ways to choose a scale, the one that costs the model less as it is."""
+    fitted = least_squares(net, bits)
+    whole = {name: torch.ones_like(share) for name, share in fitted.items()}
+    return min(whole, fitted, key=lambda clips: losses(net, export(net, bits, clips), calibration_set).mean().item())
 
 
 def fake_linear(layer: nn.Linear, bits: int, clip: Tensor, x: Tensor) -> Tensor:
@@ -172,13 +171,13 @@ def main() -> int:
     device = runtime.single_device(args.device)
     rows = []
     for seed in range(args.seed, args.seed + args.seeds):
-        net, corpus = trained_model(run_dir=args.run_dir, seed=seed, train_steps=args.train_steps, device=device)
-        _, evaluation_set = held_out_sets(corpus, device)
+        net, corpus, _ = starting_model(args, seed, device)
+        calibration_set, evaluation_set = held_out_sets(corpus, device)
 
         baseline = copy.deepcopy(net)
         train(baseline, corpus.train, args.steps, LR, seed + 1)  # the model has learned in the order of its seed
         for bits in args.bits:
-            clips = least_squares(net, bits)
+            clips = clips_to_train_with(net, bits, calibration_set[:2])
             if seed == args.seed:
                 check_gradient(net, bits, clips, evaluation_set[0])
             qat = with_rounding(copy.deepcopy(net), bits, clips)

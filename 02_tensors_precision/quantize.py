@@ -8,12 +8,14 @@ most, found by quantizing one at a time, can keep more bits. It is not distillat
 
     laptop    python 02_tensors_precision/quantize.py
     figures   python 02_tensors_precision/quantize.py --train-steps 1000
+    real      python 02_tensors_precision/quantize.py --model models/smollm2-135m
     one GPU   python 02_tensors_precision/quantize.py --train-steps 1000 --device cuda
     cluster   one process is all it uses
 
 Look for: the held-out loss above that of fp32, against bytes; what calibration on the wrong text costs; tokens/s where
 floats are multiplied after dequantizing (no gain) and in torch's own kernels. The bare run's model knows so little that
-it has little to lose. Before: precision.py. Next: qat.py trains on with the rounding in place.
+it has little to lose; a real one has more, and activations that are thousands of times as large as the mean.
+Before: precision.py. Next: qat.py trains on with the rounding in place.
 """
 
 import sys
@@ -30,24 +32,13 @@ from torch import Tensor
 sys.path[:0] = [str(Path(__file__).resolve().parents[i]) for i in (0, 1)]  # neighbours; common/
 from _quantize_kernels import Kernel, bf16, checked, int4_kernel, int8_kernel, on_matrices, time_layer
 from _quantize_llama2 import llama2_bytes, print_llama2
+from _quantize_model import finish, flags, held_out_sets, scan_set, starting_model
 from _quantize_report import print_layer, print_schemes, print_sensitivity
-from _quantize_workbench import (
-    Batches,
-    Forward,
-    Scheme,
-    evaluate,
-    finish,
-    flags,
-    held_out_sets,
-    linears,
-    observe,
-    sensitivity,
-    trained_model,
-)
+from _quantize_workbench import Batches, Forward, Scheme, evaluate, linears, observe, sensitivity
 
 from common import exits, runtime
 
-KEEP = 6  # of 42 layers, in mixed precision
+KEEP = 7  # one layer of so many keeps more bits in mixed precision
 DEQUANTIZED = "fp32, dequantized"
 OBSERVERS = {"min-max": 0.0, "percentile 99.9": 1e-3}  # what share of the values is clipped at either end
 
@@ -168,44 +159,46 @@ def weight_only_schemes(net, weights: dict[str, Tensor]) -> Iterator[Scheme]:
             yield Scheme(name, f"torch's kernel, {kind}", total_bytes(quantized), fast)
 
 
-def w8a8_schemes(net, weights: dict[str, Tensor], inputs: Tensor) -> Iterator[Scheme]:
+def w8a8_schemes(net, weights: dict[str, Tensor], inputs: Tensor, space: int) -> Iterator[Scheme]:
     """Integers times integers: activations are quantized too, with ranges observed on different calibration texts."""
     int8 = quantize_all(weights, 8, "channel")
     calibration_texts = {
         "text": inputs,
-        "random bytes": torch.randint_like(inputs, 256),
-        "spaces": torch.full_like(inputs, ord(" ")),
+        "random tokens": torch.randint_like(inputs, net.config.vocab_size),
+        "spaces": torch.full_like(inputs, space),
     }
     for text_name, calibration_text in calibration_texts.items():
         for observer_name, clipped_share in OBSERVERS.items():
             activation_ranges = observe(net, calibration_text, clipped_share)
-            exact, kernels = {}, {}
+            exact, kernels, sizes = {}, {}, {}
             for name, w in int8.items():
+                sizes[name] = max(map(abs, activation_ranges[name]))
                 exact[name] = w8a8(w, *activation_ranges[name], kernel=False)
                 kernels[name] = partial(w8a8, w, *activation_ranges[name])
-            fast = checked(linears(net), kernels, exact)
+            fast = checked(linears(net), kernels, exact, sizes)
             multiplied = DEQUANTIZED if fast is None else "torch's kernel, int8"
             yield Scheme(f"W8A8, {observer_name} of {text_name}", multiplied, total_bytes(int8), fast or exact)
 
 
 def mixed_schemes(weights: dict[str, Tensor], most_sensitive_first: list[str]) -> Iterator[Scheme]:
-    """KEEP layers stay in int8: those that the scan found most sensitive, and for comparison the least sensitive."""
+    """A few layers stay in int8: those that the scan found most sensitive, and for comparison the least sensitive."""
+    keep = len(weights) // KEEP
     int8 = quantize_all(weights, 8, "channel")
     for bits in (4, 3):
         low = quantize_all(weights, bits, "channel")
-        for which, kept in (("most", most_sensitive_first[:KEEP]), ("least", most_sensitive_first[-KEEP:])):
+        for which, kept in (("most", most_sensitive_first[:keep]), ("least", most_sensitive_first[-keep:])):
             mixed = {name: int8[name] if name in kept else low[name] for name in weights}
-            name = f"int{bits} per channel, {KEEP} {which} sensitive int8"
+            name = f"int{bits} per channel, {keep} {which} sensitive int8"
             yield Scheme(name, DEQUANTIZED, total_bytes(mixed), emulate_all(mixed))
 
 
-def schemes(net, calibration_set: Batches, most_sensitive_first: list[str]) -> Iterator[Scheme]:
+def schemes(net, calibration_set: Batches, most_sensitive_first: list[str], space: int) -> Iterator[Scheme]:
     weights = {name: layer.weight.detach() for name, layer in linears(net).items()}
     fp32_bytes = sum(w.nbytes for w in weights.values())
     yield Scheme("fp32", "fp32", fp32_bytes, {})
     yield Scheme("bf16", "bf16", fp32_bytes // 2, {name: bf16(w) for name, w in weights.items()})
     yield from weight_only_schemes(net, weights)
-    yield from w8a8_schemes(net, weights, calibration_set[0][0])
+    yield from w8a8_schemes(net, weights, calibration_set[0][0], space)
     yield from mixed_schemes(weights, most_sensitive_first)
 
 
@@ -228,15 +221,15 @@ def main() -> int:
     args = flags(__doc__).parse_args()
     start = time.perf_counter()
     device = runtime.single_device(args.device)
-    net, corpus = trained_model(run_dir=args.run_dir, seed=args.seed, train_steps=args.train_steps, device=device)
+    net, corpus, space = starting_model(args, args.seed, device)
     calibration_set, evaluation_set = held_out_sets(corpus, device)
 
     # the scan is made at 3 bits: at 4 the effect of a single layer is smaller than the noise
     weights = {name: layer.weight.detach() for name, layer in linears(net).items()}
-    scan = sensitivity(net, emulate_all(quantize_all(weights, 3, "channel")), calibration_set[:2])
-    rows = evaluate(net, [*schemes(net, calibration_set, [*scan])], evaluation_set)
+    scan = sensitivity(net, emulate_all(quantize_all(weights, 3, "channel")), scan_set(args, calibration_set))
+    rows = evaluate(net, [*schemes(net, calibration_set, [*scan], space)], evaluation_set)
     print_schemes(rows, net, turns=len(evaluation_set) - 1)
-    print_sensitivity(scan, KEEP)
+    print_sensitivity(scan, shown=6)
     layer = time_layer(ways, 4096 if device.type == "cpu" else 16_384, device)
     llama2 = llama2_bytes(quantize)
     print_layer(layer)

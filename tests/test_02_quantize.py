@@ -10,18 +10,20 @@ import numpy as np
 import pytest
 import torch
 from support.chapter import load
-from support.harness import run
+from support.checkpoints import write_folder
+from support.harness import TINY, config_of, run
 
-from common import data, model
+from common import data, model, shapes
 from common.exits import UserError
 
+start_model = load("02_tensors_precision/_quantize_model.py")
 workbench = load("02_tensors_precision/_quantize_workbench.py")
 kernels = load("02_tensors_precision/_quantize_kernels.py")
 llama2 = load("02_tensors_precision/_quantize_llama2.py")
 quantize = load("02_tensors_precision/quantize.py")
 qat = load("02_tensors_precision/qat.py")
 CPU = torch.device("cpu")
-CONFIG = model.Config(256, 32, 48, 2, 4, 4, 8, 64, tie_word_embeddings=True)
+CONFIG = shapes.Config(256, 32, 48, 2, 4, 4, 8, 64, tie_word_embeddings=True)
 
 
 @pytest.fixture
@@ -260,8 +262,8 @@ def test_the_scan_finds_the_layer_that_hurts_and_mixed_precision_keeps_it(net, b
     scan = workbench.sensitivity(net, coarse, [(batch[0], targets)])
     assert [name for name, (delta, _) in scan.items() if delta > 0] == [bad]
     assert [*scan.values()] == sorted(scan.values(), key=lambda item: -item[0])
-    monkeypatch.setattr(quantize, "KEEP", 1)
-    schemes = {scheme.name: scheme for scheme in quantize.schemes(net, [batch], [*scan])}
+    monkeypatch.setattr(quantize, "KEEP", 14)
+    schemes = {scheme.name: scheme for scheme in quantize.schemes(net, [batch], [*scan], ord(" "))}
     mixed = schemes["int4 per channel, 1 most sensitive int8"]
     for name, layer in layers.items():
         x = torch.randn(5, layer.in_features)
@@ -350,25 +352,31 @@ def test_exported_integers_alone_give_the_trained_logits(net, batch):
 
 
 @pytest.fixture
-def small(monkeypatch) -> None:
-    """The cached model, small and on a short text."""
+def short_text(monkeypatch) -> data.Corpus:
+    """A short text in place of the default corpus."""
     train = np.frombuffer(b"for i in range(10):\n    print(i)\n" * 700, dtype=np.uint8)
     held_out = np.frombuffer(b"while True:\n    x = y + 1\n" * 300, dtype=np.uint8)
     corpus = data.Corpus(train=train, held_out=held_out, vocab_size=256, sha256="0123456789abcdef")
     monkeypatch.setattr(data, "load_corpus", lambda *_: corpus)
-    monkeypatch.setattr(model, "load_config", lambda *_: CONFIG)
+    return corpus
+
+
+@pytest.fixture
+def small(monkeypatch, short_text) -> None:
+    """The cached model, small and on a short text."""
+    monkeypatch.setattr(shapes, "load_config", lambda *_: CONFIG)
 
 
 def trained(folder: Path, seed: int = 0, steps: int = 3) -> dict[str, torch.Tensor]:
-    net, _ = workbench.trained_model(run_dir=folder, seed=seed, train_steps=steps, device=CPU)
+    net, _ = start_model.trained_model(run_dir=folder, seed=seed, train_steps=steps, device=CPU)
     return net.state_dict()
 
 
 def test_a_run_dir_that_cannot_be_is_told_before_training(monkeypatch, tmp_path):
     (tmp_path / "file").touch()
-    monkeypatch.setattr(workbench, "train", lambda *_: pytest.fail("trained first"))
+    monkeypatch.setattr(start_model, "train", lambda *_: pytest.fail("trained first"))
     with pytest.raises(UserError, match="--run-dir"):
-        workbench.trained_model(run_dir=tmp_path / "file/runs", seed=0, train_steps=1, device=CPU)
+        start_model.trained_model(run_dir=tmp_path / "file/runs", seed=0, train_steps=1, device=CPU)
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -380,7 +388,7 @@ def test_the_model_is_trained_once(small, tmp_path, monkeypatch):
     (file,) = (tmp_path / "new").iterdir()  # nothing under a temporary name is left
     for part in ("seed0", "steps3", torch.__version__):
         assert part in file.name
-    monkeypatch.setattr(workbench, "train", lambda *_: pytest.fail("trained again"))
+    monkeypatch.setattr(start_model, "train", lambda *_: pytest.fail("trained again"))
     assert same(trained(tmp_path / "new"), first)
 
 
@@ -409,7 +417,7 @@ def test_training_is_decided_by_its_seed(small):
     base.init_weights(0)
     nets = [copy.deepcopy(base) for _ in range(3)]
     for net, seed in zip(nets, (1, 1, 2), strict=True):
-        workbench.train(net, corpus.train, 3, 1e-3, seed)
+        start_model.train(net, corpus.train, 3, 1e-3, seed)
     one, again, other = (net.state_dict() for net in nets)
     assert same(one, again)
     assert not same(one, other)
@@ -418,7 +426,7 @@ def test_training_is_decided_by_its_seed(small):
 
 def test_the_calibration_set_is_not_the_evaluation_set(small):
     corpus = data.load_corpus("stdlib", "bytes")
-    calibration_set, evaluation_set = workbench.held_out_sets(corpus, CPU)
+    calibration_set, evaluation_set = start_model.held_out_sets(corpus, CPU)
     text = corpus.held_out
     half = len(text) // 2
     assert torch.equal(calibration_set[0][0][0], torch.from_numpy(text[:64].copy()).long())
@@ -533,6 +541,95 @@ def test_qat_bare_flags_and_json(small, tmp_path, monkeypatch, capsys):
     assert f"at 2 bits: {verdict['verdict']}" in capsys.readouterr().out
 
 
+def run_on_folder(script, folder: Path, monkeypatch, *flags: str) -> dict:
+    """The summary of the script on the model in folder/tiny, which nobody has trained."""
+    write_folder(folder / "tiny", config_of(TINY))
+    shared = ["--model", str(folder / "tiny"), "--run-dir", str(folder / "runs"), "--device", "cpu"]
+    monkeypatch.setattr(sys, "argv", ["script.py", *shared, "--json", str(folder / "s.json"), *flags])
+    assert script.main() == 0
+    assert not (folder / "runs").exists()  # nothing was trained to be kept
+    summary = json.loads((folder / "s.json").read_text())
+    assert summary["model"] == str(folder / "tiny")
+    assert (summary["steps"], summary["tokens"]) == (None, None)
+    return summary
+
+
+def loss_of_folder(folder: Path, batches: list) -> float:
+    net = model.build(str(folder / "tiny"), config_of(TINY), seed=0)
+    with torch.no_grad():
+        losses = [net(inputs[i : i + 1], targets[i : i + 1]) for inputs, targets in batches for i in range(len(inputs))]
+    return torch.stack(losses).nanmean().item()  # a row that pads has no target
+
+
+def test_quantize_measures_the_model_of_a_folder(short_text, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(quantize, "time_layer", lambda ways, side, device: kernels.time_layer(ways, 64, device))
+    scanned = []
+    scan = quantize.sensitivity
+    monkeypatch.setattr(quantize, "sensitivity", lambda *args: scanned.append(args[2]) or scan(*args))
+    rows = {row["scheme"]: row for row in run_on_folder(quantize, tmp_path, monkeypatch)["rows"]}
+    _, evaluation_set = start_model.held_out_sets(short_text, CPU)
+    assert rows["fp32"]["val_loss"] == pytest.approx(loss_of_folder(tmp_path, evaluation_set), abs=1e-5)
+    assert "int4 per channel, 2 most sensitive int8" in rows  # of 14 layers
+    assert [[*inputs.shape] for inputs, _ in scanned[0]] == [[4, 64]]
+    assert "weights from 1 .safetensors" in capsys.readouterr().out
+
+
+def test_qat_trains_the_model_of_a_folder_on(short_text, tmp_path, monkeypatch):
+    summary = run_on_folder(qat, tmp_path, monkeypatch, "--seeds", "2", "--steps", "2", "--bits", "3")
+    _, evaluation_set = start_model.held_out_sets(short_text, CPU)
+    first, second = summary["runs"]
+    assert first["base_loss"] == second["base_loss"]  # one model
+    assert first["base_loss"] == pytest.approx(loss_of_folder(tmp_path, evaluation_set), abs=1e-5)
+    assert first["rival_loss"] != second["rival_loss"]  # and two orders of the data
+    assert first["qat_loss"] != second["qat_loss"]
+
+
+def test_calibration_texts_are_in_the_models_own_tokens(net, batch, monkeypatch):
+    seen = []
+
+    def observe(net, inputs, clipped_share):
+        seen.append(inputs)
+        return workbench.observe(net, inputs, clipped_share)
+
+    monkeypatch.setattr(quantize, "observe", observe)
+    weights = {name: layer.weight.detach() for name, layer in workbench.linears(net).items()}
+    [*quantize.w8a8_schemes(net, weights, batch[0], space=211)]
+    text, random, spaces = seen[::2]  # each is looked at by two observers
+    assert torch.equal(text, batch[0])
+    assert 128 < random.max() < 256
+    assert (spaces == 211).all()
+
+
+def test_kernels_of_activations_are_tried_where_these_are_not_all_zero(net):
+    """One large activation makes the step so wide that random input of size 1 would all round to 0."""
+    layers = workbench.linears(net)
+    int8 = {name: quantize.quantize(layer.weight.detach(), 8, "channel") for name, layer in layers.items()}
+    exact = {name: quantize.w8a8(w, -3000.0, 2000.0, kernel=False) for name, w in int8.items()}
+    right = {name: quantize.partial(quantize.w8a8, w, -3000.0, 2000.0) for name, w in int8.items()}
+    doubled = {name: lambda f=f: lambda x: 2 * f(x) for name, f in exact.items()}
+    sizes = dict.fromkeys(layers, 3000.0)
+    assert kernels.checked(layers, right, exact, sizes).keys() == layers.keys()
+    with pytest.raises(AssertionError, match="differ"):
+        kernels.checked(layers, doubled, exact, sizes)
+
+
+@pytest.mark.parametrize("cheaper", ["whole", "fitted"])
+def test_qat_clips_in_the_way_that_costs_less_on_the_calibration_set(net, batch, monkeypatch, cheaper):
+    fitted = qat.least_squares(net, 2)
+    name = "layers.0.mlp.up_proj"
+    row_ends = {"whole": torch.ones_like(fitted[name]), "fitted": fitted[name]}
+    assert not torch.equal(*row_ends.values())
+    ends = quantize.dequantize(quantize.quantize(workbench.linears(net)[name].weight, 2, "channel", row_ends[cheaper]))
+
+    def losses(net, forwards, batches):
+        assert batches == [batch]
+        rounded = forwards[name](torch.eye(ends.shape[1])).T
+        return torch.tensor([1.0 if torch.equal(rounded, ends) else 2.0])
+
+    monkeypatch.setattr(qat, "losses", losses)
+    assert torch.equal(qat.clips_to_train_with(net, 2, [batch])[name], row_ends[cheaper])
+
+
 @pytest.mark.parametrize(
     ("gains", "standard_error", "verdict"),
     [
@@ -549,7 +646,12 @@ def test_a_gain_within_chance_is_no_gain(gains, standard_error, verdict):
 
 @pytest.mark.parametrize(
     ("script", "flags", "said"),
-    [("quantize.py", ["--train-steps", "0"], "--train-steps"), ("qat.py", ["--bits", "5"], "--bits")],
+    [
+        ("quantize.py", ["--train-steps", "0"], "--train-steps"),
+        ("qat.py", ["--bits", "5"], "--bits"),
+        ("quantize.py", ["--model", "nowhere"], "--model nowhere"),
+        ("qat.py", ["--model", "."], "--model ."),
+    ],
 )
 def test_a_wrong_flag_is_one_line(tmp_path, script, flags, said):
     result = run(f"02_tensors_precision/{script}", tmp_path, *flags)
