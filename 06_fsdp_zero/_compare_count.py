@@ -1,6 +1,5 @@
 """What compare.py counts while a step runs: each collective that is really called, and the bytes that are alive."""
 
-import weakref
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -11,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from common.step_cost import LiveMemory
 
 # Every collective of torch.distributed goes through one of these operators, whoever calls it: DDP's reducer in C++,
 # fully_shard or a script. With each, the name of its count, and how often a ring sends the whole tensor round.
@@ -64,13 +64,12 @@ class Counts:
         return max(self.peaks.values())
 
 
-class Count(TorchDispatchMode):
+class Count(LiveMemory):
     """Sees every operator that runs inside it, on real tensors and on fake ones."""
 
     def __init__(self, ranks_per_node: int) -> None:
         super().__init__()
         self.ranks_per_node = ranks_per_node
-        self.alive = weakref.WeakValueDictionary()  # memory by address: what is freed disappears
         self.restart()
 
     def restart(self) -> None:
@@ -82,21 +81,10 @@ class Count(TorchDispatchMode):
     def enter(self, phase: str) -> None:
         self.phase = phase
 
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # a DTensor then does the same with its part, which is a plain tensor
-        result = operator(*args, **(kwargs or {}))
+    def after(self, operator, operands: tuple) -> None:
         if operator.namespace == "c10d":
-            self._note_collective(operator.name(), args)
-        # A view makes no memory. What first shows in one is a copy in which gloo reduces, unlike NCCL: not counted.
-        for tensor in () if operator.is_view else tree_leaves(result):
-            if isinstance(tensor, Tensor) and tensor.device.type != "meta":
-                storage = tensor.untyped_storage()
-                self.alive[storage._cdata] = storage
-        # added up anew each time: FSDP and ZeRO-3 free and fill the memory of tensors that stay alive
-        alive_bytes = sum(storage.nbytes() for storage in self.alive.values())
-        self.peaks[self.phase] = max(self.peaks[self.phase], alive_bytes)
-        return result
+            self._note_collective(operator.name(), operands)
+        self.peaks[self.phase] = max(self.peaks[self.phase], self.bytes_now())
 
     def _note_collective(self, operator: str, args: tuple) -> None:
         name, trips = OPERATORS.get(operator, (operator, 0))

@@ -16,7 +16,7 @@ from _compare_count import Counts
 from _compare_report import Result
 from torch import Tensor, nn
 
-from common import hf, model
+from common import hf, model, shapes
 
 SHALLOW = 4  # blocks: two at each end of backward
 
@@ -39,9 +39,9 @@ def fake_tensors():
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def bucket_mib(config: model.Config) -> float:
+def bucket_mib(config: shapes.Config) -> float:
     """As in 05_ddp/train.py: a quarter of the gradients, so that some are reduced while backward runs."""
-    return max(1, min(25, model.parameter_count(config) / 2**20))
+    return max(1, min(25, shapes.parameter_count(config) / 2**20))
 
 
 def pretend_ddp(net: nn.Module, bucket_cap_mb: float, **_) -> nn.Module:
@@ -145,13 +145,13 @@ def extrapolate(near, far, times: int):
     return type(near)(**{name: extrapolate(getattr(near, name), getattr(far, name), times) for name in names})
 
 
-def blocks_without_padding(config: model.Config, world_size: int) -> int:
+def blocks_without_padding(config: shapes.Config, world_size: int) -> int:
     """The least number of blocks whose weights the ranks divide: so many more leave a flat tensor's padding alone."""
-    of_one, of_two = (model.parameter_count(dataclasses.replace(config, num_hidden_layers=depth)) for depth in (1, 2))
+    of_one, of_two = (shapes.parameter_count(dataclasses.replace(config, num_hidden_layers=depth)) for depth in (1, 2))
     return world_size // math.gcd(world_size, of_two - of_one)
 
 
-def bucket_count(net: nn.Module, config: model.Config) -> int:
+def bucket_count(net: nn.Module, config: shapes.Config) -> int:
     """How many buckets DDP fills for the whole model, after pretend_ddp has seen the gradients of a shallow one."""
     names = {parameter: name for name, parameter in hf.named_weights(net)}
     order = [names[parameter] for parameter in net.gradient_order]

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from _compare_least_time import BETWEEN_NODES, WITHIN_NODE, parse_links, read_fits
 
-from common import cli, exits, hardware, model, runtime
+from common import cli, exits, hardware, runtime, shapes
 
 METHODS = ["DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP", "HSDP"]
 RANKS_PER_NODE = 8  # in a dry run
@@ -19,7 +19,7 @@ class Job:
     """What all methods have in common."""
 
     model: str
-    config: model.Config
+    config: shapes.Config
     device: torch.device
     dtype: str
     micro_batch_size: int
@@ -62,8 +62,8 @@ def parse(docstring: str) -> argparse.Namespace:
     if args.device_name and hardware.peak(args.device_name) is None:
         known = ", ".join(hardware.peaks())
         raise exits.UserError(f"--device-name {args.device_name!r} is not in common/devices.csv, which has {known}")
-    args.seq_len = args.seq_len or model.recipe(args.model).seq_len
-    args.config = model.load_config(args.model, 256, args.seq_len)
+    args.seq_len = args.seq_len or shapes.recipe(args.model).seq_len
+    args.config = shapes.load_config(args.model, 256, args.seq_len)
     if args.dry_run:
         args.ranks_per_node = RANKS_PER_NODE
         args.micro_batch_size = args.micro_batch_size or 1

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from _compare_count import Counts, Kind
 
-from common import hardware, model
+from common import hardware, shapes
 from common.exits import UserError
 
 ADAMW_BYTES = 28  # per weight: in fp32, weight, gradient and two moments are read; weight and moments are written
@@ -84,7 +84,7 @@ def least_seconds(counts: Counts, machine: Machine, job) -> dict[str, float | No
     """Of a step: products, links, AdamW's update, and the step, as if products and links hid one another."""
     compute = links = update = None
     if machine.flops:
-        flops = model.flops_per_token(job.config, job.seq_len)
+        flops = shapes.flops_per_token(job.config, job.seq_len)
         if job.recompute:  # the forward of the blocks again, a third of forward and backward; the head is not in them
             flops += (flops - 6 * job.config.vocab_size * job.config.hidden_size) / 3
         compute = job.micro_batch_size * job.seq_len * flops / machine.flops

@@ -11,7 +11,7 @@ from _compare_least_time import Machine
 from _zero_from_scratch_report import expect
 from torch import nn
 
-from common import hardware, model, report, runtime
+from common import hardware, model, report, runtime, shapes
 from common.report import table
 
 # What another order of the same sums may change in a loss; in bf16, also where each method rounds
@@ -53,7 +53,7 @@ def conclude(results: list[Result], job, args: argparse.Namespace, machine: Mach
         return
     world_size = args.world_size
     tokens = world_size * job.micro_batch_size * job.seq_len
-    parameters = model.parameter_count(job.config)
+    parameters = shapes.parameter_count(job.config)
     rows = [result.row(world_size, tokens) for result in results]
     device = hardware.device_name(job.device)
     place = "in a dry run" if job.dry else f"on {device}"

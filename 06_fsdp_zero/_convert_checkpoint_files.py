@@ -1,7 +1,6 @@
 """What convert_checkpoint.py finds: the kind of a checkpoint, the shape of its model, and whether they fit."""
 
 import contextlib
-import dataclasses
 import hashlib
 import json
 import pickle
@@ -15,7 +14,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from common import checkpoint, hf, model
+from common import checkpoint, model, shapes
 from common.exits import UserError
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"  # one matrix in a tied model
@@ -70,17 +69,12 @@ def find(path: Path) -> tuple[str, Path]:
 
 def find_config(named: str | None, source: Source, path: Path) -> dict:
     """The content of the model's config.json: of --model, of the file itself, or of a config.json beside it."""
-    if named in model.SIZES:
-        return hf.config_json(dataclasses.asdict(model.SIZES[named]))
-    if named is None and source.config is not None:
+    if named is not None:
+        return shapes.config_content(named)
+    if source.config is not None:
         return source.config
     here = [path / "config.json", path.parent / "config.json"] if path.is_dir() else []
-    places = here if named is None else [Path(named) / "config.json", Path(named)]
-    file = next((place for place in places if place.is_file()), None)
-    if file is None and named is not None:
-        raise UserError(
-            f"--model {named}: no such size (--help lists them), nor an HF config.json or a folder with one"
-        )
+    file = next((place for place in here if place.is_file()), None)
     if file is None:
         raise UserError(f"{path} does not say the shape of its model: add --model, a size, config.json or folder")
     with readable(file):
@@ -89,8 +83,7 @@ def find_config(named: str | None, source: Source, path: Path) -> dict:
 
 def check_fits(source: Source, content: dict, path: Path) -> bool:
     """UserError that names each weight that is missing, superfluous or of another shape. Returns: is the model tied?"""
-    fields = [field.name for field in dataclasses.fields(model.Config)]
-    config = model.Config(**hf.parse_config(content, fields, f"{path}: its config"))
+    config = shapes.parse_config(content, f"{path}: its config")
     with torch.device("meta"):
         expected = model.Transformer(config).state_dict()
     tied = config.tie_word_embeddings

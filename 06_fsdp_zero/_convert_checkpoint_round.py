@@ -1,6 +1,5 @@
 """What convert_checkpoint.py does without arguments: random weights of nano through all kinds, and back."""
 
-import dataclasses
 import tempfile
 import time
 from collections.abc import Callable
@@ -9,14 +8,14 @@ from pathlib import Path
 import torch
 from _convert_checkpoint_files import Source
 
-from common import hf, model, report
+from common import model, report, shapes
 
 
 def go_round(convert: Callable, read: dict[str, Callable], write: dict[str, Callable]) -> dict:
     """Each kind is made of the one before, and the last must be the first. Returns the summary."""
     began = time.perf_counter()
-    net = model.build("nano", model.SIZES["nano"], seed=0)
-    config = hf.config_json(dataclasses.asdict(net.config))
+    net = model.build("nano", shapes.SIZES["nano"], seed=0)
+    config = shapes.config_json(net.config)
     weights = net.state_dict()
     source = Source({name: weight.to("meta") for name, weight in weights.items()}, weights.__getitem__)
     kinds = [*read, next(iter(read))]
@@ -38,7 +37,7 @@ def go_round(convert: Callable, read: dict[str, Callable], write: dict[str, Call
         "device": "cpu",
         "world_size": 1,
         "model": "nano",
-        "parameters": model.parameter_count(net.config),
+        "parameters": shapes.parameter_count(net.config),
         "peak_memory_bytes": report.peak_memory_bytes(torch.device("cpu")),
         "seconds": time.perf_counter() - began,
         "rows": rows,

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 
-from common import hardware, model, report, runtime
+from common import hardware, report, runtime, shapes
 
 TOLERANCE = 1e-5  # between the losses of the sharded run and those of one process
 
@@ -39,7 +39,7 @@ def describe(
     }
 
 
-def check(rows: list[dict], config: model.Config, world_size: int) -> None:
+def check(rows: list[dict], config: shapes.Config, world_size: int) -> None:
     """What the script teaches; fails where it does not hold."""
     one_process, sharded, adamw = rows
     matrices = 7 * config.num_hidden_layers
@@ -59,7 +59,7 @@ def check(rows: list[dict], config: model.Config, world_size: int) -> None:
 def conclude(
     rows: list[dict],
     args: argparse.Namespace,
-    config: model.Config,
+    config: shapes.Config,
     sequences: int,
     device: torch.device,
     began: float,
@@ -68,7 +68,7 @@ def conclude(
     if not runtime.is_rank0():
         return
     world_size = dist.get_world_size()
-    parameters = model.parameter_count(config)
+    parameters = shapes.parameter_count(config)
     print(f"{args.model}: {parameters:,} parameters in fp32, {args.steps} steps, {world_size} ranks\n")
     lines = [["optimizer", "weights", "state per rank", "all-gathers in its step", "first loss", "last loss"]]
     for row in rows:

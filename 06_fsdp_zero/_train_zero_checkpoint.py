@@ -13,15 +13,18 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from _train_zero_nvme import save_weights
 
 from common import checkpoint, exits, runtime
 
 
 def save(checkpoints: checkpoint.Checkpoints, progress: dict, engine) -> None:
-    """Save everything that the rest of the run depends on, as step-{progress["step"]}.
+    """Save everything that the rest of the run depends on, as step-{progress["step"]}; the weights alone under --nvme.
 
     UserError if it cannot be written: the older checkpoints are still there.
     """
+    if engine.zero_nvme_offload_optimizer():
+        return save_weights(checkpoints, progress, engine)
     files = _collect_files(engine, {"progress": dict(progress)})
     files[f"rng-{dist.get_rank()}.pt"] = checkpoint.random_states()
 

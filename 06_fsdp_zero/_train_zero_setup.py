@@ -2,6 +2,7 @@
 
 import importlib.util
 import logging
+import math
 import os
 import warnings
 
@@ -20,10 +21,46 @@ def check_flags(args) -> None:
         raise UserError(f"--offload {args.offload}: stage 0 shares nothing that could be moved; use --stage 1, 2 or 3")
     if args.offload == "params" and args.stage < 3:
         raise UserError(f"--offload params: at --stage {args.stage} each rank computes with all weights; use --stage 3")
+    if args.nvme is not None:
+        check_nvme_flags(args)
     if args.stage == 0 and args.dtype == "fp16":
         raise UserError(
             "--stage 0 --dtype fp16: DeepSpeed's fp16 optimizer without ZeRO does not follow AdamW; use --stage 1"
         )
+
+
+def check_nvme_flags(args) -> None:
+    if args.stage < 3:
+        raise UserError(f"--nvme {args.nvme}: at --stage {args.stage} DeepSpeed keeps it in memory; use --stage 3")
+    if args.offload == "none":
+        raise UserError(f"--nvme {args.nvme}: nothing would go there; add --offload optimizer or --offload params")
+    for flag, given in (
+        ("--save-every", args.save_every),
+        ("--resume", args.resume),
+        ("--async-save", args.async_save),
+    ):
+        if given:
+            raise UserError(
+                f"--nvme {args.nvme} with {flag}: DeepSpeed cannot resume a run whose state was in files; its weights "
+                "alone are saved, at the end"
+            )
+
+
+def parameter_groups(net: torch.nn.Module, weight_decay: float) -> list[dict]:
+    """For AdamW: matrices decay, vectors do not."""
+    matrices, vectors = [], []
+    for parameter in net.parameters():
+        dimensions = len(getattr(parameter, "ds_shape", parameter.shape))  # stage 3 has left a flat part of it
+        (matrices if dimensions >= 2 else vectors).append(parameter)
+    return [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+
+
+def warmup_cosine(step: int, warmup_steps: int, steps: int) -> float:
+    """Factor on --lr for 0-based step: up in a line, down to a tenth along a cosine."""
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    done = min(1.0, (step - warmup_steps) / max(1, steps - warmup_steps))
+    return 0.55 + 0.45 * math.cos(math.pi * done)
 
 
 def import_deepspeed(device: torch.device, args):

@@ -35,7 +35,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -47,7 +46,7 @@ from _compare_least_time import describe_machine, least_seconds
 from _compare_report import Result, conclude
 from zero_from_scratch import make_stage
 
-from common import data, exits, hardware, model, runtime
+from common import data, exits, hardware, model, runtime, shapes
 
 warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)  # torch 2.11 does not have its successor
 warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor|Mismatch dtype between input and weight")
@@ -88,7 +87,7 @@ def prepare(method: str, net: nn.Module, job: Job) -> Trainer:
         net.tie_weights()
     else:
         model.materialize(net, job.model, seed=0, device=job.device)
-    learning_rate = model.recipe(job.model).lr
+    learning_rate = shapes.recipe(job.model).lr
     if method.startswith("ZeRO"):
         stage = make_stage(int(method[-1]), net, learning_rate, fused=True)
         groups = [tensor for group in stage.groups for tensor in (group.my_weights, group.weights)]
@@ -127,8 +126,7 @@ def count(method: str, job: Job, batches: list[list[Tensor]]) -> tuple[Trainer, 
     """Build the model under a method and train a step per batch. What the last of them needs is counted."""
     net = model.build(job.model, job.config, seed=0, device="meta")  # shapes alone
     blocks = net.model.layers
-    for name in blocks if job.recompute else ():
-        blocks[name] = checkpoint_wrapper(blocks[name])  # keeps its input alone, and computes again in backward
+    model.checkpoint_blocks(net, "full" if job.recompute else "none")
     if method in ("FSDP", "HSDP"):
         shard(net, job, job.replicas if method == "HSDP" else 1)
     counter = Count(job.ranks_per_node)

@@ -15,9 +15,13 @@ written. So a tensor is read, written and dropped, and then comes the next. Opti
 FROM is a run directory (its newest step is taken), one step of it, a folder or a file. Its kind is found by looking. TO
 must not exist. Without FROM and TO, random weights of nano go round through all kinds.
 
+A run can start from TO, and none can be resumed from it: --resume needs the optimizer state. A Hugging Face folder is
+what `--model` takes, in every script and at every stage. Of the others, load_state_dict takes "model" of the .pt, and
+dcp.load the DCP folder. engine.load_checkpoint(TO, load_module_only=True) takes DeepSpeed's at stages 0 to 2; stage 3
+reads only files cut as it cuts them.
+
 Look for: the peak memory, beside the bytes written; the last check, for which all of TO is read again. Before:
-train_fsdp.py. Next: `--model TO` in chapters 04, 05 and 06 trains on from a Hugging Face folder, and transformers opens
-it with from_pretrained(TO).
+train_fsdp.py. Next: `--model TO`; transformers opens a Hugging Face folder with from_pretrained(TO).
 """
 
 import functools

@@ -30,7 +30,7 @@ from torch.distributed.fsdp import fully_shard
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
 from _muon_report import conclude, describe
 
-from common import cli, data, exits, model, runtime
+from common import cli, data, exits, model, runtime, shapes
 
 
 class Muon(torch.optim.Optimizer):
@@ -114,8 +114,8 @@ def main() -> int:
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     parser.add_argument("--json", type=cli.writable_file, metavar="PATH", help="write the summary as one JSON object")
     args = parser.parse_args()
-    config = model.load_config(args.model, 256, args.seq_len)  # raises a UserError before any rank starts
-    lr = model.recipe(args.model).lr
+    config = shapes.load_config(args.model, 256, args.seq_len)  # raises a UserError before any rank starts
+    lr = shapes.recipe(args.model).lr
     runtime.relaunch(args.device)
     runtime.seed(0, deterministic=True)  # before the group: NCCL reads variables when it starts
     device = runtime.init_process_group(args.device)

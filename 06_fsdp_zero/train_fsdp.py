@@ -25,7 +25,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
@@ -33,7 +32,7 @@ from torch.optim.lr_scheduler import LambdaLR
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
 from _train_fsdp_bytes import check_parts
 
-from common import checkpoint, cli, data, exits, hardware, metrics, model, run_dir, runtime
+from common import checkpoint, cli, data, exits, hardware, metrics, model, run_dir, runtime, shapes
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -43,7 +42,6 @@ def main() -> int:
     parser.add_argument("--replicate", type=cli.positive_int, default=1, help="copies of the model: HSDP from 2 on")
     parser.add_argument("--reshard-after-forward", choices=("on", "off"), default="on", help="off: blocks stay whole")
     parser.add_argument("--cpu-offload", action="store_true", help="weights, gradients, optimizer state in CPU memory")
-    parser.add_argument("--checkpointing", choices=("none", "full"), default="none", help="full: recompute in backward")
     args = parser.parse_args()
     runtime.seed(args.seed, args.deterministic)
     rank, world_size, local_rank = runtime.world_from_env()  # RANK, WORLD_SIZE, LOCAL_RANK: torchrun has set them
@@ -65,12 +63,13 @@ def main() -> int:
     runtime.say(f"{args.model}, {args.dtype} matrix products, {world_size} x {hardware.device_name(device)}")
 
     corpus = data.load_corpus(args.data, args.tokenizer)
-    config = model.load_config(args.model, corpus.vocab_size, args.seq_len)
+    config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)
     held_out = data.eval_batches(
         corpus.held_out, seq_len=args.seq_len, batch_size=micro_batch_size, rank=rank, world_size=world_size
     )
     # fp32 weights, whatever the dtype: bf16 would lose small updates
     net = model.build(args.model, config, seed=args.seed, device="meta")  # shapes alone: no rank ever holds the whole
+    model.checkpoint_blocks(net, args.checkpointing)  # what is not kept then is computed again in backward
     shard = partial(
         fully_shard,
         mesh=runtime.sharding_mesh(device, args.replicate),  # which ranks share one copy of the model
@@ -78,9 +77,7 @@ def main() -> int:
         reshard_after_forward=None if args.reshard_after_forward == "on" else False,  # None: all but the root
         offload_policy=CPUOffloadPolicy(pin_memory=device.type == "cuda") if args.cpu_offload else OffloadPolicy(),
     )
-    for name, block in net.model.layers.items():  # wrap, then compile, then shard: each sees what was done before
-        if args.checkpointing == "full":
-            net.model.layers[name] = block = checkpoint_wrapper(block)  # keeps its input, recomputes in backward
+    for block in net.model.layers.values():  # wrapped above, then compiled, then cut: each sees what was done before
         if args.compile:
             block.compile(fullgraph=True)
         shard(block)

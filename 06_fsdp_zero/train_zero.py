@@ -3,7 +3,8 @@
 --stage 1 gives each rank a part of the optimizer state, 2 a part of the gradients too, 3 a part of the weights too; 0
 is plain data parallelism. zero_from_scratch.py shows how. Here a dictionary configures DeepSpeed. Its engine takes over
 backward, the sum over the ranks, clipping, the loss scale of fp16 and the optimizer's step. --offload moves optimizer
-state, or weights as well, from the GPU to the CPU's memory. The losses stay those of 05_ddp/train.py.
+state, or weights as well, from the GPU to the CPU's memory, and with --nvme FOLDER to files on a fast disk. The losses
+stay those of 05_ddp/train.py.
 
     laptop    torchrun --nproc_per_node=2 06_fsdp_zero/train_zero.py
     one node  torchrun --nproc_per_node=8 06_fsdp_zero/train_zero.py --model llama-8b --stage 3 --checkpointing full
@@ -12,7 +13,8 @@ state, or weights as well, from the GPU to the CPU's memory. The losses stay tho
 
 Look for: the losses of 05_ddp/train.py at every stage, and the last check: the bytes that each rank holds are its part
 and no more. --write-config PATH writes the dictionary, for use elsewhere. With --resume a run goes on, also on another
-number of ranks. Before: zero_from_scratch.py, train_fsdp.py. Next: launch/.
+number of ranks. One with --nvme cannot: DeepSpeed loads the files of such a run, and not AdamW's step counters. It ends
+with its weights, as a Hugging Face folder. Before: zero_from_scratch.py, train_fsdp.py. Next: launch/.
 """
 
 import json
@@ -30,14 +32,17 @@ from torch.utils.checkpoint import checkpoint as recompute_in_backward
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
 from _train_zero_bytes import bytes_by_rank, told
 from _train_zero_checkpoint import load, make_universal, save, saved_ranks
-from _train_zero_setup import check_flags, import_deepspeed, same_timeouts
+from _train_zero_nvme import claim_nvme, end_early, give_back_nvme
+from _train_zero_setup import check_flags, import_deepspeed, parameter_groups, same_timeouts, warmup_cosine
 
-from common import checkpoint, cli, data, exits, hardware, metrics, model, run_dir, runtime
+from common import checkpoint, cli, data, exits, hardware, metrics, model, run_dir, runtime, shapes
 
 
-def configure(args, shape: model.Config, micro_batch_size: int, accumulation_steps: int, universal: bool) -> dict:
+def configure(args, shape: shapes.Config, micro_batch_size: int, accumulation_steps: int, universal: bool) -> dict:
     """All that DeepSpeed is told."""
-    parameters_per_block = model.parameter_count(shape) // shape.num_hidden_layers
+    parameters_per_block = shapes.parameter_count(shape) // shape.num_hidden_layers
+    buffers = {"max_in_cpu": 0, "buffer_size": max(shape.vocab_size, shape.intermediate_size) * shape.hidden_size}
+    place, nowhere = {"device": "nvme" if args.nvme else "cpu", "nvme_path": args.nvme}, {"device": "none"}
     return {
         "train_micro_batch_size_per_gpu": micro_batch_size,
         "gradient_accumulation_steps": accumulation_steps,  # backward divides the loss by it
@@ -54,8 +59,9 @@ def configure(args, shape: model.Config, micro_batch_size: int, accumulation_ste
             "stage3_prefetch_bucket_size": parameters_per_block,
             "stage3_max_reuse_distance": 0,
             "stage3_param_persistence_threshold": shape.hidden_size + 1,
-            "offload_optimizer": {"device": "none" if args.offload == "none" else "cpu"},
-            "offload_param": {"device": "cpu" if args.offload == "params" else "none"},
+            "offload_optimizer": nowhere if args.offload == "none" else place,
+            "offload_param": {**place, **buffers} if args.offload == "params" else nowhere,
+            "sub_group_size": parameters_per_block if args.nvme else 10**9,  # how much AdamW updates at a time
         },
         # torch's AdamW, which is compiled already; DeepSpeed's own needs a compiler at start
         "zero_allow_untested_optimizer": True,
@@ -64,7 +70,7 @@ def configure(args, shape: model.Config, micro_batch_size: int, accumulation_ste
     }
 
 
-def build_model(deepspeed, config: dict, args, shape: model.Config, device: torch.device) -> model.Transformer:
+def build_model(deepspeed, config: dict, args, shape: shapes.Config, device: torch.device) -> model.Transformer:
     """The model with the weights of one process. At stage 3 no rank ever holds the whole of it."""
     if args.stage < 3:
         net = model.build(args.model, shape, seed=args.seed, device=device)
@@ -73,9 +79,10 @@ def build_model(deepspeed, config: dict, args, shape: model.Config, device: torc
             net = model.Transformer(shape)
         model.set_weights(net, args.model, seed=args.seed)  # one tensor at a time is whole
         net.to(device)  # fills RoPE's tables again: in fp16, zero.Init has rounded their angles
-    if args.checkpointing == "full":
-        for block in net.model.layers.values():  # keeps its input alone, and computes again in backward
-            block.forward = partial(recompute_in_backward, block.forward, use_reentrant=False)
+    for block in net.model.layers.values() if args.checkpointing != "none" else ():
+        # not model.checkpoint_blocks, which wraps: DeepSpeed's files would have names of other parameters
+        kept = model.what_is_kept(block, args.checkpointing)
+        block.forward = partial(recompute_in_backward, block.forward, use_reentrant=False, **kept)
     return net
 
 
@@ -102,8 +109,8 @@ def main() -> int:
     add = parser.add_argument
     shared = "what the ranks share: 1: optimizer state, 2: gradients too, 3: weights too"
     add("--stage", identity=True, type=int, choices=range(4), default=2, help=shared)
+    add("--nvme", identity=True, metavar="FOLDER", help="what --offload names goes to files there, at --stage 3")
     add("--offload", choices=("none", "optimizer", "params"), default="none", help="to CPU memory; params: both")
-    add("--checkpointing", choices=("none", "full"), default="none", help="full: recompute in backward")
     add("--write-config", type=cli.writable_file, metavar="PATH", help="write DeepSpeed's configuration as JSON")
     add("--local_rank", type=int, help="from the deepspeed launcher; its LOCAL_RANK is read instead")
     args = parser.parse_args()
@@ -120,7 +127,8 @@ def main() -> int:
     runtime.say(f"{args.model}, ZeRO-{args.stage}, {args.dtype}, {world_size} x {hardware.device_name(device)}")
 
     corpus = data.load_corpus(args.data, args.tokenizer)
-    shape = model.load_config(args.model, corpus.vocab_size, args.seq_len)
+    shape = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)
+    claim_nvme(args.nvme, shape)
     held_out = data.eval_batches(
         corpus.held_out, seq_len=args.seq_len, batch_size=micro_batch_size, rank=rank, world_size=world_size
     )
@@ -140,12 +148,7 @@ def main() -> int:
     if args.write_config and rank == 0:
         args.write_config.write_text(json.dumps(config, indent=2) + "\n")
     net = build_model(deepspeed, config, args, shape, device)
-    matrices, vectors = [], []
-    for parameter in net.parameters():
-        dimensions = len(getattr(parameter, "ds_shape", parameter.shape))  # stage 3 has left a flat part of it
-        (matrices if dimensions >= 2 else vectors).append(parameter)
-    groups = [{"params": matrices, "weight_decay": args.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
+    optimizer = torch.optim.AdamW(parameter_groups(net, args.weight_decay), lr=args.lr, betas=(0.9, 0.95), fused=True)
     scheduler = LambdaLR(optimizer, partial(warmup_cosine, warmup_steps=args.warmup_steps, steps=args.steps))
     engine, *_ = deepspeed.initialize(
         model=net, optimizer=optimizer, lr_scheduler=scheduler, config=config, dist_init_required=False
@@ -200,11 +203,13 @@ def main() -> int:
         if stop:
             break
     checkpoints.wait()
+    if stop and args.nvme and progress["step"] < args.steps:
+        end_early(stop, progress["step"], folder, args.nvme)
     if stop:
         runtime.say(f"signal {stop}: saved at step {progress['step']}; the same command with --resume goes on")
 
     # the promise of ZeRO, checked: a rank holds its part of what the stage cuts and no more, and all gather one model
-    held = bytes_by_rank(engine, args.stage)
+    held = bytes_by_rank(engine, args.stage, args.nvme)
     digests = runtime.gather(checkpoint.digest(net))
     assert len(set(digests)) == 1, f"ranks hold different weights: {digests}"
     runtime.say(f"checked: {told(held)}; all ranks have the same weights to the bit")
@@ -216,16 +221,9 @@ def main() -> int:
         weights_sha256=digests[0],
         **held,
     )
+    give_back_nvme(args.nvme)
     runtime.shutdown()
     return exits.REQUEUE_EXIT_CODE if stop and progress["step"] < args.steps else 0
-
-
-def warmup_cosine(step: int, warmup_steps: int, steps: int) -> float:
-    """Factor on --lr for 0-based step: up in a line, down to a tenth along a cosine."""
-    if step < warmup_steps:
-        return (step + 1) / warmup_steps
-    done = min(1.0, (step - warmup_steps) / max(1, steps - warmup_steps))
-    return 0.55 + 0.45 * math.cos(math.pi * done)
 
 
 @torch.no_grad()

@@ -35,7 +35,7 @@ from _zero_from_scratch_collectives import all_gather, all_reduce, reduce_scatte
 from _zero_from_scratch_memory import live_storages
 from _zero_from_scratch_report import conclude, describe, train_ddp
 
-from common import cli, data, exits, model, runtime
+from common import cli, data, exits, model, runtime, shapes
 
 # In (1) to (3) a Group is some of the model's parameters. group.weights is one flat tensor with all of them, and
 # group.my_weights is the part of it that this rank owns: AdamW updates nothing else here. The class stands below.
@@ -212,7 +212,7 @@ def main() -> int:
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     parser.add_argument("--json", type=cli.writable_file, metavar="PATH", help="write the summary as one JSON object")
     args = parser.parse_args()
-    config = model.load_config(args.model, 256, args.seq_len)  # raises a UserError before any rank starts
+    config = shapes.load_config(args.model, 256, args.seq_len)  # raises a UserError before any rank starts
     runtime.relaunch(args.device)
     runtime.seed(0, deterministic=True)  # before the group: NCCL reads variables when it starts
     device = runtime.init_process_group(args.device)
@@ -231,7 +231,7 @@ def main() -> int:
     )
     batches = [[tensor.to(device) for tensor in next(stream)] for _ in range(args.steps)]
     start = model.build(args.model, config, seed=0, device=device)
-    learning_rate = model.recipe(args.model).lr
+    learning_rate = shapes.recipe(args.model).lr
     ddp = train_ddp(start, batches, learning_rate)
     rows = []
     for number in range(4):

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from _shared import LOG_EVERY, WARMUP_STEPS, facts, number, spread_cells
 
-from common import hardware, model
+from common import hardware, shapes
 from common.report import spread, table
 
 MFU_TARGET = 0.45
@@ -39,7 +39,7 @@ class Report:
 def summarize(report: Report) -> dict:
     """Every figure of the report, from the raw measurements."""
     name, clock = report.about["gpu"], report.about.get("sm_clock_max_mhz")
-    per_token = model.flops_per_token(model.SIZES["llama-124m"], SEQ_LEN)
+    per_token = shapes.flops_per_token(shapes.SIZES["llama-124m"], SEQ_LEN)
     training = {}
     for kind, runs in report.runs.items():
         dtype = "fp32" if kind.endswith("fp32") else "bf16"

@@ -1,5 +1,6 @@
 """What the benchmarks share: facts about the machine, runs in processes of their own, results on disk."""
 
+import contextlib
 import json
 import os
 import platform
@@ -13,6 +14,7 @@ from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
 
+import psutil
 import torch
 
 REPO = Path(__file__).resolve().parents[1]
@@ -24,6 +26,7 @@ RESULTS = REPO / "benchmarks/results"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone"]
 WARMUP_STEPS = 10  # left out of the timing: compilation, first allocations, clocks
 LOG_EVERY = 10  # runs log, and are timed, in windows of so many steps
+PATIENCE_SECONDS = 30  # for a process to end that was asked to
 
 
 class Failed(RuntimeError):
@@ -32,6 +35,10 @@ class Failed(RuntimeError):
     def __init__(self, reason: str, output: str) -> None:
         super().__init__(reason)
         self.output = output
+
+
+class OutOfTime(Failed):
+    """A command that was ended because its time was over: no fault of its own."""
 
 
 # Facts about the machine
@@ -73,14 +80,14 @@ def spread_cells(spread: dict, form: str = ",.0f") -> list[str]:
 
 
 def start(command: list[str], env: dict[str, str], timeout: float) -> str:
-    """Run to the end; everything it printed. Failed if it ends badly or takes too long."""
+    """Run to the end; everything it printed. Failed if it ends badly, OutOfTime if it takes too long."""
     process = subprocess.Popen(
         command, cwd=REPO, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace"
     )
     try:
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        raise Failed(f"did not end within {timeout:.0f} s", end(process)) from None
+        raise OutOfTime(f"did not end within {timeout:.0f} s", end(process)) from None
     except BaseException:
         end(process)
         raise
@@ -93,14 +100,34 @@ def start(command: list[str], env: dict[str, str], timeout: float) -> str:
 
 
 def end(process: subprocess.Popen) -> str:
-    """End a process that is no longer wanted: asked first, because torchrun then takes its processes along."""
+    """End a process that is no longer wanted and what it has started: one that lives on would keep the GPU's memory.
+
+    Asked first, because torchrun then takes its processes along.
+    """
+    family = []
+    with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended by itself
+        family = psutil.Process(process.pid).children(recursive=True)  # now: an orphan is no one's child
     process.send_signal(signal.SIGTERM)
-    try:
-        output, _ = process.communicate(timeout=30)
-    except subprocess.TimeoutExpired:
-        process.kill()
+    output = None
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        output, _ = process.communicate(timeout=PATIENCE_SECONDS)
+    process.kill()
+    for member in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            member.kill()
+    if output is None:
         output, _ = process.communicate()
     return output or ""
+
+
+def end_children_at_sigterm() -> None:
+    """Make SIGTERM an exception, which `start` ends its process for; else that would live on."""
+
+    def leave(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not cut the ending short
+        sys.exit(128 + signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, leave)
 
 
 def train(

@@ -8,7 +8,8 @@ First the ceilings: a large bf16 matrix product and a copy in the GPU's memory, 
 peaks. Then llama-124m, 04_amp/train.py and transformers' Trainer in turns, bf16 with torch.compile, bf16
 and fp32 without, and 05_ddp/train.py, each in a process of its own: tokens/s over all wall time of the steps
 after warm-up, and model FLOP/s utilization (MFU). Every kind runs once before any runs twice. Then, if there
-is time, the scripts of chapters 01, 02 and 04 that measure something, with what they print.
+is time, the scripts of chapters 01, 02, 04 and 07 that measure something, and decode of llama-8b (inference_gpu.py,
+which measures a 70B in a call of its own), with what they print.
 
 The results in benchmarks/results/ are written anew after every finished part: what a kill leaves is what
 was measured. A speed above what the hardware can do is a bug of the timing, and is called so: the report
@@ -33,7 +34,9 @@ from _shared import (
     TORCHRUN,
     WARMUP_STEPS,
     Failed,
+    OutOfTime,
     cpu,
+    end_children_at_sigterm,
     facts,
     number,
     start,
@@ -41,7 +44,7 @@ from _shared import (
     versions,
     write_results,
 )
-from vs_trainer import train_with_trainer
+from _trainer import train_with_trainer
 
 from common import cli, exits, runtime
 
@@ -58,11 +61,22 @@ FIRST_GUESS_SECONDS = {
     "trainer_fp32": 45,
 }
 LARGE = ["--device", "cuda", "--model", "llama-124m", "--seq-len", "1024", "--batch-size", "16", "--steps", "18"]
-# what the chapters measure for themselves, the most telling first: each runs if there is time left for it
+TOKENS_OF_A_1B = ["--tokens", "16384", "--hidden-size", "2048", "--chunk-tokens", "512", "--dtype", "bf16"]
+ONE_SEQUENCE_OF_A_1B = ["--model", "llama-1b", "--seq-len", "4096", "--batch-size", "1", "--dtype", "bf16"]
+DECODE = "benchmarks/inference_gpu.py"  # ends by itself, within the --minutes that it is given
+DECODE_SECONDS = 240  # of which it gets less if there is less
+START_SECONDS = 20  # of a script that imports torch, before it looks at its time
+# What the chapters measure for themselves, the most telling first: each runs if there is time left for it.
 CHAPTERS = [
     ["01_devices/benchmark.py", "--device", "cuda"],
     # nano would leave the GPU waiting for launches
     ["04_amp/compare.py", *LARGE],
+    [DECODE, "--only", "llama-8b"],
+    ["07_memory_tricks/chunked_loss.py", *TOKENS_OF_A_1B],
+    ["07_memory_tricks/gradient_checkpointing.py", *ONE_SEQUENCE_OF_A_1B],
+    ["07_memory_tricks/train_big.py", "--model", "llama-1b"],
+    ["07_memory_tricks/cuda_graphs.py", "--dtype", "bf16"],
+    ["07_memory_tricks/offload.py", "--model", "llama-124m", "--seq-len", "1024", "--dtype", "bf16"],
     ["02_tensors_precision/precision.py", "--device", "cuda"],
     ["02_tensors_precision/quantize.py", "--device", "cuda"],
     ["02_tensors_precision/qat.py", "--device", "cuda"],
@@ -120,7 +134,7 @@ def command_of(kind: str, flags: list[str]) -> str:
     """The command as a reader would type it."""
     text = " ".join(flags)
     if kind.startswith("trainer"):
-        return f"python benchmarks/vs_trainer.py --worker RESULT.json {text}"
+        return f"python benchmarks/_trainer.py RESULT.json {text}"
     script = "torchrun --standalone --nproc_per_node=1 05_ddp/train.py" if kind == "ddp" else "python 04_amp/train.py"
     return f"{script} {text} --log-every {LOG_EVERY}"
 
@@ -148,6 +162,11 @@ def run_if_time(report: Report, kind: str, env: dict[str, str], deadline: float,
     began = time.monotonic()
     try:
         run = run_one(kind, flags_of(kind, report.batch_size), env, left)
+    except OutOfTime as error:  # a wrong guess, no failure
+        report.not_run.append(f"{TITLES[kind]}: no time left: {error}")
+        print(f"{report.not_run[-1]}\n{error.output[-3000:]}", flush=True)
+        save(report)
+        return False
     except Failed as error:
         report.failed[kind] = str(error)
         print(f"{TITLES[kind]}: FAILED: {error}\n{error.output[-3000:]}", flush=True)
@@ -189,8 +208,11 @@ def measure_training(report: Report, env: dict[str, str], deadline: float, part:
 def run_chapters(report: Report, env: dict[str, str], deadline: float) -> None:
     """Each chapter script in turn: its command, what it printed, its --json, or why it did not run."""
     for command in CHAPTERS:
-        text = f"python {' '.join(command)}"
         left = deadline - time.monotonic()
+        if command[0] == DECODE:
+            seconds = max(1, min(DECODE_SECONDS, left - START_SECONDS))
+            command = [*command, "--minutes", f"{seconds / 60:.2f}"]
+        text = f"python {' '.join(command)}"
         if left < 10:
             report.not_run.append(f"{text}: no time left")
             continue
@@ -199,6 +221,9 @@ def run_chapters(report: Report, env: dict[str, str], deadline: float) -> None:
             file = Path(folder, "summary.json")
             try:
                 chapter["output"] = start([sys.executable, *command, "--json", str(file)], env, left)
+            except OutOfTime as error:
+                chapter["output"] = error.output
+                report.not_run.append(f"{text}: no time left: {error}")
             except Failed as error:
                 chapter["failed"], chapter["output"] = str(error), error.output
             if file.exists():
@@ -216,6 +241,7 @@ def main() -> int:
     add("--batch-size", type=cli.positive_int, help="sequences per step (default: 8, 16 or 32 by the GPU's memory)")
     args = parser.parse_args()
     deadline = time.monotonic() + args.minutes * 60
+    end_children_at_sigterm()
     if not torch.cuda.is_available():
         raise runtime.UserError(f"no GPU to measure: torch {torch.__version__} sees none, look at the driver")
 

@@ -14,16 +14,12 @@ Look for: the ratio, taken round by round, its spread, and the target. Results g
 """
 
 import argparse
-import json
 import os
 import sys
 import tempfile
-import time
 from datetime import date
-from itertools import pairwise
 from pathlib import Path
 
-import torch
 from _shared import (
     LOG_EVERY,
     REPO,
@@ -33,120 +29,18 @@ from _shared import (
     facts,
     number,
     spread_cells,
-    start,
     train,
     versions,
     write_results,
 )
+from _trainer import train_with_trainer
 
-from common import cli, data, exits, model, runtime
+from common import cli, data, exits, runtime
 from common.hardware import device_name
 from common.report import spread, table
 
 EXCERPT_BYTES = 2_000_000
 RATIO_TARGET = 1.05  # ours over theirs, in each precision, eager and compiled
-
-
-def train_with_trainer(flags: list[str], env: dict[str, str], timeout: float) -> dict:
-    """Run the worker below in a process of its own; what it measured, in the same terms as train()."""
-    with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
-        result = Path(folder, "result.json")
-        start([sys.executable, __file__, "--worker", str(result), *flags], env, timeout)
-        return json.loads(result.read_text())
-
-
-# The other side: transformers' Trainer
-
-
-class Windows(data.Sequences):
-    """The same windows in the form that the Trainer wants; the model shifts the labels itself."""
-
-    def __getitem__(self, i: int) -> dict:
-        inputs, _ = super().__getitem__(i)
-        return {"input_ids": inputs, "labels": inputs}
-
-
-def worker(args: argparse.Namespace) -> int:
-    """Train with the Trainer in this process and write what it did to args.worker."""
-    try:
-        import accelerate  # noqa: F401  (the Trainer's own import of it would fail later and say less)
-        from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
-    except ImportError as error:
-        raise runtime.UserError(f"the Trainer needs transformers and accelerate: {error}") from None
-
-    torch.manual_seed(args.seed)
-    corpus = data.load_corpus(args.data, "bytes")
-    shape, recipe = model.load_config(args.model, corpus.vocab_size, args.seq_len), model.recipe(args.model)
-    same_names = (
-        *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-        *("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings"),
-    )
-    config = LlamaConfig(**{name: getattr(shape, name) for name in same_names})
-    config._attn_implementation = "sdpa"
-    net = LlamaForCausalLM(config)
-    device = runtime.pick_device(args.device)
-    marks: list[tuple[int, float]] = []  # step, when it was over
-
-    class Clock(TrainerCallback):
-        def on_step_end(self, _args, state, control, **_) -> None:
-            if state.global_step % LOG_EVERY == 0:
-                if device.type == "cuda":
-                    torch.cuda.synchronize()
-                marks.append((state.global_step, time.perf_counter()))
-
-    with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
-        settings = TrainingArguments(
-            output_dir=folder,
-            max_steps=args.steps,
-            per_device_train_batch_size=args.batch_size,
-            learning_rate=recipe.lr,
-            weight_decay=0.1,
-            lr_scheduler_type="cosine",
-            warmup_steps=recipe.warmup_steps,
-            max_grad_norm=1.0,
-            bf16=args.dtype == "bf16",
-            torch_compile=args.compile,
-            tf32=False,  # else torch_compile switches it on; 04_amp/train.py never does
-            optim="adamw_torch_fused" if device.type == "cuda" else TrainingArguments.optim,
-            use_cpu=device.type == "cpu",
-            dataloader_num_workers=0,
-            logging_steps=LOG_EVERY,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            seed=args.seed,
-        )
-        trainer = Trainer(net, settings, train_dataset=Windows(corpus.train, args.seq_len), callbacks=[Clock()])
-        trainer.train()
-
-    kept = {parameter.dtype for parameter in net.parameters()}
-    assert kept == {torch.float32}, f"the Trainer's weights are {kept}: not the same training"
-    fp32_products = torch.backends.cuda.matmul.fp32_precision
-    assert fp32_products != "tf32", "the Trainer has switched TF32 on: not the same training"
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    timed = [(step, seconds) for step, seconds in marks if step >= WARMUP_STEPS]
-    if len(timed) < 2:
-        raise runtime.UserError(f"--steps {args.steps} leaves nothing to time: at least {WARMUP_STEPS + LOG_EVERY}")
-    tokens_per_step = args.batch_size * args.seq_len
-    windows = []
-    for (first, began), (last, ended) in pairwise(timed):
-        windows.append((last - first) * tokens_per_step / (ended - began))
-    first, began = timed[0]
-    last, ended = timed[-1]
-    result = {
-        "tokens_per_second": (last - first) * tokens_per_step / (ended - began),
-        "windows": windows,
-        "parameters": sum(parameter.numel() for parameter in net.parameters()),
-        "first_loss": losses[0],
-        "last_loss": losses[-1],
-        "optim": settings.optim.value,
-        "peak_memory_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
-    }
-    args.worker.write_text(json.dumps(result) + "\n")
-    return 0
-
-
-# The comparison
 
 
 def write_excerpt(file: Path) -> None:
@@ -178,7 +72,7 @@ def compare(args: argparse.Namespace, dtype: str, env: dict[str, str], text: Pat
     ratio = spread(ratios)
     commands = {
         "ours": f"python 04_amp/train.py {' '.join(ours)} --log-every {LOG_EVERY}",
-        "trainer": f"python benchmarks/vs_trainer.py --worker RESULT.json {' '.join(theirs)}",
+        "trainer": f"python benchmarks/_trainer.py RESULT.json {' '.join(theirs)}",
     }
     return {
         "dtype": dtype,
@@ -230,13 +124,7 @@ def main() -> int:
     add("--device", choices=("auto", "cuda", "cpu"), default="auto")
     add("--compile", action="store_true", help="torch.compile on both sides")
     add("--timeout", type=cli.positive_int, default=900, help="seconds that one run may take")
-    add("--worker", type=cli.writable_file, metavar="PATH", help="only run the Trainer, and write what it did here")
-    add("--dtype", choices=("fp32", "bf16"), default="fp32", help="of the --worker")
-    add("--seed", type=cli.natural, default=0, help="of the --worker")
-    add("--data", default="stdlib", help="of the --worker")
     args = parser.parse_args()
-    if args.worker:
-        return worker(args)
     if args.steps < WARMUP_STEPS + LOG_EVERY:
         raise runtime.UserError(f"--steps {args.steps} leaves nothing to time: at least {WARMUP_STEPS + LOG_EVERY}")
     dtypes = args.dtypes.split(",")

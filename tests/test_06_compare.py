@@ -8,7 +8,7 @@ import pytest
 from support.chapter import load
 from support.harness import TINY, Result, run, with_prelude
 
-from common import model
+from common import shapes
 
 SCRIPT = "06_fsdp_zero/compare.py"
 METHODS = ["DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP", "HSDP"]
@@ -132,7 +132,7 @@ def test_the_least_time_of_a_step(tmp_path):
     (gathers, reduces), sent = (count.Kind(name, 16, 8) for name in ("all_gathers", "reduce_scatters")), 15 / 16
     traffic = count.Traffic(Counter({gathers: 5, reduces: 3}), Counter({gathers: 8_000_000, reduces: 4_000_000}))
     counts = count.Counts(1000, 1000, optimizer_bytes=80_000, peaks=Counter(), traffic=traffic)
-    config = model.SIZES["llama-8b"]
+    config = shapes.SIZES["llama-8b"]
     job = SimpleNamespace(config=config, seq_len=100, micro_batch_size=3, recompute=False)
 
     def least(job, links, fits=None) -> dict:
@@ -140,7 +140,7 @@ def test_the_least_time_of_a_step(tmp_path):
         return least_time.least_seconds(counts, machine, job)
 
     seconds = least(job, (10, 100))
-    assert seconds["compute"] == pytest.approx(300 * model.flops_per_token(config, 100) / 312e12)
+    assert seconds["compute"] == pytest.approx(300 * shapes.flops_per_token(config, 100) / 312e12)
     assert seconds["links"] == pytest.approx(12e6 * sent / 80e9)  # of eight adapters, fewer than a link's in the node
     assert least(job, (20, 100))["links"] == pytest.approx(12e6 * sent / 100e9)  # here the link in the node is slower
     assert seconds["update"] == pytest.approx(10_000 * 28 / 2039e9)
@@ -151,7 +151,7 @@ def test_the_least_time_of_a_step(tmp_path):
 
     head = 6 * config.vocab_size * config.hidden_size  # which is not computed again
     again = least(SimpleNamespace(**{**vars(job), "recompute": True}), (10, 100))["compute"] - seconds["compute"]
-    assert again == pytest.approx(300 * (model.flops_per_token(config, 100) - head) / 3 / 312e12)
+    assert again == pytest.approx(300 * (shapes.flops_per_token(config, 100) - head) / 3 / 312e12)
 
     line = {"alpha_seconds": 1e-3, "beta_bytes_per_second": 4e9}
     fits = dict.fromkeys(("all-reduce", "reduce-scatter", "all-gather"), line)
@@ -187,6 +187,18 @@ def test_a_miscount_fails_the_scripts_own_check(tmp_path):
     result = compare(tmp_path, "--dry-run", "--world-size", 4, shape="tied", script=script)
     assert result.code == 1
     assert "ZeRO-1: reduce_scatters_per_step is 0, and must be 1" in result.err
+
+
+@pytest.mark.launch
+def test_the_loss_is_the_mean_over_the_ranks(tmp_path):
+    """Of the same global batch, on one rank and on two."""
+    losses = []
+    for n, micro in ((1, 4), (2, 2)):
+        folder = tmp_path / str(n)
+        measured(folder, n, "--dtype", "fp32", "--micro-batch-size", micro, shape="tied")
+        losses.append(json.loads((folder / "s.json").read_text())["losses"])
+    for method in METHODS[:-1]:
+        assert losses[0][method] == pytest.approx(losses[1][method], rel=1e-5), method
 
 
 WRONG_WAY = """

@@ -10,14 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.chapter import load
-from support.checkpoints import saved
+from support.checkpoints import saved, write_folder
 from support.harness import ROOT, SEVERAL, TINY, case, damage, run, train, with_small_files
 
-from common import checkpoint, hf, model
+from common import checkpoint, model, shapes
 from common.exits import UserError
 
 SCRIPT, FSDP = "06_fsdp_zero/convert_checkpoint.py", "06_fsdp_zero/train_fsdp.py"
-UNEVEN = model.Config(83, 42, 50, 2, 6, 3, 14, 32)  # nothing that two or three ranks divide
+UNEVEN = shapes.Config(83, 42, 50, 2, 6, 3, 14, 32)  # nothing that two or three ranks divide
 slow = pytest.mark.launch  # CI's slow half
 
 
@@ -34,15 +34,6 @@ def refused(*words) -> str:
     with pytest.raises(UserError) as error:
         convert(*words)
     return str(error.value)
-
-
-def write_folder(folder: Path, config: model.Config, seed: int = 1) -> dict[str, torch.Tensor]:
-    """A Hugging Face folder with random weights, written without the script; returns the weights."""
-    folder.mkdir()
-    weights = {name: weight.detach() for name, weight in model.build("nano", config, seed=seed).named_parameters()}
-    save_file(weights, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(hf.config_json(dataclasses.asdict(config))))
-    return weights
 
 
 def logits_of(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
@@ -83,7 +74,7 @@ def test_a_run_becomes_a_folder_that_transformers_computes_alike(tmp_path, tied)
     assert index["metadata"]["total_size"] == sum(
         4 * w.numel() for n, w in weights.items() if not tied or "lm" not in n
     )
-    net = model.Transformer(model.read_config(str(folder)))
+    net = model.Transformer(shapes.read_config(str(folder)))
     net.load_state_dict(torch.load(file)["model"])
     tokens = torch.randint(0, 256, (2, 9), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -109,7 +100,7 @@ def test_a_folder_of_transformers_goes_through_dcp_and_back(tmp_path, dtype):
     """Llama 3.1's rotation, tied, in several files: types, names and logits stay."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    scaling = {"rope_type": "llama3", **dict(zip(hf.ROPE_SCALING, (8.0, 1.0, 4.0, 16), strict=True))}
+    scaling = {"rope_type": "llama3", **dict(zip(shapes.ROPE_SCALING, (8.0, 1.0, 4.0, 16), strict=True))}
     rope = {"rope_theta": 5e5, **scaling}
     sizes = {key: value for key, value in TINY.items() if key != "model_type"}
     config = LlamaConfig(**sizes, rope_parameters=rope, tie_word_embeddings=True, dtype=dtype)
@@ -123,7 +114,7 @@ def test_a_folder_of_transformers_goes_through_dcp_and_back(tmp_path, dtype):
     tokens = torch.randint(0, 256, (2, 40), generator=torch.Generator().manual_seed(1))
     logits = logits_of(tmp_path / "ours", tokens)
     torch.testing.assert_close(logits, logits_of(tmp_path / "theirs", tokens), rtol=0, atol=0)
-    net = model.build(str(tmp_path / "ours"), model.read_config(str(tmp_path / "ours")), seed=0)
+    net = model.build(str(tmp_path / "ours"), shapes.read_config(str(tmp_path / "ours")), seed=0)
     with torch.no_grad():
         torch.testing.assert_close(logits, net(tokens), rtol=1e-5, atol=1e-5)
 
@@ -161,14 +152,14 @@ import logging, os, sys
 os.environ["DS_ACCELERATOR"] = "cpu"
 sys.path.insert(0, {root!r})
 import torch, torch.distributed as dist
-from common import model, runtime
+from common import model, runtime, shapes
 device = runtime.init_process_group("cpu")
 logging.disable(logging.INFO)
 import deepspeed
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled
 deepspeed.init_distributed("gloo")
 how, stage = sys.argv[1], int(sys.argv[2])
-net = model.build("folder", model.read_config("folder"), seed=3)
+net = model.build("folder", shapes.read_config("folder"), seed=3)
 settings = dict(stage=stage, reduce_bucket_size=1000, allgather_bucket_size=1000)
 config = dict(train_micro_batch_size_per_gpu=2, zero_allow_untested_optimizer=True, zero_optimization=settings)
 matrices, vectors = ([p for p in net.parameters() if (p.ndim > 1) == wanted] for wanted in (True, False))
@@ -230,7 +221,31 @@ def test_deepspeed_loads_what_it_is_given(tmp_path, stage):
     torch.testing.assert_close(with_deepspeed(tmp_path, "load", stage), weights, rtol=0, atol=0)
 
 
+def test_eleven_ranks_are_read_in_their_order(tmp_path):
+    """Files as stage 2 writes them, by hand: 25 numbers, padded to 33, in 11 parts. By name, rank 10 precedes 2."""
+    numbers = torch.arange(33.0)
+    shapes_of_group = {"a": torch.Size([3, 5]), "b": torch.Size([10])}
+    torch.save({"param_shapes": [shapes_of_group], "shared_params": {}}, tmp_path / "mp_rank_00_model_states.pt")
+    for rank, part in enumerate(numbers.chunk(11)):
+        optimizer = {"zero_stage": 2, "partition_count": 11, "single_partition_of_fp32_groups": [part]}
+        file = tmp_path / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        torch.save({"optimizer_state_dict": optimizer}, file)
+    source = load(SCRIPT).read_deepspeed(tmp_path)
+    assert torch.equal(source.read("a"), numbers[:15].view(3, 5))
+    assert torch.equal(source.read("b"), numbers[15:25])
+
+
 # --- what is refused
+
+
+def test_what_was_written_otherwise_gets_no_name(tmp_path, monkeypatch):
+    """A disk that writes zeros: found when all of it is read again."""
+    write_folder(tmp_path / "from", UNEVEN)
+    monkeypatch.setattr(load(SCRIPT), "as_bytes", lambda tensor: bytes(tensor.nbytes))
+    with pytest.raises(AssertionError, match="was written otherwise than it was read"):
+        convert(tmp_path / "from", tmp_path / "to", "--to", "hf")
+    assert [path.name for path in tmp_path.iterdir()] == ["from"]
+
 
 FOLDER = {  # what is done to a good folder's weights, and what is said
     "a missing weight": (lambda w: w.pop("model.norm.weight"), "model.norm.weight is missing"),
@@ -343,7 +358,7 @@ def test_memory_is_that_of_a_tensor_and_not_of_the_model(tmp_path):
     """Half a GiB, by way of every kind, against the same with a small model: what the libraries take."""
     peak = {}
     for name, layers, hidden in (("small", 1, 64), ("large", 10, 1024)):
-        config = model.Config(1000, hidden, 3 * hidden, layers, 4, 4, hidden // 4, 32)
+        config = shapes.Config(1000, hidden, 3 * hidden, layers, 4, 4, hidden // 4, 32)
         source = tmp_path / name
         write_folder(source, config)
         for kind in ("dcp", "pt", "deepspeed", "hf"):
@@ -352,7 +367,7 @@ def test_memory_is_that_of_a_tensor_and_not_of_the_model(tmp_path):
             assert result.code == 0, result.err
             peak[name, kind] = result.summary["peak_memory_bytes"]
             source = target
-    assert result.summary["tensor_bytes"] == 4 * model.parameter_count(config) > 2**29
+    assert result.summary["tensor_bytes"] == 4 * shapes.parameter_count(config) > 2**29
     for kind in ("dcp", "pt", "deepspeed", "hf"):
         extra = peak["large", kind] - peak["small", kind]
         assert extra < 8 * result.summary["largest_tensor_bytes"] < 2**29 / 5, (kind, peak)
@@ -364,5 +379,5 @@ def test_a_step_of_train_zero_needs_no_more_than_itself(tmp_path, stage):
     result = train("06_fsdp_zero/train_zero.py", tmp_path, "--stage", stage, nproc=2)
     folder = tmp_path / "hf"
     convert(tmp_path / "run", folder, "--to", "hf")
-    net = model.build(str(folder), model.load_config(str(folder), 256, 16), seed=0)
+    net = model.build(str(folder), shapes.load_config(str(folder), 256, 16), seed=0)
     assert checkpoint.digest(net) == result.summary["weights_sha256"]

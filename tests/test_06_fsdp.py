@@ -2,14 +2,13 @@
 
 import json
 import math
-import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from support.checkpoints import assert_near, gradients, moments, saved
+from support.checkpoints import assert_near, gradients, moments, saved, write_folder
 from support.harness import (
     BASELINE,
     Result,
@@ -22,7 +21,7 @@ from support.harness import (
     with_prelude,
 )
 
-from common import checkpoint, model
+from common import checkpoint, model, shapes
 
 pytestmark = pytest.mark.launch  # CI's slow half
 SCRIPT, DDP = "06_fsdp_zero/train_fsdp.py", "05_ddp/train.py"
@@ -83,6 +82,7 @@ CASES = {  # tied embeddings, flags
     "kept until backward": (False, ("--reshard-after-forward", "off", *ACCUMULATED)),
     "two copies": (False, ("--replicate", 2, *ACCUMULATED)),
     "offloaded, recomputed": (True, ("--cpu-offload", "--checkpointing", "full", *ACCUMULATED)),
+    "products kept": (False, ("--checkpointing", "selective", *ACCUMULATED)),
     "all flags": (True, ("--replicate", 2, "--reshard-after-forward", "off", "--cpu-offload", "--checkpointing=full")),
 }
 
@@ -108,10 +108,10 @@ def test_sharded_over_four_ranks_is_one_process(tmp_path, baseline, case):
     assert_same_gradients(result, baseline(tied))
     assert_counts(tmp_path, flags)
     shards = 2 if "--replicate" in flags else 4
-    shapes = [p.shape for p in model.build("nano", config(tied), seed=0, device="meta").parameters()]
-    expected = [sum(part_bytes(shape, rank % shards, shards) for shape in shapes) for rank in range(4)]
+    sizes = [p.shape for p in model.build("nano", config(tied), seed=0, device="meta").parameters()]
+    expected = [sum(part_bytes(shape, rank % shards, shards) for shape in sizes) for rank in range(4)]
     assert len(set(expected)) > 1  # the sizes are uneven indeed
-    assert sum(expected) == 4 * model.parameter_count(config(tied)) * (4 // shards)
+    assert sum(expected) == 4 * shapes.parameter_count(config(tied)) * (4 // shards)
     assert result.summary["parameter_bytes_per_rank"] == expected
     assert result.summary["optimizer_bytes_per_rank"] == [2 * held for held in expected]
     assert "checked: each rank holds 0." in result.out
@@ -124,7 +124,7 @@ def test_replicated_on_four_ranks_is_one_process_too(tmp_path, baseline):
     assert_same_gradients(result, baseline(True))
 
 
-def config(tied: bool) -> model.Config:
+def config(tied: bool) -> shapes.Config:
     return config_of({**UNEVEN, "tie_word_embeddings": tied})
 
 
@@ -210,12 +210,8 @@ def test_training_starts_from_the_weights_of_one_process_to_the_bit(tmp_path, tr
     net = model.build("nano", config(True), seed=4)
     flags = [*uneven(tmp_path, True), "--seed", 4]
     if trained:  # a folder with weights of other values
-        from safetensors.torch import save_file
-
         net = model.build("nano", config(True), seed=5)
-        (tmp_path / "folder").mkdir()
-        shutil.copy(tmp_path / "uneven.json", tmp_path / "folder/config.json")
-        save_file({name: weight.detach() for name, weight in net.named_parameters()}, tmp_path / "folder/w.safetensors")
+        write_folder(tmp_path / "folder", config(True), seed=5)
         flags += ["--model", "folder"]
     flags += ["--steps", 1, "--lr", 1e-30, "--checkpointing", "full"]
     result = train(with_prelude(SCRIPT, tmp_path, ROWS_ALONE), tmp_path, *flags, nproc=3)
@@ -283,8 +279,9 @@ exits.before_exit.append(tell)
 
 
 @needs_compiler
-def test_compiled_blocks_are_whole_graphs_and_change_nothing(tmp_path, baseline):
-    flags = ("--compile", "--checkpointing", "full")
+@pytest.mark.parametrize("how", ["full", pytest.param("selective", marks=pytest.mark.launch)])
+def test_compiled_blocks_are_whole_graphs_and_change_nothing(tmp_path, baseline, how):
+    flags = ("--compile", "--checkpointing", how)
     result = train(with_prelude(SCRIPT, tmp_path, GRAPHS), tmp_path, *uneven(tmp_path, True), *flags, nproc=2)
     assert_same(result, baseline(True))
     assert_same_gradients(result, baseline(True))

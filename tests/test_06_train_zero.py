@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.checkpoints import assert_near, gradients
+from support.checkpoints import assert_near, gradients, write_folder
 from support.harness import (
     Result,
     config_of,
@@ -25,7 +24,7 @@ from support.harness import (
     write_tiny,
 )
 
-from common import checkpoint, model
+from common import checkpoint, model, shapes
 
 pytest.importorskip("deepspeed")
 slow = pytest.mark.launch  # CI's slow half
@@ -68,7 +67,7 @@ def assert_same(ours: Result, theirs: Result, tolerance: float = 1e-5) -> None:
         assert ours.column(column) == pytest.approx(theirs.column(column), rel=tolerance), column
 
 
-def config() -> model.Config:
+def config() -> shapes.Config:
     return config_of(UNEVEN)
 
 
@@ -103,7 +102,9 @@ FOUR = {  # stage, flags
     "stage 1, offloaded": (1, ("--offload", "optimizer")),
     "stage 2, recomputed": (2, ("--checkpointing", "full", "--micro-batch-size", 1)),
     "stage 2, offloaded": (2, ("--offload", "optimizer", "--micro-batch-size", 1)),
+    "stage 2, products kept": (2, ("--checkpointing", "selective", "--micro-batch-size", 1)),
     "stage 3, recomputed": (3, ("--checkpointing", "full")),
+    "stage 3, products kept": (3, ("--checkpointing", "selective")),
     "stage 3, all flags": (3, ("--checkpointing", "full", "--offload", "params", "--micro-batch-size", 1)),
 }
 
@@ -196,6 +197,26 @@ def test_resumed_on_as_many_ranks_is_uninterrupted_to_the_bit(tmp_path, stage, m
     assert [resumed.column("loss"), resumed.column("grad_norm")] == records
 
 
+DROPOUT = """
+import torch.nn.functional as F
+from common import model
+exact = model.MLP.forward
+model.MLP.forward = lambda self, x: F.dropout(exact(self, x), 0.3, self.training)
+"""
+
+
+@slow
+def test_what_is_drawn_at_random_goes_on_where_it_was(tmp_path):
+    """The training script draws nothing, a reader's own model may."""
+    script = with_prelude(SCRIPT, tmp_path, DROPOUT)
+    given = flags(tmp_path, 3)
+    whole = train(script, tmp_path, *given, nproc=2).summary["weights_sha256"]
+    drop_after(tmp_path, 3)
+    assert train(script, tmp_path, *given, "--resume", nproc=2).summary["weights_sha256"] == whole
+    plain = train(SCRIPT, tmp_path / "plain", *flags(tmp_path / "plain", 3), nproc=2)
+    assert plain.summary["weights_sha256"] != whole
+
+
 @slow
 @pytest.mark.parametrize("stage", range(4))
 def test_a_run_moves_between_numbers_of_ranks(tmp_path, ddp, stage):
@@ -240,12 +261,8 @@ def test_stage_3_starts_from_the_weights_of_one_process_to_the_bit(tmp_path, tra
     net = model.build("nano", config(), seed=4)
     given = [*flags(tmp_path, 3), "--seed", 4]
     if trained:  # a folder with weights of other values
-        from safetensors.torch import save_file
-
         net = model.build("nano", config(), seed=5)
-        (tmp_path / "folder").mkdir()
-        shutil.copy(tmp_path / "uneven.json", tmp_path / "folder/config.json")
-        save_file({name: weight.detach() for name, weight in net.named_parameters()}, tmp_path / "folder/w.safetensors")
+        write_folder(tmp_path / "folder", config(), seed=5)
         given += ["--model", "folder"]
     result = train(SCRIPT, tmp_path, *given, "--steps", 1, "--lr", 1e-30, nproc=3)
     assert result.summary["weights_sha256"] == checkpoint.digest(net)
@@ -321,7 +338,92 @@ def test_compiled_is_the_same(tmp_path, ddp, stage):
     assert_same(train(SCRIPT, tmp_path, *flags(tmp_path, stage), "--compile", nproc=2), ddp())
 
 
+# --- state in files
+
+ALIGNED = {  # the parts of two ranks are multiples of 128 numbers, and gradients of a MiB or more go to files too
+    **UNEVEN,
+    "vocab_size": 256,
+    "hidden_size": 128,
+    "intermediate_size": 4352,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+}
+
+
+def async_io_is_compiled() -> bool:
+    from torch.utils.cpp_extension import _get_build_directory
+
+    return Path(_get_build_directory("async_io", verbose=False), "async_io.so").exists()
+
+
+@slow
+@pytest.mark.parametrize("offload", ["optimizer", "params"])
+def test_state_in_files_changes_nothing(tmp_path, offload):
+    """To the bit; and what is saved at the end is a folder that the next run starts from."""
+    if not async_io_is_compiled():
+        pytest.skip("DeepSpeed's async_io is not compiled here: one run with --nvme compiles it, which takes minutes")
+    (tmp_path / "aligned.json").write_text(json.dumps(ALIGNED))
+    shared = ("--model", tmp_path / "aligned.json", "--steps", 3, "--stage", 3, "--offload", offload, *ACCUMULATED)
+    memory = train(SCRIPT, tmp_path / "memory", *shared, nproc=2)
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    files = train(SCRIPT, tmp_path / "files", *shared, "--nvme", disk, nproc=2)
+    assert files.column("loss") == memory.column("loss")
+    assert files.column("grad_norm") == memory.column("grad_norm")
+    assert files.summary["weights_sha256"] == memory.summary["weights_sha256"]
+    of_state = 3 * 4 * shapes.parameter_count(config_of(ALIGNED)) // 2
+    for rank in range(2):
+        held = {kind: files.summary[f"{kind}_bytes_per_rank"][rank] for kind in ("optimizer", "fp32_copy", "nvme")}
+        assert 0 <= sum(held.values()) - of_state < 20_000  # what comes last is padded
+        assert held["nvme"] > 0.99 * of_state
+        weights = files.summary["parameter_bytes_per_rank"][rank]
+        assert weights < of_state / 3 / 4 if offload == "params" else weights > of_state / 3 - 1
+    assert list(disk.iterdir()) == []
+    folder = tmp_path / "files/run/step-00000003"
+    start = ("--model", folder, "--steps", 1, "--lr", 1e-30)
+    again = train("05_ddp/train.py", tmp_path / "again", *start)
+    assert again.summary["weights_sha256"] == files.summary["weights_sha256"]
+
+
+NO_OPERATOR = """
+os.environ["DS_ACCELERATOR"] = "cpu"
+from deepspeed.ops.op_builder import AsyncIOBuilder
+AsyncIOBuilder.is_compatible = lambda self, verbose=False: False
+"""
+
+
+@slow
+@pytest.mark.parametrize("missing", ["operator", "folder", "alignment"])
+def test_files_that_cannot_be_are_told_in_one_line(tmp_path, missing):
+    script = with_prelude(SCRIPT, tmp_path, NO_OPERATOR)
+    write_tiny(tmp_path)
+    (tmp_path / "disk").mkdir()
+    given = [*tiny_flags(tmp_path), "--stage", 3, "--offload", "optimizer", "--nvme"]
+    given += ["none" if missing == "folder" else "disk"]
+    given += flags(tmp_path) if missing == "alignment" else ()
+    given += ["--save-every", 0]
+    words = {
+        "operator": "async_io, which is compiled at first use: it takes libaio-dev (apt-get install libaio-dev), g++",
+        "folder": "--nvme none: no such folder",
+        "alignment": "1 ranks cut model.embed_tokens.weight into parts of 10878 numbers, and DeepSpeed loses the",
+    }
+    result = run(script, tmp_path, *given)
+    assert result.code == 2
+    told = [line for line in result.err.splitlines() if "error: " in line]
+    assert len(told) == 1
+    assert words[missing] in told[0]
+    assert not (tmp_path / "disk/zero_stage_3").exists()
+
+
 WRONG = [  # flags, words of the error
+    (("--nvme", "."), "--nvme .: at --stage 2 DeepSpeed keeps it in memory; use --stage 3"),
+    (("--nvme", ".", "--stage", "3"), "nothing would go there; add --offload optimizer"),
+    (
+        ("--nvme", ".", "--stage", "3", "--offload", "params", "--save-every", "2"),
+        "with --save-every: DeepSpeed cannot",
+    ),
+    (("--nvme", ".", "--stage", "3", "--offload", "params", "--resume"), "with --resume: DeepSpeed cannot"),
     (("--offload", "params"), "--offload params: at --stage 2 each rank computes with all weights; use --stage 3"),
     (("--stage", "0", "--offload", "optimizer"), "stage 0 shares nothing that could be moved"),
     (("--stage", "0", "--dtype", "fp16"), "DeepSpeed's fp16 optimizer without ZeRO does not follow AdamW"),

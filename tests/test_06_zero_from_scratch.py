@@ -12,7 +12,7 @@ from support.chapter import load
 from support.harness import ROOT, TINY, config_of, run
 from torch import nn
 
-from common import data, model
+from common import data, model, shapes
 
 SCRIPT = "06_fsdp_zero/zero_from_scratch.py"
 zero = load(SCRIPT)
@@ -56,7 +56,7 @@ def build(shape: str) -> nn.Module:
 def one_process(shape: str) -> list[float]:
     """The losses of plain AdamW on the whole batch, which every number of ranks and every stage must reach."""
     net = build(shape)
-    learning_rate = model.RECIPES["nano"].lr  # of the named size nearest to a tiny one
+    learning_rate = shapes.RECIPES["nano"].lr  # of the named size nearest to a tiny one
     optimizer = torch.optim.AdamW(net.parameters(), lr=learning_rate)
     sequences = data.Sequences(data.load_corpus().train, 16)
     order = data.batch_order(len(sequences), global_batch_size=24, micro_batch_size=24, seed=0)
