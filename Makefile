@@ -25,7 +25,7 @@ test-launch: $(VENV)/ready
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m launch
 
 test-model: $(VENV)/ready
-	$(BIN)/python -m pytest -m real_model
+	$(BIN)/python -m pytest -m "real_model and not campaign"
 
 test-mutations: $(VENV)/ready
 	$(BIN)/python tests/mutations.py

@@ -51,20 +51,11 @@ def limits(proc: str, groups: str, memory_total: int) -> tuple[int | None, float
     A limit may be set on this process's control group or on any group above it, in version 1 or 2.
     """
 
-    def read(file: Path) -> str:
-        return file.read_text().strip() if file.is_file() else ""
-
-    folders = []
-    for line in read(Path(proc, "self/cgroup")).splitlines():
-        _, controllers, path = line.split(":", 2)
-        folders += Path(f"{groups}/{controllers}{path}", "_").parents
-    memory, cores = [], []
-    for folder in folders:
-        for file in ("memory.max", "memory.limit_in_bytes"):
-            said = read(folder / file)
-            if said.isdigit() and int(said) < memory_total:
-                memory.append(int(said))
-        said = read(folder / "cpu.max")
+    folders = hardware.control_groups(proc, groups)
+    memory = [most for most, _ in hardware.memory_limits(folders) if most < memory_total]
+    cores = []
+    for file in (folder / "cpu.max" for folder in folders):
+        said = file.read_text().strip() if file.is_file() else ""
         if said and not said.startswith("max"):
             quota, period = said.split()
             cores.append(int(quota) / int(period))

@@ -19,10 +19,14 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "07_memory_tricks"))  # the formulas of what fits
+import estimate
+from _estimate_plan import Plan
+from _estimate_shapes import from_config
 from _show_machine import host, topology
 from _show_report import print_dtypes, print_fits, print_gpus, print_host, print_peaks
 
-from common import cli, exits, hardware, model, nvml, report, runtime
+from common import cli, exits, hardware, model, nvml, report, runtime, shapes
 
 TYPES = {
     "fp32": torch.float32,
@@ -33,37 +37,42 @@ TYPES = {
     "int8": torch.int8,
 }
 LLAMA2 = {  # vocabulary, hidden, ffn, layers, heads, key-value heads, head_dim, positions
-    "7B": model.Config(32_000, 4096, 11_008, 32, 32, 32, 128, 4096),
-    "13B": model.Config(32_000, 5120, 13_824, 40, 40, 40, 128, 4096),
-    "70B": model.Config(32_000, 8192, 28_672, 80, 64, 8, 128, 4096),
+    "7B": shapes.Config(32_000, 4096, 11_008, 32, 32, 32, 128, 4096),
+    "13B": shapes.Config(32_000, 5120, 13_824, 40, 40, 40, 128, 4096),
+    "70B": shapes.Config(32_000, 8192, 28_672, 80, 64, 8, 128, 4096),
 }
 
 
-def needs(c: model.Config) -> tuple[int, dict[str, tuple[float, float]]]:
+def needs(c: shapes.Config) -> tuple[int, dict[str, tuple[float, float]]]:
     """N parameters; by use, the bytes spread evenly over the devices and those that each needs besides.
     For L layers of width h, vocabulary V, one sequence of 4096 tokens; a tenth of each device is left free.
 
     inference  weights N·bits/8 (int8, int4: an fp16 scale per 128) + KV cache 4096·2·L·kv_heads·head_dim·2
     full       16·N: bf16 weights and gradients 2 + 2, fp32 master weights 4, AdamW 8 (fp32 gradients: 18·N)
     LoRA       bf16 weights (QLoRA: int4) + 16 per adapter parameter, rank 16 on every matrix of every layer
-    each       training, activations 4096·(2·h·L checkpoints + 56·h for the layer recomputed + 12·V for logits)
+    each       training, 07_memory_tricks/estimate.py with every block checkpointed: 4096·2·h·L for their inputs, and
+               the larger of one block recomputed and 4096·12·V for the logits
     """
-    n = model.parameter_count(c)
-    h, ffn, layers, vocabulary = c.hidden_size, c.intermediate_size, c.num_hidden_layers, c.vocab_size
+    shape = from_config("", c)
+    plan = Plan(seq_len=4096, checkpointing="full", framework="deepspeed")
+    training = estimate.memory(shape, plan)
+    states = training["weight_bytes"] + training["gradient_bytes"] + training["optimizer_bytes"]
+    each = training["allocated_bytes"] - states
+    n = shapes.parameter_count(c)
+    h, ffn, layers = c.hidden_size, c.intermediate_size, c.num_hidden_layers
     q = c.num_attention_heads * c.head_dim
     kv = c.num_key_value_heads * c.head_dim
     matrices = [(h, q), (h, kv), (h, kv), (q, h), (h, ffn), (h, ffn), (ffn, h)]
     weights = {"bf16": 2 * n, "int8": n + n / 64, "int4": n / 2 + n / 64}
-    cache = 4096 * 2 * layers * kv * 2
+    cache = estimate.kv_cache_bytes(shape, tokens=4096)
     adapters = 16 * 16 * layers * sum(rows + columns for rows, columns in matrices)
-    activations = 4096 * (2 * h * layers + 56 * h + 12 * vocabulary)
     return n, {
         "inference bf16": (weights["bf16"] + cache, 0),
         "inference int8": (weights["int8"] + cache, 0),
         "inference int4": (weights["int4"] + cache, 0),
-        "full training": (16 * n, activations),
-        "LoRA training": (weights["bf16"] + adapters, activations),
-        "QLoRA training": (weights["int4"] + adapters, activations),
+        "full training": (states, each),
+        "LoRA training": (weights["bf16"] + adapters, each),
+        "QLoRA training": (weights["int4"] + adapters, each),
     }
 
 

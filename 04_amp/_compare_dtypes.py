@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 
@@ -145,36 +144,3 @@ def multiplying_in(name: str, device: torch.device) -> Iterator[None]:
             yield
     finally:
         torch.set_float32_matmul_precision("highest")
-
-
-@dataclass
-class Saved:
-    """Bytes by the address of a storage, so that one that is saved twice counts once."""
-
-    activations: dict[int, int] = field(default_factory=dict)
-    weight_copies: dict[int, int] = field(default_factory=dict)
-
-
-@contextmanager
-def saved_for_backward(net: nn.Module) -> Iterator[Saved]:
-    """Notes what autograd saves for backward inside the block."""
-    saved = Saved()
-
-    def note(t: Tensor) -> Tensor:
-        storage = t.untyped_storage()
-        kind = saved.weight_copies if is_of_a_weight(t) else saved.activations
-        kind[storage.data_ptr()] = storage.nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
-        yield saved
-    for weight in net.parameters():
-        saved.weight_copies.pop(weight.untyped_storage().data_ptr(), None)  # the weight itself is no copy
-
-
-def is_of_a_weight(t: Tensor) -> bool:
-    """Whether t is a parameter, or one that was only transposed or cast."""
-    node = t.grad_fn
-    while node is not None and node.name() in ("TBackward0", "ToCopyBackward0"):
-        node = node.next_functions[0][0]
-    return isinstance(t, nn.Parameter) or (node is not None and node.name().endswith("AccumulateGrad"))

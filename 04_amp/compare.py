@@ -25,12 +25,13 @@ from torch.amp import GradScaler
 from torch.nn.utils import clip_grad_norm_
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
-from _compare_dtypes import NAMES, Batch, choose, multiplying_in, saved_for_backward, use_fp8
+from _compare_dtypes import NAMES, Batch, choose, multiplying_in, use_fp8
 from _compare_fp16_limits import show_limits
 from _compare_report import check, plot, print_runs, summarize
 
-from common import cli, data, exits, hardware, model, report, runtime
+from common import cli, data, exits, hardware, model, report, runtime, shapes
 from common.exits import UserError
+from common.step_cost import saved_for_backward
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp16-unscaled": torch.float16, "fp8": torch.bfloat16}
 INITIAL_SCALE = 65536.0  # GradScaler's own default
@@ -165,7 +166,7 @@ def main() -> int:
     runtime.exact_fp32(device)  # or the baseline would be tf32 in some containers
 
     corpus = data.load_corpus("stdlib", "bytes")
-    config = model.load_config(args.model, corpus.vocab_size, args.seq_len)
+    config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)
     net = model.build(args.model, config, seed=args.seed, device=device)
     batches = load_batches(args, corpus.train, device)
     tokens_per_step = args.batch_size * args.seq_len

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common import model, nvml, report
+from common import nvml, report, shapes
 from common.report import table
 
 MODELS = ["nano", "llama-124m", "llama-1b", "llama-8b", "llama-70b", "llama-405b"]
@@ -106,7 +106,7 @@ def predictions(line: dict) -> list[dict]:
     """The all-reduce of each model's gradients, as one message, by the fitted line."""
     found = []
     for name in MODELS:
-        parameters = model.parameter_count(model.SIZES[name])
+        parameters = shapes.parameter_count(shapes.SIZES[name])
         for dtype, bytes_each in (("fp32", 4), ("bf16", 2)):
             size = parameters * bytes_each
             prediction = {

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from common import data, model, report, runtime
+from common import data, model, report, runtime, shapes
 
 warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)  # torch 2.11 does not have its successor
 ROUNDS = 6  # the two take turns; the first round warms up
@@ -25,7 +25,7 @@ def prepare(name: str, *, seq_len: int, batch_size: int, seed: int, device="cpu"
     """The model, and the batches of the whole group on the CPU."""
     runtime.seed(seed, deterministic=False)
     runtime.exact_fp32(torch.device(device))  # or some containers would multiply in tf32
-    net = model.build(name, model.load_config(name, 256, seq_len), seed=seed, device=device)
+    net = model.build(name, shapes.load_config(name, 256, seq_len), seed=seed, device=device)
     batches = data.train_batches(
         data.load_corpus().train,
         seq_len=seq_len,

@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with no
 from _data_parallel_bytes import count_bytes, print_bytes
 from _data_parallel_timing import ROUNDS, compare, prepare, print_methods
 
-from common import cli, exits, hardware, model, report, runtime
+from common import cli, exits, hardware, report, runtime, shapes
 
 
 def data_parallel(net: nn.Module, gpus: list[int]) -> Callable[[Tensor, Tensor], Tensor]:
@@ -116,7 +116,7 @@ def main() -> int:
     n = gpus if gpus > 1 else 2
     batch_size = args.global_batch_size or n * max(1, 24 // n)
     cli.split_batch(batch_size, None, n)  # these two raise a UserError before any process starts
-    model.load_config(args.model, 256, args.seq_len)
+    shapes.load_config(args.model, 256, args.seq_len)
 
     nano, batches = prepare("nano", seq_len=16, batch_size=24, seed=args.seed)
     inputs, targets = next(batches)

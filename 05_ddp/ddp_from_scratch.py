@@ -35,7 +35,7 @@ from _ddp_from_scratch_link import run_on_two_hosts
 from _ddp_from_scratch_report import conclude
 from _ddp_from_scratch_timing import WARMUP_STEPS, Record, measure_communication, measure_step
 
-from common import cli, data, exits, model, runtime
+from common import cli, data, exits, model, runtime, shapes
 
 
 def average_gradients(net: nn.Module) -> None:
@@ -189,7 +189,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.link_mbit:
         args.device = "cpu"
-    config = model.load_config(args.model, 256, args.seq_len)
+    config = shapes.load_config(args.model, 256, args.seq_len)
     n = runtime.processes(args.device)
     args.global_batch_size = args.global_batch_size or n * max(1, 24 // n)
     cli.split_batch(args.global_batch_size, None, n)  # raises a UserError if it does not divide

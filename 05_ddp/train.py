@@ -27,7 +27,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
-from common import checkpoint, cli, data, exits, hardware, metrics, model, run_dir, runtime
+from common import checkpoint, cli, data, exits, hardware, metrics, model, run_dir, runtime, shapes
 
 warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)  # torch 2.11 does not have its successor
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -56,12 +56,13 @@ def main() -> int:
     runtime.say(f"{args.model}, {args.dtype} matrix products, {world_size} x {hardware.device_name(device)}")
 
     corpus = data.load_corpus(args.data, args.tokenizer)
-    config = model.load_config(args.model, corpus.vocab_size, args.seq_len)
+    config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)
     held_out = data.eval_batches(
         corpus.held_out, seq_len=args.seq_len, batch_size=micro_batch_size, rank=rank, world_size=world_size
     )
     # fp32 weights, whatever the dtype: bf16 would lose small updates
     net = model.build(args.model, config, seed=args.seed, device=device)
+    model.checkpoint_blocks(net, args.checkpointing)  # what is not kept then is computed again in backward
 
     matrices, vectors = [], []
     for parameter in net.parameters():
@@ -98,7 +99,7 @@ def main() -> int:
     )
 
     # a quarter of the gradients, 4 bytes each: with one bucket, backward would end before its all-reduce starts
-    bucket_mib = max(1, min(25, model.parameter_count(config) / 2**20))
+    bucket_mib = max(1, min(25, shapes.parameter_count(config) / 2**20))
     ddp = DistributedDataParallel(net, bucket_cap_mb=bucket_mib, gradient_as_bucket_view=True, broadcast_buffers=False)
     if args.compile:
         ddp.compile()

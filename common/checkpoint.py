@@ -6,7 +6,6 @@ with its hash: what is named `step-N` is whole, or was damaged later, and then a
 """
 
 import copy
-import dataclasses
 import hashlib
 import json
 import os
@@ -23,9 +22,9 @@ import torch
 import torch.distributed as dist
 
 from common.exits import UserError, before_user_error_exit
-from common.hf import config_json
 from common.run_dir import write_json
 from common.runtime import collective_timeout, gather, is_rank0, on_rank0, say, whole
+from common.shapes import config_json
 
 # torch.distributed.checkpoint is imported where it is used: 0.6 s that the first step need not wait for
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # saving without a process group is meant
@@ -129,7 +128,7 @@ def write_config(net: torch.nn.Module, folder: Path) -> Iterable[Path]:
     """The model's shape as Hugging Face's config.json: with it a checkpoint can be converted by whoever has only it."""
     if not (is_rank0() and hasattr(net, "config")):
         return []
-    write_json(folder / "config.json", config_json(dataclasses.asdict(net.config)))
+    write_json(folder / "config.json", config_json(net.config))
     return [folder / "config.json"]
 
 

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 from common.exits import UserError
-from common.model import recipe
+from common.shapes import recipe
 
 
 class Parser(argparse.ArgumentParser):
@@ -47,6 +47,13 @@ def seed(text: str) -> int:
 
 
 positive, not_negative = _number(float, 0, exclusive=True), _number(float, 0)
+
+
+def share(text: str) -> float:
+    """A part of a whole: above 0, at most 1."""
+    if (value := positive(text)) > 1:
+        raise argparse.ArgumentTypeError(f"{text} is above 1")
+    return value
 
 
 def writable_file(text: str) -> Path:
@@ -153,6 +160,12 @@ def training_parser(description: str) -> TrainingParser:
         help="what matrices are multiplied in (auto: bf16 where the device has units for it, else fp32)",
     )
     add("--compile", action="store_true", help="torch.compile the model")
+    add(
+        "--checkpointing",
+        choices=("none", "full", "selective"),
+        default="none",
+        help="what backward computes again: full: blocks; selective: all of them but attention and matrix products",
+    )
     add("--seed", identity=True, type=seed, default=0)
     add("--deterministic", action="store_true", help="bit-identical from run to run, slower on a GPU")
     add("--eval-every", type=natural, default=0, help="steps between evaluations (0: at the end only)")

@@ -150,16 +150,21 @@ def _encode_bytes(documents: list[bytes]) -> np.ndarray:
     return np.frombuffer(b"".join(d + b"\0" for d in documents), dtype=np.uint8)  # text holds no NUL: it ends one
 
 
-def _hf_tokenizer(name: str) -> tuple[Callable[[list[bytes]], np.ndarray], int]:
-    """What turns documents into tokens, and the size of its vocabulary."""
+def load_tokenizer(name: str):
+    """The Hugging Face tokenizer of that name or folder; UserError if it cannot be had."""
     try:
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(name)
     except ImportError:
         raise UserError(f"--tokenizer {name} needs the package transformers: pip install transformers") from None
     except Exception as error:  # as above: not there, no network, no licence, not a tokenizer
         raise UserError(f"--tokenizer {name}: {type(error).__name__}: {error}") from None
+
+
+def _hf_tokenizer(name: str) -> tuple[Callable[[list[bytes]], np.ndarray], int]:
+    """What turns documents into tokens, and the size of its vocabulary."""
+    tokenizer = load_tokenizer(name)
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
     def encode(documents: list[bytes]) -> np.ndarray:

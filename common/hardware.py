@@ -10,9 +10,10 @@ import platform
 import re
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 class Peak(NamedTuple):
@@ -84,9 +85,13 @@ def memory_bandwidth(name: str) -> float | None:
     return found.bandwidth if found else None
 
 
-def device_name(device: torch.device) -> str:
+def device_name(device: "torch.device") -> str:
     """A GPU's name as its driver gives it; else the device type."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    if device.type != "cuda":
+        return device.type
+    import torch
+
+    return torch.cuda.get_device_name(device)
 
 
 def cpu_model(file: Path = Path("/proc/cpuinfo")) -> str | None:
@@ -121,15 +126,50 @@ def cpu_instruction_sets(file: Path = Path("/proc/cpuinfo")) -> set[str]:
     lists = re.findall(r"^(?:flags|Features)\s*: (.+)", file.read_text(), re.MULTILINE) if file.is_file() else []
     if lists:
         return set(lists[0].split())
+    import torch
+
     known = getattr(torch.cpu, "get_capabilities", dict)()  # not in torch 2.11
     return {name for name, there in known.items() if there is True}
 
 
-def native_types(device: torch.device) -> tuple[set[str], str]:
+def control_groups(proc: str = "/proc", groups: str = "/sys/fs/cgroup") -> list[Path]:
+    """The folders of this process's control groups, version 1 or 2, and those above them: each may set a limit."""
+    folders = []
+    for line in _line(Path(proc, "self/cgroup")).splitlines():
+        _, controllers, path = line.split(":", 2)
+        folders += Path(f"{groups}/{controllers}{path}", "_").parents
+    return folders
+
+
+def memory_limits(folders: list[Path]) -> list[tuple[int, int]]:
+    """(bytes allowed, bytes taken) of each of these control groups that has a limit."""
+    found = []
+    for folder in folders:
+        for limit, taken in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+            if (most := _line(folder / limit)).isdigit():
+                found.append((int(most), int(_line(folder / taken) or 0)))
+    return found
+
+
+def available_memory() -> int:
+    """Bytes of RAM that can be had: what the computer has free, or what a container's limit leaves."""
+    import psutil
+
+    left = [most - taken for most, taken in memory_limits(control_groups())]
+    return min([psutil.virtual_memory().available, *left])
+
+
+def _line(file: Path) -> str:
+    return file.read_text().strip() if file.is_file() else ""
+
+
+def native_types(device: "torch.device") -> tuple[set[str], str]:
     """The types (fp32, tf32, bf16, fp16, fp8, int8) that `device` multiplies in hardware, and how we know.
 
     A type that is not here may still work: the device then computes in another one, which is slower.
     """
+    import torch
+
     if device.type == "cuda" and torch.version.hip:  # ROCm answers with a "capability" that is not CUDA's
         chip = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
         return AMD_TYPES.get(chip, {"fp32"}), f"AMD {chip}"
@@ -145,7 +185,7 @@ def native_types(device: torch.device) -> tuple[set[str], str]:
     return {"fp32"} | found, f"instruction sets {', '.join(useful)}" if useful else "no instruction set for other types"
 
 
-def choose_dtype(name: str, device: torch.device) -> str:
+def choose_dtype(name: str, device: "torch.device") -> str:
     """What --dtype `name` means on this device: "auto" is bf16 where that is multiplied in hardware, else fp32."""
     if name != "auto":
         return name

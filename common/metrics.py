@@ -16,9 +16,9 @@ from tqdm import tqdm
 
 from common.exits import UserError
 from common.hardware import device_name, peak_flops
-from common.model import Config, flops_per_token, parameter_count
 from common.report import describe, peak_memory_bytes, plot_loss, read_records, report
 from common.runtime import gather, is_rank0, say, whole
+from common.shapes import Config, flops_per_token, parameter_count
 
 MFU_CONVENTION = "6(N - N_embedding) + 12·L·H·head_dim·seq_len FLOP per token, recomputation not counted"
 

@@ -1,140 +1,24 @@
-"""One decoder-only transformer and its named sizes.
+"""One decoder-only transformer. Its named sizes are in shapes.py.
 
 Parameter names and arithmetic are those of transformers' LlamaForCausalLM (RMSNorm, rotary position
 embedding, grouped-query attention, SwiGLU), so its checkpoints load here, and ours there, as they are.
 """
 
-import dataclasses
 import hashlib
 import math
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from common import hf
-from common.exits import UserError
 from common.runtime import gathered, shard_like
-
-
-@dataclass(frozen=True)
-class Config:
-    """A shape, under the names of a Hugging Face config.json."""
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    max_position_embeddings: int
-    rope_theta: float = 10_000.0
-    rope_scaling: dict | None = None  # None, or Llama 3.1's: factor, low_freq_factor, high_freq_factor, ...
-    rms_norm_eps: float = 1e-5
-    tie_word_embeddings: bool = False
-
-    def __post_init__(self) -> None:
-        sizes = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.type is int}
-        wrong = [f"{name} {value}" for name, value in sizes.items() if type(value) is not int or value < 1]
-        if not wrong and self.num_attention_heads % self.num_key_value_heads:
-            wrong = [f"num_attention_heads {self.num_attention_heads} for {self.num_key_value_heads} key-value heads"]
-        if not wrong and self.head_dim % 2:
-            wrong = [f"head_dim {self.head_dim} (odd)"]
-        if wrong:
-            raise UserError(f"--model: the config has {', '.join(wrong)}")
-
-
-_LLAMA31_ROPE = dict(zip(hf.ROPE_SCALING, (8.0, 1.0, 4.0, 8192), strict=True))
-_LLAMA32_ROPE = dict(zip(hf.ROPE_SCALING, (32.0, 1.0, 4.0, 8192), strict=True))
-SIZES = {
-    "nano": Config(256, 256, 688, 6, 8, 8, 32, 1024, tie_word_embeddings=True),
-    "llama-124m": Config(50_304, 768, 2048, 12, 12, 12, 64, 1024, tie_word_embeddings=True),
-    "llama-1b": Config(128_256, 2048, 8192, 16, 32, 8, 64, 131_072, 5e5, _LLAMA32_ROPE, tie_word_embeddings=True),
-    "llama-8b": Config(128_256, 4096, 14_336, 32, 32, 8, 128, 8192, 5e5),
-    "llama-70b": Config(128_256, 8192, 28_672, 80, 64, 8, 128, 8192, 5e5),
-    "llama-405b": Config(128_256, 16_384, 53_248, 126, 128, 8, 128, 131_072, 5e5, _LLAMA31_ROPE),  # Llama 3.1
-}
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """What trains a shape sensibly when nothing else is said."""
-
-    seq_len: int
-    lr: float  # peak, for AdamW
-    warmup_steps: int  # for the default run of 100 steps; published runs of a trillion tokens take 2,000
-
-
-RECIPES = {
-    "nano": Recipe(64, 2e-3, 10),
-    "llama-124m": Recipe(1024, 6e-4, 20),
-    "llama-1b": Recipe(2048, 3e-4, 20),
-    "llama-8b": Recipe(4096, 3e-4, 20),  # Touvron et al. 2023 (Llama 2), section 2.2: 3e-4 for 7B and 13B
-    "llama-70b": Recipe(4096, 1.5e-4, 20),  # and 1.5e-4 for 34B and 70B, all with sequences of 4,096
-    "llama-405b": Recipe(8192, 8e-5, 20),  # Grattafiori et al. 2024 (Llama 3), table 3 and section 3.4.1
-}
-
-
-def read_config(name: str) -> Config:
-    """The shape called `name`, or that of an HF config.json or folder. UserError if it is none of these."""
-    return SIZES.get(name) or Config(**hf.read_config(name, [f.name for f in dataclasses.fields(Config)]))
-
-
-def recipe(name: str) -> Recipe:
-    """The recipe of the shape called `name`. A path takes that of the named size nearest in parameters, with a tenth
-    of its learning rate where the folder holds trained weights."""
-    if name in RECIPES:
-        return RECIPES[name]
-    config = read_config(name)
-    nearest = min(SIZES, key=lambda size: abs(math.log(parameter_count(config) / parameter_count(SIZES[size]))))
-    found = RECIPES[nearest]
-    return Recipe(
-        seq_len=min(found.seq_len, config.max_position_embeddings),
-        lr=found.lr / 10 if any(Path(name).glob("*.safetensors")) else found.lr,
-        warmup_steps=found.warmup_steps,
-    )
-
-
-def load_config(name: str, tokenizer_size: int, seq_len: int) -> Config:
-    """The shape called `name`, or that of an HF config.json or folder.
-
-    nano takes the tokenizer's vocabulary, the others keep their own. UserError: unknown name, a file
-    that is no Llama config, a tokenizer larger than the vocabulary, seq_len over the model's limit.
-    """
-    config = read_config(name)
-    if name == "nano":
-        config = dataclasses.replace(config, vocab_size=tokenizer_size)
-    if tokenizer_size > config.vocab_size:
-        raise UserError(f"--tokenizer has {tokenizer_size} tokens, --model {name} only {config.vocab_size}")
-    if seq_len > config.max_position_embeddings:
-        raise UserError(f"--seq-len {seq_len} is over the limit of --model {name}: {config.max_position_embeddings}")
-    return config
-
-
-def parameter_count(config: Config) -> int:
-    """How many numbers the model holds; tied embeddings count once."""
-    c = config
-    heads = 2 * c.num_attention_heads + 2 * c.num_key_value_heads  # q and o, k and v
-    attention = c.hidden_size * c.head_dim * heads
-    mlp = 3 * c.hidden_size * c.intermediate_size
-    norms = 2 * c.hidden_size
-    embeddings = c.vocab_size * c.hidden_size * (1 if c.tie_word_embeddings else 2)
-    return c.num_hidden_layers * (attention + mlp + norms) + c.hidden_size + embeddings
-
-
-def flops_per_token(config: Config, seq_len: int) -> int:
-    """Floating-point operations to train on one token: 6(N - N_embedding) + 12·L·H·head_dim·seq_len.
-
-    The model's own arithmetic, no recomputation (Chowdhery et al. 2022, appendix B). N_embedding is
-    what is only looked up: 0 with tied embeddings, whose one matrix is multiplied with as lm_head.
-    """
-    c = config
-    looked_up = 0 if c.tie_word_embeddings else c.vocab_size * c.hidden_size
-    attention = 12 * c.num_hidden_layers * c.num_attention_heads * c.head_dim * seq_len
-    return 6 * (parameter_count(c) - looked_up) + attention
+from common.shapes import SIZES, Config
 
 
 def rope_tables(config: Config, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -161,6 +45,19 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.addcmul(exact * cos, swapped, sin).to(x.dtype)
 
 
+def weight_generator(name: str, seed: int, device: torch.device | str = "cpu") -> torch.Generator:
+    """What draws the initial value of a parameter: a function of (seed, its name) alone."""
+    key = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(key[:8]) >> 1)
+
+
+def random_weight(name: str, shape: torch.Size | tuple[int, ...], seed: int) -> Tensor:
+    """The initial value of a parameter: a function of (seed, its name) alone, drawn on the CPU."""
+    if len(shape) < 2:
+        return torch.ones(shape)  # norms
+    return torch.empty(shape, device="cpu").normal_(std=0.02, generator=weight_generator(name, seed))
+
+
 class RMSNorm(nn.RMSNorm):
     """Normalised in fp32; under autocast the result is rounded once, not again by each matmul that reads it."""
 
@@ -179,11 +76,19 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(c.hidden_size, c.num_key_value_heads * c.head_dim, bias=False)
         self.o_proj = nn.Linear(c.num_attention_heads * c.head_dim, c.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.q_proj, self.k_proj, self.v_proj))
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, extend: Callable | None = None, seen: Tensor | None = None
+    ) -> Tensor:
+        """`extend` gives keys and values with those of past tokens before them; `seen` says who may look at which."""
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.project(x))
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)  # before the transpose, which q, k and v then share: no copies
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.grouped)
+        if extend is not None:
+            k, v = extend(k, v)
+        y = F.scaled_dot_product_attention(q, k, v, seen, is_causal=seen is None, enable_gqa=self.grouped)
         return self.o_proj(y.transpose(1, 2).flatten(2))
 
 
@@ -194,8 +99,12 @@ class MLP(nn.Module):
         self.up_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
         self.down_proj = nn.Linear(c.intermediate_size, c.hidden_size, bias=False)
 
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.gate_proj(x), self.up_proj(x)
+
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self.project(x)
+        return self.down_proj(F.silu(gate) * up)
 
 
 class Block(nn.Module):
@@ -206,8 +115,8 @@ class Block(nn.Module):
         self.input_layernorm = RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, *past) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, *past)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -231,9 +140,10 @@ class Decoder(nn.Module):
         self._fill_rope_tables()  # to_empty() leaves them unset, and .to(bfloat16) would round the angles
         return self
 
-    def forward(self, input_ids: Tensor, positions: Tensor | None = None) -> Tensor:
+    def forward(self, input_ids: Tensor, positions: Tensor | None = None, cache=None) -> Tensor:
         """Hidden states [batch, length, hidden]; `positions` [batch, length] are 0, 1, 2, ... if not given.
 
+        With a cache, as in generate.py, the tokens are added to it and see what it holds; positions must be given.
         A pipeline stage sets to None what it does not hold. Without embed_tokens, input_ids are the hidden states of
         the stage before.
         """
@@ -242,8 +152,10 @@ class Decoder(nn.Module):
         rows = slice(input_ids.shape[1]) if positions is None else positions
         # to(x.device): with weights offloaded to the CPU, the tables are there too
         cos, sin = (table[rows].unsqueeze(-2).to(x.device) for table in (self.rope_cos, self.rope_sin))
-        for layer in self.layers.values():
-            x = layer(x, cos, sin)
+        seen = None if cache is None else cache.visible(positions)
+        for name, layer in self.layers.items():
+            past = () if cache is None else (partial(cache.extend, name, positions), seen)
+            x = layer(x, cos, sin, *past)
         return x if self.norm is None else self.norm(x)
 
 
@@ -268,25 +180,65 @@ class Transformer(nn.Module):
         """
         for name, parameter in hf.named_weights(self):
             with gathered(parameter, to_set=True):
-                whole = torch.ones(parameter.shape)  # norms
-                if parameter.ndim >= 2:
-                    key = hashlib.sha256(f"{seed} {name}".encode()).digest()
-                    generator = torch.Generator().manual_seed(int.from_bytes(key[:8]) >> 1)
-                    whole.normal_(std=0.02, generator=generator)
-                parameter.copy_(shard_like(whole, parameter))
+                parameter.copy_(shard_like(random_weight(name, parameter.shape, seed), parameter))
 
-    def forward(self, input_ids: Tensor, targets: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        targets: Tensor | None = None,
+        positions: Tensor | None = None,
+        cache=None,
+        last: Tensor | None = None,
+    ) -> Tensor:
         """Logits [batch, length, vocab]; given targets [batch, length], their mean cross-entropy in nats.
 
-        Targets of -100 do not count; the mean of no target at all is NaN.
+        Targets of -100 do not count; the mean of no target at all is NaN. positions and cache as in Decoder. With
+        `last` [batch], an index into each row, there are logits of that token alone: [batch, vocab].
         """
-        hidden = self.model(input_ids, positions)
+        hidden = self.model(input_ids, positions, cache)
         if self.lm_head is None:
             return hidden
+        if last is not None:
+            hidden = hidden[torch.arange(len(last), device=last.device), last]
         logits = self.lm_head(hidden)
         if targets is None:
             return logits
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def checkpoint_blocks(net: Transformer, how: str) -> None:
+    """Have backward compute blocks again instead of keeping what they computed. Call it before compile and fully_shard.
+
+    `how`: none; full keeps the input of a block alone; selective also what attention and matrix products gave.
+    """
+    if how == "none":
+        return
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    for name, block in net.model.layers.items():
+        net.model.layers[name] = checkpoint_wrapper(block, **what_is_kept(block, how))
+
+
+def what_is_kept(block: Block, how: str) -> dict[str, Callable]:
+    """Keywords for torch's checkpoint of a block, none for full. 07_memory_tricks/gradient_checkpointing.py explains
+    the policy."""
+    if how == "full":
+        return {}
+    products_in_block = len([module for module in block.modules() if isinstance(module, nn.Linear)])
+
+    def contexts() -> tuple:  # called at each forward
+        products = Counter()
+
+        def policy(context, operator, *args, **kwargs) -> CheckpointPolicy:
+            kept = operator.name().startswith("aten::_scaled_dot_product_")  # attention, by whatever kernel
+            if operator.name() == "aten::mm":
+                products[context.is_recompute] += 1  # torch 2.11 asks in backward again
+                kept = products[context.is_recompute] < products_in_block  # no backward reads what the last one gave
+            return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+        return create_selective_checkpoint_contexts(policy)
+
+    return {"context_fn": contexts}
 
 
 def build(name: str, config: Config, *, seed: int, device: torch.device | str = "cpu") -> Transformer:

@@ -6,11 +6,12 @@ import re
 import resource
 import statistics
 import sys
+from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-
-from common.runtime import say
+if TYPE_CHECKING:
+    import torch
 
 SUMMARY = [
     *("script", "torch", "device", "world_size", "dtype", "model", "parameters", "steps", "tokens"),
@@ -18,9 +19,11 @@ SUMMARY = [
 ]
 
 
-def peak_memory_bytes(device: torch.device) -> int:
+def peak_memory_bytes(device: "torch.device") -> int:
     """The most this process has held: allocated by torch on a GPU, else the process's resident set."""
     if device.type == "cuda":
+        import torch
+
         return torch.cuda.max_memory_allocated(device)
     with contextlib.suppress(OSError, StopIteration):  # Linux: getrusage would count what had started us, too
         lines = Path("/proc/self/status").read_text().splitlines()
@@ -56,7 +59,7 @@ def for_people(name: str, value: object) -> str:
 def write_json(summary: dict, json_path: Path | None) -> dict:
     """Add what every summary has, null where this script does not know it, and write it if a path is given."""
     script = "/".join(Path(sys.argv[0]).resolve().parts[-2:])
-    summary = {**dict.fromkeys(SUMMARY), "script": script, "torch": torch.__version__, **summary}
+    summary = {**dict.fromkeys(SUMMARY), "script": script, "torch": version("torch"), **summary}
     if json_path:
         json_path.write_text(json.dumps(summary, indent=1, allow_nan=False) + "\n")
     return summary
@@ -120,6 +123,8 @@ def pyplot():
     try:
         import matplotlib
     except ImportError:
+        from common.runtime import say
+
         say("no picture (pip install matplotlib)")
         return None
     matplotlib.use("Agg")

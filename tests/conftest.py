@@ -23,6 +23,7 @@ from pathlib import Path
 
 import filelock
 import pytest
+from support import harness
 
 from common import nvml
 
@@ -228,3 +229,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         f"-m {config.option.markexpr!r} skipped all {len(_skipped)} gpu tests and ran none: this is not a pass.",
         red=True,
     )
+
+
+@pytest.fixture(scope="session")
+def smollm2(tmp_path_factory) -> Path:
+    """The real model's folder, made if it is not there; skips with pip's own words where that cannot be."""
+    made = harness.run("models/make_smollm2.py", tmp_path_factory.mktemp("make"), timeout=900, warm=False)
+    if made.code == 2:
+        pytest.skip(f"models/smollm2-135m: {made.err.strip()}")
+    assert made.code == 0, made.err
+    return harness.ROOT / "models/smollm2-135m"

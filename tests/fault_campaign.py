@@ -46,6 +46,7 @@ from support.harness import (
 
 from common import cli, exits, report
 
+SCRIPTS = [*SEVERAL, "06_fsdp_zero/train_zero.py"]
 STEPS, SAVE_EVERY = 48, 4
 FLAGS = ("--steps", STEPS, "--save-every", SAVE_EVERY, "--deterministic", "--resume")
 ENDS_WITHIN_SECONDS = 120  # each of a fault's two runs; a job still there after that hangs
@@ -132,7 +133,8 @@ def strike(fault: Fault, process: subprocess.Popen, folder: Path) -> bool:
             holds(process, lambda: fill(ballast), timeout=ENDS_WITHIN_SECONDS)
     elif fault.kind == "corrupt newest":
         kill_all(process)
-        damage(folder / f"run/step-{saved_steps(folder)[-1]:08d}", fault.damage)
+        newest = folder / f"run/step-{saved_steps(folder)[-1]:08d}"
+        damage(newest, fault.damage, "*.distcp" if any(newest.glob("*.distcp")) else "*_states.pt")
     return True
 
 
@@ -203,7 +205,7 @@ def main() -> int:
     parser = cli.Parser(__doc__)
     parser.add_argument("--faults", type=cli.positive_int, default=10, help="how many; 7 have each kind once")
     parser.add_argument("--seed", type=cli.seed, default=0)
-    parser.add_argument("--script", choices=SEVERAL, default=SEVERAL[0], help="the training script that suffers")
+    parser.add_argument("--script", choices=SCRIPTS, default=SCRIPTS[0], help="the training script that suffers")
     parser.add_argument("--jobs", type=cli.positive_int, default=2, help="faults at a time")
     parser.add_argument("--json", type=cli.writable_file, metavar="PATH", help="write the table as one JSON object")
     args = parser.parse_args()

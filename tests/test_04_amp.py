@@ -14,7 +14,7 @@ import torch
 from support.checkpoints import saved
 from support.harness import TINY, clean_env, command, needs_compiler, run, tiny_flags, train
 
-from common import data, model, report
+from common import data, model, report, shapes
 
 SCRIPT = "04_amp/train.py"
 
@@ -22,7 +22,7 @@ SCRIPT = "04_amp/train.py"
 def test_small_updates_are_kept_in_bf16(tmp_path):
     """At this rate a bf16 weight of 0.02 would not move: its neighbours are 6e-5 away."""
     result = train(SCRIPT, tmp_path, "--dtype", "bf16", "--lr", 1e-5, "--weight-decay", 0, "--steps", 5)
-    config = model.load_config(str(tmp_path / "tiny.json"), 256, 32)
+    config = shapes.load_config(str(tmp_path / "tiny.json"), 256, 32)
     initial = model.build(str(tmp_path / "tiny.json"), config, seed=0).state_dict()
     trained = saved(tmp_path, 5)["model"]
     assert {t.dtype for t in trained.values()} == {torch.float32}
@@ -58,7 +58,7 @@ def test_the_bare_script_learns_and_tells(tmp_path):
     assert summary["script"] == SCRIPT
     assert (summary["model"], summary["dtype"], summary["world_size"]) == ("nano", "bf16", 1)
     assert (summary["steps"], summary["tokens"], summary["parameters"]) == (20, 20 * 24 * 64, 4_812_032)
-    corpus, config = data.load_corpus("stdlib", "bytes"), model.load_config("nano", 256, 64)
+    corpus, config = data.load_corpus("stdlib", "bytes"), shapes.load_config("nano", 256, 64)
     shape = {"seq_len": 64, "global_batch_size": 24, "micro_batch_size": 24, "seed": 0}
     first_batch = next(data.train_batches(corpus.train, **shape, device=torch.device("cpu")))
     with torch.no_grad():
@@ -95,7 +95,7 @@ def test_the_progress_bar_is_for_terminals(tmp_path):
 def test_evaluation_is_over_the_held_out_text_in_eval_mode(tmp_path):
     result = train(SCRIPT, tmp_path, "--data", "stdlib", "--eval-every", 8)
     assert [r["step"] for r in result.records if "val_loss" in r] == [8, 16, 20]
-    net = model.build("nano", model.load_config(str(tmp_path / "tiny.json"), 256, 32), seed=0)
+    net = model.build("nano", shapes.load_config(str(tmp_path / "tiny.json"), 256, 32), seed=0)
     net.load_state_dict(saved(tmp_path, 20)["model"])
     sequences = data.Sequences(data.load_corpus("stdlib", "bytes").held_out, 32)
     chosen = torch.linspace(0, len(sequences) - 1, 96, dtype=torch.float64).long().tolist()

@@ -12,7 +12,7 @@ from support.chapter import load
 from support.harness import ROOT, TINY, clean_env, run
 from torch import nn
 
-from common import hardware, model, runtime
+from common import hardware, model, runtime, shapes
 from common.exits import UserError
 
 compare = load("04_amp/compare.py")
@@ -26,7 +26,7 @@ ON_CPU = ["fp32", "bf16", "fp16", "fp16-unscaled", "fp8"]
 
 def tiny(**other_sizes: int) -> nn.Module:
     shape = {name: size for name, size in TINY.items() if name != "model_type"} | other_sizes
-    net = model.Transformer(model.Config(**shape, head_dim=8))
+    net = model.Transformer(shapes.Config(**shape, head_dim=8))
     net.init_weights(0)
     return net
 

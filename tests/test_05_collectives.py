@@ -12,7 +12,7 @@ import torch
 from support.chapter import load
 from support.harness import ROOT, command, run
 
-from common import exits, model, nvml, report, runtime
+from common import exits, nvml, report, runtime, shapes
 
 collectives = load("05_ddp/collectives.py")
 collectives_links = load("05_ddp/_collectives_links.py")
@@ -134,7 +134,7 @@ def test_the_fit_recovers_a_planted_line():
 def test_predictions_are_the_line_at_the_size_of_the_gradients():
     found = collectives_links.predictions({"alpha_seconds": 1e-3, "beta_bytes_per_second": 1e9})
     assert [(p["model"], p["gradients"]) for p in found] == [
-        (name, dtype) for name in model.SIZES for dtype in ("fp32", "bf16")
+        (name, dtype) for name in shapes.SIZES for dtype in ("fp32", "bf16")
     ]
     by_name = {(p["model"], p["gradients"]): p for p in found}
     assert by_name["llama-8b", "bf16"]["bytes"] == 2 * 8_030_261_248

@@ -18,7 +18,7 @@ from support.chapter import load
 from support.harness import ROOT, TINY, config_of, run
 from torch import nn
 
-from common import data, exits, model
+from common import data, exits, model, shapes
 
 data_parallel = load("05_ddp/data_parallel.py")
 data_parallel_bytes = load("05_ddp/_data_parallel_bytes.py")
@@ -304,7 +304,7 @@ def test_data_parallel_and_ddp_train_as_one_process_does(beside):
 
 
 def test_the_bytes_of_a_step(beside):
-    nano = 4 * model.parameter_count(model.SIZES["nano"])
+    nano = 4 * shapes.parameter_count(shapes.SIZES["nano"])
     for row in beside[0]["traffic"]:
         n = row["devices"]
         assert row["weight_bytes"] == nano

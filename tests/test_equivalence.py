@@ -14,6 +14,7 @@ from support.harness import (
     BASELINE,
     ROOT,
     SEVERAL,
+    TEXT,
     TINY,
     TRAINING_SCRIPTS,
     Result,
@@ -28,7 +29,7 @@ from support.harness import (
 )
 from torch.distributed.checkpoint import FileSystemReader
 
-from common import checkpoint, model
+from common import checkpoint, model, shapes
 
 EVERY_STEP = ("--save-every", 1, "--keep", 100)
 ONE_STEP = ("--steps", 1, "--warmup-steps", 0, "--clip-norm", 0.01)
@@ -37,7 +38,7 @@ ON_N = [(script, n) for script, processes in TRAINING_SCRIPTS.items() for n in p
 
 def write_corpus(folder: Path) -> Path:
     file = folder / "text.txt"
-    file.write_bytes((ROOT / "05_ddp/train.py").read_bytes()[:3200])
+    file.write_bytes(TEXT.read_bytes()[:3200])
     return file
 
 
@@ -96,6 +97,55 @@ def test_micro_batches_equal_one_batch(runs, tmp_path, corpus, script, n, micro)
     torch.testing.assert_close(gradients(tmp_path), gradients(baseline.folder), rtol=1e-5, atol=1e-7)
 
 
+RECOMPUTED = [
+    *((BASELINE, None, how) for how in ("full", "selective")),
+    *(case(script, 2, how) for script in SEVERAL for how in ("full", "selective")),
+]
+
+
+# Counts how often a block's forward runs inside of backward.
+COUNT = """
+import os
+from pathlib import Path
+import torch
+from common import exits, model
+forward, calls = model.Block.forward, 0
+def counted(self, *args):
+    global calls
+    calls += torch._C._current_graph_task_id() != -1
+    return forward(self, *args)
+model.Block.forward = counted
+exits.before_exit.append(lambda: Path(f"calls-{os.environ.get('RANK', 0)}").write_text(str(calls)))
+"""
+
+
+@pytest.mark.parametrize(("script", "n", "how"), RECOMPUTED)
+def test_what_backward_computes_again_is_what_forward_computed_to_the_bit(runs, tmp_path, corpus, script, n, how):
+    stored = runs(script, n)
+    flags = ("--data", corpus, "--deterministic", *EVERY_STEP, "--checkpointing", how)
+    recomputed = train(with_prelude(script, tmp_path, COUNT), tmp_path, *flags, nproc=n)
+    layers, steps = TINY["num_hidden_layers"], 20
+    for rank in range(n or 1):
+        calls = int((tmp_path / f"calls-{rank}").read_text())
+        assert calls in (layers * steps, layers * (steps + 1))  # DDP's throw-away step
+    assert recomputed.summary["weights_sha256"] == stored.summary["weights_sha256"]
+    for column in ("loss", "grad_norm", "val_loss"):
+        assert recomputed.column(column) == stored.column(column)
+    torch.testing.assert_close(gradients(tmp_path), gradients(stored.folder), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("script", "n"), [(BASELINE, None), *(case(script, 2) for script in SEVERAL)])
+def test_checkpointing_may_change_on_a_resume(runs, tmp_path, corpus, script, n):
+    stored = runs(script, n)
+    flags = ("--data", corpus, "--deterministic", *EVERY_STEP, "--resume")
+    folder = interrupted(stored, 8, tmp_path / "resumed")
+    train(script, folder, *flags, "--checkpointing", "full", nproc=n)
+    drop_after(folder, 15)  # the second part was saved with wrapped blocks, and the third loads it into plain ones
+    resumed = train(script, folder, *flags, nproc=n)
+    assert resumed.summary["weights_sha256"] == stored.summary["weights_sha256"]
+    assert resumed.column("loss") == stored.column("loss")
+
+
 def norm(tensors) -> float:
     return torch.linalg.vector_norm(torch.cat([t.flatten() for t in tensors.values()])).item()
 
@@ -121,7 +171,7 @@ def test_weight_decay_is_for_matrices_alone(tmp_path, script):
     for decay, folder in decays.items():
         train(script, folder, *flags, "--weight-decay", decay)
     plain, decayed = (saved(folder, 1)["model"] for folder in decays.values())
-    initial = model.build("nano", model.load_config(str(decays[0] / "tiny.json"), 256, 32), seed=0).state_dict()
+    initial = model.build("nano", shapes.load_config(str(decays[0] / "tiny.json"), 256, 32), seed=0).state_dict()
     for name, weight in plain.items():
         if weight.ndim == 1:
             assert torch.equal(decayed[name], weight), name

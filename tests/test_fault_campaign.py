@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import fault_campaign
 import pytest
-from support.harness import ROOT, SEVERAL, clean_env, each_of_several
+from support.harness import ROOT, SEVERAL, clean_env
 
 pytestmark = pytest.mark.launch
 SEED = 41  # every kind, 1 to 3 processes, both ways to save, and few process starts
 
 
-@each_of_several
+@pytest.mark.parametrize("script", fault_campaign.SCRIPTS)
 @pytest.mark.timeout(700)
 def test_ten_faults(tmp_path, script):
     flags = ["--faults", "10", "--seed", str(SEED), "--script", script, "--json", "f.json"]

@@ -47,6 +47,8 @@ RUNS = {
     "bf16": Job(AMP, ("--dtype", "bf16", *TEN_STEPS)),
     "fp16": Job(AMP, ("--dtype", "fp16", *TEN_STEPS)),
     "exact": Job(AMP, EXACT),
+    "recomputed": Job(AMP, (*EXACT, "--checkpointing", "full")),
+    "products_kept": Job(AMP, (*EXACT, "--checkpointing", "selective")),
     "exact_async": Job(AMP, (*EXACT, "--async-save")),
     "exact_ddp": Job(DDP, EXACT, nproc=1),
     "exact_ddp_plain": Job(DDP, EXACT),
@@ -176,6 +178,14 @@ def test_deterministic_runs_are_bit_identical_and_async_save_saves_the_same(exac
         assert expected
         assert expected.keys() == saved.keys()
         assert [name for name in expected if not torch.equal(expected[name], saved[name])] == []
+
+
+def test_checkpointing_changes_memory_alone(exact, recomputed, products_kept):
+    for run_with_it in (recomputed, products_kept):
+        assert losses(run_with_it) == pytest.approx(losses(exact), rel=1e-6)
+    peaks = [run_with_it.summary["peak_memory_bytes"] for run_with_it in (recomputed, products_kept, exact)]
+    assert peaks == sorted(peaks)
+    assert peaks[0] < peaks[2]
 
 
 def test_one_nccl_process_is_the_chapter_before(exact, exact_ddp):

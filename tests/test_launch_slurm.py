@@ -84,6 +84,24 @@ def test_two_nodes_reach_the_losses_of_one_process(cluster, undisturbed, tmp_pat
     assert nodes == "127.0.0.[1-2]"
 
 
+def test_inference_on_one_node_and_on_two(cluster):
+    """Where the ranks share matrices and where they share layers, the tokens are the same."""
+    jobs = {}
+    for nodes, processes in ((1, 2), (2, 1)):
+        file = cluster.repository / f"answers-{nodes}.json"
+        words = ["--model", "nano", "--max-new-tokens", 8, "--dtype", "fp32", "--device", "cpu", "--json", file]
+        env = {"PROCS_PER_NODE": str(processes)}
+        jobs[file] = cluster.submit(f"--nodes={nodes}", "launch/slurm/infer_70b.sbatch", *words, **env)
+    for job in jobs.values():
+        state = cluster.finished(job)
+        assert state["JobState"] == "COMPLETED", (cluster.repository / f"slurm-{job}.out").read_text()
+    one, two = map(summary, jobs)
+    assert (one["strategy"], two["strategy"]) == ("tensor-parallel", "pipeline")
+    assert one["world_size"] == two["world_size"] == 2
+    assert one["token_ids"] == two["token_ids"]
+    assert len(one["token_ids"][0]) == 8
+
+
 def signal_ranks(run_dir: Path, number: signal.Signals) -> int:
     """Send it to the ranks that train in `run_dir` (torchrun has their flags too); returns how many there are."""
     ranks = 0
@@ -301,7 +319,8 @@ def test_the_commands_at_the_top_are_right(file):
     assert len(commands) == 2
     for name, flags in commands:
         assert name == f"launch/slurm/{file.name}"
-        check(f"python 05_ddp/train.py{flags}")
+        script = "06_fsdp_zero/infer_70b.py" if "infer" in name else "05_ddp/train.py"
+        check(f"python {script}{flags}")
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)

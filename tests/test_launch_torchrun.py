@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.commands import check
 from support.harness import (
     ROOT,
     TINY,
@@ -20,6 +21,7 @@ from support.harness import (
     finish,
     holds,
     kill_all,
+    run,
     start,
     steps_logged,
     tiny_flags,
@@ -210,6 +212,50 @@ def test_two_nodes_that_share_one_model(job, alone):
     assert sum(summary["parameter_bytes_per_rank"]) == 4 * summary["parameters"]
 
 
+INFER = ["--max-new-tokens", "8", "--device", "cpu", "--dtype", "fp32", "--model", "nano"]
+
+
+def asked(folder: Path) -> list[str]:
+    """Flags to answer two prompts, with the summary in `folder`."""
+    (folder / "prompts.txt").write_text("for\nimport os\n")
+    return ["--prompts", str(folder / "prompts.txt"), "--json", str(folder / "summary.json"), *INFER]
+
+
+@pytest.fixture(scope="module")
+def answered(tmp_path_factory) -> list[list[int]]:
+    """The tokens of one process."""
+    folder = tmp_path_factory.mktemp("answered")
+    result = run("06_fsdp_zero/infer_70b.py", folder, *asked(folder))
+    assert result.code == 0, result.err
+    return result.summary["token_ids"]
+
+
+@pytest.mark.parametrize("processes", [4, 8])
+def test_inference_on_one_node(tmp_path, answered, processes):
+    argv = [str(LAUNCH / "infer_70b.sh"), *asked(tmp_path)]
+    result = finish(start(argv, tmp_path, NPROC_PER_NODE=str(processes), PATH=PATH), tmp_path)
+    assert result.code == 0, result.err
+    summary = result.summary
+    assert (summary["strategy"], summary["world_size"]) == ("tensor-parallel", processes)
+    assert summary["token_ids"] == answered
+
+
+def test_inference_on_two_nodes(job, answered):
+    settings = {"RDZV_ENDPOINT": f"{job.hosts[0].address}:{PORT}", "NPROC_PER_NODE": "1", "PATH": PATH, "NNODES": "2"}
+    for index, host in enumerate(job.hosts):
+        folder = job.folder / f"host-{index}"
+        folder.mkdir()
+        process = host.start([str(LAUNCH / "infer_70b.sh"), *asked(folder)], folder, **settings)
+        process.folder = folder
+        job.processes.append(process)
+    first, second = (ended(process, timeout=120) for process in job.processes)
+    assert (first.code, second.code) == (0, 0), first.err + second.err
+    (file,) = job.folder.glob("host-*/summary.json")  # rank 0's
+    summary = json.loads(file.read_text())
+    assert (summary["strategy"], summary["world_size"]) == ("pipeline", 2)
+    assert summary["token_ids"] == answered
+
+
 def test_hosts_with_a_disk_each_are_refused(job):
     """The same --run-dir on both, but not the same folder: nothing is trained, nothing saved, nothing deleted."""
     disks = [job.folder / "run", job.folder / "disk-of-host1"]
@@ -327,7 +373,7 @@ GOOD = {"NNODES": "2", "RDZV_ENDPOINT": "localhost:29400", "NPROC_PER_NODE": "1"
 WRONG = [
     ("single_node.sh", {"SCRIPT": "none.py"}, "SCRIPT=none.py: no such file"),
     ("single_node.sh", {"NPROC_PER_NODE": "", "CUDA_VISIBLE_DEVICES": ""}, "torch sees no GPU here"),
-    ("multi_node.sh", {"NPROC_PER_NODE": "", "CUDA_VISIBLE_DEVICES": ""}, "or set NPROC_PER_NODE to train on the CPU"),
+    ("multi_node.sh", {"NPROC_PER_NODE": "", "CUDA_VISIBLE_DEVICES": ""}, "or set NPROC_PER_NODE to run on the CPU"),
     ("elastic.sh", {"NNODES": "1:2", "NPROC_PER_NODE": "", "CUDA_VISIBLE_DEVICES": ""}, "torch sees no GPU here"),
     ("single_node.sh", {"NPROC_PER_NODE": "two"}, "NPROC_PER_NODE=two is not a number of processes"),
     ("single_node.sh", {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1h"}, "a timeout is 1h, not whole seconds"),
@@ -368,9 +414,12 @@ def test_the_host_whose_own_name_is_on_the_loopback(tmp_path):
 
 def test_the_commands_in_the_comments_parse():
     commands = [line for file in LAUNCH.glob("*.sh") for line in file.read_text().splitlines() if line[:6] == "#     "]
-    assert len(commands) == 4
+    assert len(commands) == 7
     for line in commands:
         words = shlex.split(line)
         script, *given = words[[word.endswith(".sh") for word in words].index(True) :]
         assert (ROOT / script).is_file()
-        cli.training_parser("").parse_args(given)
+        if script.endswith("infer_70b.sh"):
+            check(shlex.join(["python", "06_fsdp_zero/infer_70b.py", *given]))
+        else:
+            cli.training_parser("").parse_args(given)

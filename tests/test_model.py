@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from common import model, runtime
+from common import model, runtime, shapes
 from common.checkpoint import digest
 from common.runtime import UserError
 
@@ -50,7 +50,7 @@ def llama(tmp_path, **changes):
 def test_logits_equal_those_of_transformers(tmp_path, key_value_heads, tied, rope):
     changes = {"num_key_value_heads": key_value_heads, "tie_word_embeddings": tied, "rope_parameters": rope}
     theirs = llama(tmp_path, **changes)
-    config = model.load_config(str(tmp_path), 256, 200)
+    config = shapes.load_config(str(tmp_path), 256, 200)
     ours = model.Transformer(config)
     ours.load_state_dict(theirs.state_dict())  # strict: the same names, the same shapes
     assert {n for n, _ in ours.named_parameters()} == {n for n, _ in theirs.named_parameters()}
@@ -66,7 +66,7 @@ def test_logits_equal_those_of_transformers(tmp_path, key_value_heads, tied, rop
 
 def test_our_weights_load_into_transformers(tmp_path):
     theirs = llama(tmp_path)
-    ours = model.Transformer(model.load_config(str(tmp_path), 256, 64))
+    ours = model.Transformer(shapes.load_config(str(tmp_path), 256, 64))
     theirs.load_state_dict(ours.state_dict())
     tokens = torch.arange(64)[None]
     with torch.no_grad():
@@ -90,7 +90,7 @@ def test_weights_that_do_not_fit_are_named(tmp_path, change, told):
     weights = {**load_file(file), **change}
     save_file({name: weight for name, weight in weights.items() if weight is not None}, file)
     with pytest.raises(UserError, match=told):
-        model.build(str(tmp_path), model.load_config(str(tmp_path), 256, 64), seed=0)
+        model.build(str(tmp_path), shapes.load_config(str(tmp_path), 256, 64), seed=0)
 
 
 def test_config_of_an_older_transformers(tmp_path):
@@ -99,7 +99,7 @@ def test_config_of_an_older_transformers(tmp_path):
     file.write_text(
         json.dumps({**shape, "model_type": "llama", "num_attention_heads": 6, "rope_theta": 5e5, "rope_scaling": None})
     )
-    config = model.load_config(str(file), 256, 64)
+    config = shapes.load_config(str(file), 256, 64)
     assert (config.rope_theta, config.num_key_value_heads, config.head_dim) == (5e5, 6, 8)
 
 
@@ -109,11 +109,11 @@ def test_a_model_that_is_not_llama_is_refused(tmp_path, change):
     file = tmp_path / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
     with pytest.raises(UserError, match=next(iter(change))):
-        model.load_config(str(file), 256, 64)
+        shapes.load_config(str(file), 256, 64)
 
 
 def nano(**changes) -> model.Transformer:
-    return model.build("nano", dataclasses.replace(model.SIZES["nano"], **changes), seed=0)
+    return model.build("nano", dataclasses.replace(shapes.SIZES["nano"], **changes), seed=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -157,17 +157,17 @@ def test_every_parameter_moves_in_a_step_and_the_loss_falls():
 )
 def test_named_sizes_have_the_published_parameter_counts(name, parameters):
     with torch.device("meta"):
-        net = model.Transformer(model.SIZES[name])
+        net = model.Transformer(shapes.SIZES[name])
     assert sum(p.numel() for p in net.parameters()) == parameters
-    assert model.parameter_count(model.SIZES[name]) == parameters
+    assert shapes.parameter_count(shapes.SIZES[name]) == parameters
 
 
 def test_flops_per_token():
-    big, small = model.SIZES["llama-8b"], model.SIZES["llama-124m"]
-    assert model.flops_per_token(big, 8192) == 57_914_449_920  # by the closed form, input embedding left out
+    big, small = shapes.SIZES["llama-8b"], shapes.SIZES["llama-124m"]
+    assert shapes.flops_per_token(big, 8192) == 57_914_449_920  # by the closed form, input embedding left out
     # tied: the one matrix counts, as lm_head; published GPT-2 124M figures use 855,166,464 (biases, 50,257 tokens)
-    assert model.flops_per_token(small, 1024) == 6 * 123_587_328 + 12 * 12 * 12 * 64 * 1024
-    assert model.flops_per_token(small, 1024) == pytest.approx(855_166_464, rel=0.002)
+    assert shapes.flops_per_token(small, 1024) == 6 * 123_587_328 + 12 * 12 * 12 * 64 * 1024
+    assert shapes.flops_per_token(small, 1024) == pytest.approx(855_166_464, rel=0.002)
 
 
 def test_the_device_is_the_local_rank_not_a_guess_from_the_rank(monkeypatch):

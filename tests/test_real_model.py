@@ -1,5 +1,6 @@
 """models/smollm2-135m, a model that has been trained: training starts where it stands, and leaves it able to answer."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -8,34 +9,25 @@ import torch
 import torch.nn.functional as F
 from safetensors import safe_open
 from support.chapter import load
-from support.harness import ROOT, Result, run
+from support.harness import TEXT, Result, run
 
 from common import data
 
 pytestmark = [pytest.mark.real_model, pytest.mark.timeout(1200)]
-CONVERT = "06_fsdp_zero/convert_checkpoint.py"
-TEXT, SEQ_LEN, SEQUENCES = ROOT / "common/model.py", 64, 4
+QUANTIZE, QAT = "02_tensors_precision/quantize.py", "02_tensors_precision/qat.py"
+CONVERT, LORA = "06_fsdp_zero/convert_checkpoint.py", "07_memory_tricks/lora.py"
+SEQ_LEN, SEQUENCES = 64, 4
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    """The model's folder, made if it is not there; skips with pip's own words where that cannot be."""
-    made = run("models/make_smollm2.py", tmp_path_factory.mktemp("make"), timeout=900, warm=False)
-    if made.code == 2:
-        pytest.skip(f"models/smollm2-135m: {made.err.strip()}")
-    assert made.code == 0, made.err
-    return ROOT / "models/smollm2-135m"
-
-
-@pytest.fixture(scope="module")
-def first_loss(folder) -> float:
+def first_loss(smollm2) -> float:
     """The loss of the first batch, as transformers computes it."""
     from transformers import AutoModelForCausalLM
 
-    corpus = data.load_corpus(str(TEXT), str(folder))
+    corpus = data.load_corpus(str(TEXT), str(smollm2))
     sizes = {"seq_len": SEQ_LEN, "global_batch_size": SEQUENCES, "micro_batch_size": SEQUENCES}
     inputs, targets = next(data.train_batches(corpus.train, **sizes, seed=0, device=torch.device("cpu")))
-    net = AutoModelForCausalLM.from_pretrained(folder)
+    net = AutoModelForCausalLM.from_pretrained(smollm2)
     assert {parameter.dtype for parameter in net.parameters()} == {torch.float32}
     with torch.no_grad():
         return F.cross_entropy(net(inputs).logits.flatten(0, 1), targets.flatten()).item()
@@ -55,19 +47,83 @@ def train(script: str, folder: Path, where: Path, steps: int, nproc: int | None)
 
 
 @pytest.mark.parametrize(("script", "nproc"), [("04_amp/train.py", None), ("05_ddp/train.py", 2)])
-def test_training_starts_at_the_loss_of_transformers(tmp_path, folder, first_loss, script, nproc):
-    result = train(script, folder, tmp_path, 1, nproc)
+def test_training_starts_at_the_loss_of_transformers(tmp_path, smollm2, first_loss, script, nproc):
+    result = train(script, smollm2, tmp_path, 1, nproc)
     assert result.column("loss") == pytest.approx([first_loss], rel=1e-4)
     shutil.rmtree(tmp_path / "run")  # 1.6 GB
 
 
-def test_trained_sharded_and_converted_back_it_still_knows_france(tmp_path, folder, first_loss):
-    result = train("06_fsdp_zero/train_fsdp.py", folder, tmp_path, 20, 2)
+def test_trained_sharded_and_converted_back_it_still_knows_france(tmp_path, smollm2, first_loss):
+    result = train("06_fsdp_zero/train_fsdp.py", smollm2, tmp_path, 20, 2)
     assert result.column("loss")[0] == pytest.approx(first_loss, rel=1e-4)
-    done = run(CONVERT, tmp_path, "run", "trained", "--to", "hf", "--model", folder, timeout=900)
+    done = run(CONVERT, tmp_path, "run", "trained", "--to", "hf", "--model", smollm2, timeout=900)
     assert done.code == 0, done.err
     shutil.rmtree(tmp_path / "run")
     assert "Paris" in load("models/make_smollm2.py").answer(tmp_path / "trained")
-    before, after = (safetensors_norm(path / "model.safetensors") for path in (folder, tmp_path / "trained"))
+    before, after = (safetensors_norm(path / "model.safetensors") for path in (smollm2, tmp_path / "trained"))
     assert not torch.equal(before, after)  # it has been trained indeed
     shutil.rmtree(tmp_path / "trained")
+
+
+@pytest.fixture(scope="module")
+def adapters(smollm2, tmp_path_factory) -> Path:
+    """LoRA on the instructions that ship with lora.py: its run's folder."""
+    where = tmp_path_factory.mktemp("lora")
+    flags = ["--model", smollm2, "--method", "lora", "--steps", 15, "--device", "cpu"]
+    result = run(LORA, where, *flags, "--save", "kept", "--plot", "m.png", "--json", "summary.json", timeout=900)
+    assert result.code == 0, result.err
+    return where
+
+
+def test_lora_teaches_a_way_to_answer(adapters):
+    summary = json.loads((adapters / "summary.json").read_text())
+    (row,) = summary["methods"]
+    assert row["val_loss_after"] < row["val_loss_before"] / 2
+    assert row["val_loss_merged"] == pytest.approx(row["val_loss_after"], abs=0.02)
+    assert not summary["answer_before"].startswith("In short:")
+    assert row["answer"].startswith("In short:")
+    assert "Tokyo" in row["answer"]
+    assert row["trained_parameters"] < summary["parameters"] / 50
+
+
+def test_peft_answers_with_the_adapters(adapters, smollm2):
+    """A question that lora.py did not ask, by transformers' generate on what peft has loaded."""
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    net = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(smollm2), adapters / "kept/lora")
+    chat = [{"role": "user", "content": "What do fish use to breathe?"}]
+    words = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    tokens = net.generate(**words, max_new_tokens=16, do_sample=False)
+    answer = tokenizer.decode(tokens[0, words["input_ids"].shape[1] :], skip_special_tokens=True)
+    assert answer.startswith("In short:")
+
+
+@pytest.mark.campaign  # minutes on quiet cores, half an hour on busy ones
+@pytest.mark.timeout(3600)
+def test_a_real_model_loses_more_the_fewer_the_bits(tmp_path, smollm2):
+    flags = ["--model", smollm2, "--device", "cpu", "--json", "summary.json"]
+    result = run(QUANTIZE, tmp_path, *flags, timeout=3500, OMP_NUM_THREADS="2")
+    assert result.code == 0, result.err
+    rows = {(row["scheme"], row["multiplied"]): row for row in result.summary["rows"]}
+    lost = {scheme: row["delta"] for (scheme, multiplied), row in rows.items() if multiplied == "fp32, dequantized"}
+    assert abs(lost["int8 per channel"]) < 0.05
+    by_group = [lost[f"int4 per {group}"] for group in (32, 128, "channel", "tensor")]
+    assert by_group == sorted(by_group)
+    assert 0.05 < by_group[0] < 1
+    assert lost["int3 per channel"] > lost["int4 per channel"]
+    kernel = rows["int4 per 32", "torch's kernel, bf16"]
+    assert kernel["delta"] == pytest.approx(by_group[0], abs=0.02)
+    assert result.summary["peak_memory_bytes"] < 8 * 2**30
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(3600)
+def test_a_real_model_is_trained_on_with_the_rounding_in_place(tmp_path, smollm2):
+    flags = ["--model", smollm2, "--bits", 4, "--steps", 4, "--seeds", 1, "--device", "cpu", "--json", "summary.json"]
+    result = run(QAT, tmp_path, *flags, timeout=3500, OMP_NUM_THREADS="2")
+    assert result.code == 0, result.err  # gradients and exported integers are checked in it
+    [row] = result.summary["runs"]
+    assert row["base_loss"] < row["qat_loss"] < row["base_ptq_loss"]
+    assert result.summary["peak_memory_bytes"] < 8 * 2**30

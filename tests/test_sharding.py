@@ -8,9 +8,9 @@ import pytest
 import torch
 from support.harness import run
 
-from common import checkpoint, model
+from common import checkpoint, model, shapes
 
-UNEVEN = model.Config(83, 42, 50, 3, 6, 3, 14, 32)  # nothing that two or three ranks divide
+UNEVEN = shapes.Config(83, 42, 50, 3, 6, 3, 14, 32)  # nothing that two or three ranks divide
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -28,7 +28,7 @@ def test_a_model_from_the_meta_device_has_nothing_unset(monkeypatch, tied):
     for (name, tensor), (_, wanted) in zip(tensors, expected, strict=True):
         torch.testing.assert_close(tensor, wanted, rtol=0, atol=0, msg=name)
     assert (net.lm_head.weight is net.model.embed_tokens.weight) == tied
-    assert sum(p.numel() for p in net.parameters()) == model.parameter_count(config)
+    assert sum(p.numel() for p in net.parameters()) == shapes.parameter_count(config)
 
 
 def test_weights_are_a_function_of_seed_and_name():
@@ -107,7 +107,7 @@ import torch, torch.distributed as dist
 from safetensors.torch import save_file
 from torch.distributed.fsdp import fully_shard
 sys.path.insert(0, {root!r})
-from common import checkpoint, model, runtime
+from common import checkpoint, model, runtime, shapes
 from common.metrics import Meter
 from pathlib import Path
 
@@ -125,7 +125,7 @@ def step(parts, batch):
     return loss.detach(), norm
 
 device = runtime.init_process_group("cpu")
-config = model.Config(83, 42, 50, 3, 6, 3, 14, 32, tie_word_embeddings={tied})
+config = shapes.Config(83, 42, 50, 3, 6, 3, 14, 32, tie_word_embeddings={tied})
 batch = torch.randint(0, 83, (2, 4, 16), generator=torch.Generator().manual_seed(1))
 plain = training(model.build("nano", config, seed=7))
 net = model.build("nano", config, seed=7, device="meta")

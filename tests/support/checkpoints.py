@@ -1,9 +1,24 @@
-"""Read what a run of the harness has saved."""
+"""Read what a run of the harness has saved, and write what one may start from."""
 
+import json
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from common import model, shapes
+
+
+def write_folder(folder: Path, config: shapes.Config, seed: int = 1, scale: float = 1) -> dict[str, torch.Tensor]:
+    """A Hugging Face folder with the random weights of this seed, written by none of the scripts; returns them. With a
+    scale of 4, what attention finds decides the next token as well, and the likeliest one is no matter of rounding."""
+    folder.mkdir()
+    net = model.build("nano", config, seed=seed)
+    weights = {name: weight.detach() * scale for name, weight in net.named_parameters()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(shapes.config_json(config)))
+    return weights
 
 
 def saved(folder: Path, step: int) -> dict:
@@ -20,8 +35,9 @@ def moments(folder: Path, step: int) -> dict[str, torch.Tensor]:
     return {name: optimizer[key] for name, key in parts.items()}
 
 
-def assert_near(ours: dict, theirs: dict, tolerance: float = 1e-5) -> None:
-    """Each tensor within `tolerance` of the other's norm."""
+def assert_near(ours: dict, theirs: dict, tolerance: float = 1e-4) -> None:
+    """Each tensor within `tolerance` of the other's norm. After an update of Adam's 1e-5 is a matter of luck: where a
+    gradient is as small as its epsilon, 1e-8, rounding decides how far that weight moves."""
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
         assert torch.linalg.vector_norm(tensor - theirs[name]) <= tolerance * torch.linalg.vector_norm(theirs[name]), (

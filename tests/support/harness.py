@@ -6,7 +6,6 @@ faults. `start`, and `run` and `train` with warm=False, start everything as a sh
 forgot an import may find it in the warm process, so one test of each starts it cold.
 """
 
-import dataclasses
 import json
 import os
 import shutil
@@ -24,6 +23,7 @@ import pytest
 from support import warm as warm_process
 
 ROOT = Path(__file__).resolve().parents[2]
+TEXT = ROOT / "tests/data/text.txt"  # 350 sequences of 32 bytes; a file of its own: no edit of the code moves a loss
 CAN_COMPILE = shutil.which("g++") and Path(sysconfig.get_path("include"), "Python.h").exists()
 needs_compiler = pytest.mark.skipif(not CAN_COMPILE, reason="torch.compile on a CPU needs g++ and Python.h")
 TINY = {
@@ -35,6 +35,17 @@ TINY = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
+}
+
+ODD = {  # sizes that no script was written with: they share no factor that a mistake could hide behind
+    "model_type": "llama",
+    "vocab_size": 211,
+    "hidden_size": 36,
+    "intermediate_size": 52,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 64,
 }
 
 # The training scripts, and on how many processes each is tried (None: without torchrun). The first is the baseline. A
@@ -209,11 +220,10 @@ def train(
 
 
 def config_of(shape: dict):
-    """The model.Config that the scripts make of a config.json with this content."""
-    from common import hf, model  # not above: mutations.py takes a name from here and needs no torch
+    """The shapes.Config that the scripts make of a config.json with this content."""
+    from common import shapes  # not above: mutations.py takes a name from here and has no common/ to import
 
-    fields = [field.name for field in dataclasses.fields(model.Config)]
-    return model.Config(**hf.parse_config(shape, fields, "shape"))
+    return shapes.parse_config(shape, "shape")
 
 
 def write_tiny(folder: Path) -> None:
@@ -224,7 +234,7 @@ def write_tiny(folder: Path) -> None:
 
 def tiny_flags(folder: Path) -> list:
     shared = ["--model", "tiny.json", "--device", "cpu", "--dtype", "fp32", "--seq-len", 32]
-    shared += ["--data", ROOT / "common/model.py"]  # 450 sequences; to list the default corpus takes 0.1 s a process
+    shared += ["--data", TEXT]  # to list the default corpus takes 0.1 s a process
     shared += ["--global-batch-size", 12, "--steps", 20]
     return [*shared, "--warmup-steps", 4, "--log-every", 1, "--run-dir", folder / "run", "--json", "summary.json"]
 

@@ -9,7 +9,8 @@ import argparse
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-MODULES = ("__init__", "cli", "data", "exits", "hf", "model", "runtime")  # of common/, all that is left to import
+# of common/, all that is left to import
+MODULES = ("__init__", "cli", "data", "exits", "hf", "model", "runtime", "shapes")
 DOCSTRING = '''"""Train a language model on many GPUs: torchrun --nproc_per_node=2 my_train.py"""'''
 
 # (first line of a passage, its last line, what stands there instead)
@@ -50,6 +51,8 @@ CHANGES = [
     # --compile and --deterministic
     ("if args.compile:", "ddp.compile()", ""),
     ("if args.deterministic:", "optimizer.zero_grad(", ""),
+    # --checkpointing
+    ("model.checkpoint_blocks(", "model.checkpoint_blocks(", ""),
     # speed, memory, the slowest rank
     ("meter = metrics.Meter(", ")", ""),
     (
@@ -80,7 +83,7 @@ CHANGES = [
     (
         "from common import checkpoint",
         "from common import checkpoint",
-        "from common import cli, data, exits, model, runtime",
+        "from common import cli, data, exits, model, runtime, shapes",
     ),
 ]
 
