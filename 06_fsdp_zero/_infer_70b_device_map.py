@@ -7,7 +7,6 @@ import warnings
 from functools import partial
 
 import torch
-from _estimate_shapes import from_config
 from _infer_70b_placement import ROOM, Place, bytes_of_cache, free_bytes
 from _infer_70b_weights import RandomMatrix, copy_part
 from torch import Tensor, nn
@@ -35,7 +34,7 @@ def plan(args, config: shapes.Config, device: torch.device, gpus: int | None = N
     if gpus is None:
         gpus = torch.cuda.device_count() if device.type == "cuda" else 0
     net = empty_model(config, args.torch_dtype)
-    cache = bytes_of_cache(args, from_config(args.model, config))
+    cache = bytes_of_cache(args, config)
     device_map = place_modules(net, cache, args, device, gpus)
     return device_map, places(net, device_map, cache, args, device, gpus)
 

@@ -42,7 +42,7 @@ class Place(NamedTuple):
 def places(args, config: shapes.Config, world_size: int, free: list[int | None]) -> list[Place]:
     """What each rank holds, by the formulas of 07_memory_tricks/estimate.py. `free`: bytes by rank."""
     shape = from_config(args.model, config)
-    cache_bytes = bytes_of_cache(args, shape)
+    cache_bytes = bytes_of_cache(args, config)
     layers = config.num_hidden_layers
     if args.strategy == "tensor-parallel":
         every, weights = "all layers" if world_size == 1 else f"1/{world_size} of each layer", tensor_parallel_bytes
@@ -58,10 +58,10 @@ def places(args, config: shapes.Config, world_size: int, free: list[int | None])
     return [Place(f"rank {rank}", *part, free[rank]) for rank, part in enumerate(held)]
 
 
-def bytes_of_cache(args, shape: Shape) -> int:
+def bytes_of_cache(args, config: shapes.Config) -> int:
     """Of all prompts and layers together."""
     tokens = args.batch * args.tokens_per_prompt
-    return round(estimate.kv_cache_bytes(shape, tokens=tokens, bytes_each=BYTES[args.dtype]))
+    return round(estimate.kv_cache_bytes(from_config(args.model, config), tokens=tokens, bytes_each=BYTES[args.dtype]))
 
 
 def tensor_parallel_bytes(shape: Shape, dtype: str, ranks: int) -> int:
@@ -151,7 +151,7 @@ def what_would_fit(args, config: shapes.Config, free: int, *, alone: bool) -> st
     """The fewest such devices that share it, in this type and in int4, and what to try. `alone`: each has a memory of
     its own, as GPUs have and ranks on a CPU have not."""
     shape = from_config(args.model, config)
-    cache_bytes = bytes_of_cache(args, shape)
+    cache_bytes = bytes_of_cache(args, config)
     ways = []
     for ranks in range(1, config.num_key_value_heads + 1) if alone else ():
         needed = tensor_parallel_bytes(shape, args.dtype, ranks) + cache_bytes / ranks

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -92,12 +93,16 @@ def fill(net: nn.Module, args) -> None:
     ):
         readers = {}
         for name, parameter in parameters.items():
-            with runtime.gathered(parameter, to_set=True):
-                if not args.random_weights:
-                    stored = open_once(args.weight_files[name], readers, opened).get_slice(name)
-                else:
-                    stored = RandomMatrix(name, parameter.shape, args.seed) if parameter.ndim == 2 else None
-                copy_part(parameter, stored)
+            shape = getattr(parameter, "ds_shape", parameter.shape)
+            if not args.random_weights:
+                stored = open_once(args.weight_files[name], readers, opened).get_slice(name)
+            else:
+                stored = RandomMatrix(name, shape, args.seed) if len(shape) == 2 else None
+            if hasattr(parameter, "ds_tensor") and parameter.ds_tensor.final_location is None:  # not on a disk
+                copy_run(parameter, stored)
+            else:
+                with runtime.gathered(parameter, to_set=True):
+                    copy_part(parameter, stored)
             bar.update(held_bytes(parameter))
     runtime.say(f"loaded {for_people('_bytes', mine)} per rank in {time.perf_counter() - started:.1f} s")
 
@@ -113,6 +118,26 @@ def copy_part(parameter: Tensor, stored) -> None:
     for begin in range(rows.start, rows.stop, step):
         end = min(begin + step, rows.stop)
         local[begin - rows.start : end - rows.start].copy_(stored[(slice(begin, end), *columns)])
+
+
+def copy_run(parameter: Tensor, stored) -> None:
+    """Copy this rank's part of a tensor that DeepSpeed has cut: of all its numbers, row after row, the rank-th run.
+
+    Gathered to be filled, as DeepSpeed's manual has it, every rank would hold the tensor twice."""
+    own = parameter.ds_tensor
+    if stored is None:
+        own.fill_(1)
+        return
+    rows, *rest = parameter.ds_shape
+    width = math.prod(rest)
+    begin = dist.get_rank() * own.numel()
+    end = min(begin + own.numel(), parameter.ds_numel)  # the last runs are padded
+    step = max(1, CHUNK // width)
+    for row in range(begin // width, -(-end // width), step):
+        part = (slice(row, min(row + step, rows)), *(slice(0, size) for size in rest))
+        numbers = stored[part].flatten()
+        low, high = max(begin, row * width), min(end, row * width + len(numbers))
+        own[low - begin : high - begin].copy_(numbers[low - row * width : high - row * width])
 
 
 def open_once(file: Path, readers: dict, opened: ExitStack):
