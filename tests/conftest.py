@@ -15,6 +15,7 @@ import functools
 import os
 import pickle
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
@@ -176,6 +177,8 @@ def _gpus_for_marked(request: pytest.FixtureRequest) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's "&" does that, and every script would inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if not config.pluginmanager.hasplugin("timeout"):
         config.addinivalue_line("markers", "timeout(seconds): without effect, pytest-timeout is not installed")
     starts_workers = getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput")
