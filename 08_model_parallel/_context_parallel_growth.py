@@ -1,0 +1,84 @@
+"""What context_parallel.py measures as the sequence grows: memory of activations and seconds, on each rank."""
+
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from common import report, runtime, shapes
+from common.step_cost import record_memory, saved_for_backward, wait_for
+
+FACTORS = (1, 2, 4)  # times --seq-len
+ROUNDS = 3
+
+
+def measure_growth(
+    trainees: list, forward_backward: Callable, seq_len: int, config: shapes.Config, device: torch.device
+) -> list[dict]:
+    """A row for each length and way: the rank that holds most, and the slowest. Every rank must call it."""
+    rows = []
+    for length in (factor * seq_len for factor in FACTORS if factor * seq_len <= config.max_position_embeddings):
+        text = torch.randint(config.vocab_size, (1, length + 1), generator=torch.Generator().manual_seed(0)).to(device)
+        for trainee in trainees:
+            own = measure(trainee, forward_backward, text, device)
+            of_ranks = [other for other in runtime.gather(own) if other is not None]
+            seconds = [max(of_round) for of_round in zip(*(other["seconds"] for other in of_ranks), strict=True)]
+            rows.append(
+                {
+                    "seq_len": length,
+                    "name": trainee.name,
+                    "saved_bytes_per_rank": max(other["saved"] for other in of_ranks),
+                    "peak_bytes_per_rank": max(other["peak"] for other in of_ranks),
+                    "seconds": report.spread(seconds),
+                }
+            )
+    return rows
+
+
+def measure(trainee, forward_backward: Callable, text: torch.Tensor, device: torch.device) -> dict | None:
+    """Bytes saved for backward, bytes at the most, both without weights and gradients, and the seconds of each round.
+    One process alone is measured on rank 0: on a CPU the others would only take its cores."""
+    if trainee.order is None and not runtime.is_rank0():
+        dist.barrier()
+        return None
+
+    def step() -> None:
+        forward_backward(trainee, text[:, :-1], text[:, 1:], 1)
+
+    step()  # leaves gradients, so that no later step has to make them
+    with saved_for_backward(trainee.net) as saved:
+        step()
+    before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    peak = record_memory(step, device).peak_bytes - before
+    seconds = []
+    for _ in range(ROUNDS):
+        if trainee.order is not None:
+            dist.barrier()
+        wait_for(device)
+        start = time.perf_counter()
+        step()
+        wait_for(device)
+        seconds.append(time.perf_counter() - start)
+    if trainee.order is None:
+        dist.barrier()
+    return {"saved": sum(saved.activations.values()), "peak": peak, "seconds": seconds}
+
+
+def growth_table(rows: list[dict]) -> str:
+    lines = [["tokens", "way", "saved for backward", "of one process", "at most", "seconds (lowest to highest)"]]
+    alone = {row["seq_len"]: row for row in rows if row["name"] == "one process"}
+    for row in rows:
+        saved = row["saved_bytes_per_rank"]
+        seconds = row["seconds"]
+        lines.append(
+            [
+                f"{row['seq_len']:,}",
+                row["name"],
+                f"{saved / 2**20:.1f} MiB",
+                f"{saved / alone[row['seq_len']]['saved_bytes_per_rank']:.3f}",
+                f"{row['peak_bytes_per_rank'] / 2**20:.1f} MiB",
+                f"{seconds['median']:.3f} ({seconds['min']:.3f} to {seconds['max']:.3f})",
+            ]
+        )
+    return report.table(lines)
