@@ -80,7 +80,13 @@ def expected_scores(name: str, seq_len: int, rank: int, world_size: int) -> int:
     return 0  # counted for ring attention alone
 
 
-def describe(trainee: Trainee, config: shapes.Config, args: argparse.Namespace) -> dict:
+def loss_difference(losses: list[float], others: list[float]) -> float:
+    """The largest over the steps, relative to the others."""
+    losses, others = torch.tensor(losses), torch.tensor(others)
+    return (losses / others - 1).abs().max().item()
+
+
+def describe(trainee: Trainee, baseline: Trainee, config: shapes.Config, args: argparse.Namespace) -> dict:
     """A way after its last step, as --json has it. Every rank must call it."""
     world_size = dist.get_world_size()
     uneven = {name: count for name, count in trainee.counted.items() if count % args.steps}
@@ -91,6 +97,7 @@ def describe(trainee: Trainee, config: shapes.Config, args: argparse.Namespace) 
     row = {
         "name": trainee.name,
         "losses": trainee.losses,
+        "loss_max_relative_difference": loss_difference(trainee.losses, baseline.losses),
         "gradient_max_relative_difference": max(trainee.gradient_differences),
         "all_gathers_per_step": per_step["all_gathers"],
         "reduce_scatters_per_step": per_step["reduce_scatters"],
@@ -112,7 +119,7 @@ def describe(trainee: Trainee, config: shapes.Config, args: argparse.Namespace) 
     return row
 
 
-def check(rows: list[dict], baseline_losses: list[float], config: shapes.Config, args: argparse.Namespace) -> None:
+def check(rows: list[dict], config: shapes.Config, args: argparse.Namespace) -> None:
     """What the script teaches; fails where it does not hold."""
     world_size = len(rows[0]["scores_of_each_rank"])
     for row in rows:
@@ -126,15 +133,12 @@ def check(rows: list[dict], baseline_losses: list[float], config: shapes.Config,
         )
     print("checked: calls, bytes and score elements are those of the formulas, on every rank")
     for row in rows:
-        pairs = zip(row["losses"], baseline_losses, strict=True)
-        differences = torch.tensor([abs(ours / one - 1) for ours, one in pairs])
-        row["loss_max_relative_difference"] = differences.max().item()
         for what in ("loss", "gradient"):
             found = row[f"{what}_max_relative_difference"]
             assert found <= TOLERANCE, f"{row['name']}: {what} differs from that of one process by {found:.0e}"
     worst = [max(row[f"{what}_max_relative_difference"] for row in rows) for what in ("loss", "gradient")]
     print(
-        f"checked: {len(baseline_losses)} steps are those of one process (tolerance {TOLERANCE:g}): losses differ by "
+        f"checked: {len(rows[0]['losses'])} steps are those of one process (tolerance {TOLERANCE:g}): losses differ by "
         f"{worst[0]:.1g}, gradients of each parameter by {worst[1]:.1g}; all ranks hold the same weights, to the bit"
     )
 
@@ -186,15 +190,13 @@ def conclude(
 ) -> None:
     """Say what was measured, then whether what the script teaches holds. Every rank must call it."""
     world_size = dist.get_world_size()
-    rows = [describe(trainee, config, args) for trainee in trainees]
+    rows = [describe(trainee, baseline, config, args) for trainee in trainees]
     growth = measure_growth([baseline, *trainees], forward_backward, args.seq_len, config, device)
     peak_memory = max(runtime.gather(report.peak_memory_bytes(device)))
     if not runtime.is_rank0():
         return
     parameters = shapes.parameter_count(config)
-    print(
-        f"{args.model}: {parameters:,} parameters in fp32, {args.steps} steps, --seq-len {args.seq_len}, N = {world_size}\n"
-    )
+    print(f"{args.model}: {parameters:,} parameters in fp32, sequences of {args.seq_len} tokens, N = {world_size}\n")
     print("What a rank calls and sends in a step, for attention. Q: bytes of its queries, KV: of its keys and values.")
     print(communication_table(rows))
     weight_bytes = rows[0]["weight_gradient_bytes_sent_per_rank_per_step"]
@@ -203,7 +205,6 @@ def conclude(
     print("\nOne sequence, forward and backward, on the rank with the most:")
     print(growth_table(growth))
     print()
-    check(rows, baseline.losses, config, args)
     summary = {
         "device": hardware.device_name(device),
         "world_size": world_size,
@@ -222,3 +223,4 @@ def conclude(
         "growth": growth,
     }
     report.write_json(summary, args.json)
+    check(rows, config, args)

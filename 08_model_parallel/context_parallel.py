@@ -8,7 +8,7 @@ values travel from rank to rank, and an online softmax adds up what each has fou
 
     laptop    python 08_model_parallel/context_parallel.py
               torchrun --nproc_per_node=4 08_model_parallel/context_parallel.py --steps 5
-    one node  torchrun --nproc_per_node=8 08_model_parallel/context_parallel.py --model llama-1b --seq-len 4096
+    one node  torchrun --nproc_per_node=8 08_model_parallel/context_parallel.py --model llama-124m --attention ring
     cluster   the same on every node, with --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400
 
 All is in fp32, so that losses and gradients compare with those of one process. The products of (3) are written out to
@@ -169,6 +169,8 @@ def finish(under_way: list[dist.Work]) -> None:
         work.wait()
 
 
+LEARNING_RATE = 0.02
+
 # The order of the tokens on the ranks, and what stands in for attention.
 WAYS = {
     "all-gather": ("contiguous", all_gather_attention),
@@ -186,7 +188,7 @@ def make_trainee(name: str, start: nn.Module) -> Trainee:
         for layer in net.model.layers.values():
             layer.self_attn.attend = attend
     # SGD moves by the gradient itself. Adam divides by its size and would hide one that is N times too large.
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(net.parameters(), lr=LEARNING_RATE, momentum=0.9)
     return Trainee(name, order, net, optimizer)
 
 
@@ -230,7 +232,7 @@ def main() -> int:
     baseline, *trainees = [make_trainee(name, start) for name in ("one process", *names)]
     for _ in range(args.steps):
         inputs, targets = (tensor.to(device) for tensor in next(batches))
-        targets[0, -(args.seq_len // 4) :] = data.PADDING  # a text that ends early: some ranks have fewer targets
+        targets[0, 3 * (args.seq_len + 1) // 4 :] = data.PADDING  # a text that ends early: ranks' counts differ
         for trainee in (baseline, *trainees):
             loss = forward_backward(trainee, inputs, targets, args.micro_batch_size)
             note_step(trainee, loss, baseline)
