@@ -66,7 +66,14 @@ def expected_counts(name: str, config: shapes.Config, args: argparse.Namespace, 
         # keys and values make n - 1 hops in forward and in backward, their gradients n in backward
         calls |= {"rounds": 2 * n, "sends": 3 * n - 2} if n > 1 else {}
         sent = (3 * n - 2) * kv_bytes if n > 1 else 0
-    return {call: forwards * count for call, count in calls.items()} | {"bytes": forwards * sent}
+    tensors = 9 * config.num_hidden_layers + (2 if config.tie_word_embeddings else 3)
+    weight_bytes = 4 * (shapes.parameter_count(config) + 1)  # and the loss
+    return {
+        **{f"{call}_per_step": forwards * count for call, count in calls.items()},
+        "bytes_sent_per_rank_per_step": forwards * sent,
+        "all_reduces_per_step": tensors + 1,
+        "weight_gradient_bytes_sent_per_rank_per_step": round(2 * weight_bytes * (n - 1) / n),
+    }
 
 
 def expected_scores(name: str, seq_len: int, rank: int, world_size: int) -> int:
@@ -86,6 +93,11 @@ def loss_difference(losses: list[float], others: list[float]) -> float:
     return (losses / others - 1).abs().max().item()
 
 
+def largest(values: list[float]) -> float:
+    """NaN if any is, which Python's max may drop."""
+    return torch.tensor(values).max().item()
+
+
 def describe(trainee: Trainee, baseline: Trainee, config: shapes.Config, args: argparse.Namespace) -> dict:
     """A way after its last step, as --json has it. Every rank must call it."""
     world_size = dist.get_world_size()
@@ -98,7 +110,7 @@ def describe(trainee: Trainee, baseline: Trainee, config: shapes.Config, args: a
         "name": trainee.name,
         "losses": trainee.losses,
         "loss_max_relative_difference": loss_difference(trainee.losses, baseline.losses),
-        "gradient_max_relative_difference": max(trainee.gradient_differences),
+        "gradient_max_relative_difference": largest(trainee.gradient_differences),
         "all_gathers_per_step": per_step["all_gathers"],
         "reduce_scatters_per_step": per_step["reduce_scatters"],
         "all_to_alls_per_step": per_step["all_to_alls"],
@@ -108,14 +120,15 @@ def describe(trainee: Trainee, baseline: Trainee, config: shapes.Config, args: a
         "all_reduces_per_step": per_step["all_reduces"],
         "weight_gradient_bytes_sent_per_rank_per_step": round(per_step["weight_bytes"] * (world_size - 1) / world_size),
     }
-    of_ranks = runtime.gather((row, per_step["scores"] / times, checkpoint.digest(trainee.net)))
+    assert per_step["scores"] % times == 0, f"{trainee.name}: layers differ in their scores"
+    of_ranks = runtime.gather((row, per_step["scores"], checkpoint.digest(trainee.net)))
     assert len({digest for *_, digest in of_ranks}) == 1, f"{trainee.name}: ranks hold different weights"
     for rank, (other, *_) in enumerate(of_ranks):
         different = [key for key in row if "per_step" in key and other[key] != row[key]]
         assert not different, f"{trainee.name}: rank {rank} differs in {different}"
     worst = [other["gradient_max_relative_difference"] for other, *_ in of_ranks]
-    row["gradient_max_relative_difference"] = torch.tensor(worst).max().item()  # NaN if any is
-    row["scores_of_each_rank"] = [round(scores, 3) for _, scores, _ in of_ranks]
+    row["gradient_max_relative_difference"] = largest(worst)
+    row["scores_of_each_rank"] = [scores // times for _, scores, _ in of_ranks]
     return row
 
 
@@ -124,13 +137,11 @@ def check(rows: list[dict], config: shapes.Config, args: argparse.Namespace) -> 
     world_size = len(rows[0]["scores_of_each_rank"])
     for row in rows:
         name = row["name"]
-        for what, expected in expected_counts(name, config, args, world_size).items():
-            key = "bytes_sent_per_rank_per_step" if what == "bytes" else f"{what}_per_step"
+        for key, expected in expected_counts(name, config, args, world_size).items():
             assert row[key] == expected, f"{name}: {key} is {row[key]:,}, and must be {expected:,}"
-        scores = [expected_scores(name, args.seq_len, rank, world_size) for rank in range(world_size)]
-        assert row["scores_of_each_rank"] == scores, (
-            f"{name}: scores {row['scores_of_each_rank']}, and must be {scores}"
-        )
+        found = row["scores_of_each_rank"]
+        expected = [expected_scores(name, args.seq_len, rank, world_size) for rank in range(world_size)]
+        assert found == expected, f"{name}: the ranks compute {found} scores, and must compute {expected}"
     print("checked: calls, bytes and score elements are those of the formulas, on every rank")
     for row in rows:
         for what in ("loss", "gradient"):
@@ -147,7 +158,7 @@ FORMULAS = {"all-gather": "2 (N-1) KV", "Ulysses": "2 (N-1)/N (2 Q + KV)", "ring
 
 
 def communication_table(rows: list[dict]) -> str:
-    lines = [["way", "calls", "sent", "formula, per layer and forward", "gradients' difference"]]
+    lines = [["way", "calls", "sent", "formula, a layer and micro-batch", "gradients' difference"]]
     for row in rows:
         calls = {kind: row[f"{kind}_per_step"] for kind in ("all_gathers", "reduce_scatters", "all_to_alls", "rounds")}
         told = [f"{count} {kind.replace('_', '-')}" for kind, count in calls.items() if count]
@@ -164,18 +175,19 @@ def communication_table(rows: list[dict]) -> str:
 
 
 def print_balance(rows: list[dict], seq_len: int) -> None:
-    """Who computes how much in ring attention: the slowest rank decides how long a step takes."""
+    """Who computes how much in ring attention. The others wait for the busiest rank."""
     rings = [row for row in rows if row["name"].startswith("ring")]
     if not rings:
         return
-    world_size = len(rings[0]["scores_of_each_rank"])
-    lines = [["order", *(f"rank {rank}" for rank in range(world_size)), "all", "busiest / mean"]]
-    for row in rings:
-        scores = row["scores_of_each_rank"]
-        busiest = max(scores) * world_size / sum(scores)
-        lines.append([row["name"], *(f"{score:,.0f}" for score in scores), f"{sum(scores):,.0f}", f"{busiest:.2f}"])
+    scores = [row["scores_of_each_rank"] for row in rings]
+    lines = [["rank", *(row["name"] for row in rings)]]
+    lines += [
+        [str(rank), *(f"{score:,}" for score in of_ways)] for rank, of_ways in enumerate(zip(*scores, strict=True))
+    ]
+    busiest = [max(of_way) * len(of_way) / sum(of_way) for of_way in scores]
+    lines.append(["busiest / mean", *(f"{ratio:.2f}" for ratio in busiest)])
     needed = seq_len * (seq_len + 1) // 2
-    print(f"\nScore elements that a rank computes, of one head and sequence. {needed:,} are not masked.")
+    print(f"\nScore elements that each rank computes, of a head and a sequence. The mask shows {needed:,} in all.")
     print(report.table(lines))
 
 
@@ -197,7 +209,9 @@ def conclude(
         return
     parameters = shapes.parameter_count(config)
     print(f"{args.model}: {parameters:,} parameters in fp32, sequences of {args.seq_len} tokens, N = {world_size}\n")
-    print("What a rank calls and sends in a step, for attention. Q: bytes of its queries, KV: of its keys and values.")
+    print(
+        "What a rank calls and sends in a step, for attention. Q and KV: bytes of its queries, and of its keys and values."
+    )
     print(communication_table(rows))
     weight_bytes = rows[0]["weight_gradient_bytes_sent_per_rank_per_step"]
     print(f"Beside that, {weight_bytes / 2**20:.1f} MiB for the gradients of the weights, as in data parallelism.")
