@@ -46,9 +46,8 @@ def measure(trainee, forward_backward: Callable, text: torch.Tensor, device: tor
     def step() -> None:
         forward_backward(trainee, text[:, :-1], text[:, 1:], 1)
 
-    step()  # leaves gradients, so that no later step has to make them
     with saved_for_backward(trainee.net) as saved:
-        step()
+        step()  # leaves gradients, so that no later step has to make them
     before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     peak = record_memory(step, device).peak_bytes - before
     seconds = []

@@ -35,6 +35,7 @@ class Trainee:
 def note_step(trainee: Trainee, loss: Tensor, baseline: Trainee) -> None:
     """Keep a step's loss and counts, and how far its gradients are from the baseline's, before they are clipped."""
     trainee.losses.append(loss.item())
+    trainee.gradient_norms.append(nn.utils.get_total_norm([p.grad for p in trainee.net.parameters()]).item())
     trainee.counted.update(counts)
     counts.clear()
     if trainee is not baseline:
@@ -66,12 +67,11 @@ def expected_counts(name: str, config: shapes.Config, args: argparse.Namespace, 
         # keys and values make n - 1 hops in forward and in backward, their gradients n in backward
         calls |= {"rounds": 2 * n, "sends": 3 * n - 2} if n > 1 else {}
         sent = (3 * n - 2) * kv_bytes if n > 1 else 0
-    tensors = 9 * config.num_hidden_layers + (2 if config.tie_word_embeddings else 3)
     weight_bytes = 4 * (shapes.parameter_count(config) + 1)  # and the loss
     return {
         **{f"{call}_per_step": forwards * count for call, count in calls.items()},
         "bytes_sent_per_rank_per_step": forwards * sent,
-        "all_reduces_per_step": tensors + 1,
+        "all_reduces_per_step": 1,
         "weight_gradient_bytes_sent_per_rank_per_step": round(2 * weight_bytes * (n - 1) / n),
     }
 
@@ -209,9 +209,7 @@ def conclude(
         return
     parameters = shapes.parameter_count(config)
     print(f"{args.model}: {parameters:,} parameters in fp32, sequences of {args.seq_len} tokens, N = {world_size}\n")
-    print(
-        "What a rank calls and sends in a step, for attention. Q and KV: bytes of its queries, and of its keys and values."
-    )
+    print("What a rank calls and sends in a step, for attention. Q, KV: bytes of its queries, of its keys and values.")
     print(communication_table(rows))
     weight_bytes = rows[0]["weight_gradient_bytes_sent_per_rank_per_step"]
     print(f"Beside that, {weight_bytes / 2**20:.1f} MiB for the gradients of the weights, as in data parallelism.")

@@ -11,15 +11,14 @@ values travel from rank to rank, and an online softmax adds up what each has fou
     one node  torchrun --nproc_per_node=8 08_model_parallel/context_parallel.py --model llama-124m --attention ring
     cluster   the same on every node, with --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400
 
-All is in fp32, so that losses and gradients compare with those of one process. The products of (3) are written out to
-be read. In a long run a fused kernel that also returns the log-sum-exp takes their place.
+All is in fp32, to compare losses and gradients with one process. (3) writes its products out, to be read. In a long run
+a fused kernel that also returns the log-sum-exp takes their place.
 
 Look for: the score elements of each rank in contiguous and in zigzag order; bytes sent, which shrink with more ranks
 only in (2); what is saved for backward. Before: 05_ddp/ddp_from_scratch.py, which cuts the batch instead.
 """
 
 import copy
-import math
 import sys
 import time
 from functools import partial
@@ -29,7 +28,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import Function
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
 from _context_parallel_collectives import all_gather, all_reduce, all_to_all, batch_isend_irecv, reduce_scatter
@@ -52,7 +50,7 @@ def all_gather_attention(q: Tensor, k: Tensor, v: Tensor, *_, **__) -> Tensor:
     return F.scaled_dot_product_attention(q, keys, values, may_see, enable_gqa=q.shape[1] != k.shape[1])
 
 
-class GatherTokens(Function):
+class GatherTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx, part: Tensor) -> Tensor:
         parts = part.new_empty(dist.get_world_size(), *part.shape)
@@ -84,7 +82,7 @@ def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, *_, **__) -> Tensor:
     return ExchangeParts.apply(parts).movedim(0, 1).flatten(1, 2)  # all heads of my tokens again
 
 
-class ExchangeParts(Function):
+class ExchangeParts(torch.autograd.Function):
     """All-to-all: part i goes to rank i, and what rank i sends takes its place. The same again takes it back."""
 
     @staticmethod
@@ -108,12 +106,12 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, *_, order: str, **__) -> Ten
     return RingAttention.apply(grouped, torch.stack((k, v)), order).flatten(1, 2)
 
 
-class RingAttention(Function):
+class RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q: Tensor, my_kv: Tensor, order: str) -> Tensor:
         kv = my_kv
         out = torch.zeros_like(q)
-        log_sum_exp = q.new_full(q.shape[:-1], -math.inf)  # of each query's scores so far
+        log_sum_exp = q.new_full(q.shape[:-1], -torch.inf)  # of each query's scores so far
         for turn in range(dist.get_world_size()):
             is_last = turn == dist.get_world_size() - 1
             arriving, under_way = start_round([] if is_last else [kv])
@@ -170,7 +168,6 @@ def finish(under_way: list[dist.Work]) -> None:
 
 
 LEARNING_RATE = 0.02
-
 # The order of the tokens on the ranks, and what stands in for attention.
 WAYS = {
     "all-gather": ("contiguous", all_gather_attention),
@@ -183,17 +180,16 @@ WAYS = {
 def make_trainee(name: str, start: nn.Module) -> Trainee:
     """A copy of the model that attends in this way, or as it always does."""
     net = copy.deepcopy(start)
-    order, attend = WAYS.get(name, (None, None))
-    if attend is not None:
-        for layer in net.model.layers.values():
-            layer.self_attn.attend = attend
+    order, attend = WAYS.get(name, (None, F.scaled_dot_product_attention))
+    for layer in net.model.layers.values():
+        layer.self_attn.attend = attend
     # SGD moves by the gradient itself. Adam divides by its size and would hide one that is N times too large.
     optimizer = torch.optim.SGD(net.parameters(), lr=LEARNING_RATE, momentum=0.9)
     return Trainee(name, order, net, optimizer)
 
 
 def forward_backward(trainee: Trainee, inputs: Tensor, targets: Tensor, micro_batch_size: int) -> Tensor:
-    """The mean loss over all tokens that count, of all ranks and micro-batches, and its gradients."""
+    """This rank's part of the mean loss over all tokens of all ranks and micro-batches, and of its gradients."""
     counted_tokens = (targets != data.PADDING).sum()  # of the whole batch: the ranks' own counts differ
     positions = positions_of_rank(trainee.order, inputs.shape[1]).to(inputs.device)
     my_inputs = inputs[:, positions].split(micro_batch_size)
@@ -202,14 +198,17 @@ def forward_backward(trainee: Trainee, inputs: Tensor, targets: Tensor, micro_ba
     for micro_inputs, micro_targets in zip(my_inputs, my_targets, strict=True):
         logits = trainee.net(micro_inputs, positions=positions[None])  # RoPE by the place in the sequence
         summed = F.cross_entropy(logits.flatten(0, 1), micro_targets.flatten(), reduction="sum")
-        share = summed / counted_tokens
-        share.backward()
-        loss += share.detach()
-    if trainee.order is not None:
-        # Every rank has all weights and has used them for its own tokens: the gradients add up, and are no mean.
-        for tensor in (loss, *(parameter.grad for parameter in trainee.net.parameters())):
-            all_reduce(tensor)
+        (summed / counted_tokens).backward()
+        loss += summed.detach() / counted_tokens
     return loss
+
+
+def sum_over_ranks(loss: Tensor, net: nn.Module) -> None:
+    """Every rank has all weights, and has used them for its own tokens. So the gradients add up, and are no mean."""
+    tensors = [loss, *(parameter.grad for parameter in net.parameters())]
+    flat = nn.utils.parameters_to_vector(tensors)  # for one call instead of many
+    all_reduce(flat)
+    nn.utils.vector_to_parameters(flat, tensors)
 
 
 def main() -> int:
@@ -235,10 +234,11 @@ def main() -> int:
         targets[0, 3 * (args.seq_len + 1) // 4 :] = data.PADDING  # a text that ends early: ranks' counts differ
         for trainee in (baseline, *trainees):
             loss = forward_backward(trainee, inputs, targets, args.micro_batch_size)
+            if trainee is not baseline:
+                sum_over_ranks(loss, trainee.net)
             note_step(trainee, loss, baseline)
         for trainee in (baseline, *trainees):
-            norm = nn.utils.clip_grad_norm_(trainee.net.parameters(), args.clip_norm)  # each rank has all gradients
-            trainee.gradient_norms.append(norm.item())
+            nn.utils.clip_grad_norm_(trainee.net.parameters(), args.clip_norm)  # each rank has all gradients
             trainee.optimizer.step()
             trainee.optimizer.zero_grad()
     conclude(args, config, baseline, trainees, forward_backward, device, began)

@@ -28,6 +28,7 @@ SHAPES = {
 }
 CLIP_NORM = 0.9
 STEPS = 10
+pytestmark = pytest.mark.timeout(600)  # seconds each on idle cores; a busy machine starves three ranks
 FLAGS = ("--model", "tiny.json", "--steps", STEPS, "--clip-norm", CLIP_NORM, "--json", "s.json", "--device", "cpu")
 NAMES = ["all-gather", "Ulysses", "ring, contiguous", "ring, zigzag"]
 # shape, sequence length, ranks: None starts two by itself
@@ -38,7 +39,7 @@ SLOW_RUNS = [pytest.param(run, marks=pytest.mark.launch) for run in [("even", 12
 def start(folder, shape: str, *more, nproc: int | None = None, script: str = SCRIPT, **env):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tiny.json").write_text(json.dumps(SHAPES[shape]))
-    return run(script, folder, *FLAGS, *more, nproc=nproc, **env)
+    return run(script, folder, *FLAGS, *more, nproc=nproc, timeout=500, **env)
 
 
 @pytest.fixture(scope="module", params=RUNS + SLOW_RUNS, ids=lambda values: f"{values[0]}-{values[2] or 'bare'}")
@@ -113,9 +114,7 @@ def test_calls_and_bytes_are_exact(finished):
     for row in summary["rows"]:
         assert row["bytes_sent_per_rank_per_step"] == times * sent[row["name"].split(",")[0]], row["name"]
         assert [row[f"{call}_per_step"] for call in calls] == [times * count for count in expected[row["name"]]]
-        # a loss, and each tensor once: 9 a block, embedding and norm, and a head where it is not the embedding
-        tied = SHAPES[shape].get("tie_word_embeddings", False)
-        assert row["all_reduces_per_step"] == 1 + 9 * times // 2 + (2 if tied else 3)
+        assert row["all_reduces_per_step"] == 1  # the loss and all gradients
         assert row["weight_gradient_bytes_sent_per_rank_per_step"] == round(8 * (parameters + 1) * (n - 1) / n)
 
 
@@ -288,8 +287,8 @@ def test_a_claim_that_does_not_hold_fails(once, message):
 
 PLANTED = {
     "a rank's gradients are averaged": (
-        "            all_reduce(tensor)",
-        "            all_reduce(tensor)\n            tensor /= dist.get_world_size()",
+        "    all_reduce(flat)",
+        "    all_reduce(flat)\n    flat /= dist.get_world_size()",
         "differs from that of one process",
     ),
     "positions start at 0 on every rank": (
