@@ -14,8 +14,8 @@ values travel from rank to rank, and an online softmax adds up what each has fou
 All is in fp32, to compare losses and gradients with one process. (3) writes its products out, to be read. In a long run
 a fused kernel that also returns the log-sum-exp takes their place.
 
-Look for: the score elements of each rank in contiguous and in zigzag order; bytes sent, which shrink with more ranks
-only in (2); what is saved for backward. Before: 05_ddp/ddp_from_scratch.py, which cuts the batch instead.
+Look for: the score elements of each rank in contiguous and in zigzag order; the bytes that a rank
+sends, which shrink with more ranks only in (2); what it saves for backward. Before: 05_ddp/ddp_from_scratch.py, which cuts the batch instead.
 """
 
 import copy
@@ -73,10 +73,9 @@ def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, *_, **__) -> Tensor:
     """(2) Attention never mixes heads. So a rank trades: some heads of all tokens for all heads of its tokens."""
     world_size = dist.get_world_size()
     by_rank = [part.unflatten(1, (world_size, -1)) for part in (q, k, v)]  # each rank's heads
-    heads_of_each = [part.shape[2] for part in by_rank]
     parts = torch.cat(by_rank, dim=2).movedim(1, 0)  # [ranks, batch, heads / ranks, tokens / ranks, head_dim]
     whole = ExchangeParts.apply(parts).movedim(0, 2).flatten(2, 3)  # [batch, heads / ranks, tokens, head_dim]
-    q, k, v = whole.split(heads_of_each, dim=1)
+    q, k, v = whole.split([part.shape[2] for part in by_rank], dim=1)
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
     parts = out.unflatten(2, (world_size, -1)).movedim(2, 0)
     return ExchangeParts.apply(parts).movedim(0, 1).flatten(1, 2)  # all heads of my tokens again
@@ -142,8 +141,10 @@ class RingAttention(torch.autograd.Function):
                 of_keys = [tensor[..., columns, :] for tensor in (kv, kv_gradient)]
                 add_tile_gradients(*of_queries, *of_rows, *of_keys, on_diagonal)
             finish(under_way)
-            kv = kv if is_last else arriving.pop()
-            kv_gradient += 0 if turn == 0 else arriving.pop()
+            if not is_last:
+                kv = arriving.pop()
+            if turn > 0:
+                kv_gradient += arriving.pop()
         if dist.get_world_size() > 1:  # the last hop: home
             (kv_gradient,), under_way = start_round([kv_gradient])
             finish(under_way)
@@ -167,7 +168,6 @@ def finish(under_way: list[dist.Work]) -> None:
         work.wait()
 
 
-LEARNING_RATE = 0.02
 # The order of the tokens on the ranks, and what stands in for attention.
 WAYS = {
     "all-gather": ("contiguous", all_gather_attention),
@@ -184,7 +184,7 @@ def make_trainee(name: str, start: nn.Module) -> Trainee:
     for layer in net.model.layers.values():
         layer.self_attn.attend = attend
     # SGD moves by the gradient itself. Adam divides by its size and would hide one that is N times too large.
-    optimizer = torch.optim.SGD(net.parameters(), lr=LEARNING_RATE, momentum=0.9)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.02, momentum=0.9)
     return Trainee(name, order, net, optimizer)
 
 

@@ -57,7 +57,7 @@ def finish(folder: Path, shape: str, seq_len: int, nproc: int | None) -> tuple[s
 def one_process(shape: str, seq_len: int) -> tuple[list[float], int]:
     """The losses of plain training on the whole batch, and how many of its steps were clipped."""
     net = model.build("tiny", config_of(SHAPES[shape]), seed=0)
-    optimizer = torch.optim.SGD(net.parameters(), lr=context.LEARNING_RATE, momentum=0.9)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.02, momentum=0.9)
     sequences = data.Sequences(data.load_corpus().train, seq_len)
     batches = data.batch_order(len(sequences), global_batch_size=4, micro_batch_size=4, seed=0)
     losses, clipped = [], 0
@@ -297,8 +297,8 @@ PLANTED = {
         "differs from that of one process",
     ),
     "the gradient of a block stays where it was found": (
-        "kv_gradient += 0 if turn == 0 else arriving.pop()",
-        "arriving.clear()",
+        "kv_gradient += arriving.pop()",
+        "arriving.pop()",
         "gradient differs from that of one process",
     ),
 }
