@@ -14,8 +14,8 @@ values travel from rank to rank, and an online softmax adds up what each has fou
 All is in fp32, to compare losses and gradients with one process. (3) writes its products out, to be read. In a long run
 a fused kernel that also returns the log-sum-exp takes their place.
 
-Look for: the score elements of each rank in contiguous and in zigzag order; the bytes that a rank
-sends, which shrink with more ranks only in (2); what it saves for backward. Before: 05_ddp/ddp_from_scratch.py, which cuts the batch instead.
+Look for: the score elements of each rank in contiguous and in zigzag order; the bytes that a rank sends, which shrink
+with more ranks only in (2); what it saves for backward. Before: 05_ddp/ddp_from_scratch.py, which cuts the batch.
 """
 
 import copy
