@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from _context_parallel_collectives import counts
-from _context_parallel_growth import growth_table, measure_growth
+from _context_parallel_growth import check_growth, growth_table, measure_growth
 from torch import Tensor, nn
 
 from common import checkpoint, hardware, report, runtime, shapes
@@ -235,4 +235,5 @@ def conclude(
         "growth": growth,
     }
     report.write_json(summary, args.json)
+    check_growth(growth, world_size)
     check(rows, config, args)

@@ -19,6 +19,7 @@ from common import data, exits, model
 SCRIPT = "08_model_parallel/context_parallel.py"
 context = load(SCRIPT)
 report = load("08_model_parallel/_context_parallel_report.py")
+growth = load("08_model_parallel/_context_parallel_growth.py")
 order = load("08_model_parallel/_context_parallel_order.py")
 flags = load("08_model_parallel/_context_parallel_flags.py")
 SHAPES = {
@@ -128,17 +129,37 @@ def test_zigzag_gives_every_rank_equal_work(finished):
     assert scores["ring, zigzag"] == [(2 * n + 1) * half * half] * n
 
 
-def test_a_rank_saves_its_part_of_the_activations(finished):
-    _, seq_len, n, summary, _ = finished
-    lengths = [length for length in (seq_len, 2 * seq_len, 4 * seq_len) if length <= 128]
-    rows = {(row["seq_len"], row["name"]): row for row in summary["growth"]}
-    assert set(rows) <= {(length, name) for length in lengths for name in ("one process", *NAMES)}
-    for (length, name), row in rows.items():
-        alone = rows[length, "one process"]
-        assert 0 < row["saved_bytes_per_rank"] <= row["peak_bytes_per_rank"]
-        assert row["seconds"]["n"] == 3
-        if name.startswith("ring") and n > 1:
-            assert row["saved_bytes_per_rank"] < alone["saved_bytes_per_rank"] * 1.1 / n
+def test_what_a_rank_saves_is_exact(finished):
+    """The ring saves 1/N. Ulysses has its output twice, before and after the exchange; the all-gather has all keys and
+    values, and a mask in fp32."""
+    shape, seq_len, n, summary, _ = finished
+    config = config_of(SHAPES[shape])
+    saved = {(row["seq_len"], row["name"]): row["saved_bytes_per_rank"] for row in summary["growth"]}
+    lengths = [length for length in (seq_len, 2 * seq_len, 4 * seq_len) if length <= config.max_position_embeddings]
+    assert set(saved) == {(length, name) for length in lengths for name in ("one process", *NAMES)}
+    scalars = 12  # the count and the loss
+    for length in lengths:
+        tokens = length // n
+        ring = saved[length, "ring, zigzag"]
+        queries = 4 * tokens * config.num_attention_heads * config.head_dim
+        keys_values = 8 * tokens * config.num_key_value_heads * config.head_dim
+        assert saved[length, "one process"] - scalars == n * (ring - scalars)
+        assert saved[length, "ring, contiguous"] == ring
+        assert saved[length, "Ulysses"] == ring + config.num_hidden_layers * queries
+        of_others = (n - 1) * keys_values + 4 * tokens * length
+        assert saved[length, "all-gather"] == ring + config.num_hidden_layers * of_others
+    assert all(row["seconds"]["n"] == 3 and row["peak_bytes_per_rank"] > 0 for row in summary["growth"])
+
+
+def test_more_saved_than_a_part_fails():
+    rows = [
+        {"seq_len": 8, "name": name, "saved_bytes_per_rank": size}
+        for name, size in (("one process", 300_000), ("all-gather", 200_000), ("ring, zigzag", 100_000))
+    ]
+    growth.check_growth(rows, 3)
+    rows[2]["saved_bytes_per_rank"] = 102_000
+    with pytest.raises(AssertionError, match="ring, zigzag saves 102,000 bytes of 8 tokens"):
+        growth.check_growth(rows, 3)
 
 
 @pytest.fixture
