@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from common import report, runtime, shapes
-from common.step_cost import record_memory, saved_for_backward, wait_for
+from common.step_cost import saved_for_backward, wait_for
 
 FACTORS = (1, 2, 4)  # times --seq-len
 ROUNDS = 3
@@ -29,7 +29,6 @@ def measure_growth(
                     "seq_len": length,
                     "name": trainee.name,
                     "saved_bytes_per_rank": max(other["saved"] for other in of_ranks),
-                    "peak_bytes_per_rank": max(other["peak"] for other in of_ranks),
                     "seconds": report.spread(seconds),
                 }
             )
@@ -37,8 +36,8 @@ def measure_growth(
 
 
 def measure(trainee, forward_backward: Callable, text: torch.Tensor, device: torch.device) -> dict | None:
-    """Bytes saved for backward, bytes at the most, both without weights and gradients, and the seconds of each round.
-    One process alone is measured on rank 0: on a CPU the others would only take its cores."""
+    """Bytes that autograd saves for backward, weights not counted, and the seconds of each round. One process alone is
+    measured on rank 0: on a CPU the others would only take its cores."""
     if trainee.order is None and not runtime.is_rank0():
         dist.barrier()
         return None
@@ -47,9 +46,7 @@ def measure(trainee, forward_backward: Callable, text: torch.Tensor, device: tor
         forward_backward(trainee, text[:, :-1], text[:, 1:], 1)
 
     with saved_for_backward(trainee.net) as saved:
-        step()  # leaves gradients, so that no later step has to make them
-    before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-    peak = record_memory(step, device).peak_bytes - before
+        step()
     seconds = []
     for _ in range(ROUNDS):
         if trainee.order is not None:
@@ -61,11 +58,11 @@ def measure(trainee, forward_backward: Callable, text: torch.Tensor, device: tor
         seconds.append(time.perf_counter() - start)
     if trainee.order is None:
         dist.barrier()
-    return {"saved": sum(saved.activations.values()), "peak": peak, "seconds": seconds}
+    return {"saved": sum(saved.activations.values()), "seconds": seconds}
 
 
 def growth_table(rows: list[dict]) -> str:
-    lines = [["tokens", "way", "saved for backward", "of one process", "at most", "seconds (lowest to highest)"]]
+    lines = [["tokens", "way", "saved for backward", "of one process", "seconds (lowest to highest)"]]
     alone = {row["seq_len"]: row for row in rows if row["name"] == "one process"}
     for row in rows:
         saved = row["saved_bytes_per_rank"]
@@ -76,7 +73,6 @@ def growth_table(rows: list[dict]) -> str:
                 row["name"],
                 f"{saved / 2**20:.1f} MiB",
                 f"{saved / alone[row['seq_len']]['saved_bytes_per_rank']:.3f}",
-                f"{row['peak_bytes_per_rank'] / 2**20:.1f} MiB",
                 f"{seconds['median']:.3f} ({seconds['min']:.3f} to {seconds['max']:.3f})",
             ]
         )

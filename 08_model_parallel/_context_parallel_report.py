@@ -214,7 +214,7 @@ def conclude(
     weight_bytes = rows[0]["weight_gradient_bytes_sent_per_rank_per_step"]
     print(f"Beside that, {weight_bytes / 2**20:.1f} MiB for the gradients of the weights, as in data parallelism.")
     print_balance(rows, args.seq_len)
-    print("\nOne sequence, forward and backward, on the rank with the most:")
+    print("\nOne sequence, forward and backward without the sum of gradients, on the rank with the most:")
     print(growth_table(growth))
     print()
     summary = {

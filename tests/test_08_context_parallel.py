@@ -148,7 +148,7 @@ def test_what_a_rank_saves_is_exact(finished):
         assert saved[length, "Ulysses"] == ring + config.num_hidden_layers * queries
         of_others = (n - 1) * keys_values + 4 * tokens * length
         assert saved[length, "all-gather"] == ring + config.num_hidden_layers * of_others
-    assert all(row["seconds"]["n"] == 3 and row["peak_bytes_per_rank"] > 0 for row in summary["growth"])
+    assert all(row["seconds"]["n"] == 3 for row in summary["growth"])
 
 
 def test_more_saved_than_a_part_fails():
