@@ -80,12 +80,11 @@ def growth_table(rows: list[dict]) -> str:
 
 
 def check_growth(rows: list[dict], world_size: int) -> None:
-    """Ring attention saves 1/N of what one process does; the others hold a little more. Scalars may come on top."""
+    """Ring attention saves 1/N of what one process does; the others save more. Scalars come on top."""
     alone = {row["seq_len"]: row["saved_bytes_per_rank"] for row in rows if row["name"] == "one process"}
-    for row in rows:
-        if row["name"].startswith("ring"):
-            most = 1.01 * alone[row["seq_len"]] / world_size + 64
-            saved = row["saved_bytes_per_rank"]
-            assert saved <= most, (
-                f"{row['name']} saves {saved:,} bytes of {row['seq_len']} tokens, more than {most:,.0f}"
-            )
+    rings = [row for row in rows if row["name"].startswith("ring")]
+    for row in rings:
+        saved, most = row["saved_bytes_per_rank"], 1.01 * alone[row["seq_len"]] / world_size + 64
+        assert saved <= most, f"{row['name']} saves {saved:,} bytes of {row['seq_len']} tokens, more than {most:,.0f}"
+    if rings:
+        print(f"checked: ring attention saves 1/{world_size} of what one process does")

@@ -87,7 +87,7 @@ def test_every_way_trains_as_one_process_does(finished):
     assert expected[-1] < expected[0]
     assert summary["clipped_steps"] == clipped > 0
     assert summary["tokens"] == STEPS * 4 * seq_len
-    assert out.count("checked: ") == 2
+    assert out.count("checked: ") == 3
 
 
 # Written down again, by hand: calls and bytes of a layer in a forward and its backward. Q and KV are the bytes of a
