@@ -67,6 +67,8 @@ class RMSNorm(nn.RMSNorm):
 
 
 class Attention(nn.Module):
+    attend = staticmethod(F.scaled_dot_product_attention)  # 08_model_parallel puts another in its place
+
     def __init__(self, c: Config) -> None:
         super().__init__()
         self.head_dim = c.head_dim
@@ -88,7 +90,7 @@ class Attention(nn.Module):
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         if extend is not None:
             k, v = extend(k, v)
-        y = F.scaled_dot_product_attention(q, k, v, seen, is_causal=seen is None, enable_gqa=self.grouped)
+        y = self.attend(q, k, v, seen, is_causal=seen is None, enable_gqa=self.grouped)
         return self.o_proj(y.transpose(1, 2).flatten(2))
 
 

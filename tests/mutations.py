@@ -362,9 +362,9 @@ MUTATIONS = [
     Mutation(
         "query heads take turns at the key-value heads",
         MODEL,
-        "        y = F.scaled_dot_product_attention(q, k, v,",
+        "        y = self.attend(q, k, v,",
         "        k, v = (part.repeat(1, q.shape[1] // part.shape[1], 1, 1) for part in (k, v))\n"
-        "        y = F.scaled_dot_product_attention(q, k, v,",
+        "        y = self.attend(q, k, v,",
         "tests/test_model.py::test_logits_equal_those_of_transformers",
     ),
     Mutation(
