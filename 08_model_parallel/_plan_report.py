@@ -3,7 +3,7 @@
 import argparse
 import re
 import time
-from math import isclose
+from math import isclose, prod
 
 import _estimate_shapes as shapes
 import estimate
@@ -13,7 +13,7 @@ from _estimate_plan import check
 from _estimate_shapes import Shape
 from _plan_layout import Layout
 from _plan_machine import MARGIN, Machine, read_machine
-from _plan_search import layouts
+from _plan_search import divisors, layouts
 
 from common import cli, report
 from common.exits import UserError
@@ -70,11 +70,11 @@ def check_mesh(args: argparse.Namespace, shape: Shape, base: Layout) -> None:
             f"{fewer + args.nodes_of}"
         )
     sizes = {name: getattr(args, name) or 1 for name in ("tp", "pp", "cp")}
-    product = sizes["tp"] * sizes["pp"] * sizes["cp"]
+    product = prod(sizes.values())
     if args.gpus % product:
-        nearest = max(1, round(args.gpus / product)) * product
         given = " x ".join(f"--{name} {size}" for name, size in sizes.items() if size > 1)
-        raise UserError(f"{given} = {product} does not divide --gpus {args.gpus}: it does divide {nearest}")
+        nearest = min(divisors(args.gpus), key=lambda size: abs(size - product))
+        raise UserError(f"{given} is {product}, which does not divide --gpus {args.gpus}: the nearest is {nearest}")
     check(shape, Layout(**{**vars(base), **sizes}))
 
 

@@ -35,8 +35,8 @@ DIFFERENT = 1.10  # measured times that differ by less are not compared
 FITTED = ("products", "attention", "links")
 # Why a row is outside, by its id.
 OUTSIDE = {
-    "nanotron-80b-4n-best": "the same model on eight times as many nodes is within 1 %; this one reaches half of that "
-    "MFU, with the memory full to the last: the allocator is likely to have emptied its cache in each step",
+    "nanotron-80b-4n-best": "half the MFU of the same model on eight times as many nodes, which is within 1 %, though "
+    "256 micro-batches leave next to no bubble; a single iteration was timed, the third",
     "titan-ds16b-8h100-fsdp4tp2ep2-none": "60 ms for each layer of an early version that mixes tensor and expert "
     "parallel, 4.6 % MFU: Python and its waiting for the GPU, of which the model knows nothing for experts",
     "titan-8b-8b200-bf16": "GPUs of a limited power that is not stated; not counted",
