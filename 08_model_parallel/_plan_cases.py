@@ -49,10 +49,11 @@ class Answer:
         return self.predicted_seconds / self.measured_seconds - 1
 
 
-def device_of(row: dict) -> str:
+def device_of(row: dict) -> str | None:
+    """None: not in common/devices.csv."""
     if "H100" in row["gpu"] and re.search(r"HBM2e|\(95\.0", row["gpu"]):
         return H100_96GB
-    return next((name for part, name in DEVICES.items() if part in row["gpu"]), row["gpu"])
+    return next((name for part, name in DEVICES.items() if part in row["gpu"]), None)
 
 
 def machine_of(row: dict, efficiencies: dict[str, Efficiency]) -> Machine:
@@ -93,7 +94,9 @@ def measured_seconds(row: dict, layout: Layout, peak_flops: float) -> float | No
 
 
 def answer(row: dict, efficiencies: dict[str, Efficiency], *, fitted: bool = False) -> Answer | None:
-    """None: the row has no time."""
+    """None: the row has no time, or a device that nothing is known of."""
+    if device_of(row) is None:
+        return None
     layout, machine = layout_of(row), machine_of(row, efficiencies)
     measured = measured_seconds(row, layout, machine.peak_flops)
     if measured is None:

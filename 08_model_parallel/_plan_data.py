@@ -58,7 +58,7 @@ def optimizer_seconds(layout: Layout, machine: Machine, stage: Stage) -> float:
 
     def held(since: int) -> float:
         dense = layout.sharded_over if layout.zero >= since else 1
-        mixture = expert_ranks(layout) if layout.zero >= since else 1
+        mixture = expert_ranks(layout) / layout.replicate if layout.zero >= since else 1
         return stage.parameters / dense + stage.expert_parameters / mixture
 
     return moved_seconds(machine, 30 * held(1) + 8 * held(2))

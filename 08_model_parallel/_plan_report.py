@@ -191,9 +191,9 @@ def print_reasons(ranked: list[dict]) -> None:
     best = compared[0]
     for row in compared[1:]:
         loss, cause = max((row["causes"][cause] - best["causes"][cause], cause) for cause in CAUSES)
-        slower = row["step_seconds"] / best["step_seconds"] - 1
+        ratio = row["step_seconds"] / best["step_seconds"]
         name = " x ".join(map(str, mesh(row["layout"])))
-        print(f"tp x pp x cp x ep = {name} is {slower:.1%} slower: {loss:.3f} s more of {cause}")
+        print(f"tp x pp x cp x ep = {name} takes {ratio:.3f} times as long: {loss:.3f} s more of {cause}")
 
 
 def command(model: str, layout: Layout, machine: Machine) -> str:

@@ -82,4 +82,6 @@ def shardings(layout: Layout) -> Iterator[Layout]:
     """FSDP over all ranks that hold the same weights, over parts of them with replicas between, or DDP."""
     for replicate in divisors(layout.dp):
         zero = 0 if layout.shards == replicate else 3
-        yield replace(layout, zero=zero, replicate=replicate)
+        ranks_of_a_replica = layout.gpus // (layout.pp * replicate)
+        if zero == 0 or ranks_of_a_replica % layout.ep == 0:  # a sharded replica holds every expert
+            yield replace(layout, zero=zero, replicate=replicate)
