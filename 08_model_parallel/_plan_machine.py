@@ -1,7 +1,8 @@
 """What plan.py assumes of machines: their links, and the share of each data sheet's rate that programs reach.
 
 One set of shares per device. `python benchmarks/planner_cases.py --fit` finds them on every other measured row of
-tests/data/planner_cases.csv; the rows between check them. The constants below belong to no device.
+tests/data/planner_cases.csv; the rows between check them. The constants below belong to no device. They, and those of
+_plan_habits.py, were set by reasoning and with all rows in view.
 """
 
 from dataclasses import dataclass

@@ -12,7 +12,7 @@ from _estimate_config import read_shape
 from _estimate_plan import check
 from _estimate_shapes import Shape
 from _plan_layout import Layout
-from _plan_machine import MARGIN, Machine, read_machine
+from _plan_machine import EFFICIENCIES, MARGIN, Machine, read_machine
 from _plan_search import divisors, layouts
 
 from common import cli, report
@@ -124,6 +124,7 @@ def answer(description: str) -> int:
     )
     print(report.table(ranking_rows(ranked[:SHOWN], args.global_batch_tokens)))
     print_reasons(ranked)
+    print_assumptions(machine)
     print(f"\nstart it on each node:\n{command(args.model, best['layout'], machine)}\n")
     print_checks(best, machine, args.global_batch_tokens)
     summary = {
@@ -194,6 +195,16 @@ def print_reasons(ranked: list[dict]) -> None:
         ratio = row["step_seconds"] / best["step_seconds"]
         name = " x ".join(map(str, mesh(row["layout"])))
         print(f"tp x pp x cp x ep = {name} takes {ratio:.3f} times as long: {loss:.3f} s more of {cause}")
+
+
+def print_assumptions(machine: Machine) -> None:
+    share = machine.efficiency
+    source = "fitted to measured steps" if machine.device in EFFICIENCIES else "no step of this device was measured"
+    print(
+        f"\nassumed ({source}): large products reach {share.products:.0%} of {machine.peak_flops / 1e12:,.0f} TFLOP/s, "
+        f"attention {share.attention:.0%};\ncollectives {share.links:.0%} of {machine.link / 1e9:,.0f} GB/s inside a "
+        f"node and {share.network:.0%} of {machine.network / 1e9:,.0f} GB/s between nodes"
+    )
 
 
 def command(model: str, layout: Layout, machine: Machine) -> str:
