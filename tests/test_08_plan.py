@@ -336,9 +336,9 @@ def test_it_answers_without_torch():
 
 def test_a_70b_on_1024_gpus(tmp_path):
     flags = ("--model", "llama-70b", "--gpus", 1024, "--device", H100, "--nodes-of", 8, "--link", 50)
-    result, summary = answer(tmp_path, *flags, "--sequence", 8192, "--global-batch-tokens", "4M", timeout=60)
+    result, summary = answer(tmp_path, *flags, "--sequence", 8192, "--global-batch-tokens", "4M")
     assert summary["tokens"] == 4 * 2**20
-    assert summary["tried"] > 1000
+    assert 1_000 < summary["tried"] < 10_000  # less than half a millisecond each: seconds in all
     best = summary["ranking"][0]["layout"]
     assert best["tp"] * best["cp"] <= 8
     assert "--nnodes=128" in summary["command"]
