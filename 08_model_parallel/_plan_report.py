@@ -20,6 +20,7 @@ from common.exits import UserError
 
 GIB = 2**30
 SUFFIXES = {"": 1, "K": 2**10, "M": 2**20}
+ALWAYS_SHOWN = ("compute", "bubble")
 SHOWN = 8
 IN_JSON = 50
 CAUSES = {
@@ -186,7 +187,7 @@ def print_reasons(ranked: list[dict]) -> None:
     others = ["x".join(map(str, mesh(row["layout"]))) for row in compared[1:]]
     rows = [["seconds of a step", "best", *others, "what it is"]]
     for cause, words in CAUSES.items():
-        if any(row["causes"][cause] > 0.0005 for row in compared):
+        if cause in ALWAYS_SHOWN or any(row["causes"][cause] > 0.0005 for row in compared):
             rows.append([cause, *(f"{row['causes'][cause]:.3f}" for row in compared), words])
     print(f"\nwhy it wins:\n\n{report.table(rows)}\n")
     best = compared[0]
