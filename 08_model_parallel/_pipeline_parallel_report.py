@@ -53,6 +53,7 @@ def describe(pipeline: Pipeline, micro_batches: int, tokens_per_step: float) -> 
         "by": pipeline.by,
         "stages_per_rank": len(pipeline.stages),
         "losses": pipeline.losses,
+        "gradient_norms": pipeline.norms,
         # NaN stays in torch's maximum
         "relative_errors": {what: torch.tensor([rank[what] for rank in errors]).max().item() for what in errors[0]},
         "bubble_formula": float(formula),
@@ -87,7 +88,9 @@ def check(rows: list[dict], micro_batches: int, hidden_bytes: int) -> None:
         found = row["messages_per_step_per_rank"], row["sent_per_step_bytes_per_rank"]
         expected = messages, [hidden_bytes * count for count in messages]
         assert found == expected, f"{row['schedule']}: messages and bytes are {found}, and must be {expected}"
-        assert row["most_held_per_rank"] == held_formula(row["schedule"], ranks, micro_batches, stages_per_rank)
+        held = held_formula(row["schedule"], ranks, micro_batches, stages_per_rank)
+        found = row["most_held_per_rank"]
+        assert found == held, f"{row['schedule']}: ranks hold {found} micro-batches, and must hold {held}"
     print(
         "checked: idle time units, micro-batches held, messages and bytes sent are those of the formulas, on every rank"
     )

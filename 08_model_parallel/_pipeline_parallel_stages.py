@@ -15,6 +15,7 @@ from common import model, shapes
 from common.exits import UserError
 
 UNTIED_NANO = "untied-nano"
+LEARNING_RATE = 0.03
 LAYERS = 8  # of UNTIED_NANO, if it has no more stages than that
 MICRO_BATCHES_PER_RANK = 4  # Huang et al. 2019, section 3.3: from there on the bubble is small
 
@@ -37,6 +38,7 @@ class Pipeline:
     orders: list[list[tuple]] = field(default_factory=list)  # of every rank: what it computes
     train_step: Callable | None = None  # a batch to this rank's part of the loss, the update included
     losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
     relative_errors: dict[str, float] = field(default_factory=dict)  # the largest so far, of one process
     norm: Tensor | None = None
 
@@ -54,6 +56,7 @@ class Pipeline:
     def compare(self, loss: Tensor, expected_loss: Tensor, expected_norm: Tensor, whole: nn.Module) -> None:
         """Note how far loss, norm and this rank's gradients are from those of one process, then drop the gradients."""
         self.losses.append(loss.item())
+        self.norms.append(self.norm.item())
         self.note_error("losses", loss, expected_loss)
         self.note_error("gradient norms", self.norm, expected_norm)
         expected = dict(whole.named_parameters())
@@ -70,7 +73,7 @@ class Pipeline:
 
 def make_optimizer(parameters: Iterator[nn.Parameter] | list[nn.Parameter]) -> torch.optim.Optimizer:
     """SGD moves by the gradient itself. Adam divides by its size and would hide one that is N times too large."""
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=0.9)
 
 
 def load_config(name: str, seq_len: int, stages: int) -> shapes.Config:
