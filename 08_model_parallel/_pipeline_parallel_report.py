@@ -161,16 +161,15 @@ def conclude(
     if ranks == 1:
         print("one rank: one stage, no neighbour, no bubble; torchrun --nproc_per_node=2 shows more")
     print()
+    print("Idle: the share of all ranks' time in which nothing is computed. The formula and the replay count a forward")
     print(
-        "Idle: the share of all ranks' time in which nothing is computed. The formula and the replay count a forward as"
+        "as one unit of time, a backward as two, a message as none. Held: micro-batches whose activations a rank keeps."
     )
-    print("one time unit, a backward as two, a message as none. Held: micro-batches whose activations a rank keeps.")
     print(table(rows))
-    drawn = [
-        (pipeline, timelines) for pipeline, (_, timelines) in zip(pipelines, described, strict=True) if pipeline.orders
-    ]
-    # torch's interleaved schedule computes in the order of the one by hand
-    drawn = [drawn_one for drawn_one in drawn if drawn_one[0].by == BY_HAND or "zero" in drawn_one[0].name]
+    drawn = []
+    for pipeline, (_, timelines) in zip(pipelines, described, strict=True):
+        if pipeline.by == BY_HAND or "zero" in pipeline.name:  # torch's others compute in the same orders
+            drawn.append((pipeline, timelines))
     print("\na, b, c: forward of a micro-batch; A, B, C: its backward; #: the weights' part of a backward; .: idle.")
     for pipeline, timelines in drawn:
         print(f"\n{pipeline.name}: replayed, and below as recorded in its fastest step")
@@ -181,6 +180,8 @@ def conclude(
         if plot([(pipeline.name, timelines) for pipeline, timelines in drawn], title, args.plot):
             print(f"picture: {args.plot}")
     one_f_one_b = next(row for row in rows if row["schedule"] == "1F1B")
+    first, last = one_f_one_b["losses"][0], one_f_one_b["losses"][-1]
+    print(f"1F1B's loss, the mean over all tokens of the batch: {first:.3f} at the first step, {last:.3f} at the last")
     summary = {
         "device": hardware.device_name(device),
         "world_size": ranks,
@@ -189,8 +190,8 @@ def conclude(
         "parameters": parameters,
         "steps": args.steps,
         "tokens": sum(tokens),
-        "first_loss": one_f_one_b["losses"][0],
-        "last_loss": one_f_one_b["losses"][-1],
+        "first_loss": first,
+        "last_loss": last,
         "tokens_per_second": one_f_one_b["tokens_per_second"]["median"],
         "peak_memory_bytes": report.peak_memory_bytes(device),
         "seconds": time.perf_counter() - began,

@@ -1,7 +1,5 @@
-"""The stages of pipeline_parallel.py: which layers each one holds, and the sizes that cannot be."""
+"""The stages of pipeline_parallel.py: which layers a rank holds, their optimizer, how far they are from one process."""
 
-import argparse
-import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -12,12 +10,8 @@ from _pipeline_parallel_record import Record
 from torch import Tensor, nn
 
 from common import model, shapes
-from common.exits import UserError
 
-UNTIED_NANO = "untied-nano"
 LEARNING_RATE = 0.03
-LAYERS = 8  # of UNTIED_NANO, if it has no more stages than that
-MICRO_BATCHES_PER_RANK = 4  # Huang et al. 2019, section 3.3: from there on the bubble is small
 
 
 class Stage(NamedTuple):
@@ -74,54 +68,6 @@ class Pipeline:
 def make_optimizer(parameters: Iterator[nn.Parameter] | list[nn.Parameter]) -> torch.optim.Optimizer:
     """SGD moves by the gradient itself. Adam divides by its size and would hide one that is N times too large."""
     return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=0.9)
-
-
-def load_config(name: str, seq_len: int, stages: int) -> shapes.Config:
-    """The shape of that name. nano has tied embeddings: the default is nano without, and with a layer per stage."""
-    if name == UNTIED_NANO:
-        nano = shapes.load_config("nano", 256, seq_len)
-        return dataclasses.replace(nano, tie_word_embeddings=False, num_hidden_layers=max(LAYERS, stages))
-    return shapes.load_config(name, 256, seq_len)
-
-
-def check_sizes(args: argparse.Namespace, config: shapes.Config, ranks: int) -> int:
-    """The number of micro-batches. UserError for what no schedule can do."""
-    if config.tie_word_embeddings:
-        raise UserError(
-            f"--model {args.model} has tied embeddings: the first and the last stage would hold the same matrix, and "
-            f"would have to add up its gradients; use --model {UNTIED_NANO}, llama-8b or a config.json with "
-            "tie_word_embeddings false"
-        )
-    layers = config.num_hidden_layers
-    if ranks * args.chunks > layers:
-        fix = f"--chunks {layers // ranks}" if layers >= ranks else f"at most {layers} processes"
-        raise UserError(
-            f"--chunks {args.chunks} on {ranks} processes makes {ranks * args.chunks} stages, and {args.model} has "
-            f"{layers} layers: a stage would have none; use {fix}"
-        )
-    if args.global_batch_size is None:
-        args.global_batch_size = MICRO_BATCHES_PER_RANK * ranks * args.micro_batch_size
-    size = args.micro_batch_size
-    micro_batches, rest = divmod(args.global_batch_size, size)
-    unit = ranks * size if args.chunks > 1 else size
-    below = args.global_batch_size // unit * unit
-    nearest = f"use {f'{below} or ' if below else ''}{below + unit}"
-    if rest:
-        raise UserError(
-            f"--global-batch-size {args.global_batch_size} is no whole number of micro-batches of --micro-batch-size "
-            f"{size}: {nearest}"
-        )
-    if micro_batches < ranks:
-        raise UserError(
-            f"--global-batch-size {args.global_batch_size} makes {micro_batches} micro-batch(es) of {size} for {ranks} "
-            f"stages, and 1F1B needs one for each: use {ranks * size} or more"
-        )
-    if args.chunks > 1 and micro_batches % ranks:
-        raise UserError(
-            f"--global-batch-size {args.global_batch_size} makes {micro_batches} micro-batches of {size}, and "
-            f"interleaving takes {ranks} at a time, one for each process: {nearest}, or --chunks 1"
-        )
-    return micro_batches
 
 
 def layers_of(stage: int, stages: int, layers: int) -> range:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from _pipeline_parallel_batches import Batch
 from _pipeline_parallel_record import Record
 from _pipeline_parallel_stages import Pipeline
+from _pipeline_parallel_whole import summed_loss
 from torch import Tensor
 
 TORCH = "torch.distributed.pipelining"
@@ -19,9 +20,7 @@ NAMES = {
 }
 
 
-def torch_pipelines(
-    build: Callable[..., Pipeline], micro_batches: int, chunks: int, summed_loss: Callable[[Tensor, Tensor], Tensor]
-) -> list[Pipeline]:
+def torch_pipelines(build: Callable[..., Pipeline], micro_batches: int, chunks: int) -> list[Pipeline]:
     """One for each schedule, with a copy of the model of its own: two that share stages give wrong gradients."""
     from torch.distributed import pipelining  # a second that unstaged training need not wait for
 
@@ -42,7 +41,7 @@ def torch_pipelines(
         schedule = schedule_class(
             torch_stages if stages_per_rank > 1 else torch_stages[0],
             n_microbatches=micro_batches,
-            loss_fn=partial(mean_over_batch, summed_loss, tokens),
+            loss_fn=partial(mean_over_batch, tokens),
             scale_grads=False,  # the default divides the gradients by the micro-batches, as a mean of means would
         )
         if stages_per_rank > 1:  # in the order of the others, torch 2.13 numbers the last rank's micro-batches from 1
@@ -52,9 +51,7 @@ def torch_pipelines(
     return pipelines
 
 
-def mean_over_batch(
-    summed_loss: Callable[[Tensor, Tensor], Tensor], tokens: Tensor, logits: Tensor, targets: Tensor
-) -> Tensor:
+def mean_over_batch(tokens: Tensor, logits: Tensor, targets: Tensor) -> Tensor:
     """The micro-batch's part of the mean over the whole batch."""
     return summed_loss(logits, targets) / tokens
 

@@ -1,10 +1,10 @@
-"""Pipeline parallelism by hand: a schedule is a list of instructions, and a worker of forty lines carries it out.
+"""Pipeline parallelism by hand: a schedule is a list of instructions, and a worker of fifty lines carries it out.
 
 Each rank holds some of the layers, a stage. A batch is cut into micro-batches, and these pass through the stages one
 behind the other, forward and then backward. At both ends of a step ranks wait for each other: the bubble. Schedules
 differ in the order of the same work. GPipe (Huang et al. 2019) makes all forwards first, and so keeps the activations
-of all micro-batches. 1F1B (Narayanan et al. 2019 and 2021) has the same bubble, and keeps those of at most one
-micro-batch per stage. Interleaved 1F1B gives each rank v smaller stages, and the bubble shrinks by almost v. The same
+of all micro-batches. 1F1B (PipeDream-flush, Narayanan et al. 2021) has the same bubble, and keeps those of at most one
+micro-batch per stage. Interleaved 1F1B gives each rank v smaller stages: ranks wait for a v-th of the time. The same
 three then run in torch.distributed.pipelining, and a fourth that fills the bubble with the weights' gradients.
 
     laptop    python 08_model_parallel/pipeline_parallel.py --plot pipeline.png
@@ -28,26 +28,19 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
 from _pipeline_parallel_batches import Batch, read_batches
+from _pipeline_parallel_flags import parse
 from _pipeline_parallel_record import Record
 from _pipeline_parallel_replay import in_order_of_time
 from _pipeline_parallel_report import conclude
-from _pipeline_parallel_stages import (
-    UNTIED_NANO,
-    Pipeline,
-    Stage,
-    build_stages,
-    check_sizes,
-    load_config,
-    make_optimizer,
-)
+from _pipeline_parallel_stages import Pipeline, Stage, build_stages, make_optimizer
 from _pipeline_parallel_torch import torch_pipelines
+from _pipeline_parallel_whole import summed_loss, train_whole
 
-from common import cli, exits, model, runtime
+from common import exits, model, runtime
 
 
 class Instruction(NamedTuple):
@@ -142,8 +135,8 @@ def execute(
         return buffer
 
     for instruction in program:
-        name, *key = instruction
-        key = micro_batch, chunk = tuple(key)
+        name, micro_batch, chunk = instruction
+        key = (micro_batch, chunk)
         stage = stages[chunk]
         if name in ("ReceiveActivations", "ReceiveGradients"):
             from_stage = stage.number + (-1 if name == "ReceiveActivations" else 1)
@@ -179,11 +172,6 @@ def execute(
     return loss
 
 
-def summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Divided by the tokens of the whole batch it adds up to the mean. Means of micro-batches do not."""
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-
-
 def clip_over_stages(parameters: list[nn.Parameter], max_norm: float) -> Tensor:
     """Clip by the norm of all stages' gradients together: a rank alone would clip by the norm of its own."""
     squared_norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters]) ** 2
@@ -191,14 +179,6 @@ def clip_over_stages(parameters: list[nn.Parameter], max_norm: float) -> Tensor:
     norm = squared_norm.sqrt()
     nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return norm
-
-
-def train_whole(net: nn.Module, batch: Batch, clip_norm: float) -> tuple[Tensor, Tensor]:
-    """Loss and gradient norm of one process that has the whole model and the whole batch, which all must equal."""
-    loss = summed_loss(net(torch.cat(batch.inputs)), torch.cat(batch.targets)) / batch.tokens
-    loss.backward()
-    norm = nn.utils.clip_grad_norm_(net.parameters(), clip_norm)
-    return loss.detach(), norm
 
 
 def pipelines_by_hand(build: Callable[[str, int], Pipeline], micro_batches: int, chunks: int) -> list[Pipeline]:
@@ -221,23 +201,7 @@ def pipelines_by_hand(build: Callable[[str, int], Pipeline], micro_batches: int,
 
 def main() -> int:
     began = time.perf_counter()
-    parser = cli.Parser(__doc__)
-    parser.add_argument("--model", default=UNTIED_NANO, help="a named size or a config.json without tied embeddings")
-    parser.add_argument("--seq-len", type=cli.positive_int, default=32, help="tokens of the longest sequence")
-    parser.add_argument("--micro-batch-size", type=cli.positive_int, default=2, help="sequences per forward")
-    parser.add_argument("--global-batch-size", type=cli.positive_int, help="default: 4 micro-batches for each rank")
-    parser.add_argument("--chunks", type=cli.positive_int, default=2, help="stages per rank where they are interleaved")
-    parser.add_argument("--steps", type=cli.positive_int, default=10)
-    parser.add_argument("--clip-norm", type=cli.positive, default=1.0, help="largest gradient norm, over all stages")
-    parser.add_argument("--plot", type=cli.plot_file, metavar="PATH", help="a PNG: who did what when")
-    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    parser.add_argument("--seed", type=cli.seed, default=0)
-    parser.add_argument("--json", type=cli.writable_file, metavar="PATH", help="write the summary as one JSON object")
-    args = parser.parse_args()
-    ranks = runtime.processes(args.device)
-    args.chunks = args.chunks if ranks > 1 else 1  # one rank has no neighbour to wait for
-    config = load_config(args.model, args.seq_len, stages=ranks * args.chunks)
-    micro_batches = check_sizes(args, config, ranks)  # raises a UserError before any rank starts
+    args, config, micro_batches = parse(__doc__)
     runtime.relaunch(args.device)
     runtime.seed(args.seed, deterministic=True)  # before the group: NCCL reads variables when it starts
     device = runtime.init_process_group(args.device)
@@ -248,7 +212,7 @@ def main() -> int:
         return Pipeline(name, by, stages, Record(device), partial(clip_over_stages, max_norm=args.clip_norm))
 
     pipelines = pipelines_by_hand(build, micro_batches, args.chunks)
-    pipelines += torch_pipelines(build, micro_batches, args.chunks, summed_loss)
+    pipelines += torch_pipelines(build, micro_batches, args.chunks)
     whole = model.build(args.model, config, seed=args.seed, device=device)
     optimizer = make_optimizer(whole.parameters())
     batches = read_batches(args, config, device)

@@ -20,6 +20,7 @@ SCRIPT = "08_model_parallel/pipeline_parallel.py"
 pipeline = load(SCRIPT)
 replay = load("08_model_parallel/_pipeline_parallel_replay.py")
 stages = load("08_model_parallel/_pipeline_parallel_stages.py")
+sizes = load("08_model_parallel/_pipeline_parallel_flags.py")
 batches = load("08_model_parallel/_pipeline_parallel_batches.py")
 picture = load("08_model_parallel/_pipeline_parallel_picture.py")
 report = load("08_model_parallel/_pipeline_parallel_report.py")
@@ -205,11 +206,11 @@ def arguments(**changed) -> argparse.Namespace:
 def test_the_sizes_that_fit():
     config = config_of(SHAPE)
     args = arguments()
-    assert stages.check_sizes(args, config, 4) == 16
+    assert sizes.check_sizes(args, config, 4) == 16
     assert args.global_batch_size == 32
-    assert stages.check_sizes(arguments(chunks=1, global_batch_size=10), config, 4) == 5
+    assert sizes.check_sizes(arguments(chunks=1, global_batch_size=10), config, 4) == 5
     for ranks in (1, 2, 8, 16):
-        assert stages.load_config(stages.UNTIED_NANO, 32, stages=2 * ranks).num_hidden_layers == max(8, 2 * ranks)
+        assert sizes.load_config(sizes.UNTIED_NANO, 32, stages=2 * ranks).num_hidden_layers == max(8, 2 * ranks)
 
 
 @pytest.mark.parametrize(
@@ -228,7 +229,7 @@ def test_the_sizes_that_fit():
 )
 def test_sizes_that_no_schedule_can_do(changed, ranks, message):
     with pytest.raises(UserError, match=message):
-        stages.check_sizes(arguments(**changed), config_of(SHAPE), ranks)
+        sizes.check_sizes(arguments(**changed), config_of(SHAPE), ranks)
 
 
 def test_the_picture_in_letters():
