@@ -77,9 +77,7 @@ def layers_of(stage: int, stages: int, layers: int) -> range:
     return range(start, start + each + (stage < more))
 
 
-def build_stages(
-    name: str, config: shapes.Config, stages_per_rank: int, seed: int, device: torch.device
-) -> list[Stage]:
+def build_stages(config: shapes.Config, stages_per_rank: int, seed: int, device: torch.device) -> list[Stage]:
     """This rank's stages: rank, ranks + rank, 2 ranks + rank, ... with their own weights, and nobody else's."""
     ranks = dist.get_world_size()
     stages = ranks * stages_per_rank
@@ -97,5 +95,19 @@ def build_stages(
         if not is_last:
             net.model.norm = None
             net.lm_head = None  # it gives hidden states
-        mine.append(Stage(number, is_last, model.materialize(net, name, seed=seed, device=device)))
+        mine.append(Stage(number, is_last, fill(net, seed, device)))
     return mine
+
+
+def build_whole(config: shapes.Config, seed: int, device: torch.device) -> model.Transformer:
+    """The model that one process trains, with the weights of all stages."""
+    with torch.device("meta"):
+        net = model.Transformer(config)
+    return fill(net, seed, device)
+
+
+def fill(net: model.Transformer, seed: int, device: torch.device) -> model.Transformer:
+    """Memory, and random weights: those of a parameter depend on the seed and its name alone, so stages start equal."""
+    net.to_empty(device=device)
+    net.init_weights(seed)
+    return net

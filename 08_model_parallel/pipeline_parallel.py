@@ -36,11 +36,11 @@ from _pipeline_parallel_flags import parse
 from _pipeline_parallel_record import Record
 from _pipeline_parallel_replay import in_order_of_time
 from _pipeline_parallel_report import conclude
-from _pipeline_parallel_stages import Pipeline, Stage, build_stages, make_optimizer
+from _pipeline_parallel_stages import Pipeline, Stage, build_stages, build_whole, make_optimizer
 from _pipeline_parallel_torch import torch_pipelines
 from _pipeline_parallel_whole import summed_loss, train_whole
 
-from common import exits, model, runtime
+from common import exits, runtime
 
 
 class Instruction(NamedTuple):
@@ -208,12 +208,12 @@ def main() -> int:
     runtime.exact_fp32(device)  # or some containers would multiply in tf32
 
     def build(name: str, stages_per_rank: int, by: str = "hand") -> Pipeline:
-        stages = build_stages(args.model, config, stages_per_rank, args.seed, device)
+        stages = build_stages(config, stages_per_rank, args.seed, device)
         return Pipeline(name, by, stages, Record(device), partial(clip_over_stages, max_norm=args.clip_norm))
 
     pipelines = pipelines_by_hand(build, micro_batches, args.chunks)
     pipelines += torch_pipelines(build, micro_batches, args.chunks)
-    whole = model.build(args.model, config, seed=args.seed, device=device)
+    whole = build_whole(config, args.seed, device)
     optimizer = make_optimizer(whole.parameters())
     batches = read_batches(args, config, device)
     expected_losses = []

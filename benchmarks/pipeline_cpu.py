@@ -30,11 +30,11 @@ from _pipeline_parallel_batches import Batch, read_batches
 from _pipeline_parallel_flags import UNTIED_NANO, load_config
 from _pipeline_parallel_record import Record
 from _pipeline_parallel_replay import bubble_formula
-from _pipeline_parallel_stages import Pipeline, build_stages, make_optimizer
+from _pipeline_parallel_stages import Pipeline, build_stages, build_whole, make_optimizer
 from _pipeline_parallel_whole import summed_loss
 from pipeline_parallel import add_messages, clip_over_stages, execute, one_forward_one_backward
 
-from common import cli, exits, model, runtime
+from common import cli, exits, runtime
 from common.report import spread, table
 
 RANKS = 2
@@ -46,7 +46,7 @@ SAME_LOSS = 1e-4  # in all steps: sums in another order
 
 def pipeline_step(config, device: torch.device, micro_batches: int) -> Callable[[Batch], torch.Tensor]:
     """A step of 1F1B: a batch to this rank's part of the loss."""
-    stages = build_stages(UNTIED_NANO, config, 1, 0, device)
+    stages = build_stages(config, 1, 0, device)
     pipeline = Pipeline("1F1B", "hand", stages, Record(device), partial(clip_over_stages, max_norm=CLIP_NORM))
     orders = [one_forward_one_backward(rank, RANKS, micro_batches) for rank in range(RANKS)]
     program = add_messages(orders)[dist.get_rank()]
@@ -62,7 +62,7 @@ def pipeline_step(config, device: torch.device, micro_batches: int) -> Callable[
 
 def data_parallel_step(config, device: torch.device) -> Callable[[Batch], torch.Tensor]:
     """A step of DistributedDataParallel, on this rank's part of the micro-batches."""
-    net = model.build(UNTIED_NANO, config, seed=0, device=device)
+    net = build_whole(config, 0, device)
     ddp = DistributedDataParallel(net, gradient_as_bucket_view=True, broadcast_buffers=False)
     optimizer = make_optimizer(net.parameters())
 

@@ -234,7 +234,7 @@ def test_sizes_that_no_schedule_can_do(changed, ranks, message):
 
 def test_the_picture_in_letters():
     timelines = replay.replay(orders_of("1F1B", 2, 3))
-    assert [line.split()[-1] for line in picture.letters(timelines)] == ["ab.AAcBB.CC", ".aAAbBBcCC."]
+    assert [line.split()[-1] for line in picture.letters(timelines)] == ["ab..AAcBB.CC", ".aAAbBBcCC.."]
 
 
 # Training
@@ -442,7 +442,8 @@ def test_the_schedules_are_the_first_thing_after_the_imports():
     source = (Path(pipeline.__file__)).read_text()
     after_imports = source.split("from common import", 1)[1].splitlines()[1:81]
     found = [line.split("(")[0].split()[-1] for line in after_imports if line.startswith(("def ", "class "))]
-    assert found == ["Instruction", "gpipe", "one_forward_one_backward", "interleaved", "alternate", "add_messages"]
+    schedules = ["gpipe", "one_forward_one_backward", "interleaved", "alternate"]
+    assert found == ["Instruction", *schedules, "add_messages", "execute"]
 
 
 @pytest.mark.gpu
