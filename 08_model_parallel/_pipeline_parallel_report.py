@@ -44,10 +44,8 @@ def describe(pipeline: Pipeline, micro_batches: int, tokens_per_step: float) -> 
     by_hand = pipeline.by == BY_HAND
     held = [most_held(order) for order in pipeline.orders] or None
     if by_hand:
-        held_by_worker = [rank["most_held"] for rank in of_ranks]
-        assert held_by_worker == held, (
-            f"{pipeline.name}: ranks held {held_by_worker} micro-batches, and must hold {held}"
-        )
+        found = [rank["most_held"] for rank in of_ranks]
+        assert found == held, f"{pipeline.name}: ranks held {found} micro-batches, and their lists say {held}"
     row = {
         "schedule": pipeline.name,
         "by": pipeline.by,
@@ -72,9 +70,8 @@ def check(rows: list[dict], micro_batches: int, hidden_bytes: int) -> None:
     """What the script teaches; fails where it does not hold."""
     for row in rows:
         for what, error in row["relative_errors"].items():
-            assert error <= TOLERANCE, (
-                f"{row['schedule']} by {row['by']}: {what} differ from one process by {error:.0e}"
-            )
+            name = f"{row['schedule']} by {row['by']}"
+            assert error <= TOLERANCE, f"{name}: {what} differ from one process by {error:.0e}"
     errors = {what: max(row["relative_errors"][what] for row in rows) for what in rows[0]["relative_errors"]}
     told = ", ".join(f"{what} {error:.1g}" for what, error in errors.items())
     print(f"checked: each schedule equals one process at each step (tolerance {TOLERANCE:g}): {told}")
@@ -91,9 +88,7 @@ def check(rows: list[dict], micro_batches: int, hidden_bytes: int) -> None:
         held = held_formula(row["schedule"], ranks, micro_batches, stages_per_rank)
         found = row["most_held_per_rank"]
         assert found == held, f"{row['schedule']}: ranks hold {found} micro-batches, and must hold {held}"
-    print(
-        "checked: idle time units, micro-batches held, messages and bytes sent are those of the formulas, on every rank"
-    )
+    print("checked: idle time units, micro-batches held, messages and bytes are those of the formulas, on every rank")
 
 
 def held_formula(name: str, ranks: int, micro_batches: int, stages_per_rank: int) -> list[int]:
@@ -107,17 +102,8 @@ def held_formula(name: str, ranks: int, micro_batches: int, stages_per_rank: int
 
 
 def table(rows: list[dict]) -> str:
-    lines = [
-        [
-            "schedule",
-            "by",
-            "stages per rank",
-            "idle by formula",
-            "replayed",
-            "measured (lowest to highest)",
-            "held at most",
-        ]
-    ]
+    head = ["schedule", "by", "stages per rank", "idle by formula", "replayed", "measured (lowest to highest)"]
+    lines = [[*head, "held at most, rank by rank"]]
     for row in rows:
         measured = row["bubble_measured"]
         replayed = row["bubble_replayed"]
@@ -161,10 +147,8 @@ def conclude(
     if ranks == 1:
         print("one rank: one stage, no neighbour, no bubble; torchrun --nproc_per_node=2 shows more")
     print()
-    print("Idle: the share of all ranks' time in which nothing is computed. The formula and the replay count a forward")
-    print(
-        "as one unit of time, a backward as two, a message as none. Held: micro-batches whose activations a rank keeps."
-    )
+    print("Idle: the share of all ranks' time in which nothing is computed. Formula and replay count a forward as one")
+    print("unit of time, a backward as two, a message as none. Held: micro-batches whose activations a rank keeps.")
     print(table(rows))
     drawn = []
     for pipeline, (_, timelines) in zip(pipelines, described, strict=True):

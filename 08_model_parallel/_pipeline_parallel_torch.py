@@ -59,12 +59,14 @@ def mean_over_batch(tokens: Tensor, logits: Tensor, targets: Tensor) -> Tensor:
 def train_step(schedule, pipeline: Pipeline, tokens: Tensor, batch: Batch) -> Tensor:
     """Forward, backward and update under one of torch's schedules; returns this rank's part of the loss."""
     tokens.fill_(batch.tokens)
-    losses = []
+    losses = [torch.zeros((), device=pipeline.record.device)]
     inputs = [torch.cat(batch.inputs)] if pipeline.stages[0].number == 0 else []
-    has_loss = any(stage.is_last for stage in pipeline.stages)
-    schedule.step(*inputs, target=torch.cat(batch.targets) if has_loss else None, losses=losses if has_loss else None)
+    if pipeline.stages[-1].is_last:
+        schedule.step(*inputs, target=torch.cat(batch.targets), losses=losses)  # replaces what is in losses
+    else:
+        schedule.step(*inputs)
     pipeline.update()
-    return torch.stack(losses).sum().detach() if has_loss else torch.zeros((), device=pipeline.record.device)
+    return torch.stack(losses).sum().detach()
 
 
 def read_orders(schedule) -> list[list[tuple]]:
