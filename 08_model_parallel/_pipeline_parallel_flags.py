@@ -16,7 +16,7 @@ def parse(description: str) -> tuple[argparse.Namespace, shapes.Config, int]:
     parser = cli.Parser(description)
     add = parser.add_argument
     add("--model", default=UNTIED_NANO, help="a named size or a config.json, without tied embeddings")
-    add("--seq-len", type=cli.positive_int, default=32, help="tokens of the longest sequence")
+    add("--seq-len", type=cli.positive_int, default=24, help="tokens of the longest sequence")
     add("--micro-batch-size", type=cli.positive_int, default=2, help="sequences per forward")
     add(
         "--global-batch-size", type=cli.positive_int, help="sequences per step (default: 4 micro-batches for each rank)"

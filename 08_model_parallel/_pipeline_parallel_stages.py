@@ -1,5 +1,6 @@
 """The stages of pipeline_parallel.py: which layers a rank holds, their optimizer, how far they are from one process."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -65,7 +66,7 @@ class Pipeline:
         """The distance relative to the norm of what is expected, or to `least` if that is larger."""
         norm = torch.linalg.vector_norm
         error = (norm(got - expected) / norm(expected).clamp_min(least)).item()
-        if not error <= self.relative_errors.get(what, 0.0):  # NaN stays
+        if math.isnan(error) or error > self.relative_errors.get(what, -1.0):  # nothing is above NaN: it stays
             self.relative_errors[what] = error
 
 
