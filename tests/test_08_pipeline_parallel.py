@@ -27,6 +27,7 @@ picture = load("08_model_parallel/_pipeline_parallel_picture.py")
 report = load("08_model_parallel/_pipeline_parallel_report.py")
 Instruction = pipeline.Instruction
 STEPS = 10
+CLIP_NORM = 2.5  # some steps are clipped, and some are not
 # 9 layers for 1 to 4 ranks with one or two stages each: no number but 1 and 3 divides them
 SHAPE = {
     "model_type": "llama",
@@ -253,7 +254,7 @@ def finish(folder: Path, n: int) -> dict:
     return {**summary, "out": result.out, "picture": (folder / "p.png").read_bytes()[:4]}
 
 
-FLAGS = ("--model", "m.json", "--device", "cpu", "--seq-len", 9, "--micro-batch-size", 3, "--clip-norm", 0.7)
+FLAGS = ("--model", "m.json", "--device", "cpu", "--seq-len", 9, "--micro-batch-size", 3, "--clip-norm", CLIP_NORM)
 
 
 def start(folder: Path, *flags, nproc: int | None, shape: dict | None = None, script: str = SCRIPT):
@@ -280,7 +281,7 @@ def one_process(ranks: int) -> tuple[list[float], list[float]]:
         inputs, targets = torch.cat(batch.inputs), torch.cat(batch.targets)
         loss = F.cross_entropy(net(inputs).flatten(0, 1), targets.flatten(), ignore_index=data.PADDING)
         loss.backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(net.parameters(), 0.7).item())
+        norms.append(torch.nn.utils.clip_grad_norm_(net.parameters(), CLIP_NORM).item())
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
@@ -291,7 +292,7 @@ def one_process(ranks: int) -> tuple[list[float], list[float]]:
 def test_each_schedule_trains_as_one_process_does(finished):
     ranks = finished["world_size"]
     losses, norms = one_process(ranks)
-    assert max(norms) > 0.7 > min(norms)  # clipping has had something to do, and something to leave alone
+    assert max(norms) > CLIP_NORM > min(norms)  # clipping has had something to do, and something to leave alone
     rows = finished["schedules"]
     names = ["GPipe", "1F1B"] if ranks == 1 else ["GPipe", "1F1B", "interleaved 1F1B"]
     own = ["interleaved zero-bubble"] if ranks > 1 else []
