@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from common import model, shapes
 
-LEARNING_RATE = 0.03
+LEARNING_RATE = 0.01
 
 
 class Stage(NamedTuple):
