@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from common import model, runtime, shapes
 
-LEARNING_RATE = 0.5  # of SGD. AdamW divides by the gradients' size, and so would hide that they are N times too large.
+LEARNING_RATE = 0.05  # of SGD. AdamW divides by the gradients' size, and so would hide that they are N times too large.
 
 
 class LocalMixture(nn.Module):
@@ -130,7 +130,7 @@ def one_process_gradients(net: nn.Module, rounds: list[list[Tensor]], balance_we
 
 
 def largest_gradient_difference(net: nn.Module, one_process: nn.Module) -> float:
-    """Over the parameters that this rank holds: the distance of the gradients, relative to the norm of one process's."""
+    """Over the parameters that this rank holds: the distance of the gradients, relative to that of one process."""
     expected = dict(one_process.named_parameters())
     differences = []
     for name, parameter in net.named_parameters():
@@ -187,13 +187,15 @@ def compare_balance(net: nn.Module, inputs: Tensor) -> list[dict]:
     apart. The net is that of one process."""
     net(inputs)
     routers = [mixture.router.weight for mixture in mixtures(net)]
+    whole = None
     rows = []
     for parts in (1, 2, 4, 8, 16):
         if inputs.numel() % parts:
             continue
         losses = [balance_of_parts(mixture.probabilities, mixture.choices, parts) for mixture in mixtures(net)]
         gradient = torch.cat([g.flatten() for g in torch.autograd.grad(sum(losses), routers, retain_graph=True)])
-        whole = gradient if parts == 1 else whole
+        if whole is None:
+            whole = gradient
         rows.append(
             {
                 "parts": parts,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from common import report, runtime
 
-TIMED_STEPS = 7  # of each routing, after one to warm up
+TIMED_STEPS = 5  # of each routing, after one to warm up
 COUNTED_STEPS = 10  # of a training, at its end
 
 
@@ -84,7 +84,7 @@ def train_and_count(
     learning_rate: float,
 ) -> dict:
     """Train with AdamW, and count the share of the choices that fell on each expert of each layer."""
-    optimizer = torch.optim.AdamW(net.parameters(), lr=learning_rate, foreach=False)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=learning_rate, fused=True)
     losses, chosen_of_steps = [], []
     for rounds in steps:
         my_rounds = [[my_part(tensor) for tensor in tensors] for tensors in rounds]

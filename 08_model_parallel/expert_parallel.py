@@ -203,7 +203,7 @@ def main() -> int:
     parser = cli.Parser(__doc__)
     parser.add_argument("--model", default="nano", help="as in 05_ddp/train.py; its weights are drawn anew")
     parser.add_argument("--seq-len", type=cli.positive_int, default=16, help="tokens per sequence")
-    parser.add_argument("--global-batch-size", type=cli.positive_int, help="sequences per step (default: about 24)")
+    parser.add_argument("--global-batch-size", type=cli.positive_int, help="sequences per step (default: about 12)")
     parser.add_argument(
         "--micro-batch-size", type=cli.positive_int, help="per rank and forward (default: half a share)"
     )
@@ -211,14 +211,14 @@ def main() -> int:
     parser.add_argument("--top-k", type=cli.positive_int, default=2, help="experts per token")
     parser.add_argument("--capacity-factor", type=cli.positive, default=1.0, help="where tokens are dropped")
     parser.add_argument("--clip-norm", type=cli.positive, default=1.0, help="largest gradient norm")
-    parser.add_argument("--steps", type=cli.positive_int, default=60, help="with and without the balance loss")
+    parser.add_argument("--steps", type=cli.positive_int, default=40, help="with and without the balance loss")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     parser.add_argument("--seed", type=cli.seed, default=0)
     parser.add_argument("--json", type=cli.writable_file, metavar="PATH", help="write the summary as one JSON object")
     args = parser.parse_args()
     config = shapes.load_config(args.model, 256, args.seq_len)  # raises a UserError before any rank starts
     n = runtime.processes(args.device)
-    args.micro_batch_size = args.micro_batch_size or max(1, (args.global_batch_size or 24) // (2 * n))
+    args.micro_batch_size = args.micro_batch_size or max(1, (args.global_batch_size or 12) // (2 * n))
     args.global_batch_size = args.global_batch_size or 2 * n * args.micro_batch_size
     _, rounds_per_step = cli.split_batch(args.global_batch_size, args.micro_batch_size, n)
     check_experts(args.experts, args.top_k, n)
