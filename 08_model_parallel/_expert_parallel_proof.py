@@ -82,17 +82,18 @@ def prove(
     balance_weight: float,
 ) -> dict:
     """Train over the ranks, and on this rank alone with all tokens and all experts. Returns what was found of both."""
-    net, one_process = build_net(capacity_factor), build_net(capacity_factor, mixture=LocalMixture)
+    net = build_net(capacity_factor)
+    one_process = build_net(capacity_factor, mixture=LocalMixture)
     optimizers = [torch.optim.SGD(one.parameters(), lr=LEARNING_RATE) for one in (net, one_process)]
     found: dict[str, list] = {"losses": [], "expected_losses": [], "norms": [], "expected_norms": []}
     gradient_differences, kept_by_ranks, taken = [], [], []
     counts.clear()
-    for rounds in steps:
+    for micro_batches in steps:
         with watch(net, lambda mixture: mixture.kept) as kept:
-            my_rounds = [[my_part(tensor) for tensor in tensors] for tensors in rounds]
-            losses, norm = compute_gradients(net, my_rounds, balance_weight=balance_weight)
+            my_micro_batches = [[my_part(tensor) for tensor in tensors] for tensors in micro_batches]
+            losses, norm = compute_gradients(net, my_micro_batches, balance_weight=balance_weight)
         with watch(one_process, lambda mixture: mixture.taken) as routed:
-            expected_losses = one_process_gradients(one_process, rounds, balance_weight)
+            expected_losses = one_process_gradients(one_process, micro_batches, balance_weight)
         expected_norm = torch.nn.utils.clip_grad_norm_(one_process.parameters(), clip_norm)
         gradient_differences.append(largest_gradient_difference(net, one_process))
         for name, values in zip(found, (losses, expected_losses, norm, expected_norm), strict=True):
@@ -106,8 +107,11 @@ def prove(
     held = mixtures(net)[0].held
     return {
         "capacity_factor": capacity_factor,
+        "held": held,
         **found,
-        "gradient_relative_difference": max(runtime.gather(max(gradient_differences))),
+        "gradient_relative_difference": torch.tensor(runtime.gather(gradient_differences))
+        .max()
+        .item(),  # also if it is NaN
         "kept": [[table.tolist() for table in tables] for tables in kept_by_ranks],
         "expected_kept": [[kept_of_ranks(mask) for mask in routed] for routed in taken],
         "dropped_by_rank": dropped_by_rank(mixtures(net)[0].k, taken),
@@ -118,14 +122,14 @@ def prove(
     }
 
 
-def one_process_gradients(net: nn.Module, rounds: list[list[Tensor]], balance_weight: float) -> Tensor:
+def one_process_gradients(net: nn.Module, micro_batches: list[list[Tensor]], balance_weight: float) -> Tensor:
     """As compute_gradients, with nobody to talk to."""
-    losses = torch.zeros(2, device=rounds[0][0].device)
-    for inputs, targets in rounds:
+    losses = torch.zeros(2, device=micro_batches[0][0].device)
+    for inputs, targets in micro_batches:
         cross_entropy = net(inputs, targets)
         balance = torch.stack([mixture.balance_loss for mixture in mixtures(net)]).sum()
-        ((cross_entropy + balance_weight * balance) / len(rounds)).backward()
-        losses += torch.stack([cross_entropy, balance]).detach() / len(rounds)
+        ((cross_entropy + balance_weight * balance) / len(micro_batches)).backward()
+        losses += torch.stack([cross_entropy, balance]).detach() / len(micro_batches)
     return losses
 
 
@@ -159,10 +163,10 @@ def dropped_by_rank(k: int, taken: list[list[Tensor]]) -> list[int]:
     return dropped
 
 
-def expected_calls(net: nn.Module, steps: int, rounds: int) -> dict[str, int]:
+def expected_calls(net: nn.Module, steps: int, micro_batches: int) -> dict[str, int]:
     """Four all-to-alls for each mixture and micro-batch: there and back, in forward and in backward."""
     shared = [name for name, _ in net.named_parameters() if ".experts." not in name]
-    forwards = steps * rounds * len(mixtures(net))
+    forwards = steps * micro_batches * len(mixtures(net))
     return {
         "all_to_alls": 4 * forwards,
         "all_gathers": forwards,

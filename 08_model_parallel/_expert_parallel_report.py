@@ -42,6 +42,18 @@ def check_proof(proof: dict) -> None:
     print(f"checked: {name}, {len(proof['losses'])} steps as on one process (tolerance {TOLERANCE:g}): {told}")
 
 
+def check_routings(routings: list[dict], choices: int, held: list[int], k: int) -> None:
+    """Every choice is computed or dropped, and a skewed router leaves nothing to ranks without the first k experts."""
+    for row in routings:
+        found = sum(row["rows_by_rank"]) + row["dropped"]
+        assert found == choices, f"{row['routing']}: {found} choices are computed or dropped, and must be {choices}"
+    *_, skewed, _ = routings
+    of_first_experts = [max(0, min(k - sum(held[:rank]), count)) for rank, count in enumerate(held)]
+    expected = [choices // k * count for count in of_first_experts]
+    assert skewed["rows_by_rank"] == expected, f"skewed: {skewed['rows_by_rank']} rows, and must be {expected}"
+    print(f"checked: under each router all {choices:,} choices of a step are computed or dropped, each on its own rank")
+
+
 def proof_table(proofs: list[dict], clip_norm: float) -> str:
     lines = [
         ["experts take", "clipped steps", "choices dropped, by rank", "all-to-alls", "sent to other ranks, by rank"]
@@ -127,13 +139,15 @@ def conclude(
         f"{args.model}: {parameters:,} parameters in fp32, {args.experts} experts in each block, {args.top_k} for each "
         f"token, {world_size} rank(s)\n"
     )
-    print("Trained over the ranks, and beside it on one process. Over capacity, the last tokens of the batch lose:")
+    print(
+        f"The {len(proofs[0]['losses'])} steps of the proof. Over capacity, tokens of the last ranks are dropped first:"
+    )
     print(proof_table(proofs, args.clip_norm))
     print("\nForward and backward of a step. A row is a token on its way to one of its experts:")
     print(routing_table(routings))
     print("\nThe balance loss of one batch, as a whole and as the mean of its parts, as if each rank took its own:")
     print(balance_table(balance))
-    print(f"\nAfter {args.steps} steps of AdamW, the layer with the most uneven router:")
+    print(f"\nAt the end of {args.steps} steps of AdamW, the layer whose router is the most uneven:")
     print(training_table(trainings))
     print()
     last = trainings[-1]
@@ -159,3 +173,6 @@ def conclude(
     report.write_json(summary, args.json)
     for proof in proofs:
         check_proof(proof)
+    layers = len(last["last_shares"])
+    choices_per_step = args.global_batch_size * args.seq_len * args.top_k * layers
+    check_routings(routings, choices_per_step, proofs[0]["held"], args.top_k)

@@ -31,7 +31,7 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def time_routings(net: nn.Module, compute_gradients: Callable, rounds: list[list[Tensor]]) -> list[dict]:
+def time_routings(net: nn.Module, compute_gradients: Callable, micro_batches: list[list[Tensor]]) -> list[dict]:
     """The same step under each router: the choices that each rank computes, and how long the slowest rank takes."""
     of_net = mixtures(net)[0].choose
     routings = {
@@ -40,7 +40,7 @@ def time_routings(net: nn.Module, compute_gradients: Callable, rounds: list[list
         "skewed": (always_the_first, None),
         "skewed, capacity factor 1": (always_the_first, 1.0),
     }
-    my_rounds = [[my_part(tensor) for tensor in tensors] for tensors in rounds]
+    my_micro_batches = [[my_part(tensor) for tensor in tensors] for tensors in micro_batches]
     rows = [{"routing": name} for name in routings]
     seconds: list[list[float]] = [[] for _ in routings]
     for turn in range(TIMED_STEPS + 1):
@@ -52,7 +52,7 @@ def time_routings(net: nn.Module, compute_gradients: Callable, rounds: list[list
                 synchronize()
                 dist.barrier()
                 start = time.perf_counter()
-                compute_gradients(net, my_rounds, balance_weight=0)
+                compute_gradients(net, my_micro_batches, balance_weight=0)
                 synchronize()
                 elapsed = time.perf_counter() - start
             net.zero_grad()
@@ -86,15 +86,15 @@ def train_and_count(
     """Train with AdamW, and count the share of the choices that fell on each expert of each layer."""
     optimizer = torch.optim.AdamW(net.parameters(), lr=learning_rate, fused=True)
     losses, chosen_of_steps = [], []
-    for rounds in steps:
-        my_rounds = [[my_part(tensor) for tensor in tensors] for tensors in rounds]
+    for micro_batches in steps:
+        my_micro_batches = [[my_part(tensor) for tensor in tensors] for tensors in micro_batches]
         with watch(net, lambda mixture: mixture.chosen.sum(0)) as seen:
-            losses_of_step, _ = compute_gradients(net, my_rounds, balance_weight=balance_weight)
+            losses_of_step, _ = compute_gradients(net, my_micro_batches, balance_weight=balance_weight)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(losses_of_step)
         # A micro-batch after the other, and of each the layers: [micro-batches, layers, experts].
-        chosen_of_steps.append(torch.stack(seen).unflatten(0, (len(rounds), -1)).sum(0))
+        chosen_of_steps.append(torch.stack(seen).unflatten(0, (len(micro_batches), -1)).sum(0))
     last = sum(chosen_of_steps[-COUNTED_STEPS:])
     return {
         "balance_weight": balance_weight,

@@ -32,14 +32,15 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
 from _expert_parallel_collectives import all_gather, all_reduce, all_to_all
+from _expert_parallel_flags import parse_flags
 from _expert_parallel_proof import LocalMixture, compare_balance, prove
 from _expert_parallel_report import conclude
 from _expert_parallel_runs import time_routings, train_and_count
 
-from common import cli, data, exits, model, runtime, shapes
+from common import data, exits, model, runtime, shapes
 
 PROOF_STEPS = 10
-BALANCE_WEIGHT = 0.01  # Fedus et al. 2021 (Switch Transformer), section 2.2
+BALANCE_WEIGHT = 0.01  # as in Switch Transformer (Fedus et al. 2021), section 2.2
 
 
 def top_k_experts(probabilities: Tensor, k: int) -> Tensor:
@@ -69,7 +70,9 @@ class Mixture(nn.Module):
 
     def __init__(self, config: shapes.Config, experts: int, k: int, capacity_factor: float | None) -> None:
         super().__init__()
-        self.k, self.capacity_factor, self.choose = k, capacity_factor, top_k_experts
+        self.k = k
+        self.capacity_factor = capacity_factor
+        self.choose = top_k_experts
         self.held = experts_per_rank(experts, dist.get_world_size())
         first = sum(self.held[: dist.get_rank()])
         self.mine = slice(first, first + self.held[dist.get_rank()])
@@ -78,13 +81,13 @@ class Mixture(nn.Module):
         self.experts = nn.ModuleDict({str(i): model.MLP(config) for i in range(experts)[self.mine]})
 
     def forward(self, x: Tensor) -> Tensor:
-        rank, k = dist.get_rank(), self.k
+        rank = dist.get_rank()
         tokens = x.flatten(0, 1)
         # 1. Each token chooses k experts. Their weights add up to 1.
         probabilities = self.router(tokens).softmax(-1)
-        choices = self.choose(probabilities, k)
+        choices = self.choose(probabilities, self.k)
         weights = probabilities.gather(-1, choices)
-        if k > 1:  # of a single choice the weight would always be 1, and the router would learn nothing from it
+        if self.k > 1:  # of a single choice the weight would always be 1, and the router would learn nothing from it
             weights = weights / weights.sum(-1, keepdim=True)
 
         # 2. How many choices of each rank fell on each expert, [ranks, experts], known to all ranks. All sizes follow
@@ -92,7 +95,7 @@ class Mixture(nn.Module):
         of_mine = F.one_hot(choices, self.router.out_features).sum((0, 1))
         of_ranks = of_mine.new_empty(dist.get_world_size(), len(of_mine))
         all_gather(of_ranks, of_mine)
-        self.balance_loss = balance_loss(probabilities, of_ranks, k)
+        self.balance_loss = balance_loss(probabilities, of_ranks, self.k)
         self.chosen = of_ranks.cpu()
         self.kept = self.up_to_capacity(self.chosen)
 
@@ -105,10 +108,11 @@ class Mixture(nn.Module):
         # residual connection, and with its other choices.
         to_ranks = [experts.sum().item() for experts in self.kept[rank].split(self.held)]
         from_ranks = self.kept[:, self.mine].sum(1).tolist()
-        arrived = Exchange.apply(tokens[rows // k], to_ranks, from_ranks)
+        token_of_row = rows // self.k
+        arrived = Exchange.apply(tokens[token_of_row], to_ranks, from_ranks)
         returned = Exchange.apply(self.run_experts(arrived), from_ranks, to_ranks)
         weighted = returned * weights.flatten()[rows, None]
-        return torch.zeros_like(tokens).index_add(0, rows // k, weighted).view_as(x)
+        return torch.zeros_like(tokens).index_add(0, token_of_row, weighted).view_as(x)
 
     def run_experts(self, arrived: Tensor) -> Tensor:
         """Rows come ordered by rank, then by expert. Each expert takes all of its rows at once, in the order of the
@@ -122,8 +126,8 @@ class Mixture(nn.Module):
         return torch.cat(outputs)
 
     def up_to_capacity(self, chosen: Tensor) -> Tensor:
-        """What remains of these choices where an expert takes only its capacity: those of the first tokens in the
-        global batch. Rank 0 has the first tokens, so a rank keeps what the ranks before it have left."""
+        """What remains of these choices where an expert takes only its capacity: those of the first tokens among all
+        ranks. Rank 0 has the first tokens, so a rank gets what the ranks before it have left."""
         if self.capacity_factor is None:
             return chosen
         capacity = math.ceil(self.capacity_factor * chosen.sum().item() / chosen.shape[1])
@@ -132,22 +136,25 @@ class Mixture(nn.Module):
 
 
 def balance_loss(probabilities: Tensor, chosen: Tensor, k: int) -> Tensor:
-    """This rank's part of E · sum(f · P): f is the share of the choices that fell on an expert, P its mean probability,
-    both over the tokens of all ranks. 1 if all are alike. Gradients pass through P alone. P is a mean, so the parts of
-    the ranks add up to the whole. f must be known for the whole batch first: it multiplies P."""
+    """This rank's part of E · sum(f · P) over the experts: 1 if all are alike (Fedus et al. 2021, equation 4). f is the
+    share of the choices that fell on an expert, before any is dropped, and P its mean probability. Both are over the
+    tokens of all ranks. Gradients pass through P alone. P is a mean, so the parts of the ranks add up. f multiplies P,
+    so every rank needs the f of all ranks."""
     share_of_choices = chosen.sum(0) / chosen.sum()
     tokens_of_all_ranks = chosen.sum() / k
     return len(share_of_choices) * (share_of_choices * probabilities.sum(0)).sum() / tokens_of_all_ranks
 
 
-def compute_gradients(net: nn.Module, rounds: list, clip_norm: float, balance_weight: float) -> tuple[Tensor, Tensor]:
-    """Forward and backward over the micro-batches of a step. Returns the losses of the global batch, cross-entropy and
-    balance, and the norm of its gradient before clipping."""
-    losses = torch.zeros(2, device=rounds[0][0].device)
-    for inputs, targets in rounds:
+def compute_gradients(
+    net: nn.Module, micro_batches: list[list[Tensor]], clip_norm: float, balance_weight: float
+) -> tuple[Tensor, Tensor]:
+    """Forward and backward over this rank's micro-batches of a step. Returns the losses of the global batch,
+    cross-entropy and balance, and the norm of the gradient before clipping."""
+    losses = torch.zeros(2, device=micro_batches[0][0].device)
+    for inputs, targets in micro_batches:
         # Each rank's loss is its part of the global mean, so that gradients only ever add up.
-        cross_entropy = net(inputs, targets) / (dist.get_world_size() * len(rounds))
-        balance = sum(block.mlp.balance_loss for block in net.model.layers.values()) / len(rounds)
+        cross_entropy = net(inputs, targets) / (dist.get_world_size() * len(micro_batches))
+        balance = sum(block.mlp.balance_loss for block in net.model.layers.values()) / len(micro_batches)
         (cross_entropy + balance_weight * balance).backward()
         losses += torch.stack([cross_entropy, balance]).detach()
     all_reduce(losses)
@@ -157,9 +164,10 @@ def compute_gradients(net: nn.Module, rounds: list, clip_norm: float, balance_we
     for parameter in shared:
         all_reduce(parameter.grad)
     # One norm over all of the model: what is shared counts once, the experts of all ranks add up.
-    squares = torch.nn.utils.get_total_norm([parameter.grad for parameter in experts]) ** 2
-    all_reduce(squares)
-    norm = (squares + torch.nn.utils.get_total_norm([parameter.grad for parameter in shared]) ** 2).sqrt()
+    squares_of_experts = torch.nn.utils.get_total_norm([parameter.grad for parameter in experts]) ** 2
+    all_reduce(squares_of_experts)
+    squares_of_shared = torch.nn.utils.get_total_norm([parameter.grad for parameter in shared]) ** 2
+    norm = (squares_of_experts + squares_of_shared).sqrt()
     torch.nn.utils.clip_grads_with_norm_(net.parameters(), clip_norm, norm)
     return losses, norm
 
@@ -174,13 +182,6 @@ def split_parameters(net: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parame
 def experts_per_rank(experts: int, ranks: int) -> list[int]:
     """The first ranks hold one more where they do not divide."""
     return [experts // ranks + (rank < experts % ranks) for rank in range(ranks)]
-
-
-def check_experts(experts: int, k: int, ranks: int) -> None:
-    if experts < ranks:
-        raise exits.UserError(f"--experts {experts} leaves some of {ranks} ranks without one: use at least {ranks}")
-    if k > experts:
-        raise exits.UserError(f"--top-k {k} is more than --experts {experts}: use at most {experts}")
 
 
 def build(
@@ -200,28 +201,7 @@ def build(
 
 def main() -> int:
     began = time.perf_counter()
-    parser = cli.Parser(__doc__)
-    parser.add_argument("--model", default="nano", help="as in 05_ddp/train.py; its weights are drawn anew")
-    parser.add_argument("--seq-len", type=cli.positive_int, default=16, help="tokens per sequence")
-    parser.add_argument("--global-batch-size", type=cli.positive_int, help="sequences per step (default: about 12)")
-    parser.add_argument(
-        "--micro-batch-size", type=cli.positive_int, help="per rank and forward (default: half a share)"
-    )
-    parser.add_argument("--experts", type=cli.positive_int, default=8, help="of each block, over all ranks")
-    parser.add_argument("--top-k", type=cli.positive_int, default=2, help="experts per token")
-    parser.add_argument("--capacity-factor", type=cli.positive, default=1.0, help="where tokens are dropped")
-    parser.add_argument("--clip-norm", type=cli.positive, default=1.0, help="largest gradient norm")
-    parser.add_argument("--steps", type=cli.positive_int, default=40, help="with and without the balance loss")
-    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    parser.add_argument("--seed", type=cli.seed, default=0)
-    parser.add_argument("--json", type=cli.writable_file, metavar="PATH", help="write the summary as one JSON object")
-    args = parser.parse_args()
-    config = shapes.load_config(args.model, 256, args.seq_len)  # raises a UserError before any rank starts
-    n = runtime.processes(args.device)
-    args.micro_batch_size = args.micro_batch_size or max(1, (args.global_batch_size or 12) // (2 * n))
-    args.global_batch_size = args.global_batch_size or 2 * n * args.micro_batch_size
-    _, rounds_per_step = cli.split_batch(args.global_batch_size, args.micro_batch_size, n)
-    check_experts(args.experts, args.top_k, n)
+    args, config = parse_flags(__doc__)  # raises a UserError before any rank starts
     runtime.relaunch(args.device)
     runtime.seed(args.seed, deterministic=True)  # before the group: NCCL reads variables when it starts
     device = runtime.init_process_group(args.device)
@@ -230,15 +210,15 @@ def main() -> int:
         data.load_corpus().train,
         seq_len=args.seq_len,
         global_batch_size=args.global_batch_size,
-        # Every rank reads the micro-batches of all ranks as one, and takes its part of it. So capacity and balance see
-        # the same tokens in the same order on any number of ranks.
-        micro_batch_size=args.global_batch_size // rounds_per_step,
+        # Every rank reads the micro-batch of all ranks and takes its part. Capacity and balance loss are those of this
+        # micro-batch: so they see the same tokens in the same order on any number of ranks.
+        micro_batch_size=args.global_batch_size // args.micro_batches,
         seed=args.seed,
         device=device,
     )
 
     def next_step() -> list[list[Tensor]]:
-        return [[tensor.to(device) for tensor in next(batches)] for _ in range(rounds_per_step)]
+        return [[tensor.to(device) for tensor in next(batches)] for _ in range(args.micro_batches)]
 
     def build_net(capacity_factor: float | None = None, mixture: type[nn.Module] = Mixture) -> nn.Module:
         make = partial(mixture, experts=args.experts, k=args.top_k, capacity_factor=capacity_factor)
