@@ -16,9 +16,10 @@ COUNTED_STEPS = 10  # of a training, at its end
 
 
 def in_turn(probabilities: Tensor, k: int) -> Tensor:
-    """A router forced to be even: token 0 takes the first k experts, token 1 the next k, and so on."""
+    """A router forced to be even: token 0 takes the first k experts, token 1 the next k, and so on over all ranks."""
     tokens, experts = probabilities.shape
-    return torch.arange(tokens * k, device=probabilities.device).view(tokens, k) % experts
+    first = dist.get_rank() * tokens * k
+    return torch.arange(first, first + tokens * k, device=probabilities.device).view(tokens, k) % experts
 
 
 def always_the_first(probabilities: Tensor, k: int) -> Tensor:

@@ -14,7 +14,7 @@ Each expert is 1/k as wide as the MLP that it replaces, so a token multiplies as
 
 Look for: losses and gradients equal to those of one process, also where tokens are dropped; what an uneven router
 costs; the balance loss of a whole batch beside that of its parts; the share of each expert after training with and
-without that loss. Before: 06_fsdp_zero/zero_from_scratch.py. Next: the rest of 08_model_parallel.
+without that loss. Before: 06_fsdp_zero/zero_from_scratch.py. Next: README.md beside this, on which parallelism when.
 """
 
 import dataclasses

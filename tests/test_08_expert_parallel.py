@@ -224,7 +224,7 @@ def test_a_choice_that_is_lost_fails(once):
     routings = copy.deepcopy(finished(once, 4)["routings"])
     report.check_routings(routings, CHOICES, [2, 2, 1, 1], K)
     routings[0]["rows_by_rank"][0] -= 1
-    with pytest.raises(AssertionError, match="the router's own: .* and must be"):
+    with pytest.raises(AssertionError, match=r"the router's own: .* and must be"):
         report.check_routings(routings, CHOICES, [2, 2, 1, 1], K)
 
 
@@ -247,6 +247,7 @@ def text(sequences: int = 3, length: int = 7) -> torch.Tensor:
     return torch.randn(sequences, length, 36, generator=torch.Generator().manual_seed(1))
 
 
+@pytest.mark.launch  # transformers takes its time to import
 @pytest.mark.parametrize("kind", [script.Mixture, proof.LocalMixture])
 def test_it_is_the_mixture_of_transformers(group, kind):
     """Outputs, gradients and balance loss of Mixtral, whose balance loss is k times ours."""
