@@ -333,26 +333,33 @@ def test_experts_are_spread_and_drawn_by_their_number(group):
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (("--experts", 2), "--experts 2 leaves some of 3 ranks without one: use at least 3"),
+        (("--experts", 1), "--experts 1 leaves some of 2 ranks without one: use at least 2"),
         (("--top-k", 7), "--top-k 7 is more than --experts 6: use at most 6"),
         (("--experts", 60, "--top-k", 54), "--top-k 54 is more than the MLP is wide, 53: use at most 53"),
         (("--capacity-factor", "inf"), "--capacity-factor inf is more than --experts 6"),
         (("--capacity-factor", 0), "--capacity-factor: '0' is not a number above 0"),
-        (("--global-batch-size", 25), "--global-batch-size 25 does not divide over 3 process(es): use 24 or 27"),
+        (("--global-batch-size", 25), "--global-batch-size 25 does not divide over 2 process(es): use 24 or 26"),
         (
             ("--micro-batch-size", 5),
-            "--global-batch-size 24 does not divide over 3 process(es) with --micro-batch-size 5",
+            "--global-batch-size 24 does not divide over 2 process(es) with --micro-batch-size 5",
         ),
         (("--seq-len", 129), "--seq-len 129 is over the limit"),
         (("--model", "giant"), "--model giant: no such size"),
     ],
 )
 def test_what_does_not_fit_is_one_line(tmp_path, flags, told):
-    result = start(tmp_path, 3, *flags)
+    result = start(tmp_path, None, *flags)
     assert result.code == 2
     assert told in result.err
     assert len(result.err.splitlines()) == 1
     assert result.out == ""
+
+
+def test_more_ranks_than_experts_is_one_line_of_rank_0(tmp_path):
+    result = start(tmp_path, 3, "--experts", 2)
+    assert result.code == 2
+    assert "--experts 2 leaves some of 3 ranks without one: use at least 3" in result.err
+    assert len(result.err.splitlines()) == 1
 
 
 def test_the_mixture_is_the_first_thing_after_the_imports():
