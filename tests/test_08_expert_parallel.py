@@ -158,7 +158,7 @@ PLANTED = {
     "the first tokens are dropped, not the last": (
         "rows = torch.cat([group[:kept] for",
         "rows = torch.cat([group[len(group) - kept :] for",
-        "capacity factor 0.8: losses differ from one process by",
+        "capacity factor 0.8, step 1: the experts took other tokens than on one process",  # in the next layer
     ),
     "a capacity for each rank": (
         "        of_ranks_before = chosen.cumsum(0) - chosen",
