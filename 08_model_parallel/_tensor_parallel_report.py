@@ -2,21 +2,15 @@
 
 import argparse
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from _tensor_parallel_count import (
-    CountCollectives,
-    Traffic,
     assert_equal,
     expect,
     expect_after_backward,
     held_parameters,
 )
-from torch import Tensor
 
 from common import hardware, report, runtime
 from common.exits import UserError
@@ -41,51 +35,6 @@ def check_sizes(args: argparse.Namespace, config: Config, ranks: int) -> None:
             f"--seq-len {args.seq_len}: {ranks} ranks do not divide it into equal parts: "
             f"use {' or '.join(map(str, fitting))}"
         )
-
-
-@dataclass
-class Seen:
-    """What was seen of a way of training, a value per step."""
-
-    losses: list[Tensor] = field(default_factory=list)
-    gradient_norms: list[Tensor] = field(default_factory=list)
-    gradient_errors: list[Tensor] = field(default_factory=list)
-    traffic: list[Traffic] = field(default_factory=list)
-    traffic_after_backward: list[Traffic] = field(default_factory=list)
-
-    @contextmanager
-    def in_backward(self) -> Iterator[None]:
-        with CountCollectives() as count:
-            yield
-        self.traffic.append(count.traffic)
-
-    @contextmanager
-    def after_backward(self) -> Iterator[None]:
-        with CountCollectives() as count:
-            yield
-        self.traffic_after_backward.append(count.traffic)
-
-    def note_step(self, loss: Tensor, gradient_norm: Tensor) -> None:
-        self.losses.append(loss)
-        self.gradient_norms.append(gradient_norm)
-
-
-@torch.no_grad()
-def compare_gradients(ways: list, cut_dimension: Callable[[str], int | None]) -> None:
-    """Note the largest distance from one process of the gradient of any weight, relative to its norm. A rank looks at
-    what it has: its part, or of a DTensor the whole, gathered."""
-    baseline = {name: weight.grad for name, weight in ways[0].net.named_parameters()}
-    for way in ways:
-        errors = []
-        for name, weight in way.net.named_parameters():
-            gradient = runtime.whole(weight.grad)
-            expected = baseline[name]
-            norm = torch.linalg.vector_norm(expected)
-            if gradient.shape != expected.shape:
-                parts = expected.tensor_split(dist.get_world_size(), cut_dimension(name))
-                expected = parts[dist.get_rank()]
-            errors.append(torch.linalg.vector_norm(gradient - expected) / norm)
-        way.seen.gradient_errors.append(torch.stack(errors).max())
 
 
 def describe(way, config: Config, args: argparse.Namespace) -> dict:

@@ -22,7 +22,6 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -30,26 +29,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    loss_parallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import loss_parallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
-from _tensor_parallel_report import Seen, check_sizes, compare_gradients, conclude
+from _tensor_parallel_collectives import gather_positions, identity, sum_of_my_positions, sum_over_ranks
+from _tensor_parallel_report import check_sizes, conclude
+from _tensor_parallel_torch import parallelize_with_torch
+from _tensor_parallel_train import Way, train
 
 from common import cli, data, exits, model, runtime, shapes
-
-LEARNING_RATE = 0.1
-Batch = tuple[Tensor, Tensor]  # inputs and targets
-# torch 2.13 has new names for these two
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 # Which dimension of a weight is cut, by the module that holds it. nn.Linear stores [outputs, inputs], so the columns of
 # the papers' XA are dimension 0. What is not named here, the norms, is whole on every rank.
@@ -125,6 +113,10 @@ def cut_cross_entropy(logits: Tensor, targets: Tensor, vocab_size: int) -> Tenso
     return (sum_of_exp.log() - logit_of_target).mean()
 
 
+def cut_loss(net: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    return cut_cross_entropy(net(inputs), targets, net.config.vocab_size)
+
+
 def clip_gradients(net: nn.Module, most: float) -> Tensor:
     """As clip_grad_norm_. Every rank must divide by the same norm, that of the whole gradient: cut weights count over
     all ranks, and those that each rank holds whole count once."""
@@ -147,35 +139,6 @@ def add_up_norms(net: nn.Module) -> None:
         gradient.copy_(total)
 
 
-# The small parts of the above.
-
-
-def identity(x: Tensor) -> Tensor:
-    return x.view_as(x)  # autograd wants a new tensor
-
-
-def sum_over_ranks(x: Tensor) -> Tensor:
-    total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total)
-    return total
-
-
-def gather_positions(x: Tensor) -> Tensor:
-    """[batch, length / N, hidden] to [batch, length, hidden]."""
-    n = dist.get_world_size()
-    parts = x.new_empty(n * len(x), *x.shape[1:])  # one after the other, as they come
-    all_gather(parts, x.contiguous())
-    return torch.cat(parts.chunk(n), dim=1)
-
-
-def sum_of_my_positions(x: Tensor) -> Tensor:
-    """[batch, length, hidden] to [batch, length / N, hidden], summed over the ranks."""
-    parts = torch.cat(x.chunk(dist.get_world_size(), dim=1))  # rank r gets the r-th
-    mine = parts.new_empty(len(x), *parts.shape[1:])
-    reduce_scatter(mine, parts)
-    return mine
-
-
 def cut_dimension(name: str) -> int | None:
     """Of a parameter by its name, such as model.layers.0.mlp.up_proj.weight."""
     return CUT.get(name.split(".")[-2])
@@ -193,116 +156,27 @@ def my_rows(tokens: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
     return (tokens - rows[0]).where(mine, 0), mine
 
 
-# The same by torch.
+def make_ways(build: Callable[[], nn.Module]) -> list[Way]:
+    """One process, which is the baseline, and what must be equal to it. Each has a model of its own."""
+    whole, cut, cut_in_sequence, by_torch = (build() for _ in range(4))
+    cut_model(cut, f, g)
+    cut_model(cut_in_sequence, f_of_sequence, g_of_sequence)
+    parallelize_with_torch(by_torch)
 
+    def clip_in_sequence(most: float) -> Tensor:
+        add_up_norms(cut_in_sequence)  # once per step: the summands of micro-batches add up before
+        return clip_gradients(cut_in_sequence, most)
 
-def parallelize_with_torch(net: nn.Module) -> None:
-    """The same cuts, with sequence parallelism, as a plan: DTensors know how they are cut, and what follows from it."""
-    mesh = runtime.device_mesh(net.lm_head.weight.device, {"tensor": dist.get_world_size()})
-    positions = Shard(1)  # of [batch, length, hidden]
-    whole = Replicate()
-    attention_input = PrepareModuleInput(
-        input_layouts=(positions, None, None),  # beside it, cos and sin for all positions
-        desired_input_layouts=(whole, None, None),
-    )
-    plan = {
-        "model.embed_tokens": RowwiseParallel(input_layouts=whole, output_layouts=positions),
-        "model.layers.*.input_layernorm": SequenceParallel(),
-        "model.layers.*.self_attn": attention_input,
-        "model.layers.*.self_attn.[qkv]_proj": ColwiseParallel(),
-        "model.layers.*.self_attn.o_proj": RowwiseParallel(output_layouts=positions),
-        "model.layers.*.post_attention_layernorm": SequenceParallel(),
-        "model.layers.*.mlp": PrepareModuleInput(input_layouts=positions, desired_input_layouts=whole),
-        "model.layers.*.mlp.gate_proj": ColwiseParallel(),
-        "model.layers.*.mlp.up_proj": ColwiseParallel(),
-        "model.layers.*.mlp.down_proj": RowwiseParallel(output_layouts=positions),
-        "model.norm": SequenceParallel(),
-        "lm_head": ColwiseParallel(input_layouts=positions, output_layouts=Shard(-1), use_local_output=False),
-    }
-    parallelize_module(net, mesh, plan, src_data_rank=None)  # or rank 0 would send its weights to all
-    net.tie_weights()  # parallelize_module has made two parameters of one
+    def clip_by_torch(net: nn.Module, most: float) -> Tensor:
+        return runtime.whole(nn.utils.clip_grad_norm_(net.parameters(), most))
 
-
-@dataclass
-class Way:
-    """A model, how a step of it is made, and what was seen of it."""
-
-    name: str
-    net: nn.Module
-    backward: Callable[[Tensor, Tensor, float], Tensor]  # inputs, targets, share of the step: gives the loss
-    clip: Callable[[float], Tensor]  # largest norm: gives the norm that was found
-    seen: Seen = field(default_factory=Seen)
-
-
-def one_process(net: nn.Module) -> Way:
-    """The baseline: every rank trains the whole model alone."""
-
-    def backward(inputs: Tensor, targets: Tensor, share: float) -> Tensor:
-        loss = net(inputs, targets)
-        (loss * share).backward()
-        return loss.detach()
-
-    return Way("one process", net, backward, partial(nn.utils.clip_grad_norm_, list(net.parameters())))
-
-
-def by_hand(net: nn.Module) -> Way:
-    cut_model(net, f, g)
-
-    def backward(inputs: Tensor, targets: Tensor, share: float) -> Tensor:
-        loss = cut_cross_entropy(net(inputs), targets, net.config.vocab_size)
-        (loss * share).backward()
-        return loss.detach()
-
-    return Way("by hand", net, backward, partial(clip_gradients, net))
-
-
-def by_hand_sequence(net: nn.Module) -> Way:
-    cut_model(net, f_of_sequence, g_of_sequence)
-
-    def backward(inputs: Tensor, targets: Tensor, share: float) -> Tensor:
-        loss = cut_cross_entropy(net(inputs), targets, net.config.vocab_size)
-        (loss * share).backward()
-        return loss.detach()
-
-    def clip(most: float) -> Tensor:
-        add_up_norms(net)  # once per step: summands of micro-batches add up, too
-        return clip_gradients(net, most)
-
-    return Way("by hand, sequence parallel", net, backward, clip)
-
-
-def by_torch(net: nn.Module) -> Way:
-    parallelize_with_torch(net)
-
-    def backward(inputs: Tensor, targets: Tensor, share: float) -> Tensor:
-        with loss_parallel():  # around both: in backward, too, the logits are cut
-            loss = net(inputs, targets)
-            (loss * share).backward()
-        return loss.detach().full_tensor()
-
-    def clip(most: float) -> Tensor:
-        return nn.utils.clip_grad_norm_(net.parameters(), most).full_tensor()
-
-    return Way("by torch, sequence parallel", net, backward, clip)
-
-
-def train(ways: list[Way], steps: list[list[Batch]], largest_norm: float) -> None:
-    """A step of each way in turn, so that gradients are compared before they are used.
-
-    With SGD: AdamW divides a gradient by its size, which hides a wrong scale and enlarges rounding.
-    """
-    optimizers = [torch.optim.SGD(way.net.parameters(), lr=LEARNING_RATE, momentum=0.9) for way in ways]
-    for micro_batches in steps:
-        for way in ways:
-            with way.seen.in_backward():
-                losses = [way.backward(*micro_batch, 1 / len(micro_batches)) for micro_batch in micro_batches]
-            with way.seen.after_backward():
-                norm = way.clip(largest_norm)
-            way.seen.note_step(torch.stack(losses).mean(), norm)
-        compare_gradients(ways, cut_dimension)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+    return [
+        Way("one process", whole, whole, partial(clip_by_torch, whole)),
+        Way("by hand", cut, partial(cut_loss, cut), partial(clip_gradients, cut)),
+        Way("by hand, sequence parallel", cut_in_sequence, partial(cut_loss, cut_in_sequence), clip_in_sequence),
+        # torch's loss on cut logits needs its context around forward and backward
+        Way("by torch, sequence parallel", by_torch, by_torch, partial(clip_by_torch, by_torch), loss_parallel),
+    ]
 
 
 def main() -> int:
@@ -326,12 +200,13 @@ def main() -> int:
     steps = [
         [tuple(tensor.to(device) for tensor in next(stream)) for _ in range(micro_batches)] for _ in range(args.steps)
     ]
-    ways = []
-    for make in (one_process, by_hand, by_hand_sequence, by_torch):
-        # Each rank draws all weights and keeps its part. A model that fits nowhere would be drawn part by part.
-        net = model.build(args.model, config, seed=args.seed, device=device)
-        ways.append(make(net))
-    train(ways, steps, args.clip_norm)
+
+    def build() -> nn.Module:
+        # Each rank draws all weights and keeps its part. A model that fits nowhere would be drawn matrix by matrix.
+        return model.build(args.model, config, seed=args.seed, device=device)
+
+    ways = make_ways(build)
+    train(ways, steps, args.clip_norm, cut_dimension)
     conclude(ways, args, config, device, began)
     runtime.shutdown()
     return 0
@@ -342,8 +217,8 @@ def parse_args() -> argparse.Namespace:
     add = parser.add_argument
     add("--model", default="nano", help="as in 05_ddp/train.py")
     add("--seq-len", type=cli.positive_int, default=32, help="tokens per sequence")
-    add("--global-batch-size", type=cli.positive_int, default=8, help="sequences per step, on all ranks the same")
-    add("--micro-batch-size", type=cli.positive_int, default=4, help="sequences per forward")
+    add("--global-batch-size", type=cli.positive_int, default=4, help="sequences per step, on all ranks the same")
+    add("--micro-batch-size", type=cli.positive_int, default=2, help="sequences per forward")
     add("--clip-norm", type=cli.positive, default=1.0, help="largest gradient norm")
     add("--steps", type=cli.positive_int, default=10)
     add("--seed", type=cli.seed, default=0)
