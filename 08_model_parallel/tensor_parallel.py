@@ -13,6 +13,8 @@ computed from cut logits. Norms and residuals are still whole on every rank. Seq
     cluster   the same on every node, with --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400: it works, but
               every block waits for four collectives, so keep the ranks of one copy of the model inside a node
 
+By torch: the same cuts are a plan for parallelize_module, in _tensor_parallel_torch.py.
+
 Look for: the share of the weights that a rank holds; calls and bytes per step, which grow with tokens and layers, not
 with weights; the difference from one process. Before: 06_fsdp_zero/zero_from_scratch.py. What it costs:
 benchmarks/tensor_parallel.py.
@@ -41,7 +43,7 @@ from common import cli, data, exits, model, runtime, shapes
 
 # Which dimension of a weight is cut, by the module that holds it. nn.Linear stores [outputs, inputs], so the columns of
 # the papers' XA are dimension 0. What is not named here, the norms, is whole on every rank.
-CUT = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "o_proj": 1}  # attention: by heads
+CUT = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "o_proj": 1}  # attention: by key-value head, with its query heads
 CUT |= {"gate_proj": 0, "up_proj": 0, "down_proj": 1}  # MLP: by channels
 CUT |= {"embed_tokens": 0, "lm_head": 0}  # by vocabulary
 
@@ -100,7 +102,7 @@ def look_up(weight: Tensor, tokens: Tensor, vocab_size: int) -> Tensor:
 
 
 def cut_cross_entropy(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
-    """The mean over all targets of log(sum of exp(logits)) - logit of the target, where a rank has some of the logits.
+    """The mean over the targets of log(sum of exp(logits)) - logit of the target, where a rank has some of the logits.
 
     Three numbers per token travel, not a row of logits: the largest, the sum and the target's.
     """
@@ -110,7 +112,8 @@ def cut_cross_entropy(logits: Tensor, targets: Tensor, vocab_size: int) -> Tenso
     row, mine = my_rows(targets, vocab_size)
     logit_of_target = logits.gather(-1, row[..., None]).squeeze(-1) * mine
     sum_of_exp, logit_of_target = g(torch.stack([logits.exp().sum(-1), logit_of_target]))
-    return (sum_of_exp.log() - logit_of_target).mean()
+    counted = targets != data.PADDING
+    return ((sum_of_exp.log() - logit_of_target) * counted).sum() / counted.sum()
 
 
 def cut_loss(net: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -167,7 +170,7 @@ def make_ways(build: Callable[[], nn.Module]) -> list[Way]:
         add_up_norms(cut_in_sequence)  # once per step: the summands of micro-batches add up before
         return clip_gradients(cut_in_sequence, most)
 
-    def clip_by_torch(net: nn.Module, most: float) -> Tensor:
+    def clip_by_torch(net: nn.Module, most: float) -> Tensor:  # DTensors know what is cut
         return runtime.whole(nn.utils.clip_grad_norm_(net.parameters(), most))
 
     return [
