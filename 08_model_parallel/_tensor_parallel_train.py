@@ -1,7 +1,7 @@
 """The training of tensor_parallel.py: several ways side by side, and the distance of each from one process."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -24,22 +24,6 @@ class Seen:
     gradient_errors: list[Tensor] = field(default_factory=list)
     traffic: list[Traffic] = field(default_factory=list)
     traffic_after_backward: list[Traffic] = field(default_factory=list)
-
-    @contextmanager
-    def in_backward(self) -> Iterator[None]:
-        with CountCollectives() as count:
-            yield
-        self.traffic.append(count.traffic)
-
-    @contextmanager
-    def after_backward(self) -> Iterator[None]:
-        with CountCollectives() as count:
-            yield
-        self.traffic_after_backward.append(count.traffic)
-
-    def note_step(self, loss: Tensor, gradient_norm: Tensor) -> None:
-        self.losses.append(loss)
-        self.gradient_norms.append(gradient_norm)
 
 
 @dataclass
@@ -73,20 +57,25 @@ def train(
     """
     optimizers = [torch.optim.SGD(way.net.parameters(), lr=LEARNING_RATE) for way in ways]
     for micro_batches in steps:
-        for way in ways:
-            with way.seen.in_backward():
+        after_backward = [CountCollectives() for _ in ways]
+        for way, count in zip(ways, after_backward, strict=True):
+            with CountCollectives() as in_backward:
                 losses = [way.backward(*micro_batch, 1 / len(micro_batches)) for micro_batch in micro_batches]
-            with way.seen.after_backward():
+            with count:
                 norm = way.clip(largest_norm)
-            way.seen.note_step(torch.stack(losses).mean(), norm)
+            way.seen.losses.append(torch.stack(losses).mean())
+            way.seen.gradient_norms.append(norm)
+            way.seen.traffic.append(in_backward.traffic)
         compare_gradients(ways, cut_dimension)
-        for optimizer in optimizers:
-            optimizer.step()
+        for way, optimizer, count in zip(ways, optimizers, after_backward, strict=True):
+            with count:
+                optimizer.step()
             optimizer.zero_grad()
+            way.seen.traffic_after_backward.append(count.traffic)
 
 
 @torch.no_grad()
-def compare_gradients(ways: list, cut_dimension: Callable[[str], int | None]) -> None:
+def compare_gradients(ways: list[Way], cut_dimension: Callable[[str], int | None]) -> None:
     """Note the largest distance from one process of the gradient of any weight, relative to its norm. A rank looks at
     what it has: its part, or of a DTensor the whole, gathered."""
     baseline = {name: weight.grad for name, weight in ways[0].net.named_parameters()}
