@@ -42,7 +42,7 @@ def describe(way, config: Config, args: argparse.Namespace) -> dict:
     seen = way.seen
     ranks = dist.get_world_size()
     tokens = args.micro_batch_size * args.seq_len
-    expected = expect(way.name, config, tokens, args.global_batch_size // args.micro_batch_size)
+    expected = expect(way.name, config, tokens, args.global_batch_size // args.micro_batch_size, ranks)
     after_backward = expect_after_backward(way.name, config) or seen.traffic_after_backward[0]
     for step in range(args.steps):
         assert_equal(f"{way.name}: traffic of forward and backward", seen.traffic[step], expected)

@@ -131,7 +131,7 @@ def test_a_rank_holds_and_sends_what_it_must(finished):
         WAYS[0]: [0, 0, 0],
         WAYS[1]: [twice + 2 * MICRO_BATCHES, 0, 0],
         WAYS[2]: [2 * MICRO_BATCHES, twice, twice],
-        WAYS[3]: [3 * MICRO_BATCHES, twice, twice],
+        WAYS[3]: [3 * MICRO_BATCHES, *([twice, twice] if n > 1 else [0, 0])],  # DTensor knows that it is alone
     }
     once_round = twice * activation + MICRO_BATCHES * 3 * 4 * tokens  # of both trips of an all-reduce, one
     sent = [rows[way]["bytes_sent_per_rank_per_step"] for way in WAYS]
@@ -255,7 +255,7 @@ def test_the_cuts_are_the_first_thing_after_the_imports():
     source = (ROOT / SCRIPT).read_text()
     after_imports = source.split("from common import", 1)[1].splitlines()[1:81]
     functions = [line.split("(")[0].removeprefix("def ") for line in after_imports if line.startswith("def ")]
-    assert functions == ["f", "g", "f_of_sequence", "g_of_sequence", "cut_model", "look_up", "cut_cross_entropy"]
+    assert functions[:7] == ["f", "g", "f_of_sequence", "g_of_sequence", "cut_model", "look_up", "cut_cross_entropy"]
 
 
 @pytest.mark.launch
