@@ -10,14 +10,14 @@ computed from cut logits. Norms and residuals are still whole on every rank. Seq
     laptop    python 08_model_parallel/tensor_parallel.py
               torchrun --nproc_per_node=4 08_model_parallel/tensor_parallel.py --seq-len 32
     one node  torchrun --nproc_per_node=4 08_model_parallel/tensor_parallel.py --model llama-124m --seq-len 512
-    cluster   the same on every node, with --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400: it works, but
-              every block waits for four collectives, so keep the ranks of one copy of the model inside a node
+    cluster   the same on two nodes, with --nproc_per_node=2 --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400.
+              It works, but each block waits for four collectives: keep the ranks of one model inside a node.
 
 By torch: the same cuts are a plan for parallelize_module, in _tensor_parallel_torch.py.
 
 Look for: the share of the weights that a rank holds; calls and bytes per step, which grow with tokens and layers, not
 with weights; the difference from one process. Before: 06_fsdp_zero/zero_from_scratch.py. What it costs:
-benchmarks/tensor_parallel.py.
+benchmarks/tensor_parallel.py. Next: pipeline_parallel.py.
 """
 
 import argparse

@@ -173,12 +173,12 @@ PLANTED = {
     "whole weights count once per rank": (
         '"whole" if cut_dimension(name) is None else "cut"',
         '"cut"',
-        "by hand: gradient norms differ from one process",
+        "differ from one process by",
     ),
     "rows without an owner here are not zeros": (
         "F.embedding(row, weight) * mine[..., None]",
         "F.embedding(row, weight)",
-        "by hand: losses differ from one process",
+        "differ from one process by",
     ),
 }
 
