@@ -31,8 +31,9 @@ def parallelize_with_torch(net: nn.Module) -> None:
         "model.layers.*.self_attn.o_proj": RowwiseParallel(output_layouts=positions),
         "model.layers.*.post_attention_layernorm": SequenceParallel(),
         "model.layers.*.mlp": PrepareModuleInput(input_layouts=positions, desired_input_layouts=whole),
-        "model.layers.*.mlp.gate_proj": ColwiseParallel(),
-        "model.layers.*.mlp.up_proj": ColwiseParallel(),
+        # plain tensors would not tell down_proj that the parts of the channels may be unequal
+        "model.layers.*.mlp.gate_proj": ColwiseParallel(use_local_output=False),
+        "model.layers.*.mlp.up_proj": ColwiseParallel(use_local_output=False),
         "model.layers.*.mlp.down_proj": RowwiseParallel(output_layouts=positions),
         "model.norm": SequenceParallel(),
         "lm_head": ColwiseParallel(input_layouts=positions, output_layouts=Shard(-1), use_local_output=False),

@@ -175,6 +175,11 @@ PLANTED = {
         '"cut"',
         "differ from one process by",
     ),
+    "a norm keeps the gradient of its own positions": (
+        "gradient.copy_(total)",
+        "total.copy_(gradient)",
+        "by hand, sequence parallel: ",
+    ),
     "rows without an owner here are not zeros": (
         "F.embedding(row, weight) * mine[..., None]",
         "F.embedding(row, weight)",
