@@ -53,6 +53,11 @@ BENCHMARKS = "tests/test_benchmarks.py::test_"
 QUANTIZED_PRODUCTS = "07_memory_tricks/_quantized_inference_products.py"
 QUANTIZED_GUESSES = "07_memory_tricks/_quantized_inference_speculative.py"
 QUANTIZED_TESTS = "tests/test_07_quantized_inference.py::test_"
+TENSOR, TENSOR_TESTS = "08_model_parallel/tensor_parallel.py", "tests/test_08_tensor_parallel.py::test_"
+PIPELINE, REPLAY = "08_model_parallel/pipeline_parallel.py", "08_model_parallel/_pipeline_parallel_replay.py"
+PIPELINE_TESTS = "tests/test_08_pipeline_parallel.py::test_"
+CONTEXT, CONTEXT_TESTS = "08_model_parallel/context_parallel.py", "tests/test_08_context_parallel.py::test_"
+EXPERTS, EXPERT_TESTS = "08_model_parallel/expert_parallel.py", "tests/test_08_expert_parallel.py::test_"
 COPIED = ("[0-9]*", "common", "tests", "benchmarks", "launch", "Makefile", "pyproject.toml", "*.md")
 SECONDS_PER_TEST = 240  # as a test's own limit; a fault may turn a run into a hang
 TESTS_FAILED = 1  # pytest's exit status
@@ -1182,6 +1187,147 @@ MUTATIONS = [
         "    if read_before is not None:\n        take(read_before(), result, stop, on_tokens)\n    result.",
         "    result.",
         QUANTIZED_TESTS + "tokens_that_are_read_late_are_the_same",
+    ),
+    # --- model parallelism
+    Mutation(
+        "the gradient norm of whole weights counts once per rank",
+        TENSOR,
+        '"whole" if cut_dimension(name) is None else "cut"',
+        '"cut"',
+        TENSOR_TESTS + "each_cut_trains_as_one_process_does[grouped-2]",
+    ),
+    Mutation(
+        "with sequence parallelism nobody adds up the norms' gradients",
+        TENSOR,
+        "        gradient.copy_(total)\n",
+        "        total.copy_(gradient)\n",
+        TENSOR_TESTS + "each_cut_trains_as_one_process_does[grouped-2]",
+    ),
+    Mutation(
+        "padding counts in the loss on cut logits",
+        TENSOR,
+        "    counted = targets != data.PADDING\n",
+        "    counted = torch.ones_like(targets)\n",
+        TENSOR_TESTS + "the_cut_cross_entropy_of_one_rank_is_torchs",
+    ),
+    Mutation(
+        "parallelize_module's broken tie stays broken",
+        "08_model_parallel/_tensor_parallel_torch.py",
+        "    net.tie_weights()  # parallelize_module has made two parameters of one\n",
+        "",
+        TENSOR_TESTS + "tied_weights_stay_tied",
+    ),
+    Mutation(
+        "a micro-batch's loss is divided by the number of micro-batches too",
+        PIPELINE,
+        "batch.targets[micro_batch]) / batch.tokens\n",
+        "batch.targets[micro_batch]) / batch.tokens / len(batch.targets)\n",
+        PIPELINE_TESTS + "each_schedule_trains_as_one_process_does[2]",
+    ),
+    Mutation(
+        "a stage clips by its own norm",
+        PIPELINE,
+        "    dist.all_reduce(squared_norm)\n",
+        "",
+        PIPELINE_TESTS + "each_schedule_trains_as_one_process_does[2]",
+    ),
+    Mutation(
+        "messages stand in the order of the ranks, not of time",
+        REPLAY,
+        "in sorted(ended):\n",
+        "in ended:\n",
+        PIPELINE_TESTS + "the_lists_end_even_if_every_call_blocks[1F1B-2-2-1]",
+    ),
+    Mutation(
+        "1F1B warms up with one micro-batch too many",
+        PIPELINE,
+        "warm_up=ranks - rank - 1)\n",
+        "warm_up=ranks - rank)\n",
+        PIPELINE_TESTS + "the_bubble_is_that_of_the_formula[1F1B-2-6-1]",
+    ),
+    Mutation(
+        "the softmax of ring attention forgets to rescale what it had",
+        "08_model_parallel/_context_parallel_tiles.py",
+        "    out *= (log_sum_exp - new_log_sum_exp).exp()[..., None]\n",
+        "",
+        CONTEXT_TESTS + "on_one_rank_it_is_attention[heads1-ring, zigzag]",
+    ),
+    Mutation(
+        "zigzag pairs a chunk with its neighbour",
+        "08_model_parallel/_context_parallel_order.py",
+        "[rank, 2 * dist.get_world_size() - 1 - rank]",
+        "[2 * rank, 2 * rank + 1]",
+        CONTEXT_TESTS + "tiles_cover_what_a_causal_mask_shows[3-zigzag]",
+    ),
+    Mutation(
+        "keys and values that were gathered give each rank the gradient of its own use alone",
+        CONTEXT,
+        "        reduce_scatter(my_gradient, parts)\n",
+        "        reduce_scatter(my_gradient, parts)\n        my_gradient = parts[dist.get_rank()]\n",
+        CONTEXT_TESTS + "every_way_trains_as_one_process_does[odd-3]",
+    ),
+    Mutation(
+        "a rank divides its loss by its own targets",
+        CONTEXT,
+        "    counted_tokens = (targets != data.PADDING).sum()",
+        "    counted_tokens = (targets[:, positions_of_rank(trainee.order, inputs.shape[1])] != data.PADDING).sum()",
+        CONTEXT_TESTS + "every_way_trains_as_one_process_does[odd-3]",
+    ),
+    Mutation(
+        "the balance loss takes a rank's own share of choices",
+        EXPERTS,
+        "    share_of_choices = chosen.sum(0) / chosen.sum()\n",
+        "    share_of_choices = chosen[dist.get_rank()] / chosen[dist.get_rank()].sum()\n",
+        EXPERT_TESTS + "the_number_of_ranks_changes_nothing[2]",
+    ),
+    Mutation(
+        "over capacity the first tokens are dropped",
+        EXPERTS,
+        "[group[:kept] for",
+        "[group[len(group) - kept :] for",
+        EXPERT_TESTS + "over_capacity_the_last_tokens_are_dropped",
+    ),
+    Mutation(
+        "each rank has the whole capacity for itself",
+        EXPERTS,
+        "        of_ranks_before = chosen.cumsum(0) - chosen\n",
+        "        of_ranks_before = torch.zeros_like(chosen)\n",
+        EXPERT_TESTS + "capacity_is_shared_out_in_the_order_of_the_ranks",
+    ),
+    Mutation(
+        "the gradient norm lacks the experts of other ranks",
+        EXPERTS,
+        "    all_reduce(squares_of_experts)\n",
+        "    all_reduce(squares_of_experts.clone())\n",
+        EXPERT_TESTS + "the_number_of_ranks_changes_nothing[2]",
+    ),
+    Mutation(
+        "a bubble of pp micro-batches, not pp - 1",
+        "08_model_parallel/plan.py",
+        '    step["bubble"] = (layout.pp - 1) / layout.virtual * sum(busy) / layout.pp\n',
+        '    step["bubble"] = layout.pp / layout.virtual * sum(busy) / layout.pp\n',
+        "tests/test_08_plan.py::test_the_bubble_is_that_of_1f1b[4-8]",
+    ),
+    Mutation(
+        "members of a ring on one node share one network port",
+        "08_model_parallel/_plan_collectives.py",
+        "    return min(link, inside * network) if inside > 1 else network\n",
+        "    return min(link, network)\n",
+        "tests/test_08_plan.py::test_collectives_by_hand",
+    ),
+    Mutation(
+        "replicas are counted as shards",
+        "08_model_parallel/_plan_layout.py",
+        "    alone = replace(layout, gpus=layout.gpus // layout.replicate) if layout.zero == 3 else layout\n",
+        "    alone = layout\n",
+        "tests/test_08_plan.py::test_replicas_hold_what_one_sharded_model_holds",
+    ),
+    Mutation(
+        "what does not fit is ranked",
+        "08_model_parallel/plan.py",
+        "        if total <= machine.memory_bytes:\n",
+        "        if total <= 2 * machine.memory_bytes:\n",
+        "tests/test_08_plan.py::test_the_ranking_is_by_time_under_the_memory_limit",
     ),
 ]
 

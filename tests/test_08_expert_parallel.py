@@ -53,7 +53,7 @@ def chosen_by_expert(proof_of_run: dict) -> list:
     return [[torch.tensor(kept).sum(0).tolist() for kept in step] for step in proof_of_run["kept"]]
 
 
-RANKS = [1, 2, 3, 4]  # 4 ranks do not divide 6 experts
+RANKS = [1, 2, *(pytest.param(n, marks=pytest.mark.launch) for n in (3, 4))]  # 4 ranks do not divide 6 experts
 
 
 @pytest.mark.parametrize("nproc", RANKS)
