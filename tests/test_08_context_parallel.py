@@ -325,7 +325,7 @@ PLANTED = {
     "the gradient of a block stays where it was found": (
         "kv_gradient += arriving.pop()",
         "arriving.pop()",
-        "gradient differs from that of one process",
+        "differs from that of one process",
     ),
 }
 
