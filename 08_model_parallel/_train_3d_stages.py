@@ -26,18 +26,32 @@ def keep_stage(net: nn.Module, stage: int, stages: int) -> None:
 
 
 def make_schedule(
-    net: nn.Module, mesh: DeviceMesh, device: torch.device, micro_batches: int, tokens_per_rank: int
+    net: nn.Module, mesh: DeviceMesh, micro_batches: int, positions: Tensor, hidden: Tensor
 ) -> Schedule1F1B:
     """One forward, one backward: as soon as a stage can go backward with a micro-batch, it does, and frees what that
-    had kept. So a stage holds the activations of as many micro-batches as there are stages after it, not of all."""
+    had kept. So a stage holds the activations of at most as many micro-batches as there are stages, not of all.
+
+    `positions` are those of a micro-batch's tokens on this rank, `hidden` is what stages send each other.
+    """
 
     def loss(logits: Tensor, targets: Tensor) -> Tensor:
         total = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
-        return runtime.whole(total) / tokens_per_rank
+        return runtime.whole(total) / (micro_batches * positions.numel())  # a step's tokens on this rank
 
-    stage = PipelineStage(net, mesh.get_local_rank(), mesh.size(), device, group=mesh.get_group())
+    stage, last = mesh.get_local_rank(), mesh.size() - 1
+    hidden = hidden.detach().requires_grad_()  # its gradient comes back
+    logits = hidden.new_empty(*positions.shape, net.config.vocab_size, device="meta", requires_grad=True)
+    part = PipelineStage(
+        net,
+        stage,
+        mesh.size(),
+        hidden.device,
+        input_args=positions if stage == 0 else hidden,  # in shape and type: token ids are as positions are
+        output_args=logits if stage == last else hidden,
+        group=mesh.get_group(),
+    )
     # scale_grads would divide the gradients by the number of micro-batches, which the loss does already
-    return Schedule1F1B(stage, micro_batches, loss_fn=loss, scale_grads=False)
+    return Schedule1F1B(part, micro_batches, loss_fn=loss, scale_grads=False)
 
 
 def forward_backward(

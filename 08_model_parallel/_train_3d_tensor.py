@@ -70,6 +70,4 @@ def own_shape(name: str, shape: torch.Size, rank: int, ranks: int) -> torch.Size
     if dimension is None:
         return shape
     parts = torch.empty(shape, device="meta").chunk(ranks, dimension)
-    return (
-        parts[rank].shape if rank < len(parts) else torch.Size(0 if i == dimension else n for i, n in enumerate(shape))
-    )
+    return parts[rank].shape if rank < len(parts) else torch.Size([0])  # none is left for the last ranks

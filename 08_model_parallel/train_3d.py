@@ -162,14 +162,12 @@ def main() -> int:
         num_workers=args.num_workers,
     )
     batches = ((inputs[:, columns], targets[:, columns]) for inputs, targets in batches)
-    micro_batches, schedule = accumulation_steps, None
-    if args.pp > 1:
-        micro_batches = 0  # one by one: the schedule takes those of a step together, so that no stage waits for them
-        tokens_per_rank = args.global_batch_size * args.seq_len // (data_ranks * args.cp)
-        schedule = make_schedule(net, stages, device, accumulation_steps, tokens_per_rank)
     sent = (micro_batch_size, args.seq_len // (args.cp * args.tp), config.hidden_size)  # from a stage to the next
     hidden = torch.zeros(sent, dtype=DTYPES[args.dtype], device=device)
     forward_once = partial(forward, net, stages, where=where, hidden=hidden)
+    one_by_one, schedule = accumulation_steps, None
+    if args.pp > 1:  # the schedule takes all micro-batches of a step together, so that the stages work at once
+        one_by_one, schedule = 0, make_schedule(net, stages, accumulation_steps, where["positions"], hidden)
 
     meter = metrics.Meter(
         folder,
@@ -191,7 +189,7 @@ def main() -> int:
                 parts = zip(*(next(batches) for _ in range(accumulation_steps)), strict=True)
                 inputs, targets = (torch.cat(part).to(device, non_blocking=True) for part in parts)
             step_loss += forward_backward(schedule, stages, inputs, targets, where)
-        for _ in range(micro_batches):  # each one reduce-scatters: whole gradients would take what sharding saves
+        for _ in range(one_by_one):  # each one reduce-scatters: whole gradients would take what sharding saves
             with meter.phase("data"):
                 inputs, targets = (t.to(device, non_blocking=True) for t in next(batches))
             with meter.phase("forward"), autocast():
