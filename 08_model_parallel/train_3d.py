@@ -75,7 +75,7 @@ def main() -> int:
     if args.dtype == "fp32":
         runtime.exact_fp32(device)  # some containers set variables that turn fp32 products into tf32
     runtime.catch_stop_signals()
-    check_proved(args, args.tp * args.pp * args.cp)
+    check_proved(args.compile, args.cpu_offload, args.dtype, tp=args.tp, pp=args.pp, cp=args.cp)
     data_ranks = data_parallel_size(world_size, tp=args.tp, pp=args.pp, cp=args.cp, replicate=args.replicate)
     micro_batch_size, accumulation_steps = cli.split_batch(args.global_batch_size, args.micro_batch_size, data_ranks)
     check_schedule(micro_batch_size, accumulation_steps, args.pp)
@@ -188,7 +188,8 @@ def main() -> int:
             with meter.phase("data"):
                 parts = zip(*(next(batches) for _ in range(accumulation_steps)), strict=True)
                 inputs, targets = (torch.cat(part).to(device, non_blocking=True) for part in parts)
-            step_loss += forward_backward(schedule, stages, inputs, targets, where)
+            with meter.phase("forward"):
+                step_loss += forward_backward(schedule, stages, inputs, targets, where)
         for _ in range(one_by_one):  # each one reduce-scatters: whole gradients would take what sharding saves
             with meter.phase("data"):
                 inputs, targets = (t.to(device, non_blocking=True) for t in next(batches))
