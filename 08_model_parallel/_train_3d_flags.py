@@ -20,7 +20,7 @@ def data_parallel_size(world_size: int, *, tp: int, pp: int, cp: int, replicate:
     return world_size // (tp * pp * cp)
 
 
-def check_model(model: str, config: Config, seq_len: int, *, tp: int, pp: int, cp: int) -> None:
+def check_model(model: str, config: Config, seq_len: int, *, tp: int, pp: int, cp: int, shards: int) -> None:
     """UserError if the model cannot be cut so."""
     if pp > 1 and config.tie_word_embeddings:
         raise UserError(
@@ -35,6 +35,8 @@ def check_model(model: str, config: Config, seq_len: int, *, tp: int, pp: int, c
         "key-value heads": config.num_key_value_heads,
         "MLP columns": config.intermediate_size,
     }
+    if shards > 1:  # fully_shard cuts tensor ranks' parts of unequal size at other rows than distribute_tensor
+        sizes["tokens of the vocabulary"] = config.vocab_size
     not_divided = [f"{size} {what}" for what, size in sizes.items() if size % tp]
     if not_divided:
         common = math.gcd(*sizes.values())

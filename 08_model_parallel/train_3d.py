@@ -83,13 +83,13 @@ def main() -> int:
 
     corpus = data.load_corpus(args.data, args.tokenizer)
     config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)
-    check_model(args.model, config, args.seq_len, tp=args.tp, pp=args.pp, cp=args.cp)
+    shards = data_ranks * args.cp // args.replicate  # context ranks too: they read other tokens, as data ranks do
+    check_model(args.model, config, args.seq_len, tp=args.tp, pp=args.pp, cp=args.cp, shards=shards)
     # the same ranks twice: by what they read, and by what they hold. Ranks that differ in the last place alone are
     # neighbours: tensor ranks talk in every layer, stages only between layers
     places = {"pipeline": args.pp, "data": data_ranks, "context": args.cp, "tensor": args.tp}
     batch_mesh = runtime.device_mesh(device, places)
     data_rank, sequence = batch_mesh.get_local_rank("data"), batch_mesh["context"]
-    shards = data_ranks * args.cp // args.replicate  # context ranks too: they read other tokens, as data ranks do
     places = {"pipeline": args.pp, "replicate": args.replicate, "shard": shards, "tensor": args.tp}
     mesh = runtime.device_mesh(device, places)
     copies = mesh["shard"] if args.replicate == 1 else mesh["replicate", "shard"]

@@ -27,10 +27,10 @@ from common import checkpoint, model, shapes
 
 SCRIPT, FSDP = "08_model_parallel/train_3d.py", "06_fsdp_zero/train_fsdp.py"
 STEPS = 10
-UNEVEN = {  # 3 layers for 2 stages, an odd vocabulary for 2 tensor ranks, 27 MLP columns each for 2 shards
+UNEVEN = {  # 3 layers for 2 stages; 131 tokens, 9 rows of keys and 27 MLP columns a tensor rank for 2 shards
     "model_type": "llama",
-    "vocab_size": 259,
-    "hidden_size": 36,
+    "vocab_size": 262,
+    "hidden_size": 54,
     "intermediate_size": 54,
     "num_hidden_layers": 3,
     "num_attention_heads": 6,
