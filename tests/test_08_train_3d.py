@@ -27,10 +27,11 @@ from common import checkpoint, model, shapes
 
 SCRIPT, FSDP = "08_model_parallel/train_3d.py", "06_fsdp_zero/train_fsdp.py"
 STEPS = 10
-UNEVEN = {  # 3 layers for 2 stages; 131 tokens, 9 rows of keys and 27 MLP columns a tensor rank for 2 shards
+UNEVEN = {  # 3 layers for 2 stages; 131 tokens, 27 MLP columns a tensor rank for 2 shards
     "model_type": "llama",
     "vocab_size": 262,
-    "hidden_size": 54,
+    "hidden_size": 38,
+    "head_dim": 6,
     "intermediate_size": 54,
     "num_hidden_layers": 3,
     "num_attention_heads": 6,
@@ -169,6 +170,21 @@ def test_each_rank_holds_its_part_and_no_more(runs, layout):
     assert summary["optimizer_bytes_per_rank"] == [2 * held for held in expected]
 
 
+@launched
+@pytest.mark.parametrize("flags", [TP, (*TP, *PP, *HALF)], ids=["tensor", "tensor, stages"])
+def test_a_vocabulary_that_tensor_ranks_do_not_divide(tmp_path, flags):
+    shape = {**UNEVEN, "vocab_size": 261, "tie_word_embeddings": False}
+    results = []
+    for script, more, ranks in ((BASELINE, (), None), (SCRIPT, flags, 4 if PP[0] in flags else 2)):
+        folder = tmp_path / str(ranks)
+        given = write(folder, False)
+        (folder / "uneven.json").write_text(json.dumps(shape))
+        results.append(train(script, folder, *given, *more, nproc=ranks))
+    one, several = results
+    assert_same_curve(several, one)
+    torch.testing.assert_close(gradients(several.folder), gradients(one.folder), rtol=1e-5, atol=1e-7)
+
+
 @pytest.mark.parametrize("ranks", [None, pytest.param(2, marks=launched)])
 def test_without_a_mesh_it_is_train_fsdp_to_the_bit(tmp_path, ranks):
     summaries = []
@@ -234,6 +250,11 @@ def test_bf16_is_in_the_products_and_not_in_what_is_kept(tmp_path, one_process, 
 # --- what a mesh must divide: one line from rank 0, exit code 2
 
 BAD = {  # ranks, flags, words
+    "vocabulary": (
+        4,
+        ("--tp", 2, "--model", "odd.json"),
+        "does not divide the 261 tokens of the vocabulary of --model",
+    ),
     "tensor ranks": (1, ("--tp", 2), "--tp 2 x --pp 1 x --cp 1 x --replicate 1 takes a multiple of 2 processes, and 1"),
     "mesh": (3, ("--cp", 2), "and 3 were started: use 2 or 4"),
     "copies": (2, ("--replicate", 3), "and 2 were started: use 3"),
@@ -277,6 +298,7 @@ def test_what_a_mesh_cannot_be(tmp_path, case):
     ranks, flags, words = BAD[case]
     given = write(tmp_path, False)
     (tmp_path / "tied.json").write_text(json.dumps({**UNEVEN, "tie_word_embeddings": True}))
+    (tmp_path / "odd.json").write_text(json.dumps({**UNEVEN, "vocab_size": 261}))
     if "folder" in flags:
         write_folder(tmp_path / "folder", config(False))
     result = run(SCRIPT, tmp_path, *tiny_flags(tmp_path), *given, *flags, nproc=ranks)
