@@ -5,6 +5,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 
+# torch 2.13 has new names for these
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
 class GatherSequence(torch.autograd.Function):
     """Forward: the parts of all ranks, one after the other along the sequence. Backward: each rank's keys were used on
     all ranks, so what they all have computed for its part is summed there."""
@@ -12,15 +17,16 @@ class GatherSequence(torch.autograd.Function):
     @staticmethod
     def forward(context, part: Tensor, group: dist.ProcessGroup) -> Tensor:
         context.group = group
-        parts = part.new_empty(dist.get_world_size(group), *part.shape)
-        dist.all_gather_into_tensor(parts, part.contiguous(), group=group)
-        return torch.cat(parts.unbind(), dim=2)
+        ranks, batch = dist.get_world_size(group), len(part)
+        parts = part.new_empty(ranks * batch, *part.shape[1:])  # the collective puts them one after the other in dim 0
+        all_gather(parts, part.contiguous(), group=group)
+        return torch.cat(parts.split(batch), dim=2)
 
     @staticmethod
     def backward(context, gradient: Tensor) -> tuple[Tensor, None]:
-        parts = torch.stack(gradient.chunk(dist.get_world_size(context.group), dim=2))
-        own = torch.empty_like(parts[0])
-        dist.reduce_scatter_tensor(own, parts, group=context.group)
+        parts = gradient.chunk(dist.get_world_size(context.group), dim=2)
+        own = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
+        reduce_scatter(own, torch.cat(parts), group=context.group)
         return own, None
 
 
