@@ -1,6 +1,7 @@
 """That each rank of a model cut in three ways holds its part and no more, and that the parts are one model."""
 
 import hashlib
+import logging
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from common import hf, runtime
 
+# It warns where the tensor ranks are asked and then the shards: here for a norm, one number, and for the digest.
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 Shapes = dict[str, torch.Size]  # of all weights of the model, by name
 
 
