@@ -230,10 +230,8 @@ def main() -> int:
 
     # the promise of AMP, checked: low precision is in the arithmetic, never in what is kept
     with torch.no_grad(), autocast():
-        example = hidden[:1, :1]  # from the stage before
-        if stages.get_local_rank() == 0:
-            example = torch.zeros(1, args.tp, dtype=torch.int64, device=device)
-        computed = net(example, positions=where["positions"][:1, : args.tp]).dtype
+        example = torch.zeros_like(where["positions"]) if stages.get_local_rank() == 0 else hidden
+        computed = net(example, **where).dtype
     runtime.reshard(net)  # no backward has followed: what that forward gathered is still there
     kept = {t.dtype for t in (*net.parameters(), *(t for s in optimizer.state.values() for t in s.values()))}
     assert (computed, kept) == (DTYPES[args.dtype], {torch.float32})
