@@ -73,7 +73,9 @@ def forward_backward(
     return mesh.size() * sum(losses, torch.zeros((), device=targets.device))
 
 
-def forward(net: nn.Module, mesh: DeviceMesh, inputs: Tensor, targets: Tensor, where: dict, hidden: Tensor):
+def forward(
+    net: nn.Module, mesh: DeviceMesh, inputs: Tensor, targets: Tensor, where: dict[str, object], hidden: Tensor
+) -> Tensor | None:
     """One forward without a backward: the loss on the last stage, None on the others. `hidden` is what the stage before
     sends, in shape and type."""
     stage = mesh.get_local_rank()
