@@ -1,0 +1,47 @@
+"""Context parallelism: each rank has a part of every sequence, and its queries look at the keys and values of all."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# torch 2.13 has new names for these
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class GatherSequence(torch.autograd.Function):
+    """Forward: the parts of all ranks, one after the other along the sequence. Backward: each rank's keys were used on
+    all ranks, so what they all have computed for its part is summed there."""
+
+    @staticmethod
+    def forward(context, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+        context.group = group
+        ranks, batch = dist.get_world_size(group), len(part)
+        parts = part.new_empty(ranks * batch, *part.shape[1:])  # the collective puts them one after the other in dim 0
+        all_gather(parts, part.contiguous(), group=group)
+        return torch.cat(parts.split(batch), dim=2)
+
+    @staticmethod
+    def backward(context, gradient: Tensor) -> tuple[Tensor, None]:
+        parts = gradient.chunk(dist.get_world_size(context.group), dim=2)
+        own = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
+        reduce_scatter(own, torch.cat(parts), group=context.group)
+        return own, None
+
+
+class Context:
+    """What the model asks of a cache: who may look at which token, and the keys and values to look at.
+
+    Every rank computes attention of its queries with the whole sequence and masks the future, so all take equally long.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, seq_len: int) -> None:
+        self.group, self.seq_len = group, seq_len
+
+    def visible(self, positions: Tensor) -> Tensor:
+        """[batch, 1 for all heads, own tokens, all tokens]: True where a token is not in the future."""
+        return torch.arange(self.seq_len, device=positions.device) <= positions[:, None, :, None]
+
+    def extend(self, name: str, positions: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [batch, heads, all tokens, head_dim] from those of this rank's tokens."""
+        return GatherSequence.apply(k, self.group), GatherSequence.apply(v, self.group)

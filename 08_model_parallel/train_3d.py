@@ -1,0 +1,289 @@
+"""Train a language model on a mesh of ranks: its batch, matrices, layers and sequences are each cut over some of them.
+
+train_fsdp.py gives each rank a part of every weight, but gathers whole layers to compute with. When a layer, its
+activations or the number of ranks gets too large for that, the computation itself is divided, too:
+
+    --tp N  tensor: N ranks compute each matrix product together, and each token's norms on one of them
+    --pp N  pipeline: N stages have some of the layers each; micro-batches travel through them (1F1B)
+    --cp N  context: N ranks have a part of every sequence each; keys and values are all-gathered
+    the rest  data: fully_shard over all ranks that are left, in --replicate copies. It also shards over --cp
+
+Whatever the mesh, losses, gradients and checkpoints are those of one process. Neighbours among the ranks are those that
+send each other most: tensor ranks first, then context, data, and stages last.
+
+    laptop    python 08_model_parallel/train_3d.py
+              torchrun --nproc_per_node=4 08_model_parallel/train_3d.py --tp 2 --cp 2
+    one node  torchrun --nproc_per_node=8 08_model_parallel/train_3d.py --model llama-8b --tp 8 --checkpointing full
+    cluster   the same on every node, with --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400 and
+              --model llama-70b --tp 8 --pp 4 --micro-batch-size 1
+
+nano ties its embeddings, one matrix for the first and the last stage, which --pp refuses. Any config.json with
+"tie_word_embeddings": false will do: --model config.json, as checkpoints and Hugging Face folders have it.
+
+Look for: the losses of 06_fsdp_zero/train_fsdp.py, whatever the mesh, and the bytes that each rank holds.
+Before: 06_fsdp_zero/, and this chapter's scripts, one for each cut. Next: launch/.
+"""
+
+import math
+import sys
+from contextlib import ExitStack, nullcontext
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.optim.lr_scheduler import LambdaLR
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+from _train_3d_checks import check_parts, digest
+from _train_3d_context import Context
+from _train_3d_flags import check_model, check_proved, check_schedule, data_parallel_size
+from _train_3d_stages import clip_over_stages, forward, forward_backward, keep_stage, make_schedule
+from _train_3d_tensor import cut_matrices
+
+from common import checkpoint, cli, data, exits, hardware, metrics, model, run_dir, runtime, shapes
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def main() -> int:
+    parser = cli.training_parser(__doc__)
+    parser.add_argument("--tp", type=cli.positive_int, default=1, help="ranks that share each matrix product")
+    parser.add_argument("--pp", type=cli.positive_int, default=1, help="stages of layers")
+    parser.add_argument("--cp", type=cli.positive_int, default=1, help="ranks that share each sequence")
+    parser.add_argument("--replicate", type=cli.positive_int, default=1, help="copies of the model: HSDP from 2 on")
+    parser.add_argument("--reshard-after-forward", choices=("on", "off"), default="on", help="off: blocks stay whole")
+    parser.add_argument("--cpu-offload", action="store_true", help="weights, gradients, optimizer state in CPU memory")
+    args = parser.parse_args()
+    runtime.seed(args.seed, args.deterministic)
+    rank, world_size, local_rank = runtime.world_from_env()  # RANK, WORLD_SIZE, LOCAL_RANK: torchrun has set them
+    device = runtime.rank_device(args.device, local_rank)  # each process of a node takes a GPU of its own
+    runtime.end_with_torchrun()  # or ranks would train on for nobody when it is killed
+    dist.init_process_group(
+        backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",  # NCCL for gradients, gloo for CPU values
+        device_id=device if device.type == "cuda" else None,
+        timeout=runtime.collective_timeout(),  # how long the others wait for a rank that does not come
+        rank=rank,
+        world_size=world_size,
+        store=None if world_size > 1 else dist.HashStore(),  # None: at MASTER_ADDR:MASTER_PORT; one needs no meeting
+    )
+    args.dtype = hardware.choose_dtype(args.dtype, device)
+    if args.dtype == "fp32":
+        runtime.exact_fp32(device)  # some containers set variables that turn fp32 products into tf32
+    runtime.catch_stop_signals()
+    check_proved(args.compile, args.cpu_offload, args.dtype, tp=args.tp, pp=args.pp, cp=args.cp)
+    data_ranks = data_parallel_size(world_size, tp=args.tp, pp=args.pp, cp=args.cp, replicate=args.replicate)
+    micro_batch_size, accumulation_steps = cli.split_batch(args.global_batch_size, args.micro_batch_size, data_ranks)
+    check_schedule(micro_batch_size, accumulation_steps, args.pp)
+    runtime.say(f"{args.model}, {args.dtype} matrix products, {world_size} x {hardware.device_name(device)}")
+
+    corpus = data.load_corpus(args.data, args.tokenizer)
+    config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)
+    shards = data_ranks * args.cp // args.replicate  # context ranks too: they read other tokens, as data ranks do
+    check_model(args.model, config, args.seq_len, tp=args.tp, pp=args.pp, cp=args.cp, shards=shards)
+    # the same ranks twice: by what they read, and by what they hold. Ranks that differ in the last place alone are
+    # neighbours: tensor ranks talk in every layer, stages only between layers
+    places = {"pipeline": args.pp, "data": data_ranks, "context": args.cp, "tensor": args.tp}
+    batch_mesh = runtime.device_mesh(device, places)
+    data_rank, sequence = batch_mesh.get_local_rank("data"), batch_mesh["context"]
+    places = {"pipeline": args.pp, "replicate": args.replicate, "shard": shards, "tensor": args.tp}
+    mesh = runtime.device_mesh(device, places)
+    copies = mesh["shard"] if args.replicate == 1 else mesh["replicate", "shard"]
+    stages = mesh["pipeline"]
+    held_out = data.eval_batches(
+        corpus.held_out, seq_len=args.seq_len, batch_size=micro_batch_size, rank=data_rank, world_size=data_ranks
+    )
+    columns = sequence_part(args.seq_len, sequence)
+    held_out = [(inputs[:, columns], targets[:, columns]) for inputs, targets in held_out]
+    where = {"positions": torch.arange(args.seq_len, device=device)[columns].expand(micro_batch_size, -1)}
+    if args.cp > 1:
+        where["cache"] = Context(sequence.get_group(), args.seq_len)  # whose queries see the other ranks' keys
+    # fp32 weights, whatever the dtype: bf16 would lose small updates
+    net = model.build(args.model, config, seed=args.seed, device="meta")  # shapes alone: no rank ever holds the whole
+    whole = {name: parameter.shape for name, parameter in net.named_parameters()}
+    keep_stage(net, stages.get_local_rank(), args.pp)
+    until_the_end = ExitStack()
+    if args.tp > 1:
+        cut_matrices(net, mesh["tensor"], arguments_of_attention=3 if args.cp == 1 else 5)
+        until_the_end.enter_context(loss_parallel())  # forward and backward of the loss without gathering the logits
+    model.checkpoint_blocks(net, args.checkpointing)  # what is not kept then is computed again in backward
+    shard = partial(
+        fully_shard,
+        mesh=copies,  # which ranks share one copy of the model
+        mp_policy=MixedPrecisionPolicy(DTYPES[args.dtype], reduce_dtype=torch.float32, cast_forward_inputs=False),
+        reshard_after_forward=None if args.reshard_after_forward == "on" else False,  # None: all but the root
+        offload_policy=CPUOffloadPolicy(pin_memory=device.type == "cuda") if args.cpu_offload else OffloadPolicy(),
+    )
+    for block in net.model.layers.values():  # wrapped above, then compiled, then cut: each sees what was done before
+        if args.compile:
+            block.compile(fullgraph=True)
+        shard(block)
+    shard(net)  # what is left is one group: embeddings, final norm and head, since two of them may be one matrix
+    for block, next_block in pairwise(net.model.layers.values()):  # while one computes, the next is on its way
+        block.set_modules_to_forward_prefetch([next_block])
+        next_block.set_modules_to_backward_prefetch([block])
+    model.materialize(net, args.model, seed=args.seed, device="cpu" if args.cpu_offload else device)
+
+    matrices, vectors = [], []
+    for parameter in net.parameters():
+        (matrices if parameter.ndim >= 2 else vectors).append(parameter)
+    groups = [{"params": matrices, "weight_decay": args.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
+    scheduler = LambdaLR(optimizer, partial(warmup_cosine, warmup_steps=args.warmup_steps, steps=args.steps))
+    scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
+    autocast = nullcontext  # fully_shard casts instead: what it gathers is in --dtype already
+
+    training = {"net": net, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
+    progress = {"step": 0, "skipped_steps": 0}
+    folder = run_dir.claim(
+        args.run_dir,
+        settings=parser.settings(args),
+        contents={"data": corpus.sha256, "model": repr(config)},
+        resume=args.resume,
+    )
+    checkpoints = checkpoint.Checkpoints(folder, keep=args.keep, in_background=args.async_save)
+    if args.resume:
+        progress = checkpoint.resume(checkpoints, **training) or progress
+    start_step = progress["step"]
+    batches = data.train_batches(
+        corpus.train,
+        seq_len=args.seq_len,
+        global_batch_size=args.global_batch_size,
+        micro_batch_size=micro_batch_size,
+        seed=args.seed,
+        device=device,
+        start_step=start_step,
+        rank=data_rank,
+        world_size=data_ranks,
+        num_workers=args.num_workers,
+    )
+    batches = ((inputs[:, columns], targets[:, columns]) for inputs, targets in batches)
+    sent = (micro_batch_size, args.seq_len // (args.cp * args.tp), config.hidden_size)  # from a stage to the next
+    hidden = torch.zeros(sent, dtype=DTYPES[args.dtype], device=device)
+    forward_once = partial(forward, net, stages, where=where, hidden=hidden)
+    one_by_one, schedule = accumulation_steps, None
+    if args.pp > 1:  # the schedule takes all micro-batches of a step together, so that the stages work at once
+        one_by_one, schedule = 0, make_schedule(net, stages, accumulation_steps, where["positions"], hidden)
+
+    meter = metrics.Meter(
+        folder,
+        model=args.model,
+        config=config,
+        device=device,
+        dtype=args.dtype,
+        seq_len=args.seq_len,
+        global_batch_size=args.global_batch_size,
+        steps=args.steps,
+        start_step=start_step,
+    )
+    scale = scaler.get_scale()
+    stop = 0
+    for step in range(start_step + 1, args.steps + 1):
+        step_loss = torch.zeros((), device=device)
+        if schedule is not None:
+            with meter.phase("data"):
+                parts = zip(*(next(batches) for _ in range(accumulation_steps)), strict=True)
+                inputs, targets = (torch.cat(part).to(device, non_blocking=True) for part in parts)
+            with meter.phase("forward"):
+                step_loss += forward_backward(schedule, stages, inputs, targets, where)
+        for _ in range(one_by_one):  # each one reduce-scatters: whole gradients would take what sharding saves
+            with meter.phase("data"):
+                inputs, targets = (t.to(device, non_blocking=True) for t in next(batches))
+            with meter.phase("forward"), autocast():
+                loss = net(inputs, targets, **where) / accumulation_steps  # micro-batches have equal token counts
+            loss = runtime.whole(loss)  # loss_parallel's is a DTensor
+            scaler.scale(loss).backward()
+            step_loss += loss.detach()
+        scaler.unscale_(optimizer)  # before clipping: the threshold is meant for true gradients
+        grad_norm = clip_over_stages(net.parameters(), args.clip_norm, stages)
+        lr = optimizer.param_groups[0]["lr"]
+        scaler.step(optimizer)  # does nothing if a gradient overflowed
+        scaler.update()
+        previous_scale, scale = scale, scaler.get_scale()  # once a step: in fp16 it waits for the GPU
+        if scale < previous_scale:
+            progress["skipped_steps"] += 1
+        else:
+            scheduler.step()
+        optimizer.zero_grad(set_to_none=True)
+        meter.note(step_loss, grad_norm)
+        progress["step"] = step
+
+        stop = runtime.stop_requested()
+        save = stop or step == args.steps or (args.save_every and step % args.save_every == 0)
+        if save or step == 1 or step % args.log_every == 0:
+            noted = meter.since_last_log()
+            dist.all_reduce(noted)
+            meter.log(step, noted / world_size, lr, progress["skipped_steps"], scale)
+        if step == args.steps or (args.eval_every and step % args.eval_every == 0):
+            meter.log_eval(step, evaluate(net, held_out, autocast, device, forward_once))
+        if save:
+            checkpoint.save(checkpoints, progress, **training)
+        if stop:
+            break
+    checkpoints.wait()
+    if stop:
+        runtime.say(f"signal {stop}: saved at step {progress['step']}; the same command with --resume goes on")
+
+    # the promise of AMP, checked: low precision is in the arithmetic, never in what is kept
+    with torch.no_grad(), autocast():
+        example = torch.zeros_like(where["positions"]) if stages.get_local_rank() == 0 else hidden
+        computed = net(example, **where).dtype
+    runtime.reshard(net)  # no backward has followed: what that forward gathered is still there
+    kept = {t.dtype for t in (*net.parameters(), *(t for s in optimizer.state.values() for t in s.values()))}
+    assert (computed, kept) == (DTYPES[args.dtype], {torch.float32})
+    runtime.say(f"checked: matrices multiplied in {computed}, weights and optimizer state kept in {torch.float32}")
+    held = check_parts(net, optimizer, mesh, whole)  # each rank holds its part of its stage's tensors and no more
+    # the promise of data parallelism, checked: no rank has drifted from the others by a bit
+    digests = runtime.gather(digest(net, stages, whole))
+    assert len(set(digests)) == 1, f"ranks hold different weights: {digests}"
+    runtime.say(f"checked: all {world_size} ranks have the same weights to the bit")
+
+    meter.finish(
+        progress["step"],
+        args.json,
+        skipped_steps=progress["skipped_steps"],
+        weights_sha256=digests[0],
+        **held,
+    )
+    runtime.shutdown()
+    return exits.REQUEUE_EXIT_CODE if stop and progress["step"] < args.steps else 0
+
+
+def warmup_cosine(step: int, warmup_steps: int, steps: int) -> float:
+    """Factor on --lr for 0-based step: up in a line, down to a tenth along a cosine."""
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    done = min(1.0, (step - warmup_steps) / max(1, steps - warmup_steps))
+    return 0.55 + 0.45 * math.cos(math.pi * done)
+
+
+def sequence_part(seq_len: int, sequence: DeviceMesh) -> slice:
+    """The columns of each batch that a context rank reads."""
+    own = seq_len // sequence.size()
+    return slice(sequence.get_local_rank() * own, (sequence.get_local_rank() + 1) * own)
+
+
+@torch.no_grad()
+def evaluate(net, batches, autocast, device, forward_once) -> float:
+    """Mean loss per token of the held-out sequences."""
+    net.eval()
+    total = torch.zeros(2, device=device)  # sum of losses, number of tokens
+    for inputs, targets in batches:
+        targets = targets.to(device)
+        with autocast():
+            loss = forward_once(inputs.to(device), targets)
+        if loss is None:  # the next stage goes on with it
+            continue
+        tokens = (targets != data.PADDING).sum()
+        total += torch.stack((torch.where(tokens > 0, loss * tokens, 0.0), tokens))  # padding alone has no mean
+    dist.all_reduce(total)  # sums, not means: a rank may have read fewer tokens than the others
+    net.train()
+    return (total[0] / total[1]).item()
+
+
+if __name__ == "__main__":
+    exits.run(main)  # leaves by os._exit: what must be flushed at the end belongs in exits.before_exit
