@@ -1190,6 +1190,34 @@ MUTATIONS = [
     ),
     # --- model parallelism
     Mutation(
+        "keys get only their own rank's gradients",
+        "08_model_parallel/_train_3d_context.py",
+        "        reduce_scatter(own, torch.cat(parts), group=context.group)\n",
+        "        own = parts[dist.get_rank(context.group)].contiguous()\n",
+        "tests/test_08_train_3d.py::test_any_mesh_is_one_process[context]",
+    ),
+    Mutation(
+        "each stage clips by its own norm",
+        "08_model_parallel/_train_3d_stages.py",
+        "    dist.all_reduce(squared, group=mesh.get_group())\n",
+        "",
+        "tests/test_08_train_3d.py::test_any_mesh_is_one_process[stages]",
+    ),
+    Mutation(
+        "the schedule divides gradients by the micro-batches",
+        "08_model_parallel/_train_3d_stages.py",
+        "loss_fn=loss, scale_grads=False)",
+        "loss_fn=loss, scale_grads=True)",
+        "tests/test_08_train_3d.py::test_any_mesh_is_one_process[stages]",
+    ),
+    Mutation(
+        "context ranks all start at position 0",
+        "08_model_parallel/train_3d.py",
+        "torch.arange(args.seq_len, device=device)[columns].expand(",
+        "torch.arange(args.seq_len // args.cp, device=device).expand(",
+        "tests/test_08_train_3d.py::test_any_mesh_is_one_process[context]",
+    ),
+    Mutation(
         "the gradient norm of whole weights counts once per rank",
         TENSOR,
         '"whole" if cut_dimension(name) is None else "cut"',
