@@ -377,7 +377,7 @@ def test_the_mixture_is_the_first_thing_after_the_imports():
 @pytest.mark.launch
 def test_bare(tmp_path):
     """It starts two ranks itself. With the balance loss the routers stay more even."""
-    result = run(SCRIPT, tmp_path, "--json", "s.json", warm=False)
+    result = run(SCRIPT, tmp_path, "--json", "s.json", warm=False, timeout=280)
     assert result.code == 0, result.err
     summary = json.loads((tmp_path / "s.json").read_text())
     assert summary["world_size"] == 2

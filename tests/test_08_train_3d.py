@@ -376,7 +376,7 @@ def test_norms_that_drift_between_tensor_ranks_are_found(tmp_path):
 
 @launched
 def test_bare(tmp_path):
-    result = run(SCRIPT, tmp_path, warm=False)
+    result = run(SCRIPT, tmp_path, warm=False, timeout=280)
     assert result.code == 0, result.err
     assert "checked: all 1 ranks have the same weights to the bit" in result.out
 

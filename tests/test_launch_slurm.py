@@ -3,6 +3,7 @@
 import json
 import re
 import signal
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -46,13 +47,14 @@ def summary(file: Path) -> dict:
 
 @pytest.fixture(scope="module")
 def undisturbed(cluster) -> dict[str, dict]:
-    """The summaries of one_node.sbatch (seed 1) and many_nodes.sbatch (seed 0; replicated, then sharded)."""
-    one, many, sharded = (cluster.repository / name for name in ("one", "many", "sharded"))
-    fsdp = "06_fsdp_zero/train_fsdp.py"
+    """The summaries of one_node.sbatch (seed 1) and many_nodes.sbatch (seed 0; replicated, sharded, on a mesh)."""
+    one, many, sharded, mesh = (cluster.repository / name for name in ("one", "many", "sharded", "mesh"))
+    two_nodes = partial(cluster.submit, "launch/slurm/many_nodes.sbatch", PROCS_PER_NODE="1")
     jobs = {
         one: cluster.submit("--gpus-per-node=2", "launch/slurm/one_node.sbatch", *flags(one), "--seed", 1),
-        many: cluster.submit("launch/slurm/many_nodes.sbatch", *flags(many), PROCS_PER_NODE="1"),
-        sharded: cluster.submit("launch/slurm/many_nodes.sbatch", *flags(sharded), PROCS_PER_NODE="1", SCRIPT=fsdp),
+        many: two_nodes(*flags(many)),
+        sharded: two_nodes(*flags(sharded), SCRIPT="06_fsdp_zero/train_fsdp.py"),
+        mesh: two_nodes(*flags(mesh), "--cp", 2, SCRIPT="08_model_parallel/train_3d.py"),
     }
     for job in jobs.values():
         state, log = cluster.finished(job), cluster.repository / f"slurm-{job}.out"
@@ -72,10 +74,11 @@ def test_one_node_starts_a_process_per_gpu_that_slurm_gave(cluster, undisturbed)
 
 def test_two_nodes_reach_the_losses_of_one_process(cluster, undisturbed, tmp_path):
     alone = train("05_ddp/train.py", tmp_path, *FLAGS)
-    for name in ("many", "sharded"):
+    for name in ("many", "sharded", "mesh"):
         assert undisturbed[name]["world_size"] == 2
         assert losses(cluster.repository / name / "run") == pytest.approx(alone.column("loss"), rel=1e-5)
     assert undisturbed["sharded"]["script"] == "06_fsdp_zero/train_fsdp.py"
+    assert undisturbed["mesh"]["script"] == "08_model_parallel/train_3d.py"
     assert len(undisturbed["sharded"]["parameter_bytes_per_rank"]) == 2
     logs = cluster.repository / f"runs/logs/many-nodes-{undisturbed['many']['job']}"
     for node in ("node-0", "node-1"):

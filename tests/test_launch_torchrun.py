@@ -202,13 +202,17 @@ def test_two_nodes_whose_link_is_cut_and_that_resume_with_clocks_apart(job, alon
     assert summary["weights_sha256"] == pair.summary["weights_sha256"]
 
 
-def test_two_nodes_that_share_one_model(job, alone):
-    env = {"NNODES": "2", "SCRIPT": str(ROOT / "06_fsdp_zero/train_fsdp.py")}
-    both = [job.start("multi_node.sh", i, **env) for i in (0, 1)]
+@pytest.mark.parametrize(
+    ("script", "mesh"), [("06_fsdp_zero/train_fsdp.py", []), ("08_model_parallel/train_3d.py", ["--cp", "2"])]
+)
+def test_two_nodes_that_share_one_model(job, alone, script, mesh):
+    env = {"NNODES": "2", "SCRIPT": str(ROOT / script)}
+    both = [job.start("multi_node.sh", i, *mesh, **env) for i in (0, 1)]
     for result in map(ended, both):
         assert result.code == 0, result.err
     summary = assert_undisturbed(job, alone)
     assert summary["world_size"] == 2
+    assert summary["script"] == script
     assert sum(summary["parameter_bytes_per_rank"]) == 4 * summary["parameters"]
 
 
