@@ -1392,7 +1392,9 @@ def judge(mutation: Mutation, folder: Path) -> dict:
     finally:
         file.write_text(whole)
     told = re.findall(r"^E +(.+)", result.stdout, re.MULTILINE) or re.findall(r"^(.*Timeout.*)", result.stdout, re.M)
-    caught = result.returncode == TESTS_FAILED and re.search(r"^FAILED ", result.stdout, re.MULTILINE) is not None
+    # ERROR file::test: the run failed that a fixture makes for several tests. A file that cannot be imported has no ::
+    failed = re.search(r"^(FAILED|ERROR \S+\.py::)", result.stdout, re.MULTILINE)
+    caught = result.returncode == TESTS_FAILED and failed is not None
     row = {"name": mutation.name, "file": mutation.file, "test": mutation.test, "seconds": time.monotonic() - start}
     row |= {"exit_code": result.returncode, "told": told[0][:160] if told else None, "caught": caught}
     if not caught:
