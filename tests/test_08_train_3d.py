@@ -375,8 +375,9 @@ def test_norms_that_drift_between_tensor_ranks_are_found(tmp_path):
 
 
 @launched
+@pytest.mark.timeout(600)
 def test_bare(tmp_path):
-    result = run(SCRIPT, tmp_path, warm=False, timeout=280)
+    result = run(SCRIPT, tmp_path, warm=False, timeout=560)
     assert result.code == 0, result.err
     assert "checked: all 1 ranks have the same weights to the bit" in result.out
 
