@@ -34,12 +34,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with no
 from _collectives_links import bugs, fit, measurement, nvlink, plot, predictions, show, show_predictions
 
 from common import cli, exits, hardware, report, runtime
+from common.runtime import all_gather, reduce_scatter
 
 ROOT = 0  # who broadcasts
 MAX_BYTES = {"cpu": 2**24, "cuda": 2**30}
-# newer torch warns of the longer names
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def collectives(mine: Tensor, out: Tensor, rank: int, n: int) -> dict[str, tuple[Callable, Tensor]]:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 import torch.distributed as dist
 from torch import Tensor
 
+from common import runtime
+
 counts: Counter[str] = Counter()  # calls by name, and bytes
 
 
@@ -24,9 +26,6 @@ def counted(name: str, collective: Callable, trips: int) -> Callable:
     return call
 
 
-# torch 2.13 has new names for the last two
 all_reduce = counted("all_reduces", dist.all_reduce, trips=2)
-reduce_scatter = counted(
-    "reduce_scatters", getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor, trips=1
-)
-all_gather = counted("all_gathers", getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor, trips=1)
+reduce_scatter = counted("reduce_scatters", runtime.reduce_scatter, trips=1)
+all_gather = counted("all_gathers", runtime.all_gather, trips=1)

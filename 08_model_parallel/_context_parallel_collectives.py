@@ -5,25 +5,23 @@ from collections import Counter
 import torch.distributed as dist
 from torch import Tensor
 
+from common import runtime
+
 # Calls by name, "bytes" for activations, "weight_bytes" for gradients of weights, "scores" for what ring attention
 # computes. Sizes are those of ring algorithms, in which a rank passes on what is not its own.
 counts: Counter[str] = Counter()
-
-# torch 2.13 has new names for two of them
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def all_gather(whole: Tensor, part: Tensor) -> None:
     counts["all_gathers"] += 1
     counts["bytes"] += whole.nbytes - part.nbytes
-    _all_gather(whole.flatten(0, 1), part)  # gloo wants the parts one behind the other, not stacked
+    runtime.all_gather(whole.flatten(0, 1), part)  # gloo wants the parts one behind the other, not stacked
 
 
 def reduce_scatter(part: Tensor, whole: Tensor) -> None:
     counts["reduce_scatters"] += 1
     counts["bytes"] += whole.nbytes - part.nbytes
-    _reduce_scatter(part, whole.flatten(0, 1))
+    runtime.reduce_scatter(part, whole.flatten(0, 1))
 
 
 def all_to_all(received: Tensor, parts: Tensor) -> None:

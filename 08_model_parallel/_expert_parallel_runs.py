@@ -10,6 +10,7 @@ from _expert_parallel_proof import mixtures, my_part, watch
 from torch import Tensor, nn
 
 from common import report, runtime
+from common.step_cost import wait_for
 
 TIMED_STEPS = 5  # of each routing, after one to warm up
 COUNTED_STEPS = 10  # of a training, at its end
@@ -27,11 +28,6 @@ def always_the_first(probabilities: Tensor, k: int) -> Tensor:
     return torch.arange(k, device=probabilities.device).expand(len(probabilities), k)
 
 
-def synchronize() -> None:
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-
-
 def time_routings(net: nn.Module, compute_gradients: Callable, micro_batches: list[list[Tensor]]) -> list[dict]:
     """The same step under each router: the choices that each rank computes, and how long the slowest rank takes."""
     of_net = mixtures(net)[0].choose
@@ -41,6 +37,7 @@ def time_routings(net: nn.Module, compute_gradients: Callable, micro_batches: li
         "skewed": (always_the_first, None),
         "skewed, capacity factor 1": (always_the_first, 1.0),
     }
+    device = micro_batches[0][0].device
     my_micro_batches = [[my_part(tensor) for tensor in tensors] for tensors in micro_batches]
     rows = [{"routing": name} for name in routings]
     seconds: list[list[float]] = [[] for _ in routings]
@@ -50,11 +47,11 @@ def time_routings(net: nn.Module, compute_gradients: Callable, micro_batches: li
                 mixture.choose, mixture.capacity_factor = choose, capacity_factor
             counts.clear()
             with watch(net, lambda mixture: (mixture.chosen, mixture.kept)) as seen:
-                synchronize()
+                wait_for(device)
                 dist.barrier()
                 start = time.perf_counter()
                 compute_gradients(net, my_micro_batches, balance_weight=0)
-                synchronize()
+                wait_for(device)
                 elapsed = time.perf_counter() - start
             net.zero_grad()
             if turn == 0:

@@ -9,6 +9,8 @@ import torch.distributed as dist
 from _pipeline_parallel_replay import Span
 from torch import Tensor
 
+from common.step_cost import wait_for
+
 
 class Record:
     """The steps of one schedule on this rank."""
@@ -34,15 +36,11 @@ class Record:
             return moment - self.began
         return self.began.elapsed_time(moment) / 1e3
 
-    def synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
     def begin_step(self) -> None:
         """All ranks begin together, so that their clocks can be laid beside each other."""
-        self.synchronize()
+        wait_for(self.device)
         dist.barrier()
-        self.synchronize()
+        wait_for(self.device)
         self.moments = []
         self.began = self.now()
 
@@ -54,7 +52,7 @@ class Record:
 
     def end_step(self) -> None:
         end = self.now()
-        self.synchronize()
+        wait_for(self.device)
         self.step_seconds.append(self.seconds_since_begin(end))
         self.timelines.append(
             [

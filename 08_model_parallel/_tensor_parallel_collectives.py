@@ -4,9 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# torch 2.13 has new names for these two
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+from common.runtime import all_gather, reduce_scatter
 
 
 def identity(x: Tensor) -> Tensor:

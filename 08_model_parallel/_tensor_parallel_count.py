@@ -14,15 +14,15 @@ from torch.utils._pytree import tree_leaves
 from common.shapes import Config
 
 FP32_BYTES = 4
-# A collective's name, and how often a ring sends the whole tensor round. Calls of torch.distributed come under the
-# first operator, those of DTensor under the second.
+TRIPS = {"all_reduces": 2, "reduce_scatters": 1, "all_gathers": 1}  # how often a ring sends the whole tensor round
+# Calls of torch.distributed come under the first operator, those of DTensor under the second.
 OPERATORS = {
-    "c10d::allreduce_": ("all_reduces", 2),
-    "_c10d_functional::all_reduce": ("all_reduces", 2),
-    "c10d::_reduce_scatter_base_": ("reduce_scatters", 1),
-    "_c10d_functional::reduce_scatter_tensor": ("reduce_scatters", 1),
-    "c10d::_allgather_base_": ("all_gathers", 1),
-    "_c10d_functional::all_gather_into_tensor": ("all_gathers", 1),
+    "c10d::allreduce_": "all_reduces",
+    "_c10d_functional::all_reduce": "all_reduces",
+    "c10d::_reduce_scatter_base_": "reduce_scatters",
+    "_c10d_functional::reduce_scatter_tensor": "reduce_scatters",
+    "c10d::_allgather_base_": "all_gathers",
+    "_c10d_functional::all_gather_into_tensor": "all_gathers",
 }
 SEND_NOTHING = {"_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd"}
 
@@ -35,9 +35,8 @@ class Traffic:
     bytes_round: int = 0
 
     def add(self, name: str, calls: int, elements: int) -> None:
-        trips = 2 if name == "all_reduces" else 1
         self.calls[name] += calls
-        self.bytes_round += calls * trips * elements * FP32_BYTES
+        self.bytes_round += calls * TRIPS[name] * elements * FP32_BYTES
 
     def bytes_sent(self, ranks: int) -> int:
         """By each rank: a tensor is cut into as many parts as there are ranks, and of these it sends all but one."""
@@ -56,10 +55,11 @@ class CountCollectives(TorchDispatchMode):
             return NotImplemented  # a DTensor then does the same with its part, which is a plain tensor
         result = operator(*args, **(kwargs or {}))
         if "c10d" in operator.namespace and operator.name() not in SEND_NOTHING:
-            name, trips = OPERATORS[operator.name()]
+            name = OPERATORS[operator.name()]
             tensors = [leaf for leaf in tree_leaves((args, result)) if isinstance(leaf, Tensor)]
             self.traffic.calls[name] += 1
-            self.traffic.bytes_round += trips * max(tensor.nbytes for tensor in tensors)  # the other one is a part
+            whole = max(tensor.nbytes for tensor in tensors)  # the other one is a part
+            self.traffic.bytes_round += TRIPS[name] * whole
         return result
 
 

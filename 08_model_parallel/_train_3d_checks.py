@@ -6,7 +6,7 @@ import logging
 import torch
 import torch.distributed as dist
 from _train_3d_tensor import CUT, own_shape
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from common import hf, runtime
@@ -49,6 +49,25 @@ def check_parts(net: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMe
         "parameter_bytes_per_rank": [weights for weights, _, _ in by_rank],
         "optimizer_bytes_per_rank": [state for _, state, _ in by_rank],
     }
+
+
+@torch.no_grad()
+def check_types(
+    net: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    dtype: torch.dtype,
+    stages: DeviceMesh,
+    where: dict[str, object],
+    hidden: Tensor,
+) -> None:
+    """The promise of AMP: low precision is in the arithmetic, never in what is kept. `hidden` is what the stage before
+    sends, in shape and type."""
+    example = torch.zeros_like(where["positions"]) if stages.get_local_rank() == 0 else hidden
+    computed = net(example, **where).dtype
+    runtime.reshard(net)  # no backward has followed: what that forward gathered is still there
+    kept = {t.dtype for t in (*net.parameters(), *(t for s in optimizer.state.values() for t in s.values()))}
+    assert (computed, kept) == (dtype, {torch.float32})
+    runtime.say(f"checked: matrices multiplied in {computed}, weights and optimizer state kept in {torch.float32}")
 
 
 @torch.no_grad()

@@ -3,10 +3,15 @@
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
-# torch 2.13 has new names for these
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+from common.runtime import all_gather, reduce_scatter
+
+
+def sequence_part(seq_len: int, sequence: DeviceMesh) -> slice:
+    """The columns of each batch that a context rank reads."""
+    own = seq_len // sequence.size()
+    return slice(sequence.get_local_rank() * own, (sequence.get_local_rank() + 1) * own)
 
 
 class GatherSequence(torch.autograd.Function):

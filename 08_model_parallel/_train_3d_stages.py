@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 
-from common import runtime
+from common import data, runtime
 
 
 def keep_stage(net: nn.Module, stage: int, stages: int) -> None:
@@ -73,20 +73,33 @@ def forward_backward(
     return mesh.size() * sum(losses, torch.zeros((), device=targets.device))
 
 
-def forward(
-    net: nn.Module, mesh: DeviceMesh, inputs: Tensor, targets: Tensor, where: dict[str, object], hidden: Tensor
-) -> Tensor | None:
-    """One forward without a backward: the loss on the last stage, None on the others. `hidden` is what the stage before
-    sends, in shape and type."""
-    stage = mesh.get_local_rank()
-    if stage > 0:
-        inputs = torch.empty_like(hidden)
-        dist.recv(inputs, group=mesh.get_group(), group_src=stage - 1)
-    output = net(inputs, targets, **where)
-    if stage == mesh.size() - 1:
-        return runtime.whole(output)
-    dist.send(output.contiguous(), group=mesh.get_group(), group_dst=stage + 1)
-    return None
+@torch.no_grad()
+def evaluate(
+    net: nn.Module,
+    mesh: DeviceMesh,
+    batches: list[tuple[Tensor, Tensor]],
+    where: dict[str, object],
+    hidden: Tensor,
+) -> float:
+    """Mean loss per token of the held-out sequences. `hidden` is what the stage before sends, in shape and type."""
+    net.eval()
+    stage, device = mesh.get_local_rank(), hidden.device
+    total = torch.zeros(2, device=device)  # sum of losses, number of tokens
+    for inputs, targets in batches:
+        inputs, targets = inputs.to(device), targets.to(device)
+        if stage > 0:
+            inputs = torch.empty_like(hidden)
+            dist.recv(inputs, group=mesh.get_group(), group_src=stage - 1)
+        output = net(inputs, targets, **where)  # the loss only where the head is
+        if stage < mesh.size() - 1:
+            dist.send(output.contiguous(), group=mesh.get_group(), group_dst=stage + 1)
+            continue
+        tokens = (targets != data.PADDING).sum()
+        # padding alone has no mean
+        total += torch.stack((torch.where(tokens > 0, runtime.whole(output) * tokens, 0.0), tokens))
+    dist.all_reduce(total)  # sums, not means: a rank may have read fewer tokens than the others
+    net.train()
+    return (total[0] / total[1]).item()
 
 
 def clip_over_stages(parameters: Iterable[Tensor], largest: float, mesh: DeviceMesh) -> Tensor:

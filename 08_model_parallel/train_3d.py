@@ -8,8 +8,7 @@ activations or the number of ranks gets too large for that, the computation itse
     --cp N  context: N ranks have a part of every sequence each; keys and values are all-gathered
     the rest  data: fully_shard over all ranks that are left, in --replicate copies. It also shards over --cp
 
-Whatever the mesh, losses, gradients and checkpoints are those of one process. Neighbours among the ranks are those that
-send each other most: tensor ranks first, then context, data, and stages last.
+Whatever the mesh, losses, gradients and checkpoints are those of one process.
 
     laptop    python 08_model_parallel/train_3d.py
               torchrun --nproc_per_node=4 08_model_parallel/train_3d.py --tp 2 --cp 2
@@ -17,32 +16,28 @@ send each other most: tensor ranks first, then context, data, and stages last.
     cluster   the same on every node, with --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400 and
               --model llama-70b --tp 8 --pp 4 --micro-batch-size 1
 
-nano ties its embeddings, one matrix for the first and the last stage, which --pp refuses. Any config.json with
-"tie_word_embeddings": false will do: --model config.json, as checkpoints and Hugging Face folders have it.
-
 Look for: the losses of 06_fsdp_zero/train_fsdp.py, whatever the mesh, and the bytes that each rank holds.
 Before: 06_fsdp_zero/, and this chapter's scripts, one for each cut. Next: launch/.
 """
 
 import math
 import sys
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim.lr_scheduler import LambdaLR
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
-from _train_3d_checks import check_parts, digest
-from _train_3d_context import Context
+from _train_3d_checks import check_parts, check_types, digest
+from _train_3d_context import Context, sequence_part
 from _train_3d_flags import check_model, check_proved, check_schedule, data_parallel_size
-from _train_3d_stages import clip_over_stages, forward, forward_backward, keep_stage, make_schedule
+from _train_3d_stages import clip_over_stages, evaluate, forward_backward, keep_stage, make_schedule
 from _train_3d_tensor import cut_matrices
 
 from common import checkpoint, cli, data, exits, hardware, metrics, model, run_dir, runtime, shapes
@@ -100,8 +95,7 @@ def main() -> int:
     columns = sequence_part(args.seq_len, sequence)
     held_out = [(inputs[:, columns], targets[:, columns]) for inputs, targets in held_out]
     where = {"positions": torch.arange(args.seq_len, device=device)[columns].expand(micro_batch_size, -1)}
-    if args.cp > 1:
-        where["cache"] = Context(sequence.get_group(), args.seq_len)  # whose queries see the other ranks' keys
+    where |= {"cache": Context(sequence.get_group(), args.seq_len)} if args.cp > 1 else {}  # the other ranks' keys
     # fp32 weights, whatever the dtype: bf16 would lose small updates
     net = model.build(args.model, config, seed=args.seed, device="meta")  # shapes alone: no rank ever holds the whole
     whole = {name: parameter.shape for name, parameter in net.named_parameters()}
@@ -135,7 +129,6 @@ def main() -> int:
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
     scheduler = LambdaLR(optimizer, partial(warmup_cosine, warmup_steps=args.warmup_steps, steps=args.steps))
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
-    autocast = nullcontext  # fully_shard casts instead: what it gathers is in --dtype already
 
     training = {"net": net, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     progress = {"step": 0, "skipped_steps": 0}
@@ -164,7 +157,6 @@ def main() -> int:
     batches = ((inputs[:, columns], targets[:, columns]) for inputs, targets in batches)
     sent = (micro_batch_size, args.seq_len // (args.cp * args.tp), config.hidden_size)  # from a stage to the next
     hidden = torch.zeros(sent, dtype=DTYPES[args.dtype], device=device)
-    forward_once = partial(forward, net, stages, where=where, hidden=hidden)
     one_by_one, schedule = accumulation_steps, None
     if args.pp > 1:  # the schedule takes all micro-batches of a step together, so that the stages work at once
         one_by_one, schedule = 0, make_schedule(net, stages, accumulation_steps, where["positions"], hidden)
@@ -193,7 +185,7 @@ def main() -> int:
         for _ in range(one_by_one):  # each one reduce-scatters: whole gradients would take what sharding saves
             with meter.phase("data"):
                 inputs, targets = (t.to(device, non_blocking=True) for t in next(batches))
-            with meter.phase("forward"), autocast():
+            with meter.phase("forward"):  # fully_shard casts: what it gathers is in --dtype
                 loss = net(inputs, targets, **where) / accumulation_steps  # micro-batches have equal token counts
             loss = runtime.whole(loss)  # loss_parallel's is a DTensor
             scaler.scale(loss).backward()
@@ -219,7 +211,7 @@ def main() -> int:
             dist.all_reduce(noted)
             meter.log(step, noted / world_size, lr, progress["skipped_steps"], scale)
         if step == args.steps or (args.eval_every and step % args.eval_every == 0):
-            meter.log_eval(step, evaluate(net, held_out, autocast, device, forward_once))
+            meter.log_eval(step, evaluate(net, stages, held_out, where, hidden))
         if save:
             checkpoint.save(checkpoints, progress, **training)
         if stop:
@@ -228,14 +220,7 @@ def main() -> int:
     if stop:
         runtime.say(f"signal {stop}: saved at step {progress['step']}; the same command with --resume goes on")
 
-    # the promise of AMP, checked: low precision is in the arithmetic, never in what is kept
-    with torch.no_grad(), autocast():
-        example = torch.zeros_like(where["positions"]) if stages.get_local_rank() == 0 else hidden
-        computed = net(example, **where).dtype
-    runtime.reshard(net)  # no backward has followed: what that forward gathered is still there
-    kept = {t.dtype for t in (*net.parameters(), *(t for s in optimizer.state.values() for t in s.values()))}
-    assert (computed, kept) == (DTYPES[args.dtype], {torch.float32})
-    runtime.say(f"checked: matrices multiplied in {computed}, weights and optimizer state kept in {torch.float32}")
+    check_types(net, optimizer, DTYPES[args.dtype], stages, where, hidden)
     held = check_parts(net, optimizer, mesh, whole)  # each rank holds its part of its stage's tensors and no more
     # the promise of data parallelism, checked: no rank has drifted from the others by a bit
     digests = runtime.gather(digest(net, stages, whole))
@@ -259,30 +244,6 @@ def warmup_cosine(step: int, warmup_steps: int, steps: int) -> float:
         return (step + 1) / warmup_steps
     done = min(1.0, (step - warmup_steps) / max(1, steps - warmup_steps))
     return 0.55 + 0.45 * math.cos(math.pi * done)
-
-
-def sequence_part(seq_len: int, sequence: DeviceMesh) -> slice:
-    """The columns of each batch that a context rank reads."""
-    own = seq_len // sequence.size()
-    return slice(sequence.get_local_rank() * own, (sequence.get_local_rank() + 1) * own)
-
-
-@torch.no_grad()
-def evaluate(net, batches, autocast, device, forward_once) -> float:
-    """Mean loss per token of the held-out sequences."""
-    net.eval()
-    total = torch.zeros(2, device=device)  # sum of losses, number of tokens
-    for inputs, targets in batches:
-        targets = targets.to(device)
-        with autocast():
-            loss = forward_once(inputs.to(device), targets)
-        if loss is None:  # the next stage goes on with it
-            continue
-        tokens = (targets != data.PADDING).sum()
-        total += torch.stack((torch.where(tokens > 0, loss * tokens, 0.0), tokens))  # padding alone has no mean
-    dist.all_reduce(total)  # sums, not means: a rank may have read fewer tokens than the others
-    net.train()
-    return (total[0] / total[1]).item()
 
 
 if __name__ == "__main__":

@@ -18,6 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from common.exits import UserError, world_from_env
 
+# torch 2.13 has new names for these two, and warns of the old ones. Parts stand one after the other in dimension 0
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 _stop_signal = 0
 _left_groups: list[dist.ProcessGroup] = []  # kept until the process ends
 

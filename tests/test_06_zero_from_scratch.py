@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.chapter import load
-from support.harness import ROOT, TINY, config_of, run
+from support.harness import ROOT, TINY, config_of, run, with_fault
 from torch import nn
 
 from common import data, model, shapes
@@ -141,15 +141,7 @@ PLANTED = {
 @pytest.mark.parametrize("fault", PLANTED)
 def test_a_wrong_version_fails_its_own_check(tmp_path, fault):
     line, wrong, message = PLANTED[fault]
-    source = (ROOT / SCRIPT).read_text()
-    assert source.count(line) == 1
-    folder = tmp_path / "06_fsdp_zero"
-    folder.mkdir()
-    (folder / "zero_from_scratch.py").write_text(source.replace(line, wrong))
-    for neighbour in (ROOT / SCRIPT).parent.glob("_zero_from_scratch_*.py"):
-        (folder / neighbour.name).symlink_to(neighbour)
-    (tmp_path / "common").symlink_to(ROOT / "common")
-    result = start(tmp_path, "odd", 2, script=str(folder / "zero_from_scratch.py"))
+    result = start(tmp_path, "odd", 2, script=str(with_fault(SCRIPT, tmp_path, line, wrong)))
     assert result.code == 1
     assert message in result.err
 

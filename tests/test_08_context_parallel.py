@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from support.chapter import load
-from support.harness import ODD, ROOT, TINY, config_of, run
+from support.harness import ODD, ROOT, TINY, config_of, run, with_fault
 from torch import nn
 
 from common import data, exits, model
@@ -334,15 +334,8 @@ PLANTED = {
 @pytest.mark.parametrize("fault", PLANTED)
 def test_a_wrong_version_fails_its_own_check(tmp_path, fault):
     line, wrong, message = PLANTED[fault]
-    source = (ROOT / SCRIPT).read_text()
-    assert source.count(line) == 1
-    folder = tmp_path / "08_model_parallel"
-    folder.mkdir()
-    (folder / "context_parallel.py").write_text(source.replace(line, wrong))
-    for neighbour in (ROOT / SCRIPT).parent.glob("_context_parallel_*.py"):
-        (folder / neighbour.name).symlink_to(neighbour)
-    (tmp_path / "common").symlink_to(ROOT / "common")
-    result = start(tmp_path, "four", "--seq-len", 16, "--steps", 2, nproc=2, script=str(folder / "context_parallel.py"))
+    script = str(with_fault(SCRIPT, tmp_path, line, wrong))
+    result = start(tmp_path, "four", "--seq-len", 16, "--steps", 2, nproc=2, script=script)
     assert result.code == 1
     assert message in result.err
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.chapter import load
-from support.harness import ROOT, TINY, config_of, run
+from support.harness import ROOT, TINY, config_of, run, with_fault
 
 SCRIPT = "08_model_parallel/expert_parallel.py"
 script = load(SCRIPT)
@@ -187,15 +187,7 @@ PLANTED = {  # a fault, and the first proof that it breaks
 @pytest.mark.parametrize("fault", PLANTED)
 def test_a_wrong_version_fails_its_own_check(tmp_path, fault):
     line, wrong, broken_proof = PLANTED[fault]
-    source = (ROOT / SCRIPT).read_text()
-    assert source.count(line) == 1
-    folder = tmp_path / "08_model_parallel"
-    folder.mkdir()
-    (folder / "expert_parallel.py").write_text(source.replace(line, wrong))
-    for neighbour in (ROOT / SCRIPT).parent.glob("_expert_parallel_*.py"):
-        (folder / neighbour.name).symlink_to(neighbour)
-    (tmp_path / "common").symlink_to(ROOT / "common")
-    result = start(tmp_path, 2, script=str(folder / "expert_parallel.py"))
+    result = start(tmp_path, 2, script=str(with_fault(SCRIPT, tmp_path, line, wrong)))
     assert result.code == 1
     told = next(line for line in result.err.splitlines() if "AssertionError: " in line)
     assert f"AssertionError: {broken_proof}" in told

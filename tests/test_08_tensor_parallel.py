@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from support.chapter import load
-from support.harness import ROOT, config_of, run
+from support.harness import ROOT, config_of, run, with_fault
 
 from common import data, model
 
@@ -192,15 +192,7 @@ PLANTED = {
 @pytest.mark.parametrize("fault", PLANTED)
 def test_a_wrong_version_fails_its_own_check(tmp_path, fault):
     line, wrong, message = PLANTED[fault]
-    source = (ROOT / SCRIPT).read_text()
-    assert source.count(line) == 1
-    folder = tmp_path / "08_model_parallel"
-    folder.mkdir()
-    (folder / "tensor_parallel.py").write_text(source.replace(line, wrong))
-    for neighbour in (ROOT / SCRIPT).parent.glob("_tensor_parallel_*.py"):
-        (folder / neighbour.name).symlink_to(neighbour)
-    (tmp_path / "common").symlink_to(ROOT / "common")
-    result = start(tmp_path, "grouped", 2, "--steps", 3, script=str(folder / "tensor_parallel.py"))
+    result = start(tmp_path, "grouped", 2, "--steps", 3, script=str(with_fault(SCRIPT, tmp_path, line, wrong)))
     assert result.code == 1
     assert message in result.err
 

@@ -100,8 +100,7 @@ def test_the_lesson_of_a_chapter_is_short(tmp_path, before, after, limit):
 
 def test_every_file_is_short_enough_to_read():
     for file in [*ROOT.glob("0*/*.py"), *ROOT.glob("launch/*.py")]:
-        limit = 290 if file.name == "train_3d.py" else 250  # chapter 06's whole script, and four more ways to cut
-        assert len(file.read_text().splitlines()) <= limit, file
+        assert len(file.read_text().splitlines()) <= 250, file
     for file in ROOT.glob("common/*.py"):
         assert len(file.read_text().splitlines()) <= 320, file
 

@@ -182,6 +182,21 @@ def with_prelude(script: str, folder: Path, prelude: str) -> Path:
     return file
 
 
+def with_fault(script: str, folder: Path, line: str, wrong: str) -> Path:
+    """A copy of the script in folder, with `wrong` instead of a line that must stand there once. Its neighbours and
+    common/ are the real ones."""
+    path = ROOT / script
+    source = path.read_text()
+    assert source.count(line) == 1
+    file = folder / script
+    file.parent.mkdir()
+    file.write_text(source.replace(line, wrong))
+    for neighbour in path.parent.glob(f"_{path.stem}_*.py"):
+        (file.parent / neighbour.name).symlink_to(neighbour)
+    (folder / "common").symlink_to(ROOT / "common")
+    return file
+
+
 def with_small_files(script: str, folder: Path, most_bytes: int) -> Path:
     """The script, where no file may grow larger."""
     limit = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({most_bytes}, {most_bytes}))"
