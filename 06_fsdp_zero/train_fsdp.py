@@ -136,7 +136,9 @@ def main() -> int:
     stop = 0
     for step in range(start_step + 1, args.steps + 1):
         step_loss = torch.zeros((), device=device)
-        for _ in range(accumulation_steps):  # each one reduce-scatters: whole gradients would take what sharding saves
+        for micro_step in range(1, accumulation_steps + 1):
+            # each one reduce-scatters, or gradients would be whole; replicas (HSDP) all-reduce once, after the last
+            net.set_requires_all_reduce(micro_step == accumulation_steps)
             with meter.phase("data"):
                 inputs, targets = (t.to(device, non_blocking=True) for t in next(batches))
             with meter.phase("forward"), autocast():

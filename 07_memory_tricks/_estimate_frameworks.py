@@ -18,6 +18,7 @@ class Framework:
     mixed_qkv: bool = False  # one product for q, k, v: its result stays alive beside the rotated queries and keys
     ffn_tensors: int = 4  # of ffn numbers per token: gate, up, silu(gate), and their product
     gathered_inputs: bool = False  # inputs of column-parallel products, the head's too, are kept whole, not their 1/tp
+    gathered_keys: bool = False  # context parallel by all-gather: keys and values of all tokens are kept, and a mask
     every_second_product: bool = False  # "selective" keeps every second product instead of all
     # what else is alive at the peak
     gathers_root: bool = False  # embedding and head stay gathered from forward to backward
@@ -44,7 +45,15 @@ TORCHTITAN = Framework(
 # 16 bytes per parameter, 18 or 20: the sum of weight, gradient, master (and bucket) and AdamW's 8.
 FRAMEWORKS = {
     # common/model.py under autocast or fully_shard: fp32 weights, fp32 gradients. 16.
-    "ours": Framework(weight=4, gradient=4, master=0, gathers_root=True),
+    "ours": Framework(
+        weight=4,
+        gradient=4,
+        master=0,
+        gathers_root=True,
+        gathered_inputs=True,
+        gathered_keys=True,
+        whole_in_pipelines=True,
+    ),
     # DeepSpeed with fp16 or bf16, and the ZeRO paper (arXiv:1910.02054, section 3.1): 2 + 2 + 4 + 8. 16.
     "deepspeed": Framework(weight=2, gradient=2, master=4),
     # DeepSpeed's own calculator for ZeRO-3 (docs/code-docs/source/memory.rst): gradients in fp32. 18.

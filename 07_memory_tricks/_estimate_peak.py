@@ -1,6 +1,7 @@
 """What is alive together, from the end of forward to the last gradient. Backward begins at the last block."""
 
 from _estimate_plan import Plan
+from _estimate_widths import whole_in_pipeline
 
 MOMENTS = ("end of forward", "loss backward", "last block", "first block", "last gradients")
 
@@ -20,17 +21,18 @@ def moments(
     one by one, the embedding's last. A tied matrix has two, of head and of embedding, and for a moment their sum."""
     kept = lines["weight_bytes"] + lines["optimizer_bytes"] + lines["buffer_bytes"]
     always = plan.micro_batches > 1 or plan.framework != "ours" or (plan.zero == 0 and plan.shards > 1)
-    waiting = kept + lines["activation_bytes"] + lines["gathered_bytes"] + (lines["gradient_bytes"] if always else 0)
+    gradients = 0 if whole_in_pipeline(plan) and plan.framework == "ours" else lines["gradient_bytes"]
+    waiting = kept + lines["activation_bytes"] + lines["gathered_bytes"] + (gradients if always else 0)
     cast = lines["cast_bytes"] if plan.checkpointing == "none" else head_cast  # else autocast casts again in backward
     logits_in_forward = lines["logits_bytes"]
     if plan.loss == "plain":  # of 12 bytes a logit: the logits, in 16 bits the same in fp32, and log-softmax
         logits_in_forward *= (8 if plan.dtype == "fp32" else 10) / 12
     recomputed = 0 if plan.checkpointing == "none" else lines["block_bytes"]
-    nearly_all = kept + lines["gathered_bytes"] + lines["gradient_bytes"] - (0 if always else embedding_gradient)
+    nearly_all = kept + lines["gathered_bytes"] + gradients - (0 if always else embedding_gradient)
     return {
         "end of forward": waiting + lines["cast_bytes"] + logits_in_forward,
         "loss backward": waiting + cast + lines["logits_bytes"],
         "last block": waiting + recomputed + lines["reduced_bytes"],
         "first block": nearly_all + lines["block_bytes"],
-        "last gradients": kept + lines["gathered_bytes"] + lines["gradient_bytes"] + root_reduced + tied_gradients,
+        "last gradients": kept + lines["gathered_bytes"] + gradients + root_reduced + tied_gradients,
     }

@@ -11,6 +11,12 @@ def residual_bytes(plan: Plan) -> int:
     return 4 if plan.framework == "ours" and plan.zero < 3 else DTYPES[plan.dtype]
 
 
+def norm_bytes(shape: Shape, plan: Plan) -> float:
+    """Per token, what a norm keeps: its input and 1/rms. On a CPU both its input and the norm before its weight in
+    fp32; CUDA's kernel computes that again."""
+    return shape.hidden * (8 if plan.on_cpu else residual_bytes(plan)) + 4
+
+
 def gradient_size(plan: Plan) -> int:
     """Bytes of an element of a gradient as backward makes it: that of the weight that forward found."""
     return 4 if plan.framework == "ours" and plan.zero < 3 else DTYPES[plan.dtype]
@@ -38,11 +44,23 @@ def product_widths(shape: Shape, plan: Plan, *, experts: bool) -> list[int]:
 
 
 def end_bytes(shape: Shape, plan: Plan) -> float:
-    """Per token: the input of the last norm, 1/rms, and the head's input."""
+    """Per token: what the last norm keeps, and the head's input."""
     head_input = shape.hidden * DTYPES[plan.dtype]
     if FRAMEWORKS[plan.framework].gathered_inputs:
         head_input *= plan.tp
-    return shape.hidden * residual_bytes(plan) * (1 + plan.on_cpu) + 4 + head_input
+    return norm_bytes(shape, plan) + head_input
+
+
+def whole_in_pipeline(plan: Plan) -> bool:
+    """Are weights and gradients of a stage whole during a step, though sharded between steps?"""
+    return plan.zero == 3 and plan.pp > 1 and FRAMEWORKS[plan.framework].whole_in_pipelines
+
+
+def mask_bytes(plan: Plan) -> float:
+    """Context parallel by all-gather: which of all tokens the own ones may look at, one mask for all layers."""
+    if plan.cp == 1 or not FRAMEWORKS[plan.framework].gathered_keys:
+        return 0.0
+    return plan.seq_len / plan.cp * plan.seq_len * DTYPES[plan.dtype]
 
 
 def rotated_width(shape: Shape) -> int:

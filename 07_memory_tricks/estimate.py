@@ -28,7 +28,17 @@ from _estimate_peak import MOMENTS, moments
 from _estimate_plan import DTYPES, OPTIMIZERS, Plan, check
 from _estimate_shapes import Shape
 from _estimate_stages import placeholder_bytes, stage_of
-from _estimate_widths import end_bytes, gradient_size, latent_bytes, product_widths, residual_bytes, rotated_width
+from _estimate_widths import (
+    end_bytes,
+    gradient_size,
+    latent_bytes,
+    mask_bytes,
+    norm_bytes,
+    product_widths,
+    residual_bytes,
+    rotated_width,
+    whole_in_pipeline,
+)
 
 CONTEXT = 512 * 2**20  # CUDA's context with torch's kernels: assumed, nvidia-smi shows 400 to 600 MiB
 WORKSPACE = 2 * 32 * 2**20  # cuBLAS on Hopper and Blackwell: 32 MiB for each thread's handle (torch's CublasHandlePool)
@@ -53,14 +63,14 @@ def optimizer_bytes(parameters: float, *, optimizer: str, master: int, shards: i
 def attention_bytes(shape: Shape, plan: Plan) -> dict[str, float]:
     """What backward needs of a token's attention part, for hidden h, queries q, keys k, values v and element size e."""
     framework = FRAMEWORKS[plan.framework]
-    h, e, r = shape.hidden, DTYPES[plan.dtype], residual_bytes(plan)
+    h, e = shape.hidden, DTYPES[plan.dtype]
     own_heads = framework.repeated_heads or shape.latent  # keys and values of every query head
-    k = shape.q_width if own_heads else shape.kv_width
-    v = shape.value_width if own_heads else shape.kv_width
+    ranks = plan.cp if framework.gathered_keys else 1  # whose keys and values are kept
+    k = ranks * (shape.q_width if own_heads else shape.kv_width)
+    v = ranks * (shape.value_width if own_heads else shape.kv_width)
     mixed = framework.mixed_qkv and not shape.latent
     return {
-        "input of its norm": h * r + 4,  # and 1/rms
-        "the norm before its weight": h * r if plan.on_cpu else 0,  # CUDA's kernel computes it again
+        "its norm": norm_bytes(shape, plan),
         "normalised input": h * e,
         "whole input": h * e * (plan.tp - 1) if framework.gathered_inputs else 0,
         "unrotated q, k, v": (shape.q_width + 2 * shape.kv_width) * e if mixed else 0,
@@ -73,11 +83,10 @@ def attention_bytes(shape: Shape, plan: Plan) -> dict[str, float]:
 def feed_forward_bytes(shape: Shape, plan: Plan, *, experts: bool = False) -> dict[str, float]:
     """What backward needs of a token's feed-forward part; of experts, the copies of its `active` ones."""
     framework = FRAMEWORKS[plan.framework]
-    h, e, r = shape.hidden, DTYPES[plan.dtype], residual_bytes(plan)
+    h, e = shape.hidden, DTYPES[plan.dtype]
     tensors = 2 if shape.gpt2 else framework.ffn_tensors  # GPT-2: before and after its GELU
     found = {
-        "input of its norm": h * r + 4,
-        "the norm before its weight": h * r if plan.on_cpu else 0,
+        "its norm": norm_bytes(shape, plan),
         "normalised input": h * e,
         "whole input": h * e * (plan.tp - 1) if framework.gathered_inputs else 0,
     }
@@ -115,7 +124,7 @@ def gathered_bytes(shape: Shape, plan: Plan, *, of_stage: float = 0.0) -> float:
     """ZeRO-3: the block that computes and the next one, whole, in --dtype; and embedding and head, in one group."""
     if plan.zero < 3:
         return 0.0
-    if plan.pp > 1 and FRAMEWORKS[plan.framework].whole_in_pipelines:
+    if whole_in_pipeline(plan):
         return of_stage * (DTYPES[plan.dtype] + 4)  # the stage's weights, and their gradients in fp32
     whole = 2 * shapes.largest_layer(shape) / plan.ep
     if FRAMEWORKS[plan.framework].gathers_root:
@@ -125,7 +134,8 @@ def gathered_bytes(shape: Shape, plan: Plan, *, of_stage: float = 0.0) -> float:
 
 def reduced_bytes(parameters: float, plan: Plan) -> float:
     """ZeRO-3: a group's whole gradient, in --dtype, and its fp32 copy that is reduced and scattered."""
-    return parameters * (DTYPES[plan.dtype] + 4) / plan.tp if plan.zero == 3 else 0.0
+    copy = 0 if whole_in_pipeline(plan) and plan.framework == "ours" else 4  # those are reduced after the last backward
+    return parameters * (DTYPES[plan.dtype] + copy) / plan.tp if plan.zero == 3 else 0.0
 
 
 def cast_bytes(parameters: float, plan: Plan) -> float:
@@ -176,7 +186,7 @@ def memory_of_stage(shape: Shape, plan: Plan, number: int = 0) -> dict[str, floa
     mixture = kept_bytes(shape, plan, experts=True) * stage.expert_layers if stage.expert_layers else 0
     per_token = (dense + mixture) * stage.in_flight + (end_bytes(shape, plan) if stage.last else 0)
     token_ids = 16 * stage.first  # inputs and targets, int64
-    activations = plan.tokens * (per_token / plan.tp + token_ids)
+    activations = plan.tokens * (per_token / plan.tp + token_ids) + mask_bytes(plan) * stage.in_flight
     uncut = replace(plan, checkpointing="none")
     block = kept_bytes(shape, uncut, experts=stage.expert_layers > 0) * plan.tokens / plan.tp
     tables = 0 if shape.gpt2 else 2 * 4 * shape.positions * rotated_width(shape)  # cos and sin in fp32

@@ -33,9 +33,9 @@ def data_seconds(layout: Layout, machine: Machine, stage: Stage, busy: float) ->
         layers = stage.dense_layers + stage.expert_layers + 1
         group = {"pieces": layers, "ranks": layout.sharded_over}
         sent = times * (2 * send(gather_seconds, e, **group) + send(gather_seconds, 4, **group))
-        if layout.replicate > 1:  # each shard's gradient is added to those of its replicas
+        if layout.replicate > 1:  # each shard's gradient is added to those of its replicas, once a step
             across = {"pieces": layers, "ranks": layout.replicate, "stride": layout.tp * layout.sharded_over}
-            sent += times * send(reduce_seconds, 4 / layout.sharded_over, **across)
+            sent += send(reduce_seconds, 4 / layout.sharded_over, **across)
         # weights and gradients are copied into and out of buffers, 20 bytes in all
         copied = moved_seconds(machine, times * 20 * stage.all_parameters)
         return copied + behind(times * busy, sent, OVERLAP)

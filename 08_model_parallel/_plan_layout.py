@@ -31,11 +31,15 @@ class Layout(Plan):
         return 0.0, 0.0, 0.0
 
 
+def of_one_replica(layout: Layout) -> Layout:
+    """Replicas of a sharded model hold no less than one of them alone."""
+    return replace(layout, gpus=layout.gpus // layout.replicate) if layout.zero == 3 else layout
+
+
 def bytes_of(shape: Shape, layout: Layout) -> dict[str, float]:
-    """The lines of estimate.py. Replicas of a sharded model need no less than one of them alone; of virtual stages the
-    first rank holds (pp - 1) / (pp x virtual) more activations (Narayanan et al. 2021, arXiv:2104.04473, 2.2)."""
-    alone = replace(layout, gpus=layout.gpus // layout.replicate) if layout.zero == 3 else layout
-    lines = estimate.memory(shape, alone, stages=sorted({0, layout.pp - 1}))
+    """The lines of estimate.py. Of virtual stages the first rank holds (pp - 1) / (pp x virtual) more activations
+    (Narayanan et al. 2021, arXiv:2104.04473, 2.2)."""
+    lines = estimate.memory(shape, of_one_replica(layout), stages=sorted({0, layout.pp - 1}))
     more = 0.0
     if layout.virtual > 1:
         more = lines["activation_bytes"] * (layout.pp - 1) / (layout.pp * layout.virtual)

@@ -13,16 +13,19 @@ from _estimate_plan import check
 from _estimate_shapes import Shape
 from _plan_layout import Layout
 from _plan_machine import EFFICIENCIES, MARGIN, Machine, read_machine
-from _plan_search import divisors, layouts
+from _plan_search import check_cuts, divisors, layouts
 
 from common import cli, report
 from common.exits import UserError
+from common.shapes import read_config
 
 GIB = 2**30
 SUFFIXES = {"": 1, "K": 2**10, "M": 2**20}
 ALWAYS_SHOWN = ("compute", "bubble")
+NO_SCRIPT = "train_3d.py trains our sizes and any config.json of a Llama; for {model} there is no command"
 SHOWN = 8
 IN_JSON = 50
+NEAR = {"weights": 0.01, "gradients": 0.01, "optimizer state": 0.01, "peak": 0.1}  # relative errors that --check allows
 CAUSES = {
     "compute": "products, attention, and kernels between them",
     "recomputation": "what backward computes again",
@@ -58,6 +61,7 @@ def parser(description: str) -> cli.Parser:
     add("--tp", type=cli.positive_int, help="tensor parallel (default: searched)")
     add("--pp", type=cli.positive_int, help="pipeline stages (default: searched)")
     add("--cp", type=cli.positive_int, help="context parallel (default: searched)")
+    add("--check", action="store_true", help="build the best one with fake ranks, and compare the bytes that they hold")
     add("--json", type=cli.writable_file, metavar="PATH", help="write the answer as one JSON object")
     return found
 
@@ -76,7 +80,11 @@ def check_mesh(args: argparse.Namespace, shape: Shape, base: Layout) -> None:
         given = " x ".join(f"--{name} {size}" for name, size in sizes.items() if size > 1)
         nearest = min(divisors(args.gpus), key=lambda size: abs(size - product))
         raise UserError(f"{given} is {product}, which does not divide --gpus {args.gpus}: the nearest is {nearest}")
-    check(shape, Layout(**{**vars(base), **sizes}))
+    cuts = Layout(**{**vars(base), **sizes})
+    check(shape, cuts)
+    check_cuts(shape, cuts)
+    if args.check and (shape.experts or shape.latent or shape.gpt2 or shape.qkv_bias or shape.qk_norm):
+        raise UserError(f"--check builds the model of train_3d.py, a Llama, and --model {args.model} is none")
 
 
 def sequences_of(args: argparse.Namespace, seq_len: int) -> int:
@@ -126,8 +134,10 @@ def answer(description: str) -> int:
     print(report.table(ranking_rows(ranked[:SHOWN], args.global_batch_tokens)))
     print_reasons(ranked)
     print_assumptions(machine)
-    print(f"\nstart it on each node:\n{command(args.model, best['layout'], machine)}\n")
+    start = command(args.model, best["layout"], machine)
+    print(f"\nstart it on each node:\n{start}\n" if start else f"\n{NO_SCRIPT.format(model=args.model)}\n")
     print_checks(best, machine, args.global_batch_tokens)
+    built = check_bytes(shape, best["layout"]) if args.check else []
     summary = {
         "device": machine.device,
         "world_size": args.gpus,
@@ -142,11 +152,12 @@ def answer(description: str) -> int:
         "efficiency": vars(machine.efficiency),
         "tried": len(tried),
         "fit": len(ranked),
-        "command": command(args.model, best["layout"], machine),
+        "command": start,
+        "built": built,
         "ranking": [{**row, "layout": vars(row["layout"])} for row in ranked[:IN_JSON]],
     }
     report.write_json(summary, args.json)
-    return 0
+    return 0 if all(row["near"] for row in built) else 1
 
 
 def nearest_batch(args: argparse.Namespace) -> int:
@@ -155,14 +166,13 @@ def nearest_batch(args: argparse.Namespace) -> int:
 
 
 def ranking_rows(ranked: list[dict], tokens: int) -> list[list[str]]:
-    rows = [["tp x pp x cp x ep", "stages per rank", "shards x replicas", "micro-batch", "recomputation"]]
+    rows = [["tp x pp x cp x ep", "shards x replicas", "micro-batch", "recomputation"]]
     rows[0] += ["GiB", "s/step", "tokens/s/GPU"]
     for row in ranked:
         layout = row["layout"]
         rows.append(
             [
                 f"{layout.tp} x {layout.pp} x {layout.cp} x {layout.ep}",
-                str(layout.virtual),
                 f"{layout.sharded_over} x {layout.replicate}",
                 f"{layout.micro_batch_size} x {layout.micro_batches}",
                 layout.checkpointing,
@@ -208,8 +218,12 @@ def print_assumptions(machine: Machine) -> None:
     )
 
 
-def command(model: str, layout: Layout, machine: Machine) -> str:
-    """What starts the layout, for each node."""
+def command(model: str, layout: Layout, machine: Machine) -> str | None:
+    """What starts the layout, for each node; None if train_3d.py does not train that model."""
+    try:
+        read_config(model)
+    except UserError:
+        return None
     per_node = min(machine.gpus_per_node, layout.gpus)
     nodes = layout.gpus // per_node
     where = f"--nnodes={nodes} --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29500" if nodes > 1 else "--standalone"
@@ -224,10 +238,25 @@ def command(model: str, layout: Layout, machine: Machine) -> str:
         "replicate": layout.replicate,
         "checkpointing": layout.checkpointing,
     }
-    flags |= {"virtual-stages": layout.virtual} if layout.virtual > 1 else {}
-    flags |= {"ep": layout.ep} if layout.ep > 1 else {}
     text = " ".join(f"--{name} {value}" for name, value in flags.items())
     return f"torchrun {where} --nproc_per_node={per_node} 08_model_parallel/train_3d.py {text}"
+
+
+def check_bytes(shape: Shape, layout: Layout) -> list[dict]:
+    """What the ranks of the layout hold when it is built, beside the prediction."""
+    from _plan_check import compare  # the only part that needs torch
+
+    rows = compare(shape, layout)
+    cells = [["stage", "a rank holds", "built, GiB", "predicted, GiB", "error", "allowed"]]
+    for row in rows:
+        error = row["predicted_bytes"] / row["built_bytes"] - 1
+        row["near"] = abs(error) <= NEAR[row["line"]]
+        sizes = [f"{row[name] / GIB:.3f}" for name in ("built_bytes", "predicted_bytes")]
+        cells.append([str(row["stage"]), row["line"], *sizes, f"{error:+.1%}", f"{NEAR[row['line']]:.0%}"])
+    missed = sum(not row["near"] for row in rows)
+    verdict = f"missed: {missed} of {len(rows)} lines are further off" if missed else "checked: all lines are as near"
+    print(f"\nbuilt on {layout.gpus} fake ranks, with a CPU's kernels:\n\n{report.table(cells)}\n\n{verdict}")
+    return rows
 
 
 def print_checks(best: dict, machine: Machine, tokens: int) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from _estimate_plan import CHECKPOINTING, check
+from _estimate_plan import CHECKPOINTING, check, divides
 from _estimate_shapes import Shape
 from _plan_layout import Layout
 from _plan_machine import Machine
@@ -11,7 +11,6 @@ from _plan_machine import Machine
 from common.exits import UserError
 
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16)
-VIRTUAL = (1, 2, 4)
 SHORTEST_PART = 1024  # tokens of a sequence below which context parallel does not divide it
 
 
@@ -39,6 +38,15 @@ def meshes(shape: Shape, machine: Machine, base: Layout, fixed: dict[str, int | 
                 yield replace(base, tp=tp, pp=pp, cp=cp)
 
 
+def check_cuts(shape: Shape, layout: Layout) -> None:
+    """UserError for what train_3d.py cannot cut, beyond what estimate.py refuses."""
+    if layout.pp > 1 and shape.tied:
+        raise UserError(
+            f"--pp {layout.pp}: {shape.name} has tied embeddings, one matrix for the first and the last stage"
+        )
+    divides(layout.tp, "--tp", shape.vocab, "tokens of the vocabulary")
+
+
 def expert_sizes(shape: Shape, mesh: Layout) -> list[int]:
     """Sizes of expert parallel that divide the experts and the ranks of a pipeline stage."""
     if not shape.experts:
@@ -55,13 +63,13 @@ def layouts(
             sizes = replace(mesh, ep=ep, loss="parallel" if mesh.tp > 1 else "plain")
             try:
                 check(shape, sizes)
+                check_cuts(shape, sizes)
             except UserError:
                 continue
             for batch in batches(sizes, sequences):
-                for staged in virtual_stages(shape, batch):
-                    for sharded in shardings(staged):
-                        for checkpointing in CHECKPOINTING:
-                            yield replace(sharded, checkpointing=checkpointing)
+                for sharded in shardings(batch):
+                    for checkpointing in CHECKPOINTING:
+                        yield replace(sharded, checkpointing=checkpointing)
 
 
 def batches(sizes: Layout, sequences: int) -> Iterator[Layout]:
@@ -71,17 +79,10 @@ def batches(sizes: Layout, sequences: int) -> Iterator[Layout]:
             yield replace(sizes, micro_batch_size=micro_batch_size, micro_batches=micro_batches)
 
 
-def virtual_stages(shape: Shape, batch: Layout) -> Iterator[Layout]:
-    """Interleaved 1F1B takes micro-batches in groups of pp, and equal parts of the layers."""
-    for virtual in VIRTUAL if batch.pp > 1 else (1,):
-        if virtual == 1 or (batch.micro_batches % batch.pp == 0 and shape.layers % (batch.pp * virtual) == 0):
-            yield replace(batch, virtual=virtual)
-
-
 def shardings(layout: Layout) -> Iterator[Layout]:
-    """FSDP over all ranks that hold the same weights, over parts of them with replicas between, or DDP."""
+    """fully_shard over all ranks that hold the same weights, or over parts of them with replicas between: down to
+    replicas of one rank, which shards nothing."""
     for replicate in divisors(layout.dp):
-        zero = 0 if layout.shards == replicate else 3
         ranks_of_a_replica = layout.gpus // (layout.pp * replicate)
-        if zero == 0 or ranks_of_a_replica % layout.ep == 0:  # a sharded replica holds every expert
-            yield replace(layout, zero=zero, replicate=replicate)
+        if ranks_of_a_replica % layout.ep == 0:  # a replica holds every expert
+            yield replace(layout, zero=3, replicate=replicate)

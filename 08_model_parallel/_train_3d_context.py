@@ -40,12 +40,16 @@ class Context:
     Every rank computes attention of its queries with the whole sequence and masks the future, so all take equally long.
     """
 
-    def __init__(self, group: dist.ProcessGroup, seq_len: int) -> None:
-        self.group, self.seq_len = group, seq_len
+    def __init__(self, group: dist.ProcessGroup, seq_len: int, dtype: torch.dtype) -> None:
+        self.group, self.seq_len, self.dtype = group, seq_len, dtype
 
     def visible(self, positions: Tensor) -> Tensor:
-        """[batch, 1 for all heads, own tokens, all tokens]: True where a token is not in the future."""
-        return torch.arange(self.seq_len, device=positions.device) <= positions[:, None, :, None]
+        """[1 for all sequences, 1 for all heads, own tokens, all tokens]: 0, or -inf where a token is in the future.
+
+        Attention adds it. Of True and False it would make such a mask in each layer anew, and keep them all.
+        """
+        future = torch.arange(self.seq_len, device=positions.device) > positions[:1, None, :, None]
+        return torch.zeros_like(future, dtype=self.dtype).masked_fill_(future, -torch.inf)
 
     def extend(self, name: str, positions: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [batch, heads, all tokens, head_dim] from those of this rank's tokens."""

@@ -80,8 +80,7 @@ def main() -> int:
     config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)
     shards = data_ranks * args.cp // args.replicate  # context ranks too: they read other tokens, as data ranks do
     check_model(args.model, config, args.seq_len, tp=args.tp, pp=args.pp, cp=args.cp, shards=shards)
-    # the same ranks twice: by what they read, and by what they hold. Ranks that differ in the last place alone are
-    # neighbours: tensor ranks talk in every layer, stages only between layers
+    # the same ranks twice: by what they read, and by what they hold. Tensor ranks talk most, and are neighbours
     places = {"pipeline": args.pp, "data": data_ranks, "context": args.cp, "tensor": args.tp}
     batch_mesh = runtime.device_mesh(device, places)
     data_rank, sequence = batch_mesh.get_local_rank("data"), batch_mesh["context"]
@@ -95,7 +94,7 @@ def main() -> int:
     columns = sequence_part(args.seq_len, sequence)
     held_out = [(inputs[:, columns], targets[:, columns]) for inputs, targets in held_out]
     where = {"positions": torch.arange(args.seq_len, device=device)[columns].expand(micro_batch_size, -1)}
-    where |= {"cache": Context(sequence.get_group(), args.seq_len)} if args.cp > 1 else {}  # the other ranks' keys
+    where |= {"cache": Context(sequence.get_group(), args.seq_len, DTYPES[args.dtype])} if args.cp > 1 else {}
     # fp32 weights, whatever the dtype: bf16 would lose small updates
     net = model.build(args.model, config, seed=args.seed, device="meta")  # shapes alone: no rank ever holds the whole
     whole = {name: parameter.shape for name, parameter in net.named_parameters()}
@@ -182,7 +181,8 @@ def main() -> int:
                 inputs, targets = (torch.cat(part).to(device, non_blocking=True) for part in parts)
             with meter.phase("forward"):
                 step_loss += forward_backward(schedule, stages, inputs, targets, where)
-        for _ in range(one_by_one):  # each one reduce-scatters: whole gradients would take what sharding saves
+        for micro_step in range(1, one_by_one + 1):  # each one reduce-scatters, or gradients would be whole
+            net.set_requires_all_reduce(micro_step == one_by_one)  # copies of the model meet once, after the last
             with meter.phase("data"):
                 inputs, targets = (t.to(device, non_blocking=True) for t in next(batches))
             with meter.phase("forward"):  # fully_shard casts: what it gathers is in --dtype

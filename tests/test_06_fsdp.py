@@ -56,16 +56,17 @@ def baseline(once) -> Callable[[bool], Result]:
     return partial(once, "06 baseline", run)
 
 
-# Counts what the first two forwards, each with its backward, say to other ranks; one mode for each, as torch wants it.
+# Counts what the forwards of the first step, each with its backward, say to other ranks; a mode for each, for torch.
 COUNTS = """
-import itertools, json, os
+import itertools, json, os, sys
 from torch.distributed.tensor.debug import CommDebugMode
 from common import data
 train_batches = data.train_batches
+micro_batches = 3 if "--micro-batch-size" in sys.argv else 1
 
 def counted(*args, **kwargs):
     batches, counts = train_batches(*args, **kwargs), []
-    for batch in itertools.islice(batches, 2):
+    for batch in itertools.islice(batches, micro_batches):
         mode = CommDebugMode()
         with mode:
             yield batch
@@ -77,6 +78,8 @@ def counted(*args, **kwargs):
 data.train_batches = counted
 """
 ACCUMULATED = ("--micro-batch-size", 1)
+MICRO_BATCHES = 3  # of each of four ranks, then: 12 sequences in a step
+ENDS_A_STEP = 2  # all-reduces: the loss for the log, and whether a rank was asked to stop
 CASES = {  # tied embeddings, flags
     "sharded": (True, ()),
     "kept until backward": (False, ("--reshard-after-forward", "off", *ACCUMULATED)),
@@ -136,18 +139,19 @@ def part_bytes(shape: torch.Size, rank: int, shards: int) -> int:
 
 
 def assert_counts(folder: Path, flags: tuple) -> None:
-    """A gather per block and the root in forward, and in backward for what was forgotten; each reduces once."""
+    """A gather per block and the root in forward, and in backward for what was forgotten; each reduces once. Copies
+    of the model add what they have reduced once a step, after its last micro-batch."""
     expected = {
         "c10d._allgather_base_": LAYERS + 1 if "off" in flags else 2 * LAYERS + 1,
         "c10d._reduce_scatter_base_": LAYERS + 1,
     }
-    if ACCUMULATED[0] in flags:  # with more micro-batches to come there is no clip, nor anything to log
-        expected["c10d.allreduce_"] = LAYERS + 1 if "--replicate" in flags else 0
+    all_reduces = [ENDS_A_STEP + (LAYERS + 1 if "--replicate" in flags else 0)]
+    if ACCUMULATED[0] in flags:
+        all_reduces = (MICRO_BATCHES - 1) * [0] + all_reduces
     for rank in range(4):
         counts = json.loads((folder / f"counts-{rank}.json").read_text())
-        for count in counts:
-            assert {name: count.get(name, 0) for name in expected} == expected, count
-        assert len(counts) == 2
+        for count, expected["c10d.allreduce_"] in zip(counts, all_reduces, strict=True):
+            assert {name: count.get(name, 0) for name in expected} == expected
 
 
 def test_a_run_moves_between_ranks_and_scripts(tmp_path, baseline):

@@ -277,12 +277,15 @@ def test_checkpointing_keeps_less_and_selective_lies_between():
     assert kept["full"] == 32 * tokens * 4 * h + ends
 
 
-def test_tensor_and_context_parallel_ranks_share_the_activations():
+def test_tensor_and_context_parallel_ranks_share_what_they_can():
     shape = CONFIG.read_shape("llama-8b")
     ids = 16 * 4096
     whole = estimate.memory(shape, Plan())["activation_bytes"] - ids
-    assert estimate.memory(shape, Plan(gpus=4, tp=4))["activation_bytes"] == whole / 4 + ids
-    assert estimate.memory(shape, Plan(gpus=4, cp=4))["activation_bytes"] == (whole + ids) / 4
+    # tensor ranks keep the gathered inputs of attention, MLP and head; context ranks all keys and values, and a mask
+    inputs = 4096 * (2 * 32 + 1) * 2 * shape.hidden
+    assert estimate.memory(shape, Plan(gpus=4, tp=4))["activation_bytes"] == whole / 4 + inputs * 3 / 4 + ids
+    keys, mask = 4096 * 32 * 2 * 2 * shape.kv_width, 2 * 1024 * 4096
+    assert estimate.memory(shape, Plan(gpus=4, cp=4))["activation_bytes"] == (whole + ids + 3 * keys) / 4 + mask
 
 
 def test_experts_are_divided_by_expert_parallel_ranks():
