@@ -1,7 +1,7 @@
 """What is alive together, from the end of forward to the last gradient. Backward begins at the last block."""
 
 from _estimate_plan import Plan
-from _estimate_widths import whole_in_pipeline
+from _estimate_sharded import gradients_stay_whole, weights_stay_whole
 
 MOMENTS = ("end of forward", "loss backward", "last block", "first block", "last gradients")
 
@@ -14,6 +14,8 @@ def moments(
     root_reduced: float,
     embedding_gradient: float,
     tied_gradients: float,
+    gathered_by_backward: float,
+    of_others_in_flight: float,
 ) -> dict[str, float]:
     """Bytes at each moment that may be the peak.
 
@@ -21,7 +23,8 @@ def moments(
     one by one, the embedding's last. A tied matrix has two, of head and of embedding, and for a moment their sum."""
     kept = lines["weight_bytes"] + lines["optimizer_bytes"] + lines["buffer_bytes"]
     always = plan.micro_batches > 1 or plan.framework != "ours" or (plan.zero == 0 and plan.shards > 1)
-    gradients = 0 if whole_in_pipeline(plan) and plan.framework == "ours" else lines["gradient_bytes"]
+    among_gathered = gradients_stay_whole(plan) and not weights_stay_whole(plan)
+    gradients = 0 if among_gathered else lines["gradient_bytes"]
     waiting = kept + lines["activation_bytes"] + lines["gathered_bytes"] + (gradients if always else 0)
     cast = lines["cast_bytes"] if plan.checkpointing == "none" else head_cast  # else autocast casts again in backward
     logits_in_forward = lines["logits_bytes"]
@@ -33,6 +36,6 @@ def moments(
         "end of forward": waiting + lines["cast_bytes"] + logits_in_forward,
         "loss backward": waiting + cast + lines["logits_bytes"],
         "last block": waiting + recomputed + lines["reduced_bytes"],
-        "first block": nearly_all + lines["block_bytes"],
+        "first block": nearly_all + gathered_by_backward + of_others_in_flight + lines["block_bytes"],
         "last gradients": kept + lines["gathered_bytes"] + gradients + root_reduced + tied_gradients,
     }

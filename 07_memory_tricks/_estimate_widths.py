@@ -51,11 +51,6 @@ def end_bytes(shape: Shape, plan: Plan) -> float:
     return norm_bytes(shape, plan) + head_input
 
 
-def whole_in_pipeline(plan: Plan) -> bool:
-    """Are weights and gradients of a stage whole during a step, though sharded between steps?"""
-    return plan.zero == 3 and plan.pp > 1 and FRAMEWORKS[plan.framework].whole_in_pipelines
-
-
 def mask_bytes(plan: Plan) -> float:
     """Context parallel by all-gather: which of all tokens the own ones may look at, one mask for all layers."""
     if plan.cp == 1 or not FRAMEWORKS[plan.framework].gathered_keys:

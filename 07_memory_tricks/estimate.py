@@ -27,6 +27,7 @@ from _estimate_frameworks import FRAMEWORKS, LOSSES
 from _estimate_peak import MOMENTS, moments
 from _estimate_plan import DTYPES, OPTIMIZERS, Plan, check
 from _estimate_shapes import Shape
+from _estimate_sharded import gathered_by_backward, gathered_bytes, reduced_bytes, root_parameters
 from _estimate_stages import placeholder_bytes, stage_of
 from _estimate_widths import (
     end_bytes,
@@ -37,7 +38,6 @@ from _estimate_widths import (
     product_widths,
     residual_bytes,
     rotated_width,
-    whole_in_pipeline,
 )
 
 CONTEXT = 512 * 2**20  # CUDA's context with torch's kernels: assumed, nvidia-smi shows 400 to 600 MiB
@@ -120,24 +120,6 @@ def logits_bytes(*, tokens: float, vocab: int, loss: str, tp: int = 1) -> float:
     return tokens * vocab * LOSSES[loss] / tp
 
 
-def gathered_bytes(shape: Shape, plan: Plan, *, of_stage: float = 0.0) -> float:
-    """ZeRO-3: the block that computes and the next one, whole, in --dtype; and embedding and head, in one group."""
-    if plan.zero < 3:
-        return 0.0
-    if whole_in_pipeline(plan):
-        return of_stage * (DTYPES[plan.dtype] + 4)  # the stage's weights, and their gradients in fp32
-    whole = 2 * shapes.largest_layer(shape) / plan.ep
-    if FRAMEWORKS[plan.framework].gathers_root:
-        whole += shapes.embedding_parameters(shape) + shapes.head_parameters(shape)
-    return whole * DTYPES[plan.dtype] / plan.tp
-
-
-def reduced_bytes(parameters: float, plan: Plan) -> float:
-    """ZeRO-3: a group's whole gradient, in --dtype, and its fp32 copy that is reduced and scattered."""
-    copy = 0 if whole_in_pipeline(plan) and plan.framework == "ours" else 4  # those are reduced after the last backward
-    return parameters * (DTYPES[plan.dtype] + copy) / plan.tp if plan.zero == 3 else 0.0
-
-
 def cast_bytes(parameters: float, plan: Plan) -> float:
     """Under autocast each product keeps a 16-bit copy of its weight until backward; fully_shard gathers them so."""
     autocast = plan.framework == "ours" and plan.dtype != "fp32" and plan.zero < 3
@@ -199,7 +181,7 @@ def memory_of_stage(shape: Shape, plan: Plan, number: int = 0) -> dict[str, floa
         "activation_bytes": activations,
         "block_bytes": block,
         "logits_bytes": logits_bytes(tokens=plan.tokens, vocab=shape.vocab, loss=plan.loss, tp=plan.tp) * stage.last,
-        "gathered_bytes": gathered_bytes(shape, plan, of_stage=stage.parameters + stage.expert_parameters),
+        "gathered_bytes": gathered_bytes(shape, plan, stage),
         "reduced_bytes": reduced_bytes(shapes.largest_layer(shape) / plan.ep, plan),
         "cast_bytes": cast_bytes(stage.matrix_parameters, plan),
         "buffer_bytes": tables + placeholders + buckets + (0 if plan.on_cpu else WORKSPACE),
@@ -208,9 +190,11 @@ def memory_of_stage(shape: Shape, plan: Plan, number: int = 0) -> dict[str, floa
     both_ends = stage.first and stage.last and shape.tied
     of_ends = {
         "head_cast": cast_bytes(embedding * stage.last, plan),
-        "root_reduced": reduced_bytes(shapes.embedding_parameters(shape) + shapes.head_parameters(shape), plan),
+        "root_reduced": reduced_bytes(root_parameters(shape, stage), plan),
         "embedding_gradient": 0 if both_ends else embedding * stage.first * gradients / stage.all_parameters,
         "tied_gradients": 2 * embedding * gradient_size(plan) if both_ends else 0,
+        "gathered_by_backward": gathered_by_backward(shape, plan, stage),
+        "of_others_in_flight": activations * (1 - 1 / stage.in_flight),
     }
     return {**lines, **moments(plan, lines, **of_ends)}
 

@@ -4,10 +4,8 @@ Nothing is allocated and nothing is sent. The process group is fake: it has as m
 of them, and its collectives do nothing. The tensors are fake, too: shapes and types without numbers.
 """
 
-import logging
 import warnings
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -23,7 +21,7 @@ from _plan_layout import Layout, of_one_replica
 from _train_3d_context import Context, sequence_part
 from _train_3d_stages import forward_backward, keep_stage, make_schedule
 from _train_3d_tensor import cut_matrices
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -32,48 +30,34 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import _disable_current_modes
 
 from common import model, runtime
 from common.shapes import Config
+from common.step_cost import LiveMemory, held_tensors
 
 CPU = torch.device("cpu")
 LINES = {"weights": "weight_bytes", "gradients": "gradient_bytes", "optimizer state": "optimizer_bytes"}
 
 
-class Alive(TorchDispatchMode):
-    """Counts the bytes of all storages that operations have made and something still refers to."""
+class Peak(LiveMemory):
+    """The most bytes that were alive at once."""
 
-    def __init__(self, kept: list[Tensor]) -> None:
-        super().__init__()
-        self.storages = weakref.WeakSet(part(tensor).untyped_storage() for tensor in kept)
-        self.peak = 0
-        self.counts = True
+    highest = 0
 
-    def __torch_dispatch__(self, operation: Callable, types: tuple, args=(), kwargs=None) -> object:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # its operations on the own part come here one by one
-        result = operation(*args, **(kwargs or {}))
-        made = [leaf.untyped_storage() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        if self.counts and any(storage not in self.storages for storage in made):
-            self.storages.update(made)
-            # read anew each time: fully_shard frees what it gathered by giving the storage another size
-            self.peak = max(self.peak, sum(storage.nbytes() for storage in self.storages))
-        return result
+    def after(self, operator, operands: tuple) -> None:
+        if not operator.is_view:
+            self.highest = max(self.highest, self.bytes_now())
 
 
 @contextmanager
-def shapes_not_counted(alive: Alive) -> Iterator[None]:
-    """DTensor learns the shape of a result by running the operation on whole tensors: no rank ever has those."""
+def shapes_not_counted() -> Iterator[None]:
+    """DTensor learns the shape of a result by running the operation on whole tensors, which no rank ever has."""
     propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 
     def unseen(*args) -> object:
-        alive.counts = False
-        try:
+        with _disable_current_modes():
             return propagate(*args)
-        finally:
-            alive.counts = True
 
     ShardingPropagator._propagate_tensor_meta_non_cached = unseen
     try:
@@ -82,12 +66,9 @@ def shapes_not_counted(alive: Alive) -> Iterator[None]:
         ShardingPropagator._propagate_tensor_meta_non_cached = propagate
 
 
-def part(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def size_of(tensors: Iterator[Tensor]) -> int:
-    return sum(part(tensor).nbytes for tensor in tensors)
+def size_of(tensors: Iterable[DTensor]) -> int:
+    """Bytes of this rank's parts."""
+    return sum(tensor.to_local().nbytes for tensor in tensors)
 
 
 def config_of(shape: Shape, seq_len: int) -> Config:
@@ -143,7 +124,6 @@ def step(net: nn.Module, layout: Layout, stages: DeviceMesh, sequence: DeviceMes
 
 def held(config: Config, layout: Layout, stage: int) -> dict[str, int]:
     """Bytes that the first rank of a pipeline stage holds, and the most that it ever holds in a step."""
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", "Set timeout is now only supported")  # a fake process group waits for nobody
     rank = stage * layout.gpus // layout.pp
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.gpus)
@@ -167,11 +147,11 @@ def held(config: Config, layout: Layout, stage: int) -> dict[str, int]:
         optimizer.zero_grad()
         moments = [tensor for state in optimizer.state.values() for tensor in state.values() if tensor.ndim]
         found["optimizer state"] = size_of(moments)
-        alive = Alive([*net.parameters(), *net.buffers(), *moments])
-        stack.enter_context(shapes_not_counted(alive))
-        stack.enter_context(alive)
+        stack.enter_context(shapes_not_counted())
+        held_before = (t.to_local() if isinstance(t, DTensor) else t for t in held_tensors(net, [optimizer]))
+        peak = stack.enter_context(Peak(held_before))
         step(net, layout, mesh["pipeline"], sequence)
-    return {**found, "peak": alive.peak}
+    return {**found, "peak": peak.highest}
 
 
 def predicted(shape: Shape, layout: Layout, stage: int) -> dict[str, float]:

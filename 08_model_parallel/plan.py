@@ -3,7 +3,7 @@ itself and comes with its command.
 
 A step is arithmetic at the rate that its sizes reach, what ranks wait for each other, and a pipeline's bubble. Tensor
 parallel makes products smaller and waits in every layer, so it stays inside a node. A pipeline sends little and is idle
-for (pp - 1) / virtual micro-batches. Data parallel hides its traffic behind backward, until a rank has too few tokens.
+for pp - 1 micro-batches. Data parallel hides its traffic behind backward, until a rank has too few tokens.
 Recomputation buys memory for arithmetic. Bytes come from the formulas of 07_memory_tricks/estimate.py. No torch here.
 
     laptop    python 08_model_parallel/plan.py
@@ -11,6 +11,7 @@ Recomputation buys memory for arithmetic. Bytes come from the formulas of 07_mem
     cluster   python 08_model_parallel/plan.py --model llama-70b --gpus 1024 --device "NVIDIA H100 80GB HBM3" \\
                   --nodes-of 8 --link 50 --sequence 8192 --global-batch-tokens 4M
     a part of the choice is yours: --tp 8 --pp 4
+    what it says of memory: --check builds the best layout on ranks that are not there, and compares what they hold
 
 Look for: what the second best would lose, and where. Differences under a few percent are below the model's own error:
 measure both. How far it is from measured steps: python benchmarks/planner_cases.py

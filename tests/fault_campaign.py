@@ -9,6 +9,7 @@ bit.
 
     python tests/fault_campaign.py
     python tests/fault_campaign.py --faults 100 --seed 0 --script 05_ddp/train.py --json faults.json
+    python tests/fault_campaign.py --script 08_model_parallel/train_3d.py      on 2 x 2 tensor and pipeline ranks
 
 Fault n of a seed is the same whatever --faults is. Exit code 1 if one verdict is not ok; its folder is kept.
 """
@@ -46,8 +47,10 @@ from support.harness import (
 
 from common import cli, exits, report
 
-SCRIPTS = [*SEVERAL, "06_fsdp_zero/train_zero.py"]
 STEPS, SAVE_EVERY = 48, 4
+NUMBERS = (1, 1, 2, 2, 3)  # of processes: a fault draws one of them
+SCRIPTS = dict.fromkeys((*SEVERAL, "06_fsdp_zero/train_zero.py"), (NUMBERS, ()))
+SCRIPTS["08_model_parallel/train_3d.py"] = ((4,), ("--tp", 2, "--pp", 2, "--micro-batch-size", 3))
 FLAGS = ("--steps", STEPS, "--save-every", SAVE_EVERY, "--deterministic", "--resume")
 ENDS_WITHIN_SECONDS = 120  # each of a fault's two runs; a job still there after that hangs
 STEPS_WITHIN_SECONDS = 120  # a job that has not reached the fault's step by then hangs too
@@ -80,12 +83,12 @@ class Fault:
         return SAVE_EVERY * (1 + self.async_save + (self.kind == "corrupt newest"))
 
 
-def draw(seed: int, number: int, kinds: tuple[str, ...]) -> Fault:
-    """Fault `number` of the campaign with that seed."""
+def draw(seed: int, number: int, kinds: tuple[str, ...], numbers: tuple[int, ...] = NUMBERS) -> Fault:
+    """Fault `number` of the campaign with that seed, on one of these numbers of processes."""
     rng = random.Random(f"{seed}:{number}")
     kind = kinds[number % len(kinds)]
     # a stopped rank shows only by the others' waiting, so it needs some
-    world_size = rng.choice((2, 2, 3) if kind == "stop a rank" else (1, 1, 2, 2, 3))
+    world_size = rng.choice([n for n in numbers if n > 1] if kind == "stop a rank" else numbers)
     return Fault(
         number,
         kind,
@@ -157,12 +160,16 @@ def small_disk(folder: Path) -> Iterator[None]:
         subprocess.run(["umount", "--lazy", folder / "run"], check=True)
 
 
+def flags_of(script: str) -> tuple:
+    return (*FLAGS, *SCRIPTS[script][1])
+
+
 def suffer(fault: Fault, folder: Path, weights: str, script: str) -> dict:
     """Let the fault strike a run, start the run again, and judge."""
     start, problems, saved, resumed, lost = time.monotonic(), [], None, None, None
     # killing torchrun needs one; else one process is started bare
     nproc = None if fault.world_size == 1 and fault.kind != "kill the agent" else fault.world_size
-    flags = (*FLAGS, *(["--async-save"] if fault.async_save else []))
+    flags = (*flags_of(script), *(["--async-save"] if fault.async_save else []))
     env = STOPPED_RANK if fault.kind == "stop a rank" else {}
     with small_disk(folder) if fault.kind == "disk full" else contextlib.nullcontext():
         try:
@@ -205,7 +212,7 @@ def main() -> int:
     parser = cli.Parser(__doc__)
     parser.add_argument("--faults", type=cli.positive_int, default=10, help="how many; 7 have each kind once")
     parser.add_argument("--seed", type=cli.seed, default=0)
-    parser.add_argument("--script", choices=SCRIPTS, default=SCRIPTS[0], help="the training script that suffers")
+    parser.add_argument("--script", choices=SCRIPTS, default=SEVERAL[0], help="the training script that suffers")
     parser.add_argument("--jobs", type=cli.positive_int, default=2, help="faults at a time")
     parser.add_argument("--json", type=cli.writable_file, metavar="PATH", help="write the table as one JSON object")
     args = parser.parse_args()
@@ -216,10 +223,12 @@ def main() -> int:
     except (OSError, subprocess.CalledProcessError) as error:
         kinds = tuple(kind for kind in KINDS if kind != "disk full")
         print(f"left out: disk full (mounting a small file system needs root: {error})")
-    faults = [draw(args.seed, number, kinds) for number in range(args.faults)]
+    numbers, _ = SCRIPTS[args.script]
+    faults = [draw(args.seed, number, kinds, numbers) for number in range(args.faults)]
     with ThreadPoolExecutor(args.jobs) as pool:
         worlds = sorted({fault.world_size for fault in faults}, reverse=True)
-        undisturbed = pool.map(lambda n: train(args.script, folder / f"world-{n}", *FLAGS, nproc=n), worlds)
+        flags = flags_of(args.script)
+        undisturbed = pool.map(lambda n: train(args.script, folder / f"world-{n}", *flags, nproc=n), worlds)
         weights = {n: result.summary["weights_sha256"] for n, result in zip(worlds, undisturbed, strict=True)}
         print(f"undisturbed runs of {STEPS} steps: {worlds} processes", flush=True)
         rows = []

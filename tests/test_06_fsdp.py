@@ -121,6 +121,13 @@ def test_sharded_over_four_ranks_is_one_process(tmp_path, baseline, case):
     assert (", 2 copies of the model\n" in result.out) == ("--replicate" in flags)
 
 
+def test_copies_meet_once_a_step_in_3d_too(tmp_path):
+    script = with_prelude("08_model_parallel/train_3d.py", tmp_path, COUNTS)
+    _, flags = CASES["two copies"]
+    train(script, tmp_path, *uneven(tmp_path, tied=False), *flags, nproc=4)
+    assert_counts(tmp_path, flags)
+
+
 def test_replicated_on_four_ranks_is_one_process_too(tmp_path, baseline):
     result = train(DDP, tmp_path, *uneven(tmp_path, True), nproc=4)
     assert_same(result, baseline(True))
