@@ -10,6 +10,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from multiprocessing import get_context
 
 import estimate
@@ -25,7 +26,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.pipelining._utils import InferenceMode
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.parallel import loss_parallel
@@ -95,8 +95,12 @@ def build(config: Config, layout: Layout, mesh: DeviceMesh) -> nn.Module:
     model.checkpoint_blocks(net, layout.checkpointing)
     copies = mesh["shard"] if layout.replicate == 1 else mesh["replicate", "shard"]
     precision = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    for module in (*net.model.layers.values(), net):
+    blocks = [*net.model.layers.values()]
+    for module in (*blocks, net):
         fully_shard(module, mesh=copies, mp_policy=precision)
+    for block, next_block in pairwise(blocks):
+        block.set_modules_to_forward_prefetch([next_block])
+        next_block.set_modules_to_backward_prefetch([block])
     return net
 
 
@@ -115,6 +119,8 @@ def step(net: nn.Module, layout: Layout, stages: DeviceMesh, sequence: DeviceMes
         return
     sent = (layout.micro_batch_size, layout.seq_len // (layout.cp * layout.tp), net.config.hidden_size)
     schedule = make_schedule(net, stages, micro_batches, positions, torch.zeros(sent, dtype=torch.bfloat16))
+    from torch.distributed.pipelining._utils import InferenceMode  # not in torch 2.11
+
     # fake ranks cannot tell each other that they know the shapes of what they send
     schedule._stage._inference_mode = InferenceMode.STATIC
     schedule._warmup_p2p = lambda *_: None

@@ -156,8 +156,10 @@ def test_a_product_with_other_weights_is_seen():
         checks.product_error(layer, parts, torch.float32)
 
 
+@pytest.mark.parametrize("amx", [True, False])
 @pytest.mark.parametrize("rows", [64, 211])
-def test_one_row_times_codes(rows):
+def test_one_row_times_codes(monkeypatch, rows, amx):
+    monkeypatch.setattr(products, "AMX", amx)
     codes = torch.randint(-127, 128, (rows, 52), generator=torch.Generator().manual_seed(1), dtype=torch.int8)
     x = torch.randn(1, 1, 52, generator=torch.Generator().manual_seed(2))
     found = products.sums_of_rows(x, codes)

@@ -1,4 +1,4 @@
-"""tests/fault_campaign.py: ten faults, and that its verdicts can be bad."""
+"""tests/fault_campaign.py: every kind of fault, and that its verdicts can be bad."""
 
 import json
 import os
@@ -16,8 +16,10 @@ SEED = 41  # every kind, 1 to 3 processes, both ways to save, and few process st
 
 @pytest.mark.parametrize("script", fault_campaign.SCRIPTS)
 @pytest.mark.timeout(700)
-def test_ten_faults(tmp_path, script):
-    flags = ["--faults", "10", "--seed", str(SEED), "--script", script, "--json", "f.json"]
+def test_every_kind_of_fault(tmp_path, script):
+    numbers, _ = fault_campaign.SCRIPTS[script]
+    faults = 10 if len(numbers) > 1 else 7  # four ranks take long to start
+    flags = ["--faults", str(faults), "--seed", str(SEED), "--script", script, "--json", "f.json"]
     argv = [sys.executable, ROOT / "tests/fault_campaign.py", *flags]
     result = subprocess.run(argv, cwd=tmp_path, env=clean_env(), capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -25,9 +27,8 @@ def test_ten_faults(tmp_path, script):
     rows = summary["rows"]
     assert summary["left_out"] in ([], ["disk full"] if os.geteuid() else [])
     assert {row["kind"] for row in rows} == {*fault_campaign.KINDS} - {*summary["left_out"]}
-    numbers, _ = fault_campaign.SCRIPTS[script]
     assert {row["world_size"] for row in rows} == {*numbers}
-    assert [row["number"] for row in rows] == [*range(10)]
+    assert [row["number"] for row in rows] == [*range(faults)]
     for row in rows:
         assert row["verdict"] == "ok"
         assert row["kind"] == "pause a rank" or row["resumed_step"] == row["saved_step"]
