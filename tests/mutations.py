@@ -1355,7 +1355,7 @@ MUTATIONS = [
         "07_memory_tricks/_estimate_frameworks.py",
         "        gathered_inputs=True,\n        gathered_keys=True,\n",
         "        gathered_keys=True,\n",
-        "tests/test_08_plan.py::test_bytes_of_ranks_are_as_predicted[all]",
+        ESTIMATE + "tensor_and_context_parallel_ranks_share_what_they_can",
     ),
     Mutation(
         "keys and values of other context ranks are thought to be freed",
