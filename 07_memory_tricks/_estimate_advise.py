@@ -46,7 +46,7 @@ def batches(sizes: Plan, global_batch_size: int) -> Iterator[Plan]:
         batch = replace(sizes, micro_batch_size=micro_batch_size, micro_batches=micro_batches)
         for zero in (0, 1, 2, 3) if sizes.shards > 1 else (0,):
             if zero >= 2 and sizes.pp > 1:
-                continue  # a pipeline would gather or reduce the same weights in every micro-batch
+                continue  # a pipeline would gather the same weights in every micro-batch
             for checkpointing in CHECKPOINTING:
                 yield replace(batch, zero=zero, checkpointing=checkpointing)
 

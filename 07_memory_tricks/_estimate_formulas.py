@@ -8,7 +8,8 @@ from _estimate_frameworks import FRAMEWORKS, LOSSES
 from _estimate_inference import CACHE_DTYPES
 from _estimate_plan import DTYPES, OPTIMIZERS, Plan
 from _estimate_shapes import Shape
-from _estimate_widths import residual_bytes
+from _estimate_sharded import gradients_stay_whole, weights_stay_whole
+from _estimate_widths import mask_bytes, residual_bytes
 
 
 def training_formulas(shape: Shape, plan: Plan) -> dict[str, str]:
@@ -33,10 +34,17 @@ def training_formulas(shape: Shape, plan: Plan) -> dict[str, str]:
     cast = "0: nothing is cast, or it is gathered so"
     if plan.framework == "ours" and plan.zero < 3 and plan.dtype != "fp32":
         cast = f"matrices x {DTYPES[plan.dtype]} bytes, kept by autocast"
+    mask = " + a mask of all tokens for the own ones" if mask_bytes(plan) else ""
     in_flight = f" x {min(plan.pp, plan.micro_batches)} micro-batches in flight" if plan.pp > 1 else ""
     gathered = "0: nothing is sharded"
     if plan.zero == 3:
         gathered = f"(2 blocks + embedding + head) x {DTYPES[plan.dtype]} bytes"
+    reduced = f"a block's whole gradient x ({DTYPES[plan.dtype]} + 4) bytes" if plan.zero == 3 else "0"
+    if weights_stay_whole(plan):
+        gathered = f"the stage's weights x {DTYPES[plan.dtype]} + gradients x 4 bytes"
+    elif gradients_stay_whole(plan):
+        gathered += " + the stage's gradients x 4"
+        reduced = f"a block's gradient x {DTYPES[plan.dtype]} bytes, before it is added to those"
     buffers = "cos and sin of every position, fp32" if not shape.gpt2 else "0"
     buffers += " + cuBLAS workspaces"
     buffers += " + placeholder gradients" if framework.placeholders else ""
@@ -46,12 +54,12 @@ def training_formulas(shape: Shape, plan: Plan) -> dict[str, str]:
         "weight_bytes": f"{n} x {framework.weight} bytes{shards(3)}{parallel}",
         "gradient_bytes": f"{n} x {framework.gradient} bytes{shards(2)}{parallel}",
         "optimizer_bytes": f"{n} x {state:g} bytes{master}{shards(1)}{parallel}",
-        "activation_bytes": f"{tokens} x {shape.layers} layers{parallel} x {kept_of_a_layer}{in_flight}",
+        "activation_bytes": f"{tokens} x {shape.layers} layers{parallel} x {kept_of_a_layer}{mask}{in_flight}",
         "block_bytes": f"{tokens} x one block: {block}",
         "logits_bytes": f"{tokens} x {shape.vocab:,} x {LOSSES[plan.loss]:g} bytes ({plan.loss} cross-entropy)",
         "gathered_bytes": gathered,
         "cast_bytes": cast,
-        "reduced_bytes": f"a block's whole gradient x ({DTYPES[plan.dtype]} + 4) bytes" if plan.zero == 3 else "0",
+        "reduced_bytes": reduced,
         "buffer_bytes": buffers,
         "allocated_bytes": "the peak, as torch.cuda.max_memory_allocated counts it",
         "fragmentation_bytes": f"{framework.reserved:.0%} of what changes within a step: assumed",

@@ -22,7 +22,8 @@ class Framework:
     every_second_product: bool = False  # "selective" keeps every second product instead of all
     # what else is alive at the peak
     gathers_root: bool = False  # embedding and head stay gathered from forward to backward
-    whole_in_pipelines: bool = False  # with pp > 1, weights and gradients are sharded between steps only
+    whole_in_pipelines: bool = False  # with pp > 1, gradients are reduced once, after a step's last backward
+    weights_whole_in_pipelines: bool = False  # and weights are not resharded until then
     placeholders: bool = False  # a bf16 gradient of each shape that is never used, where the product adds in place
     stages_by_cost: bool = False  # pipeline stages of equal cost, the head counted, instead of equal layers
     reserved: float = 0.05  # the allocator's surplus over what changes within a step; long-lived tensors have none
@@ -36,6 +37,7 @@ TORCHTITAN = Framework(
     every_second_product=True,
     gathers_root=True,
     whole_in_pipelines=True,
+    weights_whole_in_pipelines=True,
     gathered_inputs=True,
     # FSDP2 runs whose source prints both, over states that are 12.6 and 39.1 GiB: commit 83c879f 59.41 and 49.54 GiB,
     # 00cffae 107.97 and 96.60, 141.53 and 126.12. The surplus is 0.27, 0.20 and 0.18 of the rest: its median.

@@ -20,7 +20,9 @@ def moments(
     """Bytes at each moment that may be the peak.
 
     Gradients that accumulate are there all the time, and so are DDP's, which are views of its buckets; else they come
-    one by one, the embedding's last. A tied matrix has two, of head and of embedding, and for a moment their sum."""
+    one by one, the embedding's last. A tied matrix has two, of head and of embedding, and for a moment their sum. Those
+    that a pipeline keeps whole are among the gathered. There, when backward is at the first block, all blocks are
+    gathered, and the other micro-batches wait."""
     kept = lines["weight_bytes"] + lines["optimizer_bytes"] + lines["buffer_bytes"]
     always = plan.micro_batches > 1 or plan.framework != "ours" or (plan.zero == 0 and plan.shards > 1)
     among_gathered = gradients_stay_whole(plan) and not weights_stay_whole(plan)
@@ -31,7 +33,7 @@ def moments(
     if plan.loss == "plain":  # of 12 bytes a logit: the logits, in 16 bits the same in fp32, and log-softmax
         logits_in_forward *= (8 if plan.dtype == "fp32" else 10) / 12
     recomputed = 0 if plan.checkpointing == "none" else lines["block_bytes"]
-    nearly_all = kept + lines["gathered_bytes"] + gradients - (0 if always else embedding_gradient)
+    nearly_all = kept + lines["gathered_bytes"] + gradients - (0 if always or among_gathered else embedding_gradient)
     return {
         "end of forward": waiting + lines["cast_bytes"] + logits_in_forward,
         "loss backward": waiting + cast + lines["logits_bytes"],

@@ -82,7 +82,7 @@ def check(shape: Shape, plan: Plan) -> None:
     if not shape.latent:
         divides(plan.tp, "--tp", shape.kv_heads, "key-value heads")
     divides(plan.tp, "--tp", shape.ffn, "columns of the feed-forward part")
-    divides(plan.tp * plan.cp, "--tp x --cp", plan.seq_len, "tokens of --seq-len")
+    divides(plan.tp * plan.cp, "--tp x --cp", plan.seq_len, "tokens of a sequence")
     if plan.pp > shape.layers:
         raise UserError(f"--pp {plan.pp} is more than the {shape.layers} layers of {shape.name}")
     if plan.ep > 1:

@@ -13,8 +13,8 @@ def gradients_stay_whole(plan: Plan) -> bool:
 
 
 def weights_stay_whole(plan: Plan) -> bool:
-    """Besides, torchtitan does not reshard weights after forward then."""
-    return gradients_stay_whole(plan) and plan.framework != "ours"
+    """And does the framework keep what it has gathered until then?"""
+    return gradients_stay_whole(plan) and FRAMEWORKS[plan.framework].weights_whole_in_pipelines
 
 
 def gathered_bytes(shape: Shape, plan: Plan, stage: Stage) -> float:
@@ -32,8 +32,8 @@ def gathered_bytes(shape: Shape, plan: Plan, stage: Stage) -> float:
 
 
 def whole_gradient_bytes(shape: Shape, plan: Plan, stage: Stage) -> float:
-    """fp32 gradients of a stage that pipelines keep whole; the embedding's also over all tensor ranks, since DTensor
-    leaves it so until it is reduced."""
+    """fp32 gradients of a stage that pipelines keep whole. Tensor ranks do not divide the embedding's: DTensor keeps
+    each rank's summand until it is reduced."""
     if not gradients_stay_whole(plan):
         return 0.0
     embedding = shapes.embedding_parameters(shape) * (1 - 1 / plan.tp) if stage.first else 0

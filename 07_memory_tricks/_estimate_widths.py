@@ -12,8 +12,8 @@ def residual_bytes(plan: Plan) -> int:
 
 
 def norm_bytes(shape: Shape, plan: Plan) -> float:
-    """Per token, what a norm keeps: its input and 1/rms. On a CPU both its input and the norm before its weight in
-    fp32; CUDA's kernel computes that again."""
+    """Per token, what a norm keeps: its input and 1/rms. A CPU keeps two tensors in fp32, the input and the normalised
+    input before the weight; CUDA's kernel computes the second again."""
     return shape.hidden * (8 if plan.on_cpu else residual_bytes(plan)) + 4
 
 

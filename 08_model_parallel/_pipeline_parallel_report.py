@@ -38,11 +38,13 @@ def describe(pipeline: Pipeline, micro_batches: int, tokens_per_step: float) -> 
     timelines = {step: [rank["timelines"][step] for rank in of_ranks] for step in timed_steps}
     bubbles = [idle_share(timelines[step]) for step in timed_steps]
     errors = [rank["relative_errors"] for rank in of_ranks]
-    replayed = idle_share(replay(pipeline.orders)) if pipeline.orders else None
+    # where a schedule has no list, what its ranks have computed is one
+    orders = pipeline.orders or [[span.instruction for span in rank["timelines"][-1]] for rank in of_ranks]
+    replayed = idle_share(replay(orders))
     formula = bubble_formula(pipeline.name, ranks, micro_batches, len(pipeline.stages))
-    assert replayed in (None, formula), f"{pipeline.name}: {replayed} of the time units are idle, and must be {formula}"
+    assert replayed == formula, f"{pipeline.name}: {replayed} of the time units are idle, and must be {formula}"
     by_hand = pipeline.by == BY_HAND
-    held = [most_held(order) for order in pipeline.orders] or None
+    held = [most_held(order) for order in orders]
     if by_hand:
         found = [rank["most_held"] for rank in of_ranks]
         assert found == held, f"{pipeline.name}: ranks held {found} micro-batches, and their lists say {held}"
@@ -55,7 +57,7 @@ def describe(pipeline: Pipeline, micro_batches: int, tokens_per_step: float) -> 
         # NaN stays in torch's maximum
         "relative_errors": {what: torch.tensor([rank[what] for rank in errors]).max().item() for what in errors[0]},
         "bubble_formula": float(formula),
-        "bubble_replayed": None if replayed is None else float(replayed),
+        "bubble_replayed": float(replayed),
         "bubble_measured": report.spread(bubbles),
         "most_held_per_rank": held,
         "messages_per_step_per_rank": [rank["messages"] // steps for rank in of_ranks] if by_hand else None,
@@ -106,7 +108,6 @@ def table(rows: list[dict]) -> str:
     lines = [[*head, "held at most, rank by rank"]]
     for row in rows:
         measured = row["bubble_measured"]
-        replayed = row["bubble_replayed"]
         held = row["most_held_per_rank"]
         lines.append(
             [
@@ -114,9 +115,9 @@ def table(rows: list[dict]) -> str:
                 row["by"].rpartition(".")[2],
                 str(row["stages_per_rank"]),
                 f"{row['bubble_formula']:.3f}",
-                "n/a" if replayed is None else f"{replayed:.3f}",
+                f"{row['bubble_replayed']:.3f}",
                 f"{measured['median']:.2f} ({measured['min']:.2f} to {measured['max']:.2f})",
-                "n/a" if held is None else ", ".join(map(str, held)),
+                ", ".join(map(str, held)),
             ]
         )
     return report.table(lines)

@@ -33,6 +33,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
 from common import model, runtime
+from common.exits import UserError
 from common.shapes import Config
 from common.step_cost import LiveMemory, held_tensors
 
@@ -119,8 +120,10 @@ def step(net: nn.Module, layout: Layout, stages: DeviceMesh, sequence: DeviceMes
         return
     sent = (layout.micro_batch_size, layout.seq_len // (layout.cp * layout.tp), net.config.hidden_size)
     schedule = make_schedule(net, stages, micro_batches, positions, torch.zeros(sent, dtype=torch.bfloat16))
-    from torch.distributed.pipelining._utils import InferenceMode  # not in torch 2.11
-
+    try:
+        from torch.distributed.pipelining._utils import InferenceMode
+    except ImportError:
+        raise UserError(f"--check of a pipeline needs torch 2.13, and this is {torch.__version__}") from None
     # fake ranks cannot tell each other that they know the shapes of what they send
     schedule._stage._inference_mode = InferenceMode.STATIC
     schedule._warmup_p2p = lambda *_: None

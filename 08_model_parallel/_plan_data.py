@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from _estimate_frameworks import FRAMEWORKS
 from _estimate_plan import DTYPES
+from _estimate_sharded import gradients_stay_whole, weights_stay_whole
 from _estimate_stages import Stage
 from _plan_collectives import behind, gather_seconds, reduce_seconds
 from _plan_habits import BUCKET, HABITS
@@ -29,16 +30,15 @@ def data_seconds(layout: Layout, machine: Machine, stage: Stage, busy: float) ->
         return dense + (seconds(machine, same, layout.ep, size, pieces) if size else 0.0)
 
     if layout.zero == 3:
-        times = 1 if layout.pp > 1 and framework.whole_in_pipelines else layout.micro_batches
         layers = stage.dense_layers + stage.expert_layers + 1
         group = {"pieces": layers, "ranks": layout.sharded_over}
-        sent = times * (2 * send(gather_seconds, e, **group) + send(gather_seconds, 4, **group))
+        gather, reduce = send(gather_seconds, e, **group), send(gather_seconds, 4, **group)
         if layout.replicate > 1:  # each shard's gradient is added to those of its replicas, once a step
             across = {"pieces": layers, "ranks": layout.replicate, "stride": layout.tp * layout.sharded_over}
-            sent += send(reduce_seconds, 4 / layout.sharded_over, **across)
-        # weights and gradients are copied into and out of buffers, 20 bytes in all
-        copied = moved_seconds(machine, times * 20 * stage.all_parameters)
-        return copied + behind(times * busy, sent, OVERLAP)
+            all_reduce = send(reduce_seconds, 4 / layout.sharded_over, **across)
+        else:
+            all_reduce = 0.0
+        return fully_shard_seconds(layout, machine, stage, busy, gather, reduce, all_reduce)
     if layout.zero == 0 and habits.gradients_overlap:  # in buckets, behind the last micro-batch's backward
         buckets = max(1.0, stage.parameters * e / BUCKET)
         return behind(busy * 2 / 3, send(reduce_seconds, framework.gradient, pieces=buckets), OVERLAP)
@@ -50,6 +50,24 @@ def data_seconds(layout: Layout, machine: Machine, stage: Stage, busy: float) ->
     if habits.gradients_overlap and not habits.one_by_one:
         scattered = behind(busy * 2 / 3, scattered, OVERLAP)
     return scattered + gathered
+
+
+def fully_shard_seconds(
+    layout: Layout, machine: Machine, stage: Stage, busy: float, gather: float, reduce: float, all_reduce: float
+) -> float:
+    """What is not hidden of a stage's gathers, reduce-scatters and, between replicas, all-reduces, and the copies into
+    and out of their buffers: 4 bytes for a number that is gathered, 12 for one that is reduced."""
+    times = layout.micro_batches
+    numbers = stage.all_parameters
+    if weights_stay_whole(layout):  # gathered for the first micro-batch
+        return moved_seconds(machine, 20 * numbers) + behind(busy, 2 * gather + reduce + all_reduce, OVERLAP)
+    if gradients_stay_whole(layout):  # gathered in each forward of the warm-up and each backward, reduced at the end
+        gathers = times + layout.pp - 1
+        copied = moved_seconds(machine, (4 * gathers + 12) * numbers)
+        return copied + behind(times * busy, gathers * gather, OVERLAP) + reduce + all_reduce
+    copied = moved_seconds(machine, 20 * times * numbers)
+    one = 2 * gather + reduce
+    return copied + (times - 1) * behind(busy, one, OVERLAP) + behind(busy, one + all_reduce, OVERLAP)
 
 
 def optimizer_seconds(layout: Layout, machine: Machine, stage: Stage) -> float:

@@ -13,14 +13,24 @@ class Habits:
     one_by_one: bool = False  # ZeRO-1 sends every rank's part in a collective of its own
     shuffled: bool = False  # sequence parallel along the second dimension: each collective copies once more
     all_to_all: bool = False  # context parallel by all-to-all (Ulysses), not by a ring
+    gathered_keys: bool = False  # or by an all-gather that nothing hides, and attention that computes what it masks
+    keeps_gathered: bool = True  # selective recomputation keeps what collectives gave
     permuted: float = 8.0  # copies of a token's vector that each of its experts moves in forward
     imbalance: float = 1.0  # tokens of the busiest rank's experts, as a multiple of the mean
 
 
 TORCHTITAN = Habits(moved=1.6, launch=0.8e-3, launch_tp=3e-3, shuffled=True, permuted=16, imbalance=1.5)
 HABITS = {
-    # this repository's scripts: eager kernels; FSDP and DDP overlap, tensor parallel waits
-    "ours": Habits(moved=1.6, launch=0.8e-3, launch_tp=3e-3, shuffled=True, imbalance=1.5),
+    # this repository's train_3d.py: eager kernels; FSDP overlaps, tensor and context parallel wait
+    "ours": Habits(
+        moved=1.6,
+        launch=0.8e-3,
+        launch_tp=3e-3,
+        shuffled=True,
+        imbalance=1.5,
+        gathered_keys=True,
+        keeps_gathered=False,
+    ),
     # fused kernels of TransformerEngine; run without overlap, and with experts of a fixed capacity
     "megatron": Habits(moved=1.0, launch=0.6e-3, merged=True, gradients_overlap=False, all_to_all=True),
     # its reduce-scatter and all-gather of unequal parts are a broadcast per rank

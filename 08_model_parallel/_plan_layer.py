@@ -67,7 +67,9 @@ def layer_seconds(shape: Shape, layout: Layout, machine: Machine, *, experts: bo
     habits = HABITS[layout.framework]
     e, tp, tokens = DTYPES[layout.dtype], layout.tp, layout.tokens
     products = products_seconds(machine, layout, shapes.attention_matrices(shape), tokens)
-    scores = 2 * tokens * (shape.q_width + shape.value_width) / tp * layout.seq_len / 2  # causal: half of them
+    masked = habits.gathered_keys and layout.cp > 1
+    seen = layout.seq_len if masked else layout.seq_len / 2  # causal: half of the tokens
+    scores = 2 * tokens * (shape.q_width + shape.value_width) / tp * seen
     attention = scores / (machine.peak_flops * machine.efficiency.attention)
     keys_and_values = shape.q_width + shape.value_width if shape.latent else 2 * shape.kv_width
     heads = shape.q_width + keys_and_values
@@ -95,6 +97,8 @@ def layer_seconds(shape: Shape, layout: Layout, machine: Machine, *, experts: bo
         tensor += calls * moved_seconds(machine, 2 * hidden)
     if habits.all_to_all:  # q, k and v go, and the output comes back
         context = exchange_seconds(machine, layout.cp, tp, tokens * (heads + shape.value_width) * e / tp)
+    elif habits.gathered_keys:
+        context = gather_seconds(machine, layout.cp, tp, layout.cp * tokens * keys_and_values * e / tp, 2)
     else:
         ring = gather_seconds(machine, layout.cp, tp, layout.cp * tokens * keys_and_values * e / tp, layout.cp - 1)
         context = behind(attention, ring, OVERLAP)

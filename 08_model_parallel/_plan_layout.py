@@ -32,15 +32,15 @@ class Layout(Plan):
 
 
 def of_one_replica(layout: Layout) -> Layout:
-    """Replicas of a sharded model hold no less than one of them alone."""
+    """A rank of a replica holds as much as if that were alone."""
     return replace(layout, gpus=layout.gpus // layout.replicate) if layout.zero == 3 else layout
 
 
 def bytes_of(shape: Shape, layout: Layout) -> dict[str, float]:
     """The lines of estimate.py. Of virtual stages the first rank holds (pp - 1) / (pp x virtual) more activations
-    (Narayanan et al. 2021, arXiv:2104.04473, 2.2)."""
+    (Narayanan et al. 2021, arXiv:2104.04473, 2.2). Replicas have one more group of ranks."""
     lines = estimate.memory(shape, of_one_replica(layout), stages=sorted({0, layout.pp - 1}))
-    more = 0.0
+    more = float(estimate.NCCL) if layout.zero == 3 and layout.replicate > 1 else 0.0
     if layout.virtual > 1:
-        more = lines["activation_bytes"] * (layout.pp - 1) / (layout.pp * layout.virtual)
+        more += lines["activation_bytes"] * (layout.pp - 1) / (layout.pp * layout.virtual)
     return {**lines, "total_bytes": lines["total_bytes"] + more}

@@ -21,6 +21,7 @@ def divisors(number: int) -> list[int]:
 def meshes(shape: Shape, machine: Machine, base: Layout, fixed: dict[str, int | None]) -> Iterator[Layout]:
     """tp x pp x cp that divide the GPUs. Tensor and context parallel ranks wait for each other in every layer: together
     they stay inside a node, unless the user said otherwise."""
+    at_most = max(min(machine.gpus_per_node, base.gpus), (fixed["tp"] or 1) * (fixed["cp"] or 1))
     node = min(machine.gpus_per_node, base.gpus)
     choices = {
         "tp": divisors(node),
@@ -33,16 +34,17 @@ def meshes(shape: Shape, machine: Machine, base: Layout, fixed: dict[str, int | 
             for cp in choices["cp"]:
                 if base.gpus % (tp * pp * cp):
                     continue
-                if tp * cp > node and not (fixed["tp"] and fixed["cp"]):
+                if tp * cp > at_most:
                     continue
                 yield replace(base, tp=tp, pp=pp, cp=cp)
 
 
 def check_cuts(shape: Shape, layout: Layout) -> None:
-    """UserError for what train_3d.py cannot cut, beyond what estimate.py refuses."""
+    """UserError for what train_3d.py refuses, beyond what estimate.py does."""
     if layout.pp > 1 and shape.tied:
         raise UserError(
-            f"--pp {layout.pp}: {shape.name} has tied embeddings, one matrix for the first and the last stage"
+            f"--pp {layout.pp}: {shape.name} has tied embeddings, one matrix for the first and the last stage: "
+            'use --pp 1, or a config.json with "tie_word_embeddings": false'
         )
     divides(layout.tp, "--tp", shape.vocab, "tokens of the vocabulary")
 

@@ -4,7 +4,8 @@ itself and comes with its command.
 A step is arithmetic at the rate that its sizes reach, what ranks wait for each other, and a pipeline's bubble. Tensor
 parallel makes products smaller and waits in every layer, so it stays inside a node. A pipeline sends little and is idle
 for pp - 1 micro-batches. Data parallel hides its traffic behind backward, until a rank has too few tokens.
-Recomputation buys memory for arithmetic. Bytes come from the formulas of 07_memory_tricks/estimate.py. No torch here.
+Recomputation buys memory for arithmetic. Bytes come from the formulas of 07_memory_tricks/estimate.py. No torch here,
+except for --check.
 
     laptop    python 08_model_parallel/plan.py
     one node  python 08_model_parallel/plan.py --model llama-8b --gpus 8 --sequence 8192 --global-batch-tokens 1M
@@ -70,15 +71,18 @@ def layer_passes(shape: Shape, layout: Layout, machine: Machine, *, experts: boo
     """Seconds of a micro-batch, forward and backward, in one layer. Backward is two products for each of forward's,
     and five for attention's two; what it repeats of forward is recomputation."""
     forward = layer_seconds(shape, layout, machine, experts=experts)
+    habits = HABITS[layout.framework]
     products, attention, moved = layout.recomputed
+    tensor_again, context_again = products, attention
+    if layout.checkpointing == "selective" and not habits.keeps_gathered:
+        tensor_again, context_again = 3 / 4, 1.0  # nothing needs what the last collective of a layer gave
     causes = {
         "compute": 3 * forward.products + 3.5 * forward.attention + 3 * forward.moved,
         "recomputation": products * forward.products + attention * forward.attention + moved * forward.moved,
-        "tensor": (2 + products) * forward.tensor,
-        "context": (2 + attention) * forward.context,
+        "tensor": (2 + tensor_again) * forward.tensor,
+        "context": (2 + context_again) * forward.context,
         "expert": (2 + attention) * forward.expert,
     }
-    habits = HABITS[layout.framework]
     launches = (habits.launch + (habits.launch_tp if layout.tp > 1 else 0)) * (2.5 + moved)
     return {**causes, "launches": max(0.0, launches - sum(causes.values()))}  # Python runs ahead of the GPU, if it can
 
