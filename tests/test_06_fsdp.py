@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.checkpoints import assert_near, gradients, moments, saved, write_folder
+from support.collectives import COUNTS
 from support.harness import (
     BASELINE,
     Result,
@@ -56,27 +57,6 @@ def baseline(once) -> Callable[[bool], Result]:
     return partial(once, "06 baseline", run)
 
 
-# Counts what the forwards of the first step, each with its backward, say to other ranks; a mode for each, for torch.
-COUNTS = """
-import itertools, json, os, sys
-from torch.distributed.tensor.debug import CommDebugMode
-from common import data
-train_batches = data.train_batches
-micro_batches = 3 if "--micro-batch-size" in sys.argv else 1
-
-def counted(*args, **kwargs):
-    batches, counts = train_batches(*args, **kwargs), []
-    for batch in itertools.islice(batches, micro_batches):
-        mode = CommDebugMode()
-        with mode:
-            yield batch
-        counts.append({str(op): n for op, n in mode.get_comm_counts().items()})
-    with open(f"counts-{os.environ['RANK']}.json", "w") as file:
-        json.dump(counts, file)
-    yield from batches
-
-data.train_batches = counted
-"""
 ACCUMULATED = ("--micro-batch-size", 1)
 MICRO_BATCHES = 3  # of each of four ranks, then: 12 sequences in a step
 ENDS_A_STEP = 2  # all-reduces: the loss for the log, and whether a rank was asked to stop
@@ -121,10 +101,12 @@ def test_sharded_over_four_ranks_is_one_process(tmp_path, baseline, case):
     assert (", 2 copies of the model\n" in result.out) == ("--replicate" in flags)
 
 
-def test_copies_meet_once_a_step_in_3d_too(tmp_path):
+def test_copies_meet_once_a_step_in_3d_too(tmp_path, baseline):
     script = with_prelude("08_model_parallel/train_3d.py", tmp_path, COUNTS)
     _, flags = CASES["two copies"]
-    train(script, tmp_path, *uneven(tmp_path, tied=False), *flags, nproc=4)
+    result = train(script, tmp_path, *uneven(tmp_path, tied=False), *flags, nproc=4)
+    assert_same(result, baseline(False))
+    assert_same_gradients(result, baseline(False))
     assert_counts(tmp_path, flags)
 
 

@@ -140,10 +140,13 @@ def test_the_balance_loss_of_parts_is_larger(once):
         (3, ("--top-k", 3, "--micro-batch-size", 8)),
         (3, ("--seed", 1, "--capacity-factor", 0.01)),
         (2, ("--experts", 2, "--micro-batch-size", 2, "--clip-norm", "inf")),
+        (2, ("--experts", 7)),
+        (3, ("--experts", 5, "--micro-batch-size", 4)),
     ],
 )
 def test_other_sizes(tmp_path, nproc, flags):
-    """The script's own checks are the test: one expert per token, one micro-batch, hardly any room, no clipping."""
+    """The script's own checks are the test: one expert per token, one micro-batch, hardly any room, no clipping, odd
+    numbers of experts."""
     result = start(tmp_path, nproc, *flags)
     assert result.code == 0, f"{result.out[-2000:]}\n{result.err[-4000:]}"
     assert result.out.count("checked: ") == 3

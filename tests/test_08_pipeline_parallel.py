@@ -320,8 +320,11 @@ def test_what_is_sent_kept_and_waited_for(finished):
             assert row["sent_per_step_bytes_per_rank"] == [4 * 3 * 9 * 36 * count for count in messages]
         if "zero" not in row["schedule"]:
             assert row["bubble_formula"] == float(Fraction(ranks - 1, chunks * micro_batches + ranks - 1))
-        if row["bubble_replayed"] is not None:
-            assert row["bubble_replayed"] == row["bubble_formula"]
+        assert row["bubble_replayed"] == row["bubble_formula"]
+        if row["schedule"] == "GPipe":  # by hand, and as torch's ranks have computed
+            assert row["most_held_per_rank"] == [micro_batches] * ranks
+        if row["schedule"] == "1F1B":
+            assert row["most_held_per_rank"] == [*range(ranks, 0, -1)]
         assert 0 <= row["bubble_measured"]["min"] <= row["bubble_measured"]["max"] < 1
         assert row["bubble_measured"]["n"] == STEPS - 2
 

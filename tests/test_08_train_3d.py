@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.checkpoints import assert_near, gradients, moments, saved, write_folder
+from support.collectives import COUNTS
 from support.harness import (
     BASELINE,
     Result,
@@ -59,9 +60,9 @@ LAYOUTS = {  # ranks, tied embeddings, flags
     "shards, tensor": (4, True, (*TP, *HALF)),
     "shards, contexts": (4, False, (*CP, *HALF)),
     "shards, stages": (4, False, (*PP, *HALF)),
-    "copies, tensor": (4, True, (*COPIES, *TP)),
+    "copies, tensor": (4, True, (*COPIES, *TP, *HALF)),
     "copies, stages": (4, False, (*COPIES, *PP, "--micro-batch-size", 2)),
-    "copies, contexts": (4, True, (*COPIES, *CP)),
+    "copies, contexts": (4, True, (*COPIES, *CP, *HALF)),
     "shards, tensor, stages": (8, False, (*TP, *PP, *HALF)),
     "copies, tensor, stages": (8, False, (*COPIES, *TP, *PP, *HALF)),
     "tensor, stages, contexts": (8, False, (*TP, *PP, *CP, *HALF)),
@@ -125,6 +126,25 @@ def test_any_mesh_is_one_process(runs, one_process, layout):
     torch.testing.assert_close(gradients(ours.folder), gradients(theirs.folder), rtol=1e-5, atol=1e-7)
     assert_near(moments(ours.folder, STEPS), moments(theirs.folder, STEPS))
     assert ours.out.count("checked: ") == 3
+
+
+@launched
+def test_what_a_micro_batch_says(tmp_path):
+    """Tensor and context ranks, whose weights are sharded; one with more to come after it."""
+    ranks, tied, flags = LAYOUTS["tensor, contexts"]
+    train(with_prelude(SCRIPT, tmp_path, COUNTS), tmp_path, *write(tmp_path, tied), *flags, nproc=ranks)
+    layers = UNEVEN["num_hidden_layers"]
+    into_and_out = 2 * layers + 1  # of attention and MLP, and of the embedding or into the head
+    expected = {
+        "c10d_functional.all_gather_into_tensor": 2 * into_and_out,  # backward gathers where forward scattered
+        "c10d_functional.reduce_scatter_tensor": 2 * into_and_out,
+        "c10d_functional.all_reduce": 2 * layers + 1 + 3,  # gradients of norms; maximum, sum and loss of cut logits
+        "c10d._allgather_base_": 2 * layers + 1 + 2 * layers,  # weights, the root's once; keys and values
+        "c10d._reduce_scatter_base_": layers + 1 + 2 * layers,  # and the gradients of all these
+    }
+    for rank in range(ranks):
+        counts = json.loads((tmp_path / f"counts-{rank}.json").read_text())
+        assert counts == 3 * [expected]
 
 
 def part(size: int, rank: int, ranks: int) -> int:
