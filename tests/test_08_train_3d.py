@@ -1,5 +1,6 @@
 """08_model_parallel/train_3d.py: on any mesh the run of one process; who holds what; what a mesh must divide."""
 
+import itertools
 import json
 from collections.abc import Callable
 from functools import partial
@@ -126,6 +127,41 @@ def test_any_mesh_is_one_process(runs, one_process, layout):
     torch.testing.assert_close(gradients(ours.folder), gradients(theirs.folder), rtol=1e-5, atol=1e-7)
     assert_near(moments(ours.folder, STEPS), moments(theirs.folder, STEPS))
     assert ours.out.count("checked: ") == 3
+
+
+EIGHT = {  # whatever the mesh, 8 ranks divide it
+    **UNEVEN,
+    "vocab_size": 264,
+    "hidden_size": 48,
+    "intermediate_size": 56,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+}
+MESHES_OF_8 = [
+    (tp, pp, cp, copies)
+    for tp, pp, cp, copies in itertools.product((1, 2, 4, 8), repeat=4)
+    if 8 % (tp * pp * cp * copies) == 0
+]
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(("tp", "pp", "cp", "copies"), MESHES_OF_8)
+def test_every_mesh_of_8_is_one_process(once, tmp_path, tp, pp, cp, copies):
+    flags = ("--model", "eight.json", "--steps", 3, "--save-every", 1, "--eval-every", 3, "--clip-norm", 0.9)
+    flags += ("--global-batch-size", 16, "--micro-batch-size", 2)
+
+    def run_in(folder: Path, script: str, *more, nproc: int | None) -> Result:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "eight.json").write_text(json.dumps({**EIGHT, "tie_word_embeddings": False}))
+        return train(script, folder, *flags, *more, nproc=nproc)
+
+    theirs = once("08 eight", lambda folder: run_in(folder, BASELINE, nproc=None))
+    mesh = ("--tp", tp, "--pp", pp, "--cp", cp, "--replicate", copies)
+    ours = run_in(tmp_path, SCRIPT, *mesh, nproc=8)
+    assert_same_curve(ours, theirs)
+    assert max(ours.column("grad_norm")) > 0.9  # they were clipped
+    torch.testing.assert_close(gradients(ours.folder), gradients(theirs.folder), rtol=1e-5, atol=1e-7)
 
 
 @launched
