@@ -35,20 +35,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from common import model, runtime
 from common.exits import UserError
 from common.shapes import Config
-from common.step_cost import LiveMemory, held_tensors
+from common.step_cost import held_tensors, record_memory
 
 CPU = torch.device("cpu")
 LINES = {"weights": "weight_bytes", "gradients": "gradient_bytes", "optimizer state": "optimizer_bytes"}
-
-
-class Peak(LiveMemory):
-    """The most bytes that were alive at once."""
-
-    highest = 0
-
-    def after(self, operator, operands: tuple) -> None:
-        if not operator.is_view:
-            self.highest = max(self.highest, self.bytes_now())
 
 
 @contextmanager
@@ -158,9 +148,8 @@ def held(config: Config, layout: Layout, stage: int) -> dict[str, int]:
         found["optimizer state"] = size_of(moments)
         stack.enter_context(shapes_not_counted())
         held_before = (t.to_local() if isinstance(t, DTensor) else t for t in held_tensors(net, [optimizer]))
-        peak = stack.enter_context(Peak(held_before))
-        step(net, layout, mesh["pipeline"], sequence)
-    return {**found, "peak": peak.highest}
+        memory = record_memory(partial(step, net, layout, mesh["pipeline"], sequence), CPU, held_before)
+    return {**found, "peak": memory.peak_bytes}
 
 
 def predicted(shape: Shape, layout: Layout, stage: int) -> dict[str, float]:

@@ -21,8 +21,8 @@ def divisors(number: int) -> list[int]:
 def meshes(shape: Shape, machine: Machine, base: Layout, fixed: dict[str, int | None]) -> Iterator[Layout]:
     """tp x pp x cp that divide the GPUs. Tensor and context parallel ranks wait for each other in every layer: together
     they stay inside a node, unless the user said otherwise."""
-    at_most = max(min(machine.gpus_per_node, base.gpus), (fixed["tp"] or 1) * (fixed["cp"] or 1))
     node = min(machine.gpus_per_node, base.gpus)
+    at_most = max(node, (fixed["tp"] or 1) * (fixed["cp"] or 1))
     choices = {
         "tp": divisors(node),
         "pp": [size for size in divisors(base.gpus) if size <= shape.layers],
