@@ -73,7 +73,7 @@ def framework_of(row: dict) -> str:
     name = row["framework"].split()[0].lower()
     if name == "torchtitan" and is_compiled(row):
         return "torchtitan-compiled"
-    return {"megatron-lm": "megatron"}.get(name, name)
+    return {"megatron-lm": "megatron", "llm-foundry": "torchtitan"}.get(name, name)  # both: FSDP, eager kernels
 
 
 def is_compiled(row: dict) -> bool:

@@ -27,6 +27,7 @@ H100_96GB_BANDWIDTH = 2.4e12
 # What common/hardware.py does not know: rows that are printed and not counted.
 UNKNOWN = ("GB300", "power limited")
 FITTED_ON = Path(__file__).resolve().parents[1] / "tests/data/planner_cases.csv"
+UNSEEN = FITTED_ON.with_name("more_planner_cases.csv")  # looked at after the model was finished
 NETWORK = 50e9  # a 400 Gb/s port for each GPU, as all clusters of these rows have
 ASYNC_TP_HIDES = 0.5  # of the collectives, behind parts of the products: assumed
 

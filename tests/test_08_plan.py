@@ -77,6 +77,17 @@ def test_step_times_of_known_devices(measured, fitted):
     assert sum(error < 0.30 for error in errors) >= 41  # asked for: 38
 
 
+def test_step_times_that_were_looked_at_when_the_model_was_finished():
+    """103 steps of FSDP on up to 64 GPUs, and Megatron's own figures for 1.7 to 1,008 billion parameters."""
+    errors = {row.id: abs(row.error) for row in CASES.answers(CASES.UNSEEN)}
+    assert len(errors) == 121
+    assert statistics.median(errors.values()) < 0.15
+    assert sum(error < 0.30 for error in errors.values()) >= 0.9 * len(errors)
+    of_megatron = [error for name, error in errors.items() if not name.startswith("foundry")]
+    assert len(of_megatron) == 18
+    assert max(of_megatron) < 0.15
+
+
 def test_no_source_is_left_behind(measured):
     for source in {row.source for row in measured}:
         errors = [abs(row.error) for row in measured if row.counted and row.source == source]
@@ -119,7 +130,7 @@ def test_the_table_of_errors(monkeypatch):
     assert benchmark.main() == 0
     _, _, result, text = written[0]
     assert result["pairs_in_order"] <= result["pairs"]
-    far = [row for row in result["rows"] if abs(row["error"]) >= 0.30]
+    far = [row for row in (*result["rows"], *result["unseen_rows"]) if abs(row["error"]) >= 0.30]
     for row in far:  # each has its explanation
         assert f"| {row['id']} " in text.split("## What stays outside")[1].split("##")[0]
     assert "not explained" not in text
