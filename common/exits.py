@@ -5,6 +5,8 @@ import errno
 import multiprocessing
 import os
 import re
+import select
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -55,6 +57,8 @@ def run(main: Callable[[], int]) -> None:
     except KeyboardInterrupt:
         leave(130)
     except BaseException as error:  # torch's CheckpointException is no Exception
+        if isinstance(error, BrokenPipeError) and nobody_reads():
+            leave(128 + signal.SIGPIPE)
         message = None
         if isinstance(error, UserError) or getattr(error, "errno", None) in DISK_ERRORS:
             message = str(error)
@@ -74,6 +78,13 @@ def run(main: Callable[[], int]) -> None:
             get_error_handler().record_exception(error)  # torchrun's closing report names the first rank to fail
         leave(1)
     leave(code)
+
+
+def nobody_reads() -> bool:
+    """Whether the reader of our output has ended, as in `script | head`."""
+    output = select.poll()
+    output.register(sys.stdout, 0)
+    return any(event & select.POLLERR for _, event in output.poll(0))
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -145,7 +156,8 @@ def leave(code: int) -> None:
             flush()
         except Exception:
             traceback.print_exc()
-    sys.stdout.flush()
+    with contextlib.suppress(BrokenPipeError):
+        sys.stdout.flush()
     # not sys.exit: its teardown waits for threads that talk to ranks that are gone, or aborts if gloo's still run
     os._exit(code)
 

@@ -26,6 +26,7 @@ SHAPES = {
     "odd": {**ODD, "vocab_size": 256},  # 3 layers, 6 heads, 3 key-value heads
     "even": {**TINY, "num_hidden_layers": 3, "num_attention_heads": 8, "tie_word_embeddings": True},
     "four": {**TINY, "num_hidden_layers": 1, "num_attention_heads": 8, "num_key_value_heads": 4},
+    "eight": {**TINY, "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 8},
 }
 CLIP_NORM = 0.9
 STEPS = 10
@@ -34,7 +35,7 @@ FLAGS = ("--model", "tiny.json", "--steps", STEPS, "--clip-norm", CLIP_NORM, "--
 NAMES = ["all-gather", "Ulysses", "ring, contiguous", "ring, zigzag"]
 # shape, sequence length, ranks: None starts two by itself
 RUNS = [("even", 10, 1), ("odd", 18, 3)]
-SLOW_RUNS = [pytest.param(run, marks=pytest.mark.launch) for run in [("even", 12, None), ("four", 24, 4)]]
+SLOW_RUNS = [("even", 12, None), ("four", 24, 4), ("eight", 48, 8)]
 
 
 def start(folder, shape: str, *more, nproc: int | None = None, script: str = SCRIPT, **env):
@@ -43,7 +44,11 @@ def start(folder, shape: str, *more, nproc: int | None = None, script: str = SCR
     return run(script, folder, *FLAGS, *more, nproc=nproc, timeout=500, **env)
 
 
-@pytest.fixture(scope="module", params=RUNS + SLOW_RUNS, ids=lambda values: f"{values[0]}-{values[2] or 'bare'}")
+@pytest.fixture(
+    scope="module",
+    params=[*RUNS, *(pytest.param(slow, marks=pytest.mark.launch) for slow in SLOW_RUNS)],
+    ids=lambda values: f"{values[0]}-{values[2] or 'bare'}",
+)
 def finished(request, once) -> tuple[str, int, int, dict, str]:
     """Shape, sequence length, ranks, summary and output of a run."""
     return once("08 context", finish, *request.param)
@@ -101,6 +106,8 @@ SENT = {
     ("odd", 3): {"all-gather": 4 * 1728, "Ulysses": 4 * 1728, "ring": 7 * 1728, "rounds": 6, "sends": 7},
     # 6 tokens: Q = 2 x 6 x 32 x 4 = 1,536, KV = 2 x 2 x 6 x 16 x 4 = 1,536
     ("four", 4): {"all-gather": 6 * 1536, "Ulysses": 4.5 * 1536, "ring": 10 * 1536, "rounds": 8, "sends": 10},
+    # 6 tokens: Q = 2 x 6 x 32 x 4 = 1,536, KV = 2 x 2 x 6 x 32 x 4 = 3,072
+    ("eight", 8): {"all-gather": 14 * 3072, "Ulysses": 7 * 1536, "ring": 22 * 3072, "rounds": 16, "sends": 22},
 }
 
 

@@ -142,6 +142,7 @@ def test_the_balance_loss_of_parts_is_larger(once):
         (2, ("--experts", 2, "--micro-batch-size", 2, "--clip-norm", "inf")),
         (2, ("--experts", 7)),
         (3, ("--experts", 5, "--micro-batch-size", 4)),
+        (8, ("--experts", 9, "--micro-batch-size", 3)),
     ],
 )
 def test_other_sizes(tmp_path, nproc, flags):

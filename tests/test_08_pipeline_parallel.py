@@ -267,10 +267,10 @@ RANKS = [1, 2, pytest.param(3, marks=pytest.mark.launch), pytest.param(4, marks=
 each_number_of_ranks = pytest.mark.parametrize("finished", RANKS, indirect=True)
 
 
-def one_process(ranks: int) -> tuple[list[float], list[float]]:
+def one_process(sequences: int, shape: dict = SHAPE) -> tuple[list[float], list[float]]:
     """Losses and gradient norms of the whole model on the whole batch, by the mean over its tokens."""
-    args = argparse.Namespace(seq_len=9, global_batch_size=12 * ranks, micro_batch_size=3, seed=0)
-    config = config_of(SHAPE)
+    args = argparse.Namespace(seq_len=9, global_batch_size=sequences, micro_batch_size=3, seed=0)
+    config = config_of(shape)
     stream = batches.read_batches(args, config, torch.device("cpu"))
     net = model.build("m.json", config, seed=0)
     optimizer = torch.optim.SGD(net.parameters(), lr=stages.LEARNING_RATE, momentum=0.9)
@@ -291,7 +291,7 @@ def one_process(ranks: int) -> tuple[list[float], list[float]]:
 @each_number_of_ranks
 def test_each_schedule_trains_as_one_process_does(finished):
     ranks = finished["world_size"]
-    losses, norms = one_process(ranks)
+    losses, norms = one_process(12 * ranks)
     assert max(norms) > CLIP_NORM > min(norms)  # clipping has had something to do, and something to leave alone
     rows = finished["schedules"]
     names = ["GPipe", "1F1B"] if ranks == 1 else ["GPipe", "1F1B", "interleaved 1F1B"]
@@ -303,6 +303,22 @@ def test_each_schedule_trains_as_one_process_does(finished):
         assert max(row["relative_errors"].values()) <= 1e-5, row["schedule"]
     assert (finished["first_loss"], finished["last_loss"]) == pytest.approx((losses[0], losses[-1]), rel=1e-5)
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.launch
+def test_eight_ranks(tmp_path):
+    """17 layers in 8 and in 16 stages, and two micro-batches for each rank. The script checks messages and bytes."""
+    shape = {**SHAPE, "num_hidden_layers": 17}
+    result = start(tmp_path, "--global-batch-size", 48, "--json", "s.json", nproc=8, shape=shape)
+    assert result.code == 0, f"{result.out[-2000:]}\n{result.err[-4000:]}"
+    summary = json.loads((tmp_path / "s.json").read_text())
+    losses, norms = one_process(48, shape)
+    assert len(summary["schedules"]) == 7
+    for row in summary["schedules"]:
+        assert row["losses"] == pytest.approx(losses, rel=1e-5), row["schedule"]
+        assert row["gradient_norms"] == pytest.approx(norms, rel=1e-5), row["schedule"]
+        assert max(row["relative_errors"].values()) <= 1e-5, row["schedule"]
+        assert row["bubble_replayed"] == row["bubble_formula"]
 
 
 @each_number_of_ranks

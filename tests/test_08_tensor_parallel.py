@@ -43,9 +43,20 @@ SHAPES = {
         "num_key_value_heads": 3,
         "tie_word_embeddings": False,
     },
+    # Groups of three query heads; 50 channels and 261 tokens leave ranks of 7 and of 6, of 33 and of 30.
+    "wide": {
+        **LLAMA,
+        "vocab_size": 261,
+        "hidden_size": 96,
+        "intermediate_size": 50,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": True,
+    },
 }
 RUNS = [("grouped", 2)]
-SLOW_RUNS = [("grouped", 1), ("grouped", 4), ("untied", 3)]
+SLOW_RUNS = [("grouped", 1), ("grouped", 4), ("untied", 3), ("wide", 8)]
 WAYS = ["one process", "by hand", "by hand, sequence parallel", "by torch, sequence parallel"]
 
 
@@ -113,7 +124,7 @@ def test_each_cut_trains_as_one_process_does(finished):
 def test_a_rank_holds_and_sends_what_it_must(finished):
     """Numbers from the shape, written down again here."""
     shape, n, summary, _ = finished
-    layers, hidden = {"grouped": (3, 48), "untied": (1, 36)}[shape]
+    layers, hidden = {"grouped": (3, 48), "untied": (1, 36), "wide": (3, 96)}[shape]
     tokens = ROWS * LENGTH
     activation = 4 * tokens * hidden
     in_a_pass = 2 * layers + 1  # a collective for each pair of matrices, and one for the embedding or the head

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -335,6 +336,24 @@ def test_what_must_be_flushed_is_flushed_however_a_script_ends(tmp_path, end, co
     result = run(tmp_path / "ends.py", tmp_path)
     assert (result.code, result.out) == (code, "flushed\n")
     assert "ZeroDivisionError" in result.err  # a hook that fails hides neither the other hooks nor the exit code
+
+
+@pytest.mark.parametrize(("lines", "code"), [(100_000, 141), (1, 0)])
+def test_a_reader_that_ends_early_is_no_error(tmp_path, lines, code):
+    """`script | head`: in the middle of what is printed, and after main has returned."""
+    script = tmp_path / "talks.py"
+    script.write_text(
+        f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nfrom common import exits\n"
+        "def main():\n    print('first', flush=True)\n    sys.stdin.read()\n"
+        f"    for line in range({lines}):\n        print(line)\n    return 0\nexits.run(main)\n"
+    )
+    env = {**os.environ, "PYTHONUNBUFFERED": ""}  # else each line is written at once
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen([sys.executable, script], **pipes, env=env, text=True) as process:
+        assert process.stdout.readline() == "first\n"
+        process.stdout.close()
+        process.stdin.close()
+        assert (process.stderr.read(), process.wait(timeout=60)) == ("", code)
 
 
 def test_a_resume_checks_the_dtype_that_auto_has_become(tmp_path):
