@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 
 import psutil
 import pytest
@@ -354,3 +355,22 @@ def test_which_models_a_gpu_has_room_for():
     assert room(16) == []  # 8B in bf16 takes 15 GiB, and there is more than weights
     assert room(24) == ["llama-8b bf16", "llama-8b generate"]
     assert room(80) == ["llama-8b bf16", "llama-70b int8", "llama-70b int4", "llama-8b generate"]
+
+
+def test_every_cut_trains_on_a_world_of_one_what_plain_training_does(monkeypatch):
+    """The benchmark compares first losses itself; here, that it does, and that it leaves no way out."""
+    benchmark = load("benchmarks/model_parallel_gpu.py")
+    written = []
+    monkeypatch.setattr(benchmark, "write_results", lambda *parts: written.append(parts) or ROOT / "results.md")
+    flags = "--model nano --device cpu --seq-len 16 --batch-size 2 --rounds 2 --steps 1"
+    monkeypatch.setattr(sys, "argv", ["model_parallel_gpu.py", *flags.split()])
+    assert benchmark.main() == 0
+    _, _, result, text = written[0]
+    ways = [name.split(",")[0] for name in result["ratios"]]
+    assert ways == ["tensor"] * 3 + ["pipeline"] + ["context"] * 4 + ["experts over ranks"]
+    assert all(ratio["n"] == 2 for ratio in result["ratios"].values())
+    assert len(result["claims"]) == 9
+    assert all(claim in text for claim in result["claims"])
+    losses = {"plain": lambda: torch.tensor(2.0), "twice": lambda: torch.tensor(4.0)}
+    with pytest.raises(AssertionError, match=r"twice: a loss of 4\.0 where plain has 2\.0"):
+        benchmark.check_first_losses(losses, "plain")
