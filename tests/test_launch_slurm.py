@@ -54,7 +54,7 @@ def undisturbed(cluster) -> dict[str, dict]:
         one: cluster.submit("--gpus-per-node=2", "launch/slurm/one_node.sbatch", *flags(one), "--seed", 1),
         many: two_nodes(*flags(many)),
         sharded: two_nodes(*flags(sharded), SCRIPT="06_fsdp_zero/train_fsdp.py"),
-        mesh: two_nodes(*flags(mesh), "--cp", 2, SCRIPT="08_model_parallel/train_3d.py"),
+        mesh: two_nodes(*flags(mesh), "--pp", 2, "--micro-batch-size", 3, SCRIPT="08_model_parallel/train_3d.py"),
     }
     for job in jobs.values():
         state, log = cluster.finished(job), cluster.repository / f"slurm-{job}.out"

@@ -203,7 +203,11 @@ def test_two_nodes_whose_link_is_cut_and_that_resume_with_clocks_apart(job, alon
 
 
 @pytest.mark.parametrize(
-    ("script", "mesh"), [("06_fsdp_zero/train_fsdp.py", []), ("08_model_parallel/train_3d.py", ["--cp", "2"])]
+    ("script", "mesh"),
+    [
+        ("06_fsdp_zero/train_fsdp.py", []),
+        ("08_model_parallel/train_3d.py", ["--pp", "2", "--micro-batch-size", "3"]),
+    ],
 )
 def test_two_nodes_that_share_one_model(job, alone, script, mesh):
     env = {"NNODES": "2", "SCRIPT": str(ROOT / script)}
