@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -181,6 +182,35 @@ def test_what_a_micro_batch_says(tmp_path):
     for rank in range(ranks):
         counts = json.loads((tmp_path / f"counts-{rank}.json").read_text())
         assert counts == 3 * [expected]
+
+
+SENDS = """
+import json, os
+import torch
+from torch.distributed.pipelining import schedules
+from common import exits
+sent = []
+exchange = schedules._batch_p2p
+
+def counted(operations, *args, **kwargs):
+    if torch.is_grad_enabled():  # not in evaluation
+        sent.extend((op.op.__name__, op.peer, [*op.tensor.shape]) for op in operations)
+    return exchange(operations, *args, **kwargs)
+
+schedules._batch_p2p = counted
+exits.before_exit.append(lambda: json.dump(sent, open(f"sent-{os.environ['RANK']}.json", "w")))
+"""
+
+
+@launched
+def test_what_stages_say_to_each_other(tmp_path):
+    """Of each micro-batch its hidden states go forward once and their gradients come back once, and nothing else."""
+    train(with_prelude(SCRIPT, tmp_path, SENDS), tmp_path, *write(tmp_path, False), *PP, *HALF, "--steps", 4, nproc=2)
+    micro_batches = 4 * 4  # of 3 sequences, in 4 steps
+    hidden = [3, 32, UNEVEN["hidden_size"]]
+    for rank in range(2):
+        sent = Counter(map(str, json.loads((tmp_path / f"sent-{rank}.json").read_text())))
+        assert sent == {str([name, 1 - rank, hidden]): micro_batches for name in ("isend", "irecv")}
 
 
 def part(size: int, rank: int, ranks: int) -> int:
