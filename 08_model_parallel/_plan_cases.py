@@ -1,4 +1,4 @@
-"""Measured step times beside plan.py: a row of tests/data/planner_cases.csv to a layout, a machine and our figure."""
+"""Measured step times beside plan.py: a row of planner_cases.csv to a layout, a machine and our figure."""
 
 import re
 from dataclasses import dataclass, replace
@@ -27,8 +27,9 @@ H100_96GB_BANDWIDTH = 2.4e12
 # What common/hardware.py does not know: rows that are printed and not counted.
 UNKNOWN = ("GB300", "power limited")
 FITTED_ON = Path(__file__).resolve().parents[1] / "tests/data/planner_cases.csv"
-UNSEEN = FITTED_ON.with_name("more_planner_cases.csv")  # looked at after the model was finished
-NETWORK = 50e9  # a 400 Gb/s port for each GPU, as all clusters of these rows have
+UNSEEN = FITTED_ON.with_name("more_planner_cases.csv")  # nobody looked at them before the model was finished
+NETWORK = 50e9  # a 400 Gb/s port for each GPU, as the clusters of these rows have
+NETWORK_OF_A100 = 25e9  # and those with A100s one of 200 Gb/s
 ASYNC_TP_HIDES = 0.5  # of the collectives, behind parts of the products: assumed
 
 
@@ -60,7 +61,7 @@ def device_of(row: dict) -> str | None:
 def machine_of(row: dict, efficiencies: dict[str, Efficiency]) -> Machine:
     device = device_of(row)
     sheet = DEVICES["H100"] if device == H100_96GB else device
-    machine = read_machine(sheet, gpus_per_node=8, network=NETWORK)
+    machine = read_machine(sheet, gpus_per_node=8, network=NETWORK_OF_A100 if "A100" in device else NETWORK)
     if device == H100_96GB:
         machine = replace(machine, memory_bandwidth=H100_96GB_BANDWIDTH)
     if "fake communication" in row["notes"]:

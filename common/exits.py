@@ -48,7 +48,8 @@ def world_from_env() -> tuple[int, int, int]:
 def run(main: Callable[[], int]) -> None:
     """Call main and leave with the exit code it returns; a UserError or too little memory become one line and code 2.
 
-    Nothing registered with atexit runs: see before_exit.
+    If the reader of the output ends early (`| head`), the script ends without a word, with code 141. Nothing registered
+    with atexit runs: see before_exit.
     """
     try:
         code = main()
@@ -83,7 +84,10 @@ def run(main: Callable[[], int]) -> None:
 def nobody_reads() -> bool:
     """Whether the reader of our output has ended, as in `script | head`."""
     output = select.poll()
-    output.register(sys.stdout, 0)
+    try:
+        output.register(sys.stdout, 0)
+    except (TypeError, ValueError, OSError):  # it is closed, or no file
+        return False
     return any(event & select.POLLERR for _, event in output.poll(0))
 
 

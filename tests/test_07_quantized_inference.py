@@ -592,6 +592,23 @@ def test_compiled_it_says_the_same(tmp_path, folder, weights):
 
 
 @pytest.mark.launch
+@pytest.mark.timeout(900)
+def test_each_model_of_a_process_has_a_compiled_step_of_its_own(tmp_path):
+    """All types of weights in turn, then two of them in processes of their own: none takes the step of another."""
+    shared = ["--model", "nano", "--compile", "--max-new-tokens", 12, "--device", "cpu", "--json", "summary.json"]
+
+    def answers(weights: str) -> dict[str, list]:
+        result = run(SCRIPT, tmp_path, *shared, "--weights", weights, timeout=280, warm=False)
+        assert result.code == 0, result.err[-3000:]
+        return {row["weights"]: row["token_ids"] for row in result.summary["schemes"]}
+
+    together = answers("all")
+    assert together.keys() >= {"fp32", "bf16", "int8", "int4"}
+    for weights in ("bf16", "int4"):
+        assert answers(weights) == {weights: together[weights]}
+
+
+@pytest.mark.launch
 def test_the_loss_of_a_trained_model_by_scheme(tmp_path):
     train("04_amp/train.py", tmp_path, "--steps", 150, "--lr", 1e-2)
     done = run("06_fsdp_zero/convert_checkpoint.py", tmp_path, "run", "trained", "--to", "hf", "--model", "tiny.json")

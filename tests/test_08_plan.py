@@ -77,10 +77,10 @@ def test_step_times_of_known_devices(measured, fitted):
     assert sum(error < 0.30 for error in errors) >= 41  # asked for: 38
 
 
-def test_step_times_that_were_looked_at_when_the_model_was_finished():
-    """103 steps of FSDP on up to 64 GPUs, and Megatron's own figures for 1.7 to 1,008 billion parameters."""
+def test_step_times_that_nobody_looked_at_before_the_model_was_finished():
+    """113 steps of FSDP on up to 64 GPUs, and Megatron's own figures for 1.7 to 1,008 billion parameters."""
     errors = {row.id: abs(row.error) for row in CASES.answers(CASES.UNSEEN)}
-    assert len(errors) == 121
+    assert len(errors) == 131
     assert statistics.median(errors.values()) < 0.15
     assert sum(error < 0.30 for error in errors.values()) >= 0.9 * len(errors)
     of_megatron = [error for name, error in errors.items() if not name.startswith("foundry")]

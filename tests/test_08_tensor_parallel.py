@@ -43,7 +43,7 @@ SHAPES = {
         "num_key_value_heads": 3,
         "tie_word_embeddings": False,
     },
-    # Groups of three query heads; 50 channels and 261 tokens leave ranks of 7 and of 6, of 33 and of 30.
+    # Groups of three query heads. Of 50 channels a rank has 7 or 6 by hand, 7 or 1 by torch; of 261 tokens 33 to 30.
     "wide": {
         **LLAMA,
         "vocab_size": 261,
