@@ -51,7 +51,8 @@ def measured(folder, n: int, *flags, **how) -> dict[str, dict]:
 
 
 def assert_dry_is_measured(folder, n: int, *flags, methods=METHODS, **how) -> None:
-    """Every figure but the speed, peak memory included."""
+    """Every figure but the speed. On a busy machine a thread of gloo may let go of a buffer when the next one is there
+    already, so that a peak is higher by a little."""
     flags = ("--micro-batch-size", 2, *flags)
     real, pretended = measured(folder / "real", n, *flags, **how), dry(folder / "dry", n, *flags, **how)
     assert [*real] == [*pretended] == methods
@@ -60,6 +61,8 @@ def assert_dry_is_measured(folder, n: int, *flags, methods=METHODS, **how) -> No
         assert pretended[method].pop("tokens_per_second") is None
         assert row.pop("predicted_seconds_per_step") is None  # of a CPU
         assert pretended[method].pop("predicted_seconds_per_step") > 0
+        peak, expected_peak = row.pop("peak_memory_bytes"), pretended[method].pop("peak_memory_bytes")
+        assert expected_peak <= peak < 1.03 * expected_peak
         assert row == pretended[method]
 
 
