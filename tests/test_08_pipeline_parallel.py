@@ -306,7 +306,7 @@ def test_each_schedule_trains_as_one_process_does(finished):
 
 
 @pytest.mark.launch
-def test_eight_ranks(tmp_path):
+def test_eight_ranks_train_as_one_process_does(tmp_path):
     """17 layers in 8 and in 16 stages, and two micro-batches for each rank. The script checks messages and bytes."""
     shape = {**SHAPE, "num_hidden_layers": 17}
     result = start(tmp_path, "--global-batch-size", 48, "--json", "s.json", nproc=8, shape=shape)
