@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from datetime import date
 from importlib import metadata
 from itertools import pairwise
@@ -157,6 +158,11 @@ def steady(records: list[dict]) -> dict:
 
 
 # Results on disk
+
+
+def repeat(step: Callable[[], object], times: int) -> None:
+    for _ in range(times):
+        step()
 
 
 def write_results(device: str, kind: str, result: dict, text: str) -> Path:

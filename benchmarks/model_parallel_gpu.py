@@ -16,23 +16,22 @@ Look for: the ratios to plain training, taken round by round, beside the target.
 import argparse
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import date
 from functools import partial
 
 import torch
-from _shared import REPO, cpu, facts, spread_cells, versions, write_results
+from _shared import REPO, cpu, facts, repeat, spread_cells, versions, write_results
 from torch import Tensor, nn
 
 sys.path.insert(0, str(REPO / "08_model_parallel"))
 import context_parallel
 import expert_parallel
-import pipeline_parallel
+import pipeline_cpu
 import tensor_parallel
 from _expert_parallel_proof import LocalMixture
 from _pipeline_parallel_batches import Batch
-from _pipeline_parallel_record import Record
-from _pipeline_parallel_stages import Pipeline, build_stages, make_optimizer
+from _pipeline_parallel_stages import make_optimizer
 
 from common import cli, data, exits, model, runtime, shapes
 from common.hardware import device_name
@@ -43,7 +42,6 @@ TARGET = 0.98  # of the speed of plain training, that we aim at
 CLIP_NORM = 1.0
 EXPERTS, TOP_K = 8, 2
 SAME_LOSS = 1e-4  # relative: sums in another order
-PLAIN, LOCAL_EXPERTS = "plain", "experts in one process"
 Step = Callable[[], Tensor]  # trains on the batch; gives its mean loss
 
 
@@ -78,22 +76,10 @@ def tensor_step(way: tensor_parallel.Way, micro_batches: list[tuple[Tensor, Tens
 
 def pipeline_step(config: shapes.Config, micro_batches: list[tuple[Tensor, Tensor]], device: torch.device) -> Step:
     """1F1B with a single stage."""
-    stages = build_stages(config, 1, 0, device)
-    clip = partial(pipeline_parallel.clip_over_stages, max_norm=CLIP_NORM)
-    pipeline = Pipeline("1F1B", "hand", stages, Record(device), clip)
-    order = pipeline_parallel.one_forward_one_backward(0, 1, len(micro_batches))
-    (program,) = pipeline_parallel.add_messages([order])
     inputs, targets = ([*tensors] for tensors in zip(*micro_batches, strict=True))
     shape = (*inputs[0].shape, config.hidden_size)
     batch = Batch(inputs, targets, sum(part.numel() for part in targets), shape)
-
-    def step() -> Tensor:
-        pipeline.record.begin_step()
-        loss = pipeline_parallel.execute(program, stages, pipeline.update, pipeline.record, batch)
-        pipeline.optimizer.zero_grad()
-        return loss
-
-    return step
+    return partial(pipeline_cpu.pipeline_step(config, device, len(micro_batches)), batch)
 
 
 def context_step(trainee: context_parallel.Trainee, micro_batches: list[tuple[Tensor, Tensor]]) -> Step:
@@ -126,31 +112,47 @@ def update(optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def make_steps(
+def dense_steps(
     name: str, config: shapes.Config, micro_batches: list[tuple[Tensor, Tensor]], device: torch.device
-) -> Iterator[dict[str, Step]]:
-    """The ways in groups that share a model, the baseline of a group first."""
+) -> dict[str, Step]:
+    """Plain training, and the ways that train the same model."""
 
     def build() -> nn.Module:
         return model.build(name, config, seed=0, device=device)
 
-    def build_mixture(mixture: type[nn.Module]) -> nn.Module:
+    _, *ways = tensor_parallel.make_ways(build)
+    steps = {"plain": plain_step(build(), micro_batches)}
+    steps |= {f"tensor, {way.name}": tensor_step(way, micro_batches) for way in ways}
+    steps["pipeline, 1F1B"] = pipeline_step(config, micro_batches, device)
+    for way in context_parallel.WAYS:
+        trainee = context_parallel.make_trainee(way, build())
+        steps[f"context, {way}"] = context_step(trainee, micro_batches)
+    return steps
+
+
+def expert_steps(
+    config: shapes.Config, micro_batches: list[tuple[Tensor, Tensor]], device: torch.device
+) -> dict[str, Step]:
+    """The same experts in one process, and over ranks."""
+
+    def build(mixture: type[nn.Module]) -> nn.Module:
         make = partial(mixture, experts=EXPERTS, k=TOP_K, capacity_factor=None)
         return expert_parallel.build(config, make, TOP_K, seed=0, device=device)
 
-    _, *ways = tensor_parallel.make_ways(build)
-    dense = {PLAIN: plain_step(build(), micro_batches)}
-    dense |= {f"tensor, {way.name}": tensor_step(way, micro_batches) for way in ways}
-    dense["pipeline, 1F1B"] = pipeline_step(config, micro_batches, device)
-    for way in context_parallel.WAYS:
-        trainee = context_parallel.make_trainee(way, build())
-        dense[f"context, {way}"] = context_step(trainee, micro_batches)
-    yield dense
-    del dense  # their models go before the next ones come
-    yield {
-        LOCAL_EXPERTS: plain_step(build_mixture(LocalMixture), micro_batches),
-        "experts over ranks": expert_step(build_mixture(expert_parallel.Mixture), micro_batches),
+    return {
+        "experts in one process": plain_step(build(LocalMixture), micro_batches),
+        "experts over ranks": expert_step(build(expert_parallel.Mixture), micro_batches),
     }
+
+
+def measure(
+    steps: dict[str, Step], args: argparse.Namespace, device: torch.device
+) -> dict[str, dict[str, list[float]]]:
+    """Seconds of each way in each round, under the name of their baseline, the first of them."""
+    baseline = next(iter(steps))
+    check_first_losses(steps, baseline)
+    rounds = {name: partial(repeat, step, args.steps) for name, step in steps.items()}
+    return {baseline: time_in_turns(rounds, device, args.rounds)}
 
 
 def check_first_losses(steps: dict[str, Step], baseline: str) -> None:
@@ -159,11 +161,6 @@ def check_first_losses(steps: dict[str, Step], baseline: str) -> None:
     for name, loss in losses.items():
         error = abs(loss / losses[baseline] - 1)
         assert error < SAME_LOSS, f"{name}: a loss of {loss} where {baseline} has {losses[baseline]}"
-
-
-def repeat(step: Step, times: int) -> None:
-    for _ in range(times):
-        step()
 
 
 def main() -> int:
@@ -194,13 +191,9 @@ def main() -> int:
         device=device,
     )
     micro_batches = [tuple(tensor.to(device) for tensor in next(stream)) for _ in range(2)]
-    seconds = {}
-    for steps in make_steps(args.model, config, micro_batches, device):
-        baseline = next(iter(steps))
-        check_first_losses(steps, baseline)
-        rounds = {name: partial(repeat, step, args.steps) for name, step in steps.items()}
-        seconds[baseline] = time_in_turns(rounds, device, args.rounds)
-        del steps, rounds
+    # one group after the other: the models of the first are gone before those of the second come
+    seconds = measure(dense_steps(args.model, config, micro_batches, device), args, device)
+    seconds |= measure(expert_steps(config, micro_batches, device), args, device)
     write_report(seconds, args, config, device)
     runtime.shutdown()
     return 0

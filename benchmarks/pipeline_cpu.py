@@ -48,7 +48,8 @@ def pipeline_step(config, device: torch.device, micro_batches: int) -> Callable[
     """A step of 1F1B: a batch to this rank's part of the loss."""
     stages = build_stages(config, 1, 0, device)
     pipeline = Pipeline("1F1B", "hand", stages, Record(device), partial(clip_over_stages, max_norm=CLIP_NORM))
-    orders = [one_forward_one_backward(rank, RANKS, micro_batches) for rank in range(RANKS)]
+    ranks = dist.get_world_size()
+    orders = [one_forward_one_backward(rank, ranks, micro_batches) for rank in range(ranks)]
     program = add_messages(orders)[dist.get_rank()]
 
     def step(batch: Batch) -> torch.Tensor:

@@ -19,7 +19,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from _shared import REPO, cpu, facts, spread_cells, versions, write_results
+from _shared import REPO, cpu, facts, repeat, spread_cells, versions, write_results
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -84,11 +84,6 @@ def finish(optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
     optimizer.zero_grad()
     dist.barrier()  # a step is over when the last rank is done
-
-
-def repeat(step: Callable[[], None], times: int) -> None:
-    for _ in range(times):
-        step()
 
 
 def main() -> int:

@@ -51,8 +51,7 @@ def measured(folder, n: int, *flags, **how) -> dict[str, dict]:
 
 
 def assert_dry_is_measured(folder, n: int, *flags, methods=METHODS, **how) -> None:
-    """Every figure but the speed. On a busy machine a thread of gloo may let go of a buffer when the next one is there
-    already, so that a peak is higher by a little."""
+    """Every figure but the speed. On a busy machine a rank of fully_shard was seen with a peak 1.3 % higher."""
     flags = ("--micro-batch-size", 2, *flags)
     real, pretended = measured(folder / "real", n, *flags, **how), dry(folder / "dry", n, *flags, **how)
     assert [*real] == [*pretended] == methods
@@ -62,7 +61,7 @@ def assert_dry_is_measured(folder, n: int, *flags, methods=METHODS, **how) -> No
         assert row.pop("predicted_seconds_per_step") is None  # of a CPU
         assert pretended[method].pop("predicted_seconds_per_step") > 0
         peak, expected_peak = row.pop("peak_memory_bytes"), pretended[method].pop("peak_memory_bytes")
-        assert expected_peak <= peak < 1.03 * expected_peak
+        assert expected_peak <= peak <= (1.03 if method in ("FSDP", "HSDP") else 1) * expected_peak
         assert row == pretended[method]
 
 
