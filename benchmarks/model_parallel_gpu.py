@@ -4,8 +4,8 @@ A world of one sends nothing, so tensor, pipeline and context parallelism should
 experts over ranks as long as the same experts in one process. What they take more is the machinery itself: collectives
 with oneself, schedules, sorted tokens, and attention written out beside a fused kernel. On a CPU we expect more of it:
 gloo's copies take turns with the arithmetic. All train the same model on the same batch in fp32, with SGD and clipping,
-in one process; they take turns, so that a machine that slows down slows all. Ten models are held at once, with their
-gradients and momentum: 20 GB for llama-124m.
+in one process; they take turns, so that a machine that slows down slows all. Nine models are held at once, with their
+gradients and momentum: 18 GB for llama-124m, computed.
 
     one GPU  python benchmarks/model_parallel_gpu.py
     laptop   python benchmarks/model_parallel_gpu.py --device cpu --model nano --seq-len 128 --batch-size 8
