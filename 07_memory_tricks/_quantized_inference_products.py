@@ -47,6 +47,17 @@ def sums_of_rows(x: Tensor, weight: Tensor) -> Tensor:
     return sums.to(x.dtype).view(*x.shape[:-1], -1)
 
 
+def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, *, is_causal: bool, enable_gqa: bool) -> Tensor:
+    """F.scaled_dot_product_attention, for one token a sequence written as two sums that a compiler fuses with what is
+    around them. On a CPU torch's own takes 45 us for a token that sees 70 others, mostly to call small products."""
+    if q.shape[2] > 1:
+        return F.scaled_dot_product_attention(q, k, v, seen, is_causal=is_causal, enable_gqa=enable_gqa)
+    queries = q.unflatten(1, (k.shape[1], -1)).float() * q.shape[-1] ** -0.5  # by the key-value head that they share
+    scores = (queries * k[:, :, None].float()).sum(-1).masked_fill(~seen, -torch.inf)
+    summed = (scores.softmax(-1)[..., None] * v[:, :, None].float()).sum(-2, keepdim=True)
+    return summed.flatten(1, 2).to(q.dtype)
+
+
 def pack_int4(codes: Tensor) -> Tensor:
     """Codes of 0 to 15 [out, in] -> uint8 [out, in / 2]: even columns in the high four bits, odd ones in the low."""
     return codes[:, ::2] << 4 | codes[:, 1::2]

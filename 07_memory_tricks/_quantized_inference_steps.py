@@ -10,6 +10,7 @@ import torch
 from _quantized_inference_cache import Int8Cache
 from _quantized_inference_flags import DTYPES, activation_dtype, check_fits
 from _quantized_inference_load import Loaded, Scheme, load
+from _quantized_inference_products import attend
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -57,6 +58,9 @@ def make_model(
         return net(ids, positions=positions, cache=cache)
 
     if args.compile:
+        if device.type == "cpu":
+            for block in net.model.layers.values():
+                block.self_attn.attend = attend
         decode, verify = compile_step(decode, cache), compile_step(verify, cache)
     return Model(loaded, cache, prefill, decode, verify)
 
@@ -68,6 +72,8 @@ def compile_step(step: Callable[[Tensor, Tensor], Tensor], cache: StaticCache) -
     step = FunctionType(step.__code__.replace(), step.__globals__, step.__name__, None, step.__closure__)
     options = {"guard_filter_fn": guards_of_arguments}
     if not cache.slots.is_cuda:
+        # what a product reads is computed once before it: the compiler would compute it for each row of the weight anew
+        options |= {"realize_reads_threshold": 0}
         return torch.compile(step, dynamic=False, fullgraph=True, options=options)
     for tensor in cache.tensors():
         torch._dynamo.mark_static_address(tensor)  # else no CUDA graph may write to it

@@ -156,6 +156,20 @@ def test_a_product_with_other_weights_is_seen():
         checks.product_error(layer, parts, torch.float32)
 
 
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("heads", [(6, 2), (4, 4)], ids=["grouped", "own keys"])
+def test_attention_of_a_token_written_out_is_torchs(tokens, heads):
+    generator = torch.Generator().manual_seed(1)
+    length, (query_heads, key_heads) = 17, heads
+    q = torch.randn(2, query_heads, tokens, 10, generator=generator)
+    k, v = (torch.randn(2, key_heads, length, 10, generator=generator) for _ in range(2))
+    positions = torch.tensor([[4], [11]]) + torch.arange(tokens)  # the rows of a batch see unequal parts of the cache
+    seen = (torch.arange(length) <= positions[..., None])[:, None]
+    how = {"is_causal": False, "enable_gqa": query_heads != key_heads}
+    expected = F.scaled_dot_product_attention(q, k, v, seen, **how)
+    assert torch.allclose(products.attend(q, k, v, seen, **how), expected, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("amx", [True, False])
 @pytest.mark.parametrize("rows", [64, 211])
 def test_one_row_times_codes(monkeypatch, rows, amx):
