@@ -1175,6 +1175,13 @@ MUTATIONS = [
         QUANTIZED_TESTS + "a_draft_and_a_small_cache_on_the_command_line",
     ),
     Mutation(
+        "a compiled token attends to the part of its cache that is still empty",
+        QUANTIZED_PRODUCTS,
+        ".sum(-1).masked_fill(~seen, -torch.inf)\n",
+        ".sum(-1)\n",
+        QUANTIZED_TESTS + "attention_of_a_token_written_out_is_torchs",
+    ),
+    Mutation(
         "an int4 matrix is packed with all its codes unpacked",
         QUANTIZED_PRODUCTS,
         "        blocks = padded.split(rows_at_once(columns))",

@@ -54,11 +54,12 @@ TRAINING_SCRIPTS = {
     "04_amp/train.py": [None],
     "05_ddp/train.py": [None, 1, 2, 3],
     "06_fsdp_zero/train_fsdp.py": [None, 1, 2, 3],
+    "08_model_parallel/train_3d.py": [None, 2],
 }
 BASELINE, *_ = TRAINING_SCRIPTS
 SEVERAL = [script for script, processes in TRAINING_SCRIPTS.items() if 2 in processes]  # those for several processes
 # what chapter 05 shares with these is tried there: here `make test` keeps one run, CI's slow half has all
-IN_SLOW_HALF = {"06_fsdp_zero/train_fsdp.py"}
+IN_SLOW_HALF = {"06_fsdp_zero/train_fsdp.py", "08_model_parallel/train_3d.py"}
 
 
 def case(script: str, *more, **how):
