@@ -452,6 +452,16 @@ def in_a_terminal(where: Path, folder: str, nproc: int | None, *more: str, **env
     return process, ours
 
 
+def end_by_signal(process: subprocess.Popen, number: int) -> None:
+    """Sent again if need be, as a person would press again. One that comes between the prompt and the system call that waits for a line is
+    noted by Python, and acted on when that call returns."""
+    process.send_signal(number)
+    try:
+        process.wait(timeout=30)
+    except subprocess.TimeoutExpired:
+        process.send_signal(number)
+
+
 @pytest.mark.launch
 @pytest.mark.parametrize("ranks", [None, 2])
 def test_it_answers_line_by_line_and_ends_all_ranks_at_an_interrupt(tmp_path, even, ranks):
@@ -464,7 +474,7 @@ def test_it_answers_line_by_line_and_ends_all_ranks_at_an_interrupt(tmp_path, ev
         assert holds(process, lambda: "(4 tokens" in out.read_text()), (tmp_path / "stderr").read_text()
         assert holds(process, lambda: out.read_text().count("> ") == 3)
         assert len(descendants(process)) >= (ranks or 1)
-        process.send_signal(signal.SIGINT)
+        end_by_signal(process, signal.SIGINT)
     finally:
         result = finish(process, tmp_path, timeout=60)  # fails if a rank is left
         os.close(keyboard)
@@ -493,7 +503,7 @@ def test_a_signal_removes_what_was_written_to_the_disk(tmp_path, even, number):
     try:
         assert holds(process, lambda: "> " in (tmp_path / "stdout").read_text(), timeout=120)
         assert [*tmp_path.glob("offload-*")]
-        process.send_signal(number)
+        end_by_signal(process, number)
     finally:
         result = finish(process, tmp_path, timeout=60)
         os.close(keyboard)
