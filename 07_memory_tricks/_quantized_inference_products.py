@@ -47,12 +47,15 @@ def sums_of_rows(x: Tensor, weight: Tensor) -> Tensor:
     return sums.to(x.dtype).view(*x.shape[:-1], -1)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, *, is_causal: bool, enable_gqa: bool) -> Tensor:
-    """As F.scaled_dot_product_attention; for one token a sequence written as two sums, which a compiler fuses with what
-    is around them. torch's own kernel calls a product of matrices per head: on a CPU that costs more than it computes.
-    """
-    if q.shape[2] > 1:
-        return F.scaled_dot_product_attention(q, k, v, seen, is_causal=is_causal, enable_gqa=enable_gqa)
+def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, *, is_causal: bool, enable_gqa: bool) -> Tensor:
+    """F.scaled_dot_product_attention; compiled, for one token a sequence, what a compiler fuses with its neighbours."""
+    if torch.compiler.is_compiling() and q.shape[2] == 1:
+        return attention_of_a_token(q, k, v, seen)
+    return F.scaled_dot_product_attention(q, k, v, seen, is_causal=is_causal, enable_gqa=enable_gqa)
+
+
+def attention_of_a_token(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+    """Written as two sums. On a CPU torch's kernel calls two products of matrices per head, however small they are."""
     queries = q.unflatten(1, (k.shape[1], -1)).float() * q.shape[-1] ** -0.5  # by the key-value head that they share
     scores = (queries * k[:, :, None].float()).sum(-1).masked_fill(~seen, -torch.inf)
     summed = (scores.softmax(-1)[..., None] * v[:, :, None].float()).sum(-2, keepdim=True)

@@ -14,7 +14,7 @@ model is never there unrounded: it is read, rounded and packed matrix by matrix.
               python 07_memory_tricks/quantized_inference.py --model runs/int4
     cluster   one card is all it uses: 06_fsdp_zero/infer_70b.py divides a model over many
 
---compile fuses products with what is around them, and on a GPU replays a decode step as one CUDA graph. --draft MODEL
+--compile fuses small operations, dequantizing among them, and on a GPU replays a decode step as one CUDA graph. --draft MODEL
 lets a small model guess tokens that the large one verifies, several in one step. --kv-cache int8 halves the cache.
 
 Look for: weight bytes, tokens/s and the share of the read bandwidth by scheme, and how far its logits are from fp32's.

@@ -67,7 +67,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class Attention(nn.Module):
-    attend = staticmethod(F.scaled_dot_product_attention)  # 08_model_parallel puts another in its place
+    attend = staticmethod(F.scaled_dot_product_attention)  # context_parallel.py and quantized_inference.py replace it
 
     def __init__(self, c: Config) -> None:
         super().__init__()

@@ -453,8 +453,8 @@ def in_a_terminal(where: Path, folder: str, nproc: int | None, *more: str, **env
 
 
 def end_by_signal(process: subprocess.Popen, number: int) -> None:
-    """Sent again if need be, as a person would press again. One that comes between the prompt and the system call that waits for a line is
-    noted by Python, and acted on when that call returns."""
+    """Sent again if need be, as a person would press again. One that comes between the prompt and the system call that
+    waits for a line is noted by Python, and acted on when that call returns."""
     process.send_signal(number)
     try:
         process.wait(timeout=30)

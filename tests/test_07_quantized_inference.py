@@ -156,18 +156,16 @@ def test_a_product_with_other_weights_is_seen():
         checks.product_error(layer, parts, torch.float32)
 
 
-@pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("heads", [(6, 2), (4, 4)], ids=["grouped", "own keys"])
-def test_attention_of_a_token_written_out_is_torchs(tokens, heads):
+def test_attention_of_a_token_written_out_is_torchs(heads):
     generator = torch.Generator().manual_seed(1)
     length, (query_heads, key_heads) = 17, heads
-    q = torch.randn(2, query_heads, tokens, 10, generator=generator)
+    q = torch.randn(2, query_heads, 1, 10, generator=generator)
     k, v = (torch.randn(2, key_heads, length, 10, generator=generator) for _ in range(2))
-    positions = torch.tensor([[4], [11]]) + torch.arange(tokens)  # the rows of a batch see unequal parts of the cache
+    positions = torch.tensor([[4], [11]])  # the rows of a batch see unequal parts of the cache
     seen = (torch.arange(length) <= positions[..., None])[:, None]
-    how = {"is_causal": False, "enable_gqa": query_heads != key_heads}
-    expected = F.scaled_dot_product_attention(q, k, v, seen, **how)
-    assert torch.allclose(products.attend(q, k, v, seen, **how), expected, rtol=1e-5, atol=1e-6)
+    expected = F.scaled_dot_product_attention(q, k, v, seen, enable_gqa=query_heads != key_heads)
+    assert torch.allclose(products.attention_of_a_token(q, k, v, seen), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("amx", [True, False])
@@ -589,20 +587,32 @@ def test_the_peak_is_read_before_the_bandwidth_is_measured(tmp_path, monkeypatch
 # --- slower
 
 
+SAID_COMPILED = {
+    "one token to go on from": ("fp32", "--prompt", "a", "--evaluate", "two.txt"),  # both without a past
+    "several prompts, a small cache": ("int8", "--prompts", "prompts.txt", "--kv-cache", "int8"),
+}
+
+
 @pytest.mark.launch
-@pytest.mark.parametrize("weights", ["fp32", "int8"])
-def test_compiled_it_says_the_same(tmp_path, folder, weights):
+@pytest.mark.parametrize("case", SAID_COMPILED)
+def test_compiled_it_says_the_same(tmp_path, folder, case):
     """In fp32, where the order of a sum tips no token. One graph serves all positions."""
+    (tmp_path / "two.txt").write_text("ab")
+    (tmp_path / "prompts.txt").write_text("a\ndef main():\nand so on, and so on\n")
+    weights, *more = SAID_COMPILED[case]
     shared = ["--model", folder, "--weights", weights, "--dtype", "fp32", "--max-new-tokens", 40, "--device", "cpu"]
-    tokens = []
+    said = []
     for flags in ([], ["--compile"]):
         told = {"TORCH_LOGS": "recompiles,graph_code"}
-        result = run(SCRIPT, tmp_path, *shared, *flags, "--json", "summary.json", timeout=240, warm=False, **told)
+        flags_of_run = [*shared, *more, *flags, "--json", "summary.json"]
+        result = run(SCRIPT, tmp_path, *flags_of_run, timeout=240, warm=False, **told)
         assert result.code == 0, result.err[-3000:]
-        tokens.append(result.summary["token_ids"])
+        said.append((result.summary["token_ids"], result.summary["schemes"][0]["loss"]))
         assert result.err.count("class GraphModule") == len(flags)
         assert "Recompiling" not in result.err
-    assert tokens[0] == tokens[1]
+    (tokens, loss), (compiled_tokens, compiled_loss) = said
+    assert tokens == compiled_tokens
+    assert loss == compiled_loss
 
 
 @pytest.mark.launch

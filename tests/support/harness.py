@@ -54,7 +54,7 @@ TRAINING_SCRIPTS = {
     "04_amp/train.py": [None],
     "05_ddp/train.py": [None, 1, 2, 3],
     "06_fsdp_zero/train_fsdp.py": [None, 1, 2, 3],
-    "08_model_parallel/train_3d.py": [None, 2],
+    "08_model_parallel/train_3d.py": [None, 1, 2, 3],
 }
 BASELINE, *_ = TRAINING_SCRIPTS
 SEVERAL = [script for script, processes in TRAINING_SCRIPTS.items() if 2 in processes]  # those for several processes
