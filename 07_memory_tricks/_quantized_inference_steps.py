@@ -72,8 +72,8 @@ def compile_step(step: Callable[[Tensor, Tensor], Tensor], cache: StaticCache) -
     step = FunctionType(step.__code__.replace(), step.__globals__, step.__name__, None, step.__closure__)
     options = {"guard_filter_fn": guards_of_arguments}
     if not cache.slots.is_cuda:
-        # What the SUMS parts of a product all read is computed once before them. By default the compiler computes a norm
-        # or a gate inside the product, for each row of the weight anew.
+        # What the SUMS parts of a product all read is computed once before them. By default the compiler computes a
+        # norm or a gate inside the product, for each row of the weight anew.
         options |= {"realize_reads_threshold": 0}
         return torch.compile(step, dynamic=False, fullgraph=True, options=options)
     for tensor in cache.tensors():

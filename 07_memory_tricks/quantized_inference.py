@@ -14,8 +14,9 @@ model is never there unrounded: it is read, rounded and packed matrix by matrix.
               python 07_memory_tricks/quantized_inference.py --model runs/int4
     cluster   one card is all it uses: 06_fsdp_zero/infer_70b.py divides a model over many
 
---compile fuses small operations, dequantizing among them, and on a GPU replays a decode step as one CUDA graph. --draft MODEL
-lets a small model guess tokens that the large one verifies, several in one step. --kv-cache int8 halves the cache.
+--compile fuses small operations, dequantizing among them, and on a GPU replays a decode step as one CUDA graph.
+--draft MODEL lets a small model guess tokens that the large one verifies, several in one step. --kv-cache int8 halves
+the cache.
 
 Look for: weight bytes, tokens/s and the share of the read bandwidth by scheme, and how far its logits are from fp32's.
 Before: lora.py rounds a model that is trained. Next: cuda_graphs.py.
