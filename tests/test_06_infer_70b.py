@@ -7,6 +7,7 @@ import signal
 import subprocess
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -21,6 +22,7 @@ from support.harness import (
     finish,
     holds,
     needs_compiler,
+    rank_process,
     run,
     train,
     with_prelude,
@@ -452,14 +454,11 @@ def in_a_terminal(where: Path, folder: str, nproc: int | None, *more: str, **env
     return process, ours
 
 
-def end_by_signal(process: subprocess.Popen, number: int) -> None:
-    """Sent again if need be, as a person would press again. One that comes between the prompt and the system call that
-    waits for a line is noted by Python, and acted on when that call returns."""
-    process.send_signal(number)
-    try:
-        process.wait(timeout=30)
-    except subprocess.TimeoutExpired:
-        process.send_signal(number)
+def waits_for_a_line(process: subprocess.Popen, nproc: int | None) -> bool:
+    """Of a rank 0 that has written its prompt. A signal between the prompt and the system call that waits would only be
+    noted by Python, and acted on when that call returns."""
+    reader = rank_process(process, 0) if nproc else psutil.Process(process.pid)
+    return reader.status() == psutil.STATUS_SLEEPING
 
 
 @pytest.mark.launch
@@ -474,7 +473,8 @@ def test_it_answers_line_by_line_and_ends_all_ranks_at_an_interrupt(tmp_path, ev
         assert holds(process, lambda: "(4 tokens" in out.read_text()), (tmp_path / "stderr").read_text()
         assert holds(process, lambda: out.read_text().count("> ") == 3)
         assert len(descendants(process)) >= (ranks or 1)
-        end_by_signal(process, signal.SIGINT)
+        assert holds(process, lambda: waits_for_a_line(process, ranks))
+        process.send_signal(signal.SIGINT)
     finally:
         result = finish(process, tmp_path, timeout=60)  # fails if a rank is left
         os.close(keyboard)
@@ -503,7 +503,8 @@ def test_a_signal_removes_what_was_written_to_the_disk(tmp_path, even, number):
     try:
         assert holds(process, lambda: "> " in (tmp_path / "stdout").read_text(), timeout=120)
         assert [*tmp_path.glob("offload-*")]
-        end_by_signal(process, number)
+        assert holds(process, lambda: waits_for_a_line(process, None))
+        process.send_signal(number)
     finally:
         result = finish(process, tmp_path, timeout=60)
         os.close(keyboard)

@@ -588,6 +588,8 @@ def test_the_peak_is_read_before_the_bandwidth_is_measured(tmp_path, monkeypatch
 
 
 SAID_COMPILED = {
+    "fp32": ("fp32",),
+    "int8": ("int8",),
     "one token to go on from": ("fp32", "--prompt", "a", "--evaluate", "two.txt"),  # both without a past
     "several prompts, a small cache": ("int8", "--prompts", "prompts.txt", "--kv-cache", "int8"),
 }
