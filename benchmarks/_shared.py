@@ -157,12 +157,12 @@ def steady(records: list[dict]) -> dict:
     return {"windows": windows, "tokens_per_second": tokens / seconds if seconds else None}
 
 
-# Results on disk
-
-
 def repeat(step: Callable[[], object], times: int) -> None:
     for _ in range(times):
         step()
+
+
+# Results on disk
 
 
 def write_results(device: str, kind: str, result: dict, text: str) -> Path:
