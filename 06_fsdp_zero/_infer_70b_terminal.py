@@ -1,5 +1,6 @@
 """Prompts for infer_70b.py from a terminal: rank 0 reads a line, all ranks answer it."""
 
+import select
 import signal
 import sys
 from collections.abc import Iterator
@@ -8,6 +9,8 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from common import exits, runtime
+
+LOOK_UP_SECONDS = 0.5  # a signal that another thread took does not end a wait: Python acts on it at the next look
 
 
 def is_a_terminal() -> bool:
@@ -43,8 +46,11 @@ def lines() -> Iterator[str]:
 def read_line() -> str | None:
     """While rank 0 waits for a person, Ctrl-C is Python's, which leaves the terminal as it was."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    print("> ", end="", flush=True)
     try:
-        return input("> ")
+        while not select.select([sys.stdin], [], [], LOOK_UP_SECONDS)[0]:
+            continue
+        return input()
     except EOFError:
         print()
         return None
