@@ -193,7 +193,10 @@ def main() -> int:
     with contextlib.suppress(KeyboardInterrupt):
         if args.prometheus is not None:
             serve(args.prometheus, args.address, args.run_dir)
-        show(views, live) if live else signal.pause()
+        if live:
+            show(views, live)
+        while True:  # not signal.pause(): a signal that the server's thread takes would not end it
+            time.sleep(1)
     return 0
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from support.chapter import load
-from support.harness import clean_env, command, descendants, finish, holds, kill_all, run, start
+from support.harness import clean_env, command, descendants, finish, holds, kill_all, run, signal_another_thread, start
 
 prometheus_client = pytest.importorskip("prometheus_client")
 from prometheus_client.parser import text_string_to_metric_families
@@ -280,6 +280,14 @@ def test_user_errors_are_one_line(tmp_path, flags, told):
     assert result.code == 2
     assert len(result.err.splitlines()) == 1
     assert told.replace("PORT", port) in result.err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_that_a_thread_of_the_server_takes_ends_the_exporter(tmp_path, fake_driver, number):
+    with exporter(tmp_path / "a", LD_LIBRARY_PATH=fake_driver) as (process, _):
+        signal_another_thread(process, number)
+        result = finish(process, tmp_path / "a")
+    assert (result.code, result.err) == (0, "")
 
 
 def test_live_table_until_interrupted(tmp_path, fake_driver):

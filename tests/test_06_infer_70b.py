@@ -1,6 +1,5 @@
 """06_fsdp_zero/infer_70b.py by device-map and tensor-parallel: transformers' tokens, bytes per rank, bad input."""
 
-import ctypes
 import json
 import os
 import pty
@@ -8,7 +7,6 @@ import signal
 import subprocess
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -24,6 +22,7 @@ from support.harness import (
     holds,
     needs_compiler,
     run,
+    signal_another_thread,
     train,
     with_prelude,
 )
@@ -509,9 +508,7 @@ def test_a_signal_that_another_thread_takes_ends_the_wait_for_a_line(tmp_path, e
     process, keyboard = in_a_terminal(tmp_path, even[0], None)
     try:
         assert holds(process, lambda: "> " in (tmp_path / "stdout").read_text(), timeout=120)
-        threads = [thread.id for thread in psutil.Process(process.pid).threads()]
-        another = min(set(threads) - {process.pid})
-        assert ctypes.CDLL(None).tgkill(process.pid, another, number) == 0
+        signal_another_thread(process, number)
     finally:
         result = finish(process, tmp_path, timeout=60)
         os.close(keyboard)

@@ -6,6 +6,7 @@ faults. `start`, and `run` and `train` with warm=False, start everything as a sh
 forgot an import may find it in the warm process, so one test of each starts it cold.
 """
 
+import ctypes
 import json
 import os
 import shutil
@@ -265,6 +266,13 @@ def rank_process(process: Process, rank: int) -> psutil.Process:
     """The worker with that rank among the processes of a job."""
     workers = [p for p in descendants(process) if p.environ().get("RANK") == str(rank)]
     return min(workers, key=lambda p: p.create_time())
+
+
+def signal_another_thread(process: subprocess.Popen, number: int) -> None:
+    """Send a signal to a thread that is not the main one, as the system may: Python acts on it in the main one only."""
+    threads = [thread.id for thread in psutil.Process(process.pid).threads()]
+    another = min(set(threads) - {process.pid})
+    assert ctypes.CDLL(None).tgkill(process.pid, another, number) == 0
 
 
 def damage(path: Path, how: str, files: str = "*.distcp") -> None:
