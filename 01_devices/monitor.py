@@ -195,8 +195,9 @@ def main() -> int:
             serve(args.prometheus, args.address, args.run_dir)
         if live:
             show(views, live)
-        while True:  # not signal.pause(): a signal that the server's thread takes would not end it
-            time.sleep(1)
+        else:
+            while True:  # not signal.pause(): a signal that the server's thread takes would not end it
+                time.sleep(1)
     return 0
 
 

@@ -978,6 +978,20 @@ MUTATIONS = [
         "tests/test_06_infer_70b.py::test_device_map_gives_the_tokens_of_transformers[all of it-even]",
     ),
     Mutation(
+        "the wait for a line is not looked up from",
+        "06_fsdp_zero/_infer_70b_terminal.py",
+        "[], LOOK_UP_SECONDS)[0]",
+        "[])[0]",
+        "tests/test_06_infer_70b.py::test_a_signal_that_another_thread_takes_ends_the_wait_for_a_line[15]",
+    ),
+    Mutation(
+        "the exporter waits for a signal in the main thread",
+        "01_devices/monitor.py",
+        "                time.sleep(1)\n",
+        "                signal.pause()\n",
+        "tests/test_01_monitor.py::test_a_signal_that_a_thread_of_the_server_takes_ends_the_exporter[15]",
+    ),
+    Mutation(
         "a shard that the index names is not looked for",
         "common/hf.py",
         "if not (folder / name).is_file()]:",

@@ -286,7 +286,7 @@ def test_user_errors_are_one_line(tmp_path, flags, told):
 def test_a_signal_that_a_thread_of_the_server_takes_ends_the_exporter(tmp_path, fake_driver, number):
     with exporter(tmp_path / "a", LD_LIBRARY_PATH=fake_driver) as (process, _):
         signal_another_thread(process, number)
-        result = finish(process, tmp_path / "a")
+        result = finish(process, tmp_path / "a", timeout=30)
     assert (result.code, result.err) == (0, "")
 
 

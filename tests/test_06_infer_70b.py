@@ -510,7 +510,7 @@ def test_a_signal_that_another_thread_takes_ends_the_wait_for_a_line(tmp_path, e
         assert holds(process, lambda: "> " in (tmp_path / "stdout").read_text(), timeout=120)
         signal_another_thread(process, number)
     finally:
-        result = finish(process, tmp_path, timeout=60)
+        result = finish(process, tmp_path, timeout=30)
         os.close(keyboard)
     assert result.code != 0
 
