@@ -17,12 +17,14 @@ def all_to_all(arrived: Tensor, rows: Tensor, received: list[int], sent: list[in
 
 
 def all_gather(rows: Tensor, row: Tensor) -> None:
-    """Row r of `rows` becomes the row of rank r."""
+    """Row r of `rows` becomes the row of rank r. Its bytes are those of the row that this rank gives."""
     counts["all_gathers"] += 1
+    counts["all_gather_bytes"] += row.nbytes
     dist.all_gather(list(rows), row)
 
 
 def all_reduce(tensor: Tensor) -> None:
-    """The sum over the ranks, in place."""
+    """The sum over the ranks, in place. Its bytes are those of the tensor."""
     counts["all_reduces"] += 1
+    counts["all_reduce_bytes"] += tensor.nbytes
     dist.all_reduce(tensor)

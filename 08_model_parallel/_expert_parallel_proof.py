@@ -104,6 +104,7 @@ def prove(
             optimizer.step()
             optimizer.zero_grad()
     seen = Counter(counts)
+    expected = expected_calls(net, len(steps), len(steps[0]))
     held = mixtures(net)[0].held
     return {
         "capacity_factor": capacity_factor,
@@ -115,8 +116,8 @@ def prove(
         "kept": [[table.tolist() for table in tables] for tables in kept_by_ranks],
         "expected_kept": [[kept_of_ranks(mask) for mask in routed] for routed in taken],
         "dropped_by_rank": dropped_by_rank(mixtures(net)[0].k, taken),
-        "calls_per_rank": runtime.gather({name: seen[name] for name in ("all_to_alls", "all_gathers", "all_reduces")}),
-        "expected_calls": expected_calls(net, len(steps), len(steps[0])),
+        "calls_per_rank": runtime.gather({name: seen[name] for name in expected}),
+        "expected_calls": expected,
         "all_to_all_bytes_per_rank": runtime.gather(seen["all_to_all_bytes"]),
         "expected_all_to_all_bytes_per_rank": expected_bytes(taken, held, net.config.hidden_size),
     }
@@ -164,13 +165,18 @@ def dropped_by_rank(k: int, taken: list[list[Tensor]]) -> list[int]:
 
 
 def expected_calls(net: nn.Module, steps: int, micro_batches: int) -> dict[str, int]:
-    """Four all-to-alls for each mixture and micro-batch: there and back, in forward and in backward."""
-    shared = [name for name, _ in net.named_parameters() if ".experts." not in name]
+    """Four all-to-alls for each mixture and micro-batch: there and back, in forward and in backward. Before them, an
+    all-gather of how many choices fell on each expert. After backward, the gradients of all that is shared are summed.
+    """
+    shared = [parameter for name, parameter in net.named_parameters() if ".experts." not in name]
     forwards = steps * micro_batches * len(mixtures(net))
+    experts = mixtures(net)[0].router.out_features
     return {
         "all_to_alls": 4 * forwards,
         "all_gathers": forwards,
+        "all_gather_bytes": forwards * experts * 8,  # of int64
         "all_reduces": steps * (len(shared) + 2),  # of the losses and of the norm's square
+        "all_reduce_bytes": steps * 4 * (sum(parameter.numel() for parameter in shared) + 2 + 1),  # of fp32
     }
 
 

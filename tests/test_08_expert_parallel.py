@@ -90,9 +90,17 @@ def test_calls_and_bytes(once, nproc):
     """Four all-to-alls for each layer and micro-batch, and the rows that leave or arrive twice each."""
     held = {1: [6], 2: [3, 3], 3: [2, 2, 2], 4: [2, 2, 1, 1]}[nproc]
     shared_parameters = 2 + 3 * 7  # embedding and norm; a block has 4 matrices, 2 norms and a router
+    block = 2 * 36 * 36 + 2 * 18 * 36 + 2 * 36 + 6 * 36  # numbers of q and o, of k and v, of the norms and the router
+    shared_numbers = TINY["vocab_size"] * 36 + 36 + 3 * block
     for found in finished(once, nproc)["proofs"]:
         assert found["held"] == held
-        calls = {"all_to_alls": 10 * 2 * 3 * 4, "all_gathers": 10 * 2 * 3, "all_reduces": 10 * (shared_parameters + 2)}
+        calls = {
+            "all_to_alls": 10 * 2 * 3 * 4,
+            "all_gathers": 10 * 2 * 3,
+            "all_gather_bytes": 10 * 2 * 3 * 6 * 8,
+            "all_reduces": 10 * (shared_parameters + 2),
+            "all_reduce_bytes": 10 * (shared_numbers + 2 + 1) * 4,
+        }
         assert found["calls_per_rank"] == [calls] * nproc
         rows = torch.zeros(nproc, nproc, dtype=torch.int64)  # [rank of the token, rank of the expert]
         for step in found["kept"]:
@@ -203,6 +211,7 @@ def test_a_wrong_version_fails_its_own_check(tmp_path, fault):
     [
         (lambda found: found["kept"][3][0][0].reverse(), "dropless, step 4: the experts took other tokens"),
         (lambda found: found["calls_per_rank"][1].update(all_to_alls=239), "'all_to_alls': 239"),
+        (lambda found: found["calls_per_rank"][2].update(all_reduce_bytes=4), "'all_reduce_bytes': 4}"),
         (lambda found: found["all_to_all_bytes_per_rank"].reverse(), "the ranks sent"),
         (lambda found: found["losses"][5].reverse(), "losses differ from one process"),
         (lambda found: found["norms"].reverse(), "gradient norms differ"),
