@@ -46,7 +46,7 @@ from _compare_least_time import describe_machine, least_seconds
 from _compare_report import Result, conclude
 from zero_from_scratch import make_stage
 
-from common import data, exits, hardware, model, runtime, shapes
+from common import data, exits, hardware, model, report, runtime, shapes
 
 warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)  # torch 2.11 does not have its successor
 warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor|Mismatch dtype between input and weight")
@@ -140,7 +140,7 @@ def count(method: str, job: Job, batches: list[list[Tensor]]) -> tuple[Trainer, 
             gc.collect()  # what only a cycle holds would count, or not, by chance
             counter.restart()
             if job.device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats()
+                report.reset_peak_memory(job.device)
             # copies, because the counter knows only what was made under its eyes
             loss = train_step(method, trainer, job, inputs.clone(), targets.clone(), counter.enter)
     hook.remove()

@@ -58,7 +58,7 @@ def record_allocations(step: Callable[[], object], device: torch.device, held_by
     or inside an operator of several steps, as torch's linear_cross_entropy is one."""
     if device.type == "cuda":
         timeline = record_memory(step, device).timeline
-        torch.cuda.reset_peak_memory_stats(device)
+        report.reset_peak_memory(device)
         step()  # not under a mode that sees operators: torch.compile may refuse to work there
         return Memory(timeline, torch.cuda.max_memory_allocated(device))
     with quiet_stderr(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as log:

@@ -126,6 +126,8 @@ def needed_bytes(config: shapes.Config, weights: str, group: int) -> int:
 
 def check_fits(config: shapes.Config, weights: str, group: int, cache_bytes: int, device: torch.device) -> None:
     """UserError that says how much is missing, and what would fit."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what an earlier model has given back is free too
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else hardware.available_memory()
     needed = needed_bytes(config, weights, group) + cache_bytes
     if needed <= free:

@@ -51,7 +51,7 @@ from _quantized_inference_steps import make_model
 from common import exits, hardware, inference, report, runtime, shapes
 from common.generate import Generated, Sampler, generate
 
-WARM_UP_TOKENS = 4  # a CUDA graph is captured at the second or third step
+WARM_UP_STEPS = 4  # a CUDA graph is captured at the second or third
 
 
 class Plain(nn.Module):
@@ -169,12 +169,12 @@ def run(
             "stop": text.stop,
         }
         if draft is None:
-            late = device.type == "cuda"
-            return generate(target.prefill, target.decode, prompts, **shared, read_late=late), []
+            return generate(target.prefill, target.decode, prompts, **shared, read_late=device.type == "cuda"), []
         steps = Models(target.prefill, target.verify, draft.prefill, draft.decode)
         return speculate(steps, prompts[0], **shared, draft_tokens=args.draft_tokens)
 
-    go(min(args.max_new_tokens, WARM_UP_TOKENS))  # compiles; its tokens in the cache are behind every new position
+    tokens_of_a_step = 1 if draft is None else args.draft_tokens + 1
+    go(min(args.max_new_tokens, WARM_UP_STEPS * tokens_of_a_step))  # compiles; its tokens lie behind every new position
     result, kept = go(args.max_new_tokens)
     loaded = target.loaded
     read = loaded.bytes_per_step

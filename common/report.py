@@ -19,12 +19,23 @@ SUMMARY = [
 ]
 
 
+_peaks_before_resets: list[int] = []  # bytes
+
+
+def reset_peak_memory(device: "torch.device") -> None:
+    """Have torch count a GPU's peak anew. peak_memory_bytes still knows what came before."""
+    import torch
+
+    _peaks_before_resets.append(torch.cuda.max_memory_allocated(device))
+    torch.cuda.reset_peak_memory_stats(device)
+
+
 def peak_memory_bytes(device: "torch.device") -> int:
     """The most this process has held: allocated by torch on a GPU, else the process's resident set."""
     if device.type == "cuda":
         import torch
 
-        return torch.cuda.max_memory_allocated(device)
+        return max([*_peaks_before_resets, torch.cuda.max_memory_allocated(device)])
     with contextlib.suppress(OSError, StopIteration):  # Linux: getrusage would count what had started us, too
         lines = Path("/proc/self/status").read_text().splitlines()
         return int(next(line for line in lines if line.startswith("VmHWM:")).split()[1]) * 1024

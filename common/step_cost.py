@@ -87,7 +87,7 @@ def record_memory(step: Callable[[], object], device: torch.device, held: Iterab
     """
     recorder = _Timeline(device, held)
     if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+        report.reset_peak_memory(device)
     with recorder:
         step()
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else max(recorder.timeline)

@@ -149,6 +149,12 @@ def test_a_rank_holds_and_sends_what_it_must(finished):
     assert sent == [0, *[round(2 * once_round * (n - 1) / n)] * 3]
     after = [rows[way]["bytes_sent_after_backward_per_rank_per_step"] for way in WAYS[:3]]
     assert after == [0, round(2 * 4 * (n - 1) / n), round(2 * 4 * (norms + 1) * (n - 1) / n)]
+    if torch.__version__.startswith("2.13."):  # it sums a norm's gradient twice, and a square for each tensor
+        squares = len([*build(shape).parameters()])
+        calls_of_torch = rows[WAYS[3]]["calls_after_backward_per_step"]
+        sent_by_torch = rows[WAYS[3]]["bytes_sent_after_backward_per_rank_per_step"]
+        assert calls_of_torch == (2 * in_a_pass + 1 if n > 1 else 0)
+        assert sent_by_torch == round(2 * 4 * (2 * norms + squares) * (n - 1) / n)
 
 
 @pytest.mark.parametrize(
