@@ -196,7 +196,7 @@ def main() -> int:
         if live:
             show(views, live)
         else:
-            while True:  # not signal.pause(): a signal that the server's thread takes would not end it
+            while True:  # not signal.pause(): a signal that one of the server's threads took would not end it
                 time.sleep(1)
     return 0
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from common import exits, runtime
 
-LOOK_UP_SECONDS = 0.5  # a signal that another thread took does not end a wait: Python acts on it at the next look
+LOOK_UP_SECONDS = 0.5  # Python acts on a signal in the main thread; if another one took it, only when a wait is over
 
 
 def is_a_terminal() -> bool:

@@ -128,7 +128,9 @@ def check_fits(config: shapes.Config, weights: str, group: int, cache_bytes: int
     """UserError that says how much is missing, and what would fit."""
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what an earlier model has given back is free too
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else hardware.available_memory()
+        free = torch.cuda.mem_get_info(device)[0]
+    else:
+        free = hardware.available_memory()
     needed = needed_bytes(config, weights, group) + cache_bytes
     if needed <= free:
         return

@@ -165,8 +165,11 @@ def dropped_by_rank(k: int, taken: list[list[Tensor]]) -> list[int]:
 
 
 def expected_calls(net: nn.Module, steps: int, micro_batches: int) -> dict[str, int]:
-    """Four all-to-alls for each mixture and micro-batch: there and back, in forward and in backward. Before them, an
-    all-gather of how many choices fell on each expert. After backward, the gradients of all that is shared are summed.
+    """What each rank must call in all steps together, and the bytes that it must put in.
+
+    Four all-to-alls for each mixture and micro-batch: there and back, in forward and in backward (their bytes:
+    expected_bytes). Before them, an all-gather of how many choices fell on each expert. After backward, the gradients
+    of all that is shared are summed.
     """
     shared = [parameter for name, parameter in net.named_parameters() if ".experts." not in name]
     forwards = steps * micro_batches * len(mixtures(net))

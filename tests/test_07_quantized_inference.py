@@ -156,16 +156,21 @@ def test_a_product_with_other_weights_is_seen():
         checks.product_error(layer, parts, torch.float32)
 
 
+@pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("heads", [(6, 2), (4, 4)], ids=["grouped", "own keys"])
-def test_attention_of_a_token_written_out_is_torchs(heads):
+def test_attention_of_a_token_written_out_is_torchs(tokens, heads):
+    """And attend, as it is called outside of a compiled step, is torch's for several tokens too."""
     generator = torch.Generator().manual_seed(1)
     length, (query_heads, key_heads) = 17, heads
-    q = torch.randn(2, query_heads, 1, 10, generator=generator)
+    q = torch.randn(2, query_heads, tokens, 10, generator=generator)
     k, v = (torch.randn(2, key_heads, length, 10, generator=generator) for _ in range(2))
-    positions = torch.tensor([[4], [11]])  # the rows of a batch see unequal parts of the cache
+    positions = torch.tensor([[4], [11]]) + torch.arange(tokens)  # the rows of a batch see unequal parts of the cache
     seen = (torch.arange(length) <= positions[..., None])[:, None]
-    expected = F.scaled_dot_product_attention(q, k, v, seen, enable_gqa=query_heads != key_heads)
-    assert torch.allclose(products.attention_of_a_token(q, k, v, seen), expected, rtol=1e-5, atol=1e-6)
+    how = {"is_causal": False, "enable_gqa": query_heads != key_heads}
+    expected = F.scaled_dot_product_attention(q, k, v, seen, **how)
+    assert torch.allclose(products.attend(q, k, v, seen, **how), expected, rtol=1e-5, atol=1e-6)
+    if tokens == 1:
+        assert torch.allclose(products.attention_of_a_token(q, k, v, seen), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("amx", [True, False])
