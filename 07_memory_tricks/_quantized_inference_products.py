@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from common import model
 from common.exits import UserError
 
 CHUNK = 2**24  # weights that are rounded, packed or checked at once: what that needs beside them stays small
@@ -48,10 +49,10 @@ def sums_of_rows(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, *, is_causal: bool, enable_gqa: bool) -> Tensor:
-    """F.scaled_dot_product_attention; compiled, for one token a sequence, what a compiler fuses with its neighbours."""
+    """The model's attention; compiled, for one token a sequence, what a compiler fuses with its neighbours."""
     if torch.compiler.is_compiling() and q.shape[2] == 1:
         return attention_of_a_token(q, k, v, seen)
-    return F.scaled_dot_product_attention(q, k, v, seen, is_causal=is_causal, enable_gqa=enable_gqa)
+    return model.attend(q, k, v, seen, is_causal=is_causal, enable_gqa=enable_gqa)
 
 
 def attention_of_a_token(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ def all_gather_attention(q: Tensor, k: Tensor, v: Tensor, *_, **__) -> Tensor:
     keys, values = GatherTokens.apply(torch.stack((k, v)))  # one collective for both
     my_positions = positions_of_rank("contiguous", keys.shape[2]).to(q.device)
     may_see = my_positions[:, None] >= torch.arange(keys.shape[2], device=q.device)
-    return F.scaled_dot_product_attention(q, keys, values, may_see, enable_gqa=q.shape[1] != k.shape[1])
+    return model.attend(q, keys, values, may_see[None, None], enable_gqa=q.shape[1] != k.shape[1])
 
 
 class GatherTokens(torch.autograd.Function):
@@ -180,7 +180,7 @@ WAYS = {
 def make_trainee(name: str, start: nn.Module) -> Trainee:
     """A copy of the model that attends in this way, or as it always does."""
     net = copy.deepcopy(start)
-    order, attend = WAYS.get(name, (None, F.scaled_dot_product_attention))
+    order, attend = WAYS.get(name, (None, model.attend))
     for layer in net.model.layers.values():
         layer.self_attn.attend = attend
     # SGD moves by the gradient itself. Adam divides by its size and would hide one that is N times too large.

@@ -66,8 +66,25 @@ class RMSNorm(nn.RMSNorm):
         return y.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else y
 
 
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None, *, is_causal: bool = False, enable_gqa: bool = False
+) -> Tensor:
+    """F.scaled_dot_product_attention, by a kernel that never holds all scores at once.
+
+    On CUDA none of those takes a mask with grouped heads. So with both, each key-value head becomes a sequence of its
+    own, which its query heads share without a copy.
+    """
+    if seen is None or not enable_gqa:
+        return F.scaled_dot_product_attention(q, k, v, seen, is_causal=is_causal, enable_gqa=enable_gqa)
+    batch, kv_heads = k.shape[:2]
+    q = q.unflatten(1, (kv_heads, -1)).flatten(0, 1)  # [batch * key-value heads, query heads of each, tokens, head_dim]
+    k, v = (part.flatten(0, 1)[:, None].expand(-1, q.shape[1], -1, -1) for part in (k, v))
+    seen = seen if len(seen) == 1 else seen.repeat_interleave(kv_heads, 0)
+    return F.scaled_dot_product_attention(q, k, v, seen).unflatten(0, (batch, kv_heads)).flatten(1, 2)
+
+
 class Attention(nn.Module):
-    attend = staticmethod(F.scaled_dot_product_attention)  # context_parallel.py and quantized_inference.py replace it
+    attend = staticmethod(attend)  # context_parallel.py and quantized_inference.py replace it
 
     def __init__(self, c: Config) -> None:
         super().__init__()

@@ -373,6 +373,20 @@ MUTATIONS = [
         "tests/test_model.py::test_logits_equal_those_of_transformers",
     ),
     Mutation(
+        "attention with a mask and grouped heads holds all scores on a GPU",
+        MODEL,
+        "    if seen is None or not enable_gqa:",
+        "    if True:",
+        "tests/test_model.py::test_no_kernel_gets_a_mask_with_grouped_heads_nor_copies_of_keys",
+    ),
+    Mutation(
+        "with grouped heads, a sequence gets the mask of another",
+        MODEL,
+        "seen.repeat_interleave(kv_heads, 0)",
+        "seen.repeat(kv_heads, 1, 1, 1)",
+        "tests/test_model.py::test_attention_with_a_mask_and_grouped_heads_is_torchs",
+    ),
+    Mutation(
         "all matrices start from one generator's state",
         MODEL,
         'hashlib.sha256(f"{seed} {name}".encode())',
