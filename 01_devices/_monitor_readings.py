@@ -72,7 +72,7 @@ def training(run_dir: Path | None) -> list[dict]:
     """The last training record of the run (None: of the run in runs/ that wrote last), if there is one."""
     files = [run_dir / "metrics.jsonl"] if run_dir else Path("runs").glob("*/metrics.jsonl")
     for written, file in sorted((file.stat().st_mtime, file) for file in files if file.exists())[-1:]:
-        for record in [record for record in last_records(file) if "loss" in record][-1:]:
+        for record in [record for record in last_records(file) if isinstance(record, dict) and "loss" in record][-1:]:
             more = {"mfu_ratio": record.get("mfu"), "last_record_timestamp_seconds": written}
             return [{**record, **more, "run": file.parent.resolve().name}]
     return []

@@ -167,7 +167,7 @@ def serve(port: int, address: str, run_dir: Path | None) -> None:
 def main() -> int:
     parser = cli.Parser(__doc__)
     add = parser.add_argument
-    add("--run-dir", type=Path, help="folder of the run whose metrics.jsonl is read (default: the newest in runs/)")
+    add("--run-dir", type=cli.path, help="folder of the run whose metrics.jsonl is read (default: the newest in runs/)")
     add("--interval", type=cli.positive, default=2.0, metavar="SECONDS", help="between two samples of the table")
     add("--once", action="store_true", help="print one table and end, as it does without a terminal")
     add("--prometheus", type=cli.natural, metavar="PORT", help="serve /metrics there; 0 takes a free port")

@@ -37,7 +37,7 @@ def parse_args():
     parser.add_argument("--lr", type=cli.positive, default=0.01)
     parser.add_argument("--seed", type=cli.seed, default=0)
     parser.add_argument("--device", choices=("auto", "cuda", "mps", "cpu"), default="auto")
-    parser.add_argument("--run-dir", type=Path, help="folder for weights and plot (default: a new one in runs/)")
+    parser.add_argument("--run-dir", type=cli.path, help="folder for weights and plot (default: a new one in runs/)")
     parser.add_argument("--json", type=cli.writable_file, metavar="PATH", help="write the summary as one JSON object")
     return parser.parse_args()
 

@@ -46,7 +46,7 @@ def main() -> int:
         timeout=runtime.collective_timeout(),  # how long the others wait for a rank that does not come
         rank=rank,
         world_size=world_size,
-        store=None if world_size > 1 else dist.HashStore(),  # None: at MASTER_ADDR:MASTER_PORT; one needs no meeting
+        store=None if world_size > 1 or dist.is_torchelastic_launched() else dist.HashStore(),  # None: MASTER_ADDR's
     )
     args.dtype = hardware.choose_dtype(args.dtype, device)
     if args.dtype == "fp32":
@@ -174,7 +174,7 @@ def main() -> int:
     # the promise of data parallelism, checked: no rank has drifted from the others by a bit
     digests = runtime.gather(checkpoint.digest(net))
     assert len(set(digests)) == 1, f"ranks hold different weights: {digests}"
-    buckets = ddp._get_ddp_logging_data().get("rebuilt_bucket_sizes")
+    buckets = ddp._get_ddp_logging_data().get("rebuilt_bucket_sizes", "")
     runtime.say(f"checked: all {world_size} ranks have the same weights to the bit")
 
     meter.finish(
@@ -182,7 +182,7 @@ def main() -> int:
         args.json,
         skipped_steps=progress["skipped_steps"],
         weights_sha256=digests[0],
-        bucket_bytes=buckets,
+        bucket_bytes=[int(size) for size in buckets.split(",") if size],
     )
     runtime.shutdown()
     return exits.REQUEUE_EXIT_CODE if stop and progress["step"] < args.steps else 0

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from common import checkpoint, model, shapes
+from common import checkpoint, model, run_dir, shapes
 from common.exits import UserError
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"  # one matrix in a tied model
@@ -47,7 +47,7 @@ def find(path: Path) -> tuple[str, Path]:
     """The kind of the checkpoint at `path`, and where exactly it lies. UserError if there is none, or a broken one."""
     if path.is_file():
         return "pt", path
-    if steps := sorted(path.glob("step-*[0-9]")):
+    if steps := sorted(path.glob(run_dir.CHECKPOINTS)):
         path = steps[-1]
     if (path / "hashes.json").is_file() and (problem := checkpoint.find_damage(path)):
         raise UserError(f"{path} is broken ({problem}): name another step")
@@ -93,6 +93,8 @@ def check_fits(source: Source, content: dict, path: Path) -> bool:
             problems.append(f"{name} is not a weight of this model")
         elif tensor.shape != expected[name].shape:
             problems.append(f"{name} has shape {tuple(tensor.shape)}, not {tuple(expected[name].shape)}")
+        elif tensor.layout != torch.strided:
+            problems.append(f"{name} is sparse")
         elif not tensor.is_floating_point():
             problems.append(f"{name} is of type {tensor.dtype}")
     optional = {HEAD} if tied else set()

@@ -82,8 +82,11 @@ def convert(source: Source, write: Callable, read_again: Callable, target: Path,
         for name in written.tensors:
             expected = hashes[EMBEDDING if tied and name == HEAD else name]
             assert sha256(written.read(name)) == expected, f"{name} was written otherwise than it was read"
+    dtypes = {str(tensor.dtype) for tensor in tensors.values()}
     return {
         "to": str(target),
+        "dtype": ", ".join(sorted(dtypes)),
+        "parameters": sum(tensor.numel() for tensor in tensors.values()),
         "tensors": len(tensors),
         "tensor_bytes": sum(tensor.nbytes for tensor in tensors.values()),
         "largest_tensor_bytes": max(tensor.nbytes for tensor in tensors.values()),
@@ -134,8 +137,9 @@ def read_hf(folder: Path) -> Source:
     index = folder / "model.safetensors.index.json"
     with readable(index):
         listed = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else ()
+        files = sorted(folder / name for name in listed) or sorted(folder.glob("*.safetensors"))
     tensors, file_of = {}, {}
-    for file in sorted(folder / name for name in listed) or sorted(folder.glob("*.safetensors")):
+    for file in files:
         with readable(file), safe_open(file, "pt") as opened:
             for name in opened.keys():  # noqa: SIM118, it is no dict
                 part = opened.get_slice(name)
@@ -228,7 +232,8 @@ def main() -> int:
     for name in ("tensor_bytes", "largest_tensor_bytes", "peak_memory_bytes", "seconds"):
         print(f"{name:<22} {report.for_people(name, done[name])}")
     print(f"checked: {args.target} read again, every tensor is that of {path} to the bit")
-    report.write_json({"device": "cpu", "world_size": 1, "from": str(path), "from_kind": kind, **done}, args.json)
+    summary = {"device": "cpu", "world_size": 1, "from": str(path), "from_kind": kind, "to_kind": args.to, **done}
+    report.write_json(summary, args.json)
     return 0
 
 

@@ -4,16 +4,16 @@ fully_shard (FSDP2) cuts each tensor by rows, one part per rank. Just before a b
 their parts of it (an all-gather). After it they forget what is not theirs. In backward the gradients are summed and cut
 in one go (a reduce-scatter), and each rank updates the rows that it holds. With N ranks, weights, gradients and
 optimizer state take 1/N of the memory of chapter 05, for half as much communication again: three times the weights
-instead of twice. Weights are gathered in --dtype, and gradients are summed in fp32. The loss curve stays that of one
-process.
+instead of twice. Weights are gathered in --dtype, and gradients are summed in fp32. With --dtype fp32 the loss curve
+stays that of one process.
 
     laptop    torchrun --nproc_per_node=2 06_fsdp_zero/train_fsdp.py
     one node  torchrun --nproc_per_node=8 06_fsdp_zero/train_fsdp.py --model llama-8b --checkpointing full --compile
     cluster   the same on every node, with --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400; --replicate 4
               shards inside each of four nodes and averages gradients between them (HSDP)
 
-Look for: the losses of 05_ddp/train.py, and the last check: the bytes that each rank holds are its part and no more.
-With --json they are listed by rank. Before: 05_ddp/, zero_from_scratch.py. Next: launch/.
+Look for: with --dtype fp32 the losses of 05_ddp/train.py, and the last check: the bytes that each rank holds are its
+part and no more. With --json they are listed by rank. Before: 05_ddp/, zero_from_scratch.py. Next: launch/.
 """
 
 import math
@@ -53,7 +53,7 @@ def main() -> int:
         timeout=runtime.collective_timeout(),  # how long the others wait for a rank that does not come
         rank=rank,
         world_size=world_size,
-        store=None if world_size > 1 else dist.HashStore(),  # None: at MASTER_ADDR:MASTER_PORT; one needs no meeting
+        store=None if world_size > 1 or dist.is_torchelastic_launched() else dist.HashStore(),  # None: MASTER_ADDR's
     )
     args.dtype = hardware.choose_dtype(args.dtype, device)
     if args.dtype == "fp32":
@@ -94,7 +94,7 @@ def main() -> int:
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
     scheduler = LambdaLR(optimizer, partial(warmup_cosine, warmup_steps=args.warmup_steps, steps=args.steps))
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
-    autocast = nullcontext  # fully_shard casts instead: what it gathers is in --dtype already
+    autocast = nullcontext  # fully_shard casts instead: all is in --dtype, also what autocast keeps in fp32
 
     training = {"net": net, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     progress = {"step": 0, "skipped_steps": 0}

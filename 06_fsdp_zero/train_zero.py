@@ -3,18 +3,19 @@
 --stage 1 gives each rank a part of the optimizer state, 2 a part of the gradients too, 3 a part of the weights too; 0
 is plain data parallelism. zero_from_scratch.py shows how. Here a dictionary configures DeepSpeed. Its engine takes over
 backward, the sum over the ranks, clipping, the loss scale of fp16 and the optimizer's step. --offload moves optimizer
-state, or weights as well, from the GPU to the CPU's memory, and with --nvme FOLDER to files on a fast disk. The losses
-stay those of 05_ddp/train.py.
+state, or weights as well, from the GPU to the CPU's memory, and with --nvme FOLDER to files on a fast disk. In fp32 the
+losses stay those of 05_ddp/train.py.
 
     laptop    torchrun --nproc_per_node=2 06_fsdp_zero/train_zero.py
     one node  torchrun --nproc_per_node=8 06_fsdp_zero/train_zero.py --model llama-8b --stage 3 --checkpointing full
               deepspeed --num_gpus=8 06_fsdp_zero/train_zero.py --model llama-8b --stage 3 --offload optimizer
     cluster   HOSTFILE=hosts launch/deepspeed/hostfile.sh --stage 3 --run-dir /shared/run, on every node; or torchrun
 
-Look for: the losses of 05_ddp/train.py at every stage, and the last check: the bytes that each rank holds are its part
-and no more. --write-config PATH writes the dictionary, for use elsewhere. With --resume a run goes on, also on another
-number of ranks. One with --nvme cannot: DeepSpeed loads the files of such a run, and not AdamW's step counters. It ends
-with its weights, as a Hugging Face folder. Before: zero_from_scratch.py, train_fsdp.py. Next: launch/.
+Look for: with --dtype fp32 the losses of 05_ddp/train.py at every stage, and the last check: the bytes that each rank
+holds are its part and no more. --write-config PATH writes the dictionary, for use elsewhere. With --resume a run goes
+on, also on another number of ranks. One with --nvme cannot: DeepSpeed loads the files of such a run, and not AdamW's
+step counters. It ends with its weights, as a Hugging Face folder. Before: zero_from_scratch.py, train_fsdp.py. Next:
+launch/.
 """
 
 import json

@@ -44,8 +44,10 @@ def note_step(trainee: Trainee, loss: Tensor, baseline: Trainee) -> None:
 
 def gradient_difference(net: nn.Module, other: nn.Module) -> float:
     """The largest over the parameters: the distance of two gradients, over the norm of the second."""
+    # Some are almost zero, such as those of q and k for one token: there is only rounding to compare.
+    least = nn.utils.get_total_norm([parameter.grad for parameter in other.parameters()]) / 1000
     pairs = zip(net.parameters(), other.parameters(), strict=True)
-    distances = [(p.grad - q.grad).norm() / q.grad.norm() for p, q in pairs]
+    distances = [(p.grad - q.grad).norm() / q.grad.norm().clamp_min(least) for p, q in pairs]
     return torch.stack(distances).max().item()
 
 

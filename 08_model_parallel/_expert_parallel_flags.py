@@ -16,7 +16,7 @@ def parse_flags(description: str) -> tuple[argparse.Namespace, shapes.Config]:
     add("--experts", type=cli.positive_int, default=8, help="of each block, over all ranks")
     add("--top-k", type=cli.positive_int, default=2, help="experts of each token")
     add("--capacity-factor", type=cli.positive, default=1.0, help="an expert's limit, in units of an even share")
-    add("--clip-norm", type=cli.positive, default=1.0, help="largest gradient norm; inf switches clipping off")
+    add("--clip-norm", type=cli.positive_or_inf, default=1.0, help="largest gradient norm; inf switches clipping off")
     add("--steps", type=cli.positive_int, default=40, help="of training, with and without the balance loss")
     add("--device", choices=("auto", "cuda", "cpu"), default="auto")
     add("--seed", type=cli.seed, default=0)

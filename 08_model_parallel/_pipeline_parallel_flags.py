@@ -23,7 +23,7 @@ def parse(description: str) -> tuple[argparse.Namespace, shapes.Config, int]:
     )
     add("--chunks", type=cli.positive_int, default=2, help="stages per rank where they are interleaved; 1: do not")
     add("--steps", type=cli.positive_int, default=10)
-    add("--clip-norm", type=cli.positive, default=1.0, help="largest gradient norm, over all stages")
+    add("--clip-norm", type=cli.positive_or_inf, default=1.0, help="largest gradient norm, over all stages")
     add("--plot", type=cli.plot_file, metavar="PATH", help="a PNG: who did what when")
     add("--device", choices=("auto", "cuda", "cpu"), default="auto")
     add("--seed", type=cli.seed, default=0)

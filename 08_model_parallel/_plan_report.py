@@ -2,6 +2,7 @@
 
 import time
 from math import isclose
+from pathlib import Path
 
 import _estimate_shapes as shapes
 import estimate
@@ -158,6 +159,8 @@ def command(model: str, layout: Layout, machine: Machine) -> str | None:
         read_config(model)
     except UserError:
         return None
+    if Path(model).is_dir() and layout.tp * layout.pp > 1:  # train_3d.py cuts these ways from random weights only
+        model = str(Path(model, "config.json"))
     per_node = min(machine.gpus_per_node, layout.gpus)
     nodes = layout.gpus // per_node
     where = f"--nnodes={nodes} --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29500" if nodes > 1 else "--standalone"

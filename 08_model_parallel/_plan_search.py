@@ -46,7 +46,8 @@ def check_cuts(shape: Shape, layout: Layout) -> None:
             f"--pp {layout.pp}: {shape.name} has tied embeddings, one matrix for the first and the last stage: "
             'use --pp 1, or a config.json with "tie_word_embeddings": false'
         )
-    divides(layout.tp, "--tp", shape.vocab, "tokens of the vocabulary")
+    if layout.gpus > layout.tp * layout.pp:  # fully_shard cuts again what tensor ranks hold
+        divides(layout.tp, "--tp", shape.vocab, "tokens of the vocabulary")
 
 
 def expert_sizes(shape: Shape, mesh: Layout) -> list[int]:

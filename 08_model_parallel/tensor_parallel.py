@@ -222,7 +222,7 @@ def parse_args() -> argparse.Namespace:
     add("--seq-len", type=cli.positive_int, default=32, help="tokens per sequence")
     add("--global-batch-size", type=cli.positive_int, default=4, help="sequences per step, on all ranks the same")
     add("--micro-batch-size", type=cli.positive_int, default=2, help="sequences per forward")
-    add("--clip-norm", type=cli.positive, default=1.0, help="largest gradient norm")
+    add("--clip-norm", type=cli.positive_or_inf, default=1.0, help="largest gradient norm")
     add("--steps", type=cli.positive_int, default=10)
     add("--seed", type=cli.seed, default=0)
     add("--device", choices=("auto", "cuda", "cpu"), default="auto")

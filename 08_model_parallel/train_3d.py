@@ -8,7 +8,7 @@ activations or the number of ranks gets too large for that, the computation itse
     --cp N  context: N ranks have a part of every sequence each; keys and values are all-gathered
     the rest  data: fully_shard over all ranks that are left, in --replicate copies. It also shards over --cp
 
-Whatever the mesh, losses, gradients and checkpoints are those of one process.
+Whatever the mesh, in fp32 the losses and gradients are those of one process up to rounding.
 
     laptop    python 08_model_parallel/train_3d.py
               torchrun --nproc_per_node=4 08_model_parallel/train_3d.py --tp 2 --cp 2
@@ -16,7 +16,7 @@ Whatever the mesh, losses, gradients and checkpoints are those of one process.
     cluster   the same on every node, with --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400 and
               --model llama-70b --tp 8 --pp 4 --micro-batch-size 1
 
-Look for: the losses of 06_fsdp_zero/train_fsdp.py, whatever the mesh, and the bytes that each rank holds.
+Look for: with --dtype fp32 the losses of 06_fsdp_zero/train_fsdp.py, whatever the mesh; the bytes that each rank holds.
 Before: 06_fsdp_zero/, and this chapter's scripts, one for each cut. Next: launch/.
 """
 
@@ -64,7 +64,7 @@ def main() -> int:
         timeout=runtime.collective_timeout(),  # how long the others wait for a rank that does not come
         rank=rank,
         world_size=world_size,
-        store=None if world_size > 1 else dist.HashStore(),  # None: at MASTER_ADDR:MASTER_PORT; one needs no meeting
+        store=None if world_size > 1 or dist.is_torchelastic_launched() else dist.HashStore(),  # None: MASTER_ADDR's
     )
     args.dtype = hardware.choose_dtype(args.dtype, device)
     if args.dtype == "fp32":

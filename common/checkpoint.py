@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from common.exits import UserError, before_user_error_exit
-from common.run_dir import write_json
+from common.run_dir import CHECKPOINTS, write_json
 from common.runtime import collective_timeout, gather, is_rank0, on_rank0, say, whole
 from common.shapes import config_json
 
@@ -135,7 +135,9 @@ def write_config(net: torch.nn.Module, folder: Path) -> Iterable[Path]:
 def find_damage(path: Path, rank: int = 0, world_size: int = 1) -> str | None:
     """What is wrong with the files of a checkpoint, None if nothing; each rank looks at its part of them."""
     try:
-        hashes = json.loads((path / "hashes.json").read_text())
+        hashes = dict(json.loads((path / "hashes.json").read_text()))
+        if not hashes:
+            return "hashes.json names no file"
         for name in sorted(hashes)[rank::world_size]:
             if _sha256(path / name) != hashes[name]:
                 return f"{name} does not match its hash"
@@ -213,7 +215,7 @@ class Checkpoints:
                 say(f"warning: {old} is no longer needed and cannot be deleted: {error}")
 
     def _found(self) -> list[Path]:
-        return sorted(self.run_dir.glob("step-*[0-9]"))
+        return sorted(path for path in self.run_dir.glob(CHECKPOINTS) if path.is_dir())
 
     def newest(self) -> Path | None:
         """The newest whole checkpoint, None where there is no checkpoint.

@@ -22,13 +22,13 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message} (--help lists the flags)")
 
 
-def _number(kind: type, low: float, exclusive: bool = False):
+def _number(kind: type, low: float, exclusive: bool = False, finite: bool = True):
     def convert(text: str) -> float:
         try:
             value = kind(text)
         except ValueError:
             value = math.nan
-        if math.isnan(value) or value < low or (exclusive and value == low):
+        if math.isnan(value) or (finite and math.isinf(value)) or value < low or (exclusive and value == low):
             what = "a whole number" if kind is int else "a number"
             raise argparse.ArgumentTypeError(f"{text!r} is not {what} {'above' if exclusive else 'of at least'} {low}")
         return value
@@ -47,6 +47,7 @@ def seed(text: str) -> int:
 
 
 positive, not_negative = _number(float, 0, exclusive=True), _number(float, 0)
+positive_or_inf = _number(float, 0, exclusive=True, finite=False)
 
 
 def share(text: str) -> float:
@@ -54,6 +55,13 @@ def share(text: str) -> float:
     if (value := positive(text)) > 1:
         raise argparse.ArgumentTypeError(f"{text} is above 1")
     return value
+
+
+def path(text: str) -> Path:
+    """Any path but that of a variable that is not set: Path("") is the folder that a script was started in."""
+    if not text:
+        raise argparse.ArgumentTypeError("'' is no path")
+    return Path(text)
 
 
 def writable_file(text: str) -> Path:
@@ -68,6 +76,8 @@ def writable_file(text: str) -> Path:
 
 def plot_file(text: str) -> Path:
     """As writable_file, and the last folder is made. argparse passes a default through here, too."""
+    if not text.lower().endswith(".png"):
+        raise argparse.ArgumentTypeError(f"{text!r} does not end with .png")
     with contextlib.suppress(OSError):  # the next line tells
         Path(text).parent.mkdir(exist_ok=True)
     return writable_file(text)
@@ -148,7 +158,7 @@ def training_parser(description: str) -> TrainingParser:
     add(
         "--clip-norm",
         identity=True,
-        type=positive,
+        type=positive_or_inf,
         default=1.0,
         help="largest gradient norm; inf switches clipping off",
     )
@@ -169,7 +179,7 @@ def training_parser(description: str) -> TrainingParser:
     add("--seed", identity=True, type=seed, default=0)
     add("--deterministic", action="store_true", help="bit-identical from run to run, slower on a GPU")
     add("--eval-every", type=natural, default=0, help="steps between evaluations (0: at the end only)")
-    add("--run-dir", type=Path, help="folder for checkpoints, metrics and plot (default: a new one in runs/)")
+    add("--run-dir", type=path, help="folder for checkpoints, metrics and plot (default: a new one in runs/)")
     add("--save-every", type=natural, default=0, help="steps between checkpoints (0: at the end only)")
     add("--keep", type=positive_int, default=3, help="newest checkpoints to keep")
     add("--async-save", action="store_true", help="write checkpoints while training goes on")

@@ -9,7 +9,7 @@ import shutil
 import signal
 import sysconfig
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -112,7 +112,7 @@ def _source(data: str) -> tuple[Callable[[], list[bytes]], object]:
             raise UserError(f"--data {data} needs the package datasets: pip install datasets") from None
         except Exception as error:  # the hub's client raises dozens of kinds: network, name, licence, layout
             raise UserError(f"--data {data}: {type(error).__name__}: {error}") from None
-        return lambda: [row.encode() for row in texts], (data, rows._fingerprint)
+        return lambda: _encode_rows(texts, data), (data, rows._fingerprint)
     path = Path(data)
     if not path.is_file():
         raise UserError(f"--data {data}: no such file (stdlib, a text, .jsonl or .parquet file, or hf:NAME)")
@@ -122,16 +122,27 @@ def _source(data: str) -> tuple[Callable[[], list[bytes]], object]:
 def _read_file(path: Path) -> list[bytes]:
     try:
         if path.suffix.lower() == ".jsonl":
-            return [json.loads(line)["text"].encode() for line in path.read_bytes().split(b"\n") if line.strip()]
+            lines = [line for line in path.read_bytes().split(b"\n") if line.strip()]
+            return _encode_rows([json.loads(line)["text"] for line in lines], str(path))
         if path.suffix.lower() == ".parquet":
             from pyarrow import parquet
 
-            return [row.encode() for row in parquet.read_table(path, columns=["text"])["text"].to_pylist()]
+            return _encode_rows(parquet.read_table(path, columns=["text"])["text"].to_pylist(), str(path))
         return [path.read_bytes()]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         raise UserError(
             f"--data {path} cannot be read as {path.suffix or 'text'} with a column text: {error!r}"
         ) from None
+
+
+def _encode_rows(texts: Iterable[object], data: str) -> list[bytes]:
+    """UserError for a row that is no text, such as a missing value."""
+    documents = []
+    for number, text in enumerate(texts, 1):
+        if not isinstance(text, str):
+            raise UserError(f"--data {data}: in row {number} the column text is {text!r}, no text")
+        documents.append(text.encode())
+    return documents
 
 
 def _split(documents: list[bytes]) -> tuple[list[bytes], list[bytes]]:

@@ -30,7 +30,7 @@ class UserError(Exception):
 def world_from_env() -> tuple[int, int, int]:
     """(rank, world size, local rank) as torchrun sets them; (0, 1, 0) for a plain `python script.py`.
 
-    UserError if only some are set: guessing, as with `rank % device_count`, puts two ranks on one GPU
+    UserError if only some are set, or are no ranks: guessing, as with `rank % device_count`, puts two ranks on one GPU
     as soon as the nodes are not filled in order.
     """
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
@@ -38,10 +38,15 @@ def world_from_env() -> tuple[int, int, int]:
         return 0, 1, 0
     try:
         rank, world_size, local_rank = (int(os.environ[name]) for name in names)
-        _ = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        _, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     except (KeyError, ValueError) as error:
         missing = f"{', '.join(names)}, MASTER_ADDR and MASTER_PORT must all be set, or none"
         raise UserError(f"{missing} ({error!r}): start with torchrun") from None
+    if not (0 <= local_rank <= rank < world_size and 0 < port < 2**16):
+        raise UserError(
+            f"RANK={rank}, WORLD_SIZE={world_size}, LOCAL_RANK={local_rank} and MASTER_PORT={port} cannot be: "
+            "0 <= LOCAL_RANK <= RANK < WORLD_SIZE, and a port is below 65536; start with torchrun"
+        )
     return rank, world_size, local_rank
 
 

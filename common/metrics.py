@@ -1,6 +1,7 @@
 """What a run tells: speed, memory and stragglers, on the console, in metrics.jsonl, TensorBoard and loss.png."""
 
 import json
+import math
 import statistics
 import sys
 import time
@@ -17,7 +18,7 @@ from tqdm import tqdm
 from common.exits import UserError
 from common.hardware import device_name, peak_flops
 from common.report import describe, peak_memory_bytes, plot_loss, read_records, report
-from common.runtime import gather, is_rank0, say, whole
+from common.runtime import gather, is_rank0, on_rank0, say, whole
 from common.shapes import Config, flops_per_token, parameter_count
 
 MFU_CONVENTION = "6(N - N_embedding) + 12·L·H·head_dim·seq_len FLOP per token, recomputation not counted"
@@ -56,24 +57,25 @@ class Meter:
         self.start_step = self.last_step = start_step
         if start_step > steps:
             raise UserError(f"--steps {steps}: the run in {run_dir} is at step {start_step} already")
-        if is_rank0():
-            self._open()
+        on_rank0(self._open)
         self.start = self.last_time = time.perf_counter()
 
     def _open(self) -> None:
         file = self.run_dir / "metrics.jsonl"
-        # what a killed run wrote after its last checkpoint happens again, so its record goes
-        self.records = [record for record in read_records(file) if record["step"] <= self.start_step]
-        file.with_suffix(".tmp").write_text("".join(json.dumps(record) + "\n" for record in self.records))
-        file.with_suffix(".tmp").rename(file)
-        self.file = file.open("a")
         self.tensorboard = None
         try:
+            # what a killed run wrote after its last checkpoint happens again, so its record goes
+            self.records = [record for record in read_records(file) if record["step"] <= self.start_step]
+            file.with_suffix(".tmp").write_text("".join(json.dumps(record) + "\n" for record in self.records))
+            file.with_suffix(".tmp").rename(file)
+            self.file = file.open("a")
             from torch.utils.tensorboard import SummaryWriter
 
             self.tensorboard = SummaryWriter(self.run_dir / "tensorboard", purge_step=self.start_step + 1)
         except ImportError:
             say("no TensorBoard files (pip install tensorboard)")
+        except OSError as error:
+            raise UserError(f"--run-dir {self.run_dir} cannot be used: {error}") from None
         self.bar = tqdm(total=self.steps, initial=self.start_step, unit="step", disable=not sys.stderr.isatty())
 
     def _write(self, record: dict) -> None:
@@ -98,7 +100,9 @@ class Meter:
 
     def note(self, loss: Tensor, grad_norm: Tensor) -> None:
         """Keep a step's loss and gradient norm on the device: reading one would stall the GPU."""
-        self.steps_since_log.append(torch.stack((whole(loss), whole(grad_norm))))
+        loss = whole(loss)
+        # fully_shard with CPU offload has the gradients, and their norm, on the CPU
+        self.steps_since_log.append(torch.stack((loss, whole(grad_norm).to(loss.device))))
 
     def since_last_log(self) -> Tensor:
         """What was noted since the last log line, [steps, 2]: the loss and the gradient norm of each step."""
@@ -110,7 +114,7 @@ class Meter:
         """One line for the steps since the last; `noted` [steps, 2] has the global loss and the gradient
         norm of each, and the last is shown. Tokens/s counts all wall time since the last line.
 
-        UserError names the first step that is not finite, before anything of it is saved.
+        UserError names the first step whose loss or gradient is not finite, before anything of it is saved.
         """
         noted = noted.cpu()  # waits for the GPU, once a line
         # an fp16 gradient may overflow: the scaler skips that step and tries a smaller scale
@@ -169,7 +173,9 @@ class Meter:
         self.last_step, self.last_time = step, now
 
     def log_eval(self, step: int, val_loss: float) -> None:
-        """Record the held-out loss after `step`."""
+        """Record the held-out loss after `step`; UserError if it is not finite."""
+        if not math.isfinite(val_loss):
+            raise UserError(f"the held-out loss is {val_loss} after step {step}: lower --lr")
         if is_rank0():
             self._write({"step": step, "val_loss": val_loss})
             if self.tensorboard:

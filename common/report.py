@@ -54,7 +54,7 @@ def for_people(name: str, value: object) -> str:
     if value is None:
         return "n/a"
     if name.endswith(("_bytes", "_bytes_per_rank")):
-        sizes = [int(size) / 2**20 for size in str(value).strip("[]").split(",")]
+        sizes = [size / 2**20 for size in (value if isinstance(value, list) else [value])]
         return ", ".join(f"{size:,.1f} MiB" if size < 100 else f"{size:,.0f} MiB" for size in sizes)
     if name == "tokens_per_second":
         return f"{value:,.0f} tokens/s"
@@ -97,7 +97,7 @@ def read_records(file: Path) -> list[dict]:
     for line in file.read_bytes().split(b"\n")[:-1] if file.exists() else ():
         with contextlib.suppress(ValueError):
             records.append(json.loads(line))
-    return records
+    return [record for record in records if isinstance(record, dict) and "step" in record]
 
 
 def describe(r: dict, steps: int) -> str:

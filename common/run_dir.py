@@ -19,6 +19,7 @@ from common.exits import UserError
 from common.runtime import gather, on_rank0, say
 
 NO_FLOCK = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
+CHECKPOINTS = "step-" + 8 * "[0-9]"
 LEASE_SECONDS = 60
 _locks = []  # held until the process ends, however it ends
 
@@ -84,7 +85,11 @@ def claim(run_dir: Path | None, *, settings: dict, contents: dict[str, str], res
 
 
 def _examine(run_dir: Path, settings: dict, resume: bool) -> Path:
-    known = _known(run_dir) or settings
+    saved = any(run_dir.glob(CHECKPOINTS))
+    known = _known(run_dir)
+    if saved and not known:
+        raise UserError(f"--run-dir {run_dir} holds checkpoints without the settings.json of their run: copy it too")
+    known = known or settings
     differ = [
         f"--{name.replace('_', '-')} {settings.get(name)} (was {known.get(name)})"
         for name in {**settings, **known}  # another script may have flags of its own
@@ -92,7 +97,7 @@ def _examine(run_dir: Path, settings: dict, resume: bool) -> Path:
     ]
     if differ:
         raise UserError(f"--run-dir {run_dir} holds a run with other settings: {', '.join(differ)}; use another")
-    if not resume and any(run_dir.glob("step-*[0-9]")):
+    if saved and not resume:
         raise UserError(f"--run-dir {run_dir} holds a run with checkpoints: --resume it, or use another")
     return run_dir
 
@@ -100,9 +105,12 @@ def _examine(run_dir: Path, settings: dict, resume: bool) -> Path:
 def _known(run_dir: Path) -> dict:
     try:
         file = run_dir / "settings.json"
-        return dict(json.loads(file.read_text())) if file.exists() else {}
-    except (OSError, ValueError, TypeError) as error:
+        known = json.loads(file.read_text()) if file.exists() else {}
+    except (OSError, ValueError) as error:
         raise UserError(f"--run-dir {run_dir} cannot be used: {error}") from None
+    if not isinstance(known, dict):
+        raise UserError(f"--run-dir {run_dir} cannot be used: its settings.json is no object")
+    return known
 
 
 def _require_agreement(mine: dict) -> None:

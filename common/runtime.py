@@ -4,6 +4,7 @@ import ctypes
 import math
 import os
 import random
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -89,11 +90,11 @@ def relaunch(device: str, on_cpu: int = 2) -> None:
         return
     count = processes(device, on_cpu)
     place = "cuda" if device != "cpu" and torch.cuda.device_count() > 1 else "cpu"
-    flags = [*sys.argv, "--device", place]  # the last --device wins
-    print(f"one process has nobody to talk to: torchrun --nproc_per_node={count} {' '.join(flags)}", flush=True)
+    command = ["--standalone", f"--nproc_per_node={count}", *sys.argv, "--device", place]  # the last --device wins
+    print(f"one process has nobody to talk to: torchrun {shlex.join(command)}", flush=True)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's own choice, without its warning
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}"]
-    os.execv(sys.executable, [sys.executable, *torchrun, *flags])  # nothing is left running in between
+    # nothing is left running in between
+    os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *command])
 
 
 def collective_timeout() -> timedelta:
@@ -103,8 +104,8 @@ def collective_timeout() -> timedelta:
     and no longer than a hang may cost.
     """
     seconds = os.environ.get("COLLECTIVE_TIMEOUT_SECONDS", "600")
-    if not seconds.isdecimal() or int(seconds) == 0:
-        raise UserError(f"COLLECTIVE_TIMEOUT_SECONDS={seconds} is not a whole number of seconds above 0")
+    if not seconds.isdecimal() or not 0 < int(seconds) < 10**7:
+        raise UserError(f"COLLECTIVE_TIMEOUT_SECONDS={seconds} is not a whole number of seconds from 1 to 9999999")
     return timedelta(seconds=int(seconds))
 
 
@@ -120,7 +121,7 @@ def init_process_group(name: str) -> torch.device:
     dist.init_process_group(
         backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         device_id=device if device.type == "cuda" else None,
-        store=dist.HashStore() if world_size == 1 else None,
+        store=None if world_size > 1 or dist.is_torchelastic_launched() else dist.HashStore(),  # None: MASTER_ADDR's
         rank=rank,
         world_size=world_size,
         timeout=collective_timeout(),
@@ -137,9 +138,8 @@ def end_with_torchrun() -> None:
 def device_mesh(device: torch.device, sizes: dict[str, int]) -> DeviceMesh:
     """A mesh of all ranks with these sizes by name, such as {"replicate": 2, "shard": 4}; every rank must call it.
 
-    Its groups wait as long as the whole job's: left alone they would take torch's own timeout, as do those that
-    mesh[...]._flatten() makes later. UserError if the sizes
-    do not multiply to the number of ranks.
+    Its groups wait as long as the whole job's. Left alone they would take torch's own timeout, and those that
+    mesh[...]._flatten() makes later do. UserError if the sizes do not multiply to the number of ranks.
     """
     if math.prod(sizes.values()) != dist.get_world_size():
         told = " x ".join(f"{name} {size}" for name, size in sizes.items())
@@ -158,7 +158,10 @@ def sharding_mesh(device: torch.device, replicas: int) -> DeviceMesh:
     """
     world_size = dist.get_world_size()
     if world_size % replicas:
-        raise UserError(f"--replicate {replicas} does not divide {world_size} processes into equal parts")
+        fit = [str(count) for count in range(1, world_size + 1) if world_size % count == 0]
+        raise UserError(
+            f"--replicate {replicas} does not divide {world_size} processes into equal parts: use {' or '.join(fit)}"
+        )
     sizes = {"shard": world_size // replicas}
     return device_mesh(device, sizes if replicas == 1 else {"replicate": replicas, **sizes})
 

@@ -3,6 +3,7 @@
 What is timed is checked with a clock of our own: no test asks how fast anything is.
 """
 
+import argparse
 import json
 import math
 import subprocess
@@ -513,6 +514,10 @@ def test_the_default_plots_folder_is_made(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert cli.plot_file("runs/roofline.png") == Path("runs/roofline.png")
     assert Path("runs").is_dir()
+    for name in ("roofline", "roofline.txt", "elsewhere/roofline"):
+        with pytest.raises(argparse.ArgumentTypeError, match=r"does not end with \.png"):
+            cli.plot_file(name)
+    assert not Path("elsewhere").exists()
 
 
 # On a GPU: one run, looked at by all

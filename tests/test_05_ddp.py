@@ -38,7 +38,8 @@ def test_gradients_travel_in_several_buckets(tmp_path):
     assert result.code == 0, result.err
     summary = json.loads((tmp_path / "s.json").read_text())
     assert set(summary) >= set(report.SUMMARY)
-    assert len(summary["bucket_bytes"].split(",")) >= 3
+    assert len(summary["bucket_bytes"]) >= 3
+    assert sum(summary["bucket_bytes"]) == 4 * summary["parameters"]  # fp32
     assert "checked: all 2 ranks have the same weights to the bit" in result.out
 
 
@@ -135,6 +136,12 @@ def test_tokens_per_second_counts_the_gaps_between_the_phases(meter):
     meter.log(5, torch.ones(1, 2), 1.0, 0, 1.0)
     assert meter.records[-1]["tokens_per_second"] == 12 * 32 / 2.0
     assert meter.records[-1]["data_wait_share"] == 0
+
+
+def test_a_gradient_norm_may_be_on_another_device_than_the_loss(meter):
+    """As with a loss on the GPU and gradients that fully_shard keeps on the CPU."""
+    meter.note(torch.ones((), device="meta"), torch.ones(()))
+    assert meter.since_last_log().device.type == "meta"
 
 
 def test_mfu_is_against_the_peak_of_all_devices(meter):

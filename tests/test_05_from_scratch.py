@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import shutil
+import signal
 import subprocess
 from collections import Counter
 from collections.abc import Callable
@@ -15,7 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.chapter import load
-from support.harness import ROOT, TINY, config_of, run
+from support.harness import ROOT, TINY, command, config_of, descendants, holds, kill_all, run
+from support.harness import start as start_process
 from torch import nn
 
 from common import data, exits, model, shapes
@@ -284,6 +286,24 @@ def test_two_hosts_with_a_slow_link(tmp_path):
     assert (tmp_path / "overlap.png").read_bytes().startswith(b"\x89PNG")
     namespaces = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, timeout=20, check=True)
     assert "ddp0-" not in namespaces.stdout
+
+
+@pytest.mark.launch
+def test_two_hosts_and_their_ranks_go_when_they_are_told_to(tmp_path):
+    if os.geteuid() or not (shutil.which("ip") and shutil.which("tc")):
+        pytest.skip("network namespaces need root, ip and tc (Debian's iproute2)")
+    (tmp_path / "tiny.json").write_text(json.dumps(TINY))
+    flags = ("--model", "tiny.json", "--steps", 100_000, "--link-mbit", 1000)
+    process = start_process(command("05_ddp/ddp_from_scratch.py", *flags), tmp_path)
+    try:
+        assert holds(process, lambda: len([p for p in descendants(process) if "RANK" in p.environ()]) == 2)
+        process.terminate()
+        assert process.wait(timeout=60) == 128 + signal.SIGTERM
+        assert descendants(process) == []
+    finally:
+        kill_all(process)
+    namespaces = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, timeout=20, check=True)
+    assert f"-{process.pid}" not in namespaces.stdout
 
 
 def test_a_slow_link_needs_root_and_says_so(tmp_path, monkeypatch, capsys):

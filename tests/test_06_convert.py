@@ -262,6 +262,13 @@ FOLDER = {  # what is done to a good folder's weights, and what is said
 }
 
 
+def test_sparse_weights_are_named(tmp_path):
+    weights = write_folder(tmp_path / "from", UNEVEN)
+    weights["model.norm.weight"] = weights["model.norm.weight"].to_sparse()
+    torch.save({"model": weights, "config": shapes.config_json(UNEVEN)}, tmp_path / "sparse.pt")
+    assert "model.norm.weight is sparse" in refused(tmp_path / "sparse.pt", tmp_path / "to", "--to", "hf")
+
+
 @pytest.mark.parametrize("how", FOLDER)
 def test_weights_that_do_not_fit_are_named(tmp_path, how):
     weights = write_folder(tmp_path / "from", dataclasses.replace(UNEVEN, tie_word_embeddings=True))
@@ -305,6 +312,9 @@ def test_what_is_broken_or_no_checkpoint_is_named_and_nothing_is_left(tmp_path):
     assert f"{first} cannot be read" in refused(tmp_path / "many", tmp_path / "to", "--to", "dcp")
     first.unlink()
     assert f"{first} cannot be read" in refused(tmp_path / "many", tmp_path / "to", "--to", "dcp")
+    index = tmp_path / "many/model.safetensors.index.json"
+    index.write_text('{"weight_map": {"a": 3}}')
+    assert f"{index} cannot be read" in refused(tmp_path / "many", tmp_path / "to", "--to", "dcp")
     cut(pt)
     assert f"{pt} cannot be read" in refused(pt, tmp_path / "to", "--to", "hf")
     pt.write_text("text")

@@ -296,6 +296,12 @@ def test_one_way_alone_needs_no_heads_that_divide(tmp_path):
     assert [row["name"] for row in rows] == NAMES[2:]
 
 
+def test_with_one_token_queries_and_keys_have_no_gradient(tmp_path):
+    result = start(tmp_path, "odd", "--attention", "all-gather", "--seq-len", 1, nproc=1)
+    assert result.code == 0, result.err[-2000:]
+    assert json.loads((tmp_path / "s.json").read_text())["rows"][0]["gradient_max_relative_difference"] < 1e-5
+
+
 SPOILED = {
     "rounds_per_step is": lambda row: row.update(rounds_per_step=row["rounds_per_step"] + 1),
     "bytes_sent_per_rank_per_step is": lambda row: row.update(bytes_sent_per_rank_per_step=4),

@@ -369,6 +369,17 @@ def test_a_mixture_of_experts_is_ranked_but_not_started(tmp_path):
     assert "for mixtral-8x7b there is no command" in result.out
 
 
+def test_tensor_ranks_alone_need_no_vocabulary_that_they_divide(tmp_path):
+    """fully_shard, which would cut their parts again, does. And a folder may hold weights, which are not cut."""
+    (tmp_path / "config.json").write_text(json.dumps({**TINY, "vocab_size": 257}))
+    sizes = ("--model", str(tmp_path), "--tp", 2, "--sequence", 64, "--global-batch-tokens", 1024)
+    _, summary = answer(tmp_path, *sizes, "--gpus", 2)
+    assert f"--model {tmp_path / 'config.json'} " in summary["command"]
+    refused = run(SCRIPT, tmp_path, *sizes, "--gpus", 4)
+    assert (refused.code, refused.err.count("\n")) == (2, 1)
+    assert "--tp 2 does not divide the 257 tokens of the vocabulary" in refused.err
+
+
 @pytest.mark.launch
 @pytest.mark.parametrize("cuts", [("--tp", 2, "--pp", 2), ("--tp", 1, "--cp", 2), ()], ids=["2x2", "context", "free"])
 def test_the_command_starts(tmp_path, cuts):

@@ -105,6 +105,13 @@ def one_process(shape: str) -> tuple[list[float], list[float]]:
     return losses, norms
 
 
+@pytest.mark.parametrize("seq_len", [1, 2])
+def test_texts_so_short_that_some_gradients_are_nearly_zero(tmp_path, seq_len):
+    """Of one token attention gives its value, whatever q and k are: their gradients are rounding, or exactly zero."""
+    result = start(tmp_path, RUNS[0][0], 1, "--seq-len", seq_len, "--global-batch-size", 1, "--micro-batch-size", 1)
+    assert result.code == 0, f"{result.out[-2000:]}\n{result.err[-4000:]}"
+
+
 def test_each_cut_trains_as_one_process_does(finished):
     shape, n, summary, out = finished
     losses, norms = one_process(shape)

@@ -50,6 +50,27 @@ def test_any_writer_goes_through_the_protocol(tmp_path, checkpoints):
     assert names(tmp_path)[0].startswith("broken-step-00000005")
 
 
+@pytest.mark.parametrize("hashes", ["{}", "[]", "null", '["weights.txt"]'])
+def test_a_checkpoint_whose_hashes_are_gone_is_broken(checkpoints, hashes):
+    for step in (1, 2):
+        checkpoints.keep = 2
+        checkpoints.save(step, {"weights": "some"}, write_text)
+    (checkpoints.newest() / "hashes.json").write_text(hashes)
+    assert checkpoints.newest().name == "step-00000001"
+
+
+def test_folders_and_files_of_other_names_are_left_alone(tmp_path, checkpoints):
+    others = ["step-00000009-old2", "step-1", "step-old2"]
+    for name in others:
+        (tmp_path / name).mkdir()
+    (tmp_path / "step-00000008").touch()  # a file
+    assert checkpoints.newest() is None
+    for step in (1, 2):  # the second save deletes the first
+        checkpoints.save(step, {"weights": "some"}, write_text)
+    assert checkpoints.newest().name == "step-00000002"
+    assert names(tmp_path) == sorted([*others, "step-00000002", "step-00000008"])
+
+
 def test_a_checkpoint_without_one_of_its_files_gets_no_name(tmp_path, checkpoints):
     """As when a rank writes to a disk of its own."""
 
@@ -273,9 +294,23 @@ def test_other_settings_or_contents_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"--data stdlib \(SHA-256 [0-9a-f]{12}\) \(was stdlib \(SHA-256"):
         run_dir.claim(tmp_path, settings={"lr": 0.1, "data": "stdlib"}, contents={"data": "b text"}, resume=True)
     run_dir._locks.pop().release()
-    (tmp_path / "settings.json").write_text("[")
-    with pytest.raises(UserError, match="cannot be used"):
-        claim(tmp_path)
+    for damaged in ("[", "[]", "null"):
+        (tmp_path / "settings.json").write_text(damaged)
+        with pytest.raises(UserError, match="cannot be used"):
+            claim(tmp_path)
+
+
+@pytest.mark.parametrize("left", [None, "{}"])
+def test_checkpoints_without_their_settings_are_refused(tmp_path, left):
+    """As of a folder that was copied in part: nobody knows of which run they are."""
+    claim(tmp_path)
+    (tmp_path / "step-00000001").mkdir()
+    (tmp_path / "settings.json").unlink()
+    if left is not None:
+        (tmp_path / "settings.json").write_text(left)
+    for resume in (False, True):
+        with pytest.raises(UserError, match="holds checkpoints without the settings"):
+            claim(tmp_path, resume=resume)
 
 
 def test_a_dirty_tree_is_said(tmp_path):

@@ -174,6 +174,18 @@ def test_sources_that_cannot_be_read(tmp_path, name, content):
         data.load_corpus(str(file), "bytes")
 
 
+@pytest.mark.parametrize("value", [None, 5])
+def test_a_row_that_is_no_text_is_named(tmp_path, value):
+    pytest.importorskip("datasets")
+    file = tmp_path / "hub" / "d.jsonl"
+    file.parent.mkdir()
+    file.write_text("\n".join(json.dumps({"text": text}) for text in (["x"] if value is None else []) + [value, value]))
+    row = 2 if value is None else 1
+    for source in (str(file), f"hf:{file.parent}"):
+        with pytest.raises(UserError, match=f"--data {source}: in row {row} the column text is {value}, no text"):
+            data.load_corpus(source, "bytes")
+
+
 def test_too_short_texts_are_refused():
     with pytest.raises(UserError, match="gives 11 training sequences"):
         data.train_batches(np.zeros(8 * 12, np.uint8), seq_len=8, **ORDER, device=CPU)

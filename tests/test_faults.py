@@ -4,6 +4,7 @@ import json
 import random
 import shutil
 import signal
+import socket
 import subprocess
 from collections.abc import Callable
 from functools import partial
@@ -312,6 +313,7 @@ BAD = {
     "negative steps": (["--steps", -5], "--steps"),
     "steps word": (["--steps", "many"], "--steps"),
     "lr": (["--lr", "nan"], "--lr"),
+    "infinite lr": (["--lr", "inf"], "'inf' is not a number above 0"),
     "keep": (["--keep", 0], "--keep"),
     "flag": (["--step", 5], "--step"),
     "seed": (["--seed", 2**70], "--seed"),
@@ -319,6 +321,7 @@ BAD = {
     "resume": (["--resume"], "--resume needs --run-dir"),
     "json": (["--json", "no/such/folder.json"], "no/such/folder.json"),
     "run dir": (["--run-dir", "empty.txt/run"], "empty.txt/run"),
+    "unset run dir": (["--run-dir", ""], "--run-dir: '' is no path"),
 }
 
 
@@ -326,7 +329,8 @@ BAD = {
 @each_script
 def test_bad_input(tmp_path, script, case):
     flags, words = BAD[case]
-    if script != BASELINE and case in ("dtype", "keep", "lr", "flag", "zero batch", "steps word", "json", "seed"):
+    of_the_parser = {"dtype", "keep", "lr", "infinite lr", "flag", "zero batch", "steps word", "json", "seed"}
+    if script != BASELINE and case in of_the_parser | {"unset run dir"}:
         pytest.skip("the parser is the same as the baseline's")
     (tmp_path / "empty.txt").touch()
     (tmp_path / "short.txt").write_text("too short a text to train on" * 20)
@@ -372,6 +376,50 @@ def test_a_script_of_one_process_refuses_several(tmp_path, script):
 def test_a_launcher_that_sets_half_its_variables(tmp_path, given, script):
     result = run(script, tmp_path, **dict(pair.split("=") for pair in given.split()))
     assert_one_line(result, "start with torchrun")
+
+
+@pytest.mark.parametrize(
+    ("rank", "world_size", "local_rank", "port"),
+    [(5, 2, 0, 29500), (-1, 0, -1, 29500), (0, 1, -3, 29500), (1, 4, 2, 29500), (0, 1, 0, 99999)],
+)
+def test_ranks_that_cannot_be(tmp_path, rank, world_size, local_rank, port):
+    launched = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": local_rank, "MASTER_PORT": port}
+    env = {name: str(value) for name, value in launched.items()}
+    result = run(SEVERAL[0], tmp_path, **env, MASTER_ADDR="127.0.0.1")
+    values = f"RANK={rank}, WORLD_SIZE={world_size}, LOCAL_RANK={local_rank} and MASTER_PORT={port}"
+    assert_one_line(result, f"{values} cannot be", "start with torchrun")
+
+
+@each_of_several
+def test_a_rank_without_its_torchrun_does_not_train(tmp_path, script):
+    """As one that was still starting when its torchrun was killed: nobody answers where they should meet."""
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # and does not listen
+        env = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+        env |= {"MASTER_PORT": str(nobody.getsockname()[1]), "COLLECTIVE_TIMEOUT_SECONDS": "2"}
+        env |= {"TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        result = run(script, tmp_path, "--device", "cpu", "--steps", 1, **env)
+    assert result.code == 1
+    assert "DistNetworkError" in result.err
+    assert result.out == ""
+
+
+@pytest.mark.parametrize("seconds", ["0", "-5", "1.5", "99999999999999"])
+def test_a_timeout_that_cannot_be(tmp_path, seconds):
+    result = run(SEVERAL[0], tmp_path, "--device", "cpu", COLLECTIVE_TIMEOUT_SECONDS=seconds)
+    assert_one_line(result, f"COLLECTIVE_TIMEOUT_SECONDS={seconds} is not a whole number of seconds")
+
+
+@each_of_several
+@pytest.mark.parametrize("name", ["metrics.jsonl", "tensorboard"])
+def test_a_folder_with_another_kind_of_file(tmp_path, name, script):
+    (tmp_path / "run").mkdir()
+    if name == "tensorboard":
+        (tmp_path / "run" / name).touch()
+    else:
+        (tmp_path / "run" / name).mkdir()
+    result = train(script, tmp_path, code=2)
+    assert_one_line(result, "/run cannot be used: ", name)
 
 
 @each_of_several
@@ -448,6 +496,12 @@ def test_a_loss_that_is_not_finite_names_the_step(tmp_path):
     for result in (each, seventh):
         assert_one_line(result, f"not finite at step {first_bad}", "--lr", "--warmup-steps")
         assert not checkpoints(result.folder)
+
+
+def test_a_held_out_loss_that_is_not_finite_is_told(tmp_path):
+    flags = ("--steps", 1, "--lr", 1e38, "--warmup-steps", 0, "--dtype", "fp32")
+    result = train(BASELINE, tmp_path, *flags, code=2)
+    assert_one_line(result, "the held-out loss is nan after step 1")
 
 
 def test_a_background_save_is_finished_before_an_error_ends_the_run(tmp_path):
