@@ -111,10 +111,10 @@ def checks(rows: list[dict], instabilities: list[dict]) -> list[tuple[bool, str]
 
 
 def check(rows: list[dict], instabilities: list[dict], required: bool) -> None:
-    """Print what holds; end the script at what does not, if that is required of this model."""
+    """Print what holds; end the script at what does not, if that is required of this model and batch."""
     for holds, text in checks(rows, instabilities):
         assert holds or not required, f"does not hold: {text}"
-        print(f"{'checked' if holds else 'not seen with this model'}: {text}")
+        print(f"{'checked' if holds else 'not seen with this model and batch'}: {text}")
 
 
 def plot(rows: list[dict], gradients: Tensor, scale: float, file: Path) -> None:

@@ -203,7 +203,8 @@ def main() -> int:
         "instabilities": instabilities,
     }
     report.write_json(summary, args.json)
-    check(rows, instabilities, required=args.model == "nano")
+    # what is rare in a few tokens, or in another model, need not show
+    check(rows, instabilities, required=args.model == "nano" and args.batch_size * args.seq_len >= 4 * 64)
     return 0
 
 

@@ -277,7 +277,7 @@ def train_batches(
 
 def _ignore_signals(_worker: int) -> None:
     """A scheduler signals every process; the rank decides, and its workers must live for its last steps."""
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
 
 

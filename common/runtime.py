@@ -294,7 +294,7 @@ def exact_fp32(device: torch.device) -> None:
 
 
 def catch_stop_signals() -> None:
-    """From now on SIGTERM and SIGUSR1 ask for a checkpoint and an end after the current step."""
+    """From now on SIGTERM, SIGUSR1 and SIGHUP ask for a checkpoint and an end after the current step."""
 
     def note(number: int, _frame) -> None:
         global _stop_signal
@@ -302,6 +302,9 @@ def catch_stop_signals() -> None:
 
     signal.signal(signal.SIGTERM, note)
     signal.signal(signal.SIGUSR1, note)
+    # nohup has it ignored. But torchrun ends also then when its terminal closes, and hands it to its ranks
+    if dist.is_torchelastic_launched() or signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, note)
 
 
 def stop_requested() -> int:

@@ -18,6 +18,7 @@ from support.harness import (
     SEVERAL,
     TINY,
     TRAINING_SCRIPTS,
+    command,
     damage,
     each_of_several,
     each_script,
@@ -27,11 +28,13 @@ from support.harness import (
     launch,
     rank_process,
     run,
+    start,
     steps_logged,
     tiny_flags,
     train,
     with_prelude,
     with_small_files,
+    write_tiny,
 )
 
 LONG = ("--steps", 60, "--deterministic", "--save-every", 4)  # long enough to be hit while it runs
@@ -77,7 +80,12 @@ def content(folder: Path) -> dict[str, bytes]:
 # --- signals
 
 
-@each_launched("number", {"SIGTERM": signal.SIGTERM, "SIGUSR1": signal.SIGUSR1}, sample={"SIGTERM"})
+@each_launched(
+    "number",
+    {"SIGTERM": signal.SIGTERM, "SIGUSR1": signal.SIGUSR1, "SIGHUP": signal.SIGHUP},
+    sample={"SIGTERM"},
+    slow={"SIGHUP"},
+)
 def test_a_signal_saves_and_asks_to_be_started_again(tmp_path, undisturbed, number, script):
     process = launch(script, tmp_path, *LONG)
     assert holds(process, lambda: steps_logged(tmp_path) >= 7)
@@ -116,6 +124,30 @@ def test_a_signal_to_torchrun_saves_too(tmp_path, undisturbed, flags, script):
     assert "the same command with --resume goes on" in result.out
     resumed = train(script, tmp_path, *LONG, "--resume", nproc=2)
     assert resumed.summary["weights_sha256"] == undisturbed(script, 2)
+
+
+@each_launched("nohup", {"terminal": [], "nohup": ["nohup"]}, sample=set(), slow={"terminal"})
+def test_a_terminal_that_closes_saves_too(tmp_path, undisturbed, nohup, script):
+    """torchrun ends even under nohup. A single process goes on there."""
+    write_tiny(tmp_path)
+    flags = (*tiny_flags(tmp_path), *LONG)
+    process = start([*nohup, *command(script, *flags, nproc=2)], tmp_path)
+    assert holds(process, lambda: steps_logged(tmp_path) >= 3)
+    process.send_signal(signal.SIGHUP)
+    result = finish(process, tmp_path)
+    assert "the same command with --resume goes on" in result.out
+    resumed = train(script, tmp_path, *LONG, "--resume", nproc=2)
+    assert resumed.summary["weights_sha256"] == undisturbed(script, 2)
+
+
+def test_a_process_under_nohup_goes_on(tmp_path, undisturbed):
+    write_tiny(tmp_path)
+    process = start(["nohup", *command(BASELINE, *tiny_flags(tmp_path), *LONG)], tmp_path)
+    assert holds(process, lambda: steps_logged(tmp_path) >= 3)
+    process.send_signal(signal.SIGHUP)
+    result = finish(process, tmp_path)
+    assert result.code == 0
+    assert result.summary["weights_sha256"] == undisturbed(BASELINE, 1)
 
 
 @each_launched("number", {"SIGUSR1": signal.SIGUSR1, "SIGKILL": signal.SIGKILL}, sample=set(), slow={"SIGUSR1"})

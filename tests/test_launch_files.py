@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from support.commands import check
-from support.harness import ROOT, TINY, holds, kill_all, start
+from support.harness import ROOT, TINY, clean_env, holds, kill_all, start
 from torch.distributed.run import get_args_parser
 
 from common import cli
@@ -399,3 +399,26 @@ def test_every_launch_file_of_a_cluster_waits_for_the_lock_of_a_dead_node():
 def test_shell_scripts_pass_shellcheck():
     scripts = [*ROOT.glob("launch/**/*.sh"), *ROOT.glob("launch/**/*.sbatch"), ROOT / ".ci/run"]
     assert passes(tool("shellcheck"), *scripts)
+
+
+@pytest.mark.parametrize("file", sorted(path.name for path in (ROOT / "launch/slurm").glob("*.sbatch")))
+def test_a_batch_file_that_no_slurm_starts_says_so(tmp_path, file):
+    result = subprocess.run(
+        ["bash", str(ROOT / "launch/slurm" / file)],
+        cwd=tmp_path,
+        env=clean_env(),
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert result.returncode != 0
+    assert "SLURM_JOB_ID: is not set: start this file with sbatch" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_number_of_requeues_that_is_none_is_told_at_the_start(tmp_path):
+    job = {"SLURM_JOB_ID": "1", "SLURM_JOB_NAME": "sweep", "SLURM_ARRAY_JOB_ID": "1", "SLURM_ARRAY_TASK_ID": "0"}
+    env = clean_env(**job, PROCS_PER_NODE="1", MAX_REQUEUES="many")
+    file = ROOT / "launch/slurm/array_requeue.sbatch"
+    result = subprocess.run(["bash", str(file)], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=30)
+    assert (result.returncode, result.stderr) == (2, "sweep: error: MAX_REQUEUES=many is not a number\n")

@@ -396,12 +396,18 @@ WRONG = [
     ("elastic.sh", {"NNODES": "2"}, "NNODES=2 is not MIN:MAX nodes: NNODES=1:4"),
     ("elastic.sh", {"NNODES": "3:2"}, "NNODES=3:2 is not MIN:MAX nodes"),
     ("elastic.sh", {"NNODES": "1:2", "HEARTBEAT_SECONDS": "0"}, "a timeout is 0, not whole seconds"),
+    ("elastic.sh", {"NNODES": "1:2", "MAX_RESTARTS": "x"}, "MAX_RESTARTS=x is not a number of restarts"),
+    ("elastic.sh", {"NNODES": "1:2", "RUN_DIR_LOCK_SECONDS": "x"}, "RUN_DIR_LOCK_SECONDS=x is not whole seconds"),
+    ("multi_node.sh", {"RUN_DIR_LOCK_SECONDS": "2m"}, "RUN_DIR_LOCK_SECONDS=2m is not whole seconds"),
+    ("single_node.sh", {"PATH": "/usr/bin:/bin"}, "there is no torchrun on the PATH"),
+    ("multi_node.sh", {"PATH": "/usr/bin:/bin"}, "there is no torchrun on the PATH"),
+    ("elastic.sh", {"PATH": "/usr/bin:/bin"}, "there is no torchrun on the PATH"),
 ]
 
 
 @pytest.mark.parametrize(("script", "settings", "words"), WRONG)
 def test_wrong_settings(tmp_path, script, settings, words):
-    process = start([str(LAUNCH / script)], tmp_path, PATH=PATH, **{**GOOD, **settings})
+    process = start([str(LAUNCH / script)], tmp_path, **{"PATH": PATH, **GOOD, **settings})
     assert_refused(finish(process, tmp_path, timeout=30), words)
 
 

@@ -20,6 +20,7 @@ export COLLECTIVE_TIMEOUT_SECONDS=${COLLECTIVE_TIMEOUT_SECONDS:-600}
 export RUN_DIR_LOCK_SECONDS=${RUN_DIR_LOCK_SECONDS:-120}  # NFSv4, Lustre: a dead node's lock is kept for about 90 s
 # --- end of SITE
 
+[[ $RUN_DIR_LOCK_SECONDS =~ ^[0-9]+$ ]] || fail "RUN_DIR_LOCK_SECONDS=$RUN_DIR_LOCK_SECONDS is not whole seconds"
 command -v deepspeed >/dev/null || fail "there is no deepspeed on the PATH: pip install deepspeed==0.19.8"
 [[ -n ${HOSTFILE:-} ]] || fail "HOSTFILE is not set: a file with a line such as 'node0 slots=8' per host"
 [[ -f $HOSTFILE ]] || fail "HOSTFILE=$HOSTFILE: no such file"

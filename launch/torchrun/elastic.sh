@@ -25,14 +25,18 @@ export RUN_DIR_LOCK_SECONDS=${RUN_DIR_LOCK_SECONDS:-120}  # NFSv4, Lustre: a dea
 # --- SITE: a node is dead after 3 missing heartbeats of 5 s. Clocks further apart than that end the job with an error,
 # so set them by NTP. One newcomer whose clock is ahead ends all nodes that see it
 heartbeat=${HEARTBEAT_SECONDS:-5}
+restarts=${MAX_RESTARTS:-3}  # how often ranks that fail are started again
 # --- end of SITE
 
+command -v torchrun >/dev/null || fail "there is no torchrun on the PATH: activate the environment that has torch"
 [[ ${NNODES:-} =~ ^[1-9][0-9]*:[1-9][0-9]*$ && ${NNODES%:*} -le ${NNODES#*:} ]] ||
   fail "NNODES=${NNODES:-} is not MIN:MAX nodes: NNODES=1:4"
 [[ -n ${RDZV_ENDPOINT:-} ]] || fail "RDZV_ENDPOINT is not set: the lasting node and a free port there, as node0:29400"
 for seconds in "$join" "$last_call" "$COLLECTIVE_TIMEOUT_SECONDS" "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT" "$heartbeat"; do
   [[ $seconds =~ ^[1-9][0-9]*$ ]] || fail "a timeout is $seconds, not whole seconds"
 done
+[[ $RUN_DIR_LOCK_SECONDS =~ ^[0-9]+$ ]] || fail "RUN_DIR_LOCK_SECONDS=$RUN_DIR_LOCK_SECONDS is not whole seconds"
+[[ $restarts =~ ^[0-9]+$ ]] || fail "MAX_RESTARTS=$restarts is not a number of restarts"
 script=${SCRIPT:-$repo/05_ddp/train.py}
 [[ -f $script ]] || fail "SCRIPT=$script: no such file"
 procs=${NPROC_PER_NODE:-$(python -c "import torch; print(torch.cuda.device_count())")}
@@ -51,7 +55,7 @@ conf="is_host=$is_host,join_timeout=$join,last_call_timeout=$last_call,read_time
 command=(
   python "$repo/launch/torchrun/elastic_agent.py" --nnodes="$NNODES" --nproc-per-node="$procs" --local-addr="$address"
   --rdzv-backend=c10d --rdzv-endpoint="$RDZV_ENDPOINT" --rdzv-id="${RDZV_ID:-train}" --rdzv-conf="$conf"
-  --max-restarts="${MAX_RESTARTS:-3}" "$script" --resume "$@"
+  --max-restarts="$restarts" "$script" --resume "$@"
 )
 echo "OMP_NUM_THREADS=$OMP_NUM_THREADS $(printf '%q ' "${command[@]}")"
 echo "elastic.sh: waiting at most $join s for ${NNODES%:*} node(s); RendezvousTimeoutError means that fewer came"

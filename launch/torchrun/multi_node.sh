@@ -30,11 +30,13 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-60}  # f
 export RUN_DIR_LOCK_SECONDS=${RUN_DIR_LOCK_SECONDS:-120}  # NFSv4, Lustre: a dead node's lock is kept for about 90 s
 # --- end of SITE
 
+command -v torchrun >/dev/null || fail "there is no torchrun on the PATH: activate the environment that has torch"
 [[ ${NNODES:-} =~ ^[1-9][0-9]*$ ]] || fail "NNODES=${NNODES:-} is not a number of nodes: NNODES=2"
 [[ -n ${RDZV_ENDPOINT:-} ]] || fail "RDZV_ENDPOINT is not set: the first node and a free port there, as node0:29400"
 for seconds in "$join" "$COLLECTIVE_TIMEOUT_SECONDS" "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT"; do
   [[ $seconds =~ ^[1-9][0-9]*$ ]] || fail "a timeout is $seconds, not whole seconds"
 done
+[[ $RUN_DIR_LOCK_SECONDS =~ ^[0-9]+$ ]] || fail "RUN_DIR_LOCK_SECONDS=$RUN_DIR_LOCK_SECONDS is not whole seconds"
 script=${SCRIPT:-$repo/05_ddp/train.py}
 [[ -f $script ]] || fail "SCRIPT=$script: no such file"
 procs=${NPROC_PER_NODE:-$(python -c "import torch; print(torch.cuda.device_count())")}

@@ -9,6 +9,7 @@ repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 
 # seconds that torchrun gives its ranks for a step and a save after SIGTERM, before it kills them (torchrun alone: 30)
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-60}
+command -v torchrun >/dev/null || fail "there is no torchrun on the PATH: activate the environment that has torch"
 [[ $TORCH_ELASTIC_SHUTDOWN_TIMEOUT =~ ^[1-9][0-9]*$ ]] ||
   fail "a timeout is $TORCH_ELASTIC_SHUTDOWN_TIMEOUT, not whole seconds"
 script=${SCRIPT:-$repo/05_ddp/train.py}
