@@ -85,11 +85,7 @@ def claim(run_dir: Path | None, *, settings: dict, contents: dict[str, str], res
 
 
 def _examine(run_dir: Path, settings: dict, resume: bool) -> Path:
-    saved = any(run_dir.glob(CHECKPOINTS))
-    known = _known(run_dir)
-    if saved and not known:
-        raise UserError(f"--run-dir {run_dir} holds checkpoints without the settings.json of their run: copy it too")
-    known = known or settings
+    known = _known(run_dir) or settings
     differ = [
         f"--{name.replace('_', '-')} {settings.get(name)} (was {known.get(name)})"
         for name in {**settings, **known}  # another script may have flags of its own
@@ -97,7 +93,7 @@ def _examine(run_dir: Path, settings: dict, resume: bool) -> Path:
     ]
     if differ:
         raise UserError(f"--run-dir {run_dir} holds a run with other settings: {', '.join(differ)}; use another")
-    if saved and not resume:
+    if not resume and any(run_dir.glob(CHECKPOINTS)):
         raise UserError(f"--run-dir {run_dir} holds a run with checkpoints: --resume it, or use another")
     return run_dir
 
@@ -143,6 +139,8 @@ def _require_shared(run_dir: Path) -> None:
 def _enter(run_dir: Path, settings: dict) -> None:
     try:
         known = _known(run_dir)
+        if not known and any(run_dir.glob(CHECKPOINTS)):
+            raise UserError(f"--run-dir {run_dir} holds checkpoints without the settings.json of their run: copy it")
         commit = _commit()
         if known and known.get("commit") != commit:
             say(f"warning: this run began at commit {known.get('commit')}, and this is {commit}")

@@ -91,6 +91,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_a_warning(tmp_path, checkpo
     def busy(path):
         raise OSError(errno.EBUSY, "Device or resource busy", str(path))
 
+    claim(tmp_path)
     checkpoints.save(1, {"weights": "one"}, write_text)
     monkeypatch.setattr(checkpoint.shutil, "rmtree", busy)
     checkpoints.save(2, {"weights": "two"}, write_text)
@@ -308,9 +309,12 @@ def test_checkpoints_without_their_settings_are_refused(tmp_path, left):
     (tmp_path / "settings.json").unlink()
     if left is not None:
         (tmp_path / "settings.json").write_text(left)
-    for resume in (False, True):
-        with pytest.raises(UserError, match="holds checkpoints without the settings"):
-            claim(tmp_path, resume=resume)
+    with pytest.raises(UserError, match="holds checkpoints without the settings"):
+        claim(tmp_path, resume=True)
+    with pytest.raises(UserError, match="holds a run with checkpoints"):
+        claim(tmp_path)
+    file = tmp_path / "settings.json"
+    assert (file.read_text() if file.exists() else None) == left  # it has not become another run
 
 
 def test_a_dirty_tree_is_said(tmp_path):
