@@ -3,8 +3,8 @@
 import logging
 import shutil
 import tempfile
-import warnings
 from functools import partial
+from pathlib import Path
 
 import torch
 from _infer_70b_placement import ROOM, Place, bytes_of_cache, free_bytes
@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from common import exits, hardware, shapes
 
-warnings.filterwarnings("ignore", "Device cuda:. is not available")  # a dry run's GPUs
+logging.getLogger("accelerate.utils.modeling").setLevel(logging.ERROR)  # that a dry run's GPUs are not here
 logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)  # that some weights are elsewhere is the point
 
 
@@ -42,14 +42,18 @@ def plan(args, config: shapes.Config, device: torch.device, gpus: int | None = N
 def place_modules(net: nn.Module, cache: int, args, device: torch.device, gpus: int) -> dict[str, int | str]:
     """accelerate's answer: the GPUs are filled in their order, then the CPU, then the disk.
 
-    It counts weights alone, so each device is offered what the cache leaves. Layers of CPU or disk are computed on the
-    first GPU, and so is their cache kept there.
+    It counts weights alone, so each device is offered what the cache leaves. A GPU keeps the cache of its layers. The
+    first one computes the layers of CPU and disk as well, and keeps their cache too: of all layers, at the most.
     """
     from accelerate import infer_auto_device_map
 
     room = dict(enumerate(room_of_gpus(args, gpus)))
+    layers = net.model.layers
+    layer_bytes = sum(parameter.nbytes for parameter in layers[0].parameters())
+    layer_cache = -(-cache // len(layers))
     for index in room:
-        room[index] = max(0, room[index] - (cache if index == 0 else cache // gpus))
+        most = len(layers) if index == 0 else min(len(layers), room[index] // (layer_bytes + layer_cache) + 1)
+        room[index] = max(0, room[index] - most * layer_cache)
     in_ram = free_ram(args, device, gpus)
     room["cpu"] = 2**62 if in_ram is None else max(0, int(ROOM * in_ram) - (0 if gpus else cache))
     return infer_auto_device_map(net, max_memory=room, no_split_module_classes=net._no_split_modules)
@@ -78,7 +82,9 @@ def places(
         held[where] = held.get(where, 0) + parameter.nbytes
         module = name.removeprefix("model.").rpartition(".")[0].split(".self_attn")[0].split(".mlp")[0]
         modules.setdefault(where, {})[module.replace("layers.", "layer ")] = None
-    computing = [where for where in held if where not in ("cpu", "disk")] or ["cpu"]
+    caches = cache_by_device(len(net.model.layers), device_map, cache)
+    for where in caches:  # of layers that all lie on the disk, the cache lies elsewhere
+        held.setdefault(where, 0)
     room = dict(enumerate(room_of_gpus(args, gpus)))
     free = {where: round(bytes_there / ROOM) for where, bytes_there in room.items()}
     free["cpu"] = free_ram(args, device, gpus)
@@ -86,11 +92,25 @@ def places(
     free["disk"] = shutil.disk_usage(tempfile.gettempdir()).free if written else None
     found = []
     for where in sorted(held, key=lambda where: (isinstance(where, str), str(where))):
-        names = [name.split(".")[0] for name in modules[where]]
+        names = [name.split(".")[0] for name in modules.get(where, ["no layer"])]
         told = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
-        share = cache // len(computing) if where in computing else 0
-        found.append(Place(f"cuda:{where}" if isinstance(where, int) else where, told, held[where], share, free[where]))
+        device_name = f"cuda:{where}" if isinstance(where, int) else where
+        found.append(Place(device_name, told, held[where], caches.get(where, 0), free[where]))
     return found
+
+
+def cache_by_device(layers: int, device_map: dict[str, int | str], cache: int) -> dict[int | str, int]:
+    """Bytes of the cache where they lie: with the layer, or where a layer of CPU or disk is computed: on the first GPU
+    that holds something, else on the CPU."""
+    gpus = [where for where in device_map.values() if where not in ("cpu", "disk")]
+    main_device = min(gpus, default="cpu")
+    held = {}
+    for index in range(layers):
+        where = device_of(f"model.layers.{index}", device_map)
+        if where in ("cpu", "disk"):
+            where = main_device
+        held[where] = held.get(where, 0) + 1
+    return {where: cache * count // layers for where, count in held.items()}
 
 
 def device_of(name: str, device_map: dict[str, int | str]) -> int | str:
@@ -119,6 +139,9 @@ def random_model(args, config: shapes.Config, folder: str) -> nn.Module:
                 set_module_tensor_to_device(net, name, where, value=weight)
     net.tie_weights()
     if on_disk:
+        if config.tie_word_embeddings and "model.embed_tokens.weight" in on_disk:  # the head's, by its name too
+            on_disk["lm_head.weight"] = on_disk["model.embed_tokens.weight"]
+            Path(folder, "lm_head.weight.dat").symlink_to("model.embed_tokens.weight.dat")
         save_offload_index(on_disk, folder)
     return dispatch_model(net, args.device_map, offload_dir=folder if on_disk else None)
 

@@ -1,7 +1,6 @@
 """The flags of infer_70b.py, the shape that --model names, and whether the ranks can share it."""
 
 import argparse
-import math
 from pathlib import Path
 
 import _infer_70b_pipeline as pipeline
@@ -33,8 +32,6 @@ def parse_args(description: str) -> argparse.Namespace:
         raise UserError("--dry-run and --world-size N go together: one device of N is computed, none is used")
     if args.compile and args.strategy != "tensor-parallel":
         raise UserError(f"--compile is for --strategy tensor-parallel, not {args.strategy}")
-    if args.memory is not None and not math.isfinite(args.memory):
-        raise UserError(f"--memory {args.memory} is no size")
     check_drawing(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
     if args.micro_batches and args.strategy != "pipeline":
         raise UserError(f"--micro-batches is for --strategy pipeline, not {args.strategy}")

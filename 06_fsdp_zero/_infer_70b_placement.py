@@ -137,7 +137,12 @@ def refuse_what_does_not_fit(args, config: shapes.Config, found: list[Place]) ->
     worst = max(found, key=lambda place: place.missing_bytes)
     if not worst.missing_bytes:
         return
-    ways = what_would_fit(args, config, worst.free_bytes, alone=on_gpus(args))
+    # a rank's part in the computer's memory or on a disk may be too large: what would fit is a question of devices
+    computing = [place for place in found if place.device.startswith(("rank", "cuda"))] or [worst]
+    device = worst if worst in computing else min(computing, key=lambda place: place.free_bytes)
+    ways = what_would_fit(args, config, device.free_bytes, alone=on_gpus(args))
+    if device is not worst:
+        ways = f"on devices with {size(device.free_bytes)} free: {ways}"
     if worst.device == "disk":
         ways = "set TMPDIR to a disk with room, or save the weights as a folder, which is read where it lies"
     takes = f"{size(worst.weight_bytes)} of weights and {size(worst.cache_bytes)} of cache"

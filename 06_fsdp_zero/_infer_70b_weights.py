@@ -35,6 +35,11 @@ def check_folder(folder: Path, config: Config) -> dict[str, Path]:
     for name, (file, shape) in stored.items():
         if name in ignored or name.endswith(".rotary_emb.inv_freq"):  # computed, not learned
             continue
+        if name.endswith(".codes"):
+            raise UserError(
+                f"--model {folder}: its weights are rounded: 07_memory_tricks/quantized_inference.py --model {folder} "
+                "reads it"
+            )
         if name not in expected:
             raise UserError(f"--model {folder}: weights do not fit its config: {name} is not a weight of this model")
         if shape != expected[name]:

@@ -33,6 +33,8 @@ from common.exits import UserError
 
 SCRIPT = "06_fsdp_zero/infer_70b.py"
 weights = load("06_fsdp_zero/_infer_70b_weights.py")
+placement = load("06_fsdp_zero/_infer_70b_placement.py")
+flags_of = load("06_fsdp_zero/_infer_70b_flags.py")
 PROMPTS = ["def main():", "a", "for i in range(3): print(i)"]  # of unequal lengths
 EVEN = {  # for 2 and 4 ranks, which do not divide its vocabulary
     **ODD,
@@ -181,6 +183,22 @@ def test_random_weights_are_the_same_for_every_strategy(tmp_path):
     assert different.summary["token_ids"] != one.summary["token_ids"]
 
 
+@pytest.mark.parametrize("memory", [0.003, 0.012])
+def test_a_tied_head_is_read_from_the_disk(tmp_path, memory):
+    """Also where all layers lie on it. The cache is the CPU's all the same."""
+    flags = ["--max-new-tokens", 3]
+    one = infer(tmp_path / "one", "nano", *flags)
+    spread = ["--strategy", "device-map", "--memory", memory]
+    other = infer(tmp_path / "other", "nano", *flags, *spread, TMPDIR=str(tmp_path))
+    assert other.summary["token_ids"] == one.summary["token_ids"]
+    places = other.summary["places"]
+    assert [place["device"] for place in places] == ["cpu", "disk"]
+    whole = one.summary["places"][0]
+    assert [place["cache_bytes"] for place in places] == [whole["cache_bytes"], 0]
+    assert sum(place["weight_bytes"] for place in places) == whole["weight_bytes"]
+    assert (places[0]["weight_bytes"] == 0) == (memory == 0.003)
+
+
 @pytest.mark.parametrize("shape", [(3, 5), (40, 7), (1500, 1021)])
 def test_any_part_of_a_random_matrix_is_that_part_of_the_whole(shape):
     rows, columns = shape
@@ -317,8 +335,24 @@ def test_a_dry_run_of_the_other_strategies(tmp_path, strategy):
     places = result.summary["places"]
     assert sum(place["weight_bytes"] for place in places) >= 2 * shapes.parameter_count(shapes.SIZES["llama-70b"])
     assert all(place["weight_bytes"] + place["cache_bytes"] < 80 * 2**30 for place in places)
+    assert result.err == ""
     if strategy == "pipeline":
         assert sum(place["weight_bytes"] for place in places) == 2 * shapes.parameter_count(shapes.SIZES["llama-70b"])
+
+
+def test_device_map_counts_the_cache_with_its_layers(tmp_path):
+    """Layers of the CPU have theirs on the first GPU."""
+    flags = ["--model", "llama-70b", "--dry-run", "--world-size", 2, "--memory", 24, "--strategy", "device-map"]
+    prompt = ["--prompt", "a" * 1000, "--max-new-tokens", 1000]
+    result = run(SCRIPT, tmp_path, *flags, *prompt, "--json", "summary.json")
+    assert result.code == 0, result.err[-3000:]
+    first, second, cpu = result.summary["places"]
+    a_layer = 2 * 2000 * 8 * 128 * 2
+    block = 2 * (shapes.parameter_count(shapes.SIZES["llama-70b"]) - 8192 * (2 * 128_256 + 1)) // 80
+    layers = second["weight_bytes"] // block
+    assert layers > 10
+    assert (first["cache_bytes"], second["cache_bytes"]) == ((80 - layers) * a_layer, layers * a_layer)
+    assert (cpu["device"], cpu["cache_bytes"]) == ("cpu", 0)
 
 
 # --- bad input
@@ -384,7 +418,7 @@ def test_a_folder_that_is_not_whole_is_refused(tmp_path, spoil, told):
         (["--dry-run", "--world-size", "3"], "3 ranks do not divide 8 attention heads"),
         (["--dry-run", "--world-size", "5", "--strategy", "device-map"], "needs --memory"),
         (["--compile", "--strategy", "pipeline"], "--compile is for"),
-        (["--memory", "inf"], "--memory inf is no size"),
+        (["--memory", "inf"], "--memory: 'inf' is not a number above 0"),
         (["--micro-batches", "2"], "--micro-batches is for --strategy pipeline"),
         (["--offload", "cpu"], "--offload cpu is for --strategy zero3"),
         (["--top-k", "3"], "at --temperature 0 nothing is drawn"),
@@ -413,6 +447,26 @@ def test_what_cannot_fit_is_told_with_what_would(tmp_path):
     assert "tensor-parallel on 8 of them" in result.err
     roomy = run(SCRIPT, tmp_path, "--model", "llama-70b", "--device", "cpu", "--dtype", "bf16", "--memory", 50)
     assert "tensor-parallel on 4 of them, or with 07_memory_tricks/quantized_inference.py --weights int4" in roomy.err
+
+
+def test_what_would_fit_is_told_of_devices_not_of_the_host(monkeypatch):
+    config = shapes.SIZES["llama-70b"]
+    flags = ["--model", "llama-70b", "--strategy", "zero3", "--offload", "cpu", "--memory", "80", "--device", "cpu"]
+    monkeypatch.setattr("sys.argv", [SCRIPT, *flags])
+    monkeypatch.setattr(placement.hardware, "available_memory", lambda: 20 * 2**30)
+    args = flags_of.parse_args("")
+    args.dtype, args.batch, args.tokens_per_prompt = "bf16", 1, 42
+    places = placement.places(args, config, 1, [80 * 2**30])
+    with pytest.raises(UserError, match="cpu, rank 0 would hold") as refused:
+        placement.refuse_what_does_not_fit(args, config, places)
+    assert "on devices with 80.00 GiB free: it fits with --strategy tensor-parallel on 2 of them" in str(refused.value)
+
+
+def test_a_rounded_folder_is_for_another_script(tmp_path):
+    folder = write_model(tmp_path / "model", EVEN)
+    save_file({"lm_head.codes": torch.zeros(2)}, folder / "a-00002.safetensors")
+    with pytest.raises(UserError, match="its weights are rounded: 07_memory_tricks/quantized_inference"):
+        weights.check_folder(folder, config_of(EVEN))
 
 
 def test_heads_that_the_ranks_do_not_divide_are_told_by_rank_0(tmp_path, even):
