@@ -20,6 +20,7 @@ class Framework:
     gathered_inputs: bool = False  # inputs of column-parallel products, the head's too, are kept whole, not their 1/tp
     gathered_keys: bool = False  # context parallel by all-gather: keys and values of all tokens are kept, and a mask
     every_second_product: bool = False  # "selective" keeps every second product instead of all
+    drops_last_product: bool = False  # "selective" keeps none of a dense block's last product: no backward reads it
     # what else is alive at the peak
     gathers_root: bool = False  # embedding and head stay gathered from forward to backward
     whole_in_pipelines: bool = False  # with pp > 1, gradients are reduced once, after a step's last backward
@@ -55,6 +56,7 @@ FRAMEWORKS = {
         gathered_inputs=True,
         gathered_keys=True,
         whole_in_pipelines=True,
+        drops_last_product=True,
     ),
     # DeepSpeed with fp16 or bf16, and the ZeRO paper (arXiv:1910.02054, section 3.1): 2 + 2 + 4 + 8. 16.
     "deepspeed": Framework(weight=2, gradient=2, master=4),

@@ -33,9 +33,11 @@ def latent_bytes(shape: Shape, e: int) -> float:
 def product_widths(shape: Shape, plan: Plan, *, experts: bool) -> list[int]:
     """The widths of the products' results that selective checkpointing keeps, in the order in which they run."""
     attention = [outputs for _, outputs in shapes.attention_matrices(shape)]
-    every = 2 if FRAMEWORKS[plan.framework].every_second_product else 1
+    framework = FRAMEWORKS[plan.framework]
+    every = 2 if framework.every_second_product else 1
     if not experts:
-        return (attention + [outputs for _, outputs in shapes.feed_forward_matrices(shape, shape.ffn)])[::every]
+        products = attention + [outputs for _, outputs in shapes.feed_forward_matrices(shape, shape.ffn)]
+        return products[:-1] if framework.drops_last_product else products[::every]
     mixture = shape.experts
     routed = [mixture.active * outputs for _, outputs in shapes.feed_forward_matrices(shape, mixture.ffn)]
     routed = [] if every == 2 else routed  # torch._grouped_mm is not on torchtitan's list

@@ -8,7 +8,6 @@ import shutil
 import statistics
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ import torch
 from support.chapter import load
 from support.harness import ROOT, TINY, run
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from common import model, shapes
 from common.exits import UserError
@@ -143,26 +141,13 @@ def test_activations_are_what_autograd_saves(name, dtype, checkpointing):
         assert lines["cast_bytes"] == copies
 
 
-PRODUCTS_AND_ATTENTION = {
-    torch.ops.aten.mm.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-}
-
-
-def keep_products(context, operator, *args, **kwargs) -> CheckpointPolicy:
-    kept = operator in PRODUCTS_AND_ATTENTION
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", CPU_SHAPES)
 def test_selective_keeps_what_torchs_policy_keeps(name, dtype):
-    """Saved-tensor hooks do not see what the policy keeps: here it is the memory that lives on after forward."""
+    """Saved-tensor hooks do not see what checkpoint_blocks' policy keeps: here it is the memory after forward."""
     config, batch, length = CPU_SHAPES[name]
     net = model.build("nano", config, seed=0)
-    contexts = partial(create_selective_checkpoint_contexts, keep_products)
-    for layer, block in net.model.layers.items():
-        net.model.layers[layer] = checkpoint_wrapper(block, context_fn=contexts)
+    model.checkpoint_blocks(net, "selective")
     inputs, targets = torch.randint(config.vocab_size, (2, batch, length)).unbind()
     with LiveMemory() as memory:
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bf16"):
@@ -270,8 +255,8 @@ def test_checkpointing_keeps_less_and_selective_lies_between():
     kept = {c: estimate.memory(shape, Plan(checkpointing=c))["activation_bytes"] for c in PLAN.CHECKPOINTING}
     assert kept["full"] < kept["selective"] < kept["none"]
     tokens, h, f, q, kv = 4096, 4096, 14_336, 4096, 1024
-    # the block's fp32 input; results of q, k, v, o, gate, up, down in 16 bits; attention and its log-sum-exp
-    block = 4 * h + 2 * (q + 2 * kv + h + 2 * f + h) + 2 * q + 4 * 32
+    # the block's fp32 input; results of q, k, v, o, gate and up in 16 bits; attention and its log-sum-exp
+    block = 4 * h + 2 * (q + 2 * kv + h + 2 * f) + 2 * q + 4 * 32
     ends = tokens * (6 * h + 4) + 16 * tokens
     assert kept["selective"] == 32 * tokens * block + ends
     assert kept["full"] == 32 * tokens * 4 * h + ends
