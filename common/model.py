@@ -71,8 +71,8 @@ def attend(
 ) -> Tensor:
     """F.scaled_dot_product_attention, by a kernel that never holds all scores at once.
 
-    On CUDA none of those takes a mask with grouped heads. So with both, each key-value head becomes a sequence of its
-    own, which its query heads share without a copy.
+    CUDA's may refuse a mask together with grouped heads (Hugging Face's transformers avoids that, too). So with both,
+    each key-value head becomes a sequence of its own, which its query heads share without a copy.
     """
     if seen is None or not enable_gqa:
         return F.scaled_dot_product_attention(q, k, v, seen, is_causal=is_causal, enable_gqa=enable_gqa)

@@ -222,7 +222,7 @@ def test_attention_with_a_mask_and_grouped_heads_is_torchs(positions):
 
 
 def test_no_kernel_gets_a_mask_with_grouped_heads_nor_copies_of_keys(monkeypatch):
-    """CUDA's kernels that never hold all scores refuse the first. Copies would be as many as a key has query heads."""
+    """CUDA may take the first to a kernel that holds all scores. Of copies there would be one for each query head."""
     calls = []
     monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *args, **how: calls.append((args, how)) or args[0])
     (q, k, v), seen = masked_and_grouped(MASKS["one mask for all"])
