@@ -424,6 +424,56 @@ def test_every_family_counts_what_transformers_builds(kind):
     assert SHAPES.parameter_count(shape) == sum(p.numel() for p in net.parameters())
 
 
+LLAMA = {"model_type": "llama", **TINY}
+GPT2 = {"model_type": "gpt2", "vocab_size": 97, "n_embd": 48, "n_head": 3, "n_layer": 2, "n_positions": 64}
+MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+DEEPSEEK = {
+    **{**LLAMA, "model_type": "deepseek_v3", "n_routed_experts": 4, "num_experts_per_tok": 2},
+    **{"moe_intermediate_size": 20, "kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8},
+}
+WHOLE = "is not a whole number of at least 1"
+
+
+@pytest.mark.parametrize(
+    ("config", "key", "value", "message"),
+    [
+        (LLAMA, "hidden_size", 0, f"hidden_size 0 {WHOLE}"),
+        (LLAMA, "intermediate_size", "11008", f'intermediate_size "11008" {WHOLE}'),
+        (LLAMA, "intermediate_size", 4096.5, f"intermediate_size 4096.5 {WHOLE}"),
+        (LLAMA, "num_hidden_layers", True, f"num_hidden_layers true {WHOLE}"),
+        (LLAMA, "max_position_embeddings", None, f"max_position_embeddings null {WHOLE}"),
+        (LLAMA, "vocab_size", -5, f"vocab_size -5 {WHOLE}"),
+        (LLAMA, "head_dim", -3, f"head_dim -3 {WHOLE}"),
+        (LLAMA, "head_dim", 0, f"head_dim 0 {WHOLE}"),
+        (LLAMA, "num_attention_heads", 0, f"num_attention_heads 0 {WHOLE}"),
+        (LLAMA, "num_key_value_heads", 3, "num_attention_heads 4 is no multiple of num_key_value_heads 3"),
+        (LLAMA, "tie_word_embeddings", "false", 'tie_word_embeddings "false" is neither true nor false'),
+        (LLAMA, "mlp_bias", True, "mlp_bias true: biases of the feed-forward part are not counted"),
+        (
+            {k: v for k, v in LLAMA.items() if k != "vocab_size"},
+            "x",
+            0,
+            "the config.json of a llama lacks 'vocab_size'",
+        ),
+        (GPT2, "n_embd", 50, "n_embd 50 is no multiple of n_head 3"),
+        (GPT2, "n_inner", 0, f"n_inner 0 {WHOLE}"),
+        (MIXTRAL, "num_experts_per_tok", 0, f"num_experts_per_tok 0 {WHOLE}"),
+        (MIXTRAL, "num_experts_per_tok", 5, "num_experts_per_tok 5 is more than num_local_experts 4"),
+        (DEEPSEEK, "first_k_dense_replace", -1, "first_k_dense_replace -1 is not a whole number of at least 0"),
+        (DEEPSEEK, "first_k_dense_replace", 99, "first_k_dense_replace 99 is more than num_hidden_layers"),
+        (DEEPSEEK, "v_head_dim", [8], f"v_head_dim [8] {WHOLE}"),
+    ],
+)
+def test_a_config_that_cannot_be_is_refused_by_key_and_value(config, key, value, message):
+    if key != "x":  # every other value of the config is one that can be
+        heads = config.get("num_attention_heads")
+        assert CONFIG.from_json("it", config).heads == (heads or 3)
+    with pytest.raises(UserError) as error:
+        CONFIG.from_json("it", {**config, key: value})
+    assert str(error.value).startswith(f"--model it: {message}")
+    assert "\n" not in str(error.value)
+
+
 REFUSED = {
     "--tp 3 --gpus 3": "--tp 3 does not divide the 32 attention heads",
     "--tp 16 --gpus 16": "--tp 16 does not divide the 8 key-value heads",
