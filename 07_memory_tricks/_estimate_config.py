@@ -67,8 +67,10 @@ def from_json(name: str, raw: dict) -> Shape:
         config.refuse(f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
     head_dim = config.size("head_dim", default=None)
     latent = _latent_of(kind, config)
-    if head_dim is None:  # latent attention has widths of its own, and reads this one nowhere
-        head_dim = latent.value if latent else config.head_dim("hidden_size", "num_attention_heads")
+    if head_dim is None and latent:  # its heads have widths of their own
+        head_dim = config.size("hidden_size") // heads
+    elif head_dim is None:
+        head_dim = config.head_dim("hidden_size", "num_attention_heads")
     return Shape(
         name=name,
         vocab=config.size("vocab_size"),

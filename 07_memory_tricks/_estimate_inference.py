@@ -30,18 +30,21 @@ def inference_weight_bytes(
     tp: int = 1,
     count_embedding: bool = True,
     head_divided: bool = False,
+    experts_read: int | None = None,
 ) -> float:
     """Matrices of the blocks and the head in --weights, the embedding and the norms in 16 bits (fp32: in 32).
 
     tp divides the blocks. gpt-fast leaves embedding and head whole on each rank; head_divided divides the head.
-    count_embedding: whether the table that is only looked up counts, as it does not where bandwidth is reckoned."""
+    count_embedding: whether tables that are only looked up count, as they do not where bandwidth is reckoned.
+    experts_read: of each layer's experts, how many count (default: all)."""
     if weights not in WEIGHTS:
         raise UserError(f"--weights {weights!r} is none of {', '.join(WEIGHTS)}")
     block = [*shapes.attention_matrices(shape), *shapes.feed_forward_matrices(shape, shape.ffn)]
     how = {"weights": weights, "group_size": group_size}
     if shape.experts:
         dense = shape.layers - shape.expert_layers
-        experts = shapes.expert_parameters(shape)
+        number = shape.experts.number if experts_read is None else experts_read
+        experts = shapes.expert_parameters(shape) * number // shape.experts.number
         shared = shapes.feed_forward_matrices(shape, shape.experts.shared_ffn)
         divided = linear_bytes(shapes.attention_matrices(shape), **how) * shape.layers
         divided += linear_bytes(shapes.feed_forward_matrices(shape, shape.ffn), **how) * dense
@@ -54,4 +57,12 @@ def inference_weight_bytes(
     head = linear_bytes([(shape.hidden, shape.vocab)], **how)
     embedding = shapes.embedding_parameters(shape) * plain if count_embedding and not shape.tied else 0
     found = divided / tp + (head / tp if head_divided else head) + embedding
-    return found + plain * (vectors + shapes.learned_positions(shape))
+    return found + plain * (vectors + (shapes.learned_positions(shape) if count_embedding else 0))
+
+
+def experts_in_a_step(shape: Shape, concurrency: int) -> tuple[int | None, int | None]:
+    """Of each layer's experts, the fewest and the most that one token of each sequence passes: all sequences choose the
+    same ones, or each its own."""
+    if not (mixture := shape.experts):
+        return None, None
+    return mixture.active, min(mixture.number, concurrency * mixture.active)

@@ -9,7 +9,7 @@ from _estimate_advise import advise, print_advice
 from _estimate_config import read_shape
 from _estimate_formulas import inference_formulas, training_formulas
 from _estimate_frameworks import FRAMEWORKS, LOSSES
-from _estimate_inference import CACHE_DTYPES, WEIGHTS, inference_weight_bytes
+from _estimate_inference import CACHE_DTYPES, WEIGHTS, experts_in_a_step, inference_weight_bytes
 from _estimate_mfu import print_shares
 from _estimate_plan import CHECKPOINTING, DTYPES, OPTIMIZERS, Plan, check
 from _estimate_shapes import Shape
@@ -121,13 +121,31 @@ def inference_answer(args: argparse.Namespace, shape: Shape, device: Device) -> 
     seq_len = length(args, shape)
     lines = inference(args, shape, seq_len)
     print_lines(lines, inference_formulas(args, shape, seq_len), device)
-    bandwidth = hardware.memory_bandwidth(device.name)
-    seconds = None
-    if bandwidth:  # one token for each sequence reads all weights and the whole cache once
-        seconds = (lines["weight_bytes"] + lines["kv_cache_bytes"]) / bandwidth
-        print(f"decoding: at least {seconds * 1e3:.2f} ms a token, by {bandwidth / 1e12:.3g} TB/s of memory bandwidth")
+    seconds = decoding_seconds(args, shape, device, cache_bytes=lines["kv_cache_bytes"])
     forward = 2 * shapes.parameter_count(shape, active=True)
     return in_bytes(lines) | fit(lines, device) | {"flops_per_token": forward, "step_seconds": seconds}
+
+
+def decoding_seconds(args: argparse.Namespace, shape: Shape, device: Device, *, cache_bytes: float) -> float | None:
+    """The least that a token of each sequence takes: its rank reads the whole cache and what it multiplies with."""
+    bandwidth = hardware.memory_bandwidth(device.name)
+    if not bandwidth:
+        return None
+
+    def seconds(experts: int | None) -> float:
+        how = {"count_embedding": False, "experts_read": experts}
+        return (inference_weight_bytes(shape, **serving(args), **how) + cache_bytes) / bandwidth
+
+    fewest, most = experts_in_a_step(shape, args.concurrency)
+    least = seconds(fewest)
+    own = f" ({seconds(most) * 1e3:.2f} if no two sequences share an expert)" if fewest != most else ""
+    print(f"decoding: at least {least * 1e3:.2f} ms a token{own}, by {bandwidth / 1e12:.3g} TB/s of memory bandwidth")
+    return least
+
+
+def serving(args: argparse.Namespace) -> dict:
+    """How weights are held: keywords of inference_weight_bytes."""
+    return {"weights": args.weights, "group_size": args.group_size, "tp": args.tp, "head_divided": True}
 
 
 def training_answer(args: argparse.Namespace, shape: Shape, device: Device) -> dict:
@@ -185,10 +203,9 @@ def inference(args: argparse.Namespace, shape: Shape, seq_len: int) -> dict[str,
         raise UserError(f"--gpus {args.gpus} is no multiple of --tp {args.tp}")
     check(shape, Plan(gpus=args.tp, tp=args.tp, seq_len=args.tp, dtype=args.dtype))
     tokens = seq_len * args.concurrency
-    how = {"weights": args.weights, "group_size": args.group_size, "tp": args.tp, "head_divided": True}
     widest = 2 * shape.hidden + 3 * shape.ffn / args.tp
     lines = {
-        "weight_bytes": inference_weight_bytes(shape, **how),
+        "weight_bytes": inference_weight_bytes(shape, **serving(args)),
         "gradient_bytes": 0,
         "optimizer_bytes": 0,
         "activation_bytes": seq_len * widest * DTYPES[args.dtype],

@@ -379,6 +379,24 @@ def test_inference(tmp_path):
     assert halved["weight_bytes"] == pytest.approx(matrices * (0.5 + 4 / 64) / 2 + 2 * (embedding + norms), abs=1)
 
 
+def test_decoding_takes_at_least_what_one_step_reads(tmp_path):
+    """The whole cache and the matrices: not the embedding, which is looked up, nor experts that no token chose."""
+    bandwidth = 3.35e12  # H100 SXM
+    flags = ("--inference", "--seq-len", 1024, "--gpus", 1)
+    _, summary = answer(tmp_path, *flags, "--model", "llama3-8b")
+    read = summary["weight_bytes"] - 2 * 128_256 * 4096 + summary["kv_cache_bytes"]
+    assert summary["step_seconds"] == pytest.approx(read / bandwidth)
+
+    expert = 2 * 32 * 3 * 4096 * 14_336  # one of each layer
+    ends = 2 * 32_000 * 4096
+    for concurrency, most in {1: 2, 3: 6, 9: 8}.items():
+        result, summary = answer(tmp_path, *flags, "--model", "mixtral-8x7b", "--concurrency", concurrency)
+        without = summary["weight_bytes"] - ends - 8 * expert + summary["kv_cache_bytes"]
+        assert summary["step_seconds"] == pytest.approx((without + 2 * expert) / bandwidth)
+        own = f"({(without + most * expert) / bandwidth * 1e3:.2f} if no two sequences share an expert)"
+        assert (own in result.out) == (concurrency > 1)
+
+
 def test_what_is_kept_between_forward_and_backward_is_told(tmp_path):
     config, batch, length = CPU_SHAPES["nano"]
     flags = ("--model", "nano", "--gpus", 1, "--device", "cpu", "--dtype", "fp32")
@@ -449,12 +467,6 @@ WHOLE = "is not a whole number of at least 1"
         (LLAMA, "num_key_value_heads", 3, "num_attention_heads 4 is no multiple of num_key_value_heads 3"),
         (LLAMA, "tie_word_embeddings", "false", 'tie_word_embeddings "false" is neither true nor false'),
         (LLAMA, "mlp_bias", True, "mlp_bias true: biases of the feed-forward part are not counted"),
-        (
-            {k: v for k, v in LLAMA.items() if k != "vocab_size"},
-            "x",
-            0,
-            "the config.json of a llama lacks 'vocab_size'",
-        ),
         (GPT2, "n_embd", 50, "n_embd 50 is no multiple of n_head 3"),
         (GPT2, "n_inner", 0, f"n_inner 0 {WHOLE}"),
         (MIXTRAL, "num_experts_per_tok", 0, f"num_experts_per_tok 0 {WHOLE}"),
@@ -465,13 +477,17 @@ WHOLE = "is not a whole number of at least 1"
     ],
 )
 def test_a_config_that_cannot_be_is_refused_by_key_and_value(config, key, value, message):
-    if key != "x":  # every other value of the config is one that can be
-        heads = config.get("num_attention_heads")
-        assert CONFIG.from_json("it", config).heads == (heads or 3)
+    assert CONFIG.from_json("it", config).positions == config.get("n_positions", 128)  # without that value it is read
     with pytest.raises(UserError) as error:
         CONFIG.from_json("it", {**config, key: value})
     assert str(error.value).startswith(f"--model it: {message}")
     assert "\n" not in str(error.value)
+
+
+def test_a_config_without_a_size_is_refused_by_its_key():
+    config = {key: value for key, value in LLAMA.items() if key != "vocab_size"}
+    with pytest.raises(UserError, match=r"--model it: the config\.json of a llama lacks 'vocab_size'"):
+        CONFIG.from_json("it", config)
 
 
 REFUSED = {
