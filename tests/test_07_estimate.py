@@ -513,6 +513,25 @@ REFUSED = {
     "--advise --model llama-405b": "no plan of 8 x NVIDIA H100 80GB HBM3 holds llama-405b",
     "--is-my-mfu-right 10 --device cpu": "--is-my-mfu-right needs a peak",
     "--inference --tp 3 --gpus 3": "--tp 3 does not divide the 32 attention heads",
+    "--is-my-mfu-right inf": "'inf' is not a number above 0",
+    **{
+        f"--inference {flag}": f"{flag.split()[0]} is of training"
+        for flag in ("--zero 3", "--pp 1", "--cp 2", "--ep 2", "--micro-batch-size 1", "--global-batch-size 8")
+    },
+    **{
+        f"--inference {flag}": f"{flag.split()[0]} is of training"
+        for flag in ("--checkpointing none", "--optimizer sgd", "--loss fused", "--framework ours")
+    },
+    **{
+        f"--advise {flag}": f"{flag.split()[0]} is among what --advise searches"
+        for flag in ("--zero 3", "--tp 1", "--pp 2", "--cp 2", "--ep 2", "--micro-batch-size 2", "--checkpointing full")
+    },
+    **{
+        flag: f"{flag.split()[0]} is of serving, and is read with --inference only"
+        for flag in ("--weights bf16", "--concurrency 2", "--kv-cache-dtype fp8", "--group-size 64")
+    },
+    "--is-my-mfu-right 10 --weights int8": "--weights is of serving",
+    "--inference --weights int8 --group-size 64": "--group-size is of --weights int4, and these are int8",
 }
 
 
