@@ -47,7 +47,7 @@ def read_device(name: str, dtype: str) -> Device:
         return Device(name, None, None, PCIE)
     sheet = hardware.peak(name)
     if sheet is None:
-        alike = [known for known in hardware.peaks() if name.lower() in known.lower()]
+        alike = [known for known in hardware.peaks() if name and name.lower() in known.lower()]
         hint = f"did you mean {' or '.join(map(repr, alike))}?" if alike else "its first column has the names"
         raise UserError(f"--device {name!r} is neither cpu nor in common/devices.csv: {hint}")
     link = next((speed for part, speed in NVLINK.items() if part in name), PCIE)

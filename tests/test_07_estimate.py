@@ -544,6 +544,11 @@ def test_impossible_settings_are_refused_by_name(flags, monkeypatch):
     assert "\n" not in str(error.value)
 
 
+def test_a_device_without_a_name_is_like_no_other():
+    with pytest.raises(UserError, match=r"--device '' is neither .*: its first column has the names"):
+        TIME.read_device("", "bf16")
+
+
 def test_a_wrong_flag_is_one_line_and_code_2(tmp_path):
     result = run(SCRIPT, tmp_path, "--tp", 3, "--gpus", 3)
     assert result.code == 2
