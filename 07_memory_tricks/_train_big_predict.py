@@ -5,6 +5,9 @@ import estimate
 from _estimate_plan import DTYPES, Plan
 from _estimate_shapes import Shape
 
+from common.shapes import Config, flops_per_token, parameter_count
+
+RANK = 16  # of QLoRA's adapters
 LOSS_CHUNKS = 8  # the loss takes an eighth of the tokens at a time
 INT4_BYTES = 0.5 + 2 * 2 / 64  # per weight: a code, and a scale and a zero in bf16 for each 64
 
@@ -75,3 +78,16 @@ def predict_qlora(shape: Shape, recipe, *, rank: int, seq_len: int, dtype: str, 
     dequantizing = (1 + 2 * DTYPES[dtype]) * largest_matrix(shape)
     block = lines["block_bytes"] + dequantizing
     return frozen + adapters + lines["buffer_bytes"] + lines["activation_bytes"] + max(block, lines["logits_bytes"])
+
+
+def qlora_flops_per_token(config: Config, rank: int, seq_len: int) -> int:
+    """As flops_per_token, for adapters on a frozen base. A frozen weight takes 4 FLOP per token instead of 6: it has no
+    gradient of its own. Nothing trained comes before the first block's q, k and v: their inputs need no gradient."""
+    c = config
+    looked_up = 0 if c.tie_word_embeddings else c.vocab_size * c.hidden_size
+    frozen = parameter_count(c) - looked_up
+    queries, keys = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+    sides_of_attention = 2 * (c.hidden_size + queries) + 2 * (c.hidden_size + keys)
+    adapters = rank * c.num_hidden_layers * (sides_of_attention + 3 * (c.hidden_size + c.intermediate_size))
+    first_inputs = c.hidden_size * (queries + 2 * keys) + 3 * rank * c.hidden_size  # of W and of A
+    return flops_per_token(c, seq_len) - 2 * frozen + 6 * adapters - 2 * first_inputs

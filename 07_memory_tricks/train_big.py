@@ -17,6 +17,7 @@ size begins to fit, and the measured peak beside the predicted one. Before: ever
 08_model_parallel/.
 """
 
+import itertools
 import sys
 import time
 from collections.abc import Callable
@@ -29,8 +30,8 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
 from _estimate_shapes import from_config
-from _train_big_predict import LOSS_CHUNKS, predict, predict_qlora
-from _train_big_report import print_ladder, tell
+from _train_big_predict import LOSS_CHUNKS, RANK, predict, predict_qlora
+from _train_big_report import print_ladder, size_text, tell
 from chunked_loss import chunked_cross_entropy
 from lora import adapt_block
 from optimizer_memory import CompactAdamW, step_inside_backward
@@ -42,7 +43,7 @@ from common.step_cost import held_tensors, record_memory, wait_for
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 FREE_SHARE = 0.1  # of the memory: for fragments, workspaces and what a formula leaves out
 CPU_BYTES = 4 * 2**30
-RANK = 16  # of QLoRA's adapters
+DEFAULT_SEQ_LEN = {"cuda": 4096, "cpu": 128}
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,12 @@ def ladder(args, device: torch.device, dtype: str) -> list[dict]:
     tried = []
     for name in names:
         config = shapes.read_config(name)
+        if args.seq_len and args.seq_len > config.max_position_embeddings:
+            if args.model:
+                shapes.load_config(name, 1, args.seq_len)  # UserError, in the words of the other scripts
+            continue
         plan = {
-            "seq_len": min(args.seq_len, config.max_position_embeddings),
+            "seq_len": args.seq_len or min(DEFAULT_SEQ_LEN[device.type], config.max_position_embeddings),
             "dtype": dtype,
             "on_cpu": device.type == "cpu",
         }
@@ -86,10 +91,12 @@ def ladder(args, device: torch.device, dtype: str) -> list[dict]:
             tried.append({"model": name, "recipe": recipe, "seq_len": plan["seq_len"], "predicted_bytes": round(peak)})
             if peak <= (1 - FREE_SHARE) * args.memory_bytes:
                 return tried
+    if not tried:
+        raise UserError(f"--seq-len {args.seq_len} is over the limit of every named size: lower it")
     least = min(tried, key=lambda row: row["predicted_bytes"])
     raise UserError(
-        f"--memory {args.memory_bytes / 2**30:.1f}: {least['model']} takes {least['predicted_bytes'] / 2**30:.1f} GiB "
-        f"with --tune {args.tune} and every trick, and a tenth must stay free: raise --memory or lower --seq-len"
+        f"--memory {args.memory_bytes / 2**30:g}: {least['model']} takes {size_text(least['predicted_bytes'])} of "
+        f"{size_text(args.memory_bytes)} with --tune {args.tune} and every trick, and a tenth must stay free: raise --memory or lower --seq-len"
     )
 
 
@@ -122,16 +129,20 @@ def build_qlora(name: str, config: shapes.Config, dtype: torch.dtype, device: to
     return net, [torch.optim.AdamW(adapters, lr=10 * shapes.recipe(name).lr, weight_decay=0.0, fused=True)]
 
 
+def loss_of(net: nn.Module, inputs: Tensor, targets: Tensor, autocast: Callable, chunk_tokens: int | None) -> Tensor:
+    """The loss of one sequence. Without chunk_tokens all logits are made."""
+    with autocast():
+        if chunk_tokens is None:
+            return net(inputs, targets)
+        hidden = net.model(inputs).flatten(0, 1)
+        return chunked_cross_entropy(hidden, net.lm_head.weight, targets.flatten(), chunk_tokens)
+
+
 def training_step(
     net: nn.Module, optimizers: list, inputs: Tensor, targets: Tensor, autocast: Callable, chunk_tokens: int | None
 ) -> Tensor:
-    """One step with one sequence. Without chunk_tokens the loss makes all logits."""
-    with autocast():
-        if chunk_tokens is None:
-            loss = net(inputs, targets)
-        else:
-            hidden = net.model(inputs).flatten(0, 1)
-            loss = chunked_cross_entropy(hidden, net.lm_head.weight, targets.flatten(), chunk_tokens)
+    """One step with one sequence."""
+    loss = loss_of(net, inputs, targets, autocast, chunk_tokens)
     loss.backward()
     for optimizer in optimizers:
         optimizer.step()  # those inside backward have stepped, and find no gradient
@@ -176,7 +187,6 @@ def main() -> int:
     device = runtime.single_device(args.device)
     runtime.seed(0, deterministic=False)
     dtype = hardware.choose_dtype(args.dtype, device)
-    args.seq_len = args.seq_len or (4096 if device.type == "cuda" else 128)
     args.memory_bytes = args.memory * 2**30 if args.memory else available_bytes(device)
     tried = ladder(args, device, dtype)
     print_ladder(tried, args.memory_bytes)
@@ -195,6 +205,9 @@ def main() -> int:
     autocast = partial(torch.autocast, device.type, DTYPES[dtype], enabled=dtype != "fp32", cache_enabled=False)
     chunk_tokens = -(-seq_len // LOSS_CHUNKS) if recipe.chunked_loss else None
 
+    first_batch = next(batches)
+    batches = itertools.chain([first_batch], batches)
+
     def step() -> None:
         inputs, targets = (t.to(device) for t in next(batches))
         losses.append(training_step(net, optimizers, inputs, targets, autocast, chunk_tokens))
@@ -206,7 +219,9 @@ def main() -> int:
         wait_for(device)
         seconds.append(time.perf_counter() - start)
     memory = record_memory(step, device, held_tensors(net, optimizers))
-    tell(args, tried, losses, seconds, memory, config, dtype, device, began)
+    with torch.no_grad():
+        again = loss_of(net, *(t.to(device) for t in first_batch), autocast, chunk_tokens)
+    tell(args, tried, losses, again, seconds, memory, config, dtype, device, began)
     return 0
 
 

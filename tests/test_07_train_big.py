@@ -6,11 +6,13 @@ import pytest
 import torch
 from support.chapter import load
 from support.harness import run
+from torch.utils.flop_counter import FlopCounterMode
 
 from common import shapes, step_cost
 
 SCRIPT = "07_memory_tricks/train_big.py"
 big = load(SCRIPT)
+predict = load("07_memory_tricks/_train_big_predict.py")
 CPU = torch.device("cpu")
 SHAPES = {
     "large vocabulary, tied": shapes.Config(5000, 64, 128, 2, 4, 2, 16, 128, tie_word_embeddings=True),
@@ -115,7 +117,7 @@ def test_the_first_rung_that_fits_is_trained(tmp_path):
     assert summary["recipe"] == "+ step inside backward"
     assert summary["peak_memory_bytes"] <= 0.07 * 2**30
     assert summary["last_loss"] < summary["first_loss"]
-    assert "checked: the loss has fallen in 10 steps" in result.out
+    assert "checked: the loss of the first batch has fallen in 10 steps" in result.out
     assert (tmp_path / "picture.png").stat().st_size > 1000
 
 
@@ -134,7 +136,9 @@ def test_adapters_on_an_int4_base(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (("--memory", "0.001"), "--memory 0.0: nano takes 0.0 GiB with --tune full and every trick"),
+        (("--memory", "0.001"), "of 1.0 MiB with --tune full and every trick"),
+        (("--model", "nano", "--seq-len", "2000"), "--seq-len 2000 is over the limit of --model nano: 1024"),
+        (("--memory", "inf"), "'inf' is not a number above 0"),
         (("--model", "none"), "--model none: no such size"),
         (("--memory", "0"), "'0' is not a number above 0"),
         (("--tune", "half"), "invalid choice: 'half'"),
@@ -144,6 +148,28 @@ def test_what_cannot_be_is_one_line(tmp_path, flags, told):
     result = train_big(tmp_path, *flags, code=2)
     [line] = result.err.splitlines()
     assert told in line
+
+
+def test_short_sequences_end_without_an_error(tmp_path):
+    summary = train_big(tmp_path, "--model", "nano", "--seq-len", 4, "--steps", 10, "--dtype", "fp32").summary
+    assert (summary["seq_len"], summary["steps"]) == (4, 10)
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_qlora_counts_the_products_that_are_computed(named, kind):
+    config = SHAPES[kind]
+    net, _ = big.build_qlora(named(config), config, torch.float32, CPU)
+    tokens = torch.randint(config.vocab_size, (1, SEQ_LEN + 1), generator=torch.Generator().manual_seed(0))
+    autocast = partial(torch.autocast, "cpu", enabled=False)
+    blocks = {name: getattr(block, "_checkpoint_wrapped_module", block) for name, block in net.model.layers.items()}
+    for name, block in blocks.items():  # recomputation is not counted
+        net.model.layers[name] = block
+    with FlopCounterMode(display=False) as counter:
+        big.loss_of(net, tokens[:, :-1], tokens[:, 1:], autocast, 12).backward()
+    counted = counter.get_flop_counts()["Global"][torch.ops.aten.mm] / SEQ_LEN
+    attention = 12 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * SEQ_LEN
+    norms = 4 * (2 * config.num_hidden_layers + 1) * config.hidden_size
+    assert counted == predict.qlora_flops_per_token(config, big.RANK, SEQ_LEN) - attention - norms
 
 
 @pytest.mark.gpu(n=1)
