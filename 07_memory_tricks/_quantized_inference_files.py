@@ -22,19 +22,22 @@ if TYPE_CHECKING:
     from _quantized_inference_load import Scheme
 
 Parts = dict[str, Tensor]  # of a matrix: {"weight"}, {"codes", "scale"} or {"codes", "scale", "zero"}
+GROUPS = (32, 64, 128, 256)  # weights that share a scale and a zero: what torch's int4 products take
 BESIDE = ("tokenizer*", "special_tokens_map.json", "chat_template.jinja", "generation_config.json")
 
 
-def quantization(name: str) -> dict | None:
+def quantization(name: str, flag: str = "--model") -> dict | None:
     """What the config.json of a model says about its rounding: {"weights": "int4", "group_size": 32}."""
     if name in shapes.SIZES:
         return None
-    entry = shapes.config_content(name).get("quantization")
+    entry = shapes.config_content(name, flag).get("quantization")
     if entry is None:
         return None
-    if not isinstance(entry, dict) or entry.get("weights") not in ("int8", "int4", "fp8"):
-        raise UserError(f"--model {name}: its config has a quantization that this script did not write: {entry!r}")
-    return entry
+    if isinstance(entry, dict) and entry.get("weights") in ("int8", "int4", "fp8"):
+        group = entry.get("group_size", GROUPS[0])
+        if type(group) is int and group in GROUPS:
+            return entry
+    raise UserError(f"{flag} {name}: its config has a quantization that this script did not write: {entry!r}")
 
 
 def reader(

@@ -4,13 +4,12 @@ import argparse
 from pathlib import Path
 
 import torch
-from _quantized_inference_files import is_left_over, quantization, unfinished_folder
+from _quantized_inference_files import GROUPS, is_left_over, quantization, unfinished_folder
 
 from common import cli, hardware, inference, shapes
 from common.exits import UserError
 
 WEIGHTS = ("fp32", "bf16", "int8", "int4", "fp8")
-GROUPS = (32, 64, 128, 256)  # that torch's int4 products take
 GROUP = 32
 GUESSES = 4
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -50,11 +49,30 @@ def parse_args(description: str) -> argparse.Namespace:
     if args.group_size is None:
         args.group_size = GROUP
     elif entry is None:
-        for name in filter(None, (args.model, args.draft)):
-            check_groups(shapes.read_config(name), args.group_size, name)
+        for flag, name in (("--model", args.model), ("--draft", args.draft)):
+            if name is not None:
+                check_groups(shapes.read_config(name, flag), args.group_size, f"{flag} {name}")
+    if args.draft is not None:
+        check_rounding_of_draft(args)
     if args.save is not None:
         check_save(args, rounded=entry is not None)
     return args
+
+
+def check_rounding_of_draft(args: argparse.Namespace) -> None:
+    """UserError for a rounded draft where the model is kept in other weights: both take the same."""
+    entry = quantization(args.draft, "--draft")
+    if entry is None:
+        return
+    kept, wanted = f"--weights {entry['weights']}", f"--weights {args.weights}"
+    if "int4" == entry["weights"] == args.weights:
+        kept += f" --group-size {entry.get('group_size', GROUP)}"
+        wanted += f" --group-size {args.group_size}"
+    if kept != wanted:
+        raise UserError(
+            f"--draft {args.draft} has been rounded with {kept}, and {wanted} is for model and draft: use {kept}, or "
+            "a draft that is not rounded"
+        )
 
 
 def check_save(args: argparse.Namespace, rounded: bool) -> None:
@@ -97,7 +115,7 @@ def activation_dtype(args: argparse.Namespace, weights: str, device: torch.devic
     return "bf16" if args.dtype == "auto" else args.dtype
 
 
-def check_groups(config: shapes.Config, group: int, name: str) -> None:
+def check_groups(config: shapes.Config, group: int, where: str) -> None:
     """UserError if the rows of a matrix do not divide into groups of this size."""
     widths = {
         "hidden_size": config.hidden_size,
@@ -108,7 +126,7 @@ def check_groups(config: shapes.Config, group: int, name: str) -> None:
         if width % group:
             fitting = [str(size) for size in GROUPS if all(width % size == 0 for width in widths.values())]
             instead = f"use {' or '.join(fitting)}" if fitting else "leave it out: 32, and zeros fill the last group"
-            raise UserError(f"--group-size {group} does not divide {width_name} {width} of --model {name}: {instead}")
+            raise UserError(f"--group-size {group} does not divide {width_name} {width} of {where}: {instead}")
 
 
 def bits_per_weight(weights: str, group: int) -> float:
@@ -144,14 +162,16 @@ def check_fits(config: shapes.Config, weights: str, group: int, cache_bytes: int
     )
 
 
-def check_draft(name: str, config: shapes.Config, prompts: list[list[int]], room: int) -> None:
-    """UserError for a draft that cannot guess for this model. `room`: the tokens that come after a prompt, at most."""
+def check_draft(args: argparse.Namespace, config: shapes.Config, prompts: list[list[int]]) -> None:
+    """UserError for a draft that cannot guess for this model."""
+    name = args.draft
     if len(prompts) > 1:
         raise UserError(f"--draft {name}: guesses are verified for one prompt at a time, {len(prompts)} were given")
-    draft = shapes.read_config(name)
+    draft = shapes.read_config(name, "--draft")
     if (size := draft.vocab_size) != config.vocab_size:
         raise UserError(
             f"--draft {name} has a vocabulary of {size}, the model {config.vocab_size}: it must be the same"
         )
-    if (context := draft.max_position_embeddings) < (longest := len(prompts[0]) + room):
-        raise UserError(f"--draft {name} has a context of {context}, and prompt and answer take {longest}")
+    longest = len(prompts[0]) + args.max_new_tokens + args.draft_tokens
+    if (context := draft.max_position_embeddings) < longest:
+        raise UserError(f"--draft {name} has a context of {context}, and prompt, answer and guesses take {longest}")

@@ -113,6 +113,8 @@ def int4_product(packed: Tensor, scale: Tensor, zero: Tensor) -> tuple[dict[str,
 def fp8_product(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
     """x [rows, in] times fp8 codes [out, in], on units that multiply fp8: the activations are rounded as well, each row
     by a scale of its own."""
+    if codes.shape[0] % 16 or codes.shape[1] % 16:  # not for torch's kernel: converted, as for a single row
+        return F.linear(x, codes.to(x.dtype)) * scale.to(x.dtype)
     x_scale = x.float().abs().amax(-1, keepdim=True).clamp(min=1e-12) / torch.finfo(codes.dtype).max
     x_codes = (x.float() / x_scale).to(codes.dtype)
     return torch._scaled_mm(x_codes, codes.t(), scale_a=x_scale, scale_b=scale.float()[None, :], out_dtype=x.dtype)

@@ -28,6 +28,7 @@ def read_text(file: Path, text: Text) -> list[int]:
     ids = list(content.encode()) if text.hf is None else text.hf(content, verbose=False)["input_ids"]
     if len(ids) < 2:
         raise UserError(f"--evaluate {file}: fewer than two tokens")
+    text.check_known(ids, f"--evaluate {file}")
     return ids
 
 

@@ -205,11 +205,11 @@ def main() -> int:
     chosen = schemes(args, device)
     config = shapes.read_config(args.model)
     text = inference.Text(args.model, args.tokenizer, config)
-    room = args.max_new_tokens + args.draft_tokens
+    new_tokens = {"max_new_tokens": args.max_new_tokens, "draft_tokens": args.draft_tokens}
     written = inference.read_prompts(prompt=args.prompt, file=args.prompts)
-    prompts = [text.encode(prompt, chat=args.chat, max_new_tokens=room) for prompt in written]
+    prompts = [text.encode(prompt, chat=args.chat, **new_tokens) for prompt in written]
     if args.draft:
-        check_draft(args.draft, config, prompts, room)
+        check_draft(args, config, prompts)
     evaluated = read_text(args.evaluate, text) if args.evaluate else None
     print(f"{args.model}, {', '.join(chosen)}, {hardware.device_name(device)}, {len(prompts)} prompt(s)", flush=True)
 

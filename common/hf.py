@@ -57,7 +57,7 @@ def weight_files(folder: Path) -> list[Path]:
     if not index.is_file():
         return sorted(folder.glob("*.safetensors"))
     try:
-        named = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        named = sorted({str(Path(name)) for name in json.loads(index.read_text())["weight_map"].values()})
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"--model {folder}: {INDEX} cannot be read: {error!r}") from None
     if absent := [name for name in named if not (folder / name).is_file()]:

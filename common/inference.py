@@ -60,8 +60,9 @@ class Text:
         ends = {self.hf.eos_token_id, None if end_of_turn == self.hf.unk_token_id else end_of_turn}
         return self.ends | frozenset(ends - {None})
 
-    def encode(self, prompt: str, *, chat: bool, max_new_tokens: int) -> list[int]:
-        """The tokens of a prompt; UserError for one that the model cannot go on from."""
+    def encode(self, prompt: str, *, chat: bool, max_new_tokens: int, draft_tokens: int = 0) -> list[int]:
+        """The tokens of a prompt; UserError for one that the model cannot go on from. `draft_tokens`: guesses, which
+        may reach as far beyond the last new token."""
         if not prompt:
             raise UserError("an empty prompt: there is nothing to go on from")
         if chat and (self.hf is None or self.hf.chat_template is None):
@@ -75,18 +76,23 @@ class Text:
             ids = list(prompt.encode(errors="surrogateescape"))  # a byte of the command line that is no UTF-8 stays one
         if not ids:
             raise UserError("a prompt without a token: there is nothing to go on from")
-        if max(ids) >= self.config.vocab_size:
-            raise UserError(
-                f"the prompt has token {max(ids)}, and the model knows {self.config.vocab_size}: "
-                "give its own tokenizer with --tokenizer"
-            )
-        if (room := self.config.max_position_embeddings - len(ids)) < max_new_tokens:
+        self.check_known(ids, "the prompt")
+        if (room := self.config.max_position_embeddings - len(ids) - draft_tokens) < max_new_tokens:
+            wanted = f"a prompt of {len(ids)} tokens and --max-new-tokens {max_new_tokens}"
+            wanted += f" with --draft-tokens {draft_tokens}" if draft_tokens else ""
             fix = f"at most {room} new tokens fit" if room > 0 else f"shorten the prompt by {1 - room} tokens or more"
             raise UserError(
-                f"a prompt of {len(ids)} tokens and --max-new-tokens {max_new_tokens} are longer than the model's "
-                f"context of {self.config.max_position_embeddings}: {fix}"
+                f"{wanted} are longer than the model's context of {self.config.max_position_embeddings}: {fix}"
             )
         return ids
+
+    def check_known(self, ids: list[int], where: str) -> None:
+        """UserError for a token that the model has no row of its embedding for."""
+        if max(ids) >= self.config.vocab_size:
+            raise UserError(
+                f"{where} has token {max(ids)}, and the model knows {self.config.vocab_size}: "
+                "give its own tokenizer with --tokenizer"
+            )
 
     def decode(self, ids: list[int]) -> str:
         if self.hf is not None:
@@ -102,7 +108,10 @@ def _ends_of_generation(file: Path) -> frozenset[int]:
         ends = json.loads(file.read_text()).get("eos_token_id")
     except (OSError, ValueError, AttributeError) as error:
         raise UserError(f"{file} cannot be read: {error!r}") from None
-    return frozenset() if ends is None else frozenset(ends if isinstance(ends, list) else [ends])
+    ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
+    if not all(type(end) is int for end in ends):
+        raise UserError(f"{file}: its eos_token_id {ends} is no token, nor a list of tokens")
+    return frozenset(ends)
 
 
 def read_prompts(*, prompt: str | None, file: Path | None) -> list[str]:

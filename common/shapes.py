@@ -32,14 +32,29 @@ class Config:
     tie_word_embeddings: bool = False
 
     def __post_init__(self) -> None:
-        sizes = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.type is int}
-        wrong = [f"{name} {value}" for name, value in sizes.items() if type(value) is not int or value < 1]
+        wrong = []
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type is int:
+                right = type(value) is int and value >= 1
+            elif field.type is float:
+                right = _is_number_above_0(value)
+            elif field.type is bool:
+                right = type(value) is bool
+            else:
+                right = value is None or all(map(_is_number_above_0, value.values()))
+            if not right:
+                wrong.append(f"{field.name} {value!r}")
         if not wrong and self.num_attention_heads % self.num_key_value_heads:
             wrong = [f"num_attention_heads {self.num_attention_heads} for {self.num_key_value_heads} key-value heads"]
         if not wrong and self.head_dim % 2:
             wrong = [f"head_dim {self.head_dim} (odd)"]
         if wrong:
-            raise UserError(f"--model: the config has {', '.join(wrong)}")
+            raise ValueError(", ".join(wrong))
+
+
+def _is_number_above_0(value: object) -> bool:
+    return type(value) in (int, float) and 0 < value < math.inf
 
 
 _LLAMA31_ROPE = dict(zip(ROPE_SCALING, (8.0, 1.0, 4.0, 8192), strict=True))
@@ -73,23 +88,24 @@ RECIPES = {
 }
 
 
-def config_content(name: str) -> dict:
-    """The content of the config.json at path `name`, in folder `name`, or of the size of that name. UserError if it is
-    none of these."""
+def config_content(name: str, flag: str = "--model") -> dict:
+    """The content of the config.json at path `name`, in folder `name`, or of the size of that name. UserError, which
+    names the `flag` that has given it, if it is none of these."""
     if name in SIZES:
         return config_json(SIZES[name])
     path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
     if not path.is_file():
-        raise UserError(f"--model {name}: no such size (--help lists them), nor an HF config.json or a folder with one")
+        raise UserError(f"{flag} {name}: no such size (--help lists them), nor an HF config.json or a folder with one")
     try:
         return dict(json.loads(path.read_text()))
     except (OSError, ValueError, TypeError) as error:
-        raise UserError(f"--model {path} is not a Llama config: {error!r}") from None
+        raise UserError(f"{flag} {path} is not a Llama config: {error!r}") from None
 
 
-def read_config(name: str) -> Config:
-    """The shape called `name`, or that of an HF config.json or folder. UserError if it is none of these."""
-    return SIZES.get(name) or parse_config(config_content(name), f"--model {name}")
+def read_config(name: str, flag: str = "--model") -> Config:
+    """The shape called `name`, or that of an HF config.json or folder. UserError, which names the `flag` that has given
+    it, if it is none of these."""
+    return SIZES.get(name) or parse_config(config_content(name, flag), f"{flag} {name}")
 
 
 def parse_config(content: dict, where: str) -> Config:
@@ -124,7 +140,10 @@ def parse_config(content: dict, where: str) -> Config:
         raise UserError(f"{where} is not a Llama config: {error!r}") from None
     if any(different.values()):
         raise UserError(f"{where}: {', '.join(k for k, v in different.items() if v)} is not Llama's")
-    return Config(**fields)
+    try:
+        return Config(**fields)
+    except ValueError as error:
+        raise UserError(f"{where} has {error}") from None
 
 
 def config_json(config: Config) -> dict:

@@ -520,7 +520,7 @@ def test_a_draft_and_a_small_cache_on_the_command_line(tmp_path, folder):
         (["--prompt", "a", "--max-new-tokens", "1024"], "longer than the model's context"),
         (["--draft", "llama-124m"], "--draft llama-124m has a vocabulary of 50304"),
         (["--draft", "nano", "--prompts", "two"], "--draft nano"),
-        (["--draft", "short"], "--draft short has a context of 40, and prompt and answer take 47"),
+        (["--draft", "short"], "--draft short has a context of 40, and prompt, answer and guesses take 47"),
         (["--draft-tokens", "2"], "--draft-tokens 2: nobody guesses without --draft"),
         (["--weights", "int8", "--group-size", "64"], "--group-size 64: --weights int8 has no groups"),
         (["--weights", "int8", "--save", "/proc/fe"], "--save /proc/fe: No such file"),
@@ -528,6 +528,18 @@ def test_a_draft_and_a_small_cache_on_the_command_line(tmp_path, folder):
         (["--model", "few"], "names model-1.safetensors, which is not there (1 of 2 files missing)"),
         (["--weights", "fp32", "--prompts", "many", "--max-new-tokens", "1000"], "the cache need 1"),
         (["--weights", "int8", "--evaluate", "nothing"], "--evaluate nothing"),
+        (["--draft", "nope"], "--draft nope: no such size"),
+        (["--weights", "bf16", "--draft", "r8"], "--draft r8 has been rounded with --weights int8, and --weights bf16"),
+        (["--weights", "int4", "--draft", "r8"], "use --weights int8, or a draft that is not rounded"),
+        (["--draft", "r8"], "and --weights all is for model and draft"),
+        (["--weights", "int4", "--draft", "r4"], "rounded with --weights int4 --group-size 64, and --weights int4 --g"),
+        (["--model", "group of text"], "--model group of text: its config has a quantization that this script did not"),
+        (["--draft", "group of 0"], "--draft group of 0: its config has a quantization that this script did not"),
+        (["--model", "fewer tokens", "--prompt", "a", "--evaluate", "bytes"], "--evaluate bytes has token 226"),
+        (
+            ["--draft", "nano", "--prompt", "0123456789", "--max-new-tokens", "1012"],
+            "--max-new-tokens 1012 with --draft-tokens 4 are longer than the model's context of 1024: at most 1010 new",
+        ),
     ],
 )
 def test_bad_input_takes_one_line(tmp_path, folder, bad, named):
@@ -539,8 +551,19 @@ def test_bad_input_takes_one_line(tmp_path, folder, bad, named):
     for name in ("empty", "cut", "lacks", "other", "few", "kept.tmp", "short"):
         (tmp_path / name).mkdir()
         shutil.copy(folder / "config.json", tmp_path / name)
-    short = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 40}
-    (tmp_path / "short/config.json").write_text(json.dumps(short))
+    (tmp_path / "bytes").write_text("\N{EURO SIGN}")
+    changes = {
+        "short": {"max_position_embeddings": 40},
+        "fewer tokens": {"vocab_size": 200},
+        "r8": {"quantization": {"weights": "int8", "group_size": 32}},
+        "r4": {"quantization": {"weights": "int4", "group_size": 64}},
+        "group of text": {"quantization": {"weights": "int4", "group_size": "32"}},
+        "group of 0": {"quantization": {"weights": "int4", "group_size": 0}},
+    }
+    content = json.loads((folder / "config.json").read_text())
+    for name, change in changes.items():
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "config.json").write_text(json.dumps(content | change))
     index = {"weight_map": {"lm_head.weight": "model-1.safetensors", "model.norm.weight": "model-2.safetensors"}}
     (tmp_path / "few/model.safetensors.index.json").write_text(json.dumps(index))
     shutil.copy(folder / "model.safetensors", tmp_path / "few/model-2.safetensors")
@@ -587,6 +610,22 @@ def test_the_peak_is_read_before_the_bandwidth_is_measured(tmp_path, monkeypatch
     assert order.count("peak_memory_bytes") == 1 < order.count("read_bandwidth")
     schemes = json.loads((tmp_path / "summary.json").read_text())["schemes"]
     assert all(row["read_bandwidth_bytes_per_second"] > 0 for row in schemes)
+
+
+def test_a_draft_of_the_same_rounding_guesses(tmp_path, folder):
+    loaded(folder, shapes.read_config(str(folder)), "int4", save=tmp_path / "r4")
+    flags = ["--model", folder, "--weights", "int4", "--draft", "r4", "--max-new-tokens", 6, "--device", "cpu"]
+    result = run(SCRIPT, tmp_path, *flags)
+    assert result.code == 0, result.err[-3000:]
+    assert "of 4 guesses kept per step" in result.out
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(33, 32), (32, 20)])
+def test_fp8_weights_that_torchs_kernel_does_not_take_are_converted(monkeypatch, rows, columns):
+    monkeypatch.delattr(torch, "_scaled_mm")  # it raises on a GPU for a dimension that 16 does not divide
+    parts = quantized.Fp8.quantize(matrix(rows, columns), 32)
+    x = matrix(5, columns, seed=1)
+    torch.testing.assert_close(quantized.Fp8(**parts)(x), x @ quantized.Fp8.dequantize(**parts).T)
 
 
 # --- slower

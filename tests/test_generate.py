@@ -424,6 +424,13 @@ def test_text_that_cannot_be(tmp_path, wrong, told):
     assert told in str(error.value)
 
 
+def test_guesses_need_room_behind_the_last_new_token():
+    text = byte_text()
+    assert len(text.encode("0123456789", chat=False, max_new_tokens=114, draft_tokens=4)) == 10
+    with pytest.raises(UserError, match=r"--max-new-tokens 115 with --draft-tokens 4 .* at most 114 new tokens fit"):
+        text.encode("0123456789", chat=False, max_new_tokens=115, draft_tokens=4)
+
+
 def test_a_prompt_may_fill_the_context_to_the_last_token():
     """The last new token is not read again, and still counts: nobody has to know why one fewer would fit."""
     assert len(byte_text().encode("a" * 100, chat=False, max_new_tokens=28)) == 100
@@ -462,6 +469,10 @@ def test_the_ends_of_a_generation_config(tmp_path):
     (tmp_path / "generation_config.json").write_text("[]")
     with pytest.raises(UserError, match="cannot be read"):
         inference.Text(str(tmp_path), None, config_of(TINY))
+    for wrong in ('{"a": 1}', '"7"', "[7, null]"):
+        (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {wrong}}}')
+        with pytest.raises(UserError, match=r"generation_config\.json: its eos_token_id .* is no token"):
+            inference.Text(str(tmp_path), None, config_of(TINY))
 
 
 def test_a_share_is_above_nothing_and_at_most_all():
