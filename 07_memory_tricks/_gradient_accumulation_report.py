@@ -34,6 +34,7 @@ def relative_error(gradients: list[Tensor], exact: list[Tensor]) -> float:
 
 def conclude(found: Found, args: argparse.Namespace, config: shapes.Config, device: torch.device, began: float) -> None:
     """AssertionError if accumulation is not the gradient of the whole batch. Rank 0 tells."""
+    largest_of_all_ranks(found.errors, device)
     rows = [describe(count, found) for count in found.memories]
     if not runtime.is_rank0():
         check(found, args.micro_batches, device.type)
@@ -64,6 +65,15 @@ def conclude(found: Found, args: argparse.Namespace, config: shapes.Config, devi
         "plot": picture,
     }
     report.write_json(summary, args.json)
+
+
+def largest_of_all_ranks(errors: dict[str, dict[str, float]], device: torch.device) -> None:
+    """Each error becomes the largest of any rank: what is said holds on every rank."""
+    names = [(case, way) for case, by_way in errors.items() for way in by_way]
+    largest = torch.tensor([errors[case][way] for case, way in names], device=device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    for (case, way), error in zip(names, largest.tolist(), strict=True):
+        errors[case][way] = error
 
 
 def describe(count: int, found: Found) -> dict:

@@ -222,6 +222,8 @@ def parse_args():
         raise UserError(
             f"--batch-size {args.batch_size} does not divide into {args.micro_batches} micro-batches: use {fits}"
         )
+    if args.seq_len < 2:
+        raise UserError(f"--seq-len {args.seq_len}: sequences of one token cannot differ in length, use 2 or more")
     return args
 
 

@@ -78,6 +78,13 @@ def test_a_claim_that_does_not_hold_fails(once, message):
         report.check(found, MICRO_BATCHES, "cpu")
 
 
+def test_an_error_is_the_largest_of_any_rank(monkeypatch):
+    monkeypatch.setattr(report.dist, "all_reduce", lambda errors, how: errors.add_(0.5))  # as if others had more
+    errors = {"equal lengths": {"mean_of_means": 0.25, "accumulate": 0.125}}
+    report.largest_of_all_ranks(errors, torch.device("cpu"))
+    assert errors == {"equal lengths": {"mean_of_means": 0.75, "accumulate": 0.625}}
+
+
 @pytest.mark.parametrize("count", range(8))
 def test_no_micro_batch_is_lost(count):
     grouped = list(script.groups(iter(range(count)), 3))
@@ -133,6 +140,7 @@ def test_on_a_gpu(gpus, tmp_path):
     [
         (("--micro-batches", 1), "--micro-batches 1 accumulates nothing: use 2 or more"),
         (("--batch-size", 9), "--batch-size 9 does not divide into 4 micro-batches: use 12"),
+        (("--seq-len", 1, "--batch-size", 2, "--micro-batches", 2), "--seq-len 1: sequences of one token cannot"),
         (("--model", "nonsense"), "--model nonsense"),
         (("--seq-len", 2000), "--seq-len 2000 is over the limit"),
     ],
