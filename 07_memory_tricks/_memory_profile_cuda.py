@@ -45,12 +45,19 @@ def fragmentation(segments: list[dict]) -> dict[str, int]:
     }
 
 
+def set_allocator(settings: str) -> None:
+    if hasattr(torch._C, "_accelerator_setAllocatorSettings"):  # torch 2.13, where the older name warns
+        torch._C._accelerator_setAllocatorSettings(settings)
+    else:
+        torch.cuda.memory._set_allocator_settings(settings)
+
+
 def reserved_for_growing_tensors(expandable: bool) -> int:
     """Bytes that the allocator takes from CUDA for tensors of growing sizes, each freed before the next is made.
 
     A free segment is too small for the next tensor, so each takes a new one. An expandable segment grows instead.
     """
-    torch.cuda.memory._set_allocator_settings(f"expandable_segments:{expandable}")
+    set_allocator(f"expandable_segments:{expandable}")
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
     for size in GROWING_SIZES:
@@ -60,7 +67,7 @@ def reserved_for_growing_tensors(expandable: bool) -> int:
     torch.cuda.empty_cache()
     # as the process was started with
     started_with = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
-    torch.cuda.memory._set_allocator_settings(started_with or "expandable_segments:False")
+    set_allocator(started_with or "expandable_segments:False")
     return taken
 
 

@@ -1,7 +1,6 @@
 """The flags of offload.py."""
 
-import contextlib
-import os
+import tempfile
 from argparse import Namespace
 from pathlib import Path
 
@@ -36,8 +35,10 @@ def parse(description: str) -> Namespace:
         args.device_name = here if hardware.peak_flops(here, "bf16") else "NVIDIA H100 80GB HBM3"
     if hardware.peak_flops(args.device_name, "bf16") is None:
         raise UserError(f"--device-name {args.device_name}: common/devices.csv has no bf16 FLOP/s for it")
-    with contextlib.suppress(OSError):  # the next line tells
+    try:
         args.folder.mkdir(exist_ok=True)
-    if not args.folder.is_dir() or not os.access(args.folder, os.W_OK):
-        raise UserError(f"--folder {args.folder}: not a folder that can be written to")
+        with tempfile.TemporaryFile(dir=args.folder):  # /proc has a writer's permission, and takes no file
+            pass
+    except OSError as error:
+        raise UserError(f"--folder {args.folder}: not a folder that can be written to ({error.strerror})") from None
     return args

@@ -154,7 +154,7 @@ def main() -> int:
     for name, step in steps.items():
         hidden.grad = head.grad = None  # of the way before
         held_bytes = bytes_held(batch, device)
-        memory = record_allocations(step, device, held_bytes)
+        memory = record_allocations(step, device, held_bytes, compiled="compiled" in name)
         loss = step().item()
         measured.append(Measured(name, loss, hidden.grad, head.grad, held_bytes, memory, seconds[name]))
     conclude(measured, batch[-1], args, left_out, device, began)

@@ -77,7 +77,8 @@ class Kept:
 
 class Offload:
     """What offload_and_wait lacks. A piece that several operators save is copied once. Weights stay, because they are
-    on the device anyway. Forward goes on while pieces leave, and backward asks for the next ones before it needs them.
+    on the device anyway; autocast's bf16 copies of them, which autograd alone keeps after forward, leave. Forward goes
+    on while pieces leave, and backward asks for the next ones before it needs them.
 
     Enter it around a forward; each forward must have its backward before the next.
     """

@@ -98,7 +98,7 @@ class CompactAdamW(torch.optim.Optimizer):
             if self.master:
                 state["master"] = parameter.float()
         state["step"] += 1
-        # chance is a function of step and tensor, so that a resumed run draws the same
+        # seeded anew, so that a resumed run draws the same; inside backward index is 0, and all tensors draw alike
         generator = torch.Generator(parameter.device).manual_seed(1_000_003 * state["step"] + index)
         weights = state["master"] if self.master else parameter.float()  # an fp32 parameter is itself
         first, second = (self.kept(state, name, parameter) for name in BOOKS)

@@ -96,7 +96,8 @@ def ladder(args, device: torch.device, dtype: str) -> list[dict]:
     least = min(tried, key=lambda row: row["predicted_bytes"])
     raise UserError(
         f"--memory {args.memory_bytes / 2**30:g}: {least['model']} takes {size_text(least['predicted_bytes'])} of "
-        f"{size_text(args.memory_bytes)} with --tune {args.tune} and every trick, and a tenth must stay free: raise --memory or lower --seq-len"
+        f"{size_text(args.memory_bytes)} with --tune {args.tune} and every trick, and a tenth must stay free: "
+        "raise --memory or lower --seq-len"
     )
 
 

@@ -200,10 +200,10 @@ SPOILED = {
 def test_a_claim_that_does_not_hold_fails(once, message):
     rows = copy.deepcopy(once("07 chunked loss", finish, "fp32")["rows"])
     args = Namespace(tokens=65, vocab_size=5003, hidden_size=33, chunk_tokens=8, dtype="fp32")
-    report.check(rows, args)
+    report.check(rows, args, "cpu")
     SPOILED[message](rows)
     with pytest.raises(AssertionError, match=message):
-        report.check(rows, args)
+        report.check(rows, args, "cpu")
 
 
 def test_the_allocators_log_is_that_of_the_operators():
@@ -215,6 +215,31 @@ def test_the_allocators_log_is_that_of_the_operators():
     expected = record_memory(step, CPU).peak_bytes
     hidden.grad = head.grad = None
     assert report.record_allocations(step, CPU, held_bytes=1000).peak_bytes == pytest.approx(1000 + expected, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (("--tokens", 1, "--hidden-size", 1, "--vocab-size", 1), "checked: the plain loss takes"),
+        (
+            ("--tokens", 129, "--hidden-size", 513, "--vocab-size", 10007, "--chunk-tokens", 1000),
+            "checked: the plain loss takes 4 (N V + N H + V H) = 24.8 MiB",
+        ),
+    ],
+)
+def test_other_sizes_are_told_with_their_formula(tmp_path, flags, told):
+    result = run(SCRIPT, tmp_path, *flags, "--device", "cpu", "--plot", "c.png", PATH="/nowhere")
+    assert result.code == 0, result.err
+    assert told in result.out
+
+
+def test_a_gpu_adds_up_in_another_order(once):
+    rows = copy.deepcopy(once("07 chunked loss", finish, "fp32")["rows"])
+    args = Namespace(tokens=65, vocab_size=5003, hidden_size=33, chunk_tokens=8, dtype="fp32")
+    rows[1].update(head_gradient_relative_error=5e-6)
+    report.check(rows, args, "cuda")
+    with pytest.raises(AssertionError, match="loss and gradients are off"):
+        report.check(rows, args, "cpu")
 
 
 @needs_torchs_own

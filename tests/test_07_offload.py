@@ -279,6 +279,7 @@ def test_the_script(tmp_path):
     [
         (["--device-name", "Abacus"], "Abacus"),
         (["--folder", "nowhere/deep"], "nowhere/deep"),
+        (["--folder", "/proc"], "--folder /proc: not a folder that can be written to"),
         (["--link", "0"], "--link"),
         (["--model", "llama-9b"], "llama-9b"),
         (["--seq-len", "5000"], "--seq-len 5000"),
