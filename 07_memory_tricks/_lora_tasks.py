@@ -67,7 +67,9 @@ def page_task(*, steps: int, batch_size: int, seq_len: int, seed: int, device: t
         vocab_size=256,
         seq_len=seq_len,
         batches=[next(batches) for _ in range(steps)],
-        held_out=data.eval_batches(np.frombuffer(held_out, dtype=np.uint8), seq_len=seq_len, batch_size=batch_size),
+        held_out=data.eval_batches(
+            np.frombuffer(held_out, dtype=np.uint8), seq_len=seq_len, batch_size=max(4, batch_size)
+        ),
         question=None,
         answer=lambda net, autocast: None,
     )
@@ -78,7 +80,11 @@ def instruction_task(folder: str, *, steps: int, batch_size: int, seq_len: int |
         from transformers import AutoTokenizer
     except ImportError:
         raise UserError(f"--model {folder} has a tokenizer: pip install transformers to read it") from None
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # transformers and tokenizers raise many kinds
+        reason = " ".join(str(error).split())
+        raise UserError(f"--model {folder}: its tokenizer cannot be read: {type(error).__name__}: {reason}") from None
     if tokenizer.chat_template is None:
         raise UserError(f"--model {folder}: its tokenizer has no chat template, and instructions need one")
     pairs = [json.loads(line) for line in INSTRUCTIONS.read_text().splitlines()]

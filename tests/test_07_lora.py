@@ -411,6 +411,20 @@ def test_bad_flags_take_one_line(tmp_path, bad, named):
     assert len(result.err.splitlines()) == 1
 
 
+def test_a_broken_tokenizer_is_one_line(tmp_path, folder):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text((folder / "config.json").read_text())
+    (tmp_path / "model/tokenizer.json").write_text("{")
+    result = run(SCRIPT, tmp_path, "--model", "model", "--device", "cpu")
+    assert result.code == 2, result.err[-2000:]
+    assert "--model model: its tokenizer cannot be read" in result.err.splitlines()[-1]
+
+
+def test_nothing_equals_nothing():
+    assert checks.relative_error(torch.full((3,), 1e-30), torch.full((3,), 1e-30)) == 0
+    assert checks.relative_error(torch.ones(1), torch.zeros(1)) == 1
+
+
 def test_a_folder_that_cannot_be_made_is_told_before_training(tmp_path, folder):
     (tmp_path / "file").write_text("")
     result = run(SCRIPT, tmp_path, "--model", folder, "--save", "file/kept")
