@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch
 from _optimizer_memory_bytes import Bytes
 
-from common import hardware, model, report, shapes
+from common import data, hardware, model, report, shapes
+from common.exits import UserError
 
 BASELINE = "AdamW"
 INSIDE_BACKWARD = "step inside backward"
@@ -52,6 +53,16 @@ def expected_state_bytes(recipe: str, net_shapes: list[torch.Size]) -> int:
             BF16_STOCHASTIC: 4 * count,
         }[recipe]
     return total
+
+
+def load_corpus(job: argparse.Namespace) -> data.Corpus:
+    """UserError if it has less than a batch."""
+    corpus = data.load_corpus()
+    if (sequences := (len(corpus.train) - 1) // job.seq_len) < job.batch_size:
+        raise UserError(
+            f"--batch-size {job.batch_size}: the text has {sequences} sequences of --seq-len {job.seq_len}, lower one"
+        )
+    return corpus
 
 
 def mean_curve(runs: list[Run], recipe: str) -> list[float]:

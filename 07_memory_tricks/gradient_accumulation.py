@@ -164,8 +164,13 @@ def main() -> int:
     batch_text = f"{args.batch_size} sequences of {args.seq_len} tokens per rank and step"
     runtime.say(f"{args.model}, {batch_text}, fp32, {world_size} x {hardware.device_name(device)}")
 
+    text = data.load_corpus().train
+    if (sequences := (len(text) - 1) // args.seq_len) < world_size * args.batch_size // args.micro_batches:
+        raise UserError(
+            f"--batch-size {args.batch_size}: the text has {sequences} sequences of --seq-len {args.seq_len}, lower one"
+        )
     stream = data.train_batches(
-        data.load_corpus().train,
+        text,
         seq_len=args.seq_len,
         global_batch_size=world_size * args.batch_size // args.micro_batches,
         micro_batch_size=world_size * args.batch_size // args.micro_batches,

@@ -32,6 +32,7 @@ from _gradient_checkpointing_flops import ATTENTION_FLOPS, attention_flops
 from _gradient_checkpointing_report import Measured, conclude, largest_relative_error
 
 from common import cli, data, exits, hardware, model, runtime, shapes
+from common.exits import UserError
 from common.step_cost import LiveMemory, record_memory, time_in_turns
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -202,8 +203,13 @@ def main() -> int:
     autocast = partial(torch.autocast, device.type, DTYPES[args.dtype], enabled=args.dtype != "fp32")
     print(f"{args.model}, {args.batch_size} x {args.seq_len} tokens, {args.dtype}, {hardware.device_name(device)}")
 
+    text = data.load_corpus().train
+    if (sequences := (len(text) - 1) // args.seq_len) < args.batch_size:
+        raise UserError(
+            f"--batch-size {args.batch_size}: the text has {sequences} sequences of --seq-len {args.seq_len}, lower one"
+        )
     stream = data.train_batches(
-        data.load_corpus().train,
+        text,
         seq_len=args.seq_len,
         global_batch_size=args.batch_size,
         micro_batch_size=args.batch_size,

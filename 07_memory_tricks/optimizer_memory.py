@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
 from _optimizer_memory_bytes import measure_bytes
-from _optimizer_memory_report import BASELINE, BF16_NEAREST, BF16_STOCHASTIC, RECIPES, Run, conclude
+from _optimizer_memory_report import BASELINE, BF16_NEAREST, BF16_STOCHASTIC, RECIPES, Run, conclude, load_corpus
 
 from common import cli, data, exits, model, runtime, shapes
 
@@ -237,7 +237,7 @@ def main() -> int:
     job.device = runtime.single_device(job.device)
     runtime.seed(0, deterministic=job.device.type == "cuda")  # or AdamW's curve would not come out twice alike
     runtime.exact_fp32(job.device)
-    job.corpus = data.load_corpus()
+    job.corpus = load_corpus(job)
     job.config = shapes.load_config(job.model, job.corpus.vocab_size, job.seq_len)
     job.lr = job.lr or shapes.recipe(job.model).lr
     runs = [train(recipe, seed, job.lr, job) for seed in range(job.seeds) for recipe in RECIPES]

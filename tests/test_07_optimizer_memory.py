@@ -253,7 +253,10 @@ def test_a_claim_that_does_not_hold_fails(once, message):
         report.check(rows, low, low, config_of(UNEVEN))
 
 
-@pytest.mark.parametrize(("flag", "value"), [("--steps", "0"), ("--lr", "-1"), ("--model", "nope"), ("--device", "x")])
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("--batch-size", "999999999"), ("--steps", "0"), ("--lr", "-1"), ("--model", "nope"), ("--device", "x")],
+)
 def test_a_wrong_flag_is_one_line(tmp_path, flag, value):
     result = run(SCRIPT, tmp_path, flag, value)
     assert result.code == 2
