@@ -90,7 +90,7 @@ def relaunch(device: str, on_cpu: int = 2) -> None:
         return
     count = processes(device, on_cpu)
     place = "cuda" if device != "cpu" and torch.cuda.device_count() > 1 else "cpu"
-    command = ["--standalone", f"--nproc_per_node={count}", *sys.argv, "--device", place]  # the last --device wins
+    command = [f"--nproc_per_node={count}", "--standalone", *sys.argv, "--device", place]  # the last --device wins
     print(f"one process has nobody to talk to: torchrun {shlex.join(command)}", flush=True)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's own choice, without its warning
     # nothing is left running in between

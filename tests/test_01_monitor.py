@@ -270,7 +270,7 @@ def test_hang_is_exported_and_refused_queries_are_absent(tmp_path, fake_driver):
         (["--prometheus", 70000], "--prometheus 70000"),
         (["--prometheus", 0, "--once"], "leave out --once"),
         (["--run-dir", "nowhere"], "--run-dir nowhere: no such folder"),
-        (["--interval", "inf"], "--interval inf"),
+        (["--interval", "inf"], "--interval: 'inf' is not a number above 0"),
     ],
 )
 def test_user_errors_are_one_line(tmp_path, flags, told):

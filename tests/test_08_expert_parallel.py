@@ -344,7 +344,8 @@ def test_experts_are_spread_and_drawn_by_their_number(group):
         (("--experts", 1), "--experts 1 leaves some of 2 ranks without one: use at least 2"),
         (("--top-k", 7), "--top-k 7 is more than --experts 6: use at most 6"),
         (("--experts", 60, "--top-k", 54), "--top-k 54 is more than the MLP is wide, 53: use at most 53"),
-        (("--capacity-factor", "inf"), "--capacity-factor inf is more than --experts 6"),
+        (("--capacity-factor", 7), "--capacity-factor 7 is more than --experts 6"),
+        (("--capacity-factor", "inf"), "--capacity-factor: 'inf' is not a number above 0"),
         (("--capacity-factor", 0), "--capacity-factor: '0' is not a number above 0"),
         (("--global-batch-size", 25), "--global-batch-size 25 does not divide over 2 process(es): use 24 or 26"),
         (
