@@ -24,8 +24,7 @@ def run_on_two_hosts(mbit_per_second: int) -> int:
     if missing or os.geteuid() != 0:
         raise UserError("--link-mbit makes network namespaces: it needs Linux, root, ip and tc (Debian's iproute2)")
     hosts = [f"ddp{rank}-{os.getpid()}" for rank in range(2)]
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, _frame: sys.exit(128 + number))  # through what stands under finally
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))  # through what stands under finally
     try:
         connect(hosts, mbit_per_second)
         ranks = [start_rank(host, rank) for rank, host in enumerate(hosts)]

@@ -295,8 +295,13 @@ def test_two_hosts_and_their_ranks_go_when_they_are_told_to(tmp_path):
     (tmp_path / "tiny.json").write_text(json.dumps(TINY))
     flags = ("--model", "tiny.json", "--steps", 100_000, "--link-mbit", 1000)
     process = start_process(command("05_ddp/ddp_from_scratch.py", *flags), tmp_path)
+
+    def has_ranks() -> bool:
+        pids = [["ip", "netns", "pids", f"ddp{rank}-{process.pid}"] for rank in range(2)]
+        return all(subprocess.run(of_host, capture_output=True, timeout=20).stdout for of_host in pids)
+
     try:
-        assert holds(process, lambda: len([p for p in descendants(process) if "RANK" in p.environ()]) == 2)
+        assert holds(process, has_ranks)
         process.terminate()
         assert process.wait(timeout=60) == 128 + signal.SIGTERM
         assert descendants(process) == []
