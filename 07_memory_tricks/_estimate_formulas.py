@@ -15,7 +15,8 @@ from _estimate_widths import mask_bytes, residual_bytes
 def training_formulas(shape: Shape, plan: Plan) -> dict[str, str]:
     framework = FRAMEWORKS[plan.framework]
     n = f"{shapes.parameter_count(shape):,}"
-    parallel = "".join(f" / {name} {size}" for name, size in (("tp", plan.tp), ("pp", plan.pp)) if size > 1)
+    tp, ep = (f" / {name} {size}" if size > 1 else "" for name, size in (("tp", plan.tp), ("ep", plan.ep)))
+    parallel = tp + (f" / pp {plan.pp}" if plan.pp > 1 else "")
     parallel += f", experts / ep {plan.ep}" if plan.ep > 1 else ""
 
     def shards(since: int) -> str:
@@ -33,20 +34,22 @@ def training_formulas(shape: Shape, plan: Plan) -> dict[str, str]:
     kept_of_a_layer = f"{kept:,.0f} bytes ({what[plan.checkpointing]})"
     cast = "0: nothing is cast, or it is gathered so"
     if plan.framework == "ours" and plan.zero < 3 and plan.dtype != "fp32":
-        cast = f"matrices x {DTYPES[plan.dtype]} bytes, kept by autocast"
+        cast = f"matrices x {DTYPES[plan.dtype]} bytes{parallel}, kept by autocast"
     mask = " + a mask of all tokens for the own ones" if mask_bytes(plan) else ""
     in_flight = f" x {min(plan.pp, plan.micro_batches)} micro-batches in flight" if plan.pp > 1 else ""
     gathered = "0: nothing is sharded"
     if plan.zero == 3:
-        gathered = f"(2 blocks + embedding + head) x {DTYPES[plan.dtype]} bytes"
-    reduced = f"a block's whole gradient x ({DTYPES[plan.dtype]} + 4) bytes" if plan.zero == 3 else "0"
+        ends = " + embedding" if shape.tied else " + embedding + head"
+        root = ends if framework.gathers_root else ""
+        gathered = f"(2 blocks{ep}{root}) x {DTYPES[plan.dtype]} bytes{tp}"
+    reduced = f"a block's whole gradient{ep} x ({DTYPES[plan.dtype]} + 4) bytes{tp}" if plan.zero == 3 else "0"
     if weights_stay_whole(plan):
         gathered = f"the stage's weights x {DTYPES[plan.dtype]} + gradients x 4 bytes"
     elif gradients_stay_whole(plan):
         gathered += " + the stage's gradients x 4"
-        reduced = f"a block's gradient x {DTYPES[plan.dtype]} bytes, before it is added to those"
+        reduced = f"a block's gradient{ep} x {DTYPES[plan.dtype]} bytes{tp}, before it is added to those"
     buffers = "cos and sin of every position, fp32" if not shape.gpt2 else "0"
-    buffers += " + cuBLAS workspaces"
+    buffers += "" if plan.on_cpu else " + cuBLAS workspaces"
     buffers += " + placeholder gradients" if framework.placeholders else ""
     buffers += " + all-reduce buckets" if framework.bucket else ""
     block = "part of the activations" if plan.checkpointing == "none" else "recomputed in backward"
@@ -56,7 +59,7 @@ def training_formulas(shape: Shape, plan: Plan) -> dict[str, str]:
         "optimizer_bytes": f"{n} x {state:g} bytes{master}{shards(1)}{parallel}",
         "activation_bytes": f"{tokens} x {shape.layers} layers{parallel} x {kept_of_a_layer}{mask}{in_flight}",
         "block_bytes": f"{tokens} x one block: {block}",
-        "logits_bytes": f"{tokens} x {shape.vocab:,} x {LOSSES[plan.loss]:g} bytes ({plan.loss} cross-entropy)",
+        "logits_bytes": f"{tokens} x {shape.vocab:,} x {LOSSES[plan.loss]:g} bytes{tp} ({plan.loss} cross-entropy)",
         "gathered_bytes": gathered,
         "cast_bytes": cast,
         "reduced_bytes": reduced,
@@ -74,12 +77,14 @@ def inference_formulas(args: argparse.Namespace, shape: Shape, seq_len: int) -> 
     scales = {"int8": " + a scale per row", "int4": f" + a scale and a zero per {args.group_size}"}
     values = 2 * shape.layers * shape.kv_width
     each = f"{values:,} values"
-    if shape.latent:
-        each = f"{shape.layers * (shape.latent.kv_rank + shape.latent.rope):,} latent values"
+    ranks_with_a_head = min(args.tp, shape.kv_heads)
+    cut = f" / {ranks_with_a_head} ranks" if ranks_with_a_head > 1 else ""
+    if shape.latent:  # whole on each rank
+        each, cut = f"{shape.layers * (shape.latent.kv_rank + shape.latent.rope):,} latent values", ""
     cache = f"{each} x {CACHE_DTYPES[args.kv_cache_dtype]} bytes x {seq_len} tokens x {args.concurrency}"
     return {
         "weight_bytes": f"{shapes.parameter_count(shape):,} in {args.weights}{scales.get(args.weights, '')}{tp}",
-        "kv_cache_bytes": f"{cache}{tp}",
+        "kv_cache_bytes": f"{cache}{cut}",
         "activation_bytes": "one prompt through one block: 2 hidden + 3 ffn values per token",
         "logits_bytes": f"{args.concurrency} x {shape.vocab:,} x ({DTYPES[args.dtype]} + 4) bytes, last token only",
         "context_bytes": "CUDA context and kernels: assumed",

@@ -590,3 +590,36 @@ def test_the_peak_is_what_a_gpu_allocates(name, script, gpus, tmp_path):
     shutil.rmtree(tmp_path / "run")  # a checkpoint of llama-1b is 15 GB
     workspaces = 32 * 2**20 if name == "nano" else 0  # a guess, and a quarter of so small a peak
     assert ours == pytest.approx(result.summary["peak_memory_bytes"], rel=0.03, abs=workspaces)
+
+
+FORMULAS = {
+    "sharded": ("--zero", 3),
+    "tensor": ("--tp", 2, "--zero", 3, "--checkpointing", "full"),
+    "tied": ("--model", "llama3.2-1b", "--zero", 3),
+    "deepspeed": ("--framework", "deepspeed", "--zero", 3),
+    "experts": ("--model", "mixtral-8x7b", "--ep", 8, "--tp", 2),
+}
+
+
+@pytest.mark.parametrize("flags", FORMULAS.values(), ids=FORMULAS)
+def test_a_formula_gives_the_number_beside_it(tmp_path, flags):
+    result, summary = answer(tmp_path, "--gpus", 16, *flags)
+    shape = CONFIG.read_shape(summary["model"])
+    block, matrix = SHAPES.largest_layer(shape), SHAPES.embedding_parameters(shape)
+    numbers = {"2 blocks": 2 * block, "a block's whole gradient": block, "embedding": matrix, "head": matrix, "x": "*"}
+    words = {**numbers, **dict.fromkeys(("(plain cross-entropy)", ",", "tokens", "bytes", "tp", "ep"), "")}
+    rows = [line.strip("|").split("|") for line in result.out.splitlines() if line.count("|") == 4]
+    formulas = {name.strip(): formula.strip() for name, _, formula in rows}
+    for name in ("logits", "gathered", "reduced"):
+        arithmetic = formulas[name]
+        for word, number in words.items():
+            arithmetic = arithmetic.replace(word, str(number))
+        assert eval(arithmetic) == pytest.approx(summary[f"{name}_bytes"], rel=1e-9), formulas[name]
+
+
+def test_a_latent_cache_is_whole_on_each_rank(tmp_path):
+    (tmp_path / "latent.json").write_text(json.dumps(DEEPSEEK))
+    for name, cut in (("latent.json", ""), ("llama-70b", " / 2 ranks")):
+        result, _ = answer(tmp_path, "--inference", "--gpus", 4, "--tp", 2, "--model", name)
+        (line,) = (line for line in result.out.splitlines() if line.startswith("| kv cache"))
+        assert line.rstrip(" |").endswith(f" tokens x 1{cut}")
