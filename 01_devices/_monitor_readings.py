@@ -1,13 +1,12 @@
 """What monitor.py shows: one sample of the GPUs, of the host and of the run, and what it says about a hang."""
 
 import contextlib
-import json
 import os
 from pathlib import Path
 
 import psutil
 
-from common import nvml
+from common import nvml, report
 
 
 def likely_hang(gpu: dict) -> bool | None:
@@ -72,7 +71,7 @@ def training(run_dir: Path | None) -> list[dict]:
     """The last training record of the run (None: of the run in runs/ that wrote last), if there is one."""
     files = [run_dir / "metrics.jsonl"] if run_dir else Path("runs").glob("*/metrics.jsonl")
     for written, file in sorted((file.stat().st_mtime, file) for file in files if file.exists())[-1:]:
-        for record in [record for record in last_records(file) if isinstance(record, dict) and "loss" in record][-1:]:
+        for record in [record for record in last_records(file) if "loss" in record][-1:]:
             more = {"mfu_ratio": record.get("mfu"), "last_record_timestamp_seconds": written}
             return [{**record, **more, "run": file.parent.resolve().name}]
     return []
@@ -85,8 +84,4 @@ def last_records(file: Path, window: int = 2**14) -> list[dict]:
         start = max(0, stream.seek(0, os.SEEK_END) - window)
         stream.seek(max(0, start - 1))  # the byte before, too: a newline if no line is cut
         lines = stream.read().split(b"\n")[bool(start) : -1]
-    records = []
-    for line in lines:
-        with contextlib.suppress(ValueError):
-            records.append(json.loads(line))
-    return records
+    return report.parse_records(lines)

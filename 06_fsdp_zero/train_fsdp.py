@@ -53,7 +53,7 @@ def main() -> int:
         timeout=runtime.collective_timeout(),  # how long the others wait for a rank that does not come
         rank=rank,
         world_size=world_size,
-        store=None if world_size > 1 or dist.is_torchelastic_launched() else dist.HashStore(),  # None: MASTER_ADDR's
+        store=None if world_size > 1 or dist.is_torchelastic_launched() else dist.HashStore(),  # None: torchrun's
     )
     args.dtype = hardware.choose_dtype(args.dtype, device)
     if args.dtype == "fp32":

@@ -143,7 +143,7 @@ def check(rows: list[dict], args: argparse.Namespace, device_type: str) -> None:
     print(f"checked: losses and gradients of all rows equal the plain loss's within {tolerance:g} (relative)")
 
     plain, by_hand = rows[0], next(row for row in rows if row["name"].startswith("chunked"))
-    formula, in_words = plain_bytes(args), plain_formula(args)
+    formula, in_words = plain_bytes(args)
     share = plain["step_bytes"] / formula
     few_bytes = formula // 100 + 16 * args.tokens + 4096  # what has a number per token, and the allocator's rounding
     assert abs(plain["step_bytes"] - formula) <= few_bytes, f"{in_words} is {formula:,}, not {plain['step_bytes']:,}"
@@ -160,21 +160,15 @@ def check(rows: list[dict], args: argparse.Namespace, device_type: str) -> None:
     )
 
 
-def plain_bytes(args: argparse.Namespace) -> int:
+def plain_bytes(args: argparse.Namespace) -> tuple[int, str]:
     """Log-softmax, its gradient and that of the logits, in fp32; or the last of them and the gradients, if these are
-    larger than the first two."""
+    larger than the first two. And the formula, with N tokens, a vocabulary of V and a hidden size of H."""
     element = ELEMENT_BYTES[args.dtype]
     logits = args.tokens * args.vocab_size
     gradients = element * args.hidden_size * (args.tokens + args.vocab_size)
-    return max(12 * logits, element * logits + gradients)
-
-
-def plain_formula(args: argparse.Namespace) -> str:
-    """What plain_bytes has taken, with N tokens, a vocabulary of V and a hidden size of H."""
-    element = ELEMENT_BYTES[args.dtype]
-    if plain_bytes(args) == 12 * args.tokens * args.vocab_size:
-        return "12 N V"
-    return f"{element} (N V + N H + V H)"
+    if element * logits + gradients > 12 * logits:
+        return element * logits + gradients, f"{element} (N V + N H + V H)"
+    return 12 * logits, "12 N V"
 
 
 def chunked_bytes(args: argparse.Namespace) -> int:
@@ -233,7 +227,7 @@ def conclude(
         "counted_tokens": counted,
         "chunk_tokens": args.chunk_tokens,
         "logits_bytes": 4 * args.tokens * args.vocab_size,
-        "plain_formula_bytes": plain_bytes(args),
+        "plain_formula_bytes": plain_bytes(args)[0],
         "left_out": left_out,
         "rows": rows,
     }

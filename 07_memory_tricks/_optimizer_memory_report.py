@@ -11,7 +11,6 @@ import torch
 from _optimizer_memory_bytes import Bytes
 
 from common import data, hardware, model, report, shapes
-from common.exits import UserError
 
 BASELINE = "AdamW"
 INSIDE_BACKWARD = "step inside backward"
@@ -57,11 +56,8 @@ def expected_state_bytes(recipe: str, net_shapes: list[torch.Size]) -> int:
 
 def load_corpus(job: argparse.Namespace) -> data.Corpus:
     """UserError if it has less than a batch."""
-    corpus = data.load_corpus()
-    if (sequences := (len(corpus.train) - 1) // job.seq_len) < job.batch_size:
-        raise UserError(
-            f"--batch-size {job.batch_size}: the text has {sequences} sequences of --seq-len {job.seq_len}, lower one"
-        )
+    corpus, asked = data.load_corpus(), f"--batch-size {job.batch_size}"
+    data.require_sequences(corpus.train, seq_len=job.seq_len, count=job.batch_size, asked=asked)
     return corpus
 
 

@@ -165,10 +165,8 @@ def main() -> int:
     runtime.say(f"{args.model}, {batch_text}, fp32, {world_size} x {hardware.device_name(device)}")
 
     text = data.load_corpus().train
-    if (sequences := (len(text) - 1) // args.seq_len) < world_size * args.batch_size // args.micro_batches:
-        raise UserError(
-            f"--batch-size {args.batch_size}: the text has {sequences} sequences of --seq-len {args.seq_len}, lower one"
-        )
+    needed = world_size * args.batch_size // args.micro_batches
+    data.require_sequences(text, seq_len=args.seq_len, count=needed, asked=f"--batch-size {args.batch_size}")
     stream = data.train_batches(
         text,
         seq_len=args.seq_len,

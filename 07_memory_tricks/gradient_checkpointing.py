@@ -32,7 +32,6 @@ from _gradient_checkpointing_flops import ATTENTION_FLOPS, attention_flops
 from _gradient_checkpointing_report import Measured, conclude, largest_relative_error
 
 from common import cli, data, exits, hardware, model, runtime, shapes
-from common.exits import UserError
 from common.step_cost import LiveMemory, record_memory, time_in_turns
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -204,10 +203,7 @@ def main() -> int:
     print(f"{args.model}, {args.batch_size} x {args.seq_len} tokens, {args.dtype}, {hardware.device_name(device)}")
 
     text = data.load_corpus().train
-    if (sequences := (len(text) - 1) // args.seq_len) < args.batch_size:
-        raise UserError(
-            f"--batch-size {args.batch_size}: the text has {sequences} sequences of --seq-len {args.seq_len}, lower one"
-        )
+    data.require_sequences(text, seq_len=args.seq_len, count=args.batch_size, asked=f"--batch-size {args.batch_size}")
     stream = data.train_batches(
         text,
         seq_len=args.seq_len,

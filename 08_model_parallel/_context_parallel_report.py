@@ -12,7 +12,7 @@ from _context_parallel_collectives import counts
 from _context_parallel_growth import check_growth, growth_table, measure_growth
 from torch import Tensor, nn
 
-from common import checkpoint, hardware, report, runtime, shapes
+from common import checkpoint, hardware, metrics, report, runtime, shapes
 
 TOLERANCE = 1e-5  # relative: what another order of the same fp32 sums may change
 
@@ -44,8 +44,7 @@ def note_step(trainee: Trainee, loss: Tensor, baseline: Trainee) -> None:
 
 def gradient_difference(net: nn.Module, other: nn.Module) -> float:
     """The largest over the parameters: the distance of two gradients, over the norm of the second."""
-    # Some are almost zero, such as those of q and k for one token: there is only rounding to compare.
-    least = nn.utils.get_total_norm([parameter.grad for parameter in other.parameters()]) / 1000
+    least = metrics.least_norm(parameter.grad for parameter in other.parameters())
     pairs = zip(net.parameters(), other.parameters(), strict=True)
     distances = [(p.grad - q.grad).norm() / q.grad.norm().clamp_min(least) for p, q in pairs]
     return torch.stack(distances).max().item()

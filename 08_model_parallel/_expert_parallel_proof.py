@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from _expert_parallel_collectives import counts
 from torch import Tensor, nn
 
-from common import model, runtime, shapes
+from common import metrics, model, runtime, shapes
 
 LEARNING_RATE = 0.05  # of SGD. AdamW divides by the gradients' size, and so would hide that they are N times too large.
 
@@ -137,8 +137,7 @@ def one_process_gradients(net: nn.Module, micro_batches: list[list[Tensor]], bal
 def largest_gradient_difference(net: nn.Module, one_process: nn.Module) -> float:
     """Over the parameters that this rank holds: the distance of the gradients, relative to that of one process."""
     expected = {name: parameter.grad for name, parameter in one_process.named_parameters()}
-    # Some are almost zero: there is only rounding to compare. Those of an expert without tokens are zero.
-    least = nn.utils.get_total_norm([*expected.values()]) / 1000
+    least = metrics.least_norm(expected.values())
     differences = []
     for name, parameter in net.named_parameters():
         distance = (parameter.grad - expected[name]).norm()

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from _pipeline_parallel_record import Record
 from torch import Tensor, nn
 
-from common import model, shapes
+from common import metrics, model, shapes
 
 LEARNING_RATE = 0.01
 
@@ -55,8 +55,7 @@ class Pipeline:
         self.note_error("losses", loss, expected_loss)
         self.note_error("gradient norms", self.norm, expected_norm)
         expected = {name: parameter.grad for name, parameter in whole.named_parameters()}
-        # Some gradients are almost zero, such as those of q and k for one token: there is only rounding to compare.
-        least = nn.utils.get_total_norm([*expected.values()]) / 1000
+        least = metrics.least_norm(expected.values())
         for stage in self.stages:
             for name, parameter in stage.net.named_parameters():
                 self.note_error("gradients", parameter.grad, expected[name], least)

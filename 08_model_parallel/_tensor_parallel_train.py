@@ -9,7 +9,7 @@ import torch.distributed as dist
 from _tensor_parallel_count import CountCollectives, Traffic
 from torch import Tensor, nn
 
-from common import runtime
+from common import metrics, runtime
 
 LEARNING_RATE = 0.05
 Batch = tuple[Tensor, Tensor]  # inputs and targets
@@ -79,8 +79,7 @@ def compare_gradients(ways: list[Way], cut_dimension: Callable[[str], int | None
     """Note the largest distance from one process of the gradient of any weight, relative to its norm. A rank looks at
     what it has: its part, or of a DTensor the whole, gathered."""
     baseline = {name: weight.grad for name, weight in ways[0].net.named_parameters()}
-    # Some gradients are almost zero, such as those of q and k for one token: there is only rounding to compare.
-    least = nn.utils.get_total_norm([*baseline.values()]) / 1000
+    least = metrics.least_norm(baseline.values())
     for way in ways:
         errors = []
         for name, weight in way.net.named_parameters():

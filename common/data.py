@@ -231,6 +231,12 @@ def batch_order(
             yield batch
 
 
+def require_sequences(tokens: np.ndarray, *, seq_len: int, count: int, asked: str) -> None:
+    """UserError, by what asked for them, if a text of these tokens has fewer than `count` sequences."""
+    if (there := len(Sequences(tokens, seq_len))) < count:
+        raise UserError(f"{asked}: the text has {there} sequences of --seq-len {seq_len}, lower one")
+
+
 def train_batches(
     tokens: np.ndarray,
     *,

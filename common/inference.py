@@ -108,7 +108,9 @@ def _ends_of_generation(file: Path) -> frozenset[int]:
         ends = json.loads(file.read_text()).get("eos_token_id")
     except (OSError, ValueError, AttributeError) as error:
         raise UserError(f"{file} cannot be read: {error!r}") from None
-    ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
+    if ends is None:
+        return frozenset()
+    ends = ends if isinstance(ends, list) else [ends]
     if not all(type(end) is int for end in ends):
         raise UserError(f"{file}: its eos_token_id {ends} is no token, nor a list of tokens")
     return frozenset(ends)

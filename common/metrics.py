@@ -6,7 +6,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,6 +22,14 @@ from common.runtime import gather, is_rank0, on_rank0, say, whole
 from common.shapes import Config, flops_per_token, parameter_count
 
 MFU_CONVENTION = "6(N - N_embedding) + 12·L·H·head_dim·seq_len FLOP per token, recomputation not counted"
+
+
+def least_norm(gradients: Iterable[Tensor]) -> Tensor:
+    """The norm that the error of a gradient is divided by, at the least: a thousandth of all gradients' together.
+
+    Some are almost zero, such as those of q and k for one token: of these there is only rounding to compare.
+    """
+    return torch.nn.utils.get_total_norm([*gradients]) / 1000
 
 
 class Meter:

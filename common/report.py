@@ -92,12 +92,18 @@ def table(rows: list[list[str]]) -> str:
 
 
 def read_records(file: Path) -> list[dict]:
-    """The records of a metrics.jsonl; lines that a kill or a power cut has damaged are left out."""
+    """The records of a metrics.jsonl, of which each has a step."""
+    lines = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
+    return [record for record in parse_records(lines) if "step" in record]
+
+
+def parse_records(lines: list[bytes]) -> list[dict]:
+    """The records in lines of a metrics.jsonl; those that a kill or a power cut has damaged are left out."""
     records = []
-    for line in file.read_bytes().split(b"\n")[:-1] if file.exists() else ():
+    for line in lines:
         with contextlib.suppress(ValueError):
             records.append(json.loads(line))
-    return [record for record in records if isinstance(record, dict) and "step" in record]
+    return [record for record in records if isinstance(record, dict)]
 
 
 def describe(r: dict, steps: int) -> str:

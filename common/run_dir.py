@@ -19,7 +19,7 @@ from common.exits import UserError
 from common.runtime import gather, on_rank0, say
 
 NO_FLOCK = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
-CHECKPOINTS = "step-" + 8 * "[0-9]"
+CHECKPOINTS = "step-" + 8 * "[0-9]"  # as checkpoint.py names them
 LEASE_SECONDS = 60
 _locks = []  # held until the process ends, however it ends
 

@@ -121,7 +121,7 @@ def init_process_group(name: str) -> torch.device:
     dist.init_process_group(
         backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         device_id=device if device.type == "cuda" else None,
-        store=None if world_size > 1 or dist.is_torchelastic_launched() else dist.HashStore(),  # None: MASTER_ADDR's
+        store=None if world_size > 1 or dist.is_torchelastic_launched() else dist.HashStore(),  # None: torchrun's
         rank=rank,
         world_size=world_size,
         timeout=collective_timeout(),

@@ -109,16 +109,21 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path, undisturbed, 
     assert resumed.summary["weights_sha256"] == undisturbed(script, 2)
 
 
+def assert_saved_and_goes_on(process, folder: Path, undisturbed: Callable, script: str) -> None:
+    """Two ranks that were told to stop have saved, and end with --resume as if nothing had happened."""
+    result = finish(process, folder)
+    assert "the same command with --resume goes on" in result.out
+    resumed = train(script, folder, *LONG, "--resume", nproc=2)
+    assert resumed.summary["weights_sha256"] == undisturbed(script, 2)
+
+
 @each_launched("flags", {"async": ("--async-save",), "workers": ("--num-workers", 1)}, sample={"async"}, slow={"async"})
 def test_a_signal_to_torchrun_saves_too(tmp_path, undisturbed, flags, script):
     """torchrun hands it to each rank's whole process group, data loading workers included."""
     process = launch(script, tmp_path, *LONG, *flags, nproc=2)
     assert holds(process, lambda: steps_logged(tmp_path) >= 3)
     process.send_signal(signal.SIGTERM)
-    result = finish(process, tmp_path)
-    assert "the same command with --resume goes on" in result.out
-    resumed = train(script, tmp_path, *LONG, "--resume", nproc=2)
-    assert resumed.summary["weights_sha256"] == undisturbed(script, 2)
+    assert_saved_and_goes_on(process, tmp_path, undisturbed, script)
 
 
 @each_launched("nohup", {"terminal": [], "nohup": ["nohup"]}, sample=set(), slow={"terminal"})
@@ -129,10 +134,7 @@ def test_a_terminal_that_closes_saves_too(tmp_path, undisturbed, nohup, script):
     process = start([*nohup, *command(script, *flags, nproc=2)], tmp_path)
     assert holds(process, lambda: steps_logged(tmp_path) >= 3)
     process.send_signal(signal.SIGHUP)
-    result = finish(process, tmp_path)
-    assert "the same command with --resume goes on" in result.out
-    resumed = train(script, tmp_path, *LONG, "--resume", nproc=2)
-    assert resumed.summary["weights_sha256"] == undisturbed(script, 2)
+    assert_saved_and_goes_on(process, tmp_path, undisturbed, script)
 
 
 @pytest.fixture
@@ -161,10 +163,7 @@ def test_ranks_whose_torchrun_dies_save_and_end(tmp_path, undisturbed, number, s
     process = launch(script, tmp_path, *LONG, nproc=2)
     assert holds(process, lambda: steps_logged(tmp_path) >= 3)
     process.send_signal(number)
-    result = finish(process, tmp_path)
-    assert "the same command with --resume goes on" in result.out
-    resumed = train(script, tmp_path, *LONG, "--resume", nproc=2)
-    assert resumed.summary["weights_sha256"] == undisturbed(script, 2)
+    assert_saved_and_goes_on(process, tmp_path, undisturbed, script)
 
 
 # --- kill -9 at any moment
