@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.chapter import load
-from support.harness import ROOT, TINY, command, config_of, descendants, holds, kill_all, run
+from support.harness import ROOT, TINY, command, config_of, descendants, finish, holds, kill_all, run
 from support.harness import start as start_process
 from torch import nn
 
@@ -270,45 +270,61 @@ def test_hidden_time_is_shown_where_a_core_is_free_for_it(runs, monkeypatch, cor
     assert "same letter = identical" in told
 
 
-@pytest.mark.launch
-def test_two_hosts_with_a_slow_link(tmp_path):
-    """The bytes of a step cannot be faster than the link, and no host is left behind."""
+def hosts_of(process: subprocess.Popen) -> list[str]:
+    """Names of the hosts of this process that are there."""
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, timeout=20, check=True).stdout
+    return [line.split()[0] for line in listed.splitlines() if line.split()[0].endswith(f"-{process.pid}")]
+
+
+@pytest.fixture
+def two_hosts(tmp_path) -> Iterator[Callable[..., subprocess.Popen]]:
+    """two_hosts(flags): the script, started on two hosts; whatever the test finds, nothing of it stays."""
     if os.geteuid() or not (shutil.which("ip") and shutil.which("tc")):
         pytest.skip("network namespaces need root, ip and tc (Debian's iproute2)")
-    flags = ("--steps", 3, "--link-mbit", 200, "--plot", "overlap.png")
-    summary, out = start("05_ddp/ddp_from_scratch.py", tmp_path, *flags, "--model", "nano")
-    assert "a link of 200 Mbit/s" in out
+    (tmp_path / "tiny.json").write_text(json.dumps(TINY))
+    started = []
+
+    def on_two_hosts(*flags) -> subprocess.Popen:
+        started.append(start_process(command("05_ddp/ddp_from_scratch.py", *SMALL, *flags), tmp_path))
+        return started[0]
+
+    yield on_two_hosts
+    for process in started:
+        kill_all(process)
+        for host in hosts_of(process):
+            subprocess.run(["ip", "netns", "delete", host], timeout=20, check=True)
+
+
+@pytest.mark.launch
+def test_two_hosts_with_a_slow_link(tmp_path, two_hosts):
+    """The bytes of a step cannot be faster than the link, and no host is left behind."""
+    process = two_hosts("--steps", 3, "--link-mbit", 200, "--plot", "overlap.png", "--model", "nano")
+    result = finish(process, tmp_path, 240)
+    assert result.code == 0, result.err
+    assert hosts_of(process) == []
+    assert "a link of 200 Mbit/s" in result.out
+    summary = json.loads((tmp_path / "s.json").read_text())
     assert (summary["world_size"], summary["link_mbit_per_second"]) == (2, 200)
     least = 8 * summary["gradient_bytes"] / 200e6
     for variant in summary["variants"][1:]:
         # one second of the bucket's credit (256 kB) may pass at once
         assert variant["communication_seconds"]["min"] > 0.9 * least, variant["name"]
     assert (tmp_path / "overlap.png").read_bytes().startswith(b"\x89PNG")
-    namespaces = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, timeout=20, check=True)
-    assert "ddp0-" not in namespaces.stdout
 
 
 @pytest.mark.launch
-def test_two_hosts_and_their_ranks_go_when_they_are_told_to(tmp_path):
-    if os.geteuid() or not (shutil.which("ip") and shutil.which("tc")):
-        pytest.skip("network namespaces need root, ip and tc (Debian's iproute2)")
-    (tmp_path / "tiny.json").write_text(json.dumps(TINY))
-    flags = ("--model", "tiny.json", "--steps", 100_000, "--link-mbit", 1000)
-    process = start_process(command("05_ddp/ddp_from_scratch.py", *flags), tmp_path)
+def test_two_hosts_and_their_ranks_go_when_they_are_told_to(two_hosts):
+    process = two_hosts("--steps", 100_000, "--link-mbit", 1000)
 
     def has_ranks() -> bool:
-        pids = [["ip", "netns", "pids", f"ddp{rank}-{process.pid}"] for rank in range(2)]
-        return all(subprocess.run(of_host, capture_output=True, timeout=20).stdout for of_host in pids)
+        pids = [["ip", "netns", "pids", host] for host in hosts_of(process)]
+        return [bool(subprocess.run(of, capture_output=True, timeout=20).stdout) for of in pids] == [True, True]
 
-    try:
-        assert holds(process, has_ranks)
-        process.terminate()
-        assert process.wait(timeout=60) == 128 + signal.SIGTERM
-        assert descendants(process) == []
-    finally:
-        kill_all(process)
-    namespaces = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, timeout=20, check=True)
-    assert f"-{process.pid}" not in namespaces.stdout
+    assert holds(process, has_ranks)
+    process.terminate()
+    assert process.wait(timeout=60) == 128 + signal.SIGTERM
+    assert descendants(process) == []
+    assert hosts_of(process) == []
 
 
 def test_a_slow_link_needs_root_and_says_so(tmp_path, monkeypatch, capsys):
