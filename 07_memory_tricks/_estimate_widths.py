@@ -22,6 +22,27 @@ def gradient_size(plan: Plan) -> int:
     return 4 if plan.framework == "ours" and plan.zero < 3 else DTYPES[plan.dtype]
 
 
+def feed_forward_gradients(shape: Shape, plan: Plan, *, experts: bool) -> float:
+    """Per token, what is alive beside the block's activations where silu(gate) * up is differentiated: the gradient of
+    its result, which is itself gone by then, and of both factors; and the gradient of the block's output."""
+    mixture = shape.experts
+    width = mixture.active * mixture.ffn + mixture.shared_ffn if experts else shape.ffn
+    return (1 if shape.gpt2 else 2) * width * DTYPES[plan.dtype] + shape.hidden * residual_bytes(plan)
+
+
+def attention_gradients(shape: Shape, plan: Plan) -> float:
+    """The same where attention is: gradients of its output, queries, keys and values, and of the block's output."""
+    widths = shape.value_width + shape.q_width + 2 * shape.kv_width
+    return widths * DTYPES[plan.dtype] + shape.hidden * residual_bytes(plan)
+
+
+def weights_before(shape: Shape) -> tuple[int, int]:
+    """Parameters of a block that backward reaches after its attention; and after its last product, if it is dense."""
+    attention = shapes.attention_matrices(shape)
+    into_feed_forward = shapes.feed_forward_matrices(shape, shape.ffn)[:-1]
+    return shapes.count(attention[:-1]), shapes.count(attention + into_feed_forward)
+
+
 def latent_bytes(shape: Shape, e: int) -> float:
     """Latent attention: both latents before and after their norm, the shared key, queries and keys before rotation."""
     if not (mla := shape.latent):

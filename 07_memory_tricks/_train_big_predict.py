@@ -1,5 +1,7 @@
 """What train_big.py will take: estimate.py's formulas, with what its own tricks change in them."""
 
+from dataclasses import replace
+
 import _estimate_shapes as shapes
 import estimate
 from _estimate_plan import DTYPES, Plan
@@ -23,16 +25,18 @@ def predict(shape: Shape, recipe, *, seq_len: int, dtype: str, on_cpu: bool) -> 
         optimizer="adamw-8bit" if eight_bits else "adamw",
         on_cpu=on_cpu,
     )
-    lines = estimate.memory(shape, plan)
-    peaks = {moment: lines[moment] for moment in estimate.MOMENTS}
+    if recipe.step_inside_backward:  # over micro-batches all gradients are there all the time, so they can be left out
+        lines = estimate.memory(shape, replace(plan, micro_batches=2))
+        peaks = {moment: lines[moment] - lines["gradient_bytes"] for moment in estimate.MOMENTS}
+    else:
+        lines = estimate.memory(shape, plan)
+        peaks = {moment: lines[moment] for moment in estimate.MOMENTS}
     embedding = shapes.embedding_parameters(shape)
     if recipe.checkpointing == "full" and dtype != "fp32":  # a block's copies of weights go with it: see autocast there
         peaks["end of forward"] += DTYPES[dtype] * embedding - lines["cast_bytes"]
     if recipe.chunked_loss:  # it makes the head's gradient in forward
         peaks["end of forward"] += 4 * embedding
         peaks["loss backward"] += 4 * embedding
-        if shape.tied or not recipe.step_inside_backward:  # a tied head's waits for the embedding's part
-            peaks["last block"] += 4 * embedding
     if recipe.step_inside_backward:  # one gradient at a time
         # to update a tensor, its 8-bit moments are made fp32, and then quantized: 21 bytes for each number, at the most
         update = 4 + (21 if eight_bits else 0)
@@ -40,10 +44,12 @@ def predict(shape: Shape, recipe, *, seq_len: int, dtype: str, on_cpu: bool) -> 
             kept = sum(lines[name] for name in ("weight_bytes", "optimizer_bytes", "buffer_bytes", "activation_bytes"))
             peaks["update of the head"] = kept + update * shapes.head_parameters(shape)
         tied_gradients = 8 * embedding if shape.tied else 0  # are added up before the update
-        waiting = 4 * embedding if shape.tied else 0
-        peaks["last block"] += update * largest_matrix(shape)
-        peaks["first block"] += update * largest_matrix(shape) + waiting - lines["gradient_bytes"]
-        peaks["last gradients"] += max(4 * embedding, update * embedding - tied_gradients) - lines["gradient_bytes"]
+        waiting = 4 * embedding if shape.tied else 0  # a tied head's gradient, for the embedding's part
+        # a block's last matrix is updated before silu(gate) * up is differentiated, which makes two gradients
+        later = 2 * DTYPES[dtype] * shape.ffn * seq_len
+        for moment in ("last block", "first block"):
+            peaks[moment] += waiting + max(0, update * largest_matrix(shape) - later)
+        peaks["last gradients"] += max(4 * embedding, update * embedding - tied_gradients)
     return max(peaks.values())
 
 

@@ -24,13 +24,15 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
 import _estimate_shapes as shapes
 from _estimate_frameworks import FRAMEWORKS, LOSSES
-from _estimate_peak import MOMENTS, moments
+from _estimate_peak import MOMENTS, InBlock, moments
 from _estimate_plan import DTYPES, OPTIMIZERS, Plan, check
 from _estimate_shapes import Shape
 from _estimate_sharded import gathered_by_backward, gathered_bytes, reduced_bytes, root_parameters
 from _estimate_stages import placeholder_bytes, stage_of
 from _estimate_widths import (
+    attention_gradients,
     end_bytes,
+    feed_forward_gradients,
     gradient_size,
     latent_bytes,
     mask_bytes,
@@ -38,6 +40,7 @@ from _estimate_widths import (
     product_widths,
     residual_bytes,
     rotated_width,
+    weights_before,
 )
 
 CONTEXT = 512 * 2**20  # CUDA's context with torch's kernels: assumed, nvidia-smi shows 400 to 600 MiB
@@ -169,8 +172,8 @@ def memory_of_stage(shape: Shape, plan: Plan, number: int = 0) -> dict[str, floa
     per_token = (dense + mixture) * stage.in_flight + (end_bytes(shape, plan) if stage.last else 0)
     token_ids = 16 * stage.first  # inputs and targets, int64
     activations = plan.tokens * (per_token / plan.tp + token_ids) + mask_bytes(plan) * stage.in_flight
-    uncut = replace(plan, checkpointing="none")
-    block = kept_bytes(shape, uncut, experts=stage.expert_layers > 0) * plan.tokens / plan.tp
+    has_experts, own_tokens = stage.expert_layers > 0, plan.tokens / plan.tp
+    block = kept_bytes(shape, replace(plan, checkpointing="none"), experts=has_experts) * own_tokens
     tables = 0 if shape.gpt2 else 2 * 4 * shape.positions * rotated_width(shape)  # cos and sin in fp32
     placeholders = placeholder_bytes(shape, plan, stage)
     buckets = framework.bucket * stage.parameters if plan.shards > 1 else 0
@@ -186,17 +189,32 @@ def memory_of_stage(shape: Shape, plan: Plan, number: int = 0) -> dict[str, floa
         "cast_bytes": cast_bytes(stage.matrix_parameters, plan),
         "buffer_bytes": tables + placeholders + buckets + (0 if plan.on_cpu else WORKSPACE),
     }
+    gradient_each = gradients / stage.all_parameters
+
+    def in_block(activations: float, *, weights_left: float) -> InBlock:
+        left = weights_left / plan.tp
+        return InBlock(activations, gradients=left * gradient_each, casts=cast_bytes(left, plan))
+
+    in_attention = sum(attention_bytes(shape, plan).values()) + attention_gradients(shape, plan)
+    before_attention, before_down = weights_before(shape)
     embedding = shapes.embedding_parameters(shape) / plan.tp
     both_ends = stage.first and stage.last and shape.tied
-    of_ends = {
+    of_backward = {
+        "feed_forward": in_block(
+            block + feed_forward_gradients(shape, plan, experts=has_experts) * own_tokens, weights_left=before_down
+        ),
+        "attention": in_block(in_attention * own_tokens, weights_left=before_attention),
+        "kept_of_block": kept_bytes(shape, plan, experts=has_experts) * own_tokens,
+        "kept_of_end": end_bytes(shape, plan) * own_tokens * stage.last,
+        "head_gradient": embedding * gradient_each * stage.last,
         "head_cast": cast_bytes(embedding * stage.last, plan),
         "root_reduced": reduced_bytes(root_parameters(shape, stage), plan),
-        "embedding_gradient": 0 if both_ends else embedding * stage.first * gradients / stage.all_parameters,
+        "embedding_gradient": 0 if both_ends else embedding * gradient_each * stage.first,
         "tied_gradients": 2 * embedding * gradient_size(plan) if both_ends else 0,
         "gathered_by_backward": gathered_by_backward(shape, plan, stage),
         "of_others_in_flight": activations * (1 - 1 / stage.in_flight),
     }
-    return {**lines, **moments(plan, lines, **of_ends)}
+    return {**lines, **moments(plan, lines, **of_backward)}
 
 
 def memory(shape: Shape, plan: Plan, *, stages: Sequence[int] | None = None) -> dict[str, float]:

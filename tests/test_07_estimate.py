@@ -168,19 +168,22 @@ STEPS = {
     "few tokens": (shapes.SIZES["nano"], 1, 64),  # at the first block
     "tied": (shapes.Config(8192, 64, 96, 2, 2, 1, 32, 64, tie_word_embeddings=True), 1, 32),  # at the last gradient
     "grouped": CPU_SHAPES["grouped"],
+    # inside a block: where its feed-forward part is differentiated, and where its attention is
+    "wide blocks": (shapes.Config(64, 96, 576, 3, 2, 2, 48, 64), 2, 64),
+    "one wide block": (shapes.Config(257, 128, 768, 1, 4, 1, 32, 64), 4, 64),
+    "weights outweigh tokens": (shapes.Config(64, 128, 256, 1, 4, 2, 32, 64, tie_word_embeddings=True), 2, 32),
+    "small vocabulary": (shapes.Config(512, 32, 192, 4, 2, 1, 16, 64), 4, 32),
 }
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", STEPS)
 def test_the_peak_is_that_of_a_step(name, dtype, checkpointing):
     """All tensors that live during forward, backward and update, those kept from the step before included."""
     config, batch, length = STEPS[name]
     net = model.build("nano", config, seed=0)
-    if checkpointing == "full":
-        for layer, block in net.model.layers.items():
-            net.model.layers[layer] = checkpoint_wrapper(block)
+    model.checkpoint_blocks(net, checkpointing)
     optimizer = torch.optim.AdamW(net.parameters(), fused=True)
     inputs, targets = torch.randint(config.vocab_size, (2, batch, length)).unbind()
 
