@@ -18,6 +18,7 @@ class Framework:
     mixed_qkv: bool = False  # one product for q, k, v: its result stays alive beside the rotated queries and keys
     ffn_tensors: int = 4  # of ffn numbers per token: gate, up, silu(gate), and their product
     gathered_inputs: bool = False  # inputs of column-parallel products, the head's too, are kept whole, not their 1/tp
+    whole_summands: bool = False  # "selective" keeps row-parallel products as they are before tensor ranks add them up
     gathered_keys: bool = False  # context parallel by all-gather: keys and values of all tokens are kept, and a mask
     every_second_product: bool = False  # "selective" keeps every second product instead of all
     drops_last_product: bool = False  # "selective" keeps none of a dense block's last product: no backward reads it
@@ -40,6 +41,7 @@ TORCHTITAN = Framework(
     whole_in_pipelines=True,
     weights_whole_in_pipelines=True,
     gathered_inputs=True,
+    whole_summands=True,
     # FSDP2 runs whose source prints both, over states that are 12.6 and 39.1 GiB: commit 83c879f 59.41 and 49.54 GiB,
     # 00cffae 107.97 and 96.60, 141.53 and 126.12. The surplus is 0.27, 0.20 and 0.18 of the rest: its median.
     reserved=0.20,
@@ -54,6 +56,7 @@ FRAMEWORKS = {
         master=0,
         gathers_root=True,
         gathered_inputs=True,
+        whole_summands=True,
         gathered_keys=True,
         whole_in_pipelines=True,
         drops_last_product=True,

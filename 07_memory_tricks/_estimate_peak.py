@@ -30,6 +30,7 @@ def moments(
     root_reduced: float,
     embedding_gradient: float,
     tied_gradients: float,
+    block_ahead: float,
     gathered_by_backward: float,
     of_others_in_flight: float,
 ) -> dict[str, float]:
@@ -57,8 +58,8 @@ def moments(
     ]
     nearly_all = kept + lines["gathered_bytes"] + gradients - (0 if there else embedding_gradient)
     return {
-        "end of forward": waiting + lines["cast_bytes"] + logits_in_forward,
-        "loss backward": waiting + cast + lines["logits_bytes"],
+        "end of forward": waiting - block_ahead + lines["cast_bytes"] + logits_in_forward,
+        "loss backward": waiting - block_ahead + cast + lines["logits_bytes"],
         "last block": waiting + of_last_block + (0 if there else head_gradient) + lines["reduced_bytes"],
         "first block": nearly_all + gathered_by_backward + of_others_in_flight + max(first_parts),
         "last gradients": kept + lines["gathered_bytes"] + gradients + root_reduced + tied_gradients,

@@ -31,6 +31,13 @@ def gathered_bytes(shape: Shape, plan: Plan, stage: Stage) -> float:
     return whole * e / plan.tp + whole_gradient_bytes(shape, plan, stage)
 
 
+def block_ahead_bytes(shape: Shape, plan: Plan) -> float:
+    """The next of these two blocks, which is not there at the end of forward: none follows."""
+    if plan.zero < 3 or gradients_stay_whole(plan) or not FRAMEWORKS[plan.framework].gathers_root:
+        return 0.0
+    return shapes.largest_layer(shape) / plan.ep * DTYPES[plan.dtype] / plan.tp
+
+
 def whole_gradient_bytes(shape: Shape, plan: Plan, stage: Stage) -> float:
     """fp32 gradients of a stage that pipelines keep whole. Tensor ranks do not divide the embedding's: DTensor keeps
     each rank's summand until it is reduced."""

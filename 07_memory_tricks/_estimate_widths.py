@@ -53,11 +53,14 @@ def latent_bytes(shape: Shape, e: int) -> float:
 
 def product_widths(shape: Shape, plan: Plan, *, experts: bool) -> list[int]:
     """The widths of the products' results that selective checkpointing keeps, in the order in which they run."""
-    attention = [outputs for _, outputs in shapes.attention_matrices(shape)]
     framework = FRAMEWORKS[plan.framework]
     every = 2 if framework.every_second_product else 1
+    # what each tensor rank has of a sum is as wide as the sum
+    summand = shape.hidden * (plan.tp if framework.whole_summands else 1)
+    attention = [outputs for _, outputs in shapes.attention_matrices(shape)[:-1]] + [summand]
     if not experts:
-        products = attention + [outputs for _, outputs in shapes.feed_forward_matrices(shape, shape.ffn)]
+        into = [outputs for _, outputs in shapes.feed_forward_matrices(shape, shape.ffn)[:-1]]
+        products = [*attention, *into, summand]
         return products[:-1] if framework.drops_last_product else products[::every]
     mixture = shape.experts
     routed = [mixture.active * outputs for _, outputs in shapes.feed_forward_matrices(shape, mixture.ffn)]

@@ -27,7 +27,7 @@ from _estimate_frameworks import FRAMEWORKS, LOSSES
 from _estimate_peak import MOMENTS, InBlock, moments
 from _estimate_plan import DTYPES, OPTIMIZERS, Plan, check
 from _estimate_shapes import Shape
-from _estimate_sharded import gathered_by_backward, gathered_bytes, reduced_bytes, root_parameters
+from _estimate_sharded import block_ahead_bytes, gathered_by_backward, gathered_bytes, reduced_bytes, root_parameters
 from _estimate_stages import placeholder_bytes, stage_of
 from _estimate_widths import (
     attention_gradients,
@@ -195,14 +195,13 @@ def memory_of_stage(shape: Shape, plan: Plan, number: int = 0) -> dict[str, floa
         left = weights_left / plan.tp
         return InBlock(activations, gradients=left * gradient_each, casts=cast_bytes(left, plan))
 
+    in_feed_forward = block + feed_forward_gradients(shape, plan, experts=has_experts) * own_tokens
     in_attention = sum(attention_bytes(shape, plan).values()) + attention_gradients(shape, plan)
     before_attention, before_down = weights_before(shape)
     embedding = shapes.embedding_parameters(shape) / plan.tp
     both_ends = stage.first and stage.last and shape.tied
     of_backward = {
-        "feed_forward": in_block(
-            block + feed_forward_gradients(shape, plan, experts=has_experts) * own_tokens, weights_left=before_down
-        ),
+        "feed_forward": in_block(in_feed_forward, weights_left=before_down),
         "attention": in_block(in_attention * own_tokens, weights_left=before_attention),
         "kept_of_block": kept_bytes(shape, plan, experts=has_experts) * own_tokens,
         "kept_of_end": end_bytes(shape, plan) * own_tokens * stage.last,
@@ -211,6 +210,7 @@ def memory_of_stage(shape: Shape, plan: Plan, number: int = 0) -> dict[str, floa
         "root_reduced": reduced_bytes(root_parameters(shape, stage), plan),
         "embedding_gradient": 0 if both_ends else embedding * gradient_each * stage.first,
         "tied_gradients": 2 * embedding * gradient_size(plan) if both_ends else 0,
+        "block_ahead": block_ahead_bytes(shape, plan),
         "gathered_by_backward": gathered_by_backward(shape, plan, stage),
         "of_others_in_flight": activations * (1 - 1 / stage.in_flight),
     }

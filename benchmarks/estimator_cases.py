@@ -36,7 +36,7 @@ OUTSIDE = {
     "titan-70b-256h100-2d": "linear layers in float8, whose casts and buffers are not in the formulas; with "
     "asynchronous tensor parallelism the same run takes 4 GiB less and is inside",
     "titan-8b-8b200": "below the sum of its parts: fp32 states 15.0, selectively kept activations 15.7 and gathered "
-    "weights 2.8 GiB are 33.4 without a single logit; 64 x H200 with the same setting agree",
+    "weights 2.4 GiB are 33.1 without a single logit; 64 x H200 with the same setting agree",
     "titan-8b-8a100": "12 GiB above two runs of the same setting on H100s (47.7 and 47.8); with every second layer "
     "checkpointed, the other meaning of `selective`, it would be 60 GiB",
     "titan-ds16b-8h100-fsdp4tp2ep2": "1.8 times the memory of the same model with half the batch and no tensor "

@@ -402,6 +402,7 @@ LAYOUTS = {
     "replicated": {"replicate": 4},
     "kept and repeated": {"checkpointing": "selective"},
     "tensor": {"tp": 4, "loss": "parallel"},
+    "tensor, kept and repeated": {"tp": 4, "loss": "parallel", "checkpointing": "selective"},
     "context": {"cp": 4, "micro_batch_size": 4},
     "pipeline": {"pp": 4, "micro_batches": 8, "checkpointing": "full"},  # stages of two layers and of one
     "all": {"tp": 2, "pp": 2, "cp": 2, "micro_batches": 3, "loss": "parallel"},
