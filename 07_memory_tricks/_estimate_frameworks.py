@@ -56,9 +56,9 @@ FRAMEWORKS = {
         master=0,
         gathers_root=True,
         gathered_inputs=True,
-        whole_summands=True,
         gathered_keys=True,
         whole_in_pipelines=True,
+        whole_summands=True,
         drops_last_product=True,
     ),
     # DeepSpeed with fp16 or bf16, and the ZeRO paper (arXiv:1910.02054, section 3.1): 2 + 2 + 4 + 8. 16.

@@ -630,6 +630,27 @@ MUTATIONS = [
         " + root_reduced,\n",
         ESTIMATE + "the_peak_is_that_of_a_step",
     ),
+    Mutation(
+        "the estimator counts what a block has kept as if it were computed again",
+        "07_memory_tricks/_estimate_peak.py",
+        "    of_last_block = feed_forward.activations - kept_of_block - kept_of_end\n",
+        "    of_last_block = feed_forward.activations - kept_of_end\n",
+        ESTIMATE + "the_peak_is_that_of_a_step",
+    ),
+    Mutation(
+        "the estimator forgets autocast's copies of a block's weights",
+        "07_memory_tricks/_estimate_peak.py",
+        "part.activations + part.casts - ",
+        "part.activations - ",
+        ESTIMATE + "the_peak_is_that_of_a_step",
+    ),
+    Mutation(
+        "tensor ranks are thought to keep only their part of a sum",
+        "07_memory_tricks/_estimate_frameworks.py",
+        "        whole_in_pipelines=True,\n        whole_summands=True,\n",
+        "        whole_in_pipelines=True,\n",
+        "tests/test_08_plan.py::test_bytes_of_ranks_are_as_predicted[tensor, kept and repeated]",
+    ),
     # --- the loss in chunks
     Mutation(
         "padding counts in the head's gradient of the chunked loss",

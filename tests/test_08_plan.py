@@ -402,7 +402,7 @@ LAYOUTS = {
     "replicated": {"replicate": 4},
     "kept and repeated": {"checkpointing": "selective"},
     "tensor": {"tp": 4, "loss": "parallel"},
-    "tensor, kept and repeated": {"tp": 4, "loss": "parallel", "checkpointing": "selective"},
+    "tensor, kept and repeated": {"tp": 4, "loss": "parallel", "checkpointing": "selective", "seq_len": 8192},
     "context": {"cp": 4, "micro_batch_size": 4},
     "pipeline": {"pp": 4, "micro_batches": 8, "checkpointing": "full"},  # stages of two layers and of one
     "all": {"tp": 2, "pp": 2, "cp": 2, "micro_batches": 3, "loss": "parallel"},
@@ -419,7 +419,7 @@ def test_bytes_of_ranks_are_as_predicted(llama, cut):
     rows = CHECK.compare(shape, layout)
     assert [row["stage"] for row in rows[::4]] == sorted({0, layout.pp - 1})
     for row in rows:
-        allowed = 0.06 if row["line"] == "peak" else 0.001
+        allowed = (0.06 if layout.pp > 1 else 0.03) if row["line"] == "peak" else 0.001
         assert row["predicted_bytes"] == pytest.approx(row["built_bytes"], rel=allowed), row
 
 
