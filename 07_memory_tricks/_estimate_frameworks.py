@@ -101,6 +101,8 @@ FRAMEWORKS = {
 LOSSES = {
     # log-softmax 4, the gradient that nll_loss makes 4, log-softmax's own gradient 4
     "plain": 12,
+    # the same, while a variable of the training loop holds the logits in fp32 until the next step has its own
+    "logits-held": 16,
     # split over tensor-parallel ranks (loss_parallel): its backward makes exp(log-softmax) as a tensor of its own
     "parallel": 16,
     # torch.compile of the loss: logits and their gradient, both in 16 bits (torchtitan#1033: "input size for forward

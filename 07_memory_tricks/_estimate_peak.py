@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from _estimate_frameworks import LOSSES
 from _estimate_plan import Plan
 from _estimate_sharded import gradients_stay_whole, weights_stay_whole
 
@@ -49,8 +50,9 @@ def moments(
     waiting = kept + lines["activation_bytes"] + lines["gathered_bytes"] + (gradients if always else 0)
     cast = lines["cast_bytes"] if plan.checkpointing == "none" else head_cast  # else autocast casts again in backward
     logits_in_forward = lines["logits_bytes"]
-    if plan.loss == "plain":  # of 12 bytes a logit: the logits, in 16 bits the same in fp32, and log-softmax
-        logits_in_forward *= (8 if plan.dtype == "fp32" else 10) / 12
+    if plan.loss in ("plain", "logits-held"):  # bytes a logit: itself, in 16 bits the same in fp32, and log-softmax
+        logits_in_forward *= (8 if plan.dtype == "fp32" else 10) / LOSSES[plan.loss]
+    held = lines["logits_bytes"] * 4 / LOSSES[plan.loss] if plan.loss == "logits-held" else 0
     of_last_block = feed_forward.activations - kept_of_block - kept_of_end
     of_last_block += cast - head_cast if plan.checkpointing == "none" else feed_forward.casts
     first_parts = [
@@ -60,7 +62,7 @@ def moments(
     return {
         "end of forward": waiting - block_ahead + lines["cast_bytes"] + logits_in_forward,
         "loss backward": waiting - block_ahead + cast + lines["logits_bytes"],
-        "last block": waiting + of_last_block + (0 if there else head_gradient) + lines["reduced_bytes"],
-        "first block": nearly_all + gathered_by_backward + of_others_in_flight + max(first_parts),
-        "last gradients": kept + lines["gathered_bytes"] + gradients + root_reduced + tied_gradients,
+        "last block": waiting + held + of_last_block + (0 if there else head_gradient) + lines["reduced_bytes"],
+        "first block": nearly_all + held + gathered_by_backward + of_others_in_flight + max(first_parts),
+        "last gradients": kept + held + lines["gathered_bytes"] + gradients + root_reduced + tied_gradients,
     }

@@ -1,6 +1,6 @@
 """Measured peaks beside estimate.py: a row of tests/data/planner_cases.csv to a shape, a plan and our figure.
 
-What a row does not say, its framework's code at that time does. The three facts of that kind stand below, each with its
+What a row does not say, its framework's code at that time does. The five facts of that kind stand below, each with its
 source; they are of a framework, a version or a way of compiling, never of a row.
 """
 
@@ -20,6 +20,12 @@ LOSS_COMPILED_IF_MODEL_IS = ("202506", "mxfp8.md", "d66b72a", "d9bdfbb", "0691f5
 LOSS_ALWAYS_COMPILED = ("fca8ab7", "6a74d74", "f738a03")
 # Head and loss in eight chunks: torchtitan#2937, for its large configurations since May 2026.
 LOSS_CHUNKED = ("bcc0929", "00cffae")
+# Before June 2024 the training loop held the logits through backward (torchtitan#391: 3.9 GB).
+LOGITS_HELD = ("83c879f", "40f8fd0")
+# From October 2025 (torchtitan#1776) attention ran in cuDNN on every GPU, on Blackwell since May (#1196), but selective
+# checkpointing kept its result only since December (#2095). #1196 measured it: 46.39 GiB before, 44.59 after.
+ATTENTION_NOT_KEPT = ("d9bdfbb",)
+ATTENTION_NOT_KEPT_ON_BLACKWELL = ("mxfp8.md",)
 COMPILED = ("torch.compile", "full inductor", "aot_eager")
 
 
@@ -89,7 +95,19 @@ def loss_of(row: dict) -> str:
         return "compiled"
     if any(version in row["source"] for version in LOSS_CHUNKED):
         return "chunked"
-    return "parallel" if int(row["tp"]) > 1 else "plain"
+    if int(row["tp"]) > 1:
+        return "parallel"
+    return "logits-held" if any(version in row["source"] for version in LOGITS_HELD) else "plain"
+
+
+def kept_besides(row: dict) -> int:
+    """Numbers per token and layer that selective checkpointing keeps more, or less, than its framework does today."""
+    if "wo outputs" in row["recompute"]:
+        return int(row["hidden"])
+    attention_not_kept = any(version in row["source"] for version in ATTENTION_NOT_KEPT)
+    if "B200" in row["gpu"]:
+        attention_not_kept |= any(version in row["source"] for version in ATTENTION_NOT_KEPT_ON_BLACKWELL)
+    return -shape_of(row).value_width if attention_not_kept else 0
 
 
 def plan_of(row: dict) -> Plan:
@@ -109,7 +127,7 @@ def plan_of(row: dict) -> Plan:
         checkpointing=recompute[0] if recompute and recompute[0] in ("none", "full") else "selective",
         framework=framework_of(row),
         loss=loss_of(row),
-        kept_besides=int(row["hidden"]) if "wo outputs" in row["recompute"] else 0,
+        kept_besides=kept_besides(row),
     )
 
 

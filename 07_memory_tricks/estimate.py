@@ -115,7 +115,7 @@ def kept_bytes(shape: Shape, plan: Plan, *, experts: bool) -> float:
         everything = attention_bytes(shape, plan), feed_forward_bytes(shape, plan, experts=experts)
         return sum(sum(part.values()) for part in everything)
     products = sum(product_widths(shape, plan, experts=experts))
-    return block_input + products * e + shape.value_width * e + 4 * shape.heads
+    return block_input + (products + shape.value_width + plan.kept_besides) * e + 4 * shape.heads
 
 
 def logits_bytes(*, tokens: float, vocab: int, loss: str, tp: int = 1) -> float:

@@ -35,10 +35,8 @@ OUTSIDE = {
     "take 18 GiB by the difference of the other rows, and 16.4 were printed",
     "titan-70b-256h100-2d": "linear layers in float8, whose casts and buffers are not in the formulas; with "
     "asynchronous tensor parallelism the same run takes 4 GiB less and is inside",
-    "titan-8b-8b200": "below the sum of its parts: fp32 states 15.0, selectively kept activations 15.7 and gathered "
-    "weights 2.4 GiB are 33.1 without a single logit; 64 x H200 with the same setting agree",
-    "titan-8b-8a100": "12 GiB above two runs of the same setting on H100s (47.7 and 47.8); with every second layer "
-    "checkpointed, the other meaning of `selective`, it would be 60 GiB",
+    "titan-8b-8b200": "fp32 states 15.0, selectively kept activations 13.7 and gathered weights 2.8 GiB leave 1.9 for "
+    "logits and their gradient, which are 3.9 in 16 bits; 64 x H200 with the same setting agree",
     "titan-ds16b-8h100-fsdp4tp2ep2": "1.8 times the memory of the same model with half the batch and no tensor "
     "parallelism; what its experts keep under both kinds of ranks is not known",
     "titan-l2-7b-8h100-fsdp2tp2-ac": "labelled full checkpointing, but 47.6 GiB were active: 10 % off what "

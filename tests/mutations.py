@@ -645,6 +645,20 @@ MUTATIONS = [
         ESTIMATE + "the_peak_is_that_of_a_step",
     ),
     Mutation(
+        "the estimator forgets logits that a variable holds through backward",
+        "07_memory_tricks/_estimate_peak.py",
+        "nearly_all + held + gathered_by_backward",
+        "nearly_all + gathered_by_backward",
+        ESTIMATE + "the_peak_is_that_of_a_step",
+    ),
+    Mutation(
+        "a torchtitan whose checkpointing computed attention again is thought to keep it",
+        "07_memory_tricks/_estimate_planner_cases.py",
+        "    return -shape_of(row).value_width if attention_not_kept else 0\n",
+        "    return 0\n",
+        ESTIMATE + "measured_peaks",
+    ),
+    Mutation(
         "tensor ranks are thought to keep only their part of a sum",
         "07_memory_tricks/_estimate_frameworks.py",
         "        whole_in_pipelines=True,\n        whole_summands=True,\n",

@@ -15,6 +15,7 @@ import torch
 from support.chapter import load
 from support.harness import ROOT, TINY, run
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.functional import cross_entropy
 
 from common import model, shapes
 from common.exits import UserError
@@ -75,8 +76,8 @@ def test_measured_peaks():
     found = PLANNER.answers(DATA / "planner_cases.csv")
     errors = [abs(row.error) for row in found]
     assert len(errors) == 73
-    assert statistics.median(errors) < 0.03
-    assert sum(error < 0.10 for error in errors) >= 65
+    assert statistics.median(errors) < 0.031
+    assert sum(error < 0.10 for error in errors) >= 68
     megatron = [abs(row.error) for row in found if row.framework == "megatron"]
     assert len(megatron) == 25
     assert max(megatron) < 0.04
@@ -176,12 +177,12 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", STEPS)
-def test_the_peak_is_that_of_a_step(name, dtype, checkpointing):
-    """All tensors that live during forward, backward and update, those kept from the step before included."""
-    config, batch, length = STEPS[name]
+LOSSES_OF_STEPS = [(name, "plain") for name in STEPS]
+LOSSES_OF_STEPS += [(name, "logits-held") for name in ("tied", "grouped", "small vocabulary")]
+
+
+def measured_peak(config, batch: int, length: int, dtype: str, checkpointing: str, loss_kind: str) -> int:
+    """Bytes of all tensors that live during forward, backward and update, those kept from the step before included."""
     net = model.build("nano", config, seed=0)
     model.checkpoint_blocks(net, checkpointing)
     optimizer = torch.optim.AdamW(net.parameters(), fused=True)
@@ -189,7 +190,11 @@ def test_the_peak_is_that_of_a_step(name, dtype, checkpointing):
 
     def step() -> None:
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bf16"):
-            loss = net(inputs, targets)
+            if loss_kind == "logits-held":
+                logits = net(inputs).float()
+                loss = cross_entropy(logits.flatten(0, 1), targets.flatten())
+            else:
+                loss = net(inputs, targets)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -197,8 +202,17 @@ def test_the_peak_is_that_of_a_step(name, dtype, checkpointing):
     step()
     moments = [tensor for state in optimizer.state.values() for tensor in state.values()]
     held = [*net.parameters(), *net.buffers(), inputs, *moments]
-    measured = record_memory(step, torch.device("cpu"), held).peak_bytes
-    plan = Plan(seq_len=length, micro_batch_size=batch, dtype=dtype, checkpointing=checkpointing, on_cpu=True)
+    return record_memory(step, torch.device("cpu"), held).peak_bytes
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(("name", "loss"), LOSSES_OF_STEPS)
+def test_the_peak_is_that_of_a_step(name, dtype, checkpointing, loss):
+    config, batch, length = STEPS[name]
+    measured = measured_peak(config, batch, length, dtype, checkpointing, loss)
+    sizes = {"seq_len": length, "micro_batch_size": batch}
+    plan = Plan(**sizes, dtype=dtype, checkpointing=checkpointing, loss=loss, on_cpu=True)
     estimated = estimate.memory(SHAPES.from_config(name, config), plan)["allocated_bytes"]
     assert estimated == pytest.approx(measured, rel=0.03)
 
