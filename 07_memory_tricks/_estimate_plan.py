@@ -42,7 +42,7 @@ class Plan:
     framework: str = "ours"
     loss: str = "plain"
     on_cpu: bool = False
-    kept_besides: int = 0  # numbers per token and layer that a policy of its own keeps under checkpointing; below 0: drops
+    kept_besides: int = 0  # numbers per token and layer that checkpointing of its own policy keeps; below 0, drops
 
     @property
     def dp(self) -> int:
