@@ -1,6 +1,7 @@
 """Read what a run of the harness has saved, and write what one may start from."""
 
 import json
+import tempfile
 from pathlib import Path
 
 import torch
@@ -22,10 +23,10 @@ def write_folder(folder: Path, config: shapes.Config, seed: int = 1, scale: floa
 
 
 def saved(folder: Path, step: int) -> dict:
-    """The whole content of a checkpoint, as one dictionary."""
-    file = folder / "whole.pt"
-    dcp_to_torch_save(folder / f"run/step-{step:08d}", file)
-    return torch.load(file, weights_only=False)
+    """The whole content of a checkpoint, as one dictionary. Several tests may read the same one at a time."""
+    with tempfile.NamedTemporaryFile(suffix=".pt") as file:
+        dcp_to_torch_save(folder / f"run/step-{step:08d}", file.name)
+        return torch.load(file.name, weights_only=False)
 
 
 def moments(folder: Path, step: int) -> dict[str, torch.Tensor]:
@@ -45,6 +46,14 @@ def assert_near(ours: dict, theirs: dict, tolerance: float = 1e-4) -> None:
         )
 
 
-def gradients(folder: Path) -> dict[str, torch.Tensor]:
-    """The clipped gradients of step 1: Adam's first moment starts from zero with weight 1 - beta1 = 0.1."""
-    return {name: moment / 0.1 for name, moment in moments(folder, 1).items()}
+def gradients(folder: Path, step: int = 1) -> dict[str, torch.Tensor]:
+    """The clipped gradients of a step: what it added to Adam's first moment, which decays by beta1 = 0.9."""
+    after = moments(folder, step)
+    before = moments(folder, step - 1) if step > 1 else dict.fromkeys(after, 0)
+    return {name: (moment - 0.9 * before[name]) / 0.1 for name, moment in after.items()}
+
+
+def assert_same_gradients(ours: Path, theirs: Path, steps: int) -> None:
+    """Of the first steps, each number of each."""
+    for step in range(1, steps + 1):
+        torch.testing.assert_close(gradients(ours, step), gradients(theirs, step), rtol=1e-5, atol=1e-7)
