@@ -39,5 +39,5 @@ HABITS = {
     "torchtitan-compiled": replace(TORCHTITAN, moved=1.0, launch=0.3e-3),
 }
 # Bytes that a logit's loss and backward move, by the names that estimate.py has for losses
-LOSS_MOVES = {"plain": 38, "parallel": 50, "compiled": 10, "fused": 10, "chunked": 38}
+LOSS_MOVES = {"plain": 38, "logits-held": 38, "parallel": 50, "compiled": 10, "fused": 10, "chunked": 38}
 BUCKET = 25 * 2**20  # bytes that DDP reduces at once
