@@ -32,11 +32,11 @@ BLOCK = 256  # values that share a scale
 LOW_LR = 3e-5  # of fine-tuning: an update is then smaller than the spacing of most bf16 weights
 
 
-def step_inside_backward(net: nn.Module, make: Callable[[list[Tensor]], torch.optim.Optimizer]) -> list:
+def step_inside_backward(net: nn.Module, make: Callable[[list[dict]], torch.optim.Optimizer]) -> list:
     """An optimizer for each tensor, which autograd calls when that tensor's gradient is complete."""
     optimizers = []
-    for parameter in net.parameters():
-        optimizer = make([parameter])
+    for number, parameter in enumerate(net.parameters()):
+        optimizer = make([{"params": [parameter], "number": number}])
 
         def update(_: Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
             optimizer.step()
@@ -78,18 +78,18 @@ class CompactAdamW(torch.optim.Optimizer):
     """
 
     def __init__(self, parameters: Iterable[Tensor], lr: float, moments: str, master: bool = False) -> None:
-        super().__init__(parameters, {"lr": lr, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1})
+        super().__init__(parameters, {"lr": lr, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "number": 0})
         self.moments, self.master = moments, master
         self.books = {name: book.to(self.param_groups[0]["params"][0].device) for name, book in BOOKS.items()}
 
     @torch.no_grad()
     def step(self) -> None:
         for group in self.param_groups:
-            for index, parameter in enumerate(group["params"]):
+            for number, parameter in enumerate(group["params"], start=group["number"]):
                 if parameter.grad is not None:
-                    self.update(parameter, index, group)
+                    self.update(parameter, number, group)
 
-    def update(self, parameter: Tensor, index: int, group: dict) -> None:
+    def update(self, parameter: Tensor, number: int, group: dict) -> None:
         state = self.state[parameter]
         if not state:
             state["step"] = 0
@@ -98,8 +98,8 @@ class CompactAdamW(torch.optim.Optimizer):
             if self.master:
                 state["master"] = parameter.float()
         state["step"] += 1
-        # seeded anew, so that a resumed run draws the same; inside backward index is 0, and all tensors draw alike
-        generator = torch.Generator(parameter.device).manual_seed(1_000_003 * state["step"] + index)
+        # seeded anew by step and tensor, so that a resumed run draws the same, and one inside backward
+        generator = torch.Generator(parameter.device).manual_seed(1_000_003 * state["step"] + number)
         weights = state["master"] if self.master else parameter.float()  # an fp32 parameter is itself
         first, second = (self.kept(state, name, parameter) for name in BOOKS)
         adamw(weights, parameter.grad.float(), first, second, state["step"], group)

@@ -728,7 +728,14 @@ MUTATIONS = [
         OPTIMIZERS,
         "            optimizer.zero_grad()  # the gradient's memory is free for the next one\n",
         "",
-        "tests/test_07_optimizer_memory.py::test_a_step_inside_backward_is_adamw_to_the_bit",
+        "tests/test_07_optimizer_memory.py::test_a_step_inside_backward_is_the_step_after_it_to_the_bit",
+    ),
+    Mutation(
+        "tensors whose optimizer steps inside backward are rounded by the same draws",
+        OPTIMIZERS,
+        'start=group["number"]):\n',
+        "start=0):\n",
+        "tests/test_07_optimizer_memory.py::test_a_step_inside_backward_is_the_step_after_it_to_the_bit[bf16]",
     ),
     # --- memory tricks
     Mutation(

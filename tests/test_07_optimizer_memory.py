@@ -4,6 +4,7 @@ import copy
 import io
 import json
 import math
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -187,13 +188,19 @@ def test_a_resumed_state_goes_on_to_the_bit(moments, dtype):
     assert torch.equal(weights(resumed), weights(net))
 
 
-def test_a_step_inside_backward_is_adamw_to_the_bit():
-    def adamw(parameters) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(parameters, lr=1e-2, fused=True)
-
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(torch.optim.AdamW, lr=1e-2, fused=True),
+        partial(optimizers.CompactAdamW, lr=1e-2, moments="bf16"),  # by chance, but by the same
+        partial(optimizers.CompactAdamW, lr=1e-2, moments="8bit"),
+    ],
+    ids=["fp32", "bf16", "8bit"],
+)
+def test_a_step_inside_backward_is_the_step_after_it_to_the_bit(make):
     inside, after = tiny_net(), tiny_net()
-    losses = train(after, [adamw(after.parameters())], batches(5))
-    optimizers.step_inside_backward(inside, adamw)
+    losses = train(after, [make(after.parameters())], batches(5))
+    optimizers.step_inside_backward(inside, make)
     seen = train(inside, [], batches(5))
     assert seen == losses
     assert torch.equal(weights(inside), weights(after))
