@@ -41,9 +41,10 @@ def quantization(name: str, flag: str = "--model") -> dict | None:
 
 
 def reader(
-    name: str, config: shapes.Config, scheme: "Scheme", *, seed: int, device: torch.device
+    name: str, config: shapes.Config, scheme: "Scheme", *, seed: int, device: torch.device, flag: str = "--model"
 ) -> Callable[[str], Parts]:
-    """A function that gives a matrix by the name of its parameter. UserError if the folder has not all of them."""
+    """A function that gives a matrix by the name of its parameter. UserError if the folder that `flag` names has not
+    all of them."""
     with torch.device("meta"):
         wanted = {key: parameter.shape for key, parameter in model.Transformer(config).named_parameters()}
 
@@ -52,11 +53,11 @@ def reader(
 
     if not Path(name).is_dir():
         return lambda parameter: {"weight": drawn(source(parameter), wanted[source(parameter)], seed, device)}
-    stored = hf.stored_weights(Path(name))
+    stored = hf.stored_weights(Path(name), flag)
     if not stored:
-        raise UserError(f"--model {name}: no .safetensors files in it; its config.json alone gives random weights")
-    if quantization(name) is None:
-        check_shapes(name, stored, wanted)
+        raise UserError(f"{flag} {name}: no .safetensors files in it; its config.json alone gives random weights")
+    if quantization(name, flag) is None:
+        check_shapes(name, stored, wanted, flag)
         return lambda parameter: {"weight": tensor_of(stored, source(parameter))}
 
     rounded_shapes = {}
@@ -66,7 +67,7 @@ def reader(
         else:
             parts = scheme.layer.quantize(torch.empty(shape, device="meta"), scheme.group)
             rounded_shapes |= {parameter.removesuffix("weight") + part: parts[part].shape for part in parts}
-    check_shapes(name, stored, rounded_shapes)
+    check_shapes(name, stored, rounded_shapes, flag)
 
     def read(parameter: str) -> Parts:
         prefix = parameter.removesuffix("weight")
@@ -84,12 +85,14 @@ def drawn(parameter: str, shape: torch.Size, seed: int, device: torch.device) ->
     return torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(std=0.02, generator=generator)
 
 
-def check_shapes(name: str, stored: dict[str, tuple[Path, list[int]]], wanted: dict[str, torch.Size]) -> None:
+def check_shapes(
+    name: str, stored: dict[str, tuple[Path, list[int]]], wanted: dict[str, torch.Size], flag: str
+) -> None:
     if missing := [key for key in wanted if key not in stored]:
-        raise UserError(f"--model {name}: none of its .safetensors files has {missing[0]} ({len(missing)} are missing)")
+        raise UserError(f"{flag} {name}: none of its .safetensors files has {missing[0]} ({len(missing)} are missing)")
     for key, shape in wanted.items():
         if stored[key][1] != [*shape]:
-            raise UserError(f"--model {name}: {key} has shape {stored[key][1]}, its config wants {[*shape]}")
+            raise UserError(f"{flag} {name}: {key} has shape {stored[key][1]}, its config wants {[*shape]}")
 
 
 def tensor_of(stored: dict[str, tuple[Path, list[int]]], key: str) -> Tensor:

@@ -70,6 +70,7 @@ def load(
     dtype: torch.dtype,
     device: torch.device,
     save: Path | None = None,
+    flag: str = "--model",
 ) -> Loaded:
     """The model with its weights in `scheme`: those of folder `name`, else random ones, written to `save` on the way.
 
@@ -79,7 +80,7 @@ def load(
     with torch.device("meta"):
         net = model.Transformer(config)
     loaded = Loaded(net)
-    read = reader(name, config, scheme, seed=seed, device=device)
+    read = reader(name, config, scheme, seed=seed, device=device, flag=flag)
     writer = Writer(save, name, scheme)
 
     def plain(parameter: str) -> nn.Parameter:

@@ -38,14 +38,15 @@ def make_model(
     save: Path | None = None,
     **sizes: int,
 ) -> Model:
-    config = shapes.read_config(name)
+    flag = "--model" if name == args.model else "--draft"  # which of them an error names
+    config = shapes.read_config(name, flag)
     dtype = DTYPES[activation_dtype(args, weights, device)]
     make_cache = Int8Cache if args.kv_cache == "int8" else StaticCache
     cache_bytes = make_cache(config, **sizes, dtype=dtype, device="meta").nbytes()
     check_fits(config, weights, args.group_size, cache_bytes, device)
     cache = make_cache(config, **sizes, dtype=dtype, device=device)
     scheme = Scheme(weights, layer, args.group_size)
-    loaded = load(name, config, scheme, seed=args.seed, dtype=dtype, device=device, save=save)
+    loaded = load(name, config, scheme, seed=args.seed, dtype=dtype, device=device, save=save, flag=flag)
     net = loaded.net
 
     def prefill(ids: Tensor, positions: Tensor, last: Tensor) -> Tensor:

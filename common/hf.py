@@ -44,14 +44,21 @@ def load_weights(net: nn.Module, folder: Path, tied: bool) -> bool:
                         _copy(name, missing.pop(name), weights.get_slice(name))
                     elif not (name == "lm_head.weight" and tied):
                         raise RuntimeError(f"{name} is not a weight of this model")
-    except (SafetensorError, RuntimeError) as error:
+    except SafetensorError as error:
+        raise unreadable(file, error) from None
+    except RuntimeError as error:
         raise UserError(f"--model {folder}: weights do not fit its config: {error}") from None
     if missing:
         raise UserError(f"--model {folder}: weights do not fit its config: {', '.join(missing)} missing")
     return True
 
 
-def weight_files(folder: Path) -> list[Path]:
+def unreadable(file: Path, error: Exception, flag: str = "--model") -> UserError:
+    told = f"{file.name} cannot be read, it is truncated or damaged ({error}): download it again"
+    return UserError(f"{flag} {file.parent}: {told}")
+
+
+def weight_files(folder: Path, flag: str = "--model") -> list[Path]:
     """The .safetensors files of a folder, none if it has none. UserError if one that its index names is not there."""
     index = folder / INDEX
     if not index.is_file():
@@ -59,28 +66,28 @@ def weight_files(folder: Path) -> list[Path]:
     try:
         named = sorted({str(Path(name)) for name in json.loads(index.read_text())["weight_map"].values()})
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"--model {folder}: {INDEX} cannot be read: {error!r}") from None
+        raise UserError(f"{flag} {folder}: {INDEX} cannot be read: {error!r}") from None
     if absent := [name for name in named if not (folder / name).is_file()]:
         raise UserError(
-            f"--model {folder}: {INDEX} names {absent[0]}, which is not there ({len(absent)} of {len(named)} files "
+            f"{flag} {folder}: {INDEX} names {absent[0]}, which is not there ({len(absent)} of {len(named)} files "
             "missing): download the folder again"
         )
     return [folder / name for name in named]
 
 
-def stored_weights(folder: Path) -> dict[str, tuple[Path, list[int]]]:
+def stored_weights(folder: Path, flag: str = "--model") -> dict[str, tuple[Path, list[int]]]:
     """The file and the shape of each tensor in the .safetensors files of a folder. UserError for one that cannot be
     read."""
     from safetensors import SafetensorError, safe_open
 
     found = {}
-    for file in weight_files(folder):
+    for file in weight_files(folder, flag):
         try:
             with safe_open(file, "pt") as stored:
                 for name in stored.keys():  # noqa: SIM118, it is no dict
                     found[name] = (file, stored.get_slice(name).get_shape())
         except (SafetensorError, OSError) as error:
-            raise UserError(f"--model {folder}: {file.name} cannot be read: {error}") from None
+            raise unreadable(file, error, flag) from None
     return found
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -325,6 +326,41 @@ def test_what_is_broken_or_no_checkpoint_is_named_and_nothing_is_left(tmp_path):
     damage(dcp, "missing")
     assert f"{dcp} cannot be read" in refused(dcp, tmp_path / "to", "--to", "pt")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dcp", "hf", "many", "one.pt"]
+
+
+@pytest.mark.parametrize(
+    ("wrap", "named"),
+    [
+        (lambda state: {"state_dict": state}, "its weights are at ['state_dict']: save them plainly with torch.save("),
+        (
+            lambda state: {"state_dict": state, "optimizer": {"state": {}}, "epoch": 3},
+            "its weights are at ['state_dict']",
+        ),
+        (lambda state: {"model": {"module": state}}, "its weights are at ['model']['module']"),
+        (lambda state: {"net": state, "ema": state}, "holds 2 dictionaries of tensors (['net'], ['ema'])"),
+        (lambda state: {"epoch": 3}, "holds no dictionary of tensors"),
+        (lambda state: [*state.values()], "holds no dictionary of tensors"),
+        (None, "is in torch.save's old format, which is no zip archive: save it again with torch.save(torch.load("),
+    ],
+)
+def test_a_pt_file_of_another_layout_is_told_in_a_line(tmp_path, wrap, named):
+    folder, file = tmp_path / "hf", tmp_path / "one.pt"
+    write_folder(folder, UNEVEN)
+    state = load_file(folder / "model.safetensors")
+    if wrap is None:
+        torch.save(state, file, _use_new_zipfile_serialization=False)
+    else:
+        torch.save(wrap(state), file)
+    result = run(SCRIPT, tmp_path, "one.pt", "to", "--to", "hf", "--model", "hf")
+    assert result.code == 2, result.out + result.err[-2000:]
+    assert len(result.err.splitlines()) == 1
+    assert f"error: one.pt{':' if 'its weights' in named else ''} {named}" in result.err
+    assert not (tmp_path / "to").exists()
+    if remedy := re.search(r"(torch\.save\(torch\.load\(.*?'NEW\.pt'\))", result.err):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(tmp_path)
+            exec(remedy[1], {"torch": torch})  # what the line says to do does it
+        convert(tmp_path / "NEW.pt", tmp_path / "to", "--to", "hf", "--model", folder)
 
 
 @slow

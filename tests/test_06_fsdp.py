@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support.checkpoints import assert_near, assert_same_gradients, moments, saved, write_folder
 from support.collectives import COUNTS
 from support.harness import (
@@ -292,3 +293,30 @@ def test_copies_that_do_not_divide_the_ranks(tmp_path):
     told = [line for line in result.err.splitlines() if f"{SCRIPT}: error: " in line]
     assert len(told) == 1
     assert "--replicate 3 does not divide 4 processes" in told[0]
+
+
+@pytest.mark.parametrize("how", ["truncated", "missing"])
+def test_a_shard_that_is_not_whole_is_named(tmp_path, how):
+    folder = tmp_path / "two"
+    config = shapes.parse_config({**UNEVEN, "tie_word_embeddings": False}, "uneven")
+    write_folder(folder, config)
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    shards = {"model-1.safetensors": {}, "model-2.safetensors": {}}
+    for name, tensor in weights.items():
+        shards["model-1.safetensors" if "layers.0" in name else "model-2.safetensors"][name] = tensor
+    for file, tensors in shards.items():
+        save_file(tensors, folder / file)
+    weight_map = {name: file for file, tensors in shards.items() for name in tensors}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    second = folder / "model-2.safetensors"
+    if how == "truncated":
+        second.write_bytes(second.read_bytes()[:-100])
+        told = "--model two: model-2.safetensors cannot be read, it is truncated or damaged ("
+    else:
+        second.unlink()
+        told = "--model two: model.safetensors.index.json names model-2.safetensors, which is not there (1 of 2 files"
+    result = run(SCRIPT, tmp_path, "--model", "two", "--steps", 1, "--device", "cpu")
+    assert result.code == 2, result.out + result.err[-2000:]
+    assert len(result.err.splitlines()) == 1
+    assert told in result.err

@@ -529,6 +529,11 @@ def test_a_draft_and_a_small_cache_on_the_command_line(tmp_path, folder):
         (["--weights", "fp32", "--prompts", "many", "--max-new-tokens", "1000"], "the cache need 1"),
         (["--weights", "int8", "--evaluate", "nothing"], "--evaluate nothing"),
         (["--draft", "nope"], "--draft nope: no such size"),
+        (["--model", "whole", "--draft", "empty"], "--draft empty: no .safetensors"),
+        (["--model", "whole", "--draft", "cut"], "--draft cut: model.safetensors cannot be read, it is truncated or"),
+        (["--model", "whole", "--draft", "lacks"], "--draft lacks: none of its .safetensors files has model.layers.1"),
+        (["--model", "whole", "--draft", "other"], "--draft other: model.layers.0.self_attn.q_proj.weight has shape"),
+        (["--model", "whole", "--draft", "few"], "--draft few: model.safetensors.index.json names model-1.safetensors"),
         (["--weights", "bf16", "--draft", "r8"], "--draft r8 has been rounded with --weights int8, and --weights bf16"),
         (["--weights", "int4", "--draft", "r8"], "use --weights int8, or a draft that is not rounded"),
         (["--draft", "r8"], "and --weights all is for model and draft"),
@@ -572,6 +577,7 @@ def test_bad_input_takes_one_line(tmp_path, folder, bad, named):
     save_file({k: v for k, v in weights.items() if "layers.1" not in k}, tmp_path / "lacks/model.safetensors")
     weights["model.layers.0.self_attn.q_proj.weight"] = torch.zeros(3, 3)
     save_file(weights, tmp_path / "other/model.safetensors")
+    (tmp_path / "whole").symlink_to(folder)
     result = run(SCRIPT, tmp_path, *bad, "--device", "cpu")
     assert result.code == 2, result.out + result.err[-2000:]
     assert named in result.err

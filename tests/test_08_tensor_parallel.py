@@ -229,7 +229,12 @@ def test_a_wrong_version_fails_its_own_check(tmp_path, fault):
         (4, ["--seq-len", 3], "--seq-len 3: 4 ranks do not divide it into equal parts: use 4"),
         (None, ["--seq-len", 31], "--seq-len 31: 2 ranks do not divide it into equal parts: use 30 or 32"),
         (2, ["--seq-len", 33], "--seq-len 33 is over the limit of --model tiny.json: 32"),
-        (2, ["--micro-batch-size", 3], "--global-batch-size 4 does not divide"),
+        (
+            2,
+            ["--micro-batch-size", 3],
+            "--global-batch-size 4: --micro-batch-size 3 does not divide it, and each of the 2",
+        ),
+        (None, ["--micro-batch-size", 5], "works on all of its sequences: use 5"),
         (2, ["--model", "giant"], "--model giant"),
         (2, ["--clip-norm", "0"], "--clip-norm"),
     ],
