@@ -42,7 +42,7 @@ class Plan:
     framework: str = "ours"
     loss: str = "plain"
     on_cpu: bool = False
-    kept_besides: int = 0  # numbers per token and layer that checkpointing of its own policy keeps; below 0, drops
+    kept_besides: int = 0  # numbers per token and layer that a checkpointing policy keeps more than ours, or less
 
     @property
     def dp(self) -> int:

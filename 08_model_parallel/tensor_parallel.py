@@ -170,8 +170,8 @@ def make_ways(build: Callable[[], nn.Module]) -> list[Way]:
         add_up_norms(cut_in_sequence)  # once per step: the summands of micro-batches add up before
         return clip_gradients(cut_in_sequence, most)
 
-    def clip_by_torch(net: nn.Module, most: float) -> Tensor:  # DTensors know what is cut, and what is a summand,
-        # which torch 2.11 scales wrongly with foreach
+    def clip_by_torch(net: nn.Module, most: float) -> Tensor:
+        # DTensors know what is cut, and what is a summand: that, torch 2.11 scales wrongly with foreach
         return runtime.whole(nn.utils.clip_grad_norm_(net.parameters(), most, foreach=False))
 
     return [
