@@ -113,3 +113,4 @@ LOSSES = {
     # head and loss together in eight chunks, of which one is alive
     "chunked": 12 / 8,
 }
+FP32_LOG_SOFTMAX = ("plain", "logits-held")  # of which forward leaves 4 bytes a logit

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from _estimate_frameworks import LOSSES
+from _estimate_frameworks import FP32_LOG_SOFTMAX, LOSSES
 from _estimate_plan import Plan
 from _estimate_sharded import gradients_stay_whole, weights_stay_whole
 
@@ -50,7 +50,7 @@ def moments(
     waiting = kept + lines["activation_bytes"] + lines["gathered_bytes"] + (gradients if always else 0)
     cast = lines["cast_bytes"] if plan.checkpointing == "none" else head_cast  # else autocast casts again in backward
     logits_in_forward = lines["logits_bytes"]
-    if plan.loss in ("plain", "logits-held"):  # bytes a logit: itself, in 16 bits the same in fp32, and log-softmax
+    if plan.loss in FP32_LOG_SOFTMAX:  # bytes a logit: itself, in 16 bits the same in fp32, and log-softmax
         logits_in_forward *= (8 if plan.dtype == "fp32" else 10) / LOSSES[plan.loss]
     held = lines["logits_bytes"] * 4 / LOSSES[plan.loss] if plan.loss == "logits-held" else 0
     of_last_block = feed_forward.activations - kept_of_block - kept_of_end

@@ -42,7 +42,7 @@ class Plan:
     framework: str = "ours"
     loss: str = "plain"
     on_cpu: bool = False
-    kept_besides: int = 0  # numbers per token and layer that a checkpointing policy keeps more than ours, or less
+    kept_besides: int = 0  # numbers per token and layer that checkpointing keeps beyond its usual ones; below 0: fewer
 
     @property
     def dp(self) -> int:

@@ -22,10 +22,10 @@ LOSS_ALWAYS_COMPILED = ("fca8ab7", "6a74d74", "f738a03")
 LOSS_CHUNKED = ("bcc0929", "00cffae")
 # Before June 2024 the training loop held the logits through backward (torchtitan#391: 3.9 GB).
 LOGITS_HELD = ("83c879f", "40f8fd0")
-# From October 2025 (torchtitan#1776) attention ran in cuDNN on every GPU, on Blackwell since May (#1196), but selective
-# checkpointing kept its result only since December (#2095). #1196 measured it: 46.39 GiB before, 44.59 after.
-ATTENTION_NOT_KEPT = ("d9bdfbb",)
-ATTENTION_NOT_KEPT_ON_BLACKWELL = ("mxfp8.md",)
+# From October 2025 (torchtitan#1776) attention ran in cuDNN on every GPU, on Blackwell since May (#1196; mxfp8.md has
+# only B200s), but selective checkpointing kept its result only since December (#2095). #1196 measured it: 46.39 GiB
+# before, 44.59 after.
+ATTENTION_NOT_KEPT = ("d9bdfbb", "mxfp8.md")
 COMPILED = ("torch.compile", "full inductor", "aot_eager")
 
 
@@ -82,6 +82,10 @@ def framework_of(row: dict) -> str:
     return {"megatron-lm": "megatron", "llm-foundry": "torchtitan"}.get(name, name)  # both: FSDP, eager kernels
 
 
+def is_of(row: dict, versions: tuple[str, ...]) -> bool:
+    return any(version in row["source"] for version in versions)
+
+
 def is_compiled(row: dict) -> bool:
     return row["recompute"].startswith("graph") or any(word in row["notes"] for word in COMPILED)
 
@@ -90,24 +94,21 @@ def loss_of(row: dict) -> str:
     framework = row["framework"].split()[0]
     if framework != "torchtitan":
         return "fused" if framework == "Megatron-LM" else "plain"
-    compiled = is_compiled(row) and any(version in row["source"] for version in LOSS_COMPILED_IF_MODEL_IS)
-    if compiled or any(version in row["source"] for version in LOSS_ALWAYS_COMPILED):
+    compiled = is_compiled(row) and is_of(row, LOSS_COMPILED_IF_MODEL_IS)
+    if compiled or is_of(row, LOSS_ALWAYS_COMPILED):
         return "compiled"
-    if any(version in row["source"] for version in LOSS_CHUNKED):
+    if is_of(row, LOSS_CHUNKED):
         return "chunked"
     if int(row["tp"]) > 1:
         return "parallel"
-    return "logits-held" if any(version in row["source"] for version in LOGITS_HELD) else "plain"
+    return "logits-held" if is_of(row, LOGITS_HELD) else "plain"
 
 
 def kept_besides(row: dict) -> int:
     """Numbers per token and layer that selective checkpointing keeps more, or less, than its framework does today."""
     if "wo outputs" in row["recompute"]:
         return int(row["hidden"])
-    attention_not_kept = any(version in row["source"] for version in ATTENTION_NOT_KEPT)
-    if "B200" in row["gpu"]:
-        attention_not_kept |= any(version in row["source"] for version in ATTENTION_NOT_KEPT_ON_BLACKWELL)
-    return -shape_of(row).value_width if attention_not_kept else 0
+    return -shape_of(row).value_width if is_of(row, ATTENTION_NOT_KEPT) else 0
 
 
 def plan_of(row: dict) -> Plan:

@@ -7,7 +7,7 @@ import estimate
 from _estimate_advise import advise, print_advice
 from _estimate_flags import length, parse_flags, plan_of, shape_of
 from _estimate_formulas import inference_formulas, training_formulas
-from _estimate_frameworks import LOSSES
+from _estimate_frameworks import FP32_LOG_SOFTMAX, LOSSES
 from _estimate_inference import CACHE_DTYPES, experts_in_a_step, inference_weight_bytes
 from _estimate_mfu import print_shares
 from _estimate_plan import DTYPES, Plan, check
@@ -90,9 +90,7 @@ def training_answer(args: argparse.Namespace, shape: Shape, device: Device) -> d
     if not (args.advise or args.is_my_mfu_right):
         print_lines(lines, training_formulas(shape, plan), device)
         print_speed(plan, device, flops, seconds)
-    # of a plain cross-entropy, forward leaves log-softmax in fp32
-    plain = plan.loss in ("plain", "logits-held")
-    kept = lines["logits_bytes"] * 4 / LOSSES[plan.loss] if plain else lines["logits_bytes"]
+    kept = lines["logits_bytes"] * (4 / LOSSES[plan.loss] if plan.loss in FP32_LOG_SOFTMAX else 1)
     more = {"saved_for_backward_bytes": round(lines["activation_bytes"] + kept), **more}
     speed = {"flops_per_token": flops, "step_seconds": seconds, "mfu": share_of_peak(plan, device, flops, seconds)}
     return in_bytes(lines) | fit(lines, device) | speed | more

@@ -21,13 +21,6 @@ TOLERANCE = 1e-5  # relative; what another order of the same sums in fp32 may ch
 
 def check_sizes(args: argparse.Namespace, config: Config, ranks: int) -> None:
     """UserError for what so many ranks cannot cut. Channels and vocabulary may be cut into unequal parts."""
-    whole, micro = args.global_batch_size, args.micro_batch_size
-    if whole % micro:
-        fitting = [str(size) for size in (whole // micro * micro, whole // micro * micro + micro) if size]
-        raise UserError(
-            f"--global-batch-size {whole}: --micro-batch-size {micro} does not divide it, and each of the {ranks} "
-            f"rank(s) works on all of its sequences: use {' or '.join(fitting)}"
-        )
     heads = config.num_key_value_heads  # with each of them goes its group of query heads
     if heads % ranks:
         *fewer, most = [str(n) for n in range(1, heads + 1) if heads % n == 0]

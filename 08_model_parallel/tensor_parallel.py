@@ -187,8 +187,8 @@ def main() -> int:
     began = time.perf_counter()
     args = parse_args()
     config = shapes.load_config(args.model, 256, args.seq_len)
-    check_sizes(args, config, runtime.processes(args.device))  # before any rank starts
     micro_batch_size, micro_batches = cli.split_batch(args.global_batch_size, args.micro_batch_size, world_size=1)
+    check_sizes(args, config, runtime.processes(args.device))  # before any rank starts
     runtime.relaunch(args.device)
     runtime.seed(args.seed, deterministic=False)
     device = runtime.init_process_group(args.device)

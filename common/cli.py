@@ -196,9 +196,13 @@ def split_batch(global_batch_size: int, micro_batch_size: int | None, world_size
     unit = world_size * (micro_batch_size or 1)
     if global_batch_size % unit:
         below = global_batch_size // unit * unit
-        micro = f" with --micro-batch-size {micro_batch_size}" if micro_batch_size else ""
+        if world_size == 1:
+            parts = f"into micro-batches of --micro-batch-size {micro_batch_size}"
+        else:
+            micro = f" with --micro-batch-size {micro_batch_size}" if micro_batch_size else ""
+            parts = f"over {world_size} process(es){micro}"
         raise UserError(
-            f"--global-batch-size {global_batch_size} does not divide over {world_size} process(es){micro}: "
+            f"--global-batch-size {global_batch_size} does not divide {parts}: "
             f"use {f'{below} or ' if below else ''}{below + unit}"
         )
     micro_batch_size = micro_batch_size or global_batch_size // world_size

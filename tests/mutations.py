@@ -654,7 +654,7 @@ MUTATIONS = [
     Mutation(
         "a torchtitan whose checkpointing computed attention again is thought to keep it",
         "07_memory_tricks/_estimate_planner_cases.py",
-        "    return -shape_of(row).value_width if attention_not_kept else 0\n",
+        "    return -shape_of(row).value_width if is_of(row, ATTENTION_NOT_KEPT) else 0\n",
         "    return 0\n",
         ESTIMATE + "measured_peaks",
     ),

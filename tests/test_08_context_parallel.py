@@ -269,7 +269,7 @@ def test_sizes_that_do_not_divide(changed, world_size, told):
         (("--seq-len", 13), "--seq-len 13 does not divide over 2 x 2 parts (zigzag order: two per process)", None),
         (("--seq-len", 16), "the 3 key-value heads of --model tiny.json over 2 processes: start 1 or 3, or use", 2),
         (("--seq-len", 65), "--seq-len 65 is over the limit", None),
-        (("--micro-batch-size", 3, "--seq-len", 16), "--global-batch-size 4 does not divide", None),
+        (("--micro-batch-size", 3, "--seq-len", 16), "--global-batch-size 4 does not divide into micro-batches", None),
         (("--attention", "flash"), "--attention", None),
         (("--model", "giant"), "giant", None),
         (("--json", "no/such/file.json"), "--json", None),

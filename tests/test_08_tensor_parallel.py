@@ -232,9 +232,9 @@ def test_a_wrong_version_fails_its_own_check(tmp_path, fault):
         (
             2,
             ["--micro-batch-size", 3],
-            "--global-batch-size 4: --micro-batch-size 3 does not divide it, and each of the 2",
+            "--global-batch-size 4 does not divide into micro-batches of --micro-batch-size 3: use 3 or 6",
         ),
-        (None, ["--micro-batch-size", 5], "works on all of its sequences: use 5"),
+        (None, ["--micro-batch-size", 5], "divide into micro-batches of --micro-batch-size 5: use 5"),
         (2, ["--model", "giant"], "--model giant"),
         (2, ["--clip-norm", "0"], "--clip-norm"),
     ],

@@ -94,7 +94,7 @@ def test_micro_batches_equal_one_batch(runs, tmp_path, corpus, script, n, micro)
     baseline = runs(BASELINE, None)
     result = train(script, tmp_path, "--micro-batch-size", micro, "--data", corpus, *EVERY_STEP, nproc=n)
     assert_same_curve(baseline, result)
-    torch.testing.assert_close(gradients(tmp_path), gradients(baseline.folder), rtol=1e-5, atol=1e-7)
+    assert_same_gradients(tmp_path, baseline.folder)
 
 
 RECOMPUTED = [

@@ -2,6 +2,7 @@
 
 import json
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -46,14 +47,21 @@ def assert_near(ours: dict, theirs: dict, tolerance: float = 1e-4) -> None:
         )
 
 
-def gradients(folder: Path, step: int = 1) -> dict[str, torch.Tensor]:
-    """The clipped gradients of a step: what it added to Adam's first moment, which decays by beta1 = 0.9."""
-    after = moments(folder, step)
-    before = moments(folder, step - 1) if step > 1 else dict.fromkeys(after, 0)
-    return {name: (moment - 0.9 * before[name]) / 0.1 for name, moment in after.items()}
-
-
-def assert_same_gradients(ours: Path, theirs: Path, steps: int) -> None:
-    """Of the first steps, each number of each."""
+def gradients_by_step(folder: Path, steps: int) -> Iterator[dict[str, torch.Tensor]]:
+    """The clipped gradients of each step: what it added to Adam's first moment, which decays by beta1 = 0.9."""
+    before = {}
     for step in range(1, steps + 1):
-        torch.testing.assert_close(gradients(ours, step), gradients(theirs, step), rtol=1e-5, atol=1e-7)
+        after = moments(folder, step)
+        yield {name: (moment - 0.9 * before.get(name, 0)) / 0.1 for name, moment in after.items()}
+        before = after
+
+
+def gradients(folder: Path) -> dict[str, torch.Tensor]:
+    """The clipped gradients of step 1."""
+    return next(gradients_by_step(folder, 1))
+
+
+def assert_same_gradients(ours: Path, theirs: Path, steps: int = 1) -> None:
+    """Of the first steps, each number of each."""
+    for our, their in zip(gradients_by_step(ours, steps), gradients_by_step(theirs, steps), strict=True):
+        torch.testing.assert_close(our, their, rtol=1e-5, atol=1e-7)
