@@ -33,11 +33,11 @@ from common.exits import UserError
 
 def parse_args():
     parser = cli.Parser(__doc__)
-    parser.add_argument("--script", type=Path, help="a training script to run under watch")
+    parser.add_argument("--script", type=cli.path, help="a training script to run under watch")
     parser.add_argument("--nproc", type=cli.positive_int, default=1, help="ranks of --script, under torchrun")
     parser.add_argument("--steps", type=cli.positive_int, default=10, help="optimizer steps to watch")
     parser.add_argument("--timeout", type=cli.positive, default=300, help="seconds until --script counts as hung")
-    parser.add_argument("--run-dir", type=Path, default=Path("runs"), help="whose disk to check (default: runs)")
+    parser.add_argument("--run-dir", type=cli.path, default=Path("runs"), help="whose disk to check (default: runs)")
     parser.add_argument("--json", type=cli.writable_file, metavar="PATH", help="write every check as one JSON object")
     parser.add_argument("flags", nargs="*", metavar="-- FLAG", help="flags of --script")
     args = parser.parse_args()

@@ -209,7 +209,7 @@ def update() -> dict[str, dict]:
 def main() -> int:
     parser = cli.Parser(__doc__)
     parser.add_argument("--device", choices=("auto", "cuda", "mps", "cpu"), default="auto", help="for the products")
-    parser.add_argument("--seed", type=cli.seed, default=0)
+    parser.add_argument("--seed", type=cli.natural, default=0)
     parser.add_argument("--plot", type=cli.plot_file, metavar="PNG", default="runs/precision.png", help="(%(default)s)")
     parser.add_argument("--json", type=cli.writable_file, metavar="PATH", help="write the summary as one JSON object")
     args = parser.parse_args()

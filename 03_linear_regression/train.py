@@ -35,7 +35,7 @@ def parse_args():
     parser.add_argument("--epochs", type=cli.positive_int, default=4)
     parser.add_argument("--batch-size", type=cli.positive_int, default=256)
     parser.add_argument("--lr", type=cli.positive, default=0.01)
-    parser.add_argument("--seed", type=cli.seed, default=0)
+    parser.add_argument("--seed", type=cli.natural, default=0)
     parser.add_argument("--device", choices=("auto", "cuda", "mps", "cpu"), default="auto")
     parser.add_argument("--run-dir", type=cli.path, help="folder for weights and plot (default: a new one in runs/)")
     parser.add_argument("--json", type=cli.writable_file, metavar="PATH", help="write the summary as one JSON object")

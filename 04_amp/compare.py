@@ -136,7 +136,7 @@ def parse_args():
     parser.add_argument("--seq-len", type=cli.positive_int, default=64)
     parser.add_argument("--batch-size", type=cli.positive_int, default=4, help="sequences per step")
     parser.add_argument("--device", choices=("auto", "cuda", "mps", "cpu"), default="auto")
-    parser.add_argument("--seed", type=cli.seed, default=0)
+    parser.add_argument("--seed", type=cli.natural, default=0)
     parser.add_argument("--plot", type=cli.plot_file, metavar="PNG", default="runs/compare.png", help="(%(default)s)")
     parser.add_argument("--json", type=cli.writable_file, metavar="PATH", help="write the summary as one JSON object")
     args = parser.parse_args()

@@ -106,7 +106,7 @@ def main() -> int:
     parser.add_argument("--global-batch-size", type=cli.positive_int, help="over all devices (default: about 24)")
     parser.add_argument("--steps", type=cli.positive_int, default=3, help=f"of each method in each of {ROUNDS} rounds")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    parser.add_argument("--seed", type=cli.seed, default=0)
+    parser.add_argument("--seed", type=cli.natural, default=0)
     parser.add_argument("--json", type=cli.writable_file, metavar="PATH", help="write the summary as one JSON object")
     args = parser.parse_args()
     gpus = torch.cuda.device_count() if args.device != "cpu" else 0

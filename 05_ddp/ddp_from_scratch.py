@@ -184,7 +184,7 @@ def main() -> int:
     parser.add_argument("--link-mbit", type=cli.positive_int, help="as root: two hosts with a link of so many Mbit/s")
     parser.add_argument("--plot", type=cli.plot_file, metavar="PATH", help="a PNG: one step of (1), (2) and (3)")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    parser.add_argument("--seed", type=cli.seed, default=0)
+    parser.add_argument("--seed", type=cli.natural, default=0)
     parser.add_argument("--json", type=cli.writable_file, metavar="PATH", help="write the summary as one JSON object")
     args = parser.parse_args()
     if args.link_mbit:
@@ -210,7 +210,7 @@ def main() -> int:
     )
     start = model.build(args.model, config, seed=args.seed, device=device)
     gradient_bytes = sum(parameter.nbytes for parameter in start.parameters())
-    cap = args.bucket_mib * 2**20 if args.bucket_mib else min(25 * 2**20, gradient_bytes / 4)
+    cap = min(args.bucket_mib * 2**20, gradient_bytes) if args.bucket_mib else min(25 * 2**20, gradient_bytes / 4)
     variants = [
         make_variant("(0) no communication", start, None, cap),
         make_variant("(1) each gradient", start, average_gradients, 0),

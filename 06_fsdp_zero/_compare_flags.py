@@ -3,7 +3,6 @@
 import argparse
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from _compare_least_time import BETWEEN_NODES, WITHIN_NODE, parse_links, read_fits
@@ -46,7 +45,7 @@ def parse(docstring: str) -> argparse.Namespace:
     add("--world-size", type=cli.positive_int, help="with --dry-run: how many ranks, 8 on each node")
     add("--device-name", help="for the least time, as in common/devices.csv (dry run: NVIDIA H100 80GB HBM3)")
     add("--link", type=parse_links, help="GB/s of each rank, or BETWEEN,WITHIN nodes (dry run: 50,450, an H100 node's)")
-    add("--link-fit", type=Path, metavar="PATH", help="instead: what 05_ddp/collectives.py --json has written")
+    add("--link-fit", type=cli.path, metavar="PATH", help="instead: what 05_ddp/collectives.py --json has written")
     add("--plot", type=cli.plot_file, metavar="PATH", default="runs/compare.png", help="a PNG (%(default)s)")
     add("--json", type=cli.writable_file, metavar="PATH", help="write every figure as one JSON object")
     args = parser.parse_args()

@@ -1,7 +1,6 @@
 """The flags of infer_70b.py, the shape that --model names, and whether the ranks can share it."""
 
 import argparse
-from pathlib import Path
 
 import _infer_70b_pipeline as pipeline
 import _infer_70b_zero3 as zero3
@@ -23,7 +22,7 @@ def parse_args(description: str) -> argparse.Namespace:
     add("--compile", action="store_true", help="torch.compile the decode step of --strategy tensor-parallel")
     add("--micro-batches", type=cli.natural, default=0, help="of --strategy pipeline (0: as many as stages)")
     add("--offload", choices=("none", "cpu", "nvme"), default="none", help="where zero3 keeps a rank's part")
-    add("--nvme", type=Path, metavar="FOLDER", help="for --offload nvme: a folder on a fast local disk")
+    add("--nvme", type=cli.path, metavar="FOLDER", help="for --offload nvme: a folder on a fast local disk")
     add("--memory", type=cli.positive, metavar="GIB", help="of each device (default: what is free)")
     add("--dry-run", action="store_true", help="tell what each of --world-size devices would hold, and load nothing")
     add("--world-size", type=cli.positive_int, help="for --dry-run: the number of devices")

@@ -199,9 +199,9 @@ WRITE = {"dcp": write_dcp, "hf": write_hf, "pt": write_pt, "deepspeed": write_de
 def main() -> int:
     parser = cli.Parser(__doc__)
     parser.add_argument(
-        "source", metavar="FROM", nargs="?", type=Path, help="a run directory, a step, a folder, a file"
+        "source", metavar="FROM", nargs="?", type=cli.path, help="a run directory, a step, a folder, a file"
     )
-    parser.add_argument("target", metavar="TO", nargs="?", type=Path, help="a folder, or for pt a file")
+    parser.add_argument("target", metavar="TO", nargs="?", type=cli.path, help="a folder, or for pt a file")
     parser.add_argument("--to", choices=READ, help="the kind of TO")
     parser.add_argument(
         "--model",

@@ -107,7 +107,10 @@ def plan_of(args: argparse.Namespace, shape: Shape) -> Plan:
     if args.global_batch_size and not args.advise:
         unit = plan.dp * plan.micro_batch_size
         if args.global_batch_size % unit:
-            raise UserError(f"--global-batch-size {args.global_batch_size} is no multiple of dp x micro-batch = {unit}")
+            raise UserError(
+                f"--global-batch-size {args.global_batch_size} is no multiple of dp x micro-batch = {unit}: "
+                f"use {cli.nearest_multiples(args.global_batch_size, unit)}"
+            )
         plan = replace(plan, micro_batches=args.global_batch_size // unit)
     return plan
 

@@ -6,6 +6,7 @@ from math import prod
 from _estimate_frameworks import FRAMEWORKS, LOSSES
 from _estimate_shapes import Shape
 
+from common.cli import nearest_multiples
 from common.exits import UserError
 
 CHECKPOINTING = ("none", "full", "selective")
@@ -77,7 +78,10 @@ def check(shape: Shape, plan: Plan) -> None:
             raise UserError(f"{flag(name)} {getattr(plan, name)!r} is none of {', '.join(map(str, allowed))}")
     model_parallel = prod((plan.tp, plan.pp, plan.cp))
     if plan.gpus % model_parallel:
-        raise UserError(f"--gpus {plan.gpus} is no multiple of --tp x --pp x --cp = {model_parallel}")
+        raise UserError(
+            f"--gpus {plan.gpus} is no multiple of --tp x --pp x --cp = {model_parallel}: "
+            f"use {nearest_multiples(plan.gpus, model_parallel)}"
+        )
     divides(plan.tp, "--tp", shape.heads, "attention heads")
     if not shape.latent:
         divides(plan.tp, "--tp", shape.kv_heads, "key-value heads")

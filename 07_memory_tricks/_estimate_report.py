@@ -15,6 +15,7 @@ from _estimate_shapes import Shape
 from _estimate_time import EFFICIENCY, Device, read_device, step_seconds
 
 from common import hardware, report
+from common.cli import nearest_multiples
 from common.exits import UserError
 
 GIB = 2**30
@@ -118,7 +119,9 @@ def share_of_peak(plan: Plan, device: Device, flops: float, seconds: float | Non
 def inference(args: argparse.Namespace, shape: Shape, seq_len: int) -> dict[str, float]:
     """Bytes of each of --tp ranks. Activations are one sequence's prefill through the widest part of a block."""
     if args.gpus % args.tp:
-        raise UserError(f"--gpus {args.gpus} is no multiple of --tp {args.tp}")
+        raise UserError(
+            f"--gpus {args.gpus} is no multiple of --tp {args.tp}: use {nearest_multiples(args.gpus, args.tp)}"
+        )
     check(shape, Plan(gpus=args.tp, tp=args.tp, seq_len=args.tp, dtype=args.dtype))
     tokens = seq_len * args.concurrency
     widest = 2 * shape.hidden + 3 * shape.ffn / args.tp

@@ -21,7 +21,7 @@ def parse_args(description: str) -> Namespace:
     add("--concurrency", type=cli.positive_int, default=4, help="requests that are answered at a time")
     add("--dtype", choices=("auto", *DTYPES), default="fp32", help="of weights and cache; equal tokens want fp32")
     add("--device", choices=("auto", "cuda", "mps", "cpu"), default="auto")
-    add("--seed", type=cli.seed, default=0, help="of the random weights and of the requests")
+    add("--seed", type=cli.natural, default=0, help="of the random weights and of the requests")
     add("--json", type=cli.writable_file, metavar="PATH", help="write the summary as one JSON object")
     add("--plot", type=cli.plot_file, default="runs/kv_cache.png", metavar="PNG")
     args = parser.parse_args()

@@ -2,7 +2,6 @@
 
 import tempfile
 from argparse import Namespace
-from pathlib import Path
 
 import torch
 
@@ -20,7 +19,7 @@ def parse(description: str) -> Namespace:
     add("--seq-len", type=cli.positive_int, help="tokens per sequence (default: from the model, nano 64)")
     add("--micro-batch-size", type=cli.positive_int, default=12, help="sequences per forward")
     add("--dtype", choices=tuple(DTYPES), default="fp32", help="what matrices are multiplied in; weights stay fp32")
-    add("--folder", type=Path, default="runs", help="without a GPU: where the file is made, on a disk and not in RAM")
+    add("--folder", type=cli.path, default="runs", help="without a GPU: where the file is made; a disk, not RAM")
     add(
         "--device-name",
         help="the GPU of the last table (default: this one, if it is in common/devices.csv, else an H100)",

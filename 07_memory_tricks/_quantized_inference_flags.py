@@ -1,7 +1,6 @@
 """The flags of quantized_inference.py, and what is refused before a weight is read."""
 
 import argparse
-from pathlib import Path
 
 import torch
 from _quantized_inference_files import GROUPS, is_left_over, quantization, unfinished_folder
@@ -26,8 +25,8 @@ def parse_args(description: str) -> argparse.Namespace:
     add("--draft", metavar="MODEL", help="a small model that guesses tokens, with the same vocabulary")
     told = f"guesses that one step verifies (default: {GUESSES})"
     add("--draft-tokens", type=cli.positive_int, metavar="K", help=told)
-    add("--save", type=Path, metavar="FOLDER", help="write the rounded model there, for --model FOLDER")
-    add("--evaluate", type=Path, metavar="FILE", help="a text: its loss per token with these weights")
+    add("--save", type=cli.path, metavar="FOLDER", help="write the rounded model there, for --model FOLDER")
+    add("--evaluate", type=cli.path, metavar="FILE", help="a text: its loss per token with these weights")
     args = parser.parse_args()
     inference.check_drawing(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
     if args.draft_tokens is not None and args.draft is None:

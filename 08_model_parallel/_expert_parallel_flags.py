@@ -19,7 +19,7 @@ def parse_flags(description: str) -> tuple[argparse.Namespace, shapes.Config]:
     add("--clip-norm", type=cli.positive_or_inf, default=1.0, help="largest gradient norm; inf switches clipping off")
     add("--steps", type=cli.positive_int, default=40, help="of training, with and without the balance loss")
     add("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    add("--seed", type=cli.seed, default=0)
+    add("--seed", type=cli.natural, default=0)
     add("--json", type=cli.writable_file, metavar="PATH", help="write the summary as one JSON object")
     args = parser.parse_args()
     config = shapes.load_config(args.model, 256, args.seq_len)

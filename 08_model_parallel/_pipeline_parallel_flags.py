@@ -26,7 +26,7 @@ def parse(description: str) -> tuple[argparse.Namespace, shapes.Config, int]:
     add("--clip-norm", type=cli.positive_or_inf, default=1.0, help="largest gradient norm, over all stages")
     add("--plot", type=cli.plot_file, metavar="PATH", help="a PNG: who did what when")
     add("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    add("--seed", type=cli.seed, default=0)
+    add("--seed", type=cli.natural, default=0)
     add("--json", type=cli.writable_file, metavar="PATH", help="write the summary as one JSON object")
     args = parser.parse_args()
     ranks = runtime.processes(args.device)

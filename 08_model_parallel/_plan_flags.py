@@ -44,10 +44,9 @@ def parser(description: str) -> cli.Parser:
 def check_mesh(args: argparse.Namespace, shape: Shape, base: Layout) -> None:
     """UserError where the sizes that the user gave cannot multiply to the GPUs, or the model cannot be cut so."""
     if args.gpus > args.nodes_of and args.gpus % args.nodes_of:
-        fewer = args.gpus // args.nodes_of * args.nodes_of
         raise UserError(
-            f"--gpus {args.gpus} is no multiple of --nodes-of {args.nodes_of}: nearest are {fewer} and "
-            f"{fewer + args.nodes_of}"
+            f"--gpus {args.gpus} is no multiple of --nodes-of {args.nodes_of}: "
+            f"use {cli.nearest_multiples(args.gpus, args.nodes_of)}"
         )
     sizes = {name: getattr(args, name) or 1 for name in ("tp", "pp", "cp")}
     product = prod(sizes.values())
@@ -65,10 +64,9 @@ def check_mesh(args: argparse.Namespace, shape: Shape, base: Layout) -> None:
 def sequences_of(args: argparse.Namespace, seq_len: int) -> int:
     sequences, rest = divmod(args.global_batch_tokens, seq_len)
     if rest:
-        near = [tokens for tokens in (sequences * seq_len, (sequences + 1) * seq_len) if tokens]
         raise UserError(
-            f"--global-batch-tokens {args.global_batch_tokens} is no multiple of --sequence {seq_len}: nearest are "
-            f"{' and '.join(map(str, near))}"
+            f"--global-batch-tokens {args.global_batch_tokens} is no multiple of --sequence {seq_len}: "
+            f"use {cli.nearest_multiples(args.global_batch_tokens, seq_len)}"
         )
     return sequences
 

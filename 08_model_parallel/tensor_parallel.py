@@ -225,7 +225,7 @@ def parse_args() -> argparse.Namespace:
     add("--micro-batch-size", type=cli.positive_int, default=2, help="sequences per forward")
     add("--clip-norm", type=cli.positive_or_inf, default=1.0, help="largest gradient norm")
     add("--steps", type=cli.positive_int, default=10)
-    add("--seed", type=cli.seed, default=0)
+    add("--seed", type=cli.natural, default=0)
     add("--device", choices=("auto", "cuda", "cpu"), default="auto")
     add("--json", type=cli.writable_file, metavar="PATH", help="write the summary as one JSON object")
     return parser.parse_args()

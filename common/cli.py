@@ -31,21 +31,14 @@ def _number(kind: type, low: float, exclusive: bool = False, finite: bool = True
         if math.isnan(value) or (finite and math.isinf(value)) or value < low or (exclusive and value == low):
             what = "a whole number" if kind is int else "a number"
             raise argparse.ArgumentTypeError(f"{text!r} is not {what} {'above' if exclusive else 'of at least'} {low}")
+        if kind is int and value >= 2**63:  # what generators, shapes and counters of torch can hold
+            raise argparse.ArgumentTypeError(f"{text} has more than 63 bits")
         return value
 
     return convert
 
 
 positive_int, natural = _number(int, 1), _number(int, 0)
-
-
-def seed(text: str) -> int:
-    """A whole number that every generator takes."""
-    if (value := natural(text)) >= 2**63:
-        raise argparse.ArgumentTypeError(f"{text} has more than 63 bits")
-    return value
-
-
 positive, not_negative = _number(float, 0, exclusive=True), _number(float, 0)
 positive_or_inf = _number(float, 0, exclusive=True, finite=False)
 
@@ -176,7 +169,7 @@ def training_parser(description: str) -> TrainingParser:
         default="none",
         help="what backward computes again: full: blocks; selective: all of them but attention and matrix products",
     )
-    add("--seed", identity=True, type=seed, default=0)
+    add("--seed", identity=True, type=natural, default=0)
     add("--deterministic", action="store_true", help="bit-identical from run to run, slower on a GPU")
     add("--eval-every", type=natural, default=0, help="steps between evaluations (0: at the end only)")
     add("--run-dir", type=path, help="folder for checkpoints, metrics and plot (default: a new one in runs/)")
@@ -195,7 +188,6 @@ def split_batch(global_batch_size: int, micro_batch_size: int | None, world_size
     """(sequences per forward on a rank, forwards per step); UserError names the sizes that divide."""
     unit = world_size * (micro_batch_size or 1)
     if global_batch_size % unit:
-        below = global_batch_size // unit * unit
         if world_size == 1:
             parts = f"into micro-batches of --micro-batch-size {micro_batch_size}"
         else:
@@ -203,7 +195,13 @@ def split_batch(global_batch_size: int, micro_batch_size: int | None, world_size
             parts = f"over {world_size} process(es){micro}"
         raise UserError(
             f"--global-batch-size {global_batch_size} does not divide {parts}: "
-            f"use {f'{below} or ' if below else ''}{below + unit}"
+            f"use {nearest_multiples(global_batch_size, unit)}"
         )
     micro_batch_size = micro_batch_size or global_batch_size // world_size
     return micro_batch_size, global_batch_size // (world_size * micro_batch_size)
+
+
+def nearest_multiples(size: int, unit: int) -> str:
+    """The two multiples of `unit` around a size that is none, in words: "8 or 12"; below the first there is but it."""
+    below = size // unit * unit
+    return f"{below} or {below + unit}" if below else str(unit)

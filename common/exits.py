@@ -20,7 +20,9 @@ before_exit: list[Callable[[], None]] = []
 
 
 # how torch's allocators, CUDA and the C++ library say it where they raise a plain RuntimeError
-NO_MEMORY = re.compile(r"DefaultCPUAllocator: .*memory|out of memory|bad_alloc|STATUS_ALLOC_FAILED")
+NO_MEMORY = re.compile(
+    r"DefaultCPUAllocator: .*memory|out of memory|bad_alloc|STATUS_ALLOC_FAILED|Storage size calculation overflowed"
+)
 
 
 class UserError(Exception):

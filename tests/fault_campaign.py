@@ -211,7 +211,7 @@ def suffer(fault: Fault, folder: Path, weights: str, script: str) -> dict:
 def main() -> int:
     parser = cli.Parser(__doc__)
     parser.add_argument("--faults", type=cli.positive_int, default=10, help="how many; 7 have each kind once")
-    parser.add_argument("--seed", type=cli.seed, default=0)
+    parser.add_argument("--seed", type=cli.natural, default=0)
     parser.add_argument("--script", choices=SCRIPTS, default=SEVERAL[0], help="the training script that suffers")
     parser.add_argument("--jobs", type=cli.positive_int, default=2, help="faults at a time")
     parser.add_argument("--json", type=cli.writable_file, metavar="PATH", help="write the table as one JSON object")

@@ -510,7 +510,7 @@ def test_a_config_without_a_size_is_refused_by_its_key():
 REFUSED = {
     "--tp 3 --gpus 3": "--tp 3 does not divide the 32 attention heads",
     "--tp 16 --gpus 16": "--tp 16 does not divide the 8 key-value heads",
-    "--tp 8 --pp 2": "--gpus 8 is no multiple of --tp x --pp x --cp = 16",
+    "--tp 8 --pp 2": "--gpus 8 is no multiple of --tp x --pp x --cp = 16: use 16",
     "--pp 64 --gpus 64": "--pp 64 is more than the 32 layers",
     "--ep 2": "--ep 2: llama-8b has no experts",
     "--ep 3 --model mixtral-8x7b --gpus 3": "--ep 3 does not divide the 8 experts",
@@ -524,11 +524,12 @@ REFUSED = {
     "--optimizer adam": "argument --optimizer: invalid choice",
     "--checkpointing some": "argument --checkpointing: invalid choice",
     "--micro-batch-size 0": "'0' is not a whole number of at least 1",
-    "--global-batch-size 12": "--global-batch-size 12 is no multiple of dp x micro-batch = 8",
+    "--global-batch-size 12": "--global-batch-size 12 is no multiple of dp x micro-batch = 8: use 8 or 16",
     "--advise --device cpu": "--advise needs a device whose memory and peak are known",
     "--advise --inference": "are three questions: ask one",
     "--advise --model llama-405b": "no plan of 8 x NVIDIA H100 80GB HBM3 holds llama-405b",
     "--is-my-mfu-right 10 --device cpu": "--is-my-mfu-right needs a peak",
+    "--inference --tp 4 --gpus 6": "--gpus 6 is no multiple of --tp 4: use 4 or 8",
     "--inference --tp 3 --gpus 3": "--tp 3 does not divide the 32 attention heads",
     "--is-my-mfu-right inf": "'inf' is not a number above 0",
     **{

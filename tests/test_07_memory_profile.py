@@ -275,6 +275,7 @@ def test_other_errors_keep_their_traceback(tmp_path):
         (MemoryError(), "an unknown number of bytes asked for"),
         (MemoryError("Unable to allocate 7.28 TiB for an array with shape (3,)"), "7.28 TiB asked for"),
         (RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 3221225472 bytes."), "3.00 GiB"),
+        (RuntimeError("Storage size calculation overflowed with sizes=[4611686018427387904, 64]"), "an unknown number"),
         (OSError(12, "Cannot allocate memory"), "an unknown number of bytes asked for"),
     ],
 )

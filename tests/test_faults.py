@@ -353,6 +353,10 @@ BAD = {
     "keep": (["--keep", 0], "--keep"),
     "flag": (["--step", 5], "--step"),
     "seed": (["--seed", 2**70], "--seed"),
+    "huge batch": (
+        ["--global-batch-size", 10**30],
+        "--global-batch-size: 1000000000000000000000000000000 has more than",
+    ),
     "long name": (["--data", "x" * 300], "File name too long"),
     "resume": (["--resume"], "--resume needs --run-dir"),
     "json": (["--json", "no/such/folder.json"], "no/such/folder.json"),
@@ -366,7 +370,7 @@ BAD = {
 def test_bad_input(tmp_path, script, case):
     flags, words = BAD[case]
     of_the_parser = {"dtype", "keep", "lr", "infinite lr", "flag", "zero batch", "steps word", "json", "seed"}
-    if script != BASELINE and case in of_the_parser | {"unset run dir"}:
+    if script != BASELINE and case in of_the_parser | {"huge batch", "unset run dir"}:
         pytest.skip("the parser is the same as the baseline's")
     (tmp_path / "empty.txt").touch()
     (tmp_path / "short.txt").write_text("too short a text to train on" * 20)
