@@ -218,6 +218,7 @@ def main() -> int:
         print("left out: what torch's allocator holds (CUDA only); peaks are of the tensors that are alive")
     if plot := step_cost.plot_memory({run.method: run.memory for run in runs}, args.plot):
         print(f"plot: {plot}")
+    shown = next((row for row in rows if row["method"] == "lora"), rows[0])  # whose losses are the summary's
     summary = {
         "device": hardware.device_name(device),
         "world_size": 1,
@@ -226,6 +227,9 @@ def main() -> int:
         "parameters": shapes.parameter_count(config),
         "steps": args.steps,
         "tokens": args.steps * args.batch_size * task.seq_len,
+        "first_loss": shown["losses"][0],
+        "last_loss": shown["losses"][-1],
+        "val_loss": shown["val_loss_after"],
         "peak_memory_bytes": report.peak_memory_bytes(device),
         "seconds": time.perf_counter() - started,
         "rank": args.rank,

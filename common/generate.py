@@ -65,6 +65,7 @@ def probabilities(logits: Tensor, *, temperature: float, top_k: int = 0, top_p: 
     if temperature == 0:
         return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).float()
     logits = logits.float()
+    temperature = max(temperature, torch.finfo(torch.float32).tiny)  # what is smaller would be 0 here, and 0 / 0 a NaN
     logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # at most 0: a small temperature makes no infinity
     if 0 < top_k < logits.shape[-1]:
         least = logits.topk(top_k).values[..., -1:]

@@ -364,6 +364,10 @@ def test_memory_by_kind_is_what_the_shapes_give(result):
     assert (result.folder / "m.png").read_bytes().startswith(b"\x89PNG")
 
 
+def losses(summary: dict) -> tuple[float, float, float]:
+    return summary["first_loss"], summary["last_loss"], summary["val_loss"]
+
+
 def test_every_method_learns(result):
     full, adapter, quantized = result.summary["methods"]
     assert adapter["val_loss_before"] == full["val_loss_before"] != quantized["val_loss_before"]
@@ -372,6 +376,7 @@ def test_every_method_learns(result):
         assert row["val_loss_after"] < row["val_loss_before"] - 0.01
     for row in (adapter, quantized):
         assert row["val_loss_merged"] == pytest.approx(row["val_loss_after"], rel=1e-5)
+    assert losses(result.summary) == (adapter["losses"][0], adapter["losses"][-1], adapter["val_loss_after"])
     assert full["lr"] == pytest.approx(0.002)
     for name in ("lora", "qlora"):
         assert f"checked: {name}'s frozen weights have the same SHA-256" in result.out
@@ -440,6 +445,7 @@ def test_a_model_with_random_weights_is_trained_first(tmp_path):
     assert result.out.count("base:") == 1
     (row,) = result.summary["methods"]
     assert row["val_loss_before"] < 5.3  # log(256) = 5.5 untrained
+    assert losses(result.summary) == (row["losses"][0], row["losses"][1], row["val_loss_after"])
 
 
 @pytest.mark.gpu(n=1)

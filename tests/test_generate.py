@@ -294,7 +294,7 @@ def test_equal_tokens():
     torch.testing.assert_close(probabilities(logits, temperature=1.0, top_p=0.5)[1].max(), torch.tensor(1 / 3))
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1e-40])
+@pytest.mark.parametrize("temperature", [0.0, 1e-320, 1e-40])
 def test_no_temperature_leaves_the_likeliest(temperature):
     logits = torch.tensor([[[1.0, 3.0, 2.9], [0.0, -1.0, -2.0]]])
     expected = torch.tensor([[[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]]])
