@@ -221,9 +221,9 @@ def parse_args():
     if args.micro_batches < 2:
         raise UserError(f"--micro-batches {args.micro_batches} accumulates nothing: use 2 or more")
     if args.batch_size % args.micro_batches:
-        fits = args.batch_size + -args.batch_size % args.micro_batches
+        fitting = cli.nearest_multiples(args.batch_size, args.micro_batches)
         raise UserError(
-            f"--batch-size {args.batch_size} does not divide into {args.micro_batches} micro-batches: use {fits}"
+            f"--batch-size {args.batch_size} does not divide into {args.micro_batches} micro-batches: use {fitting}"
         )
     if args.seq_len < 2:
         raise UserError(f"--seq-len {args.seq_len}: sequences of one token cannot differ in length, use 2 or more")

@@ -32,20 +32,15 @@ def check_sizes(args: argparse.Namespace, config: shapes.Config, world_size: int
     zigzag = args.attention in ("all", "ring")
     unit = 2 * world_size if zigzag else world_size
     if args.seq_len % unit:
-        below = args.seq_len // unit * unit
-        nearest = [size for size in (below, below + unit) if 0 < size <= config.max_position_embeddings]
+        nearest = cli.nearest_multiples(args.seq_len, unit, config.max_position_embeddings)
         parts = f"2 x {world_size} parts (zigzag order: two per process)" if zigzag else f"{world_size} processes"
-        raise UserError(f"--seq-len {args.seq_len} does not divide over {parts}: use {either(nearest)}")
+        raise UserError(f"--seq-len {args.seq_len} does not divide over {parts}: use {nearest}")
     heads = config.num_key_value_heads
     if args.attention in ("all", "ulysses") and heads % world_size:
         divisors = [count for count in range(1, heads + 1) if heads % count == 0]
-        nearest = [count for count in divisors if count < world_size][-1:]
-        nearest += [count for count in divisors if count > world_size][:1]
+        fewer = [str(count) for count in divisors if count < world_size][-1:]
+        more = [str(count) for count in divisors if count > world_size][:1]
         raise UserError(
             f"--attention {args.attention}: Ulysses cannot divide the {heads} key-value heads of --model {args.model} "
-            f"over {world_size} processes: start {either(nearest)}, or use --attention ring or all-gather"
+            f"over {world_size} processes: start {' or '.join(fewer + more)}, or use --attention ring or all-gather"
         )
-
-
-def either(sizes: list[int]) -> str:
-    return " or ".join(str(size) for size in sizes) or "fewer processes"

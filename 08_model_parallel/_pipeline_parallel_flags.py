@@ -63,8 +63,7 @@ def check_sizes(args: argparse.Namespace, config: shapes.Config, ranks: int) -> 
     size = args.micro_batch_size
     micro_batches, rest = divmod(args.global_batch_size, size)
     unit = ranks * size if args.chunks > 1 else size
-    below = args.global_batch_size // unit * unit
-    nearest = f"use {f'{below} or ' if below else ''}{below + unit}"
+    nearest = f"use {cli.nearest_multiples(args.global_batch_size, unit)}"
     if rest:
         raise UserError(
             f"--global-batch-size {args.global_batch_size} is no whole number of micro-batches of --micro-batch-size "

@@ -12,7 +12,7 @@ from _tensor_parallel_count import (
     held_parameters,
 )
 
-from common import hardware, report, runtime
+from common import cli, hardware, report, runtime
 from common.exits import UserError
 from common.shapes import Config, parameter_count
 
@@ -29,12 +29,8 @@ def check_sizes(args: argparse.Namespace, config: Config, ranks: int) -> None:
             f"--model {args.model}: {ranks} ranks do not divide its {heads} key-value head(s): start {fitting}"
         )
     if args.seq_len % ranks:
-        below = args.seq_len // ranks * ranks
-        fitting = [n for n in (below, below + ranks) if 0 < n <= config.max_position_embeddings]
-        raise UserError(
-            f"--seq-len {args.seq_len}: {ranks} ranks do not divide it into equal parts: "
-            f"use {' or '.join(map(str, fitting))}"
-        )
+        fitting = cli.nearest_multiples(args.seq_len, ranks, config.max_position_embeddings)
+        raise UserError(f"--seq-len {args.seq_len}: {ranks} ranks do not divide it into equal parts: use {fitting}")
 
 
 def describe(way, config: Config, args: argparse.Namespace) -> dict:

@@ -3,7 +3,7 @@
 import math
 from pathlib import Path
 
-from common import hf
+from common import cli, hf
 from common.exits import UserError
 from common.shapes import SIZES, Config
 
@@ -12,10 +12,9 @@ def data_parallel_size(world_size: int, *, tp: int, pp: int, cp: int, replicate:
     """Over how many parts the batch is divided: replicas times shards."""
     ranks_of_one = tp * pp * cp * replicate
     if world_size % ranks_of_one:
-        below = world_size // ranks_of_one * ranks_of_one
         raise UserError(
             f"--tp {tp} x --pp {pp} x --cp {cp} x --replicate {replicate} takes a multiple of {ranks_of_one} "
-            f"processes, and {world_size} were started: use {f'{below} or ' if below else ''}{below + ranks_of_one}"
+            f"processes, and {world_size} were started: use {cli.nearest_multiples(world_size, ranks_of_one)}"
         )
     return world_size // (tp * pp * cp)
 
@@ -45,11 +44,9 @@ def check_model(model: str, config: Config, seq_len: int, *, tp: int, pp: int, c
             f"--tp {tp} does not divide the {', '.join(not_divided)} of --model {model}: use --tp {nearest}"
         )
     if seq_len % (cp * tp):
-        below = seq_len // (cp * tp) * cp * tp
-        fit = [n for n in (below, below + cp * tp) if 0 < n <= config.max_position_embeddings]
         raise UserError(
             f"--seq-len {seq_len} does not divide over --cp {cp} x --tp {tp} = {cp * tp} ranks: "
-            f"use {' or '.join(map(str, fit)) or 'fewer'}"
+            f"use {cli.nearest_multiples(seq_len, cp * tp, config.max_position_embeddings)}"
         )
     if tp * pp > 1 and model not in SIZES and hf.weight_files(Path(model)):
         raise UserError(f"--model {model} has weights, and --tp and --pp start from random ones: use --tp 1 --pp 1")

@@ -201,7 +201,8 @@ def split_batch(global_batch_size: int, micro_batch_size: int | None, world_size
     return micro_batch_size, global_batch_size // (world_size * micro_batch_size)
 
 
-def nearest_multiples(size: int, unit: int) -> str:
-    """The two multiples of `unit` around a size that is none, in words: "8 or 12"; below the first there is but it."""
+def nearest_multiples(size: int, unit: int, most: float = math.inf) -> str:
+    """The two multiples of `unit` around a size that is none, in words: "8 or 12"; those above 0 and up to `most`."""
     below = size // unit * unit
-    return f"{below} or {below + unit}" if below else str(unit)
+    fitting = [str(multiple) for multiple in (below, below + unit) if 0 < multiple <= most]
+    return " or ".join(fitting) or "fewer processes"

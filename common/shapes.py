@@ -136,7 +136,9 @@ def parse_config(content: dict, where: str) -> Config:
             "rope_scaling": {key: rope[key] for key in ROPE_SCALING} if rope_type == "llama3" else None,
         }
         fields = {field.name: known[field.name] for field in dataclasses.fields(Config)}
-    except (ArithmeticError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except KeyError as error:
+        raise UserError(f"{where} is not a Llama config: it has no {error}") from None
+    except (ArithmeticError, ValueError, TypeError, AttributeError) as error:
         raise UserError(f"{where} is not a Llama config: {error!r}") from None
     if any(different.values()):
         raise UserError(f"{where}: {', '.join(k for k, v in different.items() if v)} is not Llama's")

@@ -139,7 +139,7 @@ def test_on_a_gpu(gpus, tmp_path):
     ("flags", "told"),
     [
         (("--micro-batches", 1), "--micro-batches 1 accumulates nothing: use 2 or more"),
-        (("--batch-size", 9), "--batch-size 9 does not divide into 4 micro-batches: use 12"),
+        (("--batch-size", 9), "--batch-size 9 does not divide into 4 micro-batches: use 8 or 12"),
         (("--seq-len", 1, "--batch-size", 2, "--micro-batches", 2), "--seq-len 1: sequences of one token cannot"),
         (("--batch-size", 999999996), "--batch-size 999999996: the text has"),
         (("--model", "nonsense"), "--model nonsense"),
