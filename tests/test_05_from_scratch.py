@@ -94,6 +94,13 @@ def test_losses_are_those_of_one_process(runs, n):
     assert (summary["first_loss"], summary["last_loss"]) == pytest.approx((expected[0], expected[-1]), rel=1e-5)
 
 
+def test_a_bucket_larger_than_any_counter_is_one_bucket(tmp_path):
+    flags = ("--steps", 1, "--bucket-mib", 1e300)  # torch's DistributedDataParallel keeps its bytes in 64 bits
+    summary, _ = start("05_ddp/ddp_from_scratch.py", tmp_path, *flags, nproc=2)
+    of_each = {variant["name"]: variant["bucket_bytes"] for variant in summary["variants"]}
+    assert of_each["(2) buckets"] == of_each["(4) DistributedDataParallel"] == [summary["gradient_bytes"]]
+
+
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_who_holds_which_bits(runs, n):
     control, *averaged = runs(n)[0]["variants"]
