@@ -202,7 +202,8 @@ def split_batch(global_batch_size: int, micro_batch_size: int | None, world_size
 
 
 def nearest_multiples(size: int, unit: int, most: float = math.inf) -> str:
-    """The two multiples of `unit` around a size that is none, in words: "8 or 12"; those above 0 and up to `most`."""
+    """The multiples of `unit` around a size that is none, above 0 and up to `most`, in words: "8 or 12". If there are
+    none, `unit` itself is more than `most`, and what made it so large has to shrink: "fewer processes"."""
     below = size // unit * unit
     fitting = [str(multiple) for multiple in (below, below + unit) if 0 < multiple <= most]
     return " or ".join(fitting) or "fewer processes"
