@@ -1,15 +1,17 @@
-"""What doctor.py asks of the machine without its GPUs: memory limits, disk, versions.
+"""What doctor.py asks of the machine without its GPUs: memory limits, disk, versions, the cache of compiled code.
 
 A check is a function that returns (name, ok | warn | fail | skip, what was seen, the fix). fail: it breaks, or
 numbers come out wrong; warn: it costs speed, or may break later.
 """
 
+import contextlib
 import importlib.metadata
 import os
 import platform
 import re
 import resource
 import shutil
+import struct
 import sys
 import tempfile
 import time
@@ -103,7 +105,30 @@ def packages(requirements: Path) -> Check:
     return "packages", "ok", f"all {len(pins)} as pinned", ""
 
 
+def is_cut(file: Path) -> bool:
+    """Whether an ELF file ends before the end of its table of sections, which a linker writes last."""
+    with file.open("rb") as opened:
+        header = opened.read(64)
+    if len(header) < 64 or not header.startswith(b"\x7fELF"):
+        return True
+    [start], [size, count] = struct.unpack_from("<Q", header, 40), struct.unpack_from("<HH", header, 58)
+    return start + size * count > file.stat().st_size
+
+
+def compile_cache(folder: Path) -> Check:
+    """A compile that is killed leaves a part of a library there, and those after it end with "file too short"."""
+    name, libraries, cut = "compile cache", sorted(folder.rglob("*.so")) if sys.platform == "linux" else [], []
+    for file in libraries:
+        with contextlib.suppress(OSError):  # deleted by now, or another user's
+            cut += [str(file)] if is_cut(file) else []
+    if cut:
+        return name, "fail", f"truncated: {', '.join(cut)}", f"rm {' '.join(cut)}"
+    return name, "ok", f"{folder}: {len(libraries)} libraries, none truncated", ""
+
+
 def checks(run_dir: Path) -> list[Check]:
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # not above: a second of imports
+
     repo = Path(__file__).resolve().parents[1]
     return [
         shared_memory(),
@@ -112,4 +137,5 @@ def checks(run_dir: Path) -> list[Check]:
         disk(run_dir),
         python_version(repo / "pyproject.toml"),
         packages(repo / "requirements.txt"),
+        compile_cache(Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir())),
     ]

@@ -37,7 +37,7 @@ def flags(description: str) -> cli.Parser:
     add("--model", default=NANO, help="nano, trained here first, or a Hugging Face folder with trained weights")
     add("--device", choices=("auto", "cuda", "mps", "cpu"), default="auto")
     add("--seed", type=cli.natural, default=0, help="of nano's weights, and of the order of the data")
-    add("--train-steps", type=cli.positive_int, default=60, help="steps that nano is trained first")
+    add("--train-steps", type=cli.positive_int, default=20, help="steps that nano is trained first")
     add("--run-dir", type=cli.path, default=REPO / "runs", help="folder where nano is kept")
     add("--json", type=cli.writable_file, metavar="PATH", help="write the results as one JSON object")
     return parser

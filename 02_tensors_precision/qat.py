@@ -9,9 +9,9 @@ squared error, which lets a few large weights be clipped so that the others get 
 these two ways that loses less before its first step, on the calibration set.
 
     laptop    python 02_tensors_precision/qat.py
-    figures   python 02_tensors_precision/qat.py --train-steps 300 --steps 50 --bits 4 3 2
+    figures   python 02_tensors_precision/qat.py --train-steps 300 --steps 50 --seeds 3 --bits 4 3 2
     real      python 02_tensors_precision/qat.py --model models/smollm2-135m --bits 4 3 --seeds 1
-    one GPU   python 02_tensors_precision/qat.py --train-steps 300 --steps 50 --bits 4 3 2 --device cuda
+    one GPU   python 02_tensors_precision/qat.py --train-steps 300 --steps 50 --seeds 3 --bits 4 3 2 --device cuda
     cluster   one process is all it uses
 
 Look for: the last lines. The gain is the loss of the better PTQ minus that of QAT, seed by seed. A gain that is not
@@ -162,9 +162,8 @@ def verdict_of(bits: int, rows: list[dict]) -> dict:
 
 def main() -> int:
     parser = flags(__doc__)
-    parser.set_defaults(train_steps=30)
     parser.add_argument("--steps", type=cli.positive_int, default=8, help="steps of training on, of either kind")
-    parser.add_argument("--seeds", type=cli.positive_int, default=3, help="models, from --seed on")
+    parser.add_argument("--seeds", type=cli.positive_int, default=2, help="models, from --seed on")
     parser.add_argument("--bits", type=int, nargs="+", choices=(2, 3, 4, 8), default=[2], help="of the weights")
     args = parser.parse_args()
     start = time.perf_counter()

@@ -36,7 +36,7 @@ from _quantize_model import finish, flags, held_out_sets, scan_set, starting_mod
 from _quantize_report import print_layer, print_schemes, print_sensitivity
 from _quantize_workbench import Batches, Forward, Scheme, evaluate, linears, observe, sensitivity
 
-from common import exits, runtime
+from common import exits, hardware, runtime
 
 KEEP = 7  # one layer of so many keeps more bits in mixed precision
 DEQUANTIZED = "fp32, dequantized"
@@ -103,7 +103,12 @@ def activation_codes(x: Tensor, low: float, high: float) -> tuple[Tensor, float,
 
 
 def w8a8(w: Quantized, low: float, high: float, kernel: bool = True) -> Forward:
-    """Integers summed in int32, sum (a - zero) b = sum a b - zero · sum b, scales after; or the same in floats."""
+    """Integers summed in int32, sum (a - zero) b = sum a b - zero · sum b, scales after; or the same in floats.
+
+    On a CPU without units for it torch's product is a plain loop, or one that cuts its sums off at 16 bits.
+    """
+    if kernel and "int8" not in hardware.native_types(w.codes.device)[0]:
+        raise RuntimeError(f"{w.codes.device.type} has no units that multiply int8")
     row_sums = w.codes.sum(1, dtype=torch.int32)
     row_scales = w.scale[:, 0].float()
 
@@ -230,7 +235,9 @@ def main() -> int:
     rows = evaluate(net, [*schemes(net, calibration_set, [*scan], space)], evaluation_set)
     print_schemes(rows, net, turns=len(evaluation_set) - 1)
     print_sensitivity(scan, shown=6)
-    layer = time_layer(ways, 4096 if device.type == "cpu" else 16_384, device)
+    slow = device.type == "cpu" and "bf16" not in hardware.native_types(device)[0]
+    side = 1024 if slow else 4096 if device.type == "cpu" else 16_384
+    layer = time_layer(ways, side, device)
     llama2 = llama2_bytes(quantize)
     print_layer(layer)
     print_llama2(llama2)

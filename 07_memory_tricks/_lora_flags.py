@@ -17,7 +17,7 @@ def parse_args(description: str) -> argparse.Namespace:
     add("--method", choices=("all", *METHODS), default="all")
     add("--rank", type=cli.positive_int, default=8, help="columns of B and rows of A")
     add("--alpha", type=cli.positive, default=16.0, help="the product B A counts alpha / rank times")
-    add("--steps", type=cli.positive_int, default=30)
+    add("--steps", type=cli.positive_int, default=20)
     add("--lr", type=cli.positive, help="of the adapters (default: from the model); full fine-tuning takes a tenth")
     add("--batch-size", type=cli.positive_int, default=4, help="sequences per step")
     add("--seq-len", type=cli.positive_int, help="tokens per sequence (default: 128, or the longest instruction's)")

@@ -189,7 +189,7 @@ def main() -> int:
     add("--seq-len", type=cli.positive_int, default=256)
     add("--batch-size", type=cli.positive_int, default=8, help="sequences of the step")
     add("--dtype", choices=tuple(DTYPES), default="fp32", help="what matrices are multiplied in")
-    add("--rounds", type=cli.positive_int, default=5, help="timed steps of each variant, in turns")
+    add("--rounds", type=cli.positive_int, default=3, help="timed steps of each variant, in turns")
     add("--device", choices=("auto", "cuda", "mps", "cpu"), default="auto")
     add("--plot", type=cli.plot_file, metavar="PNG", default="runs/gradient_checkpointing.png", help="(%(default)s)")
     add("--json", type=cli.writable_file, metavar="PATH", help="write the summary as one JSON object")

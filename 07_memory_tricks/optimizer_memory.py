@@ -226,8 +226,8 @@ def main() -> int:
     add = parser.add_argument
     add("--model", default="nano", help="as in 04_amp/train.py")
     add("--seq-len", type=cli.positive_int, default=64, help="tokens per sequence")
-    add("--batch-size", type=cli.positive_int, default=4, help="sequences per step")
-    add("--steps", type=cli.positive_int, default=8, help="of each run")
+    add("--batch-size", type=cli.positive_int, default=1, help="sequences per step")
+    add("--steps", type=cli.positive_int, default=4, help="of each run")
     add("--seeds", type=cli.positive_int, default=3, help="runs of each recipe")
     add("--lr", type=cli.positive, help="AdamW's (default: from the model, nano 2e-3)")
     add("--device", choices=("auto", "cuda", "cpu"), default="auto")

@@ -6,7 +6,6 @@ import re
 import resource
 import statistics
 import sys
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -70,7 +69,8 @@ def for_people(name: str, value: object) -> str:
 def write_json(summary: dict, json_path: Path | None) -> dict:
     """Add what every summary has, null where this script does not know it, and write it if a path is given."""
     script = "/".join(Path(sys.argv[0]).resolve().parts[-2:])
-    summary = {**dict.fromkeys(SUMMARY), "script": script, "torch": version("torch"), **summary}
+    torch_version = getattr(sys.modules.get("torch"), "__version__", None)  # estimate.py runs without it
+    summary = {**dict.fromkeys(SUMMARY), "script": script, "torch": torch_version, **summary}
     if json_path:
         json_path.write_text(json.dumps(summary, indent=1, allow_nan=False) + "\n")
     return summary

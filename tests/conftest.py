@@ -8,6 +8,10 @@ one run share the GPUs that the run has locked.
 
     pytest           everything that can run here; on a machine without GPU the gpu tests are skipped
     pytest -m gpu    the gpu tests; exit status 5 if not one of them ran
+
+Two kinds of tests. A contract test runs a script or a launch file as a user does, or calls only names that users
+import: common.model's Transformer and build, common.shapes' Config and SIZES and the like. All others are inside
+tests, listed in inside.txt: they go with the code that they test.
 """
 
 import contextlib
@@ -31,6 +35,7 @@ from common import nvml
 LOCK_WAIT_SECONDS = 600  # for another run to be done with its GPUs
 NOTHING_RAN = 5  # pytest's own exit status for "no tests"
 MOST_GPUS = 2  # that a test asks for
+INSIDE = set(Path(__file__).with_name("inside.txt").read_text().split())  # files, or tests as file::name
 SHARED = "GPU_TESTS_SHARED"  # environment variable: the UUIDs that xdist's workers share
 
 _held: dict[str, filelock.FileLock] = {}  # by GPU UUID: kept from test to test, or a waiting run would never get in
@@ -177,6 +182,9 @@ def _gpus_for_marked(request: pytest.FixtureRequest) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # a run of its own: what a killed compile leaves in the cache spoils no other
+        config.compile_cache = tempfile.mkdtemp(prefix="inductor-")
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = config.compile_cache  # xdist's workers inherit it
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's "&" does that, and every script would inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if not config.pluginmanager.hasplugin("timeout"):
@@ -187,8 +195,12 @@ def pytest_configure(config: pytest.Config) -> None:
             os.environ[SHARED] = ",".join(take_gpus(min(MOST_GPUS, len(visible_gpus()))))
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m chooses by the marker
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The decisive GPU tests first: if the time is not enough for all, theirs is."""
+    """Mark the inside tests. The decisive GPU tests come first: if the time is not enough for all, it is for them."""
+    for item in items:
+        if not {item.path.name, f"{item.path.name}::{item.originalname}"}.isdisjoint(INSIDE):
+            item.add_marker("inside")
     items.sort(key=lambda item: item.path.name != "test_gpu.py")
 
 
@@ -213,6 +225,11 @@ def _nothing_ran(config: pytest.Config) -> bool:
     # under xdist only the workers collect: the reports tell that something was selected
     selected = _selected or _skipped
     return bool(_asked_for_gpu_tests(config) and selected and not _ran and not config.option.collectonly)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if hasattr(config, "compile_cache"):
+        shutil.rmtree(config.compile_cache, ignore_errors=True)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -537,7 +537,7 @@ def on_gpu(gpus, measured):
         env = {**clean_env(), "CUDA_VISIBLE_DEVICES": gpus["CUDA_VISIBLE_DEVICES"]}
         del env["OMP_NUM_THREADS"]
         command = [sys.executable, ROOT / SCRIPT, *flags]
-        result = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=180)
+        result = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=600)
         assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
         measured["summary"] = json.loads((folder / "n.json").read_text())
     return measured["summary"]

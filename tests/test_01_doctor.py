@@ -19,7 +19,8 @@ checks_gpu, checks_job = load("01_devices/_doctor_gpu.py"), load("01_devices/_do
 checks_machine, checks_script = load("01_devices/_doctor_machine.py"), load("01_devices/_doctor_script.py")
 
 JOB = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
-HOST = {"shared memory", "pinned memory", "open files", "disk"}  # true faults of the machine that tests, if it has any
+# true faults of the machine that tests, if it has any
+HOST = {"shared memory", "pinned memory", "open files", "disk", "compile cache"}
 PLAIN = """
 import os, threading, time
 import torch
@@ -51,7 +52,7 @@ def seen(checks) -> dict[str, str]:
     return {name: text for name, _, text, _ in checks}
 
 
-def planted(tmp_path, monkeypatch, before="", setup="", step="pass", nproc=1, steps=5, seconds=60.0):
+def planted(tmp_path, monkeypatch, before="", setup="", step="pass", nproc=1, steps=5, seconds=600.0):
     """The checks of a script with these lines in it; nothing of it may be left running."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     script = tmp_path / "script.py"
@@ -211,6 +212,18 @@ def test_other_versions_are_told(tmp_path):
         assert checks_machine.python_version(project)[1] == result
 
 
+def test_a_truncated_library_in_the_cache_of_compiled_code_is_named(tmp_path):
+    whole = next(Path(torch.__file__).parent.glob("_C.*.so")).read_bytes()
+    for file, content in (("whole.so", whole), ("cut.so", whole[: len(whole) // 2]), ("empty.so", b"")):
+        (tmp_path / file).write_bytes(content)
+    result = run("01_devices/doctor.py", tmp_path, "--json", "d.json", TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
+    assert result.code == 1
+    found = {check["check"]: check for check in json.loads((tmp_path / "d.json").read_text())["checks"]}
+    cut = [str(tmp_path / name) for name in ("cut.so", "empty.so")]
+    assert found["compile cache"]["seen"] == f"truncated: {', '.join(cut)}"
+    assert found["compile cache"]["fix"] == f"rm {' '.join(cut)}"
+
+
 def test_peer_access(monkeypatch):
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda i, j: (i, j) != (1, 0))
     assert checks_gpu.peer_access(2)[1:3] == ("warn", "none for 1->0")
@@ -266,7 +279,7 @@ def test_gpu_faults_through_the_driver(fake_driver, tmp_path):
     environ = clean_env(LD_LIBRARY_PATH=fake_driver)
     environ.pop("CUDA_VISIBLE_DEVICES", None)
     before = psutil.Process().children()
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environ)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, env=environ)
     assert done.returncode == 0, done.stderr
     assert psutil.Process().children() == before
     *lines, loaded, order = [json.loads(line) for line in done.stdout.splitlines()]

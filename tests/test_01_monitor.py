@@ -52,7 +52,7 @@ def exporter(folder: Path, *flags, **env: str):
 
 
 def get(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=30) as answer:
+    with urllib.request.urlopen(url, timeout=600) as answer:
         return answer.read().decode()
 
 
@@ -260,7 +260,7 @@ def test_hang_is_exported_and_refused_queries_are_absent(tmp_path, fake_driver):
         result = finish(process, tmp_path / "a")  # and nothing of it is left
     assert (result.code, result.err) == (0, "")
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection((host, port), timeout=10)
+        socket.create_connection((host, port), timeout=600)
 
 
 @pytest.mark.parametrize(
@@ -286,7 +286,7 @@ def test_user_errors_are_one_line(tmp_path, flags, told):
 def test_a_signal_that_a_thread_of_the_server_takes_ends_the_exporter(tmp_path, fake_driver, number):
     with exporter(tmp_path / "a", LD_LIBRARY_PATH=fake_driver) as (process, _):
         signal_another_thread(process, number)
-        result = finish(process, tmp_path / "a", timeout=30)
+        result = finish(process, tmp_path / "a")
     assert (result.code, result.err) == (0, "")
 
 
@@ -326,13 +326,13 @@ def holds_until_end(process: subprocess.Popen, drain) -> int:
         return process.poll() is not None
 
     holds(process, ended)
-    return process.wait(timeout=30)
+    return process.wait(timeout=600)
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool (Debian: prometheus)")
 def test_promtool_finds_no_fault(tmp_path, fake_driver):
     text = exposition(tmp_path, fake_driver)
-    checked = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, text=True, timeout=60)
+    checked = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, text=True, timeout=600)
     assert (checked.returncode, checked.stdout, checked.stderr) == (0, "", "")
 
 

@@ -69,7 +69,7 @@ def ask(driver: str | None, *planted: dict[str, str]) -> list[dict]:
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder, "ask.py")
         script.write_text(ASK)
-        result = harness.run(script, Path(folder), json.dumps(planted), timeout=60, LD_LIBRARY_PATH=driver or "")
+        result = harness.run(script, Path(folder), json.dumps(planted), LD_LIBRARY_PATH=driver or "")
     assert result.code == 0, result.err
     return json.loads(result.out)
 
@@ -290,7 +290,7 @@ def run_main(monkeypatch, tmp_path, *flags: str) -> dict:
 
 
 def test_bare(tmp_path):
-    result = harness.run("01_devices/show.py", tmp_path, "--device", "cpu", "--json", "all.json", timeout=60)
+    result = harness.run("01_devices/show.py", tmp_path, "--device", "cpu", "--json", "all.json")
     assert result.code == 0, result.err
     found = json.loads((tmp_path / "all.json").read_text())
     assert (found["script"], found["device"]) == ("01_devices/show.py", "cpu")
@@ -303,7 +303,7 @@ def test_bare(tmp_path):
 
 def test_gpus_that_only_the_driver_sees(tmp_path, fake_driver):
     env = {"LD_LIBRARY_PATH": fake_driver, "NVML_GPUS": "4", "CUDA_VISIBLE_DEVICES": ""}
-    result = harness.run("01_devices/show.py", tmp_path, "--json", "all.json", timeout=60, **env)
+    result = harness.run("01_devices/show.py", tmp_path, "--json", "all.json", **env)
     assert result.code == 0, result.err
     assert "NVML sees 4 GPUs, torch can use 0" in result.out
     found = json.loads((tmp_path / "all.json").read_text())

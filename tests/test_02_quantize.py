@@ -13,7 +13,7 @@ from support.chapter import load
 from support.checkpoints import write_folder
 from support.harness import TINY, config_of, run
 
-from common import data, model, shapes
+from common import data, hardware, model, shapes
 from common.exits import UserError
 
 start_model = load("02_tensors_precision/_quantize_model.py")
@@ -23,6 +23,7 @@ llama2 = load("02_tensors_precision/_quantize_llama2.py")
 quantize = load("02_tensors_precision/quantize.py")
 qat = load("02_tensors_precision/qat.py")
 CPU = torch.device("cpu")
+needs_int8_units = pytest.mark.skipif("int8" not in hardware.native_types(CPU)[0], reason="a CPU without int8 units")
 CONFIG = shapes.Config(256, 32, 48, 2, 4, 4, 8, 64, tie_word_embeddings=True)
 
 
@@ -168,6 +169,7 @@ def test_activation_codes_are_within_half_a_step_and_zero_is_exact():
     assert all(map(math.isfinite, quantize.activation_codes(torch.zeros(1), 0.0, 0.0)[1:]))
 
 
+@needs_int8_units
 def test_w8a8_integers_are_the_float_arithmetic(weight):
     w = quantize.quantize(weight, 8, "channel")
     x = torch.randn(3, 20, 176)
@@ -225,7 +227,7 @@ def test_calibration_on_other_data_gives_other_ranges_and_a_worse_result(net, ba
     for ranges in (right, wrong):
         copied = copy.deepcopy(net)
         for name, layer in workbench.linears(copied).items():
-            layer.forward = quantize.w8a8(int8[name], *ranges[name])
+            layer.forward = quantize.w8a8(int8[name], *ranges[name], kernel=False)
         with torch.no_grad():
             errors.append((copied(batch[0]) - exact).norm())
     assert errors[0] < errors[1] / 2
@@ -486,6 +488,7 @@ def layer_times(monkeypatch, ways) -> list[dict]:
     return kernels.time_layer(ways, 64, CPU)
 
 
+@needs_int8_units
 def test_every_way_of_a_layer_is_timed(monkeypatch):
     rows = layer_times(monkeypatch, quantize.ways)
     assert [row["layer"] for row in rows] == [*quantize.ways(torch.randn(64, 64))]
@@ -495,6 +498,7 @@ def test_every_way_of_a_layer_is_timed(monkeypatch):
         assert row.keys() == rows[0].keys()
 
 
+@needs_int8_units
 def test_every_way_of_a_layer_is_near_the_plain_product():
     """What each rounds to is in the tests above: here, that it is this weight and this input that are multiplied."""
     torch.manual_seed(0)
@@ -600,6 +604,15 @@ def test_calibration_texts_are_in_the_models_own_tokens(net, batch, monkeypatch)
     assert (spaces == 211).all()
 
 
+def test_without_int8_units_activations_are_dequantized(net, batch, monkeypatch, capsys):
+    monkeypatch.setattr(hardware, "native_types", lambda device: ({"fp32"}, "as planted"))
+    weights = {name: layer.weight.detach() for name, layer in workbench.linears(net).items()}
+    schemes = [*quantize.w8a8_schemes(net, weights, batch[0], space=32)]
+    assert {scheme.multiplied for scheme in schemes} == {"fp32, dequantized"}
+    assert "cpu has no units that multiply int8" in capsys.readouterr().out
+
+
+@needs_int8_units
 def test_kernels_of_activations_are_tried_where_these_are_not_all_zero(net):
     """One large activation makes the step so wide that random input of size 1 would all round to 0."""
     layers = workbench.linears(net)
@@ -682,5 +695,5 @@ def test_integer_kernels_on_the_gpu(gpus, tmp_path):
 @pytest.mark.gpu(n=1)
 def test_qat_on_the_gpu(gpus, tmp_path):
     summary = on_gpu(gpus, tmp_path, "qat.py", "--bits", "2")  # its checks hold on cuda
-    assert len(summary["runs"]) == 3
+    assert len(summary["runs"]) == 2
     assert summary["device"] not in ("cpu", "mps")

@@ -353,7 +353,7 @@ def test_the_baseline_is_fp32_whatever_the_container_says(variable):
         "print(torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32)\n"
     )
     env = {**clean_env(), variable: "1", "PYTHONPATH": str(ROOT)}
-    result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=600)
     before = "high" if variable.startswith("TORCH") else "highest"
     assert result.stdout.splitlines() == [before, "highest False"], result.stderr
 
@@ -402,7 +402,7 @@ def test_wrong_steps_are_one_line(tmp_path):
 def test_gpu_runs_every_native_type(gpus, tmp_path):
     command = [sys.executable, "04_amp/compare.py", "--device", "cuda", "--steps", "12"]
     command += ["--json", str(tmp_path / "c.json"), "--plot", str(tmp_path / "c.png")]
-    result = subprocess.run(command, cwd=ROOT, env=gpus, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, cwd=ROOT, env=gpus, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr[-3000:]
     code = "import torch; from common import hardware; print(*hardware.native_types(torch.device('cuda', 0))[0])"
     probe = run_code(code, gpus)
@@ -422,7 +422,7 @@ def test_gpu_runs_every_native_type(gpus, tmp_path):
 def run_code(code: str, gpus: dict[str, str]) -> subprocess.CompletedProcess:
     """In a process that sees only the GPU that is locked for the test, and can import this file."""
     env = {**gpus, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
-    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=600)
 
 
 @pytest.mark.gpu(n=1)

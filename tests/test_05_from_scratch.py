@@ -41,7 +41,7 @@ SMALL = ("--model", "tiny.json", "--device", "cpu", "--json", "s.json")
 def start(script: str, folder, *flags, nproc: int | None = None, warm: bool = True, **env: str):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tiny.json").write_text(json.dumps(TINY))
-    result = run(script, folder, *SMALL, *flags, nproc=nproc, timeout=240, warm=warm, **env)
+    result = run(script, folder, *SMALL, *flags, nproc=nproc, warm=warm, **env)
     assert result.code == 0, f"{result.out[-2000:]}\n{result.err[-4000:]}"
     return json.loads((folder / "s.json").read_text()), result.out
 
@@ -279,7 +279,7 @@ def test_hidden_time_is_shown_where_a_core_is_free_for_it(runs, monkeypatch, cor
 
 def hosts_of(process: subprocess.Popen) -> list[str]:
     """Names of the hosts of this process that are there."""
-    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, timeout=20, check=True).stdout
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, timeout=600, check=True).stdout
     return [line.split()[0] for line in listed.splitlines() if line.split()[0].endswith(f"-{process.pid}")]
 
 
@@ -299,10 +299,10 @@ def two_hosts(tmp_path) -> Iterator[Callable[..., subprocess.Popen]]:
     for process in started:
         kill_all(process)
         for host in hosts_of(process):
-            subprocess.run(["ip", "netns", "delete", host], timeout=20, check=True)
+            subprocess.run(["ip", "netns", "delete", host], timeout=600, check=True)
 
 
-@pytest.mark.launch
+@pytest.mark.long
 def test_two_hosts_with_a_slow_link(tmp_path, two_hosts):
     """The bytes of a step cannot be faster than the link, and no host is left behind."""
     process = two_hosts("--steps", 3, "--link-mbit", 200, "--plot", "overlap.png", "--model", "nano")
@@ -319,17 +319,17 @@ def test_two_hosts_with_a_slow_link(tmp_path, two_hosts):
     assert (tmp_path / "overlap.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.launch
+@pytest.mark.long
 def test_two_hosts_and_their_ranks_go_when_they_are_told_to(two_hosts):
     process = two_hosts("--steps", 100_000, "--link-mbit", 1000)
 
     def has_ranks() -> bool:
         pids = [["ip", "netns", "pids", host] for host in hosts_of(process)]
-        return [bool(subprocess.run(of, capture_output=True, timeout=20).stdout) for of in pids] == [True, True]
+        return [bool(subprocess.run(of, capture_output=True, timeout=600).stdout) for of in pids] == [True, True]
 
     assert holds(process, has_ranks)
     process.terminate()
-    assert process.wait(timeout=60) == 128 + signal.SIGTERM
+    assert process.wait(timeout=600) == 128 + signal.SIGTERM
     assert descendants(process) == []
     assert hosts_of(process) == []
 
@@ -405,7 +405,7 @@ def test_a_wrong_flag_is_one_line_before_any_rank_starts(tmp_path, script):
     assert result.out == ""
 
 
-@pytest.mark.launch
+@pytest.mark.long
 def test_a_failing_ddp_process_ends_the_comparison(tmp_path):
     """The worker's own traceback, and nothing left running: harness.run looks."""
     (tmp_path / "tiny.json").write_text(json.dumps(TINY))
@@ -423,12 +423,11 @@ def test_a_failing_ddp_process_ends_the_comparison(tmp_path):
 
 
 @pytest.mark.gpu(n=2)
-@pytest.mark.timeout(900)
 def test_from_scratch_over_nccl(gpus, tmp_path):
     """The script's own checks are the test: two ranks, all variants to the bit."""
     flags = ("--device", "cuda", "--steps", "4", "--json", "s.json")
     visible = {"CUDA_VISIBLE_DEVICES": gpus["CUDA_VISIBLE_DEVICES"]}
-    result = run("05_ddp/ddp_from_scratch.py", tmp_path, *flags, nproc=2, timeout=400, **visible)
+    result = run("05_ddp/ddp_from_scratch.py", tmp_path, *flags, nproc=2, **visible)
     assert result.code == 0, result.err
     summary = json.loads((tmp_path / "s.json").read_text())
     assert summary["world_size"] == 2
@@ -436,11 +435,10 @@ def test_from_scratch_over_nccl(gpus, tmp_path):
 
 
 @pytest.mark.gpu(n=2)
-@pytest.mark.timeout(900)
 def test_real_data_parallel_beside_ddp(gpus, tmp_path):
     visible = {"CUDA_VISIBLE_DEVICES": gpus["CUDA_VISIBLE_DEVICES"]}
     flags = ("--device", "cuda", "--seq-len", 256, "--global-batch-size", 48, "--json", "s.json")
-    result = run("05_ddp/data_parallel.py", tmp_path, *flags, timeout=400, **visible)
+    result = run("05_ddp/data_parallel.py", tmp_path, *flags, **visible)
     assert result.code == 0, result.err
     summary = json.loads((tmp_path / "s.json").read_text())
     dp, ddp = summary["methods"]

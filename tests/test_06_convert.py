@@ -19,7 +19,7 @@ from common.exits import UserError
 
 SCRIPT, FSDP = "06_fsdp_zero/convert_checkpoint.py", "06_fsdp_zero/train_fsdp.py"
 UNEVEN = shapes.Config(83, 42, 50, 2, 6, 3, 14, 32)  # nothing that two or three ranks divide
-slow = pytest.mark.launch  # CI's slow half
+slow = pytest.mark.long
 
 
 def convert(*words) -> None:

@@ -25,7 +25,7 @@ from support.harness import (
 
 from common import checkpoint, model, shapes
 
-pytestmark = pytest.mark.launch  # CI's slow half
+pytestmark = pytest.mark.long
 SCRIPT, DDP = "06_fsdp_zero/train_fsdp.py", "05_ddp/train.py"
 LAYERS, STEPS = 3, 6
 UNEVEN = {  # 4 ranks divide none of its sizes
@@ -274,7 +274,7 @@ exits.before_exit.append(tell)
 
 
 @needs_compiler
-@pytest.mark.parametrize("how", ["full", pytest.param("selective", marks=pytest.mark.launch)])
+@pytest.mark.parametrize("how", ["full", pytest.param("selective", marks=pytest.mark.long)])
 def test_compiled_blocks_are_whole_graphs_and_change_nothing(tmp_path, baseline, how):
     flags = ("--compile", "--checkpointing", how)
     result = train(with_prelude(SCRIPT, tmp_path, GRAPHS), tmp_path, *uneven(tmp_path, True), *flags, nproc=2)

@@ -11,7 +11,7 @@ from test_06_infer_70b import SCRIPT, by_transformers, infer, while_loading, wri
 
 from common import shapes
 
-slow = pytest.mark.launch  # CI's slow half
+slow = pytest.mark.long
 pipeline = load("06_fsdp_zero/_infer_70b_pipeline.py")
 PROMPTS = ["import os", "x", "while True:", "if __name__ ==", "no"]  # no number of ranks or micro-batches divides them
 UNTIED = {**ODD, "num_hidden_layers": 5, "max_position_embeddings": 80}  # 5 layers: uneven stages

@@ -26,9 +26,7 @@ SHAPES = {
     "odd": {**TINY, "hidden_size": 33, "intermediate_size": 65, "head_dim": 8, "tie_word_embeddings": True},
 }
 RUNS = [("tied", 1), ("untied", 3)]
-SLOW_RUNS = [
-    pytest.param(("odd", None), marks=pytest.mark.launch)
-]  # without torchrun the script starts two ranks itself
+SLOW_RUNS = [pytest.param(("odd", None), marks=pytest.mark.long)]  # without torchrun the script starts two ranks itself
 
 
 def start(folder, shape: str, nproc: int | None, script: str = SCRIPT, model_name: str = "tiny.json"):
@@ -137,7 +135,7 @@ PLANTED = {
 }
 
 
-@pytest.mark.launch
+@pytest.mark.long
 @pytest.mark.parametrize("fault", PLANTED)
 def test_a_wrong_version_fails_its_own_check(tmp_path, fault):
     line, wrong, message = PLANTED[fault]
@@ -224,10 +222,9 @@ def test_a_wrong_model_is_one_line_before_any_rank_starts(tmp_path):
 
 
 @pytest.mark.gpu(n=2)
-@pytest.mark.timeout(900)
 def test_over_nccl(gpus, tmp_path):
     """The script's own checks are the test."""
     visible = {"CUDA_VISIBLE_DEVICES": gpus["CUDA_VISIBLE_DEVICES"]}
-    result = run(SCRIPT, tmp_path, "--device", "cuda", "--json", "s.json", nproc=2, timeout=400, **visible)
+    result = run(SCRIPT, tmp_path, "--device", "cuda", "--json", "s.json", nproc=2, **visible)
     assert result.code == 0, result.err
     assert json.loads((tmp_path / "s.json").read_text())["world_size"] == 2

@@ -268,7 +268,7 @@ def test_a_wrong_flag_is_one_line(tmp_path, flag, value):
 
 
 @needs_compiler
-@pytest.mark.launch
+@pytest.mark.long
 def test_the_compiled_loss_is_told_too(tmp_path):
     result = run(SCRIPT, tmp_path, *SMALL, "--json", "c.json", warm=False)
     assert result.code == 0, f"{result.out[-2000:]}\n{result.err[-4000:]}"
@@ -277,7 +277,6 @@ def test_the_compiled_loss_is_told_too(tmp_path):
 
 
 @pytest.mark.gpu(n=1)
-@pytest.mark.timeout(900)
 def test_a_fifteenth_of_the_memory_on_a_gpu(gpus, tmp_path):
     """By max_memory_allocated, at the vocabulary of Llama 3 and the hidden size of llama-1b."""
     uuid = gpus["CUDA_VISIBLE_DEVICES"]

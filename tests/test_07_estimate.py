@@ -374,7 +374,7 @@ def test_bare(tmp_path):
 def test_it_answers_without_torch():
     code = "import sys; sys.argv = ['e', '--advise']; sys.path.insert(0, '07_memory_tricks'); import estimate; "
     code += "assert estimate.main() == 0; assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60, capture_output=True)
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=600, capture_output=True)
 
 
 def test_the_issue_of_a_70b_on_8_gpus(tmp_path):
@@ -592,7 +592,6 @@ RUNS = {
 
 
 @pytest.mark.gpu(n=1)
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("script", ["04_amp/train.py", "06_fsdp_zero/train_fsdp.py"])
 @pytest.mark.parametrize("name", RUNS)
 def test_the_peak_is_what_a_gpu_allocates(name, script, gpus, tmp_path):

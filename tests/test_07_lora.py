@@ -452,7 +452,7 @@ def test_a_model_with_random_weights_is_trained_first(tmp_path):
 def test_on_a_gpu_memory_falls_from_method_to_method(tmp_path, gpus):
     visible = {"CUDA_VISIBLE_DEVICES": gpus["CUDA_VISIBLE_DEVICES"], "OMP_NUM_THREADS": "4"}
     flags = ["--device", "cuda", "--json", "summary.json", "--plot", "m.png"]
-    result = run(SCRIPT, tmp_path, *flags, warm=False, timeout=240, **visible)
+    result = run(SCRIPT, tmp_path, *flags, warm=False, **visible)
     assert result.code == 0, result.err[-3000:]
     full, adapter, quantized = [row["peak_memory_bytes"] for row in result.summary["methods"]]
     assert full > adapter > quantized

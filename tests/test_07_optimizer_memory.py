@@ -213,7 +213,7 @@ def test_a_step_inside_backward_is_the_step_after_it_to_the_bit(make):
 def finish(folder: Path) -> dict:
     (folder / "uneven.json").write_text(json.dumps(UNEVEN))
     flags = ("--model", "uneven.json", "--device", "cpu", "--steps", 4, "--seq-len", 16, "--seeds", 2)
-    result = run(SCRIPT, folder, *flags, "--lr", 1e-3, "--json", "o.json", "--plot", "o.png")
+    result = run(SCRIPT, folder, *flags, "--batch-size", 4, "--lr", 1e-3, "--json", "o.json", "--plot", "o.png")
     assert result.code == 0, f"{result.out[-2000:]}\n{result.err[-4000:]}"
     assert result.out.count("checked: ") == 3
     assert (folder / "o.png").read_bytes().startswith(b"\x89PNG")

@@ -645,7 +645,7 @@ SAID_COMPILED = {
 }
 
 
-@pytest.mark.launch
+@pytest.mark.long
 @pytest.mark.parametrize("case", SAID_COMPILED)
 def test_compiled_it_says_the_same(tmp_path, folder, case):
     """In fp32, where the order of a sum tips no token. One graph serves all positions."""
@@ -657,7 +657,7 @@ def test_compiled_it_says_the_same(tmp_path, folder, case):
     for flags in ([], ["--compile"]):
         told = {"TORCH_LOGS": "recompiles,graph_code"}
         flags_of_run = [*shared, *more, *flags, "--json", "summary.json"]
-        result = run(SCRIPT, tmp_path, *flags_of_run, timeout=240, warm=False, **told)
+        result = run(SCRIPT, tmp_path, *flags_of_run, warm=False, **told)
         assert result.code == 0, result.err[-3000:]
         said.append((result.summary["token_ids"], result.summary["schemes"][0]["loss"]))
         assert result.err.count("class GraphModule") == len(flags)
@@ -667,14 +667,13 @@ def test_compiled_it_says_the_same(tmp_path, folder, case):
     assert loss == compiled_loss
 
 
-@pytest.mark.launch
-@pytest.mark.timeout(900)
+@pytest.mark.long
 def test_each_model_of_a_process_has_a_compiled_step_of_its_own(tmp_path):
     """All types of weights in turn, then two of them in processes of their own: none takes the step of another."""
     shared = ["--model", "nano", "--compile", "--max-new-tokens", 12, "--device", "cpu", "--json", "summary.json"]
 
     def answers(weights: str) -> dict[str, list]:
-        result = run(SCRIPT, tmp_path, *shared, "--weights", weights, timeout=280, warm=False)
+        result = run(SCRIPT, tmp_path, *shared, "--weights", weights, warm=False)
         assert result.code == 0, result.err[-3000:]
         return {row["weights"]: row["token_ids"] for row in result.summary["schemes"]}
 
@@ -684,7 +683,7 @@ def test_each_model_of_a_process_has_a_compiled_step_of_its_own(tmp_path):
         assert answers(weights) == {weights: together[weights]}
 
 
-@pytest.mark.launch
+@pytest.mark.long
 def test_the_loss_of_a_trained_model_by_scheme(tmp_path):
     train("04_amp/train.py", tmp_path, "--steps", 150, "--lr", 1e-2)
     done = run("06_fsdp_zero/convert_checkpoint.py", tmp_path, "run", "trained", "--to", "hf", "--model", "tiny.json")

@@ -53,7 +53,7 @@ def chosen_by_expert(proof_of_run: dict) -> list:
     return [[torch.tensor(kept).sum(0).tolist() for kept in step] for step in proof_of_run["kept"]]
 
 
-RANKS = [1, 2, *(pytest.param(n, marks=pytest.mark.launch) for n in (3, 4))]  # 4 ranks do not divide 6 experts
+RANKS = [1, 2, *(pytest.param(n, marks=pytest.mark.long) for n in (3, 4))]  # 4 ranks do not divide 6 experts
 
 
 @pytest.mark.parametrize("nproc", RANKS)
@@ -140,7 +140,7 @@ def test_the_balance_loss_of_parts_is_larger(once):
     assert rows == finished(once, 1)["balance"]
 
 
-@pytest.mark.launch
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("nproc", "flags"),
     [
@@ -196,7 +196,7 @@ PLANTED = {  # a fault, and the first proof that it breaks
 }
 
 
-@pytest.mark.launch
+@pytest.mark.long
 @pytest.mark.parametrize("fault", PLANTED)
 def test_a_wrong_version_fails_its_own_check(tmp_path, fault):
     line, wrong, broken_proof = PLANTED[fault]
@@ -255,7 +255,7 @@ def text(sequences: int = 3, length: int = 7) -> torch.Tensor:
     return torch.randn(sequences, length, 36, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.launch  # transformers takes its time to import
+@pytest.mark.long  # transformers takes its time to import
 @pytest.mark.parametrize("kind", [script.Mixture, proof.LocalMixture])
 def test_it_is_the_mixture_of_transformers(group, kind):
     """Outputs, gradients and balance loss of Mixtral, whose balance loss is k times ours."""
@@ -381,10 +381,10 @@ def test_the_mixture_is_the_first_thing_after_the_imports():
     assert len(source.splitlines()) <= 250
 
 
-@pytest.mark.launch
+@pytest.mark.long
 def test_bare(tmp_path):
     """It starts two ranks itself. With the balance loss the routers stay more even."""
-    result = run(SCRIPT, tmp_path, "--json", "s.json", warm=False, timeout=280)
+    result = run(SCRIPT, tmp_path, "--json", "s.json", warm=False)
     assert result.code == 0, result.err
     summary = json.loads((tmp_path / "s.json").read_text())
     assert summary["world_size"] == 2
@@ -395,20 +395,18 @@ def test_bare(tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.timeout(900)
 def test_on_one_gpu(gpus, tmp_path):
     """The script's own checks are the test."""
     visible = {"CUDA_VISIBLE_DEVICES": gpus["CUDA_VISIBLE_DEVICES"]}
     flags = ("--device", "cuda", "--json", "s.json")
-    result = run(SCRIPT, tmp_path, *flags, nproc=1, timeout=400, warm=False, **visible)
+    result = run(SCRIPT, tmp_path, *flags, nproc=1, warm=False, **visible)
     assert result.code == 0, result.err
 
 
 @pytest.mark.gpu(n=2)
-@pytest.mark.timeout(900)
 def test_over_nccl(gpus, tmp_path):
     visible = {"CUDA_VISIBLE_DEVICES": gpus["CUDA_VISIBLE_DEVICES"]}
     flags = ("--device", "cuda", "--json", "s.json")
-    result = run(SCRIPT, tmp_path, *flags, nproc=2, timeout=400, warm=False, **visible)
+    result = run(SCRIPT, tmp_path, *flags, nproc=2, warm=False, **visible)
     assert result.code == 0, result.err
     assert json.loads((tmp_path / "s.json").read_text())["world_size"] == 2

@@ -345,7 +345,7 @@ def test_cold(tmp_path):
 def test_it_answers_without_torch():
     code = "import sys; sys.argv = ['p', '--gpus', '16']; sys.path.insert(0, '08_model_parallel'); import plan; "
     code += "assert plan.main() == 0; assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60, capture_output=True)
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=600, capture_output=True)
 
 
 def test_a_70b_on_1024_gpus(tmp_path):
@@ -380,7 +380,7 @@ def test_tensor_ranks_alone_need_no_vocabulary_that_they_divide(tmp_path):
     assert "--tp 2 does not divide the 257 tokens of the vocabulary" in refused.err
 
 
-@pytest.mark.launch
+@pytest.mark.long
 @pytest.mark.parametrize("cuts", [("--tp", 2, "--pp", 2), ("--tp", 1, "--cp", 2), ()], ids=["2x2", "context", "free"])
 def test_the_command_starts(tmp_path, cuts):
     """On real ranks, whose bytes are those that --check found on fake ones."""
@@ -410,7 +410,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize(
-    "cut", [pytest.param(cut, marks=pytest.mark.launch) for cut in LAYOUTS if cut != "all"] + ["all"]
+    "cut", [pytest.param(cut, marks=pytest.mark.long) for cut in LAYOUTS if cut != "all"] + ["all"]
 )
 def test_bytes_of_ranks_are_as_predicted(llama, cut):
     """Of a model with the widths of an 8B; layers that the stages do not divide."""

@@ -68,7 +68,7 @@ def start(folder: Path, shape: str, nproc: int | None, *flags, script: str = SCR
 
 @pytest.fixture(
     scope="module",
-    params=[*RUNS, *(pytest.param(slow, marks=pytest.mark.launch) for slow in SLOW_RUNS)],
+    params=[*RUNS, *(pytest.param(slow, marks=pytest.mark.long) for slow in SLOW_RUNS)],
     ids=lambda parameters: f"{parameters[0]}-{parameters[1]}",
 )
 def finished(request, once) -> tuple[str, int, dict, str]:
@@ -212,7 +212,7 @@ PLANTED = {
 }
 
 
-@pytest.mark.launch
+@pytest.mark.long
 @pytest.mark.parametrize("fault", PLANTED)
 def test_a_wrong_version_fails_its_own_check(tmp_path, fault):
     line, wrong, message = PLANTED[fault]
@@ -285,22 +285,20 @@ def test_the_cuts_are_the_first_thing_after_the_imports():
     assert functions[:7] == ["f", "g", "f_of_sequence", "g_of_sequence", "cut_model", "look_up", "cut_cross_entropy"]
 
 
-@pytest.mark.launch
+@pytest.mark.long
 def test_without_flags_it_starts_two_ranks_and_checks_itself(tmp_path):
-    result = run(SCRIPT, tmp_path, timeout=240)
+    result = run(SCRIPT, tmp_path)
     assert result.code == 0, result.err
     assert "torchrun --nproc_per_node=2" in result.out
     assert result.out.count("checked: ") == 2
 
 
 @pytest.mark.gpu
-@pytest.mark.timeout(600)
 def test_on_one_gpu(gpus, tmp_path):
     over_nccl(gpus, tmp_path, 1)
 
 
 @pytest.mark.gpu(n=2)
-@pytest.mark.timeout(600)
 def test_over_nccl(gpus, tmp_path):
     over_nccl(gpus, tmp_path, 2)
 
@@ -308,6 +306,6 @@ def test_over_nccl(gpus, tmp_path):
 def over_nccl(gpus: dict[str, str], folder: Path, nproc: int) -> None:
     """The script's own checks are the test."""
     visible = {"CUDA_VISIBLE_DEVICES": gpus["CUDA_VISIBLE_DEVICES"]}
-    result = run(SCRIPT, folder, "--device", "cuda", "--json", "s.json", nproc=nproc, timeout=400, **visible)
+    result = run(SCRIPT, folder, "--device", "cuda", "--json", "s.json", nproc=nproc, **visible)
     assert result.code == 0, result.err
     assert json.loads((folder / "s.json").read_text())["world_size"] == nproc

@@ -148,7 +148,7 @@ def nested(tmp_path, request, open_input):
 
 
 def is_alive(process: psutil.Process) -> bool:
-    return bool(psutil.wait_procs([process], timeout=30)[1]) and process.status() != psutil.STATUS_ZOMBIE
+    return bool(psutil.wait_procs([process], timeout=600)[1]) and process.status() != psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.parametrize("nested", ["with a handler", "without"], indirect=True)
@@ -165,7 +165,7 @@ def test_what_a_command_has_started_ends_with_it(nested):
 def test_a_benchmark_that_is_terminated_takes_its_process_along(nested):
     process, inner = nested
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=60) == 128 + signal.SIGTERM
+    assert process.wait(timeout=600) == 128 + signal.SIGTERM
     assert not is_alive(inner)
 
 

@@ -260,7 +260,7 @@ def test_without_flock_the_lock_of_a_dead_process_runs_out(tmp_path):
     assert second.code == 2
     assert "is in use by a live run (host " in second.err
     first.send_signal(signal.SIGKILL)
-    first.wait(timeout=30)
+    first.wait(timeout=600)
     # the file of the dead says another machine now: nobody can ask there whether the process lives
     marker = tmp_path / "run/.lease"
     marker.write_text(marker.read_text().replace(os.uname().nodename, "another-host"))
@@ -392,7 +392,7 @@ def test_a_reader_that_ends_early_is_no_error(tmp_path, lines, code):
         assert process.stdout.readline() == "first\n"
         process.stdout.close()
         process.stdin.close()
-        assert (process.stderr.read(), process.wait(timeout=60)) == ("", code)
+        assert (process.stderr.read(), process.wait(timeout=600)) == ("", code)
 
 
 def test_a_resume_checks_the_dtype_that_auto_has_become(tmp_path):

@@ -10,12 +10,11 @@ import fault_campaign
 import pytest
 from support.harness import ROOT, SEVERAL, clean_env
 
-pytestmark = pytest.mark.launch
+pytestmark = pytest.mark.long
 SEED = 41  # every kind, 1 to 3 processes, both ways to save, and few process starts
 
 
 @pytest.mark.parametrize("script", fault_campaign.SCRIPTS)
-@pytest.mark.timeout(700)
 def test_every_kind_of_fault(tmp_path, script):
     numbers, _ = fault_campaign.SCRIPTS[script]
     faults = 10 if len(numbers) > 1 else 7  # four ranks take long to start

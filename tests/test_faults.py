@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from support.harness import (
     BASELINE,
-    IN_SLOW_HALF,
+    IN_LONG,
     ROOT,
     SEVERAL,
     TINY,
@@ -40,21 +40,17 @@ from support.harness import (
 LONG = ("--steps", 60, "--deterministic", "--save-every", 4)  # long enough to be hit while it runs
 
 
-def each_launched(
-    name: str, values: dict, sample: set, campaign: frozenset = frozenset(), slow: frozenset = frozenset()
-):
+def each_launched(name: str, values: dict, sample: set, slow: frozenset = frozenset()):
     """Each value, named by its key, with each script for several processes.
 
     Real launches are slow, and what answers a signal or a fault is in common/. So of the scripts after the first only
-    the values in `sample` run every time; -m campaign runs the rest, and those in `campaign` of all scripts. The values
-    in `slow` are variants of others, and wait for CI's slow half.
+    the values in `sample` run every time. The rest, and those in `slow` of all scripts, run in `make test-long`.
     """
     cases = []
     for script in SEVERAL:
         for key, value in values.items():
-            seldom = key in campaign or (script != SEVERAL[0] and key not in sample)
-            often = pytest.mark.launch if script in IN_SLOW_HALF or key in slow else ()
-            marks = pytest.mark.campaign if seldom else often
+            seldom = script in IN_LONG or key in slow or (script != SEVERAL[0] and key not in sample)
+            marks = pytest.mark.long if seldom else ()
             cases.append(pytest.param(value, script, id=f"{key}-{script}", marks=marks))
     return pytest.mark.parametrize((name, "script"), cases)
 
@@ -169,7 +165,7 @@ def test_ranks_whose_torchrun_dies_save_and_end(tmp_path, undisturbed, number, s
 # --- kill -9 at any moment
 
 
-@each_launched("seed", {i: i for i in range(20)}, sample={3}, campaign=frozenset(range(4, 20)))
+@each_launched("seed", {i: i for i in range(20)}, sample={3}, slow=frozenset(range(4, 20)))
 def test_killed_and_resumed_is_undisturbed(tmp_path, undisturbed, seed, script):
     """Kill a job up to three times, at moments drawn from the seed, half of them inside a save."""
     draw = random.Random(seed)
@@ -219,7 +215,7 @@ def test_a_rank_that_fails_takes_the_job_down(tmp_path, flags, script):
     failing = with_fault(script, tmp_path, 'raise RuntimeError("the third step broke")')
     process = launch(failing, tmp_path, "--steps", 5000, *flags, nproc=2)
     assert holds(process, lambda: "the third step broke" in (tmp_path / "stderr").read_text())
-    result = finish(process, tmp_path, timeout=30)
+    result = finish(process, tmp_path)
     assert result.code != 0
     assert 'raise RuntimeError("the third step broke")' in result.err or "failing_step" in result.err
     assert "RuntimeError: the third step broke" in result.err
@@ -230,7 +226,7 @@ def test_a_rank_that_is_killed_takes_the_job_down(tmp_path, script):
     failing = with_fault(script, tmp_path, "os.kill(os.getpid(), 9)")
     process = launch(failing, tmp_path, "--steps", 5000, nproc=2)
     assert holds(process, lambda: steps_logged(tmp_path) >= 2)
-    result = finish(process, tmp_path, timeout=30)
+    result = finish(process, tmp_path)
     assert result.code != 0
     assert "Signal 9 (SIGKILL)" in result.err
 

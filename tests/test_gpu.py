@@ -61,7 +61,6 @@ RUNS = {
 # a wait for another run's GPUs counts as the test's time
 pytestmark = [
     pytest.mark.gpu(n=1),
-    pytest.mark.timeout(900),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
 ]
 

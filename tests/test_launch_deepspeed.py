@@ -101,7 +101,7 @@ WRONG = [
 def test_wrong_settings(tmp_path, settings, words):
     (tmp_path / "empty").write_text("# nobody\n\n")
     (tmp_path / "others").write_text("198.51.100.1 slots=8\n198.51.100.2 slots=8\n")
-    result = finish(start([str(LAUNCH)], tmp_path, **{"PATH": PATH, **settings}), tmp_path, timeout=30)
+    result = finish(start([str(LAUNCH)], tmp_path, **{"PATH": PATH, **settings}), tmp_path)
     assert result.code == 2
     assert len(result.err.splitlines()) == 1
     assert f"hostfile.sh: error: {words}" in result.err

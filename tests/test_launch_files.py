@@ -40,7 +40,7 @@ def tool(name: str) -> str:
 
 def passes(*argv) -> bool:
     """Does a linter find nothing? What it finds is printed."""
-    result = subprocess.run([str(word) for word in argv], capture_output=True, text=True, timeout=60)
+    result = subprocess.run([str(word) for word in argv], capture_output=True, text=True, timeout=600)
     print(result.stdout, result.stderr)
     return result.returncode == 0
 
@@ -225,7 +225,7 @@ def test_pods_save_on_sigterm_and_resume(tmp_path):
         )
 
     def ends(*codes: int) -> None:
-        assert [process.wait(timeout=120) for process in running] == [*codes]
+        assert [process.wait(timeout=600) for process in running] == [*codes]
 
     def steps() -> int:
         file = tmp_path / "stopped/metrics.jsonl"
@@ -409,7 +409,7 @@ def test_a_batch_file_that_no_slurm_starts_says_so(tmp_path, file):
         env=clean_env(),
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=600,
     )
     assert result.returncode != 0
     assert "SLURM_JOB_ID: is not set: start this file with sbatch" in result.stderr
@@ -420,5 +420,5 @@ def test_a_number_of_requeues_that_is_none_is_told_at_the_start(tmp_path):
     job = {"SLURM_JOB_ID": "1", "SLURM_JOB_NAME": "sweep", "SLURM_ARRAY_JOB_ID": "1", "SLURM_ARRAY_TASK_ID": "0"}
     env = clean_env(**job, PROCS_PER_NODE="1", MAX_REQUEUES="many")
     file = ROOT / "launch/slurm/array_requeue.sbatch"
-    result = subprocess.run(["bash", str(file)], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=30)
+    result = subprocess.run(["bash", str(file)], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600)
     assert (result.returncode, result.stderr) == (2, "sweep: error: MAX_REQUEUES=many is not a number\n")

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from common import report
 
@@ -40,4 +41,5 @@ def test_a_summary_for_programs_keeps_every_digit(tmp_path, capsys):
     written = json.loads(file.read_text())
     assert (written["peak_memory_bytes"], written["seconds"]) == (620_756_993, 34.56789)
     assert set(written) >= set(report.SUMMARY)
+    assert written["torch"] == torch.__version__
     assert "592 MiB" in capsys.readouterr().out

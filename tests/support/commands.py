@@ -24,7 +24,7 @@ def check_pytest(words: list[str]) -> None:
     files = [ROOT / word for word in words if word.startswith("tests/")]
     for file in files:
         assert file.is_file(), f"no such file: {file}"
-        marked = re.search(r"^pytestmark = pytest\.mark\.(launch|campaign)$", file.read_text(), re.MULTILINE)
+        marked = re.search(r"^pytestmark = pytest\.mark\.(launch|long)$", file.read_text(), re.MULTILINE)
         assert not marked or marked[1] in words, f"nothing of {file} runs without -m {marked[1]}"
     if "-k" in words:
         wanted = words[words.index("-k") + 1]

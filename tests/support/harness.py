@@ -25,6 +25,7 @@ from support import warm as warm_process
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = ROOT / "tests/data/text.txt"  # 350 sequences of 32 bytes; a file of its own: no edit of the code moves a loss
+LIMIT = 600  # seconds, against hangs: a machine that is merely slow or busy keeps within them
 CAN_COMPILE = shutil.which("g++") and Path(sysconfig.get_path("include"), "Python.h").exists()
 needs_compiler = pytest.mark.skipif(not CAN_COMPILE, reason="torch.compile on a CPU needs g++ and Python.h")
 TINY = {
@@ -59,13 +60,13 @@ TRAINING_SCRIPTS = {
 }
 BASELINE, *_ = TRAINING_SCRIPTS
 SEVERAL = [script for script, processes in TRAINING_SCRIPTS.items() if 2 in processes]  # those for several processes
-# what chapter 05 shares with these is tried there: here `make test` keeps one run, CI's slow half has all
-IN_SLOW_HALF = {"06_fsdp_zero/train_fsdp.py", "08_model_parallel/train_3d.py"}
+# what chapter 05 shares with these is tried there: here `make test` keeps one run, `make test-long` has all
+IN_LONG = {"06_fsdp_zero/train_fsdp.py", "08_model_parallel/train_3d.py"}
 
 
 def case(script: str, *more, **how):
     """The parameters of a test that is run with a script."""
-    how.setdefault("marks", pytest.mark.launch if script in IN_SLOW_HALF else ())
+    how.setdefault("marks", pytest.mark.long if script in IN_LONG else ())
     return pytest.param(script, *more, **how)
 
 
@@ -146,14 +147,14 @@ def kill_all(process: Process) -> None:
         for victim in victims:
             victim.kill()
         psutil.wait_procs(victims, timeout=10)
-    process.wait(timeout=30)
+    process.wait(timeout=LIMIT)
 
 
-def finish(process: Process, folder: Path, timeout: float = 120) -> Result:
+def finish(process: Process, folder: Path, timeout: float = LIMIT) -> Result:
     """Wait for the end; nothing of the job may outlive it."""
     try:
         code = process.wait(timeout=timeout)
-        _, left = psutil.wait_procs(descendants(process), timeout=10)
+        _, left = psutil.wait_procs(descendants(process), timeout=60)
         left = getattr(process, "left", []) or [p.cmdline() for p in left]
         assert not left, f"left running: {left}"
     finally:
@@ -162,7 +163,7 @@ def finish(process: Process, folder: Path, timeout: float = 120) -> Result:
 
 
 def run(
-    script: str, folder: Path, *flags, nproc: int | None = None, timeout: float = 120, warm: bool = True, **env: str
+    script: str, folder: Path, *flags, nproc: int | None = None, timeout: float = LIMIT, warm: bool = True, **env: str
 ) -> Result:
     """Run a script to its end in `folder`, which is made."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -289,7 +290,7 @@ def damage(path: Path, how: str, files: str = "*.distcp") -> None:
         file.write_bytes(data)
 
 
-def holds(process: Process, condition, timeout: float = 60) -> bool:
+def holds(process: Process, condition, timeout: float = LIMIT) -> bool:
     """Wait until condition() is true; False if the process has ended before that."""
     deadline = time.monotonic() + timeout
     while not condition():

@@ -62,7 +62,7 @@ class Cluster:
         """The output of a Slurm client."""
         words = [str(word) for word in argv]
         result = subprocess.run(
-            words, cwd=self.repository, env=self.env | env, capture_output=True, text=True, timeout=60
+            words, cwd=self.repository, env=self.env | env, capture_output=True, text=True, timeout=600
         )
         assert result.returncode == 0, f"{words}: {result.stderr}"
         return result.stdout.strip()
@@ -81,7 +81,7 @@ class Cluster:
         return self.show(job)
 
 
-def until(condition: Callable[[], bool], timeout: float = 150) -> None:
+def until(condition: Callable[[], bool], timeout: float = 600) -> None:
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, "the condition never held"
@@ -159,7 +159,7 @@ def start(folder: Path) -> Iterator[Cluster]:
         dead = [daemon.args for daemon in daemons if daemon.poll() is not None]
         assert not dead, f"{dead} ended: {''.join(file.read_text() for file in folder.glob('*.out'))}"
         words = ["sinfo", "-h", "-p", "low", "-o", "%T"]
-        return subprocess.run(words, env=env, capture_output=True, text=True, timeout=60).stdout.strip()
+        return subprocess.run(words, env=env, capture_output=True, text=True, timeout=600).stdout.strip()
 
     try:
         for number, command in enumerate(commands):
@@ -175,4 +175,4 @@ def start(folder: Path) -> Iterator[Cluster]:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
             for daemon in daemons:
-                daemon.wait(timeout=30)
+                daemon.wait(timeout=600)

@@ -27,7 +27,7 @@ class Host:
 
 
 def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=20)
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=600)
 
 
 @contextmanager
@@ -51,4 +51,4 @@ def two_hosts():
         yield hosts
     finally:
         for host in hosts:
-            subprocess.run(["ip", "netns", "delete", host.name], capture_output=True, timeout=20)
+            subprocess.run(["ip", "netns", "delete", host.name], capture_output=True, timeout=600)

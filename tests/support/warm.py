@@ -84,7 +84,7 @@ class Job:
         self._keeper, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         socket.send_fds(_requests(), [json.dumps(job).encode()], [theirs.fileno()])
         theirs.close()
-        self.pid: int = self._answer(60)["pid"]
+        self.pid: int = self._answer(600)["pid"]
 
     def _answer(self, timeout: float) -> dict:
         self._keeper.settimeout(timeout)
@@ -116,7 +116,7 @@ class Job:
         """kill -9 for all of the job."""
         if self.poll() is None:
             self._keeper.shutdown(socket.SHUT_WR)
-            self.wait(60)
+            self.wait(600)
 
 
 def run(argv: list[str], folder: Path, env: dict[str, str], timeout: float, **how) -> int:

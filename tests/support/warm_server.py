@@ -40,7 +40,7 @@ MODULES = (
     *(f"common.{file.stem}" for file in sorted(ROOT.glob("common/[a-z]*.py"))),
 )
 ENDS_TOGETHER_SECONDS = 10  # what a job's own end may take; what is still there then has been left behind
-SAVES_AND_ENDS_SECONDS = 60  # the same for ranks whose torchrun has died
+SAVES_AND_ENDS_SECONDS = 600  # the same for ranks whose torchrun has died
 PR_SET_CHILD_SUBREAPER = 36
 
 
