@@ -182,7 +182,7 @@ def _gpus_for_marked(request: pytest.FixtureRequest) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if not hasattr(config, "workerinput"):  # a run of its own: what a killed compile leaves in the cache spoils no other
+    if not hasattr(config, "workerinput"):  # a cache for this run: what a killed compile leaves in it spoils no other
         config.compile_cache = tempfile.mkdtemp(prefix="inductor-")
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = config.compile_cache  # xdist's workers inherit it
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's "&" does that, and every script would inherit it
