@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from common import hardware
+from old import hardware
 
 # torch's type; the largest relative error that rounding explains
 TYPES = {

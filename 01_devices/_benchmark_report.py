@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from _benchmark_products import LABELS
 
-from common import hardware, report
+from old import hardware, report
 
 PREFIXES = {"T": 1e12, "G": 1e9, "M": 1e6, "": 1.0, "m": 1e-3, "µ": 1e-6, "n": 1e-9}
 TABLES = {  # kinds of figures by the title of their table

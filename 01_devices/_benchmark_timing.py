@@ -16,8 +16,8 @@ import psutil
 import torch
 from torch import Tensor
 
-from common import hardware, nvml
-from common.exits import UserError
+from old import hardware, nvml
+from old.exits import UserError
 
 WARM_UP_SECONDS = 0.05  # of every figure
 # what NVML tells of a GPU that a figure depends on

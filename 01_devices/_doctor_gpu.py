@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from _doctor_machine import Check
 
-from common import nvml
+from old import nvml
 
 
 def nvidia_cards(devices: Path = Path("/sys/bus/pci/devices")) -> int:

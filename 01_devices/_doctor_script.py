@@ -15,7 +15,7 @@ import psutil
 from _doctor_job import RENDEZVOUS
 from _doctor_machine import Check
 
-from common import nvml
+from old import nvml
 
 HERE = Path(__file__).resolve().parent
 # the program of each rank: the script then takes its place as the main module

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import psutil
 
-from common import nvml, report
+from old import nvml, report
 
 
 def likely_hang(gpu: dict) -> bool | None:

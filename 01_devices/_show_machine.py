@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from common import hardware, nvml
+from old import hardware, nvml
 
 # instruction sets that matter for training and are not units of one type: these are in hardware.CPU_SETS
 GENERAL_SETS = {"sse2", "asimd", "neon", "avx2", "avx512f", "avx512_f", "amx_tile", "sve", "sve2", "svebf16"}

@@ -1,6 +1,6 @@
 """The tables that show.py prints. What a program wants is in --json."""
 
-from common import report
+from old import report
 
 UNITS = {"bytes": " GB", "watts": " W", "celsius": " °C", "mhz": " MHz", "bytes_per_second": " MB/s"}
 SCALES = {"bytes": 1e9, "bytes_per_second": 1e6}

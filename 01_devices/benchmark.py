@@ -26,12 +26,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # old/, with nothing installed
 from _benchmark_products import LABELS, TYPES, limit_flops, obstacle, operands, product, relative_error
 from _benchmark_report import bugs, ceilings, conclusions, figure, plot_roofline, print_conditions, print_tables
 from _benchmark_timing import WARM_UP_SECONDS, buffer_bytes, conditions, conditions_under_load, timed, warm_up
 
-from common import cli, exits, hardware, report, runtime
+from old import cli, exits, hardware, report, runtime
 
 CPU = torch.device("cpu")
 # (M, N, K): x [M, K] times w [N, K] transposed; 32 rows are few tokens against a whole matrix

@@ -20,15 +20,15 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # old/, with nothing installed
 import _doctor_gpu as checks_gpu
 import _doctor_job as checks_job
 import _doctor_machine as checks_machine
 import _doctor_script as checks_script
 import torch
 
-from common import cli, exits, nvml, report
-from common.exits import UserError
+from old import cli, exits, nvml, report
+from old.exits import UserError
 
 
 def parse_args():

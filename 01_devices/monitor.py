@@ -23,10 +23,10 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # old/, with nothing installed
 from _monitor_readings import sample
 
-from common import cli, exits, nvml, report, runtime
+from old import cli, exits, nvml, report, runtime
 
 # All that is shown and exported: part of a sample, key in it; the base unit last, and _total for a counter.
 METRICS = [

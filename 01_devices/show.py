@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # old/, with nothing installed
 sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "07_memory_tricks"))  # the formulas of what fits
 import estimate
 from _estimate_plan import Plan
@@ -26,7 +26,7 @@ from _estimate_shapes import from_config
 from _show_machine import host, topology
 from _show_report import print_dtypes, print_fits, print_gpus, print_host, print_peaks
 
-from common import cli, exits, hardware, model, nvml, report, runtime, shapes
+from old import cli, exits, hardware, model, nvml, report, runtime, shapes
 
 TYPES = {
     "fp32": torch.float32,

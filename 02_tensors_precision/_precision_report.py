@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from _precision_formats import FORMATS, stochastic_bias
 
-from common import report
+from old import report
 
 
 def print_types(allowed: dict[str, dict]) -> None:

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import torch
 from _quantize_workbench import linears
 
-from common import model, shapes
-from common.report import table
+from old import model, shapes
+from old.report import table
 
 LLAMA2 = {  # vocabulary, hidden, ffn, layers, heads, key-value heads, head_dim, length; lm_head is not tied
     "7B": shapes.Config(32_000, 4096, 11_008, 32, 32, 32, 128, 4096),

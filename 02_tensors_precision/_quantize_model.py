@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 REPO = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPO))  # common/, with nothing installed
-from common import cli, data, model, report, runtime, shapes
-from common.exits import UserError
-from common.hardware import device_name
+sys.path.insert(0, str(REPO))  # old/, with nothing installed
+from old import cli, data, model, report, runtime, shapes
+from old.exits import UserError
+from old.hardware import device_name
 
 NANO = "nano"
 SEQ_LEN = 64

@@ -3,7 +3,7 @@
 from _quantize_kernels import ROUNDS
 from torch import nn
 
-from common.report import table
+from old.report import table
 
 
 def print_schemes(rows: list[dict], net: nn.Module, turns: int) -> None:

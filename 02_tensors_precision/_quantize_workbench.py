@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
-from common import data, model
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # old/, with nothing installed
+from old import data, model
 
 Forward = Callable[[Tensor], Tensor]
 Batches = list[tuple[Tensor, Tensor]]

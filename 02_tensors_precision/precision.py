@@ -23,11 +23,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # old/, with nothing installed
 from _precision_formats import FORMATS, limits, multiply_fp8, round_stochastically, round_to_tf32, scale_to_fp8
 from _precision_report import plot, print_products, print_rates, print_sums, print_types, print_updates
 
-from common import cli, exits, hardware, report, runtime
+from old import cli, exits, hardware, report, runtime
 
 ADDITIONS = 10_000
 RATE = Fraction("1.1")  # per second

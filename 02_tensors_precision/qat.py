@@ -38,7 +38,7 @@ from _quantize_report import print_seeds, print_verdicts
 from _quantize_workbench import Batches, Forward, difference, linears, measure
 from quantize import Quantized, dequantize, emulate, quantize
 
-from common import cli, exits, model, runtime
+from old import cli, exits, model, runtime
 
 LR = 2e-4  # where the model's schedule ended: a higher one would first undo some of its training
 SHARES = [1 - i / 10 for i in range(8)]  # of a row's largest weight, tried as the end of its scale

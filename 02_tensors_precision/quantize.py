@@ -36,7 +36,7 @@ from _quantize_model import finish, flags, held_out_sets, scan_set, starting_mod
 from _quantize_report import print_layer, print_schemes, print_sensitivity
 from _quantize_workbench import Batches, Forward, Scheme, evaluate, linears, observe, sensitivity
 
-from common import exits, hardware, runtime
+from old import exits, hardware, runtime
 
 KEEP = 7  # one layer of so many keeps more bits in mixed precision
 DEQUANTIZED = "fp32, dequantized"

@@ -23,8 +23,8 @@ import torch
 from torch import nn
 from torch.nn.functional import conv2d
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
-from common import cli, exits, hardware, report, runtime
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # old/, with nothing installed
+from old import cli, exits, hardware, report, runtime
 
 ROUNDS = 7
 WARM_UP_ROUNDS = 2

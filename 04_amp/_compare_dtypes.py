@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
-from common import hardware
-from common.exits import UserError
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # old/, with nothing installed
+from old import hardware
+from old.exits import UserError
 
 Batch = tuple[Tensor, Tensor]  # inputs and targets
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn.utils import clip_grad_norm_, get_total_norm, parameters_to_vector
 
-from common import report
+from old import report
 
 MICRO_BATCHES = 1024  # gradient accumulation divides the loss by their number, and so every gradient
 SMALLEST_NORMAL = torch.finfo(torch.float16).smallest_normal  # 2^-14: below it each halving costs a bit

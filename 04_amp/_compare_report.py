@@ -8,7 +8,7 @@ from _compare_dtypes import is_native
 from _compare_fp16_limits import MICRO_BATCHES, SMALLEST_KEPT
 from torch import Tensor
 
-from common import report
+from old import report
 
 FIRST_LOSS_TOLERANCE = {"fp32": 0.0, "tf32": 1e-3, "bf16": 2e-3, "fp16": 1e-3, "fp16-unscaled": 1e-3, "fp8": 1e-2}
 NOTES = {"fp8": "use_fast_accum=False"}  # said beside the figure: with True it would be faster and less exact

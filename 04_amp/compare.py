@@ -24,14 +24,14 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn.utils import clip_grad_norm_
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # old/, with nothing installed
 from _compare_dtypes import NAMES, Batch, choose, multiplying_in, use_fp8
 from _compare_fp16_limits import show_limits
 from _compare_report import check, plot, print_runs, summarize
 
-from common import cli, data, exits, hardware, model, report, runtime, shapes
-from common.exits import UserError
-from common.step_cost import saved_for_backward
+from old import cli, data, exits, hardware, model, report, runtime, shapes
+from old.exits import UserError
+from old.step_cost import saved_for_backward
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp16-unscaled": torch.float16, "fp8": torch.bfloat16}
 INITIAL_SCALE = 65536.0  # GradScaler's own default

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common import nvml, report, shapes
-from common.report import table
+from old import nvml, report, shapes
+from old.report import table
 
 MODELS = ["nano", "llama-124m", "llama-1b", "llama-8b", "llama-70b", "llama-405b"]
 # Bytes/s that one NVLink lane carries in one direction, by compute capability. The generation that the driver names

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from common import report
+from old import report
 
 
 def send(tensor: Tensor, source: int, target: int, what: str, moved: Counter) -> Tensor:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from common import data, model, report, runtime, shapes
+from old import data, model, report, runtime, shapes
 
 warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)  # torch 2.11 does not have its successor
 ROUNDS = 6  # the two take turns; the first round warms up

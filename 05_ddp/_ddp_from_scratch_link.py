@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 
-from common.exits import UserError
+from old.exits import UserError
 
 ADDRESSES = ("10.78.0.1", "10.78.0.2")
 PORT = "29500"  # the namespaces are new: nobody has it

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from _ddp_from_scratch_timing import WARMUP_STEPS, Record, of_slowest_rank
 from torch import nn
 
-from common import checkpoint, hardware, report, runtime
+from old import checkpoint, hardware, report, runtime
 
 TOLERANCE = 1e-4  # of the distance that the weights have moved: what another order of the same sums may change
 

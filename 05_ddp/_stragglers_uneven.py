@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from common import report, runtime
+from old import report, runtime
 
 HANG_TIMEOUT = timedelta(seconds=5)
 

@@ -30,11 +30,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # old/, with nothing installed
 from _collectives_links import bugs, fit, measurement, nvlink, plot, predictions, show, show_predictions
 
-from common import cli, exits, hardware, report, runtime
-from common.runtime import all_gather, reduce_scatter
+from old import cli, exits, hardware, report, runtime
+from old.runtime import all_gather, reduce_scatter
 
 ROOT = 0  # who broadcasts
 MAX_BYTES = {"cpu": 2**24, "cuda": 2**30}

@@ -29,11 +29,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # old/, with nothing installed
 from _data_parallel_bytes import count_bytes, print_bytes
 from _data_parallel_timing import ROUNDS, compare, prepare, print_methods
 
-from common import cli, exits, hardware, report, runtime, shapes
+from old import cli, exits, hardware, report, runtime, shapes
 
 
 def data_parallel(net: nn.Module, gpus: list[int]) -> Callable[[Tensor, Tensor], Tensor]:

@@ -30,12 +30,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # old/, with nothing installed
 from _ddp_from_scratch_link import run_on_two_hosts
 from _ddp_from_scratch_report import conclude
 from _ddp_from_scratch_timing import WARMUP_STEPS, Record, measure_communication, measure_step
 
-from common import cli, data, exits, model, runtime, shapes
+from old import cli, data, exits, model, runtime, shapes
 
 
 def average_gradients(net: nn.Module) -> None:

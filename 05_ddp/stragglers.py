@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # old/, with nothing installed
 from _stragglers_uneven import show_balance, show_uneven
 
-from common import cli, exits, hardware, report, runtime
+from old import cli, exits, hardware, report, runtime
 
 SLOW = 2.0  # times the typical rank; on a quiet cluster 1.1 is worth a look
 WARM_UP_STEPS = 3

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from common.step_cost import LiveMemory
+from old.step_cost import LiveMemory
 
 # Every collective of torch.distributed goes through one of these operators, whoever calls it: DDP's reducer in C++,
 # fully_shard or a script. With each, the name of its count, and how often a ring sends the whole tensor round.

@@ -16,7 +16,7 @@ from _compare_count import Counts
 from _compare_report import Result
 from torch import Tensor, nn
 
-from common import hf, model, shapes
+from old import hf, model, shapes
 
 SHALLOW = 4  # blocks: two at each end of backward
 

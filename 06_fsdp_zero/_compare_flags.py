@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from _compare_least_time import BETWEEN_NODES, WITHIN_NODE, parse_links, read_fits
 
-from common import cli, exits, hardware, runtime, shapes
+from old import cli, exits, hardware, runtime, shapes
 
 METHODS = ["DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP", "HSDP"]
 RANKS_PER_NODE = 8  # in a dry run

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from _compare_count import Counts, Kind
 
-from common import hardware, shapes
-from common.exits import UserError
+from old import hardware, shapes
+from old.exits import UserError
 
 ADAMW_BYTES = 28  # per weight: in fp32, weight, gradient and two moments are read; weight and moments are written
 # Of the nodes that most H100 are in: a 400 Gbit/s adapter per GPU (DGX and HGX H100), and 18 lanes of NVLink, 25 GB/s

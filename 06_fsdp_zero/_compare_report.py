@@ -11,8 +11,8 @@ from _compare_least_time import Machine
 from _zero_from_scratch_report import expect
 from torch import nn
 
-from common import hardware, model, report, runtime, shapes
-from common.report import table
+from old import hardware, model, report, runtime, shapes
+from old.report import table
 
 # What another order of the same sums may change in a loss; in bf16, also where each method rounds
 TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2}

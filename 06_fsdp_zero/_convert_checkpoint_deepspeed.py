@@ -10,8 +10,8 @@ from _convert_checkpoint_files import Read, Source, readable
 from _convert_checkpoint_pt import write_torch_file
 from torch import Tensor
 
-from common.exits import UserError
-from common.run_dir import write_json
+from old.exits import UserError
+from old.run_dir import write_json
 
 TAG, MODEL_STATES = "weights", "mp_rank_00_model_states.pt"
 

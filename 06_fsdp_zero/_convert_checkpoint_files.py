@@ -14,8 +14,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from common import checkpoint, model, run_dir, shapes
-from common.exits import UserError
+from old import checkpoint, model, run_dir, shapes
+from old.exits import UserError
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"  # one matrix in a tied model
 NOT_READABLE = (CheckpointException, SafetensorError, pickle.UnpicklingError, OSError, EOFError, RuntimeError)

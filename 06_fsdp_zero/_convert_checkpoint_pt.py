@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.serialization import MAGIC_NUMBER, skip_data
 
-from common.exits import UserError
+from old.exits import UserError
 
 OLD_FORMAT = pickle.dumps(MAGIC_NUMBER, protocol=2)  # how torch.save's files began before they were zip archives
 

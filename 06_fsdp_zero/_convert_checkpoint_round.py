@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from _convert_checkpoint_files import Source
 
-from common import model, report, shapes
+from old import model, report, shapes
 
 
 def go_round(convert: Callable, read: dict[str, Callable], write: dict[str, Callable]) -> dict:

@@ -12,7 +12,7 @@ from _infer_70b_weights import RandomMatrix, copy_part
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from common import exits, hardware, shapes
+from old import exits, hardware, shapes
 
 logging.getLogger("accelerate.utils.modeling").setLevel(logging.ERROR)  # that a dry run's GPUs are not here
 logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)  # that some weights are elsewhere is the point

@@ -12,8 +12,8 @@ from _infer_70b_placement import Place, places, print_places, refuse_what_does_n
 from _infer_70b_weights import held_bytes
 from torch.distributed.device_mesh import init_device_mesh
 
-from common import hf, model, report, shapes
-from common.exits import UserError
+from old import hf, model, report, shapes
+from old.exits import UserError
 
 
 def dry_run(args, config: shapes.Config, cut: Callable) -> int:

@@ -6,9 +6,9 @@ import _infer_70b_pipeline as pipeline
 import _infer_70b_zero3 as zero3
 from _infer_70b_placement import undivided
 
-from common import cli, shapes
-from common.exits import UserError
-from common.inference import check_drawing, inference_parser
+from old import cli, shapes
+from old.exits import UserError
+from old.inference import check_drawing, inference_parser
 
 STRATEGIES = ("device-map", "tensor-parallel", "zero3", "pipeline")
 LLAMA2_70B = shapes.Config(32_000, 8192, 28_672, 80, 64, 8, 128, 4096)  # "llama-70b" has Llama 3's vocabulary

@@ -20,9 +20,9 @@ from _infer_70b_served import Served
 from _infer_70b_weights import fill
 from torch import Tensor
 
-from common import model, shapes
-from common.exits import UserError
-from common.generate import Generated, Sampler, StaticCache, pad, take
+from old import model, shapes
+from old.exits import UserError
+from old.generate import Generated, Sampler, StaticCache, pad, take
 
 
 def layers_of(rank: int, stages: int, layers: int) -> range:

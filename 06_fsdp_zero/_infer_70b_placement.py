@@ -16,8 +16,8 @@ from _estimate_plan import DTYPES as BYTES
 from _estimate_shapes import Shape, from_config
 from _infer_70b_pipeline import layers_of
 
-from common import hardware, report, runtime, shapes
-from common.exits import UserError
+from old import hardware, report, runtime, shapes
+from old.exits import UserError
 
 ROOM = 0.95  # of what is free: the rest is for activations, workspaces and fragments
 

@@ -7,9 +7,9 @@ from _infer_70b_served import Served
 from _infer_70b_weights import held_bytes
 from torch import nn
 
-from common import hardware, hf, report, runtime, shapes
-from common.generate import Generated, Sampler
-from common.inference import Text, speed
+from old import hardware, hf, report, runtime, shapes
+from old.generate import Generated, Sampler
+from old.inference import Text, speed
 
 
 def check_parts(net: nn.Module, places: list[Place]) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from common.shapes import Config
+from old.shapes import Config
 
 
 class Served(NamedTuple):

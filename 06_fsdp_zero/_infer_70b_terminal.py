@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from common import exits, runtime
+from old import exits, runtime
 
 LOOK_UP_SECONDS = 0.5  # Python acts on a signal in the main thread; if another one took it, only when a wait is over
 

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from common import hf, model, runtime
-from common.exits import UserError
-from common.report import for_people
-from common.shapes import Config
+from old import hf, model, runtime
+from old.exits import UserError
+from old.report import for_people
+from old.shapes import Config
 
 CHUNK = 2**24  # numbers that are on their way at a time
 TILE = 1_000_003  # random numbers that a large matrix repeats; a prime: no row of a matrix is like another

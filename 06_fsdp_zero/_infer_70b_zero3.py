@@ -20,10 +20,10 @@ from _train_zero_nvme import OURS, check_nvme_folder
 from _train_zero_setup import import_deepspeed, same_timeouts
 from torch import Tensor
 
-from common import exits, model, shapes
-from common.exits import UserError
-from common.generate import Generated, Sampler, StaticCache
-from common.generate import generate as generate_here
+from old import exits, model, shapes
+from old.exits import UserError
+from old.generate import Generated, Sampler, StaticCache
+from old.generate import generate as generate_here
 
 
 def configure(args, config: shapes.Config, device: torch.device) -> dict:

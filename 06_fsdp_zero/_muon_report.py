@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 
-from common import hardware, report, runtime, shapes
+from old import hardware, report, runtime, shapes
 
 TOLERANCE = 1e-5  # between the losses of the sharded run and those of one process
 

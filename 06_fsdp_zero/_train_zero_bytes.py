@@ -5,7 +5,7 @@ import math
 import torch.distributed as dist
 from _train_zero_nvme import PADDED_TO, state_files
 
-from common import runtime
+from old import runtime
 
 FP32 = 4  # bytes
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from _train_zero_nvme import save_weights
 
-from common import checkpoint, exits, runtime
+from old import checkpoint, exits, runtime
 
 
 def save(checkpoints: checkpoint.Checkpoints, progress: dict, engine) -> None:

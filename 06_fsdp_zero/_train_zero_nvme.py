@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from common import checkpoint, model, runtime, shapes
-from common.exits import UserError
-from common.run_dir import write_json
+from old import checkpoint, model, runtime, shapes
+from old.exits import UserError
+from old.run_dir import write_json
 
 OURS = "zero_stage_3"  # what DeepSpeed calls its part of the folder
 PADDED_TO = 1024  # bytes: the size of a file is a multiple

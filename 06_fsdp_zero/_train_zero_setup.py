@@ -9,8 +9,8 @@ import warnings
 import torch
 import torch.distributed as dist
 
-from common import runtime
-from common.exits import UserError
+from old import runtime
+from old.exits import UserError
 
 
 def check_flags(args) -> None:

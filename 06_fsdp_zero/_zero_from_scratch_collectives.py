@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 from torch import Tensor
 
-from common import runtime
+from old import runtime
 
 counts: Counter[str] = Counter()  # calls by name, and bytes
 

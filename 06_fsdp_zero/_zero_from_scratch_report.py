@@ -15,7 +15,7 @@ from _zero_from_scratch_memory import measure_memory
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from common import hardware, report, runtime
+from old import hardware, report, runtime
 
 # What another order of the same sums may change, relative to the norm of a tensor. AdamW enlarges it: where a gradient
 # is almost zero, rounding decides which way the weight goes.

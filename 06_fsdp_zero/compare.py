@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # old/, with nothing installed
 from _compare_count import Count, Counts, held_bytes
 from _compare_dry_run import bucket_mib, dry_run, fake_tensors, join_fake_job, mark_ends_of_backward, pretend_ddp
 from _compare_flags import Job, make_job, parse
@@ -46,7 +46,7 @@ from _compare_least_time import describe_machine, least_seconds
 from _compare_report import Result, conclude
 from zero_from_scratch import make_stage
 
-from common import data, exits, hardware, model, report, runtime, shapes
+from old import data, exits, hardware, model, report, runtime, shapes
 
 warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)  # torch 2.11 does not have its successor
 warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor|Mismatch dtype between input and weight")

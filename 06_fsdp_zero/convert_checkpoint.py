@@ -39,7 +39,7 @@ from safetensors import safe_open
 from safetensors.torch import _TYPES as TYPES  # "F32": torch.float32, ...
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # old/, with nothing installed
 from _convert_checkpoint_deepspeed import read_deepspeed, write_deepspeed
 from _convert_checkpoint_files import (
     EMBEDDING,
@@ -59,7 +59,7 @@ from _convert_checkpoint_files import (
 from _convert_checkpoint_pt import read_pt, write_pt
 from _convert_checkpoint_round import go_round
 
-from common import cli, exits, report, run_dir
+from old import cli, exits, report, run_dir
 
 
 def convert(source: Source, write: Callable, read_again: Callable, target: Path, tied: bool, config: dict) -> dict:

@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # old/, with nothing installed
 import _infer_70b_device_map as accelerated
 import _infer_70b_pipeline as pipeline
 import _infer_70b_placement as placement
@@ -47,8 +47,8 @@ from _infer_70b_report import check_answer, check_parts, print_answers, print_sp
 from _infer_70b_served import Served
 from _infer_70b_weights import bytes_per_step, check_folder, fill
 
-from common import exits, generate, hardware, model, report, runtime
-from common.inference import Text, read_prompts, stream_to
+from old import exits, generate, hardware, model, report, runtime
+from old.inference import Text, read_prompts, stream_to
 
 TYPED_TOKENS = 4096  # of a line that is typed, at most
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

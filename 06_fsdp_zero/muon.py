@@ -30,7 +30,7 @@ from torch.distributed.fsdp import fully_shard
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
 from _muon_report import conclude, describe
 
-from common import cli, data, exits, model, runtime, shapes
+from old import cli, data, exits, model, runtime, shapes
 
 
 class Muon(torch.optim.Optimizer):

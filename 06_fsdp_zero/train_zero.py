@@ -30,13 +30,13 @@ from torch.nn.utils import get_total_norm
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint as recompute_in_backward
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # old/, with nothing installed
 from _train_zero_bytes import bytes_by_rank, told
 from _train_zero_checkpoint import load, make_universal, save, saved_ranks
 from _train_zero_nvme import claim_nvme, end_early, give_back_nvme
 from _train_zero_setup import check_flags, import_deepspeed, parameter_groups, same_timeouts, warmup_cosine
 
-from common import checkpoint, cli, data, exits, hardware, metrics, model, run_dir, runtime, shapes
+from old import checkpoint, cli, data, exits, hardware, metrics, model, run_dir, runtime, shapes
 
 
 def configure(args, shape: shapes.Config, micro_batch_size: int, accumulation_steps: int, universal: bool) -> dict:

@@ -30,12 +30,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # old/, with nothing installed
 from _zero_from_scratch_collectives import all_gather, all_reduce, reduce_scatter
 from _zero_from_scratch_memory import live_storages
 from _zero_from_scratch_report import conclude, describe, train_ddp
 
-from common import cli, data, exits, model, runtime, shapes
+from old import cli, data, exits, model, runtime, shapes
 
 # In (1) to (3) a Group is some of the model's parameters. group.weights is one flat tensor with all of them, and
 # group.my_weights is the part of it that this rank owns: AdamW updates nothing else here. The class stands below.

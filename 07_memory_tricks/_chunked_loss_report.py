@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from common import hardware, report
-from common.data import PADDING
-from common.step_cost import Memory, record_memory
+from old import hardware, report
+from old.data import PADDING
+from old.step_cost import Memory, record_memory
 
 TOLERANCES = {  # of losses and gradients, relative; a GPU adds thousands of numbers one after the other
     "cpu": {"fp32": 1e-6, "bf16": 2e-2},

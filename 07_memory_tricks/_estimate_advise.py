@@ -8,8 +8,8 @@ from _estimate_plan import CHECKPOINTING, Plan, check
 from _estimate_shapes import Shape
 from _estimate_time import GPUS_PER_NODE, Device, step_seconds
 
-from common import report
-from common.exits import UserError
+from old import report
+from old.exits import UserError
 
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16)
 LONG = 16_384  # tokens from which context parallelism is tried

@@ -7,8 +7,8 @@ from typing import NoReturn
 
 from _estimate_shapes import Experts, Latent, Shape, from_config, read_table
 
-from common import shapes
-from common.exits import UserError
+from old import shapes
+from old.exits import UserError
 
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3")
 

@@ -10,8 +10,8 @@ from _estimate_inference import CACHE_DTYPES, WEIGHTS
 from _estimate_plan import CHECKPOINTING, DTYPES, OPTIMIZERS, Plan, check, flag
 from _estimate_shapes import Shape
 
-from common import cli
-from common.exits import UserError
+from old import cli
+from old.exits import UserError
 
 SEARCHED = ("zero", "tp", "pp", "cp", "ep", "micro_batch_size", "checkpointing")
 OF_TRAINING = ("zero", "pp", "cp", "ep", "micro_batch_size", "global_batch_size", "checkpointing")

@@ -5,7 +5,7 @@ from math import prod
 import _estimate_shapes as shapes
 from _estimate_shapes import Shape
 
-from common.exits import UserError
+from old.exits import UserError
 
 CACHE_DTYPES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "int8": 1}
 WEIGHTS = ("fp32", "bf16", "fp16", "int8", "int4")

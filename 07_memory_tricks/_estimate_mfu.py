@@ -4,8 +4,8 @@ import estimate
 from _estimate_shapes import Shape
 from _estimate_time import RECOMPUTED, Device
 
-from common import report
-from common.exits import UserError
+from old import report
+from old.exits import UserError
 
 
 def conventions(shape: Shape, *, seq_len: int, checkpointing: str) -> dict[str, float]:

@@ -6,8 +6,8 @@ from math import prod
 from _estimate_frameworks import FRAMEWORKS, LOSSES
 from _estimate_shapes import Shape
 
-from common.cli import nearest_multiples
-from common.exits import UserError
+from old.cli import nearest_multiples
+from old.exits import UserError
 
 CHECKPOINTING = ("none", "full", "selective")
 DTYPES = {"fp32": 4, "bf16": 2, "fp16": 2}

@@ -14,9 +14,9 @@ from _estimate_plan import DTYPES, Plan, check
 from _estimate_shapes import Shape
 from _estimate_time import EFFICIENCY, Device, read_device, step_seconds
 
-from common import hardware, report
-from common.cli import nearest_multiples
-from common.exits import UserError
+from old import hardware, report
+from old.cli import nearest_multiples
+from old.exits import UserError
 
 GIB = 2**30
 

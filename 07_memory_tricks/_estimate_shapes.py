@@ -9,7 +9,7 @@ import csv
 from dataclasses import dataclass
 from pathlib import Path
 
-from common import shapes
+from old import shapes
 
 TABLE = Path(__file__).with_name("model_shapes.csv")
 

@@ -7,8 +7,8 @@ from _estimate_frameworks import FRAMEWORKS
 from _estimate_plan import DTYPES, Plan
 from _estimate_shapes import Shape
 
-from common import hardware
-from common.exits import UserError
+from old import hardware
+from old.exits import UserError
 
 EFFICIENCY = 0.5  # of the data sheet's rate, in products and attention: assumed; published runs reach 0.3 to 0.6
 RECOMPUTED = {"none": 0.0, "selective": 0.0, "full": 1 / 3}  # of forward and backward: the forward pass once more

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common import hardware, report, runtime, shapes
-from common.step_cost import Memory, plot_memory
+from old import hardware, report, runtime, shapes
+from old.step_cost import Memory, plot_memory
 
 TOLERANCE = {"cpu": 1e-6, "cuda": 1e-5}  # fp32: sums in another order; a GPU adds thousands one after the other
 

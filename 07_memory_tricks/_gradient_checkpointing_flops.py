@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from common import shapes
+from old import shapes
 
 Batch = tuple[Tensor, Tensor]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from common import hardware, report, shapes
-from common.step_cost import Memory, draw_memory
+from old import hardware, report, shapes
+from old.step_cost import Memory, draw_memory
 
 TOLERANCE = {
     "cpu": {"fp32": 1e-6, "bf16": 2e-2},

@@ -4,8 +4,8 @@ from argparse import Namespace
 
 import torch
 
-from common import cli, shapes
-from common.exits import UserError
+from old import cli, shapes
+from old.exits import UserError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHORTEST = 32  # tokens: a system prompt, a prompt and an answer, a quarter, a quarter and a half of it

@@ -8,7 +8,7 @@ import torch
 from _kv_cache_requests import Request, Served
 from torch import Tensor
 
-from common import report, step_cost
+from old import report, step_cost
 
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}  # of logits, relative (norms)
 

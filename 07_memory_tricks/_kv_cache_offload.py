@@ -7,7 +7,7 @@ import torch
 from _kv_cache_measure import check_same
 from torch import Tensor
 
-from common import report, step_cost
+from old import report, step_cost
 
 
 @dataclass

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from _kv_cache_requests import Served
 
-from common import report
+from old import report
 
 GIB = 2**30
 

@@ -10,8 +10,8 @@ from _estimate_inference import inference_weight_bytes
 from _estimate_shapes import from_config
 from _kv_cache_measure import check_same
 
-from common import model, shapes
-from common.generate import StaticCache
+from old import model, shapes
+from old.generate import StaticCache
 
 NAMED = ("llama-8b", "llama-70b", "llama-405b")
 LONG = 8192  # tokens of a request in the table of named models

@@ -3,8 +3,8 @@
 import argparse
 from pathlib import Path
 
-from common import cli, shapes
-from common.exits import UserError
+from old import cli, shapes
+from old.exits import UserError
 
 METHODS = ("full", "lora", "qlora")
 LORA_LR_FACTOR = 10  # adapters take a learning rate about so many times that of full fine-tuning

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from common import report
-from common.step_cost import Memory, held_tensors, record_memory, saved_for_backward, wait_for
+from old import report
+from old.step_cost import Memory, held_tensors, record_memory, saved_for_backward, wait_for
 
 
 @dataclass

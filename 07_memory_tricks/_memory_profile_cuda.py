@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from common import exits, report
+from old import exits, report
 
 MIB = 2**20
 GROWING_SIZES = [32 * MIB * i for i in range(1, 9)]  # bytes: as when each batch is longer than the one before

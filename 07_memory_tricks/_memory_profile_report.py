@@ -4,7 +4,7 @@ import re
 from itertools import accumulate
 from pathlib import Path
 
-from common import report
+from old import report
 
 CATEGORIES = (
     "parameters",

@@ -5,8 +5,8 @@ from argparse import Namespace
 
 import torch
 
-from common import cli, hardware
-from common.exits import UserError
+from old import cli, hardware
+from old.exits import UserError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
-from common import hardware, report
-from common.model import Block
-from common.shapes import SIZES, Config, recipe
-from common.step_cost import is_of_a_weight, time_in_turns, wait_for
+from old import hardware, report
+from old.model import Block
+from old.shapes import SIZES, Config, recipe
+from old.step_cost import is_of_a_weight, time_in_turns, wait_for
 
 ROUNDS = 5
 MODELS = ("llama-124m", "llama-1b", "llama-8b", "llama-70b")

@@ -13,8 +13,8 @@ import torch
 from _offload_file import Slot, bytes_of
 from torch import Tensor, nn
 
-from common import report
-from common.step_cost import record_memory, wait_for
+from old import report
+from old.step_cost import record_memory, wait_for
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 STEPS = 6  # the first makes the state, and is not counted

@@ -10,8 +10,8 @@ from _offload_link import PCIE5_BYTES_PER_SECOND, describe_block, link_speed, sh
 from _offload_optimizer import digest
 from torch import Tensor, nn
 
-from common import hardware, report
-from common.step_cost import LiveMemory, Memory, plot_memory, record_memory, time_in_turns
+from old import hardware, report
+from old.step_cost import LiveMemory, Memory, plot_memory, record_memory, time_in_turns
 
 ROUNDS = 5
 TORCHS_OWN = "torch's save_on_cpu"  # keeps a contiguous copy: other strides may give other last bits

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from common.step_cost import held_tensors, record_memory
+from old.step_cost import held_tensors, record_memory
 
 TOKENS_OF_PEAK = 32  # few, so that activations do not hide what the optimizer takes
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from _optimizer_memory_bytes import Bytes
 
-from common import data, hardware, model, report, shapes
+from old import data, hardware, model, report, shapes
 
 BASELINE = "AdamW"
 INSIDE_BACKWARD = "step inside backward"

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from common.generate import StaticCache
-from common.shapes import Config
+from old.generate import StaticCache
+from old.shapes import Config
 
 
 class Int8Cache(StaticCache):

@@ -15,8 +15,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from common import hf, model, shapes
-from common.exits import UserError
+from old import hf, model, shapes
+from old.exits import UserError
 
 if TYPE_CHECKING:
     from _quantized_inference_load import Scheme

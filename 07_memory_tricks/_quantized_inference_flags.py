@@ -5,8 +5,8 @@ import argparse
 import torch
 from _quantized_inference_files import GROUPS, is_left_over, quantization, unfinished_folder
 
-from common import cli, hardware, inference, shapes
-from common.exits import UserError
+from old import cli, hardware, inference, shapes
+from old.exits import UserError
 
 WEIGHTS = ("fp32", "bf16", "int8", "int4", "fp8")
 GROUP = 32

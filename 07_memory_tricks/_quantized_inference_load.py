@@ -11,7 +11,7 @@ from _quantized_inference_products import rows_at_once
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from common import model, shapes
+from old import model, shapes
 
 
 class Scheme(NamedTuple):

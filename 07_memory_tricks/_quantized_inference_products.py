@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common import model
-from common.exits import UserError
+from old import model
+from old.exits import UserError
 
 CHUNK = 2**24  # weights that are rounded, packed or checked at once: what that needs beside them stays small
 AMX = torch.cpu._is_amx_tile_supported()

@@ -5,10 +5,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from common import report
-from common.exits import UserError
-from common.inference import Text
-from common.model import Transformer
+from old import report
+from old.exits import UserError
+from old.inference import Text
+from old.model import Transformer
 
 WINDOW = 256  # tokens of a text that are read together
 

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from common.generate import Generated, Sampler, probabilities
+from old.generate import Generated, Sampler, probabilities
 
 
 def accept(target: Tensor, draft: Tensor, guesses: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:

@@ -14,8 +14,8 @@ from _quantized_inference_products import attend
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from common import shapes
-from common.generate import StaticCache
+from old import shapes
+from old.generate import StaticCache
 
 
 class Model(NamedTuple):

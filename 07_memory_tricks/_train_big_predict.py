@@ -7,7 +7,7 @@ import estimate
 from _estimate_plan import DTYPES, Plan
 from _estimate_shapes import Shape
 
-from common.shapes import Config, flops_per_token, parameter_count
+from old.shapes import Config, flops_per_token, parameter_count
 
 RANK = 16  # of QLoRA's adapters
 LOSS_CHUNKS = 8  # the loss takes an eighth of the tokens at a time

@@ -8,9 +8,9 @@ import torch
 from _train_big_predict import RANK, qlora_flops_per_token
 from torch import Tensor
 
-from common import hardware, report, shapes
-from common.metrics import MFU_CONVENTION
-from common.step_cost import Memory, plot_memory
+from old import hardware, report, shapes
+from old.metrics import MFU_CONVENTION
+from old.step_cost import Memory, plot_memory
 
 FEWEST_STEPS, FEWEST_TOKENS = 10, 16  # with fewer, chance decides whether the loss of a sequence falls
 QLORA_CONVENTION = "4 FLOP per frozen weight and token, 6 per adapter's, 12·L·H·head_dim·seq_len; no recomputation"

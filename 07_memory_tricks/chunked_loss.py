@@ -26,12 +26,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # old/, with nothing installed
 from _chunked_loss_report import Measured, bytes_held, cannot_compile, conclude, record_allocations
 
-from common import cli, exits, runtime
-from common.data import PADDING
-from common.step_cost import time_in_turns
+from old import cli, exits, runtime
+from old.data import PADDING
+from old.step_cost import time_in_turns
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ROUNDS = 5

@@ -27,9 +27,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
-from common import cli, exits, hardware, model, report, runtime, shapes
-from common.step_cost import record_memory, time_in_turns
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # old/, with nothing installed
+from old import cli, exits, hardware, model, report, runtime, shapes
+from old.step_cost import record_memory, time_in_turns
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 WARM_UP_STEPS = 3  # libraries allocate their workspaces, and AdamW makes its state: none of it may be captured

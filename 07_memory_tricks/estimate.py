@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # old/, with nothing installed
 import _estimate_shapes as shapes
 from _estimate_frameworks import FRAMEWORKS, LOSSES
 from _estimate_peak import MOMENTS, InBlock, moments
@@ -245,6 +245,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    from common import exits
+    from old import exits
 
     exits.run(main)

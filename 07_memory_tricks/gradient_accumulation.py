@@ -30,12 +30,12 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # old/, with nothing installed
 from _gradient_accumulation_report import Found, conclude, relative_error
 
-from common import cli, data, exits, hardware, model, runtime, shapes
-from common.exits import UserError
-from common.step_cost import record_memory, time_in_turns
+from old import cli, data, exits, hardware, model, runtime, shapes
+from old.exits import UserError
+from old.step_cost import record_memory, time_in_turns
 
 warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)  # torch 2.11 does not have its successor
 Batch = tuple[Tensor, Tensor]  # inputs, and targets where padding is data.PADDING

@@ -31,8 +31,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with no
 from _gradient_checkpointing_flops import ATTENTION_FLOPS, attention_flops
 from _gradient_checkpointing_report import Measured, conclude, largest_relative_error
 
-from common import cli, data, exits, hardware, model, runtime, shapes
-from common.step_cost import LiveMemory, record_memory, time_in_turns
+from old import cli, data, exits, hardware, model, runtime, shapes
+from old.step_cost import LiveMemory, record_memory, time_in_turns
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PRODUCTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # of a block, in their order

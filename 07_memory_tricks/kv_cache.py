@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # old/, with nothing installed
 from _kv_cache_flags import DTYPES, parse_args
 from _kv_cache_measure import measure_serving, measure_ways
 from _kv_cache_offload import measure_offload
@@ -32,8 +32,8 @@ from _kv_cache_report import plot_slots, print_report
 from _kv_cache_requests import Request, Served, make_requests
 from _kv_cache_size import check_grouped, check_sizes
 
-from common import exits, hardware, model, report, runtime, shapes
-from common.generate import StaticCache
+from old import exits, hardware, model, report, runtime, shapes
+from old.generate import StaticCache
 
 BLOCK = 16  # tokens
 ROUNDS = 3

@@ -30,14 +30,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # old/, with nothing installed
 from _lora_checks import check_layers, frozen_digest
 from _lora_flags import LORA_LR_FACTOR, has_weights, parse_args
 from _lora_peft import save_for_peft
 from _lora_report import Run, note_memory, note_saved_bytes, print_runs, summarize, timed
 from _lora_tasks import choose_task, evaluate, train_base
 
-from common import exits, hardware, model, report, runtime, shapes, step_cost
+from old import exits, hardware, model, report, runtime, shapes, step_cost
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CLIP_NORM = 1.0

@@ -30,12 +30,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # old/, with nothing installed
 from _memory_profile_cuda import show_allocator
 from _memory_profile_report import CATEGORIES, by_module, plot, print_tables, summarize, timelines
 
-from common import cli, exits, hardware, model, report, runtime, shapes
-from common.step_cost import LiveMemory, is_of_a_weight
+from old import cli, exits, hardware, model, report, runtime, shapes
+from old.step_cost import LiveMemory, is_of_a_weight
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

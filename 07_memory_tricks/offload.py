@@ -31,14 +31,14 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # old/, with nothing installed
 from _offload_file import File, Slot, View, bytes_of, look_into, view_of
 from _offload_flags import DTYPES, parse
 from _offload_optimizer import compare_updates
 from _offload_pinned import PinnedMemory
 from _offload_report import TORCHS_OWN, compare_versions, conclude
 
-from common import exits, model, runtime, shapes
+from old import exits, model, runtime, shapes
 
 SMALLEST_BYTES = 16 * 1024  # below, a copy costs more than it frees
 MOST_LEAVING = 4  # pieces on their way out at a time: without a limit, all would wait in the memory that is to be freed

@@ -22,11 +22,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # old/, with nothing installed
 from _optimizer_memory_bytes import measure_bytes
 from _optimizer_memory_report import BASELINE, BF16_NEAREST, BF16_STOCHASTIC, RECIPES, Run, conclude, load_corpus
 
-from common import cli, data, exits, model, runtime, shapes
+from old import cli, data, exits, model, runtime, shapes
 
 BLOCK = 256  # values that share a scale
 LOW_LR = 3e-5  # of fine-tuning: an update is then smaller than the spacing of most bf16 weights

@@ -32,7 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # old/, with nothing installed
 from _quantized_inference_checks import check_logits, print_checks
 from _quantized_inference_flags import activation_dtype, check_draft, parse_args, schemes
 from _quantized_inference_load import Loaded
@@ -48,8 +48,8 @@ from _quantized_inference_report import evaluate, print_rows, prompt_logits, rea
 from _quantized_inference_speculative import Models, speculate
 from _quantized_inference_steps import make_model
 
-from common import exits, hardware, inference, report, runtime, shapes
-from common.generate import Generated, Sampler, generate
+from old import exits, hardware, inference, report, runtime, shapes
+from old.generate import Generated, Sampler, generate
 
 WARM_UP_STEPS = 4  # a CUDA graph is captured at the second or third
 

@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # old/, with nothing installed
 from _estimate_shapes import from_config
 from _train_big_predict import LOSS_CHUNKS, RANK, predict, predict_qlora
 from _train_big_report import print_ladder, size_text, tell
@@ -36,9 +36,9 @@ from chunked_loss import chunked_cross_entropy
 from lora import adapt_block
 from optimizer_memory import CompactAdamW, step_inside_backward
 
-from common import cli, data, exits, hardware, model, runtime, shapes
-from common.exits import UserError
-from common.step_cost import held_tensors, record_memory, wait_for
+from old import cli, data, exits, hardware, model, runtime, shapes
+from old.exits import UserError
+from old.step_cost import held_tensors, record_memory, wait_for
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 FREE_SHARE = 0.1  # of the memory: for fragments, workspaces and what a formula leaves out

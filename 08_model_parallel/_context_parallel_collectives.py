@@ -5,7 +5,7 @@ from collections import Counter
 import torch.distributed as dist
 from torch import Tensor
 
-from common import runtime
+from old import runtime
 
 # Calls by name, "bytes" for activations, "weight_bytes" for gradients of weights, "scores" for what ring attention
 # computes. Sizes are those of ring algorithms, in which a rank passes on what is not its own.

@@ -2,8 +2,8 @@
 
 import argparse
 
-from common import cli, runtime, shapes
-from common.exits import UserError
+from old import cli, runtime, shapes
+from old.exits import UserError
 
 
 def parse_args(description: str) -> tuple[argparse.Namespace, shapes.Config]:

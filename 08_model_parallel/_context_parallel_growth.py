@@ -6,8 +6,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from common import report, runtime, shapes
-from common.step_cost import saved_for_backward, wait_for
+from old import report, runtime, shapes
+from old.step_cost import saved_for_backward, wait_for
 
 FACTORS = (1, 2, 4)  # times --seq-len
 ROUNDS = 3

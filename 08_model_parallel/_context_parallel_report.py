@@ -12,7 +12,7 @@ from _context_parallel_collectives import counts
 from _context_parallel_growth import check_growth, growth_table, measure_growth
 from torch import Tensor, nn
 
-from common import checkpoint, hardware, metrics, report, runtime, shapes
+from old import checkpoint, hardware, metrics, report, runtime, shapes
 
 TOLERANCE = 1e-5  # relative: what another order of the same fp32 sums may change
 

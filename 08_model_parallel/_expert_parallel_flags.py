@@ -2,7 +2,7 @@
 
 import argparse
 
-from common import cli, exits, runtime, shapes
+from old import cli, exits, runtime, shapes
 
 
 def parse_flags(description: str) -> tuple[argparse.Namespace, shapes.Config]:

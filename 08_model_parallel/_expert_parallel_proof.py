@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from _expert_parallel_collectives import counts
 from torch import Tensor, nn
 
-from common import metrics, model, runtime, shapes
+from old import metrics, model, runtime, shapes
 
 LEARNING_RATE = 0.05  # of SGD. AdamW divides by the gradients' size, and so would hide that they are N times too large.
 

@@ -6,7 +6,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from common import hardware, report, runtime
+from old import hardware, report, runtime
 
 TOLERANCE = 1e-5
 

@@ -9,8 +9,8 @@ from _expert_parallel_collectives import counts
 from _expert_parallel_proof import mixtures, my_part, watch
 from torch import Tensor, nn
 
-from common import report, runtime
-from common.step_cost import wait_for
+from old import report, runtime
+from old.step_cost import wait_for
 
 TIMED_STEPS = 5  # of each routing, after one to warm up
 COUNTED_STEPS = 10  # of a training, at its end

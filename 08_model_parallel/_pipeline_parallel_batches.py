@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from common import data, shapes
+from old import data, shapes
 
 
 class Batch(NamedTuple):

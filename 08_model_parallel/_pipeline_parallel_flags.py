@@ -3,8 +3,8 @@
 import argparse
 import dataclasses
 
-from common import cli, runtime, shapes
-from common.exits import UserError
+from old import cli, runtime, shapes
+from old.exits import UserError
 
 UNTIED_NANO = "untied-nano"
 LAYERS = 8  # of UNTIED_NANO, if it has no more stages than that

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from _pipeline_parallel_replay import Span
 
-from common import report
+from old import report
 
 MOST_COLUMNS = 100
 COLORS = {

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from _pipeline_parallel_replay import Span
 from torch import Tensor
 
-from common.step_cost import wait_for
+from old.step_cost import wait_for
 
 
 class Record:

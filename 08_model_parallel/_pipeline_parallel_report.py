@@ -11,7 +11,7 @@ from _pipeline_parallel_replay import Span, bubble_formula, idle_share, most_hel
 from _pipeline_parallel_stages import Pipeline
 from torch import nn
 
-from common import hardware, report, runtime
+from old import hardware, report, runtime
 
 TOLERANCE = 1e-5  # what another order of the same fp32 sums may change, relative to the norm of a tensor
 WARM_UP_STEPS = 2  # not timed, where there are more: first allocations, and torch learns the shapes

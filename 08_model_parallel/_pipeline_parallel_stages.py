@@ -10,7 +10,7 @@ import torch.distributed as dist
 from _pipeline_parallel_record import Record
 from torch import Tensor, nn
 
-from common import metrics, model, shapes
+from old import metrics, model, shapes
 
 LEARNING_RATE = 0.01
 

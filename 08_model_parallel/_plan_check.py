@@ -32,10 +32,10 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
-from common import model, runtime
-from common.exits import UserError
-from common.shapes import Config
-from common.step_cost import held_tensors, record_memory
+from old import model, runtime
+from old.exits import UserError
+from old.shapes import Config
+from old.step_cost import held_tensors, record_memory
 
 CPU = torch.device("cpu")
 LINES = {"weights": "weight_bytes", "gradients": "gradient_bytes", "optimizer state": "optimizer_bytes"}

@@ -9,8 +9,8 @@ from _estimate_shapes import Shape
 from _plan_layout import Layout
 from _plan_search import check_cuts, divisors
 
-from common import cli
-from common.exits import UserError
+from old import cli
+from old.exits import UserError
 
 SUFFIXES = {"": 1, "K": 2**10, "M": 2**20}
 

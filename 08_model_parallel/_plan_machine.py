@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from _estimate_time import read_device
 
-from common import hardware
-from common.exits import UserError
+from old import hardware
+from old.exits import UserError
 
 
 @dataclass(frozen=True)

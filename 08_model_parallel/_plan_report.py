@@ -14,9 +14,9 @@ from _plan_layout import Layout
 from _plan_machine import EFFICIENCIES, MARGIN, Machine, read_machine
 from _plan_search import layouts
 
-from common import report
-from common.exits import UserError
-from common.shapes import read_config
+from old import report
+from old.exits import UserError
+from old.shapes import read_config
 
 GIB = 2**30
 ALWAYS_SHOWN = ("compute", "bubble")

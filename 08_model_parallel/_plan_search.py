@@ -8,7 +8,7 @@ from _estimate_shapes import Shape
 from _plan_layout import Layout
 from _plan_machine import Machine
 
-from common.exits import UserError
+from old.exits import UserError
 
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16)
 SHORTEST_PART = 1024  # tokens of a sequence below which context parallel does not divide it

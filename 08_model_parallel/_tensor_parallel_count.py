@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from common.shapes import Config
+from old.shapes import Config
 
 FP32_BYTES = 4
 TRIPS = {"all_reduces": 2, "reduce_scatters": 1, "all_gathers": 1}  # how often a ring sends the whole tensor round

@@ -12,9 +12,9 @@ from _tensor_parallel_count import (
     held_parameters,
 )
 
-from common import cli, hardware, report, runtime
-from common.exits import UserError
-from common.shapes import Config, parameter_count
+from old import cli, hardware, report, runtime
+from old.exits import UserError
+from old.shapes import Config, parameter_count
 
 TOLERANCE = 1e-5  # relative; what another order of the same sums in fp32 may change in 10 steps
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from common import runtime
+from old import runtime
 
 
 def parallelize_with_torch(net: nn.Module) -> None:

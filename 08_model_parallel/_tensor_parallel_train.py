@@ -9,7 +9,7 @@ import torch.distributed as dist
 from _tensor_parallel_count import CountCollectives, Traffic
 from torch import Tensor, nn
 
-from common import metrics, runtime
+from old import metrics, runtime
 
 LEARNING_RATE = 0.05
 Batch = tuple[Tensor, Tensor]  # inputs and targets

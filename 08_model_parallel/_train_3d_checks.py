@@ -9,7 +9,7 @@ from _train_3d_tensor import CUT, own_shape
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from common import hf, runtime
+from old import hf, runtime
 
 # It warns where the tensor ranks are asked and then the shards: here for a norm, one number, and for the digest.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)

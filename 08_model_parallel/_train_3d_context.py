@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from common.runtime import all_gather, reduce_scatter
+from old.runtime import all_gather, reduce_scatter
 
 
 def sequence_part(seq_len: int, sequence: DeviceMesh) -> slice:

@@ -3,9 +3,9 @@
 import math
 from pathlib import Path
 
-from common import cli, hf
-from common.exits import UserError
-from common.shapes import SIZES, Config
+from old import cli, hf
+from old.exits import UserError
+from old.shapes import SIZES, Config
 
 
 def data_parallel_size(world_size: int, *, tp: int, pp: int, cp: int, replicate: int) -> int:

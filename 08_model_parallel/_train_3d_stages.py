@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 
-from common import data, runtime
+from old import data, runtime
 
 
 def keep_stage(net: nn.Module, stage: int, stages: int) -> None:

@@ -29,14 +29,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # old/, with nothing installed
 from _context_parallel_collectives import all_gather, all_reduce, all_to_all, batch_isend_irecv, reduce_scatter
 from _context_parallel_flags import parse_args
 from _context_parallel_order import positions_of_rank, tiles
 from _context_parallel_report import Trainee, conclude, note_step
 from _context_parallel_tiles import add_tile, add_tile_gradients
 
-from common import data, exits, model, runtime
+from old import data, exits, model, runtime
 
 # all_gather_attention, ulysses_attention and ring_attention stand in for F.scaled_dot_product_attention in the model.
 # They get q, k and v of this rank's tokens, [batch, heads, tokens, head_dim], rotated by their place in the sequence.

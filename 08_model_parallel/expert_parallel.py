@@ -30,14 +30,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # old/, with nothing installed
 from _expert_parallel_collectives import all_gather, all_reduce, all_to_all
 from _expert_parallel_flags import parse_flags
 from _expert_parallel_proof import LocalMixture, compare_balance, prove
 from _expert_parallel_report import conclude
 from _expert_parallel_runs import time_routings, train_and_count
 
-from common import data, exits, model, runtime, shapes
+from old import data, exits, model, runtime, shapes
 
 PROOF_STEPS = 10
 BALANCE_WEIGHT = 0.01  # as in Switch Transformer (Fedus et al. 2021), section 2.2

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # old/, with nothing installed
 from _pipeline_parallel_batches import Batch, read_batches
 from _pipeline_parallel_flags import parse
 from _pipeline_parallel_record import Record
@@ -40,7 +40,7 @@ from _pipeline_parallel_stages import Pipeline, Stage, build_stages, build_whole
 from _pipeline_parallel_torch import torch_pipelines
 from _pipeline_parallel_whole import summed_loss, train_whole
 
-from common import exits, runtime
+from old import exits, runtime
 
 
 class Instruction(NamedTuple):

@@ -117,6 +117,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    from common import exits
+    from old import exits
 
     exits.run(main)

@@ -33,13 +33,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import loss_parallel
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # old/, with nothing installed
 from _tensor_parallel_collectives import gather_positions, identity, sum_of_my_positions, sum_over_ranks
 from _tensor_parallel_report import check_sizes, conclude
 from _tensor_parallel_torch import parallelize_with_torch
 from _tensor_parallel_train import Way, train
 
-from common import cli, data, exits, model, runtime, shapes
+from old import cli, data, exits, model, runtime, shapes
 
 # Which dimension of a weight is cut, by the module that holds it. nn.Linear stores [outputs, inputs], so the columns of
 # the papers' XA are dimension 0. What is not named here, the norms, is whole on every rank.

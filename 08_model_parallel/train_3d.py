@@ -33,14 +33,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim.lr_scheduler import LambdaLR
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # old/, with nothing installed
 from _train_3d_checks import check_parts, check_types, digest
 from _train_3d_context import Context, sequence_part
 from _train_3d_flags import check_model, check_proved, check_schedule, data_parallel_size
 from _train_3d_stages import clip_over_stages, evaluate, forward_backward, keep_stage, make_schedule
 from _train_3d_tensor import cut_matrices
 
-from common import checkpoint, cli, data, exits, hardware, metrics, model, run_dir, runtime, shapes
+from old import checkpoint, cli, data, exits, hardware, metrics, model, run_dir, runtime, shapes
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

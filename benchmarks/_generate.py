@@ -19,11 +19,11 @@ from pathlib import Path
 import torch
 from _shared import start
 
-from common import exits, inference, model, shapes
-from common.generate import Generated
-from common.hardware import choose_dtype, device_name
-from common.report import peak_memory_bytes
-from common.runtime import exact_fp32, pick_device
+from old import exits, inference, model, shapes
+from old.generate import Generated
+from old.hardware import choose_dtype, device_name
+from old.report import peak_memory_bytes
+from old.runtime import exact_fp32, pick_device
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 GENERATE = "generate"  # the name of this side

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
-from common import nvml, runtime
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # old/, with nothing installed
+from old import nvml, runtime
 
 SAMPLES = 20  # of each ceiling
 CALLS = 5  # in each sample

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 from _shared import LOG_EVERY, WARMUP_STEPS, facts, number, spread_cells
 
-from common import hardware, shapes
-from common.report import spread, table
+from old import hardware, shapes
+from old.report import spread, table
 
 MFU_TARGET = 0.45
 RATIO_TARGET = 1.05  # ours over transformers' Trainer

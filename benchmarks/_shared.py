@@ -19,9 +19,9 @@ import psutil
 import torch
 
 REPO = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPO))  # common/, with nothing installed
-from common.hardware import cpu_model
-from common.report import read_records
+sys.path.insert(0, str(REPO))  # old/, with nothing installed
+from old.hardware import cpu_model
+from old.report import read_records
 
 RESULTS = REPO / "benchmarks/results"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone"]

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from _shared import LOG_EVERY, TORCHRUN, WARMUP_STEPS, start
 from torch.distributed.tensor import DTensor
 
-from common import cli, data, exits, runtime, shapes
+from old import cli, data, exits, runtime, shapes
 
 SAME_NAMES = (  # in our configuration and in that of transformers
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),

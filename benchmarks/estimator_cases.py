@@ -23,8 +23,8 @@ import _estimate_cases
 import _estimate_planner_cases
 from _estimate_planner_cases import Answer
 
-from common import cli, exits
-from common.report import table
+from old import cli, exits
+from old.report import table
 
 MEDIAN_TARGET = 0.05
 SHARE_TARGET = 0.9

@@ -46,7 +46,7 @@ from _shared import (
 )
 from _trainer import train_with_trainer
 
-from common import cli, exits, runtime
+from old import cli, exits, runtime
 
 STEPS = WARMUP_STEPS + 8 * LOG_EVERY
 FP32_STEPS = WARMUP_STEPS + 2 * LOG_EVERY  # without tensor cores a step takes ten times as long

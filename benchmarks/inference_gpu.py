@@ -39,8 +39,8 @@ from _shared import (
     write_results,
 )
 
-from common import cli, exits, hardware, nvml, report, shapes
-from common.report import spread, table
+from old import cli, exits, hardware, nvml, report, shapes
+from old.report import spread, table
 
 
 class Case(NamedTuple):

@@ -25,8 +25,8 @@ from pathlib import Path
 
 from _shared import REPO, TORCHRUN, Failed, cpu, end, facts, start, versions, write_results
 
-from common import cli, exits, runtime
-from common.report import pyplot, read_records, table
+from old import cli, exits, runtime
+from old.report import pyplot, read_records, table
 
 SCRIPT = "05_ddp/train.py"
 CLAIMED_STEPS = 20  # over which the losses are claimed to agree

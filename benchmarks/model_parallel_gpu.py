@@ -33,10 +33,10 @@ from _expert_parallel_proof import LocalMixture
 from _pipeline_parallel_batches import Batch
 from _pipeline_parallel_stages import make_optimizer
 
-from common import cli, data, exits, model, runtime, shapes
-from common.hardware import device_name
-from common.report import spread, table
-from common.step_cost import time_in_turns
+from old import cli, data, exits, model, runtime, shapes
+from old.hardware import device_name
+from old.report import spread, table
+from old.step_cost import time_in_turns
 
 TARGET = 0.98  # of the speed of plain training, that we aim at
 CLIP_NORM = 1.0

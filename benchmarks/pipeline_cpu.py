@@ -34,8 +34,8 @@ from _pipeline_parallel_stages import Pipeline, build_stages, build_whole, make_
 from _pipeline_parallel_whole import summed_loss
 from pipeline_parallel import add_messages, clip_over_stages, execute, one_forward_one_backward
 
-from common import cli, exits, runtime
-from common.report import spread, table
+from old import cli, exits, runtime
+from old.report import spread, table
 
 RANKS = 2
 TARGET = 0.75  # of data parallelism's tokens/s, after the bubble is taken out

@@ -28,8 +28,8 @@ import _plan_cases
 from _plan_cases import Answer
 from _plan_machine import DEFAULT, Efficiency
 
-from common import cli, exits
-from common.report import table
+from old import cli, exits
+from old.report import table
 
 MEDIAN_TARGET, NEAR, SHARE_TARGET, ORDER_TARGET = 0.15, 0.30, 0.9, 0.8
 DIFFERENT = 1.10  # measured times that differ by less are not compared

@@ -37,8 +37,8 @@ from _shared import (
     write_results,
 )
 
-from common import cli, exits, runtime
-from common.report import read_records, spread, table
+from old import cli, exits, runtime
+from old.report import read_records, spread, table
 
 SCRIPT = "05_ddp/train.py"
 RATIO_TARGET = 0.9

@@ -17,9 +17,9 @@ from datetime import date
 
 from _shared import LOG_EVERY, WARMUP_STEPS, Failed, cpu, facts, spread_cells, train, versions, write_results
 
-from common import cli, exits, runtime
-from common.hardware import device_name
-from common.report import spread, table
+from old import cli, exits, runtime
+from old.hardware import device_name
+from old.report import spread, table
 
 SCRIPT = "04_amp/train.py"
 

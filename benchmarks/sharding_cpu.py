@@ -32,8 +32,8 @@ from _shared import (
 )
 from _trainer import train_with_trainer
 
-from common import cli, exits
-from common.report import spread, table
+from old import cli, exits
+from old.report import spread, table
 
 RANKS = 2
 TRAINER = "benchmarks/_trainer.py"

@@ -35,9 +35,9 @@ from _shared import (
     write_results,
 )
 
-from common import cli, exits, runtime, shapes
-from common.hardware import device_name
-from common.report import spread, table
+from old import cli, exits, runtime, shapes
+from old.hardware import device_name
+from old.report import spread, table
 
 SIDES = {
     "04_amp/train.py": [],

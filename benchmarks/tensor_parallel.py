@@ -26,10 +26,10 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, str(REPO / "08_model_parallel"))  # before this folder, which has a tensor_parallel.py, too
 import tensor_parallel
 
-from common import cli, data, exits, model, runtime
-from common.report import spread, table
-from common.shapes import SIZES, Config, flops_per_token, parameter_count
-from common.step_cost import time_in_turns
+from old import cli, data, exits, model, runtime
+from old.report import spread, table
+from old.shapes import SIZES, Config, flops_per_token, parameter_count
+from old.step_cost import time_in_turns
 
 RANKS = 2
 TARGET = 0.8  # of data parallelism's tokens/s, that we aim at

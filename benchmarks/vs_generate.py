@@ -24,9 +24,9 @@ import torch
 from _generate import CLOCK_STARTS_AT, GENERATE, command_of, run_side
 from _shared import REPO, Failed, cpu, end_children_at_sigterm, facts, number, spread_cells, versions, write_results
 
-from common import cli, exits, runtime, shapes
-from common.hardware import device_name
-from common.report import spread, table
+from old import cli, exits, runtime, shapes
+from old.hardware import device_name
+from old.report import spread, table
 
 REAL_MODEL = "models/smollm2-135m"
 Ratio = tuple[str, str, float]  # a side, the side it is held against, and the target

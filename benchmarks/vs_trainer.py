@@ -35,9 +35,9 @@ from _shared import (
 )
 from _trainer import train_with_trainer
 
-from common import cli, data, exits, runtime
-from common.hardware import device_name
-from common.report import spread, table
+from old import cli, data, exits, runtime
+from old.hardware import device_name
+from old.report import spread, table
 
 EXCERPT_BYTES = 2_000_000
 RATIO_TARGET = 1.05  # ours over theirs, in each precision, eager and compiled

@@ -1,80 +1,82 @@
-"""Checkpoints that survive a kill at any moment, resume exactly, and load on any number of ranks.
+"""A run's folder and its checkpoints: whole or absent after a kill at any moment, loadable on any number of ranks.
 
-Three things, apart from each other: the protocol (class Checkpoints), what is saved (_training_state) and how it is
-written (_write_dcp). A checkpoint is written to `step-N.tmp` and renamed to `step-N` when every rank's part is on disk
-with its hash: what is named `step-N` is whole, or was damaged later, and then a hash tells.
+A checkpoint is written to `step-N.tmp` and renamed to `step-N` when every rank's part is on disk with its hash: what is
+named `step-N` is whole, or was damaged later, and then a hash tells.
 """
 
+import argparse
 import copy
 import hashlib
 import json
 import os
 import random
 import shutil
+import socket
+import sys
+import time
 import uuid
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+import filelock
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map
 
 from common.exits import UserError, before_user_error_exit
-from common.run_dir import CHECKPOINTS, write_json
-from common.runtime import collective_timeout, gather, is_rank0, on_rank0, say, whole
-from common.shapes import config_json
+from common.runtime import gather, is_rank0, on_rank0, say, timeout
 
 # torch.distributed.checkpoint is imported where it is used: 0.6 s that the first step need not wait for
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # saving without a process group is meant
 
 
-def save(checkpoints: "Checkpoints", progress: dict, net, optimizer, scheduler, scaler) -> None:
-    """Save everything that the rest of the run depends on, as step-{progress["step"]}.
+def training_state(step: int, net, optimizer, scheduler, scaler=None) -> dict:
+    """Everything that the rest of the run depends on. Optimizer state goes by parameter name, such as
+    state.model.norm.weight.exp_avg, whatever wraps or cuts the model."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
-    UserError if it cannot be written: the older checkpoints are still there.
-    """
-    state = _training_state(progress, net, optimizer, scheduler, scaler)
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    model_state, optimizer_state = get_state_dict(net, optimizer, options=options)
+    return {
+        "progress": {"step": step},
+        "model": model_state,
+        "optimizer": optimizer_state,
+        "scheduler": scheduler.state_dict(),
+        "scaler": scaler.state_dict() if scaler else {},
+        f"rng-{_rank()}": random_states(),
+    }
 
-    def write(state: dict, folder: Path, group: dist.ProcessGroup | None) -> Iterable[Path]:
-        return [*_write_dcp(state, folder, group), *write_config(net, folder)]
 
-    checkpoints.save(progress["step"], state, write)
-
-
-def resume(checkpoints: "Checkpoints", net, optimizer, scheduler, scaler) -> dict | None:
-    """Load the newest whole checkpoint; returns its `progress`, or None where there is no checkpoint."""
+def resume(run: "Run", net, optimizer, scheduler, scaler=None) -> int:
+    """Load the newest whole checkpoint; returns its step, or 0 where there is no checkpoint."""
     import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import set_state_dict
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
 
-    path = checkpoints.newest()
-    if path is None:
-        return None
-    state = _training_state({"step": 0, "skipped_steps": 0}, net, optimizer, scheduler, scaler)
+    if (path := run.newest()) is None:
+        return 0
+    state = training_state(0, net, optimizer, scheduler, scaler)
     saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     # a rank that the saving job did not have, or a device it did not use, keeps its own random state
-    own = f"rng-{checkpoints.rank}"
-    state[own] = rng = {key: value for key, value in state[own].items() if f"{own}.{key}" in saved}
-    dcp.load(state, checkpoint_id=path, process_group=checkpoints.group)
+    own = f"rng-{_rank()}"
+    state[own] = {name: value for name, value in state[own].items() if f"{own}.{name}" in saved}
+    dcp.load(state, checkpoint_id=path, process_group=run.group)
     set_state_dict(
         net,
         optimizer,
         model_state_dict=state["model"],
         optim_state_dict=state["optimizer"],
-        options=_flat(),
+        options=StateDictOptions(flatten_optimizer_state_dict=True),
     )
     scheduler.load_state_dict(state["scheduler"])
-    follow_schedule(optimizer.param_groups, scheduler)
-    scaler.load_state_dict(state["scaler"])
-    restore_random_states(rng)
-    return state["progress"]
-
-
-def follow_schedule(groups: list[dict], scheduler) -> None:
-    """Set the learning rates that the scheduler's step asks for: the saved ones, unless --steps has changed."""
-    for group, lr, factor in zip(groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
-        group["lr"] = lr * factor(scheduler.last_epoch)
+    for group, lr, factor in zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
+        group["lr"] = lr * factor(scheduler.last_epoch)  # the saved one, unless --steps has changed
+    if scaler:
+        scaler.load_state_dict(state["scaler"])
+    restore_random_states(state[own])
+    return state["progress"]["step"]
 
 
 def random_states() -> dict:
@@ -86,58 +88,166 @@ def random_states() -> dict:
 
 
 def restore_random_states(states: dict) -> None:
-    """Undo what has been drawn since random_states(); generators that are not in it stay as they are."""
     restore = {"python": random.setstate, "numpy": np.random.set_state, "torch": torch.set_rng_state}
     for name, state in states.items():
         restore.get(name, torch.cuda.set_rng_state)(state)
 
 
-def _training_state(progress: dict, net, optimizer, scheduler, scaler) -> dict:
-    from torch.distributed.checkpoint.state_dict import get_state_dict
+class Run:
+    """The folder of one run: one live process group at a time, one set of settings for life. All ranks call every
+    method together.
 
-    model_state, optimizer_state = get_state_dict(net, optimizer, options=_flat())
-    return {
-        "model": model_state,
-        "optimizer": optimizer_state,
-        "scheduler": scheduler.state_dict(),
-        "scaler": scaler.state_dict(),
-        "progress": dict(progress),
-        f"rng-{dist.get_rank() if dist.is_initialized() else 0}": random_states(),
-    }
+    `settings` are what a resume must find unchanged (TrainingParser.settings). UserError if the folder is in use,
+    unwritable, not the same one on every rank, or another run's; if it holds checkpoints and --resume is not given; or
+    if the ranks' settings differ.
+    """
 
+    def __init__(self, args: argparse.Namespace, *, settings: dict) -> None:
+        _require_equal(settings)
+        self.keep = args.keep
+        self.folder = Path(on_rank0(lambda: str(self._lock(args.run_dir))))
+        self._require_shared()
+        on_rank0(lambda: self._enter(settings, args.resume))
+        # a group of its own: what a save in the background sends must not mix with the training's
+        self.group = dist.new_group(timeout=timeout(), backend="gloo") if dist.is_initialized() else None
+        self.writer = ThreadPoolExecutor(1) if args.async_save else None
+        self.pending: Future | None = None
+        before_user_error_exit.append(self.wait)
 
-def _flat():
-    """Optimizer state under names such as state.model.norm.weight.exp_avg: by parameter, not by position in a group,
-    whatever wraps or cuts the model."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions
+    def _lock(self, folder: Path | None) -> Path:
+        script = Path(sys.argv[0]).resolve().parent.name
+        folder = folder or Path("runs", f"{script}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.lock = filelock.FileLock(folder / ".lock")  # held until the process ends, however it ends
+            # data loading workers outlive a kill -9 of their parent by seconds; NFS keeps a dead machine's lock for 90
+            self.lock.acquire(timeout=float(os.environ.get("RUN_DIR_LOCK_SECONDS", "10")))
+        except filelock.Timeout:
+            raise UserError(f"--run-dir {folder} is in use by a live run: use another, or end that one") from None
+        except OSError as error:
+            raise UserError(f"--run-dir {folder} cannot be used: {error}") from None
+        return folder
 
-    return StateDictOptions(flatten_optimizer_state_dict=True)
+    def _enter(self, settings: dict, resume: bool) -> None:
+        file, flag = self.folder / "settings.json", f"--run-dir {self.folder}"
+        try:
+            if not file.exists() and _checkpoints(self.folder):
+                raise UserError(f"{flag} holds checkpoints without the settings.json of their run: copy it")
+            known = json.loads(file.read_text()) if file.exists() else settings
+            names = {**settings, **known}  # another script may have flags of its own
+            differ = [
+                f"{name} {settings.get(name)} (was {known.get(name)})"
+                for name in names
+                if settings.get(name) != known.get(name)
+            ]
+            if differ:
+                raise UserError(f"{flag} holds a run with other settings: {', '.join(differ)}; use another")
+            if not resume and _checkpoints(self.folder):
+                raise UserError(f"{flag} holds a run with checkpoints: --resume it, or use another")
+            write_json(file, settings)
+            for leftover in (*self.folder.glob("step-*.tmp"), *self.folder.glob("step-*.old")):
+                shutil.rmtree(leftover)  # of a save that was killed
+        except (OSError, ValueError) as error:
+            raise UserError(f"{flag} cannot be used: {error}") from None
 
+    def _require_shared(self) -> None:
+        """Two nodes with a disk each would write halves of a checkpoint that nobody could put together again."""
+        # a name that nobody has looked for yet: NFS remembers what was not there
+        token = self.folder / on_rank0(lambda: f".seen-by-all-{uuid.uuid4().hex}")
+        on_rank0(token.touch)
+        ranks = gather((token.exists(), socket.gethostname()))
+        on_rank0(token.unlink)
+        blind = [f"{rank} on {host}" for rank, (seen, host) in enumerate(ranks) if not seen]
+        if blind:
+            raise UserError(
+                f"--run-dir {self.folder}: a file that rank 0 on {ranks[0][1]} has just written there is not seen by "
+                f"rank {', '.join(blind)}: use a folder on a file system that all nodes share"
+            )
 
-def _write_dcp(state: dict, folder: Path, group: dist.ProcessGroup | None) -> Iterable[Path]:
-    import torch.distributed.checkpoint as dcp
+    def save(self, step: int, state: dict, config: dict) -> None:
+        """Save `state` as step-{step}, with `config` (a Hugging Face config.json) beside it.
 
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    # copying ahead would open a CUDA context wherever there is a GPU, also for a run on the CPU
-    writer = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)
-    dcp.save(state, storage_writer=writer, process_group=group)
-    return [*folder.glob(f"__{rank}_*"), *(folder.glob(".metadata") if rank == 0 else ())]
+        In the background only the copy to the CPU is waited for; the next save or wait() tells how the rest went.
+        UserError if it cannot be written: the older checkpoints are still there.
+        """
+        self.wait()
+        if self.writer is None:
+            self._write(step, state, config)
+        else:
+            device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+            self.pending = self.writer.submit(self._write, step, tree_map(_cpu_copy, state), config, device)
 
+    def wait(self) -> None:
+        """Return when a save in the background is complete; UserError if it failed."""
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            pending.result()
 
-def write_config(net: torch.nn.Module, folder: Path) -> Iterable[Path]:
-    """The model's shape as Hugging Face's config.json: with it a checkpoint can be converted by whoever has only it."""
-    if not (is_rank0() and hasattr(net, "config")):
-        return []
-    write_json(folder / "config.json", config_json(net.config))
-    return [folder / "config.json"]
+    def _write(self, step: int, state: dict, config: dict, device: int | None = None) -> None:
+        if device is not None:
+            torch.cuda.set_device(device)  # a thread starts on GPU 0, whatever the rank's own is
+        final = self.folder / f"step-{step:08d}"
+        problem, hashes = _attempt(lambda: self._write_part(final.with_suffix(".tmp"), state, config))
+        ranks = gather((problem, hashes), self.group)
+        problem = next((problem for problem, _ in ranks if problem), None)
+        if problem is None and _rank() == 0:
+            problem, _ = _attempt(
+                lambda: self._publish(final, {k: v for _, hashes in ranks for k, v in hashes.items()})
+            )
+        problem = gather(problem, self.group)[0]
+        if problem is not None:
+            free = shutil.disk_usage(self.folder).free / 2**20  # what is behind torch.save's "unexpected pos"
+            raise UserError(
+                f"cannot save step {step} in {self.folder} ({free:.0f} MiB free there): {problem}; "
+                "older checkpoints are untouched"
+            )
+
+    def _write_part(self, folder: Path, state: dict, config: dict) -> dict[str, str]:
+        """Write this rank's files; returns the SHA-256 of each."""
+        import torch.distributed.checkpoint as dcp
+
+        # copying ahead would open a CUDA context wherever there is a GPU, also for a run on the CPU
+        writer = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)
+        dcp.save(state, storage_writer=writer, process_group=self.group)
+        files = [*folder.glob(f"__{_rank()}_*")]
+        if _rank() == 0:
+            write_json(folder / "config.json", config)
+            files += [folder / ".metadata", folder / "config.json"]
+        return {file.name: _sha256(file) for file in files}
+
+    def _publish(self, final: Path, hashes: dict[str, str]) -> None:
+        temporary = final.with_suffix(".tmp")
+        if missing := [name for name in hashes if not (temporary / name).is_file()]:
+            raise OSError(f"written by a rank and not seen by rank 0: {', '.join(missing)}")
+        write_json(temporary / "hashes.json", hashes)
+        os.rename(temporary, final)
+        for old in _checkpoints(self.folder)[: -self.keep]:
+            old.rename(old.with_suffix(".old"))  # first: what is half deleted must not look like a checkpoint
+            shutil.rmtree(old.with_suffix(".old"), ignore_errors=True)
+
+    def newest(self) -> Path | None:
+        """The newest whole checkpoint, None where there is none. Broken ones are named and moved aside; UserError if
+        there is nothing else."""
+        broken = []
+        for path in reversed(on_rank0(lambda: _checkpoints(self.folder))):
+            ranks = gather(find_damage(path, _rank(), dist.get_world_size() if dist.is_initialized() else 1))
+            problem = next((problem for problem in ranks if problem), None)
+            if problem is None:
+                for bad in broken if is_rank0() else []:
+                    bad.rename(bad.with_name(f"broken-{bad.name}-{uuid.uuid4().hex[:8]}"))
+                say(f"resuming from {path}")
+                return path
+            say(f"checkpoint {path} is broken ({problem}): trying the one before")
+            broken.append(path)
+        if broken:
+            raise UserError(f"--resume: every checkpoint in {self.folder} is broken; nothing was overwritten")
+        return None
 
 
 def find_damage(path: Path, rank: int = 0, world_size: int = 1) -> str | None:
     """What is wrong with the files of a checkpoint, None if nothing; each rank looks at its part of them."""
     try:
-        hashes = dict(json.loads((path / "hashes.json").read_text()))
-        if not hashes:
-            return "hashes.json names no file"
+        hashes = json.loads((path / "hashes.json").read_text())
         for name in sorted(hashes)[rank::world_size]:
             if _sha256(path / name) != hashes[name]:
                 return f"{name} does not match its hash"
@@ -146,108 +256,36 @@ def find_damage(path: Path, rank: int = 0, world_size: int = 1) -> str | None:
     return None
 
 
-class Checkpoints:
-    """The checkpoints of one run, whoever writes them. All ranks call every method together."""
+def write_json(file: Path, value: dict) -> None:
+    """Write all of it or, if the disk fails or the process dies, nothing."""
+    temporary = file.with_name(file.name + ".tmp")
+    with open(temporary, "w") as stream:
+        json.dump(value, stream, indent=1)
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.rename(temporary, file)
 
-    def __init__(self, run_dir: Path, *, keep: int, in_background: bool) -> None:
-        self.run_dir, self.keep = run_dir, keep
-        self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        # a group of its own: what a save in the background sends must not mix with the training's
-        self.group = dist.new_group(timeout=collective_timeout(), backend="gloo") if dist.is_initialized() else None
-        self.writer = ThreadPoolExecutor(1, initializer=_use_device, initargs=_device()) if in_background else None
-        self.pending: Future | None = None
-        before_user_error_exit.append(self.wait)
 
-    def save(self, step: int, state: dict, write: Callable[[dict, Path, dist.ProcessGroup | None], Iterable[Path]]):
-        """Save as step-{step}. `write(state, folder, group)` writes this rank's part and returns the files to hash.
-
-        In the background, only the copy to the CPU is waited for; the next save or wait() tells how the
-        rest went. UserError if it cannot be written: the older checkpoints are still there.
-        """
-        self.wait()
-        if self.writer is None:
-            self._write(step, state, write)
-        else:
-            self.pending = self.writer.submit(self._write, step, _cpu_copy(state), write)
-
-    def wait(self) -> None:
-        """Return when a save in the background is complete; UserError if it failed."""
-        pending, self.pending = self.pending, None
-        if pending is not None:
-            pending.result()
-
-    def _write(self, step: int, state: dict, write) -> None:
-        final = self.run_dir / f"step-{step:08d}"
-        temporary = final.with_suffix(".tmp")
-        problem, hashes = _try(lambda: {file.name: _sha256(file) for file in write(state, temporary, self.group)})
-        outcomes = gather((problem, hashes), self.group)
-        problem = next((p for p, _ in outcomes if p), None)
-        if problem is None and self.rank == 0:
-            of_all_ranks = {name: sha for _, hashes in outcomes for name, sha in hashes.items()}
-            problem, _ = _try(lambda: self._publish(temporary, final, of_all_ranks))
-        problem = gather(problem, self.group)[0]
-        if problem is not None:
-            free = shutil.disk_usage(self.run_dir).free / 2**20  # what is behind torch.save's "unexpected pos"
+def _require_equal(settings: dict) -> None:
+    """Nodes may have other texts under one name, or another --dtype auto: their ranks would train different models."""
+    ranks = gather((settings, socket.gethostname()))
+    for rank, (theirs, host) in enumerate(ranks):
+        if differ := [name for name in settings if theirs[name] != ranks[0][0][name]]:
             raise UserError(
-                f"cannot save step {step} in {self.run_dir} ({free:.0f} MiB free there): {problem}; "
-                "older checkpoints are untouched"
+                f"{', '.join(differ)} stands for something else on rank {rank} on {host} than on rank 0 on "
+                f"{ranks[0][1]}: give a --data and a --dtype that mean the same on every node"
             )
 
-    def _publish(self, temporary: Path, final: Path, hashes: dict[str, str]) -> None:
-        if missing := [name for name in hashes if not (temporary / name).is_file()]:
-            raise OSError(f"written by a rank and not seen by rank 0: {', '.join(missing)}")
-        write_json(temporary / "hashes.json", hashes)
-        os.rename(temporary, final)
-        # from here on the checkpoint is whole: what fails now must not end the run
-        try:
-            folder = os.open(self.run_dir, os.O_RDONLY)
-            try:
-                os.fsync(folder)  # the new name lives in the folder, not in the files
-            finally:
-                os.close(folder)
-        except OSError as error:
-            say(f"warning: {self.run_dir} cannot be synced, a power cut may lose {final.name}: {error}")
-        for old in self._found()[: -self.keep]:
-            try:
-                old.rename(old.with_suffix(".old"))  # first: what is half deleted must not look like a checkpoint
-                shutil.rmtree(old.with_suffix(".old"))
-            except OSError as error:
-                say(f"warning: {old} is no longer needed and cannot be deleted: {error}")
 
-    def _found(self) -> list[Path]:
-        return sorted(path for path in self.run_dir.glob(CHECKPOINTS) if path.is_dir())
-
-    def newest(self) -> Path | None:
-        """The newest whole checkpoint, None where there is no checkpoint.
-
-        Broken ones are named and moved aside; UserError if there is nothing else.
-        """
-        broken = []
-        for name in on_rank0(lambda: [path.name for path in reversed(self._found())]):
-            problem = next((p for p in gather(find_damage(self.run_dir / name, self.rank, self.world_size)) if p), None)
-            if problem is None:
-                if is_rank0():
-                    for bad in broken:
-                        os.rename(self.run_dir / bad, self.run_dir / f"broken-{bad}-{uuid.uuid4().hex[:8]}")
-                say(f"resuming from {self.run_dir / name}")
-                return self.run_dir / name
-            say(f"checkpoint {self.run_dir / name} is broken ({problem}): trying the one before")
-            broken.append(name)
-        if broken:
-            raise UserError(f"--resume: every checkpoint in {self.run_dir} is broken; nothing was overwritten")
-        return None
+def _checkpoints(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("step-" + 8 * "[0-9]") if path.is_dir())
 
 
-def _device() -> tuple:
-    return (torch.cuda.current_device(),) if torch.cuda.is_initialized() else (None,)
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
-def _use_device(index: int | None) -> None:
-    if index is not None:
-        torch.cuda.set_device(index)  # a thread starts on GPU 0, whatever the rank's own is
-
-
-def _try(work: Callable[[], dict | None]) -> tuple[str | None, dict | None]:
+def _attempt(work: Callable[[], dict | None]) -> tuple[str | None, dict | None]:
     """(None, result), or (the error's message, None) if the disk refused something."""
     from torch.distributed.checkpoint.api import CheckpointException
 
@@ -265,22 +303,4 @@ def _sha256(file: Path) -> str:
 
 
 def _cpu_copy(value):
-    if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        return {key: _cpu_copy(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_cpu_copy(item) for item in value]
-    return copy.deepcopy(value)
-
-
-@torch.no_grad()
-def digest(net: torch.nn.Module) -> str:
-    """SHA-256 over every parameter's bytes: equal digests are equal weights, to the bit.
-
-    A sharded model has the digest of the whole one: each parameter is gathered in turn, so every rank must call this.
-    """
-    sha = hashlib.sha256()
-    for parameter in net.parameters():
-        sha.update(whole(parameter).detach().cpu().contiguous().view(torch.uint8).numpy())
-    return sha.hexdigest()
+    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else copy.deepcopy(value)

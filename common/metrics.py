@@ -1,13 +1,13 @@
-"""What a run tells: speed, memory and stragglers, on the console, in metrics.jsonl, TensorBoard and loss.png."""
+"""What a run tells: loss, speed, memory and stragglers, on the console, in metrics.jsonl, TensorBoard and loss.png."""
 
+import argparse
+import contextlib
 import json
 import math
 import statistics
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -15,21 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
+from common import report
+from common.data import Batches
 from common.exits import UserError
 from common.hardware import device_name, peak_flops
-from common.report import describe, peak_memory_bytes, plot_loss, read_records, report
-from common.runtime import gather, is_rank0, on_rank0, say, whole
+from common.runtime import gather, is_rank0, on_rank0, wait_for, whole
 from common.shapes import Config, flops_per_token, parameter_count
-
-MFU_CONVENTION = "6(N - N_embedding) + 12·L·H·head_dim·seq_len FLOP per token, recomputation not counted"
-
-
-def least_norm(gradients: Iterable[Tensor]) -> Tensor:
-    """The norm that the error of a gradient is divided by, at the least: a thousandth of all gradients' together.
-
-    Some are almost zero, such as those of q and k for one token: of these there is only rounding to compare.
-    """
-    return torch.nn.utils.get_total_norm([*gradients]) / 1000
 
 
 class Meter:
@@ -40,117 +31,106 @@ class Meter:
 
     def __init__(
         self,
-        run_dir: Path,
+        folder: Path,
+        args: argparse.Namespace,
         *,
-        model: str,
         config: Config,
         device: torch.device,
-        dtype: str,
-        seq_len: int,
-        global_batch_size: int,
-        steps: int,
+        batches: Batches,
         start_step: int,
     ) -> None:
-        self.run_dir, self.device, self.dtype, self.steps = run_dir, device, dtype, steps
-        self.model, self.parameters = model, parameter_count(config)
-        self.devices = dist.get_world_size() if dist.is_initialized() else 1
-        self.tokens_per_step = global_batch_size * seq_len
-        self.flops_per_token = flops_per_token(config, seq_len)
-        self.peak_flops = peak_flops(device_name(device), dtype)
-        self.phases: dict[str, float] = defaultdict(float)
-        self.events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        if start_step > args.steps:
+            raise UserError(f"--steps {args.steps}: the run in {folder} is at step {start_step} already")
+        self.folder, self.args, self.config, self.device = folder, args, config, device
+        self.world_size = dist.get_world_size() if dist.is_initialized() else 1
+        self.tokens_per_step = batches.tokens_per_step
+        self.peak_flops = peak_flops(device_name(device), args.dtype)
+        self.start_step = self.last_step = start_step
         self.steps_since_log: list[Tensor] = []  # loss and gradient norm of each
         self.tokens_and_seconds: list[tuple[int, float]] = []  # between log lines
+        self.data_seconds, self.forward_seconds = 0.0, None
         self.records: list[dict] = []
-        self.start_step = self.last_step = start_step
-        if start_step > steps:
-            raise UserError(f"--steps {steps}: the run in {run_dir} is at step {start_step} already")
+        self.tensorboard = None
         on_rank0(self._open)
         self.start = self.last_time = time.perf_counter()
 
     def _open(self) -> None:
-        file = self.run_dir / "metrics.jsonl"
-        self.tensorboard = None
+        file = self.folder / "metrics.jsonl"
         try:
             # what a killed run wrote after its last checkpoint happens again, so its record goes
-            self.records = [record for record in read_records(file) if record["step"] <= self.start_step]
+            self.records = [record for record in report.read_records(file) if record["step"] <= self.start_step]
             file.with_suffix(".tmp").write_text("".join(json.dumps(record) + "\n" for record in self.records))
             file.with_suffix(".tmp").rename(file)
             self.file = file.open("a")
-            from torch.utils.tensorboard import SummaryWriter
+            with contextlib.suppress(ImportError):  # without the package there are no such files, and all else is
+                from torch.utils.tensorboard import SummaryWriter
 
-            self.tensorboard = SummaryWriter(self.run_dir / "tensorboard", purge_step=self.start_step + 1)
-        except ImportError:
-            say("no TensorBoard files (pip install tensorboard)")
+                self.tensorboard = SummaryWriter(self.folder / "tensorboard", purge_step=self.start_step + 1)
         except OSError as error:
-            raise UserError(f"--run-dir {self.run_dir} cannot be used: {error}") from None
-        self.bar = tqdm(total=self.steps, initial=self.start_step, unit="step", disable=not sys.stderr.isatty())
+            raise UserError(f"--run-dir {self.folder} cannot be used: {error}") from None
+        bar = {"total": self.args.steps, "initial": self.start_step, "unit": "step"}
+        self.bar = tqdm(**bar, disable=not sys.stderr.isatty())
 
     def _write(self, record: dict) -> None:
         self.records.append(record)
         self.file.write(json.dumps(record) + "\n")
         self.file.flush()
+        for name, value in record.items() if self.tensorboard else ():
+            if value is not None and name != "step":
+                self.tensorboard.add_scalar(name, value, record["step"])
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Time what a rank does on its own, "data" or "forward". It does not wait for the GPU: a
-        synchronize() here would end the very overlap that is to be measured."""
-        if self.device.type == "cuda" and name == "forward":
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            yield
-            end.record()
-            self.events.append((start, end))
-        else:
-            start = time.perf_counter()
-            yield
-            self.phases[name] += time.perf_counter() - start
+    def next(self, stream: Iterator[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """The next micro-batch, on its way to the device, and how long this rank has waited for it."""
+        start = time.perf_counter()
+        inputs, targets = (part.to(self.device, non_blocking=True) for part in next(stream))
+        self.data_seconds += time.perf_counter() - start
+        return inputs, targets
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """Times the first forward after each log line: what a rank computes alone, before any collective. Only there
+        is the GPU waited for: elsewhere that would end the very overlap that makes a step fast."""
+        timed = self.forward_seconds is None
+        if timed:
+            wait_for(self.device)
+        start = time.perf_counter()
+        yield
+        if timed:
+            wait_for(self.device)
+            self.forward_seconds = time.perf_counter() - start
 
     def note(self, loss: Tensor, grad_norm: Tensor) -> None:
         """Keep a step's loss and gradient norm on the device: reading one would stall the GPU."""
-        loss = whole(loss)
-        # fully_shard with CPU offload has the gradients, and their norm, on the CPU
-        self.steps_since_log.append(torch.stack((loss, whole(grad_norm).to(loss.device))))
+        loss, grad_norm = whole(loss), whole(grad_norm)
+        self.steps_since_log.append(torch.stack((loss, grad_norm.to(loss.device))))  # CPU offload has norms on the CPU
 
-    def since_last_log(self) -> Tensor:
+    def noted(self) -> Tensor:
         """What was noted since the last log line, [steps, 2]: the loss and the gradient norm of each step."""
         noted = torch.stack(self.steps_since_log)
         self.steps_since_log.clear()
         return noted
 
-    def log(self, step: int, noted: Tensor, lr: float, skipped_steps: int, scale: float) -> None:
-        """One line for the steps since the last; `noted` [steps, 2] has the global loss and the gradient
-        norm of each, and the last is shown. Tokens/s counts all wall time since the last line.
+    def log(self, step: int, noted: Tensor, lr: float, skipped_steps: int = 0, scale: float = 1.0) -> None:
+        """One line for the steps since the last; `noted` [steps, 2] has the global loss and gradient norm of each, and
+        the last is shown. Tokens/s counts all wall time since the last line.
 
         UserError names the first step whose loss or gradient is not finite, before anything of it is saved.
         """
         noted = noted.cpu()  # waits for the GPU, once a line
-        # an fp16 gradient may overflow: the scaler skips that step and tries a smaller scale
-        finite = noted[:, : 1 if self.dtype == "fp16" else 2].isfinite().all(1).tolist()
-        if self.dtype == "fp16" and scale < 1:
-            finite[-1] = False  # no scale is small enough: every step is skipped
-        if not all(finite):
-            first = step - len(finite) + 1 + finite.index(False)
-            raise UserError(
-                f"loss or gradient is not finite at step {first} (learning rate {lr:g}): lower --lr or --clip-norm, "
-                "raise --warmup-steps or, with --dtype fp16, try bf16 or fp32"
-            )
+        self._require_finite(step, noted, lr, scale)
         now = time.perf_counter()
-        forward = self.phases["forward"] + sum(start.elapsed_time(end) for start, end in self.events) / 1e3
         memory = torch.cuda.memory_stats(self.device) if self.device.type == "cuda" else {}
-        ranks = gather(
-            {
-                "busy": self.phases["data"] + forward,  # before any collective: a slow rank shows here alone
-                "data": self.phases["data"],
-                "active": memory.get("active_bytes.all.peak"),
-                "reserved": memory.get("reserved_bytes.all.peak"),
-            }
-        )
+        mine = {
+            "busy": self.data_seconds + (self.forward_seconds or 0.0),
+            "data": self.data_seconds,
+            "active": memory.get("active_bytes.all.peak"),
+            "reserved": memory.get("reserved_bytes.all.peak"),
+        }
+        ranks = gather(mine)
         if is_rank0():
-            seconds, busy = now - self.last_time, [r["busy"] for r in ranks]
-            tokens = (step - self.last_step) * self.tokens_per_step
+            seconds, tokens = now - self.last_time, (step - self.last_step) * self.tokens_per_step
             self.tokens_and_seconds.append((tokens, seconds))
-            speed = tokens / seconds
+            busy = [rank["busy"] for rank in ranks]
             slowest = max(range(len(busy)), key=busy.__getitem__)
             record = {
                 "step": step,
@@ -158,27 +138,33 @@ class Meter:
                 "lr": lr,
                 "grad_norm": noted[-1, 1].item() if noted[-1, 1].isfinite() else None,  # JSON has no infinity
                 "tokens": step * self.tokens_per_step,
-                "tokens_per_second": speed,
-                "mfu": self.mfu(speed),
-                "data_wait_share": max(r["data"] for r in ranks) / seconds,
-                "memory_active_bytes": max((r["active"] for r in ranks if r["active"]), default=None),
-                "memory_reserved_bytes": max((r["reserved"] for r in ranks if r["reserved"]), default=None),
+                "tokens_per_second": tokens / seconds,
+                "mfu": self.mfu(tokens / seconds),
+                "data_wait_share": max(rank["data"] for rank in ranks) / seconds,
+                "memory_active_bytes": max((rank["active"] for rank in ranks if rank["active"]), default=None),
+                "memory_reserved_bytes": max((rank["reserved"] for rank in ranks if rank["reserved"]), default=None),
                 "slowest_rank": slowest if len(busy) > 1 else None,
                 "slowest_rank_lag": busy[slowest] / statistics.median_low(busy) - 1 if len(busy) > 1 else None,
                 "skipped_steps": skipped_steps,
                 "loss_scale": scale,
             }
             self._write(record)
-            if self.tensorboard:
-                for name, value in record.items():
-                    if value is not None and name != "step":
-                        self.tensorboard.add_scalar(name, value, step)
             self.bar.update(step - self.last_step)
-            tqdm.write(describe(record, self.steps), file=sys.stdout)
+            tqdm.write(report.describe(record, self.args.steps), file=sys.stdout)
             sys.stdout.flush()
-        self.phases.clear()
-        self.events.clear()
+        self.data_seconds, self.forward_seconds = 0.0, None
         self.last_step, self.last_time = step, now
+
+    def _require_finite(self, step: int, noted: Tensor, lr: float, scale: float) -> None:
+        # an fp16 gradient may overflow: the scaler skips that step and tries a smaller scale
+        finite = noted[:, : 1 if self.args.dtype == "fp16" else 2].isfinite().all(1).tolist()
+        if self.args.dtype == "fp16" and scale < 1:
+            finite[-1] = False  # no scale is small enough: every step is skipped
+        if not all(finite):
+            raise UserError(
+                f"loss or gradient is not finite at step {step - len(finite) + 1 + finite.index(False)} (learning rate "
+                f"{lr:g}): lower --lr or --clip-norm, raise --warmup-steps or, with --dtype fp16, try bf16 or fp32"
+            )
 
     def log_eval(self, step: int, val_loss: float) -> None:
         """Record the held-out loss after `step`; UserError if it is not finite."""
@@ -186,36 +172,35 @@ class Meter:
             raise UserError(f"the held-out loss is {val_loss} after step {step}: lower --lr")
         if is_rank0():
             self._write({"step": step, "val_loss": val_loss})
-            if self.tensorboard:
-                self.tensorboard.add_scalar("val_loss", val_loss, step)
             tqdm.write(f"step {step:>6} | held-out loss {val_loss:.4f}", file=sys.stdout)
 
     def mfu(self, tokens_per_second: float) -> float | None:
         """Model FLOP/s over the peak of all ranks' devices; None where the peak is not known."""
         if self.peak_flops is None:
             return None
-        return tokens_per_second * self.flops_per_token / (self.peak_flops * self.devices)
+        flops = tokens_per_second * flops_per_token(self.config, self.args.seq_len)
+        return flops / (self.peak_flops * self.world_size)
 
-    def finish(self, step: int, json_path: Path | None, **own) -> None:
+    def finish(self, step: int, **own) -> None:
         """Plot the loss, print the summary (the run's whole curve, this process's speed), write --json."""
-        peak_memory = max(gather(peak_memory_bytes(self.device)))
+        peak_memory = max(gather(report.peak_memory_bytes(self.device)))
         if not is_rank0():
             return
         self.bar.close()
         if self.tensorboard:
             self.tensorboard.close()
-        losses = [r["loss"] for r in self.records if "loss" in r]
-        val_losses = [r["val_loss"] for r in self.records if "val_loss" in r]
+        losses = [record["loss"] for record in self.records if "loss" in record]
+        val_losses = [record["val_loss"] for record in self.records if "val_loss" in record]
         # saves and evaluations included, but not the first line, which pays for warm-up and compilation
         timed = self.tokens_and_seconds[1:] or self.tokens_and_seconds
-        tokens, seconds = sum(tokens for tokens, _ in timed), sum(seconds for _, seconds in timed)
-        speed = tokens / seconds if tokens else None
+        seconds = sum(seconds for _, seconds in timed)
+        speed = sum(tokens for tokens, _ in timed) / seconds if timed else None
         summary = {
             "device": device_name(self.device),
-            "world_size": self.devices,
-            "dtype": self.dtype,
-            "model": self.model,
-            "parameters": self.parameters,
+            "world_size": self.world_size,
+            "dtype": self.args.dtype,
+            "model": self.args.model,
+            "parameters": parameter_count(self.config),
             "steps": step,
             "tokens": step * self.tokens_per_step,
             "first_loss": losses[0] if losses else None,
@@ -223,11 +208,10 @@ class Meter:
             "val_loss": val_losses[-1] if val_losses else None,
             "tokens_per_second": speed,
             "mfu": speed and self.mfu(speed),
-            "mfu_convention": MFU_CONVENTION,
             "peak_flops_per_device": self.peak_flops,
             "peak_memory_bytes": peak_memory,
             "seconds": time.perf_counter() - self.start,
-            "loss_plot": plot_loss(self.records, self.run_dir / "loss.png", "cross-entropy (nats per token)"),
+            "loss_plot": report.plot_loss(self.records, self.folder / "loss.png", "cross-entropy (nats per token)"),
             **own,
         }
-        report(summary, json_path)
+        report.summary(summary, self.args.json)

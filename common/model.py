@@ -7,17 +7,18 @@ embedding, grouped-query attention, SwiGLU), so its checkpoints load here, and o
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from common import hf
-from common.runtime import gathered, shard_like
+from common.exits import UserError
+from common.runtime import say, whole
 from common.shapes import SIZES, Config
 
 
@@ -45,17 +46,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.addcmul(exact * cos, swapped, sin).to(x.dtype)
 
 
-def weight_generator(name: str, seed: int, device: torch.device | str = "cpu") -> torch.Generator:
-    """What draws the initial value of a parameter: a function of (seed, its name) alone."""
-    key = hashlib.sha256(f"{seed} {name}".encode()).digest()
-    return torch.Generator(device).manual_seed(int.from_bytes(key[:8]) >> 1)
-
-
 def random_weight(name: str, shape: torch.Size | tuple[int, ...], seed: int) -> Tensor:
     """The initial value of a parameter: a function of (seed, its name) alone, drawn on the CPU."""
     if len(shape) < 2:
         return torch.ones(shape)  # norms
-    return torch.empty(shape, device="cpu").normal_(std=0.02, generator=weight_generator(name, seed))
+    key = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(key[:8]) >> 1)
+    return torch.empty(shape, device="cpu").normal_(std=0.02, generator=generator)
 
 
 class RMSNorm(nn.RMSNorm):
@@ -95,14 +92,11 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(c.hidden_size, c.num_key_value_heads * c.head_dim, bias=False)
         self.o_proj = nn.Linear(c.num_attention_heads * c.head_dim, c.hidden_size, bias=False)
 
-    def project(self, x: Tensor) -> tuple[Tensor, ...]:
-        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
-
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, extend: Callable | None = None, seen: Tensor | None = None
     ) -> Tensor:
         """`extend` gives keys and values with those of past tokens before them; `seen` says who may look at which."""
-        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.project(x))
+        q, k, v = (linear(x).unflatten(-1, (-1, self.head_dim)) for linear in (self.q_proj, self.k_proj, self.v_proj))
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)  # before the transpose, which q, k and v then share: no copies
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         if extend is not None:
@@ -118,12 +112,8 @@ class MLP(nn.Module):
         self.up_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
         self.down_proj = nn.Linear(c.intermediate_size, c.hidden_size, bias=False)
 
-    def project(self, x: Tensor) -> tuple[Tensor, ...]:
-        return self.gate_proj(x), self.up_proj(x)
-
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.project(x)
-        return self.down_proj(F.silu(gate) * up)
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Block(nn.Module):
@@ -197,9 +187,14 @@ class Transformer(nn.Module):
         So a model that is built whole, materialised from the meta device, sharded or cut into stages starts equal to
         the bit. A shard takes its part of the whole matrix, which is drawn on the CPU.
         """
-        for name, parameter in hf.named_weights(self):
-            with gathered(parameter, to_set=True):
-                parameter.copy_(shard_like(random_weight(name, parameter.shape, seed), parameter))
+        for name, parameter in named_weights(self):
+            weight = random_weight(name, parameter.shape, seed)
+            if hasattr(parameter, "placements"):  # a DTensor
+                from torch.distributed.tensor import distribute_tensor  # 1 s that unsharded training need not wait for
+
+                mesh, placements = parameter.device_mesh, parameter.placements
+                weight = distribute_tensor(weight.to(parameter.device), mesh, placements, src_data_rank=None)
+            parameter.copy_(weight)
 
     def forward(
         self,
@@ -274,11 +269,49 @@ def materialize(net: Transformer, name: str, *, seed: int, device: torch.device 
     """Give a model from the meta device, whole or sharded, its memory on `device` and its weights, as build does."""
     net.to_empty(device=device)
     net.tie_weights()  # to_empty has made two matrices of one
-    set_weights(net, name, seed=seed)
+    if name in SIZES or not load_weights(net, Path(name)):
+        net.init_weights(seed)
     return net
 
 
-def set_weights(net: Transformer, name: str, *, seed: int) -> None:
-    """Give a model that has its memory its weights, as build does: those of folder `name`, else random ones."""
-    if name in SIZES or not hf.load_weights(net, Path(name), net.config.tie_word_embeddings):
-        net.init_weights(seed)
+def named_weights(net: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters under their own names, also where activation checkpointing wraps a block; tied weights once."""
+    for name, parameter in net.named_parameters():
+        yield name.replace("_checkpoint_wrapped_module.", ""), parameter
+
+
+def load_weights(net: Transformer, folder: Path) -> bool:
+    """Replace the weights by those of the .safetensors files in `folder`; False if it has none. Each rank of a sharded
+    model reads its rows alone. UserError if the files are damaged, or their names or shapes do not fit."""
+    if not any(folder.glob("*.safetensors*")):
+        if others := [file.name for suffix in ("*.bin", "*.pt*", "*.distcp") for file in folder.glob(suffix)]:
+            raise UserError(f"--model {folder}: {others[0]} is not .safetensors: save the weights as such")
+        return False
+    say(f"weights from {folder}")
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import HuggingFaceStorageReader
+
+    weights = dict(named_weights(net))
+    try:
+        reader = HuggingFaceStorageReader(str(folder))
+        stored = set(reader.read_metadata().state_dict_metadata)
+        if net.config.tie_word_embeddings:
+            stored.discard("lm_head.weight")
+        if stored != weights.keys():
+            raise ValueError(f"{', '.join(sorted(stored ^ weights.keys()))} not in both")
+        dcp.load(weights, storage_reader=reader, no_dist=not dist.is_initialized())
+    except (Exception, dcp.api.CheckpointException) as error:  # the readers' own, from four libraries
+        raise UserError(f"--model {folder}: its weights cannot be read, or do not fit its config: {error}") from None
+    return True
+
+
+@torch.no_grad()
+def digest(net: nn.Module) -> str:
+    """SHA-256 over every parameter's bytes: equal digests are equal weights, to the bit.
+
+    A sharded model has the digest of the whole one: each parameter is gathered in turn, so every rank must call this.
+    """
+    sha = hashlib.sha256()
+    for parameter in net.parameters():
+        sha.update(whole(parameter).detach().cpu().contiguous().view(torch.uint8).numpy())
+    return sha.hexdigest()

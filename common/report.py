@@ -1,27 +1,127 @@
-"""What a script shows and leaves behind: a line per record, a plot, a summary for people and for programs."""
+"""How a script ends: a table and `checked:` lines for people, one JSON object for programs; and a line per record."""
 
+import argparse
 import contextlib
 import json
 import re
 import resource
-import statistics
 import sys
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import torch
 
 SUMMARY = [
     *("script", "torch", "device", "world_size", "dtype", "model", "parameters", "steps", "tokens"),
     *("first_loss", "last_loss", "val_loss", "tokens_per_second", "mfu", "peak_memory_bytes", "seconds"),
 ]
-
-
+_began = time.perf_counter()
 _peaks_before_resets: list[int] = []  # bytes
 
 
-def reset_peak_memory(device: "torch.device") -> None:
+def lesson(
+    rows: list[dict], *, columns: dict[str, str], checked: list[str], args: argparse.Namespace, device, **own
+) -> None:
+    """End a lesson: a table with these columns (key of a row: heading), what was checked, and --json, which has the
+    keys of SUMMARY, the flags, `rows`, `checked` and what the lesson adds as `own`.
+
+    Every rank must call it; rank 0 prints and writes. device=None: the lesson runs without torch.
+    """
+    from common import hardware
+
+    peaks = [peak_memory_bytes(device)]
+    if device is not None:
+        from common import runtime
+
+        peaks = runtime.gather(peaks[0])
+        if not runtime.is_rank0():
+            return
+    summary = {
+        "device": None if device is None else hardware.device_name(device),
+        "world_size": len(peaks),
+        "peak_memory_bytes": max(peaks),
+        "seconds": time.perf_counter() - _began,
+        **{name: value for name, value in vars(args).items() if name not in ("device", "json")},
+        **own,
+        "rows": rows,
+        "checked": checked,
+    }
+    known = [str(summary[name]) for name in ("model", "dtype", "device") if summary.get(name)]
+    print(f"\n{', '.join([*known, f'{len(peaks)} process' + 'es' * (len(peaks) > 1)])}\n")
+    print(table([[*columns.values()], *([_cell(row, key) for key in columns] for row in rows)]) + "\n")
+    for line in checked:
+        print(f"checked: {line}")
+    write_json(summary, args.json)
+
+
+def summary(summary: dict, json_path: Path | None) -> None:
+    """End a training run: a line per value for people, and --json."""
+    print()
+    for name, value in write_json(summary, json_path).items():
+        print(f"{name:<22} {for_people(name, value)}")
+
+
+def write_json(summary: dict, json_path: Path | None) -> dict:
+    """Add the keys of SUMMARY, null where this script does not know the value, and write all if a path is given."""
+    script = "/".join(Path(sys.argv[0]).resolve().parts[-2:])
+    torch_version = getattr(sys.modules.get("torch"), "__version__", None)  # estimate.py runs without it
+    summary = {**dict.fromkeys(SUMMARY), "script": script, "torch": torch_version, **summary}
+    if json_path:
+        json_path.write_text(json.dumps(summary, indent=1, allow_nan=False, default=str) + "\n")
+    return summary
+
+
+def for_people(name: str, value: object) -> str:
+    """A value in the unit that its name ends with: 592 MiB, 4,538 tokens/s, 34.6 s, 1.31x, 45.7%."""
+    if isinstance(value, list):
+        return ", ".join(for_people(name, each) for each in value)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return "n/a" if value is None else str(value)
+    if name.endswith("tokens_per_second"):
+        return f"{value:,.0f} tokens/s"
+    if name.endswith(("share", "mfu")):
+        return f"{value:.1%}"
+    if name.endswith("ratio"):
+        return f"{value:.2f}x"
+    if name.endswith("error"):
+        return f"{value:.1e}" if value else "0"
+    if name.endswith(("bytes", "bytes_per_rank")):
+        return f"{value / 2**20:,.1f} MiB" if value < 100 * 2**20 else f"{value / 2**20:,.0f} MiB"
+    if name.endswith("seconds"):
+        return f"{value * 1e3:.1f} ms" if value < 1 else f"{value:.1f} s"
+    return f"{value:,}" if isinstance(value, int) else f"{value:.5g}"
+
+
+def _cell(row: dict, key: str) -> str:
+    """A value of a row, with its range where the row has that: 1.31x (1.25x to 1.39x)."""
+    low, high = row.get(f"min_{key}"), row.get(f"max_{key}")
+    text = for_people(key, row.get(key))
+    return text if low is None else f"{text} ({for_people(key, low)} to {for_people(key, high)})"
+
+
+def table(rows: list[list[str]]) -> str:
+    """Markdown, and readable as it stands; the first row is the head, columns of figures are right-aligned."""
+    columns = []
+    for head, *cells in zip(*rows, strict=True):
+        width = max(3, *map(len, (head, *cells)))
+        figures = len(cells) > 0 and all(re.match(r"[-+]?[\d.]|n/a", cell) for cell in cells)
+        align = str.rjust if figures else str.ljust
+        rule = "-" * (width - 1) + ":" if figures else "-" * width
+        columns.append([align(head, width), rule, *(align(cell, width) for cell in cells)])
+    return "\n".join("| " + " | ".join(line) + " |" for line in zip(*columns, strict=True))
+
+
+def peak_memory_bytes(device) -> int:
+    """The most this process has held: allocated by torch on a GPU, else the process's resident set."""
+    if device is not None and device.type == "cuda":
+        import torch
+
+        return max([*_peaks_before_resets, torch.cuda.max_memory_allocated(device)])
+    status = Path("/proc/self/status")  # Linux: getrusage would count what had started us, too
+    found = re.search(r"VmHWM:\s*(\d+)", status.read_text()) if status.exists() else None
+    in_kilobytes = int(found[1]) if found else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return in_kilobytes * (1 if sys.platform == "darwin" else 1024)
+
+
+def reset_peak_memory(device) -> None:
     """Have torch count a GPU's peak anew. peak_memory_bytes still knows what came before."""
     import torch
 
@@ -29,137 +129,51 @@ def reset_peak_memory(device: "torch.device") -> None:
     torch.cuda.reset_peak_memory_stats(device)
 
 
-def peak_memory_bytes(device: "torch.device") -> int:
-    """The most this process has held: allocated by torch on a GPU, else the process's resident set."""
-    if device.type == "cuda":
-        import torch
-
-        return max([*_peaks_before_resets, torch.cuda.max_memory_allocated(device)])
-    with contextlib.suppress(OSError, StopIteration):  # Linux: getrusage would count what had started us, too
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return int(next(line for line in lines if line.startswith("VmHWM:")).split()[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def report(summary: dict, json_path: Path | None) -> None:
-    """Print the summary as a table for people and, if asked, write it as JSON for programs; what every script owes and
-    this one does not know is null."""
-    summary = write_json(summary, json_path)
-    print("\n" + "\n".join(f"{name:<22} {for_people(name, value)}" for name, value in summary.items()))
-
-
-def for_people(name: str, value: object) -> str:
-    """A value of a summary in the unit that its name ends with: 592 MiB, 4,538 tokens/s, 34.6 s."""
-    if value is None:
-        return "n/a"
-    if name.endswith(("_bytes", "_bytes_per_rank")):
-        sizes = [size / 2**20 for size in (value if isinstance(value, list) else [value])]
-        return ", ".join(f"{size:,.1f} MiB" if size < 100 else f"{size:,.0f} MiB" for size in sizes)
-    if name == "tokens_per_second":
-        return f"{value:,.0f} tokens/s"
-    if name.endswith("seconds"):
-        return f"{value:.1f} s"
-    if name == "mfu":
-        return f"{value:.1%}"
-    if isinstance(value, int) and not isinstance(value, bool):
-        return f"{value:,}"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def write_json(summary: dict, json_path: Path | None) -> dict:
-    """Add what every summary has, null where this script does not know it, and write it if a path is given."""
-    script = "/".join(Path(sys.argv[0]).resolve().parts[-2:])
-    torch_version = getattr(sys.modules.get("torch"), "__version__", None)  # estimate.py runs without it
-    summary = {**dict.fromkeys(SUMMARY), "script": script, "torch": torch_version, **summary}
-    if json_path:
-        json_path.write_text(json.dumps(summary, indent=1, allow_nan=False) + "\n")
-    return summary
-
-
-def table(rows: list[list[str]]) -> str:
-    """Markdown, and readable as it stands; the first row is the head, columns of figures are right-aligned."""
-    widths = [max(3, *(len(row[i]) for row in rows)) for i in range(len(rows[0]))]
-    figures = [
-        all(re.match(r"[-+]?[\d.]|n/a", row[i]) for row in rows[1:]) and len(rows) > 1 for i in range(len(widths))
-    ]
-
-    def line(cells: list[str]) -> str:
-        padded = [c.rjust(w) if f else c.ljust(w) for c, w, f in zip(cells, widths, figures, strict=True)]
-        return "| " + " | ".join(padded) + " |"
-
-    rule = ["-" * (w - f) + ":" * f for w, f in zip(widths, figures, strict=True)]
-    return "\n".join([line(rows[0]), line(rule), *map(line, rows[1:])])
-
-
 def read_records(file: Path) -> list[dict]:
-    """The records of a metrics.jsonl, of which each has a step."""
-    lines = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
-    return [record for record in parse_records(lines) if "step" in record]
-
-
-def parse_records(lines: list[bytes]) -> list[dict]:
-    """The records in lines of a metrics.jsonl; those that a kill or a power cut has damaged are left out."""
+    """The records of a metrics.jsonl; lines that a kill or a power cut has damaged are left out."""
     records = []
-    for line in lines:
+    for line in file.read_bytes().split(b"\n")[:-1] if file.exists() else []:
         with contextlib.suppress(ValueError):
             records.append(json.loads(line))
-    return [record for record in records if isinstance(record, dict)]
+    return [record for record in records if isinstance(record, dict) and "step" in record]
 
 
-def describe(r: dict, steps: int) -> str:
+def describe(record: dict, steps: int) -> str:
     """A record of metrics.jsonl as one line of a log."""
     parts = [
-        f"step {r['step']:>6}/{steps}",
-        f"loss {r['loss']:.4f}",
-        f"lr {r['lr']:.2e}",
-        "norm overflow" if r["grad_norm"] is None else f"norm {r['grad_norm']:.2f}",
-        f"{r['tokens_per_second']:,.0f} tokens/s",
-        "MFU n/a" if r["mfu"] is None else f"MFU {r['mfu']:.1%}",
-        f"data {r['data_wait_share']:.1%}",
+        f"step {record['step']:>6}/{steps}",
+        f"loss {record['loss']:.4f}",
+        f"lr {record['lr']:.2e}",
+        "norm overflow" if record["grad_norm"] is None else f"norm {record['grad_norm']:.2f}",
+        f"{record['tokens_per_second']:,.0f} tokens/s",
+        f"MFU {for_people('mfu', record['mfu'])}",
+        f"data {record['data_wait_share']:.1%}",
     ]
-    if r["memory_active_bytes"]:
-        parts.append(
-            f"active {r['memory_active_bytes'] / 2**30:.2f}, reserved {r['memory_reserved_bytes'] / 2**30:.2f} GiB"
-        )
-    if r["slowest_rank"] is not None:
-        parts.append(f"slowest rank {r['slowest_rank']} +{r['slowest_rank_lag']:.0%}")
-    if r["skipped_steps"]:
-        parts.append(f"{r['skipped_steps']} skipped, scale {r['loss_scale']:g}")
+    if active := record.get("memory_active_bytes"):
+        parts.append(f"active {active / 2**30:.2f}, reserved {record['memory_reserved_bytes'] / 2**30:.2f} GiB")
+    if record.get("slowest_rank") is not None:
+        parts.append(f"slowest rank {record['slowest_rank']} +{record['slowest_rank_lag']:.0%}")
+    if record.get("skipped_steps"):
+        parts.append(f"{record['skipped_steps']} skipped, scale {record['loss_scale']:g}")
     return " | ".join(parts)
-
-
-def spread(values: list[float]) -> dict[str, float | int | None]:
-    """median, min, max and n of measurements; None where there are none."""
-    if not values:
-        return {"median": None, "min": None, "max": None, "n": 0}
-    return {"median": statistics.median(values), "min": min(values), "max": max(values), "n": len(values)}
-
-
-def pyplot():
-    """matplotlib.pyplot drawing into files only, never on a screen; None, and a line, without matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
-        from common.runtime import say
-
-        say("no picture (pip install matplotlib)")
-        return None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
 
 
 def plot_loss(records: list[dict], file: Path, unit: str) -> str | None:
     """Draw training and held-out loss over steps; returns the file's name, None without matplotlib."""
-    if (plt := pyplot()) is None:
+    try:
+        import matplotlib
+    except ImportError:
+        print("no picture (pip install matplotlib)")
         return None
-    figure, axes = plt.subplots(figsize=(7, 4))
+    matplotlib.use("Agg")  # into files only, never on a screen
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4))
     for name, style in (("loss", "-"), ("val_loss", "o")):
-        points = [(r["step"], r[name]) for r in records if name in r]
+        points = [(record["step"], record[name]) for record in records if name in record]
         axes.plot(*zip(*points, strict=True), style, label=name) if points else None
     axes.set(xlabel="step", ylabel=unit)
     axes.legend()
     figure.savefig(file, dpi=120, bbox_inches="tight")
-    plt.close(figure)
+    pyplot.close(figure)
     return str(file)

@@ -1,14 +1,12 @@
-"""Where a script runs: its device, its process group and meshes, its seeds and its signals."""
+"""Where a script runs: its device, its process group, its seeds and its signals."""
 
 import ctypes
-import math
 import os
 import random
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 
 import numpy as np
@@ -17,114 +15,99 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from common.exits import UserError, world_from_env
-
-# torch 2.13 has new names for these two, and warns of the old ones. Parts stand one after the other in dimension 0
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+from common.exits import UserError
 
 _stop_signal = 0
 _left_groups: list[dist.ProcessGroup] = []  # kept until the process ends
 
 
-def pick_device(name: str = "auto", local_rank: int = 0) -> torch.device:
-    """The device to train on: `auto` takes cuda, then mps, then cpu. UserError if it is not there."""
+def ranks() -> tuple[int, int, int]:
+    """(rank, world size, local rank) as torchrun sets them; (0, 1, 0) for a plain `python script.py`."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    values = [os.environ.get(name, "") for name in names]
+    if not any(values):
+        return 0, 1, 0
+    if not all(value.isdecimal() for value in values):  # a guess, as rank % GPUs, may put two ranks on one GPU
+        raise UserError(f"{', '.join(names)} are {values}: all must be set, or none; start with torchrun")
+    rank, world_size, local_rank = map(int, values)
+    return rank, world_size, local_rank
+
+
+def pick_device(name: str = "auto") -> torch.device:
+    """This process's device: `auto` takes cuda, then mps, then cpu; of GPUs the one with the number LOCAL_RANK.
+
+    UserError if it is not there, or if there are more processes than GPUs.
+    """
+    _, world_size, local_rank = ranks()
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+        use_mps = torch.backends.mps.is_available() and world_size == 1
+        name = "cuda" if torch.cuda.is_available() else "mps" if use_mps else "cpu"
     if name == "cuda":
-        processes, gpus = max(local_rank + 1, int(os.environ.get("LOCAL_WORLD_SIZE", 1))), torch.cuda.device_count()
-        if processes > gpus:
+        processes = max(local_rank + 1, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+        if processes > (gpus := torch.cuda.device_count()):
             raise UserError(
                 f"--device cuda: {processes} processes on this node, {gpus} GPUs visible: start fewer, look at the "
                 "driver and CUDA_VISIBLE_DEVICES, or use --device cpu"
             )
         torch.cuda.set_device(local_rank)
         return torch.device("cuda", local_rank)
-    if name == "mps" and not torch.backends.mps.is_available():
-        raise UserError("--device mps: no Metal device here; use --device cpu")
-    if name == "cpu":
-        keep_freed_memory()
+    if name == "mps" and (world_size > 1 or not torch.backends.mps.is_available()):
+        raise UserError("--device mps: one process on a Mac with Metal; use --device cpu")
     return torch.device(name)
-
-
-def keep_freed_memory() -> None:
-    """On a CPU, keep freed memory for the next step, as torch's allocator does on a GPU.
-
-    glibc would give it back to Linux in the backward pass and fault it in again, page by page, in the next forward.
-    """
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):  # glibc's
-        libc.mallopt(-3, 32 * 2**20)  # M_MMAP_THRESHOLD: from here on memory is mapped, and unmapped, at once
-        libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: never give back
-
-
-def rank_device(name: str, local_rank: int) -> torch.device:
-    """The device of one rank of many: as pick_device, but a GPU or the CPU, since mps has no collectives."""
-    if name == "auto" and not torch.cuda.is_available():
-        name = "cpu"
-    if name == "mps":
-        raise UserError("--device mps: torch.distributed has no backend for it; use --device cpu")
-    return pick_device(name, local_rank)
 
 
 def single_device(name: str) -> torch.device:
     """The device of a script that runs in one process; UserError under torchrun with more."""
-    if world_from_env()[1] > 1:
+    if ranks()[1] > 1:
         raise UserError("this script runs in one process, more would only repeat it: 05_ddp/train.py uses many")
     return pick_device(name)
 
 
-def processes(device: str, on_cpu: int = 2) -> int:
-    """How many ranks a script has that needs several: torchrun's, else what relaunch() will start."""
-    if "RANK" in os.environ:
-        return world_from_env()[1]
-    gpus = torch.cuda.device_count() if device != "cpu" else 0
-    if device == "cuda" and gpus < 2:
-        raise UserError(f"--device cuda: two ranks need two GPUs, {gpus} visible: use --device cpu")
-    return gpus if gpus > 1 else on_cpu
+def start(name: str, seed: int = 0) -> torch.device:
+    """Begin a lesson of one process: every generator seeded, the device chosen."""
+    seed_all(seed)
+    return single_device(name)
 
 
 def relaunch(device: str, on_cpu: int = 2) -> None:
     """Return under torchrun. Else become torchrun of the same script: a process per GPU, or `on_cpu` on the CPU."""
     if "RANK" in os.environ:
         return
-    count = processes(device, on_cpu)
-    place = "cuda" if device != "cpu" and torch.cuda.device_count() > 1 else "cpu"
+    gpus = torch.cuda.device_count() if device != "cpu" else 0
+    if device == "cuda" and gpus < 2:
+        raise UserError(f"--device cuda: two ranks need two GPUs, {gpus} visible: use --device cpu")
+    place, count = ("cuda", gpus) if gpus > 1 else ("cpu", on_cpu)
     command = [f"--nproc_per_node={count}", "--standalone", *sys.argv, "--device", place]  # the last --device wins
-    print(f"one process has nobody to talk to: torchrun {shlex.join(command)}", flush=True)
+    print(f"This script needs several ranks; restarting as: torchrun {shlex.join(command)}", flush=True)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's own choice, without its warning
-    # nothing is left running in between
     os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *command])
 
 
-def collective_timeout() -> timedelta:
-    """How long a collective waits for its last rank before the job ends; UserError for a value that cannot be.
+def timeout() -> timedelta:
+    """How long a collective waits for its last rank before the job ends: COLLECTIVE_TIMEOUT_SECONDS, 600 if not set.
 
-    Longer than the slowest save, compilation or first tokenization of a text that one rank does while the others wait,
-    and no longer than a hang may cost.
+    It must outlast the slowest save and compilation, and the first tokenization of a text by one rank.
     """
-    seconds = os.environ.get("COLLECTIVE_TIMEOUT_SECONDS", "600")
-    if not seconds.isdecimal() or not 0 < int(seconds) < 10**7:
-        raise UserError(f"COLLECTIVE_TIMEOUT_SECONDS={seconds} is not a whole number of seconds from 1 to 9999999")
-    return timedelta(seconds=int(seconds))
+    return timedelta(seconds=int(os.environ.get("COLLECTIVE_TIMEOUT_SECONDS", "600")))
+
+
+def store() -> dist.Store | None:
+    """Where the ranks meet: None for torchrun's own store; one of its own for a plain `python script.py`."""
+    return None if ranks()[1] > 1 or dist.is_torchelastic_launched() else dist.HashStore()
 
 
 def init_process_group(name: str) -> torch.device:
-    """Join the job and return this rank's device: NCCL between GPUs, gloo between CPUs. 05_ddp/train.py spells it out.
-
-    GPU ranks get gloo too, to agree on a flag or a file name without stopping the GPU. A plain
-    `python script.py` becomes a world of one.
-    """
-    rank, world_size, local_rank = world_from_env()
-    device = rank_device(name, local_rank)
+    """Join the job and return this rank's device. 05_ddp/train.py does the same in the open, with reasons."""
+    rank, world_size, _ = ranks()
+    device = pick_device("cpu" if name == "auto" and not torch.cuda.is_available() else name)
     end_with_torchrun()
     dist.init_process_group(
         backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         device_id=device if device.type == "cuda" else None,
-        store=None if world_size > 1 or dist.is_torchelastic_launched() else dist.HashStore(),  # None: torchrun's
+        timeout=timeout(),
         rank=rank,
         world_size=world_size,
-        timeout=collective_timeout(),
+        store=store(),
     )
     return device
 
@@ -135,88 +118,25 @@ def end_with_torchrun() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
-def device_mesh(device: torch.device, sizes: dict[str, int]) -> DeviceMesh:
-    """A mesh of all ranks with these sizes by name, such as {"replicate": 2, "shard": 4}; every rank must call it.
-
-    Its groups wait as long as the whole job's. Left alone they would take torch's own timeout, and those that
-    mesh[...]._flatten() makes later do. UserError if the sizes do not multiply to the number of ranks.
-    """
-    if math.prod(sizes.values()) != dist.get_world_size():
-        told = " x ".join(f"{name} {size}" for name, size in sizes.items())
-        raise UserError(f"{told} is {math.prod(sizes.values())} processes, and {dist.get_world_size()} were started")
-    mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    for name in sizes:
-        dist.distributed_c10d._set_pg_timeout(collective_timeout(), mesh.get_group(name))
-    return mesh
-
-
 def sharding_mesh(device: torch.device, replicas: int) -> DeviceMesh:
     """The mesh of fully_shard for so many copies of the model: the ranks of one copy are neighbours, and share it.
 
-    One copy takes one dimension: over a group of one each collective would still be made.
     UserError if the copies do not divide the ranks.
     """
     world_size = dist.get_world_size()
     if world_size % replicas:
         fit = [str(count) for count in range(1, world_size + 1) if world_size % count == 0]
-        raise UserError(
-            f"--replicate {replicas} does not divide {world_size} processes into equal parts: use {' or '.join(fit)}"
-        )
-    sizes = {"shard": world_size // replicas}
-    return device_mesh(device, sizes if replicas == 1 else {"replicate": replicas, **sizes})
-
-
-def reshard(net: torch.nn.Module) -> None:
-    """Let every rank of a fully_shard model forget what is not its own.
-
-    Backward does that. After a forward without one, parameters() are the gathered weights, in the type of arithmetic.
-    """
-    for module in net.modules():
-        if hasattr(module, "reshard"):
-            module.reshard()
+        raise UserError(f"--replicate {replicas} does not divide {world_size} processes: use {' or '.join(fit)}")
+    sizes = {"shard": world_size} if replicas == 1 else {"replicate": replicas, "shard": world_size // replicas}
+    mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    for name in sizes:  # its groups would take torch's own timeout
+        dist.distributed_c10d._set_pg_timeout(timeout(), mesh.get_group(name))
+    return mesh
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The tensor itself, or all of a DTensor or of a parameter under DeepSpeed's ZeRO-3, gathered from the ranks that
-    hold its parts, which must all call this."""
-    if hasattr(tensor, "ds_id"):
-        with gathered(tensor):
-            return tensor.detach().clone()
+    """The tensor itself, or all of a DTensor, gathered from the ranks that hold its parts: all must call this."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-@contextmanager
-def gathered(parameter: Tensor, *, to_set: bool = False) -> Iterator[None]:
-    """While entered, a parameter that DeepSpeed's ZeRO-3 has cut is whole on every rank. With to_set, each rank keeps
-    its part of what rank 0 has written into it. Nothing happens to other tensors."""
-    if not hasattr(parameter, "ds_id"):
-        yield
-        return
-    from deepspeed.runtime.zero import GatheredParameters
-
-    with GatheredParameters([parameter], modifier_rank=0 if to_set else None):
-        yield
-
-
-def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """The tensor itself or, if `like` is a DTensor, its parts in the same places; every rank has all of `tensor`."""
-    if not hasattr(like, "placements"):
-        return tensor
-    from torch.distributed.tensor import distribute_tensor  # 1 s that unsharded training need not wait for
-
-    return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
-
-
-def own_rows(tensor: Tensor) -> slice:
-    """The rows that this rank holds: all, or of a DTensor those of its part."""
-    if not hasattr(tensor, "placements"):
-        return slice(None)
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    (count, *_), (start, *_) = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
-    return slice(start, start + count)
 
 
 def shutdown() -> None:
@@ -229,7 +149,7 @@ def shutdown() -> None:
 
 
 def is_rank0() -> bool:
-    return (dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))) == 0
+    return (dist.get_rank() if dist.is_initialized() else ranks()[0]) == 0
 
 
 def say(text: str) -> None:
@@ -261,11 +181,9 @@ def on_rank0(work: Callable[[], object]) -> object:
     return result
 
 
-def seed(value: int, deterministic: bool) -> None:
-    """Seed every generator; `deterministic` also trades speed for bit-identical kernels.
-
-    To be called before init_process_group, because NCCL reads its environment variables only once.
-    """
+def seed_all(value: int, deterministic: bool = False) -> None:
+    """Seed every generator; `deterministic` also trades speed for bit-identical kernels. Before init_process_group:
+    NCCL reads its environment variables only once."""
     random.seed(value)
     np.random.seed(value % 2**32)
     torch.manual_seed(value)
@@ -275,22 +193,10 @@ def seed(value: int, deterministic: bool) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-def exact_fp32(device: torch.device) -> None:
-    """From now on fp32 matrices are multiplied in fp32; UserError where the environment does not let them.
-
-    TORCH_ALLOW_TF32_CUBLAS_OVERRIDE only changes torch's default. NVIDIA_TF32_OVERRIDE acts inside cuBLAS, where torch
-    cannot see it, so the product of two matrices is measured.
-    """
-    torch.set_float32_matmul_precision("highest")
-    x = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
-    exact = x.double() @ x.double()
-    product = (x.to(device) @ x.to(device)).cpu()
-    relative_error = ((product - exact).norm() / exact.norm()).item()
-    if relative_error > 1e-5:  # fp32: 2e-7, tf32: 3e-4
-        raise UserError(
-            f"fp32 products are wrong by {relative_error:.0e} on {device}, as if in tf32 (NVIDIA_TF32_OVERRIDE="
-            f"{os.environ.get('NVIDIA_TF32_OVERRIDE', 'not set')}): unset that variable"
-        )
+def wait_for(device: torch.device) -> None:
+    """Until the device has done what it was asked to."""
+    if device.type != "cpu":
+        getattr(torch, device.type).synchronize()
 
 
 def catch_stop_signals() -> None:
@@ -308,11 +214,10 @@ def catch_stop_signals() -> None:
 
 
 def stop_requested() -> int:
-    """The signal that any rank has received (0: none), the same answer on all ranks, whatever part of the model or
-    of the batch they hold.
+    """The signal that any rank has received (0: none), the same answer on all ranks.
 
-    A scheduler may signal one process only, and a save takes all of them. The flag goes from CPU to
-    CPU over gloo: the GPU's queue is not drained for it, and a dead rank shows at once.
+    A scheduler may signal one process only, and a save takes all of them. The flag goes from CPU to CPU over gloo: the
+    GPU's queue is not drained for it, and a dead rank shows at once.
     """
     flag = torch.tensor(_stop_signal)
     if dist.is_initialized():

@@ -1,6 +1,6 @@
 """The shapes of the model in model.py: named sizes, the recipe that trains each, and Hugging Face's config.json.
 
-Nothing here imports torch: a script that only computes with shapes starts at once.
+Nothing here imports torch, so a script that only computes with shapes starts at once.
 """
 
 import dataclasses
@@ -12,11 +12,12 @@ from pathlib import Path
 from common.exits import UserError
 
 ROPE_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+LLAMA = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
 
 
 @dataclass(frozen=True)
 class Config:
-    """A shape, under the names of a Hugging Face config.json."""
+    """A shape, under the names of a Hugging Face config.json. ValueError for values that no model can have."""
 
     vocab_size: int
     hidden_size: int
@@ -27,34 +28,26 @@ class Config:
     head_dim: int
     max_position_embeddings: int
     rope_theta: float = 10_000.0
-    rope_scaling: dict | None = None  # None, or Llama 3.1's: factor, low_freq_factor, high_freq_factor, ...
+    rope_scaling: dict | None = None  # Llama 3.1's, with the keys ROPE_SCALING
     rms_norm_eps: float = 1e-5
     tie_word_embeddings: bool = False
 
     def __post_init__(self) -> None:
-        wrong = []
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.type is int:
-                right = type(value) is int and value >= 1
-            elif field.type is float:
-                right = _is_number_above_0(value)
+                valid = type(value) is int and value >= 1
             elif field.type is bool:
-                right = type(value) is bool
+                valid = type(value) is bool
             else:
-                right = value is None or all(map(_is_number_above_0, value.values()))
-            if not right:
-                wrong.append(f"{field.name} {value!r}")
-        if not wrong and self.num_attention_heads % self.num_key_value_heads:
-            wrong = [f"num_attention_heads {self.num_attention_heads} for {self.num_key_value_heads} key-value heads"]
-        if not wrong and self.head_dim % 2:
-            wrong = [f"head_dim {self.head_dim} (odd)"]
-        if wrong:
-            raise ValueError(", ".join(wrong))
-
-
-def _is_number_above_0(value: object) -> bool:
-    return type(value) in (int, float) and 0 < value < math.inf
+                numbers = (value or {}).values() if field.name == "rope_scaling" else [value]
+                valid = all(type(number) in (int, float) and 0 < number < math.inf for number in numbers)
+            if not valid:
+                raise ValueError(f"{field.name} {value!r}")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(f"num_attention_heads {self.num_attention_heads} for {self.num_key_value_heads} KV heads")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim {self.head_dim} (odd, and rotary embedding turns pairs)")
 
 
 _LLAMA31_ROPE = dict(zip(ROPE_SCALING, (8.0, 1.0, 4.0, 8192), strict=True))
@@ -71,7 +64,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """What trains a shape sensibly when nothing else is said."""
+    """What trains a shape sensibly when no flag says otherwise."""
 
     seq_len: int
     lr: float  # peak, for AdamW
@@ -88,85 +81,11 @@ RECIPES = {
 }
 
 
-def config_content(name: str, flag: str = "--model") -> dict:
-    """The content of the config.json at path `name`, in folder `name`, or of the size of that name. UserError, which
-    names the `flag` that has given it, if it is none of these."""
-    if name in SIZES:
-        return config_json(SIZES[name])
-    path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
-    if not path.is_file():
-        raise UserError(f"{flag} {name}: no such size (--help lists them), nor an HF config.json or a folder with one")
-    try:
-        return dict(json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError) as error:
-        raise UserError(f"{flag} {path} is not a Llama config: {error!r}") from None
-
-
-def read_config(name: str, flag: str = "--model") -> Config:
-    """The shape called `name`, or that of an HF config.json or folder. UserError, which names the `flag` that has given
-    it, if it is none of these."""
-    return SIZES.get(name) or parse_config(config_content(name, flag), f"{flag} {name}")
-
-
-def parse_config(content: dict, where: str) -> Config:
-    """The shape that a config.json with this content gives, with transformers' defaults.
-
-    UserError, which begins with `where` it is, if it is not a Llama's.
-    """
-    try:
-        raw = {key: value for key, value in content.items() if value is not None}
-        rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}  # transformers 5, transformers 4
-        rope_type = rope.get("rope_type", rope.get("type", "default"))
-        different = {
-            "model_type": raw["model_type"] != "llama",
-            "rope_type": rope_type not in ("default", "llama3"),
-            "hidden_act": raw.get("hidden_act", "silu") != "silu",
-            "attention_bias": raw.get("attention_bias", False),
-            "mlp_bias": raw.get("mlp_bias", False),
-        }
-        known = {
-            "num_key_value_heads": raw["num_attention_heads"],
-            "head_dim": raw["hidden_size"] // raw["num_attention_heads"],
-            "max_position_embeddings": 2048,
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 10_000.0,
-            "tie_word_embeddings": False,
-            **raw,
-            **rope,
-            "rope_scaling": {key: rope[key] for key in ROPE_SCALING} if rope_type == "llama3" else None,
-        }
-        fields = {field.name: known[field.name] for field in dataclasses.fields(Config)}
-    except KeyError as error:
-        raise UserError(f"{where} is not a Llama config: it has no {error}") from None
-    except (ArithmeticError, ValueError, TypeError, AttributeError) as error:
-        raise UserError(f"{where} is not a Llama config: {error!r}") from None
-    if any(different.values()):
-        raise UserError(f"{where}: {', '.join(k for k, v in different.items() if v)} is not Llama's")
-    try:
-        return Config(**fields)
-    except ValueError as error:
-        raise UserError(f"{where} has {error}") from None
-
-
-def config_json(config: Config) -> dict:
-    """The content of a config.json for this shape: transformers and read_config read it."""
-    scaling = config.rope_scaling
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "bos_token_id": None,  # transformers would take 1 and 2, which are letters to the byte tokenizer
-        "eos_token_id": None,
-        **dataclasses.asdict(config),
-        "rope_scaling": None if scaling is None else {"rope_type": "llama3", **scaling},
-    }
-
-
 def recipe(name: str) -> Recipe:
-    """The recipe of the shape called `name`. A path takes that of the named size nearest in parameters, with a tenth
-    of its learning rate where the folder holds trained weights."""
+    """The recipe of the shape called `name`.
+
+    A path takes that of the named size nearest in parameters; a folder with trained weights a tenth of its lr.
+    """
     if name in RECIPES:
         return RECIPES[name]
     config = read_config(name)
@@ -179,11 +98,74 @@ def recipe(name: str) -> Recipe:
     )
 
 
-def load_config(name: str, tokenizer_size: int, seq_len: int) -> Config:
-    """The shape called `name`, or that of an HF config.json or folder.
+def read_config(name: str, flag: str = "--model") -> Config:
+    """The shape called `name`, or that of a config.json or of a folder with one.
 
-    nano takes the tokenizer's vocabulary, the others keep their own. UserError: unknown name, a file
-    that is no Llama config, a tokenizer larger than the vocabulary, seq_len over the model's limit.
+    UserError, which names the `flag` that gave the name, if it is none of these.
+    """
+    if name in SIZES:
+        return SIZES[name]
+    path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
+    if not path.is_file():
+        raise UserError(f"{flag} {name}: no such size (--help lists them), nor an HF config.json or a folder with one")
+    try:
+        content = dict(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"{flag} {path} is not a Llama config: {error!r}") from None
+    return parse_config(content, f"{flag} {name}")
+
+
+def parse_config(content: dict, where: str) -> Config:
+    """The shape that a config.json with this content describes; what it leaves out has transformers' defaults.
+
+    UserError, which begins with `where`, if it is not a Llama's.
+    """
+    given = {**LLAMA, **{key: value for key, value in content.items() if value is not None}}
+    rope = given.get("rope_parameters") or given.get("rope_scaling") or {}  # transformers 5, transformers 4
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    different = [f"{key} {given[key]!r}" for key, value in LLAMA.items() if given[key] != value]
+    if rope_type not in ("default", "llama3"):
+        different.append(f"rope_type {rope_type!r}")
+    if different:
+        raise UserError(f"{where} is not a Llama config: it has {', '.join(different)}")
+    try:
+        values = {
+            "num_key_value_heads": given["num_attention_heads"],
+            "head_dim": given["hidden_size"] // given["num_attention_heads"],
+            "max_position_embeddings": 2048,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 10_000.0,
+            "tie_word_embeddings": False,
+            **given,
+            **rope,
+            "rope_scaling": {key: rope[key] for key in ROPE_SCALING} if rope_type == "llama3" else None,
+        }
+        return Config(**{field.name: values[field.name] for field in dataclasses.fields(Config)})
+    except KeyError as error:
+        raise UserError(f"{where} is not a Llama config: it has no {error}") from None
+    except (ArithmeticError, TypeError, AttributeError) as error:
+        raise UserError(f"{where} is not a Llama config: {error!r}") from None
+    except ValueError as error:
+        raise UserError(f"{where} has {error}") from None
+
+
+def config_json(config: Config) -> dict:
+    """The content of a config.json for this shape, as transformers and read_config read it."""
+    scaling = config.rope_scaling
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        **LLAMA,
+        "bos_token_id": None,  # transformers' defaults, 1 and 2, are letters to the byte tokenizer
+        "eos_token_id": None,
+        **dataclasses.asdict(config),
+        "rope_scaling": None if scaling is None else {"rope_type": "llama3", **scaling},
+    }
+
+
+def load_config(name: str, tokenizer_size: int, seq_len: int) -> Config:
+    """The shape to train: as read_config, and nano takes the vocabulary of the tokenizer.
+
+    UserError: as read_config; a tokenizer with more tokens than the vocabulary; seq_len over the model's limit.
     """
     config = read_config(name)
     if name == "nano":
@@ -209,8 +191,8 @@ def parameter_count(config: Config) -> int:
 def flops_per_token(config: Config, seq_len: int) -> int:
     """Floating-point operations to train on one token: 6(N - N_embedding) + 12·L·H·head_dim·seq_len.
 
-    The model's own arithmetic, no recomputation (Chowdhery et al. 2022, appendix B). N_embedding is
-    what is only looked up: 0 with tied embeddings, whose one matrix is multiplied with as lm_head.
+    The model's own arithmetic, no recomputation (Chowdhery et al. 2022, appendix B). N_embedding counts the matrix that
+    is only looked up: 0 with tied embeddings, whose one matrix is also lm_head's.
     """
     c = config
     looked_up = 0 if c.tie_word_embeddings else c.vocab_size * c.hidden_size

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from common import hardware, report
+from old import hardware, report
 
 # what can be planted, and the line of debug_hang.py that the rank then does not come to
 PLANTS = {

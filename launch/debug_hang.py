@@ -58,10 +58,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # old/, with nothing installed
 import _debug_hang_report as finding
 
-from common import cli, exits, runtime
+from old import cli, exits, runtime
 
 STEPS = 6
 PLANTED_STEP = 3

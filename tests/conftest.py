@@ -30,7 +30,7 @@ import filelock
 import pytest
 from support import harness
 
-from common import nvml
+from old import nvml
 
 LOCK_WAIT_SECONDS = 600  # for another run to be done with its GPUs
 NOTHING_RAN = 5  # pytest's own exit status for "no tests"

@@ -31,7 +31,7 @@ from pathlib import Path
 
 import psutil
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # old/, with nothing installed
 from support.harness import (
     SEVERAL,
     damage,
@@ -45,7 +45,7 @@ from support.harness import (
     train,
 )
 
-from common import cli, exits, report
+from old import cli, exits, report
 
 STEPS, SAVE_EVERY = 48, 4
 NUMBERS = (1, 1, 2, 2, 3)  # of processes: a fault draws one of them

@@ -19,8 +19,8 @@ from support.chapter import load
 from support.harness import ROOT, clean_env, run
 from torch import nn
 
-from common import cli, hardware
-from common.exits import UserError
+from old import cli, hardware
+from old.exits import UserError
 
 SCRIPT = "01_devices/benchmark.py"
 benchmark, benchmark_report = load(SCRIPT), load("01_devices/_benchmark_report.py")

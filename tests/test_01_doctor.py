@@ -13,7 +13,7 @@ import torch
 from support.chapter import load
 from support.harness import ROOT, clean_env, run
 
-from common import nvml
+from old import nvml
 
 checks_gpu, checks_job = load("01_devices/_doctor_gpu.py"), load("01_devices/_doctor_job.py")
 checks_machine, checks_script = load("01_devices/_doctor_machine.py"), load("01_devices/_doctor_script.py")
@@ -244,7 +244,7 @@ import torch
 sys.path[:0] = [{repo!r}, {repo!r} + "/01_devices", {folder!r}]
 import _doctor_gpu as checks_gpu
 import busy
-from common import nvml
+from old import nvml
 torch.version.cuda = "12.8"
 healthy = {{}}
 faults = {{"NVML_CUDA": "11040", "NVML_THROTTLE": "8", "NVML_PID": "1", "CUDA_VISIBLE_DEVICES": "1"}}

@@ -21,7 +21,7 @@ from support.harness import clean_env, command, descendants, finish, holds, kill
 prometheus_client = pytest.importorskip("prometheus_client")
 from prometheus_client.parser import text_string_to_metric_families
 
-from common import nvml
+from old import nvml
 
 SCRIPT = "01_devices/monitor.py"
 HANG = {"NVML_MILLIWATTS": "90000", "NVML_UTILIZATION": "100"}  # of a 700 W limit

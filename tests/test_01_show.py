@@ -12,8 +12,8 @@ import torch
 from support import harness
 from support.chapter import load
 
-from common import hardware, model, nvml, shapes
-from common.exits import UserError
+from old import hardware, model, nvml, shapes
+from old.exits import UserError
 
 show, machine = load("01_devices/show.py"), load("01_devices/_show_machine.py")
 
@@ -51,7 +51,7 @@ from types import SimpleNamespace
 import torch
 sys.path[:0] = [{str(harness.ROOT)!r}, {str(harness.ROOT / "01_devices")!r}]
 from _show_machine import topology
-from common import nvml
+from old import nvml
 torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=f"{{device + 1:08d}}")
 answers = []
 for planted in json.loads(sys.argv[1]):

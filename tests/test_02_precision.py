@@ -13,7 +13,7 @@ import torch
 from support.chapter import load
 from support.harness import run
 
-from common import runtime
+from old import runtime
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 CPU = torch.device("cpu")

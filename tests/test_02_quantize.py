@@ -13,8 +13,8 @@ from support.chapter import load
 from support.checkpoints import write_folder
 from support.harness import TINY, config_of, run
 
-from common import data, hardware, model, shapes
-from common.exits import UserError
+from old import data, hardware, model, shapes
+from old.exits import UserError
 
 start_model = load("02_tensors_precision/_quantize_model.py")
 workbench = load("02_tensors_precision/_quantize_workbench.py")

@@ -8,6 +8,7 @@ import os
 import pty
 import subprocess
 import termios
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ def test_small_updates_are_kept_in_bf16(tmp_path):
     moved = {name: (trained[name] != initial[name]).float().mean().item() for name in initial}
     seldom = {"model.embed_tokens.weight"}  # bytes that do not occur have no gradient
     assert min(share for name, share in moved.items() if name not in seldom) > 0.9
-    assert "matrices multiplied in torch.bfloat16, weights and optimizer state kept in torch.float32" in result.out
+    assert "matmuls in torch.bfloat16, weights and optimizer state kept in torch.float32" in result.out
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -60,8 +61,8 @@ def test_the_bare_script_learns_and_tells(tmp_path):
     assert (summary["model"], summary["dtype"], summary["world_size"]) == ("nano", dtype, 1)
     assert (summary["steps"], summary["tokens"], summary["parameters"]) == (20, 20 * 24 * 64, 4_812_032)
     corpus, config = data.load_corpus("stdlib", "bytes"), shapes.load_config("nano", 256, 64)
-    shape = {"seq_len": 64, "global_batch_size": 24, "micro_batch_size": 24, "seed": 0}
-    first_batch = next(data.train_batches(corpus.train, **shape, device=torch.device("cpu")))
+    sizes = SimpleNamespace(seq_len=64, global_batch_size=24, micro_batch_size=None, seed=0)
+    first_batch = next(data.Batches(corpus, sizes, rank=0, world_size=1).stream(0))
     with torch.no_grad():
         untrained = model.build("nano", config, seed=0)(*first_batch).item()
     assert untrained == pytest.approx(math.log(256), abs=0.3)  # it knows nothing yet

@@ -12,8 +12,8 @@ from support.chapter import load
 from support.harness import ROOT, TINY, clean_env, run
 from torch import nn
 
-from common import hardware, model, runtime, shapes
-from common.exits import UserError
+from old import hardware, model, runtime, shapes
+from old.exits import UserError
 
 compare = load("04_amp/compare.py")
 dtypes = load("04_amp/_compare_dtypes.py")

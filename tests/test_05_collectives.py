@@ -12,7 +12,7 @@ import torch
 from support.chapter import load
 from support.harness import ROOT, command, run
 
-from common import exits, nvml, report, runtime, shapes
+from old import exits, nvml, report, runtime, shapes
 
 collectives = load("05_ddp/collectives.py")
 collectives_links = load("05_ddp/_collectives_links.py")
@@ -26,7 +26,7 @@ import sys
 import torch, torch.distributed as dist
 sys.path[:0] = [{folder!r}, {folder!r} + "/05_ddp"]
 import collectives
-from common import runtime
+from old import runtime
 
 device = runtime.init_process_group("cpu")
 rank, n = dist.get_rank(), dist.get_world_size()

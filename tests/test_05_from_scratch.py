@@ -20,7 +20,7 @@ from support.harness import ROOT, TINY, command, config_of, descendants, finish,
 from support.harness import start as start_process
 from torch import nn
 
-from common import data, exits, model, shapes
+from old import data, exits, model, shapes
 
 data_parallel = load("05_ddp/data_parallel.py")
 data_parallel_bytes = load("05_ddp/_data_parallel_bytes.py")

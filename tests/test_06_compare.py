@@ -8,7 +8,7 @@ import pytest
 from support.chapter import load
 from support.harness import TINY, Result, run, with_prelude
 
-from common import shapes
+from old import shapes
 
 SCRIPT = "06_fsdp_zero/compare.py"
 METHODS = ["DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP", "HSDP"]

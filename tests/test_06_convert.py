@@ -14,8 +14,8 @@ from support.chapter import load
 from support.checkpoints import saved, write_folder
 from support.harness import ROOT, SEVERAL, TINY, case, damage, run, train, with_small_files
 
-from common import checkpoint, model, shapes
-from common.exits import UserError
+from old import checkpoint, model, shapes
+from old.exits import UserError
 
 SCRIPT, FSDP = "06_fsdp_zero/convert_checkpoint.py", "06_fsdp_zero/train_fsdp.py"
 UNEVEN = shapes.Config(83, 42, 50, 2, 6, 3, 14, 32)  # nothing that two or three ranks divide
@@ -153,7 +153,7 @@ import logging, os, sys
 os.environ["DS_ACCELERATOR"] = "cpu"
 sys.path.insert(0, {root!r})
 import torch, torch.distributed as dist
-from common import model, runtime, shapes
+from old import model, runtime, shapes
 device = runtime.init_process_group("cpu")
 logging.disable(logging.INFO)
 import deepspeed

@@ -28,8 +28,8 @@ from support.harness import (
 )
 from support.real_model import answers_of_transformers
 
-from common import model, shapes
-from common.exits import UserError
+from old import model, shapes
+from old.exits import UserError
 
 SCRIPT = "06_fsdp_zero/infer_70b.py"
 weights = load("06_fsdp_zero/_infer_70b_weights.py")

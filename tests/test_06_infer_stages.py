@@ -9,7 +9,7 @@ from support.harness import ODD, config_of, run, with_prelude
 from support.real_model import answers_of_transformers
 from test_06_infer_70b import SCRIPT, by_transformers, infer, while_loading, write_model
 
-from common import shapes
+from old import shapes
 
 slow = pytest.mark.long
 pipeline = load("06_fsdp_zero/_infer_70b_pipeline.py")
@@ -92,7 +92,7 @@ def test_started_cold_with_fewer_prompts_than_ranks(tmp_path, reference, strateg
 
 # a folder without tokenizer has no stop tokens: as if one had these
 STOPS = """
-from common import inference
+from old import inference
 inference.Text.stop = frozenset({stops})
 """
 

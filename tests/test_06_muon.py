@@ -9,7 +9,7 @@ import torch
 from support.chapter import load
 from support.harness import TINY, config_of, run
 
-from common import model
+from old import model
 
 SCRIPT = "06_fsdp_zero/muon.py"
 muon = load(SCRIPT)

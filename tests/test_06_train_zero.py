@@ -24,7 +24,7 @@ from support.harness import (
     write_tiny,
 )
 
-from common import checkpoint, model, shapes
+from old import checkpoint, model, shapes
 
 pytest.importorskip("deepspeed")
 slow = pytest.mark.long
@@ -148,7 +148,7 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 import deepspeed
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 CPU_Accelerator.is_fp16_supported = lambda self: True
-from common import model
+from old import model
 rotate = model.rotate
 def exact(x, cos, sin):
     assert (x.dtype, cos.dtype, sin.dtype) == (torch.float16, torch.float32, torch.float32)
@@ -199,7 +199,7 @@ def test_resumed_on_as_many_ranks_is_uninterrupted_to_the_bit(tmp_path, stage, m
 
 DROPOUT = """
 import torch.nn.functional as F
-from common import model
+from old import model
 exact = model.MLP.forward
 model.MLP.forward = lambda self, x: F.dropout(exact(self, x), 0.3, self.training)
 """
@@ -295,7 +295,7 @@ def test_without_a_whole_checkpoint_nothing_is_trained(tmp_path):
 TIMEOUTS = """
 import json, torch
 import torch.distributed as dist
-from common import runtime
+from old import runtime
 shutdown = runtime.shutdown
 def tell():
     groups = dist.distributed_c10d._world.pg_map

@@ -12,7 +12,7 @@ from support.chapter import load
 from support.harness import ROOT, TINY, config_of, run, with_fault
 from torch import nn
 
-from common import data, model, shapes
+from old import data, model, shapes
 
 SCRIPT = "06_fsdp_zero/zero_from_scratch.py"
 zero = load(SCRIPT)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from support.chapter import load
 from support.harness import TINY, config_of, run
 
-from common import data, shapes
+from old import data, shapes
 
 SCRIPT = "07_memory_tricks/gradient_accumulation.py"
 script = load(SCRIPT)

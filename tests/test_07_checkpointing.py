@@ -12,8 +12,8 @@ from support.chapter import load
 from support.harness import TINY, config_of, run
 from torch.utils.flop_counter import FlopCounterMode
 
-from common import model, shapes
-from common.step_cost import LiveMemory, saved_for_backward
+from old import model, shapes
+from old.step_cost import LiveMemory, saved_for_backward
 
 SCRIPT = "07_memory_tricks/gradient_checkpointing.py"
 script = load(SCRIPT)

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from support.chapter import load
 from support.harness import TINY, config_of, needs_compiler, run
 
-from common import model, nvml
-from common.data import PADDING
-from common.step_cost import record_memory
+from old import model, nvml
+from old.data import PADDING
+from old.step_cost import record_memory
 
 SCRIPT = "07_memory_tricks/chunked_loss.py"
 chunked = load(SCRIPT)

@@ -9,7 +9,7 @@ import torch
 from support.chapter import load
 from support.harness import ODD, ROOT, config_of, run
 
-from common import model
+from old import model
 
 graphs = load("07_memory_tricks/cuda_graphs.py")
 

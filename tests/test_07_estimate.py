@@ -17,9 +17,9 @@ from support.harness import ROOT, TINY, run
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.functional import cross_entropy
 
-from common import model, shapes
-from common.exits import UserError
-from common.step_cost import LiveMemory, record_memory, saved_for_backward
+from old import model, shapes
+from old.exits import UserError
+from old.step_cost import LiveMemory, record_memory, saved_for_backward
 
 SCRIPT = "07_memory_tricks/estimate.py"
 DATA = Path(__file__).parent / "data"

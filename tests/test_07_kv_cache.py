@@ -8,8 +8,8 @@ from support.chapter import load
 from support.checkpoints import write_folder
 from support.harness import ODD, TINY, config_of, run
 
-from common import model, shapes
-from common.generate import StaticCache
+from old import model, shapes
+from old.generate import StaticCache
 
 measure = load("07_memory_tricks/_kv_cache_measure.py")
 offload = load("07_memory_tricks/_kv_cache_offload.py")

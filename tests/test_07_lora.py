@@ -13,8 +13,8 @@ from support.chapter import load
 from support.harness import TINY, run
 from torch import nn
 
-from common import model, shapes
-from common.step_cost import saved_for_backward
+from old import model, shapes
+from old.step_cost import saved_for_backward
 
 checks = load("07_memory_tricks/_lora_checks.py")
 flags = load("07_memory_tricks/_lora_flags.py")

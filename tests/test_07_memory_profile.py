@@ -10,8 +10,8 @@ from support.chapter import load
 from support.harness import BASELINE, ODD, ROOT, config_of, run, tiny_flags, with_prelude, write_tiny
 from torch.utils.checkpoint import checkpoint
 
-from common import exits, model
-from common.step_cost import saved_for_backward
+from old import exits, model
+from old.step_cost import saved_for_backward
 
 memory_profile = load("07_memory_tricks/memory_profile.py")
 reporting = load("07_memory_tricks/_memory_profile_report.py")

@@ -12,8 +12,8 @@ from support.harness import ODD, ROOT, config_of, run
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from common import model
-from common.step_cost import saved_for_backward
+from old import model
+from old.step_cost import saved_for_backward
 
 offload = load("07_memory_tricks/offload.py")
 file_level = load("07_memory_tricks/_offload_file.py")

@@ -12,7 +12,7 @@ import torch
 from support.chapter import load
 from support.harness import TINY, config_of, run
 
-from common import model
+from old import model
 
 SCRIPT = "07_memory_tricks/optimizer_memory.py"
 optimizers = load(SCRIPT)

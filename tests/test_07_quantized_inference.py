@@ -17,8 +17,8 @@ from support.harness import ODD, TEXT, TINY, config_of, run, train
 from support.real_model import answers_of_transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from common import inference, model, report, shapes
-from common.generate import Sampler, StaticCache, generate, probabilities
+from old import inference, model, report, shapes
+from old.generate import Sampler, StaticCache, generate, probabilities
 
 quantized = load("07_memory_tricks/quantized_inference.py")
 caches = load("07_memory_tricks/_quantized_inference_cache.py")

@@ -8,7 +8,7 @@ from support.chapter import load
 from support.harness import run
 from torch.utils.flop_counter import FlopCounterMode
 
-from common import shapes, step_cost
+from old import shapes, step_cost
 
 SCRIPT = "07_memory_tricks/train_big.py"
 big = load(SCRIPT)

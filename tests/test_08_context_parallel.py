@@ -14,7 +14,7 @@ from support.chapter import load
 from support.harness import ODD, ROOT, TINY, config_of, run, with_fault
 from torch import nn
 
-from common import data, exits, model
+from old import data, exits, model
 
 SCRIPT = "08_model_parallel/context_parallel.py"
 context = load(SCRIPT)

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from support.chapter import load
 from support.harness import config_of, run
 
-from common import data, model
-from common.exits import UserError
+from old import data, model
+from old.exits import UserError
 
 SCRIPT = "08_model_parallel/pipeline_parallel.py"
 pipeline = load(SCRIPT)

@@ -14,7 +14,7 @@ import pytest
 from support.chapter import load
 from support.harness import ROOT, TINY, run, train
 
-from common.exits import UserError
+from old.exits import UserError
 
 SCRIPT = "08_model_parallel/plan.py"
 H100 = "NVIDIA H100 80GB HBM3"

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from support.chapter import load
 from support.harness import ROOT, config_of, run, with_fault
 
-from common import data, model
+from old import data, model
 
 SCRIPT = "08_model_parallel/tensor_parallel.py"
 tensor_parallel = load(SCRIPT)

@@ -26,7 +26,7 @@ from support.harness import (
     with_prelude,
 )
 
-from common import checkpoint, model, shapes
+from old import checkpoint, model, shapes
 
 SCRIPT, FSDP = "08_model_parallel/train_3d.py", "06_fsdp_zero/train_fsdp.py"
 STEPS = 10
@@ -187,7 +187,7 @@ SENDS = """
 import json, os
 import torch
 from torch.distributed.pipelining import schedules
-from common import exits
+from old import exits
 sent = []
 exchange = schedules._batch_p2p
 

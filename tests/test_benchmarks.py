@@ -13,7 +13,7 @@ from support.chapter import load
 from support.checkpoints import write_folder
 from support.harness import ODD, ROOT, config_of, run
 
-from common import exits, hardware, model
+from old import exits, hardware, model
 
 gpu_report, text, shared = (load(f"benchmarks/{name}.py") for name in ("gpu_report", "_gpu_report_text", "_shared"))
 vs_generate, inference_gpu = (load(f"benchmarks/{name}.py") for name in ("vs_generate", "inference_gpu"))

@@ -334,7 +334,7 @@ BAD = {
     "dtype": (["--dtype", "fp8"], "fp8"),
     "data": (["--data", "nowhere.txt"], "nowhere.txt"),
     "empty data": (["--data", "empty.txt"], "empty.txt holds no text"),
-    "short data": (["--data", "short.txt"], "one sequence of --seq-len 64 needs 65: add text"),
+    "short data": (["--data", "short.txt"], "--seq-len 64, and needs 24: add text"),
     "hub": (["--data", "hf:no/such"], "hf:no/such"),
     "tokenizer": (["--tokenizer", "./nowhere"], "--tokenizer ./nowhere"),
     "batch": (["--global-batch-size", 10, "--micro-batch-size", 4], "use 8 or 12"),
@@ -348,16 +348,9 @@ BAD = {
     "infinite lr": (["--lr", "inf"], "'inf' is not a number above 0"),
     "keep": (["--keep", 0], "--keep"),
     "flag": (["--step", 5], "--step"),
-    "seed": (["--seed", 2**70], "--seed"),
-    "huge batch": (
-        ["--global-batch-size", 10**30],
-        "--global-batch-size: 1000000000000000000000000000000 has more than",
-    ),
-    "long name": (["--data", "x" * 300], "File name too long"),
     "resume": (["--resume"], "--resume needs --run-dir"),
     "json": (["--json", "no/such/folder.json"], "no/such/folder.json"),
     "run dir": (["--run-dir", "empty.txt/run"], "empty.txt/run"),
-    "unset run dir": (["--run-dir", ""], "--run-dir: '' is no path"),
 }
 
 
@@ -365,8 +358,8 @@ BAD = {
 @each_script
 def test_bad_input(tmp_path, script, case):
     flags, words = BAD[case]
-    of_the_parser = {"dtype", "keep", "lr", "infinite lr", "flag", "zero batch", "steps word", "json", "seed"}
-    if script != BASELINE and case in of_the_parser | {"huge batch", "unset run dir"}:
+    of_the_parser = {"dtype", "keep", "lr", "infinite lr", "flag", "zero batch", "steps word", "json"}
+    if script != BASELINE and case in of_the_parser:
         pytest.skip("the parser is the same as the baseline's")
     (tmp_path / "empty.txt").touch()
     (tmp_path / "short.txt").write_text("too short a text to train on" * 20)
@@ -400,7 +393,7 @@ def test_bad_input_is_told_once_under_torchrun(tmp_path, flags, words, warm, scr
     assert warm or "exitcode  : 2" in result.err  # torchrun's own report
 
 
-@pytest.mark.parametrize("script", ["03_linear_regression/train.py", *sorted({*TRAINING_SCRIPTS} - {*SEVERAL})])
+@pytest.mark.parametrize("script", sorted({*TRAINING_SCRIPTS} - {*SEVERAL}))
 def test_a_script_of_one_process_refuses_several(tmp_path, script):
     result = run(script, tmp_path, "--device", "cpu", nproc=2)
     assert result.code != 0
@@ -412,18 +405,6 @@ def test_a_script_of_one_process_refuses_several(tmp_path, script):
 def test_a_launcher_that_sets_half_its_variables(tmp_path, given, script):
     result = run(script, tmp_path, **dict(pair.split("=") for pair in given.split()))
     assert_one_line(result, "start with torchrun")
-
-
-@pytest.mark.parametrize(
-    ("rank", "world_size", "local_rank", "port"),
-    [(5, 2, 0, 29500), (-1, 0, -1, 29500), (0, 1, -3, 29500), (1, 4, 2, 29500), (0, 1, 0, 99999)],
-)
-def test_ranks_that_cannot_be(tmp_path, rank, world_size, local_rank, port):
-    launched = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": local_rank, "MASTER_PORT": port}
-    env = {name: str(value) for name, value in launched.items()}
-    result = run(SEVERAL[0], tmp_path, **env, MASTER_ADDR="127.0.0.1")
-    values = f"RANK={rank}, WORLD_SIZE={world_size}, LOCAL_RANK={local_rank} and MASTER_PORT={port}"
-    assert_one_line(result, f"{values} cannot be", "start with torchrun")
 
 
 @each_of_several
@@ -438,12 +419,6 @@ def test_a_rank_without_its_torchrun_does_not_train(tmp_path, script):
     assert result.code == 1
     assert "DistNetworkError" in result.err
     assert result.out == ""
-
-
-@pytest.mark.parametrize("seconds", ["0", "-5", "1.5", "99999999999999"])
-def test_a_timeout_that_cannot_be(tmp_path, seconds):
-    result = run(SEVERAL[0], tmp_path, "--device", "cpu", COLLECTIVE_TIMEOUT_SECONDS=seconds)
-    assert_one_line(result, f"COLLECTIVE_TIMEOUT_SECONDS={seconds} is not a whole number of seconds")
 
 
 @each_of_several

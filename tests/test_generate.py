@@ -9,9 +9,9 @@ import torch
 from support.checkpoints import write_folder
 from support.harness import ODD, TINY, config_of
 
-from common import cli, inference, model
-from common.exits import UserError
-from common.generate import Generated, Sampler, StaticCache, generate, pad, probabilities
+from old import cli, inference, model
+from old.exits import UserError
+from old.generate import Generated, Sampler, StaticCache, generate, pad, probabilities
 
 CPU = torch.device("cpu")
 GREEDY = Sampler()

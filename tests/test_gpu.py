@@ -18,7 +18,7 @@ import pytest
 import torch
 from support.harness import Result, run
 
-from common import hardware, nvml
+from old import hardware, nvml
 
 AMP, DDP, FSDP = "04_amp/train.py", "05_ddp/train.py", "06_fsdp_zero/train_fsdp.py"
 TEN_STEPS = ("--steps", "10", "--log-every", "1")

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from common import hardware
+from old import hardware
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 NAMES = list(hardware.peaks())

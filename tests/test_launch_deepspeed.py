@@ -12,7 +12,7 @@ from support.harness import ROOT, Result, finish, holds, kill_all, start, steps_
 from support.slurm_cluster import free_ports
 from support.two_hosts import two_hosts
 
-from common import cli
+from old import cli
 
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.launch

@@ -20,7 +20,7 @@ from support.commands import check
 from support.harness import ROOT, TINY, clean_env, holds, kill_all, start
 from torch.distributed.run import get_args_parser
 
-from common import cli
+from old import cli
 
 yaml = pytest.importorskip("yaml")
 DOCKER, KUBERNETES = ROOT / "launch/docker", ROOT / "launch/kubernetes"

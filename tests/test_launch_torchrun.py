@@ -29,7 +29,7 @@ from support.harness import (
 )
 from support.two_hosts import two_hosts
 
-from common import cli
+from old import cli
 
 pytestmark = pytest.mark.launch
 LAUNCH = ROOT / "launch/torchrun"
@@ -42,7 +42,7 @@ import runpy, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
 sys.path.insert(0, {str(ROOT)!r})
-from common import runtime
+from old import runtime
 requested, folder, steps = runtime.stop_requested, Path(__file__).parent, 0
 def stop_requested():
     global steps

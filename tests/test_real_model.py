@@ -11,7 +11,7 @@ from safetensors import safe_open
 from support.chapter import load
 from support.harness import TEXT, Result, run
 
-from common import data
+from old import data
 
 pytestmark = [pytest.mark.real_model, pytest.mark.timeout(1200)]
 QUANTIZE, QAT = "02_tensors_precision/quantize.py", "02_tensors_precision/qat.py"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.harness import run
 
-from common import checkpoint, model, shapes
+from common import model, shapes
 
 UNEVEN = shapes.Config(83, 42, 50, 3, 6, 3, 14, 32)  # nothing that two or three ranks divide
 
@@ -34,7 +34,7 @@ def test_a_model_from_the_meta_device_has_nothing_unset(monkeypatch, tied):
 def test_weights_are_a_function_of_seed_and_name():
     first, again, other = (model.build("nano", UNEVEN, seed=seed) for seed in (1, 1, 2))
     deeper = model.build("nano", dataclasses.replace(UNEVEN, num_hidden_layers=5), seed=1)
-    assert checkpoint.digest(first) == checkpoint.digest(again) != checkpoint.digest(other)
+    assert model.digest(first) == model.digest(again) != model.digest(other)
     for name, weight in first.named_parameters():
         assert torch.equal(weight, deeper.get_parameter(name)), name
     matrices = [p for p in first.parameters() if p.ndim == 2]
@@ -108,7 +108,7 @@ from safetensors.torch import save_file
 from torch.distributed.fsdp import fully_shard
 sys.path.insert(0, {root!r})
 from common import checkpoint, model, runtime, shapes
-from common.metrics import Meter
+from argparse import Namespace
 from pathlib import Path
 
 def training(net):
@@ -129,27 +129,25 @@ config = shapes.Config(83, 42, 50, 3, 6, 3, 14, 32, tie_word_embeddings={tied})
 batch = torch.randint(0, 83, (2, 4, 16), generator=torch.Generator().manual_seed(1))
 plain = training(model.build("nano", config, seed=7))
 net = model.build("nano", config, seed=7, device="meta")
-mesh = runtime.device_mesh(device, {{"shard": dist.get_world_size()}})
+mesh = runtime.sharding_mesh(device, 1)
 for block in net.model.layers.values():
     fully_shard(block, mesh=mesh)
 fully_shard(net, mesh=mesh)
 model.materialize(net, "nano", seed=7, device=device)
 sharded = training(net)
-found = dict(initial=[checkpoint.digest(plain["net"]), checkpoint.digest(net)])
+found = dict(initial=[model.digest(plain["net"]), model.digest(net)])
 (loss, norm), (sharded_loss, sharded_norm) = step(plain, batch), step(sharded, batch)
-meter = Meter(Path("run"), model="x", config=config, device=device, dtype="fp32", seq_len=16, global_batch_size=4,
-              steps=9, start_step=0)
-meter.note(sharded_loss, sharded_norm)
-found |= dict(plain=[loss.item(), norm.item()], sharded=meter.since_last_log()[0].tolist())
+found |= dict(plain=[loss.item(), norm.item()], sharded=[sharded_loss.item(), runtime.whole(sharded_norm).item()])
 rows = net.model.layers["0"].mlp.up_proj.weight
 found |= dict(rows=runtime.gather(rows.to_local().shape[0]))
-trained = checkpoint.digest(net)
-checkpoints = checkpoint.Checkpoints(Path("run"), keep=1, in_background={background})
-checkpoint.save(checkpoints, {{"step": 1, "skipped_steps": 0}}, **sharded)
-checkpoints.wait()
+trained = model.digest(net)
+args = Namespace(run_dir=Path("run"), resume=False, keep=1, async_save={background})
+saved = checkpoint.Run(args, settings={{}})
+saved.save(1, checkpoint.training_state(1, **sharded), shapes.config_json(config))
+saved.wait()
 fresh = training(model.build("nano", config, seed=8))
-progress = checkpoint.resume(checkpoints, **fresh)
-found |= dict(trained=[trained, checkpoint.digest(fresh["net"])], progress=progress)
+step_of_resume = checkpoint.resume(saved, **fresh)
+found |= dict(trained=[trained, model.digest(fresh["net"])], step=step_of_resume)
 step(sharded, batch), step(fresh, batch)  # the optimizer's state came along
 weights = [runtime.whole(p).detach().flatten() for p in net.parameters()]
 others = [p.detach().flatten() for p in fresh["net"].parameters()]
@@ -163,7 +161,7 @@ for block in loaded.model.layers.values():
     fully_shard(block, mesh=mesh)
 fully_shard(loaded, mesh=mesh)
 model.materialize(loaded, "weights", seed=1, device=device)
-found |= dict(loaded=[checkpoint.digest(plain["net"]), checkpoint.digest(loaded)])
+found |= dict(loaded=[model.digest(plain["net"]), model.digest(loaded)])
 if runtime.is_rank0():
     Path("found.json").write_text(json.dumps(found))
 runtime.shutdown()
@@ -186,38 +184,6 @@ def test_shards_are_the_whole_model(tmp_path, n, tied, background):
     assert sum(found["rows"]) == 50
     assert max(found["rows"]) == -(-50 // n)
     assert found["trained"][0] == found["trained"][1]
-    assert found["progress"] == {"step": 1, "skipped_steps": 0}
+    assert found["step"] == 1
     assert found["far"] < 1e-6
     assert found["loaded"][0] == found["loaded"][1]
-
-
-MESH = """
-import json, sys
-import torch.distributed as dist
-sys.path.insert(0, {root!r})
-from common import runtime
-from pathlib import Path
-
-device = runtime.init_process_group("cpu")
-mesh = runtime.device_mesh(device, {{"replicate": 2, "shard": 2}})
-groups = [None, *(mesh.get_group(name) for name in ("replicate", "shard"))]
-timeouts = [(g or dist.group.WORLD)._get_backend(device).options._timeout.total_seconds() for g in groups]
-try:
-    runtime.device_mesh(device, {{"replicate": 2, "shard": 3}})
-except runtime.UserError as error:
-    told = str(error)
-if runtime.is_rank0():
-    sizes = [dist.get_world_size(group) for group in groups]
-    Path("found.json").write_text(json.dumps(dict(timeouts=timeouts, told=told, sizes=sizes)))
-runtime.shutdown()
-"""
-
-
-def test_the_groups_of_a_mesh_wait_as_long_as_the_job(tmp_path):
-    (tmp_path / "mesh.py").write_text(MESH.format(root=str(Path(__file__).parents[1])))
-    result = run(tmp_path / "mesh.py", tmp_path, nproc=4, COLLECTIVE_TIMEOUT_SECONDS="77")
-    assert result.code == 0, result.err
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert found["sizes"] == [4, 2, 2]
-    assert found["timeouts"] == [77, 77, 77]
-    assert found["told"] == "replicate 2 x shard 3 is 6 processes, and 4 were started"

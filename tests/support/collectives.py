@@ -5,11 +5,12 @@ COUNTS = """
 import itertools, json, os, sys
 from torch.distributed.tensor.debug import CommDebugMode
 from common import data
-train_batches = data.train_batches
+owner, name = (data.Batches, "stream") if hasattr(data, "Batches") else (data, "train_batches")
+made = getattr(owner, name)
 micro_batches = 3 if "--micro-batch-size" in sys.argv else 1
 
 def counted(*args, **kwargs):
-    batches, counts = train_batches(*args, **kwargs), []
+    batches, counts = made(*args, **kwargs), []
     for batch in itertools.islice(batches, micro_batches):
         mode = CommDebugMode()
         with mode:
@@ -19,5 +20,5 @@ def counted(*args, **kwargs):
         json.dump(counts, file)
     yield from batches
 
-data.train_batches = counted
+setattr(owner, name, counted)
 """

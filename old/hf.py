@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from common.exits import UserError
-from common.runtime import gathered, own_rows, say
+from old.exits import UserError
+from old.runtime import gathered, own_rows, say
 
 INDEX = "model.safetensors.index.json"
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import torch
 
-from common import cli, shapes
-from common.data import load_tokenizer
-from common.exits import UserError
-from common.generate import Generated
-from common.hardware import device_name, memory_bandwidth
+from old import cli, shapes
+from old.data import load_tokenizer
+from old.exits import UserError
+from old.generate import Generated
+from old.hardware import device_name, memory_bandwidth
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 QUESTION = "def main():"  # what a model answers that is asked nothing

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from common.shapes import Config
+from old.shapes import Config
 
 
 class StaticCache:

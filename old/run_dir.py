@@ -15,8 +15,8 @@ from pathlib import Path
 
 import filelock
 
-from common.exits import UserError
-from common.runtime import gather, on_rank0, say
+from old.exits import UserError
+from old.runtime import gather, on_rank0, say
 
 NO_FLOCK = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 CHECKPOINTS = "step-" + 8 * "[0-9]"  # as checkpoint.py names them

@@ -1,0 +1,103 @@
+"""How lessons measure: the bytes that are alive during a step, its seconds, and how far numbers are from others."""
+
+import statistics
+import time
+import weakref
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from common import report, runtime
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the tensors that are alive, at the most and now, while operators run inside it: real or fake ones.
+
+    On CUDA torch's allocator tells, everything that it has given out. Elsewhere it is what operators inside have made,
+    and what was `held` before; what an operator frees before it returns is not seen. Operators inside a compiled graph
+    are not seen either: there only a GPU's peak is right.
+    """
+
+    def __init__(self, held: Iterable[Tensor] = (), device: torch.device | None = None) -> None:
+        super().__init__()
+        self.cuda = device if device is not None and device.type == "cuda" else None
+        self.timeline: list[int] = []  # after each operator
+        self._alive = weakref.WeakValueDictionary()  # memory by address: what is freed disappears
+        for tensor in held:
+            self._note(tensor)
+        if self.cuda:
+            report.reset_peak_memory(self.cuda)
+
+    @property
+    def now(self) -> int:
+        if self.cuda:
+            return torch.cuda.memory_allocated(self.cuda)
+        # added up anew each time: FSDP and ZeRO-3 free and fill the memory of tensors that stay alive
+        return sum(storage.nbytes() for storage in self._alive.values())
+
+    @property
+    def peak(self) -> int:
+        return torch.cuda.max_memory_allocated(self.cuda) if self.cuda else max(self.timeline, default=self.now)
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if any(hasattr(kind, "full_tensor") for kind in types):
+            return NotImplemented  # a DTensor then does the same with its part, which is a plain tensor
+        result = operator(*args, **(kwargs or {}))
+        # A view makes no memory. What first shows in one is a copy in which gloo reduces, unlike NCCL: not counted.
+        for tensor in () if operator.is_view else tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.device.type != "meta":
+                self._note(tensor)
+        self.timeline.append(self.now)
+        return result
+
+    def _note(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self._alive[storage._cdata] = storage
+
+
+def seconds_in_turns(steps: dict[str, Callable[[], object]], device: torch.device, rounds: int) -> dict[str, dict]:
+    """By name: median, lowest and highest seconds of a step, and of its time against the first's in the same round.
+
+    Steps take turns, so that what disturbs one disturbs all; before the first round each has run once.
+    """
+    seconds = {name: [] for name in steps}
+    for round_number in range(rounds + 1):
+        for name, step in steps.items():
+            runtime.wait_for(device)
+            start = time.perf_counter()
+            step()
+            runtime.wait_for(device)
+            if round_number > 0:
+                seconds[name].append(time.perf_counter() - start)
+    first = next(iter(seconds.values()))
+    found = {}
+    for name, own in seconds.items():
+        ratios = [mine / other for mine, other in zip(own, first, strict=True)]
+        found[name] = {
+            "seconds": statistics.median(own),
+            "min_seconds": min(own),
+            "max_seconds": max(own),
+            "time_ratio": statistics.median(ratios),
+            "min_time_ratio": min(ratios),
+            "max_time_ratio": max(ratios),
+            "n": rounds,
+        }
+    return found
+
+
+def relative_error(found: Tensor | list[Tensor], expected: Tensor | list[Tensor]) -> float:
+    """The largest over the tensors of |found - expected| / |expected|, as norms. 0 is equality to the bit.
+
+    Lower bound for the denominator: a thousandth of the norm of all tensors together. Some gradients are almost zero,
+    such as those of q and k for one token: of these there is only rounding to compare.
+    """
+    founds, expecteds = ([tensors] if isinstance(tensors, Tensor) else tensors for tensors in (found, expected))
+    least = torch.nn.utils.get_total_norm(expecteds) / 1000
+    errors = [
+        ((one - other).norm() / other.norm().maximum(least)).float()
+        for one, other in zip(founds, expecteds, strict=True)
+    ]
+    return torch.stack(errors).max().item()  # NaN if one is

@@ -1,0 +1,75 @@
+"""What a rank sends: each collective that is really called, whoever calls it: DDP's reducer in C++, FSDP, DTensor."""
+
+from collections import Counter
+from fractions import Fraction
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+# By what the operator's name contains, without underscores. To receive, to wait and a barrier send nothing.
+KINDS = {
+    "reducescatter": "reduce_scatters",
+    "allreduce": "all_reduces",
+    "allgather": "all_gathers",
+    "alltoall": "all_to_alls",
+    "broadcast": "broadcasts",
+    "::send": "sends",
+}
+
+
+class Traffic(TorchDispatchMode):
+    """This rank's calls and bytes, by kind, while it is entered; forward and backward, gloo and NCCL.
+
+    The bytes are those on the wire by the ring formula. Of S bytes on n ranks, a rank sends S (n-1)/n in an all-gather,
+    a reduce-scatter or a broadcast, twice that in an all-reduce, in an all-to-all all but its own part, and all to a
+    peer. NCCL may choose a tree or the switch instead of a ring. gather, scatter and reduce to one rank are not seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+        self._sent: Counter[str] = Counter()
+
+    @property
+    def bytes_sent(self) -> dict[str, int]:
+        return {kind: round(size) for kind, size in self._sent.items()}
+
+    @property
+    def all_bytes_sent(self) -> int:
+        return round(sum(self._sent.values()))
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if any(hasattr(kind, "full_tensor") for kind in types):
+            return NotImplemented  # a DTensor then does the same with its part, which is a plain tensor
+        if operator.namespace in ("c10d", "_c10d_functional"):  # calls of torch.distributed, and those of DTensor
+            name = operator.name().replace("_", "")
+            if kind := next((KINDS[part] for part in KINDS if part in name), None):
+                self.calls[kind] += 1
+                self._sent[kind] += bytes_on_the_wire(kind, args)
+        return operator(*args, **(kwargs or {}))
+
+
+def bytes_on_the_wire(kind: str, args: tuple) -> Fraction:
+    """Sent by this rank, from an operator's arguments: [outputs,] inputs, then the group, sizes of parts, flags."""
+    tensors = [[leaf for leaf in tree_leaves(arg) if isinstance(leaf, torch.Tensor)] for arg in args]
+    inputs = [tensor.nbytes for tensor in [found for found in tensors if found][-1]]
+    group = group_of(args)
+    n, size = group.size(), sum(inputs)
+    if kind == "all_gathers":
+        return Fraction(size * (n - 1))  # its own part, and those of all others but the last
+    if kind == "all_to_alls":
+        sizes = [arg for arg in args if isinstance(arg, list | tuple) and arg and isinstance(arg[0], int)]
+        parts = sizes[-1] if sizes else inputs if len(inputs) > 1 else [1] * n
+        return size - Fraction(size * parts[group.rank()], sum(parts) or 1)
+    trips = {"all_reduces": Fraction(2 * (n - 1), n), "sends": 1}.get(kind, Fraction(n - 1, n))
+    return size * trips
+
+
+def group_of(args: tuple) -> dist.ProcessGroup:
+    boxed = [arg for arg in args if isinstance(arg, torch.ScriptObject)]
+    if boxed:
+        return dist.ProcessGroup.unbox(boxed[0])
+    name = [arg for arg in args if isinstance(arg, str)][-1]  # a functional collective knows its group by name
+    return dist.distributed_c10d._resolve_process_group(name)

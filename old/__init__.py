@@ -1,0 +1,1 @@
+"""The little that the numbered scripts share."""

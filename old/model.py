@@ -1,0 +1,284 @@
+"""One decoder-only transformer. Its named sizes are in shapes.py.
+
+Parameter names and arithmetic are those of transformers' LlamaForCausalLM (RMSNorm, rotary position
+embedding, grouped-query attention, SwiGLU), so its checkpoints load here, and ours there, as they are.
+"""
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from old import hf
+from old.runtime import gathered, shard_like
+from old.shapes import SIZES, Config
+
+
+def rope_tables(config: Config, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin of the rotation at each position, as rotate takes them: [length, head_dim], fp32 (Su et al. 2021,
+    section 3.2). With rope_scaling, long wavelengths are stretched as in Llama 3.1."""
+    exponents = torch.arange(0, config.head_dim, 2, device=device, dtype=torch.float32) / config.head_dim
+    frequency = config.rope_theta**-exponents
+    if (scaling := config.rope_scaling) is not None:
+        turns = scaling["original_max_position_embeddings"] * frequency / (2 * math.pi)
+        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+        keep = ((turns - low) / (high - low)).clamp(0, 1)
+        frequency = keep * frequency + (1 - keep) * frequency / scaling["factor"]
+    angle = torch.outer(torch.arange(length, device=device, dtype=torch.float32), frequency)
+    return torch.cat((angle.cos(), angle.cos()), dim=-1), torch.cat((-angle.sin(), angle.sin()), dim=-1)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair (a, b) = (x[i], x[i + head_dim / 2]) by its position's angle: (a cos - b sin, b cos + a sin).
+
+    x: [batch, length, heads, head_dim]; cos and sin: [length, 1, head_dim], or one such row per sequence of the batch.
+    """
+    exact = x.float()
+    swapped = exact.roll(x.shape[-1] // 2, dims=-1)  # (b, a), and the first half of sin is negative
+    return torch.addcmul(exact * cos, swapped, sin).to(x.dtype)
+
+
+def weight_generator(name: str, seed: int, device: torch.device | str = "cpu") -> torch.Generator:
+    """What draws the initial value of a parameter: a function of (seed, its name) alone."""
+    key = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(key[:8]) >> 1)
+
+
+def random_weight(name: str, shape: torch.Size | tuple[int, ...], seed: int) -> Tensor:
+    """The initial value of a parameter: a function of (seed, its name) alone, drawn on the CPU."""
+    if len(shape) < 2:
+        return torch.ones(shape)  # norms
+    return torch.empty(shape, device="cpu").normal_(std=0.02, generator=weight_generator(name, seed))
+
+
+class RMSNorm(nn.RMSNorm):
+    """Normalised in fp32; under autocast the result is rounded once, not again by each matmul that reads it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, device = super().forward(x), x.device.type
+        return y.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else y
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None, *, is_causal: bool = False, enable_gqa: bool = False
+) -> Tensor:
+    """F.scaled_dot_product_attention, by a kernel that never holds all scores at once.
+
+    CUDA's may refuse a mask together with grouped heads (Hugging Face's transformers avoids that, too). So with both,
+    each key-value head becomes a sequence of its own, which its query heads share without a copy.
+    """
+    if seen is None or not enable_gqa:
+        return F.scaled_dot_product_attention(q, k, v, seen, is_causal=is_causal, enable_gqa=enable_gqa)
+    batch, kv_heads = k.shape[:2]
+    q = q.unflatten(1, (kv_heads, -1)).flatten(0, 1)  # [batch * key-value heads, query heads of each, tokens, head_dim]
+    k, v = (part.flatten(0, 1)[:, None].expand(-1, q.shape[1], -1, -1) for part in (k, v))
+    seen = seen if len(seen) == 1 else seen.repeat_interleave(kv_heads, 0)
+    return F.scaled_dot_product_attention(q, k, v, seen).unflatten(0, (batch, kv_heads)).flatten(1, 2)
+
+
+class Attention(nn.Module):
+    attend = staticmethod(attend)  # context_parallel.py and quantized_inference.py replace it
+
+    def __init__(self, c: Config) -> None:
+        super().__init__()
+        self.head_dim = c.head_dim
+        self.grouped = c.num_key_value_heads != c.num_attention_heads
+        self.q_proj = nn.Linear(c.hidden_size, c.num_attention_heads * c.head_dim, bias=False)
+        self.k_proj = nn.Linear(c.hidden_size, c.num_key_value_heads * c.head_dim, bias=False)
+        self.v_proj = nn.Linear(c.hidden_size, c.num_key_value_heads * c.head_dim, bias=False)
+        self.o_proj = nn.Linear(c.num_attention_heads * c.head_dim, c.hidden_size, bias=False)
+
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, extend: Callable | None = None, seen: Tensor | None = None
+    ) -> Tensor:
+        """`extend` gives keys and values with those of past tokens before them; `seen` says who may look at which."""
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.project(x))
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)  # before the transpose, which q, k and v then share: no copies
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        if extend is not None:
+            k, v = extend(k, v)
+        y = self.attend(q, k, v, seen, is_causal=seen is None, enable_gqa=self.grouped)
+        return self.o_proj(y.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    def __init__(self, c: Config) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(c.intermediate_size, c.hidden_size, bias=False)
+
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.gate_proj(x), self.up_proj(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.project(x)
+        return self.down_proj(F.silu(gate) * up)
+
+
+class Block(nn.Module):
+    def __init__(self, c: Config) -> None:
+        super().__init__()
+        self.self_attn = Attention(c)
+        self.mlp = MLP(c)
+        self.input_layernorm = RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, *past) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, *past)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Decoder(nn.Module):
+    def __init__(self, c: Config) -> None:
+        super().__init__()
+        self.config = c
+        self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)
+        # by name, not by place: layer 7 is called 7 also where a pipeline stage holds only some
+        self.layers = nn.ModuleDict({str(i): Block(c) for i in range(c.num_hidden_layers)})
+        self.norm = RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
+        self._fill_rope_tables()
+
+    def _fill_rope_tables(self) -> None:
+        tables = rope_tables(self.config, self.config.max_position_embeddings, next(self.parameters()).device)
+        for name, table in zip(("rope_cos", "rope_sin"), tables, strict=True):
+            self.register_buffer(name, table, persistent=False)
+
+    def _apply(self, fn, recurse: bool = True):
+        super()._apply(fn, recurse)
+        self._fill_rope_tables()  # to_empty() leaves them unset, and .to(bfloat16) would round the angles
+        return self
+
+    def forward(self, input_ids: Tensor, positions: Tensor | None = None, cache=None) -> Tensor:
+        """Hidden states [batch, length, hidden]; `positions` [batch, length] are 0, 1, 2, ... if not given.
+
+        With a cache, as in generate.py, the tokens are added to it and see what it holds; positions must be given.
+        A pipeline stage sets to None what it does not hold. Without embed_tokens, input_ids are the hidden states of
+        the stage before.
+        """
+        x = input_ids if self.embed_tokens is None else self.embed_tokens(input_ids)
+        # the tables are loaded, not computed here: a compiler would compute them again in every kernel that reads them
+        rows = slice(input_ids.shape[1]) if positions is None else positions
+        # to(x.device): with weights offloaded to the CPU, the tables are there too
+        cos, sin = (table[rows].unsqueeze(-2).to(x.device) for table in (self.rope_cos, self.rope_sin))
+        seen = None if cache is None else cache.visible(positions)
+        for name, layer in self.layers.items():
+            past = () if cache is None else (partial(cache.extend, name, positions), seen)
+            x = layer(x, cos, sin, *past)
+        return x if self.norm is None else self.norm(x)
+
+
+class Transformer(nn.Module):
+    def __init__(self, c: Config) -> None:
+        super().__init__()
+        self.config = c
+        self.model = Decoder(c)
+        self.lm_head = nn.Linear(c.hidden_size, c.vocab_size, bias=False)
+        self.tie_weights()
+
+    def tie_weights(self) -> None:
+        if self.config.tie_word_embeddings and self.lm_head is not None and self.model.embed_tokens is not None:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    @torch.no_grad()
+    def init_weights(self, seed: int) -> None:
+        """Set every weight as a function of (seed, parameter name) alone.
+
+        So a model that is built whole, materialised from the meta device, sharded or cut into stages starts equal to
+        the bit. A shard takes its part of the whole matrix, which is drawn on the CPU.
+        """
+        for name, parameter in hf.named_weights(self):
+            with gathered(parameter, to_set=True):
+                parameter.copy_(shard_like(random_weight(name, parameter.shape, seed), parameter))
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        targets: Tensor | None = None,
+        positions: Tensor | None = None,
+        cache=None,
+        last: Tensor | None = None,
+    ) -> Tensor:
+        """Logits [batch, length, vocab]; given targets [batch, length], their mean cross-entropy in nats.
+
+        Targets of -100 do not count; the mean of no target at all is NaN. positions and cache as in Decoder. With
+        `last` [batch], an index into each row, there are logits of that token alone: [batch, vocab].
+        """
+        hidden = self.model(input_ids, positions, cache)
+        if self.lm_head is None:
+            return hidden
+        if last is not None:
+            hidden = hidden[torch.arange(len(last), device=last.device), last]
+        logits = self.lm_head(hidden)
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def checkpoint_blocks(net: Transformer, how: str) -> None:
+    """Have backward compute blocks again instead of keeping what they computed. Call it before compile and fully_shard.
+
+    `how`: none; full keeps the input of a block alone; selective also what attention and matrix products gave.
+    """
+    if how == "none":
+        return
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    for name, block in net.model.layers.items():
+        net.model.layers[name] = checkpoint_wrapper(block, **what_is_kept(block, how))
+
+
+def what_is_kept(block: Block, how: str) -> dict[str, Callable]:
+    """Keywords for torch's checkpoint of a block, none for full. 07_memory_tricks/gradient_checkpointing.py explains
+    the policy."""
+    if how == "full":
+        return {}
+    products_in_block = len([module for module in block.modules() if isinstance(module, nn.Linear)])
+
+    def contexts() -> tuple:  # called at each forward
+        products = Counter()
+
+        def policy(context, operator, *args, **kwargs) -> CheckpointPolicy:
+            kept = operator.name().startswith("aten::_scaled_dot_product_")  # attention, by whatever kernel
+            if operator.name() == "aten::mm":
+                products[context.is_recompute] += 1  # torch 2.11 asks in backward again
+                kept = products[context.is_recompute] < products_in_block  # no backward reads what the last one gave
+            return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+        return create_selective_checkpoint_contexts(policy)
+
+    return {"context_fn": contexts}
+
+
+def build(name: str, config: Config, *, seed: int, device: torch.device | str = "cpu") -> Transformer:
+    """The model on `device`: the same weights whatever it trains on. On "meta" it holds no numbers yet.
+
+    If `name` is a folder with .safetensors files, their weights replace the random ones.
+    """
+    with torch.device("meta"):
+        net = Transformer(config)
+    return net if str(device) == "meta" else materialize(net, name, seed=seed, device=device)
+
+
+def materialize(net: Transformer, name: str, *, seed: int, device: torch.device | str) -> Transformer:
+    """Give a model from the meta device, whole or sharded, its memory on `device` and its weights, as build does."""
+    net.to_empty(device=device)
+    net.tie_weights()  # to_empty has made two matrices of one
+    set_weights(net, name, seed=seed)
+    return net
+
+
+def set_weights(net: Transformer, name: str, *, seed: int) -> None:
+    """Give a model that has its memory its weights, as build does: those of folder `name`, else random ones."""
+    if name in SIZES or not hf.load_weights(net, Path(name), net.config.tie_word_embeddings):
+        net.init_weights(seed)
