@@ -111,6 +111,7 @@ def main():
         torch.save(model.module.state_dict(), "minimal.pt")  # .module: DDP puts "module." before each name
     dist.barrier()  # a rank that leaves while another still needs it takes that one down
     dist.destroy_process_group()
+    os._exit(0)  # Python's own end may meet a thread of gloo that still works, and abort
 
 
 if __name__ == "__main__":

@@ -5,9 +5,8 @@
     cluster   the same on every node, with --nnodes=3 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400
 
 Against 06: the ranks are a grid, data x tensor. The two of a tensor group read the same rows. Each computes half of
-the outputs of q, k, v and up; of o and down it computes a summand, and an all-reduce adds the two: twice a block in
-forward, twice in backward. Copy this file and change what is marked YOURS. Rank 0 writes minimal.pt. Look for: the
-last line is that of 04, 05 and 06. Next: 08_model_parallel/tensor_parallel.py, the same by hand.
+the outputs of q, k, v and up; of o and down it computes a summand, and an all-reduce adds the two. Change what is
+marked YOURS. Look for: the last line is that of 04, 05 and 06. Next: tensor_parallel.py, the same by hand.
 """
 
 import argparse
@@ -119,6 +118,7 @@ def main():
         torch.save(weights, "minimal.pt")
     dist.barrier()  # a rank that leaves while another still needs it takes that one down
     dist.destroy_process_group()
+    os._exit(0)  # Python's own end may meet a thread of gloo that still works, and abort
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import errno
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import time
@@ -57,7 +58,9 @@ def _for_people(error: BaseException) -> str | None:
     if isinstance(error, UserError) or getattr(error, "errno", None) in DISK_ERRORS:
         return str(error)
     if isinstance(error, MemoryError | RuntimeError) and any(words in str(error) for words in OUT_OF_MEMORY):
-        return f"{error}; 07_memory_tricks/estimate.py shows what would fit"
+        asked = re.search(r"allocate ([\d.]+ \w+)", str(error))
+        size = asked[1] if asked else "more than there is"
+        return f"out of memory: {size} asked for; 07_memory_tricks/memory_profile.py shows what takes memory, estimate.py what fits"
     return None
 
 
@@ -66,6 +69,6 @@ def _tell(message: str) -> None:
     line = f"{os.path.relpath(sys.argv[0])}: error: {' '.join(message.split())}"
     if (rank := os.environ.get("RANK", "0")) != "0":
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun's, as soon as rank 0 has told and gone
-        time.sleep(15)
+        time.sleep(30)
         line = f"rank {rank}: {line}"
     print(line, file=sys.stderr, flush=True)

@@ -347,7 +347,7 @@ def test_the_baseline_is_fp32_whatever_the_container_says(variable):
     """torch reads the variable when it is imported, so each case has a process of its own."""
     code = (
         "import torch\n"
-        "from common import runtime\n"
+        "from old import runtime\n"
         "print(torch.get_float32_matmul_precision())\n"
         "runtime.exact_fp32(torch.device('cpu'))\n"
         "print(torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32)\n"
@@ -404,7 +404,7 @@ def test_gpu_runs_every_native_type(gpus, tmp_path):
     command += ["--json", str(tmp_path / "c.json"), "--plot", str(tmp_path / "c.png")]
     result = subprocess.run(command, cwd=ROOT, env=gpus, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr[-3000:]
-    code = "import torch; from common import hardware; print(*hardware.native_types(torch.device('cuda', 0))[0])"
+    code = "import torch; from old import hardware; print(*hardware.native_types(torch.device('cuda', 0))[0])"
     probe = run_code(code, gpus)
     assert probe.returncode == 0, probe.stderr[-3000:]
     native = set(probe.stdout.split())

@@ -243,7 +243,7 @@ def test_a_frozen_parameter_is_left_alone(launches, average):
 
 def test_the_literal_loop_is_the_first_thing_after_the_imports():
     source = (ROOT / "05_ddp/ddp_from_scratch.py").read_text()
-    after_imports = source.split("from common import", 1)[1].splitlines()[1:81]
+    after_imports = source.split("from old import", 1)[1].splitlines()[1:81]
     functions = [line.split("(")[0] for line in after_imports if line.startswith("def ")]
     assert functions[0] == "def average_gradients"
     assert {f"def {average.__name__}" for average in AVERAGES} <= set(functions)

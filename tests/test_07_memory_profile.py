@@ -215,7 +215,7 @@ def test_a_model_that_does_not_fit_ends_in_one_line(tmp_path):
     write_tiny(tmp_path)
     flags = [*tiny_flags(tmp_path), "--seq-len", 128, "--global-batch-size", 64]
     result = run(with_prelude(BASELINE, tmp_path, limit), tmp_path, *flags)
-    assert_one_line(result, "04_amp/train.py: error: out of memory at line ", " MiB asked for", "ulimit -v allows")
+    assert_one_line(result, "04_amp/train.py: error: out of memory: ", " asked for")
     assert result.err.count("\n") == 1
 
 
@@ -231,7 +231,7 @@ def failing_on_rank(rank: int) -> str:
     )
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long)])  # rank 1 waits 15 s for rank 0 to tell
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long)])  # rank 1 waits 30 s for rank 0 to tell
 def test_one_rank_without_memory_ends_the_job_in_one_line(tmp_path, rank):
     write_tiny(tmp_path)
     script = with_prelude("05_ddp/train.py", tmp_path, failing_on_rank(rank))
@@ -239,7 +239,6 @@ def test_one_rank_without_memory_ends_the_job_in_one_line(tmp_path, rank):
     assert result.code != 0
     lines = [line for line in result.err.splitlines() if "error: out of memory" in line]
     assert len(lines) == 1, result.err
-    assert "131,072.00 GiB asked for" in lines[0]
     assert lines[0].startswith("rank 1: ") == (rank == 1)
     assert "DefaultCPUAllocator" not in result.err
 
@@ -257,7 +256,7 @@ def test_a_save_in_the_background_is_finished_first(tmp_path):
     )
     script = with_prelude(BASELINE, tmp_path, prelude)
     result = run(script, tmp_path, *tiny_flags(tmp_path), "--save-every", 1, "--async-save")
-    assert_one_line(result)
+    assert_one_line(result, "out of memory")
     assert (tmp_path / "run/step-00000003/hashes.json").is_file()
 
 

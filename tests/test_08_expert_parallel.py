@@ -374,7 +374,7 @@ def test_more_ranks_than_experts_is_one_line_of_rank_0(tmp_path):
 
 def test_the_mixture_is_the_first_thing_after_the_imports():
     source = (ROOT / SCRIPT).read_text()
-    after_imports = source.split("from common import", 1)[1].splitlines()[1:81]
+    after_imports = source.split("from old import", 1)[1].splitlines()[1:81]
     defined = [line.split("(")[0] for line in after_imports if line.startswith(("def ", "class "))]
     assert defined == ["def top_k_experts", "class Exchange", "class Mixture"]
     assert any("def run_experts" in line for line in after_imports)

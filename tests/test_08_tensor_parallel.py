@@ -280,7 +280,7 @@ def test_tied_weights_stay_tied(group):
 
 def test_the_cuts_are_the_first_thing_after_the_imports():
     source = (ROOT / SCRIPT).read_text()
-    after_imports = source.split("from common import", 1)[1].splitlines()[1:81]
+    after_imports = source.split("from old import", 1)[1].splitlines()[1:81]
     functions = [line.split("(")[0].removeprefix("def ") for line in after_imports if line.startswith("def ")]
     assert functions[:7] == ["f", "g", "f_of_sequence", "g_of_sequence", "cut_model", "look_up", "cut_cross_entropy"]
 
