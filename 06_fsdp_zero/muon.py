@@ -1,7 +1,7 @@
 """Muon under FSDP: an optimizer that needs whole matrices, for a model whose ranks hold rows.
 
 AdamW looks at one element at a time, so each rank updates its rows alone. Muon (Jordan et al. 2024) replaces the update
-of a matrix by the orthogonal matrix nearest to it: every direction moves the weights equally far. That takes products
+of a matrix by the orthogonal matrix nearest to it: every direction moves the weights equally far. That takes matmuls
 of the whole matrix. Here the momentum stays sharded, and a matrix's update is gathered, orthogonalised on every rank
 and cut again. Vectors, embeddings and the head keep AdamW.
 
@@ -10,15 +10,15 @@ and cut again. Vectors, embeddings and the head keep AdamW.
     one node  torchrun --nproc_per_node=8 06_fsdp_zero/muon.py --model llama-124m --seq-len 512
     cluster   the same on every node, with --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400
 
-What it costs: one all-gather per matrix and step more than AdamW, and the products, which every rank repeats. What it
+What it costs: one all-gather per matrix and step more than AdamW, and the matmuls, which every rank repeats. What it
 saves: one moment per element instead of two. Larger jobs let each rank orthogonalise some of the matrices for all.
 
 Look for: losses of the sharded run equal to those of one process; optimizer state of a rank beside AdamW's; the last
 loss of both. Before: train_fsdp.py. Next: 07_memory_tricks/.
 """
 
+import statistics
 import sys
-import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -26,11 +26,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
-from _muon_report import conclude, describe
+from common import cli, data, exits, model, report, runtime, shapes, traffic
 
-from old import cli, data, exits, model, runtime, shapes
+TOLERANCE = 1e-5  # between the losses of the sharded run and those of one process
 
 
 class Muon(torch.optim.Optimizer):
@@ -50,19 +51,21 @@ class Muon(torch.optim.Optimizer):
                 update = matrix.grad.lerp(state["momentum"], group["momentum"])  # Nesterov's: one step ahead
                 whole = runtime.whole(update)  # the only message: each rank sends its rows to all
                 direction = orthogonalize(whole) * rms_of_adamw(whole)
+                if isinstance(matrix, DTensor):  # every rank has all of it and cuts out its rows: nothing is sent
+                    direction = distribute_tensor(direction, matrix.device_mesh, matrix.placements, src_data_rank=None)
                 matrix.mul_(1 - group["lr"] * group["weight_decay"])
-                matrix.sub_(group["lr"] * runtime.shard_like(direction, matrix))
+                matrix.sub_(group["lr"] * direction)
 
 
 def orthogonalize(matrix: Tensor, iterations: int = 5) -> Tensor:
     """The matrix with its singular values moved to about 1, between 0.7 and 1.2: enough for an update.
 
-    Newton-Schulz: an odd polynomial of the matrix is that polynomial of its singular values, so products suffice. The
+    Newton-Schulz: an odd polynomial of the matrix is that polynomial of its singular values, so matmuls suffice. The
     coefficients lift small values fast (Jordan et al. 2024). Large jobs compute it in bf16. In fp32, as here, the
     order of the sums shows in the last digits only.
     """
     a, b, c = 3.4445, -4.7750, 2.0315
-    wide = matrix if matrix.size(0) <= matrix.size(1) else matrix.T  # the square products below are then the small ones
+    wide = matrix if matrix.size(0) <= matrix.size(1) else matrix.T  # the square matrices below are then the small ones
     x = wide / (wide.norm() + 1e-7)  # singular values of 1 at most, or the iteration runs away
     for _ in range(iterations):
         square = x @ x.T
@@ -86,64 +89,102 @@ def make_optimizers(name: str, net: nn.Module, lr: float) -> list[torch.optim.Op
     return [Muon(matrices, lr), adamw] if matrices else [adamw]
 
 
-def shard(net: nn.Module, mesh: dist.DeviceMesh) -> nn.Module:
+def shard(net: nn.Module, device: torch.device) -> None:
+    mesh = runtime.sharding_mesh(device, replicas=1)
     for block in net.model.layers.values():
         fully_shard(block, mesh=mesh)
-    return fully_shard(net, mesh=mesh)
+    fully_shard(net, mesh=mesh)
 
 
-def train(net: nn.Module, optimizers: list[torch.optim.Optimizer], batches: list[list[Tensor]]) -> list[float]:
-    """A step per batch; returns the losses."""
+def run(name: str, weights: str, net: nn.Module, lr: float, batches: list[tuple[Tensor, Tensor]]) -> dict:
+    """Train for a step per batch. Every rank must call it."""
+    optimizers = make_optimizers(name, net, lr)
     losses = []
     for inputs, targets in batches:
         loss = net(inputs, targets)
         loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        with traffic.Traffic() as sent:  # the last step's is reported
+            for optimizer in optimizers:
+                optimizer.step()
+        net.zero_grad()
         losses.append(loss.item())
-    return losses
+    losses = [statistics.fmean(of_ranks) for of_ranks in zip(*runtime.gather(losses), strict=True)]
+    states = [state for optimizer in optimizers for state in optimizer.state.values()]
+    moments = [tensor for state in states for tensor in state.values() if tensor.ndim]
+    own_bytes = sum((moment.to_local() if isinstance(moment, DTensor) else moment).nbytes for moment in moments)
+    bytes_per_rank = runtime.gather(own_bytes)
+    return {
+        "optimizer": name,
+        "weights": weights,
+        "optimizer_bytes_per_rank": bytes_per_rank,
+        "most_optimizer_bytes": max(bytes_per_rank),
+        "all_gathers_per_optimizer_step": sum(sent.calls.values()),
+        "optimizer_sent_bytes": sent.all_bytes_sent,
+        "first_loss": losses[0],
+        "last_loss": losses[-1],
+        "losses": losses,
+    }
+
+
+def check(rows: list[dict], matrices: int, world_size: int) -> list[str]:
+    one_process, sharded, adamw = rows
+    gathered = matrices if world_size > 1 else 0  # one rank has all rows
+    calls = [row["all_gathers_per_optimizer_step"] for row in rows]
+    assert calls == [0, gathered, 0], f"all-gathers in a step of the optimizer: {calls}, for {matrices} matrices"
+    difference = max(abs(a / b - 1) for a, b in zip(sharded["losses"], one_process["losses"], strict=True))
+    assert difference <= TOLERANCE, f"losses differ from those of one process by {difference:.0e}: that is no rounding"
+    held, whole = sum(sharded["optimizer_bytes_per_rank"]), one_process["most_optimizer_bytes"]
+    assert held == whole, f"the ranks hold {held:,} bytes of Muon's state together, of {whole:,}"
+    lower, higher = sharded["most_optimizer_bytes"], adamw["most_optimizer_bytes"]
+    assert lower < higher, f"Muon's state of {lower:,} bytes is no smaller than AdamW's of {higher:,}"
+    return [
+        f"sharded Muon has the losses of one process (largest difference {difference:.1g})",
+        f"{gathered} all-gathers for {matrices} matrices, and each byte of the state on one rank alone",
+    ]
+
+
+COLUMNS = {
+    "optimizer": "optimizer",
+    "weights": "weights",
+    "most_optimizer_bytes": "state per rank",
+    "all_gathers_per_optimizer_step": "all-gathers in its step",
+    "optimizer_sent_bytes": "sent per rank",
+    "first_loss": "first loss",
+    "last_loss": "last loss",
+}
 
 
 def main() -> int:
-    began = time.perf_counter()
-    parser = cli.Parser(__doc__)
-    parser.add_argument("--model", default="nano", help="as in train_fsdp.py")
-    parser.add_argument("--seq-len", type=cli.positive_int, default=32, help="tokens per sequence")
-    parser.add_argument("--steps", type=cli.positive_int, default=10, help="of each of the three runs")
-    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    parser.add_argument("--json", type=cli.writable_file, metavar="PATH", help="write the summary as one JSON object")
-    args = parser.parse_args()
+    args = cli.lesson(__doc__, model="nano", seq_len=32, steps=10)
     config = shapes.load_config(args.model, 256, args.seq_len)  # raises a UserError before any rank starts
     lr = shapes.recipe(args.model).lr
     runtime.relaunch(args.device)
-    runtime.seed(0, deterministic=True)  # before the group: NCCL reads variables when it starts
+    runtime.seed_all(0, deterministic=True)  # before the group: NCCL reads variables when it starts
     device = runtime.init_process_group(args.device)
-    runtime.exact_fp32(device)  # or some containers would multiply in tf32
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    sequences = -(-24 // world_size) * world_size
-    stream = data.train_batches(
-        data.load_corpus().train,
-        seq_len=args.seq_len,
-        global_batch_size=sequences,
-        micro_batch_size=sequences,
-        seed=0,
-        device=device,
-        rank=0,
-        world_size=1,
-    )
-    batches = [[tensor.to(device) for tensor in next(stream)] for _ in range(args.steps)]  # whole, on every rank
-    my_batches = [[tensor.chunk(world_size)[rank] for tensor in batch] for batch in batches]
+    sequences = -(-24 // world_size) * world_size  # 24, or the next number that the ranks divide
+    inputs, targets = data.one_batch(args.steps * sequences, args.seq_len, device)  # the same on every rank
+    batches = [*zip(inputs.split(sequences), targets.split(sequences), strict=True)]
+    own_batches = [tuple(tensor.chunk(world_size)[rank] for tensor in batch) for batch in batches]
 
     rows = []
-    for name, sharded in (("muon", False), ("muon", True), ("adamw", True)):
+    for name, weights in (("muon", "whole"), ("muon", "sharded"), ("adamw", "sharded")):
         net = model.build(args.model, config, seed=0, device=device)
-        if sharded:
-            shard(net, runtime.sharding_mesh(device, replicas=1))
-        optimizers = make_optimizers(name, net, lr)
-        losses = train(net, optimizers, my_batches if sharded else batches)
-        rows.append(describe(name, sharded, net, optimizers, losses, my_batches[0]))
-    conclude(rows, args, config, sequences, device, began)
+        if weights == "sharded":
+            shard(net, device)
+        rows.append(run(name, weights, net, lr, own_batches if weights == "sharded" else batches))
+    report.lesson(
+        rows,
+        columns=COLUMNS,
+        checked=check(rows, 7 * config.num_hidden_layers, world_size),
+        args=args,
+        device=device,
+        dtype="fp32",
+        parameters=shapes.parameter_count(config),
+        tokens=args.steps * sequences * args.seq_len,
+        first_loss=rows[1]["first_loss"],
+        last_loss=rows[1]["last_loss"],
+    )
     runtime.shutdown()
     return 0
 

@@ -60,7 +60,8 @@ def _for_people(error: BaseException) -> str | None:
     if isinstance(error, MemoryError | RuntimeError) and any(words in str(error) for words in OUT_OF_MEMORY):
         asked = re.search(r"allocate ([\d.]+ \w+)", str(error))
         size = asked[1] if asked else "more than there is"
-        return f"out of memory: {size} asked for; 07_memory_tricks/memory_profile.py shows what takes memory, estimate.py what fits"
+        scripts = "07_memory_tricks/memory_profile.py shows what takes it, 07_memory_tricks/estimate.py what fits"
+        return f"out of memory: {size} asked for; {scripts}"
     return None
 
 

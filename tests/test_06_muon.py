@@ -1,6 +1,5 @@
 """06_fsdp_zero/muon.py: the update is orthogonal, that of torch's own Muon, and the same on any number of ranks."""
 
-import copy
 import json
 from pathlib import Path
 
@@ -9,11 +8,10 @@ import torch
 from support.chapter import load
 from support.harness import TINY, config_of, run
 
-from old import model
+from common import model
 
 SCRIPT = "06_fsdp_zero/muon.py"
 muon = load(SCRIPT)
-report = load("06_fsdp_zero/_muon_report.py")
 UNEVEN = {**TINY, "hidden_size": 33, "intermediate_size": 65, "head_dim": 8}  # 2 and 4 ranks hold unequal parts
 
 
@@ -39,23 +37,6 @@ def test_sharded_is_one_process(once, ranks):
     assert sum(adamw["optimizer_bytes_per_rank"]) == 8 * (matrices + vectors + around)
     assert len(sharded["optimizer_bytes_per_rank"]) == ranks
     assert [row["all_gathers_per_optimizer_step"] for row in summary["rows"]] == [0, 14 if ranks > 1 else 0, 0]
-
-
-SPOILED = {
-    "that is no rounding": lambda rows: rows[1]["losses"].__setitem__(3, rows[1]["losses"][3] * 1.0001),
-    "all-gathers in a step": lambda rows: rows[1].update(all_gathers_per_optimizer_step=15),
-    "the ranks hold": lambda rows: rows[1]["optimizer_bytes_per_rank"].append(4),
-}
-
-
-@pytest.mark.parametrize("message", SPOILED)
-def test_a_claim_that_does_not_hold_fails(once, message):
-    rows = copy.deepcopy(once("06 muon", finish, 3)["rows"])
-    config = config_of(UNEVEN)
-    report.check(rows, config, 3)
-    SPOILED[message](rows)
-    with pytest.raises(AssertionError, match=message):
-        report.check(rows, config, 3)
 
 
 @pytest.mark.parametrize("shape", [(48, 48), (32, 80), (80, 32)])
