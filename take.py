@@ -57,5 +57,6 @@ if __name__ == "__main__":
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(file, copy)
         print(f"{lines:6,} lines  {copy}")
-    total = f"{len(sizes)} files, {sum(sizes.values()):,} lines"
-    print(f"{total}. Start it: cd {args.target} && python {script.relative_to(ROOT)}")
+    print(
+        f"{len(sizes)} files, {sum(sizes.values()):,} lines. Start: cd {args.target} && python {script.relative_to(ROOT)}"
+    )
