@@ -57,6 +57,4 @@ if __name__ == "__main__":
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(file, copy)
         print(f"{lines:6,} lines  {copy}")
-    print(
-        f"{len(sizes)} files, {sum(sizes.values()):,} lines. Start: cd {args.target} && python {script.relative_to(ROOT)}"
-    )
+    print(f"{len(sizes)} files, {sum(sizes.values()):,} lines: cd {args.target} && python {script.relative_to(ROOT)}")

@@ -14,7 +14,6 @@ READMES = [*ROOT.glob("*.md"), *ROOT.glob("0*/*.md"), *ROOT.glob("benchmarks/*.m
 SCRIPTS = [*ROOT.glob("0*/*.py"), *ROOT.glob("benchmarks/*.py"), *ROOT.glob("launch/*.py")]
 CHAPTERS = sorted(ROOT.glob("0[0-9]_*"))
 LESSONS = [file for file in SCRIPTS if not file.name.startswith("_")]
-HELPERS = [file for folder in CHAPTERS for file in folder.glob("_*.py")]
 COMMAND = re.compile(r"(?:^|\s|`)((?:torchrun|python3?|make|pytest) [^`#\n]+?)(?:`|\s{2,}[a-z]|\s+#|$)", re.MULTILINE)
 
 
@@ -35,14 +34,6 @@ def commands() -> list[tuple[str, str]]:
         lines = re.sub(r"\\+\n", " ", docstring).splitlines()
         found += [(file, line) for line in lines if line.startswith("    ")]
     return [(name_of(file), match[1].strip()) for file, line in found for match in COMMAND.finditer(line)]
-
-
-def code_of(file) -> list[str]:
-    """The lines of a script after its docstring, without the empty ones."""
-    text = file.read_text()
-    docstring = ast.parse(text).body[0]
-    assert isinstance(docstring, ast.Expr)
-    return [line for line in text.splitlines()[docstring.end_lineno :] if line.strip()]
 
 
 def test_commands_are_found():
