@@ -84,8 +84,8 @@ def main():
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)  # before clipping, or the limit of 1.0 would apply to the scaled gradients
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)  # skips the step if a gradient is inf or NaN
-        scaler.update()  # and then halves the scale; without this line every later step could be skipped
+        scaler.step(optimizer)  # in fp16 skips the step if a gradient is inf or NaN
+        scaler.update()  # halves the scale after such a step; has to be called once per step
         optimizer.zero_grad()  # backward adds to the gradients that it finds
 
         if step % 5 == 0 or step == STEPS:

@@ -47,7 +47,7 @@ def main() -> int:
     # 3 The model: weights in fp32, or small updates would be rounded away; matmuls in --dtype.
     config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)
     net = model.build(args.model, config, seed=args.seed, device=device)
-    model.checkpoint_blocks(net, args.checkpointing)  # what is not kept then is computed again in backward
+    model.checkpoint_blocks(net, args.checkpointing)  # backward computes again what is not kept
     autocast = partial(torch.autocast, device.type, DTYPES[args.dtype], enabled=args.dtype != "fp32")
     optimizer, scheduler = schedule.adamw_cosine(
         net, lr=args.lr, weight_decay=args.weight_decay, warmup_steps=args.warmup_steps, steps=args.steps
@@ -82,7 +82,7 @@ def main() -> int:
         optimizer.zero_grad()
         meter.note(step_loss, grad_norm)
 
-        stop = runtime.stop_requested()
+        stop = runtime.stop_requested()  # the same answer on all ranks, so that all save
         save = stop or step == args.steps or (args.save_every and step % args.save_every == 0)
         if save or step == 1 or step % args.log_every == 0:
             noted = meter.noted()

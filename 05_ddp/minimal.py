@@ -2,14 +2,14 @@
 
     laptop    torchrun --nproc_per_node=2 05_ddp/minimal.py    (python 05_ddp/minimal.py: one process)
     one node  torchrun --nproc_per_node=8 05_ddp/minimal.py --dtype bf16
-    cluster   the same on every node, with --nnodes=3 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400
+    cluster   the same on every node, with --nnodes=3 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400 before its name
 
 Against 04: torchrun starts one process per GPU, a rank. DistributedDataParallel (DDP) averages the gradients of all
 ranks while backward runs, so all take the same step. The batch belongs to the run: GLOBAL_BATCH rows in all, whatever
 the number of ranks. Copy this file and change what is marked YOURS. Rank 0 writes minimal.pt, as 04 does.
 
-Look for: the last line is that of 04, on any number of ranks. Next: 06_fsdp_zero/minimal.py, where no process needs
-room for the whole model.
+Look for: in fp32 the last line is that of 04, on any number of ranks. Next: 06_fsdp_zero/minimal.py, where no process
+needs room for the whole model.
 """
 
 import argparse
@@ -97,12 +97,12 @@ def main():
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)  # before clipping, or the limit of 1.0 would apply to the scaled gradients
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)  # skips the step if a gradient is inf or NaN
-        scaler.update()  # and then halves the scale; without this line every later step could be skipped
+        scaler.step(optimizer)  # in fp16 skips the step if a gradient is inf or NaN
+        scaler.update()  # halves the scale after such a step; has to be called once per step
         optimizer.zero_grad()  # backward adds to the gradients that it finds
 
         if step % 5 == 0 or step == STEPS:
-            loss = loss.detach() / world_size  # each rank knows the loss of its own share
+            loss = loss.detach() / world_size  # a rank knows the loss of its own share, and all_reduce sums
             dist.all_reduce(loss)  # a collective: every rank has to call it, not only the one that prints
             if rank == 0:
                 print(f"step {step} | loss {loss.item():.6f}", flush=True)  # item() waits for the GPU: not at each step
@@ -111,7 +111,7 @@ def main():
         torch.save(model.module.state_dict(), "minimal.pt")  # .module: DDP puts "module." before each name
     dist.barrier()  # a rank that leaves while another still needs it takes that one down
     dist.destroy_process_group()
-    os._exit(0)  # Python's own end may meet a thread of gloo that still works, and abort
+    os._exit(0)  # a thread of gloo may abort Python's own end. Skips atexit: close your loggers before
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ step. The batch belongs to the run, not to the machine: 1, 2, 3 or 8 processes g
 
     laptop    torchrun --nproc_per_node=2 05_ddp/train.py
     one node  torchrun --nproc_per_node=8 05_ddp/train.py --model llama-124m --global-batch-size 512
-    cluster   the same on every node, with --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400
+    cluster   on each of 4 nodes, $HEAD being the name of one:
+              torchrun --nnodes=4 --nproc_per_node=8 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400 05_ddp/train.py
 
 Look for: equal losses whatever nproc_per_node is, the slowest rank and its lag, and the last check: all
 ranks have the same weights to the bit. Before: 04_amp/. Next: 06_fsdp_zero/train_fsdp.py.
@@ -27,7 +28,7 @@ from torch.nn.utils import clip_grad_norm_
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
 from common import checkpoint, cli, data, exits, hardware, metrics, model, runtime, schedule, shapes
 
-warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)  # torch 2.11 does not have its successor
+warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)  # torch 2.11 lacks its new name
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -46,7 +47,7 @@ def main() -> int:
         timeout=runtime.timeout(),  # how long the others wait for a rank that does not come
         rank=rank,
         world_size=world_size,
-        store=runtime.store(),  # torchrun's; a plain `python` needs none
+        store=runtime.store(),  # None under torchrun, which has one; for a plain `python` one of its own
     )
     args.dtype = hardware.choose_dtype(args.dtype, device)
     runtime.catch_stop_signals()
@@ -59,7 +60,7 @@ def main() -> int:
     # 3 The model: weights in fp32, or small updates would be rounded away; matmuls in --dtype.
     config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)
     net = model.build(args.model, config, seed=args.seed, device=device)
-    model.checkpoint_blocks(net, args.checkpointing)  # what is not kept then is computed again in backward
+    model.checkpoint_blocks(net, args.checkpointing)  # backward computes again what is not kept
     autocast = partial(torch.autocast, device.type, DTYPES[args.dtype], enabled=args.dtype != "fp32")
     optimizer, scheduler = schedule.adamw_cosine(
         net, lr=args.lr, weight_decay=args.weight_decay, warmup_steps=args.warmup_steps, steps=args.steps
@@ -70,8 +71,8 @@ def main() -> int:
     run = checkpoint.Run(args, settings=parser.settings(args, data=corpus.sha256, model=repr(config)))
     training = {"net": net, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     start_step = checkpoint.resume(run, **training) if args.resume else 0
-    # a quarter of the gradients, 4 bytes each: with one bucket, backward would end before its all-reduce starts
-    bucket_mib = max(1, min(25, shapes.parameter_count(config) / 2**20))
+    # about four buckets of fp32 gradients: with only one, backward would end before its all-reduce starts
+    bucket_mib = max(1, min(25, 4 * shapes.parameter_count(config) / 4 / 2**20))
     train_net = DistributedDataParallel(
         net, bucket_cap_mb=bucket_mib, gradient_as_bucket_view=True, broadcast_buffers=False
     )
@@ -109,11 +110,11 @@ def main() -> int:
         optimizer.zero_grad()
         meter.note(step_loss, grad_norm)
 
-        stop = runtime.stop_requested()
+        stop = runtime.stop_requested()  # the same answer on all ranks, so that all save
         save = stop or step == args.steps or (args.save_every and step % args.save_every == 0)
         if save or step == 1 or step % args.log_every == 0:
             noted = meter.noted()
-            dist.all_reduce(noted)  # a rank's loss is that of its own share
+            dist.all_reduce(noted)  # sums: a rank's loss is the mean of its own share
             meter.log(step, noted / world_size, lr, step - scheduler.last_epoch, scaler.get_scale())
         if step == args.steps or (args.eval_every and step % args.eval_every == 0):
             meter.log_eval(step, evaluate(net, batches.evaluation(), autocast, device))

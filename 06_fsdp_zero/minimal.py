@@ -2,7 +2,7 @@
 
     laptop    torchrun --nproc_per_node=2 06_fsdp_zero/minimal.py    (python 06_fsdp_zero/minimal.py: one process)
     one node  torchrun --nproc_per_node=8 06_fsdp_zero/minimal.py --dtype bf16
-    cluster   the same on every node, with --nnodes=3 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400
+    cluster   the same on every node, with --nnodes=3 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400 before its name
 
 Against 05: a block's weights are gathered before it computes, in forward and again in backward, and freed after it.
 Its gradients are averaged and cut as soon as they are there. A policy takes the place of autocast: it gathers the
@@ -102,7 +102,7 @@ def main():
         optimizer.zero_grad()  # backward adds to the gradients that it finds
 
         if step % 5 == 0 or step == STEPS:
-            loss = loss.detach() / world_size  # each rank knows the loss of its own share
+            loss = loss.detach() / world_size  # a rank knows the loss of its own share, and all_reduce sums
             dist.all_reduce(loss)  # a collective: every rank has to call it, not only the one that prints
             if rank == 0:
                 print(f"step {step} | loss {loss.item():.6f}", flush=True)  # item() waits for the GPU: not at each step
@@ -112,7 +112,7 @@ def main():
         torch.save(weights, "minimal.pt")
     dist.barrier()  # a rank that leaves while another still needs it takes that one down
     dist.destroy_process_group()
-    os._exit(0)  # Python's own end may meet a thread of gloo that still works, and abort
+    os._exit(0)  # a thread of gloo may abort Python's own end. Skips atexit: close your loggers before
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ def main() -> int:
     # 3 The model: each rank holds its rows of every fp32 weight; blocks are gathered in --dtype when they compute.
     config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)
     net = model.build(args.model, config, seed=args.seed, device="meta")  # shapes alone: no rank ever holds the whole
-    model.checkpoint_blocks(net, args.checkpointing)  # what is not kept then is computed again in backward
+    model.checkpoint_blocks(net, args.checkpointing)  # backward computes again what is not kept
     shard = partial(
         fully_shard,
         mesh=runtime.sharding_mesh(device, args.replicate),  # which ranks share one copy of the model
@@ -107,11 +107,11 @@ def main() -> int:
         optimizer.zero_grad()
         meter.note(step_loss, grad_norm)
 
-        stop = runtime.stop_requested()
+        stop = runtime.stop_requested()  # the same answer on all ranks, so that all save
         save = stop or step == args.steps or (args.save_every and step % args.save_every == 0)
         if save or step == 1 or step % args.log_every == 0:
             noted = meter.noted()
-            dist.all_reduce(noted)  # a rank's loss is that of its own share
+            dist.all_reduce(noted)  # sums: a rank's loss is the mean of its own share
             meter.log(step, noted / world_size, lr)
         if step == args.steps or (args.eval_every and step % args.eval_every == 0):
             meter.log_eval(step, evaluate(net, batches.evaluation(), autocast, device))

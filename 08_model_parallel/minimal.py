@@ -2,7 +2,7 @@
 
     laptop    torchrun --nproc_per_node=4 08_model_parallel/minimal.py    (or 2, 3; python: one process)
     one node  torchrun --nproc_per_node=8 08_model_parallel/minimal.py --dtype bf16
-    cluster   the same on every node, with --nnodes=3 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400
+    cluster   the same on every node, with --nnodes=3 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400 before its name
 
 Against 06: the ranks are a grid, data x tensor. The two of a tensor group read the same rows. Each computes half of
 the outputs of q, k, v and up; of o and down it computes a summand, and an all-reduce adds the two. Change what is
@@ -108,7 +108,7 @@ def main():
         optimizer.zero_grad()  # backward adds to the gradients that it finds
 
         if step % 5 == 0 or step == STEPS:
-            loss = loss.detach() / world_size  # each rank knows the loss of its own share
+            loss = loss.detach() / world_size  # a rank knows the loss of its own share, and all_reduce sums
             dist.all_reduce(loss)  # a collective: every rank has to call it, not only the one that prints
             if rank == 0:
                 print(f"step {step} | loss {loss.item():.6f}", flush=True)  # item() waits for the GPU: not at each step
@@ -118,7 +118,7 @@ def main():
         torch.save(weights, "minimal.pt")
     dist.barrier()  # a rank that leaves while another still needs it takes that one down
     dist.destroy_process_group()
-    os._exit(0)  # Python's own end may meet a thread of gloo that still works, and abort
+    os._exit(0)  # a thread of gloo may abort Python's own end. Skips atexit: close your loggers before
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 from common.exits import UserError
 
 HELD_OUT = 0.05
+CACHE_VERSION = 2  # to be raised by whoever changes how text becomes tokens: what lies in a cache is of the old way
 EVAL_SEQUENCES = 96  # evaluation reads at most so many, spread evenly over the held-out text
 PADDING = -100  # a target that no loss counts: cross_entropy's ignore_index
 
@@ -42,9 +43,9 @@ def load_corpus(data: str, tokenizer: str | None = None, model: str = "nano") ->
     UserError for a source that cannot be read.
     """
     if tokenizer is None:
-        tokenizer = model if (Path(model) / "tokenizer.json").is_file() else "bytes"
+        tokenizer = model if any(Path(model).glob("tokenizer*")) else "bytes"
     documents, source = _source(data)
-    known_by = repr((source, _files(sorted(Path(tokenizer).glob("*.json"))) or tokenizer, HELD_OUT))
+    known_by = repr((CACHE_VERSION, source, _files(sorted(Path(tokenizer).glob("token*"))) or tokenizer, HELD_OUT))
     cache = Path(os.environ.get("CORPUS_CACHE") or Path(tempfile.gettempdir(), f"corpus-cache-{os.getuid()}"))
     folder = cache / hashlib.sha256(known_by.encode()).hexdigest()[:20]
     try:
@@ -99,8 +100,12 @@ def _source(data: str) -> tuple[Iterable[bytes], object]:
             raise UserError(f"--data {data}: {type(error).__name__}: {error}") from None
     path = Path(sysconfig.get_paths()["stdlib"] if data == "stdlib" else data)
     if data == "stdlib":
-        skip = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-        files = sorted(file for file in path.rglob("*.py") if skip.isdisjoint(file.relative_to(path).parts[:-1]))
+        files = []
+        for folder, subfolders, names in os.walk(path):
+            skip = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+            subfolders[:] = [name for name in subfolders if name not in skip]
+            files += [Path(folder, name) for name in names if name.endswith(".py")]
+        files.sort()
     elif path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.suffix in (".txt", ".md", ".py", ".jsonl", ".parquet"))
     else:

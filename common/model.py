@@ -6,13 +6,13 @@ embedding, grouped-query attention, SwiGLU), so its checkpoints load here, and o
 
 import hashlib
 import math
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
@@ -281,27 +281,36 @@ def named_weights(net: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def load_weights(net: Transformer, folder: Path) -> bool:
-    """Replace the weights by those of the .safetensors files in `folder`; False if it has none. Each rank of a sharded
-    model reads its rows alone. UserError if the files are damaged, or their names or shapes do not fit."""
-    if not any(folder.glob("*.safetensors*")):
-        if others := [file.name for suffix in ("*.bin", "*.pt*", "*.distcp") for file in folder.glob(suffix)]:
-            raise UserError(f"--model {folder}: {others[0]} is not .safetensors: save the weights as such")
-        return False
-    say(f"weights from {folder}")
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint import HuggingFaceStorageReader
+    """Read the weights from the .safetensors files in `folder`, of a sharded model each rank its part alone.
 
+    False if there are none. UserError for a file that cannot be read, a name or a shape that does not fit.
+    """
+    if not any(folder.glob("*.safetensors*")):
+        if others := [file.name for pattern in ("*.bin", "*.pt*", "*.distcp") for file in folder.glob(pattern)]:
+            raise UserError(
+                f"--model {folder}: {others[0]} is not .safetensors: save the weights as such, or remove it"
+            )
+        return False
+    import torch.distributed.checkpoint as dcp  # 0.6 s that random weights need not wait for
+    from safetensors import SafetensorError
+
+    say(f"weights from the .safetensors files in {folder}")
     weights = dict(named_weights(net))
+    reader = dcp.HuggingFaceStorageReader(str(folder))
     try:
-        reader = HuggingFaceStorageReader(str(folder))
-        stored = set(reader.read_metadata().state_dict_metadata)
+        stored = {name: tuple(entry.size) for name, entry in reader.read_metadata().state_dict_metadata.items()}
+        needed = {name: tuple(weight.shape) for name, weight in weights.items()}
         if net.config.tie_word_embeddings:
-            stored.discard("lm_head.weight")
-        if stored != weights.keys():
-            raise ValueError(f"{', '.join(sorted(stored ^ weights.keys()))} not in both")
-        dcp.load(weights, storage_reader=reader, no_dist=not dist.is_initialized())
-    except (Exception, dcp.api.CheckpointException) as error:  # the readers' own, from four libraries
-        raise UserError(f"--model {folder}: its weights cannot be read, or do not fit its config: {error}") from None
+            stored.pop("lm_head.weight", None)
+        for name in sorted(stored.keys() | needed.keys()):
+            if (found := stored.get(name, "missing")) != (fits := needed.get(name, "missing")):
+                raise UserError(
+                    f"--model {folder}: {name} is {found} in its files and {fits} in the model of its config"
+                )
+        with warnings.catch_warnings(action="ignore"):  # no_dist: no rank waits for another
+            dcp.load(weights, storage_reader=reader, no_dist=True)
+    except (SafetensorError, dcp.api.CheckpointException) as error:
+        raise UserError(f"--model {folder}: a file is truncated or damaged, download it again ({error})") from None
     return True
 
 

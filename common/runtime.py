@@ -187,6 +187,7 @@ def seed_all(value: int, deterministic: bool = False) -> None:
     random.seed(value)
     np.random.seed(value % 2**32)
     torch.manual_seed(value)
+    torch.set_float32_matmul_precision("highest")  # NVIDIA's containers turn TF32 on
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         os.environ["NCCL_NVLS_ENABLE"] = "0"  # sums inside the switch differ from call to call (NVIDIA/nccl#1497)
