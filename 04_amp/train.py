@@ -42,6 +42,7 @@ def main() -> int:
     # 2 The batch: a function of --seed and the step alone. Rank r of N reads the r-th of N equal parts.
     corpus = data.load_corpus(args.data, args.tokenizer, args.model)
     batches = data.Batches(corpus, args, rank=rank, world_size=world_size)
+    held_out = batches.evaluation()
     runtime.say(f"{args.model}, {args.dtype} matmuls, {world_size} x {hardware.device_name(device)}")
 
     # 3 The model: weights in fp32, or small updates would be rounded away; matmuls in --dtype.
@@ -63,7 +64,7 @@ def main() -> int:
     meter = metrics.Meter(run.folder, args, config=config, device=device, batches=batches, start_step=start_step)
 
     # 5 The loop.
-    step, stop = start_step, 0
+    step, stop, scale = start_step, 0, scaler.get_scale()
     for step in range(start_step + 1, args.steps + 1):
         step_loss = torch.zeros((), device=device)
         for _ in range(batches.accumulation_steps):
@@ -74,10 +75,11 @@ def main() -> int:
             step_loss += loss.detach()
         scaler.unscale_(optimizer)  # before clipping: the threshold is meant for true gradients
         grad_norm = clip_grad_norm_(net.parameters(), args.clip_norm)
-        lr, scale = optimizer.param_groups[0]["lr"], scaler.get_scale()
+        lr = optimizer.param_groups[0]["lr"]
         scaler.step(optimizer)  # does nothing if a gradient overflowed
         scaler.update()
-        if scaler.get_scale() >= scale:  # the step was taken
+        previous_scale, scale = scale, scaler.get_scale()  # once a step: in fp16 it waits for the GPU
+        if scale >= previous_scale:  # the step was taken
             scheduler.step()
         optimizer.zero_grad()
         meter.note(step_loss, grad_norm)
@@ -86,9 +88,9 @@ def main() -> int:
         save = stop or step == args.steps or (args.save_every and step % args.save_every == 0)
         if save or step == 1 or step % args.log_every == 0:
             noted = meter.noted()
-            meter.log(step, noted / world_size, lr, step - scheduler.last_epoch, scaler.get_scale())
+            meter.log(step, noted / world_size, lr, step - scheduler.last_epoch, scale)
         if step == args.steps or (args.eval_every and step % args.eval_every == 0):
-            meter.log_eval(step, evaluate(net, batches.evaluation(), autocast, device))
+            meter.log_eval(step, evaluate(net, held_out, autocast, device))
         if save:
             run.save(step, checkpoint.training_state(step, **training), shapes.config_json(config))
         if stop:

@@ -54,6 +54,7 @@ def main() -> int:
     # 2 The batch: a function of --seed and the step alone. Rank r of N reads the r-th of N equal parts.
     corpus = data.load_corpus(args.data, args.tokenizer, args.model)
     batches = data.Batches(corpus, args, rank=rank, world_size=world_size)
+    held_out = batches.evaluation()
     runtime.say(f"{args.model}, {args.dtype} matmuls, {world_size} x {hardware.device_name(device)}")
 
     # 3 The model: each rank holds its rows of every fp32 weight; blocks are gathered in --dtype when they compute.
@@ -114,7 +115,7 @@ def main() -> int:
             dist.all_reduce(noted)  # sums: a rank's loss is the mean of its own share
             meter.log(step, noted / world_size, lr)
         if step == args.steps or (args.eval_every and step % args.eval_every == 0):
-            meter.log_eval(step, evaluate(net, batches.evaluation(), autocast, device))
+            meter.log_eval(step, evaluate(net, held_out, autocast, device))
         if save:
             run.save(step, checkpoint.training_state(step, **training), shapes.config_json(config))
         if stop:

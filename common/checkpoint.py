@@ -5,6 +5,7 @@ named `step-N` is whole, or was damaged later, and then a hash tells.
 """
 
 import argparse
+import contextlib
 import copy
 import hashlib
 import json
@@ -27,7 +28,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_map
 
 from common.exits import UserError, before_user_error_exit
-from common.runtime import gather, is_rank0, on_rank0, say, timeout
+from common.runtime import gather, is_rank0, on_rank0, ranks, say, timeout
 
 # torch.distributed.checkpoint is imported where it is used: 0.6 s that the first step need not wait for
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # saving without a process group is meant
@@ -46,7 +47,7 @@ def training_state(step: int, net, optimizer, scheduler, scaler=None) -> dict:
         "optimizer": optimizer_state,
         "scheduler": scheduler.state_dict(),
         "scaler": scaler.state_dict() if scaler else {},
-        f"rng-{_rank()}": random_states(),
+        f"rng-{ranks()[0]}": random_states(),
     }
 
 
@@ -60,7 +61,7 @@ def resume(run: "Run", net, optimizer, scheduler, scaler=None) -> int:
     state = training_state(0, net, optimizer, scheduler, scaler)
     saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     # a rank that the saving job did not have, or a device it did not use, keeps its own random state
-    own = f"rng-{_rank()}"
+    own = f"rng-{ranks()[0]}"
     state[own] = {name: value for name, value in state[own].items() if f"{own}.{name}" in saved}
     dcp.load(state, checkpoint_id=path, process_group=run.group)
     set_state_dict(
@@ -134,10 +135,9 @@ class Run:
             if not file.exists() and _checkpoints(self.folder):
                 raise UserError(f"{flag} holds checkpoints without the settings.json of their run: copy it")
             known = json.loads(file.read_text()) if file.exists() else settings
-            names = {**settings, **known}  # another script may have flags of its own
             differ = [
                 f"{name} {settings.get(name)} (was {known.get(name)})"
-                for name in names
+                for name in {**settings, **known}  # another script may have flags of its own
                 if settings.get(name) != known.get(name)
             ]
             if differ:
@@ -146,7 +146,7 @@ class Run:
                 raise UserError(f"{flag} holds a run with checkpoints: --resume it, or use another")
             write_json(file, settings)
             for leftover in (*self.folder.glob("step-*.tmp"), *self.folder.glob("step-*.old")):
-                shutil.rmtree(leftover)  # of a save that was killed
+                shutil.rmtree(leftover, ignore_errors=True)  # of a save that was killed
         except (OSError, ValueError) as error:
             raise UserError(f"{flag} cannot be used: {error}") from None
 
@@ -155,12 +155,12 @@ class Run:
         # a name that nobody has looked for yet: NFS remembers what was not there
         token = self.folder / on_rank0(lambda: f".seen-by-all-{uuid.uuid4().hex}")
         on_rank0(token.touch)
-        ranks = gather((token.exists(), socket.gethostname()))
+        hosts = gather((token.exists(), socket.gethostname()))
         on_rank0(token.unlink)
-        blind = [f"{rank} on {host}" for rank, (seen, host) in enumerate(ranks) if not seen]
+        blind = [f"{rank} on {host}" for rank, (seen, host) in enumerate(hosts) if not seen]
         if blind:
             raise UserError(
-                f"--run-dir {self.folder}: a file that rank 0 on {ranks[0][1]} has just written there is not seen by "
+                f"--run-dir {self.folder}: a file that rank 0 on {hosts[0][1]} has just written there is not seen by "
                 f"rank {', '.join(blind)}: use a folder on a file system that all nodes share"
             )
 
@@ -188,18 +188,17 @@ class Run:
             torch.cuda.set_device(device)  # a thread starts on GPU 0, whatever the rank's own is
         final = self.folder / f"step-{step:08d}"
         problem, hashes = _attempt(lambda: self._write_part(final.with_suffix(".tmp"), state, config))
-        ranks = gather((problem, hashes), self.group)
-        problem = next((problem for problem, _ in ranks if problem), None)
-        if problem is None and _rank() == 0:
+        parts = gather((problem, hashes), self.group)
+        problem = next((problem for problem, _ in parts if problem), None)
+        if problem is None and is_rank0():
             problem, _ = _attempt(
-                lambda: self._publish(final, {k: v for _, hashes in ranks for k, v in hashes.items()})
+                lambda: self._publish(final, {k: v for _, hashes in parts for k, v in hashes.items()})
             )
         problem = gather(problem, self.group)[0]
         if problem is not None:
-            free = shutil.disk_usage(self.folder).free / 2**20  # what is behind torch.save's "unexpected pos"
-            raise UserError(
-                f"cannot save step {step} in {self.folder} ({free:.0f} MiB free there): {problem}; "
-                "older checkpoints are untouched"
+            raise UserError(  # the free space, since that is behind torch.save's "unexpected pos"
+                f"cannot save step {step} in {self.folder} ({shutil.disk_usage(self.folder).free / 2**20:.0f} MiB free "
+                f"there): {problem}; older checkpoints are untouched"
             )
 
     def _write_part(self, folder: Path, state: dict, config: dict) -> dict[str, str]:
@@ -209,8 +208,8 @@ class Run:
         # copying ahead would open a CUDA context wherever there is a GPU, also for a run on the CPU
         writer = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)
         dcp.save(state, storage_writer=writer, process_group=self.group)
-        files = [*folder.glob(f"__{_rank()}_*")]
-        if _rank() == 0:
+        files = [*folder.glob(f"__{ranks()[0]}_*")]
+        if is_rank0():
             write_json(folder / "config.json", config)
             files += [folder / ".metadata", folder / "config.json"]
         return {file.name: _sha256(file) for file in files}
@@ -221,17 +220,18 @@ class Run:
             raise OSError(f"written by a rank and not seen by rank 0: {', '.join(missing)}")
         write_json(temporary / "hashes.json", hashes)
         os.rename(temporary, final)
-        for old in _checkpoints(self.folder)[: -self.keep]:
-            old.rename(old.with_suffix(".old"))  # first: what is half deleted must not look like a checkpoint
-            shutil.rmtree(old.with_suffix(".old"), ignore_errors=True)
+        with contextlib.suppress(OSError):  # from here on the checkpoint is whole: what fails now must not end the run
+            for old in _checkpoints(self.folder)[: -self.keep]:
+                old.rename(old.with_suffix(".old"))  # first: what is half deleted must not look like a checkpoint
+                shutil.rmtree(old.with_suffix(".old"))
 
     def newest(self) -> Path | None:
         """The newest whole checkpoint, None where there is none. Broken ones are named and moved aside; UserError if
         there is nothing else."""
         broken = []
         for path in reversed(on_rank0(lambda: _checkpoints(self.folder))):
-            ranks = gather(find_damage(path, _rank(), dist.get_world_size() if dist.is_initialized() else 1))
-            problem = next((problem for problem in ranks if problem), None)
+            problems = gather(find_damage(path, *ranks()[:2]))
+            problem = next((problem for problem in problems if problem), None)
             if problem is None:
                 for bad in broken if is_rank0() else []:
                     bad.rename(bad.with_name(f"broken-{bad.name}-{uuid.uuid4().hex[:8]}"))
@@ -247,7 +247,9 @@ class Run:
 def find_damage(path: Path, rank: int = 0, world_size: int = 1) -> str | None:
     """What is wrong with the files of a checkpoint, None if nothing; each rank looks at its part of them."""
     try:
-        hashes = json.loads((path / "hashes.json").read_text())
+        hashes = dict(json.loads((path / "hashes.json").read_text()))
+        if not hashes:
+            return "hashes.json names no file"
         for name in sorted(hashes)[rank::world_size]:
             if _sha256(path / name) != hashes[name]:
                 return f"{name} does not match its hash"
@@ -268,21 +270,17 @@ def write_json(file: Path, value: dict) -> None:
 
 def _require_equal(settings: dict) -> None:
     """Nodes may have other texts under one name, or another --dtype auto: their ranks would train different models."""
-    ranks = gather((settings, socket.gethostname()))
-    for rank, (theirs, host) in enumerate(ranks):
-        if differ := [name for name in settings if theirs[name] != ranks[0][0][name]]:
+    of_ranks = gather((settings, socket.gethostname()))
+    for rank, (theirs, host) in enumerate(of_ranks):
+        if differ := [name for name in settings if theirs[name] != of_ranks[0][0][name]]:
             raise UserError(
                 f"{', '.join(differ)} stands for something else on rank {rank} on {host} than on rank 0 on "
-                f"{ranks[0][1]}: give a --data and a --dtype that mean the same on every node"
+                f"{of_ranks[0][1]}: give a --data and a --dtype that mean the same on every node"
             )
 
 
 def _checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step-" + 8 * "[0-9]") if path.is_dir())
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def _attempt(work: Callable[[], dict | None]) -> tuple[str | None, dict | None]:

@@ -139,6 +139,5 @@ class TrainingParser(Parser):
         such as the text that --data names: a file may change under its name."""
         flags = {f"--{name.replace('_', '-')}": getattr(args, name) for name in self.identity}
         for name, content in contents.items():
-            sha = hashlib.sha256(content.encode()).hexdigest()
-            flags[f"--{name}"] = f"{flags[f'--{name}']} (SHA-256 {sha[:12]})"
+            flags[f"--{name}"] = f"{flags[f'--{name}']} (SHA-256 {hashlib.sha256(content.encode()).hexdigest()[:12]})"
         return flags

@@ -107,7 +107,9 @@ def _source(data: str) -> tuple[Iterable[bytes], object]:
             files += [Path(folder, name) for name in names if name.endswith(".py")]
         files.sort()
     elif path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.suffix in (".txt", ".md", ".py", ".jsonl", ".parquet"))
+        files = sorted(
+            file for file in path.rglob("*") if file.suffix.lower() in (".txt", ".md", ".py", ".jsonl", ".parquet")
+        )
     else:
         files = [path] if path.is_file() else []
     if not files:
@@ -118,10 +120,10 @@ def _source(data: str) -> tuple[Iterable[bytes], object]:
 def _read(file: Path) -> Iterator[bytes]:
     """The documents of a file: the rows of its column text, or all of it."""
     try:
-        if file.suffix == ".jsonl":
+        if file.suffix.lower() == ".jsonl":
             lines = [line for line in file.read_bytes().split(b"\n") if line.strip()]
             yield from _texts([json.loads(line)["text"] for line in lines], str(file))
-        elif file.suffix == ".parquet":
+        elif file.suffix.lower() == ".parquet":
             from pyarrow import parquet
 
             yield from _texts(parquet.read_table(file, columns=["text"])["text"].to_pylist(), str(file))

@@ -1,14 +1,14 @@
 """How a script ends: errors for people in one line, failures with their traceback, nothing left running."""
 
+import contextlib
 import errno
 import multiprocessing
 import os
 import re
-import signal
 import sys
-import time
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
 
 REQUEUE_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: saved and stopped on a signal, start me again
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
@@ -42,12 +42,16 @@ def run(main: Callable[[], int]) -> None:
         else:
             code = 2
             for finish in before_user_error_exit:
-                finish()
+                with contextlib.suppress(Exception):  # it must not hide the error that is told here
+                    finish()
             _tell(message)
     for child in multiprocessing.active_children():  # data loading workers
         child.kill()
     for flush in before_exit:
-        flush()
+        try:
+            flush()
+        except Exception:
+            traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # the interpreter's teardown can wait for ever for gloo's threads
@@ -59,17 +63,28 @@ def _for_people(error: BaseException) -> str | None:
         return str(error)
     if isinstance(error, MemoryError | RuntimeError) and any(words in str(error) for words in OUT_OF_MEMORY):
         asked = re.search(r"allocate ([\d.]+ \w+)", str(error))
-        size = asked[1] if asked else "more than there is"
         scripts = "07_memory_tricks/memory_profile.py shows what takes it, 07_memory_tricks/estimate.py what fits"
-        return f"out of memory: {size} asked for; {scripts}"
+        return f"out of memory: {asked[1] if asked else 'more than there is'} asked for; {scripts}"
     return None
 
 
 def _tell(message: str) -> None:
-    """Print the error once per job: rank 0's exit makes torchrun end the others, who print theirs only if it is not."""
+    """Print the error once per job, from rank 0. The others wait for that, because the first exit makes torchrun end
+    the rest; a rank whose error rank 0 does not share within 15 s speaks up itself."""
     line = f"{os.path.relpath(sys.argv[0])}: error: {' '.join(message.split())}"
-    if (rank := os.environ.get("RANK", "0")) != "0":
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun's, as soon as rank 0 has told and gone
-        time.sleep(30)
-        line = f"rank {rank}: {line}"
-    print(line, file=sys.stderr, flush=True)
+    rank = os.environ.get("RANK", "0")
+    alone = os.environ.get("WORLD_SIZE", "1") == "1" or "MASTER_ADDR" not in os.environ
+    if rank == "0" or alone:
+        print(line, file=sys.stderr, flush=True)
+    if not alone:
+        import torch.distributed as dist  # not above: a script that needs no torch starts in a tenth of a second
+
+        try:
+            store = next(dist.rendezvous("env://", timeout=timedelta(seconds=15)))[0]
+            if rank == "0":
+                store.set("error_told", "")
+            store.wait(["error_told"], timedelta(seconds=15))
+        except dist.DistNetworkError:
+            pass  # rank 0 held the store and is gone: it has told
+        except dist.DistStoreError:
+            print(f"rank {rank}: {line}", file=sys.stderr, flush=True)

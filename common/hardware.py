@@ -31,11 +31,6 @@ def peak_flops(name: str, dtype: str) -> float | None:
     return devices().get(name, {}).get(dtype) or None
 
 
-def bandwidth(name: str) -> float | None:
-    """Bytes per second between device `name` and its memory, by its data sheet; None if not known."""
-    return devices().get(name, {}).get("bandwidth")
-
-
 def device_name(device) -> str:
     """A GPU's name as its driver gives it; else the device type."""
     import torch

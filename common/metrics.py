@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
@@ -19,7 +18,7 @@ from common import report
 from common.data import Batches
 from common.exits import UserError
 from common.hardware import device_name, peak_flops
-from common.runtime import gather, is_rank0, on_rank0, wait_for, whole
+from common.runtime import gather, is_rank0, on_rank0, ranks, wait_for, whole
 from common.shapes import Config, flops_per_token, parameter_count
 
 
@@ -42,7 +41,7 @@ class Meter:
         if start_step > args.steps:
             raise UserError(f"--steps {args.steps}: the run in {folder} is at step {start_step} already")
         self.folder, self.args, self.config, self.device = folder, args, config, device
-        self.world_size = dist.get_world_size() if dist.is_initialized() else 1
+        _, self.world_size, _ = ranks()
         self.tokens_per_step = batches.tokens_per_step
         self.peak_flops = peak_flops(device_name(device), args.dtype)
         self.start_step = self.last_step = start_step
@@ -68,8 +67,7 @@ class Meter:
                 self.tensorboard = SummaryWriter(self.folder / "tensorboard", purge_step=self.start_step + 1)
         except OSError as error:
             raise UserError(f"--run-dir {self.folder} cannot be used: {error}") from None
-        bar = {"total": self.args.steps, "initial": self.start_step, "unit": "step"}
-        self.bar = tqdm(**bar, disable=not sys.stderr.isatty())
+        self.bar = tqdm(total=self.args.steps, initial=self.start_step, unit="step", disable=not sys.stderr.isatty())
 
     def _write(self, record: dict) -> None:
         self.records.append(record)

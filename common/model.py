@@ -230,29 +230,24 @@ def checkpoint_blocks(net: Transformer, how: str) -> None:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
     for name, block in net.model.layers.items():
-        net.model.layers[name] = checkpoint_wrapper(block, **what_is_kept(block, how))
+        kept = {"context_fn": partial(selective_contexts, block)} if how == "selective" else {}
+        net.model.layers[name] = checkpoint_wrapper(block, **kept)
 
 
-def what_is_kept(block: Block, how: str) -> dict[str, Callable]:
-    """Keywords for torch's checkpoint of a block, none for full. 07_memory_tricks/gradient_checkpointing.py explains
-    the policy."""
-    if how == "full":
-        return {}
-    products_in_block = len([module for module in block.modules() if isinstance(module, nn.Linear)])
+def selective_contexts(block: nn.Module) -> tuple:
+    """For torch's checkpoint, as context_fn, called at each forward: keep what attention and matmuls gave, compute the
+    rest again. The last matmul is not kept: no backward reads its result."""
+    matmuls_in_block = sum(isinstance(module, nn.Linear) for module in block.modules())
+    matmuls = Counter()  # so far: in forward, in recomputation
 
-    def contexts() -> tuple:  # called at each forward
-        products = Counter()
+    def policy(context, operator, *args, **kwargs) -> CheckpointPolicy:
+        keep = operator.name().startswith("aten::_scaled_dot_product_")  # attention, by whatever kernel
+        if operator.name() == "aten::mm":
+            matmuls[context.is_recompute] += 1  # torch 2.11 asks in backward again
+            keep = matmuls[context.is_recompute] < matmuls_in_block
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
-        def policy(context, operator, *args, **kwargs) -> CheckpointPolicy:
-            kept = operator.name().startswith("aten::_scaled_dot_product_")  # attention, by whatever kernel
-            if operator.name() == "aten::mm":
-                products[context.is_recompute] += 1  # torch 2.11 asks in backward again
-                kept = products[context.is_recompute] < products_in_block  # no backward reads what the last one gave
-            return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-        return create_selective_checkpoint_contexts(policy)
-
-    return {"context_fn": contexts}
+    return create_selective_checkpoint_contexts(policy)
 
 
 def build(name: str, config: Config, *, seed: int, device: torch.device | str = "cpu") -> Transformer:
@@ -316,10 +311,8 @@ def load_weights(net: Transformer, folder: Path) -> bool:
 
 @torch.no_grad()
 def digest(net: nn.Module) -> str:
-    """SHA-256 over every parameter's bytes: equal digests are equal weights, to the bit.
-
-    A sharded model has the digest of the whole one: each parameter is gathered in turn, so every rank must call this.
-    """
+    """SHA-256 over every parameter's bytes: equal digests are equal weights, to the bit. A sharded model has the digest
+    of the whole one: each parameter is gathered in turn, so every rank must call this."""
     sha = hashlib.sha256()
     for parameter in net.parameters():
         sha.update(whole(parameter).detach().cpu().contiguous().view(torch.uint8).numpy())

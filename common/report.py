@@ -23,19 +23,15 @@ def lesson(
     """End a lesson: a table with these columns (key of a row: heading), what was checked, and --json, which has the
     keys of SUMMARY, the flags, `rows`, `checked` and what the lesson adds as `own`.
 
-    Every rank must call it; rank 0 prints and writes. device=None: the lesson runs without torch.
+    Every rank must call it; rank 0 prints and writes.
     """
-    from common import hardware
+    from common import hardware, runtime
 
-    peaks = [peak_memory_bytes(device)]
-    if device is not None:
-        from common import runtime
-
-        peaks = runtime.gather(peaks[0])
-        if not runtime.is_rank0():
-            return
+    peaks = runtime.gather(peak_memory_bytes(device))
+    if not runtime.is_rank0():
+        return
     summary = {
-        "device": None if device is None else hardware.device_name(device),
+        "device": hardware.device_name(device),
         "world_size": len(peaks),
         "peak_memory_bytes": max(peaks),
         "seconds": time.perf_counter() - _began,
@@ -111,7 +107,7 @@ def table(rows: list[list[str]]) -> str:
 
 def peak_memory_bytes(device) -> int:
     """The most this process has held: allocated by torch on a GPU, else the process's resident set."""
-    if device is not None and device.type == "cuda":
+    if device.type == "cuda":
         import torch
 
         return max([*_peaks_before_resets, torch.cuda.max_memory_allocated(device)])

@@ -29,8 +29,7 @@ def ranks() -> tuple[int, int, int]:
         return 0, 1, 0
     if not all(value.isdecimal() for value in values):  # a guess, as rank % GPUs, may put two ranks on one GPU
         raise UserError(f"{', '.join(names)} are {values}: all must be set, or none; start with torchrun")
-    rank, world_size, local_rank = map(int, values)
-    return rank, world_size, local_rank
+    return tuple(map(int, values))
 
 
 def pick_device(name: str = "auto") -> torch.device:
@@ -84,10 +83,8 @@ def relaunch(device: str, on_cpu: int = 2) -> None:
 
 
 def timeout() -> timedelta:
-    """How long a collective waits for its last rank before the job ends: COLLECTIVE_TIMEOUT_SECONDS, 600 if not set.
-
-    It must outlast the slowest save and compilation, and the first tokenization of a text by one rank.
-    """
+    """How long a collective waits for its last rank before the job ends: COLLECTIVE_TIMEOUT_SECONDS, 600 if not set. It
+    must outlast the slowest save and compilation, and the first tokenization of a text by one rank."""
     return timedelta(seconds=int(os.environ.get("COLLECTIVE_TIMEOUT_SECONDS", "600")))
 
 

@@ -81,9 +81,9 @@ def test_our_weights_load_into_transformers(tmp_path):
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"model.norm.weight": torch.ones(47)}, "model.norm.weight"),
-        ({"model.norm.weight": None}, "model.norm.weight"),
-        ({"model.other.weight": torch.ones(2)}, "model.other.weight"),
+        ({"model.norm.weight": torch.ones(47)}, r"model.norm.weight is \(47,\) in its files and \(48,\) in the model"),
+        ({"model.norm.weight": None}, "model.norm.weight is missing in its files"),
+        ({"model.other.weight": torch.ones(2)}, r"model.other.weight is \(2,\) in its files and missing in the model"),
     ],
     ids=["shape", "missing", "superfluous"],
 )
