@@ -56,7 +56,7 @@ def main() -> int:
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
 
     # 4 The run: its folder, and the step at which it stood.
-    run = checkpoint.Run(args, settings=parser.settings(args, data=corpus.sha256, model=repr(config)))
+    run = checkpoint.Run(args, settings=cli.settings(args, data=corpus.sha256, model=repr(config)))
     training = {"net": net, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     start_step = checkpoint.resume(run, **training) if args.resume else 0
     train_net = torch.compile(net) if args.compile else net  # net itself stays as it is, for evaluation

@@ -69,7 +69,7 @@ def main() -> int:
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
 
     # 4 The run: its folder, and the step at which it stood.
-    run = checkpoint.Run(args, settings=parser.settings(args, data=corpus.sha256, model=repr(config)))
+    run = checkpoint.Run(args, settings=cli.settings(args, data=corpus.sha256, model=repr(config)))
     training = {"net": net, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     start_step = checkpoint.resume(run, **training) if args.resume else 0
     # about four buckets of fp32 gradients: with only one, backward would end before its all-reduce starts

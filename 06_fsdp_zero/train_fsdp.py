@@ -83,7 +83,7 @@ def main() -> int:
     )
 
     # 4 The run: its folder, and the step at which it stood.
-    run = checkpoint.Run(args, settings=parser.settings(args, data=corpus.sha256, model=repr(config)))
+    run = checkpoint.Run(args, settings=cli.settings(args, data=corpus.sha256, model=repr(config)))
     training = {"net": net, "optimizer": optimizer, "scheduler": scheduler}
     start_step = checkpoint.resume(run, **training) if args.resume else 0
     stream = batches.stream(start_step, pin=device.type == "cuda", num_workers=args.num_workers)

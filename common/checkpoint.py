@@ -39,8 +39,8 @@ def training_state(step: int, net, optimizer, scheduler, scaler=None) -> dict:
     state.model.norm.weight.exp_avg, whatever wraps or cuts the model."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
-    options = StateDictOptions(flatten_optimizer_state_dict=True)
-    model_state, optimizer_state = get_state_dict(net, optimizer, options=options)
+    by_name = StateDictOptions(flatten_optimizer_state_dict=True)
+    model_state, optimizer_state = get_state_dict(net, optimizer, options=by_name)
     return {
         "progress": {"step": step},
         "model": model_state,
@@ -64,13 +64,9 @@ def resume(run: "Run", net, optimizer, scheduler, scaler=None) -> int:
     own = f"rng-{ranks()[0]}"
     state[own] = {name: value for name, value in state[own].items() if f"{own}.{name}" in saved}
     dcp.load(state, checkpoint_id=path, process_group=run.group)
-    set_state_dict(
-        net,
-        optimizer,
-        model_state_dict=state["model"],
-        optim_state_dict=state["optimizer"],
-        options=StateDictOptions(flatten_optimizer_state_dict=True),
-    )
+    by_name = StateDictOptions(flatten_optimizer_state_dict=True)
+    parts = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+    set_state_dict(net, optimizer, **parts, options=by_name)
     scheduler.load_state_dict(state["scheduler"])
     for group, lr, factor in zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
         group["lr"] = lr * factor(scheduler.last_epoch)  # the saved one, unless --steps has changed
@@ -106,7 +102,9 @@ class Run:
     def __init__(self, args: argparse.Namespace, *, settings: dict) -> None:
         _require_equal(settings)
         self.keep = args.keep
-        self.folder = Path(on_rank0(lambda: str(self._lock(args.run_dir))))
+        script = Path(sys.argv[0]).resolve().parent.name
+        new = Path("runs", f"{script}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
+        self.folder = on_rank0(lambda: self._lock(args.run_dir or new))
         self._require_shared()
         on_rank0(lambda: self._enter(settings, args.resume))
         # a group of its own: what a save in the background sends must not mix with the training's
@@ -115,9 +113,7 @@ class Run:
         self.pending: Future | None = None
         before_user_error_exit.append(self.wait)
 
-    def _lock(self, folder: Path | None) -> Path:
-        script = Path(sys.argv[0]).resolve().parent.name
-        folder = folder or Path("runs", f"{script}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
+    def _lock(self, folder: Path) -> Path:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self.lock = filelock.FileLock(folder / ".lock")  # held until the process ends, however it ends
@@ -129,27 +125,6 @@ class Run:
             raise UserError(f"--run-dir {folder} cannot be used: {error}") from None
         return folder
 
-    def _enter(self, settings: dict, resume: bool) -> None:
-        file, flag = self.folder / "settings.json", f"--run-dir {self.folder}"
-        try:
-            if not file.exists() and _checkpoints(self.folder):
-                raise UserError(f"{flag} holds checkpoints without the settings.json of their run: copy it")
-            known = json.loads(file.read_text()) if file.exists() else settings
-            differ = [
-                f"{name} {settings.get(name)} (was {known.get(name)})"
-                for name in {**settings, **known}  # another script may have flags of its own
-                if settings.get(name) != known.get(name)
-            ]
-            if differ:
-                raise UserError(f"{flag} holds a run with other settings: {', '.join(differ)}; use another")
-            if not resume and _checkpoints(self.folder):
-                raise UserError(f"{flag} holds a run with checkpoints: --resume it, or use another")
-            write_json(file, settings)
-            for leftover in (*self.folder.glob("step-*.tmp"), *self.folder.glob("step-*.old")):
-                shutil.rmtree(leftover, ignore_errors=True)  # of a save that was killed
-        except (OSError, ValueError) as error:
-            raise UserError(f"{flag} cannot be used: {error}") from None
-
     def _require_shared(self) -> None:
         """Two nodes with a disk each would write halves of a checkpoint that nobody could put together again."""
         # a name that nobody has looked for yet: NFS remembers what was not there
@@ -157,12 +132,30 @@ class Run:
         on_rank0(token.touch)
         hosts = gather((token.exists(), socket.gethostname()))
         on_rank0(token.unlink)
-        blind = [f"{rank} on {host}" for rank, (seen, host) in enumerate(hosts) if not seen]
-        if blind:
-            raise UserError(
-                f"--run-dir {self.folder}: a file that rank 0 on {hosts[0][1]} has just written there is not seen by "
-                f"rank {', '.join(blind)}: use a folder on a file system that all nodes share"
+        if blind := [f"{rank} on {host}" for rank, (seen, host) in enumerate(hosts) if not seen]:
+            written = (
+                f"a file that rank 0 on {hosts[0][1]} has just written there is not seen by rank {', '.join(blind)}"
             )
+            raise UserError(f"--run-dir {self.folder}: {written}: use a folder that all nodes share")
+
+    def _enter(self, settings: dict, resume: bool) -> None:
+        file, flag = self.folder / "settings.json", f"--run-dir {self.folder}"
+        checkpoints = _checkpoints(self.folder)
+        if checkpoints and not file.exists():
+            raise UserError(f"{flag} holds checkpoints without the settings.json of their run: copy it")
+        try:
+            known = json.loads(file.read_text()) if file.exists() else settings
+            names = [name for name in {**settings, **known} if settings.get(name) != known.get(name)]
+            if names:
+                differ = ", ".join(f"{name} {settings.get(name)} (was {known.get(name)})" for name in names)
+                raise UserError(f"{flag} holds a run with other settings: {differ}; use another")
+            if checkpoints and not resume:
+                raise UserError(f"{flag} holds a run with checkpoints: --resume it, or use another")
+            write_json(file, settings)
+        except (OSError, ValueError) as error:
+            raise UserError(f"{flag} cannot be used: {error}") from None
+        for leftover in (*self.folder.glob("step-*.tmp"), *self.folder.glob("step-*.old")):
+            shutil.rmtree(leftover, ignore_errors=True)  # of a save that was killed
 
     def save(self, step: int, state: dict, config: dict) -> None:
         """Save `state` as step-{step}, with `config` (a Hugging Face config.json) beside it.
@@ -187,19 +180,27 @@ class Run:
         if device is not None:
             torch.cuda.set_device(device)  # a thread starts on GPU 0, whatever the rank's own is
         final = self.folder / f"step-{step:08d}"
-        problem, hashes = _attempt(lambda: self._write_part(final.with_suffix(".tmp"), state, config))
-        parts = gather((problem, hashes), self.group)
-        problem = next((problem for problem, _ in parts if problem), None)
-        if problem is None and is_rank0():
-            problem, _ = _attempt(
-                lambda: self._publish(final, {k: v for _, hashes in parts for k, v in hashes.items()})
-            )
-        problem = gather(problem, self.group)[0]
-        if problem is not None:
-            raise UserError(  # the free space, since that is behind torch.save's "unexpected pos"
-                f"cannot save step {step} in {self.folder} ({shutil.disk_usage(self.folder).free / 2**20:.0f} MiB free "
-                f"there): {problem}; older checkpoints are untouched"
-            )
+        of_ranks = self._together(step, lambda: self._write_part(final.with_suffix(".tmp"), state, config))
+        hashes = {name: sha256 for of_rank in of_ranks for name, sha256 in of_rank.items()}
+        self._together(step, lambda: self._publish(final, hashes) if is_rank0() else None)
+
+    def _together(self, step: int, work: Callable[[], object]) -> list:
+        """Every rank's result of `work`; a UserError on all of them if the disk refused something to one."""
+        from torch.distributed.checkpoint.api import CheckpointException
+
+        result = problem = None
+        try:
+            result = work()
+        except OSError as error:
+            problem = str(error)
+        except CheckpointException as error:
+            problem = str(next(iter(error.failures.values()))[0])
+        results, problems = zip(*gather((result, problem), self.group), strict=True)
+        if any(problems):
+            free = shutil.disk_usage(self.folder).free / 2**20  # it is behind torch.save's "unexpected pos"
+            where = f"step {step} in {self.folder} ({free:.0f} MiB free there)"
+            raise UserError(f"cannot save {where}: {next(filter(None, problems))}; older checkpoints are untouched")
+        return results
 
     def _write_part(self, folder: Path, state: dict, config: dict) -> dict[str, str]:
         """Write this rank's files; returns the SHA-256 of each."""
@@ -230,8 +231,7 @@ class Run:
         there is nothing else."""
         broken = []
         for path in reversed(on_rank0(lambda: _checkpoints(self.folder))):
-            problems = gather(find_damage(path, *ranks()[:2]))
-            problem = next((problem for problem in problems if problem), None)
+            problem = next(filter(None, gather(find_damage(path, *ranks()[:2]))), None)
             if problem is None:
                 for bad in broken if is_rank0() else []:
                     bad.rename(bad.with_name(f"broken-{bad.name}-{uuid.uuid4().hex[:8]}"))
@@ -247,15 +247,13 @@ class Run:
 def find_damage(path: Path, rank: int = 0, world_size: int = 1) -> str | None:
     """What is wrong with the files of a checkpoint, None if nothing; each rank looks at its part of them."""
     try:
-        hashes = dict(json.loads((path / "hashes.json").read_text()))
-        if not hashes:
-            return "hashes.json names no file"
-        for name in sorted(hashes)[rank::world_size]:
-            if _sha256(path / name) != hashes[name]:
-                return f"{name} does not match its hash"
+        hashes = json.loads((path / "hashes.json").read_text())
+        wrong = [name for name in sorted(hashes)[rank::world_size] if _sha256(path / name) != hashes[name]]
     except (OSError, ValueError, TypeError) as error:
         return str(error)
-    return None
+    if not hashes:
+        return "hashes.json names no file"
+    return f"{wrong[0]} does not match its hash" if wrong else None
 
 
 def write_json(file: Path, value: dict) -> None:
@@ -273,26 +271,12 @@ def _require_equal(settings: dict) -> None:
     of_ranks = gather((settings, socket.gethostname()))
     for rank, (theirs, host) in enumerate(of_ranks):
         if differ := [name for name in settings if theirs[name] != of_ranks[0][0][name]]:
-            raise UserError(
-                f"{', '.join(differ)} stands for something else on rank {rank} on {host} than on rank 0 on "
-                f"{of_ranks[0][1]}: give a --data and a --dtype that mean the same on every node"
-            )
+            others = f"rank {rank} on {host} than on rank 0 on {of_ranks[0][1]}"
+            raise UserError(f"{', '.join(differ)} stands for something else on {others}: give what all nodes have")
 
 
 def _checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step-" + 8 * "[0-9]") if path.is_dir())
-
-
-def _attempt(work: Callable[[], dict | None]) -> tuple[str | None, dict | None]:
-    """(None, result), or (the error's message, None) if the disk refused something."""
-    from torch.distributed.checkpoint.api import CheckpointException
-
-    try:
-        return None, work()
-    except CheckpointException as error:
-        return str(next(iter(error.failures.values()))[0]), None
-    except OSError as error:
-        return str(error), None
 
 
 def _sha256(file: Path) -> str:

@@ -77,35 +77,38 @@ def _add_device_and_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=writable_file, metavar="PATH", help="write the summary as one JSON object")
 
 
-class TrainingParser(Parser):
-    """The flags of a training script. A chapter adds its own with add_argument.
+# The flags that make a run this run: they must be the same on a resume. The rest (processes, micro-batch, device,
+# logging) may change, and so may --steps: a run can be made longer.
+IDENTITY = (
+    *("model", "data", "tokenizer", "seq_len", "global_batch_size", "lr", "warmup_steps", "weight_decay", "clip_norm"),
+    *("dtype", "seed"),
+)
 
-    identity=True marks a flag that makes a run this run: it must be the same on a resume. The rest (processes,
-    micro-batch, device, logging) may change, and so may --steps: a run can be made longer.
-    """
+
+class TrainingParser(Parser):
+    """The flags of a training script. A chapter adds its own with add_argument."""
 
     def __init__(self, description: str) -> None:
         super().__init__(description)
-        self.identity: list[str] = []
         add = self.add_argument
         sizes = "nano, llama-124m, -1b, -8b, -70b, -405b, or a path to an HF config.json or folder"
-        add("--model", identity=True, default="nano", help=sizes)
-        add("--data", identity=True, default="stdlib", help="stdlib, a text, .jsonl or .parquet file, or hf:NAME")
-        add("--tokenizer", identity=True, help="bytes, or a Hugging Face name or folder (default: the model's own)")
-        add("--seq-len", identity=True, type=positive_int, help="tokens per sequence (default: the model's, nano 64)")
-        add("--global-batch-size", identity=True, type=positive_int, default=24, help="sequences per step, all ranks")
+        add("--model", default="nano", help=sizes)
+        add("--data", default="stdlib", help="stdlib, a text, .jsonl or .parquet file, a folder of them, or hf:NAME")
+        add("--tokenizer", help="bytes, or a Hugging Face name or folder (default: the model's own)")
+        add("--seq-len", type=positive_int, help="tokens per sequence (default: the model's, nano 64)")
+        add("--global-batch-size", type=positive_int, default=24, help="sequences per step, all ranks")
         add("--micro-batch-size", type=positive_int, help="sequences per rank and forward (default: a rank's share)")
         add("--steps", type=positive_int, default=100, help="optimizer steps; may grow on --resume")
-        add("--lr", identity=True, type=positive, help="peak learning rate (default: the model's, nano 2e-3)")
-        add("--warmup-steps", identity=True, type=natural, help="steps of warm-up (default: the model's, nano 10)")
-        add("--weight-decay", identity=True, type=not_negative, default=0.1)
-        add("--clip-norm", identity=True, type=positive_or_inf, default=1.0, help="largest gradient norm; inf: any")
+        add("--lr", type=positive, help="peak learning rate (default: the model's, nano 2e-3)")
+        add("--warmup-steps", type=natural, help="steps of warm-up (default: the model's, nano 10)")
+        add("--weight-decay", type=not_negative, default=0.1)
+        add("--clip-norm", type=positive_or_inf, default=1.0, help="largest gradient norm; inf: any")
         dtypes = "what matrices are multiplied in (auto: bf16 where the device has units for it, else fp32)"
-        add("--dtype", identity=True, choices=("auto", "fp32", "bf16", "fp16"), default="auto", help=dtypes)
+        add("--dtype", choices=("auto", "fp32", "bf16", "fp16"), default="auto", help=dtypes)
         add("--compile", action="store_true", help="torch.compile the model")
         recomputed = "what backward computes again: full: blocks; selective: all but attention and matmuls"
         add("--checkpointing", choices=("none", "full", "selective"), default="none", help=recomputed)
-        add("--seed", identity=True, type=natural, default=0)
+        add("--seed", type=natural, default=0)
         add("--deterministic", action="store_true", help="bit-identical from run to run, slower on a GPU")
         add("--eval-every", type=natural, default=0, help="steps between evaluations (0: at the end only)")
         add("--run-dir", type=Path, help="folder for checkpoints, metrics and plot (default: a new one in runs/)")
@@ -117,15 +120,9 @@ class TrainingParser(Parser):
         add("--num-workers", type=natural, default=0, help="data loading processes per rank")
         _add_device_and_json(self)
 
-    def add_argument(self, *names, identity: bool = False, **more) -> argparse.Action:
-        action = super().add_argument(*names, **more)
-        if identity:
-            self.identity.append(action.dest)
-        return action
-
     def parse_args(self, *arguments) -> argparse.Namespace:
-        """UserError for flags that contradict each other. --seq-len, --lr and --warmup-steps that are not given come
-        from the model's recipe."""
+        """UserError for --resume without --run-dir. --seq-len, --lr and --warmup-steps that are not given come from the
+        model's recipe."""
         args = super().parse_args(*arguments)
         if args.resume and args.run_dir is None:
             raise UserError("--resume needs --run-dir, the folder of the run to go on with")
@@ -134,10 +131,11 @@ class TrainingParser(Parser):
                 setattr(args, name, value)
         return args
 
-    def settings(self, args: argparse.Namespace, **contents: str) -> dict:
-        """What a resume must find unchanged: the flags marked identity. `contents` is what stands behind some of them,
-        such as the text that --data names: a file may change under its name."""
-        flags = {f"--{name.replace('_', '-')}": getattr(args, name) for name in self.identity}
-        for name, content in contents.items():
-            flags[f"--{name}"] = f"{flags[f'--{name}']} (SHA-256 {hashlib.sha256(content.encode()).hexdigest()[:12]})"
-        return flags
+
+def settings(args: argparse.Namespace, **contents: str) -> dict:
+    """What a resume must find unchanged, by flag. `contents` is what stands behind some of them, such as the text that
+    --data names: a file may change under its name."""
+    found = {f"--{name.replace('_', '-')}": getattr(args, name) for name in IDENTITY}
+    for name, content in contents.items():
+        found[f"--{name}"] += f" (SHA-256 {hashlib.sha256(content.encode()).hexdigest()[:12]})"
+    return found

@@ -1,6 +1,7 @@
 """Corpora, tokenizers, and a batch order that does not depend on the number of processes."""
 
 import argparse
+import contextlib
 import hashlib
 import itertools
 import json
@@ -11,6 +12,7 @@ import signal
 import sysconfig
 import tempfile
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,8 +44,7 @@ def load_corpus(data: str, tokenizer: str | None = None, model: str = "nano") ->
     folder for temporary files), named after the source's files, their sizes and times; the others wait and map them.
     UserError for a source that cannot be read.
     """
-    if tokenizer is None:
-        tokenizer = model if any(Path(model).glob("tokenizer*")) else "bytes"
+    tokenizer = tokenizer or (model if any(Path(model).glob("tokenizer*")) else "bytes")
     documents, source = _source(data)
     known_by = repr((CACHE_VERSION, source, _files(sorted(Path(tokenizer).glob("token*"))) or tokenizer, HELD_OUT))
     cache = Path(os.environ.get("CORPUS_CACHE") or Path(tempfile.gettempdir(), f"corpus-cache-{os.getuid()}"))
@@ -89,40 +90,41 @@ def _files(paths: list[Path]) -> list[tuple]:
 def _source(data: str) -> tuple[Iterable[bytes], object]:
     """The documents of `data`, read when they are asked for, and what the cache knows them by."""
     if data.startswith("hf:"):
-        try:
+        with _told(f"--data {data}", "datasets"):
             from datasets import load_dataset
 
             rows = load_dataset(data.removeprefix("hf:"), split="train")
             return _texts(rows["text"], data), (data, rows._fingerprint)
-        except ImportError:
-            raise UserError(f"--data {data} needs the package datasets: pip install datasets") from None
-        except Exception as error:  # the hub's client raises dozens of kinds: network, name, licence, layout
-            raise UserError(f"--data {data}: {type(error).__name__}: {error}") from None
     path = Path(sysconfig.get_paths()["stdlib"] if data == "stdlib" else data)
-    if data == "stdlib":
-        files = []
-        for folder, subfolders, names in os.walk(path):
-            skip = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-            subfolders[:] = [name for name in subfolders if name not in skip]
-            files += [Path(folder, name) for name in names if name.endswith(".py")]
-        files.sort()
-    elif path.is_dir():
-        files = sorted(
-            file for file in path.rglob("*") if file.suffix.lower() in (".txt", ".md", ".py", ".jsonl", ".parquet")
-        )
-    else:
-        files = [path] if path.is_file() else []
+    kinds = (".py",) if data == "stdlib" else (".txt", ".md", ".py", ".jsonl", ".parquet")
+    left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test"} if data == "stdlib" else set()
+    files = [path] if path.is_file() else []
+    for folder, subfolders, names in os.walk(path):
+        subfolders[:] = [name for name in subfolders if name not in left_out]
+        files += [Path(folder, name) for name in names if Path(name).suffix.lower() in kinds]
     if not files:
         raise UserError(f"--data {data}: no such file (stdlib, a text, .jsonl or .parquet file, a folder, or hf:NAME)")
+    files.sort()
     return itertools.chain.from_iterable(map(_read, files)), _files(files)
+
+
+@contextlib.contextmanager
+def _told(flag: str, package: str) -> Iterator[None]:
+    """A UserError in place of whatever a Hugging Face `package` raises: network, name, licence, layout."""
+    try:
+        yield
+    except ImportError:
+        raise UserError(f"{flag} needs the package {package}: pip install {package}") from None
+    except Exception as error:
+        raise UserError(f"{flag}: {type(error).__name__}: {error}") from None
 
 
 def _read(file: Path) -> Iterator[bytes]:
     """The documents of a file: the rows of its column text, or all of it."""
     try:
         if file.suffix.lower() == ".jsonl":
-            lines = [line for line in file.read_bytes().split(b"\n") if line.strip()]
-            yield from _texts([json.loads(line)["text"] for line in lines], str(file))
+            lines = file.read_bytes().split(b"\n")
+            yield from _texts([json.loads(line)["text"] for line in lines if line.strip()], str(file))
         elif file.suffix.lower() == ".parquet":
             from pyarrow import parquet
 
@@ -130,9 +132,8 @@ def _read(file: Path) -> Iterator[bytes]:
         else:
             yield file.read_bytes()
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        raise UserError(
-            f"--data {file} cannot be read as {file.suffix or 'text'} with a column text: {error!r}"
-        ) from None
+        kind = file.suffix or "text"
+        raise UserError(f"--data {file} cannot be read as {kind} with a column text: {error!r}") from None
 
 
 def _texts(rows: Iterable[object], data: str) -> Iterator[bytes]:
@@ -151,8 +152,10 @@ def _split(documents: list[bytes]) -> tuple[list[bytes], list[bytes]]:
     hashes = [hashlib.sha256(document).digest() for document in documents]
     unique = sorted(set(hashes))
     held_out = set(unique[: math.ceil(len(unique) * HELD_OUT)])
-    train = [d for d, h in zip(documents, hashes, strict=True) if h not in held_out]
-    return train, [d for d, h in zip(documents, hashes, strict=True) if h in held_out]
+    parts = [], []
+    for document, key in zip(documents, hashes, strict=True):
+        parts[key in held_out].append(document)
+    return parts
 
 
 def _encode_bytes(documents: list[bytes]) -> np.ndarray:
@@ -161,14 +164,10 @@ def _encode_bytes(documents: list[bytes]) -> np.ndarray:
 
 def _encoder(name: str):
     """What turns documents into tokens by a Hugging Face tokenizer, and the size of its vocabulary."""
-    try:
+    with _told(f"--tokenizer {name}", "transformers"):
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(name)
-    except ImportError:
-        raise UserError(f"--tokenizer {name} needs the package transformers: pip install transformers") from None
-    except Exception as error:  # not there, no network, no licence, not a tokenizer
-        raise UserError(f"--tokenizer {name}: {type(error).__name__}: {error}") from None
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
     def encode(documents: list[bytes]) -> np.ndarray:
@@ -204,25 +203,24 @@ class Batches:
         self.rank, self.world_size, self.seed, self.seq_len = rank, world_size, args.seed, args.seq_len
         self.global_batch_size = args.global_batch_size
         unit = world_size * (args.micro_batch_size or 1)
-        if self.global_batch_size % unit:
-            below = self.global_batch_size // unit * unit
-            fitting = " or ".join(str(size) for size in (below, below + unit) if size)
-            micro = f" with --micro-batch-size {args.micro_batch_size}" if args.micro_batch_size else ""
-            raise UserError(
-                f"--global-batch-size {self.global_batch_size} does not divide over {world_size} process(es){micro}: "
-                f"use {fitting}"
+        if rest := self.global_batch_size % unit:
+            fitting = " or ".join(
+                str(n) for n in (self.global_batch_size - rest, self.global_batch_size - rest + unit) if n
             )
+            micro = f" with --micro-batch-size {args.micro_batch_size}" if args.micro_batch_size else ""
+            over = f"{world_size} process(es){micro}"
+            raise UserError(f"--global-batch-size {self.global_batch_size} does not divide over {over}: use {fitting}")
         self.micro_batch_size = args.micro_batch_size or self.global_batch_size // world_size  # rows of one forward
         self.accumulation_steps = self.global_batch_size // (world_size * self.micro_batch_size)  # forwards of a step
         self.tokens_per_step = self.global_batch_size * self.seq_len
         self.train, self.held_out = (Sequences(part, self.seq_len) for part in (corpus.train, corpus.held_out))
-        needed = {"training": (self.train, self.global_batch_size), "held-out": (self.held_out, 1)}
-        for what, (sequences, least) in needed.items():
-            if len(sequences) < least:
-                raise UserError(
-                    f"--data has {len(sequences)} {what} sequences of --seq-len {self.seq_len}, and needs {least}: "
-                    "add text, or lower --seq-len or --global-batch-size"
-                )
+        for part, sequences, needed in (
+            ("training", self.train, self.global_batch_size),
+            ("held-out", self.held_out, 1),
+        ):
+            if len(sequences) < needed:
+                found = f"{len(sequences)} {part} sequences of --seq-len {self.seq_len}, and needs {needed}"
+                raise UserError(f"--data has {found}: add text, or lower --seq-len or --global-batch-size")
 
     def order(self, start_step: int = 0) -> Iterator[list[int]]:
         """Which training sequences this rank reads, micro-batch by micro-batch, from 0-based `start_step` on, for ever.
@@ -232,17 +230,11 @@ class Batches:
         each step, so ranks never overlap and each sequence comes once per epoch.
         """
         n, share = len(self.train), self.global_batch_size // self.world_size
-        epoch, permutation = -1, np.empty(0)
+        permutation = lru_cache(1)(lambda epoch: np.random.default_rng([self.seed, epoch]).permutation(n))
         for step in itertools.count(start_step):
             first = step * self.global_batch_size + self.rank * share
             for start in range(first, first + share, self.micro_batch_size):
-                batch = []
-                for position in range(start, start + self.micro_batch_size):
-                    if position // n != epoch:
-                        epoch = position // n
-                        permutation = np.random.default_rng([self.seed, epoch]).permutation(n)
-                    batch.append(int(permutation[position % n]))
-                yield batch
+                yield [int(permutation(p // n)[p % n]) for p in range(start, start + self.micro_batch_size)]
 
     def stream(self, start_step: int, *, pin: bool = False, num_workers: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's micro-batches, for ever: inputs and targets, each int64 [micro_batch_size, seq_len], on the CPU,

@@ -9,7 +9,6 @@ from functools import cache
 from pathlib import Path
 
 UNITS = {"bandwidth": 1e9, "memory": 1e9, "tdp": 1.0, "fp32_clock": 1e6, "matrix_clock": 1e6}  # the others: TFLOP/s
-AMD_BF16 = {"gfx908", "gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201"}  # MI100, MI200, MI300, MI350, RX 7000, 9000
 CPU_BF16 = {"avx512_bf16", "amx_bf16", "bf16"}  # instruction sets; the last is ARM's
 
 
@@ -44,10 +43,8 @@ def choose_dtype(name: str, device) -> str:
         return name
     import torch
 
-    if device.type == "cuda" and torch.version.hip:  # ROCm answers with a "capability" that is not CUDA's
-        native = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0] in AMD_BF16
-    elif device.type == "cuda":
-        native = torch.cuda.get_device_capability(device) >= (8, 0)
+    if device.type == "cuda":
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
         cpuinfo = Path("/proc/cpuinfo")
         native = device.type == "cpu" and cpuinfo.is_file() and not CPU_BF16.isdisjoint(cpuinfo.read_text().split())

@@ -29,14 +29,7 @@ class Meter:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        args: argparse.Namespace,
-        *,
-        config: Config,
-        device: torch.device,
-        batches: Batches,
-        start_step: int,
+        self, folder: Path, args: argparse.Namespace, *, config: Config, device, batches: Batches, start_step: int
     ) -> None:
         if start_step > args.steps:
             raise UserError(f"--steps {args.steps}: the run in {folder} is at step {start_step} already")
@@ -46,21 +39,21 @@ class Meter:
         self.peak_flops = peak_flops(device_name(device), args.dtype)
         self.start_step = self.last_step = start_step
         self.steps_since_log: list[Tensor] = []  # loss and gradient norm of each
-        self.tokens_and_seconds: list[tuple[int, float]] = []  # between log lines
         self.data_seconds, self.forward_seconds = 0.0, None
         self.records: list[dict] = []
-        self.tensorboard = None
         on_rank0(self._open)
         self.start = self.last_time = time.perf_counter()
+        self.timed_from: tuple[int, float] | None = None  # step and time of the first log line
 
     def _open(self) -> None:
         file = self.folder / "metrics.jsonl"
         try:
             # what a killed run wrote after its last checkpoint happens again, so its record goes
-            self.records = [record for record in report.read_records(file) if record["step"] <= self.start_step]
+            self.records = [record for record in read_records(file) if record["step"] <= self.start_step]
             file.with_suffix(".tmp").write_text("".join(json.dumps(record) + "\n" for record in self.records))
             file.with_suffix(".tmp").rename(file)
             self.file = file.open("a")
+            self.tensorboard = None
             with contextlib.suppress(ImportError):  # without the package there are no such files, and all else is
                 from torch.utils.tensorboard import SummaryWriter
 
@@ -69,13 +62,15 @@ class Meter:
             raise UserError(f"--run-dir {self.folder} cannot be used: {error}") from None
         self.bar = tqdm(total=self.args.steps, initial=self.start_step, unit="step", disable=not sys.stderr.isatty())
 
-    def _write(self, record: dict) -> None:
+    def _write(self, record: dict, line: str) -> None:
         self.records.append(record)
         self.file.write(json.dumps(record) + "\n")
         self.file.flush()
         for name, value in record.items() if self.tensorboard else ():
             if value is not None and name != "step":
                 self.tensorboard.add_scalar(name, value, record["step"])
+        tqdm.write(line, file=sys.stdout)
+        sys.stdout.flush()
 
     def next(self, stream: Iterator[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         """The next micro-batch, on its way to the device, and how long this rank has waited for it."""
@@ -117,19 +112,13 @@ class Meter:
         noted = noted.cpu()  # waits for the GPU, once a line
         self._require_finite(step, noted, lr, scale)
         now = time.perf_counter()
+        seconds, tokens = now - self.last_time, (step - self.last_step) * self.tokens_per_step
         memory = torch.cuda.memory_stats(self.device) if self.device.type == "cuda" else {}
-        mine = {
-            "busy": self.data_seconds + (self.forward_seconds or 0.0),
-            "data": self.data_seconds,
-            "active": memory.get("active_bytes.all.peak"),
-            "reserved": memory.get("reserved_bytes.all.peak"),
-        }
-        ranks = gather(mine)
+        peaks = [memory.get(f"{kind}_bytes.all.peak", 0) for kind in ("active", "reserved")]
+        data, busy, active, reserved = zip(
+            *gather((self.data_seconds, self.data_seconds + (self.forward_seconds or 0.0), *peaks)), strict=True
+        )
         if is_rank0():
-            seconds, tokens = now - self.last_time, (step - self.last_step) * self.tokens_per_step
-            self.tokens_and_seconds.append((tokens, seconds))
-            busy = [rank["busy"] for rank in ranks]
-            slowest = max(range(len(busy)), key=busy.__getitem__)
             record = {
                 "step": step,
                 "loss": noted[-1, 0].item(),
@@ -138,20 +127,19 @@ class Meter:
                 "tokens": step * self.tokens_per_step,
                 "tokens_per_second": tokens / seconds,
                 "mfu": self.mfu(tokens / seconds),
-                "data_wait_share": max(rank["data"] for rank in ranks) / seconds,
-                "memory_active_bytes": max((rank["active"] for rank in ranks if rank["active"]), default=None),
-                "memory_reserved_bytes": max((rank["reserved"] for rank in ranks if rank["reserved"]), default=None),
-                "slowest_rank": slowest if len(busy) > 1 else None,
-                "slowest_rank_lag": busy[slowest] / statistics.median_low(busy) - 1 if len(busy) > 1 else None,
+                "data_wait_share": max(data) / seconds,
+                "memory_active_bytes": max(active) or None,
+                "memory_reserved_bytes": max(reserved) or None,
+                "slowest_rank": busy.index(max(busy)) if len(busy) > 1 else None,
+                "slowest_rank_lag": max(busy) / statistics.median_low(busy) - 1 if len(busy) > 1 else None,
                 "skipped_steps": skipped_steps,
                 "loss_scale": scale,
             }
-            self._write(record)
             self.bar.update(step - self.last_step)
-            tqdm.write(report.describe(record, self.args.steps), file=sys.stdout)
-            sys.stdout.flush()
+            self._write(record, _line(record, self.args.steps))
         self.data_seconds, self.forward_seconds = 0.0, None
         self.last_step, self.last_time = step, now
+        self.timed_from = self.timed_from or (step, now)
 
     def _require_finite(self, step: int, noted: Tensor, lr: float, scale: float) -> None:
         # an fp16 gradient may overflow: the scaler skips that step and tries a smaller scale
@@ -159,18 +147,16 @@ class Meter:
         if self.args.dtype == "fp16" and scale < 1:
             finite[-1] = False  # no scale is small enough: every step is skipped
         if not all(finite):
-            raise UserError(
-                f"loss or gradient is not finite at step {step - len(finite) + 1 + finite.index(False)} (learning rate "
-                f"{lr:g}): lower --lr or --clip-norm, raise --warmup-steps or, with --dtype fp16, try bf16 or fp32"
-            )
+            first = f"step {step - len(finite) + 1 + finite.index(False)} (learning rate {lr:g})"
+            advice = "lower --lr or --clip-norm, raise --warmup-steps or, with --dtype fp16, try bf16 or fp32"
+            raise UserError(f"loss or gradient is not finite at {first}: {advice}")
 
     def log_eval(self, step: int, val_loss: float) -> None:
         """Record the held-out loss after `step`; UserError if it is not finite."""
         if not math.isfinite(val_loss):
             raise UserError(f"the held-out loss is {val_loss} after step {step}: lower --lr")
         if is_rank0():
-            self._write({"step": step, "val_loss": val_loss})
-            tqdm.write(f"step {step:>6} | held-out loss {val_loss:.4f}", file=sys.stdout)
+            self._write({"step": step, "val_loss": val_loss}, f"step {step:>6} | held-out loss {val_loss:.4f}")
 
     def mfu(self, tokens_per_second: float) -> float | None:
         """Model FLOP/s over the peak of all ranks' devices; None where the peak is not known."""
@@ -187,12 +173,15 @@ class Meter:
         self.bar.close()
         if self.tensorboard:
             self.tensorboard.close()
-        losses = [record["loss"] for record in self.records if "loss" in record]
-        val_losses = [record["val_loss"] for record in self.records if "val_loss" in record]
+        losses, val_losses = (
+            [record[name] for record in self.records if name in record] for name in ("loss", "val_loss")
+        )
         # saves and evaluations included, but not the first line, which pays for warm-up and compilation
-        timed = self.tokens_and_seconds[1:] or self.tokens_and_seconds
-        seconds = sum(seconds for _, seconds in timed)
-        speed = sum(tokens for tokens, _ in timed) / seconds if timed else None
+        first_step, first_time = self.timed_from or (step, 0.0)
+        if self.last_step == first_step:  # there is no other line
+            first_step, first_time = self.start_step, self.start
+        tokens = (self.last_step - first_step) * self.tokens_per_step
+        speed = tokens / (self.last_time - first_time) if tokens else None
         summary = {
             "device": device_name(self.device),
             "world_size": self.world_size,
@@ -209,7 +198,51 @@ class Meter:
             "peak_flops_per_device": self.peak_flops,
             "peak_memory_bytes": peak_memory,
             "seconds": time.perf_counter() - self.start,
-            "loss_plot": report.plot_loss(self.records, self.folder / "loss.png", "cross-entropy (nats per token)"),
+            "loss_plot": plot_loss(self.records, self.folder / "loss.png"),
             **own,
         }
         report.summary(summary, self.args.json)
+
+
+def _line(record: dict, steps: int) -> str:
+    parts = [
+        f"step {record['step']:>6}/{steps}",
+        f"loss {record['loss']:.4f}",
+        f"lr {record['lr']:.2e}",
+        "norm overflow" if record["grad_norm"] is None else f"norm {record['grad_norm']:.2f}",
+        f"{record['tokens_per_second']:,.0f} tokens/s",
+        f"MFU {report.for_people('mfu', record['mfu'])}",
+        f"data {record['data_wait_share']:.1%}",
+    ]
+    if active := record["memory_active_bytes"]:
+        parts.append(f"active {active / 2**30:.2f}, reserved {record['memory_reserved_bytes'] / 2**30:.2f} GiB")
+    if record["slowest_rank"] is not None:
+        parts.append(f"slowest rank {record['slowest_rank']} +{record['slowest_rank_lag']:.0%}")
+    if record["skipped_steps"]:
+        parts.append(f"{record['skipped_steps']} skipped, scale {record['loss_scale']:g}")
+    return " | ".join(parts)
+
+
+def read_records(file: Path) -> list[dict]:
+    """The records of a metrics.jsonl; lines that a kill or a power cut has damaged are left out."""
+    records = []
+    for line in file.read_bytes().split(b"\n")[:-1] if file.exists() else []:
+        with contextlib.suppress(ValueError):
+            records.append(json.loads(line))
+    return [record for record in records if isinstance(record, dict) and "step" in record]
+
+
+def plot_loss(records: list[dict], file: Path) -> str | None:
+    """Draw training and held-out loss over steps; returns the file's name, None without matplotlib."""
+    try:
+        from matplotlib.figure import Figure  # without pyplot: into a file only, never on a screen
+    except ImportError:
+        print("no picture (pip install matplotlib)")
+        return None
+    axes = Figure(figsize=(7, 4)).add_subplot(xlabel="step", ylabel="cross-entropy (nats per token)")
+    for name, style in (("loss", "-"), ("val_loss", "o")):
+        points = [(record["step"], record[name]) for record in records if name in record]
+        axes.plot(*zip(*points, strict=True), style, label=name) if points else None
+    axes.legend()
+    axes.figure.savefig(file, dpi=120, bbox_inches="tight")
+    return str(file)

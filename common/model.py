@@ -8,14 +8,14 @@ import hashlib
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from common.exits import UserError
 from common.runtime import say, whole
@@ -63,25 +63,8 @@ class RMSNorm(nn.RMSNorm):
         return y.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else y
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None, *, is_causal: bool = False, enable_gqa: bool = False
-) -> Tensor:
-    """F.scaled_dot_product_attention, by a kernel that never holds all scores at once.
-
-    CUDA's may refuse a mask together with grouped heads (Hugging Face's transformers avoids that, too). So with both,
-    each key-value head becomes a sequence of its own, which its query heads share without a copy.
-    """
-    if seen is None or not enable_gqa:
-        return F.scaled_dot_product_attention(q, k, v, seen, is_causal=is_causal, enable_gqa=enable_gqa)
-    batch, kv_heads = k.shape[:2]
-    q = q.unflatten(1, (kv_heads, -1)).flatten(0, 1)  # [batch * key-value heads, query heads of each, tokens, head_dim]
-    k, v = (part.flatten(0, 1)[:, None].expand(-1, q.shape[1], -1, -1) for part in (k, v))
-    seen = seen if len(seen) == 1 else seen.repeat_interleave(kv_heads, 0)
-    return F.scaled_dot_product_attention(q, k, v, seen).unflatten(0, (batch, kv_heads)).flatten(1, 2)
-
-
 class Attention(nn.Module):
-    attend = staticmethod(attend)  # context_parallel.py and quantized_inference.py replace it
+    attend = staticmethod(F.scaled_dot_product_attention)  # context and inference put another in its place
 
     def __init__(self, c: Config) -> None:
         super().__init__()
@@ -140,9 +123,9 @@ class Decoder(nn.Module):
         self._fill_rope_tables()
 
     def _fill_rope_tables(self) -> None:
-        tables = rope_tables(self.config, self.config.max_position_embeddings, next(self.parameters()).device)
-        for name, table in zip(("rope_cos", "rope_sin"), tables, strict=True):
-            self.register_buffer(name, table, persistent=False)
+        cos, sin = rope_tables(self.config, self.config.max_position_embeddings, next(self.parameters()).device)
+        self.register_buffer("rope_cos", cos, persistent=False)
+        self.register_buffer("rope_sin", sin, persistent=False)
 
     def _apply(self, fn, recurse: bool = True):
         super()._apply(fn, recurse)
@@ -182,69 +165,52 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Set every weight as a function of (seed, parameter name) alone.
-
-        So a model that is built whole, materialised from the meta device, sharded or cut into stages starts equal to
-        the bit. A shard takes its part of the whole matrix, which is drawn on the CPU.
-        """
-        for name, parameter in named_weights(self):
+        """Set every weight as a function of (seed, parameter name) alone: whole, sharded or cut into stages, a model
+        starts equal to the bit. A shard takes its part of the whole matrix, which is drawn on the CPU."""
+        for name, parameter in self.named_parameters():
             weight = random_weight(name, parameter.shape, seed)
             if hasattr(parameter, "placements"):  # a DTensor
                 from torch.distributed.tensor import distribute_tensor  # 1 s that unsharded training need not wait for
 
-                mesh, placements = parameter.device_mesh, parameter.placements
-                weight = distribute_tensor(weight.to(parameter.device), mesh, placements, src_data_rank=None)
+                place = parameter.device_mesh, parameter.placements
+                weight = distribute_tensor(weight.to(parameter.device), *place, src_data_rank=None)
             parameter.copy_(weight)
 
     def forward(
-        self,
-        input_ids: Tensor,
-        targets: Tensor | None = None,
-        positions: Tensor | None = None,
-        cache=None,
-        last: Tensor | None = None,
+        self, input_ids: Tensor, targets: Tensor | None = None, positions: Tensor | None = None, cache=None
     ) -> Tensor:
         """Logits [batch, length, vocab]; given targets [batch, length], their mean cross-entropy in nats.
 
-        Targets of -100 do not count; the mean of no target at all is NaN. positions and cache as in Decoder. With
-        `last` [batch], an index into each row, there are logits of that token alone: [batch, vocab].
+        Targets of -100 do not count; the mean of no target at all is NaN. positions and cache as in Decoder.
         """
         hidden = self.model(input_ids, positions, cache)
         if self.lm_head is None:
             return hidden
-        if last is not None:
-            hidden = hidden[torch.arange(len(last), device=last.device), last]
         logits = self.lm_head(hidden)
-        if targets is None:
-            return logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        return logits if targets is None else F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 def checkpoint_blocks(net: Transformer, how: str) -> None:
     """Have backward compute blocks again instead of keeping what they computed. Call it before compile and fully_shard.
 
-    `how`: none; full keeps the input of a block alone; selective also what attention and matrix products gave.
+    `how`: none; full keeps the input of a block alone; selective also what attention and matmuls gave.
     """
-    if how == "none":
-        return
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
-    for name, block in net.model.layers.items():
-        kept = {"context_fn": partial(selective_contexts, block)} if how == "selective" else {}
-        net.model.layers[name] = checkpoint_wrapper(block, **kept)
+    for block in net.model.layers.values() if how != "none" else ():
+        context = {"context_fn": partial(selective_contexts, block)} if how == "selective" else {}
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, **context)
 
 
 def selective_contexts(block: nn.Module) -> tuple:
-    """For torch's checkpoint, as context_fn, called at each forward: keep what attention and matmuls gave, compute the
-    rest again. The last matmul is not kept: no backward reads its result."""
-    matmuls_in_block = sum(isinstance(module, nn.Linear) for module in block.modules())
+    """For torch's checkpoint, which calls it at each forward: keep what attention and matmuls gave, compute the rest
+    again. The last matmul is not kept: no backward reads its result."""
+    last = sum(isinstance(module, nn.Linear) for module in block.modules())
     matmuls = Counter()  # so far: in forward, in recomputation
 
     def policy(context, operator, *args, **kwargs) -> CheckpointPolicy:
         keep = operator.name().startswith("aten::_scaled_dot_product_")  # attention, by whatever kernel
         if operator.name() == "aten::mm":
             matmuls[context.is_recompute] += 1  # torch 2.11 asks in backward again
-            keep = matmuls[context.is_recompute] < matmuls_in_block
+            keep = matmuls[context.is_recompute] < last
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
@@ -269,28 +235,22 @@ def materialize(net: Transformer, name: str, *, seed: int, device: torch.device 
     return net
 
 
-def named_weights(net: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters under their own names, also where activation checkpointing wraps a block; tied weights once."""
-    for name, parameter in net.named_parameters():
-        yield name.replace("_checkpoint_wrapped_module.", ""), parameter
-
-
 def load_weights(net: Transformer, folder: Path) -> bool:
     """Read the weights from the .safetensors files in `folder`, of a sharded model each rank its part alone.
 
     False if there are none. UserError for a file that cannot be read, a name or a shape that does not fit.
     """
     if not any(folder.glob("*.safetensors*")):
-        if others := [file.name for pattern in ("*.bin", "*.pt*", "*.distcp") for file in folder.glob(pattern)]:
-            raise UserError(
-                f"--model {folder}: {others[0]} is not .safetensors: save the weights as such, or remove it"
-            )
+        if other := next(
+            (file.name for file in folder.glob("*") if file.suffix in (".bin", ".pt", ".pth", ".distcp")), None
+        ):
+            raise UserError(f"--model {folder}: {other} is not .safetensors: save the weights as such, or remove it")
         return False
     import torch.distributed.checkpoint as dcp  # 0.6 s that random weights need not wait for
     from safetensors import SafetensorError
 
     say(f"weights from the .safetensors files in {folder}")
-    weights = dict(named_weights(net))
+    weights = dict(net.named_parameters())
     reader = dcp.HuggingFaceStorageReader(str(folder))
     try:
         stored = {name: tuple(entry.size) for name, entry in reader.read_metadata().state_dict_metadata.items()}
@@ -298,10 +258,9 @@ def load_weights(net: Transformer, folder: Path) -> bool:
         if net.config.tie_word_embeddings:
             stored.pop("lm_head.weight", None)
         for name in sorted(stored.keys() | needed.keys()):
-            if (found := stored.get(name, "missing")) != (fits := needed.get(name, "missing")):
-                raise UserError(
-                    f"--model {folder}: {name} is {found} in its files and {fits} in the model of its config"
-                )
+            found, fits = stored.get(name, "missing"), needed.get(name, "missing")
+            if found != fits:
+                raise UserError(f"--model {folder}: {name} is {found} in its files and {fits} in the model")
         with warnings.catch_warnings(action="ignore"):  # no_dist: no rank waits for another
             dcp.load(weights, storage_reader=reader, no_dist=True)
     except (SafetensorError, dcp.api.CheckpointException) as error:

@@ -1,7 +1,6 @@
-"""How a script ends: a table and `checked:` lines for people, one JSON object for programs; and a line per record."""
+"""How a script ends: a table and `checked:` lines for people, one JSON object for programs."""
 
 import argparse
-import contextlib
 import json
 import re
 import resource
@@ -123,53 +122,3 @@ def reset_peak_memory(device) -> None:
 
     _peaks_before_resets.append(torch.cuda.max_memory_allocated(device))
     torch.cuda.reset_peak_memory_stats(device)
-
-
-def read_records(file: Path) -> list[dict]:
-    """The records of a metrics.jsonl; lines that a kill or a power cut has damaged are left out."""
-    records = []
-    for line in file.read_bytes().split(b"\n")[:-1] if file.exists() else []:
-        with contextlib.suppress(ValueError):
-            records.append(json.loads(line))
-    return [record for record in records if isinstance(record, dict) and "step" in record]
-
-
-def describe(record: dict, steps: int) -> str:
-    """A record of metrics.jsonl as one line of a log."""
-    parts = [
-        f"step {record['step']:>6}/{steps}",
-        f"loss {record['loss']:.4f}",
-        f"lr {record['lr']:.2e}",
-        "norm overflow" if record["grad_norm"] is None else f"norm {record['grad_norm']:.2f}",
-        f"{record['tokens_per_second']:,.0f} tokens/s",
-        f"MFU {for_people('mfu', record['mfu'])}",
-        f"data {record['data_wait_share']:.1%}",
-    ]
-    if active := record.get("memory_active_bytes"):
-        parts.append(f"active {active / 2**30:.2f}, reserved {record['memory_reserved_bytes'] / 2**30:.2f} GiB")
-    if record.get("slowest_rank") is not None:
-        parts.append(f"slowest rank {record['slowest_rank']} +{record['slowest_rank_lag']:.0%}")
-    if record.get("skipped_steps"):
-        parts.append(f"{record['skipped_steps']} skipped, scale {record['loss_scale']:g}")
-    return " | ".join(parts)
-
-
-def plot_loss(records: list[dict], file: Path, unit: str) -> str | None:
-    """Draw training and held-out loss over steps; returns the file's name, None without matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
-        print("no picture (pip install matplotlib)")
-        return None
-    matplotlib.use("Agg")  # into files only, never on a screen
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4))
-    for name, style in (("loss", "-"), ("val_loss", "o")):
-        points = [(record["step"], record[name]) for record in records if name in record]
-        axes.plot(*zip(*points, strict=True), style, label=name) if points else None
-    axes.set(xlabel="step", ylabel=unit)
-    axes.legend()
-    figure.savefig(file, dpi=120, bbox_inches="tight")
-    pyplot.close(figure)
-    return str(file)

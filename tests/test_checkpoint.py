@@ -50,30 +50,6 @@ def test_ranks_whose_nodes_hold_different_texts_are_refused(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-HOLDER = """
-import errno, fcntl, sys
-sys.path.insert(0, {root!r})
-from pathlib import Path
-def flock(*_):
-    raise OSError(errno.ENOSYS, "Function not implemented")
-fcntl.flock = flock
-from common import exits, run_dir
-run_dir.LEASE_SECONDS = 3
-def main():
-    run_dir.create(Path("run"))
-    print("held", flush=True)
-    sys.stdin.read()
-    return 0
-exits.run(main)
-"""
-
-
-# --- flags
-
-
-# --- the end
-
-
 def test_a_resume_checks_the_dtype_that_auto_has_become(tmp_path):
     flags = ("--dtype", "auto", "--steps", 2)
     trained = train(DDP, tmp_path, *flags)
