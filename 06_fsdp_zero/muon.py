@@ -25,11 +25,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
-from common import cli, data, exits, model, report, runtime, shapes, traffic
+from common import exits, lesson, model, runtime, shapes, traffic
 
 TOLERANCE = 1e-5  # between the losses of the sharded run and those of one process
 
@@ -90,7 +91,7 @@ def make_optimizers(name: str, net: nn.Module, lr: float) -> list[torch.optim.Op
 
 
 def shard(net: nn.Module, device: torch.device) -> None:
-    mesh = runtime.sharding_mesh(device, replicas=1)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for block in net.model.layers.values():
         fully_shard(block, mesh=mesh)
     fully_shard(net, mesh=mesh)
@@ -155,15 +156,15 @@ COLUMNS = {
 
 
 def main() -> int:
-    args = cli.lesson(__doc__, model="nano", seq_len=32, steps=10)
+    args = lesson.flags(__doc__, model="nano", seq_len=32, steps=10)
     config = shapes.load_config(args.model, 256, args.seq_len)  # raises a UserError before any rank starts
     lr = shapes.recipe(args.model).lr
-    runtime.relaunch(args.device)
+    lesson.relaunch(args.device)
     runtime.seed_all(0, deterministic=True)  # before the group: NCCL reads variables when it starts
     device = runtime.init_process_group(args.device)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     sequences = -(-24 // world_size) * world_size  # 24, or the next number that the ranks divide
-    inputs, targets = data.one_batch(args.steps * sequences, args.seq_len, device)  # the same on every rank
+    inputs, targets = lesson.one_batch(args.steps * sequences, args.seq_len, device)  # the same on every rank
     batches = [*zip(inputs.split(sequences), targets.split(sequences), strict=True)]
     own_batches = [tuple(tensor.chunk(world_size)[rank] for tensor in batch) for batch in batches]
 
@@ -173,7 +174,7 @@ def main() -> int:
         if weights == "sharded":
             shard(net, device)
         rows.append(run(name, weights, net, lr, own_batches if weights == "sharded" else batches))
-    report.lesson(
+    lesson.end(
         rows,
         columns=COLUMNS,
         checked=check(rows, 7 * config.num_hidden_layers, world_size),

@@ -28,7 +28,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.nn.utils import clip_grad_norm_
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
-from _train_fsdp import check_parts
+from _train_fsdp import check_parts, sharding_mesh
 
 from common import checkpoint, cli, data, exits, hardware, metrics, model, runtime, schedule, shapes
 
@@ -63,7 +63,7 @@ def main() -> int:
     model.checkpoint_blocks(net, args.checkpointing)  # backward computes again what is not kept
     shard = partial(
         fully_shard,
-        mesh=runtime.sharding_mesh(device, args.replicate),  # which ranks share one copy of the model
+        mesh=sharding_mesh(device, args.replicate),  # which ranks share one copy of the model
         mp_policy=MixedPrecisionPolicy(DTYPES[args.dtype], reduce_dtype=torch.float32, cast_forward_inputs=False),
         reshard_after_forward=None if args.reshard_after_forward == "on" else False,  # None: all but the root
         offload_policy=CPUOffloadPolicy(pin_memory=device.type == "cuda") if args.cpu_offload else OffloadPolicy(),
@@ -136,8 +136,7 @@ def main() -> int:
     digests = runtime.gather(model.digest(net))
     assert len(set(digests)) == 1, f"ranks hold different weights: {digests}"
     runtime.say(f"checked: all {world_size} ranks have the same weights to the bit")
-    # Each rank holds its rows of each tensor and no more.
-    held = check_parts(net, optimizer, args.replicate)
+    held = check_parts(net, optimizer, args.replicate)  # its rows of each tensor and no more
     meter.finish(step, weights_sha256=digests[0], **held)
     runtime.shutdown()
     return exits.REQUEUE_EXIT_CODE if stop and step < args.steps else 0

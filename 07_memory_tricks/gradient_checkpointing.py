@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
-from common import cli, data, exits, measure, model, report, runtime, shapes
+from common import exits, lesson, measure, model, shapes
 
 
 class Recompute(torch.autograd.Function):
@@ -97,11 +97,11 @@ def check(rows: list[dict], tolerance: float) -> list[str]:
 
 
 def main() -> int:
-    args = cli.lesson(__doc__, model="nano", seq_len=256, batch_size=8, rounds=3, dtype=("fp32", "bf16"))
+    args = lesson.flags(__doc__, model="nano", seq_len=256, batch_size=8, rounds=3, dtype=("fp32", "bf16"))
     config = shapes.load_config(args.model, 256, args.seq_len)
-    device = runtime.start(args.device)
+    device = lesson.start(args.device)
     net = model.build(args.model, config, seed=0, device=device)
-    batch = data.one_batch(args.batch_size, args.seq_len, device)
+    batch = lesson.one_batch(args.batch_size, args.seq_len, device)
     forward(net, "none", batch, args.dtype).backward()  # the first one also pays for what libraries set aside
     exact = [weight.grad.cpu() for weight in net.parameters()]
     rows = [run(net, way, batch, args.dtype, exact) for way in WAYS]
@@ -111,7 +111,7 @@ def main() -> int:
     columns = {"name": "recomputed", "kept_bytes": "kept for backward", "peak_bytes": "peak", "time_ratio": "time"}
     checked = check(rows, tolerance=1e-5 if args.dtype == "fp32" else 2e-2)  # a GPU may add up in another order
     count = shapes.parameter_count(config)
-    report.lesson(rows, columns=columns, checked=checked, args=args, device=device, parameters=count)
+    lesson.end(rows, columns=columns, checked=checked, args=args, device=device, parameters=count)
     return 0
 
 

@@ -1,12 +1,8 @@
-"""A run's folder and its checkpoints: whole or absent after a kill at any moment, loadable on any number of ranks.
-
-A checkpoint is written to `step-N.tmp` and renamed to `step-N` when every rank's part is on disk with its hash: what is
-named `step-N` is whole, or was damaged later, and then a hash tells.
-"""
+"""A run's folder and its checkpoints: whole or absent after a kill at any moment, loadable on any number of ranks. Each
+is written to `step-N.tmp` and renamed to `step-N` when every rank's part is on disk; a hash tells later damage."""
 
 import argparse
 import contextlib
-import copy
 import hashlib
 import json
 import os
@@ -25,7 +21,7 @@ import filelock
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from common.exits import UserError, before_user_error_exit
 from common.runtime import gather, is_rank0, on_rank0, ranks, say, timeout
@@ -47,8 +43,15 @@ def training_state(step: int, net, optimizer, scheduler, scaler=None) -> dict:
         "optimizer": optimizer_state,
         "scheduler": scheduler.state_dict(),
         "scaler": scaler.state_dict() if scaler else {},
-        f"rng-{ranks()[0]}": random_states(),
+        f"rng-{ranks()[0]}": _random_states(),
     }
+
+
+def _random_states() -> dict:
+    """What dropout, if your model has it, will draw next."""
+    states = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    on_gpu = {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {}  # else it would open a context
+    return states | on_gpu
 
 
 def resume(run: "Run", net, optimizer, scheduler, scaler=None) -> int:
@@ -72,32 +75,16 @@ def resume(run: "Run", net, optimizer, scheduler, scaler=None) -> int:
         group["lr"] = lr * factor(scheduler.last_epoch)  # the saved one, unless --steps has changed
     if scaler:
         scaler.load_state_dict(state["scaler"])
-    restore_random_states(state[own])
+    restore = {"python": random.setstate, "numpy": np.random.set_state, "torch": torch.set_rng_state}
+    for name, random_state in state[own].items():
+        restore.get(name, torch.cuda.set_rng_state)(random_state)
     return state["progress"]["step"]
 
 
-def random_states() -> dict:
-    """By generator, what its next numbers depend on."""
-    states = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
-    if torch.cuda.is_initialized():  # not is_available: a run on the CPU opens no context on somebody's GPU
-        states["cuda"] = torch.cuda.get_rng_state()
-    return states
-
-
-def restore_random_states(states: dict) -> None:
-    restore = {"python": random.setstate, "numpy": np.random.set_state, "torch": torch.set_rng_state}
-    for name, state in states.items():
-        restore.get(name, torch.cuda.set_rng_state)(state)
-
-
 class Run:
-    """The folder of one run: one live process group at a time, one set of settings for life. All ranks call every
-    method together.
-
-    `settings` are what a resume must find unchanged (TrainingParser.settings). UserError if the folder is in use,
-    unwritable, not the same one on every rank, or another run's; if it holds checkpoints and --resume is not given; or
-    if the ranks' settings differ.
-    """
+    """The folder of one run: one live process group at a time, one set of `settings` for life (cli.settings). All ranks
+    call every method together. UserError if the folder is in use, unwritable, not the same on every rank, or another
+    run's; if it holds checkpoints and --resume is not given; or if the ranks' settings differ."""
 
     def __init__(self, args: argparse.Namespace, *, settings: dict) -> None:
         _require_equal(settings)
@@ -158,17 +145,16 @@ class Run:
             shutil.rmtree(leftover, ignore_errors=True)  # of a save that was killed
 
     def save(self, step: int, state: dict, config: dict) -> None:
-        """Save `state` as step-{step}, with `config` (a Hugging Face config.json) beside it.
-
-        In the background only the copy to the CPU is waited for; the next save or wait() tells how the rest went.
-        UserError if it cannot be written: the older checkpoints are still there.
-        """
+        """Save `state` as step-{step}, with `config` (a Hugging Face config.json) beside it. In the background only the
+        copy to the CPU is waited for; the next save or wait() tells how the rest went. UserError if it cannot be
+        written: the older checkpoints are still there."""
         self.wait()
         if self.writer is None:
             self._write(step, state, config)
         else:
             device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-            self.pending = self.writer.submit(self._write, step, tree_map(_cpu_copy, state), config, device)
+            copied = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), state)
+            self.pending = self.writer.submit(self._write, step, copied, config, device)
 
     def wait(self) -> None:
         """Return when a save in the background is complete; UserError if it failed."""
@@ -231,13 +217,13 @@ class Run:
         there is nothing else."""
         broken = []
         for path in reversed(on_rank0(lambda: _checkpoints(self.folder))):
-            problem = next(filter(None, gather(find_damage(path, *ranks()[:2]))), None)
-            if problem is None:
+            problems = [problem for problem in gather(find_damage(path, *ranks()[:2])) if problem]
+            if not problems:
                 for bad in broken if is_rank0() else []:
                     bad.rename(bad.with_name(f"broken-{bad.name}-{uuid.uuid4().hex[:8]}"))
                 say(f"resuming from {path}")
                 return path
-            say(f"checkpoint {path} is broken ({problem}): trying the one before")
+            say(f"checkpoint {path} is broken ({problems[0]}): trying the one before")
             broken.append(path)
         if broken:
             raise UserError(f"--resume: every checkpoint in {self.folder} is broken; nothing was overwritten")
@@ -282,7 +268,3 @@ def _checkpoints(folder: Path) -> list[Path]:
 def _sha256(file: Path) -> str:
     with open(file, "rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _cpu_copy(value):
-    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else copy.deepcopy(value)

@@ -1,6 +1,7 @@
 """The flags that scripts share, checked before anything expensive starts."""
 
 import argparse
+import contextlib
 import hashlib
 import math
 import os
@@ -14,25 +15,23 @@ class Parser(argparse.ArgumentParser):
     """argparse that states an error in one line and shows a script's docstring as it stands."""
 
     def __init__(self, description: str) -> None:
-        layout = argparse.RawDescriptionHelpFormatter
-        super().__init__(description=description, formatter_class=layout, allow_abbrev=False)
+        super().__init__(
+            description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        )
 
     def error(self, message: str) -> None:
         raise UserError(f"{message} (--help lists the flags)")
 
 
 def _number(kind: type, least: float, *, exclusive: bool = False, finite: bool = True):
+    wanted = f"{'a whole number' if kind is int else 'a number'} {'above' if exclusive else 'of at least'} {least}"
+
     def convert(text: str) -> float:
-        try:
+        with contextlib.suppress(ValueError):
             value = kind(text)
-        except ValueError:
-            value = math.nan
-        if not value >= least or (exclusive and value == least) or (finite and math.isinf(value)):
-            what = "a whole number" if kind is int else "a number"
-            raise argparse.ArgumentTypeError(
-                f"{text!r} is not {what} {'above' if exclusive else 'of at least'} {least}"
-            )
-        return value
+            if value >= least and not (exclusive and value == least) and not (finite and math.isinf(value)):
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
 
     return convert
 
@@ -46,42 +45,20 @@ def writable_file(text: str) -> Path:
     """A path whose folder exists: better said now than after the last step."""
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} cannot be written: a folder, or in one that does not exist or is read-only"
-        )
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: a folder, or in none that can be written")
     return path
 
 
-def lesson(doc: str, **defaults) -> argparse.Namespace:
-    """The flags of a lesson, one per keyword, and --device and --json.
-
-    The default says what a flag takes: a number above 0, a text, a choice (a tuple, its first the default), or
-    nothing (False).
-    """
-    parser = Parser(doc)
-    for name, default in defaults.items():
-        flag = f"--{name.replace('_', '-')}"
-        if default is False:
-            parser.add_argument(flag, action="store_true")
-        elif isinstance(default, tuple):
-            parser.add_argument(flag, choices=default, default=default[0], help=f"default: {default[0]}")
-        else:
-            kind = {int: positive_int, float: positive}.get(type(default), str)
-            parser.add_argument(flag, type=kind, default=default, help=f"default: {default}")
-    _add_device_and_json(parser)
-    return parser.parse_args()
-
-
-def _add_device_and_json(parser: argparse.ArgumentParser) -> None:
+def add_device_and_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("auto", "cuda", "mps", "cpu"), default="auto")
     parser.add_argument("--json", type=writable_file, metavar="PATH", help="write the summary as one JSON object")
 
 
-# The flags that make a run this run: they must be the same on a resume. The rest (processes, micro-batch, device,
-# logging) may change, and so may --steps: a run can be made longer.
+# The flags that must be the same on a resume. The rest (processes, micro-batch, device, logging) may change, and so may
+# --steps: a run can be made longer.
 IDENTITY = (
-    *("model", "data", "tokenizer", "seq_len", "global_batch_size", "lr", "warmup_steps", "weight_decay", "clip_norm"),
-    *("dtype", "seed"),
+    *("model", "data", "tokenizer", "seq_len", "global_batch_size", "lr"),
+    *("warmup_steps", "weight_decay", "clip_norm", "dtype", "seed"),
 )
 
 
@@ -118,7 +95,7 @@ class TrainingParser(Parser):
         add("--resume", action="store_true", help="go on from the newest whole checkpoint in --run-dir, if any")
         add("--log-every", type=positive_int, default=5, help="steps between log lines")
         add("--num-workers", type=natural, default=0, help="data loading processes per rank")
-        _add_device_and_json(self)
+        add_device_and_json(self)
 
     def parse_args(self, *arguments) -> argparse.Namespace:
         """UserError for --resume without --run-dir. --seq-len, --lr and --warmup-steps that are not given come from the
@@ -126,7 +103,7 @@ class TrainingParser(Parser):
         args = super().parse_args(*arguments)
         if args.resume and args.run_dir is None:
             raise UserError("--resume needs --run-dir, the folder of the run to go on with")
-        for name, value in vars(recipe(args.model)).items():
+        for name, value in recipe(args.model)._asdict().items():
             if getattr(args, name) is None:
                 setattr(args, name, value)
         return args

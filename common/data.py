@@ -11,7 +11,7 @@ import shutil
 import signal
 import sysconfig
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 from common.exits import UserError
 
 HELD_OUT = 0.05
-CACHE_VERSION = 2  # to be raised by whoever changes how text becomes tokens: what lies in a cache is of the old way
+CACHE_VERSION = 2  # to be raised by whoever changes how text becomes tokens
 EVAL_SEQUENCES = 96  # evaluation reads at most so many, spread evenly over the held-out text
 PADDING = -100  # a target that no loss counts: cross_entropy's ignore_index
 
@@ -40,10 +40,8 @@ class Corpus(NamedTuple):
 def load_corpus(data: str, tokenizer: str | None = None, model: str = "nano") -> Corpus:
     """The tokens of `data`, 5 % of its documents held out. Without `tokenizer`: that of the folder `model`, or bytes.
 
-    The first process of a node tokenizes and leaves the tokens in a folder in CORPUS_CACHE (default: in the system's
-    folder for temporary files), named after the source's files, their sizes and times; the others wait and map them.
-    UserError for a source that cannot be read.
-    """
+    The first process of a node tokenizes and leaves the tokens in CORPUS_CACHE (default: in the system's folder for
+    temporary files), known by the source's files, sizes and times. UserError for a source that cannot be read."""
     tokenizer = tokenizer or (model if any(Path(model).glob("tokenizer*")) else "bytes")
     documents, source = _source(data)
     known_by = repr((CACHE_VERSION, source, _files(sorted(Path(tokenizer).glob("token*"))) or tokenizer, HELD_OUT))
@@ -68,7 +66,7 @@ def tokenize(documents: Iterable[bytes], tokenizer: str, folder: Path, data: str
         raise UserError(f"--data {data} holds no text")
     if any(b"\0" in document[:4096] for document in documents):
         raise UserError(f"--data {data} is no text in UTF-8: it holds NUL bytes (compressed, or UTF-16?)")
-    encode, vocab_size = (_encode_bytes, 256) if tokenizer == "bytes" else _encoder(tokenizer)
+    encode, vocab_size = _encoder(tokenizer)
     unfinished = folder.with_suffix(".tmp")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir()
@@ -132,8 +130,7 @@ def _read(file: Path) -> Iterator[bytes]:
         else:
             yield file.read_bytes()
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        kind = file.suffix or "text"
-        raise UserError(f"--data {file} cannot be read as {kind} with a column text: {error!r}") from None
+        raise UserError(f"--data {file} cannot be read as text, or rows with a column text: {error!r}") from None
 
 
 def _texts(rows: Iterable[object], data: str) -> Iterator[bytes]:
@@ -146,24 +143,18 @@ def _texts(rows: Iterable[object], data: str) -> Iterator[bytes]:
 
 def _split(documents: list[bytes]) -> tuple[list[bytes], list[bytes]]:
     """Hold out the 5 % whose contents hash lowest: stable, and copies of a file fall on one side."""
-    if len(set(documents)) == 1:
-        cut = int(len(documents[0]) * (1 - HELD_OUT))
-        return [documents[0][:cut]], [documents[0][cut:]]
-    hashes = [hashlib.sha256(document).digest() for document in documents]
-    unique = sorted(set(hashes))
+    unique = sorted(set(documents), key=lambda document: hashlib.sha256(document).digest())
+    if len(unique) == 1:
+        cut = int(len(unique[0]) * (1 - HELD_OUT))
+        return [unique[0][:cut]], [unique[0][cut:]]
     held_out = set(unique[: math.ceil(len(unique) * HELD_OUT)])
-    parts = [], []
-    for document, key in zip(documents, hashes, strict=True):
-        parts[key in held_out].append(document)
-    return parts
+    return [d for d in documents if d not in held_out], [d for d in documents if d in held_out]
 
 
-def _encode_bytes(documents: list[bytes]) -> np.ndarray:
-    return np.frombuffer(b"".join(d + b"\0" for d in documents), dtype=np.uint8)  # text holds no NUL: it ends one
-
-
-def _encoder(name: str):
-    """What turns documents into tokens by a Hugging Face tokenizer, and the size of its vocabulary."""
+def _encoder(name: str) -> tuple[Callable[[list[bytes]], np.ndarray], int]:
+    """What turns documents into tokens, and the size of its vocabulary: bytes, or a Hugging Face tokenizer."""
+    if name == "bytes":  # text holds no NUL: it ends a document
+        return lambda documents: np.frombuffer(b"".join(d + b"\0" for d in documents), dtype=np.uint8), 256
     with _told(f"--tokenizer {name}", "transformers"):
         from transformers import AutoTokenizer
 
@@ -194,30 +185,22 @@ class Sequences(Dataset):
 
 class Batches:
     """What one rank reads of a run's batches; `rank` of `world_size` counts along the data-parallel dimension.
-
-    args: seq_len, global_batch_size, micro_batch_size (None: a rank's whole share), seed. UserError for sizes that do
-    not divide, and for a text that is too short.
-    """
+    UserError for sizes that do not divide, and for a text that is too short."""
 
     def __init__(self, corpus: Corpus, args: argparse.Namespace, *, rank: int, world_size: int) -> None:
         self.rank, self.world_size, self.seed, self.seq_len = rank, world_size, args.seed, args.seq_len
-        self.global_batch_size = args.global_batch_size
+        self.global_batch_size = size = args.global_batch_size
         unit = world_size * (args.micro_batch_size or 1)
-        if rest := self.global_batch_size % unit:
-            fitting = " or ".join(
-                str(n) for n in (self.global_batch_size - rest, self.global_batch_size - rest + unit) if n
-            )
+        if size % unit:
+            below = size // unit * unit
             micro = f" with --micro-batch-size {args.micro_batch_size}" if args.micro_batch_size else ""
-            over = f"{world_size} process(es){micro}"
-            raise UserError(f"--global-batch-size {self.global_batch_size} does not divide over {over}: use {fitting}")
-        self.micro_batch_size = args.micro_batch_size or self.global_batch_size // world_size  # rows of one forward
-        self.accumulation_steps = self.global_batch_size // (world_size * self.micro_batch_size)  # forwards of a step
-        self.tokens_per_step = self.global_batch_size * self.seq_len
+            use = f"use {below} or {below + unit}" if below else f"use {unit}"
+            raise UserError(f"--global-batch-size {size} does not divide over {world_size} process(es){micro}: {use}")
+        self.micro_batch_size = args.micro_batch_size or size // world_size  # of one forward
+        self.accumulation_steps = size // (world_size * self.micro_batch_size)
+        self.tokens_per_step = size * self.seq_len
         self.train, self.held_out = (Sequences(part, self.seq_len) for part in (corpus.train, corpus.held_out))
-        for part, sequences, needed in (
-            ("training", self.train, self.global_batch_size),
-            ("held-out", self.held_out, 1),
-        ):
+        for part, sequences, needed in (("training", self.train, size), ("held-out", self.held_out, 1)):
             if len(sequences) < needed:
                 found = f"{len(sequences)} {part} sequences of --seq-len {self.seq_len}, and needs {needed}"
                 raise UserError(f"--data has {found}: add text, or lower --seq-len or --global-batch-size")
@@ -225,9 +208,8 @@ class Batches:
     def order(self, start_step: int = 0) -> Iterator[list[int]]:
         """Which training sequences this rank reads, micro-batch by micro-batch, from 0-based `start_step` on, for ever.
 
-        Position p of the endless stream is item p % n of the permutation of epoch p // n, and step s of global batch
-        size G reads positions s·G to (s+1)·G: a function of seed and step alone. Rank r takes the r-th equal part of
-        each step, so ranks never overlap and each sequence comes once per epoch.
+        Position p of the stream is item p % n of the permutation of epoch p // n, and step s of global batch size G
+        reads positions s·G to (s+1)·G, of which rank r takes the r-th equal part: a function of seed and step alone.
         """
         n, share = len(self.train), self.global_batch_size // self.world_size
         permutation = lru_cache(1)(lambda epoch: np.random.default_rng([self.seed, epoch]).permutation(n))
@@ -239,22 +221,15 @@ class Batches:
     def stream(self, start_step: int, *, pin: bool = False, num_workers: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's micro-batches, for ever: inputs and targets, each int64 [micro_batch_size, seq_len], on the CPU,
         with `pin` in memory that a GPU can copy from while it computes."""
-        loader = DataLoader(
-            self.train,
-            batch_sampler=self.order(start_step),
-            generator=torch.Generator(),  # or the loader would draw from the one that a resume restores
-            num_workers=num_workers,
-            worker_init_fn=_ignore_signals,
-            pin_memory=pin,
-        )
-        return iter(loader)
+        generator = torch.Generator()  # or the loader would draw from the one that a resume restores
+        how = {"num_workers": num_workers, "worker_init_fn": _ignore_signals, "pin_memory": pin}
+        return iter(DataLoader(self.train, batch_sampler=self.order(start_step), generator=generator, **how))
 
     def evaluation(self) -> list[tuple[Tensor, Tensor]]:
-        """This rank's part of the held-out sequences, in batches as in stream().
+        """This rank's part of the held-out sequences, in batches as in stream(): over all ranks each is read once.
 
-        Over all ranks each sequence is read once. Every rank gets equally many batches, because a sharded model gathers
-        its weights in forward, and a rank that calls it once more than the others waits for ever; rows that only pad
-        have PADDING as their targets.
+        Every rank gets equally many batches, or a sharded model, which gathers its weights in forward, would wait for
+        ever for one that has fewer; rows that only pad have PADDING as their targets.
         """
         count = min(EVAL_SEQUENCES, len(self.held_out))
         chosen = np.unique(np.linspace(0, len(self.held_out) - 1, count, dtype=np.int64))
@@ -264,15 +239,6 @@ class Batches:
         for row, i in enumerate(chosen[self.rank :: self.world_size].tolist()):
             inputs[row], targets[row] = self.held_out[i]
         return list(zip(inputs.split(self.micro_batch_size), targets.split(self.micro_batch_size), strict=True))
-
-
-def one_batch(batch_size: int, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """A batch of the default corpus for lessons that need only one: inputs and targets, int64 [batch_size, seq_len]."""
-    sequences = Sequences(load_corpus("stdlib").train, seq_len)
-    if len(sequences) < batch_size:
-        raise UserError(f"--batch-size {batch_size}: the text has {len(sequences)} sequences of {seq_len} tokens")
-    inputs, targets = zip(*(sequences[i] for i in range(batch_size)), strict=True)
-    return torch.stack(inputs).to(device), torch.stack(targets).to(device)
 
 
 def _ignore_signals(_worker: int) -> None:

@@ -4,16 +4,14 @@ import contextlib
 import errno
 import multiprocessing
 import os
-import re
 import sys
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 
 REQUEUE_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: saved and stopped on a signal, start me again
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-# Scripts leave by os._exit, which runs no atexit handlers: put here what must be flushed (wandb.finish, a profiler).
-before_exit: list[Callable[[], None]] = []
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
+before_exit: list[Callable[[], None]] = []  # what os._exit would not flush: wandb.finish, a profiler
 before_user_error_exit: list[Callable[[], None]] = []  # what to finish first, such as a save in the background
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "bad_alloc")  # torch's own words
 
@@ -33,8 +31,7 @@ def run(main: Callable[[], int]) -> None:
     except KeyboardInterrupt:
         code = 130
     except BaseException as error:  # torch's CheckpointException is no Exception
-        message = _for_people(error)
-        if message is None:
+        if (message := _for_people(error)) is None:
             traceback.print_exc()
             from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
@@ -62,9 +59,8 @@ def _for_people(error: BaseException) -> str | None:
     if isinstance(error, UserError) or getattr(error, "errno", None) in DISK_ERRORS:
         return str(error)
     if isinstance(error, MemoryError | RuntimeError) and any(words in str(error) for words in OUT_OF_MEMORY):
-        asked = re.search(r"allocate ([\d.]+ \w+)", str(error))
-        scripts = "07_memory_tricks/memory_profile.py shows what takes it, 07_memory_tricks/estimate.py what fits"
-        return f"out of memory: {asked[1] if asked else 'more than there is'} asked for; {scripts}"
+        advice = "07_memory_tricks/memory_profile.py shows what takes it, 07_memory_tricks/estimate.py what fits"
+        return f"out of memory: {str(error).splitlines()[0]}; {advice}"
     return None
 
 
@@ -76,15 +72,16 @@ def _tell(message: str) -> None:
     alone = os.environ.get("WORLD_SIZE", "1") == "1" or "MASTER_ADDR" not in os.environ
     if rank == "0" or alone:
         print(line, file=sys.stderr, flush=True)
-    if not alone:
-        import torch.distributed as dist  # not above: a script that needs no torch starts in a tenth of a second
+    if alone:
+        return
+    import torch.distributed as dist  # not above: a script that needs no torch starts in a tenth of a second
 
-        try:
-            store = next(dist.rendezvous("env://", timeout=timedelta(seconds=15)))[0]
-            if rank == "0":
-                store.set("error_told", "")
-            store.wait(["error_told"], timedelta(seconds=15))
-        except dist.DistNetworkError:
-            pass  # rank 0 held the store and is gone: it has told
-        except dist.DistStoreError:
-            print(f"rank {rank}: {line}", file=sys.stderr, flush=True)
+    try:
+        store = next(dist.rendezvous("env://", timeout=timedelta(seconds=15)))[0]
+        if rank == "0":
+            store.set("error_told", "")
+        store.wait(["error_told"], timedelta(seconds=15))
+    except dist.DistNetworkError:
+        pass  # rank 0 held the store and is gone: it has told
+    except dist.DistStoreError:
+        print(f"rank {rank}: {line}", file=sys.stderr, flush=True)

@@ -1,8 +1,7 @@
 """What a device can do at most: the figures of the data sheets in devices.csv, and whether it multiplies bf16.
 
-Names are matched whole, as torch.cuda.get_device_name prints them: an H100 PCIe reaches 76 % of the SXM part's rate.
-A name that is not in the table gives None, and MFU prints n/a: a share of a guessed peak is not a measurement.
-"""
+Names are matched whole, as torch.cuda.get_device_name prints them. A name that is not in the table gives None, and MFU
+prints n/a: a share of a guessed peak is not a measurement."""
 
 import csv
 from functools import cache

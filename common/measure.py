@@ -29,7 +29,8 @@ class LiveBytes(TorchDispatchMode):
         for tensor in held:
             self._note(tensor)
         if self.cuda:
-            report.reset_peak_memory(self.cuda)
+            report.earlier_peaks.append(torch.cuda.max_memory_allocated(self.cuda))
+            torch.cuda.reset_peak_memory_stats(self.cuda)
 
     @property
     def now(self) -> int:

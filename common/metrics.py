@@ -1,6 +1,5 @@
 """What a run tells: loss, speed, memory and stragglers, on the console, in metrics.jsonl, TensorBoard and loss.png."""
 
-import argparse
 import contextlib
 import json
 import math
@@ -23,14 +22,10 @@ from common.shapes import Config, flops_per_token, parameter_count
 
 
 class Meter:
-    """Times a run between log lines and keeps its records. Rank 0 writes; every rank must call log and finish.
+    """Times a run between log lines and keeps its records. Rank 0 writes; every rank must call log and finish. Tokens/s
+    and MFU are those of the whole job, whatever part of the batch or of the model a rank has."""
 
-    Tokens/s and MFU are those of the whole job, whatever part of the batch or of the model a rank has.
-    """
-
-    def __init__(
-        self, folder: Path, args: argparse.Namespace, *, config: Config, device, batches: Batches, start_step: int
-    ) -> None:
+    def __init__(self, folder: Path, args, *, config: Config, device, batches: Batches, start_step: int) -> None:
         if start_step > args.steps:
             raise UserError(f"--steps {args.steps}: the run in {folder} is at step {start_step} already")
         self.folder, self.args, self.config, self.device = folder, args, config, device
@@ -39,27 +34,24 @@ class Meter:
         self.peak_flops = peak_flops(device_name(device), args.dtype)
         self.start_step = self.last_step = start_step
         self.steps_since_log: list[Tensor] = []  # loss and gradient norm of each
+        self.speeds: list[float] = []  # tokens per second between log lines
         self.data_seconds, self.forward_seconds = 0.0, None
         self.records: list[dict] = []
         on_rank0(self._open)
         self.start = self.last_time = time.perf_counter()
-        self.timed_from: tuple[int, float] | None = None  # step and time of the first log line
 
     def _open(self) -> None:
         file = self.folder / "metrics.jsonl"
-        try:
-            # what a killed run wrote after its last checkpoint happens again, so its record goes
-            self.records = [record for record in read_records(file) if record["step"] <= self.start_step]
-            file.with_suffix(".tmp").write_text("".join(json.dumps(record) + "\n" for record in self.records))
-            file.with_suffix(".tmp").rename(file)
-            self.file = file.open("a")
-            self.tensorboard = None
-            with contextlib.suppress(ImportError):  # without the package there are no such files, and all else is
-                from torch.utils.tensorboard import SummaryWriter
+        # what a killed run wrote after its last checkpoint happens again, so its record goes
+        self.records = [record for record in read_records(file) if record["step"] <= self.start_step]
+        file.with_suffix(".tmp").write_text("".join(json.dumps(record) + "\n" for record in self.records))
+        file.with_suffix(".tmp").rename(file)
+        self.file = file.open("a")
+        self.tensorboard = None
+        with contextlib.suppress(ImportError):  # without the package there are no such files, and all else is
+            from torch.utils.tensorboard import SummaryWriter
 
-                self.tensorboard = SummaryWriter(self.folder / "tensorboard", purge_step=self.start_step + 1)
-        except OSError as error:
-            raise UserError(f"--run-dir {self.folder} cannot be used: {error}") from None
+            self.tensorboard = SummaryWriter(self.folder / "tensorboard", purge_step=self.start_step + 1)
         self.bar = tqdm(total=self.args.steps, initial=self.start_step, unit="step", disable=not sys.stderr.isatty())
 
     def _write(self, record: dict, line: str) -> None:
@@ -83,19 +75,19 @@ class Meter:
     def forward(self) -> Iterator[None]:
         """Times the first forward after each log line: what a rank computes alone, before any collective. Only there
         is the GPU waited for: elsewhere that would end the very overlap that makes a step fast."""
-        timed = self.forward_seconds is None
-        if timed:
-            wait_for(self.device)
+        if self.forward_seconds is not None:
+            yield
+            return
+        wait_for(self.device)
         start = time.perf_counter()
         yield
-        if timed:
-            wait_for(self.device)
-            self.forward_seconds = time.perf_counter() - start
+        wait_for(self.device)
+        self.forward_seconds = time.perf_counter() - start
 
     def note(self, loss: Tensor, grad_norm: Tensor) -> None:
         """Keep a step's loss and gradient norm on the device: reading one would stall the GPU."""
-        loss, grad_norm = whole(loss), whole(grad_norm)
-        self.steps_since_log.append(torch.stack((loss, grad_norm.to(loss.device))))  # CPU offload has norms on the CPU
+        norm = whole(grad_norm).to(loss.device)  # CPU offload has norms on the CPU
+        self.steps_since_log.append(torch.stack((whole(loss), norm)))
 
     def noted(self) -> Tensor:
         """What was noted since the last log line, [steps, 2]: the loss and the gradient norm of each step."""
@@ -105,19 +97,17 @@ class Meter:
 
     def log(self, step: int, noted: Tensor, lr: float, skipped_steps: int = 0, scale: float = 1.0) -> None:
         """One line for the steps since the last; `noted` [steps, 2] has the global loss and gradient norm of each, and
-        the last is shown. Tokens/s counts all wall time since the last line.
-
-        UserError names the first step whose loss or gradient is not finite, before anything of it is saved.
-        """
+        the last is shown. Tokens/s counts all wall time since the last line. UserError names the first step whose loss
+        or gradient is not finite, before anything of it is saved."""
         noted = noted.cpu()  # waits for the GPU, once a line
         self._require_finite(step, noted, lr, scale)
         now = time.perf_counter()
-        seconds, tokens = now - self.last_time, (step - self.last_step) * self.tokens_per_step
+        seconds = now - self.last_time
+        self.speeds.append((step - self.last_step) * self.tokens_per_step / seconds)
         memory = torch.cuda.memory_stats(self.device) if self.device.type == "cuda" else {}
         peaks = [memory.get(f"{kind}_bytes.all.peak", 0) for kind in ("active", "reserved")]
-        data, busy, active, reserved = zip(
-            *gather((self.data_seconds, self.data_seconds + (self.forward_seconds or 0.0), *peaks)), strict=True
-        )
+        mine = (self.data_seconds, self.data_seconds + (self.forward_seconds or 0.0), *peaks)
+        data, busy, active, reserved = zip(*gather(mine), strict=True)
         if is_rank0():
             record = {
                 "step": step,
@@ -125,8 +115,8 @@ class Meter:
                 "lr": lr,
                 "grad_norm": noted[-1, 1].item() if noted[-1, 1].isfinite() else None,  # JSON has no infinity
                 "tokens": step * self.tokens_per_step,
-                "tokens_per_second": tokens / seconds,
-                "mfu": self.mfu(tokens / seconds),
+                "tokens_per_second": self.speeds[-1],
+                "mfu": self.mfu(self.speeds[-1]),
                 "data_wait_share": max(data) / seconds,
                 "memory_active_bytes": max(active) or None,
                 "memory_reserved_bytes": max(reserved) or None,
@@ -139,7 +129,6 @@ class Meter:
             self._write(record, _line(record, self.args.steps))
         self.data_seconds, self.forward_seconds = 0.0, None
         self.last_step, self.last_time = step, now
-        self.timed_from = self.timed_from or (step, now)
 
     def _require_finite(self, step: int, noted: Tensor, lr: float, scale: float) -> None:
         # an fp16 gradient may overflow: the scaler skips that step and tries a smaller scale
@@ -148,8 +137,7 @@ class Meter:
             finite[-1] = False  # no scale is small enough: every step is skipped
         if not all(finite):
             first = f"step {step - len(finite) + 1 + finite.index(False)} (learning rate {lr:g})"
-            advice = "lower --lr or --clip-norm, raise --warmup-steps or, with --dtype fp16, try bf16 or fp32"
-            raise UserError(f"loss or gradient is not finite at {first}: {advice}")
+            raise UserError(f"loss or gradient is not finite at {first}: lower --lr, raise --warmup-steps or try bf16")
 
     def log_eval(self, step: int, val_loss: float) -> None:
         """Record the held-out loss after `step`; UserError if it is not finite."""
@@ -160,10 +148,8 @@ class Meter:
 
     def mfu(self, tokens_per_second: float) -> float | None:
         """Model FLOP/s over the peak of all ranks' devices; None where the peak is not known."""
-        if self.peak_flops is None:
-            return None
         flops = tokens_per_second * flops_per_token(self.config, self.args.seq_len)
-        return flops / (self.peak_flops * self.world_size)
+        return flops / (self.peak_flops * self.world_size) if self.peak_flops else None
 
     def finish(self, step: int, **own) -> None:
         """Plot the loss, print the summary (the run's whole curve, this process's speed), write --json."""
@@ -176,12 +162,8 @@ class Meter:
         losses, val_losses = (
             [record[name] for record in self.records if name in record] for name in ("loss", "val_loss")
         )
-        # saves and evaluations included, but not the first line, which pays for warm-up and compilation
-        first_step, first_time = self.timed_from or (step, 0.0)
-        if self.last_step == first_step:  # there is no other line
-            first_step, first_time = self.start_step, self.start
-        tokens = (self.last_step - first_step) * self.tokens_per_step
-        speed = tokens / (self.last_time - first_time) if tokens else None
+        timed = self.speeds[1:] or self.speeds  # the first line pays for warm-up and compilation
+        speed = statistics.median(timed) if timed else None
         summary = {
             "device": device_name(self.device),
             "world_size": self.world_size,
@@ -214,8 +196,8 @@ def _line(record: dict, steps: int) -> str:
         f"MFU {report.for_people('mfu', record['mfu'])}",
         f"data {record['data_wait_share']:.1%}",
     ]
-    if active := record["memory_active_bytes"]:
-        parts.append(f"active {active / 2**30:.2f}, reserved {record['memory_reserved_bytes'] / 2**30:.2f} GiB")
+    if record["memory_active_bytes"]:
+        parts.append(f"active {record['memory_active_bytes'] / 2**30:.2f} GiB")
     if record["slowest_rank"] is not None:
         parts.append(f"slowest rank {record['slowest_rank']} +{record['slowest_rank_lag']:.0%}")
     if record["skipped_steps"]:

@@ -1,8 +1,5 @@
-"""One decoder-only transformer. Its named sizes are in shapes.py.
-
-Parameter names and arithmetic are those of transformers' LlamaForCausalLM (RMSNorm, rotary position
-embedding, grouped-query attention, SwiGLU), so its checkpoints load here, and ours there, as they are.
-"""
+"""One decoder-only transformer, with the parameter names and the arithmetic of transformers' LlamaForCausalLM (RMSNorm,
+rotary position embedding, grouped-query attention, SwiGLU): its checkpoints load here, and ours there, as they are."""
 
 import hashlib
 import math
@@ -25,8 +22,8 @@ from common.shapes import SIZES, Config
 def rope_tables(config: Config, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """cos and sin of the rotation at each position, as rotate takes them: [length, head_dim], fp32 (Su et al. 2021,
     section 3.2). With rope_scaling, long wavelengths are stretched as in Llama 3.1."""
-    exponents = torch.arange(0, config.head_dim, 2, device=device, dtype=torch.float32) / config.head_dim
-    frequency = config.rope_theta**-exponents
+    even = torch.arange(0, config.head_dim, 2, device=device, dtype=torch.float32)
+    frequency = config.rope_theta ** -(even / config.head_dim)
     if (scaling := config.rope_scaling) is not None:
         turns = scaling["original_max_position_embeddings"] * frequency / (2 * math.pi)
         low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
@@ -38,7 +35,6 @@ def rope_tables(config: Config, length: int, device: torch.device) -> tuple[Tens
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn each pair (a, b) = (x[i], x[i + head_dim / 2]) by its position's angle: (a cos - b sin, b cos + a sin).
-
     x: [batch, length, heads, head_dim]; cos and sin: [length, 1, head_dim], or one such row per sequence of the batch.
     """
     exact = x.float()
@@ -75,9 +71,7 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(c.hidden_size, c.num_key_value_heads * c.head_dim, bias=False)
         self.o_proj = nn.Linear(c.num_attention_heads * c.head_dim, c.hidden_size, bias=False)
 
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, extend: Callable | None = None, seen: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, extend: Callable | None = None, seen=None) -> Tensor:
         """`extend` gives keys and values with those of past tokens before them; `seen` says who may look at which."""
         q, k, v = (linear(x).unflatten(-1, (-1, self.head_dim)) for linear in (self.q_proj, self.k_proj, self.v_proj))
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)  # before the transpose, which q, k and v then share: no copies
@@ -135,12 +129,11 @@ class Decoder(nn.Module):
     def forward(self, input_ids: Tensor, positions: Tensor | None = None, cache=None) -> Tensor:
         """Hidden states [batch, length, hidden]; `positions` [batch, length] are 0, 1, 2, ... if not given.
 
-        With a cache, as in generate.py, the tokens are added to it and see what it holds; positions must be given.
-        A pipeline stage sets to None what it does not hold. Without embed_tokens, input_ids are the hidden states of
-        the stage before.
+        With a cache the tokens are added to it and see what it holds; positions must be given. A pipeline stage sets to
+        None what it does not hold; without embed_tokens, input_ids are the hidden states of the stage before.
         """
         x = input_ids if self.embed_tokens is None else self.embed_tokens(input_ids)
-        # the tables are loaded, not computed here: a compiler would compute them again in every kernel that reads them
+        # loaded, not computed here: a compiler would compute the angles again in every kernel that reads them
         rows = slice(input_ids.shape[1]) if positions is None else positions
         # to(x.device): with weights offloaded to the CPU, the tables are there too
         cos, sin = (table[rows].unsqueeze(-2).to(x.device) for table in (self.rope_cos, self.rope_sin))
@@ -166,7 +159,7 @@ class Transformer(nn.Module):
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
         """Set every weight as a function of (seed, parameter name) alone: whole, sharded or cut into stages, a model
-        starts equal to the bit. A shard takes its part of the whole matrix, which is drawn on the CPU."""
+        starts equal to the bit. A shard takes its part of the whole matrix."""
         for name, parameter in self.named_parameters():
             weight = random_weight(name, parameter.shape, seed)
             if hasattr(parameter, "placements"):  # a DTensor
@@ -176,13 +169,9 @@ class Transformer(nn.Module):
                 weight = distribute_tensor(weight.to(parameter.device), *place, src_data_rank=None)
             parameter.copy_(weight)
 
-    def forward(
-        self, input_ids: Tensor, targets: Tensor | None = None, positions: Tensor | None = None, cache=None
-    ) -> Tensor:
-        """Logits [batch, length, vocab]; given targets [batch, length], their mean cross-entropy in nats.
-
-        Targets of -100 do not count; the mean of no target at all is NaN. positions and cache as in Decoder.
-        """
+    def forward(self, input_ids: Tensor, targets: Tensor | None = None, positions=None, cache=None) -> Tensor:
+        """Logits [batch, length, vocab]; given targets [batch, length], their mean cross-entropy in nats: without those
+        of -100, and NaN if no other is there. positions and cache as in Decoder."""
         hidden = self.model(input_ids, positions, cache)
         if self.lm_head is None:
             return hidden
@@ -191,10 +180,8 @@ class Transformer(nn.Module):
 
 
 def checkpoint_blocks(net: Transformer, how: str) -> None:
-    """Have backward compute blocks again instead of keeping what they computed. Call it before compile and fully_shard.
-
-    `how`: none; full keeps the input of a block alone; selective also what attention and matmuls gave.
-    """
+    """Have backward compute blocks again instead of keeping what they computed: none; full keeps the input of a block
+    alone; selective also what attention and matmuls gave. Call it before compile and fully_shard."""
     for block in net.model.layers.values() if how != "none" else ():
         context = {"context_fn": partial(selective_contexts, block)} if how == "selective" else {}
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, **context)
@@ -217,10 +204,8 @@ def selective_contexts(block: nn.Module) -> tuple:
 
 
 def build(name: str, config: Config, *, seed: int, device: torch.device | str = "cpu") -> Transformer:
-    """The model on `device`: the same weights whatever it trains on. On "meta" it holds no numbers yet.
-
-    If `name` is a folder with .safetensors files, their weights replace the random ones.
-    """
+    """The model on `device`, with the same weights whatever that is: of the .safetensors files in the folder `name`, or
+    random. On "meta" it holds no numbers yet."""
     with torch.device("meta"):
         net = Transformer(config)
     return net if str(device) == "meta" else materialize(net, name, seed=seed, device=device)
@@ -236,15 +221,12 @@ def materialize(net: Transformer, name: str, *, seed: int, device: torch.device 
 
 
 def load_weights(net: Transformer, folder: Path) -> bool:
-    """Read the weights from the .safetensors files in `folder`, of a sharded model each rank its part alone.
-
-    False if there are none. UserError for a file that cannot be read, a name or a shape that does not fit.
-    """
+    """Read the weights from the .safetensors files in `folder`, of a sharded model each rank its part alone. False if
+    there are none; UserError for a file that cannot be read, a name or a shape that does not fit."""
     if not any(folder.glob("*.safetensors*")):
-        if other := next(
-            (file.name for file in folder.glob("*") if file.suffix in (".bin", ".pt", ".pth", ".distcp")), None
-        ):
-            raise UserError(f"--model {folder}: {other} is not .safetensors: save the weights as such, or remove it")
+        for file in folder.glob("*"):
+            if file.suffix in (".bin", ".pt", ".pth", ".distcp"):
+                raise UserError(f"--model {folder}: {file.name} is not .safetensors: save the weights as such")
         return False
     import torch.distributed.checkpoint as dcp  # 0.6 s that random weights need not wait for
     from safetensors import SafetensorError
@@ -257,10 +239,9 @@ def load_weights(net: Transformer, folder: Path) -> bool:
         needed = {name: tuple(weight.shape) for name, weight in weights.items()}
         if net.config.tie_word_embeddings:
             stored.pop("lm_head.weight", None)
-        for name in sorted(stored.keys() | needed.keys()):
-            found, fits = stored.get(name, "missing"), needed.get(name, "missing")
-            if found != fits:
-                raise UserError(f"--model {folder}: {name} is {found} in its files and {fits} in the model")
+        for name, _ in sorted(stored.items() ^ needed.items()):
+            there = f"{stored.get(name, 'missing')} in its files and {needed.get(name, 'missing')} in the model"
+            raise UserError(f"--model {folder}: {name} is {there}")
         with warnings.catch_warnings(action="ignore"):  # no_dist: no rank waits for another
             dcp.load(weights, storage_reader=reader, no_dist=True)
     except (SafetensorError, dcp.api.CheckpointException) as error:

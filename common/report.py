@@ -1,50 +1,16 @@
-"""How a script ends: a table and `checked:` lines for people, one JSON object for programs."""
+"""How a script ends: its figures for people, and one JSON object for programs."""
 
-import argparse
 import json
 import re
 import resource
 import sys
-import time
 from pathlib import Path
 
 SUMMARY = [
     *("script", "torch", "device", "world_size", "dtype", "model", "parameters", "steps", "tokens"),
     *("first_loss", "last_loss", "val_loss", "tokens_per_second", "mfu", "peak_memory_bytes", "seconds"),
 ]
-_began = time.perf_counter()
-_peaks_before_resets: list[int] = []  # bytes
-
-
-def lesson(
-    rows: list[dict], *, columns: dict[str, str], checked: list[str], args: argparse.Namespace, device, **own
-) -> None:
-    """End a lesson: a table with these columns (key of a row: heading), what was checked, and --json, which has the
-    keys of SUMMARY, the flags, `rows`, `checked` and what the lesson adds as `own`.
-
-    Every rank must call it; rank 0 prints and writes.
-    """
-    from common import hardware, runtime
-
-    peaks = runtime.gather(peak_memory_bytes(device))
-    if not runtime.is_rank0():
-        return
-    summary = {
-        "device": hardware.device_name(device),
-        "world_size": len(peaks),
-        "peak_memory_bytes": max(peaks),
-        "seconds": time.perf_counter() - _began,
-        **{name: value for name, value in vars(args).items() if name not in ("device", "json")},
-        **own,
-        "rows": rows,
-        "checked": checked,
-    }
-    known = [str(summary[name]) for name in ("model", "dtype", "device") if summary.get(name)]
-    print(f"\n{', '.join([*known, f'{len(peaks)} process' + 'es' * (len(peaks) > 1)])}\n")
-    print(table([[*columns.values()], *([_cell(row, key) for key in columns] for row in rows)]) + "\n")
-    for line in checked:
-        print(f"checked: {line}")
-    write_json(summary, args.json)
+earlier_peaks: list[int] = []  # bytes, of GPU memory; to be filled by whoever resets torch's peak
 
 
 def summary(summary: dict, json_path: Path | None) -> None:
@@ -85,40 +51,13 @@ def for_people(name: str, value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.5g}"
 
 
-def _cell(row: dict, key: str) -> str:
-    """A value of a row, with its range where the row has that: 1.31x (1.25x to 1.39x)."""
-    low, high = row.get(f"min_{key}"), row.get(f"max_{key}")
-    text = for_people(key, row.get(key))
-    return text if low is None else f"{text} ({for_people(key, low)} to {for_people(key, high)})"
-
-
-def table(rows: list[list[str]]) -> str:
-    """Markdown, and readable as it stands; the first row is the head, columns of figures are right-aligned."""
-    columns = []
-    for head, *cells in zip(*rows, strict=True):
-        width = max(3, *map(len, (head, *cells)))
-        figures = len(cells) > 0 and all(re.match(r"[-+]?[\d.]|n/a", cell) for cell in cells)
-        align = str.rjust if figures else str.ljust
-        rule = "-" * (width - 1) + ":" if figures else "-" * width
-        columns.append([align(head, width), rule, *(align(cell, width) for cell in cells)])
-    return "\n".join("| " + " | ".join(line) + " |" for line in zip(*columns, strict=True))
-
-
 def peak_memory_bytes(device) -> int:
     """The most this process has held: allocated by torch on a GPU, else the process's resident set."""
     if device.type == "cuda":
         import torch
 
-        return max([*_peaks_before_resets, torch.cuda.max_memory_allocated(device)])
+        return max([*earlier_peaks, torch.cuda.max_memory_allocated(device)])
     status = Path("/proc/self/status")  # Linux: getrusage would count what had started us, too
     found = re.search(r"VmHWM:\s*(\d+)", status.read_text()) if status.exists() else None
     in_kilobytes = int(found[1]) if found else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return in_kilobytes * (1 if sys.platform == "darwin" else 1024)
-
-
-def reset_peak_memory(device) -> None:
-    """Have torch count a GPU's peak anew. peak_memory_bytes still knows what came before."""
-    import torch
-
-    _peaks_before_resets.append(torch.cuda.max_memory_allocated(device))
-    torch.cuda.reset_peak_memory_stats(device)

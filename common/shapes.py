@@ -1,13 +1,11 @@
-"""The shapes of the model in model.py: named sizes, the recipe that trains each, and Hugging Face's config.json.
-
-Nothing here imports torch, so a script that only computes with shapes starts at once.
-"""
+"""The shapes of model.py: named sizes, the recipe that trains each, and Hugging Face's config.json. Without torch."""
 
 import dataclasses
 import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from common.exits import UserError
 
@@ -17,7 +15,7 @@ LLAMA = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "
 
 @dataclass(frozen=True)
 class Config:
-    """A shape, under the names of a Hugging Face config.json. ValueError for values that no model can have."""
+    """A shape, under the names of a Hugging Face config.json."""
 
     vocab_size: int
     hidden_size: int
@@ -32,23 +30,6 @@ class Config:
     rms_norm_eps: float = 1e-5
     tie_word_embeddings: bool = False
 
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.type is int:
-                valid = type(value) is int and value >= 1
-            elif field.type is bool:
-                valid = type(value) is bool
-            else:
-                numbers = (value or {}).values() if field.name == "rope_scaling" else [value]
-                valid = all(type(number) in (int, float) and 0 < number < math.inf for number in numbers)
-            if not valid:
-                raise ValueError(f"{field.name} {value!r}")
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(f"num_attention_heads {self.num_attention_heads} for {self.num_key_value_heads} KV heads")
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim {self.head_dim} (odd, and rotary embedding turns pairs)")
-
 
 _LLAMA31_ROPE = dict(zip(ROPE_SCALING, (8.0, 1.0, 4.0, 8192), strict=True))
 _LLAMA32_ROPE = dict(zip(ROPE_SCALING, (32.0, 1.0, 4.0, 8192), strict=True))
@@ -62,8 +43,7 @@ SIZES = {
 }
 
 
-@dataclass(frozen=True)
-class Recipe:
+class Recipe(NamedTuple):
     """What trains a shape sensibly when no flag says otherwise."""
 
     seq_len: int
@@ -71,38 +51,29 @@ class Recipe:
     warmup_steps: int  # for the default run of 100 steps; published runs of a trillion tokens take 2,000
 
 
-RECIPES = {
-    "nano": Recipe(64, 2e-3, 10),
-    "llama-124m": Recipe(1024, 6e-4, 20),
-    "llama-1b": Recipe(2048, 3e-4, 20),
-    "llama-8b": Recipe(4096, 3e-4, 20),  # Touvron et al. 2023 (Llama 2), section 2.2: 3e-4 for 7B and 13B
-    "llama-70b": Recipe(4096, 1.5e-4, 20),  # and 1.5e-4 for 34B and 70B, all with sequences of 4,096
-    "llama-405b": Recipe(8192, 8e-5, 20),  # Grattafiori et al. 2024 (Llama 3), table 3 and section 3.4.1
-}
+RECIPES = [  # up to so many parameters
+    (2e7, Recipe(64, 2e-3, 10)),  # nano
+    (4e8, Recipe(1024, 6e-4, 20)),
+    (3e9, Recipe(2048, 3e-4, 20)),
+    (2e10, Recipe(4096, 3e-4, 20)),  # Touvron et al. 2023 (Llama 2), section 2.2: 3e-4 for 7B and 13B
+    (1e11, Recipe(4096, 1.5e-4, 20)),  # and 1.5e-4 for 34B and 70B, all with sequences of 4,096
+    (math.inf, Recipe(8192, 8e-5, 20)),  # Grattafiori et al. 2024 (Llama 3), table 3 and section 3.4.1
+]
 
 
 def recipe(name: str) -> Recipe:
-    """The recipe of the shape called `name`.
-
-    A path takes that of the named size nearest in parameters; a folder with trained weights a tenth of its lr.
-    """
-    if name in RECIPES:
-        return RECIPES[name]
+    """The recipe of the shape called `name`; a folder with trained weights takes a tenth of the learning rate."""
     config = read_config(name)
-    nearest = min(SIZES, key=lambda size: abs(math.log(parameter_count(config) / parameter_count(SIZES[size]))))
-    found = RECIPES[nearest]
-    return Recipe(
-        seq_len=min(found.seq_len, config.max_position_embeddings),
-        lr=found.lr / 10 if any(Path(name).glob("*.safetensors")) else found.lr,
-        warmup_steps=found.warmup_steps,
-    )
+    count = parameter_count(config)
+    found = next(found for limit, found in RECIPES if count <= limit)
+    trained = name not in SIZES and any(Path(name).glob("*.safetensors"))
+    seq_len = min(found.seq_len, config.max_position_embeddings)
+    return found._replace(seq_len=seq_len, lr=found.lr / 10 if trained else found.lr)
 
 
 def read_config(name: str, flag: str = "--model") -> Config:
-    """The shape called `name`, or that of a config.json or of a folder with one.
-
-    UserError, which names the `flag` that gave the name, if it is none of these.
-    """
+    """The shape called `name`, or that of a config.json or of a folder with one. UserError, which names the `flag` that
+    gave the name, if it is none of these."""
     if name in SIZES:
         return SIZES[name]
     path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
@@ -117,17 +88,14 @@ def read_config(name: str, flag: str = "--model") -> Config:
 
 def parse_config(content: dict, where: str) -> Config:
     """The shape that a config.json with this content describes; what it leaves out has transformers' defaults.
-
-    UserError, which begins with `where`, if it is not a Llama's.
-    """
+    UserError, which begins with `where`, if it is not a Llama's."""
     given = {**LLAMA, **{key: value for key, value in content.items() if value is not None}}
     rope = given.get("rope_parameters") or given.get("rope_scaling") or {}  # transformers 5, transformers 4
     rope_type = rope.get("rope_type", rope.get("type", "default"))
-    different = [f"{key} {given[key]!r}" for key, value in LLAMA.items() if given[key] != value]
-    if rope_type not in ("default", "llama3"):
-        different.append(f"rope_type {rope_type!r}")
-    if different:
-        raise UserError(f"{where} is not a Llama config: it has {', '.join(different)}")
+    wrong = [f"{key} {given[key]!r}" for key, value in LLAMA.items() if given[key] != value]
+    wrong += [f"rope_type {rope_type!r}"] if rope_type not in ("default", "llama3") else []
+    if wrong:
+        raise UserError(f"{where} is not a Llama config: it has {', '.join(wrong)}")
     try:
         values = {
             "num_key_value_heads": given["num_attention_heads"],
@@ -140,33 +108,30 @@ def parse_config(content: dict, where: str) -> Config:
             **rope,
             "rope_scaling": {key: rope[key] for key in ROPE_SCALING} if rope_type == "llama3" else None,
         }
-        return Config(**{field.name: values[field.name] for field in dataclasses.fields(Config)})
-    except KeyError as error:
-        raise UserError(f"{where} is not a Llama config: it has no {error}") from None
-    except (ArithmeticError, TypeError, AttributeError) as error:
-        raise UserError(f"{where} is not a Llama config: {error!r}") from None
-    except ValueError as error:
-        raise UserError(f"{where} has {error}") from None
+        config = Config(**{field.name: values[field.name] for field in dataclasses.fields(Config)})
+        if config.num_attention_heads % config.num_key_value_heads or config.head_dim % 2:
+            raise UserError(f"{where}: attention heads in equal groups and an even head_dim are needed, not {config}")
+        return config
+    except (KeyError, ArithmeticError, TypeError, AttributeError) as error:
+        lacks = f"it has no {error}" if isinstance(error, KeyError) else repr(error)
+        raise UserError(f"{where} is not a Llama config: {lacks}") from None
 
 
 def config_json(config: Config) -> dict:
     """The content of a config.json for this shape, as transformers and read_config read it."""
-    scaling = config.rope_scaling
     return {
         "architectures": ["LlamaForCausalLM"],
         **LLAMA,
         "bos_token_id": None,  # transformers' defaults, 1 and 2, are letters to the byte tokenizer
         "eos_token_id": None,
         **dataclasses.asdict(config),
-        "rope_scaling": None if scaling is None else {"rope_type": "llama3", **scaling},
+        "rope_scaling": config.rope_scaling and {"rope_type": "llama3", **config.rope_scaling},
     }
 
 
 def load_config(name: str, tokenizer_size: int, seq_len: int) -> Config:
-    """The shape to train: as read_config, and nano takes the vocabulary of the tokenizer.
-
-    UserError: as read_config; a tokenizer with more tokens than the vocabulary; seq_len over the model's limit.
-    """
+    """The shape to train: as read_config, and nano takes the vocabulary of the tokenizer. UserError: as read_config; a
+    tokenizer with more tokens than the vocabulary; seq_len over the model's limit."""
     config = read_config(name)
     if name == "nano":
         config = dataclasses.replace(config, vocab_size=tokenizer_size)
@@ -180,20 +145,16 @@ def load_config(name: str, tokenizer_size: int, seq_len: int) -> Config:
 def parameter_count(config: Config) -> int:
     """How many numbers the model holds; tied embeddings count once."""
     c = config
-    heads = 2 * c.num_attention_heads + 2 * c.num_key_value_heads  # q and o, k and v
-    attention = c.hidden_size * c.head_dim * heads
-    mlp = 3 * c.hidden_size * c.intermediate_size
-    norms = 2 * c.hidden_size
+    attention = c.hidden_size * c.head_dim * 2 * (c.num_attention_heads + c.num_key_value_heads)  # q and o, k and v
+    mlp, norms = 3 * c.hidden_size * c.intermediate_size, 2 * c.hidden_size
     embeddings = c.vocab_size * c.hidden_size * (1 if c.tie_word_embeddings else 2)
     return c.num_hidden_layers * (attention + mlp + norms) + c.hidden_size + embeddings
 
 
 def flops_per_token(config: Config, seq_len: int) -> int:
-    """Floating-point operations to train on one token: 6(N - N_embedding) + 12·L·H·head_dim·seq_len.
-
-    The model's own arithmetic, no recomputation (Chowdhery et al. 2022, appendix B). N_embedding counts the matrix that
-    is only looked up: 0 with tied embeddings, whose one matrix is also lm_head's.
-    """
+    """Floating-point operations to train on one token: 6(N - N_embedding) + 12·L·H·head_dim·seq_len, the model's own
+    arithmetic, no recomputation (Chowdhery et al. 2022, appendix B). N_embedding counts the matrix that is only looked
+    up: 0 with tied embeddings, whose one matrix is also lm_head's."""
     c = config
     looked_up = 0 if c.tie_word_embeddings else c.vocab_size * c.hidden_size
     attention = 12 * c.num_hidden_layers * c.num_attention_heads * c.head_dim * seq_len

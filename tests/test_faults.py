@@ -422,18 +422,6 @@ def test_a_rank_without_its_torchrun_does_not_train(tmp_path, script):
 
 
 @each_of_several
-@pytest.mark.parametrize("name", ["metrics.jsonl", "tensorboard"])
-def test_a_folder_with_another_kind_of_file(tmp_path, name, script):
-    (tmp_path / "run").mkdir()
-    if name == "tensorboard":
-        (tmp_path / "run" / name).touch()
-    else:
-        (tmp_path / "run" / name).mkdir()
-    result = train(script, tmp_path, code=2)
-    assert_one_line(result, "/run cannot be used: ", name)
-
-
-@each_of_several
 def test_a_folder_with_another_runs_settings(tmp_path, script):
     train(script, tmp_path)
     before = content(tmp_path / "run")

@@ -255,33 +255,3 @@ def test_a_gpu_takes_a_mask_with_grouped_heads_without_holding_all_scores(gpus, 
     env = {**gpus, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr[-3000:]
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"num_hidden_layers": 0},
-        {"vocab_size": "300"},
-        {"rms_norm_eps": "a"},
-        {"rope_theta": 0},
-        {"tie_word_embeddings": "false"},
-    ],
-    ids=str,
-)
-def test_a_config_with_a_wrong_value_is_named_with_its_folder(tmp_path, change):
-    llama(tmp_path)
-    file = tmp_path / "config.json"
-    content = json.loads(file.read_text())
-    content.pop("rope_parameters", None)  # a rope_theta there goes before that of the file
-    file.write_text(json.dumps(content | change))
-    with pytest.raises(UserError) as refused:
-        shapes.read_config(str(file))
-    name, value = next(iter(change.items()))
-    assert str(refused.value) == f"--model {file} has {name} {value!r}"
-
-
-def test_a_value_of_rope_scaling_that_is_no_number_is_refused():
-    scaling = {"factor": "8", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    content = shapes.config_json(shapes.SIZES["llama-8b"]) | {"rope_scaling": {"rope_type": "llama3", **scaling}}
-    with pytest.raises(UserError, match="shape has rope_scaling"):
-        shapes.parse_config(content, "shape")

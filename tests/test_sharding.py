@@ -129,7 +129,7 @@ config = shapes.Config(83, 42, 50, 3, 6, 3, 14, 32, tie_word_embeddings={tied})
 batch = torch.randint(0, 83, (2, 4, 16), generator=torch.Generator().manual_seed(1))
 plain = training(model.build("nano", config, seed=7))
 net = model.build("nano", config, seed=7, device="meta")
-mesh = runtime.sharding_mesh(device, 1)
+mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (torch.distributed.get_world_size(),))
 for block in net.model.layers.values():
     fully_shard(block, mesh=mesh)
 fully_shard(net, mesh=mesh)
