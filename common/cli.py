@@ -80,11 +80,9 @@ class TrainingParser(Parser):
         add("--warmup-steps", type=natural, help="steps of warm-up (default: the model's, nano 10)")
         add("--weight-decay", type=not_negative, default=0.1)
         add("--clip-norm", type=positive_or_inf, default=1.0, help="largest gradient norm; inf: any")
-        dtypes = "what matrices are multiplied in (auto: bf16 where the device has units for it, else fp32)"
-        add("--dtype", choices=("auto", "fp32", "bf16", "fp16"), default="auto", help=dtypes)
+        add("--dtype", choices=("auto", "fp32", "bf16", "fp16"), default="auto", help="of matmuls (auto: bf16 or fp32)")
         add("--compile", action="store_true", help="torch.compile the model")
-        recomputed = "what backward computes again: full: blocks; selective: all but attention and matmuls"
-        add("--checkpointing", choices=("none", "full", "selective"), default="none", help=recomputed)
+        add("--checkpointing", choices=("none", "full", "selective"), default="none", help="what backward recomputes")
         add("--seed", type=natural, default=0)
         add("--deterministic", action="store_true", help="bit-identical from run to run, slower on a GPU")
         add("--eval-every", type=natural, default=0, help="steps between evaluations (0: at the end only)")

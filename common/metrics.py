@@ -22,14 +22,13 @@ from common.shapes import Config, flops_per_token, parameter_count
 
 
 class Meter:
-    """Times a run between log lines and keeps its records. Rank 0 writes; every rank must call log and finish. Tokens/s
-    and MFU are those of the whole job, whatever part of the batch or of the model a rank has."""
+    """Times a run between log lines and keeps its records. Rank 0 writes; every rank must call log and finish."""
 
     def __init__(self, folder: Path, args, *, config: Config, device, batches: Batches, start_step: int) -> None:
         if start_step > args.steps:
             raise UserError(f"--steps {args.steps}: the run in {folder} is at step {start_step} already")
         self.folder, self.args, self.config, self.device = folder, args, config, device
-        _, self.world_size, _ = ranks()
+        self.world_size = ranks()[1]
         self.tokens_per_step = batches.tokens_per_step
         self.peak_flops = peak_flops(device_name(device), args.dtype)
         self.start_step = self.last_step = start_step
@@ -59,7 +58,7 @@ class Meter:
         self.file.write(json.dumps(record) + "\n")
         self.file.flush()
         for name, value in record.items() if self.tensorboard else ():
-            if value is not None and name != "step":
+            if value is not None:
                 self.tensorboard.add_scalar(name, value, record["step"])
         tqdm.write(line, file=sys.stdout)
         sys.stdout.flush()

@@ -1,5 +1,5 @@
-"""One decoder-only transformer, with the parameter names and the arithmetic of transformers' LlamaForCausalLM (RMSNorm,
-rotary position embedding, grouped-query attention, SwiGLU): its checkpoints load here, and ours there, as they are."""
+"""A decoder-only transformer with the names and arithmetic of transformers' LlamaForCausalLM (RMSNorm, rotary embedding,
+grouped queries, SwiGLU): its checkpoints load here, and ours there, as they are."""
 
 import hashlib
 import math

@@ -57,7 +57,6 @@ def peak_memory_bytes(device) -> int:
         import torch
 
         return max([*earlier_peaks, torch.cuda.max_memory_allocated(device)])
-    status = Path("/proc/self/status")  # Linux: getrusage would count what had started us, too
-    found = re.search(r"VmHWM:\s*(\d+)", status.read_text()) if status.exists() else None
-    in_kilobytes = int(found[1]) if found else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return in_kilobytes * (1 if sys.platform == "darwin" else 1024)
+    if sys.platform == "darwin":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # on Linux this counts what had started us, too
+    return int(re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())[1]) * 1024

@@ -57,8 +57,7 @@ def single_device(name: str) -> torch.device:
 
 
 def timeout() -> timedelta:
-    """How long a collective waits for its last rank before the job ends. It must outlast the slowest save, compilation
-    and the first tokenization of a text by one rank."""
+    """How long a collective waits for its last rank: it must outlast the slowest save, compilation, tokenization."""
     return timedelta(seconds=int(os.environ.get("COLLECTIVE_TIMEOUT_SECONDS", "600")))
 
 

@@ -109,8 +109,11 @@ def parse_config(content: dict, where: str) -> Config:
             "rope_scaling": {key: rope[key] for key in ROPE_SCALING} if rope_type == "llama3" else None,
         }
         config = Config(**{field.name: values[field.name] for field in dataclasses.fields(Config)})
-        if config.num_attention_heads % config.num_key_value_heads or config.head_dim % 2:
-            raise UserError(f"{where}: attention heads in equal groups and an even head_dim are needed, not {config}")
+        ungrouped = config.num_attention_heads % config.num_key_value_heads
+        if ungrouped or config.head_dim % 2 or config.num_hidden_layers < 1:
+            raise UserError(
+                f"{where}: attention heads in equal groups, an even head_dim and layers are needed: {config}"
+            )
         return config
     except (KeyError, ArithmeticError, TypeError, AttributeError) as error:
         lacks = f"it has no {error}" if isinstance(error, KeyError) else repr(error)

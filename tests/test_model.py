@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from common import model, runtime, shapes
 from common.exits import UserError
 from common.model import digest
+from old.model import attend  # that of inference
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -215,7 +216,7 @@ def masked_and_grouped(positions: torch.Tensor, dtype: torch.dtype = torch.float
 @pytest.mark.parametrize("positions", MASKS.values(), ids=MASKS)
 def test_attention_with_a_mask_and_grouped_heads_is_torchs(positions):
     inputs, seen = masked_and_grouped(positions)
-    found = model.attend(*inputs, seen, enable_gqa=True)
+    found = attend(*inputs, seen, enable_gqa=True)
     expected = F.scaled_dot_product_attention(*inputs, seen, enable_gqa=True)
     out_gradient = torch.randn(expected.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
     gradients = [torch.autograd.grad(out, inputs, out_gradient) for out in (found, expected)]
@@ -227,7 +228,7 @@ def test_no_kernel_gets_a_mask_with_grouped_heads_nor_copies_of_keys(monkeypatch
     calls = []
     monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *args, **how: calls.append((args, how)) or args[0])
     (q, k, v), seen = masked_and_grouped(MASKS["one mask for all"])
-    model.attend(q, k, v, seen, enable_gqa=True)
+    attend(q, k, v, seen, enable_gqa=True)
     [((queries, *keys_and_values, mask), how)] = calls
     assert how == {}
     assert mask is seen
@@ -241,7 +242,7 @@ def check_on_cuda(dtype: torch.dtype) -> None:
     exact = [part.detach().double().requires_grad_() for part in inputs]
     expected = F.scaled_dot_product_attention(*exact, seen, enable_gqa=True)
     with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):  # raises if this kernel refuses
-        found = model.attend(*inputs, seen, enable_gqa=True)
+        found = attend(*inputs, seen, enable_gqa=True)
     gradients = [torch.autograd.grad(out.sum(), wrt) for out, wrt in ((found, inputs), (expected, exact))]
     tolerance = 1e-5 if dtype == torch.float32 else 0.02
     for ours, correct in zip([found, *gradients[0]], [expected, *gradients[1]], strict=True):
