@@ -1,4 +1,4 @@
-"""A decoder-only transformer with the names and arithmetic of transformers' LlamaForCausalLM (RMSNorm, rotary embedding,
+"""A decoder-only transformer with names and arithmetic of transformers' LlamaForCausalLM (RMSNorm, rotary embedding,
 grouped queries, SwiGLU): its checkpoints load here, and ours there, as they are."""
 
 import hashlib
