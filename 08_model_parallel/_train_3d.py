@@ -2,7 +2,7 @@
 
 import os
 from argparse import Namespace
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from functools import partial
@@ -52,10 +52,6 @@ def count(args: Namespace, layout: Layout, build: Callable, surroundings: Callab
     """Bytes that the first rank of a pipeline stage holds, and the most that it ever holds in a step."""
     device = fake_ranks.join(stage * args.world_size // args.pp, args.world_size)
     net, _, batch_mesh, mesh = build(args, layout, device)
-
-    def step() -> None:
-        forward_and_back(net, layout, mesh["pipeline"], *surroundings(args, layout, batch_mesh["context"], device))
-
     with fake_ranks.tensors(), loss_parallel() if args.tp > 1 else nullcontext():
         net.to_empty(device=device)
         net.tie_weights()
@@ -64,22 +60,23 @@ def count(args: Namespace, layout: Layout, build: Callable, surroundings: Callab
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()  # makes its state. It is one kernel, and memory peaks before it
         optimizer.zero_grad()
-        held = (t.to_local() if isinstance(t, DTensor) else t for t in held_tensors(net, [optimizer]))
+        where, hidden = surroundings(args, layout, batch_mesh["context"], device)
+        step = partial(forward_and_back, net, layout, mesh["pipeline"], where, hidden)
+        held = (own_part(tensor) for tensor in (*held_tensors(net, [optimizer]), where["positions"], hidden))
         memory = record_memory(step, device, held)
-        moments = (tensor for state in optimizer.state.values() for tensor in state.values() if tensor.ndim)
+        moments = [tensor for state in optimizer.state.values() for tensor in state.values() if tensor.ndim]
         return {
             "stage": stage,
             "layers": len(net.model.layers),
-            "weight_bytes": size_of(net.parameters()),
-            "gradient_bytes": size_of(parameter.grad for parameter in net.parameters()),
-            "optimizer_bytes": size_of(moments),
+            "weight_bytes": sum(own_part(parameter).nbytes for parameter in net.parameters()),
+            "gradient_bytes": sum(own_part(parameter.grad).nbytes for parameter in net.parameters()),
+            "optimizer_bytes": sum(own_part(moment).nbytes for moment in moments),
             "peak_bytes": memory.peak_bytes,
         }
 
 
-def size_of(tensors: Iterable[DTensor]) -> int:
-    """Bytes of this rank's parts."""
-    return sum(tensor.to_local().nbytes for tensor in tensors)
+def own_part(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def forward_and_back(net: nn.Module, layout: Layout, stages: DeviceMesh, where: dict, hidden: Tensor) -> None:
