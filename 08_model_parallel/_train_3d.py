@@ -20,7 +20,7 @@ from common import fake_ranks
 from common.schedule import adamw_cosine
 from old import report, runtime
 from old.exits import UserError
-from old.step_cost import held_tensors, record_memory
+from old.step_cost import LiveMemory, held_tensors
 
 COLUMNS = {"weight_bytes": "weights", "gradient_bytes": "gradients", "optimizer_bytes": "AdamW", "peak_bytes": "peak"}
 
@@ -61,9 +61,9 @@ def count(args: Namespace, layout: Layout, build: Callable, surroundings: Callab
         optimizer.step()  # makes its state. It is one kernel, and memory peaks before it
         optimizer.zero_grad()
         where, hidden = surroundings(args, layout, batch_mesh["context"], device)
-        step = partial(forward_and_back, net, layout, mesh["pipeline"], where, hidden)
-        held = (own_part(tensor) for tensor in (*held_tensors(net, [optimizer]), where["positions"], hidden))
-        memory = record_memory(step, device, held)
+        held = (*held_tensors(net, [optimizer]), where["positions"], hidden)
+        with Peak(own_part(tensor) for tensor in held) as memory:
+            forward_and_back(net, layout, mesh["pipeline"], where, hidden)
         moments = [tensor for state in optimizer.state.values() for tensor in state.values() if tensor.ndim]
         return {
             "stage": stage,
@@ -73,6 +73,16 @@ def count(args: Namespace, layout: Layout, build: Callable, surroundings: Callab
             "optimizer_bytes": sum(own_part(moment).nbytes for moment in moments),
             "peak_bytes": memory.peak_bytes,
         }
+
+
+class Peak(LiveMemory):
+    """The most bytes that are ever alive. They are added up only where an operator may have made something."""
+
+    peak_bytes = 0
+
+    def after(self, operator, operands: tuple) -> None:
+        if not operator.is_view and operator.namespace != "prim":  # prim: a fake tensor is asked for its device
+            self.peak_bytes = max(self.peak_bytes, self.bytes_now())
 
 
 def own_part(tensor: Tensor) -> Tensor:

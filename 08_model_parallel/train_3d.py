@@ -15,6 +15,8 @@ Whatever the mesh, in fp32 the losses and gradients are those of one process up 
     one node  torchrun --nproc_per_node=8 08_model_parallel/train_3d.py --model llama-8b --tp 8 --checkpointing full
     cluster   the same on every node, with --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400 and
               --model llama-70b --tp 8 --pp 4 --micro-batch-size 1
+    its bytes python 08_model_parallel/train_3d.py --dry-run --world-size 32 --model llama-70b --tp 8 --pp 4 \\
+                  --micro-batch-size 1
 
 Look for: with --dtype fp32 the losses of 06_fsdp_zero/train_fsdp.py, whatever the mesh; the bytes that each rank holds.
 Before: 06_fsdp_zero/, and this chapter's scripts, one for each cut. Next: launch/.

@@ -31,8 +31,6 @@ class LiveMemory(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # a DTensor then does the same with its part, which is a plain tensor
         result = operator(*args, **(kwargs or {}))
-        if operator.namespace == "prim":
-            return result  # the device of a fake tensor, asked for more often than anything is computed
         # A view makes no memory. What first shows in one is a copy in which gloo reduces, unlike NCCL: not counted.
         for tensor in () if operator.is_view else tree_leaves(result):
             if isinstance(tensor, Tensor) and tensor.device.type != "meta":
