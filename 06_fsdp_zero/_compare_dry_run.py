@@ -1,12 +1,7 @@
-"""compare.py without the machines: one process that takes itself for rank 0 of N, and tensors without numbers.
-
-The process group is torch's "fake" backend: a collective returns at once. FakeTensorMode gives tensors that have shape,
-type and device, and no memory. So the same program runs, for any N and any model, and the same counters see it.
-"""
+"""compare.py without the machines: as rank 0 of N fake ones, for any N and any model, under the same counters."""
 
 import dataclasses
 import math
-import warnings
 from collections import Counter
 from collections.abc import Callable
 
@@ -19,24 +14,6 @@ from torch import Tensor, nn
 from old import hf, model, shapes
 
 SHALLOW = 4  # blocks: two at each end of backward
-
-
-def join_fake_job(world_size: int) -> torch.device:
-    """From here on this process is rank 0 of that many."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    warnings.filterwarnings("ignore", "Set timeout is now only supported for either nccl or gloo")
-    # or to_empty() would put a fake tensor's shape into a real parameter, and each use would look like new memory
-    torch.__future__.set_overwrite_module_params_on_conversion(True)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
-    return torch.device("cpu")
-
-
-def fake_tensors():
-    """From here on a tensor has no memory. Those that are on the meta device already may stay there."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def bucket_mib(config: shapes.Config) -> float:

@@ -40,12 +40,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # old/, with nothing installed
 from _compare_count import Count, Counts, held_bytes
-from _compare_dry_run import bucket_mib, dry_run, fake_tensors, join_fake_job, mark_ends_of_backward, pretend_ddp
+from _compare_dry_run import bucket_mib, dry_run, mark_ends_of_backward, pretend_ddp
 from _compare_flags import Job, make_job, parse
 from _compare_least_time import describe_machine, least_seconds
 from _compare_report import Result, conclude
 from zero_from_scratch import make_stage
 
+from common import fake_ranks
 from old import data, exits, hardware, model, report, runtime, shapes
 
 warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)  # torch 2.11 does not have its successor
@@ -131,7 +132,7 @@ def count(method: str, job: Job, batches: list[list[Tensor]]) -> tuple[Trainer, 
         shard(net, job, job.replicas if method == "HSDP" else 1)
     counter = Count(job.ranks_per_node)
     held = {}
-    with fake_tensors() if job.dry else nullcontext(), counter:
+    with fake_ranks.tensors() if job.dry else nullcontext(), counter:
         trainer = prepare(method, net, job)
         if job.dry:
             mark_ends_of_backward(list(blocks.values()), counter.enter)
@@ -185,7 +186,7 @@ def main() -> int:
     began = time.perf_counter()
     args = parse(__doc__)  # raises a UserError before any rank starts
     if args.dry_run:
-        device = join_fake_job(args.world_size)
+        device = fake_ranks.join(0, args.world_size)
     else:
         runtime.relaunch(args.device, on_cpu=4)  # four, so that HSDP has two copies, each on two ranks
         runtime.seed(0, deterministic=False)

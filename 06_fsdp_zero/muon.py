@@ -120,7 +120,7 @@ def run(name: str, weights: str, net: nn.Module, lr: float, batches: list[tuple[
         "optimizer_bytes_per_rank": bytes_per_rank,
         "most_optimizer_bytes": max(bytes_per_rank),
         "all_gathers_per_optimizer_step": sum(sent.calls.values()),
-        "optimizer_sent_bytes": sent.all_bytes_sent,
+        "optimizer_sent_bytes": round(sum(sent.bytes_sent.values())),
         "first_loss": losses[0],
         "last_loss": losses[-1],
         "losses": losses,

@@ -1,11 +1,38 @@
 """What a mesh must divide. UserError names the flag, the value and the nearest that would do."""
 
+import argparse
 import math
+from dataclasses import dataclass
 from pathlib import Path
 
-from old import cli, hf
+from old import cli, data, hf
 from old.exits import UserError
-from old.shapes import SIZES, Config
+from old.shapes import SIZES, Config, load_config
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A model, and how it and its batch are divided."""
+
+    config: Config
+    data_ranks: int  # parts of the batch
+    shards: int  # parts of a copy of the model: context ranks too, which read other tokens as data ranks do
+    micro_batch_size: int
+    accumulation_steps: int
+
+
+def check_layout(args: argparse.Namespace, world_size: int) -> tuple[Layout, data.Corpus]:
+    """What the flags ask for on so many ranks; UserError for what cannot be."""
+    sizes = {"tp": args.tp, "pp": args.pp, "cp": args.cp}
+    check_proved(args.compile, args.cpu_offload, args.dtype, **sizes)
+    data_ranks = data_parallel_size(world_size, **sizes, replicate=args.replicate)
+    micro_batch_size, accumulation_steps = cli.split_batch(args.global_batch_size, args.micro_batch_size, data_ranks)
+    check_schedule(micro_batch_size, accumulation_steps, args.pp)
+    corpus = data.load_corpus(args.data, args.tokenizer)
+    config = load_config(args.model, corpus.vocab_size, args.seq_len)
+    shards = data_ranks * args.cp // args.replicate
+    check_model(args.model, config, args.seq_len, **sizes, shards=shards)
+    return Layout(config, data_ranks, shards, micro_batch_size, accumulation_steps), corpus
 
 
 def data_parallel_size(world_size: int, *, tp: int, pp: int, cp: int, replicate: int) -> int:

@@ -15,13 +15,15 @@ Whatever the mesh, in fp32 the losses and gradients are those of one process up 
     one node  torchrun --nproc_per_node=8 08_model_parallel/train_3d.py --model llama-8b --tp 8 --checkpointing full
     cluster   the same on every node, with --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400 and
               --model llama-70b --tp 8 --pp 4 --micro-batch-size 1
+    its bytes python 08_model_parallel/train_3d.py --dry-run --world-size 32 --model llama-70b --tp 8 --pp 4 \\
+                  --micro-batch-size 1
 
 Look for: with --dtype fp32 the losses of 06_fsdp_zero/train_fsdp.py, whatever the mesh; the bytes that each rank holds.
 Before: 06_fsdp_zero/, and this chapter's scripts, one for each cut. Next: launch/.
 """
 
-import math
 import sys
+from argparse import Namespace
 from contextlib import ExitStack
 from functools import partial
 from itertools import pairwise
@@ -29,84 +31,42 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor.parallel import loss_parallel
-from torch.optim.lr_scheduler import LambdaLR
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # old/, with nothing installed
-from _train_3d_checks import check_parts, check_types, digest
+from _train_3d import dry_run
+from _train_3d_checks import Shapes, check_parts, check_types, digest
 from _train_3d_context import Context, sequence_part
-from _train_3d_flags import check_model, check_proved, check_schedule, data_parallel_size
+from _train_3d_flags import Layout, check_layout
 from _train_3d_stages import clip_over_stages, evaluate, forward_backward, keep_stage, make_schedule
 from _train_3d_tensor import cut_matrices
 
-from old import checkpoint, cli, data, exits, hardware, metrics, model, run_dir, runtime, shapes
+from common.schedule import adamw_cosine
+from old import checkpoint, cli, data, exits, hardware, metrics, model, run_dir, runtime
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def main() -> int:
-    parser = cli.training_parser(__doc__)
-    parser.add_argument("--tp", type=cli.positive_int, default=1, help="ranks that share each matrix product")
-    parser.add_argument("--pp", type=cli.positive_int, default=1, help="stages of layers")
-    parser.add_argument("--cp", type=cli.positive_int, default=1, help="ranks that share each sequence")
-    parser.add_argument("--replicate", type=cli.positive_int, default=1, help="copies of the model: HSDP from 2 on")
-    parser.add_argument("--reshard-after-forward", choices=("on", "off"), default="on", help="off: blocks stay whole")
-    parser.add_argument("--cpu-offload", action="store_true", help="weights, gradients, optimizer state in CPU memory")
-    args = parser.parse_args()
-    runtime.seed(args.seed, args.deterministic)
-    rank, world_size, local_rank = runtime.world_from_env()  # RANK, WORLD_SIZE, LOCAL_RANK: torchrun has set them
-    device = runtime.rank_device(args.device, local_rank)  # each process of a node takes a GPU of its own
-    runtime.end_with_torchrun()  # or ranks would train on for nobody when it is killed
-    dist.init_process_group(
-        backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",  # NCCL for gradients, gloo for CPU values
-        device_id=device if device.type == "cuda" else None,
-        timeout=runtime.collective_timeout(),  # how long the others wait for a rank that does not come
-        rank=rank,
-        world_size=world_size,
-        store=None if world_size > 1 or dist.is_torchelastic_launched() else dist.HashStore(),  # None: torchrun's
-    )
-    args.dtype = hardware.choose_dtype(args.dtype, device)
-    if args.dtype == "fp32":
-        runtime.exact_fp32(device)  # some containers set variables that turn fp32 products into tf32
-    runtime.catch_stop_signals()
-    check_proved(args.compile, args.cpu_offload, args.dtype, tp=args.tp, pp=args.pp, cp=args.cp)
-    data_ranks = data_parallel_size(world_size, tp=args.tp, pp=args.pp, cp=args.cp, replicate=args.replicate)
-    micro_batch_size, accumulation_steps = cli.split_batch(args.global_batch_size, args.micro_batch_size, data_ranks)
-    check_schedule(micro_batch_size, accumulation_steps, args.pp)
-    runtime.say(f"{args.model}, {args.dtype} matrix products, {world_size} x {hardware.device_name(device)}")
-
-    corpus = data.load_corpus(args.data, args.tokenizer)
-    config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)
-    shards = data_ranks * args.cp // args.replicate  # context ranks too: they read other tokens, as data ranks do
-    check_model(args.model, config, args.seq_len, tp=args.tp, pp=args.pp, cp=args.cp, shards=shards)
+def build(args: Namespace, layout: Layout, device: torch.device) -> tuple[nn.Module, Shapes, DeviceMesh, DeviceMesh]:
+    """A rank's part of the model, which has no numbers yet; the shapes of the whole; its ranks, in two meshes."""
     # the same ranks twice: by what they read, and by what they hold. Tensor ranks talk most, and are neighbours
-    places = {"pipeline": args.pp, "data": data_ranks, "context": args.cp, "tensor": args.tp}
+    places = {"pipeline": args.pp, "data": layout.data_ranks, "context": args.cp, "tensor": args.tp}
     batch_mesh = runtime.device_mesh(device, places)
-    data_rank, sequence = batch_mesh.get_local_rank("data"), batch_mesh["context"]
-    places = {"pipeline": args.pp, "replicate": args.replicate, "shard": shards, "tensor": args.tp}
+    places = {"pipeline": args.pp, "replicate": args.replicate, "shard": layout.shards, "tensor": args.tp}
     mesh = runtime.device_mesh(device, places)
-    copies = mesh["shard"] if args.replicate == 1 else mesh["replicate", "shard"]
-    stages = mesh["pipeline"]
-    held_out = data.eval_batches(
-        corpus.held_out, seq_len=args.seq_len, batch_size=micro_batch_size, rank=data_rank, world_size=data_ranks
-    )
-    columns = sequence_part(args.seq_len, sequence)
-    held_out = [(inputs[:, columns], targets[:, columns]) for inputs, targets in held_out]
-    where = {"positions": torch.arange(args.seq_len, device=device)[columns].expand(micro_batch_size, -1)}
-    where |= {"cache": Context(sequence.get_group(), args.seq_len, DTYPES[args.dtype])} if args.cp > 1 else {}
     # fp32 weights, whatever the dtype: bf16 would lose small updates
-    net = model.build(args.model, config, seed=args.seed, device="meta")  # shapes alone: no rank ever holds the whole
+    net = model.build(args.model, layout.config, seed=args.seed, device="meta")  # no rank ever holds the whole
     whole = {name: parameter.shape for name, parameter in net.named_parameters()}
-    keep_stage(net, stages.get_local_rank(), args.pp)
-    until_the_end = ExitStack()
+    keep_stage(net, mesh.get_local_rank("pipeline"), args.pp)
     if args.tp > 1:
         cut_matrices(net, mesh["tensor"], arguments_of_attention=3 if args.cp == 1 else 5)
-        until_the_end.enter_context(loss_parallel())  # forward and backward of the loss without gathering the logits
     model.checkpoint_blocks(net, args.checkpointing)  # what is not kept then is computed again in backward
     shard = partial(
         fully_shard,
-        mesh=copies,  # which ranks share one copy of the model
+        mesh=mesh["shard"] if args.replicate == 1 else mesh["replicate", "shard"],  # who share one copy of the model
         mp_policy=MixedPrecisionPolicy(DTYPES[args.dtype], reduce_dtype=torch.float32, cast_forward_inputs=False),
         reshard_after_forward=None if args.reshard_after_forward == "on" else False,  # None: all but the root
         offload_policy=CPUOffloadPolicy(pin_memory=device.type == "cuda") if args.cpu_offload else OffloadPolicy(),
@@ -119,14 +79,52 @@ def main() -> int:
     for block, next_block in pairwise(net.model.layers.values()):  # while one computes, the next is on its way
         block.set_modules_to_forward_prefetch([next_block])
         next_block.set_modules_to_backward_prefetch([block])
-    model.materialize(net, args.model, seed=args.seed, device="cpu" if args.cpu_offload else device)
+    return net, whole, batch_mesh, mesh
 
-    matrices, vectors = [], []
-    for parameter in net.parameters():
-        (matrices if parameter.ndim >= 2 else vectors).append(parameter)
-    groups = [{"params": matrices, "weight_decay": args.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
-    scheduler = LambdaLR(optimizer, partial(warmup_cosine, warmup_steps=args.warmup_steps, steps=args.steps))
+
+def surroundings(args: Namespace, layout: Layout, sequence: DeviceMesh, device: torch.device) -> tuple[dict, Tensor]:
+    """What the model is told beside a micro-batch's tokens; what a stage sends to the next, in shape and type."""
+    columns, micro_batch_size = sequence_part(args.seq_len, sequence), layout.micro_batch_size
+    where = {"positions": torch.arange(args.seq_len, device=device)[columns].expand(micro_batch_size, -1)}
+    where |= {"cache": Context(sequence.get_group(), args.seq_len, DTYPES[args.dtype])} if args.cp > 1 else {}
+    sent = (micro_batch_size, args.seq_len // (args.cp * args.tp), layout.config.hidden_size)
+    return where, torch.zeros(sent, dtype=DTYPES[args.dtype], device=device)
+
+
+def main() -> int:
+    parser = cli.training_parser(__doc__)
+    parser.add_argument("--tp", type=cli.positive_int, default=1, help="ranks that share each matrix product")
+    parser.add_argument("--pp", type=cli.positive_int, default=1, help="stages of layers")
+    parser.add_argument("--cp", type=cli.positive_int, default=1, help="ranks that share each sequence")
+    parser.add_argument("--replicate", type=cli.positive_int, default=1, help="copies of the model: HSDP from 2 on")
+    parser.add_argument("--reshard-after-forward", choices=("on", "off"), default="on", help="off: blocks stay whole")
+    parser.add_argument("--cpu-offload", action="store_true", help="weights, gradients, optimizer state in CPU memory")
+    parser.add_argument("--dry-run", action="store_true", help="train nothing: count each stage's bytes on fake ranks")
+    parser.add_argument("--world-size", type=cli.positive_int, help="with --dry-run: how many ranks (default: fewest)")
+    args = parser.parse_args()
+    if args.dry_run or args.world_size:
+        return dry_run(args, build, surroundings)
+    runtime.seed(args.seed, args.deterministic)
+    device = runtime.init_process_group(args.device)
+    world_size = dist.get_world_size()
+    args.dtype = hardware.choose_dtype(args.dtype, device)
+    if args.dtype == "fp32":
+        runtime.exact_fp32(device)  # some containers set variables that turn fp32 products into tf32
+    runtime.catch_stop_signals()
+    layout, corpus = check_layout(args, world_size)
+    runtime.say(f"{args.model}, {args.dtype} matrix products, {world_size} x {hardware.device_name(device)}")
+
+    net, whole, batch_mesh, mesh = build(args, layout, device)
+    data_rank, sequence, stages = batch_mesh.get_local_rank("data"), batch_mesh["context"], mesh["pipeline"]
+    micro_batch_size, accumulation_steps = layout.micro_batch_size, layout.accumulation_steps
+    where, hidden = surroundings(args, layout, sequence, device)
+    model.materialize(net, args.model, seed=args.seed, device="cpu" if args.cpu_offload else device)
+    until_the_end = ExitStack()
+    if args.tp > 1:
+        until_the_end.enter_context(loss_parallel())  # forward and backward of the loss without gathering the logits
+    optimizer, scheduler = adamw_cosine(
+        net, lr=args.lr, weight_decay=args.weight_decay, warmup_steps=args.warmup_steps, steps=args.steps
+    )
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
 
     training = {"net": net, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
@@ -134,13 +132,16 @@ def main() -> int:
     folder = run_dir.claim(
         args.run_dir,
         settings=parser.settings(args),
-        contents={"data": corpus.sha256, "model": repr(config)},
+        contents={"data": corpus.sha256, "model": repr(layout.config)},
         resume=args.resume,
     )
     checkpoints = checkpoint.Checkpoints(folder, keep=args.keep, in_background=args.async_save)
     if args.resume:
         progress = checkpoint.resume(checkpoints, **training) or progress
     start_step = progress["step"]
+    held_out = data.eval_batches(
+        corpus.held_out, seq_len=args.seq_len, batch_size=micro_batch_size, rank=data_rank, world_size=layout.data_ranks
+    )
     batches = data.train_batches(
         corpus.train,
         seq_len=args.seq_len,
@@ -150,12 +151,12 @@ def main() -> int:
         device=device,
         start_step=start_step,
         rank=data_rank,
-        world_size=data_ranks,
+        world_size=layout.data_ranks,
         num_workers=args.num_workers,
     )
+    columns = sequence_part(args.seq_len, sequence)
+    held_out = [(inputs[:, columns], targets[:, columns]) for inputs, targets in held_out]
     batches = ((inputs[:, columns], targets[:, columns]) for inputs, targets in batches)
-    sent = (micro_batch_size, args.seq_len // (args.cp * args.tp), config.hidden_size)  # from a stage to the next
-    hidden = torch.zeros(sent, dtype=DTYPES[args.dtype], device=device)
     one_by_one, schedule = accumulation_steps, None
     if args.pp > 1:  # the schedule takes all micro-batches of a step together, so that the stages work at once
         one_by_one, schedule = 0, make_schedule(net, stages, accumulation_steps, where["positions"], hidden)
@@ -163,7 +164,7 @@ def main() -> int:
     meter = metrics.Meter(
         folder,
         model=args.model,
-        config=config,
+        config=layout.config,
         device=device,
         dtype=args.dtype,
         seq_len=args.seq_len,
@@ -236,14 +237,6 @@ def main() -> int:
     )
     runtime.shutdown()
     return exits.REQUEUE_EXIT_CODE if stop and progress["step"] < args.steps else 0
-
-
-def warmup_cosine(step: int, warmup_steps: int, steps: int) -> float:
-    """Factor on --lr for 0-based step: up in a line, down to a tenth along a cosine."""
-    if step < warmup_steps:
-        return (step + 1) / warmup_steps
-    done = min(1.0, (step - warmup_steps) / max(1, steps - warmup_steps))
-    return 0.55 + 0.45 * math.cos(math.pi * done)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,4 @@
-"""How a lesson starts and ends: its flags, its processes, its batch, its table and what it has checked.
-
-torch is imported inside functions: estimate.py, which has a table, runs without it.
-"""
+"""How a lesson starts and ends: its flags, its processes, its batch, its table and what it has checked."""
 
 import argparse
 import os
@@ -17,11 +14,8 @@ _began = time.perf_counter()
 
 
 def flags(doc: str, **defaults) -> argparse.Namespace:
-    """The flags of a lesson, one per keyword, and --device and --json.
-
-    The default says what a flag takes: a number above 0, a text, a choice (a tuple, its first the default), or
-    nothing (False).
-    """
+    """The flags of a lesson, one per keyword, and --device and --json. The default says what a flag takes: a number
+    above 0, a text, a choice (a tuple, its first the default), or nothing (False)."""
     parser = cli.Parser(doc)
     for name, default in defaults.items():
         flag = f"--{name.replace('_', '-')}"
@@ -73,13 +67,9 @@ def one_batch(batch_size: int, seq_len: int, device) -> tuple:
     return torch.stack(inputs).to(device), torch.stack(targets).to(device)
 
 
-def end(
-    rows: list[dict], *, columns: dict[str, str], checked: list[str], args: argparse.Namespace, device, **own
-) -> None:
+def end(rows: list[dict], *, columns: dict[str, str], checked: list[str], args, device, **own) -> None:
     """End a lesson: a table with these columns (key of a row: heading), what was checked, and --json, which has the
-    keys of report.SUMMARY, the flags, `rows`, `checked` and what the lesson adds as `own`.
-
-    Every rank must call it; rank 0 prints and writes.
+    keys of report.SUMMARY, the flags, `rows`, `checked` and `own`. Every rank must call it; rank 0 prints and writes.
     """
     from common import runtime
 

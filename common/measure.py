@@ -14,17 +14,14 @@ from common import report, runtime
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of the tensors that are alive, at the most and now, while operators run inside it: real or fake ones.
-
-    On CUDA torch's allocator tells, everything that it has given out. Elsewhere it is what operators inside have made,
-    and what was `held` before; what an operator frees before it returns is not seen. Operators inside a compiled graph
-    are not seen either: there only a GPU's peak is right.
-    """
+    """Bytes of the tensors that are alive, at the most and now, while operators run inside it: real or fake ones. On
+    CUDA torch's allocator tells. Elsewhere it is what operators inside have made and what was `held` before, without
+    what an operator frees before it returns, and what is inside a compiled graph."""
 
     def __init__(self, held: Iterable[Tensor] = (), device: torch.device | None = None) -> None:
         super().__init__()
         self.cuda = device if device is not None and device.type == "cuda" else None
-        self.timeline: list[int] = []  # after each operator
+        self._peak = 0
         self._alive = weakref.WeakValueDictionary()  # memory by address: what is freed disappears
         for tensor in held:
             self._note(tensor)
@@ -41,7 +38,7 @@ class LiveBytes(TorchDispatchMode):
 
     @property
     def peak(self) -> int:
-        return torch.cuda.max_memory_allocated(self.cuda) if self.cuda else max(self.timeline, default=self.now)
+        return torch.cuda.max_memory_allocated(self.cuda) if self.cuda else max(self._peak, self.now)
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         if any(hasattr(kind, "full_tensor") for kind in types):
@@ -51,7 +48,7 @@ class LiveBytes(TorchDispatchMode):
         for tensor in () if operator.is_view else tree_leaves(result):
             if isinstance(tensor, Tensor) and tensor.device.type != "meta":
                 self._note(tensor)
-        self.timeline.append(self.now)
+        self._peak = max(self._peak, self.now)
         return result
 
     def _note(self, tensor: Tensor) -> None:
@@ -61,9 +58,7 @@ class LiveBytes(TorchDispatchMode):
 
 def seconds_in_turns(steps: dict[str, Callable[[], object]], device: torch.device, rounds: int) -> dict[str, dict]:
     """By name: median, lowest and highest seconds of a step, and of its time against the first's in the same round.
-
-    Steps take turns, so that what disturbs one disturbs all; before the first round each has run once.
-    """
+    Steps take turns, so that what disturbs one disturbs all; before the first round each has run once."""
     seconds = {name: [] for name in steps}
     for round_number in range(rounds + 1):
         for name, step in steps.items():
@@ -73,28 +68,18 @@ def seconds_in_turns(steps: dict[str, Callable[[], object]], device: torch.devic
             runtime.wait_for(device)
             if round_number > 0:
                 seconds[name].append(time.perf_counter() - start)
-    first = next(iter(seconds.values()))
-    found = {}
+    first, found = next(iter(seconds.values())), {}
     for name, own in seconds.items():
+        found[name] = {"n": rounds}
         ratios = [mine / other for mine, other in zip(own, first, strict=True)]
-        found[name] = {
-            "seconds": statistics.median(own),
-            "min_seconds": min(own),
-            "max_seconds": max(own),
-            "time_ratio": statistics.median(ratios),
-            "min_time_ratio": min(ratios),
-            "max_time_ratio": max(ratios),
-            "n": rounds,
-        }
+        for key, values in (("seconds", own), ("time_ratio", ratios)):
+            found[name] |= {key: statistics.median(values), f"min_{key}": min(values), f"max_{key}": max(values)}
     return found
 
 
 def relative_error(found: Tensor | list[Tensor], expected: Tensor | list[Tensor]) -> float:
-    """The largest over the tensors of |found - expected| / |expected|, as norms. 0 is equality to the bit.
-
-    Lower bound for the denominator: a thousandth of the norm of all tensors together. Some gradients are almost zero,
-    such as those of q and k for one token: of these there is only rounding to compare.
-    """
+    """The largest over the tensors of |found - expected| / |expected|, as norms; 0 is equality to the bit. Lower bound
+    for the denominator: a thousandth of the norm of all, since of a gradient near 0 there is only rounding."""
     founds, expecteds = ([tensors] if isinstance(tensors, Tensor) else tensors for tensors in (found, expected))
     least = torch.nn.utils.get_total_norm(expecteds) / 1000
     errors = [

@@ -9,14 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 # By what the operator's name contains, without underscores. To receive, to wait and a barrier send nothing.
-KINDS = {
-    "reducescatter": "reduce_scatters",
-    "allreduce": "all_reduces",
-    "allgather": "all_gathers",
-    "alltoall": "all_to_alls",
-    "broadcast": "broadcasts",
-    "::send": "sends",
-}
+KINDS = {"reducescatter": "reduce_scatters", "allreduce": "all_reduces", "allgather": "all_gathers"}
+KINDS |= {"alltoall": "all_to_alls", "broadcast": "broadcasts", "::send": "sends"}
 
 
 class Traffic(TorchDispatchMode):
@@ -30,15 +24,7 @@ class Traffic(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: Counter[str] = Counter()
-        self._sent: Counter[str] = Counter()
-
-    @property
-    def bytes_sent(self) -> dict[str, int]:
-        return {kind: round(size) for kind, size in self._sent.items()}
-
-    @property
-    def all_bytes_sent(self) -> int:
-        return round(sum(self._sent.values()))
+        self.bytes_sent: Counter[str] = Counter()  # exact fractions, so that they add up
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         if any(hasattr(kind, "full_tensor") for kind in types):
@@ -47,7 +33,7 @@ class Traffic(TorchDispatchMode):
             name = operator.name().replace("_", "")
             if kind := next((KINDS[part] for part in KINDS if part in name), None):
                 self.calls[kind] += 1
-                self._sent[kind] += bytes_on_the_wire(kind, args)
+                self.bytes_sent[kind] += bytes_on_the_wire(kind, args)
         return operator(*args, **(kwargs or {}))
 
 
@@ -55,7 +41,7 @@ def bytes_on_the_wire(kind: str, args: tuple) -> Fraction:
     """Sent by this rank, from an operator's arguments: [outputs,] inputs, then the group, sizes of parts, flags."""
     tensors = [[leaf for leaf in tree_leaves(arg) if isinstance(leaf, torch.Tensor)] for arg in args]
     inputs = [tensor.nbytes for tensor in [found for found in tensors if found][-1]]
-    group = group_of(args)
+    group = _group_of(args)
     n, size = group.size(), sum(inputs)
     if kind == "all_gathers":
         return Fraction(size * (n - 1))  # its own part, and those of all others but the last
@@ -67,9 +53,8 @@ def bytes_on_the_wire(kind: str, args: tuple) -> Fraction:
     return size * trips
 
 
-def group_of(args: tuple) -> dist.ProcessGroup:
-    boxed = [arg for arg in args if isinstance(arg, torch.ScriptObject)]
-    if boxed:
+def _group_of(args: tuple) -> dist.ProcessGroup:
+    if boxed := [arg for arg in args if isinstance(arg, torch.ScriptObject)]:
         return dist.ProcessGroup.unbox(boxed[0])
     name = [arg for arg in args if isinstance(arg, str)][-1]  # a functional collective knows its group by name
     return dist.distributed_c10d._resolve_process_group(name)

@@ -1,0 +1,51 @@
+"""Ranks that are not there: one process takes itself for a rank of many, with tensors that hold no numbers.
+
+The program of a real rank runs, and counters of operators see what it holds and sends. Collectives of a "fake" group
+return at once. Fake tensors have shape, type and device; without a GPU their attention keeps what a CPU's keeps.
+"""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+
+def join(rank: int, world_size: int) -> torch.device:
+    """From here on this process is that rank. It cannot be another one later: DTensor remembers process groups."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    warnings.filterwarnings("ignore", "Set timeout is now only supported for either nccl or gloo")
+    # or to_empty() would put a fake tensor's shape into a real parameter, and each use would look like new memory
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    return torch.device("cpu")
+
+
+@contextmanager
+def tensors() -> Iterator[None]:
+    """While entered, a new tensor is a fake one. Those that are on the meta device already may stay there."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True), _whole_tensors_unseen():
+        yield
+
+
+@contextmanager
+def _whole_tensors_unseen() -> Iterator[None]:
+    """DTensor learns a result's shape by running the operator on whole tensors, which a counter must not see."""
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    propagate = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def unseen(*args) -> object:
+        with _disable_current_modes():
+            return propagate(*args)
+
+    ShardingPropagator._propagate_tensor_meta_non_cached = unseen
+    try:
+        yield
+    finally:
+        ShardingPropagator._propagate_tensor_meta_non_cached = propagate
