@@ -69,8 +69,7 @@ def one_batch(batch_size: int, seq_len: int, device) -> tuple:
 
 def end(rows: list[dict], *, columns: dict[str, str], checked: list[str], args, device, **own) -> None:
     """End a lesson: a table with these columns (key of a row: heading), what was checked, and --json, which has the
-    keys of report.SUMMARY, the flags, `rows`, `checked` and `own`. Every rank must call it; rank 0 prints and writes.
-    """
+    keys of report.SUMMARY, the flags, `rows`, `checked` and `own`. Every rank must call it; rank 0 prints."""
     from common import runtime
 
     peaks = runtime.gather(report.peak_memory_bytes(device))
