@@ -13,7 +13,7 @@ from pathlib import Path
 from planner import machine, memory
 from planner.machine import Machine
 from planner.plan import Plan
-from planner.shape import Experts, Latent, Shape, flops_per_token
+from planner.shape import Shape
 from planner.step import step
 
 DATA = Path(__file__).resolve().parents[1] / "tests/data"
@@ -57,8 +57,8 @@ def shape_of(row: dict) -> Shape:
         return int(row[name] or 0)
 
     latent = re.search(r"q_lora (\d+) kv_lora (\d+) qk_nope (\d+) qk_rope (\d+) v (\d+)", row["attention"])
+    latent_names = ("q_rank", "kv_rank", "nope", "rope", "value_dim")
     head_dim = re.search(r"head_dim (\d+)", row["attention"])
-    expert_sizes = [size(name) for name in ("experts", "top_k", "expert_ffn", "shared_expert_ffn", "dense_layers")]
     return Shape(
         name=row["model"],
         **{name: size(name) for name in ("vocab", "hidden", "layers", "heads", "kv_heads")},
@@ -66,8 +66,12 @@ def shape_of(row: dict) -> Shape:
         ffn=-(-size("ffn") // size("tp")) * size("tp"),
         head_dim=int(head_dim[1]) if head_dim else size("hidden") // size("heads"),
         tied=row["tied_embeddings"] == "1",
-        experts=Experts(*expert_sizes) if row["experts"] else None,
-        latent=Latent(*map(int, latent.groups())) if latent else None,
+        experts=size("experts"),
+        active_experts=size("top_k"),
+        expert_ffn=size("expert_ffn"),
+        shared_ffn=size("shared_expert_ffn"),
+        dense_layers=size("dense_layers"),
+        **dict(zip(latent_names, map(int, latent.groups()), strict=True) if latent else ()),
     )
 
 
@@ -153,10 +157,13 @@ def peaks(file: Path) -> list[dict]:
         # nanotron's label does not say which; the value grows with the micro-batch after the counters are reset, as
         # only reserved memory does
         reserved = row["memory_convention"] == "max_memory_reserved" or plan.framework == "nanotron"
-        size = predicted.reserved_bytes if reserved else predicted.allocated_bytes
-        if capacity := re.search(r"\(([\d.]+) GiB\)", row["gpu"]):  # before it fails, the allocator gives back its cache
+        allocated = predicted.allocated_bytes()
+        size = allocated + predicted.fragmentation_bytes() * reserved
+        if capacity := re.search(
+            r"\(([\d.]+) GiB\)", row["gpu"]
+        ):  # before it fails, the allocator gives back its cache
             room = float(capacity[1]) * 2**30 - memory.CONTEXT
-            size = max(predicted.allocated_bytes, min(size, room))
+            size = max(allocated, min(size, room))
         measured = float(row["measured_peak_gib"])
         found.append(
             {
@@ -179,7 +186,7 @@ def measured_seconds(row: dict, plan: Plan, peak_flops: float) -> float | None:
     if row["measured_tokens_per_second_per_gpu"]:
         return tokens / float(row["measured_tokens_per_second_per_gpu"])
     if row["measured_mfu"]:
-        flops = flops_per_token(shape_of(row), seq_len=plan.seq_len)
+        flops = shape_of(row).flops_per_token(seq_len=plan.seq_len)
         return tokens * flops / (peak_flops * float(row["measured_mfu"]) / 100)
     return None
 
@@ -196,7 +203,7 @@ def steps(file: Path) -> list[dict]:
         if measured is None:
             continue
         predicted = step(shape, plan, where)
-        flops = flops_per_token(shape, seq_len=plan.seq_len) * predicted.tokens / plan.gpus
+        flops = shape.flops_per_token(seq_len=plan.seq_len) * predicted.tokens / plan.gpus
         found.append(
             {
                 "id": row["id"],

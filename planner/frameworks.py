@@ -1,8 +1,7 @@
 """What differs between frameworks that train the same model: bytes per parameter, what kernels keep, what overlaps.
 
 A fact comes from the framework's own code, or from a run that prints two figures. Where code leaves two readings open,
-all measured rows of that framework together chose one (it says so there). None is fitted to a row.
-"""
+all measured rows of that framework together chose one (it says so there). None is fitted to a row."""
 
 from dataclasses import dataclass, replace
 
@@ -45,8 +44,7 @@ FSDP2 = Framework(
     gathers_root=True, whole_gradients=True, gathered_inputs=True, whole_summands=True, launch_tp=3e-3, imbalance=1.5
 )
 # Llama's repeat_kv copies keys and values. Grouped matmuls of experts are not on the list of what "selective" saves.
-# reserved: runs whose source prints both figures, over states of 12.6 and 39.1 GiB: 83c879f 59.41 and 49.54, 00cffae
-# 107.97 and 96.60, 141.53 and 126.12 GiB. The surplus is 0.27, 0.20 and 0.18 of the rest: its median.
+# reserved: the median of 0.27, 0.20 and 0.18, of three runs (commits 83c879f, 00cffae) that print both figures.
 TORCHTITAN = replace(FSDP2, repeated_heads=True, every_second=True, whole_weights=True, reserved=0.20, permuted=16)
 # 16-bit weights, fp32 sums of gradients and an fp32 copy of the weights: 18.
 MIXED = Framework(weight=2, master=4, launch=0.6e-3)

@@ -1,7 +1,6 @@
 """Bytes of a model that generates: weights in 16 bits or quantized with their scales, and the KV cache."""
 
-import planner.shape as shapes
-from planner.shape import Matrix, Shape
+from planner.shape import Shape, count
 
 CACHE_DTYPES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "int8": 1}
 WEIGHTS = ("fp32", "bf16", "fp16", "int8", "int4")
@@ -10,14 +9,14 @@ WEIGHTS = ("fp32", "bf16", "fp16", "int8", "int4")
 def kv_cache_bytes(shape: Shape, *, tokens: int, bytes_each: float = 2, tp: int = 1) -> float:
     """2 (keys, values) x layers x key-value heads x head_dim x bytes x tokens, over the tp ranks that have a head;
     latent attention keeps one latent and one rotated key per token and layer, whole on each rank"""
-    if mla := shape.latent:
-        return shape.layers * (mla.kv_rank + mla.rope) * bytes_each * tokens
+    if shape.kv_rank:
+        return shape.layers * (shape.kv_rank + shape.rope) * bytes_each * tokens
     return 2 * shape.layers * shape.kv_width * bytes_each * tokens / min(tp, shape.kv_heads)
 
 
-def matrix_bytes(matrices: list[Matrix], weights: str, group_size: int) -> float:
+def matrix_bytes(matrices: list[tuple[int, int]], weights: str, group_size: int) -> float:
     """N x bytes; int8 has a 16-bit scale per output, int4 a 16-bit scale and zero per group."""
-    n = shapes.count(matrices)
+    n = count(matrices)
     if weights == "int4":
         return n / 2 + 2 * 2 * n / group_size
     if weights == "int8":
@@ -34,20 +33,16 @@ def weight_bytes(
     head_divided: bool = False,
     count_embedding: bool = True,
 ) -> float:
-    """matrices of blocks and head in --weights, embedding and norms in 16 bits (fp32: in 32); tp divides the blocks, and
-    the head if head_divided; count_embedding=False leaves out an embedding that is only looked up"""
-    if weights not in WEIGHTS:
-        raise ValueError(f"--weights {weights!r} is none of {', '.join(WEIGHTS)}")
+    """matrices of blocks and head in --weights, embedding and norms in 16 bits (fp32: in 32); tp divides the blocks,
+    and the head if head_divided; count_embedding=False leaves out an embedding that is only looked up"""
     plain = 4 if weights == "fp32" else 2
-    feed_forward = shapes.feed_forward_matrices(shape, shape.ffn)
-    blocks = matrix_bytes(shapes.attention_matrices(shape), weights, group_size) * shape.layers
-    blocks += matrix_bytes(feed_forward, weights, group_size) * (shape.layers - shape.expert_layers)
-    if mixture := shape.experts:
-        of_layer = [*shapes.feed_forward_matrices(shape, mixture.ffn)] * mixture.number
-        of_layer += shapes.feed_forward_matrices(shape, mixture.shared_ffn)
-        router = plain * shape.hidden * mixture.number
-        blocks += (matrix_bytes(of_layer, weights, group_size) + router) * shape.expert_layers
+    dense_layers = shape.layers - shape.expert_layers
+    blocks = matrix_bytes(shape.attention_matrices(), weights, group_size) * shape.layers
+    blocks += matrix_bytes(shape.feed_forward_matrices(shape.ffn), weights, group_size) * dense_layers
+    experts = shape.feed_forward_matrices(shape.expert_ffn) * shape.experts
+    of_layer = matrix_bytes(experts + shape.feed_forward_matrices(shape.shared_ffn), weights, group_size)
+    blocks += (of_layer + plain * shape.hidden * shape.experts) * shape.expert_layers  # and the router
     head = matrix_bytes([(shape.hidden, shape.vocab)], weights, group_size)
     embedding = shape.embedding * plain if count_embedding and not shape.tied else 0
-    vectors = shapes.vector_parameters(shape) * shape.layers + shape.hidden
+    vectors = shape.vector_parameters() * shape.layers + shape.hidden
     return blocks / tp + (head / tp if head_divided else head) + embedding + plain * vectors

@@ -1,8 +1,7 @@
 """GPUs, their links, and the share of each data sheet's rate that programs reach; seconds of a collective on them.
 
 The shares of a device come from every other measured row of tests/data/planner_cases.csv. The constants belong to no
-device; they were set by reasoning, with those rows in view.
-"""
+device; they were set by reasoning, with those rows in view."""
 
 from dataclasses import dataclass
 
@@ -51,21 +50,19 @@ class Machine:
         return size / (self.memory_bandwidth * MEMORY_SHARE)
 
     def gather(self, ranks: int, stride: int, size: float, calls: float = 1, *, all_to_all: bool = False) -> float:
-        """Seconds of an all-gather or reduce-scatter of `size` bytes among ranks that are `stride` apart.
-
-        A ring crosses each node's border once, and members of one node use their network ports together. An all-reduce
-        is two of these. What an all-to-all sends to another node goes through the rank's own port."""
+        """Seconds of an all-gather or reduce-scatter of `size` bytes among ranks that are `stride` apart; an all-reduce
+        is two. A ring crosses each node's border once, and members of one node use their network ports together. What
+        an all-to-all sends to another node goes through the rank's own port."""
         if ranks <= 1:
             return 0.0
         inside = max(1, min(ranks, self.gpus_per_node // stride))
-        speed = self.link * self.efficiency[2]
-        if self.link == PCIE and inside * stride > self.gpus_per_node / 2:
-            speed /= 2  # across the sockets
-        nodes = 0
+        across_sockets = self.link == PCIE and inside * stride > self.gpus_per_node / 2
+        speed = self.link * self.efficiency[2] / (2 if across_sockets else 1)
         if inside < ranks:
             network = self.network * NETWORK_SHARE * (1 if all_to_all else inside)
-            nodes, speed = ranks / inside, min(speed, network) if inside > 1 else network
-        return calls * (START + HOP * (ranks - 1) + NETWORK_HOP * nodes) + size * (ranks - 1) / ranks / speed
+            speed = min(speed, network) if inside > 1 else network
+        latency = START + HOP * (ranks - 1) + NETWORK_HOP * ranks / inside * (inside < ranks)
+        return calls * latency + size * (ranks - 1) / ranks / speed
 
 
 def behind(work: float, other: float) -> float:
@@ -78,7 +75,7 @@ def read(device: str, dtype: str = "bf16") -> Machine:
     sheet = hardware.devices().get(device, {})
     if not sheet and device != "cpu":
         alike = [name for name in hardware.devices() if device and device.lower() in name.lower()]
-        hint = f"did you mean {' or '.join(map(repr, alike))}?" if alike else "its first column has the names"
+        hint = f"did you mean {' or '.join(alike)}?" if alike else "its first column has the names"
         raise ValueError(f"--device {device!r} is neither cpu nor in common/devices.csv: {hint}")
     return Machine(
         device=device,

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from planner.frameworks import FRAMEWORKS, Framework
+from planner.frameworks import FRAMEWORKS, LOSSES
 from planner.shape import Shape
 
 DTYPES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -20,7 +20,7 @@ OPTIMIZERS = {  # bytes of state per parameter
 
 @dataclass(frozen=True)
 class Plan:
-    """gpus = pp x dp x cp x tp, ranks counted with tp fastest. Experts are divided over ep of the dp x cp x tp ranks."""
+    """gpus = pp x dp x cp x tp, ranks counted with tp fastest; ep of a stage's ranks divide the experts."""
 
     gpus: int = 1
     zero: int = 0  # 3 is FSDP
@@ -48,40 +48,24 @@ class Plan:
         return self.gpus // (self.tp * self.pp * self.cp)
 
     @property
-    def shards(self) -> int:
-        """Ranks over which ZeRO and FSDP divide: those that hold the same weights, context-parallel ones as well."""
+    def shards(self) -> int:  # ranks over which ZeRO and FSDP divide: context-parallel ones hold the same weights
         return self.dp * self.cp // self.replicate
 
     @property
-    def expert_shards(self) -> int:
-        """Ranks that hold the same experts."""
+    def expert_shards(self) -> int:  # ranks that hold the same experts
         return self.gpus // (self.pp * self.ep * self.replicate)
 
     @property
-    def tokens(self) -> float:
-        """Tokens of a micro-batch on one rank."""
+    def tokens(self) -> float:  # of a micro-batch on one rank
         return self.seq_len * self.micro_batch_size / self.cp
-
-    @property
-    def gradients_stay_whole(self) -> bool:
-        """torch's pipeline schedules let fully_shard reduce gradients once, after a step's last backward."""
-        return self.zero == 3 and self.pp > 1 and self.traits.whole_gradients
-
-    @property
-    def weights_stay_whole(self) -> bool:
-        return self.gradients_stay_whole and self.traits.whole_weights
-
-    @property
-    def element_size(self) -> int:
-        return DTYPES[self.dtype]
-
-    @property
-    def traits(self) -> Framework:
-        return FRAMEWORKS[self.framework]
 
 
 def check(shape: Shape, plan: Plan) -> None:
     """ValueError that names the first setting that cannot be."""
+    choices = {"dtype": DTYPES, "checkpointing": CHECKPOINTING, "optimizer": OPTIMIZERS}
+    for name, known in {**choices, "framework": FRAMEWORKS, "loss": LOSSES}.items():
+        if getattr(plan, name) not in known:
+            raise ValueError(f"--{name} {getattr(plan, name)!r} is none of {', '.join(known)}")
     for name in ("gpus", "tp", "pp", "cp", "ep", "replicate", "seq_len", "micro_batch_size", "micro_batches"):
         if getattr(plan, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(plan, name)} is not at least 1")
@@ -89,19 +73,19 @@ def check(shape: Shape, plan: Plan) -> None:
         raise ValueError(f"--ep {plan.ep}: {shape.name} has no experts")
     divides("--tp x --pp x --cp", plan.tp * plan.pp * plan.cp, "--gpus", plan.gpus)
     divides("--tp", plan.tp, "attention heads", shape.heads)
-    divides("--tp", plan.tp, "key-value heads", shape.heads if shape.latent else shape.kv_heads)
+    divides("--tp", plan.tp, "key-value heads", shape.heads if shape.kv_rank else shape.kv_heads)
     divides("--tp", plan.tp, "columns of the feed-forward part", shape.ffn)
     divides("--tp x --cp", plan.tp * plan.cp, "tokens of a sequence", plan.seq_len)
     divides("--replicate", plan.replicate, "data-parallel ranks", plan.dp)
     divides("--ep", plan.ep, "ranks of a pipeline stage and replica", plan.gpus // plan.pp // plan.replicate)
     if plan.pp > shape.layers:
         raise ValueError(f"--pp {plan.pp} is more than the {shape.layers} layers of {shape.name}")
-    divides("--ep", plan.ep, "experts", shape.experts.number if shape.experts else 1)
+    divides("--ep", plan.ep, "experts", shape.experts or 1)
 
 
 def divides(name: str, size: int, whole_name: str, whole: int) -> None:
     """ValueError unless `size` divides `whole`, with the nearest sizes that do."""
     if whole % size:
         fitting = [n for n in range(1, min(whole, 2 * size) + 1) if whole % n == 0]
-        nearest = sorted(fitting, key=lambda n: abs(n - size))[:2]
-        raise ValueError(f"{name} {size} does not divide {whole_name} {whole}: use {' or '.join(map(str, nearest))}")
+        nearest = min(fitting, key=lambda n: abs(n - size))
+        raise ValueError(f"{name} {size} does not divide {whole_name} {whole}: the nearest that does is {nearest}")

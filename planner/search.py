@@ -1,11 +1,12 @@
 """The layouts of a model and its batch over GPUs that fit, best first."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import replace
 from itertools import product
 
 from planner.machine import Machine
-from planner.memory import peak
+from planner.memory import Memory, peak
 from planner.plan import CHECKPOINTING, Plan, check
 from planner.shape import Shape
 from planner.step import Step, step
@@ -13,13 +14,7 @@ from planner.step import Step, step
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16)
 SHORTEST_PART = 1024  # tokens of a sequence below which context parallel does not divide it
 MARGIN = 0.05  # of the memory stays free: the formulas miss measured peaks by 3 % in the median
-
-
-@dataclass(frozen=True)
-class Layout:
-    plan: Plan
-    total_bytes: float
-    step: Step
+Layout = tuple[Plan, Memory, Step]
 
 
 def divisors(number: int) -> list[int]:
@@ -27,45 +22,40 @@ def divisors(number: int) -> list[int]:
 
 
 def candidates(shape: Shape, base: Plan, *, sequences: int, node: int, fixed: dict[str, int]) -> Iterator[Plan]:
-    """Plans of `sequences` per step that 08_model_parallel/train_3d.py could run. Tensor and context parallel ranks wait
-    for each other in every layer: together they stay inside a node, unless they are fixed. fully_shard divides by all
-    ranks that hold the same weights, or by parts of them with replicas between. 1F1B wants a micro-batch per stage."""
+    """Plans of `sequences` per step that 08_model_parallel/train_3d.py could run. Tensor and context parallel ranks
+    wait for each other in every layer: unless fixed, they stay inside a node. 1F1B wants a micro-batch per stage."""
     choices = {
         "tp": [size for size in divisors(node) if shape.vocab % size == 0],
         "pp": [1] if shape.tied else [size for size in divisors(base.gpus) if size <= shape.layers],
         "cp": [size for size in divisors(node) if size == 1 or base.seq_len // size >= SHORTEST_PART],
-        "ep": divisors(shape.experts.number) if shape.experts else [1],
+        "ep": divisors(shape.experts) if shape.experts else [1],
     }
     choices |= {name: [size] for name, size in fixed.items()}
     choices |= {"replicate": divisors(base.gpus) if base.zero == 3 else [1], "micro_batch_size": MICRO_BATCH_SIZES}
-    for sizes in product(*choices.values()):
-        plan = replace(base, **dict(zip(choices, sizes, strict=True)))
+    for sizes in product(*choices.values(), CHECKPOINTING):
+        plan = replace(base, **dict(zip([*choices, "checkpointing"], sizes, strict=True)))
         micro_batches, rest = divmod(sequences, max(1, plan.dp) * plan.micro_batch_size)
         if rest or micro_batches < plan.pp or plan.tp * plan.cp > max(node, fixed.get("tp", 1) * fixed.get("cp", 1)):
             continue
-        plan = replace(plan, micro_batches=micro_batches)
-        try:
+        loss = "parallel" if plan.tp > 1 and plan.loss == "plain" else plan.loss
+        plan = replace(plan, micro_batches=micro_batches, loss=loss)
+        with suppress(ValueError):
             check(shape, plan)
-        except ValueError:
-            continue
-        for checkpointing in CHECKPOINTING:
-            yield replace(plan, checkpointing=checkpointing)
+            yield plan
 
 
 def layouts(shape: Shape, base: Plan, machine: Machine, *, sequences: int, **fixed: int) -> list[Layout]:
     """Those that fit, best first; what `fixed` names (tp, pp, cp, ep) is not searched. ValueError if none fits."""
-    node = min(machine.gpus_per_node, base.gpus)
     room = (machine.memory_bytes or 0) * (1 - MARGIN)
-    found, least = [], float("inf")
-    for plan in candidates(shape, base, sequences=sequences, node=node, fixed=fixed):
-        plan = replace(plan, loss="parallel" if plan.tp > 1 and plan.loss == "plain" else plan.loss)
-        total = peak(shape, plan, stages=sorted({0, plan.pp - 1})).total_bytes
-        least = min(least, total)
-        if total <= room:
-            found.append(Layout(plan, total, step(shape, plan, machine)))
-    if not found and least < float("inf"):
-        short = f"the smallest layout needs {least / 2**30:.1f} GiB of each, {room / 2**30:.1f} may be used"
-        raise ValueError(f"--model {shape.name} does not fit on --gpus {base.gpus} x {machine.device}: {short}")
-    if not found:
+    found, needed = [], []
+    for plan in candidates(shape, base, sequences=sequences, node=min(machine.gpus_per_node, base.gpus), fixed=fixed):
+        memory = peak(shape, plan, stages=sorted({0, plan.pp - 1}))
+        needed.append(memory.total_bytes())
+        if needed[-1] <= room:
+            found.append((plan, memory, step(shape, plan, machine)))
+    if not needed:
         raise ValueError(f"--global-batch-size {sequences} cannot be divided over --gpus {base.gpus}: try {base.gpus}")
-    return sorted(found, key=lambda layout: (layout.step.seconds, layout.total_bytes))
+    if not found:
+        least = f"the smallest layout needs {min(needed) / 2**30:.1f} GiB, and {room / 2**30:.1f} may be used"
+        raise ValueError(f"--model {shape.name} does not fit on --gpus {base.gpus} x {machine.device}: {least}")
+    return sorted(found, key=lambda layout: layout[2].seconds)
