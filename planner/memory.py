@@ -13,10 +13,8 @@ from planner.shape import Shape, count
 CONTEXT = 512 * 2**20  # CUDA's context with torch's kernels: assumed, nvidia-smi shows 400 to 600 MiB
 WORKSPACE = 2 * 32 * 2**20  # cuBLAS on Hopper and Blackwell: 32 MiB for each thread's handle (torch's CublasHandlePool)
 NCCL = 256 * 2**20  # per communicator: 32 channels x (send, receive) x NCCL_BUFFSIZE, 4 MiB
-LINES = (
-    *("weight_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes", "block_bytes", "logits_bytes"),
-    *("gathered_bytes", "reduced_bytes", "cast_bytes", "buffer_bytes"),
-)
+LINES = ("weight_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes", "block_bytes", "logits_bytes")
+LINES += ("gathered_bytes", "reduced_bytes", "cast_bytes", "buffer_bytes")
 
 
 class Memory:
@@ -62,7 +60,7 @@ class Memory:
         return self.parameters / self.plan.shards + self.expert_parameters / self.plan.expert_shards
 
     def weight_bytes(self) -> float:
-        """N x bytes each; ZeRO-3 and FSDP divide by the ranks that share data (arXiv:1910.02054, section 5)"""
+        """N x bytes each, divided by the ranks that share data under ZeRO-3 and FSDP (arXiv:1910.02054, section 5)"""
         return self.held(3) * self.traits.weight
 
     def gradient_bytes(self) -> float:

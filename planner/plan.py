@@ -71,6 +71,8 @@ def check(shape: Shape, plan: Plan) -> None:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(plan, name)} is not at least 1")
     if plan.ep > 1 and not shape.experts:
         raise ValueError(f"--ep {plan.ep}: {shape.name} has no experts")
+    if plan.replicate > 1 and plan.zero < 3:
+        raise ValueError(f"--replicate {plan.replicate} is of FSDP: use --zero 3, or leave it out")
     divides("--tp x --pp x --cp", plan.tp * plan.pp * plan.cp, "--gpus", plan.gpus)
     divides("--tp", plan.tp, "attention heads", shape.heads)
     divides("--tp", plan.tp, "key-value heads", shape.heads if shape.kv_rank else shape.kv_heads)

@@ -21,8 +21,7 @@ class Step:
 
 def matmul_seconds(machine: Machine, m: float, k: float, n: float, fp8: str = "") -> float:
     """(m x k) times (k x n): arithmetic, at a rate that falls with small sizes, or moving three matrices."""
-    # with rowwise scales, kernels of 8 bits are no faster than those of 16
-    peak = machine.fp8_flops if fp8 == "tensorwise" and machine.fp8_flops else machine.peak_flops
+    peak = machine.fp8_flops if fp8 == "tensorwise" and machine.fp8_flops else machine.peak_flops  # rowwise: no faster
     rate = peak * machine.efficiency[0] * prod(size / (size + HALF_SIZE) for size in (m, k, n))
     return max(2 * m * k * n / rate, machine.moved(2 * (m * k + k * n + m * n)))
 
@@ -104,8 +103,7 @@ def data_seconds(plan: Plan, machine: Machine, rank: Memory, busy: float) -> flo
     if rank.gradients_stay_whole:
         gathers, reduces = 2 if rank.weights_stay_whole else times + plan.pp - 1, 1
     # each shard's gradient is added to those of its replicas, once a step
-    part = 4 * rank.all_parameters / plan.shards
-    across = 2 * machine.gather(plan.replicate, plan.tp * plan.shards, part, calls)
+    across = 2 * machine.gather(plan.replicate, plan.tp * plan.shards, 4 * rank.all_parameters / plan.shards, calls)
     # fully_shard copies into and out of its buffers: 4 bytes for a number that is gathered, 12 for one that is reduced
     copied = machine.moved((4 * gathers + 12 * reduces) * rank.all_parameters)
     return copied + behind(times * busy, gathers * weights + reduces * gather(4) + across)
@@ -134,12 +132,10 @@ def step(shape: Shape, plan: Plan, machine: Machine) -> Step:
     rank, found = ranks[slowest], {cause: plan.micro_batches * part for cause, part in by_stage[slowest].items()}
     found["data"] = data_seconds(plan, machine, rank, busy[slowest])
     # activations and their gradients; while the first micro-batch fills the pipeline all wait
-    sends = 2 * (plan.micro_batches * plan.virtual + plan.pp - 1)
-    sent = plan.tokens * shape.hidden * rank.e / plan.tp
+    sends, sent = 2 * (plan.micro_batches * plan.virtual + plan.pp - 1), rank.own_tokens * shape.hidden * rank.e
     found["send"] = sends * machine.gather(min(plan.pp, 2), plan.gpus // plan.pp, 2 * sent)
     found["bubble"] = (plan.pp - 1) / plan.virtual * sum(busy) / plan.pp
     # AdamW reads weight, gradient and two moments and writes three of them (28 bytes) and a 16-bit copy; the gradient
     # is read for its norm, and set to zero
     found["optimizer"] = machine.moved(30 * rank.held(1) + 8 * rank.held(2))
-    tokens = plan.dp * plan.micro_batches * plan.micro_batch_size * plan.seq_len
-    return Step(found, seconds=sum(found.values()), tokens=tokens)
+    return Step(found, sum(found.values()), plan.dp * plan.micro_batches * plan.micro_batch_size * plan.seq_len)
