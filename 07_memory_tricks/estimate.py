@@ -190,9 +190,10 @@ def of_plan(shape: Shape, plan: Plan, memory: Memory, where: Machine) -> dict:
     lines = {name: getattr(memory, name)() for name in names}
     framework = FRAMEWORKS[plan.framework]
     print(
-        f"N = {memory.all_parameters:,.0f} parameters of the rank's stage, T = {plan.tokens:,.0f} tokens of a micro-batch, "
-        f"e = {DTYPES[plan.dtype]} bytes\nbytes per parameter: weights {framework.weight}, gradients "
-        f"{framework.gradient}, master copy {framework.master}, {plan.optimizer} {OPTIMIZERS[plan.optimizer]:g}\n"
+        f"N = {memory.all_parameters:,.0f} parameters of the rank's stage, T = {plan.tokens:,.0f} tokens, "
+        f"L = {shape.layers} layers, e = {DTYPES[plan.dtype]} bytes\nbytes per parameter: weights {framework.weight}, "
+        f"gradients {framework.gradient}, master copy {framework.master}, {plan.optimizer} "
+        f"{OPTIMIZERS[plan.optimizer]:g}\n"
     )
     fits = print_lines(lines, {name: getattr(Memory, name).__doc__ for name in names}, where)
     print(f"peak: {memory.moment}; lines that are not alive together do not add up to it")

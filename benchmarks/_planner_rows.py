@@ -10,13 +10,15 @@ from dataclasses import replace
 from math import inf
 from pathlib import Path
 
+from _shared import REPO
+
 from planner import machine, memory
 from planner.machine import Machine
 from planner.plan import Plan
 from planner.shape import Shape
 from planner.step import step
 
-DATA = Path(__file__).resolve().parents[1] / "tests/data"
+DATA = REPO / "tests/data"
 MADE_ON = DATA / "planner_cases.csv"  # the rows that the formulas were made on
 NOT_MADE_ON = DATA / "more_planner_cases.csv"  # no formula was made on them
 # torchtitan compiles its loss together with the model since April 2025 (torchtitan#1033, sources from then on). Its
@@ -209,8 +211,8 @@ def steps(file: Path) -> list[dict]:
                 "id": row["id"],
                 "source": row["source"].split(":")[0],
                 "device": where.device,
-                # rows of one model on one machine, in one framework
-                "group": f"{row['model']}, {row['gpus']} x {row['gpu']}, {row['framework']}, {row['source']}",
+                # layouts of one model and sequence length on one machine, from one source
+                "group": f"{row['model']}, {row['seq']}, {row['gpus']} x {row['gpu']}, {row['source']}",
                 "measured": measured,
                 "predicted": predicted.seconds,
                 "error": predicted.seconds / measured - 1,
