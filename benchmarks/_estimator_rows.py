@@ -16,7 +16,7 @@ from planner.memory import Memory
 from planner.plan import Plan
 from planner.shape import Shape
 
-UNITS = {"GiB": 2**30, "GB": 10**9, "B/token": 1, "params": 1, "FLOP/token": 1, "%": 0.01}
+UNITS = {"GiB": 2**30, "GB": 10**9, "B": 1, "B/token": 1, "params": 1, "FLOP/token": 1, "%": 0.01}
 
 
 @dataclass(frozen=True)

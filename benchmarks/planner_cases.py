@@ -72,7 +72,8 @@ def print_table(summaries: list[dict]) -> str:
     rows = [["rows", "n", "median error", f"under {NEAR:.0%}", "largest", "pairs in order"]]
     for found in summaries:
         shares = [f"{found[name]:.1%}" for name in ("median_error", "share_under_30_percent", "largest_error")]
-        rows.append([found["rows"], str(found["n"]), *shares, f"{found['pairs_in_order']} of {found['pairs']}"])
+        pairs = f"{found['pairs_in_order']} of {found['pairs']}" if found["pairs_in_order"] else "none"
+        rows.append([found["rows"], str(found["n"]), *shares, pairs])
     return table(rows)
 
 
