@@ -30,7 +30,7 @@ from planner.memory import LINES, Memory, peak
 from planner.plan import CHECKPOINTING, DTYPES, OPTIMIZERS, Plan, divides
 from planner.search import MARGIN, layouts
 from planner.shape import Shape, from_config
-from planner.step import Step, step
+from planner.step import step
 
 GIB = 2**30
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3")
@@ -132,12 +132,10 @@ def parse_flags() -> argparse.Namespace:
     add("--kv-cache-dtype", choices=inference.CACHE_DTYPES, help="default: bf16")
     add("--json", type=cli.writable_file, metavar="PATH", help="write the answer as one JSON object")
     args = parser.parse_args()
-    args.given = {name: value for name, value in vars(args).items() if value is not None}
-    if args.inference and args.search:
-        raise ValueError("--inference and --search are two questions: ask one")
+    args.given = {name: value for name, value in vars(args).items() if value not in (None, False)}
     for name in args.given:
         flag = f"--{name.replace('_', '-')}"
-        if args.inference and name in OF_TRAINING:
+        if args.inference and (name in OF_TRAINING or name == "search"):
             raise ValueError(f"{flag} is of training, and --inference does not read it: leave it out")
         if not args.inference and name in OF_SERVING:
             raise ValueError(f"{flag} is of serving, and is read with --inference only")
@@ -184,7 +182,7 @@ def print_lines(lines: dict[str, float], formulas: dict[str, str], where: Machin
     return fits
 
 
-def of_plan(shape: Shape, plan: Plan, memory: Memory, where: Machine) -> dict:
+def layout_answer(shape: Shape, plan: Plan, memory: Memory, where: Machine) -> dict:
     """Bytes by line and seconds by cause of one layout, printed and as a part of the summary."""
     names = [*LINES, "allocated_bytes", "fragmentation_bytes", "context_bytes", "nccl_bytes", "total_bytes"]
     lines = {name: getattr(memory, name)() for name in names}
@@ -206,16 +204,16 @@ def of_plan(shape: Shape, plan: Plan, memory: Memory, where: Machine) -> dict:
         "peak_moment": memory.moment,
         "fits": fits,
         "plan": asdict(plan),
-        **of_step(shape, plan, where),
+        **step_answer(shape, plan, where),
     }
 
 
-def of_step(shape: Shape, plan: Plan, where: Machine) -> dict:
+def step_answer(shape: Shape, plan: Plan, where: Machine) -> dict:
     flops = {"flops_per_token": shape.flops_per_token(seq_len=plan.seq_len)}
     if not (where.peak_flops and where.memory_bandwidth):
         print(f"step time n/a: common/devices.csv has no {plan.dtype} rate of {where.device}")
         return {**flops, "step_seconds": None, "mfu": None}
-    found: Step = step(shape, plan, where)
+    found = step(shape, plan, where)
     rows = [["seconds of a step", "", "what it is"]]
     rows += [[cause, f"{found.causes[cause]:.4f}", CAUSES[cause]] for cause in CAUSES if found.causes[cause] >= 5e-5]
     print(f"\n{report.table(rows)}")
@@ -249,39 +247,34 @@ def search_answer(args: argparse.Namespace, shape: Shape, plan: Plan, where: Mac
         f"{shape.name} on {plan.gpus} x {where.device}, {sequences:,} sequences of {plan.seq_len:,} tokens per step: "
         f"{len(found):,} layouts fit ({MARGIN:.0%} of the memory stays free)\n"
     )
-    rows = [["tp x pp x cp x ep", "shards x replicas", "micro-batch", "checkpointing"]]
-    rows[0] += ["GiB", "s/step", "tokens/s/GPU"]
-    ranking = []
+    heads = ["tp x pp x cp x ep", "shards x replicas", "micro-batch", "checkpointing", "GiB", "s/step", "tokens/s/GPU"]
+    rows, ranking = [heads], []
     for layout, memory, seconds in found[:8]:
-        rows.append(
-            [
-                f"{layout.tp} x {layout.pp} x {layout.cp} x {layout.ep}",
-                f"{layout.shards} x {layout.replicate}",
-                f"{layout.micro_batch_size} x {layout.micro_batches}",
-                layout.checkpointing,
-                f"{memory.total_bytes() / GIB:.1f}",
-                f"{seconds.seconds:.3f}",
-                f"{seconds.tokens / seconds.seconds / plan.gpus:,.0f}",
-            ]
-        )
-        row = {"plan": asdict(layout), "total_bytes": round(memory.total_bytes())}
-        ranking.append({**row, "step_seconds": seconds.seconds, "causes": seconds.causes})
-    print(f"{report.table(rows)}\n\nthe first of them:")
+        parallel = f"{layout.tp} x {layout.pp} x {layout.cp} x {layout.ep}", f"{layout.shards} x {layout.replicate}"
+        batch = f"{layout.micro_batch_size} x {layout.micro_batches}", layout.checkpointing
+        speed = f"{seconds.seconds:.3f}", f"{seconds.tokens / seconds.seconds / plan.gpus:,.0f}"
+        rows.append([*parallel, *batch, f"{memory.total_bytes() / GIB:.1f}", *speed])
+        own = {"total_bytes": round(memory.total_bytes()), "step_seconds": seconds.seconds, "causes": seconds.causes}
+        ranking.append({"plan": asdict(layout), **own})
+    print(f"{report.table(rows)}\n\nthe first:")
     best, memory, _ = found[0]
-    summary = of_plan(shape, best, memory, where)
-    start = command(args, best) if best.framework == "ours" and best.ep == 1 and shape.positions else None
-    print(f"\nstart it on each node:\n{start}" if start else "\ntrain_3d.py trains Llamas only: no command")
+    summary = layout_answer(shape, best, memory, where)
+    ours = plan.framework == "ours" and not (shape.experts or shape.kv_rank or shape.qkv_bias or shape.qk_norm)
+    start = command(args, best) if ours and (args.model in shapes.SIZES or Path(args.model).exists()) else None
+    print(f"\nstart it on each node:\n{start or 'no command: the training scripts are of Llamas'}")
     return {**summary, "fit": len(found), "ranking": ranking, "command": start}
 
 
 def command(args: argparse.Namespace, plan: Plan) -> str:
     """What starts the layout, for each node."""
+    flags = f"--model {args.model} --seq-len {plan.seq_len} --micro-batch-size {plan.micro_batch_size}"
+    flags += f" --global-batch-size {plan.dp * plan.micro_batch_size * plan.micro_batches}"
+    flags += f" --checkpointing {plan.checkpointing} --dtype {plan.dtype}"
+    if plan.gpus == 1:
+        return f"python 04_amp/train.py {flags}"
+    flags += f" --tp {plan.tp} --pp {plan.pp} --cp {plan.cp} --replicate {plan.replicate}"
     nodes = max(1, plan.gpus // args.nodes_of)
     where = f"--nnodes={nodes} --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29500" if nodes > 1 else "--standalone"
-    flags = f"--model {args.model} --seq-len {plan.seq_len}"
-    flags += f" --global-batch-size {plan.dp * plan.micro_batch_size * plan.micro_batches}"
-    for name in ("micro_batch_size", "tp", "pp", "cp", "replicate", "checkpointing"):
-        flags += f" --{name.replace('_', '-')} {getattr(plan, name)}"
     return f"torchrun {where} --nproc_per_node={plan.gpus // nodes} 08_model_parallel/train_3d.py {flags}"
 
 
@@ -339,7 +332,7 @@ def main() -> int:
             summary |= search_answer(args, shape, plan_of(args), where)
         else:
             plan = plan_of(args)
-            summary |= of_plan(shape, plan, peak(shape, plan), where)
+            summary |= layout_answer(shape, plan, peak(shape, plan), where)
     except ValueError as error:
         raise exits.UserError(str(error)) from None
     report.write_json(summary, args.json)
