@@ -306,10 +306,13 @@ def inference_answer(args: argparse.Namespace, shape: Shape, where: Machine) -> 
     fits = print_lines(lines, formulas, where)
     summary = {name: round(size) for name, size in lines.items()} | {"fits": fits, "step_seconds": None}
     if where.memory_bandwidth:  # a step reads the cache, and what it multiplies with
-        least = replace(shape, experts=shape.active_experts)  # all sequences choose the same ones
-        size = inference.weight_bytes(least, **held, count_embedding=False) + lines["kv_cache_bytes"]
-        summary["step_seconds"] = size / where.memory_bandwidth
-        print(f"decoding: at least {summary['step_seconds'] * 1e3:.2f} ms a token, by memory bandwidth")
+        # all sequences choose the same experts, or each its own
+        few, many = shape.active_experts, min(shape.experts, shape.active_experts * args.concurrency)
+        read = [inference.weight_bytes(shape, **held, count_embedding=False, experts_read=n) for n in (few, many)]
+        least, most = ((size + lines["kv_cache_bytes"]) / where.memory_bandwidth for size in read)
+        own = f" ({most * 1e3:.2f} if no two sequences share an expert)" if few != many else ""
+        print(f"decoding: at least {least * 1e3:.2f} ms a token{own}, by memory bandwidth")
+        summary["step_seconds"] = least
     return summary | {"flops_per_token": 2 * shape.parameter_count(active=True)}
 
 

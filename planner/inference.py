@@ -32,14 +32,16 @@ def weight_bytes(
     tp: int = 1,
     head_divided: bool = False,
     count_embedding: bool = True,
+    experts_read: int | None = None,
 ) -> float:
     """matrices of blocks and head in --weights, embedding and norms in 16 bits (fp32: in 32); tp divides the blocks,
-    and the head if head_divided; count_embedding=False leaves out an embedding that is only looked up"""
+    and the head if head_divided; count_embedding=False leaves out an embedding that is only looked up,
+    experts_read counts so many of each layer's experts"""
     plain = 4 if weights == "fp32" else 2
     dense_layers = shape.layers - shape.expert_layers
     blocks = matrix_bytes(shape.attention_matrices(), weights, group_size) * shape.layers
     blocks += matrix_bytes(shape.feed_forward_matrices(shape.ffn), weights, group_size) * dense_layers
-    experts = shape.feed_forward_matrices(shape.expert_ffn) * shape.experts
+    experts = shape.feed_forward_matrices(shape.expert_ffn) * (experts_read or shape.experts)
     of_layer = matrix_bytes(experts + shape.feed_forward_matrices(shape.shared_ffn), weights, group_size)
     blocks += (of_layer + plain * shape.hidden * shape.experts) * shape.expert_layers  # and the router
     head = matrix_bytes([(shape.hidden, shape.vocab)], weights, group_size)
