@@ -33,6 +33,7 @@ from planner.shape import Shape, from_config
 from planner.step import step
 
 GIB = 2**30
+BITS = {2: "16 bits", 4: "fp32"}
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3")
 OF_TRAINING = {"zero": None, "pp": 1, "cp": 1, "ep": 1, "replicate": 1, "micro_batch_size": 1, "checkpointing": "none"}
 OF_TRAINING |= {"global_batch_size": None, "optimizer": "adamw", "framework": "ours", "loss": "plain"}
@@ -189,9 +190,9 @@ def layout_answer(shape: Shape, plan: Plan, memory: Memory, where: Machine) -> d
     framework = FRAMEWORKS[plan.framework]
     print(
         f"N = {memory.all_parameters:,.0f} parameters of the rank's stage, T = {plan.tokens:,.0f} tokens, "
-        f"L = {shape.layers} layers, e = {DTYPES[plan.dtype]} bytes\nbytes per parameter: weights {framework.weight}, "
-        f"gradients {framework.gradient}, master copy {framework.master}, {plan.optimizer} "
-        f"{OPTIMIZERS[plan.optimizer]:g}\n"
+        f"L = {shape.layers} layers, e = {DTYPES[plan.dtype]} bytes\nstates: weights in {BITS[framework.weight]}, "
+        f"gradients in {BITS[framework.gradient]}, {'an' if framework.master else 'no'} fp32 copy of the weights, "
+        f"{plan.optimizer} {OPTIMIZERS[plan.optimizer]:g} bytes a parameter\n"
     )
     fits = print_lines(lines, {name: getattr(Memory, name).__doc__ for name in names}, where)
     print(f"peak: {memory.moment}; lines that are not alive together do not add up to it")
@@ -202,6 +203,7 @@ def layout_answer(shape: Shape, plan: Plan, memory: Memory, where: Machine) -> d
         "saved_for_backward_bytes": round(lines["activation_bytes"] + kept),
         "moments": {moment: round(size) for moment, size in memory.moments.items()},
         "peak_moment": memory.moment,
+        "bytes_per_parameter": [framework.weight, framework.gradient, framework.master, OPTIMIZERS[plan.optimizer]],
         "fits": fits,
         "plan": asdict(plan),
         **step_answer(shape, plan, where),

@@ -34,9 +34,8 @@ def weight_bytes(
     count_embedding: bool = True,
     experts_read: int | None = None,
 ) -> float:
-    """matrices of blocks and head in --weights, embedding and norms in 16 bits (fp32: in 32); tp divides the blocks,
-    and the head if head_divided; count_embedding=False leaves out an embedding that is only looked up,
-    experts_read counts so many of each layer's experts"""
+    """matrices of blocks and head in --weights, embedding and norms in 16 bits (fp32: in 32); tp divides the blocks.
+    count_embedding=False leaves out an embedding that is only looked up; experts_read: of each layer's experts"""
     plain = 4 if weights == "fp32" else 2
     dense_layers = shape.layers - shape.expert_layers
     blocks = matrix_bytes(shape.attention_matrices(), weights, group_size) * shape.layers

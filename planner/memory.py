@@ -72,8 +72,7 @@ class Memory:
         return self.held(1) * (self.traits.master + OPTIMIZERS[self.plan.optimizer])
 
     def of_input(self) -> float:
-        """Per token, a norm's input and 1/rms (a CPU keeps two fp32 tensors, CUDA's kernel computes the second again),
-        and the normalised input of column-parallel matmuls, which may be kept gathered."""
+        """Per token, a norm's input and 1/rms (two fp32 tensors on a CPU), and the input of column-parallel matmuls."""
         norm = self.shape.hidden * (8 if self.plan.on_cpu else self.residual_size) + 4
         return norm + self.shape.hidden * self.e * (self.plan.tp if self.traits.gathered_inputs else 1)
 

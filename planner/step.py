@@ -69,11 +69,13 @@ def layer_causes(shape: Shape, plan: Plan, machine: Machine, *, experts: bool) -
     tensor *= (2 if experts else 4) * (0.5 if plan.async_tp else 1.0)  # half runs behind matmuls: assumed
     full, again = plan.checkpointing == "full", plan.checkpointing != "none"
     repeated = 1.0 if full else 0.5 if again and traits.every_second else 0.0  # of the matmuls
+    # our selective keeps nothing that collectives gave; the last one of a layer is not needed again
+    collectives = 0.75 if traits.gathered_keys and again and not full else repeated
     causes = {
         "compute": 3 * matmuls + 3.5 * attention + 3 * kernels,
         "recomputation": repeated * matmuls + full * attention + again * kernels,
-        "tensor": (2 + repeated) * tensor,
-        "context": (2 + full) * context,
+        "tensor": (2 + collectives) * tensor,
+        "context": (2 + (again if traits.gathered_keys else full)) * context,
         "expert": (2 + full) * expert,
     }
     launches = (traits.launch + traits.launch_tp * (tp > 1)) * (2.5 + again)
