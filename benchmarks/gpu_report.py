@@ -63,8 +63,6 @@ FIRST_GUESS_SECONDS = {
 LARGE = ["--device", "cuda", "--model", "llama-124m", "--seq-len", "1024", "--batch-size", "16", "--steps", "18"]
 TOKENS_OF_A_1B = ["--tokens", "16384", "--hidden-size", "2048", "--chunk-tokens", "512", "--dtype", "bf16"]
 ONE_SEQUENCE_OF_A_1B = ["--model", "llama-1b", "--seq-len", "4096", "--batch-size", "1", "--dtype", "bf16"]
-# as 07_memory_tricks/estimate.py --model llama-1b --gpus 1 --seq-len 2048 --micro-batch-size 4 --search prints them
-FLAGS_OF_A_1B = ["--seq-len", "2048", "--micro-batch-size", "4", "--global-batch-size", "8", "--dtype", "bf16"]
 DECODE = "benchmarks/inference_gpu.py"  # ends by itself, within the --minutes that it is given
 DECODE_SECONDS = 240  # of which it gets less if there is less
 START_SECONDS = 20  # of a script that imports torch, before it looks at its time
@@ -76,7 +74,8 @@ CHAPTERS = [
     [DECODE, "--only", "llama-8b"],
     ["07_memory_tricks/chunked_loss.py", *TOKENS_OF_A_1B],
     ["07_memory_tricks/gradient_checkpointing.py", *ONE_SEQUENCE_OF_A_1B],
-    ["04_amp/train.py", "--model", "llama-1b", *FLAGS_OF_A_1B, "--steps", "10"],
+    # the flags that estimate.py --model llama-1b --gpus 1 --seq-len 2048 --micro-batch-size 4 --search prints
+    ["04_amp/train.py", "--model", "llama-1b", "--micro-batch-size", "4", "--steps", "10"],
     ["07_memory_tricks/cuda_graphs.py", "--dtype", "bf16"],
     ["07_memory_tricks/offload.py", "--model", "llama-124m", "--seq-len", "1024", "--dtype", "bf16"],
     ["02_tensors_precision/precision.py", "--device", "cuda"],
