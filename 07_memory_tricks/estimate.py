@@ -306,7 +306,8 @@ def inference_answer(args: argparse.Namespace, shape: Shape, where: Machine) -> 
         "total_bytes": "the sum",
     }
     fits = print_lines(lines, formulas, where)
-    summary = {name: round(size) for name, size in lines.items()} | {"fits": fits, "step_seconds": None}
+    summary = dict.fromkeys(("gradient_bytes", "optimizer_bytes", "gathered_bytes"), 0) | {"fits": fits}
+    summary |= {name: round(size) for name, size in lines.items()}
     if where.memory_bandwidth:  # a step reads the cache, and what it multiplies with
         # all sequences choose the same experts, or each its own
         few, many = shape.active_experts, min(shape.experts, shape.active_experts * args.concurrency)
@@ -329,7 +330,8 @@ def main() -> int:
         args.seq_len = args.seq_len or min(4096, shape.positions or 4096)
         where = machine.read(args.device, args.dtype)
         where = replace(where, gpus_per_node=args.nodes_of, network=args.link * 1e9)
-        summary = {"device": args.device, "world_size": args.gpus, "dtype": args.dtype, "model": args.model}
+        summary = dict.fromkeys(("kv_cache_bytes", "flops_per_token", "mfu", "step_seconds"))
+        summary |= {"device": args.device, "world_size": args.gpus, "dtype": args.dtype, "model": args.model}
         summary["parameters"] = shape.parameter_count()
         if args.inference:
             summary |= inference_answer(args, shape, where)
