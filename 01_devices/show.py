@@ -18,15 +18,15 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # old/, with nothing installed
-sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "07_memory_tricks"))  # the formulas of what fits
-import estimate
-from _estimate_plan import Plan
-from _estimate_shapes import from_config
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # old/ and planner/, with nothing installed
 from _show_machine import host, topology
 from _show_report import print_dtypes, print_fits, print_gpus, print_host, print_peaks
 
 from old import cli, exits, hardware, model, nvml, report, runtime, shapes
+from planner.inference import kv_cache_bytes
+from planner.memory import peak
+from planner.plan import Plan
+from planner.shape import from_config
 
 TYPES = {
     "fp32": torch.float32,
@@ -50,21 +50,21 @@ def needs(c: shapes.Config) -> tuple[int, dict[str, tuple[float, float]]]:
     inference  weights N·bits/8 (int8, int4: an fp16 scale per 128) + KV cache 4096·2·L·kv_heads·head_dim·2
     full       16·N: bf16 weights and gradients 2 + 2, fp32 master weights 4, AdamW 8 (fp32 gradients: 18·N)
     LoRA       bf16 weights (QLoRA: int4) + 16 per adapter parameter, rank 16 on every matrix of every layer
-    each       training, 07_memory_tricks/estimate.py with every block checkpointed: 4096·2·h·L for their inputs, and
+    each       training, by planner/ with every block checkpointed: 4096·2·h·L for their inputs, and
                the larger of one block recomputed and 4096·12·V for the logits
     """
     shape = from_config("", c)
     plan = Plan(seq_len=4096, checkpointing="full", framework="deepspeed")
-    training = estimate.memory(shape, plan)
-    states = training["weight_bytes"] + training["gradient_bytes"] + training["optimizer_bytes"]
-    each = training["allocated_bytes"] - states
+    training = peak(shape, plan)
+    states = training.weight_bytes() + training.gradient_bytes() + training.optimizer_bytes()
+    each = training.allocated_bytes() - states
     n = shapes.parameter_count(c)
     h, ffn, layers = c.hidden_size, c.intermediate_size, c.num_hidden_layers
     q = c.num_attention_heads * c.head_dim
     kv = c.num_key_value_heads * c.head_dim
     matrices = [(h, q), (h, kv), (h, kv), (q, h), (h, ffn), (h, ffn), (ffn, h)]
     weights = {"bf16": 2 * n, "int8": n + n / 64, "int4": n / 2 + n / 64}
-    cache = estimate.kv_cache_bytes(shape, tokens=4096)
+    cache = kv_cache_bytes(shape, tokens=4096)
     adapters = 16 * 16 * layers * sum(rows + columns for rows, columns in matrices)
     return n, {
         "inference bf16": (weights["bf16"] + cache, 0),

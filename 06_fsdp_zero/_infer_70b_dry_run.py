@@ -6,14 +6,14 @@ from collections.abc import Callable
 import _infer_70b_device_map as accelerated
 import torch
 import torch.distributed as dist
-from _estimate_inference import inference_weight_bytes
-from _estimate_shapes import from_config
 from _infer_70b_placement import Place, places, print_places, refuse_what_does_not_fit, size, tensor_parallel_bytes
 from _infer_70b_weights import held_bytes
 from torch.distributed.device_mesh import init_device_mesh
 
 from old import hf, model, report, shapes
 from old.exits import UserError
+from planner import inference
+from planner.shape import from_config
 
 
 def dry_run(args, config: shapes.Config, cut: Callable) -> int:
@@ -41,7 +41,7 @@ def dry_run(args, config: shapes.Config, cut: Callable) -> int:
         # published figures are of a layout that leaves embedding and head whole (gpt-fast's), with or without embedding
         rest = {"weights": args.dtype, "tp": args.world_size}
         whole_ends, read = (
-            round(inference_weight_bytes(shape, count_embedding=count, **rest)) for count in (True, False)
+            round(inference.weight_bytes(shape, count_embedding=count, **rest)) for count in (True, False)
         )
         print(f"as gpt-fast cuts it, embedding and head whole: {whole_ends:,} bytes, {read:,} without the embedding")
         summary |= {"rank_bytes": held, "gpt_fast_bytes": whole_ends, "gpt_fast_bytes_per_step": read}

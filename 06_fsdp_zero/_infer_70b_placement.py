@@ -2,22 +2,16 @@
 
 import os
 import shutil
-import sys
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
-
-sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "07_memory_tricks"))  # the formulas of what fits
-import _estimate_shapes as estimated
-import estimate
-from _estimate_inference import inference_weight_bytes
-from _estimate_plan import DTYPES as BYTES
-from _estimate_shapes import Shape, from_config
 from _infer_70b_pipeline import layers_of
 
 from old import hardware, report, runtime, shapes
 from old.exits import UserError
+from planner import inference
+from planner.plan import DTYPES as BYTES
+from planner.shape import Shape, from_config
 
 ROOM = 0.95  # of what is free: the rest is for activations, workspaces and fragments
 
@@ -40,7 +34,7 @@ class Place(NamedTuple):
 
 
 def places(args, config: shapes.Config, world_size: int, free: list[int | None]) -> list[Place]:
-    """What each rank holds, by the formulas of 07_memory_tricks/estimate.py. `free`: bytes by rank."""
+    """What each rank holds, by the formulas of planner/. `free`: bytes by rank."""
     shape = from_config(args.model, config)
     cache_bytes = bytes_of_cache(args, config)
     layers = config.num_hidden_layers
@@ -61,20 +55,20 @@ def places(args, config: shapes.Config, world_size: int, free: list[int | None])
 def bytes_of_cache(args, config: shapes.Config) -> int:
     """Of all prompts and layers together."""
     tokens = args.batch * args.tokens_per_prompt
-    return round(estimate.kv_cache_bytes(from_config(args.model, config), tokens=tokens, bytes_each=BYTES[args.dtype]))
+    return round(inference.kv_cache_bytes(from_config(args.model, config), tokens=tokens, bytes_each=BYTES[args.dtype]))
 
 
 def tensor_parallel_bytes(shape: Shape, dtype: str, ranks: int) -> int:
     """Every matrix is divided. Norms are whole on each rank."""
-    divided = inference_weight_bytes(shape, weights=dtype, tp=ranks, head_divided=True, count_embedding=False)
-    embedding = 0 if shape.tied else BYTES[dtype] * estimated.embedding_parameters(shape) / ranks
+    divided = inference.weight_bytes(shape, weights=dtype, tp=ranks, head_divided=True, count_embedding=False)
+    embedding = 0 if shape.tied else BYTES[dtype] * shape.embedding / ranks
     return round(divided + embedding)
 
 
 def zero3_places(args, shape: Shape, ranks: int, cache_bytes: int, free: list[int | None]) -> list[Place]:
     """A part of each tensor, and what is gathered at a time: two layers, or the embedding. The prompts are divided."""
-    part = round(BYTES[args.dtype] * estimated.parameter_count(shape) / ranks)
-    gathered = BYTES[args.dtype] * max(2 * estimated.largest_layer(shape), estimated.embedding_parameters(shape))
+    part = round(BYTES[args.dtype] * shape.parameter_count() / ranks)
+    gathered = BYTES[args.dtype] * max(2 * shape.largest_layer(), shape.embedding)
     cache_bytes = cache_bytes * -(-args.batch // ranks) // args.batch  # a rank without a prompt computes one as well
     if args.offload == "none":
         holds, weights = f"1/{ranks} of all, two layers whole", part + gathered
@@ -90,11 +84,11 @@ def zero3_places(args, shape: Shape, ranks: int, cache_bytes: int, free: list[in
 def stage_bytes(shape: Shape, dtype: str, stage: range) -> int:
     """Its layers. The first stage holds the embedding, the last one the final norm and the head."""
     first, last = stage.start == 0, stage.stop == shape.layers
-    numbers = estimated.largest_layer(shape) * len(stage)
+    numbers = shape.largest_layer() * len(stage)
     if first or (last and shape.tied):  # tied: one matrix, which both ends need
-        numbers += estimated.embedding_parameters(shape)
+        numbers += shape.embedding
     if last:
-        numbers += estimated.head_parameters(shape) + shape.hidden
+        numbers += shape.embedding * (not shape.tied) + shape.hidden
     return BYTES[dtype] * numbers
 
 
@@ -163,7 +157,7 @@ def what_would_fit(args, config: shapes.Config, free: int, *, alone: bool) -> st
         if not undivided(config, ranks) and needed <= ROOM * free:
             ways.append(f"--strategy tensor-parallel on {ranks} of them")
             break
-    if inference_weight_bytes(shape, weights="int4") + cache_bytes <= ROOM * free:
+    if inference.weight_bytes(shape, weights="int4") + cache_bytes <= ROOM * free:
         ways.append("07_memory_tricks/quantized_inference.py --weights int4 on one")
     told = f"it fits with {', or with '.join(ways)}" if ways else "no number of such devices has the room"
     if args.strategy == "zero3" and args.offload == "none":

@@ -73,7 +73,7 @@ def device_map(args, config, device: torch.device) -> Served:
     return Served(generate_spread, bytes_per_step(net), config)
 
 
-def tensor_parallel_plan(layers: int) -> dict:
+def tensor_parallel_styles(layers: int) -> dict:
     """Which way each matrix is cut.
 
     By its outputs (Colwise): each rank computes some heads, or some columns of the feed-forward part, from the whole
@@ -94,7 +94,7 @@ def tensor_parallel_plan(layers: int) -> dict:
 
 def cut(net: model.Transformer, mesh) -> None:
     """Make each matrix a DTensor that knows which part of it is this rank's. On the meta device: nothing is sent."""
-    parallelize_module(net, mesh, tensor_parallel_plan(net.config.num_hidden_layers), src_data_rank=None)
+    parallelize_module(net, mesh, tensor_parallel_styles(net.config.num_hidden_layers), src_data_rank=None)
     net.tie_weights()  # it has made two matrices of one
 
 

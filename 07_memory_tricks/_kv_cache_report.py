@@ -46,7 +46,7 @@ def print_sizes(sizes: dict) -> None:
     first, last = sizes["allocated"][0], sizes["allocated"][-1]
     print(
         f"checked: {len(sizes['allocated'])} caches of this model, from {told(first)} to {told(last)}, and those of "
-        "the table have the bytes of estimate.py's formula"
+        "the table have the bytes of planner/'s formula"
     )
     room = [f"{tokens:,} tokens in {card}" for card, tokens in sizes["llama_70b_tokens_beside_them"].items()]
     print(

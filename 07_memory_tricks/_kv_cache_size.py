@@ -4,14 +4,13 @@ import copy
 from collections.abc import Callable
 from dataclasses import replace
 
-import estimate
 import torch
-from _estimate_inference import inference_weight_bytes
-from _estimate_shapes import from_config
 from _kv_cache_measure import check_same
 
 from old import model, shapes
 from old.generate import StaticCache
+from planner import inference
+from planner.shape import from_config
 
 NAMED = ("llama-8b", "llama-70b", "llama-405b")
 LONG = 8192  # tokens of a request in the table of named models
@@ -23,22 +22,22 @@ def check_sizes(
     name: str, config: shapes.Config, *, seq_len: int, concurrency: int, dtype: torch.dtype, device: torch.device
 ) -> dict:
     """Caches of this model, allocated by length and concurrency, and those of named models. Each must have the bytes
-    that estimate.py computes, and so grow with both."""
+    that planner/ computes, and so grow with both."""
     grown = []
     for length in (seq_len // 4, seq_len // 2, seq_len):
         for requests in (1, concurrency):
             cache = StaticCache(config, batch=requests, length=length, dtype=dtype, device=device)
             storages = [part.untyped_storage() for part in (*cache.keys.values(), *cache.values.values())]
             allocated = sum(storage.nbytes() for storage in storages)
-            formula = estimate.kv_cache_bytes(
+            formula = inference.kv_cache_bytes(
                 from_config(name, config), tokens=length * requests, bytes_each=dtype.itemsize
             )
             assert allocated == cache.nbytes() == formula, f"{allocated} bytes, by the formula {formula}"
             grown.append({"tokens": length, "concurrency": requests, "cache_bytes": allocated})
     named = [named_row(name, config), *(named_row(other, shapes.SIZES[other]) for other in NAMED)]
     shape = from_config("llama-70b", shapes.SIZES["llama-70b"])
-    weights = inference_weight_bytes(shape, weights="int4", group_size=128)
-    per_token = estimate.kv_cache_bytes(shape, tokens=1)
+    weights = inference.weight_bytes(shape, weights="int4", group_size=128)
+    per_token = inference.kv_cache_bytes(shape, tokens=1)
     return {
         "allocated": grown,
         "named": named,
@@ -67,7 +66,7 @@ def named_row(name: str, config: shapes.Config) -> dict:
         "many_requests_bytes": meta_bytes(config, LONG, MANY),
         "weight_bytes": 2 * shapes.parameter_count(config),
     }
-    assert row["many_requests_bytes"] == estimate.kv_cache_bytes(shape, tokens=LONG * MANY)
+    assert row["many_requests_bytes"] == inference.kv_cache_bytes(shape, tokens=LONG * MANY)
     return row
 
 

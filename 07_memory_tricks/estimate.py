@@ -2,249 +2,349 @@
 
 A rank holds weights, gradients and optimizer state, which ZeRO divides; what backward needs of each token, which
 checkpointing and the parallel sizes divide; and for a moment the logits and the blocks that sharding gathers. The peak
-is the largest sum of what is alive together: while the loss runs backward, while a block does, or at the last
-gradient. Each line of the answer has its formula. GiB is 2^30 bytes.
+is the largest sum of what is alive together. A step is arithmetic at the rate that its sizes reach, what ranks wait for
+each other, and a pipeline's bubble. --search computes both for every layout, and prints the best that fit.
 
     laptop    python 07_memory_tricks/estimate.py --model nano --gpus 1 --seq-len 64 --dtype fp32
-    one node  python 07_memory_tricks/estimate.py --model llama-70b --gpus 8 --device "NVIDIA H100 80GB HBM3" \\
-                  --zero 3 --seq-len 4096 --micro-batch-size 1 --dtype bf16 --checkpointing full --optimizer adamw
-    cluster   python 07_memory_tricks/estimate.py --model llama-70b --gpus 64 --advise
+    one node  python 07_memory_tricks/estimate.py --model llama-70b --gpus 8 --zero 3 --checkpointing full
+    cluster   python 07_memory_tricks/estimate.py --model llama-70b --gpus 64 --nodes-of 8 --link 50 --search
     serving   python 07_memory_tricks/estimate.py --model llama-8b --inference --concurrency 16 --weights int8
-    a claim   python 07_memory_tricks/estimate.py --model llama-8b --gpus 8 --is-my-mfu-right 6667 --seq-len 8192
 
 Look for: the line that is largest, and the moment of the peak: a trick that shrinks another line does not help.
-Before: 06_fsdp_zero/. Next: memory_profile.py measures the same lines, train_big.py trains what fits.
+Differences of a few percent are below the model's own error (python benchmarks/planner_cases.py): measure both.
+Before: 06_fsdp_zero/. Next: memory_profile.py measures the same lines; 08_model_parallel/ runs the layouts.
 """
 
+import argparse
+import json
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # old/, with nothing installed
-import _estimate_shapes as shapes
-from _estimate_frameworks import FRAMEWORKS, LOSSES
-from _estimate_peak import MOMENTS, InBlock, moments
-from _estimate_plan import DTYPES, OPTIMIZERS, Plan, check
-from _estimate_shapes import Shape
-from _estimate_sharded import block_ahead_bytes, gathered_by_backward, gathered_bytes, reduced_bytes, root_parameters
-from _estimate_stages import placeholder_bytes, stage_of
-from _estimate_widths import (
-    attention_gradients,
-    end_bytes,
-    feed_forward_gradients,
-    gradient_size,
-    latent_bytes,
-    mask_bytes,
-    norm_bytes,
-    product_widths,
-    residual_bytes,
-    rotated_width,
-    weights_before,
-)
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/ and planner/, with nothing installed
+from common import cli, exits, report, shapes
+from planner import inference, machine
+from planner.frameworks import FP32_LOG_SOFTMAX, FRAMEWORKS, LOSSES
+from planner.machine import Machine
+from planner.memory import LINES, Memory, peak
+from planner.plan import CHECKPOINTING, DTYPES, OPTIMIZERS, Plan, divides
+from planner.search import MARGIN, layouts
+from planner.shape import Shape, from_config
+from planner.step import step
 
-CONTEXT = 512 * 2**20  # CUDA's context with torch's kernels: assumed, nvidia-smi shows 400 to 600 MiB
-WORKSPACE = 2 * 32 * 2**20  # cuBLAS on Hopper and Blackwell: 32 MiB for each thread's handle (torch's CublasHandlePool)
-NCCL = 256 * 2**20  # per communicator: 32 channels x (send, receive) x NCCL_BUFFSIZE, 4 MiB
-
-
-def weight_bytes(parameters: float, *, bytes_each: float, shards: int = 1) -> float:
-    """N x bytes / shards. ZeRO-3 and FSDP divide by the ranks that share data (arXiv:1910.02054, section 5)."""
-    return parameters * bytes_each / shards
-
-
-def gradient_bytes(parameters: float, *, bytes_each: float, shards: int = 1) -> float:
-    """N x bytes / shards, from ZeRO-2 on."""
-    return parameters * bytes_each / shards
+GIB = 2**30
+BITS = {2: "16 bits", 4: "fp32"}
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3")
+OF_TRAINING = {"zero": None, "pp": 1, "cp": 1, "ep": 1, "replicate": 1, "micro_batch_size": 1, "checkpointing": "none"}
+OF_TRAINING |= {"global_batch_size": None, "optimizer": "adamw", "framework": "ours", "loss": "plain"}
+OF_SERVING = {"concurrency": 1, "weights": "bf16", "group_size": 32, "kv_cache_dtype": "bf16"}
+CAUSES = {
+    "compute": "matmuls, attention, and kernels between them",
+    "recomputation": "what backward computes again",
+    "tensor": "exposed: gathers and scatters of tensor parallel",
+    "context": "exposed: keys and values between context-parallel ranks",
+    "expert": "exposed: tokens to their experts and back",
+    "launches": "the GPU waits for Python to start kernels",
+    "data": "exposed: weights and gradients of data parallel",
+    "send": "exposed: activations between pipeline stages",
+    "bubble": "stages that wait while the pipeline fills and drains",
+    "optimizer": "AdamW and the gradient's norm",
+}
 
 
-def optimizer_bytes(parameters: float, *, optimizer: str, master: int, shards: int = 1) -> float:
-    """N x (master copy + state) / shards, from ZeRO-1 on; AdamW's state is two fp32 numbers."""
-    return parameters * (master + OPTIMIZERS[optimizer]) / shards
+def shape_from_json(name: str, content: dict) -> Shape:
+    """The shape of a Hugging Face config.json. UserError or ValueError name the key that is missing or impossible."""
+    kind = content.get("model_type")
+    if kind not in FAMILIES or content.get("mlp_bias"):
+        raise ValueError(f"--model {name}: model_type {kind!r} is none of {', '.join(FAMILIES)}, or it has mlp_bias")
+    known = shapes.Config.__dataclass_fields__
+    sizes = {key: value for key, value in content.items() if key in known and "rope" not in key}
+    shape = from_config(name, shapes.parse_config(sizes, f"--model {name}"))
+    more = {
+        "positions": content.get("max_position_embeddings") or 0,  # parse_config would say 2048
+        "qkv_bias": kind == "qwen2" or content.get("attention_bias", False),
+        "qk_norm": kind.startswith("qwen3"),
+    }
+    number_key = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts"}.get(kind, "n_routed_experts")
+    try:
+        if kind in ("mixtral", "qwen3_moe") or content.get(number_key):
+            width = content["intermediate_size" if kind == "mixtral" else "moe_intermediate_size"]
+            more |= {"experts": content[number_key], "active_experts": content["num_experts_per_tok"]}
+            more |= {"expert_ffn": width, "shared_ffn": (content.get("n_shared_experts") or 0) * width}
+            more["dense_layers"] = content.get("first_k_dense_replace") or 0
+        if kind.startswith("deepseek"):
+            more |= {"q_rank": content.get("q_lora_rank") or 0, "kv_rank": content["kv_lora_rank"]}
+            more |= {"nope": content["qk_nope_head_dim"], "rope": content["qk_rope_head_dim"]}
+            more["value_dim"] = content["v_head_dim"]
+    except KeyError as error:
+        raise ValueError(f"--model {name}: the config.json of a {kind} has no {error}") from None
+    if more.get("active_experts", 0) > more.get("experts", 0):
+        raise ValueError(f"--model {name}: num_experts_per_tok {more['active_experts']} of {more['experts']} experts")
+    return replace(shape, **more)
 
 
-def attention_bytes(shape: Shape, plan: Plan) -> dict[str, float]:
-    """What backward needs of a token's attention part, for hidden h, queries q, keys k, values v and element size e."""
+def read_shape(name: str) -> Shape:
+    """--model: one of our sizes, a name of models.json, or a config.json or a folder with one."""
+    published = json.loads(Path(__file__).with_name("models.json").read_text())
+    if name in shapes.SIZES:
+        return from_config(name, shapes.SIZES[name])
+    if name in published:
+        return shape_from_json(name, published[name])
+    path = Path(name, "config.json") if Path(name).is_dir() else Path(name)
+    if not path.is_file():
+        known = ", ".join([*shapes.SIZES, *published])
+        raise ValueError(f"--model {name}: no such size, nor a config.json or a folder with one; sizes: {known}")
+    try:
+        content = dict(json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"--model {path} is no config.json: {error!r}") from None
+    return shape_from_json(name, content)
+
+
+def parse_flags() -> argparse.Namespace:
+    """The flags, those that were not given with their defaults; `given` names the others."""
+    parser = cli.Parser(__doc__)
+    add = parser.add_argument
+    add("--model", default="llama-8b", help="our sizes, a name of models.json, or a config.json")
+    add("--layers", type=cli.positive_int, help="cut the model to so many layers")
+    add("--gpus", type=cli.positive_int, default=8, help="of all nodes")
+    add("--device", default="NVIDIA H100 80GB HBM3", help="a name of common/devices.csv, or cpu")
+    add("--nodes-of", type=cli.positive_int, default=8, metavar="N", help="GPUs that NVLink connects")
+    add("--link", type=cli.positive, default=50.0, metavar="GB/s", help="between nodes, per GPU, in one direction")
+    add("--zero", type=int, choices=range(4), help="what data-parallel ranks divide (default: 3, on one GPU 0)")
+    add("--tp", type=cli.positive_int, help="tensor parallel, with sequence parallel")
+    add("--pp", type=cli.positive_int, help="pipeline stages, 1F1B")
+    add("--cp", type=cli.positive_int, help="context parallel")
+    add("--ep", type=cli.positive_int, help="expert parallel")
+    add("--replicate", type=cli.positive_int, help="copies of the sharded model (HSDP)")
+    add("--seq-len", type=cli.positive_int, help="tokens per sequence (default: 4096, or the model's limit)")
+    add("--micro-batch-size", type=cli.positive_int, help="sequences per rank and forward (default: 1)")
+    add("--global-batch-size", type=cli.positive_int, help="sequences per step (default: one micro-batch each)")
+    add("--dtype", choices=DTYPES, default="bf16", help="what matrices are multiplied in")
+    add("--checkpointing", choices=CHECKPOINTING, help="what backward computes again (default: none)")
+    add("--optimizer", choices=OPTIMIZERS, help="default: adamw")
+    add("--loss", choices=LOSSES, help="how the cross-entropy is computed (default: plain)")
+    add("--framework", choices=FRAMEWORKS, help="whose bytes per parameter and kernels (default: ours)")
+    add("--search", action="store_true", help="every layout: the best eight; parallel sizes that are given are kept")
+    add("--inference", action="store_true", help="weights and KV cache instead of a training step")
+    add("--concurrency", type=cli.positive_int, help="sequences of --seq-len tokens in the cache (default: 1)")
+    add("--weights", choices=inference.WEIGHTS, help="of --inference (default: bf16)")
+    add("--group-size", type=cli.positive_int, help="weights per scale of --weights int4 (default: 32)")
+    add("--kv-cache-dtype", choices=inference.CACHE_DTYPES, help="default: bf16")
+    add("--json", type=cli.writable_file, metavar="PATH", help="write the answer as one JSON object")
+    args = parser.parse_args()
+    args.given = {name: value for name, value in vars(args).items() if value not in (None, False)}
+    for name in args.given:
+        flag = f"--{name.replace('_', '-')}"
+        if args.inference and (name in OF_TRAINING or name == "search"):
+            raise ValueError(f"{flag} is of training, and --inference does not read it: leave it out")
+        if not args.inference and name in OF_SERVING:
+            raise ValueError(f"{flag} is of serving, and is read with --inference only")
+    if args.group_size and args.weights != "int4":
+        raise ValueError(f"--group-size {args.group_size} is of --weights int4: add that, or leave it out")
+    for name, default in {**OF_TRAINING, **OF_SERVING, "tp": 1}.items():
+        setattr(args, name, args.given.get(name, default))
+    return args
+
+
+def plan_of(args: argparse.Namespace) -> Plan:
+    """The plan that the flags name. --global-batch-size must be a multiple of what all ranks take at once."""
+    zero = args.given.get("zero", 3 if args.gpus > 1 else 0)
+    sizes = {name: getattr(args, name) for name in ("gpus", "tp", "pp", "cp", "ep", "replicate", "seq_len")}
+    ways = {name: getattr(args, name) for name in ("dtype", "checkpointing", "optimizer", "framework", "loss")}
+    plan = Plan(**sizes, **ways, zero=zero, micro_batch_size=args.micro_batch_size, on_cpu=args.device == "cpu")
+    if args.search:
+        return plan
+    divides("--tp x --pp x --cp", args.tp * args.pp * args.cp, "--gpus", args.gpus)
+    at_once = plan.dp * plan.micro_batch_size
+    sequences = args.global_batch_size or at_once * plan.pp
+    if sequences % at_once:
+        nearest = sequences // at_once * at_once
+        raise ValueError(
+            f"--global-batch-size {sequences} is no multiple of data-parallel ranks x micro-batch size = {at_once}: "
+            f"use {' or '.join(str(size) for size in (nearest, nearest + at_once) if size)}"
+        )
+    return replace(plan, micro_batches=sequences // at_once)
+
+
+def print_lines(lines: dict[str, float], formulas: dict[str, str], where: Machine) -> bool | None:
+    """The table of bytes, and whether they fit; None if the memory of the device is not known."""
+    unit, scale = ("GiB", GIB) if lines["total_bytes"] >= GIB else ("MiB", 2**20)
+    rows = [["per rank", unit, "formula"]]
+    for name, formula in formulas.items():
+        short = " ".join(formula.split()).split(";")[0]
+        rows.append([name.removesuffix("_bytes").replace("_", " "), f"{lines[name] / scale:,.2f}", short])
+    print(report.table(rows))
+    if where.memory_bytes is None:
+        print(f"\nwhether it fits is n/a: the memory of {where.device} is not in common/devices.csv")
+        return None
+    fits = lines["total_bytes"] <= where.memory_bytes
+    print(f"\n{'fits' if fits else 'does not fit'} into {where.memory_bytes / GIB:.1f} GiB of {where.device}")
+    return fits
+
+
+def layout_answer(shape: Shape, plan: Plan, memory: Memory, where: Machine) -> dict:
+    """Bytes by line and seconds by cause of one layout, printed and as a part of the summary."""
+    names = [*LINES, "allocated_bytes", "fragmentation_bytes", "context_bytes", "nccl_bytes", "total_bytes"]
+    lines = {name: getattr(memory, name)() for name in names}
     framework = FRAMEWORKS[plan.framework]
-    h, e = shape.hidden, DTYPES[plan.dtype]
-    own_heads = framework.repeated_heads or shape.latent  # keys and values of every query head
-    ranks = plan.cp if framework.gathered_keys else 1  # whose keys and values are kept
-    k = ranks * (shape.q_width if own_heads else shape.kv_width)
-    v = ranks * (shape.value_width if own_heads else shape.kv_width)
-    mixed = framework.mixed_qkv and not shape.latent
+    print(
+        f"N = {memory.all_parameters:,.0f} parameters of the rank's stage, T = {plan.tokens:,.0f} tokens, "
+        f"L = {shape.layers} layers, e = {DTYPES[plan.dtype]} bytes\nstates: weights in {BITS[framework.weight]}, "
+        f"gradients in {BITS[framework.gradient]}, {'an' if framework.master else 'no'} fp32 copy of the weights, "
+        f"{plan.optimizer} {OPTIMIZERS[plan.optimizer]:g} bytes a parameter\n"
+    )
+    fits = print_lines(lines, {name: getattr(Memory, name).__doc__ for name in names}, where)
+    print(f"peak: {memory.moment}; lines that are not alive together do not add up to it")
+    kept = lines["logits_bytes"] * (4 / LOSSES[plan.loss][0] if plan.loss in FP32_LOG_SOFTMAX else 1)
     return {
-        "its norm": norm_bytes(shape, plan),
-        "normalised input": h * e,
-        "whole input": h * e * (plan.tp - 1) if framework.gathered_inputs else 0,
-        "unrotated q, k, v": (shape.q_width + 2 * shape.kv_width) * e if mixed else 0,
-        "latents": latent_bytes(shape, e),
-        "q, k, v": (shape.q_width + k + (0 if mixed else v)) * e,
-        "output, log-sum-exp": shape.value_width * e + 4 * shape.heads,
+        **{name: round(size) for name, size in lines.items()},
+        "reserved_bytes": round(lines["allocated_bytes"] + lines["fragmentation_bytes"]),
+        "saved_for_backward_bytes": round(lines["activation_bytes"] + kept),
+        "moments": {moment: round(size) for moment, size in memory.moments.items()},
+        "peak_moment": memory.moment,
+        "bytes_per_parameter": [framework.weight, framework.gradient, framework.master, OPTIMIZERS[plan.optimizer]],
+        "fits": fits,
+        "plan": asdict(plan),
+        **step_answer(shape, plan, where),
     }
 
 
-def feed_forward_bytes(shape: Shape, plan: Plan, *, experts: bool = False) -> dict[str, float]:
-    """What backward needs of a token's feed-forward part; of experts, the copies of its `active` ones."""
-    framework = FRAMEWORKS[plan.framework]
-    h, e = shape.hidden, DTYPES[plan.dtype]
-    tensors = 2 if shape.gpt2 else framework.ffn_tensors  # GPT-2: before and after its GELU
-    found = {
-        "its norm": norm_bytes(shape, plan),
-        "normalised input": h * e,
-        "whole input": h * e * (plan.tp - 1) if framework.gathered_inputs else 0,
-    }
-    if not experts:
-        return {**found, "gate, up, silu, product": tensors * shape.ffn * e}
-    mixture = shape.experts
-    return {
-        **found,
-        "router": 2 * 4 * mixture.number,  # logits and probabilities in fp32
-        "copies for experts": mixture.active * h * e,
-        "in the experts": tensors * (mixture.active * mixture.ffn + mixture.shared_ffn) * e,
-    }
+def step_answer(shape: Shape, plan: Plan, where: Machine) -> dict:
+    flops = {"flops_per_token": shape.flops_per_token(seq_len=plan.seq_len)}
+    if not (where.peak_flops and where.memory_bandwidth):
+        print(f"step time n/a: common/devices.csv has no {plan.dtype} rate of {where.device}")
+        return {**flops, "step_seconds": None, "mfu": None}
+    found = step(shape, plan, where)
+    rows = [["seconds of a step", "", "what it is"]]
+    rows += [[cause, f"{found.causes[cause]:.4f}", CAUSES[cause]] for cause in CAUSES if found.causes[cause] >= 5e-5]
+    print(f"\n{report.table(rows)}")
+    speed = found.tokens / found.seconds
+    peak_flops = where.peak_flops * plan.gpus
+    mfu = speed * flops["flops_per_token"] / peak_flops
+    causal = speed * shape.flops_per_token(seq_len=plan.seq_len, causal=True) / peak_flops
+    print(
+        f"\nstep: {found.seconds:.3f} s for {found.tokens:,} tokens, {speed / plan.gpus:,.0f} tokens/s on each GPU\n"
+        f"MFU {mfu:.1%} of {where.peak_flops / 1e12:.1f} TFLOP/s; {causal:.1%} as those count who halve attention"
+    )
+    speeds = {"step_seconds": found.seconds, "causes": found.causes, "tokens": found.tokens}
+    return {**flops, **speeds, "tokens_per_second": speed, "mfu": mfu, "mfu_causal": causal, "predicted": True}
 
 
-def kept_bytes(shape: Shape, plan: Plan, *, experts: bool) -> float:
-    """Per token and block, what lies between forward and backward under --checkpointing: all of it; the block's input
-    (Chen et al. 2016, arXiv:1604.06174); or that, the results of its products, and attention."""
-    e = DTYPES[plan.dtype]
-    block_input = shape.hidden * residual_bytes(plan)
-    if plan.checkpointing == "full":
-        return block_input + plan.kept_besides * e
-    if plan.checkpointing == "none":
-        everything = attention_bytes(shape, plan), feed_forward_bytes(shape, plan, experts=experts)
-        return sum(sum(part.values()) for part in everything)
-    products = sum(product_widths(shape, plan, experts=experts))
-    return block_input + (products + shape.value_width + plan.kept_besides) * e + 4 * shape.heads
+def search_answer(args: argparse.Namespace, shape: Shape, plan: Plan, where: Machine) -> dict:
+    if not (where.memory_bytes and where.peak_flops):
+        raise ValueError(f"--search needs a GPU whose memory and rate are known, and --device {where.device} is none")
+    if shape.tied and args.pp > 1:
+        raise ValueError(
+            f"--pp {args.pp}: {shape.name} has tied embeddings, which train_3d.py does not cut: use --pp 1"
+        )
+    if plan.gpus > args.nodes_of:
+        divides("--nodes-of", args.nodes_of, "--gpus", plan.gpus)
+    sequences = args.global_batch_size or 8 * plan.gpus
+    searched = ("tp", "pp", "cp", "ep", "replicate", "micro_batch_size", "checkpointing")
+    fixed = {name: args.given[name] for name in searched if name in args.given}
+    divides("--tp x --pp x --cp", args.tp * args.pp * args.cp, "--gpus", args.gpus)
+    found = layouts(shape, plan, where, sequences=sequences, **fixed)
+    print(
+        f"{shape.name} on {plan.gpus} x {where.device}, {sequences:,} sequences of {plan.seq_len:,} tokens per step: "
+        f"{len(found):,} layouts fit ({MARGIN:.0%} of the memory stays free)\n"
+    )
+    heads = ["tp x pp x cp x ep", "shards x replicas", "micro-batch", "checkpointing", "GiB", "s/step", "tokens/s/GPU"]
+    rows, ranking = [heads], []
+    for layout, memory, seconds in found[:8]:
+        parallel = f"{layout.tp} x {layout.pp} x {layout.cp} x {layout.ep}", f"{layout.shards} x {layout.replicate}"
+        batch = f"{layout.micro_batch_size} x {layout.micro_batches}", layout.checkpointing
+        speed = f"{seconds.seconds:.3f}", f"{seconds.tokens / seconds.seconds / plan.gpus:,.0f}"
+        rows.append([*parallel, *batch, f"{memory.total_bytes() / GIB:.1f}", *speed])
+        own = {"total_bytes": round(memory.total_bytes()), "step_seconds": seconds.seconds, "causes": seconds.causes}
+        ranking.append({"plan": asdict(layout), **own})
+    print(f"{report.table(rows)}\n\nthe first:")
+    best, memory, _ = found[0]
+    summary = layout_answer(shape, best, memory, where)
+    ours = plan.framework == "ours" and not (shape.experts or shape.kv_rank or shape.qkv_bias or shape.qk_norm)
+    start = command(args, best) if ours and (args.model in shapes.SIZES or Path(args.model).exists()) else None
+    print(f"\nstart it on each node:\n{start or 'no command: the training scripts are of Llamas'}")
+    return {**summary, "fit": len(found), "ranking": ranking, "command": start}
 
 
-def logits_bytes(*, tokens: float, vocab: int, loss: str, tp: int = 1) -> float:
-    """tokens x vocabulary x bytes: at the peak of a plain cross-entropy 12, of which forward leaves 4 (log-softmax)."""
-    return tokens * vocab * LOSSES[loss] / tp
+def command(args: argparse.Namespace, plan: Plan) -> str:
+    """What starts the layout, for each node."""
+    flags = f"--model {args.model} --seq-len {plan.seq_len} --micro-batch-size {plan.micro_batch_size}"
+    flags += f" --global-batch-size {plan.dp * plan.micro_batch_size * plan.micro_batches}"
+    flags += f" --checkpointing {plan.checkpointing} --dtype {plan.dtype}"
+    if plan.gpus == 1:
+        return f"python 04_amp/train.py {flags}"
+    flags += f" --tp {plan.tp} --pp {plan.pp} --cp {plan.cp} --replicate {plan.replicate}"
+    nodes = max(1, plan.gpus // args.nodes_of)
+    where = f"--nnodes={nodes} --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29500" if nodes > 1 else "--standalone"
+    return f"torchrun {where} --nproc_per_node={plan.gpus // nodes} 08_model_parallel/train_3d.py {flags}"
 
 
-def cast_bytes(parameters: float, plan: Plan) -> float:
-    """Under autocast each product keeps a 16-bit copy of its weight until backward; fully_shard gathers them so."""
-    autocast = plan.framework == "ours" and plan.dtype != "fp32" and plan.zero < 3
-    return parameters * DTYPES[plan.dtype] if autocast else 0.0
-
-
-def kv_cache_bytes(shape: Shape, *, tokens: int, bytes_each: float = 2, tp: int = 1) -> float:
-    """2 (keys, values) x layers x key-value heads x head_dim x bytes x tokens, over the tp ranks that have a head.
-
-    Latent attention keeps one latent and one rotated key per token and layer, whole on each rank."""
-    if mla := shape.latent:
-        return shape.layers * (mla.kv_rank + mla.rope) * bytes_each * tokens
-    return 2 * shape.layers * shape.kv_width * bytes_each * tokens / min(tp, shape.kv_heads)
-
-
-def flops_per_token(shape: Shape, *, seq_len: int, count_embedding: bool = False, causal: bool = False) -> float:
-    """6 N + 12 L heads head_dim seq_len (Chowdhery et al. 2022, appendix B): forward 2 and backward 4 per weight.
-
-    N without what is only looked up, or with it; of a mixture, the experts of one token. causal: half the attention."""
-    n = shapes.parameter_count(shape, active=True)
-    if not count_embedding:
-        n -= shapes.learned_positions(shape) + (0 if shape.tied else shapes.embedding_parameters(shape))
-    attention = 6 * shape.layers * (shape.q_width + shape.value_width) * seq_len
-    return 6 * n + attention / (2 if causal else 1)
-
-
-def mfu(*, tokens_per_second: float, flops_per_token: float, peak_flops: float) -> float:
-    """The share of the peak that the model's own arithmetic takes; tokens per second and device."""
-    return tokens_per_second * flops_per_token / peak_flops
-
-
-def memory_of_stage(shape: Shape, plan: Plan, number: int = 0) -> dict[str, float]:
-    """Bytes by line for a rank of pipeline stage `number`, and at each moment that may be the peak."""
-    framework, stage = FRAMEWORKS[plan.framework], stage_of(shape, plan, number)
-    expert_ranks = plan.gpus // (plan.pp * plan.ep)  # that hold the same experts
-    parts = [(stage.parameters, plan.shards), (stage.expert_parameters, expert_ranks)]
-
-    def sharded(from_stage: int, ranks: int) -> int:
-        return ranks if plan.zero >= from_stage else 1
-
-    weights = sum(weight_bytes(n, bytes_each=framework.weight, shards=sharded(3, r)) for n, r in parts)
-    gradients = sum(gradient_bytes(n, bytes_each=framework.gradient, shards=sharded(2, r)) for n, r in parts)
-    state = {"optimizer": plan.optimizer, "master": framework.master}
-    optimizer = sum(optimizer_bytes(n, **state, shards=sharded(1, r)) for n, r in parts)
-    dense = kept_bytes(shape, plan, experts=False) * stage.dense_layers
-    mixture = kept_bytes(shape, plan, experts=True) * stage.expert_layers if stage.expert_layers else 0
-    per_token = (dense + mixture) * stage.in_flight + (end_bytes(shape, plan) if stage.last else 0)
-    token_ids = 16 * stage.first  # inputs and targets, int64
-    activations = plan.tokens * (per_token / plan.tp + token_ids) + mask_bytes(plan) * stage.in_flight
-    has_experts, own_tokens = stage.expert_layers > 0, plan.tokens / plan.tp
-    block = kept_bytes(shape, replace(plan, checkpointing="none"), experts=has_experts) * own_tokens
-    tables = 0 if shape.gpt2 else 2 * 4 * shape.positions * rotated_width(shape)  # cos and sin in fp32
-    placeholders = placeholder_bytes(shape, plan, stage)
-    buckets = framework.bucket * stage.parameters if plan.shards > 1 else 0
+def inference_answer(args: argparse.Namespace, shape: Shape, where: Machine) -> dict:
+    """Bytes of each of --tp ranks. Activations are one sequence's prefill through the widest part of a block."""
+    divides("--tp", args.tp, "--gpus", args.gpus)
+    divides("--tp", args.tp, "attention heads", shape.heads)
+    e, tokens = DTYPES[args.dtype], args.seq_len * args.concurrency
+    held = {"weights": args.weights, "group_size": args.group_size, "tp": args.tp, "head_divided": True}
+    cache_size = inference.CACHE_DTYPES[args.kv_cache_dtype]
     lines = {
-        "weight_bytes": weights,
-        "gradient_bytes": gradients,
-        "optimizer_bytes": optimizer,
-        "activation_bytes": activations,
-        "block_bytes": block,
-        "logits_bytes": logits_bytes(tokens=plan.tokens, vocab=shape.vocab, loss=plan.loss, tp=plan.tp) * stage.last,
-        "gathered_bytes": gathered_bytes(shape, plan, stage),
-        "reduced_bytes": reduced_bytes(shapes.largest_layer(shape) / plan.ep, plan),
-        "cast_bytes": cast_bytes(stage.matrix_parameters, plan),
-        "buffer_bytes": tables + placeholders + buckets + (0 if plan.on_cpu else WORKSPACE),
+        "weight_bytes": inference.weight_bytes(shape, **held),
+        "kv_cache_bytes": inference.kv_cache_bytes(shape, tokens=tokens, bytes_each=cache_size, tp=args.tp),
+        "activation_bytes": args.seq_len * (2 * shape.hidden + 3 * shape.ffn / args.tp) * e,
+        "logits_bytes": args.concurrency * shape.vocab * (e + 4),
     }
-    gradient_each = gradients / stage.all_parameters
-
-    def in_block(activations: float, *, weights_left: float) -> InBlock:
-        left = weights_left / plan.tp
-        return InBlock(activations, gradients=left * gradient_each, casts=cast_bytes(left, plan))
-
-    in_feed_forward = block + feed_forward_gradients(shape, plan, experts=has_experts) * own_tokens
-    in_attention = sum(attention_bytes(shape, plan).values()) + attention_gradients(shape, plan)
-    before_attention, before_down = weights_before(shape)
-    embedding = shapes.embedding_parameters(shape) / plan.tp
-    both_ends = stage.first and stage.last and shape.tied
-    of_backward = {
-        "feed_forward": in_block(in_feed_forward, weights_left=before_down),
-        "attention": in_block(in_attention * own_tokens, weights_left=before_attention),
-        "kept_of_block": kept_bytes(shape, plan, experts=has_experts) * own_tokens,
-        "kept_of_end": end_bytes(shape, plan) * own_tokens * stage.last,
-        "head_gradient": embedding * gradient_each * stage.last,
-        "head_cast": cast_bytes(embedding * stage.last, plan),
-        "root_reduced": reduced_bytes(root_parameters(shape, stage), plan),
-        "embedding_gradient": 0 if both_ends else embedding * gradient_each * stage.first,
-        "tied_gradients": 2 * embedding * gradient_size(plan) if both_ends else 0,
-        "block_ahead": block_ahead_bytes(shape, plan),
-        "gathered_by_backward": gathered_by_backward(shape, plan, stage),
-        "of_others_in_flight": activations * (1 - 1 / stage.in_flight),
+    rank = Memory(shape, Plan(gpus=args.tp, tp=args.tp, on_cpu=args.device == "cpu"))
+    lines |= {"context_bytes": rank.context_bytes(), "nccl_bytes": rank.nccl_bytes()}
+    lines["total_bytes"] = sum(lines.values())
+    formulas = {
+        "weight_bytes": inference.weight_bytes.__doc__,
+        "kv_cache_bytes": inference.kv_cache_bytes.__doc__,
+        "activation_bytes": "one prompt through one block: 2 hidden + 3 ffn values per token",
+        "logits_bytes": "sequences x vocabulary x (e + 4), the last token only",
+        "context_bytes": Memory.context_bytes.__doc__,
+        "nccl_bytes": Memory.nccl_bytes.__doc__,
+        "total_bytes": "the sum",
     }
-    return {**lines, **moments(plan, lines, **of_backward)}
-
-
-def memory(shape: Shape, plan: Plan, *, stages: Sequence[int] | None = None) -> dict[str, float]:
-    """Bytes by line for the rank that needs most: total_bytes is what the device must have."""
-    check(shape, plan)
-    found = [memory_of_stage(shape, plan, number) for number in stages or range(plan.pp)]
-    lines = max(found, key=lambda lines: max(lines[moment] for moment in MOMENTS))
-    allocated = max(lines[moment] for moment in MOMENTS)
-    long_lived = sum(lines[name] for name in ("weight_bytes", "gradient_bytes", "optimizer_bytes", "buffer_bytes"))
-    groups = sum(size > 1 for size in (plan.dp, plan.tp, plan.pp, plan.cp, plan.ep))
-    context, nccl = (0, 0) if plan.on_cpu else (CONTEXT, groups * NCCL)
-    fragments = FRAMEWORKS[plan.framework].reserved * max(0.0, allocated - long_lived)
-    return {
-        **lines,
-        "allocated_bytes": allocated,
-        "fragmentation_bytes": fragments,
-        "reserved_bytes": allocated + fragments,
-        "context_bytes": context,
-        "nccl_bytes": nccl,
-        "total_bytes": allocated + fragments + context + nccl,
-    }
+    fits = print_lines(lines, formulas, where)
+    summary = dict.fromkeys(("gradient_bytes", "optimizer_bytes", "gathered_bytes"), 0) | {"fits": fits}
+    summary |= {name: round(size) for name, size in lines.items()}
+    if where.memory_bandwidth:  # a step reads the cache, and what it multiplies with
+        # all sequences choose the same experts, or each its own
+        few, many = shape.active_experts, min(shape.experts, shape.active_experts * args.concurrency)
+        read = [inference.weight_bytes(shape, **held, count_embedding=False, experts_read=n) for n in (few, many)]
+        least, most = ((size + lines["kv_cache_bytes"]) / where.memory_bandwidth for size in read)
+        own = f" ({most * 1e3:.2f} if no two sequences share an expert)" if few != many else ""
+        print(f"decoding: at least {least * 1e3:.2f} ms a token{own}, by memory bandwidth")
+        summary["step_seconds"] = least
+    return summary | {"flops_per_token": 2 * shape.parameter_count(active=True)}
 
 
 def main() -> int:
-    from _estimate_report import answer
-
-    return answer(__doc__)
+    try:
+        args = parse_flags()
+        shape = read_shape(args.model)
+        if args.layers:
+            shape = replace(shape, layers=args.layers, dense_layers=min(args.layers, shape.dense_layers))
+        if args.seq_len and shape.positions and args.seq_len > shape.positions:
+            raise ValueError(f"--seq-len {args.seq_len} is over the limit of --model {args.model}: {shape.positions}")
+        args.seq_len = args.seq_len or min(4096, shape.positions or 4096)
+        where = machine.read(args.device, args.dtype)
+        where = replace(where, gpus_per_node=args.nodes_of, network=args.link * 1e9)
+        summary = dict.fromkeys(("kv_cache_bytes", "flops_per_token", "mfu", "step_seconds"))
+        summary |= {"device": args.device, "world_size": args.gpus, "dtype": args.dtype, "model": args.model}
+        summary["parameters"] = shape.parameter_count()
+        if args.inference:
+            summary |= inference_answer(args, shape, where)
+        elif args.search:
+            summary |= search_answer(args, shape, plan_of(args), where)
+        else:
+            plan = plan_of(args)
+            summary |= layout_answer(shape, plan, peak(shape, plan), where)
+    except ValueError as error:
+        raise exits.UserError(str(error)) from None
+    report.write_json(summary, args.json)
+    return 0
 
 
 if __name__ == "__main__":
-    from old import exits
-
     exits.run(main)

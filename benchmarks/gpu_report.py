@@ -74,7 +74,8 @@ CHAPTERS = [
     [DECODE, "--only", "llama-8b"],
     ["07_memory_tricks/chunked_loss.py", *TOKENS_OF_A_1B],
     ["07_memory_tricks/gradient_checkpointing.py", *ONE_SEQUENCE_OF_A_1B],
-    ["07_memory_tricks/train_big.py", "--model", "llama-1b"],
+    # the flags that estimate.py --model llama-1b --gpus 1 --seq-len 2048 --micro-batch-size 4 --search prints
+    ["04_amp/train.py", "--model", "llama-1b", "--micro-batch-size", "4", "--steps", "10"],
     ["07_memory_tricks/cuda_graphs.py", "--dtype", "bf16"],
     ["07_memory_tricks/offload.py", "--model", "llama-124m", "--seq-len", "1024", "--dtype", "bf16"],
     ["02_tensors_precision/precision.py", "--device", "cuda"],

@@ -300,8 +300,7 @@ def test_loading_never_holds_a_layer_more_than_the_share(tmp_path, source):
 
 def published() -> list:
     """The rows of 70B weights in 16 bits, by ranks."""
-    estimated = load("07_memory_tricks/_estimate_cases.py")
-    cases = estimated.read_cases(ROOT / "tests/data/estimator_cases.csv")
+    cases = load("benchmarks/_estimator_rows.py").read_cases(ROOT / "tests/data/estimator_cases.csv")
     return [case for case in cases if case.id.startswith("W-") and "70b-tp" in case.id]
 
 

@@ -1,12 +1,14 @@
-"""train_3d.py --dry-run: the bytes of fake ranks beside the estimator's, and beside those of real ranks."""
+"""train_3d.py --dry-run: the bytes of fake ranks beside the planner's, and beside those of real ranks."""
 
 import json
 
 import pytest
-from support.chapter import load
 from support.harness import TINY, run, train
 
 from common import shapes
+from planner import shape
+from planner.memory import Memory
+from planner.plan import Plan
 
 SCRIPT = "08_model_parallel/train_3d.py"
 CONFIG = shapes.Config(
@@ -28,25 +30,17 @@ LAYOUTS = {
 
 
 def predicted(sizes: dict, stage: int) -> dict[str, float]:
-    """The estimator's bytes for the first rank of a stage, with the kernels of a CPU, as fake tensors have them."""
-    estimate = load("07_memory_tricks/estimate.py")
-    of_one_copy = {name: size for name, size in sizes.items() if name != "replicate"}
-    plan = estimate.Plan(
-        **of_one_copy,
-        gpus=RANKS // sizes["replicate"],
-        zero=3,
-        loss="parallel" if sizes["tp"] > 1 else "plain",
-        on_cpu=True,
-    )
-    lines = estimate.memory_of_stage(estimate.shapes.from_config("8b", CONFIG), plan, stage)
-    found = {name: lines[name] for name in ("weight_bytes", "gradient_bytes", "optimizer_bytes")}
-    return {**found, "peak_bytes": max(lines[moment] for moment in estimate.MOMENTS)}
+    """The planner's bytes for the first rank of a stage, with the kernels of a CPU, as fake tensors have them."""
+    loss = "parallel" if sizes["tp"] > 1 else "plain"
+    memory = Memory(shape.from_config("8b", CONFIG), Plan(**sizes, gpus=RANKS, zero=3, loss=loss, on_cpu=True), stage)
+    held = {name: memory.lines[name] for name in ("weight_bytes", "gradient_bytes", "optimizer_bytes")}
+    return {**held, "peak_bytes": memory.allocated_bytes()}
 
 
 @pytest.mark.parametrize(
     "cut", [pytest.param(cut, marks=pytest.mark.long) for cut in LAYOUTS if cut != "all"] + ["all"]
 )
-def test_built_bytes_are_those_of_the_estimator(tmp_path, cut):
+def test_built_bytes_are_those_of_the_planner(tmp_path, cut):
     sizes = SIZES | LAYOUTS[cut]
     (tmp_path / "config.json").write_text(json.dumps(shapes.config_json(CONFIG)))
     data_ranks = RANKS // (sizes["tp"] * sizes["pp"] * sizes["cp"])

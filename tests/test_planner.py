@@ -1,0 +1,363 @@
+"""planner/ and its door, 07_memory_tricks/estimate.py: beside published figures, beside the bytes of our own model, the
+laws that bytes and seconds keep, what the search finds, and what is refused."""
+
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from support.chapter import load
+from support.harness import ROOT, TINY, run
+
+from common import model, shapes
+from common.measure import LiveBytes
+from planner import inference, machine
+from planner.memory import LINES, Memory, layer_range, peak
+from planner.plan import Plan
+from planner.search import MARGIN, layouts
+from planner.shape import from_config
+from planner.step import step
+
+SCRIPT = "07_memory_tricks/estimate.py"
+ESTIMATE = load(SCRIPT)
+of_size = ESTIMATE.read_shape
+ROWS = load("benchmarks/_planner_rows.py")
+FIGURES = load("benchmarks/_estimator_rows.py")
+H100 = machine.read("NVIDIA H100 80GB HBM3")
+GIB = 2**30
+
+
+def answer(folder, *flags):
+    result = run(SCRIPT, folder, *flags, "--json", "e.json")
+    assert result.code == 0, result.err
+    return result, json.loads((result.folder / "e.json").read_text())
+
+
+# Beside what others published and measured
+
+
+def test_published_figures_hold_within_their_tolerance():
+    files = (ROWS.DATA / "estimator_cases.csv", ROWS.DATA / "more_estimator_cases.csv")
+    answers = [(case, FIGURES.answer(case)) for file in files for case in FIGURES.read_cases(file)]
+    answered = [(case, ours) for case, ours in answers if ours is not None]
+    assert len(answered) == 83
+    assert [case.id for case, ours in answered if not case.allows(ours)] == []
+
+
+def test_measured_peaks():
+    found = ROWS.peaks(ROWS.MADE_ON)
+    errors = [abs(row["error"]) for row in found]
+    assert len(errors) == 73
+    assert statistics.median(errors) < 0.031
+    assert sum(error < 0.10 for error in errors) >= 68
+    assert max(abs(row["error"]) for row in found if row["source"] == "megatron") < 0.04
+
+
+def test_what_ran_out_of_memory_does_not_fit():
+    rows = [row for row in ROWS.read_rows(ROWS.MADE_ON) if row["outcome"] == "oom"]
+    assert len(rows) == 6
+    for row in rows:
+        capacity = 95 if "H100" in row["gpu"] else 80
+        assert peak(ROWS.shape_of(row), ROWS.plan_of(row)).allocated_bytes() > capacity * GIB, row["id"]
+
+
+def test_peaks_that_torchs_own_allocator_counted():
+    """On a GPU that computes nothing: a step of 4 x 2,048 tokens in bf16, and one of 16 x 1,024 under FSDP."""
+    for checkpointing, gib in {"none": 40.34, "selective": 33.03, "full": 27.26}.items():
+        plan = Plan(seq_len=2048, micro_batch_size=4, checkpointing=checkpointing)
+        assert peak(of_size("llama-1b"), plan).allocated_bytes() == pytest.approx(gib * GIB, rel=0.005)
+    for checkpointing, gib in {"none": 15.36, "full": 10.38}.items():
+        plan = Plan(gpus=2, zero=3, seq_len=1024, micro_batch_size=16, checkpointing=checkpointing)
+        assert peak(of_size("llama-124m"), plan).allocated_bytes() == pytest.approx(gib * GIB, rel=0.005)
+
+
+def test_measured_steps():
+    """Every formula must be better than the claim that all runs have one MFU."""
+    benchmark = load("benchmarks/planner_cases.py")
+    others, made_on = ROWS.steps(ROWS.NOT_MADE_ON), ROWS.steps(ROWS.MADE_ON)
+    unseen, one_mfu = benchmark.summaries("", others, 0.33)[:2]
+    seen = benchmark.summaries("", made_on, 0.33)[0]
+    assert (unseen["n"], seen["n"]) == (131, 84)
+    assert unseen["median_error"] < 0.145
+    assert unseen["share_under_30%"] > 0.93
+    assert seen["median_error"] < 0.03
+    assert seen["pairs_in_order"] == "100 of 106"
+    assert unseen["median_error"] < one_mfu["median_error"] / 2
+
+
+# Beside our own model, on a CPU
+
+STEPS = {
+    "nano": (shapes.SIZES["nano"], 4, 64),  # the peak is where the loss runs backward, or a block is recomputed
+    "few tokens": (shapes.SIZES["nano"], 1, 64),  # at the first block
+    # at the last gradient
+    "tied": (shapes.Config(8192, 64, 96, 2, 2, 1, 32, 64, tie_word_embeddings=True), 1, 32),
+    "grouped": (shapes.Config(1031, 96, 200, 3, 6, 2, 16, 128), 3, 37),  # untied, everything odd
+    # inside a block: where its feed-forward part is differentiated, and where its attention is
+    "wide blocks": (shapes.Config(64, 96, 576, 3, 2, 2, 48, 64), 2, 64),
+    "one wide block": (shapes.Config(257, 128, 768, 1, 4, 1, 32, 64), 4, 64),
+    "small vocabulary": (shapes.Config(512, 32, 192, 4, 2, 1, 16, 64), 4, 32),
+}
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_of_our_model_holds_what_is_predicted(name, dtype, checkpointing):
+    config, batch, length = STEPS[name]
+    net = model.build("nano", config, seed=0)
+    model.checkpoint_blocks(net, checkpointing)
+    optimizer = torch.optim.AdamW(net.parameters(), fused=True)
+    inputs, targets = torch.randint(config.vocab_size, (2, batch, length)).unbind()
+
+    def forward() -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bf16"):
+            return net(inputs, targets)
+
+    def one_step() -> None:
+        forward().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    one_step()
+    moments = [tensor for state in optimizer.state.values() for tensor in state.values()]
+    with LiveBytes([*net.parameters(), *net.buffers(), inputs, *moments]) as live:
+        one_step()
+    sizes = {"seq_len": length, "micro_batch_size": batch, "dtype": dtype, "on_cpu": True}
+    predicted = peak(from_config(name, config), Plan(**sizes, checkpointing=checkpointing))
+    assert predicted.allocated_bytes() == pytest.approx(live.peak, rel=0.03)
+    with LiveBytes() as live:  # what lies between forward and backward is exact
+        loss = forward()
+        kept = live.now - loss.nbytes - 4  # the loss, and its sum of weights
+    head_cast = 2 * config.vocab_size * config.hidden_size if dtype == "bf16" else 0
+    casts = predicted.cast_bytes() if checkpointing == "none" else head_cast
+    log_softmax, token_ids = 4 * batch * length * config.vocab_size, 16 * batch * length  # ids were there before
+    assert kept == predicted.activation_bytes() - token_ids + log_softmax + casts
+
+
+@pytest.mark.parametrize("name", shapes.SIZES)
+def test_our_sizes_are_counted_as_they_are_trained(name):
+    shape, config = of_size(name), shapes.SIZES[name]
+    assert shape.parameter_count() == shapes.parameter_count(config)
+    assert shape.flops_per_token(seq_len=777) == shapes.flops_per_token(config, 777)
+    for framework in ("ours", "nanotron"):
+        for pp in (2, 3, 5):
+            plan = Plan(gpus=pp, pp=pp, framework=framework)
+            assert [layer for stage in range(pp) for layer in layer_range(shape, plan, stage)] == [*range(shape.layers)]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mixtral", "deepseek_v2", "deepseek_v3"])
+def test_every_family_counts_what_transformers_builds(kind):
+    transformers = pytest.importorskip("transformers")
+    sizes = {
+        **{"vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "head_dim": 16},
+        **{"num_attention_heads": 3, "num_key_value_heads": 1, "max_position_embeddings": 64},
+    }
+    latent = {"kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 10}
+    experts = {"moe_intermediate_size": 20, "n_routed_experts": 4, "n_shared_experts": 2, "num_experts_per_tok": 2}
+    deepseek = {**sizes, **latent, **experts, "num_key_value_heads": 3, "first_k_dense_replace": 1, "n_group": 1}
+    by_kind = {
+        "mixtral": {**sizes, "num_local_experts": 4, "num_experts_per_tok": 2},
+        "deepseek_v2": {**deepseek, "q_lora_rank": None, "topk_group": 1},
+        "deepseek_v3": {**deepseek, "q_lora_rank": 14, "topk_group": 1},
+    }
+    config = transformers.AutoConfig.for_model(kind, **by_kind.get(kind, sizes))
+    with torch.device("meta"):
+        net = transformers.AutoModelForCausalLM.from_config(config)
+    shape = ESTIMATE.shape_from_json(kind, json.loads(config.to_json_string(use_diff=False)))
+    assert shape.parameter_count() == sum(parameter.numel() for parameter in net.parameters())
+
+
+# Laws
+
+
+def test_what_zero_divides_and_frameworks_hold():
+    shape = of_size("llama-1b")
+    n = shape.parameter_count()
+    expected = {0: (4 * n, 4 * n, 8 * n), 1: (4 * n, 4 * n, n), 2: (4 * n, n / 2, n), 3: (n / 2, n / 2, n)}
+    for zero, states in expected.items():
+        rank = peak(shape, Plan(gpus=8, zero=zero))
+        assert (rank.weight_bytes(), rank.gradient_bytes(), rank.optimizer_bytes()) == states
+    for framework, bytes_each in {"ours": 16, "deepspeed": 16, "megatron": 18, "nanotron": 18}.items():
+        rank = peak(shape, Plan(gpus=2, framework=framework))
+        assert rank.weight_bytes() + rank.gradient_bytes() + rank.optimizer_bytes() == bytes_each * n
+
+
+def test_what_divides_activations_and_experts():
+    shape, mixture = of_size("llama-8b"), of_size("mixtral-8x7b")
+    # tensor ranks keep the gathered inputs of attention, MLP and head; context ranks all keys and values, and a mask
+    token_ids, inputs = 16 * 4096, 4096 * (2 * 32 + 1) * 2 * shape.hidden
+    whole = peak(shape, Plan()).activation_bytes() - token_ids
+    assert peak(shape, Plan(gpus=4, tp=4)).activation_bytes() == whole / 4 + inputs * 3 / 4 + token_ids
+    keys, mask = 4096 * 32 * 2 * 2 * shape.kv_width, 2 * 1024 * 4096
+    assert peak(shape, Plan(gpus=4, cp=4)).activation_bytes() == (whole + token_ids + 3 * keys) / 4 + mask
+    # "selective" keeps a block's fp32 input; q, k, v, o, gate and up in 16 bits, o as tensor ranks add it up; attention
+    for tp in (1, 4):
+        block = 4 * 4096 + 2 * (4096 + 2 * 1024 + 4096 * tp + 2 * 14_336) + 2 * 4096 + 4 * 32
+        ends = 4 * 4096 + 4 + 2 * 4096 * tp
+        selective = peak(shape, Plan(gpus=tp, tp=tp, checkpointing="selective")).activation_bytes()
+        assert selective == 4096 / tp * (32 * block + ends) + token_ids
+    plain, repeated, buckets = (
+        peak(shape, Plan(gpus=2, framework=of)) for of in ("deepspeed", "torchtitan", "nanotron")
+    )
+    assert repeated.activation_bytes() - plain.activation_bytes() == 4096 * 32 * 2 * (4096 - 1024) * 2
+    assert buckets.buffer_bytes() - plain.buffer_bytes() == 2 * shape.parameter_count()
+    one, eight = (peak(mixture, Plan(gpus=8, zero=0, ep=ep)).weight_bytes() for ep in (1, 8))
+    experts = 32 * 8 * 3 * 4096 * 14_336
+    assert one - eight == 4 * experts * 7 / 8
+    sharded = peak(mixture, Plan(gpus=8, zero=3, ep=8)).weight_bytes()
+    assert sharded == pytest.approx(4 * mixture.parameter_count() / 8)
+    # replicas hold what one sharded model holds
+    assert peak(shape, Plan(gpus=8, zero=3)).lines == peak(shape, Plan(gpus=32, zero=3, replicate=4)).lines
+
+
+def test_what_costs_time():
+    shape, plan = of_size("llama-8b"), Plan(gpus=8, zero=3, micro_batches=4, checkpointing="none")
+    full = step(shape, replace(plan, checkpointing="full"), H100).causes
+    assert 0.28 < full["recomputation"] / full["compute"] < 1 / 3  # a forward, without the head
+    slow = step(shape, replace(plan, gpus=16), replace(H100, network=1e9)).causes
+    quick = step(shape, replace(plan, gpus=16), H100).causes
+    assert [cause for cause in quick if slow[cause] > quick[cause]] == ["data"]
+    across = replace(plan, gpus=16, tp=8)
+    waits = [step(shape, across, replace(H100, gpus_per_node=size)).causes["tensor"] for size in (8, 4)]
+    assert 0 < waits[0] < waits[1]
+    staged = Plan(gpus=4, pp=4, micro_batches=12, framework="megatron", loss="fused")
+    bubbles = [step(shape, replace(staged, virtual=virtual), H100).causes["bubble"] for virtual in (1, 2)]
+    assert bubbles[1] == bubbles[0] / 2
+    busy = sum(step(shape, replace(staged, gpus=1, pp=1), H100).causes.values()) / 12
+    assert bubbles[0] == pytest.approx(3 / 4 * busy, rel=0.05)  # 1F1B: pp - 1 micro-batches of a stage
+
+
+# The search
+
+
+def test_what_is_found_fits_and_is_ranked():
+    shape, base = of_size("llama-70b"), Plan(gpus=64, zero=3, seq_len=8192)
+    found = layouts(shape, base, H100, sequences=256)
+    seconds = [timed.seconds for _, _, timed in found]
+    assert seconds == sorted(seconds)
+    for plan, memory, timed in found[:50]:
+        assert plan.tp * plan.pp * plan.cp * plan.dp == 64
+        assert plan.dp * plan.micro_batch_size * plan.micro_batches == 256
+        assert peak(shape, plan).total_bytes() == memory.total_bytes() <= H100.memory_bytes * (1 - MARGIN)
+        assert step(shape, plan, H100).seconds == timed.seconds
+    assert {(plan.tp, plan.pp) for plan, *_ in layouts(shape, base, H100, sequences=256, tp=4, pp=2)} == {(4, 2)}
+    with pytest.raises(ValueError, match="--model llama-70b does not fit on --gpus 2 x NVIDIA H100"):
+        layouts(shape, replace(base, gpus=2), H100, sequences=2)
+
+
+# The door
+
+
+def test_bare_and_without_torch():
+    """-S: without site-packages, and so without torch, numpy and transformers."""
+    code = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    command = [sys.executable, "-S", "-c", code, SCRIPT]
+    for flags, words in (([], "fits into 79.2 GiB"), (["--search"], "8 x 1"), (["--inference"], "decoding")):
+        done = subprocess.run([*command, *flags], cwd=ROOT, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr
+        assert words in done.stdout
+
+
+def test_the_summary_has_what_is_printed(tmp_path):
+    result, summary = answer(tmp_path, "--gpus", 8, "--zero", 3, "--seq-len", 8192)
+    plan = Plan(gpus=8, zero=3, seq_len=8192)
+    memory = peak(of_size("llama-8b"), plan)
+    for name in LINES:
+        assert summary[name] == round(getattr(memory, name)())
+        assert f"| {' '.join(getattr(Memory, name).__doc__.split()).split(';')[0]} " in result.out
+    assert summary["total_bytes"] == round(memory.total_bytes())
+    assert summary["peak_moment"] == memory.moment
+    assert summary["fits"] is True
+    assert summary["step_seconds"] == step(of_size("llama-8b"), plan, H100).seconds
+    flops = 6 * (8_030_261_248 - 128_256 * 4096)
+    attention = 12 * 32 * 4096 * 8192
+    assert summary["flops_per_token"] == flops + attention
+    assert summary["mfu_causal"] / summary["mfu"] == pytest.approx((flops + attention / 2) / (flops + attention))
+    assert f"MFU {summary['mfu']:.1%}" in result.out
+    _, of_cpu = answer(tmp_path, "--model", "nano", "--gpus", 1, "--device", "cpu", "--dtype", "fp32")
+    assert (of_cpu["fits"], of_cpu["step_seconds"], of_cpu["context_bytes"]) == (None, None, 0)
+
+
+def test_inference(tmp_path):
+    flags = ("--model", "llama3-8b", "--inference", "--concurrency", 128, "--seq-len", 1024)
+    _, summary = answer(tmp_path, *flags)
+    assert summary["kv_cache_bytes"] == 131_072 * 128 * 1024
+    assert summary["weight_bytes"] == 2 * 8_030_261_248
+    read = summary["weight_bytes"] - 2 * 128_256 * 4096 + summary["kv_cache_bytes"]
+    assert summary["step_seconds"] == pytest.approx(read / 3.35e12)
+    _, halved = answer(tmp_path, *flags, "--tp", 2, "--kv-cache-dtype", "fp8", "--weights", "int4", "--group-size", 64)
+    assert halved["kv_cache_bytes"] == summary["kv_cache_bytes"] / 4
+    matrices, embedding, norms = 7_504_658_432, 128_256 * 4096, 65 * 4096
+    assert halved["weight_bytes"] == pytest.approx(matrices * (0.5 + 4 / 64) / 2 + 2 * (embedding + norms), abs=1)
+    whole, few = (inference.weight_bytes(of_size("mixtral-8x7b"), experts_read=number) for number in (None, 2))
+    assert whole - few == 6 * 2 * 32 * 3 * 4096 * 14_336
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_the_command_starts(tmp_path, gpus):
+    flags = ("--search", "--model", "nano", "--gpus", gpus, "--seq-len", 32, "--global-batch-size", 4)
+    _, summary = answer(tmp_path, *flags, "--dtype", "fp32")
+    script = next(word for word in summary["command"].split() if word.endswith("train.py") or "train_3d" in word)
+    own = summary["command"].split(f"{script} ")[1].split()
+    nproc = gpus if "torchrun" in summary["command"] else None
+    result = run(script, tmp_path, *own, "--steps", 1, "--device", "cpu", "--json", "summary.json", nproc=nproc)
+    assert result.code == 0, result.err
+    assert result.summary["tokens"] == 4 * 32
+
+
+REFUSED = {
+    "--tp 3 --gpus 3": "--tp 3 does not divide attention heads 32: the nearest that does is 2",
+    "--tp 8 --pp 2": "--tp x --pp x --cp 16 does not divide --gpus 8",
+    "--pp 64 --gpus 64": "--pp 64 is more than the 32 layers",
+    "--ep 2": "--ep 2: llama-8b has no experts",
+    "--ep 3 --model mixtral-8x7b --gpus 3": "--ep 3 does not divide experts 8",
+    "--replicate 2 --zero 1": "--replicate 2 is of FSDP",
+    "--seq-len 9000": "--seq-len 9000 is over the limit of --model llama-8b: 8192",
+    "--device l40": "did you mean NVIDIA L40S?",
+    "--model nothing": "--model nothing: no such size",
+    "--model config.json": "model_type 'gpt2' is none of llama",
+    "--zero 4": "argument --zero: invalid choice",
+    "--global-batch-size 12": "--global-batch-size 12 is no multiple of data-parallel ranks x micro-batch size = 8",
+    "--search --device cpu": "--search needs a GPU whose memory and rate are known",
+    "--search --model llama-405b": "--model llama-405b does not fit on --gpus 8",
+    "--search --gpus 12": "--nodes-of 8 does not divide --gpus 12",
+    "--search --model llama-1b --pp 2": "--pp 2: llama-1b has tied embeddings",
+    "--inference --zero 3": "--zero is of training",
+    "--weights int8": "--weights is of serving",
+    "--inference --weights int8 --group-size 64": "--group-size 64 is of --weights int4",
+}
+
+
+@pytest.mark.parametrize("flags", REFUSED)
+def test_a_wrong_flag_is_one_line_and_code_2(tmp_path, flags):
+    (tmp_path / "config.json").write_text(json.dumps({**TINY, "model_type": "gpt2"}))
+    result = run(SCRIPT, tmp_path, *flags.split())
+    assert result.code == 2
+    assert result.err.strip().count("\n") == 0
+    assert REFUSED[flags] in result.err
+
+
+# On a GPU
+
+RUNS = {"nano": 24, "llama-124m": 8, "llama-1b": 2}  # sequences of the model's own length
+
+
+@pytest.mark.gpu(n=1)
+@pytest.mark.parametrize("script", ["04_amp/train.py", "06_fsdp_zero/train_fsdp.py"])
+@pytest.mark.parametrize("name", RUNS)
+def test_the_peak_is_what_a_gpu_allocates(name, script, gpus, tmp_path):
+    flags = ("--dtype", "bf16", "--steps", 3, "--model", name, "--global-batch-size", RUNS[name])
+    sharded = script.endswith("train_fsdp.py")
+    how = {"nproc": 1 if sharded else None, "warm": False, "CUDA_VISIBLE_DEVICES": gpus["CUDA_VISIBLE_DEVICES"]}
+    result = run(script, tmp_path, *flags, "--run-dir", tmp_path / "run", "--json", "summary.json", **how)
+    assert result.code == 0, result.err
+    sizes = {"seq_len": shapes.RECIPES[name].seq_len, "micro_batch_size": RUNS[name]}
+    predicted = peak(of_size(name), Plan(**sizes, zero=3 if sharded else 0)).allocated_bytes()
+    shutil.rmtree(tmp_path / "run")  # a checkpoint of llama-1b is 15 GB
+    workspaces = 32 * 2**20 if name == "nano" else 0  # a guess, and a quarter of so small a peak
+    assert predicted == pytest.approx(result.summary["peak_memory_bytes"], rel=0.03, abs=workspaces)
