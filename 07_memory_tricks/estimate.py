@@ -23,9 +23,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/ and planner/, with nothing installed
 from common import cli, exits, report, shapes
+from common.table import table
 from planner import inference, machine
 from planner.frameworks import FP32_LOG_SOFTMAX, FRAMEWORKS, LOSSES
-from planner.machine import Machine
 from planner.memory import LINES, Memory, peak
 from planner.plan import CHECKPOINTING, DTYPES, OPTIMIZERS, Plan, divides
 from planner.search import MARGIN, layouts
@@ -167,14 +167,14 @@ def plan_of(args: argparse.Namespace) -> Plan:
     return replace(plan, micro_batches=sequences // at_once)
 
 
-def print_lines(lines: dict[str, float], formulas: dict[str, str], where: Machine) -> bool | None:
+def print_lines(lines: dict[str, float], formulas: dict[str, str], where: machine.Machine) -> bool | None:
     """The table of bytes, and whether they fit; None if the memory of the device is not known."""
     unit, scale = ("GiB", GIB) if lines["total_bytes"] >= GIB else ("MiB", 2**20)
     rows = [["per rank", unit, "formula"]]
     for name, formula in formulas.items():
         short = " ".join(formula.split()).split(";")[0]
         rows.append([name.removesuffix("_bytes").replace("_", " "), f"{lines[name] / scale:,.2f}", short])
-    print(report.table(rows))
+    print(table(rows))
     if where.memory_bytes is None:
         print(f"\nwhether it fits is n/a: the memory of {where.device} is not in common/devices.csv")
         return None
@@ -183,7 +183,7 @@ def print_lines(lines: dict[str, float], formulas: dict[str, str], where: Machin
     return fits
 
 
-def layout_answer(shape: Shape, plan: Plan, memory: Memory, where: Machine) -> dict:
+def layout_answer(shape: Shape, plan: Plan, memory: Memory, where: machine.Machine) -> dict:
     """Bytes by line and seconds by cause of one layout, printed and as a part of the summary."""
     names = [*LINES, "allocated_bytes", "fragmentation_bytes", "context_bytes", "nccl_bytes", "total_bytes"]
     lines = {name: getattr(memory, name)() for name in names}
@@ -210,7 +210,7 @@ def layout_answer(shape: Shape, plan: Plan, memory: Memory, where: Machine) -> d
     }
 
 
-def step_answer(shape: Shape, plan: Plan, where: Machine) -> dict:
+def step_answer(shape: Shape, plan: Plan, where: machine.Machine) -> dict:
     flops = {"flops_per_token": shape.flops_per_token(seq_len=plan.seq_len)}
     if not (where.peak_flops and where.memory_bandwidth):
         print(f"step time n/a: common/devices.csv has no {plan.dtype} rate of {where.device}")
@@ -218,7 +218,7 @@ def step_answer(shape: Shape, plan: Plan, where: Machine) -> dict:
     found = step(shape, plan, where)
     rows = [["seconds of a step", "", "what it is"]]
     rows += [[cause, f"{found.causes[cause]:.4f}", CAUSES[cause]] for cause in CAUSES if found.causes[cause] >= 5e-5]
-    print(f"\n{report.table(rows)}")
+    print(f"\n{table(rows)}")
     speed = found.tokens / found.seconds
     peak_flops = where.peak_flops * plan.gpus
     mfu = speed * flops["flops_per_token"] / peak_flops
@@ -231,7 +231,7 @@ def step_answer(shape: Shape, plan: Plan, where: Machine) -> dict:
     return {**flops, **speeds, "tokens_per_second": speed, "mfu": mfu, "mfu_causal": causal, "predicted": True}
 
 
-def search_answer(args: argparse.Namespace, shape: Shape, plan: Plan, where: Machine) -> dict:
+def search_answer(args: argparse.Namespace, shape: Shape, plan: Plan, where: machine.Machine) -> dict:
     if not (where.memory_bytes and where.peak_flops):
         raise ValueError(f"--search needs a GPU whose memory and rate are known, and --device {where.device} is none")
     if shape.tied and args.pp > 1:
@@ -258,7 +258,7 @@ def search_answer(args: argparse.Namespace, shape: Shape, plan: Plan, where: Mac
         rows.append([*parallel, *batch, f"{memory.total_bytes() / GIB:.1f}", *speed])
         own = {"total_bytes": round(memory.total_bytes()), "step_seconds": seconds.seconds, "causes": seconds.causes}
         ranking.append({"plan": asdict(layout), **own})
-    print(f"{report.table(rows)}\n\nthe first:")
+    print(f"{table(rows)}\n\nthe first:")
     best, memory, _ = found[0]
     summary = layout_answer(shape, best, memory, where)
     ours = plan.framework == "ours" and not (shape.experts or shape.kv_rank or shape.qkv_bias or shape.qk_norm)
@@ -280,7 +280,7 @@ def command(args: argparse.Namespace, plan: Plan) -> str:
     return f"torchrun {where} --nproc_per_node={plan.gpus // nodes} 08_model_parallel/train_3d.py {flags}"
 
 
-def inference_answer(args: argparse.Namespace, shape: Shape, where: Machine) -> dict:
+def inference_answer(args: argparse.Namespace, shape: Shape, where: machine.Machine) -> dict:
     """Bytes of each of --tp ranks. Activations are one sequence's prefill through the widest part of a block."""
     divides("--tp", args.tp, "--gpus", args.gpus)
     divides("--tp", args.tp, "attention heads", shape.heads)

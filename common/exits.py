@@ -22,8 +22,8 @@ class UserError(Exception):
 
 
 def run(main: Callable[[], int]) -> None:
-    """Call main and leave with the exit code it returns; a UserError, a full disk and too little memory are one line
-    and code 2, any other failure its traceback and code 1."""
+    """Leave with main's exit code. A UserError, a full disk and too little memory are one line and code 2, any other
+    failure its traceback and code 1."""
     code = 1
     try:
         code = main()
@@ -34,9 +34,10 @@ def run(main: Callable[[], int]) -> None:
     except BaseException as error:  # torch's CheckpointException is no Exception
         if (message := _for_people(error)) is None:
             traceback.print_exc()
-            from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+            with contextlib.suppress(ImportError):  # torchrun's closing report names the first rank to fail
+                from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-            get_error_handler().record_exception(error)  # torchrun's closing report names the first rank to fail
+                get_error_handler().record_exception(error)
         else:
             code = 2
             for finish in before_user_error_exit:

@@ -2,13 +2,16 @@
 
 import argparse
 import os
-import re
 import shlex
 import sys
 import time
 
-from common import cli, hardware, report
+import torch
+from torch import Tensor
+
+from common import cli, data, hardware, report, runtime
 from common.exits import UserError
+from common.table import table
 
 _began = time.perf_counter()
 
@@ -30,10 +33,8 @@ def flags(doc: str, **defaults) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def start(name: str, seed: int = 0):
-    """Begin a lesson of one process: every generator seeded; returns its torch.device."""
-    from common import runtime
-
+def start(name: str, seed: int = 0) -> torch.device:
+    """Begin a lesson of one process: every generator seeded, the device chosen."""
     runtime.seed_all(seed)
     return runtime.single_device(name)
 
@@ -42,8 +43,6 @@ def relaunch(device: str, on_cpu: int = 2) -> None:
     """Return under torchrun. Else become torchrun of the same script: a process per GPU, or `on_cpu` on the CPU."""
     if "RANK" in os.environ:
         return
-    import torch
-
     gpus = torch.cuda.device_count() if device != "cpu" else 0
     if device == "cuda" and gpus < 2:
         raise UserError(f"--device cuda: two ranks need two GPUs, {gpus} visible: use --device cpu")
@@ -54,12 +53,8 @@ def relaunch(device: str, on_cpu: int = 2) -> None:
     os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *command])
 
 
-def one_batch(batch_size: int, seq_len: int, device) -> tuple:
+def one_batch(batch_size: int, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """A batch of the default corpus for lessons that need only one: inputs and targets, int64 [batch_size, seq_len]."""
-    import torch
-
-    from common import data
-
     sequences = data.Sequences(data.load_corpus("stdlib").train, seq_len)
     if len(sequences) < batch_size:
         raise UserError(f"--batch-size {batch_size}: the text has {len(sequences)} sequences of {seq_len} tokens")
@@ -70,8 +65,6 @@ def one_batch(batch_size: int, seq_len: int, device) -> tuple:
 def end(rows: list[dict], *, columns: dict[str, str], checked: list[str], args, device, **own) -> None:
     """End a lesson: a table with these columns (key of a row: heading), what was checked, and --json, which has the
     keys of report.SUMMARY, the flags, `rows`, `checked` and `own`. Every rank must call it; rank 0 prints."""
-    from common import runtime
-
     peaks = runtime.gather(report.peak_memory_bytes(device))
     if not runtime.is_rank0():
         return
@@ -98,15 +91,3 @@ def _cell(row: dict, key: str) -> str:
     low, high = row.get(f"min_{key}"), row.get(f"max_{key}")
     text = report.for_people(key, row.get(key))
     return text if low is None else f"{text} ({report.for_people(key, low)} to {report.for_people(key, high)})"
-
-
-def table(rows: list[list[str]]) -> str:
-    """Markdown, and readable as it stands; the first row is the head, columns of figures are right-aligned."""
-    columns = []
-    for head, *cells in zip(*rows, strict=True):
-        width = max(3, *map(len, (head, *cells)))
-        figures = len(cells) > 0 and all(re.match(r"[-+]?[\d.]|n/a", cell) for cell in cells)
-        align = str.rjust if figures else str.ljust
-        rule = "-" * (width - 1) + ":" if figures else "-" * width
-        columns.append([align(head, width), rule, *(align(cell, width) for cell in cells)])
-    return "\n".join("| " + " | ".join(line) + " |" for line in zip(*columns, strict=True))

@@ -8,9 +8,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 
-def adamw_cosine(
-    net: nn.Module, *, lr: float, weight_decay: float, warmup_steps: int, steps: int
-) -> tuple[torch.optim.AdamW, LambdaLR]:
+def adamw_cosine(net: nn.Module, *, lr: float, weight_decay: float, warmup_steps: int, steps: int) -> tuple:
     """The optimizer and its schedule; call scheduler.step() after each optimizer step. `lr` is the peak."""
     matrices = [parameter for parameter in net.parameters() if parameter.ndim >= 2]
     vectors = [parameter for parameter in net.parameters() if parameter.ndim < 2]  # norms: decay would shrink them

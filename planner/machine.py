@@ -1,7 +1,7 @@
 """GPUs, their links, and the share of each data sheet's rate that programs reach; seconds of a collective on them.
 
-The shares of a device come from every other measured row of tests/data/planner_cases.csv. The constants belong to no
-device; they were set by reasoning, with those rows in view."""
+The shares of a device were fitted to every other row of tests/data/planner_cases.csv (the fit: commit 59fb97a). The
+constants belong to no device; they were set by reasoning, with those rows in view."""
 
 from dataclasses import dataclass
 

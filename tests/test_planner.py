@@ -15,7 +15,7 @@ from support.harness import ROOT, TINY, run
 
 from common import model, shapes
 from common.measure import LiveBytes
-from planner import inference, machine
+from planner import machine
 from planner.memory import LINES, Memory, layer_range, peak
 from planner.plan import Plan
 from planner.search import MARGIN, layouts
@@ -55,18 +55,15 @@ def test_measured_peaks():
     assert statistics.median(errors) < 0.031
     assert sum(error < 0.10 for error in errors) >= 68
     assert max(abs(row["error"]) for row in found if row["source"] == "megatron") < 0.04
-
-
-def test_what_ran_out_of_memory_does_not_fit():
-    rows = [row for row in ROWS.read_rows(ROWS.MADE_ON) if row["outcome"] == "oom"]
-    assert len(rows) == 6
-    for row in rows:
+    ran_out = [row for row in ROWS.read_rows(ROWS.MADE_ON) if row["outcome"] == "oom"]
+    assert len(ran_out) == 6
+    for row in ran_out:
         capacity = 95 if "H100" in row["gpu"] else 80
         assert peak(ROWS.shape_of(row), ROWS.plan_of(row)).allocated_bytes() > capacity * GIB, row["id"]
 
 
 def test_peaks_that_torchs_own_allocator_counted():
-    """On a GPU that computes nothing: a step of 4 x 2,048 tokens in bf16, and one of 16 x 1,024 under FSDP."""
+    """Steps in bf16 on a GPU that computes nothing."""
     for checkpointing, gib in {"none": 40.34, "selective": 33.03, "full": 27.26}.items():
         plan = Plan(seq_len=2048, micro_batch_size=4, checkpointing=checkpointing)
         assert peak(of_size("llama-1b"), plan).allocated_bytes() == pytest.approx(gib * GIB, rel=0.005)
@@ -94,8 +91,7 @@ def test_measured_steps():
 STEPS = {
     "nano": (shapes.SIZES["nano"], 4, 64),  # the peak is where the loss runs backward, or a block is recomputed
     "few tokens": (shapes.SIZES["nano"], 1, 64),  # at the first block
-    # at the last gradient
-    "tied": (shapes.Config(8192, 64, 96, 2, 2, 1, 32, 64, tie_word_embeddings=True), 1, 32),
+    "tied": (shapes.Config(8192, 64, 96, 2, 2, 1, 32, 64, tie_word_embeddings=True), 1, 32),  # at the last gradient
     "grouped": (shapes.Config(1031, 96, 200, 3, 6, 2, 16, 128), 3, 37),  # untied, everything odd
     # inside a block: where its feed-forward part is differentiated, and where its attention is
     "wide blocks": (shapes.Config(64, 96, 576, 3, 2, 2, 48, 64), 2, 64),
@@ -294,8 +290,6 @@ def test_inference(tmp_path):
     assert halved["kv_cache_bytes"] == summary["kv_cache_bytes"] / 4
     matrices, embedding, norms = 7_504_658_432, 128_256 * 4096, 65 * 4096
     assert halved["weight_bytes"] == pytest.approx(matrices * (0.5 + 4 / 64) / 2 + 2 * (embedding + norms), abs=1)
-    whole, few = (inference.weight_bytes(of_size("mixtral-8x7b"), experts_read=number) for number in (None, 2))
-    assert whole - few == 6 * 2 * 32 * 3 * 4096 * 14_336
 
 
 @pytest.mark.parametrize("gpus", [1, 2])
@@ -313,7 +307,6 @@ def test_the_command_starts(tmp_path, gpus):
 REFUSED = {
     "--tp 3 --gpus 3": "--tp 3 does not divide attention heads 32: the nearest that does is 2",
     "--tp 8 --pp 2": "--tp x --pp x --cp 16 does not divide --gpus 8",
-    "--pp 64 --gpus 64": "--pp 64 is more than the 32 layers",
     "--ep 2": "--ep 2: llama-8b has no experts",
     "--ep 3 --model mixtral-8x7b --gpus 3": "--ep 3 does not divide experts 8",
     "--replicate 2 --zero 1": "--replicate 2 is of FSDP",
