@@ -18,16 +18,21 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # old/ and planner/, with nothing installed
-from _show_machine import host, topology
-from _show_report import print_dtypes, print_fits, print_gpus, print_host, print_peaks
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/ and planner/, with nothing installed
+import _shared as machine
+from _show import host, print_rows, topology
 
-from old import cli, exits, hardware, model, nvml, report, runtime, shapes
+from common import cli, exits, hardware, report, runtime, shapes
 from planner.inference import kv_cache_bytes
 from planner.memory import peak
 from planner.plan import Plan
 from planner.shape import from_config
 
+LLAMA2 = {  # vocabulary, hidden, ffn, layers, heads, key-value heads, head_dim, positions
+    "7B": shapes.Config(32_000, 4096, 11_008, 32, 32, 32, 128, 4096),
+    "13B": shapes.Config(32_000, 5120, 13_824, 40, 40, 40, 128, 4096),
+    "70B": shapes.Config(32_000, 8192, 28_672, 80, 64, 8, 128, 4096),
+}
 TYPES = {
     "fp32": torch.float32,
     "tf32": torch.float32,
@@ -36,40 +41,28 @@ TYPES = {
     "fp8": torch.float8_e4m3fn,
     "int8": torch.int8,
 }
-LLAMA2 = {  # vocabulary, hidden, ffn, layers, heads, key-value heads, head_dim, positions
-    "7B": shapes.Config(32_000, 4096, 11_008, 32, 32, 32, 128, 4096),
-    "13B": shapes.Config(32_000, 5120, 13_824, 40, 40, 40, 128, 4096),
-    "70B": shapes.Config(32_000, 8192, 28_672, 80, 64, 8, 128, 4096),
-}
 
 
-def needs(c: shapes.Config) -> tuple[int, dict[str, tuple[float, float]]]:
-    """N parameters; by use, the bytes spread evenly over the devices and those that each needs besides.
-    For L layers of width h, vocabulary V, one sequence of 4096 tokens; a tenth of each device is left free.
+def needs(c: shapes.Config) -> dict[str, tuple[float, float]]:
+    """By use, the bytes spread evenly over the devices and those that each needs besides; one sequence of 4,096 tokens.
 
-    inference  weights N·bits/8 (int8, int4: an fp16 scale per 128) + KV cache 4096·2·L·kv_heads·head_dim·2
-    full       16·N: bf16 weights and gradients 2 + 2, fp32 master weights 4, AdamW 8 (fp32 gradients: 18·N)
-    LoRA       bf16 weights (QLoRA: int4) + 16 per adapter parameter, rank 16 on every matrix of every layer
-    each       training, by planner/ with every block checkpointed: 4096·2·h·L for their inputs, and
-               the larger of one block recomputed and 4096·12·V for the logits
+    inference  weights of N parameters (int8, int4: an fp16 scale per 128) + KV cache
+    full       16 N: bf16 weights and gradients, fp32 master weights, AdamW's two moments
+    LoRA       bf16 weights (QLoRA: int4) + 16 bytes per adapter parameter, rank 16 on every matrix of every layer
+    each       training: the activations of planner/, with every block checkpointed
     """
     shape = from_config("", c)
-    plan = Plan(seq_len=4096, checkpointing="full", framework="deepspeed")
-    training = peak(shape, plan)
+    training = peak(shape, Plan(seq_len=4096, checkpointing="full", framework="deepspeed"))
     states = training.weight_bytes() + training.gradient_bytes() + training.optimizer_bytes()
     each = training.allocated_bytes() - states
     n = shapes.parameter_count(c)
-    h, ffn, layers = c.hidden_size, c.intermediate_size, c.num_hidden_layers
-    q = c.num_attention_heads * c.head_dim
-    kv = c.num_key_value_heads * c.head_dim
-    matrices = [(h, q), (h, kv), (h, kv), (q, h), (h, ffn), (h, ffn), (ffn, h)]
     weights = {"bf16": 2 * n, "int8": n + n / 64, "int4": n / 2 + n / 64}
     cache = kv_cache_bytes(shape, tokens=4096)
-    adapters = 16 * 16 * layers * sum(rows + columns for rows, columns in matrices)
-    return n, {
-        "inference bf16": (weights["bf16"] + cache, 0),
-        "inference int8": (weights["int8"] + cache, 0),
-        "inference int4": (weights["int4"] + cache, 0),
+    matrices = shape.attention_matrices() + shape.feed_forward_matrices(shape.ffn)
+    adapters = 16 * 16 * shape.layers * sum(inputs + outputs for inputs, outputs in matrices)
+    inference = {f"inference {dtype}": (size + cache, 0) for dtype, size in weights.items()}
+    return {
+        **inference,
         "full training": (states, each),
         "LoRA training": (weights["bf16"] + adapters, each),
         "QLoRA training": (weights["int4"] + adapters, each),
@@ -82,7 +75,29 @@ def devices_needed(spread: float, each: float, memory: float) -> int | None:
     return math.ceil(spread / room) if room > 0 else None
 
 
-def try_product(dtype: str, device: torch.device) -> str | None:
+def what_fits(cards: list[tuple[str, int]]) -> list[dict]:
+    """Each Llama 2 in each use, on devices as large as the smallest of `cards`, (name, bytes)."""
+    memory = min(size for _, size in cards)
+    rows = []
+    for name, config in LLAMA2.items():
+        for use, (spread, each) in needs(config).items():
+            count = devices_needed(spread, each, memory)
+            rows.append(
+                {
+                    "model": name,
+                    "parameters": shapes.parameter_count(config),
+                    "use": use,
+                    "spread_bytes": spread,
+                    "each_bytes": each,
+                    "fits_here": count is not None and count <= len(cards),
+                    "devices_needed": count,
+                    "reference_80_gb_gpus": devices_needed(spread, each, 80e9),
+                }
+            )
+    return rows
+
+
+def try_matmul(dtype: str, device: torch.device) -> str | None:
     """Multiply matrices of -1, 0 and 1, which every type here can do exactly; None if it does, else why not."""
     a = torch.randint(-1, 2, (256, 256), generator=torch.Generator().manual_seed(0))
     b = torch.randint(-1, 2, (256, 256), generator=torch.Generator().manual_seed(1))
@@ -95,12 +110,12 @@ def try_product(dtype: str, device: torch.device) -> str | None:
             return None if bool((x == 1).all()) else "computed in fp32: 1 + 2^-12 was not rounded"
         if dtype == "fp8":
             one = torch.ones((), device=device)  # the scale of each matrix
-            product = torch._scaled_mm(x, y, one, one, out_dtype=torch.bfloat16)
+            result = torch._scaled_mm(x, y, one, one, out_dtype=torch.bfloat16)
         elif dtype == "int8":
-            product = torch._int_mm(x, y)
+            result = torch._int_mm(x, y)
         else:
-            product = x @ y
-        return None if torch.equal(product.cpu().double(), a.double() @ b.t().double()) else "wrong result"
+            result = x @ y
+        return None if torch.equal(result.cpu().double(), a.double() @ b.t().double()) else "wrong result"
     except Exception as error:  # what is missing says so in many forms
         return (str(error).splitlines() or [type(error).__name__])[0]
     finally:
@@ -108,63 +123,25 @@ def try_product(dtype: str, device: torch.device) -> str | None:
 
 
 def tried_types(device: torch.device) -> list[dict]:
-    """For each type: has `device` units for it, and does a product come out right?"""
-    native, _ = hardware.native_types(device)
-    found = []
+    """For each type: has `device` units for it, and does a matmul come out right?"""
+    native, _ = machine.native_types(device)
+    rows = []
     for dtype in TYPES:
-        problem = try_product(dtype, device)
+        problem = try_matmul(dtype, device)
         works = "native" if dtype in native else "emulated"
-        found.append(
-            {
-                "dtype": dtype,
-                "unit": dtype in native,
-                "verdict": "missing" if problem else works,
-                "tried": problem or "right",
-            }
-        )
-    return found
+        verdict = "missing" if problem else works
+        rows.append({"dtype": dtype, "unit": dtype in native, "verdict": verdict, "tried": problem or "right"})
+    return rows
 
 
-SHEET = [
-    *("fp32_tflops", "tf32_tflops", "bf16_tflops", "fp16_tflops", "fp8_tflops", "int8_tops"),
-    *("terabytes_per_second", "memory_bytes", "tdp_watts", "source"),
-]
-TO_COMPARE = ["NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3", "NVIDIA GeForce RTX 4090"]
-
-
-def sheet_of(name: str) -> dict:
-    """What the data sheet says of a device; None where there is none."""
-    sheet = hardware.peak(name)
-    if sheet is None:
-        return {"device": name, **dict.fromkeys(SHEET)}
-    rates = [sheet.fp32, sheet.tf32, sheet.bf16, sheet.fp16, sheet.fp8, sheet.int8, sheet.bandwidth]
-    scaled = [None if rate is None else rate / 1e12 for rate in rates]
-    return {"device": name, **dict(zip(SHEET, [*scaled, sheet.memory, sheet.tdp, sheet.source], strict=True))}
-
-
-def what_fits(cards: list[tuple[str, int]]) -> list[dict]:
-    """Each Llama 2 in each use, on devices as large as the smallest of `cards`, (name, bytes)."""
-    memory = min(size for _, size in cards)
-    found = []
-    for name, config in LLAMA2.items():
-        n, uses = needs(config)
-        with torch.device("meta"):
-            assert n == sum(p.numel() for p in model.Transformer(config).parameters())
-        for use, (spread, each) in uses.items():
-            count = devices_needed(spread, each, memory)
-            found.append(
-                {
-                    "model": name,
-                    "parameters": n,
-                    "use": use,
-                    "spread_bytes": spread,
-                    "each_bytes": each,
-                    "fits_here": count is not None and count <= len(cards),
-                    "devices_needed": count,
-                    "reference_80_gb_gpus": devices_needed(spread, each, 80e9),
-                }
-            )
-    return found
+def peaks_of(name: str) -> dict:
+    """What the data sheet says of a device, without sparsity: None is not known, 0 a type without units."""
+    sheet = hardware.devices().get(name, {})
+    in_tera = {f"{dtype}_tflops": sheet.get(dtype) for dtype in TYPES} | {
+        "terabytes_per_second": sheet.get("bandwidth")
+    }
+    scaled = {key: None if value is None else value / 1e12 for key, value in in_tera.items()}
+    return {"device": name, **scaled, "memory_bytes": sheet.get("memory"), "tdp_watts": sheet.get("tdp")}
 
 
 def check_agreement(gpus: list[dict], usable: list) -> int:
@@ -179,41 +156,46 @@ def check_agreement(gpus: list[dict], usable: list) -> int:
 
 def main() -> int:
     parser = cli.Parser(__doc__)
-    parser.add_argument("--device", choices=("auto", "cuda", "mps", "cpu"), default="auto", help="where to try types")
-    parser.add_argument("--json", type=cli.writable_file, metavar="PATH", help="write all of it as one JSON object")
+    cli.add_device_and_json(parser)
     args = parser.parse_args()
     device = runtime.single_device(args.device)
     here = host()
-    gpus, why_none = nvml.gpus()
+    gpus, why_none = machine.gpus()
     paths = topology()
     # device_count() counts GPUs with too old a driver, too
     usable_count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     usable = [torch.cuda.get_device_properties(i) for i in range(usable_count)]
 
-    print_host(here)
+    print_rows("This machine", [{"": name, "value": value} for name, value in here.items()])
+    for row in gpus:
+        facts = [{"": name, "value": row[name]} for name in row if name != "refused"]
+        print_rows(f"GPU {row['index']}, as the driver knows it (n/a: it does not say)", facts)
     if gpus:
-        print_gpus(gpus, paths)
+        print("Between GPUs: NV4 is 4 NVLink lanes; by PCIe from near to far PIX, PXB, PHB, NODE, SYS")
+        print("\n".join(f"  GPU {i}: {' '.join(row)}" for i, row in enumerate(paths)) + "\n")
     build = "" if torch.version.cuda or torch.version.hip else " (this torch is built without CUDA)"
     reason = f" ({why_none})" if why_none else ""
     print(f"NVML sees {len(gpus)} GPUs{reason}, torch can use {len(usable)}{build}\n")
 
     name = hardware.device_name(device)
     dtypes = tried_types(device)
-    print_dtypes(dtypes, name, hardware.native_types(device)[1])
-
+    how = machine.native_types(device)[1]
+    print_rows(f"Types that {name} multiplies: native with units for them, emulated without ({how})", dtypes)
     seen = [gpu["name"] or "n/a" for gpu in gpus] + [properties.name for properties in usable]
-    peaks = [sheet_of(gpu) for gpu in dict.fromkeys(seen + TO_COMPARE)]
-    print_peaks(peaks)
+    compared = ["NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3", "NVIDIA GeForce RTX 4090"]
+    peaks = [peaks_of(gpu) for gpu in dict.fromkeys(seen + compared)]
+    print_rows("Data sheets, without sparsity (0: no units for the type)", peaks)
 
     cards = [(p.name, p.total_memory) for p in usable] or [(g["name"], g["memory_total_bytes"]) for g in gpus]
     cards = [card for card in cards if card[1]]
     cards = cards or [("RAM", here["memory_limit_bytes"] or here["memory_total_bytes"])]
     fits = what_fits(cards)
     size = min(size for _, size in cards) / 1e9
-    print_fits(fits, f"What fits into {len(cards)} x {cards[0][0]} of {size:.1f} GB\n\n    {needs.__doc__.strip()}")
+    heading = f"What fits into {len(cards)} x {cards[0][0]} of {size:.1f} GB\n\n    {needs.__doc__.strip()}"
+    print_rows(heading, [{name: value for name, value in row.items() if name != "parameters"} for row in fits])
 
     agreeing = check_agreement(gpus, usable)
-    print(f"checked: N is what common/model.py builds; NVML and torch agree about {agreeing} GPUs that both see")
+    print(f"checked: NVML and torch agree about {agreeing} GPUs that both see")
     summary = {
         "device": name,
         "world_size": 1,

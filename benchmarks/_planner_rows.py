@@ -14,7 +14,7 @@ from pathlib import Path
 
 from _shared import REPO
 
-from common.report import table
+from common.table import table
 from planner import machine, memory
 from planner.machine import Machine
 from planner.plan import Plan

@@ -1,16 +1,17 @@
-"""What show.py reads of this machine besides its GPUs' own facts: the host, and how each GPU reaches each other."""
+"""What show.py reads of the host and of the paths between GPUs, and how it prints."""
 
 import os
 import platform
 from pathlib import Path
 
+import _shared as machine
 import psutil
 import torch
 
-from old import hardware, nvml
+from common.table import table
 
-# instruction sets that matter for training and are not units of one type: these are in hardware.CPU_SETS
-GENERAL_SETS = {"sse2", "asimd", "neon", "avx2", "avx512f", "avx512_f", "amx_tile", "sve", "sve2", "svebf16"}
+# instruction sets that matter for training and are not units of one type
+GENERAL_SETS = {"sse2", "asimd", "neon", "avx2", "avx512f", "amx_tile", "sve", "sve2", "svebf16"}
 # NVML's words for the PCIe path between two GPUs, and nvidia-smi's
 PCIE_PATHS = {
     "NVML_TOPOLOGY_INTERNAL": "PIX",
@@ -24,19 +25,18 @@ PCIE_PATHS = {
 
 def host(proc: str = "/proc", groups: str = "/sys/fs/cgroup") -> dict:
     """The processor, its cores and memory with the limits of this process's control group, and torch's build."""
-    cpuinfo = Path(proc, "cpuinfo")
-    useful = set.union(GENERAL_SETS, *hardware.CPU_SETS.values())
     memory = psutil.virtual_memory()
     memory_limit, cores_limit = limits(proc, groups, memory.total)
+    useful = set.union(GENERAL_SETS, *machine.CPU_SETS.values())
     return {
-        "cpu": hardware.cpu_model(cpuinfo) or platform.machine(),
+        "cpu": machine.cpu_model(Path(proc, "cpuinfo")) or platform.machine(),
         "cores_physical": psutil.cpu_count(logical=False),
         "cores_usable": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "cores_limit": cores_limit,
         "memory_total_bytes": memory.total,
         "memory_available_bytes": memory.available,
         "memory_limit_bytes": memory_limit,
-        "instruction_sets": sorted(useful & hardware.cpu_instruction_sets(cpuinfo)),
+        "instruction_sets": sorted(useful & machine.cpu_sets(Path(proc, "cpuinfo"))),
         "mps": torch.backends.mps.is_available(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda or torch.version.hip,
@@ -46,26 +46,27 @@ def host(proc: str = "/proc", groups: str = "/sys/fs/cgroup") -> dict:
 
 
 def limits(proc: str, groups: str, memory_total: int) -> tuple[int | None, float | None]:
-    """(bytes of memory, cores) that a container or a batch system allows; None where there is no limit.
-
-    A limit may be set on this process's control group or on any group above it, in version 1 or 2.
-    """
-
-    folders = hardware.control_groups(proc, groups)
-    memory = [most for most, _ in hardware.memory_limits(folders) if most < memory_total]
-    cores = []
-    for file in (folder / "cpu.max" for folder in folders):
-        said = file.read_text().strip() if file.is_file() else ""
-        if said and not said.startswith("max"):
-            quota, period = said.split()
-            cores.append(int(quota) / int(period))
+    """(bytes of memory, cores) that a container or a batch system allows; None where there is no limit. A limit may be
+    set on this process's control group or on any group above it, in version 1 or 2."""
+    folders = []
+    for line in _text(Path(proc, "self/cgroup")).splitlines():
+        _, controllers, path = line.split(":", 2)
+        folders += Path(f"{groups}/{controllers}{path}", "_").parents
+    bytes_allowed = [_text(folder / name) for folder in folders for name in ("memory.max", "memory.limit_in_bytes")]
+    memory = [int(text) for text in bytes_allowed if text.isdigit() and int(text) < memory_total]
+    quotas = [_text(folder / "cpu.max").split() for folder in folders]
+    cores = [int(quota[0]) / int(quota[1]) for quota in quotas if quota and quota[0] != "max"]
     return min(memory, default=None), min(cores, default=None)
+
+
+def _text(file: Path) -> str:
+    return file.read_text().strip() if file.is_file() else ""
 
 
 def topology() -> list[list[str]] | None:
     """How each GPU reaches each other, a square matrix in the words of `nvidia-smi topo -m`: NV4 (four NVLink
     lanes), else the PCIe path PIX, PXB, PHB, NODE or SYS; X on the diagonal, "?" if unknown. None without NVML."""
-    gpus, missing = nvml.gpus()
+    gpus, missing = machine.gpus()
     if missing:
         return None
     bus_ids = [gpu["bus_id"] for gpu in gpus]
@@ -74,16 +75,16 @@ def topology() -> list[list[str]] | None:
 
 
 def path_between(i: int, j: int, bus_ids: list[str | None]) -> str:
-    nv = nvml.nv
+    nv = machine.nv
     try:
         first = nv.nvmlDeviceGetHandleByIndex(i)
         second = nv.nvmlDeviceGetHandleByIndex(j)
-        ends = [nv.nvmlDeviceGetNvLinkRemotePciInfo(first, link).busId for link in nvml.links_up(first)]
+        ends = [nv.nvmlDeviceGetNvLinkRemotePciInfo(first, link).busId for link in machine.links_up(first)]
         if direct := ends.count(bus_ids[j]):
             return f"NV{direct}"
         # through an NVSwitch no lane ends at the other GPU itself: it ends at the switch
-        if ends and None not in bus_ids and not set(ends) & set(bus_ids) and nvml.links_up(second):
-            return f"NV{min(len(ends), len(nvml.links_up(second)))}"
+        if ends and None not in bus_ids and not set(ends) & set(bus_ids) and machine.links_up(second):
+            return f"NV{min(len(ends), len(machine.links_up(second)))}"
     except Exception:  # no NVLink to ask about: PCIe may still answer
         pass
     try:
@@ -91,3 +92,20 @@ def path_between(i: int, j: int, bus_ids: list[str | None]) -> str:
         return next(short for name, short in PCIE_PATHS.items() if getattr(nv, name) == level)
     except Exception:
         return "?"
+
+
+def print_rows(heading: str, rows: list[dict]) -> None:
+    """One line for each row; bytes in GB, rates in powers of ten."""
+    heads = [name.removesuffix("_bytes").replace("_", " ") for name in rows[0]]
+    cells = [[_words(row.get("", name), value) for name, value in row.items()] for row in rows]
+    print(f"{heading}\n\n{table([heads, *cells])}\n")
+
+
+def _words(name: str, value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "n/a", True: "yes", False: "no"}[value]
+    if isinstance(value, list):
+        return ", ".join(f"{v['pid']} ({v['user'] or '?'})" if isinstance(v, dict) else v for v in value) or "none"
+    if isinstance(value, int | float) and name.endswith("_bytes"):
+        return f"{value / 1e9:,.1f} GB"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
