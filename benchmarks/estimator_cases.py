@@ -17,7 +17,7 @@ from _planner_rows import DATA, MADE_ON, peaks, print_rows, print_summaries, sum
 from _shared import REPO, versions, write_results
 
 from common import cli, exits
-from common.report import table
+from common.table import table
 
 NEAR = 0.10
 

@@ -52,7 +52,6 @@ def run(main: Callable[[], int]) -> None:
         except Exception:
             traceback.print_exc()
     sys.stdout.flush()
-    sys.stderr.flush()
     os._exit(code)  # the interpreter's teardown can wait for ever for gloo's threads
 
 
