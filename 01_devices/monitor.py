@@ -3,7 +3,7 @@
 What nvidia-smi calls utilisation is the share of time in which any kernel ran, not how much of the GPU it used. An
 NCCL kernel that waits for a rank that never comes spins: 100 % utilisation for hours, at little more than idle power.
 So utilisation of at least 90 % at less than 20 % of the power limit is flagged as a likely hang. That idea is
-`likely_hang` in _monitor_readings.py, which also takes the samples. This file shows and exports them.
+`likely_hang` in _monitor.py, which also takes the samples. This file shows and exports them.
 
     laptop    python 01_devices/monitor.py --once
     one GPU   python 01_devices/monitor.py --run-dir runs/my-run
@@ -23,10 +23,11 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # old/, with nothing installed
-from _monitor_readings import sample
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+from _monitor import sample
+from _shared import THROTTLE_REASONS
 
-from old import cli, exits, nvml, report, runtime
+from common import cli, exits, report, runtime
 
 # All that is shown and exported: part of a sample, key in it; the base unit last, and _total for a counter.
 METRICS = [
@@ -149,7 +150,7 @@ def serve(port: int, address: str, run_dir: Path | None) -> None:
                 for row in [row for row in view[part] if row.get(key) is not None]:  # what is not known is absent
                     labels = {label: str(row[of]) for label, of in LABELS[part].items() if row[of] is not None}
                     if key == "throttle_reasons":
-                        for reason in nvml.THROTTLE_REASONS:
+                        for reason in THROTTLE_REASONS:
                             metric.add_sample(name, {**labels, "reason": reason}, reason in row[key])
                     else:
                         metric.add_sample(name, labels, len(row[key]) if isinstance(row[key], list) else row[key])
@@ -167,7 +168,7 @@ def serve(port: int, address: str, run_dir: Path | None) -> None:
 def main() -> int:
     parser = cli.Parser(__doc__)
     add = parser.add_argument
-    add("--run-dir", type=cli.path, help="folder of the run whose metrics.jsonl is read (default: the newest in runs/)")
+    add("--run-dir", type=Path, help="folder of the run whose metrics.jsonl is read (default: the newest in runs/)")
     add("--interval", type=cli.positive, default=2.0, metavar="SECONDS", help="between two samples of the table")
     add("--once", action="store_true", help="print one table and end, as it does without a terminal")
     add("--prometheus", type=cli.natural, metavar="PORT", help="serve /metrics there; 0 takes a free port")

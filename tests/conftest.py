@@ -29,8 +29,9 @@ from pathlib import Path
 import filelock
 import pytest
 from support import harness
+from support.chapter import load
 
-from old import nvml
+nvml = load("01_devices/_shared.py")
 
 LOCK_WAIT_SECONDS = 600  # for another run to be done with its GPUs
 NOTHING_RAN = 5  # pytest's own exit status for "no tests"

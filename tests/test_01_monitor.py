@@ -21,14 +21,13 @@ from support.harness import clean_env, command, descendants, finish, holds, kill
 prometheus_client = pytest.importorskip("prometheus_client")
 from prometheus_client.parser import text_string_to_metric_families
 
-from old import nvml
-
 SCRIPT = "01_devices/monitor.py"
 HANG = {"NVML_MILLIWATTS": "90000", "NVML_UTILIZATION": "100"}  # of a 700 W limit
 RECORD = {"step": 5, "loss": 2.5, "tokens_per_second": 4000.0, "mfu": 0.25}
 
 
-monitor, readings = load(SCRIPT), load("01_devices/_monitor_readings.py")
+monitor, readings = load(SCRIPT), load("01_devices/_monitor.py")
+THROTTLE_REASONS = load("01_devices/_shared.py").THROTTLE_REASONS
 EXPORTED = {*monitor.METRICS} - {"gpu_throttle_reasons"} | {"gpu_throttled"}  # a sample per reason
 
 
@@ -247,7 +246,7 @@ def test_hang_is_exported_and_refused_queries_are_absent(tmp_path, fake_driver):
                 assert found["gpu_likely_hang"] == {"0": 1, "1": 1}
                 assert found["gpu_utilization_ratio"] == {"0": 1, "1": 1}
                 assert found["gpu_power_watts"] == {"0": 90, "1": 90}
-                why = {reason: reason in ("power cap", "thermal, hardware") for reason in nvml.THROTTLE_REASONS}
+                why = {reason: reason in ("power cap", "thermal, hardware") for reason in THROTTLE_REASONS}
                 assert found["gpu_throttled"] == {f"{gpu} {reason}": why[reason] for gpu in "01" for reason in why}
                 assert found["gpu_processes"] == {"0": 1, "1": 1}
                 refused = {"gpu_temperature_celsius", "gpu_sm_clock_hertz", "gpu_memory_clock_hertz"}

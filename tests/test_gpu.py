@@ -16,9 +16,10 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from support.chapter import load
 from support.harness import Result, run
 
-from old import hardware, nvml
+from common import hardware
 
 AMP, DDP, FSDP = "04_amp/train.py", "05_ddp/train.py", "06_fsdp_zero/train_fsdp.py"
 TEN_STEPS = ("--steps", "10", "--log-every", "1")
@@ -219,7 +220,7 @@ def test_compiled_ddp_losses_are_near_eager(bf16, ddp_compiled):
 @pytest.fixture
 def the_gpu(gpus) -> dict:
     """What the driver tells about the GPU that is locked for the test."""
-    return next(gpu for gpu in nvml.gpus()[0] if gpu["uuid"] == gpus["CUDA_VISIBLE_DEVICES"])
+    return next(gpu for gpu in load("01_devices/_shared.py").gpus()[0] if gpu["uuid"] == gpus["CUDA_VISIBLE_DEVICES"])
 
 
 def test_memory_is_told_and_fits(large, the_gpu):
@@ -242,7 +243,7 @@ def test_mfu_is_a_share_of_a_known_peak_or_null(large, the_gpu):
         assert shares == [None] * len(shares)
     else:
         assert all(0 < share < 1 for share in shares)
-        assert hardware.memory_bandwidth(name) > 0
+        assert hardware.devices()[name]["bandwidth"] > 0
     assert all(math.isfinite(loss) for loss in losses(large))
 
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+from pathlib import Path
 from types import ModuleType
 
 from support.harness import ROOT
@@ -10,8 +11,11 @@ from support.harness import ROOT
 def load(path: str) -> ModuleType:
     """The script or helper at `path`, such as "04_amp/compare.py", once per session; its neighbours import as usual."""
     file = ROOT / path
-    if str(file.parent) not in sys.path:
+    if sys.path[0] != str(file.parent):
         sys.path.insert(0, str(file.parent))  # as python does for a script
+    shared = sys.modules.get("_shared")  # each chapter may have one
+    if shared is not None and Path(shared.__file__).parent != file.parent:
+        del sys.modules["_shared"]
     # a helper is known to its script under its own name, and must not exist twice
     name = file.stem if file.stem.startswith("_") else f"chapter_{file.parent.name}_{file.stem}"
     if name not in sys.modules:

@@ -1,12 +1,12 @@
 """What monitor.py shows: one sample of the GPUs, of the host and of the run, and what it says about a hang."""
 
 import contextlib
+import json
 import os
 from pathlib import Path
 
 import psutil
-
-from old import nvml, report
+from _shared import gpus as all_gpus
 
 
 def likely_hang(gpu: dict) -> bool | None:
@@ -37,7 +37,7 @@ def physical(counters: dict, folder: Path) -> dict:
 
 def sample(run_dir: Path | None) -> dict:
     """What can be known at this moment. Remembers nothing, so that any number of scrapes may ask at once."""
-    gpus, no_gpu = nvml.gpus()
+    gpus, no_gpu = all_gpus()
     for gpu in gpus:
         gpu["likely_hang"] = likely_hang(gpu)
         gpu["utilization_ratio"] = gpu["utilization"]
@@ -84,4 +84,8 @@ def last_records(file: Path, window: int = 2**14) -> list[dict]:
         start = max(0, stream.seek(0, os.SEEK_END) - window)
         stream.seek(max(0, start - 1))  # the byte before, too: a newline if no line is cut
         lines = stream.read().split(b"\n")[bool(start) : -1]
-    return report.parse_records(lines)
+    records = []
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            records.append(json.loads(line))
+    return [record for record in records if isinstance(record, dict) and "step" in record]
