@@ -3,15 +3,15 @@
 torchrun starts one process per GPU, called a rank. All ranks start from equal weights: DistributedDataParallel (DDP)
 sends those of rank 0 once, when it is built. While backward still runs, it averages the gradients that are ready over
 all ranks, bucket by bucket (an all-reduce: by NCCL between GPUs, by gloo between CPUs). So every rank takes the same
-step. The batch belongs to the run, not to the machine: 1, 2, 3 or 8 processes give the same loss curve.
+step. The batch belongs to the run, not to the machine: in fp32 1, 2, 3 or 8 processes give the same loss curve.
 
     laptop    torchrun --nproc_per_node=2 05_ddp/train.py
     one node  torchrun --nproc_per_node=8 05_ddp/train.py --model llama-124m --global-batch-size 512
     cluster   on each of 4 nodes, $HEAD being the name of one:
               torchrun --nnodes=4 --nproc_per_node=8 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400 05_ddp/train.py
 
-Look for: equal losses whatever nproc_per_node is, the slowest rank and its lag, and the last check: all
-ranks have the same weights to the bit. Before: 04_amp/. Next: 06_fsdp_zero/train_fsdp.py.
+Look for: with --dtype fp32 equal losses whatever nproc_per_node is (bf16 rounds each micro-batch size differently), the
+slowest rank, and the last check: all ranks have the same weights to the bit. Before: 04_amp/. Next: train_fsdp.py.
 """
 
 import sys
