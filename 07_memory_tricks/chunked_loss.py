@@ -11,31 +11,30 @@ there. To compute them in backward would take the logits a second time: 8 N V H 
     one GPU   python 07_memory_tricks/chunked_loss.py --tokens 16384 --hidden-size 2048 --chunk-tokens 512 --dtype bf16
     cluster   one process is all it uses: every rank has its own tokens, and the same loss
 
-Look for: memory beside the plain loss's, at the same loss and gradients; torch's own linear_cross_entropy, which is
-chunked only if it is given options. Before: gradient_accumulation.py. Next: optimizer_memory.py.
+Look for: memory and time beside the plain loss's; torch's linear_cross_entropy, which is chunked only if it is given
+options. Small chunks are slow: each adds to the whole gradient of the head. Before: gradient_accumulation.py. Next:
+optimizer_memory.py.
 """
 
-import argparse
+import os
+import shutil
 import sys
-import time
+import sysconfig
 from collections.abc import Callable
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # old/, with nothing installed
-from _chunked_loss_report import Measured, bytes_held, cannot_compile, conclude, record_allocations
-
-from old import cli, exits, runtime
-from old.data import PADDING
-from old.step_cost import time_in_turns
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+from common import exits, lesson, measure
+from common.data import PADDING
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-ROUNDS = 5
-PADDED_SHARE = 0.1  # of the targets: a batch of texts of unequal length has some
 
 
 def plain_cross_entropy(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
@@ -55,7 +54,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden: Tensor, head: Tensor, targets: Tensor, chunk_tokens: int) -> Tensor:
         weights = head.to(hidden.dtype)  # under autocast: hidden states in bf16, weights in fp32
-        wants_hidden, wants_head, *_ = ctx.needs_input_grad  # a frozen head, as in LoRA, saves a third of the products
+        wants_hidden, wants_head, *_ = ctx.needs_input_grad  # a frozen head, as in LoRA, saves a third of the matmuls
         hidden_gradient = torch.empty_like(hidden) if wants_hidden else None
         head_gradient = torch.zeros_like(head) if wants_head else None
         total = torch.zeros((), device=hidden.device)
@@ -99,95 +98,151 @@ def chunk_loss(
         if hidden_gradient is not None:
             torch.mul(logits_gradient @ weights, counted, out=hidden_gradient)
         if head_gradient is not None:
-            add_product(head_gradient, logits_gradient.T, hidden * counted)
+            add_matmul(head_gradient, logits_gradient.T, hidden * counted)
     return -at_target.where(counted, 0).sum()
 
 
-def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b. In one type the sum is made where the product is, and the product needs no memory of its own."""
+def add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b. In one type the sum is made where the matmul is, which then needs no memory of its own."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)  # bf16 weights get a bf16 sum, which is rounded once per chunk
     else:
         total += a @ b
 
 
-def forward_backward(loss_function: Callable[..., Tensor], hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
-    hidden.grad = head.grad = None
-    loss = loss_function(hidden, head, targets)
-    loss.backward()
-    return loss.detach()
-
-
-def ways_to_compute(chunk_tokens: int, device: torch.device) -> tuple[dict[str, Callable], dict[str, str]]:
-    """The loss functions by name, the plain one first; and why one is left out."""
+def ways_to_compute(chunk_tokens: int, device: torch.device) -> dict[str, Callable]:
+    """The loss functions by name, the plain one first. Says which are left out here, and why."""
     ways = {"plain": plain_cross_entropy}
-    left_out = {}
-    if missing := cannot_compile(device):
-        left_out["plain, compiled"] = missing
-    else:
+    has_compiler = shutil.which("g++") and Path(sysconfig.get_path("include"), "Python.h").exists()
+    if device.type == "cuda" or has_compiler:
         ways["plain, compiled"] = torch.compile(plain_cross_entropy, dynamic=False)
+    else:
+        print("left out: plain, compiled (torch.compile on a CPU needs g++ and Python.h)")
     ways["chunked, by hand"] = partial(chunked_cross_entropy, chunk_tokens=chunk_tokens)
-    if hasattr(F, "linear_cross_entropy") and hasattr(torch.nn, "LinearCrossEntropyOptions"):
+    if hasattr(F, "linear_cross_entropy"):
         options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=chunk_tokens)
         ways["torch, no options"] = partial(F.linear_cross_entropy, ignore_index=PADDING)
         ways["torch, chunked"] = partial(F.linear_cross_entropy, ignore_index=PADDING, options=options)
     else:
-        left_out["torch's linear_cross_entropy"] = f"torch {torch.__version__} does not have it, 2.13 does"
-    return ways, left_out
+        print(f"left out: torch's linear_cross_entropy (torch {torch.__version__} does not have it, 2.13 does)")
+    return ways
 
 
-def main() -> int:
-    began = time.perf_counter()
-    args = parse_args()
-    device = runtime.single_device(args.device)
-    if args.dtype == "fp32":
-        runtime.exact_fp32(device)  # some containers set variables that turn fp32 products into tf32
-    batch = random_batch(args, device)
-    ways, left_out = ways_to_compute(args.chunk_tokens, device)
-    for name, reason in left_out.items():
-        print(f"left out: {name} ({reason})")
-
-    steps = {name: partial(forward_backward, way, *batch) for name, way in ways.items()}
-    seconds = time_in_turns(steps, device, ROUNDS)
-    measured = []
-    hidden, head, _ = batch
-    for name, step in steps.items():
-        hidden.grad = head.grad = None  # of the way before
-        held_bytes = bytes_held(batch, device)
-        memory = record_allocations(step, device, held_bytes, compiled="compiled" in name)
-        loss = step().item()
-        measured.append(Measured(name, loss, hidden.grad, head.grad, held_bytes, memory, seconds[name]))
-    conclude(measured, batch[-1], args, left_out, device, began)
-    return 0
-
-
-def parse_args() -> argparse.Namespace:
-    parser = cli.Parser(__doc__)
-    add = parser.add_argument
-    add("--tokens", type=cli.positive_int, default=512, help="of a batch, all sequences together")
-    add("--hidden-size", type=cli.positive_int, default=64)
-    add("--vocab-size", type=cli.positive_int, default=128_256, help="Llama 3 has the default")
-    add("--chunk-tokens", type=cli.positive_int, default=16, help="tokens whose logits are there at a time")
-    add("--dtype", choices=tuple(DTYPES), default="fp32", help="of hidden states and head")
-    add("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    add("--json", type=cli.writable_file, metavar="PATH", help="write the summary as one JSON object")
-    add("--plot", type=cli.plot_file, metavar="PNG", default="runs/chunked_loss.png", help="memory over the step")
-    return parser.parse_args()
-
-
-def random_batch(args: argparse.Namespace, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def random_batch(args, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Hidden states as the last norm leaves them, a head as it is initialised, and targets, a tenth of them padding."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(args.tokens, args.hidden_size, generator=generator)
     head = 0.02 * torch.randn(args.vocab_size, args.hidden_size, generator=generator)
     targets = torch.randint(args.vocab_size, (args.tokens,), generator=generator)
-    targets[: int(PADDED_SHARE * args.tokens)] = PADDING
+    targets[: args.tokens // 10] = PADDING  # a batch of texts of unequal length has some
     dtype = DTYPES[args.dtype]
-    return (
-        hidden.to(device, dtype).requires_grad_(),
-        head.to(device, dtype).requires_grad_(),
-        targets.to(device),
-    )
+    return hidden.to(device, dtype).requires_grad_(), head.to(device, dtype).requires_grad_(), targets.to(device)
+
+
+def forward_backward(way: Callable[..., Tensor], hidden: Tensor, head: Tensor, targets: Tensor) -> list[Tensor]:
+    hidden.grad = head.grad = None
+    loss = way(hidden, head, targets)
+    loss.backward()
+    return [loss.detach(), hidden.grad, head.grad]
+
+
+def peak_bytes(step: Callable[[], object], device: torch.device) -> int:
+    """The most that a step holds over what is there before it. On a CPU by the allocator's own log: torch's chunked
+    loss is one operator, into which measure.LiveBytes does not see."""
+    if device.type == "cuda":
+        memory = measure.LiveBytes(device=device)
+        before = memory.now
+        step()
+        return memory.peak - before
+    stderr = os.dup(2)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the profiler writes lines about itself there
+    try:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as log:
+            step()
+    finally:
+        os.dup2(stderr, 2)
+    events = [event for event in log.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    return max(accumulate((event.nbytes() for event in events), initial=0))
+
+
+def run(name: str, way: Callable[..., Tensor], batch: tuple[Tensor, Tensor, Tensor], exact: list[Tensor]) -> dict:
+    """One way to compute the loss: its memory, and how far loss and gradients are from those of the plain loss."""
+    hidden, head, _ = batch
+    hidden.grad = head.grad = None
+    step_bytes = peak_bytes(lambda: forward_backward(way, *batch), hidden.device)
+    results = forward_backward(way, *batch)
+    errors = [(a - b).norm() / (b.norm().item() or 1.0) for a, b in zip(results, exact, strict=True)]
+    return {
+        "name": name,
+        "loss": results[0].item(),
+        "largest_relative_error": torch.stack([error.float() for error in errors]).max().item(),
+        "gradient_bytes": hidden.grad.nbytes + head.grad.nbytes,
+        "step_bytes": step_bytes,
+    }
+
+
+def plain_bytes(args) -> tuple[int, str]:
+    """Of N tokens, a vocabulary of V and a hidden size of H; and the formula. Log-softmax, its gradient and that of
+    the logits, in fp32; or the last of them and the gradients, if these are larger than the first two."""
+    element = DTYPES[args.dtype].itemsize
+    logits = args.tokens * args.vocab_size
+    gradients = element * args.hidden_size * (args.tokens + args.vocab_size)
+    if element * logits + gradients > 12 * logits:
+        return element * logits + gradients, f"{element} (N V + N H + V H)"
+    return 12 * logits, "12 N V"
+
+
+def check(rows: list[dict], args, tolerance: float) -> list[str]:
+    for row in rows[1:]:
+        error = row["largest_relative_error"]
+        assert error <= tolerance, f"{row['name']}: loss and gradients are off by {error:.1e}"
+    plain = rows[0]
+    chunked = next(row for row in rows if row["name"] == "chunked, by hand")
+    formula, in_words = plain_bytes(args)
+    few_bytes = formula // 100 + 16 * args.tokens + 4096  # what has a number per token, and the allocator's rounding
+    assert abs(plain["step_bytes"] - formula) <= few_bytes, f"{in_words} is {formula:,}, not {plain['step_bytes']:,}"
+    if args.dtype == "fp32":  # in bf16 a CPU's matmuls make copies of their own
+        chunk = min(args.chunk_tokens, args.tokens)
+        most = chunked["gradient_bytes"] + 8 * chunk * (args.vocab_size + args.hidden_size)  # logits, log-softmax, rows
+        most += 64 * (args.tokens + chunk) + 2**16  # what has a number per token
+        assert chunked["step_bytes"] <= most, f"the chunked loss takes {chunked['step_bytes']:,} bytes, not {most:,}"
+    share = plain["step_bytes"] / formula
+    of_chunked, gradients = (chunked[key] / 2**20 for key in ("step_bytes", "gradient_bytes"))
+    return [
+        f"losses and gradients of all rows equal the plain loss's within {tolerance:g} (relative)",
+        f"the plain loss takes {in_words} = {formula / 2**20:,.1f} MiB (measured: {share:.4f} of it)",
+        f"the chunked loss takes {of_chunked:,.1f} MiB, {gradients:,.1f} of them the gradients",
+    ]
+
+
+def main() -> int:
+    sizes = {"tokens": 512, "hidden_size": 256, "vocab_size": 128_256, "chunk_tokens": 64}  # Llama 3's vocabulary
+    args = lesson.flags(__doc__, **sizes, dtype=tuple(DTYPES), rounds=3)
+    device = lesson.start(args.device)
+    batch = random_batch(args, device)
+    ways = ways_to_compute(args.chunk_tokens, device)
+    steps = {name: partial(forward_backward, way, *batch) for name, way in ways.items()}
+    seconds = measure.seconds_in_turns(steps, device, args.rounds)
+    exact = forward_backward(plain_cross_entropy, *batch)
+    rows = [run(name, way, batch, exact) | seconds[name] for name, way in ways.items()]
+    for row in rows:
+        row["step_bytes_ratio"] = row["step_bytes"] / rows[0]["step_bytes"]
+    # a GPU adds thousands of numbers one after the other
+    tolerance = 2e-2 if args.dtype == "bf16" else 1e-6 if device.type == "cpu" else 1e-5
+    checked = check(rows, args, tolerance)
+    columns = {
+        "name": "loss",
+        "seconds": "time",
+        "time_ratio": "of plain",
+        "step_bytes": "memory of the step",
+        "step_bytes_ratio": "of plain's",
+        "largest_relative_error": "largest error",
+    }
+    loss, parameters = rows[0]["loss"], args.vocab_size * args.hidden_size
+    own = {"parameters": parameters, "first_loss": loss, "last_loss": loss}
+    lesson.end(rows, columns=columns, checked=checked, args=args, device=device, **own)
+    return 0
 
 
 if __name__ == "__main__":

@@ -13,32 +13,27 @@ under DistributedDataParallel (DDP) every backward averages over the ranks, thou
     cluster   the same on every node, with --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400
 
 Alone, the script is a job of one rank, where DDP makes the same all-reduces. Look for: the relative error of each way
-to weight; all-reduces per step; memory of a step. Before: gradient_checkpointing.py. Next: chunked_loss.py.
+where lengths differ; all-reduces per step; peak of a step. Before: gradient_checkpointing.py. Next: chunked_loss.py.
 """
 
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # old/, with nothing installed
-from _gradient_accumulation_report import Found, conclude, relative_error
-
-from old import cli, data, exits, hardware, model, runtime, shapes
-from old.exits import UserError
-from old.step_cost import record_memory, time_in_turns
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+from common import exits, lesson, measure, model, runtime, shapes, traffic
+from common.data import PADDING
+from common.exits import UserError
 
 warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)  # torch 2.11 does not have its successor
-Batch = tuple[Tensor, Tensor]  # inputs, and targets where padding is data.PADDING
+Batch = tuple[Tensor, Tensor]  # inputs, and targets where padding is PADDING
 
 
 def accumulate(ddp: DistributedDataParallel, micro_batches: list[Batch]) -> None:
@@ -78,22 +73,31 @@ def groups(micro_batches: Iterable[Batch], size: int) -> Iterator[list[Batch]]:
         yield group
 
 
-def usual_epoch(ddp: DistributedDataParallel, micro_batches: list[Batch], size: int) -> int:
-    """Tokens of this rank that reach an optimizer step in that loop."""
-    tokens = 0
-    waiting = 0
-    for i, (inputs, targets) in enumerate(micro_batches):
-        (ddp(inputs, targets) / size).backward()
-        waiting += int(token_count(targets))
-        if (i + 1) % size == 0:
-            tokens += waiting  # here is the optimizer's step
-            waiting = 0
-            ddp.zero_grad()
-    return tokens
-
-
 def token_count(targets: Tensor) -> Tensor:
-    return (targets != data.PADDING).sum()
+    return (targets != PADDING).sum()
+
+
+def split(batch: Batch, parts: int) -> list[Batch]:
+    inputs, targets = batch
+    return list(zip(inputs.chunk(parts), targets.chunk(parts), strict=True))
+
+
+def join(batches: list[Batch]) -> Batch:
+    inputs, targets = zip(*batches, strict=True)
+    return torch.cat(inputs), torch.cat(targets)
+
+
+def of_this_rank(micro_batches: list[Batch]) -> list[Batch]:
+    return [split(batch, dist.get_world_size())[dist.get_rank()] for batch in micro_batches]
+
+
+def cut_lengths(batch: Batch) -> Batch:
+    """The same texts, cut to lengths that grow from first to last, as where a sampler groups texts by length."""
+    inputs, targets = batch
+    rows, length = targets.shape
+    lengths = torch.linspace(max(1, length // 8), length, rows, device=targets.device).long()
+    beyond = torch.arange(length, device=targets.device) >= lengths[:, None]
+    return inputs, targets.masked_fill(beyond, PADDING)
 
 
 def gradients(net: nn.Module, backward: Callable[[], None]) -> list[Tensor]:
@@ -102,132 +106,104 @@ def gradients(net: nn.Module, backward: Callable[[], None]) -> list[Tensor]:
     return [weight.grad.clone() for weight in net.parameters()]
 
 
-def join(micro_batches: list[Batch]) -> Batch:
-    inputs, targets = zip(*micro_batches, strict=True)
-    return torch.cat(inputs), torch.cat(targets)
+def error_of(way: Callable, ddp: DistributedDataParallel, micro_batches: list[Batch]) -> float:
+    """Against one forward and one backward of the whole batch of all ranks in one process. The largest of any rank."""
+    exact = gradients(ddp.module, lambda: ddp.module(*join(micro_batches)).backward())
+    found = gradients(ddp.module, lambda: way(ddp, of_this_rank(micro_batches)))
+    return max(runtime.gather(measure.relative_error(found, exact)))
 
 
-def split(batch: Batch, parts: int) -> list[Batch]:
-    inputs, targets = batch
-    return list(zip(inputs.chunk(parts), targets.chunk(parts), strict=True))
-
-
-def cut_lengths(micro_batches: list[Batch]) -> list[Batch]:
-    """The same texts, cut to lengths that grow from first to last, as where a sampler groups texts by length."""
-    inputs, targets = join(micro_batches)
-    rows, length = targets.shape
-    lengths = torch.linspace(max(1, length // 8), length, rows, device=targets.device).long()
-    beyond = torch.arange(length, device=targets.device) >= lengths[:, None]
-    return split((inputs, targets.masked_fill(beyond, data.PADDING)), len(micro_batches))
-
-
-def note_all_reduce(buckets: list[Tensor], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """DDP calls this for each bucket of gradients that is ready, instead of its all-reduce."""
-    buckets.append(bucket.buffer())
-    return allreduce_hook(None, bucket)
-
-
-def compare(net: nn.Module, ddp: DistributedDataParallel, epoch: list[Batch], size: int) -> Found:
-    """What the ways above give. `epoch`: the micro-batches of all ranks, `size` and more of them, on every rank."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-
-    def relative_error_of(way: Callable, micro_batches: list[Batch]) -> float:
-        """Against one forward and one backward of the whole batch of all ranks, in one process."""
-        exact = gradients(net, lambda: net(*join(micro_batches)).backward())
-        mine = [split(batch, world_size)[rank] for batch in micro_batches]
-        return relative_error(gradients(net, lambda: way(ddp, mine)), exact)
-
-    uneven_epoch = cut_lengths(epoch)
-    *_, last_group = groups(uneven_epoch, size)
-    errors = {
-        "equal lengths": {way.__name__: relative_error_of(way, epoch[:size]) for way in (mean_of_means, accumulate)},
-        "lengths differ": {
-            way.__name__: relative_error_of(way, uneven_epoch[:size]) for way in (mean_of_means, accumulate)
-        },
-        "last, partial group": {"accumulate": relative_error_of(accumulate, last_group)},
+def run(way: Callable, ddp: DistributedDataParallel, equal: list[Batch], uneven: list[Batch]) -> dict:
+    """One step in one way: its errors, its all-reduces and its peak."""
+    errors = [error_of(way, ddp, micro_batches) for micro_batches in (equal, uneven)]
+    mine, device = of_this_rank(equal), equal[0][0].device
+    way(ddp, mine)
+    buckets = [weight.grad for weight in ddp.parameters()]  # views into DDP's buckets, which stay
+    held = [*ddp.module.parameters(), *ddp.module.buffers(), *buckets]
+    ddp.zero_grad(set_to_none=True)
+    with measure.LiveBytes(held, device) as memory:
+        del held, buckets
+        way(ddp, mine)
+    ddp.zero_grad(set_to_none=True)
+    with traffic.Traffic() as sent:
+        way(ddp, mine)
+    return {
+        "micro_batches": len(equal),
+        "error": errors[0],
+        "uneven_error": errors[1],
+        "all_reduces": sent.calls["all_reduces"],
+        "sent_bytes": round(sum(sent.bytes_sent.values())),
+        "peak_bytes": memory.peak,
     }
-    of_this_rank = [split(batch, world_size)[rank] for batch in uneven_epoch]
-    tokens = sum(int(token_count(targets)) for _, targets in of_this_rank)
-    used_share = usual_epoch(ddp, of_this_rank, size) / tokens
-    steps = [len(group) for group in groups(of_this_rank, size)]
-    return Found(errors, usual_tokens_share=used_share, micro_batches_by_step=steps)
+
+
+def check(rows: list[dict], last_group_error: float, tolerance: float) -> list[str]:
+    by_tokens = [row for row in rows if row["name"] != "mean of means"]
+    (mean,) = (row for row in rows if row["name"] == "mean of means")
+    largest = max(last_group_error, *(row[key] for row in by_tokens for key in ("error", "uneven_error")))
+    assert largest <= tolerance, f"accumulated gradients are not those of the whole batch: off by {largest:.1e}"
+    assert mean["error"] <= tolerance, f"the mean of means is off by {mean['error']:.1e} where lengths are equal"
+    assert mean["uneven_error"] > 1e-3, f"lengths differ, and the mean of means is right: {mean['uneven_error']}"
+    buckets = rows[-1]["all_reduces"] - 1  # one is of the token counts
+    assert buckets > 0, "no gradient was averaged"
+    always = mean["all_reduces"]
+    assert always == mean["micro_batches"] * buckets, f"all-reduces of a step: {always} without no_sync, {buckets} with"
+    return [
+        f"weighted by tokens, gradients equal those of one batch on every rank: largest relative error {largest:.1g}",
+        f"the mean of means is off by {mean['uneven_error']:.1%} where lengths differ",
+        f"{buckets} all-reduces of gradients a step with no_sync, {always} without it",
+    ]
+
+
+def check_epoch(epoch: list[Batch], size: int) -> tuple[str, float]:
+    """groups() leaves nothing out; the usual loop uses this share of the tokens."""
+    tokens = [int(token_count(targets)) for _, targets in epoch]
+    grouped = [len(group) for group in groups(epoch, size)]
+    assert sum(grouped) == len(epoch), f"of {len(epoch)} micro-batches {sum(grouped)} are in a group"
+    used = sum(tokens[: len(epoch) // size * size]) / sum(tokens)
+    return f"groups() makes steps of {grouped} micro-batches; the usual loop uses {used:.0%} of the tokens", used
 
 
 def main() -> int:
-    began = time.perf_counter()
-    args = parse_args()
-    config = shapes.load_config(args.model, 256, args.seq_len)
-    runtime.seed(0, deterministic=False)
-    device = runtime.init_process_group(args.device)
-    runtime.exact_fp32(device)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    batch_text = f"{args.batch_size} sequences of {args.seq_len} tokens per rank and step"
-    runtime.say(f"{args.model}, {batch_text}, fp32, {world_size} x {hardware.device_name(device)}")
-
-    text = data.load_corpus().train
-    needed = world_size * args.batch_size // args.micro_batches
-    data.require_sequences(text, seq_len=args.seq_len, count=needed, asked=f"--batch-size {args.batch_size}")
-    stream = data.train_batches(
-        text,
-        seq_len=args.seq_len,
-        global_batch_size=world_size * args.batch_size // args.micro_batches,
-        micro_batch_size=world_size * args.batch_size // args.micro_batches,
-        seed=0,
-        device=device,
-    )
-    in_epoch = 2 * args.micro_batches + args.micro_batches // 2  # two whole groups and a half
-    epoch = [tuple(tensor.to(device) for tensor in next(stream)) for _ in range(in_epoch)]
-    net = model.build(args.model, config, seed=0, device=device)
-    ddp = DistributedDataParallel(net, gradient_as_bucket_view=True, broadcast_buffers=False)
-    buckets: list[Tensor] = []
-    ddp.register_comm_hook(buckets, note_all_reduce)
-    my_batch = join([split(batch, world_size)[rank] for batch in epoch[: args.micro_batches]])
-    accumulate(ddp, [my_batch])  # DDP makes its final buckets after the first backward
-
-    found = compare(net, ddp, epoch, args.micro_batches)
-    for way in (mean_of_means, accumulate):
-        buckets.clear()
-        way(ddp, split(my_batch, args.micro_batches))
-        found.all_reduce_bytes[way.__name__] = [bucket.nbytes for bucket in buckets]
-    held = (*net.parameters(), *net.buffers(), *buckets)  # of the last way: each bucket once
-    counts = sorted({1, 2, args.micro_batches})
-    steps = {count: partial(accumulate_anew, ddp, split(my_batch, count)) for count in counts}
-    for count, step in steps.items():
-        net.zero_grad(set_to_none=True)
-        found.memories[count] = record_memory(step, device, held)
-    found.seconds = time_in_turns(steps, device, args.rounds)
-    conclude(found, args, config, device, began)
-    runtime.shutdown()
-    return 0
-
-
-def accumulate_anew(ddp: DistributedDataParallel, micro_batches: list[Batch]) -> None:
-    ddp.zero_grad(set_to_none=True)
-    accumulate(ddp, micro_batches)
-
-
-def parse_args():
-    parser = cli.Parser(__doc__)
-    add = parser.add_argument
-    add("--model", default="nano", help="as in 04_amp/train.py")
-    add("--seq-len", type=cli.positive_int, default=128)
-    add("--batch-size", type=cli.positive_int, default=8, help="sequences per rank and step")
-    add("--micro-batches", type=cli.positive_int, default=4, help="into which these are cut")
-    add("--rounds", type=cli.positive_int, default=5, help="timed steps of each kind, in turns")
-    add("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    add("--plot", type=cli.plot_file, metavar="PNG", default="runs/gradient_accumulation.png", help="(%(default)s)")
-    add("--json", type=cli.writable_file, metavar="PATH", help="write the summary as one JSON object")
-    args = parser.parse_args()
-    if args.micro_batches < 2:
-        raise UserError(f"--micro-batches {args.micro_batches} accumulates nothing: use 2 or more")
-    if args.batch_size % args.micro_batches:
-        fitting = cli.nearest_multiples(args.batch_size, args.micro_batches)
-        raise UserError(
-            f"--batch-size {args.batch_size} does not divide into {args.micro_batches} micro-batches: use {fitting}"
-        )
+    args = lesson.flags(__doc__, model="nano", seq_len=128, batch_size=8, micro_batches=4, rounds=3)
+    count = args.micro_batches
+    if count < 2 or args.batch_size % count:
+        raise UserError(f"--batch-size {args.batch_size} does not divide into --micro-batches {count}, 2 or more")
     if args.seq_len < 2:
         raise UserError(f"--seq-len {args.seq_len}: sequences of one token cannot differ in length, use 2 or more")
-    return args
+    config = shapes.load_config(args.model, 256, args.seq_len)
+    runtime.seed_all(0)
+    device = runtime.init_process_group(args.device)
+    in_epoch = 2 * count + count // 2  # micro-batches: two whole groups and a half
+    sequences = in_epoch * dist.get_world_size() * args.batch_size // count
+    batch = lesson.one_batch(sequences, args.seq_len, device)  # of all ranks, on every rank
+    epoch, uneven_epoch = split(batch, in_epoch), split(cut_lengths(batch), in_epoch)
+    net = model.build(args.model, config, seed=0, device=device)
+    ddp = DistributedDataParallel(net, gradient_as_bucket_view=True, broadcast_buffers=False)
+    accumulate(ddp, of_this_rank(epoch[:count]))  # DDP makes its final buckets after the first backward
+
+    ways = {"one batch": (accumulate, 1), "mean of means": (mean_of_means, count)}
+    ways |= {
+        f"weighted by tokens, {parts}": (accumulate, parts) for parts in ((2, count) if count % 2 == 0 else (count,))
+    }
+    rows, steps = [], {}
+    for name, (way, parts) in ways.items():
+        equal, uneven = (split(join(batches[:count]), parts) for batches in (epoch, uneven_epoch))
+        rows.append({"name": name, **run(way, ddp, equal, uneven)})
+        mine = of_this_rank(equal)
+        steps[name] = lambda way=way, mine=mine: (ddp.zero_grad(set_to_none=True), way(ddp, mine))
+    seconds = measure.seconds_in_turns(steps, device, args.rounds)
+    rows = [{**row, **seconds[row["name"]]} for row in rows]
+    *_, last_group = groups(uneven_epoch, count)
+    tolerance = 1e-6 if device.type == "cpu" else 1e-5  # sums in another order; a GPU adds thousands in a row
+    checked = check(rows, error_of(accumulate, ddp, last_group), tolerance)
+    of_epoch, used_share = check_epoch(of_this_rank(uneven_epoch), count)
+    columns = {"name": "gradient of", "error": "error, equal lengths", "uneven_error": "lengths differ"}
+    columns |= {"all_reduces": "all-reduces", "peak_bytes": "peak", "time_ratio": "time"}
+    own = {"dtype": "fp32", "parameters": shapes.parameter_count(config), "usual_tokens_share": used_share}
+    lesson.end(rows, columns=columns, checked=[*checked, of_epoch], args=args, device=device, **own)
+    runtime.shutdown()
+    return 0
 
 
 if __name__ == "__main__":

@@ -6,21 +6,20 @@ has accumulated it. An activation is what autograd saves for the backward pass. 
 that nobody saves, and the gradients of activations. So no byte is guessed, and none is counted twice.
 
     laptop    python 07_memory_tricks/memory_profile.py
-    one GPU   python 07_memory_tricks/memory_profile.py --model llama-124m --micro-batch-size 16 --dtype bf16
+    one GPU   python 07_memory_tricks/memory_profile.py --model llama-124m --seq-len 1024 --dtype bf16
     cluster   one process is all it uses: profile one rank's model and batch on one GPU of the kind that the job gets
 
 On a GPU it also asks torch's caching allocator: what it holds and does not use (fragmentation), what
-expandable_segments change, and what a limit per process does. runs/memory_profile_snapshot.pickle is for
+expandable_segments change, and what a limit per process does. runs/memory_snapshot.pickle is for
 https://pytorch.org/memory_viz, which shows the line of code behind each piece.
 
-Look for: the peak, which is reached early in backward; activations, the one category that grows with the batch.
+Look for: the peak, which is reached early in backward; activations, the one category that grows with the batch. The
+lower rows of the table say the same by module.
 Before: estimate.py. Next: gradient_checkpointing.py for activations, optimizer_memory.py for optimizer state.
 """
 
 import sys
-import time
 import weakref
-from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -30,14 +29,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # old/, with nothing installed
-from _memory_profile_cuda import show_allocator
-from _memory_profile_report import CATEGORIES, by_module, plot, print_tables, summarize, timelines
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+from _memory_profile import by_category, by_module, show_allocator
+from _shared import is_of_a_weight
 
-from old import cli, exits, hardware, model, report, runtime, shapes
-from old.step_cost import LiveMemory, is_of_a_weight
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+from common import exits, lesson, measure, model, shapes
 
 
 @dataclass
@@ -51,11 +47,10 @@ class Piece:
     freed: int | None = None  # None: it is still there
 
 
-class Profile(LiveMemory):
+class Profile(measure.LiveBytes):
     """Sees every operator, and keeps a record of every piece of memory, also of those that are gone."""
 
     def __init__(self, net: nn.Module) -> None:
-        super().__init__()
         self.device = next(net.parameters()).device
         self.pieces: list[Piece] = []
         self.piece_of = weakref.WeakKeyDictionary()  # by storage
@@ -64,6 +59,7 @@ class Profile(LiveMemory):
         self.phases: dict[str, int] = {}  # the moment at which each begins
         self.running = [""]  # modules whose forward runs, the innermost last
         self.hooks = []
+        super().__init__()
         for name, module in net.named_modules():
             self.hooks += [
                 module.register_forward_pre_hook(lambda *_, name=name: self.running.append(name)),
@@ -91,11 +87,13 @@ class Profile(LiveMemory):
         self.phases[phase] = len(self.live_bytes)
         self._next_moment()
 
-    def after(self, operator, operands: tuple) -> None:
+    def __torch_dispatch__(self, *call):
+        result = super().__torch_dispatch__(*call)
         self._next_moment()
+        return result
 
     def _next_moment(self) -> None:
-        self.live_bytes.append(self.bytes_now())
+        self.live_bytes.append(self.now)
         if self.device.type == "cuda":
             self.allocated_bytes.append(torch.cuda.memory_stats()["requested_bytes.all.current"])
 
@@ -125,7 +123,7 @@ def training_step(
 ) -> None:
     """Any training step. `enter` is told which phase begins."""
     enter("forward")
-    with torch.autocast(batch[0].device.type, DTYPES[dtype], enabled=dtype != "fp32"):
+    with torch.autocast(batch[0].device.type, torch.bfloat16, enabled=dtype == "bf16"):
         loss = net(*batch)
     enter("backward")
     loss.backward()
@@ -158,13 +156,23 @@ def owner_of(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def check(profile: Profile, found: dict[str, list[int]], net: nn.Module) -> None:
+def run(profile: Profile, found: dict[str, list[int]], moments: dict[str, int]) -> list[dict]:
+    """The rows of the table, in bytes at each of these moments: by category, of all, and once more by module."""
+    everything = [sum(sizes) for sizes in zip(*found.values(), strict=True)]
+    named = {**found, "all": everything, **{f"in {name}": sizes for name, sizes in by_module(profile).items()}}
+    return [
+        {"name": name, **{f"{moment} bytes": sizes[at] for moment, at in moments.items()}}
+        for name, sizes in named.items()
+        if any(sizes)
+    ]
+
+
+def check(profile: Profile, found: dict[str, list[int]], net: nn.Module) -> list[str]:
     """Three things that must hold to the byte."""
-    in_tensors = [found[category] for category in CATEGORIES if category != "libraries"]
+    in_tensors = [sizes for category, sizes in found.items() if category != "libraries"]
     added = [sum(sizes) for sizes in zip(*in_tensors, strict=True)]
     assert added == profile.live_bytes, "the categories do not add up to what is alive"
     assert min(found["libraries"]) >= 0, "tensors take more than was allocated"
-    print(f"checked: at each of {len(added):,} moments the categories add up to the bytes that are alive")
 
     tensors = [parameter.numel() for parameter in net.parameters()]
     expected = {
@@ -175,73 +183,56 @@ def check(profile: Profile, found: dict[str, list[int]], net: nn.Module) -> None
     for category, (phase, size) in expected.items():
         measured = found[category][profile.phases[phase]]
         assert measured == size, f"{category}: {measured} bytes, by formula {size}"
-    print(
-        f"checked: of {sum(tensors):,} parameters in {len(tensors)} tensors, weights and gradients take 4 bytes each, "
-        "AdamW's state 8 and 4 per tensor (its step count)"
-    )
 
     end_of_forward = profile.phases["backward"]
     scalar = found["temporaries"][end_of_forward]
     assert scalar == 4, f"{scalar} bytes are alive at the end of forward that autograd has not saved, and the loss is 4"
     saved = found["activations"][end_of_forward] + found["weight copies"][end_of_forward]
-    print(f"checked: forward leaves {saved:,} bytes that autograd saved for backward, 4 of the loss, and nothing else")
-
-
-def parse() -> Namespace:
-    parser = cli.Parser(__doc__)
-    add = parser.add_argument
-    add("--model", default="nano", help="nano, llama-124m, -1b, -8b, or a path to an HF config.json or folder")
-    add("--seq-len", type=cli.positive_int, help="tokens per sequence (default: from the model, nano 64)")
-    add("--micro-batch-size", type=cli.positive_int, default=24, help="sequences per forward")
-    add("--dtype", choices=tuple(DTYPES), default="fp32", help="what matrices are multiplied in; weights stay fp32")
-    add("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    add("--json", type=cli.writable_file, metavar="PATH", help="write the summary as one JSON object")
-    add("--plot", type=cli.plot_file, default="runs/memory_profile.png", metavar="PNG")
-    return parser.parse_args()
+    return [
+        f"at each of {len(added):,} moments the categories add up to the bytes that are alive",
+        f"of {sum(tensors):,} parameters in {len(tensors)} tensors, weights and gradients take 4 bytes each, "
+        "AdamW's state 8 and 4 per tensor (its step count)",
+        f"forward leaves {saved:,} bytes that autograd saved for backward, 4 of the loss, and nothing else",
+    ]
 
 
 def main() -> int:
-    began = time.perf_counter()
-    args = parse()
-    runtime.seed(0, deterministic=False)
-    device = runtime.single_device(args.device)
-    seq_len = args.seq_len or shapes.recipe(args.model).seq_len
-    config = shapes.load_config(args.model, shapes.read_config(args.model).vocab_size, seq_len)
+    sizes = {"model": "nano", "seq_len": 64, "micro_batch_size": 24}
+    args = lesson.flags(__doc__, **sizes, dtype=("fp32", "bf16"), snapshot="runs/memory_snapshot.pickle")
+    device = lesson.start(args.device)
+    config = shapes.load_config(args.model, shapes.read_config(args.model).vocab_size, args.seq_len)
     net = model.build(args.model, config, seed=0, device=device)
     optimizer = torch.optim.AdamW(net.parameters(), fused=True)
-    tokens = torch.randint(config.vocab_size, (args.micro_batch_size, seq_len + 1), device=device)
+    tokens = torch.randint(config.vocab_size, (args.micro_batch_size, args.seq_len + 1), device=device)
     batch = [tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()]  # what they say does not change what they take
     del tokens  # or it would be there, too, and of no category
 
     training_step(net, optimizer, batch, args.dtype, enter=lambda phase: None)  # AdamW makes its state in the first
     profile = profile_step(net, optimizer, batch, args.dtype)
-    found = timelines(profile)
-    rows_of_modules = by_module(profile)
-    print_tables(found, profile.phases, rows_of_modules)
-    check(profile, found, net)
-    summary = {
-        "device": hardware.device_name(device),
-        "world_size": 1,
-        "dtype": args.dtype,
-        "model": args.model,
-        "parameters": shapes.parameter_count(config),
-        "steps": 2,
-        "tokens": 2 * batch[0].numel(),
-        **summarize(found, profile.phases),
-        "peak_memory_bytes": report.peak_memory_bytes(device),  # on a CPU of the whole process, with its libraries
-        "modules": rows_of_modules,
-        "plot": plot(found, profile.phases, rows_of_modules, args.plot),
-        "allocator": None,
-        "left_out": None,
-    }
+    found = by_category(profile)
+    totals = [sum(sizes) for sizes in zip(*found.values(), strict=True)]
+    peak = totals.index(max(totals))
+    peak_phase = [phase for phase, start in profile.phases.items() if start <= peak][-1]
+    phases = {"forward": "before the step", "backward": "end of forward", "update": "end of backward", "end": "end"}
+    moments = {phases[phase]: moment for phase, moment in profile.phases.items()} | {f"peak, in {peak_phase}": peak}
+    moments = dict(sorted(moments.items(), key=lambda item: item[1]))
+    allocator = None
     if device.type == "cuda":
         step = partial(training_step, net, optimizer, batch, args.dtype)
-        summary["allocator"] = show_allocator(step, device, args.plot)
+        allocator = show_allocator(step, device, Path(args.snapshot))
     else:
-        summary["left_out"] = "the caching allocator's snapshot, fragmentation and limits: these need a CUDA GPU"
-        print(f"left out: {summary['left_out']}")
-    summary["seconds"] = time.perf_counter() - began
-    report.write_json(summary, args.json)
+        print("left out: the caching allocator's snapshot, fragmentation and limits: these need a CUDA GPU")
+    rows = run(profile, found, moments)
+    columns = {"name": "what", **{f"{moment} bytes": moment for moment in moments}}
+    own = {
+        "parameters": shapes.parameter_count(config),
+        "activation_bytes": found["activations"][profile.phases["backward"]],
+        "total_bytes": totals[peak],
+        "peak_phase": peak_phase,
+        "timelines": found,
+        "allocator": allocator,
+    }
+    lesson.end(rows, columns=columns, checked=check(profile, found, net), args=args, device=device, **own)
     return 0
 
 

@@ -1,19 +1,53 @@
-"""What torch's caching allocator on a GPU does with the memory that tensors do not take.
+"""For memory_profile.py: pieces of memory added up, and torch's caching allocator on a GPU.
 
-It asks CUDA for segments and cuts them into blocks. A freed block stays in its segment for the next tensor that fits.
+The allocator asks CUDA for segments and cuts them into blocks. A freed block stays in its segment for the next tensor that fits.
 Memory is fragmented when much is free, and no free block is as large as what is asked for.
 """
 
 import os
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 
 import torch
 
-from old import exits, report
+from common import report
 
+CATEGORIES = ["parameters", "buffers", "optimizer state", "batch", "gradients", "weight copies", "activations"]
+CATEGORIES += ["temporaries", "libraries"]  # the last is what no tensor of ours takes, such as the workspace of cuBLAS
 MIB = 2**20
 GROWING_SIZES = [32 * MIB * i for i in range(1, 9)]  # bytes: as when each batch is longer than the one before
+
+
+def timelines(profile, name_of: Callable, names: list[str]) -> dict[str, list[int]]:
+    """By name, the bytes that are alive at each moment."""
+    moments = len(profile.live_bytes)
+    changes = {name: [0] * (moments + 1) for name in names}
+    for piece in profile.pieces:
+        of_name = changes.setdefault(name_of(piece), [0] * (moments + 1))
+        of_name[piece.born] += piece.size
+        if piece.freed is not None:
+            of_name[piece.freed] -= piece.size
+    return {name: list(accumulate(of_name[:moments])) for name, of_name in changes.items()}
+
+
+def by_category(profile) -> dict[str, list[int]]:
+    found = timelines(profile, lambda piece: piece.category, CATEGORIES)
+    allocated = profile.allocated_bytes or profile.live_bytes
+    found["libraries"] = [all_ - live for all_, live in zip(allocated, profile.live_bytes, strict=True)]
+    return found
+
+
+def by_module(profile) -> dict[str, list[int]]:
+    """The same part of all layers has one name, and nothing deeper than a part of a layer has one."""
+
+    def name_of(piece) -> str:
+        parts = ["*" if part.isdecimal() else part for part in piece.module.split(".")[:4]]
+        return ".".join(parts)
+
+    found = timelines(profile, name_of, [])
+    found.pop("", None)  # made by no module: the batch, and what the update makes
+    return found
 
 
 def record_step(step: Callable[..., None], file: Path) -> list[dict]:
@@ -72,7 +106,7 @@ def reserved_for_growing_tensors(expandable: bool) -> int:
 
 
 def error_at_limit(device: torch.device) -> str:
-    """Allow this process 64 MiB more than it has, ask for 1 GiB, and return the line that a script would end with.
+    """Allow this process 64 MiB more than it has, ask for 1 GiB, and return what torch says.
 
     With such a limit a process cannot take the memory of others on a shared GPU.
     """
@@ -82,58 +116,34 @@ def error_at_limit(device: torch.device) -> str:
     try:
         torch.empty(2**30, dtype=torch.uint8, device=device)
     except torch.OutOfMemoryError as error:
-        return exits.describe_out_of_memory(error)
+        return str(error)
     finally:
         torch.cuda.set_per_process_memory_fraction(before, device)
     raise AssertionError("set_per_process_memory_fraction did not limit this process")
 
 
-def show_allocator(step: Callable[..., None], device: torch.device, plot: Path) -> dict:
+def show_allocator(step: Callable[..., None], device: torch.device, history: Path) -> dict:
     """Print all of it; returns it for --json."""
-    history = plot.with_name(f"{plot.stem}_snapshot.pickle")
-    segments = record_step(step, history)
-    found = fragmentation(segments)
+    history.parent.mkdir(exist_ok=True)
+    found = fragmentation(record_step(step, history))
     sizes = {name: report.for_people(name, size) for name, size in found.items()}
     print(
         f"at the end of forward: {sizes['reserved_bytes']} in {sizes['segments']} segments, of which "
         f"{sizes['unused_bytes']} unused, the largest free block {sizes['largest_free_block_bytes']}"
     )
     print(f"history: {history} (drop it on https://pytorch.org/memory_viz)")
-    picture = draw_segments(segments, plot.with_name(f"{plot.stem}_segments.png"))
-
     fixed = reserved_for_growing_tensors(expandable=False)
     expandable = reserved_for_growing_tensors(expandable=True)
     print(
         f"{len(GROWING_SIZES)} tensors one after the other, the largest of {max(GROWING_SIZES) / MIB:.0f} MiB: "
         f"{fixed / MIB:,.0f} MiB reserved, with expandable_segments {expandable / MIB:,.0f} MiB"
     )
-    line = error_at_limit(device)
-    print(f"at a limit by set_per_process_memory_fraction a script ends with: {line}")
+    error = error_at_limit(device)
+    print(f"at a limit by set_per_process_memory_fraction: {error.splitlines()[0]}")
     return {
         "history": str(history),
-        "segments_plot": picture,
         "end_of_forward": found,
         "growing_tensors_reserved_bytes": fixed,
         "growing_tensors_reserved_bytes_expandable": expandable,
-        "error_at_limit": line,
+        "error_at_limit": error,
     }
-
-
-def draw_segments(segments: list[dict], file: Path) -> str | None:
-    """Each segment as a bar: what is given out, and what is free."""
-    if (pyplot := report.pyplot()) is None:
-        return None
-    figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
-    ordered = sorted(segments, key=lambda segment: segment["total_size"])
-    for row, segment in enumerate(ordered):
-        start = 0.0
-        for block in segment["blocks"]:
-            width = block["size"] / MIB
-            color = "lightgray" if block["state"] == "inactive" else "tab:blue"
-            axes.broken_barh([(start, width)], (row, 0.9), facecolors=color, edgecolor="white", linewidth=0.2)
-            start += width
-    axes.set(xlabel="MiB from the segment's start (blue: given out, gray: free)", ylabel="segments, the smallest first")
-    figure.savefig(file, dpi=120)
-    pyplot.close(figure)
-    print(f"plot: {file}")
-    return str(file)
