@@ -1,7 +1,7 @@
 """For memory_profile.py: pieces of memory added up, and torch's caching allocator on a GPU.
 
-The allocator asks CUDA for segments and cuts them into blocks. A freed block stays in its segment for the next tensor that fits.
-Memory is fragmented when much is free, and no free block is as large as what is asked for.
+The allocator asks CUDA for segments and cuts them into blocks. A freed block stays in its segment for the next tensor
+that fits. Memory is fragmented when much is free, and no free block is as large as what is asked for.
 """
 
 import os

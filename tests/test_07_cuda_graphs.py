@@ -1,15 +1,15 @@
 """07_memory_tricks/cuda_graphs.py: a step that can be captured, and what is compared with it."""
 
+import copy
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from support.chapter import load
 from support.harness import ODD, ROOT, config_of, run
-
-from old import model
 
 graphs = load("07_memory_tricks/cuda_graphs.py")
 
@@ -19,29 +19,39 @@ TIED = {**ODD, "vocab_size": 97, "num_key_value_heads": 6, "tie_word_embeddings"
 
 def training(shape: dict):
     config = config_of(shape)
-    net = model.Transformer(config)
-    net.init_weights(0)
-    return config, graphs.make_training(net)
+    return config, graphs.make_training(config, CPU)
+
+
+def finish(folder: Path, dtype: str, shape: str) -> dict:
+    (folder / "odd.json").write_text(json.dumps({"untied": ODD, "tied": TIED}[shape]))
+    flags = ["--model", "odd.json", "--seq-len", 7, "--micro-batch-sizes", "3,1", "--dtype", dtype, "--rounds", 2]
+    result = run("07_memory_tricks/cuda_graphs.py", folder, *flags, "--device", "cpu", "--json", "summary.json")
+    assert result.code == 0, result.err
+    assert "checked: the tiny model runs as many operators" in result.out
+    assert "left out: capture and replay" in result.out
+    return result.summary
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("shape", [ODD, TIED], ids=["untied", "tied"])
-def test_the_tiny_model_runs_the_same_operators(shape, dtype):
-    config, whole = training(shape)
-    tiny_config = graphs.smallest(config)
-    tiny_net = model.Transformer(tiny_config)
-    tiny = graphs.make_training(tiny_net)
-    counts = []
-    for (net, optimizer), of_shape, sequences, length in ((whole, config, 5, 23), (tiny, tiny_config, 1, 1)):
-        batch = graphs.random_batch(of_shape, sequences, length, CPU)
-        graphs.training_step(net, optimizer, batch, dtype)
+@pytest.mark.parametrize("shape", ["untied", "tied"])
+def test_the_tiny_model_runs_the_same_operators(once, shape, dtype):
+    summary = once("07 cuda graphs", finish, dtype, shape)
+    rows = summary["rows"]
+    assert [row["tokens"] for row in rows] == [7, 7, 21, 21]
+    assert len({row["operators"] for row in rows}) == 1
+    assert rows[0]["operators"] > 100
+    assert all(row["n"] == 2 for row in rows)
+    assert summary["losses"] is None
 
-        def step(net=net, optimizer=optimizer, batch=batch):
-            return graphs.training_step(net, optimizer, batch, dtype)
 
-        counts.append(graphs.count_operators(step, CPU))
-    assert counts[0] == counts[1] > 100
-    assert sum(p.numel() for p in tiny_net.parameters()) < sum(p.numel() for p in whole[0].parameters()) / 4
+def test_a_claim_that_does_not_hold_fails(once):
+    rows = copy.deepcopy(once("07 cuda graphs", finish, "fp32", "untied")["rows"])
+    graphs.check(rows, ([5.0, 4.0], [5.0, 4.0001]), "fp32")
+    with pytest.raises(AssertionError, match="replayed losses differ"):
+        graphs.check(rows, ([5.0, 4.0], [5.0, 4.001]), "fp32")
+    rows[1]["operators"] += 1
+    with pytest.raises(AssertionError, match="the tiny model runs other operators"):
+        graphs.check(rows, None, "fp32")
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -76,19 +86,6 @@ def test_a_replay_is_given_its_batch_and_keeps_its_loss():
     assert len(set(torch.stack(eager).tolist())) == 3
 
 
-def test_the_script(tmp_path):
-    (tmp_path / "odd.json").write_text(json.dumps(ODD))
-    flags = ["--model", "odd.json", "--seq-len", 7, "--micro-batch-sizes", "3,1", "--device", "cpu"]
-    result = run("07_memory_tricks/cuda_graphs.py", tmp_path, *flags, "--json", "summary.json")
-    assert result.code == 0, result.err
-    assert "checked: the tiny model runs as many operators" in result.out
-    assert "left out: capture and replay" in result.out
-    rows = result.summary["rows"]
-    assert [row["tokens"] for row in rows] == [7, 21]
-    assert all(row["eager_seconds"]["n"] == row["overhead_share"]["n"] == graphs.ROUNDS for row in rows)
-    assert result.summary["losses"] is None
-
-
 @pytest.mark.parametrize(
     ("flags", "word"),
     [
@@ -111,8 +108,7 @@ def test_gpu_replayed_losses_are_eagers(gpus, tmp_path, dtype):
     result = subprocess.run(command, cwd=ROOT, env=gpus, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr[-3000:]
     summary = json.loads((tmp_path / "g.json").read_text())
-    losses = summary["losses"]
-    assert losses["replayed"] == pytest.approx(losses["eager"], rel=graphs.TOLERANCE[dtype])
-    assert len(set(losses["replayed"])) == graphs.COMPARED_STEPS  # each replay saw its own batch
-    assert all(row["replayed_seconds"]["n"] == graphs.ROUNDS for row in summary["rows"])
-    assert summary["left_out"] is None
+    eager, replayed = summary["losses"]
+    assert replayed == pytest.approx(eager, rel=graphs.TOLERANCE[dtype])
+    assert len(set(replayed)) == graphs.COMPARED_STEPS  # each replay saw its own batch
+    assert [row["name"] for row in summary["rows"]].count("replayed") == 3
