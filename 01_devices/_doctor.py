@@ -41,7 +41,6 @@ RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZ
 plain_call, plain_backward, plain_next = nn.Module.__call__, Tensor.backward, _BaseDataLoaderIter.__next__
 
 Check = tuple[str, str, str, str]  # name, result, what was seen, the fix
-
 task: dict = {"folder": None, "steps": 0, "deadline": 0.0}  # where the facts go, and when to end: watch() says
 facts: dict = {"steps": 0, "ended": False, "sharded": False, "weights": {}, "batches": []}
 facts |= {"devices": [], "gpus": [], "gpus_visible": 0, "peak_memory_bytes": 0}  # and float64, not_finite, raised
@@ -252,8 +251,7 @@ def examine(script: Path, flags: list[str], nproc: int, steps: int, seconds: flo
         folder = Path(name)
         command = [*launcher, sys.executable, "-c", RANK_PROGRAM, folder, steps, seconds, script, *flags]
         hung = lambda: any(stack.stat().st_size for stack in folder.glob("stack-*"))  # noqa: E731
-        # 120 s: the ranks' start is not counted. Without torch.compile every module is looked at
-        [(code, output)] = run_all([command], seconds + 120, hung, TORCHDYNAMO_DISABLE="1")
+        [(code, output)] = run_all([command], seconds + 120, hung, TORCHDYNAMO_DISABLE="1")  # to see every module
         ranks = [json.loads(file.read_text()) for file in sorted(folder.glob("rank-*.json"))]
         mains = [stack.read_text().split("Thread 0x")[-1] for stack in sorted(folder.glob("stack-*"))]
     done = min((rank["steps"] for rank in ranks), default=0)
@@ -266,7 +264,7 @@ def examine(script: Path, flags: list[str], nproc: int, steps: int, seconds: flo
         fix = "in a collective: another rank is not there; in a data loader: its dataset; only slow: --timeout"
     elif code:
         error = first_error(output)
-        where = [*places(output.partition(error)[0]), ""][-1] if error else ""
+        where = ["", *places(output.partition(error)[0])][-1] if error else ""
         seen = f"exit code {code} in step {done + 1}: {error or 'no error was printed'} {where}"
         fix = "the checks below say more where they know the error"
     found = list(judge(ranks, code, error, where)) if ranks else []
@@ -283,7 +281,6 @@ def judge(ranks: list[dict], code: int | None, error: str, where: str) -> Iterat
     wrong = "meta" in used or re.search(r"same device|expected device|meta tensor|device type", error)
     fix = "net.to(device) once, and batch = batch.to(device) each time: not in place for a tensor; meta: to_empty()"
     yield "devices", "fail" if wrong else "ok", raised if wrong else ", ".join(used), fix
-
     wrong = re.search(r"dtype|scalar type", error)
     fix = "cast the batch to the model's dtype, or run the forward under torch.autocast"
     yield "dtypes", "fail" if wrong else "ok", raised if wrong else "no mismatch", fix
@@ -291,18 +288,15 @@ def judge(ranks: list[dict], code: int | None, error: str, where: str) -> Iterat
     yield "float64", "warn" if float64 else "ok", float64 or "none", fix
     fix = "log of 0, 0/0, lr too high, fp16 without GradScaler (bf16 has the range of fp32)"
     yield "NaN, overflow", "fail" if infinite else "ok", infinite or "outputs, losses and gradients are finite", fix
-
     seen = f"peak {max(rank['peak_memory_bytes'] for rank in ranks) / 2**30:.2f} GiB per rank"
     wrong = re.search(r"out of memory|allocate memory|not enough memory|MemoryError", error)
     fix = "smaller micro-batches with accumulation, bf16, gradient checkpointing, sharding"
     yield "memory", "fail" if wrong else "ok", seen + f"; {where} {error[:80]}" * bool(wrong), fix
-
     busy = len({gpu for rank in ranks for gpu in rank["gpus"]})
     visible = max([busy, *(rank["gpus_visible"] for rank in ranks)])
     fix = f"torchrun --nproc_per_node={visible}, and torch.cuda.set_device(LOCAL_RANK) in each rank"
     result = "skip" if not visible else "warn" if busy < visible else "ok"
     yield "GPUs in use", result, f"{busy} of {visible} visible to torch", fix
-
     later = [rank for rank in ranks if rank["steps"] > 1]  # the first step warms up
     waits = [(rank["data_seconds"] / rank["seconds"], rank["data_seconds"] / (rank["steps"] - 1)) for rank in later]
     share, seconds = max(waits, default=(0.0, 0.0))
@@ -323,14 +317,12 @@ def judge(ranks: list[dict], code: int | None, error: str, where: str) -> Iterat
     seen = f"{', '.join(map(str, steps))} steps{' begun' if hung else ''}"
     fix = "equal numbers of batches for all: drop_last, DistributedSampler, ddp.join()"
     yield "ranks in step", "fail" if apart else "ok", seen, fix
-
     by_step = [*zip(*(rank["batches"] for rank in ranks), strict=False)]
     same = sum(len(set(batch)) == 1 for batch in by_step)
     seen = f"the same on all ranks in {same} of {len(by_step)} steps"
     fix = "DistributedSampler, or order[rank::world_size]; right only where ranks share out one model"
     always = by_step and same == len(by_step)
     yield "ranks' batches", ("warn" if sharded else "fail") if always else "ok", seen, fix
-
     held = [rank["weights"] for rank in ranks]
     differ = [key for key in held[0] if len({other.get(key) for other in held}) > 1]
     seen = f"{len(differ)} of {len(held[0])} parameters differ between ranks: {', '.join(differ[:1]) or 'none'}"

@@ -57,27 +57,23 @@ assert numbers.eq(3).all(), "1 + 2 came out wrong"
 def gpu_checks(gpus: list[dict], why_none: str | None, usable: int) -> Iterator[Check]:
     """`gpus` are those that NVML sees, `usable` how many of them torch can use."""
     lost = [f"GPU {gpu['index']}: {gpu['refused']['handle']}" for gpu in gpus if "handle" in gpu["refused"]]
-    kinds = [file for file in Path("/sys/bus/pci/devices").glob("*/class") if file.read_text().startswith("0x03")]
-    cards = any(kind.with_name("vendor").read_text().startswith("0x10de") for kind in kinds)  # NVIDIA's
+    displays = [file.parent for file in Path("/sys/bus/pci/devices").glob("*/class") if "0x03" in file.read_text()]
+    cards = any("0x10de" in Path(display, "vendor").read_text() for display in displays)  # NVIDIA's
     offered, built = gpus[0]["cuda"] if gpus else None, torch.version.cuda
     older = offered and built and int(offered.split(".")[0]) < int(built.split(".")[0])  # any minor version will do
     broken = lost or older or (cards and not gpus)
     seen = "; ".join(lost) or why_none or f"runs CUDA {offered or 'n/a'}, torch was built for {built or 'none'}"
     fix = "update or reinstall the driver, reboot; an Xid in dmesg: the GPU fell off the bus, reboot or replace it"
     yield "driver", "fail" if broken else "ok" if offered and built else "skip", seen, fix
-
     seen = f"torch {torch.__version__} for CUDA {built or 'none'}, {len(gpus)} GPUs by NVML"
     fix = "look at the driver and CUDA_VISIBLE_DEVICES" if built else "install a CUDA build"
     yield "torch build", "fail" if gpus and not usable else "ok", seen, fix
     if not gpus:
-        yield "GPUs", "skip", "all their checks: NVML sees none", ""
         return
 
-    # CUDA counts the entries up to the first that names no GPU, and says nothing about the rest
     seen = f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')}: torch can use {usable} of {len(gpus)}"
-    fix = "unset it, unless you or a scheduler hid the others on purpose"
+    fix = "unset it, unless the others are hidden on purpose; CUDA stops counting at the first entry that names no GPU"
     yield "visible GPUs", "ok" if usable >= len(gpus) else "warn" if usable else "fail", seen, fix
-
     told = [(gpu["index"], process) for gpu in gpus for process in gpu["processes"] or []]
     others = [f"GPU {i}: pid {p['pid']} of {p['user'] or 'unknown user'}" for i, p in told if p["pid"] != os.getpid()]
     result = "warn" if others else "skip" if all(gpu["processes"] is None for gpu in gpus) else "ok"
@@ -135,7 +131,6 @@ def machine_checks(run_dir: Path) -> Iterator[Check]:
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)  # each tensor that a worker hands over holds a file open
     result = "fail" if 0 <= limit < 256 else "warn" if 256 <= limit < 4096 else "ok"  # -1: no limit
     yield "open files", result, f"limit {limit}", "ulimit -n 65536"
-
     folder = next(folder for folder in (run_dir.resolve(), *run_dir.resolve().parents) if folder.is_dir())
     try:
         with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
@@ -149,13 +144,11 @@ def machine_checks(run_dir: Path) -> Iterator[Check]:
     except OSError as error:
         result, seen = "fail", f"{folder}: {error.strerror}"
     yield "disk", result, seen, "another --run-dir, a local disk; --keep fewer checkpoints; --async-save"
-
-    requirements = Path(__file__).resolve().parents[1] / "requirements.txt"
-    pins = re.findall(r"^([\w.-]+)==([\w.]+)", requirements.read_text(), re.MULTILINE)
-    found = {package.name: package.version.split("+")[0] for package in distributions()}  # 2.13.0+cpu is 2.13.0
+    requirements = Path(__file__).resolve().parents[1].joinpath("requirements.txt").read_text()
+    pins = re.findall(r"^([\w.-]+)==([\w.]+)", requirements, re.MULTILINE)
+    found = {package.name: package.version.split("+")[0] for package in reversed([*distributions()])}
     off = [f"{name} {found.get(name, 'missing')} (pinned {pin})" for name, pin in pins if found.get(name) != pin]
-    seen = f"not as pinned: {', '.join(off) or 'none'}"
-    yield "versions", "warn" if off else "ok", seen, f"pip install -r {requirements.name}"
+    yield "versions", "warn" if off else "ok", ", ".join(off) or "all as pinned", "pip install -r requirements.txt"
 
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # not above: a second of imports
 
@@ -207,10 +200,9 @@ def job_checks(gpus: int) -> Iterator[Check]:
         with tempfile.TemporaryDirectory() as folder:
             argv = [sys.executable, "-c", ALL_REDUCE, backend, folder]
             ended = run_all([[*argv, rank] for rank in range(2)], 150)
-        failed = [
-            (rank, first_error(text) or f"exit code {code}") for rank, (code, text) in enumerate(ended) if code != 0
-        ]
-        seen = "; ".join(f"rank {rank}: {error[:100]}" for rank, error in failed) or "2 processes agree"
+        failed = any(code != 0 for code, _ in ended)
+        told = [(first_error(text) or f"exit code {code}")[:160] for code, text in ended]  # None: still running
+        seen = f"rank 0: {told[0]}; rank 1: {told[1]}" if failed else "2 processes agree"
         fix = f"{backend.upper()}_SOCKET_IFNAME=<an interface that is up>; a firewall; the host's name; NCCL_DEBUG=INFO"
         yield f"{backend} all-reduce", "fail" if failed else "ok", seen, fix
 
