@@ -5,6 +5,7 @@ Every NVML query may fail alone: a virtual machine hides clocks, an old driver l
 does not report is None, and the driver's error text is in `refused`; nothing here raises.
 """
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -216,3 +217,28 @@ def highest_flops(name: str, dtype: str, sm_clock_max_mhz: float | None) -> floa
     if flops is None or not clock or not sm_clock_max_mhz:
         return flops
     return flops * max(1.0, sm_clock_max_mhz * 1e6 / clock)
+
+
+def limits(proc: str, groups: str, memory_total: int) -> tuple[int | None, float | None]:
+    """(bytes of memory, cores) that a container or a batch system allows; None where there is no limit. A limit may be
+    set on this process's control group or on any group above it, in version 1 or 2."""
+    folders = []
+    for line in _text(Path(proc, "self/cgroup")).splitlines():
+        _, controllers, path = line.split(":", 2)
+        folders += Path(f"{groups}/{controllers}{path}", "_").parents
+    bytes_allowed = [_text(folder / name) for folder in folders for name in ("memory.max", "memory.limit_in_bytes")]
+    memory = [int(text) for text in bytes_allowed if text.isdigit() and int(text) < memory_total]
+    quotas = [_text(folder / "cpu.max").split() for folder in folders]
+    cores = [int(quota[0]) / int(quota[1]) for quota in quotas if quota and quota[0] != "max"]
+    return min(memory, default=None), min(cores, default=None)
+
+
+def _text(file: Path) -> str:
+    return file.read_text().strip() if file.is_file() else ""
+
+
+def usable_cores() -> int:
+    """Cores that this process may use; a container's share of time counts, which torch does not look at."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    _, share = limits("/proc", "/sys/fs/cgroup", 0)
+    return cores if share is None else max(1, min(cores, int(share)))

@@ -26,7 +26,7 @@ PCIE_PATHS = {
 def host(proc: str = "/proc", groups: str = "/sys/fs/cgroup") -> dict:
     """The processor, its cores and memory with the limits of this process's control group, and torch's build."""
     memory = psutil.virtual_memory()
-    memory_limit, cores_limit = limits(proc, groups, memory.total)
+    memory_limit, cores_limit = machine.limits(proc, groups, memory.total)
     useful = set.union(GENERAL_SETS, *machine.CPU_SETS.values())
     return {
         "cpu": machine.cpu_model(Path(proc, "cpuinfo")) or platform.machine(),
@@ -43,24 +43,6 @@ def host(proc: str = "/proc", groups: str = "/sys/fs/cgroup") -> dict:
         "cudnn": torch.backends.cudnn.version(),
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else None,
     }
-
-
-def limits(proc: str, groups: str, memory_total: int) -> tuple[int | None, float | None]:
-    """(bytes of memory, cores) that a container or a batch system allows; None where there is no limit. A limit may be
-    set on this process's control group or on any group above it, in version 1 or 2."""
-    folders = []
-    for line in _text(Path(proc, "self/cgroup")).splitlines():
-        _, controllers, path = line.split(":", 2)
-        folders += Path(f"{groups}/{controllers}{path}", "_").parents
-    bytes_allowed = [_text(folder / name) for folder in folders for name in ("memory.max", "memory.limit_in_bytes")]
-    memory = [int(text) for text in bytes_allowed if text.isdigit() and int(text) < memory_total]
-    quotas = [_text(folder / "cpu.max").split() for folder in folders]
-    cores = [int(quota[0]) / int(quota[1]) for quota in quotas if quota and quota[0] != "max"]
-    return min(memory, default=None), min(cores, default=None)
-
-
-def _text(file: Path) -> str:
-    return file.read_text().strip() if file.is_file() else ""
 
 
 def topology() -> list[list[str]] | None:

@@ -1,74 +1,239 @@
 """Is this machine fit to train on, and is that script? The troubleshooting list, as checks that run.
 
-The GPUs: driver, torch build, clocks under a second of load (_doctor_gpu.py). The machine: limits, disk, versions
-(_doctor_machine.py). A job on it: environment variables, port, threads, NCCL, and two processes that really add up
-numbers, with a timeout, so that a hang becomes an answer (_doctor_job.py). With --script a training script runs for
---steps optimizer steps under watch (_doctor_watch.py) and what was seen is judged (_doctor_script.py); its own flags
-come last, after a bare `--`. This file only runs the checks and prints what they found: read them in those four files.
+The GPUs, the machine, and a job on it, where two processes really add up numbers. With --script a training script runs
+for --steps optimizer steps under watch and is judged (_doctor.py); its own flags come last, after a bare `--`.
 
     laptop    python 01_devices/doctor.py
     a script  python 01_devices/doctor.py --script 04_amp/train.py
     ranks     python 01_devices/doctor.py --script 05_ddp/train.py --nproc 2
-    cluster   python 01_devices/doctor.py --run-dir runs
+    cluster   srun --ntasks-per-node=1 python 01_devices/doctor.py --run-dir runs
 
 Look for: fail (it breaks, or numbers come out wrong) and warn (it costs speed, or may break later), each with its fix;
-skip says what could not be seen here. The exit code is 1 if anything failed. Next: 01_devices/benchmark.py.
+skip says what could not be seen here. The exit code is 1 if anything failed. Before: show.py. Next: benchmark.py.
 """
 
 import os
+import re
+import resource
+import shutil
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from importlib.metadata import distributions
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # old/, with nothing installed
-import _doctor_gpu as checks_gpu
-import _doctor_job as checks_job
-import _doctor_machine as checks_machine
-import _doctor_script as checks_script
+import psutil
 import torch
 
-from old import cli, exits, nvml, report
-from old.exits import UserError
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+import _shared as machine
+from _doctor import RENDEZVOUS, Check, examine, first_error, run_all, wrong_variables
+
+from common import cli, exits, report
+from common.exits import UserError
+from common.table import table
+
+LOAD = """
+import sys, time, torch
+matrix = torch.randn(4096, 4096, device=f"cuda:{sys.argv[1]}", dtype=torch.float16)
+deadline = time.monotonic() + 2  # the first round loads the kernels
+while time.monotonic() < deadline:
+    for _ in range(8):  # queued, and not waited for
+        matrix @ matrix
+    torch.cuda.synchronize(matrix.device)
+"""
+ALL_REDUCE = """
+import datetime, sys, torch, torch.distributed as dist
+backend, folder, rank, wait = sys.argv[1], sys.argv[2], int(sys.argv[3]), datetime.timedelta(seconds=60)
+device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=wait)
+numbers = torch.full((2**20,), rank + 1.0, device=device)
+dist.all_reduce(numbers)
+assert numbers.eq(3).all(), "1 + 2 came out wrong"
+"""
 
 
-def parse_args():
+def gpu_checks(gpus: list[dict], why_none: str | None, usable: int) -> Iterator[Check]:
+    """`gpus` are those that NVML sees, `usable` how many of them torch can use."""
+    lost = [f"GPU {gpu['index']}: {gpu['refused']['handle']}" for gpu in gpus if "handle" in gpu["refused"]]
+    displays = [file.parent for file in Path("/sys/bus/pci/devices").glob("*/class") if "0x03" in file.read_text()]
+    cards = any("0x10de" in Path(display, "vendor").read_text() for display in displays)  # NVIDIA's
+    offered, built = gpus[0]["cuda"] if gpus else None, torch.version.cuda
+    older = offered and built and int(offered.split(".")[0]) < int(built.split(".")[0])  # any minor version will do
+    broken = lost or older or (cards and not gpus)
+    seen = "; ".join(lost) or why_none or f"runs CUDA {offered or 'n/a'}, torch was built for {built or 'none'}"
+    fix = "update or reinstall the driver, reboot; an Xid in dmesg: the GPU fell off the bus, reboot or replace it"
+    yield "driver", "fail" if broken else "ok" if offered and built else "skip", seen, fix
+    seen = f"torch {torch.__version__} for CUDA {built or 'none'}, {len(gpus)} GPUs by NVML"
+    fix = "look at the driver and CUDA_VISIBLE_DEVICES" if built else "install a CUDA build"
+    yield "torch build", "fail" if gpus and not usable else "ok", seen, fix
+    if not gpus:
+        return
+
+    seen = f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')}: torch can use {usable} of {len(gpus)}"
+    fix = "unset it, unless the others are hidden on purpose; CUDA stops counting at the first entry that names no GPU"
+    yield "visible GPUs", "ok" if usable >= len(gpus) else "warn" if usable else "fail", seen, fix
+    told = [(gpu["index"], process) for gpu in gpus for process in gpu["processes"] or []]
+    others = [f"GPU {i}: pid {p['pid']} of {p['user'] or 'unknown user'}" for i, p in told if p["pid"] != os.getpid()]
+    result = "warn" if others else "skip" if all(gpu["processes"] is None for gpu in gpus) else "ok"
+    fix = "wait, ask its owner, or hide that GPU with CUDA_VISIBLE_DEVICES"
+    yield "other processes", result, "; ".join(others) or "none that the driver tells of", fix
+
+    # Every reason to throttle that NVML gives while GPU after GPU multiplies large matrices; of those that torch cannot
+    # use what it gives at once. The power cap under load is no fault, the clock gives way. Heat and weak supply are.
+    reasons = {gpu["index"]: {*gpu["throttle_reasons"]} for gpu in gpus if gpu["throttle_reasons"] is not None}
+    mine = [torch.cuda.get_device_properties(i) for i in range(usable)]
+    index_of = {gpu["uuid"]: gpu["index"] for gpu in gpus}  # without MIG's slices, which NVML lists under other names
+    places = {index_of[f"GPU-{p.uuid}"]: i for i, p in enumerate(mine) if f"GPU-{p.uuid}" in index_of}
+    errors = []
+    for index, place in places.items():
+        # in a process of its own: its context is gone afterwards, its errors harm nobody, its hang becomes an answer
+        ask = lambda index=index: reasons.get(index, set()).update(machine.throttle_reasons(index) or [])  # noqa: E731
+        [(code, output)] = run_all([[sys.executable, "-c", LOAD, place]], 90, ask)
+        reasons.get(index, set()).discard("power cap")
+        if code != 0:
+            errors.append(f"GPU {index}: {first_error(output) or f'exit code {code}'}")
+    slowed = "; ".join(f"GPU {index}: {', '.join(sorted(why))}" for index, why in reasons.items() if why)
+    seen = f"throttled: {slowed or 'none'} ({len(places)} of {len(gpus)} GPUs under load)"
+    fix = "thermal or brake: cooling and power supply; power cap: nvidia-smi -q -d POWER"
+    yield "clocks", "warn" if slowed else "ok" if reasons else "skip", seen, fix
+    if not usable:
+        yield "GPUs", "skip", "architecture, cuDNN, peer access, nccl all-reduce: no GPU that torch can use", ""
+        return
+
+    seen = (
+        "; ".join(errors) or f"{len(places)} GPUs multiply; torch is built for {' '.join(torch.cuda.get_arch_list())}"
+    )
+    fix = "no kernel image: a newer torch for a new GPU, an older one for an old GPU; else other processes, dmesg"
+    yield "architecture", "fail" if errors else "ok" if places else "skip", seen, fix
+
+    try:  # another cuDNN on LD_LIBRARY_PATH comes before torch's own, and torch refuses it when asked
+        seen = f"version {torch.backends.cudnn.version()}"
+        result = "warn" if "None" in seen else "ok"
+    except RuntimeError as error:
+        result, seen = "fail", f"{error}".split(". ")[0]
+    yield "cuDNN", result, seen, "unset LD_LIBRARY_PATH; or another torch build: convolutions are slow without it"
+
+    pairs = [(i, j) for i in range(usable) for j in range(usable) if i != j]
+    without = [f"{i}->{j}" for i, j in pairs if not torch.cuda.can_device_access_peer(i, j)]
+    seen = f"none for {', '.join(without)}" if without else f"all {len(pairs)} ordered pairs"
+    fix = "their traffic goes through host memory; show.py has the topology; ACS, IOMMU or the model may forbid it"
+    yield "peer access", "warn" if without else "ok" if pairs else "skip", seen, fix
+
+
+def machine_checks(run_dir: Path) -> Iterator[Check]:
+    if Path("/dev/shm").is_dir():  # workers hand batches over in it: a container has 64 MiB, and ends in a bus error
+        free = shutil.disk_usage("/dev/shm").free / 2**30
+        fix = "docker run --shm-size=8g (or --ipc=host), Kubernetes: an emptyDir of medium Memory; or --num-workers 0"
+        yield "shared memory", "fail" if free < 0.125 else "warn" if free < 1 else "ok", f"{free:.2f} GiB free", fix
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)  # each tensor that a worker hands over holds a file open
+    result = "fail" if 0 <= limit < 256 else "warn" if 256 <= limit < 4096 else "ok"  # -1: no limit
+    yield "open files", result, f"limit {limit}", "ulimit -n 65536"
+    folder = next(folder for folder in (run_dir.resolve(), *run_dir.resolve().parents) if folder.is_dir())
+    try:
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            start = time.perf_counter()
+            file.write(os.urandom(2**24))
+            os.fsync(file.fileno())  # until the disk says so
+            rate = 2**24 / (time.perf_counter() - start)
+        free = shutil.disk_usage(folder).free / 2**30
+        result = "fail" if free < 1 else "warn" if free < 10 or rate < 50e6 else "ok"
+        seen = f"{folder}: {free:.0f} GiB free, writes {rate / 1e6:.0f} MB/s"
+    except OSError as error:
+        result, seen = "fail", f"{folder}: {error.strerror}"
+    yield "disk", result, seen, "another --run-dir, a local disk; --keep fewer checkpoints; --async-save"
+    requirements = Path(__file__).resolve().parents[1].joinpath("requirements.txt").read_text()
+    pins = re.findall(r"^([\w.-]+)==([\w.]+)", requirements, re.MULTILINE)
+    found = {package.name: package.version.split("+")[0] for package in reversed([*distributions()])}
+    off = [f"{name} {found.get(name, 'missing')} (pinned {pin})" for name, pin in pins if found.get(name) != pin]
+    yield "versions", "warn" if off else "ok", ", ".join(off) or "all as pinned", "pip install -r requirements.txt"
+
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # not above: a second of imports
+
+    folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir())
+    cut = [str(file) for file in sorted(folder.rglob("*.so")) if is_cut(file.read_bytes())]
+    seen = f"{folder}: truncated libraries: {', '.join(cut) or 'none'}"  # as a compile that is killed leaves them
+    yield "compile cache", "fail" if cut else "ok", seen, f"rm {' '.join(cut)}"
+
+
+def is_cut(library: bytes) -> bool:
+    """Whether an ELF file ends before the end of its table of sections, which a linker writes last."""
+    start, size, count = (int.from_bytes(library[i:j], "little") for i, j in ((40, 48), (58, 60), (60, 62)))
+    return len(library) < 64 or start + size * count > len(library)
+
+
+def job_checks(gpus: int) -> Iterator[Check]:
+    """`gpus`: those that torch can use; as many processes will start here."""
+    environ = os.environ
+    wrong = wrong_variables({name: environ[name] for name in RENDEZVOUS if name in environ}, gpus)
+    fix = f"unset them and start with torchrun, or set all: {', '.join(RENDEZVOUS)}"
+    yield "environment variables", "fail" if wrong else "ok", wrong or "none is wrong", fix
+
+    port = environ.get("MASTER_PORT", "29500")  # what torchrun takes without --standalone or --rdzv-endpoint
+    if sys.platform != "darwin" and environ.get("RANK", "0") == "0":  # rank 0 listens there; a Mac tells only root
+        listening = [c for c in psutil.net_connections("tcp") if c.status == "LISTEN" and str(c.laddr.port) == port]
+        owners = ", ".join(f"pid {c.pid or 'of another user'}" for c in listening)
+        result = "ok" if not owners else "fail" if "MASTER_PORT" in environ else "warn"
+        yield "port", result, f"{port}: {owners or 'free'}", "end that, or use another MASTER_PORT"
+
+    cores, text = machine.usable_cores(), environ.get("OMP_NUM_THREADS", "1")  # torchrun sets 1
+    processes = int(environ.get("LOCAL_WORLD_SIZE", gpus or 1))
+    threads = processes * int(text) if text.isdecimal() else 0
+    few = "OMP_NUM_THREADS" in environ and not gpus and 4 * threads <= cores
+    result = "fail" if not threads else "warn" if threads > max(cores, processes) or few else "ok"
+    seen = f"OMP_NUM_THREADS={text} for each of {processes} processes, {cores} cores"
+    yield "threads", result, seen, f"OMP_NUM_THREADS={max(1, cores // processes)}: more wait for each other, fewer idle"
+
+    up = [name for name, state in psutil.net_if_stats().items() if state.isup]
+    wanted = environ.get("NCCL_SOCKET_IFNAME", "^lo,docker")  # a prefix, =exact, or ^ all but these
+    exact, prefixes = "=" in wanted[:2], tuple(wanted.lstrip("^=").split(","))
+    matched = [name for name in up if (name in prefixes if exact else name.startswith(prefixes))]
+    taken = [name for name in up if (name in matched) != wanted.startswith("^")]
+    missing = (gpus and not torch.distributed.is_nccl_available()) or ("NCCL_SOCKET_IFNAME" in environ and not taken)
+    seen = f"{wanted} takes {', '.join(taken) or 'none'} of {', '.join(up)}"
+    fix = "name an interface that is up in NCCL_SOCKET_IFNAME; a torch build with NCCL (Linux only)"
+    yield "NCCL interface", "fail" if missing else "ok", seen, fix
+
+    for backend in ("gloo", "nccl") if gpus > 1 else ("gloo",):
+        with tempfile.TemporaryDirectory() as folder:
+            argv = [sys.executable, "-c", ALL_REDUCE, backend, folder]
+            ended = run_all([[*argv, rank] for rank in range(2)], 150)
+        failed = any(code != 0 for code, _ in ended)
+        told = [(first_error(text) or f"exit code {code}")[:160] for code, text in ended]  # None: still running
+        seen = f"rank 0: {told[0]}; rank 1: {told[1]}" if failed else "2 processes agree"
+        fix = f"{backend.upper()}_SOCKET_IFNAME=<an interface that is up>; a firewall; the host's name; NCCL_DEBUG=INFO"
+        yield f"{backend} all-reduce", "fail" if failed else "ok", seen, fix
+
+
+def main() -> int:
     parser = cli.Parser(__doc__)
-    parser.add_argument("--script", type=cli.path, help="a training script to run under watch")
-    parser.add_argument("--nproc", type=cli.positive_int, default=1, help="ranks of --script, under torchrun")
-    parser.add_argument("--steps", type=cli.positive_int, default=10, help="optimizer steps to watch")
-    parser.add_argument("--timeout", type=cli.positive, default=300, help="seconds until --script counts as hung")
-    parser.add_argument("--run-dir", type=cli.path, default=Path("runs"), help="whose disk to check (default: runs)")
-    parser.add_argument("--json", type=cli.writable_file, metavar="PATH", help="write every check as one JSON object")
-    parser.add_argument("flags", nargs="*", metavar="-- FLAG", help="flags of --script")
+    add = parser.add_argument
+    add("--script", type=Path, help="a training script to run under watch")
+    add("--nproc", type=cli.positive_int, default=1, help="ranks of --script, under torchrun")
+    add("--steps", type=cli.positive_int, default=10, help="optimizer steps to watch")
+    add("--timeout", type=cli.positive, default=300, help="seconds until --script counts as hung")
+    add("--run-dir", type=Path, default=Path("runs"), help="whose disk to check (default: runs)")
+    add("--json", type=cli.writable_file, metavar="PATH", help="write every check as one JSON object")
+    add("flags", nargs="*", metavar="-- FLAG", help="flags of --script")
     args = parser.parse_args()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise UserError("doctor.py is one process: start it without torchrun; --nproc gives --script its ranks")
     if args.script and not args.script.is_file():
         raise UserError(f"--script {args.script} is not a file")
-    if args.flags and not args.script:
-        raise UserError(f"{args.flags[0]!r}: what follows -- goes to --script, which is not given")
-    return args
-
-
-def main() -> int:
-    args = parse_args()
     start = time.monotonic()
-    gpus, why_none = nvml.gpus()
-    print(f"{len(gpus)} NVIDIA GPU(s){f': {why_none}' if why_none else ''}", flush=True)
+    gpus, why_none = machine.gpus()
     usable = torch.cuda.device_count() if torch.cuda.is_available() else 0  # it counts those with too old a driver, too
-    found = checks_gpu.checks(gpus, why_none, os.environ, usable) + checks_machine.checks(args.run_dir)
-    found += checks_job.checks(os.environ, usable)
+    found = [*gpu_checks(gpus, why_none, usable), *machine_checks(args.run_dir), *job_checks(usable)]
     if args.script:
-        watched = checks_script.watch(args.script, args.flags, args.nproc, args.steps, args.timeout)
-        found += checks_script.checks(watched)
-
-    print(report.table([["check", "result", "seen"], *([name, status, seen] for name, status, seen, _ in found)]))
-    for name, status, _, fix in found:
-        if status in ("warn", "fail"):
-            print(f"{status}: {name}: {fix}")
-    count = {status: sum(check[1] == status for check in found) for status in ("ok", "warn", "fail", "skip")}
-    print(", ".join(f"{number} {status}" for status, number in count.items()))
-
+        found += examine(args.script, args.flags, args.nproc, args.steps, args.timeout)
+    print(table([["check", "result", "seen"], *(check[:3] for check in found)]))
+    for name, result, _, fix in found:
+        if result in ("warn", "fail"):
+            print(f"{result}: {name}: {fix}")
+    count = {result: sum(check[1] == result for check in found) for result in ("ok", "warn", "fail", "skip")}
+    print(", ".join(f"{number} {result}" for result, number in count.items()))
     summary = {
         "device": (gpus[0]["name"] or "cuda") if gpus else "cpu",
         "world_size": args.nproc,
