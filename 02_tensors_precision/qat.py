@@ -24,7 +24,6 @@ Before: quantize.py. Next: 03_linear_regression/.
 import copy
 import statistics
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
@@ -32,13 +31,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[i]) for i in (0, 1)]  # neighbours; common/
-from _quantize_model import finish, flags, held_out_sets, starting_model, train
-from _quantize_report import print_seeds, print_verdicts
-from _quantize_workbench import Batches, Forward, difference, linears, measure
-from quantize import Quantized, dequantize, emulate, quantize
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+import _shared
+from _shared import Batches, Forward, Quantized, dequantize, dequantizing, difference, linears, losses, quantize, train
 
-from old import cli, exits, model, runtime
+from common import cli, exits, lesson
 
 LR = 2e-4  # where the model's schedule ended: a higher one would first undo some of its training
 SHARES = [1 - i / 10 for i in range(8)]  # of a row's largest weight, tried as the end of its scale
@@ -65,7 +62,7 @@ def inside(weight: Tensor, w: Quantized, bits: int) -> Tensor:
 
 
 @torch.no_grad()
-def least_squares(net: model.Transformer, bits: int) -> Clips:
+def least_squares(net: nn.Module, bits: int) -> Clips:
     """For each row of each layer the share whose integers are nearest to the weights, by the sum of squared errors."""
     clips = {}
     for name, layer in linears(net).items():
@@ -75,7 +72,7 @@ def least_squares(net: model.Transformer, bits: int) -> Clips:
     return clips
 
 
-def clips_to_train_with(net: model.Transformer, bits: int, calibration_set: Batches) -> Clips:
+def clips_to_train_with(net: nn.Module, bits: int, calibration_set: Batches) -> Clips:
     """Of both ways to choose a scale, the one that costs the model less as it is."""
     fitted = least_squares(net, bits)
     whole = {name: torch.ones_like(share) for name, share in fitted.items()}
@@ -86,20 +83,20 @@ def fake_linear(layer: nn.Linear, bits: int, clip: Tensor, x: Tensor) -> Tensor:
     return F.linear(x, FakeQuantize.apply(layer.weight, bits, clip))
 
 
-def with_rounding(net: model.Transformer, bits: int, clips: Clips) -> model.Transformer:
+def with_rounding(net: nn.Module, bits: int, clips: Clips) -> nn.Module:
     for name, layer in linears(net).items():
         layer.forward = partial(fake_linear, layer, bits, clips[name])
     return net
 
 
-def export(net: model.Transformer, bits: int, clips: Clips | None = None) -> dict[str, Forward]:
+def export(net: nn.Module, bits: int, clips: Clips | None = None) -> dict[str, Forward]:
     """The layers as they would be deployed: packed integers and scales, no fp32 weight left in them."""
     layers = linears(net)
     clips = clips or dict.fromkeys(layers, 1.0)
-    return {name: emulate(quantize(layers[name].weight.detach(), bits, "channel", clips[name])) for name in layers}
+    return {name: dequantizing(quantize(layers[name].weight.detach(), bits, "channel", clips[name])) for name in layers}
 
 
-def check_gradient(start: model.Transformer, bits: int, clips: Clips, batch: tuple[Tensor, Tensor]) -> None:
+def check_gradient(start: nn.Module, bits: int, clips: Clips, batch: tuple[Tensor, Tensor]) -> None:
     """Straight through: the gradient is that of a plain model whose weights are the rounded ones, 0 where clipped."""
     rounding = with_rounding(copy.deepcopy(start), bits, clips)
     rounding(*batch).backward()
@@ -122,18 +119,13 @@ def check_gradient(start: model.Transformer, bits: int, clips: Clips, batch: tup
 
 
 @torch.no_grad()
-def check_export(net: model.Transformer, bits: int, clips: Clips, inputs: Tensor) -> None:
+def check_export(net: nn.Module, bits: int, clips: Clips, inputs: Tensor) -> None:
     trained_with = net(inputs)
     layers = linears(net)
     for name, forward in export(net, bits, clips).items():
         layers[name].forward = forward
     assert torch.equal(net(inputs), trained_with), "the exported integers are not what was trained"
     with_rounding(net, bits, clips)
-
-
-def losses(net: model.Transformer, forwards: dict[str, Forward], batches: Batches) -> Tensor:
-    """The loss of each sequence, `forwards` standing in for those of the layers named."""
-    return measure(net, forwards, batches)[0]
 
 
 def judge(gains: list[float], standard_errors: list[float]) -> str:
@@ -145,70 +137,100 @@ def judge(gains: list[float], standard_errors: list[float]) -> str:
     return "QAT is better" if middle > 0 else "QAT is worse"
 
 
-def verdict_of(bits: int, rows: list[dict]) -> dict:
-    """The rows of all seeds at `bits`, as one."""
-    verdict = {"bits": bits}
-    for key in rows[0]:
-        if key not in ("bits", "seed"):
-            verdict[f"median_{key}"] = statistics.median(row[key] for row in rows)
-    gains = [row["gain"] for row in rows]
-    verdict["lowest_gain"] = min(gains)
-    verdict["highest_gain"] = max(gains)
-    verdict["seeds_won"] = sum(gain > 0 for gain in gains)
-    verdict["seeds"] = len(gains)
-    verdict["verdict"] = judge(gains, [row["gain_standard_error"] for row in rows])
-    return verdict
+def run(start: nn.Module, baseline: nn.Module, qat: nn.Module, clips: Clips, bits: int, batches: Batches) -> dict:
+    """Losses of the model before, of the baseline rounded in both ways, and of QAT; and the gain over the better."""
+    by_largest = losses(baseline, export(baseline, bits), batches)
+    by_least_squares = losses(baseline, export(baseline, bits, least_squares(baseline, bits)), batches)
+    better_ptq = min(by_largest, by_least_squares, key=lambda found: found.mean().item())
+    qat_losses = losses(qat, {}, batches)
+    gain, standard_error = difference(better_ptq, qat_losses)
+    return {
+        "bits": bits,
+        "base_loss": losses(start, {}, batches).mean().item(),
+        "base_ptq_loss": losses(start, export(start, bits, clips), batches).mean().item(),
+        "baseline_loss": losses(baseline, {}, batches).mean().item(),
+        "ptq_largest_loss": by_largest.mean().item(),
+        "ptq_least_squares_loss": by_least_squares.mean().item(),
+        "qat_loss": qat_losses.mean().item(),
+        "gain": round(gain, 5),
+        "gain_standard_error": standard_error,
+    }
+
+
+def verdicts_of(rows: list[dict]) -> list[dict]:
+    """The seeds at each number of bits, as one verdict."""
+    verdicts = []
+    for bits in dict.fromkeys(row["bits"] for row in rows):
+        of_seeds = [row for row in rows if row["bits"] == bits]
+        gains = [row["gain"] for row in of_seeds]
+        errors = [row["gain_standard_error"] for row in of_seeds]
+        verdict = {
+            "bits": bits,
+            "verdict": judge(gains, errors),
+            "lowest_gain": min(gains),
+            "highest_gain": max(gains),
+            "seeds_won": sum(gain > 0 for gain in gains),
+            "seeds": len(gains),
+        }
+        for key in COLUMNS.keys() - {"bits", "seed"}:
+            verdict[f"median_{key}"] = statistics.median(row[key] for row in of_seeds)
+        verdicts.append(verdict)
+    return verdicts
+
+
+COLUMNS = {
+    "bits": "bits",
+    "seed": "seed",
+    "base_ptq_loss": "rounded before training on",
+    "ptq_largest_loss": "PTQ by largest",
+    "ptq_least_squares_loss": "PTQ by least squares",
+    "qat_loss": "QAT",
+    "gain": "gain",
+    "gain_standard_error": "± chance",
+}
 
 
 def main() -> int:
-    parser = flags(__doc__)
+    parser = _shared.parser(__doc__)
     parser.add_argument("--steps", type=cli.positive_int, default=8, help="steps of training on, of either kind")
     parser.add_argument("--seeds", type=cli.positive_int, default=2, help="models, from --seed on")
     parser.add_argument("--bits", type=int, nargs="+", choices=(2, 3, 4, 8), default=[2], help="of the weights")
     args = parser.parse_args()
-    start = time.perf_counter()
-    device = runtime.single_device(args.device)
+    device = lesson.start(args.device)
     rows = []
     for seed in range(args.seed, args.seed + args.seeds):
-        net, corpus, _ = starting_model(args, seed, device)
-        calibration_set, evaluation_set = held_out_sets(corpus, device)
-
+        net, corpus = _shared.starting_model(args, seed, device)
+        calibration_set, evaluation_set = _shared.held_out_sets(corpus, device)
         baseline = copy.deepcopy(net)
-        train(baseline, corpus.train, args.steps, LR, seed + 1)  # the model has learned in the order of its seed
+        train(baseline, corpus, args.steps, LR, seed + 1)  # the model has learned in the order of its seed
         for bits in args.bits:
             clips = clips_to_train_with(net, bits, calibration_set[:2])
             if seed == args.seed:
                 check_gradient(net, bits, clips, evaluation_set[0])
             qat = with_rounding(copy.deepcopy(net), bits, clips)
-            train(qat, corpus.train, args.steps, LR, seed + 1)
+            train(qat, corpus, args.steps, LR, seed + 1)
             check_export(qat, bits, clips, evaluation_set[0][0])
-
-            fitted = least_squares(baseline, bits)
-            by_largest = losses(baseline, export(baseline, bits), evaluation_set)
-            by_least_squares = losses(baseline, export(baseline, bits, fitted), evaluation_set)
-            better_ptq = min(by_largest, by_least_squares, key=lambda found: found.mean().item())
-            qat_losses = losses(qat, {}, evaluation_set)
-            gain, standard_error = difference(better_ptq, qat_losses)
-            row = {
-                "bits": bits,
-                "seed": seed,
-                "base_loss": losses(net, {}, evaluation_set).mean().item(),
-                "base_ptq_loss": losses(net, export(net, bits, clips), evaluation_set).mean().item(),
-                "rival_loss": losses(baseline, {}, evaluation_set).mean().item(),
-                "ptq_largest_loss": by_largest.mean().item(),
-                "ptq_least_squares_loss": by_least_squares.mean().item(),
-                "qat_loss": qat_losses.mean().item(),
-                "gain": gain,
-                "gain_standard_error": standard_error,
-            }
-            rows.append(row)
-            print(f"{bits} bits, seed {seed}: QAT gains {gain:.4f}, standard error {standard_error:.4f}", flush=True)
-
-    verdicts = [verdict_of(bits, [row for row in rows if row["bits"] == bits]) for bits in args.bits]
-    print_seeds(rows)
-    print("checked: gradients pass straight through; packed integers give QAT's logits, bit for bit")
-    print_verdicts(verdicts)
-    finish(args, net, start, {"finetune_steps": args.steps, "runs": rows, "verdicts": verdicts})
+            rows.append({"seed": seed, **run(net, baseline, qat, clips, bits, evaluation_set)})
+    verdicts = verdicts_of(rows)
+    for v in verdicts:
+        gains = f"median {v['median_gain']:+.4f} nats ({v['lowest_gain']:+.4f} to {v['highest_gain']:+.4f})"
+        chance = f"standard error of one seed {v['median_gain_standard_error']:.4f}"
+        won = f"better on {v['seeds_won']} of {v['seeds']} seeds"
+        print(f"QAT against rounding afterwards at {v['bits']} bits: {v['verdict']}, {gains}, {won}, {chance}")
+    lesson.end(
+        rows,
+        columns=COLUMNS,
+        checked=[
+            "gradients pass straight through: they are those of a model with the rounded weights, 0 where clipped",
+            "the exported integers give QAT's logits, to the bit",
+        ],
+        args=args,
+        device=device,
+        dtype="fp32",
+        parameters=sum(parameter.numel() for parameter in net.parameters()),
+        val_loss=rows[-1]["qat_loss"],
+        verdicts=verdicts,
+    )
     return 0
 
 

@@ -1,10 +1,10 @@
 """Quantize a trained language model after training (PTQ): fewer bits per weight, and what that costs.
 
-A weight w is kept as the integer round(w / scale), with scale = largest |w| / largest integer: nothing is
-off by more than scale / 2. The fewer weights share a scale (the matrix, a row, a group of 32), the less
-one outlier hurts them, and each scale costs two bytes. Weights alone save memory; to multiply integers,
-activations need scales too, measured beforehand on text like that to come (calibration). Layers that suffer
-most, found by quantizing one at a time, can keep more bits. It is not distillation: no second model learns.
+A weight w is kept as the integer round(w / scale), with scale = largest |w| / largest integer: nothing is off by more
+than scale / 2. The fewer weights share a scale (the matrix, a row, a group of 32), the less one outlier hurts them, and
+each scale costs two bytes. Weights alone save memory. To multiply integers, activations need scales too, measured
+beforehand on text like that to come (calibration). Layers that suffer most, found by quantizing one at a time, can keep
+more bits. It is not distillation: no second model learns.
 
     laptop    python 02_tensors_precision/quantize.py
     figures   python 02_tensors_precision/quantize.py --train-steps 1000
@@ -12,14 +12,14 @@ most, found by quantizing one at a time, can keep more bits. It is not distillat
     one GPU   python 02_tensors_precision/quantize.py --train-steps 1000 --device cuda
     cluster   one process is all it uses
 
-Look for: the held-out loss above that of fp32, against bytes; what calibration on the wrong text costs; tokens/s where
-floats are multiplied after dequantizing (no gain) and in torch's own kernels. The bare run's model knows so little that
-it has little to lose; a real one has more, and activations that are thousands of times as large as the mean.
-Before: precision.py. Next: qat.py trains on with the rounding in place.
+Look for: the held-out loss above that of fp32, against bytes (noise if under twice its standard error); what
+calibration on the wrong text costs; the time of one large layer where floats are multiplied after dequantizing (no
+gain) and in torch's own kernels. The bare run's model has little to lose; a real one has more, and activations that
+are thousands of times as large as the mean. Before: precision.py. Next: qat.py trains on with the rounding in place.
 """
 
+import itertools
 import sys
-import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -27,90 +27,66 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[i]) for i in (0, 1)]  # neighbours; common/
-from _quantize_kernels import Kernel, bf16, checked, int4_kernel, int8_kernel, on_matrices, time_layer
-from _quantize_llama2 import llama2_bytes, print_llama2
-from _quantize_model import finish, flags, held_out_sets, scan_set, starting_model
-from _quantize_report import print_layer, print_schemes, print_sensitivity
-from _quantize_workbench import Batches, Forward, Scheme, evaluate, linears, observe, sensitivity
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+import _quantize
+import _shared
+from _shared import Batches, Forward, Quantized, dequantize, dequantizing, linears, losses, quantize
 
-from old import exits, hardware, runtime
-
-KEEP = 7  # one layer of so many keeps more bits in mixed precision
-DEQUANTIZED = "fp32, dequantized"
-OBSERVERS = {"min-max": 0.0, "percentile 99.9": 1e-3}  # what share of the values is clipped at either end
+from common import exits, lesson, measure
 
 
-class Quantized(NamedTuple):
-    codes: Tensor  # int8 [out, in], or for 4 bits and fewer uint8 [out, in / 2]: two to a byte
-    scale: Tensor  # bf16 [out, groups], or [1, 1] for one per tensor
-    width: int  # values of a row that share a scale; the last group may be shorter
-
-    @property
-    def nbytes(self) -> int:
-        return self.codes.nbytes + self.scale.nbytes
+def round_with_one_scale(weight: Tensor, bits: int) -> Tensor:
+    """PTQ in two lines: what a matrix is worth after it was kept as integers, one scale for all of it."""
+    scale = (weight.abs().max() / (2 ** (bits - 1) - 1)).bfloat16().float()
+    return (weight / scale).round() * scale
 
 
-def quantize(weight: Tensor, bits: int, group: str | int, clip: float | Tensor = 1.0) -> Quantized:
-    """Symmetric, to nearest; `group`: "tensor", "channel" (a row) or how many values share a scale. What is above the
-    share `clip` of the largest value becomes the largest integer."""
-    limit = 2 ** (bits - 1) - 1  # 127 or 7: -128 and -8 have no positive counterpart and stay unused
-    rows, columns = weight.shape
-    width = group if isinstance(group, int) else columns
-    values = F.pad(weight, (0, -columns % width)).view(rows, -1, width)  # zeros change no maximum
-    largest = values.abs().amax((0, 1, 2) if group == "tensor" else 2, keepdim=True)
-    scale = (largest * clip / limit).bfloat16()  # rounding it moves 127 by less than 1/2: no error above scale / 2
-    scale = torch.where(scale > 0, scale, 1)  # all zeros: 0 / 1, not 0 / 0
-    codes = (values / scale.float()).round().clamp(-limit, limit).to(torch.int8).view(rows, -1)[:, :columns]
-    return Quantized(pack(codes) if bits <= 4 else codes.contiguous(), scale[..., 0], width)
+def quantize_all(weights: dict[str, Tensor], bits: int, group: str | int) -> dict[str, Quantized]:
+    """One outlier makes that scale coarse for all. So a row, or some values of it, get a scale of their own, and the
+    integers are stored as such, int4 two to a byte (_shared.quantize). No weight may be off by more than scale / 2."""
+    quantized = {}
+    for name, weight in weights.items():
+        w = quantize(weight, bits, group)
+        allowed = _shared.scale_of_each(w, weight.shape[1]) * (0.5 + 1e-5)  # 1e-5: fp32's own rounding
+        assert ((dequantize(w) - weight).abs() <= allowed).all(), f"{name}: off by more than scale / 2"
+        if group == "tensor":
+            assert torch.equal(dequantize(w), round_with_one_scale(weight, bits)), f"{name}: packed is not as rounded"
+        quantized[name] = w
+    return quantized
 
 
-def dequantize(w: Quantized) -> Tensor:
-    codes = unpack(w.codes) if w.codes.dtype == torch.uint8 else w.codes
-    return codes * step(w, codes.shape[1])
+@torch.no_grad()
+def observe(net: nn.Module, inputs: Tensor, clipped_share: float) -> dict[str, tuple[float, float]]:
+    """Calibration: the range of each layer's input, the most extreme `clipped_share` at either end left out."""
+    activation_ranges = {}
 
+    def note(name: str, _module, args: tuple[Tensor]) -> None:
+        x = args[0].flatten()
+        beyond = int(clipped_share * x.numel())
+        activation_ranges[name] = x.kthvalue(1 + beyond)[0].item(), x.kthvalue(x.numel() - beyond)[0].item()
 
-def step(w: Quantized, columns: int) -> Tensor:
-    """The scale of each value, [out, in] or [1, in]: twice the most that rounding may do to it."""
-    return w.scale.float().repeat_interleave(w.width, 1)[:, :columns]
-
-
-def pack(codes: Tensor) -> Tensor:
-    """int8 [out, in] of -8 to 7 -> uint8 [out, in / 2]: even columns in the low four bits, odd in the high."""
-    if codes.shape[1] % 2:
-        raise ValueError(f"{codes.shape[1]} int4 values to a row: an odd number does not fill bytes")
-    return (codes[:, 1::2] << 4 | codes[:, ::2] & 15).view(torch.uint8)
-
-
-def unpack(packed: Tensor) -> Tensor:
-    signed = packed.view(torch.int8)
-    return torch.stack((signed << 4 >> 4, signed >> 4), -1).flatten(1)  # >> repeats the sign bit
-
-
-def emulate(w: Quantized) -> Forward:
-    return lambda x: F.linear(x, dequantize(w))
+    hooks = [layer.register_forward_pre_hook(partial(note, name)) for name, layer in linears(net).items()]
+    net(inputs)
+    for hook in hooks:
+        hook.remove()
+    return activation_ranges
 
 
 def activation_codes(x: Tensor, low: float, high: float) -> tuple[Tensor, float, int]:
     """Asymmetric: low..high falls on -128..127, and 0 on a whole number, the zero point, so that 0 is exact."""
-    low = min(low, 0.0)
-    high = max(high, 0.0)
+    low, high = min(low, 0.0), max(high, 0.0)
     scale = (high - low) / 255 or 1.0
     zero = round(-128 - low / scale)
     return ((x / scale).round() + zero).clamp(-128, 127), scale, zero
 
 
 def w8a8(w: Quantized, low: float, high: float, kernel: bool = True) -> Forward:
-    """Integers summed in int32, sum (a - zero) b = sum a b - zero · sum b, scales after; or the same in floats.
-
-    On a CPU without units for it torch's product is a plain loop, or one that cuts its sums off at 16 bits.
-    """
-    if kernel and "int8" not in hardware.native_types(w.codes.device)[0]:
+    """Integers summed in int32, sum (a - zero) b = sum a b - zero · sum b, scales after; or the same in floats."""
+    if kernel and not _quantize.has_int8_units(w.codes.device):
         raise RuntimeError(f"{w.codes.device.type} has no units that multiply int8")
-    row_sums = w.codes.sum(1, dtype=torch.int32)
-    row_scales = w.scale[:, 0].float()
+    row_sums, row_scales = w.codes.sum(1, dtype=torch.int32), w.scale[:, 0].float()
 
     def forward(x: Tensor) -> Tensor:
         codes, scale, zero = activation_codes(x, low, high)
@@ -118,53 +94,54 @@ def w8a8(w: Quantized, low: float, high: float, kernel: bool = True) -> Forward:
             return F.linear((codes - zero) * scale, dequantize(w))
         return (torch._int_mm(codes.to(torch.int8), w.codes.T) - zero * row_sums) * (scale * row_scales)
 
-    return on_matrices(forward)
+    return _quantize.on_matrices(forward)
 
 
-def torch_kernel(w: Quantized) -> Forward:
-    """torch's own kernel for weights of w's kind."""
-    if w.codes.dtype == torch.uint8:
-        return int4_kernel(unpack(w.codes), w.scale, w.width)
-    return int8_kernel(w.codes, w.scale)
+def sensitivity(net: nn.Module, weights: dict[str, Tensor], batches: Batches) -> dict[str, tuple[float, float]]:
+    """What each layer alone adds to the loss in int3, and the standard error of that; the worst layer first. At 4 bits
+    the effect of a single layer is smaller than the noise."""
+    baseline = losses(net, {}, batches)
+    added = {}
+    for name, w in quantize_all(weights, 3, "channel").items():
+        added[name] = _shared.difference(losses(net, {name: dequantizing(w)}, batches), baseline)
+    return dict(sorted(added.items(), key=lambda item: -item[1][0]))
 
 
-def total_bytes(quantized: dict[str, Quantized]) -> int:
-    return sum(w.nbytes for w in quantized.values())
+DEQUANTIZED = "fp32, dequantized"
+OBSERVERS = {"min-max": 0.0, "percentile 99.9": 1e-3}  # what share of the values is clipped at either end
 
 
-def emulate_all(quantized: dict[str, Quantized]) -> dict[str, Forward]:
-    return {name: emulate(w) for name, w in quantized.items()}
+class Scheme(NamedTuple):
+    """A row of the table: a way to keep and to multiply the weights of all layers."""
+
+    name: str
+    multiplied: str
+    kept: dict[str, Quantized | Tensor]  # by layer, what is stored
+    forwards: dict[str, Forward]
 
 
-def quantize_all(weights: dict[str, Tensor], bits: int, group: str | int) -> dict[str, Quantized]:
-    """Every matrix, and the promise of rounding checked: no weight is off by more than scale / 2."""
-    quantized = {}
-    for name, weight in weights.items():
-        w = quantize(weight, bits, group)
-        allowed = step(w, weight.shape[1]) * (0.5 + 1e-5)  # 1e-5: fp32's own rounding
-        assert ((dequantize(w) - weight).abs() <= allowed).all(), name
-        quantized[name] = w
-    return quantized
+def dequantized(name: str, quantized: dict[str, Quantized]) -> Scheme:
+    return Scheme(name, DEQUANTIZED, quantized, {layer: dequantizing(w) for layer, w in quantized.items()})
 
 
-def weight_only_schemes(net, weights: dict[str, Tensor]) -> Iterator[Scheme]:
-    """Integers dequantized and multiplied in fp32, and for two of them torch's kernel, where there is one."""
+def weight_only_schemes(weights: dict[str, Tensor], on_cuda: bool) -> Iterator[Scheme]:
+    """Floats; integers dequantized and multiplied in fp32; and for two of them torch's kernel, where there is one."""
+    narrow = {layer: weight.bfloat16() for layer, weight in weights.items()}
+    yield Scheme("fp32", "fp32", weights, {})
+    yield Scheme("bf16", "bf16", narrow, {layer: _quantize.bf16(weight) for layer, weight in narrow.items()})
     kinds = [(bits, group) for bits in (8, 4) for group in ("tensor", "channel", 128, 32)]
-    for bits, group in [*kinds, (3, "channel")]:
+    for bits, group in [*kinds, (3, "channel")]:  # int3 is stored in 4 bits
         name = f"int{bits} per {group}"
-        quantized = quantize_all(weights, bits, group)
-        exact = emulate_all(quantized)
-        yield Scheme(name, DEQUANTIZED, total_bytes(quantized), exact)
-        if (bits, group) not in ((8, "channel"), (4, 32)):
-            continue
-        fast = checked(linears(net), {layer: partial(torch_kernel, w) for layer, w in quantized.items()}, exact)
-        if fast is not None:
-            on_cuda = next(iter(weights.values())).is_cuda
+        scheme = dequantized(name, quantize_all(weights, bits, group))
+        yield scheme
+        if (bits, group) in ((8, "channel"), (4, 32)):
             kind = "fp32" if bits == 8 and on_cuda else "bf16"  # CUDA's for int8 computes in fp32, and slowly
-            yield Scheme(name, f"torch's kernel, {kind}", total_bytes(quantized), fast)
+            kernels = {layer: partial(_quantize.torch_kernel, w) for layer, w in scheme.kept.items()}
+            if fast := _quantize.all_agree(name, kernels, scheme.forwards, weights):
+                yield Scheme(name, f"torch's kernel, {kind}", scheme.kept, fast)
 
 
-def w8a8_schemes(net, weights: dict[str, Tensor], inputs: Tensor, space: int) -> Iterator[Scheme]:
+def w8a8_schemes(net: nn.Module, weights: dict[str, Tensor], inputs: Tensor, space: int) -> Iterator[Scheme]:
     """Integers times integers: activations are quantized too, with ranges observed on different calibration texts."""
     int8 = quantize_all(weights, 8, "channel")
     calibration_texts = {
@@ -174,75 +151,98 @@ def w8a8_schemes(net, weights: dict[str, Tensor], inputs: Tensor, space: int) ->
     }
     for text_name, calibration_text in calibration_texts.items():
         for observer_name, clipped_share in OBSERVERS.items():
-            activation_ranges = observe(net, calibration_text, clipped_share)
-            exact, kernels, sizes = {}, {}, {}
-            for name, w in int8.items():
-                sizes[name] = max(map(abs, activation_ranges[name]))
-                exact[name] = w8a8(w, *activation_ranges[name], kernel=False)
-                kernels[name] = partial(w8a8, w, *activation_ranges[name])
-            fast = checked(linears(net), kernels, exact, sizes)
-            multiplied = DEQUANTIZED if fast is None else "torch's kernel, int8"
-            yield Scheme(f"W8A8, {observer_name} of {text_name}", multiplied, total_bytes(int8), fast or exact)
+            ranges = observe(net, calibration_text, clipped_share)
+            exact = {layer: w8a8(w, *ranges[layer], kernel=False) for layer, w in int8.items()}
+            kernels = {layer: partial(w8a8, w, *ranges[layer]) for layer, w in int8.items()}
+            sizes = {layer: max(-low, high) for layer, (low, high) in ranges.items()}
+            name = f"W8A8, {observer_name} of {text_name}"
+            fast = _quantize.all_agree(name, kernels, exact, weights, sizes)
+            yield Scheme(name, "torch's kernel, int8" if fast else DEQUANTIZED, int8, fast or exact)
 
 
 def mixed_schemes(weights: dict[str, Tensor], most_sensitive_first: list[str]) -> Iterator[Scheme]:
     """A few layers stay in int8: those that the scan found most sensitive, and for comparison the least sensitive."""
-    keep = len(weights) // KEEP
+    keep = len(weights) // 7
     int8 = quantize_all(weights, 8, "channel")
     for bits in (4, 3):
         low = quantize_all(weights, bits, "channel")
         for which, kept in (("most", most_sensitive_first[:keep]), ("least", most_sensitive_first[-keep:])):
-            mixed = {name: int8[name] if name in kept else low[name] for name in weights}
-            name = f"int{bits} per channel, {keep} {which} sensitive int8"
-            yield Scheme(name, DEQUANTIZED, total_bytes(mixed), emulate_all(mixed))
+            mixed = {layer: int8[layer] if layer in kept else low[layer] for layer in weights}
+            yield dequantized(f"int{bits} per channel, {keep} {which} sensitive int8", mixed)
 
 
-def schemes(net, calibration_set: Batches, most_sensitive_first: list[str], space: int) -> Iterator[Scheme]:
-    weights = {name: layer.weight.detach() for name, layer in linears(net).items()}
-    fp32_bytes = sum(w.nbytes for w in weights.values())
-    yield Scheme("fp32", "fp32", fp32_bytes, {})
-    yield Scheme("bf16", "bf16", fp32_bytes // 2, {name: bf16(w) for name, w in weights.items()})
-    yield from weight_only_schemes(net, weights)
-    yield from w8a8_schemes(net, weights, calibration_set[0][0], space)
-    yield from mixed_schemes(weights, most_sensitive_first)
-
-
-def ways(weight: Tensor) -> dict[str, tuple[Kernel, Forward]]:
-    """A layer in every way that speed may come from, and the arithmetic that each must agree with."""
-    plain = partial(F.linear, weight=weight)
-    int8 = quantize(weight, 8, "channel")
-    int4 = quantize(weight, 4, 32)
+def run(net: nn.Module, scheme: Scheme, batches: Batches, baseline: Tensor) -> dict:
+    """The scheme's bytes, the error of its weights, and what it adds to the baseline's loss."""
+    weights = [layer.weight.detach() for layer in linears(net).values()]
+    worth = [dequantize(kept) if isinstance(kept, Quantized) else kept.float() for kept in scheme.kept.values()]
+    found = losses(net, scheme.forwards, batches)
+    delta, standard_error = _shared.difference(found, baseline)
     return {
-        "fp32": (lambda: plain, plain),
-        "bf16": (lambda: bf16(weight), plain),
-        "int8 weights, torch's kernel": (lambda: torch_kernel(int8), emulate(int8)),
-        "int4 weights, torch's kernel": (lambda: torch_kernel(int4), emulate(int4)),
-        "int4 weights, dequantized each time": (lambda: emulate(int4), emulate(int4)),
-        "W8A8, torch's kernel": (lambda: w8a8(int8, -5.0, 5.0), w8a8(int8, -5.0, 5.0, kernel=False)),
+        "scheme": scheme.name,
+        "multiplied": scheme.multiplied,
+        "weight_bytes": sum(kept.nbytes for kept in scheme.kept.values()),
+        "weight_relative_error": measure.relative_error(worth, weights),
+        "val_loss": found.mean().item(),
+        "delta": round(delta, 5),
+        "standard_error": standard_error,
     }
 
 
-def main() -> int:
-    args = flags(__doc__).parse_args()
-    start = time.perf_counter()
-    device = runtime.single_device(args.device)
-    net, corpus, space = starting_model(args, args.seed, device)
-    calibration_set, evaluation_set = held_out_sets(corpus, device)
+def check(rows: list[dict]) -> list[str]:
+    by_name = {row["scheme"]: row for row in rows}
+    finer = [by_name[f"int4 per {group}"] for group in ("tensor", "channel", 128, 32)]
+    fewer = [by_name[f"int{bits} per channel"] for bits in (8, 4, 3)]
+    for which, compared in (("finer scales", finer[::-1]), ("more bits", fewer)):
+        errors = [row["weight_relative_error"] for row in compared]
+        assert errors == sorted(errors), f"{which} are not nearer to the weights: relative errors {errors}"
+    return [
+        "no weight is off by more than scale / 2, and packed int4 is worth what was rounded, to the bit",
+        "finer scales and more bits leave smaller errors in the weights",
+        "torch's kernels that ran agree with the arithmetic written out here",
+    ]
 
-    # the scan is made at 3 bits: at 4 the effect of a single layer is smaller than the noise
+
+COLUMNS = {
+    "scheme": "weights",
+    "multiplied": "multiplied in",
+    "weight_bytes": "weights take",
+    "weight_relative_error": "error of weights",
+    "delta": "loss above fp32",
+    "standard_error": "± chance",
+    "at_1_time_ratio": "time at 1 token",
+    "at_256_time_ratio": "at 256",
+}
+
+
+def main() -> int:
+    args = _shared.parser(__doc__).parse_args()
+    device = lesson.start(args.device)
+    net, corpus = _shared.starting_model(args, args.seed, device)
+    calibration_set, evaluation_set = _shared.held_out_sets(corpus, device)
     weights = {name: layer.weight.detach() for name, layer in linears(net).items()}
-    scan = sensitivity(net, emulate_all(quantize_all(weights, 3, "channel")), scan_set(args, calibration_set))
-    rows = evaluate(net, [*schemes(net, calibration_set, [*scan], space)], evaluation_set)
-    print_schemes(rows, net, turns=len(evaluation_set) - 1)
-    print_sensitivity(scan, shown=6)
-    slow = device.type == "cpu" and "bf16" not in hardware.native_types(device)[0]
-    side = 1024 if slow else 4096 if device.type == "cpu" else 16_384
-    layer = time_layer(ways, side, device)
-    llama2 = llama2_bytes(quantize)
-    print_layer(layer)
-    print_llama2(llama2)
-    print("checked: no weight is off by more than scale / 2; the kernels that ran agree with the arithmetic here")
-    finish(args, net, start, {"rows": rows, "sensitivity": scan, "large_layer": layer, "llama2": llama2})
+    few = 16 if args.model == "nano" else 4  # a folder's model has more and larger layers: the scan reads less
+    scan = sensitivity(net, weights, [tuple(part[:few] for part in batch) for batch in calibration_set[:2]])
+    baseline = losses(net, {}, evaluation_set)
+    weight_only = weight_only_schemes(weights, device.type == "cuda")
+    w8a8s = w8a8_schemes(net, weights, calibration_set[0][0], _shared.space(args.model))
+    schemes = itertools.chain(weight_only, w8a8s, mixed_schemes(weights, [*scan]))
+    rows = [run(net, scheme, evaluation_set, baseline) for scheme in schemes]
+    side, layer = _quantize.time_large_layer(w8a8, device, rounds=3)
+    rows = [row | layer.get((row["scheme"], row["multiplied"]), {}) for row in rows]
+    for name in (*list(scan)[:3], list(scan)[-1]):  # the three that suffer most, and the one that suffers least
+        print("alone in int3, {} adds {:.4f} to the loss, standard error {:.4f}".format(name, *scan[name]))
+    print(f"time: of one layer of {side:,} x {side:,}, against fp32; fp32's loss: {rows[0]['val_loss']:.4f}")
+    lesson.end(
+        rows,
+        columns=COLUMNS,
+        checked=[*check(rows), *_quantize.llama2_lines()],
+        args=args,
+        device=device,
+        dtype="fp32",
+        parameters=sum(parameter.numel() for parameter in net.parameters()),
+        val_loss=rows[0]["val_loss"],
+        sensitivity=scan,
+    )
     return 0
 
 

@@ -125,6 +125,6 @@ def test_a_real_model_is_trained_on_with_the_rounding_in_place(tmp_path, smollm2
     flags = ["--model", smollm2, "--bits", 4, "--steps", 4, "--seeds", 1, "--device", "cpu", "--json", "summary.json"]
     result = run(QAT, tmp_path, *flags, timeout=3500, OMP_NUM_THREADS="2")
     assert result.code == 0, result.err  # gradients and exported integers are checked in it
-    [row] = result.summary["runs"]
+    [row] = result.summary["rows"]
     assert row["base_loss"] < row["qat_loss"] < row["base_ptq_loss"]
     assert result.summary["peak_memory_bytes"] < 8 * 2**30
