@@ -4,7 +4,7 @@ Ranks hold buffers of equal size; a collective is a call that all of them make. 
 all-gathers weights and reduce-scatters gradients; experts and sequences move by all-to-all, pipelines by send/recv.
 The time of each is nearly latency + bytes / bandwidth: small messages pay the first, large ones the second. The two
 numbers are fitted for each collective, and tell how long the gradients of a model will take. The fit (`fit`), the bytes
-that a rank must send (`bus_factor`) and the forecast (`predictions`) are in _collectives_links.py.
+that a rank must send (`bus_factor`) and the forecast (`predictions`) are in _collectives.py.
 
     laptop    python 05_ddp/collectives.py
     one node  torchrun --nproc_per_node=8 05_ddp/collectives.py --max-bytes 4294967296 --samples 20
@@ -30,12 +30,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # old/, with nothing installed
-from _collectives_links import bugs, fit, measurement, nvlink, plot, predictions, show, show_predictions
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+from _collectives import bugs, fit, measurement, nvlink, plot, predictions, say_predictions
 
-from old import cli, exits, hardware, report, runtime
-from old.runtime import all_gather, reduce_scatter
+from common import cli, exits, hardware, lesson, runtime
 
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the newer name, where it is
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 ROOT = 0  # who broadcasts
 MAX_BYTES = {"cpu": 2**24, "cuda": 2**30}
 
@@ -82,7 +83,7 @@ def expected(name: str, base: Tensor, rank: int, n: int) -> Tensor:
     }[name]()
 
 
-def check(name: str, work: Callable, result: Tensor, mine: Tensor, out: Tensor, rank: int, n: int) -> None:
+def check_result(name: str, work: Callable, result: Tensor, mine: Tensor, out: Tensor, rank: int, n: int) -> None:
     """AssertionError unless the collective gives what it must, to the bit."""
     out.copy_(mine)
     work()
@@ -128,7 +129,7 @@ def measure(device: torch.device, max_bytes: int, samples: int, peak: float | No
             if name in missing:
                 continue
             try:
-                check(name, work, result, mine, out, rank, n)
+                check_result(name, work, result, mine, out, rank, n)
             except (RuntimeError, NotImplementedError) as error:
                 if "support" not in str(error):  # no lack of the backend: a failure
                     raise
@@ -141,32 +142,65 @@ def measure(device: torch.device, max_bytes: int, samples: int, peak: float | No
     return measured, missing
 
 
+def run(name: str, measured: list[dict], line: dict | None) -> dict:
+    """The row of one collective: its line, and its largest size."""
+    largest = [m for m in measured if m["collective"] == name][-1]
+    return {
+        "collective": name,
+        "latency_us": 1e6 * line["alpha_seconds"] if line else None,
+        "bandwidth_gb_per_s": line["beta_bytes_per_second"] / 1e9 if line else None,
+        "typical_error_ratio": line["factor_off_median"] if line else None,
+        "bytes": largest["bytes"],
+        "seconds": largest["seconds_median"],
+        "min_seconds": largest["seconds_min"],
+        "max_seconds": largest["seconds_max"],
+        "bus_gb_per_s": largest["bus_bytes_per_second"] / 1e9,
+        "peak_share": largest["share_of_peak"],
+    }
+
+
+def check(measured: list[dict], peak: float | None) -> list[str]:
+    """The results themselves have been compared before they were timed."""
+    wrong = bugs(measured, peak)
+    assert not wrong, f"BUG: faster than the link can be, so the timing is wrong: {'; '.join(wrong)}"
+    names = len({m["collective"] for m in measured})
+    checked = [f"{len(measured)} results of {names} collectives, to the bit, on all {dist.get_world_size()} ranks"]
+    return [*checked, "nothing is above the link's peak"] if peak else checked
+
+
+COLUMNS = {
+    "collective": "collective",
+    "latency_us": "latency, µs",
+    "bandwidth_gb_per_s": "bandwidth, GB/s",
+    "typical_error_ratio": "typical error",
+    "bytes": "largest size",
+    "seconds": "its time",
+    "bus_gb_per_s": "bus GB/s",
+    "peak_share": "of peak",
+}
+
+
 def main() -> int:
     parser = cli.Parser(__doc__)
-    add = parser.add_argument
-    add("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    add("--max-bytes", type=cli.positive_int, help="largest buffer (default: 16 MiB on a CPU, 1 GiB on a GPU)")
-    add("--samples", type=cli.positive_int, default=5, help="of every figure, after a warm-up")
-    add("--plot", type=cli.plot_file, metavar="PATH", default="runs/collectives.png", help="a PNG (%(default)s)")
-    add("--json", type=cli.writable_file, metavar="PATH", help="write every figure as one JSON object")
+    parser.add_argument("--max-bytes", type=cli.positive_int, help="largest buffer (default: CPU 16 MiB, GPU 1 GiB)")
+    parser.add_argument("--samples", type=cli.positive_int, default=5, help="of every figure, after a warm-up")
+    parser.add_argument("--plot", type=cli.writable_file, metavar="PATH", help="a PNG of times and bandwidths by size")
+    cli.add_device_and_json(parser)
     args = parser.parse_args()
     if args.max_bytes is not None and args.max_bytes < 1024:
         raise exits.UserError(f"--max-bytes {args.max_bytes}: the smallest buffer has 1024 bytes")
-    runtime.relaunch(args.device)
-    began = time.perf_counter()
+    lesson.relaunch(args.device)
     device = runtime.init_process_group(args.device)
     n = dist.get_world_size()
-    name = hardware.device_name(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    one_node = all(runtime.gather(exits.world_from_env()[2] == dist.get_rank()))
-    peak, link = nvlink(device, one_node)
-    runtime.say(f"{n} ranks on {name}, {backend}; link's peak: {f'{peak / 1e9:g} GB/s' if peak else 'n/a'} ({link})")
+    peak, link = nvlink(device, one_node=all(runtime.gather(runtime.ranks()[2] == dist.get_rank())))
+    runtime.say(f"{backend}; link's peak: {f'{peak / 1e9:g} GB/s' if peak else 'n/a'} ({link})")
 
     measured, missing = measure(device, args.max_bytes or MAX_BYTES[device.type], args.samples, peak)
     fits = {}
-    for collective in dict.fromkeys(m["collective"] for m in measured):
-        mine = [m for m in measured if m["collective"] == collective]
-        fits[collective] = fit([m["bytes"] for m in mine], [m["seconds_median"] for m in mine])
+    for name in dict.fromkeys(m["collective"] for m in measured):
+        own = [m for m in measured if m["collective"] == name]
+        fits[name] = fit([m["bytes"] for m in own], [m["seconds_median"] for m in own])
     predicted = predictions(fits["all-reduce"]) if n > 1 and fits.get("all-reduce") else []
     for p in predicted[:2]:  # nano's gradients, in fp32 and bf16: the line was not fitted through these
         dtype = torch.float32 if p["gradients"] == "fp32" else torch.bfloat16
@@ -175,41 +209,28 @@ def main() -> int:
         p["measured_seconds"] = statistics.median(seconds)
         p["measured_seconds_min"] = min(seconds)
         p["measured_seconds_max"] = max(seconds)
-    wrong = bugs(measured, peak)
-    peak_memory = max(runtime.gather(report.peak_memory_bytes(device)))
-
-    if runtime.is_rank0():
-        show(measured, fits, args.samples)
-        if predicted:
-            show_predictions(predicted)
-        for collective, reason in missing.items():
-            print(f"not measured: {collective}: {reason}")
-        print(f"checked: {len(measured)} results of {len(fits)} collectives, to the bit, on all {n} ranks")
-        for line in wrong:
-            print(f"BUG: {line}")
-        if not wrong:
-            print(f"link's peak: {'nothing above it' if peak else 'n/a'}")
-        if plot(measured, fits, peak, f"{n} x {name}, {backend}", args.plot):
-            print(f"picture: {args.plot}")
-        summary = {
-            "device": name,
-            "world_size": n,
-            "dtype": "fp32",
-            "peak_memory_bytes": peak_memory,
-            "seconds": time.perf_counter() - began,
-            "backend": backend,
-            "link": link,
-            "link_peak_bytes_per_second": peak,
-            "measurements": measured,
-            "fits": fits,
-            "predictions": predicted,
-            "not_measured": missing,
-            "bugs": wrong,
-            "verdict": "BUG" if wrong else "ok" if peak else None,
-        }
-        report.write_json(summary, args.json)
+    say_predictions(predicted)
+    for name, reason in missing.items():
+        runtime.say(f"not measured: {name}: {reason}")
+    if args.plot and runtime.is_rank0():
+        plot(measured, fits, peak, f"{n} x {hardware.device_name(device)}, {backend}", args.plot)
+    lesson.end(
+        [run(name, measured, line) for name, line in fits.items()],
+        columns=COLUMNS,
+        checked=check(measured, peak),
+        args=args,
+        device=device,
+        dtype="fp32",
+        backend=backend,
+        link=link,
+        link_peak_bytes_per_second=peak,
+        measurements=measured,
+        fits=fits,
+        predictions=predicted,
+        not_measured=missing,
+    )
     runtime.shutdown()
-    return 1 if wrong else 0
+    return 0
 
 
 if __name__ == "__main__":

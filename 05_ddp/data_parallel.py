@@ -1,4 +1,4 @@
-"""nn.DataParallel beside DistributedDataParallel: the same gradients, by a way that is longer and hides nothing.
+"""nn.DataParallel, and why not: the gradients of one process, by a way that is longer and hides nothing.
 
 DataParallel is one line and one process. In each step it copies all weights from GPU 0 to the others, cuts the batch,
 runs a thread per GPU (all under one Python interpreter lock) and collects the outputs on GPU 0, where the loss is
@@ -10,148 +10,143 @@ about P. Either way GPU 0 alone holds all outputs and the optimizer state, nothi
 no second node. A rank of DDP sends 2(N-1)/N P, never more than 2P, and mostly while backward runs.
 
     laptop    python 05_ddp/data_parallel.py
-    one node  python 05_ddp/data_parallel.py --model llama-124m --seq-len 512 --global-batch-size 64
+    one node  python 05_ddp/data_parallel.py --model llama-124m --seq-len 512
     cluster   DataParallel ends at the node: 05_ddp/train.py
 
-Look for: the bytes of device 0 by N; on two GPUs or more, the time per step and the memory of GPU 0. Where there are
-none, threads on the CPU do DataParallel's steps, and processes DDP's. Before: ddp_from_scratch.py. Next:
-collectives.py.
+Look for: the bytes of device 0 by N. On two GPUs or more the last row is the real nn.DataParallel, with its time
+against one GPU's. Before: ddp_from_scratch.py. Next: collectives.py.
 """
 
 import copy
 import sys
-import time
-from collections.abc import Callable
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # old/, with nothing installed
-from _data_parallel_bytes import count_bytes, print_bytes
-from _data_parallel_timing import ROUNDS, compare, prepare, print_methods
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+from common import exits, lesson, measure, model, shapes, traffic
 
-from old import cli, exits, hardware, report, runtime, shapes
-
-
-def data_parallel(net: nn.Module, gpus: list[int]) -> Callable[[Tensor, Tensor], Tensor]:
-    """A training step over several GPUs: the model is wrapped in one line, the rest stays as it was for one GPU."""
-    dp = nn.DataParallel(net, gpus)  # the one line
-
-    def step(inputs: Tensor, targets: Tensor) -> Tensor:
-        logits = dp(inputs)
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        loss.backward()
-        return loss.detach()
-
-    return step
+sent: Counter[str] = Counter()  # bytes, by device and by what they are
 
 
-def data_parallel_by_hand(replicas: list[nn.Module], inputs: Tensor, targets: Tensor, send: Callable) -> Tensor:
-    """What that line does in every step. Replica i is on device i; the mean gradient ends on device 0.
+def send(tensor: Tensor, source: int, target: int, what: str) -> Tensor:
+    """The tensor on another device, here a copy in the same memory."""
+    if source == target:
+        return tensor.detach()
+    sent[f"device {source} sends {what}"] += tensor.nbytes
+    return tensor.detach().clone()
 
-    `send(tensor, source, target, what)` returns the tensor as it arrives on the target.
-    """
+
+def data_parallel_by_hand(replicas: list[nn.Module], inputs: Tensor, targets: Tensor) -> None:
+    """What nn.DataParallel does in every step. Replica i is on device i; the mean gradient ends on device 0."""
     n = len(replicas)
     net = replicas[0]
     # 1. replicate: the optimizer has changed the weights of device 0 only, so all of them travel, in every step
     for i in range(1, n):
         for parameter, weight in zip(replicas[i].parameters(), net.parameters(), strict=True):
-            parameter.data = send(weight, 0, i, "model")
-            parameter.grad = None
+            parameter.data = send(weight, 0, i, "weights")
     # 2. scatter: each device gets its part of the batch
     parts = [send(part, 0, i, "data") for i, part in enumerate(inputs.chunk(n))]
     with ThreadPoolExecutor(n) as threads:
         # 3. forward, in one thread per device
         outputs = list(threads.map(lambda replica, part: replica(part), replicas, parts))
         # 4. gather: device 0 gets every output, and computes the loss over the whole batch
-        collected = [send(output, i, 0, "data") for i, output in enumerate(outputs)]
+        collected = [send(output, i, 0, "outputs") for i, output in enumerate(outputs)]
         logits = torch.cat(collected).requires_grad_()
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        loss.backward()
+        F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
         # 5. backward: each device gets the gradient of its output and goes on from there
         returned = [send(part, 0, i, "data") for i, part in enumerate(logits.grad.chunk(n))]
         list(threads.map(lambda output, gradient: output.backward(gradient), outputs, returned))
     # 6. reduce: only now, when backward is over, are the gradients added up on device 0
     for i in range(1, n):
         for parameter, other in zip(net.parameters(), replicas[i].parameters(), strict=True):
-            parameter.grad += send(other.grad, i, 0, "model")
-    return loss.detach()
+            parameter.grad += send(other.grad, i, 0, "gradients")
 
 
-def copied(tensor: Tensor, source: int, target: int, what: str) -> Tensor:
-    """Send without a second GPU: a copy in the same memory."""
-    return tensor.detach() if source == target else tensor.detach().clone()
+def step(net: nn.Module, inputs: Tensor, targets: Tensor) -> None:
+    net.zero_grad()
+    F.cross_entropy(net(inputs).flatten(0, 1), targets.flatten()).backward()
 
 
-def data_parallel_step(net: nn.Module, device: torch.device, n: int) -> Callable[[Tensor, Tensor], Tensor]:
-    """The real DataParallel on n GPUs; on a CPU its steps by hand, on n copies of the model."""
-    if device.type == "cuda":
-        step = data_parallel(net, list(range(n)))
-        return lambda inputs, targets: step(inputs.to(device), targets.to(device))
-    torch.set_num_threads(1)  # a thread per device
-    replicas = [net]
-    for _ in range(1, n):
-        replicas.append(copy.deepcopy(net))
-    return lambda inputs, targets: data_parallel_by_hand(replicas, inputs, targets, copied)
+def gradients(net: nn.Module) -> list[Tensor]:
+    return [parameter.grad for parameter in net.parameters()]
+
+
+def ddp_sends(gradients: list[Tensor], n: int) -> int:
+    """Bytes that a rank of DDP sends in a step: each gradient is all-reduced, in buckets or alone. Counted in a group
+    whose other ranks are not there."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=n)
+    with traffic.Traffic() as counted:
+        for gradient in gradients:
+            dist.all_reduce(gradient.clone())
+    dist.destroy_process_group()
+    return round(counted.bytes_sent["all_reduces"])
+
+
+def run(net: nn.Module, n: int, inputs: Tensor, targets: Tensor, expected: list[Tensor]) -> dict:
+    """One step on n devices, by hand."""
+    sent.clear()
+    replicas = [copy.deepcopy(net) for _ in range(n)]
+    data_parallel_by_hand(replicas, inputs, targets)
+    return {
+        "name": "by hand",
+        "devices": n,
+        "device_0_sent_bytes": sent["device 0 sends weights"],
+        "device_1_sent_bytes": sent["device 1 sends gradients"],
+        "outputs_to_device_0_bytes": sum(size for key, size in sent.items() if key.endswith("outputs")),
+        "ddp_rank_sent_bytes": ddp_sends(expected, n),
+        "gradient_relative_error": measure.relative_error(gradients(replicas[0]), expected),
+    }
+
+
+def check(rows: list[dict], weight_bytes: int) -> list[str]:
+    for row in rows:
+        n, error = row["devices"], row["gradient_relative_error"]
+        assert error < 1e-5, f"{n} devices: gradients differ from those of one process by {error:.0e}"
+        if row["name"] == "by hand":
+            assert row["device_0_sent_bytes"] == (n - 1) * weight_bytes, f"device 0 of {n} does not send (N-1)P"
+            assert row["device_1_sent_bytes"] == weight_bytes, f"device 1 of {n} does not send P"
+            assert row["ddp_rank_sent_bytes"] == round(2 * (n - 1) / n * weight_bytes), "DDP does not send 2(N-1)/N P"
+    return ["(N-1)P leave device 0, 2(N-1)/N P each rank of DDP, and the gradients are those of one process"]
 
 
 def main() -> int:
-    began = time.perf_counter()
-    parser = cli.Parser(__doc__)
-    parser.add_argument("--model", default="nano", help="as in train.py; the bytes are always counted on nano")
-    parser.add_argument("--seq-len", type=cli.positive_int, default=16)
-    parser.add_argument("--global-batch-size", type=cli.positive_int, help="over all devices (default: about 24)")
-    parser.add_argument("--steps", type=cli.positive_int, default=3, help=f"of each method in each of {ROUNDS} rounds")
-    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    parser.add_argument("--seed", type=cli.natural, default=0)
-    parser.add_argument("--json", type=cli.writable_file, metavar="PATH", help="write the summary as one JSON object")
-    args = parser.parse_args()
-    gpus = torch.cuda.device_count() if args.device != "cpu" else 0
-    if args.device == "cuda" and gpus < 2:
-        raise exits.UserError(f"--device cuda: DataParallel needs two GPUs, not {gpus}: use --device cpu")
-    device = runtime.single_device("cuda" if gpus > 1 else "cpu")
-    n = gpus if gpus > 1 else 2
-    batch_size = args.global_batch_size or n * max(1, 24 // n)
-    cli.split_batch(batch_size, None, n)  # these two raise a UserError before any process starts
-    shapes.load_config(args.model, 256, args.seq_len)
-
-    nano, batches = prepare("nano", seq_len=16, batch_size=24, seed=args.seed)
-    inputs, targets = next(batches)
-    traffic = [count_bytes(data_parallel_by_hand, nano, inputs, targets, devices) for devices in (2, 4, 8)]
-    print_bytes(traffic)
-
-    if device.type == "cpu":
-        print("\nNo two GPUs here: threads do DataParallel's steps by hand, processes over gloo do DDP's.")
-    else:
-        print(f"\n{n} x {hardware.device_name(device)}")
-    job = {"name": args.model, "seq_len": args.seq_len, "batch_size": batch_size, "seed": args.seed}
-    methods = compare(data_parallel_step, job, args.steps, device, n)
-    print_methods(methods, args.steps)
-    differences = [abs(a / b - 1) for a, b in zip(methods[0]["losses"], methods[1]["losses"], strict=True)]
-    assert max(differences) < 1e-4, f"losses differ by {max(differences):.0e}"
-    compared = f"{len(differences)} losses of DataParallel with those of DistributedDataParallel"
-    print(f"checked: {compared}, relative error {max(differences):.0e} at most")
-
-    steps = ROUNDS * args.steps
-    summary = {
-        "device": hardware.device_name(device),
-        "world_size": n,
-        "dtype": "fp32",
-        "model": args.model,
-        "steps": steps,
-        "tokens": steps * batch_size * args.seq_len,
-        "first_loss": methods[1]["losses"][0],
-        "last_loss": methods[1]["losses"][-1],
-        "peak_memory_bytes": report.peak_memory_bytes(device),
-        "seconds": time.perf_counter() - began,
-        "traffic": traffic,
-        "methods": methods,
-        "emulated": device.type == "cpu",
+    args = lesson.flags(__doc__, model="nano", seq_len=16)
+    config = shapes.load_config(args.model, 256, args.seq_len)
+    device = lesson.start(args.device)
+    net = model.build(args.model, config, seed=0, device=device)
+    batch = lesson.one_batch(24, args.seq_len, device)
+    step(net, *batch)
+    expected = [gradient.clone() for gradient in gradients(net)]
+    net.zero_grad()
+    rows = [run(net, n, *batch, expected) for n in (2, 4, 8)]
+    if torch.cuda.device_count() > 1 and device.type == "cuda":
+        parallel = nn.DataParallel(net)  # the one line
+        steps = {"one GPU": lambda: step(net, *batch), "nn.DataParallel": lambda: step(parallel, *batch)}
+        times = measure.seconds_in_turns(steps, device, rounds=10)  # the last step is DataParallel's
+        found = measure.relative_error(gradients(net), expected)
+        name, gpus = "nn.DataParallel", torch.cuda.device_count()
+        rows.append({"name": name, "devices": gpus, "gradient_relative_error": found, **times[name]})
+    columns = {
+        "name": "DataParallel",
+        "devices": "devices",
+        "device_0_sent_bytes": "device 0 sends",
+        "device_1_sent_bytes": "each other sends",
+        "outputs_to_device_0_bytes": "outputs to device 0",
+        "ddp_rank_sent_bytes": "a rank of DDP sends",
+        "gradient_relative_error": "relative error of gradients",
     }
-    report.write_json(summary, args.json)
+    columns |= {"time_ratio": "time"} if len(rows) > 3 else {}
+    count = shapes.parameter_count(config)
+    checked = check(rows, 4 * count)
+    lesson.end(rows, columns=columns, checked=checked, args=args, device=device, dtype="fp32", parameters=count)
     return 0
 
 

@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # old/, with nothing installed
-from _stragglers_uneven import show_balance, show_uneven
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+from _stragglers import uneven_inputs, waiting_shares
 
-from old import cli, exits, hardware, report, runtime
+from common import cli, exits, lesson, runtime
 
 SLOW = 2.0  # times the typical rank; on a quiet cluster 1.1 is worth a look
 WARM_UP_STEPS = 3
@@ -83,72 +83,77 @@ def find_slow(compute_seconds: list[list[float]]) -> tuple[list[int], list[float
     return slow_ranks, lags
 
 
-def look(title: str, device: torch.device, steps: int, times_the_work: int) -> dict:
-    """Train, show every rank's times, and say which ranks are slow."""
+def run(name: str, device: torch.device, steps: int, times_the_work: int) -> list[dict]:
+    """Train; a row per rank. Every rank must call it."""
     ranks = runtime.gather(train(device, steps, times_the_work))
     slow_ranks, lags = find_slow([compute_seconds for compute_seconds, _ in ranks])
-    rows = [["rank", "step, ms", "lowest", "highest", "compute time, ms", "lowest", "highest", "/ typical rank"]]
+    rows = []
     for rank, (compute_seconds, step_seconds) in enumerate(ranks):
-        cells = []
-        for seconds in (step_seconds, compute_seconds):
-            cells += [f"{1e3 * value:.1f}" for value in (statistics.median(seconds), min(seconds), max(seconds))]
-        rows.append([f"{rank}", *cells, f"{lags[rank]:.1f}"])
-    runtime.say(f"\n{title}: medians of {steps} steps\n{report.table(rows)}\nslow ranks found: {slow_ranks or 'none'}")
-    return {
-        "own_seconds_median": [statistics.median(compute_seconds) for compute_seconds, _ in ranks],
-        "step_seconds_median": [statistics.median(step_seconds) for _, step_seconds in ranks],
-        "lags": lags,
-        "slow_ranks": slow_ranks,
-    }
+        row = {"name": name, "rank": rank, "n": steps, "lag_ratio": lags[rank], "found_slow": rank in slow_ranks}
+        for key, values in (("step_seconds", step_seconds), ("compute_seconds", compute_seconds)):
+            row |= {key: statistics.median(values), f"min_{key}": min(values), f"max_{key}": max(values)}
+        rows.append(row)
+    return rows
 
 
-def show_slow_rank(device: torch.device, slow_rank: int, slow_factor: int, steps: int) -> dict:
-    """Train with no rank slow and with one, and find it. AssertionError if another is found, or none."""
-    healthy = look("Nothing planted", device, steps, 1)
-    times_the_work = slow_factor if dist.get_rank() == slow_rank else 1
-    planted = look(f"Rank {slow_rank} does {slow_factor} times the work", device, steps, times_the_work)
-    assert healthy["slow_ranks"] == [], "a rank is slow that was not made so: has this machine other work?"
-    assert planted["slow_ranks"] == [slow_rank], "not the rank that was made slow"
-    cost = max(planted["step_seconds_median"]) / max(healthy["step_seconds_median"])
-    runtime.say(f"checked: that rank alone was found; every rank's step became {cost:.1f} times as long")
-    return {
-        "slow_rank": slow_rank,
-        "slow_factor": slow_factor,
-        "healthy": healthy,
-        "planted": planted,
-        "step_ratio": cost,
-    }
+def check(rows: list[dict], slow_rank: int) -> list[str]:
+    healthy, planted = ([row for row in rows if (row["name"] == "nothing planted") == yes] for yes in (True, False))
+    assert not any(row["found_slow"] for row in healthy), "a rank is slow that was not made so: has it other work?"
+    found = [row["rank"] for row in planted if row["found_slow"]]
+    assert found == [slow_rank], f"ranks {found} were found, not {slow_rank}, which was made slow"
+    cost = max(row["step_seconds"] for row in planted) / max(row["step_seconds"] for row in healthy)
+    return [f"rank {slow_rank} alone was found; every rank's step became {cost:.1f} times as long"]
+
+
+COLUMNS = {
+    "name": "run",
+    "rank": "rank",
+    "step_seconds": "step",
+    "compute_seconds": "compute time",
+    "lag_ratio": "fastest step / typical rank's",
+    "found_slow": "found slow",
+}
 
 
 def main() -> int:
     parser = cli.Parser(__doc__)
-    add = parser.add_argument
-    add("--slow-rank", type=cli.natural, default=1, help="the rank that is made slow")
-    add("--slow-factor", type=cli.positive_int, default=10, help="how many times the work it gets")
-    add("--steps", type=cli.positive_int, default=20, help="of each of the two runs")
-    add("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    add("--json", type=cli.writable_file, metavar="PATH", help="write the summary as one JSON object")
+    parser.add_argument("--slow-rank", type=cli.natural, default=1, help="the rank that is made slow")
+    parser.add_argument("--slow-factor", type=cli.positive_int, default=10, help="how many times the work it gets")
+    parser.add_argument("--steps", type=cli.positive_int, default=20, help="of each of the two runs")
+    cli.add_device_and_json(parser)
     args = parser.parse_args()
     if args.slow_factor < 2 * SLOW:
         raise exits.UserError(f"--slow-factor {args.slow_factor} is near what every rank shows: at least {2 * SLOW:g}")
-    n = runtime.processes(args.device)
+    lesson.relaunch(args.device)
+    runtime.seed_all(0)
+    device = runtime.init_process_group(args.device)
+    n = dist.get_world_size()
     if 1 < n <= args.slow_rank:
         raise exits.UserError(f"--slow-rank {args.slow_rank}: the last of {n} ranks is {n - 1}")
-    runtime.relaunch(args.device)
-    began = time.perf_counter()
-    device = runtime.init_process_group(args.device)
 
-    summary = {"device": hardware.device_name(device), "world_size": n, "dtype": "fp32", "steps": args.steps}
+    rows = run("nothing planted", device, args.steps, 1)
+    uneven, checked = None, ["one rank waits for nobody: start two or more"]
     if n > 1:
-        summary |= show_slow_rank(device, args.slow_rank, args.slow_factor, args.steps)
-        summary |= show_uneven(device)
-    else:
-        runtime.say("one rank waits for nobody: slow ranks and join() need torchrun --nproc_per_node=2 or more")
-    summary |= show_balance()
-    summary["peak_memory_bytes"] = max(runtime.gather(report.peak_memory_bytes(device)))
-    summary["seconds"] = time.perf_counter() - began
-    if runtime.is_rank0():
-        report.write_json(summary, args.json)
+        times_the_work = args.slow_factor if dist.get_rank() == args.slow_rank else 1
+        name = f"rank {args.slow_rank} does {args.slow_factor} times the work"
+        rows += run(name, device, args.steps, times_the_work)
+        uneven, uneven_checked = uneven_inputs(device)
+        checked = [*check(rows, args.slow_rank), *uneven_checked]
+    waiting = waiting_shares()
+    runtime.say(
+        "64 sequences of uneven length on 8 ranks, computed: ranks wait "
+        f"{waiting['as they come']:.1%} of the time as they come, {waiting['balanced']:.1%} balanced by tokens"
+    )
+    lesson.end(
+        rows,
+        columns=COLUMNS,
+        checked=checked,
+        args=args,
+        device=device,
+        dtype="fp32",
+        uneven=uneven,
+        waiting_share=waiting,
+    )
     runtime.shutdown()
     return 0
 

@@ -1,15 +1,13 @@
 """What collectives.py makes of its samples: bandwidths, a fit, predictions, and what the link could carry at most."""
 
-import math
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from old import nvml, report, shapes
-from old.report import table
+from common import runtime, shapes
+from common.report import for_people
 
-MODELS = ["nano", "llama-124m", "llama-1b", "llama-8b", "llama-70b", "llama-405b"]
 # Bytes/s that one NVLink lane carries in one direction, by compute capability. The generation that the driver names
 # does not decide it: GA102 and GA100 both have NVLink 3. From NVIDIA's white paper of each architecture.
 LANE_RATES = {
@@ -24,13 +22,30 @@ LANE_RATES = {
 
 
 def bus_factor(name: str, n: int) -> float:
-    """Bytes that each of n ranks must send over the bytes in its buffer, as nccl-tests counts them.
-
-    A ring all-reduce is a reduce-scatter and an all-gather; in each, a rank sends n - 1 of n chunks.
-    """
+    """Bytes that each of n ranks must send over the bytes in its buffer, as nccl-tests counts them. A ring all-reduce
+    is a reduce-scatter and an all-gather; in each, a rank sends n - 1 of n chunks."""
     if n == 1:
         return 0.0
     return {"broadcast": 1.0, "send/recv": 1.0, "all-reduce": 2 * (n - 1) / n}.get(name, (n - 1) / n)
+
+
+def lanes_up(device: torch.device) -> int | None:
+    """The NVLink lanes of this GPU that are up; None if the driver does not say."""
+    try:
+        import pynvml as nv
+
+        nv.nvmlInit()
+        # by UUID, because CUDA and NVML count differently
+        handle = nv.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+    except Exception:  # no NVML, no such GPU (AMD, a slice of one)
+        return None
+    lanes = 0
+    for link in range(nv.NVML_NVLINK_MAX_LINKS):
+        try:
+            lanes += nv.nvmlDeviceGetNvLinkState(handle, link) == nv.NVML_FEATURE_ENABLED
+        except nv.NVMLError:  # fewer lanes than the most a GPU can have
+            break
+    return lanes
 
 
 def nvlink(device: torch.device, one_node: bool) -> tuple[float | None, str]:
@@ -39,7 +54,7 @@ def nvlink(device: torch.device, one_node: bool) -> tuple[float | None, str]:
         return None, "between CPU processes: no data sheet"
     if not one_node:
         return None, "between nodes: the network's peak is not known here"
-    lanes = nvml.gpu_of(device).get("nvlinks")
+    lanes = lanes_up(device)
     capability = torch.cuda.get_device_capability(device)
     rate = LANE_RATES.get(capability)
     if not lanes or rate is None:
@@ -105,70 +120,31 @@ def fit(sizes: list[int], seconds: list[float]) -> dict | None:
 def predictions(line: dict) -> list[dict]:
     """The all-reduce of each model's gradients, as one message, by the fitted line."""
     found = []
-    for name in MODELS:
-        parameters = shapes.parameter_count(shapes.SIZES[name])
+    for name, config in shapes.SIZES.items():
         for dtype, bytes_each in (("fp32", 4), ("bf16", 2)):
-            size = parameters * bytes_each
-            prediction = {
-                "model": name,
-                "gradients": dtype,
-                "bytes": size,
-                "predicted_seconds": line["alpha_seconds"] + size / line["beta_bytes_per_second"],
-                "measured_seconds": None,
-            }
-            found.append(prediction)
+            size = bytes_each * shapes.parameter_count(config)
+            seconds = line["alpha_seconds"] + size / line["beta_bytes_per_second"]
+            found.append({"model": name, "gradients": dtype, "bytes": size, "predicted_seconds": seconds})
     return found
 
 
-def size_name(size: int) -> str:
-    """1 KiB, 4 MiB: the nearest power of 1,024 and what is left of it."""
-    power = min(3, int(math.log(max(1, size), 1024) + 0.01))
-    return f"{size / 1024**power:.3g} {('B', 'KiB', 'MiB', 'GiB')[power]}"
+def say_predictions(found: list[dict]) -> None:
+    """What an all-reduce of each model's gradients will take, and the measured times where there are some."""
+    for dtype in dict.fromkeys(p["gradients"] for p in found):
+        own = [p for p in found if p["gradients"] == dtype]
+        times = [f"{p['model']} {for_people('seconds', p['predicted_seconds'])}" for p in own]
+        runtime.say(f"predicted, all-reduce of the gradients in {dtype}: {', '.join(times)}")
+        keys = ("measured_seconds", "measured_seconds_min", "measured_seconds_max")
+        seen, low, high = (for_people("seconds", own[0].get(key)) for key in keys)
+        ratio = own[0]["measured_seconds"] / own[0]["predicted_seconds"]
+        runtime.say(f"measured, {own[0]['model']}: {seen} ({low} to {high}), {ratio:.2f} times the prediction")
 
 
-def show(measured: list[dict], fits: dict[str, dict | None], samples: int) -> None:
-    """Print every measurement, and the fitted lines."""
-    rows = [["collective", "size", "median µs", "lowest", "highest", "algorithm GB/s", "bus GB/s", "share of peak"]]
-    for m in sorted(measured, key=lambda m: [*fits].index(m["collective"])):
-        times = [f"{m[key] * 1e6:.0f}" for key in ("seconds_median", "seconds_min", "seconds_max")]
-        rates = [f"{m[key] / 1e9:.3g}" for key in ("algorithm_bytes_per_second", "bus_bytes_per_second")]
-        share = "n/a" if m["share_of_peak"] is None else f"{m['share_of_peak']:.0%}"
-        rows.append([m["collective"], size_name(m["bytes"]), *times, *rates, share])
-    print(f"\nTime of the slowest rank, medians of {samples} samples")
-    print(table(rows))
+def plot(measured: list[dict], fits: dict[str, dict | None], peak: float | None, title: str, file: Path) -> None:
+    """Time with its fitted line (dashed), and bus bandwidth under the peak, over size."""
+    from matplotlib.figure import Figure
 
-    rows = [["collective", "latency, µs", "bandwidth, GB/s", "typical error, factor", "largest error, factor"]]
-    for name, line in fits.items():
-        if line is None:
-            rows.append([name, "n/a", "n/a", "n/a", "n/a"])
-            continue
-        latency = f"{line['alpha_seconds'] * 1e6:.0f}"
-        bandwidth = f"{line['beta_bytes_per_second'] / 1e9:.3f}"
-        errors = [f"{line[key]:.2f}" for key in ("factor_off_median", "factor_off_max")]
-        rows.append([name, latency, bandwidth, *errors])
-    print("\nFitted: time = latency + bytes / bandwidth")
-    print(table(rows))
-
-
-def show_predictions(found: list[dict]) -> None:
-    """Print the predicted times, and the measured one where there is one."""
-    head = ["all-reduce of the gradients of", "type", "size", "predicted s", "measured s", "lowest", "highest"]
-    rows = [[*head, "measured / predicted"]]
-    for p in found:
-        seen = ["n/a"] * 4
-        if p["measured_seconds"]:
-            seen = [f"{p[key]:.4f}" for key in ("measured_seconds", "measured_seconds_min", "measured_seconds_max")]
-            seen.append(f"{p['measured_seconds'] / p['predicted_seconds']:.2f}")
-        rows.append([p["model"], p["gradients"], size_name(p["bytes"]), f"{p['predicted_seconds']:.4f}", *seen])
-    print(f"\n{table(rows)}")
-
-
-def plot(measured: list[dict], fits: dict[str, dict | None], peak: float | None, title: str, file: Path) -> bool:
-    """Time with its fitted line (dashed), and bus bandwidth under the peak, over size. False without matplotlib."""
-    pyplot = report.pyplot()
-    if pyplot is None:
-        return False
-    canvas, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.5))
+    left, right = Figure(figsize=(12, 4.5)).subplots(1, 2)
     for i, name in enumerate(fits):
         points = [m for m in measured if m["collective"] == name]
         sizes = np.array([m["bytes"] for m in points])
@@ -181,6 +157,4 @@ def plot(measured: list[dict], fits: dict[str, dict | None], peak: float | None,
     left.set(xscale="log", yscale="log", xlabel="bytes", ylabel="seconds", title=title)
     right.set(xscale="log", xlabel="bytes", ylabel="bus bandwidth, GB/s")
     right.legend()
-    canvas.savefig(file, format="png", dpi=120, bbox_inches="tight")
-    pyplot.close(canvas)
-    return True
+    left.figure.savefig(file, format="png", dpi=120, bbox_inches="tight")

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from old import report, runtime
+from common import runtime
 
 HANG_TIMEOUT = timedelta(seconds=5)
 
@@ -80,40 +80,32 @@ def waiting_share(shares: list[list[int]]) -> float:
     return 1 - statistics.mean(tokens) / max(tokens)
 
 
-def show_uneven(device: torch.device) -> dict:
-    """Run out of batches without join() and with it, and show how much a sample of each rank counts."""
+def uneven_inputs(device: torch.device) -> tuple[dict, list[str]]:
+    """Run out of batches without join() and with it: what each rank's samples weigh, and what was checked."""
     rank, n = dist.get_rank(), dist.get_world_size()
-    divided_by_all = with_join(rank, n, device, divide_by_initial=True)
-    divided_by_left = with_join(rank, n, device, divide_by_initial=False)
-    hung = without_join(rank, n)
-    assert hung == list(range(1, n)), f"ranks {hung} hung, not all that have more batches than rank 0"
-    runtime.say(f"\nUneven inputs without join(): ranks {hung} waited for rank 0 until the timeout")
-    heads = ("divided by all ranks, in total", "each sample", "divided by ranks left, in total", "each sample")
-    rows = [["rank", "samples", *heads]]
-    for r in range(n):
-        samples = batches_of(r)
-        cells = []
-        for weights in (divided_by_all, divided_by_left):
-            cells += [f"{weights[r]:.3f}", f"{weights[r] / samples:.3f}"]
-        rows.append([f"{r}", f"{samples}", *cells])
-    runtime.say(f"With join(), divide_by_initial_world_size true and false:\n{report.table(rows)}")
-    runtime.say(f"checked: all {n} ranks end with equal weights, and with the weights computed by hand")
-    return {
-        "hung_ranks_without_join": hung,
+    found = {
         "samples": [batches_of(r) for r in range(n)],
-        "weights_divided_by_all": divided_by_all,
-        "weights_divided_by_left": divided_by_left,
+        "weights_divided_by_all": with_join(rank, n, device, divide_by_initial=True),
+        "weights_divided_by_left": with_join(rank, n, device, divide_by_initial=False),
+        "hung_ranks_without_join": without_join(rank, n),
     }
+    hung = found["hung_ranks_without_join"]
+    assert hung == list(range(1, n)), f"ranks {hung} hung, not all that have more batches than rank 0"
+    for key in ("weights_divided_by_all", "weights_divided_by_left"):
+        of_each = [weight / samples for weight, samples in zip(found[key], found["samples"], strict=True)]
+        text = ", ".join(f"{weight:.3f}" for weight in of_each)
+        runtime.say(f"uneven inputs, join(), {key.replace('_', ' ')}: a sample of each rank counts {text}")
+    return found, [
+        f"uneven inputs without join(): ranks {hung} waited for rank 0 until the timeout",
+        f"with join() all {n} ranks end with equal weights, and with the weights computed by hand",
+    ]
 
 
-def show_balance() -> dict:
+def waiting_shares() -> dict[str, float]:
     """64 sequences on 8 ranks, computed: the share of time that ranks wait for the one with the most tokens."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.empty(64).log_normal_(6, 1, generator=generator).int().clamp(1, 2048)
-    waiting = {
+    return {
         "as they come": waiting_share(lengths.view(8, 8).tolist()),
         "balanced": waiting_share(balance(lengths.tolist(), 8)),
     }
-    runtime.say("\n64 sequences of uneven length on 8 ranks, share of the time spent waiting (computed):")
-    runtime.say(f"{waiting['as they come']:.1%} as they come, {waiting['balanced']:.1%} balanced")
-    return {"waiting_share": waiting}
