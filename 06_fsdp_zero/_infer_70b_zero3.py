@@ -14,10 +14,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from _infer_70b_deepspeed import OURS, check_nvme_folder, import_deepspeed, same_timeouts
 from _infer_70b_served import Served
 from _infer_70b_weights import fill
-from _train_zero_nvme import OURS, check_nvme_folder
-from _train_zero_setup import import_deepspeed, same_timeouts
 from torch import Tensor
 
 from old import exits, model, shapes
