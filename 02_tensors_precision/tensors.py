@@ -8,13 +8,11 @@ A batch of images can lie channel by channel (NCHW) or pixel by pixel (channels_
     one GPU   python 02_tensors_precision/tensors.py --device cuda
     cluster   one process is all it uses
 
-Look for: every statement is checked before it is printed, by addresses and by writing through views; the tables
-in milliseconds are this device's, median (lowest to highest). Next: precision.py.
+Look for: every statement is checked before it is printed, by addresses and by writing through views; the times at the
+end are this device's, median (lowest to highest) of 7 rounds in turn. Next: precision.py.
 """
 
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -23,21 +21,17 @@ import torch
 from torch import nn
 from torch.nn.functional import conv2d
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # old/, with nothing installed
-from old import cli, exits, hardware, report, runtime
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+from common import exits, hardware, lesson, measure
 
 ROUNDS = 7
-WARM_UP_ROUNDS = 2
-CALLS = 20  # between two looks at a GPU's clock
 NHWC = torch.channels_last
-checked: list[str] = []
 
 
 def check(holds: bool, statement: str) -> None:
     """Print a statement that holds; end the script at one that does not."""
     if not holds:
         raise AssertionError(f"does not hold here: {statement}")
-    checked.append(statement)
     print(f"- {statement}")
 
 
@@ -51,39 +45,22 @@ def check_raises(what: str, work: Callable[[], object]) -> None:
         check(False, f"{what} raises an error")
 
 
-def seconds_of(work: Callable[[], object], device: torch.device) -> float:
-    if device.type != "cuda":
-        start = time.perf_counter()
-        work()
-        getattr(torch, device.type).synchronize()  # on a CPU there is nothing to wait for
-        return time.perf_counter() - start
-    start = torch.cuda.Event(enable_timing=True)
-    end = torch.cuda.Event(enable_timing=True)
-    start.record()
-    for _ in range(CALLS):  # one call alone would be over before the next is launched
-        work()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1e3 / CALLS
+def run(what: str, first: Callable[[], object], second: Callable[[], object], device: torch.device) -> dict:
+    """Seconds of two ways to do the same, which take turns, and their ratio."""
+    calls = 20 if device.type == "cuda" else 1  # one call alone would be over before the next is launched
 
+    def repeated(work: Callable[[], object]) -> None:
+        for _ in range(calls):
+            work()
 
-def compare(
-    first: Callable[[], object], second: Callable[[], object], device: torch.device
-) -> tuple[list[float], list[float]]:
-    """Seconds of both in each round. They take turns, so that a slow moment hits both."""
-    first_seconds, second_seconds = [], []
-    for _ in range(WARM_UP_ROUNDS + ROUNDS):
-        first_seconds.append(seconds_of(first, device))
-        second_seconds.append(seconds_of(second, device))
-    return first_seconds[WARM_UP_ROUNDS:], second_seconds[WARM_UP_ROUNDS:]
-
-
-def milliseconds(seconds: list[float]) -> str:
-    return f"{1e3 * statistics.median(seconds):.3g} ({1e3 * min(seconds):.3g} to {1e3 * max(seconds):.3g})"
-
-
-def ratio(first: list[float], second: list[float]) -> str:
-    return f"{statistics.median(first) / statistics.median(second):.2f}"
+    steps = {"second": partial(repeated, second), "first": partial(repeated, first)}
+    measured = measure.seconds_in_turns(steps, device, ROUNDS)
+    row = {"what": what}
+    for prefix in ("", "min_", "max_"):
+        for way in ("first", "second"):
+            row[f"{prefix}{way}_seconds"] = measured[way][f"{prefix}seconds"] / calls
+        row[f"{prefix}ratio"] = measured["first"][f"{prefix}time_ratio"]
+    return row
 
 
 def dimensions() -> None:
@@ -95,11 +72,9 @@ def dimensions() -> None:
         "text": (8, 512, 768),
         "images": (32, 3, 224, 224),
     }
-    rows = [["a tensor", "dimensions", "shape", "stride", "elements", "bytes in fp32"]]
     for name, shape in shapes.items():
         t = torch.zeros(shape)
-        rows.append([name, f"{t.ndim}-D", str(shape), str(t.stride()), f"{t.numel():,}", f"{t.nbytes:,}"])
-    print(report.table(rows) + "\n")
+        print(f"  {name}: {t.ndim}-D, shape {shape}, stride {t.stride()}, {t.nbytes:,} bytes in fp32")
     y = torch.arange(120).reshape(2, 3, 4, 5)[1:, ::2, :, 1].mT  # each value is its own place in the storage
     i, j, k = torch.meshgrid(*map(torch.arange, y.shape), indexing="ij")
     places = y.storage_offset() + i * y.stride(0) + j * y.stride(1) + k * y.stride(2)
@@ -108,19 +83,19 @@ def dimensions() -> None:
 
 
 def views_and_copies() -> None:
-    print("\nView or copy? A view has the storage of x, and a write into it is seen in x")
+    print("\nView or copy? x is (3, 4). A view has the storage of x, and a write into it is seen in x")
     views = ["x[1:]", "x[:, ::2]", "x.T", "x.view(4, 3)", "x.reshape(4, 3)", "x.contiguous()", "x.detach()"]
     copies = ["x.T.reshape(12)", "x.T.contiguous()", "x[[0, 2]]", "x[x > 5]", "x.double()", "x.clone()"]
-    rows = [["x of (3, 4)", "result", "shape", "stride", "contiguous"]]
     for code in (*views, "torch.from_numpy(x.numpy())", *copies):
         x = torch.arange(12.0).reshape(3, 4)
         y = eval(code)  # what the table shows is what ran
         shared = y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
         y.fill_(-1)
         assert shared == bool((x == -1).any()) == (code not in copies), code
-        kind = "view" if shared else "copy"
-        rows.append([code, kind, str(tuple(y.shape)), str(y.stride()), str(y.is_contiguous())])
-    print(report.table(rows) + "\n")
+        contiguous = "contiguous" if y.is_contiguous() else "not contiguous"
+        print(
+            f"  {code} is a {'view' if shared else 'copy'}: shape {tuple(y.shape)}, stride {y.stride()}, {contiguous}"
+        )
     check(x[1:].data_ptr() - x.data_ptr() == 16, "x[1:] begins a row of 16 bytes into the storage of x")
     check(x[0].untyped_storage().nbytes() == 48, "x[0] keeps all 48 bytes of x alive; x[0].clone() would not")
 
@@ -138,7 +113,7 @@ def broadcasting() -> None:
     check((torch.zeros(8, 1) - torch.zeros(8)).shape == (8, 8), "(8, 1) - (8) is (8, 8): a wrong loss and no error")
 
 
-def layouts(device: torch.device) -> dict:
+def layouts(device: torch.device) -> tuple[dict, list[dict]]:
     print("\n32 x 3 x 224 x 224 images, channel by channel (NCHW) and pixel by pixel (channels_last)")
     nchw = torch.randn(32, 3, 224, 224)
     nhwc = nchw.to(memory_format=NHWC)
@@ -152,10 +127,9 @@ def layouts(device: torch.device) -> dict:
     check(not nhwc.is_contiguous(), "channels_last is not is_contiguous(): that asks for NCHW unless told otherwise")
     dtype, tolerance = torch.float32, 1e-4  # the results are of size 1
     if device.type == "cuda":
-        dtype = torch.bfloat16 if "bf16" in hardware.native_types(device)[0] else torch.float16
+        dtype = torch.bfloat16 if hardware.choose_dtype("auto", device) == "bf16" else torch.float16
         tolerance = 0.05
-    rows = [[f"3 x 3 convolution, {dtype}, ms", "NCHW", "channels_last", "NCHW / channels_last"]]
-    measured = []
+    rows = []
     for name, channels, side, stride in (("the images", 3, 224, 2), ("features", 64, 56, 1)):
         x = torch.randn(32, channels, side, side).to(device, dtype)
         w = (torch.randn(64, channels, 3, 3) / (9 * channels) ** 0.5).to(device, dtype)
@@ -165,12 +139,9 @@ def layouts(device: torch.device) -> dict:
         pixel_first = partial(conv2d, x_nhwc, w_nhwc, stride=stride, padding=1)
         assert pixel_first().is_contiguous(memory_format=NHWC), "the convolution has changed the layout"
         torch.testing.assert_close(pixel_first(), channel_first(), rtol=0, atol=tolerance)
-        nchw_seconds, nhwc_seconds = compare(channel_first, pixel_first, device)
-        times = [milliseconds(nchw_seconds), milliseconds(nhwc_seconds), ratio(nchw_seconds, nhwc_seconds)]
-        rows.append([f"{name}, 32 x {channels} x {side} x {side}", *times])
-        measured.append({"input": name, "nchw_seconds": nchw_seconds, "channels_last_seconds": nhwc_seconds})
-    print("\n" + report.table(rows))
-    return {"dtype": str(dtype), "batch_fp32_bytes": fp32, "batch_bf16_bytes": bf16, "convolutions": measured}
+        what = f"3 x 3 convolution of {name}, {dtype}: NCHW, channels_last"
+        rows.append(run(what, channel_first, pixel_first, device))
+    return {"batch_fp32_bytes": fp32, "batch_bf16_bytes": bf16, "dtype": str(dtype)}, rows
 
 
 def contiguity(device: torch.device) -> dict:
@@ -180,11 +151,7 @@ def contiguity(device: torch.device) -> dict:
     x.T.reshape(-1).zero_()
     check(bool(x.any()), "x.T.reshape(-1).zero_() leaves x as it was: reshape copied, without a word")
     check(x.contiguous() is x, "x.contiguous() of a contiguous x is x itself, and free")
-    contiguous, clone = compare(x.T.contiguous, x.clone, device)
-    head = ["a copy, ms", "x.T.contiguous()", "x.clone()", "contiguous / clone"]
-    row = [f"{x.nbytes / 2**20:.0f} MiB", milliseconds(contiguous), milliseconds(clone), ratio(contiguous, clone)]
-    print("\n" + report.table([head, row]))
-    return {"copied_bytes": x.nbytes, "contiguous_seconds": contiguous, "clone_seconds": clone}
+    return run(f"a copy of {x.nbytes / 2**20:.0f} MiB: x.T.contiguous(), x.clone()", x.T.contiguous, x.clone, device)
 
 
 def devices(device: torch.device) -> None:
@@ -208,38 +175,23 @@ def devices(device: torch.device) -> None:
     check((moved + torch.tensor(1.0)).device == moved.device, "a 0-D tensor on the CPU is let through, as a number is")
 
 
+COLUMNS = {"what": "this, that", "first_seconds": "this", "second_seconds": "that", "ratio": "this / that"}
+
+
 def main() -> int:
-    parser = cli.Parser(__doc__)
-    parser.add_argument("--device", choices=("auto", "cuda", "mps", "cpu"), default="auto")
-    parser.add_argument("--json", type=cli.writable_file, metavar="PATH", help="write the summary as one JSON object")
-    args = parser.parse_args()
-    device = runtime.single_device(args.device)
-    runtime.seed(0, deterministic=False)
-    start = time.perf_counter()
-    name = hardware.device_name(device)
+    args = lesson.flags(__doc__)
+    device = lesson.start(args.device)
     dimensions()
     views_and_copies()
     broadcasting()
-    convolved = layouts(device)
-    copied = contiguity(device)
+    batch, rows = layouts(device)
+    rows.append(contiguity(device))
     devices(device)
-    print(f"\nchecked: {len(checked)} statements")
-    print(f"times: {name}, median (lowest to highest) of {ROUNDS} rounds in turn")
-    summary = {
-        "device": name,
-        "world_size": 1,
-        "peak_memory_bytes": report.peak_memory_bytes(device),
-        "dtype": convolved["dtype"],
-        "batch_fp32_bytes": convolved["batch_fp32_bytes"],
-        "batch_bf16_bytes": convolved["batch_bf16_bytes"],
-        "convolutions": convolved["convolutions"],
-        "copied_bytes": copied["copied_bytes"],
-        "contiguous_seconds": copied["contiguous_seconds"],
-        "clone_seconds": copied["clone_seconds"],
-        "statements_checked": len(checked),
-        "seconds": time.perf_counter() - start,
-    }
-    report.write_json(summary, args.json)
+    checked = [
+        "every statement above, by addresses, strides and writes through views",
+        "both layouts give the same convolution",
+    ]
+    lesson.end(rows, columns=COLUMNS, checked=checked, args=args, device=device, **batch)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""02_tensors_precision: tensors.py, precision.py and the roundings of _precision_formats.py."""
+"""02_tensors_precision: precision.py and the roundings of _precision_formats.py."""
 
 import json
 import math
@@ -29,7 +29,6 @@ STORED = {
 
 formats = load("02_tensors_precision/_precision_formats.py")
 precision = load("02_tensors_precision/precision.py")
-tensors = load("02_tensors_precision/tensors.py")
 
 
 def own_limits(name: str) -> dict[str, float]:
@@ -399,45 +398,13 @@ def test_precision_refuses_a_wrong_seed(tmp_path):
     assert "--seed" in result.err
 
 
-def test_tensors_reports_the_bytes(tmp_path):
-    summary = report_of("tensors.py", tmp_path)
-    assert summary["batch_fp32_bytes"] == 19_267_584 == 32 * 3 * 224 * 224 * 4
-    assert summary["batch_bf16_bytes"] == 9_633_792
-    assert summary["copied_bytes"] == 2**26
-    assert summary["statements_checked"] == summary["printed"].count("\n- ")
-    times = [c[f"{layout}_seconds"] for c in summary["convolutions"] for layout in ("nchw", "channels_last")]
-    times += [summary["contiguous_seconds"], summary["clone_seconds"]]
-    assert all(len(seconds) == tensors.ROUNDS and min(seconds) > 0 for seconds in times)
-    assert "no GPU here" in summary["printed"]
-
-
-def test_layouts_hold_the_same_bytes_in_another_order():
-    nchw = torch.arange(2 * 3 * 4 * 5, dtype=torch.float32).reshape(2, 3, 4, 5)
-    last = nchw.to(memory_format=torch.channels_last)
-    assert last.untyped_storage().nbytes() == nchw.untyped_storage().nbytes() == 480
-    assert (nchw.stride(), last.stride()) == ((60, 20, 5, 1), (60, 1, 15, 3))
-    stored = torch.tensor(last.untyped_storage().tolist(), dtype=torch.uint8).view(torch.float32)
-    assert torch.equal(stored, nchw.permute(0, 2, 3, 1).flatten())
-
-
-def test_a_statement_that_does_not_hold_ends_tensors(monkeypatch):
-    monkeypatch.setattr(tensors, "checked", [])
-    tensors.check(True, "two is two")
-    with pytest.raises(AssertionError, match="two is three"):
-        tensors.check(2 == 3, "two is three")
-    with pytest.raises(AssertionError, match="nothing raises an error"):
-        tensors.check_raises("nothing", lambda: None)
-    assert tensors.checked == ["two is two"]
-
-
-@pytest.mark.parametrize("module", [tensors, precision], ids=["tensors", "precision"])
-def test_more_processes_are_refused(module, monkeypatch):
+def test_more_processes_are_refused(monkeypatch):
     job = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     for name, value in job.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "argv", ["script"])
     with pytest.raises(runtime.UserError, match="one process"):
-        module.main()
+        precision.main()
 
 
 # on a GPU
@@ -478,14 +445,3 @@ def test_real_fp8_beside_its_emulation(gpus, tmp_path):
         pytest.skip("this GPU does not multiply fp8")
     assert errors["bf16"] < errors["fp8 e4m3fn"] < errors["fp8 e5m2 emulated"]
     assert "fp8 e5m2" in errors or "not supported: fp8 e5m2 times fp8 e5m2" in summary["printed"]
-
-
-@pytest.mark.gpu(n=1)
-def test_layouts_and_copies_on_a_gpu(gpus, tmp_path):
-    """The script itself compares the convolution in both layouts, and tensors on both sides of a move."""
-    summary = on_gpu("tensors.py", gpus, tmp_path)
-    assert summary["dtype"] in ("torch.bfloat16", "torch.float16")  # the second before Ampere
-    assert len(summary["convolutions"]) == 2
-    assert summary["statements_checked"] == summary["printed"].count("\n- ")
-    assert "x.to(device) is a copy" in summary["printed"]
-    assert "no GPU here" not in summary["printed"]

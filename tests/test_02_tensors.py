@@ -1,0 +1,59 @@
+"""02_tensors_precision/tensors.py: bytes and times are reported, and a statement that does not hold ends the run."""
+
+import json
+from pathlib import Path
+
+import pytest
+from support.harness import run, with_fault
+
+SCRIPT = "02_tensors_precision/tensors.py"
+
+
+def test_bytes_and_times(tmp_path):
+    result = run(SCRIPT, tmp_path, "--device", "cpu", "--json", "s.json", warm=False)
+    assert result.code == 0, result.err
+    summary = json.loads((tmp_path / "s.json").read_text())
+    assert summary["batch_fp32_bytes"] == 19_267_584 == 32 * 3 * 224 * 224 * 4
+    assert summary["batch_bf16_bytes"] == 9_633_792
+    assert len(summary["rows"]) == 3
+    for row in summary["rows"]:
+        for way in ("first", "second"):
+            assert 0 < row[f"min_{way}_seconds"] <= row[f"{way}_seconds"] <= row[f"max_{way}_seconds"]
+    assert "x.T.contiguous() is a copy" in result.out
+    assert "no GPU here" in result.out
+
+
+@pytest.mark.parametrize(
+    ("line", "wrong", "said"),
+    [
+        ("nhwc = nchw.to(memory_format=NHWC)", "nhwc = nchw.clone()", "channels_last: stride"),
+        ("lambda: x.T.view(-1))", "lambda: x.T.reshape(-1))", "x.T.view(-1) raises an error"),
+        ("places = y.storage_offset() + i", "places = i", "lies at"),
+        ('"x.T.contiguous()", "x[[0, 2]]"', '"x.T", "x[[0, 2]]"', "x.T"),
+        ("w_nhwc = w.to(memory_format=NHWC)", "w_nhwc = -w.to(memory_format=NHWC)", "not close"),
+    ],
+)
+def test_a_statement_that_does_not_hold_ends_the_run(tmp_path, line, wrong, said):
+    result = run(with_fault(SCRIPT, tmp_path, line, wrong), tmp_path, "--device", "cpu")
+    assert result.code not in (0, 2)
+    assert "AssertionError" in result.err
+    assert said in result.err
+
+
+def test_more_processes_are_refused(tmp_path):
+    job = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    result = run(SCRIPT, tmp_path, **job)
+    assert result.code == 2
+    assert "one process" in result.err
+
+
+@pytest.mark.gpu(n=1)
+def test_layouts_and_copies_on_a_gpu(gpus, tmp_path: Path):
+    """The script itself compares the convolution in both layouts, and tensors on both sides of a move."""
+    env = {"CUDA_VISIBLE_DEVICES": gpus["CUDA_VISIBLE_DEVICES"]}
+    result = run(SCRIPT, tmp_path, "--device", "cuda", "--json", "s.json", **env)
+    assert result.code == 0, result.err[-4000:]
+    summary = json.loads((tmp_path / "s.json").read_text())
+    assert summary["dtype"] in ("torch.bfloat16", "torch.float16")  # the second before Ampere
+    assert "x.to(device) is a copy" in result.out
+    assert "no GPU here" not in result.out
