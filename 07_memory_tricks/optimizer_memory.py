@@ -13,20 +13,18 @@ A step inside backward cannot clip by the norm of all gradients, which is known 
 for: bytes per parameter; loss curves; bf16 weights that never move. Before: chunked_loss.py. Next: offload.py.
 """
 
-import argparse
 import sys
-import time
+from argparse import Namespace
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # old/, with nothing installed
-from _optimizer_memory_bytes import measure_bytes
-from _optimizer_memory_report import BASELINE, BF16_NEAREST, BF16_STOCHASTIC, RECIPES, Run, conclude, load_corpus
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+from _optimizer_memory import BASELINE, BF16_NEAREST, BF16_STOCHASTIC, RECIPES, check, measure_bytes, summarize
 
-from old import cli, data, exits, model, runtime, shapes
+from common import data, exits, lesson, model, runtime, shapes
 
 BLOCK = 256  # values that share a scale
 LOW_LR = 3e-5  # of fine-tuning: an update is then smaller than the spacing of most bf16 weights
@@ -184,21 +182,15 @@ def make_optimizers(recipe: str, net: nn.Module, lr: float) -> list[torch.optim.
     raise ValueError(recipe)
 
 
-def train(recipe: str, seed: int, lr: float, job: argparse.Namespace) -> Run:
-    """A run of --steps from the weights of this seed, on its batches."""
-    net = model.build(job.model, job.config, seed=seed, device=job.device)
+def run(recipe: str, seed: int, lr: float, config: shapes.Config, corpus: data.Corpus, args, device) -> dict:
+    """Train for --steps from the weights of this seed, on its batches."""
+    net = model.build(args.model, config, seed=seed, device=device)
     if recipe.startswith("bf16 weights"):
         net.to(torch.bfloat16)
     start = [parameter.detach().clone() for parameter in net.parameters()]
     optimizers = make_optimizers(recipe, net, lr)
-    batches = data.train_batches(
-        job.corpus.train,
-        seq_len=job.seq_len,
-        global_batch_size=job.batch_size,
-        micro_batch_size=job.batch_size,
-        seed=seed,
-        device=job.device,
-    )
+    sizes = Namespace(seed=seed, seq_len=args.seq_len, global_batch_size=args.batch_size, micro_batch_size=None)
+    batches = data.Batches(corpus, sizes, rank=0, world_size=1).stream(0)
 
     def step(inputs: Tensor, targets: Tensor) -> Tensor:
         loss = net(inputs, targets)
@@ -208,41 +200,46 @@ def train(recipe: str, seed: int, lr: float, job: argparse.Namespace) -> Run:
             optimizer.zero_grad()
         return loss.detach()
 
-    losses = [step(*(t.to(job.device) for t in next(batches))) for _ in range(job.steps)]
+    losses = [step(*(tensor.to(device) for tensor in next(batches))) for _ in range(args.steps)]
     moved = sum((now != before).sum() for now, before in zip(net.parameters(), start, strict=True)).item()
     start.clear()  # on a GPU it would count in the peak
-    return Run(
-        recipe=recipe,
-        seed=seed,
-        losses=[loss.item() for loss in losses],
-        moved_share=moved / shapes.parameter_count(job.config),
-        memory=measure_bytes(net, optimizers, step, job) if seed == 0 else None,
-    )
+    return {
+        "recipe": recipe,
+        "losses": [loss.item() for loss in losses],
+        "moved_share": moved / shapes.parameter_count(config),
+        **(measure_bytes(net, optimizers, step, args.seq_len) if seed == 0 else {}),
+    }
 
 
 def main() -> int:
-    began = time.perf_counter()
-    parser = cli.Parser(__doc__)
-    add = parser.add_argument
-    add("--model", default="nano", help="as in 04_amp/train.py")
-    add("--seq-len", type=cli.positive_int, default=64, help="tokens per sequence")
-    add("--batch-size", type=cli.positive_int, default=1, help="sequences per step")
-    add("--steps", type=cli.positive_int, default=4, help="of each run")
-    add("--seeds", type=cli.positive_int, default=3, help="runs of each recipe")
-    add("--lr", type=cli.positive, help="AdamW's (default: from the model, nano 2e-3)")
-    add("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    add("--json", type=cli.writable_file, metavar="PATH", help="write the summary as one JSON object")
-    add("--plot", type=cli.plot_file, metavar="PNG", default="runs/optimizer_memory.png", help="the loss curves")
-    job = parser.parse_args()
-    job.device = runtime.single_device(job.device)
-    runtime.seed(0, deterministic=job.device.type == "cuda")  # or AdamW's curve would not come out twice alike
-    runtime.exact_fp32(job.device)
-    job.corpus = load_corpus(job)
-    job.config = shapes.load_config(job.model, job.corpus.vocab_size, job.seq_len)
-    job.lr = job.lr or shapes.recipe(job.model).lr
-    runs = [train(recipe, seed, job.lr, job) for seed in range(job.seeds) for recipe in RECIPES]
-    low = [train(recipe, 0, LOW_LR, job) for recipe in (BASELINE, BF16_NEAREST, BF16_STOCHASTIC)]
-    conclude(runs, low, LOW_LR, job, began)
+    args = lesson.flags(__doc__, model="nano", seq_len=64, batch_size=1, steps=4, seeds=3, lr=2e-3)
+    config = shapes.load_config(args.model, 256, args.seq_len)
+    device = runtime.single_device(args.device)
+    runtime.seed_all(0, deterministic=device.type == "cuda")  # or AdamW's curve would not come out twice alike
+    lesson.one_batch(args.batch_size, args.seq_len, device)  # raises a UserError if the text is too short
+    job = (config, data.load_corpus("stdlib"), args, device)
+    runs = [run(recipe, seed, args.lr, *job) for seed in range(args.seeds) for recipe in RECIPES]
+    low = [run(recipe, 0, LOW_LR, *job) for recipe in (BASELINE, BF16_NEAREST, BF16_STOCHASTIC)]
+    parameters = shapes.parameter_count(config)
+    rows = [summarize(recipe, runs, parameters) for recipe in RECIPES]
+    checked = check(rows, low, config)
+    columns = {
+        "recipe": "recipe",
+        "formula": "weights + gradients + state",
+        "bytes_per_parameter": "bytes per parameter",
+        "peak_bytes": "peak of a step",
+        "last_loss": "last loss",
+        "largest_distance": "largest distance from AdamW",
+        "spread_over_seeds_there": "spread over seeds there",
+    }
+    own = {
+        "dtype": "fp32",
+        "parameters": parameters,
+        "tokens": args.steps * args.batch_size * args.seq_len,
+        "low_lr_runs": low,
+    }
+    own |= {"low_lr": LOW_LR, "first_loss": rows[0]["first_loss"], "last_loss": rows[0]["last_loss"]}
+    lesson.end(rows, columns=columns, checked=checked, args=args, device=device, **own)
     return 0
 
 

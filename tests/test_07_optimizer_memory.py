@@ -12,11 +12,11 @@ import torch
 from support.chapter import load
 from support.harness import TINY, config_of, run
 
-from old import model
+from common import model
 
 SCRIPT = "07_memory_tricks/optimizer_memory.py"
 optimizers = load(SCRIPT)
-report = load("07_memory_tricks/_optimizer_memory_report.py")
+report = load("07_memory_tricks/_optimizer_memory.py")
 UNEVEN = {**TINY, "hidden_size": 33, "intermediate_size": 65, "head_dim": 8, "tie_word_embeddings": True}
 
 
@@ -25,7 +25,7 @@ def generator(seed: int = 0) -> torch.Generator:
 
 
 def tiny_net(dtype: torch.dtype = torch.float32) -> torch.nn.Module:
-    return model.build("tiny", config_of(UNEVEN), seed=0).to(dtype)
+    return model.build("nano", config_of(UNEVEN), seed=0).to(dtype)
 
 
 def batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -59,11 +59,6 @@ def test_stochastic_rounding_gives_one_of_the_two_neighbours():
     away = ((x.view(torch.int32) & -(1 << 16)) + (1 << 16)).view(torch.float32)
     assert ((got == towards_zero) | (got == away)).all()
     assert (got[:5000] == towards_zero[:5000]).float().mean() == pytest.approx(0.5, abs=0.05)
-
-
-def test_stochastic_rounding_keeps_what_bf16_can_hold():
-    x = torch.randn(1000, generator=generator()).bfloat16()
-    assert torch.equal(optimizers.stochastic_round(x.float(), generator(1)), x)
 
 
 def test_stochastic_rounding_is_unbiased():
@@ -112,20 +107,6 @@ def test_a_round_trip_is_off_by_half_a_gap_at_most(shape, name):
     assert got.flatten()[largest].abs() >= 0.985 * x.abs().max()  # each block's largest is in its book, or next to it
     if name == "second":
         assert (got > 0).all()
-
-
-def test_zeros_stay_zeros():
-    codes, scales = optimizers.quantize(torch.zeros(300), optimizers.BOOKS["first"])
-    assert not optimizers.dequantize(codes, scales, optimizers.BOOKS["first"], torch.Size([300])).any()
-
-
-def test_one_large_value_spoils_its_own_block_only():
-    x = torch.full((512,), 1e-9)
-    x[0] = 1.0
-    book = optimizers.BOOKS["first"]
-    got = optimizers.dequantize(*optimizers.quantize(x, book), book, x.shape)
-    assert not got[1:256].any()
-    assert torch.allclose(got[256:], x[256:], rtol=1e-6)
 
 
 # --- the optimizers
@@ -213,10 +194,9 @@ def test_a_step_inside_backward_is_the_step_after_it_to_the_bit(make):
 def finish(folder: Path) -> dict:
     (folder / "uneven.json").write_text(json.dumps(UNEVEN))
     flags = ("--model", "uneven.json", "--device", "cpu", "--steps", 4, "--seq-len", 16, "--seeds", 2)
-    result = run(SCRIPT, folder, *flags, "--batch-size", 4, "--lr", 1e-3, "--json", "o.json", "--plot", "o.png")
+    result = run(SCRIPT, folder, *flags, "--batch-size", 4, "--lr", 1e-3, "--json", "o.json")
     assert result.code == 0, f"{result.out[-2000:]}\n{result.err[-4000:]}"
     assert result.out.count("checked: ") == 3
-    assert (folder / "o.png").read_bytes().startswith(b"\x89PNG")
     return json.loads((folder / "o.json").read_text())
 
 
@@ -232,8 +212,7 @@ def test_bytes_and_losses(once):
     for row in rows.values():
         assert [len(losses) for losses in row["losses"]] == [4, 4]
         assert row["last_loss"] < row["first_loss"]
-    seeds = [[row["losses"][i] for i in range(2)] for row in rows.values()]
-    assert all(first != second for first, second in seeds)
+    assert all(first != second for first, second in (row["losses"] for row in rows.values()))
     adamw = rows["AdamW"]["losses"]
     spread = abs(adamw[0][2] - adamw[1][2])
     bf16 = rows["bf16 weights"]
@@ -253,11 +232,11 @@ SPOILED = {
 @pytest.mark.parametrize("message", SPOILED)
 def test_a_claim_that_does_not_hold_fails(once, message):
     rows = copy.deepcopy(once("07 optimizer memory", finish)["rows"])
-    low = [report.Run("", 0, [1.0], share, None) for share in (1.0, 0.2, 0.8)]
-    report.check(rows, low, low, config_of(UNEVEN))
+    low = [{"losses": [1.0], "moved_share": share} for share in (1.0, 0.2, 0.8)]
+    report.check(rows, low, config_of(UNEVEN))
     SPOILED[message](rows)
     with pytest.raises(AssertionError, match=message):
-        report.check(rows, low, low, config_of(UNEVEN))
+        report.check(rows, low, config_of(UNEVEN))
 
 
 @pytest.mark.parametrize(
