@@ -64,10 +64,10 @@ def run_side(script: str, args, batch_size: int, more: list[str]) -> dict:
 def predicted_peak(args) -> int:
     """The peak of FSDP on one rank, in bytes, by compare.py's dry run of one micro-batch."""
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
-        summary, picture = Path(folder, "summary.json"), Path(folder, "compare.png")
+        summary = Path(folder, "summary.json")
         command = ["06_fsdp_zero/compare.py", "--dry-run", "--world-size", "1", "--model", args.model]
         command += ["--dtype", "bf16", "--seq-len", str(args.seq_len)]
-        command += ["--micro-batch-size", str(args.micro_batch_size), "--json", str(summary), "--plot", str(picture)]
+        command += ["--micro-batch-size", str(args.micro_batch_size), "--json", str(summary)]
         start([sys.executable, *command], dict(os.environ), args.timeout)
         rows = json.loads(summary.read_text())["rows"]
     return next(row["peak_memory_bytes"] for row in rows if row["method"] == "FSDP")
