@@ -17,9 +17,7 @@ Look for: which column shrinks from stage to stage, and to what share; the bytes
 difference from DistributedDataParallel. Before: 05_ddp/ddp_from_scratch.py. Next: train_fsdp.py, (3) by torch.
 """
 
-import copy
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -30,12 +28,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # old/, with nothing installed
-from _zero_from_scratch_collectives import all_gather, all_reduce, reduce_scatter
-from _zero_from_scratch_memory import live_storages
-from _zero_from_scratch_report import conclude, describe, train_ddp
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+from _zero_from_scratch import check, paper_gigabytes, run, train_ddp
 
-from old import cli, data, exits, model, runtime, shapes
+from common import exits, lesson, model, runtime, shapes
+
+# torch 2.13's names for collectives of one flat tensor, and those of before
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+STAGES = ["(0) data parallelism", "(1) optimizer state", "(2) and gradients", "(3) and weights"]  # what is sharded
 
 # In (1) to (3) a Group is some of the model's parameters. group.weights is one flat tensor with all of them, and
 # group.my_weights is the part of it that this rank owns: AdamW updates nothing else here. The class stands below.
@@ -44,7 +45,7 @@ from old import cli, data, exits, model, runtime, shapes
 def step_0(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """(0) Data parallelism: the gradients are averaged, then every rank makes the same update."""
     for parameter in net.parameters():
-        all_reduce(parameter.grad)
+        dist.all_reduce(parameter.grad)
         parameter.grad /= dist.get_world_size()
     optimizer.step()
     optimizer.zero_grad(set_to_none=False)
@@ -203,44 +204,43 @@ def train(stage: Stage, batches: list[list[Tensor]]) -> list[float]:
     return losses
 
 
+COLUMNS = {
+    "sharded": "sharded",
+    "parameter_bytes_per_rank": "weights",
+    "gradient_bytes_per_rank": "gradients",
+    "optimizer_bytes_per_rank": "AdamW state",
+    "paper": "ZeRO paper, 7.5e9 parameters on 64 GPUs",
+    "collectives": "collectives a step",
+    "sent_bytes": "sent a step",
+    "max_relative_difference": "weights' difference from DDP",
+}
+
+
 def main() -> int:
-    began = time.perf_counter()
-    parser = cli.Parser(__doc__)
-    parser.add_argument("--model", default="nano", help="as in train_fsdp.py")
-    parser.add_argument("--seq-len", type=cli.positive_int, default=16, help="tokens per sequence")
-    parser.add_argument("--steps", type=cli.positive_int, default=20, help="of each stage and of DDP")
-    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    parser.add_argument("--json", type=cli.writable_file, metavar="PATH", help="write the summary as one JSON object")
-    args = parser.parse_args()
+    args = lesson.flags(__doc__, model="nano", seq_len=16, steps=20)
     config = shapes.load_config(args.model, 256, args.seq_len)  # raises a UserError before any rank starts
-    runtime.relaunch(args.device)
-    runtime.seed(0, deterministic=True)  # before the group: NCCL reads variables when it starts
+    lesson.relaunch(args.device)
+    runtime.seed_all(0, deterministic=True)  # before the group: NCCL reads variables when it starts
     device = runtime.init_process_group(args.device)
-    runtime.exact_fp32(device)  # or some containers would multiply in tf32
-    world_size = dist.get_world_size()
-    micro_batch_size = max(1, 24 // world_size)
-    stream = data.train_batches(
-        data.load_corpus().train,
-        seq_len=args.seq_len,
-        global_batch_size=world_size * micro_batch_size,
-        micro_batch_size=micro_batch_size,
-        seed=0,
-        device=device,
-        rank=dist.get_rank(),
-        world_size=world_size,
-    )
-    batches = [[tensor.to(device) for tensor in next(stream)] for _ in range(args.steps)]
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    sequences = max(1, 24 // world_size) * world_size
+    inputs, targets = lesson.one_batch(args.steps * sequences, args.seq_len, device)
+    steps = zip(inputs.split(sequences), targets.split(sequences), strict=True)
+    batches = [[tensor.chunk(world_size)[rank] for tensor in step] for step in steps]
     start = model.build(args.model, config, seed=0, device=device)
     learning_rate = shapes.recipe(args.model).lr
     ddp = train_ddp(start, batches, learning_rate)
     rows = []
     for number in range(4):
-        live_before = live_storages()
-        stage = make_stage(number, copy.deepcopy(start), learning_rate)
-        losses = train(stage, batches)
-        rows.append(describe(number, stage, losses, live_before, ddp, start))
-        del stage  # its memory must not count for the next one
-    conclude(rows, ddp, args, batches, start, device, began)
+        make = partial(make_stage, number, learning_rate=learning_rate)
+        row = {"stage": number, "sharded": STAGES[number], **run(make, train, batches, start, ddp)}
+        calls = [f"{row[key]} {key.removesuffix('_per_step')}" for key in row if key.endswith("s_per_step")]
+        row |= {"collectives": ", ".join(calls), "paper": f"{paper_gigabytes(number):.1f} GB"}
+        rows.append({**row, "sent_bytes": row["bytes_sent_per_rank_per_step"]})
+    checked = check(rows, ddp.losses, start, world_size)
+    about = {"dtype": "fp32", "parameters": shapes.parameter_count(config), "first_loss": ddp.losses[0]}
+    about |= {"last_loss": ddp.losses[-1], "tokens": args.steps * sequences * args.seq_len}
+    lesson.end(rows, columns=COLUMNS, checked=checked, args=args, device=device, **about)
     runtime.shutdown()
     return 0
 
