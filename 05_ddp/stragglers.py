@@ -132,13 +132,15 @@ def main() -> int:
         raise exits.UserError(f"--slow-rank {args.slow_rank}: the last of {n} ranks is {n - 1}")
 
     rows = run("nothing planted", device, args.steps, 1)
-    uneven, checked = None, ["one rank waits for nobody: start two or more"]
+    uneven, checked = None, []
     if n > 1:
         times_the_work = args.slow_factor if dist.get_rank() == args.slow_rank else 1
         name = f"rank {args.slow_rank} does {args.slow_factor} times the work"
         rows += run(name, device, args.steps, times_the_work)
         uneven, uneven_checked = uneven_inputs(device)
         checked = [*check(rows, args.slow_rank), *uneven_checked]
+    else:
+        runtime.say("one rank waits for nobody: slow ranks and join() need torchrun --nproc_per_node=2 or more")
     waiting = waiting_shares()
     runtime.say(
         "64 sequences of uneven length on 8 ranks, computed: ranks wait "
