@@ -1,5 +1,5 @@
-"""What the lessons of this chapter read of a machine: each GPU's facts through NVML, and the types that a device
-multiplies in hardware.
+"""What the lessons of this chapter read of a machine: each GPU's facts through NVML, the limits of a container, and the
+types that a device multiplies in hardware.
 
 Every NVML query may fail alone: a virtual machine hides clocks, an old driver lacks a function. A value that the driver
 does not report is None, and the driver's error text is in `refused`; nothing here raises.
