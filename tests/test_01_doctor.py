@@ -44,7 +44,6 @@ def quick(tmp_path_factory):
 
 def copy(folder: Path, line: str, wrong: str) -> Path:
     file = with_fault(SCRIPT, folder, line, wrong)
-    (file.parent / "_shared.py").symlink_to(ROOT / "01_devices/_shared.py")
     (folder / "requirements.txt").symlink_to(ROOT / "requirements.txt")
     return file
 

@@ -178,7 +178,6 @@ def test_a_planted_error_ends_the_run(tmp_path, script, line, wrong, said):
     if said == "differ" and not quantize._quantize.has_int8_units(CPU):
         pytest.skip("a CPU without int8 units")
     file = with_fault(script, tmp_path, line, wrong)
-    (file.parent / "_shared.py").symlink_to(Path(shared.__file__))
     result = on_folder(tmp_path, file, *(["--steps", "1", "--seeds", "1"] if script == QAT else []))
     assert result.code not in (0, 2)
     assert said in result.err
