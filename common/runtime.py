@@ -23,7 +23,7 @@ def ranks() -> tuple[int, int, int]:
     """(rank, world size, local rank) as torchrun sets them; (0, 1, 0) for a plain `python script.py`."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     values = [os.environ.get(name, "") for name in names]
-    if not any(values[:2]):  # DeepSpeed sets LOCAL_RANK alone
+    if not any(values) or values == ["", "", "0"]:  # DeepSpeed sets that one in a single process
         return 0, 1, 0
     if not all(value.isdecimal() for value in values):  # a guess, as rank % GPUs, may put two ranks on one GPU
         raise UserError(f"{', '.join(names)} are {values}: all must be set, or none; start with torchrun")
