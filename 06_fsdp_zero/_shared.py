@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -11,6 +12,16 @@ def held_bytes(tensors: Iterable[Tensor]) -> int:
     """The memory that these tensors look into, each piece once; of a DTensor, this rank's part."""
     local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
     return sum({storage._cdata: storage.nbytes() for storage in (t.untyped_storage() for t in local)}.values())
+
+
+def bytes_of_training(weights: list[Tensor], optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """What weights, gradients and optimizer state hold on this rank."""
+    states = optimizer.state.values()
+    return {
+        "parameter_bytes_per_rank": held_bytes(weights),
+        "gradient_bytes_per_rank": held_bytes(weight.grad for weight in weights if weight.grad is not None),
+        "optimizer_bytes_per_rank": held_bytes(tensor for state in states for tensor in state.values()),
+    }
 
 
 def of_zero(stage: int, net: nn.Module, ranks: int) -> dict[str, int]:

@@ -5,14 +5,12 @@ import importlib.util
 import logging
 import math
 import os
-import random
 import shutil
 import subprocess
 import sys
 import warnings
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -96,7 +94,7 @@ class Run(checkpoint.Run):
     def _write_part(self, folder: Path, engine, config: dict) -> dict[str, str]:
         try:
             engine.save_checkpoint(str(folder.parent), tag=folder.name, save_latest=False)
-            torch.save(checkpoint._random_states(), folder / f"rng-{dist.get_rank()}.pt")
+            torch.save(checkpoint.random_states(), folder / f"rng-{dist.get_rank()}.pt")
             if runtime.is_rank0():
                 checkpoint.write_json(folder / "config.json", config)
         except (OSError, RuntimeError) as error:
@@ -106,7 +104,7 @@ class Run(checkpoint.Run):
             raise
         runtime.gather(None)  # all files are there: each rank hashes some
         files = sorted(file for file in folder.iterdir() if file.is_file())
-        return {file.name: checkpoint._sha256(file) for file in files[dist.get_rank() :: dist.get_world_size()]}
+        return {file.name: checkpoint.file_sha256(file) for file in files[dist.get_rank() :: dist.get_world_size()]}
 
     def universal(self, path: Path, stage: int) -> Path | None:
         """Where ranks differ from those that have saved `path`: its tensors whole, one in a file, made by DeepSpeed's
@@ -143,9 +141,7 @@ def load(path: Path, engine, universal: Path | None) -> int:
         group["lr"] = lr * factor(scheduler.last_epoch)  # the saved one, unless --steps has changed
     own = path / f"rng-{dist.get_rank()}.pt"
     if own.exists():  # a rank that the saving job did not have keeps its own
-        restore = {"python": random.setstate, "numpy": np.random.set_state, "torch": torch.set_rng_state}
-        for name, state in torch.load(own, weights_only=False).items():
-            restore.get(name, torch.cuda.set_rng_state)(state)
+        checkpoint.restore_random_states(torch.load(own, weights_only=False))
     runtime.gather(None)  # all have read it
     if universal and runtime.is_rank0():
         shutil.rmtree(universal.parent)

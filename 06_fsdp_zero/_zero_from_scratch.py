@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from _shared import held_bytes, of_zero
+from _shared import bytes_of_training, of_zero
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -52,8 +52,9 @@ def run(make: Callable, train: Callable, batches: list[list[Tensor]], start: nn.
     stage = make(copy.deepcopy(start))
     with Traffic() as sent:
         losses = train(stage, batches)
+    weights = [tensor for group in stage.groups for tensor in (group.my_weights, group.weights)]
     row = {
-        **bytes_held(stage),
+        **bytes_of_training([*stage.net.parameters(), *weights], stage.optimizer),
         **{f"{kind}_per_step": sent.calls[kind] // len(batches) for kind in sent.calls},
         "bytes_sent_per_rank_per_step": round(sum(sent.bytes_sent.values()) / len(batches)),
     }
@@ -73,17 +74,6 @@ def run(make: Callable, train: Callable, batches: list[list[Tensor]], start: nn.
         # AdamW divides by the gradients' size. With gradients N times too large it would reach almost the same weights,
         # but its first moment, their running mean, would be N times too large.
         "first_moment_max_relative_difference": largest_difference(moments, ddp_moments, zeros),
-    }
-
-
-def bytes_held(stage) -> dict[str, int]:
-    parameters = [*stage.net.parameters(), *(group.my_weights for group in stage.groups)]
-    weights = [*(parameter.detach() for parameter in parameters), *(group.weights for group in stage.groups)]
-    states = stage.optimizer.state.values()
-    return {
-        "parameter_bytes_per_rank": held_bytes(weights),
-        "gradient_bytes_per_rank": held_bytes(p.grad for p in parameters if p.grad is not None),
-        "optimizer_bytes_per_rank": held_bytes(tensor for state in states for tensor in state.values()),
     }
 
 

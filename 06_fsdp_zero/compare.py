@@ -39,7 +39,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
 from _compare import StepMemory, expected, parse, pretend_ddp, sizes
-from _shared import held_bytes
+from _shared import bytes_of_training
 from zero_from_scratch import make_stage
 
 from common import exits, fake_ranks, lesson, measure, model, runtime, shapes, traffic
@@ -120,14 +120,6 @@ def train_step(method: str, trainer: Trainer, dtype: str, inputs: Tensor, target
     return loss.detach()
 
 
-def hold(trainer: Trainer) -> dict[str, int]:
-    """What is in memory just after the update, while the gradients are still there."""
-    gradients = [weight.grad for weight in trainer.weights if weight.grad is not None]
-    state = [tensor for of_weight in trainer.optimizer.state.values() for tensor in of_weight.values()]
-    held = {"parameter": trainer.weights, "gradient": gradients, "optimizer": state}
-    return {f"{kind}_bytes_per_rank": held_bytes(tensors) for kind, tensors in held.items()}
-
-
 def count_step(
     method: str, args: argparse.Namespace, config: shapes.Config, device: torch.device, batches: list[list[Tensor]]
 ) -> tuple[Trainer, dict, Tensor]:
@@ -139,7 +131,10 @@ def count_step(
     held = {}
     with fake_ranks.tensors() if args.dry_run else nullcontext(), StepMemory(device=device) as memory:
         trainer = prepare(method, net, args, device)
-        hook = trainer.optimizer.register_step_post_hook(lambda *_: held.update(hold(trainer)))
+        # just after the update, while the gradients are still there
+        hook = trainer.optimizer.register_step_post_hook(
+            lambda *_: held.update(bytes_of_training(trainer.weights, trainer.optimizer))
+        )
         for inputs, targets in batches:
             gc.collect()  # what only a cycle holds would count, or not, by chance
             memory.restart()

@@ -43,15 +43,21 @@ def training_state(step: int, net, optimizer, scheduler, scaler=None) -> dict:
         "optimizer": optimizer_state,
         "scheduler": scheduler.state_dict(),
         "scaler": scaler.state_dict() if scaler else {},
-        f"rng-{ranks()[0]}": _random_states(),
+        f"rng-{ranks()[0]}": random_states(),
     }
 
 
-def _random_states() -> dict:
+def random_states() -> dict:
     """What dropout, if your model has it, will draw next."""
     states = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
     on_gpu = {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {}  # else it would open a context
     return states | on_gpu
+
+
+def restore_random_states(states: dict) -> None:
+    restore = {"python": random.setstate, "numpy": np.random.set_state, "torch": torch.set_rng_state}
+    for name, random_state in states.items():
+        restore.get(name, torch.cuda.set_rng_state)(random_state)
 
 
 def resume(run: "Run", net, optimizer, scheduler, scaler=None) -> int:
@@ -75,9 +81,7 @@ def resume(run: "Run", net, optimizer, scheduler, scaler=None) -> int:
         group["lr"] = lr * factor(scheduler.last_epoch)  # the saved one, unless --steps has changed
     if scaler:
         scaler.load_state_dict(state["scaler"])
-    restore = {"python": random.setstate, "numpy": np.random.set_state, "torch": torch.set_rng_state}
-    for name, random_state in state[own].items():
-        restore.get(name, torch.cuda.set_rng_state)(random_state)
+    restore_random_states(state[own])
     return state["progress"]["step"]
 
 
@@ -89,9 +93,8 @@ class Run:
     def __init__(self, args: argparse.Namespace, *, settings: dict) -> None:
         _require_equal(settings)
         self.keep = args.keep
-        script = Path(sys.argv[0]).resolve().parent.name
-        new = Path("runs", f"{script}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
-        self.folder = on_rank0(lambda: self._lock(args.run_dir or new))
+        new = f"{Path(sys.argv[0]).resolve().parent.name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+        self.folder = on_rank0(lambda: self._lock(args.run_dir or Path("runs", new)))
         self._require_shared()
         on_rank0(lambda: self._enter(settings, args.resume))
         # a group of its own: what a save in the background sends must not mix with the training's
@@ -120,10 +123,8 @@ class Run:
         hosts = gather((token.exists(), socket.gethostname()))
         on_rank0(token.unlink)
         if blind := [f"{rank} on {host}" for rank, (seen, host) in enumerate(hosts) if not seen]:
-            written = (
-                f"a file that rank 0 on {hosts[0][1]} has just written there is not seen by rank {', '.join(blind)}"
-            )
-            raise UserError(f"--run-dir {self.folder}: {written}: use a folder that all nodes share")
+            written = f"a file that rank 0 on {hosts[0][1]} has just written there is not seen by"
+            raise UserError(f"--run-dir {self.folder}: {written} rank {', '.join(blind)}: use one that all nodes share")
 
     def _enter(self, settings: dict, resume: bool) -> None:
         file, flag = self.folder / "settings.json", f"--run-dir {self.folder}"
@@ -199,7 +200,7 @@ class Run:
         if is_rank0():
             write_json(folder / "config.json", config)
             files += [folder / ".metadata", folder / "config.json"]
-        return {file.name: _sha256(file) for file in files}
+        return {file.name: file_sha256(file) for file in files}
 
     def _publish(self, final: Path, hashes: dict[str, str]) -> None:
         temporary = final.with_suffix(".tmp")
@@ -234,7 +235,7 @@ def find_damage(path: Path, rank: int = 0, world_size: int = 1) -> str | None:
     """What is wrong with the files of a checkpoint, None if nothing; each rank looks at its part of them."""
     try:
         hashes = json.loads((path / "hashes.json").read_text())
-        wrong = [name for name in sorted(hashes)[rank::world_size] if _sha256(path / name) != hashes[name]]
+        wrong = [name for name in sorted(hashes)[rank::world_size] if file_sha256(path / name) != hashes[name]]
     except (OSError, ValueError, TypeError) as error:
         return str(error)
     if not hashes:
@@ -265,6 +266,6 @@ def _checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step-" + 8 * "[0-9]") if path.is_dir())
 
 
-def _sha256(file: Path) -> str:
+def file_sha256(file: Path) -> str:
     with open(file, "rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
