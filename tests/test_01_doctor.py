@@ -78,7 +78,7 @@ def test_a_healthy_run_is_silent(tmp_path):
     write_tiny(tmp_path)
     flags = ["--model", "tiny.json", "--seq-len", 32, "--global-batch-size", 4, "--device", "cpu", "--steps", 4]
     results, seen = doctor(tmp_path, "--script", ROOT / "04_amp/train.py", "--", *flags)
-    assert failed(results) == set()
+    assert failed(results) == set(), seen
     for name in ("script", "devices", "dtypes", "float64", "NaN, overflow", "memory", "gloo all-reduce"):
         assert results[name] == "ok"
     assert seen["script"] == "4 steps"
