@@ -202,7 +202,7 @@ def job_checks(gpus: int) -> Iterator[Check]:
         with tempfile.TemporaryDirectory() as folder:
             argv = [sys.executable, "-c", ALL_REDUCE, backend, folder]
             ended = run_all([[*argv, rank] for rank in range(2)], 150)
-        errors = [(first_error(text) or f"exit code {code}")[:160] for code, text in ended if code != 0]  # None: killed
+        errors = [f"rank {i}: {first_error(text) or code}"[:160] for i, (code, text) in enumerate(ended) if code != 0]
         fix = f"{backend.upper()}_SOCKET_IFNAME=<an interface that is up>; a firewall; the host's name; NCCL_DEBUG=INFO"
         yield f"{backend} all-reduce", "fail" if errors else "ok", "; ".join(errors) or "2 processes agree", fix
 
