@@ -144,3 +144,20 @@ def test_ddp_sends_the_weights_of_rank_0_once_and_torchrun_sets_error_handling(t
     assert "rank 0 holds 1.0" in result.out
     assert "rank 1 holds 1.0" in result.out
     assert "handling 1" in result.out  # torchrun sets it
+
+
+def test_a_mismatch_of_types_or_devices_raises():
+    weight = torch.ones(2, 2, dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match="dtype"):
+        torch.ones(2, 2) @ weight
+    with pytest.raises((RuntimeError, AssertionError), match="CUDA|invalid device"):
+        weight.to(f"cuda:{torch.cuda.device_count()}")
+
+
+def test_without_zero_grad_gradients_add_up():
+    layer = nn.Linear(3, 1)
+    x = torch.ones(2, 3)
+    layer(x).sum().backward()
+    first = layer.weight.grad.clone()
+    layer(x).sum().backward()
+    assert torch.equal(layer.weight.grad, 2 * first)
