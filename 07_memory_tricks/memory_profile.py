@@ -197,11 +197,12 @@ def check(profile: Profile, found: dict[str, list[int]], net: nn.Module) -> list
 
 
 def main() -> int:
-    sizes = {"model": "nano", "seq_len": 64, "micro_batch_size": 24}
-    args = lesson.flags(__doc__, **sizes, dtype=("fp32", "bf16"), snapshot="runs/memory_snapshot.pickle")
+    sizes = {"model": "nano", "seq_len": 64, "micro_batch_size": 24, "snapshot": "runs/memory_snapshot.pickle"}
+    args = lesson.flags(__doc__, **sizes, dtype=("fp32", "bf16"), checkpointing=("none", "full"))
     device = lesson.start(args.device)
     config = shapes.load_config(args.model, shapes.read_config(args.model).vocab_size, args.seq_len)
     net = model.build(args.model, config, seed=0, device=device)
+    model.checkpoint_blocks(net, args.checkpointing)
     optimizer = torch.optim.AdamW(net.parameters(), fused=True)
     tokens = torch.randint(config.vocab_size, (args.micro_batch_size, args.seq_len + 1), device=device)
     batch = [tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()]  # what they say does not change what they take

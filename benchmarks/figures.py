@@ -1,0 +1,86 @@
+"""The pictures of chapters 02, 04, 06 and 07 in docs/images, from one run each of the lessons that their READMEs name.
+
+    make figures                  these and the other pictures
+    python benchmarks/figures.py  four minutes on 2 cores
+
+Each lesson writes its summary (--json), and the numbers drawn are the summary's. What is in the picture is in its title.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+REPO = Path(__file__).resolve().parents[1]
+IMAGES = REPO / "docs/images"
+MIB = 2**20
+
+
+def summary_of(*command: str, ranks: int = 1) -> dict:
+    """Run a lesson on the CPU: what it writes with --json."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "summary.json")
+        flags = ["--device", "cpu", "--json", str(file)]
+        subprocess.run([sys.executable, *torchrun, *command, *flags], cwd=REPO, check=True, timeout=600)
+        return json.loads(file.read_text())
+
+
+def save(figure: Figure, name: str) -> None:
+    figure.savefig(IMAGES / name, dpi=100, bbox_inches="tight")
+    print(f"picture: docs/images/{name}", flush=True)
+
+
+def error_by_type() -> None:
+    """02: relative error of a matmul in each number type, most bits first."""
+    rows = summary_of("02_tensors_precision/precision.py")["rows"]
+    errors = {row["name"]: row.get("matmul_error") or row.get("emulated_matmul_error") for row in rows}
+    shown = {name: error for name, error in errors.items() if error}
+    figure = Figure(figsize=(7, 3))
+    axes = figure.subplots()
+    axes.bar(shown.keys(), shown.values())
+    axes.set(yscale="log", ylabel="relative error", title="A matmul of 512 x 512 by number type, sums in fp32")
+    save(figure, "error_by_type.png")
+
+
+def memory_over_a_step() -> None:
+    """07: what is alive after each operator, with and without checkpointing."""
+    figure = Figure(figsize=(9, 3.6))
+    panels = figure.subplots(1, 2, sharey=True)
+    for panel, how in zip(panels, ("none", "full"), strict=True):
+        lines = summary_of("07_memory_tricks/memory_profile.py", "--checkpointing", how)["timelines"]
+        shown = {name: [size / MIB for size in sizes] for name, sizes in lines.items() if max(sizes) > MIB}
+        panel.stackplot(range(len(lines["parameters"])), shown.values(), labels=shown)
+        panel.set(title=f"checkpointing: {how}", xlabel="operators of one step")
+    panels[0].set_ylabel("MiB")
+    panels[1].legend(fontsize="small", loc="upper right")  # where the other panel's mountain is not
+    figure.suptitle("Memory over a training step: nano, fp32, 24 x 64 tokens", y=1.02)
+    save(figure, "memory_over_a_step.png")
+
+
+def who_holds_what() -> None:
+    """06: bytes of one of four ranks under data parallelism and ZeRO 1, 2, 3."""
+    rows = summary_of("06_fsdp_zero/zero_from_scratch.py", "--steps", "2", ranks=4)["rows"]
+    figure = Figure(figsize=(7, 3))
+    axes = figure.subplots()
+    bottom = [0.0] * len(rows)
+    for key, label in (("parameter", "weights"), ("gradient", "gradients"), ("optimizer", "AdamW state")):
+        sizes = [row[f"{key}_bytes_per_rank"] / MIB for row in rows]
+        axes.bar(["DDP", "ZeRO 1", "ZeRO 2", "ZeRO 3"], sizes, bottom=bottom, label=label)
+        bottom = [below + size for below, size in zip(bottom, sizes, strict=True)]
+    axes.set(ylabel="MiB", title="What one of four ranks holds between steps: nano, fp32")
+    axes.legend(fontsize="small")
+    save(figure, "who_holds_what.png")
+
+
+def main() -> None:
+    error_by_type()
+    memory_over_a_step()
+    who_holds_what()
+
+
+if __name__ == "__main__":
+    main()
