@@ -10,31 +10,38 @@ another matter: 1.1 stored as 1 loses 0.1 in every second, 259,200 in a month, a
     one GPU   python 02_tensors_precision/precision.py --device cuda
     cluster   one process is all it uses
 
-Look for: the two errors of "1.1 per second" side by side; how many of 20 updates reach a bf16 weight. The rounding
-itself: _precision_formats.py. Next: quantize.py for integers, 04_amp/train.py for training in bf16.
+Look for: the two errors of "1.1 per second" side by side; how many weights 20 steps move in bf16.
+Before: tensors.py. Next: quantize.py for integers, 04_amp/train.py for training in bf16.
 """
 
 import os
 import sys
-import time
 from fractions import Fraction
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # old/, with nothing installed
-from _precision_formats import FORMATS, limits, multiply_fp8, round_stochastically, round_to_tf32, scale_to_fp8
-from _precision_report import plot, print_products, print_rates, print_sums, print_types, print_updates
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+from _precision import (
+    FORMATS,
+    check_limits,
+    check_roundings,
+    limits,
+    multiply_fp8,
+    round_stochastically,
+    round_to_tf32,
+    scale_to_fp8,
+)
 
-from old import cli, exits, hardware, report, runtime
+from common import exits, lesson
 
+SINCE = {"tf32": (8, 0), "fp8 e5m2": (8, 9), "fp8 e4m3fn": (8, 9)}  # compute capability of NVIDIA's GPUs with units
 ADDITIONS = 10_000
 RATE = Fraction("1.1")  # per second
 MONTH_SECONDS = 30 * 24 * 3600
 SIZE = 512  # of the matrices
 WEIGHTS, STEPS, LR = 65_536, 20, 3e-5
-STORED = {name: dtype for name, (dtype, _, _) in FORMATS.items() if dtype}  # nothing is stored in tf32
 
 
 def sums(dtype: torch.dtype, increments: Tensor, additions: int) -> dict[str, Tensor]:
@@ -51,12 +58,8 @@ def sums(dtype: torch.dtype, increments: Tensor, additions: int) -> dict[str, Te
     kahan = torch.zeros_like(step)
     lost = torch.zeros_like(step)
     into_fp32 = torch.zeros_like(step, dtype=torch.float32)
-    arrived = torch.zeros_like(step, dtype=torch.int64)
-    doublings = []  # the plain sums after 1, 2, 4, 8 ... additions
-    for count in range(1, additions + 1):
-        before = naive
+    for _ in range(additions):
         naive = keep(naive + step)
-        arrived += naive != before
 
         owed = keep(step - lost)  # what the last addition has lost is added with the next increment
         before = kahan
@@ -64,182 +67,176 @@ def sums(dtype: torch.dtype, increments: Tensor, additions: int) -> dict[str, Te
         lost = keep(keep(kahan - before) - owed)
 
         into_fp32 += step
-        if count.bit_count() == 1:
-            doublings.append(naive)
+    return {"step": step, "naive": naive, "kahan": kahan, "into_fp32": into_fp32}
+
+
+def added(dtype: torch.dtype, increments: Tensor) -> dict:
+    """Sums of 1, 1.1 (these two are shown) and other rates; errors against exact sums of the rates as stored."""
+    found = sums(dtype, increments, ADDITIONS)
+    steps = [Fraction(step) for step in found["step"].tolist()]
+    errors = {}
+    for way in ("naive", "kahan", "into_fp32"):
+        totals = zip(found[way].tolist(), steps, strict=True)
+        errors[way] = [abs(float(Fraction(total) / (ADDITIONS * step) - 1)) for total, step in totals]
+    month = (steps[1] - RATE) * MONTH_SECONDS  # exact, as if no addition were ever rounded
     return {
-        "step": step,
-        "arrived": arrived,
-        "naive": naive,
-        "kahan": kahan,
-        "into_fp32": into_fp32,
-        "doublings": torch.stack(doublings),
+        "stored_rate": float(steps[1]),
+        "off_in_a_month": int(month) if month.denominator == 1 else float(month),
+        "naive_sum": found["naive"][1].item(),
+        "sum_off": float(Fraction(found["naive"][1].item()) - ADDITIONS * steps[1]),
+        "sum_of_ones": found["naive"][0].item(),
+        "kahan_sum_of_ones": found["kahan"][0].item(),
+        "naive_relative_error": errors["naive"][1],
+        "kahan_relative_error": errors["kahan"][1],
+        "worst_kahan_relative_error": max(errors["kahan"]),
+        "into_fp32_relative_error": errors["into_fp32"][1],
     }
 
 
-def biased_rates() -> dict[str, dict[str, float]]:
-    """1.1 per second over a month, added without any rounding: what is wrong is the stored rate, in every second."""
-    stored = {"integer": 1}
-    for name, dtype in STORED.items():
-        stored[name] = torch.tensor(float(RATE), dtype=torch.float64).to(dtype).double().item()
-    found = {}
-    for name, rate in stored.items():
-        error = (Fraction(rate) - RATE) * MONTH_SECONDS
-        found[name] = {"stored_increment": rate, "month_error": float(error)}
-    assert found["fp8 e5m2"] == found["integer"] == {"stored_increment": 1, "month_error": -259_200}
-    return found
+def has_units(name: str, device: torch.device) -> bool:
+    """Whether matmuls in tf32 or fp8 run here. AMD's first fp8 is another format; and a variable can forbid tf32."""
+    if device.type != "cuda" or torch.version.hip:
+        return False
+    if name == "tf32" and os.environ.get("NVIDIA_TF32_OVERRIDE") == "0":
+        return False
+    return torch.cuda.get_device_capability(device) >= SINCE[name]
 
 
-def accumulate(allowed: dict[str, dict]) -> dict[str, dict]:
-    """1 per second, 1.1 per second and 62 other rates, in every type that something can be stored in."""
-    increments = torch.cat((torch.tensor([1, 1.1], dtype=torch.float64), torch.rand(62, dtype=torch.float64) + 0.1))
-    found = {}
-    for name, dtype in STORED.items():
-        result = sums(dtype, increments, ADDITIONS)
-        exact = [ADDITIONS * Fraction(step) for step in result["step"].tolist()]  # of what is stored; does not round
-        errors = {}
-        for way in ("naive", "kahan", "into_fp32"):
-            pairs = zip(result[way].tolist(), exact, strict=True)
-            errors[way] = [abs(float(Fraction(total) / target - 1)) for total, target in pairs]
+def multiply(name: str, a: Tensor, b: Tensor, device: torch.device) -> dict[str, float]:
+    """The error of a @ b on this device, and emulated: inputs rounded to the type (fp8: scaled first), then fp32."""
+    dtype, found = FORMATS[name][0], {}
 
-        counts_by_1_to = allowed[name]["counts_by_1_to"]
-        assert result["naive"][0] == min(ADDITIONS, counts_by_1_to), name
-        if dtype.itemsize > 1:
-            assert max(errors["kahan"]) <= 2 * allowed[name]["epsilon"], name
-        else:  # Kahan's sum carries twice the digits, and then it stands still, too
-            assert result["kahan"][0] == counts_by_1_to**2, name
-
-        step = result["step"][1].item()  # of 1.1
-        total = result["naive"][1].item()
-        doublings = result["doublings"][:, 1].tolist()
-        found[name] = {
-            "stored_increment": step,
-            "naive_sum": total,
-            "additions_arrived": result["arrived"][1].item(),
-            "stored_rate_error": float(exact[1] - ADDITIONS * RATE),
-            "rounding_error": float(Fraction(total) - exact[1]),
-            "naive_relative_error": errors["naive"][1],
-            "kahan_relative_error": errors["kahan"][1],
-            "into_fp32_relative_error": errors["into_fp32"][1],
-            "naive_share_after_doublings": [total / (2**i * step) for i, total in enumerate(doublings)],
-        }
-    return found
-
-
-def multiply(device: torch.device) -> dict[str, float]:
-    """The relative error of a matrix product in each type against fp64. Emulated: rounded, multiplied in fp32."""
-    native, _ = hardware.native_types(device)
-    a, b = torch.randn(2, SIZE, SIZE)
-    scaled = {}
-    for name in ("fp8 e4m3fn", "fp8 e5m2"):
-        scaled[name] = (*scale_to_fp8(a, FORMATS[name][0]), *scale_to_fp8(b, FORMATS[name][0]))
-
-    def product(x: Tensor, y: Tensor) -> Tensor:
+    def matmul(x: Tensor, y: Tensor) -> Tensor:
         return x.to(device) @ y.to(device)
 
-    torch.set_float32_matmul_precision("highest")
-    products = {"fp32": product(a, b)}
-    if "tf32" in native and os.environ.get("NVIDIA_TF32_OVERRIDE") != "0":
-        torch.set_float32_matmul_precision("high")
-        products["tf32"] = product(a, b)
-        torch.set_float32_matmul_precision("highest")
-    else:
-        products["tf32 emulated"] = product(round_to_tf32(a), round_to_tf32(b))
-    products["fp16"] = product(a.half(), b.half())
-    products["bf16"] = product(a.bfloat16(), b.bfloat16())
-    for name, (a8, a_scale, b8, b_scale) in scaled.items():
-        products[f"{name} emulated"] = product(a8.float() * a_scale, b8.float() * b_scale)
-    for name, operands in scaled.items():
-        if "fp8" not in native or torch.version.hip:  # AMD's first fp8 is another format
-            continue
-        try:
-            products[name] = multiply_fp8(*(t.to(device) for t in operands))
-        except (RuntimeError, ValueError) as error:  # torch raises ValueError for e5m2 times e5m2
-            print(f"not supported: {name} times {name}: {str(error).splitlines()[0]}")
-
+    if name == "tf32":
+        found["emulated_matmul_error"] = matmul(round_to_tf32(a), round_to_tf32(b))
+        if has_units(name, device):
+            torch.set_float32_matmul_precision("high")
+            found["matmul_error"] = matmul(a, b)
+            torch.set_float32_matmul_precision("highest")
+    elif name.startswith("fp8"):
+        a8, a_scale = scale_to_fp8(a, dtype)
+        b8, b_scale = scale_to_fp8(b, dtype)
+        found["emulated_matmul_error"] = matmul(a8.float() * a_scale, b8.float() * b_scale)
+        if has_units(name, device):
+            try:
+                found["matmul_error"] = multiply_fp8(*(t.to(device) for t in (a8, a_scale, b8, b_scale)))
+            except (RuntimeError, ValueError) as error:  # torch raises ValueError for e5m2 times e5m2
+                print(f"not supported: {name} times {name}: {str(error).splitlines()[0]}")
+    elif name != "fp64":
+        found["matmul_error"] = matmul(a.to(dtype), b.to(dtype))
     exact = a.double() @ b.double()
-    errors = {name: ((p.cpu().double() - exact).norm() / exact.norm()).item() for name, p in products.items()}
-    tf32 = errors.get("tf32", errors.get("tf32 emulated"))
-    assert errors["fp32"] < min(tf32, errors["fp16"])
-    assert max(tf32, errors["fp16"]) < errors["bf16"]
-    assert errors["bf16"] < errors["fp8 e4m3fn emulated"] < errors["fp8 e5m2 emulated"]
-    for name in ("fp8 e4m3fn", "fp8 e5m2"):
-        if name in errors:
-            assert abs(errors[name] / errors[f"{name} emulated"] - 1) < 0.1, name
-    return errors
+    return {key: ((result.cpu().double() - exact).norm() / exact.norm()).item() for key, result in found.items()}
 
 
-def update() -> dict[str, dict]:
+def run(name: str, increments: Tensor, a: Tensor, b: Tensor, device: torch.device) -> dict:
+    """One type: what its bits allow, what sums in it lose, how exact a matmul is."""
+    dtype, exponent_bits, mantissa_bits = FORMATS[name]
+    row = {"name": name, **limits(exponent_bits, mantissa_bits, infinity=not name.endswith("fn"))}
+    return row | (added(dtype, increments) if dtype else {}) | multiply(name, a, b, device)
+
+
+def update(way: str, start: Tensor, gradient: Tensor) -> dict:
     """AdamW and a steady gradient: LR in every step, one way. What reaches a weight, by how it is kept?"""
-    start = (0.02 * torch.randn(WEIGHTS)).bfloat16()
-    gradient = torch.randn(WEIGHTS)
-    found = {}
-    for name in ("fp32", "bf16", "bf16 and fp32 master", "bf16, stochastic rounding"):
-        updated = nn.Parameter(start.to(torch.bfloat16 if name == "bf16" else torch.float32, copy=True))
-        updated.grad = gradient.to(updated.dtype)
-        optimizer = torch.optim.AdamW([updated], lr=LR, weight_decay=0)
-        weight = start
-        arrived = 0
-        for _ in range(STEPS):
-            before = weight
-            optimizer.step()
-            if name == "bf16, stochastic rounding":
-                weight = round_stochastically(updated.detach())
-                updated.data.copy_(weight)  # nothing finer goes on to the next step
-            else:
-                weight = updated.detach().to(torch.float32 if name == "fp32" else torch.bfloat16, copy=True)
-            arrived += (weight != before).sum().item()
+    updated = nn.Parameter(start.to(torch.bfloat16 if way == "bf16" else torch.float32, copy=True))
+    updated.grad = gradient.to(updated.dtype)
+    optimizer = torch.optim.AdamW([updated], lr=LR, weight_decay=0)
+    for _ in range(STEPS):
+        optimizer.step()
+        weight = updated.detach()
+        if way == "bf16, stochastic rounding":
+            weight = round_stochastically(weight)
+            updated.data.copy_(weight)  # nothing finer goes on to the next step
+        elif way == "bf16 and fp32 master":
+            weight = weight.bfloat16()
+    distance = (start.double() - weight.double()) * gradient.sign() / (STEPS * LR)  # 1: as far as fp32 goes
+    moments = sum(t.element_size() for t in optimizer.state[updated].values() if t.ndim)
+    return {
+        "name": way,
+        "bytes_per_weight": weight.element_size() + moments + (4 if way == "bf16 and fp32 master" else 0),
+        "moved_share": (weight != start).double().mean().item(),
+        "distance_share": distance.mean().item(),
+        "distance_deviation": distance.std().item(),
+    }
 
-        progress = (start.double() - weight.double()) * gradient.sign() / (STEPS * LR)  # 1: as far as fp32 goes
-        moments = sum(t.element_size() for t in optimizer.state[updated].values() if t.ndim)
-        master = 4 if name == "bf16 and fp32 master" else 0
-        found[name] = {
-            "bytes_per_weight": weight.element_size() + moments + master,
-            "arrived_share": arrived / (STEPS * WEIGHTS),
-            "moved_share": (progress != 0).double().mean().item(),
-            "gone_share": progress.mean().item(),
-            "gone_deviation": progress.std().item(),
-        }
-        if name == "bf16":
-            assert found[name]["moved_share"] < 0.4
+
+WAYS = ("fp32", "bf16", "bf16 and fp32 master", "bf16, stochastic rounding")
+COLUMNS = {
+    "name": "type",
+    "max": "largest",
+    "epsilon": "epsilon",
+    "smallest_subnormal": "smallest",
+    "counts_by_1_to": "counts by 1 to",
+    "stored_rate": "1.1 stored as",
+    "off_in_a_month": "off in a month",
+    "sum_off": f"sum of {ADDITIONS:,} off by",
+    "kahan_relative_error": "Kahan",
+    "into_fp32_relative_error": "fp32 accumulator",
+    "matmul_error": "matmul",
+    "emulated_matmul_error": "emulated",
+}
+
+
+def check_sums(row: dict) -> None:
+    """1 per second is exact up to where the type counts by 1, and stands still there."""
+    name, stop = row["name"], row["counts_by_1_to"]
+    assert row["sum_of_ones"] == min(ADDITIONS, stop), f"{name}: a sum of ones is {row['sum_of_ones']}"
+    if FORMATS[name][0].itemsize > 1:
+        assert row["worst_kahan_relative_error"] <= 2 * row["epsilon"], f"{name}: Kahan's sum is off by more than that"
+    else:  # Kahan's sum carries twice the digits, and then it stands still, too
+        assert row["kahan_sum_of_ones"] == stop**2, f"{name}: Kahan's sum of ones is {row['kahan_sum_of_ones']}"
+
+
+def check(rows: list[dict], updates: list[dict]) -> list[str]:
+    by_name = {row["name"]: row for row in rows}
+    for row in rows:
+        if row["name"] != "tf32":
+            check_limits(row["name"], row)
+            check_sums(row)
+    assert by_name["fp8 e5m2"]["off_in_a_month"] == -259_200, "1.1 stored as 1 loses 0.1 in every second"
+    best = {name: row.get("matmul_error", row.get("emulated_matmul_error")) for name, row in by_name.items()}
+    emulated = {name: by_name[name]["emulated_matmul_error"] for name in ("fp8 e4m3fn", "fp8 e5m2")}
+    assert best["fp32"] < 1e-6, f"fp32 matmuls are off by {best['fp32']:.1e}: this is tf32 (NVIDIA_TF32_OVERRIDE=1?)"
+    assert best["fp32"] < min(best["tf32"], best["fp16"]), best
+    assert max(best["tf32"], best["fp16"]) < best["bf16"] < emulated["fp8 e4m3fn"] < emulated["fp8 e5m2"], best
+    assert emulated["fp8 e5m2"] < 0.1, f"emulated fp8 is off by {emulated['fp8 e5m2']:.1e}"
+    for name, error in emulated.items():
+        assert abs(best[name] / error - 1) < 0.1, f"{name}: units {best[name]:.1e}, emulated {error:.1e}"
+    fp32, bf16, fp16 = (by_name[name]["naive_sum"] for name in ("fp32", "bf16", "fp16"))
+    checked = [
+        "the limits of each type are what torch says; 1 per second is exact up to where the type counts by 1",
+        "1.1 stored as 1 (whole numbers, fp8 e5m2) loses 259,200 in a month: a straight line, and no sum mends it",
+        f"1.1 added {ADDITIONS:,} times: fp32 {fp32:,.2f}, off by {by_name['fp32']['naive_relative_error']:.1e}; "
+        f"bf16 stops at {bf16:,.0f} and fp16 at {fp16:,.0f}; counting by 1 bf16 stops at 256",
+        "Kahan's sum is within 2 epsilon from bf16 on; in fp8 it stops at the square of where the plain one does",
+        f"errors of a {SIZE} x {SIZE} matmul: fp32 < tf32, fp16 < bf16 < fp8 e4m3fn < e5m2; "
+        "units for fp8, if any, within 10% of emulated (use_fast_accum=False)",
+    ]
+    for row in updates:
+        moved, distance = row["moved_share"], row["distance_share"]
+        if row["name"] == "bf16":
+            assert moved < 0.4, f"bf16: {moved:.1%} of the weights moved"
         else:
-            assert min(found[name]["moved_share"], found[name]["gone_share"]) > 0.98, name
-    return found
+            assert min(moved, distance) > 0.98, f"{row['name']}: {moved:.1%} moved, {distance:.1%} as far as fp32's"
+        checked.append(
+            f"{STEPS} AdamW steps of {LR:g}, {row['name']}, {row['bytes_per_weight']} bytes per weight: {moved:.1%} of "
+            f"{WEIGHTS:,} weights moved, {distance:.1%} as far as in fp32 (deviation {row['distance_deviation']:.1%})"
+        )
+    return [*checked, check_roundings()]
 
 
 def main() -> int:
-    parser = cli.Parser(__doc__)
-    parser.add_argument("--device", choices=("auto", "cuda", "mps", "cpu"), default="auto", help="for the products")
-    parser.add_argument("--seed", type=cli.natural, default=0)
-    parser.add_argument("--plot", type=cli.plot_file, metavar="PNG", default="runs/precision.png", help="(%(default)s)")
-    parser.add_argument("--json", type=cli.writable_file, metavar="PATH", help="write the summary as one JSON object")
-    args = parser.parse_args()
-    device = runtime.single_device(args.device)
-    runtime.seed(args.seed, deterministic=False)
-    runtime.exact_fp32(device)
-    start = time.perf_counter()
-    allowed = {name: limits(e, m, infinity=not name.endswith("fn")) for name, (_, e, m) in FORMATS.items()}
-    print_types(allowed)
-    rates = biased_rates()
-    print_rates(rates)
-    added = accumulate(allowed)
-    print_sums(added, ADDITIONS)
-    errors = multiply(device)
-    print_products(errors, SIZE)
-    updates = update()
-    print_updates(updates, STEPS, LR)
-    summary = {
-        "types": allowed,
-        "biased_rates": rates,
-        "sums": added,
-        "matmul_relative_error": errors,
-        "updates": updates,
-        "plot": plot(allowed, added, args.plot),
-        "device": hardware.device_name(device),
-        "world_size": 1,
-        "seconds": time.perf_counter() - start,
-        "peak_memory_bytes": report.peak_memory_bytes(device),
-    }
-    report.write_json(summary, args.json)
+    args = lesson.flags(__doc__)
+    device = lesson.start(args.device)
+    increments = torch.cat((torch.tensor([1, 1.1], dtype=torch.float64), torch.rand(62, dtype=torch.float64) + 0.1))
+    a, b = torch.randn(2, SIZE, SIZE)
+    rows = [run(name, increments, a, b, device) for name in FORMATS]
+    start = (0.02 * torch.randn(WEIGHTS)).bfloat16()
+    gradient = torch.randn(WEIGHTS)
+    updates = [update(way, start, gradient) for way in WAYS]
+    checked = check(rows, updates)
+    lesson.end(rows, columns=COLUMNS, checked=checked, args=args, device=device, updates=updates)
     return 0
 
 
