@@ -3,7 +3,7 @@
     make figures                  these and the other pictures
     python benchmarks/figures.py  four minutes on 2 cores
 
-Each lesson writes its summary (--json), and the numbers drawn are the summary's. What is in the picture is in its title.
+Each lesson writes its summary (--json), and the numbers drawn are from it. What is drawn is in the title.
 """
 
 import json

@@ -150,7 +150,7 @@ def test_a_mismatch_of_types_or_devices_raises():
     weight = torch.ones(2, 2, dtype=torch.bfloat16)
     with pytest.raises(RuntimeError, match="dtype"):
         torch.ones(2, 2) @ weight
-    with pytest.raises((RuntimeError, AssertionError), match="CUDA|invalid device"):
+    with pytest.raises((RuntimeError, AssertionError), match=r"CUDA|invalid device"):
         weight.to(f"cuda:{torch.cuda.device_count()}")
 
 
