@@ -1,37 +1,37 @@
 """Know your numbers: what this device computes and moves per second, and what waiting for it costs.
 
 Two rates bound every kernel: the FLOP/s of the arithmetic units and the bytes/s of the memory. Which one is the limit
-depends on the FLOP per byte: the roofline plot shows both, and where real matrix products land. Around them:
-copies between host and device, the price of a launch, the size below which the CPU beats the GPU beside it, and
-what an unlucky width costs. Every figure is the median of --samples, with the lowest and the highest.
+depends on the FLOP per byte: the roofline plot shows both. Around them: copies between host and device, the price of a
+launch, the size below which the CPU beats the GPU beside it, and what an unlucky width costs. Every figure is the
+median of --samples, with the lowest and the highest.
 
     laptop    python 01_devices/benchmark.py
     one GPU   python 01_devices/benchmark.py --samples 20 --json numbers.json
     node      CUDA_VISIBLE_DEVICES=3 python 01_devices/benchmark.py --plot gpu3.png
 
-Look for: how far small and thin products stay below the best that any shape reached in that type. Lowest and highest
-far apart: the machine has other work. BUG, exit code 1: a rate above the data sheet's peak, scaled to the highest
-clock that the driver allows; the timing is wrong then, the hardware not fast. fp8 is timed twice: with sums in fp32,
-torch's default, and with use_fast_accum=True, which most published figures have.
-How it is timed: _benchmark_timing.py. Before: show.py, doctor.py. Next: monitor.py, ../02_tensors_precision/.
+Look for: how far small and thin matmuls stay below the best of their type. BUG, exit code 1: a rate above the data
+sheet's peak, scaled to the highest clock that the driver allows; the timing is wrong then, the hardware not fast. fp8
+is timed twice: with sums in fp32, torch's default, and with use_fast_accum=True, which most published figures have.
+Before: show.py, doctor.py. Next: monitor.py.
 """
 
 import math
+import statistics
 import sys
 import time
 import warnings
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # old/, with nothing installed
-from _benchmark_products import LABELS, TYPES, limit_flops, obstacle, operands, product, relative_error
-from _benchmark_report import bugs, ceilings, conclusions, figure, plot_roofline, print_conditions, print_tables
-from _benchmark_timing import WARM_UP_SECONDS, buffer_bytes, conditions, conditions_under_load, timed, warm_up
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+import _benchmark as bench
+import _shared as machine
 
-from old import cli, exits, hardware, report, runtime
+from common import cli, exits, hardware, lesson, report, runtime
 
 CPU = torch.device("cpu")
 # (M, N, K): x [M, K] times w [N, K] transposed; 32 rows are few tokens against a whole matrix
@@ -45,41 +45,79 @@ WIDTHS = {
     "gpu": [(4096, 50_257, 768), (4096, 50_304, 768), (4096, 4097, 4097), (4096, 4096, 4096)],
 }
 SQUARES = [16, 32, 64, 128, 256, 512, 1000]
-ARRAY_BYTES = {"cpu": 2**28, "gpu": 2**30}  # at most: _benchmark_timing.py
-FLUSH_BYTES = {"cpu": 2**27, "gpu": 2**29}
-TYPE_WARM_UP_SECONDS = {"cpu": 0.1, "gpu": 1.0}  # once for each type, beside that of every figure
+ARRAY_BYTES = {"cpu": 2**28, "gpu": 2**29}  # far above every cache; one of this size flushes them
+WARM_UP_SECONDS = 0.05  # of every figure
+TYPE_WARM_UP_SECONDS = {"cpu": 0.1, "gpu": 1.0}  # once for each type: see main
+
+
+def warm_up(work: Callable, device: torch.device, seconds: float) -> None:
+    """Call work() for so long, and at least once: the first call loads kernels, and clocks rise."""
+    deadline = None
+    while deadline is None or time.perf_counter() < deadline:
+        work()
+        runtime.wait_for(device)
+        deadline = deadline or time.perf_counter() + seconds
+
+
+def timed(work: Callable, device, samples: int, flush: Tensor | None = None, repeat=1, clock="device") -> list[float]:
+    """Seconds per call of work(): `samples` means over `repeat` calls each. On a GPU a call returns when it is queued.
+
+    Clock "device": the GPU's own, by CUDA events, which wait in the same queue (elsewhere like "wall"). "wall": until
+    each call's result is there. "issue": until the calls return. `flush`, larger than the caches, is written before
+    each sample: operands then come from memory, and the GPU is busy while the call is issued, so no launch is timed.
+    """
+    warm_up(work, device, WARM_UP_SECONDS)
+    by_events = device.type == "cuda" and clock == "device"
+    seconds = []
+    for _ in range(samples):
+        runtime.wait_for(device)
+        if flush is not None:
+            flush.zero_()
+        if by_events:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            for _ in range(repeat):
+                work()
+            end.record()
+            end.synchronize()
+            seconds.append(start.elapsed_time(end) / 1e3 / repeat)
+        else:
+            runtime.wait_for(device)
+            began = time.perf_counter()
+            for _ in range(repeat):
+                work()
+                if clock != "issue":
+                    runtime.wait_for(device)
+            seconds.append((time.perf_counter() - began) / repeat)
+    runtime.wait_for(device)
+    return seconds
+
+
+def run(kind: str, what: str, dtype: str | None, shape: Sequence[int], unit: str, values: list[float], **own) -> dict:
+    """A row: median, lowest and highest of the samples, in `unit`."""
+    spread = {"n": len(values), "median": statistics.median(values), "min": min(values), "max": max(values)}
+    return {"kind": kind, "what": what, "dtype": dtype, "shape": list(shape), "unit": unit, **spread, **own}
 
 
 def matmul(kind: str, dtype: str, shape: tuple, device: torch.device, samples: int, flush: Tensor) -> dict:
-    """FLOP/s of a product of random operands. AssertionError if its result is wrong."""
-    x, w = operands(dtype, shape, device)
-    multiply = product(dtype, x, w)
+    x, w = bench.operands(dtype, shape, device)
+    multiply = bench.product(dtype, x, w)
     result = multiply()
-    error, allowed = relative_error(result, x, w), TYPES[dtype][1]
-    assert error <= allowed, f"{dtype} {shape}: relative error {error:.1e} is above {allowed:.1e}"
-
+    rows, columns = (slice(None, None, max(1, size // 16)) for size in result.shape)  # 16 x 16 entries are enough
+    exact = x[rows].cpu().double() @ w[columns].cpu().double().t()
+    error = (result[rows, columns].cpu().double() - exact).norm() / exact.norm()
     m, n, k = shape
     flop = 2 * m * n * k  # a multiplication and an addition for each of M x N x K
     rates = [flop / seconds for seconds in timed(multiply, device, samples, flush)]
-    type_on_sheet = dtype.removesuffix("_fast")
-    return figure(
-        kind,
-        f"{m:,} x {n:,} x {k:,}",
-        dtype,
-        shape,
-        rates,
-        "FLOP/s",
-        peak=hardware.peak_flops(hardware.device_name(device), type_on_sheet),
-        native=type_on_sheet in hardware.native_types(device)[0],
-        flop_per_byte=flop / (x.nbytes + w.nbytes + result.nbytes),
-        relative_error=error,
-    )
+    row = run(kind, f"{kind} {m:,} x {n:,} x {k:,}", dtype, shape, "FLOP/s", rates, relative_error=error.item())
+    row["native"] = dtype.removesuffix("_fast") in machine.native_types(device)[0]
+    row["flop_per_byte"] = flop / (x.nbytes + w.nbytes + result.nbytes)
+    return row
 
 
 def bandwidth(device: torch.device, samples: int, flush: Tensor, array_bytes: int) -> list[dict]:
     """Copy a = b and triad a = b + 3c: every array read or written counts once, as in STREAM."""
     a, b, c = (torch.randn(array_bytes // 4, device=device) for _ in range(3))
-    peak = hardware.memory_bandwidth(hardware.device_name(device))
     found = []
     for kind, arrays, flop, work, expected in (
         ("copy", 2, 0, partial(a.copy_, b), lambda: b[::997]),
@@ -87,8 +125,8 @@ def bandwidth(device: torch.device, samples: int, flush: Tensor, array_bytes: in
     ):
         rates = [arrays * a.nbytes / seconds for seconds in timed(work, device, samples, flush)]
         torch.testing.assert_close(a[::997], expected())
-        what = f"{kind}: {arrays} x {a.nbytes / 2**20:,.0f} MiB"
-        found.append(figure(kind, what, "fp32", a.shape, rates, "B/s", peak=peak, flop_per_byte=flop / (4 * arrays)))
+        what = f"{kind} {arrays} x {a.nbytes / 2**20:,.0f} MiB"
+        found.append(run(kind, what, "fp32", a.shape, "B/s", rates, flop_per_byte=flop / (4 * arrays)))
     return found
 
 
@@ -102,12 +140,12 @@ def transfers(device: torch.device, samples: int, transfer_bytes: int) -> list[d
             for non_blocking in (False, True):
                 source.neg_()  # what the target already holds must not pass for a copy
                 copy = partial(target.copy_, source, non_blocking=non_blocking)
-                what = f"{kind}, {memory}, {'non-blocking' if non_blocking else 'blocking'}"
+                what = f"{kind}, {memory}, non_blocking={non_blocking}"
                 rates = [there.nbytes / seconds for seconds in timed(copy, device, samples, clock="wall")]
                 calls = timed(copy, device, samples, clock="issue")
-                assert torch.equal(target[::997].cpu(), source[::997].cpu()), what
-                found.append(figure(kind, what, None, there.shape, rates, "B/s"))
-                found.append(figure(f"{kind}_call", f"{what}: the call", None, there.shape, calls, "s"))
+                assert torch.equal(target[::997].cpu(), source[::997].cpu()), f"{what}: the target has other values"
+                found.append(run(kind, what, None, there.shape, "B/s", rates))
+                found.append(run(f"{kind}_call", f"{what}: the call", None, there.shape, "s", calls))
     return found
 
 
@@ -115,131 +153,96 @@ def launches(device: torch.device, samples: int) -> list[dict]:
     """What an operation costs that has next to nothing to do."""
     add = partial(torch.zeros(1, device=device).add_, 1)
     calls = timed(add, device, samples, repeat=500, clock="issue")  # fewer than a GPU's queue holds
-    found = [figure("launch", "call after call", "fp32", [1], calls, "s")]
-    if device != CPU:
-        trips = timed(add, device, samples, repeat=100, clock="wall")
-        found.append(figure("round_trip", "waiting for each", "fp32", [1], trips, "s"))
-    return found
+    trips = timed(add, device, samples, repeat=100, clock="wall")
+    whats = {"launch": ("tiny op, call after call", calls), "round_trip": ("tiny op, waiting for each", trips)}
+    return [run(kind, what, "fp32", [1], "s", seconds) for kind, (what, seconds) in whats.items()]
 
 
 def against_cpu(device: torch.device, samples: int) -> list[dict]:
-    """fp32, by the watch of whoever waits for the result: forward passes, and square products of growing size."""
+    """fp32, by the watch of whoever waits for the result: forward passes, and square matmuls of growing size."""
     torch.set_float32_matmul_precision("highest")
     warnings.filterwarnings("ignore", message="enable_nested_tensor")  # nn.Transformer as built by default
-    found = []
-
-    def measure(kind: str, what: str, place: str, work, expected: Tensor) -> None:
-        torch.testing.assert_close(work().cpu(), expected, rtol=1e-2, atol=1e-2)
-        repeat = 10 if kind == "square" else 1
-        seconds = timed(work, CPU if place == "cpu" else device, samples, repeat=repeat, clock="wall")
-        found.append(figure(kind, f"{what}, {place}", "fp32", expected.shape, seconds, "s", place=place))
-
+    x = torch.randn(1, 512, 512)
     # nn.Transformer takes a target, which tutorials forget, and by default the length before the batch: the same
     # tensor is then 512 sequences of one token, 45 GFLOP in place of 55
-    x = torch.randn(1, 512, 512)
-    layer = nn.TransformerEncoderLayer(512, 8, batch_first=True)
-    for kind, what, net, inputs in (
-        ("encoder_layer", "encoder layer, 1 x 512 tokens", layer, [x]),
+    works = [
+        ("encoder_layer", "encoder layer, 1 x 512 tokens", nn.TransformerEncoderLayer(512, 8, batch_first=True), [x]),
         ("transformer", "Transformer, 1 x 512 tokens", nn.Transformer(512, batch_first=True), [x, x]),
         ("transformer_by_default", "Transformer, 512 x 1 token", nn.Transformer(512), [x, x]),
-    ):
-        expected = net.eval()(*inputs)
-        measure(kind, what, "cpu", partial(net, *inputs), expected)
-        if device != CPU:
-            there = partial(net.to(device), *(tensor.to(device) for tensor in inputs))
-            measure(kind, what, "gpu", there, expected)
-    for n in SQUARES:
-        a, b = torch.randn(2, n, n)
-        measure("square", f"{n}", "cpu", partial(torch.mm, a, b), a @ b)
-        if device != CPU:
-            measure("square", f"{n}", "gpu", partial(torch.mm, a.to(device), b.to(device)), a @ b)
-            with_copies = partial(lambda a, b: (a.to(device) @ b.to(device)).cpu(), a, b)
-            measure("square", f"{n}", "gpu with copies", with_copies, a @ b)
+        *(("square", f"square {n}", torch.mm, [*torch.randn(2, n, n)]) for n in SQUARES),
+    ]
+    found = []
+    for kind, what, work, inputs in works:
+        expected = work.eval()(*inputs) if isinstance(work, nn.Module) else work(*inputs)
+        for place in ("cpu",) if device == CPU else ("cpu", "gpu", "gpu with copies"):
+            where = CPU if place == "cpu" else device
+            work = work.to(where) if isinstance(work, nn.Module) else work
+            call = partial(work, *(tensor.to(where) for tensor in inputs))
+            if place == "gpu with copies":
+                call = partial(lambda work, inputs: work(*(x.to(device) for x in inputs)).cpu(), work, inputs)
+            torch.testing.assert_close(call().cpu(), expected, rtol=1e-2, atol=1e-2)
+            seconds = timed(call, where, samples, repeat=10 if kind == "square" else 1, clock="wall")
+            found.append(run(kind, f"{what}, {place}", "fp32", expected.shape, "s", seconds, place=place))
     return found
 
 
-def parse_args():
-    parser = cli.Parser(__doc__)
-    add = parser.add_argument
-    add("--device", choices=("auto", "cuda", "mps", "cpu"), default="auto")
-    add("--samples", type=cli.positive_int, default=5, help="of every figure, after a warm-up")
-    add("--plot", type=cli.plot_file, metavar="PATH", default="runs/roofline.png", help="roofline, a PNG (%(default)s)")
-    add("--json", type=cli.writable_file, metavar="PATH", help="write every figure as one JSON object")
-    return parser.parse_args()
+def check(rows: list[dict]) -> list[str]:
+    for row in rows:
+        name, error, limit = f"{row['type']} {row['what']}", row.get("relative_error"), row["limit"]
+        assert error is None or error <= bench.TYPES[row["dtype"]][1], f"{name}: relative error {error:.1e}"
+        assert not limit or row["max"] <= limit, f"BUG in the timing: {name}: {row['max']:.4g}, at most {limit:.4g}"
+    types = ", ".join(dict.fromkeys(row["type"] for row in rows if "relative_error" in row))
+    rates = "no rate is above the peak" if any(row["limit"] for row in rows) else "peaks of this device: not known"
+    return [f"matmuls in {types} against float64, all else against what it must give", rates]
+
+
+COLUMNS = {"what": "what", "type": "type", "measured": "median (lowest to highest)"}
+COLUMNS |= {"peak_share": "of peak", "best_share": "of best"}
 
 
 @torch.inference_mode()
 def main() -> int:
-    args = parse_args()
-    began = time.perf_counter()
-    device = runtime.single_device(args.device)
-    runtime.seed(0, False)
-    name = hardware.device_name(device)
+    parser = cli.Parser(__doc__)
+    parser.add_argument("--samples", type=cli.positive_int, default=5, help="of every figure, after a warm-up")
+    parser.add_argument("--plot", type=cli.writable_file, metavar="PATH", help="draw the roofline, a PNG")
+    cli.add_device_and_json(parser)
+    args = parser.parse_args()
+    device = lesson.start(args.device)
     size = "gpu" if device.type == "cuda" else "cpu"
-    array_bytes, flush_bytes = buffer_bytes(device, ARRAY_BYTES[size], FLUSH_BYTES[size])
-    summary = {
-        "device": name,
-        **conditions(device),
-        "array_bytes": array_bytes,
-        "flush_bytes": flush_bytes,
-        "type_warm_up_seconds": TYPE_WARM_UP_SECONDS[size],
-        "figure_warm_up_seconds": WARM_UP_SECONDS,
-        "samples": args.samples,
-    }
-    print_conditions({"torch": torch.__version__, **summary})
-
-    flush = torch.zeros(flush_bytes, dtype=torch.uint8, device=device)
-    unseen = {dtype: why for dtype in TYPES if (why := obstacle(dtype, device))}
-    common_type = hardware.choose_dtype("auto", device)
-    found = []
-    groups = [("matmul", dtype, SHAPES[size]) for dtype in TYPES if dtype not in unseen]
-    for kind, dtype, shapes in [*groups, ("width", common_type, WIDTHS[size])]:
+    own = bench.conditions(device)
+    flush = torch.zeros(ARRAY_BYTES[size], dtype=torch.uint8, device=device)
+    not_measured = {dtype: why for dtype in bench.TYPES if (why := bench.obstacle(dtype, device))}
+    rows = []
+    groups = [("matmul", dtype, SHAPES[size]) for dtype in bench.TYPES if dtype not in not_measured]
+    for kind, dtype, shapes in [*groups, ("width", hardware.choose_dtype("auto", device), WIDTHS[size])]:
         # under load a GPU's clocks sink to what its power limit allows: the first of a type must not be flattered
-        largest = max(shapes, key=math.prod)
-        multiply = product(dtype, *operands(dtype, largest, device))
+        multiply = bench.product(dtype, *bench.operands(dtype, max(shapes, key=math.prod), device))
         warm_up(multiply, device, TYPE_WARM_UP_SECONDS[size])
         if kind == "width":
-            summary["under_load"] = conditions_under_load(multiply, device)
-        found += [matmul(kind, dtype, shape, device, args.samples, flush) for shape in shapes]
-    summary["after_matmuls"] = conditions(device)
-    found += bandwidth(device, args.samples, flush, array_bytes)
-    found += launches(device, args.samples)
-    found += against_cpu(device, args.samples)
+            for _ in range(500 if device.type == "cuda" else 0):
+                multiply()  # in the queue: the next line reads the clocks while the GPU works
+            own["under_load"] = bench.conditions(device)
+        rows += [matmul(kind, dtype, shape, device, args.samples, flush) for shape in shapes]
+    rows += bandwidth(device, args.samples, flush, ARRAY_BYTES[size])
+    rows += launches(device, args.samples)
+    rows += against_cpu(device, args.samples)
     if device.type == "cuda":
-        found += transfers(device, args.samples, min(array_bytes, ARRAY_BYTES["cpu"]))
+        rows += transfers(device, args.samples, ARRAY_BYTES["cpu"])
     else:
-        unseen["between host and GPU"] = f"only with CUDA, this is {device.type}"
-    if device == CPU:
-        unseen["CPU against GPU"] = "no GPU here or --device cpu: only the CPU's side"
-
-    for f in found:
-        rate_of_units = f["unit"] == "FLOP/s"
-        f["limit"] = limit_flops(name, f["dtype"], summary.get("sm_clock_max_mhz")) if rate_of_units else f["peak"]
-    best = ceilings(found)
-    facts = conclusions(found, best)
-    print_tables(found, facts, unseen)
-    checked = [f["dtype"] for f in found if "relative_error" in f]
-    types = ", ".join(LABELS.get(dtype, dtype) for dtype in dict.fromkeys(checked))
-    print(f"checked: {len(checked)} products in {types} against float64, within rounding;")
-    print("         copies, triad, forward passes and square products against what they must give")
-    wrong, known = bugs(found), any(f["peak"] for f in found)
-    verdict = "no rate is above what its device can reach" if known else "not known for this device"
-    print("\n".join(f"BUG: {line}" for line in wrong) or f"peaks: {verdict}")
-    summary |= {
-        "verdict": "BUG" if wrong else "ok" if known else None,
-        "bugs": wrong,
-        **facts,
-        "ceilings": best,
-        "not_measured": unseen,
-        "measurements": found,
-        "seconds": time.perf_counter() - began,
-        "world_size": 1,
-        "peak_memory_bytes": report.peak_memory_bytes(device),
-    }
-    report.write_json(summary, args.json)
-    if plot_roofline(found, best, name, args.plot):
-        print(f"roofline: {args.plot}")
-    return 1 if wrong else 0
+        not_measured["between host and GPU"] = f"only with CUDA, this is {device.type}"
+    not_measured |= {"CPU against GPU": "no GPU: only the CPU's side"} if device == CPU else {}
+    name = hardware.device_name(device)
+    best = bench.compare(rows, name, own.get("sm_clock_max_mhz"))
+    ratios = bench.ratios(rows, best)
+    own |= {"best": best, **ratios, "not_measured": not_measured}
+    lesson.end(rows, columns=COLUMNS, checked=check(rows), args=args, device=device, **own)
+    facts = {key: own["under_load"].get(key) for key in ("cpu", "cpu_threads", "sm_clock_mhz", "power_watts")} | ratios
+    lines = [f"{key.replace('_', ' ')}: {report.for_people(key, value)}" for key, value in facts.items()]
+    lines += [f"not measured: {bench.LABELS.get(what, what)}: {why}" for what, why in not_measured.items()]
+    print("\n".join(lines))
+    if args.plot:
+        print(bench.plot_roofline(rows, best, own["cpu"] if device == CPU else name, args.plot))
+    return 0
 
 
 if __name__ == "__main__":
