@@ -49,6 +49,7 @@ gpu:
 # the pictures in docs/images, from real runs on the CPU; the last needs two hosts with a slow link between them
 figures: $(VENV)/ready
 	$(BIN)/python benchmarks/loss_curves.py
+	$(BIN)/python benchmarks/figures.py
 	$(BIN)/python 01_devices/benchmark.py --device cpu --plot docs/images/roofline.png
 	@if [ "$$(id -u)" -eq 0 ] && command -v tc > /dev/null ; then \
 		$(BIN)/python 05_ddp/ddp_from_scratch.py --link-mbit 1000 --seq-len 64 --plot docs/images/overlap.png ; \
