@@ -1,18 +1,18 @@
 """LoRA and QLoRA: freeze a model, and train two thin matrices beside each of its own.
 
 Full fine-tuning holds 16 bytes per parameter: the weight, its gradient and AdamW's two averages, in fp32. LoRA freezes
-each weight matrix W and trains a product of two thin ones beside it: y = W x + alpha / rank * B A x. Only A and B have
-gradients and optimizer state, and W, which no update is added to, needs no fp32 copy. QLoRA also rounds W to 4 bits and
-dequantizes it, one layer at a time, in forward and again in backward. The activations stay: A needs its input, too.
+each weight matrix W and trains a product of two thin ones beside it: y = x W^T + alpha / rank * x A^T B^T. Only A and B
+have gradients and optimizer state, and W, which no update is added to, needs no fp32 copy. QLoRA also rounds W to 4
+bits and dequantizes it, one layer at a time, in forward and again in backward. The activations stay: A needs its input,
+too. Afterwards W + alpha / rank * B A is one matrix again.
 
     laptop    python 07_memory_tricks/lora.py
     answers   python 07_memory_tricks/lora.py --model models/smollm2-135m --save runs/adapters   (make model makes it)
     one GPU   python 07_memory_tricks/lora.py --model llama-1b --seq-len 1024 --batch-size 4
     cluster   one process is all it uses; adapters this small need no sharding, and their base can be sharded as in 06
 
-A model with random weights is first trained on the standard library's source, then adapted to the pages (*.md) of this
-repository. One with a chat template (make model) is adapted to the instructions in lora_instructions.jsonl: held-out
-questions show whether it has learnt to answer in their way.
+A model with random weights is first trained on the standard library's source, then adapted to this repository's pages.
+One with a chat template is adapted to lora_instructions.jsonl: held-out questions show whether it answers in their way.
 
 Look for: bytes of weights, gradients and optimizer state by method, and how little the activations change; the loss on
 text that no method has read. Before: offload.py. Next: cuda_graphs.py.
@@ -20,226 +20,225 @@ text that no method has read. Before: offload.py. Next: cuda_graphs.py.
 
 import copy
 import sys
-import time
+from collections.abc import Callable
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # old/, with nothing installed
-from _lora_checks import check_layers, frozen_digest
-from _lora_flags import LORA_LR_FACTOR, has_weights, parse_args
-from _lora_peft import save_for_peft
-from _lora_report import Run, note_memory, note_saved_bytes, print_runs, summarize, timed
-from _lora_tasks import choose_task, evaluate, train_base
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+import _lora
+from _shared import saved_for_backward
 
-from old import exits, hardware, model, report, runtime, shapes, step_cost
+from common import adapters, data, exits, hardware, lesson, measure, model, runtime, shapes
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-CLIP_NORM = 1.0
+METHODS = ("full", "lora", "qlora")
+LORA_LR_FACTOR = 10  # adapters take a learning rate about so many times that of full fine-tuning
+BASE_STEPS = 60  # from random weights, so that there is something to adapt
 GROUP = 64  # weights that share a scale and a zero: 4 bits each, and 2 x 16 bits for all of them, make 4.5
+TOLERANCE = 1e-5  # relative; sums of thousands of products in fp32 came out 7e-7 apart on one CPU
 
 
-class LoRALinear(nn.Module):
-    """W x + alpha / rank * B A x. W is frozen. B starts at zero, so that training starts from the model as it is."""
-
-    def __init__(self, base: nn.Module, rank: int, alpha: float) -> None:
-        super().__init__()
-        self.base = base
-        self.scaling = alpha / rank  # with it the same learning rate serves many ranks
-        self.lora_A = nn.Linear(base.in_features, rank, bias=False)  # random: if both were zero, both would stay so
-        self.lora_B = nn.Linear(rank, base.out_features, bias=False)
-        nn.init.zeros_(self.lora_B.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.lora_B(self.lora_A(x)) * self.scaling
-
-    @torch.no_grad()
-    def merged_weight(self) -> Tensor:
-        """One matrix that does the same, in fp32. In bf16 the rounding of W could swallow the small product."""
-        return self.base.weight.float() + self.scaling * self.lora_B.weight.float() @ self.lora_A.weight.float()
-
-
-def adapt_block(block: nn.Module, *, rank: int, alpha: float, int4: bool) -> None:
-    """Freeze one block and put adapters beside its linear layers. With int4 their weights are rounded: the block alone
-    is ever there in both forms, so that a model can be built, rounded and kept block by block."""
-    block.requires_grad_(False)
-    linears = {name: module for name, module in block.named_modules() if isinstance(module, nn.Linear)}
-    for name, linear in linears.items():
-        with torch.device(linear.weight.device):
-            base = Int4Linear(linear) if int4 else linear
-            block.set_submodule(name, LoRALinear(base, rank, alpha))
-
-
-def adapt(net: model.Transformer, *, rank: int, alpha: float, int4: bool, dtype: torch.dtype) -> None:
-    """What is frozen takes no updates that bf16 could lose: it is kept in `dtype`. Adapters are fp32."""
-    net.requires_grad_(False).to(dtype)  # embedding, norms and head as well
-    for block in net.model.layers.values():
-        adapt_block(block, rank=rank, alpha=alpha, int4=int4)
-
-
-class Int4(NamedTuple):
-    codes: Tensor  # uint8 [groups, GROUP / 2]: two to a byte
-    scale: Tensor  # bf16 [groups, 1]
-    zero: Tensor  # bf16 [groups, 1]: what code 0 stands for
-
-
-def quantize_int4(weight: Tensor) -> Int4:
-    """w is about zero + code * scale with a code of 0 to 15: between a group's smallest and largest weight."""
+def quantize_int4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, two to a byte: uint8 [groups, GROUP / 2]; scale and zero: bf16 [groups, 1]. w is about zero + code * scale
+    with a code of 0 to 15: between a group's smallest and largest weight."""
     groups = F.pad(weight.float().flatten(), (0, -weight.numel() % GROUP)).view(-1, GROUP)
     zero = groups.amin(1, keepdim=True).bfloat16()
     scale = ((groups.amax(1, keepdim=True) - zero) / 15).bfloat16()
     scale = torch.where(scale > 0, scale, 1)  # all weights of a group equal: 0 / 1, not 0 / 0
     codes = ((groups - zero) / scale).round().clamp(0, 15).to(torch.uint8)
-    return Int4(codes[:, ::2] | codes[:, 1::2] << 4, scale, zero)
+    return codes[:, ::2] | codes[:, 1::2] << 4, scale, zero
 
 
-def dequantize_int4(weight: Int4, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    codes = torch.stack((weight.codes & 15, weight.codes >> 4), dim=-1).flatten(1)
-    values = codes * weight.scale.to(dtype) + weight.zero.to(dtype)
-    return values.flatten()[: shape[0] * shape[1]].view(shape)
+class QLoRALinear(adapters.LoRALinear):
+    """The same adapter beside 4 bits per weight. They are buffers: no optimizer ever sees them."""
 
-
-class Int4Product(torch.autograd.Function):
-    """x W^T with a frozen int4 W. Left to itself, autograd would keep the dequantized W of every layer until backward:
-    QLoRA would take more memory than LoRA. So backward gets the codes and dequantizes them again."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Int4, shape: tuple[int, int]) -> Tensor:
-        ctx.weight, ctx.shape = weight, shape
-        return F.linear(x, dequantize_int4(weight, shape, x.dtype))
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor):
-        return gradient @ dequantize_int4(ctx.weight, ctx.shape, gradient.dtype), None, None
-
-
-class Int4Linear(nn.Module):
-    """A frozen linear layer without bias. Buffers, not parameters: no optimizer ever sees them."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.out_features, self.in_features = linear.weight.shape
-        for name, tensor in quantize_int4(linear.weight.detach())._asdict().items():
+    def __init__(self, linear: nn.Linear, rank: int, alpha: float) -> None:
+        super().__init__(linear, rank, alpha)
+        self.weight = None
+        for name, tensor in zip(("codes", "scale", "zero"), quantize_int4(linear.weight.detach()), strict=True):
             self.register_buffer(name, tensor)
 
-    @property
-    def weight(self) -> Tensor:
-        return dequantize_int4(self.int4(), (self.out_features, self.in_features), torch.float32)
+    def frozen_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        codes = torch.stack((self.codes & 15, self.codes >> 4), dim=-1).flatten(1)
+        values = codes * self.scale.to(dtype) + self.zero.to(dtype)
+        return values.flatten()[: self.out_features * self.in_features].view(self.out_features, self.in_features)
 
-    def int4(self) -> Int4:
-        return Int4(self.codes, self.scale, self.zero)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return Int4Product.apply(x, self.int4(), (self.out_features, self.in_features))
+    def base(self, x: Tensor) -> Tensor:
+        return Int4Matmul.apply(x, self)
 
 
-def merge(net: model.Transformer) -> None:
-    """Back to plain layers in fp32, of the same names and sizes as before: nothing is left to compute beside them."""
-    layers = {name: module for name, module in net.named_modules() if isinstance(module, LoRALinear)}
-    for name, layer in layers.items():
-        plain = nn.Linear(layer.base.in_features, layer.base.out_features, bias=False, device="meta")
-        plain.weight = nn.Parameter(layer.merged_weight())
-        net.set_submodule(name, plain)
-    net.float()
+class Int4Matmul(torch.autograd.Function):
+    """x W^T with a frozen int4 W. Left to itself, autograd would keep the dequantized W of every layer until backward:
+    QLoRA would take more memory than LoRA. So backward dequantizes it again."""
+
+    @staticmethod
+    def forward(context, x: Tensor, layer: QLoRALinear) -> Tensor:
+        context.layer = layer
+        return F.linear(x, layer.frozen_weight(x.dtype))
+
+    @staticmethod
+    def backward(context, gradient: Tensor) -> tuple:
+        return gradient @ context.layer.frozen_weight(gradient.dtype), None
 
 
-def new_run(method: str, base: model.Transformer, args, dtype: torch.dtype, device: torch.device) -> Run:
-    net = copy.deepcopy(base).to(device)
-    if method != "full":
-        runtime.seed(args.seed, deterministic=False)  # LoRA and QLoRA start from the same A
-        adapt(net, rank=args.rank, alpha=args.alpha, int4=method == "qlora", dtype=dtype)
-    trained = [p for p in net.parameters() if p.requires_grad]
-    lr = args.lr / LORA_LR_FACTOR if method == "full" else args.lr
-    return Run(method, net, trained, torch.optim.AdamW(trained, lr=lr, weight_decay=0.0, fused=True), lr)
+def merged_error(layer: adapters.LoRALinear) -> float:
+    """How far an adapted layer is at most from one with the merged matrix W', for random inputs and gradients, in fp32.
+    If G is the gradient of W' = W + s B A, the chain rule gives s B^T G for A and s G A^T for B."""
+    layer = copy.deepcopy(layer).float().cpu()  # bf16 values are fp32 values: nothing is rounded
+    a, b, s = layer.lora_A, layer.lora_B, layer.scaling
+    x, upstream = torch.randn(32, layer.in_features, requires_grad=True), torch.randn(32, layer.out_features)
+    output = layer(x)
+    found = [output, *torch.autograd.grad(output, (x, a, b), upstream)]
+    merged_weight = layer.merged_weight().requires_grad_()
+    output = F.linear(x, merged_weight)
+    x_gradient, gradient = torch.autograd.grad(output, (x, merged_weight), upstream)
+    expected = [output, x_gradient, s * b.T @ gradient, s * gradient @ a.T]
+    return max(measure.relative_error(one, other) for one, other in zip(found, expected, strict=True))
 
 
-def training_step(run: Run, batch: tuple[Tensor, Tensor], autocast) -> None:
+def training_step(net: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor], autocast) -> Tensor:
+    """Leaves the gradients, so that they can be counted."""
+    optimizer.zero_grad()
     with autocast():
-        loss = run.net(*batch)
+        loss = net(*batch)
     loss.backward()
-    clip_grad_norm_(run.trained, CLIP_NORM)
-    run.optimizer.step()
-    run.gradient_bytes = sum(p.grad.nbytes for p in run.trained)
-    run.optimizer.zero_grad(set_to_none=True)
-    run.losses.append(loss.detach())
+    nn.utils.clip_grad_norm_([weight for weight in net.parameters() if weight.requires_grad], 1.0)
+    optimizer.step()
+    return loss.detach()
+
+
+def run(method: str, base: model.Transformer, task: _lora.Task, args, autocast, device) -> tuple[dict, Callable]:
+    """Train with one method: its row, and one more step, to be timed beside those of the others."""
+    others_bytes = measure.LiveBytes(device=device).now  # on CUDA what other methods hold
+    net = copy.deepcopy(base).to(device)
+    kind = QLoRALinear if method == "qlora" else adapters.LoRALinear
+    if method != "full":
+        runtime.seed_all(0)  # LoRA and QLoRA start from the same A
+        net.to(torch.bfloat16 if args.dtype == "bf16" else torch.float32)  # no update that bf16 could lose
+        adapters.adapt(net, rank=args.rank, alpha=args.alpha, kind=kind)
+    trained = [weight for weight in net.parameters() if weight.requires_grad]
+    lr = args.lr / LORA_LR_FACTOR if method == "full" else args.lr
+    optimizer = torch.optim.AdamW(trained, lr=lr, weight_decay=0.0, fused=True)
+    batches = [(inputs.to(device), targets.to(device)) for inputs, targets in task.batches]
+
+    digest, val_loss_before = _lora.frozen_digest(net), _lora.evaluate(net, task.held_out, autocast)
+    with saved_for_backward(net) as saved, autocast():
+        net(*batches[0])
+    losses = [training_step(net, optimizer, batch, autocast) for batch in batches]
+    state = [tensor for values in optimizer.state.values() for tensor in values.values()]
+    row = {
+        "method": method,
+        "lr": lr,
+        "trained_parameters": sum(weight.numel() for weight in trained),
+        "weight_bytes": sum({t.data_ptr(): t.nbytes for t in net.state_dict().values()}.values()),  # tied ones once
+        "gradient_bytes": sum(weight.grad.nbytes for weight in trained),
+        "optimizer_bytes": sum(tensor.nbytes for tensor in state),
+        "activation_bytes": sum(saved["activations"].values()),
+        "losses": torch.stack(losses).tolist(),
+        "val_loss_before": val_loss_before,
+        "val_loss_after": _lora.evaluate(net, task.held_out, autocast),
+        "frozen_sha256": (digest, _lora.frozen_digest(net)),
+    }
+    optimizer.zero_grad()
+    if method != "full":
+        row["merged_error"] = max(merged_error(layer) for layer in net.modules() if isinstance(layer, kind))
+        if args.save:
+            _lora.save_for_peft(net, Path(args.save, method), base=args.model, rank=args.rank, alpha=args.alpha)
+        merged = copy.deepcopy(net)
+        adapters.merge(merged)
+        row["val_loss_merged"] = _lora.evaluate(merged.float(), task.held_out, autocast)
+        del merged  # or a GPU's peak would count it
+    row["answer"] = task.answer(net, autocast)
+    one_more_step = partial(training_step, net, optimizer, batches[0], autocast)
+    with measure.LiveBytes([*net.parameters(), *net.buffers(), *state], device) as memory:
+        one_more_step()
+    return row | {"peak_memory_bytes": memory.peak - others_bytes}, one_more_step
+
+
+def check(rows: list[dict], dtype: str) -> list[str]:
+    checked = []
+    for row in rows:
+        if row["method"] != "full":
+            name, error = row["method"], row["merged_error"]
+            assert len(set(row["frozen_sha256"])) == 1, f"{name} changed what it had frozen"
+            checked.append(f"{name}'s frozen weights have the same SHA-256 before and after training")
+            assert error <= TOLERANCE, f"{name}: a layer differs from its merged one by {error:.1e}"
+            checked.append(f"{name}'s layers and merged ones, outputs and gradients in fp32: {error:.0e} apart")
+    if len(rows) == len(METHODS):
+        full, lora, qlora = rows
+        if dtype == "fp32":
+            error = abs(lora["val_loss_before"] / full["val_loss_before"] - 1)
+            assert error <= TOLERANCE, f"lora does not start from the model as it is: its loss is {error:.0e} off"
+        assert qlora["activation_bytes"] == lora["activation_bytes"], "qlora keeps dequantized weights for backward"
+        assert full["peak_memory_bytes"] > lora["peak_memory_bytes"] > qlora["peak_memory_bytes"], "peaks do not fall"
+        checked.append("qlora keeps for backward what lora keeps, no dequantized weight; the peaks fall in this order")
+    return checked
 
 
 def main() -> int:
-    started = time.perf_counter()
-    args = parse_args(__doc__)
-    device = runtime.single_device(args.device)
-    runtime.exact_fp32(device)
-    dtype = hardware.choose_dtype(args.dtype, device)
-    autocast = partial(torch.autocast, device.type, DTYPES[dtype], enabled=dtype != "fp32")
-    task = choose_task(
-        args.model, steps=args.steps, batch_size=args.batch_size, seq_len=args.seq_len, seed=args.seed, device=device
+    choices = {"method": ("all", *METHODS), "dtype": ("auto", "fp32", "bf16")}
+    args = lesson.flags(
+        __doc__, model="nano", rank=8, alpha=16.0, steps=20, batch_size=4, seq_len=128, save="", **choices
     )
-    config = shapes.load_config(args.model, task.vocab_size, task.seq_len)
-    print(f"{args.model}, {dtype} products, {hardware.device_name(device)}; {task.about}", flush=True)
-
-    base = model.build(args.model, config, seed=args.seed, device=device)
-    if not has_weights(args.model):
-        train_base(base, autocast, lr=shapes.recipe(args.model).lr, seed=args.seed)
+    device = lesson.start(args.device)
+    args.dtype = hardware.choose_dtype(args.dtype, device)
+    trained_before = args.model not in shapes.SIZES and any(Path(args.model).glob("*.safetensors"))
+    if args.save and (not trained_before or args.method == "full"):
+        raise exits.UserError(f"--save {args.save}: it needs --method lora or qlora, and --model FOLDER with weights")
+    # for nano, 1e-2 ended lower than 1e-3 and 2e-2 did; 1e-3 is a common choice for a model that has been trained
+    args.lr = 1e-3 if trained_before else 5 * shapes.recipe(args.model).lr
+    task = _lora.choose_task(args)
+    args.seq_len = task.batches[0][0].size(1)
+    config = shapes.load_config(args.model, task.vocab_size, args.seq_len)
+    autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=args.dtype == "bf16")
+    base = model.build(args.model, config, seed=0, device=device)
+    if not trained_before:
+        text = _lora.make_batches(data.load_corpus("stdlib"), seq_len=64, batch_size=16)
+        optimizer = torch.optim.AdamW(base.parameters(), lr=shapes.recipe(args.model).lr, fused=True)
+        for inputs, targets in islice(text.stream(0), BASE_STEPS):
+            training_step(base, optimizer, (inputs.to(device), targets.to(device)), autocast)
+        optimizer.zero_grad()
     answer_before = task.answer(base, autocast)
     base.cpu()  # from here on it is only copied from
-    runs = [new_run(method, base, args, DTYPES[dtype], device) for method in args.methods]
-    digests = [frozen_digest(run.net) for run in runs]
-    batches = [(inputs.to(device), targets.to(device)) for inputs, targets in task.batches]
-    for run in runs:
-        run.val_loss_before = evaluate(run.net, task.held_out, autocast)
-        note_saved_bytes(run, batches[0], autocast)
-    for batch in batches[:-1]:
-        for run in runs:  # in turns: what disturbs one disturbs all
-            run.seconds.append(timed(partial(training_step, run, batch, autocast), device))
-    for run in runs:
-        note_memory(run, partial(training_step, run, batches[-1], autocast), device)
-        run.val_loss_after = evaluate(run.net, task.held_out, autocast)
-
-    rows = [summarize(run) for run in runs]
-    for run, digest, row in zip(runs, digests, rows, strict=True):
-        if run.method != "full":
-            assert frozen_digest(run.net) == digest, f"{run.method} changed what it had frozen"
-            print(f"checked: {run.method}'s frozen weights have the same SHA-256 before and after {args.steps} steps")
-            error = check_layers(run.net)
-            print(f"checked: {run.method}'s layers and merged ones, outputs and gradients in fp32: {error:.0e} apart")
-            if args.save:
-                save_for_peft(run.net, args.save / run.method, base=args.model, rank=args.rank, alpha=args.alpha)
-                print(f"saved for peft: {args.save / run.method}")
-            merge(run.net)
-            row["val_loss_merged"] = evaluate(run.net, task.held_out, autocast)
-        row["answer"] = task.answer(run.net, autocast)
-    print_runs(rows, question=task.question, answer_before=answer_before)
-    if device.type != "cuda":
-        print("left out: what torch's allocator holds (CUDA only); peaks are of the tensors that are alive")
-    if plot := step_cost.plot_memory({run.method: run.memory for run in runs}, args.plot):
-        print(f"plot: {plot}")
-    shown = next((row for row in rows if row["method"] == "lora"), rows[0])  # whose losses are the summary's
-    summary = {
-        "device": hardware.device_name(device),
-        "world_size": 1,
-        "dtype": dtype,
-        "model": args.model,
-        "parameters": shapes.parameter_count(config),
-        "steps": args.steps,
-        "tokens": args.steps * args.batch_size * task.seq_len,
-        "first_loss": shown["losses"][0],
-        "last_loss": shown["losses"][-1],
-        "val_loss": shown["val_loss_after"],
-        "peak_memory_bytes": report.peak_memory_bytes(device),
-        "seconds": time.perf_counter() - started,
-        "rank": args.rank,
-        "alpha": args.alpha,
-        "seq_len": task.seq_len,
-        "question": task.question,
-        "answer_before": answer_before,
-        "methods": rows,
+    rows, steps = [], {}
+    for method in METHODS if args.method == "all" else (args.method,):
+        row, steps[method] = run(method, base, task, args, autocast, device)
+        rows.append(row)
+    seconds = measure.seconds_in_turns(steps, device, rounds=3)
+    rows = [{**row, **seconds[row["method"]]} for row in rows]
+    if task.question is not None:
+        print(f"question, held out: {task.question}\n  before: {answer_before}")
+        for row in rows:
+            print(f"  after {row['method']}: {row['answer']}")
+    shown = rows[len(rows) // 2]  # of all three LoRA, whose losses are the summary's
+    columns = {
+        "method": "method",
+        "trained_parameters": "trained",
+        "weight_bytes": "weights",
+        "optimizer_bytes": "AdamW",
+        "activation_bytes": "activations",
+        "peak_memory_bytes": "peak",
+        "time_ratio": "time",
+        "val_loss_after": "held-out loss",
     }
-    report.write_json(summary, args.json)
+    lesson.end(
+        rows,
+        columns=columns,
+        checked=check(rows, args.dtype),
+        args=args,
+        device=device,
+        parameters=shapes.parameter_count(config),
+        tokens=args.steps * args.batch_size * args.seq_len,
+        first_loss=shown["losses"][0],
+        last_loss=shown["losses"][-1],
+        val_loss=shown["val_loss_after"],
+        question=task.question,
+        answer_before=answer_before,
+    )
     return 0
 
 
