@@ -31,9 +31,9 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
 import _lora
-from _shared import saved_for_backward
+from _shared import LoRALinear, adapt, merge, saved_for_backward
 
-from common import adapters, data, exits, hardware, lesson, measure, model, runtime, shapes
+from common import data, exits, hardware, lesson, measure, model, runtime, shapes
 
 METHODS = ("full", "lora", "qlora")
 LORA_LR_FACTOR = 10  # adapters take a learning rate about so many times that of full fine-tuning
@@ -53,7 +53,7 @@ def quantize_int4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return codes[:, ::2] | codes[:, 1::2] << 4, scale, zero
 
 
-class QLoRALinear(adapters.LoRALinear):
+class QLoRALinear(LoRALinear):
     """The same adapter beside 4 bits per weight. They are buffers: no optimizer ever sees them."""
 
     def __init__(self, linear: nn.Linear, rank: int, alpha: float) -> None:
@@ -85,7 +85,7 @@ class Int4Matmul(torch.autograd.Function):
         return gradient @ context.layer.frozen_weight(gradient.dtype), None
 
 
-def merged_error(layer: adapters.LoRALinear) -> float:
+def merged_error(layer: LoRALinear) -> float:
     """How far an adapted layer is at most from one with the merged matrix W', for random inputs and gradients, in fp32.
     If G is the gradient of W' = W + s B A, the chain rule gives s B^T G for A and s G A^T for B."""
     layer = copy.deepcopy(layer).float().cpu()  # bf16 values are fp32 values: nothing is rounded
@@ -115,11 +115,11 @@ def run(method: str, base: model.Transformer, task: _lora.Task, args, autocast, 
     """Train with one method: its row, and one more step, to be timed beside those of the others."""
     others_bytes = measure.LiveBytes(device=device).now  # on CUDA what other methods hold
     net = copy.deepcopy(base).to(device)
-    kind = QLoRALinear if method == "qlora" else adapters.LoRALinear
+    kind = QLoRALinear if method == "qlora" else LoRALinear
     if method != "full":
         runtime.seed_all(0)  # LoRA and QLoRA start from the same A
         net.to(torch.bfloat16 if args.dtype == "bf16" else torch.float32)  # no update that bf16 could lose
-        adapters.adapt(net, rank=args.rank, alpha=args.alpha, kind=kind)
+        adapt(net, rank=args.rank, alpha=args.alpha, kind=kind)
     trained = [weight for weight in net.parameters() if weight.requires_grad]
     lr = args.lr / LORA_LR_FACTOR if method == "full" else args.lr
     optimizer = torch.optim.AdamW(trained, lr=lr, weight_decay=0.0, fused=True)
@@ -149,7 +149,7 @@ def run(method: str, base: model.Transformer, task: _lora.Task, args, autocast, 
         if args.save:
             _lora.save_for_peft(net, Path(args.save, method), base=args.model, rank=args.rank, alpha=args.alpha)
         merged = copy.deepcopy(net)
-        adapters.merge(merged)
+        merge(merged)
         row["val_loss_merged"] = _lora.evaluate(merged.float(), task.held_out, autocast)
         del merged  # or a GPU's peak would count it
     row["answer"] = task.answer(net, autocast)

@@ -8,8 +8,9 @@ import torch
 from support.chapter import load
 from support.harness import ODD, TINY, config_of, run, with_fault
 
-from common import adapters, model, shapes
+from common import model, shapes
 
+shared = load("07_memory_tricks/_shared.py")
 SCRIPT = "07_memory_tricks/lora.py"
 SMALL = ["--model", "tiny.json", "--steps", 3, "--seq-len", 64, "--dtype", "fp32", "--device", "cpu"]
 
@@ -91,18 +92,18 @@ def test_peft_reads_what_is_saved_and_computes_the_same(tmp_path, shape):
     names = [name for name, _ in net.named_parameters()]
     with torch.no_grad():
         plain = net(tokens)
-        adapters.adapt(net, rank=3, alpha=8.0)
+        shared.adapt(net, rank=3, alpha=8.0)
         assert torch.equal(net(tokens), plain)
         assert set(names) < {name for name, _ in net.named_parameters()}  # each weight keeps its name
         for layer in net.modules():
-            if isinstance(layer, adapters.LoRALinear):
+            if isinstance(layer, shared.LoRALinear):
                 torch.nn.init.normal_(layer.lora_B, std=0.1)
         expected = net(tokens)
         load("07_memory_tricks/_lora.py").save_for_peft(net, tmp_path / "lora", base=str(tmp_path), rank=3, alpha=8.0)
         theirs = peft.PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(tmp_path), tmp_path / "lora")
         assert error(theirs(tokens).logits, expected) <= 1e-5
         assert error(theirs.merge_and_unload()(tokens).logits, expected) <= 1e-5
-        adapters.merge(net)
+        shared.merge(net)
         assert [name for name, _ in net.named_parameters()] == names
         assert error(net(tokens), expected) <= 1e-6
         assert error(plain, expected) > 1e-2  # the adapters do something
