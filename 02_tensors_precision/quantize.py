@@ -38,14 +38,14 @@ from common import exits, lesson, measure
 
 
 def round_with_one_scale(weight: Tensor, bits: int) -> Tensor:
-    """PTQ in two lines: what a matrix is worth after it was kept as integers, one scale for all of it."""
-    scale = (weight.abs().max() / (2 ** (bits - 1) - 1)).bfloat16().float()
+    """PTQ in two lines: quantize with one scale for the whole matrix, and return the dequantized values."""
+    scale = (weight.abs().max() / (2 ** (bits - 1) - 1)).bfloat16().float()  # scales are stored in bf16
     return (weight / scale).round() * scale
 
 
 def quantize_all(weights: dict[str, Tensor], bits: int, group: str | int) -> dict[str, Quantized]:
-    """One outlier makes that scale coarse for all. So a row, or some values of it, get a scale of their own, and the
-    integers are stored as such, int4 two to a byte (_shared.quantize). No weight may be off by more than scale / 2."""
+    """Every matrix, as integers, int4 two to a byte (_shared.quantize), each off by at most scale / 2. With one
+    scale for all, one outlier makes the rounding coarse for all: so a row or a group can have its own."""
     quantized = {}
     for name, weight in weights.items():
         w = quantize(weight, bits, group)
@@ -83,7 +83,8 @@ def activation_codes(x: Tensor, low: float, high: float) -> tuple[Tensor, float,
 
 
 def w8a8(w: Quantized, low: float, high: float, kernel: bool = True) -> Forward:
-    """Integers summed in int32, sum (a - zero) b = sum a b - zero · sum b, scales after; or the same in floats."""
+    """Codes a of activations, b of weights, `zero` the code of 0.0: sum (a - zero) b = sum a b - zero · sum b in int32,
+    then times both scales. Without `kernel`, both are dequantized and multiplied in fp32."""
     if kernel and not _quantize.has_int8_units(w.codes.device):
         raise RuntimeError(f"{w.codes.device.type} has no units that multiply int8")
     row_sums, row_scales = w.codes.sum(1, dtype=torch.int32), w.scale[:, 0].float()
@@ -98,8 +99,7 @@ def w8a8(w: Quantized, low: float, high: float, kernel: bool = True) -> Forward:
 
 
 def sensitivity(net: nn.Module, weights: dict[str, Tensor], batches: Batches) -> dict[str, tuple[float, float]]:
-    """What each layer alone adds to the loss in int3, and the standard error of that; the worst layer first. At 4 bits
-    the effect of a single layer is smaller than the noise."""
+    """What each matrix alone adds to the loss in int3 (at 4 bits: noise), and its standard error; worst first."""
     baseline = losses(net, {}, batches)
     added = {}
     for name, w in quantize_all(weights, 3, "channel").items():
@@ -116,7 +116,7 @@ class Scheme(NamedTuple):
 
     name: str
     multiplied: str
-    kept: dict[str, Quantized | Tensor]  # by layer, what is stored
+    stored: dict[str, Quantized | Tensor]  # by layer
     forwards: dict[str, Forward]
 
 
@@ -136,9 +136,9 @@ def weight_only_schemes(weights: dict[str, Tensor], on_cuda: bool) -> Iterator[S
         yield scheme
         if (bits, group) in ((8, "channel"), (4, 32)):
             kind = "fp32" if bits == 8 and on_cuda else "bf16"  # CUDA's for int8 computes in fp32, and slowly
-            kernels = {layer: partial(_quantize.torch_kernel, w) for layer, w in scheme.kept.items()}
+            kernels = {layer: partial(_quantize.torch_kernel, w) for layer, w in scheme.stored.items()}
             if fast := _quantize.all_agree(name, kernels, scheme.forwards, weights):
-                yield Scheme(name, f"torch's kernel, {kind}", scheme.kept, fast)
+                yield Scheme(name, f"torch's kernel, {kind}", scheme.stored, fast)
 
 
 def w8a8_schemes(net: nn.Module, weights: dict[str, Tensor], inputs: Tensor, space: int) -> Iterator[Scheme]:
@@ -161,27 +161,27 @@ def w8a8_schemes(net: nn.Module, weights: dict[str, Tensor], inputs: Tensor, spa
 
 
 def mixed_schemes(weights: dict[str, Tensor], most_sensitive_first: list[str]) -> Iterator[Scheme]:
-    """A few layers stay in int8: those that the scan found most sensitive, and for comparison the least sensitive."""
+    """A seventh of the matrices stay in int8: the most sensitive by the scan, and for comparison the least."""
     keep = len(weights) // 7
     int8 = quantize_all(weights, 8, "channel")
     for bits in (4, 3):
         low = quantize_all(weights, bits, "channel")
-        for which, kept in (("most", most_sensitive_first[:keep]), ("least", most_sensitive_first[-keep:])):
-            mixed = {layer: int8[layer] if layer in kept else low[layer] for layer in weights}
+        for which, in_int8 in (("most", most_sensitive_first[:keep]), ("least", most_sensitive_first[-keep:])):
+            mixed = {layer: int8[layer] if layer in in_int8 else low[layer] for layer in weights}
             yield dequantized(f"int{bits} per channel, {keep} {which} sensitive int8", mixed)
 
 
 def run(net: nn.Module, scheme: Scheme, batches: Batches, baseline: Tensor) -> dict:
     """The scheme's bytes, the error of its weights, and what it adds to the baseline's loss."""
     weights = [layer.weight.detach() for layer in linears(net).values()]
-    worth = [dequantize(kept) if isinstance(kept, Quantized) else kept.float() for kept in scheme.kept.values()]
+    dequantized = [dequantize(one) if isinstance(one, Quantized) else one.float() for one in scheme.stored.values()]
     found = losses(net, scheme.forwards, batches)
     delta, standard_error = _shared.difference(found, baseline)
     return {
         "scheme": scheme.name,
         "multiplied": scheme.multiplied,
-        "weight_bytes": sum(kept.nbytes for kept in scheme.kept.values()),
-        "weight_relative_error": measure.relative_error(worth, weights),
+        "weight_bytes": sum(one.nbytes for one in scheme.stored.values()),
+        "weight_relative_error": measure.relative_error(dequantized, weights),
         "val_loss": found.mean().item(),
         "delta": round(delta, 5),
         "standard_error": standard_error,
@@ -196,7 +196,7 @@ def check(rows: list[dict]) -> list[str]:
         errors = [row["weight_relative_error"] for row in compared]
         assert errors == sorted(errors), f"{which} are not nearer to the weights: relative errors {errors}"
     return [
-        "no weight is off by more than scale / 2, and packed int4 is worth what was rounded, to the bit",
+        "no weight is off by more than scale / 2, and packed int4 unpacks to what was rounded, to the bit",
         "finer scales and more bits leave smaller errors in the weights",
         "torch's kernels that ran agree with the arithmetic written out here",
     ]
@@ -208,7 +208,7 @@ COLUMNS = {
     "weight_bytes": "weights take",
     "weight_relative_error": "error of weights",
     "delta": "loss above fp32",
-    "standard_error": "± chance",
+    "standard_error": "standard error",
     "at_1_time_ratio": "time at 1 token",
     "at_256_time_ratio": "at 256",
 }

@@ -67,15 +67,15 @@ def train(way, inputs: Tensor, targets: Tensor) -> None:
     way.optimizer.zero_grad()
     step["loss"] = statistics.fmean(runtime.gather(loss.item()))  # the ranks' parts are equal
     step["bucket_bytes"] = [size for size, _, _ in step["all_reduces"]]
-    if way.forward is not way.net:  # DDP makes buckets of its own, and makes them anew after its first step
-        sizes = way.forward._get_ddp_logging_data().get("rebuilt_bucket_sizes", "")
+    if way.called is not way.net:  # DDP makes buckets of its own, and makes them anew after its first step
+        sizes = way.called._get_ddp_logging_data().get("rebuilt_bucket_sizes", "")
         step["bucket_bytes"] = [int(size) for size in sizes.split(",") if size]
     way.steps.append(step)
 
 
 @torch.no_grad()
-def run(ways: list, one_process: nn.Module, start: nn.Module) -> list[dict]:
-    """A row per way, the first of which sends nothing. Every rank must call it."""
+def summarize(ways: list, one_process: nn.Module, start: nn.Module) -> list[dict]:
+    """A row per way, from its recorded steps. The first sends nothing: the control. All ranks must call it."""
     rows, letters = [], {}
     for way in ways:
         ours, whole, before = (nn.utils.parameters_to_vector(net.parameters()) for net in (way.net, one_process, start))
@@ -89,7 +89,7 @@ def run(ways: list, one_process: nn.Module, start: nn.Module) -> list[dict]:
             "relative_error": ((ours - whole).norm() / (whole - before).norm()).item(),
             "bucket_bytes": last["bucket_bytes"],
             "all_reduces": len(last["bucket_bytes"]),
-            "started_in_backward": in_backward if way.forward is way.net else None,  # DDP's start in C++, unseen
+            "started_in_backward": in_backward if way.called is way.net else None,  # DDP's start in C++, unseen
             "step_seconds": statistics.median(step["seconds"] for step in way.steps[WARMUP_STEPS:]),
         }
         if last["bucket_bytes"]:

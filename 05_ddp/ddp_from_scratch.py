@@ -9,8 +9,9 @@ control, (0), sends nothing. What a step takes longer than the control's is expo
     one node  torchrun --nproc_per_node=8 05_ddp/ddp_from_scratch.py --model llama-124m --seq-len 512
     cluster   the same on every node, with --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400
 
-It takes less time where communication does not need the cores of backward. Two ranks on two cores share them: nothing
-is hidden. As root, --link-mbit puts them on two hosts (network namespaces) with a slow link: waiting costs no core.
+Overlap saves time only where communication does not use the cores that backward needs. Two ranks on two cores share
+them: nothing is hidden. As root, --link-mbit puts them on two hosts (network namespaces) with a slow link, where
+waiting costs no core.
 
 Look for: the exposed time from (1) to (4); one bucket for everything, which hides nothing; letters that are equal
 where weights are equal to the bit. Before: train.py. Next: collectives.py, what an all-reduce costs.
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
-from _ddp_from_scratch import WARMUP_STEPS, plot, run, run_on_two_hosts, train
+from _ddp_from_scratch import WARMUP_STEPS, plot, run_on_two_hosts, summarize, train
 
 from common import exits, lesson, model, runtime, shapes
 
@@ -91,8 +92,8 @@ def average_buckets(buckets: list[list[nn.Parameter]]) -> Callable[[], None]:
     def gradient_is_ready(parameter: nn.Parameter) -> None:
         gradients_missing[bucket_of[parameter]] -= 1
         # Ranks match collectives by their order alone. So a bucket that is ready waits for its turn.
-        while len(under_way) < len(buckets) and gradients_missing[len(under_way)] == 0:
-            flat = torch.cat([p.grad.flatten() for p in buckets[len(under_way)]])
+        while (turn := len(under_way)) < len(buckets) and gradients_missing[turn] == 0:  # as many as have left
+            flat = torch.cat([p.grad.flatten() for p in buckets[turn]])
             work = dist.all_reduce(flat, async_op=True)
             under_way.append((work, flat))
 
@@ -121,7 +122,8 @@ class Way:
 
     def __init__(self, name: str, start: nn.Module, method: Callable | None, cap_bytes: float = 0) -> None:
         self.name = name
-        self.net = self.forward = copy.deepcopy(start)
+        self.net = copy.deepcopy(start)  # whose weights are compared
+        self.called = self.net  # by a step: the net itself, or DDP around it
         self.average = None  # (0) never averages, and DDP does so within backward
         if method is average_gradients:
             self.average = lambda: average_gradients(self.net)
@@ -131,16 +133,16 @@ class Way:
             self.average = average_buckets(make_buckets(self.net, cap_bytes))
         elif method is DistributedDataParallel:
             size = {"bucket_cap_mb": cap_bytes / 2**20, "gradient_as_bucket_view": True}
-            self.forward = DistributedDataParallel(self.net, **size, broadcast_buffers=False)  # rotary tables are fixed
+            self.called = DistributedDataParallel(self.net, **size, broadcast_buffers=False)  # rotary tables are fixed
         # SGD moves by the gradient itself. Adam divides by its size and would hide one that is N times too large.
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.01, momentum=0.9)
         self.steps: list[dict] = []
 
     def gradients(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """What is timed: a training step without the optimizer's part, which is the same for all."""
-        loss = self.forward(inputs, targets)
+        loss = self.called(inputs, targets)
         loss.backward()
-        for name, parameter in self.net.named_parameters():  # or the other ranks would wait for it in an all-reduce
+        for name, parameter in self.net.named_parameters():  # the other ranks would wait for one that is missing
             assert parameter.grad is not None, f"no gradient for {name}: forward does not use it on this rank"
         if self.average:
             self.average()
@@ -165,6 +167,7 @@ def check(rows: list[dict]) -> list[str]:
     checked.append(f"one process with the whole batch ends there too (relative error {largest:.0e} at most)")
     for row in rows:
         early, count = row["started_in_backward"], len(row["bucket_bytes"])
+        # the last starts when backward has no gradient left to compute
         expected = count - 1 if row["name"].startswith(("(2)", "(3)")) else 0
         assert early in (None, expected), f"{row['name']}: {early} of {count} all-reduces started in backward"
     return [*checked, "(2) and (3) start each all-reduce but the last while backward runs"]
@@ -187,7 +190,7 @@ def main() -> int:
         args.device = "cpu"
         if runtime.ranks()[1] == 1:
             return run_on_two_hosts(args.link_mbit)
-    lesson.relaunch(args.device)
+    lesson.relaunch(args.device)  # plain python becomes torchrun: a rank per GPU, 2 on a CPU
     runtime.seed_all(0, deterministic=True)  # before the group: NCCL reads variables when it starts
     device = runtime.init_process_group(args.device)
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -196,7 +199,7 @@ def main() -> int:
     batches = zip(*(tensor.split(batch_size) for tensor in sequences), strict=True)
 
     start = model.build(args.model, config, seed=0, device=device)
-    cap = min(25 * 2**20, shapes.parameter_count(config))  # bytes: a quarter of the gradients'
+    cap = min(25 * 2**20, shapes.parameter_count(config))  # bytes: as DDP, or a quarter of the gradients'
     ways = [
         Way("(0) no communication", start, None),
         Way("(1) each gradient", start, average_gradients),
@@ -213,7 +216,7 @@ def main() -> int:
         for turn in range(len(ways)):
             train(ways[(step + turn) % len(ways)], *own_batch)  # each is first in turn: a slow moment hits all alike
 
-    rows = run(ways, one_process.net, start)
+    rows = summarize(ways, one_process.net, start)
     lesson.end(
         rows,
         columns=COLUMNS,

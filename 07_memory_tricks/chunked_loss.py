@@ -3,16 +3,17 @@
 A head with a vocabulary of V gives V logits per token. For N tokens the plain loss holds three fp32 tensors of N x V at
 once, in backward: log-softmax, its gradient, and the gradient of the logits. Together 12 N V bytes: 25 GB for 16,384
 tokens and the 128,256 entries of Llama 3. But a token's loss needs that token's logits alone. So a loop takes a chunk
-of tokens, computes logits, loss and the gradient of the logits, multiplies the latter into the gradients of hidden
-states and head, and uses the memory again for the next chunk. Gradients are computed in forward, while the logits are
-there. To compute them in backward would take the logits a second time: 8 N V H operations instead of 6.
+of tokens, computes logits, loss and the gradient of the logits, adds from it to the gradients of hidden states and
+head, and uses the memory again for the next chunk. Gradients are computed in forward, while the logits are there. Each
+of the three matmuls takes 2 N V H FLOPs, H being the hidden size: 6 N V H. Logits computed anew in backward: 8.
 
     laptop    python 07_memory_tricks/chunked_loss.py
     one GPU   python 07_memory_tricks/chunked_loss.py --tokens 16384 --hidden-size 2048 --chunk-tokens 512 --dtype bf16
     cluster   one process is all it uses: every rank has its own tokens, and the same loss
 
 Look for: memory and time beside the plain loss's; torch's linear_cross_entropy, which is chunked only if it is given
-options. Small chunks are slow: each adds to the whole gradient of the head. Before: gradient_accumulation.py. Next:
+options; what torch.compile alone saves. Small chunks are slow: each reads and writes the whole V x H gradient of the
+head. Before: gradient_accumulation.py. Next:
 optimizer_memory.py.
 """
 
@@ -44,7 +45,7 @@ def plain_cross_entropy(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor
 
 def chunked_cross_entropy(hidden: Tensor, head: Tensor, targets: Tensor, chunk_tokens: int) -> Tensor:
     """The same, of hidden states [tokens, hidden], a head [vocabulary, hidden] and targets [tokens]."""
-    # an evaluation must not pay for gradients; inside Function.forward they always look switched off
+    # checked here, as grad mode is always off inside Function.forward: an evaluation must not pay for gradients
     if not torch.is_grad_enabled():
         hidden, head = hidden.detach(), head.detach()
     return ChunkedCrossEntropy.apply(hidden, head, targets, chunk_tokens)
@@ -70,7 +71,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, loss_gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         """The gradients are there. What is missing is the division by the count, and what follows the loss: a loss
-        scale, or the number of micro-batches. In place: autograd raises an error if backward comes a second time."""
+        scale, or the number of micro-batches. In place: a second backward raises an error, it does not scale twice."""
         count, hidden_gradient, head_gradient = ctx.saved_tensors
         factor = loss_gradient / count.clamp(min=1)  # without any target the gradients are 0, as in the plain loss
         for gradient in (hidden_gradient, head_gradient):
@@ -84,15 +85,14 @@ def chunk_loss(
 ) -> Tensor:
     """The sum of a chunk's losses. Its gradients: hidden_gradient is set, and head_gradient added to, if given.
 
-    A function of its own, because its tensors must be gone before the next chunk makes its.
-    """
+    A function of its own, because its tensors must be gone before the next chunk makes its."""
     counted = (targets != PADDING)[:, None]
     index = targets[:, None].where(counted, 0)
     logits = F.linear(hidden, weights)
     log_probabilities = F.log_softmax(logits, dim=-1, dtype=torch.float32)
     at_target = log_probabilities.gather(1, index)
     if hidden_gradient is not None or head_gradient is not None:
-        # The gradient of the logits is softmax - one-hot. It takes the memory of the logits. p - 1 = expm1(log p).
+        # The gradient of the logits is softmax - one-hot. It takes their memory. expm1(log p) is p - 1, exact near 1.
         logits_gradient = torch.exp(log_probabilities, out=logits)
         logits_gradient.scatter_(1, index, at_target.expm1().to(logits.dtype))
         if hidden_gradient is not None:
@@ -103,7 +103,7 @@ def chunk_loss(
 
 
 def add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b. In one type the sum is made where the matmul is, which then needs no memory of its own."""
+    """total += a @ b. If the types match, addmm_ adds to total without a temporary for a @ b."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)  # bf16 weights get a bf16 sum, which is rounded once per chunk
     else:
@@ -183,8 +183,9 @@ def run(name: str, way: Callable[..., Tensor], batch: tuple[Tensor, Tensor, Tens
 
 
 def plain_bytes(args) -> tuple[int, str]:
-    """Of N tokens, a vocabulary of V and a hidden size of H; and the formula. Log-softmax, its gradient and that of
-    the logits, in fp32; or the last of them and the gradients, if these are larger than the first two."""
+    """Of N tokens, a vocabulary of V and a hidden size of H; and the formula. Two moments can be the peak: backward of
+    the loss (log-softmax, its gradient and that of the logits, in fp32), or of the head (the gradient of the logits, in
+    the dtype of the matmuls, and the gradients of hidden states and head)."""
     element = DTYPES[args.dtype].itemsize
     logits = args.tokens * args.vocab_size
     gradients = element * args.hidden_size * (args.tokens + args.vocab_size)
@@ -228,7 +229,7 @@ def main() -> int:
     rows = [run(name, way, batch, exact) | seconds[name] for name, way in ways.items()]
     for row in rows:
         row["step_bytes_ratio"] = row["step_bytes"] / rows[0]["step_bytes"]
-    # a GPU adds thousands of numbers one after the other
+    # sums of thousands of terms, which each kernel adds in another order
     tolerance = 2e-2 if args.dtype == "bf16" else 1e-6 if device.type == "cpu" else 1e-5
     checked = check(rows, args, tolerance)
     columns = {
