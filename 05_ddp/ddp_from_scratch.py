@@ -9,12 +9,11 @@ control, (0), sends nothing. What a step takes longer than the control's is expo
     one node  torchrun --nproc_per_node=8 05_ddp/ddp_from_scratch.py --model llama-124m --seq-len 512
     cluster   the same on every node, with --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400
 
-Overlap saves time only where communication does not use the cores that backward needs. Two ranks on two cores share
-them: nothing is hidden. As root, --link-mbit puts them on two hosts (network namespaces) with a slow link, where
-waiting costs no core.
+Overlap saves time only where communication needs none of backward's cores. Two ranks on two cores share them: nothing
+is hidden. As root, --link-mbit puts them on two hosts (network namespaces) with a slow link: waiting costs no core.
 
 Look for: the exposed time from (1) to (4); one bucket for everything, which hides nothing; letters that are equal
-where weights are equal to the bit. Before: train.py. Next: collectives.py, what an all-reduce costs.
+where weights are equal to the bit. Before: train.py. Next: collectives.py.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""The other side of vs_trainer.py and sharding_cpu.py: a training run by transformers' Trainer, which they start.
+"""The other side of gpu_report.py and sharding_cpu.py: a training run by transformers' Trainer, which they start.
 
     python benchmarks/_trainer.py RESULT.json
     torchrun --nproc_per_node=2 benchmarks/_trainer.py RESULT.json --device cpu --shard fsdp
