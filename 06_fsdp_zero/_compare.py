@@ -1,15 +1,26 @@
-"""What compare.py does beside the concept: the formulas that its counts must meet, and DDP without machines."""
+"""What compare.py does beside the concept: flags, formulas, DDP without machines, and the ZeRO rows by hand."""
 
 import argparse
-import math
-import weakref
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
-from _shared import of_zero
+from _shared import (
+    Group,
+    after_the_last_gradient,
+    all_gather,
+    flatten,
+    group_by_block,
+    keep_all_gradients,
+    of_fully_shard,
+    of_zero,
+    reduce_scatter,
+    unflatten,
+)
 from torch import Tensor, nn
 
-from common import cli, measure, shapes
+from common import cli, shapes
 from common.exits import UserError
 
 
@@ -45,52 +56,6 @@ def sizes(args: argparse.Namespace, ranks: int, ranks_per_node: int) -> None:
         raise UserError(f"--replicate {args.replicate} does not divide {ranks} processes into equal parts")
 
 
-class StepMemory(measure.LiveBytes):
-    """Bytes alive, of which the peak can begin anew. They are kept as a sum that follows each piece of memory as it is
-    made, resized and freed: to add up thousands of pieces after each operator would take minutes for 80 layers."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._sizes: dict[int, int] = {}  # by address
-        self._sum = 0
-        super().__init__(device=device)
-
-    def __enter__(self):
-        self._resize = torch.UntypedStorage.resize_
-
-        def resize(storage: torch.UntypedStorage, size: int):  # ZeRO-3 and fully_shard free and fill their memory so
-            result = self._resize(storage, size)
-            if storage._cdata in self._sizes:
-                self._set(storage._cdata, storage.nbytes())
-            return result
-
-        torch.UntypedStorage.resize_ = resize
-        return super().__enter__()
-
-    def __exit__(self, *error) -> None:
-        torch.UntypedStorage.resize_ = self._resize
-        super().__exit__(*error)
-
-    @property
-    def now(self) -> int:
-        return super().now if self.cuda else self._sum
-
-    def _note(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._sizes:
-            weakref.finalize(storage, self._set, storage._cdata, None)
-        self._set(storage._cdata, storage.nbytes())
-
-    def _set(self, address: int, size: int | None) -> None:
-        self._sum += (size or 0) - self._sizes.pop(address, 0)
-        if size is not None:
-            self._sizes[address] = size
-
-    def restart(self) -> None:
-        self._peak = 0
-        if self.cuda:
-            torch.cuda.reset_peak_memory_stats(self.cuda)
-
-
 def expected(method: str, net: nn.Module, ranks: int, copies: int, gathered_bytes: int) -> dict[str, int]:
     """What a method must hold, call and send on rank 0, which holds the largest part, from the shapes alone.
     `gathered_bytes` is the size of a weight as fully_shard gathers it."""
@@ -100,25 +65,6 @@ def expected(method: str, net: nn.Module, ranks: int, copies: int, gathered_byte
     if method == "DDP":
         del due["all_reduces_per_step"]  # one per bucket, and DDP fills buckets as it likes
     return due
-
-
-def of_fully_shard(net: nn.Module, ranks: int, copies: int, gathered_bytes: int) -> dict[str, int]:
-    """FSDP, or HSDP with several copies: each tensor is cut by rows; for rows that a rank lacks it sends zeros."""
-    shards = ranks // copies
-    parts = {name: math.ceil(p.shape[0] / shards) * p.shape[1:].numel() for name, p in net.named_parameters()}
-    part, part_of_blocks = sum(parts.values()), sum(parts[name] for name in parts if name.startswith("model.layers."))
-    groups = len(net.model.layers) + 1
-    gathered = gathered_bytes * (part + part_of_blocks)  # the root once, a block in forward and in backward
-    between_copies = 2 * 4 * part * (copies - 1) / copies
-    return {
-        "parameter_bytes_per_rank": 4 * part,
-        "gradient_bytes_per_rank": 4 * part,
-        "optimizer_bytes_per_rank": 8 * part + 4 * len(parts),
-        "all_gathers_per_step": 2 * groups - 1 if shards > 1 else 0,
-        "reduce_scatters_per_step": groups if shards > 1 else 0,
-        "all_reduces_per_step": groups if copies > 1 else 0,
-        "bytes_sent_per_rank_per_step": round((gathered + 4 * part) * (shards - 1) + between_copies),
-    }
 
 
 def pretend_ddp(net: nn.Module, bucket_cap_mb: float, **_) -> nn.Module:
@@ -141,18 +87,71 @@ def pretend_ddp(net: nn.Module, bucket_cap_mb: float, **_) -> nn.Module:
 
 def reduce_together(parameters: list[nn.Parameter]) -> None:
     bucket = torch.empty(sum(parameter.numel() for parameter in parameters))
-    views = dict(zip(parameters, bucket.split([parameter.numel() for parameter in parameters]), strict=True))
-    missing = len(parameters)
+    views = dict(zip(parameters, unflatten(bucket, parameters), strict=True))
 
-    def gradient_is_ready(parameter: nn.Parameter) -> None:
-        nonlocal missing
-        view = views[parameter].view_as(parameter)
-        view.copy_(parameter.grad)
-        parameter.grad = view
-        missing -= 1
-        if missing == 0:
-            missing = len(parameters)
-            dist.all_reduce(bucket)
+    def copy_into_bucket(parameter: nn.Parameter) -> None:
+        parameter.grad = views[parameter].copy_(parameter.grad)
 
     for parameter in parameters:
-        parameter.register_post_accumulate_grad_hook(gradient_is_ready)
+        parameter.register_post_accumulate_grad_hook(copy_into_bucket)
+    after_the_last_gradient(parameters, lambda: dist.all_reduce(bucket))
+
+
+def make_zero(stage: int, net: nn.Module, learning_rate: float) -> tuple[list[Group], torch.optim.Optimizer, Callable]:
+    """ZeRO as in zero_from_scratch.py, which explains each line: the groups, AdamW, and what follows backward."""
+    if stage == 1:
+        groups = [Group(list(net.parameters()))]
+        gradients = keep_all_gradients(groups[0])
+    else:
+        modules, groups = group_by_block(net)
+        for group, module in zip(groups, modules, strict=True):
+            if stage == 3:
+                gather_when_used(group, module)
+            else:
+                after_the_last_gradient(group.parameters, partial(reduce_and_free, group))
+    optimizer = torch.optim.AdamW([group.my_weights for group in groups], lr=learning_rate, fused=True)
+
+    def update() -> None:
+        if stage == 1:
+            reduce_scatter(groups[0].my_weights.grad, gradients)
+            groups[0].my_weights.grad /= dist.get_world_size()
+        optimizer.step()
+        if stage < 3:
+            for group in groups:
+                all_gather(group.weights, group.my_weights.detach())
+        if stage == 1:
+            gradients.zero_()
+
+    return groups, optimizer, update
+
+
+def reduce_and_free(group: Group) -> None:
+    gradients = flatten([parameter.grad for parameter in group.parameters])
+    for parameter in group.parameters:
+        parameter.grad = None
+    my_gradients = torch.empty_like(group.my_weights, requires_grad=False)
+    reduce_scatter(my_gradients, gradients)
+    group.my_weights.grad = my_gradients / dist.get_world_size()
+
+
+def gather_when_used(group: Group, module: nn.Module) -> None:
+    group.my_weights = nn.Parameter(group.my_weights.detach().clone())
+    storage = group.weights.untyped_storage()
+
+    def gather(*_) -> None:
+        storage.resize_(group.weights.nbytes)
+        all_gather(group.weights, group.my_weights.detach())
+
+    def free_until_backward(_module: nn.Module, _inputs: tuple, output: Tensor) -> None:
+        storage.resize_(0)
+        if output.requires_grad:
+            output.register_hook(gather)
+
+    def reduce_and_free_weights() -> None:
+        reduce_and_free(group)
+        storage.resize_(0)
+
+    storage.resize_(0)
+    module.register_forward_pre_hook(gather)
+    module.register_forward_hook(free_until_backward)
+    after_the_last_gradient(group.parameters, reduce_and_free_weights)

@@ -1,11 +1,80 @@
-"""What several lessons of this chapter need: the bytes that tensors hold, and what ZeRO by hand must hold and send."""
+"""What zero_from_scratch.py and compare.py need: ZeRO's groups of parameters, and the bytes held and sent."""
 
 import math
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+from common import measure
+
+# torch 2.13's names for collectives of one flat tensor, and those of before
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Group:
+    """Parameters that travel together. They become views into one flat tensor, and each rank owns a part of it."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.parameters = parameters
+        self.weights = flatten(parameters)
+        for parameter, view in zip(parameters, unflatten(self.weights, parameters), strict=True):
+            parameter.data = view
+        self.my_weights = nn.Parameter(my_part(self.weights))  # a view too, and all that this rank's AdamW knows
+
+
+def flatten(tensors: list[Tensor]) -> Tensor:
+    """One after the other in a flat copy, with zeros behind the last so that the ranks divide it."""
+    flat = torch.cat([tensor.detach().flatten() for tensor in tensors])
+    return F.pad(flat, (0, -len(flat) % dist.get_world_size()))
+
+
+def unflatten(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
+    """Views into the flat tensor, in the shapes of `like`."""
+    sizes = [tensor.numel() for tensor in like]
+    parts = flat[: sum(sizes)].split(sizes)
+    return [part.view_as(tensor) for part, tensor in zip(parts, like, strict=True)]
+
+
+def my_part(flat: Tensor) -> Tensor:
+    return flat.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def keep_all_gradients(group: Group) -> Tensor:
+    """Backward adds each gradient to its view of one flat tensor; AdamW sees this rank's part."""
+    gradients = torch.zeros_like(group.weights)
+    for parameter, view in zip(group.parameters, unflatten(gradients, group.parameters), strict=True):
+        parameter.grad = view
+    group.my_weights.grad = my_part(gradients)
+    return gradients
+
+
+def group_by_block(net: nn.Module) -> tuple[list[nn.Module], list[Group]]:
+    """A group per block, and one for what is around them: embedding, final norm and head, which may share a matrix.
+    Also the module that uses each."""
+    blocks = list(net.model.layers.values())
+    rest = [parameter for name, parameter in net.named_parameters() if not name.startswith("model.layers.")]
+    return [*blocks, net], [*(Group(list(block.parameters())) for block in blocks), Group(rest)]
+
+
+def after_the_last_gradient(parameters: list[nn.Parameter], call: Callable[[], None]) -> None:
+    """`call` in every backward, as soon as it has computed the last of their gradients."""
+    missing = len(parameters)
+
+    def gradient_is_ready(_: nn.Parameter) -> None:
+        nonlocal missing
+        missing -= 1
+        if missing == 0:
+            missing = len(parameters)  # for the next step
+            call()
+
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(gradient_is_ready)
 
 
 def held_bytes(tensors: Iterable[Tensor]) -> int:
@@ -22,6 +91,52 @@ def bytes_of_training(weights: list[Tensor], optimizer: torch.optim.Optimizer) -
         "gradient_bytes_per_rank": held_bytes(weight.grad for weight in weights if weight.grad is not None),
         "optimizer_bytes_per_rank": held_bytes(tensor for state in states for tensor in state.values()),
     }
+
+
+class StepMemory(measure.LiveBytes):
+    """Bytes alive, of which the peak can begin anew. They are kept as a sum that follows each piece of memory as it is
+    made, resized and freed: to add up thousands of pieces after each operator would take minutes for 80 layers."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._sizes: dict[int, int] = {}  # by address
+        self._sum = 0
+        super().__init__(device=device)
+
+    def __enter__(self):
+        self._resize = torch.UntypedStorage.resize_
+
+        def resize(storage: torch.UntypedStorage, size: int):  # ZeRO-3 and fully_shard free and fill their memory so
+            result = self._resize(storage, size)
+            if storage._cdata in self._sizes:
+                self._set(storage._cdata, storage.nbytes())
+            return result
+
+        torch.UntypedStorage.resize_ = resize
+        return super().__enter__()
+
+    def __exit__(self, *error) -> None:
+        torch.UntypedStorage.resize_ = self._resize
+        super().__exit__(*error)
+
+    @property
+    def now(self) -> int:
+        return super().now if self.cuda else self._sum
+
+    def _note(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._sizes:
+            weakref.finalize(storage, self._set, storage._cdata, None)
+        self._set(storage._cdata, storage.nbytes())
+
+    def _set(self, address: int, size: int | None) -> None:
+        self._sum += (size or 0) - self._sizes.pop(address, 0)
+        if size is not None:
+            self._sizes[address] = size
+
+    def restart(self) -> None:
+        self._peak = 0
+        if self.cuda:
+            torch.cuda.reset_peak_memory_stats(self.cuda)
 
 
 def of_zero(stage: int, net: nn.Module, ranks: int) -> dict[str, int]:
@@ -43,4 +158,23 @@ def of_zero(stage: int, net: nn.Module, ranks: int) -> dict[str, int]:
         "reduce_scatters_per_step": (0, 1, len(groups), len(groups))[stage],
         "all_reduces_per_step": 0 if stage else updated_tensors,
         "bytes_sent_per_rank_per_step": round(trips * 4 * padded * (ranks - 1) / ranks),
+    }
+
+
+def of_fully_shard(net: nn.Module, ranks: int, copies: int, gathered_bytes: int) -> dict[str, int]:
+    """FSDP, or HSDP with several copies: each tensor is cut by rows; for rows that a rank lacks it sends zeros."""
+    shards = ranks // copies
+    parts = {name: math.ceil(p.shape[0] / shards) * p.shape[1:].numel() for name, p in net.named_parameters()}
+    part, part_of_blocks = sum(parts.values()), sum(parts[name] for name in parts if name.startswith("model.layers."))
+    groups = len(net.model.layers) + 1
+    gathered = gathered_bytes * (part + part_of_blocks)  # the root once, a block in forward and in backward
+    between_copies = 2 * 4 * part * (copies - 1) / copies
+    return {
+        "parameter_bytes_per_rank": 4 * part,
+        "gradient_bytes_per_rank": 4 * part,
+        "optimizer_bytes_per_rank": 8 * part + 4 * len(parts),
+        "all_gathers_per_step": 2 * groups - 1 if shards > 1 else 0,
+        "reduce_scatters_per_step": groups if shards > 1 else 0,
+        "all_reduces_per_step": groups if copies > 1 else 0,
+        "bytes_sent_per_rank_per_step": round((gathered + 4 * part) * (shards - 1) + between_copies),
     }

@@ -2,7 +2,7 @@
 
 All six train the same model on the same batches, and reach the same losses. They differ in what a rank keeps between
 two uses, and so in what it must ask the others for. Here each is built and trains a few steps. A counter sees the
-memory that is alive and every collective that is called. ZeRO-1, 2 and 3 are those of zero_from_scratch.py, by hand.
+memory that is alive and every collective that is called. ZeRO-1, 2 and 3 are by hand, as in zero_from_scratch.py.
 FSDP and HSDP are fully_shard, as in train_fsdp.py. HSDP keeps several copies and shards each over a part of the ranks.
 
     laptop    python 06_fsdp_zero/compare.py
@@ -38,9 +38,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
-from _compare import StepMemory, expected, parse, pretend_ddp, sizes
-from _shared import bytes_of_training
-from zero_from_scratch import make_stage
+from _compare import expected, make_zero, parse, pretend_ddp, sizes
+from _shared import StepMemory, bytes_of_training
 
 from common import exits, fake_ranks, lesson, measure, model, runtime, shapes, traffic
 
@@ -90,9 +89,9 @@ def prepare(method: str, net: nn.Module, args: argparse.Namespace, device: torch
         model.materialize(net, args.model, seed=0, device=device)
     learning_rate = shapes.recipe(args.model).lr
     if method.startswith("ZeRO"):
-        stage = make_stage(int(method[-1]), net, learning_rate, fused=True)
-        groups = [tensor for group in stage.groups for tensor in (group.my_weights, group.weights)]
-        return Trainer(stage.net, stage.step, stage.optimizer, [*stage.net.parameters(), *groups])
+        groups, optimizer, update = make_zero(int(method[-1]), net, learning_rate)
+        flat = [tensor for group in groups for tensor in (group.my_weights, group.weights)]
+        return Trainer(net, update, optimizer, [*net.parameters(), *flat])
     optimizer = torch.optim.AdamW(net.parameters(), lr=learning_rate, fused=True)
     forward = net
     if method == "DDP":

@@ -25,21 +25,26 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+from _shared import (
+    Group,
+    after_the_last_gradient,
+    all_gather,
+    flatten,
+    group_by_block,
+    keep_all_gradients,
+    reduce_scatter,
+)
 from _zero_from_scratch import check, paper_gigabytes, run, train_ddp
 
 from common import exits, lesson, model, runtime, shapes
 
-# torch 2.13's names for collectives of one flat tensor, and those of before
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 STAGES = ["(0) data parallelism", "(1) optimizer state", "(2) and gradients", "(3) and weights"]  # what is sharded
 
 # In (1) to (3) a Group is some of the model's parameters. group.weights is one flat tensor with all of them, and
-# group.my_weights is the part of it that this rank owns: AdamW updates nothing else here. The class stands below.
+# group.my_weights is the part of it that this rank owns: AdamW updates nothing else here. _shared.py has the class.
 
 
 def step_0(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -51,7 +56,7 @@ def step_0(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad(set_to_none=False)
 
 
-def step_1(group: "Group", gradients: Tensor, optimizer: torch.optim.Optimizer) -> None:
+def step_1(group: Group, gradients: Tensor, optimizer: torch.optim.Optimizer) -> None:
     """(1) In (0) every rank holds all of AdamW's state. Here it holds that of its part, and updates only that part."""
     # my_weights is a view into weights, and its gradient one into gradients. So both collectives work in place.
     reduce_scatter(group.my_weights.grad, gradients)  # the sum over the ranks, of my part only
@@ -61,17 +66,11 @@ def step_1(group: "Group", gradients: Tensor, optimizer: torch.optim.Optimizer) 
     gradients.zero_()  # backward adds to it
 
 
-def reduce_in_backward(group: "Group", when_reduced: Callable[[], None] = lambda: None) -> None:
+def reduce_in_backward(group: Group, when_reduced: Callable[[], None] = lambda: None) -> None:
     """(2) In (1) a rank holds all gradients until the step ends, and uses a part. Here a group's gradients are reduced
     as soon as backward has computed the last of them, and freed at once. A rank keeps its part of the sum."""
-    missing = len(group.parameters)
 
-    def gradient_is_ready(_: nn.Parameter) -> None:
-        nonlocal missing
-        missing -= 1
-        if missing > 0:
-            return
-        missing = len(group.parameters)  # for the next step
+    def reduce() -> None:
         gradients = flatten([parameter.grad for parameter in group.parameters])
         for parameter in group.parameters:
             parameter.grad = None
@@ -81,18 +80,17 @@ def reduce_in_backward(group: "Group", when_reduced: Callable[[], None] = lambda
         group.my_weights.grad = my_gradients / dist.get_world_size()
         when_reduced()
 
-    for parameter in group.parameters:
-        parameter.register_post_accumulate_grad_hook(gradient_is_ready)
+    after_the_last_gradient(group.parameters, reduce)
 
 
-def step_2(groups: list["Group"], optimizer: torch.optim.Optimizer) -> None:
+def step_2(groups: list[Group], optimizer: torch.optim.Optimizer) -> None:
     """The rest of (2), after backward. All that is left of the gradients is the part that AdamW needs."""
     optimizer.step()
     for group in groups:
         all_gather(group.weights, group.my_weights.detach())
 
 
-def gather_when_used(group: "Group", module: nn.Module) -> None:
+def gather_when_used(group: Group, module: nn.Module) -> None:
     """(3) In (2) a rank holds all weights, though it computes with one block at a time. Here it holds its part. A
     group is gathered before its module's forward, freed after it, and gathered again before its backward."""
     group.my_weights = nn.Parameter(group.my_weights.detach().clone())  # no longer a view: the rest will go
@@ -121,43 +119,6 @@ def gather_when_used(group: "Group", module: nn.Module) -> None:
 # the outermost group between forward and backward. For a moment (3) holds more than its part: the group in use.
 
 
-class Group:
-    """Parameters that travel together. They become views into one flat tensor, and each rank owns a part of it."""
-
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
-        self.parameters = parameters
-        self.weights = flatten(parameters)
-        for parameter, view in zip(parameters, unflatten(self.weights, parameters), strict=True):
-            parameter.data = view
-        self.my_weights = nn.Parameter(my_part(self.weights))  # a view too, and all that this rank's AdamW knows
-
-
-def flatten(tensors: list[Tensor]) -> Tensor:
-    """One after the other in a flat copy, with zeros behind the last so that the ranks divide it."""
-    flat = torch.cat([tensor.detach().flatten() for tensor in tensors])
-    return F.pad(flat, (0, -len(flat) % dist.get_world_size()))
-
-
-def unflatten(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
-    """Views into the flat tensor, in the shapes of `like`."""
-    sizes = [tensor.numel() for tensor in like]
-    parts = flat[: sum(sizes)].split(sizes)
-    return [part.view_as(tensor) for part, tensor in zip(parts, like, strict=True)]
-
-
-def my_part(flat: Tensor) -> Tensor:
-    return flat.chunk(dist.get_world_size())[dist.get_rank()]
-
-
-def keep_all_gradients(group: Group) -> Tensor:
-    """Backward adds each gradient to its view of one flat tensor; AdamW sees this rank's part."""
-    gradients = torch.zeros_like(group.weights)
-    for parameter, view in zip(group.parameters, unflatten(gradients, group.parameters), strict=True):
-        parameter.grad = view
-    group.my_weights.grad = my_part(gradients)
-    return gradients
-
-
 @dataclass
 class Stage:
     """A model of its own, and what makes a step of it after forward and backward."""
@@ -168,9 +129,9 @@ class Stage:
     step: Callable[[], None]
 
 
-def make_stage(number: int, net: nn.Module, learning_rate: float, fused: bool | None = None) -> Stage:
+def make_stage(number: int, net: nn.Module, learning_rate: float) -> Stage:
     """The model, under the stage of that number."""
-    adamw = partial(torch.optim.AdamW, lr=learning_rate, fused=fused)
+    adamw = partial(torch.optim.AdamW, lr=learning_rate)
     if number == 0:
         optimizer = adamw(net.parameters())
         return Stage(net, [], optimizer, partial(step_0, net, optimizer))
@@ -178,11 +139,8 @@ def make_stage(number: int, net: nn.Module, learning_rate: float, fused: bool | 
         group = Group(list(net.parameters()))
         optimizer = adamw([group.my_weights])
         return Stage(net, [group], optimizer, partial(step_1, group, keep_all_gradients(group), optimizer))
-    # A group per block, and one for what is around them: embedding, final norm and head, which may share a matrix.
-    blocks = list(net.model.layers.values())
-    rest = [parameter for name, parameter in net.named_parameters() if not name.startswith("model.layers.")]
-    groups = [Group(list(block.parameters())) for block in blocks] + [Group(rest)]
-    for group, module in zip(groups, [*blocks, net], strict=True):
+    modules, groups = group_by_block(net)
+    for group, module in zip(groups, modules, strict=True):
         if number == 2:
             reduce_in_backward(group)
         else:

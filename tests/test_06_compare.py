@@ -143,12 +143,12 @@ def test_the_loss_is_the_mean_over_the_ranks(tmp_path):
 
 
 WRONG_WAY = """
-import zero_from_scratch
-reduce_scatter = zero_from_scratch.reduce_scatter
+import _compare
+reduce_scatter = _compare.reduce_scatter
 def wrong_way(part, whole):
     reduce_scatter(part, whole)
     part.neg_()
-zero_from_scratch.reduce_scatter = wrong_way
+_compare.reduce_scatter = wrong_way
 """
 
 
