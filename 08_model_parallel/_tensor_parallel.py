@@ -18,6 +18,8 @@ from common.exits import UserError
 
 LEARNING_RATE, LARGEST_NORM = 0.05, 1.0  # of gradients
 TOLERANCE = 1e-5  # relative; what another order of the same sums in fp32 may change in 10 steps
+gather_single = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor  # newer name first
+reduce_scatter_single = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
 COLUMNS = {
     "way": "way",
     "most_parameters": "weights per rank",
@@ -32,14 +34,12 @@ def all_reduce(x: Tensor) -> Tensor:
     return functional.wait_tensor(functional.all_reduce(x.contiguous(), "sum", dist.group.WORLD))
 
 
-def all_gather(x: Tensor) -> Tensor:
-    """[batch, length / N, hidden] to [batch, length, hidden]."""
-    return functional.wait_tensor(functional.all_gather_tensor(x.contiguous(), 1, dist.group.WORLD))
+def all_gather(x: Tensor) -> Tensor:  # [batch, length / N, hidden] to [batch, length, hidden]
+    return functional.wait_tensor(gather_single(x.contiguous(), 1, dist.group.WORLD))
 
 
-def reduce_scatter(x: Tensor) -> Tensor:
-    """[batch, length, hidden] to [batch, length / N, hidden], summed over the ranks."""
-    return functional.wait_tensor(functional.reduce_scatter_tensor(x.contiguous(), "sum", 1, dist.group.WORLD))
+def reduce_scatter(x: Tensor) -> Tensor:  # [batch, length, hidden] to [batch, length / N, hidden]: sums over the ranks
+    return functional.wait_tensor(reduce_scatter_single(x.contiguous(), "sum", 1, dist.group.WORLD))
 
 
 def my_part(tensor: Tensor, dimension: int) -> Tensor:

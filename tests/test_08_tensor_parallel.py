@@ -150,7 +150,7 @@ PLANTED = {
     "whole weights count once per rank": (
         "norm = (squares + sum(gradient.square().sum() for gradient in replicated)).sqrt()",
         "norm = (squares + dist.get_world_size() * sum(gradient.square().sum() for gradient in replicated)).sqrt()",
-        "gradient_norms differ from one process by",
+        "differ from one process by",
     ),
     "a norm keeps the gradient of its own positions": (
         "torch._foreach_copy_(replicated, [*together])",
@@ -162,9 +162,9 @@ PLANTED = {
         "F.embedding(row, self.weight)",
         "differ from one process by",
     ),
-    "the block's leave is missing": (
-        "return x + self.leave(self.mlp(y))",
-        "return x + self.mlp(y)",
+    "the largest logit travels twice": (
+        "dist.all_reduce(largest, op=dist.ReduceOp.MAX)",
+        "[dist.all_reduce(largest, op=dist.ReduceOp.MAX) for _ in range(2)]",
         "by hand: traffic of a step is",
     ),
 }
