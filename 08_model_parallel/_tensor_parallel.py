@@ -1,0 +1,201 @@
+"""What tensor_parallel.py stands on: collectives on activations, torch's own plan, and the comparison of the ways."""
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import _functional_collectives as functional
+from torch.distributed.tensor import DTensor, Replicate, Shard, parallel
+
+from common import measure, runtime, shapes, traffic
+from common.exits import UserError
+
+LEARNING_RATE, LARGEST_NORM = 0.05, 1.0  # of gradients
+TOLERANCE = 1e-5  # relative; what another order of the same sums in fp32 may change in 10 steps
+gather_single = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor  # newer name first
+reduce_scatter_single = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
+COLUMNS = {
+    "way": "way",
+    "most_parameters": "weights per rank",
+    "collectives": "collectives a step",
+    "sent_bytes": "sent a step",
+    "calls_after_backward": "calls after backward",
+    "gradient_error": "gradient error",
+}
+
+
+def all_reduce(x: Tensor) -> Tensor:
+    return functional.wait_tensor(functional.all_reduce(x.contiguous(), "sum", dist.group.WORLD))
+
+
+def all_gather(x: Tensor) -> Tensor:  # [batch, length / N, hidden] to [batch, length, hidden]
+    return functional.wait_tensor(gather_single(x.contiguous(), 1, dist.group.WORLD))
+
+
+def reduce_scatter(x: Tensor) -> Tensor:  # [batch, length, hidden] to [batch, length / N, hidden]: sums over the ranks
+    return functional.wait_tensor(reduce_scatter_single(x.contiguous(), "sum", 1, dist.group.WORLD))
+
+
+def my_part(tensor: Tensor, dimension: int) -> Tensor:
+    """The first parts have one row more where the ranks do not divide the rows."""
+    return tensor.tensor_split(dist.get_world_size(), dimension)[dist.get_rank()]
+
+
+def my_rows(tokens: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """In this rank's part of the vocabulary, the row of each token; and whether it is there. If not, row 0."""
+    rows = my_part(torch.arange(vocab_size), 0)
+    mine = (tokens >= rows[0]) & (tokens <= rows[-1])
+    return (tokens - rows[0]).where(mine, 0), mine
+
+
+def keep_my_part(weight: nn.Parameter, dimension: int) -> None:
+    weight.data = my_part(weight.data, dimension).clone()  # in place: tied weights stay tied
+    weight.cut_dimension = dimension  # whole weights have no such attribute
+
+
+@dataclass
+class Way:
+    """A model, and how a step of it is made."""
+
+    name: str
+    net: nn.Module
+    loss: Callable[[Tensor, Tensor], Tensor]  # inputs, targets: gives their mean loss
+    clip: Callable[[float], Tensor]  # largest norm: gives the norm that was found
+    context: Callable[[], AbstractContextManager] = nullcontext  # of forward and backward
+
+    def backward(self, inputs: Tensor, targets: Tensor, share: float) -> Tensor:
+        """Add to the gradients what this micro-batch has of them, by its share of the step. Gives its loss."""
+        with self.context():
+            loss = self.loss(inputs, targets)
+            (loss * share).backward()
+        return runtime.whole(loss.detach())
+
+
+def parallelize_with_torch(net: nn.Module) -> Way:
+    """The same cuts, with sequence parallelism, as a plan: DTensors know how they are cut, and what follows from it."""
+    mesh = dist.init_device_mesh(net.lm_head.weight.device.type, (dist.get_world_size(),))
+    positions = Shard(1)  # of [batch, length, hidden]
+    replicate = Replicate()
+    plan = {
+        "model.embed_tokens": parallel.RowwiseParallel(input_layouts=replicate, output_layouts=positions),
+        "model.layers.*.*_layernorm": parallel.SequenceParallel(),
+        "model.layers.*.self_attn": parallel.PrepareModuleInput(  # x, and cos and sin for all positions
+            input_layouts=(positions, None, None), desired_input_layouts=(replicate, None, None)
+        ),
+        "model.layers.*.self_attn.[qkv]_proj": parallel.ColwiseParallel(),
+        "model.layers.*.self_attn.o_proj": parallel.RowwiseParallel(output_layouts=positions),
+        "model.layers.*.mlp": parallel.PrepareModuleInput(input_layouts=positions, desired_input_layouts=replicate),
+        # gate and up; plain tensors would not tell down_proj that the parts of the channels may be unequal
+        "model.layers.*.mlp.[gu]*_proj": parallel.ColwiseParallel(use_local_output=False),
+        "model.layers.*.mlp.down_proj": parallel.RowwiseParallel(output_layouts=positions),
+        "model.norm": parallel.SequenceParallel(),
+        "lm_head": parallel.ColwiseParallel(input_layouts=positions, output_layouts=Shard(-1), use_local_output=False),
+    }
+    parallel.parallelize_module(net, mesh, plan, src_data_rank=None)  # or rank 0 would send its weights to all
+    net.tie_weights()  # parallelize_module has made two parameters of one
+    # torch's loss on cut logits needs its context around forward and backward
+    return Way("by torch, sequence parallel", net, net, partial(clip_by_torch, net), parallel.loss_parallel)
+
+
+def clip_by_torch(net: nn.Module, largest_norm: float) -> Tensor:
+    # DTensors know what is sharded and what is partial; torch 2.11 scales partial ones wrongly with foreach
+    return runtime.whole(nn.utils.clip_grad_norm_(net.parameters(), largest_norm, foreach=False))
+
+
+def check_sizes(args, config: shapes.Config) -> None:
+    """UserError for what so many ranks cannot cut. Channels and vocabulary may be cut into unequal parts."""
+    ranks = int(os.environ.get("WORLD_SIZE", max(2, torch.cuda.device_count() * (args.device != "cpu"))))
+    if (heads := config.num_key_value_heads) % ranks:  # with each of them goes its group of query heads
+        raise UserError(f"--model {args.model}: {ranks} ranks do not divide its {heads} key-value heads: start fewer")
+    if args.seq_len % ranks:
+        raise UserError(f"--seq-len {args.seq_len}: use a multiple of the number of ranks, {ranks}")
+    if (size := args.global_batch_size) % args.micro_batch_size:
+        raise UserError(f"--global-batch-size {size} is no multiple of --micro-batch-size {args.micro_batch_size}")
+
+
+def run(ways: list[Way], micro_batches: list[tuple[Tensor, Tensor]], args) -> list[dict]:
+    """A row per way, with a step of each in turn: gradients are compared before they are used. Every rank must call it.
+    With SGD: AdamW divides a gradient by its size, which hides a wrong scale and enlarges rounding."""
+    in_a_step = args.global_batch_size // args.micro_batch_size
+    rows = [{"way": way.name, "losses": [], "gradient_norms": [], "gradient_errors": []} for way in ways]
+    optimizers = [torch.optim.SGD(way.net.parameters(), lr=LEARNING_RATE) for way in ways]
+    traffics = [(traffic.Traffic(), traffic.Traffic()) for _ in ways]  # of all steps: until backward ends, and after it
+    for first in range(0, len(micro_batches), in_a_step):
+        step = micro_batches[first : first + in_a_step]
+        for way, row, (until, after) in zip(ways, rows, traffics, strict=True):
+            with until:
+                losses = [way.backward(inputs, targets, 1 / in_a_step) for inputs, targets in step]
+            with after:
+                norm = way.clip(LARGEST_NORM)
+            row["losses"].append(torch.stack(losses).mean().item())
+            row["gradient_norms"].append(norm.item())
+        for way, row in zip(ways, rows, strict=True):
+            errors = runtime.gather(gradient_error(way.net, ways[0].net))
+            row["gradient_errors"].append(torch.tensor(errors).max().item())  # NaN if one is
+        for optimizer, (_, after) in zip(optimizers, traffics, strict=True):
+            with after:  # torch adds up a DTensor's partial gradient here
+                optimizer.step()
+            optimizer.zero_grad()
+    for way, row, (until, after) in zip(ways, rows, traffics, strict=True):
+        local = [weight.to_local() if isinstance(weight, DTensor) else weight for weight in way.net.parameters()]
+        row["parameters_per_rank"] = runtime.gather(sum(tensor.numel() for tensor in local))
+        row["most_parameters"] = max(row["parameters_per_rank"])
+        row["gradient_error"] = torch.tensor(row["gradient_errors"]).max().item()
+        row["calls"] = {kind: calls / args.steps for kind, calls in until.calls.items()}  # these four are of a step
+        row["sent_bytes"] = round(sum(until.bytes_sent.values()) / args.steps)
+        row["calls_after_backward"] = after.calls.total() / args.steps
+        row["sent_bytes_after_backward"] = round(sum(after.bytes_sent.values()) / args.steps)
+        row["collectives"] = ", ".join(f"{calls:g} {kind.replace('_', '-')}" for kind, calls in row["calls"].items())
+    return rows
+
+
+def gradient_error(net: nn.Module, baseline: nn.Module) -> float:
+    """The largest relative error of a weight's gradient. A rank looks at its part, or at the whole of a DTensor."""
+    expected = []
+    for weight, whole in zip(net.parameters(), baseline.parameters(), strict=True):
+        cut = hasattr(weight, "cut_dimension")
+        expected.append(my_part(whole.grad, weight.cut_dimension) if cut else whole.grad)
+    return measure.relative_error([runtime.whole(weight.grad) for weight in net.parameters()], expected)
+
+
+def check(rows: list[dict], config: shapes.Config, args) -> list[str]:
+    """Of every rank: does each way send what it must, by the shape alone, and is it equal to one process?"""
+    one_process, *others = rows
+    ranks = len(one_process["parameters_per_rank"])
+    micro_batches = args.global_batch_size // args.micro_batch_size
+    tokens = args.micro_batch_size * args.seq_len
+    cuts = 2 * config.num_hidden_layers + 1  # pairs of matrices, and embedding with head: each sends in both directions
+    norms = cuts * config.hidden_size  # weights that every rank holds
+    calls = micro_batches * 2 * cuts
+    apart = {"reduce_scatters": calls, "all_gathers": calls}
+    ring = Fraction(2 * 4 * (ranks - 1), ranks)  # bytes that a rank sends for an element in fp32, all-reduced
+    sent = round(ring * (calls * tokens * config.hidden_size + micro_batches * 3 * tokens))  # loss: 3 numbers per token
+    must = {
+        "by hand": ({"all_reduces": calls + 2 * micro_batches}, sent, 1, round(ring)),
+        "by hand, sequence parallel": ({"all_reduces": 2 * micro_batches, **apart}, sent, 2, round(ring * (norms + 1))),
+        # torch's calls after backward differ from release to release; on one rank DTensor knows that it is alone
+        "by torch, sequence parallel": ({"all_reduces": 3 * micro_batches, **(apart if ranks > 1 else {})}, sent),
+    }
+    largest = 0.0
+    for row in others:
+        found = row["calls"], row["sent_bytes"], row["calls_after_backward"], row["sent_bytes_after_backward"]
+        expected = must[row["way"]]
+        assert found[: len(expected)] == expected, f"{row['way']}: traffic of a step is {found}, and must be {expected}"
+        held, whole = sum(row["parameters_per_rank"]), shapes.parameter_count(config) + (ranks - 1) * norms
+        assert held == whole, f"{row['way']}: {held:,} weights on all ranks, not {whole:,}"
+        errors = {"gradients": row["gradient_error"]}
+        for what in ("losses", "gradient_norms"):  # as lists of steps
+            errors[what] = measure.relative_error([*torch.tensor(row[what])], [*torch.tensor(one_process[what])])
+        for what, error in errors.items():  # NaN fails, too
+            assert error <= TOLERANCE, f"{row['way']}: {what} differ from one process by {error:.0e}"
+        largest = max(largest, *errors.values())
+    return [
+        "the ranks together hold each cut weight once; calls and bytes of each step are the formula's",
+        f"each way has losses, gradient norms and gradients of one process in {args.steps} steps ({largest:.0e})",
+    ]
