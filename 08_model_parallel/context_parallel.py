@@ -11,59 +11,46 @@ values travel from rank to rank, and an online softmax adds up what each has fou
     one node  torchrun --nproc_per_node=8 08_model_parallel/context_parallel.py --model llama-124m --attention ring
     cluster   the same on every node, with --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400
 
-All is in fp32, to compare losses and gradients with one process. (3) writes its products out, to be read. In a long run
-a fused kernel that also returns the log-sum-exp takes their place.
+All is in fp32, to compare with one process. (3) writes its scores out, to be read; in a long run a fused kernel that
+also returns the log-sum-exp takes their place. Comments say how a tensor lies over the ranks: replicate (all hold the
+same), shard (each holds a part), partial (each holds a term of the sum), varying (ranks differ by intention).
 
-Look for: the score elements of each rank in contiguous and in zigzag order; the bytes that a rank sends, which shrink
-with more ranks only in (2); what it saves for backward. Before: 05_ddp/ddp_from_scratch.py, which cuts the batch.
+Look for: the scores of the busiest rank in both orders; the bytes sent, which shrink with more ranks only in (2); what
+is kept for backward. Before: pipeline_parallel.py. Next: expert_parallel.py.
 """
 
 import copy
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # old/, with nothing installed
-from _context_parallel_collectives import all_gather, all_reduce, all_to_all, batch_isend_irecv, reduce_scatter
-from _context_parallel_flags import parse_args
-from _context_parallel_order import positions_of_rank, tiles
-from _context_parallel_report import Trainee, conclude, note_step
-from _context_parallel_tiles import add_tile, add_tile_gradients
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+import _context_parallel as context
+from _context_parallel import add_tile, add_tile_gradients, positions_of_rank, tiles
 
-from old import data, exits, model, runtime
+from common import data, exits, lesson, measure, model, runtime, shapes, traffic
 
-# all_gather_attention, ulysses_attention and ring_attention stand in for F.scaled_dot_product_attention in the model.
-# They get q, k and v of this rank's tokens, [batch, heads, tokens, head_dim], rotated by their place in the sequence.
+# all-gather with a backward: torch 2.13's name, and the one of before
+all_gather = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
+
+# These three stand in for F.scaled_dot_product_attention in the model. They get q, k and v of this rank's tokens,
+# [batch, heads, tokens, head_dim], rotated by their place in the sequence: shard(tokens).
 
 
 def all_gather_attention(q: Tensor, k: Tensor, v: Tensor, *_, **__) -> Tensor:
-    """(1) Every rank gathers all keys and values. Each of its queries looks at those that are not in its future."""
-    keys, values = GatherTokens.apply(torch.stack((k, v)))  # one collective for both
+    """(1) Every rank gathers all keys and values: replicate. Each of its queries looks at those not in its future.
+    Backward: every rank has used my keys and values, so their gradients are partial: a reduce-scatter adds mine up."""
+    parts = all_gather(torch.stack((k, v)), gather_dim=0, group=dist.group.WORLD)  # one collective for both
+    keys, values = parts.unflatten(0, (-1, 2)).movedim(0, 3).flatten(3, 4)  # one rank's tokens after the other's
     my_positions = positions_of_rank("contiguous", keys.shape[2]).to(q.device)
     may_see = my_positions[:, None] >= torch.arange(keys.shape[2], device=q.device)
-    return model.attend(q, keys, values, may_see[None, None], enable_gqa=q.shape[1] != k.shape[1])
-
-
-class GatherTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, part: Tensor) -> Tensor:
-        parts = part.new_empty(dist.get_world_size(), *part.shape)
-        all_gather(parts, part)
-        return parts.movedim(0, -3).flatten(-3, -2)  # one rank's tokens after the other's
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> Tensor:
-        """Every rank has used my keys and values. My gradient is the sum of theirs: a reduce-scatter."""
-        parts = gradient.unflatten(-2, (dist.get_world_size(), -1)).movedim(-3, 0).contiguous()
-        my_gradient = torch.empty_like(parts[0])
-        reduce_scatter(my_gradient, parts)
-        return my_gradient
+    return F.scaled_dot_product_attention(q, keys, values, may_see, enable_gqa=q.shape[1] != k.shape[1])
 
 
 # What (1) lacks: each rank holds the keys and values of all tokens, and computes half of its scores to mask them away.
@@ -74,26 +61,16 @@ def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, *_, **__) -> Tensor:
     world_size = dist.get_world_size()
     by_rank = [part.unflatten(1, (world_size, -1)) for part in (q, k, v)]  # each rank's heads
     parts = torch.cat(by_rank, dim=2).movedim(1, 0)  # [ranks, batch, heads / ranks, tokens / ranks, head_dim]
-    whole = ExchangeParts.apply(parts).movedim(0, 2).flatten(2, 3)  # [batch, heads / ranks, tokens, head_dim]
+    whole = exchange(parts).movedim(0, 2).flatten(2, 3)  # shard(heads): [batch, heads / ranks, tokens, head_dim]
     q, k, v = whole.split([part.shape[2] for part in by_rank], dim=1)
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
     parts = out.unflatten(2, (world_size, -1)).movedim(2, 0)
-    return ExchangeParts.apply(parts).movedim(0, 1).flatten(1, 2)  # all heads of my tokens again
+    return exchange(parts).movedim(0, 1).flatten(1, 2)  # shard(tokens) again, with all heads
 
 
-class ExchangeParts(torch.autograd.Function):
-    """All-to-all: part i goes to rank i, and what rank i sends takes its place. The same again takes it back."""
-
-    @staticmethod
-    def forward(ctx, parts: Tensor) -> Tensor:
-        parts = parts.contiguous()
-        received = torch.empty_like(parts)
-        all_to_all(received, parts)
-        return received
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> Tensor:
-        return ExchangeParts.forward(ctx, gradient)
+def exchange(parts: Tensor) -> Tensor:
+    """All-to-all: part i goes to rank i, and what rank i sends takes its place. Backward is the same exchange."""
+    return collectives.all_to_all_single_autograd(parts.contiguous(), None, None, group=dist.group.WORLD)
 
 
 # What (2) lacks: it cannot use more ranks than there are key-value heads. Nothing is computed while the parts travel.
@@ -108,15 +85,16 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, *_, order: str, **__) -> Ten
 class RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q: Tensor, my_kv: Tensor, order: str) -> Tensor:
-        kv = my_kv
+        kv = my_kv  # varying: in each turn a rank holds the block of another
         out = torch.zeros_like(q)
         log_sum_exp = q.new_full(q.shape[:-1], -torch.inf)  # of each query's scores so far
         for turn in range(dist.get_world_size()):
             is_last = turn == dist.get_world_size() - 1
             arriving, under_way = start_round([] if is_last else [kv])
-            for rows, columns, on_diagonal in tiles(order, turn, q.shape[-2]):
-                add_tile(q[..., rows, :], kv[..., columns, :], on_diagonal, out[..., rows, :], log_sum_exp[..., rows])
-            finish(under_way)
+            for tile in tiles(order, turn, q.shape[-2]):
+                add_tile(tile, q, kv, out, log_sum_exp)
+            for message in under_way:
+                message.wait()
             kv = kv if is_last else arriving[0]
         ctx.save_for_backward(q, my_kv, out, log_sum_exp)  # no scores, and no other rank's block
         ctx.order = order
@@ -128,120 +106,139 @@ class RingAttention(torch.autograd.Function):
         q, kv, out, log_sum_exp = ctx.saved_tensors
         row_sums = (out_gradient * out).sum(-1)  # softmax's backward subtracts them
         q_gradient = torch.zeros_like(q)
-        kv_gradient = None  # of the block before
+        kv_gradient = None  # of the block before; partial until it has been on every rank
         for turn in range(dist.get_world_size()):
             is_last = turn == dist.get_world_size() - 1
             leaving = [] if turn == 0 else [kv_gradient]
             leaving += [] if is_last else [kv]
             arriving, under_way = start_round(leaving)
             kv_gradient = torch.zeros_like(kv)
-            for rows, columns, on_diagonal in tiles(ctx.order, turn, q.shape[-2]):
-                of_queries = [tensor[..., rows, :] for tensor in (q, out_gradient, q_gradient)]
-                of_rows = [tensor[..., rows] for tensor in (log_sum_exp, row_sums)]
-                of_keys = [tensor[..., columns, :] for tensor in (kv, kv_gradient)]
-                add_tile_gradients(*of_queries, *of_rows, *of_keys, on_diagonal)
-            finish(under_way)
+            for tile in tiles(ctx.order, turn, q.shape[-2]):
+                add_tile_gradients(tile, (q, out_gradient, q_gradient), (log_sum_exp, row_sums), (kv, kv_gradient))
+            for message in under_way:
+                message.wait()
             if not is_last:
                 kv = arriving.pop()
             if turn > 0:
                 kv_gradient += arriving.pop()
         if dist.get_world_size() > 1:  # the last hop: home
             (kv_gradient,), under_way = start_round([kv_gradient])
-            finish(under_way)
+            for message in under_way:
+                message.wait()
         return q_gradient, kv_gradient, None
 
 
 def start_round(leaving: list[Tensor]) -> tuple[list[Tensor], list[dist.Work]]:
-    """Start to send these to the next rank, and to receive the like from the one before. Both go on in the background:
-    nothing may write into the first or read the second before finish()."""
+    """Start to send these to the next rank and to receive the like from the one before; wait before touching either."""
     if not leaving:
         return [], []
     rank, world_size = dist.get_rank(), dist.get_world_size()
     arriving = [torch.empty_like(tensor) for tensor in leaving]
     sends = [dist.P2POp(dist.isend, tensor, (rank + 1) % world_size) for tensor in leaving]
     receives = [dist.P2POp(dist.irecv, tensor, (rank - 1) % world_size) for tensor in arriving]
-    return arriving, batch_isend_irecv(sends + receives)  # as one group: NCCL would wait for ever in a send alone
-
-
-def finish(under_way: list[dist.Work]) -> None:
-    for work in under_way:
-        work.wait()
+    return arriving, dist.batch_isend_irecv(sends + receives)  # as one group: NCCL would wait for ever in a send alone
 
 
 # The order of the tokens on the ranks, and what stands in for attention.
 WAYS = {
+    "one process": (None, F.scaled_dot_product_attention),  # the baseline, which each rank computes for itself
     "all-gather": ("contiguous", all_gather_attention),
     "Ulysses": ("contiguous", ulysses_attention),
     "ring, contiguous": ("contiguous", partial(ring_attention, order="contiguous")),
     "ring, zigzag": ("zigzag", partial(ring_attention, order="zigzag")),
 }
+ATTENTIONS = ("all", "all-gather", "ulysses", "ring")  # what --attention takes
 
 
-def make_trainee(name: str, start: nn.Module) -> Trainee:
-    """A copy of the model that attends in this way, or as it always does."""
-    net = copy.deepcopy(start)
-    order, attend = WAYS.get(name, (None, model.attend))
-    for layer in net.model.layers.values():
-        layer.self_attn.attend = attend
-    # SGD moves by the gradient itself. Adam divides by its size and would hide one that is N times too large.
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.02, momentum=0.9)
-    return Trainee(name, order, net, optimizer)
-
-
-def forward_backward(trainee: Trainee, inputs: Tensor, targets: Tensor, micro_batch_size: int) -> Tensor:
-    """This rank's part of the mean loss over all tokens of all ranks and micro-batches, and of its gradients."""
-    counted_tokens = (targets != data.PADDING).sum()  # of the whole batch: the ranks' own counts differ
-    positions = positions_of_rank(trainee.order, inputs.shape[1]).to(inputs.device)
-    my_inputs = inputs[:, positions].split(micro_batch_size)
-    my_targets = targets[:, positions].split(micro_batch_size)
-    loss = torch.zeros((), device=inputs.device)
-    for micro_inputs, micro_targets in zip(my_inputs, my_targets, strict=True):
-        logits = trainee.net(micro_inputs, positions=positions[None])  # RoPE by the place in the sequence
-        summed = F.cross_entropy(logits.flatten(0, 1), micro_targets.flatten(), reduction="sum")
-        (summed / counted_tokens).backward()
-        loss += summed.detach() / counted_tokens
-    return loss
+def loss_of(net: nn.Module, way: str, inputs: Tensor, targets: Tensor, counted_tokens: Tensor) -> Tensor:
+    """This rank's term of the mean loss over the tokens of all ranks: partial, and so are its gradients."""
+    positions = positions_of_rank(WAYS[way][0], inputs.shape[1]).to(inputs.device)
+    inputs, targets = inputs[:, positions], targets[:, positions]  # shard(tokens); targets were shifted before
+    logits = net(inputs, positions=positions[None])  # RoPE by the place in the whole sequence
+    summed = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    return summed / counted_tokens  # no mean: where a text ends early, the ranks' own counts differ
 
 
 def sum_over_ranks(loss: Tensor, net: nn.Module) -> None:
-    """Every rank has all weights, and has used them for its own tokens. So the gradients add up, and are no mean."""
+    """Partial to replicate: each rank has used all weights for its own tokens. So gradients add up, and are no mean."""
     tensors = [loss, *(parameter.grad for parameter in net.parameters())]
     flat = nn.utils.parameters_to_vector(tensors)  # for one call instead of many
-    all_reduce(flat)
+    dist.all_reduce(flat)
     nn.utils.vector_to_parameters(flat, tensors)
 
 
+def run(way: str, start: nn.Module, batches: list[tuple[Tensor, ...]], baseline_gradients: list[list[Tensor]]) -> dict:
+    """Train for a step per batch; one process fills baseline_gradients, the others are compared with them."""
+    net = copy.deepcopy(start)  # replicate
+    for layer in net.model.layers.values():
+        layer.self_attn.attend = WAYS[way][1]
+    # SGD moves by the gradient itself. Adam divides by its size and would hide one that is N times too large.
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.02, momentum=0.9)
+    losses, errors = [], []
+    for step, batch in enumerate(batches):  # the last step's bytes and scores are reported
+        context.tile_scores.clear()
+        with traffic.Traffic() as sent:
+            with measure.LiveBytes(device=batch[0].device) as live:
+                before = live.now
+                loss = loss_of(net, way, *batch)
+                kept_bytes = live.now - before
+            loss.backward()
+        loss = loss.detach()
+        gradients = [parameter.grad for parameter in net.parameters()]
+        if way == "one process":
+            baseline_gradients.append([gradient.clone() for gradient in gradients])
+        else:
+            sum_over_ranks(loss, net)
+        losses.append(loss.item())
+        errors.append(measure.relative_error(gradients, baseline_gradients[step]))
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0)  # each rank has all gradients: replicate
+        optimizer.step()
+        optimizer.zero_grad()
+    of_ranks = runtime.gather((kept_bytes, sum(context.tile_scores), errors, model.digest(net)))
+    kept, scores, errors_of_ranks, digests = zip(*of_ranks, strict=True)
+    return {
+        "name": way,
+        "losses": losses,
+        "calls": ", ".join(f"{count} {kind.replace('_', '-')}" for kind, count in sent.calls.items()) or "none",
+        "sent_bytes": round(sum(sent.bytes_sent.values())),
+        "scores_of_each_rank": scores,
+        "busiest_ratio": max(scores) * len(scores) / sum(scores) if any(scores) else None,  # counted in the ring alone
+        "kept_bytes_per_rank": max(kept),
+        "gradient_error": torch.tensor(errors_of_ranks).max().item(),  # NaN if one is
+        "weights_sha256": digests,
+    }
+
+
 def main() -> int:
-    began = time.perf_counter()
-    args, config = parse_args(__doc__)
-    runtime.relaunch(args.device)
-    runtime.seed(args.seed, deterministic=True)  # before the group: NCCL reads variables when it starts
+    args = lesson.flags(__doc__, model="nano", attention=ATTENTIONS, seq_len=240, batch_size=4, steps=5)
+    config = shapes.load_config(args.model, 256, args.seq_len)  # raises a UserError before any rank starts
+    ways = context.chosen_ways(args, config, WAYS)
+    lesson.relaunch(args.device)
+    runtime.seed_all(0, deterministic=True)  # before the group: NCCL reads variables when it starts
     device = runtime.init_process_group(args.device)
-    runtime.exact_fp32(device)  # or some containers would multiply in tf32
-    batches = data.train_batches(
-        data.load_corpus().train,
-        seq_len=args.seq_len,
-        global_batch_size=args.global_batch_size,
-        micro_batch_size=args.global_batch_size,  # every rank reads all sequences and takes its tokens of each
-        seed=args.seed,
+    batches = []
+    whole = lesson.one_batch(args.steps * args.batch_size, args.seq_len, device)  # the same on every rank
+    for inputs, targets in zip(*(tensor.split(args.batch_size) for tensor in whole), strict=True):
+        targets[0, 3 * (args.seq_len + 1) // 4 :] = data.PADDING  # a text that ends early
+        batches.append((inputs, targets, (targets != data.PADDING).sum()))
+    start = model.build(args.model, config, seed=0, device=device)
+    loss_of(start, "one process", *batches[0])  # cuBLAS takes its workspace here, and not where bytes are counted
+    rows, baseline_gradients = [], []
+    for way in ways:
+        rows.append(run(way, start, batches, baseline_gradients))
+        rows[-1]["kept_share"] = rows[-1]["kept_bytes_per_rank"] / rows[0]["kept_bytes_per_rank"]
+    lesson.end(
+        rows,
+        columns=context.COLUMNS,
+        checked=context.check(rows, config, args),
+        args=args,
         device=device,
+        dtype="fp32",
+        parameters=shapes.parameter_count(config),
+        tokens=args.steps * args.batch_size * args.seq_len,
+        first_loss=rows[0]["losses"][0],
+        last_loss=rows[0]["losses"][-1],
     )
-    start = model.build(args.model, config, seed=args.seed, device=device)
-    names = [name for name in WAYS if args.attention == "all" or name.lower().startswith(args.attention)]
-    baseline, *trainees = [make_trainee(name, start) for name in ("one process", *names)]
-    for _ in range(args.steps):
-        inputs, targets = (tensor.to(device) for tensor in next(batches))
-        targets[0, 3 * (args.seq_len + 1) // 4 :] = data.PADDING  # a text that ends early: ranks' counts differ
-        for trainee in (baseline, *trainees):
-            loss = forward_backward(trainee, inputs, targets, args.micro_batch_size)
-            if trainee is not baseline:
-                sum_over_ranks(loss, trainee.net)
-            note_step(trainee, loss, baseline)
-        for trainee in (baseline, *trainees):
-            nn.utils.clip_grad_norm_(trainee.net.parameters(), args.clip_norm)  # each rank has all gradients
-            trainee.optimizer.step()
-            trainee.optimizer.zero_grad()
-    conclude(args, config, baseline, trainees, forward_backward, device, began)
     runtime.shutdown()
     return 0
 
