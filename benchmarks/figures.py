@@ -46,6 +46,21 @@ def error_by_type() -> None:
     save(figure, "error_by_type.png")
 
 
+def loss_by_type() -> None:
+    """04: the training loss of every number type that runs here, and how far it is from fp32's."""
+    rows = summary_of("04_amp/compare.py")["rows"]
+    figure = Figure(figsize=(9, 3.4))
+    left, right = figure.subplots(1, 2)
+    for row in rows:
+        left.plot(range(1, 1 + len(row["losses"])), row["losses"], label=row["name"])
+        gaps = [abs(loss - base) for loss, base in zip(row["losses"], rows[0]["losses"], strict=False)]
+        right.plot(range(1, 1 + len(gaps)), gaps, label=row["name"])
+    left.set(xlabel="step", ylabel="training loss", title="nano, 4 x 64 tokens")
+    right.set(xlabel="step", yscale="log", title="distance from fp32's loss")
+    left.legend(fontsize="small")
+    save(figure, "loss_by_type.png")
+
+
 def memory_over_a_step() -> None:
     """07: what is alive after each operator, with and without checkpointing."""
     figure = Figure(figsize=(9, 3.6))
@@ -78,6 +93,7 @@ def who_holds_what() -> None:
 
 def main() -> None:
     error_by_type()
+    loss_by_type()
     memory_over_a_step()
     who_holds_what()
 
