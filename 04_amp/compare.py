@@ -17,6 +17,7 @@ import argparse
 import copy
 import math
 import sys
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn.utils import clip_grad_norm_
+from torch.optim import AdamW
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
 import _compare as types
@@ -40,61 +42,46 @@ ROUNDS = 6  # the types take turns, so that a disturbance hits all alike; the fi
 FIRST_LOSS_TOLERANCE = {"tf32": 1e-3, "bf16": 2e-3, "fp16": 1e-3, "fp16-unscaled": 1e-3, "fp8": 1e-2}
 
 
-def forward_backward(net: nn.Module, batch: types.Batch, name: str, scaler: GradScaler) -> Tensor:
-    """Mixed precision: autocast runs matmuls in the narrow type, and norms and the loss in fp32."""
-    device = batch[0].device
-    with types.multiplying_in(name, device):  # switches tf32 on or off; emulates fp16 where the device has none
-        with torch.autocast(device.type, AUTOCAST.get(name), enabled=name in AUTOCAST):
-            loss = net(*batch)
-        scaler.scale(loss).backward()  # fp16 only: a larger loss makes larger gradients, so that few become zero
-    return loss.detach()
-
-
 class Run:
     """One number type: a copy of the model, and what trains it. Weights, gradients and AdamW's state are fp32."""
 
-    def __init__(self, name: str, net: nn.Module, batch: types.Batch) -> None:
+    def __init__(self, name: str, net: nn.Module, scale: float = INITIAL_SCALE) -> None:
         self.name, self.net = name, copy.deepcopy(net)
-        if name == "fp8":
-            types.use_fp8(self.net)
-        self.optimizer = torch.optim.AdamW(
-            self.net.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0, fused=True
-        )
-        self.scaler = GradScaler(batch[0].device.type, init_scale=INITIAL_SCALE, enabled=name == "fp16")
+        self.device = next(net.parameters()).device
+        for layer in types.linear_layers(self.net) if name == "fp8" else ():
+            layer.forward = partial(types.fp8_linear, layer.weight)
+        self.optimizer = AdamW(self.net.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+        self.scaler = GradScaler(self.device.type, init_scale=scale, enabled=name == "fp16")
         self.losses: list[Tensor] = []  # left on the device: reading one would wait for it
-        with measure.LiveBytes(self.net.parameters(), batch[0].device) as memory:
-            before = memory.now
-            with types.saved_activations(self.net) as saved:
-                forward_backward(self.net, batch, name, self.scaler)
-        self.activation_bytes = sum(saved.values())  # kept for backward, without weights and their narrow copies
-        self.extra_bytes = memory.peak - before  # beside what lives from step to step
-        self.optimizer.zero_grad(set_to_none=True)
 
-    def step(self, batch: types.Batch) -> Tensor:
-        loss = forward_backward(self.net, batch, self.name, self.scaler)
-        self.scaler.unscale_(self.optimizer)  # true gradients again: the clipping limit is meant for those
-        clip_grad_norm_(self.net.parameters(), CLIP_NORM)
-        self.scaler.step(self.optimizer)  # a gradient that overflowed skips the step: fused AdamW sees it on the device
-        self.scaler.update()  # halves the scale after a skipped step, doubles it after 2,000 good ones
-        self.optimizer.zero_grad(set_to_none=True)
-        return loss
+    def backward(self, batch: tuple[Tensor, Tensor], divide: float = 1.0) -> Tensor:
+        """Mixed precision: autocast runs matmuls in the narrow type, and norms and the loss in fp32."""
+        torch.set_float32_matmul_precision("high" if self.name == "tf32" else "highest")  # autocast has no tf32
+        emulated = self.name.startswith("fp16") and not types.is_native(self.name, self.device)
+        with types.EmulatedFp16() if emulated else nullcontext():
+            with torch.autocast(self.device.type, AUTOCAST.get(self.name), enabled=self.name in AUTOCAST):
+                loss = self.net(*batch)
+            self.scaler.scale(loss / divide).backward()  # fp16: larger gradients, so that few become zero
+        return loss.detach()
 
-    def train(self, batches: list[types.Batch], count: int) -> None:
+    def train(self, batches: list[tuple[Tensor, Tensor]], count: int) -> None:
         """The next `count` steps."""
-        done = len(self.losses)
-        for batch in batches[done : done + count]:
+        for batch in batches[len(self.losses) :][:count]:
             self.optimizer.param_groups[0]["lr"] = LR * min(1.0, (len(self.losses) + 1) / WARMUP_STEPS)
-            self.losses.append(self.step(batch))
+            self.losses.append(self.backward(batch))
+            self.scaler.unscale_(self.optimizer)  # true gradients again: the clipping limit is meant for those
+            clip_grad_norm_(self.net.parameters(), CLIP_NORM)
+            self.scaler.step(self.optimizer)  # skipped if a gradient overflowed: fused AdamW sees it on the device
+            self.scaler.update()  # halves the scale after a skipped step, doubles it after 2,000 good ones
+            self.optimizer.zero_grad(set_to_none=True)
 
 
-def summarize(run: Run, baseline: Run, measured: dict, tokens: int) -> dict:
+def summarize(run: Run, baseline: Run, memory: tuple[int, int], measured: dict, tokens: int) -> dict:
     """The row of a type, after its last step; `tokens` are those of a round."""
     losses = [loss if math.isfinite(loss) else None for loss in torch.stack(run.losses).tolist()]
     pairs = zip(losses, torch.stack(baseline.losses).tolist(), strict=True)
-    native = types.is_native(run.name, run.losses[0].device)
+    native = types.is_native(run.name, run.device)
     row = {"name": run.name if native else f"{run.name} (emulated)", "dtype": run.name, "native": native}
-    if run.name == "fp8":
-        row["name"] += ", use_fast_accum=False"  # with True it would be faster and less exact
     for ours, theirs in (("", ""), ("min_", "max_"), ("max_", "min_")) if native else ():
         row[f"{ours}tokens_per_second"] = tokens / measured[f"{theirs}seconds"]
         row[f"{ours}speed_ratio"] = 1 / measured[f"{theirs}time_ratio"]
@@ -103,8 +90,8 @@ def summarize(run: Run, baseline: Run, measured: dict, tokens: int) -> dict:
     return row | {
         "n": measured["n"],
         "kept_bytes": kept_bytes,
-        "peak_bytes": kept_bytes + run.extra_bytes,
-        "activation_bytes": run.activation_bytes,
+        "activation_bytes": memory[0],
+        "peak_bytes": kept_bytes + memory[1],
         "losses": losses,
         "last_loss": losses[-1],
         "largest_loss_difference": max((abs(a - b) for a, b in pairs if a is not None), default=None),
@@ -120,17 +107,14 @@ def check(rows: list[dict], counts: list[dict]) -> list[str]:
         name = row["dtype"]
         error = abs((row["losses"][0] or 0) / baseline["losses"][0] - 1)  # None if it was not finite
         share = row["activation_bytes"] / baseline["activation_bytes"]
-        text = f"{name}: first loss within {FIRST_LOSS_TOLERANCE[name]} of fp32's ({error:.0e}), {share:.0%} of its "
         assert error <= FIRST_LOSS_TOLERANCE[name], f"{name}: first loss off by {error:.0e}"
         assert share < 0.8 or name == "tf32", f"{name}: {share:.0%} of fp32's activations"  # in memory tf32 is fp32
-        checked.append(f"{text}activations in bytes")
+        checked.append(f"{name}: first loss within {error:.0e} of fp32's, {share:.0%} of its activations in bytes")
     assert len({row["kept_bytes"] for row in rows}) == 1, f"kept: {[row['kept_bytes'] for row in rows]} bytes"
-    kept = baseline["kept_bytes"] / 2**20
-    checked.append(f"weights and optimizer state take {kept:.1f} MiB in every type: AMP keeps fp32")
-    for found in counts:
-        shares = [found[key] for key in ("zero_share", "fewer_bits_share", "infinite_share")]
-        text = "gradients x 2^{:.0f}, rounded to fp16: {:.2%} become zero, {:.2%} lose bits, {:.2%} overflow"
-        checked.append(text.format(math.log2(found["factor"]), *shares))
+    checked.append(f"weights and AdamW's state: {baseline['kept_bytes'] / 2**20:.1f} MiB in every type, all in fp32")
+    text = "gradients x 2^{:.0f}, rounded to fp16: {:.2%} become zero, {:.2%} lose bits, {:.2%} overflow"
+    for factor, *shares in (found.values() for found in counts):
+        checked.append(text.format(math.log2(factor), *shares))
     return checked
 
 
@@ -147,7 +131,7 @@ COLUMNS = {
 
 
 def main() -> int:
-    args = lesson.flags(__doc__, model="nano", dtypes="native", steps=30, seq_len=64, batch_size=4)
+    args = lesson.flags(__doc__, model="nano", dtypes=("native", "all"), steps=30, seq_len=64, batch_size=4)
     if args.steps % ROUNDS:
         raise UserError(f"--steps {args.steps} is no multiple of {ROUNDS}: use {args.steps + -args.steps % ROUNDS}")
     device = lesson.start(args.device)
@@ -159,22 +143,22 @@ def main() -> int:
     batches = [tuple(t.to(device) for t in next(stream)) for _ in range(args.steps + 1)]  # and one for the failures
     tokens = args.batch_size * args.seq_len
 
-    Run("fp32", net, batches[0])  # the first one also pays for what libraries set aside
-    runs = {name: Run(name, net, batches[0]) for name in types.choose(args.dtypes, net, device, tokens)}
-    in_a_round = args.steps // ROUNDS
-    steps = {name: partial(run.train, batches, in_a_round) for name, run in runs.items()}
+    runs = {name: Run(name, net) for name in types.choose(args.dtypes, net, device, tokens)}
+    types.measure_memory(runs["fp32"], batches[0])  # the first one also pays for what libraries set aside
+    memory = {name: types.measure_memory(run, batches[0]) for name, run in runs.items()}
+    steps = {name: partial(run.train, batches, args.steps // ROUNDS) for name, run in runs.items()}
     measured = measure.seconds_in_turns(steps, device, ROUNDS - 1)
-    rows = [summarize(run, runs["fp32"], measured[name], in_a_round * tokens) for name, run in runs.items()]
+    of_a_round = args.steps // ROUNDS * tokens
+    rows = [summarize(run, runs["fp32"], memory[name], measured[name], of_a_round) for name, run in runs.items()]
 
     trained = runs["fp32"].net
-    trained(*batches[-1]).backward()
-    gradients = torch.cat([p.grad.flatten() for p in trained.parameters()])
-    trained.zero_grad()
+    gradients = torch.autograd.grad(trained(*batches[-1]), [*trained.parameters()])
+    gradients = torch.cat([gradient.flatten() for gradient in gradients])
     factors = (1.0, INITIAL_SCALE, 1 / types.MICRO_BATCHES, INITIAL_SCALE / types.MICRO_BATCHES)
     counts = [types.underflow(gradients, factor) for factor in factors]
     checked = check(rows, counts)
     if tokens >= 4 * 64:  # what is rare need not show in a few tokens
-        checked += types.provoke(trained, batches[-1])
+        checked += types.provoke(Run, trained, batches[-1])
     own = {"parameters": gradients.numel(), "tokens": args.steps * tokens, "underflow": counts}
     lesson.end(rows, columns=COLUMNS, checked=checked, args=args, device=device, **own)
     return 0
