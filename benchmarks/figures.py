@@ -53,7 +53,7 @@ def loss_by_type() -> None:
     left, right = figure.subplots(1, 2)
     for row in rows:
         left.plot(range(1, 1 + len(row["losses"])), row["losses"], label=row["name"])
-        gaps = [abs(loss - base) for loss, base in zip(row["losses"], rows[0]["losses"], strict=False)]
+        gaps = [abs(loss - base) for loss, base in zip(row["losses"], rows[0]["losses"], strict=True)]
         right.plot(range(1, 1 + len(gaps)), gaps, label=row["name"])
     left.set(xlabel="step", ylabel="training loss", title="nano, 4 x 64 tokens")
     right.set(xlabel="step", yscale="log", title="distance from fp32's loss")

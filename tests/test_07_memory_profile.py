@@ -8,7 +8,6 @@ import pytest
 import torch
 from support.chapter import load
 from support.harness import ODD, ROOT, config_of, run
-from torch.utils.checkpoint import checkpoint
 
 from common import model
 
@@ -92,9 +91,7 @@ def test_categories_are_those_of_independent_counts(shape, dtype):
 def test_checkpointing_shows_as_fewer_activations():
     net, optimizer, batch = prepare(ODD)
     plain = memory_profile.profile_step(net, optimizer, batch, "fp32")
-    for block in net.model.layers.values():
-        forward = block.forward
-        block.forward = lambda *args, forward=forward: checkpoint(forward, *args, use_reentrant=False)
+    model.checkpoint_blocks(net, "full")  # as --checkpointing full does
     recomputed = memory_profile.profile_step(net, optimizer, batch, "fp32")
     kept = [helper.by_category(p)["activations"][p.phases["backward"]] for p in (plain, recomputed)]
     assert kept[1] < kept[0] / 3
