@@ -9,9 +9,11 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from _shared import cut_matrices
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as functional
-from torch.distributed.tensor import DTensor, Replicate, Shard, parallel
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
 
 from common import measure, runtime, shapes, traffic
 from common.exits import UserError
@@ -80,27 +82,9 @@ class Way:
 def parallelize_with_torch(net: nn.Module) -> Way:
     """The same cuts, with sequence parallelism, as a plan: DTensors know how they are cut, and what follows from it."""
     mesh = dist.init_device_mesh(net.lm_head.weight.device.type, (dist.get_world_size(),))
-    positions = Shard(1)  # of [batch, length, hidden]
-    replicate = Replicate()
-    plan = {
-        "model.embed_tokens": parallel.RowwiseParallel(input_layouts=replicate, output_layouts=positions),
-        "model.layers.*.*_layernorm": parallel.SequenceParallel(),
-        "model.layers.*.self_attn": parallel.PrepareModuleInput(  # x, and cos and sin for all positions
-            input_layouts=(positions, None, None), desired_input_layouts=(replicate, None, None)
-        ),
-        "model.layers.*.self_attn.[qkv]_proj": parallel.ColwiseParallel(),
-        "model.layers.*.self_attn.o_proj": parallel.RowwiseParallel(output_layouts=positions),
-        "model.layers.*.mlp": parallel.PrepareModuleInput(input_layouts=positions, desired_input_layouts=replicate),
-        # gate and up; plain tensors would not tell down_proj that the parts of the channels may be unequal
-        "model.layers.*.mlp.[gu]*_proj": parallel.ColwiseParallel(use_local_output=False),
-        "model.layers.*.mlp.down_proj": parallel.RowwiseParallel(output_layouts=positions),
-        "model.norm": parallel.SequenceParallel(),
-        "lm_head": parallel.ColwiseParallel(input_layouts=positions, output_layouts=Shard(-1), use_local_output=False),
-    }
-    parallel.parallelize_module(net, mesh, plan, src_data_rank=None)  # or rank 0 would send its weights to all
-    net.tie_weights()  # parallelize_module has made two parameters of one
+    cut_matrices(net, mesh)
     # torch's loss on cut logits needs its context around forward and backward
-    return Way("by torch, sequence parallel", net, net, partial(clip_by_torch, net), parallel.loss_parallel)
+    return Way("by torch, sequence parallel", net, net, partial(clip_by_torch, net), loss_parallel)
 
 
 def clip_by_torch(net: nn.Module, largest_norm: float) -> Tensor:
