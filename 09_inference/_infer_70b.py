@@ -84,7 +84,7 @@ def check_room(args, config: shapes.Config, ranks: int, cache_tokens: int, devic
         ways.append("09_inference/quantized.py --weights int4 on one GPU")
     needs = " and ".join(report.for_people("bytes", each) for each in (weights, cache))
     raise exits.UserError(
-        f"--model {args.model}: each of {ranks} ranks needs {needs} of cache, {report.for_people('bytes', free)} is free: "
+        f"--model {args.model}: a rank of {ranks} needs {needs} of cache, and has {report.for_people('bytes', free)}: "
         f"use {' or '.join([*ways, '09_inference/offloaded.py'])}"
     )
 

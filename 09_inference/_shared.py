@@ -199,6 +199,8 @@ class Text:
             raise UserError(f"--chat: --model {args.model} has no chat template")
         self.chat, self.config = args.chat, config
         self.texts = [DEFAULT_PROMPT if args.prompt is None else args.prompt]
+        if args.prompts is not None and not args.prompts.is_file():
+            raise UserError(f"--prompts {args.prompts}: no such file")
         if args.prompts is not None:
             self.texts = [line for line in args.prompts.read_text().splitlines() if line.strip()]
         self.prompts = [self.encode(text) for text in self.texts]
@@ -209,8 +211,7 @@ class Text:
         if self.length > config.max_position_embeddings:
             room = config.max_position_embeddings - longest - ahead
             fix = f"use --max-new-tokens {room}" if room > 0 else "shorten the prompt"
-            context = config.max_position_embeddings
-            raise UserError(f"a prompt of {longest} tokens: the model's context ends at {context} tokens, {fix}")
+            raise UserError(f"a prompt of {longest} tokens in a context of {config.max_position_embeddings}: {fix}")
         stop = set() if self.tokenizer is None else {self.tokenizer.eos_token_id}
         of_generation = Path(args.model) / "generation_config.json"
         if of_generation.is_file():
