@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common import cli, hardware, measure, model, shapes
@@ -62,10 +63,23 @@ class Generated:
     finished: set[int] = field(default_factory=set)
 
 
+def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, *, is_causal: bool, enable_gqa: bool) -> Tensor:
+    """CUDA's kernels that never hold all scores refuse a mask with grouped heads: here each group is a sequence."""
+    if seen is None or not enable_gqa:
+        return F.scaled_dot_product_attention(q, k, v, seen, is_causal=is_causal, enable_gqa=enable_gqa)
+    groups = k.shape[1]
+    q = q.unflatten(1, (groups, -1)).flatten(0, 1)  # [batch x groups, query heads of a group, tokens, head_dim]
+    k, v = (part.flatten(0, 1)[:, None].expand(-1, q.shape[1], -1, -1) for part in (k, v))
+    y = F.scaled_dot_product_attention(q, k, v, seen.repeat_interleave(groups, 0))
+    return y.unflatten(0, (-1, groups)).flatten(1, 2)
+
+
 def steps_of(net: nn.Module, cache: StaticCache) -> tuple[Callable, Callable]:
     """prefill(ids, positions, last) reads all prompts at once, [batch, tokens], and decode(ids, positions) one token of
     each, [batch]. Both return the logits [batch, vocab] of each row's last token, which prefill has at `last` [batch].
     """
+    for block in net.model.layers.values():
+        block.self_attn.attend = attend
 
     def prefill(ids: Tensor, positions: Tensor, last: Tensor) -> Tensor:
         hidden = net.model(ids, positions, cache)
@@ -115,8 +129,7 @@ def generate(
             on_tokens(tokens)
 
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-    rows = [torch.tensor(prompt, device=device) for prompt in prompts]
-    ids = nn.utils.rnn.pad_sequence(rows, batch_first=True)  # on the right: no token sees a later one
+    ids = nn.utils.rnn.pad_sequence([torch.tensor(prompt, device=device) for prompt in prompts], batch_first=True)
     positions = torch.arange(ids.shape[1], device=device).expand_as(ids)
     start = time.perf_counter()
     tokens = choose(prefill(ids, positions, lengths - 1))
@@ -143,17 +156,13 @@ def probabilities(logits: Tensor, *, temperature: float, top_k: int = 0, top_p: 
     """What tokens are drawn from: logits [..., vocab] / temperature, then the `top_k` likeliest of them (0: all), then
     the fewest whose probabilities reach `top_p` together. Temperature 0 leaves the likeliest alone."""
     if temperature == 0:
-        return nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).float()
-    logits = logits.float() / temperature
-    if 0 < top_k < logits.shape[-1]:
-        least = logits.topk(top_k).values[..., -1:]
-        logits = logits.masked_fill(logits < least, -torch.inf)
-    if top_p < 1:
-        likely, order = logits.softmax(-1).sort(dim=-1, descending=True)
-        before = likely.cumsum(-1) - likely  # what the likelier ones have together
-        drop = torch.zeros_like(before, dtype=torch.bool).scatter(-1, order, before >= top_p)
-        logits = logits.masked_fill(drop, -torch.inf)
-    return logits.softmax(-1)
+        return F.one_hot(logits.argmax(-1), logits.shape[-1]).float()
+    likely, order = (logits.float() / temperature).softmax(-1).sort(dim=-1, descending=True)
+    if top_k:
+        likely[..., top_k:] = 0
+    likely /= likely.sum(-1, keepdim=True)
+    likely[likely.cumsum(-1) - likely >= top_p] = 0  # what is before it has this share already
+    return torch.zeros_like(likely).scatter(-1, order, likely / likely.sum(-1, keepdim=True))
 
 
 def sample(logits: Tensor, args: argparse.Namespace, generator: torch.Generator) -> Tensor:
@@ -227,8 +236,6 @@ class Text:
             ids = self.tokenizer(text, verbose=False)["input_ids"]
         else:
             ids = list(text.encode(errors="surrogateescape"))
-        if max(ids, default=0) >= self.config.vocab_size:
-            raise UserError(f"the prompt has token {max(ids)}, and the model only {self.config.vocab_size} tokens")
         return ids
 
     def decode(self, ids: list[int]) -> str:
@@ -251,8 +258,8 @@ class Text:
 
 def choose_dtype(args: argparse.Namespace, config: shapes.Config, device: torch.device) -> str:
     """The --dtype; "auto" is fp32 for a small model, where it costs little and makes tokens comparable."""
-    small = args.dtype == "auto" and shapes.parameter_count(config) <= SMALL
-    return "fp32" if small else hardware.choose_dtype(args.dtype, device)
+    given_or_large = args.dtype != "auto" or shapes.parameter_count(config) > SMALL
+    return hardware.choose_dtype(args.dtype, device) if given_or_large else "fp32"
 
 
 def check_tokens(found: list[list[int]], text: Text, args: argparse.Namespace) -> list[str]:
@@ -280,21 +287,14 @@ def speed(result: Generated, device: torch.device, bytes_per_step: int) -> dict:
     can be faster than that: `bandwidth_share` is how near it comes."""
     decoded = sum(len(ids[1:]) for ids in result.token_ids)  # the prefill has given the first ones
     read = bytes_per_step * result.decode_steps / result.decode_seconds if decoded else None
-    bandwidth = read_bandwidth(device, bytes_per_step)
+    bandwidth = hardware.devices().get(hardware.device_name(device), {}).get("bandwidth")
+    if device.type == "cpu":  # no data sheet: measured on as many bytes, since few of them fit into its cache
+        buffer = torch.ones(min(bytes_per_step, 2**30) // 4)
+        bandwidth = buffer.nbytes / measure.seconds_in_turns({"read": buffer.sum}, device, 5)["read"]["min_seconds"]
     return {
         "tokens": result.prompt_tokens + sum(map(len, result.token_ids)),
         "time_to_first_token_seconds": result.prefill_seconds,
         "prefill_tokens_per_second": result.prompt_tokens / result.prefill_seconds,
         "decode_tokens_per_second": decoded / result.decode_seconds if decoded else None,
-        "weight_bytes_read_per_second": read,
-        "read_bandwidth_bytes_per_second": bandwidth,
         "bandwidth_share": read / bandwidth if read and bandwidth else None,
     }
-
-
-def read_bandwidth(device: torch.device, nbytes: int) -> float | None:
-    """Bytes per second that so many bytes can be read with: a GPU's by its data sheet, a CPU's measured."""
-    if device.type != "cpu":
-        return hardware.devices().get(hardware.device_name(device), {}).get("bandwidth")
-    buffer = torch.ones(max(1, min(nbytes, 2**30) // 4))  # as large as the weights: small ones fit into a CPU's cache
-    return buffer.nbytes / measure.seconds_in_turns({"read": buffer.sum}, device, 5)["read"]["min_seconds"]
