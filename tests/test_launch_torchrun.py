@@ -29,7 +29,7 @@ from support.harness import (
 )
 from support.two_hosts import two_hosts
 
-from old import cli
+from common import cli
 
 pytestmark = pytest.mark.launch
 LAUNCH = ROOT / "launch/torchrun"
@@ -420,4 +420,4 @@ def test_the_commands_in_the_comments_parse():
         if script.endswith("infer_70b.sh"):
             check(shlex.join(["python", "09_inference/infer_70b.py", *given]))
         else:
-            cli.training_parser("").parse_args(given)
+            cli.TrainingParser("").parse_args(given)
