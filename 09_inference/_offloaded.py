@@ -131,7 +131,11 @@ def fill(deepspeed, net: nn.Module, args) -> None:
                 parameter.copy_(model.random_weight(name, parameter.ds_shape, args.seed))
                 continue
             weight = torch.empty(parameter.ds_shape, device="cpu")
-            dcp.load({name: weight}, storage_reader=reader, no_dist=True)
+            try:
+                dcp.load({name: weight}, storage_reader=reader, no_dist=True)
+            except dcp.api.CheckpointException as error:
+                reason = str(error).strip().splitlines()[-1]
+                raise exits.UserError(f"--model {args.model}: {name} cannot be read: {reason}") from None
             parameter.copy_(weight)
 
 
