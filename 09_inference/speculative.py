@@ -124,7 +124,7 @@ def run(name: str, large: tuple, draft: tuple | None, text: shared.Text, args, d
             answer, counts = speculate((prefill, verify), draft[:2], prompt, generator=generator, **guessing, **how)
         answers.append(answer)
         kept += counts
-    kept_per_step = sum(kept) / len(kept) if draft and kept else None
+    kept_per_step = round(sum(kept) / len(kept), 2) if draft and kept else None
     return {"name": name, "large_steps": len(kept), "kept_per_step": kept_per_step, "token_ids": answers}
 
 
