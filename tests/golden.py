@@ -56,10 +56,9 @@ TRAIN += " --weight-decay 0.1 --clip-norm 1.42 --seed 0 --dtype fp32 --device cp
 TRAIN += " --run-dir run --steps"
 ANSWER = f"--dtype fp32 --device cpu --max-new-tokens {NEW_TOKENS} --json summary.json --model ../model"
 BOTH = f"{ANSWER} --prompts ../prompts.txt"
-DRAFT = f"{ANSWER} --draft ../draft --prompt {shlex.quote(PROMPTS[0])}"  # for one prompt
 DDP, FSDP = "05_ddp/train.py", "06_fsdp_zero/train_fsdp.py"
 ZERO, MESH = "06_fsdp_zero/train_zero.py", "08_model_parallel/train_3d.py"
-INFER, IN_FP32 = "06_fsdp_zero/infer_70b.py", "07_memory_tricks/quantized_inference.py --weights fp32"
+INFER, IN_FP32 = "06_fsdp_zero/infer_70b.py", "09_inference/quantized.py --weights fp32"
 
 WAYS = [  # the way, whether --quick goes it, the keys it gives, commands: ranks under torchrun (0: without), script
     ("one device", True, TRAINED, f"0 04_amp/train.py {TRAIN} 10"),
@@ -79,7 +78,6 @@ WAYS = [  # the way, whether --quick goes it, the keys it gives, commands: ranks
     ("answers by zero stage 3, 2 ranks", False, ANSWERED, f"2 {INFER} --strategy zero3 {BOTH}"),
     ("answers by pipeline parallel 2", False, ANSWERED, f"2 {INFER} --strategy pipeline {BOTH}"),
     ("answers, not quantized", False, ANSWERED, f"0 {IN_FP32} {BOTH}"),
-    ("answers, guessed by a draft", False, ANSWERED[:1], f"0 {IN_FP32} {DRAFT}"),
 ]
 
 
@@ -167,7 +165,6 @@ def main() -> None:
         folder = Path(name)
         (folder / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
         write_folder(folder / "model", noise=0)
-        write_folder(folder / "draft", noise=0.1)  # it guesses some tokens right
         if args.write:
             answers = [tokens_of_transformers(folder / "model", prompt) for prompt in PROMPTS]
             golden = dict(zip(ANSWERED, answers, strict=True))

@@ -198,7 +198,7 @@ def with_fault(script: str, folder: Path, line: str, wrong: str) -> Path:
     file.write_text(source.replace(line, wrong))
     for neighbour in (*path.parent.glob(f"_{path.stem}*.py"), *path.parent.glob("_shared.py")):
         (file.parent / neighbour.name).symlink_to(neighbour)
-    for package in ("common", "old"):
+    for package in ("common", "old", "planner"):
         (folder / package).symlink_to(ROOT / package)
     return file
 
