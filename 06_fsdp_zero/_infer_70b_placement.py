@@ -158,7 +158,7 @@ def what_would_fit(args, config: shapes.Config, free: int, *, alone: bool) -> st
             ways.append(f"--strategy tensor-parallel on {ranks} of them")
             break
     if inference.weight_bytes(shape, weights="int4") + cache_bytes <= ROOM * free:
-        ways.append("07_memory_tricks/quantized_inference.py --weights int4 on one")
+        ways.append("09_inference/quantized.py --weights int4 on one")
     told = f"it fits with {', or with '.join(ways)}" if ways else "no number of such devices has the room"
     if args.strategy == "zero3" and args.offload == "none":
         told += "; --offload cpu keeps the parts in the computer's memory, if it has the room"

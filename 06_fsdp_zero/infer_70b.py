@@ -21,7 +21,7 @@ that roof is shown beside the speed, for prefill (reading the prompts at once) a
 
 A named size gets random weights, made shard by shard: they decode as fast as trained ones. With a folder, a terminal
 and no --prompt it answers line by line. Look for: the table before anything is loaded, and the share of the bandwidth.
-Before: compare.py. Next: 07_memory_tricks/quantized_inference.py, the same model on one card.
+Before: compare.py. Next: 09_inference/quantized.py, the same model on one card.
 """
 
 import sys

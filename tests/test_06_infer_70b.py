@@ -445,7 +445,7 @@ def test_what_cannot_fit_is_told_with_what_would(tmp_path):
     assert "112.43 GiB more than" in result.err
     assert "tensor-parallel on 8 of them" in result.err
     roomy = run(SCRIPT, tmp_path, "--model", "llama-70b", "--device", "cpu", "--dtype", "bf16", "--memory", 50)
-    assert "tensor-parallel on 4 of them, or with 07_memory_tricks/quantized_inference.py --weights int4" in roomy.err
+    assert "tensor-parallel on 4 of them, or with 09_inference/quantized.py --weights int4" in roomy.err
 
 
 def test_what_would_fit_is_told_of_devices_not_of_the_host(monkeypatch):
