@@ -12,7 +12,7 @@ blocks, and the blocks of an idle conversation can wait in CPU memory.
     cluster   one process is all it uses; 06_fsdp_zero/infer_70b.py divides the heads, and so the cache, over GPUs
 
 Prompts are random tokens: neither bytes nor time depend on them. Look for: the same logits in every row; the slots that
-hold a token; the steps of static batching. Before: estimate.py (--inference). Next: quantized_inference.py.
+hold a token; the steps of static batching. Before: estimate.py (--inference). Next: 09_inference.
 """
 
 import sys

@@ -59,7 +59,7 @@ BOTH = f"{ANSWER} --prompts ../prompts.txt"
 DRAFT = f"{ANSWER} --draft ../draft --prompt {shlex.quote(PROMPTS[0])}"  # for one prompt
 DDP, FSDP = "05_ddp/train.py", "06_fsdp_zero/train_fsdp.py"
 ZERO, MESH = "06_fsdp_zero/train_zero.py", "08_model_parallel/train_3d.py"
-INFER, IN_FP32 = "09_inference/infer_70b.py", "07_memory_tricks/quantized_inference.py --weights fp32"
+INFER, IN_FP32 = "09_inference/infer_70b.py", "09_inference/quantized.py --weights fp32"
 OFFLOADED = "09_inference/offloaded.py"
 
 WAYS = [  # the way, whether --quick goes it, the keys it gives, commands: ranks under torchrun (0: without), script
@@ -167,7 +167,6 @@ def main() -> None:
         folder = Path(name)
         (folder / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
         write_folder(folder / "model", noise=0)
-        write_folder(folder / "draft", noise=0.1)  # it guesses some tokens right
         if args.write:
             answers = [tokens_of_transformers(folder / "model", prompt) for prompt in PROMPTS]
             golden = dict(zip(ANSWERED, answers, strict=True))
