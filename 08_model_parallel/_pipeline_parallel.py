@@ -3,7 +3,8 @@
 import argparse
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
@@ -62,37 +63,26 @@ def load_config(args: argparse.Namespace) -> shapes.Config:
     if args.model == UNTIED_NANO:
         config = dataclasses.replace(config, tie_word_embeddings=False, num_hidden_layers=max(LAYERS, stages))
     if config.tie_word_embeddings:
+        reason = "the first and the last stage would hold the same matrix"
         raise UserError(
-            f"--model {args.model} has tied embeddings: the first and the last stage would hold the same matrix, and "
-            f"would have to add up its gradients; use {UNTIED_NANO} or a config.json with tie_word_embeddings false"
+            f"--model {args.model} has tied embeddings, {reason}: use {UNTIED_NANO}, or an untied config.json"
         )
     if (layers := config.num_hidden_layers) < stages:
         fix = f"--chunks {layers // ranks}" if layers >= ranks else f"at most {layers} processes"
-        raise UserError(
-            f"--chunks {args.chunks} on {ranks} processes makes {stages} stages, and --model {args.model} has {layers} "
-            f"layers: use {fix}"
-        )
+        needed = f"--chunks {args.chunks} on {ranks} processes needs {stages} layers"
+        raise UserError(f"{needed}, --model {args.model} has {layers}: use {fix}")
     return config
 
 
-def build_stages(config: shapes.Config, chunks: int, device: torch.device) -> list[Stage]:
-    """This rank's stages: rank, ranks + rank, 2 ranks + rank, ... with the weights that one process has there."""
-    stages = dist.get_world_size() * chunks
-    mine = []
-    for number in range(dist.get_rank(), stages, dist.get_world_size()):
-        with torch.device("meta"):
-            net = model.Transformer(config)
-        mine.append(Stage(number, number == stages - 1, fill(keep_stage(net, number, stages), device)))
-    return mine
-
-
-def fill(net: nn.Module, device: torch.device) -> nn.Module:
-    """Memory, random weights, and gradients of 0. A weight depends on the seed and its name alone."""
-    net.to_empty(device=device)
+def build_stage(config: shapes.Config, number: int, stages: int, device: torch.device) -> Stage:
+    """Stage 0 of 1 is the whole model. A weight depends on its name alone; gradients are 0."""
+    with torch.device("meta"):
+        net = model.Transformer(config)
+    keep_stage(net, number, stages).to_empty(device=device)
     net.init_weights(seed=0)
     for parameter in net.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    return net
+    return Stage(number, number == stages - 1, net)
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -116,23 +106,18 @@ def train_one_process(config: shapes.Config, args: argparse.Namespace, device: t
     shape = (args.steps, micro_batches, args.micro_batch_size, args.seq_len)
     batches = [*zip(inputs.view(shape), targets.view(shape), strict=True)]
     tokens = int(lengths.sum())
-    with torch.device("meta"):
-        net = model.Transformer(config)
-    fill(net, device)
+    net = build_stage(config, 0, 1, device).net
     optimizer = make_optimizer(net.parameters())
     losses, norms, gradients = [], [], []
     for inputs, targets in batches:
-        with measure.LiveBytes(device=device) as live:
-            before = live.now
-            loss = loss_share(net(inputs.flatten(0, 1)), targets.flatten(0, 1), tokens)
-            loss.backward()
-            activation_bytes = live.peak - before
+        loss = loss_share(net(inputs.flatten(0, 1)), targets.flatten(0, 1), tokens)
+        loss.backward()
         norms.append(nn.utils.clip_grad_norm_(net.parameters(), LARGEST_NORM).item())
         losses.append(loss.item())
         gradients.append({name: parameter.grad.clone() for name, parameter in net.named_parameters()})
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
-    row = {"name": "one process", "losses": losses, "gradient_norms": norms, "most_activation_bytes": activation_bytes}
+    row = {"name": "one process", "losses": losses, "gradient_norms": norms}
     return Baseline(config, device, batches, tokens, micro_batches, row, gradients)
 
 
@@ -143,49 +128,37 @@ def gradient_error(stages: list[Stage], expected: dict[str, Tensor]) -> float:
 
 
 # A clock without a computer: who computes what when, if messages take no time.
-UNITS = {"Forward": 1, "Backward": 2, "BackwardInputs": 1, "BackwardWeights": 1}  # of time, for one stage
+UNITS = {"Forward": 1, "Backward": 2, "BackwardInput": 1, "BackwardWeight": 1}  # of time, for one stage
 
 
 def timelines(orders: list[list[tuple]]) -> list[list[tuple]]:
     """For each rank (name, micro-batch, chunk, start, end). AssertionError if ranks wait for each other for ever."""
     ranks = len(orders)
     last_stage = ranks * (1 + max(chunk for _, _, chunk in orders[0])) - 1
-    done = {}  # when a stage was done with a micro-batch
+    queues = [deque(order) for order in orders]
     lines = [[] for _ in orders]
-    left = sum(map(len, orders))
-    while left:
-        left_before = left
-        for rank, (order, line) in enumerate(zip(orders, lines, strict=True)):
-            while len(line) < len(order):
-                name, micro_batch, chunk = order[len(line)]
-                needed = input_of(name, micro_batch, chunk * ranks + rank, last_stage)
-                if needed not in done and needed is not None:
-                    break
-                start = max(done.get(needed, 0), line[-1][-1] if line else 0)
+    done = {None: 0}  # when a stage was done with a micro-batch; what needs no input can start at 0
+    while any(queues):
+        left = sum(map(len, queues))
+        for rank, (queue, line) in enumerate(zip(queues, lines, strict=True)):
+            while queue and (needed := input_of(*queue[0], rank, ranks, last_stage)) in done:
+                name, micro_batch, chunk = queue.popleft()
+                start = max(done[needed], line[-1][-1] if line else 0)
                 end = start + UNITS[name]
                 line.append((name, micro_batch, chunk, start, end))
-                done[name.removesuffix("Inputs"), micro_batch, chunk * ranks + rank] = end
-                left -= 1
-        assert left < left_before, "deadlock: each rank waits for another"
+                done[name.removesuffix("Input"), micro_batch, chunk * ranks + rank] = end
+        assert sum(map(len, queues)) < left, "deadlock: each rank waits for another"
     return lines
 
 
-def input_of(name: str, micro_batch: int, stage: int, last_stage: int) -> tuple | None:
+def input_of(name: str, micro_batch: int, chunk: int, rank: int, ranks: int, last_stage: int) -> tuple | None:
     """What must be done before, as name, micro-batch and stage."""
+    stage = chunk * ranks + rank
     if name == "Forward":
         return (name, micro_batch, stage - 1) if stage > 0 else None
-    if name == "BackwardWeights":
+    if name == "BackwardWeight":
         return "Backward", micro_batch, stage
     return ("Forward", micro_batch, stage) if stage == last_stage else ("Backward", micro_batch, stage + 1)
-
-
-def in_order_of_time(orders: list[list[tuple]]) -> Iterator[tuple[int, tuple]]:
-    """(rank, instruction) of all ranks, in the order in which they end."""
-    ended = []
-    for rank, line in enumerate(timelines(orders)):
-        ended += [(end, rank, order) for order, (*_, end) in zip(orders[rank], line, strict=True)]
-    for _, rank, instruction in sorted(ended):
-        yield rank, instruction
 
 
 def idle_share(lines: list[list[tuple]]) -> Fraction:
@@ -202,23 +175,14 @@ def picture(row: dict) -> str:
         letters = ["."] * end
         for name, micro_batch, _, start, stop in line:
             letter = chr(ord("a") + micro_batch % 26)
-            letters[start:stop] = {"Forward": letter, "BackwardWeights": "#"}.get(name, letter.upper()) * (stop - start)
+            letters[start:stop] = {"Forward": letter, "BackwardWeight": "#"}.get(name, letter.upper()) * (stop - start)
         shown = "".join(letters)
         drawn.append(f"    rank {rank}  " + (shown if end <= 100 else f"{shown[:48]} .. {shown[-48:]}"))
     return "\n".join(drawn)
 
 
-# The same schedules in torch.distributed.pipelining
-NAMES = {
-    "FORWARD": "Forward",
-    "FULL_BACKWARD": "Backward",
-    "BACKWARD_INPUT": "BackwardInputs",
-    "BACKWARD_WEIGHT": "BackwardWeights",
-}
-
-
-def torch_step(name: str, stages: list[Stage], baseline: Baseline) -> tuple[Callable, list[list[tuple]] | None]:
-    """A step by torch, and the order of each rank's work, where torch's schedule lists it in full."""
+def torch_step(name: str, orders: list[list[tuple]], stages: list[Stage], baseline: Baseline) -> Callable:
+    """A step by torch.distributed.pipelining. AssertionError if its list is another than `orders`."""
     from torch.distributed import pipelining  # a second that wrong flags need not wait for
 
     ranks = dist.get_world_size()
@@ -228,9 +192,8 @@ def torch_step(name: str, stages: list[Stage], baseline: Baseline) -> tuple[Call
         "interleaved 1F1B": pipelining.ScheduleInterleaved1F1B,
         "zero bubble": pipelining.ScheduleInterleavedZeroBubble,  # takes one stage per rank, too
     }[name]
-    parts = [
-        pipelining.PipelineStage(stage.net, stage.number, ranks * len(stages), baseline.device) for stage in stages
-    ]
+    count = ranks * len(stages)
+    parts = [pipelining.PipelineStage(stage.net, stage.number, count, baseline.device) for stage in stages]
     schedule = schedule_class(
         parts[0] if name in ("GPipe", "1F1B") else parts,
         n_microbatches=baseline.micro_batches,
@@ -241,48 +204,39 @@ def torch_step(name: str, stages: list[Stage], baseline: Baseline) -> tuple[Call
     def step(inputs: Tensor, targets: Tensor) -> tuple[Tensor, None]:
         losses = []
         arguments = [inputs.flatten(0, 1)] if stages[0].number == 0 else []
-        if stages[-1].is_last:
-            schedule.step(*arguments, target=targets.flatten(0, 1), losses=losses, return_outputs=False)
-        else:
-            schedule.step(*arguments, return_outputs=False)
+        last = {"target": targets.flatten(0, 1), "losses": losses} if stages[-1].is_last else {}
+        schedule.step(*arguments, **last, return_outputs=False)
         return sum(losses, torch.zeros((), device=baseline.device)).detach(), None
 
-    if name in ("GPipe", "1F1B"):
-        return step, None
-    orders = []
-    for rank in range(ranks):
-        actions = [action for action in schedule.pipeline_order[rank] if action is not None]
-        orders.append([(NAMES[a.computation_type.name], a.microbatch_index, a.stage_index // ranks) for a in actions])
-    return step, orders
+    if name not in ("GPipe", "1F1B"):  # torch does not go by a list in these
+        for rank, order in enumerate(orders):
+            listed = []
+            for action in filter(None, schedule.pipeline_order[rank]):
+                kind = action.computation_type.name.title().replace("_", "").removeprefix("Full")
+                listed.append((kind, action.microbatch_index, action.stage_index // ranks))
+            assert listed == order, f"{name}: torch computes in another order on rank {rank}"
+    return step
 
 
 def formulas(name: str, chunks: int, baseline: Baseline) -> dict:
     """Of a schedule, from the sizes alone: Huang et al. 2019, Narayanan et al. 2021 (2.2), Qi et al. 2023."""
     ranks, micro_batches = dist.get_world_size(), baseline.micro_batches
-    held = {
-        "GPipe": [micro_batches] * ranks,
-        "1F1B": [ranks - rank for rank in range(ranks)],
-        # of one stage each
-        "interleaved 1F1B": [
-            min(2 * (ranks - rank - 1) + (chunks - 1) * ranks + 1, chunks * micro_batches) for rank in range(ranks)
-        ],
-        "zero bubble": [ranks] * ranks,
-    }[name]
+    held, sent = [], []
+    one_message = 4 * baseline.batches[0][0][0].numel() * baseline.config.hidden_size  # bytes
+    for rank in range(ranks):
+        warm_up = 2 * (ranks - rank - 1) + (chunks - 1) * ranks  # of interleaved 1F1B, in stages
+        most = {"GPipe": micro_batches, "1F1B": ranks - rank, "zero bubble": ranks}
+        held.append(most.get(name, min(warm_up + 1, chunks * micro_batches)))
+        # two for each stage and micro-batch, but the last stage sends no activations, and the first no gradients
+        messages = micro_batches * (2 * chunks - (rank == 0) - (rank == ranks - 1))
+        sent.append(messages * one_message)
     units = 1 if name == "zero bubble" else 3  # that a rank waits for each other rank, of 3 for a micro-batch
-    # two for each stage and micro-batch, but the last stage sends no activations, and the first no gradients
-    messages = [micro_batches * (2 * chunks - (rank == 0) - (rank == ranks - 1)) for rank in range(ranks)]
-    hidden_bytes = 4 * baseline.batches[0][0][0].numel() * baseline.config.hidden_size
-    return {
-        "idle_share": float(Fraction(units * (ranks - 1), 3 * chunks * micro_batches + units * (ranks - 1))),
-        "most_held_per_rank": tuple(held),
-        "messages_per_rank": tuple(messages),
-        "sent_bytes_per_rank": tuple(hidden_bytes * count for count in messages),
-    }
+    idle = Fraction(units * (ranks - 1), 3 * chunks * micro_batches + units * (ranks - 1))
+    return {"idle_share": float(idle), "most_held_per_rank": tuple(held), "sent_bytes_per_rank": tuple(sent)}
 
 
 def check(rows: list[dict], baseline: Baseline, args: argparse.Namespace) -> list[str]:
     one_process, *others = rows
-    by_hand = {row["name"]: row for row in others if "torch" not in row["name"]}
     largest = 0.0
     for row in others:
         errors = {"gradients": row["gradient_error"]}
@@ -290,15 +244,15 @@ def check(rows: list[dict], baseline: Baseline, args: argparse.Namespace) -> lis
             errors[what] = measure.relative_error([*torch.tensor(row[what])], [*torch.tensor(one_process[what])])
         for what, error in errors.items():  # NaN fails, too
             assert error <= TOLERANCE, f"{row['name']}: {what} differ from one process by {error:.0e}"
-        largest = max(largest, *errors.values())
-        name = row["name"].removesuffix(" by torch")
-        for key, expected in formulas(name, row["stages_per_rank"], baseline).items():
-            assert row[key] in (expected, None), f"{row['name']}: {key} is {row[key]}, and must be {expected}"
-        assert row["timelines"] in (by_hand[name]["timelines"], None), f"{name}: torch computes in another order"
-    gpipe, one_forward_one_backward = (by_hand[name]["most_activation_bytes"] for name in ("GPipe", "1F1B"))
+            largest = max(largest, error)
+        by_hand = "by torch" not in row["name"]
+        for key, expected in formulas(row["name"], row["stages_per_rank"], baseline).items() if by_hand else ():
+            assert row[key] == expected, f"{row['name']}: {key} is {row[key]}, and must be {expected}"
+    most_bytes = {row["name"]: row["most_activation_bytes"] for row in others}
     if args.micro_batches_per_rank > 1:
-        assert one_forward_one_backward < gpipe, "1F1B holds as much as GPipe"
+        assert most_bytes["1F1B"] < most_bytes["GPipe"], "1F1B holds as much as GPipe"
     return [
         f"each schedule has losses, gradient norms and gradients of one process in {args.steps} steps ({largest:.0e})",
-        "idle units, micro-batches held, messages and bytes are those of the formulas, on every rank",
+        "idle units, micro-batches held and bytes sent are those of the formulas, on every rank",
+        "torch's orders of interleaved 1F1B and zero bubble are those by hand",
     ]

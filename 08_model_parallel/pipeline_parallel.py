@@ -34,15 +34,13 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
 import _pipeline_parallel as helper
-from _pipeline_parallel import Stage, loss_share
+from _pipeline_parallel import LARGEST_NORM, Stage, loss_share
 
 from common import exits, lesson, measure, runtime, shapes, traffic
 
-LEARNING_RATE, LARGEST_NORM = 0.01, 1.0  # of gradients
-
 
 class Instruction(NamedTuple):
-    """Forward; Backward, or its halves BackwardInputs and BackwardWeights; Send or Receive, Activations or Gradients.
+    """Forward; Backward, or its halves BackwardInput and BackwardWeight; Send or Receive, Activations or Gradients.
     A rank with several stages has number chunk * ranks + rank: with 2 ranks, rank 1 has stages 1 and 3."""
 
     name: str
@@ -96,10 +94,10 @@ def zero_bubble(rank: int, ranks: int, micro_batches: int) -> list[Instruction]:
     order = []
     for instruction in one_forward_one_backward(rank, ranks, micro_batches):
         name, micro_batch, _ = instruction
-        order.append(instruction if name == "Forward" else Instruction("BackwardInputs", micro_batch))
+        order.append(instruction if name == "Forward" else Instruction("BackwardInput", micro_batch))
         if name == "Backward" and micro_batch >= rank:
-            order.append(Instruction("BackwardWeights", micro_batch - rank))
-    return order + [Instruction("BackwardWeights", i) for i in range(micro_batches - rank, micro_batches)]
+            order.append(Instruction("BackwardWeight", micro_batch - rank))
+    return order + [Instruction("BackwardWeight", i) for i in range(micro_batches - rank, micro_batches)]
 
 
 def add_messages(orders: list[list[Instruction]]) -> list[list[Instruction]]:
@@ -111,12 +109,12 @@ def add_messages(orders: list[list[Instruction]]) -> list[list[Instruction]]:
     ranks = len(orders)
     last_stage = ranks * (1 + max(instruction.chunk for instruction in orders[0])) - 1
     programs = [[] for _ in orders]
-    for rank, instruction in helper.in_order_of_time(orders):
-        name, micro_batch, chunk = instruction
-        programs[rank].append(instruction)
+    ended = [(end, rank, *work) for rank, line in enumerate(helper.timelines(orders)) for *work, _, end in line]
+    for _, rank, name, micro_batch, chunk in sorted(ended):
+        programs[rank].append(Instruction(name, micro_batch, chunk))
         what, step = ("Activations", 1) if name == "Forward" else ("Gradients", -1)
         to_stage = chunk * ranks + rank + step
-        if name != "BackwardWeights" and 0 <= to_stage <= last_stage:
+        if name != "BackwardWeight" and 0 <= to_stage <= last_stage:
             to_chunk, to_rank = divmod(to_stage, ranks)
             programs[rank].append(Instruction(f"Send{what}", micro_batch, chunk))
             programs[to_rank].append(Instruction(f"Receive{what}", micro_batch, to_chunk))
@@ -167,15 +165,15 @@ def execute(
             most_held = max(most_held, len(kept) + len(weights_halves))
         elif name == "SendActivations":
             send(kept[key][1].detach().contiguous(), stage.number + 1)
-        elif name in ("Backward", "BackwardInputs"):
+        elif name in ("Backward", "BackwardInput"):
             gradient = None if stage.is_last else wait_for("ReceiveGradients")
             x, y = kept.pop(key)
             y.backward(gradient)  # adds to the weights' gradients, which need no other factor
             input_gradients[key] = x.grad
-            if name == "BackwardInputs":
+            if name == "BackwardInput":
                 weights_halves[key] = [*stage.delayed]
                 stage.delayed.clear()
-        elif name == "BackwardWeights":
+        elif name == "BackwardWeight":
             for weight, x, gradient in weights_halves.pop(key):
                 weight.grad += gradient.flatten(0, -2).T @ x.flatten(0, -2)
         elif name == "SendGradients":
@@ -197,7 +195,7 @@ class SplitLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:
         x, weight = ctx.saved_tensors
-        ctx.delayed.append((weight, x, gradient))
+        ctx.delayed.append((weight, x.detach(), gradient))  # x alone, without the graph behind it
         return gradient @ weight, None, None
 
 
@@ -220,11 +218,12 @@ def clip_over_stages(parameters: list[nn.Parameter]) -> Tensor:
 def run(name: str, schedule: Callable, chunks: int, by_torch: bool, baseline: helper.Baseline) -> dict:
     """A row: train under a schedule, and compare each step with one process. Every rank must call it."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    stages = helper.build_stages(baseline.config, chunks, baseline.device)
+    numbers = range(rank, ranks * chunks, ranks)
+    stages = [helper.build_stage(baseline.config, number, ranks * chunks, baseline.device) for number in numbers]
+    orders = [schedule(each, ranks, baseline.micro_batches) for each in range(ranks)]
     if by_torch:
-        step, orders = helper.torch_step(name, stages, baseline)
+        step = helper.torch_step(name, orders, stages, baseline)
     else:
-        orders = [schedule(each, ranks, baseline.micro_batches) for each in range(ranks)]
         step = partial(execute, add_messages(orders)[rank], stages, baseline.tokens)
         if name == "zero bubble":
             split_backward(stages[0])
@@ -243,23 +242,23 @@ def run(name: str, schedule: Callable, chunks: int, by_torch: bool, baseline: he
         errors.append(helper.gradient_error(stages, expected))
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
-    of_ranks = runtime.gather((most_held, activation_bytes, sent.calls["sends"], int(sent.bytes_sent["sends"]), errors))
-    held, activations, messages, sent_bytes, errors = zip(*of_ranks, strict=True)
-    return {
+    of_ranks = runtime.gather((most_held, activation_bytes, int(sent.bytes_sent["sends"]), errors))
+    held, activation_bytes, sent_bytes, errors = zip(*of_ranks, strict=True)
+    row = {
         "name": f"{name} by torch" if by_torch else name,
         "stages_per_rank": chunks,
         "losses": losses,
         "gradient_norms": norms,
         "gradient_error": torch.tensor(errors).max().item(),  # NaN if one is
-        "timelines": orders and helper.timelines(orders),
-        "idle_share": orders and float(helper.idle_share(helper.timelines(orders))),
-        "most_held_per_rank": None if by_torch else held,
-        "most_activation_bytes": max(activations),
-        "activation_bytes_per_rank": activations,
-        "messages_per_rank": messages,
-        "sent_bytes_per_rank": sent_bytes,
-        "sent_bytes": sum(sent_bytes),
+        "most_activation_bytes": max(activation_bytes),
     }
+    if not by_torch:
+        row["timelines"] = helper.timelines(orders)
+        row["idle_share"] = float(helper.idle_share(row["timelines"]))
+        row["most_held_per_rank"] = held
+        row["sent_bytes_per_rank"] = sent_bytes
+        row["sent_bytes"] = sum(sent_bytes)
+    return row
 
 
 def main() -> int:
@@ -270,7 +269,7 @@ def main() -> int:
         micro_batch_size=2,
         micro_batches_per_rank=4,  # Huang et al. 2019, section 3.3: from there on the bubble is small
         chunks=2,
-        steps=5,
+        steps=3,
     )
     config = helper.load_config(args)  # raises a UserError before any rank starts
     lesson.relaunch(args.device)
