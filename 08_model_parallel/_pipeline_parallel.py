@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 import os
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
@@ -19,8 +19,9 @@ from common import data, lesson, measure, model, shapes
 from common.exits import UserError
 
 UNTIED_NANO = "untied-nano"
-LAYERS = 8  # of UNTIED_NANO, if it has no more stages than that
 LARGEST_NORM = 1.0  # of gradients
+# SGD moves by the gradient itself. Adam divides by its size and would hide one that is N times too large.
+make_optimizer = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
 TOLERANCE = 1e-5  # relative; what another order of the same sums in fp32 may change
 COLUMNS = {
     "name": "schedule",
@@ -61,12 +62,11 @@ def load_config(args: argparse.Namespace) -> shapes.Config:
     stages = ranks * args.chunks if ranks > 1 else 1
     config = shapes.load_config(args.model.replace(UNTIED_NANO, "nano"), 256, args.seq_len)
     if args.model == UNTIED_NANO:
-        config = dataclasses.replace(config, tie_word_embeddings=False, num_hidden_layers=max(LAYERS, stages))
+        layers = max(config.num_hidden_layers, stages)
+        config = dataclasses.replace(config, tie_word_embeddings=False, num_hidden_layers=layers)
     if config.tie_word_embeddings:
         reason = "the first and the last stage would hold the same matrix"
-        raise UserError(
-            f"--model {args.model} has tied embeddings, {reason}: use {UNTIED_NANO}, or an untied config.json"
-        )
+        raise UserError(f"--model {args.model} has tied embeddings, {reason}: use {UNTIED_NANO} or an untied one")
     if (layers := config.num_hidden_layers) < stages:
         fix = f"--chunks {layers // ranks}" if layers >= ranks else f"at most {layers} processes"
         needed = f"--chunks {args.chunks} on {ranks} processes needs {stages} layers"
@@ -83,11 +83,6 @@ def build_stage(config: shapes.Config, number: int, stages: int, device: torch.d
     for parameter in net.parameters():
         parameter.grad = torch.zeros_like(parameter)
     return Stage(number, number == stages - 1, net)
-
-
-def make_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """SGD moves by the gradient itself. Adam divides by its size and would hide one that is N times too large."""
-    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
 
 
 def loss_share(logits: Tensor, targets: Tensor, tokens: int) -> Tensor:
@@ -172,12 +167,12 @@ def picture(row: dict) -> str:
     end = max(line[-1][-1] for line in row["timelines"])
     drawn = [f"\n{row['name']}"]
     for rank, line in enumerate(row["timelines"]):
-        letters = ["."] * end
+        shown = ""
         for name, micro_batch, _, start, stop in line:
             letter = chr(ord("a") + micro_batch % 26)
-            letters[start:stop] = {"Forward": letter, "BackwardWeight": "#"}.get(name, letter.upper()) * (stop - start)
-        shown = "".join(letters)
-        drawn.append(f"    rank {rank}  " + (shown if end <= 100 else f"{shown[:48]} .. {shown[-48:]}"))
+            letter = {"Forward": letter, "BackwardWeight": "#"}.get(name, letter.upper())
+            shown = shown.ljust(start, ".") + letter * (stop - start)
+        drawn.append(f"    rank {rank}  {shown.ljust(end, '.')}")
     return "\n".join(drawn)
 
 
@@ -192,8 +187,8 @@ def torch_step(name: str, orders: list[list[tuple]], stages: list[Stage], baseli
         "interleaved 1F1B": pipelining.ScheduleInterleaved1F1B,
         "zero bubble": pipelining.ScheduleInterleavedZeroBubble,  # takes one stage per rank, too
     }[name]
-    count = ranks * len(stages)
-    parts = [pipelining.PipelineStage(stage.net, stage.number, count, baseline.device) for stage in stages]
+    sizes = ranks * len(stages), baseline.device
+    parts = [pipelining.PipelineStage(stage.net, stage.number, *sizes) for stage in stages]
     schedule = schedule_class(
         parts[0] if name in ("GPipe", "1F1B") else parts,
         n_microbatches=baseline.micro_batches,
@@ -203,9 +198,9 @@ def torch_step(name: str, orders: list[list[tuple]], stages: list[Stage], baseli
 
     def step(inputs: Tensor, targets: Tensor) -> tuple[Tensor, None]:
         losses = []
-        arguments = [inputs.flatten(0, 1)] if stages[0].number == 0 else []
+        first = [inputs.flatten(0, 1)] if stages[0].number == 0 else []
         last = {"target": targets.flatten(0, 1), "losses": losses} if stages[-1].is_last else {}
-        schedule.step(*arguments, **last, return_outputs=False)
+        schedule.step(*first, **last, return_outputs=False)
         return sum(losses, torch.zeros((), device=baseline.device)).detach(), None
 
     if name not in ("GPipe", "1F1B"):  # torch does not go by a list in these
@@ -254,5 +249,5 @@ def check(rows: list[dict], baseline: Baseline, args: argparse.Namespace) -> lis
     return [
         f"each schedule has losses, gradient norms and gradients of one process in {args.steps} steps ({largest:.0e})",
         "idle units, micro-batches held and bytes sent are those of the formulas, on every rank",
-        "torch's orders of interleaved 1F1B and zero bubble are those by hand",
+        "torch's orders, where it goes by a list (interleaved 1F1B, zero bubble), are those by hand",
     ]

@@ -73,10 +73,8 @@ def alternate(forwards: list[Instruction], backwards: list[Instruction], warm_up
 
 
 def interleaved(rank: int, ranks: int, micro_batches: int, chunks: int) -> list[Instruction]:
-    """(3) As (2) with `chunks` stages on each rank. In (2) a rank waits for whole stages, here for parts of them.
-
-    `ranks` micro-batches at a time go through the first chunk, then through the next: that divides the micro-batches.
-    """
+    """(3) As (2) with `chunks` smaller stages on each rank: waiting for one takes less time. `ranks` micro-batches go
+    through the first chunk, then through the next; so `ranks` must divide the number of micro-batches."""
     forwards = []
     backwards = []
     for first in range(0, micro_batches, ranks):
@@ -104,7 +102,7 @@ def add_messages(orders: list[list[Instruction]]) -> list[list[Instruction]]:
     """The complete list of each rank: what it computes, and what it sends and receives.
 
     NCCL matches messages by their order alone. Two ranks that both send first would wait for ever. So all messages get
-    one order, that of the picture, and stand in it on both ranks. A rank posts a receive early, and waits for it later.
+    one order, that of the picture, and both ranks keep to it. A rank posts a receive early, and waits for it later.
     """
     ranks = len(orders)
     last_stage = ranks * (1 + max(instruction.chunk for instruction in orders[0])) - 1
@@ -138,8 +136,7 @@ def execute(
     def send(tensor: Tensor, to_stage: int) -> None:
         sending.append((dist.isend(tensor, dst=to_stage % ranks), tensor))
         if len(sending) > ranks:
-            work, _ = sending.popleft()
-            work.wait()  # sent long ago
+            sending.popleft()[0].wait()  # sent long ago
 
     def wait_for(name: str) -> Tensor:
         buffer, work = receiving.pop((name, micro_batch, chunk))
@@ -262,15 +259,9 @@ def run(name: str, schedule: Callable, chunks: int, by_torch: bool, baseline: he
 
 
 def main() -> int:
-    args = lesson.flags(
-        __doc__,
-        model=helper.UNTIED_NANO,
-        seq_len=24,
-        micro_batch_size=2,
-        micro_batches_per_rank=4,  # Huang et al. 2019, section 3.3: from there on the bubble is small
-        chunks=2,
-        steps=3,
-    )
+    # 4 micro-batches per rank: from there on the bubble is small (Huang et al. 2019, section 3.3)
+    sizes = {"seq_len": 24, "micro_batch_size": 2, "micro_batches_per_rank": 4, "chunks": 2, "steps": 3}
+    args = lesson.flags(__doc__, model=helper.UNTIED_NANO, **sizes)
     config = helper.load_config(args)  # raises a UserError before any rank starts
     lesson.relaunch(args.device)
     runtime.seed_all(0, deterministic=True)  # before the group: NCCL reads variables when it starts
@@ -283,6 +274,7 @@ def main() -> int:
     rows = [baseline.row]
     for by_torch in (False, True):
         rows += [run(name, *schedule, by_torch, baseline) for name, schedule in schedules.items()]
+    runtime.say("a: forward of a micro-batch; A: its backward; #: the weights' part of a backward; .: idle")
     for row in rows[1 : 1 + len(schedules)]:
         runtime.say(helper.picture(row))
     lesson.end(
@@ -296,7 +288,6 @@ def main() -> int:
         tokens=args.steps * baseline.tokens,
         first_loss=baseline.row["losses"][0],
         last_loss=baseline.row["losses"][-1],
-        micro_batches=baseline.micro_batches,
     )
     runtime.shutdown()
     return 0
