@@ -1,4 +1,4 @@
-"""The pictures of chapters 02, 04, 06 and 07 in docs/images, from one run each of the lessons that their READMEs name.
+"""The pictures of chapters 02, 04, 06, 07, 08 in docs/images, from one run each of lessons that their READMEs name.
 
     make figures                  these and the other pictures
     python benchmarks/figures.py  four minutes on 2 cores
@@ -91,11 +91,35 @@ def who_holds_what() -> None:
     save(figure, "who_holds_what.png")
 
 
+def pipeline() -> None:
+    """08: what each of four ranks computes when, under four schedules."""
+    flags = ("--steps", "1", "--micro-batches-per-rank", "2")
+    rows = summary_of("08_model_parallel/pipeline_parallel.py", *flags, ranks=4)["rows"]
+    colors = {"Forward": "tab:blue", "Backward": "tab:orange"}
+    colors |= {"BackwardInput": "tab:orange", "BackwardWeight": "tab:green"}
+    shown = [row for row in rows if "timelines" in row]
+    figure = Figure(figsize=(9, 6.4), layout="constrained")
+    for axes, row in zip(figure.subplots(len(shown), 1), shown, strict=True):
+        unit = 1 / row["stages_per_rank"]  # a stage of half the layers takes half the time
+        for rank, line in enumerate(row["timelines"]):
+            for name, micro_batch, chunk, start, end in line:
+                width, pale = (end - start) * unit, 0.45 if chunk else 0.8
+                axes.barh(rank, width, left=start * unit, color=colors[name], alpha=pale, edgecolor="white")
+                axes.text((start + end) / 2 * unit, rank, micro_batch, ha="center", va="center", fontsize=6)
+        axes.set(title=f"{row['name']}: {row['idle_share']:.0%} idle", xlim=(0, 33), ylabel="rank", yticks=range(4))
+        axes.invert_yaxis()
+    figure.supxlabel(
+        "time in forwards of a rank; orange: backward, green: its weights' part; pale: the second stage", fontsize=9
+    )
+    save(figure, "pipeline.png")
+
+
 def main() -> None:
     error_by_type()
     loss_by_type()
     memory_over_a_step()
     who_holds_what()
+    pipeline()
 
 
 if __name__ == "__main__":

@@ -196,7 +196,8 @@ def with_fault(script: str, folder: Path, line: str, wrong: str) -> Path:
     file.write_text(source.replace(line, wrong))
     for neighbour in (*path.parent.glob(f"_{path.stem}*.py"), *path.parent.glob("_shared.py")):
         (file.parent / neighbour.name).symlink_to(neighbour)
-    (folder / "common").symlink_to(ROOT / "common")
+    for package in ("common", "planner"):
+        (folder / package).symlink_to(ROOT / package)
     return file
 
 
