@@ -14,8 +14,8 @@ TYPES = {  # torch's type; the largest relative error that rounding explains
     "tf32": (torch.float32, 2**-9),  # both operands cut to 10 bits
     "bf16": (torch.bfloat16, 2**-7),  # partial sums and result rounded to 8 bits
     "fp16": (torch.float16, 2**-10),  # to 11 bits
-    "fp8": (torch.float8_e4m3fn, 2**-6),  # exact products; the result is bf16
-    "fp8_fast": (torch.float8_e4m3fn, 2**-5),  # added up in about 14 bits all along, not only for 128 products
+    "fp8": (torch.float8_e4m3fn, 2**-6),  # exact multiplications; the result is bf16
+    "fp8_fast": (torch.float8_e4m3fn, 2**-5),  # added up in about 14 bits all along, not only for 128 terms
     "int8": (torch.int8, 0.0),  # added up in int32: exact
 }
 LABELS = {"fp8": "fp8, use_fast_accum=False", "fp8_fast": "fp8, use_fast_accum=True"}
@@ -30,7 +30,7 @@ def operands(dtype: str, shape: tuple[int, int, int], device: torch.device) -> t
     return tuple(torch.randn(rows, k, device=device).to(TYPES[dtype][0]) for rows in (m, n))
 
 
-def product(dtype: str, x: Tensor, w: Tensor) -> Callable[[], Tensor]:
+def matmul(dtype: str, x: Tensor, w: Tensor) -> Callable[[], Tensor]:
     """x @ w.T on the units for `dtype`: as nn.Linear has it, and the layout that every unit takes."""
     if dtype == "int8":
         return lambda: torch._int_mm(x, w.t())
@@ -51,14 +51,14 @@ def obstacle(dtype: str, device: torch.device) -> str | None:
     if dtype.removesuffix("_fast") not in native and (device.type == "cuda" or dtype in ("tf32", "fp8", "fp8_fast")):
         return f"no units for it ({how})"
     try:
-        product(dtype, *operands(dtype, (64, 64, 64), device))()
+        matmul(dtype, *operands(dtype, (64, 64, 64), device))()
     except RuntimeError as error:
         return str(error).splitlines()[0]
     return None
 
 
 def conditions(device: torch.device) -> dict:
-    """What a figure has to be read with: the processor, and all that the driver tells of a GPU now. None: not known."""
+    """What a figure has to be read with: the processor, and what the driver reports of a GPU now. None: not known."""
     gpu = machine.gpu_of(device) if device.type == "cuda" else {}
     return {"cpu": machine.cpu_model(), "cpu_threads": torch.get_num_threads(), **gpu}
 
@@ -74,7 +74,7 @@ def compare(rows: list[dict], name: str, sm_clock_max_mhz: float | None) -> dict
             row["peak"] = hardware.peak_flops(name, dtype)
             row["limit"] = machine.highest_flops(name, dtype, sm_clock_max_mhz)
             if row["dtype"] == "fp8_fast" and row["limit"]:
-                # GeForce cards add up fp8 products in fp32 at half rate, and so the data sheet counts them
+                # GeForce cards add up fp8 in fp32 at half rate, and so the data sheet counts them
                 row["limit"] = max(row["limit"], machine.highest_flops(name, "int8", sm_clock_max_mhz) or 0.0)
             groups.setdefault(row["dtype"], []).append(row)
         elif row["kind"] in ("copy", "triad"):

@@ -54,7 +54,7 @@ def gpus() -> tuple[list[dict], str | None]:
 
 
 def gpu_of(device: torch.device) -> dict:
-    """What the driver tells of one CUDA device, found by UUID because CUDA and NVML count differently; {} if nothing.
+    """What the driver reports of one CUDA device, found by UUID because CUDA and NVML count differently; {} if nothing.
 
     The other GPUs are not asked: each takes some 40 ms, and what was read under load would be read after it.
     """

@@ -101,7 +101,7 @@ def run(kind: str, what: str, dtype: str | None, shape: Sequence[int], unit: str
 
 def matmul(kind: str, dtype: str, shape: tuple, device: torch.device, samples: int, flush: Tensor) -> dict:
     x, w = bench.operands(dtype, shape, device)
-    multiply = bench.product(dtype, x, w)
+    multiply = bench.matmul(dtype, x, w)
     result = multiply()
     rows, columns = (slice(None, None, max(1, size // 16)) for size in result.shape)  # 16 x 16 entries are enough
     exact = x[rows].cpu().double() @ w[columns].cpu().double().t()
@@ -216,7 +216,7 @@ def main() -> int:
     groups = [("matmul", dtype, SHAPES[size]) for dtype in bench.TYPES if dtype not in not_measured]
     for kind, dtype, shapes in [*groups, ("width", hardware.choose_dtype("auto", device), WIDTHS[size])]:
         # under load a GPU's clocks sink to what its power limit allows: the first of a type must not be flattered
-        multiply = bench.product(dtype, *bench.operands(dtype, max(shapes, key=math.prod), device))
+        multiply = bench.matmul(dtype, *bench.operands(dtype, max(shapes, key=math.prod), device))
         warm_up(multiply, device, TYPE_WARM_UP_SECONDS[size])
         if kind == "width":
             for _ in range(500 if device.type == "cuda" else 0):

@@ -76,11 +76,11 @@ def gpu_checks(gpus: list[dict], why_none: str | None, usable: int) -> Iterator[
     seen = f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')}: torch can use {usable} of {len(gpus)}"
     fix = "unset it, unless the others are hidden on purpose; CUDA stops counting at the first entry that names no GPU"
     yield "visible GPUs", "ok" if usable >= len(gpus) else "warn" if usable else "fail", seen, fix
-    told = [(gpu["index"], process) for gpu in gpus for process in gpu["processes"] or []]
-    others = [f"GPU {i}: pid {p['pid']} of {p['user'] or 'unknown user'}" for i, p in told if p["pid"] != os.getpid()]
+    known = [(gpu["index"], process) for gpu in gpus for process in gpu["processes"] or []]
+    others = [f"GPU {i}: pid {p['pid']} of {p['user'] or 'unknown user'}" for i, p in known if p["pid"] != os.getpid()]
     result = "warn" if others else "skip" if all(gpu["processes"] is None for gpu in gpus) else "ok"
     fix = "wait, ask its owner, or hide that GPU with CUDA_VISIBLE_DEVICES"
-    yield "other processes", result, "; ".join(others) or "none that the driver tells of", fix
+    yield "other processes", result, "; ".join(others) or "none that the driver reports", fix
 
     # Every reason to throttle that NVML gives while GPU after GPU multiplies large matrices; of those that torch cannot
     # use what it gives at once. The power cap under load is no fault, the clock gives way. Heat and weak supply are.
@@ -90,7 +90,7 @@ def gpu_checks(gpus: list[dict], why_none: str | None, usable: int) -> Iterator[
     places = {index_of[f"GPU-{p.uuid}"]: i for i, p in enumerate(mine) if f"GPU-{p.uuid}" in index_of}
     errors = []
     for index, place in places.items():
-        # in a process of its own: its context is gone afterwards, its errors harm nobody, its hang becomes an answer
+        # in a process of its own: its context is gone afterwards, its errors end only it, its hang becomes an answer
         ask = lambda index=index: reasons.get(index, set()).update(machine.throttle_reasons(index) or [])  # noqa: E731
         [(code, output)] = run_all([[sys.executable, "-c", LOAD, place]], 90, ask)
         reasons.get(index, set()).discard("power cap")
@@ -174,7 +174,7 @@ def job_checks(gpus: int) -> Iterator[Check]:
     yield "environment variables", "fail" if wrong else "ok", wrong or "none is wrong", fix
 
     port = environ.get("MASTER_PORT", "29500")  # what torchrun takes without --standalone or --rdzv-endpoint
-    if sys.platform != "darwin" and environ.get("RANK", "0") == "0":  # rank 0 listens there; a Mac tells only root
+    if sys.platform != "darwin" and environ.get("RANK", "0") == "0":  # rank 0 listens there; a Mac: root only
         listening = [c for c in psutil.net_connections("tcp") if c.status == "LISTEN" and str(c.laddr.port) == port]
         owners = ", ".join(f"pid {c.pid or 'of another user'}" for c in listening)
         result = "ok" if not owners else "fail" if "MASTER_PORT" in environ else "warn"
@@ -189,12 +189,12 @@ def job_checks(gpus: int) -> Iterator[Check]:
     yield "threads", result, seen, f"OMP_NUM_THREADS={max(1, cores // processes)}: more wait for each other, fewer idle"
 
     up = [name for name, state in psutil.net_if_stats().items() if state.isup]
-    wanted = environ.get("NCCL_SOCKET_IFNAME", "^lo,docker")  # a prefix, =exact, or ^ all but these
-    exact, prefixes = "=" in wanted[:2], tuple(wanted.lstrip("^=").split(","))
+    interfaces = environ.get("NCCL_SOCKET_IFNAME", "^lo,docker")  # a prefix, =exact, or ^ all but these
+    exact, prefixes = "=" in interfaces[:2], tuple(interfaces.lstrip("^=").split(","))
     matched = [name for name in up if (name in prefixes if exact else name.startswith(prefixes))]
-    taken = [name for name in up if (name in matched) != wanted.startswith("^")]
+    taken = [name for name in up if (name in matched) != interfaces.startswith("^")]
     missing = (gpus and not torch.distributed.is_nccl_available()) or ("NCCL_SOCKET_IFNAME" in environ and not taken)
-    seen = f"{wanted} takes {', '.join(taken) or 'none'} of {', '.join(up)}"
+    seen = f"{interfaces} takes {', '.join(taken) or 'none'} of {', '.join(up)}"
     fix = "name an interface that is up in NCCL_SOCKET_IFNAME; a torch build with NCCL (Linux only)"
     yield "NCCL interface", "fail" if missing else "ok", seen, fix
 

@@ -139,7 +139,7 @@ def serve(port: int, address: str, run_dir: Path | None) -> None:
     from prometheus_client import CollectorRegistry, Metric, start_http_server
 
     class Exporter:  # samples on each scrape and in no loop of its own: Prometheus sets the rhythm and stamps values
-        # with the time of the scrape; a loop would hand it old ones, and work where nobody asks
+        # with the time of the scrape; a loop would hand it old ones, and work between scrapes
         def collect(self) -> Iterator[Metric]:
             view = sample(run_dir)
             for name in METRICS:

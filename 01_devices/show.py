@@ -1,7 +1,7 @@
 """What this machine is, as far as it decides how to train on it, and which models fit.
 
 Memory decides what fits; a type's FLOP/s and the memory bandwidth, how fast one device can be; the links, how far
-more of them help. NVML tells what the driver knows, even of GPUs that torch cannot use; peaks come from data sheets;
+more of them help. NVML reports what the driver knows, even of GPUs that torch cannot use; peaks come from data sheets;
 whether a type works is tried, not believed. GB is 1e9 bytes throughout.
 
     laptop    python 01_devices/show.py

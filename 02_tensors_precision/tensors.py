@@ -124,7 +124,7 @@ def layouts(device: torch.device) -> tuple[dict, list[dict]]:
     check(torch.equal(nchw, nhwc) and nchw.untyped_storage().nbytes() == fp32, "equal values and bytes in both layouts")
     check(nchw.stride() == (150528, 50176, 224, 1), "NCHW: stride (150528, 50176, 224, 1)")
     check(nhwc.stride() == (150528, 1, 672, 3), "channels_last: stride (150528, 1, 672, 3)")
-    check(not nhwc.is_contiguous(), "channels_last is not is_contiguous(): that asks for NCHW unless told otherwise")
+    check(not nhwc.is_contiguous(), "channels_last is not is_contiguous(): that asks for NCHW without an argument")
     dtype, tolerance = torch.float32, 1e-4  # the results are of size 1
     if device.type == "cuda":
         dtype = torch.bfloat16 if hardware.choose_dtype("auto", device) == "bf16" else torch.float16

@@ -3,7 +3,7 @@
     laptop    python 04_amp/minimal.py
     one GPU   python 04_amp/minimal.py --dtype bf16    (fp16 on GPUs without bf16: V100, T4)
 
-autocast decides for each operation: matrix products in bf16, sums and losses in fp32. fp16 has a smaller range, so
+autocast decides for each operation: matmuls in bf16, sums and losses in fp32. fp16 has a smaller range, so
 GradScaler multiplies the loss before backward and divides the gradients after it. Copy this file and change what is
 marked YOURS; every other comment says why its line is there. minimal.pt in the current folder gets the weights.
 

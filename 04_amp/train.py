@@ -2,7 +2,7 @@
 
 Tensor cores multiply bf16 and fp16 many times faster than fp32, and activations take half the memory.
 Automatic mixed precision keeps weights and optimizer state in fp32, so that small updates are not
-rounded away, and lets autocast run the matrix products in low precision. bf16 has the range of fp32
+rounded away, and lets autocast run the matmuls in low precision. bf16 has the range of fp32
 and needs no more. In fp16 small gradients would become zero. So GradScaler multiplies the loss by a large
 factor, divides the gradients by it before the step, and skips the step where something overflowed.
 

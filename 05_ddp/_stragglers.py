@@ -49,7 +49,7 @@ def without_join(rank: int, n: int) -> list[int]:
     except RuntimeError as caught:
         error = str(caught)
     errors = runtime.gather(error)
-    assert any("Timed out" in error for error in errors), f"nobody waited: {errors}"
+    assert any("Timed out" in error for error in errors), f"no rank waited: {errors}"
     return [rank for rank in range(n) if errors[rank]]
 
 

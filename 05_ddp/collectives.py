@@ -92,7 +92,7 @@ def check_result(name: str, work: Callable, result: Tensor, mine: Tensor, out: T
 
 
 def timed(work: Callable, device: torch.device, samples: int, repeat: int) -> list[float]:
-    """Seconds per call, by the slowest rank: nobody can go on before it. Each sample is `repeat` calls after a
+    """Seconds per call, by the slowest rank: none can go on before it. Each sample is `repeat` calls after a
     barrier; the first, which may still open connections, is dropped."""
     seconds = []
     for _ in range(samples + 1):

@@ -224,7 +224,7 @@ def main() -> int:
         rows += run(f"rank {args.slow_rank}: {args.slow_factor} x the work", net, sequences, work, device, args.steps)
         uneven, uneven_checked = uneven_inputs(device)
     else:
-        runtime.say("one rank waits for nobody: slow ranks and join() need torchrun --nproc_per_node=2 or more")
+        runtime.say("one rank waits for no other: slow ranks and join() need torchrun --nproc_per_node=2 or more")
     traced = trace(net, sequences, work, device, args.trace)
     heads = [key.removesuffix("_share").removesuffix("_seconds").replace("_", " ") for key in traced[0]]
     cells = [[report.for_people(key, value) for key, value in row.items()] for row in traced]

@@ -37,10 +37,10 @@ def main() -> int:
     args = parser.parse_args()
     runtime.seed_all(args.seed, args.deterministic)
 
-    # 1 Processes. torchrun starts one per GPU and tells each its number.
+    # 1 Processes. torchrun starts one per GPU and numbers them.
     rank, world_size, _ = runtime.ranks()  # RANK, WORLD_SIZE, LOCAL_RANK
     device = runtime.pick_device(args.device)  # cuda:LOCAL_RANK: each process of a node takes a GPU of its own
-    runtime.end_with_torchrun()  # or ranks would train on for nobody when it is killed
+    runtime.end_with_torchrun()  # or ranks would train on when it is killed
     dist.init_process_group(
         backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",  # NCCL for gradients, gloo for CPU values
         device_id=device if device.type == "cuda" else None,

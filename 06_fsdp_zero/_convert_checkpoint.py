@@ -93,7 +93,7 @@ def load_deepspeed(path: Path) -> dict:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read by the import, which else looks for GPUs
     if not any(path.glob("*_optim_states.pt")):  # stage 0: the module as it is, on every rank
         return torch.load(next(path.glob("*_model_states.pt")), mmap=True, weights_only=False)["module"]
-    with contextlib.redirect_stdout(None), contextlib.redirect_stderr(io.StringIO()):  # what it tells of itself
+    with contextlib.redirect_stdout(None), contextlib.redirect_stderr(io.StringIO()):  # it prints its progress
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint as zero_to_fp32
 
         return zero_to_fp32(str(path.parent), tag=path.name, lazy_mode=True)

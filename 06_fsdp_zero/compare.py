@@ -14,7 +14,7 @@ The same program and counter run. Its peak is that of eager kernels: torch.compi
 
 Bytes sent are those of a ring. For a tensor of S bytes on N ranks, an all-gather or a reduce-scatter sends S (N-1)/N
 per rank, and an all-reduce twice as many. Clipping, which all-reduces one number, is left out. Look for: what shrinks
-with N, and what it costs in bytes sent. Before: zero_from_scratch.py. Next: train_fsdp.py; estimate.py tells seconds.
+with N, and what it costs in bytes sent. Before: zero_from_scratch.py. Next: train_fsdp.py; estimate.py for seconds.
 """
 
 import argparse
@@ -49,7 +49,7 @@ METHODS = ["DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP", "HSDP"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # What another order of the same sums may change in a loss; in bf16, also where each method rounds
 TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2}
-COUNTED_STEP = 3  # DDP makes its final buckets after the first, and tells the other ranks in the second
+COUNTED_STEP = 3  # DDP makes its final buckets after the first, and sends them to the other ranks in the second
 
 
 @dataclass

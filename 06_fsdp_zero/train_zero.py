@@ -42,7 +42,7 @@ from common import cli, data, exits, hardware, metrics, model, report, runtime, 
 
 
 def configure(args, config: shapes.Config, batches: data.Batches, universal: bool) -> dict:
-    """All that DeepSpeed is told."""
+    """DeepSpeed's configuration, all of it."""
     parameters_per_block = shapes.parameter_count(config) // config.num_hidden_layers
     buffers = {"max_in_cpu": 0, "buffer_size": max(config.vocab_size, config.intermediate_size) * config.hidden_size}
     cpu, nowhere = {"device": "cpu"}, {"device": "none"}

@@ -1,7 +1,7 @@
 """LoRA and QLoRA: freeze a model, and train two thin matrices beside each of its own.
 
 Full fine-tuning holds 16 bytes per parameter: the weight, its gradient and AdamW's two averages, in fp32. LoRA freezes
-each weight matrix W and trains a product of two thin ones beside it: y = x W^T + alpha / rank * x A^T B^T. Only A and B
+each weight matrix W and trains two thin ones beside it: y = x W^T + alpha / rank * x A^T B^T. Only A and B
 have gradients and optimizer state, and W, which no update is added to, needs no fp32 copy. QLoRA also rounds W to 4
 bits and dequantizes it, one layer at a time, in forward and again in backward. The activations stay: A needs its input,
 too. Afterwards W + alpha / rank * B A is one matrix again.
@@ -39,7 +39,7 @@ METHODS = ("full", "lora", "qlora")
 LORA_LR_FACTOR = 10  # adapters take a learning rate about so many times that of full fine-tuning
 BASE_STEPS = 60  # from random weights, so that there is something to adapt
 GROUP = 64  # weights that share a scale and a zero: 4 bits each, and 2 x 16 bits for all of them, make 4.5
-TOLERANCE = 1e-5  # relative; sums of thousands of products in fp32 came out 7e-7 apart on one CPU
+TOLERANCE = 1e-5  # relative; sums of thousands of terms in fp32 came out 7e-7 apart on one CPU
 
 
 def quantize_int4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -3,7 +3,7 @@
 Every tensor looks into a piece of memory, its storage. This script sees each piece come and go, and says what it is
 for. Parameters, buffers, optimizer state and the batch are known before the step. A gradient is known when autograd
 has accumulated it. An activation is what autograd saves for the backward pass. Whatever is left is temporary: results
-that nobody saves, and the gradients of activations. So no byte is guessed, and none is counted twice.
+that are never saved, and the gradients of activations. So no byte is guessed, and none is counted twice.
 
     laptop    python 07_memory_tricks/memory_profile.py
     one GPU   python 07_memory_tricks/memory_profile.py --model llama-124m --seq-len 1024 --dtype bf16
@@ -121,7 +121,7 @@ class Profile(measure.LiveBytes):
 def training_step(
     net: nn.Module, optimizer: torch.optim.Optimizer, batch: list[Tensor], dtype: str, enter: Callable[[str], None]
 ) -> None:
-    """Any training step. `enter` is told which phase begins."""
+    """Any training step. `enter` gets the name of the phase that begins."""
     enter("forward")
     with torch.autocast(batch[0].device.type, torch.bfloat16, enabled=dtype == "bf16"):
         loss = net(*batch)

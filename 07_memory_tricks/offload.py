@@ -125,9 +125,9 @@ class Offload:
             return packed
         piece, dtype, *view = packed
         first = max(0, piece.position - MOST_AHEAD)
-        for wanted in reversed(self.pieces[first : piece.position + 1]):  # backward goes from the last to the first
-            if wanted.data is None and wanted.users:
-                self.bring_up(wanted)
+        for needed in reversed(self.pieces[first : piece.position + 1]):  # backward goes from the last to the first
+            if needed.data is None and needed.users:
+                self.bring_up(needed)
         self.backend.current_stream().wait_event(piece.done)
         data = piece.data
         piece.users -= 1

@@ -91,14 +91,14 @@ def chosen_ways(args: argparse.Namespace, config: shapes.Config, ways: Iterable[
     if args.seq_len % chunks:
         use = max(args.seq_len // chunks, 1) * chunks
         raise UserError(f"--seq-len {args.seq_len} does not divide into {chunks} chunks, two per rank: use {use}")
-    wanted = [way for way in ways if args.attention == "all" or way.lower().startswith((args.attention, "one"))]
-    if "Ulysses" in wanted and config.num_key_value_heads % n:
+    chosen = [way for way in ways if args.attention == "all" or way.lower().startswith((args.attention, "one"))]
+    if "Ulysses" in chosen and config.num_key_value_heads % n:
         reason = f"{n} ranks do not divide the {config.num_key_value_heads} key-value heads of --model {args.model}"
         if args.attention == "ulysses":
             raise UserError(f"--attention ulysses: {reason}: use ring")
         runtime.say(f"Ulysses is left out: {reason}")
-        wanted.remove("Ulysses")
-    return wanted
+        chosen.remove("Ulysses")
+    return chosen
 
 
 def expected(way: str, config: shapes.Config, args: argparse.Namespace) -> dict:

@@ -1,109 +1,203 @@
-"""train_3d.py --dry-run: what the ranks of a layout hold, counted on ranks and tensors that are not there."""
+"""What train_3d.py needs beside train_fsdp.py: meshes, a part of each sequence, a stage, and what a dry run counts."""
 
+import logging
+import math
 import os
-from argparse import Namespace
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import nullcontext
 from functools import partial
 from multiprocessing import get_context
 
 import torch
-from _train_3d_flags import Layout, check_layout
-from _train_3d_stages import forward_backward, make_schedule
+import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import loss_parallel
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from common import fake_ranks
-from common.schedule import adamw_cosine
-from old import report, runtime
-from old.exits import UserError
-from old.step_cost import LiveMemory, held_tensors
+from common import fake_ranks, model, report, runtime, shapes
+from common.data import Batches, load_corpus
+from common.exits import UserError
+from common.table import table
 
-COLUMNS = {"weight_bytes": "weights", "gradient_bytes": "gradients", "optimizer_bytes": "AdamW", "peak_bytes": "peak"}
+# all-gather with a backward: torch 2.13's name, and the one of before
+all_gather = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
+# It warns where the tensor ranks are asked and then the shards: here for a norm, one number, and for the digest.
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
-def dry_run(args: Namespace, build: Callable, surroundings: Callable) -> int:
-    """Count, print and write to --json what the first rank of each stage holds, built by train_3d.py's functions."""
-    if not args.dry_run or runtime.world_from_env()[1] > 1:
+def data_ranks(args, world_size: int) -> int:
+    """How many parts the batch is divided into."""
+    unit = args.tp * args.pp * args.cp * args.replicate
+    if world_size % unit:
+        sizes = f"--tp {args.tp} x --pp {args.pp} x --cp {args.cp} x --replicate {args.replicate} = {unit}"
+        raise UserError(f"{sizes} does not divide {world_size} processes: start {-(-world_size // unit) * unit}")
+    return world_size // (args.tp * args.pp * args.cp)
+
+
+def make_meshes(args, device: torch.device) -> list[DeviceMesh]:
+    """The ranks by what they read, and by what they hold. Context ranks read the same sequences, and divide the weights
+    as data ranks do. Tensor ranks talk most: they are neighbours."""
+    data = data_ranks(args, dist.get_world_size())
+    batch_sizes = {"pipeline": args.pp, "data": data, "context": args.cp, "tensor": args.tp}
+    holders = {"replicate": args.replicate, "shard": data * args.cp // args.replicate}
+    meshes = []
+    for sizes in (batch_sizes, {"pipeline": args.pp, **holders, "tensor": args.tp}):
+        meshes.append(init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)))
+        for name in sizes:  # its groups would take torch's own timeout
+            dist.distributed_c10d._set_pg_timeout(runtime.timeout(), meshes[-1].get_group(name))
+    return meshes
+
+
+def check_cuts(args, config: shapes.Config, batches: Batches) -> None:
+    """UserError if the model or the batch cannot be cut so."""
+    tp, pp, cp, of_model = args.tp, args.pp, args.cp, f"of --model {args.model}"
+    if tp > 1 and args.compile:
+        raise UserError(f"--compile with --tp {tp}: compiled, gradients are not those of one process: leave it out")
+    # the last, since fully_shard cuts parts of unequal size at other rows than DTensor
+    names = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
+    sizes = {name: getattr(config, name) for name in names}
+    if odd := [f"{name} {size}" for name, size in sizes.items() if size % tp]:
+        use = max(n for n in range(1, tp) if math.gcd(*sizes.values()) % n == 0)
+        raise UserError(f"--tp {tp} does not divide the {', '.join(odd)} {of_model}: use --tp {use}")
+    if args.seq_len % (cp * tp):
+        use = max(1, args.seq_len // (cp * tp)) * cp * tp
+        raise UserError(f"--seq-len {args.seq_len} does not divide over --cp {cp} x --tp {tp} ranks: use {use}")
+    if pp > config.num_hidden_layers:
+        raise UserError(f"--pp {pp} is more than the {config.num_hidden_layers} layers {of_model}: use fewer stages")
+    if pp > 1 and config.tie_word_embeddings:
+        raise UserError(f"--pp {pp}: embedding and head {of_model} are tied, and would be in two stages: use --pp 1")
+    if batches.accumulation_steps < pp:
+        use = "a smaller --micro-batch-size, or a larger --global-batch-size"
+        raise UserError(f"--pp {pp} needs {pp} micro-batches per step, not {batches.accumulation_steps}: use {use}")
+
+
+def cut_sequence(net: nn.Module, seq_len: int, mesh: DeviceMesh, dtype: torch.dtype, device: torch.device) -> slice:
+    """Have the model compute this rank's part of each sequence; returns its columns of a batch."""
+    own = seq_len // mesh.size()
+    columns = slice(mesh.get_local_rank() * own, (mesh.get_local_rank() + 1) * own)
+    positions = torch.arange(seq_len, device=net.model.rope_cos.device)
+    # a later stage could not count them: with --tp its hidden states are those of some tokens
+    net.forward = partial(net.forward, positions=positions[columns])
+    if mesh.size() > 1:
+        future = (positions > positions[columns, None]).to(device)
+        # attention would turn True and False into such a mask in each layer anew, and keep them all
+        mask = torch.zeros(future.shape, dtype=dtype, device=device).masked_fill_(future, -torch.inf)
+        for block in net.model.layers.values():
+            block.self_attn.attend = partial(attend_to_all, mask=mask, group=mesh.get_group())
+    return columns
+
+
+def attend_to_all(q: Tensor, k: Tensor, v: Tensor, *_, mask: Tensor, group: dist.ProcessGroup, **how) -> Tensor:
+    """Attention of this rank's queries, [batch, heads, tokens, head_dim], to the keys and values of all ranks. In
+    backward a reduce-scatter adds up what the queries of all ranks have found for my keys and values."""
+    parts = all_gather(torch.stack((k, v)), gather_dim=0, group=group)  # one collective for both
+    keys, values = parts.unflatten(0, (-1, 2)).movedim(0, 3).flatten(3, 4)  # one rank's tokens after the other's
+    return F.scaled_dot_product_attention(q, keys, values, mask, enable_gqa=how["enable_gqa"])
+
+
+class Stage:
+    """This rank's stage of the pipeline: tokens or the hidden states of the stage before become hidden states, in the
+    last stage the loss. Where there is one stage it is both."""
+
+    def __init__(self, net, args, batches, mesh: DeviceMesh, dtype: torch.dtype, device: torch.device) -> None:
+        self.group, self.number, self.count = mesh.get_group(), mesh.get_local_rank(), mesh.size()
+        self.is_last = self.number == self.count - 1
+        sent = (batches.micro_batch_size, args.seq_len // args.cp // args.tp, net.config.hidden_size)
+        self.hidden = torch.zeros(sent, dtype=dtype, device=device)  # what a stage sends to the next, in shape and type
+        if self.count == 1:
+            return
+        stage = PipelineStage(net, self.number, self.count, device, group=self.group)
+
+        def loss(logits: Tensor, targets: Tensor) -> Tensor:
+            mean = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+            return runtime.whole(mean) / batches.accumulation_steps  # micro-batches have equal token counts
+
+        # One forward, one backward: a stage holds the activations of at most as many micro-batches as there are stages.
+        # scale_grads would divide by the number of micro-batches, which the loss does already
+        self.schedule = Schedule1F1B(stage, batches.accumulation_steps, loss_fn=loss, scale_grads=False)
+
+    def forward_backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """All micro-batches of a step, one after the other in inputs and targets, through all stages and back. Returns
+        the loss of this rank's tokens, such that its mean over the stages is right: 0 before the last."""
+        losses, tokens = [], (inputs,) if self.number == 0 else ()
+        self.schedule.step(*tokens, target=targets, losses=losses, return_outputs=False)
+        return self.count * sum(losses, torch.zeros((), device=targets.device))
+
+    def receive(self, tokens: Tensor) -> Tensor:
+        """Forward alone: what this stage takes, tokens in the first one."""
+        if self.number == 0:
+            return tokens
+        hidden = torch.empty_like(self.hidden)
+        dist.recv(hidden, group=self.group, group_src=self.number - 1)
+        return hidden
+
+    def send(self, hidden: Tensor) -> None:
+        dist.send(hidden.contiguous(), group=self.group, group_dst=self.number + 1)
+
+
+def clip_over_stages(parameters, largest_norm: float, mesh: DeviceMesh) -> Tensor:
+    """Scale all gradients as one process would: by the norm over all stages."""
+    parameters = list(parameters)
+    norm = runtime.whole(get_total_norm([parameter.grad for parameter in parameters]))
+    if mesh.size() > 1:
+        dist.all_reduce(squared := norm**2, group=mesh.get_group())
+        norm = squared.sqrt()
+    clip_grads_with_norm_(parameters, largest_norm, norm)
+    return norm
+
+
+def check_parts(net: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> dict[str, list[int]]:
+    """The bytes of weights and of optimizer state that each rank holds, in rank order. AssertionError if they are not
+    the ranks' parts."""
+    whole = dict(model.build("", net.config, seed=0, device="meta").named_parameters())
+    tensor, shard = mesh["tensor"], mesh["shard"]
+    weights = state = due = 0  # bytes
+    for name, parameter in net.named_parameters():
+        part = whole[name]
+        if part.ndim == 2:  # nn.Linear stores [outputs, inputs]; the second matmul of a pair is cut by its inputs
+            by_inputs = name.endswith(("o_proj.weight", "down_proj.weight"))
+            part = part.chunk(tensor.size(), int(by_inputs))[tensor.get_local_rank()]
+        rows = part.chunk(shard.size())[shard.get_local_rank() :]  # the last ranks may have none
+        due += rows[0].nbytes if rows else 0
+        weights += parameter.to_local().nbytes
+        state += sum(t.to_local().nbytes for t in optimizer.state[parameter].values() if t.ndim)
+    by_rank = runtime.gather((weights, state, due))
+    assert all(found == (found[2], 2 * found[2], found[2]) for found in by_rank), f"bytes by rank: {by_rank}"
+    weights, state, due = map(list, zip(*by_rank, strict=True))
+    # nothing is missing: of each copy of the model all matrices, and each norm once per tensor rank
+    total = sum(t.nbytes * (tensor.size() if t.ndim == 1 else 1) for t in whole.values())
+    assert sum(due) == mesh["replicate"].size() * total, f"bytes by rank: {due}, of copies of {total}"
+    runtime.say(f"checked: each rank holds its part of weights and optimizer state, at most {max(weights):,} bytes")
+    return {"parameter_bytes_per_rank": weights, "optimizer_bytes_per_rank": state}
+
+
+def dry_run(args, build) -> int:
+    """Print, and write to --json, what the first rank of each stage holds: built by `build`, on fake ranks."""
+    if not args.dry_run or runtime.ranks()[1] > 1:
         raise UserError("--world-size goes with --dry-run, which is one process without torchrun: give both or none")
-    if args.compile or args.cpu_offload:
-        raise UserError("--dry-run counts one memory and kernels that are not compiled: no --compile, no --cpu-offload")
     args.dtype = "bf16" if args.dtype == "auto" else args.dtype  # as on a GPU
     args.world_size = args.world_size or args.tp * args.pp * args.cp * args.replicate
-    layout, _ = check_layout(args, args.world_size)
+    corpus = load_corpus(args.data, args.tokenizer, args.model)
+    config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)
+    check_cuts(args, config, Batches(corpus, args, rank=0, world_size=data_ranks(args, args.world_size)))
     # a process for each stage: none can be another rank later
     with ProcessPoolExecutor(min(args.pp, os.cpu_count()), get_context("spawn"), max_tasks_per_child=1) as pool:
-        rows = list(pool.map(partial(count, args, layout, build, surroundings), range(args.pp)))
-    print(f"{args.model}, {args.dtype}, micro-batches of {layout.micro_batch_size} x {args.seq_len:,} tokens")
-    print(f"GiB on the first rank of each stage, of {args.world_size} fake ones, with a CPU's kernels:\n")
-    cells = [[*map(str, row.values())][:2] + [f"{row[name] / 2**30:.3f}" for name in COLUMNS] for row in rows]
-    print(report.table([["stage", "layers", *COLUMNS.values()], *cells]))
-    assert all(row["optimizer_bytes"] == 2 * row["gradient_bytes"] == 2 * row["weight_bytes"] for row in rows), rows
-    print("\nchecked: gradients take the bytes of the fp32 weights, AdamW's state twice as many")
+        counted = list(pool.map(partial(count_weights, args, config, build), range(args.pp)))
+    rows = []
+    for stage, (layers, size) in enumerate(counted):  # fp32, as check_parts finds it in every run: two moments
+        held = {"weight_bytes": size, "gradient_bytes": size, "optimizer_bytes": 2 * size}
+        rows.append({"stage": stage, "layers": layers, **held})
+    print(f"{args.model}: bytes on the first rank of each stage, of {args.world_size} fake ranks\n")
+    print(table([[*rows[0]], *([report.for_people(key, value) for key, value in row.items()] for row in rows)]))
     summary = {name: getattr(args, name) for name in ("model", "dtype", "world_size", "tp", "pp", "cp", "replicate")}
     report.write_json({**summary, "device": "fake", "stages": rows}, args.json)
     return 0
 
 
-def count(args: Namespace, layout: Layout, build: Callable, surroundings: Callable, stage: int) -> dict[str, int]:
-    """Bytes that the first rank of a pipeline stage holds, and the most that it ever holds in a step."""
+def count_weights(args, config: shapes.Config, build, stage: int) -> tuple[int, int]:
+    """How many layers the first rank of a stage holds, and the bytes of its weights, which hold no numbers."""
     device = fake_ranks.join(stage * args.world_size // args.pp, args.world_size)
-    net, _, batch_mesh, mesh = build(args, layout, device)
-    with fake_ranks.tensors(), loss_parallel() if args.tp > 1 else nullcontext():
-        net.to_empty(device=device)
-        net.tie_weights()
-        optimizer, _ = adamw_cosine(net, lr=args.lr, weight_decay=args.weight_decay, warmup_steps=0, steps=1)
-        for parameter in net.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        optimizer.step()  # makes its state. It is one kernel, and memory peaks before it
-        optimizer.zero_grad()
-        where, hidden = surroundings(args, layout, batch_mesh["context"], device)
-        held = (*held_tensors(net, [optimizer]), where["positions"], hidden)
-        with Peak(own_part(tensor) for tensor in held) as memory:
-            forward_and_back(net, layout, mesh["pipeline"], where, hidden)
-        moments = [tensor for state in optimizer.state.values() for tensor in state.values() if tensor.ndim]
-        return {
-            "stage": stage,
-            "layers": len(net.model.layers),
-            "weight_bytes": sum(own_part(parameter).nbytes for parameter in net.parameters()),
-            "gradient_bytes": sum(own_part(parameter.grad).nbytes for parameter in net.parameters()),
-            "optimizer_bytes": sum(own_part(moment).nbytes for moment in moments),
-            "peak_bytes": memory.peak_bytes,
-        }
-
-
-class Peak(LiveMemory):
-    """The most bytes that are ever alive. They are added up only where an operator may have made something."""
-
-    peak_bytes = 0
-
-    def after(self, operator, operands: tuple) -> None:
-        if not operator.is_view and operator.namespace != "prim":  # prim: a fake tensor is asked for its device
-            self.peak_bytes = max(self.peak_bytes, self.bytes_now())
-
-
-def own_part(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def forward_and_back(net: nn.Module, layout: Layout, stages: DeviceMesh, where: dict, hidden: Tensor) -> None:
-    """As many micro-batches of a step as reach its peak."""
-    micro_batches = min(layout.accumulation_steps, stages.size() + 1)
-    tokens = torch.zeros_like(where["positions"])
-    if stages.size() == 1:
-        for micro_step in range(1, micro_batches + 1):
-            net.set_requires_all_reduce(micro_step == micro_batches)
-            runtime.whole(net(tokens, tokens, **where)).backward()
-        return
-    try:
-        from torch.distributed.pipelining._utils import InferenceMode
-    except ImportError:
-        raise UserError(f"--dry-run with --pp needs torch 2.13, and this is {torch.__version__}") from None
-    schedule = make_schedule(net, stages, micro_batches, where["positions"], hidden)
-    schedule._stage._inference_mode = InferenceMode.STATIC  # fake ranks cannot tell each other what shapes they know
-    schedule._warmup_p2p = lambda *_: None
-    all_tokens = tokens.repeat(micro_batches, 1)
-    forward_backward(schedule, stages, all_tokens, all_tokens, where)
+    net = build(args, config, make_meshes(args, device)[1], device)
+    return len(net.model.layers), sum(parameter.to_local().nbytes for parameter in net.parameters())

@@ -1,246 +1,237 @@
 """Expert parallelism by hand: a mixture of experts whose experts live on different ranks.
 
-A mixture of experts replaces the MLP of each block by E MLPs and a router. The router sends each token to k of them
-and adds up their outputs. The model has more weights, and a token still uses few of them. Each rank holds E/N of the
-experts and a copy of all else. A token travels to the rank of its expert and back in two all-to-alls. How many tokens
-travel is decided by the router, so every rank may receive a different number.
+A mixture of experts replaces the MLP of each block by E MLPs and a router. The router gives each token to k of them
+and adds up their outputs. So the model has more weights, and a token still uses few of them. Each rank holds E/N of the
+experts and a copy of all else. A token travels to the rank of its expert and back in two all-to-alls. The router
+decides how many tokens travel, so each rank sends and receives another number.
 
     laptop    python 08_model_parallel/expert_parallel.py
               torchrun --nproc_per_node=3 08_model_parallel/expert_parallel.py --steps 10
     one node  torchrun --nproc_per_node=8 08_model_parallel/expert_parallel.py --model llama-124m --seq-len 512
-    cluster   the same on every node, with --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400
+    cluster   the same on every node, with --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400 --experts 32
+              --global-batch-size 32
 
-Each expert is 1/k as wide as the MLP that it replaces, so a token multiplies as many weights as before.
+All is in fp32, to compare with one process. Comments say how a tensor lies over the ranks: replicate (all hold the
+same), shard (each holds a part), partial (each holds a term of the sum).
 
-Look for: losses and gradients equal to those of one process, also where tokens are dropped; what an uneven router
-costs; the balance loss of a whole batch beside that of its parts; the share of each expert after training with and
-without that loss. Before: 06_fsdp_zero/zero_from_scratch.py. Next: README.md beside this, on which parallelism when.
+Look for: the busiest expert with and without the balance loss; the tokens that a capacity drops; the bytes sent, which
+follow from the router's choices. Before: context_parallel.py. Next: train_3d.py.
 """
 
 import dataclasses
 import math
 import sys
-import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # old/, with nothing installed
-from _expert_parallel_collectives import all_gather, all_reduce, all_to_all
-from _expert_parallel_flags import parse_flags
-from _expert_parallel_proof import LocalMixture, compare_balance, prove
-from _expert_parallel_report import conclude
-from _expert_parallel_runs import time_routings, train_and_count
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+import _expert_parallel as helper
+from _expert_parallel import all_gather, mixtures
 
-from old import data, exits, model, runtime, shapes
-
-PROOF_STEPS = 10
-BALANCE_WEIGHT = 0.01  # as in Switch Transformer (Fedus et al. 2021), section 2.2
+from common import exits, lesson, model, runtime, shapes, traffic
 
 
-def top_k_experts(probabilities: Tensor, k: int) -> Tensor:
-    """The experts of each token, [tokens, k]."""
-    return probabilities.topk(k).indices
+class Mixture(nn.Module):
+    """In place of a block's MLP: a router and all experts, on one process. This is the baseline."""
+
+    choose = staticmethod(lambda probabilities, k: probabilities.topk(k).indices)
+
+    def __init__(self, config: shapes.Config, experts: list[int], k: int, capacity_factor: float | None) -> None:
+        super().__init__()
+        self.k, self.capacity_factor = k, capacity_factor
+        self.router = nn.Linear(config.hidden_size, len(experts), bias=False)
+        # By number among all: an expert's first weights follow from its name, wherever it lives.
+        self.experts = nn.ModuleDict({str(number): model.MLP(config) for number in self.part_of(experts)})
+
+    def part_of(self, experts: list[int]) -> list[int]:
+        return experts
+
+    def route(self, tokens: Tensor) -> Tensor:
+        """Choose the experts of each token, [tokens, k]; returns what their outputs are multiplied by."""
+        self.probabilities = self.router(tokens).softmax(-1)
+        self.choices = self.choose(self.probabilities, self.k)
+        self.counts = torch.bincount(self.choices.flatten(), minlength=self.router.out_features)
+        weights = self.probabilities.gather(-1, self.choices)
+        # Divided, the weight of a single choice is always 1, and the router learns nothing from the loss.
+        return weights if self.k == 1 else weights / weights.sum(-1, keepdim=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        weights = self.route(tokens)
+        self.balance_loss = balance_loss(self.probabilities, self.counts, self.k)
+        most = capacity(self.counts, self.capacity_factor)
+        self.tokens_of_expert = []
+        mixed = torch.zeros_like(tokens)
+        for number, expert in self.experts.items():
+            token, place = (self.choices == int(number)).nonzero(as_tuple=True)
+            token, place = token[:most], place[:most]  # a choice that is dropped adds nothing to the residual
+            mixed = mixed.index_add(0, token, expert(tokens[token]) * weights[token, place, None])
+            self.tokens_of_expert.append(token)
+        return mixed.view_as(x)
 
 
 class Exchange(torch.autograd.Function):
-    """Rows to the ranks that need them. Backward sends each row's gradient back the way the row came."""
+    """Rows to the ranks that need them. Backward sends the gradient of each row back the way the row came."""
 
     @staticmethod
     def forward(context, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
         context.sent, context.received = sent, received
-        arrived = rows.new_empty(sum(received), rows.shape[1])
-        all_to_all(arrived, rows, received, sent)
-        return arrived
+        return helper.all_to_all(rows, sent, received)
 
     @staticmethod
     def backward(context, gradients: Tensor) -> tuple[Tensor, None, None]:
-        returned = gradients.new_empty(sum(context.sent), gradients.shape[1])
-        all_to_all(returned, gradients.contiguous(), context.sent, context.received)
-        return returned, None, None
+        return helper.all_to_all(gradients, context.received, context.sent), None, None
 
 
-class Mixture(nn.Module):
-    """The MLP of a block: a router, which every rank holds, and this rank's experts."""
+class ParallelMixture(Mixture):
+    """The same over all ranks. A rank has its own tokens, shard(tokens), and its own experts, shard(experts)."""
 
-    def __init__(self, config: shapes.Config, experts: int, k: int, capacity_factor: float | None) -> None:
-        super().__init__()
-        self.k = k
-        self.capacity_factor = capacity_factor
-        self.choose = top_k_experts
-        self.held = experts_per_rank(experts, dist.get_world_size())
-        first = sum(self.held[: dist.get_rank()])
-        self.mine = slice(first, first + self.held[dist.get_rank()])
-        self.router = nn.Linear(config.hidden_size, experts, bias=False)
-        # By their number among all: an expert's initial weights follow from its name, wherever it lives.
-        self.experts = nn.ModuleDict({str(i): model.MLP(config) for i in range(experts)[self.mine]})
+    def part_of(self, experts: list[int]) -> list[int]:  # the first ranks have one more where they do not divide
+        return torch.tensor(experts, device="cpu").tensor_split(dist.get_world_size())[dist.get_rank()].tolist()
 
     def forward(self, x: Tensor) -> Tensor:
-        rank = dist.get_rank()
+        rank, world_size = dist.get_rank(), dist.get_world_size()
         tokens = x.flatten(0, 1)
-        # 1. Each token chooses k experts. Their weights add up to 1.
-        probabilities = self.router(tokens).softmax(-1)
-        choices = self.choose(probabilities, self.k)
-        weights = probabilities.gather(-1, choices)
-        if self.k > 1:  # of a single choice the weight would always be 1, and the router would learn nothing from it
-            weights = weights / weights.sum(-1, keepdim=True)
-
-        # 2. How many choices of each rank fell on each expert, [ranks, experts], known to all ranks. All sizes follow
-        # from it. The host needs them before it can start the all-to-all, and so waits for the GPU here.
-        of_mine = F.one_hot(choices, self.router.out_features).sum((0, 1))
-        of_ranks = of_mine.new_empty(dist.get_world_size(), len(of_mine))
-        all_gather(of_ranks, of_mine)
-        self.balance_loss = balance_loss(probabilities, of_ranks, self.k)
-        self.chosen = of_ranks.cpu()
-        self.kept = self.up_to_capacity(self.chosen)
-
-        # 3. The choices, grouped by expert, in the order of the tokens. Those over capacity are the last of a group.
-        rows = choices.flatten().argsort(stable=True)
-        groups = zip(rows.split(self.chosen[rank].tolist()), self.kept[rank].tolist(), strict=True)
-        rows = torch.cat([group[:kept] for group, kept in groups])
-
-        # 4. There, through the expert, and back. A choice that was dropped adds nothing: its token is left with the
-        # residual connection, and with its other choices.
-        to_ranks = [experts.sum().item() for experts in self.kept[rank].split(self.held)]
-        from_ranks = self.kept[:, self.mine].sum(1).tolist()
-        token_of_row = rows // self.k
-        arrived = Exchange.apply(tokens[token_of_row], to_ranks, from_ranks)
-        returned = Exchange.apply(self.run_experts(arrived), from_ranks, to_ranks)
+        weights = self.route(tokens)
+        # 1. Sizes first: how many choices of each rank fell on each expert, [ranks, experts], replicate. The host must
+        # know them before it can start an all-to-all, so here it waits for the GPU.
+        counts = self.counts.new_empty(world_size, len(self.counts))
+        all_gather(counts.view(-1), self.counts)
+        self.balance_loss = balance_loss(self.probabilities, counts.sum(0), self.k)
+        counts = counts.cpu()
+        self.kept = keep_within_capacity(counts, self.capacity_factor)
+        to_ranks = [of_rank.sum().item() for of_rank in self.kept[rank].tensor_split(world_size)]
+        kept_for_me = self.kept.tensor_split(world_size, dim=1)[rank]  # [ranks, my experts]
+        from_ranks = kept_for_me.sum(1).tolist()
+        # 2. My choices, grouped by expert and so by rank, in the order of the tokens. Over capacity are the last ones.
+        groups = self.choices.flatten().argsort(stable=True).split(counts[rank].tolist())
+        rows = torch.cat([group[:kept] for group, kept in zip(groups, self.kept[rank].tolist(), strict=True)])
+        token = rows // self.k
+        # 3. There, through the experts, and back.
+        arrived = Exchange.apply(tokens[token], to_ranks, from_ranks)
+        returned = Exchange.apply(self.run_experts(arrived, kept_for_me), from_ranks, to_ranks)
         weighted = returned * weights.flatten()[rows, None]
-        return torch.zeros_like(tokens).index_add(0, token_of_row, weighted).view_as(x)
+        return torch.zeros_like(tokens).index_add(0, token, weighted).view_as(x)
 
-    def run_experts(self, arrived: Tensor) -> Tensor:
-        """Rows come ordered by rank, then by expert. Each expert takes all of its rows at once, in the order of the
-        global batch. It runs on no rows, too: its gradient is then zero, not None."""
-        parts = arrived.split(self.kept[:, self.mine].flatten().tolist())
-        outputs = list(parts)
+    def run_experts(self, arrived: Tensor, kept: Tensor) -> Tensor:
+        """Rows arrive ordered by rank, then by expert. An expert takes those of all ranks at once. It runs on no rows,
+        too: its gradient is then zero, not None."""
+        parts = list(arrived.split(kept.flatten().tolist()))
         for i, expert in enumerate(self.experts.values()):
-            of_all_ranks = parts[i :: len(self.experts)]
-            output = expert(torch.cat(of_all_ranks))
-            outputs[i :: len(self.experts)] = output.split([len(part) for part in of_all_ranks])
-        return torch.cat(outputs)
-
-    def up_to_capacity(self, chosen: Tensor) -> Tensor:
-        """What remains of these choices where an expert takes only its capacity: those of the first tokens among all
-        ranks. Rank 0 has the first tokens, so a rank gets what the ranks before it have left."""
-        if self.capacity_factor is None:
-            return chosen
-        capacity = math.ceil(self.capacity_factor * chosen.sum().item() / chosen.shape[1])
-        of_ranks_before = chosen.cumsum(0) - chosen
-        return (capacity - of_ranks_before).clamp(min=0).minimum(chosen)
+            of_expert = parts[i :: len(self.experts)]
+            computed = expert(torch.cat(of_expert))
+            parts[i :: len(self.experts)] = computed.split([len(part) for part in of_expert])
+        return torch.cat(parts)
 
 
-def balance_loss(probabilities: Tensor, chosen: Tensor, k: int) -> Tensor:
-    """This rank's part of E · sum(f · P) over the experts: 1 if all are alike (Fedus et al. 2021, equation 4). f is the
-    share of the choices that fell on an expert, before any is dropped, and P its mean probability. Both are over the
-    tokens of all ranks. Gradients pass through P alone. P is a mean, so the parts of the ranks add up. f multiplies P,
-    so every rank needs the f of all ranks."""
-    share_of_choices = chosen.sum(0) / chosen.sum()
-    tokens_of_all_ranks = chosen.sum() / k
-    return len(share_of_choices) * (share_of_choices * probabilities.sum(0)).sum() / tokens_of_all_ranks
+def capacity(counts: Tensor, factor: float | None) -> int | None:
+    """How many choices an expert takes: `factor` times an even share of all. Without a factor it takes all."""
+    return None if factor is None else math.ceil(factor * counts.sum().item() / counts.shape[-1])
 
 
-def compute_gradients(
-    net: nn.Module, micro_batches: list[list[Tensor]], clip_norm: float, balance_weight: float
-) -> tuple[Tensor, Tensor]:
-    """Forward and backward over this rank's micro-batches of a step. Returns the losses of the global batch,
-    cross-entropy and balance, and the norm of the gradient before clipping."""
-    losses = torch.zeros(2, device=micro_batches[0][0].device)
-    for inputs, targets in micro_batches:
-        # Each rank's loss is its part of the global mean, so that gradients only ever add up.
-        cross_entropy = net(inputs, targets) / (dist.get_world_size() * len(micro_batches))
-        balance = sum(block.mlp.balance_loss for block in net.model.layers.values()) / len(micro_batches)
-        (cross_entropy + balance_weight * balance).backward()
-        losses += torch.stack([cross_entropy, balance]).detach()
-    all_reduce(losses)
-    # An expert's gradient is complete: backward brought it the gradients of its tokens from all ranks. What every rank
-    # holds has the gradient of this rank's tokens alone.
-    experts, shared = split_parameters(net)
-    for parameter in shared:
-        all_reduce(parameter.grad)
-    # One norm over all of the model: what is shared counts once, the experts of all ranks add up.
-    squares_of_experts = torch.nn.utils.get_total_norm([parameter.grad for parameter in experts]) ** 2
-    all_reduce(squares_of_experts)
-    squares_of_shared = torch.nn.utils.get_total_norm([parameter.grad for parameter in shared]) ** 2
-    norm = (squares_of_experts + squares_of_shared).sqrt()
-    torch.nn.utils.clip_grads_with_norm_(net.parameters(), clip_norm, norm)
-    return losses, norm
+def keep_within_capacity(counts: Tensor, factor: float | None) -> Tensor:
+    """What is kept of these choices, [ranks, experts]. Rank 0 has the first tokens of the batch, and a rank gets what
+    the ranks before it have left. So the same choices are dropped on any number of ranks."""
+    if factor is None:
+        return counts
+    of_ranks_before = counts.cumsum(0) - counts
+    return (capacity(counts, factor) - of_ranks_before).clamp(min=0).minimum(counts)
 
 
-def split_parameters(net: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """This rank's experts, and what every rank holds."""
+def balance_loss(probabilities: Tensor, counts: Tensor, k: int) -> Tensor:
+    """E · sum(f · P) over the experts: 1 where all are alike (Fedus et al. 2021, equation 4). f is the share of the
+    choices that fell on an expert, before any is dropped; P is its mean probability. Both are over the tokens of all
+    ranks. f multiplies P, so each rank needs the f of all. P may be partial: the losses of the ranks are summed."""
+    share_of_choices = counts / counts.sum()
+    tokens_of_all_ranks = counts.sum() / k
+    mean_probability = probabilities.sum(0) / tokens_of_all_ranks
+    return len(counts) * (share_of_choices * mean_probability).sum()
+
+
+def sum_over_ranks(net: nn.Module, losses: Tensor) -> Tensor:
+    """Make losses and gradients whole; returns the gradient's norm. An expert's gradient is complete: backward brought
+    it the gradients of its tokens from all ranks. All else is partial: it has seen this rank's tokens alone."""
     named = list(net.named_parameters())
-    experts = [parameter for name, parameter in named if ".experts." in name]
-    return experts, [parameter for name, parameter in named if ".experts." not in name]
+    of_experts = [parameter.grad for name, parameter in named if ".experts." in name]  # shard(experts)
+    of_all_else = [parameter.grad for name, parameter in named if ".experts." not in name]  # partial
+    squares_of_experts = nn.utils.get_total_norm(of_experts).square()  # partial: each rank has other experts
+    tensors = [losses, squares_of_experts, *of_all_else]
+    flat = nn.utils.parameters_to_vector(tensors)  # for one call instead of many
+    dist.all_reduce(flat)
+    nn.utils.vector_to_parameters(flat, tensors)  # replicate
+    return (squares_of_experts + nn.utils.get_total_norm(of_all_else).square()).sqrt()  # all else counts once
 
 
-def experts_per_rank(experts: int, ranks: int) -> list[int]:
-    """The first ranks hold one more where they do not divide."""
-    return [experts // ranks + (rank < experts % ranks) for rank in range(ranks)]
-
-
-def build(
-    config: shapes.Config, mixture: Callable[[shapes.Config], nn.Module], k: int, *, seed: int, device: torch.device
-) -> nn.Module:
-    """The project's model with a mixture in place of each MLP. Its experts are 1/k as wide as that MLP."""
-    of_expert = dataclasses.replace(config, intermediate_size=config.intermediate_size // k)
+def build(kind: type[Mixture], config: shapes.Config, args, capacity_factor: float | None, device) -> nn.Module:
+    """The project's model with mixtures. Experts are 1/k as wide as the MLP: a token uses as many weights as before."""
+    expert = dataclasses.replace(config, intermediate_size=config.intermediate_size // args.top_k)
     with torch.device("meta"):
         net = model.Transformer(config)
         for block in net.model.layers.values():
-            block.mlp = mixture(of_expert)
+            block.mlp = kind(expert, list(range(args.experts)), args.top_k, capacity_factor)
     net.to_empty(device=device)
     net.tie_weights()  # to_empty has made two matrices of one
-    net.init_weights(seed)
+    net.init_weights(seed=0)
     return net
 
 
-def main() -> int:
-    began = time.perf_counter()
-    args, config = parse_flags(__doc__)  # raises a UserError before any rank starts
-    runtime.relaunch(args.device)
-    runtime.seed(args.seed, deterministic=True)  # before the group: NCCL reads variables when it starts
-    device = runtime.init_process_group(args.device)
-    runtime.exact_fp32(device)  # or some containers would multiply in tf32
-    batches = data.train_batches(
-        data.load_corpus().train,
-        seq_len=args.seq_len,
-        global_batch_size=args.global_batch_size,
-        # Every rank reads the micro-batch of all ranks and takes its part. Capacity and balance loss are those of this
-        # micro-batch: so they see the same tokens in the same order on any number of ranks.
-        micro_batch_size=args.global_batch_size // args.micro_batches,
-        seed=args.seed,
-        device=device,
-    )
+def backward(net: nn.Module, inputs: Tensor, targets: Tensor, balance_weight: float, ranks: int) -> Tensor:
+    """Forward and backward of these tokens, as one of `ranks` equal parts of the batch. Returns its part of the mean
+    losses, cross-entropy and balance: partial, and so gradients only ever add up."""
+    cross_entropy = net(inputs, targets) / ranks
+    balance = torch.stack([mixture.balance_loss for mixture in mixtures(net)]).sum()
+    (cross_entropy + balance_weight * balance).backward()
+    return torch.stack([cross_entropy, balance]).detach()
 
-    def next_step() -> list[list[Tensor]]:
-        return [[tensor.to(device) for tensor in next(batches)] for _ in range(args.micro_batches)]
 
-    def build_net(capacity_factor: float | None = None, mixture: type[nn.Module] = Mixture) -> nn.Module:
-        make = partial(mixture, experts=args.experts, k=args.top_k, capacity_factor=capacity_factor)
-        return build(config, make, args.top_k, seed=args.seed, device=device)
+# The weight of the balance loss, and whether experts have a capacity.
+WAYS = {"no balance loss": (0.0, False), "balance loss": (0.01, False), "balance loss, capacity": (0.01, True)}
 
-    gradients = partial(compute_gradients, clip_norm=args.clip_norm)
-    batches_of_proof = [next_step() for _ in range(PROOF_STEPS)]
-    proofs = [
-        prove(build_net, factor, gradients, batches_of_proof, args.clip_norm, BALANCE_WEIGHT)
-        for factor in (None, args.capacity_factor)
-    ]
-    routings = time_routings(build_net(), gradients, batches_of_proof[0])
-    one_process = build_net(mixture=LocalMixture)
+
+def run(way: str, config: shapes.Config, batches: list[tuple[Tensor, Tensor]], args, device: torch.device) -> dict:
+    """Train over the ranks, and on this rank alone with all experts and all tokens: each step must be the same."""
+    balance_weight, limited = WAYS[way]
+    factor = args.capacity_factor if limited else None
+    net, one_process = (build(kind, config, args, factor, device) for kind in (ParallelMixture, Mixture))
+    # SGD moves by the gradient itself. Adam divides by its size and would hide one that is N times too large.
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.05, momentum=0.9) for one in (net, one_process)]
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    steps, sent = [], traffic.Traffic()
+    for batch in batches:
+        with sent:
+            losses = backward(net, *(tensor.chunk(world_size)[rank] for tensor in batch), balance_weight, world_size)
+            norm = sum_over_ranks(net, losses)
+        helper.use_choices_of_ranks(one_process, net)
+        expected_losses = backward(one_process, *batch, balance_weight, ranks=1)
+        expected_norm = nn.utils.get_total_norm([parameter.grad for parameter in one_process.parameters()])
+        steps.append(helper.compare(net, one_process, [*losses, norm], [*expected_losses, expected_norm]))
+        for one, its_norm, optimizer in zip((net, one_process), (norm, expected_norm), optimizers, strict=True):
+            nn.utils.clip_grads_with_norm_(one.parameters(), 1.0, its_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+        steps[-1]["errors"].append(helper.make_equal(net, one_process))
     parameters = sum(parameter.numel() for parameter in one_process.parameters())
-    balance = compare_balance(one_process, batches_of_proof[0][0][0])
-    batches_of_training = [next_step() for _ in range(args.steps)]
-    learning_rate = shapes.recipe(args.model).lr
-    trainings = [
-        train_and_count(build_net(), gradients, weight, batches_of_training, learning_rate)
-        for weight in (0, BALANCE_WEIGHT)
-    ]
-    conclude(args, proofs, routings, balance, trainings, parameters, device, began)
+    return {"way": way, "parameters": parameters, **helper.summarize(steps, sent)}
+
+
+def main() -> int:
+    sizes = {"seq_len": 16, "global_batch_size": 24, "experts": 8, "top_k": 2, "capacity_factor": 1.0, "steps": 12}
+    args = lesson.flags(__doc__, model="nano", **sizes)
+    config = shapes.load_config(args.model, 256, args.seq_len)  # this and the next raise before any rank starts
+    helper.check_sizes(args)
+    lesson.relaunch(args.device)
+    runtime.seed_all(0, deterministic=True)  # before the group: NCCL reads variables when it starts
+    device = runtime.init_process_group(args.device)
+    whole = lesson.one_batch(args.steps * args.global_batch_size, args.seq_len, device)  # the same on every rank
+    batches = [*zip(*(tensor.split(args.global_batch_size) for tensor in whole), strict=True)]
+    rows = [run(way, config, batches, args, device) for way in WAYS]
+    checked = helper.check(rows, config, args)
+    about = {"dtype": "fp32", "parameters": rows[0]["parameters"], "tokens": whole[0].numel()}
+    about |= {"first_loss": rows[1]["losses"][0], "last_loss": rows[1]["last_loss"]}
+    lesson.end(rows, columns=helper.COLUMNS, checked=checked, args=args, device=device, **about)
     runtime.shutdown()
     return 0
 

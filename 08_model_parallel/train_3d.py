@@ -3,9 +3,9 @@
 train_fsdp.py gives each rank a part of every weight, but gathers whole layers to compute with. When a layer, its
 activations or the number of ranks gets too large for that, the computation itself is divided, too:
 
-    --tp N  tensor: N ranks compute each matrix product together, and each token's norms on one of them
-    --pp N  pipeline: N stages have some of the layers each; micro-batches travel through them (1F1B)
-    --cp N  context: N ranks have a part of every sequence each; keys and values are all-gathered
+    --tp N    tensor: N ranks compute each matmul together, and each token's norms on one of them
+    --pp N    pipeline: N stages have some of the layers each; micro-batches travel through them (1F1B)
+    --cp N    context: N ranks have a part of every sequence each; keys and values are all-gathered
     the rest  data: fully_shard over all ranks that are left, in --replicate copies. It also shards over --cp
 
 Whatever the mesh, in fp32 the losses and gradients are those of one process up to rounding.
@@ -19,57 +19,41 @@ Whatever the mesh, in fp32 the losses and gradients are those of one process up 
                   --micro-batch-size 1
 
 Look for: with --dtype fp32 the losses of 06_fsdp_zero/train_fsdp.py, whatever the mesh; the bytes that each rank holds.
-Before: 06_fsdp_zero/, and this chapter's scripts, one for each cut. Next: launch/.
+Before: 06_fsdp_zero/train_fsdp.py, and this chapter's scripts, one for each cut. Next: launch/.
 """
 
 import sys
-from argparse import Namespace
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import loss_parallel
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # old/, with nothing installed
-from _train_3d import dry_run
-from _train_3d_checks import Shapes, check_parts, check_types, digest
-from _train_3d_context import Context, sequence_part
-from _train_3d_flags import Layout, check_layout
-from _train_3d_stages import clip_over_stages, evaluate, forward_backward, keep_stage, make_schedule
-from _train_3d_tensor import cut_matrices
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+from _shared import cut_matrices, keep_stage
+from _train_3d import Stage, check_cuts, check_parts, clip_over_stages, cut_sequence, dry_run, make_meshes
 
-from common.schedule import adamw_cosine
-from old import checkpoint, cli, data, exits, hardware, metrics, model, run_dir, runtime
+from common import checkpoint, cli, data, exits, hardware, metrics, model, runtime, schedule, shapes
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def build(args: Namespace, layout: Layout, device: torch.device) -> tuple[nn.Module, Shapes, DeviceMesh, DeviceMesh]:
-    """A rank's part of the model, which has no numbers yet; the shapes of the whole; its ranks, in two meshes."""
-    # the same ranks twice: by what they read, and by what they hold. Tensor ranks talk most, and are neighbours
-    places = {"pipeline": args.pp, "data": layout.data_ranks, "context": args.cp, "tensor": args.tp}
-    batch_mesh = runtime.device_mesh(device, places)
-    places = {"pipeline": args.pp, "replicate": args.replicate, "shard": layout.shards, "tensor": args.tp}
-    mesh = runtime.device_mesh(device, places)
-    # fp32 weights, whatever the dtype: bf16 would lose small updates
-    net = model.build(args.model, layout.config, seed=args.seed, device="meta")  # no rank ever holds the whole
-    whole = {name: parameter.shape for name, parameter in net.named_parameters()}
-    keep_stage(net, mesh.get_local_rank("pipeline"), args.pp)
+def build(args, config, weight_mesh, device):
+    """This rank's part of the model, which holds no numbers yet."""
+    net = model.build(args.model, config, seed=args.seed, device="meta")  # shapes alone: no rank ever holds the whole
+    keep_stage(net, weight_mesh.get_local_rank("pipeline"), args.pp)  # some of the layers
     if args.tp > 1:
-        cut_matrices(net, mesh["tensor"], arguments_of_attention=3 if args.cp == 1 else 5)
-    model.checkpoint_blocks(net, args.checkpointing)  # what is not kept then is computed again in backward
+        cut_matrices(net, weight_mesh["tensor"])  # some heads, MLP channels and tokens of the vocabulary
+    model.checkpoint_blocks(net, args.checkpointing)  # backward computes again what is not kept
     shard = partial(
-        fully_shard,
-        mesh=mesh["shard"] if args.replicate == 1 else mesh["replicate", "shard"],  # who share one copy of the model
+        fully_shard,  # of all that, some rows
+        mesh=weight_mesh["shard"] if args.replicate == 1 else weight_mesh["replicate", "shard"],
         mp_policy=MixedPrecisionPolicy(DTYPES[args.dtype], reduce_dtype=torch.float32, cast_forward_inputs=False),
         reshard_after_forward=None if args.reshard_after_forward == "on" else False,  # None: all but the root
-        offload_policy=CPUOffloadPolicy(pin_memory=device.type == "cuda") if args.cpu_offload else OffloadPolicy(),
     )
     for block in net.model.layers.values():  # wrapped above, then compiled, then cut: each sees what was done before
         if args.compile:
@@ -79,165 +63,135 @@ def build(args: Namespace, layout: Layout, device: torch.device) -> tuple[nn.Mod
     for block, next_block in pairwise(net.model.layers.values()):  # while one computes, the next is on its way
         block.set_modules_to_forward_prefetch([next_block])
         next_block.set_modules_to_backward_prefetch([block])
-    return net, whole, batch_mesh, mesh
-
-
-def surroundings(args: Namespace, layout: Layout, sequence: DeviceMesh, device: torch.device) -> tuple[dict, Tensor]:
-    """What the model is told beside a micro-batch's tokens; what a stage sends to the next, in shape and type."""
-    columns, micro_batch_size = sequence_part(args.seq_len, sequence), layout.micro_batch_size
-    where = {"positions": torch.arange(args.seq_len, device=device)[columns].expand(micro_batch_size, -1)}
-    where |= {"cache": Context(sequence.get_group(), args.seq_len, DTYPES[args.dtype])} if args.cp > 1 else {}
-    sent = (micro_batch_size, args.seq_len // (args.cp * args.tp), layout.config.hidden_size)
-    return where, torch.zeros(sent, dtype=DTYPES[args.dtype], device=device)
+    return net
 
 
 def main() -> int:
-    parser = cli.training_parser(__doc__)
-    parser.add_argument("--tp", type=cli.positive_int, default=1, help="ranks that share each matrix product")
+    parser = cli.TrainingParser(__doc__)
+    parser.add_argument("--tp", type=cli.positive_int, default=1, help="ranks that share each matmul")
     parser.add_argument("--pp", type=cli.positive_int, default=1, help="stages of layers")
     parser.add_argument("--cp", type=cli.positive_int, default=1, help="ranks that share each sequence")
     parser.add_argument("--replicate", type=cli.positive_int, default=1, help="copies of the model: HSDP from 2 on")
     parser.add_argument("--reshard-after-forward", choices=("on", "off"), default="on", help="off: blocks stay whole")
-    parser.add_argument("--cpu-offload", action="store_true", help="weights, gradients, optimizer state in CPU memory")
     parser.add_argument("--dry-run", action="store_true", help="train nothing: count each stage's bytes on fake ranks")
     parser.add_argument("--world-size", type=cli.positive_int, help="with --dry-run: how many ranks (default: fewest)")
     args = parser.parse_args()
+    if args.dtype == "fp16":
+        raise exits.UserError("--dtype fp16: 05_ddp/train.py has a GradScaler; use bf16 or fp32 here")
+    runtime.seed_all(args.seed, args.deterministic)
     if args.dry_run or args.world_size:
-        return dry_run(args, build, surroundings)
-    runtime.seed(args.seed, args.deterministic)
+        return dry_run(args, build)
+
+    # 1 Processes, in two meshes of the same ranks: by what they read, and by what they hold.
     device = runtime.init_process_group(args.device)
     world_size = dist.get_world_size()
     args.dtype = hardware.choose_dtype(args.dtype, device)
-    if args.dtype == "fp32":
-        runtime.exact_fp32(device)  # some containers set variables that turn fp32 products into tf32
     runtime.catch_stop_signals()
-    layout, corpus = check_layout(args, world_size)
-    runtime.say(f"{args.model}, {args.dtype} matrix products, {world_size} x {hardware.device_name(device)}")
+    batch_mesh, weight_mesh = make_meshes(args, device)
 
-    net, whole, batch_mesh, mesh = build(args, layout, device)
-    data_rank, sequence, stages = batch_mesh.get_local_rank("data"), batch_mesh["context"], mesh["pipeline"]
-    micro_batch_size, accumulation_steps = layout.micro_batch_size, layout.accumulation_steps
-    where, hidden = surroundings(args, layout, sequence, device)
-    model.materialize(net, args.model, seed=args.seed, device="cpu" if args.cpu_offload else device)
+    # 2 The batch: a function of --seed and the step alone. Only data ranks read other sequences.
+    corpus = data.load_corpus(args.data, args.tokenizer, args.model)
+    batches = data.Batches(corpus, args, rank=batch_mesh.get_local_rank("data"), world_size=batch_mesh["data"].size())
+    held_out = batches.evaluation()
+    runtime.say(f"{args.model}, {args.dtype} matmuls, {world_size} x {hardware.device_name(device)}")
+
+    # 3 The model: each rank holds its rows, of its part of each matrix, of its layers, in fp32.
+    config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)
+    check_cuts(args, config, batches)
+    net = build(args, config, weight_mesh, device)
+    model.materialize(net, args.model, seed=args.seed, device=device)
+    columns = cut_sequence(net, args.seq_len, batch_mesh["context"], DTYPES[args.dtype], device)
+    stage = Stage(net, args, batches, weight_mesh["pipeline"], DTYPES[args.dtype], device)
+    autocast = nullcontext  # fully_shard casts instead: all is in --dtype, also what autocast keeps in fp32
     until_the_end = ExitStack()
-    if args.tp > 1:
-        until_the_end.enter_context(loss_parallel())  # forward and backward of the loss without gathering the logits
-    optimizer, scheduler = adamw_cosine(
+    if args.tp > 1:  # forward and backward of the loss from cut logits, which are never gathered
+        until_the_end.enter_context(loss_parallel())
+    optimizer, scheduler = schedule.adamw_cosine(
         net, lr=args.lr, weight_decay=args.weight_decay, warmup_steps=args.warmup_steps, steps=args.steps
     )
-    scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
 
-    training = {"net": net, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
-    progress = {"step": 0, "skipped_steps": 0}
-    folder = run_dir.claim(
-        args.run_dir,
-        settings=parser.settings(args),
-        contents={"data": corpus.sha256, "model": repr(layout.config)},
-        resume=args.resume,
-    )
-    checkpoints = checkpoint.Checkpoints(folder, keep=args.keep, in_background=args.async_save)
-    if args.resume:
-        progress = checkpoint.resume(checkpoints, **training) or progress
-    start_step = progress["step"]
-    held_out = data.eval_batches(
-        corpus.held_out, seq_len=args.seq_len, batch_size=micro_batch_size, rank=data_rank, world_size=layout.data_ranks
-    )
-    batches = data.train_batches(
-        corpus.train,
-        seq_len=args.seq_len,
-        global_batch_size=args.global_batch_size,
-        micro_batch_size=micro_batch_size,
-        seed=args.seed,
-        device=device,
-        start_step=start_step,
-        rank=data_rank,
-        world_size=layout.data_ranks,
-        num_workers=args.num_workers,
-    )
-    columns = sequence_part(args.seq_len, sequence)
-    held_out = [(inputs[:, columns], targets[:, columns]) for inputs, targets in held_out]
-    batches = ((inputs[:, columns], targets[:, columns]) for inputs, targets in batches)
-    one_by_one, schedule = accumulation_steps, None
-    if args.pp > 1:  # the schedule takes all micro-batches of a step together, so that the stages work at once
-        one_by_one, schedule = 0, make_schedule(net, stages, accumulation_steps, where["positions"], hidden)
+    # 4 The run: its folder, and the step at which it stood.
+    run = checkpoint.Run(args, settings=cli.settings(args, data=corpus.sha256, model=repr(config)))
+    training = {"net": net, "optimizer": optimizer, "scheduler": scheduler}
+    start_step = checkpoint.resume(run, **training) if args.resume else 0
+    stream = batches.stream(start_step, pin=device.type == "cuda", num_workers=args.num_workers)
+    meter = metrics.Meter(run.folder, args, config=config, device=device, batches=batches, start_step=start_step)
 
-    meter = metrics.Meter(
-        folder,
-        model=args.model,
-        config=layout.config,
-        device=device,
-        dtype=args.dtype,
-        seq_len=args.seq_len,
-        global_batch_size=args.global_batch_size,
-        steps=args.steps,
-        start_step=start_step,
-    )
-    scale = scaler.get_scale()
-    stop = 0
+    # 5 The loop.
+    step, stop = start_step, 0
     for step in range(start_step + 1, args.steps + 1):
         step_loss = torch.zeros((), device=device)
-        if schedule is not None:
-            with meter.phase("data"):
-                parts = zip(*(next(batches) for _ in range(accumulation_steps)), strict=True)
-                inputs, targets = (torch.cat(part).to(device, non_blocking=True) for part in parts)
-            with meter.phase("forward"):
-                step_loss += forward_backward(schedule, stages, inputs, targets, where)
-        for micro_step in range(1, one_by_one + 1):  # each one reduce-scatters, or gradients would be whole
-            net.set_requires_all_reduce(micro_step == one_by_one)  # copies of the model meet once, after the last
-            with meter.phase("data"):
-                inputs, targets = (t.to(device, non_blocking=True) for t in next(batches))
-            with meter.phase("forward"):  # fully_shard casts: what it gathers is in --dtype
-                loss = net(inputs, targets, **where) / accumulation_steps  # micro-batches have equal token counts
-            loss = runtime.whole(loss)  # loss_parallel's is a DTensor
-            scaler.scale(loss).backward()
+        if args.pp > 1:  # a pipeline takes all micro-batches of a step together, so that its stages work at once
+            parts = zip(*(meter.next(stream) for _ in range(batches.accumulation_steps)), strict=True)
+            inputs, targets = (torch.cat(part)[:, columns].contiguous() for part in parts)
+            with meter.forward():
+                step_loss += stage.forward_backward(inputs, targets)
+        for micro_step in range(1, batches.accumulation_steps + 1 if args.pp == 1 else 1):
+            inputs, targets = (part[:, columns] for part in meter.next(stream))
+            # each backward reduce-scatters, or gradients would be whole; copies (HSDP) all-reduce once, after the last
+            net.set_requires_all_reduce(micro_step == batches.accumulation_steps)
+            with meter.forward(), autocast():
+                loss = net(inputs, targets) / batches.accumulation_steps  # micro-batches have equal token counts
+            loss = runtime.whole(loss)  # that of loss_parallel is a DTensor
+            loss.backward()
             step_loss += loss.detach()
-        scaler.unscale_(optimizer)  # before clipping: the threshold is meant for true gradients
-        grad_norm = clip_over_stages(net.parameters(), args.clip_norm, stages)
+        grad_norm = clip_over_stages(net.parameters(), args.clip_norm, weight_mesh["pipeline"])
         lr = optimizer.param_groups[0]["lr"]
-        scaler.step(optimizer)  # does nothing if a gradient overflowed
-        scaler.update()
-        previous_scale, scale = scale, scaler.get_scale()  # once a step: in fp16 it waits for the GPU
-        if scale < previous_scale:
-            progress["skipped_steps"] += 1
-        else:
-            scheduler.step()
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
         meter.note(step_loss, grad_norm)
-        progress["step"] = step
 
-        stop = runtime.stop_requested()
+        stop = runtime.stop_requested()  # the same answer on all ranks, so that all save
         save = stop or step == args.steps or (args.save_every and step % args.save_every == 0)
         if save or step == 1 or step % args.log_every == 0:
-            noted = meter.since_last_log()
-            dist.all_reduce(noted)
-            meter.log(step, noted / world_size, lr, progress["skipped_steps"], scale)
+            noted = meter.noted()
+            dist.all_reduce(noted)  # sums: a rank's loss is the mean of its own share
+            meter.log(step, noted / world_size, lr)
         if step == args.steps or (args.eval_every and step % args.eval_every == 0):
-            meter.log_eval(step, evaluate(net, stages, held_out, where, hidden))
+            meter.log_eval(step, evaluate(net, held_out, autocast, device, stage, columns))
         if save:
-            checkpoint.save(checkpoints, progress, **training)
+            run.save(step, checkpoint.training_state(step, **training), shapes.config_json(config))
         if stop:
             break
-    checkpoints.wait()
+    run.wait()
     if stop:
-        runtime.say(f"signal {stop}: saved at step {progress['step']}; the same command with --resume goes on")
+        runtime.say(f"signal {stop}: saved at step {step}; the same command with --resume goes on")
 
-    check_types(net, optimizer, DTYPES[args.dtype], stages, where, hidden)
-    held = check_parts(net, optimizer, mesh, whole)  # each rank holds its part of its stage's tensors and no more
-    # the promise of data parallelism, checked: no rank has drifted from the others by a bit
-    digests = runtime.gather(digest(net, stages, whole))
-    assert len(set(digests)) == 1, f"ranks hold different weights: {digests}"
-    runtime.say(f"checked: all {world_size} ranks have the same weights to the bit")
-
-    meter.finish(
-        progress["step"],
-        args.json,
-        skipped_steps=progress["skipped_steps"],
-        weights_sha256=digests[0],
-        **held,
-    )
+    # 6 What was promised, checked. Low precision is in the arithmetic, never in what is kept.
+    kept = {t.dtype for t in (*net.parameters(), *(t for s in optimizer.state.values() for t in s.values()))}
+    assert kept == {torch.float32}
+    # No rank has drifted from the others of its stage by a bit.
+    digests = runtime.gather(model.digest(net))
+    stage_ranks = world_size // args.pp
+    for first in range(0, world_size, stage_ranks):
+        assert len(set(digests[first : first + stage_ranks])) == 1, f"ranks hold different weights: {digests}"
+    runtime.say(f"checked: all {stage_ranks} ranks of a stage have the same weights to the bit")
+    held = check_parts(net, optimizer, weight_mesh)  # its part of each tensor and no more
+    meter.finish(step, weights_sha256=" ".join(digests[::stage_ranks]), **held)
     runtime.shutdown()
-    return exits.REQUEUE_EXIT_CODE if stop and progress["step"] < args.steps else 0
+    return exits.REQUEUE_EXIT_CODE if stop and step < args.steps else 0
+
+
+@torch.no_grad()
+def evaluate(net, batches, autocast, device, stage, columns) -> float:
+    """Mean loss per token of the held-out sequences."""
+    net.eval()
+    total = torch.zeros(2, device=device)  # sum of losses, number of tokens
+    for inputs, targets in batches:
+        targets = targets[:, columns].to(device)
+        inputs = stage.receive(inputs[:, columns].to(device))  # tokens, or what the stage before has computed
+        with autocast():
+            loss = runtime.whole(net(inputs, targets))
+        if not stage.is_last:
+            stage.send(loss)  # hidden states: only the last stage has a head
+            continue
+        tokens = (targets != data.PADDING).sum()
+        total += torch.stack((torch.where(tokens > 0, loss * tokens, 0.0), tokens))  # padding alone has no mean
+    dist.all_reduce(total)  # sums, not means: a rank may have read fewer tokens than the others
+    net.train()
+    return (total[0] / total[1]).item()
 
 
 if __name__ == "__main__":
-    exits.run(main)  # leaves by os._exit: what must be flushed at the end belongs in exits.before_exit
+    exits.run(main)

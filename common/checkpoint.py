@@ -1,5 +1,5 @@
 """A run's folder and its checkpoints: whole or absent after a kill at any moment, loadable on any number of ranks. Each
-is written to `step-N.tmp` and renamed to `step-N` when every rank's part is on disk; a hash tells later damage."""
+is written to `step-N.tmp` and renamed to `step-N` when every rank's part is on disk; a hash shows later damage."""
 
 import argparse
 import contextlib
@@ -116,8 +116,8 @@ class Run:
         return folder
 
     def _require_shared(self) -> None:
-        """Two nodes with a disk each would write halves of a checkpoint that nobody could put together again."""
-        # a name that nobody has looked for yet: NFS remembers what was not there
+        """Two nodes with a disk each would write halves of a checkpoint that do not fit together."""
+        # a name that was never looked up: NFS remembers what was not there
         token = self.folder / on_rank0(lambda: f".seen-by-all-{uuid.uuid4().hex}")
         on_rank0(token.touch)
         hosts = gather((token.exists(), socket.gethostname()))
@@ -147,7 +147,7 @@ class Run:
 
     def save(self, step: int, state: dict, config: dict) -> None:
         """Save `state` as step-{step}, with `config` (a Hugging Face config.json) beside it. In the background only the
-        copy to the CPU is waited for; the next save or wait() tells how the rest went. UserError if it cannot be
+        copy to the CPU is waited for; the next save or wait() raises what went wrong in it. UserError if it cannot be
         written: the older checkpoints are still there."""
         self.wait()
         if self.writer is None:

@@ -12,7 +12,7 @@ from common.shapes import recipe
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse that states an error in one line and shows a script's docstring as it stands."""
+    """argparse that states an error in one line and prints a script's docstring unchanged."""
 
     def __init__(self, description: str) -> None:
         super().__init__(
@@ -24,14 +24,14 @@ class Parser(argparse.ArgumentParser):
 
 
 def _number(kind: type, least: float, *, exclusive: bool = False, finite: bool = True):
-    wanted = f"{'a whole number' if kind is int else 'a number'} {'above' if exclusive else 'of at least'} {least}"
+    condition = f"{'a whole number' if kind is int else 'a number'} {'above' if exclusive else 'of at least'} {least}"
 
     def convert(text: str) -> float:
         with contextlib.suppress(ValueError):
             value = kind(text)
             if value >= least and not (exclusive and value == least) and not (finite and math.isinf(value)):
                 return value
-        raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not {condition}")
 
     return convert
 

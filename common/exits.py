@@ -41,7 +41,7 @@ def run(main: Callable[[], int]) -> None:
         else:
             code = 2
             for finish in before_user_error_exit:
-                with contextlib.suppress(Exception):  # it must not hide the error that is told here
+                with contextlib.suppress(Exception):  # it must not hide the error that is printed here
                     finish()
             _tell(message)
     for child in multiprocessing.active_children():  # data loading workers
@@ -84,6 +84,6 @@ def _tell(message: str) -> None:
             store.set("error_told", "")
         store.wait(["error_told"], timedelta(seconds=15))
     except dist.DistNetworkError:
-        pass  # rank 0 held the store and is gone: it has told
+        pass  # rank 0 held the store and is gone: it has printed its own
     except dist.DistStoreError:
         print(f"rank {rank}: {line}", file=sys.stderr, flush=True)

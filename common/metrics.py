@@ -1,4 +1,4 @@
-"""What a run tells: loss, speed, memory and stragglers, on the console, in metrics.jsonl, TensorBoard and loss.png."""
+"""What a run reports: loss, speed, memory, stragglers, on the console, in metrics.jsonl, TensorBoard and loss.png."""
 
 import contextlib
 import json

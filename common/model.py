@@ -232,18 +232,18 @@ def load_weights(net: Transformer, folder: Path) -> bool:
     from safetensors import SafetensorError
 
     say(f"weights from the .safetensors files in {folder}")
-    weights = dict(net.named_parameters())
+    of_all_stages = build("", net.config, seed=0, device="meta").named_parameters()
     reader = dcp.HuggingFaceStorageReader(str(folder))
     try:
         stored = {name: tuple(entry.size) for name, entry in reader.read_metadata().state_dict_metadata.items()}
-        needed = {name: tuple(weight.shape) for name, weight in weights.items()}
+        needed = {name: tuple(weight.shape) for name, weight in of_all_stages}
         if net.config.tie_word_embeddings:
             stored.pop("lm_head.weight", None)
         for name, _ in sorted(stored.items() ^ needed.items()):
             there = f"{stored.get(name, 'missing')} in its files and {needed.get(name, 'missing')} in the model"
             raise UserError(f"--model {folder}: {name} is {there}")
         with warnings.catch_warnings(action="ignore"):  # no_dist: no rank waits for another
-            dcp.load(weights, storage_reader=reader, no_dist=True)
+            dcp.load(dict(net.named_parameters()), storage_reader=reader, no_dist=True)
     except (SafetensorError, dcp.api.CheckpointException) as error:
         raise UserError(f"--model {folder}: a file is truncated or damaged, download it again ({error})") from None
     return True

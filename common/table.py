@@ -1,4 +1,4 @@
-"""A table that is Markdown, and readable as it stands."""
+"""A Markdown table that is readable as plain text."""
 
 import re
 

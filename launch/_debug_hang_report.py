@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from old import hardware, report
+from common import hardware, report
+from common.table import table
 
 # what can be planted, and the line of debug_hang.py that the rank then does not come to
 PLANTS = {
@@ -60,7 +61,7 @@ def print_hang(timeout: float, ranks: list[dict], found: dict) -> None:
     for rank, seen in enumerate(ranks):
         last = seen["ring"][-1]
         rows.append([str(rank), str(last["number"]), last["collective"], seen["at"], seen["flight_recorder"] or "n/a"])
-    print(f"\nno progress for {timeout:g} s:\n\n{report.table(rows)}\n")
+    print(f"\nno progress for {timeout:g} s:\n\n{table(rows)}\n")
     for rank in found["missing_ranks"]:
         print(f"rank {rank} did not make call {found['number']}, {found['collective']} ({found['called_at']});")
         print(f"    it is at {ranks[rank]['at']}", flush=True)

@@ -58,10 +58,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # old/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
 import _debug_hang_report as finding
 
-from old import cli, exits, runtime
+from common import cli, exits, lesson, runtime
 
 STEPS = 6
 PLANTED_STEP = 3
@@ -160,7 +160,7 @@ def watch(store: dist.Store, device: torch.device, timeout: float, report) -> No
     except Exception:
         traceback.print_exc()
     sys.stdout.flush()
-    os._exit(exit_code)  # the main thread is inside a collective that nobody will end
+    os._exit(exit_code)  # the main thread is inside a collective that will not return
 
 
 def main() -> int:
@@ -168,15 +168,15 @@ def main() -> int:
     parser.add_argument("--plant", choices=finding.PLANTS, default="skipped-collective", help="the mistake to make")
     parser.add_argument("--rank", type=cli.natural, default=1, help="the rank that makes it")
     parser.add_argument("--timeout", type=cli.positive, default=3.0, help="seconds a call may take, here few")
-    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    parser.add_argument("--json", type=cli.writable_file, metavar="PATH", help="write the finding as one JSON object")
+    cli.add_device_and_json(parser)
     args = parser.parse_args()
-    world_size = runtime.processes(args.device, on_cpu=3)
+    gpus = torch.cuda.device_count() if args.device != "cpu" else 0
+    world_size = int(os.environ.get("WORLD_SIZE", gpus if gpus > 1 else 3))  # as relaunch starts them
     if args.rank >= world_size or world_size == 1:
         raise exits.UserError(
-            f"--rank {args.rank}, of {world_size}: a hang needs two ranks, and --rank to be one of them"
+            f"--rank {args.rank} of {world_size} ranks: a hang needs two ranks, and --rank must be one of them"
         )
-    runtime.relaunch(args.device, on_cpu=3)
+    lesson.relaunch(args.device, on_cpu=3)
 
     device = runtime.init_process_group(args.device)
     dist.barrier()  # sets up the connections, which may take longer than any call after it

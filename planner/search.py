@@ -22,7 +22,7 @@ def divisors(number: int) -> list[int]:
 
 def candidates(shape: Shape, base: Plan, *, sequences: int, node: int, fixed: dict) -> Iterator[Plan]:
     """Plans of `sequences` per step that 08_model_parallel/train_3d.py could run. Tensor and context parallel ranks
-    wait for each other in every layer: unless fixed, they stay inside a node. 1F1B wants a micro-batch per stage."""
+    wait for each other in every layer: unless fixed, they stay inside a node. 1F1B requires a micro-batch per stage."""
     choices = {
         "tp": [size for size in divisors(node) if shape.vocab % size == 0],
         "pp": [1] if shape.tied else [size for size in divisors(base.gpus) if size <= shape.layers],

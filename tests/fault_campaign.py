@@ -31,7 +31,7 @@ from pathlib import Path
 
 import psutil
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # old/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
 from support.harness import (
     SEVERAL,
     damage,
@@ -45,7 +45,8 @@ from support.harness import (
     train,
 )
 
-from old import cli, exits, report
+from common import cli, exits, metrics, report
+from common.table import table
 
 STEPS, SAVE_EVERY = 48, 4
 NUMBERS = (1, 1, 2, 2, 3)  # of processes: a fault draws one of them
@@ -181,7 +182,7 @@ def suffer(fault: Fault, folder: Path, weights: str, script: str) -> dict:
             finally:
                 result = finish(process, folder, timeout=1)
             (folder / "run/ballast").unlink(missing_ok=True)
-            last = max(record["step"] for record in report.read_records(folder / "run/metrics.jsonl"))
+            last = max(record["step"] for record in metrics.read_records(folder / "run/metrics.jsonl"))
             # what a restart can count on; the newest was damaged on purpose
             saved = [0, *saved_steps(folder)][-2 if fault.kind == "corrupt newest" else -1]
             lost = last - saved
@@ -240,15 +241,15 @@ def main() -> int:
             rows.append(row)
             print(f"fault {row['number']:>3} {row['kind']:<15} {row['seconds']:5.1f} s  {row['verdict']}", flush=True)
     head = ["fault", "kind", "ranks", "save", "struck at step", "resumed at", "lost", "at risk", "seconds", "verdict"]
-    table, bad = [head], [row["number"] for row in rows if row["verdict"] != "ok"]
+    cells_of_rows, bad = [head], [row["number"] for row in rows if row["verdict"] != "ok"]
     for row in rows:
         save = "background" if row["async_save"] else "waits"
         step = f"{row['step']}{' in save' if row['in_save'] else ''}"
         told = ["resumed_step", "lost_steps", "steps_at_risk"]
         told = ["n/a" if row[key] is None else str(row[key]) for key in told]
         cells = [str(row["number"]), row["kind"], str(row["world_size"]), save, step, *told]
-        table.append([*cells, f"{row['seconds']:.1f}", row["verdict"]])
-    print("\n" + report.table(table))
+        cells_of_rows.append([*cells, f"{row['seconds']:.1f}", row["verdict"]])
+    print("\n" + table(cells_of_rows))
     seconds = time.monotonic() - start
     print(f"\n{len(rows)} faults, {len(bad)} not ok, {seconds:.0f} s, seed {args.seed}")
     summary = {

@@ -59,7 +59,7 @@ BOTH = f"{ANSWER} --prompts ../prompts.txt"
 DRAFT = f"{ANSWER} --draft ../draft --prompt {shlex.quote(PROMPTS[0])}"  # for one prompt
 DDP, FSDP = "05_ddp/train.py", "06_fsdp_zero/train_fsdp.py"
 ZERO, MESH = "06_fsdp_zero/train_zero.py", "08_model_parallel/train_3d.py"
-INFER, IN_FP32 = "06_fsdp_zero/infer_70b.py", "07_memory_tricks/quantized_inference.py --weights fp32"
+INFER, IN_FP32 = "09_inference/infer_70b.py", "07_memory_tricks/quantized_inference.py --weights fp32"
 
 WAYS = [  # the way, whether --quick goes it, the keys it gives, commands: ranks under torchrun (0: without), script
     ("one device", True, TRAINED, f"0 04_amp/train.py {TRAIN} 10"),
@@ -74,10 +74,7 @@ WAYS = [  # the way, whether --quick goes it, the keys it gives, commands: ranks
     ("pipeline parallel 2", False, TRAINED, f"2 {MESH} --pp 2 {TRAIN} 10 --micro-batch-size 9"),
     ("context parallel 2", False, TRAINED, f"2 {MESH} --cp 2 {TRAIN} 10"),
     ("answers of one device", False, ANSWERED, f"0 {INFER} {BOTH}"),
-    ("answers by device map", False, ANSWERED, f"0 {INFER} --strategy device-map {BOTH}"),
-    ("answers by tensor parallel 2", False, ANSWERED, f"2 {INFER} --strategy tensor-parallel {BOTH}"),
-    ("answers by zero stage 3, 2 ranks", False, ANSWERED, f"2 {INFER} --strategy zero3 {BOTH}"),
-    ("answers by pipeline parallel 2", False, ANSWERED, f"2 {INFER} --strategy pipeline {BOTH}"),
+    ("answers by tensor parallel 2", False, ANSWERED, f"2 {INFER} {BOTH}"),
     ("answers, not quantized", False, ANSWERED, f"0 {IN_FP32} {BOTH}"),
     ("answers, guessed by a draft", False, ANSWERED[:1], f"0 {IN_FP32} {DRAFT}"),
 ]

@@ -27,7 +27,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FAULTS = ROOT / "tests/data/mutations.toml"
-COPIED = ("[0-9]*", "common", "old", "planner", "tests", "benchmarks", "launch", "Makefile", "pyproject.toml", "*.md")
+COPIED = ("[0-9]*", "common", "planner", "tests", "benchmarks", "launch", "Makefile", "pyproject.toml", "*.md")
 SECONDS_PER_TEST = 600  # a fault may turn a run into a hang, and a busy machine is slow
 TESTS_FAILED = 1  # pytest's exit status
 

@@ -72,7 +72,7 @@ def test_a_wrong_product_and_a_rate_above_the_peak_are_seen(monkeypatch):
     assert benchmark.check([right, triad])[1] == "peaks of this device: not known"
     with pytest.raises(AssertionError, match=r"bf16.*relative error 5"):
         benchmark.check([{**right, "relative_error": 0.5}])
-    monkeypatch.setattr(bench, "product", lambda dtype, x, w: lambda: (x @ w.t()) * 1.1)
+    monkeypatch.setattr(bench, "matmul", lambda dtype, x, w: lambda: (x @ w.t()) * 1.1)
     wrong = benchmark.matmul("matmul", "bf16", (16, 16, 16), CPU, **TINY)
     assert wrong["relative_error"] > bench.TYPES["bf16"][1]
 
@@ -110,10 +110,10 @@ def test_fp8_is_timed_with_and_without_fast_accumulation_and_fp32_is_fp32(monkey
     monkeypatch.setattr(torch, "_scaled_mm", lambda *a, use_fast_accum, **k: asked.append(use_fast_accum))
     x, w = bench.operands("fp8", (16, 16, 16), CPU)
     for dtype in ("fp8", "fp8_fast"):
-        bench.product(dtype, x, w)()
+        bench.matmul(dtype, x, w)()
     assert asked == [False, True]
     torch.set_float32_matmul_precision("high")
-    bench.product("fp32", x, w)
+    bench.matmul("fp32", x, w)
     assert torch.get_float32_matmul_precision() == "highest"
 
 

@@ -77,7 +77,7 @@ def test_wrong_flags(tmp_path):
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     result = run(SCRIPT, tmp_path, **alone)
     assert (result.code, result.out) == (2, "")
-    assert "--rank 1, of 1" in result.err
+    assert "--rank 1 of 1" in result.err
 
 
 def ring(*calls: str) -> list[dict]:

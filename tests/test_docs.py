@@ -78,6 +78,15 @@ def test_a_readme_is_short(file):
     assert len(file.read_text().splitlines()) <= 220
 
 
+def test_the_chinese_readme_has_the_commands_and_figures_of_the_english_one():
+    english, chinese = (" ".join((ROOT / name).read_text().split()) for name in ("README.md", "README.zh-CN.md"))
+    for pattern in (r"```bash (.*?)```", r"(?<!`)`([^`]+)`(?!`)", r"\]\(([^)]+)\)", r"\| ([\d.]+) (?=\|)"):
+        found, expected = (set(re.findall(pattern, text)) for text in (chinese, english))
+        assert found
+        assert found <= expected | {"README.md"}
+    assert len((ROOT / "README.zh-CN.md").read_text().splitlines()) <= 120
+
+
 @pytest.mark.parametrize("folder", [*CHAPTERS, ROOT / "launch"], ids=name_of)
 def test_a_readme_opens_with_the_commands_of_its_folder(folder):
     lines = (folder / "README.md").read_text().splitlines()

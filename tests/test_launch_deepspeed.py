@@ -12,7 +12,7 @@ from support.harness import ROOT, Result, finish, holds, kill_all, start, steps_
 from support.slurm_cluster import free_ports
 from support.two_hosts import two_hosts
 
-from old import cli
+from common import cli
 
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.launch
@@ -112,6 +112,6 @@ def test_the_command_in_its_comment_parses():
     words = shlex.split(line.lstrip("# "))
     script, *given = words[1:]
     assert (ROOT / script).is_file()
-    parser = cli.training_parser("")
+    parser = cli.TrainingParser("")
     parser.add_argument("--stage")
     parser.parse_args(given)

@@ -20,7 +20,7 @@ from support.commands import check
 from support.harness import ROOT, TINY, clean_env, holds, kill_all, start
 from torch.distributed.run import get_args_parser
 
-from old import cli
+from common import cli
 
 yaml = pytest.importorskip("yaml")
 DOCKER, KUBERNETES = ROOT / "launch/docker", ROOT / "launch/kubernetes"
@@ -139,9 +139,9 @@ def test_command(file):
     check(shlex.join(["torchrun", *words]))
     launched = get_args_parser().parse_args(words)
     assert 60 <= launched.shutdown_timeout < pod["terminationGracePeriodSeconds"]
-    args = cli.training_parser("").parse_args(launched.training_script_args)
+    args = cli.TrainingParser("").parse_args(launched.training_script_args)
     nodes, gpus = 2, container["resources"]["limits"]["nvidia.com/gpu"]
-    cli.split_batch(args.global_batch_size, args.micro_batch_size, nodes * gpus)
+    assert args.global_batch_size % (nodes * gpus) == 0
     assert args.resume
     assert args.save_every
     assert args.run_dir.is_relative_to("/checkpoints")
@@ -197,6 +197,42 @@ def test_train_job_refers_to_its_runtime():
     # what Trainer goes by: without this label and these names it gives the pods no command and no PET_*
     assert node["template"]["metadata"]["labels"] == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
     assert node["name"] == node["template"]["spec"]["template"]["spec"]["containers"][0]["name"] == "node"
+
+
+# SkyPilot
+
+SKYPILOT = "skypilot==0.14.1"
+READ_TASK = """
+import sys, sky
+task = sky.Task.from_yaml(sys.argv[1])
+(resources,) = task.resources
+print(task.num_nodes, resources.use_spot, *task.volumes)
+"""
+
+
+@pytest.mark.launch
+def test_skypilot_reads_its_file(tmp_path):
+    """Read by SkyPilot itself, which needs half a gigabyte of its own. A wrong key is an error."""
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True, timeout=300)
+    python = tmp_path / "venv/bin/python"
+    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", SKYPILOT]
+    subprocess.run(pip, check=True, timeout=600)
+    env = clean_env(HOME=str(tmp_path), SKYPILOT_DISABLE_USAGE_COLLECTION="1")
+    text = (ROOT / "launch/skypilot/train.yaml").read_text()
+    (tmp_path / "wrong.yaml").write_text(text.replace("num_nodes:", "nodes:"))
+
+    def read(file: Path) -> subprocess.CompletedProcess:
+        argv = [python, "-c", READ_TASK, file]
+        return subprocess.run(argv, env=env, cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+    right = read(ROOT / "launch/skypilot/train.yaml")
+    assert (right.returncode, right.stdout) == (0, "2 True /checkpoints\n"), right.stderr
+    assert read(tmp_path / "wrong.yaml").returncode != 0
+    run_script = yaml.safe_load(text)["run"]
+    check(re.sub(r"\$\w+", "2", " ".join(run_script.replace("\\\n", " ").split(".venv/bin/")[1].split())))
+    shellcheck = tool("shellcheck")
+    (tmp_path / "run.sh").write_text(run_script)
+    assert passes(shellcheck, "--shell=bash", "--exclude=SC2154", tmp_path / "run.sh")
 
 
 @pytest.mark.launch

@@ -29,7 +29,7 @@ from support.harness import (
 )
 from support.two_hosts import two_hosts
 
-from old import cli
+from common import cli
 
 pytestmark = pytest.mark.launch
 LAUNCH = ROOT / "launch/torchrun"
@@ -233,7 +233,7 @@ def asked(folder: Path) -> list[str]:
 def answered(tmp_path_factory) -> list[list[int]]:
     """The tokens of one process."""
     folder = tmp_path_factory.mktemp("answered")
-    result = run("06_fsdp_zero/infer_70b.py", folder, *asked(folder))
+    result = run("09_inference/infer_70b.py", folder, *asked(folder))
     assert result.code == 0, result.err
     return result.summary["token_ids"]
 
@@ -244,23 +244,7 @@ def test_inference_on_one_node(tmp_path, answered, processes):
     result = finish(start(argv, tmp_path, NPROC_PER_NODE=str(processes), PATH=PATH), tmp_path)
     assert result.code == 0, result.err
     summary = result.summary
-    assert (summary["strategy"], summary["world_size"]) == ("tensor-parallel", processes)
-    assert summary["token_ids"] == answered
-
-
-def test_inference_on_two_nodes(job, answered):
-    settings = {"RDZV_ENDPOINT": f"{job.hosts[0].address}:{PORT}", "NPROC_PER_NODE": "1", "PATH": PATH, "NNODES": "2"}
-    for index, host in enumerate(job.hosts):
-        folder = job.folder / f"host-{index}"
-        folder.mkdir()
-        process = host.start([str(LAUNCH / "infer_70b.sh"), *asked(folder)], folder, **settings)
-        process.folder = folder
-        job.processes.append(process)
-    first, second = (ended(process) for process in job.processes)
-    assert (first.code, second.code) == (0, 0), first.err + second.err
-    (file,) = job.folder.glob("host-*/summary.json")  # rank 0's
-    summary = json.loads(file.read_text())
-    assert (summary["strategy"], summary["world_size"]) == ("pipeline", 2)
+    assert summary["world_size"] == processes
     assert summary["token_ids"] == answered
 
 
@@ -428,12 +412,12 @@ def test_the_host_whose_own_name_is_on_the_loopback(tmp_path):
 
 def test_the_commands_in_the_comments_parse():
     commands = [line for file in LAUNCH.glob("*.sh") for line in file.read_text().splitlines() if line[:6] == "#     "]
-    assert len(commands) == 7
+    assert len(commands) == 6
     for line in commands:
         words = shlex.split(line)
         script, *given = words[[word.endswith(".sh") for word in words].index(True) :]
         assert (ROOT / script).is_file()
         if script.endswith("infer_70b.sh"):
-            check(shlex.join(["python", "06_fsdp_zero/infer_70b.py", *given]))
+            check(shlex.join(["python", "09_inference/infer_70b.py", *given]))
         else:
-            cli.training_parser("").parse_args(given)
+            cli.TrainingParser("").parse_args(given)

@@ -8,14 +8,15 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from support.chapter import load
 from support.harness import ROOT
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from common import model, runtime, shapes
 from common.exits import UserError
 from common.model import digest
-from old.model import attend  # that of inference
 
+inference = load("09_inference/_shared.py")
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500_000.0,
@@ -198,14 +199,9 @@ def test_digest_sees_one_bit():
     assert digest(a) != digest(b)
 
 
-MASKS = {
-    "one mask for all": torch.tensor([[5, 6, 7]]),
-    "one for each sequence": torch.tensor([[2, 3, 4], [8, 9, 10]]),
-}
-
-
-def masked_and_grouped(positions: torch.Tensor, dtype: torch.dtype = torch.float64, device: str = "cpu"):
-    """Six query heads, two key-value heads and eleven keys; positions are those of the queries."""
+def masked_and_grouped(dtype: torch.dtype = torch.float64, device: str = "cpu"):
+    """Six query heads, two key-value heads and eleven keys."""
+    positions = torch.tensor([[2, 3, 4], [8, 9, 10]])  # of the queries
     generator = torch.Generator().manual_seed(3)
     sizes = [(2, 3, 6, 8), (2, 11, 2, 8), (2, 11, 2, 8)]
     q, k, v = (torch.randn(size, generator=generator).transpose(1, 2).to(device, dtype) for size in sizes)
@@ -213,36 +209,19 @@ def masked_and_grouped(positions: torch.Tensor, dtype: torch.dtype = torch.float
     return [part.requires_grad_() for part in (q, k, v)], seen.to(device)
 
 
-@pytest.mark.parametrize("positions", MASKS.values(), ids=MASKS)
-def test_attention_with_a_mask_and_grouped_heads_is_torchs(positions):
-    inputs, seen = masked_and_grouped(positions)
-    found = attend(*inputs, seen, enable_gqa=True)
+def test_attention_with_a_mask_and_grouped_heads_is_torchs():
+    inputs, seen = masked_and_grouped()
+    found = inference.attend(*inputs, seen, is_causal=False, enable_gqa=True)
     expected = F.scaled_dot_product_attention(*inputs, seen, enable_gqa=True)
-    out_gradient = torch.randn(expected.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
-    gradients = [torch.autograd.grad(out, inputs, out_gradient) for out in (found, expected)]
-    torch.testing.assert_close([found, *gradients[0]], [expected, *gradients[1]], rtol=1e-12, atol=1e-12)
-
-
-def test_no_kernel_gets_a_mask_with_grouped_heads_nor_copies_of_keys(monkeypatch):
-    """CUDA may take the first to a kernel that holds all scores. Of copies there would be one for each query head."""
-    calls = []
-    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *args, **how: calls.append((args, how)) or args[0])
-    (q, k, v), seen = masked_and_grouped(MASKS["one mask for all"])
-    attend(q, k, v, seen, enable_gqa=True)
-    [((queries, *keys_and_values, mask), how)] = calls
-    assert how == {}
-    assert mask is seen
-    for part in keys_and_values:
-        assert part.shape[:2] == queries.shape[:2] == (4, 3)
-        assert part.stride(1) == 0
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 def check_on_cuda(dtype: torch.dtype) -> None:
-    inputs, seen = masked_and_grouped(MASKS["one for each sequence"], dtype, "cuda")
+    inputs, seen = masked_and_grouped(dtype, "cuda")
     exact = [part.detach().double().requires_grad_() for part in inputs]
     expected = F.scaled_dot_product_attention(*exact, seen, enable_gqa=True)
     with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):  # raises if this kernel refuses
-        found = attend(*inputs, seen, enable_gqa=True)
+        found = inference.attend(*inputs, seen, is_causal=False, enable_gqa=True)
     gradients = [torch.autograd.grad(out.sum(), wrt) for out, wrt in ((found, inputs), (expected, exact))]
     tolerance = 1e-5 if dtype == torch.float32 else 0.02
     for ours, correct in zip([found, *gradients[0]], [expected, *gradients[1]], strict=True):

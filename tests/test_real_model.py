@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from safetensors import safe_open
 from support.chapter import load
 from support.harness import TEXT, Result, run
 
-from old import data
+from common import data
 
 pytestmark = [pytest.mark.real_model, pytest.mark.timeout(1200)]
 QUANTIZE, QAT = "02_tensors_precision/quantize.py", "02_tensors_precision/qat.py"
@@ -25,8 +26,8 @@ def first_loss(smollm2) -> float:
     from transformers import AutoModelForCausalLM
 
     corpus = data.load_corpus(str(TEXT), str(smollm2))
-    sizes = {"seq_len": SEQ_LEN, "global_batch_size": SEQUENCES, "micro_batch_size": SEQUENCES}
-    inputs, targets = next(data.train_batches(corpus.train, **sizes, seed=0, device=torch.device("cpu")))
+    sizes = {"seq_len": SEQ_LEN, "global_batch_size": SEQUENCES, "micro_batch_size": SEQUENCES, "seed": 0}
+    inputs, targets = next(data.Batches(corpus, Namespace(**sizes), rank=0, world_size=1).stream(0))
     net = AutoModelForCausalLM.from_pretrained(smollm2)
     assert {parameter.dtype for parameter in net.parameters()} == {torch.float32}
     with torch.no_grad():

@@ -178,8 +178,6 @@ def with_prelude(script: str, folder: Path, prelude: str) -> Path:
     """A file in folder that runs `prelude` and then becomes `script`, with its arguments. Both can import common."""
     folder.mkdir(parents=True, exist_ok=True)
     path = ROOT / script
-    if "from old import" in path.read_text():  # a script that is not on common/ yet
-        prelude = prelude.replace("from common import", "from old import")
     become = f"sys.argv[0] = {str(path)!r}\nrunpy.run_path(sys.argv[0], run_name='__main__')\n"
     paths = [str(path.parent), str(ROOT)]
     file = folder / "prelude.py"
@@ -198,8 +196,7 @@ def with_fault(script: str, folder: Path, line: str, wrong: str) -> Path:
     file.write_text(source.replace(line, wrong))
     for neighbour in (*path.parent.glob(f"_{path.stem}*.py"), *path.parent.glob("_shared.py")):
         (file.parent / neighbour.name).symlink_to(neighbour)
-    for package in ("common", "old"):
-        (folder / package).symlink_to(ROOT / package)
+    (folder / "common").symlink_to(ROOT / "common")
     return file
 
 

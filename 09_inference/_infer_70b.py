@@ -1,0 +1,113 @@
+"""Before infer_70b.py loads: how many ranks may share the model, what each will hold, and whether it fits."""
+
+import os
+from collections.abc import Callable
+
+import torch
+from _shared import DTYPES
+from torch import Tensor, nn
+
+from common import exits, fake_ranks, model, report, runtime, shapes
+from common.table import table
+from planner import inference
+from planner.shape import from_config
+
+ROOM = 0.95  # of the free memory; the rest is for activations and workspaces
+
+
+def local(weight: Tensor) -> Tensor:
+    return weight.to_local() if hasattr(weight, "to_local") else weight
+
+
+def held_bytes(net: nn.Module, *, read: bool = False) -> int:
+    """Bytes of this rank's weights; of those that a decode step reads: without an embedding that is only looked up."""
+    weights = dict(net.named_parameters())  # tied ones once
+    if read and "lm_head.weight" in weights:
+        weights.pop("model.embed_tokens.weight")
+    return sum(local(weight).nbytes for weight in weights.values())
+
+
+def planned_bytes(args, config: shapes.Config, ranks: int, cache_tokens: int) -> tuple[int, int]:
+    """(weights, cache) of a rank, by the planner: each matrix and each head on one rank, norms on all."""
+    shape, size = from_config(args.model, config), DTYPES[args.dtype].itemsize
+    divided = inference.weight_bytes(shape, weights=args.dtype, tp=ranks, head_divided=True, count_embedding=False)
+    embedding = 0 if shape.tied else size * shape.embedding / ranks
+    cache = inference.kv_cache_bytes(shape, tokens=cache_tokens, bytes_each=size, tp=ranks)
+    return round(divided + embedding), round(cache)
+
+
+def undivided(config: shapes.Config, ranks: int) -> list[str]:
+    """What so many ranks cannot share. A vocabulary may be shared unevenly."""
+    sizes = {
+        "attention heads": config.num_attention_heads,
+        "key-value heads": config.num_key_value_heads,
+        "MLP channels": config.intermediate_size,
+    }
+    return [f"{size} {what}" for what, size in sizes.items() if size % ranks]
+
+
+def check_layout(args, config: shapes.Config) -> int:
+    """The number of ranks. UserError for a number that cannot share the model, and for several nodes."""
+    if (args.world_size is not None) != args.dry_run:
+        raise exits.UserError("--dry-run and --world-size N go together: they show a rank of N, and start none")
+    started = runtime.ranks()[1]
+    ranks = args.world_size or started
+    if int(os.environ.get("LOCAL_WORLD_SIZE", started)) < started:
+        raise exits.UserError(
+            "tensor parallelism needs the links inside one node. Over several: vllm serve MODEL "
+            "--tensor-parallel-size GPUS_PER_NODE --pipeline-parallel-size NODES"
+        )
+    if parts := undivided(config, ranks):
+        fit = [str(fewer) for fewer in range(1, ranks) if not undivided(config, fewer)]
+        raise exits.UserError(f"{ranks} ranks do not divide {', '.join(parts)} of {args.model}: use {' or '.join(fit)}")
+    return ranks
+
+
+def check_room(args, config: shapes.Config, ranks: int, cache_tokens: int, device: torch.device) -> dict:
+    """What a rank will hold, as a row. UserError if that is more than --memory, or than is free on the fullest GPU."""
+    free = None  # not known on a CPU
+    if args.memory is not None:
+        free = round(args.memory * 2**30)
+    elif device.type == "cuda":
+        free = min(runtime.gather(torch.cuda.mem_get_info(device)[0]))
+    weights, cache = planned_bytes(args, config, ranks, cache_tokens)
+    row = {"ranks": ranks, "weight_bytes": weights, "cache_bytes": cache, "free_bytes": free}
+    if free is None or weights + cache <= ROOM * free:
+        return row
+    ways = []
+    for more in range(ranks + 1, config.num_key_value_heads + 1):
+        if not undivided(config, more) and sum(planned_bytes(args, config, more, cache_tokens)) <= ROOM * free:
+            ways.append(f"{more} ranks")
+            break
+    shape = from_config(args.model, config)
+    if inference.weight_bytes(shape, weights="int4") + cache * ranks <= ROOM * free:
+        ways.append("09_inference/quantized.py --weights int4 on one GPU")
+    needs = " and ".join(report.for_people("bytes", each) for each in (weights, cache))
+    raise exits.UserError(
+        f"--model {args.model}: a rank of {ranks} needs {needs} of cache, and has {report.for_people('bytes', free)}: "
+        f"use {' or '.join([*ways, '09_inference/offloaded.py'])}"
+    )
+
+
+def dry_run(args, config: shapes.Config, cache_tokens: int, cut: Callable) -> int:
+    """Show a rank's bytes, and check the planner's figure: rank 0 of the model is cut, without numbers, and counted."""
+    args.dtype = "bf16" if args.dtype == "auto" else args.dtype
+    row = check_room(args, config, args.world_size, cache_tokens, torch.device("cpu"))
+    net = model.build(args.model, config, seed=args.seed, device="meta").to(DTYPES[args.dtype])
+    if args.world_size > 1:
+        fake_ranks.join(0, args.world_size)
+        cut(net, args.world_size, "cpu")
+    check_bytes(net, row)
+    print(table([[*row], [report.for_people(key, value) for key, value in row.items()]]))
+    print(f"checked: rank 0, cut as it will be, holds {held_bytes(net):,} bytes of weights, as the planner has it")
+    known = {"world_size": args.world_size, "dtype": args.dtype, "model": args.model}
+    report.write_json({**known, "parameters": shapes.parameter_count(config), "checked": [], **row}, args.json)
+    return 0
+
+
+def check_bytes(net: model.Transformer, row: dict) -> None:
+    """A rank holds as many bytes as planned. If the vocabulary does not divide, the first ranks have a row more."""
+    uneven_rows = 2 if net.config.vocab_size % row["ranks"] else 0  # of the embedding and of the head
+    row_bytes = net.config.hidden_size * next(net.parameters()).element_size()
+    found = held_bytes(net)
+    assert abs(found - row["weight_bytes"]) <= uneven_rows * row_bytes * row["ranks"], (found, row)

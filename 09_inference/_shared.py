@@ -1,0 +1,300 @@
+"""What every way to answer needs: prompts, a static KV cache, prefill and decode, sampling, streaming; and the proof
+that all ways give: in fp32, the greedy tokens of transformers' generate."""
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from common import cli, hardware, measure, model, shapes
+from common.exits import UserError
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DEFAULT_PROMPT = "def main():"
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what a decoder shows for a character whose last bytes are missing
+SMALL = 200e6  # parameters: up to here --dtype auto is fp32, and the tokens are compared with transformers'
+READ_EVERY = 8  # decode steps: a GPU that has to hand over each token at once waits for Python at each step
+
+
+class StaticCache:
+    """Keys and values of the tokens so far: [batch, key-value heads, length, head_dim] per layer, allocated once.
+
+    A token's slot is its position. It sees the slots up to its own, so what padding or a rejected guess has left behind
+    is never seen, and the next token at that position overwrites it. `ranks`: how many share the heads.
+    """
+
+    def __init__(self, config: shapes.Config, *, batch: int, length: int, dtype, device, ranks: int = 1) -> None:
+        names = [str(layer) for layer in range(config.num_hidden_layers)]
+        shape = (batch, config.num_key_value_heads // ranks, length, config.head_dim)
+        # zeros: a slot that nothing was written to has weight 0 in attention, and 0 times NaN would be NaN
+        self.keys = {name: torch.zeros(shape, dtype=dtype, device=device) for name in names}
+        self.values = {name: torch.zeros(shape, dtype=dtype, device=device) for name in names}
+        self.tensors = [*self.keys.values(), *self.values.values()]
+        self.rows = torch.arange(batch, device=device)[:, None]
+        self.slots = torch.arange(length, device=device)
+
+    def visible(self, positions: Tensor) -> Tensor:
+        """Which slots each token sees: bool [batch, 1, tokens, length], from positions [batch, tokens]."""
+        return (self.slots <= positions.unsqueeze(-1)).unsqueeze(1)
+
+    def extend(self, layer: str, positions: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Write k and v [batch, heads, tokens, head_dim] to their slots; returns all keys and values of the layer."""
+        keys, values = self.keys[layer], self.values[layer]
+        keys[self.rows, :, positions] = k.transpose(1, 2)
+        values[self.rows, :, positions] = v.transpose(1, 2)
+        return keys, values
+
+
+@dataclass
+class Generated:
+    """New tokens per prompt, without the stop token; seconds of the prefill and of all decode steps after it."""
+
+    token_ids: list[list[int]]
+    prompt_tokens: int
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    decode_steps: int = 0
+    finished: set[int] = field(default_factory=set)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, *, is_causal: bool, enable_gqa: bool) -> Tensor:
+    """CUDA's kernels that never hold all scores refuse a mask with grouped heads: here each group is a sequence."""
+    if seen is None or not enable_gqa:
+        return F.scaled_dot_product_attention(q, k, v, seen, is_causal=is_causal, enable_gqa=enable_gqa)
+    groups = k.shape[1]
+    q = q.unflatten(1, (groups, -1)).flatten(0, 1)  # [batch x groups, query heads of a group, tokens, head_dim]
+    k, v = (part.flatten(0, 1)[:, None].expand(-1, q.shape[1], -1, -1) for part in (k, v))
+    y = F.scaled_dot_product_attention(q, k, v, seen.repeat_interleave(groups, 0))
+    return y.unflatten(0, (-1, groups)).flatten(1, 2)
+
+
+def steps_of(net: nn.Module, cache: StaticCache) -> tuple[Callable, Callable]:
+    """prefill(ids, positions, last) reads all prompts at once, [batch, tokens], and decode(ids, positions) one token of
+    each, [batch]. Both return the logits [batch, vocab] of each row's last token, which prefill has at `last` [batch].
+    """
+    for block in net.model.layers.values():
+        block.self_attn.attend = attend
+
+    def prefill(ids: Tensor, positions: Tensor, last: Tensor) -> Tensor:
+        hidden = net.model(ids, positions, cache)
+        return net.lm_head(hidden[torch.arange(len(ids), device=ids.device), last])  # not of every prompt token
+
+    def decode(ids: Tensor, positions: Tensor) -> Tensor:
+        return net(ids[:, None], positions=positions[:, None], cache=cache)[:, -1]
+
+    return prefill, decode
+
+
+def compiled(step: Callable, cache: StaticCache) -> Callable:
+    """A step that is compiled once: the cache keeps its shapes and addresses, whatever the position. On a GPU it is
+    replayed as one CUDA graph, so that no kernel waits for Python."""
+    if not cache.slots.is_cuda:
+        return torch.compile(step, dynamic=False)
+    for tensor in cache.tensors:
+        torch._dynamo.mark_static_address(tensor)  # else no CUDA graph may write to it
+    return torch.compile(step, dynamic=False, mode="reduce-overhead")
+
+
+@torch.inference_mode()
+def generate(
+    prefill: Callable[[Tensor, Tensor, Tensor], Tensor],
+    decode: Callable[[Tensor, Tensor], Tensor],
+    prompts: list[list[int]],
+    *,
+    max_new_tokens: int,
+    choose: Callable[[Tensor], Tensor],
+    device: torch.device,
+    stop: frozenset[int] = frozenset(),
+    on_tokens: Callable[[list[int | None]], None] | None = None,
+) -> Generated:
+    """Prefill gives the first token of each prompt, each decode step one more. prefill and decode: see steps_of;
+    choose: logits [batch, vocab] to tokens [batch]; on_tokens gets each step's tokens, None for a row that has ended.
+    """
+    result = Generated([[] for _ in prompts], sum(map(len, prompts)))
+
+    def take(tokens: list[int]) -> None:
+        for row, token in enumerate(tokens):
+            if row in result.finished or token in stop:
+                result.finished.add(row)
+                tokens[row] = None
+            else:
+                result.token_ids[row].append(token)
+        if on_tokens:
+            on_tokens(tokens)
+
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+    ids = nn.utils.rnn.pad_sequence([torch.tensor(prompt, device=device) for prompt in prompts], batch_first=True)
+    positions = torch.arange(ids.shape[1], device=device).expand_as(ids)
+    start = time.perf_counter()
+    tokens = choose(prefill(ids, positions, lengths - 1))
+    take(tokens.tolist())
+    result.prefill_seconds = time.perf_counter() - start
+
+    start = time.perf_counter()
+    unread = []
+    for step in range(max_new_tokens - 1):
+        if len(result.finished) == len(prompts):
+            break
+        tokens = choose(decode(tokens, lengths + step))
+        result.decode_steps += 1
+        unread.append(tokens)
+        if device.type == "cpu" or len(unread) == READ_EVERY or step == max_new_tokens - 2:
+            for read in torch.stack(unread).tolist():
+                take(read)
+            unread = []
+    result.decode_seconds = time.perf_counter() - start
+    return result
+
+
+def probabilities(logits: Tensor, *, temperature: float, top_k: int = 0, top_p: float = 1.0) -> Tensor:
+    """What tokens are drawn from: logits [..., vocab] / temperature, then the `top_k` likeliest of them (0: all), then
+    the fewest whose probabilities reach `top_p` together. Temperature 0 leaves the likeliest alone."""
+    if temperature == 0:
+        return F.one_hot(logits.argmax(-1), logits.shape[-1]).float()
+    likely, order = (logits.float() / temperature).softmax(-1).sort(dim=-1, descending=True)
+    if top_k:
+        likely[..., top_k:] = 0
+    likely /= likely.sum(-1, keepdim=True)
+    likely[likely.cumsum(-1) - likely >= top_p] = 0  # what is before it has this share already
+    return torch.zeros_like(likely).scatter(-1, order, likely / likely.sum(-1, keepdim=True))
+
+
+def sample(logits: Tensor, args: argparse.Namespace, generator: torch.Generator) -> Tensor:
+    """The next tokens [batch] from logits [batch, vocab], by the flags."""
+    if args.temperature == 0:
+        return logits.argmax(-1)
+    chances = probabilities(logits, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
+    return torch.multinomial(chances, 1, generator=generator).squeeze(-1)
+
+
+def parser(description: str) -> cli.Parser:
+    """The flags of every script that answers."""
+    found = cli.Parser(description)
+    add = found.add_argument
+    add("--model", default="nano", help=f"a Hugging Face folder, or with random weights: {', '.join(shapes.SIZES)}")
+    asked = found.add_mutually_exclusive_group()
+    asked.add_argument("--prompt", help=f"text to continue (default: {DEFAULT_PROMPT})")
+    asked.add_argument("--prompts", type=Path, metavar="FILE", help="a file with one prompt a line: one batch")
+    add("--chat", action="store_true", help="put each prompt into the tokenizer's chat template")
+    add("--max-new-tokens", type=cli.positive_int, default=32)
+    add("--temperature", type=cli.not_negative, default=0.0, help="0: greedy")
+    add("--top-k", type=cli.natural, default=0, help="draw from the k likeliest tokens (0: from all)")
+    add("--top-p", type=cli.positive, default=1.0, help="draw from the likeliest tokens with this share together")
+    add("--seed", type=cli.natural, default=0, help="of random weights and of sampling")
+    add("--dtype", choices=("auto", *DTYPES), default="auto", help="of weights and cache (auto: fp32 if small)")
+    cli.add_device_and_json(found)
+    return found
+
+
+class Text:
+    """The prompts of the flags as tokens, and tokens as text: by the model's tokenizer, or as bytes without one."""
+
+    def __init__(self, args: argparse.Namespace, config: shapes.Config, *, ahead: int = 0) -> None:
+        """UserError for flags or prompts that the model cannot answer; `ahead`: positions beyond the last token."""
+        if args.temperature == 0 and (args.top_k or args.top_p < 1):
+            raise UserError("--top-k and --top-p need sampling: add --temperature 0.8")
+        self.tokenizer = None
+        if any(Path(args.model).glob("tokenizer*")):
+            from transformers import AutoTokenizer  # seconds that bytes need not wait for
+
+            self.tokenizer = AutoTokenizer.from_pretrained(args.model)
+        if args.chat and getattr(self.tokenizer, "chat_template", None) is None:
+            raise UserError(f"--chat: --model {args.model} has no chat template")
+        self.chat, self.config = args.chat, config
+        self.texts = [DEFAULT_PROMPT if args.prompt is None else args.prompt]
+        if args.prompts is not None and not args.prompts.is_file():
+            raise UserError(f"--prompts {args.prompts}: no such file")
+        if args.prompts is not None:
+            self.texts = [line for line in args.prompts.read_text().splitlines() if line.strip()]
+        self.prompts = [self.encode(text) for text in self.texts]
+        if not self.prompts or not all(self.prompts):
+            raise UserError("an empty prompt: there is nothing to continue")
+        longest = max(map(len, self.prompts))
+        self.length = longest + args.max_new_tokens + ahead  # slots of a cache
+        if self.length > config.max_position_embeddings:
+            room = config.max_position_embeddings - longest - ahead
+            fix = f"use --max-new-tokens {room}" if room > 0 else "shorten the prompt"
+            raise UserError(f"a prompt of {longest} tokens in a context of {config.max_position_embeddings}: {fix}")
+        stop = set() if self.tokenizer is None else {self.tokenizer.eos_token_id}
+        of_generation = Path(args.model) / "generation_config.json"
+        if of_generation.is_file():
+            ends = json.loads(of_generation.read_text()).get("eos_token_id")
+            stop |= set(ends) if isinstance(ends, list) else {ends}
+        self.stop = frozenset(stop - {None})  # the tokens that end an answer
+
+    def encode(self, text: str) -> list[int]:
+        if self.chat:
+            messages = [{"role": "user", "content": text}]
+            ids = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+        elif self.tokenizer is not None:
+            ids = self.tokenizer(text, verbose=False)["input_ids"]
+        else:
+            ids = list(text.encode(errors="surrogateescape"))
+        return ids
+
+    def decode(self, ids: list[int]) -> str:
+        if self.tokenizer is not None:
+            return self.tokenizer.decode(ids, skip_special_tokens=True)
+        return bytes(token if token < 256 else ord("?") for token in ids).decode(errors="replace")
+
+    def printer(self) -> Callable[[list[int | None]], None]:
+        """For generate's on_tokens: print the first row's text as it grows, whole characters only."""
+        ids = []
+
+        def on_tokens(fresh: list[int | None]) -> None:
+            if fresh[0] is not None:
+                printed = self.decode(ids).rstrip(INCOMPLETE)
+                ids.append(fresh[0])
+                print(self.decode(ids).rstrip(INCOMPLETE)[len(printed) :], end="", flush=True)
+
+        return on_tokens
+
+
+def choose_dtype(args: argparse.Namespace, config: shapes.Config, device: torch.device) -> str:
+    """The --dtype; "auto" is fp32 for a small model, where it costs little and makes tokens comparable."""
+    given_or_large = args.dtype != "auto" or shapes.parameter_count(config) > SMALL
+    return hardware.choose_dtype(args.dtype, device) if given_or_large else "fp32"
+
+
+def check_tokens(found: list[list[int]], text: Text, args: argparse.Namespace) -> list[str]:
+    """Assert that the tokens are those of transformers' generate: greedy, in fp32, prompt by prompt. Other tokens than
+    greedy ones in fp32, and large models, are not compared: then the list is empty."""
+    config = text.config
+    if args.temperature or args.dtype != "fp32" or shapes.parameter_count(config) > SMALL:
+        return []
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    net = model.build(args.model, config, seed=args.seed)
+    baseline = LlamaForCausalLM(LlamaConfig(**shapes.config_json(config))).eval()
+    baseline.load_state_dict(net.state_dict(), strict=not config.tie_word_embeddings)
+    for prompt, ids in zip(text.prompts, found, strict=True):
+        inputs = torch.tensor([prompt])
+        how = {"attention_mask": torch.ones_like(inputs), "eos_token_id": sorted(text.stop) or None, "pad_token_id": 0}
+        whole = baseline.generate(inputs, do_sample=False, max_new_tokens=args.max_new_tokens, **how)
+        expected = [token for token in whole[0, len(prompt) :].tolist() if token not in text.stop]
+        assert ids == expected, f"tokens {ids}, and transformers' generate gives {expected}"
+    return [f"the {sum(map(len, found))} greedy tokens are those of transformers' generate"]
+
+
+def speed(result: Generated, device: torch.device, bytes_per_step: int) -> dict:
+    """Summary keys about time. `bytes_per_step`: the weights that a decode step reads from one device's memory. No step
+    can be faster than that: `bandwidth_share` is how near it comes."""
+    decoded = sum(len(ids[1:]) for ids in result.token_ids)  # the prefill has given the first ones
+    read = bytes_per_step * result.decode_steps / result.decode_seconds if decoded else None
+    bandwidth = hardware.devices().get(hardware.device_name(device), {}).get("bandwidth")
+    if device.type == "cpu":  # no data sheet: measured on as many bytes, since few of them fit into its cache
+        buffer = torch.ones(min(bytes_per_step, 2**30) // 4)
+        bandwidth = buffer.nbytes / measure.seconds_in_turns({"read": buffer.sum}, device, 5)["read"]["min_seconds"]
+    return {
+        "tokens": result.prompt_tokens + sum(map(len, result.token_ids)),
+        "time_to_first_token_seconds": result.prefill_seconds,
+        "prefill_tokens_per_second": result.prompt_tokens / result.prefill_seconds,
+        "decode_tokens_per_second": decoded / result.decode_seconds if decoded else None,
+        "bandwidth_share": read / bandwidth if read and bandwidth else None,
+    }

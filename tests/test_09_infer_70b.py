@@ -1,0 +1,143 @@
+"""09_inference/infer_70b.py: on any number of ranks the tokens of transformers' generate, planned bytes, refusals."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from support.harness import ODD, config_of, needs_compiler, run
+from support.real_model import answers_of_transformers
+
+from common import model, shapes
+
+SCRIPT = "09_inference/infer_70b.py"
+PROMPTS = ["def main():", "a", "for i in range(3): print(i)"]  # of unequal lengths
+SHAPES = {
+    "even": {  # for 2 and 4 ranks, which do not divide its vocabulary; tied
+        **{**ODD, "vocab_size": 203, "hidden_size": 56, "intermediate_size": 44, "num_attention_heads": 8},
+        **{"num_key_value_heads": 4, "head_dim": 6, "max_position_embeddings": 96, "tie_word_embeddings": True},
+    },
+    "three": {**ODD, "intermediate_size": 51, "max_position_embeddings": 96},
+}
+NEW_TOKENS = 48
+
+
+def make_reference(where: Path, name: str) -> tuple[str, list[list[int]]]:
+    """A folder with weights in two files and an index, as large models have, and what transformers' generate answers.
+    The weights are large enough for attention to matter: with small ones a model repeats one token."""
+    config = config_of(SHAPES[name])
+    net = model.build("nano", config, seed=5)
+    generator = torch.Generator().manual_seed(6)
+    stored = {
+        name: (8 if weight.ndim > 1 else 1) * weight.detach() + 0.05 * torch.randn(weight.shape, generator=generator)
+        for name, weight in net.named_parameters()
+    }
+    files = {f"part-{i}.safetensors": dict(list(stored.items())[i::2]) for i in range(2)}
+    for file, weights in files.items():
+        save_file(weights, where / file, metadata={"format": "pt"})
+    weight_map = {name: file for file, weights in files.items() for name in weights}
+    (where / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (where / "config.json").write_text(json.dumps(shapes.config_json(config)))
+
+    from transformers import AutoModelForCausalLM
+
+    baseline = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32)
+    answers = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([list(prompt.encode())])
+        answer = baseline.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW_TOKENS)
+        answers.append(answer[0, ids.shape[1] :].tolist())
+    assert len({token for ids in answers for token in ids}) > 20  # no repetition
+    return str(where), answers
+
+
+@pytest.fixture
+def reference(once):
+    return lambda name: once("infer-70b", make_reference, name)
+
+
+def infer(where: Path, model: str | Path, *flags, prompts=PROMPTS, **how) -> dict:
+    where.mkdir(parents=True, exist_ok=True)
+    (where / "prompts.txt").write_text("\n".join(prompts) + "\n")
+    shared = ["--model", model, "--device", "cpu", "--json", "summary.json", "--prompts", "prompts.txt"]
+    result = run(SCRIPT, where, *shared, *flags, **how)
+    assert result.code == 0, f"{result.out[-2000:]}\n{result.err[-3000:]}"
+    return result.summary
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("even", None), ("even", 2), ("even", 4), ("three", None), ("three", 3)])
+def test_the_tokens_are_those_of_transformers(tmp_path, reference, name, ranks):
+    folder, expected = reference(name)
+    found = infer(tmp_path, folder, "--max-new-tokens", NEW_TOKENS, nproc=ranks)
+    assert found["token_ids"] == expected
+    assert found["world_size"] == (ranks or 1)
+    assert found["tokens"] == sum(map(len, PROMPTS)) + 3 * NEW_TOKENS
+    assert any("transformers" in line for line in found["checked"])
+
+
+@needs_compiler
+def test_compiled_on_two_ranks(tmp_path, reference):
+    folder, expected = reference("even")
+    assert infer(tmp_path, folder, "--max-new-tokens", NEW_TOKENS, "--compile", nproc=2)["token_ids"] == expected
+
+
+def test_an_answer_ends_at_a_stop_token(tmp_path, reference):
+    folder, expected = reference("three")
+    other = tmp_path / "model"
+    other.mkdir()
+    for file in Path(folder).iterdir():
+        (other / file.name).symlink_to(file)
+    stop = expected[0][5]
+    (other / "generation_config.json").write_text(json.dumps({"eos_token_id": [stop]}))
+    found = infer(tmp_path, other, "--max-new-tokens", NEW_TOKENS)["token_ids"]
+    assert found == [ids[: ids.index(stop)] if stop in ids else ids for ids in expected]
+    assert len(found[0]) <= 5
+
+
+def test_what_is_drawn_depends_on_the_seed_and_not_on_the_ranks(tmp_path, reference):
+    drawn = ["--temperature", 1.5, "--top-k", 50, "--top-p", 0.9, "--max-new-tokens", 16]
+    folder = reference("even")[0]
+    one, two, other = (
+        infer(tmp_path / str(i), folder, *drawn, "--seed", seed, nproc=ranks)["token_ids"]
+        for i, (seed, ranks) in enumerate([(1, None), (1, 2), (2, None)])
+    )
+    assert one == two != other
+
+
+def test_a_dry_run_has_the_published_bytes(tmp_path):
+    """Llama-3 70B in bf16: 70,553,706,496 parameters; norms are whole on each of 8 ranks."""
+    flags = ["--model", "llama-70b", "--dry-run", "--world-size", 8, "--memory", 80, "--json", "summary.json"]
+    result = run(SCRIPT, tmp_path, *flags)
+    assert result.code == 0, result.err
+    norms = (2 * 80 + 1) * 8192
+    assert result.summary["weight_bytes"] == 2 * ((70_553_706_496 - norms) // 8 + norms)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--dry-run --model llama-70b --memory 80 --world-size 1", "use 2 ranks or 09_inference/quantized.py"),
+        ("--dry-run --model llama-70b --memory 80 --world-size 3", "3 ranks do not divide 64 attention heads"),
+        ("--dry-run", "--world-size"),
+        ("--prompt x --max-new-tokens 5000", "--max-new-tokens"),
+        ("--top-k 3", "--temperature"),
+        ("--chat", "--chat"),
+        ("--prompts none.txt", "none.txt"),
+        ("--model none", "none"),
+    ],
+)
+def test_a_wrong_flag_ends_in_one_line(tmp_path, flags, message):
+    result = run(SCRIPT, tmp_path, *flags.split())
+    assert (result.code, result.err.count("\n")) == (2, 1), result.err
+    assert message in result.err
+
+
+@pytest.mark.real_model
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("ranks", [None, 3])
+def test_the_real_model_answers_as_transformers_lets_it(tmp_path, smollm2, ranks):
+    questions = ["What is the capital of France?", "Say hello.", "What is an atom?"]
+    found = infer(tmp_path, smollm2, "--chat", "--max-new-tokens", 24, prompts=questions, nproc=ranks)
+    assert found["token_ids"] == answers_of_transformers(smollm2, questions, 24)
+    assert "Paris" in found["texts"][0]
