@@ -312,7 +312,7 @@ def choose_device(name: str) -> str:
 
     available = torch.cuda.is_available()
     if name == "cuda" and not available:
-        raise UserError(f"--device cuda: torch {torch.__version__} sees no GPU: look at the driver, or use --device cpu")
+        raise UserError(f"--device cuda: torch {torch.__version__} sees no GPU: check the driver or use --device cpu")
     if name == "mps":
         raise UserError("--device mps is not measured here: use --device cpu")
     return "cuda" if available and name != "cpu" else "cpu"

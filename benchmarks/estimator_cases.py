@@ -9,12 +9,13 @@ others. Peaks are compared in the convention of their source.
 Look for: the rows above 10 %, and why. Nothing is measured here, and the answer is the same on every machine.
 """
 
+import platform
 from datetime import date
 from pathlib import Path
 
 from _estimator_rows import answer, read_cases
+from _measure import REPO, write_results
 from _planner_rows import DATA, MADE_ON, peaks, print_rows, print_summaries, summary
-from _shared import REPO, versions, write_results
 
 from common import cli, exits
 from common.table import table
@@ -49,9 +50,9 @@ def main() -> int:
         f"## Every measured peak\n\n{print_rows(found, 'source', 'setting')}",
         f"## {len(answered)} published figures, of which {len(missed)} are outside their tolerance\n\n{table(rows)}",
         f"{len(cases) - len(answered)} more rows ask for what planner/ has no formula for.",
-        f"```\npython benchmarks/estimator_cases.py\n```\n\nPython {versions()['python']}; torch is not used.",
+        f"```\npython benchmarks/estimator_cases.py\n```\n\nPython {platform.python_version()}; torch is not used.",
     ]
-    result = {"date": date.today().isoformat(), "versions": {"python": versions()["python"]}}
+    result = {"date": date.today().isoformat(), "versions": {"python": platform.python_version()}}
     result |= {"cases": len(answered), "cases_missed": missed, "made_on": summaries, "rows_made_on": found}
     file = write_results("estimator", "", result, "\n\n".join(parts))
     print(f"\nwritten: {file.relative_to(REPO)} and .json")

@@ -8,12 +8,13 @@ formulas were made on. A pair is two layouts of one model and sequence length on
     python benchmarks/planner_cases.py --cases FILE     other rows of the same columns, not written down
 """
 
+import platform
 import statistics
 from datetime import date
 from pathlib import Path
 
+from _measure import REPO, write_results
 from _planner_rows import MADE_ON, NOT_MADE_ON, print_rows, print_summaries, steps, summary
-from _shared import REPO, versions, write_results
 
 from common import cli, exits
 
@@ -52,9 +53,9 @@ def main() -> int:
         f"## Rows that the formulas were made on: planner_cases.csv\n\n{print_summaries(second)}",
         f"## What stays outside {NEAR:.0%}\n\n{print_rows(far, 'why')}",
         f"## Every measured step, in seconds\n\n{print_rows([*others, *made_on], 'setting', 'causes')}",
-        f"```\npython benchmarks/planner_cases.py\n```\n\nPython {versions()['python']}; torch is not used.",
+        f"```\npython benchmarks/planner_cases.py\n```\n\nPython {platform.python_version()}; torch is not used.",
     ]
-    result = {"date": date.today().isoformat(), "versions": {"python": versions()["python"]}}
+    result = {"date": date.today().isoformat(), "versions": {"python": platform.python_version()}}
     result |= {"not_made_on": first, "made_on": second, "rows_not_made_on": others, "rows_made_on": made_on}
     file = write_results("planner", "", result, "\n\n".join(parts))
     print("\n\n".join(parts[1:4]), f"\n\nwritten: {file.relative_to(REPO)} and .json")

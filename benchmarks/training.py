@@ -34,8 +34,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from _measure import (
+    REPO,
     Comparison,
-    Failed,
     Side,
     about,
     choose_device,
@@ -179,7 +179,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         model = with_own_head(args.model, Path(folder)) if args.case == "layouts" else args.model
         comparison = Comparison(args.case, sides_of(args.case, args, model), "tokens_per_second", "mfu")
-        title = f"Training, {args.case}: {Path(args.model).name}, {args.global_batch_size} x {args.seq_len} tokens a step"
+        title = (
+            f"Training, {args.case}: {Path(args.model).name}, {args.global_batch_size} x {args.seq_len} tokens a step"
+        )
 
         def save() -> Path:
             return save_comparisons(title, f"training-{args.case}", facts_, [comparison])
@@ -188,7 +190,7 @@ def main() -> int:
         written = save()
     if comparison.runs:
         check(args.case, comparison, args.dtype)
-    print(f"\n{write_up(comparison)}\n\nwritten: {written} and .json")
+    print(f"\n{write_up(comparison)}\n\nwritten: {written.relative_to(REPO)} and .json")
     report.write_json({"device": facts_["device"], "rows": comparison.rows()}, args.json)
     for fault in comparison.faults():
         print(f"FAILED: {fault}", file=sys.stderr)
