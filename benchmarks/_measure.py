@@ -25,7 +25,7 @@ sys.path.insert(0, str(REPO))  # common/, with nothing installed
 from common.exits import UserError
 from common.table import table
 
-RESULTS = REPO / "benchmarks/results"
+RESULTS = Path(os.environ.get("BENCHMARK_RESULTS") or REPO / "benchmarks/results")
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone"]
 PATIENCE_SECONDS = 30  # between SIGTERM and SIGKILL
 LEAST_SECONDS = 10  # a command is not started with less time than that

@@ -64,7 +64,6 @@ CHAPTERS = [
     Part("04_amp/train.py --model llama-1b --micro-batch-size 4 --steps 10"),
     Part("07_memory_tricks/cuda_graphs.py --dtype bf16"),
     Part(f"07_memory_tricks/offload.py {LLAMA} --dtype bf16"),
-    Part("09_inference/kv_cache.py --device cuda"),
     Part("02_tensors_precision/precision.py --device cuda"),
     Part("02_tensors_precision/quantize.py --device cuda"),
     Part("02_tensors_precision/qat.py --device cuda"),
@@ -137,7 +136,7 @@ def main() -> int:
             outcome = rows[-1]["failed"] or rows[-1]["not_run"] or "done"
             print(f"{rows[-1]['command']}: {outcome}", flush=True)
             written = save(facts_, rows)
-    print(f"\n{written.read_text()}\n\nwritten: {written.relative_to(REPO)} and .json")
+    print(f"\n{written.read_text()}\n\nwritten: {written} and .json")
     broken = [row["command"] for row in rows if row["failed"] and MAY_FIND_FAULTS not in row["command"]]
     for command in broken:
         print(f"FAILED: {command}", file=sys.stderr)

@@ -20,7 +20,6 @@ import time
 from pathlib import Path
 
 from _measure import (
-    REPO,
     Comparison,
     Side,
     about,
@@ -90,7 +89,7 @@ def main() -> int:
 
     take_turns(comparison, args.rounds, deadline, save)
     written = save()
-    print(f"\n{write_up(comparison)}\n\nwritten: {written.relative_to(REPO)} and .json")
+    print(f"\n{write_up(comparison)}\n\nwritten: {written} and .json")
     report.write_json({"device": facts_["device"], "rows": comparison.rows()}, args.json)
     for fault in comparison.faults():
         print(f"FAILED: {fault}", file=sys.stderr)

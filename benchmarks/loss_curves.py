@@ -125,7 +125,7 @@ def main() -> int:
     shell = f"OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node=N {SCRIPT} {' '.join(flags)}"
     report = f"# The loss on {args.processes} processes\n\n{facts(facts_)}\n\n{text}\n\n```\n{shell}\n```"
     written = write_results(facts_["device"], "loss-curves", result, report)
-    print(f"\n{text}\n\nwritten: {written.relative_to(REPO)} and .json")
+    print(f"\n{text}\n\nwritten: {written} and .json")
     draw(curves, differ, f"nano, fp32, {GLOBAL_BATCH_SIZE} x {args.seq_len} tokens a step, {device}", args.plot)
     print(f"picture: {args.plot}")
     if largest > TOLERANCE:

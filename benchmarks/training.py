@@ -34,7 +34,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from _measure import (
-    REPO,
     Comparison,
     Side,
     about,
@@ -168,7 +167,7 @@ def main() -> int:
         raise exits.UserError(f"--steps {args.steps} leaves too little to time: at least {2 * LOG_EVERY}")
     args.ranks = args.ranks or available_ranks(args.device)
     if args.ranks < 2 and any(way.ranks == "all" for way in CASES[args.case]):
-        raise exits.UserError(f"--case {args.case} compares ranks, and there is one: use --ranks 2 --device cpu")
+        raise exits.UserError(f"--ranks {args.ranks}: --case {args.case} needs several: use --ranks 2 --device cpu")
     paths = {name: Path(getattr(args, name)) for name in ("model", "data")}
     for name, path in paths.items():
         setattr(args, name, str(path.resolve()) if path.exists() else getattr(args, name))
@@ -190,7 +189,7 @@ def main() -> int:
         written = save()
     if comparison.runs:
         check(args.case, comparison, args.dtype)
-    print(f"\n{write_up(comparison)}\n\nwritten: {written.relative_to(REPO)} and .json")
+    print(f"\n{write_up(comparison)}\n\nwritten: {written} and .json")
     report.write_json({"device": facts_["device"], "rows": comparison.rows()}, args.json)
     for fault in comparison.faults():
         print(f"FAILED: {fault}", file=sys.stderr)
