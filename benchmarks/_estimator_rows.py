@@ -5,8 +5,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from _measure import REPO
 from _planner_rows import read_rows
-from _shared import REPO
 
 sys.path.insert(0, str(REPO / "07_memory_tricks"))  # it reads names and config.json
 from estimate import read_shape, shape_from_json

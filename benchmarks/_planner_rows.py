@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
-from _shared import REPO
+from _measure import REPO
 
 from common.table import table
 from planner import machine, memory

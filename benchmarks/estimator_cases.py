@@ -13,8 +13,8 @@ from datetime import date
 from pathlib import Path
 
 from _estimator_rows import answer, read_cases
+from _measure import about, facts, write_results
 from _planner_rows import DATA, MADE_ON, peaks, print_rows, print_summaries, summary
-from _shared import REPO, versions, write_results
 
 from common import cli, exits
 from common.table import table
@@ -42,6 +42,7 @@ def main() -> int:
     missed = [case.id for case, ours in answered if not case.allows(ours)]
     rows = [["row", "published", "ours", "unit", "tolerance"]]
     rows += [[case.id, f"{case.expected:,.6g}", f"{ours:,.6g}", case.unit, case.tolerance] for case, ours in answered]
+    about_ = about("benchmarks/estimator_cases.py", "cpu")
     parts = [
         f"# Memory: planner/ beside published figures, {date.today().isoformat()}",
         f"## {len(found)} measured peaks that the formulas were made on, in GiB\n\n{print_summaries(summaries)}",
@@ -49,12 +50,12 @@ def main() -> int:
         f"## Every measured peak\n\n{print_rows(found, 'source', 'setting')}",
         f"## {len(answered)} published figures, of which {len(missed)} are outside their tolerance\n\n{table(rows)}",
         f"{len(cases) - len(answered)} more rows ask for what planner/ has no formula for.",
-        f"```\npython benchmarks/estimator_cases.py\n```\n\nPython {versions()['python']}; torch is not used.",
+        facts(about_),
     ]
-    result = {"date": date.today().isoformat(), "versions": {"python": versions()["python"]}}
+    result = dict(about_)
     result |= {"cases": len(answered), "cases_missed": missed, "made_on": summaries, "rows_made_on": found}
     file = write_results("estimator", "", result, "\n\n".join(parts))
-    print(f"\nwritten: {file.relative_to(REPO)} and .json")
+    print(f"\nwritten: {file} and .json")
     return 0
 
 

@@ -12,8 +12,8 @@ import statistics
 from datetime import date
 from pathlib import Path
 
+from _measure import about, facts, write_results
 from _planner_rows import MADE_ON, NOT_MADE_ON, print_rows, print_summaries, steps, summary
-from _shared import REPO, versions, write_results
 
 from common import cli, exits
 
@@ -46,18 +46,19 @@ def main() -> int:
     first = summaries("no formula was made on these", others, mfu)
     second = summaries("the formulas were made on these", made_on, mfu)
     far = [row for row in (*others, *made_on) if abs(row["error"]) >= NEAR]
+    about_ = about("benchmarks/planner_cases.py", "cpu")
     parts = [
         f"# Step times: planner/ beside measured steps, {date.today().isoformat()}",
         f"## Rows that no formula was made on: more_planner_cases.csv\n\n{print_summaries(first)}",
         f"## Rows that the formulas were made on: planner_cases.csv\n\n{print_summaries(second)}",
         f"## What stays outside {NEAR:.0%}\n\n{print_rows(far, 'why')}",
         f"## Every measured step, in seconds\n\n{print_rows([*others, *made_on], 'setting', 'causes')}",
-        f"```\npython benchmarks/planner_cases.py\n```\n\nPython {versions()['python']}; torch is not used.",
+        facts(about_),
     ]
-    result = {"date": date.today().isoformat(), "versions": {"python": versions()["python"]}}
+    result = dict(about_)
     result |= {"not_made_on": first, "made_on": second, "rows_not_made_on": others, "rows_made_on": made_on}
     file = write_results("planner", "", result, "\n\n".join(parts))
-    print("\n\n".join(parts[1:4]), f"\n\nwritten: {file.relative_to(REPO)} and .json")
+    print("\n\n".join(parts[1:4]), f"\n\nwritten: {file} and .json")
     return 0
 
 

@@ -4,7 +4,6 @@ import re
 
 import pytest
 import torch
-from support.chapter import load
 from support.harness import ROOT, run
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -54,14 +53,6 @@ def test_transformer_on_512_by_512_has_two_readings():
         assert f"{billions:.1f} GFLOP" in rows("C1")
         assert f"{billions / 2.3:.0f} GFLOP/s" in rows("C1")
         assert f"{billions / 28:.1f} TFLOP/s" in rows("C1")
-
-
-def test_settings_are_compared_round_by_round():
-    rows_of = load("benchmarks/settings.py").rows_of
-    rows = rows_of({"eager": [100.0, 200.0, 400.0], "compiled": [110.0, 240.0, 420.0]})
-    assert rows[1][:3] == ["eager", "3", "200"]
-    assert rows[1][-3:] == ["1.000"] * 3
-    assert rows[2][-3:] == ["1.100", "1.050", "1.200"]
 
 
 def test_training_time_of_resnet50_and_bert():
