@@ -1,1 +1,0 @@
-"""The little that the numbered scripts share."""
