@@ -129,9 +129,9 @@ def main() -> int:
         runtime.say(f"signal {stop}: saved at step {step}; the same command with --resume goes on")
 
     # 6 What was promised, checked. Low precision is in the arithmetic, never in what is kept.
+    kept = {t.dtype for t in (*net.parameters(), *(t for s in optimizer.state.values() for t in s.values()))}
     with torch.no_grad(), autocast():
         computed = net(torch.zeros(1, 1, dtype=torch.int64, device=device)).dtype
-    kept = {t.dtype for t in (*net.parameters(), *(t for s in optimizer.state.values() for t in s.values()))}
     assert (computed, kept) == (DTYPES[args.dtype], {torch.float32})
     runtime.say(f"checked: matmuls in {computed}, weights and optimizer state kept in {torch.float32}")
     # No rank has drifted from the others by a bit.

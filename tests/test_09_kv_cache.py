@@ -17,7 +17,7 @@ def serve(folder, *flags, code: int = 0):
 
 def test_bare_all_rows_have_the_tokens_of_transformers(tmp_path):
     summary = serve(tmp_path).summary
-    rows = {row["way"]: row for row in summary["rows"]}
+    rows = {row["name"]: row for row in summary["rows"]}
     assert len(rows) == 5
     assert any("transformers" in line for line in summary["checked"])
     assert rows["paged, prefix shared"]["tokens_read"] < rows["paged"]["tokens_read"] < rows["no cache"]["tokens_read"]
