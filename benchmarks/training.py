@@ -89,10 +89,10 @@ CASES = {
         Way("train_3d.py", MESH, "", 1, "plain"),
     ],
     "trainer": [
-        Way("Trainer", TRAINER),
-        Way("ours", PLAIN, against="Trainer"),
         Way("Trainer, compiled", TRAINER, "--compile"),
         Way("ours, compiled", PLAIN, "--compile", against="Trainer, compiled"),
+        Way("Trainer", TRAINER),
+        Way("ours", PLAIN, against="Trainer"),
     ],
 }
 DEFAULTS = {
