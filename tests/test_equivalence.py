@@ -152,6 +152,16 @@ def norm(tensors) -> float:
     return torch.linalg.vector_norm(torch.cat([t.flatten() for t in tensors.values()])).item()
 
 
+@pytest.mark.parametrize("script", TRAINING_SCRIPTS)
+def test_bf16_is_in_the_arithmetic_and_not_in_what_is_kept(tmp_path, script):
+    """Each script checks at its end what it keeps: the last forward must not be taken for it."""
+    runs = {}
+    for dtype in ("fp32", "bf16"):
+        runs[dtype] = train(script, tmp_path / dtype, "--dtype", dtype, "--steps", 2, nproc=two_if_it_can(script))
+    assert runs["bf16"].column("loss") == pytest.approx(runs["fp32"].column("loss"), rel=5e-3)
+    assert runs["bf16"].column("loss") != runs["fp32"].column("loss")
+
+
 @each_with_fp16
 def test_the_fp16_clip_equals_the_fp32_clip(tmp_path, script):
     flags, n = (*ONE_STEP, "--micro-batch-size", 3), two_if_it_can(script)
