@@ -22,6 +22,7 @@ import psutil
 
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))  # common/, with nothing installed
+from common import report
 from common.exits import UserError
 from common.table import table
 
@@ -304,6 +305,25 @@ def save_comparisons(title: str, kind: str, facts_: dict, comparisons: list[Comp
     result = {"about": facts_, "comparisons": {one.name: {"rows": one.rows(), "runs": one.runs} for one in comparisons}}
     text = "\n\n".join([f"# {title}", facts(facts_), *(write_up(one) for one in comparisons)])
     return write_results(facts_["device"], kind, result, text)
+
+
+def run_comparison(
+    comparison: Comparison, args, deadline: float, *, title: str, kind: str, facts_: dict, check: Callable | None = None
+) -> int:
+    """Measure, write results after each run, `check` what was measured, print it, write --json; the exit code."""
+
+    def save() -> Path:
+        return save_comparisons(title, kind, facts_, [comparison])
+
+    take_turns(comparison, args.rounds, deadline, save)
+    written = save()
+    if check and comparison.runs:
+        check(comparison)
+    print(f"\n{write_up(comparison)}\n\nwritten: {written} and .json")
+    report.write_json({"device": facts_["device"], "rows": comparison.rows()}, args.json)
+    for fault in comparison.faults():
+        print(f"FAILED: {fault}", file=sys.stderr)
+    return 1 if comparison.faults() else 0
 
 
 def choose_device(name: str) -> str:

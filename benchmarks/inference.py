@@ -15,23 +15,12 @@ ratio and its spread, and the share of the bandwidth; above 100 % the timing is 
 benchmarks/results/, anew after each run. Next: gpu_report.py.
 """
 
-import sys
 import time
 from pathlib import Path
 
-from _measure import (
-    Comparison,
-    Side,
-    about,
-    choose_device,
-    end_children_at_sigterm,
-    facts,
-    save_comparisons,
-    take_turns,
-    write_up,
-)
+from _measure import Comparison, Side, about, choose_device, end_children_at_sigterm, facts, run_comparison
 
-from common import cli, exits, report, shapes
+from common import cli, exits, shapes
 
 GENERATE, OURS, QUANTIZED = "benchmarks/_generate.py", "09_inference/infer_70b.py", "09_inference/quantized.py"
 # script, own flags, and the side that it is compared with: never compiled with eager
@@ -83,17 +72,7 @@ def main() -> int:
     name = Path(args.model).name
     comparison = Comparison(f"decode-{name}", sides_of(args), "decode_tokens_per_second", "bandwidth_share")
     title = f"Decode, batch 1: {name}, {args.dtype}, {args.max_new_tokens} new tokens"
-
-    def save() -> Path:
-        return save_comparisons(title, f"decode-{name}", facts_, [comparison])
-
-    take_turns(comparison, args.rounds, deadline, save)
-    written = save()
-    print(f"\n{write_up(comparison)}\n\nwritten: {written} and .json")
-    report.write_json({"device": facts_["device"], "rows": comparison.rows()}, args.json)
-    for fault in comparison.faults():
-        print(f"FAILED: {fault}", file=sys.stderr)
-    return 1 if comparison.faults() else 0
+    return run_comparison(comparison, args, deadline, title=title, kind=f"decode-{name}", facts_=facts_)
 
 
 if __name__ == "__main__":

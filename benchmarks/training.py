@@ -27,25 +27,15 @@ import dataclasses
 import json
 import math
 import os
-import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from _measure import (
-    Comparison,
-    Side,
-    about,
-    choose_device,
-    end_children_at_sigterm,
-    facts,
-    save_comparisons,
-    take_turns,
-    write_up,
-)
+from _measure import Comparison, Side, about, choose_device, end_children_at_sigterm, facts, run_comparison
 
-from common import cli, exits, report, shapes
+from common import cli, exits, shapes
 
 PLAIN, DDP, FSDP = "04_amp/train.py", "05_ddp/train.py", "06_fsdp_zero/train_fsdp.py"
 ZERO, MESH, TRAINER = "06_fsdp_zero/train_zero.py", "08_model_parallel/train_3d.py", "benchmarks/_trainer.py"
@@ -181,19 +171,8 @@ def main() -> int:
         title = (
             f"Training, {args.case}: {Path(args.model).name}, {args.global_batch_size} x {args.seq_len} tokens a step"
         )
-
-        def save() -> Path:
-            return save_comparisons(title, f"training-{args.case}", facts_, [comparison])
-
-        take_turns(comparison, args.rounds, deadline, save)
-        written = save()
-    if comparison.runs:
-        check(args.case, comparison, args.dtype)
-    print(f"\n{write_up(comparison)}\n\nwritten: {written} and .json")
-    report.write_json({"device": facts_["device"], "rows": comparison.rows()}, args.json)
-    for fault in comparison.faults():
-        print(f"FAILED: {fault}", file=sys.stderr)
-    return 1 if comparison.faults() else 0
+        how = {"title": title, "kind": f"training-{args.case}", "check": partial(check, args.case, dtype=args.dtype)}
+        return run_comparison(comparison, args, deadline, facts_=facts_, **how)
 
 
 def available_ranks(device: str) -> int:
