@@ -145,7 +145,7 @@ def main() -> int:
         "decode_tokens_per_second": "decode",
         "bandwidth_share": "of memory bandwidth",
     }
-    own = {"world_size": ranks, "parameters": shapes.parameter_count(config), "token_ids": result.token_ids}
+    own = {"parameters": shapes.parameter_count(config), "token_ids": result.token_ids}
     own["texts"] = [text.decode(ids) for ids in result.token_ids]
     lesson.end([row], columns=columns, checked=checked, args=args, device=device, **row, **own)
     runtime.shutdown()

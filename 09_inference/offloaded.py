@@ -182,6 +182,7 @@ def main() -> int:
     columns = {"gpu_bytes": "on GPUs", "cpu_bytes": "in CPU memory", "disk_bytes": "on disk"}
     columns |= {"moved_bytes": "moved per step"}
     if args.dry_run:
+        row["world_size"] = args.world_size or 1  # of the GPUs that are not there
         lesson.end([row], columns=columns, checked=checked, args=args, device=device, **row)
         return 0
 
@@ -202,7 +203,6 @@ def main() -> int:
     row["decode_tokens_per_second"] = decoded / result.decode_seconds if decoded else None
     columns |= {"time_to_first_token_seconds": "first token", "decode_tokens_per_second": "decode"}
     own = {"parameters": shapes.parameter_count(config), "token_ids": result.token_ids}
-    own["world_size"] = len(every)  # the flag is for a dry run
     own["texts"] = [text.decode(ids) for ids in result.token_ids]
     lesson.end([row], columns=columns, checked=checked, args=args, device=device, **row, **own)
     if zero3:

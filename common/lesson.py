@@ -69,11 +69,11 @@ def end(rows: list[dict], *, columns: dict[str, str], checked: list[str], args, 
     if not runtime.is_rank0():
         return
     summary = {
+        **{name: value for name, value in vars(args).items() if name not in ("device", "json")},
         "device": hardware.device_name(device),
         "world_size": len(peaks),
         "peak_memory_bytes": max(peaks),
         "seconds": time.perf_counter() - _began,
-        **{name: value for name, value in vars(args).items() if name not in ("device", "json")},
         **own,
         "rows": rows,
         "checked": checked,
