@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import torch
 import torch.nn.functional as F
 from _shared import DTYPES
@@ -46,13 +47,10 @@ def planned_bytes(args, config: shapes.Config, weights: str) -> int:
 
 def check_room(args, config: shapes.Config, weights: str, cache_bytes: int, device: torch.device) -> int:
     """The planned bytes of the weights. UserError if they and the cache are more than is free."""
-    free = float("inf")  # not known
+    free = psutil.virtual_memory().available
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what the model before this one took is free again
         free = torch.cuda.mem_get_info(device)[0]
-    elif Path("/proc/meminfo").is_file():
-        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        free = int(lines["MemAvailable"].split()[0]) * 1024
     room = ROOM * free - cache_bytes
     planned = planned_bytes(args, config, weights)
     if planned <= room:

@@ -111,7 +111,6 @@ def wrong_imports(file: Path) -> list[str]:
         lesson = other.with_name(other.name[1:])  # if the other is its helper
         for_planner = str(other) in ("common/shapes.py", "common/hardware.py")
         broken = {
-            "imports old/": theirs == "old" != home,
             "common/ imports what is above it": home == "common" != theirs,
             "planner/ imports more than it may": home == "planner" != theirs and not for_planner,
             "imports across numbered folders": file in NUMBERED and other in NUMBERED and home != theirs,
