@@ -96,7 +96,12 @@ def test_balanced_ranks_have_about_equal_tokens():
 
 def test_the_planted_rank_is_found_traced_and_uneven_ranks_end_equal(tmp_path):
     flags = ["--device", "cpu", "--slow-rank", 2, "--steps", 5, "--trace", "traces", "--json", "s.json"]
-    result = run("05_ddp/stragglers.py", tmp_path, *flags, nproc=3)
+    for _ in range(
+        3
+    ):  # other tests run beside it: where they slow a healthy rank, the script refuses its own measurement
+        result = run("05_ddp/stragglers.py", tmp_path, *flags, nproc=3)
+        if "has it other work?" not in result.err:
+            break
     assert result.code == 0, result.out + result.err
     summary = json.loads((tmp_path / "s.json").read_text())
     assert set(summary) >= set(report.SUMMARY)
