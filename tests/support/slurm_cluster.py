@@ -141,7 +141,7 @@ def start(folder: Path) -> Iterator[Cluster]:
     (folder / "gres.conf").write_text("Name=gpu File=/dev/null,/dev/zero\n")  # Slurm counts device files
     repository = folder / "repository"
     repository.mkdir()
-    for name in ("05_ddp", "06_fsdp_zero", "08_model_parallel", "common", "old", "launch"):
+    for name in ("05_ddp", "06_fsdp_zero", "08_model_parallel", "09_inference", "common", "planner", "launch"):
         (repository / name).symlink_to(ROOT / name)
 
     env = {name: value for name, value in clean_env().items() if not name.startswith(("SLURM", "SBATCH", "SRUN"))}

@@ -37,7 +37,7 @@ MODULES = (
     *("torch._dynamo", "torch.distributed.elastic.multiprocessing.errors", "torch.utils.tensorboard"),
     *("torch.distributed.run", "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend"),
     *("matplotlib.pyplot", "filelock", "numpy", "psutil", "tqdm"),
-    *(f"{folder}.{file.stem}" for folder in ("common", "old") for file in sorted(ROOT.glob(f"{folder}/[a-z]*.py"))),
+    *(f"common.{file.stem}" for file in sorted(ROOT.glob("common/[a-z]*.py"))),
 )
 ENDS_TOGETHER_SECONDS = 10  # what a job's own end may take; what is still there then has been left behind
 SAVES_AND_ENDS_SECONDS = 600  # the same for ranks whose torchrun has died
