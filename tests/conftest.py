@@ -8,10 +8,6 @@ one run share the GPUs that the run has locked.
 
     pytest           everything that can run here; on a machine without GPU the gpu tests are skipped
     pytest -m gpu    the gpu tests; exit status 5 if not one of them ran
-
-Two kinds of tests. A contract test runs a script or a launch file as a user does, or calls only names that users
-import: common.model's Transformer and build, common.shapes' Config and SIZES and the like. All others are inside
-tests, listed in inside.txt: they go with the code that they test.
 """
 
 import contextlib
@@ -36,7 +32,6 @@ nvml = load("01_devices/_shared.py")
 LOCK_WAIT_SECONDS = 600  # for another run to be done with its GPUs
 NOTHING_RAN = 5  # pytest's own exit status for "no tests"
 MOST_GPUS = 2  # that a test asks for
-INSIDE = set(Path(__file__).with_name("inside.txt").read_text().split())  # files, or tests as file::name
 SHARED = "GPU_TESTS_SHARED"  # environment variable: the UUIDs that xdist's workers share
 
 _held: dict[str, filelock.FileLock] = {}  # by GPU UUID: kept from test to test, or a waiting run would never get in
@@ -198,10 +193,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses by the marker
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the inside tests. The decisive GPU tests come first: if the time is not enough for all, it is for them."""
-    for item in items:
-        if not {item.path.name, f"{item.path.name}::{item.originalname}"}.isdisjoint(INSIDE):
-            item.add_marker("inside")
+    """The decisive GPU tests come first: if the time is not enough for all, it is for them."""
     items.sort(key=lambda item: item.path.name != "test_gpu.py")
 
 

@@ -8,10 +8,8 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import urllib.parse
 import urllib.request
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -96,105 +94,6 @@ def test_likely_hang(changed, expected):
     assert readings.likely_hang({**hanging, **changed}) is expected
 
 
-def test_training_is_the_last_record_of_the_run_that_wrote_last(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert readings.training(None) == []
-    older = write_run(tmp_path / "runs/older", {**RECORD, "step": 99})
-    records = (RECORD, {**RECORD, "step": 10}, {"step": 10, "val_loss": 1.0})
-    newer = write_run(tmp_path / "runs/newer", *records, tail='{"step": 15, "lo')  # a record half written
-    os.utime(older / "metrics.jsonl", (1000, 1000))
-    os.utime(newer / "metrics.jsonl", (2000, 2000))
-    [seen] = readings.training(None)
-    assert (seen["run"], seen["step"], seen["loss"], seen["mfu_ratio"]) == ("newer", 10, 2.5, 0.25)
-    assert seen["last_record_timestamp_seconds"] == 2000
-    assert readings.training(older)[0]["step"] == 99
-    assert readings.training(tmp_path) == []
-
-
-def test_last_records_whatever_the_window_cuts(tmp_path):
-    steps = [{"step": n, "text": "\u00e9" * (n % 5)} for n in range(50)]
-    lines = [json.dumps(record, ensure_ascii=False).encode() for record in steps]
-    file = tmp_path / "metrics.jsonl"
-    for tail in (b"", b'{"step": 99', b'{"step": 99}'):  # without its newline a record is not yet written
-        file.write_bytes(b"\n".join(lines) + b"\n" + tail)
-        size = file.stat().st_size
-        for window in range(size + 2):
-            inside = [n for n in range(50) if size - len(b"\n".join(lines[n:]) + b"\n" + tail) >= size - window]
-            assert readings.last_records(file, window) == [steps[n] for n in inside]
-    file.write_bytes(b'{"step": 1}\n{"step": 2, "lo{"step": 3}\n{"step": 4}\n')  # torn by a kill, then resumed
-    assert readings.last_records(file) == [{"step": 1}, {"step": 4}]
-    file.write_bytes(b"")
-    assert readings.last_records(file) == []
-
-
-def test_a_long_run_is_not_read_from_its_start(tmp_path):
-    run_dir = write_run(tmp_path / "long", *({**RECORD, "step": n} for n in range(2000)))
-    assert readings.training(run_dir)[0]["step"] == 1999
-    found = readings.last_records(run_dir / "metrics.jsonl")
-    assert found[-1]["step"] == 1999
-    assert len(found) < 500
-
-
-def test_bytes_are_counted_where_the_hardware_is(tmp_path):
-    """A tree like /sys: real disks and cards, and what hands its bytes on to them."""
-    paths = {
-        "block": ["pci0/nvme/nvme0/nvme0c0n1", "pci0/ata1/block/sda", "virtual/nvme-subsystem/nvme-subsys0/nvme0n1"],
-        "net": ["pci0/net/eth0", "virtual/net/lo", "virtual/net/docker0", "virtual/net/veth1", "virtual/net/bond0"],
-    }
-    paths["block"] += [f"virtual/block/{name}" for name in ("loop0", "ram0", "dm-0", "md127", "zram0")]
-    for kind, devices in paths.items():
-        (tmp_path / kind).mkdir()
-        for device in (tmp_path / "devices" / path for path in devices):
-            device.mkdir(parents=True)
-            (device / "hidden").write_text("1\n" if device.name == "nvme0c0n1" else "0\n")
-            (tmp_path / kind / device.name).symlink_to(device)
-    disks = dict.fromkeys(["sda", "sda1", "nvme0n1", "nvme0c0n1", "nvme0n1p1", "loop0", "ram0", "dm-0", "md127"], 1)
-    assert readings.physical(disks, tmp_path / "block").keys() == {"sda", "nvme0n1"}
-    cards = dict.fromkeys(["eth0", "docker0", "veth1", "bond0"], 1)
-    assert readings.physical(cards, tmp_path / "net").keys() == {"eth0"}
-    assert readings.physical(cards, tmp_path / "none") == cards  # macOS
-
-
-@pytest.mark.parametrize(("real", "sent", "written"), [({"eth0", "vda"}, 1, 1), (set(), 3, None)])
-def test_totals_of_the_host(monkeypatch, real, sent, written):
-    """All but the loopback where no card is physical, as in a container; no disk at all is not known."""
-
-    class Counter:
-        bytes_recv = bytes_sent = read_bytes = write_bytes = 1
-
-    cards, disks = ["lo", "eth0", "eth1", "veth0"], ["vda", "vda1", "dm-0"]
-    monkeypatch.setattr(readings.psutil, "net_io_counters", lambda pernic: dict.fromkeys(cards, Counter))
-    monkeypatch.setattr(readings.psutil, "disk_io_counters", lambda perdisk: dict.fromkeys(disks, Counter))
-    monkeypatch.setattr(readings, "physical", lambda all, folder: {k: v for k, v in all.items() if k in real})
-    [host] = readings.sample(Path("none"))["host"]
-    assert [host[f"network_{way}_bytes_total"] for way in ("rx", "tx")] == [sent, sent]
-    assert [host[f"disk_{way}_bytes_total"] for way in ("read", "written")] == [written, written]
-
-
-def test_a_sandbox_without_disk_statistics(monkeypatch):
-    def none(perdisk):
-        raise NotImplementedError
-
-    monkeypatch.setattr(readings.psutil, "disk_io_counters", none)
-    assert readings.sample(Path("none"))["host"][0]["disk_read_bytes_total"] is None
-
-
-def test_rates(monkeypatch):
-    def view(sent, read, link):
-        return {"host": [{"network_tx_bytes_total": sent, "disk_read_bytes_total": read}], "gpu": [{"x_total": link}]}
-
-    views = iter([view(100, None, 50), view(700, None, 40), view(700, 5, 90)])
-    monkeypatch.setattr(monitor, "sample", lambda run_dir: next(views))
-    watched = monitor.watch(None, 0.01)
-    first, second = next(watched), next(watched)
-    assert first["host"][0]["network_tx_bytes_per_second"] * first["interval_seconds"] == pytest.approx(600)
-    assert first["host"][0]["disk_read_bytes_per_second"] is None  # not known, neither time
-    assert first["gpu"][0]["x_per_second"] is None  # it counts anew
-    assert second["host"][0]["network_tx_bytes_per_second"] == 0
-    assert second["host"][0]["disk_read_bytes_per_second"] is None  # not known the first time
-    assert second["gpu"][0]["x_per_second"] * second["interval_seconds"] == pytest.approx(50)
-
-
 def test_bare_run_ends_with_rates_from_two_samples(tmp_path, fake_driver):
     step = 4096  # KiB between two samples
     found = once(
@@ -233,33 +132,6 @@ def broken_driver(folder: Path) -> Path:
     """A folder whose driver library cannot be loaded, so that a real one is not found either."""
     (folder / "libnvidia-ml.so.1").write_bytes(b"no library")
     return folder
-
-
-def test_hang_is_exported_and_refused_queries_are_absent(tmp_path, fake_driver):
-    refuse = "nvmlDeviceGetTemperature,nvmlDeviceGetPcieThroughput,nvmlDeviceGetClockInfo,nvmlDeviceGetUUID"
-    env = {**HANG, "LD_LIBRARY_PATH": fake_driver, "NVML_REFUSE": refuse, "NVML_THROTTLE": str(0x4 | 0x40)}
-    with exporter(tmp_path / "a", **env) as (process, url):
-        host, port = urllib.parse.urlsplit(url).hostname, urllib.parse.urlsplit(url).port
-        assert host == "127.0.0.1"
-        with ThreadPoolExecutor(8) as pool:  # scrapes at once do not disturb each other
-            for found in map(samples, pool.map(get, [url] * 8)):
-                assert found["gpu_likely_hang"] == {"0": 1, "1": 1}
-                assert found["gpu_utilization_ratio"] == {"0": 1, "1": 1}
-                assert found["gpu_power_watts"] == {"0": 90, "1": 90}
-                why = {reason: reason in ("power cap", "thermal, hardware") for reason in THROTTLE_REASONS}
-                assert found["gpu_throttled"] == {f"{gpu} {reason}": why[reason] for gpu in "01" for reason in why}
-                assert found["gpu_processes"] == {"0": 1, "1": 1}
-                refused = {"gpu_temperature_celsius", "gpu_sm_clock_hertz", "gpu_memory_clock_hertz"}
-                refused |= {"gpu_pcie_rx_bytes_per_second", "gpu_pcie_tx_bytes_per_second"}
-                expected = {name for name in EXPORTED if name.startswith("gpu_")} - refused
-                assert {name for name in found if name.startswith("gpu_")} == expected
-                assert not [name for name in found if name.startswith("training_")]  # no run: absent too
-        assert "uuid" not in get(url)
-        process.send_signal(signal.SIGTERM)
-        result = finish(process, tmp_path / "a")  # and nothing of it is left
-    assert (result.code, result.err) == (0, "")
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection((host, port), timeout=600)
 
 
 @pytest.mark.parametrize(
@@ -403,22 +275,3 @@ def prometheus(folder: Path, target: str):
     finally:
         kill_all(process)
         assert not descendants(process)
-
-
-@pytest.mark.gpu(n=1)
-def test_full_utilization_is_not_full_work(gpus, tmp_path):
-    """One thread that spins: 100 % utilisation, little power. This is what a waiting NCCL kernel looks like."""
-    spin = "import torch\nwhile True: torch.cuda._sleep(1 << 30); torch.cuda.synchronize()"
-    process = subprocess.Popen([sys.executable, "-c", spin], env=gpus)
-
-    def ours() -> dict:
-        return next(gpu for gpu in monitor.sample(tmp_path)["gpu"] if gpu["uuid"] == gpus["CUDA_VISIBLE_DEVICES"])
-
-    try:
-        assert holds(process, lambda: ours()["utilization"] >= 0.95)
-        assert holds(process, lambda: ours()["power_watts"] < 0.5 * ours()["power_limit_watts"])
-        seen = ours()
-        assert seen["likely_hang"] is not False or seen["power_watts"] >= 0.2 * seen["power_limit_watts"]
-    finally:
-        process.kill()
-        process.wait()

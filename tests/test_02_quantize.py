@@ -11,8 +11,6 @@ from support.chapter import load
 from support.checkpoints import write_folder
 from support.harness import TINY, config_of, run, with_fault
 
-from common import model
-
 QUANTIZE, QAT = "02_tensors_precision/quantize.py", "02_tensors_precision/qat.py"
 shared = load("02_tensors_precision/_shared.py")
 quantize, qat = load(QUANTIZE), load(QAT)
@@ -26,85 +24,6 @@ def weight() -> torch.Tensor:
     weight[3, 7] = 50.0
     weight[5] = 0.0
     return weight
-
-
-@pytest.mark.parametrize("group", ["tensor", "channel", 128, 32])
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
-def test_no_weight_is_off_by_more_than_half_its_scale(weight, bits, group):
-    w = shared.quantize(weight, bits, group)
-    # scales of our own, value by value: the largest of what shares one, over the largest integer
-    limit = 2 ** (bits - 1) - 1
-    expected = torch.empty_like(weight)
-    for row in range(len(weight)):
-        width = group if isinstance(group, int) else 176
-        for first in range(0, 176, width):
-            largest = (weight if group == "tensor" else weight[row, first : first + width]).abs().max()
-            expected[row, first : first + width] = largest / limit
-    error = (shared.dequantize(w) - weight).abs()
-    assert (error <= expected * 0.5 * (1 + 2**-8)).all()  # the scale itself is bf16
-    assert error.max() > 0
-    scales = {"tensor": 1, "channel": 32, 128: 32 * 2, 32: 32 * 6}[group]
-    assert w.nbytes == 32 * 176 // (2 if bits <= 4 else 1) + 2 * scales
-
-
-def test_int4_packing_is_exact_for_every_byte():
-    every = torch.arange(256, dtype=torch.uint8)[None]
-    values = shared.unpack(every)
-    low = [(byte & 15) - 16 * ((byte & 15) > 7) for byte in range(256)]
-    high = [(byte >> 4) - 16 * ((byte >> 4) > 7) for byte in range(256)]
-    assert values[0, ::2].tolist() == low
-    assert values[0, 1::2].tolist() == high
-    assert torch.equal(shared.pack(values), every)
-
-
-@pytest.mark.parametrize(("bits", "share"), [(2, 1.0), (4, 1.0), (2, 0.4), (4, 0.7)])
-def test_straight_through_gradient_is_that_of_torchs_fake_quantize(bits, share):
-    torch.manual_seed(0)
-    limit = 2 ** (bits - 1) - 1
-    weight = torch.randn(6, 64, requires_grad=True)
-    gradient = torch.randn(6, 64)
-    clip = torch.full((6, 1, 1), share)
-    ours = qat.FakeQuantize.apply(weight, bits, clip)
-    (mine,) = torch.autograd.grad(ours, weight, gradient)
-    scale = shared.quantize(weight.detach(), bits, "channel", clip).scale[:, 0].float()
-    zeros = torch.zeros(6, dtype=torch.int32)
-    theirs = torch.fake_quantize_per_channel_affine(weight, scale, zeros, 0, -limit, limit)
-    (expected,) = torch.autograd.grad(theirs, weight, gradient)
-    torch.testing.assert_close(ours, theirs)
-    assert torch.equal(mine, expected)
-    assert torch.equal(mine, gradient) == (share == 1)  # of a clipped weight it is 0
-
-
-def test_activation_codes_are_within_half_a_step_and_zero_is_exact():
-    x = torch.linspace(-0.69, 2.29, 1001)
-    codes, scale, zero = quantize.activation_codes(x, -0.7, 2.3)
-    assert ((codes - zero) * scale - x).abs().max() <= scale * 0.5001
-    codes, _, zero = quantize.activation_codes(torch.zeros(1), 0.5, 2.0)
-    assert codes.item() == zero
-    codes, _, _ = quantize.activation_codes(torch.tensor([-9.0, 9.0]), -1.0, 1.0)
-    assert codes.tolist() == [-128, 127]
-
-
-@pytest.mark.parametrize(
-    ("gains", "standard_error", "verdict"),
-    [
-        ([0.034, 0.025, 0.036], 0.002, "QAT is better"),
-        ([-0.034, -0.025, -0.036], 0.002, "QAT is worse"),
-        ([-0.0004, -0.0007, -0.0003], 0.001, "no gain shown"),  # all seeds alike, and within chance
-        ([0.034, -0.025, 0.036], 0.002, "no gain shown"),  # seeds differ
-        ([0.034, 0.025, 0.036], 0.02, "no gain shown"),
-    ],
-)
-def test_a_gain_within_chance_is_no_gain(gains, standard_error, verdict):
-    assert qat.judge(gains, [standard_error] * 3) == verdict
-
-
-def test_nano_is_trained_once_for_each_seed_and_length(tmp_path, capsys):
-    args = argparse.Namespace(model="nano", run_dir=tmp_path, train_steps=1)
-    first, again, other = (model.digest(shared.starting_model(args, seed, CPU)[0]) for seed in (0, 0, 1))
-    assert first == again != other
-    assert capsys.readouterr().out.count("training 1 steps") == 2
-    assert [file.suffix for file in tmp_path.iterdir()] == [".pt"] * 2  # nothing under a temporary name is left
 
 
 def on_folder(folder: Path, script: str | Path, *flags: str):

@@ -3,19 +3,17 @@
 import contextlib
 import itertools
 import json
-import math
 import os
 import pty
 import subprocess
 import termios
-from types import SimpleNamespace
 
 import pytest
 import torch
 from support.checkpoints import saved
-from support.harness import TINY, clean_env, command, needs_compiler, run, tiny_flags, train
+from support.harness import TINY, clean_env, command, needs_compiler, tiny_flags, train
 
-from common import data, hardware, model, report, shapes
+from common import model, shapes
 
 SCRIPT = "04_amp/train.py"
 
@@ -50,34 +48,6 @@ def test_warmup_then_cosine(tmp_path):
     assert 0.001 < lr[-1] < 0.0012
 
 
-def test_the_bare_script_learns_and_tells(tmp_path):
-    """Only the number of steps is not the default: nano, the standard library, bf16 where the CPU has units for it."""
-    result = run(SCRIPT, tmp_path, "--device", "cpu", "--steps", 20, "--json", "s.json")
-    assert result.code == 0, result.err
-    summary = json.loads((tmp_path / "s.json").read_text())
-    assert set(summary) >= set(report.SUMMARY)
-    assert summary["script"] == SCRIPT
-    dtype = hardware.choose_dtype("auto", torch.device("cpu"))  # tests/test_hardware.py plants CPUs of both kinds
-    assert (summary["model"], summary["dtype"], summary["world_size"]) == ("nano", dtype, 1)
-    assert (summary["steps"], summary["tokens"], summary["parameters"]) == (20, 20 * 24 * 64, 4_812_032)
-    corpus, config = data.load_corpus("stdlib", "bytes"), shapes.load_config("nano", 256, 64)
-    sizes = SimpleNamespace(seq_len=64, global_batch_size=24, micro_batch_size=None, seed=0)
-    first_batch = next(data.Batches(corpus, sizes, rank=0, world_size=1).stream(0))
-    with torch.no_grad():
-        untrained = model.build("nano", config, seed=0)(*first_batch).item()
-    assert untrained == pytest.approx(math.log(256), abs=0.3)  # it knows nothing yet
-    assert summary["first_loss"] == pytest.approx(untrained, rel=0.01)  # bf16 rounds
-    assert summary["last_loss"] < 3.5
-    assert summary["val_loss"] < 3.5
-    assert summary["mfu"] is None  # nobody knows this CPU's peak
-    assert summary["tokens_per_second"] > 0
-    assert 2**27 < summary["peak_memory_bytes"] < 2**33
-    run_dir = next((tmp_path / "runs").iterdir())
-    assert (run_dir / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert list((run_dir / "tensorboard").glob("events.*"))
-    assert "\r" not in result.out + result.err  # no progress bar where there is no terminal
-
-
 def test_the_progress_bar_is_for_terminals(tmp_path):
     (tmp_path / "tiny.json").write_text(json.dumps(TINY))
     terminal, stderr = pty.openpty()
@@ -92,18 +62,6 @@ def test_the_progress_bar_is_for_terminals(tmp_path):
     assert process.wait(timeout=600) == 0
     assert b"20/20" in shown
     assert b"100%" in shown
-
-
-def test_evaluation_is_over_the_held_out_text_in_eval_mode(tmp_path):
-    result = train(SCRIPT, tmp_path, "--data", "stdlib", "--eval-every", 8)
-    assert [r["step"] for r in result.records if "val_loss" in r] == [8, 16, 20]
-    net = model.build("nano", shapes.load_config(str(tmp_path / "tiny.json"), 256, 32), seed=0)
-    net.load_state_dict(saved(tmp_path, 20)["model"])
-    sequences = data.Sequences(data.load_corpus("stdlib", "bytes").held_out, 32)
-    chosen = torch.linspace(0, len(sequences) - 1, 96, dtype=torch.float64).long().tolist()
-    with torch.no_grad():
-        losses = [net.double()(*(t[None] for t in sequences[i])).item() for i in chosen]
-    assert result.summary["val_loss"] == pytest.approx(sum(losses) / 96, rel=1e-5)
 
 
 @needs_compiler

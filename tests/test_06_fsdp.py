@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from support.checkpoints import assert_near, assert_same_gradients, moments, saved, write_folder
+from support.checkpoints import assert_near, assert_same_gradients, moments, saved
 from support.collectives import COUNTS
 from support.harness import (
     BASELINE,
@@ -170,53 +169,6 @@ def test_resumed_with_all_flags_is_uninterrupted_to_the_bit(tmp_path):
     torch.testing.assert_close(saved(tmp_path, STEPS)["model"], weights, rtol=0, atol=0)
 
 
-# Each rank asks for its rows of the tensors in a file. Whole tensors cannot be had.
-ROWS_ALONE = """
-import safetensors
-opened = safetensors.safe_open
-class Rows:
-    def __init__(self, slices):
-        self.slices = slices
-    def get_shape(self):
-        return self.slices.get_shape()
-    def get_dtype(self):
-        return self.slices.get_dtype()
-    def __getitem__(self, slices):
-        rows, count = slices[0], self.get_shape()[0]
-        assert rows.stop - rows.start <= -(-count // 3), (rows, count)
-        return self.slices[slices]
-class File:
-    def __init__(self, *how, **more):
-        self.file = opened(*how, **more)
-    def __enter__(self):
-        self.file.__enter__()
-        return self
-    def __exit__(self, *error):
-        return self.file.__exit__(*error)
-    def keys(self):
-        return self.file.keys()
-    def metadata(self):
-        return self.file.metadata()
-    def get_slice(self, name):
-        return Rows(self.file.get_slice(name))
-safetensors.safe_open = File
-"""
-
-
-@pytest.mark.parametrize("trained", [False, True])
-def test_training_starts_from_the_weights_of_one_process_to_the_bit(tmp_path, trained):
-    """At a learning rate that moves nothing, the weights at the end are those of the start."""
-    net = model.build("nano", config(True), seed=4)
-    flags = [*uneven(tmp_path, True), "--seed", 4]
-    if trained:  # a folder with weights of other values
-        net = model.build("nano", config(True), seed=5)
-        write_folder(tmp_path / "folder", config(True), seed=5)
-        flags += ["--model", "folder"]
-    flags += ["--steps", 1, "--lr", 1e-30, "--checkpointing", "full"]
-    result = train(with_prelude(SCRIPT, tmp_path, ROWS_ALONE), tmp_path, *flags, nproc=3)
-    assert result.summary["weights_sha256"] == model.digest(net)
-
-
 def test_fp16_is_refused_where_there_is_no_scaler(tmp_path):
     result = train(SCRIPT, tmp_path, "--dtype", "fp16", code=2)
     assert "05_ddp/train.py" in result.err
@@ -277,30 +229,3 @@ def test_copies_that_do_not_divide_the_ranks(tmp_path):
     told = [line for line in result.err.splitlines() if f"{SCRIPT}: error: " in line]
     assert len(told) == 1
     assert "--replicate 3 does not divide 4 processes" in told[0]
-
-
-@pytest.mark.parametrize("how", ["truncated", "missing"])
-def test_a_shard_that_is_not_whole_is_named(tmp_path, how):
-    folder = tmp_path / "two"
-    config = shapes.parse_config({**UNEVEN, "tie_word_embeddings": False}, "uneven")
-    write_folder(folder, config)
-    weights = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    shards = {"model-1.safetensors": {}, "model-2.safetensors": {}}
-    for name, tensor in weights.items():
-        shards["model-1.safetensors" if "layers.0" in name else "model-2.safetensors"][name] = tensor
-    for file, tensors in shards.items():
-        save_file(tensors, folder / file)
-    weight_map = {name: file for file, tensors in shards.items() for name in tensors}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    second = folder / "model-2.safetensors"
-    if how == "truncated":
-        second.write_bytes(second.read_bytes()[:-100])
-        told = "--model two: a file is truncated or damaged, download it again ("
-    else:
-        second.unlink()
-        told = " is missing in its files and "
-    result = run(SCRIPT, tmp_path, "--model", "two", "--steps", 1, "--device", "cpu")
-    assert result.code == 2, result.out + result.err[-2000:]
-    assert len(result.err.splitlines()) == 1
-    assert told in result.err

@@ -4,18 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
-from support.chapter import load
 from support.harness import TINY, config_of, run
 
-from common import measure, model, shapes
+from common import shapes
 
 SCRIPT = "07_memory_tricks/gradient_checkpointing.py"
-script = load(SCRIPT)
 
 ODD = {**TINY, "vocab_size": 259, "hidden_size": 36, "intermediate_size": 50, "head_dim": 10, "num_hidden_layers": 5}
-TIED = {**TINY, "tie_word_embeddings": True, "num_key_value_heads": 4, "intermediate_size": 96}
-SHAPES = {"odd sizes, grouped heads": ODD, "tied, wide": TIED, "one layer": {**ODD, "num_hidden_layers": 1}}
 
 
 def test_less_is_kept_and_no_gradient_moves(tmp_path: Path):
@@ -33,42 +28,6 @@ def test_less_is_kept_and_no_gradient_moves(tmp_path: Path):
     assert {row["gradient_relative_error"] for row in rows.values()} == {0.0}
     assert summary["parameters"] == shapes.parameter_count(config_of(shape))
     assert all(row["peak_bytes"] > row["kept_bytes"] for row in rows.values())
-
-
-def kept_and_gradients(net: model.Transformer) -> tuple[int, list[torch.Tensor]]:
-    """Bytes of tensors that are alive between forward and backward, and what backward then gives."""
-    tokens = torch.randint(0, 256, (3, 20), generator=torch.Generator().manual_seed(1))
-    with measure.LiveBytes() as memory:
-        loss = net(tokens[:, :-1], tokens[:, 1:])
-        kept = memory.now
-        loss.backward()
-    return kept, [parameter.grad for parameter in net.parameters()]
-
-
-@pytest.mark.parametrize("how", ["full", "selective"])
-@pytest.mark.parametrize("name", SHAPES)
-def test_the_training_scripts_keep_what_the_script_shows(name, how):
-    """common/model.py has the policy once more, for --checkpointing: gradients and bytes are the script's."""
-    shown, shared, stored = (model.build("nano", config_of(SHAPES[name]), seed=0) for _ in range(3))
-    for block in shown.model.layers.values():
-        block.forward = script.partial(script.WAYS[how], block.forward)
-    model.checkpoint_blocks(shared, how)
-    (kept_by_script, of_script), (kept, gradients), (all_kept, exact) = map(kept_and_gradients, (shown, shared, stored))
-    assert kept == kept_by_script < all_kept
-    for wanted, *found in zip(exact, of_script, gradients, strict=True):
-        assert all(torch.equal(wanted, gradient) for gradient in found)
-
-
-@pytest.mark.parametrize("heads", [8, 2])
-def test_the_memory_that_nano_saves(heads):
-    config = shapes.Config(**{**vars(shapes.SIZES["nano"]), "num_key_value_heads": heads})
-    kept = {}
-    for how in ("none", "full", "selective"):
-        net = model.build("nano", config, seed=0)
-        model.checkpoint_blocks(net, how)
-        kept[how], _ = kept_and_gradients(net)
-    assert kept["full"] <= 0.4 * kept["none"]
-    assert kept["selective"] <= 0.6 * kept["none"]
 
 
 @pytest.mark.gpu(n=1)

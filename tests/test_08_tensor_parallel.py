@@ -2,16 +2,13 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from support.chapter import load
 from support.harness import config_of, run, with_fault
 
-from common import data, lesson, model
+from common import lesson, model
 
 SCRIPT = "08_model_parallel/tensor_parallel.py"
 tensor_parallel = load(SCRIPT)
@@ -197,31 +194,6 @@ def test_what_cannot_be_is_one_line_before_any_work(tmp_path, nproc, flags, mess
     assert message in line
     assert "Traceback" not in result.err
     assert result.out == ""
-
-
-@pytest.fixture
-def group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def test_the_cut_cross_entropy_of_one_rank_is_torchs(group):
-    generator = torch.Generator().manual_seed(0)
-    logits = (100 * torch.randn(2, 7, 11, generator=generator)).requires_grad_()  # exp of them is inf
-    targets = torch.randint(11, (2, 7), generator=generator)
-    targets[0, 3:] = data.PADDING
-    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-    (gradient,) = torch.autograd.grad(expected, logits)
-    net = SimpleNamespace(model=lambda inputs: inputs, lm_head=lambda x: x, config=SimpleNamespace(vocab_size=11))
-    loss = tensor_parallel.cut_cross_entropy(net, tensor_parallel.Copy, logits, targets)
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-    torch.testing.assert_close(torch.autograd.grad(loss, logits)[0], gradient)
-
-
-def test_tied_weights_stay_tied(group):
-    for way in tensor_parallel.make_ways(lambda: build("grouped")):
-        assert way.net.lm_head.weight is way.net.model.embed_tokens.weight
 
 
 @pytest.mark.long

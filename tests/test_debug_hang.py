@@ -80,41 +80,6 @@ def test_wrong_flags(tmp_path):
     assert "--rank 1 of 1" in result.err
 
 
-def ring(*calls: str) -> list[dict]:
-    return [{"number": number, "collective": call, "caller": f"line of {call}"} for number, call in enumerate(calls, 1)]
-
-
-LOOP = ("all_reduce", "broadcast", "all_gather") * 3
-
-
-@pytest.mark.parametrize(
-    ("rings", "missing", "number", "collective"),
-    [
-        ([LOOP[:7], LOOP[:7], LOOP[:6]], [2], 7, "all_reduce"),  # has not come to it
-        ([LOOP[:5], LOOP[:4], LOOP[:4]], [1, 2], 5, "broadcast"),
-        ([(*LOOP[:4], "all_gather"), LOOP[:5]], [0], 5, "broadcast"),  # one of two: the round before decides
-        ([LOOP[:5], (*LOOP[:4], "all_gather")], [1], 5, "broadcast"),
-        ([(*LOOP[:4], "all_gather", "barrier"), LOOP[:5], LOOP[:5]], [0], 5, "broadcast"),  # and it ran on
-        ([("barrier",), ("all_reduce",), ("barrier",)], [1], 1, "barrier"),  # no round before: the majority does
-        ([LOOP[:1], ()], [1], 1, "all_reduce"),
-    ],
-)
-def test_who_is_missing(rings, missing, number, collective):
-    found = debug_hang.first_difference([ring(*calls) for calls in rings])
-    assert found == {
-        "missing_ranks": missing,
-        "number": number,
-        "collective": collective,
-        "called_at": f"line of {collective}",
-    }
-
-
-def test_a_ring_that_has_forgotten_its_start():
-    full, behind = ring(*LOOP)[3:], ring(*LOOP[:-1])
-    assert debug_hang.first_difference([full, behind])["missing_ranks"] == [1]
-    assert debug_hang.first_difference([full, ring(*LOOP)]) is None
-
-
 @pytest.mark.gpu(n=2)
 def test_nccl(tmp_path, gpus):
     visible = {"CUDA_VISIBLE_DEVICES": gpus["CUDA_VISIBLE_DEVICES"]}

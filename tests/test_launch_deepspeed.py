@@ -2,7 +2,6 @@
 
 import os
 import re
-import shlex
 import signal
 import sys
 from pathlib import Path
@@ -11,8 +10,6 @@ import pytest
 from support.harness import ROOT, Result, finish, holds, kill_all, start, steps_logged, tiny_flags, train, write_tiny
 from support.slurm_cluster import free_ports
 from support.two_hosts import two_hosts
-
-from common import cli
 
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.launch
@@ -105,13 +102,3 @@ def test_wrong_settings(tmp_path, settings, words):
     assert result.code == 2
     assert len(result.err.splitlines()) == 1
     assert f"hostfile.sh: error: {words}" in result.err
-
-
-def test_the_command_in_its_comment_parses():
-    (line,) = [line for line in LAUNCH.read_text().splitlines() if line.startswith("#     ")]
-    words = shlex.split(line.lstrip("# "))
-    script, *given = words[1:]
-    assert (ROOT / script).is_file()
-    parser = cli.TrainingParser("")
-    parser.add_argument("--stage")
-    parser.parse_args(given)

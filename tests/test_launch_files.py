@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import re
-import shlex
 import shutil
 import signal
 import socket
@@ -19,8 +18,6 @@ import pytest
 from support.commands import check
 from support.harness import ROOT, TINY, clean_env, holds, kill_all, start
 from torch.distributed.run import get_args_parser
-
-from common import cli
 
 yaml = pytest.importorskip("yaml")
 DOCKER, KUBERNETES = ROOT / "launch/docker", ROOT / "launch/kubernetes"
@@ -127,28 +124,6 @@ def test_pod(file):
     assert container["securityContext"]["allowPrivilegeEscalation"] is False
     # PET_* are Trainer's, JOB_COMPLETION_INDEX is the Job's
     assert container["env"] == [{"name": "RUN_DIR_LOCK_SECONDS", "value": "120"}]
-
-
-@pytest.mark.parametrize("file", FILES)
-def test_command(file):
-    """torchrun's parser and the training script's read the command; the sizes fit together."""
-    pod, container = pods()[file]
-    assert container["command"] == ["torchrun"]  # PID 1, no shell between it and SIGTERM
-    assert set(re.findall(r"\$\((\w+)\)", " ".join(container["args"]))) <= {"JOB_COMPLETION_INDEX"}
-    words = [word.replace("$(JOB_COMPLETION_INDEX)", "1") for word in container["args"]]
-    check(shlex.join(["torchrun", *words]))
-    launched = get_args_parser().parse_args(words)
-    assert 60 <= launched.shutdown_timeout < pod["terminationGracePeriodSeconds"]
-    args = cli.TrainingParser("").parse_args(launched.training_script_args)
-    nodes, gpus = 2, container["resources"]["limits"]["nvidia.com/gpu"]
-    assert args.global_batch_size % (nodes * gpus) == 0
-    assert args.resume
-    assert args.save_every
-    assert args.run_dir.is_relative_to("/checkpoints")
-    if file == "trainjob.yaml":
-        assert (container["numNodes"], container["numProcPerNode"]) == (nodes, gpus)
-    else:
-        assert (int(launched.nnodes), int(launched.nproc_per_node), launched.node_rank) == (nodes, gpus, 1)
 
 
 def test_both_files_train_the_same():

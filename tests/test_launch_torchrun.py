@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shlex
 import shutil
 import signal
 import socket
@@ -12,7 +11,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.commands import check
 from support.harness import (
     ROOT,
     TINY,
@@ -28,8 +26,6 @@ from support.harness import (
     train,
 )
 from support.two_hosts import two_hosts
-
-from common import cli
 
 pytestmark = pytest.mark.launch
 LAUNCH = ROOT / "launch/torchrun"
@@ -408,16 +404,3 @@ def test_the_host_whose_own_name_is_on_the_loopback(tmp_path):
     check = [sys.executable, str(LAUNCH / "endpoint.py"), "check", f"127.0.1.1:{port}", "2"]
     result = finish(start(check, tmp_path), tmp_path)
     assert (result.code, result.out) == (0, "1 127.0.1.1\n")
-
-
-def test_the_commands_in_the_comments_parse():
-    commands = [line for file in LAUNCH.glob("*.sh") for line in file.read_text().splitlines() if line[:6] == "#     "]
-    assert len(commands) == 6
-    for line in commands:
-        words = shlex.split(line)
-        script, *given = words[[word.endswith(".sh") for word in words].index(True) :]
-        assert (ROOT / script).is_file()
-        if script.endswith("infer_70b.sh"):
-            check(shlex.join(["python", "09_inference/infer_70b.py", *given]))
-        else:
-            cli.TrainingParser("").parse_args(given)

@@ -20,8 +20,6 @@ AMP, DDP, FSDP, TENSOR = SCRIPTS = (
     "06_fsdp_zero/minimal.py",
     "08_model_parallel/minimal.py",
 )
-MOST_LINES = 125
-MOST_CHANGED_LINES = 25
 SIZES = "STEPS, GLOBAL_BATCH, LENGTH, LEARNING_RATE, SEED = 20, 24, 64, 1e-3, 0"
 
 each = pytest.mark.parametrize("script", SCRIPTS)

@@ -8,7 +8,6 @@ import pytest
 from support.harness import ROOT
 
 FAULTS = mutations.all_faults()
-INSIDE = set((ROOT / "tests/inside.txt").read_text().split())  # files, or tests as file::name
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=[fault.breaks for fault in FAULTS])
@@ -23,8 +22,6 @@ def test_a_fault_can_be_planted(tmp_path, fault):
     functions = {f.name: f for f in ast.parse((ROOT / path).read_text()).body if isinstance(f, ast.FunctionDef)}
     marks = [ast.unparse(mark) for mark in functions[name].decorator_list]
     assert not [mark for mark in marks if "mark.gpu" in mark or "mark.real_model" in mark]
-    file = path.removeprefix("tests/")
-    assert INSIDE.isdisjoint({file, f"{file}::{name}"}), "an inside test may go with the code that it tests"
 
 
 def test_there_are_faults():
