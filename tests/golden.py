@@ -4,7 +4,6 @@ Whatever way a model is trained or answers, the numbers are the same. So each ke
 many commands must give. The tokens come from transformers, which is asked when the file is written.
 
     python tests/golden.py                 everything, in some minutes
-    python tests/golden.py --quick         training by chapters 04 to 06, in less than one
     python tests/golden.py --only tensor   the ways with that word in their name
     python tests/golden.py --write         write the file, where numbers were meant to move
 
@@ -62,21 +61,23 @@ ZERO, MESH = "06_fsdp_zero/train_zero.py", "08_model_parallel/train_3d.py"
 INFER, IN_FP32 = "09_inference/infer_70b.py", "09_inference/quantized.py --weights fp32"
 OFFLOADED = "09_inference/offloaded.py"
 
-WAYS = [  # the way, whether --quick goes it, the keys it gives, commands: ranks under torchrun (0: without), script
+# The way, whether make test goes it (make test-all goes all), the keys it gives, and commands: ranks under torchrun
+# (0: without), script.
+WAYS = [
     ("one device", True, TRAINED, f"0 04_amp/train.py {TRAIN} 10"),
-    ("ddp, 1 rank", True, TRAINED, f"1 {DDP} {TRAIN} 10 --micro-batch-size 12"),
+    ("ddp, 1 rank", False, TRAINED, f"1 {DDP} {TRAIN} 10 --micro-batch-size 12"),
     ("ddp, 2 ranks", True, TRAINED, f"2 {DDP} {TRAIN} 10 --micro-batch-size 6"),
-    ("ddp, 2 ranks, from step 5 on 1 rank", True, TRAINED, f"2 {DDP} {TRAIN} 5", f"0 {DDP} {TRAIN} 10 --resume"),
+    ("ddp, 2 ranks, from step 5 on 1 rank", False, TRAINED, f"2 {DDP} {TRAIN} 5", f"0 {DDP} {TRAIN} 10 --resume"),
     ("fsdp, 2 ranks", True, TRAINED, f"2 {FSDP} {TRAIN} 10 --micro-batch-size 9"),
-    ("zero stage 0, 2 ranks", True, TRAINED, f"2 {ZERO} --stage 0 {TRAIN} 10"),
+    ("zero stage 0, 2 ranks", False, TRAINED, f"2 {ZERO} --stage 0 {TRAIN} 10"),
     ("zero stage 3, 2 ranks", True, TRAINED, f"2 {ZERO} --stage 3 {TRAIN} 10"),
     ("fsdp, 1 rank, from step 5 on 2 ranks", False, TRAINED, f"0 {FSDP} {TRAIN} 5", f"2 {FSDP} {TRAIN} 10 --resume"),
-    ("tensor parallel 2", False, TRAINED, f"2 {MESH} --tp 2 {TRAIN} 10"),
+    ("tensor parallel 2", True, TRAINED, f"2 {MESH} --tp 2 {TRAIN} 10"),
     ("pipeline parallel 2", False, TRAINED, f"2 {MESH} --pp 2 {TRAIN} 10 --micro-batch-size 9"),
     ("context parallel 2", False, TRAINED, f"2 {MESH} --cp 2 {TRAIN} 10"),
-    ("answers of one device", False, ANSWERED, f"0 {INFER} {BOTH}"),
+    ("answers of one device", True, ANSWERED, f"0 {INFER} {BOTH}"),
     ("answers by device map", False, ANSWERED, f"0 {OFFLOADED} {BOTH}"),
-    ("answers by tensor parallel 2", False, ANSWERED, f"2 {INFER} {BOTH}"),
+    ("answers by tensor parallel 2", True, ANSWERED, f"2 {INFER} {BOTH}"),
     ("answers by zero stage 3, 2 ranks", False, ANSWERED, f"2 {OFFLOADED} --by zero3 {BOTH}"),
     ("answers, not quantized", False, ANSWERED, f"0 {IN_FP32} {BOTH}"),
     ("answers, guessed by a draft", False, ANSWERED[:1], f"0 09_inference/speculative.py {DRAFT}"),
@@ -108,6 +109,13 @@ def write_folder(folder: Path, noise: float) -> None:
     folder.mkdir()
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(SHAPE))
+
+
+def write_inputs(folder: Path) -> None:
+    """What all ways read, beside the folders that they run in."""
+    (folder / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
+    write_folder(folder / "model", noise=0)
+    write_folder(folder / "draft", noise=0.1)  # it guesses some tokens right
 
 
 def tokens_of_transformers(folder: Path, prompt: str) -> list[int]:
@@ -154,20 +162,17 @@ def compare(way: str, key: str, wanted: list, got: list) -> None:
 def main() -> None:
     started = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="training by chapters 04 to 06 only")
     parser.add_argument("--only", default="", metavar="WORDS", help="the ways that have them in their name")
     parser.add_argument("--write", action="store_true", help="write the file, if all ways give the same numbers")
     args = parser.parse_args()
-    if args.write and (args.quick or args.only):
-        parser.error("--write goes all ways: leave out --quick and --only")
-    ways = [way for way in WAYS if args.only in way[0] and (way[1] or not args.quick)]
+    if args.write and args.only:
+        parser.error("--write goes all ways: leave out --only")
+    ways = [way for way in WAYS if args.only in way[0]]
     if not ways:
         parser.error(f"--only {args.only}: no such way")
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(2) as pool:
         folder = Path(name)
-        (folder / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
-        write_folder(folder / "model", noise=0)
-        write_folder(folder / "draft", noise=0.1)  # it guesses some tokens right
+        write_inputs(folder)
         if args.write:
             answers = [tokens_of_transformers(folder / "model", prompt) for prompt in PROMPTS]
             golden = dict(zip(ANSWERED, answers, strict=True))

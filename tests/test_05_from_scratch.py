@@ -135,7 +135,7 @@ def two_hosts(tmp_path) -> Iterator[Callable[..., subprocess.Popen]]:
             subprocess.run(["ip", "netns", "delete", host], timeout=600, check=True)
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_two_hosts_with_a_slow_link(tmp_path, two_hosts):
     """The bytes of a step cannot be faster than the link, and no host is left behind."""
     process = two_hosts("--steps", 3, "--link-mbit", 200, "--plot", "overlap.png", "--model", "nano")
@@ -150,7 +150,7 @@ def test_two_hosts_with_a_slow_link(tmp_path, two_hosts):
     assert (tmp_path / "overlap.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_two_hosts_and_their_ranks_go_when_they_are_told_to(two_hosts):
     process = two_hosts("--steps", 1000, "--link-mbit", 1000)
 

@@ -64,7 +64,7 @@ def test_a_dry_run_is_what_two_ranks_measure(tmp_path):
     assert_dry_is_measured(tmp_path, 2, "--dtype", "fp32", shape="tied", methods=METHODS[:-1])
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("n", "shape", "flags"),
     [
@@ -81,7 +81,7 @@ def test_a_dry_run_is_what_the_ranks_measure(tmp_path, n, shape, flags):
     assert_dry_is_measured(tmp_path, n, *flags, shape=shape, methods=methods)
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_a_model_of_8_billion_on_1024_ranks(tmp_path):
     """In one process that starts cold."""
     rows = dry(tmp_path, 1024, "--model", "llama-8b", "--checkpointing", "full", warm=False)
@@ -93,7 +93,7 @@ def test_a_model_of_8_billion_on_1024_ranks(tmp_path):
     assert rows["HSDP"]["parameter_bytes_per_rank"] == 4 * parameters // 8  # a copy on each node
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_what_others_have_published(tmp_path):
     """Llama 3 8B on 8 H100, sequences of 8,192, one each: torchtitan's logs. And figure 1 of the ZeRO paper, where all
     that a rank holds is counted alike: 16 bytes per weight, of which the stages share all with N ranks."""
@@ -113,7 +113,7 @@ ERRORS = {
 }
 
 
-@pytest.mark.parametrize("flags", [*[*ERRORS][:2], *(pytest.param(f, marks=pytest.mark.long) for f in [*ERRORS][2:])])
+@pytest.mark.parametrize("flags", [*[*ERRORS][:2], *(pytest.param(f, marks=pytest.mark.full) for f in [*ERRORS][2:])])
 def test_a_wrong_flag_is_one_line(tmp_path, flags):
     result = compare(tmp_path, *flags.split())
     assert result.code == 2
@@ -122,7 +122,7 @@ def test_a_wrong_flag_is_one_line(tmp_path, flags):
     assert result.out == ""
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_a_miscount_fails_the_scripts_own_check(tmp_path):
     prelude = "from common import traffic\ntraffic.KINDS.pop('reducescatter')"
     script = with_prelude(SCRIPT, tmp_path, prelude)
@@ -131,7 +131,7 @@ def test_a_miscount_fails_the_scripts_own_check(tmp_path):
     assert "ZeRO-1: reduce_scatters_per_step is 0, and must be 1" in result.err
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_the_loss_is_the_mean_over_the_ranks(tmp_path):
     """Of the same global batch, on one rank and on two."""
     losses = []
@@ -152,7 +152,7 @@ _compare.reduce_scatter = wrong_way
 """
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_another_loss_fails_the_scripts_own_check(tmp_path):
     script = with_prelude(SCRIPT, tmp_path, WRONG_WAY)
     result = compare(tmp_path, "--device", "cpu", "--steps", 1, shape="tied", script=script, nproc=2)
@@ -160,7 +160,7 @@ def test_another_loss_fails_the_scripts_own_check(tmp_path):
     assert "ZeRO-1: its loss differs from DDP's" in result.err
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_it_runs_bare(tmp_path):
     result = run(SCRIPT, tmp_path, "--json", "s.json", warm=False)
     rows = rows_of(result)

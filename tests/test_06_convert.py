@@ -14,7 +14,7 @@ from common import model, shapes
 
 SCRIPT, FSDP = "06_fsdp_zero/convert_checkpoint.py", "06_fsdp_zero/train_fsdp.py"
 UNEVEN = shapes.Config(83, 42, 50, 2, 6, 3, 14, 32, tie_word_embeddings=True)  # nothing that two or three ranks divide
-slow = pytest.mark.long
+slow = pytest.mark.full
 
 
 def convert(folder: Path, *words, **how) -> Result:

@@ -24,7 +24,7 @@ from support.harness import (
 
 from common import model, shapes
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.full
 SCRIPT, DDP = "06_fsdp_zero/train_fsdp.py", "05_ddp/train.py"
 LAYERS, STEPS = 3, 6
 UNEVEN = {  # 4 ranks divide none of its sizes
@@ -210,7 +210,7 @@ exits.before_exit.append(tell)
 
 
 @needs_compiler
-@pytest.mark.parametrize("how", ["full", pytest.param("selective", marks=pytest.mark.long)])
+@pytest.mark.parametrize("how", ["full", pytest.param("selective", marks=pytest.mark.full)])
 def test_compiled_blocks_are_whole_graphs_and_change_nothing(tmp_path, baseline, how):
     flags = ("--compile", "--checkpointing", how)
     result = train(with_prelude(SCRIPT, tmp_path, GRAPHS), tmp_path, *uneven(tmp_path, True), *flags, nproc=2)

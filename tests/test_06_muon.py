@@ -22,7 +22,7 @@ def finish(folder: Path, ranks: int) -> dict:
     return json.loads((folder / "s.json").read_text())
 
 
-@pytest.mark.parametrize("ranks", [3, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2, 4))])
+@pytest.mark.parametrize("ranks", [3, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 2, 4))])
 def test_sharded_is_one_process(once, ranks):
     summary = once("06 muon", finish, ranks)
     one_process, sharded, adamw = summary["rows"]

@@ -28,7 +28,7 @@ from support.harness import (
 from common import model, shapes
 
 pytest.importorskip("deepspeed")
-slow = pytest.mark.long
+slow = pytest.mark.full
 SCRIPT, DDP = "06_fsdp_zero/train_zero.py", "05_ddp/train.py"
 STEPS = 6
 UNEVEN = {  # 4 ranks divide none of its sizes

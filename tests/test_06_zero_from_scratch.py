@@ -23,7 +23,7 @@ SHAPES = {
     "odd": {**TINY, "hidden_size": 33, "intermediate_size": 65, "head_dim": 8, "tie_word_embeddings": True},
 }
 RUNS = [("tied", 1), ("untied", 3)]
-SLOW_RUNS = [pytest.param(("odd", None), marks=pytest.mark.long)]  # without torchrun the script starts two ranks itself
+SLOW_RUNS = [pytest.param(("odd", None), marks=pytest.mark.full)]  # without torchrun the script starts two ranks itself
 
 
 def start(folder, shape: str, nproc: int | None, script: str = SCRIPT, model_name: str = "tiny.json"):
@@ -94,7 +94,7 @@ PLANTED = {
 }
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("fault", PLANTED)
 def test_a_wrong_version_fails_its_own_check(tmp_path, fault):
     line, wrong, message = PLANTED[fault]

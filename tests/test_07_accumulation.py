@@ -23,7 +23,7 @@ def finish(folder: Path, ranks: int | None) -> dict:
     return json.loads((folder / "s.json").read_text())
 
 
-@pytest.mark.parametrize("ranks", [None, 2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.parametrize("ranks", [None, 2, pytest.param(3, marks=pytest.mark.full)])
 def test_micro_batches_are_one_batch_of_all_ranks(once, ranks):
     summary = once("07 accumulation", finish, ranks)
     assert summary["world_size"] == (ranks or 1)

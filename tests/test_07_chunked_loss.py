@@ -50,7 +50,7 @@ def test_torchs_own_is_chunked_only_with_options(once):
 
 
 @needs_compiler
-@pytest.mark.long
+@pytest.mark.full
 def test_the_compiled_loss_is_told_too(tmp_path):
     result = run(SCRIPT, tmp_path, *SMALL, "--json", "c.json", warm=False)
     assert result.code == 0, f"{result.out[-2000:]}\n{result.err[-4000:]}"

@@ -21,8 +21,8 @@ STEPS = 6
 NAMES = ["one process", "all-gather", "Ulysses", "ring, contiguous", "ring, zigzag"]
 RUNS = [  # shape, sequence length, ranks
     ("odd", 18, 3),
-    *(pytest.param(values, marks=pytest.mark.long) for values in (("even", 10, 1), ("four", 24, 4), ("eight", 48, 8))),
-    pytest.param(("even", 12, 2), marks=pytest.mark.long),
+    *(pytest.param(values, marks=pytest.mark.full) for values in (("even", 10, 1), ("four", 24, 4), ("eight", 48, 8))),
+    pytest.param(("even", 12, 2), marks=pytest.mark.full),
 ]
 
 
@@ -179,7 +179,7 @@ PLANTED = {  # line, what stands there instead, what the script's own check says
 
 
 @pytest.mark.parametrize(
-    "fault", [*PLANTED][:1] + [pytest.param(name, marks=pytest.mark.long) for name in [*PLANTED][1:]]
+    "fault", [*PLANTED][:1] + [pytest.param(name, marks=pytest.mark.full) for name in [*PLANTED][1:]]
 )
 def test_a_wrong_version_fails_its_own_check(tmp_path, fault):
     line, wrong, message = PLANTED[fault]

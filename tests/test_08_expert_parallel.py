@@ -21,7 +21,7 @@ def start(folder: Path, nproc: int | None, *flags, script: str = SCRIPT):
     return run(script, folder, *FLAGS, *flags, nproc=nproc)
 
 
-@pytest.mark.long  # transformers takes its time to import
+@pytest.mark.full  # transformers takes its time to import
 def test_it_is_the_mixture_of_mixtral():
     from transformers.models.mixtral import modeling_mixtral as mixtral
 

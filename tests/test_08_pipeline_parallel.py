@@ -17,7 +17,7 @@ SHAPE = {**ODD, "vocab_size": 256, "num_hidden_layers": 9, "tie_word_embeddings"
 STEPS, SEQ_LEN, SEQUENCES = 4, 12, 3  # of a micro-batch
 BY_HAND = ["GPipe", "1F1B", "interleaved 1F1B", "zero bubble"]
 # processes, micro-batches per process, chunks
-RUNS = [(2, 2, 2), *(pytest.param(values, marks=pytest.mark.long) for values in ((1, 3, 2), (3, 2, 3), (4, 1, 2)))]
+RUNS = [(2, 2, 2), *(pytest.param(values, marks=pytest.mark.full) for values in ((1, 3, 2), (3, 2, 3), (4, 1, 2)))]
 
 
 def start(folder: Path, *more, nproc: int | None = None, script: str = SCRIPT):
@@ -134,7 +134,7 @@ PLANTED = {  # line, what stands there instead
 }
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("fault", PLANTED)
 def test_a_wrong_version_fails_its_own_check(tmp_path, fault):
     result = start(tmp_path, script=str(with_fault(SCRIPT, tmp_path, *PLANTED[fault])))

@@ -42,8 +42,8 @@ def start(folder: Path, shape: str, nproc: int | None, *flags, script: str = SCR
     scope="module",
     params=[
         ("grouped", 2),
-        *(pytest.param(slow, marks=pytest.mark.long) for slow in [("grouped", 1), ("grouped", 4), ("untied", 3)]),
-        pytest.param(("wide", 8), marks=pytest.mark.long),
+        *(pytest.param(slow, marks=pytest.mark.full) for slow in [("grouped", 1), ("grouped", 4), ("untied", 3)]),
+        pytest.param(("wide", 8), marks=pytest.mark.full),
     ],
     ids=lambda parameters: f"{parameters[0]}-{parameters[1]}",
 )
@@ -167,7 +167,7 @@ PLANTED = {
 }
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("fault", PLANTED)
 def test_a_wrong_version_fails_its_own_check(tmp_path, fault):
     line, wrong, message = PLANTED[fault]
@@ -196,7 +196,7 @@ def test_what_cannot_be_is_one_line_before_any_work(tmp_path, nproc, flags, mess
     assert result.out == ""
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_without_flags_it_starts_two_ranks_and_checks_itself(tmp_path):
     result = run(SCRIPT, tmp_path)
     assert result.code == 0, result.err

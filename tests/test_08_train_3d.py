@@ -63,7 +63,7 @@ def assert_same_curve(ours: Result, theirs: Result) -> None:
 
 
 @pytest.mark.parametrize(
-    "layout", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.long) for name in LAYOUTS]
+    "layout", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.full) for name in LAYOUTS]
 )
 def test_any_mesh_is_one_process(tmp_path, one_process, layout):
     ranks, tied, flags = LAYOUTS[layout]

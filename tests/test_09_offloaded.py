@@ -68,7 +68,7 @@ def test_a_device_map_gives_the_tokens_of_transformers(folder, expected, memory)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "offload"), [(2, "none"), pytest.param(4, "cpu", marks=pytest.mark.long), (None, "cpu")]
+    ("ranks", "offload"), [(2, "none"), pytest.param(4, "cpu", marks=pytest.mark.full), (None, "cpu")]
 )
 def test_zero3_gives_the_tokens_of_transformers(folder, expected, ranks, offload):
     """Two ranks have two prompts and one; of four, one has none."""

@@ -69,7 +69,7 @@ def test_bytes_held(tmp_path, weights, group_size, bits):
 
 
 @needs_compiler
-@pytest.mark.parametrize("weights", [pytest.param("fp32", marks=pytest.mark.long), "int4"])
+@pytest.mark.parametrize("weights", [pytest.param("fp32", marks=pytest.mark.full), "int4"])
 def test_the_compiled_step_gives_the_same_tokens(tmp_path, models, weights):
     shared = ["--model", models / "wide", "--weights", weights, "--dtype", "fp32"]
     eager, compiled = (finish(tmp_path, *shared, *more) for more in ([], ["--compile"]))

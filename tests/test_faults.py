@@ -44,13 +44,13 @@ def each_launched(name: str, values: dict, sample: set, slow: frozenset = frozen
     """Each value, named by its key, with each script for several processes.
 
     Real launches are slow, and what answers a signal or a fault is in common/. So of the scripts after the first only
-    the values in `sample` run every time. The rest, and those in `slow` of all scripts, run in `make test-long`.
+    the values in `sample` run every time. The rest, and those in `slow` of all scripts, run in `make test-all`.
     """
     cases = []
     for script in SEVERAL:
         for key, value in values.items():
             seldom = script in IN_LONG or key in slow or (script != SEVERAL[0] and key not in sample)
-            marks = pytest.mark.long if seldom else ()
+            marks = pytest.mark.full if seldom else ()
             cases.append(pytest.param(value, script, id=f"{key}-{script}", marks=marks))
     return pytest.mark.parametrize((name, "script"), cases)
 

@@ -1,4 +1,4 @@
-"""tests/mutations.py: every fault can be planted, and one that no test catches is told (make test-mutations)."""
+"""tests/mutations.py: every fault can be planted, and one that no test catches is told (make test-long)."""
 
 import ast
 import dataclasses
@@ -12,7 +12,7 @@ FAULTS = mutations.all_faults()
 
 @pytest.mark.parametrize("fault", FAULTS, ids=[fault.breaks for fault in FAULTS])
 def test_a_fault_can_be_planted(tmp_path, fault):
-    """A line that has changed is found here, in a moment, and not by make test-mutations."""
+    """A line that has changed is found here, in a moment, and not by make test-long."""
     copy = tmp_path / fault.file
     copy.parent.mkdir(parents=True)
     copy.write_text(whole := (ROOT / fault.file).read_text())

@@ -41,7 +41,7 @@ def failing_on_rank(rank: int) -> str:
     )
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long)])  # rank 1 waits 15 s for rank 0 to tell
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.full)])  # rank 1 waits 15 s for rank 0 to tell
 def test_one_rank_without_memory_ends_the_job_in_one_line(tmp_path, rank):
     write_tiny(tmp_path)
     script = with_prelude("05_ddp/train.py", tmp_path, failing_on_rank(rank))

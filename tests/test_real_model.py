@@ -102,7 +102,7 @@ def test_peft_answers_with_the_adapters(adapters, smollm2):
     assert answer.startswith("In short:")
 
 
-@pytest.mark.long  # minutes on quiet cores, half an hour on busy ones
+@pytest.mark.full  # minutes on quiet cores, half an hour on busy ones
 @pytest.mark.timeout(3600)
 def test_a_real_model_loses_more_the_fewer_the_bits(tmp_path, smollm2):
     flags = ["--model", smollm2, "--device", "cpu", "--json", "summary.json"]
@@ -120,7 +120,7 @@ def test_a_real_model_loses_more_the_fewer_the_bits(tmp_path, smollm2):
     assert result.summary["peak_memory_bytes"] < 8 * 2**30
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.timeout(3600)
 def test_a_real_model_is_trained_on_with_the_rounding_in_place(tmp_path, smollm2):
     flags = ["--model", smollm2, "--bits", 4, "--steps", 4, "--seeds", 1, "--device", "cpu", "--json", "summary.json"]

@@ -60,7 +60,7 @@ TRAINING_SCRIPTS = {
 }
 BASELINE, *_ = TRAINING_SCRIPTS
 SEVERAL = [script for script, processes in TRAINING_SCRIPTS.items() if 2 in processes]  # those for several processes
-# what chapter 05 shares with these is tried there: here `make test` keeps one run, `make test-long` has all
+# what chapter 05 shares with these is tried there: here `make test` keeps one run, `make test-all` has all
 IN_LONG = {"06_fsdp_zero/train_fsdp.py", "08_model_parallel/train_3d.py"}
 
 
