@@ -1,0 +1,55 @@
+"""gym.py: a bug is planted, its check fails on it, and passes on a right fix that is not the repository's own."""
+
+import dataclasses
+from pathlib import Path
+
+import mutations
+import pytest
+from support.harness import ROOT, run
+
+import gym
+
+BUGS = gym.bugs()
+
+
+def mend(bug: dict[str, str], folder: Path) -> None:
+    """Put the other right fix where the bug is."""
+    fault = gym.fault_of(bug)
+    (folder / fault.file).write_text((ROOT / fault.file).read_text())
+    dataclasses.replace(fault, new=bug["also_right"]).plant(folder)
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug["breaks"])
+def test_a_bug_is_a_fault_that_some_chapter_teaches(bug):
+    assert gym.fault_of(bug).test
+    assert (ROOT / bug["chapter"]).is_file()
+    assert not bug["thread"] or bug["thread"].startswith("https://")
+
+
+def test_there_are_bugs_enough():
+    assert len({bug["symptom"] for bug in BUGS}) == len(BUGS) >= 15
+
+
+@pytest.mark.full
+def test_a_learners_way(tmp_path):
+    """List, plant, check in vain, mend, check."""
+    number = next(i for i, bug in enumerate(BUGS, 1) if bug["breaks"] == "every epoch has the order of the first")
+    bug, folder = BUGS[number - 1], tmp_path / "mine"
+    assert bug["symptom"] in run("gym.py", tmp_path, "--list").out
+    assert bug["thread"] in run("gym.py", tmp_path, number, "--hint").out
+    assert bug["symptom"] in run("gym.py", tmp_path, number, "--folder", folder).out
+    assert not [answer for answer in gym.ANSWERS if (folder / answer).exists()]
+    assert run("gym.py", tmp_path, number, "--folder", folder).code == 2  # it is there already
+    assert run("gym.py", tmp_path, number, "--folder", folder, "--check").code == 1
+    mend(bug, folder)
+    assert run("gym.py", tmp_path, number, "--folder", folder, "--check").code == 0
+    assert run("gym.py", tmp_path, len(BUGS) + 1, "--hint").code == 2
+
+
+@pytest.mark.long  # that each check fails on its bug, and passes without, is seen by tests/mutations.py
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug["breaks"])
+def test_a_check_passes_on_another_right_fix(bug, tmp_path):
+    folder = mutations.copy_of_the_repository(tmp_path / "copy")
+    mend(bug, folder)
+    mended, output = gym.check(bug, folder)
+    assert mended, output
