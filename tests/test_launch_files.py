@@ -21,7 +21,7 @@ from torch.distributed.run import get_args_parser
 
 yaml = pytest.importorskip("yaml")
 DOCKER, KUBERNETES = ROOT / "launch/docker", ROOT / "launch/kubernetes"
-IMAGE = "gpu-training:0.1.0"
+IMAGE = "gpu-training:0.2.0"
 
 
 def documents(file: str) -> dict[str, dict]:
