@@ -13,7 +13,7 @@ from common import measure, runtime, shapes
 from common.exits import UserError
 from common.traffic import Traffic
 
-LAST_STEPS = 5  # over which choices are counted
+LAST_STEPS = 5  # of a run: they alone count for the busiest expert and rank
 TOLERANCE = 1e-5  # relative; what another order of the same sums in fp32 may change
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # newer name first
 COLUMNS = {
@@ -52,8 +52,8 @@ def check_sizes(args: argparse.Namespace) -> None:
 
 
 def use_choices_of_ranks(one_process: nn.Module, net: nn.Module) -> None:
-    """The order of a sum rounds it, and that may turn a near-tie between two experts. So one process takes the choices
-    of the ranks, after it has found that they are the best, up to rounding."""
+    """Another order of a sum rounds differently, which may swap two experts that are nearly tied. So one process takes
+    the choices of the ranks, after it has found that they are the best, up to rounding."""
     of_ranks = runtime.gather([mixture.choices.cpu() for mixture in mixtures(net)])
     for mixture, *choices in zip(mixtures(one_process), *of_ranks, strict=True):
         mixture.choose = partial(confirm_choices, torch.cat(choices))

@@ -1,4 +1,4 @@
-"""What pipeline_parallel.py stands on: its stages, one process to compare with, a clock, torch's schedules, checks."""
+"""What pipeline_parallel.py stands on: stages, one process to compare with, timelines, torch's schedules, checks."""
 
 import argparse
 import dataclasses
@@ -49,9 +49,9 @@ class Baseline:
     config: shapes.Config
     device: torch.device
     batches: list[tuple[Tensor, Tensor]]  # inputs and targets of a step: [micro-batches, sequences, length]
-    tokens: int  # of a step, that count
+    tokens: int  # of a step, without padding
     micro_batches: int
-    row: dict
+    row: dict  # of the table
     gradients: list[dict[str, Tensor]]  # of each step, clipped
 
 
@@ -93,9 +93,9 @@ def loss_share(logits: Tensor, targets: Tensor, tokens: int) -> Tensor:
 def train_one_process(config: shapes.Config, args: argparse.Namespace, device: torch.device) -> Baseline:
     """Train the whole model, with the whole batch at once. Every rank does so, for itself."""
     micro_batches = args.micro_batches_per_rank * dist.get_world_size()
-    size = micro_batches * args.micro_batch_size
-    inputs, targets = lesson.one_batch(args.steps * size, args.seq_len, device)
-    lengths = torch.arange(size, device=device) * 7 % args.seq_len + 1  # of a step's sequences; the rest is padding
+    sequences = micro_batches * args.micro_batch_size  # of a step
+    inputs, targets = lesson.one_batch(args.steps * sequences, args.seq_len, device)
+    lengths = torch.arange(sequences, device=device) * 7 % args.seq_len + 1  # the rest is padding
     padding = torch.arange(args.seq_len, device=device) >= lengths.repeat(args.steps)[:, None]
     targets[padding] = data.PADDING
     shape = (args.steps, micro_batches, args.micro_batch_size, args.seq_len)
@@ -122,7 +122,7 @@ def gradient_error(stages: list[Stage], expected: dict[str, Tensor]) -> float:
     return measure.relative_error([*found.values()], [expected[name] for name in found])
 
 
-# A clock without a computer: who computes what when, if messages take no time.
+# The time line of a schedule, by arithmetic alone: which rank computes what when, if messages take no time.
 UNITS = {"Forward": 1, "Backward": 2, "BackwardInput": 1, "BackwardWeight": 1}  # of time, for one stage
 
 
@@ -177,7 +177,7 @@ def picture(row: dict) -> str:
 
 
 def torch_step(name: str, orders: list[list[tuple]], stages: list[Stage], baseline: Baseline) -> Callable:
-    """A step by torch.distributed.pipelining. AssertionError if its list is another than `orders`."""
+    """A step by torch.distributed.pipelining. AssertionError if its list differs from `orders`."""
     from torch.distributed import pipelining  # a second that wrong flags need not wait for
 
     ranks = dist.get_world_size()
@@ -203,7 +203,7 @@ def torch_step(name: str, orders: list[list[tuple]], stages: list[Stage], baseli
         schedule.step(*first, **last, return_outputs=False)
         return sum(losses, torch.zeros((), device=baseline.device)).detach(), None
 
-    if name not in ("GPipe", "1F1B"):  # torch does not go by a list in these
+    if name not in ("GPipe", "1F1B"):  # for those two torch makes no list
         for rank, order in enumerate(orders):
             listed = []
             for action in filter(None, schedule.pipeline_order[rank]):
@@ -225,7 +225,7 @@ def formulas(name: str, chunks: int, baseline: Baseline) -> dict:
         # two for each stage and micro-batch, but the last stage sends no activations, and the first no gradients
         messages = micro_batches * (2 * chunks - (rank == 0) - (rank == ranks - 1))
         sent.append(messages * one_message)
-    units = 1 if name == "zero bubble" else 3  # that a rank waits for each other rank, of 3 for a micro-batch
+    units = 1 if name == "zero bubble" else 3  # idle, for each other rank; a micro-batch takes 3
     idle = Fraction(units * (ranks - 1), 3 * chunks * micro_batches + units * (ranks - 1))
     return {"idle_share": float(idle), "most_held_per_rank": tuple(held), "sent_bytes_per_rank": tuple(sent)}
 
@@ -249,5 +249,5 @@ def check(rows: list[dict], baseline: Baseline, args: argparse.Namespace) -> lis
     return [
         f"each schedule has losses, gradient norms and gradients of one process in {args.steps} steps ({largest:.0e})",
         "idle units, micro-batches held and bytes sent are those of the formulas, on every rank",
-        "torch's orders, where it goes by a list (interleaved 1F1B, zero bubble), are those by hand",
+        "where torch makes a list of a schedule (not for GPipe and 1F1B), it is the list by hand",
     ]

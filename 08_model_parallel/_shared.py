@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import (
 
 
 def layers_of(stage: int, stages: int, layers: int) -> range:
-    """The layers of a stage: as many as any other has. Where they do not divide, the first stages have one more."""
+    """The layers of a stage. All have equally many; where stages do not divide the layers, the first have one more."""
     each, more = divmod(layers, stages)
     first = stage * each + min(stage, more)
     return range(first, first + each + (stage < more))

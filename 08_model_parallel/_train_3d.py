@@ -23,7 +23,7 @@ from common.table import table
 
 # all-gather with a backward: torch 2.13's name, and the one of before
 all_gather = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
-# It warns where the tensor ranks are asked and then the shards: here for a norm, one number, and for the digest.
+# DTensor warns of two collectives in a row, over tensor ranks and over shards: here for a norm, and for the digest.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 

@@ -3,7 +3,7 @@
 A mixture of experts replaces the MLP of each block by E MLPs and a router. The router gives each token to k of them
 and adds up their outputs. So the model has more weights, and a token still uses few of them. Each rank holds E/N of the
 experts and a copy of all else. A token travels to the rank of its expert and back in two all-to-alls. The router
-decides how many tokens travel, so each rank sends and receives another number.
+decides how many tokens travel, so each rank sends and receives a different number.
 
     laptop    python 08_model_parallel/expert_parallel.py
               torchrun --nproc_per_node=3 08_model_parallel/expert_parallel.py --steps 10
@@ -37,13 +37,13 @@ from common import exits, lesson, model, runtime, shapes, traffic
 class Mixture(nn.Module):
     """In place of a block's MLP: a router and all experts, on one process. This is the baseline."""
 
-    choose = staticmethod(lambda probabilities, k: probabilities.topk(k).indices)
+    choose = staticmethod(lambda probabilities, k: probabilities.topk(k).indices)  # see use_choices_of_ranks
 
     def __init__(self, config: shapes.Config, experts: list[int], k: int, capacity_factor: float | None) -> None:
         super().__init__()
         self.k, self.capacity_factor = k, capacity_factor
         self.router = nn.Linear(config.hidden_size, len(experts), bias=False)
-        # By number among all: an expert's first weights follow from its name, wherever it lives.
+        # Named by its number among all: an expert's initial weights follow from its name, on whichever rank it is.
         self.experts = nn.ModuleDict({str(number): model.MLP(config) for number in self.part_of(experts)})
 
     def part_of(self, experts: list[int]) -> list[int]:
@@ -53,7 +53,7 @@ class Mixture(nn.Module):
         """Choose the experts of each token, [tokens, k]; returns what their outputs are multiplied by."""
         self.probabilities = self.router(tokens).softmax(-1)
         self.choices = self.choose(self.probabilities, self.k)
-        self.counts = torch.bincount(self.choices.flatten(), minlength=self.router.out_features)
+        self.counts = torch.bincount(self.choices.flatten(), minlength=self.router.out_features)  # by expert
         weights = self.probabilities.gather(-1, self.choices)
         # Divided, the weight of a single choice is always 1, and the router learns nothing from the loss.
         return weights if self.k == 1 else weights / weights.sum(-1, keepdim=True)
@@ -66,7 +66,7 @@ class Mixture(nn.Module):
         self.tokens_of_expert = []
         mixed = torch.zeros_like(tokens)
         for number, expert in self.experts.items():
-            token, place = (self.choices == int(number)).nonzero(as_tuple=True)
+            token, place = (self.choices == int(number)).nonzero(as_tuple=True)  # place: which of k
             token, place = token[:most], place[:most]  # a choice that is dropped adds nothing to the residual
             mixed = mixed.index_add(0, token, expert(tokens[token]) * weights[token, place, None])
             self.tokens_of_expert.append(token)
@@ -106,7 +106,7 @@ class ParallelMixture(Mixture):
         to_ranks = [of_rank.sum().item() for of_rank in self.kept[rank].tensor_split(world_size)]
         kept_for_me = self.kept.tensor_split(world_size, dim=1)[rank]  # [ranks, my experts]
         from_ranks = kept_for_me.sum(1).tolist()
-        # 2. My choices, grouped by expert and so by rank, in the order of the tokens. Over capacity are the last ones.
+        # 2. My choices as token * k + place, by expert and so by rank, then by token. Over capacity are the last ones.
         groups = self.choices.flatten().argsort(stable=True).split(counts[rank].tolist())
         rows = torch.cat([group[:kept] for group, kept in zip(groups, self.kept[rank].tolist(), strict=True)])
         token = rows // self.k
@@ -166,7 +166,7 @@ def sum_over_ranks(net: nn.Module, losses: Tensor) -> Tensor:
 
 
 def build(kind: type[Mixture], config: shapes.Config, args, capacity_factor: float | None, device) -> nn.Module:
-    """The project's model with mixtures. Experts are 1/k as wide as the MLP: a token uses as many weights as before."""
+    """common/model.py with mixtures. Experts are 1/k as wide as the MLP: a token uses as many weights as before."""
     expert = dataclasses.replace(config, intermediate_size=config.intermediate_size // args.top_k)
     with torch.device("meta"):
         net = model.Transformer(config)

@@ -1,10 +1,10 @@
 """Pipeline parallelism by hand: a schedule is a list of instructions, and a worker carries it out.
 
 Each rank holds some of the layers, a stage. A batch is cut into micro-batches, and these pass through the stages one
-behind the other, forward and then backward. At both ends of a step ranks wait for each other: the bubble. Schedules
+after another, forward and then backward. At both ends of a step ranks wait for each other: the bubble. Schedules
 differ in the order of the same work. GPipe (Huang et al. 2019) does all forwards first, and so keeps the activations
-of all micro-batches. 1F1B (PipeDream-flush, Narayanan et al. 2021) has the same bubble, and keeps those of at most one
-micro-batch per stage. Interleaved 1F1B gives each rank v smaller stages: ranks wait for a v-th of the time. A
+of all micro-batches. 1F1B (PipeDream-flush, Narayanan et al. 2021) has the same bubble, and keeps those of at most as
+many micro-batches as there are stages. Interleaved 1F1B gives each rank v smaller stages: waits are v times shorter. A
 zero-bubble schedule (ZB-H1, Qi et al. 2023) cuts the backward in two, and fills the bubble with the weights' half.
 torch.distributed.pipelining then runs the same four.
 
@@ -14,9 +14,9 @@ torch.distributed.pipelining then runs the same four.
     cluster   the same on every node, with --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400
 
 All is in fp32, and every rank also trains the whole model, to compare: one device must hold it. Sequences have unequal
-lengths here, so micro-batches have unequal numbers of tokens, and the mean of their means is not the mean.
+lengths here, so micro-batches have unequal numbers of tokens, and the mean of their losses is not the loss.
 
-Look for: the letters of the picture, a column per unit of time; the idle share; the micro-batches that a rank holds,
+Look for: the picture, one letter per unit of time; the share of idle units; the micro-batches that a rank holds,
 and the bytes that this takes. Before: tensor_parallel.py. Next: context_parallel.py.
 """
 
@@ -40,8 +40,8 @@ from common import exits, lesson, measure, runtime, shapes, traffic
 
 
 class Instruction(NamedTuple):
-    """Forward; Backward, or its halves BackwardInput and BackwardWeight; Send or Receive, Activations or Gradients.
-    A rank with several stages has number chunk * ranks + rank: with 2 ranks, rank 1 has stages 1 and 3."""
+    """Forward; Backward, or its halves BackwardInput and BackwardWeight; SendActivations, ReceiveGradients and so on.
+    A rank may have several stages: its chunk c is stage c * ranks + rank. With 2 ranks, rank 1 has stages 1 and 3."""
 
     name: str
     micro_batch: int
@@ -56,7 +56,7 @@ def gpipe(rank: int, ranks: int, micro_batches: int) -> list[Instruction]:
 
 
 def one_forward_one_backward(rank: int, ranks: int, micro_batches: int) -> list[Instruction]:
-    """(2) Each backward as soon as it can be. In (1) a rank keeps all micro-batches, here at most `ranks - rank`."""
+    """(2) Each backward as soon as possible. In (1) a rank keeps all micro-batches, here at most `ranks - rank`."""
     forwards = [Instruction("Forward", i) for i in range(micro_batches)]
     backwards = [Instruction("Backward", i) for i in range(micro_batches)]
     # The first backward can start when the first micro-batch has been to the last rank and come back.
@@ -64,7 +64,7 @@ def one_forward_one_backward(rank: int, ranks: int, micro_batches: int) -> list[
 
 
 def alternate(forwards: list[Instruction], backwards: list[Instruction], warm_up: int) -> list[Instruction]:
-    """Some forwards, then one forward and one backward in turn, then the backwards that are left."""
+    """`warm_up` forwards, then one forward and one backward in turn, then the backwards that are left."""
     order = forwards[:warm_up]
     pairs = len(forwards) - warm_up
     for forward, backward in zip(forwards[warm_up:], backwards[:pairs], strict=True):
@@ -87,8 +87,8 @@ def interleaved(rank: int, ranks: int, micro_batches: int, chunks: int) -> list[
 
 
 def zero_bubble(rank: int, ranks: int, micro_batches: int) -> list[Instruction]:
-    """(4) In (2) the rank before waits for a whole backward, though it needs the inputs' gradients alone. So those
-    come first. The weights' gradients follow `rank` micro-batches later: at the end of the step, where (2) waits."""
+    """(4) In (2) the previous rank waits for a whole backward, but needs only the inputs' gradients. So those come
+    first. The weights' gradients follow `rank` micro-batches later, the last at the step's end, where (2) waits."""
     order = []
     for instruction in one_forward_one_backward(rank, ranks, micro_batches):
         name, micro_batch, _ = instruction
@@ -102,13 +102,13 @@ def add_messages(orders: list[list[Instruction]]) -> list[list[Instruction]]:
     """The complete list of each rank: what it computes, and what it sends and receives.
 
     NCCL matches messages by their order alone. Two ranks that both send first would wait for ever. So all messages get
-    one order, that of the picture, and both ranks keep to it. A rank posts a receive early, and waits for it later.
+    one order, by when their work ends in `timelines`. A rank posts a receive early, and waits for it later.
     """
     ranks = len(orders)
     last_stage = ranks * (1 + max(instruction.chunk for instruction in orders[0])) - 1
     programs = [[] for _ in orders]
-    ended = [(end, rank, *work) for rank, line in enumerate(helper.timelines(orders)) for *work, _, end in line]
-    for _, rank, name, micro_batch, chunk in sorted(ended):
+    by_end = [(end, rank, *work) for rank, line in enumerate(helper.timelines(orders)) for *work, _, end in line]
+    for _, rank, name, micro_batch, chunk in sorted(by_end):
         programs[rank].append(Instruction(name, micro_batch, chunk))
         what, step = ("Activations", 1) if name == "Forward" else ("Gradients", -1)
         to_stage = chunk * ranks + rank + step
@@ -122,8 +122,8 @@ def add_messages(orders: list[list[Instruction]]) -> list[list[Instruction]]:
 def execute(
     program: list[Instruction], stages: list[Stage], tokens: int, inputs: Tensor, targets: Tensor
 ) -> tuple[Tensor, int]:
-    """Carry out a rank's list. `inputs` and `targets`: [micro-batches, sequences, length], `tokens` of them count.
-    Returns the rank's part of the loss, and of how many micro-batches it has held activations at the most."""
+    """Carry out a rank's list on [micro-batches, sequences, length]. `tokens` of the targets are no padding. Returns
+    the rank's part of the loss, and the largest number of micro-batches whose activations it has held at once."""
     ranks = dist.get_world_size()
     loss = torch.zeros((), device=inputs.device)
     receiving = {}  # buffers, which must not be read before their message has come
@@ -136,9 +136,9 @@ def execute(
     def send(tensor: Tensor, to_stage: int) -> None:
         sending.append((dist.isend(tensor, dst=to_stage % ranks), tensor))
         if len(sending) > ranks:
-            sending.popleft()[0].wait()  # sent long ago
+            sending.popleft()[0].wait()  # the oldest, most likely done
 
-    def wait_for(name: str) -> Tensor:
+    def wait_for(name: str) -> Tensor:  # of the loop's micro-batch, chunk
         buffer, work = receiving.pop((name, micro_batch, chunk))
         work.wait()
         return buffer
@@ -149,7 +149,7 @@ def execute(
         stage = stages[chunk]
         if name.startswith("Receive"):
             from_stage = stage.number + (-1 if name == "ReceiveActivations" else 1)
-            # The message has the shape of the buffer: a shorter one would be taken without an error.
+            # All messages have the shape of this buffer: a shorter one would be accepted without an error.
             buffer = torch.empty(*inputs.shape[1:], stage.net.config.hidden_size, device=inputs.device)
             receiving[instruction] = buffer, dist.irecv(buffer, src=from_stage % ranks)
         elif name == "Forward":
@@ -215,8 +215,8 @@ def clip_over_stages(parameters: list[nn.Parameter]) -> Tensor:
 def run(name: str, schedule: Callable, chunks: int, by_torch: bool, baseline: helper.Baseline) -> dict:
     """A row: train under a schedule, and compare each step with one process. Every rank must call it."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    numbers = range(rank, ranks * chunks, ranks)
-    stages = [helper.build_stage(baseline.config, number, ranks * chunks, baseline.device) for number in numbers]
+    stage_numbers = range(rank, ranks * chunks, ranks)
+    stages = [helper.build_stage(baseline.config, number, ranks * chunks, baseline.device) for number in stage_numbers]
     orders = [schedule(each, ranks, baseline.micro_batches) for each in range(ranks)]
     if by_torch:
         step = helper.torch_step(name, orders, stages, baseline)

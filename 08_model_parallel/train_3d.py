@@ -3,7 +3,7 @@
 train_fsdp.py gives each rank a part of every weight, but gathers whole layers to compute with. When a layer, its
 activations or the number of ranks gets too large for that, the computation itself is divided, too:
 
-    --tp N    tensor: N ranks compute each matmul together, and each token's norms on one of them
+    --tp N    tensor: N ranks compute each matmul together; the norms of a token are computed on one of them
     --pp N    pipeline: N stages have some of the layers each; micro-batches travel through them (1F1B)
     --cp N    context: N ranks have a part of every sequence each; keys and values are all-gathered
     the rest  data: fully_shard over all ranks that are left, in --replicate copies. It also shards over --cp
@@ -15,7 +15,7 @@ Whatever the mesh, in fp32 the losses and gradients are those of one process up 
     one node  torchrun --nproc_per_node=8 08_model_parallel/train_3d.py --model llama-8b --tp 8 --checkpointing full
     cluster   the same on every node, with --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400 and
               --model llama-70b --tp 8 --pp 4 --micro-batch-size 1
-    its bytes python 08_model_parallel/train_3d.py --dry-run --world-size 32 --model llama-70b --tp 8 --pp 4 \\
+    dry run   python 08_model_parallel/train_3d.py --dry-run --world-size 32 --model llama-70b --tp 8 --pp 4 \\
                   --micro-batch-size 1
 
 Look for: with --dtype fp32 the losses of 06_fsdp_zero/train_fsdp.py, whatever the mesh; the bytes that each rank holds.
@@ -55,7 +55,7 @@ def build(args, config, weight_mesh, device):
         mp_policy=MixedPrecisionPolicy(DTYPES[args.dtype], reduce_dtype=torch.float32, cast_forward_inputs=False),
         reshard_after_forward=None if args.reshard_after_forward == "on" else False,  # None: all but the root
     )
-    for block in net.model.layers.values():  # wrapped above, then compiled, then cut: each sees what was done before
+    for block in net.model.layers.values():  # checkpointed above, then compiled, then sharded: the order counts
         if args.compile:
             block.compile(fullgraph=True)
         shard(block)
@@ -89,7 +89,7 @@ def main() -> int:
     runtime.catch_stop_signals()
     batch_mesh, weight_mesh = make_meshes(args, device)
 
-    # 2 The batch: a function of --seed and the step alone. Only data ranks read other sequences.
+    # 2 The batch: a function of --seed and the step alone. Only data ranks read different sequences.
     corpus = data.load_corpus(args.data, args.tokenizer, args.model)
     batches = data.Batches(corpus, args, rank=batch_mesh.get_local_rank("data"), world_size=batch_mesh["data"].size())
     held_out = batches.evaluation()

@@ -56,8 +56,8 @@ def relaunch(device: str, on_cpu: int = 2) -> None:
 def one_batch(batch_size: int, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """A batch of the default corpus for lessons that need only one: inputs and targets, int64 [batch_size, seq_len]."""
     sequences = data.Sequences(data.load_corpus("stdlib").train, seq_len)
-    if len(sequences) < batch_size:
-        raise UserError(f"--batch-size {batch_size}: the text has {len(sequences)} sequences of {seq_len} tokens")
+    if (most := len(sequences)) < batch_size:
+        raise UserError(f"{batch_size} sequences of {seq_len} tokens, the text has {most}: lower the steps or batch")
     inputs, targets = zip(*(sequences[i] for i in range(batch_size)), strict=True)
     return torch.stack(inputs).to(device), torch.stack(targets).to(device)
 

@@ -45,7 +45,7 @@ def test_on_a_gpu(gpus, tmp_path, dtype):
     ("flags", "told"),
     [
         (("--model", "nonsense"), "--model nonsense"),
-        (("--batch-size", 999999999), "--batch-size 999999999: the text has"),
+        (("--batch-size", 999999999), "999999999 sequences of"),
         (("--seq-len", 2000), "--seq-len 2000 is over the limit"),
         (("--rounds", 0), "--rounds"),
         (("--dtype", "fp16"), "--dtype"),
