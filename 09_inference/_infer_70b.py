@@ -20,7 +20,7 @@ def local(weight: Tensor) -> Tensor:
 
 
 def held_bytes(net: nn.Module, *, read: bool = False) -> int:
-    """Bytes of this rank's weights; of those that a decode step reads: without an embedding that is only looked up."""
+    """Bytes of this rank's weights. `read`: of those that a decode step reads whole, so without an untied embedding."""
     weights = dict(net.named_parameters())  # tied ones once
     if read and "lm_head.weight" in weights:
         weights.pop("model.embed_tokens.weight")
@@ -28,7 +28,7 @@ def held_bytes(net: nn.Module, *, read: bool = False) -> int:
 
 
 def planned_bytes(args, config: shapes.Config, ranks: int, cache_tokens: int) -> tuple[int, int]:
-    """(weights, cache) of a rank, by the planner: each matrix and each head on one rank, norms on all."""
+    """(weights, cache) of a rank, by the planner: matrices and heads are divided, norms are whole on each rank."""
     shape, size = from_config(args.model, config), DTYPES[args.dtype].itemsize
     divided = inference.weight_bytes(shape, weights=args.dtype, tp=ranks, head_divided=True, count_embedding=False)
     embedding = 0 if shape.tied else size * shape.embedding / ranks
@@ -49,7 +49,7 @@ def undivided(config: shapes.Config, ranks: int) -> list[str]:
 def check_layout(args, config: shapes.Config) -> int:
     """The number of ranks. UserError for a number that cannot share the model, and for several nodes."""
     if (args.world_size is not None) != args.dry_run:
-        raise exits.UserError("--dry-run and --world-size N go together: they show a rank of N, and start none")
+        raise exits.UserError("--dry-run and --world-size N go together; to run N ranks: torchrun --nproc_per_node=N")
     started = runtime.ranks()[1]
     ranks = args.world_size or started
     if int(os.environ.get("LOCAL_WORLD_SIZE", started)) < started:
@@ -90,7 +90,7 @@ def check_room(args, config: shapes.Config, ranks: int, cache_tokens: int, devic
 
 
 def dry_run(args, config: shapes.Config, cache_tokens: int, cut: Callable) -> int:
-    """Show a rank's bytes, and check the planner's figure: rank 0 of the model is cut, without numbers, and counted."""
+    """Show a rank's bytes, and check the planner's figure against rank 0's bytes, cut on the meta device."""
     args.dtype = "bf16" if args.dtype == "auto" else args.dtype
     row = check_room(args, config, args.world_size, cache_tokens, torch.device("cpu"))
     net = model.build(args.model, config, seed=args.seed, device="meta").to(DTYPES[args.dtype])
@@ -99,14 +99,14 @@ def dry_run(args, config: shapes.Config, cache_tokens: int, cut: Callable) -> in
         cut(net, args.world_size, "cpu")
     check_bytes(net, row)
     print(table([[*row], [report.for_people(key, value) for key, value in row.items()]]))
-    print(f"checked: rank 0, cut as it will be, holds {held_bytes(net):,} bytes of weights, as the planner has it")
+    print(f"checked: rank 0, cut on the meta device, has {held_bytes(net):,} bytes of weights, as planned")
     known = {"world_size": args.world_size, "dtype": args.dtype, "model": args.model}
     report.write_json({**known, "parameters": shapes.parameter_count(config), "checked": [], **row}, args.json)
     return 0
 
 
 def check_bytes(net: model.Transformer, row: dict) -> None:
-    """A rank holds as many bytes as planned. If the vocabulary does not divide, the first ranks have a row more."""
+    """A rank holds as many bytes as planned. If the vocabulary does not divide, the last ranks have fewer rows."""
     uneven_rows = 2 if net.config.vocab_size % row["ranks"] else 0  # of the embedding and of the head
     row_bytes = net.config.hidden_size * next(net.parameters()).element_size()
     found = held_bytes(net)

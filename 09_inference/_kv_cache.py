@@ -25,7 +25,7 @@ TOLERANCE = 1e-4  # of logits in fp32, relative: sums in another order
 
 
 def shared_tokens(prompts: list[list[int]], block: int) -> int:
-    """With how many tokens all prompts begin, in full blocks. Each prompt keeps one token to read, for its logits."""
+    """How many tokens all prompts share at the start, in full blocks. Each keeps one to read, for its logits."""
     common = min(equal_at_start(prompts[0], prompt) for prompt in prompts)
     shortest = min(map(len, prompts))
     return min(common, shortest - 1) // block * block
@@ -40,7 +40,7 @@ def equal_at_start(one: list[int], other: list[int]) -> int:
 
 
 def held_at_the_end(cache) -> dict:
-    """What a paged cache's texts hold, and which blocks are not free after the last of them has gone."""
+    """What a paged cache's texts hold, and how many blocks are not free after all texts are released."""
     row = {"cache_bytes": cache.held_bytes(), "blocks": len(cache.held_blocks())}
     for text in list(cache.tables):
         cache.release(text)
@@ -95,7 +95,7 @@ def check(rows: list[dict], text: Text, args: argparse.Namespace, block: int) ->
 
 
 def expected_reads(row: dict, lengths: list[int], shared: int) -> int:
-    """Tokens that the model reads, padding included: the prompts padded to the longest, then one or all at a step."""
+    """Tokens that the model reads, padding included: the padded prompts, then in each step one a text, or all again."""
     texts, longest, steps = len(lengths), max(lengths), row["decode_steps"]
     if row["name"] == "no cache":
         return texts * sum(range(longest, longest + steps + 1))

@@ -1,5 +1,5 @@
-"""What every way to answer needs: prompts, a static KV cache, prefill and decode, sampling, streaming; and the proof
-that all ways give: in fp32, the greedy tokens of transformers' generate."""
+"""What every script here needs: prompts, a static KV cache, prefill and decode, sampling, streaming; and the proof that
+they share: in fp32, the greedy tokens of transformers' generate."""
 
 import argparse
 import json
@@ -64,7 +64,7 @@ class Generated:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, *, is_causal: bool, enable_gqa: bool) -> Tensor:
-    """CUDA's kernels that never hold all scores refuse a mask with grouped heads: here each group is a sequence."""
+    """CUDA's memory-efficient kernels refuse a mask with grouped heads, so each group becomes a sequence of its own."""
     if seen is None or not enable_gqa:
         return F.scaled_dot_product_attention(q, k, v, seen, is_causal=is_causal, enable_gqa=enable_gqa)
     groups = k.shape[1]
@@ -114,8 +114,7 @@ def generate(
     on_tokens: Callable[[list[int | None]], None] | None = None,
 ) -> Generated:
     """Prefill gives the first token of each prompt, each decode step one more. prefill and decode: see steps_of;
-    choose: logits [batch, vocab] to tokens [batch]; on_tokens gets each step's tokens, None for a row that has ended.
-    """
+    choose: logits [batch, vocab] to tokens [batch]; on_tokens gets each step's tokens, None for an ended row."""
     result = Generated([[] for _ in prompts], sum(map(len, prompts)))
 
     def take(tokens: list[int]) -> None:
@@ -145,8 +144,8 @@ def generate(
         result.decode_steps += 1
         unread.append(tokens)
         if device.type == "cpu" or len(unread) == READ_EVERY or step == max_new_tokens - 2:
-            for read in torch.stack(unread).tolist():
-                take(read)
+            for step_tokens in torch.stack(unread).tolist():
+                take(step_tokens)
             unread = []
     result.decode_seconds = time.perf_counter() - start
     return result
@@ -175,12 +174,12 @@ def sample(logits: Tensor, args: argparse.Namespace, generator: torch.Generator)
 
 def parser(description: str) -> cli.Parser:
     """The flags of every script that answers."""
-    found = cli.Parser(description)
-    add = found.add_argument
+    flags = cli.Parser(description)
+    add = flags.add_argument
     add("--model", default="nano", help=f"a Hugging Face folder, or with random weights: {', '.join(shapes.SIZES)}")
-    asked = found.add_mutually_exclusive_group()
-    asked.add_argument("--prompt", help=f"text to continue (default: {DEFAULT_PROMPT})")
-    asked.add_argument("--prompts", type=Path, metavar="FILE", help="a file with one prompt a line: one batch")
+    either = flags.add_mutually_exclusive_group()
+    either.add_argument("--prompt", help=f"text to continue (default: {DEFAULT_PROMPT})")
+    either.add_argument("--prompts", type=Path, metavar="FILE", help="a file with one prompt a line: one batch")
     add("--chat", action="store_true", help="put each prompt into the tokenizer's chat template")
     add("--max-new-tokens", type=cli.positive_int, default=32)
     add("--temperature", type=cli.not_negative, default=0.0, help="0: greedy")
@@ -188,8 +187,8 @@ def parser(description: str) -> cli.Parser:
     add("--top-p", type=cli.positive, default=1.0, help="draw from the likeliest tokens with this share together")
     add("--seed", type=cli.natural, default=0, help="of random weights and of sampling")
     add("--dtype", choices=("auto", *DTYPES), default="auto", help="of weights and cache (auto: fp32 if small)")
-    cli.add_device_and_json(found)
-    return found
+    cli.add_device_and_json(flags)
+    return flags
 
 
 class Text:
@@ -199,6 +198,8 @@ class Text:
         """UserError for flags or prompts that the model cannot answer; `ahead`: positions beyond the last token."""
         if args.temperature == 0 and (args.top_k or args.top_p < 1):
             raise UserError("--top-k and --top-p need sampling: add --temperature 0.8")
+        if args.top_p > 1:
+            raise UserError(f"--top-p {args.top_p:g} is over 1: it is a share of the probability, such as 0.9")
         self.tokenizer = None
         if any(Path(args.model).glob("tokenizer*")):
             from transformers import AutoTokenizer  # seconds that bytes need not wait for
@@ -208,10 +209,11 @@ class Text:
             raise UserError(f"--chat: --model {args.model} has no chat template")
         self.chat, self.config = args.chat, config
         self.texts = [DEFAULT_PROMPT if args.prompt is None else args.prompt]
-        if args.prompts is not None and not args.prompts.is_file():
-            raise UserError(f"--prompts {args.prompts}: no such file")
         if args.prompts is not None:
-            self.texts = [line for line in args.prompts.read_text().splitlines() if line.strip()]
+            try:
+                self.texts = [line for line in args.prompts.read_text().splitlines() if line.strip()]
+            except (OSError, UnicodeDecodeError) as error:
+                raise UserError(f"--prompts {args.prompts} is no text file: {error}") from None
         self.prompts = [self.encode(text) for text in self.texts]
         if not self.prompts or not all(self.prompts):
             raise UserError("an empty prompt: there is nothing to continue")
@@ -222,21 +224,19 @@ class Text:
             fix = f"use --max-new-tokens {room}" if room > 0 else "shorten the prompt"
             raise UserError(f"a prompt of {longest} tokens in a context of {config.max_position_embeddings}: {fix}")
         stop = set() if self.tokenizer is None else {self.tokenizer.eos_token_id}
-        of_generation = Path(args.model) / "generation_config.json"
-        if of_generation.is_file():
-            ends = json.loads(of_generation.read_text()).get("eos_token_id")
+        generation_config = Path(args.model) / "generation_config.json"
+        if generation_config.is_file():
+            ends = json.loads(generation_config.read_text()).get("eos_token_id")
             stop |= set(ends) if isinstance(ends, list) else {ends}
         self.stop = frozenset(stop - {None})  # the tokens that end an answer
 
     def encode(self, text: str) -> list[int]:
         if self.chat:
             messages = [{"role": "user", "content": text}]
-            ids = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
-        elif self.tokenizer is not None:
-            ids = self.tokenizer(text, verbose=False)["input_ids"]
-        else:
-            ids = list(text.encode(errors="surrogateescape"))
-        return ids
+            return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+        if self.tokenizer is not None:
+            return self.tokenizer(text, verbose=False)["input_ids"]
+        return list(text.encode(errors="surrogateescape"))
 
     def decode(self, ids: list[int]) -> str:
         if self.tokenizer is not None:
@@ -263,8 +263,8 @@ def choose_dtype(args: argparse.Namespace, config: shapes.Config, device: torch.
 
 
 def check_tokens(found: list[list[int]], text: Text, args: argparse.Namespace) -> list[str]:
-    """Assert that the tokens are those of transformers' generate: greedy, in fp32, prompt by prompt. Other tokens than
-    greedy ones in fp32, and large models, are not compared: then the list is empty."""
+    """Assert that the tokens are those of transformers' generate: greedy, in fp32, prompt by prompt. Sampled tokens,
+    those in 16 bits and those of large models are not compared: then the list is empty."""
     config = text.config
     if args.temperature or args.dtype != "fp32" or shapes.parameter_count(config) > SMALL:
         return []
@@ -276,8 +276,8 @@ def check_tokens(found: list[list[int]], text: Text, args: argparse.Namespace) -
     for prompt, ids in zip(text.prompts, found, strict=True):
         inputs = torch.tensor([prompt])
         how = {"attention_mask": torch.ones_like(inputs), "eos_token_id": sorted(text.stop) or None, "pad_token_id": 0}
-        whole = baseline.generate(inputs, do_sample=False, max_new_tokens=args.max_new_tokens, **how)
-        expected = [token for token in whole[0, len(prompt) :].tolist() if token not in text.stop]
+        answer = baseline.generate(inputs, do_sample=False, max_new_tokens=args.max_new_tokens, **how)
+        expected = [token for token in answer[0, len(prompt) :].tolist() if token not in text.stop]
         assert ids == expected, f"tokens {ids}, and transformers' generate gives {expected}"
     return [f"the {sum(map(len, found))} greedy tokens are those of transformers' generate"]
 
@@ -286,7 +286,7 @@ def speed(result: Generated, device: torch.device, bytes_per_step: int) -> dict:
     """Summary keys about time. `bytes_per_step`: the weights that a decode step reads from one device's memory. No step
     can be faster than that: `bandwidth_share` is how near it comes."""
     decoded = sum(len(ids[1:]) for ids in result.token_ids)  # the prefill has given the first ones
-    read = bytes_per_step * result.decode_steps / result.decode_seconds if decoded else None
+    bytes_per_second = bytes_per_step * result.decode_steps / result.decode_seconds if decoded else None
     bandwidth = hardware.devices().get(hardware.device_name(device), {}).get("bandwidth")
     if device.type == "cpu":  # no data sheet: measured on as many bytes, since few of them fit into its cache
         buffer = torch.ones(min(bytes_per_step, 2**30) // 4)
@@ -296,5 +296,5 @@ def speed(result: Generated, device: torch.device, bytes_per_step: int) -> dict:
         "time_to_first_token_seconds": result.prefill_seconds,
         "prefill_tokens_per_second": result.prompt_tokens / result.prefill_seconds,
         "decode_tokens_per_second": decoded / result.decode_seconds if decoded else None,
-        "bandwidth_share": read / bandwidth if read and bandwidth else None,
+        "bandwidth_share": bytes_per_second / bandwidth if decoded and bandwidth else None,
     }

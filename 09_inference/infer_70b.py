@@ -1,13 +1,13 @@
 """Tensor-parallel inference: a model that no GPU holds answers from all GPUs of a node.
 
 A 70B model is 131 GiB in bf16. Layer by layer on several GPUs, one works while the others wait. Here each rank holds a
-part of every matrix, and all compute every layer together: whole attention heads, and a part of the MLP. What a rank
-gets for its heads is a partial sum of the block's output, so each layer needs two all-reduces of a hidden state, small
-ones while it decodes. A decode step reads every weight once; N ranks read N parts at the same time, so the time of a
-token falls with N as long as the all-reduces are short: inside a node.
+part of every matrix, and all compute every layer together: whole attention heads, and a part of the MLP. Each of
+these gives a partial sum of its output, so each layer needs two all-reduces of the hidden states; a decode step has one
+token per text, so they are small there. It reads every weight once; N ranks read N parts at the same time, so the time
+of a token falls with N as long as the all-reduces are short: inside a node.
 
     laptop    python 09_inference/infer_70b.py
-              torchrun --nproc_per_node=2 09_inference/infer_70b.py --model models/smollm2-135m --chat \\
+              torchrun --nproc_per_node=3 09_inference/infer_70b.py --model models/smollm2-135m --chat \\
                   --prompt "What is the capital of France?"                    (make model makes that folder)
     one node  torchrun --nproc_per_node=8 09_inference/infer_70b.py --model llama-70b --compile
     its bytes python 09_inference/infer_70b.py --model llama-70b --dry-run --world-size 8 --memory 80
@@ -53,17 +53,17 @@ DRAWN_ON_CPU = 2e9  # parameters; a CPU takes a quarter of an hour to draw those
 def cut(net: model.Transformer, ranks: int, device_type: str) -> None:
     """Make each matrix a DTensor that knows this rank's part of it. On the meta device, so nothing is copied or sent.
 
-    Colwise cuts a matrix by its outputs: a rank computes some heads, or some channels of the MLP, from the replicated
-    hidden state. Rowwise cuts the next one by its inputs, which are where the rank has them; its result is a partial
-    sum, and the all-reduce after it makes it replicated again.
+    Colwise cuts a matrix by its outputs: a rank computes some heads, or some channels of the MLP, from a copy of
+    the hidden state. Rowwise cuts the next matrix by its inputs: each rank has the part that it has just computed.
+    The result is a partial sum, and the all-reduce after it gives each rank a copy of the whole sum.
     """
     plan = {
-        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),  # a rank looks up some of the tokens
+        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),  # a rank has a part of the vocabulary
         "model.layers.*.self_attn.[qkv]_proj": ColwiseParallel(),
         "model.layers.*.self_attn.o_proj": RowwiseParallel(),
         "model.layers.*.mlp.[gu]*_proj": ColwiseParallel(),  # gate and up
         "model.layers.*.mlp.down_proj": RowwiseParallel(),
-        "lm_head": ColwiseParallel(output_layouts=Replicate()),  # logits of some of the tokens, gathered
+        "lm_head": ColwiseParallel(output_layouts=Replicate()),  # a rank's part of the logits; then gathered
     }
     mesh = init_device_mesh(device_type, (ranks,), mesh_dim_names=("tensor",))
     parallelize_module(net, mesh, plan, src_data_rank=None)
@@ -131,8 +131,8 @@ def main() -> int:
 
     answer(min(WARM_UP_TOKENS, args.max_new_tokens))  # the first steps are slow
     result = answer(args.max_new_tokens, text.printer() if runtime.is_rank0() else None)
-    every = runtime.gather(result.token_ids)
-    assert all(tokens == every[0] for tokens in every), f"ranks have different tokens: {every}"
+    of_ranks = runtime.gather(result.token_ids)
+    assert all(ids == of_ranks[0] for ids in of_ranks), f"ranks have different tokens: {of_ranks}"
     checked = [f"rank 0 holds the {row['weight_bytes']:,} bytes of weights that were planned"]
     checked += [f"all {ranks} ranks have the same tokens"] if ranks > 1 else []
     checked += runtime.on_rank0(lambda: check_tokens(result.token_ids, text, args))

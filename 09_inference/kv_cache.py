@@ -54,7 +54,7 @@ class NoCache:
 
 
 class PagedCache(StaticCache):
-    """A static cache whose rows are blocks of 16 tokens. A text's block table names its blocks in the text's order."""
+    """A static cache whose rows are blocks of 16 tokens. A text, here a number, has a table of its blocks in order."""
 
     def __init__(self, config: shapes.Config, *, blocks: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(config, batch=1 + blocks, length=BLOCK, dtype=dtype, device=device)
@@ -68,7 +68,7 @@ class PagedCache(StaticCache):
             table.append(self.free.pop())
 
     def share(self, text: int, other: int, tokens: int) -> None:
-        """Begin the text's table with the full blocks of the other's first `tokens`, which nothing is written to again.
+        """Begin the text's table with the full blocks of the other's first `tokens`, which are never written to again.
         Both texts must begin with these tokens: a key depends on its position and on all tokens before it."""
         self.tables[text] = self.tables[other][: tokens // BLOCK]
 
@@ -86,7 +86,7 @@ class PagedCache(StaticCache):
     def select(self, texts: list[int]) -> None:
         """The next forward reads tokens of these texts, a row of ids for each."""
         tables = [torch.tensor(self.tables[text], device=self.tensors[0].device) for text in texts]
-        self.table = nn.utils.rnn.pad_sequence(tables, batch_first=True)  # with block 0
+        self.table = nn.utils.rnn.pad_sequence(tables, batch_first=True)  # block 0 pads them
         self.slots = torch.arange(self.table.shape[1] * BLOCK, device=self.table.device)
 
     def extend(self, layer: str, positions: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -108,15 +108,15 @@ class PagedCache(StaticCache):
         return copies
 
     def bring_back(self, text: int, copies: list[Tensor]) -> None:
-        """Into blocks that are free now, and often not those of before. Only the table has to know."""
+        """Copy them into blocks that are free now, often others than before: only the table changes."""
         self.reserve(text, len(copies[0]) * BLOCK)
         for tensor, copy in zip(self.tensors, copies, strict=True):
             tensor[self.tables[text]] = copy.to(tensor.device, non_blocking=True)
 
 
 def paged_steps(net: nn.Module, cache: PagedCache, lengths: list[int], shared: int = 0) -> tuple[Callable, Callable]:
-    """prefill and decode, see steps_of: before tokens are written, each table must have a block for them. `lengths`: of
-    the prompts; `shared`: with so many tokens all of them begin. These are read once and stand in one place."""
+    """As steps_of, but each table gets the blocks for its tokens before they are written. `lengths`: of the prompts;
+    `shared`: how many tokens they share at the start. These are read once, and every table names their blocks."""
     texts = range(len(lengths))
     read_prompts, read_token = steps_of(net, cache)
 
@@ -143,7 +143,7 @@ def paged_steps(net: nn.Module, cache: PagedCache, lengths: list[int], shared: i
 
 
 def with_a_pause(net: nn.Module, cache: PagedCache, lengths: list[int], row: dict) -> tuple[Callable, Callable]:
-    """Before the last token of the prompts comes, all texts wait in CPU memory, and another text has their blocks."""
+    """After the prompts are read, all texts wait in CPU memory while another text has their blocks."""
     read_prompts, decode = paged_steps(net, cache, lengths)
 
     def prefill(ids: Tensor, positions: Tensor, last: Tensor) -> Tensor:
@@ -160,13 +160,13 @@ def with_a_pause(net: nn.Module, cache: PagedCache, lengths: list[int], row: dic
         row["same_places"] = sum(len({*before[text]} & {*cache.tables[text]}) for text in before)
         cache.release(-1)
         cache.select(range(len(lengths)))
-        return net(ids.gather(1, last[:, None]), positions=last[:, None], cache=cache)[:, -1]
+        return net(ids.gather(1, last[:, None]), positions=last[:, None], cache=cache)[:, -1]  # read again
 
     return prefill, decode
 
 
-def make(way: str, net: nn.Module, text: Text, args, device: torch.device, row: dict) -> tuple:
-    """The cache of a way, its prefill and its decode. A note of the pause is left in the row."""
+def cache_and_steps(way: str, net: nn.Module, text: Text, args, device: torch.device, row: dict) -> tuple:
+    """The cache of a way, its prefill and its decode. with_a_pause writes the bytes that wait into the row."""
     lengths = [len(prompt) for prompt in text.prompts]
     kind = {"dtype": DTYPES[args.dtype], "device": device}
     if way == "no cache":
@@ -176,7 +176,7 @@ def make(way: str, net: nn.Module, text: Text, args, device: torch.device, row: 
         cache = StaticCache(text.config, batch=len(lengths), length=text.length, **kind)
         return cache, *steps_of(net, cache)
     most_blocks = len(lengths) * -(-text.length // BLOCK)
-    cache = PagedCache(text.config, blocks=2 * most_blocks, **kind)  # with_a_pause needs them twice
+    cache = PagedCache(text.config, blocks=2 * most_blocks, **kind)  # with_a_pause needs twice as many
     if way == "paged, offloaded and back":
         return cache, *with_a_pause(net, cache, lengths, row)
     shared = shared_tokens(text.prompts, BLOCK) if way == "paged, prefix shared" else 0
@@ -190,7 +190,7 @@ def run(way: str, net: nn.Module, text: Text, args, device: torch.device) -> dic
     def count(_, inputs: tuple) -> None:
         row["tokens_read"] += inputs[0].numel()
 
-    cache, prefill, decode = make(way, net, text, args, device, row)
+    cache, prefill, decode = cache_and_steps(way, net, text, args, device, row)
     generator = torch.Generator(device).manual_seed(args.seed)
 
     def choose(logits: Tensor) -> Tensor:
@@ -229,7 +229,7 @@ def main() -> int:
     rows = [rows[way] | seconds[way] for way in WAYS]
     checked = check(rows, text, args, BLOCK)
     checked += check_tokens(rows[0]["token_ids"], text, args)
-    cache, prefill, decode = make("paged", net, text, args, device, {})
+    cache, prefill, decode = cache_and_steps("paged", net, text, args, device, {})
     how = {"max_new_tokens": 1, "choose": partial(torch.argmax, dim=-1), "device": device}
     read_again = partial(generate, prefill, decode, text.prompts, **how)
     lesson.end(

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
-import _offloaded as files
+import _offloaded
 import _shared as shared
 
 from common import cli, exits, lesson, model, runtime, shapes
@@ -75,16 +75,16 @@ def steps_of_transformers(net: nn.Module) -> tuple[Callable, Callable]:
 
 def cut(args, config: shapes.Config, device: torch.device) -> nn.Module:
     """Our model in DeepSpeed's engine: each tensor is cut as soon as it is made, and whole only while it is used."""
-    deepspeed = files.import_deepspeed(device)
-    layer = (shapes.parameter_count(config) - config.vocab_size * config.hidden_size) // config.num_hidden_layers
+    deepspeed = _offloaded.import_deepspeed(device)
+    layer_size = (shapes.parameter_count(config) - config.vocab_size * config.hidden_size) // config.num_hidden_layers
     settings = {
         "train_micro_batch_size_per_gpu": 1,  # required, although nothing is trained
         "bf16": {"enabled": args.dtype == "bf16"},
         "fp16": {"enabled": args.dtype == "fp16"},  # neither: fp32
         "zero_optimization": {
             "stage": 3,
-            "stage3_prefetch_bucket_size": layer,  # elements: gather one layer ahead
-            "stage3_max_live_parameters": 2 * layer,
+            "stage3_prefetch_bucket_size": layer_size,  # elements: gather one layer ahead
+            "stage3_max_live_parameters": 2 * layer_size,
             "stage3_max_reuse_distance": 0,  # free a layer after its forward
             "stage3_param_persistence_threshold": config.hidden_size + 1,  # norms stay whole on every rank
             # a GPU copies from pinned memory while it computes
@@ -93,7 +93,7 @@ def cut(args, config: shapes.Config, device: torch.device) -> nn.Module:
     }
     with deepspeed.zero.Init(config_dict_or_path=settings):
         net = model.Transformer(config)
-    files.fill(deepspeed, net, args)
+    _offloaded.fill(deepspeed, net, args)
     net.requires_grad_(False)
     net.to(device)  # fills the tables of the rotary embedding again: zero.Init has rounded them to 16 bits
     engine, *_ = deepspeed.initialize(model=net, config=settings, dist_init_required=False)
@@ -101,13 +101,13 @@ def cut(args, config: shapes.Config, device: torch.device) -> nn.Module:
     return engine
 
 
-def steps_of_rank(engine: nn.Module, batch: int, cache_sizes: dict) -> tuple[Callable, Callable, Callable]:
-    """prefill and decode of every N-th prompt on each of N ranks, and `whole`: the logits of all prompts from those.
+def steps_of_rank(engine: nn.Module, batch: int, cache_sizes: dict) -> tuple[Callable, Callable]:
+    """prefill and decode: each of N ranks computes every N-th prompt, and an all-reduce gives all ranks all logits.
 
     Every forward gathers weights from all ranks. A rank that stopped at its own last token would leave the others
     waiting. So all choose all tokens, from the same logits, and take part until the last prompt has ended.
     """
-    mine = torch.arange(dist.get_rank(), batch, dist.get_world_size(), device=cache_sizes["device"])
+    mine = torch.arange(batch, device=cache_sizes["device"])[dist.get_rank() :: dist.get_world_size()]
     rows = mine if len(mine) else mine.new_zeros(1)  # more ranks than prompts: compute another's
     cache = shared.StaticCache(engine.module.config, batch=len(rows), **cache_sizes)
 
@@ -131,17 +131,17 @@ def by_device_map(
 ) -> tuple[dict, tuple, list[str]]:
     """The bytes by place, prefill and decode, and what was checked; in a dry run the bytes alone."""
     dtype = shared.DTYPES[args.dtype]
-    net = files.empty_model(config, dtype)
+    net = _offloaded.empty_model(config, dtype)
     token_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * dtype.itemsize
-    device_map = place(net, files.free_bytes(args, device), token_bytes * text.length * len(text.prompts))
-    planned = files.bytes_of_places(net, device_map)
+    device_map = place(net, _offloaded.free_bytes(args, device), token_bytes * text.length * len(text.prompts))
+    planned = _offloaded.bytes_of_places(net, device_map)
     on_gpus = sum(nbytes for where, nbytes in planned.items() if isinstance(where, int))
     row = {"gpu_bytes": on_gpus, "cpu_bytes": planned.get("cpu", 0), "disk_bytes": planned.get("disk", 0)}
     row["bytes_by_place"] = planned
     row["moved_bytes"] = row["disk_bytes"] + (row["cpu_bytes"] if on_gpus else 0)  # to where layers compute
     if args.dry_run:
         return row, (), []
-    net = files.load(args, config, device_map)
+    net = _offloaded.load(args, config, device_map)
     moved = sum(weight.nbytes for weight in net.parameters() if weight.is_meta)  # a hook brings it when it is due
     assert moved == row["moved_bytes"], f"{moved} bytes are offloaded, and {row['moved_bytes']} were planned"
     return row, steps_of_transformers(net), [f"{moved:,} bytes of weights travel for each step, as planned"]
@@ -151,7 +151,7 @@ def by_zero3(args, config: shapes.Config, text: shared.Text, device: torch.devic
     """As by_device_map, for this rank."""
     ranks, dtype = dist.get_world_size(), shared.DTYPES[args.dtype]
     engine = cut(args, config, device)
-    row = {**files.held_bytes(engine.module), "disk_bytes": 0}
+    row = {**_offloaded.held_bytes(engine.module), "disk_bytes": 0}
     held, planned = row["gpu_bytes"] + row["cpu_bytes"], 0
     for weight in model.build(args.model, config, seed=0, device="meta").parameters():
         planned += dtype.itemsize * math.ceil(weight.numel() / ranks)
@@ -171,7 +171,7 @@ def main() -> int:
     flags.add_argument("--world-size", type=cli.positive_int, help="with --dry-run: the number of GPUs")
     args = flags.parse_args()
     config = shapes.read_config(args.model)
-    files.check_flags(args)
+    _offloaded.check_flags(args)
     text = shared.Text(args, config)
     zero3 = args.by == "zero3"
     device = runtime.init_process_group(args.device) if zero3 else runtime.single_device(args.device)
@@ -194,9 +194,9 @@ def main() -> int:
 
     answer(min(WARM_UP_TOKENS, args.max_new_tokens))
     result = answer(args.max_new_tokens, text.printer() if runtime.is_rank0() else None)
-    every = runtime.gather(result.token_ids)
-    assert all(tokens == every[0] for tokens in every), f"ranks have different tokens: {every}"
-    checked += [f"all {len(every)} ranks have the same tokens"] if len(every) > 1 else []
+    of_ranks = runtime.gather(result.token_ids)
+    assert all(ids == of_ranks[0] for ids in of_ranks), f"ranks have different tokens: {of_ranks}"
+    checked += [f"all {len(of_ranks)} ranks have the same tokens"] if len(of_ranks) > 1 else []
     checked += runtime.on_rank0(lambda: shared.check_tokens(result.token_ids, text, args))
     decoded = sum(len(ids[1:]) for ids in result.token_ids)  # the prefill has given the first ones
     row["time_to_first_token_seconds"] = result.prefill_seconds

@@ -148,7 +148,7 @@ def check(rows: list[dict]) -> list[str]:
     checked = []
     for row in rows:
         weights, held, planned = row["weights"], row["weight_bytes"], row["planned_weight_bytes"]
-        if row["dtype"] == "bf16" or weights == "fp32":  # the planner has embedding and norms of others in 16 bits
+        if row["dtype"] == "bf16" or weights == "fp32":  # else the planner counts embedding and norms in 16 bits
             assert held == planned, f"{weights}: {held:,} bytes are held, planned were {planned:,}"
         if LAYERS[weights] is not None:
             error = f"{row['largest_matmul_error']:.0e}"
@@ -180,10 +180,10 @@ def main() -> int:
             print(f"{weights}: {prompt!r} goes on: {answer!r}")
         if weights == "fp32":
             checked += check_tokens(row["token_ids"], text, argparse.Namespace(**vars(args) | {"dtype": "fp32"}))
-            baseline = logits, row["token_ids"]
+            baseline_logits, baseline_token_ids = logits, row["token_ids"]
         if args.weights == "all":
-            row["logits_relative_error"] = measure.relative_error(logits, baseline[0])
-            row["equal_tokens"] = _quantized.equal_tokens(row["token_ids"], baseline[1])
+            row["logits_relative_error"] = measure.relative_error(logits, baseline_logits)
+            row["equal_tokens"] = _quantized.equal_tokens(row["token_ids"], baseline_token_ids)
         rows.append(row)
     columns = {
         "weights": "weights",

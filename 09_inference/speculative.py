@@ -14,7 +14,7 @@ Without --draft the draft is the first half of the model's own layers; and then 
 kept, each at the full price. No draft guesses random weights well at temperature 0: take two folders of one family.
 
 Look for: the steps of the large model, which fall with each guess that is kept; and the time, which need not. Before:
-quantized.py, fewer bytes per weight. Next: export.py.
+quantized.py, fewer bytes per weight. Next: launch/.
 """
 
 import copy
@@ -34,7 +34,7 @@ from common import cli, exits, lesson, measure, model, shapes
 
 ROUNDS = 3  # of all ways in turn, for the time
 DRAWS = 2000  # of tokens, to see that they have the large model's distribution
-CHI_SQUARE = 16.3  # with 3 degrees of freedom, one experiment of 1,000 goes beyond it
+CHI_SQUARE = 16.3  # with 3 degrees of freedom, one experiment in 1,000 exceeds it
 
 
 def accept(target: Tensor, draft: Tensor, guesses: Tensor, generator: torch.Generator) -> tuple[int, Tensor]:
@@ -67,9 +67,9 @@ def speculate(
     start = (ids, positions[None, : len(prompt)], positions[len(prompt) - 1, None])
     token = torch.multinomial(distribution(prefill(*start))[0], 1, generator=generator)
     draft_prefill(*start)
-    text, kept = token.tolist(), []
+    answer, kept = token.tolist(), []
     ahead = positions[len(prompt) :]  # of the newest token, which no cache holds yet, and of the guesses after it
-    while len(text) < max_new_tokens and stop.isdisjoint(text):
+    while len(answer) < max_new_tokens and stop.isdisjoint(answer):
         tokens, chances = [token], []
         for position in ahead[:-1].split(1):
             chances.append(distribution(draft_decode(tokens[-1], position)))
@@ -78,11 +78,11 @@ def speculate(
         tokens = torch.cat(tokens)
         logits = verify(tokens[None], ahead[None])
         count, token = accept(distribution(logits[0]), torch.cat(chances), tokens[1:], generator)
-        text += torch.cat((tokens[1 : count + 1], token)).tolist()
+        answer += torch.cat((tokens[1 : count + 1], token)).tolist()
         kept.append(count)
         ahead = ahead + count + 1
-    ends = [place for place, token in enumerate(text) if token in stop]
-    return text[: min([max_new_tokens, *ends])], kept
+    ends = [place for place, token in enumerate(answer) if token in stop]
+    return answer[: min([max_new_tokens, *ends])], kept
 
 
 def first_half(net: model.Transformer) -> model.Transformer:
