@@ -1,8 +1,8 @@
 """What this machine is, as far as it decides how to train on it, and which models fit.
 
 Memory decides what fits; a type's FLOP/s and the memory bandwidth, how fast one device can be; the links, how far
-more of them help. NVML reports what the driver knows, even of GPUs that torch cannot use; peaks come from data sheets;
-whether a type works is tried, not believed. GB is 1e9 bytes throughout.
+more of them help. NVML reports what the driver knows, even of GPUs that torch cannot use; peaks come from data sheets.
+GB is 1e9 bytes throughout.
 
     laptop    python 01_devices/show.py
     one node  python 01_devices/show.py --json machine.json
@@ -13,16 +13,18 @@ emulated, and slow; the last table. Next: doctor.py says what is wrong here, ben
 """
 
 import math
+import platform
 import sys
 from pathlib import Path
 
+import psutil
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/ and planner/, with nothing installed
 import _shared as machine
-from _show import host, print_rows, topology
 
 from common import cli, exits, hardware, report, runtime, shapes
+from common.table import table
 from planner.inference import kv_cache_bytes
 from planner.memory import peak
 from planner.plan import Plan
@@ -33,13 +35,14 @@ LLAMA2 = {  # vocabulary, hidden, ffn, layers, heads, key-value heads, head_dim,
     "13B": shapes.Config(32_000, 5120, 13_824, 40, 40, 40, 128, 4096),
     "70B": shapes.Config(32_000, 8192, 28_672, 80, 64, 8, 128, 4096),
 }
-TYPES = {
-    "fp32": torch.float32,
-    "tf32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp8": torch.float8_e4m3fn,
-    "int8": torch.int8,
+# NVML's words for the PCIe path between two GPUs, and nvidia-smi's
+PCIE_PATHS = {
+    "NVML_TOPOLOGY_INTERNAL": "PIX",
+    "NVML_TOPOLOGY_SINGLE": "PIX",
+    "NVML_TOPOLOGY_MULTIPLE": "PXB",
+    "NVML_TOPOLOGY_HOSTBRIDGE": "PHB",
+    "NVML_TOPOLOGY_NODE": "NODE",
+    "NVML_TOPOLOGY_SYSTEM": "SYS",
 }
 
 
@@ -85,7 +88,6 @@ def what_fits(cards: list[tuple[str, int]]) -> list[dict]:
             rows.append(
                 {
                     "model": name,
-                    "parameters": shapes.parameter_count(config),
                     "use": use,
                     "spread_bytes": spread,
                     "each_bytes": each,
@@ -97,51 +99,13 @@ def what_fits(cards: list[tuple[str, int]]) -> list[dict]:
     return rows
 
 
-def try_matmul(dtype: str, device: torch.device) -> str | None:
-    """Multiply matrices of -1, 0 and 1, which every type here can do exactly; None if it does, else why not."""
-    a = torch.randint(-1, 2, (256, 256), generator=torch.Generator().manual_seed(0))
-    b = torch.randint(-1, 2, (256, 256), generator=torch.Generator().manual_seed(1))
-    try:
-        torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
-        x = a.to(TYPES[dtype]).to(device)
-        y = b.t().to(TYPES[dtype]).to(device)  # by columns, as fp8 units want it
-        if dtype == "tf32":
-            x = torch.full_like(x, 1 + 2**-12) @ torch.eye(256, device=device)  # 12 bits, of which tf32 keeps 10
-            return None if bool((x == 1).all()) else "computed in fp32: 1 + 2^-12 was not rounded"
-        if dtype == "fp8":
-            one = torch.ones((), device=device)  # the scale of each matrix
-            result = torch._scaled_mm(x, y, one, one, out_dtype=torch.bfloat16)
-        elif dtype == "int8":
-            result = torch._int_mm(x, y)
-        else:
-            result = x @ y
-        return None if torch.equal(result.cpu().double(), a.double() @ b.t().double()) else "wrong result"
-    except Exception as error:  # what is missing says so in many forms
-        return (str(error).splitlines() or [type(error).__name__])[0]
-    finally:
-        torch.set_float32_matmul_precision("highest")
-
-
-def tried_types(device: torch.device) -> list[dict]:
-    """For each type: has `device` units for it, and does a matmul come out right?"""
-    native, _ = machine.native_types(device)
-    rows = []
-    for dtype in TYPES:
-        problem = try_matmul(dtype, device)
-        works = "native" if dtype in native else "emulated"
-        verdict = "missing" if problem else works
-        rows.append({"dtype": dtype, "unit": dtype in native, "verdict": verdict, "tried": problem or "right"})
-    return rows
-
-
 def peaks_of(name: str) -> dict:
     """What the data sheet says of a device, without sparsity: None is not known, 0 a type without units."""
     sheet = hardware.devices().get(name, {})
-    in_tera = {f"{dtype}_tflops": sheet.get(dtype) for dtype in TYPES} | {
-        "terabytes_per_second": sheet.get("bandwidth")
-    }
-    scaled = {key: None if value is None else value / 1e12 for key, value in in_tera.items()}
-    return {"device": name, **scaled, "memory_bytes": sheet.get("memory"), "tdp_watts": sheet.get("tdp")}
+    rates = {f"{dtype}_tflops": sheet.get(dtype) for dtype in machine.CUDA_SINCE}
+    rates["terabytes_per_second"] = sheet.get("bandwidth")
+    in_tera = {key: None if value is None else value / 1e12 for key, value in rates.items()}
+    return {"device": name, **in_tera, "memory_bytes": sheet.get("memory"), "tdp_watts": sheet.get("tdp")}
 
 
 def check_agreement(gpus: list[dict], usable: list) -> int:
@@ -154,6 +118,70 @@ def check_agreement(gpus: list[dict], usable: list) -> int:
     return len(pairs)
 
 
+def host() -> dict:
+    """The processor, its cores and memory with the limits of this process's control group, and torch's build."""
+    memory = psutil.virtual_memory()
+    memory_limit, cores_limit = machine.limits()
+    return {
+        "cpu": machine.cpu_fact("model name") or platform.machine(),
+        "cores_physical": psutil.cpu_count(logical=False),
+        "cores_usable": machine.usable_cores(),
+        "cores_limit": cores_limit,
+        "memory_total_bytes": memory.total,
+        "memory_available_bytes": memory.available,
+        "memory_limit_bytes": memory_limit,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda or torch.version.hip,
+        "cudnn": torch.backends.cudnn.version(),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else None,
+    }
+
+
+def topology(gpus: list[dict]) -> list[list[str]]:
+    """How each GPU reaches each other, a square matrix in the words of `nvidia-smi topo -m`: NV4 (four NVLink
+    lanes), else the PCIe path PIX, PXB, PHB, NODE or SYS; X on the diagonal, "?" if unknown."""
+    bus_ids = [gpu["bus_id"] for gpu in gpus]
+    count = range(len(gpus))
+    return [["X" if i == j else path_between(i, j, bus_ids) for j in count] for i in count]
+
+
+def path_between(i: int, j: int, bus_ids: list[str | None]) -> str:
+    nv = machine.nv
+    try:
+        first = nv.nvmlDeviceGetHandleByIndex(i)
+        second = nv.nvmlDeviceGetHandleByIndex(j)
+        ends = [nv.nvmlDeviceGetNvLinkRemotePciInfo(first, link).busId for link in machine.links_up(first)]
+        if direct := ends.count(bus_ids[j]):
+            return f"NV{direct}"
+        # through an NVSwitch no lane ends at the other GPU itself: it ends at the switch
+        if ends and None not in bus_ids and not set(ends) & set(bus_ids) and machine.links_up(second):
+            return f"NV{min(len(ends), len(machine.links_up(second)))}"
+    except Exception:  # no NVLink to ask about: PCIe may still answer
+        pass
+    try:
+        level = nv.nvmlDeviceGetTopologyCommonAncestor(first, second)
+        return next(short for name, short in PCIE_PATHS.items() if getattr(nv, name) == level)
+    except Exception:
+        return "?"
+
+
+def print_rows(heading: str, rows: list[dict]) -> None:
+    """One line for each row; bytes in GB, rates in powers of ten."""
+    heads = [name.removesuffix("_bytes").replace("_", " ") for name in rows[0]]
+    cells = [[_words(row.get("", name), value) for name, value in row.items()] for row in rows]
+    print(f"{heading}\n\n{table([heads, *cells])}\n")
+
+
+def _words(name: str, value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "n/a", True: "yes", False: "no"}[value]
+    if isinstance(value, list):
+        return ", ".join(f"{v['pid']} ({v['user'] or '?'})" if isinstance(v, dict) else v for v in value) or "none"
+    if isinstance(value, int | float) and name.endswith("_bytes"):
+        return f"{value / 1e9:,.1f} GB"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
 def main() -> int:
     parser = cli.Parser(__doc__)
     cli.add_device_and_json(parser)
@@ -161,7 +189,7 @@ def main() -> int:
     device = runtime.single_device(args.device)
     here = host()
     gpus, why_none = machine.gpus()
-    paths = topology()
+    paths = topology(gpus)
     # device_count() counts GPUs with too old a driver, too
     usable_count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     usable = [torch.cuda.get_device_properties(i) for i in range(usable_count)]
@@ -178,9 +206,9 @@ def main() -> int:
     print(f"NVML sees {len(gpus)} GPUs{reason}, torch can use {len(usable)}{build}\n")
 
     name = hardware.device_name(device)
-    dtypes = tried_types(device)
-    how = machine.native_types(device)[1]
-    print_rows(f"Types that {name} multiplies: native with units for them, emulated without ({how})", dtypes)
+    native, how = machine.native_types(device)
+    dtypes = [{"dtype": dtype, "native": dtype in native} for dtype in machine.CUDA_SINCE]
+    print_rows(f"Types that {name} has units for; others it can only emulate ({how})", dtypes)
     seen = [gpu["name"] or "n/a" for gpu in gpus] + [properties.name for properties in usable]
     compared = ["NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3", "NVIDIA GeForce RTX 4090"]
     peaks = [peaks_of(gpu) for gpu in dict.fromkeys(seen + compared)]
@@ -192,7 +220,7 @@ def main() -> int:
     fits = what_fits(cards)
     size = min(size for _, size in cards) / 1e9
     heading = f"What fits into {len(cards)} x {cards[0][0]} of {size:.1f} GB\n\n    {needs.__doc__.strip()}"
-    print_rows(heading, [{name: value for name, value in row.items() if name != "parameters"} for row in fits])
+    print_rows(heading, fits)
 
     agreeing = check_agreement(gpus, usable)
     print(f"checked: NVML and torch agree about {agreeing} GPUs that both see")
