@@ -96,17 +96,12 @@ def ratios(rows: list[dict], best: dict[str, float]) -> dict[str, float | None]:
     """The ratios that tutorials quote, and the crossover: the size from which on the GPU takes less time, there and at
     every larger size. None: one side of it was not measured, or the GPU never wins."""
     found = {f"{dtype}_over_fp32": best.get(dtype) and best[dtype] / best["fp32"] for dtype in [*TYPES][1:5]}
-    seconds = {(row["kind"], row["place"], row["shape"][-1]): row["median"] for row in rows if "place" in row}
-    on_gpu = {(kind, size): there for (kind, place, size), there in seconds.items() if place == "gpu"}
-    gains = {(kind, size): seconds[kind, "cpu", size] / there for (kind, size), there in on_gpu.items()}
-    for kind in ("transformer", "transformer_by_default"):
-        found[f"{kind}_cpu_over_gpu"] = gains.get((kind, 512))
-    slower = [size for (kind, size), gain in gains.items() if kind == "square" and gain <= 1]
-    faster = [size for (kind, size), gain in gains.items() if kind == "square" and size > max(slower, default=0)]
-    found["crossover_size"] = min(faster, default=None)
-    found["square_1000_cpu_over_gpu"] = gains.get(("square", 1000))
-    odd, padded, uneven, even = (row["median"] for row in rows if row["kind"] == "width")
-    return {**found, "gain_by_padded_vocabulary": padded / odd - 1, "gain_by_even_hidden_size": even / uneven - 1}
+    seconds = {(row["place"], row["shape"][-1]): row["median"] for row in rows if row["kind"] == "square"}
+    gains = {size: seconds["cpu", size] / there for (place, size), there in seconds.items() if place == "gpu"}
+    slower = max((size for size, gain in gains.items() if gain <= 1), default=0)
+    found["crossover_size"] = min((size for size in gains if size > slower), default=None)
+    found["square_1000_cpu_over_gpu"] = gains.get(1000)
+    return found
 
 
 def plot_roofline(rows: list[dict], best: dict[str, float], title: str, file: Path) -> str:

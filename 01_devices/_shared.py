@@ -5,7 +5,6 @@ Every NVML query may fail alone: a virtual machine hides clocks, an old driver l
 does not report is None, and the driver's error text is in `refused`; nothing here raises.
 """
 
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -32,10 +31,7 @@ THROTTLE_REASONS = {
 
 
 def gpus() -> tuple[list[dict], str | None]:
-    """One dict per GPU in the order of the bus, CUDA_VISIBLE_DEVICES not applied; and, if there are none, why.
-
-    Bytes, watts, MHz, degrees Celsius, shares of one; counters since the driver was loaded.
-    """
+    """One dict per GPU in the order of the bus, CUDA_VISIBLE_DEVICES not applied; and, if there are none, why."""
     if nv is None:
         return [], "the module pynvml is missing (pip install nvidia-ml-py)"
     try:
@@ -86,12 +82,8 @@ def _describe(handle: Any) -> dict:
         "sm_clock_mhz": lambda: nv.nvmlDeviceGetClockInfo(handle, nv.NVML_CLOCK_SM),
         "sm_clock_max_mhz": lambda: nv.nvmlDeviceGetMaxClockInfo(handle, nv.NVML_CLOCK_SM),
         "throttle_reasons": lambda: _reasons(handle),
-        "pcie_generation": lambda: nv.nvmlDeviceGetCurrPcieLinkGeneration(handle),
-        "pcie_generation_max": lambda: nv.nvmlDeviceGetMaxPcieLinkGeneration(handle),
-        "pcie_width": lambda: nv.nvmlDeviceGetCurrPcieLinkWidth(handle),
-        "pcie_width_max": lambda: nv.nvmlDeviceGetMaxPcieLinkWidth(handle),
         "mig": lambda: nv.nvmlDeviceGetMigMode(handle)[0] == nv.NVML_DEVICE_MIG_ENABLE,
-        "nvlinks": lambda: len(links_up(handle)),
+        "nvlinks": lambda: _links_up(handle),
         "nvlink_tx_bytes": lambda: _traffic(handle, nv.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX),
         "nvlink_rx_bytes": lambda: _traffic(handle, nv.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX),
         "processes": lambda: [_process(p) for p in nv.nvmlDeviceGetComputeRunningProcesses(handle)],
@@ -111,13 +103,12 @@ def _reasons(handle: Any) -> list[str]:
     return [reason for reason, name in THROTTLE_REASONS.items() if mask & getattr(nv, name)]
 
 
-def links_up(handle: Any) -> list[int]:
-    """The NVLink lanes of a GPU that are up."""
-    up = []
+def _links_up(handle: Any) -> int:
+    """How many NVLink lanes of a GPU are up."""
+    up = 0
     for link in range(nv.NVML_NVLINK_MAX_LINKS):
         try:
-            if nv.nvmlDeviceGetNvLinkState(handle, link) == nv.NVML_FEATURE_ENABLED:
-                up.append(link)
+            up += nv.nvmlDeviceGetNvLinkState(handle, link) == nv.NVML_FEATURE_ENABLED
         except nv.NVMLError as error:
             if link or error.value == nv.NVML_ERROR_NOT_SUPPORTED:  # no lane of this number, or no NVLink at all
                 break
@@ -205,10 +196,3 @@ def limits(proc: str = "/proc", groups: str = "/sys/fs/cgroup") -> tuple[int | N
 
 def _text(file: Path) -> str:
     return file.read_text().strip() if file.is_file() else ""
-
-
-def usable_cores() -> int:
-    """Cores that this process may use; a container's share of time counts, which torch does not look at."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    _, share = limits()
-    return cores if share is None else max(1, min(cores, int(share)))

@@ -184,10 +184,6 @@ def check(rows: list[dict]) -> list[str]:
     return [f"matmuls in {types} against float64, all else against what it must give", rates]
 
 
-COLUMNS = {"what": "what", "type": "type", "measured": "median (lowest to highest)"}
-COLUMNS |= {"peak_share": "of peak", "best_share": "of best"}
-
-
 @torch.inference_mode()
 def main() -> int:
     parser = cli.Parser(__doc__)
@@ -223,7 +219,9 @@ def main() -> int:
     best = bench.compare(rows, name, own.get("sm_clock_max_mhz"))
     ratios = bench.ratios(rows, best)
     own |= {"best": best, **ratios, "not_measured": not_measured}
-    lesson.end(rows, columns=COLUMNS, checked=check(rows), args=args, device=device, **own)
+    columns = {"what": "what", "type": "type", "measured": "median (lowest to highest)"}
+    columns |= {"peak_share": "of peak", "best_share": "of best"}
+    lesson.end(rows, columns=columns, checked=check(rows), args=args, device=device, **own)
     facts = {key: own["under_load"].get(key) for key in ("cpu", "cpu_threads", "sm_clock_mhz", "power_watts")} | ratios
     lines = [f"{key.replace('_', ' ')}: {report.for_people(key, value)}" for key, value in facts.items()]
     lines += [f"not measured: {bench.LABELS.get(what, what)}: {why}" for what, why in not_measured.items()]

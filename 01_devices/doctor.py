@@ -77,12 +77,7 @@ def gpu_checks(gpus: list[dict], why_none: str | None, usable: int) -> Iterator[
     fix = "wait, ask its owner, or hide that GPU with CUDA_VISIBLE_DEVICES"
     yield "other processes", result, "; ".join(others) or "none that the driver reports", fix
 
-    reasons = [(gpu["index"], gpu["throttle_reasons"]) for gpu in gpus if gpu["throttle_reasons"] is not None]
-    slowed = "; ".join(f"GPU {index}: {', '.join(why)}" for index, why in reasons if why)
-    fix = "thermal or brake: cooling and power supply; power cap: nvidia-smi -q -d POWER. Under load: monitor.py"
-    yield "clocks", "warn" if slowed else "ok" if reasons else "skip", f"throttled now: {slowed or 'none'}", fix
     if not usable:
-        yield "GPUs", "skip", "architecture and nccl all-reduce: no GPU that torch can use", ""
         return
 
     # in a process of its own: its contexts are gone afterwards, and its hang becomes an answer
@@ -100,18 +95,10 @@ def machine_checks(run_dir: Path) -> Iterator[Check]:
         yield "shared memory", "fail" if free < 0.125 else "warn" if free < 1 else "ok", f"{free:.2f} GiB free", fix
 
     folder = next(folder for folder in (run_dir.resolve(), *run_dir.resolve().parents) if folder.is_dir())
-    try:
-        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
-            start = time.perf_counter()
-            file.write(os.urandom(2**24))
-            os.fsync(file.fileno())  # until the disk says so
-            rate = 2**24 / (time.perf_counter() - start)
-        free = shutil.disk_usage(folder).free / 2**30
-        result = "fail" if free < 1 else "warn" if free < 10 or rate < 50e6 else "ok"
-        seen = f"{folder}: {free:.0f} GiB free, writes {rate / 1e6:.0f} MB/s"
-    except OSError as error:
-        result, seen = "fail", f"{folder}: {error.strerror}"
-    yield "disk", result, seen, "another --run-dir, a local disk; --keep fewer checkpoints; --async-save"
+    free, writable = shutil.disk_usage(folder).free / 2**30, os.access(folder, os.W_OK)
+    result = "fail" if free < 1 or not writable else "warn" if free < 10 else "ok"
+    seen = f"{folder}: {free:.0f} GiB free{'' if writable else ', not writable'}"
+    yield "disk", result, seen, "another --run-dir; --keep fewer checkpoints"
     requirements = Path(__file__).resolve().parents[1].joinpath("requirements.txt").read_text()
     pins = re.findall(r"^([\w.-]+)==([\w.]+)", requirements, re.MULTILINE)
     found = {d.name.replace("_", "-"): d.version.split("+")[0] for d in reversed([*distributions()])}
@@ -121,24 +108,16 @@ def machine_checks(run_dir: Path) -> Iterator[Check]:
 
 def job_checks(gpus: int) -> Iterator[Check]:
     """`gpus`: those that torch can use; as many processes will start here."""
-    environ = os.environ
-    wrong = wrong_variables({name: environ[name] for name in RENDEZVOUS if name in environ}, gpus)
+    wrong = wrong_variables({name: os.environ[name] for name in RENDEZVOUS if name in os.environ}, gpus)
     fix = f"unset them and start with torchrun, or set all: {', '.join(RENDEZVOUS)}"
     yield "environment variables", "fail" if wrong else "ok", wrong or "none is wrong", fix
 
-    port = environ.get("MASTER_PORT", "29500")  # what torchrun takes without --standalone or --rdzv-endpoint
-    if sys.platform != "darwin" and environ.get("RANK", "0") == "0":  # rank 0 listens there; a Mac: root only
+    port = os.environ.get("MASTER_PORT", "29500")  # what torchrun takes without --standalone or --rdzv-endpoint
+    if sys.platform != "darwin" and os.environ.get("RANK", "0") == "0":  # rank 0 listens there; a Mac: root only
         listening = [c for c in psutil.net_connections("tcp") if c.status == "LISTEN" and str(c.laddr.port) == port]
         owners = ", ".join(f"pid {c.pid or 'of another user'}" for c in listening)
-        result = "ok" if not owners else "fail" if "MASTER_PORT" in environ else "warn"
+        result = "ok" if not owners else "fail" if "MASTER_PORT" in os.environ else "warn"
         yield "port", result, f"{port}: {owners or 'free'}", "end that, or use another MASTER_PORT"
-
-    cores, text = machine.usable_cores(), environ.get("OMP_NUM_THREADS", "1")  # torchrun sets 1
-    processes = int(environ.get("LOCAL_WORLD_SIZE", gpus or 1))
-    threads = processes * int(text) if text.isdecimal() else 0
-    result = "fail" if not threads else "warn" if threads > max(cores, processes) else "ok"
-    seen = f"OMP_NUM_THREADS={text} for each of {processes} processes, {cores} cores"
-    yield "threads", result, seen, f"OMP_NUM_THREADS={max(1, cores // processes)}: more only wait for each other"
 
     for backend in ("gloo", "nccl") if gpus > 1 else ("gloo",):
         with tempfile.TemporaryDirectory() as folder:

@@ -8,12 +8,15 @@ GB is 1e9 bytes throughout.
     one node  python 01_devices/show.py --json machine.json
     cluster   srun --ntasks-per-node=1 python 01_devices/show.py
 
-Look for: GPUs that torch cannot use; SYS between two of them, a path through both sockets; types that are only
-emulated, and slow; the last table. Next: doctor.py says what is wrong here, benchmark.py how fast it really is.
+Look for: GPUs that torch cannot use; SYS between two of them, a path through both sockets; types without hardware,
+which are slow; the last table. Next: doctor.py says what is wrong here, benchmark.py how fast it really is.
 """
 
 import math
+import os
 import platform
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -34,15 +37,6 @@ LLAMA2 = {  # vocabulary, hidden, ffn, layers, heads, key-value heads, head_dim,
     "7B": shapes.Config(32_000, 4096, 11_008, 32, 32, 32, 128, 4096),
     "13B": shapes.Config(32_000, 5120, 13_824, 40, 40, 40, 128, 4096),
     "70B": shapes.Config(32_000, 8192, 28_672, 80, 64, 8, 128, 4096),
-}
-# NVML's words for the PCIe path between two GPUs, and nvidia-smi's
-PCIE_PATHS = {
-    "NVML_TOPOLOGY_INTERNAL": "PIX",
-    "NVML_TOPOLOGY_SINGLE": "PIX",
-    "NVML_TOPOLOGY_MULTIPLE": "PXB",
-    "NVML_TOPOLOGY_HOSTBRIDGE": "PHB",
-    "NVML_TOPOLOGY_NODE": "NODE",
-    "NVML_TOPOLOGY_SYSTEM": "SYS",
 }
 
 
@@ -120,15 +114,12 @@ def check_agreement(gpus: list[dict], usable: list) -> int:
 
 def host() -> dict:
     """The processor, its cores and memory with the limits of this process's control group, and torch's build."""
-    memory = psutil.virtual_memory()
     memory_limit, cores_limit = machine.limits()
     return {
         "cpu": machine.cpu_fact("model name") or platform.machine(),
-        "cores_physical": psutil.cpu_count(logical=False),
-        "cores_usable": machine.usable_cores(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "cores_limit": cores_limit,
-        "memory_total_bytes": memory.total,
-        "memory_available_bytes": memory.available,
+        "memory_total_bytes": psutil.virtual_memory().total,
         "memory_limit_bytes": memory_limit,
         "torch": torch.__version__,
         "cuda": torch.version.cuda or torch.version.hip,
@@ -137,32 +128,12 @@ def host() -> dict:
     }
 
 
-def topology(gpus: list[dict]) -> list[list[str]]:
-    """How each GPU reaches each other, a square matrix in the words of `nvidia-smi topo -m`: NV4 (four NVLink
-    lanes), else the PCIe path PIX, PXB, PHB, NODE or SYS; X on the diagonal, "?" if unknown."""
-    bus_ids = [gpu["bus_id"] for gpu in gpus]
-    count = range(len(gpus))
-    return [["X" if i == j else path_between(i, j, bus_ids) for j in count] for i in count]
-
-
-def path_between(i: int, j: int, bus_ids: list[str | None]) -> str:
-    nv = machine.nv
-    try:
-        first = nv.nvmlDeviceGetHandleByIndex(i)
-        second = nv.nvmlDeviceGetHandleByIndex(j)
-        ends = [nv.nvmlDeviceGetNvLinkRemotePciInfo(first, link).busId for link in machine.links_up(first)]
-        if direct := ends.count(bus_ids[j]):
-            return f"NV{direct}"
-        # through an NVSwitch no lane ends at the other GPU itself: it ends at the switch
-        if ends and None not in bus_ids and not set(ends) & set(bus_ids) and machine.links_up(second):
-            return f"NV{min(len(ends), len(machine.links_up(second)))}"
-    except Exception:  # no NVLink to ask about: PCIe may still answer
-        pass
-    try:
-        level = nv.nvmlDeviceGetTopologyCommonAncestor(first, second)
-        return next(short for name, short in PCIE_PATHS.items() if getattr(nv, name) == level)
-    except Exception:
-        return "?"
+def topology() -> str | None:
+    """How each GPU reaches each other and the processor, in nvidia-smi's words; None without nvidia-smi."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    told = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=60, check=False)
+    return told.stdout if told.returncode == 0 else None
 
 
 def print_rows(heading: str, rows: list[dict]) -> None:
@@ -189,7 +160,7 @@ def main() -> int:
     device = runtime.single_device(args.device)
     here = host()
     gpus, why_none = machine.gpus()
-    paths = topology(gpus)
+    paths = topology()
     # device_count() counts GPUs with too old a driver, too
     usable_count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     usable = [torch.cuda.get_device_properties(i) for i in range(usable_count)]
@@ -199,16 +170,14 @@ def main() -> int:
         facts = [{"": name, "value": row[name]} for name in row if name != "refused"]
         print_rows(f"GPU {row['index']}, as the driver knows it (n/a: it does not say)", facts)
     if gpus:
-        print("Between GPUs: NV4 is 4 NVLink lanes; by PCIe from near to far PIX, PXB, PHB, NODE, SYS")
-        print("\n".join(f"  GPU {i}: {' '.join(row)}" for i, row in enumerate(paths)) + "\n")
+        print(f"Between GPUs\n\n{paths or 'n/a: nvidia-smi does not say'}\n")
     build = "" if torch.version.cuda or torch.version.hip else " (this torch is built without CUDA)"
     reason = f" ({why_none})" if why_none else ""
     print(f"NVML sees {len(gpus)} GPUs{reason}, torch can use {len(usable)}{build}\n")
 
     name = hardware.device_name(device)
     native, how = machine.native_types(device)
-    dtypes = [{"dtype": dtype, "native": dtype in native} for dtype in machine.CUDA_SINCE]
-    print_rows(f"Types that {name} has units for; others it can only emulate ({how})", dtypes)
+    print(f"{name} multiplies in hardware: {', '.join(sorted(native))}; other types it can only emulate ({how})\n")
     seen = [gpu["name"] or "n/a" for gpu in gpus] + [properties.name for properties in usable]
     compared = ["NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3", "NVIDIA GeForce RTX 4090"]
     peaks = [peaks_of(gpu) for gpu in dict.fromkeys(seen + compared)]
@@ -230,7 +199,7 @@ def main() -> int:
         "host": here,
         "gpus": gpus,
         "topology": paths,
-        "dtypes": dtypes,
+        "native_dtypes": sorted(native),
         "peaks": peaks,
         "fits": fits,
     }

@@ -92,7 +92,7 @@ def test_a_wrong_flag_is_one_line(tmp_path, flags):
 
 
 def test_faults_of_a_machine_and_of_a_job(tmp_path, quick):
-    """Variables half set, more threads than cores, a port in use, no disk; then a rank that is none."""
+    """Variables half set, a port in use, no disk; then a rank that is none."""
     prelude = "import shutil, types\nshutil.disk_usage = lambda path: types.SimpleNamespace(free=64 * 2**20)"
     script = with_prelude(str(quick), tmp_path, prelude)
     with socket.socket() as taken:
@@ -100,9 +100,9 @@ def test_faults_of_a_machine_and_of_a_job(tmp_path, quick):
         taken.listen()
         port = str(taken.getsockname()[1])
         half = {"MASTER_PORT": port, "RANK": "0", "WORLD_SIZE": "2"}
-        results, seen = doctor(tmp_path, script=script, **half, OMP_NUM_THREADS="4096")
+        results, seen = doctor(tmp_path, script=script, **half)
     assert failed(results) == {"environment variables"}
-    assert (results["shared memory"], results["disk"], results["port"], results["threads"]) == (*["fail"] * 3, "warn")
+    assert {results[name] for name in HOST} == {"fail"}
     assert "LOCAL_RANK" in seen["environment variables"]
     assert f"{os.getpid()}" in seen["port"]
     whole = {**half, "LOCAL_RANK": "2", "MASTER_ADDR": "localhost"}
@@ -123,16 +123,13 @@ def test_a_hanging_collective_becomes_an_answer(tmp_path):
 def test_gpus_that_only_the_driver_sees(fake_driver, tmp_path, quick):
     """On a torch that says it was built for CUDA 12.8: all well, a driver that says nothing, and one with faults."""
     script = with_prelude(str(quick), tmp_path, "import torch\ntorch.version.cuda = '12.8'")
-    of_driver = ("driver", "clocks", "other processes")
-    refuse = "nvmlSystemGetCudaDriverVersion,nvmlSystemGetCudaDriverVersion_v2,nvmlDeviceGetCurrentClocksEventReasons"
-    silent = {"NVML_REFUSE": f"{refuse},nvmlDeviceGetComputeRunningProcesses_v3"}
-    faults = {"NVML_CUDA": "11040", "NVML_THROTTLE": "8", "NVML_PID": "1"}
-    for env, expected in (({}, ["ok"] * 3), (silent, ["skip"] * 3), (faults, ["fail", "warn", "warn"])):
+    refuse = "nvmlSystemGetCudaDriverVersion,nvmlSystemGetCudaDriverVersion_v2,nvmlDeviceGetComputeRunningProcesses_v3"
+    faults = {"NVML_CUDA": "11040", "NVML_PID": "1"}
+    for env, expected in (({}, ("ok", "ok")), ({"NVML_REFUSE": refuse}, ("skip", "skip")), (faults, ("fail", "warn"))):
         results, seen = doctor(tmp_path, script=script, LD_LIBRARY_PATH=fake_driver, **env)
-        assert [results[name] for name in of_driver] == expected, seen
+        assert (results["driver"], results["other processes"]) == expected, seen
         assert results["visible GPUs"] == "fail"
     assert "11.4" in seen["driver"]
-    assert "hardware slowdown" in seen["clocks"]
     assert "pid 1 " in seen["other processes"]
 
 

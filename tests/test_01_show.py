@@ -19,14 +19,13 @@ from types import SimpleNamespace
 import torch
 sys.path[:0] = [{str(harness.ROOT)!r}, {str(harness.ROOT / "01_devices")!r}]
 import _shared as nvml
-from show import topology
 torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=f"{{device + 1:08d}}")
 answers = []
 for planted in json.loads(sys.argv[1]):
     os.environ.update(planted)
     of_device = [nvml.gpu_of(i) for i in range(3)]
     gpus, why_none = nvml.gpus()
-    answers.append(dict(gpus=gpus, why_none=why_none, topology=topology(gpus), of_device=of_device))
+    answers.append(dict(gpus=gpus, why_none=why_none, of_device=of_device))
     for name in planted:
         del os.environ[name]
 print(json.dumps(answers))
@@ -94,21 +93,15 @@ def test_gpus_that_are_lost_and_drivers_that_do_not_answer(fake_driver):
     assert {name for name, value in first.items() if value is not None} == {"index", "refused"}
     assert (second["power_watts"], second["refused"]) == (612, {})
     for answer, why in ((broken, "Unknown Error"), (uncounted, "Not Supported"), (empty, "no GPU")):
-        assert (answer["gpus"], answer["of_device"][0]) == ([], {} if answer is broken else answer["of_device"][0])
+        assert answer["gpus"] == []
         assert why in answer["why_none"]
+    assert broken["of_device"] == [{}] * 3
 
 
-def test_throttle_reasons_and_paths_between_gpus(fake_driver):
+def test_idleness_is_no_reason_to_throttle(fake_driver):
     masks = {"1": [], "5": ["power cap"], "104": ["hardware slowdown", "thermal, software", "thermal, hardware"]}
-    for answer, reasons in zip(ask(fake_driver, *({"NVML_THROTTLE": m} for m in masks)), masks.values(), strict=True):
-        assert answer["gpus"][0]["throttle_reasons"] == reasons  # idleness is none
-    levels = {"0": "PIX", "20": "PXB", "30": "PHB", "40": "NODE", "50": "SYS", "41": "?"}
-    no_links = {"NVML_REFUSE": "nvmlDeviceGetNvLinkState"}
-    switched, lanes, *pcie = ask(
-        fake_driver, {"NVML_SWITCH": "7"}, {}, *({**no_links, "NVML_TOPOLOGY": n} for n in levels)
-    )
-    assert switched["topology"] == lanes["topology"] == [["X", "NV4"], ["NV4", "X"]]
-    assert [answer["topology"][1][0] for answer in pcie] == [*levels.values()]
+    answers = ask(fake_driver, *({"NVML_THROTTLE": mask} for mask in masks))
+    assert [answer["gpus"][0]["throttle_reasons"] for answer in answers] == [*masks.values()]
 
 
 def test_limits_of_a_container(tmp_path):
@@ -123,25 +116,21 @@ def test_limits_of_a_container(tmp_path):
     assert load("01_devices/_shared.py").limits(str(tmp_path), str(tmp_path / "groups")) == (1_000_000, 1.5)
 
 
-@pytest.mark.parametrize(
-    ("refused", "name", "fits"),
-    [("", "NVIDIA H100 80GB HBM3", True), ("nvmlDeviceGetName,nvmlDeviceGetMemoryInfo", None, None)],
-)
-def test_gpus_that_only_the_driver_sees(tmp_path, fake_driver, refused, name, fits):
+@pytest.mark.parametrize("refused", ["", "nvmlDeviceGetName,nvmlDeviceGetMemoryInfo"])
+def test_gpus_that_only_the_driver_sees(tmp_path, fake_driver, refused):
+    """What fits on them is told, too; where the driver does not say their size, what fits into the RAM."""
     env = {"LD_LIBRARY_PATH": fake_driver, "NVML_GPUS": "4", "NVML_REFUSE": refused}
     result = harness.run(SCRIPT, tmp_path, "--json", "all.json", "--device", "cpu", **env)
     assert result.code == 0, result.out + result.err
     found = json.loads((tmp_path / "all.json").read_text())
+    name = None if refused else "NVIDIA H100 80GB HBM3"
     assert [gpu["name"] for gpu in found["gpus"]] == [name] * 4
-    assert "torch can use 0" in result.out
     full = {fit["model"]: fit["fits_here"] for fit in found["fits"] if fit["use"] == "full training"}
-    if fits:
-        assert (full["7B"], full["70B"]) == (True, False)
+    assert full["70B"] is False
+    if not refused:
+        assert full["7B"] is True
         [sheet] = [sheet for sheet in found["peaks"] if sheet["device"] == name]
         assert (sheet["bf16_tflops"], sheet["memory_bytes"]) == (pytest.approx(989.4), pytest.approx(80e9))
-    else:  # then the RAM is what models are laid against
-        assert full["70B"] is False
-        assert found["host"]["memory_total_bytes"] > 0
 
 
 @pytest.mark.parametrize("flags", [["--device", "cuda"], ["--json", "none/x.json"], ["--device", "tpu"]])
