@@ -24,25 +24,15 @@ CUDA = torch.device("cuda", 0)
 TINY = {"samples": 1, "flush": torch.zeros(1)}
 
 
-@pytest.mark.parametrize(
-    ("clock", "expected"),
-    [
-        ("device", ["wait", "flush", "event", "work", "work", "event", "event's wait"]),
-        ("wall", ["wait", "flush", "wait", "work", "wait", "work", "wait"]),
-        ("issue", ["wait", "flush", "wait", "work", "work"]),
-    ],
-)
-def test_what_goes_into_a_gpus_queue_and_when_the_cpu_waits_for_it(monkeypatch, clock, expected):
+def test_a_gpus_clock_runs_from_after_the_flush_to_the_end_of_the_work(monkeypatch):
     log = []
     event = SimpleNamespace(record=lambda: log.append("event"), elapsed_time=lambda _: 3000.0)
     event.synchronize = lambda: log.append("event's wait")
-    monkeypatch.setattr(benchmark, "WARM_UP_SECONDS", 0.0)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: log.append("wait"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event)
     flush = SimpleNamespace(zero_=lambda: log.append("flush"))
-    seconds = benchmark.timed(lambda: log.append("work"), CUDA, samples=1, flush=flush, repeat=2, clock=clock)
-    assert seconds == [1.5] if clock == "device" else len(seconds) == 1
-    assert log == ["work", "wait", *expected, "wait"]
+    assert benchmark.timed(lambda: log.append("work"), CUDA, samples=1, flush=flush, repeat=2) == [1.5]
+    assert log[log.index("flush") :] == ["flush", "event", "work", "work", "event", "event's wait"]
 
 
 def test_a_wrong_product_and_a_rate_above_the_peak_are_seen(monkeypatch):
@@ -76,17 +66,6 @@ def test_work_that_is_not_done_is_seen(monkeypatch):
         benchmark.bandwidth(CPU, array_bytes=2**16, **TINY)
 
 
-def test_from_which_size_on_a_gpu_wins():
-    seconds = {16: (1.0, 2.0), 32: (4.0, 3.0), 64: (4.0, 5.0), 128: (9.0, 3.0), 1000: (8.0, 1.0)}
-    rows = [benchmark.run("width", "a test", "bf16", (1,), "FLOP/s", [value]) for value in (2.0, 3.0, 4.0, 5.0)]
-    for size, both in seconds.items():
-        for place, value in zip(("cpu", "gpu"), both, strict=True):
-            rows.append(benchmark.run("square", "a test", "fp32", (size, size), "s", [value], place=place))
-    found = bench.ratios(rows, {"fp32": 2.0, "bf16": 5.0})
-    assert (found["crossover_size"], found["square_1000_cpu_over_gpu"]) == (128, 8)
-    assert (found["bf16_over_fp32"], found["tf32_over_fp32"]) == (2.5, None)
-
-
 def test_a_run_on_a_cpu_says_what_it_cannot_show(tmp_path):
     file = with_fault(SCRIPT, tmp_path, '"cpu": 2**28', '"cpu": 2**22')  # arrays that take no time
     result = run(file, tmp_path, "--device", "cpu", "--samples", "1", "--json", "n.json", "--plot", "roofline.png")
@@ -113,8 +92,7 @@ def test_a_run_on_a_cpu_says_what_it_cannot_show(tmp_path):
 def test_what_cannot_be_is_one_line_before_anything_is_measured(tmp_path, flags):
     result = run(SCRIPT, tmp_path, *flags)
     assert (result.code, result.out, len(result.err.splitlines())) == (2, "", 1), result.out + result.err
-    assert flags[0] in result.err
-    assert flags[1] in result.err
+    assert all(word in result.err for word in flags)
 
 
 @pytest.mark.gpu

