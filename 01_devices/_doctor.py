@@ -1,7 +1,7 @@
 """A training script under watch, for doctor.py --script: what each rank does, and what that says of the script.
 
-The script runs unchanged, as the main program of each rank, with every module's call, Tensor.backward, the DataLoader's
-next and the optimizer's step wrapped. The facts go to rank-N.json after each step: a script may leave through os._exit.
+The script runs unchanged, as the main program of each rank, with every module's call, Tensor.backward and the
+optimizer's step wrapped. The facts go to rank-N.json after each step: a script may leave through os._exit.
 """
 
 import contextlib

@@ -164,13 +164,11 @@ def test_an_idle_rank(tmp_path, quick):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("moved", [True, False])
-def test_a_batch_on_the_gpu_and_one_left_on_the_cpu(gpus, tmp_path, quick, moved):
+@pytest.mark.parametrize(("step", "result"), [("x, y = x.cuda(), y.cuda()", "ok"), ("pass", "fail")])
+def test_a_batch_on_the_gpu_and_one_left_on_the_cpu(gpus, tmp_path, quick, step, result):
     visible = {"CUDA_VISIBLE_DEVICES": gpus["CUDA_VISIBLE_DEVICES"]}
-    step = "x, y = x.cuda(), y.cuda()" if moved else "pass"
     results, seen = planted(tmp_path, quick, setup="net.cuda()", step=step, **visible)
-    assert results["architecture"] == "ok"
-    assert (results["devices"], failed(results) == set()) == (("ok", True) if moved else ("fail", False)), seen
+    assert (results["architecture"], results["script"], results["devices"]) == ("ok", result, result), seen
     assert "cuda:0" in seen["devices"]
 
 
