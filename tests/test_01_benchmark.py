@@ -73,7 +73,7 @@ def test_a_run_on_a_cpu_says_what_it_cannot_show(tmp_path):
     assert result.code == 0, result.out + result.err
     summary = json.loads((tmp_path / "n.json").read_text())
     assert {"between host and GPU", "CPU against GPU"} <= summary["not_measured"].keys()
-    assert (summary["crossover_size"], summary["transformer_cpu_over_gpu"]) == (None, None)
+    assert (summary["crossover_size"], summary["square_1000_cpu_over_gpu"]) == (None, None)
     rows = {row["kind"]: row for row in summary["rows"]}
     assert rows.keys() >= {"matmul", "width", "triad", "launch", "square", "transformer", "transformer_by_default"}
     assert all(0 < row["min"] <= row["median"] <= row["max"] for row in summary["rows"])
