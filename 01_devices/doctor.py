@@ -99,7 +99,7 @@ def machine_checks(run_dir: Path) -> Iterator[Check]:
     result = "fail" if free < 1 or not writable else "warn" if free < 10 else "ok"
     seen = f"{folder}: {free:.0f} GiB free{'' if writable else ', not writable'}"
     yield "disk", result, seen, "another --run-dir; --keep fewer checkpoints"
-    requirements = Path(__file__).resolve().parents[1].joinpath("requirements.txt").read_text()
+    requirements = Path(__file__).resolve().parents[1].joinpath("requirements.txt").read_text().replace("_", "-")
     pins = re.findall(r"^([\w.-]+)==([\w.]+)", requirements, re.MULTILINE)
     found = {d.name.replace("_", "-"): d.version.split("+")[0] for d in reversed([*distributions()])}
     off = [f"{name} {found.get(name, 'missing')} (pinned {pin})" for name, pin in pins if found.get(name) != pin]
