@@ -60,7 +60,7 @@ def obstacle(dtype: str, device: torch.device) -> str | None:
 def conditions(device: torch.device) -> dict:
     """What a figure has to be read with: the processor, and what the driver reports of a GPU now. None: not known."""
     gpu = machine.gpu_of(device) if device.type == "cuda" else {}
-    return {"cpu": machine.cpu_model(), "cpu_threads": torch.get_num_threads(), **gpu}
+    return {"cpu": machine.cpu_fact("model name"), "cpu_threads": torch.get_num_threads(), **gpu}
 
 
 def compare(rows: list[dict], name: str, sm_clock_max_mhz: float | None) -> dict[str, float]:
@@ -77,7 +77,7 @@ def compare(rows: list[dict], name: str, sm_clock_max_mhz: float | None) -> dict
                 # GeForce cards add up fp8 in fp32 at half rate, and so the data sheet counts them
                 row["limit"] = max(row["limit"], machine.highest_flops(name, "int8", sm_clock_max_mhz) or 0.0)
             groups.setdefault(row["dtype"], []).append(row)
-        elif row["kind"] in ("copy", "triad"):
+        elif row["kind"] == "triad":
             row["peak"] = row["limit"] = hardware.devices().get(name, {}).get("bandwidth")
             groups.setdefault("memory", []).append(row)
     best = {group: max(row["median"] for row in members) for group, members in groups.items()}
@@ -95,23 +95,13 @@ def compare(rows: list[dict], name: str, sm_clock_max_mhz: float | None) -> dict
 def ratios(rows: list[dict], best: dict[str, float]) -> dict[str, float | None]:
     """The ratios that tutorials quote, and the crossover: the size from which on the GPU takes less time, there and at
     every larger size. None: one side of it was not measured, or the GPU never wins."""
-    found = {f"{dtype}_over_fp32": best[dtype] / best["fp32"] if dtype in best else None for dtype in list(TYPES)[1:5]}
-    seconds = {(row["kind"], row["place"], row["shape"][-1]): row["median"] for row in rows if "place" in row}
-
-    def cpu_over(place: str, kind: str, size: int) -> float | None:
-        there = seconds.get((kind, place, size))
-        return seconds[kind, "cpu", size] / there if there else None
-
-    for kind in ("encoder_layer", "transformer", "transformer_by_default"):
-        found[f"{kind}_cpu_over_gpu"] = cpu_over("gpu", kind, 512)
-    sizes = sorted(size for kind, place, size in seconds if (kind, place) == ("square", "cpu"))
-    for place, suffix in (("gpu", ""), ("gpu with copies", "_with_copies")):
-        gains = {size: cpu_over(place, "square", size) or 0 for size in sizes}
-        winning = [size for size in sizes if all(gains[larger] > 1 for larger in sizes if larger >= size)]
-        found[f"square_{sizes[-1]}_cpu_over_gpu{suffix}"] = gains[sizes[-1]] or None
-        found[f"crossover_size{suffix}"] = min(winning, default=None)
-    odd, padded, uneven, even = (row["median"] for row in rows if row["kind"] == "width")
-    return {**found, "gain_by_padded_vocabulary": padded / odd - 1, "gain_by_even_hidden_size": even / uneven - 1}
+    found = {f"{dtype}_over_fp32": best.get(dtype) and best[dtype] / best["fp32"] for dtype in [*TYPES][1:5]}
+    seconds = {(row["place"], row["shape"][-1]): row["median"] for row in rows if row["kind"] == "square"}
+    gains = {size: seconds["cpu", size] / there for (place, size), there in seconds.items() if place == "gpu"}
+    slower = max((size for size, gain in gains.items() if gain <= 1), default=0)
+    found["crossover_size"] = min((size for size in gains if size > slower), default=None)
+    found["square_1000_cpu_over_gpu"] = gains.get(1000)
+    return found
 
 
 def plot_roofline(rows: list[dict], best: dict[str, float], title: str, file: Path) -> str:

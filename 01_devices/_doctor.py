@@ -1,7 +1,7 @@
 """A training script under watch, for doctor.py --script: what each rank does, and what that says of the script.
 
-The script runs unchanged, as the main program of each rank, with every module's call, Tensor.backward, the DataLoader's
-next and the optimizer's step wrapped. The facts go to rank-N.json after each step: a script may leave through os._exit.
+The script runs unchanged, as the main program of each rank, with every module's call, Tensor.backward and the
+optimizer's step wrapped. The facts go to rank-N.json after each step: a script may leave through os._exit.
 """
 
 import contextlib
@@ -25,9 +25,8 @@ import psutil
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 # nothing of this repository is imported: a script under watch may have a common/ or a _shared.py of its own
 RENDEZVOUS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -38,14 +37,14 @@ from _doctor import watch
 watch(*sys.argv[1:], run_name=__name__)
 """
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-plain_call, plain_backward, plain_next = nn.Module.__call__, Tensor.backward, _BaseDataLoaderIter.__next__
+plain_call, plain_backward = nn.Module.__call__, Tensor.backward
 
 Check = tuple[str, str, str, str]  # name, result, what was seen, the fix
 task: dict = {"folder": None, "steps": 0, "deadline": 0.0}  # where the facts go, and when to end: watch() says
 facts: dict = {"steps": 0, "ended": False, "sharded": False, "weights": {}, "batches": []}
-facts |= {"devices": [], "gpus": [], "gpus_visible": 0, "peak_memory_bytes": 0}  # and float64, not_finite, raised
+facts |= {"devices": [], "gpus": [], "gpus_visible": 0, "peak_memory_bytes": 0}  # and not_finite, raised
 facts |= {"seconds": 0.0, "data_seconds": 0.0}  # of the steps after the first, which warms up
-clock = {"start": 0.0, "loader": 0.0, "gap": None}  # of the step under way; gap: until its first call
+clock = {"start": 0.0, "gap": None}  # of the step under way; gap: until its first call, so the wait for its data
 names: dict[nn.Module | nn.Parameter, str] = {}  # from the outermost module on; what DDP wraps, it calls `module`
 steps_of: dict[Optimizer, int] = {}  # a GAN has two
 calls = threading.local()  # .running: the modules in their forward, outermost first (DataParallel has threads)
@@ -89,9 +88,6 @@ def watched_call(module: nn.Module, *args, **kwargs):
             facts["batches"].append(digest(inputs))
             write()  # a step that has begun: if it hangs, this rank has come further than others
     where = f"{type(module).__name__} '{names.get(module, '')}'"
-    for what, values in (("parameters", own), ("input", inputs if own or not running else [])):
-        if any(t.dtype == torch.float64 for t in values):
-            facts.setdefault("float64", f"{what} of {where}")
     facts["devices"] = sorted({*facts["devices"], *(str(t.device) for t in (*own, *inputs))})
     try:
         running.append(module)
@@ -116,30 +112,11 @@ def watched_call(module: nn.Module, *args, **kwargs):
 
 
 def watched_backward(loss: Tensor, *args, **kwargs) -> None:
-    if loss.dtype == torch.float64:
-        facts.setdefault("float64", "the loss")
     if bad := not_finite(tensors(loss)):
         facts.setdefault(
             "not_finite", f"{bad} in the loss at step {facts['steps'] + 1}, from finite outputs of modules"
         )
     plain_backward(loss, *args, **kwargs)
-
-
-def watched_next(loader: _BaseDataLoaderIter):
-    start = time.perf_counter()
-    batch = plain_next(loader)
-    clock["loader"] += time.perf_counter() - start
-    return batch
-
-
-def before_step(optimizer: Optimizer, _args, _kwargs) -> None:
-    parameters = (p for group in optimizer.param_groups for p in group["params"])
-    bad, parameter = next(((k, p) for p in parameters if (k := not_finite(tensors(p.grad)))), (None, None))
-    if bad and getattr(optimizer, "found_inf", None) is None:  # else GradScaler knows, and this step will do nothing
-        name = names.get(parameter, "a parameter")
-        facts.setdefault(
-            "not_finite", f"{bad} in the gradient of {name} at step {facts['steps'] + 1}, from a finite loss"
-        )
 
 
 def after_step(optimizer: Optimizer, _args, _kwargs) -> None:
@@ -149,8 +126,8 @@ def after_step(optimizer: Optimizer, _args, _kwargs) -> None:
     now, facts["steps"] = time.perf_counter(), steps_of[optimizer]
     if facts["steps"] > 1:
         facts["seconds"] += now - clock["start"]
-        facts["data_seconds"] += clock["loader"] or clock["gap"] or 0.0
-    clock.update(start=now, loader=0.0, gap=None)
+        facts["data_seconds"] += clock["gap"] or 0.0
+    clock.update(start=now, gap=None)
     if facts["steps"] == task["steps"]:
         finish()
     write()
@@ -190,8 +167,6 @@ def watch(folder: str, steps: str, seconds: str, *script: str, run_name: str) ->
     faulthandler.dump_traceback_later(float(seconds), file=stack)
     nn.Module.__call__ = watched_call
     Tensor.backward = watched_backward
-    _BaseDataLoaderIter.__next__ = watched_next
-    register_optimizer_step_pre_hook(before_step)
     register_optimizer_step_post_hook(after_step)
     write()
     clock["start"] = time.perf_counter()
@@ -274,9 +249,8 @@ def examine(script: Path, flags: list[str], nproc: int, steps: int, seconds: flo
 
 
 def judge(ranks: list[dict], code: int | None, error: str, where: str) -> Iterator[Check]:
-    words = ("raised", "float64", "not_finite")
-    raised, float64, infinite = (next((rank[fact] for rank in ranks if rank.get(fact)), None) for fact in words)
-    raised = f"{raised or 'outside of modules'} {where}"
+    raised = next((rank["raised"] for rank in ranks if "raised" in rank), "outside of modules") + f" {where}"
+    infinite = next((rank["not_finite"] for rank in ranks if rank.get("not_finite")), None)
     used = sorted({device for rank in ranks for device in rank["devices"]})
     wrong = "meta" in used or re.search(r"same device|expected device|meta tensor|device type", error)
     fix = "net.to(device) once, and batch = batch.to(device) each time: not in place for a tensor; meta: to_empty()"
@@ -284,10 +258,8 @@ def judge(ranks: list[dict], code: int | None, error: str, where: str) -> Iterat
     wrong = re.search(r"dtype|scalar type", error)
     fix = "cast the batch to the model's dtype, or run the forward under torch.autocast"
     yield "dtypes", "fail" if wrong else "ok", raised if wrong else "no mismatch", fix
-    fix = "numpy makes float64: .float(), or torch.as_tensor(..., dtype=torch.float32)"
-    yield "float64", "warn" if float64 else "ok", float64 or "none", fix
     fix = "log of 0, 0/0, lr too high, fp16 without GradScaler (bf16 has the range of fp32)"
-    yield "NaN, overflow", "fail" if infinite else "ok", infinite or "outputs, losses and gradients are finite", fix
+    yield "NaN, overflow", "fail" if infinite else "ok", infinite or "outputs and losses are finite", fix
     seen = f"peak {max(rank['peak_memory_bytes'] for rank in ranks) / 2**30:.2f} GiB per rank"
     wrong = re.search(r"out of memory|allocate memory|not enough memory|MemoryError", error)
     fix = "smaller micro-batches with accumulation, bf16, gradient checkpointing, sharding"
@@ -300,14 +272,10 @@ def judge(ranks: list[dict], code: int | None, error: str, where: str) -> Iterat
     later = [rank for rank in ranks if rank["steps"] > 1]  # the first step warms up
     waits = [(rank["data_seconds"] / rank["seconds"], rank["data_seconds"] / (rank["steps"] - 1)) for rank in later]
     share, seconds = max(waits, default=(0.0, 0.0))
-    slow = share > 0.2 and seconds > 0.005  # less is the loader's own Python
+    slow = share > 0.2 and seconds > 0.005  # less is the script's own Python
     fix = "num_workers, persistent_workers, pin_memory; or do the work on the data once, beforehand"
-    yield (
-        "data wait",
-        "warn" if slow else "ok" if waits else "skip",
-        f"{seconds:.3f} s per step, {share:.0%} of its time",
-        fix,
-    )
+    seen = f"{seconds:.3f} s per step, {share:.0%} of its time"
+    yield "data wait", "warn" if slow else "ok" if waits else "skip", seen, fix
 
     if len(ranks) == 1:
         return
@@ -337,14 +305,10 @@ def wrong_variables(given: dict[str, str], gpus: int) -> str:
     missing = [name for name in RENDEZVOUS if name not in given]
     if missing:  # address and port alone are what a batch script prepares
         return f"half set: without {', '.join(missing)}" if given.keys() - {"MASTER_ADDR", "MASTER_PORT"} else ""
-    numbers = [given[name] for name in RENDEZVOUS if name != "MASTER_ADDR"]
-    if not all(text.isdecimal() for text in numbers):
-        return f"not all whole numbers: {given}"
-    rank, world_size, local_rank, port = map(int, numbers)
-    if rank >= world_size or local_rank > rank or 0 < gpus <= local_rank or not 0 < port < 65536:
-        return f"RANK={rank} of WORLD_SIZE={world_size}, LOCAL_RANK={local_rank} with {gpus} GPUs, MASTER_PORT={port}"
     try:
-        socket.getaddrinfo(given["MASTER_ADDR"], None)
-    except (OSError, UnicodeError) as error:
-        return f"MASTER_ADDR={given['MASTER_ADDR']} does not resolve: {error}"
-    return ""
+        rank, world_size, local_rank, port = (int(given[name]) for name in RENDEZVOUS if name != "MASTER_ADDR")
+        socket.getaddrinfo(given["MASTER_ADDR"], port)
+    except (OSError, ValueError) as error:  # no number; no such host
+        return f"{given}: {error}"
+    right = 0 <= local_rank <= rank < world_size and 0 < port < 65536 and not 0 < gpus <= local_rank
+    return "" if right else f"{given} with {gpus} GPUs"

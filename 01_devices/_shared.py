@@ -5,7 +5,6 @@ Every NVML query may fail alone: a virtual machine hides clocks, an old driver l
 does not report is None, and the driver's error text is in `refused`; nothing here raises.
 """
 
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -32,10 +31,7 @@ THROTTLE_REASONS = {
 
 
 def gpus() -> tuple[list[dict], str | None]:
-    """One dict per GPU in the order of the bus, CUDA_VISIBLE_DEVICES not applied; and, if there are none, why.
-
-    Bytes, watts, MHz, degrees Celsius, shares of one; counters since the driver was loaded.
-    """
+    """One dict per GPU in the order of the bus, CUDA_VISIBLE_DEVICES not applied; and, if there are none, why."""
     if nv is None:
         return [], "the module pynvml is missing (pip install nvidia-ml-py)"
     try:
@@ -55,9 +51,7 @@ def gpus() -> tuple[list[dict], str | None]:
 
 def gpu_of(device: torch.device) -> dict:
     """What the driver reports of one CUDA device, found by UUID because CUDA and NVML count differently; {} if nothing.
-
-    The other GPUs are not asked: each takes some 40 ms, and what was read under load would be read after it.
-    """
+    The other GPUs are not asked: each takes some 40 ms, and what was read under load would be read after it."""
     try:
         nv.nvmlInit()
         handle = nv.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
@@ -77,7 +71,7 @@ def _describe(handle: Any) -> dict:
         "name": lambda: nv.nvmlDeviceGetName(handle),
         "bus_id": lambda: nv.nvmlDeviceGetPciInfo(handle).busId,
         "driver": lambda: nv.nvmlSystemGetDriverVersion(),
-        "cuda": lambda: _dotted(nv.nvmlSystemGetCudaDriverVersion()),
+        "cuda": lambda: "{}.{}".format(*divmod(nv.nvmlSystemGetCudaDriverVersion() // 10, 100)),
         "compute_capability": lambda: "{}.{}".format(*nv.nvmlDeviceGetCudaComputeCapability(handle)),
         "memory_total_bytes": lambda: nv.nvmlDeviceGetMemoryInfo(handle).total,
         "memory_used_bytes": lambda: nv.nvmlDeviceGetMemoryInfo(handle).used,
@@ -87,17 +81,9 @@ def _describe(handle: Any) -> dict:
         "temperature_celsius": lambda: nv.nvmlDeviceGetTemperature(handle, nv.NVML_TEMPERATURE_GPU),
         "sm_clock_mhz": lambda: nv.nvmlDeviceGetClockInfo(handle, nv.NVML_CLOCK_SM),
         "sm_clock_max_mhz": lambda: nv.nvmlDeviceGetMaxClockInfo(handle, nv.NVML_CLOCK_SM),
-        "memory_clock_mhz": lambda: nv.nvmlDeviceGetClockInfo(handle, nv.NVML_CLOCK_MEM),
         "throttle_reasons": lambda: _reasons(handle),
-        "pcie_generation": lambda: nv.nvmlDeviceGetCurrPcieLinkGeneration(handle),
-        "pcie_generation_max": lambda: nv.nvmlDeviceGetMaxPcieLinkGeneration(handle),
-        "pcie_width": lambda: nv.nvmlDeviceGetCurrPcieLinkWidth(handle),
-        "pcie_width_max": lambda: nv.nvmlDeviceGetMaxPcieLinkWidth(handle),
-        "pcie_tx_bytes_per_second": lambda: 1000 * nv.nvmlDeviceGetPcieThroughput(handle, nv.NVML_PCIE_UTIL_TX_BYTES),
-        "pcie_rx_bytes_per_second": lambda: 1000 * nv.nvmlDeviceGetPcieThroughput(handle, nv.NVML_PCIE_UTIL_RX_BYTES),
         "mig": lambda: nv.nvmlDeviceGetMigMode(handle)[0] == nv.NVML_DEVICE_MIG_ENABLE,
-        "numa_node": lambda: _numa_node(nv.nvmlDeviceGetPciInfo(handle).busId),
-        "nvlinks": lambda: len(links_up(handle)),
+        "nvlinks": lambda: _links_up(handle),
         "nvlink_tx_bytes": lambda: _traffic(handle, nv.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX),
         "nvlink_rx_bytes": lambda: _traffic(handle, nv.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX),
         "processes": lambda: [_process(p) for p in nv.nvmlDeviceGetComputeRunningProcesses(handle)],
@@ -112,43 +98,20 @@ def _describe(handle: Any) -> dict:
     return {**answers, "refused": refused}
 
 
-def _dotted(version: int) -> str:
-    return f"{version // 1000}.{version % 1000 // 10}"
-
-
-def _numa_node(bus_id: str, devices: Path = Path("/sys/bus/pci/devices")) -> int | None:
-    """The CPU socket that the GPU hangs on; None where the kernel knows of one only. NVML's own query is for GPUs
-    that are a NUMA node themselves."""
-    file = devices / bus_id.lower()[-12:] / "numa_node"
-    node = int(file.read_text()) if file.exists() else -1
-    return None if node < 0 else node
-
-
-def throttle_reasons(index: int) -> list[str] | None:
-    """Why GPU `index` is throttled now; None if the driver does not say. gpus() must have been called before."""
-    try:
-        return _reasons(nv.nvmlDeviceGetHandleByIndex(index))
-    except Exception:
-        return None
-
-
 def _reasons(handle: Any) -> list[str]:
     mask = nv.nvmlDeviceGetCurrentClocksEventReasons(handle)
     return [reason for reason, name in THROTTLE_REASONS.items() if mask & getattr(nv, name)]
 
 
-def links_up(handle: Any) -> list[int]:
-    """The NVLink lanes of a GPU that are up."""
-    up = []
+def _links_up(handle: Any) -> int:
+    """How many NVLink lanes of a GPU are up."""
+    up = 0
     for link in range(nv.NVML_NVLINK_MAX_LINKS):
         try:
-            if nv.nvmlDeviceGetNvLinkState(handle, link) == nv.NVML_FEATURE_ENABLED:
-                up.append(link)
+            up += nv.nvmlDeviceGetNvLinkState(handle, link) == nv.NVML_FEATURE_ENABLED
         except nv.NVMLError as error:
-            if link:  # fewer lanes than the most a GPU can have
+            if link or error.value == nv.NVML_ERROR_NOT_SUPPORTED:  # no lane of this number, or no NVLink at all
                 break
-            if error.value == nv.NVML_ERROR_NOT_SUPPORTED:
-                return []
             raise
     return up
 
@@ -198,15 +161,15 @@ def native_types(device: torch.device) -> tuple[set[str], str]:
     return {"fp32"} | found, f"instruction sets {', '.join(useful)}" if useful else "no instruction set for other types"
 
 
-def cpu_sets(file: Path = Path("/proc/cpuinfo")) -> set[str]:
-    """The processor's instruction sets as Linux lists them (x86: flags, ARM: Features)."""
-    lists = re.findall(r"^(?:flags|Features)\s*: (.+)", file.read_text(), re.MULTILINE) if file.is_file() else []
-    return set(lists[0].split()) if lists else set()
+def cpu_fact(name: str) -> str:
+    """What Linux says of the processor under this name, such as "model name"; empty if nothing."""
+    found = re.search(rf"^(?:{name})\s*: (.+)", _text(Path("/proc/cpuinfo")), re.MULTILINE)
+    return found[1] if found else ""
 
 
-def cpu_model(file: Path = Path("/proc/cpuinfo")) -> str | None:
-    found = re.search(r"model name\s*: (.+)", file.read_text()) if file.is_file() else None
-    return found[1] if found else None
+def cpu_sets() -> set[str]:
+    """The processor's instruction sets as Linux names them (x86: flags, ARM: Features)."""
+    return set(cpu_fact("flags|Features").split())
 
 
 def highest_flops(name: str, dtype: str, sm_clock_max_mhz: float | None) -> float | None:
@@ -219,26 +182,17 @@ def highest_flops(name: str, dtype: str, sm_clock_max_mhz: float | None) -> floa
     return flops * max(1.0, sm_clock_max_mhz * 1e6 / clock)
 
 
-def limits(proc: str, groups: str, memory_total: int) -> tuple[int | None, float | None]:
+def limits(proc: str = "/proc", groups: str = "/sys/fs/cgroup") -> tuple[int | None, float | None]:
     """(bytes of memory, cores) that a container or a batch system allows; None where there is no limit. A limit may be
-    set on this process's control group or on any group above it, in version 1 or 2."""
-    folders = []
-    for line in _text(Path(proc, "self/cgroup")).splitlines():
-        _, controllers, path = line.split(":", 2)
-        folders += Path(f"{groups}/{controllers}{path}", "_").parents
-    bytes_allowed = [_text(folder / name) for folder in folders for name in ("memory.max", "memory.limit_in_bytes")]
-    memory = [int(text) for text in bytes_allowed if text.isdigit() and int(text) < memory_total]
+    set on this process's control group or on any group above it."""
+    lines = _text(Path(proc, "self/cgroup")).splitlines()
+    own = next((line.removeprefix("0::") for line in lines if line.startswith("0::")), "/")
+    folders = Path(f"{groups}{own}", "_").parents
+    memory = [_text(folder / "memory.max") for folder in folders]
     quotas = [_text(folder / "cpu.max").split() for folder in folders]
     cores = [int(quota[0]) / int(quota[1]) for quota in quotas if quota and quota[0] != "max"]
-    return min(memory, default=None), min(cores, default=None)
+    return min((int(text) for text in memory if text.isdigit()), default=None), min(cores, default=None)
 
 
 def _text(file: Path) -> str:
     return file.read_text().strip() if file.is_file() else ""
-
-
-def usable_cores() -> int:
-    """Cores that this process may use; a container's share of time counts, which torch does not look at."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    _, share = limits("/proc", "/sys/fs/cgroup", 0)
-    return cores if share is None else max(1, min(cores, int(share)))

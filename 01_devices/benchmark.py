@@ -115,47 +115,38 @@ def matmul(kind: str, dtype: str, shape: tuple, device: torch.device, samples: i
     return row
 
 
-def bandwidth(device: torch.device, samples: int, flush: Tensor, array_bytes: int) -> list[dict]:
-    """Copy a = b and triad a = b + 3c: every array read or written counts once, as in STREAM."""
+def bandwidth(device: torch.device, samples: int, flush: Tensor, array_bytes: int) -> dict:
+    """The triad a = b + 3c: every array read or written counts once, as in STREAM."""
     a, b, c = (torch.randn(array_bytes // 4, device=device) for _ in range(3))
-    found = []
-    for kind, arrays, flop, work, expected in (
-        ("copy", 2, 0, partial(a.copy_, b), lambda: b[::997]),
-        ("triad", 3, 2, partial(torch.add, b, c, alpha=3, out=a), lambda: b[::997] + 3 * c[::997]),
-    ):
-        rates = [arrays * a.nbytes / seconds for seconds in timed(work, device, samples, flush)]
-        torch.testing.assert_close(a[::997], expected())
-        what = f"{kind} {arrays} x {a.nbytes / 2**20:,.0f} MiB"
-        found.append(run(kind, what, "fp32", a.shape, "B/s", rates, flop_per_byte=flop / (4 * arrays)))
-    return found
+    triad = partial(torch.add, b, c, alpha=3, out=a)
+    rates = [3 * a.nbytes / seconds for seconds in timed(triad, device, samples, flush)]
+    torch.testing.assert_close(a[::997], b[::997] + 3 * c[::997])
+    what = f"triad 3 x {a.nbytes / 2**20:,.0f} MiB"
+    return run("triad", what, "fp32", a.shape, "B/s", rates, flop_per_byte=2 / 12)  # a product, a sum; 3 x 4 bytes
 
 
 def transfers(device: torch.device, samples: int, transfer_bytes: int) -> list[dict]:
-    """Between host and GPU: B/s until the data is there, and for how long the call keeps the CPU."""
+    """Copies with non_blocking=True: B/s until the data is there, and for how long the call keeps the CPU."""
     there = torch.randn(transfer_bytes // 4, device=device)
     found = []
     for memory in ("pageable", "pinned"):
         here = torch.randn(there.shape, pin_memory=memory == "pinned")
         for kind, target, source in (("h2d", there, here), ("d2h", here, there)):
-            for non_blocking in (False, True):
-                source.neg_()  # what the target already holds must not pass for a copy
-                copy = partial(target.copy_, source, non_blocking=non_blocking)
-                what = f"{kind}, {memory}, non_blocking={non_blocking}"
-                rates = [there.nbytes / seconds for seconds in timed(copy, device, samples, clock="wall")]
-                calls = timed(copy, device, samples, clock="issue")
-                assert torch.equal(target[::997].cpu(), source[::997].cpu()), f"{what}: the target has other values"
-                found.append(run(kind, what, None, there.shape, "B/s", rates))
-                found.append(run(f"{kind}_call", f"{what}: the call", None, there.shape, "s", calls))
+            source.neg_()  # what the target already holds must not pass for a copy
+            copy = partial(target.copy_, source, non_blocking=True)
+            rates = [there.nbytes / seconds for seconds in timed(copy, device, samples, clock="wall")]
+            calls = timed(copy, device, samples, clock="issue")
+            assert torch.equal(target[::997].cpu(), source[::997].cpu()), f"{kind}, {memory}: the target differs"
+            found.append(run(kind, f"{kind}, {memory}", None, there.shape, "B/s", rates))
+            found.append(run(f"{kind}_call", f"{kind}, {memory}: the call", None, there.shape, "s", calls))
     return found
 
 
-def launches(device: torch.device, samples: int) -> list[dict]:
+def launch(device: torch.device, samples: int) -> dict:
     """What an operation costs that has next to nothing to do."""
     add = partial(torch.zeros(1, device=device).add_, 1)
-    calls = timed(add, device, samples, repeat=500, clock="issue")  # fewer than a GPU's queue holds
-    trips = timed(add, device, samples, repeat=100, clock="wall")
-    whats = {"launch": ("tiny op, call after call", calls), "round_trip": ("tiny op, waiting for each", trips)}
-    return [run(kind, what, "fp32", [1], "s", seconds) for kind, (what, seconds) in whats.items()]
+    seconds = timed(add, device, samples, repeat=500, clock="issue")  # fewer than a GPU's queue holds
+    return run("launch", "tiny op, call after call", "fp32", [1], "s", seconds)
 
 
 def against_cpu(device: torch.device, samples: int) -> list[dict]:
@@ -166,7 +157,6 @@ def against_cpu(device: torch.device, samples: int) -> list[dict]:
     # nn.Transformer takes a target, which tutorials forget, and by default the length before the batch: the same
     # tensor is then 512 sequences of one token, 45 GFLOP in place of 55
     works = [
-        ("encoder_layer", "encoder layer, 1 x 512 tokens", nn.TransformerEncoderLayer(512, 8, batch_first=True), [x]),
         ("transformer", "Transformer, 1 x 512 tokens", nn.Transformer(512, batch_first=True), [x, x]),
         ("transformer_by_default", "Transformer, 512 x 1 token", nn.Transformer(512), [x, x]),
         *(("square", f"square {n}", torch.mm, [*torch.randn(2, n, n)]) for n in SQUARES),
@@ -174,12 +164,10 @@ def against_cpu(device: torch.device, samples: int) -> list[dict]:
     found = []
     for kind, what, work, inputs in works:
         expected = work.eval()(*inputs) if isinstance(work, nn.Module) else work(*inputs)
-        for place in ("cpu",) if device == CPU else ("cpu", "gpu", "gpu with copies"):
+        for place in ("cpu",) if device == CPU else ("cpu", "gpu"):
             where = CPU if place == "cpu" else device
             work = work.to(where) if isinstance(work, nn.Module) else work
             call = partial(work, *(tensor.to(where) for tensor in inputs))
-            if place == "gpu with copies":
-                call = partial(lambda work, inputs: work(*(x.to(device) for x in inputs)).cpu(), work, inputs)
             torch.testing.assert_close(call().cpu(), expected, rtol=1e-2, atol=1e-2)
             seconds = timed(call, where, samples, repeat=10 if kind == "square" else 1, clock="wall")
             found.append(run(kind, f"{what}, {place}", "fp32", expected.shape, "s", seconds, place=place))
@@ -194,10 +182,6 @@ def check(rows: list[dict]) -> list[str]:
     types = ", ".join(dict.fromkeys(row["type"] for row in rows if "relative_error" in row))
     rates = "no rate is above the peak" if any(row["limit"] for row in rows) else "peaks of this device: not known"
     return [f"matmuls in {types} against float64, all else against what it must give", rates]
-
-
-COLUMNS = {"what": "what", "type": "type", "measured": "median (lowest to highest)"}
-COLUMNS |= {"peak_share": "of peak", "best_share": "of best"}
 
 
 @torch.inference_mode()
@@ -223,8 +207,8 @@ def main() -> int:
                 multiply()  # in the queue: the next line reads the clocks while the GPU works
             own["under_load"] = bench.conditions(device)
         rows += [matmul(kind, dtype, shape, device, args.samples, flush) for shape in shapes]
-    rows += bandwidth(device, args.samples, flush, ARRAY_BYTES[size])
-    rows += launches(device, args.samples)
+    rows.append(bandwidth(device, args.samples, flush, ARRAY_BYTES[size]))
+    rows.append(launch(device, args.samples))
     rows += against_cpu(device, args.samples)
     if device.type == "cuda":
         rows += transfers(device, args.samples, ARRAY_BYTES["cpu"])
@@ -235,7 +219,9 @@ def main() -> int:
     best = bench.compare(rows, name, own.get("sm_clock_max_mhz"))
     ratios = bench.ratios(rows, best)
     own |= {"best": best, **ratios, "not_measured": not_measured}
-    lesson.end(rows, columns=COLUMNS, checked=check(rows), args=args, device=device, **own)
+    columns = {"what": "what", "type": "type", "measured": "median (lowest to highest)"}
+    columns |= {"peak_share": "of peak", "best_share": "of best"}
+    lesson.end(rows, columns=columns, checked=check(rows), args=args, device=device, **own)
     facts = {key: own["under_load"].get(key) for key in ("cpu", "cpu_threads", "sm_clock_mhz", "power_watts")} | ratios
     lines = [f"{key.replace('_', ' ')}: {report.for_people(key, value)}" for key, value in facts.items()]
     lines += [f"not measured: {bench.LABELS.get(what, what)}: {why}" for what, why in not_measured.items()]

@@ -14,7 +14,6 @@ skip says what could not be seen here. The exit code is 1 if anything failed. Be
 
 import os
 import re
-import resource
 import shutil
 import sys
 import tempfile
@@ -34,14 +33,11 @@ from common import cli, exits, report
 from common.exits import UserError
 from common.table import table
 
-LOAD = """
-import sys, time, torch
-matrix = torch.randn(4096, 4096, device=f"cuda:{sys.argv[1]}", dtype=torch.float16)
-deadline = time.monotonic() + 2  # the first round loads the kernels
-while time.monotonic() < deadline:
-    for _ in range(8):  # queued, and not waited for
-        matrix @ matrix
-    torch.cuda.synchronize(matrix.device)
+MULTIPLY = """
+import torch
+for place in range(torch.cuda.device_count()):
+    matrix = torch.ones(64, 64, device=f"cuda:{place}", dtype=torch.float16)
+    assert (matrix @ matrix).eq(64).all(), f"GPU {place} multiplies wrong"
 """
 ALL_REDUCE = """
 import datetime, os, sys, torch, torch.distributed as dist
@@ -67,61 +63,29 @@ def gpu_checks(gpus: list[dict], why_none: str | None, usable: int) -> Iterator[
     seen = "; ".join(lost) or why_none or f"runs CUDA {offered or 'n/a'}, torch was built for {built or 'none'}"
     fix = "update or reinstall the driver, reboot; an Xid in dmesg: the GPU fell off the bus, reboot or replace it"
     yield "driver", "fail" if broken else "ok" if offered and built else "skip", seen, fix
-    seen = f"torch {torch.__version__} for CUDA {built or 'none'}, {len(gpus)} GPUs by NVML"
-    fix = "look at the driver and CUDA_VISIBLE_DEVICES" if built else "install a CUDA build"
-    yield "torch build", "fail" if gpus and not usable else "ok", seen, fix
     if not gpus:
         return
 
-    seen = f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')}: torch can use {usable} of {len(gpus)}"
+    visible = f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')}"
+    seen = f"torch {torch.__version__} for CUDA {built or 'none'} can use {usable} of {len(gpus)}; {visible}"
     fix = "unset it, unless the others are hidden on purpose; CUDA stops counting at the first entry that names no GPU"
-    yield "visible GPUs", "ok" if usable >= len(gpus) else "warn" if usable else "fail", seen, fix
+    result = "ok" if usable >= len(gpus) else "warn" if usable else "fail"
+    yield "visible GPUs", result, seen, fix if built else "install a build of torch for CUDA"
     known = [(gpu["index"], process) for gpu in gpus for process in gpu["processes"] or []]
     others = [f"GPU {i}: pid {p['pid']} of {p['user'] or 'unknown user'}" for i, p in known if p["pid"] != os.getpid()]
     result = "warn" if others else "skip" if all(gpu["processes"] is None for gpu in gpus) else "ok"
     fix = "wait, ask its owner, or hide that GPU with CUDA_VISIBLE_DEVICES"
     yield "other processes", result, "; ".join(others) or "none that the driver reports", fix
 
-    # Every reason to throttle that NVML gives while GPU after GPU multiplies large matrices; of those that torch cannot
-    # use what it gives at once. The power cap under load is no fault, the clock gives way. Heat and weak supply are.
-    reasons = {gpu["index"]: {*gpu["throttle_reasons"]} for gpu in gpus if gpu["throttle_reasons"] is not None}
-    mine = [torch.cuda.get_device_properties(i) for i in range(usable)]
-    index_of = {gpu["uuid"]: gpu["index"] for gpu in gpus}  # without MIG's slices, which NVML lists under other names
-    places = {index_of[f"GPU-{p.uuid}"]: i for i, p in enumerate(mine) if f"GPU-{p.uuid}" in index_of}
-    errors = []
-    for index, place in places.items():
-        # in a process of its own: its context is gone afterwards, its errors end only it, its hang becomes an answer
-        ask = lambda index=index: reasons.get(index, set()).update(machine.throttle_reasons(index) or [])  # noqa: E731
-        [(code, output)] = run_all([[sys.executable, "-c", LOAD, place]], 90, ask)
-        reasons.get(index, set()).discard("power cap")
-        if code != 0:
-            errors.append(f"GPU {index}: {first_error(output) or f'exit code {code}'}")
-    slowed = "; ".join(f"GPU {index}: {', '.join(sorted(why))}" for index, why in reasons.items() if why)
-    seen = f"throttled: {slowed or 'none'} ({len(places)} of {len(gpus)} GPUs under load)"
-    fix = "thermal or brake: cooling and power supply; power cap: nvidia-smi -q -d POWER"
-    yield "clocks", "warn" if slowed else "ok" if reasons else "skip", seen, fix
     if not usable:
-        yield "GPUs", "skip", "architecture, cuDNN, peer access, nccl all-reduce: no GPU that torch can use", ""
         return
 
-    seen = (
-        "; ".join(errors) or f"{len(places)} GPUs multiply; torch is built for {' '.join(torch.cuda.get_arch_list())}"
-    )
+    # in a process of its own: its contexts are gone afterwards, and its hang becomes an answer
+    [(code, output)] = run_all([[sys.executable, "-c", MULTIPLY]], 150)
+    error = "" if code == 0 else first_error(output) or f"exit code {code}"
+    seen = error or f"{usable} GPUs multiply; torch is built for {' '.join(torch.cuda.get_arch_list())}"
     fix = "no kernel image: a newer torch for a new GPU, an older one for an old GPU; else other processes, dmesg"
-    yield "architecture", "fail" if errors else "ok" if places else "skip", seen, fix
-
-    try:  # another cuDNN on LD_LIBRARY_PATH comes before torch's own, and torch refuses it when asked
-        seen = f"version {torch.backends.cudnn.version()}"
-        result = "warn" if "None" in seen else "ok"
-    except RuntimeError as error:
-        result, seen = "fail", f"{error}".split(". ")[0]
-    yield "cuDNN", result, seen, "unset LD_LIBRARY_PATH; or another torch build: convolutions are slow without it"
-
-    pairs = [(i, j) for i in range(usable) for j in range(usable) if i != j]
-    without = [f"{i}->{j}" for i, j in pairs if not torch.cuda.can_device_access_peer(i, j)]
-    seen = f"none for {', '.join(without)}" if without else f"all {len(pairs)} ordered pairs"
-    fix = "their traffic goes through host memory; show.py has the topology; ACS, IOMMU or the model may forbid it"
-    yield "peer access", "warn" if without else "ok" if pairs else "skip", seen, fix
+    yield "architecture", "fail" if error else "ok", seen, fix
 
 
 def machine_checks(run_dir: Path) -> Iterator[Check]:
@@ -130,73 +94,30 @@ def machine_checks(run_dir: Path) -> Iterator[Check]:
         fix = "docker run --shm-size=8g (or --ipc=host), Kubernetes: an emptyDir of medium Memory; or --num-workers 0"
         yield "shared memory", "fail" if free < 0.125 else "warn" if free < 1 else "ok", f"{free:.2f} GiB free", fix
 
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)  # each tensor that a worker hands over holds a file open
-    result = "fail" if 0 <= limit < 256 else "warn" if 256 <= limit < 4096 else "ok"  # -1: no limit
-    yield "open files", result, f"limit {limit}", "ulimit -n 65536"
     folder = next(folder for folder in (run_dir.resolve(), *run_dir.resolve().parents) if folder.is_dir())
-    try:
-        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
-            start = time.perf_counter()
-            file.write(os.urandom(2**24))
-            os.fsync(file.fileno())  # until the disk says so
-            rate = 2**24 / (time.perf_counter() - start)
-        free = shutil.disk_usage(folder).free / 2**30
-        result = "fail" if free < 1 else "warn" if free < 10 or rate < 50e6 else "ok"
-        seen = f"{folder}: {free:.0f} GiB free, writes {rate / 1e6:.0f} MB/s"
-    except OSError as error:
-        result, seen = "fail", f"{folder}: {error.strerror}"
-    yield "disk", result, seen, "another --run-dir, a local disk; --keep fewer checkpoints; --async-save"
-    requirements = Path(__file__).resolve().parents[1].joinpath("requirements.txt").read_text()
+    free, writable = shutil.disk_usage(folder).free / 2**30, os.access(folder, os.W_OK)
+    result = "fail" if free < 1 or not writable else "warn" if free < 10 else "ok"
+    seen = f"{folder}: {free:.0f} GiB free{'' if writable else ', not writable'}"
+    yield "disk", result, seen, "another --run-dir; --keep fewer checkpoints"
+    requirements = Path(__file__).resolve().parents[1].joinpath("requirements.txt").read_text().replace("_", "-")
     pins = re.findall(r"^([\w.-]+)==([\w.]+)", requirements, re.MULTILINE)
-    found = {package.name: package.version.split("+")[0] for package in reversed([*distributions()])}
+    found = {d.name.replace("_", "-"): d.version.split("+")[0] for d in reversed([*distributions()])}
     off = [f"{name} {found.get(name, 'missing')} (pinned {pin})" for name, pin in pins if found.get(name) != pin]
     yield "versions", "warn" if off else "ok", ", ".join(off) or "all as pinned", "pip install -r requirements.txt"
-
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # not above: a second of imports
-
-    folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir())
-    cut = [str(file) for file in sorted(folder.rglob("*.so")) if is_cut(file.read_bytes())]
-    seen = f"{folder}: truncated libraries: {', '.join(cut) or 'none'}"  # as a compile that is killed leaves them
-    yield "compile cache", "fail" if cut else "ok", seen, f"rm {' '.join(cut)}"
-
-
-def is_cut(library: bytes) -> bool:
-    """Whether an ELF file ends before the end of its table of sections, which a linker writes last."""
-    start, size, count = (int.from_bytes(library[i:j], "little") for i, j in ((40, 48), (58, 60), (60, 62)))
-    return len(library) < 64 or start + size * count > len(library)
 
 
 def job_checks(gpus: int) -> Iterator[Check]:
     """`gpus`: those that torch can use; as many processes will start here."""
-    environ = os.environ
-    wrong = wrong_variables({name: environ[name] for name in RENDEZVOUS if name in environ}, gpus)
+    wrong = wrong_variables({name: os.environ[name] for name in RENDEZVOUS if name in os.environ}, gpus)
     fix = f"unset them and start with torchrun, or set all: {', '.join(RENDEZVOUS)}"
     yield "environment variables", "fail" if wrong else "ok", wrong or "none is wrong", fix
 
-    port = environ.get("MASTER_PORT", "29500")  # what torchrun takes without --standalone or --rdzv-endpoint
-    if sys.platform != "darwin" and environ.get("RANK", "0") == "0":  # rank 0 listens there; a Mac: root only
+    port = os.environ.get("MASTER_PORT", "29500")  # what torchrun takes without --standalone or --rdzv-endpoint
+    if sys.platform != "darwin" and os.environ.get("RANK", "0") == "0":  # rank 0 listens there; a Mac: root only
         listening = [c for c in psutil.net_connections("tcp") if c.status == "LISTEN" and str(c.laddr.port) == port]
         owners = ", ".join(f"pid {c.pid or 'of another user'}" for c in listening)
-        result = "ok" if not owners else "fail" if "MASTER_PORT" in environ else "warn"
+        result = "ok" if not owners else "fail" if "MASTER_PORT" in os.environ else "warn"
         yield "port", result, f"{port}: {owners or 'free'}", "end that, or use another MASTER_PORT"
-
-    cores, text = machine.usable_cores(), environ.get("OMP_NUM_THREADS", "1")  # torchrun sets 1
-    processes = int(environ.get("LOCAL_WORLD_SIZE", gpus or 1))
-    threads = processes * int(text) if text.isdecimal() else 0
-    few = "OMP_NUM_THREADS" in environ and not gpus and 4 * threads <= cores
-    result = "fail" if not threads else "warn" if threads > max(cores, processes) or few else "ok"
-    seen = f"OMP_NUM_THREADS={text} for each of {processes} processes, {cores} cores"
-    yield "threads", result, seen, f"OMP_NUM_THREADS={max(1, cores // processes)}: more wait for each other, fewer idle"
-
-    up = [name for name, state in psutil.net_if_stats().items() if state.isup]
-    interfaces = environ.get("NCCL_SOCKET_IFNAME", "^lo,docker")  # a prefix, =exact, or ^ all but these
-    exact, prefixes = "=" in interfaces[:2], tuple(interfaces.lstrip("^=").split(","))
-    matched = [name for name in up if (name in prefixes if exact else name.startswith(prefixes))]
-    taken = [name for name in up if (name in matched) != interfaces.startswith("^")]
-    missing = (gpus and not torch.distributed.is_nccl_available()) or ("NCCL_SOCKET_IFNAME" in environ and not taken)
-    seen = f"{interfaces} takes {', '.join(taken) or 'none'} of {', '.join(up)}"
-    fix = "name an interface that is up in NCCL_SOCKET_IFNAME; a torch build with NCCL (Linux only)"
-    yield "NCCL interface", "fail" if missing else "ok", seen, fix
 
     for backend in ("gloo", "nccl") if gpus > 1 else ("gloo",):
         with tempfile.TemporaryDirectory() as folder:

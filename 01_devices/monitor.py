@@ -2,8 +2,7 @@
 
 What nvidia-smi calls utilisation is the share of time in which any kernel ran, not how much of the GPU it used. An
 NCCL kernel that waits for a rank that never comes spins: 100 % utilisation for hours, at little more than idle power.
-So utilisation of at least 90 % at less than 20 % of the power limit is flagged as a likely hang. That idea is
-`likely_hang` in _monitor.py, which also takes the samples. This file shows and exports them.
+So utilisation of at least 90 % at less than 20 % of the power limit is flagged as a likely hang.
 
     laptop    python 01_devices/monitor.py --once
     one GPU   python 01_devices/monitor.py --run-dir runs/my-run
@@ -16,18 +15,21 @@ Next: 02_tensors_precision/.
 """
 
 import contextlib
+import json
+import os
 import signal
 import sys
 import time
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
+import psutil
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
-from _monitor import sample
-from _shared import THROTTLE_REASONS
+import _shared as machine
 
 from common import cli, exits, report, runtime
+from common.table import table
 
 # All that is shown and exported: part of a sample, key in it; the base unit last, and _total for a counter.
 METRICS = [
@@ -39,21 +41,15 @@ METRICS = [
     "gpu_memory_total_bytes",
     "gpu_temperature_celsius",
     "gpu_sm_clock_hertz",
-    "gpu_memory_clock_hertz",
     "gpu_throttle_reasons",
     "gpu_processes",
-    "gpu_pcie_rx_bytes_per_second",
-    "gpu_pcie_tx_bytes_per_second",
     "gpu_nvlink_rx_bytes_total",
     "gpu_nvlink_tx_bytes_total",
     "host_cpus",
+    "host_load",
     "host_cpu_busy_seconds_total",
     "host_memory_used_bytes",
     "host_memory_total_bytes",
-    "host_disk_read_bytes_total",
-    "host_disk_written_bytes_total",
-    "host_network_rx_bytes_total",
-    "host_network_tx_bytes_total",
     "training_step",
     "training_loss",
     "training_tokens_per_second",
@@ -64,74 +60,97 @@ HELP = {  # where the name does not say it all
     "gpu_likely_hang": "1 if utilisation is at least 90 % and power below 20 % of its limit",
     "gpu_utilization_ratio": "Share of time in which any kernel ran, were it only waiting",
     "gpu_throttled": "1 if the clock is held down for this reason",
+    "host_load": "Processes that ran or waited for a core, mean of the last minute",
 }
 LABELS = {"gpu": {"gpu": "index", "uuid": "uuid", "name": "name"}, "host": {}, "training": {"run": "run"}}
 
 
-def watch(run_dir: Path | None, interval: float) -> Iterator[dict]:
-    """A sample after each interval, with every counter's rate since the one before; without end."""
-    before, then = sample(run_dir), time.monotonic()
-    while True:
-        time.sleep(interval)
-        view, now = sample(run_dir), time.monotonic()
-        for row, old in zip(view["host"] + view["gpu"], before["host"] + before["gpu"], strict=False):
-            add_rates(row, old, now - then)
-        yield {**view, "interval_seconds": now - then}
-        before, then = view, now
+def likely_hang(gpu: dict) -> bool | None:
+    """Utilisation of at least 90 % at less than 20 % of the power limit; None where too little is known to tell.
+
+    NVML cannot say what a kernel does. But NCCL's spin while they wait: some multiprocessors poll a flag, the matrix
+    units stay dark, so utilisation reads 100 % and power stays low. Evidence, not proof: ranks that wait for one that
+    saves look the same for a while (an alert needs `for: 5m`), and so may a model of tiny kernels, whose log grows.
+    """
+    power, limit, utilization = gpu["power_watts"], gpu["power_limit_watts"], gpu["utilization"]
+    signs = [
+        None if utilization is None else utilization >= 0.9,
+        None if power is None or not limit else power < 0.2 * limit,
+    ]
+    return False if False in signs else None if None in signs else True
 
 
-def add_rates(row: dict, old: dict, seconds: float) -> None:
-    """Give `row` the rate of each of its counters; None where it is not known or has begun anew."""
-    for total in [key for key in row if key.endswith("_total")]:
-        known = row[total] is not None and old[total] is not None and row[total] >= old[total]
-        row[f"{total.removesuffix('_total')}_per_second"] = (row[total] - old[total]) / seconds if known else None
+def sample(run_dir: Path | None) -> dict:
+    """What can be known at this moment. Remembers nothing, so that any number of scrapes may ask at once."""
+    gpus, no_gpu = machine.gpus()
+    for gpu in gpus:
+        gpu["likely_hang"] = likely_hang(gpu)
+        gpu["utilization_ratio"] = gpu["utilization"]
+        gpu["sm_clock_hertz"] = None if gpu["sm_clock_mhz"] is None else gpu["sm_clock_mhz"] * 1e6
+        gpu["nvlink_rx_bytes_total"] = gpu["nvlink_rx_bytes"]
+        gpu["nvlink_tx_bytes_total"] = gpu["nvlink_tx_bytes"]
+    times = psutil.cpu_times()
+    memory = psutil.virtual_memory()
+    host = {
+        "cpus": psutil.cpu_count(),
+        "load": psutil.getloadavg()[0],
+        "cpu_busy_seconds_total": sum(getattr(times, k, 0) for k in ("user", "nice", "system", "irq", "softirq")),
+        "memory_used_bytes": memory.total - memory.available,
+        "memory_total_bytes": memory.total,
+    }
+    return {"gpu": gpus, "no_gpu": no_gpu, "host": [host], "training": training(run_dir)}
 
 
-def show(views: Iterator[dict], live: bool) -> dict:
-    """Draw metrics down and GPUs across, a counter as its rate; in place for ever, or once and return that view."""
-    from rich.console import Console, Group
-    from rich.live import Live
-    from rich.table import Table
-
-    with Live(console=Console(markup=False), auto_refresh=False) as screen:
-        for view in views:
-            drawn: list = []
-            if view["no_gpu"]:
-                drawn.append(f"no GPU seen, so nothing of it measured: {view['no_gpu']}")
-            if not view["training"]:
-                drawn.append("no training record seen (--run-dir; default: the newest in runs/)")
-            for part in LABELS:
-                if not view[part]:
-                    continue
-                labels = [of for of in LABELS[part].values() if of != "uuid"]
-                table = Table(part, *(" ".join(str(row[of]) for of in labels) for row in view[part]))
-                for key in [name.removeprefix(f"{part}_") for name in METRICS if name.startswith(part)]:
-                    title = key.removesuffix("_total").replace("_", " ")
-                    table.add_row(title, *(cell(key, row) for row in view[part]))
-                drawn.append(table)
-            screen.update(Group(*drawn, ""), refresh=True)
-            if not live:
-                return view
+def training(run_dir: Path | None) -> list[dict]:
+    """The last training record of the run (None: of the run in runs/ that wrote last), if there is one."""
+    files = [run_dir / "metrics.jsonl"] if run_dir else Path("runs").glob("*/metrics.jsonl")
+    written, file = max(((file.stat().st_mtime, file) for file in files if file.exists()), default=(0.0, None))
+    record = last_record(file) if file else None
+    if record is None:
+        return []
+    more = {"mfu_ratio": record.get("mfu"), "last_record_timestamp_seconds": written}
+    return [{**record, **more, "run": file.parent.resolve().name}]
 
 
-def cell(key: str, row: dict) -> str:
-    """A value for people; a counter's is its rate."""
-    value = row.get(f"{key.removesuffix('_total')}_per_second" if key.endswith("_total") else key)
-    if value is None:
-        return "n/a"
+def last_record(file: Path, window: int = 2**14) -> dict | None:
+    """The last record with a loss in the last bytes of a metrics.jsonl, however long it has grown. A line that the
+    window cuts, that is half written or that a kill has damaged is no JSON object, and is passed over."""
+    with file.open("rb") as stream:
+        stream.seek(max(0, stream.seek(0, os.SEEK_END) - window))
+        lines = stream.read().splitlines()
+    for line in reversed(lines):
+        with contextlib.suppress(ValueError):
+            record = json.loads(line)
+            if isinstance(record, dict) and {"step", "loss"} <= record.keys():
+                return record
+    return None
+
+
+def drawn(view: dict) -> str:
+    """Metrics down and GPUs across. Counters are left to Prometheus, which makes rates of them."""
+    parts = []
+    if view["no_gpu"]:
+        parts.append(f"no GPU seen, so nothing of it measured: {view['no_gpu']}")
+    if not view["training"]:
+        parts.append("no training record seen (--run-dir; default: the newest in runs/)")
+    for part, labels in LABELS.items():
+        head = [part, *(" ".join(str(row[labels[name]]) for name in labels if name != "uuid") for row in view[part])]
+        gauges = [name for name in METRICS if name.startswith(part) and not name.endswith("_total")]
+        names = [name.removeprefix(f"{part}_") for name in gauges]
+        lines = [[name, *(cell(name, row.get(name)) for row in view[part])] for name in names]
+        if view[part]:
+            parts.append(table([head, *lines]))
+    return "\n\n".join(parts)
+
+
+def cell(name: str, value: object) -> str:
     if isinstance(value, bool):
         return "LIKELY HANG" if value else "no"
     if isinstance(value, list):  # reasons, or processes and whose they are
-        return ", ".join(f"{v['user'] or '?'} {v['pid']}" if key == "processes" else v for v in value) or "none"
-    if key.endswith("timestamp_seconds"):
+        return ", ".join(f"{v['user'] or '?'} {v['pid']}" if name == "processes" else v for v in value) or "none"
+    if value is not None and name == "last_record_timestamp_seconds":
         return f"{time.time() - value:,.0f} s ago"
-    if value >= 1e9:
-        text = f"{value / 1e9:,.5g} G"
-    elif value >= 1e6:
-        text = f"{value / 1e6:,.5g} M"
-    else:
-        text = f"{value:,.5g}"
-    return f"{text}/s" if key.endswith("_total") else text
+    return f"{value:.1%}" if value is not None and name.endswith("ratio") else report.for_people(name, value)
 
 
 def serve(port: int, address: str, run_dir: Path | None) -> None:
@@ -150,7 +169,7 @@ def serve(port: int, address: str, run_dir: Path | None) -> None:
                 for row in [row for row in view[part] if row.get(key) is not None]:  # what is not known is absent
                     labels = {label: str(row[of]) for label, of in LABELS[part].items() if row[of] is not None}
                     if key == "throttle_reasons":
-                        for reason in THROTTLE_REASONS:
+                        for reason in machine.THROTTLE_REASONS:
                             metric.add_sample(name, {**labels, "reason": reason}, reason in row[key])
                     else:
                         metric.add_sample(name, labels, len(row[key]) if isinstance(row[key], list) else row[key])
@@ -169,7 +188,6 @@ def main() -> int:
     parser = cli.Parser(__doc__)
     add = parser.add_argument
     add("--run-dir", type=Path, help="folder of the run whose metrics.jsonl is read (default: the newest in runs/)")
-    add("--interval", type=cli.positive, default=2.0, metavar="SECONDS", help="between two samples of the table")
     add("--once", action="store_true", help="print one table and end, as it does without a terminal")
     add("--prometheus", type=cli.natural, metavar="PORT", help="serve /metrics there; 0 takes a free port")
     add("--address", default="127.0.0.1", help="where --prometheus listens; 0.0.0.0: on every network")
@@ -180,13 +198,10 @@ def main() -> int:
         raise exits.UserError("--prometheus serves until it is stopped: leave out --once and --json")
     if args.run_dir and not args.run_dir.is_dir():
         raise exits.UserError(f"--run-dir {args.run_dir}: no such folder")
-    if args.interval > 3600:
-        raise exits.UserError(f"--interval {args.interval:g}: at most an hour, 3600")
-    if find_spec(package := "rich" if args.prometheus is None else "prometheus_client") is None:
-        raise exits.UserError(f"the package {package} is missing: pip install -r requirements.txt")
-    views, live = watch(args.run_dir, args.interval), sys.stdout.isatty() and not (args.once or args.json)
+    live = args.prometheus is None and sys.stdout.isatty() and not (args.once or args.json)
     if not live and args.prometheus is None:
-        view = show(views, live)
+        view = sample(args.run_dir)
+        print(drawn(view))
         report.write_json({"device": view["gpu"][0]["name"] if view["gpu"] else "cpu", **view}, args.json)
         return 0
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -194,11 +209,10 @@ def main() -> int:
     with contextlib.suppress(KeyboardInterrupt):
         if args.prometheus is not None:
             serve(args.prometheus, args.address, args.run_dir)
-        if live:
-            show(views, live)
-        else:
-            while True:  # not signal.pause(): a signal that one of the server's threads took would not end it
-                time.sleep(1)
+        while True:  # not signal.pause(): a signal that one of the server's threads took would not end it
+            if live:
+                print(f"\x1b[H\x1b[2J{drawn(sample(args.run_dir))}", flush=True)  # from the top of an empty screen
+            time.sleep(1)
     return 0
 
 

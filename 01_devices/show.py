@@ -1,28 +1,33 @@
 """What this machine is, as far as it decides how to train on it, and which models fit.
 
 Memory decides what fits; a type's FLOP/s and the memory bandwidth, how fast one device can be; the links, how far
-more of them help. NVML reports what the driver knows, even of GPUs that torch cannot use; peaks come from data sheets;
-whether a type works is tried, not believed. GB is 1e9 bytes throughout.
+more of them help. NVML reports what the driver knows, even of GPUs that torch cannot use; peaks come from data sheets.
+GB is 1e9 bytes throughout.
 
     laptop    python 01_devices/show.py
     one node  python 01_devices/show.py --json machine.json
     cluster   srun --ntasks-per-node=1 python 01_devices/show.py
 
-Look for: GPUs that torch cannot use; SYS between two of them, a path through both sockets; types that are only
-emulated, and slow; the last table. Next: doctor.py says what is wrong here, benchmark.py how fast it really is.
+Look for: GPUs that torch cannot use; SYS between two of them, a path through both sockets; types without hardware,
+which are slow; the last table. Next: doctor.py says what is wrong here, benchmark.py how fast it really is.
 """
 
 import math
+import os
+import platform
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/ and planner/, with nothing installed
 import _shared as machine
-from _show import host, print_rows, topology
 
 from common import cli, exits, hardware, report, runtime, shapes
+from common.table import table
 from planner.inference import kv_cache_bytes
 from planner.memory import peak
 from planner.plan import Plan
@@ -32,14 +37,6 @@ LLAMA2 = {  # vocabulary, hidden, ffn, layers, heads, key-value heads, head_dim,
     "7B": shapes.Config(32_000, 4096, 11_008, 32, 32, 32, 128, 4096),
     "13B": shapes.Config(32_000, 5120, 13_824, 40, 40, 40, 128, 4096),
     "70B": shapes.Config(32_000, 8192, 28_672, 80, 64, 8, 128, 4096),
-}
-TYPES = {
-    "fp32": torch.float32,
-    "tf32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp8": torch.float8_e4m3fn,
-    "int8": torch.int8,
 }
 
 
@@ -85,7 +82,6 @@ def what_fits(cards: list[tuple[str, int]]) -> list[dict]:
             rows.append(
                 {
                     "model": name,
-                    "parameters": shapes.parameter_count(config),
                     "use": use,
                     "spread_bytes": spread,
                     "each_bytes": each,
@@ -97,51 +93,13 @@ def what_fits(cards: list[tuple[str, int]]) -> list[dict]:
     return rows
 
 
-def try_matmul(dtype: str, device: torch.device) -> str | None:
-    """Multiply matrices of -1, 0 and 1, which every type here can do exactly; None if it does, else why not."""
-    a = torch.randint(-1, 2, (256, 256), generator=torch.Generator().manual_seed(0))
-    b = torch.randint(-1, 2, (256, 256), generator=torch.Generator().manual_seed(1))
-    try:
-        torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
-        x = a.to(TYPES[dtype]).to(device)
-        y = b.t().to(TYPES[dtype]).to(device)  # by columns, as fp8 units want it
-        if dtype == "tf32":
-            x = torch.full_like(x, 1 + 2**-12) @ torch.eye(256, device=device)  # 12 bits, of which tf32 keeps 10
-            return None if bool((x == 1).all()) else "computed in fp32: 1 + 2^-12 was not rounded"
-        if dtype == "fp8":
-            one = torch.ones((), device=device)  # the scale of each matrix
-            result = torch._scaled_mm(x, y, one, one, out_dtype=torch.bfloat16)
-        elif dtype == "int8":
-            result = torch._int_mm(x, y)
-        else:
-            result = x @ y
-        return None if torch.equal(result.cpu().double(), a.double() @ b.t().double()) else "wrong result"
-    except Exception as error:  # what is missing says so in many forms
-        return (str(error).splitlines() or [type(error).__name__])[0]
-    finally:
-        torch.set_float32_matmul_precision("highest")
-
-
-def tried_types(device: torch.device) -> list[dict]:
-    """For each type: has `device` units for it, and does a matmul come out right?"""
-    native, _ = machine.native_types(device)
-    rows = []
-    for dtype in TYPES:
-        problem = try_matmul(dtype, device)
-        works = "native" if dtype in native else "emulated"
-        verdict = "missing" if problem else works
-        rows.append({"dtype": dtype, "unit": dtype in native, "verdict": verdict, "tried": problem or "right"})
-    return rows
-
-
 def peaks_of(name: str) -> dict:
     """What the data sheet says of a device, without sparsity: None is not known, 0 a type without units."""
     sheet = hardware.devices().get(name, {})
-    in_tera = {f"{dtype}_tflops": sheet.get(dtype) for dtype in TYPES} | {
-        "terabytes_per_second": sheet.get("bandwidth")
-    }
-    scaled = {key: None if value is None else value / 1e12 for key, value in in_tera.items()}
-    return {"device": name, **scaled, "memory_bytes": sheet.get("memory"), "tdp_watts": sheet.get("tdp")}
+    rates = {f"{dtype}_tflops": sheet.get(dtype) for dtype in machine.CUDA_SINCE}
+    rates["terabytes_per_second"] = sheet.get("bandwidth")
+    in_tera = {key: None if value is None else value / 1e12 for key, value in rates.items()}
+    return {"device": name, **in_tera, "memory_bytes": sheet.get("memory"), "tdp_watts": sheet.get("tdp")}
 
 
 def check_agreement(gpus: list[dict], usable: list) -> int:
@@ -152,6 +110,47 @@ def check_agreement(gpus: list[dict], usable: list) -> int:
         assert g["compute_capability"] in (None, f"{p.major}.{p.minor}"), (g["compute_capability"], p.major, p.minor)
         assert abs((g["memory_total_bytes"] or p.total_memory) / p.total_memory - 1) < 0.05, g["memory_total_bytes"]
     return len(pairs)
+
+
+def host() -> dict:
+    """The processor, its cores and memory with the limits of this process's control group, and torch's build."""
+    memory_limit, cores_limit = machine.limits()
+    return {
+        "cpu": machine.cpu_fact("model name") or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores_limit": cores_limit,
+        "memory_total_bytes": psutil.virtual_memory().total,
+        "memory_limit_bytes": memory_limit,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda or torch.version.hip,
+        "cudnn": torch.backends.cudnn.version(),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else None,
+    }
+
+
+def topology() -> str | None:
+    """How each GPU reaches each other and the processor, in nvidia-smi's words; None without nvidia-smi."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    told = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=60, check=False)
+    return told.stdout if told.returncode == 0 else None
+
+
+def print_rows(heading: str, rows: list[dict]) -> None:
+    """One line for each row; bytes in GB, rates in powers of ten."""
+    heads = [name.removesuffix("_bytes").replace("_", " ") for name in rows[0]]
+    cells = [[_words(row.get("", name), value) for name, value in row.items()] for row in rows]
+    print(f"{heading}\n\n{table([heads, *cells])}\n")
+
+
+def _words(name: str, value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "n/a", True: "yes", False: "no"}[value]
+    if isinstance(value, list):
+        return ", ".join(f"{v['pid']} ({v['user'] or '?'})" if isinstance(v, dict) else v for v in value) or "none"
+    if isinstance(value, int | float) and name.endswith("_bytes"):
+        return f"{value / 1e9:,.1f} GB"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def main() -> int:
@@ -171,16 +170,14 @@ def main() -> int:
         facts = [{"": name, "value": row[name]} for name in row if name != "refused"]
         print_rows(f"GPU {row['index']}, as the driver knows it (n/a: it does not say)", facts)
     if gpus:
-        print("Between GPUs: NV4 is 4 NVLink lanes; by PCIe from near to far PIX, PXB, PHB, NODE, SYS")
-        print("\n".join(f"  GPU {i}: {' '.join(row)}" for i, row in enumerate(paths)) + "\n")
+        print(f"Between GPUs\n\n{paths or 'n/a: nvidia-smi does not say'}\n")
     build = "" if torch.version.cuda or torch.version.hip else " (this torch is built without CUDA)"
     reason = f" ({why_none})" if why_none else ""
     print(f"NVML sees {len(gpus)} GPUs{reason}, torch can use {len(usable)}{build}\n")
 
     name = hardware.device_name(device)
-    dtypes = tried_types(device)
-    how = machine.native_types(device)[1]
-    print_rows(f"Types that {name} multiplies: native with units for them, emulated without ({how})", dtypes)
+    native, how = machine.native_types(device)
+    print(f"{name} multiplies in hardware: {', '.join(sorted(native))}; other types it can only emulate ({how})\n")
     seen = [gpu["name"] or "n/a" for gpu in gpus] + [properties.name for properties in usable]
     compared = ["NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3", "NVIDIA GeForce RTX 4090"]
     peaks = [peaks_of(gpu) for gpu in dict.fromkeys(seen + compared)]
@@ -192,7 +189,7 @@ def main() -> int:
     fits = what_fits(cards)
     size = min(size for _, size in cards) / 1e9
     heading = f"What fits into {len(cards)} x {cards[0][0]} of {size:.1f} GB\n\n    {needs.__doc__.strip()}"
-    print_rows(heading, [{name: value for name, value in row.items() if name != "parameters"} for row in fits])
+    print_rows(heading, fits)
 
     agreeing = check_agreement(gpus, usable)
     print(f"checked: NVML and torch agree about {agreeing} GPUs that both see")
@@ -202,7 +199,7 @@ def main() -> int:
         "host": here,
         "gpus": gpus,
         "topology": paths,
-        "dtypes": dtypes,
+        "native_dtypes": sorted(native),
         "peaks": peaks,
         "fits": fits,
     }
