@@ -7,17 +7,16 @@ import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import time
 import urllib.parse
 from copy import deepcopy
 from pathlib import Path
 
 import pytest
 from support.commands import check
-from support.harness import ROOT, TINY, clean_env, holds, kill_all, start
+from support.harness import ROOT, clean_env, holds, kill_all, start, steps_logged, tiny_flags, train, write_tiny
+from support.slurm_cluster import free_ports
 from torch.distributed.run import get_args_parser
 
 yaml = pytest.importorskip("yaml")
@@ -157,72 +156,56 @@ def test_skypilot_reads_its_file(tmp_path):
     pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", SKYPILOT]
     subprocess.run(pip, check=True, timeout=600)
     env = clean_env(HOME=str(tmp_path), SKYPILOT_DISABLE_USAGE_COLLECTION="1")
-    text = (ROOT / "launch/skypilot/train.yaml").read_text()
-    (tmp_path / "wrong.yaml").write_text(text.replace("num_nodes:", "nodes:"))
-
-    def read(file: Path) -> subprocess.CompletedProcess:
-        argv = [python, "-c", READ_TASK, file]
-        return subprocess.run(argv, env=env, cwd=ROOT, capture_output=True, text=True, timeout=300)
-
-    right = read(ROOT / "launch/skypilot/train.yaml")
-    assert (right.returncode, right.stdout) == (0, "2 True /checkpoints\n"), right.stderr
-    assert read(tmp_path / "wrong.yaml").returncode != 0
-    run_script = yaml.safe_load(text)["run"]
+    file = ROOT / "launch/skypilot/train.yaml"
+    argv = [python, "-c", READ_TASK, file]
+    result = subprocess.run(argv, env=env, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert (result.returncode, result.stdout) == (0, "2 True /checkpoints\n"), result.stderr
+    run_script = yaml.safe_load(file.read_text())["run"]
     check(re.sub(r"\$\w+", "2", " ".join(run_script.replace("\\\n", " ").split(".venv/bin/")[1].split())))
-    shellcheck = tool("shellcheck")
     (tmp_path / "run.sh").write_text(run_script)
-    assert passes(shellcheck, "--shell=bash", "--exclude=SC2154", tmp_path / "run.sh")
+    assert passes(tool("shellcheck"), "--shell=bash", "--exclude=SC2154", tmp_path / "run.sh")
 
 
 @pytest.mark.launch
 @pytest.mark.skipif(os.geteuid() != 0, reason="namespaces need root")
 def test_pods_save_on_sigterm_and_resume(tmp_path):
     """The Job's command as PID 1 of two PID namespaces: SIGTERM to one ends both, and both go on from there."""
+    steps = ["--steps", 300]
+    whole = train("05_ddp/train.py", tmp_path / "whole", *steps, nproc=2)
     container = pods()["indexed-job.yaml"][1]
     (tmp_path / "hosts").write_text("127.0.0.1 localhost ddp-0.ddp\n")
-    (tmp_path / "tiny.json").write_text(json.dumps(TINY))
-    launcher = container["args"][: container["args"].index("05_ddp/train.py")]
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    small = "--model=tiny.json --device=cpu --seq-len=32 --global-batch-size=12 --steps=300 --warmup-steps=4 --resume"
+    launcher = [*container["command"], *container["args"][: container["args"].index("05_ddp/train.py")]]
+    small = " ".join(launcher).replace("per-node=8", "per-node=1").replace("29500", str(free_ports(1)[0]))
     namespaces = ["unshare", "--pid", "--fork", "--kill-child", "--mount", "--mount-proc", "sh", "-c"]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    running = []
 
-    def pod(index: int, run: str) -> subprocess.Popen:
-        words = [*container["command"], *launcher]
-        for old, new in (("$(JOB_COMPLETION_INDEX)", str(index)), ("per-node=8", "per-node=1"), ("29500", port)):
-            words = [word.replace(old, new) for word in words]
-        words += [str(ROOT / "05_ddp/train.py"), *small.split(), "--log-every=1"]
-        words += [f"--run-dir={tmp_path / run}", f"--json={tmp_path / run}-{index}.json"]
-        shell = f'mount --bind {tmp_path}/hosts /etc/hosts && cd {tmp_path} && exec "$@"'
-        (folder := tmp_path / f"{run}-{index}-{time.monotonic_ns()}").mkdir()
-        return start(
-            [*namespaces, shell, "pod", *words], folder, PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        )
+    def start_pods() -> None:
+        for index in (0, 1):
+            write_tiny(folder := tmp_path / f"pod-{len(running)}")
+            torchrun = small.replace("$(JOB_COMPLETION_INDEX)", str(index))
+            flags = [*tiny_flags(tmp_path), *steps, "--resume", "--json", tmp_path / "summary.json"]
+            train_py = shlex.join(map(str, [ROOT / "05_ddp/train.py", *flags]))
+            shell = f"mount --bind {tmp_path}/hosts /etc/hosts && exec {torchrun} {train_py}"
+            running.append(start([*namespaces, shell], folder, PATH=path))
 
     def ends(*codes: int) -> None:
-        assert [process.wait(timeout=600) for process in running] == [*codes]
+        assert [process.wait(timeout=600) for process in running[-2:]] == [*codes]
 
-    def steps() -> int:
-        file = tmp_path / "stopped/metrics.jsonl"
-        return len(file.read_text().splitlines()) if file.exists() else 0
-
-    running = [pod(0, "whole"), pod(1, "whole")]
     try:
-        ends(0, 0)
-        running[:] = [pod(0, "stopped"), pod(1, "stopped")]
-        assert holds(running[1], lambda: steps() >= 20)
+        start_pods()
+        assert holds(running[1], lambda: steps_logged(tmp_path) >= 20)
         [first] = Path(f"/proc/{running[1].pid}/task/{running[1].pid}/children").read_text().split()
         assert b"torchrun" in Path(f"/proc/{first}/cmdline").read_bytes()
         os.kill(int(first), signal.SIGTERM)
         ends(1, 1)
-        assert list((tmp_path / "stopped").glob("step-*"))
-        running[:] = [pod(0, "stopped"), pod(1, "stopped")]
+        assert list((tmp_path / "run").glob("step-*"))
+        start_pods()
         ends(0, 0)
     finally:
         for process in running:
             kill_all(process)
-    whole, stopped = (json.loads((tmp_path / f"{run}-0.json").read_text()) for run in ("whole", "stopped"))
-    assert stopped["weights_sha256"] == whole["weights_sha256"]
+    assert json.loads((tmp_path / "summary.json").read_text())["weights_sha256"] == whole.summary["weights_sha256"]
 
 
 # Docker
