@@ -10,7 +10,7 @@ import psutil
 import pytest
 from support import slurm_cluster
 from support.commands import check
-from support.harness import ROOT, TINY, tiny_flags, train
+from support.harness import ROOT, Result, tiny_flags, train, write_tiny
 from support.slurm_cluster import until
 
 pytestmark = pytest.mark.launch
@@ -23,7 +23,7 @@ def cluster(tmp_path_factory):
     if reason := slurm_cluster.missing():
         pytest.skip(reason)
     with slurm_cluster.start(tmp_path_factory.mktemp("slurm")) as cluster:
-        (cluster.repository / "tiny.json").write_text(json.dumps(TINY))
+        write_tiny(cluster.repository)
         yield cluster
 
 
@@ -41,18 +41,9 @@ def flags_of_a_sweep(cluster) -> list:
     return words
 
 
-def losses(run_dir: Path) -> list[float]:
-    records = (json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines())
-    return [record["loss"] for record in records if "loss" in record]
-
-
-def summary(file: Path) -> dict:
-    return json.loads(file.read_text())
-
-
 @pytest.fixture(scope="module")
-def undisturbed(cluster) -> dict[str, dict]:
-    """The summaries of one_node.sbatch (seed 1) and many_nodes.sbatch (seed 0; replicated and sharded)."""
+def undisturbed(cluster) -> dict[str, tuple[str, Result]]:
+    """The job and what is left of one_node.sbatch (seed 1) and many_nodes.sbatch (seed 0; replicated and sharded)."""
     one, many, sharded = (cluster.repository / name for name in ("one", "many", "sharded"))
     two_nodes = partial(cluster.submit, "launch/slurm/many_nodes.sbatch", PROCS_PER_NODE="1")
     jobs = {
@@ -62,25 +53,29 @@ def undisturbed(cluster) -> dict[str, dict]:
     }
     for job in jobs.values():
         assert cluster.finished(job)["JobState"] == "COMPLETED", cluster.log(job)
-    return {folder.name: {**summary(folder / "summary.json"), "job": job} for folder, job in jobs.items()}
+    return {folder.name: (job, Result(0, cluster.log(job), "", folder)) for folder, job in jobs.items()}
+
+
+def rank_logs(cluster, job: str) -> list[str]:
+    """The nodes of the ranks that have a log of their own."""
+    [folder] = cluster.repository.glob(f"runs/logs/*-{job}")
+    return sorted(file.relative_to(folder).parts[0] for file in folder.rglob("stdout.log"))
 
 
 def test_one_node_starts_a_process_per_gpu_that_slurm_gave(cluster, undisturbed):
-    job = undisturbed["one"]["job"]
-    assert undisturbed["one"]["world_size"] == 2
-    assert len(list((cluster.repository / f"runs/logs/one-node-{job}").rglob("stdout.log"))) == 2
+    job, one = undisturbed["one"]
+    assert one.summary["world_size"] == 2
+    assert len(rank_logs(cluster, job)) == 2
 
 
 def test_two_nodes_reach_the_losses_of_one_process(cluster, undisturbed, tmp_path):
     alone = train("05_ddp/train.py", tmp_path, *FLAGS)
-    for name in ("many", "sharded"):
-        assert undisturbed[name]["world_size"] == 2
-        assert losses(cluster.repository / name / "run") == pytest.approx(alone.column("loss"), rel=1e-5)
-    assert undisturbed["sharded"]["script"] == "06_fsdp_zero/train_fsdp.py"
-    logs = cluster.repository / f"runs/logs/many-nodes-{undisturbed['many']['job']}"
-    for node in ("node-0", "node-1"):
-        assert len(list((logs / node).rglob("stdout.log"))) == 1
-    assert cluster.show(undisturbed["many"]["job"])["NodeList"] == "127.0.0.[1-2]"
+    for name, script in (("many", "05_ddp/train.py"), ("sharded", "06_fsdp_zero/train_fsdp.py")):
+        job, together = undisturbed[name]
+        assert (together.summary["world_size"], together.summary["script"]) == (2, script)
+        assert together.column("loss") == pytest.approx(alone.column("loss"), rel=1e-5)
+        assert rank_logs(cluster, job) == ["node-0", "node-1"]
+        assert cluster.show(job)["NodeList"] == "127.0.0.[1-2]"
 
 
 def test_inference_on_one_node_and_on_two(cluster):
@@ -94,8 +89,9 @@ def test_inference_on_one_node_and_on_two(cluster):
     assert cluster.finished(two)["JobState"] == "FAILED"
     assert "vllm serve" in cluster.log(two)
     assert cluster.finished(one)["JobState"] == "COMPLETED", cluster.log(one)
-    assert summary(file)["world_size"] == 2
-    assert len(summary(file)["token_ids"][0]) == 8
+    answers = json.loads(file.read_text())
+    assert answers["world_size"] == 2
+    assert len(answers["token_ids"][0]) == 8
 
 
 def signal_ranks(run_dir: Path, number: signal.Signals) -> int:
@@ -161,7 +157,7 @@ def test_a_signalled_and_a_preempted_run_go_on_by_themselves(cluster, undisturbe
         )
         assert int(re.search(r"saved at step (\d+); the same command with --resume goes on", first)[1]) < 200
         assert "resuming from" in last
-        assert undisturbed[reference]["weights_sha256"] in last
+        assert undisturbed[reference][1].summary["weights_sha256"] in last
     assert cluster.show(jobs[0])["Restarts"] == "1"  # a run that is done does not start again
 
 

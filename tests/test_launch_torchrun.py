@@ -1,6 +1,5 @@
 """The files of launch/torchrun, run as they are: on one node, and on two hosts that come and go, their cable cut."""
 
-import json
 import os
 import shutil
 import signal
@@ -12,7 +11,6 @@ from pathlib import Path
 import pytest
 from support.harness import (
     ROOT,
-    TINY,
     Result,
     descendants,
     finish,
@@ -24,6 +22,7 @@ from support.harness import (
     steps_logged,
     tiny_flags,
     train,
+    write_tiny,
 )
 from support.two_hosts import two_hosts
 
@@ -95,7 +94,7 @@ def alone(tmp_path_factory) -> Result:
 def pair(tmp_path_factory) -> Result:
     """The undisturbed run by single_node.sh in two."""
     folder = tmp_path_factory.mktemp("pair")
-    (folder / "tiny.json").write_text(json.dumps(TINY))
+    write_tiny(folder)
     process = start([str(LAUNCH / "single_node.sh"), *flags(folder)], folder, NPROC_PER_NODE="2", PATH=PATH)
     result = finish(process, folder)
     assert result.code == 0, result.err
@@ -113,8 +112,7 @@ class Job:
     def start(self, script: str, index: int, *extra: str, disk: Path | None = None, **env: str) -> subprocess.Popen:
         """Start a launch script on host `index`; with `disk`, that folder is the run's on this host alone."""
         process_folder = self.folder / f"process-{len(self.processes)}"
-        process_folder.mkdir()
-        (process_folder / "tiny.json").write_text(json.dumps(TINY))
+        write_tiny(process_folder)
         settings = {"RDZV_ENDPOINT": f"{self.hosts[0].address}:{PORT}", "NPROC_PER_NODE": "1", "PATH": PATH}
         settings |= {"SCRIPT": str(self.folder / "hold.py"), "JOIN_TIMEOUT_SECONDS": "60", **env}
         argv = [str(LAUNCH / script), *flags(self.folder), *extra]
