@@ -238,7 +238,7 @@ def main() -> int:
 
         for row in pool.map(judged, faults):
             rows.append(row)
-            where = f"on {row['world_size']} ranks at step {row['step']}, goes on at {row['resumed_step']}"
+            where = f"on {row['world_size']} ranks at step {row['step']}, lost steps: {row['lost_steps']}"
             print(f"fault {row['number']:>3} {row['kind']:<15} {where}: {row['verdict']}", flush=True)
     bad = [row["number"] for row in rows if row["verdict"] != "ok"]
     seconds = time.monotonic() - start
