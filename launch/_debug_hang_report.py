@@ -4,6 +4,7 @@ import pickle
 import sys
 import threading
 import traceback
+from argparse import Namespace
 from pathlib import Path
 
 import torch
@@ -38,35 +39,32 @@ def snapshot(device: torch.device) -> dict:
     return {"at": line_of(own_frames[-1]), "flight_recorder": last_call}
 
 
-def report_hang(run: dict, device: torch.device, json_path: Path | None, ranks: list[dict], found: dict | None) -> int:
-    """Print and write what was found, on rank 0. The exit code, on all ranks: 0 if it is what was planted."""
+def report_hang(args: Namespace, device: torch.device, ranks: list[dict], found: dict | None) -> int:
+    """Print and write what was found. The exit code: 0 if it is what was planted."""
     assert found, "all ranks made the same calls: one is slow, none is missing; raise --timeout"
-    recorded = [seen for seen in ranks if seen["flight_recorder"]]
-    agrees = all(seen["flight_recorder"] == seen["ring"][-1]["collective"] for seen in recorded)
-    named_rank = found["missing_ranks"] == [run["planted_rank"]]
-    named_call = found["called_at"].endswith(str(PLANTS[run["plant"]]))
-    if dist.get_rank() == 0:
-        print_hang(run["timeout_seconds"], ranks, found)
-        more = {
-            "at": [seen["at"] for seen in ranks],
-            "flight_recorder_agrees": agrees if recorded else None,
-            "named_what_was_planted": named_rank and named_call,
-        }
-        write(run, device, json_path, found | more)
-    return 0 if named_rank and named_call and agrees else 1
-
-
-def print_hang(timeout: float, ranks: list[dict], found: dict) -> None:
     rows = [["rank", "calls", "last call", "the main thread is at", "flight recorder's last call"]]
     for rank, seen in enumerate(ranks):
         last = seen["ring"][-1]
         rows.append([str(rank), str(last["number"]), last["collective"], seen["at"], seen["flight_recorder"] or "n/a"])
-    print(f"\nno progress for {timeout:g} s:\n\n{table(rows)}\n")
+    print(f"\nno progress for {args.timeout:g} s:\n\n{table(rows)}\n")
     for rank in found["missing_ranks"]:
         print(f"rank {rank} did not make call {found['number']}, {found['collective']} ({found['called_at']});")
-        print(f"    it is at {ranks[rank]['at']}", flush=True)
+        print(f"    it is at {ranks[rank]['at']}")
+
+    recorded = [seen for seen in ranks if seen["flight_recorder"]]
+    agrees = all(seen["flight_recorder"] == seen["ring"][-1]["collective"] for seen in recorded)
+    named_rank = found["missing_ranks"] == [args.rank]
+    named_call = found["called_at"].endswith(str(PLANTS[args.plant]))
+    more = {
+        "at": [seen["at"] for seen in ranks],
+        "flight_recorder_agrees": agrees if recorded else None,
+        "named_what_was_planted": named_rank and named_call,
+    }
+    write(args, device, found | more)
+    return 0 if named_rank and named_call and agrees else 1
 
 
-def write(run: dict, device: torch.device, json_path: Path | None, found: dict) -> None:
-    summary = {"device": hardware.device_name(device), "world_size": dist.get_world_size(), **run, **found}
-    report.write_json(summary, json_path)
+def write(args: Namespace, device: torch.device, found: dict) -> None:
+    run = {"plant": args.plant, "planted_rank": args.rank, "timeout_seconds": args.timeout}
+    where = {"device": hardware.device_name(device), "world_size": dist.get_world_size()}
+    report.write_json(where | run | found, args.json)

@@ -29,30 +29,25 @@ A hang of your own job, cheapest first:
    collectives, compare the lines: two different ones are a call that was left out, or two that were swapped.
 3. The flight recorder. For NCCL, set TORCH_FR_DUMP_TEMP_FILE to a path that all ranks can write: when a call times out,
    each rank's ring goes there, with its rank as suffix (TORCH_NCCL_DUMP_ON_TIMEOUT=1 and TORCH_FR_BUFFER_SIZE=2000 in
-   versions where that is not the default). torchfrtrace FOLDER -p PREFIX compares them. For gloo nothing is written:
-   pickle.loads(torch._C._distributed_c10d._dump_fr_trace()) reads it, and torchfrtrace fails on it with a KeyError.
+   versions where that is not the default). torchfrtrace FOLDER -p PREFIX compares them. For gloo nothing is written.
 4. Next time, fail at the call: TORCH_DISTRIBUTED_DEBUG=DETAIL compares kind and shape of every call over the ranks
    before it runs. That is too slow to leave on. On gloo, dist.monitored_barrier names the rank that does not come.
 
 Timeouts, from the inside out. Each is longer than the one before it, or the outer one hides the cause:
 - A call: COLLECTIVE_TIMEOUT_SECONDS (600 here; torch's own: NCCL 600, else 1,800). Longer than one rank ever works
   alone: tokenizing, compilation, a save to a slow disk. Too short is a false alarm, too long is all GPUs' time.
-- torchrun's grace after SIGTERM, TORCH_ELASTIC_SHUTDOWN_TIMEOUT (30): a step and a save.
-- The scheduler's grace, which is longer than torchrun's.
-torchrun sets TORCH_NCCL_ASYNC_ERROR_HANDLING=1: a failed or late call aborts NCCL and ends the process. Leave it.
-NCCL's heartbeat (TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC, 480) ends a process whose watchdog is itself stuck in a CUDA call.
+- torchrun's grace after SIGTERM, TORCH_ELASTIC_SHUTDOWN_TIMEOUT (30): a step and a save. Then the scheduler's grace.
 """
 
+import argparse
 import json
 import os
-import queue
 import sys
 import threading
 import time
 import traceback
-from collections import Counter, deque
+from collections import deque
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -66,7 +61,6 @@ from common import cli, exits, lesson, runtime
 STEPS = 6
 PLANTED_STEP = 3
 RING: deque[dict] = deque(maxlen=64)  # this rank's last collectives
-hang_found = threading.Event()  # set when the ranks agree that there is one
 
 
 def collective(call, *tensors) -> None:
@@ -97,10 +91,9 @@ def train(plant: str, planted_rank: int, device: torch.device) -> None:
 
 def load_batch(stuck: bool) -> torch.Tensor:
     """The data loader. A stuck one waits for a worker that has died."""
-    batches: queue.Queue = queue.Queue()
-    if not stuck:
-        batches.put(torch.ones(1000))
-    return batches.get()
+    if stuck:
+        threading.Event().wait()
+    return torch.ones(1000)
 
 
 def first_difference(rings: list[list[dict]]) -> dict | None:
@@ -112,21 +105,20 @@ def first_difference(rings: list[list[dict]]) -> dict | None:
         at_this_number = [made.get(number) for made in calls]  # None: this rank has not come so far
         if len(set(at_this_number)) == 1:
             continue
-        expected = expected_call(number, first_number, calls)
+        expected = expected_call(number, calls)
         missing = [rank for rank, call in enumerate(at_this_number) if call != expected]
         return {"missing_ranks": missing, "number": number, "collective": expected[0], "called_at": expected[1]}
     return None
 
 
-def expected_call(number: int, first_number: int, calls: list[dict]) -> tuple[str, str]:
+def expected_call(number: int, calls: list[dict]) -> tuple[str, str]:
     """What a healthy rank calls here: what followed the same call one round earlier or, in the first, what most do."""
-    agreed = calls[0]  # up to `number` all ranks made the same calls
-    previous_call = agreed.get(number - 1)
-    for earlier in reversed(range(first_number, number - 1)):
-        if agreed[earlier] == previous_call:
+    agreed = calls[0]  # before `number` all ranks made the same calls
+    for earlier in sorted(agreed, reverse=True):
+        if earlier < number - 1 and agreed[earlier] == agreed.get(number - 1):
             return agreed[earlier + 1]
-    made_here = Counter(made[number] for made in calls if number in made)
-    return made_here.most_common(1)[0][0]
+    made_here = [made[number] for made in calls if number in made]
+    return max(made_here, key=made_here.count)
 
 
 def wait_for_a_hang(store: dist.Store, world_size: int, timeout: float) -> bool:
@@ -141,22 +133,20 @@ def wait_for_a_hang(store: dist.Store, world_size: int, timeout: float) -> bool:
     return False
 
 
-def watch(store: dist.Store, device: torch.device, timeout: float, report) -> None:
-    """The watchdog thread of each rank: after a hang it brings all rings together, reports, and ends the process."""
-    rank = dist.get_rank()
-    everyone = range(dist.get_world_size())
-    if not wait_for_a_hang(store, len(everyone), timeout):
+def watch(store: dist.Store, device: torch.device, args: argparse.Namespace) -> None:
+    """The watchdog thread of each rank. After a hang, rank 0 brings all rings together and reports; then all end."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if not wait_for_a_hang(store, world_size, args.timeout):
         return
-    hang_found.set()
-    exit_code = 1  # unless the report says otherwise
+    exit_code = 1  # unless rank 0 says otherwise
     try:
-        own = {"ring": [*RING.copy()], **finding.snapshot(device)}
-        store.set(f"rank {rank}", json.dumps(own))
-        store.wait([f"rank {other}" for other in everyone], timedelta(seconds=30))  # fails if one is dead or stopped
-        ranks = [json.loads(store.get(f"rank {other}")) for other in everyone]
-        exit_code = report(ranks, first_difference([seen["ring"] for seen in ranks]))
-        store.set(f"leaving {rank}", "")  # together: the first exit makes torchrun end the others
-        store.wait([f"leaving {other}" for other in everyone], timedelta(seconds=10))
+        store.set_timeout(timedelta(seconds=30))  # get waits for the others; it fails if one is dead or stopped
+        store.set(f"rank {rank}", json.dumps({"ring": list(RING), **finding.snapshot(device)}))
+        if rank == 0:
+            ranks = [json.loads(store.get(f"rank {other}")) for other in range(world_size)]
+            found = first_difference([seen["ring"] for seen in ranks])
+            store.set("exit code", str(finding.report_hang(args, device, ranks, found)))
+        exit_code = int(store.get("exit code"))
     except Exception:
         traceback.print_exc()
     sys.stdout.flush()
@@ -173,29 +163,26 @@ def main() -> int:
     gpus = torch.cuda.device_count() if args.device != "cpu" else 0
     world_size = int(os.environ.get("WORLD_SIZE", gpus if gpus > 1 else 3))  # as relaunch starts them
     if args.rank >= world_size or world_size == 1:
-        raise exits.UserError(
-            f"--rank {args.rank} of {world_size} ranks: a hang needs two ranks, and --rank must be one of them"
-        )
+        raise exits.UserError(f"--rank {args.rank} of {world_size} ranks: a hang needs two, and --rank is one of them")
     lesson.relaunch(args.device, on_cpu=3)
 
     device = runtime.init_process_group(args.device)
     dist.barrier()  # sets up the connections, which may take longer than any call after it
-    run = {"plant": args.plant, "planted_rank": args.rank, "timeout_seconds": args.timeout, "steps": STEPS}
-    report = partial(finding.report_hang, run, device, args.json)
     store = next(dist.rendezvous("env://"))[0]  # a connection of the watchdog's own
-    watchdog = threading.Thread(target=watch, args=(store, device, args.timeout, report))
+    watchdog = threading.Thread(target=watch, args=(store, device, args))
     watchdog.start()
     try:
         train(args.plant, args.rank, device)
     except RuntimeError:
-        if not hang_found.is_set():
+        if not store.check(["hang"]):
             raise
         watchdog.join()  # it ends the process; others have left before
     store.add("finished", 1)
     watchdog.join()
 
     runtime.say(f"{STEPS} steps, {len(RING)} collectives: no rank waited {args.timeout:g} s for another")
-    runtime.on_rank0(lambda: finding.write(run, device, args.json, {"missing_ranks": []}))
+    if runtime.is_rank0():
+        finding.write(args, device, {"missing_ranks": []})
     runtime.shutdown()
     return 0 if args.plant == "none" else 1
 

@@ -46,7 +46,6 @@ from support.harness import (
 )
 
 from common import cli, exits, metrics, report
-from common.table import table
 
 STEPS, SAVE_EVERY = 48, 4
 NUMBERS = (1, 1, 2, 2, 3)  # of processes: a fault draws one of them
@@ -88,7 +87,7 @@ def draw(seed: int, number: int, kinds: tuple[str, ...], numbers: tuple[int, ...
     """Fault `number` of the campaign with that seed, on one of these numbers of processes."""
     rng = random.Random(f"{seed}:{number}")
     kind = kinds[number % len(kinds)]
-    # a stopped rank shows only by the others' waiting, so it needs some
+    # a stopped rank shows only by the others' waiting
     world_size = rng.choice([n for n in numbers if n > 1] if kind == "stop a rank" else numbers)
     return Fault(
         number,
@@ -215,7 +214,7 @@ def main() -> int:
     parser.add_argument("--seed", type=cli.natural, default=0)
     parser.add_argument("--script", choices=SCRIPTS, default=SEVERAL[0], help="the training script that suffers")
     parser.add_argument("--jobs", type=cli.positive_int, default=2, help="faults at a time")
-    parser.add_argument("--json", type=cli.writable_file, metavar="PATH", help="write the table as one JSON object")
+    parser.add_argument("--json", type=cli.writable_file, metavar="PATH", help="write all faults as one JSON object")
     args = parser.parse_args()
     start, folder, kinds = time.monotonic(), Path(tempfile.mkdtemp(prefix="faults-")), KINDS
     try:
@@ -239,17 +238,9 @@ def main() -> int:
 
         for row in pool.map(judged, faults):
             rows.append(row)
-            print(f"fault {row['number']:>3} {row['kind']:<15} {row['seconds']:5.1f} s  {row['verdict']}", flush=True)
-    head = ["fault", "kind", "ranks", "save", "struck at step", "resumed at", "lost", "at risk", "seconds", "verdict"]
-    cells_of_rows, bad = [head], [row["number"] for row in rows if row["verdict"] != "ok"]
-    for row in rows:
-        save = "background" if row["async_save"] else "waits"
-        step = f"{row['step']}{' in save' if row['in_save'] else ''}"
-        told = ["resumed_step", "lost_steps", "steps_at_risk"]
-        told = ["n/a" if row[key] is None else str(row[key]) for key in told]
-        cells = [str(row["number"]), row["kind"], str(row["world_size"]), save, step, *told]
-        cells_of_rows.append([*cells, f"{row['seconds']:.1f}", row["verdict"]])
-    print("\n" + table(cells_of_rows))
+            where = f"on {row['world_size']} ranks at step {row['step']}, lost steps: {row['lost_steps']}"
+            print(f"fault {row['number']:>3} {row['kind']:<15} {where}: {row['verdict']}", flush=True)
+    bad = [row["number"] for row in rows if row["verdict"] != "ok"]
     seconds = time.monotonic() - start
     print(f"\n{len(rows)} faults, {len(bad)} not ok, {seconds:.0f} s, seed {args.seed}")
     summary = {

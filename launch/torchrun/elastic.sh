@@ -22,8 +22,8 @@ last_call=${LAST_CALL_SECONDS:-30}                                              
 export COLLECTIVE_TIMEOUT_SECONDS=${COLLECTIVE_TIMEOUT_SECONDS:-600}            # for the slowest rank
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-60}     # for a step and a save, then kill -9
 export RUN_DIR_LOCK_SECONDS=${RUN_DIR_LOCK_SECONDS:-120}  # NFSv4, Lustre: a dead node's lock is kept for about 90 s
-# --- SITE: a node is dead after 3 missing heartbeats of 5 s. Clocks further apart than that end the job with an error,
-# so set them by NTP. One newcomer whose clock is ahead ends all nodes that see it
+# --- SITE: a node is dead after 3 missing heartbeats of 5 s. Nodes whose clocks are further apart than that take each
+# other for dead: set the clocks by NTP, and MIN to more than half of MAX where none may train alone
 heartbeat=${HEARTBEAT_SECONDS:-5}
 restarts=${MAX_RESTARTS:-3}  # how often ranks that fail are started again
 # --- end of SITE
@@ -60,6 +60,6 @@ command=(
 echo "OMP_NUM_THREADS=$OMP_NUM_THREADS $(printf '%q ' "${command[@]}")"
 echo "elastic.sh: waiting at most $join s for ${NNODES%:*} node(s); RendezvousTimeoutError means that fewer came"
 if ((!is_host)); then
-  python "$repo/launch/torchrun/endpoint.py" watch "$RDZV_ENDPOINT" "$join" "$COLLECTIVE_TIMEOUT_SECONDS" &
+  python "$repo/launch/torchrun/endpoint.py" watch "$RDZV_ENDPOINT" "$COLLECTIVE_TIMEOUT_SECONDS" &
 fi
 exec "${command[@]}"

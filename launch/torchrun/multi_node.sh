@@ -58,6 +58,6 @@ command=(
 echo "OMP_NUM_THREADS=$OMP_NUM_THREADS $(printf '%q ' "${command[@]}")"
 echo "multi_node.sh: waiting at most $join s for $NNODES nodes; RendezvousTimeoutError means that fewer came"
 if ((!is_host)); then  # a torchrun whose link is gone waits for the host, deaf to SIGTERM: this ends it
-  python "$repo/launch/torchrun/endpoint.py" watch "$RDZV_ENDPOINT" "$join" "$COLLECTIVE_TIMEOUT_SECONDS" &
+  python "$repo/launch/torchrun/endpoint.py" watch "$RDZV_ENDPOINT" "$COLLECTIVE_TIMEOUT_SECONDS" &
 fi
 exec "${command[@]}"

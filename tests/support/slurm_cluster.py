@@ -80,6 +80,9 @@ class Cluster:
         until(lambda: self.show(job)["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"))
         return self.show(job)
 
+    def log(self, job: str) -> str:
+        return (self.repository / f"slurm-{job}.out").read_text()
+
 
 def until(condition: Callable[[], bool], timeout: float = 600) -> None:
     deadline = time.monotonic() + timeout
