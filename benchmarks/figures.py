@@ -9,6 +9,8 @@ Each lesson writes its summary (--json), and the numbers drawn are from it. What
 from _measure import REPO, Side
 from matplotlib.figure import Figure
 
+from common import cli, exits
+
 MIB = 2**20
 
 
@@ -101,13 +103,15 @@ def pipeline() -> None:
     save(figure, "pipeline.png")
 
 
-def main() -> None:
+def main() -> int:
+    cli.Parser(__doc__).parse_args()
     error_by_type()
     loss_by_type()
     memory_over_a_step()
     who_holds_what()
     pipeline()
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    exits.run(main)

@@ -25,7 +25,7 @@ from common import cli, exits
 from common.metrics import read_records
 from common.table import table
 
-GLOBAL_BATCH_SIZE = 24  # 1, 2, 3 and 8 divide it
+GLOBAL_BATCH_SIZE, SEQ_LEN = 24, 32  # 1, 2, 3 and 8 divide the batch
 CLAIMED_STEPS = 20  # over which the losses are claimed to agree
 TOLERANCE = 1e-5  # relative
 
@@ -75,7 +75,6 @@ def main() -> int:
     add = parser.add_argument
     add("--processes", default="1,2,3,8", help="how many, with commas between; the first is 1")
     add("--steps", type=cli.positive_int, default=40, help=f"of every run, more than {CLAIMED_STEPS}")
-    add("--seq-len", type=cli.positive_int, default=32)
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--plot", type=cli.writable_file, default=REPO / "docs/images/loss_curves.png", metavar="PATH")
     args = parser.parse_args()
@@ -83,7 +82,7 @@ def main() -> int:
     if args.steps <= CLAIMED_STEPS:
         raise exits.UserError(f"--steps {args.steps}: use more than {CLAIMED_STEPS}, over which losses are compared")
     device = choose_device(args.device)
-    flags = f"--model nano --dtype fp32 --deterministic --device {device} --seq-len {args.seq_len} --log-every 1"
+    flags = f"--model nano --dtype fp32 --deterministic --device {device} --seq-len {SEQ_LEN} --log-every 1"
     flags += f" --global-batch-size {GLOBAL_BATCH_SIZE} --steps {args.steps} --save-every {args.steps // 3} --keep 9"
     facts_ = about("benchmarks/loss_curves.py", device)
     print(facts(facts_), flush=True)
@@ -115,7 +114,7 @@ def main() -> int:
     report = f"# The loss on {args.processes} processes\n\n{facts(facts_)}\n\n{text}\n\n```\n{shell}\n```"
     written = write_results(facts_["device"], "loss-curves", result, report)
     print(f"\n{text}\n\nwritten: {written} and .json")
-    draw(curves, differ, f"nano, fp32, {GLOBAL_BATCH_SIZE} x {args.seq_len} tokens a step, {device}", args.plot)
+    draw(curves, differ, f"nano, fp32, {GLOBAL_BATCH_SIZE} x {SEQ_LEN} tokens a step, {device}", args.plot)
     if largest > TOLERANCE:
         print(f"FAILED: the losses differ by {largest:.1e}, more than {TOLERANCE:g}", file=sys.stderr)
         return 1

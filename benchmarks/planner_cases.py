@@ -71,12 +71,6 @@ def print_rows(rows: list[dict], *names: str) -> str:
     return table(found)
 
 
-def compare(what: str, file: Path, mfu: float) -> dict | None:
-    """The rows of a file that have this measured, with their summaries."""
-    rows = {"steps": steps, "peaks": peaks}[what](file)
-    return {"summaries": summaries(what, rows, mfu), "rows": rows} if rows else None
-
-
 def main() -> int:
     parser = cli.Parser(__doc__)
     parser.add_argument("--cases", type=Path, help="other rows of the same columns")
@@ -91,17 +85,22 @@ def main() -> int:
     about_ = about("benchmarks/planner_cases.py", "cpu")
     result = {"about": about_, "one_mfu": mfu, "ran_out_of_memory": ran_out_of_memory(args.cases or MADE_ON)}
     first, every = [], []
-    for what, unit in {"steps": "seconds", "peaks": "GiB"}.items():
-        compared = {name: compare(what, file, mfu) for name, file in files.items()}
-        result[what] = {name: found for name, found in compared.items() if found}
-        for name, found in result[what].items():
-            far = [row for row in found["rows"] if abs(row["error"]) >= NEAR[what]]
-            heading = f"{what}, {files[name].name} ({name.replace('_', ' ')})"
-            first.append(f"## {heading.capitalize()}\n\n{print_summaries(found['summaries'])}")
+    for what, unit, measured_rows in (("steps", "seconds", steps), ("peaks", "GiB", peaks)):
+        result[what] = {}
+        for name, file in files.items():
+            rows = measured_rows(file)
+            if not rows:
+                continue
+            found = summaries(what, rows, mfu)
+            result[what][name] = {"summaries": found, "rows": rows}
+            far = [row for row in rows if abs(row["error"]) >= NEAR[what]]
+            heading = f"{what}, {file.name} ({name.replace('_', ' ')})"
+            first.append(f"## {heading.capitalize()}\n\n{print_summaries(found)}")
             first.append(f"Outside {NEAR[what]:.0%}, in {unit}:\n\n{print_rows(far, 'why')}")
-            every.append(f"## Every row: {heading}, in {unit}\n\n{print_rows(found['rows'], 'setting', 'causes')}")
-    ran_out = [[row["id"], f"{row['predicted']:.1f}", f"{row['capacity']:.0f}"] for row in result["ran_out_of_memory"]]
-    first.append(f"## Runs that ran out of memory\n\n{table([['row', 'predicted GiB', 'memory GiB'], *ran_out])}")
+            every.append(f"## Every row: {heading}, in {unit}\n\n{print_rows(rows, 'setting', 'causes')}")
+    ran_out = result["ran_out_of_memory"]
+    seen = sum(row["predicted"] > row["capacity"] for row in ran_out)
+    first.append(f"Runs that ran out of memory: {len(ran_out)}, predicted to need more than there is: {seen}")
     print("\n\n".join(first))
     if not args.cases:
         title = f"# Steps and peaks: planner/ beside what others measured, {date.today().isoformat()}"

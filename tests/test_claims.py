@@ -1,5 +1,6 @@
-"""The computed figures of CLAIMS.md, computed again: what a row says is what the arithmetic gives."""
+"""The computed figures of CLAIMS.md, computed again, and the README's headline: what a row says is what is found."""
 
+import json
 import re
 
 import pytest
@@ -37,8 +38,23 @@ def test_a_one_liner_prints_what_its_row_says(tmp_path, command):
         assert printed in row.replace(",", ""), f"{command} prints {printed}"
 
 
-def test_one_liners_are_found():
-    assert len(ONE_LINERS) >= 5
+def test_every_claim_has_a_row_and_every_row_names_what_shows_it():
+    for claim in [f"C{n}" for n in range(1, 16)] + [f"S{n}" for n in range(1, 20)]:
+        assert rows(claim)
+    heads = ("| id |", "| what |", "| what is said |", "| ---")
+    lines = [line for line in CLAIMS.split("\n## Speed\n")[1].splitlines() if line.startswith("| ")]
+    shown = re.compile(r"`(pytest|python|torchrun|make|pip) |\]\(http|to come")
+    assert [line for line in lines if not line.startswith(heads) and not shown.search(line)] == []
+
+
+def test_the_headline_is_what_was_measured():
+    newest = max(ROOT.glob("benchmarks/results/*-loss-curves-*.json"), key=lambda file: file.stem[-10:])
+    measured = json.loads(newest.read_text())
+    differences = measured["relative_differences"].values()
+    first = max(max(values[: measured["claimed_steps"]]) for values in differences)
+    whole = max(max(values) for values in differences)
+    for figure in (first, whole):
+        assert f"{figure:.1e}".replace("e-0", "e-") in (ROOT / "README.md").read_text()
 
 
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor")
