@@ -47,18 +47,14 @@ def test_qat_on_the_model_of_a_folder(tmp_path):
 
 FAULTS = [
     (QUANTIZE, "return (weight / scale).round() * scale", "return (weight / scale).floor() * scale"),
+    (QUANTIZE, "w = quantize(weight, bits, group)", "w = quantize(weight, bits, group, 0.8)"),
+    (QUANTIZE, "- zero * row_sums)", "- 2 * zero * row_sums)"),
+    (QAT, "return gradient * ctx.saved_tensors[0], None, None", "return gradient * 0.9, None, None"),
     (QAT, "trained_with = net(inputs)", "trained_with = net(inputs) * 1.0001"),
-    *(
-        pytest.param(*fault, marks=pytest.mark.full)
-        for fault in [
-            (QUANTIZE, "w = quantize(weight, bits, group)", "w = quantize(weight, bits, group, 0.8)"),
-            (QUANTIZE, "- zero * row_sums)", "- 2 * zero * row_sums)"),
-            (QAT, "return gradient * ctx.saved_tensors[0], None, None", "return gradient * 0.9, None, None"),
-        ]
-    ),
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("script", "line", "wrong"), FAULTS)
 def test_a_planted_error_ends_the_run(tmp_path, script, line, wrong):
     if "row_sums" in line and not load("02_tensors_precision/_quantize.py").has_int8_units(torch.device("cpu")):

@@ -63,6 +63,7 @@ def test_the_progress_bar_is_for_terminals(tmp_path):
     assert b"20/20" in shown
 
 
+@pytest.mark.full
 @needs_compiler
 def test_compiled_equals_eager(tmp_path):
     eager = train(SCRIPT, tmp_path / "eager", "--steps", 5)

