@@ -108,7 +108,7 @@ def test_what_sgd_leaves_after_200_steps_at_0_01():
     assert f"{left:.1%}".replace("%", " %") in rows("S8")
 
 
-def test_accumulation_that_drops_the_last_group():
+def test_accumulation_without_a_last_step_or_zero_grad_keeps_gradients():
     """Ten batches in groups of four: `if (i + 1) % 4 == 0: step()` takes eight, and two leave only their gradient."""
     x = torch.ones(1, requires_grad=True)
     optimizer, steps = torch.optim.SGD([x], lr=0.1), 0
@@ -151,12 +151,3 @@ def test_a_mismatch_of_types_or_devices_raises():
         torch.ones(2, 2) @ weight
     with pytest.raises((RuntimeError, AssertionError), match=r"CUDA|invalid device"):
         weight.to(f"cuda:{torch.cuda.device_count()}")
-
-
-def test_without_zero_grad_gradients_add_up():
-    layer = nn.Linear(3, 1)
-    x = torch.ones(2, 3)
-    layer(x).sum().backward()
-    first = layer.weight.grad.clone()
-    layer(x).sum().backward()
-    assert torch.equal(layer.weight.grad, 2 * first)
