@@ -296,14 +296,14 @@ def write_results(device: str, kind: str, result: dict, text: str) -> Path:
     return file
 
 
-def save_comparisons(title: str, kind: str, facts_: dict, comparisons: list[Comparison]) -> Path:
+def save_comparison(comparison: Comparison, title: str, kind: str, facts_: dict) -> Path:
     """Write what has been measured so far: a kill leaves that."""
-    for comparison in comparisons:
+    if facts_["device"] == "cuda":
         for runs in comparison.runs.values():
-            if facts_["device"] == "cuda":
-                facts_["device"] = runs[0]["device"]  # its name, without a context of this process on the GPU
-    result = {"about": facts_, "comparisons": {one.name: {"rows": one.rows(), "runs": one.runs} for one in comparisons}}
-    text = "\n\n".join([f"# {title}", facts(facts_), *(write_up(one) for one in comparisons)])
+            facts_["device"] = runs[0]["device"]  # its name, without a context of this process on the GPU
+    measured = {"rows": comparison.rows(), "runs": comparison.runs}
+    result = {"about": facts_, "comparisons": {comparison.name: measured}}
+    text = "\n\n".join([f"# {title}", facts(facts_), write_up(comparison)])
     return write_results(facts_["device"], kind, result, text)
 
 
@@ -313,7 +313,7 @@ def run_comparison(
     """Measure, write results after each run, `check` what was measured, print it, write --json; the exit code."""
 
     def save() -> Path:
-        return save_comparisons(title, kind, facts_, [comparison])
+        return save_comparison(comparison, title, kind, facts_)
 
     take_turns(comparison, args.rounds, deadline, save)
     written = save()

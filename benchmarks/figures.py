@@ -6,31 +6,21 @@
 Each lesson writes its summary (--json), and the numbers drawn are from it. What is drawn is in the title.
 """
 
-import json
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
-
+from _measure import REPO, Side
 from matplotlib.figure import Figure
 
-REPO = Path(__file__).resolve().parents[1]
-IMAGES = REPO / "docs/images"
+from common import cli, exits
+
 MIB = 2**20
 
 
-def summary_of(*command: str, ranks: int = 1) -> dict:
+def summary_of(script: str, flags: str = "", ranks: int = 0) -> dict:
     """Run a lesson on the CPU: what it writes with --json."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "summary.json")
-        flags = ["--device", "cpu", "--json", str(file)]
-        subprocess.run([sys.executable, *torchrun, *command, *flags], cwd=REPO, check=True, timeout=600)
-        return json.loads(file.read_text())
+    return Side("", script, f"{flags} --device cpu".split(), ranks).summary(timeout=600)
 
 
 def save(figure: Figure, name: str) -> None:
-    figure.savefig(IMAGES / name, dpi=100, bbox_inches="tight")
+    figure.savefig(REPO / "docs/images" / name, dpi=100, bbox_inches="tight")
     print(f"picture: docs/images/{name}", flush=True)
 
 
@@ -66,7 +56,7 @@ def memory_over_a_step() -> None:
     figure = Figure(figsize=(9, 3.6))
     panels = figure.subplots(1, 2, sharey=True)
     for panel, how in zip(panels, ("none", "full"), strict=True):
-        lines = summary_of("07_memory_tricks/memory_profile.py", "--checkpointing", how)["timelines"]
+        lines = summary_of("07_memory_tricks/memory_profile.py", f"--checkpointing {how}")["timelines"]
         shown = {name: [size / MIB for size in sizes] for name, sizes in lines.items() if max(sizes) > MIB}
         panel.stackplot(range(len(lines["parameters"])), shown.values(), labels=shown)
         panel.set(title=f"checkpointing: {how}", xlabel="operators of one step")
@@ -78,7 +68,7 @@ def memory_over_a_step() -> None:
 
 def who_holds_what() -> None:
     """06: bytes of one of four ranks under data parallelism and ZeRO 1, 2, 3."""
-    rows = summary_of("06_fsdp_zero/zero_from_scratch.py", "--steps", "2", ranks=4)["rows"]
+    rows = summary_of("06_fsdp_zero/zero_from_scratch.py", "--steps 2", ranks=4)["rows"]
     figure = Figure(figsize=(7, 3))
     axes = figure.subplots()
     bottom = [0.0] * len(rows)
@@ -93,8 +83,8 @@ def who_holds_what() -> None:
 
 def pipeline() -> None:
     """08: what each of four ranks computes when, under four schedules."""
-    flags = ("--steps", "1", "--micro-batches-per-rank", "2")
-    rows = summary_of("08_model_parallel/pipeline_parallel.py", *flags, ranks=4)["rows"]
+    flags = "--steps 1 --micro-batches-per-rank 2"
+    rows = summary_of("08_model_parallel/pipeline_parallel.py", flags, ranks=4)["rows"]
     colors = {"Forward": "tab:blue", "Backward": "tab:orange"}
     colors |= {"BackwardInput": "tab:orange", "BackwardWeight": "tab:green"}
     shown = [row for row in rows if "timelines" in row]
@@ -108,19 +98,20 @@ def pipeline() -> None:
                 axes.text((start + end) / 2 * unit, rank, micro_batch, ha="center", va="center", fontsize=6)
         axes.set(title=f"{row['name']}: {row['idle_share']:.0%} idle", xlim=(0, 33), ylabel="rank", yticks=range(4))
         axes.invert_yaxis()
-    figure.supxlabel(
-        "time in forwards of a rank; orange: backward, green: its weights' part; pale: the second stage", fontsize=9
-    )
+    legend = "time in forwards of a rank; orange: backward, green: its weights' part; pale: the second stage"
+    figure.supxlabel(legend, fontsize=9)
     save(figure, "pipeline.png")
 
 
-def main() -> None:
+def main() -> int:
+    cli.Parser(__doc__).parse_args()
     error_by_type()
     loss_by_type()
     memory_over_a_step()
     who_holds_what()
     pipeline()
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    exits.run(main)

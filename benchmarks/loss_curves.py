@@ -1,9 +1,9 @@
 """The loss does not depend on how many processes train: curves of 1, 2, 3 and 8, and of a run that moved.
 
-05_ddp/train.py runs with the same seed and global batch on each number of processes. One more run is stopped by a
-signal on three processes and resumed on two. All losses are equal but for rounding: another number of processes adds
-the same gradients in another order. The upper panel has the curves, the lower one their relative distance from one
-process.
+05_ddp/train.py runs with the same seed and global batch on each number of processes. Then the run of three goes back
+to its first checkpoint, as a kill would have left it, and is resumed on two. All losses are equal but for rounding:
+another number of processes adds the same gradients in another order. The upper panel has the curves, the lower one
+their relative distance from one process.
 
     make figures                                           this and the other pictures in docs/images
     python benchmarks/loss_curves.py                       docs/images/loss_curves.png, some minutes on 2 cores
@@ -13,49 +13,36 @@ Look for: the largest relative difference over the first 20 steps, which must st
 how it grows later: training amplifies rounding. The losses and the differences go to benchmarks/results/.
 """
 
-import subprocess
+import shutil
 import sys
 import tempfile
-import time
 from pathlib import Path
 
-from _measure import REPO, TORCHRUN, Failed, about, choose_device, end, facts, start, write_results
+from _measure import REPO, Side, about, choose_device, facts, write_results
 from matplotlib.figure import Figure
 
 from common import cli, exits
 from common.metrics import read_records
 from common.table import table
 
-SCRIPT = "05_ddp/train.py"
-GLOBAL_BATCH_SIZE = 24  # 1, 2, 3 and 8 divide it
+GLOBAL_BATCH_SIZE, SEQ_LEN = 24, 32  # 1, 2, 3 and 8 divide the batch
 CLAIMED_STEPS = 20  # over which the losses are claimed to agree
 TOLERANCE = 1e-5  # relative
-RUN_SECONDS = 600
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # more threads would round in another order
 
 
-def command(processes: int, flags: list[str], run_dir: Path) -> list[str]:
-    return [sys.executable, *TORCHRUN, f"--nproc_per_node={processes}", SCRIPT, *flags, "--run-dir", str(run_dir)]
-
-
-def losses_of(run_dir: Path) -> list[float]:
+def train(processes: int, flags: list[str], run_dir: Path) -> list[float]:
+    """The loss of every step. More than one thread would round in another order."""
+    flags = [*flags, "--run-dir", str(run_dir)]
+    Side("", "05_ddp/train.py", flags, processes, env={"OMP_NUM_THREADS": "1"}).summary(timeout=600)
     return [record["loss"] for record in read_records(run_dir / "metrics.jsonl") if "loss" in record]
 
 
-def train_and_move(flags: list[str], stop_after: int, run_dir: Path) -> int:
-    """Train on three processes, stop by SIGTERM, resume on two; the step of the stop."""
-    env = [f"{name}={value}" for name, value in ONE_THREAD.items()]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    process = subprocess.Popen(["env", *env, *command(3, flags, run_dir)], cwd=REPO, **pipes)
-    deadline = time.monotonic() + RUN_SECONDS
-    while len(losses_of(run_dir)) < stop_after and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.02)
-    output = end(process)  # torchrun passes SIGTERM on; the ranks save and stop after their step
-    stopped_at = len(losses_of(run_dir))
-    if not list(run_dir.glob("step-*")):
-        raise Failed("the run that was to be stopped has saved nothing", output)
-    start([*command(2, flags, run_dir), "--resume"], RUN_SECONDS, ONE_THREAD)
-    return stopped_at
+def go_back(run_dir: Path) -> int:
+    """Leave only the first checkpoint of a run; its step."""
+    saved = {int(path.name.removeprefix("step-")): path for path in run_dir.glob("step-*")}
+    for step in sorted(saved)[1:]:
+        shutil.rmtree(saved[step])
+    return min(saved)
 
 
 def draw(curves: dict[str, list[float]], differ: dict[str, list[float]], title: str, file: Path) -> None:
@@ -73,6 +60,7 @@ def draw(curves: dict[str, list[float]], differ: dict[str, list[float]], title: 
     below.set(yscale="log", xlabel="step", ylabel="relative difference\nfrom 1 process")
     below.legend(fontsize="small", title="no point: equal to the bit", loc="upper left", bbox_to_anchor=(1, 1))
     figure.savefig(file, dpi=100, bbox_inches="tight")
+    print(f"picture: {file}")
 
 
 def process_counts(text: str) -> list[int]:
@@ -87,7 +75,6 @@ def main() -> int:
     add = parser.add_argument
     add("--processes", default="1,2,3,8", help="how many, with commas between; the first is 1")
     add("--steps", type=cli.positive_int, default=40, help=f"of every run, more than {CLAIMED_STEPS}")
-    add("--seq-len", type=cli.positive_int, default=32)
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--plot", type=cli.writable_file, default=REPO / "docs/images/loss_curves.png", metavar="PATH")
     args = parser.parse_args()
@@ -95,21 +82,22 @@ def main() -> int:
     if args.steps <= CLAIMED_STEPS:
         raise exits.UserError(f"--steps {args.steps}: use more than {CLAIMED_STEPS}, over which losses are compared")
     device = choose_device(args.device)
-    flags = ["--model", "nano", "--dtype", "fp32", "--deterministic", "--device", device, "--log-every", "1"]
-    flags += ["--global-batch-size", str(GLOBAL_BATCH_SIZE), "--seq-len", str(args.seq_len), "--steps", str(args.steps)]
+    flags = f"--model nano --dtype fp32 --deterministic --device {device} --seq-len {SEQ_LEN} --log-every 1"
+    flags += f" --global-batch-size {GLOBAL_BATCH_SIZE} --steps {args.steps} --save-every {args.steps // 3} --keep 9"
     facts_ = about("benchmarks/loss_curves.py", device)
     print(facts(facts_), flush=True)
 
     curves = {}
-    with tempfile.TemporaryDirectory(prefix="loss-curves-") as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory(prefix="loss-curves-") as folder:
         for count in counts:
             label = "1 process" if count == 1 else f"{count} processes"
-            start(command(count, flags, folder / label), RUN_SECONDS, ONE_THREAD)
-            curves[label] = losses_of(folder / label)
+            curves[label] = train(count, flags.split(), Path(folder, str(count)))
             print(f"{label}: loss {curves[label][0]:.6f} to {curves[label][-1]:.6f}", flush=True)
-        stopped_at = train_and_move(flags, args.steps // 3, folder / "moved")
-        curves["3 processes, then 2"] = losses_of(folder / "moved")
+        middle = len(counts) // 2
+        before, after = counts[middle], counts[middle - 1]
+        moved_at = go_back(Path(folder, str(before)))
+        label = f"{before} processes, then {after}"
+        curves[label] = train(after, [*flags.split(), "--resume"], Path(folder, str(before)))
 
     reference, *others = curves
     differ = {}
@@ -119,15 +107,14 @@ def main() -> int:
     largest = max(max(values[:CLAIMED_STEPS]) for values in differ.values())
     rows = [["run", f"largest relative difference, steps 1 to {CLAIMED_STEPS}", f"to {args.steps}"]]
     rows += [[name, f"{max(values[:CLAIMED_STEPS]):.1e}", f"{max(values):.1e}"] for name, values in differ.items()]
-    text = f"{table(rows)}\n\nThe last run was stopped after step {stopped_at}."
-    result = {**facts_, "losses": curves, "relative_differences": differ, "stopped_after_step": stopped_at}
+    text = f"{table(rows)}\n\nThe last run moved after step {moved_at}."
+    result = {**facts_, "losses": curves, "relative_differences": differ, "moved_after_step": moved_at}
     result |= {"claimed_steps": CLAIMED_STEPS, "tolerance": TOLERANCE, "largest_relative_difference": largest}
-    shell = f"OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node=N {SCRIPT} {' '.join(flags)}"
+    shell = f"OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node=N 05_ddp/train.py {flags}"
     report = f"# The loss on {args.processes} processes\n\n{facts(facts_)}\n\n{text}\n\n```\n{shell}\n```"
     written = write_results(facts_["device"], "loss-curves", result, report)
     print(f"\n{text}\n\nwritten: {written} and .json")
-    draw(curves, differ, f"nano, fp32, {GLOBAL_BATCH_SIZE} x {args.seq_len} tokens a step, {device}", args.plot)
-    print(f"picture: {args.plot}")
+    draw(curves, differ, f"nano, fp32, {GLOBAL_BATCH_SIZE} x {SEQ_LEN} tokens a step, {device}", args.plot)
     if largest > TOLERANCE:
         print(f"FAILED: the losses differ by {largest:.1e}, more than {TOLERANCE:g}", file=sys.stderr)
         return 1

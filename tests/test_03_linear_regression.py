@@ -28,4 +28,4 @@ def test_a_line_that_was_not_fitted_is_no_success(tmp_path):
         result = run(SCRIPT, tmp_path, "--device", "cpu", *flags)
         assert result.code == 2
         assert len(result.err.splitlines()) == 1
-        assert "not fitted" in result.err
+        assert "--lr" in result.err

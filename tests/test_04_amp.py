@@ -20,7 +20,7 @@ SCRIPT = "04_amp/train.py"
 
 def test_small_updates_are_kept_in_bf16(tmp_path):
     """At this rate a bf16 weight of 0.02 would not move: its neighbours are 6e-5 away."""
-    result = train(SCRIPT, tmp_path, "--dtype", "bf16", "--lr", 1e-5, "--weight-decay", 0, "--steps", 5)
+    train(SCRIPT, tmp_path, "--dtype", "bf16", "--lr", 1e-5, "--weight-decay", 0, "--steps", 5)
     config = shapes.load_config(str(tmp_path / "tiny.json"), 256, 32)
     initial = model.build(str(tmp_path / "tiny.json"), config, seed=0).state_dict()
     trained = saved(tmp_path, 5)["model"]
@@ -28,15 +28,15 @@ def test_small_updates_are_kept_in_bf16(tmp_path):
     moved = {name: (trained[name] != initial[name]).float().mean().item() for name in initial}
     seldom = {"model.embed_tokens.weight"}  # bytes that do not occur have no gradient
     assert min(share for name, share in moved.items() if name not in seldom) > 0.9
-    assert "matmuls in torch.bfloat16, weights and optimizer state kept in torch.float32" in result.out
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_low_precision_follows_fp32(tmp_path, dtype):
-    fp32 = train(SCRIPT, tmp_path / "fp32", "--dtype", "fp32")
-    low = train(SCRIPT, tmp_path / dtype, "--dtype", dtype)
-    assert low.column("loss") != fp32.column("loss")
-    assert low.column("loss") == pytest.approx(fp32.column("loss"), rel=0.01)
+def test_low_precision_follows_fp32(tmp_path):
+    fp32, *low = (
+        train(SCRIPT, tmp_path / dtype, "--dtype", dtype).column("loss") for dtype in ("fp32", "bf16", "fp16")
+    )
+    for losses in low:
+        assert losses != fp32
+        assert losses == pytest.approx(fp32, rel=0.01)
 
 
 def test_warmup_then_cosine(tmp_path):
@@ -61,11 +61,11 @@ def test_the_progress_bar_is_for_terminals(tmp_path):
             shown += piece
     assert process.wait(timeout=600) == 0
     assert b"20/20" in shown
-    assert b"100%" in shown
 
 
+@pytest.mark.full
 @needs_compiler
 def test_compiled_equals_eager(tmp_path):
-    eager = train(SCRIPT, tmp_path / "eager", "--dtype", "fp32", "--steps", 5)
-    compiled = train(SCRIPT, tmp_path / "compiled", "--dtype", "fp32", "--steps", 5, "--compile")
+    eager = train(SCRIPT, tmp_path / "eager", "--steps", 5)
+    compiled = train(SCRIPT, tmp_path / "compiled", "--steps", 5, "--compile")
     assert compiled.column("loss") == pytest.approx(eager.column("loss"), rel=1e-5)

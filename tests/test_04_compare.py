@@ -3,21 +3,9 @@
 import json
 
 import pytest
-import torch
-from support.chapter import load
 from support.harness import TINY, run, with_fault
-from torch import nn
-
-from common import model, shapes
 
 SCRIPT = "04_amp/compare.py"
-compare = load(SCRIPT)
-CPU = torch.device("cpu")
-ON_CPU = ["fp32", "bf16", "fp16", "fp16-unscaled", "fp8"]
-
-
-def tiny() -> nn.Module:
-    return model.build("tiny", shapes.parse_config(TINY, "tiny"), seed=0, device=CPU)
 
 
 def flags(folder) -> list:
@@ -32,12 +20,12 @@ def summary(tmp_path_factory) -> dict:
     result = run(SCRIPT, folder, *flags(folder), "--dtypes", "all", warm=False)
     assert result.code == 0, result.err[-3000:]
     found = json.loads((folder / "c.json").read_text())
-    return found | {"rows": {row["dtype"]: row for row in found["rows"]}, "printed": result.out}
+    return found | {"rows": {row["dtype"]: row for row in found["rows"]}}
 
 
 def test_the_same_start_for_every_type(summary):
     rows = summary["rows"]
-    assert [*rows] == ON_CPU
+    assert rows.keys() >= {"fp32", "bf16", "fp16", "fp16-unscaled", "fp8"}
     fp32 = rows["fp32"]
     for name, row in rows.items():
         assert len(row["losses"]) == 12
@@ -51,44 +39,37 @@ def test_the_same_start_for_every_type(summary):
 
 def test_speed_is_of_native_types_only(summary):
     for row in summary["rows"].values():
-        assert row["n"] == 5
         assert ("tokens_per_second" in row) == ("speed_ratio" in row) == row["native"]
         if row["native"]:
             assert row["min_tokens_per_second"] <= row["tokens_per_second"] <= row["max_tokens_per_second"]
             assert row["min_speed_ratio"] <= row["speed_ratio"] <= row["max_speed_ratio"]
     assert summary["rows"]["fp32"]["speed_ratio"] == 1
-    assert summary["rows"]["fp8"]["name"] == "fp8 (emulated)"  # native on no CPU
-
-
-def test_failures_happen_and_are_cured(summary):
-    for name in ("overflowing gradients", "vanishing gradients", "clipping scaled gradients", "softmax by hand"):
-        assert any(line.startswith(f"{name}:") for line in summary["checked"])
+    assert summary["rows"]["fp8"]["native"] is False  # on no CPU
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    "wrong",
     [
-        ("MICRO_BATCHES = 1", "with the loss divided by 1"),  # then nothing vanishes from so small a model
-        ("clip_grad_norm_ = lambda parameters, limit: None", "clipped to"),
-        ("AUTOCAST.clear()", "of fp32's activations"),
-        ("change = lambda run, net: torch.ones(1)", "weights NaN"),
+        "types.clip_grad_norm_ = lambda parameters, limit: None",
+        "AUTOCAST.clear()",
+        # with one micro-batch nothing vanishes from so small a model
+        pytest.param("types.MICRO_BATCHES = 1", marks=pytest.mark.full),
+        pytest.param("types.change = lambda run, net: torch.ones(1)", marks=pytest.mark.full),
     ],
 )
-def test_the_script_catches_what_is_wrong(tmp_path, wrong, said):
+def test_the_script_catches_what_is_wrong(tmp_path, wrong):
     line = "ROUNDS = 6 "
-    where = "" if wrong.startswith("AUTOCAST") else "types."
-    script = with_fault(SCRIPT, tmp_path, line, f"{where}{wrong}\n{line}")
+    script = with_fault(SCRIPT, tmp_path, line, f"{wrong}\n{line}")
     result = run(script, tmp_path, *flags(tmp_path), "--batch-size", 8)
     assert result.code not in (0, 2)
     assert "AssertionError" in result.err
-    assert said in result.err
 
 
-def test_what_cannot_run_is_one_line(tmp_path):
-    for more, said in ((["--steps", 20], "use 24"), (["--dtypes", "fp9"], "fp9")):
-        result = run(SCRIPT, tmp_path, *flags(tmp_path), *more)
-        assert (result.code, result.err.count("\n")) == (2, 1), result.err
-        assert said in result.err
+@pytest.mark.parametrize(("wrong", "words"), [("--steps 20", ("--steps", "20")), ("--dtypes fp9", ("--dtypes", "fp9"))])
+def test_what_cannot_run_is_one_line_and_code_2(tmp_path, wrong, words):
+    result = run(SCRIPT, tmp_path, *flags(tmp_path), *wrong.split())
+    assert (result.code, result.err.count("\n")) == (2, 1), result.err
+    assert [word for word in words if word not in result.err] == []
 
 
 @pytest.mark.gpu(n=1)

@@ -7,14 +7,11 @@ import csv
 import json
 import math
 import re
-import statistics
 from dataclasses import replace
-from itertools import combinations
 from pathlib import Path
 
 from _measure import REPO
 
-from common.table import table
 from planner import machine, memory
 from planner.machine import Machine
 from planner.plan import Plan
@@ -133,9 +130,31 @@ def peaks(file: Path) -> list[dict]:
         if capacity := re.search(r"\(([\d.]+) GiB\)", row["gpu"]):  # the allocator gives back its cache before it fails
             size = max(allocated, min(size, float(capacity[1]) * 2**30 - memory.CONTEXT))
         setting = f"{plan.checkpointing}, {plan.loss}, {'reserved' if reserved else 'allocated'}"
-        own = {"source": plan.framework, "setting": setting, "group": None}
+        own = {"source": plan.framework, "setting": setting, "causes": predicted.moment, "group": None}
         found.append(outcome(row, "peaks", float(row["measured_peak_gib"]), size / 2**30, **own))
     return found
+
+
+def ran_out_of_memory(file: Path) -> list[dict]:
+    """Rows of runs that did: GiB that were predicted to be allocated, and what the device has."""
+    found = []
+    for row in read_rows(file):
+        if row["outcome"] == "oom":
+            predicted = memory.peak(shape_of(row), plan_of(row)).allocated_bytes() / 2**30
+            capacity = 95 if "H100" in row["gpu"] else 80
+            found.append({"id": row["id"], "predicted": predicted, "capacity": capacity})
+    return found
+
+
+def measured_seconds(row: dict, tokens: float, seconds_at_the_peak: float) -> float | None:
+    """Of a step, from what the source states: the time, tokens per second of a GPU, or MFU in percent."""
+    if row["measured_iteration_s"]:
+        return float(row["measured_iteration_s"])
+    if row["measured_tokens_per_second_per_gpu"]:
+        return tokens / float(row["measured_tokens_per_second_per_gpu"])
+    if row["measured_mfu"]:
+        return seconds_at_the_peak / float(row["measured_mfu"]) * 100
+    return None
 
 
 def steps(file: Path) -> list[dict]:
@@ -148,48 +167,19 @@ def steps(file: Path) -> list[dict]:
         shape, plan = shape_of(row), plan_of(row)
         timed = step(shape, plan, where)
         tokens = timed.tokens / plan.gpus
-        at_the_peak = tokens * shape.flops_per_token(seq_len=plan.seq_len) / where.peak_flops  # seconds at 100 % MFU
-        speed, mfu = (float(row[name] or 0) for name in ("measured_tokens_per_second_per_gpu", "measured_mfu"))
-        measured = float(row["measured_iteration_s"] or 0)
-        measured = measured or (tokens / speed if speed else at_the_peak / mfu * 100 if mfu else 0)
-        if not measured:
+        at_the_peak = tokens * shape.flops_per_token(seq_len=plan.seq_len) / where.peak_flops  # at 100 % MFU
+        measured = measured_seconds(row, tokens, at_the_peak)
+        if measured is None:
             continue
         causes = sorted(timed.causes, key=timed.causes.get, reverse=True)[:3]
-        own = {"source": row["source"].split(":")[0], "setting": where.device}
-        own["causes"] = ", ".join(f"{cause} {timed.causes[cause] / timed.seconds:.0%}" for cause in causes)
-        # layouts of one model and sequence length on one machine, from one source
-        own["group"] = f"{row['model']}, {row['seq']}, {row['gpus']} x {row['gpu']}, {row['source']}"
-        own |= {"tokens": tokens, "at_the_peak": at_the_peak}
+        own = {
+            "source": row["source"].split(":")[0],
+            "setting": where.device,
+            "causes": ", ".join(f"{cause} {timed.causes[cause] / timed.seconds:.0%}" for cause in causes),
+            # layouts of one model and sequence length on one machine, from one source
+            "group": f"{row['model']}, {row['seq']}, {row['gpus']} x {row['gpu']}, {row['source']}",
+            "tokens": tokens,
+            "seconds_at_the_peak": at_the_peak,
+        }
         found.append(outcome(row, "steps", measured, timed.seconds, **own))
     return found
-
-
-def summary(name: str, rows: list[dict], near: float, key: str = "predicted") -> dict:
-    """Errors of `key`, and of the pairs in one group those whose order by seconds per token is right."""
-    errors = [abs(row[key] / row["measured"] - 1) for row in rows]
-    orders = []
-    for one, other in combinations(rows, 2):
-        if one["group"] and one["group"] == other["group"]:
-            orders.append(math.prod(one[k] / one["tokens"] - other[k] / other["tokens"] for k in ("measured", key)))
-    return {
-        "rows": name,
-        "n": len(rows),
-        "median_error": statistics.median(errors),
-        f"share_under_{near:.0%}": sum(error < near for error in errors) / len(errors),
-        "largest_error": max(errors),
-        "pairs_in_order": f"{sum(order > 0 for order in orders)} of {len(orders)}" if any(orders) else "none",
-    }
-
-
-def print_summaries(found: list[dict]) -> str:
-    rows = [[name.replace("_", " ") for name in found[0]]]
-    rows += [[f"{value:.1%}" if isinstance(value, float) else str(value) for value in one.values()] for one in found]
-    return table(rows)
-
-
-def print_rows(rows: list[dict], *names: str) -> str:
-    found = [["row", "measured", "predicted", "error", *names]]
-    for row in rows:
-        figures = f"{row['measured']:.3f}", f"{row['predicted']:.3f}", f"{row['error']:+.1%}"
-        found.append([row["id"], *figures, *(row[name] for name in names)])
-    return table(found)
