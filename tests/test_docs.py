@@ -26,7 +26,7 @@ def commands_of(file: Path) -> list[str]:
         lines = [line for line in re.sub(r"\\+\n", " ", docstring).splitlines() if line.startswith("    ")]
     else:
         lines = lines_of_blocks(file)
-    if file.name == "CLAIMS.md":
+    if file.name in ("CLAIMS.md", "ONBOARDING.md"):
         lines += re.findall(r"`[^`\n]+`", file.read_text())
     return list(dict.fromkeys(match[1].strip() for line in lines for match in COMMAND.finditer(line)))
 
@@ -37,7 +37,7 @@ LESSONS = [file for file in SCRIPTS if not file.name.startswith("_")]
 @pytest.mark.parametrize("file", [*READMES, *LESSONS], ids=lambda file: str(file.relative_to(ROOT)))
 def test_every_command_parses(file):
     commands = commands_of(file)
-    assert commands or file.name == "estimate.md"
+    assert commands or file.name in ("estimate.md", "CHANGELOG.md")
     wrong = {}
     for command in commands:
         try:
