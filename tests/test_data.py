@@ -148,37 +148,6 @@ def test_a_hugging_face_tokenizer(tmp_path):
     assert len(decoded) == 28
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [("empty.txt", ""), ("bad.jsonl", "{"), ("other.jsonl", '{"body": "x"}'), ("bad.parquet", "x"), (None, None)],
-)
-def test_sources_that_cannot_be_read(tmp_path, name, content):
-    file = tmp_path / (name or "missing.txt")
-    if name:
-        file.write_text(content)
-    with pytest.raises(UserError, match="--data"):
-        data.load_corpus(str(file), "bytes")
-
-
-def test_a_row_that_is_no_text_is_named(tmp_path):
-    pytest.importorskip("datasets")
-    file = tmp_path / "hub" / "d.jsonl"
-    file.parent.mkdir()
-    file.write_text("\n".join(json.dumps({"text": text}) for text in ("x", None)))
-    for source in (str(file), f"hf:{file.parent}"):
-        with pytest.raises(UserError, match=f"--data {source}: .*row 2.* None"):
-            data.load_corpus(source, "bytes")
-
-
-def test_too_short_texts_are_refused():
-    with pytest.raises(UserError, match="11 training sequences"):
-        batches_of(11)
-    short = data.Corpus(corpus_of(20).train, np.zeros(8, np.uint8), vocab_size=256, sha256="")
-    sizes = SimpleNamespace(seq_len=8, global_batch_size=2, micro_batch_size=None, seed=0)
-    with pytest.raises(UserError, match="0 held-out sequences"):
-        data.Batches(short, sizes, rank=0, world_size=1)
-
-
 # --- the tokens that are kept
 
 

@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from support.checkpoints import assert_near, assert_same_gradients, gradients, moments, saved, write_folder
 from support.harness import (
     BASELINE,
-    ROOT,
     SEVERAL,
     TEXT,
     TINY,
@@ -25,7 +24,6 @@ from support.harness import (
     each_of_several,
     each_script,
     in_full,
-    run,
     train,
     two_if_it_can,
     with_prelude,
@@ -194,18 +192,24 @@ def test_weight_decay_is_for_matrices_alone(tmp_path, script):
             torch.testing.assert_close(decayed[name], weight - 0.01 * 10 * initial[name])
 
 
-WITH_DROPOUT = """
+# Dropout, and noise from the other generators: the training scripts draw nothing, a reader's own model may.
+WITH_NOISE = """
+import random
+import numpy as np
 import torch.nn.functional as F
 from common import model
 exact = model.MLP.forward
-model.MLP.forward = lambda self, x: F.dropout(exact(self, x), 0.3, self.training)
+def noisy(self, x):
+    y = exact(self, x)
+    return F.dropout(y, 0.3) * (random.random() + np.random.rand()) if self.training else y
+model.MLP.forward = noisy
 """
 
 
 @each_of_several
 def test_evaluation_switches_dropout_off_and_on_again(tmp_path, corpus, script):
     """In eval() nothing is dropped, so nothing is drawn: training goes on as if there had been no evaluation."""
-    wrapper = with_prelude(script, tmp_path, WITH_DROPOUT)
+    wrapper = with_prelude(script, tmp_path, WITH_NOISE)
     flags, n = ("--data", corpus, "--deterministic"), two_if_it_can(script)
     seldom = train(wrapper, tmp_path / "seldom", *flags, nproc=n)
     often = train(wrapper, tmp_path / "often", *flags, "--eval-every", 3, nproc=n)
@@ -362,50 +366,12 @@ def test_a_run_can_be_made_longer(runs, tmp_path, corpus, script):
     assert_refused(shorter, "step 25", "--steps 5")
 
 
-DROPOUT = """
-import random, sys
-from pathlib import Path
-import numpy as np, torch
-sys.path.insert(0, {root!r})
-from argparse import Namespace
-from common import checkpoint, model, runtime
-
-seed, resume = int(sys.argv[1]), "--resume" in sys.argv
-runtime.init_process_group("cpu")
-torch.manual_seed(0)
-net = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Dropout(0.5), torch.nn.Linear(32, 8))
-ddp = torch.nn.parallel.DistributedDataParallel(net)
-optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
-scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-parts = dict(net=net, optimizer=optimizer, scheduler=scheduler, scaler=torch.amp.GradScaler("cpu", enabled=False))
-args = Namespace(run_dir=Path("run"), resume=resume, keep=9, async_save={background})
-saved = checkpoint.Run(args, settings={{}})
-runtime.seed_all(seed + torch.distributed.get_rank(), deterministic=True)
-start_step = checkpoint.resume(saved, **parts) if resume else 0
-for step in range(start_step + 1, 7):
-    batch = torch.randn(4, 8) * random.random() + np.random.rand()
-    ddp(batch).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    if step == 3 and not resume:
-        saved.save(step, checkpoint.training_state(step, **parts), {{}})
-saved.wait()
-runtime.say("digest " + model.digest(net))
-runtime.shutdown()
-"""
-
-
-@pytest.mark.parametrize(("n", "background"), [(1, False), in_full(2, True)])
-def test_what_is_drawn_at_random_goes_on_where_it_was(tmp_path, n, background):
-    """Dropout and noise from all three generators: the training scripts draw nothing, a reader's own may."""
-    (tmp_path / "dropout.py").write_text(DROPOUT.format(root=str(ROOT), background=background))
-
-    def digest(folder: str, *flags) -> str:
-        (tmp_path / folder / "run").mkdir(parents=True, exist_ok=True)
-        result = run(tmp_path / "dropout.py", tmp_path / folder, *flags, nproc=n)
-        assert result.code == 0, result.err
-        return result.out.splitlines()[-1]
-
-    whole = digest("a", 1)
-    assert digest("a", 7, "--resume") == whole  # seeded otherwise: all that it draws comes from the checkpoint
-    assert digest("b", 7) != whole
+@pytest.mark.parametrize(("script", "n"), [(BASELINE, None), (DDP, 2), *(in_full(script, 2) for script in OTHERS)])
+def test_what_is_drawn_at_random_goes_on_where_it_was(tmp_path, corpus, script, n):
+    wrapper = with_prelude(script, tmp_path, WITH_NOISE)
+    flags = ("--data", corpus, "--deterministic", "--steps", 6, "--save-every", 3)
+    whole = train(wrapper, tmp_path / "whole", *flags, nproc=n)
+    folder = interrupted(whole, 3, tmp_path / "resumed")
+    resumed = train(wrapper, folder, *flags, "--resume", nproc=n)
+    assert resumed.column("loss") == whole.column("loss")
+    assert resumed.summary["weights_sha256"] == whole.summary["weights_sha256"]

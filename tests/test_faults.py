@@ -1,5 +1,6 @@
 """What goes wrong in practice: signals, kill -9, ranks that die, full disks, damaged checkpoints."""
 
+import os
 import random
 import shutil
 import signal
@@ -25,7 +26,6 @@ from support.harness import (
     in_full,
     kill_all,
     launch,
-    rank_process,
     run,
     start,
     steps_logged,
@@ -103,9 +103,10 @@ def assert_saved_and_goes_on(process, folder: Path, undisturbed: Callable, scrip
 
 @each_of_several
 def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path, undisturbed, script):
-    process = launch(script, tmp_path, *LONG, nproc=2, torchrun=False)
+    tells = with_prelude(script, tmp_path, 'print(os.getpid(), file=open("rank-" + os.environ["RANK"], "w"))')
+    process = launch(tells, tmp_path, *LONG, nproc=2, torchrun=False)
     assert holds(process, lambda: steps_logged(tmp_path) >= 3)
-    rank_process(process, 1).send_signal(signal.SIGUSR1)
+    os.kill(int((tmp_path / "rank-1").read_text()), signal.SIGUSR1)
     result = assert_saved_and_goes_on(process, tmp_path, undisturbed, script)
     assert result.code != 0
     assert "exitcode  : 75" in result.err
