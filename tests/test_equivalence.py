@@ -31,7 +31,9 @@ from support.harness import (
 
 from common import model, shapes
 
-EVERY_STEP = ("--save-every", 1, "--keep", 100)
+STEPS = 12
+TWELVE = ("--steps", STEPS)
+EVERY_STEP = (*TWELVE, "--save-every", 1, "--keep", 100)
 ONE_STEP = ("--steps", 1, "--warmup-steps", 0, "--clip-norm", 0.01)
 DDP, *OTHERS = SEVERAL
 
@@ -50,7 +52,7 @@ def corpus(once) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(once, corpus) -> Callable[[str, int | None], Result]:
-    """runs(script, n): its fp32 run of 20 steps over 2.5 epochs on n processes, with a checkpoint after each step."""
+    """runs(script, n): its fp32 run of 12 steps over 1.5 epochs on n processes, with a checkpoint after each step."""
 
     def run(folder: Path, script: str, n: int | None) -> Result:
         return train(script, folder, "--data", corpus, "--deterministic", *EVERY_STEP, nproc=n)
@@ -70,10 +72,10 @@ def assert_same_curve(a, b, tolerance: float = 1e-5) -> None:
 def test_every_script_on_any_number_of_processes_gives_the_same_losses_and_gradients(runs, script, n):
     baseline, result = runs(BASELINE, None), runs(script, n)
     assert result.summary["world_size"] == (n or 1)
-    assert len(result.column("loss")) == 20
+    assert len(result.column("loss")) == STEPS
     assert_same_curve(baseline, result)
     assert_same_gradients(result.folder, baseline.folder, 3)
-    for step in (7, 20):  # and the running mean of all gradients until then
+    for step in (7, STEPS):  # and the running mean of all gradients until then
         assert_near(moments(result.folder, step), moments(baseline.folder, step))
 
 
@@ -127,7 +129,7 @@ def test_what_backward_computes_again_is_what_forward_computed_to_the_bit(runs, 
     stored = runs(script, n)
     flags = ("--data", corpus, "--deterministic", *EVERY_STEP, "--checkpointing", how)
     recomputed = train(with_prelude(script, tmp_path, COUNT), tmp_path, *flags, nproc=n)
-    layers, steps = TINY["num_hidden_layers"], 20
+    layers, steps = TINY["num_hidden_layers"], STEPS
     for rank in range(n or 1):
         calls = int((tmp_path / f"calls-{rank}").read_text())
         assert calls in (layers * steps, layers * (steps + 1))  # DDP's throw-away step
@@ -143,7 +145,7 @@ def test_checkpointing_may_change_on_a_resume(runs, tmp_path, corpus, script, n)
     flags = ("--data", corpus, "--deterministic", *EVERY_STEP, "--resume")
     folder = interrupted(stored, 8, tmp_path / "resumed")
     train(script, folder, *flags, "--checkpointing", "full", nproc=n)
-    drop_after(folder, 15)  # the second part was saved with wrapped blocks, and the third loads it into plain ones
+    drop_after(folder, 10)  # the second part was saved with wrapped blocks, and the third loads it into plain ones
     resumed = train(script, folder, *flags, nproc=n)
     assert resumed.summary["weights_sha256"] == stored.summary["weights_sha256"]
     assert resumed.column("loss") == stored.column("loss")
@@ -210,10 +212,10 @@ model.MLP.forward = noisy
 def test_evaluation_switches_dropout_off_and_on_again(tmp_path, corpus, script):
     """In eval() nothing is dropped, so nothing is drawn: training goes on as if there had been no evaluation."""
     wrapper = with_prelude(script, tmp_path, WITH_NOISE)
-    flags, n = ("--data", corpus, "--deterministic"), two_if_it_can(script)
+    flags, n = ("--data", corpus, "--deterministic", "--steps", 10), two_if_it_can(script)
     seldom = train(wrapper, tmp_path / "seldom", *flags, nproc=n)
     often = train(wrapper, tmp_path / "often", *flags, "--eval-every", 3, nproc=n)
-    assert len(often.column("val_loss")) == 7 > len(seldom.column("val_loss"))
+    assert len(often.column("val_loss")) == 4 > len(seldom.column("val_loss"))
     assert often.summary["weights_sha256"] == seldom.summary["weights_sha256"]
     assert often.summary["val_loss"] == seldom.summary["val_loss"]
     plain = train(script, tmp_path / "plain", *flags, nproc=n)
@@ -237,7 +239,7 @@ def interrupted(result, step: int, folder: Path) -> Path:
         (BASELINE, None, 8),
         (DDP, 2, 8),
         (DDP, 3, 8),
-        *(in_full(DDP, 2, step) for step in (1, 19)),
+        *(in_full(DDP, 2, step) for step in (1, STEPS - 1)),
         *(in_full(script, 2, 8) for script in OTHERS),
     ],
 )
@@ -260,15 +262,15 @@ def test_resumed_is_uninterrupted_to_the_bit(runs, tmp_path, corpus, script, n, 
 def test_a_run_saved_on_two_processes_goes_on_on_others(runs, tmp_path, corpus, script, n):
     whole = runs(script, 2)
     folder = interrupted(whole, 9, tmp_path / "moved")
-    resumed = train(script, folder, "--micro-batch-size", 2, "--data", corpus, "--resume", nproc=n)
-    assert len(resumed.column("loss")) == 20
+    resumed = train(script, folder, *TWELVE, "--micro-batch-size", 2, "--data", corpus, "--resume", nproc=n)
+    assert len(resumed.column("loss")) == STEPS
     assert_same_curve(whole, resumed)
-    assert_near(saved(folder, 20)["model"], saved(whole.folder, 20)["model"])
+    assert_near(saved(folder, STEPS)["model"], saved(whole.folder, STEPS)["model"])
 
 
 @pytest.mark.full
 def test_fp16_with_accumulation_moves_between_numbers_of_processes(tmp_path, corpus):
-    flags = ("--data", corpus, "--dtype", "fp16", "--micro-batch-size", 2)
+    flags = (*TWELVE, "--data", corpus, "--dtype", "fp16", "--micro-batch-size", 2)
     whole = train(DDP, tmp_path / "whole", *flags, *EVERY_STEP, nproc=2)
     for n in (1, 3):
         folder = interrupted(whole, 9, tmp_path / str(n))
@@ -281,14 +283,14 @@ def test_fp16_with_accumulation_moves_between_numbers_of_processes(tmp_path, cor
 @pytest.mark.parametrize("script", [BASELINE, in_full(DDP)])
 def test_fp16_scaler_and_accumulation_resume_to_the_bit(tmp_path, corpus, loud_weights, script):
     flags = ("--model", loud_weights, "--data", corpus, "--dtype", "fp16", "--micro-batch-size", 3, "--deterministic")
-    flags, n = (*flags, "--lr", 0.002), two_if_it_can(script)
+    flags, n = (*flags, *TWELVE, "--lr", 0.002), two_if_it_can(script)
     whole = train(script, tmp_path / "whole", *flags, *EVERY_STEP, nproc=n)
     skipped = whole.column("skipped_steps")
-    assert 0 < skipped[1] <= skipped[-1] < 20  # the scaler has skipped before step 2, and has found a scale
+    assert 0 < skipped[1] <= skipped[-1] < STEPS  # the scaler has skipped before step 2, and has found a scale
     assert whole.column("loss_scale")[1] < 2**16
     assert whole.column("grad_norm")[0] is None  # it overflowed
     lr = whole.column("lr")
-    for step, (before, after) in enumerate(itertools.pairwise([0, *skipped[:19]])):
+    for step, (before, after) in enumerate(itertools.pairwise([0, *skipped[: STEPS - 1]])):
         assert after == before or lr[step + 1] == lr[step]  # a skipped step does not move the schedule
     unsaved = train(script, tmp_path / "unsaved", *flags, nproc=n)
     assert unsaved.summary["weights_sha256"] == whole.summary["weights_sha256"]
@@ -315,7 +317,7 @@ def test_background_saves_hold_what_foreground_saves_hold(runs, tmp_path, corpus
     foreground = runs(script, 2)
     result = train(script, tmp_path, "--data", corpus, "--deterministic", *EVERY_STEP, "--async-save", nproc=2)
     assert result.summary["weights_sha256"] == foreground.summary["weights_sha256"]
-    for step in (1, 10, 20):
+    for step in (1, 6, STEPS):
         ours, theirs = saved(tmp_path, step), saved(foreground.folder, step)
         torch.testing.assert_close(ours["model"], theirs["model"], rtol=0, atol=0)
         assert ours["optimizer"].keys() == theirs["optimizer"].keys()
@@ -346,8 +348,9 @@ data.Sequences.__getitem__ = noted
 
 @pytest.mark.parametrize(("script", "n"), [(BASELINE, None), (DDP, 2), *(in_full(script, 2) for script in OTHERS)])
 def test_data_loading_processes_change_nothing(runs, tmp_path, corpus, script, n):
-    script_with_notes = with_prelude(script, tmp_path, READERS)
-    result = train(script_with_notes, tmp_path, "--data", corpus, "--num-workers", 2, "--deterministic", nproc=n)
+    reading = with_prelude(script, tmp_path, READERS)
+    flags = ("--data", corpus, "--num-workers", 2, "--deterministic", *TWELVE)
+    result = train(reading, tmp_path, *flags, nproc=n)
     assert result.summary["weights_sha256"] == runs(script, n).summary["weights_sha256"]
     assert result.column("loss") == runs(script, n).column("loss")
     assert len([*tmp_path.glob("rank-*-worker-*")]) == 2 * (n or 1)  # they did read
@@ -356,14 +359,14 @@ def test_data_loading_processes_change_nothing(runs, tmp_path, corpus, script, n
 @each_script
 def test_a_run_can_be_made_longer(runs, tmp_path, corpus, script):
     whole = runs(script, None)
-    folder = interrupted(whole, 20, tmp_path / "longer")
-    result = train(script, folder, "--data", corpus, "--resume", "--steps", 25)
-    assert result.column("loss")[:20] == whole.column("loss")
-    assert result.summary["steps"] == len(result.column("loss")) == 25
-    lr = result.column("lr")[20:]
+    folder = interrupted(whole, STEPS, tmp_path / "longer")
+    result = train(script, folder, "--data", corpus, "--resume", "--steps", STEPS + 5)
+    assert result.column("loss")[:STEPS] == whole.column("loss")
+    assert result.summary["steps"] == len(result.column("loss")) == STEPS + 5
+    lr = result.column("lr")[STEPS:]
     assert all(a > b for a, b in itertools.pairwise(lr))  # all five on the longer cosine
     shorter = train(script, folder, "--data", corpus, "--resume", "--steps", 5, code=2)
-    assert_refused(shorter, "step 25", "--steps 5")
+    assert_refused(shorter, f"step {STEPS + 5}", "--steps 5")
 
 
 @pytest.mark.parametrize(("script", "n"), [(BASELINE, None), (DDP, 2), *(in_full(script, 2) for script in OTHERS)])
