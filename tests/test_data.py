@@ -54,13 +54,6 @@ def test_each_sequence_once_per_epoch_in_a_new_permutation():
     assert len({tuple(epoch) for epoch in epochs}) == 6
 
 
-def test_loading_draws_nothing_from_the_global_generator():
-    torch.manual_seed(0)
-    before = torch.get_rng_state()
-    next(batches_of(50).stream(0))
-    assert torch.equal(before, torch.get_rng_state())
-
-
 @pytest.mark.parametrize("world_size", [1, 3, 64])
 @pytest.mark.parametrize("n", [10, 96])
 def test_ranks_share_the_held_out_sequences(world_size, n):

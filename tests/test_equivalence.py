@@ -268,18 +268,6 @@ def test_a_run_saved_on_two_processes_goes_on_on_others(runs, tmp_path, corpus, 
     assert_near(saved(folder, STEPS)["model"], saved(whole.folder, STEPS)["model"])
 
 
-@pytest.mark.full
-def test_fp16_with_accumulation_moves_between_numbers_of_processes(tmp_path, corpus):
-    flags = (*TWELVE, "--data", corpus, "--dtype", "fp16", "--micro-batch-size", 2)
-    whole = train(DDP, tmp_path / "whole", *flags, *EVERY_STEP, nproc=2)
-    for n in (1, 3):
-        folder = interrupted(whole, 9, tmp_path / str(n))
-        resumed = train(DDP, folder, *flags, "--resume", nproc=n)
-        assert resumed.column("loss") == pytest.approx(whole.column("loss"), rel=1e-5)
-        for column in ("loss_scale", "skipped_steps"):
-            assert resumed.column(column) == whole.column(column)
-
-
 @pytest.mark.parametrize("script", [BASELINE, in_full(DDP)])
 def test_fp16_scaler_and_accumulation_resume_to_the_bit(tmp_path, corpus, loud_weights, script):
     flags = ("--model", loud_weights, "--data", corpus, "--dtype", "fp16", "--micro-batch-size", 3, "--deterministic")

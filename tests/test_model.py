@@ -101,13 +101,9 @@ def test_config_of_an_older_transformers(tmp_path):
     assert (config.rope_theta, config.num_key_value_heads, config.head_dim) == (5e5, 6, 8)
 
 
-def nano(**changes) -> model.Transformer:
-    return model.build("nano", dataclasses.replace(shapes.SIZES["nano"], **changes), seed=0)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_is_causal(dtype):
-    net = nano(num_key_value_heads=2)
+    net = model.build("nano", dataclasses.replace(shapes.SIZES["nano"], num_key_value_heads=2), seed=0)
     tokens = torch.randint(0, 256, (1, 40))
     changed = tokens.clone()
     changed[0, 25] = (changed[0, 25] + 1) % 256

@@ -39,7 +39,7 @@ def safetensors_norm(file: Path) -> torch.Tensor:
         return weights.get_tensor("model.norm.weight")
 
 
-def train(script: str, folder: Path, where: Path, steps: int, nproc: int | None) -> Result:
+def train(script: str, folder: Path, where: Path, steps: int, nproc: int | None = None) -> Result:
     flags = ["--model", folder, "--tokenizer", folder, "--data", TEXT, "--seq-len", SEQ_LEN, "--steps", steps]
     flags += ["--global-batch-size", SEQUENCES, "--lr", 2e-5, "--dtype", "fp32", "--device", "cpu", "--log-every", 1]
     result = run(script, where, *flags, "--run-dir", "run", "--json", "summary.json", nproc=nproc, timeout=900)
@@ -48,7 +48,7 @@ def train(script: str, folder: Path, where: Path, steps: int, nproc: int | None)
 
 
 def test_training_starts_at_the_loss_of_transformers(tmp_path, smollm2, first_loss):
-    result = train("04_amp/train.py", smollm2, tmp_path, 1, None)
+    result = train("04_amp/train.py", smollm2, tmp_path, 1)
     assert result.column("loss") == pytest.approx([first_loss], rel=1e-4)
     shutil.rmtree(tmp_path / "run")  # 1.6 GB
 
