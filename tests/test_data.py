@@ -166,12 +166,6 @@ def test_a_text_is_tokenized_once_and_then_mapped(text, monkeypatch):
         second.train[0] = 0
 
 
-def test_a_text_that_has_changed_is_tokenized_again(text):
-    first = data.load_corpus(str(text))
-    text.write_text(WORDS.replace("some", "same"))
-    assert data.load_corpus(str(text)).sha256 != first.sha256
-
-
 @pytest.mark.parametrize("gone", ["train.npy", "held_out.npy", "corpus.json"])
 def test_tokens_that_were_cleared_in_part_are_made_again(text, gone):
     first = data.load_corpus(str(text))
