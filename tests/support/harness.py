@@ -64,8 +64,8 @@ SEVERAL = [script for script, processes in TRAINING_SCRIPTS.items() if 2 in proc
 
 
 def in_full(*values, **how):
-    """Parameters of a test that `make test-all` has and `make test` has not. Without a mesh train_3d.py is train_fsdp.py
-    to the bit, as its own tests show: what both would show here is for `make test-long`."""
+    """Parameters of a test that `make test-all` has and `make test` has not. Without a mesh train_3d.py is
+    train_fsdp.py to the bit, as its own tests show: what both would show here is for `make test-long`."""
     seldom = "08_model_parallel/train_3d.py" in values
     return pytest.param(*values, marks=pytest.mark.long if seldom else pytest.mark.full, **how)
 
