@@ -82,10 +82,12 @@ def main() -> int:
     if args.deterministic:
         # DDP rebuilds its buckets after the first backward. With three or more ranks that changes the order of
         # summation, and so the last bits. One throw-away step first makes every later step alike.
+        random_states = checkpoint.random_states()
         with autocast():
             loss = train_net(*torch.zeros(2, batches.micro_batch_size, args.seq_len, dtype=torch.int64, device=device))
         loss.backward()
         optimizer.zero_grad()
+        checkpoint.restore_random_states(random_states)  # as they were, if your model has dropout
     stream = batches.stream(start_step, pin=device.type == "cuda", num_workers=args.num_workers)
     meter = metrics.Meter(run.folder, args, config=config, device=device, batches=batches, start_step=start_step)
 

@@ -50,41 +50,33 @@ def llama(tmp_path, **changes):
     return net
 
 
-@pytest.mark.parametrize("rope", [PLAIN_ROPE, LLAMA3_ROPE], ids=["plain", "llama3"])
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("key_value_heads", [1, 2, 6])
+@pytest.mark.parametrize(
+    ("key_value_heads", "tied", "rope"),
+    [(2, False, PLAIN_ROPE), (2, False, LLAMA3_ROPE), (1, True, PLAIN_ROPE), (6, False, LLAMA3_ROPE)],
+    ids=["plain", "llama3", "one key-value head, tied", "a key-value head for each"],
+)
 def test_logits_equal_those_of_transformers(tmp_path, key_value_heads, tied, rope):
     changes = {"num_key_value_heads": key_value_heads, "tie_word_embeddings": tied, "rope_parameters": rope}
     theirs = llama(tmp_path, **changes)
     config = shapes.load_config(str(tmp_path), 256, 200)
-    ours = model.Transformer(config)
-    ours.load_state_dict(theirs.state_dict())  # strict: the same names, the same shapes
-    assert {n for n, _ in ours.named_parameters()} == {n for n, _ in theirs.named_parameters()}
+    ours = model.build(str(tmp_path), config, seed=0)  # refuses other names and other shapes than its own
     tokens = torch.randint(0, 300, (2, 200), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
         torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=0, atol=1e-4)
-        from_folder = model.build(str(tmp_path), config, seed=0)
-        torch.testing.assert_close(from_folder(tokens), ours(tokens), rtol=0, atol=0)
-        loss = theirs(tokens[:, :-1]).logits.flatten(0, 1)
-        expected = torch.nn.functional.cross_entropy(loss, tokens[:, 1:].flatten())
+        logits = theirs(tokens[:, :-1]).logits.flatten(0, 1)
+        expected = F.cross_entropy(logits, tokens[:, 1:].flatten())
         torch.testing.assert_close(ours(tokens[:, :-1], tokens[:, 1:]), expected, rtol=1e-5, atol=1e-5)
-
-
-def test_our_weights_load_into_transformers(tmp_path):
-    theirs = llama(tmp_path)
-    ours = model.Transformer(shapes.load_config(str(tmp_path), 256, 64))
-    theirs.load_state_dict(ours.state_dict())
-    tokens = torch.arange(64)[None]
-    with torch.no_grad():
-        torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=0, atol=1e-4)
+        fresh = model.Transformer(config)
+        theirs.load_state_dict(fresh.state_dict())
+        torch.testing.assert_close(fresh(tokens), theirs(tokens).logits, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"model.norm.weight": torch.ones(47)}, r"model.norm.weight is \(47,\) in its files and \(48,\) in the model"),
-        ({"model.norm.weight": None}, "model.norm.weight is missing in its files"),
-        ({"model.other.weight": torch.ones(2)}, r"model.other.weight is \(2,\) in its files and missing in the model"),
+        ({"model.norm.weight": torch.ones(47)}, r"model.norm.weight .*\(47,\).*\(48,\)"),
+        ({"model.norm.weight": None}, "model.norm.weight .*missing"),
+        ({"model.other.weight": torch.ones(2)}, r"model.other.weight .*\(2,\).*missing"),
     ],
     ids=["shape", "missing", "superfluous"],
 )
@@ -109,22 +101,9 @@ def test_config_of_an_older_transformers(tmp_path):
     assert (config.rope_theta, config.num_key_value_heads, config.head_dim) == (5e5, 6, 8)
 
 
-@pytest.mark.parametrize("change", [{"model_type": "gpt2"}, {"attention_bias": True}, {"hidden_act": "gelu"}])
-def test_a_model_that_is_not_llama_is_refused(tmp_path, change):
-    llama(tmp_path)
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
-    with pytest.raises(UserError, match=next(iter(change))):
-        shapes.load_config(str(file), 256, 64)
-
-
-def nano(**changes) -> model.Transformer:
-    return model.build("nano", dataclasses.replace(shapes.SIZES["nano"], **changes), seed=0)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_is_causal(dtype):
-    net = nano(num_key_value_heads=2)
+    net = model.build("nano", dataclasses.replace(shapes.SIZES["nano"], num_key_value_heads=2), seed=0)
     tokens = torch.randint(0, 256, (1, 40))
     changed = tokens.clone()
     changed[0, 25] = (changed[0, 25] + 1) % 256
@@ -132,23 +111,6 @@ def test_attention_is_causal(dtype):
         before, after = net(tokens), net(changed)
     torch.testing.assert_close(before[:, :25], after[:, :25], rtol=0, atol=0)
     assert (before[:, 25:] != after[:, 25:]).any(-1).all()  # and every later position has seen it
-
-
-def test_every_parameter_moves_in_a_step_and_the_loss_falls():
-    net = nano(tie_word_embeddings=False)
-    before = {name: p.detach().clone() for name, p in net.named_parameters()}
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
-    tokens = torch.randint(0, 256, (2, 65))
-    losses = []
-    for _ in range(3):
-        loss = net(tokens[:, :-1], tokens[:, 1:])
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[0] > losses[1] > losses[2] > 0
-    still = [name for name, p in net.named_parameters() if torch.equal(p, before[name])]
-    assert not still
 
 
 @pytest.mark.parametrize(
@@ -172,7 +134,6 @@ def test_flops_per_token():
     big, small = shapes.SIZES["llama-8b"], shapes.SIZES["llama-124m"]
     assert shapes.flops_per_token(big, 8192) == 57_914_449_920  # by the closed form, input embedding left out
     # tied: the one matrix counts, as lm_head; published GPT-2 124M figures use 855,166,464 (biases, 50,257 tokens)
-    assert shapes.flops_per_token(small, 1024) == 6 * 123_587_328 + 12 * 12 * 12 * 64 * 1024
     assert shapes.flops_per_token(small, 1024) == pytest.approx(855_166_464, rel=0.002)
 
 
@@ -186,7 +147,7 @@ def test_the_device_is_the_local_rank_not_a_guess_from_the_rank(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
     assert runtime.pick_device("cuda") == torch.device("cuda", 1)
     monkeypatch.setenv("LOCAL_RANK", "4")
-    with pytest.raises(UserError, match="5 processes on this node, 4 GPUs"):
+    with pytest.raises(UserError, match=r"5 processes.* 4 GPUs"):
         runtime.pick_device("cuda")
 
 

@@ -9,6 +9,7 @@ forgot an import may find it in the warm process, so one test of each starts it 
 import ctypes
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -60,18 +61,25 @@ TRAINING_SCRIPTS = {
 }
 BASELINE, *_ = TRAINING_SCRIPTS
 SEVERAL = [script for script, processes in TRAINING_SCRIPTS.items() if 2 in processes]  # those for several processes
-# what chapter 05 shares with these is tried there: here `make test` keeps one run, `make test-all` has all
-IN_LONG = {"06_fsdp_zero/train_fsdp.py", "08_model_parallel/train_3d.py"}
+
+
+def in_full(*values, **how):
+    """Parameters of a test that `make test-all` has and `make test` has not. Without a mesh train_3d.py is
+    train_fsdp.py to the bit, as its own tests show: what both would show here is for `make test-long`."""
+    seldom = "08_model_parallel/train_3d.py" in values
+    return pytest.param(*values, marks=pytest.mark.long if seldom else pytest.mark.full, **how)
 
 
 def case(script: str, *more, **how):
-    """The parameters of a test that is run with a script."""
-    how.setdefault("marks", pytest.mark.long if script in IN_LONG else ())
+    """The parameters of a test that is run with a script; what chapter 05 shares with these is tried there."""
+    if script in SEVERAL[1:]:
+        how.setdefault("marks", pytest.mark.long)
     return pytest.param(script, *more, **how)
 
 
-each_script = pytest.mark.parametrize("script", [case(script) for script in TRAINING_SCRIPTS])
-each_of_several = pytest.mark.parametrize("script", [case(script) for script in SEVERAL])
+# What the scripts share is in common/: `make test` tries it with the first.
+each_script = pytest.mark.parametrize("script", [BASELINE, *map(in_full, SEVERAL)])
+each_of_several = pytest.mark.parametrize("script", [SEVERAL[0], *map(in_full, SEVERAL[1:])])
 
 
 @dataclass
@@ -80,6 +88,11 @@ class Result:
     out: str
     err: str
     folder: Path
+    argv: tuple[str, ...] = ()  # the command
+
+    def __repr__(self) -> str:
+        """What pytest shows where an assertion about a run fails: the command, and its last lines."""
+        return f"{shlex.join(self.argv)}\nexit code {self.code}\n{self.out[-2000:]}\n{self.err[-4000:]}"
 
     @property
     def summary(self) -> dict:
@@ -150,6 +163,10 @@ def kill_all(process: Process) -> None:
     process.wait(timeout=LIMIT)
 
 
+def result_in(folder: Path, code: int, argv: list) -> Result:
+    return Result(code, (folder / "stdout").read_text(), (folder / "stderr").read_text(), folder, (*map(str, argv),))
+
+
 def finish(process: Process, folder: Path, timeout: float = LIMIT) -> Result:
     """Wait for the end; nothing of the job may outlive it."""
     try:
@@ -159,7 +176,8 @@ def finish(process: Process, folder: Path, timeout: float = LIMIT) -> Result:
         assert not left, f"left running: {left}"
     finally:
         kill_all(process)
-    return Result(code, (folder / "stdout").read_text(), (folder / "stderr").read_text(), folder)
+    argv = process.argv if isinstance(process, warm_process.Job) else process.args
+    return result_in(folder, code, argv)
 
 
 def run(
@@ -171,7 +189,7 @@ def run(
         return finish(start(command(script, *flags, nproc=nproc), folder, **env), folder, timeout)
     argv, libraries = [str(ROOT / script), *map(str, flags)], env.get("LD_LIBRARY_PATH")
     code = warm_process.run(argv, folder, clean_env(**env), timeout, nproc=nproc, libraries=libraries)
-    return Result(code, (folder / "stdout").read_text(), (folder / "stderr").read_text(), folder)
+    return result_in(folder, code, command(script, *flags, nproc=nproc))
 
 
 def with_prelude(script: str, folder: Path, prelude: str) -> Path:
@@ -214,8 +232,11 @@ def drop_after(folder: Path, step: int) -> None:
             shutil.rmtree(saved_at)
 
 
-def launch(script: str | Path, folder: Path, *flags, nproc: int | None = None, **env: str) -> Process:
-    """Start what train() would run to its end, and leave it running; with nproc, under the real torchrun."""
+def launch(
+    script: str | Path, folder: Path, *flags, nproc: int | None = None, torchrun: bool = True, **env: str
+) -> Process:
+    """Start what train() would run to its end, and leave it running. With nproc: under torch's own torchrun, which
+    starts its ranks cold, or under the warm process's, which does not."""
     write_tiny(folder)
     flags = [*map(str, (*tiny_flags(folder), *flags))]
     if not warm_process.can_take(env):
@@ -223,7 +244,7 @@ def launch(script: str | Path, folder: Path, *flags, nproc: int | None = None, *
     marker = uuid.uuid4().hex
     environment = clean_env(HARNESS_MARKER=marker, **env)
     argv = [str(ROOT / script), *flags]
-    process = warm_process.Job(argv, folder, environment, nproc=nproc, real_torchrun=nproc is not None)
+    process = warm_process.Job(argv, folder, environment, nproc=nproc, real_torchrun=torchrun and nproc is not None)
     process.marker = marker
     return process
 
@@ -234,8 +255,27 @@ def train(
     """A small training run on the CPU, its run in folder/run and its summary in folder/summary.json."""
     write_tiny(folder)
     result = run(script, folder, *tiny_flags(folder), *flags, nproc=nproc, warm=warm, **env)
-    assert result.code == code, f"exit code {result.code}\n{result.out[-2000:]}\n{result.err[-4000:]}"
+    assert result.code == code, result
     return result
+
+
+def assert_refused(result: Result, *words: str) -> None:
+    """Exit code 2, and one line for people with these words in it."""
+    lines = [line for line in result.err.splitlines() if line.strip()]
+    assert (result.code, len(lines)) == (2, 1), result
+    missing = [word for word in (": error: ", *words) if word not in lines[0]]
+    assert not missing, f"{lines[0]}\nlacks {missing}"
+
+
+def checkpoints(folder: Path) -> list[str]:
+    """The names of the checkpoints that a run has left, and of what it has left of them."""
+    return sorted(path.name for path in (folder / "run").glob("step-*"))
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """The files of a run's folder, without its lock."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def config_of(shape: dict):

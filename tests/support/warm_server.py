@@ -46,16 +46,19 @@ PR_SET_CHILD_SUBREAPER = 36
 
 def serve(requests: socket.socket) -> None:
     """Fork a keeper per request until the client is gone. Returns in each process that is to run a script."""
+    keepers = set()
     while True:
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # keepers are not waited for
         request, files, _, _ = socket.recv_fds(requests, 2**20, 1)
+        # those that have ended are waited for, or `time pytest` would not count their jobs
+        keepers -= {keeper for keeper in keepers if os.waitpid(keeper, 0 if not request else os.WNOHANG)[0]}
         if not request:
             os._exit(0)
-        if os.fork() == 0:
+        keeper = os.fork()
+        if keeper == 0:
             requests.close()
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             keep(json.loads(request), socket.socket(fileno=files[0]))
             return
+        keepers.add(keeper)
         os.close(files[0])
 
 
@@ -192,7 +195,6 @@ def main() -> None:
     random.seed()
     numpy.random.seed()
     torch.default_generator.seed()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
