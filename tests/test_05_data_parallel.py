@@ -34,7 +34,7 @@ WRONG = {  # a line, what stands there instead, what the error names
         'parameter.grad += 1.001 * send(other.grad, i, 0, "gradients")',
         "gradients differ",
     ),
-    "the mean is over one part": (
+    "the loss is a sum and no mean": (
         "F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()",
         "F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction='sum').backward()",
         "gradients differ",
