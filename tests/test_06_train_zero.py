@@ -20,7 +20,6 @@ from support.harness import (
     TINY,
     Result,
     config_of,
-    damage,
     drop_after,
     needs_compiler,
     run,
@@ -241,19 +240,28 @@ def test_stage_3_starts_from_the_weights_of_one_process_to_the_bit(tmp_path):
 
 
 @pytest.mark.full
-def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(tmp_path, zero):
-    folder = copy_of(zero()["3"], tmp_path / "3")
-    damage(folder / f"run/step-{STEPS:08d}", "one bit", "*optim_states.pt")
-    resumed = train(SCRIPT, folder, *flags(folder, 3), *ACCUMULATED, "--resume", nproc=2)
-    assert f"step-{STEPS:08d}" in resumed.out
-    assert f"resuming from {folder}/run/step-{STEPS - 1:08d}" in resumed.out
-    assert resumed.summary["weights_sha256"] == zero()["3"].summary["weights_sha256"]
-
-
-@pytest.mark.full
 @needs_compiler
 def test_compiled_is_the_same(tmp_path, ddp):
     assert_same(train(SCRIPT, tmp_path, *flags(tmp_path, 3), "--compile", nproc=2), ddp())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_run_becomes_a_folder_of_hugging_face(tmp_path, zero, stage):
+    """And what is left when the file of one rank is lost is refused."""
+    whole = zero()[str(stage)]
+    folder = copy_of(whole, tmp_path / "0")
+    convert, given = "06_fsdp_zero/convert_checkpoint.py", ("run", "hf", "--to", "hf")
+    result = run(convert, folder, *given)
+    assert result.code == 0, result.err
+    net = model.build(str(folder / "hf"), config_of(UNEVEN), seed=0)
+    assert model.digest(net) == whole.summary["weights_sha256"]
+    if stage > 0:
+        newest = folder / f"run/step-{STEPS:08d}"
+        (newest / "hashes.json").unlink()  # as DeepSpeed itself writes one
+        next(newest.glob("*zero_pp_rank_1_mp_rank_00_optim_states.pt")).unlink()
+        assert_refused(convert, folder, "run to --to hf", "run/step")
+        assert not list(folder.glob("to*"))
 
 
 def test_another_stage_is_another_run(tmp_path, zero):
