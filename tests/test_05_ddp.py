@@ -29,14 +29,6 @@ def test_the_logged_loss_is_the_mean_over_ranks_and_micro_batches(tmp_path):
         net.float()
 
 
-@pytest.mark.full
-def test_eight_processes(tmp_path):
-    """The first command of the README, on a machine with fewer cores than ranks; only the steps are fewer."""
-    result = run(SCRIPT, tmp_path, "--device", "cpu", "--steps", 2, "--json", "summary.json", nproc=8)
-    assert result.code == 0, result.err
-    assert result.summary["world_size"] == 8
-
-
 SILENT = """
 import torch.nn.parallel
 class Silent(torch.nn.Module):

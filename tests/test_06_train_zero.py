@@ -40,6 +40,7 @@ UNEVEN = {  # 4 ranks divide none of its sizes
     **{"vocab_size": 259, "hidden_size": 42, "intermediate_size": 50, "num_hidden_layers": 3},
     **{"num_attention_heads": 3, "num_key_value_heads": 3, "tie_word_embeddings": True},
 }
+FLAGS = ("--model", "uneven.json", "--steps", STEPS, "--save-every", 1, "--keep", 100)
 ACCUMULATED = ("--micro-batch-size", 2)
 
 # All runs but the last, by calling main(), in the process group of the first. The last is the script as it stands.
@@ -63,27 +64,25 @@ runtime.shutdown = shutdown
 """
 
 
-def flags(folder: Path, stage: int | None = None) -> tuple:
-    """The flags for a small model with uneven sizes; of ZeRO where a stage is given."""
+def train_uneven(script: str, folder: Path, *more, **how) -> Result:
+    """A small model with uneven sizes."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "uneven.json").write_text(json.dumps(UNEVEN))
-    shared = ("--model", "uneven.json", "--steps", STEPS, "--save-every", 1, "--keep", 100)
-    return shared if stage is None else (*shared, "--stage", stage)
+    return train(script, folder, *FLAGS, *more, **how)
 
 
-def train_in_turn(folder: Path, runs: dict[str, tuple], nproc: int, prelude: str = "") -> dict[str, Result]:
-    """By name, a run in folder/name with each of these flags."""
-    given = [(str(folder / name), [*map(str, (*tiny_flags(folder / name), *more))]) for name, more in runs.items()]
-    script = with_prelude(SCRIPT, folder, prelude + IN_TURN)
+def train_in_turn(folder: Path, runs: dict[int, tuple], nproc: int) -> dict[int, Result]:
+    """By stage, a run in folder/stage with each of these flags."""
+    given = []
+    for stage, more in runs.items():
+        own = folder / str(stage)
+        own.mkdir(parents=True, exist_ok=True)
+        (own / "uneven.json").write_text(json.dumps(UNEVEN))
+        given.append((str(own), [*map(str, (*tiny_flags(own), *FLAGS, "--stage", stage, *more))]))
     (folder / "runs.json").write_text(json.dumps([str(ROOT / SCRIPT), given]))
-    result = run(script, folder, nproc=nproc)
+    result = run(with_prelude(SCRIPT, folder, IN_TURN), folder, nproc=nproc)
     assert result.code == 0, f"{result.out[-2000:]}\n{result.err[-4000:]}"
-    return {name: Result(0, result.out, result.err, folder / name) for name in runs}
-
-
-def each_stage(folder: Path, stages=STAGES, *more) -> dict[str, tuple]:
-    """The flags of a run for each stage, called by its number."""
-    return {str(stage): (*flags(folder / str(stage), stage), *more) for stage in stages}
+    return {stage: Result(0, result.out, result.err, folder / str(stage)) for stage in runs}
 
 
 @pytest.fixture(scope="module")
@@ -91,17 +90,17 @@ def ddp(once) -> Callable[[str], Result]:
     """ddp(dtype): the run of two processes that hold the whole model each."""
 
     def run(folder: Path, dtype: str = "fp32") -> Result:
-        return train(DDP, folder, *flags(folder), "--dtype", dtype, nproc=2)
+        return train_uneven(DDP, folder, "--dtype", dtype, nproc=2)
 
     return partial(once, "zero ddp", run)
 
 
 @pytest.fixture(scope="module")
-def zero(once) -> Callable[[str], dict[str, Result]]:
+def zero(once) -> Callable[[str], dict[int, Result]]:
     """zero(dtype): by stage, its run on two ranks."""
 
-    def run(folder: Path, dtype: str = "fp32") -> dict[str, Result]:
-        return train_in_turn(folder, each_stage(folder, STAGES, *ACCUMULATED, "--dtype", dtype), nproc=2)
+    def run(folder: Path, dtype: str = "fp32") -> dict[int, Result]:
+        return train_in_turn(folder, dict.fromkeys(STAGES, (*ACCUMULATED, "--dtype", dtype)), nproc=2)
 
     return partial(once, "zero stages", run)
 
@@ -134,7 +133,7 @@ def parts(stage: int, ranks: int) -> int:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_each_stage_is_data_parallelism(ddp, zero, stage):
-    result = zero()[str(stage)]
+    result = zero()[stage]
     assert len(result.column("loss")) == STEPS
     assert_same(result, ddp())
     weights = 4 * (parts(3, 2) if stage == 3 else parts(0, 2))
@@ -147,8 +146,8 @@ def test_each_stage_is_data_parallelism(ddp, zero, stage):
 @pytest.mark.full
 @pytest.mark.parametrize("stage", STAGES)
 def test_bf16_is_autocast_and_weights_stay_in_fp32(ddp, zero, stage):
-    result = zero("bf16")[str(stage)]
-    assert result.summary["parameter_bytes_per_rank"] == zero()[str(stage)].summary["parameter_bytes_per_rank"]
+    result = zero("bf16")[stage]
+    assert result.summary["parameter_bytes_per_rank"] == zero()[stage].summary["parameter_bytes_per_rank"]
     assert_same(result, ddp("bf16"), tolerance=5e-3)
     assert result.column("loss") == pytest.approx(ddp("bf16").column("loss"), rel=3e-4)
     assert result.column("loss") != pytest.approx(ddp().column("loss"), rel=1e-6)
@@ -157,14 +156,13 @@ def test_bf16_is_autocast_and_weights_stay_in_fp32(ddp, zero, stage):
 @pytest.mark.full
 def test_offloaded_and_recomputed_on_four_ranks_with_gradients(tmp_path, ddp):
     cases = {
-        "1": ("--offload", "optimizer"),
-        "2": ("--offload", "optimizer", "--checkpointing", "full", "--micro-batch-size", 1),
-        "3": ("--offload", "params", "--checkpointing", "selective", "--micro-batch-size", 1),
+        1: ("--offload", "optimizer"),
+        2: ("--offload", "optimizer", "--checkpointing", "full", "--micro-batch-size", 1),
+        3: ("--offload", "params", "--checkpointing", "selective", "--micro-batch-size", 1),
     }
-    runs = {stage: (*flags(tmp_path / stage, int(stage)), *more) for stage, more in cases.items()}
-    for stage, result in train_in_turn(tmp_path, runs, nproc=4).items():
+    for stage, result in train_in_turn(tmp_path, cases, nproc=4).items():
         assert_same(result, ddp())
-        assert result.summary["optimizer_bytes_per_rank"] == [8 * parts(int(stage), 4)] * 4
+        assert result.summary["optimizer_bytes_per_rank"] == [8 * parts(stage, 4)] * 4
         moments = first_moments(result.folder, 1)
         assert_near({name: moment / 0.1 for name, moment in moments.items()}, gradients(ddp().folder))
 
@@ -183,13 +181,14 @@ def first_moments(folder: Path, step: int) -> dict[str, torch.Tensor]:
 @pytest.mark.full
 def test_resumed_on_as_many_ranks_is_uninterrupted_to_the_bit(tmp_path, zero):
     for stage, whole in zero().items():
-        copy_of(whole, tmp_path / stage, last_step=3)
-    for stage, resumed in train_in_turn(tmp_path, each_stage(tmp_path, STAGES, *ACCUMULATED, "--resume"), 2).items():
+        copy_of(whole, tmp_path / str(stage), last_step=3)
+    again = train_in_turn(tmp_path, dict.fromkeys(STAGES, (*ACCUMULATED, "--resume")), nproc=2)
+    for stage, resumed in again.items():
         whole = zero()[stage]
         assert resumed.summary["weights_sha256"] == whole.summary["weights_sha256"]
         assert resumed.column("loss") == whole.column("loss")
         assert resumed.column("grad_norm") == whole.column("grad_norm")
-        assert f"resuming from {resumed.folder}/run/step-00000003" in resumed.out
+        assert f"{resumed.folder}/run/step-00000003" in resumed.out
 
 
 @pytest.mark.full
@@ -197,62 +196,41 @@ def test_a_run_moves_between_numbers_of_ranks(tmp_path, ddp, zero):
     """Saved on 2 ranks; resumed on 3, then 1. A universal checkpoint is made and goes away again."""
     stages = (0, 2, 3)
     for stage in stages:
-        copy_of(zero()[str(stage)], tmp_path / str(stage))
+        copy_of(zero()[stage], tmp_path / str(stage))
     for step, ranks in ((2, 3), (4, 1)):
         for stage in stages:
             drop_after(tmp_path / str(stage), step)
-        for result in train_in_turn(tmp_path, each_stage(tmp_path, stages, "--resume"), ranks).values():
-            assert f"resuming from {result.folder}/run/step-{step:08d}" in result.out
+        for result in train_in_turn(tmp_path, dict.fromkeys(stages, ("--resume",)), ranks).values():
+            assert f"{result.folder}/run/step-{step:08d}" in result.out
             assert result.column("step") == [*range(1, STEPS + 1), STEPS]
             assert_same(result, ddp())
             assert not list((result.folder / "run").glob("*universal*"))
-
-
-DROPOUT = """
-import torch.nn.functional as F
-from common import model
-exact = model.MLP.forward
-model.MLP.forward = lambda self, x: F.dropout(exact(self, x), 0.3, self.training)
-"""
-
-
-@pytest.mark.full
-def test_what_is_drawn_at_random_goes_on_where_it_was(tmp_path, zero):
-    """The training script draws nothing, a reader's own model may."""
-    script, given = with_prelude(SCRIPT, tmp_path, DROPOUT), flags(tmp_path, 3)
-    whole = train(script, tmp_path, *given, nproc=2).summary["weights_sha256"]
-    drop_after(tmp_path, 3)
-    assert train(script, tmp_path, *given, "--resume", nproc=2).summary["weights_sha256"] == whole
-    assert zero()["3"].summary["weights_sha256"] != whole
 
 
 @pytest.mark.full
 def test_stage_3_starts_from_the_weights_of_one_process_to_the_bit(tmp_path):
     """Random ones, and those of a folder. At a learning rate that moves nothing, they are the weights at the end."""
     write_folder(tmp_path / "hf", config_of(UNEVEN), seed=5)
-    still = ("--seed", 4, "--steps", 1, "--lr", 1e-30)
-    runs = {name: (*flags(tmp_path / name, 3), *still) for name in ("random", "trained")}
-    runs["trained"] += ("--model", tmp_path / "hf")
-    results = train_in_turn(tmp_path, runs, nproc=3)
-    for name, seed in (("random", 4), ("trained", 5)):
-        expected = model.digest(model.build("nano", config_of(UNEVEN), seed=seed))
-        assert results[name].summary["weights_sha256"] == expected
+    for seed, more in ((4, ()), (5, ("--model", tmp_path / "hf"))):
+        still = ("--stage", 3, "--seed", 4, *more, "--steps", 1, "--lr", 1e-30)
+        result = train_uneven(SCRIPT, tmp_path / str(seed), *still, nproc=3)
+        assert result.summary["weights_sha256"] == model.digest(model.build("nano", config_of(UNEVEN), seed=seed))
 
 
 @pytest.mark.full
 @needs_compiler
 def test_compiled_is_the_same(tmp_path, ddp):
-    assert_same(train(SCRIPT, tmp_path, *flags(tmp_path, 3), "--compile", nproc=2), ddp())
+    assert_same(train_uneven(SCRIPT, tmp_path, "--stage", 3, "--compile", nproc=2), ddp())
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_run_becomes_a_folder_of_hugging_face(tmp_path, zero, stage):
     """And what is left when the file of one rank is lost is refused."""
-    whole = zero()[str(stage)]
+    whole = zero()[stage]
     folder = copy_of(whole, tmp_path / "0")
-    convert, given = "06_fsdp_zero/convert_checkpoint.py", ("run", "hf", "--to", "hf")
-    result = run(convert, folder, *given)
+    convert = "06_fsdp_zero/convert_checkpoint.py"
+    result = run(convert, folder, "run", "hf", "--to", "hf")
     assert result.code == 0, result.err
     net = model.build(str(folder / "hf"), config_of(UNEVEN), seed=0)
     assert model.digest(net) == whole.summary["weights_sha256"]
@@ -265,8 +243,8 @@ def test_a_run_becomes_a_folder_of_hugging_face(tmp_path, zero, stage):
 
 
 def test_another_stage_is_another_run(tmp_path, zero):
-    folder = copy_of(zero()["2"], tmp_path / "2")
-    result = train(SCRIPT, folder, *flags(folder, 3), *ACCUMULATED, "--resume", code=2)
+    folder = copy_of(zero()[2], tmp_path / "2")
+    result = train_uneven(SCRIPT, folder, "--stage", 3, *ACCUMULATED, "--resume", code=2)
     assert "--stage 3 (was 2)" in result.err
 
 
