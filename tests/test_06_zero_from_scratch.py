@@ -9,7 +9,6 @@ import torch.distributed as dist
 from support.chapter import load
 from support.harness import TINY, config_of, run, with_fault
 from support.refusals import assert_refused
-from torch import nn
 
 from common import model
 
@@ -41,10 +40,6 @@ def finish(folder: Path, shape: str, nproc: int | None) -> tuple[str, int, dict]
     result = start(folder, shape, nproc)
     assert result.code == 0, f"{result.out[-2000:]}\n{result.err[-4000:]}"
     return shape, nproc or 2, json.loads((folder / "s.json").read_text())
-
-
-def build(shape: str) -> nn.Module:
-    return model.build("tiny", config_of(SHAPES[shape]), seed=0)
 
 
 def test_a_rank_holds_and_sends_what_it_must(finished):
@@ -110,7 +105,7 @@ def group():
 
 def test_stage_3_gathers_a_block_only_while_it_is_used(group):
     """In forward and in backward: the rest, and at most one block beside it."""
-    stage = zero.make_stage(3, build("odd"), 1e-3)
+    stage = zero.make_stage(3, model.build("tiny", config_of(SHAPES["odd"]), seed=0), 1e-3)
     blocks, rest = stage.groups[:-1], stage.groups[-1]
     seen = []
 
