@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.checkpoints import saved
-from support.harness import ROOT, needs_compiler, run, train, with_prelude
+from support.harness import ROOT, run, train, with_prelude
 
 from common import data, model, shapes
 
@@ -77,15 +77,6 @@ def test_no_rank_hangs_after_its_last_line(tmp_path):
     result = run(tmp_path / "leaves.py", tmp_path, nproc=2)
     assert result.code == 0, result.err
     assert result.out.split() == [str(turn) for turn in range(30)]
-
-
-@pytest.mark.full
-@needs_compiler
-def test_compiled_with_accumulation_equals_eager(tmp_path):
-    flags = ("--steps", 3, "--micro-batch-size", 3)
-    eager = train(SCRIPT, tmp_path / "eager", *flags, nproc=2)
-    compiled = train(SCRIPT, tmp_path / "compiled", *flags, "--compile", nproc=2)
-    assert compiled.column("loss") == pytest.approx(eager.column("loss"), rel=1e-5)
 
 
 SLOW = """
