@@ -216,6 +216,25 @@ def test_stage_3_starts_from_the_weights_of_one_process_to_the_bit(tmp_path):
         assert result.summary["weights_sha256"] == model.digest(model.build("nano", config_of(UNEVEN), seed=seed))
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_run_becomes_a_folder_of_hugging_face(tmp_path, zero, stage):
+    """And what is left when the file of one rank is lost is refused."""
+    whole = zero()[stage]
+    folder = copy_of(whole, tmp_path / "0")
+    convert = "06_fsdp_zero/convert_checkpoint.py"
+    result = run(convert, folder, "run", "hf", "--to", "hf")
+    assert result.code == 0, result.err
+    net = model.build(str(folder / "hf"), config_of(UNEVEN), seed=0)
+    assert model.digest(net) == whole.summary["weights_sha256"]
+    if stage > 0:
+        newest = folder / f"run/step-{STEPS:08d}"
+        (newest / "hashes.json").unlink()  # as DeepSpeed itself writes one
+        next(newest.glob("*zero_pp_rank_1_mp_rank_00_optim_states.pt")).unlink()
+        assert_refused(convert, folder, "run to --to hf", "run/step")
+        assert not list(folder.glob("to*"))
+
+
 def test_another_stage_is_another_run(tmp_path, zero):
     folder = copy_of(zero()[2], tmp_path / "2")
     result = train_uneven(SCRIPT, folder, "--stage", 3, *ACCUMULATED, "--resume", code=2)
