@@ -106,13 +106,15 @@ def run(net: nn.Module, n: int, inputs: Tensor, targets: Tensor, expected: list[
     }
 
 
-def check(rows: list[dict], weight_bytes: int) -> list[str]:
+def check(rows: list[dict], weight_bytes: int, logit_bytes: int) -> list[str]:
     for row in rows:
         n, error = row["devices"], row["gradient_relative_error"]
         assert error < 1e-5, f"{n} devices: gradients differ from those of one process by {error:.0e}"
         if row["name"] == "by hand":
+            outputs = (n - 1) * logit_bytes // n
             assert row["device_0_sent_bytes"] == (n - 1) * weight_bytes, f"device 0 of {n} does not send (N-1)P"
             assert row["device_1_sent_bytes"] == weight_bytes, f"device 1 of {n} does not send P"
+            assert row["outputs_to_device_0_bytes"] == outputs, f"device 0 of {n} does not get (N-1)/N of the outputs"
             assert row["ddp_rank_sent_bytes"] == round(2 * (n - 1) / n * weight_bytes), "DDP does not send 2(N-1)/N P"
     return ["(N-1)P leave device 0, 2(N-1)/N P each rank of DDP, and the gradients are those of one process"]
 
@@ -145,7 +147,8 @@ def main() -> int:
     }
     columns |= {"time_ratio": "time"} if len(rows) > 3 else {}
     count = shapes.parameter_count(config)
-    checked = check(rows, 4 * count)
+    logit_bytes = 4 * batch[1].numel() * config.vocab_size
+    checked = check(rows, 4 * count, logit_bytes)
     lesson.end(rows, columns=columns, checked=checked, args=args, device=device, dtype="fp32", parameters=count)
     return 0
 

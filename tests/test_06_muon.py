@@ -7,6 +7,7 @@ import pytest
 import torch
 from support.chapter import load
 from support.harness import TINY, run
+from support.refusals import assert_refused
 
 SCRIPT = "06_fsdp_zero/muon.py"
 muon = load(SCRIPT)
@@ -18,14 +19,14 @@ def finish(folder: Path, ranks: int) -> dict:
     flags = ("--model", "uneven.json", "--device", "cpu", "--steps", 6, "--json", "s.json")
     result = run(SCRIPT, folder, *flags, nproc=None if ranks == 2 else ranks)
     assert result.code == 0, f"{result.out[-2000:]}\n{result.err[-4000:]}"
-    assert result.out.count("checked: ") == 2
     return json.loads((folder / "s.json").read_text())
 
 
-@pytest.mark.parametrize("ranks", [3, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 2, 4))])
+@pytest.mark.parametrize("ranks", [3, pytest.param(1, marks=pytest.mark.full), pytest.param(2, marks=pytest.mark.full)])
 def test_sharded_is_one_process(once, ranks):
     summary = once("06 muon", finish, ranks)
-    one_process, sharded, adamw = summary["rows"]
+    rows = {(row["optimizer"], row["weights"]): row for row in summary["rows"]}
+    one_process, sharded, adamw = rows["muon", "whole"], rows["muon", "sharded"], rows["adamw", "sharded"]
     assert sharded["losses"] == pytest.approx(one_process["losses"], rel=1e-5)
     assert sharded["losses"][-1] < sharded["losses"][0]
     assert sharded["losses"][1:] != adamw["losses"][1:]
@@ -34,7 +35,12 @@ def test_sharded_is_one_process(once, ranks):
     assert sum(sharded["optimizer_bytes_per_rank"]) == 4 * matrices + 8 * (vectors + around)
     assert sum(adamw["optimizer_bytes_per_rank"]) == 8 * (matrices + vectors + around)
     assert len(sharded["optimizer_bytes_per_rank"]) == ranks
-    assert [row["all_gathers_per_optimizer_step"] for row in summary["rows"]] == [0, 14 if ranks > 1 else 0, 0]
+    assert sharded["all_gathers_per_optimizer_step"] == (14 if ranks > 1 else 0)
+    assert adamw["all_gathers_per_optimizer_step"] == one_process["all_gathers_per_optimizer_step"] == 0
+
+
+def test_what_is_refused(tmp_path):
+    assert_refused(SCRIPT, tmp_path, "--model giant --device cpu", "--model giant")
 
 
 def test_the_optimizer_is_that_of_torch():
