@@ -44,7 +44,8 @@ def held_at_the_end(cache) -> dict:
     row = {"cache_bytes": cache.held_bytes(), "blocks": len(cache.held_blocks())}
     for text in list(cache.tables):
         cache.release(text)
-    return row | {"lost_blocks": len(cache.tensors[0]) - 1 - len(set(cache.free))}
+    free = set(cache.free)
+    return row | {"lost_blocks": len(cache.tensors[0]) - 1 - len(free), "freed_twice": len(cache.free) - len(free)}
 
 
 def check(rows: list[dict], text: Text, args: argparse.Namespace, block: int) -> list[str]:
@@ -73,6 +74,7 @@ def check(rows: list[dict], text: Text, args: argparse.Namespace, block: int) ->
             blocks -= (len(lengths) - 1) * shared // block
         assert row["blocks"] == blocks, f"{row['name']}: {row['blocks']} blocks, and must be {blocks}"
         assert row["lost_blocks"] == 0, f"{row['name']}: {row['lost_blocks']} blocks are not free at the end"
+        assert row["freed_twice"] == 0, f"{row['name']}: {row['freed_twice']} blocks are twice among the free ones"
         slots[row["name"]] = blocks * block
     for row in rows[1:]:
         expected = cache_bytes(text.config, slots[row["name"]], args.dtype)

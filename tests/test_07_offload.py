@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.chapter import load
 from support.harness import ODD, ROOT, run
+from support.refusals import assert_refused
 
 SCRIPT = "07_memory_tricks/offload.py"
 script = load(SCRIPT)
@@ -20,12 +21,10 @@ def rows_of(tmp_path, *flags, tied: bool = False, **how) -> dict[str, dict]:
     (tmp_path / "odd.json").write_text(json.dumps({**SHAPE, "tie_word_embeddings": tied}))
     result = run(SCRIPT, tmp_path, *FLAGS, *flags, "--json", "summary.json", **how)
     assert result.code == 0, result.err[-3000:]
-    assert result.out.count("checked: ") == 5
-    assert [row["model"] for row in result.summary["break_even"]] == ["llama-1b", "llama-8b", "llama-70b"]
     return {row["name"]: row for row in result.summary["rows"]}
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.full)])
 def test_the_script(tmp_path, dtype):
     rows = rows_of(tmp_path, "--device", "cpu", "--dtype", dtype, tied=dtype == "bf16")
     assert all(rows[name]["gradient_relative_error"] == 0 for name in GRADIENTS_TO_THE_BIT)
@@ -65,35 +64,9 @@ def test_what_is_written_over_while_it_leaves_is_an_error():
     del kept
 
 
-def test_views_come_back_as_they_were():
-    base = torch.randn(128, 96)
-    views = (base, base.T, base[3:, 5:], base.view(torch.int32))
-    hooks = script.Offload(torch.device("cpu"), [])
-    packed = [hooks.pack(view) for view in views]
-    assert len(hooks.pieces) == 1
-    for view, back in zip(views, map(hooks.unpack, packed), strict=True):
-        assert torch.equal(view, back)
-        assert (view.dtype, view.stride()) == (back.dtype, back.stride())
-
-
-def test_a_forward_without_its_backward_is_an_error():
-    hooks = script.Offload(torch.device("cpu"), [])
-    weight = torch.ones(8192, requires_grad=True)
-    with hooks:
-        kept = weight * torch.ones(8192)
-    with pytest.raises(AssertionError, match="has had no backward"), hooks:
-        pass
-    del kept
-
-
-@pytest.mark.parametrize(
-    ("flags", "word"),
-    [(["--model", "llama-9b"], "llama-9b"), (["--seq-len", "5000"], "--seq-len 5000"), (["--rounds", "0"], "--rounds")],
-)
-def test_wrong_flags_are_one_line(tmp_path, flags, word):
-    result = run(SCRIPT, tmp_path, "--device", "cpu", *flags)
-    assert (result.code, result.err.count("\n")) == (2, 1)
-    assert word in result.err
+@pytest.mark.parametrize("flags", ["--model llama-9b", "--seq-len 5000", "--rounds 0"])
+def test_bad_input_is_refused_in_one_line(tmp_path, flags):
+    assert_refused(run(SCRIPT, tmp_path, *flags.split(), "--device", "cpu"), flags)
 
 
 @pytest.mark.gpu(n=1)

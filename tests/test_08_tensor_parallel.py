@@ -5,14 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.chapter import load
 from support.harness import config_of, run, with_fault
+from support.refusals import assert_refused
 
 from common import lesson, model
 
 SCRIPT = "08_model_parallel/tensor_parallel.py"
-tensor_parallel = load(SCRIPT)
-STEPS, MICRO_BATCHES, ROWS, LENGTH = 10, 2, 2, 24  # micro-batches of ROWS sequences
+STEPS, MICRO_BATCHES, ROWS, LENGTH = 6, 2, 2, 24  # micro-batches of ROWS sequences
 FLAGS = [*("--model", "tiny.json", "--device", "cpu", "--seq-len", LENGTH, "--json", "s.json")]
 FLAGS += ["--global-batch-size", MICRO_BATCHES * ROWS, "--micro-batch-size", ROWS, "--steps", STEPS]
 LLAMA = {"model_type": "llama", "max_position_embeddings": 32}
@@ -24,10 +23,9 @@ def shape(vocab: int, hidden: int, channels: int, layers: int, heads: int, group
 
 
 SHAPES = {
-    # The ranks divide neither channels nor vocabulary. Of 50 channels each of 8 has 7 or 6 by hand, 7 or 1 by torch.
+    # the ranks divide neither channels nor vocabulary: of 50 channels each of 4 has 13 or 12 by hand, 13 or 11 by torch
     "grouped": shape(261, 48, 50, 3, 8, 4, tied=True),
     "untied": shape(257, 36, 52, 1, 6, 3, tied=False),
-    "wide": shape(261, 96, 50, 3, 24, 8, tied=True),
 }
 WAYS = ["one process", "by hand", "by hand, sequence parallel", "by torch, sequence parallel"]
 
@@ -42,10 +40,9 @@ def start(folder: Path, shape: str, nproc: int | None, *flags, script: str = SCR
     scope="module",
     params=[
         ("grouped", 2),
-        *(pytest.param(slow, marks=pytest.mark.full) for slow in [("grouped", 1), ("grouped", 4), ("untied", 3)]),
-        pytest.param(("wide", 8), marks=pytest.mark.full),
+        *(pytest.param(values, marks=pytest.mark.full) for values in [("grouped", 4), ("untied", 3)]),
     ],
-    ids=lambda parameters: f"{parameters[0]}-{parameters[1]}",
+    ids=lambda values: f"{values[0]}-{values[1]}",
 )
 def finished(request, once) -> tuple[str, int, dict]:
     """The shape, the number of ranks and the summary of a run."""
@@ -55,7 +52,6 @@ def finished(request, once) -> tuple[str, int, dict]:
 def finish(folder: Path, shape: str, nproc: int) -> tuple[str, int, dict]:
     result = start(folder, shape, nproc)
     assert result.code == 0, f"{result.out[-2000:]}\n{result.err[-4000:]}"
-    assert result.out.count("checked: ") == 3
     return shape, nproc, json.loads((folder / "s.json").read_text())
 
 
@@ -91,132 +87,85 @@ def test_each_cut_trains_as_one_process_does(finished):
     shape, n, summary = finished
     losses, norms = one_process(shape)
     assert summary["world_size"] == n
-    assert [row["way"] for row in summary["rows"]] == WAYS
-    for row in summary["rows"]:
-        assert row["losses"] == pytest.approx(losses, rel=1e-5), row["way"]
-        assert row["gradient_norms"] == pytest.approx(norms, rel=1e-5), row["way"]
-        assert len(row["gradient_errors"]) == STEPS
-        assert max(row["gradient_errors"]) < 1e-5, row["way"]
+    rows = {row["way"]: row for row in summary["rows"]}
+    assert rows.keys() >= set(WAYS)
+    for way, row in rows.items():
+        assert row["losses"] == pytest.approx(losses, rel=1e-5), way
+        assert row["gradient_norms"] == pytest.approx(norms, rel=1e-5), way
+        assert max(row["gradient_errors"]) < 1e-5, way
     assert losses[-1] < losses[0]
     assert max(norms) > 1  # or clipping was not tried
-    assert summary["tokens"] == STEPS * MICRO_BATCHES * ROWS * LENGTH
 
 
 def test_a_rank_holds_and_sends_what_it_must(finished):
-    """Numbers from the shape, written down again here."""
+    """Two collectives for each pair of matrices, and for the embedding and the head; an all-reduce is as much as both
+    a reduce-scatter and an all-gather."""
     shape, n, summary = finished
-    layers, hidden = {"grouped": (3, 48), "untied": (1, 36), "wide": (3, 96)}[shape]
+    layers, hidden = {"grouped": (3, 48), "untied": (1, 36)}[shape]
     tokens = ROWS * LENGTH
-    in_a_pass = 2 * layers + 1  # a collective for each pair of matrices, and one for the embedding or the head
-    norms = in_a_pass * hidden
+    in_a_pass = 2 * layers + 1
     whole = sum(parameter.numel() for parameter in build(shape).parameters())
     rows = {row["way"]: row for row in summary["rows"]}
-    for way in WAYS[1:]:
-        assert sum(rows[way]["parameters_per_rank"]) == whole + (n - 1) * norms
-        if shape == "grouped" and n == 2:
-            assert max(rows[way]["parameters_per_rank"]) < 0.51 * whole
     twice = 2 * in_a_pass * MICRO_BATCHES
+    once_round = twice * 4 * tokens * hidden + MICRO_BATCHES * 3 * 4 * tokens  # and three numbers a token for the loss
+    for way in WAYS[1:]:
+        assert sum(rows[way]["parameters_per_rank"]) == whole + (n - 1) * in_a_pass * hidden  # norms are whole on each
+        assert rows[way]["sent_bytes"] == round(2 * once_round * (n - 1) / n)
+    assert rows["by hand"]["calls"] == {"all_reduces": twice + 2 * MICRO_BATCHES}
     apart = {"reduce_scatters": twice, "all_gathers": twice}
-    assert [rows[way]["calls"] for way in WAYS] == [
-        {},
-        {"all_reduces": twice + 2 * MICRO_BATCHES},
-        {"all_reduces": 2 * MICRO_BATCHES, **apart},
-        {"all_reduces": 3 * MICRO_BATCHES, **(apart if n > 1 else {})},  # DTensor knows that it is alone
-    ]
-    once_round = twice * 4 * tokens * hidden + MICRO_BATCHES * 3 * 4 * tokens  # of both trips of an all-reduce, one
-    assert [rows[way]["sent_bytes"] for way in WAYS] == [0, *[round(2 * once_round * (n - 1) / n)] * 3]
-    after = [rows[way]["sent_bytes_after_backward"] for way in WAYS[:3]]
-    assert after == [0, round(2 * 4 * (n - 1) / n), round(2 * 4 * (norms + 1) * (n - 1) / n)]
-    if torch.__version__.startswith("2.13."):  # it sums a norm's gradient twice, and a square for each tensor
-        squares = len([*build(shape).parameters()])
-        assert rows[WAYS[3]]["calls_after_backward"] == (2 * in_a_pass + 1 if n > 1 else 0)
-        assert rows[WAYS[3]]["sent_bytes_after_backward"] == round(2 * 4 * (2 * norms + squares) * (n - 1) / n)
+    assert rows["by hand, sequence parallel"]["calls"] == {"all_reduces": 2 * MICRO_BATCHES, **apart}
 
 
-PLANTED = {
+FAULTS = {  # a line, and what stands in its place
     "backward of Copy adds nothing up": (
         "lambda context, gradient: all_reduce(gradient)",
         "lambda context, gradient: gradient",
-        "a pair of matmuls",
     ),
     "backward of Reduce adds the gradients up": (
         "lambda context, gradient: gradient)",
         "lambda context, gradient: all_reduce(gradient))",
-        "a pair of matmuls",
     ),
     "whole weights count once per rank": (
         "norm = (squares + sum(gradient.square().sum() for gradient in replicated)).sqrt()",
         "norm = (squares + dist.get_world_size() * sum(gradient.square().sum() for gradient in replicated)).sqrt()",
-        "differ from one process by",
     ),
-    "a norm keeps the gradient of its own positions": (
-        "torch._foreach_copy_(replicated, [*together])",
-        "pass",
-        "by hand, sequence parallel: ",
-    ),
+    "a norm keeps the gradient of its own positions": ("torch._foreach_copy_(replicated, [*together])", "pass"),
     "rows without an owner here are not zeros": (
         "F.embedding(row, self.weight) * mine[..., None]",
         "F.embedding(row, self.weight)",
-        "differ from one process by",
     ),
     "the largest logit travels twice": (
         "dist.all_reduce(largest, op=dist.ReduceOp.MAX)",
         "[dist.all_reduce(largest, op=dist.ReduceOp.MAX) for _ in range(2)]",
-        "by hand: traffic of a step is",
     ),
 }
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("fault", PLANTED)
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_wrong_version_fails_its_own_check(tmp_path, fault):
-    line, wrong, message = PLANTED[fault]
-    script = str(with_fault(SCRIPT, tmp_path, line, wrong))
+    script = str(with_fault(SCRIPT, tmp_path, *FAULTS[fault]))
     result = start(tmp_path, "grouped", 2, "--steps", 3, script=script)
-    assert result.code == 1
-    assert message in result.err
+    assert (result.code, "AssertionError" in result.err) == (1, True), result.err[-3000:]
 
 
-@pytest.mark.parametrize(
-    ("nproc", "flags", "message"),
-    [
-        (3, [], "--model tiny.json: 3 ranks do not divide its 4 key-value heads: start fewer"),
-        (2, ["--seq-len", 23], "--seq-len 23: use a multiple of the number of ranks, 2"),
-        (None, ["--seq-len", 31], "--seq-len 31: use a multiple of the number of ranks, 2"),
-        (None, ["--micro-batch-size", 3], "--global-batch-size 4 is no multiple of --micro-batch-size 3"),
-    ],
-)
-def test_what_cannot_be_is_one_line_before_any_work(tmp_path, nproc, flags, message):
-    result = start(tmp_path, "grouped", nproc, *flags)
-    assert result.code == (2 if nproc is None else 1)  # 1 is torchrun's own
-    assert nproc is None or "exitcode  : 2" in result.err
-    (line,) = [line for line in result.err.splitlines() if "error: " in line]
-    assert message in line
-    assert "Traceback" not in result.err
-    assert result.out == ""
+REFUSED = {  # number of ranks, flags: words of the line
+    (3, "--model tiny.json"): "--model tiny.json 3 4",
+    (2, "--seq-len 23"): "",
+    (None, "--seq-len 31"): "",
+    (None, "--micro-batch-size 3"): "--global-batch-size 4 --micro-batch-size 3",
+}
 
 
-@pytest.mark.full
-def test_without_flags_it_starts_two_ranks_and_checks_itself(tmp_path):
-    result = run(SCRIPT, tmp_path)
-    assert result.code == 0, result.err
-    assert "torchrun --nproc_per_node=2" in result.out
-    assert result.out.count("checked: ") == 3
+@pytest.mark.parametrize("case", REFUSED, ids=str)
+def test_bad_input_is_refused_in_one_line(tmp_path, case):
+    nproc, flags = case
+    assert_refused(start(tmp_path, "grouped", nproc, *flags.split()), flags, REFUSED[case])
 
 
-@pytest.mark.gpu
-def test_on_one_gpu(gpus, tmp_path):
-    over_nccl(gpus, tmp_path, 1)
-
-
-@pytest.mark.gpu(n=2)
-def test_over_nccl(gpus, tmp_path):
-    over_nccl(gpus, tmp_path, 2)
-
-
-def over_nccl(gpus: dict[str, str], folder: Path, nproc: int) -> None:
+@pytest.mark.parametrize("n", [pytest.param(n, marks=pytest.mark.gpu(n=n)) for n in (1, 2)])
+def test_on_gpus(gpus, tmp_path, n):
     """The script's own checks are the test."""
-    flags = ("--device", "cuda", "--json", "s.json")
-    result = run(SCRIPT, folder, *flags, nproc=nproc, CUDA_VISIBLE_DEVICES=gpus["CUDA_VISIBLE_DEVICES"])
-    assert result.code == 0, result.err
-    assert json.loads((folder / "s.json").read_text())["world_size"] == nproc
+    visible = {"CUDA_VISIBLE_DEVICES": gpus["CUDA_VISIBLE_DEVICES"]}
+    result = run(SCRIPT, tmp_path, "--device", "cuda", nproc=n, warm=False, **visible)
+    assert result.code == 0, f"{result.out[-2000:]}\n{result.err[-4000:]}"

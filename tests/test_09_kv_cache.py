@@ -1,37 +1,63 @@
-"""09_inference/kv_cache.py: the same tokens with every cache, bytes and tokens read by formula, refusals."""
+"""09_inference/kv_cache.py: the same tokens with every cache, bytes and tokens read by formula, blocks given back."""
 
-import json
+from pathlib import Path
 
 import pytest
 from support.checkpoints import write_folder
-from support.harness import ODD, config_of, run
+from support.harness import ODD, config_of, run, with_fault
+from support.refusals import assert_refused
 
 SCRIPT = "09_inference/kv_cache.py"
+# of unequal lengths, the first 16 bytes equal: with blocks of 16 tokens they share one
+PROMPTS = "import os, sys, x\nimport os, sys, re, json\nimport os, sys, and for i in range(3): print(i)\n"
 
 
-def serve(folder, *flags, code: int = 0):
-    result = run(SCRIPT, folder, "--device", "cpu", "--json", "summary.json", *flags)
-    assert result.code == code, f"{result.out[-2000:]}\n{result.err[-3000:]}"
-    return result
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("kv-cache") / "model"
+    write_folder(folder, config_of(ODD), scale=4)
+    return folder
 
 
-def test_bare_all_rows_have_the_tokens_of_transformers(tmp_path):
-    summary = serve(tmp_path).summary
-    rows = {row["name"]: row for row in summary["rows"]}
-    assert len(rows) == 5
-    assert any("transformers" in line for line in summary["checked"])
-    assert rows["paged, prefix shared"]["tokens_read"] < rows["paged"]["tokens_read"] < rows["no cache"]["tokens_read"]
+def serve(folder: Path, model: Path, *flags, script: str = SCRIPT):
+    (folder / "prompts.txt").write_text(PROMPTS)
+    shared = ("--model", model, "--prompts", "prompts.txt", "--max-new-tokens", 12, "--device", "cpu")
+    return run(script, folder, *shared, "--json", "summary.json", *flags)
 
 
-def test_other_sizes_and_prompts_of_unequal_lengths(tmp_path):
-    write_folder(tmp_path / "model", config_of(ODD), scale=4)
-    (tmp_path / "prompts.txt").write_text("x\nimport os, sys\nfor i in range(3): print(i)\n")
-    flags = ["--model", "model", "--prompts", "prompts.txt", "--max-new-tokens", 20]
-    assert any("transformers" in line for line in serve(tmp_path, *flags).summary["checked"])
+def test_all_rows_have_the_tokens_of_transformers(tmp_path, model):
+    result = serve(tmp_path, model)
+    assert result.code == 0, f"{result.out[-2000:]}\n{result.err[-3000:]}"
+    rows = {row["name"]: row for row in result.summary["rows"]}
+    assert len({str(row["token_ids"]) for row in rows.values()}) == 1
+    assert any("transformers" in line for line in result.summary["checked"])
+    sharing, paged = rows["paged, prefix shared"], rows["paged"]
+    assert sharing["tokens_read"] < paged["tokens_read"] < rows["no cache"]["tokens_read"]
+    assert sharing["cache_bytes"] < paged["cache_bytes"] < rows["static cache"]["cache_bytes"]
 
 
-@pytest.mark.parametrize("flags", ["--max-new-tokens 5000", "--model none", "--top-k 3"])
-def test_a_wrong_flag_ends_in_one_line(tmp_path, flags):
-    result = serve(tmp_path, *flags.split(), code=2)
-    assert result.err.count("\n") == 1
-    assert json.dumps(flags.split()[0])[1:-1] in result.err
+FAULTS = {  # a line, and what stands in its place
+    "a block is given back while another text has it": ("(table) - self.held_blocks()", "(table)"),
+    "one block is not given back": ("self.free += set(table) - ", "self.free += set(table[1:]) - "),
+    "no block is given back": ("self.free += set(table) - self.held_blocks()", "pass"),
+    "two texts have one block": ("table.append(self.free.pop())", "table.append(self.free[-1])"),
+    "what is offloaded keeps its blocks": (
+        "        self.release(text)\n        return copies",
+        "        return copies",
+    ),
+    "a block comes back to another place of its text": ("] = copy.to(", "] = copy.flip(0).to("),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wrong_version_fails_its_own_check(tmp_path, model, fault):
+    result = serve(tmp_path, model, script=str(with_fault(SCRIPT, tmp_path, *FAULTS[fault])))
+    assert (result.code, "Error" in result.err) == (1, True), result.err[-3000:]
+
+
+REFUSED = {"--max-new-tokens 5000": "--max-new-tokens 64", "--model none": "", "--top-k 3": "--top-k --temperature"}
+
+
+@pytest.mark.parametrize("flags", REFUSED)
+def test_bad_input_is_refused_in_one_line(tmp_path, model, flags):
+    assert_refused(serve(tmp_path, model, *flags.split()), flags, REFUSED[flags])
