@@ -3,8 +3,7 @@
 import json
 
 import pytest
-from support.harness import run, with_fault, with_prelude
-from support.refusals import assert_refused
+from support.harness import assert_refused, run, with_fault, with_prelude
 
 SCRIPT = "05_ddp/collectives.py"
 COLLECTIVES = {"broadcast", "all-reduce", "reduce-scatter", "all-gather", "all-to-all", "send/recv"}
@@ -65,4 +64,4 @@ def test_every_collective_is_measured_at_every_size(tmp_path):
 
 
 def test_what_is_refused(tmp_path):
-    assert_refused(SCRIPT, tmp_path, "--max-bytes 100", "--max-bytes 100 1024")
+    assert_refused(run(SCRIPT, tmp_path, "--max-bytes", "100"), "--max-bytes", "100", "1024")

@@ -3,8 +3,7 @@
 import json
 
 import pytest
-from support.harness import TINY, run, with_fault
-from support.refusals import assert_refused
+from support.harness import TINY, assert_refused, run, with_fault
 
 from common import shapes
 
@@ -60,7 +59,7 @@ def test_bytes_or_gradients_that_are_wrong_fail(tmp_path, fault):
 
 
 def test_what_is_refused(tmp_path):
-    assert_refused(SCRIPT, tmp_path, "--model giant --device cpu", "--model giant")
+    assert_refused(run(SCRIPT, tmp_path, "--model", "giant", "--device", "cpu"), "--model", "giant")
 
 
 @pytest.mark.gpu(n=2)

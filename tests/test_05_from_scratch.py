@@ -10,9 +10,19 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from support.harness import TINY, command, config_of, descendants, finish, holds, kill_all, run, with_fault
+from support.harness import (
+    TINY,
+    assert_refused,
+    command,
+    config_of,
+    descendants,
+    finish,
+    holds,
+    kill_all,
+    run,
+    with_fault,
+)
 from support.harness import start as start_process
-from support.refusals import assert_refused
 
 from common import model, shapes
 
@@ -86,7 +96,7 @@ def test_the_script_finds_what_is_planted(tmp_path, line, wrong, message):
 
 
 def test_what_is_refused_before_any_rank_starts(tmp_path):
-    assert_refused(SCRIPT, tmp_path, "--model giant --device cpu", "--model giant")
+    assert_refused(run(SCRIPT, tmp_path, "--model", "giant", "--device", "cpu"), "--model", "giant")
 
 
 def hosts_of(process: subprocess.Popen) -> list[str]:

@@ -10,8 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 from support.chapter import load
-from support.harness import command, run, with_fault
-from support.refusals import assert_refused
+from support.harness import assert_refused, command, run, with_fault
 
 SCRIPT = "05_ddp/stragglers.py"
 stragglers = load(SCRIPT)
@@ -59,7 +58,7 @@ def test_it_fails_the_scripts_own_check(tmp_path, fault):
 
 
 def test_what_is_refused(tmp_path):
-    assert_refused(SCRIPT, tmp_path, "--device cpu --slow-factor 2", "--slow-factor 2")
+    assert_refused(run(SCRIPT, tmp_path, "--device", "cpu", "--slow-factor", "2"), "--slow-factor", "2")
 
 
 def test_the_planted_rank_is_found_traced_and_uneven_ranks_end_equal(tmp_path):

@@ -3,8 +3,7 @@
 import json
 
 import pytest
-from support.harness import TINY, Result, run, with_fault, with_prelude
-from support.refusals import assert_refused
+from support.harness import TINY, Result, assert_refused, run, with_fault, with_prelude
 
 SCRIPT = "06_fsdp_zero/compare.py"
 NOT_IN_A_DRY_RUN = {"tokens_per_second", "loss"}
@@ -84,7 +83,7 @@ def test_what_is_refused(tmp_path):
         "--dry-run --world-size 8 --replicate 3": "--replicate 3 8",
     }
     for given, words in refusals.items():
-        assert_refused(SCRIPT, tmp_path, given, words)
+        assert_refused(run(SCRIPT, tmp_path, *given.split()), *words.split())
 
 
 def test_a_miscount_fails_the_scripts_own_check(tmp_path):

@@ -12,6 +12,7 @@ from support.harness import (
     TINY,
     TRAINING_SCRIPTS,
     Result,
+    assert_refused,
     damage,
     run,
     train,
@@ -19,7 +20,6 @@ from support.harness import (
     with_prelude,
     with_small_files,
 )
-from support.refusals import assert_refused
 
 from common import model, shapes
 
@@ -36,7 +36,7 @@ def convert(folder: Path, *words, **how) -> Result:
 
 def refused(folder: Path, given: str, words: str, script: str | Path = SCRIPT) -> None:
     """assert_refused, and nothing is left of TO."""
-    assert_refused(script, folder, given, words)
+    assert_refused(run(script, folder, *given.split()), *words.split())
     assert not list(folder.glob("to*"))
 
 

@@ -14,6 +14,7 @@ from support.harness import (
     BASELINE,
     TINY,
     Result,
+    assert_refused,
     config_of,
     drop_after,
     needs_compiler,
@@ -21,7 +22,6 @@ from support.harness import (
     train,
     with_prelude,
 )
-from support.refusals import assert_refused
 
 from common import model, shapes
 
@@ -206,5 +206,5 @@ def test_compiled_changes_nothing(tmp_path, baseline):
 
 
 def test_what_is_refused(tmp_path):
-    assert_refused(SCRIPT, tmp_path, "--dtype fp16", "--dtype fp16 05_ddp/train.py")
+    assert_refused(run(SCRIPT, tmp_path, "--dtype", "fp16"), "--dtype", "fp16", "05_ddp/train.py")
     assert "--replicate 3" in train(SCRIPT, tmp_path, "--replicate", 3, code=2).err

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.chapter import load
-from support.harness import TINY, run
-from support.refusals import assert_refused
+from support.harness import TINY, assert_refused, run
 
 SCRIPT = "06_fsdp_zero/muon.py"
 muon = load(SCRIPT)
@@ -40,7 +39,7 @@ def test_sharded_is_one_process(once, ranks):
 
 
 def test_what_is_refused(tmp_path):
-    assert_refused(SCRIPT, tmp_path, "--model giant --device cpu", "--model giant")
+    assert_refused(run(SCRIPT, tmp_path, "--model", "giant", "--device", "cpu"), "--model", "giant")
 
 
 def test_the_optimizer_is_that_of_torch():

@@ -19,6 +19,7 @@ from support.harness import (
     ROOT,
     TINY,
     Result,
+    assert_refused,
     config_of,
     drop_after,
     run,
@@ -26,7 +27,6 @@ from support.harness import (
     train,
     with_prelude,
 )
-from support.refusals import assert_refused
 
 from common import model
 
@@ -231,7 +231,7 @@ def test_a_run_becomes_a_folder_of_hugging_face(tmp_path, zero, stage):
         newest = folder / f"run/step-{STEPS:08d}"
         (newest / "hashes.json").unlink()  # as DeepSpeed itself writes one
         next(newest.glob("*zero_pp_rank_1_mp_rank_00_optim_states.pt")).unlink()
-        assert_refused(convert, folder, "run to --to hf", "run/step")
+        assert_refused(run(convert, folder, "run", "to", "--to", "hf"), "run/step")
         assert not list(folder.glob("to*"))
 
 
@@ -250,4 +250,4 @@ def test_what_is_refused(tmp_path):
         "--stage 4": "--stage 4",
     }
     for given, words in refusals.items():
-        assert_refused(SCRIPT, tmp_path, given, words)
+        assert_refused(run(SCRIPT, tmp_path, *given.split()), *words.split())

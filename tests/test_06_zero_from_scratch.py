@@ -7,8 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.chapter import load
-from support.harness import TINY, config_of, run, with_fault
-from support.refusals import assert_refused
+from support.harness import TINY, assert_refused, config_of, run, with_fault
 
 from common import model
 
@@ -127,7 +126,7 @@ def test_stage_3_gathers_a_block_only_while_it_is_used(group):
 
 
 def test_what_is_refused(tmp_path):
-    assert_refused(SCRIPT, tmp_path, "--model giant --device cpu", "--model giant")
+    assert_refused(run(SCRIPT, tmp_path, "--model", "giant", "--device", "cpu"), "--model", "giant")
 
 
 @pytest.mark.gpu(n=2)

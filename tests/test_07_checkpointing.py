@@ -4,8 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from support.harness import TINY, config_of, run
-from support.refusals import assert_refused
+from support.harness import TINY, assert_refused, config_of, run
 
 from common import shapes
 
@@ -50,4 +49,4 @@ def test_on_a_gpu(gpus, tmp_path, dtype):
     ],
 )
 def test_bad_input_is_refused_in_one_line(tmp_path, flags):
-    assert_refused(run(SCRIPT, tmp_path, *flags.split()), flags)
+    assert_refused(run(SCRIPT, tmp_path, *flags.split()), *flags.split())

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch.nn.functional as F
-from support.harness import needs_compiler, run
-from support.refusals import assert_refused
+from support.harness import assert_refused, needs_compiler, run
 
 SCRIPT = "07_memory_tricks/chunked_loss.py"
 SMALL = ("--device", "cpu", "--tokens", 65, "--vocab-size", 5003, "--chunk-tokens", 8, "--hidden-size", 33)
@@ -47,7 +46,7 @@ def test_a_loss_of_one_number(tmp_path):
 
 @pytest.mark.parametrize("flags", ["--tokens 0", "--dtype fp16", "--chunk-tokens x", "--json no/such/f.json"])
 def test_bad_input_is_refused_in_one_line(tmp_path, flags):
-    assert_refused(run(SCRIPT, tmp_path, *flags.split()), flags)
+    assert_refused(run(SCRIPT, tmp_path, *flags.split()), *flags.split())
 
 
 @pytest.mark.gpu(n=1)

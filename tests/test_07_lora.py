@@ -8,8 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.chapter import load
 from support.checkpoints import write_folder
-from support.harness import ODD, TINY, config_of, run, with_fault
-from support.refusals import assert_refused
+from support.harness import ODD, TINY, assert_refused, config_of, run, with_fault
 
 from common import model, shapes
 
@@ -144,7 +143,7 @@ def test_the_loss_is_of_the_answer_alone():
 # --save: the base, trained from random weights, is gone after the run
 @pytest.mark.parametrize("flags", ["--save kept", "--seq-len 100000", "--rank 0", "--method dora", "--model nowhere"])
 def test_bad_input_is_refused_in_one_line(tmp_path, flags):
-    assert_refused(run(SCRIPT, tmp_path, *flags.split()), flags)
+    assert_refused(run(SCRIPT, tmp_path, *flags.split()), *flags.split())
 
 
 def test_a_model_with_random_weights_is_trained_first(tmp_path):

@@ -3,8 +3,7 @@
 import json
 
 import pytest
-from support.harness import ODD, run
-from support.refusals import assert_refused
+from support.harness import ODD, assert_refused, run
 
 SCRIPT = "07_memory_tricks/memory_profile.py"
 
@@ -27,7 +26,7 @@ def test_the_script(tmp_path):
 
 @pytest.mark.parametrize("flags", ["--model llama-9b", "--micro-batch-size 0", "--seq-len 5000", "--dtype fp8"])
 def test_bad_input_is_refused_in_one_line(tmp_path, flags):
-    assert_refused(run(SCRIPT, tmp_path, *flags.split(), "--device", "cpu"), flags)
+    assert_refused(run(SCRIPT, tmp_path, *flags.split(), "--device", "cpu"), *flags.split())
 
 
 @pytest.mark.gpu(n=1)

@@ -7,8 +7,7 @@ import sys
 import pytest
 import torch
 from support.chapter import load
-from support.harness import ODD, ROOT, run
-from support.refusals import assert_refused
+from support.harness import ODD, ROOT, assert_refused, run
 
 SCRIPT = "07_memory_tricks/offload.py"
 script = load(SCRIPT)
@@ -66,7 +65,7 @@ def test_what_is_written_over_while_it_leaves_is_an_error():
 
 @pytest.mark.parametrize("flags", ["--model llama-9b", "--seq-len 5000", "--rounds 0"])
 def test_bad_input_is_refused_in_one_line(tmp_path, flags):
-    assert_refused(run(SCRIPT, tmp_path, *flags.split(), "--device", "cpu"), flags)
+    assert_refused(run(SCRIPT, tmp_path, *flags.split(), "--device", "cpu"), *flags.split())
 
 
 @pytest.mark.gpu(n=1)

@@ -3,8 +3,7 @@
 import json
 
 import pytest
-from support.harness import TINY, run
-from support.refusals import assert_refused
+from support.harness import TINY, assert_refused, run
 
 SCRIPT = "07_memory_tricks/optimizer_memory.py"
 UNEVEN = {**TINY, "hidden_size": 33, "intermediate_size": 65, "head_dim": 8, "tie_word_embeddings": True}
@@ -32,4 +31,4 @@ def test_bytes_and_losses(tmp_path):
 
 @pytest.mark.parametrize("flags", ["--batch-size 999999999", "--steps 0", "--lr -1", "--model nope", "--device x"])
 def test_bad_input_is_refused_in_one_line(tmp_path, flags):
-    assert_refused(run(SCRIPT, tmp_path, *flags.split()), flags)
+    assert_refused(run(SCRIPT, tmp_path, *flags.split()), *flags.split())

@@ -12,6 +12,7 @@ import pytest
 from support.harness import (
     ROOT,
     Result,
+    assert_refused,
     descendants,
     finish,
     holds,
@@ -278,13 +279,6 @@ def test_torchrun_dies_of_sigusr1_unless_it_is_told_to_hand_it_on(tmp_path, hand
     assert result.code == (1 if handled else -signal.SIGUSR1)
     if handled:
         assert list((tmp_path / "run").glob("step-*[0-9]"))
-
-
-def assert_refused(result: Result, *words: str) -> None:
-    assert result.code == 2, result.err
-    assert len(result.err.splitlines()) == 1
-    for word in ("error: ", *words):
-        assert word in result.err
 
 
 GOOD = {"NNODES": "2", "RDZV_ENDPOINT": "localhost:29400", "NPROC_PER_NODE": "1"}

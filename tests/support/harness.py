@@ -260,11 +260,17 @@ def train(
 
 
 def assert_refused(result: Result, *words: str) -> None:
-    """Exit code 2, and one line for people with these words in it."""
-    lines = [line for line in result.err.splitlines() if line.strip()]
-    assert (result.code, len(lines)) == (2, 1), result
-    missing = [word for word in (": error: ", *words) if word not in lines[0]]
-    assert not missing, f"{lines[0]}\nlacks {missing}"
+    """Exit code 2, and one line for people with these words in it. Of several ranks one speaks."""
+    shown = f"exit code {result.code}\n{result.out[-1000:]}\n{result.err[-3000:]}"
+    lines = [line for line in result.err.splitlines() if "error: " in line]
+    assert len(lines) == 1, f"expected one line that says what is wrong: {shown}"
+    missing = [word for word in words if word not in lines[0]]
+    assert not missing, f"expected {missing} in the line: {shown}"
+    if "exitcode  : " in result.err:
+        assert "exitcode  : 2" in result.err, f"expected exit code 2 of a rank: {shown}"
+        assert "Traceback" not in result.err, f"expected no traceback: {shown}"
+    else:
+        assert (result.code, result.err.count("\n")) == (2, 1), f"expected exit code 2 and nothing else: {shown}"
 
 
 def checkpoints(folder: Path) -> list[str]:
