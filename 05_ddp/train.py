@@ -71,7 +71,6 @@ def main() -> int:
     # 4 The run: its folder, and the step at which it stood.
     run = checkpoint.Run(args, settings=cli.settings(args, data=corpus.sha256, model=repr(config)))
     training = {"net": net, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
-    start_step = checkpoint.resume(run, **training) if args.resume else 0
     # about four buckets of fp32 gradients: with only one, backward would end before its all-reduce starts
     bucket_mib = max(1, min(25, 4 * shapes.parameter_count(config) / 4 / 2**20))
     train_net = DistributedDataParallel(
@@ -81,13 +80,12 @@ def main() -> int:
         train_net.compile()
     if args.deterministic:
         # DDP rebuilds its buckets after the first backward. With three or more ranks that changes the order of
-        # summation, and so the last bits. One throw-away step first makes every later step alike.
-        random_states = checkpoint.random_states()
+        # summation, and so the last bits. A throw-away step before the resume makes every later step alike.
         with autocast():
             loss = train_net(*torch.zeros(2, batches.micro_batch_size, args.seq_len, dtype=torch.int64, device=device))
         loss.backward()
         optimizer.zero_grad()
-        checkpoint.restore_random_states(random_states)  # as they were, if your model has dropout
+    start_step = checkpoint.resume(run, **training) if args.resume else 0
     stream = batches.stream(start_step, pin=device.type == "cuda", num_workers=args.num_workers)
     meter = metrics.Meter(run.folder, args, config=config, device=device, batches=batches, start_step=start_step)
 

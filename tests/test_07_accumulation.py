@@ -58,8 +58,8 @@ def test_on_a_gpu(gpus, tmp_path):
 
 REFUSED = {  # flags: words of the line, where these are not the flag and its value
     "--batch-size 9": "--batch-size 9 --micro-batches 4",
-    "--seq-len 1 --batch-size 2 --micro-batches 2": "",
-    "--batch-size 999999996": "--batch-size",  # the line has the size that the whole epoch takes
+    "--seq-len 1 --batch-size 2 --micro-batches 2": "--seq-len 1 2",
+    "--batch-size 999999996": "sequences tokens",  # the sizes are those of the epoch
     "--model nonsense": "",
 }
 

@@ -41,7 +41,6 @@ def test_on_a_gpu(gpus, tmp_path, dtype):
     "flags",
     [
         "--model nonsense",
-        "--batch-size 999999999",
         "--seq-len 2000",
         "--rounds 0",
         "--dtype fp16",

@@ -138,10 +138,10 @@ REFUSED = {  # flags of one process: words of the line
     "--tp 3 --dry-run": "--tp 3 num_attention_heads 8",
     "--world-size 4": "--world-size --dry-run",
     "--tp 2": "",
-    "--pp 2 --dry-run": "",
+    "--pp 2 --dry-run": "--pp 2",
     "--cp 3 --dry-run": "--cp 3 --seq-len 64",
     "--seq-len 2 --cp 3 --dry-run": "--cp 3 --seq-len 2",
-    "--pp 2 --dry-run --model llama-8b --global-batch-size 1": "",
+    "--pp 2 --dry-run --model llama-8b --global-batch-size 1": "--pp 2 --global-batch-size",
     "--dtype fp16": "--dtype fp16 05_ddp/train.py",
 }
 
