@@ -21,9 +21,9 @@ test: $(VENV)/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal \
 		-m "not gpu and not launch and not full and not long and not real_model"
 
-# the launch files start real clusters: one file's tests after another
+# the launch files start real clusters, and wait more than they compute: one file's tests after another
 test-all: test
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "(launch or full or real_model) and not long"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile -m "(launch or full or real_model) and not long"
 
 test-long: $(VENV)/ready
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m long
