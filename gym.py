@@ -8,8 +8,6 @@
 Each bug is one of the faults that tests/mutations.py plants: a few lines of one file, which people have written in
 training code of their own. Work in the copy as in a repository of a colleague: run the scripts, print, compare with
 the minimal scripts. The check runs the tests of this folder, not the copy's, so changing a test mends nothing.
-
-Before: 05_ddp. Next: CONTRIBUTING.md.
 """
 
 import argparse

@@ -123,6 +123,8 @@ def starting_model(args: argparse.Namespace, seed: int, device: torch.device) ->
         raise UserError(f"--model {args.model}: neither nano nor a Hugging Face folder with .safetensors files")
     corpus = data.load_corpus("stdlib", model=args.model)
     config = shapes.load_config(args.model, corpus.vocab_size, SEQ_LEN)
+    if config.qkv_bias:
+        raise UserError(f"--model {args.model}: no biases are quantized here: use 09_inference/quantized.py")
     net = model.build(args.model, config, seed=seed, device=device)
     if args.model == "nano":
         key = f"nano-{device.type}-seed{seed}-steps{args.train_steps}-{corpus.sha256[:12]}-torch{torch.__version__}"

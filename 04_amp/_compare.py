@@ -91,9 +91,9 @@ class Fp8Linear(torch.autograd.Function):
         return grad_x, multiply_fp8((g8.t(), g_scale), (x8.t(), x_scale), torch.float32)
 
 
-def fp8_linear(weight: Tensor, x: Tensor) -> Tensor:
-    """Takes and returns bf16, as a linear layer under autocast, and multiplies in fp8."""
-    return Fp8Linear.apply(x.bfloat16().flatten(0, -2), weight).unflatten(0, x.shape[:-1])
+def fp8_linear(layer: nn.Linear, x: Tensor) -> Tensor:  # takes and returns bf16, as under autocast
+    y = Fp8Linear.apply(x.bfloat16().flatten(0, -2), layer.weight).unflatten(0, x.shape[:-1])
+    return y if layer.bias is None else y + layer.bias.bfloat16()
 
 
 class EmulatedFp16(TorchDispatchMode):

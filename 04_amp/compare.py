@@ -49,7 +49,7 @@ class Run:
         self.name, self.net = name, copy.deepcopy(net)
         self.device = next(net.parameters()).device
         for layer in types.linear_layers(self.net) if name == "fp8" else ():
-            layer.forward = partial(types.fp8_linear, layer.weight)
+            layer.forward = partial(types.fp8_linear, layer)
         self.optimizer = AdamW(self.net.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
         self.scaler = GradScaler(self.device.type, init_scale=scale, enabled=name == "fp16")
         self.losses: list[Tensor] = []  # left on the device: reading one would wait for it

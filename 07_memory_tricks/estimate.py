@@ -261,7 +261,7 @@ def search_answer(args: argparse.Namespace, shape: Shape, plan: Plan, where: mac
     print(f"{table(rows)}\n\nthe first:")
     best, memory, _ = found[0]
     summary = layout_answer(shape, best, memory, where)
-    ours = plan.framework == "ours" and not (shape.experts or shape.kv_rank or shape.qkv_bias or shape.qk_norm)
+    ours = plan.framework == "ours" and not (shape.experts or shape.kv_rank)
     start = command(args, best) if ours and (args.model in shapes.SIZES or Path(args.model).exists()) else None
     print(f"\nstart it on each node:\n{start or 'no command: the training scripts are of Llamas'}")
     return {**summary, "fit": len(found), "ranking": ranking, "command": start}

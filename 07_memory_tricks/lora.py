@@ -68,7 +68,7 @@ class QLoRALinear(LoRALinear):
         return values.flatten()[: self.out_features * self.in_features].view(self.out_features, self.in_features)
 
     def base(self, x: Tensor) -> Tensor:
-        return Int4Matmul.apply(x, self)
+        return Int4Matmul.apply(x, self) if self.bias is None else Int4Matmul.apply(x, self) + self.bias
 
 
 class Int4Matmul(torch.autograd.Function):
@@ -94,7 +94,7 @@ def merged_error(layer: LoRALinear) -> float:
     output = layer(x)
     found = [output, *torch.autograd.grad(output, (x, a, b), upstream)]
     merged_weight = layer.merged_weight().requires_grad_()
-    output = F.linear(x, merged_weight)
+    output = F.linear(x, merged_weight, layer.bias)
     x_gradient, gradient = torch.autograd.grad(output, (x, merged_weight), upstream)
     expected = [output, x_gradient, s * b.T @ gradient, s * gradient @ a.T]
     return max(measure.relative_error(one, other) for one, other in zip(found, expected, strict=True))

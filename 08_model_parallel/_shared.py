@@ -52,6 +52,8 @@ def cut_matrices(net: nn.Module, mesh: DeviceMesh, attention_arguments: int = 3)
         "model.layers.*.mlp.[gu]*_proj": ColwiseParallel(use_local_output=False),
         "model.layers.*.mlp.down_proj": RowwiseParallel(output_layouts=by_length),
     }
+    if net.config.qk_norm:  # of a rank's own heads, so the gradient of the weight is a summand, which this adds up
+        plan["model.layers.*.self_attn.[qk]_norm"] = SequenceParallel(sequence_dim=2, use_local_output=True)
     if net.model.embed_tokens is not None:  # a rank looks up the tokens that it holds, and adds zeros for the others
         plan["model.embed_tokens"] = RowwiseParallel(input_layouts=replicate, output_layouts=by_length)
     if net.lm_head is not None:

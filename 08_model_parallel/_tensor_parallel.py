@@ -97,6 +97,8 @@ def check_sizes(args, config: shapes.Config) -> None:
     ranks = int(os.environ.get("WORLD_SIZE", max(2, torch.cuda.device_count() * (args.device != "cpu"))))
     if (heads := config.num_key_value_heads) % ranks:  # with each of them goes its group of query heads
         raise UserError(f"--model {args.model}: {ranks} ranks do not divide its {heads} key-value heads: start fewer")
+    if config.qkv_bias or config.qk_norm:
+        raise UserError(f"--model {args.model}: biases and norms of heads are not cut here: train_3d.py --tp cuts them")
     if args.seq_len % ranks:
         raise UserError(f"--seq-len {args.seq_len}: use a multiple of the number of ranks, {ranks}")
     if (size := args.global_batch_size) % args.micro_batch_size:

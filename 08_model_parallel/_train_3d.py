@@ -156,7 +156,7 @@ def check_parts(net: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMe
     weights = state = due = 0  # bytes
     for name, parameter in net.named_parameters():
         part = whole[name]
-        if part.ndim == 2:  # nn.Linear stores [outputs, inputs]; the second matmul of a pair is cut by its inputs
+        if not name.endswith("norm.weight"):  # [outputs, inputs]; the second of a pair is cut by its inputs
             by_inputs = name.endswith(("o_proj.weight", "down_proj.weight"))
             part = part.chunk(tensor.size(), int(by_inputs))[tensor.get_local_rank()]
         rows = part.chunk(shard.size())[shard.get_local_rank() :]  # the last ranks may have none
@@ -166,8 +166,8 @@ def check_parts(net: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMe
     by_rank = runtime.gather((weights, state, due))
     assert all(found == (found[2], 2 * found[2], found[2]) for found in by_rank), f"bytes by rank: {by_rank}"
     weights, state, due = map(list, zip(*by_rank, strict=True))
-    # nothing is missing: of each copy of the model all matrices, and each norm once per tensor rank
-    total = sum(t.nbytes * (tensor.size() if t.ndim == 1 else 1) for t in whole.values())
+    # nothing is missing: of each copy of the model all that is cut, and each norm once per tensor rank
+    total = sum(t.nbytes * (tensor.size() if name.endswith("norm.weight") else 1) for name, t in whole.items())
     assert sum(due) == mesh["replicate"].size() * total, f"bytes by rank: {due}, of copies of {total}"
     runtime.say(f"checked: each rank holds its part of weights and optimizer state, at most {max(weights):,} bytes")
     return {"parameter_bytes_per_rank": weights, "optimizer_bytes_per_rank": state}

@@ -46,11 +46,11 @@ def free_bytes(args, device: torch.device) -> dict[int | str, int]:
 
 
 def empty_model(config: shapes.Config, dtype: torch.dtype) -> nn.Module:
-    """transformers' Llama of this shape, without numbers."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    """transformers' model of this shape, without numbers."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):
-        net = LlamaForCausalLM(LlamaConfig(**shapes.config_json(config))).to(dtype)
+        net = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shapes.config_json(config))).to(dtype)
     net.tie_weights()
     return net
 

@@ -74,7 +74,7 @@ def reader(args, config: shapes.Config, device: torch.device) -> Callable[[str],
             file = safe_open(path, "pt")
         except SafetensorError as error:
             raise UserError(f"--model {folder}: {path.name} is truncated or damaged, download it again") from error
-        for name in file.keys():  # noqa: SIM118 (it cannot be iterated over)
+        for name in [name for name in file.keys() if not name.endswith("rotary_emb.inv_freq")]:  # noqa: SIM118
             stored[name] = file
             found[name] = tuple(file.get_slice(name).get_shape())
     if config.tie_word_embeddings:
@@ -118,6 +118,11 @@ def load(args, config: shapes.Config, layer, dtype: str, device: torch.device) -
                 matmul_errors.append(matmul_error)
             else:  # embedding and norms are never quantized
                 module.weight = nn.Parameter(weight.to(device, DTYPES[dtype]), requires_grad=False)
+            if getattr(module, "bias", None) is not None:  # Qwen2's
+                bias = nn.Parameter(read(f"{name}.bias").to(device, DTYPES[dtype]), requires_grad=False)
+                net.get_submodule(name).register_parameter("bias", bias)
+                if layer is not None:
+                    quantized.register_forward_hook(lambda layer, inputs, y: y + layer.bias)
             del weight  # or it would still be there while the next is read
         if layer is None:
             net.tie_weights()
@@ -126,8 +131,8 @@ def load(args, config: shapes.Config, layer, dtype: str, device: torch.device) -
     weight_bytes = sum({tensor.data_ptr(): tensor.nbytes for tensor in held}.values())
     peak = live.peak - before
     largest = 4 * max(config.intermediate_size, config.vocab_size) * config.hidden_size  # bytes of a matrix in fp32
-    workspace = 2**26 if device.type == "cuda" else 0  # of matmuls
-    assert peak - weight_bytes <= 10 * largest + workspace, f"loading took {peak:,} bytes, {weight_bytes:,} are held"
+    spare = 10 * largest + 2**26 * (device.type == "cuda")  # which is a workspace of matmuls
+    assert peak - weight_bytes <= spare, f"loading took {peak:,} bytes, {weight_bytes:,} are held"
     # Each matrix is off by a share of itself, and bf16 rounds what goes in and out. Independent errors add as squares;
     # attention makes some larger, so twice that is allowed.
     of_activations = (7 * config.num_hidden_layers + 1) * (2 * 2**-9) ** 2 if dtype == "bf16" else 0.0
@@ -162,11 +167,6 @@ def quantize_matrix(weight: Tensor, layer: type[nn.Module], group_size: int, dty
     matmul_error = measure.relative_error(found, [expected, expected[:1]])
     assert matmul_error <= (1e-2 if dtype == "bf16" else 1e-5), f"{layer.__name__}: its matmul is off by {matmul_error}"
     return multiply, weight_error, matmul_error
-
-
-def equal_tokens(found: list[list[int]], others: list[list[int]]) -> int:
-    """How many of the tokens are the same at the same place."""
-    return sum(a == b for pair in zip(found, others, strict=True) for a, b in zip(*pair, strict=False))
 
 
 def pack_int4(codes: Tensor) -> Tensor:

@@ -268,10 +268,10 @@ def check_tokens(found: list[list[int]], text: Text, args: argparse.Namespace) -
     config = text.config
     if args.temperature or args.dtype != "fp32" or shapes.parameter_count(config) > SMALL:
         return []
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     net = model.build(args.model, config, seed=args.seed)
-    baseline = LlamaForCausalLM(LlamaConfig(**shapes.config_json(config))).eval()
+    baseline = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shapes.config_json(config))).eval()
     baseline.load_state_dict(net.state_dict(), strict=not config.tie_word_embeddings)
     for prompt, ids in zip(text.prompts, found, strict=True):
         inputs = torch.tensor([prompt])

@@ -207,10 +207,8 @@ class Batches:
 
     def order(self, start_step: int = 0) -> Iterator[list[int]]:
         """Which training sequences this rank reads, micro-batch by micro-batch, from 0-based `start_step` on, for ever.
-
         Position p of the stream is item p % n of the permutation of epoch p // n, and step s of global batch size G
-        reads positions s·G to (s+1)·G, of which rank r takes the r-th equal part: a function of seed and step alone.
-        """
+        reads positions s·G to (s+1)·G, of which rank r takes the r-th equal part: a function of seed and step alone."""
         n, share = len(self.train), self.global_batch_size // self.world_size
         permutation = lru_cache(1)(lambda epoch: np.random.default_rng([self.seed, epoch]).permutation(n))
         for step in itertools.count(start_step):
@@ -227,10 +225,8 @@ class Batches:
 
     def evaluation(self) -> list[tuple[Tensor, Tensor]]:
         """This rank's part of the held-out sequences, in batches as in stream(): over all ranks each is read once.
-
-        Every rank gets equally many batches, or a sharded model, which gathers its weights in forward, would wait for
-        ever for one that has fewer; rows that only pad have PADDING as their targets.
-        """
+        All get equally many batches, or a sharded model, which gathers its weights in forward, would wait for ever for
+        one that has fewer; rows that only pad have PADDING as their targets."""
         count = min(EVAL_SEQUENCES, len(self.held_out))
         chosen = np.unique(np.linspace(0, len(self.held_out) - 1, count, dtype=np.int64))
         batches = math.ceil(math.ceil(len(chosen) / self.world_size) / self.micro_batch_size)

@@ -1,4 +1,4 @@
-"""What a run reports: loss, speed, memory, stragglers, on the console, in metrics.jsonl, TensorBoard and loss.png."""
+"""What a run reports: loss, speed, memory, stragglers, on the console, in metrics.jsonl and TensorBoard."""
 
 import contextlib
 import json
@@ -151,7 +151,7 @@ class Meter:
         return flops / (self.peak_flops * self.world_size) if self.peak_flops else None
 
     def finish(self, step: int, **own) -> None:
-        """Plot the loss, print the summary (the run's whole curve, this process's speed), write --json."""
+        """Print the summary (the run's whole curve, this process's speed), write --json."""
         peak_memory = max(gather(report.peak_memory_bytes(self.device)))
         if not is_rank0():
             return
@@ -179,7 +179,6 @@ class Meter:
             "peak_flops_per_device": self.peak_flops,
             "peak_memory_bytes": peak_memory,
             "seconds": time.perf_counter() - self.start,
-            "loss_plot": plot_loss(self.records, self.folder / "loss.png"),
             **own,
         }
         report.summary(summary, self.args.json)
@@ -211,19 +210,3 @@ def read_records(file: Path) -> list[dict]:
         with contextlib.suppress(ValueError):
             records.append(json.loads(line))
     return [record for record in records if isinstance(record, dict) and "step" in record]
-
-
-def plot_loss(records: list[dict], file: Path) -> str | None:
-    """Draw training and held-out loss over steps; returns the file's name, None without matplotlib."""
-    try:
-        from matplotlib.figure import Figure  # without pyplot: into a file only, never on a screen
-    except ImportError:
-        print("no picture (pip install matplotlib)")
-        return None
-    axes = Figure(figsize=(7, 4)).add_subplot(xlabel="step", ylabel="cross-entropy (nats per token)")
-    for name, style in (("loss", "-"), ("val_loss", "o")):
-        points = [(record["step"], record[name]) for record in records if name in record]
-        axes.plot(*zip(*points, strict=True), style, label=name) if points else None
-    axes.legend()
-    axes.figure.savefig(file, dpi=120, bbox_inches="tight")
-    return str(file)

@@ -1,5 +1,5 @@
-"""A decoder-only transformer with names and arithmetic of transformers' LlamaForCausalLM (RMSNorm, rotary embedding,
-grouped queries, SwiGLU): its checkpoints load here, and ours there, as they are."""
+"""A decoder-only transformer with names and arithmetic of transformers' Llama, Mistral, Qwen2 and Qwen3 (RMSNorm,
+rotary embedding, grouped queries, SwiGLU): their checkpoints load here, and ours there, as they are."""
 
 import hashlib
 import math
@@ -35,8 +35,7 @@ def rope_tables(config: Config, length: int, device: torch.device) -> tuple[Tens
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn each pair (a, b) = (x[i], x[i + head_dim / 2]) by its position's angle: (a cos - b sin, b cos + a sin).
-    x: [batch, length, heads, head_dim]; cos and sin: [length, 1, head_dim], or one such row per sequence of the batch.
-    """
+    x: [batch, length, heads, head_dim]; cos and sin: [length, 1, head_dim], or a row per sequence of the batch."""
     exact = x.float()
     swapped = exact.roll(x.shape[-1] // 2, dims=-1)  # (b, a), and the first half of sin is negative
     return torch.addcmul(exact * cos, swapped, sin).to(x.dtype)
@@ -45,7 +44,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def random_weight(name: str, shape: torch.Size | tuple[int, ...], seed: int) -> Tensor:
     """The initial value of a parameter: a function of (seed, its name) alone, drawn on the CPU."""
     if len(shape) < 2:
-        return torch.ones(shape)  # norms
+        return torch.zeros(shape) if name.endswith(".bias") else torch.ones(shape)  # of norms
     key = hashlib.sha256(f"{seed} {name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(key[:8]) >> 1)
     return torch.empty(shape, device="cpu").normal_(std=0.02, generator=generator)
@@ -66,15 +65,18 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = c.head_dim
         self.grouped = c.num_key_value_heads != c.num_attention_heads
-        self.q_proj = nn.Linear(c.hidden_size, c.num_attention_heads * c.head_dim, bias=False)
-        self.k_proj = nn.Linear(c.hidden_size, c.num_key_value_heads * c.head_dim, bias=False)
-        self.v_proj = nn.Linear(c.hidden_size, c.num_key_value_heads * c.head_dim, bias=False)
+        self.q_proj = nn.Linear(c.hidden_size, c.num_attention_heads * c.head_dim, bias=c.qkv_bias)
+        self.k_proj = nn.Linear(c.hidden_size, c.num_key_value_heads * c.head_dim, bias=c.qkv_bias)
+        self.v_proj = nn.Linear(c.hidden_size, c.num_key_value_heads * c.head_dim, bias=c.qkv_bias)
         self.o_proj = nn.Linear(c.num_attention_heads * c.head_dim, c.hidden_size, bias=False)
+        for name in ("q_norm", "k_norm"):
+            setattr(self, name, RMSNorm(c.head_dim, eps=c.rms_norm_eps) if c.qk_norm else nn.Identity())
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, extend: Callable | None = None, seen=None) -> Tensor:
         """`extend` gives keys and values with those of past tokens before them; `seen` says who may look at which."""
         q, k, v = (linear(x).unflatten(-1, (-1, self.head_dim)) for linear in (self.q_proj, self.k_proj, self.v_proj))
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)  # before the transpose, which q, k and v then share: no copies
+        # before the transpose, which q, k and v then share: no copies
+        q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         if extend is not None:
             k, v = extend(k, v)
@@ -127,11 +129,9 @@ class Decoder(nn.Module):
         return self
 
     def forward(self, input_ids: Tensor, positions: Tensor | None = None, cache=None) -> Tensor:
-        """Hidden states [batch, length, hidden]; `positions` [batch, length] are 0, 1, 2, ... if not given.
-
-        With a cache the tokens are added to it and see what it holds; positions must be given. A pipeline stage sets to
-        None what it does not hold; without embed_tokens, input_ids are the hidden states of the stage before.
-        """
+        """Hidden states [batch, length, hidden]; `positions` [batch, length] are 0, 1, 2, ... if not given. With a
+        cache the tokens are added to it and see what it holds; positions must be given. A pipeline stage sets to None
+        what it does not hold; without embed_tokens, input_ids are the hidden states of the stage before."""
         x = input_ids if self.embed_tokens is None else self.embed_tokens(input_ids)
         # loaded, not computed here: a compiler would compute the angles again in every kernel that reads them
         rows = slice(input_ids.shape[1]) if positions is None else positions
@@ -196,7 +196,7 @@ def selective_contexts(block: nn.Module) -> tuple:
 
     def policy(context, operator, *args, **kwargs) -> CheckpointPolicy:
         keep = operator.name().startswith("aten::_scaled_dot_product_")  # attention, by whatever kernel
-        if operator.name() == "aten::mm":
+        if operator.name() in ("aten::mm", "aten::addmm"):  # without and with a bias
             matmuls[context.is_recompute] += 1  # torch 2.11 asks in backward again
             keep = matmuls[context.is_recompute] < last
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
@@ -237,6 +237,7 @@ def load_weights(net: Transformer, folder: Path) -> bool:
     reader = dcp.HuggingFaceStorageReader(str(folder))
     try:
         stored = {name: tuple(entry.size) for name, entry in reader.read_metadata().state_dict_metadata.items()}
+        stored = {name: size for name, size in stored.items() if not name.endswith("rotary_emb.inv_freq")}  # computed
         needed = {name: tuple(weight.shape) for name, weight in of_all_stages}
         if net.config.tie_word_embeddings:
             stored.pop("lm_head.weight", None)

@@ -167,8 +167,7 @@ def catch_stop_signals() -> None:
 
 def stop_requested() -> int:
     """The signal that any rank has received (0: none): a scheduler may signal one process only, and a save takes all of
-    them. The flag goes from CPU to CPU over gloo: the GPU's queue is not drained for it, and a dead rank shows at once.
-    """
+    them. The flag goes from CPU to CPU over gloo: the GPU's queue is not drained for it, and a dead rank shows."""
     flag = torch.tensor(_stop_signal)
     if dist.is_initialized():
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)

@@ -10,7 +10,13 @@ from typing import NamedTuple
 from common.exits import UserError
 
 ROPE_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-LLAMA = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+LLAMA = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 1.0}
+MODEL_TYPES = {  # what transformers takes for a key that a config.json leaves out; null is another thing
+    "llama": {"max_position_embeddings": 2048},
+    "mistral": {"max_position_embeddings": 131_072, "num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen2": {"max_position_embeddings": 32_768, "num_key_value_heads": 32, "sliding_window": 4096},
+    "qwen3": {"max_position_embeddings": 32_768, "num_key_value_heads": 32, "sliding_window": 4096, "head_dim": 128},
+}
 
 
 @dataclass(frozen=True)
@@ -29,6 +35,8 @@ class Config:
     rope_scaling: dict | None = None  # Llama 3.1's, with the keys ROPE_SCALING
     rms_norm_eps: float = 1e-5
     tie_word_embeddings: bool = False
+    qkv_bias: bool = False  # Qwen2's
+    qk_norm: bool = False  # Qwen3's: each head's query and key are normalised
 
 
 _LLAMA31_ROPE = dict(zip(ROPE_SCALING, (8.0, 1.0, 4.0, 8192), strict=True))
@@ -82,52 +90,61 @@ def read_config(name: str, flag: str = "--model") -> Config:
     try:
         content = dict(json.loads(path.read_text()))
     except (OSError, ValueError, TypeError) as error:
-        raise UserError(f"{flag} {path} is not a Llama config: {error!r}") from None
+        raise UserError(f"{flag} {path} is not a model's config: {error!r}") from None
     return parse_config(content, f"{flag} {name}")
 
 
 def parse_config(content: dict, where: str) -> Config:
     """The shape that a config.json with this content describes; what it leaves out has transformers' defaults.
-    UserError, which begins with `where`, if it is not a Llama's."""
-    given = {**LLAMA, **{key: value for key, value in content.items() if value is not None}}
+    UserError, which begins with `where`, for what model.py does not compute."""
+    if (kind := content.get("model_type", "llama")) not in MODEL_TYPES:
+        raise UserError(f"{where}: model_type {kind!r} is not known here: {', '.join(MODEL_TYPES)}")
+    given = {key: value for key, value in {**LLAMA, **MODEL_TYPES[kind], **content}.items() if value is not None}
     rope = given.get("rope_parameters") or given.get("rope_scaling") or {}  # transformers 5, transformers 4
     rope_type = rope.get("rope_type", rope.get("type", "default"))
-    wrong = [f"{key} {given[key]!r}" for key, value in LLAMA.items() if given[key] != value]
+    wrong = [f"{key} {found!r}" for key, value in LLAMA.items() if (found := rope.get(key, given[key])) != value]
     wrong += [f"rope_type {rope_type!r}"] if rope_type not in ("default", "llama3") else []
+    wrong += ["quantization_config"] if "quantization_config" in given else []
+    wrong += ["layer_types with a sliding window"] if "sliding_attention" in given.get("layer_types", []) else []
     if wrong:
-        raise UserError(f"{where} is not a Llama config: it has {', '.join(wrong)}")
+        raise UserError(f"{where} is not a shape that is computed here: it has {', '.join(wrong)}")
     try:
         values = {
             "num_key_value_heads": given["num_attention_heads"],
             "head_dim": given["hidden_size"] // given["num_attention_heads"],
-            "max_position_embeddings": 2048,
             "rms_norm_eps": 1e-6,
             "rope_theta": 10_000.0,
             "tie_word_embeddings": False,
             **given,
             **rope,
             "rope_scaling": {key: rope[key] for key in ROPE_SCALING} if rope_type == "llama3" else None,
+            "qkv_bias": kind == "qwen2",
+            "qk_norm": kind == "qwen3",
         }
+        if kind == "mistral" or given.get("use_sliding_window"):  # within its window, attention is the usual one
+            window = given.get("sliding_window", math.inf)
+            values["max_position_embeddings"] = min(values["max_position_embeddings"], window)
         config = Config(**{field.name: values[field.name] for field in dataclasses.fields(Config)})
         ungrouped = config.num_attention_heads % config.num_key_value_heads
         if ungrouped or config.head_dim % 2 or config.num_hidden_layers < 1:
-            raise UserError(
-                f"{where}: attention heads in equal groups, an even head_dim and layers are needed: {config}"
-            )
+            raise UserError(f"{where}: needed are heads in equal groups, an even head_dim and layers, not {config}")
         return config
     except (KeyError, ArithmeticError, TypeError, AttributeError) as error:
         lacks = f"it has no {error}" if isinstance(error, KeyError) else repr(error)
-        raise UserError(f"{where} is not a Llama config: {lacks}") from None
+        raise UserError(f"{where} is not a model's config: {lacks}") from None
 
 
 def config_json(config: Config) -> dict:
     """The content of a config.json for this shape, as transformers and read_config read it."""
+    kind = "Qwen3" if config.qk_norm else "Qwen2" if config.qkv_bias else "Llama"
+    sizes = {key: value for key, value in dataclasses.asdict(config).items() if key not in ("qkv_bias", "qk_norm")}
     return {
-        "architectures": ["LlamaForCausalLM"],
-        **LLAMA,
+        "architectures": [f"{kind}ForCausalLM"],
+        "model_type": kind.lower(),
+        **{key: value for key, value in LLAMA.items() if key != "partial_rotary_factor"},
         "bos_token_id": None,  # transformers' defaults, 1 and 2, are letters to the byte tokenizer
         "eos_token_id": None,
-        **dataclasses.asdict(config),
+        **sizes,
         "rope_scaling": config.rope_scaling and {"rope_type": "llama3", **config.rope_scaling},
     }
 
@@ -138,6 +155,9 @@ def load_config(name: str, tokenizer_size: int, seq_len: int) -> Config:
     config = read_config(name)
     if name == "nano":
         config = dataclasses.replace(config, vocab_size=tokenizer_size)
+    trained = name not in SIZES and any(Path(name).glob("*.safetensors"))
+    if trained and tokenizer_size == 256 and config.vocab_size > 1000:  # what we train on bytes has about 256
+        raise UserError(f"--tokenizer bytes: the weights of --model {name} know other tokens: leave it out")
     if tokenizer_size > config.vocab_size:
         raise UserError(f"--tokenizer has {tokenizer_size} tokens, --model {name} only {config.vocab_size}")
     if seq_len > config.max_position_embeddings:
@@ -149,7 +169,8 @@ def parameter_count(config: Config) -> int:
     """How many numbers the model holds; tied embeddings count once."""
     c = config
     attention = c.hidden_size * c.head_dim * 2 * (c.num_attention_heads + c.num_key_value_heads)  # q and o, k and v
-    mlp, norms = 3 * c.hidden_size * c.intermediate_size, 2 * c.hidden_size
+    attention += c.qkv_bias * c.head_dim * (c.num_attention_heads + 2 * c.num_key_value_heads)
+    mlp, norms = 3 * c.hidden_size * c.intermediate_size, 2 * c.hidden_size + 2 * c.head_dim * c.qk_norm
     embeddings = c.vocab_size * c.hidden_size * (1 if c.tie_word_embeddings else 2)
     return c.num_hidden_layers * (attention + mlp + norms) + c.hidden_size + embeddings
 

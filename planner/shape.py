@@ -100,10 +100,10 @@ class Shape:
         """6 N + 12 L heads head_dim seq_len (Chowdhery et al. 2022, appendix B): 2 per weight forward, 4 backward. N is
         without an embedding that is only looked up, and has one token's experts. causal: half of the attention."""
         n = self.parameter_count(active=True) - (0 if self.tied else self.embedding)
-        attention = 6 * self.layers * (self.q_width + self.value_width) * seq_len
-        return 6 * n + attention / (2 if causal else 1)
+        return 6 * n + 6 * self.layers * (self.q_width + self.value_width) * seq_len / (2 if causal else 1)
 
 
 def from_config(name: str, c: Config) -> Shape:
     sizes = (c.vocab_size, c.hidden_size, c.num_hidden_layers, c.num_attention_heads, c.num_key_value_heads)
-    return Shape(name, *sizes, c.intermediate_size, c.head_dim, c.tie_word_embeddings, c.max_position_embeddings)
+    more = (c.head_dim, c.tie_word_embeddings, c.max_position_embeddings, c.qkv_bias, c.qk_norm)
+    return Shape(name, *sizes, c.intermediate_size, *more)

@@ -14,6 +14,7 @@ from common import model, shapes
 
 SCRIPT = "07_memory_tricks/lora.py"
 SMALL = ("--steps", 3, "--seq-len", 64, "--dtype", "fp32", "--device", "cpu", "--json", "summary.json")
+BIASED = {**TINY, "model_type": "qwen2"}
 RANK, TENSORS = 4, 14  # a block has 7 matrices, the model 2 blocks
 
 
@@ -21,7 +22,7 @@ RANK, TENSORS = 4, 14  # a block has 7 matrices, the model 2 blocks
 def folder(tmp_path_factory) -> Path:
     """A model in a Hugging Face folder, without a tokenizer: its tokens are bytes."""
     folder = tmp_path_factory.mktemp("models") / "model"
-    write_folder(folder, config_of(TINY))
+    write_folder(folder, config_of(BIASED))
     return folder
 
 
@@ -41,7 +42,7 @@ def test_memory_by_kind_is_what_the_shapes_give(result):
     rows = rows_of(result)
     full, lora, qlora = rows["full"], rows["lora"], rows["qlora"]
     parameters = result.summary["parameters"]
-    assert parameters == full["trained_parameters"] == shapes.parameter_count(config_of(TINY))
+    assert parameters == full["trained_parameters"] == shapes.parameter_count(config_of(BIASED))
     assert full["weight_bytes"] == full["gradient_bytes"] == 4 * parameters
     in_linears = 2 * (32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 64)
     trained = lora["trained_parameters"]
@@ -75,14 +76,20 @@ def test_a_run_saves_all_adapters(result, folder):
         assert all(tensor.any() for tensor in weights.values())
 
 
-@pytest.mark.parametrize("shape", [TINY, pytest.param({**ODD, "tie_word_embeddings": True}, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "shape",
+    [BIASED, pytest.param({**ODD, "tie_word_embeddings": True}, marks=pytest.mark.full)],
+)
 def test_peft_reads_what_is_saved_and_computes_the_same(tmp_path, shape):
     peft = pytest.importorskip("peft")
-    from transformers import LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
 
     adapters = load("07_memory_tricks/_shared.py")
     net = model.build("nano", config_of(shape), seed=0)
     (tmp_path / "config.json").write_text(json.dumps(shapes.config_json(net.config)))
+    for name, parameter in net.named_parameters():
+        if name.endswith(".bias"):
+            torch.nn.init.normal_(parameter, std=0.3)
     save_file(dict(net.named_parameters()), tmp_path / "model.safetensors", metadata={"format": "pt"})
     tokens = torch.randint(0, net.config.vocab_size, (2, 24), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -94,7 +101,7 @@ def test_peft_reads_what_is_saved_and_computes_the_same(tmp_path, shape):
                 torch.nn.init.normal_(layer.lora_B, std=0.1)
         expected = net(tokens)
         load("07_memory_tricks/_lora.py").save_for_peft(net, tmp_path / "lora", base=str(tmp_path), rank=3, alpha=8.0)
-        theirs = peft.PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(tmp_path), tmp_path / "lora")
+        theirs = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path), tmp_path / "lora")
         assert error(theirs(tokens).logits, expected) <= 1e-5
         adapters.merge(net)
         assert error(net(tokens), expected) <= 1e-6

@@ -29,8 +29,10 @@ LAYOUTS = {  # ranks, model, flags; the first are those of make test
     "stages": (2, "untied", (*PP, *HALF)),
     "tensor, stages": (4, "untied", (*TP, *PP, *HALF)),
     "tensor, trained weights": (2, "folder", TP),
+    "tensor, norms of heads": (2, "qwen3", TP),
     "a token a rank": (2, "tied", (*CP, "--seq-len", 2)),
     "stages, trained weights": (2, "folder", (*PP, *HALF)),
+    "tensor, biases": (2, "qwen2", TP),
     "3 stages": (3, "untied", ("--pp", 3, "--micro-batch-size", 2)),
     "3 contexts": (3, "tied", ("--cp", 3, "--seq-len", 30)),
     "3 shards": (3, "tied", ("--micro-batch-size", 2)),
@@ -44,7 +46,7 @@ LAYOUTS = {  # ranks, model, flags; the first are those of make test
     "recomputed": (4, "tied", (*TP, *CP, "--checkpointing", "selective", "--reshard-after-forward", "off")),
     "recomputed stages": (4, "untied", (*PP, *CP, *HALF, "--checkpointing", "full")),
 }
-OFTEN = [*LAYOUTS][:6]
+OFTEN = [*LAYOUTS][:7]
 
 
 def flags_of(folder: Path, model: str) -> tuple:
@@ -53,7 +55,9 @@ def flags_of(folder: Path, model: str) -> tuple:
         if not (folder / "model").exists():
             write_folder(folder / "model", config_of(UNEVEN), seed=3)
         return ("--model", folder / "model", *FLAGS)
-    (folder / "uneven.json").write_text(json.dumps({**UNEVEN, "tie_word_embeddings": model == "tied"}))
+    kind = model if model.startswith("qwen") else "llama"
+    shape = {**UNEVEN, "model_type": kind, "tie_word_embeddings": model == "tied"}
+    (folder / "uneven.json").write_text(json.dumps(shape))
     return ("--model", "uneven.json", *FLAGS)
 
 

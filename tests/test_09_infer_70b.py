@@ -20,6 +20,8 @@ SHAPES = {
     },
     "three": {**ODD, "intermediate_size": 51, "max_position_embeddings": 96},
 }
+for kind in ("qwen2", "qwen3"):  # biases, norms of heads
+    SHAPES[kind] = {**SHAPES["even"], "model_type": kind, "hidden_size": 64, "head_dim": 8}
 NEW_TOKENS = 48
 
 
@@ -69,6 +71,8 @@ def infer(where: Path, model: str | Path, *flags, prompts=PROMPTS, **how) -> dic
 CUTS = [
     ("even", None),
     ("even", 2),
+    ("qwen2", 2),
+    ("qwen3", 2),
     *(pytest.param(*cut, marks=pytest.mark.full) for cut in [("even", 4), ("three", 3)]),
 ]
 

@@ -11,7 +11,11 @@ from support.real_model import answers_of_transformers
 SCRIPT = "09_inference/quantized.py"
 WIDER = {**TINY, "hidden_size": 64, "intermediate_size": 160}
 PROMPTS = ["def main():", "a", "The quick brown fox jumps"]  # of unequal lengths
-FOLDERS = {"wide": WIDER, "odd": {**ODD, "vocab_size": 251}, "tied": {**WIDER, "tie_word_embeddings": True}}
+FOLDERS = {
+    "wide": WIDER,
+    "odd": {**ODD, "vocab_size": 251, "model_type": "qwen2"},
+    "tied": {**WIDER, "tie_word_embeddings": True},
+}
 
 
 def start(where: Path, *flags, script: str = SCRIPT) -> Result:

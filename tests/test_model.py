@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from common import model, runtime, shapes
 from common.exits import UserError
+from planner.shape import from_config
 
 inference = load("09_inference/_shared.py")
 LLAMA3_ROPE = {
@@ -27,9 +28,10 @@ LLAMA3_ROPE = {
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 
 
-def llama(tmp_path, **changes):
-    """A random transformers Llama and the folder it is saved in."""
-    transformers = pytest.importorskip("transformers")
+def llama(tmp_path, kind="llama", **changes):
+    """A random model of transformers, saved in the folder."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     shape = {
         "vocab_size": 300,
         "hidden_size": 48,
@@ -42,9 +44,9 @@ def llama(tmp_path, **changes):
         "tie_word_embeddings": False,
     }
     torch.manual_seed(1)
-    net = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**shape, **changes})).eval()
+    net = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**shape, **changes})).eval()
     with torch.no_grad():
-        for parameter in net.parameters():  # the initial norms are all ones: a swapped pair would not show
+        for parameter in net.parameters():  # norms start as ones, biases as zeros: a swapped pair would not show
             parameter.add_(torch.randn_like(parameter) * 0.05)
     net.save_pretrained(tmp_path)
     return net
@@ -69,6 +71,48 @@ def test_logits_equal_those_of_transformers(tmp_path, key_value_heads, tied, rop
         fresh = model.Transformer(config)
         theirs.load_state_dict(fresh.state_dict())
         torch.testing.assert_close(fresh(tokens), theirs(tokens).logits, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize(("tied", "rope"), [(False, PLAIN_ROPE), (True, LLAMA3_ROPE)], ids=["plain", "tied, llama3"])
+def test_other_families_are_those_of_transformers(tmp_path, kind, tied, rope):
+    """Logits and gradients, and written back the same model. head_dim is another than hidden_size / heads."""
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM
+
+    changes = {"tie_word_embeddings": tied, "rope_parameters": rope, "head_dim": 16}
+    theirs = llama(tmp_path, kind, **changes if kind != "qwen2" else {**changes, "head_dim": 8})
+    config = shapes.load_config(str(tmp_path), 256, 40)
+    ours = model.build(str(tmp_path), config, seed=0)
+    assert shapes.parameter_count(config) == sum(parameter.numel() for parameter in ours.parameters())
+    assert from_config("", config).parameter_count() == shapes.parameter_count(config)
+    tokens = torch.randint(0, 300, (2, 40), generator=torch.Generator().manual_seed(2))
+    torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=0, atol=1e-4)
+    ours(tokens[:, :-1], tokens[:, 1:]).backward()
+    F.cross_entropy(theirs(tokens[:, :-1]).logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    for name, parameter in ours.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-4, atol=1e-6)
+    again = tmp_path / "again"
+    again.mkdir()
+    (again / "config.json").write_text(json.dumps(shapes.config_json(config)))
+    weights = {name: weight.detach().clone() for name, weight in ours.named_parameters()}
+    save_file(weights, again / "model.safetensors", metadata={"format": "pt"})
+    with torch.no_grad():
+        written = AutoModelForCausalLM.from_pretrained(again)(tokens).logits
+    torch.testing.assert_close(written, theirs(tokens).logits, rtol=0, atol=1e-4)
+    assert shapes.read_config(str(again)) == config
+
+
+def test_a_window_is_a_limit_of_positions_and_other_files_do_no_harm(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    llama(tmp_path, "mistral", sliding_window=64)
+    assert shapes.read_config(str(tmp_path)).max_position_embeddings == 64
+    (tmp_path / "training_args.bin").write_bytes(b"of a Trainer")
+    file = tmp_path / "model.safetensors"
+    save_file({**load_file(file), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}, file)
+    model.build(str(tmp_path), shapes.read_config(str(tmp_path)), seed=0)
 
 
 @pytest.mark.parametrize(

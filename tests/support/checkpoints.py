@@ -18,6 +18,9 @@ def write_folder(folder: Path, config: shapes.Config, seed: int = 1, scale: floa
     folder.mkdir()
     net = model.build("nano", config, seed=seed)
     weights = {name: weight.detach() * scale for name, weight in net.named_parameters()}
+    for i, name in enumerate(weights):
+        if name.endswith(".bias"):  # they start as zeros
+            weights[name] = 0.3 * torch.randn(weights[name].shape, generator=torch.Generator().manual_seed(i))
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(shapes.config_json(config)))
     return weights
