@@ -279,7 +279,7 @@ def check_tokens(found: list[list[int]], text: Text, args: argparse.Namespace) -
         answer = baseline.generate(inputs, do_sample=False, max_new_tokens=args.max_new_tokens, **how)
         expected = [token for token in answer[0, len(prompt) :].tolist() if token not in text.stop]
         assert ids == expected, f"tokens {ids}, and transformers' generate gives {expected}"
-    return [f"the {sum(map(len, found))} greedy tokens are those of transformers' generate"]
+    return [f"the {sum(map(len, found))} greedy tokens are those of transformers' generate"] if any(found) else []
 
 
 def speed(result: Generated, device: torch.device, bytes_per_step: int) -> dict:
