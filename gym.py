@@ -43,9 +43,9 @@ def plant(bug: dict[str, str], folder: Path) -> None:
 def check(bug: dict[str, str], folder: Path) -> tuple[bool, str]:
     """Whether the test that is meant for the bug passes in `folder`, and the end of what it printed."""
     shutil.rmtree(folder / "tests")
-    shutil.copytree(ROOT / "tests", folder / "tests", ignore=shutil.ignore_patterns("__pycache__", "mutations.toml"))
+    left_out = shutil.ignore_patterns("__pycache__", *(Path(answer).name for answer in ANSWERS))
+    shutil.copytree(ROOT / "tests", folder / "tests", ignore=left_out)
     done = mutations.pytest(folder, fault_of(bug).test)
-    (folder / "tests/data/gym.toml").unlink()
     return done.returncode == 0, done.stdout[-3000:]
 
 

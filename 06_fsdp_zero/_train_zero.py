@@ -70,7 +70,7 @@ def set_weights(deepspeed, net: nn.Module, name: str, seed: int) -> None:
     import torch.distributed.checkpoint as dcp
 
     reader = None
-    if name not in shapes.SIZES and any(Path(name).glob("*.safetensors")):
+    if shapes.has_weights(name):
         reader = dcp.HuggingFaceStorageReader(name)
         runtime.say(f"weights from the .safetensors files in {name}")
     for path, parameter in net.named_parameters():

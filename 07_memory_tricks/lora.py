@@ -186,7 +186,7 @@ def main() -> int:
     )
     device = lesson.start(args.device)
     args.dtype = hardware.choose_dtype(args.dtype, device)
-    trained_before = args.model not in shapes.SIZES and any(Path(args.model).glob("*.safetensors"))
+    trained_before = shapes.has_weights(args.model)
     if args.save and (not trained_before or args.method == "full"):
         raise exits.UserError(f"--save {args.save}: it needs --method lora or qlora, and --model FOLDER with weights")
     # for nano, 1e-2 ended lower than 1e-3 and 2e-2 did; 1e-3 is a common choice for a model that has been trained

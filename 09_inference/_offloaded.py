@@ -75,10 +75,6 @@ def temporary_folder() -> str:
     return folder
 
 
-def has_weights(args) -> bool:
-    return args.model not in shapes.SIZES and any(Path(args.model).glob("*.safetensors"))
-
-
 def load(args, config: shapes.Config, device_map: dict[str, int | str]) -> nn.Module:
     """transformers' model, each module where the map has it. A hook before each forward brings input and weights."""
     from safetensors import SafetensorError
@@ -86,7 +82,7 @@ def load(args, config: shapes.Config, device_map: dict[str, int | str]) -> nn.Mo
     from transformers import AutoModelForCausalLM
 
     folder = args.model
-    if not has_weights(args):  # random ones, written as a folder
+    if not shapes.has_weights(args.model):  # random ones, written as a folder
         folder = temporary_folder()
         net = model.build(args.model, config, seed=args.seed).to(DTYPES[args.dtype])
         save_file(dict(net.named_parameters()), f"{folder}/model.safetensors", metadata={"format": "pt"})
@@ -122,7 +118,7 @@ def fill(deepspeed, net: nn.Module, args) -> None:
     """The weights of the folder, or random ones: rank 0 reads them tensor by tensor, and each rank keeps its part."""
     import torch.distributed.checkpoint as dcp
 
-    reader = dcp.HuggingFaceStorageReader(args.model) if has_weights(args) else None
+    reader = dcp.HuggingFaceStorageReader(args.model) if shapes.has_weights(args.model) else None
     for name, parameter in net.named_parameters():
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
             if not runtime.is_rank0():

@@ -158,9 +158,7 @@ class Meter:
         self.bar.close()
         if self.tensorboard:
             self.tensorboard.close()
-        losses, val_losses = (
-            [record[name] for record in self.records if name in record] for name in ("loss", "val_loss")
-        )
+        losses, val_losses = ([each[name] for each in self.records if name in each] for name in ("loss", "val_loss"))
         timed = self.speeds[1:] or self.speeds  # the first line pays for warm-up and compilation
         speed = statistics.median(timed) if timed else None
         summary = {

@@ -69,14 +69,13 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(c.hidden_size, c.num_key_value_heads * c.head_dim, bias=c.qkv_bias)
         self.v_proj = nn.Linear(c.hidden_size, c.num_key_value_heads * c.head_dim, bias=c.qkv_bias)
         self.o_proj = nn.Linear(c.num_attention_heads * c.head_dim, c.hidden_size, bias=False)
-        for name in ("q_norm", "k_norm"):
-            setattr(self, name, RMSNorm(c.head_dim, eps=c.rms_norm_eps) if c.qk_norm else nn.Identity())
+        self.q_norm = RMSNorm(c.head_dim, eps=c.rms_norm_eps) if c.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(c.head_dim, eps=c.rms_norm_eps) if c.qk_norm else nn.Identity()
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, extend: Callable | None = None, seen=None) -> Tensor:
         """`extend` gives keys and values with those of past tokens before them; `seen` says who may look at which."""
         q, k, v = (linear(x).unflatten(-1, (-1, self.head_dim)) for linear in (self.q_proj, self.k_proj, self.v_proj))
-        # before the transpose, which q, k and v then share: no copies
-        q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
+        q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)  # before the transpose: no copies
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         if extend is not None:
             k, v = extend(k, v)

@@ -74,9 +74,13 @@ def recipe(name: str) -> Recipe:
     config = read_config(name)
     count = parameter_count(config)
     found = next(found for limit, found in RECIPES if count <= limit)
-    trained = name not in SIZES and any(Path(name).glob("*.safetensors"))
     seq_len = min(found.seq_len, config.max_position_embeddings)
-    return found._replace(seq_len=seq_len, lr=found.lr / 10 if trained else found.lr)
+    return found._replace(seq_len=seq_len, lr=found.lr / 10 if has_weights(name) else found.lr)
+
+
+def has_weights(name: str) -> bool:
+    """Whether `name` is a folder with trained weights, and not a size, whose weights are random."""
+    return name not in SIZES and any(Path(name).glob("*.safetensors"))
 
 
 def read_config(name: str, flag: str = "--model") -> Config:
@@ -155,8 +159,7 @@ def load_config(name: str, tokenizer_size: int, seq_len: int) -> Config:
     config = read_config(name)
     if name == "nano":
         config = dataclasses.replace(config, vocab_size=tokenizer_size)
-    trained = name not in SIZES and any(Path(name).glob("*.safetensors"))
-    if trained and tokenizer_size == 256 and config.vocab_size > 1000:  # what we train on bytes has about 256
+    if has_weights(name) and tokenizer_size == 256 and config.vocab_size > 1000:  # what we train on bytes has about 256
         raise UserError(f"--tokenizer bytes: the weights of --model {name} know other tokens: leave it out")
     if tokenizer_size > config.vocab_size:
         raise UserError(f"--tokenizer has {tokenizer_size} tokens, --model {name} only {config.vocab_size}")
