@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
 from common.exits import UserError, before_user_error_exit
-from common.runtime import gather, is_rank0, on_rank0, ranks, say, timeout
+from common.runtime import gather, is_rank0, on_rank0, ranks, say, timeout, together
 
 # torch.distributed.checkpoint is imported where it is used: 0.6 s that the first step need not wait for
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # saving without a process group is meant
@@ -173,21 +173,12 @@ class Run:
 
     def _together(self, step: int, work: Callable[[], object]) -> list:
         """Every rank's result of `work`; a UserError on all of them if the disk refused something to one."""
-        from torch.distributed.checkpoint.api import CheckpointException
-
-        result = problem = None
         try:
-            result = work()
+            return together(work, self.group)
         except OSError as error:
-            problem = str(error)
-        except CheckpointException as error:
-            problem = str(next(iter(error.failures.values()))[0])
-        results, problems = zip(*gather((result, problem), self.group), strict=True)
-        if any(problems):
             free = shutil.disk_usage(self.folder).free / 2**20  # it is behind torch.save's "unexpected pos"
             where = f"step {step} in {self.folder} ({free:.0f} MiB free there)"
-            raise UserError(f"cannot save {where}: {next(filter(None, problems))}; older checkpoints are untouched")
-        return results
+            raise UserError(f"cannot save {where}: {error}; older checkpoints are untouched") from None
 
     def _write_part(self, folder: Path, state: dict, config: dict) -> dict[str, str]:
         """Write this rank's files; returns the SHA-256 of each."""
@@ -195,7 +186,10 @@ class Run:
 
         # copying ahead would open a CUDA context wherever there is a GPU, also for a run on the CPU
         writer = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)
-        dcp.save(state, storage_writer=writer, process_group=self.group)
+        try:
+            dcp.save(state, storage_writer=writer, process_group=self.group)
+        except dcp.api.CheckpointException as error:
+            raise OSError(str(next(iter(error.failures.values()))[0])) from None
         files = [*folder.glob(f"__{ranks()[0]}_*")]
         if is_rank0():
             write_json(folder / "config.json", config)

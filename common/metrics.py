@@ -1,4 +1,4 @@
-"""What a run reports: loss, speed, memory, stragglers, on the console, in metrics.jsonl and TensorBoard."""
+"""What a run reports: loss, speed, memory, stragglers, on the console and in metrics.jsonl."""
 
 import contextlib
 import json
@@ -46,20 +46,12 @@ class Meter:
         file.with_suffix(".tmp").write_text("".join(json.dumps(record) + "\n" for record in self.records))
         file.with_suffix(".tmp").rename(file)
         self.file = file.open("a")
-        self.tensorboard = None
-        with contextlib.suppress(ImportError):  # without the package there are no such files, and all else is
-            from torch.utils.tensorboard import SummaryWriter
-
-            self.tensorboard = SummaryWriter(self.folder / "tensorboard", purge_step=self.start_step + 1)
         self.bar = tqdm(total=self.args.steps, initial=self.start_step, unit="step", disable=not sys.stderr.isatty())
 
     def _write(self, record: dict, line: str) -> None:
         self.records.append(record)
         self.file.write(json.dumps(record) + "\n")
         self.file.flush()
-        for name, value in record.items() if self.tensorboard else ():
-            if value is not None:
-                self.tensorboard.add_scalar(name, value, record["step"])
         tqdm.write(line, file=sys.stdout)
         sys.stdout.flush()
 
@@ -156,8 +148,6 @@ class Meter:
         if not is_rank0():
             return
         self.bar.close()
-        if self.tensorboard:
-            self.tensorboard.close()
         losses, val_losses = ([each[name] for each in self.records if name in each] for name in ("loss", "val_loss"))
         timed = self.speeds[1:] or self.speeds  # the first line pays for warm-up and compilation
         speed = statistics.median(timed) if timed else None

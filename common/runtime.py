@@ -120,17 +120,22 @@ def gather(value: object, group: dist.ProcessGroup | None = None) -> list:
     return values
 
 
-def on_rank0(work: Callable[[], object]) -> object:
-    """Run `work` on rank 0 and give every rank its result, or what the person or the disk did wrong there."""
-    result, error = None, None
+def together(work: Callable[[], object], group: dist.ProcessGroup | None = None) -> list:
+    """Every rank's result of `work`, in rank order, on every rank; or the first rank's UserError or OSError on all."""
+    result = error = None
     try:
-        result = work() if is_rank0() else None
+        result = work()
     except (UserError, OSError) as caught:
         error = caught
-    result, error = gather((result, error))[0]
-    if error is not None:
-        raise error
-    return result
+    results, errors = zip(*gather((result, error), group), strict=True)
+    for found in filter(None, errors):
+        raise found
+    return list(results)
+
+
+def on_rank0(work: Callable[[], object]) -> object:
+    """Run `work` on rank 0 and give every rank its result, or what the person or the disk did wrong there."""
+    return together(lambda: work() if is_rank0() else None)[0]
 
 
 def seed_all(value: int, deterministic: bool = False) -> None:

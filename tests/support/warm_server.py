@@ -34,7 +34,7 @@ MODULES = (
     *("torch", "torch.distributed.checkpoint", "torch.distributed.checkpoint.state_dict", "torch.nn.parallel"),
     *("torch.distributed.fsdp", "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"),
     "torch.distributed.tensor.debug",
-    *("torch._dynamo", "torch.distributed.elastic.multiprocessing.errors", "torch.utils.tensorboard"),
+    *("torch._dynamo", "torch.distributed.elastic.multiprocessing.errors"),
     *("torch.distributed.run", "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend"),
     *("matplotlib.pyplot", "filelock", "numpy", "psutil", "tqdm"),
     *(f"common.{file.stem}" for file in sorted(ROOT.glob("common/[a-z]*.py"))),
