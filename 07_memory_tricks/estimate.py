@@ -133,7 +133,7 @@ def parse_flags() -> argparse.Namespace:
     add("--kv-cache-dtype", choices=inference.CACHE_DTYPES, help="default: bf16")
     add("--json", type=cli.writable_file, metavar="PATH", help="write the answer as one JSON object")
     args = parser.parse_args()
-    args.given = {name: value for name, value in vars(args).items() if value not in (None, False)}
+    args.given = {name: value for name, value in vars(args).items() if value is not None and value is not False}
     for name in args.given:
         flag = f"--{name.replace('_', '-')}"
         if args.inference and (name in OF_TRAINING or name == "search"):

@@ -241,6 +241,14 @@ def test_inference(tmp_path):
     assert halved["weight_bytes"] == pytest.approx(matrices * (0.5 + 4 / 64) / 2 + 2 * (embedding + norms), abs=1)
 
 
+@pytest.mark.parametrize("zero", range(4))
+def test_what_zero_divides(zero, tmp_path):
+    summary = answer(tmp_path, "--model", "nano", "--seq-len", 64, "--gpus", 2, "--zero", zero)
+    each = {"weight_bytes": (4, 3), "gradient_bytes": (4, 2), "optimizer_bytes": (8, 1)}  # of a parameter; from which on
+    for name, (size, first) in each.items():
+        assert summary[name] == pytest.approx(size * summary["parameters"] / (2 if zero >= first else 1)), name
+
+
 def test_the_command_starts(tmp_path):
     flags = ("--search", "--model", "nano", "--gpus", 2, "--seq-len", 32, "--global-batch-size", 4)
     summary = answer(tmp_path, *flags, "--dtype", "fp32")
