@@ -2,6 +2,7 @@
 the laws that bytes and seconds keep, what the search finds, and what is refused."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -258,6 +259,23 @@ def test_the_command_starts(tmp_path):
     result = run(script, tmp_path, *own, "--steps", 1, "--device", "cpu", "--json", "summary.json", nproc=2)
     assert result.code == 0, result.err
     assert result.summary["tokens"] == 4 * 32
+
+
+SMALL_CARDS = re.findall(r"^(\w+ .*?)  # .+: ([\d.]+) GiB$", (ROOT / "README.md").read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize(("command", "gib"), SMALL_CARDS)
+def test_what_the_readme_says_of_small_cards(command, gib, tmp_path):
+    script, *flags = command.split()[2 if "torchrun" in command else 1 :]
+    gpus = 2 if "torchrun" in command else 1
+    plan = ["--gpus", gpus, "--zero", 0]
+    if "--global-batch-size" in flags:
+        del flags[flags.index("--global-batch-size") :][:2]
+    if script.startswith("09_inference"):
+        plan = ["--gpus", gpus, "--inference", "--seq-len", 4096]
+    else:
+        plan += ["--seq-len", shapes.recipe(flags[flags.index("--model") + 1]).seq_len]
+    assert answer(tmp_path, *flags, *plan)["total_bytes"] / GIB == pytest.approx(float(gib), abs=0.051)
 
 
 REFUSED = {  # flags: words of the message
