@@ -94,7 +94,7 @@ def attend_to_all(q: Tensor, k: Tensor, v: Tensor, *_, mask: Tensor, group: dist
     backward a reduce-scatter adds up what the queries of all ranks have found for my keys and values."""
     parts = all_gather(torch.stack((k, v)), gather_dim=0, group=group)  # one collective for both
     keys, values = parts.unflatten(0, (-1, 2)).movedim(0, 3).flatten(3, 4)  # one rank's tokens after the other's
-    return F.scaled_dot_product_attention(q, keys, values, mask, enable_gqa=how["enable_gqa"])
+    return model.attend(q, keys, values, mask, enable_gqa=how["enable_gqa"])
 
 
 class Stage:

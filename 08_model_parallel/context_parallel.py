@@ -39,7 +39,7 @@ from common import data, exits, lesson, measure, model, runtime, shapes, traffic
 # all-gather with a backward: torch 2.13's name, and the one of before
 all_gather = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
 
-# These three stand in for F.scaled_dot_product_attention in the model. They get q, k and v of this rank's tokens,
+# These three stand in for the model's attention. They get q, k and v of this rank's tokens,
 # [batch, heads, tokens, head_dim], rotated by their place in the sequence: shard(tokens).
 
 
@@ -50,7 +50,7 @@ def all_gather_attention(q: Tensor, k: Tensor, v: Tensor, *_, **__) -> Tensor:
     keys, values = parts.unflatten(0, (-1, 2)).movedim(0, 3).flatten(3, 4)  # one rank's tokens after the other's
     my_positions = positions_of_rank("contiguous", keys.shape[2]).to(q.device)
     may_see = my_positions[:, None] >= torch.arange(keys.shape[2], device=q.device)
-    return F.scaled_dot_product_attention(q, keys, values, may_see, enable_gqa=q.shape[1] != k.shape[1])
+    return model.attend(q, keys, values, may_see, enable_gqa=q.shape[1] != k.shape[1])
 
 
 # What (1) lacks: each rank holds the keys and values of all tokens, and computes half of its scores to mask them away.
@@ -63,7 +63,7 @@ def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, *_, **__) -> Tensor:
     parts = torch.cat(by_rank, dim=2).movedim(1, 0)  # [ranks, batch, heads / ranks, tokens / ranks, head_dim]
     whole = exchange(parts).movedim(0, 2).flatten(2, 3)  # shard(heads): [batch, heads / ranks, tokens, head_dim]
     q, k, v = whole.split([part.shape[2] for part in by_rank], dim=1)
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    out = model.attend(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
     parts = out.unflatten(2, (world_size, -1)).movedim(2, 0)
     return exchange(parts).movedim(0, 1).flatten(1, 2)  # shard(tokens) again, with all heads
 
@@ -141,7 +141,7 @@ def start_round(leaving: list[Tensor]) -> tuple[list[Tensor], list[dist.Work]]:
 
 # The order of the tokens on the ranks, and what stands in for attention.
 WAYS = {
-    "one process": (None, F.scaled_dot_product_attention),  # the baseline, which each rank computes for itself
+    "one process": (None, model.attend),  # the baseline, which each rank computes for itself
     "all-gather": ("contiguous", all_gather_attention),
     "Ulysses": ("contiguous", ulysses_attention),
     "ring, contiguous": ("contiguous", partial(ring_attention, order="contiguous")),

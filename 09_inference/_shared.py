@@ -63,23 +63,10 @@ class Generated:
     finished: set[int] = field(default_factory=set)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, *, is_causal: bool, enable_gqa: bool) -> Tensor:
-    """CUDA's memory-efficient kernels refuse a mask with grouped heads, so each group becomes a sequence of its own."""
-    if seen is None or not enable_gqa:
-        return F.scaled_dot_product_attention(q, k, v, seen, is_causal=is_causal, enable_gqa=enable_gqa)
-    groups = k.shape[1]
-    q = q.unflatten(1, (groups, -1)).flatten(0, 1)  # [batch x groups, query heads of a group, tokens, head_dim]
-    k, v = (part.flatten(0, 1)[:, None].expand(-1, q.shape[1], -1, -1) for part in (k, v))
-    y = F.scaled_dot_product_attention(q, k, v, seen.repeat_interleave(groups, 0))
-    return y.unflatten(0, (-1, groups)).flatten(1, 2)
-
-
 def steps_of(net: nn.Module, cache: StaticCache) -> tuple[Callable, Callable]:
     """prefill(ids, positions, last) reads all prompts at once, [batch, tokens], and decode(ids, positions) one token of
     each, [batch]. Both return the logits [batch, vocab] of each row's last token, which prefill has at `last` [batch].
     """
-    for block in net.model.layers.values():
-        block.self_attn.attend = attend
 
     def prefill(ids: Tensor, positions: Tensor, last: Tensor) -> Tensor:
         hidden = net.model(ids, positions, cache)

@@ -41,6 +41,19 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.addcmul(exact * cos, swapped, sin).to(x.dtype)
 
 
+def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None, *, is_causal=False, enable_gqa=False) -> Tensor:
+    """As F.scaled_dot_product_attention; `seen` is [queries, keys] or [batch, 1, queries, keys]. CUDA's kernels that do
+    not hold all scores refuse grouped heads in fp32 and with a mask: there each group becomes a sequence of its own."""
+    if not enable_gqa or (seen is None and q.dtype != torch.float32):
+        return F.scaled_dot_product_attention(q, k, v, seen, is_causal=is_causal, enable_gqa=enable_gqa)
+    groups = k.shape[1]
+    q = q.unflatten(1, (groups, -1)).flatten(0, 1)  # [batch x groups, query heads of a group, tokens, head_dim]
+    k, v = (part.flatten(0, 1)[:, None].expand(-1, q.shape[1], -1, -1) for part in (k, v))
+    seen = seen if seen is None or seen.ndim == 2 else seen.repeat_interleave(groups, 0)
+    y = F.scaled_dot_product_attention(q, k, v, seen, is_causal=is_causal)
+    return y.unflatten(0, (-1, groups)).flatten(1, 2)
+
+
 def random_weight(name: str, shape: torch.Size | tuple[int, ...], seed: int) -> Tensor:
     """The initial value of a parameter: a function of (seed, its name) alone, drawn on the CPU."""
     if len(shape) < 2:
@@ -59,7 +72,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class Attention(nn.Module):
-    attend = staticmethod(F.scaled_dot_product_attention)  # context and inference put another in its place
+    attend = staticmethod(attend)  # context parallelism puts another in its place
 
     def __init__(self, c: Config) -> None:
         super().__init__()

@@ -8,7 +8,6 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from support.chapter import load
 from support.harness import ROOT
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -16,7 +15,6 @@ from common import model, runtime, shapes
 from common.exits import UserError
 from planner.shape import from_config
 
-inference = load("09_inference/_shared.py")
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500_000.0,
@@ -205,29 +203,28 @@ def masked_and_grouped(dtype: torch.dtype = torch.float64, device: str = "cpu"):
     return [part.requires_grad_() for part in (q, k, v)], seen.to(device)
 
 
-def test_attention_with_a_mask_and_grouped_heads_is_torchs():
-    inputs, seen = masked_and_grouped()
-    found = inference.attend(*inputs, seen, is_causal=False, enable_gqa=True)
-    expected = F.scaled_dot_product_attention(*inputs, seen, enable_gqa=True)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-
-
-def check_on_cuda(dtype: torch.dtype) -> None:
-    inputs, seen = masked_and_grouped(dtype, "cuda")
+def check_attention(dtype: torch.dtype, device: str) -> None:
+    """With and without a mask: outputs and gradients are those of torch's own attention in fp64."""
+    inputs, seen = masked_and_grouped(dtype, device)
     exact = [part.detach().double().requires_grad_() for part in inputs]
-    expected = F.scaled_dot_product_attention(*exact, seen, enable_gqa=True)
-    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):  # raises if this kernel refuses
-        found = inference.attend(*inputs, seen, is_causal=False, enable_gqa=True)
-    gradients = [torch.autograd.grad(out.sum(), wrt) for out, wrt in ((found, inputs), (expected, exact))]
     tolerance = 1e-5 if dtype == torch.float32 else 0.02
-    for ours, correct in zip([found, *gradients[0]], [expected, *gradients[1]], strict=True):
-        torch.testing.assert_close(ours.double(), correct, rtol=tolerance, atol=tolerance)
+    for mask in (seen, None):
+        expected = F.scaled_dot_product_attention(*exact, mask, enable_gqa=True)
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]):  # not the one with all scores
+            found = model.attend(*inputs, mask, enable_gqa=True)
+        gradients = [torch.autograd.grad(out.sum(), wrt) for out, wrt in ((found, inputs), (expected, exact))]
+        for ours, correct in zip([found, *gradients[0]], [expected, *gradients[1]], strict=True):
+            torch.testing.assert_close(ours.double(), correct, rtol=tolerance, atol=tolerance)
+
+
+def test_attention_with_grouped_heads_is_torchs():
+    check_attention(torch.float32, "cpu")
 
 
 @pytest.mark.gpu(n=1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_gpu_takes_a_mask_with_grouped_heads_without_holding_all_scores(gpus, dtype):
-    code = f"import torch, test_model; test_model.check_on_cuda(torch.{dtype})"
+def test_a_gpu_takes_grouped_heads_without_holding_all_scores(gpus, dtype):
+    code = f"import torch, test_model; test_model.check_attention(torch.{dtype}, 'cuda')"
     env = {**gpus, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr[-3000:]

@@ -245,7 +245,7 @@ def test_inference(tmp_path):
 @pytest.mark.parametrize("zero", range(4))
 def test_what_zero_divides(zero, tmp_path):
     summary = answer(tmp_path, "--model", "nano", "--seq-len", 64, "--gpus", 2, "--zero", zero)
-    each = {"weight_bytes": (4, 3), "gradient_bytes": (4, 2), "optimizer_bytes": (8, 1)}  # of a parameter; from which on
+    each = {"weight_bytes": (4, 3), "gradient_bytes": (4, 2), "optimizer_bytes": (8, 1)}  # bytes, from which on
     for name, (size, first) in each.items():
         assert summary[name] == pytest.approx(size * summary["parameters"] / (2 if zero >= first else 1)), name
 
