@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from common.exits import UserError
-from common.runtime import say, whole
+from common.runtime import gather, say
 from common.shapes import SIZES, Config
+
+ROWS = 256  # of a random matrix that share a generator
 
 
 def rope_tables(config: Config, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -54,13 +56,31 @@ def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None, *, is_ca
     return y.unflatten(0, (-1, groups)).flatten(1, 2)
 
 
-def random_weight(name: str, shape: torch.Size | tuple[int, ...], seed: int) -> Tensor:
-    """The initial value of a parameter: a function of (seed, its name) alone, drawn on the CPU."""
+def random_weight(name: str, shape: tuple[int, ...], seed: int, first: int = 0, last: int | None = None) -> Tensor:
+    """The initial value of a parameter of this shape, or its rows from `first` to before `last`: a function of (seed,
+    name, row) alone, drawn on the CPU. ROWS rows share a generator, so that a rank draws little but what it holds."""
+    last = shape[0] if last is None else last
     if len(shape) < 2:
-        return torch.zeros(shape) if name.endswith(".bias") else torch.ones(shape)  # of norms
-    key = hashlib.sha256(f"{seed} {name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(key[:8]) >> 1)
-    return torch.empty(shape, device="cpu").normal_(std=0.02, generator=generator)
+        return torch.full((last - first,), 0.0 if name.endswith(".bias") else 1.0)  # of norms
+    rows = torch.empty(last - first, *shape[1:], device="cpu")
+    for start in range(first // ROWS * ROWS, last, ROWS):
+        key = hashlib.sha256(f"{seed} {name} {start}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(key[:8]) >> 1)
+        drawn = torch.empty(min(ROWS, shape[0] - start), *shape[1:], device="cpu")
+        drawn.normal_(std=0.02, generator=generator)
+        low, high = max(first, start), min(last, start + ROWS)
+        rows[low - first : high - first] = drawn[low - start : high - start]
+    return rows
+
+
+def part_of(parameter: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
+    """What this rank holds of a parameter, and where it lies in the whole: all of it, or a part of a DTensor."""
+    if not hasattr(parameter, "placements"):
+        return parameter, tuple(slice(0, size) for size in parameter.shape)
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # 1 s, not for unsharded training
+
+    place = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return parameter.to_local(), tuple(slice(first, first + size) for size, first in zip(*place, strict=True))
 
 
 class RMSNorm(nn.RMSNorm):
@@ -170,16 +190,12 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Set every weight as a function of (seed, parameter name) alone: whole, sharded or cut into stages, a model
-        starts equal to the bit. A shard takes its part of the whole matrix."""
+        """Set every weight as a function of (seed, parameter name, row) alone: whole, sharded or cut into stages, a
+        model starts equal to the bit. A rank draws the rows of which it holds something."""
         for name, parameter in self.named_parameters():
-            weight = random_weight(name, parameter.shape, seed)
-            if hasattr(parameter, "placements"):  # a DTensor
-                from torch.distributed.tensor import distribute_tensor  # 1 s that unsharded training need not wait for
-
-                place = parameter.device_mesh, parameter.placements
-                weight = distribute_tensor(weight.to(parameter.device), *place, src_data_rank=None)
-            parameter.copy_(weight)
+            held, (rows, *others) = part_of(parameter)
+            weight = random_weight(name, parameter.shape, seed, rows.start, rows.stop)
+            held.copy_(weight[(slice(None), *others)])
 
     def forward(self, input_ids: Tensor, targets: Tensor | None = None, positions=None, cache=None) -> Tensor:
         """Logits [batch, length, vocab]; given targets [batch, length], their mean cross-entropy in nats: without those
@@ -263,11 +279,29 @@ def load_weights(net: Transformer, folder: Path) -> bool:
     return True
 
 
+def hash_rows(name: str, rows: Tensor, first: int = 0) -> int:
+    """The sum of the SHA-256 of each row, the first of which has this number: parts of a matrix add up to the whole."""
+    if not len(rows):
+        return 0
+    content = rows.detach().cpu().contiguous().view(torch.uint8).numpy().reshape(len(rows), -1)
+    hashes = (hashlib.sha256(f"{name} {i} ".encode() + row.tobytes()) for i, row in enumerate(content, first))
+    return sum(int.from_bytes(each.digest()) for each in hashes)
+
+
 @torch.no_grad()
 def digest(net: nn.Module) -> str:
-    """SHA-256 over every parameter's bytes: equal digests are equal weights, to the bit. A sharded model has the digest
-    of the whole one: each parameter is gathered in turn, so every rank must call this."""
-    sha = hashlib.sha256()
-    for parameter in net.parameters():
-        sha.update(whole(parameter).detach().cpu().contiguous().view(torch.uint8).numpy())
-    return sha.hexdigest()
+    """A hash of every parameter: equal digests are equal weights, to the bit, however they are sharded. A rank hashes
+    the rows that it holds, so every rank must call this; ranks whose copies differ get different digests."""
+    hashes = {}
+    for name, parameter in net.named_parameters():
+        if placements := getattr(parameter, "placements", ()):
+            from torch.distributed.tensor import Replicate
+
+            if any(place.is_shard(1) for place in placements):  # then whole rows, of the same matrix
+                parameter = parameter.redistribute(placements=[Replicate() if p.is_shard(1) else p for p in placements])
+        held, (rows, *_) = part_of(parameter)
+        hashes[name, rows.start] = hash_rows(name, held, rows.start)
+    if placements:
+        for theirs in gather(hashes):
+            hashes = theirs | hashes  # its own, where two hold the same
+    return f"{sum(hashes.values()) % 2**256:064x}"

@@ -28,6 +28,14 @@ def test_a_model_from_the_meta_device_has_nothing_unset(monkeypatch, tied):
     assert sum(p.numel() for p in net.parameters()) == shapes.parameter_count(config)
 
 
+@pytest.mark.parametrize(("first", "last"), [(0, 1000), (0, 1), (255, 257), (300, 700), (999, 1000), (1000, 1000)])
+def test_a_rank_draws_the_rows_of_the_whole(first, last):
+    """Across the blocks of rows that share a generator."""
+    whole = model.random_weight("x", (1000, 3), 7)
+    assert torch.equal(model.random_weight("x", (1000, 3), 7, first, last), whole[first:last])
+    assert len(whole.unique()) > 2900
+
+
 def test_nothing_is_drawn_from_the_global_generator():
     before = torch.get_rng_state()
     model.build("nano", UNEVEN, seed=1)
