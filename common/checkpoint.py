@@ -95,8 +95,10 @@ class Run:
         self.keep = args.keep
         new = f"{Path(sys.argv[0]).resolve().parent.name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         self.folder = on_rank0(lambda: self._lock(args.run_dir or Path("runs", new)))
-        self._require_shared()
         on_rank0(lambda: self._enter(settings, args.resume))
+        seen = gather((self.folder / "settings.json").exists())
+        if not all(seen):  # each node would save its half of a checkpoint
+            raise UserError(f"--run-dir {self.folder}: rank {seen.index(False)} does not see it: use one that all see")
         # a group of its own: what a save in the background sends must not mix with the training's
         self.group = dist.new_group(timeout=timeout(), backend="gloo") if dist.is_initialized() else None
         self.writer = ThreadPoolExecutor(1) if args.async_save else None
@@ -114,17 +116,6 @@ class Run:
         except OSError as error:
             raise UserError(f"--run-dir {folder} cannot be used: {error}") from None
         return folder
-
-    def _require_shared(self) -> None:
-        """Two nodes with a disk each would write halves of a checkpoint that do not fit together."""
-        # a name that was never looked up: NFS remembers what was not there
-        token = self.folder / on_rank0(lambda: f".seen-by-all-{uuid.uuid4().hex}")
-        on_rank0(token.touch)
-        hosts = gather((token.exists(), socket.gethostname()))
-        on_rank0(token.unlink)
-        if blind := [f"{rank} on {host}" for rank, (seen, host) in enumerate(hosts) if not seen]:
-            written = f"a file that rank 0 on {hosts[0][1]} has just written there is not seen by"
-            raise UserError(f"--run-dir {self.folder}: {written} rank {', '.join(blind)}: use one that all nodes share")
 
     def _enter(self, settings: dict, resume: bool) -> None:
         file, flag = self.folder / "settings.json", f"--run-dir {self.folder}"

@@ -5,10 +5,11 @@ import errno
 import multiprocessing
 import os
 import re
+import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable
-from datetime import timedelta
 
 REQUEUE_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: saved and stopped on a signal, start me again
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
@@ -67,23 +68,12 @@ def _for_people(error: BaseException) -> str | None:
 
 
 def _tell(message: str) -> None:
-    """Print the error once per job, from rank 0. The others wait for that, because the first exit makes torchrun end
-    the rest; a rank whose error rank 0 does not share within 15 s speaks up itself."""
+    """Print the error once per job, from rank 0, whose exit makes torchrun end the others. A rank that is still there
+    after 5 s has an error of its own."""
     line = f"{os.path.relpath(sys.argv[0])}: error: {' '.join(message.split())}"
     rank = os.environ.get("RANK", "0")
-    alone = os.environ.get("WORLD_SIZE", "1") == "1" or "MASTER_ADDR" not in os.environ
-    if rank == "0" or alone:
-        print(line, file=sys.stderr, flush=True)
-    if alone:
-        return
-    import torch.distributed as dist  # not above: a script that needs no torch starts in a tenth of a second
-
-    try:
-        store = next(dist.rendezvous("env://", timeout=timedelta(seconds=15)))[0]
-        if rank == "0":
-            store.set("error_told", "")
-        store.wait(["error_told"], timedelta(seconds=15))
-    except dist.DistNetworkError:
-        pass  # rank 0 held the store and is gone: it has printed its own
-    except dist.DistStoreError:
-        print(f"rank {rank}: {line}", file=sys.stderr, flush=True)
+    if rank != "0" and os.environ.get("WORLD_SIZE", "1") != "1":
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(5)
+        line = f"rank {rank}: {line}"
+    print(line, file=sys.stderr, flush=True)

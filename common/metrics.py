@@ -4,14 +4,12 @@ import contextlib
 import json
 import math
 import statistics
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from common import report
 from common.data import Batches
@@ -46,14 +44,12 @@ class Meter:
         file.with_suffix(".tmp").write_text("".join(json.dumps(record) + "\n" for record in self.records))
         file.with_suffix(".tmp").rename(file)
         self.file = file.open("a")
-        self.bar = tqdm(total=self.args.steps, initial=self.start_step, unit="step", disable=not sys.stderr.isatty())
 
     def _write(self, record: dict, line: str) -> None:
         self.records.append(record)
         self.file.write(json.dumps(record) + "\n")
         self.file.flush()
-        tqdm.write(line, file=sys.stdout)
-        sys.stdout.flush()
+        print(line, flush=True)
 
     def next(self, stream: Iterator[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         """The next micro-batch, on its way to the device, and how long this rank has waited for it."""
@@ -116,7 +112,6 @@ class Meter:
                 "skipped_steps": skipped_steps,
                 "loss_scale": scale,
             }
-            self.bar.update(step - self.last_step)
             self._write(record, _line(record, self.args.steps))
         self.data_seconds, self.forward_seconds = 0.0, None
         self.last_step, self.last_time = step, now
@@ -147,7 +142,6 @@ class Meter:
         peak_memory = max(gather(report.peak_memory_bytes(self.device)))
         if not is_rank0():
             return
-        self.bar.close()
         losses, val_losses = ([each[name] for each in self.records if name in each] for name in ("loss", "val_loss"))
         timed = self.speeds[1:] or self.speeds  # the first line pays for warm-up and compilation
         speed = statistics.median(timed) if timed else None
