@@ -35,14 +35,11 @@ model: $(VENV)/ready
 gpu:
 	bash benchmarks/gpu.sh $(PYTHON)
 
-# the pictures in docs/images, from real runs on the CPU; the last needs two hosts with a slow link between them
+# the pictures in docs/images, from real runs on the CPU; overlap.png needs root, for two hosts with a slow link
 figures: $(VENV)/ready
 	$(BIN)/python benchmarks/loss_curves.py
 	$(BIN)/python benchmarks/figures.py
 	$(BIN)/python 01_devices/benchmark.py --device cpu --plot docs/images/roofline.png
-	@if [ "$$(id -u)" -eq 0 ] && command -v tc > /dev/null ; then \
-		$(BIN)/python 05_ddp/ddp_from_scratch.py --link-mbit 1000 --seq-len 64 --steps 16 --plot docs/images/overlap.png ; \
-	else echo "skipped: docs/images/overlap.png (its two hosts need root and iproute2)" ; fi
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

@@ -5,20 +5,20 @@ Data parallelism adds one thing to training: before the optimizer step, each gra
 control, (0), sends nothing. What a step takes longer than the control's is exposed communication.
 
     laptop    python 05_ddp/ddp_from_scratch.py
-              torchrun --nproc_per_node=3 05_ddp/ddp_from_scratch.py --steps 2
     one node  torchrun --nproc_per_node=8 05_ddp/ddp_from_scratch.py --model llama-124m --seq-len 512
     cluster   the same on every node, with --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400
 
 Overlap saves time only where communication needs none of backward's cores. Two ranks on two cores share them: nothing
-is hidden. As root, --link-mbit puts them on two hosts (network namespaces) with a slow link: waiting costs no core.
+is hidden. ../benchmarks/slow_link.sh puts them on two hosts with a slow link, where waiting costs no core.
 
-Look for: the exposed time from (1) to (4); one bucket for everything, which hides nothing; letters that are equal
-where weights are equal to the bit. Before: train.py. Next: collectives.py.
+Look for: the exposed time from (1) to (4); one bucket for everything, which hides nothing; equal hashes where weights
+are equal to the bit. Before: train.py. Next: collectives.py.
 """
 
 import copy
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
-from _ddp_from_scratch import WARMUP_STEPS, plot, run_on_two_hosts, summarize, train
+from _ddp_from_scratch import WARMUP_STEPS, Way, run, train
 
 from common import exits, lesson, model, runtime, shapes
 
@@ -116,36 +116,20 @@ def average_buckets(buckets: list[list[nn.Parameter]]) -> Callable[[], None]:
 # (no_sync) and search for parameters that forward did not use (find_unused_parameters).
 
 
-class Way:
-    """One way to average, with a copy of the model of its own, and what was seen of it: an entry per step."""
-
-    def __init__(self, name: str, start: nn.Module, method: Callable | None, cap_bytes: float = 0) -> None:
-        self.name = name
-        self.net = copy.deepcopy(start)  # whose weights are compared
-        self.called = self.net  # by a step: the net itself, or DDP around it
-        self.average = None  # (0) never averages, and DDP does so within backward
-        if method is average_gradients:
-            self.average = lambda: average_gradients(self.net)
-        elif method is average_in_hooks:
-            self.average = average_in_hooks(self.net)
-        elif method is average_buckets:
-            self.average = average_buckets(make_buckets(self.net, cap_bytes))
-        elif method is DistributedDataParallel:
-            size = {"bucket_cap_mb": cap_bytes / 2**20, "gradient_as_bucket_view": True}
-            self.called = DistributedDataParallel(self.net, **size, broadcast_buffers=False)  # rotary tables are fixed
-        # SGD moves by the gradient itself. Adam divides by its size and would hide one that is N times too large.
-        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.01, momentum=0.9)
-        self.steps: list[dict] = []
-
-    def gradients(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """What is timed: a training step without the optimizer's part, which is the same for all."""
-        loss = self.called(inputs, targets)
-        loss.backward()
-        for name, parameter in self.net.named_parameters():  # the other ranks would wait for one that is missing
-            assert parameter.grad is not None, f"no gradient for {name}: forward does not use it on this rank"
-        if self.average:
-            self.average()
-        return loss.detach()
+def make_ways(start: nn.Module, cap_bytes: float) -> list[Way]:
+    """Each with a copy of the model of its own, and what is called after backward."""
+    nets = [copy.deepcopy(start) for _ in range(7)]
+    # no broadcasts: rotary tables are fixed
+    ddp = partial(DistributedDataParallel, gradient_as_bucket_view=True, broadcast_buffers=False)
+    return [
+        Way("(0) no communication", nets[0]),
+        Way("(1) each gradient", nets[1], partial(average_gradients, nets[1])),
+        Way("(2) each, in hooks", nets[2], average_in_hooks(nets[2])),
+        Way("(3) buckets, in hooks", nets[3], average_buckets(make_buckets(nets[3], cap_bytes))),
+        Way("(4) DistributedDataParallel", ddp(nets[4], bucket_cap_mb=cap_bytes / 2**20)),
+        Way("(3) one bucket", nets[5], average_buckets(make_buckets(nets[5], float("inf")))),
+        Way("one process, whole batch", nets[6]),
+    ]
 
 
 def check(rows: list[dict]) -> list[str]:
@@ -153,9 +137,8 @@ def check(rows: list[dict]) -> list[str]:
     world_size = len(silent)
     assert all(len(set(ranks)) == 1 for ranks in averaged), f"ranks hold different weights: {averaged}"
     checked = [f"in each way that averages, all {world_size} ranks hold the same weights to the bit"]
-    if world_size > 1:
-        assert len(set(silent)) == world_size, "ranks that never talk hold the same weights: they read the same data"
-        checked.append(f"without communication they do not (relative error {rows[0]['relative_error']:.0%})")
+    assert len(set(silent)) == world_size, "ranks that never talk hold the same weights: they read the same data"
+    checked.append(f"without communication, weights are {rows[0]['relative_error']:.0%} from those of one process")
     assert averaged[0] == averaged[1], "starting the same all-reduces earlier has changed their sums"
     same = all(ranks == averaged[0] for ranks in averaged)
     # a + b = b + a. With three terms the order counts, and a bucket's layout decides it.
@@ -178,44 +161,32 @@ COLUMNS = {
     "started_in_backward": "started in backward",
     "step_seconds": "step",
     "exposed_seconds": "exposed",
-    "weights": "weights (same letter: identical)",
+    "weights": "SHA-256 of the weights",
 }
 
 
 def main() -> int:
-    args = lesson.flags(__doc__, model="nano", seq_len=16, steps=10, link_mbit=0, plot="")
+    args = lesson.flags(__doc__, model="nano", seq_len=16, steps=10)
     config = shapes.load_config(args.model, 256, args.seq_len)  # raises a UserError before any rank starts
-    if args.link_mbit:
-        args.device = "cpu"
-        if runtime.ranks()[1] == 1:
-            return run_on_two_hosts(args.link_mbit)
     lesson.relaunch(args.device)  # plain python becomes torchrun: a rank per GPU, 2 on a CPU
     runtime.seed_all(0, deterministic=True)  # before the group: NCCL reads variables when it starts
     device = runtime.init_process_group(args.device)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     batch_size = -(-24 // world_size) * world_size  # 24, or the next number that the ranks divide
-    sequences = lesson.one_batch((WARMUP_STEPS + args.steps) * batch_size, args.seq_len, device)  # of all ranks
+    steps = WARMUP_STEPS + args.steps
+    sequences = lesson.one_batch(steps * batch_size, args.seq_len, device)  # of all ranks
     batches = zip(*(tensor.split(batch_size) for tensor in sequences), strict=True)
 
     start = model.build(args.model, config, seed=0, device=device)
-    cap = min(25 * 2**20, shapes.parameter_count(config))  # bytes: as DDP, or a quarter of the gradients'
-    ways = [
-        Way("(0) no communication", start, None),
-        Way("(1) each gradient", start, average_gradients),
-        Way("(2) each, in hooks", start, average_in_hooks),
-        Way("(3) buckets, in hooks", start, average_buckets, cap),
-        Way("(4) DistributedDataParallel", start, DistributedDataParallel, cap),
-        Way("(3) small buckets", start, average_buckets, cap / 4),
-        Way("(3) one bucket", start, average_buckets, float("inf")),
-    ]
-    one_process = Way("one process, whole batch", start, None)
+    cap_bytes = min(25 * 2**20, shapes.parameter_count(config))  # as DDP, or a quarter of the gradients' bytes
+    *ways, one_process = make_ways(start, cap_bytes)
     for step, batch in enumerate(batches):
         own_batch = [tensor.chunk(world_size)[rank] for tensor in batch]
         train(one_process, *batch)
         for turn in range(len(ways)):
             train(ways[(step + turn) % len(ways)], *own_batch)  # each is first in turn: a slow moment hits all alike
 
-    rows = summarize(ways, one_process.net, start)
+    rows = [run(way, control=ways[0], one_process=one_process.net, start=start) for way in ways]
     lesson.end(
         rows,
         columns=COLUMNS,
@@ -224,13 +195,11 @@ def main() -> int:
         device=device,
         dtype="fp32",
         parameters=shapes.parameter_count(config),
-        steps=WARMUP_STEPS + args.steps,
-        tokens=(WARMUP_STEPS + args.steps) * batch_size * args.seq_len,
+        steps=steps,
+        tokens=steps * batch_size * args.seq_len,
         first_loss=rows[1]["losses"][0],
         last_loss=rows[1]["losses"][-1],
     )
-    if args.plot and rank == 0:
-        plot(ways[1:4], args)
     runtime.shutdown()
     return 0
 

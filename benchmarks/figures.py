@@ -1,4 +1,4 @@
-"""The pictures of chapters 02, 04, 06, 07, 08 in docs/images, from one run each of lessons that their READMEs name.
+"""The pictures of chapters 02, 04, 05, 06, 07, 08 in docs/images, from one run each of lessons that their READMEs name.
 
     make figures                  these and the other pictures
     python benchmarks/figures.py  four minutes on 2 cores
@@ -6,6 +6,13 @@
 Each lesson writes its summary (--json), and the numbers drawn are from it. What is drawn is in the title.
 """
 
+import json
+import os
+import shutil
+import sys
+import tempfile
+
+import _measure
 from _measure import REPO, Side
 from matplotlib.figure import Figure
 
@@ -49,6 +56,37 @@ def loss_by_type() -> None:
     right.set(xlabel="step", yscale="log", title="distance from fp32's loss")
     left.legend(fontsize="small")
     save(figure, "loss_by_type.png")
+
+
+def overlap() -> None:
+    """05: the fastest step of three ways to average gradients, over a slow link: above what rank 0 computed, below what
+    it sent."""
+    if os.geteuid() != 0 or not shutil.which("tc"):
+        return print("skipped: docs/images/overlap.png (its two hosts need root and iproute2)")
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        flags = f"--device cpu --seq-len 64 --steps 16 --json {file.name}".split()
+        command = ["benchmarks/slow_link.sh", "1000", sys.executable, "05_ddp/ddp_from_scratch.py", *flags]
+        _measure.start(command, timeout=600)
+        rows = json.load(file)["rows"][1:4]
+    figure = Figure(figsize=(9, 4.2))
+    axes = figure.subplots()
+    for place, row in enumerate(rows):
+        step = row["fastest_step"]
+        forward, computed = (1e3 * (step[moment] - step["start"]) for moment in ("forward_end", "last_gradient"))
+        end = 1e3 * step["seconds"]
+        axes.barh(-place, forward, 0.3, color="tab:blue", alpha=0.5)
+        axes.barh(-place, computed - forward, 0.3, forward, color="tab:blue")
+        axes.barh(-place, end - computed, 0.3, computed, color="lightgrey")
+        axes.text(end, -place, f" {end:.0f} ms, {end - computed:.0f} of them waiting", va="center")
+        for _, sent_from, sent_until in step["all_reduces"]:
+            left, width = 1e3 * (sent_from - step["start"]), 1e3 * (sent_until - sent_from)
+            axes.barh(-place - 0.32, width, 0.22, left, color="tab:orange", edgecolor="white")
+    kinds = ("forward", "backward", "only waiting", "all-reduce")
+    axes.legend(axes.containers[:4], kinds, ncols=4, loc="lower center", bbox_to_anchor=(0.5, -0.32))
+    axes.set_yticks([-place - 0.1 for place in range(len(rows))], [row["name"] for row in rows])
+    title = "nano, link of 1000 Mbit/s, the fastest of 16 steps each"
+    axes.set(xlabel="ms since the step began, on rank 0", title=title, xlim=(0, 1.45 * axes.get_xlim()[1]))
+    save(figure, "overlap.png")
 
 
 def memory_over_a_step() -> None:
@@ -107,6 +145,7 @@ def main() -> int:
     cli.Parser(__doc__).parse_args()
     error_by_type()
     loss_by_type()
+    overlap()
     memory_over_a_step()
     who_holds_what()
     pipeline()

@@ -3,7 +3,8 @@
 import json
 
 import pytest
-from support.harness import assert_refused, run, with_fault, with_prelude
+from support.chapter import load
+from support.harness import assert_refused, run, with_prelude
 
 SCRIPT = "05_ddp/collectives.py"
 COLLECTIVES = {"broadcast", "all-reduce", "reduce-scatter", "all-gather", "all-to-all", "send/recv"}
@@ -38,29 +39,32 @@ def test_a_wrong_result_is_found_and_named(tmp_path, name):
 
 
 def test_faster_than_the_link_is_a_bug(tmp_path):
-    line = "peak, link = nvlink(device, one_node=all(runtime.gather(runtime.ranks()[2] == dist.get_rank())))"
-    script = with_fault(SCRIPT, tmp_path, line, 'peak, link = 1.0, "a byte per second"')
-    result = run(script, tmp_path, *SMALL, nproc=2)
+    result = run(SCRIPT, tmp_path, *SMALL, "--link-gb-per-s", 1e-9, nproc=2)
     assert result.code == 1, result.out + result.err
     assert "AssertionError: BUG" in result.err
 
 
 def test_every_collective_is_measured_at_every_size(tmp_path):
     """Without torchrun the script starts two ranks itself. No test asks how fast anything is."""
-    flags = ["--device", "cpu", "--max-bytes", 20_000, "--samples", 3, "--json", "c.json", "--plot", "c.png"]
+    flags = ["--device", "cpu", "--max-bytes", 20_000, "--samples", 3, "--link-gb-per-s", 1e6, "--json", "c.json"]
     result = run(SCRIPT, tmp_path, *flags)
     assert result.code == 0, result.err
     summary = json.loads((tmp_path / "c.json").read_text())
-    assert (summary["world_size"], summary["backend"]) == (2, "gloo")
-    measured = {(m["bytes"], m["collective"]) for m in summary["measurements"]}
-    assert measured == {(size, name) for size in (1024, 4096, 16384) for name in COLLECTIVES}
-    for m in summary["measurements"]:
-        factor = 0.5 if m["collective"] in ("reduce-scatter", "all-gather", "all-to-all") else 1
-        assert m["bus_bytes_per_second"] == pytest.approx(factor * m["bytes"] / m["seconds_median"])
-        assert m["samples"] == 3
-        assert 0 < m["seconds_min"] <= m["seconds_median"] <= m["seconds_max"]
+    assert summary["world_size"] == 2
     assert {row["collective"] for row in summary["rows"]} == COLLECTIVES
-    assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
+    for row in summary["rows"]:
+        assert [m["bytes"] for m in row["measurements"]] == [1024, 4096, 16384]
+        for m in row["measurements"]:
+            factor = 0.5 if row["collective"] in ("reduce-scatter", "all-gather", "all-to-all") else 1
+            assert m["bus_bytes_per_second"] == pytest.approx(factor * m["bytes"] / m["seconds"])
+            assert 0 < m["min_seconds"] <= m["seconds"] <= m["max_seconds"]
+        assert row["link_share"] == pytest.approx(row["bus_gb_per_s"] / 1e6)
+
+
+def test_the_line_through_times_that_lie_on_one():
+    sizes = [4**power for power in range(5, 13)]
+    latency, seconds_per_byte = load(SCRIPT).fit(sizes, [2e-4 + 1e-9 * size for size in sizes])
+    assert (latency, seconds_per_byte) == (pytest.approx(2e-4), pytest.approx(1e-9))
 
 
 def test_what_is_refused(tmp_path):

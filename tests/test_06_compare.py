@@ -7,6 +7,7 @@ from support.harness import TINY, Result, assert_refused, run, with_fault, with_
 
 SCRIPT = "06_fsdp_zero/compare.py"
 NOT_IN_A_DRY_RUN = {"tokens_per_second", "loss"}
+BUCKETS = ("all_reduces_per_step", "calls")  # a dry run sends each gradient by itself
 SHAPES = {
     "tied": {**TINY, "tie_word_embeddings": True},
     # 4 ranks divide none of its sizes, and 3 ranks only that of two blocks
@@ -49,14 +50,15 @@ def test_a_dry_run_is_what_the_ranks_measure(tmp_path, n, shape, flags):
     """Every figure but the speed. On a busy machine a rank of fully_shard was seen with a peak 1.3 % higher."""
     flags = ("--micro-batch-size", 2, *flags)
     real, pretended = measured(tmp_path / "real", n, *flags, shape=shape), dry(tmp_path / "dry", n, *flags, shape=shape)
-    assert real.keys() == pretended.keys() >= {"DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP"}
     assert ("HSDP" in real) == (n == 4)
-    for method, row in real.items():
-        expected = pretended[method]
-        assert all(row.pop(key) > 0 and expected.pop(key) is None for key in NOT_IN_A_DRY_RUN)
+    for method in {"DDP", "FSDP", "HSDP"} & real.keys():
+        row, expected = real[method], pretended[method]
+        assert all(row.pop(key) > 0 for key in NOT_IN_A_DRY_RUN)
         peak, expected_peak = row.pop("peak_memory_bytes"), expected.pop("peak_memory_bytes")
-        assert expected_peak <= peak <= (1.03 if method in ("FSDP", "HSDP") else 1) * expected_peak
-        assert row == expected
+        assert expected_peak <= peak <= (1 if method == "DDP" else 1.03) * expected_peak
+        for key in BUCKETS if method == "DDP" else ():
+            del row[key], expected[key]
+    assert real == pretended
 
 
 @pytest.mark.full
@@ -66,7 +68,7 @@ def test_what_others_have_published(tmp_path):
     rows = dry(tmp_path, 8, "--model", "llama-8b", "--seq-len", 8192, warm=False)
     # what the reserved memory grew by when AdamW's state was made (commit 5940ddeb5)
     assert rows["FSDP"]["optimizer_bytes_per_rank"] / 2**30 == pytest.approx(7.51, rel=0.012)
-    for method, ranks in (("DDP", 1), ("ZeRO-3", 8), ("FSDP", 8)):
+    for method, ranks in (("DDP", 1), ("ZeRO-3 (formula)", 8), ("FSDP", 8)):
         held = sum(rows[method][f"{kind}_bytes_per_rank"] for kind in ("parameter", "gradient", "optimizer"))
         assert held == pytest.approx(16 * 8_030_261_248 / ranks, rel=1e-6)
     blocks = 32
@@ -91,12 +93,12 @@ def test_a_miscount_fails_the_scripts_own_check(tmp_path):
     script = with_prelude(SCRIPT, tmp_path, prelude)
     result = compare(tmp_path, "--dry-run", "--world-size", 4, shape="tied", script=script)
     assert result.code == 1, result.out + result.err
-    assert "AssertionError: ZeRO-1: reduce_scatters_per_step" in result.err
+    assert "AssertionError: FSDP: reduce_scatters_per_step" in result.err
 
 
 def test_another_loss_fails_the_scripts_own_check(tmp_path):
     """FSDP with an optimizer that climbs."""
-    line = "optimizer = torch.optim.AdamW(net.parameters(), lr=learning_rate, fused=True)"
+    line = "optimizer = torch.optim.AdamW(weights, lr=shapes.recipe(args.model).lr, fused=True)"
     climbs = line.replace("fused=True", 'fused=True, maximize=method == "FSDP"')
     script = with_fault(SCRIPT, tmp_path, line, climbs)
     result = compare(tmp_path, "--device", "cpu", "--steps", 1, shape="tied", script=script, nproc=2)
@@ -111,6 +113,6 @@ def test_over_nccl(gpus, tmp_path):
     flags = ("--dtype", "bf16", "--micro-batch-size", 2)
     real = rows_of(compare(tmp_path / "real", "--device", "cuda", *flags, nproc=2, **visible))
     pretended = dry(tmp_path / "dry", 2, *flags)
-    for method, row in real.items():
-        for key in row.keys() - NOT_IN_A_DRY_RUN - {"peak_memory_bytes"}:
-            assert row[key] == pretended[method][key], (method, key)
+    for method in ("DDP", "FSDP"):
+        counted = real[method].keys() - NOT_IN_A_DRY_RUN - {"peak_memory_bytes"} - {*BUCKETS}
+        assert {key: real[method][key] for key in counted} == {key: pretended[method][key] for key in counted}

@@ -40,7 +40,12 @@ def passes(*argv) -> None:
 
 
 LINTERS = {
-    "shellcheck": [*ROOT.glob("launch/**/*.sh"), *ROOT.glob("launch/**/*.sbatch"), ROOT / ".ci/run"],
+    "shellcheck": [
+        *ROOT.glob("launch/**/*.sh"),
+        *ROOT.glob("benchmarks/*.sh"),
+        *ROOT.glob("launch/**/*.sbatch"),
+        ROOT / ".ci/run",
+    ],
     "hadolint": [DOCKER / "Dockerfile"],
     "check-jsonschema": ["--builtin-schema", "vendor.compose-spec", DOCKER / "compose.yaml"],
     "promtool": ["check", "config", DOCKER / "prometheus.yml"],
