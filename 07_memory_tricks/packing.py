@@ -1,19 +1,18 @@
 """Packing: documents of unequal length share a row, where padding would be computed and thrown away.
 
-A batch of documents is as wide as its longest one. Packing puts whole documents one behind the other until a row is
-full. Then two things must not cross a document's end: attention, or a document reads those before it; and the target,
-or a last token learns to guess the first of a stranger. Positions start anew, so that a document computes what it
-would alone; they do not keep documents apart. Two ways to keep attention inside: a mask of L x L, or q, k and v cut at
-the ends, one attention call per document.
+Packing puts whole documents one behind the other until a row is full. Then two things must not cross a document's end:
+attention, or a document reads those before it; and the target, or a last token learns to guess a stranger's first.
+Positions start anew, so that a document computes what it would alone; they do not keep documents apart. Two ways do: a
+mask of tokens x tokens, or q, k and v cut at the ends, one attention call per document.
 
     laptop    python 07_memory_tricks/packing.py
               torchrun --nproc_per_node=2 07_memory_tricks/packing.py
     one GPU   python 07_memory_tricks/packing.py --model llama-124m --seq-len 960 --documents 256 --dtype bf16
-    cluster   each rank packs rows of its own; where ranks share a row, what torchrun shows here is needed
+    cluster   each rank packs rows of its own; what torchrun shows here is needed where ranks share a row
 
 A row is a micro-batch here, since the ends differ by row. Under torchrun two more ways: a row's tokens over all ranks
-(context parallel), and the layers over all ranks (pipeline). On a GPU with --dtype bf16: varlen_attn, one kernel for
-all documents. FlexAttention has no backward on a CPU, so it is not here.
+(context parallel), and the layers over all ranks (pipeline). On a GPU with --dtype bf16 varlen_attn: one kernel for
+all documents. FlexAttention is not here: it has no backward on a CPU.
 
 Look for: useful tokens per second; what one changed word moves. Before: lora.py. Next: cuda_graphs.py.
 """
@@ -38,7 +37,7 @@ from common import data, exits, lesson, measure, model, runtime, shapes
 
 # all-gather with a backward: torch 2.13's name, and the one of before
 all_gather = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
-TOGETHER = 8  # documents of a padded batch
+PADDED_TOGETHER = 8  # documents of a padded batch
 
 
 def best_fit(lengths: list[int], size: int) -> list[list[int]]:
@@ -54,18 +53,6 @@ def best_fit(lengths: list[int], size: int) -> list[list[int]]:
     return rows
 
 
-def in_order(lengths: list[int], size: int) -> list[list[int]]:
-    """As they come: what does not fit starts the next row."""
-    rows, free = [], 0
-    for document, length in enumerate(lengths):
-        if length > free:
-            rows.append([])
-            free = size
-        rows[-1].append(document)
-        free -= length
-    return rows
-
-
 class Batch(NamedTuple):
     """Of each token: [rows, tokens]."""
 
@@ -75,22 +62,18 @@ class Batch(NamedTuple):
     owner: Tensor  # the number of its document; -1 is padding
 
 
-def pack(documents: list[Tensor], row: list[int], size: int) -> Batch:
-    """One row: these documents one behind the other, then padding."""
-    padding = documents[0].new_zeros(size - sum(len(documents[number]) for number in row))
-    parts = [(number, documents[number]) for number in row] + [(-1, padding)]
+def pack(documents: list[Tensor], rows: list[list[int]], size: int) -> Batch:
+    """In each row these documents one behind the other, then padding."""
+    parts = []
+    for row in rows:
+        padding = documents[0].new_zeros(size - sum(len(documents[number]) for number in row))
+        parts += [(number, documents[number]) for number in row] + [(-1, padding)]
     inputs = torch.cat([part for _, part in parts])
     positions = torch.cat([torch.arange(len(part), device=part.device) for _, part in parts])
     owner = torch.cat([torch.full_like(part, number) for number, part in parts])
     is_last = owner != F.pad(owner[1:], (0, 1), value=-1)
     targets = inputs.roll(-1).masked_fill(is_last | (owner < 0), data.PADDING)
-    return Batch(inputs[None], targets[None], positions[None], owner[None])
-
-
-def pad(documents: list[Tensor], numbers: range) -> Batch:
-    """A row for each document, as wide as the longest."""
-    width = max(len(documents[number]) for number in numbers)
-    return Batch(*map(torch.cat, zip(*(pack(documents, [number], width) for number in numbers), strict=True)))
+    return Batch(*(tensor.unflatten(0, (len(rows), size)) for tensor in (inputs, targets, positions, owner)))
 
 
 # What stands in for F.scaled_dot_product_attention in a batch. q, k, v: [rows, heads, tokens, head_dim].
@@ -129,8 +112,8 @@ def varlen(batch: Batch) -> Callable:
     def attend(q: Tensor, k: Tensor, v: Tensor, *_, **__) -> Tensor:
         q, k, v = (tensor[0].transpose(0, 1) for tensor in (q, k, v))  # [tokens, heads, head_dim]
         k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))
-        causal = {"window_size": (-1, 0)}  # by default a query sees its future
-        return varlen_attn(q, k, v, ends, ends, longest, longest, **causal).transpose(0, 1)[None]
+        out = varlen_attn(q, k, v, ends, ends, longest, longest, window_size=(-1, 0))  # causal; by default it is not
+        return out.transpose(0, 1)[None]
 
     return attend
 
@@ -139,7 +122,9 @@ def varlen(batch: Batch) -> Callable:
 
 
 def on_one_rank(net: nn.Module, attention_of: Callable, batch: Batch) -> tuple[Batch, Tensor]:
-    set_attention(net, attention_of(batch))
+    attend = attention_of(batch)
+    for layer in net.model.layers.values():
+        layer.self_attn.attend = attend
     return batch, net(batch.inputs, positions=batch.positions)
 
 
@@ -154,75 +139,63 @@ def tokens_over_ranks(net: nn.Module, batch: Batch) -> tuple[Batch, Tensor]:
         k, v = (all_gather(tensor.contiguous(), gather_dim=2, group=dist.group.WORLD) for tensor in (k, v))
         return with_mask(q, k, v, **how)
 
-    set_attention(net, attend)
-    part = Batch(*(tensor[:, mine] for tensor in batch))
-    return part, net(part.inputs, positions=part.positions)
+    return on_one_rank(net, lambda _: attend, Batch(*(tensor[:, mine] for tensor in batch)))
 
 
 def layers_over_ranks(stage: nn.Module, batch: Batch) -> tuple[Batch, Tensor]:
     """Pipeline: a rank has some layers. Hidden states do not say where documents end, so every rank has the batch."""
-    set_attention(stage, cut(batch))
     rank, x = dist.get_rank(), batch.inputs
     if rank > 0:
-        x = torch.empty(*x.shape, stage.config.hidden_size, device=x.device)
-        dist.recv(x, rank - 1)
-        x.requires_grad_().register_hook(lambda gradient: dist.send(gradient.contiguous(), rank - 1))
-    y = stage(x, positions=batch.positions).clone()  # not x itself, where a rank has no layer
+        x = receive(torch.empty(*x.shape, stage.config.hidden_size, device=x.device), rank - 1).requires_grad_()
+        x.register_hook(lambda gradient: dist.send(gradient.contiguous(), rank - 1))
+    _, y = on_one_rank(stage, cut, batch._replace(inputs=x))
     if rank == dist.get_world_size() - 1:
         return batch, y
+    y = y.clone()  # not x itself, where a rank has no layer
     dist.send(y.detach(), rank + 1)
-
-    def receive(gradient: Tensor) -> Tensor:
-        dist.recv(gradient := torch.empty_like(gradient).contiguous(), rank + 1)
-        return gradient
-
-    y.register_hook(receive)
-    return Batch(*(tensor[:, :0] for tensor in batch)), y[:, :0]  # no token, but backward comes by
+    y.register_hook(lambda _: receive(torch.empty_like(y), rank + 1))
+    return Batch(*(tensor[:, :0] for tensor in batch)), y[:, :0]  # no token, but backward comes by here
 
 
-def set_attention(net: nn.Module, attend: Callable) -> None:
-    for layer in net.model.layers.values():
-        layer.self_attn.attend = attend
+def receive(buffer: Tensor, sender: int) -> Tensor:
+    dist.recv(buffer, sender)
+    return buffer
 
 
-def autocast(batch: Batch, dtype: str) -> torch.autocast:
-    return torch.autocast(batch.inputs.device.type, torch.bfloat16, enabled=dtype == "bf16")
-
-
-def step(net: nn.Module, way: Callable, batches: list[Batch], dtype: str) -> None:
+def step(net: nn.Module, way: Callable, batches: list[Batch], over_ranks: bool) -> None:
     """The gradient of the mean over all targets. Rows hold unequal numbers of them: a mean of means is another."""
     net.zero_grad(set_to_none=True)
     target_count = sum((batch.targets != data.PADDING).sum() for batch in batches)
     for batch in batches:
-        with autocast(batch, dtype):
-            part, logits = way(batch)
+        part, logits = way(batch)
         loss = F.cross_entropy(logits.flatten(0, 1).float(), part.targets.flatten(), reduction="sum")
         (loss / target_count).backward()
-    if way.func is not on_one_rank:  # each rank has found a term of the sum
-        for weight in net.parameters():
-            weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
-            dist.all_reduce(weight.grad)
+    for weight in net.parameters() if over_ranks else ():  # each rank has found a term of the sum
+        weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
+        dist.all_reduce(weight.grad)
 
 
-def largest_change(way: Callable, batches: list[Batch], dtype: str) -> float:
+def largest_change(way: Callable, batches: list[Batch]) -> float:
     """Change the first word of a document: how far do logits of the others in its batch move? 0: not by a bit."""
     batch = next((batch for batch in batches if batch.owner.unique().numel() > 2), batches[0])
     changed = batch._replace(inputs=batch.inputs.clone())
     changed.inputs[0, :4] ^= 1
-    with autocast(batch, dtype):
-        (part, before), (_, after) = way(batch), way(changed)
+    (part, before), (_, after) = way(batch), way(changed)
     others = (part.owner != batch.owner[0, 0]) & (part.owner >= 0)
     of_this_rank = F.pad((after - before).detach()[others].abs().flatten(), (0, 1)).max()  # a 0 if it has none of them
     return torch.tensor(runtime.gather(of_this_rank.item())).max().item()  # NaN if one is
 
 
-def run(name: str, way: Callable, batches: list[Batch], net: nn.Module, dtype: str, exact: list[Tensor]) -> dict:
-    """A row. `exact` is filled by the first way, one document at a time, and the others are compared with it."""
+def run(name: str, one_step: partial, exact: list[Tensor]) -> dict:
+    """A row. `exact` is filled by the first way, one document at a time; the others are compared with it."""
+    net, way, batches = one_step.args
     net.zero_grad(set_to_none=True)
-    with measure.LiveBytes(net.parameters(), batches[0].inputs.device) as memory:
-        step(net, way, batches, dtype)
-    exact += [] if exact else [weight.grad.clone() for weight in net.parameters()]
-    change = largest_change(way, batches, dtype)
+    largest = max(batches, key=lambda batch: batch.inputs.numel())
+    with measure.LiveBytes(net.parameters(), largest.inputs.device) as memory:
+        one_step.func(net, way, [largest], **one_step.keywords)
+    one_step()
+    gradients = [weight.grad.clone() for weight in net.parameters()]
+    exact += [] if exact else gradients
     useful = sum((batch.owner >= 0).sum().item() for batch in batches)
     return {
         "name": name,
@@ -230,8 +203,8 @@ def run(name: str, way: Callable, batches: list[Batch], net: nn.Module, dtype: s
         "useful_token_share": useful / sum(batch.owner.numel() for batch in batches),
         "targets": sum((batch.targets != data.PADDING).sum().item() for batch in batches),
         "peak_bytes": memory.peak,
-        "gradient_error": measure.relative_error([weight.grad for weight in net.parameters()], exact),
-        "largest_change": change,
+        "gradient_error": measure.relative_error(gradients, exact),
+        "largest_change": (change := largest_change(way, batches)),
         "documents_see_each_other": change != 0,
     }
 
@@ -240,48 +213,48 @@ def main() -> int:
     args = lesson.flags(__doc__, model="nano", seq_len=240, documents=32, rounds=3, dtype=("fp32", "bf16"))
     config, size = shapes.load_config(args.model, 256, args.seq_len), args.seq_len
     lengths = helper.document_lengths(args.documents, size)
-    rows_of_documents = helper.checked_rows(best_fit(lengths, size), size)
+    helper.refuse(best_fit(lengths, size), args)
     runtime.seed_all(0)
     device = runtime.init_process_group(args.device)
     documents = helper.read_documents(lengths, device)
     net = model.build(args.model, config, seed=0, device=device)
 
-    together = [range(first, min(first + TOGETHER, len(lengths))) for first in range(0, len(lengths), TOGETHER)]
-    batches = {
-        "one at a time": [pack(documents, [number], length) for number, length in enumerate(lengths)],
-        "padded": [pad(documents, numbers) for numbers in together],
-        "in order": [pack(documents, row, size) for row in in_order(lengths, size)],
-        "best fit": [pack(documents, row, size) for row in rows_of_documents],
-    }
+    alone = [pack(documents, [[number]], length) for number, length in enumerate(lengths)]
+    groups = [range(len(lengths))[first:][:PADDED_TOGETHER] for first in range(0, len(lengths), PADDED_TOGETHER)]
+    padded = [pack(documents, [[number] for number in group], max(lengths[i] for i in group)) for group in groups]
+    ordered, fitted = (
+        [pack(documents, [row], size) for row in packing(lengths, size)] for packing in (helper.in_order, best_fit)
+    )
     ways = {
-        "one at a time": partial(on_one_rank, net, causal),
-        "padded": partial(on_one_rank, net, causal),
-        "in order, cut": partial(on_one_rank, net, cut),
-        "best fit, no mask": partial(on_one_rank, net, causal),
-        "best fit, mask": partial(on_one_rank, net, masked),
-        "best fit, cut": partial(on_one_rank, net, cut),
+        "one at a time": (alone, partial(on_one_rank, net, causal)),
+        "padded": (padded, partial(on_one_rank, net, causal)),
+        "in order, cut": (ordered, partial(on_one_rank, net, cut)),
+        "best fit, no mask": (fitted, partial(on_one_rank, net, causal)),
+        "best fit, mask": (fitted, partial(on_one_rank, net, masked)),
+        "best fit, cut": (fitted, partial(on_one_rank, net, cut)),
     }
     if device.type == "cuda" and args.dtype == "bf16":
-        ways["best fit, varlen_attn"] = partial(on_one_rank, net, varlen)
+        ways["best fit, varlen_attn"] = (fitted, partial(on_one_rank, net, varlen))
     else:
-        runtime.say("planned: varlen_attn (needs a CUDA GPU and --dtype bf16)")
+        runtime.say("planned: best fit, varlen_attn (needs a CUDA GPU and --dtype bf16)")
     if dist.get_world_size() > 1:
-        ways["best fit, tokens over ranks"] = partial(tokens_over_ranks, net)
-        ways["best fit, layers over ranks"] = partial(layers_over_ranks, helper.stage_of(net))
+        ways["best fit, tokens over ranks"] = (fitted, partial(tokens_over_ranks, net))
+        ways["best fit, layers over ranks"] = (fitted, partial(layers_over_ranks, helper.stage_of(net)))
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bf16")
     exact, rows, steps = [], [], {}
-    for name, way in ways.items():
-        of_way = batches[name.split(",")[0]]
-        rows.append(run(name, way, of_way, net, args.dtype, exact))
-        steps[name] = partial(step, net, way, of_way, args.dtype)
-    seconds = measure.seconds_in_turns(steps, device, args.rounds)
-    for row in rows:
-        row |= seconds[row["name"]]
+    for name, (batches, way) in ways.items():
+        steps[name] = partial(step, net, autocast(way), batches, over_ranks=name.endswith("over ranks"))
+        rows.append(run(name, steps[name], exact))
+    for row, seconds in zip(rows, measure.seconds_in_turns(steps, device, args.rounds).values(), strict=True):
+        row |= seconds
         for low, high in (("", ""), ("min_", "max_"), ("max_", "min_")):
             row[f"{low}tokens_per_second"] = row["useful_tokens"] / row[f"{high}seconds"]
     many = helper.document_lengths(10_000, size)
-    shares = {packing.__name__: sum(many) / (size * len(packing(many, size))) for packing in (in_order, best_fit)}
+    shares = {
+        packing.__name__: sum(many) / (size * len(packing(many, size))) for packing in (helper.in_order, best_fit)
+    }
     checked = helper.check(rows, shares, args)
-    own = {"parameters": shapes.parameter_count(config), "shares_of_10000": shares}
+    own = {"parameters": shapes.parameter_count(config), "shares_of_10000_documents": shares}
     lesson.end(rows, columns=helper.COLUMNS, checked=checked, args=args, device=device, **own)
     runtime.shutdown()
     return 0
