@@ -102,22 +102,6 @@ def cut(batch: Batch) -> Callable:
     return attend
 
 
-def varlen(batch: Batch) -> Callable:
-    """As cut, in one kernel that takes the documents' ends. CUDA and bf16 alone."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    lengths = batch.owner[0].unique_consecutive(return_counts=True)[1]
-    ends, longest = F.pad(lengths.cumsum(0), (1, 0)).int(), int(lengths.max())
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, *_, **__) -> Tensor:
-        q, k, v = (tensor[0].transpose(0, 1) for tensor in (q, k, v))  # [tokens, heads, head_dim]
-        k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))
-        out = varlen_attn(q, k, v, ends, ends, longest, longest, window_size=(-1, 0))  # causal; by default it is not
-        return out.transpose(0, 1)[None]
-
-    return attend
-
-
 # A way takes a batch and returns the part of it that this rank has logits of, and these.
 
 
@@ -234,7 +218,7 @@ def main() -> int:
         "best fit, cut": (fitted, partial(on_one_rank, net, cut)),
     }
     if device.type == "cuda" and args.dtype == "bf16":
-        ways["best fit, varlen_attn"] = (fitted, partial(on_one_rank, net, varlen))
+        ways["best fit, varlen_attn"] = (fitted, partial(on_one_rank, net, helper.varlen))
     else:
         runtime.say("planned: best fit, varlen_attn (needs a CUDA GPU and --dtype bf16)")
     if dist.get_world_size() > 1:
