@@ -8,7 +8,7 @@ mask of tokens x tokens, or q, k and v cut at the ends, one attention call per d
     laptop    python 07_memory_tricks/packing.py
               torchrun --nproc_per_node=2 07_memory_tricks/packing.py
     one GPU   python 07_memory_tricks/packing.py --model llama-124m --seq-len 960 --documents 256 --dtype bf16
-    cluster   each rank packs its own rows; where ranks share a row, do as under torchrun here
+    cluster   each rank packs rows of its own; where ranks share a row, as with the second command
 
 A row is a micro-batch here, since the ends differ by row. Under torchrun two more ways: a row's tokens over all ranks
 (context parallel), and the layers over all ranks (pipeline). On a GPU with --dtype bf16 varlen_attn: one kernel for
