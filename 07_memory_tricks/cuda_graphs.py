@@ -13,7 +13,7 @@ On a CPU there is nothing to capture. There the script measures what a graph wou
 numbers that its shape allows runs the same operators, and its time is that of Python, dispatcher and autograd alone.
 
 Look for: the share of overhead, which is large for few tokens and vanishes with many. A graph keeps a memory pool of
-its own, which nothing else can use. Before: lora.py. Next: 08_model_parallel/.
+its own, which nothing else can use. Before: packing.py. Next: 08_model_parallel/.
 """
 
 import dataclasses

@@ -15,7 +15,7 @@ A model with random weights is first trained on the standard library's source, t
 One with a chat template is adapted to lora_instructions.jsonl: held-out questions show whether it answers in their way.
 
 Look for: bytes of weights, gradients and optimizer state by method, and how little the activations change; the loss on
-text that no method has read. Before: offload.py. Next: cuda_graphs.py.
+text that no method has read. Before: offload.py. Next: packing.py.
 """
 
 import copy
