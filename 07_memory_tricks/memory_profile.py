@@ -9,11 +9,10 @@ saved, and the gradients of activations. So no byte is guessed, and none is coun
     one GPU   python 07_memory_tricks/memory_profile.py --model llama-124m --seq-len 1024 --dtype bf16
     cluster   one process is all it uses: profile one rank's model and batch on one GPU of the kind that the job gets
 
-On a GPU it also writes runs/memory_snapshot.pickle, the allocator's history of a step: https://pytorch.org/memory_viz
-shows the line of code behind each piece.
+On a GPU it also writes runs/memory_snapshot.pickle, the allocator's history of a step, for pytorch.org/memory_viz.
 
 Look for: the peak, which is reached early in backward; activations, the one category that grows with the batch; the
-lower rows, the same by module. Before: estimate.py. Next: gradient_checkpointing.py for activations, optimizer_memory.py for optimizer state.
+lower rows, which say the same by module. Before: estimate.py. Next: gradient_checkpointing.py.
 """
 
 import sys
