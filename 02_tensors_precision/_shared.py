@@ -1,9 +1,8 @@
 """What quantize.py and qat.py share: weights as integers and scales, the model that both start from, and its loss.
 
 The model is a Hugging Face folder's, or nano on the source text of the standard library. nano is trained here in fp32
-throughout, so that what a row loses is lost to quantization, and kept in runs/. The file's name says what the weights
-depend on: device, seed, steps, text, torch version. It is written under another name and renamed, so that a killed run
-leaves no half of it.
+throughout, so that what a row loses is lost to quantization, and kept in runs/, in a file whose name says what the
+weights depend on.
 """
 
 import argparse
@@ -110,7 +109,6 @@ def parser(doc: str) -> cli.Parser:
     parser = cli.Parser(doc)
     add = parser.add_argument
     add("--model", default="nano", help="nano, trained here first, or a Hugging Face folder with trained weights")
-    add("--seed", type=cli.natural, default=0, help="of nano's weights, and of the order of the data")
     add("--train-steps", type=cli.positive_int, default=20, help="steps that nano is trained first")
     add("--run-dir", type=Path, default=Path(__file__).resolve().parents[1] / "runs", help="folder where nano is kept")
     cli.add_device_and_json(parser)
