@@ -60,8 +60,6 @@ def scale_of_each(w: Quantized, columns: int) -> Tensor:
 
 def pack(codes: Tensor) -> Tensor:
     """int8 [out, in] of -8 to 7 -> uint8 [out, in / 2]: even columns in the low four bits, odd in the high."""
-    if codes.shape[1] % 2:
-        raise ValueError(f"{codes.shape[1]} int4 values to a row: an odd number does not fill bytes")
     return (codes[:, 1::2] << 4 | codes[:, ::2] & 15).view(torch.uint8)
 
 
@@ -110,7 +108,6 @@ def parser(doc: str) -> cli.Parser:
     add = parser.add_argument
     add("--model", default="nano", help="nano, trained here first, or a Hugging Face folder with trained weights")
     add("--train-steps", type=cli.positive_int, default=20, help="steps that nano is trained first")
-    add("--run-dir", type=Path, default=Path(__file__).resolve().parents[1] / "runs", help="folder where nano is kept")
     cli.add_device_and_json(parser)
     return parser
 
@@ -126,17 +123,14 @@ def starting_model(args: argparse.Namespace, seed: int, device: torch.device) ->
     net = model.build(args.model, config, seed=seed, device=device)
     if args.model == "nano":
         key = f"nano-{device.type}-seed{seed}-steps{args.train_steps}-{corpus.sha256[:12]}-torch{torch.__version__}"
-        file = args.run_dir / f"{key}.pt"
+        file = Path("runs", f"{key}.pt")
         if file.is_file():
             net.load_state_dict(torch.load(file, map_location=device, weights_only=True))
         else:
-            print(f"{file.name}: not there yet, training {args.train_steps} steps", flush=True)
-            try:
-                args.run_dir.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise UserError(f"--run-dir {args.run_dir}: {error.strerror}; name another folder") from None
+            print(f"{file}: not there yet, training {args.train_steps} steps", flush=True)
             train(net, corpus, args.train_steps, 2e-3, seed)
-            unfinished = file.with_suffix(f".{os.getpid()}.tmp")
+            file.parent.mkdir(exist_ok=True)
+            unfinished = file.with_suffix(f".{os.getpid()}.tmp")  # a killed run leaves no half of it
             torch.save(net.state_dict(), unfinished)
             unfinished.rename(file)
     return net.eval(), corpus

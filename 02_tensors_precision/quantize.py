@@ -46,14 +46,13 @@ def round_with_one_scale(weight: Tensor, bits: int) -> Tensor:
 def quantize_all(weights: dict[str, Tensor], bits: int, group: str | int) -> dict[str, Quantized]:
     """Every matrix, as integers, int4 two to a byte (_shared.quantize), each off by at most scale / 2. With one
     scale for all, one outlier makes the rounding coarse for all: so a row or a group can have its own."""
-    quantized = {}
-    for name, weight in weights.items():
-        w = quantize(weight, bits, group)
+    quantized = {name: quantize(weight, bits, group) for name, weight in weights.items()}
+    for name, w in quantized.items():
+        weight = weights[name]
         allowed = _shared.scale_of_each(w, weight.shape[1]) * (0.5 + 1e-5)  # 1e-5: fp32's own rounding
         assert ((dequantize(w) - weight).abs() <= allowed).all(), f"{name}: off by more than scale / 2"
         if group == "tensor":
             assert torch.equal(dequantize(w), round_with_one_scale(weight, bits)), f"{name}: packed is not as rounded"
-        quantized[name] = w
     return quantized
 
 

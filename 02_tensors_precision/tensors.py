@@ -24,7 +24,6 @@ from torch.nn.functional import conv2d
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
 from common import exits, lesson, measure
 
-ROUNDS = 7
 NHWC = torch.channels_last
 
 
@@ -77,8 +76,9 @@ def broadcasting() -> None:
     images = torch.randn(32, 64, 56, 56)
     wide = bias.expand_as(images)
     check(wide.stride() == (0, 1, 0, 0), "a bias of (64, 1, 1) expanded to (32, 64, 56, 56): stride (0, 1, 0, 0)")
-    check(wide.nbytes == 25_690_112, "read as 25,690,112 bytes")
-    check(wide.untyped_storage().nbytes() == 256, "stored as 256 bytes")
+    check(
+        (wide.nbytes, wide.untyped_storage().nbytes()) == (25_690_112, 256), "read as 25,690,112 bytes, stored as 256"
+    )
     check(torch.equal(images + bias, images + wide.contiguous()), "images + bias is equal to the bit to the stored way")
     check_raises("writing into the expanded bias", lambda: wide.add_(1))
     check((torch.zeros(8, 1) - torch.zeros(8)).shape == (8, 8), "(8, 1) - (8) is (8, 8): a wrong loss and no error")
@@ -90,7 +90,7 @@ def layouts() -> dict:
     nhwc = nchw.to(memory_format=NHWC)
     fp32, bf16 = nhwc.untyped_storage().nbytes(), nhwc.bfloat16().untyped_storage().nbytes()
     check(fp32 == 4 * 4_816_896 == 19_267_584, "4,816,896 values of 4 bytes in fp32: 19,267,584 bytes")
-    check(2 * bf16 == fp32, "2 bytes in bf16 (or fp16), half the memory: 9,633,792 bytes")
+    check(bf16 == 9_633_792, "2 bytes in bf16 (or fp16), half the memory: 9,633,792 bytes")
     check(torch.equal(nchw, nhwc) and nchw.untyped_storage().nbytes() == fp32, "equal values and bytes in both layouts")
     check(nchw.stride() == (150528, 50176, 224, 1), "NCHW: stride (150528, 50176, 224, 1)")
     check(nhwc.stride() == (150528, 1, 672, 3), "channels_last: stride (150528, 1, 672, 3)")
@@ -100,9 +100,7 @@ def layouts() -> dict:
 
 def convolution(channels: int, side: int, stride: int, device: torch.device) -> dict:
     """A row: the same convolution in both layouts, equal up to rounding."""
-    dtype, tolerance = torch.float32, 1e-4  # the results are of size 1
-    if device.type == "cuda":
-        dtype, tolerance = torch.float16, 0.05  # as tensor cores multiply it on every card
+    dtype, tolerance = (torch.float16, 0.05) if device.type == "cuda" else (torch.float32, 1e-4)
     x = torch.randn(32, channels, side, side).to(device, dtype)
     w = (torch.randn(64, channels, 3, 3) / (9 * channels) ** 0.5).to(device, dtype)
     x_nhwc = x.to(memory_format=NHWC)
@@ -134,9 +132,8 @@ def devices(device: torch.device) -> None:
     check(x.to("meta") is not x and x.is_cpu, "tensor.to(device) leaves x where it is: use what it returns")
     check_raises("an operation on operands in two places", lambda: x + x.to("meta"))
     if device.type != "cpu":
-        moved = x.to(device).fill_(7)
+        x.to(device).fill_(7)
         check(not (x == 7).any(), "x.to(device) is a copy: a write into it is not seen in x")
-        check_raises("x + that copy", lambda: x + moved)
 
 
 def run(what: str, first: Callable[[], object], second: Callable[[], object], device: torch.device) -> dict:
@@ -148,11 +145,11 @@ def run(what: str, first: Callable[[], object], second: Callable[[], object], de
             work()
 
     steps = {"second": partial(repeated, second), "first": partial(repeated, first)}
-    measured = measure.seconds_in_turns(steps, device, ROUNDS)
+    measured = measure.seconds_in_turns(steps, device, rounds=7)
     row = {"what": what}
     for prefix in ("", "min_", "max_"):
-        for way in ("first", "second"):
-            row[f"{prefix}{way}_seconds"] = measured[way][f"{prefix}seconds"] / calls
+        row[f"{prefix}first_seconds"] = measured["first"][f"{prefix}seconds"] / calls
+        row[f"{prefix}second_seconds"] = measured["second"][f"{prefix}seconds"] / calls
         row[f"{prefix}ratio"] = measured["first"][f"{prefix}time_ratio"]
     return row
 
