@@ -4,9 +4,9 @@
     python benchmarks/gpu_report.py --minutes 10                   more rounds
 
 One command after the other, each in a process of its own, the most telling first: the rates of 01_devices/benchmark.py,
-llama-124m in bf16 beside transformers' Trainer and in fp32 (training.py), decode of llama-8b beside `generate`
-(inference.py), then the lessons that measure something. A comparison gets a part of the time and runs as many rounds as
-fit. Left out, and named: what has no time left, and the peers where transformers or accelerate is missing.
+llama-124m beside transformers' Trainer (training.py), decode of llama-8b beside `generate` (inference.py), then the
+lessons that measure something. A comparison gets a part of the time and runs as many rounds as fit. Left out, and
+named: what has no time left, and the peers where transformers or accelerate is missing.
 
 The results in benchmarks/results/ are written anew after every command: what a kill leaves is what was measured. A rate
 above what the hardware can do is a fault of the timing, and exit code 1, as is a command that fails. Look for: MFU

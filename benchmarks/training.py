@@ -77,15 +77,14 @@ def sides_of(case: str, args) -> list[Side]:
 
 def check(case: str, dtype: str, comparison: Comparison) -> None:
     """AssertionError if the sides do not train the same model on the same batch."""
-    firsts = {side: runs[0] for side, runs in comparison.runs.items()}
-    baseline = next(iter(firsts.values()))
-    for side, run in firsts.items():
-        assert run["parameters"] == baseline["parameters"], f"{case}, {side}: {run['parameters']} parameters"
-        key, tolerance = "first_loss", LOSS_TOLERANCE[dtype]
-        if case == "trainer":
-            key, tolerance = "last_loss", TRAINER_LOSS_TOLERANCE
-        same = math.isclose(run[key], baseline[key], rel_tol=tolerance)
-        assert case == "batch" or same, f"{case}, {side}: {key} {run[key]}, of the baseline {baseline[key]}"
+    firsts = [runs[0] for runs in comparison.runs.values()]
+    key, tolerance = "first_loss", LOSS_TOLERANCE[dtype]
+    if case == "trainer":
+        key, tolerance = "last_loss", TRAINER_LOSS_TOLERANCE
+    for run in firsts:
+        assert run["parameters"] == firsts[0]["parameters"], f"{case}: {run['parameters']} parameters"
+        same = math.isclose(run[key], firsts[0][key], rel_tol=tolerance)
+        assert case == "batch" or same, f"{case}: {key} {run[key]}, of the first side {firsts[0][key]}"
 
 
 def main() -> int:
