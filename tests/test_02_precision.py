@@ -100,7 +100,7 @@ FAULTS = [
     ("return (bits + 0xFFF + (bits >> 13 & 1) & -(1 << 13))", "return (bits & -(1 << 13))"),
     ("torch.randint(1 << 16, x.shape, dtype=torch.int32)", "(1 << 15)"),
     ('torch.bfloat16 if way == "bf16" else', 'torch.bfloat16 if way[4:8] in ("", " and") else'),
-    ("return (x / scale).to(dtype).float() * scale", "return x.to(dtype).float()"),
+    ("return (x / scale).to(dtype).float() * scale", "return (x / scale).to(dtype).float()"),
 ]
 
 
