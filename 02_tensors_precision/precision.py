@@ -209,7 +209,7 @@ def check(rows: list[dict], updates: list[dict]) -> list[str]:
     assert errors["fp32"] < 1e-6, f"fp32 matmuls are off by {errors['fp32']:.1e}: this is tf32 (NVIDIA_TF32_OVERRIDE?)"
     for ten_bits in ("tf32", "fp16"):
         order = [errors[other] for other in ("fp32", ten_bits, "bf16", "fp8 e4m3fn", "fp8 e5m2")]
-        assert order == sorted(order) and order[-1] < 0.1, errors
+        assert order == sorted([*order[:-1], min(order[-1], 0.1)]), errors  # e5m2 is within 10 %
     fp32, bf16, fp16 = (by_name[name]["naive_sum"] for name in ("fp32", "bf16", "fp16"))
     checked = [
         "the limits of each type are what torch says; 1 per second is exact up to where the type counts by 1",
