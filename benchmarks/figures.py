@@ -23,7 +23,7 @@ MIB = 2**20
 
 def summary_of(script: str, flags: str = "", ranks: int = 0) -> dict:
     """Run a lesson on the CPU: what it writes with --json."""
-    return Side("", script, f"{flags} --device cpu".split(), ranks).summary(timeout=600)
+    return Side("", script, f"{flags} --device cpu", ranks).run(timeout=600)[0]
 
 
 def save(figure: Figure, name: str) -> None:
@@ -143,12 +143,8 @@ def pipeline() -> None:
 
 def main() -> int:
     cli.Parser(__doc__).parse_args()
-    error_by_type()
-    loss_by_type()
-    overlap()
-    memory_over_a_step()
-    who_holds_what()
-    pipeline()
+    for draw in (error_by_type, loss_by_type, overlap, memory_over_a_step, who_holds_what, pipeline):
+        draw()
     return 0
 
 

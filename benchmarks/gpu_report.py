@@ -2,19 +2,17 @@
 
     make gpu                                                       the GPU tests, then this
     python benchmarks/gpu_report.py --minutes 10                   more rounds
-    python benchmarks/gpu_report.py --part chapters --minutes 6    only what the lessons measure
 
 One command after the other, each in a process of its own, the most telling first: the rates of 01_devices/benchmark.py,
-llama-124m in bf16 beside transformers' Trainer and in fp32 (training.py), decode of llama-8b beside `generate`
-(inference.py), then the lessons that measure something. A comparison gets a part of the time and runs as many rounds as
-fit. Left out, and named: what has no time left, and the peers where transformers or accelerate is missing.
+llama-124m beside transformers' Trainer (training.py), decode of llama-8b beside `generate` (inference.py), then the
+lessons that measure something. A comparison gets a part of the time and runs as many rounds as fit. Left out, and
+named: what has no time left, and the peers where transformers or accelerate is missing.
 
 The results in benchmarks/results/ are written anew after every command: what a kill leaves is what was measured. A rate
-above what the hardware can do is a fault of the timing; the report then ends with exit code 1, as it does if a command
-fails. No GPU: exit code 2. Look for: MFU beside the 45 % that we aim at, the verdicts, the share of the bandwidth.
+above what the hardware can do is a fault of the timing, and exit code 1, as is a command that fails. Look for: MFU
+beside the 45 % that we aim at, the verdicts, the share of the bandwidth.
 """
 
-import json
 import os
 import sys
 import tempfile
@@ -25,14 +23,13 @@ from typing import NamedTuple
 
 from _measure import (
     LEAST_SECONDS,
-    REPO,
     Failed,
     OutOfTime,
+    Side,
     about,
     choose_device,
     end_children_at_sigterm,
     facts,
-    start,
     write_results,
 )
 
@@ -49,15 +46,12 @@ LLAMA = "--model llama-124m --seq-len 1024"
 TRAINER = ("transformers", "accelerate")
 LLAMA_8B = "--model llama-8b --max-new-tokens 200 --sides generate-compiled,ours-compiled,generate,ours"
 # `make gpu` leaves four minutes to all of it: compiled beside compiled, which decides, comes first
-TRAINING = [
+PARTS = [
     Part("01_devices/benchmark.py --device cuda"),
     Part("benchmarks/training.py --case trainer --steps 50 --rounds 9 --device cuda", 0.6, TRAINER),
     Part(f"benchmarks/inference.py {LLAMA_8B} --device cuda", 0.4, ("transformers",)),
     Part("benchmarks/training.py --case compile --steps 50 --device cuda", 0.2),
-    Part("benchmarks/training.py --case one-rank --steps 50 --rounds 1 --device cuda", 0.15),
     Part("benchmarks/training.py --case compile --dtype fp32 --steps 20 --rounds 1 --device cuda", 0.15),
-]
-CHAPTERS = [
     Part(f"04_amp/compare.py {LLAMA} --batch-size 16 --steps 18 --device cuda"),
     Part("07_memory_tricks/chunked_loss.py --tokens 16384 --hidden-size 2048 --chunk-tokens 512 --dtype bf16"),
     Part("07_memory_tricks/gradient_checkpointing.py --model llama-1b --seq-len 4096 --batch-size 1 --dtype bf16"),
@@ -68,7 +62,6 @@ CHAPTERS = [
     Part("02_tensors_precision/quantize.py --device cuda"),
     Part("02_tensors_precision/qat.py --device cuda"),
     Part("02_tensors_precision/tensors.py --device cuda"),
-    Part("01_devices/show.py"),
     Part("01_devices/doctor.py"),
 ]
 MAY_FIND_FAULTS = "01_devices/doctor.py"  # exit code 1 where this machine has a fault: a finding
@@ -81,54 +74,44 @@ def run(part: Part, seconds: float, env: dict[str, str]) -> dict:
         return {**row, "not_run": f"{' and '.join(missing)} not installed"}
     if seconds < LEAST_SECONDS:
         return {**row, "not_run": "no time left"}
-    with tempfile.TemporaryDirectory(prefix="gpu-report-") as folder:  # runs/ with its checkpoints is made there
-        file = Path(folder, "summary.json")
-        script, *flags = part.command.split()
-        command = [sys.executable, str(REPO / script), *flags, "--json", str(file)]
-        if part.share_of_time:
-            command += ["--minutes", f"{seconds / 60:.2f}"]
-        try:
-            # a benchmark that takes turns ends its command and itself a little later
-            row["output"] = start(command, seconds + LEAST_SECONDS * bool(part.share_of_time), env, Path(folder))
-        except OutOfTime as error:
-            row["output"], row["not_run"] = error.output, f"no time left: {error}"
-        except Failed as error:
-            row["output"], row["failed"] = error.output, str(error)
-        if file.exists():
-            row["summary"] = json.loads(file.read_text())
+    script, _, flags = part.command.partition(" ")
+    if part.share_of_time:  # it ends its own commands and itself, a little later
+        flags += f" --minutes {seconds / 60:.2f}"
+        seconds += LEAST_SECONDS
+    try:
+        row["summary"], row["output"] = Side("", script, flags, env=env).run(seconds)
+    except Failed as error:
+        reason, row["output"] = error.args
+        row["not_run" if isinstance(error, OutOfTime) else "failed"] = reason
     return row
 
 
 def save(facts_: dict, rows: list[dict]) -> Path:
     """Write the report as far as it has come, under the GPU's name once a command has given it."""
-    names = [row["summary"]["device"] for row in rows if row["summary"] and row["summary"].get("device")]
-    facts_["device"] = next(iter(names), "gpu")
+    names = [row["summary"]["device"] for row in rows if row["summary"]]
+    facts_["device"] = next(filter(None, names), "gpu")
     parts = [f"# Measured on {facts_['device']}", facts(facts_)]
     for row in rows:
-        parts.append(f"## `{row['command']}`")
-        parts += [f"{word.replace('_', ' ')}: {row[word]}" for word in ("failed", "not_run") if row[word]]
-        if row["output"]:
-            parts.append(f"```\n{row['output'].rstrip()}\n```")
+        outcome = row["failed"] or row["not_run"] or "done"
+        parts.append(f"## `{row['command']}`\n\n{outcome}\n\n```\n{(row['output'] or '').rstrip()}\n```")
     return write_results(facts_["device"], "report", {"about": facts_, "commands": rows}, "\n\n".join(parts))
 
 
 def main() -> int:
     parser = cli.Parser(__doc__)
     parser.add_argument("--minutes", type=cli.positive, default=5.0, help="all of it ends within this time")
-    parser.add_argument("--part", choices=("all", "training", "chapters"), default="all")
     args = parser.parse_args()
     seconds = args.minutes * 60
     deadline = time.monotonic() + seconds
     end_children_at_sigterm()
     choose_device("cuda")  # this process stays off the GPU: its memory is the commands' own
-    facts_ = about("benchmarks/gpu_report.py", "cuda", "transformers", "accelerate")
+    facts_ = about("benchmarks/gpu_report.py", "cuda")
     print(facts(facts_), flush=True)
     rows: list[dict] = []
-    parts = {"all": TRAINING + CHAPTERS, "training": TRAINING, "chapters": CHAPTERS}[args.part]
     with tempfile.TemporaryDirectory(prefix="gpu-report-") as folder:
         env = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
         env["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/inductor"  # new: the first run compiles, later ones load that
-        for part in parts:
+        for part in PARTS:
             left = deadline - time.monotonic()
             if part.share_of_time:
                 left = min(left - 2 * LEAST_SECONDS, part.share_of_time * seconds)
