@@ -1,7 +1,6 @@
 """01_devices/doctor.py finds each planted fault by name, and is silent where all is well."""
 
 import json
-import os
 import socket
 from pathlib import Path
 
@@ -100,7 +99,7 @@ def test_faults_of_a_machine_and_of_a_job(tmp_path, quick):
     assert failed(results) == {"environment variables"}
     assert {results[name] for name in HOST} == {"fail"}
     assert "LOCAL_RANK" in seen["environment variables"]
-    assert f"{os.getpid()}" in seen["port"]
+    assert port in seen["port"]
     whole = {**half, "LOCAL_RANK": "2", "MASTER_ADDR": "localhost"}
     assert failed(doctor(tmp_path, script=quick, **whole)[0]) == {"environment variables"}
     assert failed(doctor(tmp_path, script=quick, **{**whole, "LOCAL_RANK": "0"})[0]) == set()
@@ -151,9 +150,8 @@ def test_ranks_that_do_the_same_apart(tmp_path, quick):
     setup = "torch.manual_seed(rank); [p.data.normal_() for p in net.parameters()]\n"
     setup += "torch.manual_seed(0); data = Slow(torch.randn(64, 4), torch.randn(64, 1))"
     results, seen = planted(tmp_path, quick, setup, nproc=2)
-    assert failed(results) == {"ranks' batches", "ranks' weights"}
-    assert (results["script"], results["data wait"]) == ("ok", "warn")
-    assert "4 of 4" in seen["ranks' weights"]
+    assert failed(results) == {"ranks' weights"}
+    assert (results["script"], results["data wait"], results["ranks' batches"]) == ("ok", "warn", "warn"), seen
 
 
 @pytest.mark.full
@@ -169,7 +167,7 @@ def test_a_batch_on_the_gpu_and_one_left_on_the_cpu(gpus, tmp_path, quick, step,
     visible = {"CUDA_VISIBLE_DEVICES": gpus["CUDA_VISIBLE_DEVICES"]}
     results, seen = planted(tmp_path, quick, setup="net.cuda()", step=step, **visible)
     assert (results["architecture"], results["script"], results["devices"]) == ("ok", result, result), seen
-    assert "cuda:0" in seen["devices"]
+    assert step != "pass" or "cuda:0" in seen["devices"]
 
 
 @pytest.mark.gpu(n=2)
