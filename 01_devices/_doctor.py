@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,8 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 # nothing of this repository is imported: a script under watch may have a common/ or a _shared.py of its own
 RENDEZVOUS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-# with time for the ranks to note where they hang: torchrun ends them when one has
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--monitor-interval=3"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 plain_call = nn.Module.__call__
 
@@ -133,7 +133,10 @@ def watch(folder: str, steps: str, seconds: str, *script: str) -> None:
     sys.argv = list(script)
     sys.path[0] = str(Path(script[0]).resolve().parent)
     stack = open(task["folder"] / f"stack-{RANK}", "w")  # noqa: SIM115 (written when the time is up)
-    faulthandler.dump_traceback_later(float(seconds), file=stack, exit=True)
+    faulthandler.dump_traceback_later(float(seconds), file=stack)
+    end = threading.Timer(float(seconds) + 5, os._exit, (1,))  # when all ranks have noted where they are
+    end.daemon = True
+    end.start()
     nn.Module.__call__ = watched_call
     register_optimizer_step_post_hook(after_step)
     write()
@@ -211,18 +214,15 @@ def judge(ranks: list[dict], code: int | None, error: str, where: str) -> Iterat
     infinite = next((rank["not_finite"] for rank in ranks if "not_finite" in rank), None)
     fix = "log of 0, 0/0, lr too high, fp16 without GradScaler (bf16 has the range of fp32)"
     yield "NaN, overflow", "fail" if infinite else "ok", infinite or "outputs of modules are finite", fix
-    busy = len({gpu for rank in ranks for gpu in rank["gpus"]})
-    visible = max([busy, *(rank["gpus_visible"] for rank in ranks)])
+    busy, visible = len({gpu for rank in ranks for gpu in rank["gpus"]}), max(rank["gpus_visible"] for rank in ranks)
     fix = f"torchrun --nproc_per_node={visible}, and torch.cuda.set_device(LOCAL_RANK) in each rank"
     result = "skip" if not visible else "warn" if busy < visible else "ok"
     yield "GPUs in use", result, f"{busy} of {visible} visible to torch", fix
-    later = [rank for rank in ranks if rank["steps"] > 1]  # the first step warms up
-    waits = [(rank["data_seconds"] / rank["seconds"], rank["data_seconds"] / (rank["steps"] - 1)) for rank in later]
-    share, seconds = max(waits, default=(0.0, 0.0))
-    slow = share > 0.2 and seconds > 0.005  # less is the script's own Python
+    waits = [rank["data_seconds"] / rank["seconds"] for rank in ranks if rank["seconds"]]
+    share = max(waits, default=0.0)
+    slow = share > 0.2 and any(rank["data_seconds"] > 0.005 * rank["steps"] for rank in ranks)  # less is Python's own
     fix = "num_workers, persistent_workers, pin_memory; or do the work on the data once, beforehand"
-    seen = f"{seconds:.3f} s per step, {share:.0%} of its time"
-    yield "data wait", "warn" if slow else "ok" if waits else "skip", seen, fix
+    yield "data wait", "warn" if slow else "ok" if waits else "skip", f"{share:.0%} of a step's time", fix
     if len(ranks) == 1:
         return
     steps = [len(rank["batches"]) if code is None else rank["steps"] for rank in ranks]  # a hung one has begun more

@@ -8,8 +8,8 @@ for --steps optimizer steps under watch and is judged (_doctor.py); its own flag
     ranks     python 01_devices/doctor.py --script 05_ddp/train.py --nproc 2
     cluster   srun --ntasks-per-node=1 python 01_devices/doctor.py --run-dir runs
 
-Look for: fail (it breaks, or numbers come out wrong) and warn (it costs speed, or may break later), each with its fix;
-skip says what could not be seen here. The exit code is 1 if anything failed. Before: show.py. Next: benchmark.py.
+Look for: fail (it breaks, or numbers come out wrong), warn (it costs speed, or may break later), each with its fix, and
+skip (could not be seen here). The exit code is 1 if anything failed. Before: show.py. Next: benchmark.py.
 """
 
 import os
@@ -70,12 +70,6 @@ def gpu_checks(gpus: list[dict], why_none: str | None, usable: int) -> Iterator[
     fix = "unset it, unless the others are hidden on purpose; CUDA stops counting at the first entry that names no GPU"
     result = "ok" if usable >= len(gpus) else "warn" if usable else "fail"
     yield "visible GPUs", result, seen, fix if built else "install a build of torch for CUDA"
-    known = [(gpu["index"], process) for gpu in gpus for process in gpu["processes"] or []]
-    others = [f"GPU {i}: pid {p['pid']} of {p['user'] or 'unknown user'}" for i, p in known if p["pid"] != os.getpid()]
-    result = "warn" if others else "skip" if all(gpu["processes"] is None for gpu in gpus) else "ok"
-    fix = "wait, ask its owner, or hide that GPU with CUDA_VISIBLE_DEVICES"
-    yield "other processes", result, "; ".join(others) or "none that the driver reports", fix
-
     if not usable:
         return
 
@@ -83,7 +77,7 @@ def gpu_checks(gpus: list[dict], why_none: str | None, usable: int) -> Iterator[
     code, output = run_command([sys.executable, "-c", MULTIPLY], 150)
     error = "" if code == 0 else first_error(output) or f"exit code {code}"
     seen = error or f"{usable} GPUs multiply; torch is built for {' '.join(torch.cuda.get_arch_list())}"
-    fix = "no kernel image: a newer torch for a new GPU, an older one for an old GPU; else other processes, dmesg"
+    fix = "no kernel image: a newer torch for a new GPU, an older one for an old GPU; else monitor.py, dmesg"
     yield "architecture", "fail" if error else "ok", seen, fix
 
 
@@ -136,8 +130,6 @@ def main() -> int:
     add("--json", type=cli.writable_file, metavar="PATH", help="write every check as one JSON object")
     add("flags", nargs="*", metavar="-- FLAG", help="flags of --script")
     args = parser.parse_args()
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        raise UserError("doctor.py is one process: start it without torchrun; --nproc gives --script its ranks")
     if args.script and not args.script.is_file():
         raise UserError(f"--script {args.script} is not a file")
     start = time.monotonic()

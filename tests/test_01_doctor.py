@@ -106,16 +106,13 @@ def test_faults_of_a_machine_and_of_a_job(tmp_path, quick):
 
 
 def test_gpus_that_only_the_driver_sees(fake_driver, tmp_path, quick):
-    """On a torch that says it was built for CUDA 12.8: all well, a driver that says nothing, and one with faults."""
+    """On a torch that says it was built for CUDA 12.8: a driver that fits, a silent one, one that is too old."""
     script = with_prelude(str(quick), tmp_path, "import torch\ntorch.version.cuda = '12.8'")
-    refuse = "nvmlSystemGetCudaDriverVersion,nvmlSystemGetCudaDriverVersion_v2,nvmlDeviceGetComputeRunningProcesses_v3"
-    faults = {"NVML_CUDA": "11040", "NVML_PID": "1"}
-    for env, expected in (({}, ("ok", "ok")), ({"NVML_REFUSE": refuse}, ("skip", "skip")), (faults, ("fail", "warn"))):
+    refuse = "nvmlSystemGetCudaDriverVersion,nvmlSystemGetCudaDriverVersion_v2"
+    for env, expected in (({}, "ok"), ({"NVML_REFUSE": refuse}, "skip"), ({"NVML_CUDA": "11040"}, "fail")):
         results, seen = doctor(tmp_path, script=script, LD_LIBRARY_PATH=fake_driver, **env)
-        assert (results["driver"], results["other processes"]) == expected, seen
-        assert results["visible GPUs"] == "fail"
+        assert (results["driver"], results["visible GPUs"]) == (expected, "fail"), seen
     assert "11.4" in seen["driver"]
-    assert "pid 1 " in seen["other processes"]
 
 
 def test_a_hang(tmp_path, quick):
