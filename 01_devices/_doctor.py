@@ -28,6 +28,8 @@ from torch.utils._pytree import tree_leaves
 
 # nothing of this repository is imported: a script under watch may have a common/ or a _shared.py of its own
 RENDEZVOUS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+RANK_PROGRAM = f"import sys; sys.path[0] = {str(Path(__file__).resolve().parent)!r}; import _doctor as d"
+RANK_PROGRAM += "; d.watch(*sys.argv[1:])"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 plain_call = nn.Module.__call__
@@ -172,10 +174,10 @@ def places(trace: str) -> list[str]:
 
 def examine(script: Path, flags: list[str], nproc: int, steps: int, seconds: float) -> list[Check]:
     """Run a script under watch and judge it."""
-    launcher = [*TORCHRUN, f"--nproc_per_node={nproc}"] if nproc > 1 else [sys.executable]
+    launcher = [*TORCHRUN, f"--nproc_per_node={nproc}", "--no-python"] if nproc > 1 else []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        command = [*launcher, __file__, folder, steps, seconds, script, *flags]
+        command = [*launcher, sys.executable, "-c", RANK_PROGRAM, folder, steps, seconds, script, *flags]
         code, output = run_command(command, seconds + 120, TORCHDYNAMO_DISABLE="1")  # to see every module
         ranks = [json.loads(file.read_text()) for file in sorted(folder.glob("rank-*.json"))]
         mains = [stack.read_text().split("Thread 0x")[-1] for stack in sorted(folder.glob("stack-*"))]
@@ -253,7 +255,3 @@ def wrong_variables(given: dict[str, str], gpus: int) -> str:
         return f"{given}: {error}"
     right = 0 <= local_rank <= rank < world_size and 0 < port < 65536 and not 0 < gpus <= local_rank
     return "" if right else f"{given} with {gpus} GPUs"
-
-
-if __name__ == "__main__":  # a rank of --script
-    watch(*sys.argv[1:])
