@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 # nothing of this repository is imported: a script under watch may have a common/ or a _shared.py of its own
 RENDEZVOUS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 RANK_PROGRAM = f"import sys; sys.path[0] = {str(Path(__file__).resolve().parent)!r}; import _doctor as d"
-RANK_PROGRAM += "; d.watch(*sys.argv[1:])"
+RANK_PROGRAM += "; d.watch(*sys.argv[1:], run_name=__name__)"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 plain_call = nn.Module.__call__
@@ -129,8 +129,8 @@ def finish() -> None:
     os._exit(0)  # its data loader's workers end by themselves
 
 
-def watch(folder: str, steps: str, seconds: str, *script: str) -> None:
-    """Run `script`, its path and flags, for so many optimizer steps and seconds at most."""
+def watch(folder: str, steps: str, seconds: str, *script: str, run_name: str) -> None:
+    """Run `script`, its path and flags, as the module `run_name`, for so many optimizer steps and seconds at most."""
     task.update(folder=Path(folder), steps=int(steps), deadline=time.monotonic() + float(seconds))
     sys.argv = list(script)
     sys.path[0] = str(Path(script[0]).resolve().parent)
@@ -144,7 +144,7 @@ def watch(folder: str, steps: str, seconds: str, *script: str) -> None:
     write()
     clock["start"] = time.perf_counter()
     try:
-        runpy.run_path(script[0], run_name="__main__")
+        runpy.run_path(script[0], run_name=run_name)
     finally:
         facts["ended"] = True
         write()
