@@ -1,16 +1,24 @@
-"""What zero_from_scratch.py and compare.py need: ZeRO's groups of parameters, and the bytes held and sent."""
+"""What several lessons of this chapter need: ZeRO's groups of parameters, the bytes held and sent, and how weights are
+divided into the files of a Hugging Face folder."""
 
+import json
 import math
+import shutil
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from common import measure
+from common import measure, runtime
+
+MOST_FILE_BYTES = 2e9  # of a .safetensors file, which rank 0 holds whole while it writes it
 
 # torch 2.13's names for collectives of one flat tensor, and those of before
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -178,3 +186,52 @@ def of_fully_shard(net: nn.Module, ranks: int, copies: int, gathered_bytes: int)
         "all_reduces_per_step": groups if copies > 1 else 0,
         "bytes_sent_per_rank_per_step": round((gathered + 4 * part) * (shards - 1) + between_copies),
     }
+
+
+def file_numbers(tensors: dict[str, Tensor], most_file_bytes: float) -> dict[str, int]:
+    """By name, the number of the .safetensors file that a tensor goes to, from 1 on."""
+    numbers, number, filled = {}, 1, 0
+    for name, tensor in tensors.items():
+        if filled and filled + tensor.nbytes > most_file_bytes:
+            number, filled = number + 1, 0
+        numbers[name] = number
+        filled += tensor.nbytes
+    return numbers
+
+
+def copy_tokenizer(origin: Path, folder: Path) -> None:
+    """The small files beside the weights, so that `folder` can be used as the model's own was."""
+    for file in origin.iterdir() if origin.is_dir() else ():
+        ours = file.name in ("config.json", "hashes.json", "settings.json") or file.name.endswith(".index.json")
+        if file.suffix in (".json", ".jinja", ".txt", ".model") and not ours:
+            shutil.copy(file, folder / file.name)
+
+
+def write_folder(tensors: dict[str, Tensor], read: Callable, folder: Path, config: dict, origin: Path) -> None:
+    """A Hugging Face folder, file by file. `tensors` are on the meta device, and `read` gives one by its name: every
+    rank calls it for each, for it may have to gather it, and rank 0 keeps those of a file. origin: whose tokenizer."""
+    numbers = file_numbers(tensors, MOST_FILE_BYTES)
+    files = {name: f"model-{number:05d}-of-{max(numbers.values()):05d}.safetensors" for name, number in numbers.items()}
+    unfinished = folder.with_name(folder.name + ".tmp")
+
+    def begin() -> None:
+        for old in (folder, unfinished):  # of a run that was killed here, or has since gone on
+            shutil.rmtree(old, ignore_errors=True)
+        unfinished.mkdir()
+
+    def end() -> None:
+        index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": files}
+        for name, content in (("config.json", config), ("model.safetensors.index.json", index)):
+            (unfinished / name).write_text(json.dumps(content, indent=1) + "\n")
+        copy_tokenizer(origin, unfinished)
+        unfinished.rename(folder)
+
+    runtime.on_rank0(begin)
+    for file in dict.fromkeys(files.values()):
+        kept = {}
+        for name in [name for name in files if files[name] == file]:
+            tensor = read(name)
+            if runtime.is_rank0():
+                kept[name] = tensor.cpu().contiguous()
+        runtime.on_rank0(partial(save_file, kept, unfinished / file, metadata={"format": "pt"}))
+    runtime.on_rank0(end)

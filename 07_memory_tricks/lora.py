@@ -31,9 +31,10 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
 import _lora
-from _shared import LoRALinear, adapt, merge, saved_for_backward
+from _shared import saved_for_backward
 
 from common import data, exits, hardware, lesson, measure, model, runtime, shapes
+from common.adapters import LoRALinear, adapt, merge
 
 METHODS = ("full", "lora", "qlora")
 LORA_LR_FACTOR = 10  # adapters take a learning rate about so many times that of full fine-tuning

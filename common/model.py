@@ -160,22 +160,29 @@ class Transformer(nn.Module):
         """Set every weight as a function of (seed, parameter name) alone: whole, sharded or cut into stages, a model
         starts equal to the bit. A shard takes its part of the whole matrix."""
         for name, parameter in self.named_parameters():
-            weight = random_weight(name, parameter.shape, seed)
-            if hasattr(parameter, "placements"):  # a DTensor
-                from torch.distributed.tensor import distribute_tensor  # 1 s that unsharded training need not wait for
+            fill(parameter, random_weight(name, parameter.shape, seed))
 
-                place = parameter.device_mesh, parameter.placements
-                weight = distribute_tensor(weight.to(parameter.device), *place, src_data_rank=None)
-            parameter.copy_(weight)
-
-    def forward(self, input_ids: Tensor, targets: Tensor | None = None, positions=None, cache=None) -> Tensor:
-        """Logits [batch, length, vocab]; given targets [batch, length], their mean cross-entropy in nats: without those
-        of -100, and NaN if no other is there. positions and cache as in Decoder."""
+    def forward(self, input_ids, targets: Tensor | None = None, positions=None, cache=None, reduction="mean") -> Tensor:
+        """Logits [batch, length, vocab]; given targets [batch, length], their mean cross-entropy in nats, or its "sum":
+        without those of -100, and the mean is NaN if no other is there. positions and cache as in Decoder."""
         hidden = self.model(input_ids, positions, cache)
         if self.lm_head is None:
             return hidden
         logits = self.lm_head(hidden)
-        return logits if targets is None else F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction=reduction)
+
+
+@torch.no_grad()
+def fill(parameter: nn.Parameter, weight: Tensor) -> None:
+    """Set a parameter to `weight`, the whole matrix; of a sharded one this rank's part."""
+    if hasattr(parameter, "placements"):  # a DTensor
+        from torch.distributed.tensor import distribute_tensor  # 1 s that unsharded training need not wait for
+
+        place = parameter.device_mesh, parameter.placements
+        weight = distribute_tensor(weight.to(parameter.device), *place, src_data_rank=None)
+    parameter.copy_(weight)
 
 
 def checkpoint_blocks(net: Transformer, how: str) -> None:
@@ -190,7 +197,7 @@ def checkpoint_blocks(net: Transformer, how: str) -> None:
 def selective_contexts(block: nn.Module) -> tuple:
     """For torch's checkpoint, which calls it at each forward: keep what attention and matmuls gave, compute the rest
     again. The last matmul is not kept: no backward reads its result."""
-    last = sum(isinstance(module, nn.Linear) for module in block.modules())
+    last = sum(weight.ndim == 2 for weight in block.parameters())  # adapters have some, too
     matmuls = Counter()  # so far: in forward, in recomputation
 
     def policy(context, operator, *args, **kwargs) -> CheckpointPolicy:
@@ -244,7 +251,8 @@ def load_weights(net: Transformer, folder: Path) -> bool:
             there = f"{stored.get(name, 'missing')} in its files and {needed.get(name, 'missing')} in the model"
             raise UserError(f"--model {folder}: {name} is {there}")
         with warnings.catch_warnings(action="ignore"):  # no_dist: no rank waits for another
-            dcp.load(dict(net.named_parameters()), storage_reader=reader, no_dist=True)
+            mine = {name: weight for name, weight in net.named_parameters() if name in needed}  # no adapters
+            dcp.load(mine, storage_reader=reader, no_dist=True)
     except (SafetensorError, dcp.api.CheckpointException) as error:
         raise UserError(f"--model {folder}: a file is truncated or damaged, download it again ({error})") from None
     return True

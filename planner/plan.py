@@ -41,6 +41,7 @@ class Plan:
     on_cpu: bool = False
     async_tp: bool = False  # tensor parallel's collectives run in parts beside parts of the matmuls
     fp8: str = ""  # linear layers in 8 bits: "tensorwise" or "rowwise" scales
+    adapters: int = 0  # the rank of LoRA's A and B beside frozen matrices; 0: all weights are trained
     kept_besides: int = 0  # numbers per token and layer that checkpointing keeps beyond its usual ones; below 0: fewer
 
     @property
