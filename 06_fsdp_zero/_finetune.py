@@ -12,8 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-from _shared import write_folder
-from safetensors.torch import save_file
+from _shared import write_adapter, write_folder
 from torch import Tensor, nn
 
 from common import data, model, runtime, shapes
@@ -97,7 +96,7 @@ def read_chat_format(name: str) -> Chat:
         raise UserError(f"--tokenizer {name}: {error}") from None
     if not tokenizer.is_fast or tokenizer.eos_token is None:
         raise UserError(
-            f"--tokenizer {name} needs a tokenizer.json and an eos_token: a chat's mask follows its offsets"
+            f"--tokenizer {name} needs a tokenizer.json, for the mask follows its offsets, and an eos_token"
         )
     render = functools.partial(tokenizer.apply_chat_template, tokenize=False)
     if tokenizer.chat_template is None:
@@ -114,9 +113,7 @@ def read_chat_format(name: str) -> Chat:
 
 def read_messages(line: str) -> list[dict[str, str]]:
     """The messages of a line of --data. ValueError if there are none."""
-    content = json.loads(line)
-    if not isinstance(content, dict):
-        raise ValueError("a line is an object")
+    content = dict(json.loads(line))
     pair = {"user": content.get("prompt"), "assistant": content.get("completion")}
     messages = content.get("messages") or [{"role": role, "content": text} for role, text in pair.items()]
     if not all(isinstance(message, dict) and isinstance(message.get("content"), str) for message in messages):
@@ -189,9 +186,7 @@ def say_plan(args, config: shapes.Config, batches: data.Batches, device: torch.d
     parts = ", ".join(f"{name.removesuffix('_bytes')} {size / 2**30:.2f}" for name, size in found.lines.items() if size)
     runtime.say(f"planned: {found.total_bytes() / 2**30:.2f} GiB on each rank's GPU at the peak (of {parts})")
     if device.type == "cuda" and found.total_bytes() > torch.cuda.get_device_properties(device).total_memory:
-        runtime.say(
-            "  more than this GPU has: --checkpointing full, --micro-batch-size 1, --cpu-offload or more ranks help"
-        )
+        runtime.say("  more than this GPU has: --checkpointing full, --micro-batch-size 1 or --cpu-offload help")
     return round(found.allocated_bytes())
 
 
@@ -208,12 +203,13 @@ def base_sha256(name: str) -> str:
     return sha.hexdigest()
 
 
-def questions(chat: Chat, chats: list[list[dict]]) -> list[list[int]]:
-    """The prompts of the first held-out chats, as tokens."""
+def questions(chat: Chat, chats: list[list[dict]], config: shapes.Config) -> list[list[int]]:
+    """The prompts of the first held-out chats, as tokens: the end of one that leaves no room for an answer."""
     prompts = []
     for messages in chats[:QUESTIONS]:
         first_answer = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
-        prompts.append(chat.encode(chat.render(messages[:first_answer], add_generation_prompt=True))[0])
+        prompt, _ = chat.encode(chat.render(messages[:first_answer], add_generation_prompt=True))
+        prompts.append(prompt[-(config.max_position_embeddings - ANSWER_TOKENS) :])
     return prompts
 
 
@@ -254,25 +250,10 @@ def leave_folders(net: model.Transformer, folder: Path, args, dtype: torch.dtype
         config = json.loads(Path(args.model, "config.json").read_text())
     kind = str(dtype).removeprefix("torch.")
     write_folder(shapes_only, read, folder / "model", config | {"dtype": kind, "torch_dtype": kind}, Path(args.model))
-    if not layers:
-        return
-    peft_config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": args.model,
-        "r": args.adapters,
-        "lora_alpha": ALPHA_PER_RANK * args.adapters,
-        "target_modules": sorted({name.split(".")[-1] for name in layers}),
-    }
     trained = {name: runtime.whole(weights[name]).cpu() for name in weights if "lora_" in name}
-
-    def write_adapter() -> None:
-        (folder / "adapter").mkdir(exist_ok=True)
-        peft_names = {f"base_model.model.{name}.weight": tensor for name, tensor in trained.items()}
-        save_file(peft_names, folder / "adapter/adapter_model.safetensors")
-        (folder / "adapter/adapter_config.json").write_text(json.dumps(peft_config, indent=1) + "\n")
-
-    runtime.on_rank0(write_adapter)
+    alpha = ALPHA_PER_RANK * args.adapters
+    if trained:
+        runtime.on_rank0(lambda: write_adapter(trained, folder / "adapter", args.model, args.adapters, alpha))
 
 
 def compare_with_transformers(folder: Path, config: shapes.Config, prompts: list[list[int]], end: int) -> bool | None:

@@ -235,3 +235,19 @@ def write_folder(tensors: dict[str, Tensor], read: Callable, folder: Path, confi
                 kept[name] = tensor.cpu().contiguous()
         runtime.on_rank0(partial(save_file, kept, unfinished / file, metadata={"format": "pt"}))
     runtime.on_rank0(end)
+
+
+def write_adapter(trained: dict[str, Tensor], folder: Path, base: str, rank: int, alpha: float) -> None:
+    """For peft: peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder) reads it."""
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": rank,
+        "lora_alpha": alpha,
+        "target_modules": sorted({name.split(".")[-2] for name in trained}),  # ...q_proj.lora_A
+    }
+    folder.mkdir(exist_ok=True)
+    peft_names = {f"base_model.model.{name}.weight": tensor for name, tensor in trained.items()}
+    save_file(peft_names, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=1) + "\n")

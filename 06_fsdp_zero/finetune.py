@@ -136,7 +136,7 @@ def main() -> int:
         net, lr=args.lr, weight_decay=args.weight_decay, warmup_steps=args.warmup_steps, steps=args.steps
     )
 
-    prompts = _finetune.questions(chat, held_out_chats)
+    prompts = _finetune.questions(chat, held_out_chats, config)
     answer = partial(_finetune.greedy, prompts=prompts, end=chat.end, device=device, together=True)
     val_loss_before, answers_before = evaluate(net, held_out, autocast, device), answer(net)
 
