@@ -157,7 +157,7 @@ def load_chats(args, chat: Chat, chat_rows: Callable) -> tuple[data.Corpus, list
     held_out_rows = [row for key in held_out for row in rows[key]]
     if train_rows:
         show_row(chat, train_rows[0], len(train_rows))
-    args.seq_len = min(args.seq_len, max((len(row.tokens) - 1 for row in train_rows + held_out_rows), default=1))
+    args.seq_len = min(args.seq_len, max((len(row.tokens) - 1 for row in train_rows + held_out_rows), default=2**30))
     sha = hashlib.sha256(b"".join(part.tobytes() for row in train_rows + held_out_rows for part in row)).hexdigest()
     return data.Corpus(train_rows, held_out_rows, chat.vocab_size, sha), [chats[key] for key in held_out]
 

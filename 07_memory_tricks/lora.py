@@ -9,7 +9,7 @@ too. Afterwards W + alpha / rank * B A is one matrix again.
     laptop    python 07_memory_tricks/lora.py
     answers   python 07_memory_tricks/lora.py --model models/smollm2-135m --save runs/adapters   (make model makes it)
     one GPU   python 07_memory_tricks/lora.py --model llama-1b --seq-len 1024 --batch-size 4
-    cluster   one process is all it uses; adapters this small need no sharding, and their base can be sharded as in 06
+    cluster   one process is all it uses. For chats of your own, on many GPUs: 06_fsdp_zero/finetune.py
 
 A model with random weights is first trained on the standard library's source, then adapted to this repository's pages.
 One with a chat template is adapted to lora_instructions.jsonl: held-out questions show whether it answers in their way.

@@ -1,4 +1,4 @@
-"""06_fsdp_zero/finetune.py: targets, losses on any number of ranks, peft and transformers on the same rows, resuming."""
+"""06_fsdp_zero/finetune.py: targets, equal losses on any ranks, peft and transformers on the same rows, resuming."""
 
 import json
 import re
@@ -161,9 +161,7 @@ LLAMA3 = (
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
 # as Qwen3's: only the last answer keeps its thoughts
-REWRITES = CHATML.replace(
-    "{{ m.content }}<|im_end|>\n{% end", "{{ m.content if loop.last else 'x' }}<|im_end|>\n{% end"
-)
+REWRITES = CHATML.replace("{% generation %}{{ m.content }}", "{% generation %}{{ m.content if loop.last else 'x' }}")
 CHATS = [
     [{"role": "user", "content": "Why? "}, {"role": "assistant", "content": " Because.  \n"}],
     [
