@@ -1,7 +1,4 @@
-"""What lora.py adapts a model to, how it evaluates one, and the files that peft reads.
-
-In a chat the answer's tokens alone are targets. The question, which the model will be given, is PADDING there.
-"""
+"""What lora.py adapts a model to, its evaluation, and peft's files. In a chat the answer's tokens alone are targets."""
 
 import hashlib
 import json
