@@ -5,6 +5,7 @@ import io
 import json
 import os
 import pickle
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -96,3 +97,11 @@ def load_deepspeed(path: Path) -> dict:
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint as zero_to_fp32
 
         return zero_to_fp32(str(path.parent), tag=path.name, lazy_mode=True)
+
+
+def copy_tokenizer(origin: Path, folder: Path) -> None:
+    """The small files beside the weights, so that `folder` can be used as the model's own was."""
+    for file in origin.iterdir() if origin.is_dir() else ():
+        ours = file.name in ("config.json", "hashes.json", "settings.json") or file.name.endswith(".index.json")
+        if file.suffix in (".json", ".jinja", ".txt", ".model") and not ours:
+            shutil.copy(file, folder / file.name)

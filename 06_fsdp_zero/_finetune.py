@@ -1,10 +1,10 @@
 """What finetune.py does beside the concept: its file of chats, its plan, greedy answers, and the folders it leaves."""
 
-import functools
 import hashlib
 import json
 import math
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -26,7 +26,6 @@ FEWEST_HELD_OUT = 3
 QUESTIONS, ANSWER_TOKENS = 3, 12
 ALPHA_PER_RANK = 2  # alpha / rank scales what A and B add
 MOST_COMPARED_BYTES = 4e9  # of a folder that rank 0 opens twice on its CPU
-Forward = Callable[[Tensor], Tensor]  # token ids [rows, length] to logits [rows, length, vocabulary]
 
 
 class Row(NamedTuple):
@@ -51,8 +50,7 @@ class Rows(torch.utils.data.Dataset):
         targets[: len(tokens) - 1] = torch.from_numpy(np.where(counts[1:], tokens[1:], data.PADDING))
         return inputs, targets
 
-    def __getitems__(self, chosen: list[int]) -> list[tuple[Tensor, Tensor]]:  # what DataLoader prefers
-        """A micro-batch, as long as its longest row."""
+    def __getitems__(self, chosen: list[int]) -> list[tuple[Tensor, Tensor]]:  # DataLoader takes micro-batches by it
         longest = max(len(self.rows[i].tokens) - 1 for i in chosen)
         return [self.__getitem__(i, longest if self.trim else None) for i in chosen]
 
@@ -86,8 +84,9 @@ def read_chat_format(name: str) -> Chat:
         def encode_bytes(text: str) -> tuple[list[int], list[tuple[int, int]]]:
             return list(text.encode()), [(i, i + 1) for i, letter in enumerate(text) for _ in letter.encode()]
 
-        decode_bytes = lambda ids: bytes(ids).decode(errors="replace")  # noqa: E731
-        return Chat(functools.partial(plain_template, end="\0"), encode_bytes, decode_bytes, 0, 256)
+        return Chat(
+            partial(plain_template, end="\0"), encode_bytes, lambda t: bytes(t).decode(errors="replace"), 0, 256
+        )
     from transformers import AutoTokenizer
 
     try:
@@ -98,10 +97,10 @@ def read_chat_format(name: str) -> Chat:
         raise UserError(
             f"--tokenizer {name} needs a tokenizer.json, for the mask follows its offsets, and an eos_token"
         )
-    render = functools.partial(tokenizer.apply_chat_template, tokenize=False)
+    render = partial(tokenizer.apply_chat_template, tokenize=False)
     if tokenizer.chat_template is None:
         runtime.say(f"{name} has no chat template: chats become lines of `role: content{tokenizer.eos_token}`")
-        render = functools.partial(plain_template, end=tokenizer.eos_token)
+        render = partial(plain_template, end=tokenizer.eos_token)
 
     def encode(text: str) -> tuple[list[int], list[tuple[int, int]]]:
         # the template has written a first token already, if there is one
@@ -191,15 +190,11 @@ def say_plan(args, config: shapes.Config, batches: data.Batches, device: torch.d
 
 
 def base_sha256(name: str) -> str:
-    """Of the weights in the folder `name`: of each file its size, first and last MiB, for all of 141 GB would take
-    minutes. Sizes have none: their weights are a function of --seed."""
+    """Of each .safetensors file in the folder `name` size and first MiB: all of 141 GB would take minutes."""
     sha = hashlib.sha256()
     for file in sorted(Path(name).glob("*.safetensors")) if shapes.has_weights(name) else ():
-        size = file.stat().st_size
         with open(file, "rb") as stream:
-            sha.update(f"{file.name} {size}".encode() + stream.read(2**20))
-            stream.seek(max(0, size - 2**20))
-            sha.update(stream.read())
+            sha.update(f"{file.name} {file.stat().st_size}".encode() + stream.read(2**20))
     return sha.hexdigest()
 
 
@@ -214,7 +209,7 @@ def questions(chat: Chat, chats: list[list[dict]], config: shapes.Config) -> lis
 
 
 @torch.no_grad()
-def greedy(forward: Forward, prompts: list[list[int]], end: int, device: torch.device, *, together: bool) -> list:
+def greedy(forward: Callable, prompts: list[list[int]], end: int, device, *, together: bool) -> list[list[int]]:
     """Answers of the likeliest tokens, all prompts in one batch, without a cache. together: all ranks call it, for a
     sharded model gathers its weights in forward, and go on with rank 0's tokens."""
     answers = [[] for _ in prompts]
@@ -234,8 +229,7 @@ def greedy(forward: Forward, prompts: list[list[int]], end: int, device: torch.d
 
 
 def leave_folders(net: model.Transformer, folder: Path, args, dtype: torch.dtype) -> None:
-    """model/, which transformers, vLLM and the scripts here read: adapters are merged. adapter/, which peft reads. All
-    ranks must call it."""
+    """model/, with merged adapters, for transformers, vLLM and the scripts here; adapter/ for peft. All ranks call it."""
     layers = {name: module for name, module in net.named_modules() if isinstance(module, LoRALinear)}
     weights = {name: weight.detach() for name, weight in net.named_parameters()}
     shapes_only = {n: torch.empty(w.shape, dtype=dtype, device="meta") for n, w in weights.items() if "lora_" not in n}

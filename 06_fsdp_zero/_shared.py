@@ -1,5 +1,5 @@
-"""What several lessons of this chapter need: ZeRO's groups of parameters, the bytes held and sent, and how weights are
-divided into the files of a Hugging Face folder."""
+"""What several lessons of this chapter need: ZeRO's groups of parameters, the bytes held and sent, and folders that
+other libraries read."""
 
 import json
 import math
@@ -188,29 +188,13 @@ def of_fully_shard(net: nn.Module, ranks: int, copies: int, gathered_bytes: int)
     }
 
 
-def file_numbers(tensors: dict[str, Tensor], most_file_bytes: float) -> dict[str, int]:
-    """By name, the number of the .safetensors file that a tensor goes to, from 1 on."""
-    numbers, number, filled = {}, 1, 0
-    for name, tensor in tensors.items():
-        if filled and filled + tensor.nbytes > most_file_bytes:
-            number, filled = number + 1, 0
-        numbers[name] = number
-        filled += tensor.nbytes
-    return numbers
-
-
-def copy_tokenizer(origin: Path, folder: Path) -> None:
-    """The small files beside the weights, so that `folder` can be used as the model's own was."""
-    for file in origin.iterdir() if origin.is_dir() else ():
-        ours = file.name in ("config.json", "hashes.json", "settings.json") or file.name.endswith(".index.json")
-        if file.suffix in (".json", ".jinja", ".txt", ".model") and not ours:
-            shutil.copy(file, folder / file.name)
-
-
 def write_folder(tensors: dict[str, Tensor], read: Callable, folder: Path, config: dict, origin: Path) -> None:
     """A Hugging Face folder, file by file. `tensors` are on the meta device, and `read` gives one by its name: every
     rank calls it for each, for it may have to gather it, and rank 0 keeps those of a file. origin: whose tokenizer."""
-    numbers = file_numbers(tensors, MOST_FILE_BYTES)
+    numbers, filled = {}, 0
+    for name, tensor in tensors.items():
+        numbers[name] = 1 + int(filled // MOST_FILE_BYTES)
+        filled += tensor.nbytes
     files = {name: f"model-{number:05d}-of-{max(numbers.values()):05d}.safetensors" for name, number in numbers.items()}
     unfinished = folder.with_name(folder.name + ".tmp")
 
@@ -220,10 +204,12 @@ def write_folder(tensors: dict[str, Tensor], read: Callable, folder: Path, confi
         unfinished.mkdir()
 
     def end() -> None:
-        index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": files}
+        index = {"metadata": {"total_size": filled}, "weight_map": files}
         for name, content in (("config.json", config), ("model.safetensors.index.json", index)):
             (unfinished / name).write_text(json.dumps(content, indent=1) + "\n")
-        copy_tokenizer(origin, unfinished)
+        for file in origin.iterdir() if origin.is_dir() else ():  # of the tokenizer, and what generation starts from
+            if file.suffix in (".json", ".jinja", ".txt", ".model") and not (unfinished / file.name).exists():
+                shutil.copy(file, unfinished / file.name)
         unfinished.rename(folder)
 
     runtime.on_rank0(begin)

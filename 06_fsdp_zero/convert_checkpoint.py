@@ -38,13 +38,13 @@ from _convert_checkpoint import (
     HEAD,
     Source,
     cause_of,
+    copy_tokenizer,
     find,
     find_config,
     fit,
     load_deepspeed,
     readable,
 )
-from _shared import copy_tokenizer, file_numbers
 
 from common import checkpoint, cli, exits, lesson, model, report, runtime, shapes
 from common.exits import UserError
@@ -78,6 +78,17 @@ class ReadWhenWritten(dcp.DefaultSavePlanner):
 
     def lookup_object(self, index) -> Tensor:
         return self.read(index.fqn)
+
+
+def file_numbers(tensors: dict[str, Tensor], most_file_bytes: float) -> dict[str, int]:
+    """By name, the number of the .safetensors file that a tensor goes to, from 1 on."""
+    numbers, number, filled = {}, 1, 0
+    for name, tensor in tensors.items():
+        if filled and filled + tensor.nbytes > most_file_bytes:
+            number, filled = number + 1, 0
+        numbers[name] = number
+        filled += tensor.nbytes
+    return numbers
 
 
 def open_checkpoint(kind: str, path: Path) -> Source:

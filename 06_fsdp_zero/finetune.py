@@ -82,8 +82,7 @@ def main() -> int:
     parser.set_defaults(**DEFAULTS)
     args = parser.parse_args()
     trained_before = shapes.has_weights(args.model)
-    if args.adapters is None:
-        args.adapters = 16 if trained_before else 0
+    args.adapters = 16 * trained_before if args.adapters is None else args.adapters
     if args.adapters and not trained_before:
         raise exits.UserError(f"--adapters {args.adapters}: --model {args.model} has no weights to freeze: use 0")
     args.lr = args.lr or shapes.recipe(args.model).lr * (LORA_LR_FACTOR if args.adapters else 1)
