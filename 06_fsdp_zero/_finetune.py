@@ -81,12 +81,10 @@ def read_chat_format(name: str) -> Chat:
     """That of the tokenizer called `name`, or in that folder; of bytes for one without."""
     if name in ("bytes", *shapes.SIZES) or (Path(name).exists() and not any(Path(name).glob("tokenizer*"))):
 
-        def encode_bytes(text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        def to_bytes(text: str) -> tuple[list[int], list[tuple[int, int]]]:
             return list(text.encode()), [(i, i + 1) for i, letter in enumerate(text) for _ in letter.encode()]
 
-        return Chat(
-            partial(plain_template, end="\0"), encode_bytes, lambda t: bytes(t).decode(errors="replace"), 0, 256
-        )
+        return Chat(partial(plain_template, end="\0"), to_bytes, lambda t: bytes(t).decode(errors="replace"), 0, 256)
     from transformers import AutoTokenizer
 
     try:
@@ -229,7 +227,7 @@ def greedy(forward: Callable, prompts: list[list[int]], end: int, device, *, tog
 
 
 def leave_folders(net: model.Transformer, folder: Path, args, dtype: torch.dtype) -> None:
-    """model/, with merged adapters, for transformers, vLLM and the scripts here; adapter/ for peft. All ranks call it."""
+    """model/, with merged adapters, for transformers, vLLM and the scripts here; adapter/ for peft. All call it."""
     layers = {name: module for name, module in net.named_modules() if isinstance(module, LoRALinear)}
     weights = {name: weight.detach() for name, weight in net.named_parameters()}
     shapes_only = {n: torch.empty(w.shape, dtype=dtype, device="meta") for n, w in weights.items() if "lora_" not in n}
