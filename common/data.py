@@ -1,6 +1,5 @@
 """Corpora, tokenizers, and a batch order that does not depend on the number of processes."""
 
-import argparse
 import contextlib
 import hashlib
 import itertools
@@ -187,8 +186,8 @@ class Batches:
     """What one rank reads of a run's batches; `rank` of `world_size` counts along the data-parallel dimension.
     UserError for sizes that do not divide, and for a text that is too short."""
 
-    def __init__(self, corpus: Corpus, args: argparse.Namespace, *, rank: int, world_size: int) -> None:
-        self.rank, self.world_size, self.seed, self.seq_len = rank, world_size, args.seed, args.seq_len
+    def __init__(self, corpus: Corpus, args, *, rank: int, world_size: int, sequences: Callable = Sequences) -> None:
+        self.rank, self.world_size, self.seq_len = rank, world_size, args.seq_len
         self.global_batch_size = size = args.global_batch_size
         unit = world_size * (args.micro_batch_size or 1)
         if size % unit:
@@ -199,22 +198,26 @@ class Batches:
         self.micro_batch_size = args.micro_batch_size or size // world_size  # of one forward
         self.accumulation_steps = size // (world_size * self.micro_batch_size)
         self.tokens_per_step = size * self.seq_len
-        self.train, self.held_out = (Sequences(part, self.seq_len) for part in (corpus.train, corpus.held_out))
-        for part, sequences, needed in (("training", self.train, size), ("held-out", self.held_out, 1)):
-            if len(sequences) < needed:
-                found = f"{len(sequences)} {part} sequences of --seq-len {self.seq_len}, and needs {needed}"
+        self.train, self.held_out = (sequences(part, self.seq_len) for part in (corpus.train, corpus.held_out))
+        for part, found, needed in (("training", self.train, size), ("held-out", self.held_out, 1)):
+            if len(found) < needed:
+                found = f"{len(found)} {part} sequences of --seq-len {self.seq_len}, and needs {needed}"
                 raise UserError(f"--data has {found}: add text, or lower --seq-len or --global-batch-size")
+        shuffled = lambda epoch: np.random.default_rng([args.seed, epoch]).permutation(len(self.train))  # noqa: E731
+        self.permutation = lru_cache(2)(shuffled)  # two: what prefetches may be an epoch ahead
+
+    def global_batch(self, step: int) -> list[int]:
+        """Which training sequences the 0-based `step` reads, all ranks together. Position p of the stream is item p % n
+        of the permutation of epoch p // n: a function of seed and step alone."""
+        n, first = len(self.train), step * self.global_batch_size
+        return [int(self.permutation(p // n)[p % n]) for p in range(first, first + self.global_batch_size)]
 
     def order(self, start_step: int = 0) -> Iterator[list[int]]:
-        """Which training sequences this rank reads, micro-batch by micro-batch, from 0-based `start_step` on, for ever.
-        Position p of the stream is item p % n of the permutation of epoch p // n, and step s of global batch size G
-        reads positions s·G to (s+1)·G, of which rank r takes the r-th equal part: a function of seed and step alone."""
-        n, share = len(self.train), self.global_batch_size // self.world_size
-        permutation = lru_cache(1)(lambda epoch: np.random.default_rng([self.seed, epoch]).permutation(n))
-        for step in itertools.count(start_step):
-            first = step * self.global_batch_size + self.rank * share
-            for start in range(first, first + share, self.micro_batch_size):
-                yield [int(permutation(p // n)[p % n]) for p in range(start, start + self.micro_batch_size)]
+        """Which of them rank r reads, the r-th equal part: by micro-batch, from 0-based `start_step` on, for ever."""
+        share = self.global_batch_size // self.world_size
+        for batch in map(self.global_batch, itertools.count(start_step)):
+            for start in range(self.rank * share, (self.rank + 1) * share, self.micro_batch_size):
+                yield batch[start : start + self.micro_batch_size]
 
     def stream(self, start_step: int, *, pin: bool = False, num_workers: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's micro-batches, for ever: inputs and targets, each int64 [micro_batch_size, seq_len], on the CPU,
