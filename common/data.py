@@ -65,8 +65,8 @@ def _mapped(folder: Path, tokenizer: str | None = None) -> Corpus:
     """The corpus in a folder of tokens; UserError if they are not of `tokenizer`."""
     about = json.loads((folder / "corpus.json").read_text())
     if tokenizer and load_tokenizer(tokenizer)[1]["vocabulary_sha256"] != about["vocabulary_sha256"]:
-        theirs = about["tokenizer"]
-        raise UserError(f"--data {folder} holds tokens of --tokenizer {theirs}, not of {tokenizer}: prepare it again")
+        made = f"was made with --tokenizer {about['tokenizer']}"
+        raise UserError(f"--data {folder} {made}, and --tokenizer {tokenizer} has other tokens: prepare it again")
     train, held_out = (np.load(folder / f"{part}.npy", mmap_mode="r") for part in ("train", "held_out"))
     return Corpus(train, held_out, about["vocab_size"], about["sha256"])
 
