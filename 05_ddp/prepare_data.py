@@ -113,8 +113,8 @@ def make_parts(parts: list, args, definition: str, about: dict) -> list[dict]:
     done = {number: json.loads(file.read_text()) for number, file in enumerate(files) if file.exists()}
     left = [number for number in range(len(parts)) if number not in done]
     sizes = [sum(span[3] for span in part) for part in parts]
-    bar = tqdm(total=sum(sizes), unit="B", unit_scale=True, disable=not sys.stderr.isatty())
-    bar.update(sum(sizes[number] for number in done))
+    begin = sum(sizes[number] for number in done)
+    bar = tqdm(total=sum(sizes), initial=begin, unit="B", unit_scale=True, disable=not sys.stderr.isatty())
     spawn = multiprocessing.get_context("spawn")  # a fork would copy locks that the parent's threads hold
     pool = ProcessPoolExecutor(args.workers, spawn, start_worker, (os.getpid(), definition, about))
     try:
@@ -156,8 +156,9 @@ def main() -> int:
     began = time.perf_counter()
 
     origins, fingerprint = corpus.sources(args.data, args.config, args.split)
-    for path in Path(args.data).rglob("*"):
-        if path.is_file() and path.name[0] != "." and str(path) not in origins and args.data != "stdlib":
+    for path in sorted(Path(args.data).rglob("[!.]*")):
+        hidden = any(part[0] == "." for part in path.relative_to(args.data).parts)
+        if args.data != "stdlib" and path.is_file() and not hidden and str(path) not in origins:
             raise exits.UserError(f"--data {args.data} holds {path}, which cannot be read: convert or move it")
     definition, about = corpus.load_tokenizer(args.tokenizer, args.end_token)
     end = (

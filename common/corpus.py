@@ -86,12 +86,11 @@ def sources(data: str, config: str | None = None, split: str = "train") -> tuple
     root = Path(sysconfig.get_paths()["stdlib"] if stdlib else data)
     found = [root] if root.is_file() else []
     for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if not (stdlib and name in NO_TEXT)]
-        found += [Path(folder, name) for name in names]
+        folders[:] = [name for name in folders if name[0] != "." and not (stdlib and name in NO_TEXT)]
+        found += [Path(folder, name) for name in names if name[0] != "."]
     paths = [str(path) for path in sorted(found) if kind(path) in ((".py",) if stdlib else TEXTS + ROWS)]
     if not paths:
-        names = f"{', '.join(TEXTS + ROWS)}, each also with {', '.join(COMPRESSED)}"
-        raise UserError(f"--data {data}: no such file (stdlib, a file or folder of {names}, or hf:NAME)")
+        raise UserError(f"--data {data}: nothing to read ({', '.join(TEXTS + ROWS + COMPRESSED)}, stdlib or hf:NAME)")
     return paths, [[os.path.realpath(path), (at := os.stat(path)).st_size, at.st_mtime_ns] for path in paths]
 
 
@@ -117,7 +116,8 @@ def documents(origin, column: str = "text", start=0, stop=sys.maxsize, longest=2
 
             file = parquet.ParquetFile(origin)
             groups = range(start, min(stop, file.num_row_groups))
-            for batch in file.iter_batches(64, row_groups=groups, columns=[column]):  # 64: a row may be large
+            columns = [column] if column in file.schema_arrow.names else None  # all, for text() to show
+            for batch in file.iter_batches(64, row_groups=groups, columns=columns):  # 64: a row may be large
                 yield from (text(row, f"a row from row group {start} on") for row in batch.to_pylist())
         elif kind(origin) == ".jsonl":
             for at, line in _blocks(origin, start, stop, 1):
