@@ -1,0 +1,246 @@
+"""For export.py: a trained nano, the GGUF file, llama.cpp, and the process that has only torch and a package."""
+
+import dataclasses
+import importlib.util
+import itertools
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from common import lesson, measure, model, shapes
+from common.exits import UserError
+
+ONNX, GGUF = ("onnx", "onnxscript", "onnxruntime"), ("gguf", "xllamacpp")
+FORMS = {"compile": ("g++",), "aoti": ("g++",), "onnx": ONNX, "int8": ONNX, "f16": GGUF, "q8_0": GGUF}  # and needs
+TRAINING_STEPS, SEQUENCES, SEQ_LEN = 60, 16, 64
+
+# Runs with `python -I` in a folder of its own: no file of this repository can be imported.
+FRESH_PROCESS = """
+import re, sys, torch
+names, calls, cache, wrong = torch.load("calls.pt")
+step = torch._inductor.aoti_load_package(sys.argv[1])
+keys, values = cache
+logits = [step(*call, keys, values) for call in calls]
+refused = dict.fromkeys(wrong)
+for name, call in wrong.items():
+    try:
+        step(*call)
+    except RuntimeError as error:  # it names inputs by their number
+        line = next(line for line in str(error).splitlines() if "input_handles" in line)
+        refused[name] = re.sub(r"input_handles\\[(\\d+)\\]", lambda found: names[int(found[1])], line)
+torch.save((logits, refused), "logits.pt")
+"""
+
+
+def train_nano(folder: Path, layers: int) -> str:
+    """A Hugging Face folder with a nano that has learned something: random weights repeat one token for ever."""
+    from safetensors.torch import save_file
+
+    config = dataclasses.replace(shapes.SIZES["nano"], num_hidden_layers=layers)
+    net = model.build("nano", config, seed=0)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=2e-3)
+    batches = lesson.one_batch(TRAINING_STEPS * SEQUENCES, SEQ_LEN, torch.device("cpu"))
+    for inputs, targets in zip(*(part.split(SEQUENCES) for part in batches), strict=True):
+        net(inputs, targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    folder.mkdir()
+    save_file({name: weight.detach() for name, weight in net.named_parameters()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(shapes.config_json(config)))
+    return str(folder)
+
+
+def not_for_gguf(config: shapes.Config, folder: Path) -> str:
+    """Why this model is not written as GGUF here; empty if it is. Other tokenizers and shapes: llama.cpp's converter."""
+    if config.rope_scaling or config.qkv_bias or config.qk_norm:
+        return "only Llama's shape without rope_scaling is written here"
+    file = folder / "tokenizer.json"
+    known = not file.is_file() or '"Digits"' in file.read_text()  # bytes, or as SmolLM2 cuts words
+    return "" if known else "its tokenizer is not SmolLM2's"
+
+
+def write_gguf(net: model.Transformer, folder: Path, file: Path, kind: str) -> None:
+    """All of a model in one file: its shape, its vocabulary, its weights, quantized in blocks of 32 (kind: F16, Q8_0)."""
+    import gguf
+
+    config, types = net.config, gguf.GGMLQuantizationType
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(config.rope_theta)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("gpt2")
+    if (folder / "tokenizer.json").is_file():
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        by_id = {token_id: token for token, token_id in tokenizer.get_vocab().items()}
+        tokens = [by_id.get(token_id, f"<unused{token_id}>") for token_id in range(config.vocab_size)]
+        special = set(tokenizer.all_special_ids)
+        gguf.SpecialVocab(folder, load_merges=True).add_to_gguf(writer)
+        writer.add_tokenizer_pre("smollm")
+    else:  # a byte is a token, under the letter that GPT-2 writes for it, and byte 0 ends a document
+        letters, others = {*range(33, 127), *range(161, 173), *range(174, 256)}, itertools.count(256)
+        tokens, special = [chr(byte if byte in letters else next(others)) for byte in range(256)], {0}
+        writer.add_token_merges([f"{tokens[0]} {tokens[0]}"])  # llama.cpp refuses a list without one
+        writer.add_eos_token_id(0)
+        writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    control, normal = gguf.TokenType.CONTROL, gguf.TokenType.NORMAL
+    writer.add_token_types([control if token_id in special else normal for token_id in range(len(tokens))])
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    for name, weight in net.named_parameters():
+        weight = weight.detach()
+        if name.endswith(("q_proj.weight", "k_proj.weight")):  # it rotates neighbours, where we rotate halves
+            weight = weight.unflatten(0, (-1, 2, config.head_dim // 2)).transpose(1, 2).flatten(0, 2)
+        of_matrix = types[kind] if weight.shape[-1] % 32 == 0 else types.F16
+        of_tensor = types.F32 if weight.ndim == 1 else of_matrix
+        data = gguf.quants.quantize(weight.contiguous().numpy(), of_tensor)
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), data, raw_dtype=of_tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def gguf_row(net, folder: Path, file: Path, prompts, token_ids: list[list[int]], logits: list[Tensor]) -> dict:
+    """Write a GGUF file, read it by transformers, run it by llama.cpp: prompt by prompt, timed by its own clock."""
+    import xllamacpp
+    from transformers import AutoModelForCausalLM
+
+    before = cpu_seconds()
+    write_gguf(net, folder, file, file.stem.split("-")[1].upper())
+    make_seconds = cpu_seconds() - before
+    read_back = dict(AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name).named_parameters())
+    ours = {name: weight.detach().cpu() for name, weight in net.named_parameters()}
+    weights_error = measure.relative_error([read_back[name].detach().float() for name in ours], [*ours.values()])
+
+    params = xllamacpp.CommonParams()
+    params.model.path = str(file)
+    params.n_ctx = 2 * (max(map(len, prompts)) + len(logits))
+    params.n_parallel = 1
+    params.cpuparams.n_threads = torch.get_num_threads()
+    params.verbosity = -1
+    start = time.perf_counter()
+    server = xllamacpp.Server(params)
+    load_seconds = time.perf_counter() - start
+    greedy = {"temperature": 0.0, "top_k": 1, "logprobs": 1, "max_tokens": len(logits), "cache_prompt": False}
+    answers = [server.handle_completions({"prompt": ids, **greedy}) for ids in prompts]
+    found = [[token["id"] for token in each["choices"][0]["logprobs"]["content"]] for each in answers]
+    differences = [0.0]
+    for row, (each, ids) in enumerate(zip(answers, token_ids, strict=True)):
+        for step, token in enumerate(each["choices"][0]["logprobs"]["content"][: len(ids)]):
+            if token["id"] != ids[step]:
+                break
+            expected = logits[step][row].log_softmax(-1)[token["id"]].item()
+            differences.append(abs(token["logprob"] - expected))
+    timings = [each["timings"] for each in answers]
+    return {
+        "first_difference": first_difference(found, token_ids),
+        "file_bytes": file.stat().st_size,
+        "make_and_load_seconds": [make_seconds, load_seconds],
+        "weights_relative_error": weights_error,
+        "logprob_difference": max(differences),
+        "prefill_tokens_per_second": 1e3 * sum(t["prompt_n"] for t in timings) / sum(t["prompt_ms"] for t in timings),
+        "decode_tokens_per_second": 1e3
+        * sum(t["predicted_n"] for t in timings)
+        / sum(t["predicted_ms"] for t in timings),
+    }
+
+
+def cpu_seconds() -> float:
+    """Of this process and of those that it has waited for: what other work on the machine does not change."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(each.ru_utime + each.ru_stime for each in used)
+
+
+def first_difference(found: list[list[int]], expected: list[list[int]]) -> str:
+    """The prompt and the token at which an answer leaves the expected one."""
+    for number, (ids, ours) in enumerate(zip(found, expected, strict=True), 1):
+        for place, token in enumerate(ours):
+            if ids[place : place + 1] != [token]:
+                return f"prompt {number}, token {place + 1}"
+    return "none"
+
+
+def possible(args, config: shapes.Config) -> list[str]:
+    """The forms of --forms that can be made here; prints why others are left out. UserError for an unknown one."""
+    found = []
+    for form in args.forms.split(","):
+        if form not in FORMS:
+            raise UserError(f"--forms {args.forms}: {form!r} is none of {', '.join(FORMS)}")
+        lacks = [
+            need for need in FORMS[form] if not (shutil.which if need == "g++" else importlib.util.find_spec)(need)
+        ]
+        reason = f"{', '.join(lacks)} missing" if lacks else ""
+        reason = reason or (not_for_gguf(config, Path(args.model)) if form in ("f16", "q8_0") else "")
+        if reason:
+            print(f"left out: {form}: {reason}")
+        else:
+            found.append(form)
+    if "onnx" in found:
+        import onnxruntime
+
+        if "TensorrtExecutionProvider" not in onnxruntime.get_available_providers():
+            print("left out: TensorRT, one more provider of the same .onnx: onnxruntime-gpu and tensorrt missing")
+    return found
+
+
+def open_onnx(file: Path) -> Callable:
+    """ONNX Runtime behind Step's signature: the caller's lists get the returned cache."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    session = onnxruntime.InferenceSession(file, options, providers=onnxruntime.get_available_providers())
+    names = [each.name for each in session.get_inputs()]
+
+    def step(ids: Tensor, positions: Tensor, last: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
+        tensors = (ids, positions, last, *keys, *values)
+        found = session.run(None, {name: each.cpu().numpy() for name, each in zip(names, tensors, strict=True)})
+        logits, *cache = (torch.from_numpy(each).to(ids.device) for each in found)
+        keys[:], values[:] = cache[: len(keys)], cache[len(keys) :]
+        return logits
+
+    return step
+
+
+def open_package(file: Path) -> Callable:
+    return torch._inductor.aoti_load_package(str(file))
+
+
+def run_fresh(package: Path, calls: list[tuple], config: shapes.Config, empty_cache: Callable) -> tuple[list, dict]:
+    """The logits of the package in a process that cannot import this repository, and what it says to wrong inputs."""
+    layers = range(config.num_hidden_layers)
+    names = ["ids", "positions", "last", *(f"keys.{i}" for i in layers), *(f"values.{i}" for i in layers)]
+    ids, positions, last = calls[0]
+    cache = empty_cache(len(ids), 1 + int(calls[-1][1].max()), ids.device)
+    many = torch.zeros(65, 1, dtype=torch.long, device=ids.device)
+    wrong = {
+        "a batch of 65": (many, many.clone(), many[:, 0].clone(), *empty_cache(65, 4, ids.device)),
+        "ids of 32 bits": (ids.int(), positions, last, *cache),
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        torch.save((names, calls, cache, wrong), Path(folder, "calls.pt"))
+        command = [sys.executable, "-I", "-c", FRESH_PROCESS, str(package)]
+        checks = {**os.environ, "AOTI_RUNTIME_CHECK_INPUTS": "1"}  # without it the process may abort, or go on
+        subprocess.run(command, cwd=folder, env=checks, check=True)
+        return torch.load(Path(folder, "logits.pt"))
