@@ -22,7 +22,7 @@ from common.exits import UserError
 
 ONNX, GGUF = ("onnx", "onnxscript", "onnxruntime"), ("gguf", "xllamacpp")
 FORMS = {"compile": ("g++",), "aoti": ("g++",), "onnx": ONNX, "int8": ONNX, "f16": GGUF, "q8_0": GGUF}  # and needs
-TRAINING_STEPS, SEQUENCES, SEQ_LEN = 60, 16, 64
+TRAINING_STEPS, SEQUENCES, SEQ_LEN = 150, 4, 32
 
 # Runs with `python -I` in a folder of its own: no file of this repository can be imported.
 FRESH_PROCESS = """
@@ -48,7 +48,7 @@ def train_nano(folder: Path, layers: int) -> str:
 
     config = dataclasses.replace(shapes.SIZES["nano"], num_hidden_layers=layers)
     net = model.build("nano", config, seed=0)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=2e-3)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=5e-3)
     batches = lesson.one_batch(TRAINING_STEPS * SEQUENCES, SEQ_LEN, torch.device("cpu"))
     for inputs, targets in zip(*(part.split(SEQUENCES) for part in batches), strict=True):
         net(inputs, targets).backward()
@@ -61,7 +61,7 @@ def train_nano(folder: Path, layers: int) -> str:
 
 
 def not_for_gguf(config: shapes.Config, folder: Path) -> str:
-    """Why this model is not written as GGUF here; empty if it is. Other tokenizers and shapes: llama.cpp's converter."""
+    """Why this model is not written as GGUF here; empty if it is. llama.cpp's converter knows all the others."""
     if config.rope_scaling or config.qkv_bias or config.qk_norm:
         return "only Llama's shape without rope_scaling is written here"
     file = folder / "tokenizer.json"
@@ -70,7 +70,7 @@ def not_for_gguf(config: shapes.Config, folder: Path) -> str:
 
 
 def write_gguf(net: model.Transformer, folder: Path, file: Path, kind: str) -> None:
-    """All of a model in one file: its shape, its vocabulary, its weights, quantized in blocks of 32 (kind: F16, Q8_0)."""
+    """All of a model in one file: shape, vocabulary and weights (kind: F16, or Q8_0 in blocks of 32)."""
     import gguf
 
     config, types = net.config, gguf.GGMLQuantizationType
@@ -97,11 +97,12 @@ def write_gguf(net: model.Transformer, folder: Path, file: Path, kind: str) -> N
         special = set(tokenizer.all_special_ids)
         gguf.SpecialVocab(folder, load_merges=True).add_to_gguf(writer)
         writer.add_tokenizer_pre("smollm")
-    else:  # a byte is a token, under the letter that GPT-2 writes for it, and byte 0 ends a document
+    else:  # a byte is a token, under the letter that GPT-2 writes for it; the last, in no text, ends an answer
         letters, others = {*range(33, 127), *range(161, 173), *range(174, 256)}, itertools.count(256)
-        tokens, special = [chr(byte if byte in letters else next(others)) for byte in range(256)], {0}
+        tokens = [chr(byte if byte in letters else next(others)) for byte in range(config.vocab_size)]
+        special = {config.vocab_size - 1}
         writer.add_token_merges([f"{tokens[0]} {tokens[0]}"])  # llama.cpp refuses a list without one
-        writer.add_eos_token_id(0)
+        writer.add_eos_token_id(config.vocab_size - 1)
         writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens)
     control, normal = gguf.TokenType.CONTROL, gguf.TokenType.NORMAL
@@ -129,40 +130,31 @@ def gguf_row(net, folder: Path, file: Path, prompts, token_ids: list[list[int]],
     before = cpu_seconds()
     write_gguf(net, folder, file, file.stem.split("-")[1].upper())
     make_seconds = cpu_seconds() - before
-    read_back = dict(AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name).named_parameters())
-    ours = {name: weight.detach().cpu() for name, weight in net.named_parameters()}
-    weights_error = measure.relative_error([read_back[name].detach().float() for name in ours], [*ours.values()])
-
+    read_back = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name).state_dict()
+    names, ours = zip(*net.named_parameters(), strict=True)
+    error = measure.relative_error([read_back[name].float() for name in names], [weight.cpu() for weight in ours])
     params = xllamacpp.CommonParams()
-    params.model.path = str(file)
+    params.model.path, params.verbosity, params.n_parallel = str(file), -1, 1
     params.n_ctx = 2 * (max(map(len, prompts)) + len(logits))
-    params.n_parallel = 1
     params.cpuparams.n_threads = torch.get_num_threads()
-    params.verbosity = -1
     start = time.perf_counter()
     server = xllamacpp.Server(params)
-    load_seconds = time.perf_counter() - start
+    loaded = time.perf_counter() - start
     greedy = {"temperature": 0.0, "top_k": 1, "logprobs": 1, "max_tokens": len(logits), "cache_prompt": False}
     answers = [server.handle_completions({"prompt": ids, **greedy}) for ids in prompts]
-    found = [[token["id"] for token in each["choices"][0]["logprobs"]["content"]] for each in answers]
-    differences = [0.0]
-    for row, (each, ids) in enumerate(zip(answers, token_ids, strict=True)):
-        for step, token in enumerate(each["choices"][0]["logprobs"]["content"][: len(ids)]):
-            if token["id"] != ids[step]:
-                break
-            expected = logits[step][row].log_softmax(-1)[token["id"]].item()
-            differences.append(abs(token["logprob"] - expected))
-    timings = [each["timings"] for each in answers]
+    contents = [each["choices"][0]["logprobs"]["content"] for each in answers]
+    seconds = {
+        phase: sum(each["timings"][f"{phase}_ms"] for each in answers) / 1e3 for phase in ("prompt", "predicted")
+    }
+    expected = [logits[0][row].log_softmax(-1)[content[0]["id"]].item() for row, content in enumerate(contents)]
     return {
-        "first_difference": first_difference(found, token_ids),
+        "first_difference": first_difference([[each["id"] for each in content] for content in contents], token_ids),
         "file_bytes": file.stat().st_size,
-        "make_and_load_seconds": [make_seconds, load_seconds],
-        "weights_relative_error": weights_error,
-        "logprob_difference": max(differences),
-        "prefill_tokens_per_second": 1e3 * sum(t["prompt_n"] for t in timings) / sum(t["prompt_ms"] for t in timings),
-        "decode_tokens_per_second": 1e3
-        * sum(t["predicted_n"] for t in timings)
-        / sum(t["predicted_ms"] for t in timings),
+        "make_and_load_seconds": [make_seconds, loaded],
+        "weights_relative_error": error,
+        "logprob_difference": max(abs(c[0]["logprob"] - own) for c, own in zip(contents, expected, strict=True)),
+        "prefill_tokens_per_second": sum(map(len, prompts)) / seconds["prompt"],
+        "decode_tokens_per_second": sum(map(len, contents)) / seconds["predicted"],
     }
 
 
@@ -187,20 +179,14 @@ def possible(args, config: shapes.Config) -> list[str]:
     for form in args.forms.split(","):
         if form not in FORMS:
             raise UserError(f"--forms {args.forms}: {form!r} is none of {', '.join(FORMS)}")
-        lacks = [
-            need for need in FORMS[form] if not (shutil.which if need == "g++" else importlib.util.find_spec)(need)
-        ]
-        reason = f"{', '.join(lacks)} missing" if lacks else ""
-        reason = reason or (not_for_gguf(config, Path(args.model)) if form in ("f16", "q8_0") else "")
+        there = {need: shutil.which(need) if need == "g++" else importlib.util.find_spec(need) for need in FORMS[form]}
+        reason = ", ".join(f"{need} is missing" for need, place in there.items() if place is None)
+        if not reason and FORMS[form] == GGUF:
+            reason = not_for_gguf(config, Path(args.model))
         if reason:
             print(f"left out: {form}: {reason}")
         else:
             found.append(form)
-    if "onnx" in found:
-        import onnxruntime
-
-        if "TensorrtExecutionProvider" not in onnxruntime.get_available_providers():
-            print("left out: TensorRT, one more provider of the same .onnx: onnxruntime-gpu and tensorrt missing")
     return found
 
 
@@ -210,7 +196,10 @@ def open_onnx(file: Path) -> Callable:
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
-    session = onnxruntime.InferenceSession(file, options, providers=onnxruntime.get_available_providers())
+    providers = onnxruntime.get_available_providers()
+    if "TensorrtExecutionProvider" not in providers:
+        print("left out: TensorRT, one more provider of the same .onnx: onnxruntime-gpu and tensorrt are missing")
+    session = onnxruntime.InferenceSession(file, options, providers=providers)
     names = [each.name for each in session.get_inputs()]
 
     def step(ids: Tensor, positions: Tensor, last: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
@@ -223,14 +212,9 @@ def open_onnx(file: Path) -> Callable:
     return step
 
 
-def open_package(file: Path) -> Callable:
-    return torch._inductor.aoti_load_package(str(file))
-
-
-def run_fresh(package: Path, calls: list[tuple], config: shapes.Config, empty_cache: Callable) -> tuple[list, dict]:
+def run_fresh(package: Path, calls: list[tuple], empty_cache: Callable) -> tuple[list, dict]:
     """The logits of the package in a process that cannot import this repository, and what it says to wrong inputs."""
-    layers = range(config.num_hidden_layers)
-    names = ["ids", "positions", "last", *(f"keys.{i}" for i in layers), *(f"values.{i}" for i in layers)]
+    names = ["ids", "positions", "last"]  # and then the cache
     ids, positions, last = calls[0]
     cache = empty_cache(len(ids), 1 + int(calls[-1][1].max()), ids.device)
     many = torch.zeros(65, 1, dtype=torch.long, device=ids.device)
