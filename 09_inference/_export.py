@@ -5,7 +5,6 @@ import importlib.util
 import itertools
 import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -24,20 +23,17 @@ ONNX, GGUF = ("onnx", "onnxscript", "onnxruntime"), ("gguf", "xllamacpp")
 FORMS = {"compile": ("g++",), "aoti": ("g++",), "onnx": ONNX, "int8": ONNX, "f16": GGUF, "q8_0": GGUF}  # and needs
 TRAINING_STEPS, SEQUENCES, SEQ_LEN = 150, 4, 32
 
-# Runs with `python -I` in a folder of its own: no file of this repository can be imported.
+# For `python -I` in a folder of its own, which cannot import this repository.
 FRESH_PROCESS = """
-import re, sys, torch
-names, calls, cache, wrong = torch.load("calls.pt")
+import sys, torch
+calls, cache, wrong = torch.load("calls.pt")
 step = torch._inductor.aoti_load_package(sys.argv[1])
-keys, values = cache
-logits = [step(*call, keys, values) for call in calls]
-refused = dict.fromkeys(wrong)
+logits, refused = [step(*call, *cache) for call in calls], {}
 for name, call in wrong.items():
     try:
         step(*call)
-    except RuntimeError as error:  # it names inputs by their number
-        line = next(line for line in str(error).splitlines() if "input_handles" in line)
-        refused[name] = re.sub(r"input_handles\\[(\\d+)\\]", lambda found: names[int(found[1])], line)
+    except RuntimeError as error:  # it says input_handles[0] for the first input
+        refused[name] = next(line for line in str(error).splitlines() if "input_handles" in line)
 torch.save((logits, refused), "logits.pt")
 """
 
@@ -60,13 +56,13 @@ def train_nano(folder: Path, layers: int) -> str:
     return str(folder)
 
 
-def not_for_gguf(config: shapes.Config, folder: Path) -> str:
-    """Why this model is not written as GGUF here; empty if it is. llama.cpp's converter knows all the others."""
-    if config.rope_scaling or config.qkv_bias or config.qk_norm:
-        return "only Llama's shape without rope_scaling is written here"
+def pre_tokenizer(config: shapes.Config, folder: Path) -> str:
+    """llama.cpp's name for how text is cut into words; empty for models that only llama.cpp's own converter writes."""
     file = folder / "tokenizer.json"
-    known = not file.is_file() or '"Digits"' in file.read_text()  # bytes, or as SmolLM2 cuts words
-    return "" if known else "its tokenizer is not SmolLM2's"
+    how = json.dumps(json.loads(file.read_text())["pre_tokenizer"]) if file.is_file() else "ByteLevel"
+    if config.rope_scaling or config.qkv_bias or config.qk_norm or "Split" in how or "ByteLevel" not in how:
+        return ""
+    return "smollm" if "Digits" in how else "gpt-2"
 
 
 def write_gguf(net: model.Transformer, folder: Path, file: Path, kind: str) -> None:
@@ -81,13 +77,11 @@ def write_gguf(net: model.Transformer, folder: Path, file: Path, kind: str) -> N
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
     writer.add_rope_dimension_count(config.head_dim)
     writer.add_rope_freq_base(config.rope_theta)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre_tokenizer(config, folder))
     if (folder / "tokenizer.json").is_file():
         from transformers import AutoTokenizer
 
@@ -96,17 +90,15 @@ def write_gguf(net: model.Transformer, folder: Path, file: Path, kind: str) -> N
         tokens = [by_id.get(token_id, f"<unused{token_id}>") for token_id in range(config.vocab_size)]
         special = set(tokenizer.all_special_ids)
         gguf.SpecialVocab(folder, load_merges=True).add_to_gguf(writer)
-        writer.add_tokenizer_pre("smollm")
     else:  # a byte is a token, under the letter that GPT-2 writes for it; the last, in no text, ends an answer
         letters, others = {*range(33, 127), *range(161, 173), *range(174, 256)}, itertools.count(256)
         tokens = [chr(byte if byte in letters else next(others)) for byte in range(config.vocab_size)]
         special = {config.vocab_size - 1}
         writer.add_token_merges([f"{tokens[0]} {tokens[0]}"])  # llama.cpp refuses a list without one
         writer.add_eos_token_id(config.vocab_size - 1)
-        writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens)
-    control, normal = gguf.TokenType.CONTROL, gguf.TokenType.NORMAL
-    writer.add_token_types([control if token_id in special else normal for token_id in range(len(tokens))])
+    kinds = {True: gguf.TokenType.CONTROL, False: gguf.TokenType.NORMAL}
+    writer.add_token_types([kinds[token_id in special] for token_id in range(len(tokens))])
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     for name, weight in net.named_parameters():
         weight = weight.detach()
@@ -127,9 +119,9 @@ def gguf_row(net, folder: Path, file: Path, prompts, token_ids: list[list[int]],
     import xllamacpp
     from transformers import AutoModelForCausalLM
 
-    before = cpu_seconds()
-    write_gguf(net, folder, file, file.stem.split("-")[1].upper())
-    make_seconds = cpu_seconds() - before
+    before = sum(os.times()[:4])
+    write_gguf(net, folder, file, file.stem.upper())
+    made = sum(os.times()[:4]) - before
     read_back = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name).state_dict()
     names, ours = zip(*net.named_parameters(), strict=True)
     error = measure.relative_error([read_back[name].float() for name in names], [weight.cpu() for weight in ours])
@@ -150,18 +142,12 @@ def gguf_row(net, folder: Path, file: Path, prompts, token_ids: list[list[int]],
     return {
         "first_difference": first_difference([[each["id"] for each in content] for content in contents], token_ids),
         "file_bytes": file.stat().st_size,
-        "make_and_load_seconds": [make_seconds, loaded],
+        "make_and_load_seconds": [made, loaded],
         "weights_relative_error": error,
         "logprob_difference": max(abs(c[0]["logprob"] - own) for c, own in zip(contents, expected, strict=True)),
         "prefill_tokens_per_second": sum(map(len, prompts)) / seconds["prompt"],
         "decode_tokens_per_second": sum(map(len, contents)) / seconds["predicted"],
     }
-
-
-def cpu_seconds() -> float:
-    """Of this process and of those that it has waited for: what other work on the machine does not change."""
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(each.ru_utime + each.ru_stime for each in used)
 
 
 def first_difference(found: list[list[int]], expected: list[list[int]]) -> str:
@@ -181,12 +167,10 @@ def possible(args, config: shapes.Config) -> list[str]:
             raise UserError(f"--forms {args.forms}: {form!r} is none of {', '.join(FORMS)}")
         there = {need: shutil.which(need) if need == "g++" else importlib.util.find_spec(need) for need in FORMS[form]}
         reason = ", ".join(f"{need} is missing" for need, place in there.items() if place is None)
-        if not reason and FORMS[form] == GGUF:
-            reason = not_for_gguf(config, Path(args.model))
-        if reason:
-            print(f"left out: {form}: {reason}")
-        else:
-            found.append(form)
+        if not reason and FORMS[form] == GGUF and not pre_tokenizer(config, Path(args.model)):
+            reason = "only Llama's shape without rope_scaling, with GPT-2's or SmolLM's words, is written here"
+        print(f"left out: {form}: {reason}\n" if reason else "", end="")
+        found += [] if reason else [form]
     return found
 
 
@@ -214,17 +198,15 @@ def open_onnx(file: Path) -> Callable:
 
 def run_fresh(package: Path, calls: list[tuple], empty_cache: Callable) -> tuple[list, dict]:
     """The logits of the package in a process that cannot import this repository, and what it says to wrong inputs."""
-    names = ["ids", "positions", "last"]  # and then the cache
     ids, positions, last = calls[0]
     cache = empty_cache(len(ids), 1 + int(calls[-1][1].max()), ids.device)
     many = torch.zeros(65, 1, dtype=torch.long, device=ids.device)
-    wrong = {
-        "a batch of 65": (many, many.clone(), many[:, 0].clone(), *empty_cache(65, 4, ids.device)),
-        "ids of 32 bits": (ids.int(), positions, last, *cache),
-    }
+    too_many = many, many.clone(), many[:, 0].clone(), *empty_cache(65, 4, ids.device)
+    wrong = {"a batch of 65": too_many, "ids of 32 bits": (ids.int(), positions, last, *cache)}
     with tempfile.TemporaryDirectory() as folder:
-        torch.save((names, calls, cache, wrong), Path(folder, "calls.pt"))
+        torch.save((calls, cache, wrong), Path(folder, "calls.pt"))
         command = [sys.executable, "-I", "-c", FRESH_PROCESS, str(package)]
         checks = {**os.environ, "AOTI_RUNTIME_CHECK_INPUTS": "1"}  # without it the process may abort, or go on
         subprocess.run(command, cwd=folder, env=checks, check=True)
-        return torch.load(Path(folder, "logits.pt"))
+        logits, refused = torch.load(Path(folder, "logits.pt"))
+    return logits, {name: line.replace("input_handles[0]", "ids") for name, line in refused.items()}

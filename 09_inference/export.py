@@ -19,6 +19,7 @@ Before: speculative.py. Next: launch/README.md.
 import dataclasses
 import logging
 import multiprocessing
+import os
 import sys
 import tempfile
 import time
@@ -114,7 +115,7 @@ def make(form: str, name: str, config: shapes.Config, folder: Path, device: str)
     """In a process of its own: write the file of a form, and what a row says of that."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    before, facts = _export.cpu_seconds(), {}
+    before, facts = sum(os.times()[:4]), {}
     file = folder / f"{form}.{'pt2' if form == 'aoti' else 'onnx'}"
     if form == "aoti":
         make_package(model.build(name, config, seed=0, device=device), file, device)
@@ -127,7 +128,7 @@ def make(form: str, name: str, config: shapes.Config, folder: Path, device: str)
 
         quantize_dynamic(folder / "onnx.onnx", file, weight_type=QuantType.QInt8, per_channel=True)
     held = sum(part.stat().st_size for part in folder.glob(f"{file.name}*"))
-    return facts | {"file": str(file), "file_bytes": held, "make_cpu_seconds": _export.cpu_seconds() - before}
+    return facts | {"file": str(file), "file_bytes": held, "make_cpu_seconds": sum(os.times()[:4]) - before}
 
 
 @torch.inference_mode()
@@ -175,10 +176,10 @@ def run(args, folder: Path, device: torch.device, forms: list[str], text: Text) 
         token_ids, calls, logits = answer(eager, text, args.max_new_tokens, device)
         rows, steps = {"eager": {"token_ids": token_ids, "make_and_load_seconds": None}}, {"eager": eager}
         if "compile" in forms:
-            before = _export.cpu_seconds()
+            before = sum(os.times()[:4])
             steps["compile"] = torch.compile(eager, dynamic=True)
             replay(steps["compile"], calls[:2], config)
-            rows["compile"] = {"make_and_load_seconds": [_export.cpu_seconds() - before, 0.0]}
+            rows["compile"] = {"make_and_load_seconds": [sum(os.times()[:4]) - before, 0.0]}
         rows |= {form: maker.result() for form, maker in makers.items()}
     if "int8" in forms:
         rows["int8"] = make("int8", *of_row)
@@ -207,7 +208,7 @@ def run(args, folder: Path, device: torch.device, forms: list[str], text: Text) 
         fresh, rows["aoti"]["refused"] = _export.run_fresh(folder / "aoti.pt2", calls, partial(empty_cache, config))
         rows["aoti"]["fresh_logits_relative_error"] = measure.relative_error(fresh, logits)
     for form in [form for form in ("f16", "q8_0") if form in forms]:
-        file = folder / f"model-{form}.gguf"
+        file = folder / f"{form}.gguf"
         rows[form] = _export.gguf_row(net, Path(args.model), file, text.prompts, token_ids, logits)
     return rows
 
@@ -218,9 +219,9 @@ def check(rows: dict[str, dict], config: shapes.Config) -> list[str]:
         error = max(rows[form]["logits_relative_error"], rows[form].get("fresh_logits_relative_error", 0))
         assert error <= 1e-5, f"{form}: logits are off by {error:.1e}"
         checked.append(f"{form}: the logits of every step are within {error:.1e} of eager's")
-    for name, line in rows.get("aoti", {}).get("refused", {}).items():
-        assert line, f"aoti: {name} is not refused"
-        checked.append(f"aoti in a process without this source refuses {name}: {line}")
+    if "aoti" in rows:
+        assert len(rows["aoti"]["refused"]) == 2, rows["aoti"]["refused"]
+        checked += [f"aoti in a process without this source: {line}" for line in rows["aoti"]["refused"].values()]
     if "onnx" in rows:
         outputs, lost = rows["onnx"]["outputs"], rows["onnx"]["outputs_in_place"]
         assert (outputs, lost) == (1 + 2 * config.num_hidden_layers, 1), (outputs, lost)
@@ -258,16 +259,9 @@ def main() -> int:
         text = Text(args, shapes.read_config(args.model))
         rows = run(args, folder, device, _export.possible(args, text.config), text)
         checked = check_tokens(rows["eager"]["token_ids"], text, args) + check(rows, text.config)
-    columns = {
-        "form": "form",
-        "first_difference": "leaves eager at",
-        "logits_relative_error": "error of logits",
-        "loss": "loss",
-        "file_bytes": "file",
-        "make_and_load_seconds": "CPU to make, to load",
-        "prefill_tokens_per_second": "prefill",
-        "decode_tokens_per_second": "decode",
-    }
+    columns = {"form": "form", "first_difference": "leaves eager at", "logits_relative_error": "error of logits"}
+    columns |= {"loss": "loss", "file_bytes": "file", "make_and_load_seconds": "CPU to make, to load"}
+    columns |= {"prefill_tokens_per_second": "prefill", "decode_tokens_per_second": "decode"}
     rows = [{"form": form, **row} for form, row in rows.items()]
     own = {"model": name, "dtype": "fp32", "parameters": shapes.parameter_count(text.config)}
     lesson.end(rows, columns=columns, checked=checked, args=args, device=device, **own)
