@@ -62,9 +62,9 @@ def encoder(definition: str, about: dict) -> Callable[[bytes], np.ndarray]:
     end = [] if about["end_id"] is None else [about["end_id"]]
 
     def encode(document: bytes) -> np.ndarray:
-        text, ids = document.decode(errors="replace"), []  # what was held out of one document may cut a character
-        for start in range(0, len(text), PIECE):
-            ids += tokenizer.encode_batch_fast([text[start : start + PIECE]], add_special_tokens=False)[0].ids
+        text = document.decode(errors="replace")  # what was held out of one document may cut a character
+        pieces = (text[start : start + PIECE] for start in range(0, len(text), PIECE))
+        ids = [token for piece in pieces for token in tokenizer.encode(piece, add_special_tokens=False).ids]
         return np.array(ids + end, about["dtype"])
 
     return encode

@@ -38,9 +38,7 @@ class Corpus(NamedTuple):
 def load_corpus(data: str, tokenizer: str | None = None, model: str = "nano") -> Corpus:
     """The tokens of `data`: a folder that 05_ddp/prepare_data.py has made, or a small text, 5 % of its documents held
     out. Without `tokenizer`: that of the folder `model`, or bytes. UserError for a source that cannot be read.
-
-    Of a text the first process of a node leaves the tokens in CORPUS_CACHE (default: in the system's folder for
-    temporary files), known by the source's files, sizes and times."""
+    A text's tokens stay in CORPUS_CACHE (default: a folder for temporary files), known by files, sizes and times."""
     tokenizer = tokenizer or (model if any(Path(model).glob("tokenizer*")) else None)
     if Path(data, "corpus.json").is_file():
         return _mapped(Path(data), tokenizer)
@@ -180,6 +178,5 @@ class Batches:
 
 
 def _ignore_signals(_worker: int) -> None:
-    """A scheduler signals every process; the rank decides, and its workers must live for its last steps."""
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, signal.SIG_IGN)  # a scheduler signals all; a rank needs its workers for its last steps

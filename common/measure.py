@@ -71,8 +71,7 @@ def seconds_in_turns(steps: dict[str, Callable[[], object]], device: torch.devic
     first, found = next(iter(seconds.values())), {}
     for name, own in seconds.items():
         found[name] = {"n": rounds}
-        ratios = [mine / other for mine, other in zip(own, first, strict=True)]
-        for key, values in (("seconds", own), ("time_ratio", ratios)):
+        for key, values in (("seconds", own), ("time_ratio", [a / b for a, b in zip(own, first, strict=True)])):
             found[name] |= {key: statistics.median(values), f"min_{key}": min(values), f"max_{key}": max(values)}
     return found
 
@@ -82,8 +81,6 @@ def relative_error(found: Tensor | list[Tensor], expected: Tensor | list[Tensor]
     for the denominator: a thousandth of the norm of all, since of a gradient near 0 there is only rounding."""
     founds, expecteds = ([tensors] if isinstance(tensors, Tensor) else tensors for tensors in (found, expected))
     least = torch.nn.utils.get_total_norm(expecteds) / 1000
-    errors = [
-        ((one - other).norm() / other.norm().maximum(least)).float()
-        for one, other in zip(founds, expecteds, strict=True)
-    ]
+    pairs = zip(founds, expecteds, strict=True)
+    errors = [((one - other).norm() / other.norm().maximum(least)).float() for one, other in pairs]
     return torch.stack(errors).max().item()  # NaN if one is

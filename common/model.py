@@ -45,8 +45,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None, *, is_causal=False, enable_gqa=False) -> Tensor:
-    """As F.scaled_dot_product_attention; `seen` is [queries, keys] or [batch, 1, queries, keys]. CUDA's kernels that do
-    not hold all scores refuse grouped heads in fp32 and with a mask: there each group becomes a sequence of its own."""
+    """torch's, `seen` [queries, keys] or [batch, 1, queries, keys]. CUDA's kernels that do not hold all scores refuse
+    grouped heads in fp32 and with a mask: there each group becomes a sequence of its own."""
     if not enable_gqa or (seen is None and q.dtype != torch.float32):
         return F.scaled_dot_product_attention(q, k, v, seen, is_causal=is_causal, enable_gqa=enable_gqa)
     groups = k.shape[1]
@@ -191,8 +191,7 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Set every weight as a function of (seed, parameter name, row) alone: whole, sharded or cut into stages, a
-        model starts equal to the bit. A rank draws the rows of which it holds something."""
+        """Every weight is a function of (seed, name, row): whole, sharded or cut into stages, the start is the same."""
         for name, parameter in self.named_parameters():
             held, (rows, *others) = part_of(parameter)
             weight = random_weight(name, parameter.shape, seed, rows.start, rows.stop)
@@ -211,8 +210,8 @@ class Transformer(nn.Module):
 
 
 def checkpoint_blocks(net: Transformer, how: str) -> None:
-    """Have backward compute blocks again instead of keeping what they computed: none; full keeps the input of a block
-    alone; selective also what attention and matmuls gave. Call it before compile and fully_shard."""
+    """What backward computes again: none; full: all but a block's input; selective: all but attention and matmuls, too.
+    Call it before compile and fully_shard."""
     for block in net.model.layers.values() if how != "none" else ():
         context = {"context_fn": partial(selective_contexts, block)} if how == "selective" else {}
         again = partial(checkpoint, block.forward, use_reentrant=False, **context)
@@ -236,8 +235,7 @@ def selective_contexts(block: nn.Module) -> tuple:
 
 
 def build(name: str, config: Config, *, seed: int, device: torch.device | str = "cpu") -> Transformer:
-    """The model on `device`, with the same weights whatever that is: of the .safetensors files in the folder `name`, or
-    random. On "meta" it holds no numbers yet."""
+    """The model on `device`: weights of the folder `name`, or random, the same on any device; on "meta" no numbers."""
     with torch.device("meta"):
         net = Transformer(config)
     return net if str(device) == "meta" else materialize(net, name, seed=seed, device=device)
@@ -285,9 +283,7 @@ def load_weights(net: Transformer, folder: Path) -> bool:
 
 def hash_rows(name: str, rows: Tensor, first: int = 0) -> int:
     """The sum of the SHA-256 of each row, the first of which has this number: parts of a matrix add up to the whole."""
-    if not len(rows):
-        return 0
-    content = rows.detach().cpu().contiguous().view(torch.uint8).numpy().reshape(len(rows), -1)
+    content = rows.detach().cpu().contiguous().view(torch.uint8).numpy().reshape(len(rows), -1) if len(rows) else ()
     hashes = (hashlib.sha256(f"{name} {i} ".encode() + row.tobytes()) for i, row in enumerate(content, first))
     return sum(int.from_bytes(each.digest()) for each in hashes)
 

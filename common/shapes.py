@@ -84,8 +84,7 @@ def has_weights(name: str) -> bool:
 
 
 def read_config(name: str, flag: str = "--model") -> Config:
-    """The shape called `name`, or that of a config.json or of a folder with one. UserError, which names the `flag` that
-    gave the name, if it is none of these."""
+    """The shape called `name`, or that of a config.json or of a folder with one; else UserError, which names `flag`."""
     if name in SIZES:
         return SIZES[name]
     path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
