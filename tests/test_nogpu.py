@@ -29,7 +29,7 @@ ONE = {  # script: flags
     "07_memory_tricks/chunked_loss.py": "",
     "07_memory_tricks/cuda_graphs.py": "",
     "07_memory_tricks/gradient_checkpointing.py": "--rounds 1 --batch-size 2 --seq-len 64",
-    "07_memory_tricks/lora.py": "--steps 2 --batch-size 2 --seq-len 32",
+    "07_memory_tricks/lora.py": "--model tiny.json --steps 2 --batch-size 2 --seq-len 32",
     "07_memory_tricks/memory_profile.py": "--micro-batch-size 4 --snapshot s.pickle",
     "07_memory_tricks/offload.py": "--rounds 1 --batch-size 2",
     "07_memory_tricks/optimizer_memory.py": "--steps 2 --seeds 1",
