@@ -35,6 +35,7 @@ NOTHING_TO_DO = re.findall(
     cudaDeviceEnablePeerAccess cudaDeviceSetLimit cudaSetDeviceFlags cudaCtxResetPersistingL2Cache cudaProfilerStart
     cudaProfilerStop cudaMemcpyToSymbol cudaMemPoolSetAttribute cudaMemPoolTrimTo cudaMemPoolSetAccess
     __cudaRegisterFatBinaryEnd __cudaUnregisterFatBinary __cudaRegisterVar __cudaRegisterManagedVar ncclRedOpDestroy
+    nvmlDeviceGetHandleByPciBusId_v2
     ncclGroupSimulateEnd ncclCommFinalize ncclCommAbort ncclCommDestroy ncclCommDeregister
     """,
 )
@@ -67,7 +68,9 @@ def needed(torch: Path, headers: Path) -> tuple[dict[str, str], dict[str, dict[s
     names = re.findall(r"CUDARTAPI\s+(cuda[A-Z]\w+)\s*\(", runtime)
     functions["libcudart"] = dict.fromkeys(names, "") | functions["libcudart"]
     pynvml = Path(importlib.util.find_spec("pynvml").origin).read_text()
-    functions["libnvidia-ml"] = dict.fromkeys(re.findall(r'_nvmlGetFunctionPointer\("(nvml\w+)"\)', pynvml), "")
+    names = re.findall(r'_nvmlGetFunctionPointer\("(nvml\w+)"\)', pynvml)
+    names += re.findall(r"\bnvml[A-Z]\w+\b(?<!_)", run("strings", torch / "lib/libc10_cuda.so"))
+    functions["libnvidia-ml"] = dict.fromkeys(names, "")
     return files, functions
 
 

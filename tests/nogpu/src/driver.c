@@ -43,9 +43,8 @@ void nogpu_report(void) {
 }
 void nogpu_count(const char *what, const char *name) {
   static int reporting = -1;
-  if (reporting < 0 && (reporting = getenv("NOGPU_REPORT") != 0)) {
-    counts = calloc(65536, sizeof *counts); atexit(nogpu_report);
-  } if (!reporting) return; char key[300]; unsigned h = 5381; snprintf(key, sizeof key, "%s %s", what, name);
+  if (reporting < 0 && (reporting = getenv("NOGPU_REPORT") != 0)) { counts = calloc(65536, sizeof *counts); atexit(nogpu_report); }
+  if (!reporting) return; char key[300]; unsigned h = 5381; snprintf(key, sizeof key, "%s %s", what, name);
   for (char *c = key; *c; c++) h = h * 33 + *c; pthread_mutex_lock(&lock);
   for (h &= 65535; counts[h].n && strcmp(counts[h].key, key);) h = (h + 1) & 65535;
   strcpy(counts[h].key, key); counts[h].n++; pthread_mutex_unlock(&lock);
@@ -86,9 +85,7 @@ static Block drop(void *p) {
   if (b.p) memmove(blocks + i, blocks + i + 1, (nblocks-- - i - 1) * sizeof *blocks);
   if (b.kind == DEVICE) used[b.device] -= b.n; pthread_mutex_unlock(&lock); return b;
 }
-int nogpu_free(void *p, int kind) {
-  Block b = drop(p); if (b.p && kind != REGISTERED) munmap(p, PAGE_END(b.p + b.n) - b.p); return !b.p;
-}
+int nogpu_free(void *p, int kind) { Block b = drop(p); if (b.p && kind != REGISTERED) munmap(p, PAGE_END(b.p + b.n) - b.p); return !b.p; }
 void nogpu_memory(size_t *f, size_t *t) { *t = NOGPU_TOTAL; *f = NOGPU_TOTAL - DRIVERS - used[current]; }
 // virtual memory, for expandable segments
 CUresult cuMemAddressReserve(CUdeviceptr *p, size_t n, size_t align, CUdeviceptr at, unsigned long long f) {
@@ -109,26 +106,18 @@ static const int attributes[140] = {  // an H100's
   [89] = 1, 1, 1, [95] = 1, [97] = 232448, [99] = 1, [102] = 1, 1, [106] = 32, [108] = 33554432, 134213632,
   [111] = 1024, [115] = 1, [120] = 1};
 int nogpu_attribute(int a) { return a < 140 ? attributes[a] : 0; }
-CUresult cuDriverGetVersion(int *v) { *v = 13000; return 0; }
 CUresult cuDeviceGetCount(int *n) { *n = nogpu_devices(); return 0; }
 CUresult cuDeviceGet(CUdevice *d, int i) { *d = i; return i < nogpu_devices() ? 0 : 101; }
 CUresult cuDeviceGetAttribute(int *v, CUdevice_attribute a, CUdevice d) { *v = nogpu_attribute(a); return 0; }
-CUresult cuDeviceGetName(char *n, int l, CUdevice d) { strncpy(n, NOGPU_NAME, l); return 0; }
-CUresult cuDeviceTotalMem(size_t *n, CUdevice d) { *n = NOGPU_TOTAL; return 0; }
 CUresult cuDeviceGetUuid(CUuuid *u, CUdevice d) { memset(u, 0x11 + d, 16); return 0; }
 CUresult cuDevicePrimaryCtxGetState(CUdevice d, unsigned *f, int *a) { *f = 0; *a = 1; return 0; }
 CUresult cuDevicePrimaryCtxRetain(CUcontext *c, CUdevice d) { *c = (void *)(size_t)(0x1000 + d); return 0; }
 CUresult cuCtxGetCurrent(CUcontext *c) { *c = (void *)(size_t)(0x1000 + current); return 0; }
 CUresult cuCtxSetCurrent(CUcontext c) { if (c) current = (size_t)c - 0x1000; return 0; }
-CUresult cuCtxGetDevice(CUdevice *d) { *d = current; return 0; }
 CUresult cuCtxPushCurrent(CUcontext c) { if (c) current = (size_t)c - 0x1000; return 0; }
 CUresult cuCtxPopCurrent(CUcontext *c) { if (c) *c = (void *)(size_t)(0x1000 + current); return 0; }
 CUresult cuGetErrorString(CUresult e, const char **s) { *s = "an error of the no-op GPU"; return 0; }
 CUresult cuGetErrorName(CUresult e, const char **s) { *s = "CUDA_ERROR_NOGPU"; return 0; }
-CUresult cuGetProcAddress(const char *s, void **p, int v, cuuint64_t f, CUdriverProcAddressQueryResult *st) {
-  char newer[200]; snprintf(newer, sizeof newer, "%s_v2", s);
-  *p = dlsym(RTLD_DEFAULT, s) ?: dlsym(RTLD_DEFAULT, newer); if (st) *st = *p ? 0 : 1; return *p ? 0 : 500;
-}
 CUresult cuPointerGetAttribute(void *out, CUpointer_attribute a, CUdeviceptr p) {
   int kind, device; void *start = nogpu_resolve((void *)p, &kind, &device, 0); if (!start) return 1;
   switch (a) {

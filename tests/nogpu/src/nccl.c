@@ -83,8 +83,10 @@ static int reduce(void *out, const char *in, size_t stride, size_t n, int t, int
       double x = get(in + r * stride, t, i) * (op >= PREMULTIPLIED ? scalars[op - PREMULTIPLIED] : 1);
       v = !r ? x : op == PRODUCT ? v * x : op == MAX ? (x > v ? x : v) : op == MIN ? (x < v ? x : v)
           : t == FLOAT ? (float)(v + x) : v + x;
-    } set(out, t, i, op == AVERAGE ? v / ranks : v);
-  } return OK;
+    }
+    set(out, t, i, op == AVERAGE ? v / ranks : v);
+  }
+  return OK;
 }
 static int check(const void *a, const void *b, size_t n, const char *name) {
   const void *both[] = {a, b}; int kind = 0; nogpu_count("nccl", name);
@@ -122,9 +124,7 @@ int ncclGroupEnd(void) {
       else if (q->kind == kind && q->c->rank == q->peer) e = make_local(q);
   queued = 0; return e;
 }
-static int add(Call call) {
-  if (!group && call.kind <= RECV) return make_call(&call); queue[queued++] = call; return OK;
-}
+static int add(Call call) { if (!group && call.kind <= RECV) return make_call(&call); queue[queued++] = call; return OK; }
 int ncclSend(const void *in, size_t n, int t, int peer, Comm *c, Stream s) {
   return check(in, 0, n, "send") ?: add((Call){SEND, in, 0, n * width(t), peer, c});
 }
@@ -179,12 +179,12 @@ int ncclCommSplit(Comm *c, int color, int key, Comm **out, void *config) {
   int(*every)[2] = (void *)all(c, mine, sizeof mine, &e);
   for (int r = 0; r < c->n; r++) {
     if (every[r][0] != color) continue; n++; rank += every[r][1] < key || (every[r][1] == key && r < c->rank);
-  } free(every); char name[64]; snprintf(name, 60, "%.44s-%d-%d", c->name, ++c->splits, color);
+  }
+  free(every); char name[64]; snprintf(name, 60, "%.44s-%d-%d", c->name, ++c->splits, color);
   *out = color < 0 ? 0 : make(name, n, rank); return e;
 }
 int ncclCommCount(Comm *c, int *n) { *n = c->n; return OK; }
 int ncclCommUserRank(Comm *c, int *r) { *r = c->rank; return OK; }
-int ncclCommCuDevice(Comm *c, int *d) { *d = nogpu_device(); return OK; }
 int ncclCommGetAsyncError(Comm *c, int *e) { *e = 0; return OK; }
 int ncclCommRegister(Comm *c, void *b, size_t n, void **h) { *h = b; return OK; }
 int ncclMemAlloc(void **p, size_t n) { *p = nogpu_alloc(n, DEVICE); return *p ? OK : 1; }

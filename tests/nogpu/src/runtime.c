@@ -25,9 +25,7 @@ static unsigned long long captures;
 static int capturing;
 static __thread int exchange_mode, own_captures;
 static Stream *S(cudaStream_t s) { return (size_t)s < 16 ? &legacy : (Stream *)s; }
-static double now(void) {
-  struct timespec t; clock_gettime(CLOCK_MONOTONIC, &t); return t.tv_sec * 1e3 + t.tv_nsec / 1e6;
-}
+static double now(void) { struct timespec t; clock_gettime(CLOCK_MONOTONIC, &t); return t.tv_sec * 1e3 + t.tv_nsec / 1e6; }
 // what waits for the GPU, or allocates, is refused while a capture is under way, unless this thread's mode is relaxed
 static int unsafe(void) {
   if (!capturing || exchange_mode == cudaStreamCaptureModeRelaxed) return 0;
@@ -36,10 +34,8 @@ static int unsafe(void) {
 E cudaStreamCreateWithPriority(cudaStream_t *s, unsigned f, int p) {
   Stream *n = calloc(1, sizeof *n); n->flags = f; n->priority = p; *s = (void *)n; return 0;
 }
-E cudaStreamCreateWithFlags(cudaStream_t *s, unsigned f) { return cudaStreamCreateWithPriority(s, f, 0); }
 E cudaStreamDestroy(cudaStream_t s) { if (S(s) != &legacy) free(s); return 0; }
 E cudaStreamGetPriority(cudaStream_t s, int *p) { *p = S(s)->priority; return 0; }
-E cudaStreamGetFlags(cudaStream_t s, unsigned *f) { *f = S(s)->flags; return 0; }
 E cudaStreamQuery(cudaStream_t s) { return S(s)->capture ? fail(CAPTURING, "cudaStreamQuery in a capture") : 0; }
 E cudaStreamSynchronize(cudaStream_t s) {
   nogpu_count("sync", "stream");
@@ -72,16 +68,11 @@ E cudaStreamEndCapture(cudaStream_t s, cudaGraph_t *g) {
   return 0;
 }
 E cudaGraphInstantiateWithFlags(cudaGraphExec_t *e, cudaGraph_t g, unsigned long long f) { *e = malloc(8); return 0; }
-E cudaGraphInstantiate(cudaGraphExec_t *e, cudaGraph_t g, unsigned long long f) { *e = malloc(8); return 0; }
 E cudaGraphLaunch(cudaGraphExec_t e, cudaStream_t s) { nogpu_count("graph", "launch"); return 0; }
 E cudaGraphDestroy(cudaGraph_t g) { free(g); return 0; }
 E cudaGraphExecDestroy(cudaGraphExec_t e) { free(e); return 0; }
-E cudaGraphGetNodes(cudaGraph_t g, cudaGraphNode_t *n, size_t *c) {
-  *c = ((Graph *)g)->launches + ((Graph *)g)->copies; return 0;
-}
-E cudaEventCreateWithFlags(cudaEvent_t *e, unsigned f) {
-  Event *n = calloc(1, sizeof *n); n->flags = f; *e = (void *)n; return 0;
-}
+E cudaGraphGetNodes(cudaGraph_t g, cudaGraphNode_t *n, size_t *c) { *c = ((Graph *)g)->launches + ((Graph *)g)->copies; return 0; }
+E cudaEventCreateWithFlags(cudaEvent_t *e, unsigned f) { Event *n = calloc(1, sizeof *n); n->flags = f; *e = (void *)n; return 0; }
 E cudaEventCreate(cudaEvent_t *e) { return cudaEventCreateWithFlags(e, 0); }
 E cudaEventDestroy(cudaEvent_t e) { free(e); return 0; }
 E cudaEventRecordWithFlags(cudaEvent_t e, cudaStream_t s, unsigned external) {
@@ -105,9 +96,7 @@ E cudaEventElapsedTime(float *ms, cudaEvent_t a, cudaEvent_t b) {
 // devices
 E cudaGetDeviceCount(int *n) { *n = nogpu_devices(); return *n ? 0 : fail(100, "cudaGetDeviceCount"); }
 E cudaGetDevice(int *d) { *d = nogpu_device(); return 0; }
-E cudaSetDevice(int d) {
-  if (d < 0 || d >= nogpu_devices()) return fail(101, "cudaSetDevice"); nogpu_set_device(d); return 0;
-}
+E cudaSetDevice(int d) { if (d < 0 || d >= nogpu_devices()) return fail(101, "cudaSetDevice"); nogpu_set_device(d); return 0; }
 E cudaGetLastError(void) { int e = last; last = 0; return e; }
 E cudaPeekAtLastError(void) { return last; }
 const char *cudaGetErrorString(E e) {
@@ -135,9 +124,6 @@ E cudaGetDriverEntryPointByVersion(const char *s, void **p, unsigned v, unsigned
   char newer[200]; void *driver = dlopen("libcuda.so.1", RTLD_LAZY); snprintf(newer, sizeof newer, "%s_v2", s);
   *p = dlsym(driver, s) ?: dlsym(driver, newer); if (st) *st = *p ? 0 : 1; return *p ? 0 : fail(500, s);
 }
-E cudaGetDriverEntryPoint(const char *s, void **p, unsigned long long f, enum cudaDriverEntryPointQueryResult *st) {
-  return cudaGetDriverEntryPointByVersion(s, p, 0, f, st);
-}
 
 // memory
 E cudaMalloc(void **p, size_t n) {
@@ -157,9 +143,6 @@ E cudaHostRegister(void *p, size_t n, unsigned f) {
   return nogpu_resolve(p, 0, 0, 0) ? fail(712, "cudaHostRegister") : nogpu_add(p, n, REGISTERED);
 }
 E cudaHostUnregister(void *p) { return nogpu_free(p, REGISTERED) ? fail(713, "cudaHostUnregister") : 0; }
-E cudaHostGetDevicePointer(void **d, void *h, unsigned f) {
-  *d = h; return nogpu_resolve(h, 0, 0, 0) ? 0 : fail(INVALID, "cudaHostGetDevicePointer");
-}
 E cudaMemGetInfo(size_t *f, size_t *t) { nogpu_memory(f, t); return 0; }
 E cudaPointerGetAttributes(struct cudaPointerAttributes *a, const void *p) {
   int kind = 0, device = -2; nogpu_resolve(p, &kind, &device, 0);
@@ -175,15 +158,12 @@ static E copy(void *d, const void *s, size_t n, int kind, cudaStream_t st, int a
   if (async && S(st)->capture) {
     int pageable = kind < 3 && !nogpu_resolve(kind == 1 ? s : d, 0, 0, 0); S(st)->graph->copies++;
     return pageable ? fail(CAPTURING, "a copy with pageable memory in a capture") : 0;
-  } nogpu_count(async ? "copy async" : "copy", names[kind]); memmove(d, s, n); return 0;
+  }
+  nogpu_count(async ? "copy async" : "copy", names[kind]); memmove(d, s, n); return 0;
 }
-E cudaMemcpyAsync(void *d, const void *s, size_t n, enum cudaMemcpyKind k, cudaStream_t st) {
-  return copy(d, s, n, k, st, 1);
-}
+E cudaMemcpyAsync(void *d, const void *s, size_t n, enum cudaMemcpyKind k, cudaStream_t st) { return copy(d, s, n, k, st, 1); }
 E cudaMemcpy(void *d, const void *s, size_t n, enum cudaMemcpyKind k) { return copy(d, s, n, k, 0, 0); }
-E cudaMemcpyPeerAsync(void *d, int to, const void *s, int from, size_t n, cudaStream_t st) {
-  return copy(d, s, n, 3, st, 1);
-}
+E cudaMemcpyPeerAsync(void *d, int to, const void *s, int from, size_t n, cudaStream_t st) { return copy(d, s, n, 3, st, 1); }
 E cudaMemsetAsync(void *p, int v, size_t n, cudaStream_t st) {
   if (!n) return 0; if (!on_device(p)) return fail(INVALID, "cudaMemsetAsync");
   if (S(st)->capture) { S(st)->graph->copies++; return 0; }
@@ -198,12 +178,8 @@ E cudaMemset(void *p, int v, size_t n) { return cudaMemsetAsync(p, v, n, 0); }
 // kernels: known by the host function's address
 typedef struct { const void *f; const char *name; } Kernel;
 static void *kernels;
-static int by_address(const void *a, const void *b) {
-  const void *x = ((Kernel *)a)->f, *y = ((Kernel *)b)->f; return (x > y) - (x < y);
-}
-static const char *kernel_name(const void *f) {
-  Kernel **k = tfind(&(Kernel){f}, &kernels, by_address); return k ? (*k)->name : "?";
-}
+static int by_address(const void *a, const void *b) { const void *x = ((Kernel *)a)->f, *y = ((Kernel *)b)->f; return (x > y) - (x < y); }
+static const char *kernel_name(const void *f) { Kernel **k = tfind(&(Kernel){f}, &kernels, by_address); return k ? (*k)->name : "?"; }
 void __cudaRegisterFunction(void **h, const char *f, char *df, const char *name) {
   static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; Kernel *k = malloc(sizeof *k); *k = (Kernel){f, name};
   pthread_mutex_lock(&lock); tsearch(k, &kernels, by_address); pthread_mutex_unlock(&lock);
@@ -223,9 +199,7 @@ E cudaLaunchKernel(const void *f, dim3 g, dim3 b, void **a, size_t shared, cudaS
   nogpu_count("kernel", kernel_name(f)); if (S(s)->capture) S(s)->graph->launches++;
   return nogpu_launchable(kernel_name(f), g.x, g.y, g.z, b.x, b.y, b.z, shared) ? 0 : fail(CONFIGURATION, "a launch");
 }
-E __cudaLaunchKernel(void *f, dim3 g, dim3 b, void **a, size_t sh, cudaStream_t s) {
-  return cudaLaunchKernel(f, g, b, a, sh, s);
-}
+E __cudaLaunchKernel(void *f, dim3 g, dim3 b, void **a, size_t sh, cudaStream_t s) { return cudaLaunchKernel(f, g, b, a, sh, s); }
 E cudaLaunchKernelExC(const cudaLaunchConfig_t *c, const void *f, void **a) {
   return cudaLaunchKernel(f, c->gridDim, c->blockDim, a, c->dynamicSmemBytes, c->stream);
 }
@@ -241,8 +215,5 @@ E cudaFuncSetAttribute(const void *f, enum cudaFuncAttribute a, int v) {
   int too_large = a == cudaFuncAttributeMaxDynamicSharedMemorySize && v > 232448;
   return too_large ? fail(INVALID, "cudaFuncSetAttribute") : 0;
 }
-E cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *n, const void *f, int b, size_t s, unsigned fl) {
-  *n = 2; return 0;
-}
+E cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *n, const void *f, int b, size_t s, unsigned fl) { *n = 2; return 0; }
 E cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *n, const void *f, int b, size_t s) { *n = 2; return 0; }
-E cudaOccupancyMaxActiveClusters(int *n, const void *f, const cudaLaunchConfig_t *c) { *n = 66; return 0; }
