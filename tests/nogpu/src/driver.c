@@ -116,7 +116,7 @@ CUresult cuCtxGetCurrent(CUcontext *c) { *c = (void *)(size_t)(0x1000 + current)
 CUresult cuCtxSetCurrent(CUcontext c) { if (c) current = (size_t)c - 0x1000; return 0; }
 CUresult cuCtxPushCurrent(CUcontext c) { if (c) current = (size_t)c - 0x1000; return 0; }
 CUresult cuCtxPopCurrent(CUcontext *c) { if (c) *c = (void *)(size_t)(0x1000 + current); return 0; }
-CUresult cuGetErrorString(CUresult e, const char **s) { *s = "an error of the no-op GPU"; return 0; }
+CUresult cuGetErrorString(CUresult e, const char **s) { *s = "an error of a GPU that is not there"; return 0; }
 CUresult cuGetErrorName(CUresult e, const char **s) { *s = "CUDA_ERROR_NOGPU"; return 0; }
 CUresult cuPointerGetAttribute(void *out, CUpointer_attribute a, CUdeviceptr p) {
   int kind, device; void *start = nogpu_resolve((void *)p, &kind, &device, 0); if (!start) return 1;
@@ -132,6 +132,7 @@ CUresult cuPointerGetAttribute(void *out, CUpointer_attribute a, CUdeviceptr p) 
 }
 // modules (Triton): a function is its name
 CUresult cuModuleLoadData(CUmodule *m, const void *image) { *m = malloc(1); return image ? 0 : 1; }
+CUresult cuModuleLoad(CUmodule *m, const char *file) { *m = malloc(1); return 0; }
 CUresult cuModuleGetFunction(CUfunction *f, CUmodule m, const char *name) { *f = (void *)strdup(name); return 0; }
 CUresult cuFuncGetAttribute(int *v, CUfunction_attribute a, CUfunction f) { *v = a == 0 ? 1024 : a == 4 ? 64 : 0; return 0; }
 long nogpu_launches;  // of modules, so that a capture is not thought empty

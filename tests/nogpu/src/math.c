@@ -31,8 +31,8 @@ int cudnnGetProperty(int t, int *v) { *v = t == 0 ? 9 : t == 1 ? 19 : 0; return 
 int cudnnCreate(void **h) { *h = calloc(1, 64); return 0; }
 int cudnnSetStream(void *h, void *s) { ((void **)h)[1] = s; return 0; }
 int cudnnGetStream(void *h, void **s) { *s = ((void **)h)[1]; return 0; }
-const char *cudnnGetErrorString(int e) { return "the no-op GPU has no cuDNN graphs"; }
-void cudnnGetLastErrorString(char *b, size_t n) { strncpy(b, "the no-op GPU has no cuDNN graphs", n); }
+const char *cudnnGetErrorString(int e) { return "a GPU that is not there has no cuDNN graphs"; }
+void cudnnGetLastErrorString(char *b, size_t n) { strncpy(b, "a GPU that is not there has no cuDNN graphs", n); }
 // the graph API: every descriptor is made, every query finds one answer, plans need no workspace
 int cudnnBackendCreateDescriptor(int t, void **d) { *d = calloc(1, 64); return 0; }
 int cudnnBackendDestroyDescriptor(void *d) { free(d); return 0; }
