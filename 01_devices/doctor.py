@@ -8,26 +8,25 @@ for --steps optimizer steps under watch and is judged (_doctor.py); its own flag
     ranks     python 01_devices/doctor.py --script 05_ddp/train.py --nproc 2
     cluster   srun --ntasks-per-node=1 python 01_devices/doctor.py --run-dir runs
 
-Look for: fail (it breaks, or numbers come out wrong) and warn (it costs speed, or may break later), each with its fix;
-skip says what could not be seen here. The exit code is 1 if anything failed. Before: show.py. Next: benchmark.py.
+Look for: fail (it breaks, or numbers come out wrong), warn (it costs speed, or may break later), each with its fix, and
+skip (could not be seen here). The exit code is 1 if anything failed. Before: show.py. Next: benchmark.py.
 """
 
 import os
 import re
 import shutil
+import socket
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from importlib.metadata import distributions
 from pathlib import Path
 
-import psutil
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
 import _shared as machine
-from _doctor import RENDEZVOUS, Check, examine, first_error, run_all, wrong_variables
+from _doctor import RENDEZVOUS, TORCHRUN, Check, examine, first_error, run_command, wrong_variables
 
 from common import cli, exits, report
 from common.exits import UserError
@@ -40,11 +39,11 @@ for place in range(torch.cuda.device_count()):
     assert (matrix @ matrix).eq(64).all(), f"GPU {place} multiplies wrong"
 """
 ALL_REDUCE = """
-import datetime, os, sys, torch, torch.distributed as dist
-backend, folder, rank, wait = sys.argv[1], sys.argv[2], int(sys.argv[3]), datetime.timedelta(seconds=60)
-device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
-dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=wait)
-numbers = torch.full((2**20,), rank + 1.0, device=device)
+import datetime, faulthandler, os, sys, torch, torch.distributed as dist
+faulthandler.dump_traceback_later(120, exit=True)
+backend, rank = sys.argv[1], int(os.environ["RANK"])
+dist.init_process_group(backend, timeout=datetime.timedelta(seconds=60))
+numbers = torch.full((2**20,), rank + 1.0, device=f"cuda:{rank}" if backend == "nccl" else "cpu")
 dist.all_reduce(numbers)
 assert numbers.eq(3).all(), "1 + 2 came out wrong"
 dist.barrier()
@@ -71,20 +70,14 @@ def gpu_checks(gpus: list[dict], why_none: str | None, usable: int) -> Iterator[
     fix = "unset it, unless the others are hidden on purpose; CUDA stops counting at the first entry that names no GPU"
     result = "ok" if usable >= len(gpus) else "warn" if usable else "fail"
     yield "visible GPUs", result, seen, fix if built else "install a build of torch for CUDA"
-    known = [(gpu["index"], process) for gpu in gpus for process in gpu["processes"] or []]
-    others = [f"GPU {i}: pid {p['pid']} of {p['user'] or 'unknown user'}" for i, p in known if p["pid"] != os.getpid()]
-    result = "warn" if others else "skip" if all(gpu["processes"] is None for gpu in gpus) else "ok"
-    fix = "wait, ask its owner, or hide that GPU with CUDA_VISIBLE_DEVICES"
-    yield "other processes", result, "; ".join(others) or "none that the driver reports", fix
-
     if not usable:
         return
 
     # in a process of its own: its contexts are gone afterwards, and its hang becomes an answer
-    [(code, output)] = run_all([[sys.executable, "-c", MULTIPLY]], 150)
+    code, output = run_command([sys.executable, "-c", MULTIPLY], 150)
     error = "" if code == 0 else first_error(output) or f"exit code {code}"
     seen = error or f"{usable} GPUs multiply; torch is built for {' '.join(torch.cuda.get_arch_list())}"
-    fix = "no kernel image: a newer torch for a new GPU, an older one for an old GPU; else other processes, dmesg"
+    fix = "no kernel image: a newer torch for a new GPU, an older one for an old GPU; else monitor.py, dmesg"
     yield "architecture", "fail" if error else "ok", seen, fix
 
 
@@ -113,19 +106,17 @@ def job_checks(gpus: int) -> Iterator[Check]:
     yield "environment variables", "fail" if wrong else "ok", wrong or "none is wrong", fix
 
     port = os.environ.get("MASTER_PORT", "29500")  # what torchrun takes without --standalone or --rdzv-endpoint
-    if sys.platform != "darwin" and os.environ.get("RANK", "0") == "0":  # rank 0 listens there; a Mac: root only
-        listening = [c for c in psutil.net_connections("tcp") if c.status == "LISTEN" and str(c.laddr.port) == port]
-        owners = ", ".join(f"pid {c.pid or 'of another user'}" for c in listening)
-        result = "ok" if not owners else "fail" if "MASTER_PORT" in os.environ else "warn"
-        yield "port", result, f"{port}: {owners or 'free'}", "end that, or use another MASTER_PORT"
+    with socket.socket() as probe:  # rank 0 will listen there
+        taken = port.isdecimal() and int(port) < 65536 and probe.connect_ex(("localhost", int(port))) == 0
+    result = "ok" if not taken else "fail" if "MASTER_PORT" in os.environ else "warn"
+    yield "port", result, f"{port} is {'taken' if taken else 'free'}", "end what listens there, or another MASTER_PORT"
 
     for backend in ("gloo", "nccl") if gpus > 1 else ("gloo",):
-        with tempfile.TemporaryDirectory() as folder:
-            argv = [sys.executable, "-c", ALL_REDUCE, backend, folder]
-            ended = run_all([[*argv, rank] for rank in range(2)], 150)
-        errors = [f"rank {i}: {first_error(text) or code}"[:160] for i, (code, text) in enumerate(ended) if code != 0]
+        argv = [*TORCHRUN, "--nproc_per_node=2", "--no-python", sys.executable, "-c", ALL_REDUCE, backend]
+        code, output = run_command(argv, 150)
+        error = "" if code == 0 else first_error(output) or f"exit code {code}"
         fix = f"{backend.upper()}_SOCKET_IFNAME=<an interface that is up>; a firewall; the host's name; NCCL_DEBUG=INFO"
-        yield f"{backend} all-reduce", "fail" if errors else "ok", "; ".join(errors) or "2 processes agree", fix
+        yield f"{backend} all-reduce", "fail" if error else "ok", error or "2 processes agree", fix
 
 
 def main() -> int:
@@ -139,8 +130,6 @@ def main() -> int:
     add("--json", type=cli.writable_file, metavar="PATH", help="write every check as one JSON object")
     add("flags", nargs="*", metavar="-- FLAG", help="flags of --script")
     args = parser.parse_args()
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        raise UserError("doctor.py is one process: start it without torchrun; --nproc gives --script its ranks")
     if args.script and not args.script.is_file():
         raise UserError(f"--script {args.script} is not a file")
     start = time.monotonic()
@@ -153,18 +142,18 @@ def main() -> int:
     for name, result, _, fix in found:
         if result in ("warn", "fail"):
             print(f"{result}: {name}: {fix}")
-    count = {result: sum(check[1] == result for check in found) for result in ("ok", "warn", "fail", "skip")}
-    print(", ".join(f"{number} {result}" for result, number in count.items()))
+    failures, warnings = (sum(check[1] == result for check in found) for result in ("fail", "warn"))
+    print(f"{failures} failures, {warnings} warnings")
     summary = {
         "device": (gpus[0]["name"] or "cuda") if gpus else "cpu",
         "world_size": args.nproc,
         "seconds": time.monotonic() - start,
         "checks": [dict(zip(("check", "result", "seen", "fix"), check, strict=True)) for check in found],
-        "failures": count["fail"],
-        "warnings": count["warn"],
+        "failures": failures,
+        "warnings": warnings,
     }
     report.write_json(summary, args.json)
-    return min(1, count["fail"])
+    return min(1, failures)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
 """What quantize.py and qat.py share: weights as integers and scales, the model that both start from, and its loss.
 
 The model is a Hugging Face folder's, or nano on the source text of the standard library. nano is trained here in fp32
-throughout, so that what a row loses is lost to quantization, and kept in runs/. The file's name says what the weights
-depend on: device, seed, steps, text, torch version. It is written under another name and renamed, so that a killed run
-leaves no half of it.
+throughout, so that what a row loses is lost to quantization, and kept in runs/, in a file whose name says what the
+weights depend on.
 """
 
 import argparse
@@ -61,8 +60,6 @@ def scale_of_each(w: Quantized, columns: int) -> Tensor:
 
 def pack(codes: Tensor) -> Tensor:
     """int8 [out, in] of -8 to 7 -> uint8 [out, in / 2]: even columns in the low four bits, odd in the high."""
-    if codes.shape[1] % 2:
-        raise ValueError(f"{codes.shape[1]} int4 values to a row: an odd number does not fill bytes")
     return (codes[:, 1::2] << 4 | codes[:, ::2] & 15).view(torch.uint8)
 
 
@@ -110,9 +107,7 @@ def parser(doc: str) -> cli.Parser:
     parser = cli.Parser(doc)
     add = parser.add_argument
     add("--model", default="nano", help="nano, trained here first, or a Hugging Face folder with trained weights")
-    add("--seed", type=cli.natural, default=0, help="of nano's weights, and of the order of the data")
     add("--train-steps", type=cli.positive_int, default=20, help="steps that nano is trained first")
-    add("--run-dir", type=Path, default=Path(__file__).resolve().parents[1] / "runs", help="folder where nano is kept")
     cli.add_device_and_json(parser)
     return parser
 
@@ -128,17 +123,14 @@ def starting_model(args: argparse.Namespace, seed: int, device: torch.device) ->
     net = model.build(args.model, config, seed=seed, device=device)
     if args.model == "nano":
         key = f"nano-{device.type}-seed{seed}-steps{args.train_steps}-{corpus.sha256[:12]}-torch{torch.__version__}"
-        file = args.run_dir / f"{key}.pt"
+        file = Path("runs", f"{key}.pt")
         if file.is_file():
             net.load_state_dict(torch.load(file, map_location=device, weights_only=True))
         else:
-            print(f"{file.name}: not there yet, training {args.train_steps} steps", flush=True)
-            try:
-                args.run_dir.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise UserError(f"--run-dir {args.run_dir}: {error.strerror}; name another folder") from None
+            print(f"{file}: not there yet, training {args.train_steps} steps", flush=True)
             train(net, corpus, args.train_steps, 2e-3, seed)
-            unfinished = file.with_suffix(f".{os.getpid()}.tmp")
+            file.parent.mkdir(exist_ok=True)
+            unfinished = file.with_suffix(f".{os.getpid()}.tmp")  # a killed run leaves no half of it
             torch.save(net.state_dict(), unfinished)
             unfinished.rename(file)
     return net.eval(), corpus

@@ -14,7 +14,6 @@ Look for: the two errors of "1.1 per second" side by side; how many weights 20 s
 Before: tensors.py. Next: quantize.py for integers, 04_amp/train.py for training in bf16.
 """
 
-import os
 import sys
 from fractions import Fraction
 from pathlib import Path
@@ -23,20 +22,17 @@ import torch
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
-from _precision import (
-    FORMATS,
-    check_limits,
-    check_roundings,
-    limits,
-    multiply_fp8,
-    round_stochastically,
-    round_to_tf32,
-    scale_to_fp8,
-)
-
 from common import exits, lesson
 
-SINCE = {"tf32": (8, 0), "fp8 e5m2": (8, 9), "fp8 e4m3fn": (8, 9)}  # compute capability of NVIDIA's GPUs with units
+FORMATS = {  # type, exponent bits, mantissa bits
+    "fp64": (torch.float64, 11, 52),
+    "fp32": (torch.float32, 8, 23),
+    "tf32": (None, 8, 10),  # nothing is stored in it
+    "bf16": (torch.bfloat16, 8, 7),
+    "fp16": (torch.float16, 5, 10),
+    "fp8 e5m2": (torch.float8_e5m2, 5, 2),
+    "fp8 e4m3fn": (torch.float8_e4m3fn, 4, 3),  # "fn": finite, and NaN
+}
 ADDITIONS = 10_000
 RATE = Fraction("1.1")  # per second
 MONTH_SECONDS = 30 * 24 * 3600
@@ -44,97 +40,53 @@ SIZE = 512  # of the matrices
 WEIGHTS, STEPS, LR = 65_536, 20, 3e-5
 
 
-def sums(dtype: torch.dtype, increments: Tensor, additions: int) -> dict[str, Tensor]:
-    """Each increment added over and over: plainly and Kahan's way in `dtype`, and into an fp32 accumulator."""
-    held = torch.float32 if dtype.itemsize == 1 else dtype  # fp8 has no arithmetic: results are cast there and back
+def limits(exponent_bits: int, mantissa_bits: int, infinity: bool) -> dict[str, float]:
+    """What the bits allow. Without infinity the largest exponent holds numbers too, but for one pattern, NaN."""
+    bias = 2 ** (exponent_bits - 1) - 1
+    epsilon = 2.0**-mantissa_bits
+    return {
+        "max": (2 - epsilon) * 2.0**bias if infinity else (2 - 2 * epsilon) * 2.0 ** (bias + 1),
+        "epsilon": epsilon,  # from 1 to the next number
+        "smallest_normal": 2.0 ** (1 - bias),
+        "smallest_subnormal": 2.0 ** (1 - bias) * epsilon,  # the exponent's bits are 0: no leading one
+        "counts_by_1_to": 2 ** (mantissa_bits + 1),  # the next whole number is not there
+    }
 
-    def keep(x: Tensor) -> Tensor:
-        if dtype == torch.float8_e4m3fn:  # it has no infinity: of what is too large torch 2.11 makes NaN, 2.13 the max
-            x = x.clamp(-448, 448)
-        return x.to(dtype).to(held)
 
-    step = keep(increments.to(held))
+def add_up(step: Tensor) -> dict[str, Tensor]:
+    """A number added to itself over and over in its own type, plainly and Kahan's way, and into an fp32 accumulator."""
     naive = torch.zeros_like(step)
     kahan = torch.zeros_like(step)
     lost = torch.zeros_like(step)
     into_fp32 = torch.zeros_like(step, dtype=torch.float32)
-    for _ in range(additions):
-        naive = keep(naive + step)
+    for _ in range(ADDITIONS):
+        naive = naive + step
 
-        owed = keep(step - lost)  # what the last addition has lost is added with the next increment
+        owed = step - lost  # what the last addition has lost is added with the next number
         before = kahan
-        kahan = keep(kahan + owed)
-        lost = keep(keep(kahan - before) - owed)
+        kahan = kahan + owed
+        lost = (kahan - before) - owed
 
         into_fp32 += step
-    return {"step": step, "naive": naive, "kahan": kahan, "into_fp32": into_fp32}
+    return {"naive": naive, "kahan": kahan, "into_fp32": into_fp32}
 
 
-def added(dtype: torch.dtype, increments: Tensor) -> dict:
-    """Sums of 1, 1.1 (these two are shown) and other rates; errors against exact sums of the rates as stored."""
-    found = sums(dtype, increments, ADDITIONS)
-    steps = [Fraction(step) for step in found["step"].tolist()]
-    errors = {}
-    for way in ("naive", "kahan", "into_fp32"):
-        totals = zip(found[way].tolist(), steps, strict=True)
-        errors[way] = [abs(float(Fraction(total) / (ADDITIONS * step) - 1)) for total, step in totals]
-    month = (steps[1] - RATE) * MONTH_SECONDS  # exact, as if no addition were ever rounded
-    return {
-        "stored_rate": float(steps[1]),
-        "off_in_a_month": int(month) if month.denominator == 1 else float(month),
-        "naive_sum": found["naive"][1].item(),
-        "sum_off": float(Fraction(found["naive"][1].item()) - ADDITIONS * steps[1]),
-        "sum_of_ones": found["naive"][0].item(),
-        "kahan_sum_of_ones": found["kahan"][0].item(),
-        "naive_relative_error": errors["naive"][1],
-        "kahan_relative_error": errors["kahan"][1],
-        "worst_kahan_relative_error": max(errors["kahan"]),
-        "into_fp32_relative_error": errors["into_fp32"][1],
-    }
+def round_to_tf32(x: Tensor) -> Tensor:
+    """To nearest, ties to even: add just under half of the last bit that stays, and one more if that bit is set."""
+    bits = x.view(torch.int32)
+    return (bits + 0xFFF + (bits >> 13 & 1) & -(1 << 13)).view(torch.float32)
 
 
-def has_units(name: str, device: torch.device) -> bool:
-    """Whether matmuls in tf32 or fp8 run here. AMD's first fp8 is another format; and a variable can forbid tf32."""
-    if device.type != "cuda" or torch.version.hip:
-        return False
-    if name == "tf32" and os.environ.get("NVIDIA_TF32_OVERRIDE") == "0":
-        return False
-    return torch.cuda.get_device_capability(device) >= SINCE[name]
+def round_stochastically(x: Tensor) -> Tensor:
+    """To bf16: add random bits below its mantissa, so that what is cut off is the chance of rounding up."""
+    bits = x.view(torch.int32) + torch.randint(1 << 16, x.shape, dtype=torch.int32)
+    return (bits & -(1 << 16)).view(torch.float32).to(torch.bfloat16)
 
 
-def multiply(name: str, a: Tensor, b: Tensor, device: torch.device) -> dict[str, float]:
-    """The error of a @ b on this device, and emulated: inputs rounded to the type (fp8: scaled first), then fp32."""
-    dtype, found = FORMATS[name][0], {}
-
-    def matmul(x: Tensor, y: Tensor) -> Tensor:
-        return x.to(device) @ y.to(device)
-
-    if name == "tf32":
-        found["emulated_matmul_error"] = matmul(round_to_tf32(a), round_to_tf32(b))
-        if has_units(name, device):
-            torch.set_float32_matmul_precision("high")
-            found["matmul_error"] = matmul(a, b)
-            torch.set_float32_matmul_precision("highest")
-    elif name.startswith("fp8"):
-        a8, a_scale = scale_to_fp8(a, dtype)
-        b8, b_scale = scale_to_fp8(b, dtype)
-        found["emulated_matmul_error"] = matmul(a8.float() * a_scale, b8.float() * b_scale)
-        if has_units(name, device):
-            try:
-                found["matmul_error"] = multiply_fp8(*(t.to(device) for t in (a8, a_scale, b8, b_scale)))
-            except (RuntimeError, ValueError) as error:  # torch raises ValueError for e5m2 times e5m2
-                print(f"not supported: {name} times {name}: {str(error).splitlines()[0]}")
-    elif name != "fp64":
-        found["matmul_error"] = matmul(a.to(dtype), b.to(dtype))
-    exact = a.double() @ b.double()
-    return {key: ((result.cpu().double() - exact).norm() / exact.norm()).item() for key, result in found.items()}
-
-
-def run(name: str, increments: Tensor, a: Tensor, b: Tensor, device: torch.device) -> dict:
-    """One type: what its bits allow, what sums in it lose, how exact a matmul is."""
-    dtype, exponent_bits, mantissa_bits = FORMATS[name]
-    row = {"name": name, **limits(exponent_bits, mantissa_bits, infinity=not name.endswith("fn"))}
-    return row | (added(dtype, increments) if dtype else {}) | multiply(name, a, b, device)
+def through_fp8(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rounded to fp8 and back: scaled first, so that the largest value of x falls on the type's largest."""
+    scale = x.abs().max() / torch.finfo(dtype).max
+    return (x / scale).to(dtype).float() * scale
 
 
 def update(way: str, start: Tensor, gradient: Tensor) -> dict:
@@ -161,6 +113,50 @@ def update(way: str, start: Tensor, gradient: Tensor) -> dict:
     }
 
 
+def stored(value: float, dtype: torch.dtype) -> float:
+    return torch.tensor(value, dtype=torch.float64).to(dtype).item()
+
+
+def sums(dtype: torch.dtype) -> dict:
+    """1 and 1.1 per second: how far a month is off because of what is stored, and a sum because of what is added."""
+    rate = Fraction(stored(1.1, dtype))
+    month = (rate - RATE) * MONTH_SECONDS  # exact, as if no addition were ever rounded
+    found = {"stored_rate": float(rate), "off_in_a_month": int(month) if month == int(month) else float(month)}
+    if dtype.itemsize == 1:
+        return found  # fp8 has no arithmetic
+    exact = ADDITIONS * rate
+    totals = add_up(torch.tensor([1, 1.1], dtype=torch.float64).to(dtype))
+    for way, (_, total) in totals.items():
+        found[f"{way}_relative_error"] = abs(float(Fraction(total.item()) / exact - 1))
+    ones, total = totals["naive"].tolist()
+    return {**found, "sum_of_ones": ones, "naive_sum": total, "sum_off": float(Fraction(total) - exact)}
+
+
+def multiply(name: str, a: Tensor, b: Tensor, device: torch.device) -> dict[str, float]:
+    """The error of a @ b on this device, and for tf32 and fp8 emulated: inputs rounded to the type, then fp32."""
+    dtype, found = FORMATS[name][0], {}
+    exact = a.double() @ b.double()
+    a, b = a.to(device), b.to(device)
+    if name == "tf32":
+        found["emulated_matmul_error"] = round_to_tf32(a) @ round_to_tf32(b)
+        if device.type == "cuda" and not torch.version.hip and torch.cuda.is_tf32_supported():
+            torch.set_float32_matmul_precision("high")
+            found["matmul_error"] = a @ b
+            torch.set_float32_matmul_precision("highest")
+    elif dtype.itemsize == 1:
+        found["emulated_matmul_error"] = through_fp8(a, dtype) @ through_fp8(b, dtype)
+    elif name != "fp64":
+        found["matmul_error"] = a.to(dtype) @ b.to(dtype)
+    return {key: ((result.cpu().double() - exact).norm() / exact.norm()).item() for key, result in found.items()}
+
+
+def run(name: str, a: Tensor, b: Tensor, device: torch.device) -> dict:
+    """One type: what its bits allow, what sums in it lose, how exact a matmul is."""
+    dtype, exponent_bits, mantissa_bits = FORMATS[name]
+    row = {"name": name, **limits(exponent_bits, mantissa_bits, infinity=not name.endswith("fn"))}
+    return row | (sums(dtype) if dtype else {}) | multiply(name, a, b, device)
+
+
 WAYS = ("fp32", "bf16", "bf16 and fp32 master", "bf16, stochastic rounding")
 COLUMNS = {
     "name": "type",
@@ -178,40 +174,50 @@ COLUMNS = {
 }
 
 
-def check_sums(row: dict) -> None:
-    """1 per second is exact up to where the type counts by 1, and stands still there."""
-    name, stop = row["name"], row["counts_by_1_to"]
-    assert row["sum_of_ones"] == min(ADDITIONS, stop), f"{name}: a sum of ones is {row['sum_of_ones']}"
-    if FORMATS[name][0].itemsize > 1:
-        assert row["worst_kahan_relative_error"] <= 2 * row["epsilon"], f"{name}: Kahan's sum is off by more than that"
-    else:  # Kahan's sum carries twice the digits, and then it stands still, too
-        assert row["kahan_sum_of_ones"] == stop**2, f"{name}: Kahan's sum of ones is {row['kahan_sum_of_ones']}"
+def check_type(row: dict) -> None:
+    """The limits are torch's. 1 per second is exact up to where the type counts by 1, and stands still there."""
+    name, smallest = row["name"], row["smallest_subnormal"]
+    dtype = FORMATS[name][0]
+    info = torch.finfo(dtype)
+    assert (row["max"], row["epsilon"], row["smallest_normal"]) == (info.max, info.eps, info.smallest_normal), name
+    assert (stored(smallest, dtype), stored(smallest / 2, dtype)) == (smallest, 0), f"{name}: {smallest} is not that"
+    if "naive_sum" in row:
+        assert row["sum_of_ones"] == min(ADDITIONS, row["counts_by_1_to"]), f"{name}: ones are {row['sum_of_ones']}"
+        assert row["kahan_relative_error"] <= 2 * row["epsilon"], f"{name}: Kahan's sum is off by more than that"
+
+
+def check_roundings() -> str:
+    """tf32: no bits are left and none is nearer. Stochastic: the mean of 10,000 roundings is the number itself."""
+    x = torch.randn(WEIGHTS)
+    tf32 = round_to_tf32(x)
+    assert not (tf32.view(torch.int32) & 0x1FFF).any(), "tf32 has 10 mantissa bits"
+    assert ((tf32 - x).abs() <= 2.0 ** (torch.frexp(x).exponent - 12)).all(), "tf32 does not round to nearest"
+    values = 1 + torch.arange(128) / 2**14  # from 1 up to the next bf16, 1 + 2^-7
+    mean = round_stochastically(values.repeat(10_000, 1)).double().mean(0)
+    bias = (mean - values).abs().max().item() * 2**7
+    assert bias < 5 * 0.5 / 100, f"stochastic rounding is biased by {bias:.1%} of a step"  # five standard errors
+    return f"stochastic rounding is unbiased: {bias:.1%} of a step over 10,000 roundings, 2.5% allowed"
 
 
 def check(rows: list[dict], updates: list[dict]) -> list[str]:
     by_name = {row["name"]: row for row in rows}
     for row in rows:
         if row["name"] != "tf32":
-            check_limits(row["name"], row)
-            check_sums(row)
+            check_type(row)
     assert by_name["fp8 e5m2"]["off_in_a_month"] == -259_200, "1.1 stored as 1 loses 0.1 in every second"
-    best = {name: row.get("matmul_error", row.get("emulated_matmul_error")) for name, row in by_name.items()}
-    emulated = {name: by_name[name]["emulated_matmul_error"] for name in ("fp8 e4m3fn", "fp8 e5m2")}
-    assert best["fp32"] < 1e-6, f"fp32 matmuls are off by {best['fp32']:.1e}: this is tf32 (NVIDIA_TF32_OVERRIDE=1?)"
-    assert best["fp32"] < min(best["tf32"], best["fp16"]), best
-    assert max(best["tf32"], best["fp16"]) < best["bf16"] < emulated["fp8 e4m3fn"] < emulated["fp8 e5m2"], best
-    assert emulated["fp8 e5m2"] < 0.1, f"emulated fp8 is off by {emulated['fp8 e5m2']:.1e}"
-    for name, error in emulated.items():
-        assert abs(best[name] / error - 1) < 0.1, f"{name}: units {best[name]:.1e}, emulated {error:.1e}"
+    errors = {name: row.get("matmul_error", row.get("emulated_matmul_error")) for name, row in by_name.items()}
+    assert errors["fp32"] < 1e-6, f"fp32 matmuls are off by {errors['fp32']:.1e}: this is tf32 (NVIDIA_TF32_OVERRIDE?)"
+    for ten_bits in ("tf32", "fp16"):
+        order = [errors[other] for other in ("fp32", ten_bits, "bf16", "fp8 e4m3fn", "fp8 e5m2")]
+        assert order == sorted([*order[:-1], min(order[-1], 0.1)]), errors  # e5m2 is within 10 %
     fp32, bf16, fp16 = (by_name[name]["naive_sum"] for name in ("fp32", "bf16", "fp16"))
     checked = [
         "the limits of each type are what torch says; 1 per second is exact up to where the type counts by 1",
         "1.1 stored as 1 (whole numbers, fp8 e5m2) loses 259,200 in a month: a straight line, and no sum mends it",
         f"1.1 added {ADDITIONS:,} times: fp32 {fp32:,.2f}, off by {by_name['fp32']['naive_relative_error']:.1e}; "
         f"bf16 stops at {bf16:,.0f} and fp16 at {fp16:,.0f}; counting by 1 bf16 stops at 256",
-        "Kahan's sum is within 2 epsilon from bf16 on; in fp8 it stops at the square of where the plain one does",
-        f"errors of a {SIZE} x {SIZE} matmul: fp32 < tf32, fp16 < bf16 < fp8 e4m3fn < e5m2; "
-        "units for fp8, if any, within 10% of emulated (use_fast_accum=False)",
+        "Kahan's sum is within 2 epsilon from bf16 on",
+        f"errors of a {SIZE} x {SIZE} matmul: fp32 < tf32, fp16 < bf16 < fp8 e4m3fn < e5m2",
     ]
     for row in updates:
         moved, distance = row["moved_share"], row["distance_share"]
@@ -229,9 +235,8 @@ def check(rows: list[dict], updates: list[dict]) -> list[str]:
 def main() -> int:
     args = lesson.flags(__doc__)
     device = lesson.start(args.device)
-    increments = torch.cat((torch.tensor([1, 1.1], dtype=torch.float64), torch.rand(62, dtype=torch.float64) + 0.1))
     a, b = torch.randn(2, SIZE, SIZE)
-    rows = [run(name, increments, a, b, device) for name in FORMATS]
+    rows = [run(name, a, b, device) for name in FORMATS]
     start = (0.02 * torch.randn(WEIGHTS)).bfloat16()
     gradient = torch.randn(WEIGHTS)
     updates = [update(way, start, gradient) for way in WAYS]

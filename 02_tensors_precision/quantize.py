@@ -2,9 +2,9 @@
 
 A weight w is kept as the integer round(w / scale), with scale = largest |w| / largest integer: nothing is off by more
 than scale / 2. The fewer weights share a scale (the matrix, a row, a group of 32), the less one outlier hurts them, and
-each scale costs two bytes. Weights alone save memory. To multiply integers, activations need scales too, measured
-beforehand on text like that to come (calibration). Layers that suffer most, found by quantizing one at a time, can keep
-more bits. It is not distillation: no second model learns.
+each scale costs two bytes. Weights alone save memory. To multiply integers (W8A8), activations need scales too,
+measured beforehand on text like that to come (calibration). Layers that suffer most, found by quantizing one at a time,
+can keep more bits. It is not distillation: no second model learns.
 
     laptop    python 02_tensors_precision/quantize.py
     figures   python 02_tensors_precision/quantize.py --train-steps 1000
@@ -13,13 +13,14 @@ more bits. It is not distillation: no second model learns.
     cluster   one process is all it uses
 
 Look for: the held-out loss above that of fp32, against bytes (noise if under twice its standard error); what
-calibration on the wrong text costs; the time of one large layer where floats are multiplied after dequantizing (no
-gain) and in torch's own kernels. The bare run's model has little to lose; a real one has more, and activations that
-are thousands of times as large as the mean. Before: precision.py. Next: qat.py trains on with the rounding in place.
+calibration on the wrong text costs. The bare run's model has little to lose; a real one has more, and activations that
+are thousands of times as large as the mean. Losses are those of the dequantized values; what fewer bytes are worth in
+tokens/s is in 09_inference/quantized.py. Before: precision.py. Next: qat.py trains on with the rounding in place.
 """
 
 import itertools
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -30,11 +31,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
-import _quantize
 import _shared
 from _shared import Batches, Forward, Quantized, dequantize, dequantizing, linears, losses, quantize
 
-from common import exits, lesson, measure
+from common import exits, lesson, measure, model, shapes
 
 
 def round_with_one_scale(weight: Tensor, bits: int) -> Tensor:
@@ -46,14 +46,13 @@ def round_with_one_scale(weight: Tensor, bits: int) -> Tensor:
 def quantize_all(weights: dict[str, Tensor], bits: int, group: str | int) -> dict[str, Quantized]:
     """Every matrix, as integers, int4 two to a byte (_shared.quantize), each off by at most scale / 2. With one
     scale for all, one outlier makes the rounding coarse for all: so a row or a group can have its own."""
-    quantized = {}
-    for name, weight in weights.items():
-        w = quantize(weight, bits, group)
+    quantized = {name: quantize(weight, bits, group) for name, weight in weights.items()}
+    for name, w in quantized.items():
+        weight = weights[name]
         allowed = _shared.scale_of_each(w, weight.shape[1]) * (0.5 + 1e-5)  # 1e-5: fp32's own rounding
         assert ((dequantize(w) - weight).abs() <= allowed).all(), f"{name}: off by more than scale / 2"
         if group == "tensor":
             assert torch.equal(dequantize(w), round_with_one_scale(weight, bits)), f"{name}: packed is not as rounded"
-        quantized[name] = w
     return quantized
 
 
@@ -82,20 +81,19 @@ def activation_codes(x: Tensor, low: float, high: float) -> tuple[Tensor, float,
     return ((x / scale).round() + zero).clamp(-128, 127), scale, zero
 
 
-def w8a8(w: Quantized, low: float, high: float, kernel: bool = True) -> Forward:
-    """Codes a of activations, b of weights, `zero` the code of 0.0: sum (a - zero) b = sum a b - zero · sum b in int32,
-    then times both scales. Without `kernel`, both are dequantized and multiplied in fp32."""
-    if kernel and not _quantize.has_int8_units(w.codes.device):
-        raise RuntimeError(f"{w.codes.device.type} has no units that multiply int8")
-    row_sums, row_scales = w.codes.sum(1, dtype=torch.int32), w.scale[:, 0].float()
+def w8a8(w: Quantized, low: float, high: float, x: Tensor) -> Tensor:
+    """What int8 times int8 is worth: activations and weights dequantized, multiplied in fp32."""
+    codes, scale, zero = activation_codes(x, low, high)
+    return F.linear((codes - zero) * scale, dequantize(w))
 
-    def forward(x: Tensor) -> Tensor:
-        codes, scale, zero = activation_codes(x, low, high)
-        if not kernel:
-            return F.linear((codes - zero) * scale, dequantize(w))
-        return (torch._int_mm(codes.to(torch.int8), w.codes.T) - zero * row_sums) * (scale * row_scales)
 
-    return _quantize.on_matrices(forward)
+def w8a8_in_integers(w: Quantized, low: float, high: float, x: Tensor) -> Tensor:
+    """The same as int8 units compute it. Codes a of activations, b of weights, `zero` the code of 0.0: sum (a - zero) b
+    = sum a b - zero · sum b in int32, then times both scales."""
+    codes, scale, zero = activation_codes(x, low, high)
+    a, b = codes.to(torch.int8), w.codes.T
+    products = torch._int_mm(a, b) if a.is_cuda else (a.cpu().int() @ b.cpu().int()).to(a.device)
+    return (products - zero * w.codes.sum(1, dtype=torch.int32)) * (scale * w.scale[:, 0].float())
 
 
 def sensitivity(net: nn.Module, weights: dict[str, Tensor], batches: Batches) -> dict[str, tuple[float, float]]:
@@ -107,57 +105,40 @@ def sensitivity(net: nn.Module, weights: dict[str, Tensor], batches: Batches) ->
     return dict(sorted(added.items(), key=lambda item: -item[1][0]))
 
 
-DEQUANTIZED = "fp32, dequantized"
-OBSERVERS = {"min-max": 0.0, "percentile 99.9": 1e-3}  # what share of the values is clipped at either end
-
-
 class Scheme(NamedTuple):
     """A row of the table: a way to keep and to multiply the weights of all layers."""
 
     name: str
-    multiplied: str
     stored: dict[str, Quantized | Tensor]  # by layer
     forwards: dict[str, Forward]
 
 
-def dequantized(name: str, quantized: dict[str, Quantized]) -> Scheme:
-    return Scheme(name, DEQUANTIZED, quantized, {layer: dequantizing(w) for layer, w in quantized.items()})
+def weights_alone(name: str, quantized: dict[str, Quantized]) -> Scheme:
+    return Scheme(name, quantized, {layer: dequantizing(w) for layer, w in quantized.items()})
 
 
-def weight_only_schemes(weights: dict[str, Tensor], on_cuda: bool) -> Iterator[Scheme]:
-    """Floats; integers dequantized and multiplied in fp32; and for two of them torch's kernel, where there is one."""
-    narrow = {layer: weight.bfloat16() for layer, weight in weights.items()}
-    yield Scheme("fp32", "fp32", weights, {})
-    yield Scheme("bf16", "bf16", narrow, {layer: _quantize.bf16(weight) for layer, weight in narrow.items()})
+def weight_only_schemes(weights: dict[str, Tensor]) -> Iterator[Scheme]:
+    yield Scheme("fp32", weights, {})
     kinds = [(bits, group) for bits in (8, 4) for group in ("tensor", "channel", 128, 32)]
     for bits, group in [*kinds, (3, "channel")]:  # int3 is stored in 4 bits
-        name = f"int{bits} per {group}"
-        scheme = dequantized(name, quantize_all(weights, bits, group))
-        yield scheme
-        if (bits, group) in ((8, "channel"), (4, 32)):
-            kind = "fp32" if bits == 8 and on_cuda else "bf16"  # CUDA's for int8 computes in fp32, and slowly
-            kernels = {layer: partial(_quantize.torch_kernel, w) for layer, w in scheme.stored.items()}
-            if fast := _quantize.all_agree(name, kernels, scheme.forwards, weights):
-                yield Scheme(name, f"torch's kernel, {kind}", scheme.stored, fast)
+        yield weights_alone(f"int{bits} per {group}", quantize_all(weights, bits, group))
 
 
-def w8a8_schemes(net: nn.Module, weights: dict[str, Tensor], inputs: Tensor, space: int) -> Iterator[Scheme]:
-    """Integers times integers: activations are quantized too, with ranges observed on different calibration texts."""
+def w8a8_schemes(net: nn.Module, weights: dict[str, Tensor], text: Tensor, space: int) -> Iterator[Scheme]:
+    """Activations quantized too, with ranges observed on text, all of it or without its extremes, and on spaces."""
     int8 = quantize_all(weights, 8, "channel")
-    calibration_texts = {
-        "text": inputs,
-        "random tokens": torch.randint_like(inputs, net.config.vocab_size),
-        "spaces": torch.full_like(inputs, space),
+    calibrations = {
+        "min-max of text": (text, 0),
+        "percentile 99.9 of text": (text, 1e-3),
+        "min-max of spaces": (torch.full_like(text, space), 0),
     }
-    for text_name, calibration_text in calibration_texts.items():
-        for observer_name, clipped_share in OBSERVERS.items():
-            ranges = observe(net, calibration_text, clipped_share)
-            exact = {layer: w8a8(w, *ranges[layer], kernel=False) for layer, w in int8.items()}
-            kernels = {layer: partial(w8a8, w, *ranges[layer]) for layer, w in int8.items()}
-            sizes = {layer: max(-low, high) for layer, (low, high) in ranges.items()}
-            name = f"W8A8, {observer_name} of {text_name}"
-            fast = _quantize.all_agree(name, kernels, exact, weights, sizes)
-            yield Scheme(name, "torch's kernel, int8" if fast else DEQUANTIZED, int8, fast or exact)
+    for name, (inputs, clipped_share) in calibrations.items():
+        ranges = observe(net, inputs, clipped_share)
+        for layer, w in int8.items():
+            x = torch.randn(32, weights[layer].shape[1], device=text.device) * max(map(abs, ranges[layer]))
+            error = measure.relative_error(w8a8_in_integers(w, *ranges[layer], x), w8a8(w, *ranges[layer], x))
+            assert error < 1e-4, f"{layer}: integers and dequantized values differ by {error:.1e}"
+        yield Scheme(f"W8A8, {name}", int8, {layer: partial(w8a8, w, *ranges[layer]) for layer, w in int8.items()})
 
 
 def mixed_schemes(weights: dict[str, Tensor], most_sensitive_first: list[str]) -> Iterator[Scheme]:
@@ -168,24 +149,49 @@ def mixed_schemes(weights: dict[str, Tensor], most_sensitive_first: list[str]) -
         low = quantize_all(weights, bits, "channel")
         for which, in_int8 in (("most", most_sensitive_first[:keep]), ("least", most_sensitive_first[-keep:])):
             mixed = {layer: int8[layer] if layer in in_int8 else low[layer] for layer in weights}
-            yield dequantized(f"int{bits} per channel, {keep} {which} sensitive int8", mixed)
+            yield weights_alone(f"int{bits} per channel, {keep} {which} sensitive int8", mixed)
 
 
 def run(net: nn.Module, scheme: Scheme, batches: Batches, baseline: Tensor) -> dict:
     """The scheme's bytes, the error of its weights, and what it adds to the baseline's loss."""
     weights = [layer.weight.detach() for layer in linears(net).values()]
-    dequantized = [dequantize(one) if isinstance(one, Quantized) else one.float() for one in scheme.stored.values()]
+    values = [dequantize(one) if isinstance(one, Quantized) else one for one in scheme.stored.values()]
     found = losses(net, scheme.forwards, batches)
     delta, standard_error = _shared.difference(found, baseline)
     return {
         "scheme": scheme.name,
-        "multiplied": scheme.multiplied,
         "weight_bytes": sum(one.nbytes for one in scheme.stored.values()),
-        "weight_relative_error": measure.relative_error(dequantized, weights),
+        "weight_relative_error": measure.relative_error(values, weights),
         "val_loss": found.mean().item(),
         "delta": round(delta, 5),
         "standard_error": standard_error,
     }
+
+
+LLAMA2 = {  # vocabulary, hidden, ffn, layers, heads, key-value heads, head_dim, length; lm_head is not tied
+    "7B": (6_738_415_616, shapes.Config(32_000, 4096, 11_008, 32, 32, 32, 128, 4096)),
+    "13B": (13_015_864_320, shapes.Config(32_000, 5120, 13_824, 40, 40, 40, 128, 4096)),
+    "70B": (68_976_648_192, shapes.Config(32_000, 8192, 28_672, 80, 64, 8, 128, 4096)),
+}
+
+
+def llama2_line(name: str) -> str:
+    """Gigabytes of the weights alone, computed on the meta device: from all matrices quantized with few scales to those
+    of the blocks alone with many, embedding and lm_head then in bf16. Norms are bf16."""
+    parameters, config = LLAMA2[name]
+    assert shapes.parameter_count(config) == parameters, f"Llama 2 {name}: published are {parameters:,} parameters"
+    with torch.device("meta"):  # tensors with a shape and no storage: any size fits
+        in_blocks = Counter(layer.weight.shape for layer in linears(model.Transformer(config)).values())
+    everywhere = in_blocks + Counter({(config.vocab_size, config.hidden_size): 2})
+    sizes = f"{2 * parameters / 1e9:.1f} GB in bf16"
+    for bits, few, many in ((8, "channel", "channel"), (4, 128, 32)):
+        most_and_least = []
+        for matrices, group in ((everywhere, few), (in_blocks, many)):
+            weights = {shape: torch.empty(shape, device="meta") for shape in matrices}
+            saved = {shape: 2 * w.numel() - quantize(w, bits, group).nbytes for shape, w in weights.items()}
+            most_and_least.append(2 * parameters - sum(saved[shape] * n for shape, n in matrices.items()))
+        sizes += ", {:.1f} to {:.1f} GB in int{}".format(*(size / 1e9 for size in most_and_least), bits)
+    return f"Llama 2 {name} has its published {parameters:,} parameters; weights alone: {sizes}"
 
 
 def check(rows: list[dict]) -> list[str]:
@@ -198,44 +204,38 @@ def check(rows: list[dict]) -> list[str]:
     return [
         "no weight is off by more than scale / 2, and packed int4 unpacks to what was rounded, to the bit",
         "finer scales and more bits leave smaller errors in the weights",
-        "torch's kernels that ran agree with the arithmetic written out here",
+        "W8A8 in integers gives what the dequantized values give, layer by layer",
+        *map(llama2_line, LLAMA2),
     ]
 
 
 COLUMNS = {
     "scheme": "weights",
-    "multiplied": "multiplied in",
     "weight_bytes": "weights take",
     "weight_relative_error": "error of weights",
     "delta": "loss above fp32",
     "standard_error": "standard error",
-    "at_1_time_ratio": "time at 1 token",
-    "at_256_time_ratio": "at 256",
 }
 
 
 def main() -> int:
     args = _shared.parser(__doc__).parse_args()
     device = lesson.start(args.device)
-    net, corpus = _shared.starting_model(args, args.seed, device)
+    net, corpus = _shared.starting_model(args, 0, device)
     calibration_set, evaluation_set = _shared.held_out_sets(corpus, device)
     weights = {name: layer.weight.detach() for name, layer in linears(net).items()}
     few = 16 if args.model == "nano" else 4  # a folder's model has more and larger layers: the scan reads less
     scan = sensitivity(net, weights, [tuple(part[:few] for part in batch) for batch in calibration_set[:2]])
     baseline = losses(net, {}, evaluation_set)
-    weight_only = weight_only_schemes(weights, device.type == "cuda")
     w8a8s = w8a8_schemes(net, weights, calibration_set[0][0], _shared.space(args.model))
-    schemes = itertools.chain(weight_only, w8a8s, mixed_schemes(weights, [*scan]))
+    schemes = itertools.chain(weight_only_schemes(weights), w8a8s, mixed_schemes(weights, [*scan]))
     rows = [run(net, scheme, evaluation_set, baseline) for scheme in schemes]
-    side, layer = _quantize.time_large_layer(w8a8, device, rounds=3)
-    rows = [row | layer.get((row["scheme"], row["multiplied"]), {}) for row in rows]
     for name in (*list(scan)[:3], list(scan)[-1]):  # the three that suffer most, and the one that suffers least
         print("alone in int3, {} adds {:.4f} to the loss, standard error {:.4f}".format(name, *scan[name]))
-    print(f"time: of one layer of {side:,} x {side:,}, against fp32; fp32's loss: {rows[0]['val_loss']:.4f}")
     lesson.end(
         rows,
         columns=COLUMNS,
-        checked=[*check(rows), *_quantize.llama2_lines()],
+        checked=check(rows),
         args=args,
         device=device,
         dtype="fp32",

@@ -22,9 +22,8 @@ from torch import nn
 from torch.nn.functional import conv2d
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
-from common import exits, hardware, lesson, measure
+from common import exits, lesson, measure
 
-ROUNDS = 7
 NHWC = torch.channels_last
 
 
@@ -38,41 +37,15 @@ def check(holds: bool, statement: str) -> None:
 def check_raises(what: str, work: Callable[[], object]) -> None:
     try:
         work()
-    except RuntimeError as error:
-        first_words = str(error).partition("(")[0].partition(".")[0].strip()
-        check(True, f"{what} raises an error: {first_words}")
+    except RuntimeError:
+        check(True, f"{what} raises an error")
     else:
         check(False, f"{what} raises an error")
 
 
-def run(what: str, first: Callable[[], object], second: Callable[[], object], device: torch.device) -> dict:
-    """Seconds of two ways to do the same, which take turns, and their ratio."""
-    calls = 20 if device.type == "cuda" else 1  # one call alone would be over before the next is launched
-
-    def repeated(work: Callable[[], object]) -> None:
-        for _ in range(calls):
-            work()
-
-    steps = {"second": partial(repeated, second), "first": partial(repeated, first)}
-    measured = measure.seconds_in_turns(steps, device, ROUNDS)
-    row = {"what": what}
-    for prefix in ("", "min_", "max_"):
-        for way in ("first", "second"):
-            row[f"{prefix}{way}_seconds"] = measured[way][f"{prefix}seconds"] / calls
-        row[f"{prefix}ratio"] = measured["first"][f"{prefix}time_ratio"]
-    return row
-
-
 def dimensions() -> None:
-    print("\nFrom 0-D to 4-D: the stride says how many elements to skip for one more along a dimension")
-    shapes = {
-        "loss": (),
-        "bias": (768,),
-        "weight": (2048, 768),
-        "text": (8, 512, 768),
-        "images": (32, 3, 224, 224),
-    }
-    for name, shape in shapes.items():
+    print("\nThe stride says how many elements to skip for one more along a dimension")
+    for name, shape in {"loss": (), "bias": (768,), "weight": (2048, 768), "images": (32, 3, 224, 224)}.items():
         t = torch.zeros(shape)
         print(f"  {name}: {t.ndim}-D, shape {shape}, stride {t.stride()}, {t.nbytes:,} bytes in fp32")
     y = torch.arange(120).reshape(2, 3, 4, 5)[1:, ::2, :, 1].mT  # each value is its own place in the storage
@@ -86,17 +59,13 @@ def views_and_copies() -> None:
     print("\nView or copy? x is (3, 4). A view has the storage of x, and a write into it is seen in x")
     views = ["x[1:]", "x[:, ::2]", "x.T", "x.view(4, 3)", "x.reshape(4, 3)", "x.contiguous()", "x.detach()"]
     copies = ["x.T.reshape(12)", "x.T.contiguous()", "x[[0, 2]]", "x[x > 5]", "x.double()", "x.clone()"]
-    for code in (*views, "torch.from_numpy(x.numpy())", *copies):
+    for code in (*views, *copies):
         x = torch.arange(12.0).reshape(3, 4)
         y = eval(code)  # what the table shows is what ran
         shared = y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
         y.fill_(-1)
-        assert shared == bool((x == -1).any()) == (code not in copies), code
-        contiguous = "contiguous" if y.is_contiguous() else "not contiguous"
-        print(
-            f"  {code} is a {'view' if shared else 'copy'}: shape {tuple(y.shape)}, stride {y.stride()}, {contiguous}"
-        )
-    check(x[1:].data_ptr() - x.data_ptr() == 16, "x[1:] begins a row of 16 bytes into the storage of x")
+        assert shared == bool((x == -1).any()) == (code in views), code
+        print(f"  {code} is a {'view' if shared else 'copy'}: shape {tuple(y.shape)}, stride {y.stride()}")
     check(x[0].untyped_storage().nbytes() == 48, "x[0] keeps all 48 bytes of x alive; x[0].clone() would not")
 
 
@@ -106,42 +75,41 @@ def broadcasting() -> None:
     images = torch.randn(32, 64, 56, 56)
     wide = bias.expand_as(images)
     check(wide.stride() == (0, 1, 0, 0), "a bias of (64, 1, 1) expanded to (32, 64, 56, 56): stride (0, 1, 0, 0)")
-    check(wide.nbytes == 25_690_112, "read as 25,690,112 bytes")
-    check(wide.untyped_storage().nbytes() == 256, "stored as 256 bytes")
+    check(
+        (wide.nbytes, wide.untyped_storage().nbytes()) == (25_690_112, 256), "read as 25,690,112 bytes, stored as 256"
+    )
     check(torch.equal(images + bias, images + wide.contiguous()), "images + bias is equal to the bit to the stored way")
     check_raises("writing into the expanded bias", lambda: wide.add_(1))
     check((torch.zeros(8, 1) - torch.zeros(8)).shape == (8, 8), "(8, 1) - (8) is (8, 8): a wrong loss and no error")
 
 
-def layouts(device: torch.device) -> tuple[dict, list[dict]]:
+def layouts() -> dict:
     print("\n32 x 3 x 224 x 224 images, channel by channel (NCHW) and pixel by pixel (channels_last)")
     nchw = torch.randn(32, 3, 224, 224)
     nhwc = nchw.to(memory_format=NHWC)
-    fp32 = nhwc.untyped_storage().nbytes()
-    bf16 = nhwc.bfloat16().untyped_storage().nbytes()
+    fp32, bf16 = nhwc.untyped_storage().nbytes(), nhwc.bfloat16().untyped_storage().nbytes()
     check(fp32 == 4 * 4_816_896 == 19_267_584, "4,816,896 values of 4 bytes in fp32: 19,267,584 bytes")
-    check(2 * bf16 == fp32, "2 bytes in bf16 (or fp16), half the memory: 9,633,792 bytes")
+    check(bf16 == 9_633_792, "2 bytes in bf16 (or fp16), half the memory: 9,633,792 bytes")
     check(torch.equal(nchw, nhwc) and nchw.untyped_storage().nbytes() == fp32, "equal values and bytes in both layouts")
     check(nchw.stride() == (150528, 50176, 224, 1), "NCHW: stride (150528, 50176, 224, 1)")
     check(nhwc.stride() == (150528, 1, 672, 3), "channels_last: stride (150528, 1, 672, 3)")
     check(not nhwc.is_contiguous(), "channels_last is not is_contiguous(): that asks for NCHW without an argument")
-    dtype, tolerance = torch.float32, 1e-4  # the results are of size 1
-    if device.type == "cuda":
-        dtype = torch.bfloat16 if hardware.choose_dtype("auto", device) == "bf16" else torch.float16
-        tolerance = 0.05
-    rows = []
-    for name, channels, side, stride in (("the images", 3, 224, 2), ("features", 64, 56, 1)):
-        x = torch.randn(32, channels, side, side).to(device, dtype)
-        w = (torch.randn(64, channels, 3, 3) / (9 * channels) ** 0.5).to(device, dtype)
-        x_nhwc = x.to(memory_format=NHWC)
-        w_nhwc = w.to(memory_format=NHWC)
-        channel_first = partial(conv2d, x, w, stride=stride, padding=1)
-        pixel_first = partial(conv2d, x_nhwc, w_nhwc, stride=stride, padding=1)
-        assert pixel_first().is_contiguous(memory_format=NHWC), "the convolution has changed the layout"
-        torch.testing.assert_close(pixel_first(), channel_first(), rtol=0, atol=tolerance)
-        what = f"3 x 3 convolution of {name}, {dtype}: NCHW, channels_last"
-        rows.append(run(what, channel_first, pixel_first, device))
-    return {"batch_fp32_bytes": fp32, "batch_bf16_bytes": bf16, "dtype": str(dtype)}, rows
+    return {"batch_fp32_bytes": fp32, "batch_bf16_bytes": bf16}
+
+
+def convolution(channels: int, side: int, stride: int, device: torch.device) -> dict:
+    """A row: the same convolution in both layouts, equal up to rounding."""
+    dtype, tolerance = (torch.float16, 0.05) if device.type == "cuda" else (torch.float32, 1e-4)
+    x = torch.randn(32, channels, side, side).to(device, dtype)
+    w = (torch.randn(64, channels, 3, 3) / (9 * channels) ** 0.5).to(device, dtype)
+    x_nhwc = x.to(memory_format=NHWC)
+    w_nhwc = w.to(memory_format=NHWC)
+    channel_first = partial(conv2d, x, w, stride=stride, padding=1)
+    pixel_first = partial(conv2d, x_nhwc, w_nhwc, stride=stride, padding=1)
+    assert pixel_first().is_contiguous(memory_format=NHWC), "the convolution has changed the layout"
+    torch.testing.assert_close(pixel_first(), channel_first(), rtol=0, atol=tolerance)
+    what = f"3 x 3 convolution of 32 x {channels} x {side} x {side}, {dtype}: NCHW, channels_last"
+    return run(what, channel_first, pixel_first, device)
 
 
 def contiguity(device: torch.device) -> dict:
@@ -158,21 +126,31 @@ def devices(device: torch.device) -> None:
     print("\nWhere data lives")
     x, net = torch.randn(3), nn.Linear(3, 3)
     check(torch.device("cuda") != "cuda", 'torch.device("cuda") == "cuda" is False: compare device.type')
-    check(torch.device("cuda") != torch.device("cuda:0"), 'and so is torch.device("cuda") == torch.device("cuda:0")')
     check(x.to("cpu") is x, "x.to(device) of a tensor that is there already is x itself")
     check(net.to("meta") is net and net.weight.is_meta, "module.to(device) moves the module in place")
     check(x.to("meta") is not x and x.is_cpu, "tensor.to(device) leaves x where it is: use what it returns")
-    large = torch.empty(70 * 10**9, dtype=torch.bfloat16, device="meta")
-    check(large.nbytes == 140 * 10**9, "on meta there are shapes and no data: 70e9 values of bf16, 140 GB, fit here")
-    check_raises("a move away from there", x.to("meta").cpu)
     check_raises("an operation on operands in two places", lambda: x + x.to("meta"))
-    if device.type == "cpu":
-        print("no GPU here: the copy that a move to one makes was not seen")
-        return
-    moved = x.to(device).fill_(7)
-    check(not (x == 7).any(), "x.to(device) is a copy: a write into it is not seen in x")
-    check_raises("x + that copy", lambda: x + moved)
-    check((moved + torch.tensor(1.0)).device == moved.device, "a 0-D tensor on the CPU is let through, as a number is")
+    if device.type != "cpu":
+        x.to(device).fill_(7)
+        check(not (x == 7).any(), "x.to(device) is a copy: a write into it is not seen in x")
+
+
+def run(what: str, first: Callable[[], object], second: Callable[[], object], device: torch.device) -> dict:
+    """Seconds of two ways to do the same, which take turns, and their ratio."""
+    calls = 20 if device.type == "cuda" else 1  # one call alone would be over before the next is launched
+
+    def repeated(work: Callable[[], object]) -> None:
+        for _ in range(calls):
+            work()
+
+    steps = {"second": partial(repeated, second), "first": partial(repeated, first)}
+    measured = measure.seconds_in_turns(steps, device, rounds=7)
+    row = {"what": what}
+    for prefix in ("", "min_", "max_"):
+        row[f"{prefix}first_seconds"] = measured["first"][f"{prefix}seconds"] / calls
+        row[f"{prefix}second_seconds"] = measured["second"][f"{prefix}seconds"] / calls
+        row[f"{prefix}ratio"] = measured["first"][f"{prefix}time_ratio"]
+    return row
 
 
 COLUMNS = {"what": "this, that", "first_seconds": "this", "second_seconds": "that", "ratio": "this / that"}
@@ -184,7 +162,8 @@ def main() -> int:
     dimensions()
     views_and_copies()
     broadcasting()
-    batch, rows = layouts(device)
+    batch = layouts()
+    rows = [convolution(3, 224, 2, device), convolution(64, 56, 1, device)]
     rows.append(contiguity(device))
     devices(device)
     checked = [

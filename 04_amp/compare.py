@@ -1,9 +1,8 @@
 """One model, one budget, every number type: what a narrower one gives, and what it takes.
 
-The same weights read the same batches in fp32, tf32, bf16, fp16 with and without a scaler, and with fp8 linear layers:
-in every type that this device multiplies in hardware. fp16 runs anyway, emulated if need be; speed is given for native
-types only. Then the gradients show what fp16 loses: values under half its smallest subnormal, 2^-25 = 3.0e-8, become
-zero. Four ways to break training in fp16 are provoked and cured (_compare.py, which has the fp8 layer, too).
+The same weights read the same batches in fp32, tf32, bf16, and fp16 with a scaler. A type that this device does
+not multiply in hardware is emulated: it has losses, and no speed. Then the gradients show what fp16 loses: values under
+half its smallest subnormal, 2^-25 = 3.0e-8, become zero. Three failures of fp16 are provoked and cured (_compare.py).
 
     laptop    python 04_amp/compare.py
     one GPU   python 04_amp/compare.py --model llama-124m --seq-len 1024 --batch-size 16 --steps 60
@@ -24,32 +23,29 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import clip_grad_norm_, parameters_to_vector
 from torch.optim import AdamW
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
-import _compare as types
+import _compare as helper
 
 from common import data, exits, lesson, measure, model, shapes
 from common.exits import UserError
 
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp16-unscaled": torch.float16, "fp8": torch.bfloat16}
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 INITIAL_SCALE = 65536.0  # GradScaler's own default
-LR = 2e-3
-WARMUP_STEPS = 10
-CLIP_NORM = 1.0
+LR, WARMUP_STEPS, CLIP_NORM = 2e-3, 10, 1.0
 ROUNDS = 6  # the types take turns, so that a disturbance hits all alike; the first round warms up
-FIRST_LOSS_TOLERANCE = {"tf32": 1e-3, "bf16": 2e-3, "fp16": 1e-3, "fp16-unscaled": 1e-3, "fp8": 1e-2}
+FIRST_LOSS_TOLERANCE = {"tf32": 1e-3, "bf16": 2e-3, "fp16": 1e-3}
 
 
 class Run:
     """One number type: a copy of the model, and what trains it. Weights, gradients and AdamW's state are fp32."""
 
     def __init__(self, name: str, net: nn.Module, scale: float = INITIAL_SCALE) -> None:
-        self.name, self.net = name, copy.deepcopy(net)
+        self.name = name
+        self.net = copy.deepcopy(net)
         self.device = next(net.parameters()).device
-        for layer in types.linear_layers(self.net) if name == "fp8" else ():
-            layer.forward = partial(types.fp8_linear, layer)
         self.optimizer = AdamW(self.net.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
         self.scaler = GradScaler(self.device.type, init_scale=scale, enabled=name == "fp16")
         self.losses: list[Tensor] = []  # left on the device: reading one would wait for it
@@ -57,8 +53,8 @@ class Run:
     def backward(self, batch: tuple[Tensor, Tensor], divide: float = 1.0) -> Tensor:
         """Mixed precision: autocast runs matmuls in the narrow type, and norms and the loss in fp32."""
         torch.set_float32_matmul_precision("high" if self.name == "tf32" else "highest")  # autocast has no tf32
-        emulated = self.name.startswith("fp16") and not types.is_native(self.name, self.device)
-        with types.EmulatedFp16() if emulated else nullcontext():
+        emulated = self.name == "fp16" and not helper.is_native(self.name, self.device)
+        with helper.EmulatedFp16() if emulated else nullcontext():
             with torch.autocast(self.device.type, AUTOCAST.get(self.name), enabled=self.name in AUTOCAST):
                 loss = self.net(*batch)
             self.scaler.scale(loss / divide).backward()  # fp16: larger gradients, so that few become zero
@@ -76,28 +72,28 @@ class Run:
             self.optimizer.zero_grad(set_to_none=True)
 
 
-def summarize(run: Run, baseline: Run, memory: tuple[int, int], measured: dict, tokens: int) -> dict:
+def summarize(run: Run, baseline: Run, activation_bytes: int, measured: dict, tokens: int) -> dict:
     """The row of a type, after its last step; `tokens` are those of a round."""
-    losses = [loss if math.isfinite(loss) else None for loss in torch.stack(run.losses).tolist()]
-    pairs = zip(losses, torch.stack(baseline.losses).tolist(), strict=True)
-    native = types.is_native(run.name, run.device)
-    row = {"name": run.name if native else f"{run.name} (emulated)", "dtype": run.name, "native": native}
+    losses = torch.stack(run.losses).tolist()
+    native = helper.is_native(run.name, run.device)
+    states = run.optimizer.state.values()
+    row = {
+        "name": run.name if native else f"{run.name} (emulated)",
+        "dtype": run.name,
+        "native": native,
+        "n": measured["n"],
+        "kept_bytes": sum(t.nbytes for t in (*run.net.parameters(), *(t for s in states for t in s.values()))),
+        "activation_bytes": activation_bytes,
+        "losses": losses,
+        "last_loss": losses[-1],
+        "largest_loss_difference": (torch.stack(run.losses) - torch.stack(baseline.losses)).abs().max().item(),
+        # those that the optimizer did not count. Asked at the end: in a step it would wait for the device
+        "skipped_steps": len(losses) - int(next(iter(states))["step"]),
+    }
     for ours, theirs in (("", ""), ("min_", "max_"), ("max_", "min_")) if native else ():
         row[f"{ours}tokens_per_second"] = tokens / measured[f"{theirs}seconds"]
         row[f"{ours}speed_ratio"] = 1 / measured[f"{theirs}time_ratio"]
-    kept = [*run.net.parameters(), *(t for state in run.optimizer.state.values() for t in state.values())]
-    kept_bytes = sum(tensor.nbytes for tensor in kept)
-    return row | {
-        "n": measured["n"],
-        "kept_bytes": kept_bytes,
-        "activation_bytes": memory[0],
-        "peak_bytes": kept_bytes + memory[1],
-        "losses": losses,
-        "last_loss": losses[-1],
-        "largest_loss_difference": max((abs(a - b) for a, b in pairs if a is not None), default=None),
-        # those that the optimizer did not count. Asked at the end: in a step it would wait for the device
-        "skipped_steps": len(losses) - int(next(iter(run.optimizer.state.values()))["step"]),
-    }
+    return row
 
 
 def check(rows: list[dict], counts: list[dict]) -> list[str]:
@@ -105,7 +101,7 @@ def check(rows: list[dict], counts: list[dict]) -> list[str]:
     checked = []
     for row in rows[1:]:
         name = row["dtype"]
-        error = abs((row["losses"][0] or 0) / baseline["losses"][0] - 1)  # None if it was not finite
+        error = abs(row["losses"][0] / baseline["losses"][0] - 1)
         share = row["activation_bytes"] / baseline["activation_bytes"]
         assert error <= FIRST_LOSS_TOLERANCE[name], f"{name}: first loss off by {error:.0e}"
         assert share < 0.8 or name == "tf32", f"{name}: {share:.0%} of fp32's activations"  # in memory tf32 is fp32
@@ -122,7 +118,6 @@ COLUMNS = {
     "name": "type",
     "tokens_per_second": "speed",
     "speed_ratio": "against fp32",
-    "peak_bytes": "peak",
     "activation_bytes": "activations",
     "last_loss": "last loss",
     "largest_loss_difference": "largest loss difference",
@@ -131,7 +126,7 @@ COLUMNS = {
 
 
 def main() -> int:
-    args = lesson.flags(__doc__, model="nano", dtypes=("native", "all"), steps=30, seq_len=64, batch_size=4)
+    args = lesson.flags(__doc__, model="nano", steps=30, seq_len=64, batch_size=4)
     if args.steps % ROUNDS:
         raise UserError(f"--steps {args.steps} is no multiple of {ROUNDS}: use {args.steps + -args.steps % ROUNDS}")
     device = lesson.start(args.device)
@@ -143,24 +138,27 @@ def main() -> int:
     batches = [tuple(t.to(device) for t in next(stream)) for _ in range(args.steps + 1)]  # and one for the failures
     tokens = args.batch_size * args.seq_len
 
-    runs = {name: Run(name, net) for name in types.choose(args.dtypes, net, device, tokens)}
-    types.measure_memory(runs["fp32"], batches[0])  # the first one also pays for what libraries set aside
-    memory = {name: types.measure_memory(run, batches[0]) for name, run in runs.items()}
-    steps = {name: partial(run.train, batches, args.steps // ROUNDS) for name, run in runs.items()}
-    measured = measure.seconds_in_turns(steps, device, ROUNDS - 1)
-    of_a_round = args.steps // ROUNDS * tokens
-    rows = [summarize(run, runs["fp32"], memory[name], measured[name], of_a_round) for name, run in runs.items()]
+    # without units for it, tf32 would be fp32
+    names = [name for name in ("fp32", "tf32", "bf16", "fp16") if name != "tf32" or helper.is_native(name, device)]
+    runs = {name: Run(name, net) for name in names}
+    kept = {name: helper.bytes_for_backward(run, batches[0]) for name, run in runs.items()}
+    rounds = {name: partial(run.train, batches, args.steps // ROUNDS) for name, run in runs.items()}
+    measured = measure.seconds_in_turns(rounds, device, ROUNDS - 1)
+    size = args.steps // ROUNDS * tokens
+    rows = [summarize(run, runs["fp32"], kept[name], measured[name], size) for name, run in runs.items()]
 
     trained = runs["fp32"].net
-    gradients = torch.autograd.grad(trained(*batches[-1]), [*trained.parameters()])
-    gradients = torch.cat([gradient.flatten() for gradient in gradients])
-    factors = (1.0, INITIAL_SCALE, 1 / types.MICRO_BATCHES, INITIAL_SCALE / types.MICRO_BATCHES)
-    counts = [types.underflow(gradients, factor) for factor in factors]
+    gradients = parameters_to_vector(torch.autograd.grad(trained(*batches[-1]), [*trained.parameters()]))
+    factors = (1.0, INITIAL_SCALE, 1 / helper.MICRO_BATCHES)
+    counts = [helper.underflow(gradients, factor) for factor in factors]
     checked = check(rows, counts)
     if tokens >= 4 * 64:  # what is rare need not show in a few tokens
-        checked += types.provoke(Run, trained, batches[-1])
-    own = {"parameters": gradients.numel(), "tokens": args.steps * tokens, "underflow": counts}
-    lesson.end(rows, columns=COLUMNS, checked=checked, args=args, device=device, **own)
+        overflow, scale = helper.overflowing_gradients(Run, trained, batches[-1])
+        vanishing = helper.vanishing_gradients(Run, trained, batches[-1], scale)
+        clipping = helper.clipping_scaled_gradients(Run, trained, batches[-1], scale)
+        checked += [overflow, vanishing, clipping]
+    about = {"parameters": gradients.numel(), "tokens": args.steps * tokens, "underflow": counts}
+    lesson.end(rows, columns=COLUMNS, checked=checked, args=args, device=device, **about)
     return 0
 
 

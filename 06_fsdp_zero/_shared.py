@@ -1,16 +1,24 @@
-"""What zero_from_scratch.py and compare.py need: ZeRO's groups of parameters, and the bytes held and sent."""
+"""What several lessons of this chapter need: ZeRO's groups of parameters, the bytes held and sent, and folders that
+other libraries read."""
 
+import json
 import math
+import shutil
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from common import measure
+from common import measure, runtime
+
+MOST_FILE_BYTES = 2e9  # of a .safetensors file, which rank 0 holds whole while it writes it
 
 # torch 2.13's names for collectives of one flat tensor, and those of before
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -178,3 +186,54 @@ def of_fully_shard(net: nn.Module, ranks: int, copies: int, gathered_bytes: int)
         "all_reduces_per_step": groups if copies > 1 else 0,
         "bytes_sent_per_rank_per_step": round((gathered + 4 * part) * (shards - 1) + between_copies),
     }
+
+
+def write_folder(tensors: dict[str, Tensor], read: Callable, folder: Path, config: dict, origin: Path) -> None:
+    """A Hugging Face folder, file by file. `tensors` are on the meta device, and `read` gives one by its name: every
+    rank calls it for each, for it may have to gather it, and rank 0 keeps those of a file. origin: whose tokenizer."""
+    numbers, filled = {}, 0
+    for name, tensor in tensors.items():
+        numbers[name] = 1 + int(filled // MOST_FILE_BYTES)
+        filled += tensor.nbytes
+    files = {name: f"model-{number:05d}-of-{max(numbers.values()):05d}.safetensors" for name, number in numbers.items()}
+    unfinished = folder.with_name(folder.name + ".tmp")
+
+    def begin() -> None:
+        for old in (folder, unfinished):  # of a run that was killed here, or has since gone on
+            shutil.rmtree(old, ignore_errors=True)
+        unfinished.mkdir()
+
+    def end() -> None:
+        index = {"metadata": {"total_size": filled}, "weight_map": files}
+        for name, content in (("config.json", config), ("model.safetensors.index.json", index)):
+            (unfinished / name).write_text(json.dumps(content, indent=1) + "\n")
+        for file in origin.iterdir() if origin.is_dir() else ():  # of the tokenizer, and what generation starts from
+            if file.suffix in (".json", ".jinja", ".txt", ".model") and not (unfinished / file.name).exists():
+                shutil.copy(file, unfinished / file.name)
+        unfinished.rename(folder)
+
+    runtime.on_rank0(begin)
+    for file in dict.fromkeys(files.values()):
+        kept = {}
+        for name in [name for name in files if files[name] == file]:
+            tensor = read(name)
+            if runtime.is_rank0():
+                kept[name] = tensor.cpu().contiguous()
+        runtime.on_rank0(partial(save_file, kept, unfinished / file, metadata={"format": "pt"}))
+    runtime.on_rank0(end)
+
+
+def write_adapter(trained: dict[str, Tensor], folder: Path, base: str, rank: int, alpha: float) -> None:
+    """For peft: peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder) reads it."""
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": rank,
+        "lora_alpha": alpha,
+        "target_modules": sorted({name.split(".")[-2] for name in trained}),  # ...q_proj.lora_A
+    }
+    folder.mkdir(exist_ok=True)
+    peft_names = {f"base_model.model.{name}.weight": tensor for name, tensor in trained.items()}
+    save_file(peft_names, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=1) + "\n")

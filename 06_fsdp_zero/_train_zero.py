@@ -24,10 +24,9 @@ def check_flags(args) -> None:
         raise UserError("train_zero.py needs the package deepspeed: pip install deepspeed==0.19.8")
     if args.dtype == "fp16":
         raise UserError("--dtype fp16: 05_ddp/train.py has a GradScaler; use bf16 or fp32 here")
-    if args.offload != "none" and args.stage == 0:
-        raise UserError(f"--offload {args.offload}: stage 0 shares nothing that could be moved; use --stage 1, 2 or 3")
-    if args.offload == "params" and args.stage < 3:
-        raise UserError(f"--offload params: at --stage {args.stage} each rank computes with all weights; use --stage 3")
+    lowest_stage = {"none": 0, "optimizer": 1, "params": 3}[args.offload]  # what the ranks share can be moved
+    if args.stage < lowest_stage:
+        raise UserError(f"--offload {args.offload} with --stage {args.stage}: use --stage {lowest_stage} or more")
     if args.async_save:
         raise UserError("--async-save: DeepSpeed writes its own files while training waits; leave it out")
 
@@ -36,11 +35,9 @@ def import_deepspeed(device: torch.device):
     """The package, for this device and in the process group that is there."""
     os.environ["DS_ACCELERATOR"] = device.type  # read by the import; left alone it takes a GPU wherever it sees one
     os.environ.setdefault("LOCAL_RANK", "0")  # read by zero.Init, also where one process was started without torchrun
-    logging.disable(logging.INFO)  # the import itself logs, to stdout
+    logging.disable(logging.WARNING)  # DeepSpeed logs to stdout, and its import does
     import deepspeed
 
-    logging.disable(logging.NOTSET)
-    deepspeed.utils.logger.setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", "`torch.distributed.", FutureWarning)  # names that torch has since changed
     # on a CPU it would compile an all-reduce through shared memory, for two minutes; only its inference uses that
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -48,47 +45,25 @@ def import_deepspeed(device: torch.device):
     return deepspeed
 
 
-def same_timeouts() -> None:
-    """Have DeepSpeed's groups wait as long as ours; it makes some with torch's own 30 minutes."""
-    for group in dist.distributed_c10d._world.pg_map:
-        dist.distributed_c10d._set_pg_timeout(runtime.timeout(), group)
-
-
-def parameter_groups(net: nn.Module, weight_decay: float) -> list[dict]:
-    """For AdamW: matrices decay, vectors do not."""
-    matrices, vectors = [], []
-    for parameter in net.parameters():
-        dimensions = len(getattr(parameter, "ds_shape", parameter.shape))  # stage 3 has left a flat part of it
-        (matrices if dimensions >= 2 else vectors).append(parameter)
-    return [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-
-
 @torch.no_grad()
 def set_weights(deepspeed, net: nn.Module, name: str, seed: int) -> None:
     """What model.materialize does, for stage 3: one tensor at a time is whole."""
     import torch.distributed.checkpoint as dcp
 
-    reader = None
-    if shapes.has_weights(name):
-        reader = dcp.HuggingFaceStorageReader(name)
-        runtime.say(f"weights from the .safetensors files in {name}")
+    reader = dcp.HuggingFaceStorageReader(name) if shapes.has_weights(name) else None
     for path, parameter in net.named_parameters():
-        if reader is None:
-            weight = model.random_weight(path, parameter.ds_shape, seed)
-        else:
+        if reader:
             weight = torch.empty(parameter.ds_shape, device="cpu")
-            try:
-                dcp.load({path: weight}, storage_reader=reader, no_dist=True)
-            except dcp.api.CheckpointException as error:
-                raise UserError(f"--model {name}: {path} cannot be read: {error}") from None
+            dcp.load({path: weight}, storage_reader=reader, no_dist=True)
+        else:
+            weight = model.random_weight(path, parameter.ds_shape, seed)
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
             parameter.copy_(weight)
 
 
 class Run(checkpoint.Run):
-    """A run's folder whose checkpoints are DeepSpeed's files. By itself DeepSpeed writes them to their final place and
-    loads what it finds. Here they go to a temporary name, which becomes step-N when every file is there with its hash.
-    zero_to_fp32 and ds_to_universal read such a step."""
+    """A run's folder whose checkpoints are DeepSpeed's files, which zero_to_fp32 and ds_to_universal read. DeepSpeed
+    writes them to their final place. Here they go to a temporary name, which becomes step-N when all are there."""
 
     def _write_part(self, folder: Path, engine, config: dict) -> dict[str, str]:
         try:
@@ -96,32 +71,23 @@ class Run(checkpoint.Run):
             torch.save(checkpoint.random_states(), folder / f"rng-{dist.get_rank()}.pt")
             if runtime.is_rank0():
                 checkpoint.write_json(folder / "config.json", config)
-        except (OSError, RuntimeError) as error:
-            if isinstance(error, OSError) or "unexpected pos" in str(error):  # what torch.save makes of a full disk
-                free = f"{shutil.disk_usage(self.folder).free / 2**20:.0f} MiB free there"
-                raise UserError(f"cannot save {folder} ({free}): {error}; older checkpoints are untouched") from None
-            raise
+        except RuntimeError as error:  # "unexpected pos" is what torch.save makes of a full disk
+            raise (OSError(error) if "unexpected pos" in str(error) else error) from None
         runtime.gather(None)  # all files are there: each rank hashes some
         files = sorted(file for file in folder.iterdir() if file.is_file())
         return {file.name: checkpoint.file_sha256(file) for file in files[dist.get_rank() :: dist.get_world_size()]}
 
-    def universal(self, path: Path, stage: int) -> Path | None:
-        """Where ranks differ from those that have saved `path`: its tensors whole, one in a file, made by DeepSpeed's
-        own program. None where none is needed."""
-        if stage == 0 or len(list(path.glob("rng-*.pt"))) == dist.get_world_size():
-            return None
-        folder = path.with_name(f"{path.name}-universal.tmp") / "step"  # Run clears away what ends in .tmp
-        runtime.on_rank0(lambda: make_universal(path, folder))
-        return folder
 
-
-def make_universal(path: Path, folder: Path) -> None:
-    words = ["--input_folder", path, "--output_folder", folder, "--inject_missing_state"]
-    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        last_line = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()[-1]
-        raise UserError(f"{path} cannot be turned into a universal checkpoint: {last_line}")
+def make_universal(path: Path, stage: int) -> Path | None:
+    """Where ranks differ from those that have saved `path`: its tensors whole, one in a file, made by DeepSpeed's own
+    program. None where none is needed."""
+    if stage == 0 or len(list(path.glob("rng-*.pt"))) == dist.get_world_size():
+        return None
+    folder = path.with_name(f"{path.name}-universal.tmp") / "step"  # Run clears away what ends in .tmp
+    words = ["--input_folder", str(path), "--output_folder", str(folder), "--inject_missing_state"]
+    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", *words]
+    runtime.on_rank0(lambda: subprocess.run(command, check=True, stdout=subprocess.DEVNULL))
+    return folder
 
 
 def load(path: Path, engine, universal: Path | None) -> int:
@@ -158,34 +124,22 @@ def digest(deepspeed, net: nn.Module) -> str:
 
 
 def check_parts(engine, stage: int) -> dict[str, list[int]]:
-    """The bytes that each rank holds, in rank order: of weights, of AdamW's two moments, and of the fp32 copy of its
-    part of the weights that DeepSpeed's optimizer updates from stage 1 on, also where the weights are in fp32.
-
-    AssertionError if a rank holds anything but its part. Stages 1 and 2 lay a group of parameters end to end and cut it
-    into equal parts of an even number of elements. Stage 3 cuts each parameter. What comes last is padded.
-    """
-    ranks, fp32 = dist.get_world_size(), 4
-    parameters = list(engine.module.parameters())
+    """The bytes of weights and of AdamW's two moments by rank. AssertionError if a rank holds anything but its part.
+    Stages 1 and 2 lay a group of parameters end to end and cut it into equal parts of an even number of elements.
+    Stage 3 cuts each parameter. What comes last is padded."""
+    ranks = dist.get_world_size()
+    weights = list(engine.module.parameters())
+    groups = [sum(p.numel() for p in weights if (p.ndim >= 2) == matrices) for matrices in (True, False)]
+    weights_due = sum(groups)
+    part = sum(2 * math.ceil(size / (2 * ranks)) for size in groups) if stage else weights_due
     if stage == 3:
-        whole = [tuple(p.ds_shape) for p in parameters if p.numel() and not p.ds_persist]
+        whole = [tuple(p.ds_shape) for p in weights if p.numel() and not p.ds_persist]
         assert not whole, f"gathered and not forgotten: {whole}"
-        weights = [parameter.ds_tensor for parameter in parameters]
-        weights_due = part = sum(math.ceil(parameter.ds_numel / ranks) for parameter in parameters)
-    else:
-        weights = parameters
-        groups = [sum(p.numel() for p in parameters if (p.ndim >= 2) == matrices) for matrices in (True, False)]
-        weights_due = sum(groups)
-        part = sum(2 * math.ceil(size / (2 * ranks)) for size in groups) if stage else weights_due
-    updated = engine.basic_optimizer.state  # the tensors that AdamW updates, each with its state
-    known = {tensor.untyped_storage().data_ptr() for tensor in weights}
-    copies = [tensor for tensor in updated if tensor.untyped_storage().data_ptr() not in known]
-    moments = [t for state in updated.values() for t in state.values() if t.ndim]
-    due = {
-        "parameter_bytes_per_rank": (weights, weights_due),
-        "optimizer_bytes_per_rank": (moments, 2 * part),
-        "fp32_copy_bytes_per_rank": (copies, part if stage else 0),
-    }
-    held = {name: sum(tensor.nbytes for tensor in tensors) for name, (tensors, _) in due.items()}
-    assert held == {name: fp32 * elements for name, (_, elements) in due.items()}, (held, part)
-    by_rank = runtime.gather(held)
-    return {name: [ranks_own[name] for ranks_own in by_rank] for name in held}
+        weights_due = part = sum(math.ceil(parameter.ds_numel / ranks) for parameter in weights)
+        weights = [parameter.ds_tensor for parameter in weights]
+    moments = [t for state in engine.basic_optimizer.state.values() for t in state.values() if t.ndim]
+    held = [sum(tensor.nbytes for tensor in tensors) for tensors in (weights, moments)]
+    due = [4 * weights_due, 8 * part]
+    assert held == due, f"{held} bytes are here, {due} are due"
+    by_rank = map(list, zip(*runtime.gather(held), strict=True))
+    return dict(zip(("parameter_bytes_per_rank", "optimizer_bytes_per_rank"), by_rank, strict=True))

@@ -1,18 +1,16 @@
 """Train a language model with DeepSpeed's ZeRO: a number says what the ranks share, an engine does the rest.
 
---stage 1 gives each rank a part of the optimizer state, 2 a part of the gradients too, 3 a part of the weights too; 0
-is plain data parallelism. zero_from_scratch.py shows how. Here a dictionary configures DeepSpeed. Its engine takes over
-backward, the sum over the ranks, clipping and the optimizer's step. --offload moves optimizer state, or weights too,
-from the GPU to the CPU's memory. In fp32 the losses stay those of 05_ddp/train.py.
+--stage 1 gives each rank a part of the optimizer state, 2 of the gradients too, 3 of the weights too; 0 is plain data
+parallelism. Here a dictionary configures DeepSpeed. Its engine takes over backward, the sum over the ranks, clipping
+and the optimizer's step. --offload moves optimizer state, or weights too, to the CPU's memory.
 
     laptop    torchrun --nproc_per_node=2 06_fsdp_zero/train_zero.py
     one node  torchrun --nproc_per_node=8 06_fsdp_zero/train_zero.py --model llama-8b --stage 3 --checkpointing full
               deepspeed --num_gpus=8 06_fsdp_zero/train_zero.py --model llama-8b --stage 3 --offload optimizer
     cluster   HOSTFILE=hosts launch/deepspeed/hostfile.sh --stage 3 --run-dir /shared/run, on every node; or torchrun
 
-Look for: with --dtype fp32 the losses of 05_ddp/train.py at every stage, and the last check: the bytes that each rank
-holds are its part and no more. With --resume a run goes on, also on another number of ranks. Before:
-zero_from_scratch.py, train_fsdp.py. Next: launch/.
+Look for: with --dtype fp32 the losses of 05_ddp/train.py at every stage, and the bytes that each rank holds: its part
+and no more. --resume works on any number of ranks. Before: zero_from_scratch.py, train_fsdp.py. Next: launch/.
 """
 
 import math
@@ -26,26 +24,14 @@ from torch.nn.utils import get_total_norm
 from torch.optim.lr_scheduler import LambdaLR
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
-from _train_zero import (
-    Run,
-    check_flags,
-    check_parts,
-    digest,
-    import_deepspeed,
-    load,
-    parameter_groups,
-    same_timeouts,
-    set_weights,
-)
+import _train_zero as helper
 
-from common import cli, data, exits, hardware, metrics, model, report, runtime, schedule, shapes
+from common import cli, data, exits, hardware, metrics, model, runtime, schedule, shapes
 
 
 def configure(args, config: shapes.Config, batches: data.Batches, universal: bool) -> dict:
     """DeepSpeed's configuration, all of it."""
     parameters_per_block = shapes.parameter_count(config) // config.num_hidden_layers
-    buffers = {"max_in_cpu": 0, "buffer_size": max(config.vocab_size, config.intermediate_size) * config.hidden_size}
-    cpu, nowhere = {"device": "cpu"}, {"device": "none"}
     return {
         "train_micro_batch_size_per_gpu": batches.micro_batch_size,
         "gradient_accumulation_steps": batches.accumulation_steps,  # backward divides the loss by it
@@ -60,8 +46,8 @@ def configure(args, config: shapes.Config, batches: data.Batches, universal: boo
             "stage3_prefetch_bucket_size": parameters_per_block,
             "stage3_max_reuse_distance": 0,
             "stage3_param_persistence_threshold": config.hidden_size + 1,
-            "offload_optimizer": nowhere if args.offload == "none" else cpu,
-            "offload_param": {**cpu, **buffers} if args.offload == "params" else nowhere,
+            "offload_optimizer": {"device": "none" if args.offload == "none" else "cpu"},
+            "offload_param": {"device": "cpu" if args.offload == "params" else "none"},
         },
         # torch's AdamW, which is compiled already; DeepSpeed's own needs a compiler at start
         "zero_allow_untested_optimizer": True,
@@ -77,7 +63,7 @@ def build_model(deepspeed, engine_config: dict, args, config: shapes.Config, dev
     else:
         with deepspeed.zero.Init(config_dict_or_path=engine_config):  # cuts each parameter as soon as it is made
             net = model.Transformer(config)
-        set_weights(deepspeed, net, args.model, args.seed)  # one tensor at a time is whole
+        helper.set_weights(deepspeed, net, args.model, args.seed)  # one tensor at a time is whole
         net.to(device)  # RoPE's tables, which were made on the CPU
     model.checkpoint_blocks(net, args.checkpointing)  # backward computes again what is not kept
     return net
@@ -102,20 +88,18 @@ def train_step(engine, stream, meter: metrics.Meter) -> tuple[torch.Tensor, torc
 
 def main() -> int:
     parser = cli.TrainingParser(__doc__)
-    shared = "what the ranks share: 1: optimizer state, 2: gradients too, 3: weights too"
-    parser.add_argument("--stage", type=int, choices=range(4), default=2, help=shared)
-    offload = "to CPU memory; params: both"
-    parser.add_argument("--offload", choices=("none", "optimizer", "params"), default="none", help=offload)
+    parser.add_argument("--stage", type=int, choices=range(4), default=2, help="what the ranks share")
+    parser.add_argument("--offload", choices=("none", "optimizer", "params"), default="none", help="params: both")
     parser.add_argument("--local_rank", type=int, help="from the deepspeed launcher; its LOCAL_RANK is read instead")
     args = parser.parse_args()
-    check_flags(args)
+    helper.check_flags(args)
     runtime.seed_all(args.seed, args.deterministic)
 
     # 1 Processes. As in chapter 05; DeepSpeed takes the process group that is there.
     device = runtime.init_process_group(args.device)
     rank, world_size, _ = runtime.ranks()
     args.dtype = hardware.choose_dtype(args.dtype, device)
-    deepspeed = import_deepspeed(device)
+    deepspeed = helper.import_deepspeed(device)
     runtime.catch_stop_signals()
 
     # 2 The batch: a function of --seed and the step alone. Rank r of N reads the r-th of N equal parts.
@@ -126,27 +110,26 @@ def main() -> int:
 
     # 3 The run: its folder, and the step at which it stood. A step saved on other ranks is converted first.
     config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)
-    settings = cli.settings(args, data=corpus.sha256, model=repr(config))
-    run = Run(args, settings={**settings, "--stage": args.stage})
+    settings = cli.settings(args, data=corpus.sha256, model=repr(config)) | {"--stage": args.stage}
+    run = helper.Run(args, settings=settings)
     newest = run.newest() if args.resume else None
-    universal = run.universal(newest, args.stage) if newest else None
+    universal = helper.make_universal(newest, args.stage) if newest else None
 
     # 4 The model, and the engine that owns it from here on.
     engine_config = configure(args, config, batches, universal is not None)
     net = build_model(deepspeed, engine_config, args, config, device)
-    optimizer = torch.optim.AdamW(parameter_groups(net, args.weight_decay), lr=args.lr, betas=(0.9, 0.95), fused=True)
-    factor = partial(schedule.warmup_cosine, warmup_steps=args.warmup_steps, steps=args.steps)
-    engine, *_ = deepspeed.initialize(
-        model=net,
-        optimizer=optimizer,
-        lr_scheduler=LambdaLR(optimizer, factor),
-        config=engine_config,
-        dist_init_required=False,
-    )
-    same_timeouts()
+    dimensions = {p: len(getattr(p, "ds_shape", p.shape)) for p in net.parameters()}  # stage 3 has left flat parts
+    matrices = [parameter for parameter in dimensions if dimensions[parameter] >= 2]
+    vectors = [parameter for parameter in dimensions if dimensions[parameter] < 2]
+    groups = [{"params": matrices, "weight_decay": args.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
+    scheduler = LambdaLR(optimizer, partial(schedule.warmup_cosine, warmup_steps=args.warmup_steps, steps=args.steps))
+    engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, lr_scheduler=scheduler, config=engine_config)
+    for group in dist.distributed_c10d._world.pg_map:  # those of DeepSpeed would wait torch's own 30 minutes
+        dist.distributed_c10d._set_pg_timeout(runtime.timeout(), group)
     if args.compile:
         engine.compile()
-    start_step = load(newest, engine, universal) if newest else 0
+    start_step = helper.load(newest, engine, universal) if newest else 0
     stream = batches.stream(start_step, pin=device.type == "cuda", num_workers=args.num_workers)
     meter = metrics.Meter(run.folder, args, config=config, device=device, batches=batches, start_step=start_step)
 
@@ -172,11 +155,10 @@ def main() -> int:
         runtime.say(f"signal {stop}: saved at step {step}; the same command with --resume goes on")
 
     # 6 What was promised, checked: a rank holds its part of what the stage cuts and no more, and all gather one model.
-    held = check_parts(engine, args.stage)
-    digests = runtime.gather(digest(deepspeed, net))
+    held = helper.check_parts(engine, args.stage)
+    digests = runtime.gather(helper.digest(deepspeed, net))
     assert len(set(digests)) == 1, f"ranks hold different weights: {digests}"
-    weights, state, copies = (report.for_people("bytes", of_ranks[0]) for of_ranks in held.values())
-    runtime.say(f"checked: each rank holds {weights} of weights, {state} of optimizer state, {copies} of fp32 copies")
+    runtime.say("checked: each rank holds its part of what the stage shares, and no more")
     runtime.say(f"checked: all {world_size} ranks have the same weights to the bit")
     meter.finish(step, weights_sha256=digests[0], **held)
     runtime.shutdown()

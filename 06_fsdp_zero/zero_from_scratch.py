@@ -10,13 +10,13 @@ it is needed. Stages 1 and 2 send no more bytes than the all-reduce of (0) does;
     one node  torchrun --nproc_per_node=8 06_fsdp_zero/zero_from_scratch.py --model llama-124m --seq-len 512
     cluster   the same on every node, with --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400
 
-All is in fp32: 4 bytes a parameter for weights, 4 for gradients, 8 for AdamW's two moments. The paper counts mixed
-precision: 2, 2 and 12. Both make 16, so (0) and (3) compare directly, and (1) and (2) split the same sum differently.
+All is in fp32: 4 bytes a parameter for weights, 4 for gradients, 8 for AdamW. The paper's mixed precision: 2, 2 and 12.
 
 Look for: which column shrinks from stage to stage, and to what share; the bytes sent, in units of the weights; the
 difference from DistributedDataParallel. Before: 05_ddp/ddp_from_scratch.py. Next: train_fsdp.py, (3) by torch.
 """
 
+import copy
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,20 +26,23 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
 from _shared import (
     Group,
     after_the_last_gradient,
     all_gather,
+    bytes_of_training,
     flatten,
     group_by_block,
     keep_all_gradients,
     reduce_scatter,
 )
-from _zero_from_scratch import check, paper_gigabytes, run, train_ddp
+from _zero_from_scratch import check, compare
 
 from common import exits, lesson, model, runtime, shapes
+from common.traffic import Traffic
 
 STAGES = ["(0) data parallelism", "(1) optimizer state", "(2) and gradients", "(3) and weights"]  # what is sharded
 
@@ -113,15 +116,12 @@ def gather_when_used(group: Group, module: nn.Module) -> None:
     module.register_forward_hook(free_until_backward)
     # A weight is last read where its gradient is computed. So the weights can go after the group's last gradient.
     reduce_in_backward(group, when_reduced=free)
-
-
-# What (3) lacks: every collective is waited for. fully_shard gathers the next block while this one computes, and keeps
-# the outermost group between forward and backward. For a moment (3) holds more than its part: the group in use.
+    # What (3) lacks: every collective is waited for. fully_shard gathers the next block while this one computes.
 
 
 @dataclass
 class Stage:
-    """A model of its own, and what makes a step of it after forward and backward."""
+    """A model, and what makes a step of it after forward and backward."""
 
     net: nn.Module
     groups: list[Group]  # none at stage 0
@@ -151,15 +151,35 @@ def make_stage(number: int, net: nn.Module, learning_rate: float) -> Stage:
     return Stage(net, groups, optimizer, optimizer.step)  # the next forward gathers what AdamW has updated
 
 
-def train(stage: Stage, batches: list[list[Tensor]]) -> list[float]:
-    """A step per batch; returns the losses on this rank's part of each."""
-    losses = []
-    for inputs, targets in batches:
-        loss = stage.net(inputs, targets)
-        loss.backward()
-        stage.step()
-        losses.append(loss.item())
-    return losses
+def make_ddp(net: nn.Module, learning_rate: float) -> Stage:
+    """What all stages are compared with: torch averages the gradients during backward."""
+    optimizer = torch.optim.AdamW(net.parameters(), lr=learning_rate)
+    optimizer.register_step_post_hook(lambda *_: optimizer.zero_grad())
+    return Stage(DistributedDataParallel(net), [], optimizer, optimizer.step)
+
+
+def run(stage: Stage, batches: list[list[Tensor]]) -> dict:
+    """A row: a step per batch, then the bytes that a rank holds and has sent. All ranks hold and send the same."""
+    losses = torch.zeros(len(batches), device=batches[0][0].device)
+    with Traffic() as sent:
+        for i, (inputs, targets) in enumerate(batches):
+            loss = stage.net(inputs, targets)
+            loss.backward()
+            stage.step()
+            losses[i] = loss.detach()
+    dist.all_reduce(losses)  # the mean over the ranks: each had an equal part of the batch
+    flat_weights = [tensor for group in stage.groups for tensor in (group.my_weights, group.weights)]
+    sent_bytes = round(sum(sent.bytes_sent.values()) / len(batches))
+    row = {
+        **bytes_of_training([*stage.net.parameters(), *flat_weights], stage.optimizer),
+        **{f"{kind}_per_step": count // len(batches) for kind, count in sent.calls.items()},
+        "collectives": ", ".join(f"{count // len(batches)} {kind}" for kind, count in sent.calls.items()),
+        "bytes_sent_per_rank_per_step": sent_bytes,
+        "sent_bytes": sent_bytes,
+        "losses": (losses / dist.get_world_size()).tolist(),
+    }
+    assert all(other == row for other in runtime.gather(row)), f"ranks differ: {row}"
+    return row
 
 
 COLUMNS = {
@@ -167,10 +187,9 @@ COLUMNS = {
     "parameter_bytes_per_rank": "weights",
     "gradient_bytes_per_rank": "gradients",
     "optimizer_bytes_per_rank": "AdamW state",
-    "paper": "ZeRO paper, 7.5e9 parameters on 64 GPUs",
     "collectives": "collectives a step",
     "sent_bytes": "sent a step",
-    "max_relative_difference": "weights' difference from DDP",
+    "weights_error": "weights' difference from DDP",
 }
 
 
@@ -182,23 +201,20 @@ def main() -> int:
     device = runtime.init_process_group(args.device)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     sequences = max(1, 24 // world_size) * world_size
-    inputs, targets = lesson.one_batch(args.steps * sequences, args.seq_len, device)
-    steps = zip(inputs.split(sequences), targets.split(sequences), strict=True)
+    texts = lesson.one_batch(args.steps * sequences, args.seq_len, device)
+    steps = zip(*(tensor.split(sequences) for tensor in texts), strict=True)
     batches = [[tensor.chunk(world_size)[rank] for tensor in step] for step in steps]
     start = model.build(args.model, config, seed=0, device=device)
     learning_rate = shapes.recipe(args.model).lr
-    ddp = train_ddp(start, batches, learning_rate)
+    ddp = make_ddp(copy.deepcopy(start), learning_rate)
+    losses = run(ddp, batches)["losses"]
     rows = []
     for number in range(4):
-        make = partial(make_stage, number, learning_rate=learning_rate)
-        row = {"stage": number, "sharded": STAGES[number], **run(make, train, batches, start, ddp)}
-        calls = [f"{row[key]} {key.removesuffix('_per_step')}" for key in row if key.endswith("s_per_step")]
-        row |= {"collectives": ", ".join(calls), "paper": f"{paper_gigabytes(number):.1f} GB"}
-        rows.append({**row, "sent_bytes": row["bytes_sent_per_rank_per_step"]})
-    checked = check(rows, ddp.losses, start, world_size)
-    about = {"dtype": "fp32", "parameters": shapes.parameter_count(config), "first_loss": ddp.losses[0]}
-    about |= {"last_loss": ddp.losses[-1], "tokens": args.steps * sequences * args.seq_len}
-    lesson.end(rows, columns=COLUMNS, checked=checked, args=args, device=device, **about)
+        stage = make_stage(number, copy.deepcopy(start), learning_rate)
+        rows.append({"sharded": STAGES[number], **run(stage, batches), **compare(stage, ddp, start), "stage": number})
+    about = {"dtype": "fp32", "parameters": shapes.parameter_count(config), "first_loss": losses[0]}
+    about |= {"last_loss": losses[-1], "tokens": args.steps * sequences * args.seq_len}
+    lesson.end(rows, columns=COLUMNS, checked=check(rows, start), args=args, device=device, **about)
     runtime.shutdown()
     return 0
 

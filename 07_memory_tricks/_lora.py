@@ -1,7 +1,4 @@
-"""What lora.py adapts a model to, how it evaluates one, and the files that peft reads.
-
-In a chat the answer's tokens alone are targets. The question, which the model will be given, is PADDING there.
-"""
+"""What lora.py adapts a model to, its evaluation, and peft's files. In a chat the answer's tokens alone are targets."""
 
 import hashlib
 import json
@@ -71,7 +68,7 @@ def instruction_task(folder: str, batch_size: int, steps: int) -> Task:
         raise UserError(f"--batch-size {batch_size}: there are {len(train)} pairs to train on")
     order = np.concatenate([np.random.default_rng([0, epoch]).permutation(len(train)) for epoch in range(steps)])
     chosen = train[torch.from_numpy(order)].split(batch_size)[:steps]
-    question = pairs[HELD_OUT_EVERY - 1]["instruction"]
+    question = pairs[HELD_OUT_EVERY - 1]["prompt"]
     return Task(
         vocab_size=len(tokenizer),
         batches=[(inputs[rows], targets[rows]) for rows in chosen],
@@ -88,9 +85,9 @@ def prompt_tokens(tokenizer, question: str) -> list[int]:
 
 def encode(tokenizer, pair: dict[str, str]) -> Batch:
     """Inputs and targets of one pair, each [tokens - 1], targets one token on."""
-    chat = [{"role": "user", "content": pair["instruction"]}, {"role": "assistant", "content": pair["answer"]}]
+    chat = [{"role": "user", "content": pair["prompt"]}, {"role": "assistant", "content": pair["completion"]}]
     tokens = tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"]
-    prompt = prompt_tokens(tokenizer, pair["instruction"])
+    prompt = prompt_tokens(tokenizer, pair["prompt"])
     assert tokens[: len(prompt)] == prompt, "this chat template changes a question when an answer follows"
     targets = [data.PADDING] * len(prompt) + tokens[len(prompt) :]
     return torch.tensor(tokens[:-1]), torch.tensor(targets[1:])

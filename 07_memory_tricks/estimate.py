@@ -6,7 +6,7 @@ is the largest sum of what is alive together. A step is arithmetic at the rate t
 each other, and a pipeline's bubble. --search computes both for every layout, and prints the best that fit.
 
     laptop    python 07_memory_tricks/estimate.py --model nano --gpus 1 --seq-len 64 --dtype fp32
-    one node  python 07_memory_tricks/estimate.py --model llama-70b --gpus 8 --zero 3 --checkpointing full
+    one node  python 07_memory_tricks/estimate.py --model llama-70b --gpus 8 --checkpointing full --adapters 16
     cluster   python 07_memory_tricks/estimate.py --model llama-70b --gpus 64 --nodes-of 8 --link 50 --search
     serving   python 07_memory_tricks/estimate.py --model llama-8b --inference --concurrency 16 --weights int8
 
@@ -36,7 +36,7 @@ GIB = 2**30
 BITS = {2: "16 bits", 4: "fp32"}
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3")
 OF_TRAINING = {"zero": None, "pp": 1, "cp": 1, "ep": 1, "replicate": 1, "micro_batch_size": 1, "checkpointing": "none"}
-OF_TRAINING |= {"global_batch_size": None, "optimizer": "adamw", "framework": "ours", "loss": "plain"}
+OF_TRAINING |= {"global_batch_size": None, "optimizer": "adamw", "framework": "ours", "loss": "plain", "adapters": 0}
 OF_SERVING = {"concurrency": 1, "weights": "bf16", "group_size": 32, "kv_cache_dtype": "bf16"}
 CAUSES = {
     "compute": "matmuls, attention, and kernels between them",
@@ -123,6 +123,7 @@ def parse_flags() -> argparse.Namespace:
     add("--dtype", choices=DTYPES, default="bf16", help="what matrices are multiplied in")
     add("--checkpointing", choices=CHECKPOINTING, help="what backward computes again (default: none)")
     add("--optimizer", choices=OPTIMIZERS, help="default: adamw")
+    add("--adapters", type=cli.positive_int, metavar="RANK", help="LoRA beside frozen matrices in --dtype")
     add("--loss", choices=LOSSES, help="how the cross-entropy is computed (default: plain)")
     add("--framework", choices=FRAMEWORKS, help="whose bytes per parameter and kernels (default: ours)")
     add("--search", action="store_true", help="every layout: the best eight; parallel sizes that are given are kept")
@@ -150,7 +151,7 @@ def parse_flags() -> argparse.Namespace:
 def plan_of(args: argparse.Namespace) -> Plan:
     """The plan that the flags name. --global-batch-size must be a multiple of what all ranks take at once."""
     zero = args.given.get("zero", 3 if args.gpus > 1 else 0)
-    sizes = {name: getattr(args, name) for name in ("gpus", "tp", "pp", "cp", "ep", "replicate", "seq_len")}
+    sizes = {name: getattr(args, name) for name in ("gpus", "tp", "pp", "cp", "ep", "replicate", "seq_len", "adapters")}
     ways = {name: getattr(args, name) for name in ("dtype", "checkpointing", "optimizer", "framework", "loss")}
     plan = Plan(**sizes, **ways, zero=zero, micro_batch_size=args.micro_batch_size, on_cpu=args.device == "cpu")
     if args.search:
@@ -190,7 +191,8 @@ def layout_answer(shape: Shape, plan: Plan, memory: Memory, where: machine.Machi
     framework = FRAMEWORKS[plan.framework]
     print(
         f"N = {memory.all_parameters:,.0f} parameters of the rank's stage, T = {plan.tokens:,.0f} tokens, "
-        f"L = {shape.layers} layers, e = {DTYPES[plan.dtype]} bytes\nstates: weights in {BITS[framework.weight]}, "
+        f"L = {shape.layers} layers, e = {DTYPES[plan.dtype]} bytes\n"
+        f"states: weights in {BITS[memory.e if plan.adapters else framework.weight]}, "
         f"gradients in {BITS[framework.gradient]}, {'an' if framework.master else 'no'} fp32 copy of the weights, "
         f"{plan.optimizer} {OPTIMIZERS[plan.optimizer]:g} bytes a parameter\n"
     )
@@ -235,9 +237,7 @@ def search_answer(args: argparse.Namespace, shape: Shape, plan: Plan, where: mac
     if not (where.memory_bytes and where.peak_flops):
         raise ValueError(f"--search needs a GPU whose memory and rate are known, and --device {where.device} is none")
     if shape.tied and args.pp > 1:
-        raise ValueError(
-            f"--pp {args.pp}: {shape.name} has tied embeddings, which train_3d.py does not cut: use --pp 1"
-        )
+        raise ValueError(f"--pp {args.pp}: {shape.name} has tied embeddings, which train_3d.py does not cut: use 1")
     if plan.gpus > args.nodes_of:
         divides("--nodes-of", args.nodes_of, "--gpus", plan.gpus)
     sequences = args.global_batch_size or 8 * plan.gpus

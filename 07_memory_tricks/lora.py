@@ -9,7 +9,7 @@ too. Afterwards W + alpha / rank * B A is one matrix again.
     laptop    python 07_memory_tricks/lora.py
     answers   python 07_memory_tricks/lora.py --model models/smollm2-135m --save runs/adapters   (make model makes it)
     one GPU   python 07_memory_tricks/lora.py --model llama-1b --seq-len 1024 --batch-size 4
-    cluster   one process is all it uses; adapters this small need no sharding, and their base can be sharded as in 06
+    cluster   one process is all it uses. For chats of your own, on many GPUs: 06_fsdp_zero/finetune.py
 
 A model with random weights is first trained on the standard library's source, then adapted to this repository's pages.
 One with a chat template is adapted to lora_instructions.jsonl: held-out questions show whether it answers in their way.
@@ -31,9 +31,10 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
 import _lora
-from _shared import LoRALinear, adapt, merge, saved_for_backward
+from _shared import saved_for_backward
 
 from common import data, exits, hardware, lesson, measure, model, runtime, shapes
+from common.adapters import LoRALinear, adapt, merge
 
 METHODS = ("full", "lora", "qlora")
 LORA_LR_FACTOR = 10  # adapters take a learning rate about so many times that of full fine-tuning

@@ -1,28 +1,26 @@
 """Where memory goes in one training step: by category, by module, and at each moment.
 
 Every tensor looks into a piece of memory, its storage. This script sees each piece come and go, and says what it is
-for. Parameters, buffers, optimizer state and the batch are known before the step. A gradient is known when autograd
-has accumulated it. An activation is what autograd saves for the backward pass. Whatever is left is temporary: results
-that are never saved, and the gradients of activations. So no byte is guessed, and none is counted twice.
+for. Parameters, buffers, optimizer state and the batch are known before the step. Gradients are known when backward has
+ended. An activation is what autograd saves for the backward pass. Whatever is left is temporary: results that are never
+saved, and the gradients of activations. So no byte is guessed, and none is counted twice.
 
     laptop    python 07_memory_tricks/memory_profile.py
     one GPU   python 07_memory_tricks/memory_profile.py --model llama-124m --seq-len 1024 --dtype bf16
     cluster   one process is all it uses: profile one rank's model and batch on one GPU of the kind that the job gets
 
-On a GPU it also asks torch's caching allocator: what it holds and does not use (fragmentation), what
-expandable_segments change, and what a limit per process does. runs/memory_snapshot.pickle is for
-https://pytorch.org/memory_viz, which shows the line of code behind each piece.
+On a GPU it also writes runs/memory_snapshot.pickle, the allocator's history of a step, for pytorch.org/memory_viz.
 
-Look for: the peak, which is reached early in backward; activations, the one category that grows with the batch. The
-lower rows of the table say the same by module.
-Before: estimate.py. Next: gradient_checkpointing.py for activations, optimizer_memory.py for optimizer state.
+Look for: the peak, which is reached early in backward; activations, the one category that grows with the batch; the
+lower rows, which say the same by module. Before: estimate.py. Next: gradient_checkpointing.py.
 """
 
 import sys
 import weakref
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -30,44 +28,49 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
-from _memory_profile import by_category, by_module, show_allocator
 from _shared import is_of_a_weight
 
 from common import exits, lesson, measure, model, shapes
 
+CATEGORIES = ["parameters", "buffers", "optimizer state", "batch", "gradients", "weight copies", "activations"]
+CATEGORIES += ["temporaries", "libraries"]  # the last is what no tensor of ours takes, such as the workspace of cuBLAS
+SNAPSHOT = Path("runs/memory_snapshot.pickle")
+
 
 @dataclass
 class Piece:
-    """A piece of memory: its size, what it is for, and the operators between which it was there."""
+    """A piece of memory: its size, what it is for, and the moments between which it is there."""
 
     size: int
-    module: str  # in whose forward it was made; of a gradient and of optimizer state, whose parameter it belongs to
+    module: str  # in whose forward it is made; of parameters, their gradients and optimizer state, whose it is
     born: int
     category: str = "temporaries"
     freed: int | None = None  # None: it is still there
 
 
 class Profile(measure.LiveBytes):
-    """Sees every operator, and keeps a record of every piece of memory, also of those that are gone."""
+    """Sees every operator inside it, and keeps a record of every piece of memory, also of those that are gone."""
 
-    def __init__(self, net: nn.Module) -> None:
-        self.device = next(net.parameters()).device
+    def __init__(self, net: nn.Module, optimizer: torch.optim.Optimizer, batch: list[Tensor]) -> None:
+        super().__init__()
+        self.net, self.device = net, batch[0].device
         self.pieces: list[Piece] = []
         self.piece_of = weakref.WeakKeyDictionary()  # by storage
         self.live_bytes: list[int] = []  # at each moment, all pieces that are alive added up anew
         self.allocated_bytes: list[int] = []  # on CUDA: what all libraries of this process have asked the allocator for
         self.phases: dict[str, int] = {}  # the moment at which each begins
         self.running = [""]  # modules whose forward runs, the innermost last
-        self.hooks = []
-        super().__init__()
+        for tensor in batch:
+            self.mark(tensor, "batch")
         for name, module in net.named_modules():
-            self.hooks += [
-                module.register_forward_pre_hook(lambda *_, name=name: self.running.append(name)),
-                module.register_forward_hook(lambda *_: self._leave_module()),
-            ]
-        for name, parameter in net.named_parameters():
-            note = partial(self._mark_gradient, owner=owner_of(name))
-            self.hooks.append(parameter.register_post_accumulate_grad_hook(note))
+            module.register_forward_pre_hook(lambda *_, name=name: self.running.append(name))
+            module.register_forward_hook(lambda *_: self.leave_module())
+            for parameter in module.parameters(recurse=False):
+                self.mark(parameter, "parameters", name)
+                for state in optimizer.state[parameter].values():
+                    self.mark(state, "optimizer state", name)
+            for buffer in module.buffers(recurse=False):
+                self.mark(buffer, "buffers", name)
 
     def mark(self, tensor: Tensor, category: str, module: str | None = None) -> None:
         """From birth on, the memory of this tensor has been of this category, unless it has another already."""
@@ -84,15 +87,19 @@ class Profile(measure.LiveBytes):
 
     def enter(self, phase: str) -> None:
         """A moment of its own: what the phase before has left."""
+        for name, module in self.net.named_modules():
+            for parameter in module.parameters(recurse=False):
+                if parameter.grad is not None:
+                    self.mark(parameter.grad, "gradients", name)
         self.phases[phase] = len(self.live_bytes)
-        self._next_moment()
+        self.next_moment()
 
     def __torch_dispatch__(self, *call):
         result = super().__torch_dispatch__(*call)
-        self._next_moment()
+        self.next_moment()
         return result
 
-    def _next_moment(self) -> None:
+    def next_moment(self) -> None:
         self.live_bytes.append(self.now)
         if self.device.type == "cuda":
             self.allocated_bytes.append(torch.cuda.memory_stats()["requested_bytes.all.current"])
@@ -106,15 +113,12 @@ class Profile(measure.LiveBytes):
             piece = Piece(storage.nbytes(), self.running[-1], born=len(self.live_bytes))
             self.pieces.append(piece)
             self.piece_of[storage] = piece
-            weakref.finalize(storage, self._free, piece).atexit = False
+            weakref.finalize(storage, self.free, piece).atexit = False
 
-    def _mark_gradient(self, parameter: Tensor, owner: str) -> None:
-        self.mark(parameter.grad, "gradients", owner)
-
-    def _free(self, piece: Piece) -> None:
+    def free(self, piece: Piece) -> None:
         piece.freed = len(self.live_bytes)
 
-    def _leave_module(self) -> None:
+    def leave_module(self) -> None:
         self.running.pop()
 
 
@@ -133,48 +137,56 @@ def training_step(
     enter("end")
 
 
-def profile_step(net: nn.Module, optimizer: torch.optim.Optimizer, batch: list[Tensor], dtype: str) -> Profile:
-    """One step under the eyes of a Profile, which knows what was there before and what autograd saves."""
-    profile = Profile(net)
-    for name, parameter in net.named_parameters():
-        profile.mark(parameter, "parameters", owner_of(name))
-        for state in optimizer.state[parameter].values():
-            profile.mark(state, "optimizer state", owner_of(name))
-    for name, buffer in net.named_buffers():
-        profile.mark(buffer, "buffers", owner_of(name))
-    for tensor in batch:
-        profile.mark(tensor, "batch")
-    with profile, saved_tensors_hooks(profile.save, lambda tensor: tensor):
-        training_step(net, optimizer, batch, dtype, profile.enter)
-    for hook in profile.hooks:
-        hook.remove()
-    return profile
+def write_snapshot(step: Callable[[], None]) -> None:
+    SNAPSHOT.parent.mkdir(exist_ok=True)
+    torch.cuda.memory._record_memory_history(stacks="python", max_entries=100_000)
+    step()
+    torch.cuda.memory._dump_snapshot(str(SNAPSHOT))
+    torch.cuda.memory._record_memory_history(enabled=None)
+    print(f"written: {SNAPSHOT} (drop it on https://pytorch.org/memory_viz)")
 
 
-def owner_of(name: str) -> str:
-    """The module that the parameter or buffer of this name belongs to."""
-    return name.rpartition(".")[0]
+def timelines(profile: Profile, name_of: Callable[[Piece], str]) -> dict[str, list[int]]:
+    """By name, the bytes that are alive at each moment."""
+    moments = len(profile.live_bytes)
+    changes = defaultdict(lambda: [0] * (moments + 1))
+    for piece in profile.pieces:
+        changes[name_of(piece)][piece.born] += piece.size
+        if piece.freed is not None:
+            changes[name_of(piece)][piece.freed] -= piece.size
+    return {name: list(accumulate(of_name[:moments])) for name, of_name in changes.items()}
+
+
+def by_category(profile: Profile) -> dict[str, list[int]]:
+    found = timelines(profile, lambda piece: piece.category)
+    allocated = profile.allocated_bytes or profile.live_bytes
+    found["libraries"] = [all_ - live for all_, live in zip(allocated, profile.live_bytes, strict=True)]
+    return {category: found.get(category, [0] * len(allocated)) for category in CATEGORIES}
+
+
+def module_of(piece: Piece) -> str:
+    """The same part of all layers has one name, and nothing deeper than a part of a layer has one."""
+    parts = ["*" if part.isdecimal() else part for part in piece.module.split(".")[:4]]
+    return "in " + (".".join(parts) or "no module")
 
 
 def run(profile: Profile, found: dict[str, list[int]], moments: dict[str, int]) -> list[dict]:
     """The rows of the table, in bytes at each of these moments: by category, of all, and once more by module."""
     everything = [sum(sizes) for sizes in zip(*found.values(), strict=True)]
-    named = {**found, "all": everything, **{f"in {name}": sizes for name, sizes in by_module(profile).items()}}
     return [
         {"name": name, **{f"{moment} bytes": sizes[at] for moment, at in moments.items()}}
-        for name, sizes in named.items()
+        for name, sizes in {**found, "all": everything, **timelines(profile, module_of)}.items()
         if any(sizes)
     ]
 
 
-def check(profile: Profile, found: dict[str, list[int]], net: nn.Module) -> list[str]:
-    """Three things that must hold to the byte."""
+def check(profile: Profile, found: dict[str, list[int]]) -> list[str]:
     in_tensors = [sizes for category, sizes in found.items() if category != "libraries"]
     added = [sum(sizes) for sizes in zip(*in_tensors, strict=True)]
     assert added == profile.live_bytes, "the categories do not add up to what is alive"
     assert min(found["libraries"]) >= 0, "tensors take more than was allocated"
 
-    tensors = [parameter.numel() for parameter in net.parameters()]
+    tensors = [parameter.numel() for parameter in profile.net.parameters()]
     expected = {
         "parameters": ("forward", 4 * sum(tensors)),
         "gradients": ("update", 4 * sum(tensors)),
@@ -197,43 +209,40 @@ def check(profile: Profile, found: dict[str, list[int]], net: nn.Module) -> list
 
 
 def main() -> int:
-    sizes = {"model": "nano", "seq_len": 64, "micro_batch_size": 24, "snapshot": "runs/memory_snapshot.pickle"}
-    args = lesson.flags(__doc__, **sizes, dtype=("fp32", "bf16"), checkpointing=("none", "full"))
+    choices = {"dtype": ("fp32", "bf16"), "checkpointing": ("none", "full")}
+    args = lesson.flags(__doc__, model="nano", seq_len=64, micro_batch_size=24, **choices)
     device = lesson.start(args.device)
     config = shapes.load_config(args.model, shapes.read_config(args.model).vocab_size, args.seq_len)
     net = model.build(args.model, config, seed=0, device=device)
     model.checkpoint_blocks(net, args.checkpointing)
     optimizer = torch.optim.AdamW(net.parameters(), fused=True)
-    tokens = torch.randint(config.vocab_size, (args.micro_batch_size, args.seq_len + 1), device=device)
-    batch = [tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()]  # what they say does not change what they take
-    del tokens  # or it would be there, too, and of no category
+    size = (args.micro_batch_size, args.seq_len)
+    batch = [torch.randint(config.vocab_size, size, device=device) for _ in range(2)]  # any inputs and targets
 
     training_step(net, optimizer, batch, args.dtype, enter=lambda phase: None)  # AdamW makes its state in the first
-    profile = profile_step(net, optimizer, batch, args.dtype)
+    if device.type == "cuda":
+        write_snapshot(lambda: training_step(net, optimizer, batch, args.dtype, enter=lambda phase: None))
+    profile = Profile(net, optimizer, batch)
+    with profile, saved_tensors_hooks(profile.save, lambda tensor: tensor):
+        training_step(net, optimizer, batch, args.dtype, profile.enter)
+
     found = by_category(profile)
     totals = [sum(sizes) for sizes in zip(*found.values(), strict=True)]
     peak = totals.index(max(totals))
     peak_phase = [phase for phase, start in profile.phases.items() if start <= peak][-1]
-    phases = {"forward": "before the step", "backward": "end of forward", "update": "end of backward", "end": "end"}
-    moments = {phases[phase]: moment for phase, moment in profile.phases.items()} | {f"peak, in {peak_phase}": peak}
+    names = {"forward": "before the step", "backward": "end of forward", "update": "end of backward", "end": "end"}
+    moments = {names[phase]: moment for phase, moment in profile.phases.items()} | {f"peak, in {peak_phase}": peak}
     moments = dict(sorted(moments.items(), key=lambda item: item[1]))
-    allocator = None
-    if device.type == "cuda":
-        step = partial(training_step, net, optimizer, batch, args.dtype)
-        allocator = show_allocator(step, device, Path(args.snapshot))
-    else:
-        print("left out: the caching allocator's snapshot, fragmentation and limits: these need a CUDA GPU")
-    rows = run(profile, found, moments)
-    columns = {"name": "what", **{f"{moment} bytes": moment for moment in moments}}
     own = {
         "parameters": shapes.parameter_count(config),
         "activation_bytes": found["activations"][profile.phases["backward"]],
         "total_bytes": totals[peak],
         "peak_phase": peak_phase,
         "timelines": found,
-        "allocator": allocator,
     }
-    lesson.end(rows, columns=columns, checked=check(profile, found, net), args=args, device=device, **own)
+    columns = {"name": "what", **{f"{moment} bytes": moment for moment in moments}}
+    rows = run(profile, found, moments)
+    lesson.end(rows, columns=columns, checked=check(profile, found), args=args, device=device, **own)
     return 0
 
 

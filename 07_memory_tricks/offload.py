@@ -1,9 +1,8 @@
-"""Keep what is not needed now in the CPU's memory: activations, or AdamW's state.
+"""Activations that backward needs only later wait in the CPU's memory.
 
-An activation lies idle between its forward and its backward, and AdamW's moments between two steps. A GPU can copy
-activations to the CPU's memory and back over PCIe or NVLink-C2C while it computes something else. The memory must be
-pinned: Linux then never moves it, and the GPU's copy engine works without the CPU. AdamW's state need not come back at
-all: gradients come down, the CPU updates its copy of the weights, and new weights go up.
+An activation lies idle between its forward and its backward. A GPU can copy it to the CPU's memory and back over PCIe
+or NVLink-C2C while it computes something else. The memory must be pinned: Linux then never moves it, and the GPU's copy
+engine works without the CPU. (For weights and optimizer state: --cpu-offload of 06_fsdp_zero/train_fsdp.py.)
 
     laptop    python 07_memory_tricks/offload.py
     one GPU   python 07_memory_tricks/offload.py --model llama-124m --seq-len 1024 --batch-size 16 --dtype bf16
@@ -11,26 +10,23 @@ all: gradients come down, the CPU updates its copy of the weights, and new weigh
 
 On a CPU both places are the same memory: bytes in the host's buffers are counted apart, and no link limits the copies.
 
-Look for: bytes copied down beside bytes on the device; the peak beside that of recomputing; from which sequence length
-a link hides the copies (computed). Before: optimizer_memory.py. Next: lora.py.
+Look for: bytes copied down and left on the device; a GPU's time. Before: optimizer_memory.py. Next: lora.py.
 """
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.weak import WeakIdKeyDictionary
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
-from _offload import Piece, SaveOnCPU, break_even, host_buffer, measure_step
-
 from common import exits, lesson, measure, model, runtime, shapes
 
 SMALLEST_BYTES = 16 * 1024  # below, a copy costs more than it frees
@@ -39,52 +35,48 @@ MOST_AHEAD = 4  # pieces that backward asks for before it needs them
 STEPS = 4  # of training, whose losses are compared
 
 
-class AdamWOnHost:
-    """AdamW whose weights and moments are in host memory, as in ZeRO-Offload: gradients come down, weights go up."""
-
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self.parameters = list(parameters)
-        self.masters = [host_buffer(weight).copy_(weight.detach()).requires_grad_() for weight in self.parameters]
-        for master, weight in zip(self.masters, self.parameters, strict=True):
-            master.grad = host_buffer(weight)
-        self.optimizer = torch.optim.AdamW(self.masters, fused=True)
-        self.state = self.optimizer.state
-
-    @torch.no_grad()
-    def step(self) -> None:
-        for master, weight in zip(self.masters, self.parameters, strict=True):
-            master.grad.copy_(weight.grad, non_blocking=True)
-        runtime.wait_for(self.parameters[0].device)  # the CPU is about to read them
-        self.optimizer.step()
-        for master, weight in zip(self.masters, self.parameters, strict=True):
-            weight.copy_(master, non_blocking=True)
+def host_buffer(like: Tensor) -> Tensor:
+    """Memory of the CPU for a copy of this tensor, pinned for a GPU; torch uses it again, since pinning is slow."""
+    return torch.empty(like.shape, dtype=like.dtype, pin_memory=like.device.type == "cuda")
 
 
-class Offload:
-    """What save_on_cpu lacks. A piece that several operators save is copied once. Weights stay: they are on the device
-    anyway. Forward goes on while pieces leave, and backward asks for the next ones before it needs them. Autograd calls
-    pack with each tensor that it saves, keeps what pack returns, and gives that to unpack. Enter it around a forward,
-    of the same shapes each time; each forward must have its backward before the next."""
+@dataclass
+class Piece:
+    """The memory of a saved tensor, or of several that look into the same."""
+
+    buffer: Tensor  # in host memory
+    version: int  # of the tensor: an operator that writes into it makes another
+    position: int  # in forward
+    users: int = 0  # operators that have saved it and not asked for it again
+    data: Tensor | None = None  # on the device again, or on its way
+    done: "torch.cuda.Event | None" = None  # of the last copy, down or up
+
+
+class Offload(saved_tensors_hooks):
+    """Autograd calls pack with each tensor that it saves, keeps what pack returns, and gives that to unpack. What
+    torch's save_on_cpu lacks: a piece that several operators save is copied once, weights stay, forward goes on while
+    pieces leave, and backward asks for the next ones before it needs them. Enter it around a forward; each forward must
+    have its backward before the next."""
 
     def __init__(self, device: torch.device, stays: Iterable[Tensor]) -> None:
+        super().__init__(self.pack, self.unpack)
         self.device = device
         self.backend = torch.get_device_module(device)  # torch.cuda; in torch.cpu the same names wait for nothing
         self.down, self.up = self.backend.Stream(), self.backend.Stream()  # beside the stream that computes
         self.stays = {tensor.untyped_storage().data_ptr() for tensor in stays}
-        self.hooks = saved_tensors_hooks(self.pack, self.unpack)
-        self.buffers: list[Tensor] = []  # used again at each step: pinning is slow
         self.pieces: list[Piece] = []
         self.piece_of = WeakIdKeyDictionary()  # by storage: an address may be used again, an object is not
         self.leaving: deque[tuple[Piece, Tensor]] = deque()
+        self.copied_bytes = 0
 
     def __enter__(self) -> None:
         assert not any(piece.users for piece in self.pieces), "the forward before has had no backward"
         self.pieces.clear()
         self.piece_of.clear()
-        self.hooks.__enter__()
+        super().__enter__()
 
     def __exit__(self, *error) -> None:
-        self.hooks.__exit__(*error)
+        super().__exit__(*error)
         self.let_go(still_leaving=0)
 
     def pack(self, tensor: Tensor) -> Tensor | tuple:
@@ -100,11 +92,9 @@ class Offload:
     def send_down(self, tensor: Tensor) -> Piece:
         numbers = tensor.untyped_storage().nbytes() // tensor.itemsize
         source = tensor.detach().as_strided((numbers,), (1,), 0).view(torch.uint8)  # all that its storage holds
-        position = len(self.pieces)
-        if position == len(self.buffers):
-            self.buffers.append(host_buffer(source))
-        piece = Piece(self.buffers[position], tensor._version, position)
+        piece = Piece(host_buffer(source), tensor._version, position=len(self.pieces))
         self.pieces.append(piece)
+        self.copied_bytes += source.nbytes
         self.down.wait_stream(self.backend.current_stream())  # source must have been computed
         with self.backend.stream(self.down):
             piece.buffer.copy_(source, non_blocking=True)
@@ -144,82 +134,85 @@ class Offload:
             piece.done = self.up.record_event()
 
 
-class Way(NamedTuple):
-    name: str
-    hooks: Callable = nullcontext  # around forward
-    recompute: bool = False  # keep only the input of each block, and compute the rest again in backward
-    make_optimizer: Callable = partial(torch.optim.AdamW, fused=True)
+class SaveOnCPU(save_on_cpu):
+    """torch's own, which counts what it copies."""
+
+    def __init__(self) -> None:
+        super().__init__(pin_memory=True)
+        self.copied_bytes, self.torchs_pack, self.pack_hook = 0, self.pack_hook, self.count
+
+    def count(self, tensor: Tensor) -> tuple:
+        device, copy = self.torchs_pack(tensor)
+        self.copied_bytes += copy.nbytes
+        return device, copy
 
 
-def make_ways(device: torch.device, stays: list[Tensor]) -> list[Way]:
-    activations, inputs = Offload(device, stays), Offload(device, stays)
-    return [
-        Way("nothing"),
-        Way("activations, save_on_cpu", hooks=SaveOnCPU),
-        Way("activations, overlapped", hooks=lambda: activations),
-        Way("nothing, recomputed", recompute=True),
-        Way("inputs of blocks, recomputed", hooks=lambda: inputs, recompute=True),
-        Way("AdamW's state", make_optimizer=AdamWOnHost),
-    ]
+WAYS = {
+    "nothing": lambda device, stays: nullcontext(),
+    "activations, save_on_cpu": lambda device, stays: SaveOnCPU(),
+    "activations, overlapped": Offload,
+}
 
 
-def forward(net: nn.Module, way: Way, batch: tuple[Tensor, Tensor], dtype: str, hooks=None) -> Tensor:
+def forward(net: nn.Module, batch: tuple[Tensor, Tensor], dtype: str, hooks) -> Tensor:
     net.zero_grad(set_to_none=True)
-    for block in net.model.layers.values():
-        block.__dict__.pop("forward", None)  # of the way before; the class has its own
-    if way.recompute:
-        model.checkpoint_blocks(net, "full")
-    with hooks or way.hooks(), torch.autocast(batch[0].device.type, torch.bfloat16, enabled=dtype == "bf16"):
+    with hooks, torch.autocast(batch[0].device.type, torch.bfloat16, enabled=dtype == "bf16"):
         return net(*batch)
 
 
-def step(net: nn.Module, way: Way, batch: tuple[Tensor, Tensor], dtype: str, optimizer) -> float:
-    loss = forward(net, way, batch, dtype)
+def step(net: nn.Module, batch: tuple[Tensor, Tensor], dtype: str, hooks, optimizer) -> float:
+    loss = forward(net, batch, dtype, hooks)
     loss.backward()
     optimizer.step()
     return loss.item()
 
 
-def run(net: nn.Module, way: Way, batch: tuple[Tensor, Tensor], dtype: str, start: dict, exact: list[Tensor]) -> dict:
-    """Train from the same weights in this way, and count the bytes of a step."""
+def run(way: str, net: nn.Module, batch: tuple[Tensor, Tensor], dtype: str, start: dict) -> dict:
+    """Train from the same weights in this way, and count the bytes of one more step. Without a GPU the host's memory is
+    among what LiveBytes counts, and is taken off; save_on_cpu frees its copies on the way, so its peak is unknown."""
+    device = batch[0].device
     net.load_state_dict(start)
-    optimizer = way.make_optimizer(net.parameters())
-    forward(net, way, batch, dtype).backward()
-    error = measure.relative_error([weight.grad.cpu() for weight in net.parameters()], exact)
-    losses = [step(net, way, batch, dtype, optimizer) for _ in range(STEPS)]
-    hooks = way.hooks()
-    memory = measure_step(partial(forward, net, way, batch, dtype, hooks), optimizer, hooks, net, batch[0].device)
-    return {"name": way.name, **memory, "gradient_relative_error": error, "losses": losses, "last_loss": losses[-1]}
+    optimizer = torch.optim.AdamW(net.parameters(), fused=True)
+    hooks = WAYS[way](device, [*net.parameters(), *net.buffers(), *batch])
+    losses = [step(net, batch, dtype, hooks, optimizer) for _ in range(STEPS)]
+
+    net.zero_grad(set_to_none=True)
+    state = [tensor for of_parameter in optimizer.state.values() for tensor in of_parameter.values()]
+    hooks.copied_bytes = 0
+    with measure.LiveBytes([*net.parameters(), *net.buffers(), *state], device) as memory:
+        loss = forward(net, batch, dtype, hooks)
+        after_forward_bytes = memory.now
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+            after_forward_bytes = torch.cuda.memory_stats()["requested_bytes.all.current"]  # the allocator rounds up
+        loss.backward()
+    on_host_bytes = 0 if device.type == "cuda" else hooks.copied_bytes
+    return {
+        "name": way,
+        "gradients": [weight.grad.cpu() for weight in net.parameters()],
+        "losses": losses,
+        "last_loss": losses[-1],
+        "after_forward_bytes": after_forward_bytes - on_host_bytes,
+        "peak_bytes": None if on_host_bytes and isinstance(hooks, SaveOnCPU) else memory.peak - on_host_bytes,
+        "copied_down_bytes": hooks.copied_bytes,
+    }
 
 
 def check(rows: list[dict], dtype: str) -> list[str]:
-    nothing, torchs, overlapped, recomputed, inputs, state = rows
-    for row in rows:  # save_on_cpu makes contiguous copies, and other strides may be summed in another order
-        allowed = 0 if row is not torchs else 1e-5 if dtype == "fp32" else 2e-2
-        assert row["gradient_relative_error"] <= allowed, f"{row['name']}: gradients differ from those of nothing"
-    checked = ["gradients equal those of nothing offloaded: to the bit, those of save_on_cpu within rounding"]
-    for without, row in ((nothing, overlapped), (recomputed, inputs)):
-        copied, freed = row["copied_down_bytes"], without["after_forward_bytes"] - row["after_forward_bytes"]
-        assert freed == copied, f"{row['name']}: {copied:,} bytes were copied down, {freed:,} have left the device"
-        checked.append(f"{row['name']}: all {copied:,} bytes that were copied down have left the device after forward")
-    more = torchs["copied_down_bytes"] / overlapped["copied_down_bytes"]
+    nothing, torchs, overlapped = rows
+    assert overlapped["gradient_relative_error"] == 0, "overlapped: gradients differ from those of nothing"
+    assert overlapped["losses"] == nothing["losses"], "overlapped: losses differ from those of nothing"
+    # save_on_cpu makes contiguous copies, and other strides may be summed in another order
+    assert torchs["gradient_relative_error"] <= (1e-5 if dtype == "fp32" else 2e-2), "save_on_cpu: other gradients"
+    copied, freed = overlapped["copied_down_bytes"], nothing["after_forward_bytes"] - overlapped["after_forward_bytes"]
+    assert freed == copied, f"overlapped: {copied:,} bytes were copied down, {freed:,} have left the device"
+    more = torchs["copied_down_bytes"] / copied
     assert more > 1, f"save_on_cpu copies {more:.2f} times as many bytes"
-    checked.append(f"save_on_cpu copies {more:.2f} times as many bytes: weights too, and a piece for each of its users")
-    held, freed = state["state_bytes"], nothing["after_forward_bytes"] - state["after_forward_bytes"]
-    assert freed == held, f"AdamW's state has {held:,} bytes, {freed:,} have left the device"
-    difference = max(abs(a / b - 1) for a, b in zip(state["losses"], nothing["losses"], strict=True))
-    assert difference <= (1e-6 if dtype == "fp32" else 1e-3), f"AdamW's state: losses differ by {difference:.1e}"
-    checked.append(f"AdamW's state: all {freed:,} bytes left; largest difference of {STEPS} losses {difference:.1g}")
-    return checked
-
-
-COLUMNS = {
-    "name": "in the CPU's memory",
-    "after_forward_bytes": "on the device after forward",
-    "peak_bytes": "peak of a step",
-    "copied_down_bytes": "copied down",
-    "time_ratio": "time",
-}
+    return [
+        "gradients equal those of nothing offloaded: to the bit, those of save_on_cpu within rounding",
+        f"activations, overlapped: all {copied:,} bytes that were copied down have left the device after forward",
+        f"save_on_cpu copies {more:.2f} times as many bytes: weights too, and a piece for each of its users",
+    ]
 
 
 def main() -> int:
@@ -229,20 +222,27 @@ def main() -> int:
     device = runtime.single_device(args.device)
     net = model.build(args.model, config, seed=0, device=device)
     batch = lesson.one_batch(args.batch_size, args.seq_len, device)
-    ways = make_ways(device, [*net.parameters(), *net.buffers(), *batch])
-    forward(net, ways[0], batch, args.dtype).backward()
-    exact = [weight.grad.cpu() for weight in net.parameters()]
     start = {name: value.cpu().clone() for name, value in net.state_dict().items()}
-    rows = [run(net, way, batch, args.dtype, start, exact) for way in ways]
+    rows = [run(way, net, batch, args.dtype, start) for way in WAYS]
+    gradients = [row.pop("gradients") for row in rows]
+    for row, found in zip(rows, gradients, strict=True):
+        row["gradient_relative_error"] = measure.relative_error(found, gradients[0])
 
     torch.use_deterministic_algorithms(False)
-    optimizers = {make: make(net.parameters()) for make in {way.make_optimizer for way in ways}}
-    steps = {way.name: partial(step, net, way, batch, args.dtype, optimizers[way.make_optimizer]) for way in ways}
+    optimizer = torch.optim.AdamW(net.parameters(), fused=True)
+    stays = [*net.parameters(), *net.buffers(), *batch]
+    steps = {way: partial(step, net, batch, args.dtype, WAYS[way](device, stays), optimizer) for way in WAYS}
     seconds = measure.seconds_in_turns(steps, device, args.rounds)
     rows = [{**row, **seconds[row["name"]]} for row in rows]
-    checked, count = check(rows, args.dtype), shapes.parameter_count(config)
-    computed = break_even(device)
-    lesson.end(rows, columns=COLUMNS, checked=checked, args=args, device=device, parameters=count, break_even=computed)
+    columns = {
+        "name": "in the CPU's memory",
+        "after_forward_bytes": "on the device after forward",
+        "peak_bytes": "peak of a step",
+        "copied_down_bytes": "copied down",
+        "time_ratio": "time",
+    }
+    count = shapes.parameter_count(config)
+    lesson.end(rows, columns=columns, checked=check(rows, args.dtype), args=args, device=device, parameters=count)
     return 0
 
 

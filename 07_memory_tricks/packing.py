@@ -76,19 +76,19 @@ def pack(documents: list[Tensor], rows: list[list[int]], size: int) -> Batch:
     return Batch(*(tensor.unflatten(0, (len(rows), size)) for tensor in (inputs, targets, positions, owner)))
 
 
-# What stands in for F.scaled_dot_product_attention in a batch. q, k, v: [rows, heads, tokens, head_dim].
+# What stands in for the attention of the model in a batch. q, k, v: [rows, heads, tokens, head_dim].
 
 
 def causal(batch: Batch) -> Callable:
     """No mask. Right for padding, which comes after its document; in a packed row a document reads all before it."""
-    return F.scaled_dot_product_attention
+    return model.attend
 
 
 def masked(batch: Batch, queries: slice = slice(None)) -> Callable:
     """A query sees the keys of its own document that are not in its future."""
     (owner,) = batch.owner
     mask = (owner[:, None] == owner).tril()[queries]
-    return lambda q, k, v, *_, enable_gqa, **__: F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=enable_gqa)
+    return lambda q, k, v, *_, enable_gqa, **__: model.attend(q, k, v, mask, enable_gqa=enable_gqa)
 
 
 def cut(batch: Batch) -> Callable:
@@ -97,7 +97,7 @@ def cut(batch: Batch) -> Callable:
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *_, **how) -> Tensor:
         documents = zip(*(tensor.split(lengths, dim=2) for tensor in (q, k, v)), strict=True)
-        return torch.cat([F.scaled_dot_product_attention(*document, **how) for document in documents], dim=2)
+        return torch.cat([model.attend(*document, **how) for document in documents], dim=2)
 
     return attend
 

@@ -4,9 +4,8 @@ Each rank holds some of the layers, a stage. A batch is cut into micro-batches, 
 after another, forward and then backward. At both ends of a step ranks wait for each other: the bubble. Schedules
 differ in the order of the same work. GPipe (Huang et al. 2019) does all forwards first, and so keeps the activations
 of all micro-batches. 1F1B (PipeDream-flush, Narayanan et al. 2021) has the same bubble, and keeps those of at most as
-many micro-batches as there are stages. Interleaved 1F1B gives each rank v smaller stages: waits are v times shorter. A
-zero-bubble schedule (ZB-H1, Qi et al. 2023) cuts the backward in two, and fills the bubble with the weights' half.
-torch.distributed.pipelining then runs the same four.
+many micro-batches as there are stages. Interleaved 1F1B gives each rank v smaller stages: waits are v times shorter,
+and v times as many messages pass. torch.distributed.pipelining then runs the same three.
 
     laptop    python 08_model_parallel/pipeline_parallel.py
               torchrun --nproc_per_node=3 08_model_parallel/pipeline_parallel.py --steps 2
@@ -29,18 +28,17 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
 import _pipeline_parallel as helper
 from _pipeline_parallel import LARGEST_NORM, Stage, loss_share
 
-from common import exits, lesson, measure, runtime, shapes, traffic
+from common import exits, lesson, measure, runtime, shapes
 
 
 class Instruction(NamedTuple):
-    """Forward; Backward, or its halves BackwardInput and BackwardWeight; SendActivations, ReceiveGradients and so on.
+    """Forward, Backward, SendActivations, ReceiveActivations, SendGradients or ReceiveGradients of a micro-batch.
     A rank may have several stages: its chunk c is stage c * ranks + rank. With 2 ranks, rank 1 has stages 1 and 3."""
 
     name: str
@@ -86,24 +84,10 @@ def interleaved(rank: int, ranks: int, micro_batches: int, chunks: int) -> list[
     return alternate(forwards, backwards, min(warm_up, len(forwards)))
 
 
-def zero_bubble(rank: int, ranks: int, micro_batches: int) -> list[Instruction]:
-    """(4) In (2) the previous rank waits for a whole backward, but needs only the inputs' gradients. So those come
-    first. The weights' gradients follow `rank` micro-batches later, the last at the step's end, where (2) waits."""
-    order = []
-    for instruction in one_forward_one_backward(rank, ranks, micro_batches):
-        name, micro_batch, _ = instruction
-        order.append(instruction if name == "Forward" else Instruction("BackwardInput", micro_batch))
-        if name == "Backward" and micro_batch >= rank:
-            order.append(Instruction("BackwardWeight", micro_batch - rank))
-    return order + [Instruction("BackwardWeight", i) for i in range(micro_batches - rank, micro_batches)]
-
-
 def add_messages(orders: list[list[Instruction]]) -> list[list[Instruction]]:
-    """The complete list of each rank: what it computes, and what it sends and receives.
-
-    NCCL matches messages by their order alone. Two ranks that both send first would wait for ever. So all messages get
-    one order, by when their work ends in `timelines`. A rank posts a receive early, and waits for it later.
-    """
+    """The complete list of each rank: what it computes, and what it sends and receives. NCCL matches messages by their
+    order alone: two ranks that both send first would wait for ever. So all messages get one order, by when their work
+    ends in `timelines`. A rank posts a receive early, and waits for it later."""
     ranks = len(orders)
     last_stage = ranks * (1 + max(instruction.chunk for instruction in orders[0])) - 1
     programs = [[] for _ in orders]
@@ -112,7 +96,7 @@ def add_messages(orders: list[list[Instruction]]) -> list[list[Instruction]]:
         programs[rank].append(Instruction(name, micro_batch, chunk))
         what, step = ("Activations", 1) if name == "Forward" else ("Gradients", -1)
         to_stage = chunk * ranks + rank + step
-        if name != "BackwardWeight" and 0 <= to_stage <= last_stage:
+        if 0 <= to_stage <= last_stage:
             to_chunk, to_rank = divmod(to_stage, ranks)
             programs[rank].append(Instruction(f"Send{what}", micro_batch, chunk))
             programs[to_rank].append(Instruction(f"Receive{what}", micro_batch, to_chunk))
@@ -129,7 +113,6 @@ def execute(
     receiving = {}  # buffers, which must not be read before their message has come
     sending = deque()  # a tensor on its way must neither change nor be freed
     kept = {}  # inputs and outputs, from a forward to its backward
-    weights_halves = {}  # what the first half of a backward leaves for the second
     input_gradients = {}
     most_held = 0
 
@@ -159,20 +142,14 @@ def execute(
                 y = loss_share(y, targets[micro_batch], tokens)
                 loss += y.detach()
             kept[key] = x, y
-            most_held = max(most_held, len(kept) + len(weights_halves))
+            most_held = max(most_held, len(kept))
         elif name == "SendActivations":
             send(kept[key][1].detach().contiguous(), stage.number + 1)
-        elif name in ("Backward", "BackwardInput"):
+        elif name == "Backward":
             gradient = None if stage.is_last else wait_for("ReceiveGradients")
             x, y = kept.pop(key)
             y.backward(gradient)  # adds to the weights' gradients, which need no other factor
             input_gradients[key] = x.grad
-            if name == "BackwardInput":
-                weights_halves[key] = [*stage.delayed]
-                stage.delayed.clear()
-        elif name == "BackwardWeight":
-            for weight, x, gradient in weights_halves.pop(key):
-                weight.grad += gradient.flatten(0, -2).T @ x.flatten(0, -2)
         elif name == "SendGradients":
             send(input_gradients.pop(key).contiguous(), stage.number - 1)
     for work, _ in sending:
@@ -180,36 +157,11 @@ def execute(
     return loss, most_held
 
 
-class SplitLinear(torch.autograd.Function):
-    """A linear layer for (4). Backward computes the inputs' gradient; what the weight's needs is noted for later."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, delayed: list) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.delayed = delayed
-        return F.linear(x, weight)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:
-        x, weight = ctx.saved_tensors
-        ctx.delayed.append((weight, x.detach(), gradient))  # x alone, without the graph behind it
-        return gradient @ weight, None, None
-
-
-def split_backward(stage: Stage) -> None:
-    """From now on backward leaves the matrices' gradients out. Norms and the embedding are small: it computes those."""
-    for module in stage.net.modules():
-        if isinstance(module, nn.Linear):
-            module.forward = lambda x, weight=module.weight: SplitLinear.apply(x, weight, stage.delayed)
-
-
-def clip_over_stages(parameters: list[nn.Parameter]) -> Tensor:
+def clip_over_stages(parameters: list[nn.Parameter]) -> None:
     """Clip by the norm of all stages' gradients together: a rank alone would clip by the norm of its own."""
     squared_norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters]) ** 2
     dist.all_reduce(squared_norm)
-    norm = squared_norm.sqrt()
-    nn.utils.clip_grads_with_norm_(parameters, LARGEST_NORM, norm)
-    return norm
+    nn.utils.clip_grads_with_norm_(parameters, LARGEST_NORM, squared_norm.sqrt())
 
 
 def run(name: str, schedule: Callable, chunks: int, by_torch: bool, baseline: helper.Baseline) -> dict:
@@ -218,43 +170,35 @@ def run(name: str, schedule: Callable, chunks: int, by_torch: bool, baseline: he
     stage_numbers = range(rank, ranks * chunks, ranks)
     stages = [helper.build_stage(baseline.config, number, ranks * chunks, baseline.device) for number in stage_numbers]
     orders = [schedule(each, ranks, baseline.micro_batches) for each in range(ranks)]
-    if by_torch:
-        step = helper.torch_step(name, orders, stages, baseline)
-    else:
-        step = partial(execute, add_messages(orders)[rank], stages, baseline.tokens)
-        if name == "zero bubble":
-            split_backward(stages[0])
+    programs = add_messages(orders)
+    by_hand = partial(execute, programs[rank], stages, baseline.tokens)
+    step = helper.torch_step(name, stages, baseline) if by_torch else by_hand
     parameters = [parameter for stage in stages for parameter in stage.net.parameters()]
     optimizer = helper.make_optimizer(parameters)
-    losses, norms, errors = [], [], []
+    losses, errors = [], []
     for (inputs, targets), expected in zip(baseline.batches, baseline.gradients, strict=True):
-        with traffic.Traffic() as sent, measure.LiveBytes(device=baseline.device) as live:  # the last step's are shown
+        with measure.LiveBytes(device=baseline.device) as live:  # the last step's are shown
             before = live.now
             loss, most_held = step(inputs, targets)
             activation_bytes = live.peak - before
         dist.all_reduce(loss)  # the ranks without the last stage have added nothing
-        norm = clip_over_stages(parameters)
         losses.append(loss.item())
-        norms.append(norm.item())
-        errors.append(helper.gradient_error(stages, expected))
+        clip_over_stages(parameters)
+        found = {name: parameter.grad for stage in stages for name, parameter in stage.net.named_parameters()}
+        errors.append(measure.relative_error([*found.values()], [expected[name] for name in found]))
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
-    of_ranks = runtime.gather((most_held, activation_bytes, int(sent.bytes_sent["sends"]), errors))
-    held, activation_bytes, sent_bytes, errors = zip(*of_ranks, strict=True)
+    held, activation_bytes, errors = zip(*runtime.gather((most_held, activation_bytes, errors)), strict=True)
     row = {
         "name": f"{name} by torch" if by_torch else name,
         "stages_per_rank": chunks,
         "losses": losses,
-        "gradient_norms": norms,
         "gradient_error": torch.tensor(errors).max().item(),  # NaN if one is
         "most_activation_bytes": max(activation_bytes),
     }
     if not by_torch:
-        row["timelines"] = helper.timelines(orders)
-        row["idle_share"] = float(helper.idle_share(row["timelines"]))
-        row["most_held_per_rank"] = held
-        row["sent_bytes_per_rank"] = sent_bytes
-        row["sent_bytes"] = sum(sent_bytes)
+        row |= helper.idle_share(helper.timelines(orders)) | {"most_held_per_rank": held}
+        row["messages"] = sum(each.name.startswith("Send") for program in programs for each in program)
     return row
 
 
@@ -270,25 +214,16 @@ def main() -> int:
     schedules = {"GPipe": (gpipe, 1), "1F1B": (one_forward_one_backward, 1)}
     if args.chunks > 1 and dist.get_world_size() > 1:  # one rank has no other to wait for
         schedules["interleaved 1F1B"] = (partial(interleaved, chunks=args.chunks), args.chunks)
-    schedules["zero bubble"] = (zero_bubble, 1)
-    rows = [baseline.row]
+    rows = [{"name": "one process", "losses": baseline.losses}]
     for by_torch in (False, True):
         rows += [run(name, *schedule, by_torch, baseline) for name, schedule in schedules.items()]
-    runtime.say("a: forward of a micro-batch; A: its backward; #: the weights' part of a backward; .: idle")
+    runtime.say("a: forward of a micro-batch; A: its backward; .: idle")
     for row in rows[1 : 1 + len(schedules)]:
         runtime.say(helper.picture(row))
-    lesson.end(
-        rows,
-        columns=helper.COLUMNS,
-        checked=helper.check(rows, baseline, args),
-        args=args,
-        device=device,
-        dtype="fp32",
-        parameters=shapes.parameter_count(config),
-        tokens=args.steps * baseline.tokens,
-        first_loss=baseline.row["losses"][0],
-        last_loss=baseline.row["losses"][-1],
-    )
+    checked = helper.check(rows, baseline, args)
+    about = {"dtype": "fp32", "parameters": shapes.parameter_count(config), "tokens": args.steps * baseline.tokens}
+    about |= {"first_loss": baseline.losses[0], "last_loss": baseline.losses[-1]}
+    lesson.end(rows, columns=helper.COLUMNS, checked=checked, args=args, device=device, **about)
     runtime.shutdown()
     return 0
 

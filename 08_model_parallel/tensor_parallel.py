@@ -16,7 +16,7 @@ dimension d), partial (each has a summand).
               It works, but each block waits for four collectives: keep the ranks of one model inside a node.
 
 Look for: the share of the weights that a rank holds; calls and bytes, which grow with tokens and layers, not with
-weights. Before: minimal.py. What it costs: benchmarks/training.py. Next: pipeline_parallel.py.
+weights. Before: minimal.py. What it costs: benchmarks/README.md. Next: pipeline_parallel.py.
 """
 
 import sys

@@ -4,9 +4,8 @@
     python benchmarks/_generate.py --model llama-8b --dtype bf16 --device cuda --compile
 
 Greedy, batch 1. The first call is thrown away. A streamer, which generate calls with each token, is the clock of the
-second. --compile: a static cache and a compiled forward, which is what transformers does by itself on a GPU with that
-cache; without it the dynamic cache, uncompiled. A static cache is new in each call, and its CUDA graph is recorded anew
-in the first steps: decode is timed from the sixth new token. A named size has random weights, those of our model.
+second. --compile: a static cache, new in each call, and a compiled forward, transformers' own default on a GPU with
+that cache; its CUDA graph is recorded anew in the first steps, so decode is timed from the sixth new token.
 """
 
 import sys
@@ -18,18 +17,16 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
 from common import cli, exits, hardware, model, report, runtime, shapes
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+PROMPT = b"def main():"  # infer_70b.py's own
 FIRST_TIMED_TOKEN = 6
 
 
-class Clock:
+class Clock(list):
     """For generate's `streamer`: when the prompt was given, and when each new token came."""
 
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
     def put(self, _tokens: torch.Tensor) -> None:  # on the CPU already: a GPU has been waited for
-        self.times.append(time.perf_counter())
+        self.append(time.perf_counter())
 
     def end(self) -> None:
         pass
@@ -42,18 +39,9 @@ def load_model(args, config: shapes.Config, device: torch.device):
     with torch.device(device):
         net = LlamaForCausalLM._from_config(LlamaConfig(**shapes.config_json(config)), dtype=DTYPES[args.dtype])
     if device.type == "cpu" or args.model not in shapes.SIZES:  # on a GPU random weights of 8B stay transformers' own
-        ours = model.build(args.model, config, seed=args.seed)
+        ours = model.build(args.model, config, seed=0)
         net.load_state_dict(ours.state_dict(), strict=not config.tie_word_embeddings)
     return net.eval()
-
-
-def encode(args, config: shapes.Config) -> list[int]:
-    """The prompt as tokens: by the tokenizer of the model's folder, or as bytes."""
-    if any(Path(args.model).glob("tokenizer*")):
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(args.model)(args.prompt)["input_ids"]
-    return [byte % config.vocab_size for byte in args.prompt.encode()]
 
 
 def options(args, device: torch.device) -> dict:
@@ -72,19 +60,17 @@ def main() -> int:
     parser = cli.Parser(__doc__)
     add = parser.add_argument
     add("--model", default="nano", help="a size with random weights, or a Hugging Face folder")
-    add("--prompt", default="def main():")
     add("--max-new-tokens", type=cli.positive_int, default=32)
     add("--dtype", choices=tuple(DTYPES), default="fp32")
     add("--compile", action="store_true", help="static cache and torch.compile")
-    add("--seed", type=cli.natural, default=0, help="of random weights")
     cli.add_device_and_json(parser)
     args = parser.parse_args()
     if args.max_new_tokens <= FIRST_TIMED_TOKEN:
         raise exits.UserError(f"--max-new-tokens {args.max_new_tokens}: use at least {FIRST_TIMED_TOKEN + 1}")
     device = runtime.single_device(args.device)
-    runtime.seed_all(args.seed)
+    runtime.seed_all(0)
     config = shapes.read_config(args.model)
-    prompt = encode(args, config)
+    prompt = [byte % config.vocab_size for byte in PROMPT]
     net = load_model(args, config, device)
     inputs = {"input_ids": torch.tensor([prompt], device=device)}
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
@@ -94,28 +80,25 @@ def main() -> int:
     began = time.perf_counter()
     tokens = net.generate(**inputs, streamer=clock, **how)[0, len(prompt) :].tolist()
 
-    # times[0] is the prompt's, times[n] that of the n-th new token
-    decode_steps = len(clock.times) - 1 - FIRST_TIMED_TOKEN
-    decode_seconds = clock.times[-1] - clock.times[FIRST_TIMED_TOKEN]
-    prefill_seconds = clock.times[1] - began
-    looked_up = 0 if config.tie_word_embeddings else net.get_input_embeddings().weight.nbytes  # a step reads one row
-    weight_bytes = sum(parameter.nbytes for parameter in net.parameters()) - looked_up
+    # clock[0] is the prompt's, clock[n] that of the n-th new token
+    decode_steps = len(clock) - 1 - FIRST_TIMED_TOKEN
+    decode_seconds = clock[-1] - clock[FIRST_TIMED_TOKEN]
+    prefill_seconds = clock[1] - began
+    weights = {name: parameter.nbytes for name, parameter in net.named_parameters()}
+    if not config.tie_word_embeddings:
+        del weights["model.embed_tokens.weight"]  # a step reads one row of it
     name = hardware.device_name(device)
     bandwidth = hardware.devices().get(name, {}).get("bandwidth")
-    read = weight_bytes * decode_steps / decode_seconds
     summary = {
         "device": name,
-        "world_size": 1,
         "dtype": args.dtype,
         "model": args.model,
         "parameters": shapes.parameter_count(config),
-        "tokens": len(prompt) + len(tokens),
         "token_ids": [tokens],
         "prefill_tokens_per_second": len(prompt) / prefill_seconds,
         "time_to_first_token_seconds": prefill_seconds,
         "decode_tokens_per_second": decode_steps / decode_seconds,
-        "weight_bytes_read_per_second": read,
-        "bandwidth_share": bandwidth and read / bandwidth,
+        "bandwidth_share": bandwidth and sum(weights.values()) * decode_steps / decode_seconds / bandwidth,
         "peak_memory_bytes": report.peak_memory_bytes(device),
     }
     report.summary(summary, args.json)

@@ -1,5 +1,6 @@
 """What the benchmarks share: commands in processes of their own, sides that take turns, and results on disk."""
 
+import argparse
 import contextlib
 import json
 import os
@@ -19,10 +20,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import psutil
+import torch
 
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))  # common/, with nothing installed
-from common import report
+from common import cli, report, shapes
 from common.exits import UserError
 from common.table import table
 
@@ -31,70 +33,57 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone"]
 PATIENCE_SECONDS = 30  # between SIGTERM and SIGKILL
 LEAST_SECONDS = 10  # a command is not started with less time than that
 LEAST_ROUNDS = 3  # fewer give no verdict
-
-
-# A command in a process of its own
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 class Failed(RuntimeError):
     """A command that ended badly: the reason in one line, and everything that it printed."""
-
-    def __init__(self, reason: str, output: str) -> None:
-        super().__init__(reason)
-        self.output = output
 
 
 class OutOfTime(Failed):
     """A command that was ended because its time was over. The command itself may be right."""
 
 
-def start(command: list[str], timeout: float, env: dict[str, str] | None = None, cwd: Path = REPO) -> str:
+def start(command: list[str], timeout: float, env: dict[str, str], cwd: Path) -> str:
     """Run a command to its end; everything that it printed. Failed if it ends badly, OutOfTime if it takes longer."""
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
-    process = subprocess.Popen(command, cwd=cwd, env={**os.environ, **(env or {})}, **pipes)
-    try:
-        output, _ = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        raise OutOfTime(f"did not end within {timeout:.0f} s", end(process)) from None
-    except BaseException:
-        end(process)
-        raise
-    if process.returncode:
+    with tempfile.TemporaryFile("w+", errors="replace") as file:
+        where = {"cwd": cwd, "stdout": file, "stderr": subprocess.STDOUT}
+        process = subprocess.Popen(command, env=os.environ | env, **where)
+        code = None
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = process.wait(timeout)
+        finally:
+            end(process)
+        file.seek(0)
+        output = file.read()
+    if code is None:
+        raise OutOfTime(f"no time left: did not end within {timeout:.0f} s", output)
+    if code:
         lines = [line.strip() for line in output.splitlines() if line.strip()] or ["no output"]
         errors = [line for line in lines if re.search(r"error|exception", line, re.IGNORECASE)]
-        raise Failed(f"exit code {process.returncode}: {(errors or lines)[-1][:300]}", output)
+        raise Failed(f"exit code {code}: {(errors or lines)[-1][:300]}", output)
     return output
 
 
-def end(process: subprocess.Popen) -> str:
-    """End a process and all that it has started; what it printed. SIGTERM first: torchrun then ends its ranks."""
-    family = []
-    with contextlib.suppress(psutil.NoSuchProcess):
-        family = psutil.Process(process.pid).children(recursive=True)  # now: later an orphan has another parent
-    process.send_signal(signal.SIGTERM)
-    output = None
+def end(process: subprocess.Popen) -> None:
+    """End a process and all that it has started. SIGTERM first: torchrun then ends its ranks."""
+    if process.poll() is not None:
+        return
+    family = psutil.Process(process.pid).children(recursive=True)  # now: later an orphan has another parent
+    process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
-        output, _ = process.communicate(timeout=PATIENCE_SECONDS)
+        process.wait(PATIENCE_SECONDS)
     process.kill()
+    process.wait()
     for member in family:
         with contextlib.suppress(psutil.NoSuchProcess):
             member.kill()
-    if output is None:
-        output, _ = process.communicate()
-    return output or ""
 
 
 def end_children_at_sigterm() -> None:
     """Turn SIGTERM into an exception, so that `start` ends its process before this one ends."""
-
-    def leave(*_: object) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not interrupt the ending
-        sys.exit(128 + signal.SIGTERM)
-
-    signal.signal(signal.SIGTERM, leave)
-
-
-# Sides that take turns
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 class Side(NamedTuple):
@@ -102,26 +91,25 @@ class Side(NamedTuple):
 
     name: str
     script: str
-    flags: list[str]
+    flags: str = ""
     ranks: int = 0  # 0: without torchrun
     against: str | None = None  # the side that this one is compared with
     env: dict[str, str] | None = None
 
     def command(self) -> str:
-        """The command as a reader would type it: paths from the repository's folder, temporary files by name."""
+        """The command as a reader would type it, with paths from the repository's folder."""
         launcher = f"torchrun --standalone --nproc_per_node={self.ranks}" if self.ranks else "python"
         variables = [f"{name}={value}" for name, value in (self.env or {}).items()]
-        text = " ".join([*variables, launcher, self.script, *self.flags])
-        return re.sub(rf"(?<= ){re.escape(str(REPO))}/|\S*/benchmark-\w+/", "", text)
+        return " ".join([*variables, launcher, self.script, self.flags]).replace(f"{REPO}/", "").rstrip()
 
-    def summary(self, timeout: float) -> dict:
-        """Run the command: what it writes with --json."""
+    def run(self, timeout: float) -> tuple[dict, str]:
+        """Run the command: what it writes with --json, and what it prints."""
         launcher = [*TORCHRUN, f"--nproc_per_node={self.ranks}"] if self.ranks else []
         with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:  # runs/ with its checkpoints is made there
             file = Path(folder, "summary.json")
-            command = [sys.executable, *launcher, str(REPO / self.script), *self.flags, "--json", str(file)]
-            start(command, timeout, {"TOKENIZERS_PARALLELISM": "false", **(self.env or {})}, Path(folder))
-            return json.loads(file.read_text())
+            command = [sys.executable, *launcher, str(REPO / self.script), *self.flags.split(), "--json", str(file)]
+            output = start(command, timeout, {"TOKENIZERS_PARALLELISM": "false", **(self.env or {})}, Path(folder))
+            return json.loads(file.read_text()), output
 
 
 @dataclass
@@ -138,33 +126,27 @@ class Comparison:
 
     def rows(self) -> list[dict]:
         """One row for each side: its figures, and its ratio to another side, round by round."""
-        return [self._row(side) for side in self.sides]
-
-    def _row(self, side: Side) -> dict:
-        runs = self.runs.get(side.name, [])
-        shares = [run[self.share_key] for run in runs if run.get(self.share_key)]
-        peaks = [run["peak_memory_bytes"] for run in runs if run.get("peak_memory_bytes")]
-        row = {
-            "side": side.name,
-            self.key: spread([run[self.key] for run in runs]),
-            self.share_key: spread(shares),
-            "peak_memory_bytes": max(peaks, default=None),
-            "failed": self.failed.get(side.name),
-            "not_run": self.not_run.get(side.name) if not runs else None,
-        }
-        if side.against:
-            pairs = zip(runs, self.runs.get(side.against, []), strict=False)  # neighbours in time
-            row["against"] = side.against
-            row["ratio"] = spread([own[self.key] / other[self.key] for own, other in pairs])
-            row["verdict"] = verdict(row["ratio"])
-        return row
+        rows = []
+        for side in self.sides:
+            runs = self.runs.get(side.name, [])
+            row = {"side": side.name, "failed": self.failed.get(side.name)}
+            row["not_run"] = self.not_run.get(side.name) if not runs else None
+            row[self.key] = spread([run[self.key] for run in runs])
+            row[self.share_key] = spread([run[self.share_key] for run in runs if run.get(self.share_key)])
+            row["peak_memory_bytes"] = max((run.get("peak_memory_bytes") or 0 for run in runs), default=None)
+            if side.against:
+                pairs = zip(runs, self.runs.get(side.against, []), strict=False)  # neighbours in time
+                row["against"] = side.against
+                row["ratio"] = spread([own[self.key] / other[self.key] for own, other in pairs])
+                row["verdict"] = verdict(row["ratio"])
+            rows.append(row)
+        return rows
 
     def faults(self) -> list[str]:
         """Runs that failed, and shares above 1, which are a fault of the timing."""
         found = [f"{self.name}, {side}: {reason}" for side, reason in self.failed.items()]
         for row in self.rows():
-            highest = row[self.share_key]["max"]
-            if highest is not None and highest > 1:
+            if (highest := row[self.share_key]["max"] or 0) > 1:
                 found.append(f"{self.name}, {row['side']}: BUG of the timing: {self.share_key} {highest:.1%}")
         return found
 
@@ -200,65 +182,45 @@ def take_turns(comparison: Comparison, rounds: int, deadline: float, save: Calla
                 continue
             began = time.monotonic()
             try:
-                summary = side.summary(left)
-            except OutOfTime as error:
-                comparison.not_run[side.name] = f"no time left: {error}"
-                took[side.name] = left
-                outcome = f"{error}\n{error.output[-3000:]}"
-            except Failed as error:
-                comparison.failed[side.name] = str(error)
-                outcome = f"FAILED: {error}\n{error.output[-3000:]}"
-            else:
+                summary, _ = side.run(left)
                 comparison.runs.setdefault(side.name, []).append(summary)
-                took[side.name] = time.monotonic() - began
-                outcome = f"{number(summary[comparison.key])} tokens/s ({took[side.name]:.0f} s in all)"
+                outcome = f"{summary[comparison.key]:,.1f} tokens/s"
+            except Failed as error:
+                reason, output = error.args
+                ended = comparison.not_run if isinstance(error, OutOfTime) else comparison.failed
+                ended[side.name] = reason
+                outcome = f"{reason}\n{output[-3000:]}"
+            took[side.name] = time.monotonic() - began
             print(f"{comparison.name:<12} round {round_number} {side.name:<28} {outcome}", flush=True)
             save()
 
 
-# Results on disk
-
-
-def number(value: float | None, form: str = ",.0f") -> str:
-    return "n/a" if value is None else format(value, form)
-
-
-def cells(spread: dict, form: str) -> list[str]:
-    return [number(spread[key], form) for key in ("median", "min", "max")]
+def cell(key: str, value: object) -> str:
+    """A figure for people; one that was measured several times as 1.31x (1.25x to 1.39x), n = 3."""
+    if isinstance(value, dict):
+        median, low, high = (report.for_people(key, value[which]) for which in ("median", "min", "max"))
+        return f"{median} ({low} to {high}), n = {value['n']}" if value["n"] else "n/a"
+    return "" if value is None else report.for_people(key, value)
 
 
 def write_up(comparison: Comparison) -> str:
     """One comparison as Markdown: its table, what failed or was not run, and the commands."""
-    key, share_key = comparison.key, comparison.share_key
-    heads = ["side", "n", "tokens/s", "lowest", "highest", share_key.replace("_", " "), "peak GiB"]
-    lines = [[*heads, "against", "ratio", "lowest", "highest", "verdict"]]
-    notes = []
-    for row in comparison.rows():
-        form = ",.0f" if (row[key]["median"] or 0) >= 1000 else ",.1f"
-        memory = row["peak_memory_bytes"]
-        line = [row["side"], str(row[key]["n"]), *cells(row[key], form), number(row[share_key]["median"], ".1%")]
-        line.append(number(memory and memory / 2**30, ".2f"))
-        if "ratio" in row:
-            line += [row["against"], *cells(row["ratio"], ".3f"), row["verdict"]]
-        else:
-            line += [""] * 5
-        lines.append(line)
-        for word in ("failed", "not_run"):
-            if row[word]:
-                notes.append(f"- {word.replace('_', ' ')}: {row['side']}: {row[word]}")
+    keys = ["side", comparison.key, comparison.share_key, "peak_memory_bytes", "against", "ratio", "verdict"]
+    keys += ["failed", "not_run"]
+    lines = [[key.replace("_", " ") for key in keys]]
+    lines += [[cell(key, row.get(key)) for key in keys] for row in comparison.rows()]
     commands = "\n".join(side.command() for side in comparison.sides)
-    parts = [f"## {comparison.name}", table(lines), "\n".join(notes), f"```\n{commands}\n```"]
-    return "\n\n".join(part for part in parts if part)
+    return f"## {comparison.name}\n\n{table(lines)}\n\n```\n{commands}\n```"
 
 
-def about(script: str, device: str, *packages: str) -> dict:
+def about(script: str, device: str) -> dict:
     """What a figure has to be read with: hardware, versions, commit, command."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    found = {"device": cpu_model() if device == "cpu" else device, "cpu": cpu_model(), "cores": cores}
+    cpu = first_line("sed", "-n", "s/^model name[^:]*: //p", "/proc/cpuinfo") or platform.machine()
+    found = {"device": cpu if device == "cpu" else device, "cpu": cpu, "cores": CORES}
     if device != "cpu":
         found["driver"] = first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     found["python"] = platform.python_version()
-    for package in ("torch", *packages):
+    for package in ("torch", "transformers", "accelerate", "deepspeed"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
     found["commit"] = first_line("git", "describe", "--always", "--dirty", "--exclude=*")
@@ -267,17 +229,10 @@ def about(script: str, device: str, *packages: str) -> dict:
     return found
 
 
-def cpu_model() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    found = re.search(r"model name\s*: (.+)", cpuinfo.read_text()) if cpuinfo.is_file() else None
-    return found[1] if found else platform.machine()
-
-
 def first_line(*command: str) -> str | None:
-    """The first line that a command prints; None if it is missing, fails or prints nothing."""
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True, timeout=60)
-        return next(iter(done.stdout.splitlines()), None)
+    """The first line that a command prints; None if it is missing or prints nothing."""
+    with contextlib.suppress(OSError):
+        return subprocess.run(command, cwd=REPO, capture_output=True, text=True).stdout.partition("\n")[0] or None
     return None
 
 
@@ -298,24 +253,48 @@ def write_results(device: str, kind: str, result: dict, text: str) -> Path:
 
 def save_comparison(comparison: Comparison, title: str, kind: str, facts_: dict) -> Path:
     """Write what has been measured so far: a kill leaves that."""
-    if facts_["device"] == "cuda":
-        for runs in comparison.runs.values():
-            facts_["device"] = runs[0]["device"]  # its name, without a context of this process on the GPU
+    if facts_["device"] == "cuda" and comparison.runs:
+        first = next(iter(comparison.runs.values()))
+        facts_["device"] = first[0]["device"]  # its name, without a context of this process on the GPU
     measured = {"rows": comparison.rows(), "runs": comparison.runs}
     result = {"about": facts_, "comparisons": {comparison.name: measured}}
     text = "\n\n".join([f"# {title}", facts(facts_), write_up(comparison)])
     return write_results(facts_["device"], kind, result, text)
 
 
+def parser(doc: str) -> cli.Parser:
+    flags = cli.Parser(doc)
+    flags.add_argument("--rounds", type=cli.positive_int, default=5, help="how often each side runs")
+    flags.add_argument("--minutes", type=cli.positive, default=120.0, help="all of it ends within this time")
+    cli.add_device_and_json(flags)
+    return flags
+
+
+def start_comparison(flags: cli.Parser, defaults: dict[str, dict] | None = None) -> argparse.Namespace:
+    """The flags, with the device's defaults for those that are not given, and the time when all must be over."""
+    args = flags.parse_args()
+    args.deadline = time.monotonic() + args.minutes * 60
+    end_children_at_sigterm()
+    args.device = choose_device(args.device)
+    for name, value in (defaults or {}).get(args.device, {}).items():
+        setattr(args, name, getattr(args, name) or value)
+    shapes.read_config(args.model)
+    if Path(args.model).exists():
+        args.model = str(Path(args.model).resolve())
+    return args
+
+
 def run_comparison(
-    comparison: Comparison, args, deadline: float, *, title: str, kind: str, facts_: dict, check: Callable | None = None
+    comparison: Comparison, args: argparse.Namespace, *, title: str, kind: str, check: Callable | None = None
 ) -> int:
     """Measure, write results after each run, `check` what was measured, print it, write --json; the exit code."""
+    facts_ = about(os.path.relpath(sys.argv[0], REPO), args.device)
+    print(facts(facts_), flush=True)
 
     def save() -> Path:
         return save_comparison(comparison, title, kind, facts_)
 
-    take_turns(comparison, args.rounds, deadline, save)
+    take_turns(comparison, args.rounds, args.deadline, save)
     written = save()
     if check and comparison.runs:
         check(comparison)
@@ -328,11 +307,7 @@ def run_comparison(
 
 def choose_device(name: str) -> str:
     """--device as cuda or cpu, without touching the GPU, which is the measured processes' own."""
-    import torch
-
     available = torch.cuda.is_available()
-    if name == "cuda" and not available:
-        raise UserError(f"--device cuda: torch {torch.__version__} sees no GPU: check the driver or use --device cpu")
-    if name == "mps":
-        raise UserError("--device mps is not measured here: use --device cpu")
+    if name == "mps" or (name == "cuda" and not available):
+        raise UserError(f"--device {name}: no CUDA device that torch {torch.__version__} sees: use --device cpu")
     return "cuda" if available and name != "cpu" else "cpu"

@@ -28,33 +28,27 @@ class Windows(data.Sequences):
 
 def main() -> int:
     args = cli.TrainingParser(__doc__).parse_args()
-    try:
-        import accelerate  # noqa: F401  (the Trainer's own import of it fails later, in other words)
-        from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
-    except ImportError as error:
-        raise exits.UserError(f"--case trainer needs transformers and accelerate: {error}") from None
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
     device = runtime.single_device(args.device)
     args.dtype = hardware.choose_dtype(args.dtype, device)
     runtime.seed_all(args.seed)
     corpus = data.load_corpus(args.data, args.tokenizer, args.model)
     config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)
     net = LlamaForCausalLM(LlamaConfig(**shapes.config_json(config)))
-    clock: list[float] = []  # when a window of steps was over
-    log_steps: list[int] = []
+    clock: list[tuple[int, float]] = []  # a step, and when it was over
 
     class Clock(TrainerCallback):
         def on_step_end(self, _args, state, _control, **_) -> None:
             if state.global_step == 1 or state.global_step % args.log_every == 0:
                 runtime.wait_for(device)
-                clock.append(time.perf_counter())
-                log_steps.append(state.global_step)
+                clock.append((state.global_step, time.perf_counter()))
 
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         settings = TrainingArguments(
             output_dir=folder,
             max_steps=args.steps,
-            per_device_train_batch_size=args.micro_batch_size or args.global_batch_size,
-            gradient_accumulation_steps=args.global_batch_size // (args.micro_batch_size or args.global_batch_size),
+            per_device_train_batch_size=args.global_batch_size,
             learning_rate=args.lr,
             weight_decay=args.weight_decay,
             lr_scheduler_type="cosine",
@@ -74,25 +68,19 @@ def main() -> int:
         )
         trainer = Trainer(net, settings, train_dataset=Windows(corpus.train, args.seq_len), callbacks=[Clock()])
         trainer.train()
-    kept = {parameter.dtype for parameter in net.parameters()}
-    assert kept == {torch.float32}, f"the Trainer's weights are {kept}: not the same training"
+    assert {parameter.dtype for parameter in net.parameters()} == {torch.float32}, "the Trainer's weights are not fp32"
     assert torch.backends.cuda.matmul.fp32_precision != "tf32", "the Trainer has switched TF32 on"
 
     tokens_per_step = args.global_batch_size * args.seq_len
-    speeds = []
-    for (first, began), (last, ended) in pairwise(zip(log_steps, clock, strict=True)):
-        speeds.append((last - first) * tokens_per_step / (ended - began))
+    speeds = [(last - first) * tokens_per_step / (end - began) for (first, began), (last, end) in pairwise(clock)]
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     speed = statistics.median(speeds)
     peak = hardware.peak_flops(hardware.device_name(device), args.dtype)
     summary = {
         "device": hardware.device_name(device),
-        "world_size": 1,
         "dtype": args.dtype,
         "model": args.model,
         "parameters": sum(parameter.numel() for parameter in net.parameters()),
-        "steps": args.steps,
-        "tokens": args.steps * tokens_per_step,
         "first_loss": losses[0],  # the mean of the first --log-every steps
         "last_loss": losses[-1],
         "tokens_per_second": speed,

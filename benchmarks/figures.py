@@ -23,7 +23,7 @@ MIB = 2**20
 
 def summary_of(script: str, flags: str = "", ranks: int = 0) -> dict:
     """Run a lesson on the CPU: what it writes with --json."""
-    return Side("", script, f"{flags} --device cpu".split(), ranks).summary(timeout=600)
+    return Side("", script, f"{flags} --device cpu", ranks).run(timeout=600)[0]
 
 
 def save(figure: Figure, name: str) -> None:
@@ -120,13 +120,12 @@ def who_holds_what() -> None:
 
 
 def pipeline() -> None:
-    """08: what each of four ranks computes when, under four schedules."""
+    """08: what each of four ranks computes when, under three schedules."""
     flags = "--steps 1 --micro-batches-per-rank 2"
     rows = summary_of("08_model_parallel/pipeline_parallel.py", flags, ranks=4)["rows"]
     colors = {"Forward": "tab:blue", "Backward": "tab:orange"}
-    colors |= {"BackwardInput": "tab:orange", "BackwardWeight": "tab:green"}
     shown = [row for row in rows if "timelines" in row]
-    figure = Figure(figsize=(9, 6.4), layout="constrained")
+    figure = Figure(figsize=(9, 4.8), layout="constrained")
     for axes, row in zip(figure.subplots(len(shown), 1), shown, strict=True):
         unit = 1 / row["stages_per_rank"]  # a stage of half the layers takes half the time
         for rank, line in enumerate(row["timelines"]):
@@ -136,19 +135,15 @@ def pipeline() -> None:
                 axes.text((start + end) / 2 * unit, rank, micro_batch, ha="center", va="center", fontsize=6)
         axes.set(title=f"{row['name']}: {row['idle_share']:.0%} idle", xlim=(0, 33), ylabel="rank", yticks=range(4))
         axes.invert_yaxis()
-    legend = "time in forwards of a rank; orange: backward, green: its weights' part; pale: the second stage"
+    legend = "time in forwards of a rank; orange: backward; pale: the second stage"
     figure.supxlabel(legend, fontsize=9)
     save(figure, "pipeline.png")
 
 
 def main() -> int:
     cli.Parser(__doc__).parse_args()
-    error_by_type()
-    loss_by_type()
-    overlap()
-    memory_over_a_step()
-    who_holds_what()
-    pipeline()
+    for draw in (error_by_type, loss_by_type, overlap, memory_over_a_step, who_holds_what, pipeline):
+        draw()
     return 0
 
 

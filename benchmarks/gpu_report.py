@@ -1,38 +1,40 @@
-"""What one GPU reaches here: its rates, how much of them training and decode get, and what the lessons measure.
+"""What one GPU reaches here, in four parts of less than nine minutes, each useful alone. benchmarks/gpu.sh starts them.
 
-    make gpu                                                       the GPU tests, then this
-    python benchmarks/gpu_report.py --minutes 10                   more rounds
-    python benchmarks/gpu_report.py --part chapters --minutes 6    only what the lessons measure
+    python benchmarks/gpu_report.py smoke           nano in bf16 on every CUDA path, all side by side: does it run?
+    python benchmarks/gpu_report.py training        llama-124m beside transformers' Trainer; llama-1b, plain and FSDP
+    python benchmarks/gpu_report.py decode          llama-8b beside `generate`, llama-70b in int4
+    python benchmarks/gpu_report.py decode-int8     llama-70b in int8; in bf16, too, where 131 GiB fit
+    python benchmarks/gpu_report.py training --model nano    the same commands, small
 
-One command after the other, each in a process of its own, the most telling first: the rates of 01_devices/benchmark.py,
-llama-124m in bf16 beside transformers' Trainer and in fp32 (training.py), decode of llama-8b beside `generate`
-(inference.py), then the lessons that measure something. A comparison gets a part of the time and runs as many rounds as
-fit. Left out, and named: what has no time left, and the peers where transformers or accelerate is missing.
+Each command is a process of its own, the most telling first. A comparison gets a share of the time and runs as many
+rounds as fit. What has no time left is named, and so are packages that are missing. Results are written anew after each
+command, to $OUT or benchmarks/results/; started again, a part goes on with what is not there yet.
 
-The results in benchmarks/results/ are written anew after every command: what a kill leaves is what was measured. A rate
-above what the hardware can do is a fault of the timing; the report then ends with exit code 1, as it does if a command
-fails. No GPU: exit code 2. Look for: MFU beside the 45 % that we aim at, the verdicts, the share of the bandwidth.
+Look for: MFU beside the 45 % that we aim at, the verdicts, the share of the bandwidth. A rate above what the hardware
+can do is a fault of the timing, and exit code 1, as is a command that fails.
 """
 
 import json
 import os
+import re
 import sys
-import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
 from _measure import (
+    CORES,
     LEAST_SECONDS,
-    REPO,
+    RESULTS,
     Failed,
     OutOfTime,
+    Side,
     about,
     choose_device,
     end_children_at_sigterm,
     facts,
-    start,
     write_results,
 )
 
@@ -43,35 +45,42 @@ class Part(NamedTuple):
     command: str
     share_of_time: float | None = None  # of --minutes, for a benchmark that takes turns: it ends by itself
     needs: tuple[str, ...] = ()  # packages
+    bytes_needed: float = 0.0  # of GPU memory
 
 
-LLAMA = "--model llama-124m --seq-len 1024"
+NANO = "--model nano --dtype bf16 --device cuda"
+TRAINED = ("04_amp/train.py", "05_ddp/train.py", "06_fsdp_zero/train_fsdp.py", "08_model_parallel/train_3d.py")
+SMOKE = [
+    *(f"{script} {NANO} --steps 20{compiled}" for script in TRAINED for compiled in ("", " --compile")),
+    f"06_fsdp_zero/train_fsdp.py {NANO} --steps 20 --checkpointing selective --compile",
+    f"06_fsdp_zero/train_fsdp.py {NANO} --steps 20 --cpu-offload",
+    *(f"09_inference/infer_70b.py {NANO}{compiled}" for compiled in ("", " --compile")),
+    *(f"09_inference/quantized.py --model nano --device cuda{compiled}" for compiled in ("", " --compile")),
+    "07_memory_tricks/cuda_graphs.py --dtype bf16 --device cuda",
+    "09_inference/kv_cache.py --device cuda",
+]
+LLAMA_124M = "--model llama-124m --seq-len 1024 --global-batch-size 32"
+LLAMA_1B = "--model llama-1b --seq-len 2048 --global-batch-size 4"
+DECODE = "benchmarks/inference.py --device cuda --max-new-tokens 200 --model"
 TRAINER = ("transformers", "accelerate")
-LLAMA_8B = "--model llama-8b --max-new-tokens 200 --sides generate-compiled,ours-compiled,generate,ours"
-# `make gpu` leaves four minutes to all of it: compiled beside compiled, which decides, comes first
-TRAINING = [
-    Part("01_devices/benchmark.py --device cuda"),
-    Part("benchmarks/training.py --case trainer --steps 50 --rounds 9 --device cuda", 0.6, TRAINER),
-    Part(f"benchmarks/inference.py {LLAMA_8B} --device cuda", 0.4, ("transformers",)),
-    Part("benchmarks/training.py --case compile --steps 50 --device cuda", 0.2),
-    Part("benchmarks/training.py --case one-rank --steps 50 --rounds 1 --device cuda", 0.15),
-    Part("benchmarks/training.py --case compile --dtype fp32 --steps 20 --rounds 1 --device cuda", 0.15),
-]
-CHAPTERS = [
-    Part(f"04_amp/compare.py {LLAMA} --batch-size 16 --steps 18 --device cuda"),
-    Part("07_memory_tricks/chunked_loss.py --tokens 16384 --hidden-size 2048 --chunk-tokens 512 --dtype bf16"),
-    Part("07_memory_tricks/gradient_checkpointing.py --model llama-1b --seq-len 4096 --batch-size 1 --dtype bf16"),
-    Part("04_amp/train.py --model llama-1b --micro-batch-size 4 --steps 10"),
-    Part("07_memory_tricks/cuda_graphs.py --dtype bf16"),
-    Part(f"07_memory_tricks/offload.py {LLAMA} --dtype bf16"),
-    Part("02_tensors_precision/precision.py --device cuda"),
-    Part("02_tensors_precision/quantize.py --device cuda"),
-    Part("02_tensors_precision/qat.py --device cuda"),
-    Part("02_tensors_precision/tensors.py --device cuda"),
-    Part("01_devices/show.py"),
-    Part("01_devices/doctor.py"),
-]
-MAY_FIND_FAULTS = "01_devices/doctor.py"  # exit code 1 where this machine has a fault: a finding
+PARTS = {
+    "smoke": [Part(command) for command in SMOKE],
+    "training": [
+        Part("01_devices/benchmark.py --device cuda"),
+        Part(f"benchmarks/training.py --case trainer {LLAMA_124M} --steps 50 --rounds 5 --device cuda", 0.45, TRAINER),
+        Part(f"benchmarks/training.py --case fsdp {LLAMA_1B} --steps 30 --rounds 5 --device cuda", 0.4),
+        Part(f"04_amp/compare.py {LLAMA_124M.replace('global-', '')} --steps 18 --device cuda"),
+        Part("07_memory_tricks/gradient_checkpointing.py --model llama-1b --seq-len 2048 --batch-size 1 --dtype bf16"),
+    ],
+    "decode": [
+        Part(f"{DECODE} llama-8b --sides generate-compiled,ours-compiled,ours", 0.55, ("transformers",)),
+        Part(f"{DECODE} llama-70b --sides int4 --rounds 3", 0.43),
+    ],
+    "decode-int8": [
+        Part(f"{DECODE} llama-70b --sides int8 --rounds 3", 0.55),
+        Part(f"{DECODE} llama-70b --sides ours-compiled --rounds 3", 0.43, (), 141.2e9),
+    ],
+}
 
 
 def run(part: Part, seconds: float, env: dict[str, str]) -> dict:
@@ -81,63 +90,69 @@ def run(part: Part, seconds: float, env: dict[str, str]) -> dict:
         return {**row, "not_run": f"{' and '.join(missing)} not installed"}
     if seconds < LEAST_SECONDS:
         return {**row, "not_run": "no time left"}
-    with tempfile.TemporaryDirectory(prefix="gpu-report-") as folder:  # runs/ with its checkpoints is made there
-        file = Path(folder, "summary.json")
-        script, *flags = part.command.split()
-        command = [sys.executable, str(REPO / script), *flags, "--json", str(file)]
-        if part.share_of_time:
-            command += ["--minutes", f"{seconds / 60:.2f}"]
-        try:
-            # a benchmark that takes turns ends its command and itself a little later
-            row["output"] = start(command, seconds + LEAST_SECONDS * bool(part.share_of_time), env, Path(folder))
-        except OutOfTime as error:
-            row["output"], row["not_run"] = error.output, f"no time left: {error}"
-        except Failed as error:
-            row["output"], row["failed"] = error.output, str(error)
-        if file.exists():
-            row["summary"] = json.loads(file.read_text())
+    script, _, flags = part.command.partition(" ")
+    if part.share_of_time:  # it ends its own commands and itself, a little later
+        flags += f" --minutes {seconds / 60:.2f}"
+        seconds += LEAST_SECONDS
+    try:
+        row["summary"], row["output"] = Side("", script, flags, env=env).run(seconds)
+    except Failed as error:
+        reason, row["output"] = error.args
+        row["not_run" if isinstance(error, OutOfTime) else "failed"] = reason
+    print(f"{row['command']}: {row['failed'] or row['not_run'] or 'done'}", flush=True)
     return row
 
 
-def save(facts_: dict, rows: list[dict]) -> Path:
+def earlier_rows(name: str, commit: str | None) -> list[dict]:
+    """The commands of this part that have been done at this commit, in the newest results."""
+    for file in sorted(RESULTS.glob(f"*gpu-{name}-20*.json"), key=lambda file: file.stat().st_mtime, reverse=True):
+        content = json.loads(file.read_text())
+        if content["about"]["commit"] == commit:
+            return [row for row in content["commands"] if row["summary"]]
+    return []
+
+
+def save(name: str, facts_: dict, rows: list[dict]) -> Path:
     """Write the report as far as it has come, under the GPU's name once a command has given it."""
-    names = [row["summary"]["device"] for row in rows if row["summary"] and row["summary"].get("device")]
-    facts_["device"] = next(iter(names), "gpu")
-    parts = [f"# Measured on {facts_['device']}", facts(facts_)]
+    names = [row["summary"]["device"] for row in rows if row["summary"]]
+    facts_["device"] = next(filter(None, names), "gpu")
+    parts = [f"# {name.capitalize()}, measured on {facts_['device']}", facts(facts_)]
     for row in rows:
-        parts.append(f"## `{row['command']}`")
-        parts += [f"{word.replace('_', ' ')}: {row[word]}" for word in ("failed", "not_run") if row[word]]
-        if row["output"]:
-            parts.append(f"```\n{row['output'].rstrip()}\n```")
-    return write_results(facts_["device"], "report", {"about": facts_, "commands": rows}, "\n\n".join(parts))
+        outcome = row["failed"] or row["not_run"] or "done"
+        parts.append(f"## `{row['command']}`\n\n{outcome}\n\n```\n{(row['output'] or '').rstrip()}\n```")
+    return write_results(facts_["device"], f"gpu-{name}", {"about": facts_, "commands": rows}, "\n\n".join(parts))
 
 
 def main() -> int:
     parser = cli.Parser(__doc__)
-    parser.add_argument("--minutes", type=cli.positive, default=5.0, help="all of it ends within this time")
-    parser.add_argument("--part", choices=("all", "training", "chapters"), default="all")
+    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("--minutes", type=cli.positive, default=8.5, help="all of it ends within this time")
+    parser.add_argument("--model", help="instead of each of the models above: nano for a trial")
     args = parser.parse_args()
     seconds = args.minutes * 60
     deadline = time.monotonic() + seconds
     end_children_at_sigterm()
     choose_device("cuda")  # this process stays off the GPU: its memory is the commands' own
-    facts_ = about("benchmarks/gpu_report.py", "cuda", "transformers", "accelerate")
+    facts_ = about("benchmarks/gpu_report.py", "cuda")
     print(facts(facts_), flush=True)
-    rows: list[dict] = []
-    parts = {"all": TRAINING + CHAPTERS, "training": TRAINING, "chapters": CHAPTERS}[args.part]
-    with tempfile.TemporaryDirectory(prefix="gpu-report-") as folder:
-        env = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
-        env["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/inductor"  # new: the first run compiles, later ones load that
-        for part in parts:
-            left = deadline - time.monotonic()
-            if part.share_of_time:
-                left = min(left - 2 * LEAST_SECONDS, part.share_of_time * seconds)
-            rows.append(run(part, left, env))
-            outcome = rows[-1]["failed"] or rows[-1]["not_run"] or "done"
-            print(f"{rows[-1]['command']}: {outcome}", flush=True)
-            written = save(facts_, rows)
-    print(f"\n{written.read_text()}\n\nwritten: {written} and .json")
-    broken = [row["command"] for row in rows if row["failed"] and MAY_FIND_FAULTS not in row["command"]]
+    rows = earlier_rows(args.part, facts_["commit"])
+    env = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
+    parts = [
+        part._replace(command=re.sub(r"llama-\w+", args.model or r"\g<0>", part.command)) for part in PARTS[args.part]
+    ]
+    parts = [part for part in parts if f"python {part.command}" not in [row["command"] for row in rows]]
+
+    def run_one(part: Part) -> None:
+        left = deadline - time.monotonic()
+        if part.share_of_time:
+            left = min(left - 2 * LEAST_SECONDS, part.share_of_time * seconds)
+        rows.append(run(part, left, env))
+        save(args.part, facts_, rows)
+
+    with ThreadPoolExecutor(max(1, CORES // 2) if args.part == "smoke" else 1) as pool:
+        list(pool.map(run_one, parts))
+    print(f"\nwritten: {save(args.part, facts_, rows)} and .json")
+    broken = [row["command"] for row in rows if row["failed"]]
     for command in broken:
         print(f"FAILED: {command}", file=sys.stderr)
     return 1 if broken else 0

@@ -15,64 +15,46 @@ ratio and its spread, and the share of the bandwidth; above 100 % the timing is 
 benchmarks/results/, anew after each run. Next: gpu_report.py.
 """
 
-import time
 from pathlib import Path
 
-from _measure import Comparison, Side, about, choose_device, end_children_at_sigterm, facts, run_comparison
+from _measure import Comparison, Side, parser, run_comparison, start_comparison
 
-from common import cli, exits, shapes
+from common import cli, exits
 
 GENERATE, OURS, QUANTIZED = "benchmarks/_generate.py", "09_inference/infer_70b.py", "09_inference/quantized.py"
-# script, own flags, and the side that it is compared with: never compiled with eager
-SIDES = {
-    "generate": (GENERATE, "", None),
-    "ours": (OURS, "", "generate"),
-    "generate-compiled": (GENERATE, "--compile", None),
-    "ours-compiled": (OURS, "--compile", "generate-compiled"),
-    "int8": (QUANTIZED, "--weights int8 --compile", "ours-compiled"),
-    "int4": (QUANTIZED, "--weights int4 --compile", "ours-compiled"),
+SIDES = {  # each is compared with its own kind: never compiled with eager
+    "generate": Side("generate", GENERATE),
+    "ours": Side("ours", OURS, against="generate"),
+    "generate-compiled": Side("generate-compiled", GENERATE, "--compile"),
+    "ours-compiled": Side("ours-compiled", OURS, "--compile", against="generate-compiled"),
+    "int8": Side("int8", QUANTIZED, "--weights int8 --compile", against="ours-compiled"),
+    "int4": Side("int4", QUANTIZED, "--weights int4 --compile", against="ours-compiled"),
 }
 
 
 def sides_of(args) -> list[Side]:
-    shared = f"--model {args.model} --dtype {args.dtype} --device {args.device} --max-new-tokens {args.max_new_tokens}"
-    found = []
-    for name in args.sides:
-        script, own, against = SIDES[name]
-        found.append(Side(name, script, [*shared.split(), *own.split()], against=against))
-    return found
+    shared = f"--model {args.model} --dtype {args.dtype} --device {args.device} --max-new-tokens {args.max_new_tokens} "
+    return [SIDES[name]._replace(flags=shared + SIDES[name].flags) for name in args.sides]
 
 
 def main() -> int:
-    parser = cli.Parser(__doc__)
-    add = parser.add_argument
+    flags = parser(__doc__)
+    add = flags.add_argument
     add("--model", default="nano", help="a size with random weights, or a Hugging Face folder")
     add("--sides", default="generate,ours,generate-compiled,ours-compiled", help="names, with commas between")
     add("--max-new-tokens", type=cli.positive_int, default=64)
     add("--dtype", choices=("fp32", "bf16"), help="of weights that are not quantized (default: nano fp32, others bf16)")
-    add("--rounds", type=cli.positive_int, default=5)
-    add("--minutes", type=cli.positive, default=120.0, help="all of it ends within this time")
-    cli.add_device_and_json(parser)
-    args = parser.parse_args()
-    deadline = time.monotonic() + args.minutes * 60
-    end_children_at_sigterm()
+    args = start_comparison(flags)
     args.sides = args.sides.split(",")
     if unknown := [name for name in args.sides if name not in SIDES]:
         raise exits.UserError(f"--sides {unknown[0]!r}: use {', '.join(SIDES)}")
     if args.max_new_tokens < 16:
         raise exits.UserError(f"--max-new-tokens {args.max_new_tokens} leaves too little to time: use at least 16")
-    args.device = choose_device(args.device)
-    args.dtype = args.dtype or ("fp32" if args.model == "nano" else "bf16")
-    shapes.read_config(args.model)
-    if Path(args.model).exists():
-        args.model = str(Path(args.model).resolve())
-
-    facts_ = about("benchmarks/inference.py", args.device, "transformers")
-    print(facts(facts_), flush=True)
     name = Path(args.model).name
+    args.dtype = args.dtype or ("fp32" if name == "nano" else "bf16")
     comparison = Comparison(f"decode-{name}", sides_of(args), "decode_tokens_per_second", "bandwidth_share")
     title = f"Decode, batch 1: {name}, {args.dtype}, {args.max_new_tokens} new tokens"
-    return run_comparison(comparison, args, deadline, title=title, kind=f"decode-{name}", facts_=facts_)
+    return run_comparison(comparison, args, title=title, kind=comparison.name)
 
 
 if __name__ == "__main__":

@@ -29,14 +29,19 @@ from common.runtime import gather, is_rank0, on_rank0, ranks, say, timeout, toge
 # torch.distributed.checkpoint is imported where it is used: 0.6 s that the first step need not wait for
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # saving without a process group is meant
 
+# not strict: frozen weights stay as they were. That all others are there is for dcp.load to check
+BY_NAME = {"flatten_optimizer_state_dict": True, "ignore_frozen_params": True, "strict": False}
+
 
 def training_state(step: int, net, optimizer, scheduler, scaler=None) -> dict:
     """Everything that the rest of the run depends on. Optimizer state goes by parameter name, such as
-    state.model.norm.weight.exp_avg, whatever wraps or cuts the model."""
+    state.model.norm.weight.exp_avg, whatever wraps or cuts the model. Without frozen weights: they are the base's."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
-    by_name = StateDictOptions(flatten_optimizer_state_dict=True)
-    model_state, optimizer_state = get_state_dict(net, optimizer, options=by_name)
+    model_state, optimizer_state = get_state_dict(net, optimizer, options=StateDictOptions(**BY_NAME))
+    for name, parameter in net.named_parameters(remove_duplicate=False):
+        if not parameter.requires_grad:
+            model_state.pop(name, None)  # of a tied matrix torch leaves its second name
     return {
         "progress": {"step": step},
         "model": model_state,
@@ -73,9 +78,8 @@ def resume(run: "Run", net, optimizer, scheduler, scaler=None) -> int:
     own = f"rng-{ranks()[0]}"
     state[own] = {name: value for name, value in state[own].items() if f"{own}.{name}" in saved}
     dcp.load(state, checkpoint_id=path, process_group=run.group)
-    by_name = StateDictOptions(flatten_optimizer_state_dict=True)
     parts = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
-    set_state_dict(net, optimizer, **parts, options=by_name)
+    set_state_dict(net, optimizer, **parts, options=StateDictOptions(**BY_NAME))
     scheduler.load_state_dict(state["scheduler"])
     for group, lr, factor in zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
         group["lr"] = lr * factor(scheduler.last_epoch)  # the saved one, unless --steps has changed

@@ -70,7 +70,7 @@ class TrainingParser(Parser):
         add = self.add_argument
         sizes = "nano, llama-124m, -1b, -8b, -70b, -405b, or a path to an HF config.json or folder"
         add("--model", default="nano", help=sizes)
-        add("--data", default="stdlib", help="stdlib, a text, .jsonl or .parquet file, a folder of them, or hf:NAME")
+        add("--data", default="stdlib", help="stdlib, a text, .jsonl or .parquet, a folder, hf:NAME, or prepare_data's")
         add("--tokenizer", help="bytes, or a Hugging Face name or folder (default: the model's own)")
         add("--seq-len", type=positive_int, help="tokens per sequence (default: the model's, nano 64)")
         add("--global-batch-size", type=positive_int, default=24, help="sequences per step, all ranks")

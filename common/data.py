@@ -1,7 +1,5 @@
-"""Corpora, tokenizers, and a batch order that does not depend on the number of processes."""
+"""Corpora, and a batch order that does not depend on the number of processes."""
 
-import argparse
-import contextlib
 import hashlib
 import itertools
 import json
@@ -9,9 +7,8 @@ import math
 import os
 import shutil
 import signal
-import sysconfig
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -22,10 +19,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from common.corpus import HELD_OUT, documents, encoder, load_tokenizer, sources
 from common.exits import UserError
 
-HELD_OUT = 0.05
-CACHE_VERSION = 2  # to be raised by whoever changes how text becomes tokens
+CACHE_VERSION = 3  # to be raised by whoever changes how text becomes tokens
+LARGEST_TEXT = 200_000_000  # bytes: a training script tokenizes in one process, and has all documents in memory
 EVAL_SEQUENCES = 96  # evaluation reads at most so many, spread evenly over the held-out text
 PADDING = -100  # a target that no loss counts: cross_entropy's ignore_index
 
@@ -38,107 +36,64 @@ class Corpus(NamedTuple):
 
 
 def load_corpus(data: str, tokenizer: str | None = None, model: str = "nano") -> Corpus:
-    """The tokens of `data`, 5 % of its documents held out. Without `tokenizer`: that of the folder `model`, or bytes.
+    """The tokens of `data`: a folder that 05_ddp/prepare_data.py has made, or a small text, 5 % of its documents held
+    out. Without `tokenizer`: that of the folder `model`, or bytes. UserError for a source that cannot be read.
 
-    The first process of a node tokenizes and leaves the tokens in CORPUS_CACHE (default: in the system's folder for
-    temporary files), known by the source's files, sizes and times. UserError for a source that cannot be read."""
-    tokenizer = tokenizer or (model if any(Path(model).glob("tokenizer*")) else "bytes")
-    documents, source = _source(data)
-    known_by = repr((CACHE_VERSION, source, _files(sorted(Path(tokenizer).glob("token*"))) or tokenizer, HELD_OUT))
+    Of a text the first process of a node leaves the tokens in CORPUS_CACHE (default: in the system's folder for
+    temporary files), known by the source's files, sizes and times."""
+    tokenizer = tokenizer or (model if any(Path(model).glob("tokenizer*")) else None)
+    if Path(data, "corpus.json").is_file():
+        return _mapped(Path(data), tokenizer)
+    tokenizer = tokenizer or "bytes"
+    origins, known_by = sources(data)
+    files = [(str(path), path.stat().st_mtime_ns) for path in sorted(Path(tokenizer).resolve().glob("token*"))]
+    key = repr((CACHE_VERSION, data.startswith("hf:") and data, known_by, files or tokenizer))
     cache = Path(os.environ.get("CORPUS_CACHE") or Path(tempfile.gettempdir(), f"corpus-cache-{os.getuid()}"))
-    folder = cache / hashlib.sha256(known_by.encode()).hexdigest()[:20]
+    folder = cache / hashlib.sha256(key.encode()).hexdigest()[:20]
     try:
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
         with filelock.FileLock(folder.with_suffix(".lock")):
             if not all((folder / name).is_file() for name in ("train.npy", "held_out.npy", "corpus.json")):
-                tokenize(documents, tokenizer, folder, data)
-        about = json.loads((folder / "corpus.json").read_text())
-        train, held_out = (np.load(folder / f"{part}.npy", mmap_mode="r") for part in ("train", "held_out"))
+                tokenize(origins, tokenizer, folder, data)
+        return _mapped(folder)
     except OSError as error:  # numpy's has no errno when the disk is full
         raise UserError(f"cannot keep the tokens in {folder}: {error}; delete it, or set CORPUS_CACHE") from None
-    return Corpus(train, held_out, **about)
 
 
-def tokenize(documents: Iterable[bytes], tokenizer: str, folder: Path, data: str) -> None:
+def _mapped(folder: Path, tokenizer: str | None = None) -> Corpus:
+    """The corpus in a folder of tokens; UserError if they are not of `tokenizer`."""
+    about = json.loads((folder / "corpus.json").read_text())
+    if tokenizer and load_tokenizer(tokenizer)[1]["vocabulary_sha256"] != about["vocabulary_sha256"]:
+        made = f"was made with --tokenizer {about['tokenizer']}"
+        raise UserError(f"--data {folder} {made}, and --tokenizer {tokenizer} has other tokens: prepare it again")
+    train, held_out = (np.load(folder / f"{part}.npy", mmap_mode="r") for part in ("train", "held_out"))
+    return Corpus(train, held_out, about["vocab_size"], about["sha256"])
+
+
+def tokenize(origins: list, tokenizer: str, folder: Path, data: str) -> None:
     """Turn documents into a folder of tokens, whole or not at all: train.npy, held_out.npy and corpus.json."""
-    documents = list(documents)
-    if not any(documents):
+    texts, size = [], 0
+    for text in itertools.chain.from_iterable(map(documents, origins)):
+        texts.append(text)
+        size += len(text)
+        if size > LARGEST_TEXT:
+            command = f"python 05_ddp/prepare_data.py --data {data} --tokenizer {tokenizer} --out FOLDER"
+            raise UserError(f"--data {data} is more than 200 MB of text: {command} and then --data FOLDER")
+    if not size:
         raise UserError(f"--data {data} holds no text")
-    if any(b"\0" in document[:4096] for document in documents):
-        raise UserError(f"--data {data} is no text in UTF-8: it holds NUL bytes (compressed, or UTF-16?)")
-    encode, vocab_size = _encoder(tokenizer)
+    definition, about = load_tokenizer(tokenizer)
+    encode = encoder(definition, about)
     unfinished = folder.with_suffix(".tmp")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir()
     sha = hashlib.sha256()
-    for part, chosen in zip(("train", "held_out"), _split(documents), strict=True):
-        tokens = np.concatenate([encode(chosen[i : i + 1000]) for i in range(0, len(chosen), 1000)])
+    for part, chosen in zip(("train", "held_out"), _split(texts), strict=True):
+        tokens = np.concatenate([encode(text) for text in chosen])
         np.save(unfinished / f"{part}.npy", tokens)
         sha.update(tokens)
-    (unfinished / "corpus.json").write_text(json.dumps({"vocab_size": vocab_size, "sha256": sha.hexdigest()}))
+    (unfinished / "corpus.json").write_text(json.dumps({**about, "sha256": sha.hexdigest()}))
     shutil.rmtree(folder, ignore_errors=True)  # of which somebody has cleared a part away
     unfinished.rename(folder)
-
-
-def _files(paths: list[Path]) -> list[tuple]:
-    """Path, size and time of change of each file: what the cache is known by."""
-    return [(str(path.resolve()), (found := path.stat()).st_size, found.st_mtime_ns) for path in paths]
-
-
-def _source(data: str) -> tuple[Iterable[bytes], object]:
-    """The documents of `data`, read when they are asked for, and what the cache knows them by."""
-    if data.startswith("hf:"):
-        with _told(f"--data {data}", "datasets"):
-            from datasets import load_dataset
-
-            rows = load_dataset(data.removeprefix("hf:"), split="train")
-            return _texts(rows["text"], data), (data, rows._fingerprint)
-    path = Path(sysconfig.get_paths()["stdlib"] if data == "stdlib" else data)
-    kinds = (".py",) if data == "stdlib" else (".txt", ".md", ".py", ".jsonl", ".parquet")
-    left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test"} if data == "stdlib" else set()
-    files = [path] if path.is_file() else []
-    for folder, subfolders, names in os.walk(path):
-        subfolders[:] = [name for name in subfolders if name not in left_out]
-        files += [Path(folder, name) for name in names if Path(name).suffix.lower() in kinds]
-    if not files:
-        raise UserError(f"--data {data}: no such file (stdlib, a text, .jsonl or .parquet file, a folder, or hf:NAME)")
-    files.sort()
-    return itertools.chain.from_iterable(map(_read, files)), _files(files)
-
-
-@contextlib.contextmanager
-def _told(flag: str, package: str) -> Iterator[None]:
-    """A UserError in place of whatever a Hugging Face `package` raises: network, name, licence, layout."""
-    try:
-        yield
-    except ImportError:
-        raise UserError(f"{flag} needs the package {package}: pip install {package}") from None
-    except Exception as error:
-        raise UserError(f"{flag}: {type(error).__name__}: {error}") from None
-
-
-def _read(file: Path) -> Iterator[bytes]:
-    """The documents of a file: the rows of its column text, or all of it."""
-    try:
-        if file.suffix.lower() == ".jsonl":
-            lines = file.read_bytes().split(b"\n")
-            yield from _texts([json.loads(line)["text"] for line in lines if line.strip()], str(file))
-        elif file.suffix.lower() == ".parquet":
-            from pyarrow import parquet
-
-            yield from _texts(parquet.read_table(file, columns=["text"])["text"].to_pylist(), str(file))
-        else:
-            yield file.read_bytes()
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        raise UserError(f"--data {file} cannot be read as text, or rows with a column text: {error!r}") from None
-
-
-def _texts(rows: Iterable[object], data: str) -> Iterator[bytes]:
-    """UserError for a row that is no text, such as a missing value."""
-    for number, text in enumerate(rows, 1):
-        if not isinstance(text, str):
-            raise UserError(f"--data {data}: in row {number} the column text is {text!r}, no text")
-        yield text.encode()
 
 
 def _split(documents: list[bytes]) -> tuple[list[bytes], list[bytes]]:
@@ -149,24 +104,6 @@ def _split(documents: list[bytes]) -> tuple[list[bytes], list[bytes]]:
         return [unique[0][:cut]], [unique[0][cut:]]
     held_out = set(unique[: math.ceil(len(unique) * HELD_OUT)])
     return [d for d in documents if d not in held_out], [d for d in documents if d in held_out]
-
-
-def _encoder(name: str) -> tuple[Callable[[list[bytes]], np.ndarray], int]:
-    """What turns documents into tokens, and the size of its vocabulary: bytes, or a Hugging Face tokenizer."""
-    if name == "bytes":  # text holds no NUL: it ends a document
-        return lambda documents: np.frombuffer(b"".join(d + b"\0" for d in documents), dtype=np.uint8), 256
-    with _told(f"--tokenizer {name}", "transformers"):
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-
-    def encode(documents: list[bytes]) -> np.ndarray:
-        texts = [document.decode("utf-8", errors="replace") for document in documents]
-        ids = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-        return np.array([token for one in ids for token in (*one, *end)], dtype=np.uint32)
-
-    return encode, len(tokenizer)
 
 
 class Sequences(Dataset):
@@ -187,8 +124,8 @@ class Batches:
     """What one rank reads of a run's batches; `rank` of `world_size` counts along the data-parallel dimension.
     UserError for sizes that do not divide, and for a text that is too short."""
 
-    def __init__(self, corpus: Corpus, args: argparse.Namespace, *, rank: int, world_size: int) -> None:
-        self.rank, self.world_size, self.seed, self.seq_len = rank, world_size, args.seed, args.seq_len
+    def __init__(self, corpus: Corpus, args, *, rank: int, world_size: int, sequences: Callable = Sequences) -> None:
+        self.rank, self.world_size, self.seq_len = rank, world_size, args.seq_len
         self.global_batch_size = size = args.global_batch_size
         unit = world_size * (args.micro_batch_size or 1)
         if size % unit:
@@ -199,22 +136,26 @@ class Batches:
         self.micro_batch_size = args.micro_batch_size or size // world_size  # of one forward
         self.accumulation_steps = size // (world_size * self.micro_batch_size)
         self.tokens_per_step = size * self.seq_len
-        self.train, self.held_out = (Sequences(part, self.seq_len) for part in (corpus.train, corpus.held_out))
-        for part, sequences, needed in (("training", self.train, size), ("held-out", self.held_out, 1)):
-            if len(sequences) < needed:
-                found = f"{len(sequences)} {part} sequences of --seq-len {self.seq_len}, and needs {needed}"
+        self.train, self.held_out = (sequences(part, self.seq_len) for part in (corpus.train, corpus.held_out))
+        for part, found, needed in (("training", self.train, size), ("held-out", self.held_out, 1)):
+            if len(found) < needed:
+                found = f"{len(found)} {part} sequences of --seq-len {self.seq_len}, and needs {needed}"
                 raise UserError(f"--data has {found}: add text, or lower --seq-len or --global-batch-size")
+        shuffled = lambda epoch: np.random.default_rng([args.seed, epoch]).permutation(len(self.train))  # noqa: E731
+        self.permutation = lru_cache(2)(shuffled)  # two: what prefetches may be an epoch ahead
+
+    def global_batch(self, step: int) -> list[int]:
+        """Which training sequences the 0-based `step` reads, all ranks together. Position p of the stream is item p % n
+        of the permutation of epoch p // n: a function of seed and step alone."""
+        n, first = len(self.train), step * self.global_batch_size
+        return [int(self.permutation(p // n)[p % n]) for p in range(first, first + self.global_batch_size)]
 
     def order(self, start_step: int = 0) -> Iterator[list[int]]:
-        """Which training sequences this rank reads, micro-batch by micro-batch, from 0-based `start_step` on, for ever.
-        Position p of the stream is item p % n of the permutation of epoch p // n, and step s of global batch size G
-        reads positions s·G to (s+1)·G, of which rank r takes the r-th equal part: a function of seed and step alone."""
-        n, share = len(self.train), self.global_batch_size // self.world_size
-        permutation = lru_cache(1)(lambda epoch: np.random.default_rng([self.seed, epoch]).permutation(n))
-        for step in itertools.count(start_step):
-            first = step * self.global_batch_size + self.rank * share
-            for start in range(first, first + share, self.micro_batch_size):
-                yield [int(permutation(p // n)[p % n]) for p in range(start, start + self.micro_batch_size)]
+        """Which of them rank r reads, the r-th equal part: by micro-batch, from 0-based `start_step` on, for ever."""
+        share = self.global_batch_size // self.world_size
+        for batch in map(self.global_batch, itertools.count(start_step)):
+            for start in range(self.rank * share, (self.rank + 1) * share, self.micro_batch_size):
+                yield batch[start : start + self.micro_batch_size]
 
     def stream(self, start_step: int, *, pin: bool = False, num_workers: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's micro-batches, for ever: inputs and targets, each int64 [micro_batch_size, seq_len], on the CPU,

@@ -197,14 +197,16 @@ class Transformer(nn.Module):
             weight = random_weight(name, parameter.shape, seed, rows.start, rows.stop)
             held.copy_(weight[(slice(None), *others)])
 
-    def forward(self, input_ids: Tensor, targets: Tensor | None = None, positions=None, cache=None) -> Tensor:
-        """Logits [batch, length, vocab]; given targets [batch, length], their mean cross-entropy in nats: without those
-        of -100, and NaN if no other is there. positions and cache as in Decoder."""
+    def forward(self, input_ids, targets: Tensor | None = None, positions=None, cache=None, reduction="mean") -> Tensor:
+        """Logits [batch, length, vocab]; given targets [batch, length], their mean cross-entropy in nats, or its "sum":
+        without those of -100, and the mean is NaN if no other is there. positions and cache as in Decoder."""
         hidden = self.model(input_ids, positions, cache)
         if self.lm_head is None:
             return hidden
         logits = self.lm_head(hidden)
-        return logits if targets is None else F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction=reduction)
 
 
 def checkpoint_blocks(net: Transformer, how: str) -> None:
@@ -219,7 +221,7 @@ def checkpoint_blocks(net: Transformer, how: str) -> None:
 def selective_contexts(block: nn.Module) -> tuple:
     """For torch's checkpoint, which calls it at each forward: keep what attention and matmuls gave, compute the rest
     again. The last matmul is not kept: no backward reads its result."""
-    last = sum(isinstance(module, nn.Linear) for module in block.modules())
+    last = sum(weight.ndim == 2 for weight in block.parameters())  # adapters have some, too
     matmuls = Counter()  # so far: in forward, in recomputation
 
     def policy(context, operator, *args, **kwargs) -> CheckpointPolicy:
@@ -273,7 +275,8 @@ def load_weights(net: Transformer, folder: Path) -> bool:
             there = f"{stored.get(name, 'missing')} in its files and {needed.get(name, 'missing')} in the model"
             raise UserError(f"--model {folder}: {name} is {there}")
         with warnings.catch_warnings(action="ignore"):  # no_dist: no rank waits for another
-            dcp.load(dict(net.named_parameters()), storage_reader=reader, no_dist=True)
+            mine = {name: weight for name, weight in net.named_parameters() if name in needed}  # no adapters
+            dcp.load(mine, storage_reader=reader, no_dist=True)
     except (SafetensorError, dcp.api.CheckpointException) as error:
         raise UserError(f"--model {folder}: a file is truncated or damaged, download it again ({error})") from None
     return True

@@ -10,9 +10,11 @@ from torch.optim.lr_scheduler import LambdaLR
 
 def adamw_cosine(net: nn.Module, *, lr: float, weight_decay: float, warmup_steps: int, steps: int) -> tuple:
     """The optimizer and its schedule; call scheduler.step() after each optimizer step. `lr` is the peak."""
-    matrices = [parameter for parameter in net.parameters() if parameter.ndim >= 2]
-    vectors = [parameter for parameter in net.parameters() if parameter.ndim < 2]  # norms: decay would shrink them
+    trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in trained if parameter.ndim >= 2]
+    vectors = [parameter for parameter in trained if parameter.ndim < 2]  # norms: decay would shrink them
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [group for group in groups if group["params"]]  # a checkpoint cannot name an empty one
     optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
     return optimizer, LambdaLR(optimizer, partial(warmup_cosine, warmup_steps=warmup_steps, steps=steps))
 

@@ -25,14 +25,7 @@ def matrix_bytes(matrices: list[tuple[int, int]], weights: str, group_size: int)
 
 
 def weight_bytes(
-    shape: Shape,
-    *,
-    weights: str = "bf16",
-    group_size: int = 32,
-    tp: int = 1,
-    head_divided: bool = False,
-    count_embedding: bool = True,
-    experts_read: int | None = None,
+    shape: Shape, *, weights="bf16", group_size=32, tp=1, head_divided=False, count_embedding=True, experts_read=None
 ) -> float:
     """matrices of blocks and head in --weights, embedding and norms in 16 bits (fp32: in 32); tp divides the blocks.
     count_embedding=False leaves out an embedding that is only looked up; experts_read: of each layer's experts"""

@@ -75,8 +75,9 @@ def read(device: str, dtype: str = "bf16") -> Machine:
     sheet = hardware.devices().get(device, {})
     if not sheet and device != "cpu":
         alike = [name for name in hardware.devices() if device and device.lower() in name.lower()]
-        hint = f"did you mean {' or '.join(alike)}?" if alike else "its first column has the names"
-        raise ValueError(f"--device {device!r} is neither cpu nor in common/devices.csv: {hint}")
+        raise ValueError(
+            f"--device {device!r} is not in common/devices.csv, nor cpu: use {' or '.join(alike) or 'its names'}"
+        )
     return Machine(
         device=device,
         memory_bytes=sheet["memory"] / 1e9 * 2**30 * USABLE if sheet.get("memory") else None,

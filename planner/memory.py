@@ -45,6 +45,8 @@ class Memory:
         autocast = plan.framework == "ours" and plan.zero < 3
         self.residual_size = 4 if autocast else self.e  # the residual stream stays fp32, and so do weights' gradients
         self.cast_size = self.e if autocast and plan.dtype != "fp32" else 0
+        matrices = [*shape.attention_matrices(), *shape.feed_forward_matrices(shape.ffn)]
+        self.layer_adapters = plan.adapters * sum(map(sum, matrices))  # numbers of A and B in a layer
         self.own_tokens = plan.tokens / plan.tp
         self.largest_layer = shape.largest_layer() / plan.ep / plan.tp
         # fp32 gradients that a pipeline keeps whole; of the embedding's, DTensor keeps each tensor rank's summand
@@ -59,17 +61,21 @@ class Memory:
             return self.all_parameters
         return self.parameters / self.plan.shards + self.expert_parameters / self.plan.expert_shards
 
+    def trained(self, since: int) -> float:  # the same of A and B alone, where there are any
+        ranks = self.plan.shards if self.plan.zero >= since else 1
+        return self.layer_adapters * self.shape.layers / ranks if self.plan.adapters else self.held(since)
+
     def weight_bytes(self) -> float:
         """N x bytes each, divided by the ranks that share data under ZeRO-3 and FSDP (arXiv:1910.02054, section 5)"""
-        return self.held(3) * self.traits.weight
+        return self.held(3) * self.e + 4 * self.trained(3) if self.plan.adapters else self.held(3) * self.traits.weight
 
     def gradient_bytes(self) -> float:
         """N x bytes each, divided from ZeRO-2 on"""
-        return self.held(2) * self.traits.gradient
+        return self.trained(2) * self.traits.gradient
 
     def optimizer_bytes(self) -> float:
         """N x (master copy + state), divided from ZeRO-1 on; AdamW's state is two fp32 numbers"""
-        return self.held(1) * (self.traits.master + OPTIMIZERS[self.plan.optimizer])
+        return self.trained(1) * (self.traits.master + OPTIMIZERS[self.plan.optimizer])
 
     def of_input(self) -> float:
         """Per token, a norm's input and 1/rms (two fp32 tensors on a CPU), and the input of column-parallel matmuls."""
@@ -94,15 +100,14 @@ class Memory:
     def of_feed_forward(self, *, experts: bool) -> float:
         """Per token, what backward needs of the feed-forward part: its input, gate, up, silu and their product; of
         experts the copies of its active ones, and the router's fp32 logits and probabilities."""
-        copies = self.shape.active_experts * self.shape.hidden * experts
-        numbers = self.traits.ffn_tensors * self.shape.active_ffn(experts) + copies
+        numbers = self.traits.ffn_tensors * self.shape.active_ffn(experts)
+        numbers += self.shape.active_experts * self.shape.hidden * experts
         return self.of_input() + numbers * self.e + 2 * 4 * self.shape.experts * experts
 
     def matmul_widths(self, *, experts: bool) -> int:
         """Numbers per token of the matmul results that selective checkpointing keeps."""
         shape, every = self.shape, 2 if self.traits.every_second else 1
-        # what each tensor rank has of a sum is as wide as the sum
-        summand = shape.hidden * (self.plan.tp if self.traits.whole_summands else 1)
+        summand = shape.hidden * (self.plan.tp if self.traits.whole_summands else 1)  # as wide as the sum
         widths = [outputs for _, outputs in shape.attention_matrices()[:-1]] + [summand]
         if not experts:
             widths += [shape.ffn, shape.ffn, summand]
@@ -154,7 +159,7 @@ class Memory:
 
     def reduced_bytes(self) -> float:
         """ZeRO-3: a block's whole gradient x (e + 4) / tp: as backward makes it, and the fp32 copy that is reduced"""
-        return self.largest_layer * self.reduced_size
+        return (self.layer_adapters or self.largest_layer) * self.reduced_size
 
     def cast_bytes(self) -> float:
         """N of matrices x e: the 16-bit copies that autocast keeps until backward; fully_shard gathers them so"""
@@ -181,9 +186,8 @@ class Memory:
     def moments(self) -> dict[str, float]:
         """Bytes at each moment that may be the peak. A block's backward begins with what forward has kept of it, and
         computes the rest again. Gradients that accumulate are there all the time, and so are DDP's, which are views of
-        its buckets; else they come one by one, the embedding's last. A tied matrix has two, of head and of embedding,
-        and for a moment their sum. In a pipeline, unreduced gradients count as gathered. At the first block all layers
-        are gathered, and later micro-batches' activations are still alive."""
+        its buckets; else they come one by one, the embedding's last. A tied matrix has two and for a moment their sum.
+        In a pipeline, unreduced gradients count as gathered, and at the first block all layers are gathered."""
         shape, plan, lines = self.shape, self.plan, self.lines
         experts, tokens = self.expert_layers > 0, self.own_tokens
         accumulate = plan.micro_batches > 1 or plan.framework != "ours" or (plan.zero == 0 and plan.shards > 1)
@@ -227,7 +231,7 @@ class Memory:
             "loss backward": waiting_for_loss + cast + lines["logits_bytes"],
             "last block": waiting + held_logits + last_block,
             "first block": states + held_logits + gradients + first_block,
-            "last gradients": states + held_logits + gradients + of_root,
+            "last gradients": states + held_logits + gradients + of_root * (not plan.adapters),
         }
 
     @cached_property

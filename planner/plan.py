@@ -41,6 +41,7 @@ class Plan:
     on_cpu: bool = False
     async_tp: bool = False  # tensor parallel's collectives run in parts beside parts of the matmuls
     fp8: str = ""  # linear layers in 8 bits: "tensorwise" or "rowwise" scales
+    adapters: int = 0  # the rank of LoRA's A and B beside frozen matrices; 0: all weights are trained
     kept_besides: int = 0  # numbers per token and layer that checkpointing keeps beyond its usual ones; below 0: fewer
 
     @property
@@ -73,6 +74,8 @@ def check(shape: Shape, plan: Plan) -> None:
         raise ValueError(f"--ep {plan.ep}: {shape.name} has no experts")
     if plan.replicate > 1 and plan.zero < 3:
         raise ValueError(f"--replicate {plan.replicate} is of FSDP: use --zero 3, or leave it out")
+    if plan.adapters and (shape.experts or shape.kv_rank or plan.tp * plan.pp * plan.cp > 1):
+        raise ValueError(f"--adapters {plan.adapters} is of 06_fsdp_zero/finetune.py: a Llama, --tp, --pp and --cp 1")
     divides("--tp x --pp x --cp", plan.tp * plan.pp * plan.cp, "--gpus", plan.gpus)
     divides("--tp", plan.tp, "attention heads", shape.heads)
     divides("--tp", plan.tp, "key-value heads", shape.heads if shape.kv_rank else shape.kv_heads)
@@ -88,6 +91,5 @@ def check(shape: Shape, plan: Plan) -> None:
 def divides(name: str, size: int, whole_name: str, whole: int) -> None:
     """ValueError unless `size` divides `whole`, with the nearest sizes that do."""
     if whole % size:
-        fitting = [n for n in range(1, min(whole, 2 * size) + 1) if whole % n == 0]
-        nearest = min(fitting, key=lambda n: abs(n - size))
+        nearest = min((n for n in range(1, 2 * size) if whole % n == 0), key=lambda n: abs(n - size))
         raise ValueError(f"{name} {size} does not divide {whole_name} {whole}: the nearest that does is {nearest}")

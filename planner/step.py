@@ -71,8 +71,8 @@ def layer_causes(shape: Shape, plan: Plan, machine: Machine, *, experts: bool) -
     repeated = 1.0 if full else 0.5 if again and traits.every_second else 0.0  # of the matmuls
     # our selective keeps nothing that collectives gave; the last one of a layer is not needed again
     collectives = 0.75 if traits.gathered_keys and again and not full else repeated
-    causes = {
-        "compute": 3 * matmuls + 3.5 * attention + 3 * kernels,
+    causes = {  # frozen matrices have no gradient of their own: a third of the arithmetic
+        "compute": (2 if plan.adapters else 3) * matmuls + 3.5 * attention + 3 * kernels,
         "recomputation": repeated * matmuls + full * attention + again * kernels,
         "tensor": (2 + collectives) * tensor,
         "context": (2 + (again if traits.gathered_keys else full)) * context,
@@ -101,7 +101,7 @@ def data_seconds(plan: Plan, machine: Machine, rank: Memory, busy: float) -> flo
         exposed = behind(busy * 2 / 3, gradients) if traits.overlaps and calls == 1 else gradients
         return exposed + (weights if plan.zero else 0.0)
     # weights are gathered for forward and for backward of each micro-batch, unless a pipeline keeps them or gradients
-    gathers, reduces = 2 * times, times
+    gathers, reduces = 2 * times, times * (not plan.adapters)
     if rank.gradients_stay_whole:
         gathers, reduces = 2 if rank.weights_stay_whole else times + plan.pp - 1, 1
     # each shard's gradient is added to those of its replicas, once a step
@@ -139,5 +139,5 @@ def step(shape: Shape, plan: Plan, machine: Machine) -> Step:
     found["bubble"] = (plan.pp - 1) / plan.virtual * sum(busy) / plan.pp
     # AdamW reads weight, gradient and two moments and writes three of them (28 bytes) and a 16-bit copy; the gradient
     # is read for its norm, and set to zero
-    found["optimizer"] = machine.moved(30 * rank.held(1) + 8 * rank.held(2))
+    found["optimizer"] = machine.moved(30 * rank.trained(1) + 8 * rank.trained(2))
     return Step(found, sum(found.values()), plan.dp * plan.micro_batches * plan.micro_batch_size * plan.seq_len)

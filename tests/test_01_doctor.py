@@ -1,7 +1,6 @@
 """01_devices/doctor.py finds each planted fault by name, and is silent where all is well."""
 
 import json
-import os
 import socket
 from pathlib import Path
 
@@ -100,23 +99,20 @@ def test_faults_of_a_machine_and_of_a_job(tmp_path, quick):
     assert failed(results) == {"environment variables"}
     assert {results[name] for name in HOST} == {"fail"}
     assert "LOCAL_RANK" in seen["environment variables"]
-    assert f"{os.getpid()}" in seen["port"]
+    assert port in seen["port"]
     whole = {**half, "LOCAL_RANK": "2", "MASTER_ADDR": "localhost"}
     assert failed(doctor(tmp_path, script=quick, **whole)[0]) == {"environment variables"}
     assert failed(doctor(tmp_path, script=quick, **{**whole, "LOCAL_RANK": "0"})[0]) == set()
 
 
 def test_gpus_that_only_the_driver_sees(fake_driver, tmp_path, quick):
-    """On a torch that says it was built for CUDA 12.8: all well, a driver that says nothing, and one with faults."""
+    """On a torch that says it was built for CUDA 12.8: a driver that fits, a silent one, one that is too old."""
     script = with_prelude(str(quick), tmp_path, "import torch\ntorch.version.cuda = '12.8'")
-    refuse = "nvmlSystemGetCudaDriverVersion,nvmlSystemGetCudaDriverVersion_v2,nvmlDeviceGetComputeRunningProcesses_v3"
-    faults = {"NVML_CUDA": "11040", "NVML_PID": "1"}
-    for env, expected in (({}, ("ok", "ok")), ({"NVML_REFUSE": refuse}, ("skip", "skip")), (faults, ("fail", "warn"))):
+    refuse = "nvmlSystemGetCudaDriverVersion,nvmlSystemGetCudaDriverVersion_v2"
+    for env, expected in (({}, "ok"), ({"NVML_REFUSE": refuse}, "skip"), ({"NVML_CUDA": "11040"}, "fail")):
         results, seen = doctor(tmp_path, script=script, LD_LIBRARY_PATH=fake_driver, **env)
-        assert (results["driver"], results["other processes"]) == expected, seen
-        assert results["visible GPUs"] == "fail"
+        assert (results["driver"], results["visible GPUs"]) == (expected, "fail"), seen
     assert "11.4" in seen["driver"]
-    assert "pid 1 " in seen["other processes"]
 
 
 def test_a_hang(tmp_path, quick):
@@ -151,9 +147,8 @@ def test_ranks_that_do_the_same_apart(tmp_path, quick):
     setup = "torch.manual_seed(rank); [p.data.normal_() for p in net.parameters()]\n"
     setup += "torch.manual_seed(0); data = Slow(torch.randn(64, 4), torch.randn(64, 1))"
     results, seen = planted(tmp_path, quick, setup, nproc=2)
-    assert failed(results) == {"ranks' batches", "ranks' weights"}
-    assert (results["script"], results["data wait"]) == ("ok", "warn")
-    assert "4 of 4" in seen["ranks' weights"]
+    assert failed(results) == {"ranks' weights"}
+    assert (results["script"], results["data wait"], results["ranks' batches"]) == ("ok", "warn", "warn"), seen
 
 
 @pytest.mark.full
@@ -169,7 +164,7 @@ def test_a_batch_on_the_gpu_and_one_left_on_the_cpu(gpus, tmp_path, quick, step,
     visible = {"CUDA_VISIBLE_DEVICES": gpus["CUDA_VISIBLE_DEVICES"]}
     results, seen = planted(tmp_path, quick, setup="net.cuda()", step=step, **visible)
     assert (results["architecture"], results["script"], results["devices"]) == ("ok", result, result), seen
-    assert "cuda:0" in seen["devices"]
+    assert step != "pass" or "cuda:0" in seen["devices"]
 
 
 @pytest.mark.gpu(n=2)

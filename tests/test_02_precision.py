@@ -46,21 +46,18 @@ def test_limits_are_those_of_numpy_and_ml_dtypes(summary):
 def test_sums_are_those_of_numpy(summary, name):
     """The same chain in numpy's scalars: each operation rounds to the type."""
     dtype, row = STORED[name], summary["rows"][name]
-    largest = 448 if name == "fp8 e4m3fn" else math.inf  # torch saturates where ml_dtypes has NaN
-
-    def keep(x: float) -> float:
-        return float(dtype(min(x, largest)))
-
-    step, total, kahan, lost = keep(1.1), 0.0, 0.0, 0.0
-    for _ in range(10_000):
-        total = keep(total + step)
-        owed = keep(step - lost)
-        new = keep(kahan + owed)
-        lost = keep(keep(new - kahan) - owed)
-        kahan = new
-    exact = 10_000 * Fraction(step)
+    step, total, kahan, lost = float(dtype(1.1)), 0.0, 0.0, 0.0
     assert row["stored_rate"] == step
     assert row["off_in_a_month"] == pytest.approx(float(Fraction(step) * 2_592_000 - Fraction(2_851_200)), rel=1e-12)
+    if name.startswith("fp8"):
+        return  # it has no arithmetic
+    for _ in range(10_000):
+        total = float(dtype(total + step))
+        owed = float(dtype(step - lost))
+        new = float(dtype(kahan + owed))
+        lost = float(dtype(float(dtype(new - kahan)) - owed))
+        kahan = new
+    exact = 10_000 * Fraction(step)
     assert row["naive_sum"] == total
     assert row["sum_off"] == pytest.approx(float(Fraction(total) - exact), rel=1e-12)
     assert row["kahan_relative_error"] == pytest.approx(abs(float(Fraction(kahan) / exact - 1)), rel=1e-9)
@@ -68,7 +65,7 @@ def test_sums_are_those_of_numpy(summary, name):
 
 def test_sums_stop_and_what_mends_that(summary):
     rows = summary["rows"]
-    assert [rows[name]["naive_sum"] for name in ("bf16", "fp16", "fp8 e5m2", "fp8 e4m3fn")] == [512, 4096, 8, 32]
+    assert [rows[name]["naive_sum"] for name in ("bf16", "fp16")] == [512, 4096]
     assert rows["bf16"]["sum_of_ones"] == 256
     for name in ("bf16", "fp16"):
         assert rows[name]["into_fp32_relative_error"] < 1e-3 < 0.5 < rows[name]["naive_relative_error"]
@@ -96,20 +93,14 @@ def test_updates(summary):
     assert [way["bytes_per_weight"] for way in summary["updates"]] == [12, 6, 14, 10]
 
 
-def patched(name: str, wrong: str) -> tuple[str, str]:
-    """A function of the helper, replaced for the script and for the helper's own check."""
-    line = "ADDITIONS = 10_000\n"
-    return line, f"{line}import _precision\n{name} = _precision.{name} = {wrong}\n"
-
-
 FAULTS = [
-    ("owed = keep(step - lost)", "owed = keep(step + lost)"),
-    ("step = keep(increments.to(held))", "step = keep(1.01 * increments.to(held))"),
+    ("owed = step - lost", "owed = step + lost"),
+    ("totals = add_up(torch.tensor([1, 1.1]", "totals = add_up(torch.tensor([1.01, 1.1]"),
     ('{"name": name, **limits(exponent_bits,', '{"name": name, **limits(exponent_bits - 1,'),
-    patched("round_to_tf32", "lambda x: (x.view(torch.int32) & -8192).view(torch.float32)"),
-    patched("round_stochastically", "lambda x: x.to(torch.bfloat16)"),
+    ("return (bits + 0xFFF + (bits >> 13 & 1) & -(1 << 13))", "return (bits & -(1 << 13))"),
+    ("torch.randint(1 << 16, x.shape, dtype=torch.int32)", "(1 << 15)"),
     ('torch.bfloat16 if way == "bf16" else', 'torch.bfloat16 if way[4:8] in ("", " and") else'),
-    ("a8.float() * a_scale", "a8.float()"),
+    ("return (x / scale).to(dtype).float() * scale", "return (x / scale).to(dtype).float()"),
 ]
 
 
@@ -125,7 +116,7 @@ def test_the_script_catches_what_is_wrong(tmp_path, line, wrong):
 @pytest.mark.gpu(n=1)
 @pytest.mark.parametrize("allow", ["0", "1"])
 def test_on_a_gpu(gpus, tmp_path, allow):
-    """Units for tf32 and fp8 where there are any. NVIDIA's images set the variable, and fp32 is fp32 all the same."""
+    """Units for tf32 where there are any. NVIDIA's images set the variable, and fp32 is fp32 all the same."""
     env = {"CUDA_VISIBLE_DEVICES": gpus["CUDA_VISIBLE_DEVICES"], "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": allow}
     result = run(SCRIPT, tmp_path, "--device", "cuda", "--json", "s.json", **env)
     assert result.code == 0, result.err[-4000:]
@@ -133,6 +124,3 @@ def test_on_a_gpu(gpus, tmp_path, allow):
     assert rows["fp32"]["matmul_error"] < 1e-6
     if "matmul_error" in rows["tf32"]:
         assert 10 * rows["fp32"]["matmul_error"] < rows["tf32"]["matmul_error"] < rows["bf16"]["matmul_error"] / 2
-    for name in ("fp8 e4m3fn", "fp8 e5m2"):
-        units = rows[name].get("matmul_error")
-        assert units is None or units > rows["bf16"]["matmul_error"]

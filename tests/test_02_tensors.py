@@ -48,7 +48,5 @@ def test_more_processes_are_refused(tmp_path):
 def test_layouts_and_copies_on_a_gpu(gpus, tmp_path: Path):
     """The script itself compares the convolution in both layouts, and tensors on both sides of a move."""
     env = {"CUDA_VISIBLE_DEVICES": gpus["CUDA_VISIBLE_DEVICES"]}
-    result = run(SCRIPT, tmp_path, "--device", "cuda", "--json", "s.json", **env)
+    result = run(SCRIPT, tmp_path, "--device", "cuda", **env)
     assert result.code == 0, result.err[-4000:]
-    summary = json.loads((tmp_path / "s.json").read_text())
-    assert summary["dtype"] in ("torch.bfloat16", "torch.float16")  # the second before Ampere

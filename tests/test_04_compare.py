@@ -1,9 +1,9 @@
-"""04_amp/compare.py: what the types save and lose, counted against numpy, by hand and against a float reference."""
+"""04_amp/compare.py: what the types save and lose, compared with fp32."""
 
 import json
 
 import pytest
-from support.harness import TINY, run, with_fault
+from support.harness import TINY, assert_refused, run, with_fault
 
 SCRIPT = "04_amp/compare.py"
 
@@ -17,7 +17,7 @@ def flags(folder) -> list:
 @pytest.fixture(scope="module")
 def summary(tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp("compare")
-    result = run(SCRIPT, folder, *flags(folder), "--dtypes", "all", warm=False)
+    result = run(SCRIPT, folder, *flags(folder), warm=False)
     assert result.code == 0, result.err[-3000:]
     found = json.loads((folder / "c.json").read_text())
     return found | {"rows": {row["dtype"]: row for row in found["rows"]}}
@@ -25,7 +25,7 @@ def summary(tmp_path_factory) -> dict:
 
 def test_the_same_start_for_every_type(summary):
     rows = summary["rows"]
-    assert rows.keys() >= {"fp32", "bf16", "fp16", "fp16-unscaled", "fp8"}
+    assert rows.keys() >= {"fp32", "bf16", "fp16"}
     fp32 = rows["fp32"]
     for name, row in rows.items():
         assert len(row["losses"]) == 12
@@ -34,7 +34,7 @@ def test_the_same_start_for_every_type(summary):
         assert row["largest_loss_difference"] == pytest.approx(off)
         assert (row["losses"] == fp32["losses"]) == (name == "fp32")  # each type has arithmetic of its own
         assert row["last_loss"] < row["losses"][0]
-        assert 12 * summary["parameters"] <= row["kept_bytes"] == fp32["kept_bytes"] < row["peak_bytes"]
+        assert 12 * summary["parameters"] <= row["kept_bytes"] == fp32["kept_bytes"]
 
 
 def test_speed_is_of_native_types_only(summary):
@@ -44,17 +44,16 @@ def test_speed_is_of_native_types_only(summary):
             assert row["min_tokens_per_second"] <= row["tokens_per_second"] <= row["max_tokens_per_second"]
             assert row["min_speed_ratio"] <= row["speed_ratio"] <= row["max_speed_ratio"]
     assert summary["rows"]["fp32"]["speed_ratio"] == 1
-    assert summary["rows"]["fp8"]["native"] is False  # on no CPU
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
-        "types.clip_grad_norm_ = lambda parameters, limit: None",
+        "helper.clip_grad_norm_ = lambda parameters, limit: None",
         "AUTOCAST.clear()",
         # with one micro-batch nothing vanishes from so small a model
-        pytest.param("types.MICRO_BATCHES = 1", marks=pytest.mark.full),
-        pytest.param("types.change = lambda run, net: torch.ones(1)", marks=pytest.mark.full),
+        pytest.param("helper.MICRO_BATCHES = 1", marks=pytest.mark.full),
+        pytest.param("GradScaler = partial(GradScaler, backoff_factor=1.0)", marks=pytest.mark.full),
     ],
 )
 def test_the_script_catches_what_is_wrong(tmp_path, wrong):
@@ -65,11 +64,8 @@ def test_the_script_catches_what_is_wrong(tmp_path, wrong):
     assert "AssertionError" in result.err
 
 
-@pytest.mark.parametrize(("wrong", "words"), [("--steps 20", ("--steps", "20")), ("--dtypes fp9", ("--dtypes", "fp9"))])
-def test_what_cannot_run_is_one_line_and_code_2(tmp_path, wrong, words):
-    result = run(SCRIPT, tmp_path, *flags(tmp_path), *wrong.split())
-    assert (result.code, result.err.count("\n")) == (2, 1), result.err
-    assert [word for word in words if word not in result.err] == []
+def test_steps_that_are_no_multiple_of_the_rounds_are_refused(tmp_path):
+    assert_refused(run(SCRIPT, tmp_path, *flags(tmp_path), "--steps", 20), "--steps 20", "24")
 
 
 @pytest.mark.gpu(n=1)
@@ -79,4 +75,4 @@ def test_gpu_runs_every_native_type(gpus, tmp_path):
     assert result.code == 0, result.err[-3000:]
     rows = {row["dtype"]: row for row in json.loads((tmp_path / "c.json").read_text())["rows"]}
     assert {"fp32", "fp16"} <= set(rows)
-    assert all(row["peak_bytes"] > row["kept_bytes"] for row in rows.values())
+    assert all(row["activation_bytes"] > 0 for row in rows.values())

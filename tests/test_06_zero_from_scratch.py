@@ -77,7 +77,7 @@ PLANTED = {
     "(2) forgets to divide by the number of ranks": (
         "group.my_weights.grad = my_gradients / dist.get_world_size()",
         "group.my_weights.grad = my_gradients",
-        "first moments differ",
+        "stage 2: first_moments_error",
     ),
     "(3) does not free the weights": (
         "        storage.resize_(0)",

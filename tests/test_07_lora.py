@@ -10,7 +10,7 @@ from support.chapter import load
 from support.checkpoints import write_folder
 from support.harness import ODD, TINY, assert_refused, config_of, run, with_fault
 
-from common import model, shapes
+from common import adapters, model, shapes
 
 SCRIPT = "07_memory_tricks/lora.py"
 SMALL = ("--steps", 3, "--seq-len", 64, "--dtype", "fp32", "--device", "cpu", "--json", "summary.json")
@@ -84,7 +84,6 @@ def test_peft_reads_what_is_saved_and_computes_the_same(tmp_path, shape):
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM
 
-    adapters = load("07_memory_tricks/_shared.py")
     net = model.build("nano", config_of(shape), seed=0)
     (tmp_path / "config.json").write_text(json.dumps(shapes.config_json(net.config)))
     for name, parameter in net.named_parameters():
@@ -141,7 +140,7 @@ def test_the_loss_is_of_the_answer_alone():
                 tokens += [1 if message["role"] == "user" else 2, *map(ord, message["content"])]
             return {"input_ids": [*tokens, 2 if add_generation_prompt else 3]}
 
-    inputs, targets = load("07_memory_tricks/_lora.py").encode(WordTokenizer(), {"instruction": "ab", "answer": "xy"})
+    inputs, targets = load("07_memory_tricks/_lora.py").encode(WordTokenizer(), {"prompt": "ab", "completion": "xy"})
     a, b, x, y = map(ord, "abxy")
     assert inputs.tolist() == [1, a, b, 2, x, y]
     assert targets.tolist() == [-100, -100, -100, x, y, 3]

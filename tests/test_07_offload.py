@@ -13,7 +13,6 @@ SCRIPT = "07_memory_tricks/offload.py"
 script = load(SCRIPT)
 FLAGS = ("--model", "odd.json", "--seq-len", 61, "--batch-size", 7, "--rounds", 1)
 SHAPE = {**ODD, "vocab_size": 259, "hidden_size": 72, "head_dim": 12}
-GRADIENTS_TO_THE_BIT = ("nothing", "activations, overlapped", "inputs of blocks, recomputed", "AdamW's state")
 
 
 def rows_of(tmp_path, *flags, tied: bool = False, **how) -> dict[str, dict]:
@@ -26,14 +25,12 @@ def rows_of(tmp_path, *flags, tied: bool = False, **how) -> dict[str, dict]:
 @pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.full)])
 def test_the_script(tmp_path, dtype):
     rows = rows_of(tmp_path, "--device", "cpu", "--dtype", dtype, tied=dtype == "bf16")
-    assert all(rows[name]["gradient_relative_error"] == 0 for name in GRADIENTS_TO_THE_BIT)
-    assert all(rows[name]["losses"] == rows["nothing"]["losses"] for name in GRADIENTS_TO_THE_BIT)
     nothing, overlapped = rows["nothing"], rows["activations, overlapped"]
+    assert overlapped["gradient_relative_error"] == 0
+    assert overlapped["losses"] == nothing["losses"]
     assert nothing["after_forward_bytes"] - overlapped["after_forward_bytes"] == overlapped["copied_down_bytes"] > 0
     assert overlapped["peak_bytes"] < nothing["peak_bytes"]
     assert rows["activations, save_on_cpu"]["copied_down_bytes"] > 1.2 * overlapped["copied_down_bytes"]
-    state = rows["AdamW's state"]
-    assert nothing["peak_bytes"] - state["peak_bytes"] == state["state_bytes"]
 
 
 def test_what_is_written_over_is_another_piece():

@@ -15,7 +15,7 @@ from common import lesson, model
 SCRIPT = "08_model_parallel/pipeline_parallel.py"
 SHAPE = {**ODD, "vocab_size": 256, "num_hidden_layers": 9, "tie_word_embeddings": False}  # 9: uneven stages
 STEPS, SEQ_LEN, SEQUENCES = 3, 12, 3  # of a micro-batch
-BY_HAND = ["GPipe", "1F1B", "interleaved 1F1B", "zero bubble"]
+BY_HAND = ["GPipe", "1F1B", "interleaved 1F1B"]
 # processes, micro-batches per process, chunks
 RUNS = [(2, 2, 2), *(pytest.param(values, marks=pytest.mark.full) for values in ((3, 2, 3), (4, 1, 2)))]
 
@@ -63,35 +63,32 @@ def test_every_schedule_trains_as_one_process_does(finished):
     assert {row["name"] for row in summary["rows"]} >= {*BY_HAND, *(f"{name} by torch" for name in BY_HAND)}
     for row in summary["rows"]:
         assert row["losses"] == pytest.approx(losses, rel=1e-5), row["name"]
-        assert row["gradient_norms"] == pytest.approx(norms, rel=1e-5), row["name"]
         assert row.get("gradient_error", 0) < 1e-5
     assert losses[-1] < losses[0]
     assert max(norms) > 1  # some gradients are clipped
 
 
-def test_bubble_activations_and_bytes_are_those_of_the_formulas(finished):
+def test_bubble_activations_and_messages_are_those_of_the_formulas(finished):
     p, per_rank, v, summary = finished
     m = p * per_rank
-    message = 4 * SEQUENCES * SEQ_LEN * SHAPE["hidden_size"]
     rows = {row["name"]: row for row in summary["rows"]}
     expected = {  # work of a rank for each unit that it waits for another, most that it holds
         "GPipe": (m, [m] * p),
         "1F1B": (m, [*range(p, 0, -1)]),
         "interleaved 1F1B": (v * m, [min(2 * (p - rank - 1) + (v - 1) * p + 1, v * m) for rank in range(p)]),
-        "zero bubble": (3 * m, [p] * p),
     }
     for name, (work, held) in expected.items():
         assert rows[name]["idle_share"] == pytest.approx((p - 1) / (work + p - 1), abs=1e-12)
         assert rows[name]["most_held_per_rank"] == held
         stages = p * v if name == "interleaved 1F1B" else p
-        assert sum(rows[name]["sent_bytes_per_rank"]) == 2 * m * (stages - 1) * message  # there and back
+        assert rows[name]["messages"] == 2 * m * (stages - 1)  # there and back
 
 
 @pytest.mark.parametrize(("p", "m", "v"), [(1, 5, 1), (2, 6, 2), (3, 9, 3), (4, 4, 2), (8, 32, 2)])
 def test_no_rank_waits_for_ever_if_every_call_blocks(p, m, v):
     """The strictest rules: a send or a receive ends when the other rank has come to it. NCCL may ask for that."""
     lesson_08 = load(SCRIPT)
-    schedules = [lesson_08.gpipe, lesson_08.one_forward_one_backward, lesson_08.zero_bubble]
+    schedules = [lesson_08.gpipe, lesson_08.one_forward_one_backward]
     orders = [[schedule(rank, p, m) for rank in range(p)] for schedule in schedules]
     orders += [[lesson_08.interleaved(rank, p, m, v) for rank in range(p)]] if p > 1 else []
     for order in orders:

@@ -14,7 +14,7 @@ import torch
 from support.chapter import load
 from support.checkpoints import write_folder
 from support.commands import check
-from support.harness import ODD, ROOT, config_of, run
+from support.harness import ODD, ROOT, assert_refused, config_of, run
 
 measure = load("benchmarks/_measure.py")
 training, inference, gpu_report = (load(f"benchmarks/{name}.py") for name in ("training", "inference", "gpu_report"))
@@ -57,9 +57,9 @@ def commands() -> list[str]:
     args = Namespace(model="nano", data="stdlib", dtype="fp32", device="cpu", seq_len=16, global_batch_size=8)
     args.steps, args.ranks, args.max_new_tokens = 20, 2, 16
     args.sides = [name for name, (script, *_) in inference.SIDES.items() if (ROOT / script).exists()]
-    sides = [side for case in training.CASES for side in training.sides_of(case, args, "nano")]
+    sides = [side for case in training.CASES for side in training.sides_of(case, args)]
     found = [side._replace(env=None).command() for side in sides + inference.sides_of(args)]
-    parts = [part.command for part in gpu_report.TRAINING + gpu_report.CHAPTERS]
+    parts = [part.command for part in gpu_report.PARTS]
     return sorted({*found, *(f"python {command}" for command in parts)})
 
 
@@ -79,7 +79,6 @@ REFUSED = [
     "inference.py --sides theirs",
     "_generate.py --max-new-tokens 3",
     "loss_curves.py --processes 2,3",
-    "planner_cases.py --cases none.csv",
     *([] if torch.cuda.is_available() else ["training.py --device cuda"]),
 ]
 
@@ -87,10 +86,7 @@ REFUSED = [
 @pytest.mark.parametrize("command", REFUSED)
 def test_a_wrong_flag_is_one_line_and_code_2(tmp_path, command):
     script, flag, value, *more = command.split()
-    result = run(f"benchmarks/{script}", tmp_path, flag, value, *more)
-    assert (result.code, result.err.strip().count("\n")) == (2, 0), result.err
-    assert flag in result.err
-    assert value in result.err
+    assert_refused(run(f"benchmarks/{script}", tmp_path, flag, value, *more), flag, value)
 
 
 # Turns
@@ -100,7 +96,7 @@ def stub(folder, name: str, code: str, against: str | None = None) -> "measure.S
     """A side whose script gets the path of its summary as sys.argv[2]."""
     file = folder / f"{name}.py"
     file.write_text(f"import json, signal, sys\n{code}\n")
-    return measure.Side(name, str(file), [], against=against)
+    return measure.Side(name, str(file), against=against)
 
 
 def summary(speed: float, share: float = 0.5) -> str:
@@ -135,7 +131,7 @@ def test_all_run_once_before_any_runs_twice_and_all_is_on_disk(tmp_path, monkeyp
 
 
 def test_ratios_are_taken_round_by_round():
-    sides = [measure.Side("eager", "", []), measure.Side("compiled", "", [], against="eager")]
+    sides = [measure.Side("eager", ""), measure.Side("compiled", "", against="eager")]
     comparison = measure.Comparison("case", sides, "speed", "share")
     for name, speeds in {"eager": (100, 200, 400), "compiled": (110, 240, 396)}.items():
         comparison.runs[name] = [{"speed": speed, "share": None} for speed in speeds]
@@ -153,7 +149,7 @@ sys.path.insert(0, "benchmarks")
 import _measure
 _measure.end_children_at_sigterm()
 pid_to = f"import os; print(os.getpid(), file=open({sys.argv[1]!r}, 'w')); os.read(0, 1)"
-_measure.start([sys.executable, "-c", pid_to], 600)
+_measure.start([sys.executable, "-c", pid_to], 600, {}, _measure.REPO)
 """
 
 

@@ -107,15 +107,12 @@ def test_a_real_model_loses_more_the_fewer_the_bits(tmp_path, smollm2):
     flags = ["--model", smollm2, "--device", "cpu", "--json", "summary.json"]
     result = run(QUANTIZE, tmp_path, *flags, timeout=3500, OMP_NUM_THREADS="2")
     assert result.code == 0, result.err
-    rows = {(row["scheme"], row["multiplied"]): row for row in result.summary["rows"]}
-    lost = {scheme: row["delta"] for (scheme, multiplied), row in rows.items() if multiplied == "fp32, dequantized"}
+    lost = {row["scheme"]: row["delta"] for row in result.summary["rows"]}
     assert abs(lost["int8 per channel"]) < 0.05
     by_group = [lost[f"int4 per {group}"] for group in (32, 128, "channel", "tensor")]
     assert by_group == sorted(by_group)
     assert 0.05 < by_group[0] < 1
     assert lost["int3 per channel"] > lost["int4 per channel"]
-    kernel = rows["int4 per 32", "torch's kernel, bf16"]
-    assert kernel["delta"] == pytest.approx(by_group[0], abs=0.02)
     assert result.summary["peak_memory_bytes"] < 8 * 2**30
 
 

@@ -66,7 +66,7 @@ BAD = {  # flags: words of the line
     "empty data": (["--data", "empty.txt"], "--data empty.txt"),
     "cut rows": (["--data", "cut.jsonl"], "--data cut.jsonl"),
     "other rows": (["--data", "body.jsonl"], "--data body.jsonl", "text"),
-    "a row that is no text": (["--data", "null.jsonl"], "--data null.jsonl", "row 2"),
+    "a row that is no text": (["--data", "null.jsonl"], "--data null.jsonl", "byte 14"),
     "no parquet": (["--data", "cut.parquet"], "--data cut.parquet"),
     "short data": (["--data", "short.txt"], "--data", "--seq-len 64"),
     "hub": (["--data", "hf:no/such"], "--data hf:no/such"),

@@ -1,0 +1,229 @@
+"""Fine-tune a model of your own on chats of your own, on as many GPUs as there are: adapters (LoRA), or all weights.
+
+train_fsdp.py with three changes. A chat becomes tokens by the model's own template, and only what the assistant says is
+a target. Rows then have unequal numbers of targets, and a mean of the ranks' means would weigh them wrongly: the loss
+is the sum over a rank's targets, times ranks / T, with T the targets of the step's global batch on all ranks. With
+--adapters the weights are frozen in --dtype, cut over the ranks as before; A and B beside each matrix are trained in
+fp32, in the same groups. Then a parameter takes 2 bytes / N of each rank instead of 16 / N.
+
+    laptop    torchrun --nproc_per_node=2 06_fsdp_zero/finetune.py
+    one node  torchrun --nproc_per_node=8 06_fsdp_zero/finetune.py --model models/llama-70b --data chats.jsonl \
+              --adapters 16 --checkpointing full --seq-len 4096 --global-batch-size 32 --steps 500 --run-dir runs/70b
+    cluster   the same on every node, with --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400
+
+A line of --data is {"messages": [{"role", "content"}, ...]} or {"prompt", "completion"}. Without flags: ten steps on
+the pairs of 07_memory_tricks/lora.py, of the model that `make model` makes, if it is there, else of nano on bytes.
+
+Look for: which tokens of the first row count; planned and measured bytes; three held-out questions, answered before
+and after. In the run's folder: adapter/ for peft, model/ for whatever reads Hugging Face folders, checkpoints that go
+on with --resume on any number of ranks. MFU counts full training's arithmetic, of which adapters leave out a third.
+Before: train_fsdp.py. Next: 07_memory_tricks/lora.py, for LoRA and QLoRA on one device; 09_inference/, to serve model/.
+"""
+
+import sys
+from contextlib import nullcontext
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.nn.utils import clip_grad_norm_
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+import _finetune
+from _shared import bytes_of_training
+
+from common import adapters, checkpoint, cli, data, exits, hardware, metrics, model, runtime, schedule, shapes
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+ROOT = Path(__file__).resolve().parents[1]
+LORA_LR_FACTOR = 10  # adapters take a learning rate about so many times that of all weights
+DEFAULTS = {  # of training: ten steps on 29 pairs
+    "model": str(ROOT / "models/smollm2-135m") if (ROOT / "models/smollm2-135m").is_dir() else "nano",
+    "data": str(ROOT / "07_memory_tricks/lora_instructions.jsonl"),
+    "seq_len": 1024,  # at most: the longest row decides
+    "lr": 0.0,  # a stand-in: it depends on --adapters
+    "warmup_steps": 2,
+    "weight_decay": 0.0,
+    "global_batch_size": 8,
+    "steps": 10,
+}
+
+
+def chat_rows(chat: _finetune.Chat, messages: list[dict]) -> list[tuple[list[int], list[bool]]]:
+    """A chat as token ids, and which of them the assistant says. In the text of a chat an answer is what the text up to
+    it has beyond its prompt: what the model has to write, with the token that ends it. A template may change an earlier
+    answer when another follows (Qwen3 takes its thoughts out): that one, with what is before it, is a row of its own.
+    ValueError if an answer does not follow its prompt: the model would be asked otherwise than it was trained."""
+    text, rows, spans = chat.render(messages), [], []
+    for i in (i for i, message in enumerate(messages) if message["role"] == "assistant"):
+        prompt, turn = chat.render(messages[:i], add_generation_prompt=True), chat.render(messages[: i + 1])
+        if not turn.startswith(prompt):
+            raise ValueError(f"message {i + 1}: the chat template asks for an answer otherwise than it then writes it")
+        if text.startswith(turn):
+            spans.append((len(prompt), len(turn)))
+        else:
+            rows += chat_rows(chat, messages[: i + 1])[-1:]
+    ids, offsets = chat.encode(text)  # as a whole: tokens may reach across a border, and then they count
+    counts = [any(begin < last and first < end for first, last in spans) for begin, end in offsets]
+    return [*rows, (ids, counts)]
+
+
+def main() -> int:
+    parser = cli.TrainingParser(__doc__)
+    parser.add_argument(
+        "--adapters", type=cli.natural, help="rank of A and B (default: 16, without weights 0); 0: none"
+    )
+    parser.add_argument("--save-dtype", choices=("bf16", "fp32"), default="bf16", help="of the folder model/")
+    parser.add_argument("--cpu-offload", action="store_true", help="weights, gradients, optimizer state in CPU memory")
+    parser.set_defaults(**DEFAULTS)
+    args = parser.parse_args()
+    trained_before = shapes.has_weights(args.model)
+    args.adapters = 16 * trained_before if args.adapters is None else args.adapters
+    if args.adapters and not trained_before:
+        raise exits.UserError(f"--adapters {args.adapters}: --model {args.model} has no weights to freeze: use 0")
+    args.lr = args.lr or shapes.recipe(args.model).lr * (LORA_LR_FACTOR if args.adapters else 1)
+    if args.dtype == "fp16":
+        raise exits.UserError("--dtype fp16: 05_ddp/train.py has a GradScaler; use bf16 or fp32 here")
+    runtime.seed_all(args.seed, args.deterministic)
+
+    # 1 Processes. As in chapter 05.
+    device = runtime.init_process_group(args.device)
+    rank, world_size, _ = runtime.ranks()
+    args.dtype = hardware.choose_dtype(args.dtype, device)
+    runtime.catch_stop_signals()
+
+    # 2 The batch: a function of --seed and the step alone. Rank r of N reads the r-th of N equal parts.
+    chat = _finetune.read_chat_format(args.tokenizer or args.model)
+    corpus, held_out_chats = _finetune.load_chats(args, chat, chat_rows)
+    rows_of = partial(_finetune.Rows, trim=not args.compile)  # compiled code is for one length
+    batches = data.Batches(corpus, args, rank=rank, world_size=world_size, sequences=rows_of)
+    batches.tokens_per_step = round(args.global_batch_size * batches.train.mean_length())  # padding is no token
+    held_out = batches.evaluation()
+    runtime.say(f"{args.model}, {args.dtype} matmuls, {world_size} x {hardware.device_name(device)}")
+
+    # 3 The model: each rank holds its rows of every fp32 weight; blocks are gathered in --dtype when they compute.
+    config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)
+    net = model.build(args.model, config, seed=args.seed, device="meta")  # shapes alone: no rank ever holds the whole
+    if args.adapters:  # before the blocks are cut: A and B travel with the frozen matrices beside them
+        net.to(DTYPES[args.dtype])  # fp32 is for what small updates are added to
+        adapters.adapt(net, rank=args.adapters, alpha=_finetune.ALPHA_PER_RANK * args.adapters)
+        net.tie_weights()
+    model.checkpoint_blocks(net, args.checkpointing)  # backward computes again what is not kept
+    shard = partial(
+        fully_shard,
+        mesh=init_device_mesh(device.type, (world_size,)),
+        mp_policy=MixedPrecisionPolicy(DTYPES[args.dtype], reduce_dtype=torch.float32, cast_forward_inputs=False),
+        offload_policy=CPUOffloadPolicy(pin_memory=device.type == "cuda") if args.cpu_offload else OffloadPolicy(),
+    )
+    for block in net.model.layers.values():  # wrapped above, then compiled, then cut: each sees what was done before
+        if args.compile:
+            block.compile(fullgraph=True)
+        shard(block)
+    shard(net)  # what is left is one group: embeddings, final norm and head, since two of them may be one matrix
+    for block, next_block in pairwise(net.model.layers.values()):  # while one computes, the next is on its way
+        block.set_modules_to_forward_prefetch([next_block])
+        next_block.set_modules_to_backward_prefetch([block])
+    planned_bytes = _finetune.say_plan(args, config, batches, device)
+    model.materialize(net, args.model, seed=args.seed, device="cpu" if args.cpu_offload else device)
+    adapters.init_adapters(net, args.seed)
+    autocast = nullcontext  # fully_shard casts instead: all is in --dtype, also what autocast keeps in fp32
+    optimizer, scheduler = schedule.adamw_cosine(
+        net, lr=args.lr, weight_decay=args.weight_decay, warmup_steps=args.warmup_steps, steps=args.steps
+    )
+
+    prompts = _finetune.questions(chat, held_out_chats, config)
+    answer = partial(_finetune.greedy, prompts=prompts, end=chat.end, device=device, together=True)
+    val_loss_before, answers_before = evaluate(net, held_out, autocast, device), answer(net)
+
+    # 4 The run: its folder, and the step at which it stood. With adapters, its checkpoints hold these alone.
+    base = f"{config!r} {_finetune.base_sha256(args.model)}"
+    settings = cli.settings(args, data=corpus.sha256, model=base) | {"--adapters": args.adapters}
+    run = checkpoint.Run(args, settings=settings)
+    training = {"net": net, "optimizer": optimizer, "scheduler": scheduler}
+    start_step = checkpoint.resume(run, **training) if args.resume else 0
+    stream = batches.stream(start_step, pin=device.type == "cuda", num_workers=args.num_workers)
+    meter = metrics.Meter(run.folder, args, config=config, device=device, batches=batches, start_step=start_step)
+
+    # 5 The loop.
+    step, stop = start_step, 0
+    for step in range(start_step + 1, args.steps + 1):
+        step_loss = torch.zeros((), device=device)
+        target_count = batches.train.target_count(batches.global_batch(step - 1))  # of all ranks: nothing is sent
+        for _ in range(batches.accumulation_steps):
+            inputs, targets = meter.next(stream)
+            with meter.forward(), autocast():
+                # a sum is 0 where no token counts, and a mean is 0 / 0; times ranks, for fully_shard averages over them
+                loss = net(inputs, targets, reduction="sum") * (world_size / target_count)
+            loss.backward()
+            step_loss += loss.detach()
+        grad_norm = clip_grad_norm_(net.parameters(), args.clip_norm)
+        lr = optimizer.param_groups[0]["lr"]
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        meter.note(step_loss, grad_norm)
+
+        stop = runtime.stop_requested()  # the same answer on all ranks, so that all save
+        save = stop or step == args.steps or (args.save_every and step % args.save_every == 0)
+        if save or step == 1 or step % args.log_every == 0:
+            noted = meter.noted()
+            dist.all_reduce(noted)  # sums: a rank's loss is its part of the mean, times ranks
+            meter.log(step, noted / world_size, lr)
+        if step == args.steps or (args.eval_every and step % args.eval_every == 0):
+            meter.log_eval(step, evaluate(net, held_out, autocast, device))
+        if save:
+            run.save(step, checkpoint.training_state(step, **training), shapes.config_json(config))
+        if stop:
+            break
+    run.wait()
+    if stop:
+        runtime.say(f"signal {stop}: saved at step {step}; the same command with --resume goes on")
+
+    answers = answer(net)
+
+    # 6 What was promised, checked. Low precision is in the arithmetic, never in what is trained.
+    for module in (net, *net.model.layers.values()):
+        module.reshard()  # what the last forward gathered is still there: no backward has followed
+    trained = torch.nn.ParameterList(parameter for parameter in net.parameters() if parameter.requires_grad)
+    kept = {t.dtype for t in (*trained, *(t for s in optimizer.state.values() for t in s.values()))}
+    assert kept == {torch.float32}, kept
+    runtime.say(f"checked: {len(trained)} trained weights and their optimizer state kept in {torch.float32}")
+    # No rank has drifted from the others by a bit.
+    digests = runtime.gather(model.digest(trained))
+    assert len(set(digests)) == 1, f"ranks hold different weights: {digests}"
+    runtime.say(f"checked: all {world_size} ranks have the same trained weights to the bit")
+
+    # 7 What others load, and the receipt.
+    receipt = {"val_loss_before": val_loss_before, "planned_bytes": planned_bytes, "weights_sha256": digests[0]}
+    receipt |= bytes_of_training([*net.parameters()], optimizer)
+    if not stop:
+        _finetune.leave_folders(net, run.folder, args, DTYPES[args.save_dtype])
+        compare = partial(_finetune.compare_with_transformers, run.folder / "model", config, prompts, chat.end)
+        receipt["tokens_equal_transformers"] = runtime.on_rank0(compare)
+        receipt["answers"] = _finetune.say_answers(chat, prompts, answers_before, answers)
+    meter.finish(step, **receipt)
+    runtime.shutdown()
+    return exits.REQUEUE_EXIT_CODE if stop and step < args.steps else 0
+
+
+@torch.no_grad()
+def evaluate(net, batches, autocast, device) -> float:
+    """Mean loss per target of the held-out rows."""
+    net.eval()
+    total = torch.zeros(2, device=device)  # sum of losses, number of targets
+    for inputs, targets in batches:
+        targets = targets.to(device)
+        with autocast():
+            loss = net(inputs.to(device), targets, reduction="sum")
+        total += torch.stack((loss, (targets != data.PADDING).sum()))
+    dist.all_reduce(total)  # sums, not means: a rank may have read fewer targets than the others
+    net.train()
+    return (total[0] / total[1]).item()
+
+
+if __name__ == "__main__":
+    exits.run(main)

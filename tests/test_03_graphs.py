@@ -1,0 +1,53 @@
+"""03_linear_regression/graphs.py: gradients of branches and loops, breaks, recompilations. Times are not looked at."""
+
+import json
+
+import pytest
+from support.harness import ROOT, run, with_fault
+
+SCRIPT = "03_linear_regression/graphs.py"
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> dict:
+    where = tmp_path_factory.mktemp("graphs")
+    result = run(SCRIPT, where, "--device", "cpu", "--json", "summary.json", PATH="/nowhere")  # no compiler is found
+    assert result.code == 0, result
+    return json.loads((where / "summary.json").read_text())
+
+
+def test_graphs_break_where_values_decide(found):
+    source = (ROOT / SCRIPT).read_text().splitlines()
+    assert [len(row["values"]) for row in found["forwards"]] == [2, 3, 2]
+    for row in found["forwards"]:
+        assert row["graphs"] == row["breaks"] + 1 == len(row["lines"]) + 1
+        first, *others = [source[line - 1].split()[0] for line in row["lines"]]
+        assert first == "if"
+        assert set(others) == {"while"}
+    assert found["refused"]
+
+
+def test_what_sizes_cost(found):
+    graphs = found["graphs"]
+    assert graphs["dynamic=None"][:4] == [1, 2, 2, 2]
+    assert graphs["dynamic=False"] == [1, 2, 3, 4, 5, 6]
+    assert graphs["dynamic=True"][:4] == graphs["mark_dynamic"][:4] == [1] * 4
+    assert max(found["many_sizes"]) == 8
+
+
+def test_without_a_compiler_only_compiled_steps_are_left_out(found):
+    assert [set(row["seconds"]) for row in found["steps"]] == [{"eager", "width 1"}] * 2
+
+
+@pytest.mark.parametrize(
+    ("line", "wrong"),
+    [
+        ("            y = y / 2\n", "            y = y / 3\n"),
+        ("            y = x * self.weight\n", "            y = (x * self.weight).detach() + 0 * y\n"),
+        ("lambda x, w: x * w, lambda x, w: x - w", "lambda x, w: x * w, lambda x, w: x * w"),
+    ],
+)
+def test_a_wrong_gradient_fails(tmp_path, line, wrong):
+    result = run(with_fault(SCRIPT, tmp_path, line, wrong), tmp_path, "--device", "cpu")
+    assert result.code == 1, result
+    assert "AssertionError" in result.err

@@ -1,0 +1,258 @@
+"""05_ddp/prepare_data.py: the same bytes whatever happens on the way, memory that does not grow, refusals with a place,
+nothing lost, and a folder that trains as the text does."""
+
+import bz2
+import gzip
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+from support.harness import (
+    BASELINE,
+    TEXT,
+    TINY,
+    assert_refused,
+    command,
+    content,
+    finish,
+    holds,
+    kill_all,
+    run,
+    start,
+    train,
+    with_fault,
+)
+
+from common import data
+from common.exits import UserError
+
+SCRIPT = "05_ddp/prepare_data.py"
+ROWS = [f"document {i}: naïve café, 東京\n" * (1 + i % 7) for i in range(400)]
+
+
+def prepare(folder: Path, *flags, script: str | Path = SCRIPT, code: int = 0) -> dict:
+    """Run the script in `folder`; what it leaves in tokens/, and its summary."""
+    flags = ["--out", "tokens", "--json", "summary.json", *flags]
+    result = run(script, folder, *flags, warm=False, HF_HUB_OFFLINE="1")
+    assert result.code == code, result
+    return {**content(folder / "tokens"), "summary": result.summary}
+
+
+def jsonl(rows: list, column: str = "text") -> str:
+    return "".join(json.dumps({"id": 1, column: row}) + "\n" for row in rows)
+
+
+def documents(tokens: bytes) -> list[str]:
+    """The documents of a .npy file of bytes."""
+    return tokens[128:].decode().split("\0")[:-1]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory) -> Path:
+    """A small tokenizer with two special tokens."""
+    from tokenizers import ByteLevelBPETokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("tokenizer")
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator(ROWS, vocab_size=300, special_tokens=["<end>", "<turn>"])
+    PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, eos_token="<end>").save_pretrained(folder)
+    return folder
+
+
+def test_killed_at_any_moment_and_on_other_workers_the_same_bytes(tmp_path):
+    small_parts = with_fault(SCRIPT, tmp_path, "PART_BYTES = 8 * 2**20", "PART_BYTES = 1000")
+    (tmp_path / "d.jsonl").write_text(jsonl(ROWS))
+    flags = ["--data", tmp_path / "d.jsonl"]
+    whole = prepare(tmp_path / "once", *flags, "--workers", 1, script=small_parts)
+    folder = tmp_path / "killed"
+    folder.mkdir()
+    argv = command(small_parts, *flags, "--out", "tokens", "--workers", 2)
+    for parts_made in (1, 20, 45):
+        process = start(argv, folder)
+        assert holds(process, lambda least=parts_made: len(list(folder.glob("tokens/parts/*.json"))) >= least)
+        workers = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+        process.wait()
+        assert not psutil.wait_procs(workers, timeout=60)[1]
+        kill_all(process)
+    made = {path: path.stat().st_mtime_ns for path in folder.glob("tokens/parts/*.json")}
+    process = start(argv, folder)
+    assert holds(process, lambda: len(list(folder.glob("tokens/parts/*.json"))) > len(made) + 5)
+    assert all(path.stat().st_mtime_ns == when for path, when in made.items())  # not made again
+    kill_all(process)
+    resumed = prepare(folder, *flags, "--workers", 3, script=small_parts)
+    assert {**resumed, "summary": 0} == {**whole, "summary": 0}
+    assert set(whole) == {"train.npy", "held_out.npy", "corpus.json", "source.json", "summary"}
+    assert sorted(documents(whole["train.npy"]) + documents(whole["held_out.npy"])) == sorted(ROWS)
+    (tmp_path / "d.jsonl").write_text(jsonl(ROWS[1:]))
+    assert_refused(finish(start(argv, folder), folder), "--out tokens", "delete it")
+
+
+def test_killed_when_all_is_joined(tmp_path):
+    script = with_fault(SCRIPT, tmp_path, '    shutil.rmtree(args.out / "parts")\n', "    os.kill(os.getpid(), 9)\n")
+    (tmp_path / "d.txt").write_text("".join(ROWS))
+    flags = ["--data", tmp_path / "d.txt", "--workers", 1]
+    run(script, tmp_path / "killed", "--out", "tokens", *flags, warm=False)
+    assert list(tmp_path.glob("killed/tokens/parts/*"))
+    assert {**prepare(tmp_path / "killed", *flags), "summary": 0} == {
+        **prepare(tmp_path / "once", *flags),
+        "summary": 0,
+    }
+
+
+def test_a_worker_that_is_killed_ends_the_run(tmp_path):
+    folder = tmp_path / "run"
+    script = with_fault(SCRIPT, tmp_path, "    began = time.process_time()\n", "    os.kill(os.getpid(), 9)\n")
+    assert_refused(run(script, folder, "--workers", 2, warm=False), "--workers")
+    assert not list(folder.glob("runs/tokens/corpus.json"))
+
+
+def mixed_folder(folder: Path) -> list[str]:
+    """Twelve kinds of files in a folder, and the texts in them."""
+    texts = [f"{text} in file {i}" for i, text in enumerate(ROWS[:400])]
+    (folder / "deep").mkdir(parents=True)
+    (folder / "a.jsonl").write_text(jsonl(texts[:50]) + "\n")
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress(jsonl(texts[50:100]).encode()))
+    (folder / "c.jsonl.bz2").write_bytes(bz2.compress(jsonl(texts[100:150]).encode()))
+    with pa.output_stream(str(folder / "d.jsonl.zst")) as file:
+        file.write(jsonl(texts[150:200]).encode())
+    table = pa.table({"id": list(range(190)), "text": texts[200:390]})
+    parquet.write_table(table, folder / "deep/e.parquet", row_group_size=40)
+    (folder / "deep/f.md").write_text(texts[390])
+    (folder / "g.txt.gz").write_bytes(gzip.compress(texts[391].encode()))
+    for i in range(392, 400):
+        (folder / f"h{i}.txt").write_text(texts[i])
+    return texts
+
+
+def test_a_mixed_folder_loses_nothing(tmp_path):
+    texts = mixed_folder(tmp_path / "web")
+    found = prepare(tmp_path, "--data", "web", "--workers", 2)
+    assert sorted(documents(found["train.npy"]) + documents(found["held_out.npy"])) == sorted(texts)
+    (tmp_path / "web/.cache").mkdir()
+    (tmp_path / "web/.cache/a.metadata").write_text("left by a download")
+    prepare(tmp_path, "--data", "web")
+    (tmp_path / "web/notes.csv").write_text("a,b")
+    assert_refused(run(SCRIPT, tmp_path, "--data", "web", "--out", "other"), "web/notes.csv")
+
+
+def test_a_data_set_that_was_saved(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_dict({"body": ROWS}).save_to_disk(tmp_path / "saved")
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub/d.jsonl").write_text(jsonl(ROWS, "body"))
+    for name in ("saved", "hub"):
+        found = prepare(tmp_path / f"of-{name}", "--data", f"hf:{tmp_path / name}", "--column", "body")
+        assert sorted(documents(found["train.npy"]) + documents(found["held_out.npy"])) == sorted(ROWS)
+
+
+def parquet_file(**columns) -> bytes:
+    sink = pa.BufferOutputStream()
+    parquet.write_table(pa.table(columns), sink)
+    return sink.getvalue().to_pybytes()
+
+
+REFUSED = {  # file: its bytes, words of the line
+    "utf16.txt": ("a text\n".encode("utf-16"), "byte 0", "position 0"),
+    "latin1.txt": (b"caf\xe9 au lait\n", "byte 0", "position 3"),
+    "binary.txt": (b"\x7fELF\x02\x00\x01", "byte 0", "position 5"),
+    "utf16.jsonl": (jsonl(ROWS[:2]).encode("utf-16"), "byte 0"),
+    "latin1.jsonl": (b'{"text": "a"}\n{"text": "\xe9"}\n', "byte 14"),
+    "missing.jsonl": (b'{"text": "a"}\n{"body": "b"}\n', "byte 14", "column text", "body"),
+    "null.jsonl": (b'{"text": "a"}\n\n{"text": null}\n', "byte 15", "column text"),
+    "list.jsonl": (b'{"text": "a"}\n["text"]\n', "byte 14"),
+    "broken.jsonl": (b'{"text": "a"}\n{"text": "b\n{"text": "c"}\n', "byte 14"),
+    "cut.jsonl.gz": (gzip.compress(os.urandom(9000))[:5000], "cut.jsonl.gz", "runcated"),
+    "cut.txt.bz2": (bz2.compress(jsonl(ROWS).encode())[:-99], "cut.txt.bz2", "runcated"),
+    "missing.parquet": (parquet_file(body=["a"]), "column text", "body"),
+    "null.parquet": (parquet_file(text=["a", None]), "column text", "None"),
+    "cut.parquet": (b"PAR1 and no end", "cut.parquet"),
+    "a.json": (b'[{"text": "a"}]', "a.json"),
+    "empty.txt": (b"", "no text"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_text_is_refused_with_its_place(tmp_path, name):
+    file, (written, *words) = tmp_path / name, REFUSED[name]
+    file.write_bytes(written)
+    assert_refused(run(SCRIPT, tmp_path, "--data", name, "--workers", 1), "--data", *words)
+    assert not list(tmp_path.glob("runs/tokens/*.npy"))
+
+
+def test_special_tokens_in_a_text_are_text_and_one_ends_a_document(tmp_path, tokenizer):
+    from transformers import AutoTokenizer
+
+    rows = [f"{text}<end> and <turn>{text}" for text in ROWS]
+    (tmp_path / "d.jsonl").write_text(jsonl(rows))
+    flags = ["--data", tmp_path / "d.jsonl", "--tokenizer", tokenizer]
+    for case, more in {"eos": [], "named": ["--end-token", "<turn>"]}.items():
+        found = prepare(tmp_path / case, *flags, *more)
+        end = found["summary"]["end_id"]
+        sides = [np.frombuffer(found[f"{side}.npy"][128:], np.uint16) for side in ("train", "held_out")]
+        assert sum((side == end).sum() for side in sides) == len(rows)
+        decoded = AutoTokenizer.from_pretrained(tokenizer).decode(sides[0][: sides[0].tolist().index(end)])
+        assert decoded == rows[0]
+        assert all(side[-1] == end for side in sides)
+    assert_refused(run(SCRIPT, tmp_path, *flags, "--end-token", "<eot>"), "--end-token <eot>")
+
+
+def test_long_documents_are_cut_in_pieces(tmp_path, tokenizer):
+    """A row of 600,000 characters stays one document; a text of 3 MB becomes several. No character is lost."""
+    from transformers import AutoTokenizer
+
+    row = "word 東京 " * 75_000
+    (tmp_path / "long.jsonl").write_text(jsonl([row]))
+    found = prepare(tmp_path / "row", "--data", tmp_path / "long.jsonl", "--tokenizer", tokenizer)
+    tokens = [np.frombuffer(found[f"{side}.npy"][128:], np.uint16) for side in ("train", "held_out")]
+    assert found["summary"]["documents"] == 1
+    assert AutoTokenizer.from_pretrained(tokenizer).decode(np.concatenate(tokens)) == row + "<end>"
+    lines = [f"line {i} of a long text\n" for i in range(120_000)]
+    (tmp_path / "long.txt").write_text("".join(lines))
+    found = prepare(tmp_path / "text", "--data", tmp_path / "long.txt")
+    pieces = found["train.npy"][128:] + found["held_out.npy"][128:]
+    assert found["summary"]["documents"] == 3
+    assert sorted(pieces.replace(b"\0", b"").decode().splitlines(keepends=True)) == sorted(lines)
+
+
+def test_a_folder_of_tokens_trains_as_its_text_does(tmp_path, tokenizer):
+    """On documents of which both ways hold out the same: one in twenty has a hash below the threshold."""
+    low = [row for row in ROWS if int(hashlib.sha256(row.encode()).hexdigest(), 16) < 0.05 * 2**256]
+    others = [row for row in ROWS if row not in low]
+    (tmp_path / "d.jsonl").write_text(jsonl(low + others[: 19 * len(low)]))
+    wide = {**TINY, "vocab_size": 320}
+    (tmp_path / "wide.json").write_text(json.dumps(wide))
+    flags = ["--steps", 3, "--model", tmp_path / "wide.json"]
+    for name in ("bytes", tokenizer):
+        folder = tmp_path / Path(name).name
+        prepare(folder, "--data", tmp_path / "d.jsonl", "--tokenizer", name)
+        text = train(BASELINE, folder / "text", *flags, "--data", tmp_path / "d.jsonl", "--tokenizer", name)
+        tokens = train(BASELINE, folder / "mapped", *flags, "--data", folder / "tokens")
+        assert tokens.column("loss") == text.column("loss")
+        assert tokens.summary["val_loss"] == text.summary["val_loss"]
+        assert tokens.summary["weights_sha256"] == text.summary["weights_sha256"]
+    other = run(BASELINE, tmp_path / "other", *flags, "--data", folder / "tokens", "--tokenizer", "bytes")
+    assert_refused(other, "--tokenizer bytes", f"--tokenizer {tokenizer}")
+
+
+def test_a_large_text_names_the_command_that_prepares_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "LARGEST_TEXT", 1000)
+    with pytest.raises(UserError, match=f"{SCRIPT} --data {TEXT} --tokenizer bytes --out"):
+        data.tokenize([str(TEXT)], "bytes", tmp_path / "tokens", str(TEXT))
+
+
+@pytest.mark.full
+def test_ten_times_the_text_takes_no_more_memory(tmp_path):
+    peaks = []
+    for copies in (5, 50):
+        (tmp_path / "d.jsonl").write_text(jsonl(ROWS * 25) * copies)
+        summary = prepare(tmp_path / str(copies), "--data", tmp_path / "d.jsonl", "--workers", 2)["summary"]
+        peaks.append([summary["peak_memory_bytes"], summary["worker_peak_memory_bytes"]])
+    assert sum(peaks[1]) < 1.1 * sum(peaks[0])

@@ -1,0 +1,115 @@
+"""09_inference/export.py: every form gives eager's tokens, and what it was not exported for is refused."""
+
+from pathlib import Path
+
+import pytest
+from support.checkpoints import write_folder
+from support.harness import TINY, Result, assert_refused, config_of, needs_compiler, run, with_fault, with_prelude
+
+SCRIPT = "09_inference/export.py"
+PROMPTS = ["def main():", "a", "The quick brown fox jumps"]  # of unequal lengths
+PACKAGES = ("onnx", "onnxscript", "onnxruntime", "gguf", "xllamacpp")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    """Its tokens are ASCII: llama.cpp's server reports no token that ends within a character."""
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    write_folder(folder, config_of({**TINY, "vocab_size": 128, "rope_theta": 500.0}), scale=4)
+    return folder
+
+
+def start(where: Path, model: Path, *flags, script=SCRIPT, **how) -> Result:
+    where.mkdir(exist_ok=True)
+    (where / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
+    flags = ["--prompts", "prompts.txt", "--max-new-tokens", 8, "--device", "cpu", "--json", "summary.json", *flags]
+    return run(script, where, "--model", model, *flags, **how)
+
+
+def rows_of(where: Path, model: Path, *flags, **how) -> dict[str, dict]:
+    result = start(where, model, *flags, **how)
+    assert result.code == 0, result
+    assert any("transformers' generate" in line for line in result.summary["checked"])
+    return {row["form"]: row for row in result.summary["rows"]}
+
+
+def test_onnx_and_gguf(tmp_path, model):
+    for package in PACKAGES:
+        pytest.importorskip(package)
+    rows = rows_of(tmp_path, model, "--forms", "onnx,int8,f16,q8_0")
+    assert [*rows] == ["eager", "onnx", "int8", "f16", "q8_0"]
+    assert [len(ids) for ids in rows["eager"]["token_ids"]] == [8, 8, 8]
+    assert len({token for ids in rows["eager"]["token_ids"] for token in ids}) > 3  # else equal tokens prove little
+    assert rows["onnx"]["first_difference"] == rows["f16"]["first_difference"] == "none"
+    assert rows["onnx"]["logits_relative_error"] <= 1e-5 < rows["int8"]["logits_relative_error"]
+    assert abs(rows["onnx"]["loss"] - rows["eager"]["loss"]) < 1e-5
+    assert (rows["onnx"]["outputs"], rows["onnx"]["outputs_in_place"]) == (1 + 2 * TINY["num_hidden_layers"], 1)
+    assert rows["f16"]["weights_relative_error"] < rows["q8_0"]["weights_relative_error"] < 1e-2
+    assert rows["f16"]["logprob_difference"] < 1e-2
+    assert rows["int8"]["file_bytes"] < rows["onnx"]["file_bytes"]
+    assert rows["q8_0"]["file_bytes"] < rows["f16"]["file_bytes"]
+
+
+@pytest.mark.full
+@needs_compiler
+def test_compiled_and_packaged(tmp_path, model):
+    rows = rows_of(tmp_path, model, "--forms", "compile,aoti")
+    for form in ("compile", "aoti"):
+        assert rows[form]["first_difference"] == "none"
+        assert rows[form]["logits_relative_error"] <= 1e-5
+    assert rows["aoti"]["fresh_logits_relative_error"] <= 1e-5  # by a process that has not this source
+    refused = rows["aoti"]["refused"]
+    assert "ids" in refused["a batch of 65"]
+    assert "64" in refused["a batch of 65"]
+    assert "ids" in refused["ids of 32 bits"]
+
+
+def test_what_is_missing_is_left_out_with_a_reason(tmp_path, model):
+    hidden = f"import importlib.util as util\nfind = util.find_spec\nmissing = {PACKAGES!r}\n"
+    hidden += "util.find_spec = lambda name, *more: None if name in missing else find(name, *more)"
+    script = with_prelude(SCRIPT, tmp_path / "hidden", hidden)
+    result = start(tmp_path, model, script=script, warm=False, PATH="/nowhere")
+    assert result.code == 0, result
+    assert [row["form"] for row in result.summary["rows"]] == ["eager"]
+    for need in (*PACKAGES, "g++"):
+        assert need in result.out
+
+
+@pytest.mark.parametrize(
+    "shape", [{"model_type": "qwen2"}, {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+              "high_freq_factor": 4.0, "original_max_position_embeddings": 64}}]
+)  # fmt: skip
+def test_gguf_of_another_shape_is_left_out(tmp_path, shape):
+    write_folder(tmp_path / "other", config_of({**TINY, **shape}))
+    rows = rows_of(tmp_path, tmp_path / "other", "--forms", "f16,q8_0")
+    assert [*rows] == ["eager"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--forms", "onnx,tflite"], ["--forms", "tflite", "onnx"]),
+        (["--temperature", 0.8], ["--temperature"]),
+        (["--dtype", "bf16"], ["--dtype"]),
+    ],
+)
+def test_refusals(tmp_path, model, flags, words):
+    assert_refused(start(tmp_path, model, *flags), *words)
+
+
+def test_weights_of_another_order_fail(tmp_path, model):
+    """Halves instead of neighbours: the file loads everywhere, and the answers are wrong."""
+    for package in ("gguf", "xllamacpp"):
+        pytest.importorskip(package)
+    helper = "09_inference/_export.py"
+    folder = tmp_path / "fault"
+    folder.mkdir()
+    line = ".transpose(1, 2).flatten(0, 2)"
+    wrong = with_fault(helper, folder, line, ".flatten(0, 2)").parent
+    for name in ("export.py", "_shared.py"):
+        link = wrong / name
+        if not link.exists():
+            link.symlink_to(Path(__file__).resolve().parents[1] / "09_inference" / name)
+    result = start(tmp_path / "run", model, "--forms", "f16", script=wrong / "export.py")
+    assert result.code == 1, result
+    assert "AssertionError" in result.err
