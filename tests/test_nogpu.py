@@ -23,6 +23,7 @@ ONE = {  # script: flags
     "02_tensors_precision/precision.py": "",
     "02_tensors_precision/qat.py": "--train-steps 4 --steps 2 --seeds 1 --bits 2 --run-dir run",
     "03_linear_regression/train.py": "--epochs 5 --run-dir run",
+    "03_linear_regression/graphs.py": "",
     "04_amp/train.py": TRAIN,
     "04_amp/compare.py": "--steps 6 --batch-size 2 --seq-len 32",
     "06_fsdp_zero/convert_checkpoint.py": "",
@@ -37,18 +38,19 @@ ONE = {  # script: flags
     "09_inference/kv_cache.py": ANSWER,
     "09_inference/quantized.py": ANSWER,
     "09_inference/speculative.py": ANSWER,
+    "09_inference/export.py": "",
 }
 TWO = {  # under torchrun with two ranks
     "05_ddp/train.py": TRAIN,
     "05_ddp/collectives.py": "--max-bytes 65536 --samples 1",
     "05_ddp/ddp_from_scratch.py": "--steps 2",
-    "05_ddp/stragglers.py": "--steps 4",
     "06_fsdp_zero/train_fsdp.py": TRAIN,
     "06_fsdp_zero/train_zero.py": TRAIN,
+    "06_fsdp_zero/finetune.py": "--steps 1 --global-batch-size 2 --run-dir run",
     "06_fsdp_zero/zero_from_scratch.py": "--steps 2",
     "06_fsdp_zero/compare.py": "--steps 1 --seq-len 32",
     "06_fsdp_zero/muon.py": "--steps 2",
-    "07_memory_tricks/gradient_accumulation.py": "--rounds 1 --seq-len 32",
+    "07_memory_tricks/gradient_accumulation.py": "--model tiny.json --rounds 1 --seq-len 32",
     "08_model_parallel/tensor_parallel.py": "--steps 2",
     "08_model_parallel/pipeline_parallel.py": "--steps 2",
     "08_model_parallel/context_parallel.py": "--steps 2 --seq-len 48",
@@ -64,6 +66,7 @@ NOT_HERE = {
     "01_devices/benchmark.py": "no sizes but a GPU's: an hour",
     "02_tensors_precision/tensors.py": "likewise",
     "02_tensors_precision/quantize.py": "likewise",
+    "07_memory_tricks/estimate.py": "computes, for a device by name",
     "05_ddp/stragglers.py": "a collective of this NCCL waits where it is called, so no rank can be found to wait",
 }
 SAMPLE = ("04_amp/train.py", "06_fsdp_zero/train_fsdp.py", "09_inference/kv_cache.py")
