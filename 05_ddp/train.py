@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
-from common import checkpoint, cli, data, exits, hardware, metrics, model, runtime, schedule, shapes
+from common import checkpoint, cli, data, exits, hardware, metrics, model, runtime, shapes
 
 warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)  # torch 2.11 lacks its new name
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -63,7 +63,7 @@ def main() -> int:
     net = model.build(args.model, config, seed=args.seed, device=device)
     model.checkpoint_blocks(net, args.checkpointing)  # backward computes again what is not kept
     autocast = partial(torch.autocast, device.type, DTYPES[args.dtype], enabled=args.dtype != "fp32")
-    optimizer, scheduler = schedule.adamw_cosine(
+    optimizer, scheduler = model.adamw_cosine(
         net, lr=args.lr, weight_decay=args.weight_decay, warmup_steps=args.warmup_steps, steps=args.steps
     )
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")

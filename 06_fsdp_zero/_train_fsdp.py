@@ -1,12 +1,9 @@
 """What train_fsdp.py does beside the concept: its mesh of ranks, and the proof that each rank holds its part alone."""
 
-from collections.abc import Iterable
-
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from common import exits, report, runtime
 
@@ -24,27 +21,21 @@ def sharding_mesh(device: torch.device, replicas: int) -> DeviceMesh:
 
 
 def check_parts(net: nn.Module, optimizer: torch.optim.Optimizer, replicas: int) -> dict[str, list[int]]:
-    """The bytes of weights and of optimizer state that each rank holds, in rank order. AssertionError if they are not
-    the ranks' parts."""
-    parameters = _bytes_by_rank(net.parameters())
-    state = _bytes_by_rank(t for state in optimizer.state.values() for t in state.values() if t.ndim)
-    for what, by_rank in (("weights", parameters), ("optimizer state", state)):
-        most, whole = (report.for_people("bytes", size) for size in (max(by_rank), sum(by_rank) // replicas))
-        runtime.say(f"checked: each rank holds {most} of {whole} of {what}")
-    return {"parameter_bytes_per_rank": parameters, "optimizer_bytes_per_rank": state}
-
-
-def _bytes_by_rank(tensors: Iterable[DTensor]) -> list[int]:
-    """The bytes of these tensors that each rank holds. AssertionError if a rank holds anything but its rows: as of
-    torch.chunk, ceil(rows / ranks) each, so the last ranks may hold fewer, or none."""
-    held = whole = 0
-    for tensor in tensors:
-        mesh = tensor.device_mesh["shard"]
-        rows = -(-len(tensor) // mesh.size())
-        own = max(0, min(rows, len(tensor) - rows * mesh.get_local_rank()))
-        assert len(tensor.to_local()) == own, f"{len(tensor.to_local())} rows of {tensor.shape} are here, {own} are due"
-        held += tensor.to_local().nbytes
-        whole += tensor.nbytes * (tensor.device_mesh.size() // mesh.size())  # once per replica
-    by_rank = runtime.gather(held)
-    assert sum(by_rank) == whole, f"bytes by rank: {by_rank}, of {whole}"
-    return by_rank
+    """The bytes of weights and of optimizer state that each rank holds, in rank order. AssertionError if a rank holds
+    anything but its rows: as of torch.chunk, ceil(rows / ranks) each, so the last ranks may hold fewer, or none."""
+    state = [t for state in optimizer.state.values() for t in state.values() if t.ndim]
+    found = {}
+    for kind, tensors in (("parameter", [*net.parameters()]), ("optimizer", state)):
+        for tensor in tensors:
+            mesh, mine = tensor.device_mesh["shard"], len(tensor.to_local())
+            rows = -(-len(tensor) // mesh.size())
+            assert mine == max(0, min(rows, len(tensor) - rows * mesh.get_local_rank())), (
+                f"{mine} rows of {tensor.shape}"
+            )
+        whole = sum(tensor.nbytes for tensor in tensors)
+        held = runtime.gather(sum(tensor.to_local().nbytes for tensor in tensors))
+        assert sum(held) == whole * replicas, f"bytes by rank: {held}, of {whole}"
+        most, whole = (report.for_people("bytes", size) for size in (max(held), whole))
+        runtime.say(f"checked: each rank holds {most} of {whole} of {kind} bytes")
+        found[f"{kind}_bytes_per_rank"] = held
+    return found

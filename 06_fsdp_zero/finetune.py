@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with no
 import _finetune
 from _shared import bytes_of_training
 
-from common import adapters, checkpoint, cli, data, exits, hardware, metrics, model, runtime, schedule, shapes
+from common import adapters, checkpoint, cli, data, exits, hardware, metrics, model, runtime, shapes
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ROOT = Path(__file__).resolve().parents[1]
@@ -131,7 +131,7 @@ def main() -> int:
     model.materialize(net, args.model, seed=args.seed, device="cpu" if args.cpu_offload else device)
     adapters.init_adapters(net, args.seed)
     autocast = nullcontext  # fully_shard casts instead: all is in --dtype, also what autocast keeps in fp32
-    optimizer, scheduler = schedule.adamw_cosine(
+    optimizer, scheduler = model.adamw_cosine(
         net, lr=args.lr, weight_decay=args.weight_decay, warmup_steps=args.warmup_steps, steps=args.steps
     )
 

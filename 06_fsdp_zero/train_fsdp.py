@@ -30,7 +30,7 @@ from torch.nn.utils import clip_grad_norm_
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
 from _train_fsdp import check_parts, sharding_mesh
 
-from common import checkpoint, cli, data, exits, hardware, metrics, model, runtime, schedule, shapes
+from common import checkpoint, cli, data, exits, hardware, metrics, model, runtime, shapes
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -78,7 +78,7 @@ def main() -> int:
         next_block.set_modules_to_backward_prefetch([block])
     model.materialize(net, args.model, seed=args.seed, device="cpu" if args.cpu_offload else device)
     autocast = nullcontext  # fully_shard casts instead: all is in --dtype, also what autocast keeps in fp32
-    optimizer, scheduler = schedule.adamw_cosine(
+    optimizer, scheduler = model.adamw_cosine(
         net, lr=args.lr, weight_decay=args.weight_decay, warmup_steps=args.warmup_steps, steps=args.steps
     )
 

@@ -26,7 +26,7 @@ from torch.optim.lr_scheduler import LambdaLR
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
 import _train_zero as helper
 
-from common import cli, data, exits, hardware, metrics, model, runtime, schedule, shapes
+from common import cli, data, exits, hardware, metrics, model, runtime, shapes
 
 
 def configure(args, config: shapes.Config, batches: data.Batches, universal: bool) -> dict:
@@ -123,7 +123,7 @@ def main() -> int:
     vectors = [parameter for parameter in dimensions if dimensions[parameter] < 2]
     groups = [{"params": matrices, "weight_decay": args.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
-    scheduler = LambdaLR(optimizer, partial(schedule.warmup_cosine, warmup_steps=args.warmup_steps, steps=args.steps))
+    scheduler = LambdaLR(optimizer, partial(model.warmup_cosine, warmup_steps=args.warmup_steps, steps=args.steps))
     engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, lr_scheduler=scheduler, config=engine_config)
     for group in dist.distributed_c10d._world.pg_map:  # those of DeepSpeed would wait torch's own 30 minutes
         dist.distributed_c10d._set_pg_timeout(runtime.timeout(), group)

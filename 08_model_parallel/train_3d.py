@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with no
 from _shared import cut_matrices, keep_stage
 from _train_3d import Stage, check_cuts, check_parts, clip_over_stages, cut_sequence, dry_run, make_meshes
 
-from common import checkpoint, cli, data, exits, hardware, metrics, model, runtime, schedule, shapes
+from common import checkpoint, cli, data, exits, hardware, metrics, model, runtime, shapes
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -106,7 +106,7 @@ def main() -> int:
     until_the_end = ExitStack()
     if args.tp > 1:  # forward and backward of the loss from cut logits, which are never gathered
         until_the_end.enter_context(loss_parallel())
-    optimizer, scheduler = schedule.adamw_cosine(
+    optimizer, scheduler = model.adamw_cosine(
         net, lr=args.lr, weight_decay=args.weight_decay, warmup_steps=args.warmup_steps, steps=args.steps
     )
 

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 from collections.abc import Callable
+from itertools import takewhile
 
 import torch
 from _shared import DTYPES, StaticCache, Text
@@ -33,10 +34,7 @@ def shared_tokens(prompts: list[list[int]], block: int) -> int:
 
 def equal_at_start(one: list[int], other: list[int]) -> int:
     """How many tokens are equal before the first that differs."""
-    for place, (token, other_token) in enumerate(zip(one, other, strict=False)):
-        if token != other_token:
-            return place
-    return min(len(one), len(other))
+    return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))))
 
 
 def held_at_the_end(cache) -> dict:

@@ -55,8 +55,7 @@ def training_state(step: int, net, optimizer, scheduler, scaler=None) -> dict:
 def random_states() -> dict:
     """What dropout, if your model has it, will draw next."""
     states = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
-    on_gpu = {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {}  # else it would open a context
-    return states | on_gpu
+    return states | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {})  # else it opens one
 
 
 def restore_random_states(states: dict) -> None:
@@ -98,7 +97,7 @@ class Run:
         _require_equal(settings)
         self.keep = args.keep
         new = f"{Path(sys.argv[0]).resolve().parent.name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-        self.folder = on_rank0(lambda: self._lock(args.run_dir or Path("runs", new)))
+        self.folder = args.run_dir or on_rank0(lambda: Path("runs", new))
         on_rank0(lambda: self._enter(settings, args.resume))
         seen = gather((self.folder / "settings.json").exists())
         if not all(seen):  # each node would save its half of a checkpoint
@@ -109,24 +108,16 @@ class Run:
         self.pending: Future | None = None
         before_user_error_exit.append(self.wait)
 
-    def _lock(self, folder: Path) -> Path:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self.lock = filelock.FileLock(folder / ".lock")  # held until the process ends, however it ends
-            # data loading workers outlive a kill -9 of their parent by seconds; NFS keeps a dead machine's lock for 90
-            self.lock.acquire(timeout=float(os.environ.get("RUN_DIR_LOCK_SECONDS", "10")))
-        except filelock.Timeout:
-            raise UserError(f"--run-dir {folder} is in use by a live run: use another, or end that one") from None
-        except OSError as error:
-            raise UserError(f"--run-dir {folder} cannot be used: {error}") from None
-        return folder
-
     def _enter(self, settings: dict, resume: bool) -> None:
         file, flag = self.folder / "settings.json", f"--run-dir {self.folder}"
-        checkpoints = _checkpoints(self.folder)
-        if checkpoints and not file.exists():
-            raise UserError(f"{flag} holds checkpoints without the settings.json of their run: copy it")
         try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.lock = filelock.FileLock(self.folder / ".lock")  # held until the process ends, however it ends
+            # data loading workers outlive a kill -9 of their parent by seconds; NFS keeps a dead machine's lock for 90
+            self.lock.acquire(timeout=float(os.environ.get("RUN_DIR_LOCK_SECONDS", "10")))
+            checkpoints = _checkpoints(self.folder)
+            if checkpoints and not file.exists():
+                raise UserError(f"{flag} holds checkpoints without the settings.json of their run: copy it")
             known = json.loads(file.read_text()) if file.exists() else settings
             names = [name for name in {**settings, **known} if settings.get(name) != known.get(name)]
             if names:
@@ -135,6 +126,8 @@ class Run:
             if checkpoints and not resume:
                 raise UserError(f"{flag} holds a run with checkpoints: --resume it, or use another")
             write_json(file, settings)
+        except filelock.Timeout:
+            raise UserError(f"{flag} is in use by a live run: use another, or end that one") from None
         except (OSError, ValueError) as error:
             raise UserError(f"{flag} cannot be used: {error}") from None
         for leftover in (*self.folder.glob("step-*.tmp"), *self.folder.glob("step-*.old")):
@@ -142,9 +135,10 @@ class Run:
 
     def save(self, step: int, state: dict, config: dict) -> None:
         """Save `state` as step-{step}, with `config` (a Hugging Face config.json) beside it. In the background only the
-        copy to the CPU is waited for; the next save or wait() raises what went wrong in it. UserError if it cannot be
-        written: the older checkpoints are still there."""
+        copy to the CPU is waited for; the next save or wait() raises what went wrong. UserError if the disk refuses."""
         self.wait()
+        if self.keep == 0:
+            return
         if self.writer is None:
             self._write(step, state, config)
         else:
@@ -203,21 +197,19 @@ class Run:
                 shutil.rmtree(old.with_suffix(".old"))
 
     def newest(self) -> Path | None:
-        """The newest whole checkpoint, None where there is none. Broken ones are named and moved aside; UserError if
-        there is nothing else."""
+        """The newest whole checkpoint, None where there is none. Broken ones are moved aside; UserError if all are."""
         broken = []
         for path in reversed(on_rank0(lambda: _checkpoints(self.folder))):
-            problems = [problem for problem in gather(find_damage(path, *ranks()[:2])) if problem]
-            if not problems:
+            problem = next(filter(None, gather(find_damage(path, *ranks()[:2]))), None)
+            if problem is None:
                 for bad in broken if is_rank0() else []:
                     bad.rename(bad.with_name(f"broken-{bad.name}-{uuid.uuid4().hex[:8]}"))
                 say(f"resuming from {path}")
                 return path
-            say(f"checkpoint {path} is broken ({problems[0]}): trying the one before")
+            say(f"checkpoint {path} is broken ({problem}): trying the one before")
             broken.append(path)
         if broken:
             raise UserError(f"--resume: every checkpoint in {self.folder} is broken; nothing was overwritten")
-        return None
 
 
 def find_damage(path: Path, rank: int = 0, world_size: int = 1) -> str | None:
@@ -227,9 +219,7 @@ def find_damage(path: Path, rank: int = 0, world_size: int = 1) -> str | None:
         wrong = [name for name in sorted(hashes)[rank::world_size] if file_sha256(path / name) != hashes[name]]
     except (OSError, ValueError, TypeError) as error:
         return str(error)
-    if not hashes:
-        return "hashes.json names no file"
-    return f"{wrong[0]} does not match its hash" if wrong else None
+    return f"{wrong[0]} does not match its hash" if wrong else None if hashes else "hashes.json names no file"
 
 
 def write_json(file: Path, value: dict) -> None:
@@ -244,11 +234,11 @@ def write_json(file: Path, value: dict) -> None:
 
 def _require_equal(settings: dict) -> None:
     """Nodes may have other texts under one name, or another --dtype auto: their ranks would train different models."""
-    of_ranks = gather((settings, socket.gethostname()))
-    for rank, (theirs, host) in enumerate(of_ranks):
-        if differ := [name for name in settings if theirs[name] != of_ranks[0][0][name]]:
-            others = f"rank {rank} on {host} than on rank 0 on {of_ranks[0][1]}"
-            raise UserError(f"{', '.join(differ)} stands for something else on {others}: give what all nodes have")
+    first, *others = gather(settings | {"host": socket.gethostname()})
+    for rank, theirs in enumerate(others, 1):
+        if differ := [name for name in settings if theirs[name] != first[name]]:
+            where = f"rank {rank} on {theirs['host']} than on rank 0 on {first['host']}"
+            raise UserError(f"{', '.join(differ)} stands for something else on {where}: give what all nodes have")
 
 
 def _checkpoints(folder: Path) -> list[Path]:

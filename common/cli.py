@@ -54,12 +54,9 @@ def add_device_and_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=writable_file, metavar="PATH", help="write the summary as one JSON object")
 
 
-# The flags that must be the same on a resume. The rest (processes, micro-batch, device, logging) may change, and so may
-# --steps: a run can be made longer.
-IDENTITY = (
-    *("model", "data", "tokenizer", "seq_len", "global_batch_size", "lr"),
-    *("warmup_steps", "weight_decay", "clip_norm", "dtype", "seed"),
-)
+# Flags that must be the same on a resume. The rest may change (processes, micro-batch, device, logging), and --steps.
+IDENTITY = ("model", "data", "tokenizer", "seq_len", "global_batch_size", "lr", "warmup_steps", "weight_decay")
+IDENTITY += ("clip_norm", "dtype", "seed")
 
 
 class TrainingParser(Parser):
@@ -88,7 +85,7 @@ class TrainingParser(Parser):
         add("--eval-every", type=natural, default=0, help="steps between evaluations (0: at the end only)")
         add("--run-dir", type=Path, help="folder for checkpoints, metrics and plot (default: a new one in runs/)")
         add("--save-every", type=natural, default=0, help="steps between checkpoints (0: at the end only)")
-        add("--keep", type=positive_int, default=3, help="newest checkpoints to keep")
+        add("--keep", type=natural, default=3, help="newest checkpoints to keep (0: save none)")
         add("--async-save", action="store_true", help="write checkpoints while training goes on")
         add("--resume", action="store_true", help="go on from the newest whole checkpoint in --run-dir, if any")
         add("--log-every", type=positive_int, default=5, help="steps between log lines")
@@ -96,8 +93,7 @@ class TrainingParser(Parser):
         add_device_and_json(self)
 
     def parse_args(self, *arguments) -> argparse.Namespace:
-        """UserError for --resume without --run-dir. --seq-len, --lr and --warmup-steps that are not given come from the
-        model's recipe."""
+        """--seq-len, --lr and --warmup-steps that are not given come from the model's recipe."""
         args = super().parse_args(*arguments)
         if args.resume and args.run_dir is None:
             raise UserError("--resume needs --run-dir, the folder of the run to go on with")

@@ -129,10 +129,11 @@ class Batches:
         self.global_batch_size = size = args.global_batch_size
         unit = world_size * (args.micro_batch_size or 1)
         if size % unit:
-            below = size // unit * unit
+            near = " or ".join(str(n) for n in (size // unit * unit, (size // unit + 1) * unit) if n)
             micro = f" with --micro-batch-size {args.micro_batch_size}" if args.micro_batch_size else ""
-            use = f"use {below} or {below + unit}" if below else f"use {unit}"
-            raise UserError(f"--global-batch-size {size} does not divide over {world_size} process(es){micro}: {use}")
+            raise UserError(
+                f"--global-batch-size {size} does not divide over {world_size} process(es){micro}: use {near}"
+            )
         self.micro_batch_size = args.micro_batch_size or size // world_size  # of one forward
         self.accumulation_steps = size // (world_size * self.micro_batch_size)
         self.tokens_per_step = size * self.seq_len

@@ -23,8 +23,7 @@ class UserError(Exception):
 
 
 def run(main: Callable[[], int]) -> None:
-    """Leave with main's exit code. A UserError, a full disk and too little memory are one line and code 2, any other
-    failure its traceback and code 1."""
+    """Leave with main's exit code. UserError, full disk, too little memory: one line, code 2; else a traceback, 1."""
     code = 1
     try:
         code = main()
@@ -33,25 +32,23 @@ def run(main: Callable[[], int]) -> None:
     except KeyboardInterrupt:
         code = 130
     except BaseException as error:  # torch's CheckpointException is no Exception
-        if (message := _for_people(error)) is None:
-            traceback.print_exc()
-            with contextlib.suppress(ImportError):  # torchrun's closing report names the first rank to fail
-                from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-                get_error_handler().record_exception(error)
-        else:
+        if message := _for_people(error):
             code = 2
             for finish in before_user_error_exit:
                 with contextlib.suppress(Exception):  # it must not hide the error that is printed here
                     finish()
             _tell(message)
+        else:
+            traceback.print_exc()
+            with contextlib.suppress(ImportError):  # torchrun's closing report names the first rank to fail
+                from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+                get_error_handler().record_exception(error)
     for child in multiprocessing.active_children():  # data loading workers
         child.kill()
     for flush in before_exit:
-        try:
+        with contextlib.suppress(Exception):
             flush()
-        except Exception:
-            traceback.print_exc()
     sys.stdout.flush()
     os._exit(code)  # the interpreter's teardown can wait for ever for gloo's threads
 
@@ -68,8 +65,7 @@ def _for_people(error: BaseException) -> str | None:
 
 
 def _tell(message: str) -> None:
-    """Print the error once per job, from rank 0, whose exit makes torchrun end the others. A rank that is still there
-    after 5 s has an error of its own."""
+    """Print the error once per job: rank 0's exit makes torchrun end the others. Who is left has its own error."""
     line = f"{os.path.relpath(sys.argv[0])}: error: {' '.join(message.split())}"
     rank = os.environ.get("RANK", "0")
     if rank != "0" and os.environ.get("WORLD_SIZE", "1") != "1":

@@ -28,24 +28,5 @@ def tensors() -> Iterator[None]:
     """While entered, a new tensor is a fake one. Those that are on the meta device already may stay there."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    with FakeTensorMode(allow_non_fake_inputs=True), _whole_tensors_unseen():
+    with FakeTensorMode(allow_non_fake_inputs=True):
         yield
-
-
-@contextmanager
-def _whole_tensors_unseen() -> Iterator[None]:
-    """DTensor learns a result's shape by running the operator on whole tensors, which a counter must not see."""
-    from torch.distributed.tensor._sharding_prop import ShardingPropagator
-    from torch.utils._python_dispatch import _disable_current_modes
-
-    propagate = ShardingPropagator._propagate_tensor_meta_non_cached
-
-    def unseen(*args) -> object:
-        with _disable_current_modes():
-            return propagate(*args)
-
-    ShardingPropagator._propagate_tensor_meta_non_cached = unseen
-    try:
-        yield
-    finally:
-        ShardingPropagator._propagate_tensor_meta_non_cached = propagate

@@ -26,8 +26,7 @@ class Meter:
         if start_step > args.steps:
             raise UserError(f"--steps {args.steps}: the run in {folder} is at step {start_step} already")
         self.folder, self.args, self.config, self.device = folder, args, config, device
-        self.world_size = ranks()[1]
-        self.tokens_per_step = batches.tokens_per_step
+        self.world_size, self.tokens_per_step = ranks()[1], batches.tokens_per_step
         self.peak_flops = peak_flops(device_name(device), args.dtype)
         self.start_step = self.last_step = start_step
         self.steps_since_log: list[Tensor] = []  # loss and gradient norm of each
@@ -119,8 +118,7 @@ class Meter:
     def _require_finite(self, step: int, noted: Tensor, lr: float, scale: float) -> None:
         # an fp16 gradient may overflow: the scaler skips that step and tries a smaller scale
         finite = noted[:, : 1 if self.args.dtype == "fp16" else 2].isfinite().all(1).tolist()
-        if self.args.dtype == "fp16" and scale < 1:
-            finite[-1] = False  # no scale is small enough: every step is skipped
+        finite[-1] &= scale >= 1  # below, no scale is small enough: every step is skipped
         if not all(finite):
             first = f"step {step - len(finite) + 1 + finite.index(False)} (learning rate {lr:g})"
             raise UserError(f"loss or gradient is not finite at {first}: lower --lr, raise --warmup-steps or try bf16")
@@ -186,9 +184,9 @@ def _line(record: dict, steps: int) -> str:
 
 
 def read_records(file: Path) -> list[dict]:
-    """The records of a metrics.jsonl; lines that a kill or a power cut has damaged are left out."""
+    """The records of a metrics.jsonl, without lines that a kill has cut."""
     records = []
-    for line in file.read_bytes().split(b"\n")[:-1] if file.exists() else []:
+    for line in file.read_bytes().splitlines() if file.exists() else []:
         with contextlib.suppress(ValueError):
             records.append(json.loads(line))
-    return [record for record in records if isinstance(record, dict) and "step" in record]
+    return records

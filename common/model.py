@@ -1,5 +1,5 @@
 """A decoder-only transformer with names and arithmetic of transformers' Llama, Mistral, Qwen2 and Qwen3 (RMSNorm,
-rotary embedding, grouped queries, SwiGLU): their checkpoints load here, and ours there, as they are."""
+rotary embedding, grouped queries, SwiGLU): their checkpoints load here, and ours there, as they are. Its optimizer."""
 
 import hashlib
 import math
@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from common.exits import UserError
@@ -308,3 +309,21 @@ def digest(net: nn.Module) -> str:
         for theirs in gather(hashes):
             hashes = theirs | hashes  # its own, where two hold the same
     return f"{sum(hashes.values()) % 2**256:064x}"
+
+
+def adamw_cosine(net: nn.Module, *, lr: float, weight_decay: float, warmup_steps: int, steps: int) -> tuple:
+    """The optimizer and its schedule; call scheduler.step() after each optimizer step. `lr` is the peak."""
+    trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in trained if parameter.ndim >= 2]
+    vectors = [parameter for parameter in trained if parameter.ndim < 2]  # norms: decay would shrink them
+    groups = [{"params": p, "weight_decay": d} for p, d in ((matrices, weight_decay), (vectors, 0.0)) if p]
+    optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
+    return optimizer, LambdaLR(optimizer, partial(warmup_cosine, warmup_steps=warmup_steps, steps=steps))
+
+
+def warmup_cosine(step: int, warmup_steps: int, steps: int) -> float:
+    """Factor on the peak learning rate for 0-based `step`: up in a line, down to a tenth along a cosine."""
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    done = min(1.0, (step - warmup_steps) / max(1, steps - warmup_steps))
+    return 0.55 + 0.45 * math.cos(math.pi * done)

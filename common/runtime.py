@@ -21,12 +21,11 @@ _left_groups: list[dist.ProcessGroup] = []  # kept until the process ends
 
 def ranks() -> tuple[int, int, int]:
     """(rank, world size, local rank) as torchrun sets them; (0, 1, 0) for a plain `python script.py`."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    values = [os.environ.get(name, "") for name in names]
+    values = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")]
     if not any(values) or values == ["", "", "0"]:  # DeepSpeed sets that one in a single process
         return 0, 1, 0
     if not all(value.isdecimal() for value in values):  # a guess, as rank % GPUs, may put two ranks on one GPU
-        raise UserError(f"{', '.join(names)} are {values}: all must be set, or none; start with torchrun")
+        raise UserError(f"RANK, WORLD_SIZE, LOCAL_RANK are {values}: set all or none, or start with torchrun")
     return tuple(map(int, values))
 
 
@@ -43,8 +42,7 @@ def pick_device(name: str = "auto") -> torch.device:
         return torch.device(name)
     processes, gpus = max(local_rank + 1, int(os.environ.get("LOCAL_WORLD_SIZE", 1))), torch.cuda.device_count()
     if processes > gpus:
-        there = f"{processes} processes on this node, {gpus} GPUs visible"
-        raise UserError(f"--device cuda: {there}: start fewer, look at CUDA_VISIBLE_DEVICES, or use --device cpu")
+        raise UserError(f"--device cuda: {processes} processes, {gpus} GPUs visible: start fewer, or use --device cpu")
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
 

@@ -14,7 +14,7 @@ from support.checkpoints import saved, write_folder
 from support.harness import ROOT, TINY, assert_refused, config_of, drop_after, run, train, with_prelude
 
 from common import adapters, data, model
-from common.schedule import warmup_cosine
+from common.model import warmup_cosine
 
 SCRIPT = "06_fsdp_zero/finetune.py"
 PAIRS = ROOT / "07_memory_tricks/lora_instructions.jsonl"
