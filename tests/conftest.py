@@ -15,6 +15,7 @@ import contextlib
 import functools
 import os
 import pickle
+import re
 import shutil
 import signal
 import subprocess
@@ -241,7 +242,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def _asked_for_gpu_tests(config: pytest.Config) -> bool:
-    return "gpu" in config.option.markexpr.replace("not gpu", "")
+    return re.search(r"(?<!not )\bgpu\b", config.option.markexpr) is not None
 
 
 def _nothing_ran(config: pytest.Config) -> bool:

@@ -87,6 +87,6 @@ def test_a_gpu_is_not_waited_for(gpus):
         "        total = (weight.sin().exp() * weight.cos()).sum()\n"
         "    total.backward()\n"
     )
-    env = {**gpus, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    env = {**gpus, "PYTHONPATH": f"{gpus.get('PYTHONPATH', '')}:{ROOT}:{ROOT / 'tests'}"}
     result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr[-3000:]

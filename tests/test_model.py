@@ -225,6 +225,6 @@ def test_attention_with_grouped_heads_is_torchs():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_gpu_takes_grouped_heads_without_holding_all_scores(gpus, dtype):
     code = f"import torch, test_model; test_model.check_attention(torch.{dtype}, 'cuda')"
-    env = {**gpus, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    env = {**gpus, "PYTHONPATH": f"{gpus.get('PYTHONPATH', '')}:{ROOT}:{ROOT / 'tests'}"}
     result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr[-3000:]

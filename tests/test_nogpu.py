@@ -1,0 +1,151 @@
+"""The CUDA paths of every lesson, on GPUs that are not there: nogpu/README.md says what this can and cannot find.
+
+make test-nogpu        the first call downloads 650 MB to ~/.cache/nogpu, or $NOGPU_HOME
+pytest -m nogpu -k sample       two minutes of it
+"""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+from support.harness import ROOT, TINY, Result, finish, start, write_tiny
+
+pytestmark = [pytest.mark.nogpu, pytest.mark.timeout(900)]
+TOOL = ROOT / "tests/nogpu"
+
+# tiny.json has grouped heads, which nano has not
+STEPS = "--steps 2 --global-batch-size 2 --seq-len 32 --log-every 1 --run-dir run"
+TRAIN = f"{STEPS} --model tiny.json"
+ANSWER = "--model nano --max-new-tokens 4"
+ONE = {  # script: flags
+    "01_devices/show.py": "",
+    "02_tensors_precision/precision.py": "",
+    "02_tensors_precision/qat.py": "--train-steps 4 --steps 2 --seeds 1 --bits 2 --run-dir run",
+    "03_linear_regression/train.py": "--epochs 5 --run-dir run",
+    "03_linear_regression/graphs.py": "",
+    "04_amp/train.py": TRAIN,
+    "04_amp/compare.py": "--steps 6 --batch-size 2 --seq-len 32",
+    "06_fsdp_zero/convert_checkpoint.py": "",
+    "07_memory_tricks/chunked_loss.py": "",
+    "07_memory_tricks/cuda_graphs.py": "",
+    "07_memory_tricks/gradient_checkpointing.py": "--rounds 1 --batch-size 2 --seq-len 64",
+    "07_memory_tricks/lora.py": "--model tiny.json --steps 2 --batch-size 2 --seq-len 32",
+    "07_memory_tricks/memory_profile.py": "--micro-batch-size 4 --snapshot s.pickle",
+    "07_memory_tricks/offload.py": "--rounds 1 --batch-size 2",
+    "07_memory_tricks/optimizer_memory.py": "--steps 2 --seeds 1",
+    "07_memory_tricks/packing.py": "--documents 8 --rounds 1",
+    "09_inference/kv_cache.py": ANSWER,
+    "09_inference/quantized.py": ANSWER,
+    "09_inference/speculative.py": ANSWER,
+    "09_inference/export.py": "",
+}
+TWO = {  # under torchrun with two ranks
+    "05_ddp/train.py": TRAIN,
+    "05_ddp/collectives.py": "--max-bytes 65536 --samples 1",
+    "05_ddp/ddp_from_scratch.py": "--steps 2",
+    "06_fsdp_zero/train_fsdp.py": TRAIN,
+    "06_fsdp_zero/train_zero.py": TRAIN,
+    "06_fsdp_zero/finetune.py": "--steps 1 --global-batch-size 2 --run-dir run",
+    "06_fsdp_zero/zero_from_scratch.py": "--steps 2",
+    "06_fsdp_zero/compare.py": "--steps 1 --seq-len 32",
+    "06_fsdp_zero/muon.py": "--steps 2",
+    "07_memory_tricks/gradient_accumulation.py": "--model tiny.json --rounds 1 --seq-len 32",
+    "08_model_parallel/tensor_parallel.py": "--steps 2",
+    "08_model_parallel/pipeline_parallel.py": "--steps 2",
+    "08_model_parallel/context_parallel.py": "--steps 2 --seq-len 48",
+    "08_model_parallel/expert_parallel.py": "--steps 2",
+    "08_model_parallel/train_3d.py": f"{TRAIN} --tp 2",
+    "09_inference/infer_70b.py": ANSWER,
+    "09_inference/offloaded.py": ANSWER,
+}
+DATA_PARALLEL = {"05_ddp/data_parallel.py": ""}  # one process, two GPUs
+
+
+NOT_HERE = {
+    "01_devices/benchmark.py": "no sizes but a GPU's: an hour",
+    "02_tensors_precision/tensors.py": "likewise",
+    "02_tensors_precision/quantize.py": "likewise",
+    "07_memory_tricks/estimate.py": "computes, for a device by name",
+    "05_ddp/stragglers.py": "a collective of this NCCL waits where it is called, so no rank can be found to wait",
+}
+SAMPLE = ("04_amp/train.py", "06_fsdp_zero/train_fsdp.py", "09_inference/kv_cache.py")
+TRAINING = {
+    "04_amp/train.py": 0,
+    "05_ddp/train.py": 2,
+    "06_fsdp_zero/train_fsdp.py": 2,
+    "08_model_parallel/train_3d.py": 2,
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tool():
+    made = subprocess.run(["bash", TOOL / "setup.sh"], capture_output=True, text=True, timeout=1800)
+    if made.returncode == 2:
+        pytest.skip(made.stderr.strip())
+    assert made.returncode == 0, made.stderr
+
+
+def nogpu(how: str, folder: Path, script: str, flags: str, ranks: int = 0, gpus: int = 1, **env: str) -> Result:
+    """The script to its end in `folder`, on as many GPUs as it has ranks."""
+    write_tiny(folder)
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks else []
+    argv = ["bash", str(TOOL / "run.sh"), how, *launcher, str(ROOT / script), *flags.split()]
+    return finish(start(argv, folder, NOGPU_DEVICES=str(ranks or gpus), **env), folder)
+
+
+def test_every_lesson_with_a_device_is_listed():
+    lessons = {str(file.relative_to(ROOT)) for file in ROOT.glob("0*/[!_]*.py") if "args.device" in file.read_text()}
+    assert lessons - {*ONE, *TWO, *DATA_PARALLEL, *NOT_HERE} == set()
+
+
+def named(script: str) -> str:
+    return f"sample-{script}" if script in SAMPLE else script
+
+
+@pytest.mark.parametrize(
+    ("script", "flags", "ranks", "gpus"),
+    [
+        pytest.param(script, flags, ranks, gpus, id=named(script))
+        for table, ranks, gpus in ((ONE, 0, 1), (TWO, 2, 2), (DATA_PARALLEL, 0, 2))
+        for script, flags in table.items()
+    ],
+)
+def test_values_are_right(tmp_path, script, flags, ranks, gpus):
+    """Each script's own checks are the test."""
+    result = nogpu("values", tmp_path, script, f"{flags} --device cuda", ranks, gpus)
+    assert result.code == 0, result
+    assert "nogpu: " not in result.err, result
+
+
+@pytest.mark.parametrize("script", TRAINING)
+def test_it_compiles(tmp_path, script):
+    result = nogpu("noop", tmp_path, script, f"{TRAIN} --device cuda --compile", 2 if script in TWO else 0)
+    assert result.code == 0, result
+    assert "nogpu: " not in result.err, result
+
+
+def test_grouped_heads_in_fp32_hold_no_scores(tmp_path):
+    """Two layers of llama-1b at 4,096 tokens: the scores of one layer alone would be 2 GiB."""
+    shape = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8}
+    tmp_path.joinpath("two.json").write_text(json.dumps(TINY | shape | {"max_position_embeddings": 4096}))
+    flags = "--model two.json --seq-len 4096 --global-batch-size 1 --steps 1 --dtype fp32 --run-dir run --json s.json"
+    result = nogpu("noop", tmp_path, "04_amp/train.py", f"{flags} --device cuda")
+    assert result.code == 0, result
+    summary = json.loads((tmp_path / "s.json").read_text())
+    of_parameters = 16 * summary["parameters"]  # weights, gradients and two moments
+    assert of_parameters < summary["peak_memory_bytes"] < of_parameters + 2**30
+
+
+def waits(tmp_path: Path, steps: int) -> dict[str, int]:
+    folder = tmp_path / str(steps)
+    flags = f"--steps {steps} --log-every 100 --global-batch-size 2 --dtype bf16 --run-dir run --device cuda"
+    result = nogpu("noop", folder, "04_amp/train.py", flags, NOGPU_REPORT=str(folder / "report"))
+    assert result.code == 0, result
+    (report,) = folder.glob("report.*")
+    counted = [line.split(None, 1) for line in report.read_text().splitlines()]
+    return {what: int(n) for n, what in counted if what.startswith(("sync", "copy to host", "copy async to host"))}
+
+
+def test_a_step_waits_for_nothing(tmp_path):
+    assert waits(tmp_path, 4) == waits(tmp_path, 8)
