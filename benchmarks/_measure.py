@@ -28,7 +28,7 @@ from common import cli, report, shapes
 from common.exits import UserError
 from common.table import table
 
-RESULTS = Path(os.environ.get("BENCHMARK_RESULTS") or REPO / "benchmarks/results")
+RESULTS = Path(os.environ.get("OUT") or REPO / "benchmarks/results")
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone"]
 PATIENCE_SECONDS = 30  # between SIGTERM and SIGKILL
 LEAST_SECONDS = 10  # a command is not started with less time than that

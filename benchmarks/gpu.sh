@@ -1,53 +1,74 @@
 #!/usr/bin/env bash
-# What `make gpu` runs: the GPU tests, the decisive ones first, then benchmarks/gpu_report.py, in ten minutes in all.
+# What one GPU shows, in five commands of less than nine minutes, each useful alone:
 #
-#   benchmarks/gpu.sh python3
-#   GPU_SECONDS=1200 GPU_TEST_SECONDS=600 benchmarks/gpu.sh python3    more time for all of it, and for the tests in it
+#   benchmarks/gpu.sh smoke         nano on every CUDA path, side by side: does it run?
+#   benchmarks/gpu.sh training      tokens/s and MFU of llama-124m and llama-1b
+#   benchmarks/gpu.sh decode        tokens/s of llama-8b in bf16 and llama-70b in int4
+#   benchmarks/gpu.sh decode-int8   llama-70b in int8, and in bf16 where it fits
+#   benchmarks/gpu.sh tests         pytest -m gpu
+#   benchmarks/gpu.sh all           all five, as far as GPU_SECONDS (default: 1700) go (make gpu)
 #
-# Nothing is installed. Everything is left in benchmarks/results/ as it comes: what a kill leaves is what was found.
+# PYTHON is the python that has torch; nothing is installed. MODEL=nano runs the same commands small. Everything is left
+# in ${OUT:-benchmarks/results} as it comes: what a kill leaves is what was found, and the same command goes on with the
+# rest. The kernels that were compiled are kept there, too, in kernel-caches.tar.
 set -u
 cd "$(dirname "$0")/.." || exit
-python=${1:-python3}
-seconds=${GPU_SECONDS:-565}
-test_seconds=${GPU_TEST_SECONDS:-320}
-log=benchmarks/results/gpu-tests-$(date +%F)
-failed=()
-export PYTHONUNBUFFERED=1
-mkdir -p benchmarks/results
+python=${PYTHON:-python3}
+OUT=$(realpath -m "${OUT:-benchmarks/results}")
+export OUT PYTHONUNBUFFERED=1
+export TORCHINDUCTOR_CACHE_DIR=${TMPDIR:-/tmp}/kernel-caches/inductor TRITON_CACHE_DIR=${TMPDIR:-/tmp}/kernel-caches/triton
+part_seconds=${PART_SECONDS:-520}
+seconds=${GPU_SECONDS:-1700}
+parts=(smoke training decode decode-int8 tests)
+caches=$OUT/kernel-caches.tar
+mkdir -p "$OUT"
+[[ -d ${TMPDIR:-/tmp}/kernel-caches || ! -f $caches ]] || tar -xf "$caches" -C "${TMPDIR:-/tmp}"
 
-# these look at the GPU's clocks, power and rates: nothing else may run on it meanwhile
-alone=(tests/test_01_benchmark.py tests/test_01_doctor.py tests/test_01_monitor.py)
+# these look at the GPU's clocks and power, or hold most of its memory: nothing else may run on it meanwhile
+alone=(tests/test_01_benchmark.py tests/test_01_doctor.py tests/test_01_monitor.py tests/test_07_chunked_loss.py
+  tests/test_planner.py tests/test_gpu.py)
 
-run_tests() { # NAME, then arguments of pytest
-  local name=$1 left=$((test_seconds - SECONDS)) code
-  shift
-  if ((left < 10)); then
-    failed+=("tests, $name: not run, no time left of $test_seconds s")
-    return
-  fi
+run_tests() { # NAME SECONDS, then arguments of pytest
+  local log name=$1 left=$2
+  log=$OUT/gpu-tests-$name-$(date +%F)
+  shift 2
   # an interrupt, not a kill: pytest then says what has run, and ends what it has started
-  timeout --signal=INT --kill-after=20 "$left" "$python" -m pytest -m gpu -v -ra --durations=0 --durations-min=1 \
-    --continue-on-collection-errors --junitxml="$log-$name.xml" "$@" 2>&1 | tee "$log-$name.log"
-  code=${PIPESTATUS[0]}
-  ((code == 0)) || failed+=("tests, $name: exit code $code (124: stopped after $left s), see $log-$name.log")
+  timeout --signal=INT --kill-after=20 "$left" "$python" -m pytest -m "gpu and not nogpu" -v -ra --durations=0 \
+    --durations-min=1 --continue-on-collection-errors --junitxml="$log.xml" "$@" 2>&1 | tee "$log.log"
+  return "${PIPESTATUS[0]}"
 }
 
-if "$python" -c "import pytest"; then
-  together=()
-  for file in "${alone[@]}"; do together+=("--ignore=$file"); done
-  # most of a test is importing torch, which needs a core and not the GPU
-  if (($(nproc) >= 8)) && "$python" -c "import xdist" 2>/dev/null; then together+=(-n 4 --dist loadfile); fi
-  run_tests together "${together[@]}"
-  run_tests alone "${alone[@]}"
-else
-  failed+=("tests: skipped, pytest is missing")
+run_part() { # NAME SECONDS
+  local code=0 together=() began=$SECONDS
+  if [[ $1 == tests ]]; then
+    for file in "${alone[@]}"; do together+=("--ignore=$file"); done
+    # most of a test is importing torch, which needs a core and not the GPU
+    if (($(nproc) >= 8)) && "$python" -c "import xdist" 2>/dev/null; then together+=(-n 4 --dist loadfile); fi
+    run_tests together "$(($2 * 6 / 10))" "${together[@]}" || code=1
+    run_tests alone "$(($2 - SECONDS + began))" "${alone[@]}" || code=1
+  else
+    "$python" benchmarks/gpu_report.py "$1" --minutes "$(awk "BEGIN { print $2 / 60 }")" ${MODEL:+--model "$MODEL"} || code=1
+  fi
+  tar -cf "$caches" -C "${TMPDIR:-/tmp}" kernel-caches 2>/dev/null
+  return $code
+}
+
+case " ${parts[*]} all " in
+  *" ${1:-all} "*) ;;
+  *) echo "benchmarks/gpu.sh: $1 is none of ${parts[*]} all" >&2; exit 2 ;;
+esac
+if [[ ${1:-all} != all ]]; then
+  run_part "$1" "$part_seconds"
+  exit
 fi
-
-minutes=$(awk "BEGIN { print ($seconds - $SECONDS) / 60 }")
-"$python" benchmarks/gpu_report.py --minutes "$minutes"
-code=$?
-((code == 0)) || failed+=("benchmarks/gpu_report.py: exit code $code")
-
-echo "make gpu: $SECONDS s"
-((${#failed[@]} == 0)) || printf 'FAILED: %s\n' "${failed[@]}" >&2
+failed=()
+for part in "${parts[@]}"; do
+  left=$((seconds - SECONDS))
+  if ((left < 60)); then
+    echo "no time left: start benchmarks/gpu.sh $part next"
+    break
+  fi
+  run_part "$part" "$((left < part_seconds ? left : part_seconds))" || failed+=("$part")
+done
+((${#failed[@]} == 0)) || echo "FAILED: ${failed[*]}" >&2
 exit $((${#failed[@]} > 0))

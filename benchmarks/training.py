@@ -13,6 +13,7 @@ median between log lines, without the first, which pays for allocation and compi
     batch       04_amp/train.py: batches of 1, 4 and 16 sequences
     processes   05_ddp/train.py: one process with all cores or one GPU, then all ranks; the same global batch
     sharding    on all ranks: DDP, FSDP, FSDP that keeps weights until backward, DeepSpeed ZeRO-3
+    fsdp        what FSDP costs on one rank, both compiled
     trainer     04_amp/train.py and transformers' Trainer, eager and compiled: like with like
 
 Look for: the ratio and its spread. Results go to benchmarks/results/, anew after each run. Next: inference.py.
@@ -45,6 +46,10 @@ CASES = {  # side, script, flags of its own, ranks (0: without torchrun), the si
         Side("FSDP, kept until backward", FSDP, "--reshard-after-forward off", ALL, "DDP"),
         Side("ZeRO-3", ZERO, "--stage 3", ALL, "DDP"),
     ],
+    "fsdp": [
+        Side("plain, compiled", PLAIN, "--compile"),
+        Side("FSDP, compiled", FSDP, "--compile", 0, "plain, compiled"),
+    ],
     "trainer": [
         Side("Trainer, compiled", TRAINER, "--compile"),
         Side("ours, compiled", PLAIN, "--compile", 0, "Trainer, compiled"),
@@ -71,7 +76,8 @@ def sides_of(case: str, args) -> list[Side]:
         ranks = args.ranks if side.ranks == ALL else side.ranks
         threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, CORES // max(1, ranks)))
         env = {"OMP_NUM_THREADS": threads} if args.device == "cpu" else {}
-        found.append(side._replace(flags=flags + side.flags, ranks=ranks, env=env))
+        unsaved = "" if side.script in (TRAINER, ZERO) else " --keep 0"  # a checkpoint of llama-1b is 15 GB
+        found.append(side._replace(flags=flags + side.flags + unsaved, ranks=ranks, env=env))
     return found
 
 

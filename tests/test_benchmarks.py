@@ -27,7 +27,7 @@ def test_a_training_case(tmp_path):
     """One process and two ranks train the same; the results have what a figure must be read with."""
     flags = "--case processes --device cpu --steps 20 --rounds 1 --seq-len 16 --global-batch-size 2 --json summary.json"
     data = ("--data", ROOT / "tests/data/text.txt")
-    result = run("benchmarks/training.py", tmp_path, *flags.split(), *data, BENCHMARK_RESULTS=str(tmp_path / "results"))
+    result = run("benchmarks/training.py", tmp_path, *flags.split(), *data, OUT=str(tmp_path / "results"))
     assert result.code == 0, result.err
     one, two = result.summary["rows"]
     assert two["against"] == one["side"]
@@ -45,7 +45,7 @@ def test_generate_gives_our_tokens(tmp_path):
     """transformers' generate with our weights, from a folder whose sizes share no factor."""
     write_folder(tmp_path / "odd", config_of(ODD))
     flags = "--model odd --dtype fp32 --sides generate,ours --rounds 1 --max-new-tokens 16 --device cpu"
-    result = run("benchmarks/inference.py", tmp_path, *flags.split(), BENCHMARK_RESULTS=str(tmp_path / "results"))
+    result = run("benchmarks/inference.py", tmp_path, *flags.split(), OUT=str(tmp_path / "results"))
     assert result.code == 0, result.err
     [file] = (tmp_path / "results").glob("*.json")
     runs = json.loads(file.read_text())["comparisons"]["decode-odd"]["runs"]
@@ -59,7 +59,7 @@ def commands() -> list[str]:
     args.sides = [name for name, (script, *_) in inference.SIDES.items() if (ROOT / script).exists()]
     sides = [side for case in training.CASES for side in training.sides_of(case, args)]
     found = [side._replace(env=None).command() for side in sides + inference.sides_of(args)]
-    parts = [part.command for part in gpu_report.PARTS]
+    parts = [part.command for parts in gpu_report.PARTS.values() for part in parts]
     return sorted({*found, *(f"python {command}" for command in parts)})
 
 

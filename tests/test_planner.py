@@ -40,7 +40,7 @@ def answer(folder, *flags):
 
 def test_what_others_measured(tmp_path):
     """The errors are small, order is mostly right, and the formulas are better than the claim that all have one MFU."""
-    result = run("benchmarks/planner_cases.py", tmp_path, BENCHMARK_RESULTS=str(tmp_path / "results"))
+    result = run("benchmarks/planner_cases.py", tmp_path, OUT=str(tmp_path / "results"))
     assert result.code == 0, result.err
     [file] = (tmp_path / "results").glob("*.json")
     found = json.loads(file.read_text())
