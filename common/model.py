@@ -213,15 +213,16 @@ def checkpoint_blocks(net: Transformer, how: str) -> None:
     """What backward computes again: none; full: all but a block's input; selective: all but attention and matmuls, too.
     Call it before compile and fully_shard."""
     for block in net.model.layers.values() if how != "none" else ():
-        context = {"context_fn": partial(selective_contexts, block)} if how == "selective" else {}
+        matmuls = sum(weight.ndim == 2 for weight in block.parameters())  # those of adapters, too
+        context = {"context_fn": partial(selective_contexts, matmuls)} if how == "selective" else {}
         again = partial(checkpoint, block.forward, use_reentrant=False, **context)
         block.forward = lambda *args, again=again: again(*args)  # of Python: compile finds no frame in a partial
 
 
-def selective_contexts(block: nn.Module) -> tuple:
+def selective_contexts(last: int) -> tuple:
     """For torch's checkpoint, which calls it at each forward: keep what attention and matmuls gave, compute the rest
-    again. The last matmul is not kept: no backward reads its result."""
-    last = sum(weight.ndim == 2 for weight in block.parameters())  # adapters have some, too
+    again. The `last` matmul of a block is not kept: no backward reads its result. A number, and not the block itself:
+    compile would see another function for each block, and gives up after eight."""
     matmuls = Counter()  # so far: in forward, in recomputation
 
     def policy(context, operator, *args, **kwargs) -> CheckpointPolicy:

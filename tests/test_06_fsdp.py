@@ -198,6 +198,16 @@ def test_bf16_rounds_what_is_multiplied_and_not_the_angles(tmp_path):
 
 @full
 @needs_compiler
+@pytest.mark.full
+def test_many_blocks_compile_once(tmp_path):
+    """After eight versions of one function torch.compile gives up."""
+    (tmp_path / "deep.json").write_text(json.dumps({**TINY, "num_hidden_layers": 10}))
+    flags = ("--model", "deep.json", "--compile", "--checkpointing", "selective", "--steps", 2, "--seq-len", 16)
+    result = run(SCRIPT, tmp_path, *flags, "--global-batch-size", 2, "--dtype", "fp32", "--device", "cpu")
+    assert result.code == 0, result.err
+
+
+@needs_compiler
 def test_compiled_changes_nothing(tmp_path, baseline):
     flags = ("--compile", "--checkpointing", "full")
     result = train(SCRIPT, tmp_path, *uneven(tmp_path, True), *flags, nproc=2)
