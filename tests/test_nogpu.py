@@ -23,7 +23,6 @@ ONE = {  # script: flags
     "02_tensors_precision/precision.py": "",
     "02_tensors_precision/qat.py": "--train-steps 4 --steps 2 --seeds 1 --bits 2 --run-dir run",
     "03_linear_regression/train.py": "--epochs 5 --run-dir run",
-    "03_linear_regression/graphs.py": "",
     "04_amp/train.py": TRAIN,
     "04_amp/compare.py": "--steps 6 --batch-size 2 --seq-len 32",
     "06_fsdp_zero/convert_checkpoint.py": "",
@@ -66,6 +65,7 @@ NOT_HERE = {
     "01_devices/benchmark.py": "no sizes but a GPU's: an hour",
     "02_tensors_precision/tensors.py": "likewise",
     "02_tensors_precision/quantize.py": "likewise",
+    "03_linear_regression/graphs.py": "times steps on a CPU",
     "07_memory_tricks/estimate.py": "computes, for a device by name",
     "05_ddp/stragglers.py": "a collective of this NCCL waits where it is called, so no rank can be found to wait",
 }
