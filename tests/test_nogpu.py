@@ -51,7 +51,7 @@ TWO = {  # under torchrun with two ranks
     "06_fsdp_zero/muon.py": "--steps 2",
     "07_memory_tricks/gradient_accumulation.py": "--model tiny.json --rounds 1 --seq-len 32",
     "08_model_parallel/tensor_parallel.py": "--steps 2",
-    "08_model_parallel/pipeline_parallel.py": "--steps 2",
+    "08_model_parallel/pipeline_parallel.py": "--steps 1 --micro-batch-size 1 --micro-batches-per-rank 2",
     "08_model_parallel/context_parallel.py": "--steps 2 --seq-len 48",
     "08_model_parallel/expert_parallel.py": "--steps 2",
     "08_model_parallel/train_3d.py": f"{TRAIN} --tp 2",
