@@ -115,16 +115,6 @@ def test_shards_start_from_the_weights_of_one_process_to_the_bit(tmp_path):
         assert result.summary["weights_sha256"] == model.digest(model.build("nano", config(True), seed=seed))
 
 
-@full
-def test_copies_meet_once_a_step_in_3d_too(tmp_path, baseline):
-    script = with_prelude("08_model_parallel/train_3d.py", tmp_path, COUNTS)
-    _, flags = CASES["two copies"]
-    result = train(script, tmp_path, *uneven(tmp_path, tied=False), *flags, nproc=4)
-    assert_same(result, baseline(False))
-    assert_gradients(result, baseline(False))
-    assert_counts(tmp_path, flags)
-
-
 def config(tied: bool) -> shapes.Config:
     return config_of({**UNEVEN, "tie_word_embeddings": tied})
 
@@ -178,22 +168,6 @@ def test_resumed_with_all_flags_is_uninterrupted_to_the_bit(tmp_path):
     assert resumed.summary["weights_sha256"] == summary["weights_sha256"]
     assert resumed.column("loss") == losses
     torch.testing.assert_close(saved(tmp_path, STEPS)["model"], weights, rtol=0, atol=0)
-
-
-ANGLES = """
-import torch
-from common import model
-rotate = model.rotate
-def exact(x, cos, sin):
-    assert (x.dtype, cos.dtype, sin.dtype) == (torch.bfloat16, torch.float32, torch.float32)
-    return rotate(x, cos, sin)
-model.rotate = exact
-"""
-
-
-@full
-def test_bf16_rounds_what_is_multiplied_and_not_the_angles(tmp_path):
-    train(with_prelude(SCRIPT, tmp_path, ANGLES), tmp_path, "--steps", 2, "--dtype", "bf16", nproc=2)
 
 
 @full

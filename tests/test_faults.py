@@ -185,8 +185,7 @@ def with_fault(script: str, folder: Path, fault: str) -> Path:
 def test_a_rank_that_fails_takes_the_job_down(tmp_path, script):
     failing = with_fault(script, tmp_path, 'raise RuntimeError("the third step broke")')
     busy = ("--save-every", 1, "--async-save", "--num-workers", 1)
-    process = launch(failing, tmp_path, "--steps", 5000, *busy, nproc=2)
-    result = finish(process, tmp_path)
+    result = finish(launch(failing, tmp_path, "--steps", 5000, *busy, nproc=2), tmp_path)
     assert result.code != 0
     assert "RuntimeError: the third step broke" in result.err
 
@@ -194,8 +193,7 @@ def test_a_rank_that_fails_takes_the_job_down(tmp_path, script):
 @each_of_several
 def test_a_rank_that_is_killed_takes_the_job_down(tmp_path, script):
     failing = with_fault(script, tmp_path, "os.kill(os.getpid(), 9)")
-    process = launch(failing, tmp_path, "--steps", 5000, nproc=2, torchrun=False)
-    result = finish(process, tmp_path)
+    result = finish(launch(failing, tmp_path, "--steps", 5000, nproc=2, torchrun=False), tmp_path)
     assert result.code != 0
     assert steps_logged(tmp_path) == 2
     assert "exitcode  : -9" in result.err

@@ -247,6 +247,8 @@ def test_compose_services():
 
 # Prometheus and Grafana
 
+PANELS = json.loads((DOCKER / "grafana/dashboards/training.json").read_text())["panels"]
+
 
 def test_prometheus_and_grafana_find_each_other():
     file = DOCKER / "prometheus.yml"
@@ -261,11 +263,7 @@ def test_prometheus_and_grafana_find_each_other():
     mounts = dict(volume.split(":")[:2] for volume in services["grafana"]["volumes"])
     assert mounts["./grafana/dashboards"] == provider["options"]["path"]
     assert source["url"] == "http://prometheus:9090"  # a service and its port
-    assert {panel["datasource"]["uid"] for panel in dashboard()["panels"]} == {source["uid"]}
-
-
-def dashboard() -> dict:
-    return json.loads((DOCKER / "grafana/dashboards/training.json").read_text())
+    assert {panel["datasource"]["uid"] for panel in PANELS} == {source["uid"]}
 
 
 @pytest.mark.launch
@@ -275,7 +273,7 @@ def test_dashboard_asks_only_for_what_the_exporter_has(tmp_path, fake_driver):
         pytest.skip("no prometheus (Debian: prometheus)")
     from test_01_monitor import RECORD, exporter, get, prometheus, write_run
 
-    targets = [target for panel in dashboard()["panels"] for target in panel["targets"]]
+    targets = [target for panel in PANELS for target in panel["targets"]]
     run_dir = write_run(tmp_path / "mine", RECORD)
     env = {"LD_LIBRARY_PATH": fake_driver, "NVML_NVLINK_STEP": "1024", "NVML_THROTTLE": str(0x4)}
     with (
