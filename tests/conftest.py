@@ -20,10 +20,9 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import filelock
@@ -36,14 +35,12 @@ nvml = load("01_devices/_shared.py")
 LOCK_WAIT_SECONDS = 600  # for another run to be done with its GPUs
 NOTHING_RAN = 5  # pytest's own exit status for "no tests"
 MOST_GPUS = 2  # that a test asks for
-MEMORY = "gpu_memory_bytes"  # in a test's report
 SHARED = "GPU_TESTS_SHARED"  # environment variable: the UUIDs that xdist's workers share
 
 _held: dict[str, filelock.FileLock] = {}  # by GPU UUID: kept from test to test, or a waiting run would never get in
 _selected: list[str] = []  # gpu-marked tests of this session
 _ran: list[str] = []
 _skipped: dict[str, str] = {}  # test: reason
-_memory: dict[str, int] = {}  # test: the most bytes in use on one of its GPUs, by whomever
 
 
 class NoGpus(Exception):
@@ -133,29 +130,8 @@ def release_gpus() -> None:
         _held.popitem()[1].release()
 
 
-@contextlib.contextmanager
-def watched(uuids: list[str]) -> Iterator[list[int]]:
-    """The most bytes in use on one of these GPUs, as the driver told five times a second."""
-    most = [0]
-    ended = threading.Event()
-    nvml.nv.nvmlInit()
-    handles = [nvml.nv.nvmlDeviceGetHandleByUUID(uuid) for uuid in uuids]
-
-    def watch() -> None:
-        while not ended.wait(0.2):
-            most[0] = max([most[0], *(nvml.nv.nvmlDeviceGetMemoryInfo(handle).used for handle in handles)])
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        yield most
-    finally:
-        ended.set()
-        thread.join()
-
-
 @pytest.fixture
-def gpus(request: pytest.FixtureRequest) -> Iterator[dict[str, str]]:
+def gpus(request: pytest.FixtureRequest) -> dict[str, str]:
     """The environment for the subprocesses of a gpu-marked test: the GPUs that are locked for it, no other."""
     marker = request.node.get_closest_marker("gpu")
     assert marker is not None, "the fixture gpus is for tests marked gpu"
@@ -163,9 +139,7 @@ def gpus(request: pytest.FixtureRequest) -> Iterator[dict[str, str]]:
         uuids = take_gpus(marker.kwargs.get("n", 1))
     except NoGpus as reason:
         pytest.skip(f"GPU: {reason}")
-    with watched(uuids) as most:
-        yield {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(uuids)}
-    request.node.user_properties.append((MEMORY, most[0]))  # a report has these, from xdist's workers too
+    return {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(uuids)}
 
 
 @pytest.fixture(scope="session")
@@ -237,8 +211,6 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         _skipped[report.nodeid] = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
     elif report.when == "call":
         _ran.append(report.nodeid)
-    elif report.when == "teardown":
-        _memory[report.nodeid] = dict(report.user_properties).get(MEMORY, 0)
 
 
 def _asked_for_gpu_tests(config: pytest.Config) -> bool:
@@ -263,15 +235,13 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """What ran on GPUs, what did not and why, and how much memory it takes."""
+    """What ran on GPUs, what did not and why."""
     if not (_asked_for_gpu_tests(config) or _ran) or config.option.collectonly:
         return
     terminalreporter.section("GPU tests")
     terminalreporter.write_line(f"{len(_ran)} ran")
     for reason, count in Counter(_skipped.values()).most_common():
         terminalreporter.write_line(f"{count} skipped: {reason.removeprefix('Skipped: ')}")
-    if most := max(_memory, key=_memory.get, default=None):
-        terminalreporter.write_line(f"at most {_memory[most] / 2**30:.1f} GiB in use on one GPU, in {most}")
     if _nothing_ran(config):
         terminalreporter.write_line("NO GPU TEST RAN: this is not a pass.", red=True, bold=True)
 

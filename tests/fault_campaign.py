@@ -1,17 +1,14 @@
 """A campaign of random faults: whatever ends a training job, the same command with --resume ends at the same weights.
 
-Each fault is drawn from the seed: its kind, the number of processes, saves that training waits for or in the
-background, the step, and whether to strike inside a save. A small run of --script is hit there, dies, and is started
-again with the very same command. Four things must hold, or the verdict names what did not: the job
-ends by itself and leaves no process; the restart goes on at the newest whole checkpoint; no more steps are lost
-than lie between two saves (none where the job was asked to stop); the weights equal an undisturbed run's, bit for
-bit.
+Each fault is drawn from the seed. A small run of --script is hit by it, dies, and is started again with the very same
+command. The verdict is ok if the job ends by itself and leaves no process; the restart goes on at the newest whole
+checkpoint; no more steps are lost than lie between two saves (none where the job was asked to stop); and the weights
+equal an undisturbed run's, bit for bit.
 
-    python tests/fault_campaign.py
-    python tests/fault_campaign.py --faults 100 --seed 0 --script 05_ddp/train.py --json faults.json
+    python tests/fault_campaign.py --faults 100 --seed 0
     python tests/fault_campaign.py --script 08_model_parallel/train_3d.py      on 2 x 2 tensor and pipeline ranks
 
-Fault n of a seed is the same whatever --faults is. Exit code 1 if one verdict is not ok; its folder is kept.
+Exit code 1 if one verdict is not ok; its folder is kept.
 """
 
 import contextlib
@@ -25,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -45,15 +42,14 @@ from support.harness import (
     train,
 )
 
-from common import cli, exits, metrics, report
+from common import cli, exits, metrics
 
 STEPS, SAVE_EVERY = 48, 4
 NUMBERS = (1, 1, 2, 2, 3)  # of processes: a fault draws one of them
 SCRIPTS = dict.fromkeys((*SEVERAL, "06_fsdp_zero/train_zero.py"), (NUMBERS, ()))
 SCRIPTS["08_model_parallel/train_3d.py"] = ((4,), ("--tp", 2, "--pp", 2, "--micro-batch-size", 3))
 FLAGS = ("--steps", STEPS, "--save-every", SAVE_EVERY, "--deterministic", "--resume")
-ENDS_WITHIN_SECONDS = 120  # each of a fault's two runs; a job still there after that hangs
-STEPS_WITHIN_SECONDS = 120  # a job that has not reached the fault's step by then hangs too
+HANGS_AFTER_SECONDS = 120  # a run that has not reached the fault's step by then, or has not ended that long after it
 # the other ranks wait this long for a stopped one, and torchrun that long after SIGTERM until it kills it
 STOPPED_RANK = {"COLLECTIVE_TIMEOUT_SECONDS": "20", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "2"}
 KINDS = (
@@ -109,7 +105,7 @@ def saved_steps(folder: Path) -> list[int]:
 
 def strike(fault: Fault, process: subprocess.Popen, folder: Path) -> bool:
     """Wait for the fault's moment and do it; False if the run was over before."""
-    reaches = partial(holds, process, timeout=STEPS_WITHIN_SECONDS)
+    reaches = partial(holds, process, timeout=HANGS_AFTER_SECONDS)
     if not reaches(lambda: steps_logged(folder) >= 1):
         return False
     rank = psutil.Process(process.pid) if fault.world_size == 1 else rank_process(process, fault.rank)
@@ -133,7 +129,7 @@ def strike(fault: Fault, process: subprocess.Popen, folder: Path) -> bool:
         process.send_signal(signal.SIGTERM)
     elif fault.kind == "disk full":
         with open(folder / "run/ballast", "ab", buffering=0) as ballast:  # again and again: the job may delete files
-            holds(process, lambda: fill(ballast), timeout=ENDS_WITHIN_SECONDS)
+            reaches(lambda: fill(ballast))
     elif fault.kind == "corrupt newest":
         kill_all(process)
         newest = folder / f"run/step-{saved_steps(folder)[-1]:08d}"
@@ -160,24 +156,20 @@ def small_disk(folder: Path) -> Iterator[None]:
         subprocess.run(["umount", "--lazy", folder / "run"], check=True)
 
 
-def flags_of(script: str) -> tuple:
-    return (*FLAGS, *SCRIPTS[script][1])
-
-
-def suffer(fault: Fault, folder: Path, weights: str, script: str) -> dict:
-    """Let the fault strike a run, start the run again, and judge."""
-    start, problems, saved, resumed, lost = time.monotonic(), [], None, None, None
+def suffer(fault: Fault, folder: Path, weights: str, script: str) -> list[str]:
+    """Let the fault strike a run, start the run again, and judge: what did not hold."""
+    problems = []
     # killing torchrun needs one; else one process is started bare
     nproc = None if fault.world_size == 1 and fault.kind != "kill the agent" else fault.world_size
-    flags = (*flags_of(script), *(["--async-save"] if fault.async_save else []))
+    flags = (*FLAGS, *SCRIPTS[script][1], *(["--async-save"] if fault.async_save else []))
     env = STOPPED_RANK if fault.kind == "stop a rank" else {}
     with small_disk(folder) if fault.kind == "disk full" else contextlib.nullcontext():
         try:
             process = launch(script, folder, *flags, nproc=nproc, **env)
             try:
                 struck = strike(fault, process, folder)
-                process.wait(ENDS_WITHIN_SECONDS)
-                psutil.wait_procs(descendants(process), timeout=ENDS_WITHIN_SECONDS)  # ranks outlive a killed agent
+                process.wait(HANGS_AFTER_SECONDS)
+                psutil.wait_procs(descendants(process), timeout=HANGS_AFTER_SECONDS)  # ranks outlive a killed agent
             finally:
                 result = finish(process, folder, timeout=1)
             (folder / "run/ballast").unlink(missing_ok=True)
@@ -189,7 +181,7 @@ def suffer(fault: Fault, folder: Path, weights: str, script: str) -> dict:
             if fault.kind != "pause a rank":
                 if fault.kind != "corrupt newest":  # there the job was killed by this process, its exit code is lost
                     problems += ["exit code 0 despite the fault"] * (result.code == 0)
-                result = finish(launch(script, folder, *flags, nproc=nproc), folder, ENDS_WITHIN_SECONDS)
+                result = finish(launch(script, folder, *flags, nproc=nproc), folder, HANGS_AFTER_SECONDS)
                 resumed = int((re.findall(r"resuming from \S+/step-(\d+)", result.out) or ["0"])[-1])
                 problems += [f"went on at step {resumed}, not {saved}"] * (resumed != saved)
             problems += [f"exit code {result.code} at the end"] * (result.code != 0)
@@ -198,14 +190,10 @@ def suffer(fault: Fault, folder: Path, weights: str, script: str) -> dict:
                 problems += ["other weights"] * (result.summary["weights_sha256"] != weights)
                 problems += ["gaps in metrics.jsonl"] * (result.column("step") != [*range(1, STEPS + 1), STEPS])
         except subprocess.TimeoutExpired:
-            problems.append(f"hung: not over {ENDS_WITHIN_SECONDS} s after the fault")
+            problems.append(f"hung: not over {HANGS_AFTER_SECONDS} s after the fault")
         except (AssertionError, OSError, ValueError, LookupError, psutil.Error) as error:
             problems.append(f"{type(error).__name__}: {error}")
-    if not problems:
-        shutil.rmtree(folder)
-    verdict = "; ".join([*problems, f"see {folder}"] if problems else ["ok"])
-    row = {**asdict(fault), "saved_step": saved, "resumed_step": resumed, "lost_steps": lost}
-    return {**row, "steps_at_risk": fault.steps_at_risk, "seconds": time.monotonic() - start, "verdict": verdict}
+    return problems
 
 
 def main() -> int:
@@ -214,7 +202,6 @@ def main() -> int:
     parser.add_argument("--seed", type=cli.natural, default=0)
     parser.add_argument("--script", choices=SCRIPTS, default=SEVERAL[0], help="the training script that suffers")
     parser.add_argument("--jobs", type=cli.positive_int, default=2, help="faults at a time")
-    parser.add_argument("--json", type=cli.writable_file, metavar="PATH", help="write all faults as one JSON object")
     args = parser.parse_args()
     start, folder, kinds = time.monotonic(), Path(tempfile.mkdtemp(prefix="faults-")), KINDS
     try:
@@ -223,41 +210,25 @@ def main() -> int:
     except (OSError, subprocess.CalledProcessError) as error:
         kinds = tuple(kind for kind in KINDS if kind != "disk full")
         print(f"left out: disk full (mounting a small file system needs root: {error})")
-    numbers, _ = SCRIPTS[args.script]
+    numbers, flags = SCRIPTS[args.script]
     faults = [draw(args.seed, number, kinds, numbers) for number in range(args.faults)]
+    worlds = sorted({fault.world_size for fault in faults})
+    bad = 0
+
+    def undisturbed(n: int) -> str:
+        return train(args.script, folder / f"world-{n}", *FLAGS, *flags, nproc=n).summary["weights_sha256"]
+
+    def judged(fault: Fault) -> list[str]:
+        return suffer(fault, folder / f"fault-{fault.number}", weights[fault.world_size], args.script)
+
     with ThreadPoolExecutor(args.jobs) as pool:
-        worlds = sorted({fault.world_size for fault in faults}, reverse=True)
-        flags = flags_of(args.script)
-        undisturbed = pool.map(lambda n: train(args.script, folder / f"world-{n}", *flags, nproc=n), worlds)
-        weights = {n: result.summary["weights_sha256"] for n, result in zip(worlds, undisturbed, strict=True)}
-        print(f"undisturbed runs of {STEPS} steps: {worlds} processes", flush=True)
-        rows = []
-
-        def judged(fault: Fault) -> dict:
-            return suffer(fault, folder / f"fault-{fault.number}", weights[fault.world_size], args.script)
-
-        for row in pool.map(judged, faults):
-            rows.append(row)
-            where = f"on {row['world_size']} ranks at step {row['step']}, lost steps: {row['lost_steps']}"
-            print(f"fault {row['number']:>3} {row['kind']:<15} {where}: {row['verdict']}", flush=True)
-    bad = [row["number"] for row in rows if row["verdict"] != "ok"]
-    seconds = time.monotonic() - start
-    print(f"\n{len(rows)} faults, {len(bad)} not ok, {seconds:.0f} s, seed {args.seed}")
-    summary = {
-        "device": "cpu",
-        "training_script": args.script,
-        "seconds": seconds,
-        "seed": args.seed,
-        "faults": len(rows),
-        "not_ok": bad,
-        "steps": STEPS,
-        "save_every_steps": SAVE_EVERY,
-        "left_out": sorted({*KINDS} - {*kinds}),
-        "rows": rows,
-    }
-    report.write_json(summary, args.json)
-    if not bad:
-        shutil.rmtree(folder)
+        weights = dict(zip(worlds, pool.map(undisturbed, worlds), strict=True))
+        for fault, problems in zip(faults, pool.map(judged, faults), strict=True):
+            bad += bool(problems)
+            where = f"{fault.kind:<15} on {fault.world_size} ranks at step {fault.step}"
+            print(f"fault {fault.number:>3} {where}: {'; '.join(problems) or 'ok'}", flush=True)
+    print(f"\n{len(faults)} faults, {bad} not ok, {time.monotonic() - start:.0f} s, seed {args.seed}")
+    print(f"see {folder}") if bad else shutil.rmtree(folder)
     return 1 if bad else 0
 
 

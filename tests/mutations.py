@@ -2,7 +2,6 @@
 
     python tests/mutations.py                     all of them, two at a time
     python tests/mutations.py --only clip --jobs 1
-    python tests/mutations.py --list
 
 tests/data/mutations.toml has the faults: what a user loses, whole lines of a file as they stand, what stands there
 instead, and the contract test that must fail. First all these tests must pass on the copy as it is; then, fault by
@@ -98,15 +97,11 @@ def judge(folder: Path, fault: Fault) -> tuple[bool, str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", metavar="WORDS", default="", help="faults with these words in breaks, file or test")
-    parser.add_argument("--list", action="store_true", help="name the faults and their tests, and plant nothing")
     parser.add_argument("--jobs", type=int, default=2, help="faults at a time, each in its own copy")
     args = parser.parse_args()
     chosen = [f for f in all_faults() if any(args.only in words for words in (f.breaks, f.file, f.test))]
     if not chosen:
-        parser.error(f"--only {args.only}: no fault has that (--list has them)")
-    if args.list:
-        print("\n".join(f"{fault.breaks}\n    {fault.file}\n    {fault.test}" for fault in chosen))
-        return 0
+        parser.error(f"--only {args.only}: no fault has that")
     start, survivors, copies = time.monotonic(), [], queue.Queue()
     with tempfile.TemporaryDirectory(prefix="mutations-", ignore_cleanup_errors=True) as name:
         for i in range(args.jobs):

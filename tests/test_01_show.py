@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from support import harness
-from support.chapter import load
 
 SCRIPT = "01_devices/show.py"
 DRIVER = (Path(__file__).parent / "support/fake_nvml.c").read_text()
@@ -79,18 +78,6 @@ def test_gpus_that_are_lost_and_drivers_that_do_not_answer(fake_driver):
         assert answer["gpus"] == []
         assert why in answer["why_none"]
     assert broken["of_device"] == [{}] * 3
-
-
-def test_limits_of_a_container(tmp_path):
-    """The tightest of a control group and of those above it; another's does not count."""
-    files = {"job/step/memory.max": "max", "job/memory.max": "1000000", "memory.max": "2000000"}
-    files |= {"job/step/cpu.max": "150000 100000", "job/cpu.max": "max 100000", "other/memory.max": "5"}
-    for name, content in files.items():
-        (tmp_path / "groups" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "groups" / name).write_text(f"{content}\n")
-    (tmp_path / "self").mkdir()
-    (tmp_path / "self/cgroup").write_text("0::/job/step\n")
-    assert load("01_devices/_shared.py").limits(str(tmp_path), str(tmp_path / "groups")) == (1_000_000, 1.5)
 
 
 @pytest.mark.parametrize("refused", ["", "nvmlDeviceGetName,nvmlDeviceGetMemoryInfo"])

@@ -1,7 +1,6 @@
 """02_tensors_precision/tensors.py: bytes and times are reported, and a statement that does not hold ends the run."""
 
 import json
-from pathlib import Path
 
 import pytest
 from support.harness import run, with_fault
@@ -42,11 +41,3 @@ def test_more_processes_are_refused(tmp_path):
     result = run(SCRIPT, tmp_path, **job)
     assert result.code == 2
     assert "one process" in result.err
-
-
-@pytest.mark.gpu(n=1)
-def test_layouts_and_copies_on_a_gpu(gpus, tmp_path: Path):
-    """The script itself compares the convolution in both layouts, and tensors on both sides of a move."""
-    env = {"CUDA_VISIBLE_DEVICES": gpus["CUDA_VISIBLE_DEVICES"]}
-    result = run(SCRIPT, tmp_path, "--device", "cuda", **env)
-    assert result.code == 0, result.err[-4000:]

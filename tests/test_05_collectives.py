@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from support.chapter import load
 from support.harness import assert_refused, run, with_prelude
 
 SCRIPT = "05_ddp/collectives.py"
@@ -59,12 +58,6 @@ def test_every_collective_is_measured_at_every_size(tmp_path):
             assert m["bus_bytes_per_second"] == pytest.approx(factor * m["bytes"] / m["seconds"])
             assert 0 < m["min_seconds"] <= m["seconds"] <= m["max_seconds"]
         assert row["link_share"] == pytest.approx(row["bus_gb_per_s"] / 1e6)
-
-
-def test_the_line_through_times_that_lie_on_one():
-    sizes = [4**power for power in range(5, 13)]
-    latency, seconds_per_byte = load(SCRIPT).fit(sizes, [2e-4 + 1e-9 * size for size in sizes])
-    assert (latency, seconds_per_byte) == (pytest.approx(2e-4), pytest.approx(1e-9))
 
 
 def test_what_is_refused(tmp_path):

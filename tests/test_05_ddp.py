@@ -29,25 +29,6 @@ def test_the_logged_loss_is_the_mean_over_ranks_and_micro_batches(tmp_path):
         net.float()
 
 
-SILENT = """
-import torch.nn.parallel
-class Silent(torch.nn.Module):
-    def __init__(self, net, **_):
-        super().__init__()
-        self.net = net
-    def forward(self, *args):
-        return self.net(*args)
-    def _get_ddp_logging_data(self):
-        return {}
-torch.nn.parallel.DistributedDataParallel = Silent
-"""
-
-
-def test_replicas_that_never_talk_are_found(tmp_path):
-    result = train(with_prelude(SCRIPT, tmp_path, SILENT), tmp_path, "--steps", 2, nproc=2, code=1)
-    assert "ranks hold different weights" in result.err
-
-
 LEAVES = """
 import os, sys
 import torch, torch.distributed as dist

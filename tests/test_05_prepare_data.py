@@ -36,61 +36,70 @@ SCRIPT = "05_ddp/prepare_data.py"
 ROWS = [f"document {i}: naïve café, 東京\n" * (1 + i % 7) for i in range(400)]
 
 
-def prepare(folder: Path, *flags, script: str | Path = SCRIPT, code: int = 0) -> dict:
-    """Run the script in `folder`; what it leaves in tokens/, and its summary."""
+def prepare(folder: Path, *flags, script: str | Path = SCRIPT) -> tuple[dict[str, bytes], dict]:
+    """Run the script in `folder`; the files that it leaves in tokens/, and its summary."""
     flags = ["--out", "tokens", "--json", "summary.json", *flags]
     result = run(script, folder, *flags, warm=False, HF_HUB_OFFLINE="1")
-    assert result.code == code, result
-    return {**content(folder / "tokens"), "summary": result.summary}
+    assert result.code == 0, result
+    return content(folder / "tokens"), result.summary
 
 
 def jsonl(rows: list, column: str = "text") -> str:
     return "".join(json.dumps({"id": 1, column: row}) + "\n" for row in rows)
 
 
-def documents(tokens: bytes) -> list[str]:
-    """The documents of a .npy file of bytes."""
-    return tokens[128:].decode().split("\0")[:-1]
+def documents(files: dict[str, bytes]) -> list[str]:
+    """The documents of both sides, where a token is a byte."""
+    both = files["train.npy"][128:] + files["held_out.npy"][128:]
+    return both.decode().split("\0")[:-1]
+
+
+def tokens(files: dict[str, bytes]) -> list[np.ndarray]:
+    return [np.frombuffer(files[name][128:], np.uint16) for name in ("train.npy", "held_out.npy")]
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory) -> Path:
-    """A small tokenizer with two special tokens."""
+def tokenizer(tmp_path_factory):
+    """A small tokenizer with two special tokens, and its folder as name_or_path."""
     from tokenizers import ByteLevelBPETokenizer
-    from transformers import PreTrainedTokenizerFast
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     folder = tmp_path_factory.mktemp("tokenizer")
     bpe = ByteLevelBPETokenizer()
     bpe.train_from_iterator(ROWS, vocab_size=300, special_tokens=["<end>", "<turn>"])
     PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, eos_token="<end>").save_pretrained(folder)
-    return folder
+    return AutoTokenizer.from_pretrained(folder)
 
 
 def test_killed_at_any_moment_and_on_other_workers_the_same_bytes(tmp_path):
     small_parts = with_fault(SCRIPT, tmp_path, "PART_BYTES = 8 * 2**20", "PART_BYTES = 1000")
     (tmp_path / "d.jsonl").write_text(jsonl(ROWS))
     flags = ["--data", tmp_path / "d.jsonl"]
-    whole = prepare(tmp_path / "once", *flags, "--workers", 1, script=small_parts)
+    whole, _ = prepare(tmp_path / "once", *flags, "--workers", 1, script=small_parts)
     folder = tmp_path / "killed"
     folder.mkdir()
     argv = command(small_parts, *flags, "--out", "tokens", "--workers", 2)
-    for parts_made in (1, 20, 45):
+
+    def parts_made() -> list[Path]:
+        return list(folder.glob("tokens/parts/*.json"))
+
+    for least in (1, 20, 45):
         process = start(argv, folder)
-        assert holds(process, lambda least=parts_made: len(list(folder.glob("tokens/parts/*.json"))) >= least)
+        assert holds(process, lambda least=least: len(parts_made()) >= least)
         workers = psutil.Process(process.pid).children(recursive=True)
         process.kill()
         process.wait()
         assert not psutil.wait_procs(workers, timeout=60)[1]
         kill_all(process)
-    made = {path: path.stat().st_mtime_ns for path in folder.glob("tokens/parts/*.json")}
+    made = {path: path.stat().st_mtime_ns for path in parts_made()}
     process = start(argv, folder)
-    assert holds(process, lambda: len(list(folder.glob("tokens/parts/*.json"))) > len(made) + 5)
+    assert holds(process, lambda: len(parts_made()) > len(made) + 5)
     assert all(path.stat().st_mtime_ns == when for path, when in made.items())  # not made again
     kill_all(process)
-    resumed = prepare(folder, *flags, "--workers", 3, script=small_parts)
-    assert {**resumed, "summary": 0} == {**whole, "summary": 0}
-    assert set(whole) == {"train.npy", "held_out.npy", "corpus.json", "source.json", "summary"}
-    assert sorted(documents(whole["train.npy"]) + documents(whole["held_out.npy"])) == sorted(ROWS)
+    resumed, _ = prepare(folder, *flags, "--workers", 3, script=small_parts)
+    assert resumed == whole
+    assert set(whole) == {"train.npy", "held_out.npy", "corpus.json", "source.json"}
+    assert sorted(documents(whole)) == sorted(ROWS)
     (tmp_path / "d.jsonl").write_text(jsonl(ROWS[1:]))
     assert_refused(finish(start(argv, folder), folder), "--out tokens", "delete it")
 
@@ -101,45 +110,33 @@ def test_killed_when_all_is_joined(tmp_path):
     flags = ["--data", tmp_path / "d.txt", "--workers", 1]
     run(script, tmp_path / "killed", "--out", "tokens", *flags, warm=False)
     assert list(tmp_path.glob("killed/tokens/parts/*"))
-    assert {**prepare(tmp_path / "killed", *flags), "summary": 0} == {
-        **prepare(tmp_path / "once", *flags),
-        "summary": 0,
-    }
+    assert prepare(tmp_path / "killed", *flags)[0] == prepare(tmp_path / "once", *flags)[0]
 
 
 def test_a_worker_that_is_killed_ends_the_run(tmp_path):
-    folder = tmp_path / "run"
     script = with_fault(SCRIPT, tmp_path, "    began = time.process_time()\n", "    os.kill(os.getpid(), 9)\n")
-    assert_refused(run(script, folder, "--workers", 2, warm=False), "--workers")
-    assert not list(folder.glob("runs/tokens/corpus.json"))
-
-
-def mixed_folder(folder: Path) -> list[str]:
-    """Twelve kinds of files in a folder, and the texts in them."""
-    texts = [f"{text} in file {i}" for i, text in enumerate(ROWS[:400])]
-    (folder / "deep").mkdir(parents=True)
-    (folder / "a.jsonl").write_text(jsonl(texts[:50]) + "\n")
-    (folder / "b.jsonl.gz").write_bytes(gzip.compress(jsonl(texts[50:100]).encode()))
-    (folder / "c.jsonl.bz2").write_bytes(bz2.compress(jsonl(texts[100:150]).encode()))
-    with pa.output_stream(str(folder / "d.jsonl.zst")) as file:
-        file.write(jsonl(texts[150:200]).encode())
-    table = pa.table({"id": list(range(190)), "text": texts[200:390]})
-    parquet.write_table(table, folder / "deep/e.parquet", row_group_size=40)
-    (folder / "deep/f.md").write_text(texts[390])
-    (folder / "g.txt.gz").write_bytes(gzip.compress(texts[391].encode()))
-    for i in range(392, 400):
-        (folder / f"h{i}.txt").write_text(texts[i])
-    return texts
+    assert_refused(run(script, tmp_path / "run", "--workers", 2, warm=False), "--workers")
+    assert not list(tmp_path.glob("run/runs/tokens/corpus.json"))
 
 
 def test_a_mixed_folder_loses_nothing(tmp_path):
-    texts = mixed_folder(tmp_path / "web")
-    found = prepare(tmp_path, "--data", "web", "--workers", 2)
-    assert sorted(documents(found["train.npy"]) + documents(found["held_out.npy"])) == sorted(texts)
-    (tmp_path / "web/.cache").mkdir()
-    (tmp_path / "web/.cache/a.metadata").write_text("left by a download")
+    texts = [f"{text} in file {i}" for i, text in enumerate(ROWS)]
+    web = tmp_path / "web"
+    (web / "deep").mkdir(parents=True)
+    (web / "a.jsonl").write_text(jsonl(texts[:50]) + "\n")
+    (web / "b.jsonl.gz").write_bytes(gzip.compress(jsonl(texts[50:100]).encode()))
+    with pa.output_stream(str(web / "d.jsonl.zst")) as file:
+        file.write(jsonl(texts[100:200]).encode())
+    parquet.write_table(pa.table({"text": texts[200:397]}), web / "deep/e.parquet", row_group_size=40)
+    (web / "deep/f.md").write_text(texts[397])
+    (web / "g.txt.bz2").write_bytes(bz2.compress(texts[398].encode()))
+    (web / "h.txt").write_text(texts[399])
+    files, _ = prepare(tmp_path, "--data", "web", "--workers", 2)
+    assert sorted(documents(files)) == sorted(texts)
+    (web / ".cache").mkdir()
+    (web / ".cache/a.metadata").write_text("left by a download")
     prepare(tmp_path, "--data", "web")
-    (tmp_path / "web/notes.csv").write_text("a,b")
+    (web / "notes.csv").write_text("a,b")
     assert_refused(run(SCRIPT, tmp_path, "--data", "web", "--out", "other"), "web/notes.csv")
 
 
@@ -149,8 +146,8 @@ def test_a_data_set_that_was_saved(tmp_path):
     (tmp_path / "hub").mkdir()
     (tmp_path / "hub/d.jsonl").write_text(jsonl(ROWS, "body"))
     for name in ("saved", "hub"):
-        found = prepare(tmp_path / f"of-{name}", "--data", f"hf:{tmp_path / name}", "--column", "body")
-        assert sorted(documents(found["train.npy"]) + documents(found["held_out.npy"])) == sorted(ROWS)
+        files, _ = prepare(tmp_path / f"of-{name}", "--data", f"hf:{tmp_path / name}", "--column", "body")
+        assert sorted(documents(files)) == sorted(ROWS)
 
 
 def parquet_file(**columns) -> bytes:
@@ -161,65 +158,52 @@ def parquet_file(**columns) -> bytes:
 
 REFUSED = {  # file: its bytes, words of the line
     "utf16.txt": ("a text\n".encode("utf-16"), "byte 0", "position 0"),
-    "latin1.txt": (b"caf\xe9 au lait\n", "byte 0", "position 3"),
-    "binary.txt": (b"\x7fELF\x02\x00\x01", "byte 0", "position 5"),
-    "utf16.jsonl": (jsonl(ROWS[:2]).encode("utf-16"), "byte 0"),
     "latin1.jsonl": (b'{"text": "a"}\n{"text": "\xe9"}\n', "byte 14"),
     "missing.jsonl": (b'{"text": "a"}\n{"body": "b"}\n', "byte 14", "column text", "body"),
     "null.jsonl": (b'{"text": "a"}\n\n{"text": null}\n', "byte 15", "column text"),
-    "list.jsonl": (b'{"text": "a"}\n["text"]\n', "byte 14"),
     "broken.jsonl": (b'{"text": "a"}\n{"text": "b\n{"text": "c"}\n', "byte 14"),
-    "cut.jsonl.gz": (gzip.compress(os.urandom(9000))[:5000], "cut.jsonl.gz", "runcated"),
-    "cut.txt.bz2": (bz2.compress(jsonl(ROWS).encode())[:-99], "cut.txt.bz2", "runcated"),
+    "cut.jsonl.gz": (gzip.compress(os.urandom(9000))[:5000], "cut.jsonl.gz"),
     "missing.parquet": (parquet_file(body=["a"]), "column text", "body"),
     "null.parquet": (parquet_file(text=["a", None]), "column text", "None"),
-    "cut.parquet": (b"PAR1 and no end", "cut.parquet"),
     "a.json": (b'[{"text": "a"}]', "a.json"),
-    "empty.txt": (b"", "no text"),
+    "empty.txt": (b"",),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_no_text_is_refused_with_its_place(tmp_path, name):
-    file, (written, *words) = tmp_path / name, REFUSED[name]
-    file.write_bytes(written)
+    written, *words = REFUSED[name]
+    (tmp_path / name).write_bytes(written)
     assert_refused(run(SCRIPT, tmp_path, "--data", name, "--workers", 1), "--data", *words)
     assert not list(tmp_path.glob("runs/tokens/*.npy"))
 
 
 def test_special_tokens_in_a_text_are_text_and_one_ends_a_document(tmp_path, tokenizer):
-    from transformers import AutoTokenizer
-
     rows = [f"{text}<end> and <turn>{text}" for text in ROWS]
     (tmp_path / "d.jsonl").write_text(jsonl(rows))
-    flags = ["--data", tmp_path / "d.jsonl", "--tokenizer", tokenizer]
+    flags = ["--data", tmp_path / "d.jsonl", "--tokenizer", tokenizer.name_or_path]
     for case, more in {"eos": [], "named": ["--end-token", "<turn>"]}.items():
-        found = prepare(tmp_path / case, *flags, *more)
-        end = found["summary"]["end_id"]
-        sides = [np.frombuffer(found[f"{side}.npy"][128:], np.uint16) for side in ("train", "held_out")]
+        files, summary = prepare(tmp_path / case, *flags, *more)
+        end, sides = summary["end_id"], tokens(files)
         assert sum((side == end).sum() for side in sides) == len(rows)
-        decoded = AutoTokenizer.from_pretrained(tokenizer).decode(sides[0][: sides[0].tolist().index(end)])
-        assert decoded == rows[0]
         assert all(side[-1] == end for side in sides)
+        assert tokenizer.decode(sides[0][: sides[0].tolist().index(end)]) == rows[0]
     assert_refused(run(SCRIPT, tmp_path, *flags, "--end-token", "<eot>"), "--end-token <eot>")
 
 
 def test_long_documents_are_cut_in_pieces(tmp_path, tokenizer):
     """A row of 600,000 characters stays one document; a text of 3 MB becomes several. No character is lost."""
-    from transformers import AutoTokenizer
-
     row = "word 東京 " * 75_000
     (tmp_path / "long.jsonl").write_text(jsonl([row]))
-    found = prepare(tmp_path / "row", "--data", tmp_path / "long.jsonl", "--tokenizer", tokenizer)
-    tokens = [np.frombuffer(found[f"{side}.npy"][128:], np.uint16) for side in ("train", "held_out")]
-    assert found["summary"]["documents"] == 1
-    assert AutoTokenizer.from_pretrained(tokenizer).decode(np.concatenate(tokens)) == row + "<end>"
+    flags = ["--data", tmp_path / "long.jsonl", "--tokenizer", tokenizer.name_or_path]
+    files, summary = prepare(tmp_path / "row", *flags)
+    assert summary["documents"] == 1
+    assert tokenizer.decode(np.concatenate(tokens(files))) == row + "<end>"
     lines = [f"line {i} of a long text\n" for i in range(120_000)]
     (tmp_path / "long.txt").write_text("".join(lines))
-    found = prepare(tmp_path / "text", "--data", tmp_path / "long.txt")
-    pieces = found["train.npy"][128:] + found["held_out.npy"][128:]
-    assert found["summary"]["documents"] == 3
-    assert sorted(pieces.replace(b"\0", b"").decode().splitlines(keepends=True)) == sorted(lines)
+    files, summary = prepare(tmp_path / "text", "--data", tmp_path / "long.txt")
+    assert summary["documents"] == 3
+    assert sorted("".join(documents(files)).splitlines(keepends=True)) == sorted(lines)
 
 
 def test_a_folder_of_tokens_trains_as_its_text_does(tmp_path, tokenizer):
@@ -227,19 +211,18 @@ def test_a_folder_of_tokens_trains_as_its_text_does(tmp_path, tokenizer):
     low = [row for row in ROWS if int(hashlib.sha256(row.encode()).hexdigest(), 16) < 0.05 * 2**256]
     others = [row for row in ROWS if row not in low]
     (tmp_path / "d.jsonl").write_text(jsonl(low + others[: 19 * len(low)]))
-    wide = {**TINY, "vocab_size": 320}
-    (tmp_path / "wide.json").write_text(json.dumps(wide))
+    (tmp_path / "wide.json").write_text(json.dumps({**TINY, "vocab_size": 320}))
     flags = ["--steps", 3, "--model", tmp_path / "wide.json"]
-    for name in ("bytes", tokenizer):
+    for name in ("bytes", tokenizer.name_or_path):
         folder = tmp_path / Path(name).name
         prepare(folder, "--data", tmp_path / "d.jsonl", "--tokenizer", name)
         text = train(BASELINE, folder / "text", *flags, "--data", tmp_path / "d.jsonl", "--tokenizer", name)
-        tokens = train(BASELINE, folder / "mapped", *flags, "--data", folder / "tokens")
-        assert tokens.column("loss") == text.column("loss")
-        assert tokens.summary["val_loss"] == text.summary["val_loss"]
-        assert tokens.summary["weights_sha256"] == text.summary["weights_sha256"]
+        mapped = train(BASELINE, folder / "mapped", *flags, "--data", folder / "tokens")
+        assert mapped.column("loss") == text.column("loss")
+        for key in ("val_loss", "weights_sha256"):
+            assert mapped.summary[key] == text.summary[key]
     other = run(BASELINE, tmp_path / "other", *flags, "--data", folder / "tokens", "--tokenizer", "bytes")
-    assert_refused(other, "--tokenizer bytes", f"--tokenizer {tokenizer}")
+    assert_refused(other, "--tokenizer bytes", f"--tokenizer {tokenizer.name_or_path}")
 
 
 def test_a_large_text_names_the_command_that_prepares_it(tmp_path, monkeypatch):
@@ -253,6 +236,6 @@ def test_ten_times_the_text_takes_no_more_memory(tmp_path):
     peaks = []
     for copies in (5, 50):
         (tmp_path / "d.jsonl").write_text(jsonl(ROWS * 25) * copies)
-        summary = prepare(tmp_path / str(copies), "--data", tmp_path / "d.jsonl", "--workers", 2)["summary"]
-        peaks.append([summary["peak_memory_bytes"], summary["worker_peak_memory_bytes"]])
-    assert sum(peaks[1]) < 1.1 * sum(peaks[0])
+        _, summary = prepare(tmp_path / str(copies), "--data", tmp_path / "d.jsonl", "--workers", 2)
+        peaks.append(summary["peak_memory_bytes"] + summary["worker_peak_memory_bytes"])
+    assert peaks[1] < 1.1 * peaks[0]

@@ -4,15 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
-from support.chapter import load
-from support.harness import TINY, assert_refused, config_of, run, with_fault
-
-from common import model
+from support.harness import TINY, assert_refused, run, with_fault
 
 SCRIPT = "06_fsdp_zero/zero_from_scratch.py"
-zero = load(SCRIPT)
 STEPS = 4
 FLAGS = ("--model", "tiny.json", "--device", "cpu", "--steps", STEPS, "--json", "s.json")
 SHAPES = {
@@ -95,44 +89,5 @@ def test_a_wrong_version_fails_its_own_check(tmp_path, fault):
     assert message in result.err
 
 
-@pytest.fixture
-def group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def test_stage_3_gathers_a_block_only_while_it_is_used(group):
-    """In forward and in backward: the rest, and at most one block beside it."""
-    stage = zero.make_stage(3, model.build("tiny", config_of(SHAPES["odd"]), seed=0), 1e-3)
-    blocks, rest = stage.groups[:-1], stage.groups[-1]
-    seen = []
-
-    def look(*_) -> None:
-        seen.append([block.weights.untyped_storage().nbytes() > 0 for block in blocks])
-        assert rest.weights.untyped_storage().nbytes() > 0
-
-    for block in stage.net.model.layers.values():
-        block.mlp.register_forward_hook(look)
-        block.mlp.down_proj.weight.register_hook(look)
-    text = torch.randint(0, 256, (2, 9), generator=torch.Generator().manual_seed(0))
-    loss = stage.net(text[:, :-1], text[:, 1:])
-    assert all(group.weights.untyped_storage().nbytes() == 0 for group in stage.groups)
-    loss.backward()
-    assert all(group.weights.untyped_storage().nbytes() == 0 for group in stage.groups)
-    assert seen == [[True, False], [False, True], [False, True], [True, False]]
-    with torch.no_grad():
-        assert stage.net(text[:, :-1], text[:, 1:]).isfinite()
-
-
 def test_what_is_refused(tmp_path):
     assert_refused(run(SCRIPT, tmp_path, "--model", "giant", "--device", "cpu"), "--model", "giant")
-
-
-@pytest.mark.gpu(n=2)
-def test_over_nccl(gpus, tmp_path):
-    """The script's own checks are the test."""
-    visible = {"CUDA_VISIBLE_DEVICES": gpus["CUDA_VISIBLE_DEVICES"]}
-    result = run(SCRIPT, tmp_path, "--device", "cuda", "--json", "s.json", nproc=2, **visible)
-    assert result.code == 0, result.err
-    assert json.loads((tmp_path / "s.json").read_text())["world_size"] == 2

@@ -61,10 +61,3 @@ def test_experts_of_two_ranks_train_as_on_one_process(tmp_path):
     for row in summary["rows"]:
         assert max(row["errors"].values()) < 1e-5, row["way"]
         assert row["last_loss"] < row["losses"][0]
-
-
-@pytest.mark.parametrize("n", [pytest.param(n, marks=pytest.mark.gpu(n=n)) for n in (1, 2)])
-def test_on_gpus(gpus, tmp_path, n):
-    visible = {"CUDA_VISIBLE_DEVICES": gpus["CUDA_VISIBLE_DEVICES"]}
-    result = run(SCRIPT, tmp_path, "--device", "cuda", nproc=n, warm=False, **visible)
-    assert result.code == 0, f"{result.out[-2000:]}\n{result.err[-4000:]}"

@@ -127,11 +127,3 @@ FAULTS = {  # a line, and what stands in its place
 def test_a_wrong_version_fails_its_own_check(tmp_path, fault):
     result = start(tmp_path, script=str(with_fault(SCRIPT, tmp_path, *FAULTS[fault])))
     assert (result.code, "AssertionError" in result.err) == (1, True), result.err[-3000:]
-
-
-@pytest.mark.gpu(n=2)
-def test_over_nccl(gpus, tmp_path):
-    """The script's own checks are the test."""
-    visible = {"CUDA_VISIBLE_DEVICES": gpus["CUDA_VISIBLE_DEVICES"]}
-    result = run(SCRIPT, tmp_path, "--device", "cuda", nproc=2, warm=False, **visible)
-    assert result.code == 0, f"{result.out[-2000:]}\n{result.err[-4000:]}"

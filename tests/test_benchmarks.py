@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from argparse import Namespace
 
 import psutil
@@ -87,47 +86,6 @@ REFUSED = [
 def test_a_wrong_flag_is_one_line_and_code_2(tmp_path, command):
     script, flag, value, *more = command.split()
     assert_refused(run(f"benchmarks/{script}", tmp_path, flag, value, *more), flag, value)
-
-
-# Turns
-
-
-def stub(folder, name: str, code: str, against: str | None = None) -> "measure.Side":
-    """A side whose script gets the path of its summary as sys.argv[2]."""
-    file = folder / f"{name}.py"
-    file.write_text(f"import json, signal, sys\n{code}\n")
-    return measure.Side(name, str(file), against=against)
-
-
-def summary(speed: float, share: float = 0.5) -> str:
-    return f"json.dump({{'speed': {speed}, 'share': {share}, 'device': 'x'}}, open(sys.argv[2], 'w'))"
-
-
-def test_all_run_once_before_any_runs_twice_and_all_is_on_disk(tmp_path, monkeypatch):
-    """One that fails is not run again, one without time is no failure, a share above 1 is a fault of the timing."""
-    monkeypatch.setattr(measure, "RESULTS", tmp_path / "results")
-    sides = [stub(tmp_path, "base", summary(100)), stub(tmp_path, "fast", summary(200, 1.2), "base")]
-    sides += [stub(tmp_path, "broken", "sys.exit('ValueError: the reason')", "base")]
-    comparison = measure.Comparison("case", sides, "speed", "share")
-    saved = []
-
-    def save() -> None:
-        file = measure.save_comparison(comparison, "title", "kind", {"device": "cpu"})
-        rows = json.loads(file.with_suffix(".json").read_text())["comparisons"]["case"]["rows"]
-        saved.append([row["speed"]["n"] for row in rows])
-
-    measure.take_turns(comparison, 3, time.monotonic() + 600, save)
-    assert saved == [[1, 0, 0], [1, 1, 0], [1, 1, 0], [2, 1, 0], [2, 2, 0], [3, 2, 0], [3, 3, 0]]
-    _, fast, broken = comparison.rows()
-    assert fast["ratio"] == {"n": 3, "median": 2, "min": 2, "max": 2}
-    assert fast["verdict"] == "faster"
-    assert broken["failed"] == "exit code 1: ValueError: the reason"
-    assert len(comparison.faults()) == 2
-    late = measure.Comparison("late", [stub(tmp_path, "slow", "signal.pause()")], "speed", "share")
-    monkeypatch.setattr(measure, "LEAST_SECONDS", 0.5)
-    measure.take_turns(late, 2, time.monotonic() + 1, lambda: None)
-    assert late.failed == {}
-    assert "no time left" in late.rows()[0]["not_run"]
 
 
 def test_ratios_are_taken_round_by_round():

@@ -91,23 +91,6 @@ def test_training_time_of_resnet50_and_bert():
     assert f"{bert_flops / 3600 / 1e15:.1f} PFLOP/s" in rows("C12")
 
 
-def test_what_sgd_leaves_after_200_steps_at_0_01():
-    """Inputs of mean 0 and variance 1, no noise: each step takes 2 % of what is missing."""
-    x = torch.tensor([[-1.0], [1.0]], dtype=torch.float64)
-    y = 2 * x - 3
-    net = nn.Linear(1, 1).double()
-    nn.init.zeros_(net.weight)
-    nn.init.zeros_(net.bias)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    for _ in range(200):
-        optimizer.zero_grad()
-        nn.functional.mse_loss(net(x), y).backward()
-        optimizer.step()
-    left = 1 - net.weight.item() / 2
-    assert net.bias.item() / -3 == pytest.approx(1 - left)
-    assert f"{left:.1%}".replace("%", " %") in rows("S8")
-
-
 def test_accumulation_without_a_last_step_or_zero_grad_keeps_gradients():
     """Ten batches in groups of four: `if (i + 1) % 4 == 0: step()` takes eight, and two leave only their gradient."""
     x = torch.ones(1, requires_grad=True)

@@ -125,22 +125,6 @@ def test_text_jsonl_parquet_and_hf_hold_the_same(tmp_path):
     assert bytes(one.train)[:-1] + bytes(one.held_out)[:-1] == "".join(documents()).encode()
 
 
-def test_a_hugging_face_tokenizer(tmp_path):
-    tokenizers = pytest.importorskip("tokenizers")
-    transformers = pytest.importorskip("transformers")
-    bpe = tokenizers.ByteLevelBPETokenizer()
-    bpe.train_from_iterator(documents(), vocab_size=300, special_tokens=["<end>"])
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, eos_token="<end>")
-    fast.save_pretrained(tmp_path / "tokenizer")
-    file = tmp_path / "d.jsonl"
-    file.write_text("\n".join(json.dumps({"text": d}) for d in documents()))
-    corpus = data.load_corpus(str(file), str(tmp_path / "tokenizer"))
-    assert corpus.vocab_size == len(fast)
-    decoded = fast.decode(corpus.train.tolist()).split("<end>")[:-1]
-    assert decoded == [d for d in documents() if d in decoded]
-    assert len(decoded) == 28
-
-
 # --- the tokens that are kept
 
 

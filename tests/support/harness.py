@@ -70,13 +70,6 @@ def in_full(*values, **how):
     return pytest.param(*values, marks=pytest.mark.long if seldom else pytest.mark.full, **how)
 
 
-def case(script: str, *more, **how):
-    """The parameters of a test that is run with a script; what chapter 05 shares with these is tried there."""
-    if script in SEVERAL[1:]:
-        how.setdefault("marks", pytest.mark.long)
-    return pytest.param(script, *more, **how)
-
-
 # What the scripts share is in common/: `make test` tries it with the first.
 each_script = pytest.mark.parametrize("script", [BASELINE, *map(in_full, SEVERAL)])
 each_of_several = pytest.mark.parametrize("script", [SEVERAL[0], *map(in_full, SEVERAL[1:])])
