@@ -196,7 +196,6 @@ def test_resumed_with_all_flags_is_uninterrupted_to_the_bit(tmp_path):
 
 @full
 @needs_compiler
-@pytest.mark.full
 def test_many_blocks_compile_once(tmp_path):
     """After eight versions of one function torch.compile gives up."""
     (tmp_path / "deep.json").write_text(json.dumps({**TINY, "num_hidden_layers": 10}))
@@ -205,6 +204,7 @@ def test_many_blocks_compile_once(tmp_path):
     assert result.code == 0, result.err
 
 
+@full
 @needs_compiler
 def test_compiled_changes_nothing(tmp_path, baseline):
     flags = ("--compile", "--checkpointing", "full")
