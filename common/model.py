@@ -221,7 +221,7 @@ def checkpoint_blocks(net: Transformer, how: str) -> None:
 
 def selective_contexts(last: int) -> tuple:
     """For torch's checkpoint, which calls it at each forward: keep what attention and matmuls gave, compute the rest
-    again. The `last` matmul of a block is not kept: no backward reads it. A number: each block would be compiled anew."""
+    again. The `last` matmul is not kept: no backward reads it. A number, or each block would be compiled anew."""
     matmuls = Counter()  # so far: in forward, in recomputation
 
     def policy(context, operator, *args, **kwargs) -> CheckpointPolicy:

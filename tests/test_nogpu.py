@@ -62,9 +62,9 @@ DATA_PARALLEL = {"05_ddp/data_parallel.py": ""}  # one process, two GPUs
 
 
 NOT_HERE = {
-    "01_devices/benchmark.py": "no sizes but a GPU's: an hour",
-    "02_tensors_precision/tensors.py": "likewise",
-    "02_tensors_precision/quantize.py": "likewise",
+    "01_devices/benchmark.py": "too slow: it times a GPU's sizes",
+    "02_tensors_precision/tensors.py": "too slow in values mode",
+    "02_tensors_precision/quantize.py": "too slow in values mode",
     "03_linear_regression/graphs.py": "times steps on a CPU",
     "07_memory_tricks/estimate.py": "computes, for a device by name",
     "05_ddp/stragglers.py": "a collective of this NCCL waits where it is called, so no rank can be found to wait",
