@@ -25,7 +25,7 @@ def check_parts(net: nn.Module, optimizer: torch.optim.Optimizer, replicas: int)
     anything but its rows: as of torch.chunk, ceil(rows / ranks) each, so the last ranks may hold fewer, or none."""
     state = [t for state in optimizer.state.values() for t in state.values() if t.ndim]
     found = {}
-    for kind, tensors in (("parameter", [*net.parameters()]), ("optimizer", state)):
+    for kind, what, tensors in (("parameter", "weights", [*net.parameters()]), ("optimizer", "optimizer state", state)):
         for tensor in tensors:
             mesh, mine = tensor.device_mesh["shard"], len(tensor.to_local())
             rows = -(-len(tensor) // mesh.size())
@@ -36,6 +36,6 @@ def check_parts(net: nn.Module, optimizer: torch.optim.Optimizer, replicas: int)
         held = runtime.gather(sum(tensor.to_local().nbytes for tensor in tensors))
         assert sum(held) == whole * replicas, f"bytes by rank: {held}, of {whole}"
         most, whole = (report.for_people("bytes", size) for size in (max(held), whole))
-        runtime.say(f"checked: each rank holds {most} of {whole} of {kind} bytes")
+        runtime.say(f"checked: each rank holds {most} of {whole} of {what}")
         found[f"{kind}_bytes_per_rank"] = held
     return found
