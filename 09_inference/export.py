@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
 import _export
-from _shared import StaticCache, Text, attend, check_tokens, generate, parser
+from _shared import StaticCache, Text, check_tokens, generate, parser
 
 from common import data, exits, lesson, measure, model, shapes
 from common.exits import UserError
@@ -67,8 +67,6 @@ class Step(nn.Module):
     def __init__(self, net: model.Transformer, *, in_place: bool) -> None:
         super().__init__()
         self.net, self.in_place = net.eval().requires_grad_(False), in_place
-        for block in net.model.layers.values():
-            block.self_attn.attend = attend
 
     def forward(self, ids: Tensor, positions: Tensor, last: Tensor, keys: list[Tensor], values: list[Tensor]):
         cache = Slots(keys, values, self.in_place)
