@@ -16,32 +16,15 @@ from torch import Tensor, nn
 from common import data
 from common.exits import UserError
 
-COLUMNS = {
-    "name": "documents",
-    "useful_token_share": "useful tokens",
-    "tokens_per_second": "useful tokens per second",
-    "peak_bytes": "peak",
-    "gradient_error": "gradients' error",
-    "largest_change": "moved by another document",
-}
+COLUMNS = {"name": "documents", "useful_token_share": "useful tokens"}
+COLUMNS |= {"tokens_per_second": "useful tokens per second", "peak_bytes": "peak"}
+COLUMNS |= {"gradient_error": "gradients' error", "largest_change": "moved by another document"}
 
 
 def document_lengths(count: int, seq_len: int) -> list[int]:
     """Log-normal, as chats are: most are short, few are cut at seq_len."""
     lengths = np.random.default_rng(0).lognormal(math.log(seq_len / 8), 1, count)
     return lengths.clip(4, seq_len).astype(int).tolist()
-
-
-def in_order(lengths: list[int], size: int) -> list[list[int]]:
-    """As they come: what does not fit starts the next row."""
-    rows, free = [], 0
-    for document, length in enumerate(lengths):
-        if length > free:
-            rows.append([])
-            free = size
-        rows[-1].append(document)
-        free -= length
-    return rows
 
 
 def varlen(batch: NamedTuple) -> Callable:

@@ -17,7 +17,6 @@ all documents. FlexAttention is not here: it has no backward on a CPU.
 Look for: useful tokens per second; what one changed word moves. Before: lora.py. Next: cuda_graphs.py.
 """
 
-import bisect
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -40,16 +39,21 @@ all_gather = getattr(collectives, "all_gather_single_autograd", None) or collect
 PADDED_TOGETHER = 8  # documents of a padded batch
 
 
-def best_fit(lengths: list[int], size: int) -> list[list[int]]:
-    """Rows of documents, by number: the longest first, each into the fullest row that has room."""
-    rows, room = [], []  # room: (free tokens, row), sorted
-    for document in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
-        fits = bisect.bisect_left(room, (lengths[document], -1))
-        free, row = room.pop(fits) if fits < len(room) else (size, len(rows))
+def rows_of(lengths: list[int], size: int, best_fit: bool = True) -> list[list[int]]:
+    """Rows of documents, by number. Best fit: the longest first, each into the fullest row that has room. Else as they
+    come: what does not fit starts the next row."""
+    rows, free = [], []
+    for document in (
+        sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True) if best_fit else range(len(lengths))
+    ):
+        open_rows = range(len(rows)) if best_fit else range(len(rows))[-1:]
+        fits = [row for row in open_rows if free[row] >= lengths[document]]
+        row = min(fits, key=free.__getitem__, default=len(rows))
         if row == len(rows):
             rows.append([])
+            free.append(size)
         rows[row].append(document)
-        bisect.insort(room, (free - lengths[document], row))
+        free[row] -= lengths[document]
     return rows
 
 
@@ -181,6 +185,7 @@ def run(name: str, one_step: partial, exact: list[Tensor]) -> dict:
     gradients = [weight.grad.clone() for weight in net.parameters()]
     exact += [] if exact else gradients
     useful = sum((batch.owner >= 0).sum().item() for batch in batches)
+    change = largest_change(way, batches)
     return {
         "name": name,
         "useful_tokens": useful,
@@ -188,16 +193,16 @@ def run(name: str, one_step: partial, exact: list[Tensor]) -> dict:
         "targets": sum((batch.targets != data.PADDING).sum().item() for batch in batches),
         "peak_bytes": memory.peak,
         "gradient_error": measure.relative_error(gradients, exact),
-        "largest_change": (change := largest_change(way, batches)),
+        "largest_change": change,
         "documents_see_each_other": change != 0,
     }
 
 
 def main() -> int:
-    args = lesson.flags(__doc__, model="nano", seq_len=240, documents=32, rounds=3, dtype=("fp32", "bf16"))
+    args = lesson.flags(__doc__, model="nano", seq_len=240, documents=16, rounds=3, dtype=("fp32", "bf16"))
     config, size = shapes.load_config(args.model, 256, args.seq_len), args.seq_len
     lengths = helper.document_lengths(args.documents, size)
-    helper.refuse(best_fit(lengths, size), args)
+    helper.refuse(rows_of(lengths, size), args)
     runtime.seed_all(0)
     device = runtime.init_process_group(args.device)
     documents = helper.read_documents(lengths, device)
@@ -206,9 +211,8 @@ def main() -> int:
     alone = [pack(documents, [[number]], length) for number, length in enumerate(lengths)]
     groups = [range(len(lengths))[first:][:PADDED_TOGETHER] for first in range(0, len(lengths), PADDED_TOGETHER)]
     padded = [pack(documents, [[number] for number in group], max(lengths[i] for i in group)) for group in groups]
-    ordered, fitted = (
-        [pack(documents, [row], size) for row in packing(lengths, size)] for packing in (helper.in_order, best_fit)
-    )
+    ordered = [pack(documents, [row], size) for row in rows_of(lengths, size, best_fit=False)]
+    fitted = [pack(documents, [row], size) for row in rows_of(lengths, size)]
     ways = {
         "one at a time": (alone, partial(on_one_rank, net, causal)),
         "padded": (padded, partial(on_one_rank, net, causal)),
@@ -219,8 +223,6 @@ def main() -> int:
     }
     if device.type == "cuda" and args.dtype == "bf16":
         ways["best fit, varlen_attn"] = (fitted, partial(on_one_rank, net, helper.varlen))
-    else:
-        runtime.say("planned: best fit, varlen_attn (needs a CUDA GPU and --dtype bf16)")
     if dist.get_world_size() > 1:
         ways["best fit, tokens over ranks"] = (fitted, partial(tokens_over_ranks, net))
         ways["best fit, layers over ranks"] = (fitted, partial(layers_over_ranks, helper.stage_of(net)))
@@ -234,11 +236,10 @@ def main() -> int:
         for low, high in (("", ""), ("min_", "max_"), ("max_", "min_")):
             row[f"{low}tokens_per_second"] = row["useful_tokens"] / row[f"{high}seconds"]
     many = helper.document_lengths(10_000, size)
-    shares = {
-        packing.__name__: sum(many) / (size * len(packing(many, size))) for packing in (helper.in_order, best_fit)
-    }
-    checked = helper.check(rows, shares, args)
+    row_counts = {name: len(rows_of(many, size, name == "best_fit")) for name in ("in_order", "best_fit")}
+    shares = {name: sum(many) / (size * count) for name, count in row_counts.items()}
     own = {"parameters": shapes.parameter_count(config), "shares_of_10000_documents": shares}
+    checked = helper.check(rows, shares, args)
     lesson.end(rows, columns=helper.COLUMNS, checked=checked, args=args, device=device, **own)
     runtime.shutdown()
     return 0

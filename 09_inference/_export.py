@@ -2,19 +2,18 @@
 
 import dataclasses
 import importlib.util
-import itertools
 import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from common import lesson, measure, model, shapes
 from common.exits import UserError
@@ -22,6 +21,9 @@ from common.exits import UserError
 ONNX, GGUF = ("onnx", "onnxscript", "onnxruntime"), ("gguf", "xllamacpp")
 FORMS = {"compile": ("g++",), "aoti": ("g++",), "onnx": ONNX, "int8": ONNX, "f16": GGUF, "q8_0": GGUF}  # and needs
 TRAINING_STEPS, SEQUENCES, SEQ_LEN = 150, 4, 32
+COLUMNS = {"form": "form", "first_difference": "leaves eager at", "logits_relative_error": "error of logits"}
+COLUMNS |= {"loss": "loss", "file_bytes": "file", "make_and_load_seconds": "CPU to make, to load"}
+COLUMNS |= {"prefill_tokens_per_second": "prefill", "decode_tokens_per_second": "decode"}
 
 # For `python -I` in a folder of its own, which cannot import this repository.
 FRESH_PROCESS = """
@@ -32,10 +34,18 @@ logits, refused = [step(*call, *cache) for call in calls], {}
 for name, call in wrong.items():
     try:
         step(*call)
-    except RuntimeError as error:  # it says input_handles[0] for the first input
-        refused[name] = next(line for line in str(error).splitlines() if "input_handles" in line)
+    except RuntimeError as error:  # ids are the first input
+        line = next(line for line in str(error).splitlines() if "input_handles" in line)
+        refused[name] = line.replace("input_handles[0]", "ids")
 torch.save((logits, refused), "logits.pt")
 """
+
+
+def cpu_seconds(work: Callable, *arguments) -> tuple[float, object]:
+    """What `work` takes, with the compilers that it starts, and what it returns."""
+    before = sum(os.times()[:4])
+    result = work(*arguments)
+    return sum(os.times()[:4]) - before, result
 
 
 def train_nano(folder: Path, layers: int) -> str:
@@ -65,8 +75,8 @@ def pre_tokenizer(config: shapes.Config, folder: Path) -> str:
     return "smollm" if "Digits" in how else "gpt-2"
 
 
-def write_gguf(net: model.Transformer, folder: Path, file: Path, kind: str) -> None:
-    """All of a model in one file: shape, vocabulary and weights (kind: F16, or Q8_0 in blocks of 32)."""
+def write_gguf(net: model.Transformer, folder: Path, file: Path) -> None:
+    """All of a model in one file: shape, vocabulary and weights (by the file's name F16, or Q8_0 in blocks of 32)."""
     import gguf
 
     config, types = net.config, gguf.GGMLQuantizationType
@@ -77,7 +87,6 @@ def write_gguf(net: model.Transformer, folder: Path, file: Path, kind: str) -> N
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_rope_dimension_count(config.head_dim)
     writer.add_rope_freq_base(config.rope_theta)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_tokenizer_model("gpt2")
@@ -86,25 +95,23 @@ def write_gguf(net: model.Transformer, folder: Path, file: Path, kind: str) -> N
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        by_id = {token_id: token for token, token_id in tokenizer.get_vocab().items()}
-        tokens = [by_id.get(token_id, f"<unused{token_id}>") for token_id in range(config.vocab_size)]
-        special = set(tokenizer.all_special_ids)
+        tokens, special = {i: token for token, i in tokenizer.get_vocab().items()}, {*tokenizer.all_special_ids}
         gguf.SpecialVocab(folder, load_merges=True).add_to_gguf(writer)
     else:  # a byte is a token, under the letter that GPT-2 writes for it; the last, in no text, ends an answer
-        letters, others = {*range(33, 127), *range(161, 173), *range(174, 256)}, itertools.count(256)
-        tokens = [chr(byte if byte in letters else next(others)) for byte in range(config.vocab_size)]
-        special = {config.vocab_size - 1}
-        writer.add_token_merges([f"{tokens[0]} {tokens[0]}"])  # llama.cpp refuses a list without one
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+        tokens, special = bytes_to_unicode(), {config.vocab_size - 1}
+        writer.add_token_merges(["! !"])  # llama.cpp refuses a list without one
         writer.add_eos_token_id(config.vocab_size - 1)
-    writer.add_token_list(tokens)
-    kinds = {True: gguf.TokenType.CONTROL, False: gguf.TokenType.NORMAL}
-    writer.add_token_types([kinds[token_id in special] for token_id in range(len(tokens))])
+    writer.add_token_list([tokens.get(i, f"<unused{i}>") for i in range(config.vocab_size)])
+    control, normal = gguf.TokenType.CONTROL, gguf.TokenType.NORMAL
+    writer.add_token_types([control if i in special else normal for i in range(config.vocab_size)])
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     for name, weight in net.named_parameters():
-        weight = weight.detach()
+        weight = weight.detach().cpu()
         if name.endswith(("q_proj.weight", "k_proj.weight")):  # it rotates neighbours, where we rotate halves
             weight = weight.unflatten(0, (-1, 2, config.head_dim // 2)).transpose(1, 2).flatten(0, 2)
-        of_matrix = types[kind] if weight.shape[-1] % 32 == 0 else types.F16
+        of_matrix = types[file.stem.upper()] if weight.shape[-1] % 32 == 0 else types.F16
         of_tensor = types.F32 if weight.ndim == 1 else of_matrix
         data = gguf.quants.quantize(weight.contiguous().numpy(), of_tensor)
         writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), data, raw_dtype=of_tensor)
@@ -115,38 +122,26 @@ def write_gguf(net: model.Transformer, folder: Path, file: Path, kind: str) -> N
 
 
 def gguf_row(net, folder: Path, file: Path, prompts, token_ids: list[list[int]], logits: list[Tensor]) -> dict:
-    """Write a GGUF file, read it by transformers, run it by llama.cpp: prompt by prompt, timed by its own clock."""
+    """Write a GGUF file, read it by transformers, run it by llama.cpp prompt by prompt."""
     import xllamacpp
     from transformers import AutoModelForCausalLM
 
-    before = sum(os.times()[:4])
-    write_gguf(net, folder, file, file.stem.upper())
-    made = sum(os.times()[:4]) - before
+    made, _ = cpu_seconds(write_gguf, net, folder, file)
     read_back = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name).state_dict()
-    names, ours = zip(*net.named_parameters(), strict=True)
-    error = measure.relative_error([read_back[name].float() for name in names], [weight.cpu() for weight in ours])
+    weights = [(read_back[name].float(), weight.cpu()) for name, weight in net.named_parameters()]
     params = xllamacpp.CommonParams()
-    params.model.path, params.verbosity, params.n_parallel = str(file), -1, 1
-    params.n_ctx = 2 * (max(map(len, prompts)) + len(logits))
-    params.cpuparams.n_threads = torch.get_num_threads()
-    start = time.perf_counter()
-    server = xllamacpp.Server(params)
-    loaded = time.perf_counter() - start
+    params.model.path, params.verbosity = str(file), -1
+    loaded, server = cpu_seconds(xllamacpp.Server, params)
     greedy = {"temperature": 0.0, "top_k": 1, "logprobs": 1, "max_tokens": len(logits), "cache_prompt": False}
-    answers = [server.handle_completions({"prompt": ids, **greedy}) for ids in prompts]
-    contents = [each["choices"][0]["logprobs"]["content"] for each in answers]
-    seconds = {
-        phase: sum(each["timings"][f"{phase}_ms"] for each in answers) / 1e3 for phase in ("prompt", "predicted")
-    }
-    expected = [logits[0][row].log_softmax(-1)[content[0]["id"]].item() for row, content in enumerate(contents)]
+    answers = [server.handle_completions({"prompt": ids, **greedy})["choices"][0]["logprobs"] for ids in prompts]
+    found = [[token["id"] for token in answer["content"]] for answer in answers]
+    ours = [row.log_softmax(-1)[ids[0]].item() for row, ids in zip(logits[0], found, strict=True)]
     return {
-        "first_difference": first_difference([[each["id"] for each in content] for content in contents], token_ids),
+        "first_difference": first_difference(found, token_ids),
         "file_bytes": file.stat().st_size,
         "make_and_load_seconds": [made, loaded],
-        "weights_relative_error": error,
-        "logprob_difference": max(abs(c[0]["logprob"] - own) for c, own in zip(contents, expected, strict=True)),
-        "prefill_tokens_per_second": sum(map(len, prompts)) / seconds["prompt"],
-        "decode_tokens_per_second": sum(map(len, contents)) / seconds["predicted"],
+        "weights_relative_error": measure.relative_error(*zip(*weights, strict=True)),
+        "logprob_difference": max(abs(a["content"][0]["logprob"] - b) for a, b in zip(answers, ours, strict=True)),
     }
 
 
@@ -162,28 +157,39 @@ def first_difference(found: list[list[int]], expected: list[list[int]]) -> str:
 def possible(args, config: shapes.Config) -> list[str]:
     """The forms of --forms that can be made here; prints why others are left out. UserError for an unknown one."""
     found = []
-    for form in args.forms.split(","):
+    for form in (forms := args.forms.split(",")):
         if form not in FORMS:
             raise UserError(f"--forms {args.forms}: {form!r} is none of {', '.join(FORMS)}")
-        there = {need: shutil.which(need) if need == "g++" else importlib.util.find_spec(need) for need in FORMS[form]}
-        reason = ", ".join(f"{need} is missing" for need, place in there.items() if place is None)
-        if not reason and FORMS[form] == GGUF and not pre_tokenizer(config, Path(args.model)):
-            reason = "only Llama's shape without rope_scaling, with GPT-2's or SmolLM's words, is written here"
-        print(f"left out: {form}: {reason}\n" if reason else "", end="")
-        found += [] if reason else [form]
+        if form == "int8" and "onnx" not in forms:
+            raise UserError(f"--forms {args.forms}: int8 is made from onnx: use onnx,{args.forms}")
+        lacking = [need for need in FORMS[form] if not (shutil.which(need) or importlib.util.find_spec(need))]
+        if FORMS[form] == GGUF and not pre_tokenizer(config, Path(args.model)):
+            lacking.append("Llama's shape without rope_scaling, with GPT-2's or SmolLM's words,")
+        if lacking:
+            print(f"left out: {form}: {', '.join(lacking)} is missing")
+        else:
+            found.append(form)
+    if importlib.util.find_spec("tensorrt") is None:
+        print("left out: TensorRT, one more provider of the same .onnx: onnxruntime-gpu and tensorrt are missing")
     return found
 
 
-def open_onnx(file: Path) -> Callable:
-    """ONNX Runtime behind Step's signature: the caller's lists get the returned cache."""
+def quantize(file: Path, smaller: Path) -> None:
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    quantize_dynamic(file, smaller, weight_type=QuantType.QInt8, per_channel=True)
+
+
+def load(folder: Path, form: str) -> Callable:
+    """A package, or ONNX Runtime behind Step's signature: the caller's lists get the returned cache."""
+    if form == "aoti":
+        return torch._inductor.aoti_load_package(folder / "aoti.pt2")
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     providers = onnxruntime.get_available_providers()
-    if "TensorrtExecutionProvider" not in providers:
-        print("left out: TensorRT, one more provider of the same .onnx: onnxruntime-gpu and tensorrt are missing")
-    session = onnxruntime.InferenceSession(file, options, providers=providers)
+    session = onnxruntime.InferenceSession(folder / f"{form}.onnx", options, providers=providers)
     names = [each.name for each in session.get_inputs()]
 
     def step(ids: Tensor, positions: Tensor, last: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
@@ -196,17 +202,14 @@ def open_onnx(file: Path) -> Callable:
     return step
 
 
-def run_fresh(package: Path, calls: list[tuple], empty_cache: Callable) -> tuple[list, dict]:
+def run_fresh(package: Path, calls: list[tuple], cache: tuple) -> tuple[list, dict]:
     """The logits of the package in a process that cannot import this repository, and what it says to wrong inputs."""
-    ids, positions, last = calls[0]
-    cache = empty_cache(len(ids), 1 + int(calls[-1][1].max()), ids.device)
-    many = torch.zeros(65, 1, dtype=torch.long, device=ids.device)
-    too_many = many, many.clone(), many[:, 0].clone(), *empty_cache(65, 4, ids.device)
-    wrong = {"a batch of 65": too_many, "ids of 32 bits": (ids.int(), positions, last, *cache)}
+    ids, *others = (*calls[0], *cache)
+    too_many = tree_map(lambda each: each[:1].repeat_interleave(65, dim=0), (ids, *others))
+    wrong = {"a batch of 65": too_many, "ids of 32 bits": (ids.int(), *others)}
     with tempfile.TemporaryDirectory() as folder:
         torch.save((calls, cache, wrong), Path(folder, "calls.pt"))
         command = [sys.executable, "-I", "-c", FRESH_PROCESS, str(package)]
         checks = {**os.environ, "AOTI_RUNTIME_CHECK_INPUTS": "1"}  # without it the process may abort, or go on
         subprocess.run(command, cwd=folder, env=checks, check=True)
-        logits, refused = torch.load(Path(folder, "logits.pt"))
-    return logits, {name: line.replace("input_handles[0]", "ids") for name, line in refused.items()}
+        return torch.load(Path(folder, "logits.pt"))
