@@ -1,15 +1,15 @@
 """For export.py: a trained nano, the GGUF file, llama.cpp, and the process that has only torch and a package."""
 
 import dataclasses
-import importlib.util
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
+from shutil import which
 
 import torch
 from torch import Tensor
@@ -66,20 +66,11 @@ def train_nano(folder: Path, layers: int) -> str:
     return str(folder)
 
 
-def pre_tokenizer(config: shapes.Config, folder: Path) -> str:
-    """llama.cpp's name for how text is cut into words; empty for models that only llama.cpp's own converter writes."""
-    file = folder / "tokenizer.json"
-    how = json.dumps(json.loads(file.read_text())["pre_tokenizer"]) if file.is_file() else "ByteLevel"
-    if config.rope_scaling or config.qkv_bias or config.qk_norm or "Split" in how or "ByteLevel" not in how:
-        return ""
-    return "smollm" if "Digits" in how else "gpt-2"
-
-
 def write_gguf(net: model.Transformer, folder: Path, file: Path) -> None:
     """All of a model in one file: shape, vocabulary and weights (by the file's name F16, or Q8_0 in blocks of 32)."""
     import gguf
 
-    config, types = net.config, gguf.GGMLQuantizationType
+    config = net.config
     writer = gguf.GGUFWriter(file, "llama")
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -90,7 +81,7 @@ def write_gguf(net: model.Transformer, folder: Path, file: Path) -> None:
     writer.add_rope_freq_base(config.rope_theta)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre_tokenizer(config, folder))
+    writer.add_tokenizer_pre("gpt-2")
     if (folder / "tokenizer.json").is_file():
         from transformers import AutoTokenizer
 
@@ -104,17 +95,16 @@ def write_gguf(net: model.Transformer, folder: Path, file: Path) -> None:
         writer.add_token_merges(["! !"])  # llama.cpp refuses a list without one
         writer.add_eos_token_id(config.vocab_size - 1)
     writer.add_token_list([tokens.get(i, f"<unused{i}>") for i in range(config.vocab_size)])
-    control, normal = gguf.TokenType.CONTROL, gguf.TokenType.NORMAL
-    writer.add_token_types([control if i in special else normal for i in range(config.vocab_size)])
+    kinds = gguf.TokenType.NORMAL, gguf.TokenType.CONTROL
+    writer.add_token_types([kinds[i in special] for i in range(config.vocab_size)])
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     for name, weight in net.named_parameters():
         weight = weight.detach().cpu()
         if name.endswith(("q_proj.weight", "k_proj.weight")):  # it rotates neighbours, where we rotate halves
             weight = weight.unflatten(0, (-1, 2, config.head_dim // 2)).transpose(1, 2).flatten(0, 2)
-        of_matrix = types[file.stem.upper()] if weight.shape[-1] % 32 == 0 else types.F16
-        of_tensor = types.F32 if weight.ndim == 1 else of_matrix
-        data = gguf.quants.quantize(weight.contiguous().numpy(), of_tensor)
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), data, raw_dtype=of_tensor)
+        kind = gguf.GGMLQuantizationType["F32" if weight.ndim == 1 else file.stem.upper()]
+        data = gguf.quants.quantize(weight.contiguous().numpy(), kind)
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), data, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -156,28 +146,18 @@ def first_difference(found: list[list[int]], expected: list[list[int]]) -> str:
 
 def possible(args, config: shapes.Config) -> list[str]:
     """The forms of --forms that can be made here; prints why others are left out. UserError for an unknown one."""
-    found = []
-    for form in (forms := args.forms.split(",")):
-        if form not in FORMS:
-            raise UserError(f"--forms {args.forms}: {form!r} is none of {', '.join(FORMS)}")
-        if form == "int8" and "onnx" not in forms:
-            raise UserError(f"--forms {args.forms}: int8 is made from onnx: use onnx,{args.forms}")
-        lacking = [need for need in FORMS[form] if not (shutil.which(need) or importlib.util.find_spec(need))]
-        if FORMS[form] == GGUF and not pre_tokenizer(config, Path(args.model)):
-            lacking.append("Llama's shape without rope_scaling, with GPT-2's or SmolLM's words,")
-        if lacking:
-            print(f"left out: {form}: {', '.join(lacking)} is missing")
-        else:
-            found.append(form)
-    if importlib.util.find_spec("tensorrt") is None:
-        print("left out: TensorRT, one more provider of the same .onnx: onnxruntime-gpu and tensorrt are missing")
-    return found
-
-
-def quantize(file: Path, smaller: Path) -> None:
-    from onnxruntime.quantization import QuantType, quantize_dynamic
-
-    quantize_dynamic(file, smaller, weight_type=QuantType.QInt8, per_channel=True)
+    forms, file = args.forms.split(","), Path(args.model, "tokenizer.json")
+    if any(form not in FORMS for form in forms) or ("int8" in forms and "onnx" not in forms):
+        raise UserError(f"--forms {args.forms}: use some of {','.join(FORMS)}; int8 is made from onnx")
+    words = json.loads(file.read_text())["pre_tokenizer"] if file.is_file() else {"type": "ByteLevel"}
+    plain = not (config.rope_scaling or config.qkv_bias or config.qk_norm) and (words or {}).get("type") == "ByteLevel"
+    missing = {form: [need for need in FORMS[form] if not (which(need) or find_spec(need))] for form in forms}
+    for form in [form for form in forms if FORMS[form] == GGUF and not plain]:
+        missing[form].append("a Llama without rope_scaling, with GPT-2's words")
+    missing["tensorrt, one more provider of the same .onnx"] = ["tensorrt"] if find_spec("tensorrt") is None else []
+    for form in missing:
+        print(f"left out: {form}: needs {', '.join(missing[form])}\n" if missing[form] else "", end="")
+    return [form for form in forms if not missing[form]]
 
 
 def load(folder: Path, form: str) -> Callable:
@@ -188,8 +168,8 @@ def load(folder: Path, form: str) -> Callable:
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
-    providers = onnxruntime.get_available_providers()
-    session = onnxruntime.InferenceSession(folder / f"{form}.onnx", options, providers=providers)
+    how = {"sess_options": options, "providers": onnxruntime.get_available_providers()}
+    session = onnxruntime.InferenceSession(folder / f"{form}.onnx", **how)
     names = [each.name for each in session.get_inputs()]
 
     def step(ids: Tensor, positions: Tensor, last: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
