@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
