@@ -20,7 +20,6 @@ from common.exits import UserError
 
 ONNX, GGUF = ("onnx", "onnxscript", "onnxruntime"), ("gguf", "xllamacpp")
 FORMS = {"compile": ("g++",), "aoti": ("g++",), "onnx": ONNX, "int8": ONNX, "f16": GGUF, "q8_0": GGUF}  # and needs
-TRAINING_STEPS, SEQUENCES, SEQ_LEN = 150, 4, 32
 COLUMNS = {"form": "form", "first_difference": "leaves eager at", "logits_relative_error": "error of logits"}
 COLUMNS |= {"loss": "loss", "file_bytes": "file", "make_and_load_seconds": "CPU to make, to load"}
 COLUMNS |= {"prefill_tokens_per_second": "prefill", "decode_tokens_per_second": "decode"}
@@ -55,13 +54,13 @@ def train_nano(folder: Path, layers: int) -> str:
     config = dataclasses.replace(shapes.SIZES["nano"], num_hidden_layers=layers)
     net = model.build("nano", config, seed=0)
     optimizer = torch.optim.AdamW(net.parameters(), lr=5e-3)
-    batches = lesson.one_batch(TRAINING_STEPS * SEQUENCES, SEQ_LEN, torch.device("cpu"))
-    for inputs, targets in zip(*(part.split(SEQUENCES) for part in batches), strict=True):
+    batches = lesson.one_batch(150 * 4, 32, torch.device("cpu"))
+    for inputs, targets in zip(*(part.split(4) for part in batches), strict=True):
         net(inputs, targets).backward()
         optimizer.step()
         optimizer.zero_grad()
     folder.mkdir()
-    save_file({name: weight.detach() for name, weight in net.named_parameters()}, folder / "model.safetensors")
+    save_file(dict(net.named_parameters()), folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(shapes.config_json(config)))
     return str(folder)
 
@@ -137,11 +136,11 @@ def gguf_row(net, folder: Path, file: Path, prompts, token_ids: list[list[int]],
 
 def first_difference(found: list[list[int]], expected: list[list[int]]) -> str:
     """The prompt and the token at which an answer leaves the expected one."""
-    for number, (ids, ours) in enumerate(zip(found, expected, strict=True), 1):
-        for place, token in enumerate(ours):
-            if ids[place : place + 1] != [token]:
-                return f"prompt {number}, token {place + 1}"
-    return "none"
+    rows = enumerate(zip(found, expected, strict=True), 1)
+    places = (
+        (row, place) for row, (ids, ours) in rows for place in range(1, 1 + len(ours)) if ids[:place] != ours[:place]
+    )
+    return "prompt {}, token {}".format(*first) if (first := next(places, None)) else "none"
 
 
 def possible(args, config: shapes.Config) -> list[str]:
@@ -189,7 +188,6 @@ def run_fresh(package: Path, calls: list[tuple], cache: tuple) -> tuple[list, di
     wrong = {"a batch of 65": too_many, "ids of 32 bits": (ids.int(), *others)}
     with tempfile.TemporaryDirectory() as folder:
         torch.save((calls, cache, wrong), Path(folder, "calls.pt"))
-        command = [sys.executable, "-I", "-c", FRESH_PROCESS, str(package)]
         checks = {**os.environ, "AOTI_RUNTIME_CHECK_INPUTS": "1"}  # without it the process may abort, or go on
-        subprocess.run(command, cwd=folder, env=checks, check=True)
+        subprocess.run([sys.executable, "-I", "-c", FRESH_PROCESS, package], cwd=folder, env=checks, check=True)
         return torch.load(Path(folder, "logits.pt"))
