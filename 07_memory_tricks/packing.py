@@ -12,12 +12,12 @@ mask of tokens x tokens, or q, k and v cut at the ends, one attention call per d
 
 A row is a micro-batch here, since the ends differ by row. Under torchrun two more ways: a row's tokens over all ranks
 (context parallel), and the layers over all ranks (pipeline). On a GPU with --dtype bf16 varlen_attn: one kernel for
-all documents. FlexAttention is not here: it has no backward on a CPU.
+all documents.
 
 Look for: useful tokens per second; what one changed word moves. Before: lora.py. Next: cuda_graphs.py.
 """
 
-import bisect
+import math
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -40,16 +40,19 @@ all_gather = getattr(collectives, "all_gather_single_autograd", None) or collect
 PADDED_TOGETHER = 8  # documents of a padded batch
 
 
-def best_fit(lengths: list[int], size: int) -> list[list[int]]:
-    """Rows of documents, by number: the longest first, each into the fullest row that has room."""
-    rows, room = [], []  # room: (free tokens, row), sorted
-    for document in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
-        fits = bisect.bisect_left(room, (lengths[document], -1))
-        free, row = room.pop(fits) if fits < len(room) else (size, len(rows))
+def rows_of(lengths: list[int], size: int, best_fit: bool = True) -> list[list[int]]:
+    """Rows of documents, by number. Best fit: the longest first, each into the fullest row that has room. Else as they
+    come: what does not fit starts the next row."""
+    rows, free = [], []
+    for document in sorted(range(len(lengths)), key=lambda number: -lengths[number] * best_fit):
+        open_rows = range(len(rows)) if best_fit else range(len(rows))[-1:]
+        fits = [row for row in open_rows if free[row] >= lengths[document]]
+        row = min(fits, key=free.__getitem__, default=len(rows))
         if row == len(rows):
             rows.append([])
+            free.append(size)
         rows[row].append(document)
-        bisect.insort(room, (free - lengths[document], row))
+        free[row] -= lengths[document]
     return rows
 
 
@@ -62,7 +65,7 @@ class Batch(NamedTuple):
     owner: Tensor  # the number of its document; -1 is padding
 
 
-def pack(documents: list[Tensor], rows: list[list[int]], size: int) -> Batch:
+def pack(documents: tuple[Tensor, ...], rows: list[list[int]], size: int) -> Batch:
     """In each row these documents one behind the other, then padding."""
     parts = []
     for row in rows:
@@ -126,16 +129,21 @@ def tokens_over_ranks(net: nn.Module, batch: Batch) -> tuple[Batch, Tensor]:
     return on_one_rank(net, lambda _: attend, Batch(*(tensor[:, mine] for tensor in batch)))
 
 
-def layers_over_ranks(stage: nn.Module, batch: Batch) -> tuple[Batch, Tensor]:
+def layers_over_ranks(net: nn.Module, batch: Batch) -> tuple[Batch, Tensor]:
     """Pipeline: a rank has some layers. Hidden states do not say where documents end, so every rank has the batch."""
-    rank, x = dist.get_rank(), batch.inputs
+    rank, last, decoder = dist.get_rank(), dist.get_world_size() - 1, net.model
+    attend, size = cut(batch), math.ceil(len(decoder.layers) / (last + 1))
+    x = decoder.embed_tokens(batch.inputs)
     if rank > 0:
-        x = receive(torch.empty(*x.shape, stage.config.hidden_size, device=x.device), rank - 1).requires_grad_()
+        x = receive(x.detach(), rank - 1).requires_grad_()
         x.register_hook(lambda gradient: dist.send(gradient.contiguous(), rank - 1))
-    _, y = on_one_rank(stage, cut, batch._replace(inputs=x))
-    if rank == dist.get_world_size() - 1:
-        return batch, y
-    y = y.clone()  # not x itself, where a rank has no layer
+    y = x.clone()  # not x itself, where a rank has no layer
+    cos, sin = (table[batch.positions].unsqueeze(-2) for table in (decoder.rope_cos, decoder.rope_sin))
+    for layer in [*decoder.layers.values()][rank * size : (rank + 1) * size]:
+        layer.self_attn.attend = attend
+        y = layer(y, cos, sin)
+    if rank == last:
+        return batch, net.lm_head(decoder.norm(y))
     dist.send(y.detach(), rank + 1)
     y.register_hook(lambda _: receive(torch.empty_like(y), rank + 1))
     return Batch(*(tensor[:, :0] for tensor in batch)), y[:, :0]  # no token, but backward comes by here
@@ -174,13 +182,12 @@ def run(name: str, one_step: partial, exact: list[Tensor]) -> dict:
     """A row. `exact` is filled by the first way, one document at a time; the others are compared with it."""
     net, way, batches = one_step.args
     net.zero_grad(set_to_none=True)
-    largest = max(batches, key=lambda batch: batch.inputs.numel())
-    with measure.LiveBytes(net.parameters(), largest.inputs.device) as memory:
-        one_step.func(net, way, [largest], **one_step.keywords)
-    one_step()
+    with measure.LiveBytes(net.parameters(), batches[0].inputs.device) as memory:
+        one_step()
     gradients = [weight.grad.clone() for weight in net.parameters()]
     exact += [] if exact else gradients
     useful = sum((batch.owner >= 0).sum().item() for batch in batches)
+    change = largest_change(way, batches)
     return {
         "name": name,
         "useful_tokens": useful,
@@ -188,27 +195,25 @@ def run(name: str, one_step: partial, exact: list[Tensor]) -> dict:
         "targets": sum((batch.targets != data.PADDING).sum().item() for batch in batches),
         "peak_bytes": memory.peak,
         "gradient_error": measure.relative_error(gradients, exact),
-        "largest_change": (change := largest_change(way, batches)),
+        "largest_change": change,
         "documents_see_each_other": change != 0,
     }
 
 
 def main() -> int:
-    args = lesson.flags(__doc__, model="nano", seq_len=240, documents=32, rounds=3, dtype=("fp32", "bf16"))
+    args = lesson.flags(__doc__, model="nano", seq_len=240, documents=20, rounds=3, dtype=("fp32", "bf16"))
     config, size = shapes.load_config(args.model, 256, args.seq_len), args.seq_len
     lengths = helper.document_lengths(args.documents, size)
-    helper.refuse(best_fit(lengths, size), args)
+    helper.refuse(rows_of(lengths, size), args)
     runtime.seed_all(0)
     device = runtime.init_process_group(args.device)
-    documents = helper.read_documents(lengths, device)
+    documents = lesson.one_batch(1, sum(lengths), device)[0][0].split(lengths)
     net = model.build(args.model, config, seed=0, device=device)
 
     alone = [pack(documents, [[number]], length) for number, length in enumerate(lengths)]
     groups = [range(len(lengths))[first:][:PADDED_TOGETHER] for first in range(0, len(lengths), PADDED_TOGETHER)]
     padded = [pack(documents, [[number] for number in group], max(lengths[i] for i in group)) for group in groups]
-    ordered, fitted = (
-        [pack(documents, [row], size) for row in packing(lengths, size)] for packing in (helper.in_order, best_fit)
-    )
+    ordered, fitted = ([pack(documents, [row], size) for row in rows_of(lengths, size, fit)] for fit in (False, True))
     ways = {
         "one at a time": (alone, partial(on_one_rank, net, causal)),
         "padded": (padded, partial(on_one_rank, net, causal)),
@@ -219,11 +224,9 @@ def main() -> int:
     }
     if device.type == "cuda" and args.dtype == "bf16":
         ways["best fit, varlen_attn"] = (fitted, partial(on_one_rank, net, helper.varlen))
-    else:
-        runtime.say("planned: best fit, varlen_attn (needs a CUDA GPU and --dtype bf16)")
     if dist.get_world_size() > 1:
         ways["best fit, tokens over ranks"] = (fitted, partial(tokens_over_ranks, net))
-        ways["best fit, layers over ranks"] = (fitted, partial(layers_over_ranks, helper.stage_of(net)))
+        ways["best fit, layers over ranks"] = (fitted, partial(layers_over_ranks, net))
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bf16")
     exact, rows, steps = [], [], {}
     for name, (batches, way) in ways.items():
@@ -234,11 +237,10 @@ def main() -> int:
         for low, high in (("", ""), ("min_", "max_"), ("max_", "min_")):
             row[f"{low}tokens_per_second"] = row["useful_tokens"] / row[f"{high}seconds"]
     many = helper.document_lengths(10_000, size)
-    shares = {
-        packing.__name__: sum(many) / (size * len(packing(many, size))) for packing in (helper.in_order, best_fit)
-    }
-    checked = helper.check(rows, shares, args)
+    row_counts = {name: len(rows_of(many, size, name == "best_fit")) for name in ("in_order", "best_fit")}
+    shares = {name: sum(many) / (size * count) for name, count in row_counts.items()}
     own = {"parameters": shapes.parameter_count(config), "shares_of_10000_documents": shares}
+    checked = helper.check(rows, shares, args)
     lesson.end(rows, columns=helper.COLUMNS, checked=checked, args=args, device=device, **own)
     runtime.shutdown()
     return 0

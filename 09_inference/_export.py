@@ -1,27 +1,28 @@
 """For export.py: a trained nano, the GGUF file, llama.cpp, and the process that has only torch and a package."""
 
 import dataclasses
-import importlib.util
-import itertools
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
+from shutil import which
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from common import lesson, measure, model, shapes
 from common.exits import UserError
 
 ONNX, GGUF = ("onnx", "onnxscript", "onnxruntime"), ("gguf", "xllamacpp")
 FORMS = {"compile": ("g++",), "aoti": ("g++",), "onnx": ONNX, "int8": ONNX, "f16": GGUF, "q8_0": GGUF}  # and needs
-TRAINING_STEPS, SEQUENCES, SEQ_LEN = 150, 4, 32
+COLUMNS = {"form": "form", "first_difference": "leaves eager at", "logits_relative_error": "error of logits"}
+COLUMNS |= {"loss": "loss", "file_bytes": "file", "make_and_load_seconds": "CPU to make, to load"}
+COLUMNS |= {"prefill_tokens_per_second": "prefill", "decode_tokens_per_second": "decode"}
 
 # For `python -I` in a folder of its own, which cannot import this repository.
 FRESH_PROCESS = """
@@ -32,10 +33,18 @@ logits, refused = [step(*call, *cache) for call in calls], {}
 for name, call in wrong.items():
     try:
         step(*call)
-    except RuntimeError as error:  # it says input_handles[0] for the first input
-        refused[name] = next(line for line in str(error).splitlines() if "input_handles" in line)
+    except RuntimeError as error:  # ids are the first input
+        line = next(line for line in str(error).splitlines() if "input_handles" in line)
+        refused[name] = line.replace("input_handles[0]", "ids")
 torch.save((logits, refused), "logits.pt")
 """
+
+
+def cpu_seconds(work: Callable, *arguments) -> tuple[float, object]:
+    """What `work` takes, with the compilers that it starts, and what it returns."""
+    before = sum(os.times()[:4])
+    result = work(*arguments)
+    return sum(os.times()[:4]) - before, result
 
 
 def train_nano(folder: Path, layers: int) -> str:
@@ -45,31 +54,22 @@ def train_nano(folder: Path, layers: int) -> str:
     config = dataclasses.replace(shapes.SIZES["nano"], num_hidden_layers=layers)
     net = model.build("nano", config, seed=0)
     optimizer = torch.optim.AdamW(net.parameters(), lr=5e-3)
-    batches = lesson.one_batch(TRAINING_STEPS * SEQUENCES, SEQ_LEN, torch.device("cpu"))
-    for inputs, targets in zip(*(part.split(SEQUENCES) for part in batches), strict=True):
+    batches = lesson.one_batch(150 * 4, 32, torch.device("cpu"))
+    for inputs, targets in zip(*(part.split(4) for part in batches), strict=True):
         net(inputs, targets).backward()
         optimizer.step()
         optimizer.zero_grad()
     folder.mkdir()
-    save_file({name: weight.detach() for name, weight in net.named_parameters()}, folder / "model.safetensors")
+    save_file(dict(net.named_parameters()), folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(shapes.config_json(config)))
     return str(folder)
 
 
-def pre_tokenizer(config: shapes.Config, folder: Path) -> str:
-    """llama.cpp's name for how text is cut into words; empty for models that only llama.cpp's own converter writes."""
-    file = folder / "tokenizer.json"
-    how = json.dumps(json.loads(file.read_text())["pre_tokenizer"]) if file.is_file() else "ByteLevel"
-    if config.rope_scaling or config.qkv_bias or config.qk_norm or "Split" in how or "ByteLevel" not in how:
-        return ""
-    return "smollm" if "Digits" in how else "gpt-2"
-
-
-def write_gguf(net: model.Transformer, folder: Path, file: Path, kind: str) -> None:
-    """All of a model in one file: shape, vocabulary and weights (kind: F16, or Q8_0 in blocks of 32)."""
+def write_gguf(net: model.Transformer, folder: Path, file: Path) -> None:
+    """All of a model in one file: shape, vocabulary and weights (by the file's name F16, or Q8_0 in blocks of 32)."""
     import gguf
 
-    config, types = net.config, gguf.GGMLQuantizationType
+    config = net.config
     writer = gguf.GGUFWriter(file, "llama")
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -77,37 +77,33 @@ def write_gguf(net: model.Transformer, folder: Path, file: Path, kind: str) -> N
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_rope_dimension_count(config.head_dim)
     writer.add_rope_freq_base(config.rope_theta)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre_tokenizer(config, folder))
+    writer.add_tokenizer_pre("gpt-2")
     if (folder / "tokenizer.json").is_file():
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        by_id = {token_id: token for token, token_id in tokenizer.get_vocab().items()}
-        tokens = [by_id.get(token_id, f"<unused{token_id}>") for token_id in range(config.vocab_size)]
-        special = set(tokenizer.all_special_ids)
+        tokens, special = {i: token for token, i in tokenizer.get_vocab().items()}, {*tokenizer.all_special_ids}
         gguf.SpecialVocab(folder, load_merges=True).add_to_gguf(writer)
     else:  # a byte is a token, under the letter that GPT-2 writes for it; the last, in no text, ends an answer
-        letters, others = {*range(33, 127), *range(161, 173), *range(174, 256)}, itertools.count(256)
-        tokens = [chr(byte if byte in letters else next(others)) for byte in range(config.vocab_size)]
-        special = {config.vocab_size - 1}
-        writer.add_token_merges([f"{tokens[0]} {tokens[0]}"])  # llama.cpp refuses a list without one
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+        tokens, special = bytes_to_unicode(), {config.vocab_size - 1}
+        writer.add_token_merges(["! !"])  # llama.cpp refuses a list without one
         writer.add_eos_token_id(config.vocab_size - 1)
-    writer.add_token_list(tokens)
-    kinds = {True: gguf.TokenType.CONTROL, False: gguf.TokenType.NORMAL}
-    writer.add_token_types([kinds[token_id in special] for token_id in range(len(tokens))])
+    writer.add_token_list([tokens.get(i, f"<unused{i}>") for i in range(config.vocab_size)])
+    kinds = gguf.TokenType.NORMAL, gguf.TokenType.CONTROL
+    writer.add_token_types([kinds[i in special] for i in range(config.vocab_size)])
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     for name, weight in net.named_parameters():
-        weight = weight.detach()
+        weight = weight.detach().cpu()
         if name.endswith(("q_proj.weight", "k_proj.weight")):  # it rotates neighbours, where we rotate halves
             weight = weight.unflatten(0, (-1, 2, config.head_dim // 2)).transpose(1, 2).flatten(0, 2)
-        of_matrix = types[kind] if weight.shape[-1] % 32 == 0 else types.F16
-        of_tensor = types.F32 if weight.ndim == 1 else of_matrix
-        data = gguf.quants.quantize(weight.contiguous().numpy(), of_tensor)
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), data, raw_dtype=of_tensor)
+        kind = gguf.GGMLQuantizationType["F32" if weight.ndim == 1 else file.stem.upper()]
+        data = gguf.quants.quantize(weight.contiguous().numpy(), kind)
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), data, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -115,75 +111,64 @@ def write_gguf(net: model.Transformer, folder: Path, file: Path, kind: str) -> N
 
 
 def gguf_row(net, folder: Path, file: Path, prompts, token_ids: list[list[int]], logits: list[Tensor]) -> dict:
-    """Write a GGUF file, read it by transformers, run it by llama.cpp: prompt by prompt, timed by its own clock."""
+    """Write a GGUF file, read it by transformers, run it by llama.cpp prompt by prompt."""
     import xllamacpp
     from transformers import AutoModelForCausalLM
 
-    before = sum(os.times()[:4])
-    write_gguf(net, folder, file, file.stem.upper())
-    made = sum(os.times()[:4]) - before
+    made, _ = cpu_seconds(write_gguf, net, folder, file)
     read_back = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name).state_dict()
-    names, ours = zip(*net.named_parameters(), strict=True)
-    error = measure.relative_error([read_back[name].float() for name in names], [weight.cpu() for weight in ours])
+    weights = [(read_back[name].float(), weight.cpu()) for name, weight in net.named_parameters()]
     params = xllamacpp.CommonParams()
-    params.model.path, params.verbosity, params.n_parallel = str(file), -1, 1
-    params.n_ctx = 2 * (max(map(len, prompts)) + len(logits))
-    params.cpuparams.n_threads = torch.get_num_threads()
-    start = time.perf_counter()
-    server = xllamacpp.Server(params)
-    loaded = time.perf_counter() - start
+    params.model.path, params.verbosity = str(file), -1
+    loaded, server = cpu_seconds(xllamacpp.Server, params)
     greedy = {"temperature": 0.0, "top_k": 1, "logprobs": 1, "max_tokens": len(logits), "cache_prompt": False}
-    answers = [server.handle_completions({"prompt": ids, **greedy}) for ids in prompts]
-    contents = [each["choices"][0]["logprobs"]["content"] for each in answers]
-    seconds = {
-        phase: sum(each["timings"][f"{phase}_ms"] for each in answers) / 1e3 for phase in ("prompt", "predicted")
-    }
-    expected = [logits[0][row].log_softmax(-1)[content[0]["id"]].item() for row, content in enumerate(contents)]
+    answers = [server.handle_completions({"prompt": ids, **greedy})["choices"][0]["logprobs"] for ids in prompts]
+    found = [[token["id"] for token in answer["content"]] for answer in answers]
+    ours = [row.log_softmax(-1)[ids[0]].item() for row, ids in zip(logits[0], found, strict=True)]
     return {
-        "first_difference": first_difference([[each["id"] for each in content] for content in contents], token_ids),
+        "first_difference": first_difference(found, token_ids),
         "file_bytes": file.stat().st_size,
         "make_and_load_seconds": [made, loaded],
-        "weights_relative_error": error,
-        "logprob_difference": max(abs(c[0]["logprob"] - own) for c, own in zip(contents, expected, strict=True)),
-        "prefill_tokens_per_second": sum(map(len, prompts)) / seconds["prompt"],
-        "decode_tokens_per_second": sum(map(len, contents)) / seconds["predicted"],
+        "weights_relative_error": measure.relative_error(*zip(*weights, strict=True)),
+        "logprob_difference": max(abs(a["content"][0]["logprob"] - b) for a, b in zip(answers, ours, strict=True)),
     }
 
 
 def first_difference(found: list[list[int]], expected: list[list[int]]) -> str:
     """The prompt and the token at which an answer leaves the expected one."""
-    for number, (ids, ours) in enumerate(zip(found, expected, strict=True), 1):
-        for place, token in enumerate(ours):
-            if ids[place : place + 1] != [token]:
-                return f"prompt {number}, token {place + 1}"
-    return "none"
+    rows = enumerate(zip(found, expected, strict=True), 1)
+    places = (
+        (row, place) for row, (ids, ours) in rows for place in range(1, 1 + len(ours)) if ids[:place] != ours[:place]
+    )
+    return "prompt {}, token {}".format(*first) if (first := next(places, None)) else "none"
 
 
 def possible(args, config: shapes.Config) -> list[str]:
     """The forms of --forms that can be made here; prints why others are left out. UserError for an unknown one."""
-    found = []
-    for form in args.forms.split(","):
-        if form not in FORMS:
-            raise UserError(f"--forms {args.forms}: {form!r} is none of {', '.join(FORMS)}")
-        there = {need: shutil.which(need) if need == "g++" else importlib.util.find_spec(need) for need in FORMS[form]}
-        reason = ", ".join(f"{need} is missing" for need, place in there.items() if place is None)
-        if not reason and FORMS[form] == GGUF and not pre_tokenizer(config, Path(args.model)):
-            reason = "only Llama's shape without rope_scaling, with GPT-2's or SmolLM's words, is written here"
-        print(f"left out: {form}: {reason}\n" if reason else "", end="")
-        found += [] if reason else [form]
-    return found
+    forms, file = args.forms.split(","), Path(args.model, "tokenizer.json")
+    if any(form not in FORMS for form in forms) or ("int8" in forms and "onnx" not in forms):
+        raise UserError(f"--forms {args.forms}: use some of {','.join(FORMS)}; int8 is made from onnx")
+    words = json.loads(file.read_text())["pre_tokenizer"] if file.is_file() else {"type": "ByteLevel"}
+    plain = not (config.rope_scaling or config.qkv_bias or config.qk_norm) and (words or {}).get("type") == "ByteLevel"
+    missing = {form: [need for need in FORMS[form] if not (which(need) or find_spec(need))] for form in forms}
+    for form in [form for form in forms if FORMS[form] == GGUF and not plain]:
+        missing[form].append("a Llama without rope_scaling, with GPT-2's words")
+    missing["tensorrt, one more provider of the same .onnx"] = ["tensorrt"] if find_spec("tensorrt") is None else []
+    for form in missing:
+        print(f"left out: {form}: needs {', '.join(missing[form])}\n" if missing[form] else "", end="")
+    return [form for form in forms if not missing[form]]
 
 
-def open_onnx(file: Path) -> Callable:
-    """ONNX Runtime behind Step's signature: the caller's lists get the returned cache."""
+def load(folder: Path, form: str) -> Callable:
+    """A package, or ONNX Runtime behind Step's signature: the caller's lists get the returned cache."""
+    if form == "aoti":
+        return torch._inductor.aoti_load_package(folder / "aoti.pt2")
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
-    providers = onnxruntime.get_available_providers()
-    if "TensorrtExecutionProvider" not in providers:
-        print("left out: TensorRT, one more provider of the same .onnx: onnxruntime-gpu and tensorrt are missing")
-    session = onnxruntime.InferenceSession(file, options, providers=providers)
+    how = {"sess_options": options, "providers": onnxruntime.get_available_providers()}
+    session = onnxruntime.InferenceSession(folder / f"{form}.onnx", **how)
     names = [each.name for each in session.get_inputs()]
 
     def step(ids: Tensor, positions: Tensor, last: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
@@ -196,17 +181,13 @@ def open_onnx(file: Path) -> Callable:
     return step
 
 
-def run_fresh(package: Path, calls: list[tuple], empty_cache: Callable) -> tuple[list, dict]:
+def run_fresh(package: Path, calls: list[tuple], cache: tuple) -> tuple[list, dict]:
     """The logits of the package in a process that cannot import this repository, and what it says to wrong inputs."""
-    ids, positions, last = calls[0]
-    cache = empty_cache(len(ids), 1 + int(calls[-1][1].max()), ids.device)
-    many = torch.zeros(65, 1, dtype=torch.long, device=ids.device)
-    too_many = many, many.clone(), many[:, 0].clone(), *empty_cache(65, 4, ids.device)
-    wrong = {"a batch of 65": too_many, "ids of 32 bits": (ids.int(), positions, last, *cache)}
+    ids, *others = (*calls[0], *cache)
+    too_many = tree_map(lambda each: each[:1].repeat_interleave(65, dim=0), (ids, *others))
+    wrong = {"a batch of 65": too_many, "ids of 32 bits": (ids.int(), *others)}
     with tempfile.TemporaryDirectory() as folder:
         torch.save((calls, cache, wrong), Path(folder, "calls.pt"))
-        command = [sys.executable, "-I", "-c", FRESH_PROCESS, str(package)]
         checks = {**os.environ, "AOTI_RUNTIME_CHECK_INPUTS": "1"}  # without it the process may abort, or go on
-        subprocess.run(command, cwd=folder, env=checks, check=True)
-        logits, refused = torch.load(Path(folder, "logits.pt"))
-    return logits, {name: line.replace("input_handles[0]", "ids") for name, line in refused.items()}
+        subprocess.run([sys.executable, "-I", "-c", FRESH_PROCESS, package], cwd=folder, env=checks, check=True)
+        return torch.load(Path(folder, "logits.pt"))

@@ -63,7 +63,7 @@ FAULTS = {  # ranks, a line, and what stands in its place
         "masked(batch, queries=mine)",
         "masked(batch._replace(owner=0 * batch.owner), queries=mine)",
     ),
-    "a stage does not know the ends": (2, "on_one_rank(stage, cut, ", "on_one_rank(stage, causal, "),
+    "a stage does not know the ends": (2, "attend, size = cut(batch)", "attend, size = causal(batch)"),
     "no sum over the ranks": (2, "dist.all_reduce(weight.grad)", "pass"),
 }
 

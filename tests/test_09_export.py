@@ -89,6 +89,7 @@ def test_gguf_of_another_shape_is_left_out(tmp_path, shape):
     ("flags", "words"),
     [
         (["--forms", "onnx,tflite"], ["--forms", "tflite", "onnx"]),
+        (["--forms", "int8"], ["--forms", "int8", "onnx"]),  # of which it is made
         (["--temperature", 0.8], ["--temperature"]),
         (["--dtype", "bf16"], ["--dtype"]),
     ],
