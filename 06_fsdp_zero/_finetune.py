@@ -22,8 +22,6 @@ from planner import memory, plan, shape
 
 QUESTIONS, ANSWER_TOKENS = 3, 8  # each token is a forward of all that is before it
 ALPHA_PER_RANK = 2  # alpha / rank scales what A and B add
-MOST_ERROR = 1e-3  # of logits in fp32
-MOST_COMPARED_BYTES = 4e9  # of a folder that rank 0 opens twice on its CPU
 
 
 class Row(NamedTuple):
@@ -69,8 +67,7 @@ class Chat(NamedTuple):
 
 def plain_template(messages: list[dict], add_generation_prompt: bool = False, *, end: str) -> str:
     """For models that come without a chat template."""
-    text = "".join(f"{message['role']}: {message['content']}{end}\n" for message in messages)
-    return text + "assistant: " * add_generation_prompt
+    return "".join(f"{m['role']}: {m['content']}{end}\n" for m in messages) + "assistant: " * add_generation_prompt
 
 
 def read_chat_format(name: str) -> Chat:
@@ -94,8 +91,7 @@ def read_chat_format(name: str) -> Chat:
         runtime.say(f"{name} has no chat template: chats become lines of `role: content{tokenizer.eos_token}`")
         render = partial(plain_template, end=tokenizer.eos_token)
 
-    def encode(text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        # the template has written a first token already, if there is one
+    def encode(text: str) -> tuple[list[int], list[tuple[int, int]]]:  # the template has written a first token already
         found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         return found["input_ids"], found["offset_mapping"]
 
@@ -121,9 +117,7 @@ def load_chats(args, chat: Chat, chat_rows: Callable) -> tuple[data.Corpus, list
         raise exits.UserError(f"--data {args.data} is no .jsonl file of chats: {error}") from None
     chats, rows = {}, {}  # by the hash of a chat
     left_out = defaultdict(list)  # numbers of lines, by the reason
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
+    for number, line in ((number, line) for number, line in enumerate(lines, 1) if line.strip()):
         try:
             messages = read_messages(line)
             found = chat_rows(chat, messages)
@@ -163,9 +157,8 @@ def show_row(chat: Chat, row: Row, count: int) -> None:
 def say_plan(args, config: shapes.Config, batches: data.Batches, device: torch.device) -> int:
     """What a rank will hold at its peak, by planner/: 07_memory_tricks/estimate.py prints the same, with formulas."""
     flags = {name: getattr(args, name) for name in ("adapters", "seq_len", "dtype", "checkpointing")}
-    batch = {"micro_batch_size": batches.micro_batch_size, "micro_batches": batches.accumulation_steps}
-    of_a_rank = plan.Plan(gpus=batches.world_size, zero=3, **batch, **flags)
-    found = memory.peak(shape.from_config(args.model, config), of_a_rank)
+    flags |= {"micro_batch_size": batches.micro_batch_size, "micro_batches": batches.accumulation_steps}
+    found = memory.peak(shape.from_config(args.model, config), plan.Plan(gpus=batches.world_size, zero=3, **flags))
     parts = ", ".join(f"{name.removesuffix('_bytes')} {size / 2**30:.2f}" for name, size in found.lines.items() if size)
     runtime.say(f"planned: {found.total_bytes() / 2**30:.2f} GiB on each rank's GPU at the peak (of {parts})")
     if device.type == "cuda" and found.total_bytes() > torch.cuda.get_device_properties(device).total_memory:
@@ -235,7 +228,7 @@ def leave_folders(net: model.Transformer, folder: Path, args, dtype: torch.dtype
 def compare_with_transformers(folder: Path, config: shapes.Config, prompt: list[int]) -> float | None:
     """The relative error of common/model.py's logits against transformers', from this folder in fp32 on rank 0's CPU.
     None where transformers is not installed, and for a folder too large to be opened twice."""
-    if sum(file.stat().st_size for file in folder.iterdir()) > MOST_COMPARED_BYTES or not find_spec("transformers"):
+    if sum(file.stat().st_size for file in folder.iterdir()) > 4e9 or not find_spec("transformers"):
         runtime.say(f"{folder} was not compared with transformers: not installed, or over 4 GB")
         return None
     from transformers import AutoModelForCausalLM
@@ -243,8 +236,8 @@ def compare_with_transformers(folder: Path, config: shapes.Config, prompt: list[
     tokens = torch.tensor([prompt])
     expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(tokens).logits
     error = ((model.build(str(folder), config, seed=0)(tokens) - expected).norm() / expected.norm()).item()
-    assert error < MOST_ERROR, f"common/model.py and transformers differ by {error:.1e} of the logits from {folder}"
-    runtime.say(f"checked: from {folder}, transformers and common/model.py give the same logits within {MOST_ERROR:g}")
+    assert error < 1e-3, f"common/model.py and transformers differ by {error:.1e} of the logits from {folder}"
+    runtime.say(f"checked: from {folder}, transformers and common/model.py give the same logits within 1e-3")
     return error
 
 

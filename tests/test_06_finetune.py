@@ -111,9 +111,7 @@ def test_steps_are_those_of_peft_and_trainer_and_both_load_the_end(tmp_path, req
     corpus, _ = helper.load_chats(args, helper.read_chat_format(str(folder)), script.chat_rows)
     batches = data.Batches(corpus, args, rank=0, world_size=1, sequences=lambda *of: helper.Rows(*of, trim=False))
     chosen = [corpus.train[i] for step in range(steps) for i in batches.global_batch(step)]
-    rows = [
-        {"input_ids": tokens, "labels": np.where(counts, tokens, np.int64(data.PADDING))} for tokens, counts in chosen
-    ]
+    rows = [{"input_ids": t, "labels": np.where(counts, t, np.int64(data.PADDING))} for t, counts in chosen]
     theirs = reference(folder, rank)
     losses = train_theirs(theirs, rows, steps, lr, tmp_path / "theirs")
     assert result.column("loss") == pytest.approx(losses, rel=tolerance)
@@ -192,9 +190,8 @@ def test_ids_and_mask_are_those_of_transformers_with_markers(tmp_path, template)
     script, helper = load(SCRIPT), load("06_fsdp_zero/_finetune.py")
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     for messages in CHATS:
-        found = theirs.apply_chat_template(
-            messages, chat_template=template, return_dict=True, return_assistant_tokens_mask=True
-        )
+        how = {"chat_template": template, "return_dict": True, "return_assistant_tokens_mask": True}
+        found = theirs.apply_chat_template(messages, **how)
         assert 0 < sum(found["assistant_masks"]) < len(found["input_ids"])
         [(ids, counts)] = script.chat_rows(helper.read_chat_format(str(folder)), messages)
         assert (ids, counts) == (found["input_ids"], [mark == 1 for mark in found["assistant_masks"]])
