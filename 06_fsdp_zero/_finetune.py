@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
@@ -12,20 +13,15 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from _shared import write_adapter, write_folder
 from torch import Tensor, nn
 
-from common import data, model, runtime, shapes
-from common.adapters import LoRALinear
-from common.exits import UserError
-from planner.memory import peak
-from planner.plan import Plan
-from planner.shape import from_config
+from common import adapters, data, exits, model, runtime, shapes
+from planner import memory, plan, shape
 
-FEWEST_HELD_OUT = 3
-QUESTIONS, ANSWER_TOKENS = 3, 12
+QUESTIONS, ANSWER_TOKENS = 3, 8  # each token is a forward of all that is before it
 ALPHA_PER_RANK = 2  # alpha / rank scales what A and B add
-MOST_COMPARED_BYTES = 4e9  # of a folder that rank 0 opens twice on its CPU
 
 
 class Row(NamedTuple):
@@ -43,12 +39,10 @@ class Rows(torch.utils.data.Dataset):
         return len(self.rows)
 
     def __getitem__(self, i: int, length: int | None = None) -> tuple[Tensor, Tensor]:
-        tokens, counts = self.rows[i]
-        inputs = torch.zeros(length or self.seq_len, dtype=torch.int64)
-        targets = torch.full_like(inputs, data.PADDING)
-        inputs[: len(tokens) - 1] = torch.from_numpy(tokens[:-1])
-        targets[: len(tokens) - 1] = torch.from_numpy(np.where(counts[1:], tokens[1:], data.PADDING))
-        return inputs, targets
+        tokens, counts = (torch.from_numpy(part) for part in self.rows[i])
+        targets = torch.where(counts, tokens, data.PADDING)
+        missing = (0, (length or self.seq_len) - len(tokens) + 1)
+        return F.pad(tokens[:-1].long(), missing), F.pad(targets[1:].long(), missing, value=data.PADDING)
 
     def __getitems__(self, chosen: list[int]) -> list[tuple[Tensor, Tensor]]:  # DataLoader takes micro-batches by it
         longest = max(len(self.rows[i].tokens) - 1 for i in chosen)
@@ -73,8 +67,7 @@ class Chat(NamedTuple):
 
 def plain_template(messages: list[dict], add_generation_prompt: bool = False, *, end: str) -> str:
     """For models that come without a chat template."""
-    text = "".join(f"{message['role']}: {message['content']}{end}\n" for message in messages)
-    return text + "assistant: " * add_generation_prompt
+    return "".join(f"{m['role']}: {m['content']}{end}\n" for m in messages) + "assistant: " * add_generation_prompt
 
 
 def read_chat_format(name: str) -> Chat:
@@ -90,18 +83,15 @@ def read_chat_format(name: str) -> Chat:
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
-        raise UserError(f"--tokenizer {name}: {error}") from None
+        raise exits.UserError(f"--tokenizer {name}: {error}") from None
     if not tokenizer.is_fast or tokenizer.eos_token is None:
-        raise UserError(
-            f"--tokenizer {name} needs a tokenizer.json, for the mask follows its offsets, and an eos_token"
-        )
+        raise exits.UserError(f"--tokenizer {name} needs a tokenizer.json, for the mask's offsets, and an eos_token")
     render = partial(tokenizer.apply_chat_template, tokenize=False)
     if tokenizer.chat_template is None:
         runtime.say(f"{name} has no chat template: chats become lines of `role: content{tokenizer.eos_token}`")
         render = partial(plain_template, end=tokenizer.eos_token)
 
-    def encode(text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        # the template has written a first token already, if there is one
+    def encode(text: str) -> tuple[list[int], list[tuple[int, int]]]:  # the template has written a first token already
         found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         return found["input_ids"], found["offset_mapping"]
 
@@ -119,36 +109,33 @@ def read_messages(line: str) -> list[dict[str, str]]:
 
 
 def load_chats(args, chat: Chat, chat_rows: Callable) -> tuple[data.Corpus, list[list[dict]]]:
-    """The rows of --data, and held-out chats. The 5 % whose hash is lowest are held out, at least FEWEST_HELD_OUT
-    of a dozen: copies of a chat fall on one side. Sets args.seq_len to the longest row, if that is shorter."""
+    """The rows of --data, and held-out chats. The 5 % whose hash is lowest are held out, at least QUESTIONS of
+    a dozen: copies of a chat fall on one side. Sets args.seq_len to the longest row, if that is shorter."""
     try:
         lines = Path(args.data).read_text(encoding="utf-8").split("\n")
     except (OSError, ValueError) as error:
-        raise UserError(f"--data {args.data} is no .jsonl file of chats: {error}") from None
+        raise exits.UserError(f"--data {args.data} is no .jsonl file of chats: {error}") from None
     chats, rows = {}, {}  # by the hash of a chat
-    too_long, without_target = [], []  # numbers of lines
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
+    left_out = defaultdict(list)  # numbers of lines, by the reason
+    for number, line in ((number, line) for number, line in enumerate(lines, 1) if line.strip()):
         try:
             messages = read_messages(line)
             found = chat_rows(chat, messages)
         except Exception as error:  # a template may raise whatever it likes
-            raise UserError(f"--data {args.data}, line {number}: {error}") from None
+            raise exits.UserError(f"--data {args.data}, line {number}: {error}") from None
         key = hashlib.sha256(json.dumps(messages).encode()).hexdigest()
         for ids, counts in found:
             if len(ids) - 1 > args.seq_len:
-                too_long.append(number)
+                left_out[f"longer than --seq-len {args.seq_len}"].append(number)
             elif not any(counts[1:]):
-                without_target.append(number)
+                left_out["without a target"].append(number)
             else:
                 chats[key] = messages
                 rows.setdefault(key, []).append(Row(np.array(ids, np.int32), np.array(counts)))
-    for numbers, reason in ((too_long, f"longer than --seq-len {args.seq_len}"), (without_target, "without a target")):
-        if numbers:
-            some = ", ".join(map(str, numbers[:10])) + ", ..." * (len(numbers) > 10)
-            runtime.say(f"left out: {len(numbers)} rows {reason}, of line {some}")
-    held_out_count = max(math.ceil(len(rows) * data.HELD_OUT), min(FEWEST_HELD_OUT, len(rows) // 4))
+    for reason, numbers in left_out.items():
+        some = ", ".join(map(str, numbers[:10])) + ", ..." * (len(numbers) > 10)
+        runtime.say(f"left out: {len(numbers)} rows {reason}, of line {some}")
+    held_out_count = max(math.ceil(len(rows) * data.HELD_OUT), min(QUESTIONS, len(rows) // 4))
     held_out = dict.fromkeys(sorted(rows)[:held_out_count])
     train_rows = [row for key in rows if key not in held_out for row in rows[key]]
     held_out_rows = [row for key in held_out for row in rows[key]]
@@ -169,17 +156,9 @@ def show_row(chat: Chat, row: Row, count: int) -> None:
 
 def say_plan(args, config: shapes.Config, batches: data.Batches, device: torch.device) -> int:
     """What a rank will hold at its peak, by planner/: 07_memory_tricks/estimate.py prints the same, with formulas."""
-    plan = Plan(
-        gpus=batches.world_size,
-        zero=3,
-        adapters=args.adapters,
-        seq_len=args.seq_len,
-        micro_batch_size=batches.micro_batch_size,
-        micro_batches=batches.accumulation_steps,
-        dtype=args.dtype,
-        checkpointing=args.checkpointing,
-    )
-    found = peak(from_config(args.model, config), plan)
+    flags = {name: getattr(args, name) for name in ("adapters", "seq_len", "dtype", "checkpointing")}
+    flags |= {"micro_batch_size": batches.micro_batch_size, "micro_batches": batches.accumulation_steps}
+    found = memory.peak(shape.from_config(args.model, config), plan.Plan(gpus=batches.world_size, zero=3, **flags))
     parts = ", ".join(f"{name.removesuffix('_bytes')} {size / 2**30:.2f}" for name, size in found.lines.items() if size)
     runtime.say(f"planned: {found.total_bytes() / 2**30:.2f} GiB on each rank's GPU at the peak (of {parts})")
     if device.type == "cuda" and found.total_bytes() > torch.cuda.get_device_properties(device).total_memory:
@@ -200,35 +179,32 @@ def questions(chat: Chat, chats: list[list[dict]], config: shapes.Config) -> lis
     """The prompts of the first held-out chats, as tokens: the end of one that leaves no room for an answer."""
     prompts = []
     for messages in chats[:QUESTIONS]:
-        first_answer = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
+        first_answer = [message["role"] for message in messages].index("assistant")
         prompt, _ = chat.encode(chat.render(messages[:first_answer], add_generation_prompt=True))
         prompts.append(prompt[-(config.max_position_embeddings - ANSWER_TOKENS) :])
     return prompts
 
 
 @torch.no_grad()
-def greedy(forward: Callable, prompts: list[list[int]], end: int, device, *, together: bool) -> list[list[int]]:
-    """Answers of the likeliest tokens, all prompts in one batch, without a cache. together: all ranks call it, for a
-    sharded model gathers its weights in forward, and go on with rank 0's tokens."""
+def greedy(forward: Callable, prompts: list[list[int]], end: int, device) -> list[list[int]]:
+    """Answers of the likeliest tokens, all prompts in one batch, without a cache. All ranks call it, for a sharded
+    model gathers its weights in forward, and go on with rank 0's tokens."""
     answers = [[] for _ in prompts]
-    for _ in range(ANSWER_TOKENS):
+    while not all(end in answer or len(answer) == ANSWER_TOKENS for answer in answers):
         rows = [torch.tensor(prompt + answer) for prompt, answer in zip(prompts, answers, strict=True)]
         tokens = nn.utils.rnn.pad_sequence(rows, batch_first=True)  # at the end: causal attention never looks there
         logits = forward(tokens.to(device))
         chosen = torch.stack([of_row[len(row) - 1].argmax() for of_row, row in zip(logits, rows, strict=True)])
-        if together:
-            dist.broadcast(chosen, 0)
+        dist.broadcast(chosen, 0)
         for answer, token in zip(answers, chosen.tolist(), strict=True):
             if end not in answer:
                 answer.append(token)
-        if all(end in answer for answer in answers):
-            break
     return answers
 
 
 def leave_folders(net: model.Transformer, folder: Path, args, dtype: torch.dtype) -> None:
     """model/, with merged adapters, for transformers, vLLM and the scripts here; adapter/ for peft. All call it."""
-    layers = {name: module for name, module in net.named_modules() if isinstance(module, LoRALinear)}
+    layers = {name: module for name, module in net.named_modules() if isinstance(module, adapters.LoRALinear)}
     weights = {name: weight.detach() for name, weight in net.named_parameters()}
     shapes_only = {n: torch.empty(w.shape, dtype=dtype, device="meta") for n, w in weights.items() if "lora_" not in n}
 
@@ -243,25 +219,26 @@ def leave_folders(net: model.Transformer, folder: Path, args, dtype: torch.dtype
     kind = str(dtype).removeprefix("torch.")
     write_folder(shapes_only, read, folder / "model", config | {"dtype": kind, "torch_dtype": kind}, Path(args.model))
     trained = {name: runtime.whole(weights[name]).cpu() for name in weights if "lora_" in name}
-    alpha = ALPHA_PER_RANK * args.adapters
     if trained:
-        runtime.on_rank0(lambda: write_adapter(trained, folder / "adapter", args.model, args.adapters, alpha))
+        how = {"base": args.model, "rank": args.adapters, "alpha": ALPHA_PER_RANK * args.adapters}
+        runtime.on_rank0(partial(write_adapter, trained, folder / "adapter", **how))
 
 
-def compare_with_transformers(folder: Path, config: shapes.Config, prompts: list[list[int]], end: int) -> bool | None:
-    """Whether common/model.py and transformers answer alike from this folder, in fp32 on rank 0's CPU. None where
-    transformers is not installed, and for a folder too large to be opened twice."""
-    if sum(file.stat().st_size for file in folder.iterdir()) > MOST_COMPARED_BYTES or not find_spec("transformers"):
+@torch.no_grad()
+def compare_with_transformers(folder: Path, config: shapes.Config, prompt: list[int]) -> float | None:
+    """The relative error of common/model.py's logits against transformers', from this folder in fp32 on rank 0's CPU.
+    None where transformers is not installed, and for a folder too large to be opened twice."""
+    if sum(file.stat().st_size for file in folder.iterdir()) > 4e9 or not find_spec("transformers"):
         runtime.say(f"{folder} was not compared with transformers: not installed, or over 4 GB")
         return None
     from transformers import AutoModelForCausalLM
 
-    ours = model.build(str(folder), config, seed=0)
-    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    answers = greedy(ours, prompts, end, torch.device("cpu"), together=False)
-    assert answers == greedy(lambda t: theirs(t).logits, prompts, end, torch.device("cpu"), together=False), answers
-    runtime.say(f"checked: transformers and common/model.py give the same tokens from {folder}")
-    return True
+    tokens = torch.tensor([prompt])
+    expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(tokens).logits
+    error = ((model.build(str(folder), config, seed=0)(tokens) - expected).norm() / expected.norm()).item()
+    assert error < 1e-3, f"common/model.py and transformers differ by {error:.1e} of the logits from {folder}"
+    runtime.say(f"checked: from {folder}, transformers and common/model.py give the same logits within 1e-3")
+    return error
 
 
 def say_answers(chat: Chat, prompts: list[list[int]], before: list[list[int]], after: list[list[int]]) -> list[str]:
