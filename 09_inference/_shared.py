@@ -65,8 +65,7 @@ class Generated:
 
 def steps_of(net: nn.Module, cache: StaticCache) -> tuple[Callable, Callable]:
     """prefill(ids, positions, last) reads all prompts at once, [batch, tokens], and decode(ids, positions) one token of
-    each, [batch]. Both return the logits [batch, vocab] of each row's last token, which prefill has at `last` [batch].
-    """
+    each, [batch]. Both return the logits [batch, vocab] of each row's last token, in prefill at `last` [batch]."""
     torch.backends.cuda.enable_cudnn_sdp(False)  # it would build a plan for each new length, in 0.4 to 1 s
 
     def prefill(ids: Tensor, positions: Tensor, last: Tensor) -> Tensor:
