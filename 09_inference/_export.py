@@ -101,7 +101,8 @@ def write_gguf(net: model.Transformer, folder: Path, file: Path) -> None:
         weight = weight.detach().cpu()
         if name.endswith(("q_proj.weight", "k_proj.weight")):  # it rotates neighbours, where we rotate halves
             weight = weight.unflatten(0, (-1, 2, config.head_dim // 2)).transpose(1, 2).flatten(0, 2)
-        kind = gguf.GGMLQuantizationType["F32" if weight.ndim == 1 else file.stem.upper()]
+        of_matrix = "F16" if weight.shape[-1] % 32 else file.stem.upper()
+        kind = gguf.GGMLQuantizationType["F32" if weight.ndim == 1 else of_matrix]
         data = gguf.quants.quantize(weight.contiguous().numpy(), kind)
         writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), data, raw_dtype=kind)
     writer.write_header_to_file()
