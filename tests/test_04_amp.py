@@ -1,17 +1,11 @@
 """04_amp/train.py: precision, loss scaling, schedule, and what it tells."""
 
-import contextlib
 import itertools
-import json
-import os
-import pty
-import subprocess
-import termios
 
 import pytest
 import torch
 from support.checkpoints import saved
-from support.harness import TINY, clean_env, command, needs_compiler, tiny_flags, train
+from support.harness import needs_compiler, train
 
 from common import model, shapes
 
@@ -37,21 +31,6 @@ def test_warmup_then_cosine(tmp_path):
     assert lr[4] == pytest.approx(0.01)
     assert all(a > b for a, b in itertools.pairwise(lr[4:]))
     assert 0.001 < lr[-1] < 0.0012
-
-
-def test_the_progress_bar_is_for_terminals(tmp_path):
-    (tmp_path / "tiny.json").write_text(json.dumps(TINY))
-    terminal, stderr = pty.openpty()
-    termios.tcsetwinsize(stderr, (24, 100))
-    argv = command(SCRIPT, *tiny_flags(tmp_path))
-    process = subprocess.Popen(argv, cwd=tmp_path, env=clean_env(), stdout=subprocess.DEVNULL, stderr=stderr)
-    os.close(stderr)
-    shown = b""
-    with contextlib.suppress(OSError):  # EIO: the other end is closed
-        while piece := os.read(terminal, 1000):
-            shown += piece
-    assert process.wait(timeout=600) == 0
-    assert b"20/20" in shown
 
 
 @pytest.mark.full

@@ -293,7 +293,7 @@ torch.optim.AdamW.step = failing_step
 """
 
 
-@pytest.mark.parametrize("rank", [0, in_full(1)])  # rank 1 waits 15 s for rank 0 to tell
+@pytest.mark.parametrize("rank", [0, in_full(1)])  # rank 1 waits 5 s for rank 0 to tell
 def test_one_rank_without_memory_ends_the_job_in_one_line(tmp_path, rank):
     script = with_prelude(DDP, tmp_path, ASKS_TOO_MUCH.replace("FAILING", f"'{rank}'"))
     result = train(script, tmp_path, nproc=2, code=1)

@@ -210,8 +210,8 @@ def test_hosts_with_a_disk_each_are_refused(job):
     results = list(map(ended, both))
     assert [result.code for result in results] == [1, 1]
     told = [line for result in results for line in result.err.splitlines() if " error: --run-dir" in line]
-    assert len(told) == 1
-    assert str(disks[0]) in told[0]
+    assert 1 <= len(told) <= 2  # no torchrun ends the other host's ranks at once
+    assert all(str(disks[0]) in line for line in told)
     after = {path.relative_to(job.folder) for disk in disks for path in disk.rglob("*")}
     assert [path.name for path in after - before] == [".lock"]  # rank 0's
     assert not before - after
