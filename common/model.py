@@ -47,7 +47,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None, *, is_causal=False, enable_gqa=False) -> Tensor:
     """torch's, `seen` [queries, keys] or [batch, 1, queries, keys]. CUDA's kernels that do not hold all scores refuse
     grouped heads in fp32 and with a mask: there each group becomes a sequence of its own."""
-    if not enable_gqa or (seen is None and q.dtype != torch.float32):
+    if not enable_gqa or (seen is None and not (q.is_cuda and q.dtype == torch.float32)):
         return F.scaled_dot_product_attention(q, k, v, seen, is_causal=is_causal, enable_gqa=enable_gqa)
     groups = k.shape[1]
     q = q.unflatten(1, (groups, -1)).flatten(0, 1)  # [batch x groups, query heads of a group, tokens, head_dim]
