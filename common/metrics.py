@@ -184,9 +184,9 @@ def _line(record: dict, steps: int) -> str:
 
 
 def read_records(file: Path) -> list[dict]:
-    """The records of a metrics.jsonl, without lines that a kill has cut."""
+    """The records of a metrics.jsonl, without lines that a kill or a power cut has damaged."""
     records = []
-    for line in file.read_bytes().splitlines() if file.exists() else []:
+    for line in file.read_bytes().split(b"\n")[:-1] if file.exists() else []:
         with contextlib.suppress(ValueError):
             records.append(json.loads(line))
-    return records
+    return [record for record in records if isinstance(record, dict) and "step" in record]

@@ -64,7 +64,7 @@ SLOW = """
 import os, time, torch.nn.functional as F
 if os.environ["RANK"] == "1":
     loss = F.cross_entropy
-    F.cross_entropy = lambda *args: time.sleep(1) or loss(*args)
+    F.cross_entropy = lambda *args, **how: time.sleep(1) or loss(*args, **how)
 """
 
 
