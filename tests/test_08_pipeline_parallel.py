@@ -64,7 +64,7 @@ def test_every_schedule_trains_as_one_process_does(finished):
     for row in summary["rows"]:
         assert row["losses"] == pytest.approx(losses, rel=1e-5), row["name"]
         assert row.get("gradient_error", 0) < 1e-5
-    assert losses[-1] < losses[0]
+    assert len({*losses}) == len(losses)  # each step trains
     assert max(norms) > 1  # some gradients are clipped
 
 
