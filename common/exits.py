@@ -15,6 +15,7 @@ REQUEUE_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: saved and stopped on a sign
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 before_exit: list[Callable[[], None]] = []  # what os._exit would not flush: wandb.finish, a profiler
 before_user_error_exit: list[Callable[[], None]] = []  # what to finish first, such as a save in the background
+stop_signals: list[int] = []  # those that runtime.catch_stop_signals has noted
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "bad_alloc")  # torch's own words
 
 
@@ -47,8 +48,10 @@ def run(main: Callable[[], int]) -> None:
     for child in multiprocessing.active_children():  # data loading workers
         child.kill()
     for flush in before_exit:
-        with contextlib.suppress(Exception):
+        try:
             flush()
+        except Exception:
+            traceback.print_exc()
     sys.stdout.flush()
     os._exit(code)  # the interpreter's teardown can wait for ever for gloo's threads
 
@@ -70,6 +73,8 @@ def _tell(message: str) -> None:
     rank = os.environ.get("RANK", "0")
     if rank != "0" and os.environ.get("WORLD_SIZE", "1") != "1":
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if signal.SIGTERM in stop_signals:  # torchrun's: another rank has ended already
+            return
         time.sleep(5)
         line = f"rank {rank}: {line}"
     print(line, file=sys.stderr, flush=True)

@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common.exits import UserError
+from common.exits import UserError, stop_signals
 
-_stop_signal = 0
 _left_groups: list[dist.ProcessGroup] = []  # kept until the process ends
 
 
@@ -159,8 +158,7 @@ def catch_stop_signals() -> None:
     """From now on SIGTERM, SIGUSR1 and SIGHUP ask for a checkpoint and an end after the current step."""
 
     def note(number: int, _frame) -> None:
-        global _stop_signal
-        _stop_signal = number  # may come again: a dying torchrun sends one SIGTERM per thread of its own
+        stop_signals.append(number)  # may come again: a dying torchrun sends one SIGTERM per thread of its own
 
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         # nohup has SIGHUP ignored. But torchrun ends also then when its terminal closes, and hands it to its ranks
@@ -171,7 +169,7 @@ def catch_stop_signals() -> None:
 def stop_requested() -> int:
     """The signal that any rank has received (0: none): a scheduler may signal one process only, and a save takes all of
     them. The flag goes from CPU to CPU over gloo: the GPU's queue is not drained for it, and a dead rank shows."""
-    flag = torch.tensor(_stop_signal)
+    flag = torch.tensor(stop_signals[-1] if stop_signals else 0)
     if dist.is_initialized():
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
     return int(flag)
