@@ -68,15 +68,14 @@ def reader(args, config: shapes.Config, device: torch.device) -> Callable[[str],
     net = model.build(args.model, config, seed=args.seed, device="meta")
     needed = {name: tuple(parameter.shape) for name, parameter in net.named_parameters()}
     folder = Path(args.model)
-    stored, found = {}, {}
+    stored = {}  # file by name
     for path in () if args.model in shapes.SIZES else sorted(folder.glob("*.safetensors")):
         try:
             file = safe_open(path, "pt")
         except SafetensorError as error:
             raise UserError(f"--model {folder}: {path.name} is truncated or damaged, download it again") from error
-        for name in [name for name in file.keys() if not name.endswith("rotary_emb.inv_freq")]:  # noqa: SIM118
-            stored[name] = file
-            found[name] = tuple(file.get_slice(name).get_shape())
+        stored |= {name: file for name in file.keys() if not name.endswith("rotary_emb.inv_freq")}  # noqa: SIM118
+    found = {name: tuple(file.get_slice(name).get_shape()) for name, file in stored.items()}
     if config.tie_word_embeddings:
         found.pop("lm_head.weight", None)
     for name, _ in sorted(found.items() ^ needed.items()) if stored else ():
@@ -92,8 +91,7 @@ def reader(args, config: shapes.Config, device: torch.device) -> Callable[[str],
         if stored:
             return stored[name].get_tensor(name)
         if shapes.parameter_count(config) > DRAWN_ON_CPU and len(needed[name]) > 1:
-            weight = torch.empty(needed[name], dtype=torch.bfloat16, device=device)
-            return weight.normal_(std=0.02, generator=generator)
+            return torch.empty(needed[name], dtype=torch.bfloat16, device=device).normal_(std=0.02, generator=generator)
         return model.random_weight(name, needed[name], args.seed)
 
     return read

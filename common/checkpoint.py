@@ -219,7 +219,9 @@ def find_damage(path: Path, rank: int = 0, world_size: int = 1) -> str | None:
         wrong = [name for name in sorted(hashes)[rank::world_size] if file_sha256(path / name) != hashes[name]]
     except (OSError, ValueError, TypeError) as error:
         return str(error)
-    return f"{wrong[0]} does not match its hash" if wrong else None if hashes else "hashes.json names no file"
+    if not hashes:
+        return "hashes.json names no file"
+    return f"{wrong[0]} does not match its hash" if wrong else None
 
 
 def write_json(file: Path, value: dict) -> None:

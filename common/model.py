@@ -67,10 +67,9 @@ def random_weight(name: str, shape: tuple[int, ...], seed: int, first: int = 0, 
     for start in range(first // ROWS * ROWS, last, ROWS):
         key = hashlib.sha256(f"{seed} {name} {start}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(key[:8]) >> 1)
-        drawn = torch.empty(min(ROWS, shape[0] - start), *shape[1:], device="cpu")
-        drawn.normal_(std=0.02, generator=generator)
+        block = torch.empty(min(ROWS, shape[0] - start), *shape[1:], device="cpu").normal_(0, 0.02, generator=generator)
         low, high = max(first, start), min(last, start + ROWS)
-        rows[low - first : high - first] = drawn[low - start : high - start]
+        rows[low - first : high - first] = block[low - start : high - start]
     return rows
 
 
