@@ -27,7 +27,7 @@ from pathlib import Path
 
 import filelock
 import pytest
-from support import harness
+from support import harness, nogpu
 from support.chapter import load
 
 nvml = load("01_devices/_shared.py")
@@ -171,6 +171,11 @@ def fake_driver(tmp_path_factory: pytest.TempPathFactory) -> str:
     library = ["-shared", "-fPIC", "-Wl,-soname,libnvidia-ml.so.1", "-o", str(folder / "libnvidia-ml.so.1")]
     subprocess.run(["gcc", *library, str(source)], check=True, timeout=60)
     return str(folder)
+
+
+@pytest.fixture(scope="session")
+def nogpu_tool() -> None:
+    nogpu.set_up()
 
 
 @pytest.fixture(autouse=True)

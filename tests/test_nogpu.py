@@ -5,14 +5,13 @@ pytest -m nogpu -k sample       two minutes of it
 """
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
-from support.harness import ROOT, TINY, Result, finish, start, write_tiny
+from support import nogpu
+from support.harness import ROOT, TINY
 
-pytestmark = [pytest.mark.nogpu, pytest.mark.timeout(900)]
-TOOL = ROOT / "tests/nogpu"
+pytestmark = [pytest.mark.nogpu, pytest.mark.timeout(900), pytest.mark.usefixtures("nogpu_tool")]
 
 # tiny.json has grouped heads, which nano has not
 STEPS = "--steps 2 --global-batch-size 2 --seq-len 32 --log-every 1 --run-dir run"
@@ -78,22 +77,6 @@ TRAINING = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def tool():
-    made = subprocess.run(["bash", TOOL / "setup.sh"], capture_output=True, text=True, timeout=1800)
-    if made.returncode == 2:
-        pytest.skip(made.stderr.strip())
-    assert made.returncode == 0, made.stderr
-
-
-def nogpu(how: str, folder: Path, script: str, flags: str, ranks: int = 0, gpus: int = 1, **env: str) -> Result:
-    """The script to its end in `folder`, on as many GPUs as it has ranks."""
-    write_tiny(folder)
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks else []
-    argv = ["bash", str(TOOL / "run.sh"), how, *launcher, str(ROOT / script), *flags.split()]
-    return finish(start(argv, folder, NOGPU_DEVICES=str(ranks or gpus), **env), folder)
-
-
 def test_every_lesson_with_a_device_is_listed():
     lessons = {str(file.relative_to(ROOT)) for file in ROOT.glob("0*/[!_]*.py") if "args.device" in file.read_text()}
     assert lessons - {*ONE, *TWO, *DATA_PARALLEL, *NOT_HERE} == set()
@@ -113,14 +96,14 @@ def named(script: str) -> str:
 )
 def test_values_are_right(tmp_path, script, flags, ranks, gpus):
     """Each script's own checks are the test."""
-    result = nogpu("values", tmp_path, script, f"{flags} --device cuda", ranks, gpus)
+    result = nogpu.run("values", tmp_path, script, f"{flags} --device cuda", ranks, gpus)
     assert result.code == 0, result
     assert "nogpu: " not in result.err, result
 
 
 @pytest.mark.parametrize("script", TRAINING)
 def test_it_compiles(tmp_path, script):
-    result = nogpu("noop", tmp_path, script, f"{TRAIN} --device cuda --compile", 2 if script in TWO else 0)
+    result = nogpu.run("noop", tmp_path, script, f"{TRAIN} --device cuda --compile", 2 if script in TWO else 0)
     assert result.code == 0, result
     assert "nogpu: " not in result.err, result
 
@@ -130,7 +113,7 @@ def test_grouped_heads_in_fp32_hold_no_scores(tmp_path):
     shape = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8}
     tmp_path.joinpath("two.json").write_text(json.dumps(TINY | shape | {"max_position_embeddings": 4096}))
     flags = "--model two.json --seq-len 4096 --global-batch-size 1 --steps 1 --dtype fp32 --run-dir run --json s.json"
-    result = nogpu("noop", tmp_path, "04_amp/train.py", f"{flags} --device cuda")
+    result = nogpu.run("noop", tmp_path, "04_amp/train.py", f"{flags} --device cuda")
     assert result.code == 0, result
     summary = json.loads((tmp_path / "s.json").read_text())
     of_parameters = 16 * summary["parameters"]  # weights, gradients and two moments
@@ -138,13 +121,9 @@ def test_grouped_heads_in_fp32_hold_no_scores(tmp_path):
 
 
 def waits(tmp_path: Path, steps: int) -> dict[str, int]:
-    folder = tmp_path / str(steps)
     flags = f"--steps {steps} --log-every 100 --global-batch-size 2 --dtype bf16 --run-dir run --device cuda"
-    result = nogpu("noop", folder, "04_amp/train.py", flags, NOGPU_REPORT=str(folder / "report"))
-    assert result.code == 0, result
-    (report,) = folder.glob("report.*")
-    counted = [line.split(None, 1) for line in report.read_text().splitlines()]
-    return {what: int(n) for n, what in counted if what.startswith(("sync", "copy to host", "copy async to host"))}
+    (counted,) = nogpu.counts(tmp_path / str(steps), "04_amp/train.py", flags)
+    return {what: n for what, n in counted.items() if what.startswith(("sync", "copy to host", "copy async to host"))}
 
 
 def test_a_step_waits_for_nothing(tmp_path):

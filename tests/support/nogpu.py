@@ -1,0 +1,35 @@
+"""Scripts on GPUs that are not there: ../nogpu/README.md."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from support.harness import ROOT, Result, finish, start, write_tiny
+
+TOOL = ROOT / "tests/nogpu"
+
+
+def set_up() -> None:
+    """Skip where this machine cannot have the tool."""
+    made = subprocess.run(["bash", TOOL / "setup.sh"], capture_output=True, text=True, timeout=1800)
+    if made.returncode == 2:
+        pytest.skip(made.stderr.strip())
+    assert made.returncode == 0, made.stderr
+
+
+def run(how: str, folder: Path, script: str, flags: str, ranks: int = 0, gpus: int = 1, **env: str) -> Result:
+    """The script to its end in `folder`, on as many GPUs as it has ranks."""
+    write_tiny(folder)
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks else []
+    argv = ["bash", str(TOOL / "run.sh"), how, *launcher, str(ROOT / script), *flags.split()]
+    return finish(start(argv, folder, NOGPU_DEVICES=str(ranks or gpus), **env), folder)
+
+
+def counts(folder: Path, script: str, flags: str, ranks: int = 0) -> list[dict[str, int]]:
+    """How often each rank launched, copied, waited and sent what, in noop mode."""
+    result = run("noop", folder, script, flags, ranks, NOGPU_REPORT=str(folder / "report"))
+    assert result.code == 0, result
+    reports = [file.read_text() for file in sorted(folder.glob("report.*"))]
+    rows = [[line.split(None, 1) for line in report.splitlines()] for report in reports]
+    return [{what: int(n) for n, what in row} for row in rows]
