@@ -66,6 +66,7 @@ def main() -> int:
     # 5 The loop.
     step, stop, scale = start_step, 0, scaler.get_scale()
     for step in range(start_step + 1, args.steps + 1):
+        torch.manual_seed(args.seed + step)  # what dropout draws, if your model has it, is the same after a resume
         step_loss = torch.zeros((), device=device)
         for _ in range(batches.accumulation_steps):
             inputs, targets = meter.next(stream)

@@ -68,7 +68,6 @@ class Run(checkpoint.Run):
     def _write_part(self, folder: Path, engine, config: dict) -> dict[str, str]:
         try:
             engine.save_checkpoint(str(folder.parent), tag=folder.name, save_latest=False)
-            torch.save(checkpoint.random_states(), folder / f"rng-{dist.get_rank()}.pt")
             if runtime.is_rank0():
                 checkpoint.write_json(folder / "config.json", config)
         except RuntimeError as error:  # "unexpected pos" is what torch.save makes of a full disk
@@ -81,7 +80,7 @@ class Run(checkpoint.Run):
 def make_universal(path: Path, stage: int) -> Path | None:
     """Where ranks differ from those that have saved `path`: its tensors whole, one in a file, made by DeepSpeed's own
     program. None where none is needed."""
-    if stage == 0 or len(list(path.glob("rng-*.pt"))) == dist.get_world_size():
+    if stage == 0 or len(list(path.glob("*_optim_states.pt"))) == dist.get_world_size():
         return None
     folder = path.with_name(f"{path.name}-universal.tmp") / "step"  # Run clears away what ends in .tmp
     words = ["--input_folder", str(path), "--output_folder", str(folder), "--inject_missing_state"]
@@ -104,9 +103,6 @@ def load(path: Path, engine, universal: Path | None) -> int:
             state["step"] = state["step"].clone()  # and every group one counter, which each then counts up
     for group, lr, factor in zip(groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
         group["lr"] = lr * factor(scheduler.last_epoch)  # the saved one, unless --steps has changed
-    own = path / f"rng-{dist.get_rank()}.pt"
-    if own.exists():  # a rank that the saving job did not have keeps its own
-        checkpoint.restore_random_states(torch.load(own, weights_only=False))
     runtime.gather(None)  # all have read it
     if universal and runtime.is_rank0():
         shutil.rmtree(universal.parent)

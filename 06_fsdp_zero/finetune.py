@@ -146,6 +146,7 @@ def main() -> int:
     # 5 The loop.
     step, stop = start_step, 0
     for step in range(start_step + 1, args.steps + 1):
+        torch.manual_seed(args.seed + step)  # what dropout draws, if your model has it, is the same after a resume
         step_loss = torch.zeros((), device=device)
         target_count = batches.train.target_count(batches.global_batch(step - 1))  # of all ranks: nothing is sent
         for _ in range(batches.accumulation_steps):

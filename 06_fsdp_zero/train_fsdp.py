@@ -92,6 +92,7 @@ def main() -> int:
     # 5 The loop.
     step, stop = start_step, 0
     for step in range(start_step + 1, args.steps + 1):
+        torch.manual_seed(args.seed + step)  # what dropout draws, if your model has it, is the same after a resume
         step_loss = torch.zeros((), device=device)
         for micro_step in range(1, batches.accumulation_steps + 1):
             inputs, targets = meter.next(stream)

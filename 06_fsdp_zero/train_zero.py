@@ -136,6 +136,7 @@ def main() -> int:
     # 5 The loop.
     step, stop = start_step, 0
     for step in range(start_step + 1, args.steps + 1):
+        torch.manual_seed(args.seed + step)  # what dropout draws, if your model has it, is the same after a resume
         lr = optimizer.param_groups[0]["lr"]
         meter.note(*train_step(engine, stream, meter))
 

@@ -120,6 +120,7 @@ def main() -> int:
     # 5 The loop.
     step, stop = start_step, 0
     for step in range(start_step + 1, args.steps + 1):
+        torch.manual_seed(args.seed + step)  # what dropout draws, if your model has it, is the same after a resume
         step_loss = torch.zeros((), device=device)
         if args.pp > 1:  # a pipeline takes all micro-batches of a step together, so that its stages work at once
             parts = zip(*(meter.next(stream) for _ in range(batches.accumulation_steps)), strict=True)

@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import json
 import os
-import random
 import shutil
 import socket
 import sys
@@ -18,7 +17,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import filelock
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
@@ -48,20 +46,7 @@ def training_state(step: int, net, optimizer, scheduler, scaler=None) -> dict:
         "optimizer": optimizer_state,
         "scheduler": scheduler.state_dict(),
         "scaler": scaler.state_dict() if scaler else {},
-        f"rng-{ranks()[0]}": random_states(),
     }
-
-
-def random_states() -> dict:
-    """What dropout, if your model has it, will draw next."""
-    states = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
-    return states | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {})  # else it opens one
-
-
-def restore_random_states(states: dict) -> None:
-    restore = {"python": random.setstate, "numpy": np.random.set_state, "torch": torch.set_rng_state}
-    for name, random_state in states.items():
-        restore.get(name, torch.cuda.set_rng_state)(random_state)
 
 
 def resume(run: "Run", net, optimizer, scheduler, scaler=None) -> int:
@@ -72,10 +57,6 @@ def resume(run: "Run", net, optimizer, scheduler, scaler=None) -> int:
     if (path := run.newest()) is None:
         return 0
     state = training_state(0, net, optimizer, scheduler, scaler)
-    saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    # a rank that the saving job did not have, or a device it did not use, keeps its own random state
-    own = f"rng-{ranks()[0]}"
-    state[own] = {name: value for name, value in state[own].items() if f"{own}.{name}" in saved}
     dcp.load(state, checkpoint_id=path, process_group=run.group)
     parts = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
     set_state_dict(net, optimizer, **parts, options=StateDictOptions(**BY_NAME))
@@ -84,7 +65,6 @@ def resume(run: "Run", net, optimizer, scheduler, scaler=None) -> int:
         group["lr"] = lr * factor(scheduler.last_epoch)  # the saved one, unless --steps has changed
     if scaler:
         scaler.load_state_dict(state["scaler"])
-    restore_random_states(state[own])
     return state["progress"]["step"]
 
 

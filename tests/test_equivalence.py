@@ -182,24 +182,22 @@ def test_weight_decay_is_for_matrices_alone(tmp_path, script):
             torch.testing.assert_close(decayed[name], weight - 0.01 * 10 * initial[name])
 
 
-# Dropout, and noise from the other generators: the training scripts draw nothing, a reader's own model may.
-WITH_NOISE = """
-import random
-import numpy as np
+# The training scripts draw nothing, a reader's own model may.
+WITH_DROPOUT = """
 import torch.nn.functional as F
 from common import model
 exact = model.MLP.forward
-def noisy(self, x):
+def dropped(self, x):
     y = exact(self, x)
-    return F.dropout(y, 0.3) * (random.random() + np.random.rand()) if self.training else y
-model.MLP.forward = noisy
+    return F.dropout(y, 0.3) if self.training else y
+model.MLP.forward = dropped
 """
 
 
 @each_of_several
 def test_evaluation_switches_dropout_off_and_on_again(tmp_path, corpus, script):
     """In eval() nothing is dropped, so nothing is drawn: training goes on as if there had been no evaluation."""
-    wrapper = with_prelude(script, tmp_path, WITH_NOISE)
+    wrapper = with_prelude(script, tmp_path, WITH_DROPOUT)
     flags, n = ("--data", corpus, "--deterministic", "--steps", 10), two_if_it_can(script)
     seldom = train(wrapper, tmp_path / "seldom", *flags, nproc=n)
     often = train(wrapper, tmp_path / "often", *flags, "--eval-every", 3, nproc=n)
@@ -347,7 +345,7 @@ def test_a_run_can_be_made_longer(runs, tmp_path, corpus, script):
 
 @pytest.mark.parametrize(("script", "n"), [(BASELINE, None), (DDP, 2), *(in_full(script, 2) for script in OTHERS)])
 def test_what_is_drawn_at_random_goes_on_where_it_was(tmp_path, corpus, script, n):
-    wrapper = with_prelude(script, tmp_path, WITH_NOISE)
+    wrapper = with_prelude(script, tmp_path, WITH_DROPOUT)
     flags = ("--data", corpus, "--deterministic", "--steps", 6, "--save-every", 3)
     whole = train(wrapper, tmp_path / "whole", *flags, nproc=n)
     folder = interrupted(whole, 3, tmp_path / "resumed")
