@@ -83,13 +83,11 @@ def main() -> int:
         if scale >= previous_scale:  # the step was taken
             scheduler.step()
         optimizer.zero_grad()
-        meter.note(step_loss, grad_norm)
 
         stop = runtime.stop_requested()  # the same answer on all ranks, so that all save
         save = stop or step == args.steps or (args.save_every and step % args.save_every == 0)
         if save or step == 1 or step % args.log_every == 0:
-            noted = meter.noted()
-            meter.log(step, noted / world_size, lr, step - scheduler.last_epoch, scale)
+            meter.log(step, step_loss / world_size, grad_norm, lr, step - scheduler.last_epoch, scale)
         if step == args.steps or (args.eval_every and step % args.eval_every == 0):
             meter.log_eval(step, evaluate(net, held_out, autocast, device))
         if save:

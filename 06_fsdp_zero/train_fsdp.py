@@ -107,14 +107,12 @@ def main() -> int:
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-        meter.note(step_loss, grad_norm)
 
         stop = runtime.stop_requested()  # the same answer on all ranks, so that all save
         save = stop or step == args.steps or (args.save_every and step % args.save_every == 0)
         if save or step == 1 or step % args.log_every == 0:
-            noted = meter.noted()
-            dist.all_reduce(noted)  # sums: a rank's loss is the mean of its own share
-            meter.log(step, noted / world_size, lr)
+            dist.all_reduce(step_loss)  # sums: a rank's loss is the mean of its own share
+            meter.log(step, step_loss / world_size, grad_norm, lr)
         if step == args.steps or (args.eval_every and step % args.eval_every == 0):
             meter.log_eval(step, evaluate(net, held_out, autocast, device))
         if save:

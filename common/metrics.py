@@ -29,7 +29,6 @@ class Meter:
         self.world_size, self.tokens_per_step = ranks()[1], batches.tokens_per_step
         self.peak_flops = peak_flops(device_name(device), args.dtype)
         self.start_step = self.last_step = start_step
-        self.steps_since_log: list[Tensor] = []  # loss and gradient norm of each
         self.speeds: list[float] = []  # tokens per second between log lines
         self.data_seconds, self.forward_seconds = 0.0, None
         self.records: list[dict] = []
@@ -70,23 +69,17 @@ class Meter:
         wait_for(self.device)
         self.forward_seconds = time.perf_counter() - start
 
-    def note(self, loss: Tensor, grad_norm: Tensor) -> None:
-        """Keep a step's loss and gradient norm on the device: reading one would stall the GPU."""
-        norm = whole(grad_norm).to(loss.device)  # CPU offload has norms on the CPU
-        self.steps_since_log.append(torch.stack((whole(loss), norm)))
-
-    def noted(self) -> Tensor:
-        """What was noted since the last log line, [steps, 2]: the loss and the gradient norm of each step."""
-        noted = torch.stack(self.steps_since_log)
-        self.steps_since_log.clear()
-        return noted
-
-    def log(self, step: int, noted: Tensor, lr: float, skipped_steps: int = 0, scale: float = 1.0) -> None:
-        """One line for the steps since the last; `noted` [steps, 2] has the global loss and gradient norm of each, and
-        the last is shown. Tokens/s counts all wall time since the last line. UserError names the first step whose loss
-        or gradient is not finite, before anything of it is saved."""
-        noted = noted.cpu()  # waits for the GPU, once a line
-        self._require_finite(step, noted, lr, scale)
+    def log(
+        self, step: int, loss: Tensor, grad_norm: Tensor, lr: float, skipped_steps: int = 0, scale: float = 1.0
+    ) -> None:
+        """One line for the steps since the last, with the last one's global loss and gradient norm. Tokens/s counts all
+        wall time since the last line. UserError if the loss or the gradient is not finite, before anything is saved:
+        what one step has spoilt, the weights keep."""
+        loss, grad_norm = loss.item(), whole(grad_norm).item()  # waits for the GPU, once a line
+        # an fp16 gradient may overflow: the scaler skips that step and tries a smaller scale, down to 1
+        if not math.isfinite(loss) or scale < 1 or not (math.isfinite(grad_norm) or self.args.dtype == "fp16"):
+            where = f"by step {step} (learning rate {lr:g})"
+            raise UserError(f"loss or gradient is not finite {where}: lower --lr, raise --warmup-steps or try bf16")
         now = time.perf_counter()
         seconds = now - self.last_time
         self.speeds.append((step - self.last_step) * self.tokens_per_step / seconds)
@@ -97,9 +90,9 @@ class Meter:
         if is_rank0():
             record = {
                 "step": step,
-                "loss": noted[-1, 0].item(),
+                "loss": loss,
                 "lr": lr,
-                "grad_norm": noted[-1, 1].item() if noted[-1, 1].isfinite() else None,  # JSON has no infinity
+                "grad_norm": grad_norm if math.isfinite(grad_norm) else None,  # JSON has no infinity
                 "tokens": step * self.tokens_per_step,
                 "tokens_per_second": self.speeds[-1],
                 "mfu": self.mfu(self.speeds[-1]),
@@ -114,14 +107,6 @@ class Meter:
             self._write(record, _line(record, self.args.steps))
         self.data_seconds, self.forward_seconds = 0.0, None
         self.last_step, self.last_time = step, now
-
-    def _require_finite(self, step: int, noted: Tensor, lr: float, scale: float) -> None:
-        # an fp16 gradient may overflow: the scaler skips that step and tries a smaller scale
-        finite = noted[:, : 1 if self.args.dtype == "fp16" else 2].isfinite().all(1).tolist()
-        finite[-1] &= scale >= 1  # below, no scale is small enough: every step is skipped
-        if not all(finite):
-            first = f"step {step - len(finite) + 1 + finite.index(False)} (learning rate {lr:g})"
-            raise UserError(f"loss or gradient is not finite at {first}: lower --lr, raise --warmup-steps or try bf16")
 
     def log_eval(self, step: int, val_loss: float) -> None:
         """Record the held-out loss after `step`; UserError if it is not finite."""

@@ -322,8 +322,8 @@ def test_a_loss_that_is_not_finite_names_the_step(tmp_path):
     first_bad = len(each.records) + 1
     assert 1 < first_bad < 7
     seventh = train(BASELINE, tmp_path / "seventh", *flags, "--log-every", 7, code=2)
-    for result in (each, seventh):
-        assert_refused(result, f"not finite at step {first_bad}", "--lr", "--warmup-steps")
+    for result, step in ((each, first_bad), (seventh, 7)):
+        assert_refused(result, f"not finite by step {step}", "--lr", "--warmup-steps")
         assert not checkpoints(result.folder)
 
 
@@ -335,7 +335,7 @@ def test_a_held_out_loss_that_is_not_finite_is_told(tmp_path):
 def test_a_background_save_is_finished_before_an_error_ends_the_run(tmp_path):
     result = train(BASELINE, tmp_path, "--lr", 1e30, "--clip-norm", "inf", "--save-every", 1, "--async-save", code=2)
     last = len(result.records)
-    assert_refused(result, f"not finite at step {last + 1}")
+    assert_refused(result, f"not finite by step {last + 1}")
     assert checkpoints(tmp_path)[-1] == f"step-{last:08d}"
 
 
@@ -352,5 +352,5 @@ torch.amp.GradScaler.unscale_ = broken
 def test_gradients_that_overflow_at_every_scale_end_the_run(tmp_path):
     """Not as a success in which no step was taken."""
     result = train(with_prelude(BASELINE, tmp_path, OVERFLOWS), tmp_path, "--dtype", "fp16", "--steps", 40, code=2)
-    assert_refused(result, "not finite at step 17")  # 2**16 halved 17 times
+    assert_refused(result, "not finite by step 17")  # 2**16 halved 17 times
     assert not checkpoints(tmp_path)
