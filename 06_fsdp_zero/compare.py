@@ -30,6 +30,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -98,7 +99,8 @@ def count_step(
     if method != "DDP":
         shard(net, args, device, args.replicate if method == "HSDP" else 1)
     held = {}
-    with fake_ranks.tensors() if args.dry_run else nullcontext(), StepMemory(device=device) as memory:
+    fake = FakeTensorMode(allow_non_fake_inputs=True) if args.dry_run else nullcontext()
+    with fake, StepMemory(device=device) as memory:
         if args.dry_run:
             net.to_empty(device=device)
             net.tie_weights()

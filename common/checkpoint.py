@@ -12,7 +12,6 @@ import sys
 import time
 import uuid
 import warnings
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -100,9 +99,8 @@ class Run:
                 raise UserError(f"{flag} holds checkpoints without the settings.json of their run: copy it")
             known = json.loads(file.read_text()) if file.exists() else settings
             names = [name for name in {**settings, **known} if settings.get(name) != known.get(name)]
-            if names:
-                differ = ", ".join(f"{name} {settings.get(name)} (was {known.get(name)})" for name in names)
-                raise UserError(f"{flag} holds a run with other settings: {differ}; use another")
+            if differ := [f"{name} {settings.get(name)} (was {known.get(name)})" for name in names]:
+                raise UserError(f"{flag} holds a run with other settings: {', '.join(differ)}; use another")
             if checkpoints and not resume:
                 raise UserError(f"{flag} holds a run with checkpoints: --resume it, or use another")
             write_json(file, settings)
@@ -136,16 +134,12 @@ class Run:
         if device is not None:
             torch.cuda.set_device(device)  # a thread starts on GPU 0, whatever the rank's own is
         final = self.folder / f"step-{step:08d}"
-        of_ranks = self._together(step, lambda: self._write_part(final.with_suffix(".tmp"), state, config))
-        hashes = {name: sha256 for of_rank in of_ranks for name, sha256 in of_rank.items()}
-        self._together(step, lambda: self._publish(final, hashes) if is_rank0() else None)
-
-    def _together(self, step: int, work: Callable[[], object]) -> list:
-        """Every rank's result of `work`; a UserError on all of them if the disk refused something to one."""
         try:
-            return together(work, self.group)
+            of_ranks = together(lambda: self._write_part(final.with_suffix(".tmp"), state, config), self.group)
+            hashes = {name: sha256 for of_rank in of_ranks for name, sha256 in of_rank.items()}
+            together(lambda: self._publish(final, hashes) if is_rank0() else None, self.group)
         except OSError as error:
-            free = shutil.disk_usage(self.folder).free / 2**20  # it is behind torch.save's "unexpected pos"
+            free = shutil.disk_usage(self.folder).free / 2**20  # what torch.save's "unexpected pos" means
             where = f"step {step} in {self.folder} ({free:.0f} MiB free there)"
             raise UserError(f"cannot save {where}: {error}; older checkpoints are untouched") from None
 
@@ -167,8 +161,6 @@ class Run:
 
     def _publish(self, final: Path, hashes: dict[str, str]) -> None:
         temporary = final.with_suffix(".tmp")
-        if missing := [name for name in hashes if not (temporary / name).is_file()]:
-            raise OSError(f"written by a rank and not seen by rank 0: {', '.join(missing)}")
         write_json(temporary / "hashes.json", hashes)
         os.rename(temporary, final)
         with contextlib.suppress(OSError):  # from here on the checkpoint is whole: what fails now must not end the run

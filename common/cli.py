@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import hashlib
-import math
 import os
 from pathlib import Path
 
@@ -23,13 +22,13 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message} (--help lists the flags)")
 
 
-def _number(kind: type, least: float, *, exclusive: bool = False, finite: bool = True):
+def _number(kind: type, least: float, *, exclusive: bool = False):
     condition = f"{'a whole number' if kind is int else 'a number'} {'above' if exclusive else 'of at least'} {least}"
 
     def convert(text: str) -> float:
         with contextlib.suppress(ValueError):
             value = kind(text)
-            if value >= least and not (exclusive and value == least) and not (finite and math.isinf(value)):
+            if value > least or (value == least and not exclusive):
                 return value
         raise argparse.ArgumentTypeError(f"{text!r} is not {condition}")
 
@@ -38,7 +37,6 @@ def _number(kind: type, least: float, *, exclusive: bool = False, finite: bool =
 
 positive_int, natural = _number(int, 1), _number(int, 0)
 positive, not_negative = _number(float, 0, exclusive=True), _number(float, 0)
-positive_or_inf = _number(float, 0, exclusive=True, finite=False)
 
 
 def writable_file(text: str) -> Path:
@@ -76,7 +74,7 @@ class TrainingParser(Parser):
         add("--lr", type=positive, help="peak learning rate (default: the model's, nano 2e-3)")
         add("--warmup-steps", type=natural, help="steps of warm-up (default: the model's, nano 10)")
         add("--weight-decay", type=not_negative, default=0.1)
-        add("--clip-norm", type=positive_or_inf, default=1.0, help="largest gradient norm; inf: any")
+        add("--clip-norm", type=positive, default=1.0, help="largest gradient norm; inf: any")
         add("--dtype", choices=("auto", "fp32", "bf16", "fp16"), default="auto", help="of matmuls (auto: bf16 or fp32)")
         add("--compile", action="store_true", help="torch.compile the model")
         add("--checkpointing", choices=("none", "full", "selective"), default="none", help="what backward recomputes")

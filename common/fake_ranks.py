@@ -5,8 +5,6 @@ return at once. Fake tensors have shape, type and device; without a GPU their at
 """
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -21,12 +19,3 @@ def join(rank: int, world_size: int) -> torch.device:
     torch.__future__.set_overwrite_module_params_on_conversion(True)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     return torch.device("cpu")
-
-
-@contextmanager
-def tensors() -> Iterator[None]:
-    """While entered, a new tensor is a fake one. Those that are on the meta device already may stay there."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        yield
