@@ -191,8 +191,6 @@ def find_damage(path: Path, rank: int = 0, world_size: int = 1) -> str | None:
         wrong = [name for name in sorted(hashes)[rank::world_size] if file_sha256(path / name) != hashes[name]]
     except (OSError, ValueError, TypeError) as error:
         return str(error)
-    if not hashes:
-        return "hashes.json names no file"
     return f"{wrong[0]} does not match its hash" if wrong else None
 
 
@@ -211,8 +209,8 @@ def _require_equal(settings: dict) -> None:
     first, *others = gather(settings | {"host": socket.gethostname()})
     for rank, theirs in enumerate(others, 1):
         if differ := [name for name in settings if theirs[name] != first[name]]:
-            where = f"rank {rank} on {theirs['host']} than on rank 0 on {first['host']}"
-            raise UserError(f"{', '.join(differ)} stands for something else on {where}: give what all nodes have")
+            where = f"rank {rank} on {theirs['host']} and on rank 0 on {first['host']}"
+            raise UserError(f"{', '.join(differ)} differs on {where}: give what all nodes have")
 
 
 def _checkpoints(folder: Path) -> list[Path]:

@@ -1,8 +1,5 @@
-"""Ranks that are not there: one process takes itself for a rank of many, with tensors that hold no numbers.
-
-The program of a real rank runs, and counters of operators see what it holds and sends. Collectives of a "fake" group
-return at once. Fake tensors have shape, type and device; without a GPU their attention keeps what a CPU's keeps.
-"""
+"""Ranks that are not there: one process takes itself for a rank of many. The program of a real rank runs, collectives
+of its "fake" group return at once, and counters of operators see what it holds and sends."""
 
 import warnings
 

@@ -133,8 +133,7 @@ def parse_config(content: dict, where: str) -> Config:
             raise UserError(f"{where}: needed are heads in equal groups, an even head_dim and layers, not {config}")
         return config
     except (KeyError, ArithmeticError, TypeError, AttributeError) as error:
-        lacks = f"it has no {error}" if isinstance(error, KeyError) else repr(error)
-        raise UserError(f"{where} is not a model's config: {lacks}") from None
+        raise UserError(f"{where} is not a model's config: {error!r}") from None
 
 
 def config_json(config: Config) -> dict:
