@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,14 +14,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from common import lesson, measure, model, shapes
-from common.exits import UserError
+from common import exits, lesson, measure, model, shapes
 
 ONNX, GGUF = ("onnx", "onnxscript", "onnxruntime"), ("gguf", "xllamacpp")
-FORMS = {"compile": ("g++",), "aoti": ("g++",), "onnx": ONNX, "int8": ONNX, "f16": GGUF, "q8_0": GGUF}  # and needs
+FORMS = {"aoti": ("g++",), "onnx": ONNX, "int8": ONNX, "f16": GGUF, "q8_0": GGUF}  # and needs
 COLUMNS = {"form": "form", "first_difference": "leaves eager at", "logits_relative_error": "error of logits"}
 COLUMNS |= {"loss": "loss", "file_bytes": "file", "make_and_load_seconds": "CPU to make, to load"}
-COLUMNS |= {"prefill_tokens_per_second": "prefill", "decode_tokens_per_second": "decode"}
+COLUMNS["decode_tokens_per_second"] = "decode"
 
 # For `python -I` in a folder of its own, which cannot import this repository.
 FRESH_PROCESS = """
@@ -98,12 +96,11 @@ def write_gguf(net: model.Transformer, folder: Path, file: Path) -> None:
     writer.add_token_types([kinds[i in special] for i in range(config.vocab_size)])
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     for name, weight in net.named_parameters():
-        weight = weight.detach().cpu()
         if name.endswith(("q_proj.weight", "k_proj.weight")):  # it rotates neighbours, where we rotate halves
             weight = weight.unflatten(0, (-1, 2, config.head_dim // 2)).transpose(1, 2).flatten(0, 2)
         of_matrix = "F16" if weight.shape[-1] % 32 else file.stem.upper()
         kind = gguf.GGMLQuantizationType["F32" if weight.ndim == 1 else of_matrix]
-        data = gguf.quants.quantize(weight.contiguous().numpy(), kind)
+        data = gguf.quants.quantize(weight.detach().cpu().contiguous().numpy(), kind)
         writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), data, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -137,26 +134,26 @@ def gguf_row(net, folder: Path, file: Path, prompts, token_ids: list[list[int]],
 
 def first_difference(found: list[list[int]], expected: list[list[int]]) -> str:
     """The prompt and the token at which an answer leaves the expected one."""
-    rows = enumerate(zip(found, expected, strict=True), 1)
-    places = (
-        (row, place) for row, (ids, ours) in rows for place in range(1, 1 + len(ours)) if ids[:place] != ours[:place]
-    )
-    return "prompt {}, token {}".format(*first) if (first := next(places, None)) else "none"
+    for row, (ids, ours) in enumerate(zip(found, expected, strict=True), 1):
+        wrong = [place for place, token in enumerate(ours) if ids[place : place + 1] != [token]]
+        if wrong:
+            return f"prompt {row}, token {wrong[0] + 1}"
+    return "none"
 
 
 def possible(args, config: shapes.Config) -> list[str]:
     """The forms of --forms that can be made here; prints why others are left out. UserError for an unknown one."""
     forms, file = args.forms.split(","), Path(args.model, "tokenizer.json")
     if any(form not in FORMS for form in forms) or ("int8" in forms and "onnx" not in forms):
-        raise UserError(f"--forms {args.forms}: use some of {','.join(FORMS)}; int8 is made from onnx")
+        raise exits.UserError(f"--forms {args.forms}: use some of {','.join(FORMS)}; int8 is made from onnx")
     words = json.loads(file.read_text())["pre_tokenizer"] if file.is_file() else {"type": "ByteLevel"}
     plain = not (config.rope_scaling or config.qkv_bias or config.qk_norm) and (words or {}).get("type") == "ByteLevel"
     missing = {form: [need for need in FORMS[form] if not (which(need) or find_spec(need))] for form in forms}
-    for form in [form for form in forms if FORMS[form] == GGUF and not plain]:
-        missing[form].append("a Llama without rope_scaling, with GPT-2's words")
-    missing["tensorrt, one more provider of the same .onnx"] = ["tensorrt"] if find_spec("tensorrt") is None else []
-    for form in missing:
-        print(f"left out: {form}: needs {', '.join(missing[form])}\n" if missing[form] else "", end="")
+    for form in forms:
+        if FORMS[form] == GGUF and not plain:
+            missing[form].append("a Llama without rope_scaling, with GPT-2's words")
+        if missing[form]:
+            print(f"left out: {form}: needs {', '.join(missing[form])}")
     return [form for form in forms if not missing[form]]
 
 
@@ -168,13 +165,11 @@ def load(folder: Path, form: str) -> Callable:
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
-    how = {"sess_options": options, "providers": onnxruntime.get_available_providers()}
-    session = onnxruntime.InferenceSession(folder / f"{form}.onnx", **how)
-    names = [each.name for each in session.get_inputs()]
+    session = onnxruntime.InferenceSession(folder / f"{form}.onnx", options, onnxruntime.get_available_providers())
 
     def step(ids: Tensor, positions: Tensor, last: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-        tensors = (ids, positions, last, *keys, *values)
-        found = session.run(None, {name: each.cpu().numpy() for name, each in zip(names, tensors, strict=True)})
+        tensors = zip(session.get_inputs(), (ids, positions, last, *keys, *values), strict=True)
+        found = session.run(None, {given.name: tensor.cpu().numpy() for given, tensor in tensors})
         logits, *cache = (torch.from_numpy(each).to(ids.device) for each in found)
         keys[:], values[:] = cache[: len(keys)], cache[len(keys) :]
         return logits
@@ -187,8 +182,7 @@ def run_fresh(package: Path, calls: list[tuple], cache: tuple) -> tuple[list, di
     ids, *others = (*calls[0], *cache)
     too_many = tree_map(lambda each: each[:1].repeat_interleave(65, dim=0), (ids, *others))
     wrong = {"a batch of 65": too_many, "ids of 32 bits": (ids.int(), *others)}
-    with tempfile.TemporaryDirectory() as folder:
-        torch.save((calls, cache, wrong), Path(folder, "calls.pt"))
-        checks = {**os.environ, "AOTI_RUNTIME_CHECK_INPUTS": "1"}  # without it the process may abort, or go on
-        subprocess.run([sys.executable, "-I", "-c", FRESH_PROCESS, package], cwd=folder, env=checks, check=True)
-        return torch.load(Path(folder, "logits.pt"))
+    torch.save((calls, cache, wrong), package.with_name("calls.pt"))
+    checks = {**os.environ, "AOTI_RUNTIME_CHECK_INPUTS": "1"}  # without it the process may abort, or go on
+    subprocess.run([sys.executable, "-I", "-c", FRESH_PROCESS, package], cwd=package.parent, env=checks, check=True)
+    return torch.load(package.with_name("logits.pt"))

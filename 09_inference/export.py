@@ -21,7 +21,6 @@ import logging
 import sys
 import tempfile
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -31,15 +30,13 @@ from torch.nn.utils.rnn import pad_sequence
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
 import _export
-from _export import cpu_seconds
 from _shared import StaticCache, Text, check_tokens, generate, parser, steps_of
 
 from common import data, exits, lesson, measure, model, shapes
-from common.exits import UserError
 
 LAYERS, MOST_ROWS, ROUNDS = 2, 64, 5
 LOSS_ROWS, LOSS_TOKENS = 16, 32
-WORST = {"compile": 1e-5, "aoti": 1e-5, "onnx": 1e-5, "f16": 1e-3, "q8_0": 1e-2}  # errors: of logits, or of weights
+WORST = {"aoti": 1e-5, "onnx": 1e-5, "f16": 1e-3, "q8_0": 1e-2}  # errors: of logits, or of weights
 
 
 class Slots(StaticCache):
@@ -120,34 +117,28 @@ def run(args, folder: Path, device: torch.device, forms: list[str], text: Text) 
     config, batch = text.config, len(text.prompts)
     net = model.build(args.model, config, seed=0, device=device)
     new_cache = partial(empty_cache, config, batch, text.length, device)
-    steps, made, rows = {"eager": Step(net, in_place=True)}, {}, {"eager": {}}
-    with ProcessPoolExecutor(1, torch.multiprocessing.get_context("spawn")) as pool:
-        if "aoti" in forms:  # at the same time
-            maker = pool.submit(cpu_seconds, make_package, args.model, config, folder / "aoti.pt2", device.type)
-        cache = StaticCache(config, batch=batch, length=text.length, dtype=torch.float32, device=device)
-        how = {"max_new_tokens": args.max_new_tokens, "stop": text.stop, "device": device}
-        answer = generate(*steps_of(net, cache), text.prompts, choose=lambda logits: logits.argmax(-1), **how)
-        calls, token_ids = calls_of(text.prompts, answer.token_ids, device), answer.token_ids
-        if "compile" in forms:
-            steps["compile"] = torch.compile(steps["eager"], dynamic=True)
-            seconds, _ = cpu_seconds(replay, steps["compile"], calls[:2], new_cache)
-            rows["compile"] = {"make_and_load_seconds": [seconds, 0.0]}
-        if "onnx" in forms:
-            made["onnx"], outputs = cpu_seconds(make_onnx, args.model, config, folder / "onnx.onnx")
-            small = dataclasses.replace(shapes.SIZES["nano"], num_hidden_layers=1)
-            lost = make_onnx("nano", small, folder / "lost.onnx", in_place=True)
-            rows["onnx"] = {"outputs": outputs, "outputs_in_place": lost}
-        if "int8" in forms:
-            from onnxruntime.quantization import quantize_dynamic
+    steps = {"eager": Step(net, in_place=True)}
+    cache = StaticCache(config, batch=batch, length=text.length, dtype=torch.float32, device=device)
+    how = {"max_new_tokens": args.max_new_tokens, "stop": text.stop, "device": device}
+    answer = generate(*steps_of(net, cache), text.prompts, choose=lambda logits: logits.argmax(-1), **how)
+    calls, token_ids = calls_of(text.prompts, answer.token_ids, device), answer.token_ids
+    rows = {"eager": {"token_ids": token_ids}}
+    makers = {
+        "aoti": partial(make_package, args.model, config, folder / "aoti.pt2", device.type),
+        "onnx": partial(make_onnx, args.model, config, folder / "onnx.onnx"),
+    }
+    if "int8" in forms:
+        from onnxruntime.quantization import quantize_dynamic
 
-            rounded = partial(quantize_dynamic, folder / "onnx.onnx", folder / "int8.onnx", per_channel=True)
-            made["int8"], _ = cpu_seconds(rounded)
-        if "aoti" in forms:
-            made["aoti"], _ = maker.result()
-    for form in made:
-        loaded, steps[form] = cpu_seconds(_export.load, folder, form)
-        size = sum(part.stat().st_size for part in folder.glob(f"{form}.*"))
-        rows.setdefault(form, {}).update(file_bytes=size, make_and_load_seconds=[made[form], loaded])
+        makers["int8"] = partial(quantize_dynamic, folder / "onnx.onnx", folder / "int8.onnx", per_channel=True)
+    for form in [form for form in makers if form in forms]:
+        made, outputs = _export.cpu_seconds(makers[form])
+        loaded, steps[form] = _export.cpu_seconds(_export.load, folder, form)
+        rows[form] = {"outputs": outputs, "make_and_load_seconds": [made, loaded]}
+        rows[form]["file_bytes"] = sum(part.stat().st_size for part in folder.glob(f"{form}.*"))
+    if "onnx" in forms:
+        small = dataclasses.replace(shapes.SIZES["nano"], num_hidden_layers=1)
+        rows["onnx"]["outputs_in_place"] = make_onnx("nano", small, folder / "lost.onnx", in_place=True)
     logits = replay(steps["eager"], calls, new_cache)
     held_out = data.load_corpus("stdlib", model=args.model).held_out[: LOSS_ROWS * (LOSS_TOKENS + 1)]
     tokens = torch.from_numpy(held_out.astype("int64")).view(LOSS_ROWS, -1).to(device)
@@ -159,18 +150,16 @@ def run(args, folder: Path, device: torch.device, forms: list[str], text: Text) 
         rows[form]["logits_relative_error"] = measure.relative_error(found, logits)
         read = torch.stack(replay(step, held_out_calls, partial(empty_cache, config, *tokens.shape, device)), dim=1)
         rows[form]["loss"] = nn.functional.cross_entropy(read.flatten(0, 1), tokens[:, 1:].flatten()).item()
-    prompt_tokens, new_tokens = sum(map(len, text.prompts)), sum(len(ids[1:]) for ids in token_ids)
-    for phase, part, count in (("prefill", calls[:1], prompt_tokens), ("decode", calls[1:], new_tokens)):
-        of_phase = {form: partial(replay, step, part, new_cache) for form, step in steps.items()}
-        for form, found in measure.seconds_in_turns(of_phase, device, ROUNDS).items():
-            for prefix, slowest in (("", ""), ("min_", "max_"), ("max_", "min_")):
-                rows[form][f"{prefix}{phase}_tokens_per_second"] = count / found[f"{slowest}seconds"]
+    new_tokens = sum(len(ids[1:]) for ids in token_ids)
+    decode = {form: partial(replay, step, calls[1:], new_cache) for form, step in steps.items()}
+    for form, found in measure.seconds_in_turns(decode, device, ROUNDS).items():
+        for prefix, slowest in (("", ""), ("min_", "max_"), ("max_", "min_")):
+            rows[form][f"{prefix}decode_tokens_per_second"] = new_tokens / found[f"{slowest}seconds"]
     if "aoti" in rows:
         fresh, rows["aoti"]["refused"] = _export.run_fresh(folder / "aoti.pt2", calls, new_cache())
         rows["aoti"]["fresh_logits_relative_error"] = measure.relative_error(fresh, logits)
     for form in [form for form in ("f16", "q8_0") if form in forms]:
         rows[form] = _export.gguf_row(net, Path(args.model), folder / f"{form}.gguf", text.prompts, token_ids, logits)
-    rows["eager"]["token_ids"] = token_ids
     return rows
 
 
@@ -201,7 +190,7 @@ def main() -> int:
     flags.add_argument("--forms", default=",".join(_export.FORMS), help="beside eager (%(default)s)")
     args = flags.parse_args()
     if args.temperature or args.dtype not in ("auto", "fp32"):
-        raise UserError("greedy tokens in fp32 are compared: leave --temperature and --dtype out")
+        raise exits.UserError("greedy tokens in fp32 are compared: leave --temperature and --dtype out")
     args.dtype = "fp32"
     if args.prompt is None and args.prompts is None:
         args.prompts = Path(__file__).with_name("kv_cache_prompts.txt")
