@@ -175,6 +175,20 @@ def base_sha256(name: str) -> str:
     return sha.hexdigest()
 
 
+@torch.no_grad()
+def init_adapters(net: nn.Module, seed: int) -> None:
+    """The initial A and B as a function of (seed, name) alone, whole or sharded: as many ranks as there may be."""
+    for name, parameter in net.named_parameters():
+        if name.endswith("lora_A"):
+            held, place = model.part_of(parameter)
+            deviation = (
+                3 * parameter.shape[1]
+            ) ** -0.5  # that of kaiming_uniform_ in LoRALinear; of random_weight 0.02
+            held.copy_(model.random_weight(name, parameter.shape, seed)[place] / 0.02 * deviation)
+        elif name.endswith("lora_B"):
+            parameter.zero_()
+
+
 def questions(chat: Chat, chats: list[list[dict]], config: shapes.Config) -> list[list[int]]:
     """The prompts of the first held-out chats, as tokens: the end of one that leaves no room for an answer."""
     prompts = []

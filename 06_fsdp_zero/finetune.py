@@ -125,7 +125,7 @@ def main() -> int:
         next_block.set_modules_to_backward_prefetch([block])
     planned_bytes = _finetune.say_plan(args, config, batches, device)
     model.materialize(net, args.model, seed=args.seed, device="cpu" if args.cpu_offload else device)
-    adapters.init_adapters(net, args.seed)
+    _finetune.init_adapters(net, args.seed)
     optimizer, scheduler = model.adamw_cosine(
         net, lr=args.lr, weight_decay=args.weight_decay, warmup_steps=args.warmup_steps, steps=args.steps
     )

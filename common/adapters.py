@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.model import Transformer, part_of, random_weight
+from common.model import Transformer
 
 
 class LoRALinear(nn.Linear):
@@ -50,14 +50,3 @@ def merge(net: nn.Module) -> None:
         plain = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
         plain.weight, plain.bias = nn.Parameter(layer.merged_weight()), layer.bias
         net.set_submodule(name, plain)
-
-
-@torch.no_grad()
-def init_adapters(net: nn.Module, seed: int) -> None:
-    """The initial A and B as a function of (seed, name) alone, whole or sharded: as many ranks as there may be."""
-    for name, parameter in net.named_parameters():
-        if name.endswith("lora_A"):  # random_weight's deviation is 0.02; that of kaiming_uniform_ above is this one
-            held, place = part_of(parameter)
-            held.copy_(random_weight(name, parameter.shape, seed)[place] / 0.02 / (3 * parameter.shape[1]) ** 0.5)
-        elif name.endswith("lora_B"):
-            parameter.zero_()

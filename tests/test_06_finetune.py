@@ -70,7 +70,7 @@ def reference(folder: Path, rank: int):
     theirs = peft.get_peft_model(theirs, peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
     ours = model.build(str(folder), shapes.read_config(str(folder)), seed=0)
     adapters.adapt(ours, rank=rank, alpha=2 * rank)
-    adapters.init_adapters(ours, seed=0)
+    load("06_fsdp_zero/_finetune.py").init_adapters(ours, seed=0)
     named = dict(theirs.named_parameters())
     for name, parameter in ours.named_parameters():
         if "lora_" in name:
