@@ -29,9 +29,8 @@ def check_parts(net: nn.Module, optimizer: torch.optim.Optimizer, replicas: int)
         for tensor in tensors:
             mesh, mine = tensor.device_mesh["shard"], len(tensor.to_local())
             rows = -(-len(tensor) // mesh.size())
-            assert mine == max(0, min(rows, len(tensor) - rows * mesh.get_local_rank())), (
-                f"{mine} rows of {tensor.shape}"
-            )
+            due = max(0, min(rows, len(tensor) - rows * mesh.get_local_rank()))
+            assert mine == due, f"{mine} rows of {tensor.shape}"
         whole = sum(tensor.nbytes for tensor in tensors)
         held = runtime.gather(sum(tensor.to_local().nbytes for tensor in tensors))
         assert sum(held) == whole * replicas, f"bytes by rank: {held}, of {whole}"

@@ -7,10 +7,8 @@ import hashlib
 import json
 import os
 import shutil
-import socket
 import sys
 import time
-import uuid
 import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -175,7 +173,7 @@ class Run:
             problem = next(filter(None, gather(find_damage(path, *ranks()[:2]))), None)
             if problem is None:
                 for bad in broken if is_rank0() else []:
-                    bad.rename(bad.with_name(f"broken-{bad.name}-{uuid.uuid4().hex[:8]}"))
+                    bad.rename(bad.with_name(f"broken-{bad.name}"))
                 say(f"resuming from {path}")
                 return path
             say(f"checkpoint {path} is broken ({problem}): trying the one before")
@@ -206,11 +204,10 @@ def write_json(file: Path, value: dict) -> None:
 
 def _require_equal(settings: dict) -> None:
     """Nodes may have other texts under one name, or another --dtype auto: their ranks would train different models."""
-    first, *others = gather(settings | {"host": socket.gethostname()})
+    first, *others = gather(settings)
     for rank, theirs in enumerate(others, 1):
         if differ := [name for name in settings if theirs[name] != first[name]]:
-            where = f"rank {rank} on {theirs['host']} and on rank 0 on {first['host']}"
-            raise UserError(f"{', '.join(differ)} differs on {where}: give what all nodes have")
+            raise UserError(f"{', '.join(differ)} of rank {rank} is not that of rank 0: give what all nodes have")
 
 
 def _checkpoints(folder: Path) -> list[Path]:

@@ -4,7 +4,6 @@ import contextlib
 import errno
 import multiprocessing
 import os
-import re
 import signal
 import sys
 import time
@@ -61,9 +60,8 @@ def _for_people(error: BaseException) -> str | None:
     if isinstance(error, UserError) or getattr(error, "errno", None) in DISK_ERRORS:
         return str(error)
     if isinstance(error, MemoryError | RuntimeError) and any(words in str(error) for words in OUT_OF_MEMORY):
-        asked = re.search(r"allocate ([\d.]+ \w+)", str(error))
         advice = "07_memory_tricks/memory_profile.py shows what takes it, 07_memory_tricks/estimate.py what fits"
-        return f"out of memory: {asked[1] if asked else 'more than there is'} asked for; {advice}"
+        return f"out of memory: {advice}"
     return None
 
 

@@ -11,12 +11,7 @@ from common.exits import UserError
 
 ROPE_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 LLAMA = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 1.0}
-MODEL_TYPES = {  # what transformers takes for a key that a config.json leaves out; null is another thing
-    "llama": {"max_position_embeddings": 2048},
-    "mistral": {"max_position_embeddings": 131_072, "num_key_value_heads": 8, "sliding_window": 4096},
-    "qwen2": {"max_position_embeddings": 32_768, "num_key_value_heads": 32, "sliding_window": 4096},
-    "qwen3": {"max_position_embeddings": 32_768, "num_key_value_heads": 32, "sliding_window": 4096, "head_dim": 128},
-}
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 @dataclass(frozen=True)
@@ -98,11 +93,11 @@ def read_config(name: str, flag: str = "--model") -> Config:
 
 
 def parse_config(content: dict, where: str) -> Config:
-    """The shape that a config.json with this content describes; what it leaves out has transformers' defaults.
+    """The shape that a config.json with this content describes.
     UserError, which begins with `where`, for what model.py does not compute."""
     if (kind := content.get("model_type", "llama")) not in MODEL_TYPES:
         raise UserError(f"{where}: model_type {kind!r} is not known here: {', '.join(MODEL_TYPES)}")
-    given = {key: value for key, value in {**LLAMA, **MODEL_TYPES[kind], **content}.items() if value is not None}
+    given = {key: value for key, value in {**LLAMA, **content}.items() if value is not None}
     rope = given.get("rope_parameters") or given.get("rope_scaling") or {}  # transformers 5, transformers 4
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     wrong = [f"{key} {found!r}" for key, value in LLAMA.items() if (found := rope.get(key, given[key])) != value]

@@ -136,9 +136,8 @@ def test_weights_that_do_not_fit_are_named(tmp_path, change, told):
 def test_config_of_an_older_transformers(tmp_path):
     file = tmp_path / "config.json"
     shape = {"vocab_size": 300, "hidden_size": 48, "intermediate_size": 112, "num_hidden_layers": 3}
-    file.write_text(
-        json.dumps({**shape, "model_type": "llama", "num_attention_heads": 6, "rope_theta": 5e5, "rope_scaling": None})
-    )
+    shape |= {"num_attention_heads": 6, "max_position_embeddings": 64, "rope_theta": 5e5, "rope_scaling": None}
+    file.write_text(json.dumps({**shape, "model_type": "llama"}))
     config = shapes.load_config(str(file), 256, 64)
     assert (config.rope_theta, config.num_key_value_heads, config.head_dim) == (5e5, 6, 8)
 
