@@ -124,8 +124,8 @@ def run(args, folder: Path, device: torch.device, forms: list[str], text: Text) 
     calls, token_ids = calls_of(text.prompts, answer.token_ids, device), answer.token_ids
     rows = {"eager": {"token_ids": token_ids}}
     makers = {
-        "aoti": partial(make_package, args.model, config, folder / "aoti.pt2", device.type),
         "onnx": partial(make_onnx, args.model, config, folder / "onnx.onnx"),
+        "aoti": partial(make_package, args.model, config, folder / "aoti.pt2", device.type),
     }
     if "int8" in forms:
         from onnxruntime.quantization import quantize_dynamic

@@ -16,9 +16,8 @@ class LoRALinear(nn.Linear):
         self.weight, self.bias = linear.weight, linear.bias
         self.scaling = alpha / rank  # with it the same learning rate serves many ranks
         self.lora_A = nn.Parameter(torch.empty(rank, self.in_features, device=linear.weight.device))
-        self.lora_B = nn.Parameter(torch.empty(self.out_features, rank, device=linear.weight.device))
-        nn.init.kaiming_uniform_(self.lora_A, a=5**0.5)  # random: if both were zero, both would stay so
-        nn.init.zeros_(self.lora_B)  # training starts from the model as it is
+        self.lora_B = nn.Parameter(torch.zeros(self.out_features, rank, device=linear.weight.device))
+        nn.init.kaiming_uniform_(self.lora_A, a=5**0.5)  # with B zero, training starts from the model; not with both
 
     def forward(self, x: Tensor) -> Tensor:
         return self.base(x) + F.linear(F.linear(x, self.lora_A), self.lora_B) * self.scaling

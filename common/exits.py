@@ -40,10 +40,6 @@ def run(main: Callable[[], int]) -> None:
             _tell(message)
         else:
             traceback.print_exc()
-            with contextlib.suppress(ImportError):  # torchrun's closing report names the first rank to fail
-                from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-                get_error_handler().record_exception(error)
     for child in multiprocessing.active_children():  # data loading workers
         child.kill()
     for flush in before_exit:

@@ -69,17 +69,14 @@ class Meter:
         wait_for(self.device)
         self.forward_seconds = time.perf_counter() - start
 
-    def log(
-        self, step: int, loss: Tensor, grad_norm: Tensor, lr: float, skipped_steps: int = 0, scale: float = 1.0
-    ) -> None:
+    def log(self, step: int, loss: Tensor, grad_norm: Tensor, lr: float, skipped_steps=0, scale=1.0) -> None:
         """One line for the steps since the last, with the last one's global loss and gradient norm. Tokens/s counts all
         wall time since the last line. UserError if the loss or the gradient is not finite, before anything is saved:
         what one step has spoilt, the weights keep."""
         loss, grad_norm = loss.item(), whole(grad_norm).item()  # waits for the GPU, once a line
         # an fp16 gradient may overflow: the scaler skips that step and tries a smaller scale, down to 1
         if not math.isfinite(loss) or scale < 1 or not (math.isfinite(grad_norm) or self.args.dtype == "fp16"):
-            where = f"by step {step} (learning rate {lr:g})"
-            raise UserError(f"loss or gradient is not finite {where}: lower --lr, raise --warmup-steps or try bf16")
+            raise UserError(f"loss or gradient not finite by step {step}: lower --lr, raise --warmup-steps or use bf16")
         now = time.perf_counter()
         seconds = now - self.last_time
         self.speeds.append((step - self.last_step) * self.tokens_per_step / seconds)

@@ -67,8 +67,7 @@ RECIPES = [  # up to so many parameters
 def recipe(name: str) -> Recipe:
     """The recipe of the shape called `name`; a folder with trained weights takes a tenth of the learning rate."""
     config = read_config(name)
-    count = parameter_count(config)
-    found = next(found for limit, found in RECIPES if count <= limit)
+    found = next(found for limit, found in RECIPES if parameter_count(config) <= limit)
     seq_len = min(found.seq_len, config.max_position_embeddings)
     return found._replace(seq_len=seq_len, lr=found.lr / 10 if has_weights(name) else found.lr)
 
