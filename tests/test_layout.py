@@ -25,7 +25,7 @@ NUMBERED = [file for file in CODE if file.parts[0][0].isdigit()]
 LESSONS = [file for file in NUMBERED if file.name[0] != "_"]
 
 LESSON = {"lines": 250, "lines with helper": 400, "closure lines": 2200}
-TRAINING = {"lines": 170, "closure lines": 1970, "closure statements": 1350, "closure files": 13}
+TRAINING = {"lines": 170, "closure lines": 1900, "closure statements": 1350, "closure files": 13}
 BUDGETS = {  # of one lesson, or of all that have the name
     "minimal.py": {"lines": 125, "closure files": 1},
     "03_linear_regression/train.py": {"lines": 200, "closure files": 1},
@@ -37,10 +37,9 @@ BUDGETS = {  # of one lesson, or of all that have the name
     "estimate.py": LESSON | {"lines": 350},
     "pipeline_parallel.py": LESSON | {"lines with helper": 450},
     "train_3d.py": LESSON | {"closure lines": 2700},
-    "export.py": LESSON | {"lines with helper": 420, "closure lines": 2220},
     "doctor.py": LESSON | {"lines with helper": 420},
 }
-FOLDERS = {"common": 2120, "planner": 900, "benchmarks": 1800, "tests": 12000, "everything but tests": 19500}
+FOLDERS = {"common": 2020, "planner": 900, "benchmarks": 1800, "tests": 12000, "everything but tests": 19500}
 STEPS = {  # how many lines diff may mark from one script to the next
     ("04_amp/minimal.py", "05_ddp/minimal.py"): 25,
     ("05_ddp/minimal.py", "06_fsdp_zero/minimal.py"): 25,
