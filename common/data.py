@@ -126,8 +126,7 @@ class Batches:
         unit = world_size * (args.micro_batch_size or 1)
         if size % unit:
             near = " or ".join(str(n) for n in (size // unit * unit, (size // unit + 1) * unit) if n)
-            unit = f"{unit}, processes times --micro-batch-size"
-            raise UserError(f"--global-batch-size {size} is no multiple of {unit}: use {near}")
+            raise UserError(f"--global-batch-size {size} is no multiple of {unit} (micro-batch x ranks): use {near}")
         self.micro_batch_size = args.micro_batch_size or size // world_size  # of one forward
         self.accumulation_steps = size // (world_size * self.micro_batch_size)
         self.tokens_per_step = size * self.seq_len

@@ -122,6 +122,7 @@ class Meter:
             "val_loss": val_losses[-1] if val_losses else None,
             "tokens_per_second": speed,
             "mfu": speed and self.mfu(speed),
+            "peak_flops_per_device": self.peak_flops,
             "peak_memory_bytes": peak_memory,
             "seconds": time.perf_counter() - self.start,
             **own,

@@ -183,9 +183,10 @@ def test_memory_fits_and_mfu_is_a_share_of_a_known_peak_or_null(large, gpus):
         assert weights_and_optimizer < active_bytes <= reserved_bytes < total
     assert weights_and_optimizer < large.summary["peak_memory_bytes"] < total
     assert large.summary["device"] == name
-    known = hardware.peak_flops(name, "bf16")
+    peak = hardware.peak_flops(name, "bf16")
+    assert large.summary["peak_flops_per_device"] == peak
     for share in (large.summary["mfu"], *large.column("mfu")):
-        assert 0 < share < 1 if known else share is None
+        assert share is None if peak is None else 0 < share < 1
 
 
 def test_more_processes_than_gpus_is_one_line(gpus, tmp_path):
