@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from common.corpus import HELD_OUT, documents, encoder, load_tokenizer, sources, told
+from common.corpus import HELD_OUT, documents, encoder, load_tokenizer, sources
 from common.exits import UserError
 
 CACHE_VERSION = 3  # to be raised by whoever changes how text becomes tokens
@@ -48,12 +48,14 @@ def load_corpus(data: str, tokenizer: str | None = None, model: str = "nano") ->
     key = repr((CACHE_VERSION, data.startswith("hf:") and data, known_by, files or tokenizer))
     cache = Path(os.environ.get("CORPUS_CACHE") or Path(tempfile.gettempdir(), f"corpus-cache-{os.getuid()}"))
     folder = cache / hashlib.sha256(key.encode()).hexdigest()[:20]
-    with told(f"the tokens cannot be kept in {folder}, see CORPUS_CACHE"):
+    try:
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
         with filelock.FileLock(folder.with_suffix(".lock")):
             if not all((folder / name).is_file() for name in ("train.npy", "held_out.npy", "corpus.json")):
                 tokenize(origins, tokenizer, folder, data)
         return _mapped(folder)
+    except OSError as error:  # numpy's has no errno when the disk is full
+        raise UserError(f"cannot keep the tokens in {folder}: {error}; delete it, or set CORPUS_CACHE") from None
 
 
 def _mapped(folder: Path, tokenizer: str | None = None) -> Corpus:

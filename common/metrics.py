@@ -57,9 +57,8 @@ class Meter:
         return inputs, targets
 
     def log(self, step: int, loss: Tensor, grad_norm: Tensor, lr: float, skipped_steps=0, scale=1.0) -> None:
-        """One line for the steps since the last, with the last one's global loss and gradient norm. Tokens/s counts all
-        wall time since the last line. UserError if the loss or the gradient is not finite, before anything is saved:
-        what one step has spoilt, the weights keep."""
+        """One line for the steps since the last: the last one's global loss and norm, tokens/s of all wall time since.
+        UserError if one is not finite, before anything is saved: what a step has spoilt stays in the weights."""
         loss, grad_norm = loss.item(), whole(grad_norm).item()  # waits for the GPU, once a line
         # an fp16 gradient may overflow: the scaler skips that step and tries a smaller scale, down to 1
         if not math.isfinite(loss) or scale < 1 or not (math.isfinite(grad_norm) or self.args.dtype == "fp16"):

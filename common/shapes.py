@@ -92,8 +92,7 @@ def read_config(name: str, flag: str = "--model") -> Config:
 
 
 def parse_config(content: dict, where: str) -> Config:
-    """The shape that a config.json with this content describes.
-    UserError, which begins with `where`, for what model.py does not compute."""
+    """The shape in the content of a config.json; UserError, that begins with `where`, for what is not computed here."""
     if (kind := content.get("model_type", "llama")) not in MODEL_TYPES:
         raise UserError(f"{where}: model_type {kind!r} is not known here: {', '.join(MODEL_TYPES)}")
     given = {key: value for key, value in {**LLAMA, **content}.items() if value is not None}
