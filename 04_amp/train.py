@@ -70,7 +70,7 @@ def main() -> int:
         step_loss = torch.zeros((), device=device)
         for _ in range(batches.accumulation_steps):
             inputs, targets = meter.next(stream)
-            with autocast():
+            with meter.forward(), autocast():
                 loss = train_net(inputs, targets) / batches.accumulation_steps  # micro-batches have equal token counts
             scaler.scale(loss).backward()
             step_loss += loss.detach()

@@ -11,8 +11,8 @@ comes to the all-reduce, and the others wait for ever. DDP's join() answers for 
     cluster   the same on every node, with --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400
 
 Look for: equal step times beside unequal compute times, with a rank planted that gets --slow-factor times the work. The
-wait is exposed communication, which no compute hides: much on the ranks that wait, little on the slow one.
-Before: collectives.py. Next: ../launch/, many machines.
+wait is exposed communication, which no compute hides: much on the ranks that wait, little on the slow one. train.py
+logs its slowest rank by the same comparison. Before: collectives.py. Next: ../launch/, many machines.
 """
 
 import statistics

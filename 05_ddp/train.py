@@ -10,8 +10,8 @@ step. The batch belongs to the run, not to the machine: in fp32 1, 2, 3 or 8 pro
     cluster   on each of 4 nodes, $HEAD being the name of one:
               torchrun --nnodes=4 --nproc_per_node=8 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400 05_ddp/train.py
 
-Look for: with --dtype fp32 equal losses whatever nproc_per_node is (bf16 rounds each micro-batch size differently), and
-the last check: all ranks have the same weights to the bit. Before: 04_amp/. Next: train_fsdp.py.
+Look for: with --dtype fp32 equal losses whatever nproc_per_node is (bf16 rounds each micro-batch size differently), the
+slowest rank, and the last check: all ranks have the same weights to the bit. Before: 04_amp/. Next: train_fsdp.py.
 """
 
 import sys
@@ -98,7 +98,7 @@ def main() -> int:
             inputs, targets = meter.next(stream)
             # only the last backward of a step averages, once for all micro-batches; DDP decides that in forward
             sync = nullcontext() if micro_step == batches.accumulation_steps else train_net.no_sync()
-            with sync, autocast():
+            with sync, meter.forward(), autocast():
                 loss = train_net(inputs, targets) / batches.accumulation_steps  # micro-batches have equal token counts
             scaler.scale(loss).backward()
             step_loss += loss.detach()

@@ -151,8 +151,9 @@ def main() -> int:
         target_count = batches.train.target_count(batches.global_batch(step - 1))  # of all ranks: nothing is sent
         for _ in range(batches.accumulation_steps):
             inputs, targets = meter.next(stream)
-            # a sum is 0 where no token counts, and a mean is 0 / 0; times ranks, for fully_shard averages over them
-            loss = net(inputs, targets, reduction="sum") * (world_size / target_count)
+            with meter.forward():
+                # a sum is 0 where no token counts, and a mean is 0 / 0; times ranks, for fully_shard averages over them
+                loss = net(inputs, targets, reduction="sum") * (world_size / target_count)
             loss.backward()
             step_loss += loss.detach()
         grad_norm = clip_grad_norm_(net.parameters(), args.clip_norm)

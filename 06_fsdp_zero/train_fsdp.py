@@ -98,7 +98,7 @@ def main() -> int:
             inputs, targets = meter.next(stream)
             # each backward reduce-scatters, or gradients would be whole; copies (HSDP) all-reduce once, after the last
             net.set_requires_all_reduce(micro_step == batches.accumulation_steps)
-            with autocast():
+            with meter.forward(), autocast():
                 loss = net(inputs, targets) / batches.accumulation_steps  # micro-batches have equal token counts
             loss.backward()
             step_loss += loss.detach()

@@ -74,7 +74,8 @@ def train_step(engine, stream, meter: metrics.Meter) -> tuple[torch.Tensor, torc
     losses, grad_norm = [], None
     for _ in range(engine.gradient_accumulation_steps()):
         inputs, targets = meter.next(stream)
-        loss = engine(inputs, targets)
+        with meter.forward():
+            loss = engine(inputs, targets)
         engine.backward(loss)  # the engine scales the loss, and reduces the gradients when its buckets are full
         if engine.zero_optimization_stage() == 0:  # stage 0 clips in step, and does not report the norm
             grad_norm = get_total_norm([parameter.grad for parameter in engine.module.parameters()])

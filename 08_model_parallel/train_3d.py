@@ -125,12 +125,13 @@ def main() -> int:
         if args.pp > 1:  # a pipeline takes all micro-batches of a step together, so that its stages work at once
             parts = zip(*(meter.next(stream) for _ in range(batches.accumulation_steps)), strict=True)
             inputs, targets = (torch.cat(part)[:, columns].contiguous() for part in parts)
-            step_loss += stage.forward_backward(inputs, targets)
+            with meter.forward():
+                step_loss += stage.forward_backward(inputs, targets)
         for micro_step in range(1, batches.accumulation_steps + 1 if args.pp == 1 else 1):
             inputs, targets = (part[:, columns] for part in meter.next(stream))
             # each backward reduce-scatters, or gradients would be whole; copies (HSDP) all-reduce once, after the last
             net.set_requires_all_reduce(micro_step == batches.accumulation_steps)
-            with autocast():
+            with meter.forward(), autocast():
                 loss = net(inputs, targets) / batches.accumulation_steps  # micro-batches have equal token counts
             loss = runtime.whole(loss)  # that of loss_parallel is a DTensor
             loss.backward()

@@ -1,4 +1,4 @@
-"""What a run reports: loss, speed, memory, on the console and in metrics.jsonl."""
+"""What a run reports: loss, speed, memory, stragglers, on the console and in metrics.jsonl."""
 
 import contextlib
 import json
@@ -15,7 +15,7 @@ from common import report
 from common.data import Batches
 from common.exits import UserError
 from common.hardware import device_name, peak_flops
-from common.runtime import gather, is_rank0, on_rank0, ranks, whole
+from common.runtime import gather, is_rank0, on_rank0, ranks, wait_for, whole
 from common.shapes import Config, flops_per_token, parameter_count
 
 
@@ -30,7 +30,7 @@ class Meter:
         self.peak_flops = peak_flops(device_name(device), args.dtype)
         self.start_step = self.last_step = start_step
         self.speeds: list[float] = []  # tokens per second between log lines
-        self.data_seconds = 0.0
+        self.data_seconds, self.forward_seconds = 0.0, None
         self.records: list[dict] = []
         on_rank0(self._open)
         self.start = self.last_time = time.perf_counter()
@@ -56,6 +56,19 @@ class Meter:
         self.data_seconds += time.perf_counter() - start
         return inputs, targets
 
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """Times the first forward after each log line: what a rank computes alone, before any collective. Only there
+        is the GPU waited for: elsewhere that would end the very overlap that makes a step fast."""
+        if self.forward_seconds is not None:
+            yield
+            return
+        wait_for(self.device)
+        start = time.perf_counter()
+        yield
+        wait_for(self.device)
+        self.forward_seconds = time.perf_counter() - start
+
     def log(self, step: int, loss: Tensor, grad_norm: Tensor, lr: float, skipped_steps=0, scale=1.0) -> None:
         """One line for the steps since the last: the last one's global loss and norm, tokens/s of all wall time since.
         UserError if one is not finite, before anything is saved: what a step has spoilt stays in the weights."""
@@ -68,7 +81,8 @@ class Meter:
         self.speeds.append((step - self.last_step) * self.tokens_per_step / seconds)
         memory = torch.cuda.memory_stats(self.device) if self.device.type == "cuda" else {}
         peaks = [memory.get(f"{kind}_bytes.all.peak", 0) for kind in ("active", "reserved")]
-        data, active, reserved = zip(*gather((self.data_seconds, *peaks)), strict=True)
+        mine = (self.data_seconds, self.data_seconds + (self.forward_seconds or 0.0), *peaks)
+        data, busy, active, reserved = zip(*gather(mine), strict=True)
         if is_rank0():
             record = {
                 "step": step,
@@ -81,11 +95,13 @@ class Meter:
                 "data_wait_share": max(data) / seconds,
                 "memory_active_bytes": max(active) or None,
                 "memory_reserved_bytes": max(reserved) or None,
+                "slowest_rank": busy.index(max(busy)) if len(busy) > 1 else None,
+                "slowest_rank_lag": max(busy) / statistics.median_low(busy) - 1 if len(busy) > 1 else None,
                 "skipped_steps": skipped_steps,
                 "loss_scale": scale,
             }
             self._write(record, _line(record, self.args.steps))
-        self.data_seconds = 0.0
+        self.data_seconds, self.forward_seconds = 0.0, None
         self.last_step, self.last_time = step, now
 
     def log_eval(self, step: int, val_loss: float) -> None:
@@ -141,6 +157,8 @@ def _line(record: dict, steps: int) -> str:
     ]
     if record["memory_active_bytes"]:
         parts.append(f"active {record['memory_active_bytes'] / 2**30:.2f} GiB")
+    if record["slowest_rank"] is not None:
+        parts.append(f"slowest rank {record['slowest_rank']} +{record['slowest_rank_lag']:.0%}")
     if record["skipped_steps"]:
         parts.append(f"{record['skipped_steps']} skipped, scale {record['loss_scale']:g}")
     return " | ".join(parts)

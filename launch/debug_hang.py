@@ -23,7 +23,7 @@ collective that are named are those that were planted. Without torchrun the scri
 
 A hang of your own job, cheapest first:
 1. Is it one? metrics.jsonl has stopped growing, and the GPUs are at 100 % but far below their usual power
-   (01_devices/monitor.py). A rank that is only slow is found by 05_ddp/stragglers.py.
+   (01_devices/monitor.py). A rank that is only slow was slowest_rank in the log before.
 2. Stacks of all ranks, with no restart: pip install py-spy, then py-spy dump --pid PID for each rank (as root, or with
    CAP_SYS_PTRACE in a container). Most stand in a collective, and the one that does not is the lead. If all stand in
    collectives, compare the lines: two different ones are a call that was left out, or two that were swapped.

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.checkpoints import saved
-from support.harness import ROOT, run, train
+from support.harness import ROOT, run, train, with_prelude
 
 from common import data, model, shapes
 
@@ -58,3 +58,17 @@ def test_no_rank_hangs_after_its_last_line(tmp_path):
     result = run(tmp_path / "leaves.py", tmp_path, nproc=2)
     assert result.code == 0, result.err
     assert result.out.split() == [str(turn) for turn in range(30)]
+
+
+SLOW = """
+import os, time, torch.nn.functional as F
+if os.environ["RANK"] == "1":
+    loss = F.cross_entropy
+    F.cross_entropy = lambda *args, **how: time.sleep(1) or loss(*args, **how)
+"""
+
+
+def test_the_slowest_rank_is_named(tmp_path):
+    result = train(with_prelude(SCRIPT, tmp_path, SLOW), tmp_path, "--steps", 3, nproc=2)
+    assert result.column("slowest_rank") == [1, 1, 1]
+    assert min(result.column("slowest_rank_lag")) > 0

@@ -5,7 +5,7 @@ import pytest
 from support.harness import BASELINE, SEVERAL, checkpoints, in_full, run, train
 
 # what a clock or the allocator says differs from run to run
-MEASURED = ("second", "mfu", "bytes", "data_wait_share")
+MEASURED = ("second", "mfu", "bytes", "data_wait_share", "slowest_rank")
 
 
 def computed(record: dict) -> dict:
