@@ -6,6 +6,7 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -64,12 +65,16 @@ def random_weight(name: str, shape: tuple[int, ...], seed: int, first: int = 0, 
     if len(shape) < 2:
         return torch.full((last - first,), 0.0 if name.endswith(".bias") else 1.0)  # of norms
     rows = torch.empty(last - first, *shape[1:], device="cpu")
-    for start in range(first // ROWS * ROWS, last, ROWS):
+
+    def draw(start: int) -> None:
         key = hashlib.sha256(f"{seed} {name} {start}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(key[:8]) >> 1)
         block = torch.empty(min(ROWS, shape[0] - start), *shape[1:], device="cpu").normal_(0, 0.02, generator=generator)
         low, high = max(first, start), min(last, start + ROWS)
         rows[low - first : high - first] = block[low - start : high - start]
+
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # torch itself draws in one
+        list(pool.map(draw, range(first // ROWS * ROWS, last, ROWS)))
     return rows
 
 
