@@ -216,9 +216,12 @@ def write_up(comparison: Comparison) -> str:
 def about(script: str, device: str) -> dict:
     """What a figure has to be read with: hardware, versions, commit, command."""
     cpu = first_line("sed", "-n", "s/^model name[^:]*: //p", "/proc/cpuinfo") or platform.machine()
-    found = {"device": cpu if device == "cpu" else device, "cpu": cpu, "cores": CORES}
-    if device != "cpu":
-        found["driver"] = first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    found = {"device": cpu, "cpu": cpu, "cores": CORES}
+    if device != "cpu":  # nvidia-smi: torch would make a context on the GPU, which takes memory
+        query = "--query-gpu=name,driver_version,memory.total"
+        answer = first_line("nvidia-smi", query, "--format=csv,noheader,nounits") or "cuda, , "
+        found["device"], found["driver"], mib = answer.split(", ")
+        found["gpu_memory_gib"] = int(mib) / 1024 if mib.isdecimal() else None
     found["python"] = platform.python_version()
     for package in ("torch", "transformers", "accelerate", "deepspeed"):
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -253,9 +256,6 @@ def write_results(device: str, kind: str, result: dict, text: str) -> Path:
 
 def save_comparison(comparison: Comparison, title: str, kind: str, facts_: dict) -> Path:
     """Write what has been measured so far: a kill leaves that."""
-    if facts_["device"] == "cuda" and comparison.runs:
-        first = next(iter(comparison.runs.values()))
-        facts_["device"] = first[0]["device"]  # its name, without a context of this process on the GPU
     measured = {"rows": comparison.rows(), "runs": comparison.runs}
     result = {"about": facts_, "comparisons": {comparison.name: measured}}
     text = "\n\n".join([f"# {title}", facts(facts_), write_up(comparison)])

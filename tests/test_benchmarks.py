@@ -39,6 +39,18 @@ def test_a_training_case(tmp_path):
     assert "torchrun --standalone --nproc_per_node=2 05_ddp/train.py" in file.with_suffix(".md").read_text()
 
 
+def test_two_versions_in_turns(tmp_path):
+    """Each case's versions compute the same, or ab.py fails."""
+    flags = "--device cpu --seq-len 8 --batch-size 1 --rounds 3 --json summary.json"
+    result = run("benchmarks/ab.py", tmp_path, *flags.split())
+    assert result.code == 0, result.err
+    rows = result.summary["rows"]
+    assert len(rows) == 2 * len(result.summary["checked"]) == 10
+    for baseline, other in zip(rows[::2], rows[1::2], strict=True):
+        assert baseline["case"] == other["case"]
+        assert baseline["time_ratio"] == 1
+
+
 @pytest.mark.full
 def test_generate_gives_our_tokens(tmp_path):
     """transformers' generate with our weights, from a folder whose sizes share no factor."""
@@ -77,6 +89,7 @@ REFUSED = [
     "training.py --ranks 1 --case sharding --device cpu",
     "inference.py --sides theirs",
     "_generate.py --max-new-tokens 3",
+    "ab.py --case theirs",
     "loss_curves.py --processes 2,3",
     *([] if torch.cuda.is_available() else ["training.py --device cuda"]),
 ]

@@ -1,0 +1,103 @@
+"""Two versions of one thing in one process, in turns: which is faster on this device, and by how much?
+
+    laptop    python benchmarks/ab.py
+    one GPU   python benchmarks/ab.py --case head --model llama-1b --dtype bf16 --seq-len 2048 --rounds 50
+
+A case is a function that returns its two versions by name, the baseline first, and what both are called with: for
+another question write another. Look for: the verdict. A range of ratios on both sides of 1 shows no difference.
+"""
+
+import dataclasses
+import sys
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from _measure import REPO, verdict
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils import clip_grad_norm_
+
+from common import exits, lesson, measure, model, shapes
+
+sys.path.insert(0, str(REPO / "09_inference"))
+from _shared import DTYPES, StaticCache, compiled, steps_of
+
+
+def step(version, x, *others):
+    """Forward, and backward if there is one; matmuls are in x's type."""
+    with torch.autocast(x.device.type, torch.bfloat16, enabled=x.dtype == torch.bfloat16):
+        y = version(x, *others)
+    if y.requires_grad:
+        y.float().sum().backward()
+    return y.detach()
+
+
+def block(net, x):
+    rotation = (table[: x.shape[1], None] for table in (net.model.rope_cos, net.model.rope_sin))
+    eager = net.model.layers["0"]
+    return {"eager": eager, "compiled": torch.compile(eager)}, x, *rotation
+
+
+def head(net, x):
+    def loss(x):
+        logits = net.lm_head(net.model.norm(x)).flatten(0, 1).float()
+        return F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.int64, device=x.device))
+
+    return {"eager": loss, "compiled": torch.compile(loss)}, x
+
+
+def attention(net, x):
+    heads, groups = net.config.num_attention_heads, net.config.num_key_value_heads
+    qkv = [x.new_zeros(len(x), n, x.shape[1], net.config.head_dim).normal_() for n in (heads, groups, groups)]
+
+    def attend(kernel, *qkv):
+        with sdpa_kernel(kernel):
+            return model.attend(*qkv, is_causal=True, enable_gqa=heads != groups)
+
+    kernels = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION if x.is_cuda else SDPBackend.MATH
+    return {kernel.name: partial(attend, kernel) for kernel in kernels}, *(part.requires_grad_() for part in qkv)
+
+
+def clip(net, x):
+    for weight in net.parameters():
+        weight.grad = torch.ones_like(weight)
+    norm = partial(clip_grad_norm_, max_norm=torch.inf)  # else the second call has less to clip
+    return {f"foreach={on}": lambda _, on=on: norm(net.parameters(), foreach=on) for on in (False, True)}, x
+
+
+def decode(net, x):
+    net.to(x.dtype).requires_grad_(False)
+    cache = StaticCache(net.config, batch=1, length=x.shape[1], dtype=x.dtype, device=x.device)
+    eager, token = steps_of(net, cache)[1], torch.zeros(1, dtype=torch.int64, device=x.device)
+    return {"eager": eager, "compiled": compiled(eager, cache)}, token, token
+
+
+CASES = {case.__name__: case for case in (block, head, attention, clip, decode)}
+
+
+def main() -> int:
+    sizes = {"model": "nano", "seq_len": 256, "batch_size": 4, "rounds": 10, "dtype": ("fp32", "bf16")}
+    args = lesson.flags(__doc__, case=("all", *CASES), **sizes)
+    device = lesson.start(args.device)
+    config = dataclasses.replace(shapes.load_config(args.model, 256, args.seq_len), num_hidden_layers=2)
+    shape = (args.batch_size, args.seq_len, config.hidden_size)
+    x = torch.randn(*shape, device=device, dtype=DTYPES[args.dtype], requires_grad=True)
+    rows, checked = [], []
+    for name in CASES if args.case == "all" else [args.case]:
+        versions, *inputs = CASES[name](model.build("nano", config, seed=0, device=device), x)
+        steps = {version: partial(step, function, *inputs) for version, function in versions.items()}
+        baseline, other = [work().clone() for work in steps.values()]
+        error = measure.relative_error(other, baseline)
+        assert error <= (1e-4 if args.dtype == "fp32" else 3e-2), f"{name}: the versions differ by {error:.0e}"
+        checked.append(f"{name}: the versions' results differ by {error:.0e}")
+        first, second = measure.seconds_in_turns(steps, device, args.rounds).items()
+        speeds = {"n": args.rounds, "min": 1 / second[1]["max_time_ratio"], "max": 1 / second[1]["min_time_ratio"]}
+        rows += [{"case": name, "version": first[0], **first[1], "verdict": "baseline"}]
+        rows += [{"case": name, "version": second[0], **second[1], "verdict": verdict(speeds)}]
+    columns = {"case": "case", "version": "version", "seconds": "a step", "time_ratio": "time", "verdict": "verdict"}
+    lesson.end(rows, columns=columns, checked=checked, args=args, device=device)
+    return 0
+
+
+if __name__ == "__main__":
+    exits.run(main)
