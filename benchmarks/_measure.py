@@ -60,7 +60,7 @@ def start(command: list[str], timeout: float, env: dict[str, str], cwd: Path) ->
     if code is None:
         raise OutOfTime(f"no time left: did not end within {timeout:.0f} s", output)
     if code:
-        lines = [line.strip() for line in output.splitlines() if line.strip()] or ["no output"]
+        lines = ["no output", *filter(None, map(str.strip, output.splitlines()))]
         errors = [line for line in lines if re.search(r"error|exception", line, re.IGNORECASE)]
         raise Failed(f"exit code {code}: {(errors or lines)[-1][:300]}", output)
     return output

@@ -7,8 +7,8 @@
     python benchmarks/gpu_report.py training --model nano    the same commands, small
 
 Each command is a process of its own, the most telling first. A comparison gets a share of the time and runs as many
-rounds as fit. What has no time left is named (exit code 75), and so are packages that are missing. Results are written
-anew after each command, to $OUT or benchmarks/results/. Started again, a part goes on with the rest.
+rounds as fit. What has no time left is named (exit code 75). Results are written anew after each command, to $OUT or
+benchmarks/results/. Started again, a part goes on with the rest.
 
 Look for: MFU beside the 45 % that we aim at, the verdicts, the share of the bandwidth. A rate above what the hardware
 can do is a fault of the timing, and exit code 1, as is a command that fails.
@@ -18,11 +18,9 @@ import json
 import os
 import re
 import signal
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,7 +44,6 @@ from common import cli, exits
 class Part(NamedTuple):
     command: str
     weight: float = 0.0  # of a comparison: its part of the time that is left for it and for those after it
-    needs: tuple[str, ...] = ()  # packages
     memory_gib: float = 0.0  # of the GPU
 
 
@@ -66,55 +63,44 @@ TRAINING = "benchmarks/training.py --device cuda --case"
 LLAMA_124M = "--model llama-124m --seq-len 1024 --global-batch-size 32"
 LLAMA_1B = "--model llama-1b --seq-len 2048 --global-batch-size 4"
 DECODE = "benchmarks/inference.py --device cuda --max-new-tokens 200 --model"
-TRAINER = ("transformers", "accelerate")
 PARTS = {
     "smoke": [Part(command) for command in SMOKE],
     "training": [
         Part("01_devices/benchmark.py --device cuda"),
-        Part(f"{TRAINING} trainer-compiled {LLAMA_124M} --steps 50", 0.45, TRAINER),
+        Part(f"{TRAINING} trainer-compiled {LLAMA_124M} --steps 50", 0.45),
         Part(f"{TRAINING} fsdp {LLAMA_1B} --steps 30", 0.55),
-        Part(f"{TRAINING} trainer {LLAMA_124M} --steps 50", 0.0, TRAINER),
+        Part(f"{TRAINING} trainer {LLAMA_124M} --steps 50", 0.01),  # what is left
         Part(f"04_amp/compare.py {LLAMA_124M.replace('global-', '')} --steps 18 --device cuda"),
         Part("07_memory_tricks/gradient_checkpointing.py --model llama-1b --seq-len 2048 --batch-size 1 --dtype bf16"),
     ],
     "decode": [
-        Part(f"{DECODE} llama-8b --sides generate-compiled,ours-compiled,ours --rounds 3", 0.45, ("transformers",)),
+        Part(f"{DECODE} llama-8b --sides ours-compiled,ours,generate-compiled --rounds 3", 0.45),
         Part(f"{DECODE} llama-70b --sides int4 --rounds 3", 0.55),
     ],
     "decode-int8": [
         Part(f"{DECODE} llama-70b --sides int8 --rounds 3", 0.55),
-        Part(f"{DECODE} llama-70b --sides ours-compiled --rounds 3", 0.45, (), 139),
+        Part(f"{DECODE} llama-70b --sides ours-compiled --rounds 3", 0.45, 139),
     ],
 }
 
 
-def row_of(part: Part, **outcome) -> dict:
-    """What the report has of a command: what it printed, its --json, and why it failed or was not run."""
+def run(part: Part, seconds: float, env: dict[str, str], memory_gib: float | None) -> dict:
+    """Run a command for at most so long: what it printed, its --json, and why it failed or was not run."""
     row = {"command": f"python {part.command}", "output": None, "summary": None, "failed": None, "not_run": None}
-    return row | outcome
-
-
-def lacking(part: Part, memory_gib: float | None) -> str | None:
-    """What this machine lacks for a command."""
-    if missing := [name for name in part.needs if find_spec(name) is None]:
-        return f"{' and '.join(missing)} not installed"
-    return f"needs {part.memory_gib} GiB of GPU memory" if memory_gib and memory_gib < part.memory_gib else None
-
-
-def run(part: Part, seconds: float, env: dict[str, str]) -> dict:
-    """Run a command for at most so long."""
+    if memory_gib and memory_gib < part.memory_gib:
+        return row | {"not_run": f"needs {part.memory_gib} GiB of GPU memory"}
     if seconds < LEAST_SECONDS:
-        return row_of(part, not_run=NO_TIME)
+        return row | {"not_run": NO_TIME}
     script, _, flags = part.command.partition(" ")
     if part.weight:  # it ends its own commands and itself, a little later
         flags += f" --minutes {seconds / 60:.2f}"
         seconds += LEAST_SECONDS
     try:
-        summary, output = Side("", script, flags, env=env).run(seconds)
-        return row_of(part, summary=summary, output=output)
+        row["summary"], row["output"] = Side("", script, flags, env=env).run(seconds)
     except Failed as error:
-        reason, output = error.args
-        return row_of(part, output=output, **{"not_run" if isinstance(error, OutOfTime) else "failed": reason})
+        reason, row["output"] = error.args
+        row["not_run" if isinstance(error, OutOfTime) else "failed"] = reason
+    return row
 
 
 def had_no_time(row: dict) -> bool:
@@ -158,10 +144,7 @@ def main() -> int:
         renamed = [re.sub(r"llama-\w+", args.model, part.command) for part in parts]
         fitting = [text.replace("--seq-len 2048", "--seq-len 1024") for text in renamed]  # nano's limit
         parts = [part._replace(command=text) for part, text in zip(parts, fitting, strict=True)]
-    parts = [part for part in parts if row_of(part)["command"] not in [row["command"] for row in rows]]
-    lacks = {part: lacking(part, facts_["gpu_memory_gib"]) for part in parts}
-    rows += [row_of(part, not_run=reason) for part, reason in lacks.items() if reason]
-    parts = [part for part in parts if not lacks[part]]
+    parts = [part for part in parts if f"python {part.command}" not in [row["command"] for row in rows]]
     stopped = threading.Event()
 
     def stop(*_) -> None:
@@ -173,7 +156,7 @@ def main() -> int:
         left = 0.0 if stopped.is_set() else deadline - time.monotonic()
         if part.weight:
             left = (left - 2 * LEAST_SECONDS) * part.weight / sum(each.weight for each in parts[parts.index(part) :])
-        row = run(part, left, env)
+        row = run(part, left, env, facts_["gpu_memory_gib"])
         return row | {"failed": None, "not_run": f"{NO_TIME}: SIGTERM"} if stopped.is_set() and row["failed"] else row
 
     signal.signal(signal.SIGTERM, stop)
@@ -183,10 +166,7 @@ def main() -> int:
             print(f"{row['command']}: {row['failed'] or row['not_run'] or 'done'}", flush=True)
             save(args.part, facts_, rows)
     print(f"\nwritten: {save(args.part, facts_, rows)} and .json")
-    broken = [row["command"] for row in rows if row["failed"]]
-    for command in broken:
-        print(f"FAILED: {command}", file=sys.stderr)
-    if broken:
+    if any(row["failed"] for row in rows):
         return 1
     return exits.REQUEUE_EXIT_CODE if any(map(had_no_time, rows)) else 0
 

@@ -50,10 +50,10 @@ CASES = {  # side, script, flags of its own, ranks (0: without torchrun), the si
         Side("plain, compiled", PLAIN, "--compile"),
         Side("FSDP, compiled", FSDP, "--compile", 0, "plain, compiled"),
     ],
-    "trainer": [Side("Trainer", TRAINER), Side("ours", PLAIN, "", 0, "Trainer")],
+    "trainer": [Side("ours", PLAIN, "", 0, "Trainer"), Side("Trainer", TRAINER)],
     "trainer-compiled": [
-        Side("Trainer, compiled", TRAINER, "--compile"),
         Side("ours, compiled", PLAIN, "--compile", 0, "Trainer, compiled"),
+        Side("Trainer, compiled", TRAINER, "--compile"),
     ],
 }
 DEFAULTS = {

@@ -90,7 +90,6 @@ REFUSED = [
     "inference.py --sides theirs",
     "_generate.py --max-new-tokens 3",
     "ab.py --case theirs",
-    "loss_curves.py --processes 2,3",
     *([] if torch.cuda.is_available() else ["training.py --device cuda"]),
 ]
 
