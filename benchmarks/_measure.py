@@ -254,12 +254,12 @@ def write_results(device: str, kind: str, result: dict, text: str) -> Path:
     return file
 
 
-def save_comparison(comparison: Comparison, title: str, kind: str, facts_: dict) -> Path:
+def save_comparison(comparison: Comparison, title: str, facts_: dict) -> Path:
     """Write what has been measured so far: a kill leaves that."""
     measured = {"rows": comparison.rows(), "runs": comparison.runs}
     result = {"about": facts_, "comparisons": {comparison.name: measured}}
     text = "\n\n".join([f"# {title}", facts(facts_), write_up(comparison)])
-    return write_results(facts_["device"], kind, result, text)
+    return write_results(facts_["device"], comparison.name, result, text)
 
 
 def parser(doc: str) -> cli.Parser:
@@ -284,15 +284,13 @@ def start_comparison(flags: cli.Parser, defaults: dict[str, dict] | None = None)
     return args
 
 
-def run_comparison(
-    comparison: Comparison, args: argparse.Namespace, *, title: str, kind: str, check: Callable | None = None
-) -> int:
+def run_comparison(comparison: Comparison, args, title: str, check: Callable | None = None) -> int:
     """Measure, write results after each run, `check` what was measured, print it, write --json; the exit code."""
     facts_ = about(os.path.relpath(sys.argv[0], REPO), args.device)
     print(facts(facts_), flush=True)
 
     def save() -> Path:
-        return save_comparison(comparison, title, kind, facts_)
+        return save_comparison(comparison, title, facts_)
 
     take_turns(comparison, args.rounds, args.deadline, save)
     written = save()

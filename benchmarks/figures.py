@@ -1,8 +1,7 @@
-"""The pictures of README.md and of chapters 05, 06, 07, 08 in docs/images, from runs that they name.
+"""The pictures of README.md and of chapters 05, 07, 08 in docs/images, from runs that they name.
 
-    make figures                              these and the other pictures
-    python benchmarks/figures.py              some minutes on 2 cores
-    python benchmarks/figures.py loss_curves  one alone
+    make figures                  these and the other pictures
+    python benchmarks/figures.py  some minutes on 2 cores
 
 Each lesson writes its summary (--json), and the numbers drawn are from it. What is drawn is in the title.
 """
@@ -129,21 +128,6 @@ def memory_over_a_step() -> None:
     save(figure, "memory_over_a_step.png")
 
 
-def who_holds_what() -> None:
-    """06: bytes of one of four ranks under data parallelism and ZeRO 1, 2, 3."""
-    rows = summary_of("06_fsdp_zero/zero_from_scratch.py", "--steps 2", ranks=4)["rows"]
-    figure = Figure(figsize=(7, 3))
-    axes = figure.subplots()
-    bottom = [0.0] * len(rows)
-    for key, label in (("parameter", "weights"), ("gradient", "gradients"), ("optimizer", "AdamW state")):
-        sizes = [row[f"{key}_bytes_per_rank"] / MIB for row in rows]
-        axes.bar(["DDP", "ZeRO 1", "ZeRO 2", "ZeRO 3"], sizes, bottom=bottom, label=label)
-        bottom = [below + size for below, size in zip(bottom, sizes, strict=True)]
-    axes.set(ylabel="MiB", title="What one of four ranks holds between steps: nano, fp32")
-    axes.legend(fontsize="small")
-    save(figure, "who_holds_what.png")
-
-
 def pipeline() -> None:
     """08: what each of four ranks computes when, under three schedules."""
     flags = "--steps 1 --micro-batches-per-rank 2"
@@ -165,14 +149,9 @@ def pipeline() -> None:
     save(figure, "pipeline.png")
 
 
-PICTURES = {draw.__name__: draw for draw in (loss_curves, overlap, memory_over_a_step, who_holds_what, pipeline)}
-
-
 def main() -> int:
-    parser = cli.Parser(__doc__)
-    parser.add_argument("picture", nargs="?", choices=PICTURES)
-    chosen = parser.parse_args().picture
-    for draw in [PICTURES[chosen]] if chosen else PICTURES.values():
+    cli.Parser(__doc__).parse_args()
+    for draw in (loss_curves, overlap, memory_over_a_step, pipeline):
         draw()
     return 0
 

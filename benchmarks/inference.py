@@ -52,7 +52,7 @@ def main() -> int:
     args.dtype = args.dtype or ("fp32" if name == "nano" else "bf16")
     comparison = Comparison(f"decode-{name}", sides_of(args), "decode_tokens_per_second", "bandwidth_share")
     title = f"Decode, batch 1: {name}, {args.dtype}, {args.max_new_tokens} new tokens"
-    return run_comparison(comparison, args, title=title, kind=comparison.name)
+    return run_comparison(comparison, args, title)
 
 
 if __name__ == "__main__":

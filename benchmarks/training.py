@@ -111,10 +111,9 @@ def main() -> int:
         raise exits.UserError(f"--ranks {args.ranks}: --case {args.case} needs several: use --ranks 2 --device cpu")
     if Path(args.data).exists():
         args.data = str(Path(args.data).resolve())
-    comparison = Comparison(args.case, sides_of(args.case, args), "tokens_per_second", "mfu")
+    comparison = Comparison(f"training-{args.case}", sides_of(args.case, args), "tokens_per_second", "mfu")
     title = f"Training, {args.case}: {Path(args.model).name}, {args.global_batch_size} x {args.seq_len} tokens a step"
-    kind = f"training-{args.case}"
-    return run_comparison(comparison, args, title=title, kind=kind, check=partial(check, args.case, args.dtype))
+    return run_comparison(comparison, args, title, partial(check, args.case, args.dtype))
 
 
 if __name__ == "__main__":

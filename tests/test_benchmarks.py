@@ -34,7 +34,7 @@ def test_a_training_case(tmp_path):
     [file] = (tmp_path / "results").glob("*.json")
     written = json.loads(file.read_text())
     assert {"device", "cores", "torch", "commit", "date", "command"} <= written["about"].keys()
-    runs = written["comparisons"]["processes"]["runs"]
+    runs = written["comparisons"]["training-processes"]["runs"]
     assert [own[0]["world_size"] for own in runs.values()] == [1, 2]
     assert "torchrun --standalone --nproc_per_node=2 05_ddp/train.py" in file.with_suffix(".md").read_text()
 
