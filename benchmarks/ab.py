@@ -23,45 +23,45 @@ sys.path.insert(0, str(REPO / "09_inference"))
 from _shared import DTYPES, StaticCache, compiled, steps_of
 
 
-def step(version, x, *others):
-    with torch.autocast(x.device.type, torch.bfloat16, enabled=x.dtype == torch.bfloat16):
+def step(dtype, version, x, *others):
+    with torch.autocast(x.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16 and x.is_floating_point()):
         y = version(x, *others)
     if y.requires_grad:
         y.float().sum().backward()
     return y.detach()
 
 
-def block(net, x):
+def block(net, x, dtype):
     rotation = (table[: x.shape[1], None] for table in (net.model.rope_cos, net.model.rope_sin))
     eager = net.model.layers["0"]
     return {"eager": eager, "compiled": torch.compile(eager)}, x, *rotation
 
 
-def head(net, x):
+def head(net, x, dtype):
     targets = torch.zeros(x.shape[:2].numel(), dtype=torch.int64, device=x.device)
     loss = lambda x: F.cross_entropy(net.lm_head(net.model.norm(x)).flatten(0, 1).float(), targets)  # noqa: E731
     return {"eager": loss, "compiled": torch.compile(loss)}, x
 
 
-def attention(net, x):
+def attention(net, x, dtype):
     heads, groups = net.config.num_attention_heads, net.config.num_key_value_heads
-    empty = [x.new_empty(len(x), n, x.shape[1], net.config.head_dim) for n in (heads, groups, groups)]
+    empty = [x.new_empty(len(x), n, x.shape[1], net.config.head_dim, dtype=dtype) for n in (heads, groups, groups)]
     qkv = [part.normal_().requires_grad_() for part in empty]
     attend = partial(model.attend, is_causal=True, enable_gqa=heads != groups)
     kernels = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION if x.is_cuda else SDPBackend.MATH
     return {kernel.name: sdpa_kernel(kernel)(attend) for kernel in kernels}, *qkv
 
 
-def clip(net, x):
+def clip(net, x, dtype):
     for weight in net.parameters():
         weight.grad = torch.ones_like(weight)
     norm = partial(clip_grad_norm_, max_norm=torch.inf)  # else the second call has less to clip
     return {f"foreach={on}": lambda _, on=on: norm(net.parameters(), foreach=on) for on in (False, True)}, x
 
 
-def decode(net, x):
-    net.to(x.dtype).requires_grad_(False)
-    cache = StaticCache(net.config, batch=1, length=x.shape[1], dtype=x.dtype, device=x.device)
+def decode(net, x, dtype):
+    net.to(dtype).requires_grad_(False)
+    cache = StaticCache(net.config, batch=1, length=x.shape[1], dtype=dtype, device=x.device)
     eager, token = steps_of(net, cache)[1], torch.zeros(1, dtype=torch.int64, device=x.device)
     return {"eager": eager, "compiled": compiled(eager, cache)}, token, token
 
@@ -74,12 +74,12 @@ def main() -> int:
     args = lesson.flags(__doc__, case=("all", *CASES), dtype=("fp32", "bf16"), **sizes)
     device = lesson.start(args.device)
     config = dataclasses.replace(shapes.load_config(args.model, 256, args.seq_len), num_hidden_layers=2)
-    kind = {"device": device, "dtype": DTYPES[args.dtype], "requires_grad": True}
-    x = torch.randn(args.batch_size, args.seq_len, config.hidden_size, **kind)
+    dtype = DTYPES[args.dtype]  # of the matmuls
+    x = torch.randn(args.batch_size, args.seq_len, config.hidden_size, device=device, requires_grad=True)
     rows, checked = [], []
     for name in CASES if args.case == "all" else [args.case]:
-        versions, *inputs = CASES[name](model.build("nano", config, seed=0, device=device), x)
-        steps = {version: partial(step, function, *inputs) for version, function in versions.items()}
+        versions, *inputs = CASES[name](model.build("nano", config, seed=0, device=device), x, dtype)
+        steps = {version: partial(step, dtype, function, *inputs) for version, function in versions.items()}
         baseline, other = [work().clone() for work in steps.values()]
         error = measure.relative_error(other, baseline)
         assert error <= (1e-4 if args.dtype == "fp32" else 3e-2), f"{name}: the versions differ by {error:.0e}"
