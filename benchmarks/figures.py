@@ -2,8 +2,6 @@
 
     make figures                  these and the other pictures
     python benchmarks/figures.py  some minutes on 2 cores
-
-Each lesson writes its summary (--json), and the numbers drawn are from it. What is drawn is in the title.
 """
 
 import json
