@@ -42,7 +42,6 @@ gpu:
 
 # the pictures in docs/images, from real runs on the CPU; overlap.png needs root, for two hosts with a slow link
 figures: $(VENV)/ready
-	$(BIN)/python benchmarks/loss_curves.py
 	$(BIN)/python benchmarks/figures.py
 	$(BIN)/python 01_devices/benchmark.py --device cpu --plot docs/images/roofline.png
 

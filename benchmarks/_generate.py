@@ -95,7 +95,6 @@ def main() -> int:
         "model": args.model,
         "parameters": shapes.parameter_count(config),
         "token_ids": [tokens],
-        "prefill_tokens_per_second": len(prompt) / prefill_seconds,
         "time_to_first_token_seconds": prefill_seconds,
         "decode_tokens_per_second": decode_steps / decode_seconds,
         "bandwidth_share": bandwidth and sum(weights.values()) * decode_steps / decode_seconds / bandwidth,

@@ -60,7 +60,7 @@ def start(command: list[str], timeout: float, env: dict[str, str], cwd: Path) ->
     if code is None:
         raise OutOfTime(f"no time left: did not end within {timeout:.0f} s", output)
     if code:
-        lines = [line.strip() for line in output.splitlines() if line.strip()] or ["no output"]
+        lines = ["no output", *filter(None, map(str.strip, output.splitlines()))]
         errors = [line for line in lines if re.search(r"error|exception", line, re.IGNORECASE)]
         raise Failed(f"exit code {code}: {(errors or lines)[-1][:300]}", output)
     return output
@@ -216,9 +216,12 @@ def write_up(comparison: Comparison) -> str:
 def about(script: str, device: str) -> dict:
     """What a figure has to be read with: hardware, versions, commit, command."""
     cpu = first_line("sed", "-n", "s/^model name[^:]*: //p", "/proc/cpuinfo") or platform.machine()
-    found = {"device": cpu if device == "cpu" else device, "cpu": cpu, "cores": CORES}
-    if device != "cpu":
-        found["driver"] = first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    found = {"device": cpu, "cpu": cpu, "cores": CORES}
+    if device != "cpu":  # nvidia-smi: torch would make a context on the GPU, which takes memory
+        query = "--query-gpu=name,driver_version,memory.total"
+        answer = first_line("nvidia-smi", query, "--format=csv,noheader,nounits") or "cuda, , "
+        found["device"], found["driver"], mib = answer.split(", ")
+        found["gpu_memory_gib"] = int(mib) / 1024 if mib.isdecimal() else None
     found["python"] = platform.python_version()
     for package in ("torch", "transformers", "accelerate", "deepspeed"):
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -251,15 +254,12 @@ def write_results(device: str, kind: str, result: dict, text: str) -> Path:
     return file
 
 
-def save_comparison(comparison: Comparison, title: str, kind: str, facts_: dict) -> Path:
+def save_comparison(comparison: Comparison, title: str, facts_: dict) -> Path:
     """Write what has been measured so far: a kill leaves that."""
-    if facts_["device"] == "cuda" and comparison.runs:
-        first = next(iter(comparison.runs.values()))
-        facts_["device"] = first[0]["device"]  # its name, without a context of this process on the GPU
     measured = {"rows": comparison.rows(), "runs": comparison.runs}
     result = {"about": facts_, "comparisons": {comparison.name: measured}}
     text = "\n\n".join([f"# {title}", facts(facts_), write_up(comparison)])
-    return write_results(facts_["device"], kind, result, text)
+    return write_results(facts_["device"], comparison.name, result, text)
 
 
 def parser(doc: str) -> cli.Parser:
@@ -284,15 +284,13 @@ def start_comparison(flags: cli.Parser, defaults: dict[str, dict] | None = None)
     return args
 
 
-def run_comparison(
-    comparison: Comparison, args: argparse.Namespace, *, title: str, kind: str, check: Callable | None = None
-) -> int:
+def run_comparison(comparison: Comparison, args, title: str, check: Callable | None = None) -> int:
     """Measure, write results after each run, `check` what was measured, print it, write --json; the exit code."""
     facts_ = about(os.path.relpath(sys.argv[0], REPO), args.device)
     print(facts(facts_), flush=True)
 
     def save() -> Path:
-        return save_comparison(comparison, title, kind, facts_)
+        return save_comparison(comparison, title, facts_)
 
     take_turns(comparison, args.rounds, args.deadline, save)
     written = save()

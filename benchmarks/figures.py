@@ -1,9 +1,7 @@
-"""The pictures of chapters 02, 04, 05, 06, 07, 08 in docs/images, from one run each of lessons that their READMEs name.
+"""The pictures of README.md and of chapters 05, 07, 08 in docs/images, from runs that they name.
 
-    make figures                  these and the other pictures
-    python benchmarks/figures.py  four minutes on 2 cores
-
-Each lesson writes its summary (--json), and the numbers drawn are from it. What is drawn is in the title.
+make figures                  these and the other pictures
+python benchmarks/figures.py  some minutes on 2 cores
 """
 
 import json
@@ -11,12 +9,14 @@ import os
 import shutil
 import sys
 import tempfile
+from pathlib import Path
 
 import _measure
 from _measure import REPO, Side
 from matplotlib.figure import Figure
 
 from common import cli, exits
+from common.metrics import read_records
 
 MIB = 2**20
 
@@ -31,31 +31,53 @@ def save(figure: Figure, name: str) -> None:
     print(f"picture: docs/images/{name}", flush=True)
 
 
-def error_by_type() -> None:
-    """02: relative error of a matmul in each number type, most bits first."""
-    rows = summary_of("02_tensors_precision/precision.py")["rows"]
-    errors = {row["name"]: row.get("matmul_error") or row.get("emulated_matmul_error") for row in rows}
-    shown = {name: error for name, error in errors.items() if error}
-    figure = Figure(figsize=(7, 3))
-    axes = figure.subplots()
-    axes.bar(shown.keys(), shown.values())
-    axes.set(yscale="log", ylabel="relative error", title="A matmul of 512 x 512 by number type, sums in fp32")
-    save(figure, "error_by_type.png")
+PROCESSES = (1, 2, 3, 8)
+STEPS, CLAIMED_STEPS, TOLERANCE = 40, 20, 1e-5  # of every run; over which the losses agree; relatively
 
 
-def loss_by_type() -> None:
-    """04: the training loss of every number type that runs here, and how far it is from fp32's."""
-    rows = summary_of("04_amp/compare.py")["rows"]
-    figure = Figure(figsize=(9, 3.4))
-    left, right = figure.subplots(1, 2)
-    for row in rows:
-        left.plot(range(1, 1 + len(row["losses"])), row["losses"], label=row["name"])
-        gaps = [abs(loss - base) for loss, base in zip(row["losses"], rows[0]["losses"], strict=True)]
-        right.plot(range(1, 1 + len(gaps)), gaps, label=row["name"])
-    left.set(xlabel="step", ylabel="training loss", title="nano, 4 x 64 tokens")
-    right.set(xlabel="step", yscale="log", title="distance from fp32's loss")
-    left.legend(fontsize="small")
-    save(figure, "loss_by_type.png")
+def loss_curves() -> None:
+    """The loss of a run on each number of processes, and of one of three that goes on from its first checkpoint on two.
+    AssertionError if they differ by more than rounding, which training amplifies. Also to benchmarks/results."""
+    flags = "--model nano --dtype fp32 --deterministic --device cpu --seq-len 32 --log-every 1 --global-batch-size 24"
+    flags += f" --steps {STEPS} --save-every {STEPS // 3} --keep 9"
+
+    def train(processes: int, run_dir: Path, more: str = "") -> list[float]:
+        one_thread = {"OMP_NUM_THREADS": "1"}  # more would round in another order
+        side = Side("", "05_ddp/train.py", f"{flags} {more} --run-dir {run_dir}", processes, env=one_thread)
+        side.run(timeout=600)
+        return [record["loss"] for record in read_records(run_dir / "metrics.jsonl") if "loss" in record]
+
+    with tempfile.TemporaryDirectory(prefix="loss-curves-") as folder:
+        runs = {count: Path(folder, str(count)) for count in PROCESSES}
+        curves = {f"{count} process{'es' * (count > 1)}": train(count, run) for count, run in runs.items()}
+        for saved in runs[3].glob("step-*"):
+            if saved.name != f"step-{STEPS // 3}":
+                shutil.rmtree(saved)  # only the first checkpoint is left
+        curves["3 processes, then 2"] = train(2, runs[3], "--resume")
+    alone, *others = curves.items()
+    differ = {name: [abs(a / b - 1) for a, b in zip(losses, alone[1], strict=True)] for name, losses in others}
+    largest = max(max(values[:CLAIMED_STEPS]) for values in differ.values())
+    result = _measure.about("benchmarks/figures.py", "cpu")
+    text = f"# The loss on {PROCESSES} processes\n\n{_measure.facts(result)}\n\n{largest:.1e} at most; {flags}"
+    result |= {"losses": curves, "relative_differences": differ, "moved_after_step": STEPS // 3}
+    result |= {"claimed_steps": CLAIMED_STEPS, "tolerance": TOLERANCE, "largest_relative_difference": largest}
+    _measure.write_results(result["device"], "loss-curves", result, text)
+
+    figure = Figure(figsize=(7, 6))
+    above, below = figure.subplots(2, sharex=True, height_ratios=(3, 2))
+    steps = range(1, STEPS + 1)
+    for i, (name, losses) in enumerate(curves.items()):
+        above.plot(steps, losses, linewidth=9 - 7 * i / (len(curves) - 1), label=name)
+    above.set(ylabel="training loss (nats per byte)", title="nano, fp32, 24 x 32 tokens a step, cpu")
+    above.legend(fontsize="small")
+    for i, (name, values) in enumerate(differ.items(), start=1):
+        below.plot(steps, [value or None for value in values], "o", markersize=4, color=f"C{i}", label=name)
+    below.axhline(TOLERANCE, color="black", linewidth=0.8, linestyle="--", label=f"{TOLERANCE:g}: tolerance")
+    below.axvline(CLAIMED_STEPS, color="black", linewidth=0.8, linestyle=":", label=f"of steps 1 to {CLAIMED_STEPS}")
+    below.set(yscale="log", xlabel="step", ylabel="relative difference\nfrom 1 process")
+    below.legend(fontsize="small", title="no point: equal to the bit", loc="upper left", bbox_to_anchor=(1, 1))
+    save(figure, "loss_curves.png")
+    assert largest <= TOLERANCE, f"the losses differ by {largest:.1e} within {CLAIMED_STEPS} steps"
 
 
 def overlap() -> None:
@@ -66,7 +88,7 @@ def overlap() -> None:
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         flags = f"--device cpu --seq-len 64 --steps 16 --json {file.name}".split()
         command = ["benchmarks/slow_link.sh", "1000", sys.executable, "05_ddp/ddp_from_scratch.py", *flags]
-        _measure.start(command, timeout=600)
+        _measure.start(command, 600, {}, REPO)
         rows = json.load(file)["rows"][1:4]
     figure = Figure(figsize=(9, 4.2))
     axes = figure.subplots()
@@ -104,21 +126,6 @@ def memory_over_a_step() -> None:
     save(figure, "memory_over_a_step.png")
 
 
-def who_holds_what() -> None:
-    """06: bytes of one of four ranks under data parallelism and ZeRO 1, 2, 3."""
-    rows = summary_of("06_fsdp_zero/zero_from_scratch.py", "--steps 2", ranks=4)["rows"]
-    figure = Figure(figsize=(7, 3))
-    axes = figure.subplots()
-    bottom = [0.0] * len(rows)
-    for key, label in (("parameter", "weights"), ("gradient", "gradients"), ("optimizer", "AdamW state")):
-        sizes = [row[f"{key}_bytes_per_rank"] / MIB for row in rows]
-        axes.bar(["DDP", "ZeRO 1", "ZeRO 2", "ZeRO 3"], sizes, bottom=bottom, label=label)
-        bottom = [below + size for below, size in zip(bottom, sizes, strict=True)]
-    axes.set(ylabel="MiB", title="What one of four ranks holds between steps: nano, fp32")
-    axes.legend(fontsize="small")
-    save(figure, "who_holds_what.png")
-
-
 def pipeline() -> None:
     """08: what each of four ranks computes when, under three schedules."""
     flags = "--steps 1 --micro-batches-per-rank 2"
@@ -142,7 +149,7 @@ def pipeline() -> None:
 
 def main() -> int:
     cli.Parser(__doc__).parse_args()
-    for draw in (error_by_type, loss_by_type, overlap, memory_over_a_step, who_holds_what, pipeline):
+    for draw in (loss_curves, overlap, memory_over_a_step, pipeline):
         draw()
     return 0
 

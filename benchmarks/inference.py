@@ -48,13 +48,11 @@ def main() -> int:
     args.sides = args.sides.split(",")
     if unknown := [name for name in args.sides if name not in SIDES]:
         raise exits.UserError(f"--sides {unknown[0]!r}: use {', '.join(SIDES)}")
-    if args.max_new_tokens < 16:
-        raise exits.UserError(f"--max-new-tokens {args.max_new_tokens} leaves too little to time: use at least 16")
     name = Path(args.model).name
     args.dtype = args.dtype or ("fp32" if name == "nano" else "bf16")
     comparison = Comparison(f"decode-{name}", sides_of(args), "decode_tokens_per_second", "bandwidth_share")
     title = f"Decode, batch 1: {name}, {args.dtype}, {args.max_new_tokens} new tokens"
-    return run_comparison(comparison, args, title=title, kind=comparison.name)
+    return run_comparison(comparison, args, title)
 
 
 if __name__ == "__main__":

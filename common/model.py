@@ -6,6 +6,7 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -53,23 +54,24 @@ def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None, *, is_ca
     q = q.unflatten(1, (groups, -1)).flatten(0, 1)  # [batch x groups, query heads of a group, tokens, head_dim]
     k, v = (part.flatten(0, 1)[:, None].expand(-1, q.shape[1], -1, -1) for part in (k, v))
     seen = seen if seen is None or seen.ndim == 2 else seen.repeat_interleave(groups, 0)
-    y = F.scaled_dot_product_attention(q, k, v, seen, is_causal=is_causal)
-    return y.unflatten(0, (-1, groups)).flatten(1, 2)
+    return F.scaled_dot_product_attention(q, k, v, seen, is_causal=is_causal).unflatten(0, (-1, groups)).flatten(1, 2)
 
 
 def random_weight(name: str, shape: tuple[int, ...], seed: int, first: int = 0, last: int | None = None) -> Tensor:
     """The initial value of a parameter of this shape, or its rows from `first` to before `last`: a function of (seed,
-    name, row) alone, drawn on the CPU. ROWS rows share a generator, so that a rank draws little but what it holds."""
+    name, row) alone, drawn on all cores. ROWS rows share a generator, so a rank draws little but what it holds."""
     last = shape[0] if last is None else last
     if len(shape) < 2:
         return torch.full((last - first,), 0.0 if name.endswith(".bias") else 1.0)  # of norms
     rows = torch.empty(last - first, *shape[1:], device="cpu")
-    for start in range(first // ROWS * ROWS, last, ROWS):
+
+    def draw(start: int) -> None:
         key = hashlib.sha256(f"{seed} {name} {start}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(key[:8]) >> 1)
         block = torch.empty(min(ROWS, shape[0] - start), *shape[1:], device="cpu").normal_(0, 0.02, generator=generator)
-        low, high = max(first, start), min(last, start + ROWS)
-        rows[low - first : high - first] = block[low - start : high - start]
+        rows[max(start - first, 0) : start - first + ROWS] = block[max(first - start, 0) : last - start]
+
+    list(ThreadPoolExecutor(torch.get_num_threads()).map(draw, range(first // ROWS * ROWS, last, ROWS)))
     return rows
 
 
@@ -193,8 +195,7 @@ class Transformer(nn.Module):
         """Every weight is a function of (seed, name, row): whole, sharded or cut into stages, the start is the same."""
         for name, parameter in self.named_parameters():
             held, (rows, *others) = part_of(parameter)
-            weight = random_weight(name, parameter.shape, seed, rows.start, rows.stop)
-            held.copy_(weight[(slice(None), *others)])
+            held.copy_(random_weight(name, parameter.shape, seed, rows.start, rows.stop)[(slice(None), *others)])
 
     def forward(self, input_ids, targets: Tensor | None = None, positions=None, cache=None, reduction="mean") -> Tensor:
         """Logits [batch, length, vocab]; given targets [batch, length], their mean cross-entropy in nats, or its "sum":
@@ -320,5 +321,4 @@ def warmup_cosine(step: int, warmup_steps: int, steps: int) -> float:
     """Factor on the peak learning rate for 0-based `step`: up in a line, down to a tenth along a cosine."""
     if step < warmup_steps:
         return (step + 1) / warmup_steps
-    done = min(1.0, (step - warmup_steps) / max(1, steps - warmup_steps))
-    return 0.55 + 0.45 * math.cos(math.pi * done)
+    return 0.55 + 0.45 * math.cos(math.pi * min(1.0, (step - warmup_steps) / max(1, steps - warmup_steps)))

@@ -34,9 +34,21 @@ def test_a_training_case(tmp_path):
     [file] = (tmp_path / "results").glob("*.json")
     written = json.loads(file.read_text())
     assert {"device", "cores", "torch", "commit", "date", "command"} <= written["about"].keys()
-    runs = written["comparisons"]["processes"]["runs"]
+    runs = written["comparisons"]["training-processes"]["runs"]
     assert [own[0]["world_size"] for own in runs.values()] == [1, 2]
     assert "torchrun --standalone --nproc_per_node=2 05_ddp/train.py" in file.with_suffix(".md").read_text()
+
+
+def test_two_versions_in_turns(tmp_path):
+    """Each case's versions compute the same, or ab.py fails."""
+    flags = "--device cpu --seq-len 8 --batch-size 1 --rounds 3 --json summary.json"
+    result = run("benchmarks/ab.py", tmp_path, *flags.split())
+    assert result.code == 0, result.err
+    rows = result.summary["rows"]
+    assert len(rows) == 2 * len(result.summary["checked"]) == 10
+    for baseline, other in zip(rows[::2], rows[1::2], strict=True):
+        assert baseline["case"] == other["case"]
+        assert baseline["time_ratio"] == 1
 
 
 @pytest.mark.full
@@ -77,7 +89,7 @@ REFUSED = [
     "training.py --ranks 1 --case sharding --device cpu",
     "inference.py --sides theirs",
     "_generate.py --max-new-tokens 3",
-    "loss_curves.py --processes 2,3",
+    "ab.py --case theirs",
     *([] if torch.cuda.is_available() else ["training.py --device cuda"]),
 ]
 

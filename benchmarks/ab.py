@@ -1,0 +1,96 @@
+"""Two versions of one thing in one process, in turns: which is faster on this device, and by how much?
+
+    laptop    python benchmarks/ab.py
+    one GPU   python benchmarks/ab.py --case head --model llama-1b --dtype bf16 --seq-len 2048 --rounds 50
+
+A case is a function that returns its two versions by name, the baseline first, and what both are called with: for
+another question write another. Look for: the verdict. A range of ratios on both sides of 1 shows no difference.
+"""
+
+import dataclasses
+import sys
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from _measure import REPO, verdict
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils import clip_grad_norm_
+
+from common import exits, lesson, measure, model, shapes
+
+sys.path.insert(0, str(REPO / "09_inference"))
+from _shared import DTYPES, StaticCache, compiled, steps_of
+
+
+def step(dtype, version, x, *others):
+    with torch.autocast(x.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16 and x.is_floating_point()):
+        y = version(x, *others)
+    if y.requires_grad:
+        y.float().sum().backward()
+    return y.detach()
+
+
+def block(net, x, dtype):
+    rotation = (table[: x.shape[1], None] for table in (net.model.rope_cos, net.model.rope_sin))
+    eager = net.model.layers["0"]
+    return {"eager": eager, "compiled": torch.compile(eager)}, x, *rotation
+
+
+def head(net, x, dtype):
+    targets = torch.zeros(x.shape[:2].numel(), dtype=torch.int64, device=x.device)
+    loss = lambda x: F.cross_entropy(net.lm_head(net.model.norm(x)).flatten(0, 1).float(), targets)  # noqa: E731
+    return {"eager": loss, "compiled": torch.compile(loss)}, x
+
+
+def attention(net, x, dtype):
+    heads, groups = net.config.num_attention_heads, net.config.num_key_value_heads
+    empty = [x.new_empty(len(x), n, x.shape[1], net.config.head_dim, dtype=dtype) for n in (heads, groups, groups)]
+    qkv = [part.normal_().requires_grad_() for part in empty]
+    attend = partial(model.attend, is_causal=True, enable_gqa=heads != groups)
+    kernels = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION if x.is_cuda else SDPBackend.MATH
+    return {kernel.name: sdpa_kernel(kernel)(attend) for kernel in kernels}, *qkv
+
+
+def clip(net, x, dtype):
+    for weight in net.parameters():
+        weight.grad = torch.ones_like(weight)
+    norm = partial(clip_grad_norm_, max_norm=torch.inf)  # else the second call has less to clip
+    return {f"foreach={on}": lambda _, on=on: norm(net.parameters(), foreach=on) for on in (False, True)}, x
+
+
+def decode(net, x, dtype):
+    net.to(dtype).requires_grad_(False)
+    cache = StaticCache(net.config, batch=1, length=x.shape[1], dtype=dtype, device=x.device)
+    eager, token = steps_of(net, cache)[1], torch.zeros(1, dtype=torch.int64, device=x.device)
+    return {"eager": eager, "compiled": compiled(eager, cache)}, token, token
+
+
+CASES = {case.__name__: case for case in (block, head, attention, clip, decode)}
+
+
+def main() -> int:
+    sizes = {"model": "nano", "seq_len": 256, "batch_size": 4, "rounds": 10}
+    args = lesson.flags(__doc__, case=("all", *CASES), dtype=("fp32", "bf16"), **sizes)
+    device = lesson.start(args.device)
+    config = dataclasses.replace(shapes.load_config(args.model, 256, args.seq_len), num_hidden_layers=2)
+    dtype = DTYPES[args.dtype]  # of the matmuls
+    x = torch.randn(args.batch_size, args.seq_len, config.hidden_size, device=device, requires_grad=True)
+    rows, checked = [], []
+    for name in CASES if args.case == "all" else [args.case]:
+        versions, *inputs = CASES[name](model.build("nano", config, seed=0, device=device), x, dtype)
+        steps = {version: partial(step, dtype, function, *inputs) for version, function in versions.items()}
+        baseline, other = [work().clone() for work in steps.values()]
+        error = measure.relative_error(other, baseline)
+        assert error <= (1e-4 if args.dtype == "fp32" else 3e-2), f"{name}: the versions differ by {error:.0e}"
+        checked.append(f"{name}: the versions' results differ by {error:.0e}")
+        for version, row in measure.seconds_in_turns(steps, device, args.rounds).items():
+            speeds = {"n": args.rounds, "min": 1 / row["max_time_ratio"], "max": 1 / row["min_time_ratio"]}
+            rows.append({"case": name, "version": version, **row, "verdict": verdict(speeds)})
+    columns = {"case": "case", "version": "version", "seconds": "a step", "time_ratio": "time", "verdict": "verdict"}
+    lesson.end(rows, columns=columns, checked=checked, args=args, device=device)
+    return 0
+
+
+if __name__ == "__main__":
+    exits.run(main)
