@@ -134,7 +134,13 @@ def cases() -> tuple[list[Case], list[Case]]:
     made_on += [
         Case(ONE, "llama-124m", Plan(seq_len=1024, micro_batch_size=4, micro_batches=4)),
         Case(ONE, "llama-8b/2", Plan(seq_len=4096)),
+        Case(ONE, "llama-1b", Plan(seq_len=2048, micro_batch_size=2, checkpointing="full")),
+        Case(ONE, "llama-1b", Plan(seq_len=2048, checkpointing="full")),
+        Case(DDP, "llama-1b/2/16384", Plan(**long, gpus=2, checkpointing="full")),
         Case(DDP, "llama-124m", Plan(**b, gpus=2)),
+        Case(FSDP, "llama-1b/16/16384", Plan(**long, zero=3, checkpointing="selective")),
+        Case(FSDP, "llama-1b/4/65536", Plan(seq_len=512, zero=3, checkpointing="full")),
+        Case(MESH, "llama-1b/4/16384", Plan(**long, **cut, checkpointing="selective")),
         Case(FSDP, "llama-124m", Plan(**b, zero=3, gpus=2, checkpointing="full")),
         Case(FSDP, "llama-124m", Plan(**b, zero=3, framework="ours-compiled"), "--compile"),
         Case(DECODE, "llama-8b", Plan(seq_len=1000, micro_batch_size=16)),
@@ -145,9 +151,6 @@ def cases() -> tuple[list[Case], list[Case]]:
         Case(ONE, "llama-1b", Plan(**long, **compiled, checkpointing="full"), "--compile"),
         Case(ONE, "llama-8b/4", Plan(seq_len=4096, checkpointing="selective")),
         Case(ONE, "llama-8b/4", Plan(seq_len=4096, micro_batch_size=2, checkpointing="full")),
-        Case(DDP, "llama-1b/2/16384", Plan(**long, gpus=2, checkpointing="full")),
-        Case(FSDP, "llama-1b/16/16384", Plan(**long, zero=3, checkpointing="selective")),
-        Case(MESH, "llama-1b/4/16384", Plan(**long, **cut, checkpointing="selective")),
         Case(TUNE, SMOLLM2, Plan(**tune, gpus=2, checkpointing="selective")),
         Case(DECODE, "llama-8b", Plan(seq_len=1000, micro_batch_size=4, gpus=2)),
     ]

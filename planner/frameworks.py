@@ -62,8 +62,7 @@ FRAMEWORKS = {
     # keep the gathered input was chosen by the rows: without it tp 4 and 8 with large micro-batches lack just its size.
     "nanotron": replace(MIXED, bucket=2, gathered_inputs=True, stages_by_cost=True, moved=1.3, one_by_one=True),
     "torchtitan": TORCHTITAN,
-    # Block by block under torch.compile, whose kernels never write silu(gate) down. reserved: three settings ran with
-    # and without it, and what changes within a step is 0.92 of the eager one's (their median).
+    # Blocks under torch.compile never write silu(gate) down. reserved: median of three settings with and without it.
     "torchtitan-compiled": replace(TORCHTITAN, ffn_tensors=3, reserved=0.10, moved=1.0, launch=0.3e-3),
 }
 # Bytes per logit: at the peak, while the loss runs backward, and moved by loss and backward together.

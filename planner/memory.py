@@ -52,7 +52,7 @@ class Memory:
         self.layer_adapters = plan.adapters * sum(map(sum, matrices))  # numbers of A and B in a layer
         self.own_tokens = plan.tokens / plan.tp
         self.largest_layer = shape.largest_layer() / plan.ep / plan.tp
-        # fp32 gradients that a pipeline keeps whole; of the embedding's, DTensor keeps each tensor rank's summand
+        # fp32 gradients that a pipeline keeps whole; of the embedding's, each tensor rank's summand
         undivided = shape.embedding * (1 - 1 / plan.tp) * self.first
         self.whole_gradients = 4 * (self.all_parameters + undivided) * self.gradients_stay_whole
         self.among_gathered = self.gradients_stay_whole and not self.weights_stay_whole
@@ -210,7 +210,6 @@ class Memory:
         in_feed_forward = lines["block_bytes"] + (2 * shape.active_ffn(experts) * self.e + output_gradient) * tokens
         width = shape.value_width + shape.q_width + 2 * shape.kv_width
         in_attention = (self.of_attention() + width * self.e + output_gradient) * tokens
-        # weights of the block that backward has still to reach there
         matrices = shape.attention_matrices()
         before_down = (count(matrices) + 2 * shape.hidden * shape.ffn) / plan.tp
         parts = ((in_feed_forward, before_down), (in_attention, count(matrices[:-1]) / plan.tp))
@@ -252,7 +251,7 @@ class Memory:
         """a share of what changes within a step, or of what is alive at other moments than the peak: assumed"""
         allocated = self.allocated_bytes()
         changes = max(0.0, allocated - sum(self.lines[name] for name in (*LINES[:3], "buffer_bytes")))
-        if not self.traits.autocast:
+        if not self.traits.autocast or self.plan.pp > 1:  # pipelines were not counted
             return self.traits.reserved * changes
         others = self.lines["gradient_bytes"] + self.lines["activation_bytes"]
         share = min(1, BESIDE_LOGITS * self.lines["logits_bytes"] / others)
@@ -274,8 +273,7 @@ class Memory:
 
 
 def layer_range(shape: Shape, plan: Plan, number: int) -> range:
-    """Layers of stage `number`: equal counts, the first stages one more; or equal cost, the output head counted, where
-    the layer that passes the mark still belongs to the stage before it."""
+    """Layers of stage `number`: equal counts, the first stages one more; or equal cost, the output head counted."""
     each, more = divmod(shape.layers, plan.pp)
     ends = [i * each + min(i, more) for i in range(plan.pp + 1)]
     if plan.pp > 1 and FRAMEWORKS[plan.framework].stages_by_cost:
