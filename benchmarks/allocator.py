@@ -48,7 +48,9 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 ONE, DDP, FSDP, ZERO = "04_amp/train.py", "05_ddp/train.py", "06_fsdp_zero/train_fsdp.py", "06_fsdp_zero/train_zero.py"
 TUNE, MESH, DECODE = "06_fsdp_zero/finetune.py", "08_model_parallel/train_3d.py", "09_inference/infer_70b.py"
 SMOLLM2 = str(REPO / "models/smollm2-135m")  # by make model
-WHY = {"train_zero": "DeepSpeed keeps another fp32 copy of what a rank updates, and at stage 3 buffers of its own"}
+WHY = {  # a part of a row's name
+    "train_zero": "DeepSpeed keeps another fp32 copy of what a rank updates, and at stage 3 buffers of its own",
+}
 OWN_FLAGS = {MESH: "--tp {tp}", ZERO: "--stage {zero}", TUNE: "--data chats.jsonl --adapters {adapters}"}
 FLAGS = "--seq-len {seq_len} --checkpointing {checkpointing} --micro-batch-size {micro_batch_size}"
 
@@ -110,7 +112,8 @@ def predict(case: Case) -> tuple[float, float]:
     shape, plan = from_config(case.model, case.config()), case.plan
     if case.script == DECODE:
         tp, prompts = {"tp": plan.gpus}, plan.micro_batch_size
-        found = inference.weight_bytes(shape, head_divided=True, **tp)
+        found = inference.weight_bytes(shape, head_divided=True, count_embedding=False, **tp)
+        found += 2 * shape.embedding / plan.gpus  # the embedding, which is divided, too
         found += inference.kv_cache_bytes(shape, tokens=prompts * plan.seq_len, **tp)
         widths = 3 * shape.hidden + 3 * shape.ffn / plan.gpus  # 07_memory_tricks/estimate.py
         return found + 2 * widths * prompts * len(PROMPT), 0.0
@@ -143,16 +146,16 @@ def cases() -> tuple[list[Case], list[Case]]:
         Case(MESH, "llama-1b/4/16384", Plan(**long, **cut, checkpointing="selective")),
         Case(FSDP, "llama-124m", Plan(**b, zero=3, gpus=2, checkpointing="full")),
         Case(FSDP, "llama-124m", Plan(**b, zero=3, framework="ours-compiled"), "--compile"),
+        Case(ONE, "llama-1b", Plan(**long, **compiled, checkpointing="full"), "--compile"),
         Case(DECODE, "llama-8b", Plan(seq_len=1000, micro_batch_size=16)),
+        Case(DECODE, "llama-8b", Plan(seq_len=1000, micro_batch_size=4, gpus=2)),
     ]
     aside = [
         Case(ONE, "llama-1b", Plan(seq_len=4096, micro_batch_size=2, checkpointing="full")),
         Case(ONE, "llama-1b", Plan(seq_len=2048, micro_batch_size=2, micro_batches=2)),
-        Case(ONE, "llama-1b", Plan(**long, **compiled, checkpointing="full"), "--compile"),
         Case(ONE, "llama-8b/4", Plan(seq_len=4096, checkpointing="selective")),
         Case(ONE, "llama-8b/4", Plan(seq_len=4096, micro_batch_size=2, checkpointing="full")),
         Case(TUNE, SMOLLM2, Plan(**tune, gpus=2, checkpointing="selective")),
-        Case(DECODE, "llama-8b", Plan(seq_len=1000, micro_batch_size=4, gpus=2)),
     ]
     return made_on, aside
 
@@ -175,7 +178,8 @@ def main() -> int:
             continue
         line = [name]
         for counted, predicted in zip(counts[name], predict(case), strict=True):
-            line += [f"{counted / GIB:.2f}", f"{predicted / GIB:.2f}", f"{predicted / counted - 1:+.1%}"]
+            error = f"{predicted / counted - 1:+.1%}"
+            line += [f"{counted / GIB:.2f}", *((f"{predicted / GIB:.2f}", error) if predicted else ("", ""))]
         lines.append([*line, next((why for part, why in WHY.items() if part in name), "")])
         print(*lines[-1], flush=True)
         title = "# Bytes: planner/ beside torch's own allocator, on GPUs that are not there"

@@ -14,7 +14,7 @@ CONTEXT = 512 * 2**20  # CUDA's context with torch's kernels: assumed, nvidia-sm
 WORKSPACE = 2 * 32 * 2**20  # cuBLAS on Hopper and Blackwell: 32 MiB for each thread's handle (torch's CublasHandlePool)
 NCCL = 256 * 2**20  # per communicator: 32 channels x (send, receive) x NCCL_BUFFSIZE, 4 MiB
 # Of ours, by torch's allocator (benchmarks/allocator.py). Gradients and optimizer state come to lie where logits were:
-# the next logits need new memory, the more, the larger they are beside gradients and activations.
+# the next logits need new memory, the more, the larger they are beside gradients and activations. FSDP: by most counts.
 SURPLUS, BESIDE_LOGITS = {"none": 0.10, "selective": 0.15, "full": 0.20}, 0.45
 LINES = ("weight_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes", "block_bytes", "logits_bytes")
 LINES += ("gathered_bytes", "reduced_bytes", "cast_bytes", "buffer_bytes")
@@ -228,7 +228,7 @@ class Memory:
         of_root = self.root_parameters / plan.tp * whole_copy + sums * embedding * self.residual_size
         return {
             "end of forward": waiting_for_loss + (cast if compiled else lines["cast_bytes"]) + logits_in_forward,
-            "loss backward": waiting_for_loss + cast + lines["logits_bytes"],
+            "loss backward": waiting_for_loss + cast + lines["logits_bytes"] + head_cast * compiled,  # its gradient
             "last block": waiting + held_logits + last_block,
             "first block": states + held_logits + gradients + first_block,
             "last gradients": states + held_logits + gradients + of_root * (not plan.adapters),
@@ -254,7 +254,7 @@ class Memory:
         if not self.traits.autocast or self.plan.pp > 1:  # pipelines were not counted
             return self.traits.reserved * changes
         others = self.lines["gradient_bytes"] + self.lines["activation_bytes"]
-        share = min(1, BESIDE_LOGITS * self.lines["logits_bytes"] / others)
+        share = 1 if self.plan.zero == 3 else min(1, BESIDE_LOGITS * self.lines["logits_bytes"] / others)
         return max(SURPLUS[self.plan.checkpointing] * changes, share * (sum(self.lines.values()) - allocated))
 
     def context_bytes(self) -> float:
