@@ -310,7 +310,6 @@ def inference_answer(args: argparse.Namespace, shape: Shape, where: machine.Mach
     summary = dict.fromkeys(("gradient_bytes", "optimizer_bytes", "gathered_bytes"), 0) | {"fits": fits}
     summary |= {name: round(size) for name, size in lines.items()}
     if where.memory_bandwidth:  # a step reads the cache, and what it multiplies with
-        # all sequences choose the same experts, or each its own
         few, many = shape.active_experts, min(shape.experts, shape.active_experts * args.concurrency)
         read = [inference.weight_bytes(shape, **held, count_embedding=False, experts_read=n) for n in (few, many)]
         least, most = ((size + lines["kv_cache_bytes"]) / where.memory_bandwidth for size in read)

@@ -147,6 +147,7 @@ def cases() -> tuple[list[Case], list[Case]]:
         Case(FSDP, "llama-124m", Plan(**b, zero=3, gpus=2, checkpointing="full")),
         Case(FSDP, "llama-124m", Plan(**b, zero=3, framework="ours-compiled"), "--compile"),
         Case(ONE, "llama-1b", Plan(**long, **compiled, checkpointing="full"), "--compile"),
+        Case(TUNE, SMOLLM2, Plan(**tune, gpus=2, checkpointing="selective")),
         Case(DECODE, "llama-8b", Plan(seq_len=1000, micro_batch_size=16)),
         Case(DECODE, "llama-8b", Plan(seq_len=1000, micro_batch_size=4, gpus=2)),
     ]
@@ -155,7 +156,6 @@ def cases() -> tuple[list[Case], list[Case]]:
         Case(ONE, "llama-1b", Plan(seq_len=2048, micro_batch_size=2, micro_batches=2)),
         Case(ONE, "llama-8b/4", Plan(seq_len=4096, checkpointing="selective")),
         Case(ONE, "llama-8b/4", Plan(seq_len=4096, micro_batch_size=2, checkpointing="full")),
-        Case(TUNE, SMOLLM2, Plan(**tune, gpus=2, checkpointing="selective")),
     ]
     return made_on, aside
 

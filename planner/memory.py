@@ -52,7 +52,6 @@ class Memory:
         self.layer_adapters = plan.adapters * sum(map(sum, matrices))  # numbers of A and B in a layer
         self.own_tokens = plan.tokens / plan.tp
         self.largest_layer = shape.largest_layer() / plan.ep / plan.tp
-        # fp32 gradients that a pipeline keeps whole; of the embedding's, each tensor rank's summand
         undivided = shape.embedding * (1 - 1 / plan.tp) * self.first
         self.whole_gradients = 4 * (self.all_parameters + undivided) * self.gradients_stay_whole
         self.among_gathered = self.gradients_stay_whole and not self.weights_stay_whole
@@ -113,6 +112,8 @@ class Memory:
         widths = [outputs for _, outputs in shape.attention_matrices()[:-1]] + [summand]
         if not experts:
             widths += [shape.ffn, shape.ffn, summand]
+            if self.plan.adapters:  # B's results are as wide, and of all that the very last is not kept
+                return 2 * sum(widths[:-1]) + summand + len(widths) * self.plan.adapters
             return sum(widths[:-1] if self.traits.drops_last else widths[::every])
         if every == 1:  # torch._grouped_mm is not on torchtitan's list
             widths += [shape.active_experts * width for width in (shape.expert_ffn, shape.expert_ffn, shape.hidden)]
@@ -195,7 +196,6 @@ class Memory:
         to_come = lines["gradient_bytes"] / self.all_parameters * one_by_one  # bytes of a number's gradient
         embedding = shape.embedding / plan.tp
         head_cast = embedding * self.cast_size * self.last
-        # without checkpointing all casts wait for backward; else autocast casts again there
         cast = lines["cast_bytes"] if plan.checkpointing == "none" else head_cast
         states = lines["weight_bytes"] + lines["optimizer_bytes"] + lines["buffer_bytes"] + lines["gathered_bytes"]
         waiting = states + lines["activation_bytes"] + (gradients if accumulate else 0)
@@ -228,10 +228,10 @@ class Memory:
         of_root = self.root_parameters / plan.tp * whole_copy + sums * embedding * self.residual_size
         return {
             "end of forward": waiting_for_loss + (cast if compiled else lines["cast_bytes"]) + logits_in_forward,
-            "loss backward": waiting_for_loss + cast + lines["logits_bytes"] + head_cast * compiled,  # its gradient
+            "loss backward": waiting_for_loss + cast + lines["logits_bytes"],
             "last block": waiting + held_logits + last_block,
             "first block": states + held_logits + gradients + first_block,
-            "last gradients": states + held_logits + gradients + of_root * (not plan.adapters),
+            "last gradients": states + held_logits + gradients + of_root * (not plan.adapters) + head_cast * compiled,
             "evaluation": (states + lines["cast_bytes"] + 10 * tokens * shape.vocab * self.last) * compiled,
         }
 
