@@ -49,7 +49,8 @@ ONE, DDP, FSDP, ZERO = "04_amp/train.py", "05_ddp/train.py", "06_fsdp_zero/train
 TUNE, MESH, DECODE = "06_fsdp_zero/finetune.py", "08_model_parallel/train_3d.py", "09_inference/infer_70b.py"
 SMOLLM2 = str(REPO / "models/smollm2-135m")  # by make model
 WHY = {  # a part of a row's name
-    "train_zero": "DeepSpeed keeps another fp32 copy of what a rank updates, and at stage 3 buffers of its own",
+    "train_zero llama-124m 16 x 1024 gpus 2 zero 3": "not explained",
+    "train_zero": "4 bytes per parameter that a rank updates, by its size: DeepSpeed's fp32 copy",
 }
 OWN_FLAGS = {MESH: "--tp {tp}", ZERO: "--stage {zero}", TUNE: "--data chats.jsonl --adapters {adapters}"}
 FLAGS = "--seq-len {seq_len} --checkpointing {checkpointing} --micro-batch-size {micro_batch_size}"
