@@ -152,7 +152,8 @@ def plan_of(args: argparse.Namespace) -> Plan:
     """The plan that the flags name. --global-batch-size must be a multiple of what all ranks take at once."""
     zero = args.given.get("zero", 3 if args.gpus > 1 else 0)
     sizes = {name: getattr(args, name) for name in ("gpus", "tp", "pp", "cp", "ep", "replicate", "seq_len", "adapters")}
-    ways = {name: getattr(args, name) for name in ("dtype", "checkpointing", "optimizer", "framework", "loss")}
+    ways = {name: getattr(args, name) for name in ("dtype", "checkpointing", "optimizer", "framework")}
+    ways["loss"] = "parallel" if args.tp > 1 and args.loss == "plain" else args.loss
     plan = Plan(**sizes, **ways, zero=zero, micro_batch_size=args.micro_batch_size, on_cpu=args.device == "cpu")
     if args.search:
         return plan
@@ -290,7 +291,7 @@ def inference_answer(args: argparse.Namespace, shape: Shape, where: machine.Mach
     lines = {
         "weight_bytes": inference.weight_bytes(shape, **held),
         "kv_cache_bytes": inference.kv_cache_bytes(shape, tokens=tokens, bytes_each=cache_size, tp=args.tp),
-        "activation_bytes": args.seq_len * (2 * shape.hidden + 3 * shape.ffn / args.tp) * e,
+        "activation_bytes": args.seq_len * (3 * shape.hidden + 3 * shape.ffn / args.tp) * e,
         "logits_bytes": args.concurrency * shape.vocab * (e + 4),
     }
     rank = Memory(shape, Plan(gpus=args.tp, tp=args.tp, on_cpu=args.device == "cpu"))
@@ -299,7 +300,7 @@ def inference_answer(args: argparse.Namespace, shape: Shape, where: machine.Mach
     formulas = {
         "weight_bytes": inference.weight_bytes.__doc__,
         "kv_cache_bytes": inference.kv_cache_bytes.__doc__,
-        "activation_bytes": "one prompt through one block: 2 hidden + 3 ffn values per token",
+        "activation_bytes": "one prompt through one block: 3 hidden + 3 ffn values per token",
         "logits_bytes": "sequences x vocabulary x (e + 4), the last token only",
         "context_bytes": Memory.context_bytes.__doc__,
         "nccl_bytes": Memory.nccl_bytes.__doc__,
@@ -309,7 +310,6 @@ def inference_answer(args: argparse.Namespace, shape: Shape, where: machine.Mach
     summary = dict.fromkeys(("gradient_bytes", "optimizer_bytes", "gathered_bytes"), 0) | {"fits": fits}
     summary |= {name: round(size) for name, size in lines.items()}
     if where.memory_bandwidth:  # a step reads the cache, and what it multiplies with
-        # all sequences choose the same experts, or each its own
         few, many = shape.active_experts, min(shape.experts, shape.active_experts * args.concurrency)
         read = [inference.weight_bytes(shape, **held, count_embedding=False, experts_read=n) for n in (few, many)]
         least, most = ((size + lines["kv_cache_bytes"]) / where.memory_bandwidth for size in read)

@@ -11,7 +11,7 @@ are compared in the convention of their source, allocated or reserved.
 What a row does not say, its framework's code at that time does: tests/data/planner_versions.csv and the facts below,
 each with its source. They are of a framework, a version or a way of compiling, never of a row.
 
-Look for: what stays outside, and why. Nothing is measured here, and the answer is the same on every machine.
+Nothing is measured here, and the answer is the same on every machine.
 """
 
 import csv
@@ -152,15 +152,6 @@ def peaks(file: Path) -> list[dict]:
     return found
 
 
-def ran_out_of_memory(file: Path) -> list[dict]:
-    """Rows of runs that did: GiB that were predicted to be allocated, and what the device has."""
-    found = []
-    for row in (row for row in read_rows(file) if row["outcome"] == "oom"):
-        predicted = memory.peak(shape_of(row), plan_of(row)).allocated_bytes() / 2**30
-        found.append({"id": row["id"], "predicted": predicted, "capacity": 95 if "H100" in row["gpu"] else 80})
-    return found
-
-
 def measured_seconds(row: dict, tokens: float, seconds_at_the_peak: float) -> float | None:
     """Of a step, from what the source states: the time, tokens per second of a GPU, or MFU in percent."""
     if row["measured_iteration_s"]:
@@ -230,21 +221,13 @@ def summaries(what: str, rows: list[dict], mfu: float) -> list[dict]:
     return found
 
 
-def print_rows(rows: list[dict]) -> str:
-    found = [["row", "measured", "predicted", "error", "why"]]
-    for row in rows:
-        figures = f"{row['measured']:.3f}", f"{row['predicted']:.3f}", f"{row['error']:+.1%}"
-        found.append([row["id"], *figures, row["why"]])
-    return table(found)
-
-
 def main() -> int:
     cli.Parser(__doc__).parse_args()
     mfu = statistics.median(row["seconds_at_the_peak"] / row["measured"] for row in steps(MADE_ON))
     about_ = about("benchmarks/planner_cases.py", "cpu")
-    result = {"about": about_, "one_mfu": mfu, "ran_out_of_memory": ran_out_of_memory(MADE_ON)}
+    result = {"about": about_, "one_mfu": mfu}
     texts = [f"# Steps and peaks: planner/ beside what others measured, {date.today().isoformat()}"]
-    for what, unit, measured_rows in (("steps", "seconds", steps), ("peaks", "GiB", peaks)):
+    for what, measured_rows in (("steps", steps), ("peaks", peaks)):
         result[what] = {}
         for name, file in (("not_made_on", NOT_MADE_ON), ("made_on", MADE_ON)):
             rows = measured_rows(file)
@@ -252,16 +235,12 @@ def main() -> int:
                 continue
             found = summaries(what, rows, mfu)
             result[what][name] = {"summaries": found, "rows": rows}
-            far = [row for row in rows if abs(row["error"]) >= NEAR[what]]
             heading = f"{what}, {file.name} ({name.replace('_', ' ')})"
             lines = [
                 [f"{cell:.1%}" if isinstance(cell, float) else str(cell) for cell in one.values()] for one in found
             ]
             texts.append(f"## {heading.capitalize()}\n\n{table([[*found[0]], *lines])}")
-            texts.append(f"Outside {NEAR[what]:.0%}, in {unit} (every row is in the .json):\n\n{print_rows(far)}")
-    ran_out = result["ran_out_of_memory"]
-    seen = sum(row["predicted"] > row["capacity"] for row in ran_out)
-    texts.append(f"Runs that ran out of memory: {len(ran_out)}, predicted to need more than there is: {seen}")
+    texts.append("Every row is in the .json, with its causes and, where it is known, why it is further off.")
     print("\n\n".join(texts))
     written = write_results("planner", "", result, "\n\n".join([*texts, facts(about_)]))
     print(f"\nwritten: {written} and .json")

@@ -1,7 +1,5 @@
-"""What differs between frameworks that train the same model: bytes per parameter, what kernels keep, what overlaps.
-
-A fact comes from the framework's own code, or from a run that prints two figures. Where code leaves two readings open,
-all measured rows of that framework together chose one (it says so there). None is fitted to a row."""
+"""What differs between frameworks that train the same model. A fact comes from the framework's own code, or from a run
+that prints two figures. Where code leaves two readings open, all measured rows of that framework chose one."""
 
 from dataclasses import dataclass, replace
 
@@ -22,6 +20,8 @@ class Framework:
     gathered_keys: bool = False  # context parallel by all-gather: keys and values of all tokens are kept, and a mask
     every_second: bool = False  # "selective" keeps every second matmul's result instead of all
     drops_last: bool = False  # "selective" keeps none of a dense block's last matmul: no backward reads it
+    autocast: bool = False  # below ZeRO-3 the residual stream is fp32, matmuls cast, and gradients come one by one
+    compiled: bool = False  # ours by --compile: silu(gate) is computed again, an evaluation is not compiled
     # what else is alive at the peak
     gathers_root: bool = False  # embedding and head stay gathered from forward to backward
     whole_gradients: bool = False  # with ZeRO-3 and pp > 1, gradients are reduced once, after a step's last backward
@@ -48,8 +48,10 @@ FSDP2 = Framework(
 TORCHTITAN = replace(FSDP2, repeated_heads=True, every_second=True, whole_weights=True, reserved=0.20, permuted=16)
 # 16-bit weights, fp32 sums of gradients and an fp32 copy of the weights: 18.
 MIXED = Framework(weight=2, master=4, launch=0.6e-3)
+OURS = replace(FSDP2, autocast=True, gathered_keys=True, drops_last=True)  # common/model.py
 FRAMEWORKS = {
-    "ours": replace(FSDP2, gathered_keys=True, drops_last=True),  # common/model.py, under autocast or fully_shard
+    "ours": OURS,
+    "ours-compiled": replace(OURS, compiled=True, ffn_tensors=3, moved=1.0, launch=0.3e-3),
     # fp16 or bf16, and the ZeRO paper (arXiv:1910.02054, section 3.1): 2 + 2 + 4 + 8 = 16
     "deepspeed": Framework(weight=2, gradient=2, master=4),
     # Megatron-LM with TransformerEngine: SwiGLU is one kernel that keeps its input (2 ffn), the next matmul its own
@@ -60,8 +62,7 @@ FRAMEWORKS = {
     # keep the gathered input was chosen by the rows: without it tp 4 and 8 with large micro-batches lack just its size.
     "nanotron": replace(MIXED, bucket=2, gathered_inputs=True, stages_by_cost=True, moved=1.3, one_by_one=True),
     "torchtitan": TORCHTITAN,
-    # Block by block under torch.compile, whose kernels never write silu(gate) down. reserved: three settings ran with
-    # and without it, and what changes within a step is 0.92 of the eager one's (their median).
+    # Blocks under torch.compile never write silu(gate) down. reserved: median of three settings with and without it.
     "torchtitan-compiled": replace(TORCHTITAN, ffn_tensors=3, reserved=0.10, moved=1.0, launch=0.3e-3),
 }
 # Bytes per logit: at the peak, while the loss runs backward, and moved by loss and backward together.
@@ -70,7 +71,7 @@ LOSSES = {
     "logits-held": (16, 38),  # and a variable of the training loop holds the fp32 logits until the next step
     "parallel": (16, 50),  # split over tensor ranks (loss_parallel): backward makes exp(log-softmax) as its own tensor
     "compiled": (4, 10),  # torch.compile of the loss: logits and their gradient, both in 16 bits (torchtitan#1033)
-    "fused": (2, 10),  # Megatron's and TransformerEngine's: the gradient takes the place of the 16-bit logits
+    "fused": (2, 10),  # Megatron's, TransformerEngine's, 04's --compile: the gradient takes the 16-bit logits' place
     "chunked": (12 / 8, 38),  # head and loss together in eight chunks, of which one is alive
 }
 FP32_LOG_SOFTMAX = ("plain", "logits-held")  # of which forward leaves 4 bytes a logit

@@ -7,8 +7,7 @@ WEIGHTS = ("fp32", "bf16", "fp16", "int8", "int4")
 
 
 def kv_cache_bytes(shape: Shape, *, tokens: int, bytes_each: float = 2, tp: int = 1) -> float:
-    """2 (keys, values) x layers x key-value heads x head_dim x bytes x tokens, over the tp ranks that have a head;
-    latent attention keeps one latent and one rotated key per token and layer, whole on each rank"""
+    """2 (keys, values) x layers x key-value heads x head_dim x bytes x tokens, over the tp ranks; a latent: on each"""
     if shape.kv_rank:
         return shape.layers * (shape.kv_rank + shape.rope) * bytes_each * tokens
     return 2 * shape.layers * shape.kv_width * bytes_each * tokens / min(tp, shape.kv_heads)

@@ -50,9 +50,8 @@ class Machine:
         return size / (self.memory_bandwidth * MEMORY_SHARE)
 
     def gather(self, ranks: int, stride: int, size: float, calls: float = 1, *, all_to_all: bool = False) -> float:
-        """Seconds of an all-gather or reduce-scatter of `size` bytes among ranks that are `stride` apart; an all-reduce
-        is two. A ring crosses each node's border once, and members of one node use their network ports together. What
-        an all-to-all sends to another node goes through the rank's own port."""
+        """Seconds of an all-gather or reduce-scatter of `size` bytes among ranks `stride` apart. A ring crosses the
+        border of nodes once, its members use their ports together; an all-to-all goes through the rank's own port."""
         if ranks <= 1:
             return 0.0
         inside = max(1, min(ranks, self.gpus_per_node // stride))

@@ -13,6 +13,9 @@ from planner.shape import Shape, count
 CONTEXT = 512 * 2**20  # CUDA's context with torch's kernels: assumed, nvidia-smi shows 400 to 600 MiB
 WORKSPACE = 2 * 32 * 2**20  # cuBLAS on Hopper and Blackwell: 32 MiB for each thread's handle (torch's CublasHandlePool)
 NCCL = 256 * 2**20  # per communicator: 32 channels x (send, receive) x NCCL_BUFFSIZE, 4 MiB
+# Of ours, by torch's allocator (benchmarks/allocator.py). Gradients and optimizer state come to lie where logits were:
+# the next logits need new memory, the more, the larger they are beside gradients and activations. FSDP: by most counts.
+SURPLUS, BESIDE_LOGITS = {"none": 0.10, "selective": 0.15, "full": 0.20}, 0.45
 LINES = ("weight_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes", "block_bytes", "logits_bytes")
 LINES += ("gathered_bytes", "reduced_bytes", "cast_bytes", "buffer_bytes")
 
@@ -42,14 +45,13 @@ class Memory:
         self.in_flight = min(plan.pp - number, plan.micro_batches)  # micro-batches that wait for backward, under 1F1B
         if plan.virtual > 1:  # Narayanan et al. 2021, arXiv:2104.04473, section 2.2
             self.in_flight *= 1 + (plan.pp - 1) / (plan.pp * plan.virtual)
-        autocast = plan.framework == "ours" and plan.zero < 3
+        autocast = self.traits.autocast and plan.zero < 3
         self.residual_size = 4 if autocast else self.e  # the residual stream stays fp32, and so do weights' gradients
         self.cast_size = self.e if autocast and plan.dtype != "fp32" else 0
         matrices = [*shape.attention_matrices(), *shape.feed_forward_matrices(shape.ffn)]
         self.layer_adapters = plan.adapters * sum(map(sum, matrices))  # numbers of A and B in a layer
         self.own_tokens = plan.tokens / plan.tp
         self.largest_layer = shape.largest_layer() / plan.ep / plan.tp
-        # fp32 gradients that a pipeline keeps whole; of the embedding's, DTensor keeps each tensor rank's summand
         undivided = shape.embedding * (1 - 1 / plan.tp) * self.first
         self.whole_gradients = 4 * (self.all_parameters + undivided) * self.gradients_stay_whole
         self.among_gathered = self.gradients_stay_whole and not self.weights_stay_whole
@@ -98,8 +100,7 @@ class Memory:
         return self.of_input() + numbers * self.e + 4 * shape.heads
 
     def of_feed_forward(self, *, experts: bool) -> float:
-        """Per token, what backward needs of the feed-forward part: its input, gate, up, silu and their product; of
-        experts the copies of its active ones, and the router's fp32 logits and probabilities."""
+        """The same of the feed-forward part: input, gate, up, silu, product; copies for experts, the router's fp32."""
         numbers = self.traits.ffn_tensors * self.shape.active_ffn(experts)
         numbers += self.shape.active_experts * self.shape.hidden * experts
         return self.of_input() + numbers * self.e + 2 * 4 * self.shape.experts * experts
@@ -111,6 +112,8 @@ class Memory:
         widths = [outputs for _, outputs in shape.attention_matrices()[:-1]] + [summand]
         if not experts:
             widths += [shape.ffn, shape.ffn, summand]
+            if self.plan.adapters:  # B's results are as wide, and of all that the very last is not kept
+                return 2 * sum(widths[:-1]) + summand + len(widths) * self.plan.adapters
             return sum(widths[:-1] if self.traits.drops_last else widths[::every])
         if every == 1:  # torch._grouped_mm is not on torchtitan's list
             widths += [shape.active_experts * width for width in (shape.expert_ffn, shape.expert_ffn, shape.hidden)]
@@ -119,8 +122,7 @@ class Memory:
         return sum(widths[::every])
 
     def kept(self, checkpointing: str, *, experts: bool) -> float:
-        """Per token and block, what lies between forward and backward: all; the block's input (Chen et al. 2016,
-        arXiv:1604.06174); or that, the results of its matmuls, and attention."""
+        """Per token and block, between forward and backward: all; its input (arXiv:1604.06174); or also its matmuls."""
         if checkpointing == "none":
             return self.of_attention() + self.of_feed_forward(experts=experts)
         kept = self.shape.hidden * self.residual_size + self.plan.kept_besides * self.e
@@ -130,8 +132,7 @@ class Memory:
         return kept + numbers * self.e + 4 * self.shape.heads
 
     def activation_bytes(self) -> float:
-        """T x L x what --checkpointing keeps of a block / tp x micro-batches in flight, the head's input and token ids;
-        with context parallel by all-gather also a mask of all tokens for the own ones"""
+        """T x L x what --checkpointing keeps of a block / tp x micro-batches in flight, the head's input, token ids"""
         plan = self.plan
         of_layers = self.kept(plan.checkpointing, experts=False) * self.dense_layers
         of_layers += self.kept(plan.checkpointing, experts=True) * self.expert_layers
@@ -184,19 +185,17 @@ class Memory:
 
     @cached_property
     def moments(self) -> dict[str, float]:
-        """Bytes at each moment that may be the peak. A block's backward begins with what forward has kept of it, and
-        computes the rest again. Gradients that accumulate are there all the time, and so are DDP's, which are views of
-        its buckets; else they come one by one, the embedding's last. A tied matrix has two and for a moment their sum.
-        In a pipeline, unreduced gradients count as gathered, and at the first block all layers are gathered."""
+        """Bytes at each moment that may be the peak. Gradients that accumulate, and DDP's, are there all the time; else
+        they come one by one, the embedding's last. A tied matrix has two and for a moment their sum. In a pipeline,
+        unreduced gradients count as gathered, and at the first block all layers are gathered."""
         shape, plan, lines = self.shape, self.plan, self.lines
-        experts, tokens = self.expert_layers > 0, self.own_tokens
-        accumulate = plan.micro_batches > 1 or plan.framework != "ours" or (plan.zero == 0 and plan.shards > 1)
+        experts, tokens, compiled = self.expert_layers > 0, self.own_tokens, self.traits.compiled
+        accumulate = plan.micro_batches > 1 or not self.traits.autocast or (plan.zero == 0 and plan.shards > 1)
         gradients = 0 if self.among_gathered else lines["gradient_bytes"]
         one_by_one = not (accumulate or self.among_gathered)
         to_come = lines["gradient_bytes"] / self.all_parameters * one_by_one  # bytes of a number's gradient
         embedding = shape.embedding / plan.tp
         head_cast = embedding * self.cast_size * self.last
-        # without checkpointing all casts wait for backward; else autocast casts again there
         cast = lines["cast_bytes"] if plan.checkpointing == "none" else head_cast
         states = lines["weight_bytes"] + lines["optimizer_bytes"] + lines["buffer_bytes"] + lines["gathered_bytes"]
         waiting = states + lines["activation_bytes"] + (gradients if accumulate else 0)
@@ -206,13 +205,11 @@ class Memory:
         if plan.loss in FP32_LOG_SOFTMAX:  # the logit itself, in 16 bits the same in fp32, and log-softmax
             logits_in_forward *= (8 if plan.dtype == "fp32" else 10) / bytes_per_logit
         held_logits = lines["logits_bytes"] * 4 / bytes_per_logit * (plan.loss == "logits-held")
-        # in a block, the gradient of its output, and where silu(gate) * up is differentiated those of both factors;
-        # where attention is, those of its output, queries, keys and values
+        # gradients in a block: of its output, and of silu(gate) and up, or of attention's output, queries, keys, values
         output_gradient = shape.hidden * self.residual_size
         in_feed_forward = lines["block_bytes"] + (2 * shape.active_ffn(experts) * self.e + output_gradient) * tokens
         width = shape.value_width + shape.q_width + 2 * shape.kv_width
         in_attention = (self.of_attention() + width * self.e + output_gradient) * tokens
-        # weights of the block that backward has still to reach there
         matrices = shape.attention_matrices()
         before_down = (count(matrices) + 2 * shape.hidden * shape.ffn) / plan.tp
         parts = ((in_feed_forward, before_down), (in_attention, count(matrices[:-1]) / plan.tp))
@@ -225,13 +222,17 @@ class Memory:
         if self.gradients_stay_whole:  # blocks that backward has gathered stay whole: at its end all of the stage's
             first_block += max(0.0, self.all_parameters * self.e + self.whole_gradients - lines["gathered_bytes"])
         first_block += lines["activation_bytes"] * (1 - 1 / self.in_flight)  # of other micro-batches
-        of_root = self.root_parameters / plan.tp * self.reduced_size + 2 * embedding * self.residual_size * self.tied
+        # a tied matrix' second gradient: under autocast it is added in place; FSDP adds in 16 bits, before the copy
+        sums = self.tied * (plan.zero < 3) * (1 if self.cast_size and not plan.on_cpu else 2)
+        whole_copy = self.reduced_size - 4 * (plan.zero == 3 and plan.shards == 1)  # one rank's copy is its gradient
+        of_root = self.root_parameters / plan.tp * whole_copy + sums * embedding * self.residual_size
         return {
-            "end of forward": waiting_for_loss + lines["cast_bytes"] + logits_in_forward,
+            "end of forward": waiting_for_loss + (cast if compiled else lines["cast_bytes"]) + logits_in_forward,
             "loss backward": waiting_for_loss + cast + lines["logits_bytes"],
             "last block": waiting + held_logits + last_block,
             "first block": states + held_logits + gradients + first_block,
-            "last gradients": states + held_logits + gradients + of_root * (not plan.adapters),
+            "last gradients": states + held_logits + gradients + of_root * (not plan.adapters) + head_cast * compiled,
+            "evaluation": (states + lines["cast_bytes"] + 10 * tokens * shape.vocab * self.last) * compiled,
         }
 
     @cached_property
@@ -247,9 +248,14 @@ class Memory:
         return max(self.moments.values())
 
     def fragmentation_bytes(self) -> float:
-        """a share of what changes within a step: assumed"""
-        long_lived = sum(self.lines[name] for name in (*LINES[:3], "buffer_bytes"))
-        return self.traits.reserved * max(0.0, self.allocated_bytes() - long_lived)
+        """a share of what changes within a step, or of what is alive at other moments than the peak: assumed"""
+        allocated = self.allocated_bytes()
+        changes = max(0.0, allocated - sum(self.lines[name] for name in (*LINES[:3], "buffer_bytes")))
+        if not self.traits.autocast or self.plan.pp > 1:  # pipelines were not counted
+            return self.traits.reserved * changes
+        others = self.lines["gradient_bytes"] + self.lines["activation_bytes"]
+        share = 1 if self.plan.zero == 3 else min(1, BESIDE_LOGITS * self.lines["logits_bytes"] / others)
+        return max(SURPLUS[self.plan.checkpointing] * changes, share * (sum(self.lines.values()) - allocated))
 
     def context_bytes(self) -> float:
         """CUDA's context with its kernels: assumed"""
@@ -267,8 +273,7 @@ class Memory:
 
 
 def layer_range(shape: Shape, plan: Plan, number: int) -> range:
-    """Layers of stage `number`: equal counts, the first stages one more; or equal cost, the output head counted, where
-    the layer that passes the mark still belongs to the stage before it."""
+    """Layers of stage `number`: equal counts, the first stages one more; or equal cost, the output head counted."""
     each, more = divmod(shape.layers, plan.pp)
     ends = [i * each + min(i, more) for i in range(plan.pp + 1)]
     if plan.pp > 1 and FRAMEWORKS[plan.framework].stages_by_cost:

@@ -9,12 +9,8 @@ DTYPES = {"fp32": 4, "bf16": 2, "fp16": 2}
 CHECKPOINTING = ("none", "full", "selective")
 OPTIMIZERS = {  # bytes of state per parameter
     "adamw": 8.0,  # two fp32 numbers
-    "adamw-bf16": 4.0,
     "adamw-8bit": 2 + 2 * 4 / 256,  # and an fp32 maximum per block of 256 for each
     "muon": 4.0,  # one fp32 momentum; embeddings and vectors, which AdamW updates, are counted alike
-    "sgd-momentum": 4.0,
-    "sgd": 0.0,
-    "adafactor": 0.01,  # a row and a column per matrix
 }
 
 

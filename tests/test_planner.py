@@ -55,29 +55,43 @@ def test_what_others_measured(tmp_path):
     assert peaks["all"]["median_error"] < 0.031
     assert peaks["all"]["share_under_10%"] > 0.93
     assert peaks["megatron"]["largest_error"] < 0.04
-    assert found["ran_out_of_memory"]
-    assert all(row["predicted"] > row["capacity"] for row in found["ran_out_of_memory"])
 
 
-def test_peaks_that_torchs_own_allocator_counted():
-    """Steps in bf16 on a GPU that computes nothing."""
-    for checkpointing, gib in {"none": 40.34, "selective": 33.03, "full": 27.26}.items():
-        plan = Plan(seq_len=2048, micro_batch_size=4, checkpointing=checkpointing)
-        assert peak(of_size("llama-1b"), plan).allocated_bytes() == pytest.approx(gib * GIB, rel=0.005)
-    for checkpointing, gib in {"none": 15.36, "full": 10.38}.items():
-        plan = Plan(gpus=2, zero=3, seq_len=1024, micro_batch_size=16, checkpointing=checkpointing)
-        assert peak(of_size("llama-124m"), plan).allocated_bytes() == pytest.approx(gib * GIB, rel=0.005)
+COUNTED = {  # GiB by torch's own allocator, on a GPU that computes nothing: benchmarks/allocator.py counts them anew
+    "llama-1b 4 none": 40.34,
+    "llama-1b 4 selective": 33.03,
+    "llama-1b 4 full": 27.26,
+    "llama-1b 1 full": 19.53,  # at the last gradient
+    "llama-124m 16 none gpus 2": 17.26,
+    "llama-124m 16 none gpus 2 zero 3": 15.36,
+    "llama-124m 16 full gpus 2 zero 3": 10.38,
+    "llama-124m 16 none gpus 2 zero 3 tp 2 loss parallel": 9.90,
+    "llama-124m 16 none framework ours-compiled loss fused": 9.39,  # in evaluation, which is not compiled
+}
+
+
+@pytest.mark.parametrize("case", COUNTED)
+def test_peaks_that_torchs_own_allocator_counted(case):
+    size, batch, checkpointing, *more = case.split()
+    own = {name: int(value) if value.isdigit() else value for name, value in zip(more[::2], more[1::2], strict=True)}
+    seq_len = shapes.recipe(size).seq_len
+    plan = Plan(seq_len=seq_len, micro_batch_size=int(batch), checkpointing=checkpointing, **own)
+    assert peak(of_size(size), plan).allocated_bytes() == pytest.approx(COUNTED[case] * GIB, rel=0.01)
+
+
+def test_what_a_card_must_have():
+    """llama-1b in 23 GiB, without the context: with recomputation two sequences ran out of memory, one did not."""
+    for batch, fits in ((2, False), (1, True)):
+        memory = peak(of_size("llama-1b"), Plan(seq_len=2048, micro_batch_size=batch, checkpointing="full"))
+        assert memory.allocated_bytes() < 23 * GIB
+        assert (memory.allocated_bytes() + memory.fragmentation_bytes() < 23 * GIB) is fits
 
 
 # Beside our own model, on a CPU
 
 STEPS = {
-    "nano": (shapes.SIZES["nano"], 4, 64),  # the peak is where the loss runs backward, or a block is recomputed
-    "tied": (shapes.Config(8192, 64, 96, 2, 2, 1, 32, 64, tie_word_embeddings=True), 1, 32),  # at the last gradient
+    "nano": (shapes.SIZES["nano"], 4, 64),
     "grouped": (shapes.Config(1031, 96, 200, 3, 6, 2, 16, 128), 3, 37),  # untied, everything odd
-    # inside a block: where its feed-forward part is differentiated, and where its attention is
-    "wide blocks": (shapes.Config(64, 96, 576, 3, 2, 2, 48, 64), 2, 64),
-    "small vocabulary": (shapes.Config(512, 32, 192, 4, 2, 1, 16, 64), 4, 32),
 }
 
 
