@@ -6,7 +6,6 @@ import os
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -38,18 +37,10 @@ def data_ranks(args, world_size: int) -> int:
     return world_size // (args.tp * args.pp * args.cp)
 
 
-class Place(NamedTuple):
-    """A rank's number along each cut. Tensor ranks talk most: they are neighbours."""
-
-    stage: int
-    data: int
-    context: int
-    tensor: int
-
-
-def find_place(args) -> Place:
+def find_place(args) -> list[int]:
+    """This rank's number along --pp, data, --cp and --tp. Tensor ranks talk most: they are neighbours."""
     sizes = (args.pp, data_ranks(args, dist.get_world_size()), args.cp, args.tp)
-    return Place(*map(int, np.unravel_index(dist.get_rank(), sizes)))
+    return [int(number) for number in np.unravel_index(dist.get_rank(), sizes)]
 
 
 def make_mesh(args, device: torch.device) -> DeviceMesh:
@@ -62,14 +53,6 @@ def make_mesh(args, device: torch.device) -> DeviceMesh:
     for name in sizes:  # its groups would take torch's own timeout
         dist.distributed_c10d._set_pg_timeout(runtime.timeout(), mesh.get_group(name))
     return mesh
-
-
-def make_context_group(args, mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    """The ranks that share this one's sequences. Are they those that share its weights, they have a group already."""
-    if args.cp == mesh["shard"].size():
-        return mesh.get_group("shard")
-    ranks = torch.arange(dist.get_world_size()).view(-1, args.cp, args.tp).movedim(1, 2).flatten(0, 1)
-    return dist.new_subgroups_by_enumeration(ranks.tolist(), runtime.timeout())[0] if args.cp > 1 else None
 
 
 def check_cuts(args, config: shapes.Config, batches: Batches) -> None:
@@ -97,13 +80,16 @@ def check_cuts(args, config: shapes.Config, batches: Batches) -> None:
 
 def cut_sequence(net: nn.Module, args, mesh: DeviceMesh, dtype: torch.dtype, device: torch.device) -> slice:
     """Have the model compute this rank's part of each sequence; returns its columns of a batch."""
-    own, context = args.seq_len // args.cp, find_place(args).context
-    columns = slice(context * own, (context + 1) * own)
+    own, number = args.seq_len // args.cp, find_place(args)[2]
+    columns = slice(number * own, (number + 1) * own)
     positions = torch.arange(args.seq_len, device=net.model.rope_cos.device)
     # a later stage could not count them: with --tp its hidden states are those of some tokens
     net.forward = partial(net.forward, positions=positions[columns])
     if args.cp > 1:
-        group = make_context_group(args, mesh)
+        group = mesh.get_group("shard")  # if those that share my sequences are those that share my weights
+        if args.cp < mesh["shard"].size():
+            ranks = torch.arange(dist.get_world_size()).view(-1, args.cp, args.tp).movedim(1, 2).flatten(0, 1)
+            group, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), runtime.timeout())
         future = (positions > positions[columns, None]).to(device)
         # attention would turn True and False into such a mask in each layer anew, and keep them all
         mask = torch.zeros(future.shape, dtype=dtype, device=device).masked_fill_(future, -torch.inf)
@@ -125,7 +111,7 @@ class Stage:
     last stage the loss. Where there is one stage it is both."""
 
     def __init__(self, net, args, batches, mesh: DeviceMesh, dtype: torch.dtype, device: torch.device) -> None:
-        self.number, self.count = find_place(args).stage, args.pp
+        self.number, self.count = find_place(args)[0], args.pp
         self.is_last = self.number == self.count - 1
         sent = (batches.micro_batch_size, args.seq_len // args.cp // args.tp, net.config.hidden_size)
         self.hidden = torch.zeros(sent, dtype=dtype, device=device)  # what a stage sends to the next, in shape and type
@@ -176,7 +162,7 @@ def check_parts(net: nn.Module, optimizer: torch.optim.Optimizer, args, mesh: De
     """The bytes of weights and of optimizer state that each rank holds, in rank order. AssertionError if they are not
     the ranks' parts."""
     whole = dict(model.build("", net.config, seed=0, device="meta").named_parameters())
-    tensor, shard = find_place(args).tensor, mesh["shard"]
+    tensor, shard = find_place(args)[3], mesh["shard"]
     weights = state = due = 0  # bytes
     for name, parameter in net.named_parameters():
         part = whole[name]

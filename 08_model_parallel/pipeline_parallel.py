@@ -116,27 +116,23 @@ def execute(
     the rank's part of the loss, and the largest number of micro-batches whose activations it has held at once."""
     ranks = dist.get_world_size()
     loss = torch.zeros((), device=inputs.device)
-    receiving = {}  # buffers, which must not be read before their batch has come
+    outgoing, receiving = {}, {}  # by message; a buffer must not be read before its batch has come
     on_their_way = deque()  # a tensor that is sent must neither change nor be freed
     kept = {}  # inputs and outputs, from a forward to its backward
-    input_gradients = {}
     most_held = 0
 
     def exchange(batch: list[Instruction]) -> None:
         operations, works = [], []
         for message in batch:
-            name, micro_batch, chunk = message
-            to_next = name in ("SendActivations", "ReceiveGradients")
-            peer = (stages[chunk].number + (1 if to_next else -1)) % ranks
-            if name == "SendActivations":
-                tensor = kept[micro_batch, chunk][1].detach().contiguous()
-            elif name == "SendGradients":
-                tensor = input_gradients.pop((micro_batch, chunk)).contiguous()
-            else:
-                # All messages have the shape of this buffer: a shorter one would be accepted without an error.
-                tensor = torch.empty(*inputs.shape[1:], stages[chunk].net.config.hidden_size, device=inputs.device)
-                receiving[message] = tensor, works
-            operations.append(dist.P2POp(dist.isend if name.startswith("Send") else dist.irecv, tensor, peer))
+            to_next = message.name in ("SendActivations", "ReceiveGradients")
+            peer = (stages[message.chunk].number + (1 if to_next else -1)) % ranks
+            if message.name.startswith("Send"):
+                operations.append(dist.P2POp(dist.isend, outgoing.pop(message), peer))
+                continue
+            # All messages have the shape of this buffer: a shorter one would be accepted without an error.
+            buffer = torch.empty(*inputs.shape[1:], stages[0].net.config.hidden_size, device=inputs.device)
+            receiving[message] = buffer, works
+            operations.append(dist.P2POp(dist.irecv, buffer, peer))
         works += dist.batch_isend_irecv(operations)
         on_their_way.append((works, operations))
         if len(on_their_way) > ranks:
@@ -146,14 +142,14 @@ def execute(
         while works:  # once each
             works.pop().wait()
 
-    def received(name: str) -> Tensor:  # of the loop's micro-batch, chunk
-        buffer, works = receiving.pop((name, micro_batch, chunk))
+    def received(name: str) -> Tensor:
+        buffer, works = receiving.pop((name, *key))
         wait_for(works)
         return buffer
 
     for step in program:
-        name, micro_batch, chunk = step[0]
-        key = micro_batch, chunk
+        name, *key = step[0]
+        micro_batch, chunk = key
         stage = stages[chunk]
         if name == "Forward":
             x = inputs[micro_batch] if stage.number == 0 else received("ReceiveActivations").requires_grad_()
@@ -161,13 +157,14 @@ def execute(
             if stage.is_last:
                 y = loss_share(y, targets[micro_batch], tokens)
                 loss += y.detach()
-            kept[key] = x, y
+            kept[micro_batch, chunk] = x, y
+            outgoing["SendActivations", *key] = y.detach().contiguous()
             most_held = max(most_held, len(kept))
         elif name == "Backward":
             gradient = None if stage.is_last else received("ReceiveGradients")
-            x, y = kept.pop(key)
+            x, y = kept.pop((micro_batch, chunk))
             y.backward(gradient)  # adds to the weights' gradients, which need no other factor
-            input_gradients[key] = x.grad
+            outgoing["SendGradients", *key] = x.grad
         else:
             exchange(step)
     for works, _ in on_their_way:

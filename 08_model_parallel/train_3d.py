@@ -45,7 +45,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def build(args, config, mesh, device):
     """This rank's part of the model, which holds no numbers yet."""
     net = model.build(args.model, config, seed=args.seed, device="meta")  # shapes alone: no rank ever holds the whole
-    keep_stage(net, find_place(args).stage, args.pp)  # some of the layers
+    keep_stage(net, find_place(args)[0], args.pp)  # some of the layers
     if args.tp > 1:
         cut_matrices(net, mesh["tensor"])  # some heads, MLP channels and tokens of the vocabulary
     model.checkpoint_blocks(net, args.checkpointing)  # backward computes again what is not kept
@@ -92,7 +92,7 @@ def main() -> int:
     # 2 The batch: a function of --seed and the step alone. Only data ranks read different sequences.
     corpus = data.load_corpus(args.data, args.tokenizer, args.model)
     data_ranks = world_size // (args.tp * args.pp * args.cp)
-    batches = data.Batches(corpus, args, rank=find_place(args).data, world_size=data_ranks)
+    batches = data.Batches(corpus, args, rank=find_place(args)[1], world_size=data_ranks)
     held_out = batches.evaluation()
     runtime.say(f"{args.model}, {args.dtype} matmuls, {world_size} x {hardware.device_name(device)}")
 
