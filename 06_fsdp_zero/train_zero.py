@@ -52,6 +52,7 @@ def configure(args, config: shapes.Config, batches: data.Batches, universal: boo
         # torch's AdamW, which is compiled already; DeepSpeed's own needs a compiler at start
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
+        "timers": {"throughput": {"enabled": False}},  # or it would wait for the GPU twice a step
         "checkpoint": {"load_universal": universal},
     }
 

@@ -7,6 +7,7 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
@@ -36,18 +37,22 @@ def data_ranks(args, world_size: int) -> int:
     return world_size // (args.tp * args.pp * args.cp)
 
 
-def make_meshes(args, device: torch.device) -> list[DeviceMesh]:
-    """The ranks by what they read, and by what they hold. Context ranks read the same sequences, and divide the weights
-    as data ranks do. Tensor ranks talk most: they are neighbours."""
-    data = data_ranks(args, dist.get_world_size())
-    batch_sizes = {"pipeline": args.pp, "data": data, "context": args.cp, "tensor": args.tp}
-    holders = {"replicate": args.replicate, "shard": data * args.cp // args.replicate}
-    meshes = []
-    for sizes in (batch_sizes, {"pipeline": args.pp, **holders, "tensor": args.tp}):
-        meshes.append(init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)))
-        for name in sizes:  # its groups would take torch's own timeout
-            dist.distributed_c10d._set_pg_timeout(runtime.timeout(), meshes[-1].get_group(name))
-    return meshes
+def find_place(args) -> list[int]:
+    """This rank's number along --pp, data, --cp and --tp. Tensor ranks talk most: they are neighbours."""
+    sizes = (args.pp, data_ranks(args, dist.get_world_size()), args.cp, args.tp)
+    return [int(number) for number in np.unravel_index(dist.get_rank(), sizes)]
+
+
+def make_mesh(args, device: torch.device) -> DeviceMesh:
+    """The ranks by what they hold of the weights, which context ranks divide as data ranks do. What is not cut has no
+    dimension here: each dimension is a group, and each group of NCCL takes memory, even if it has one rank."""
+    shards = data_ranks(args, dist.get_world_size()) * args.cp // args.replicate
+    sizes = {"pipeline": args.pp, "replicate": args.replicate, "shard": shards, "tensor": args.tp}
+    sizes = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}  # fully_shard always needs one
+    mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    for name in sizes:  # its groups would take torch's own timeout
+        dist.distributed_c10d._set_pg_timeout(runtime.timeout(), mesh.get_group(name))
+    return mesh
 
 
 def check_cuts(args, config: shapes.Config, batches: Batches) -> None:
@@ -73,19 +78,23 @@ def check_cuts(args, config: shapes.Config, batches: Batches) -> None:
         raise UserError(f"--pp {pp} needs {pp} micro-batches per step, not {batches.accumulation_steps}: use {use}")
 
 
-def cut_sequence(net: nn.Module, seq_len: int, mesh: DeviceMesh, dtype: torch.dtype, device: torch.device) -> slice:
+def cut_sequence(net: nn.Module, args, mesh: DeviceMesh, dtype: torch.dtype, device: torch.device) -> slice:
     """Have the model compute this rank's part of each sequence; returns its columns of a batch."""
-    own = seq_len // mesh.size()
-    columns = slice(mesh.get_local_rank() * own, (mesh.get_local_rank() + 1) * own)
-    positions = torch.arange(seq_len, device=net.model.rope_cos.device)
+    own, number = args.seq_len // args.cp, find_place(args)[2]
+    columns = slice(number * own, (number + 1) * own)
+    positions = torch.arange(args.seq_len, device=net.model.rope_cos.device)
     # a later stage could not count them: with --tp its hidden states are those of some tokens
     net.forward = partial(net.forward, positions=positions[columns])
-    if mesh.size() > 1:
+    if args.cp > 1:
+        group = mesh.get_group("shard")  # if those that share my sequences are those that share my weights
+        if args.cp < mesh["shard"].size():
+            ranks = torch.arange(dist.get_world_size()).view(-1, args.cp, args.tp).movedim(1, 2).flatten(0, 1)
+            group, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), runtime.timeout())
         future = (positions > positions[columns, None]).to(device)
         # attention would turn True and False into such a mask in each layer anew, and keep them all
         mask = torch.zeros(future.shape, dtype=dtype, device=device).masked_fill_(future, -torch.inf)
         for block in net.model.layers.values():
-            block.self_attn.attend = partial(attend_to_all, mask=mask, group=mesh.get_group())
+            block.self_attn.attend = partial(attend_to_all, mask=mask, group=group)
     return columns
 
 
@@ -102,12 +111,13 @@ class Stage:
     last stage the loss. Where there is one stage it is both."""
 
     def __init__(self, net, args, batches, mesh: DeviceMesh, dtype: torch.dtype, device: torch.device) -> None:
-        self.group, self.number, self.count = mesh.get_group(), mesh.get_local_rank(), mesh.size()
+        self.number, self.count = find_place(args)[0], args.pp
         self.is_last = self.number == self.count - 1
         sent = (batches.micro_batch_size, args.seq_len // args.cp // args.tp, net.config.hidden_size)
         self.hidden = torch.zeros(sent, dtype=dtype, device=device)  # what a stage sends to the next, in shape and type
         if self.count == 1:
             return
+        self.group = mesh.get_group("pipeline")
         stage = PipelineStage(net, self.number, self.count, device, group=self.group)
 
         def loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -141,24 +151,24 @@ def clip_over_stages(parameters, largest_norm: float, mesh: DeviceMesh) -> Tenso
     """Scale all gradients as one process would: by the norm over all stages."""
     parameters = list(parameters)
     norm = runtime.whole(get_total_norm([parameter.grad for parameter in parameters]))
-    if mesh.size() > 1:
-        dist.all_reduce(squared := norm**2, group=mesh.get_group())
+    if "pipeline" in mesh.mesh_dim_names:
+        dist.all_reduce(squared := norm**2, group=mesh.get_group("pipeline"))
         norm = squared.sqrt()
     clip_grads_with_norm_(parameters, largest_norm, norm)
     return norm
 
 
-def check_parts(net: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> dict[str, list[int]]:
+def check_parts(net: nn.Module, optimizer: torch.optim.Optimizer, args, mesh: DeviceMesh) -> dict[str, list[int]]:
     """The bytes of weights and of optimizer state that each rank holds, in rank order. AssertionError if they are not
     the ranks' parts."""
     whole = dict(model.build("", net.config, seed=0, device="meta").named_parameters())
-    tensor, shard = mesh["tensor"], mesh["shard"]
+    tensor, shard = find_place(args)[3], mesh["shard"]
     weights = state = due = 0  # bytes
     for name, parameter in net.named_parameters():
         part = whole[name]
         if not name.endswith("norm.weight"):  # [outputs, inputs]; the second of a pair is cut by its inputs
             by_inputs = name.endswith(("o_proj.weight", "down_proj.weight"))
-            part = part.chunk(tensor.size(), int(by_inputs))[tensor.get_local_rank()]
+            part = part.chunk(args.tp, int(by_inputs))[tensor]
         rows = part.chunk(shard.size())[shard.get_local_rank() :]  # the last ranks may have none
         due += rows[0].nbytes if rows else 0
         weights += parameter.to_local().nbytes
@@ -167,8 +177,8 @@ def check_parts(net: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMe
     assert all(found == (found[2], 2 * found[2], found[2]) for found in by_rank), f"bytes by rank: {by_rank}"
     weights, state, due = map(list, zip(*by_rank, strict=True))
     # nothing is missing: of each copy of the model all that is cut, and each norm once per tensor rank
-    total = sum(t.nbytes * (tensor.size() if name.endswith("norm.weight") else 1) for name, t in whole.items())
-    assert sum(due) == mesh["replicate"].size() * total, f"bytes by rank: {due}, of copies of {total}"
+    total = sum(t.nbytes * (args.tp if name.endswith("norm.weight") else 1) for name, t in whole.items())
+    assert sum(due) == args.replicate * total, f"bytes by rank: {due}, of copies of {total}"
     runtime.say(f"checked: each rank holds its part of weights and optimizer state, at most {max(weights):,} bytes")
     return {"parameter_bytes_per_rank": weights, "optimizer_bytes_per_rank": state}
 
@@ -199,5 +209,5 @@ def dry_run(args, build) -> int:
 def count_weights(args, config: shapes.Config, build, stage: int) -> tuple[int, int]:
     """How many layers the first rank of a stage holds, and the bytes of its weights, which hold no numbers."""
     device = fake_ranks.join(stage * args.world_size // args.pp, args.world_size)
-    net = build(args, config, make_meshes(args, device)[1], device)
+    net = build(args, config, make_mesh(args, device), device)
     return len(net.model.layers), sum(parameter.to_local().nbytes for parameter in net.parameters())

@@ -23,6 +23,8 @@ import sys
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -84,76 +86,89 @@ def interleaved(rank: int, ranks: int, micro_batches: int, chunks: int) -> list[
     return alternate(forwards, backwards, min(warm_up, len(forwards)))
 
 
-def add_messages(orders: list[list[Instruction]]) -> list[list[Instruction]]:
-    """The complete list of each rank: what it computes, and what it sends and receives. NCCL matches messages by their
-    order alone: two ranks that both send first would wait for ever. So all messages get one order, by when their work
-    ends in `timelines`. A rank posts a receive early, and waits for it later."""
+def add_messages(orders: list[list[Instruction]]) -> list[list[list[Instruction]]]:
+    """The complete list of each rank: what it computes, and the messages between, in batches. NCCL carries out a rank's
+    calls in one order, that of the program: a message must not wait behind one that goes the other way, and two ranks
+    that both send first would wait for ever. So what is ready at the same time, by `timelines`, is one call."""
     ranks = len(orders)
     last_stage = ranks * (1 + max(instruction.chunk for instruction in orders[0])) - 1
     programs = [[] for _ in orders]
     by_end = [(end, rank, *work) for rank, line in enumerate(helper.timelines(orders)) for *work, _, end in line]
-    for _, rank, name, micro_batch, chunk in sorted(by_end):
-        programs[rank].append(Instruction(name, micro_batch, chunk))
-        what, step = ("Activations", 1) if name == "Forward" else ("Gradients", -1)
-        to_stage = chunk * ranks + rank + step
-        if 0 <= to_stage <= last_stage:
-            to_chunk, to_rank = divmod(to_stage, ranks)
-            programs[rank].append(Instruction(f"Send{what}", micro_batch, chunk))
-            programs[to_rank].append(Instruction(f"Receive{what}", micro_batch, to_chunk))
+    for _, works in groupby(sorted(by_end), key=itemgetter(0)):
+        batches = [[] for _ in orders]
+        for _, rank, name, micro_batch, chunk in works:
+            programs[rank].append([Instruction(name, micro_batch, chunk)])
+            what, step = ("Activations", 1) if name == "Forward" else ("Gradients", -1)
+            to_stage = chunk * ranks + rank + step
+            if 0 <= to_stage <= last_stage:
+                to_chunk, to_rank = divmod(to_stage, ranks)
+                batches[rank].append(Instruction(f"Send{what}", micro_batch, chunk))
+                batches[to_rank].append(Instruction(f"Receive{what}", micro_batch, to_chunk))
+        for program, batch in zip(programs, batches, strict=True):
+            program += [batch] if batch else []
     return programs
 
 
 def execute(
-    program: list[Instruction], stages: list[Stage], tokens: int, inputs: Tensor, targets: Tensor
+    program: list[list[Instruction]], stages: list[Stage], tokens: int, inputs: Tensor, targets: Tensor
 ) -> tuple[Tensor, int]:
     """Carry out a rank's list on [micro-batches, sequences, length]. `tokens` of the targets are no padding. Returns
     the rank's part of the loss, and the largest number of micro-batches whose activations it has held at once."""
     ranks = dist.get_world_size()
     loss = torch.zeros((), device=inputs.device)
-    receiving = {}  # buffers, which must not be read before their message has come
-    sending = deque()  # a tensor on its way must neither change nor be freed
+    outgoing, receiving = {}, {}  # by message; a buffer must not be read before its batch has come
+    on_their_way = deque()  # a tensor that is sent must neither change nor be freed
     kept = {}  # inputs and outputs, from a forward to its backward
-    input_gradients = {}
     most_held = 0
 
-    def send(tensor: Tensor, to_stage: int) -> None:
-        sending.append((dist.isend(tensor, dst=to_stage % ranks), tensor))
-        if len(sending) > ranks:
-            sending.popleft()[0].wait()  # the oldest, most likely done
+    def exchange(batch: list[Instruction]) -> None:
+        operations, works = [], []
+        for message in batch:
+            to_next = message.name in ("SendActivations", "ReceiveGradients")
+            peer = (stages[message.chunk].number + (1 if to_next else -1)) % ranks
+            if message.name.startswith("Send"):
+                operations.append(dist.P2POp(dist.isend, outgoing.pop(message), peer))
+                continue
+            # All messages have the shape of this buffer: a shorter one would be accepted without an error.
+            buffer = torch.empty(*inputs.shape[1:], stages[0].net.config.hidden_size, device=inputs.device)
+            receiving[message] = buffer, works
+            operations.append(dist.P2POp(dist.irecv, buffer, peer))
+        works += dist.batch_isend_irecv(operations)
+        on_their_way.append((works, operations))
+        if len(on_their_way) > ranks:
+            wait_for(on_their_way.popleft()[0])  # the oldest, most likely done
 
-    def wait_for(name: str) -> Tensor:  # of the loop's micro-batch, chunk
-        buffer, work = receiving.pop((name, micro_batch, chunk))
-        work.wait()
+    def wait_for(works: list[dist.Work]) -> None:
+        while works:  # once each
+            works.pop().wait()
+
+    def received(name: str) -> Tensor:
+        buffer, works = receiving.pop((name, *key))
+        wait_for(works)
         return buffer
 
-    for instruction in program:
-        name, micro_batch, chunk = instruction
-        key = micro_batch, chunk
+    for step in program:
+        name, *key = step[0]
+        micro_batch, chunk = key
         stage = stages[chunk]
-        if name.startswith("Receive"):
-            from_stage = stage.number + (-1 if name == "ReceiveActivations" else 1)
-            # All messages have the shape of this buffer: a shorter one would be accepted without an error.
-            buffer = torch.empty(*inputs.shape[1:], stage.net.config.hidden_size, device=inputs.device)
-            receiving[instruction] = buffer, dist.irecv(buffer, src=from_stage % ranks)
-        elif name == "Forward":
-            x = inputs[micro_batch] if stage.number == 0 else wait_for("ReceiveActivations").requires_grad_()
+        if name == "Forward":
+            x = inputs[micro_batch] if stage.number == 0 else received("ReceiveActivations").requires_grad_()
             y = stage.net(x)
             if stage.is_last:
                 y = loss_share(y, targets[micro_batch], tokens)
                 loss += y.detach()
-            kept[key] = x, y
+            kept[micro_batch, chunk] = x, y
+            outgoing["SendActivations", *key] = y.detach().contiguous()
             most_held = max(most_held, len(kept))
-        elif name == "SendActivations":
-            send(kept[key][1].detach().contiguous(), stage.number + 1)
         elif name == "Backward":
-            gradient = None if stage.is_last else wait_for("ReceiveGradients")
-            x, y = kept.pop(key)
+            gradient = None if stage.is_last else received("ReceiveGradients")
+            x, y = kept.pop((micro_batch, chunk))
             y.backward(gradient)  # adds to the weights' gradients, which need no other factor
-            input_gradients[key] = x.grad
-        elif name == "SendGradients":
-            send(input_gradients.pop(key).contiguous(), stage.number - 1)
-    for work, _ in sending:
-        work.wait()
+            outgoing["SendGradients", *key] = x.grad
+        else:
+            exchange(step)
+    for works, _ in on_their_way:
+        wait_for(works)
     return loss, most_held
 
 
@@ -198,7 +213,7 @@ def run(name: str, schedule: Callable, chunks: int, by_torch: bool, baseline: he
     }
     if not by_torch:
         row |= helper.idle_share(helper.timelines(orders)) | {"most_held_per_rank": held}
-        row["messages"] = sum(each.name.startswith("Send") for program in programs for each in program)
+        row["messages"] = sum(each.name.startswith("Send") for program in programs for step in program for each in step)
     return row
 
 

@@ -35,23 +35,23 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
 from _shared import cut_matrices, keep_stage
-from _train_3d import Stage, check_cuts, check_parts, clip_over_stages, cut_sequence, dry_run, make_meshes
+from _train_3d import Stage, check_cuts, check_parts, clip_over_stages, cut_sequence, dry_run, find_place, make_mesh
 
 from common import checkpoint, cli, data, exits, hardware, metrics, model, runtime, shapes
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def build(args, config, weight_mesh, device):
+def build(args, config, mesh, device):
     """This rank's part of the model, which holds no numbers yet."""
     net = model.build(args.model, config, seed=args.seed, device="meta")  # shapes alone: no rank ever holds the whole
-    keep_stage(net, weight_mesh.get_local_rank("pipeline"), args.pp)  # some of the layers
+    keep_stage(net, find_place(args)[0], args.pp)  # some of the layers
     if args.tp > 1:
-        cut_matrices(net, weight_mesh["tensor"])  # some heads, MLP channels and tokens of the vocabulary
+        cut_matrices(net, mesh["tensor"])  # some heads, MLP channels and tokens of the vocabulary
     model.checkpoint_blocks(net, args.checkpointing)  # backward computes again what is not kept
     shard = partial(
         fully_shard,  # of all that, some rows
-        mesh=weight_mesh["shard"] if args.replicate == 1 else weight_mesh["replicate", "shard"],
+        mesh=mesh["shard"] if args.replicate == 1 else mesh["replicate", "shard"],
         mp_policy=MixedPrecisionPolicy(DTYPES[args.dtype], reduce_dtype=torch.float32, cast_forward_inputs=False),
         reshard_after_forward=None if args.reshard_after_forward == "on" else False,  # None: all but the root
     )
@@ -82,26 +82,27 @@ def main() -> int:
     if args.dry_run or args.world_size:
         return dry_run(args, build)
 
-    # 1 Processes, in two meshes of the same ranks: by what they read, and by what they hold.
+    # 1 Processes, in a mesh by what they hold. Each has a number among those that read other sequences, too.
     device = runtime.init_process_group(args.device)
     world_size = dist.get_world_size()
     args.dtype = hardware.choose_dtype(args.dtype, device)
     runtime.catch_stop_signals()
-    batch_mesh, weight_mesh = make_meshes(args, device)
+    mesh = make_mesh(args, device)
 
     # 2 The batch: a function of --seed and the step alone. Only data ranks read different sequences.
     corpus = data.load_corpus(args.data, args.tokenizer, args.model)
-    batches = data.Batches(corpus, args, rank=batch_mesh.get_local_rank("data"), world_size=batch_mesh["data"].size())
+    data_ranks = world_size // (args.tp * args.pp * args.cp)
+    batches = data.Batches(corpus, args, rank=find_place(args)[1], world_size=data_ranks)
     held_out = batches.evaluation()
     runtime.say(f"{args.model}, {args.dtype} matmuls, {world_size} x {hardware.device_name(device)}")
 
     # 3 The model: each rank holds its rows, of its part of each matrix, of its layers, in fp32.
     config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)
     check_cuts(args, config, batches)
-    net = build(args, config, weight_mesh, device)
+    net = build(args, config, mesh, device)
     model.materialize(net, args.model, seed=args.seed, device=device)
-    columns = cut_sequence(net, args.seq_len, batch_mesh["context"], DTYPES[args.dtype], device)
-    stage = Stage(net, args, batches, weight_mesh["pipeline"], DTYPES[args.dtype], device)
+    columns = cut_sequence(net, args, mesh, DTYPES[args.dtype], device)
+    stage = Stage(net, args, batches, mesh, DTYPES[args.dtype], device)
     autocast = nullcontext  # fully_shard casts instead: all is in --dtype, also what autocast keeps in fp32
     until_the_end = ExitStack()
     if args.tp > 1:  # forward and backward of the loss from cut logits, which are never gathered
@@ -136,7 +137,7 @@ def main() -> int:
             loss = runtime.whole(loss)  # that of loss_parallel is a DTensor
             loss.backward()
             step_loss += loss.detach()
-        grad_norm = clip_over_stages(net.parameters(), args.clip_norm, weight_mesh["pipeline"])
+        grad_norm = clip_over_stages(net.parameters(), args.clip_norm, mesh)
         lr = optimizer.param_groups[0]["lr"]
         optimizer.step()
         scheduler.step()
@@ -164,7 +165,7 @@ def main() -> int:
     digests = runtime.gather(model.digest(net))
     assert len(set(digests)) == 1, f"ranks hold different weights: {digests}"
     runtime.say("checked: all ranks that hold the same weights have them to the bit")
-    held = check_parts(net, optimizer, weight_mesh)  # its part of each tensor and no more
+    held = check_parts(net, optimizer, args, mesh)  # its part of each tensor and no more
     meter.finish(step, weights_sha256=digests[0], **held)
     runtime.shutdown()
     return exits.REQUEUE_EXIT_CODE if stop and step < args.steps else 0

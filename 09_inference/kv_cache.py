@@ -84,9 +84,9 @@ class PagedCache(StaticCache):
         return len(self.held_blocks()) * sum(tensor[0].nbytes for tensor in self.tensors)
 
     def select(self, texts: list[int]) -> None:
-        """The next forward reads tokens of these texts, a row of ids for each."""
-        tables = [torch.tensor(self.tables[text], device=self.tensors[0].device) for text in texts]
-        self.table = nn.utils.rnn.pad_sequence(tables, batch_first=True)  # block 0 pads them
+        """The next forward reads tokens of these texts, a row of ids for each. Block 0 pads their tables."""
+        table = nn.utils.rnn.pad_sequence([torch.tensor(self.tables[text]) for text in texts], batch_first=True)
+        self.table = table.to(self.tensors[0].device, non_blocking=True)  # or each step would wait for the GPU
         self.slots = torch.arange(self.table.shape[1] * BLOCK, device=self.table.device)
 
     def extend(self, layer: str, positions: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -262,10 +262,11 @@ class Memory:
         return 0.0 if self.plan.on_cpu else CONTEXT
 
     def nccl_bytes(self) -> float:
-        """256 MiB for each group of ranks"""
+        """256 MiB for each group of ranks: all of them, and those of a cut, if they are not all or another's"""
         plan = self.plan
-        groups = plan.dp // plan.replicate, plan.replicate, plan.tp, plan.pp, plan.cp, plan.ep
-        return 0.0 if plan.on_cpu else NCCL * sum(size > 1 for size in groups)
+        cuts = [plan.shards, plan.replicate, plan.tp, plan.pp, plan.ep] + [plan.cp] * (plan.cp != plan.shards)
+        groups = (plan.gpus > 1) + sum(1 < size < plan.gpus for size in cuts)
+        return 0.0 if plan.on_cpu else NCCL * groups
 
     def total_bytes(self) -> float:
         """allocated + fragmentation + context + NCCL"""

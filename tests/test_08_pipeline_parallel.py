@@ -86,25 +86,28 @@ def test_bubble_activations_and_messages_are_those_of_the_formulas(finished):
 
 @pytest.mark.parametrize(("p", "m", "v"), [(1, 5, 1), (2, 6, 2), (3, 9, 3), (4, 4, 2), (8, 32, 2)])
 def test_no_rank_waits_for_ever_if_every_call_blocks(p, m, v):
-    """The strictest rules: a send or a receive ends when the other rank has come to it. NCCL may ask for that."""
+    """The strictest rules: a message goes when both ranks have come to it, a call ends with the last of its batch. NCCL
+    may ask for that."""
     lesson_08 = load(SCRIPT)
     schedules = [lesson_08.gpipe, lesson_08.one_forward_one_backward]
     orders = [[schedule(rank, p, m) for rank in range(p)] for schedule in schedules]
     orders += [[lesson_08.interleaved(rank, p, m, v) for rank in range(p)]] if p > 1 else []
     for order in orders:
         programs = lesson_08.add_messages(order)
-        messages = [[each for each in program if each.name.startswith(("Send", "Receive"))] for program in programs]
-        while any(messages):
-            heads = {rank: program[0] for rank, program in enumerate(messages) if program}
-            ready = []
-            for rank, (name, micro_batch, chunk) in heads.items():
-                if name.startswith("Send"):
-                    stage = chunk * p + rank + (1 if name == "SendActivations" else -1)
-                    received = (name.replace("Send", "Receive"), micro_batch, stage // p)
-                    ready += [rank, stage % p] if heads.get(stage % p) == received else []
-            assert ready, "deadlock"
-            for rank in ready:
-                messages[rank].pop(0)
+        calls = [[step for step in program if step[0].name.startswith(("Send", "Receive"))] for program in programs]
+        while any(calls):
+            current = {rank: left[0] for rank, left in enumerate(calls) if left}
+            gone = []
+            for rank, batch in current.items():
+                for name, micro_batch, chunk in (each for each in batch if each.name.startswith("Send")):
+                    to_chunk, to_rank = divmod(chunk * p + rank + (1 if name == "SendActivations" else -1), p)
+                    received = (name.replace("Send", "Receive"), micro_batch, to_chunk)
+                    if received in current.get(to_rank, ()):
+                        gone += [(rank, (name, micro_batch, chunk)), (to_rank, received)]
+            assert gone, "deadlock"
+            for rank, message in gone:
+                current[rank].remove(message)
+            calls = [[batch for batch in left if batch] for left in calls]
 
 
 REFUSED = {"--model nano": "", "--chunks 5": "--chunks 5 10 9", "--seq-len 999": ""}  # flags: words of the line

@@ -120,11 +120,34 @@ def test_grouped_heads_in_fp32_hold_no_scores(tmp_path):
     assert of_parameters < summary["peak_memory_bytes"] < of_parameters + 2**30
 
 
-def waits(tmp_path: Path, steps: int) -> dict[str, int]:
-    flags = f"--steps {steps} --log-every 100 --global-batch-size 2 --dtype bf16 --run-dir run --device cuda"
-    (counted,) = nogpu.counts(tmp_path / str(steps), "04_amp/train.py", flags)
-    return {what: n for what, n in counted.items() if what.startswith(("sync", "copy to host", "copy async to host"))}
+BETWEEN_LOG_LINES = f"{TRAIN} --log-every 100 --dtype bf16"
+SLOW = "values"  # in noop mode ranks meet numbers that they refuse
+COUNTED = {  # words of the command, ranks, mode, steps, and how often a step may wait for what
+    "one": (f"04_amp/train.py {BETWEEN_LOG_LINES}", 0, "noop", 4, {}),
+    # torch's DDP times its first ten steps and each 100th, and then waits for its own events
+    "ddp": (f"05_ddp/train.py {BETWEEN_LOG_LINES}", 2, "noop", 11, {}),
+    "fsdp": (f"06_fsdp_zero/train_fsdp.py {BETWEEN_LOG_LINES}", 2, "noop", 4, {}),
+    "recomputed": (f"06_fsdp_zero/train_fsdp.py {BETWEEN_LOG_LINES} --checkpointing full", 2, "noop", 4, {}),
+    "3d-tensor": (f"08_model_parallel/train_3d.py {BETWEEN_LOG_LINES} --tp 2", 2, SLOW, 2, {}),
+    "3d-stages": (f"08_model_parallel/train_3d.py {BETWEEN_LOG_LINES} --micro-batch-size 1 --pp 2", 2, SLOW, 2, {}),
+}
 
 
-def test_a_step_waits_for_nothing(tmp_path):
-    assert waits(tmp_path, 4) == waits(tmp_path, 8)
+def waits(folder: Path, words: str, ranks: int, how: str) -> list[dict[str, int]]:
+    """What each rank has waited for, and how often it has asked the driver for memory."""
+    kinds = ("sync", "copy to host", "copy async to host", "memory cudaMalloc")
+    script, flags = words.split(maxsplit=1)
+    counted = nogpu.counts(folder, script, f"{flags} --device cuda", ranks, how)
+    return [{what: n for what, n in of_rank.items() if what.startswith(kinds)} for of_rank in counted]
+
+
+@pytest.mark.parametrize("case", COUNTED)
+def test_a_step_waits_for_nothing_else(tmp_path, case):
+    """Between two log lines: a run of twice as many steps waits as often, and so the GPU never stands still."""
+    words, ranks, how, steps, due = COUNTED[case]
+    few, many = (waits(tmp_path / str(n), f"{words} --steps {n}", ranks, how) for n in (steps, 2 * steps))
+    assert len(few) == len(many) == max(1, ranks)
+    for before, after in zip(few, many, strict=True):
+        assert {
+            what: (after[what] - before.get(what, 0)) / steps for what in after if after[what] != before.get(what)
+        } == due

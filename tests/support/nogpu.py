@@ -26,9 +26,9 @@ def run(how: str, folder: Path, script: str, flags: str, ranks: int = 0, gpus: i
     return finish(start(argv, folder, NOGPU_DEVICES=str(ranks or gpus), **env), folder)
 
 
-def counts(folder: Path, script: str, flags: str, ranks: int = 0) -> list[dict[str, int]]:
-    """How often each rank launched, copied, waited and sent what, in noop mode."""
-    result = run("noop", folder, script, flags, ranks, NOGPU_REPORT=str(folder / "report"))
+def counts(folder: Path, script: str, flags: str, ranks: int = 0, how: str = "noop") -> list[dict[str, int]]:
+    """How often each rank launched, copied, waited and sent what."""
+    result = run(how, folder, script, flags, ranks, NOGPU_REPORT=str(folder / "report"))
     assert result.code == 0, result
     reports = [file.read_text() for file in sorted(folder.glob("report.*"))]
     rows = [[line.split(None, 1) for line in report.splitlines()] for report in reports]

@@ -50,6 +50,7 @@ void nogpu_count(const char *what, const char *name) {
   strcpy(counts[h].key, key); counts[h].n++; pthread_mutex_unlock(&lock);
 }
 int nogpu_default(const char *name, int answer) {
+  if (strstr(name, "emm") || strstr(name, "emv")) nogpu_count("matmul", name);  // cublasGemmEx, cublasSgemm_v2 ...
   if (answer && strncmp(name, "nvml", 4)) nogpu_say("%s is not written, answers %d", name, answer); return answer;
 }
 

@@ -22,7 +22,7 @@ int cublasLtMatmulAlgoGetHeuristic(void *h, void *d, void *a, void *b, void *c, 
                                    void *results, int *found) {
   memset(results, 0, 96 * asked); *found = asked > 0; return 0;
 }
-int cublasLtMatmul(void) { nogpu_count("cublasLt", "matmul"); return 0; }
+int cublasLtMatmul(void) { nogpu_count("matmul", "cublasLtMatmul"); return 0; }
 #endif
 #ifdef LIB_cudnn
 size_t cudnnGetVersion(void) { return 91900; }
@@ -40,5 +40,5 @@ int cudnnBackendGetAttribute(void *d, int name, int type, long asked, long *foun
   enum { INT64 = 3, DESCRIPTOR = 15 }; if (found) *found = 1;
   if (out && asked > 0 && type != DESCRIPTOR) memset(out, 0, type == INT64 ? 8 : 4); return 0;
 }
-int cudnnBackendExecute(void *h, void *p, void *v) { nogpu_count("cudnn", "execute"); return 0; }
+int cudnnBackendExecute(void *h, void *p, void *v) { nogpu_count("attention", "cudnn"); return 0; }
 #endif
