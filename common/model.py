@@ -4,8 +4,7 @@ rotary embedding, grouped queries, SwiGLU): their checkpoints load here, and our
 import hashlib
 import math
 import warnings
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -91,6 +90,18 @@ class RMSNorm(nn.RMSNorm):
         return y.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else y
 
 
+def project(x: Tensor, *layers: nn.Linear) -> Iterator[Tensor]:
+    """What each of the layers makes of x. In a compiled training step under autocast one matmul does it: x is read
+    once, and the cast of the weights, which has to be anyway, puts them into one matrix."""
+    plain = all(type(layer) is nn.Linear and not hasattr(layer.weight, "placements") for layer in layers)
+    compiled = torch.compiler.is_dynamo_compiling() and torch.is_grad_enabled()
+    if not (plain and compiled and torch.is_autocast_enabled(x.device.type)):
+        return (layer(x) for layer in layers)
+    weight = torch.cat([layer.weight for layer in layers])
+    bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])
+    return iter(F.linear(x, weight, bias).split([layer.out_features for layer in layers], dim=-1))
+
+
 class Attention(nn.Module):
     attend = staticmethod(attend)  # context parallelism puts another in its place
 
@@ -107,7 +118,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, extend: Callable | None = None, seen=None) -> Tensor:
         """`extend` gives keys and values with those of past tokens before them; `seen` says who may look at which."""
-        q, k, v = (linear(x).unflatten(-1, (-1, self.head_dim)) for linear in (self.q_proj, self.k_proj, self.v_proj))
+        qkv = project(x, self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in qkv)
         q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)  # before the transpose: no copies
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         if extend is not None:
@@ -124,7 +136,8 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(c.intermediate_size, c.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate_up = project(x, self.gate_proj, self.up_proj)
+        return self.down_proj(F.silu(next(gate_up)) * next(gate_up))
 
 
 class Block(nn.Module):
@@ -202,9 +215,10 @@ class Transformer(nn.Module):
         hidden = self.model(input_ids, positions, cache)
         if self.lm_head is None:
             return hidden
+        return self.lm_head(hidden) if targets is None else self.loss(hidden, targets, reduction)
+
+    def loss(self, hidden: Tensor, targets: Tensor, reduction: str) -> Tensor:
         logits = self.lm_head(hidden)
-        if targets is None:
-            return logits
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction=reduction)
 
 
@@ -212,22 +226,20 @@ def checkpoint_blocks(net: Transformer, how: str) -> None:
     """What backward computes again: none; full: all but a block's input; selective: all but attention and matmuls, too.
     Call it before compile and fully_shard."""
     for block in net.model.layers.values() if how != "none" else ():
-        matmuls = sum(weight.ndim == 2 for weight in block.parameters())  # those of adapters, too
-        context = {"context_fn": partial(selective_contexts, matmuls)} if how == "selective" else {}
+        down = (net.config.intermediate_size, net.config.hidden_size)
+        context = {"context_fn": partial(selective_contexts, down)} if how == "selective" else {}
         again = partial(checkpoint, block.forward, use_reentrant=False, **context)
         block.forward = lambda *args, again=again: again(*args)  # of Python: compile finds no frame in a partial
 
 
-def selective_contexts(last: int) -> tuple:
+def selective_contexts(last: tuple[int, int]) -> tuple:
     """For torch's checkpoint, which calls it at each forward: keep what attention and matmuls gave, compute the rest
-    again. The `last` matmul is not kept: no backward reads it. A number, or each block would be compiled anew."""
-    matmuls = Counter()  # so far: in forward, in recomputation
+    again. That of the last matmul, known by its [in, out], is not kept: no backward reads it."""
 
     def policy(context, operator, *args, **kwargs) -> CheckpointPolicy:
         keep = operator.name().startswith("aten::_scaled_dot_product_")  # attention, by whatever kernel
         if operator.name() in ("aten::mm", "aten::addmm"):  # without and with a bias
-            matmuls[context.is_recompute] += 1  # torch 2.11 asks in backward again
-            keep = matmuls[context.is_recompute] < last
+            keep = args[-1].shape != last
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
