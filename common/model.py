@@ -93,9 +93,9 @@ class RMSNorm(nn.RMSNorm):
 def project(x: Tensor, *layers: nn.Linear) -> Iterator[Tensor]:
     """What each of the layers makes of x. In a compiled training step under autocast one matmul does it: x is read
     once, and the cast of the weights, which has to be anyway, puts them into one matrix."""
+    trained = torch.is_grad_enabled() and torch.is_autocast_enabled(x.device.type)
     plain = all(type(layer) is nn.Linear and not hasattr(layer.weight, "placements") for layer in layers)
-    compiled = torch.compiler.is_dynamo_compiling() and torch.is_grad_enabled()
-    if not (plain and compiled and torch.is_autocast_enabled(x.device.type)):
+    if not (torch.compiler.is_dynamo_compiling() and trained and plain):
         return (layer(x) for layer in layers)
     weight = torch.cat([layer.weight for layer in layers])
     bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])
@@ -118,12 +118,10 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, extend: Callable | None = None, seen=None) -> Tensor:
         """`extend` gives keys and values with those of past tokens before them; `seen` says who may look at which."""
-        qkv = project(x, self.q_proj, self.k_proj, self.v_proj)
-        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in qkv)
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in project(x, self.q_proj, self.k_proj, self.v_proj))
         q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)  # before the transpose: no copies
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-        if extend is not None:
-            k, v = extend(k, v)
+        k, v = (k, v) if extend is None else extend(k, v)
         y = self.attend(q, k, v, seen, is_causal=seen is None, enable_gqa=self.grouped)
         return self.o_proj(y.transpose(1, 2).flatten(2))
 
@@ -218,16 +216,16 @@ class Transformer(nn.Module):
         return self.lm_head(hidden) if targets is None else self.loss(hidden, targets, reduction)
 
     def loss(self, hidden: Tensor, targets: Tensor, reduction: str) -> Tensor:
-        logits = self.lm_head(hidden)
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction=reduction)
+        logits = self.lm_head(hidden).flatten(0, 1).float()
+        return F.cross_entropy(logits, targets.flatten(), reduction=reduction)
 
 
 def checkpoint_blocks(net: Transformer, how: str) -> None:
     """What backward computes again: none; full: all but a block's input; selective: all but attention and matmuls, too.
     Call it before compile and fully_shard."""
     for block in net.model.layers.values() if how != "none" else ():
-        down = (net.config.intermediate_size, net.config.hidden_size)
-        context = {"context_fn": partial(selective_contexts, down)} if how == "selective" else {}
+        last = tuple([*block.mlp.parameters()][-1].shape[::-1])  # down_proj's, or that of its adapter
+        context = {"context_fn": partial(selective_contexts, last)} if how == "selective" else {}
         again = partial(checkpoint, block.forward, use_reentrant=False, **context)
         block.forward = lambda *args, again=again: again(*args)  # of Python: compile finds no frame in a partial
 
@@ -237,10 +235,9 @@ def selective_contexts(last: tuple[int, int]) -> tuple:
     again. That of the last matmul, known by its [in, out], is not kept: no backward reads it."""
 
     def policy(context, operator, *args, **kwargs) -> CheckpointPolicy:
-        keep = operator.name().startswith("aten::_scaled_dot_product_")  # attention, by whatever kernel
-        if operator.name() in ("aten::mm", "aten::addmm"):  # without and with a bias
-            keep = args[-1].shape != last
-        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+        attention = operator.name().startswith("aten::_scaled_dot_product_")  # by whatever kernel
+        matmul = operator.name() in ("aten::mm", "aten::addmm") and args[-1].shape != last  # addmm has a bias
+        return CheckpointPolicy.MUST_SAVE if attention or matmul else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
 
