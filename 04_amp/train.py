@@ -7,7 +7,7 @@ and needs no more. In fp16 small gradients would become zero. So GradScaler mult
 factor, divides the gradients by it before the step, and skips the step where something overflowed.
 
     laptop    python 04_amp/train.py
-    one GPU   python 04_amp/train.py --model llama-124m --global-batch-size 32 --compile
+    one GPU   python 04_amp/train.py --model llama-124m --global-batch-size 64 --compile
     cluster   one process is all it uses; 05_ddp/train.py is the same program on many
 
 Look for: tokens/s and memory beside those of --dtype fp32, at almost the same losses; steps skipped with

@@ -72,6 +72,8 @@ def main() -> int:
         if args.compile:
             block.compile(fullgraph=True)
         shard(block)
+    if args.compile:
+        net.loss = torch.compile(net.loss, fullgraph=True)  # the largest tensor, the logits, is read less often
     shard(net)  # what is left is one group: embeddings, final norm and head, since two of them may be one matrix
     for block, next_block in pairwise(net.model.layers.values()):  # while one computes, the next is on its way
         block.set_modules_to_forward_prefetch([next_block])

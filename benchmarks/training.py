@@ -58,7 +58,7 @@ CASES = {  # side, script, flags of its own, ranks (0: without torchrun), the si
 }
 DEFAULTS = {
     "cpu": {"model": "nano", "seq_len": 256, "global_batch_size": 8, "dtype": "fp32"},
-    "cuda": {"model": "llama-124m", "seq_len": 1024, "global_batch_size": 32, "dtype": "bf16"},
+    "cuda": {"model": "llama-124m", "seq_len": 1024, "global_batch_size": 64, "dtype": "bf16"},
 }
 LOSS_TOLERANCE = {"fp32": 1e-5, "bf16": 5e-3}  # relative, of the first loss
 TRAINER_LOSS_TOLERANCE = 0.1  # of the last: its batches come in another order
@@ -99,7 +99,7 @@ def main() -> int:
     add("--model", help="as in 04_amp/train.py (default: nano, on a GPU llama-124m)")
     add("--data", default="stdlib", help="as in 04_amp/train.py")
     add("--seq-len", type=cli.positive_int, help="default: 256, on a GPU 1024")
-    add("--global-batch-size", type=cli.positive_int, help="sequences per step (default: 8, on a GPU 32)")
+    add("--global-batch-size", type=cli.positive_int, help="sequences per step (default: 8, on a GPU 64)")
     add("--steps", type=cli.positive_int, default=30, help=f"of each run, at least {2 * LOG_EVERY}")
     add("--dtype", choices=tuple(LOSS_TOLERANCE), help="default: fp32, on a GPU bf16")
     add("--ranks", type=cli.positive_int, help="default: 2, on GPUs as many as there are")

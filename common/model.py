@@ -4,8 +4,7 @@ rotary embedding, grouped queries, SwiGLU): their checkpoints load here, and our
 import hashlib
 import math
 import warnings
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -54,7 +53,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None, *, is_ca
     q = q.unflatten(1, (groups, -1)).flatten(0, 1)  # [batch x groups, query heads of a group, tokens, head_dim]
     k, v = (part.flatten(0, 1)[:, None].expand(-1, q.shape[1], -1, -1) for part in (k, v))
     seen = seen if seen is None or seen.ndim == 2 else seen.repeat_interleave(groups, 0)
-    return F.scaled_dot_product_attention(q, k, v, seen, is_causal=is_causal).unflatten(0, (-1, groups)).flatten(1, 2)
+    y = F.scaled_dot_product_attention(q, k, v, seen, is_causal=is_causal)
+    return y.unflatten(0, (-1, groups)).flatten(1, 2)
 
 
 def random_weight(name: str, shape: tuple[int, ...], seed: int, first: int = 0, last: int | None = None) -> Tensor:
@@ -71,7 +71,8 @@ def random_weight(name: str, shape: tuple[int, ...], seed: int, first: int = 0, 
         block = torch.empty(min(ROWS, shape[0] - start), *shape[1:], device="cpu").normal_(0, 0.02, generator=generator)
         rows[max(start - first, 0) : start - first + ROWS] = block[max(first - start, 0) : last - start]
 
-    list(ThreadPoolExecutor(torch.get_num_threads()).map(draw, range(first // ROWS * ROWS, last, ROWS)))
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # torch itself draws in one
+        list(pool.map(draw, range(first // ROWS * ROWS, last, ROWS)))
     return rows
 
 
@@ -93,6 +94,18 @@ class RMSNorm(nn.RMSNorm):
         return y.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else y
 
 
+def project(x: Tensor, *layers: nn.Linear) -> Iterator[Tensor]:
+    """What each of the layers makes of x. In a compiled training step under autocast one matmul does it: x is read
+    once, and the cast of the weights, which has to be anyway, puts them into one matrix."""
+    trained = torch.is_grad_enabled() and torch.is_autocast_enabled(x.device.type)
+    plain = all(type(layer) is nn.Linear and not hasattr(layer.weight, "placements") for layer in layers)
+    if not (torch.compiler.is_dynamo_compiling() and trained and plain):
+        return (layer(x) for layer in layers)
+    weight = torch.cat([layer.weight for layer in layers])
+    bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])
+    return iter(F.linear(x, weight, bias).split([layer.out_features for layer in layers], dim=-1))
+
+
 class Attention(nn.Module):
     attend = staticmethod(attend)  # context parallelism puts another in its place
 
@@ -109,11 +122,10 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, extend: Callable | None = None, seen=None) -> Tensor:
         """`extend` gives keys and values with those of past tokens before them; `seen` says who may look at which."""
-        q, k, v = (linear(x).unflatten(-1, (-1, self.head_dim)) for linear in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in project(x, self.q_proj, self.k_proj, self.v_proj))
         q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)  # before the transpose: no copies
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-        if extend is not None:
-            k, v = extend(k, v)
+        k, v = (k, v) if extend is None else extend(k, v)
         y = self.attend(q, k, v, seen, is_causal=seen is None, enable_gqa=self.grouped)
         return self.o_proj(y.transpose(1, 2).flatten(2))
 
@@ -126,7 +138,8 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(c.intermediate_size, c.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate_up = project(x, self.gate_proj, self.up_proj)
+        return self.down_proj(F.silu(next(gate_up)) * next(gate_up))
 
 
 class Block(nn.Module):
@@ -195,7 +208,8 @@ class Transformer(nn.Module):
         """Every weight is a function of (seed, name, row): whole, sharded or cut into stages, the start is the same."""
         for name, parameter in self.named_parameters():
             held, (rows, *others) = part_of(parameter)
-            held.copy_(random_weight(name, parameter.shape, seed, rows.start, rows.stop)[(slice(None), *others)])
+            weight = random_weight(name, parameter.shape, seed, rows.start, rows.stop)
+            held.copy_(weight[(slice(None), *others)])
 
     def forward(self, input_ids, targets: Tensor | None = None, positions=None, cache=None, reduction="mean") -> Tensor:
         """Logits [batch, length, vocab]; given targets [batch, length], their mean cross-entropy in nats, or its "sum":
@@ -203,33 +217,31 @@ class Transformer(nn.Module):
         hidden = self.model(input_ids, positions, cache)
         if self.lm_head is None:
             return hidden
-        logits = self.lm_head(hidden)
-        if targets is None:
-            return logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction=reduction)
+        return self.lm_head(hidden) if targets is None else self.loss(hidden, targets, reduction)
+
+    def loss(self, hidden: Tensor, targets: Tensor, reduction: str) -> Tensor:
+        logits = self.lm_head(hidden).flatten(0, 1).float()
+        return F.cross_entropy(logits, targets.flatten(), reduction=reduction)
 
 
 def checkpoint_blocks(net: Transformer, how: str) -> None:
     """What backward computes again: none; full: all but a block's input; selective: all but attention and matmuls, too.
     Call it before compile and fully_shard."""
     for block in net.model.layers.values() if how != "none" else ():
-        matmuls = sum(weight.ndim == 2 for weight in block.parameters())  # those of adapters, too
-        context = {"context_fn": partial(selective_contexts, matmuls)} if how == "selective" else {}
+        last = tuple([*block.mlp.parameters()][-1].shape[::-1])  # down_proj's, or that of its adapter
+        context = {"context_fn": partial(selective_contexts, last)} if how == "selective" else {}
         again = partial(checkpoint, block.forward, use_reentrant=False, **context)
         block.forward = lambda *args, again=again: again(*args)  # of Python: compile finds no frame in a partial
 
 
-def selective_contexts(last: int) -> tuple:
+def selective_contexts(last: tuple[int, int]) -> tuple:
     """For torch's checkpoint, which calls it at each forward: keep what attention and matmuls gave, compute the rest
-    again. The `last` matmul is not kept: no backward reads it. A number, or each block would be compiled anew."""
-    matmuls = Counter()  # so far: in forward, in recomputation
+    again. That of the last matmul, known by its [in, out], is not kept: no backward reads it."""
 
     def policy(context, operator, *args, **kwargs) -> CheckpointPolicy:
-        keep = operator.name().startswith("aten::_scaled_dot_product_")  # attention, by whatever kernel
-        if operator.name() in ("aten::mm", "aten::addmm"):  # without and with a bias
-            matmuls[context.is_recompute] += 1  # torch 2.11 asks in backward again
-            keep = matmuls[context.is_recompute] < last
-        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+        attention = operator.name().startswith("aten::_scaled_dot_product_")  # by whatever kernel
+        matmul = operator.name() in ("aten::mm", "aten::addmm") and args[-1].shape != last  # addmm has a bias
+        return CheckpointPolicy.MUST_SAVE if attention or matmul else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
 
@@ -321,4 +333,5 @@ def warmup_cosine(step: int, warmup_steps: int, steps: int) -> float:
     """Factor on the peak learning rate for 0-based `step`: up in a line, down to a tenth along a cosine."""
     if step < warmup_steps:
         return (step + 1) / warmup_steps
-    return 0.55 + 0.45 * math.cos(math.pi * min(1.0, (step - warmup_steps) / max(1, steps - warmup_steps)))
+    done = min(1.0, (step - warmup_steps) / max(1, steps - warmup_steps))
+    return 0.55 + 0.45 * math.cos(math.pi * done)
