@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DEFAULT_PROMPT = "def main():"
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what a decoder shows for a character whose last bytes are missing
 SMALL = 200e6  # parameters: up to here --dtype auto is fp32, and the tokens are compared with transformers'
+BUCKET = 256  # slots: a captured step reads a multiple of them
 READ_EVERY = 8  # decode steps: a GPU that has to hand over each token at once waits for Python at each step
 
 
@@ -37,18 +39,25 @@ class StaticCache:
         self.values = {name: torch.zeros(shape, dtype=dtype, device=device) for name in names}
         self.tensors = [*self.keys.values(), *self.values.values()]
         self.rows = torch.arange(batch, device=device)[:, None]
-        self.slots = torch.arange(length, device=device)
+        self.slots = torch.arange(length, device=device)  # that attention reads
+        self.filled = 0  # the most that a prompt and the steps since may have filled
 
     def visible(self, positions: Tensor) -> Tensor:
-        """Which slots each token sees: bool [batch, 1, tokens, length], from positions [batch, tokens]."""
-        return (self.slots <= positions.unsqueeze(-1)).unsqueeze(1)
+        """What attention adds to scores, 0 where a token sees a slot, else -infinity: from positions [batch, tokens] to
+        [batch, 1, tokens, slots], of one row [tokens, slots]."""
+        seen = (self.slots <= positions.unsqueeze(-1)).to(self.tensors[0].dtype).log()
+        return seen.unsqueeze(1) if len(seen) > 1 else seen[0]
 
-    def extend(self, layer: str, positions: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Write k and v [batch, heads, tokens, head_dim] to their slots; returns all keys and values of the layer."""
-        keys, values = self.keys[layer], self.values[layer]
-        keys[self.rows, :, positions] = k.transpose(1, 2)
-        values[self.rows, :, positions] = v.transpose(1, 2)
-        return keys, values
+    def extend(self, layer: str, positions: Tensor) -> Callable:
+        """From k and v [batch, heads, tokens, head_dim] of these tokens to all keys and values that the layer reads."""
+        keys, values = (cached[layer][:, :, : len(self.slots)] for cached in (self.keys, self.values))
+        return partial(write, keys, values, self.rows, positions)
+
+
+def write(keys: Tensor, values: Tensor, rows: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    keys[rows, :, slots] = k.transpose(1, 2)
+    values[rows, :, slots] = v.transpose(1, 2)
+    return keys, values
 
 
 @dataclass
@@ -68,7 +77,9 @@ def steps_of(net: nn.Module, cache: StaticCache) -> tuple[Callable, Callable]:
     each, [batch]. Both return the logits [batch, vocab] of each row's last token, in prefill at `last` [batch]."""
     torch.backends.cuda.enable_cudnn_sdp(False)  # it would build a plan for each new length, in 0.4 to 1 s
 
+    @torch.compiler.set_stance("force_eager")  # or the blocks would be compiled for each length
     def prefill(ids: Tensor, positions: Tensor, last: Tensor) -> Tensor:
+        cache.filled = ids.shape[1]
         hidden = net.model(ids, positions, cache)
         return net.lm_head(hidden[torch.arange(len(ids), device=ids.device), last])  # not of every prompt token
 
@@ -78,14 +89,49 @@ def steps_of(net: nn.Module, cache: StaticCache) -> tuple[Callable, Callable]:
     return prefill, decode
 
 
-def compiled(step: Callable, cache: StaticCache) -> Callable:
-    """A step that is compiled once: the cache keeps its shapes and addresses, whatever the position. On a GPU it is
-    replayed as one CUDA graph, so that no kernel waits for Python."""
+def compiled(net: nn.Module, cache: StaticCache, *steps: Callable) -> list[Callable]:
+    """Steps of (ids, positions), compiled once: the cache keeps its addresses, whatever the position. On a GPU a block
+    is compiled, whose code serves all, and the whole step is captured, so that no kernel waits for Python."""
     if not cache.slots.is_cuda:
-        return torch.compile(step, dynamic=False)
-    for tensor in cache.tensors:
-        torch._dynamo.mark_static_address(tensor)  # else no CUDA graph may write to it
-    return torch.compile(step, dynamic=False, mode="reduce-overhead")
+        return [torch.compile(step, dynamic=False) for step in steps]
+    if hasattr(next(net.parameters()), "placements"):  # tensor parallel: the hooks of its blocks differ
+        for tensor in cache.tensors:
+            torch._dynamo.mark_static_address(tensor)  # else no CUDA graph may write to it
+        return [torch.compile(step, dynamic=False, mode="reduce-overhead") for step in steps]
+    # a matmul of one row as a sum, without a tensor of converted codes; q, k, v and gate, up in one kernel each
+    options = {"coordinate_descent_tuning": True, "combo_kernels": True}
+    for block in net.model.layers.values():
+        for module in block.modules():
+            if module.__class__.__name__.endswith("Linear"):
+                module.register_forward_pre_hook(materialize)
+        block.compile(fullgraph=True, options=options)
+    return [captured(step, cache) for step in steps]
+
+
+def materialize(_, inputs: tuple[Tensor]) -> Tensor:
+    """A view of memory has to be in memory: else Inductor computes norm and gate anew for each row of a matrix."""
+    return inputs[0].as_strided(inputs[0].shape, inputs[0].stride())
+
+
+def captured(step: Callable, cache: StaticCache) -> Callable:
+    """The step as a CUDA graph for each bucket of slots: attention reads the filled ones up to the end of the last."""
+    graphs, pool, slots = {}, torch.cuda.graph_pool_handle(), cache.slots
+
+    def replay(*inputs: Tensor) -> Tensor:
+        cache.filled += inputs[0].numel() // len(inputs[0])
+        bucket = min(len(slots), -(-cache.filled // BUCKET) * BUCKET)
+        if (bucket, inputs[0].shape) not in graphs:
+            cache.slots, static, graph = slots[:bucket], [each.clone() for each in inputs], torch.cuda.CUDAGraph()
+            step(*static)  # compiles, and writes to the cache what the replay writes again
+            with torch.cuda.graph(graph, pool=pool):
+                graphs[bucket, inputs[0].shape] = graph, static, step(*static)
+            cache.slots = slots
+        graph, static, logits = graphs[bucket, inputs[0].shape]
+        torch._foreach_copy_(static, inputs)
+        graph.replay()
+        return logits
+
+    return replay
 
 
 @torch.inference_mode()
@@ -210,6 +256,7 @@ class Text:
             room = config.max_position_embeddings - longest - ahead
             fix = f"use --max-new-tokens {room}" if room > 0 else "shorten the prompt"
             raise UserError(f"a prompt of {longest} tokens in a context of {config.max_position_embeddings}: {fix}")
+        self.length += -self.length % 16  # or attention would copy its mask, in each layer, to align it
         stop = set() if self.tokenizer is None else {self.tokenizer.eos_token_id}
         generation_config = Path(args.model) / "generation_config.json"
         if generation_config.is_file():

@@ -46,7 +46,6 @@ from _shared import (
 
 from common import cli, exits, lesson, model, runtime, shapes
 
-WARM_UP_TOKENS = 4  # a CUDA graph is captured at the second or third step
 DRAWN_ON_CPU = 2e9  # parameters; a CPU takes a quarter of an hour to draw those of llama-70b
 
 
@@ -121,7 +120,7 @@ def main() -> int:
     cache = StaticCache(config, batch=len(text.prompts), length=text.length, ranks=ranks, **kind)
     prefill, decode = steps_of(net, cache)
     if args.compile:
-        decode = compiled(decode, cache)
+        (decode,) = compiled(net, cache, decode)
 
     def answer(new_tokens: int, on_tokens=None):
         generator = torch.Generator(device).manual_seed(args.seed)
@@ -129,7 +128,7 @@ def main() -> int:
         how = {"max_new_tokens": new_tokens, "choose": choose, "device": device, "stop": text.stop}
         return generate(prefill, decode, text.prompts, on_tokens=on_tokens, **how)
 
-    answer(min(WARM_UP_TOKENS, args.max_new_tokens))  # the first steps are slow
+    answer(args.max_new_tokens if args.compile else 4)  # the first steps are slow, compiled ones in each bucket
     result = answer(args.max_new_tokens, text.printer() if runtime.is_rank0() else None)
     of_ranks = runtime.gather(result.token_ids)
     assert all(ids == of_ranks[0] for ids in of_ranks), f"ranks have different tokens: {of_ranks}"

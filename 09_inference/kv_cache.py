@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
 from _kv_cache import COLUMNS, check, held_at_the_end, seconds_to_resume, shared_tokens
-from _shared import DTYPES, StaticCache, Text, check_tokens, choose_dtype, generate, parser, sample, steps_of
+from _shared import DTYPES, StaticCache, Text, check_tokens, choose_dtype, generate, parser, sample, steps_of, write
 
 from common import exits, lesson, measure, model, shapes
 
@@ -89,12 +89,16 @@ class PagedCache(StaticCache):
         self.table = table.to(self.tensors[0].device, non_blocking=True)  # or each step would wait for the GPU
         self.slots = torch.arange(self.table.shape[1] * BLOCK, device=self.table.device)
 
-    def extend(self, layer: str, positions: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def extend(self, layer: str, positions: Tensor) -> Callable:
         """Write each token where its text's table says, then gather the blocks of each text. That copies them at every
         step; a server's attention kernel follows the table instead."""
-        self.rows = self.table.gather(1, positions // BLOCK)
-        keys, values = super().extend(layer, positions % BLOCK, k, v)
-        return tuple(blocks[self.table].transpose(1, 2).flatten(2, 3) for blocks in (keys, values))
+        rows = self.table.gather(1, positions // BLOCK)
+
+        def write_and_gather(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            blocks = write(self.keys[layer], self.values[layer], rows, positions % BLOCK, k, v)
+            return tuple(each[self.table].transpose(1, 2).flatten(2, 3) for each in blocks)
+
+        return write_and_gather
 
     def offload(self, text: int) -> list[Tensor]:
         """Copy the text's blocks to the CPU and free them. A GPU only starts the copies; what is written to the blocks

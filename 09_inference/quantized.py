@@ -108,7 +108,6 @@ class Int4Linear(nn.Module):
 
 
 LAYERS = {"fp32": None, "bf16": None, "int8": Int8Linear, "int4": Int4Linear}  # None: nn.Linear in that type
-WARM_UP_TOKENS = 4  # a CUDA graph is captured at the second or third step
 
 
 def run(weights: str, text: Text, args: argparse.Namespace, device: torch.device) -> tuple[dict, Tensor]:
@@ -121,14 +120,14 @@ def run(weights: str, text: Text, args: argparse.Namespace, device: torch.device
     cache = StaticCache(text.config, **shape, device=device)
     prefill, decode = steps_of(net, cache)
     if args.compile:
-        decode = compiled(decode, cache)
+        (decode,) = compiled(net, cache, decode)
 
     def answer(new_tokens: int):
         generator = torch.Generator(device).manual_seed(args.seed)
         how = {"max_new_tokens": new_tokens, "device": device, "stop": text.stop}
         return generate(prefill, decode, text.prompts, choose=lambda logits: sample(logits, args, generator), **how)
 
-    answer(min(WARM_UP_TOKENS, args.max_new_tokens))  # the first steps are slow
+    answer(args.max_new_tokens if args.compile else 4)  # the first steps are slow, compiled ones in each bucket
     result = answer(args.max_new_tokens)
     row = {
         "weights": weights,
@@ -169,8 +168,6 @@ def main() -> int:
     config = shapes.read_config(args.model)
     text = Text(args, config)
     device = lesson.start(args.device, args.seed)
-    if args.compile and device.type == "cuda":
-        torch._inductor.config.coordinate_descent_tuning = True  # else a matmul of one row converts its codes first
 
     rows, checked = [], []
     for weights in [*LAYERS] if args.weights == "all" else [args.weights]:

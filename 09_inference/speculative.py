@@ -104,7 +104,7 @@ def steps(net: nn.Module, length: int, args, device: torch.device) -> tuple[Call
     def verify(ids: Tensor, positions: Tensor) -> Tensor:
         return net(ids, positions=positions, cache=cache)
 
-    return (prefill, *(shared.compiled(step, cache) if args.compile else step for step in (decode, verify)))
+    return (prefill, *(shared.compiled(net, cache, decode, verify) if args.compile else (decode, verify)))
 
 
 def run(name: str, large: tuple, draft: tuple | None, text: shared.Text, args, device: torch.device) -> dict:

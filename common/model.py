@@ -186,7 +186,7 @@ class Decoder(nn.Module):
         cos, sin = (table[rows].unsqueeze(-2).to(x.device) for table in (self.rope_cos, self.rope_sin))
         seen = None if cache is None else cache.visible(positions)
         for name, layer in self.layers.items():
-            past = () if cache is None else (partial(cache.extend, name, positions), seen)
+            past = () if cache is None else (cache.extend(name, positions), seen)
             x = layer(x, cos, sin, *past)
         return x if self.norm is None else self.norm(x)
 
