@@ -91,9 +91,9 @@ class RMSNorm(nn.RMSNorm):
 
 
 def project(x: Tensor, *layers: nn.Linear) -> Iterator[Tensor]:
-    """What each of the layers makes of x. In a compiled training step under autocast one matmul does it: x is read
-    once, and the cast of the weights, which has to be anyway, puts them into one matrix."""
-    trained = torch.is_grad_enabled() and torch.is_autocast_enabled(x.device.type)
+    """What each of the layers makes of x. In a training step compiled under CUDA's autocast one matmul does it: x is
+    read once, and the cast of the weights, which has to be anyway, puts them into one matrix."""
+    trained = torch.is_grad_enabled() and torch.is_autocast_enabled("cuda")  # a CPU is slower for it
     plain = all(type(layer) is nn.Linear and not hasattr(layer.weight, "placements") for layer in layers)
     if not (torch.compiler.is_dynamo_compiling() and trained and plain):
         return (layer(x) for layer in layers)
