@@ -216,8 +216,8 @@ class Transformer(nn.Module):
         return self.lm_head(hidden) if targets is None else self.loss(hidden, targets, reduction)
 
     def loss(self, hidden: Tensor, targets: Tensor, reduction: str) -> Tensor:
-        logits = self.lm_head(hidden).flatten(0, 1).float()
-        return F.cross_entropy(logits, targets.flatten(), reduction=reduction)
+        logits = self.lm_head(hidden)
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction=reduction)
 
 
 def checkpoint_blocks(net: Transformer, how: str) -> None:
