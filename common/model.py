@@ -95,9 +95,9 @@ class RMSNorm(nn.RMSNorm):
 
 
 def project(x: Tensor, *layers: nn.Linear) -> Iterator[Tensor]:
-    """What each of the layers makes of x. In a compiled training step under autocast one matmul does it: x is read
-    once, and the cast of the weights, which has to be anyway, puts them into one matrix."""
-    trained = torch.is_grad_enabled() and torch.is_autocast_enabled(x.device.type)
+    """What each of the layers makes of x. In a training step compiled under CUDA's autocast one matmul does it: x is
+    read once, and the cast of the weights, which has to be anyway, puts them into one matrix."""
+    trained = torch.is_grad_enabled() and torch.is_autocast_enabled("cuda")  # a CPU is slower for it
     plain = all(type(layer) is nn.Linear and not hasattr(layer.weight, "placements") for layer in layers)
     if not (torch.compiler.is_dynamo_compiling() and trained and plain):
         return (layer(x) for layer in layers)
@@ -220,8 +220,8 @@ class Transformer(nn.Module):
         return self.lm_head(hidden) if targets is None else self.loss(hidden, targets, reduction)
 
     def loss(self, hidden: Tensor, targets: Tensor, reduction: str) -> Tensor:
-        logits = self.lm_head(hidden).flatten(0, 1).float()
-        return F.cross_entropy(logits, targets.flatten(), reduction=reduction)
+        logits = self.lm_head(hidden)
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction=reduction)
 
 
 def checkpoint_blocks(net: Transformer, how: str) -> None:

@@ -154,6 +154,16 @@ def test_attention_is_causal(dtype):
     assert (before[:, 25:] != after[:, 25:]).any(-1).all()  # and every later position has seen it
 
 
+@pytest.fixture
+def merged():
+    """What a GPU merges, on a CPU."""
+    torch.compiler.reset()  # of one function there are at most eight versions
+    torch.set_autocast_enabled("cuda", True)
+    yield
+    torch.set_autocast_enabled("cuda", False)
+
+
+@pytest.mark.usefixtures("merged")
 @pytest.mark.parametrize("change", ["num_key_value_heads", "qkv_bias", "qk_norm"])
 def test_a_compiled_training_step_has_one_matmul_for_q_k_v_and_one_for_gate_and_up(change):
     config = dataclasses.replace(shapes.SIZES["nano"], num_hidden_layers=1, **{change: 2})
@@ -163,7 +173,6 @@ def test_a_compiled_training_step_has_one_matmul_for_q_k_v_and_one_for_gate_and_
         matmuls.append(sum(node.target is F.linear for node in graph.graph.nodes))
         return graph.forward
 
-    torch.compiler.reset()  # of one function there are at most eight versions
     compiled, losses, gradients = torch.compile(net, backend=backend, fullgraph=True), [], []
     for run in (net, compiled):
         with torch.autocast("cpu", torch.bfloat16):
@@ -173,16 +182,18 @@ def test_a_compiled_training_step_has_one_matmul_for_q_k_v_and_one_for_gate_and_
     assert max((a - b).norm() / a.norm() for a, b in zip(*gradients, strict=True)) < 0.03  # of bf16
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         compiled(*tokens)
-    compiled(*tokens)  # in fp32 the weights are not cast
+    torch.set_autocast_enabled("cuda", False)
+    with torch.autocast("cpu", torch.bfloat16):
+        compiled(*tokens)
     assert matmuls == [5, 8, 8]  # with o_proj, down_proj and the head
 
 
+@pytest.mark.usefixtures("merged")
 def test_selective_checkpointing_keeps_the_merged_matmuls_and_not_the_last():
     net = model.build("nano", dataclasses.replace(shapes.SIZES["nano"], num_hidden_layers=1), seed=0)
     model.checkpoint_blocks(net, "selective")
     kept = []
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda it: kept.append(it) or it, lambda it: it)
-    torch.compiler.reset()
     with hooks, torch.autocast("cpu", torch.bfloat16):
         torch.compile(net, backend="aot_eager", fullgraph=True)(*torch.randint(0, 256, (2, 3, 20)))
     widths = [tensor.numel() // 60 for tensor in kept if tensor.dtype == torch.bfloat16 and 60 in tensor.shape]
