@@ -1,13 +1,16 @@
 """What a GPU would compute. An operation is called on "cuda", where its kernel does nothing but its checks and its
 allocations are real, and then once more on the CPU over the same bytes."""
 
+import ctypes
+import os
 import sys
 import threading
 import traceback
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, empty, empty_strided  # as they are: DeepSpeed replaces those in torch
+from torch._decomp import get_decompositions
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
@@ -50,45 +53,36 @@ def over_same_memory(x):
         return x
     storage = x.untyped_storage()
     if storage.nbytes() == 0 or x.numel() == 0:
-        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
+        return empty_strided(x.shape, x.stride(), dtype=x.dtype)
     memory = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), CPU, storage.nbytes())
-    out = torch.empty(0, dtype=x.dtype).set_(memory, x.storage_offset(), x.shape, x.stride())
+    out = empty(0, dtype=x.dtype).set_(memory, x.storage_offset(), x.shape, x.stride())
     return out.conj() if x.is_conj() else out
 
 
 def on_gpu(value: Tensor) -> Tensor:
-    made = torch.empty(value.shape, dtype=value.dtype, device="cuda")
+    made = empty(value.shape, dtype=value.dtype, device="cuda")
     if value.numel():
         over_same_memory(made).copy_(value)
     return made
 
 
+def in_fp32(args):
+    return [x.float() if isinstance(x, Tensor) else x for x in args]
+
+
 # Operations that the CPU has not, or has in another form. Each is called with its arguments by name.
-def scores(query, key, value, attn_bias=None, is_causal=False, scale=None, **_):
-    group = query.shape[1] // key.shape[1]
-    q, k, v = query.float(), key.float().repeat_interleave(group, 1), value.float().repeat_interleave(group, 1)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    s = q @ k.transpose(-1, -2) * scale
-    if attn_bias is not None:
-        s = s.masked_fill(~attn_bias, -torch.inf) if attn_bias.dtype == torch.bool else s + attn_bias.float()
-    if is_causal:
-        s = s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
-    return q, k, v, s, scale, group
+def attention(query, key, value, attn_bias=None, is_causal=False, scale=None, **_):
+    q, k, v, bias = in_fp32((query, key, value, attn_bias))
+    return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, attn_mask=bias, scale=scale)
 
 
-def attention(**named):
-    _, _, v, s, _, _ = scores(**named)
-    return s.softmax(-1) @ v, s.logsumexp(-1)
-
-
-def attention_backward(out, logsumexp, grad_out=None, grad_out_=None, **named):
-    q, k, v, s, scale, group = scores(**named)
-    grad, out = (grad_out if grad_out_ is None else grad_out_).float(), out.float()
+def attention_backward(
+    query, key, value, out, logsumexp, attn_bias=None, is_causal=False, scale=None, grad_out=None, grad_out_=None, **_
+):
+    grad, q, k, v, o, bias = in_fp32((grad_out if grad_out_ is None else grad_out_, query, key, value, out, attn_bias))
     lse = logsumexp.reshape(*logsumexp.shape[:2], -1)[:, :, : q.shape[2]]  # padded, or with one dimension more
-    p = (s - lse.unsqueeze(-1)).exp()
-    ds = p * (grad @ v.transpose(-1, -2) - (grad * out).sum(-1, keepdim=True))
-    dq, dk, dv = ds @ k * scale, ds.transpose(-1, -2) @ q * scale, p.transpose(-1, -2) @ grad
-    return dq, *(x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))
+    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return backward(grad, q, k, v, o, lse, 0.0, is_causal, attn_mask=bias, scale=scale)
 
 
 def scaled_mm(self, mat2, scale_a, scale_b, bias=None, **_):
@@ -104,12 +98,9 @@ def int4_mm(self, mat2, qGroupSize, qScaleAndZeros):
     return (self.float() @ (w * scale + zero).reshape(n, k).T,)
 
 
-def rms_norm_backward(grad_out, input, normalized_shape, rstd, weight=None, **_):
-    grad, normed = grad_out.float(), input.float() * rstd
-    weighted = grad if weight is None else grad * weight.float()
-    dims = tuple(range(-len(normalized_shape), 0))
-    dx = rstd * (weighted - normed * (weighted * normed).mean(dims, keepdim=True))
-    return dx, None if weight is None else (grad * normed).reshape(-1, *normalized_shape).sum(0)
+def rms_norm_backward(output_mask, **named):
+    decomposed = get_decompositions([aten._fused_rms_norm_backward])[aten._fused_rms_norm_backward.default]
+    return decomposed(**dict(zip(named, in_fp32(named.values()), strict=True)), output_mask=output_mask)
 
 
 OWN = {
@@ -124,10 +115,6 @@ OWN = {
     aten._fused_rms_norm_backward.default: rms_norm_backward,
     aten.mm.dtype: lambda self, mat2, out_dtype: (self.float() @ mat2.float(),),
 }
-
-
-def in_fp32(args):
-    return [x.float() if isinstance(x, Tensor) else x for x in args]
 
 
 def tf32(x):
@@ -262,7 +249,26 @@ class Values(TorchDispatchMode):
 
 
 def install() -> None:
-    """Values for the main thread and those that Python starts, replays of CUDA graphs, and no torch.compile."""
+    """torch calls this at the end of its import."""
+    if os.environ.get("NOGPU_REPORT"):
+        report_at_exit()
+    if os.environ.get("NOGPU") == "values":
+        compute_values()
+
+
+def report_at_exit() -> None:
+    """libcuda writes its report when the process ends, but not where a script ends it by os._exit."""
+    leave = os._exit
+
+    def leave_with_report(code):
+        ctypes.CDLL("libcuda.so.1").nogpu_report()
+        leave(code)
+
+    os._exit = leave_with_report
+
+
+def compute_values() -> None:
+    """For the main thread and those that Python starts, and replays of CUDA graphs. torch.compile does nothing."""
     Values().__enter__()
     run_thread = threading.Thread.run
 

@@ -25,7 +25,11 @@ if [ ! -e "$home/downloaded" ]; then
 fi
 site=$("$home/venv/bin/python" -c "import sysconfig; print(sysconfig.get_path('purelib'))")
 "$python" -c "import sysconfig; print(sysconfig.get_path('purelib'))" > "$site/rest.pth"  # in sys.path behind this torch
-cp "$here/sitecustomize.py" "$here/nogpu_values.py" "$site/"
+rm -f "$site"/*.py  # an earlier version's
+cp "$here/nogpu_values.py" "$site/"
+mkdir -p "$site/nogpu-1.dist-info"  # what torch calls at the end of its import
+printf '[torch.backends]\nnogpu = nogpu_values:install\n' > "$site/nogpu-1.dist-info/entry_points.txt"
+printf 'Metadata-Version: 2.1\nName: nogpu\nVersion: 1\n' > "$site/nogpu-1.dist-info/METADATA"
 sources=$(cat "$here"/build.py "$here"/src/* "$here/../support/fake_nvml.c" | sha256sum)
 if [ "$sources" != "$(cat "$home/built" 2> /dev/null)" ]; then
   "$home/venv/bin/python" "$here/build.py" "$home/lib" "$home/runtime/nvidia/cu13/include"

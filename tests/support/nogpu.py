@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from support.harness import ROOT, Result, finish, start, write_tiny
+from support.checkpoints import write_folder
+from support.harness import ROOT, TINY, Result, config_of, finish, start, write_tiny
 
 TOOL = ROOT / "tests/nogpu"
 
@@ -19,8 +20,10 @@ def set_up() -> None:
 
 
 def run(how: str, folder: Path, script: str, flags: str, ranks: int = 0, gpus: int = 1, **env: str) -> Result:
-    """The script to its end in `folder`, on as many GPUs as it has ranks."""
+    """The script to its end in `folder`, on as many GPUs as it has ranks. --model: tiny.json, or folder."""
     write_tiny(folder)
+    if "--model folder" in flags:
+        write_folder(folder / "folder", config_of(TINY | {"max_position_embeddings": 256}), scale=4)
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks else []
     argv = ["bash", str(TOOL / "run.sh"), how, *launcher, str(ROOT / script), *flags.split()]
     return finish(start(argv, folder, NOGPU_DEVICES=str(ranks or gpus), **env), folder)
