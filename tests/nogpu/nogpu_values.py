@@ -42,13 +42,12 @@ class Step(NamedTuple):
 
 
 captured: list[Step] | None = None  # what a replay of the CUDA graph that is captured has to do
-reported = set()
 
 
 def over_same_memory(x):
-    """A tensor of the GPU as one of the CPU; everything else as it is."""
-    if isinstance(x, torch.device) and x.type == "cuda":
-        return CPU
+    """A tensor of the GPU as one of the CPU, a generator as the CPU's default; everything else as it is."""
+    if isinstance(x, torch.Generator) or (isinstance(x, torch.device) and x.type == "cuda"):
+        return CPU if isinstance(x, torch.device) else None
     if not isinstance(x, Tensor) or not x.is_cuda:
         return x
     storage = x.untyped_storage()
@@ -111,7 +110,8 @@ OWN = {
     aten._scaled_dot_product_efficient_attention_backward.default: attention_backward,
     aten._scaled_dot_product_cudnn_attention_backward.default: attention_backward,
     aten._scaled_mm.default: scaled_mm,
-    aten._weight_int4pack_mm.default: int4_mm,
+    aten._weight_int4pack_mm.default: int4_mm,  # what alone reads the packed weights: they are kept as they come
+    aten._convert_weight_to_int4pack.default: lambda self, innerKTiles: (self.contiguous().view(torch.int32),),
     aten._fused_rms_norm_backward.default: rms_norm_backward,
     aten.mm.dtype: lambda self, mat2, out_dtype: (self.float() @ mat2.float(),),
 }
@@ -128,8 +128,6 @@ def value_of(step: Step):
     if func in OWN:
         names = [argument.name for argument in func._schema.arguments]
         return OWN[func](**dict(zip(names, args, strict=False)), **kwargs)
-    if name == "_convert_weight_to_int4pack":  # kept as it comes: int4_mm alone reads it
-        return args[0].contiguous().view(torch.int32).reshape(step.outs[0].shape)
     if name in (*PRODUCTS, "convolution") and args[0].dtype in HALF and "out" not in kwargs:
         # summed in fp32, as on a GPU; on most CPUs it is much faster, too
         return func(*in_fp32(args), **kwargs).to(args[0].dtype)
@@ -142,23 +140,16 @@ def value_of(step: Step):
 
 def compute(step: Step) -> dict[int, Tensor]:
     """The values, into the memory of step.outs; what has another shape there than on the CPU is returned, by place."""
-    state = torch.random.get_rng_state()
-    if step.seed is not None:
-        torch.random.default_generator.manual_seed(step.seed)
-    try:
-        results = tree_flatten(value_of(step))[0]
-    except Exception as error:
-        if step.func not in reported:
-            reported.add(step.func)
-            lines = [
-                f"{f.filename}:{f.lineno}" for f in traceback.extract_stack() if "/site-packages/" not in f.filename
-            ]
-            print(f"nogpu: no value for {step.func}: {str(error)[:300]}, in {lines[-3:]}", file=sys.stderr)
-        return {}
-    finally:
-        if step.seed is not None:
-            torch.random.set_rng_state(state)
     others = {}
+    try:
+        with torch.random.fork_rng(devices=(), enabled=step.seed is not None):
+            if step.seed is not None:
+                torch.random.default_generator.manual_seed(step.seed)
+            results = tree_flatten(value_of(step))[0]
+    except Exception as error:
+        print(f"nogpu: no value for {step.func}: {error}", file=sys.stderr)
+        traceback.print_stack()
+        return others
     for place, (out, value) in enumerate(zip(step.outs, results, strict=False)):
         if not isinstance(out, Tensor) or not isinstance(value, Tensor) or id(out) in step.inputs:
             continue
@@ -224,8 +215,6 @@ class Values(TorchDispatchMode):
         if name in ("equal", "allclose"):  # a number that they read back themselves
             func(*args, **kwargs)
             return func(*own_args, **own_kwargs)
-        own_args = tuple(None if isinstance(x, torch.Generator) else x for x in own_args)
-        own_kwargs = {k: None if isinstance(v, torch.Generator) else v for k, v in own_kwargs.items()}
         own_kwargs.pop("pin_memory", None)
         returns = func._schema.returns
         if size_is_a_result(func, args):
@@ -249,26 +238,13 @@ class Values(TorchDispatchMode):
 
 
 def install() -> None:
-    """torch calls this at the end of its import."""
-    if os.environ.get("NOGPU_REPORT"):
-        report_at_exit()
-    if os.environ.get("NOGPU") == "values":
-        compute_values()
-
-
-def report_at_exit() -> None:
-    """libcuda writes its report when the process ends, but not where a script ends it by os._exit."""
-    leave = os._exit
-
-    def leave_with_report(code):
-        ctypes.CDLL("libcuda.so.1").nogpu_report()
-        leave(code)
-
-    os._exit = leave_with_report
-
-
-def compute_values() -> None:
-    """For the main thread and those that Python starts, and replays of CUDA graphs. torch.compile does nothing."""
+    """torch calls this at the end of its import. Values are for the main thread, those that Python starts, and replays
+    of CUDA graphs; torch.compile does nothing."""
+    if os.environ.get("NOGPU_REPORT"):  # libcuda writes it when the process ends, but not where os._exit ends it
+        report, leave = ctypes.CDLL("libcuda.so.1").nogpu_report, os._exit
+        os._exit = lambda code: (report(), leave(code))
+    if os.environ.get("NOGPU") != "values":
+        return
     Values().__enter__()
     run_thread = threading.Thread.run
 
