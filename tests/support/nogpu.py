@@ -1,5 +1,6 @@
 """Scripts on GPUs that are not there: ../nogpu/README.md."""
 
+import json
 import subprocess
 from pathlib import Path
 
@@ -17,6 +18,11 @@ def set_up() -> None:
     if made.returncode == 2:
         pytest.skip(made.stderr.strip())
     assert made.returncode == 0, made.stderr
+
+
+def write_shape(folder: Path, name: str, **other: int) -> None:
+    """A config.json of that name: the tiny model's but for this."""
+    (folder / name).write_text(json.dumps(TINY | other))
 
 
 def run(how: str, folder: Path, script: str, flags: str, ranks: int = 0, gpus: int = 1, **env: str) -> Result:
