@@ -12,7 +12,7 @@ from support.harness import ROOT, TINY, Result, config_of, finish, start, write_
 TOOL = ROOT / "tests/nogpu"
 
 
-def set_up() -> None:
+def set_up(_folder: Path) -> None:
     """Skip where this machine cannot have the tool."""
     made = subprocess.run(["bash", TOOL / "setup.sh"], capture_output=True, text=True, timeout=1800)
     if made.returncode == 2:
