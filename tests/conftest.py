@@ -174,8 +174,8 @@ def fake_driver(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
-def nogpu_tool() -> None:
-    nogpu.set_up()
+def nogpu_tool(once: Callable) -> None:
+    once("nogpu", nogpu.set_up)
 
 
 @pytest.fixture(autouse=True)

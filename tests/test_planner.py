@@ -316,7 +316,7 @@ def test_the_peak_is_what_a_gpu_allocates(name, script, gpus, tmp_path):
     how = {"nproc": 1 if sharded else None, "warm": False, "CUDA_VISIBLE_DEVICES": gpus["CUDA_VISIBLE_DEVICES"]}
     result = run(script, tmp_path, *flags, "--run-dir", tmp_path / "run", "--json", "summary.json", **how)
     assert result.code == 0, result.err
-    sizes = {"seq_len": shapes.RECIPES[name].seq_len, "micro_batch_size": RUNS[name]}
+    sizes = {"seq_len": shapes.recipe(name).seq_len, "micro_batch_size": RUNS[name]}
     predicted = peak(of_size(name), Plan(**sizes, zero=3 if sharded else 0)).allocated_bytes()
     shutil.rmtree(tmp_path / "run")  # a checkpoint of llama-1b is 15 GB
     workspaces = 32 * 2**20 if name == "nano" else 0  # a guess, and a quarter of so small a peak

@@ -26,19 +26,12 @@ LIBRARY = {  # of a function, by the start of its name: the first that fits
     "nvshmem": "libnvshmem_host",
     "cu": "libcuda",
 }
-NOTHING_TO_DO = re.findall(
-    r"\w+",
-    """
-    cuInit cuDevicePrimaryCtxRelease cuCtxSynchronize cuCtxSetLimit cuModuleUnload cuFuncSetAttribute
-    cuFuncSetCacheConfig cuStreamSynchronize cuMemSetAccess cuMemRelease
-    cudaStreamUpdateCaptureDependencies cudaGraphDebugDotPrint
-    cudaDeviceEnablePeerAccess cudaDeviceSetLimit cudaSetDeviceFlags cudaCtxResetPersistingL2Cache cudaProfilerStart
-    cudaProfilerStop cudaMemcpyToSymbol cudaMemPoolSetAttribute cudaMemPoolTrimTo cudaMemPoolSetAccess
-    __cudaRegisterFatBinaryEnd __cudaUnregisterFatBinary __cudaRegisterVar __cudaRegisterManagedVar ncclRedOpDestroy
-    nvmlDeviceGetHandleByPciBusId_v2
-    ncclGroupSimulateEnd ncclCommFinalize ncclCommAbort ncclCommDestroy ncclCommDeregister
-    """,
-)
+NOTHING_TO_DO = {
+    *("cuInit", "cuCtxSynchronize", "cuModuleUnload", "cuFuncSetAttribute", "cuFuncSetCacheConfig"),
+    *("cudaStreamUpdateCaptureDependencies", "cudaDeviceEnablePeerAccess", "cudaCtxResetPersistingL2Cache"),
+    *("__cudaRegisterFatBinaryEnd", "__cudaUnregisterFatBinary", "__cudaRegisterVar"),
+    *("ncclCommFinalize", "ncclCommAbort", "ncclCommDestroy", "nvmlDeviceGetHandleByPciBusId_v2"),
+}
 
 
 def run(*argv) -> str:

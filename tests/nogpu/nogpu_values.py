@@ -1,13 +1,16 @@
 """What a GPU would compute. An operation is called on "cuda", where its kernel does nothing but its checks and its
 allocations are real, and then once more on the CPU over the same bytes."""
 
+import ctypes
+import os
 import sys
 import threading
 import traceback
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, empty, empty_strided  # as they are: DeepSpeed replaces those in torch
+from torch._decomp import get_decompositions
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
@@ -39,56 +42,46 @@ class Step(NamedTuple):
 
 
 captured: list[Step] | None = None  # what a replay of the CUDA graph that is captured has to do
-reported = set()
 
 
 def over_same_memory(x):
-    """A tensor of the GPU as one of the CPU; everything else as it is."""
-    if isinstance(x, torch.device) and x.type == "cuda":
-        return CPU
+    """A tensor of the GPU as one of the CPU, a generator as the CPU's default; everything else as it is."""
+    if isinstance(x, torch.Generator) or (isinstance(x, torch.device) and x.type == "cuda"):
+        return CPU if isinstance(x, torch.device) else None
     if not isinstance(x, Tensor) or not x.is_cuda:
         return x
     storage = x.untyped_storage()
     if storage.nbytes() == 0 or x.numel() == 0:
-        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
+        return empty_strided(x.shape, x.stride(), dtype=x.dtype)
     memory = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), CPU, storage.nbytes())
-    out = torch.empty(0, dtype=x.dtype).set_(memory, x.storage_offset(), x.shape, x.stride())
+    out = empty(0, dtype=x.dtype).set_(memory, x.storage_offset(), x.shape, x.stride())
     return out.conj() if x.is_conj() else out
 
 
 def on_gpu(value: Tensor) -> Tensor:
-    made = torch.empty(value.shape, dtype=value.dtype, device="cuda")
+    made = empty(value.shape, dtype=value.dtype, device="cuda")
     if value.numel():
         over_same_memory(made).copy_(value)
     return made
 
 
+def in_fp32(args):
+    return [x.float() if isinstance(x, Tensor) else x for x in args]
+
+
 # Operations that the CPU has not, or has in another form. Each is called with its arguments by name.
-def scores(query, key, value, attn_bias=None, is_causal=False, scale=None, **_):
-    group = query.shape[1] // key.shape[1]
-    q, k, v = query.float(), key.float().repeat_interleave(group, 1), value.float().repeat_interleave(group, 1)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    s = q @ k.transpose(-1, -2) * scale
-    if attn_bias is not None:
-        s = s.masked_fill(~attn_bias, -torch.inf) if attn_bias.dtype == torch.bool else s + attn_bias.float()
-    if is_causal:
-        s = s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
-    return q, k, v, s, scale, group
+def attention(query, key, value, attn_bias=None, is_causal=False, scale=None, **_):
+    q, k, v, bias = in_fp32((query, key, value, attn_bias))
+    return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, attn_mask=bias, scale=scale)
 
 
-def attention(**named):
-    _, _, v, s, _, _ = scores(**named)
-    return s.softmax(-1) @ v, s.logsumexp(-1)
-
-
-def attention_backward(out, logsumexp, grad_out=None, grad_out_=None, **named):
-    q, k, v, s, scale, group = scores(**named)
-    grad, out = (grad_out if grad_out_ is None else grad_out_).float(), out.float()
+def attention_backward(
+    query, key, value, out, logsumexp, attn_bias=None, is_causal=False, scale=None, grad_out=None, grad_out_=None, **_
+):
+    grad, q, k, v, o, bias = in_fp32((grad_out if grad_out_ is None else grad_out_, query, key, value, out, attn_bias))
     lse = logsumexp.reshape(*logsumexp.shape[:2], -1)[:, :, : q.shape[2]]  # padded, or with one dimension more
-    p = (s - lse.unsqueeze(-1)).exp()
-    ds = p * (grad @ v.transpose(-1, -2) - (grad * out).sum(-1, keepdim=True))
-    dq, dk, dv = ds @ k * scale, ds.transpose(-1, -2) @ q * scale, p.transpose(-1, -2) @ grad
-    return dq, *(x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))
+    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return backward(grad, q, k, v, o, lse, 0.0, is_causal, attn_mask=bias, scale=scale)
 
 
 def scaled_mm(self, mat2, scale_a, scale_b, bias=None, **_):
@@ -104,12 +97,9 @@ def int4_mm(self, mat2, qGroupSize, qScaleAndZeros):
     return (self.float() @ (w * scale + zero).reshape(n, k).T,)
 
 
-def rms_norm_backward(grad_out, input, normalized_shape, rstd, weight=None, **_):
-    grad, normed = grad_out.float(), input.float() * rstd
-    weighted = grad if weight is None else grad * weight.float()
-    dims = tuple(range(-len(normalized_shape), 0))
-    dx = rstd * (weighted - normed * (weighted * normed).mean(dims, keepdim=True))
-    return dx, None if weight is None else (grad * normed).reshape(-1, *normalized_shape).sum(0)
+def rms_norm_backward(output_mask, **named):
+    decomposed = get_decompositions([aten._fused_rms_norm_backward])[aten._fused_rms_norm_backward.default]
+    return decomposed(**dict(zip(named, in_fp32(named.values()), strict=True)), output_mask=output_mask)
 
 
 OWN = {
@@ -120,14 +110,11 @@ OWN = {
     aten._scaled_dot_product_efficient_attention_backward.default: attention_backward,
     aten._scaled_dot_product_cudnn_attention_backward.default: attention_backward,
     aten._scaled_mm.default: scaled_mm,
-    aten._weight_int4pack_mm.default: int4_mm,
+    aten._weight_int4pack_mm.default: int4_mm,  # what alone reads the packed weights: they are kept as they come
+    aten._convert_weight_to_int4pack.default: lambda self, innerKTiles: (self.contiguous().view(torch.int32),),
     aten._fused_rms_norm_backward.default: rms_norm_backward,
     aten.mm.dtype: lambda self, mat2, out_dtype: (self.float() @ mat2.float(),),
 }
-
-
-def in_fp32(args):
-    return [x.float() if isinstance(x, Tensor) else x for x in args]
 
 
 def tf32(x):
@@ -141,8 +128,6 @@ def value_of(step: Step):
     if func in OWN:
         names = [argument.name for argument in func._schema.arguments]
         return OWN[func](**dict(zip(names, args, strict=False)), **kwargs)
-    if name == "_convert_weight_to_int4pack":  # kept as it comes: int4_mm alone reads it
-        return args[0].contiguous().view(torch.int32).reshape(step.outs[0].shape)
     if name in (*PRODUCTS, "convolution") and args[0].dtype in HALF and "out" not in kwargs:
         # summed in fp32, as on a GPU; on most CPUs it is much faster, too
         return func(*in_fp32(args), **kwargs).to(args[0].dtype)
@@ -155,23 +140,16 @@ def value_of(step: Step):
 
 def compute(step: Step) -> dict[int, Tensor]:
     """The values, into the memory of step.outs; what has another shape there than on the CPU is returned, by place."""
-    state = torch.random.get_rng_state()
-    if step.seed is not None:
-        torch.random.default_generator.manual_seed(step.seed)
-    try:
-        results = tree_flatten(value_of(step))[0]
-    except Exception as error:
-        if step.func not in reported:
-            reported.add(step.func)
-            lines = [
-                f"{f.filename}:{f.lineno}" for f in traceback.extract_stack() if "/site-packages/" not in f.filename
-            ]
-            print(f"nogpu: no value for {step.func}: {str(error)[:300]}, in {lines[-3:]}", file=sys.stderr)
-        return {}
-    finally:
-        if step.seed is not None:
-            torch.random.set_rng_state(state)
     others = {}
+    try:
+        with torch.random.fork_rng(devices=(), enabled=step.seed is not None):
+            if step.seed is not None:
+                torch.random.default_generator.manual_seed(step.seed)
+            results = tree_flatten(value_of(step))[0]
+    except Exception as error:
+        print(f"nogpu: no value for {step.func}: {error}", file=sys.stderr)
+        traceback.print_stack()
+        return others
     for place, (out, value) in enumerate(zip(step.outs, results, strict=False)):
         if not isinstance(out, Tensor) or not isinstance(value, Tensor) or id(out) in step.inputs:
             continue
@@ -237,8 +215,6 @@ class Values(TorchDispatchMode):
         if name in ("equal", "allclose"):  # a number that they read back themselves
             func(*args, **kwargs)
             return func(*own_args, **own_kwargs)
-        own_args = tuple(None if isinstance(x, torch.Generator) else x for x in own_args)
-        own_kwargs = {k: None if isinstance(v, torch.Generator) else v for k, v in own_kwargs.items()}
         own_kwargs.pop("pin_memory", None)
         returns = func._schema.returns
         if size_is_a_result(func, args):
@@ -262,7 +238,13 @@ class Values(TorchDispatchMode):
 
 
 def install() -> None:
-    """Values for the main thread and those that Python starts, replays of CUDA graphs, and no torch.compile."""
+    """torch calls this at the end of its import. Values are for the main thread, those that Python starts, and replays
+    of CUDA graphs; torch.compile does nothing."""
+    if os.environ.get("NOGPU_REPORT"):  # libcuda writes it when the process ends, but not where os._exit ends it
+        report, leave = ctypes.CDLL("libcuda.so.1").nogpu_report, os._exit
+        os._exit = lambda code: (report(), leave(code))
+    if os.environ.get("NOGPU") != "values":
+        return
     Values().__enter__()
     run_thread = threading.Thread.run
 

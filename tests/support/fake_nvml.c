@@ -77,6 +77,9 @@ int nvmlDeviceGetFieldValues(void *gpu, int count, Field *fields) {
     }
     return SUCCESS;
 }
+int nvmlDeviceGetComputeRunningProcesses(void *gpu, unsigned *count, void *out) {  /* torch's, of an older form */
+    (void)gpu; (void)out; *count = 0; return SUCCESS;
+}
 int nvmlDeviceGetComputeRunningProcesses_v3(void *gpu, unsigned *count, Process *out) {
     ASK; (void)gpu;
     if (!out) { *count = 1; return 7; }  /* 7: the array is too small, this is how many there are */

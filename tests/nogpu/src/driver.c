@@ -19,7 +19,6 @@ static int nblocks, cap;
 static size_t used[64];
 #define UNIT (2ul << 20)  // a GPU's pages
 #define DRIVERS (500ul << 20)  // what the driver takes of a GPU's memory
-#define PAGE_END(p) ((char *)(((size_t)(p) + 4095) & ~4095ul))
 
 int nogpu_devices(void) {
   char *all = getenv("NOGPU_DEVICES"), *visible = getenv("CUDA_VISIBLE_DEVICES");
@@ -59,47 +58,30 @@ static int find(const void *p) {
   int a = 0, b = nblocks;
   while (a < b) { int m = (a + b) / 2; if (blocks[m].p <= (char *)p) a = m + 1; else b = m; } return a - 1;
 }
-int nogpu_add(void *p, size_t n, int kind) {
+static void add(void *p, size_t n, int kind) {
   pthread_mutex_lock(&lock); int i = find(p) + 1;
   if (nblocks == cap) blocks = realloc(blocks, (cap = cap * 2 + 64) * sizeof *blocks);
   memmove(blocks + i + 1, blocks + i, (nblocks++ - i) * sizeof *blocks); blocks[i] = (Block){p, n, kind, current};
-  if (kind == DEVICE) used[current] += n; pthread_mutex_unlock(&lock); return 0;
+  if (kind == DEVICE) used[current] += n; pthread_mutex_unlock(&lock);
 }
-static char *reserve(size_t n) {  // at a multiple of UNIT
-  char *raw = mmap(0, n + UNIT, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (raw == MAP_FAILED) return 0;
-  char *p = (char *)(((size_t)raw + UNIT - 1) / UNIT * UNIT), *end = PAGE_END(p + n), *raw_end = PAGE_END(raw + n + UNIT);
-  if (p > raw) munmap(raw, p - raw); if (raw_end > end) munmap(end, raw_end - end); return p;
-}
-static int fits(size_t n) { return used[current] + n <= NOGPU_TOTAL - DRIVERS; }
 void *nogpu_alloc(size_t n, int kind) {
-  n = n ? n : 1; if (kind == DEVICE) n = (n + UNIT - 1) / UNIT * UNIT; if (kind == DEVICE && !fits(n)) return 0;
-  char *p = reserve(n); if (p) nogpu_add(p, n, kind); return p;
+  n = n ? n : 1; if (kind == DEVICE) n = (n + UNIT - 1) / UNIT * UNIT;
+  if (kind == DEVICE && used[current] + n > NOGPU_TOTAL - DRIVERS) return 0;
+  void *p = mmap(0, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (p == MAP_FAILED) return 0; add(p, n, kind); return p;
 }
 void *nogpu_resolve(const void *p, int *kind, int *device, size_t *size) {
   pthread_mutex_lock(&lock); int i = find(p);
   Block b = i >= 0 && (char *)p < blocks[i].p + blocks[i].n ? blocks[i] : (Block){0}; pthread_mutex_unlock(&lock);
   if (b.p && kind) *kind = b.kind; if (b.p && device) *device = b.device; if (b.p && size) *size = b.n; return b.p;
 }
-static Block drop(void *p) {
+int nogpu_free(void *p) {
   pthread_mutex_lock(&lock); int i = find(p); Block b = i >= 0 && blocks[i].p == p ? blocks[i] : (Block){0};
   if (b.p) memmove(blocks + i, blocks + i + 1, (nblocks-- - i - 1) * sizeof *blocks);
-  if (b.kind == DEVICE) used[b.device] -= b.n; pthread_mutex_unlock(&lock); return b;
+  if (b.kind == DEVICE) used[b.device] -= b.n; pthread_mutex_unlock(&lock);
+  if (b.p) munmap(b.p, b.n); return !b.p;
 }
-int nogpu_free(void *p, int kind) { Block b = drop(p); if (b.p && kind != REGISTERED) munmap(p, PAGE_END(b.p + b.n) - b.p); return !b.p; }
 void nogpu_memory(size_t *f, size_t *t) { *t = NOGPU_TOTAL; *f = NOGPU_TOTAL - DRIVERS - used[current]; }
-// virtual memory, for expandable segments
-CUresult cuMemAddressReserve(CUdeviceptr *p, size_t n, size_t align, CUdeviceptr at, unsigned long long f) {
-  *p = (CUdeviceptr)reserve(n); return *p ? 0 : 2;
-}
-CUresult cuMemAddressFree(CUdeviceptr p, size_t n) { munmap((void *)p, n); return 0; }
-CUresult cuMemCreate(CUmemGenericAllocationHandle *h, size_t n, const CUmemAllocationProp *p, unsigned long long f) {
-  *h = 1; return fits(n) ? 0 : 2;
-}
-CUresult cuMemMap(CUdeviceptr p, size_t n, size_t offset, CUmemGenericAllocationHandle h, unsigned long long f) {
-  return nogpu_add((void *)p, n, DEVICE);
-}
-CUresult cuMemUnmap(CUdeviceptr p, size_t n) { drop((void *)p); madvise((void *)p, n, MADV_DONTNEED); return 0; }
 
 static const int attributes[140] = {  // an H100's
   [1] = 1024, 1024, 1024, 64, 2147483647, 65535, 65535, 49152, 65536, 32, 2147483647, 65536, 1980000, 512, 1, 132,
@@ -107,29 +89,15 @@ static const int attributes[140] = {  // an H100's
   [89] = 1, 1, 1, [95] = 1, [97] = 232448, [99] = 1, [102] = 1, 1, [106] = 32, [108] = 33554432, 134213632,
   [111] = 1024, [115] = 1, [120] = 1};
 int nogpu_attribute(int a) { return a < 140 ? attributes[a] : 0; }
-CUresult cuDeviceGetCount(int *n) { *n = nogpu_devices(); return 0; }
 CUresult cuDeviceGet(CUdevice *d, int i) { *d = i; return i < nogpu_devices() ? 0 : 101; }
 CUresult cuDeviceGetAttribute(int *v, CUdevice_attribute a, CUdevice d) { *v = nogpu_attribute(a); return 0; }
-CUresult cuDeviceGetUuid(CUuuid *u, CUdevice d) { memset(u, 0x11 + d, 16); return 0; }
 CUresult cuDevicePrimaryCtxGetState(CUdevice d, unsigned *f, int *a) { *f = 0; *a = 1; return 0; }
-CUresult cuDevicePrimaryCtxRetain(CUcontext *c, CUdevice d) { *c = (void *)(size_t)(0x1000 + d); return 0; }
 CUresult cuCtxGetCurrent(CUcontext *c) { *c = (void *)(size_t)(0x1000 + current); return 0; }
 CUresult cuCtxSetCurrent(CUcontext c) { if (c) current = (size_t)c - 0x1000; return 0; }
-CUresult cuCtxPushCurrent(CUcontext c) { if (c) current = (size_t)c - 0x1000; return 0; }
-CUresult cuCtxPopCurrent(CUcontext *c) { if (c) *c = (void *)(size_t)(0x1000 + current); return 0; }
 CUresult cuGetErrorString(CUresult e, const char **s) { *s = "an error of a GPU that is not there"; return 0; }
-CUresult cuGetErrorName(CUresult e, const char **s) { *s = "CUDA_ERROR_NOGPU"; return 0; }
 CUresult cuPointerGetAttribute(void *out, CUpointer_attribute a, CUdeviceptr p) {
-  int kind, device; void *start = nogpu_resolve((void *)p, &kind, &device, 0); if (!start) return 1;
-  switch (a) {
-    case CU_POINTER_ATTRIBUTE_DEVICE_POINTER: *(CUdeviceptr *)out = p; return 0;
-    case CU_POINTER_ATTRIBUTE_MEMORY_TYPE: *(unsigned *)out = kind == DEVICE ? 2 : 1; return 0;
-    case CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL: *(int *)out = device; return 0;
-    case CU_POINTER_ATTRIBUTE_CONTEXT: *(size_t *)out = 0x1000 + device; return 0;
-    case CU_POINTER_ATTRIBUTE_BUFFER_ID: *(size_t *)out = (size_t)start; return 0;
-    case CU_POINTER_ATTRIBUTE_RANGE_START_ADDR: *(CUdeviceptr *)out = (CUdeviceptr)start; return 0;
-    default: return nogpu_default("cuPointerGetAttribute(other)", 1);
-  }
+  if (a != CU_POINTER_ATTRIBUTE_DEVICE_POINTER) return nogpu_default("cuPointerGetAttribute(other)", 1);
+  *(CUdeviceptr *)out = p; return !nogpu_resolve((void *)p, 0, 0, 0);
 }
 // modules (Triton): a function is its name
 CUresult cuModuleLoadData(CUmodule *m, const void *image) { *m = malloc(1); return image ? 0 : 1; }
@@ -152,9 +120,4 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig *c, CUfunction f, void **p, void 
 CUresult cuLaunchKernel(CUfunction f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
                         unsigned shared, CUstream s, void **p, void **e) {
   return cuLaunchKernelEx(&(CUlaunchConfig){gx, gy, gz, bx, by, bz, shared}, f, p, e);
-}
-CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int *n, CUfunction f, int b, size_t s) { *n = 2; return 0; }
-CUresult cuOccupancyMaxActiveClusters(int *n, CUfunction f, const CUlaunchConfig *c) { *n = 66; return 0; }
-CUresult cuMemGetAllocationGranularity(size_t *g, const CUmemAllocationProp *p, CUmemAllocationGranularity_flags f) {
-  *g = UNIT; return 0;
 }

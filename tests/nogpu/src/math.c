@@ -26,7 +26,6 @@ int cublasLtMatmul(void) { nogpu_count("matmul", "cublasLtMatmul"); return 0; }
 #endif
 #ifdef LIB_cudnn
 size_t cudnnGetVersion(void) { return 91900; }
-size_t cudnnGetCudartVersion(void) { return 13000; }
 int cudnnGetProperty(int t, int *v) { *v = t == 0 ? 9 : t == 1 ? 19 : 0; return 0; }
 int cudnnCreate(void **h) { *h = calloc(1, 64); return 0; }
 int cudnnSetStream(void *h, void *s) { ((void **)h)[1] = s; return 0; }

@@ -14,7 +14,7 @@ typedef struct { char b[128]; } Id;
 // local: one process has all ranks, each with a GPU (DataParallel)
 typedef struct { char name[64]; int rank, n, splits, local; long seq, *sent, *got; } Comm;
 enum { OK, SYSTEM = 2, INVALID = 4 };
-enum { SUM, PRODUCT, MAX, MIN, AVERAGE, PREMULTIPLIED = 100 };
+enum { SUM, PRODUCT, MAX, MIN, AVERAGE };
 static __thread char why[300];
 static int invalid(const char *what, size_t a, size_t b) {
   snprintf(why, sizeof why, "%s (%zu, %zu)", what, a, b); nogpu_say("NCCL: %s", why); return INVALID;
@@ -71,16 +71,12 @@ static void set(void *p, int t, size_t i, double v) {
 #undef X
   float f = v; uint32_t u; memcpy(&u, &f, 4); ((uint16_t *)p)[i] = (u + 0x7fff + (u >> 16 & 1)) >> 16;
 }
-static double scalars[64];
-int ncclRedOpCreatePreMulSum(int *op, void *s, int t, int where, void *c) {
-  static int made; scalars[made % 64] = get(s, t, 0); *op = PREMULTIPLIED + made++ % 64; return OK;
-}
 static int reduce(void *out, const char *in, size_t stride, size_t n, int t, int op, int ranks) {
-  if (t > BF16) return invalid("no sums in this type", t, n);
+  if (t > BF16 || op > AVERAGE) return invalid("no such reduction: type, operation", t, op);
   for (size_t i = 0; i < n; i++) {
     double v = 0;
     for (int r = 0; r < ranks; r++) {
-      double x = get(in + r * stride, t, i) * (op >= PREMULTIPLIED ? scalars[op - PREMULTIPLIED] : 1);
+      double x = get(in + r * stride, t, i);
       v = !r ? x : op == PRODUCT ? v * x : op == MAX ? (x > v ? x : v) : op == MIN ? (x < v ? x : v)
           : t == FLOAT ? (float)(v + x) : v + x;
     }
@@ -170,7 +166,6 @@ int ncclAlltoAll(const void *in, void *out, size_t n, int t, Comm *c, Stream s) 
 int ncclCommInitRankConfig(Comm **c, int n, Id id, int rank, void *config) {
   int e; nogpu_count("nccl", "communicator"); *c = make(id.b, n, rank); free(all(*c, "", 1, &e)); return e;
 }
-int ncclCommInitRank(Comm **c, int n, Id id, int rank) { return ncclCommInitRankConfig(c, n, id, rank, 0); }
 int ncclCommInitAll(Comm **c, int n, const int *d) {
   Id id; ncclGetUniqueId(&id); for (int i = 0; i < n; i++) { c[i] = make(id.b, n, i); c[i]->local = 1; } return OK;
 }
@@ -183,9 +178,4 @@ int ncclCommSplit(Comm *c, int color, int key, Comm **out, void *config) {
   free(every); char name[64]; snprintf(name, 60, "%.44s-%d-%d", c->name, ++c->splits, color);
   *out = color < 0 ? 0 : make(name, n, rank); return e;
 }
-int ncclCommCount(Comm *c, int *n) { *n = c->n; return OK; }
-int ncclCommUserRank(Comm *c, int *r) { *r = c->rank; return OK; }
 int ncclCommGetAsyncError(Comm *c, int *e) { *e = 0; return OK; }
-int ncclCommRegister(Comm *c, void *b, size_t n, void **h) { *h = b; return OK; }
-int ncclMemAlloc(void **p, size_t n) { *p = nogpu_alloc(n, DEVICE); return *p ? OK : 1; }
-int ncclMemFree(void *p) { return nogpu_free(p, DEVICE); }

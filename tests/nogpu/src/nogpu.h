@@ -1,14 +1,13 @@
 // Shared by the parts of the no-op GPU. State lives in libcuda.so.1.
 #pragma once
 #include <stddef.h>
-enum { DEVICE = 1, PINNED, REGISTERED };  // kinds of memory
+enum { DEVICE = 1, PINNED };  // kinds of memory
 int nogpu_devices(void);
 int nogpu_device(void);                 // the calling thread's current device
 void nogpu_set_device(int);
 void *nogpu_alloc(size_t, int kind);    // NULL: out of memory
 void *nogpu_resolve(const void *, int *kind, int *device, size_t *size);  // start of the allocation that holds it
-int nogpu_add(void *, size_t, int kind);
-int nogpu_free(void *, int kind);
+int nogpu_free(void *);
 void nogpu_memory(size_t *free_, size_t *total);
 void nogpu_count(const char *what, const char *name);  // one call of what (kernel, copy ...), for NOGPU_REPORT
 void nogpu_say(const char *fmt, ...);

@@ -35,7 +35,6 @@ E cudaStreamCreateWithPriority(cudaStream_t *s, unsigned f, int p) {
   Stream *n = calloc(1, sizeof *n); n->flags = f; n->priority = p; *s = (void *)n; return 0;
 }
 E cudaStreamDestroy(cudaStream_t s) { if (S(s) != &legacy) free(s); return 0; }
-E cudaStreamGetPriority(cudaStream_t s, int *p) { *p = S(s)->priority; return 0; }
 E cudaStreamQuery(cudaStream_t s) { return S(s)->capture ? fail(CAPTURING, "cudaStreamQuery in a capture") : 0; }
 E cudaStreamSynchronize(cudaStream_t s) {
   nogpu_count("sync", "stream");
@@ -132,17 +131,13 @@ E cudaMalloc(void **p, size_t n) {
 }
 E cudaFree(void *p) {
   if (unsafe() && p) return fail(CAPTURING, "cudaFree in a capture");
-  return p && nogpu_free(p, DEVICE) ? fail(INVALID, "cudaFree") : 0;
+  return p && nogpu_free(p) ? fail(INVALID, "cudaFree") : 0;
 }
 E cudaHostAlloc(void **p, size_t n, unsigned f) {
   if (unsafe()) return fail(CAPTURING, "cudaHostAlloc in a capture"); *p = nogpu_alloc(n, PINNED);
   return *p ? 0 : MEMORY;
 }
-E cudaFreeHost(void *p) { return nogpu_free(p, PINNED) ? fail(INVALID, "cudaFreeHost") : 0; }
-E cudaHostRegister(void *p, size_t n, unsigned f) {
-  return nogpu_resolve(p, 0, 0, 0) ? fail(712, "cudaHostRegister") : nogpu_add(p, n, REGISTERED);
-}
-E cudaHostUnregister(void *p) { return nogpu_free(p, REGISTERED) ? fail(713, "cudaHostUnregister") : 0; }
+E cudaFreeHost(void *p) { return nogpu_free(p) ? fail(INVALID, "cudaFreeHost") : 0; }
 E cudaMemGetInfo(size_t *f, size_t *t) { nogpu_memory(f, t); return 0; }
 E cudaPointerGetAttributes(struct cudaPointerAttributes *a, const void *p) {
   int kind = 0, device = -2; nogpu_resolve(p, &kind, &device, 0);
@@ -173,7 +168,6 @@ E cudaMemsetAsync(void *p, int v, size_t n, cudaStream_t st) {
   madvise(first, end - first, MADV_DONTNEED);  // zeros that take no memory
   return 0;
 }
-E cudaMemset(void *p, int v, size_t n) { return cudaMemsetAsync(p, v, n, 0); }
 
 // kernels: known by the host function's address
 typedef struct { const void *f; const char *name; } Kernel;
@@ -203,10 +197,6 @@ E __cudaLaunchKernel(void *f, dim3 g, dim3 b, void **a, size_t sh, cudaStream_t 
 E cudaLaunchKernelExC(const cudaLaunchConfig_t *c, const void *f, void **a) {
   return cudaLaunchKernel(f, c->gridDim, c->blockDim, a, c->dynamicSmemBytes, c->stream);
 }
-E cudaLaunchCooperativeKernel(const void *f, dim3 g, dim3 b, void **a, size_t sh, cudaStream_t s) {
-  return cudaLaunchKernel(f, g, b, a, sh, s);
-}
-E cudaLaunchHostFunc(cudaStream_t s, cudaHostFn_t f, void *u) { if (!S(s)->capture) f(u); return 0; }
 E cudaFuncGetAttributes(struct cudaFuncAttributes *a, const void *f) {
   *a = (struct cudaFuncAttributes){.maxThreadsPerBlock = 1024, .numRegs = 64, .ptxVersion = 90, .binaryVersion = 90};
   a->maxDynamicSharedSizeBytes = 232448; return 0;
