@@ -94,13 +94,10 @@ def compiled(net: nn.Module, cache: StaticCache, *steps: Callable) -> list[Calla
     is compiled, whose code serves all, and the whole step is captured, so that no kernel waits for Python."""
     if not cache.slots.is_cuda:
         return [torch.compile(step, dynamic=False) for step in steps]
-    if hasattr(next(net.parameters()), "placements"):  # tensor parallel: the hooks of its blocks differ
-        for tensor in cache.tensors:
-            torch._dynamo.mark_static_address(tensor)  # else no CUDA graph may write to it
-        return [torch.compile(step, dynamic=False, mode="reduce-overhead") for step in steps]
     # a matmul of one row as a sum, without a tensor of converted codes; q, k, v and gate, up in one kernel each
     options = {"coordinate_descent_tuning": True, "combo_kernels": True}
-    for block in net.model.layers.values():
+    same = not hasattr(next(net.parameters()), "placements")  # the hooks of tensor parallel blocks differ
+    for block in net.model.layers.values() if same else ():
         for module in block.modules():
             if module.__class__.__name__.endswith("Linear"):
                 module.register_forward_pre_hook(materialize)
@@ -123,7 +120,7 @@ def captured(step: Callable, cache: StaticCache) -> Callable:
         if (bucket, inputs[0].shape) not in graphs:
             cache.slots, static, graph = slots[:bucket], [each.clone() for each in inputs], torch.cuda.CUDAGraph()
             step(*static)  # compiles, and writes to the cache what the replay writes again
-            with torch.cuda.graph(graph, pool=pool):
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # NCCL's own goes on
                 graphs[bucket, inputs[0].shape] = graph, static, step(*static)
             cache.slots = slots
         graph, static, logits = graphs[bucket, inputs[0].shape]

@@ -10,12 +10,8 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
-SOURCES = {
-    "libcuda": "driver.c",
-    "libcudart": "runtime.c",
-    "libnccl": "nccl.c",
-    "libnvidia-ml": "../../support/fake_nvml.c",
-}
+SOURCES = {"libcuda": "driver.c", "libcudart": "runtime.c", "libnccl": "nccl.c"}
+SOURCES["libnvidia-ml"] = "../../support/fake_nvml.c"
 FAILS = {"libcuda": 801, "libcudart": 801, "libnvidia-ml": 3, "libnccl": 5, "libcufile": 5}  # not supported
 LIBRARY = {  # of a function, by the start of its name: the first that fits
     "__cuda": "libcudart",

@@ -24,7 +24,11 @@ static Stream legacy;
 static unsigned long long captures;
 static int capturing;
 static __thread int exchange_mode, own_captures;
-static Stream *S(cudaStream_t s) { return (size_t)s < 16 ? &legacy : (Stream *)s; }
+static char over[1 << 16];  // captures that have ended, and with them those of streams that had joined
+static Stream *S(cudaStream_t s) {
+  Stream *x = (size_t)s < 16 ? &legacy : (Stream *)s; if (over[x->capture & 65535]) x->capture = 0;
+  return x;
+}
 static double now(void) { struct timespec t; clock_gettime(CLOCK_MONOTONIC, &t); return t.tv_sec * 1e3 + t.tv_nsec / 1e6; }
 // what waits for the GPU, or allocates, is refused while a capture is under way, unless this thread's mode is relaxed
 static int unsafe(void) {
@@ -44,7 +48,7 @@ E cudaDeviceSynchronize(void) {
   nogpu_count("sync", "device"); return unsafe() ? fail(CAPTURING, "cudaDeviceSynchronize in a capture") : 0;
 }
 E cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t e, unsigned f) {
-  Event *v = (void *)e; if (v->capture) { S(s)->capture = v->capture; S(s)->graph = v->graph; } return 0;
+  Event *v = (void *)e; if (v->capture && !over[v->capture & 65535]) { S(s)->capture = v->capture; S(s)->graph = v->graph; } return 0;
 }
 E cudaStreamIsCapturing(cudaStream_t s, enum cudaStreamCaptureStatus *st) { *st = S(s)->capture ? 1 : 0; return 0; }
 E cudaStreamGetCaptureInfo(cudaStream_t s, enum cudaStreamCaptureStatus *st, unsigned long long *id, cudaGraph_t *g,
@@ -63,8 +67,7 @@ E cudaStreamBeginCapture(cudaStream_t s, enum cudaStreamCaptureMode m) {
 E cudaStreamEndCapture(cudaStream_t s, cudaGraph_t *g) {
   Stream *x = S(s); if (!x->capture) return fail(MISPLACED, "cudaStreamEndCapture");
   capturing -= x->mode == cudaStreamCaptureModeGlobal; own_captures--;
-  x->graph->launches += nogpu_launches - x->graph->before; *g = (void *)x->graph; x->capture = 0; x->graph = 0;
-  return 0;
+  x->graph->launches += nogpu_launches - x->graph->before; *g = (void *)x->graph; over[x->capture & 65535] = 1; return 0;
 }
 E cudaGraphInstantiateWithFlags(cudaGraphExec_t *e, cudaGraph_t g, unsigned long long f) { *e = malloc(8); return 0; }
 E cudaGraphLaunch(cudaGraphExec_t e, cudaStream_t s) { nogpu_count("graph", "launch"); return 0; }
