@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 
 import torch
-from _shared import DTYPES
+from _shared import DTYPES, Text
 from torch import Tensor, nn
 
 from common import exits, fake_ranks, model, report, runtime, shapes
@@ -12,7 +12,21 @@ from common.table import table
 from planner import inference
 from planner.shape import from_config
 
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what a decoder shows for a character whose last bytes are missing
 ROOM = 0.95  # of the free memory; the rest is for activations and workspaces
+
+
+def printer(text: Text) -> Callable[[list[int | None]], None]:
+    """For generate's on_tokens: print the first row's text as it grows, whole characters only."""
+    ids = []
+
+    def on_tokens(fresh: list[int | None]) -> None:
+        if fresh[0] is not None:
+            printed = text.decode(ids).rstrip(INCOMPLETE)
+            ids.append(fresh[0])
+            print(text.decode(ids).rstrip(INCOMPLETE)[len(printed) :], end="", flush=True)
+
+    return on_tokens
 
 
 def local(weight: Tensor) -> Tensor:

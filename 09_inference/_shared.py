@@ -5,7 +5,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -17,8 +17,6 @@ from common import cli, hardware, measure, model, shapes
 from common.exits import UserError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-DEFAULT_PROMPT = "def main():"
-INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what a decoder shows for a character whose last bytes are missing
 SMALL = 200e6  # parameters: up to here --dtype auto is fp32, and the tokens are compared with transformers'
 BUCKET = 256  # slots: a captured step reads a multiple of them
 READ_EVERY = 8  # decode steps: a GPU that has to hand over each token at once waits for Python at each step
@@ -43,14 +41,12 @@ class StaticCache:
         self.filled = 0  # the most that a prompt and the steps since may have filled
 
     def visible(self, positions: Tensor) -> Tensor:
-        """What attention adds to scores, 0 where a token sees a slot, else -infinity: from positions [batch, tokens] to
-        [batch, 1, tokens, slots], of one row [tokens, slots]."""
-        seen = (self.slots <= positions.unsqueeze(-1)).to(self.tensors[0].dtype).log()
-        return seen.unsqueeze(1) if len(seen) > 1 else seen[0]
+        """[batch, tokens] -> [batch, 1, tokens, slots]: added to scores; 0 where a token sees a slot, else -infinity."""
+        return (self.slots <= positions.unsqueeze(-1)).to(self.keys["0"].dtype).log().unsqueeze(1)
 
     def extend(self, layer: str, positions: Tensor) -> Callable:
         """From k and v [batch, heads, tokens, head_dim] of these tokens to all keys and values that the layer reads."""
-        keys, values = (cached[layer][:, :, : len(self.slots)] for cached in (self.keys, self.values))
+        keys, values = (cached[layer][:, :, : self.slots.shape[0]] for cached in (self.keys, self.values))
         return partial(write, keys, values, self.rows, positions)
 
 
@@ -69,7 +65,6 @@ class Generated:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     decode_steps: int = 0
-    finished: set[int] = field(default_factory=set)
 
 
 def steps_of(net: nn.Module, cache: StaticCache) -> tuple[Callable, Callable]:
@@ -100,14 +95,10 @@ def compiled(net: nn.Module, cache: StaticCache, *steps: Callable) -> list[Calla
     for block in net.model.layers.values() if same else ():
         for module in block.modules():
             if module.__class__.__name__.endswith("Linear"):
-                module.register_forward_pre_hook(materialize)
+                # a view of memory must be in memory: else Inductor computes norm and gate anew for each row of a matrix
+                module.register_forward_pre_hook(lambda _, x: x[0].as_strided(x[0].shape, x[0].stride()))
         block.compile(fullgraph=True, options=options)
     return [captured(step, cache) for step in steps]
-
-
-def materialize(_, inputs: tuple[Tensor]) -> Tensor:
-    """A view of memory has to be in memory: else Inductor computes norm and gate anew for each row of a matrix."""
-    return inputs[0].as_strided(inputs[0].shape, inputs[0].stride())
 
 
 def captured(step: Callable, cache: StaticCache) -> Callable:
@@ -132,25 +123,16 @@ def captured(step: Callable, cache: StaticCache) -> Callable:
 
 
 @torch.inference_mode()
-def generate(
-    prefill: Callable[[Tensor, Tensor, Tensor], Tensor],
-    decode: Callable[[Tensor, Tensor], Tensor],
-    prompts: list[list[int]],
-    *,
-    max_new_tokens: int,
-    choose: Callable[[Tensor], Tensor],
-    device: torch.device,
-    stop: frozenset[int] = frozenset(),
-    on_tokens: Callable[[list[int | None]], None] | None = None,
-) -> Generated:
-    """Prefill gives the first token of each prompt, each decode step one more. prefill and decode: see steps_of;
-    choose: logits [batch, vocab] to tokens [batch]; on_tokens gets each step's tokens, None for an ended row."""
-    result = Generated([[] for _ in prompts], sum(map(len, prompts)))
+def generate(prefill, decode, prompts, *, max_new_tokens, choose, device, stop=(), on_tokens=None) -> Generated:
+    """Prefill gives the first token of each prompt, a list of tokens, each decode step one more, up to those of `stop`.
+    prefill and decode: see steps_of; choose: logits [batch, vocab] to tokens [batch]; on_tokens gets each step's, and
+    None for an ended row."""
+    result, finished = Generated([[] for _ in prompts], sum(map(len, prompts))), set()
 
     def take(tokens: list[int]) -> None:
         for row, token in enumerate(tokens):
-            if row in result.finished or token in stop:
-                result.finished.add(row)
+            if row in finished or token in stop:
+                finished.add(row)
                 tokens[row] = None
             else:
                 result.token_ids[row].append(token)
@@ -168,7 +150,7 @@ def generate(
     start = time.perf_counter()
     unread = []
     for step in range(max_new_tokens - 1):
-        if len(result.finished) == len(prompts):
+        if len(finished) == len(prompts):
             break
         tokens = choose(decode(tokens, lengths + step))
         result.decode_steps += 1
@@ -187,8 +169,7 @@ def probabilities(logits: Tensor, *, temperature: float, top_k: int = 0, top_p: 
     if temperature == 0:
         return F.one_hot(logits.argmax(-1), logits.shape[-1]).float()
     likely, order = (logits.float() / temperature).softmax(-1).sort(dim=-1, descending=True)
-    if top_k:
-        likely[..., top_k:] = 0
+    likely[..., top_k or likely.shape[-1] :] = 0
     likely /= likely.sum(-1, keepdim=True)
     likely[likely.cumsum(-1) - likely >= top_p] = 0  # what is before it has this share already
     return torch.zeros_like(likely).scatter(-1, order, likely / likely.sum(-1, keepdim=True))
@@ -208,7 +189,7 @@ def parser(description: str) -> cli.Parser:
     add = flags.add_argument
     add("--model", default="nano", help=f"a Hugging Face folder, or with random weights: {', '.join(shapes.SIZES)}")
     either = flags.add_mutually_exclusive_group()
-    either.add_argument("--prompt", help=f"text to continue (default: {DEFAULT_PROMPT})")
+    either.add_argument("--prompt", default="def main():", help="text to continue (default: %(default)s)")
     either.add_argument("--prompts", type=Path, metavar="FILE", help="a file with one prompt a line: one batch")
     add("--chat", action="store_true", help="put each prompt into the tokenizer's chat template")
     add("--max-new-tokens", type=cli.positive_int, default=32)
@@ -238,7 +219,7 @@ class Text:
         if args.chat and getattr(self.tokenizer, "chat_template", None) is None:
             raise UserError(f"--chat: --model {args.model} has no chat template")
         self.chat, self.config = args.chat, config
-        self.texts = [DEFAULT_PROMPT if args.prompt is None else args.prompt]
+        self.texts = [args.prompt]
         if args.prompts is not None:
             try:
                 self.texts = [line for line in args.prompts.read_text().splitlines() if line.strip()]
@@ -273,18 +254,6 @@ class Text:
         if self.tokenizer is not None:
             return self.tokenizer.decode(ids, skip_special_tokens=True)
         return bytes(token if token < 256 else ord("?") for token in ids).decode(errors="replace")
-
-    def printer(self) -> Callable[[list[int | None]], None]:
-        """For generate's on_tokens: print the first row's text as it grows, whole characters only."""
-        ids = []
-
-        def on_tokens(fresh: list[int | None]) -> None:
-            if fresh[0] is not None:
-                printed = self.decode(ids).rstrip(INCOMPLETE)
-                ids.append(fresh[0])
-                print(self.decode(ids).rstrip(INCOMPLETE)[len(printed) :], end="", flush=True)
-
-        return on_tokens
 
 
 def choose_dtype(args: argparse.Namespace, config: shapes.Config, device: torch.device) -> str:

@@ -29,7 +29,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
-from _infer_70b import check_bytes, check_layout, check_room, dry_run, held_bytes, local
+from _infer_70b import check_bytes, check_layout, check_room, dry_run, held_bytes, local, printer
 from _shared import (
     DTYPES,
     StaticCache,
@@ -128,8 +128,9 @@ def main() -> int:
         how = {"max_new_tokens": new_tokens, "choose": choose, "device": device, "stop": text.stop}
         return generate(prefill, decode, text.prompts, on_tokens=on_tokens, **how)
 
-    answer(args.max_new_tokens if args.compile else 4)  # the first steps are slow, compiled ones in each bucket
-    result = answer(args.max_new_tokens, text.printer() if runtime.is_rank0() else None)
+    # the first steps are slow, compiled ones in each bucket
+    answer(args.max_new_tokens if args.compile else min(4, args.max_new_tokens))
+    result = answer(args.max_new_tokens, printer(text) if runtime.is_rank0() else None)
     of_ranks = runtime.gather(result.token_ids)
     assert all(ids == of_ranks[0] for ids in of_ranks), f"ranks have different tokens: {of_ranks}"
     checked = [f"rank 0 holds the {row['weight_bytes']:,} bytes of weights that were planned"]

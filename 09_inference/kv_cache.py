@@ -93,12 +93,8 @@ class PagedCache(StaticCache):
         """Write each token where its text's table says, then gather the blocks of each text. That copies them at every
         step; a server's attention kernel follows the table instead."""
         rows = self.table.gather(1, positions // BLOCK)
-
-        def write_and_gather(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-            blocks = write(self.keys[layer], self.values[layer], rows, positions % BLOCK, k, v)
-            return tuple(each[self.table].transpose(1, 2).flatten(2, 3) for each in blocks)
-
-        return write_and_gather
+        keep = partial(write, self.keys[layer], self.values[layer], rows, positions % BLOCK)
+        return lambda k, v: (blocks[self.table].transpose(1, 2).flatten(2, 3) for blocks in keep(k, v))
 
     def offload(self, text: int) -> list[Tensor]:
         """Copy the text's blocks to the CPU and free them. A GPU only starts the copies; what is written to the blocks

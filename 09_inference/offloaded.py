@@ -186,14 +186,15 @@ def main() -> int:
         lesson.end([row], columns=columns, checked=checked, args=args, device=device, **row)
         return 0
 
-    def answer(new_tokens: int, on_tokens=None):
+    def answer(new_tokens: int):
         generator = torch.Generator(device).manual_seed(args.seed)
         choose = partial(shared.sample, args=args, generator=generator)
         how = {"max_new_tokens": new_tokens, "choose": choose, "device": device, "stop": text.stop}
-        return shared.generate(*steps, text.prompts, on_tokens=on_tokens, **how)
+        return shared.generate(*steps, text.prompts, **how)
 
     answer(min(WARM_UP_TOKENS, args.max_new_tokens))
-    result = answer(args.max_new_tokens, text.printer() if runtime.is_rank0() else None)
+    result = answer(args.max_new_tokens)
+    runtime.say(text.decode(result.token_ids[0]))
     of_ranks = runtime.gather(result.token_ids)
     assert all(ids == of_ranks[0] for ids in of_ranks), f"ranks have different tokens: {of_ranks}"
     checked += [f"all {len(of_ranks)} ranks have the same tokens"] if len(of_ranks) > 1 else []

@@ -52,7 +52,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None, *, is_ca
     groups = k.shape[1]
     q = q.unflatten(1, (groups, -1)).flatten(0, 1)  # [batch x groups, query heads of a group, tokens, head_dim]
     k, v = (part.flatten(0, 1)[:, None].expand(-1, q.shape[1], -1, -1) for part in (k, v))
-    seen = seen if seen is None or seen.ndim == 2 else seen.repeat_interleave(groups, 0)
+    seen = seen if seen is None or seen.ndim == 2 else seen.expand(-1, groups, -1, -1).flatten(0, 1)[:, None]
     y = F.scaled_dot_product_attention(q, k, v, seen, is_causal=is_causal)
     return y.unflatten(0, (-1, groups)).flatten(1, 2)
 
