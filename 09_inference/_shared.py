@@ -41,7 +41,7 @@ class StaticCache:
         self.filled = 0  # the most that a prompt and the steps since may have filled
 
     def visible(self, positions: Tensor) -> Tensor:
-        """[batch, tokens] -> [batch, 1, tokens, slots]: added to scores; 0 where a token sees a slot, else -infinity."""
+        """[batch, tokens] -> [batch, 1, tokens, slots]: added to scores, 0 where a token sees a slot or -infinity."""
         return (self.slots <= positions.unsqueeze(-1)).to(self.keys["0"].dtype).log().unsqueeze(1)
 
     def extend(self, layer: str, positions: Tensor) -> Callable:
