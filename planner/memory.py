@@ -202,8 +202,8 @@ class Memory:
         gathers_ahead = plan.zero == 3 and self.traits.gathers_root and not self.gradients_stay_whole
         waiting_for_loss = waiting - self.largest_layer * self.e * gathers_ahead  # no block follows
         bytes_per_logit, logits_in_forward = LOSSES[plan.loss][0], lines["logits_bytes"]
-        if plan.loss in FP32_LOG_SOFTMAX:  # the logit itself, in 16 bits the same in fp32, and log-softmax
-            logits_in_forward *= (8 if plan.dtype == "fp32" else 10) / bytes_per_logit
+        if plan.loss in FP32_LOG_SOFTMAX:  # the logit in fp32, and log-softmax
+            logits_in_forward *= 8 / bytes_per_logit
         held_logits = lines["logits_bytes"] * 4 / bytes_per_logit * (plan.loss == "logits-held")
         # gradients in a block: of its output, and of silu(gate) and up, or of attention's output, queries, keys, values
         output_gradient = shape.hidden * self.residual_size
