@@ -59,9 +59,8 @@ def shape_from_json(name: str, content: dict) -> Shape:
         raise ValueError(f"--model {name}: model_type {kind!r} is none of {', '.join(FAMILIES)}, or it has mlp_bias")
     known = shapes.Config.__dataclass_fields__
     sizes = {key: value for key, value in content.items() if key in known and "rope" not in key}
-    shape = from_config(name, shapes.parse_config(sizes, f"--model {name}"))
+    shape = from_config(name, shapes.parse_config({"max_position_embeddings": 0, **sizes}, f"--model {name}"))
     more = {
-        "positions": content.get("max_position_embeddings") or 0,  # parse_config would say 2048
         "qkv_bias": kind == "qwen2" or content.get("attention_bias", False),
         "qk_norm": kind.startswith("qwen3"),
     }

@@ -34,7 +34,7 @@ import _lora
 from _shared import saved_for_backward
 
 from common import data, exits, hardware, lesson, measure, model, runtime, shapes
-from common.adapters import LoRALinear, adapt, merge
+from common.adapters import LoRALinear, adapt
 
 METHODS = ("full", "lora", "qlora")
 LORA_LR_FACTOR = 10  # adapters take a learning rate about so many times that of full fine-tuning
@@ -149,9 +149,11 @@ def run(method: str, base: model.Transformer, task: _lora.Task, args, autocast, 
         row["merged_error"] = max(merged_error(layer) for layer in net.modules() if isinstance(layer, kind))
         if args.save:
             _lora.save_for_peft(net, Path(args.save, method), base=args.model, rank=args.rank, alpha=args.alpha)
-        merged = copy.deepcopy(net)
-        merge(merged)
-        row["val_loss_merged"] = _lora.evaluate(merged.float(), task.held_out, autocast)
+        merged = copy.deepcopy(base).to(device)
+        for name, layer in net.named_modules():
+            if isinstance(layer, kind):
+                merged.get_submodule(name).weight = nn.Parameter(layer.merged_weight())
+        row["val_loss_merged"] = _lora.evaluate(merged, task.held_out, autocast)
         del merged  # or a GPU's peak would count it
     row["answer"] = task.answer(net, autocast)
     one_more_step = partial(training_step, net, optimizer, batches[0], autocast)

@@ -114,7 +114,7 @@ class Stage:
         self.number, self.count = find_place(args)[0], args.pp
         self.is_last = self.number == self.count - 1
         sent = (batches.micro_batch_size, args.seq_len // args.cp // args.tp, net.config.hidden_size)
-        self.hidden = torch.zeros(sent, dtype=dtype, device=device)  # what a stage sends to the next, in shape and type
+        self.hidden = torch.zeros(sent, dtype=dtype, device=device)  # what the stage before sends, without backward
         if self.count == 1:
             return
         self.group = mesh.get_group("pipeline")
@@ -139,17 +139,15 @@ class Stage:
         """Forward alone: what this stage takes, tokens in the first one."""
         if self.number == 0:
             return tokens
-        hidden = torch.empty_like(self.hidden)
-        dist.recv(hidden, group=self.group, group_src=self.number - 1)
-        return hidden
+        dist.recv(self.hidden, group=self.group, group_src=self.number - 1)
+        return self.hidden
 
     def send(self, hidden: Tensor) -> None:
         dist.send(hidden.contiguous(), group=self.group, group_dst=self.number + 1)
 
 
-def clip_over_stages(parameters, largest_norm: float, mesh: DeviceMesh) -> Tensor:
+def clip_over_stages(parameters: list[nn.Parameter], largest_norm: float, mesh: DeviceMesh) -> Tensor:
     """Scale all gradients as one process would: by the norm over all stages."""
-    parameters = list(parameters)
     norm = runtime.whole(get_total_norm([parameter.grad for parameter in parameters]))
     if "pipeline" in mesh.mesh_dim_names:
         dist.all_reduce(squared := norm**2, group=mesh.get_group("pipeline"))
@@ -160,7 +158,7 @@ def clip_over_stages(parameters, largest_norm: float, mesh: DeviceMesh) -> Tenso
 
 def check_parts(net: nn.Module, optimizer: torch.optim.Optimizer, args, mesh: DeviceMesh) -> dict[str, list[int]]:
     """The bytes of weights and of optimizer state that each rank holds, in rank order. AssertionError if they are not
-    the ranks' parts."""
+    the ranks' parts, in fp32: low precision is in the arithmetic, never in what is kept."""
     whole = dict(model.build("", net.config, seed=0, device="meta").named_parameters())
     tensor, shard = find_place(args)[3], mesh["shard"]
     weights = state = due = 0  # bytes
@@ -194,11 +192,7 @@ def dry_run(args, build) -> int:
     check_cuts(args, config, Batches(corpus, args, rank=0, world_size=data_ranks(args, args.world_size)))
     # a process for each stage: none can be another rank later
     with ProcessPoolExecutor(min(args.pp, os.cpu_count()), get_context("spawn"), max_tasks_per_child=1) as pool:
-        counted = list(pool.map(partial(count_weights, args, config, build), range(args.pp)))
-    rows = []
-    for stage, (layers, size) in enumerate(counted):  # fp32, as check_parts finds it in every run: two moments
-        held = {"weight_bytes": size, "gradient_bytes": size, "optimizer_bytes": 2 * size}
-        rows.append({"stage": stage, "layers": layers, **held})
+        rows = list(pool.map(partial(count_bytes, args, config, build), range(args.pp)))
     print(f"{args.model}: bytes on the first rank of each stage, of {args.world_size} fake ranks\n")
     print(table([[*rows[0]], *([report.for_people(key, value) for key, value in row.items()] for row in rows)]))
     summary = {name: getattr(args, name) for name in ("model", "dtype", "world_size", "tp", "pp", "cp", "replicate")}
@@ -206,8 +200,10 @@ def dry_run(args, build) -> int:
     return 0
 
 
-def count_weights(args, config: shapes.Config, build, stage: int) -> tuple[int, int]:
-    """How many layers the first rank of a stage holds, and the bytes of its weights, which hold no numbers."""
+def count_bytes(args, config: shapes.Config, build, stage: int) -> dict[str, int]:
+    """What the first rank of a stage holds, in fp32 and with two moments, as check_parts finds it in every run."""
     device = fake_ranks.join(stage * args.world_size // args.pp, args.world_size)
     net = build(args, config, make_mesh(args, device), device)
-    return len(net.model.layers), sum(parameter.to_local().nbytes for parameter in net.parameters())
+    weights = sum(parameter.to_local().nbytes for parameter in net.parameters())
+    held = {"weight_bytes": weights, "gradient_bytes": weights, "optimizer_bytes": 2 * weights}
+    return {"stage": stage, "layers": len(net.model.layers), **held}

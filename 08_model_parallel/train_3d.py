@@ -23,7 +23,7 @@ Before: 06_fsdp_zero/train_fsdp.py, and this chapter's scripts, one for each cut
 """
 
 import sys
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -103,7 +103,6 @@ def main() -> int:
     model.materialize(net, args.model, seed=args.seed, device=device)
     columns = cut_sequence(net, args, mesh, DTYPES[args.dtype], device)
     stage = Stage(net, args, batches, mesh, DTYPES[args.dtype], device)
-    autocast = nullcontext  # fully_shard casts instead: all is in --dtype, also what autocast keeps in fp32
     until_the_end = ExitStack()
     if args.tp > 1:  # forward and backward of the loss from cut logits, which are never gathered
         until_the_end.enter_context(loss_parallel())
@@ -132,12 +131,12 @@ def main() -> int:
             inputs, targets = (part[:, columns] for part in meter.next(stream))
             # each backward reduce-scatters, or gradients would be whole; copies (HSDP) all-reduce once, after the last
             net.set_requires_all_reduce(micro_step == batches.accumulation_steps)
-            with meter.forward(), autocast():
+            with meter.forward():
                 loss = net(inputs, targets) / batches.accumulation_steps  # micro-batches have equal token counts
             loss = runtime.whole(loss)  # that of loss_parallel is a DTensor
             loss.backward()
             step_loss += loss.detach()
-        grad_norm = clip_over_stages(net.parameters(), args.clip_norm, mesh)
+        grad_norm = clip_over_stages([*net.parameters()], args.clip_norm, mesh)
         lr = optimizer.param_groups[0]["lr"]
         optimizer.step()
         scheduler.step()
@@ -149,7 +148,7 @@ def main() -> int:
             dist.all_reduce(step_loss)  # sums: a rank's loss is the mean of its own share
             meter.log(step, step_loss / world_size, grad_norm, lr)
         if step == args.steps or (args.eval_every and step % args.eval_every == 0):
-            meter.log_eval(step, evaluate(net, held_out, autocast, device, stage, columns))
+            meter.log_eval(step, evaluate(net, held_out, device, stage, columns))
         if save:
             run.save(step, checkpoint.training_state(step, **training), shapes.config_json(config))
         if stop:
@@ -158,29 +157,25 @@ def main() -> int:
     if stop:
         runtime.say(f"signal {stop}: saved at step {step}; the same command with --resume goes on")
 
-    # 6 What was promised, checked. Low precision is in the arithmetic, never in what is kept.
-    kept = {t.dtype for t in (*net.parameters(), *(t for s in optimizer.state.values() for t in s.values()))}
-    assert kept == {torch.float32}
-    # No rank has drifted from the others by a bit.
+    # 6 What was promised, checked. No rank has drifted from the others by a bit.
     digests = runtime.gather(model.digest(net))
     assert len(set(digests)) == 1, f"ranks hold different weights: {digests}"
     runtime.say("checked: all ranks that hold the same weights have them to the bit")
-    held = check_parts(net, optimizer, args, mesh)  # its part of each tensor and no more
+    held = check_parts(net, optimizer, args, mesh)  # its part of each tensor, in fp32, and no more
     meter.finish(step, weights_sha256=digests[0], **held)
     runtime.shutdown()
     return exits.REQUEUE_EXIT_CODE if stop and step < args.steps else 0
 
 
 @torch.no_grad()
-def evaluate(net, batches, autocast, device, stage, columns) -> float:
+def evaluate(net, batches, device, stage, columns) -> float:
     """Mean loss per token of the held-out sequences."""
     net.eval()
     total = torch.zeros(2, device=device)  # sum of losses, number of tokens
     for inputs, targets in batches:
         targets = targets[:, columns].to(device)
         inputs = stage.receive(inputs[:, columns].to(device))  # tokens, or what the stage before has computed
-        with autocast():
-            loss = runtime.whole(net(inputs, targets))
+        loss = runtime.whole(net(inputs, targets))
         if not stage.is_last:
             stage.send(loss)  # hidden states: only the last stage has a head
             continue

@@ -41,11 +41,3 @@ def adapt(net: Transformer, *, rank: int, alpha: float, kind: type[LoRALinear] =
         for name, module in [*block.named_modules()]:
             if isinstance(module, nn.Linear):
                 block.set_submodule(name, kind(module, rank, alpha))
-
-
-def merge(net: nn.Module) -> None:
-    """Make plain linear layers of the adapted ones, same names and sizes: nothing is left to compute beside them."""
-    for name, layer in [(name, module) for name, module in net.named_modules() if isinstance(module, LoRALinear)]:
-        plain = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
-        plain.weight, plain.bias = nn.Parameter(layer.merged_weight()), layer.bias
-        net.set_submodule(name, plain)

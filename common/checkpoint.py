@@ -66,12 +66,14 @@ def resume(run: "Run", net, optimizer, scheduler, scaler=None) -> int:
 
 
 class Run:
-    """The folder of one run: one live process group at a time, one set of `settings` for life (cli.settings). All ranks
-    call every method together. UserError if the folder is in use, unwritable, not the same on every rank, or another
-    run's; if it holds checkpoints and --resume is not given; or if the ranks' settings differ."""
+    """The folder of one run, which has one set of `settings` for life (cli.settings). All ranks call every method
+    together. UserError if the folder is in use, unwritable, not shared, another run's, or has one that is to resume."""
 
     def __init__(self, args: argparse.Namespace, *, settings: dict) -> None:
-        _require_equal(settings)
+        first, *others = gather(settings)
+        for rank, theirs in enumerate(others, 1):  # other texts under one name on its node, or another --dtype auto
+            if differ := [name for name in settings if theirs[name] != first[name]]:
+                raise UserError(f"{', '.join(differ)} of rank {rank} is not that of rank 0: give what all nodes have")
         self.keep = args.keep
         new = f"{Path(sys.argv[0]).resolve().parent.name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         self.folder = args.run_dir or on_rank0(lambda: Path("runs", new))
@@ -93,8 +95,6 @@ class Run:
             # data loading workers outlive a kill -9 of their parent by seconds; NFS keeps a dead machine's lock for 90
             self.lock.acquire(timeout=float(os.environ.get("RUN_DIR_LOCK_SECONDS", "10")))
             checkpoints = _checkpoints(self.folder)
-            if checkpoints and not file.exists():
-                raise UserError(f"{flag} holds checkpoints without the settings.json of their run: copy it")
             known = json.loads(file.read_text()) if file.exists() else settings
             names = [name for name in {**settings, **known} if settings.get(name) != known.get(name)]
             if differ := [f"{name} {settings.get(name)} (was {known.get(name)})" for name in names]:
@@ -124,9 +124,8 @@ class Run:
 
     def wait(self) -> None:
         """Return when a save in the background is complete; UserError if it failed."""
-        pending, self.pending = self.pending, None
-        if pending is not None:
-            pending.result()
+        if self.pending is not None:
+            self.pending.result()
 
     def _write(self, step: int, state: dict, config: dict, device: int | None = None) -> None:
         if device is not None:
@@ -200,14 +199,6 @@ def write_json(file: Path, value: dict) -> None:
         stream.flush()
         os.fsync(stream.fileno())
     os.rename(temporary, file)
-
-
-def _require_equal(settings: dict) -> None:
-    """Nodes may have other texts under one name, or another --dtype auto: their ranks would train different models."""
-    first, *others = gather(settings)
-    for rank, theirs in enumerate(others, 1):
-        if differ := [name for name in settings if theirs[name] != first[name]]:
-            raise UserError(f"{', '.join(differ)} of rank {rank} is not that of rank 0: give what all nodes have")
 
 
 def _checkpoints(folder: Path) -> list[Path]:

@@ -14,9 +14,8 @@ class Parser(argparse.ArgumentParser):
     """argparse that states an error in one line and prints a script's docstring unchanged."""
 
     def __init__(self, description: str) -> None:
-        super().__init__(
-            description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-        )
+        unchanged = argparse.RawDescriptionHelpFormatter
+        super().__init__(description=description, formatter_class=unchanged, allow_abbrev=False)
 
     def error(self, message: str) -> None:
         raise UserError(f"{message} (--help lists the flags)")

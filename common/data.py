@@ -161,9 +161,8 @@ class Batches:
         return iter(DataLoader(self.train, batch_sampler=self.order(start_step), generator=generator, **how))
 
     def evaluation(self) -> list[tuple[Tensor, Tensor]]:
-        """This rank's part of the held-out sequences, in batches as in stream(): over all ranks each is read once.
-        All get equally many batches, or a sharded model, which gathers its weights in forward, would wait for ever for
-        one that has fewer; rows that only pad have PADDING as their targets."""
+        """This rank's part of the held-out sequences, in batches as in stream(). All ranks get equally many, since a
+        sharded model gathers its weights in forward; rows that only pad have PADDING as their targets."""
         count = min(EVAL_SEQUENCES, len(self.held_out))
         chosen = np.unique(np.linspace(0, len(self.held_out) - 1, count, dtype=np.int64))
         batches = math.ceil(math.ceil(len(chosen) / self.world_size) / self.micro_batch_size)

@@ -1,7 +1,5 @@
-"""What a device can do at most: the figures of the data sheets in devices.csv, and whether it multiplies bf16.
-
-Names are matched whole, as torch.cuda.get_device_name prints them. A name that is not in the table gives None, and MFU
-prints n/a: a share of a guessed peak is not a measurement."""
+"""The figures of data sheets in devices.csv, and whether a device multiplies bf16. A name that is not in the table, as
+torch.cuda.get_device_name prints it, gives None, and MFU prints n/a: a share of a guessed peak is no measurement."""
 
 import csv
 from functools import cache

@@ -14,9 +14,8 @@ from common import report, runtime
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of the tensors that are alive, at the most and now, while operators run inside it: real or fake ones. On
-    CUDA torch's allocator counts. Elsewhere it is what operators inside have made and what was `held` before, without
-    what an operator frees before it returns, and what is inside a compiled graph."""
+    """Bytes of the tensors that are alive, at the most and now, while operators run inside it. On CUDA torch counts.
+    Elsewhere it is what was `held` before and what operators leave; the inside of a compiled graph is not seen."""
 
     def __init__(self, held: Iterable[Tensor] = (), device: torch.device | None = None) -> None:
         super().__init__()

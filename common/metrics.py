@@ -165,9 +165,6 @@ def _line(record: dict, steps: int) -> str:
 
 
 def read_records(file: Path) -> list[dict]:
-    """The records of a metrics.jsonl, without lines that a kill or a power cut has damaged."""
-    records = []
-    for line in file.read_bytes().split(b"\n")[:-1] if file.exists() else []:
-        with contextlib.suppress(ValueError):
-            records.append(json.loads(line))
-    return [record for record in records if isinstance(record, dict) and "step" in record]
+    """The records of a metrics.jsonl, without a last line that a kill has cut."""
+    lines = file.read_text().split("\n")[:-1] if file.exists() else []
+    return [json.loads(line) for line in lines]

@@ -176,9 +176,8 @@ class Decoder(nn.Module):
         return self
 
     def forward(self, input_ids: Tensor, positions: Tensor | None = None, cache=None) -> Tensor:
-        """Hidden states [batch, length, hidden]; `positions` [batch, length] are 0, 1, 2, ... if not given. With a
-        cache the tokens are added to it and see what it holds; positions must be given. A pipeline stage sets to None
-        what it does not hold; without embed_tokens, input_ids are the hidden states of the stage before."""
+        """Hidden states [batch, length, hidden]; `positions` [batch, length] are 0, 1, 2, ... if not given, but a cache
+        needs them. A pipeline stage has None for what it lacks, and takes the hidden states of the stage before."""
         x = input_ids if self.embed_tokens is None else self.embed_tokens(input_ids)
         # loaded, not computed here: a compiler would compute the angles again in every kernel that reads them
         rows = slice(input_ids.shape[1]) if positions is None else positions

@@ -170,9 +170,8 @@ def parameter_count(config: Config) -> int:
 
 
 def flops_per_token(config: Config, seq_len: int) -> int:
-    """Floating-point operations to train on one token: 6(N - N_embedding) + 12·L·H·head_dim·seq_len, the model's own
-    arithmetic, no recomputation (Chowdhery et al. 2022, appendix B). N_embedding counts the matrix that is only looked
-    up: 0 with tied embeddings, whose one matrix is also lm_head's."""
+    """Floating-point operations to train on one token, no recomputation: 6(N - N_embedding) + 12·L·H·head_dim·seq_len
+    (Chowdhery et al. 2022, appendix B). N_embedding is a matrix that is only looked up: 0 with tied embeddings."""
     c = config
     looked_up = 0 if c.tie_word_embeddings else c.vocab_size * c.hidden_size
     attention = 12 * c.num_hidden_layers * c.num_attention_heads * c.head_dim * seq_len

@@ -14,12 +14,9 @@ KINDS |= {"alltoall": "all_to_alls", "broadcast": "broadcasts", "::send": "sends
 
 
 class Traffic(TorchDispatchMode):
-    """This rank's calls and bytes, by kind, while it is entered; forward and backward, gloo and NCCL.
-
-    The bytes are those on the wire by the ring formula. Of S bytes on n ranks, a rank sends S (n-1)/n in an all-gather,
-    a reduce-scatter or a broadcast, twice that in an all-reduce, in an all-to-all all but its own part, and all to a
-    peer. NCCL may choose a tree or the switch instead of a ring. gather, scatter and reduce to one rank are not seen.
-    """
+    """This rank's calls and bytes, by kind, while entered. Of S bytes on n ranks, a rank of a ring sends S (n-1)/n
+    in an all-gather, a reduce-scatter or a broadcast, twice that in an all-reduce; in an all-to-all all but its own
+    part. NCCL may choose a tree or the switch. gather, scatter and reduce to one rank are not seen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,14 +40,13 @@ def bytes_on_the_wire(kind: str, args: tuple) -> Fraction:
     inputs = [tensor.nbytes for tensor in [found for found in tensors if found][-1]]
     group = _group_of(args)
     n, size = group.size(), sum(inputs)
-    if kind == "all_gathers":
-        return Fraction(size * (n - 1))  # its own part, and those of all others but the last
     if kind == "all_to_alls":
         sizes = [arg for arg in args if isinstance(arg, list | tuple) and arg and isinstance(arg[0], int)]
         parts = sizes[-1] if sizes else inputs if len(inputs) > 1 else [1] * n
         return size - Fraction(size * parts[group.rank()], sum(parts) or 1)
-    trips = {"all_reduces": Fraction(2 * (n - 1), n), "sends": 1}.get(kind, Fraction(n - 1, n))
-    return size * trips
+    # inputs are whole, but those of an all-gather are the rank's part: it sends its own, and all others' but the last
+    trips = {"all_gathers": n - 1, "all_reduces": Fraction(2 * (n - 1), n), "sends": 1}
+    return Fraction(size * trips.get(kind, Fraction(n - 1, n)))
 
 
 def _group_of(args: tuple) -> dist.ProcessGroup:

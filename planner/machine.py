@@ -74,9 +74,8 @@ def read(device: str, dtype: str = "bf16") -> Machine:
     sheet = hardware.devices().get(device, {})
     if not sheet and device != "cpu":
         alike = [name for name in hardware.devices() if device and device.lower() in name.lower()]
-        raise ValueError(
-            f"--device {device!r} is not in common/devices.csv, nor cpu: use {' or '.join(alike) or 'its names'}"
-        )
+        use = " or ".join(alike) or "its names"
+        raise ValueError(f"--device {device!r} is not in common/devices.csv, nor cpu: use {use}")
     return Machine(
         device=device,
         memory_bytes=sheet["memory"] / 1e9 * 2**30 * USABLE if sheet.get("memory") else None,

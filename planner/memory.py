@@ -201,10 +201,9 @@ class Memory:
         waiting = states + lines["activation_bytes"] + (gradients if accumulate else 0)
         gathers_ahead = plan.zero == 3 and self.traits.gathers_root and not self.gradients_stay_whole
         waiting_for_loss = waiting - self.largest_layer * self.e * gathers_ahead  # no block follows
-        bytes_per_logit, logits_in_forward = LOSSES[plan.loss][0], lines["logits_bytes"]
-        if plan.loss in FP32_LOG_SOFTMAX:  # the logit itself, in 16 bits the same in fp32, and log-softmax
-            logits_in_forward *= (8 if plan.dtype == "fp32" else 10) / bytes_per_logit
-        held_logits = lines["logits_bytes"] * 4 / bytes_per_logit * (plan.loss == "logits-held")
+        logits = lines["logits_bytes"] / LOSSES[plan.loss][0]
+        in_forward = 8 * logits if plan.loss in FP32_LOG_SOFTMAX else lines["logits_bytes"]  # in fp32, and log-softmax
+        held_logits = 4 * logits * (plan.loss == "logits-held")
         # gradients in a block: of its output, and of silu(gate) and up, or of attention's output, queries, keys, values
         output_gradient = shape.hidden * self.residual_size
         in_feed_forward = lines["block_bytes"] + (2 * shape.active_ffn(experts) * self.e + output_gradient) * tokens
@@ -227,7 +226,7 @@ class Memory:
         whole_copy = self.reduced_size - 4 * (plan.zero == 3 and plan.shards == 1)  # one rank's copy is its gradient
         of_root = self.root_parameters / plan.tp * whole_copy + sums * embedding * self.residual_size
         return {
-            "end of forward": waiting_for_loss + (cast if compiled else lines["cast_bytes"]) + logits_in_forward,
+            "end of forward": waiting_for_loss + (cast if compiled else lines["cast_bytes"]) + in_forward,
             "loss backward": waiting_for_loss + cast + lines["logits_bytes"],
             "last block": waiting + held_logits + last_block,
             "first block": states + held_logits + gradients + first_block,
