@@ -183,3 +183,13 @@ def test_a_step_waits_for_nothing_else(tmp_path, case):
         assert {
             what: (after[what] - before.get(what, 0)) / steps for what in after if after[what] != before.get(what)
         } == due
+
+
+def test_decode_waits_once_in_eight_tokens(tmp_path):
+    """The CPU reads tokens so that it can print them; were it each one, the GPU would wait for Python at each step."""
+    command = "09_inference/infer_70b.py --model tiny.json --dtype bf16 --max-new-tokens"
+    (few,), (many,) = (waits(tmp_path / str(n), f"{command} {n}", 0, "noop") for n in (9, 25))
+    assert {what: n - few.get(what, 0) for what, n in many.items() if n != few.get(what)} == {
+        "sync stream": 2,
+        "copy async to host": 2,
+    }
