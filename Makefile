@@ -32,7 +32,7 @@ test-long: $(VENV)/ready
 
 # nogpu/setup.sh is called by the tests: where it cannot do its work they are skipped, with its reason
 test-nogpu: $(VENV)/ready
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m nogpu --durations 10 tests/test_nogpu.py
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m nogpu --durations 10 tests/test_nogpu.py tests/test_nogpu_bytes.py
 
 model: $(VENV)/ready
 	$(BIN)/python models/make_smollm2.py
