@@ -69,19 +69,15 @@ NOT_HERE = {
 }
 SAMPLE = ("04_amp/train.py", "06_fsdp_zero/train_fsdp.py", "09_inference/kv_cache.py")
 GPU_TESTS = {  # of pytest -m gpu
-    "values": [
-        "test_gpu.py::test_more_processes_than_gpus_is_one_line",
-        "test_01_doctor.py",
-        "test_07_offload.py::test_a_gpu_is_not_waited_for",
-        "test_08_train_3d.py",
-        "test_09_gpu.py",
-        "test_faults.py",
-        "test_model.py",
-    ],
-    "noop": [
-        "test_planner.py::test_the_peak_is_what_a_gpu_allocates[nano-04_amp/train.py]",
-        "test_planner.py::test_the_peak_is_what_a_gpu_allocates[nano-06_fsdp_zero/train_fsdp.py]",
-    ],
+    "test_gpu.py::test_more_processes_than_gpus_is_one_line": "values",
+    "test_01_doctor.py": "values",
+    "test_07_offload.py::test_a_gpu_is_not_waited_for": "values",
+    "test_08_train_3d.py": "values",
+    "test_09_gpu.py": "values",
+    "test_faults.py": "values",
+    "test_model.py": "values",
+    "test_planner.py::test_the_peak_is_what_a_gpu_allocates[nano-04_amp/train.py]": "noop",
+    "test_planner.py::test_the_peak_is_what_a_gpu_allocates[nano-06_fsdp_zero/train_fsdp.py]": "noop",
 }
 # Left out: of test_gpu.py what compares sixteen runs of nano, too slow in values mode; test_bare.py and those of 02 to
 # 07, which run lessons of the tables above at larger sizes; those of benchmark, stragglers and debug_hang, which time.
@@ -91,6 +87,14 @@ TRAINING = {  # and ranks
     "06_fsdp_zero/train_fsdp.py": 2,
     "08_model_parallel/train_3d.py": 2,
 }
+
+
+@pytest.mark.parametrize("tests", GPU_TESTS)
+def test_gpu_tests_that_need_no_speed(tmp_path, tests):
+    """First, as they take longest."""
+    result = nogpu.gpu_tests(GPU_TESTS[tests], tmp_path, tests)
+    assert result.code == 0, result
+    assert "skipped" not in result.out, result
 
 
 def test_every_lesson_with_a_device_is_listed():
@@ -131,13 +135,6 @@ def test_more_blocks_than_dynamo_compiles_anew(tmp_path):
     result = nogpu.run("noop", tmp_path, "06_fsdp_zero/train_fsdp.py", flags, ranks=2)
     assert result.code == 0, result
     assert "nogpu: " not in result.err, result
-
-
-@pytest.mark.parametrize("how", GPU_TESTS)
-def test_the_gpu_tests_that_need_no_speed(tmp_path, how):
-    result = nogpu.gpu_tests(how, tmp_path, GPU_TESTS[how])
-    assert result.code == 0, result
-    assert "skipped" not in result.out, result
 
 
 def test_grouped_heads_in_fp32_hold_no_scores(tmp_path):

@@ -123,7 +123,7 @@ def start(argv: list[str], folder: Path, **env: str) -> subprocess.Popen:
     """Start argv in folder, output to files there, marked so that its descendants can be found."""
     marker = uuid.uuid4().hex
     with open(folder / "stdout", "w") as out, open(folder / "stderr", "w") as err:
-        environment = clean_env(HARNESS_MARKER=marker, **env)
+        environment = clean_env(**env | {"HARNESS_MARKER": marker})
         process = subprocess.Popen(argv, cwd=folder, env=environment, stdout=out, stderr=err)
     process.marker = marker
     return process

@@ -35,10 +35,20 @@ def run(how: str, folder: Path, script: str, flags: str, ranks: int = 0, gpus: i
     return finish(start(argv, folder, NOGPU_DEVICES=str(ranks or gpus), **env), folder)
 
 
-def gpu_tests(how: str, folder: Path, tests: list[str]) -> Result:
-    """These tests with two GPUs. Their locks are in `folder`: they hold no real GPU."""
-    argv = ["bash", str(TOOL / "run.sh"), how, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider"]
-    argv += [f"{ROOT}/tests/{test}" for test in tests]
+def gpu_tests(how: str, folder: Path, tests: str) -> Result:
+    """Gpu-marked tests, with two GPUs. Their locks are in `folder`: they hold no real GPU."""
+    argv = [
+        "bash",
+        str(TOOL / "run.sh"),
+        how,
+        "-m",
+        "pytest",
+        "-m",
+        "gpu",
+        "-p",
+        "no:cacheprovider",
+        f"{ROOT}/tests/{tests}",
+    ]
     return finish(start(argv, folder, NOGPU_DEVICES="2", TMPDIR=str(folder)), folder)
 
 

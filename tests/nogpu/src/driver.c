@@ -10,7 +10,6 @@
 #include <sys/mman.h>
 #include <unistd.h>
 #include "nogpu.h"
-#undef cuCtxGetDevice
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static __thread int current;
 typedef struct { char *p; size_t n; int kind, device; } Block;
