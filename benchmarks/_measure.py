@@ -254,14 +254,6 @@ def write_results(device: str, kind: str, result: dict, text: str) -> Path:
     return file
 
 
-def save_comparison(comparison: Comparison, title: str, facts_: dict) -> Path:
-    """Write what has been measured so far: a kill leaves that."""
-    measured = {"rows": comparison.rows(), "runs": comparison.runs}
-    result = {"about": facts_, "comparisons": {comparison.name: measured}}
-    text = "\n\n".join([f"# {title}", facts(facts_), write_up(comparison)])
-    return write_results(facts_["device"], comparison.name, result, text)
-
-
 def parser(doc: str) -> cli.Parser:
     flags = cli.Parser(doc)
     flags.add_argument("--rounds", type=cli.positive_int, default=5, help="how often each side runs")
@@ -289,8 +281,11 @@ def run_comparison(comparison: Comparison, args, title: str, check: Callable | N
     facts_ = about(os.path.relpath(sys.argv[0], REPO), args.device)
     print(facts(facts_), flush=True)
 
-    def save() -> Path:
-        return save_comparison(comparison, title, facts_)
+    def save() -> Path:  # what has been measured so far: a kill leaves that
+        measured = {"rows": comparison.rows(), "runs": comparison.runs}
+        result = {"about": facts_, "comparisons": {comparison.name: measured}}
+        text = f"# {title}\n\n{facts(facts_)}\n\n{write_up(comparison)}"
+        return write_results(facts_["device"], comparison.name, result, text)
 
     take_turns(comparison, args.rounds, args.deadline, save)
     written = save()

@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from _measure import REPO, verdict
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.utils import clip_grad_norm_
 
 from common import exits, lesson, measure, model, shapes
 
@@ -52,13 +51,6 @@ def attention(net, x, dtype):
     return {kernel.name: sdpa_kernel(kernel)(attend) for kernel in kernels}, *qkv
 
 
-def clip(net, x, dtype):
-    for weight in net.parameters():
-        weight.grad = torch.ones_like(weight)
-    norm = partial(clip_grad_norm_, max_norm=torch.inf)  # else the second call has less to clip
-    return {f"foreach={on}": lambda _, on=on: norm(net.parameters(), foreach=on) for on in (False, True)}, x
-
-
 def decode(net, x, dtype):
     net.to(dtype).requires_grad_(False)
     cache = StaticCache(net.config, batch=1, length=x.shape[1], dtype=dtype, device=x.device)
@@ -66,7 +58,7 @@ def decode(net, x, dtype):
     return {"eager": eager, "compiled": compiled(net, cache, eager)[0]}, token, token
 
 
-CASES = {case.__name__: case for case in (block, head, attention, clip, decode)}
+CASES = {case.__name__: case for case in (block, head, attention, decode)}
 
 
 def main() -> int:

@@ -1,7 +1,7 @@
 """The pictures of README.md and of chapters 05, 07, 08 in docs/images, from runs that they name.
 
-make figures                  these and the other pictures
-python benchmarks/figures.py  some minutes on 2 cores
+    python benchmarks/figures.py  some minutes on 2 cores
+`make figures` makes the other pictures, too.
 """
 
 import json

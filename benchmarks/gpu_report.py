@@ -24,19 +24,9 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import NamedTuple
 
+import _measure
 import psutil
-from _measure import (
-    CORES,
-    LEAST_SECONDS,
-    RESULTS,
-    Failed,
-    OutOfTime,
-    Side,
-    about,
-    choose_device,
-    facts,
-    write_results,
-)
+from _measure import LEAST_SECONDS, RESULTS, Failed, OutOfTime, Side, facts
 
 from common import cli, exits
 
@@ -124,7 +114,9 @@ def save(name: str, facts_: dict, rows: list[dict]) -> Path:
     for row in rows:
         outcome = row["failed"] or row["not_run"] or "done"
         parts.append(f"## `{row['command']}`\n\n{outcome}\n\n```\n{(row['output'] or '').rstrip()}\n```")
-    return write_results(facts_["device"], f"gpu-{name}", {"about": facts_, "commands": rows}, "\n\n".join(parts))
+    return _measure.write_results(
+        facts_["device"], f"gpu-{name}", {"about": facts_, "commands": rows}, "\n\n".join(parts)
+    )
 
 
 def main() -> int:
@@ -134,8 +126,8 @@ def main() -> int:
     parser.add_argument("--model", help="instead of each of the models above: nano for a trial")
     args = parser.parse_args()
     deadline = time.monotonic() + args.minutes * 60
-    choose_device("cuda")  # this process stays off the GPU: its memory is the commands' own
-    facts_ = about("benchmarks/gpu_report.py", "cuda")
+    _measure.choose_device("cuda")  # this process stays off the GPU: its memory is the commands' own
+    facts_ = _measure.about("benchmarks/gpu_report.py", "cuda")
     print(facts(facts_), flush=True)
     env = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
     rows = earlier_rows(args.part, facts_["commit"])
@@ -160,7 +152,7 @@ def main() -> int:
         return row | {"failed": None, "not_run": f"{NO_TIME}: SIGTERM"} if stopped.is_set() and row["failed"] else row
 
     signal.signal(signal.SIGTERM, stop)
-    with ThreadPoolExecutor(max(1, CORES // 2) if args.part == "smoke" else 1) as pool:
+    with ThreadPoolExecutor(max(1, _measure.CORES // 2) if args.part == "smoke" else 1) as pool:
         for done in as_completed([pool.submit(run_one, part) for part in parts]):
             rows.append(row := done.result())
             print(f"{row['command']}: {row['failed'] or row['not_run'] or 'done'}", flush=True)

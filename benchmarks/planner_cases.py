@@ -154,13 +154,9 @@ def peaks(file: Path) -> list[dict]:
 
 def measured_seconds(row: dict, tokens: float, seconds_at_the_peak: float) -> float | None:
     """Of a step, from what the source states: the time, tokens per second of a GPU, or MFU in percent."""
-    if row["measured_iteration_s"]:
-        return float(row["measured_iteration_s"])
-    if row["measured_tokens_per_second_per_gpu"]:
-        return tokens / float(row["measured_tokens_per_second_per_gpu"])
-    if row["measured_mfu"]:
-        return seconds_at_the_peak / float(row["measured_mfu"]) * 100
-    return None
+    names = ("measured_iteration_s", "measured_tokens_per_second_per_gpu", "measured_mfu")
+    seconds, speed, mfu = (float(row[name] or 0) for name in names)
+    return seconds or (tokens / speed if speed else seconds_at_the_peak / mfu * 100 if mfu else None)
 
 
 def steps(file: Path) -> list[dict]:
@@ -182,7 +178,6 @@ def steps(file: Path) -> list[dict]:
             "source": row["source"].split(":")[0],
             "setting": where.device,
             "causes": ", ".join(f"{cause} {timed.causes[cause] / timed.seconds:.0%}" for cause in causes),
-            # layouts of one model and sequence length on one machine, from one source
             "group": f"{row['model']}, {row['seq']}, {row['gpus']} x {row['gpu']}, {row['source']}",
             "tokens": tokens,
             "seconds_at_the_peak": at_the_peak,

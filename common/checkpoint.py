@@ -95,6 +95,8 @@ class Run:
             # data loading workers outlive a kill -9 of their parent by seconds; NFS keeps a dead machine's lock for 90
             self.lock.acquire(timeout=float(os.environ.get("RUN_DIR_LOCK_SECONDS", "10")))
             checkpoints = _checkpoints(self.folder)
+            if checkpoints and not file.exists():
+                raise UserError(f"{flag} holds checkpoints without the settings.json of their run: copy it")
             known = json.loads(file.read_text()) if file.exists() else settings
             names = [name for name in {**settings, **known} if settings.get(name) != known.get(name)]
             if differ := [f"{name} {settings.get(name)} (was {known.get(name)})" for name in names]:
@@ -116,11 +118,10 @@ class Run:
         if self.keep == 0:
             return
         if self.writer is None:
-            self._write(step, state, config)
-        else:
-            device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-            copied = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), state)
-            self.pending = self.writer.submit(self._write, step, copied, config, device)
+            return self._write(step, state, config)
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        copied = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), state)
+        self.pending = self.writer.submit(self._write, step, copied, config, device)
 
     def wait(self) -> None:
         """Return when a save in the background is complete; UserError if it failed."""

@@ -1,5 +1,4 @@
-"""Ranks that are not there: one process takes itself for a rank of many. The program of a real rank runs, collectives
-of its "fake" group return at once, and counters of operators see what it holds and sends."""
+"""Ranks that are not there: one process takes itself for a rank of many, whose collectives return at once."""
 
 import warnings
 

@@ -122,8 +122,7 @@ class Meter:
         if not is_rank0():
             return
         losses, val_losses = ([each[name] for each in self.records if name in each] for name in ("loss", "val_loss"))
-        timed = self.speeds[1:] or self.speeds  # the first line pays for warm-up and compilation
-        speed = statistics.median(timed) if timed else None
+        speed = statistics.median(self.speeds[1:] or self.speeds) if self.speeds else None  # the first compiles
         summary = {
             "device": device_name(self.device),
             "world_size": self.world_size,
@@ -165,6 +164,9 @@ def _line(record: dict, steps: int) -> str:
 
 
 def read_records(file: Path) -> list[dict]:
-    """The records of a metrics.jsonl, without a last line that a kill has cut."""
-    lines = file.read_text().split("\n")[:-1] if file.exists() else []
-    return [json.loads(line) for line in lines]
+    """The records of a metrics.jsonl, without lines that a kill or a power cut has damaged."""
+    records = []
+    for line in file.read_bytes().split(b"\n")[:-1] if file.exists() else []:
+        with contextlib.suppress(ValueError):
+            records.append(json.loads(line))
+    return [record for record in records if isinstance(record, dict) and "step" in record]

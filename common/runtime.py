@@ -136,8 +136,7 @@ def on_rank0(work: Callable[[], object]) -> object:
 
 
 def seed_all(value: int, deterministic: bool = False) -> None:
-    """Seed every generator; `deterministic` also trades speed for bit-identical kernels. Before init_process_group:
-    NCCL reads its environment variables only once."""
+    """Seed every generator; `deterministic`: slower, bit-identical kernels. To be called before NCCL starts."""
     random.seed(value)
     np.random.seed(value % 2**32)
     torch.manual_seed(value)

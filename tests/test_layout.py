@@ -35,11 +35,11 @@ BUDGETS = {  # of one lesson, or of all that have the name
     "train_fsdp.py": TRAINING,
     "finetune.py": {"lines": 300, "lines with helper": 500, "closure lines": 2700},
     "estimate.py": LESSON | {"lines": 350},
-    "pipeline_parallel.py": LESSON | {"lines with helper": 450},
+    "pipeline_parallel.py": LESSON | {"lines": 300, "lines with helper": 550},
     "train_3d.py": LESSON | {"closure lines": 2700},
     "doctor.py": LESSON | {"lines with helper": 420},
 }
-FOLDERS = {"common": 2020, "planner": 900, "benchmarks": 1800, "tests": 12000, "everything but tests": 19500}
+FOLDERS = {"common": 2000, "planner": 900, "benchmarks": 1800, "tests": 12000, "everything but tests": 19500}
 STEPS = {  # how many lines diff may mark from one script to the next
     ("04_amp/minimal.py", "05_ddp/minimal.py"): 25,
     ("05_ddp/minimal.py", "06_fsdp_zero/minimal.py"): 25,

@@ -170,6 +170,9 @@ def test_a_folder_with_another_runs_settings(tmp_path, trained, script):
     told = [f"{flag} {value}" for flag, value in other.items()]
     assert_refused(resume(script, tmp_path, *(word for pair in other.items() for word in pair)), *told)
     assert_refused(train(script, tmp_path, "--data", "text.txt", code=2), "--run-dir", "--resume")
+    (tmp_path / "run/settings.json").rename(tmp_path / "settings.json")
+    assert_refused(resume(script, tmp_path), "--run-dir", "settings.json")
+    (tmp_path / "settings.json").rename(tmp_path / "run/settings.json")
     assert content(tmp_path / "run") == before
 
 
