@@ -1,4 +1,4 @@
-"""What lora.py adapts a model to, its evaluation, and peft's files. In a chat the answer's tokens alone are targets."""
+"""What lora.py adapts a model to, and its evaluation. In a chat the answer's tokens alone are targets."""
 
 import hashlib
 import json
@@ -129,23 +129,3 @@ def frozen_digest(net: nn.Module) -> str:
         if "lora_" not in name:
             sha.update(tensor.cpu().contiguous().view(torch.uint8).numpy())
     return sha.hexdigest()
-
-
-def save_for_peft(net: nn.Module, folder: Path, *, base: str, rank: int, alpha: float) -> None:
-    """For peft: peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder) reads them."""
-    from safetensors.torch import save_file
-
-    trained = {name: p.detach().cpu() for name, p in net.named_parameters() if "lora_" in name}
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "r": rank,
-        "lora_alpha": alpha,
-        "target_modules": sorted({name.split(".")[-2] for name in trained}),  # ...q_proj.lora_A
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(
-        {f"base_model.model.{name}.weight": p for name, p in trained.items()}, folder / "adapter_model.safetensors"
-    )
-    (folder / "adapter_config.json").write_text(json.dumps(config, indent=1) + "\n")

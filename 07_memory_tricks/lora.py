@@ -7,7 +7,7 @@ bits and dequantizes it, one layer at a time, in forward and again in backward. 
 too. Afterwards W + alpha / rank * B A is one matrix again.
 
     laptop    python 07_memory_tricks/lora.py
-    answers   python 07_memory_tricks/lora.py --model models/smollm2-135m --save runs/adapters   (make model makes it)
+    answers   python 07_memory_tricks/lora.py --model models/smollm2-135m   (make model makes it)
     one GPU   python 07_memory_tricks/lora.py --model llama-1b --seq-len 1024 --batch-size 4
     cluster   one process is all it uses. For chats of your own, on many GPUs: 06_fsdp_zero/finetune.py
 
@@ -147,8 +147,6 @@ def run(method: str, base: model.Transformer, task: _lora.Task, args, autocast, 
     optimizer.zero_grad()
     if method != "full":
         row["merged_error"] = max(merged_error(layer) for layer in net.modules() if isinstance(layer, kind))
-        if args.save:
-            _lora.save_for_peft(net, Path(args.save, method), base=args.model, rank=args.rank, alpha=args.alpha)
         merged = copy.deepcopy(base).to(device)
         for name, layer in net.named_modules():
             if isinstance(layer, kind):
@@ -184,14 +182,10 @@ def check(rows: list[dict], dtype: str) -> list[str]:
 
 def main() -> int:
     choices = {"method": ("all", *METHODS), "dtype": ("auto", "fp32", "bf16")}
-    args = lesson.flags(
-        __doc__, model="nano", rank=8, alpha=16.0, steps=20, batch_size=4, seq_len=128, save="", **choices
-    )
+    args = lesson.flags(__doc__, model="nano", rank=8, alpha=16.0, steps=20, batch_size=4, seq_len=128, **choices)
     device = lesson.start(args.device)
     args.dtype = hardware.choose_dtype(args.dtype, device)
     trained_before = shapes.has_weights(args.model)
-    if args.save and (not trained_before or args.method == "full"):
-        raise exits.UserError(f"--save {args.save}: it needs --method lora or qlora, and --model FOLDER with weights")
     # for nano, 1e-2 ended lower than 1e-3 and 2e-2 did; 1e-3 is a common choice for a model that has been trained
     args.lr = 1e-3 if trained_before else 5 * shapes.recipe(args.model).lr
     task = _lora.choose_task(args)

@@ -265,14 +265,13 @@ def choose_dtype(args: argparse.Namespace, config: shapes.Config, device: torch.
 def check_tokens(found: list[list[int]], text: Text, args: argparse.Namespace) -> list[str]:
     """Assert that the tokens are those of transformers' generate: greedy, in fp32, prompt by prompt. Sampled tokens,
     those in 16 bits and those of large models are not compared: then the list is empty."""
-    config = text.config
-    if args.temperature or args.dtype != "fp32" or shapes.parameter_count(config) > SMALL:
+    if args.temperature or args.dtype != "fp32" or shapes.parameter_count(text.config) > SMALL:
         return []
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    net = model.build(args.model, config, seed=args.seed)
-    baseline = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shapes.config_json(config))).eval()
-    baseline.load_state_dict(net.state_dict(), strict=not config.tie_word_embeddings)
+    net = model.build(args.model, text.config, seed=args.seed)
+    baseline = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shapes.config_json(text.config))).eval()
+    baseline.load_state_dict(net.state_dict(), strict=not text.config.tie_word_embeddings)
     for prompt, ids in zip(text.prompts, found, strict=True):
         inputs = torch.tensor([prompt])
         how = {"attention_mask": torch.ones_like(inputs), "eos_token_id": sorted(text.stop) or None, "pad_token_id": 0}

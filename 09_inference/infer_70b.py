@@ -29,20 +29,8 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+import _shared as shared
 from _infer_70b import check_bytes, check_layout, check_room, dry_run, held_bytes, local, printer
-from _shared import (
-    DTYPES,
-    StaticCache,
-    Text,
-    check_tokens,
-    choose_dtype,
-    compiled,
-    generate,
-    parser,
-    sample,
-    speed,
-    steps_of,
-)
 
 from common import cli, exits, lesson, model, runtime, shapes
 
@@ -82,7 +70,7 @@ def as_rank0(choose: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 
 def load(args, config: shapes.Config, device: torch.device) -> model.Transformer:
     """The model with this rank's part of the weights, from the files or random. No rank ever holds the whole."""
-    net = model.build(args.model, config, seed=args.seed, device="meta").to(DTYPES[args.dtype])
+    net = model.build(args.model, config, seed=args.seed, device="meta").to(shared.DTYPES[args.dtype])
     if dist.get_world_size() > 1:
         cut(net, dist.get_world_size(), device.type)
     if args.model not in shapes.SIZES or shapes.parameter_count(config) <= DRAWN_ON_CPU:
@@ -97,7 +85,7 @@ def load(args, config: shapes.Config, device: torch.device) -> model.Transformer
 
 
 def main() -> int:
-    flags = parser(__doc__)
+    flags = shared.parser(__doc__)
     flags.add_argument("--compile", action="store_true", help="compile the decode step; on a GPU one CUDA graph")
     flags.add_argument("--memory", type=cli.positive, metavar="GIB", help="of each GPU (default: what is free)")
     flags.add_argument("--dry-run", action="store_true", help="show what each of --world-size ranks would hold")
@@ -105,28 +93,28 @@ def main() -> int:
     args = flags.parse_args()
     config = shapes.read_config(args.model)
     ranks = check_layout(args, config)
-    text = Text(args, config)
+    text = shared.Text(args, config)
     cache_tokens = len(text.prompts) * text.length
     if args.dry_run:
         return dry_run(args, config, cache_tokens, cut)
 
     device = runtime.init_process_group(args.device)
     runtime.seed_all(args.seed)
-    args.dtype = choose_dtype(args, config, device)
+    args.dtype = shared.choose_dtype(args, config, device)
     row = check_room(args, config, ranks, cache_tokens, device)
     net = load(args, config, device)
     check_bytes(net, row)
-    kind = {"dtype": DTYPES[args.dtype], "device": device}
-    cache = StaticCache(config, batch=len(text.prompts), length=text.length, ranks=ranks, **kind)
-    prefill, decode = steps_of(net, cache)
+    kind = {"dtype": shared.DTYPES[args.dtype], "device": device}
+    cache = shared.StaticCache(config, batch=len(text.prompts), length=text.length, ranks=ranks, **kind)
+    prefill, decode = shared.steps_of(net, cache)
     if args.compile:
-        (decode,) = compiled(net, cache, decode)
+        (decode,) = shared.compiled(net, cache, decode)
 
     def answer(new_tokens: int, on_tokens=None):
         generator = torch.Generator(device).manual_seed(args.seed)
-        choose = as_rank0(lambda logits: sample(logits, args, generator))
+        choose = as_rank0(lambda logits: shared.sample(logits, args, generator))
         how = {"max_new_tokens": new_tokens, "choose": choose, "device": device, "stop": text.stop}
-        return generate(prefill, decode, text.prompts, on_tokens=on_tokens, **how)
+        return shared.generate(prefill, decode, text.prompts, on_tokens=on_tokens, **how)
 
     # the first steps are slow, compiled ones in each bucket
     answer(args.max_new_tokens if args.compile else min(4, args.max_new_tokens))
@@ -135,8 +123,8 @@ def main() -> int:
     assert all(ids == of_ranks[0] for ids in of_ranks), f"ranks have different tokens: {of_ranks}"
     checked = [f"rank 0 holds the {row['weight_bytes']:,} bytes of weights that were planned"]
     checked += [f"all {ranks} ranks have the same tokens"] if ranks > 1 else []
-    checked += runtime.on_rank0(lambda: check_tokens(result.token_ids, text, args))
-    row |= speed(result, device, held_bytes(net, read=True))
+    checked += runtime.on_rank0(lambda: shared.check_tokens(result.token_ids, text, args))
+    row |= shared.speed(result, device, held_bytes(net, read=True))
     columns = {
         "weight_bytes": "weights per rank",
         "cache_bytes": "cache",

@@ -127,7 +127,6 @@ def run(weights: str, text: Text, args: argparse.Namespace, device: torch.device
         how = {"max_new_tokens": new_tokens, "device": device, "stop": text.stop}
         return generate(prefill, decode, text.prompts, choose=lambda logits: sample(logits, args, generator), **how)
 
-    # the first steps are slow, compiled ones in each bucket
     answer(args.max_new_tokens if args.compile else min(4, args.max_new_tokens))
     result = answer(args.max_new_tokens)
     row = {

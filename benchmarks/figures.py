@@ -18,8 +18,6 @@ from matplotlib.figure import Figure
 from common import cli, exits
 from common.metrics import read_records
 
-MIB = 2**20
-
 
 def summary_of(script: str, flags: str = "", ranks: int = 0) -> dict:
     """Run a lesson on the CPU: what it writes with --json."""
@@ -117,7 +115,7 @@ def memory_over_a_step() -> None:
     panels = figure.subplots(1, 2, sharey=True)
     for panel, how in zip(panels, ("none", "full"), strict=True):
         lines = summary_of("07_memory_tricks/memory_profile.py", f"--checkpointing {how}")["timelines"]
-        shown = {name: [size / MIB for size in sizes] for name, sizes in lines.items() if max(sizes) > MIB}
+        shown = {name: [size / 2**20 for size in sizes] for name, sizes in lines.items() if max(sizes) > 2**20}
         panel.stackplot(range(len(lines["parameters"])), shown.values(), labels=shown)
         panel.set(title=f"checkpointing: {how}", xlabel="operators of one step")
     panels[0].set_ylabel("MiB")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from support.chapter import load
 from support.checkpoints import write_folder
 from support.harness import ODD, TINY, assert_refused, config_of, run, with_fault
@@ -28,7 +28,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def result(folder, tmp_path_factory):
-    flags = ("--model", folder, *SMALL, "--steps", 8, "--rank", RANK, "--save", "kept")
+    flags = ("--model", folder, *SMALL, "--steps", 8, "--rank", RANK)
     done = run(SCRIPT, tmp_path_factory.mktemp("run"), *flags)
     assert done.code == 0, done.err[-3000:]
     return done
@@ -66,16 +66,6 @@ def test_every_method_learns_and_merging_changes_nothing(result):
             assert row["merged_error"] <= 1e-5
 
 
-def test_a_run_saves_all_adapters(result, folder):
-    for method in ("lora", "qlora"):
-        kept = result.folder / "kept" / method
-        about = json.loads((kept / "adapter_config.json").read_text())
-        assert (about["r"], about["lora_alpha"], about["base_model_name_or_path"]) == (RANK, 16.0, str(folder))
-        weights = load_file(kept / "adapter_model.safetensors")
-        assert len(weights) == 2 * TENSORS
-        assert all(tensor.any() for tensor in weights.values())
-
-
 @pytest.mark.parametrize(
     "shape",
     [BIASED, pytest.param({**ODD, "tie_word_embeddings": True}, marks=pytest.mark.full)],
@@ -99,7 +89,8 @@ def test_peft_reads_what_is_saved_and_computes_the_same(tmp_path, shape):
             if isinstance(layer, adapters.LoRALinear):
                 torch.nn.init.normal_(layer.lora_B, std=0.1)
         expected = net(tokens)
-        load("07_memory_tricks/_lora.py").save_for_peft(net, tmp_path / "lora", base=str(tmp_path), rank=3, alpha=8.0)
+        trained = {name: each for name, each in net.named_parameters() if "lora_" in name}
+        load("06_fsdp_zero/_shared.py").write_adapter(trained, tmp_path / "lora", str(tmp_path), rank=3, alpha=8.0)
         theirs = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path), tmp_path / "lora")
         assert error(theirs(tokens).logits, expected) <= 1e-5
         merged = model.build("nano", net.config, seed=0)
@@ -150,8 +141,7 @@ def test_the_loss_is_of_the_answer_alone():
     assert targets.tolist() == [-100, -100, -100, x, y, 3]
 
 
-# --save: the base, trained from random weights, is gone after the run
-@pytest.mark.parametrize("flags", ["--save kept", "--seq-len 100000", "--rank 0", "--method dora", "--model nowhere"])
+@pytest.mark.parametrize("flags", ["--seq-len 100000", "--rank 0", "--method dora", "--model nowhere"])
 def test_bad_input_is_refused_in_one_line(tmp_path, flags):
     assert_refused(run(SCRIPT, tmp_path, *flags.split()), *flags.split())
 
