@@ -38,7 +38,6 @@ ONE = {  # script: flags
     "09_inference/quantized.py": ANSWER,
     "09_inference/speculative.py": ANSWER,
     "09_inference/offloaded.py": f"{ANSWER} --memory 0.01",
-    "09_inference/export.py": f"{ANSWER} --forms compile",  # the others are for CPUs, or machine code that does nothing
 }
 TWO = {  # under torchrun with two ranks
     "05_ddp/train.py": TRAIN,
@@ -65,6 +64,7 @@ NOT_HERE = {
     "02_tensors_precision/tensors.py": "640 convolutions of 32 images, which no flag makes fewer",
     "03_linear_regression/graphs.py": "its --device is cpu alone",
     "07_memory_tricks/estimate.py": "computes, for a device by name",
+    "09_inference/export.py": "its forms are for CPUs, or machine code that here would do nothing",
     "05_ddp/stragglers.py": "a collective of this NCCL waits where it is called, so no rank can be found to wait",
 }
 SAMPLE = ("04_amp/train.py", "06_fsdp_zero/train_fsdp.py", "09_inference/kv_cache.py")
