@@ -219,8 +219,8 @@ class Transformer(nn.Module):
         return self.lm_head(hidden) if targets is None else self.loss(hidden, targets, reduction)
 
     def loss(self, hidden: Tensor, targets: Tensor, reduction: str) -> Tensor:
-        logits = self.lm_head(hidden)
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction=reduction)
+        # no name for the 16-bit logits: they would live until the loss is there
+        return F.cross_entropy(self.lm_head(hidden).flatten(0, 1).float(), targets.flatten(), reduction=reduction)
 
 
 def checkpoint_blocks(net: Transformer, how: str) -> None:
