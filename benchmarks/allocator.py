@@ -44,7 +44,7 @@ CASES = """
 04_amp/train.py llama-124m seq_len 1024 micro_batch_size 16 framework ours-compiled loss fused
 04_amp/train.py llama-124m seq_len 1024 micro_batch_size 16 checkpointing full framework ours-compiled loss fused
 05_ddp/train.py llama-124m seq_len 1024 micro_batch_size 16 gpus 2
-06_fsdp_zero/train_fsdp.py llama-124m seq_len 1024 micro_batch_size 16 zero 3 framework ours-compiled
+06_fsdp_zero/train_fsdp.py llama-124m seq_len 1024 micro_batch_size 16 zero 3 framework ours-compiled loss fused
 06_fsdp_zero/train_fsdp.py llama-124m seq_len 1024 micro_batch_size 16 zero 3 gpus 2
 06_fsdp_zero/train_fsdp.py llama-124m seq_len 1024 micro_batch_size 16 zero 3 gpus 2 checkpointing full
 06_fsdp_zero/train_fsdp.py llama-124m seq_len 1024 micro_batch_size 16 zero 3 gpus 4

@@ -56,7 +56,7 @@ def _for_people(error: BaseException) -> str | None:
     if isinstance(error, UserError) or getattr(error, "errno", None) in DISK_ERRORS:
         return str(error)
     if isinstance(error, MemoryError | RuntimeError) and any(words in str(error) for words in OUT_OF_MEMORY):
-        return "out of memory: 07_memory_tricks/memory_profile.py says what takes it, 07_memory_tricks/estimate.py what fits"
+        return "out of memory: see 07_memory_tricks/memory_profile.py and 07_memory_tricks/estimate.py"
     return None
 
 

@@ -95,7 +95,7 @@ class Memory:
         if shape.kv_rank:  # latents before and after their norm, the shared key, queries and keys before rotation
             before_rotation = shape.q_width + shape.heads * (shape.nope + shape.value_dim)
             numbers += 2 * (shape.q_rank + shape.kv_rank) + shape.rope + before_rotation
-        elif self.traits.mixed_qkv:  # which has v
+        elif self.traits.mixed_qkv or (self.traits.compiled and self.plan.zero < 3):  # which has v
             numbers += shape.q_width + 2 * shape.kv_width - values
         return self.of_input() + numbers * self.e + 4 * shape.heads
 
