@@ -71,7 +71,7 @@ def adapters(smollm2, tmp_path_factory) -> Path:
     """LoRA on the instructions that ship with lora.py: its run's folder."""
     where = tmp_path_factory.mktemp("lora")
     flags = ["--model", smollm2, "--method", "lora", "--steps", 15, "--device", "cpu"]
-    result = run(LORA, where, *flags, "--save", "kept", "--json", "summary.json", timeout=900)
+    result = run(LORA, where, *flags, "--json", "summary.json", timeout=900)
     assert result.code == 0, result.err
     return where
 
@@ -85,20 +85,6 @@ def test_lora_teaches_a_way_to_answer(adapters):
     assert row["answer"].startswith("In short:")
     assert "Tokyo" in row["answer"]
     assert row["trained_parameters"] < summary["parameters"] / 50
-
-
-def test_peft_answers_with_the_adapters(adapters, smollm2):
-    """A question that lora.py did not ask, by transformers' generate on what peft has loaded."""
-    peft = pytest.importorskip("peft")
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(smollm2)
-    net = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(smollm2), adapters / "kept/lora")
-    chat = [{"role": "user", "content": "What do fish use to breathe?"}]
-    words = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    tokens = net.generate(**words, max_new_tokens=16, do_sample=False)
-    answer = tokenizer.decode(tokens[0, words["input_ids"].shape[1] :], skip_special_tokens=True)
-    assert answer.startswith("In short:")
 
 
 @pytest.mark.long  # minutes on quiet cores, half an hour on busy ones
