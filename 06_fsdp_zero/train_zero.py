@@ -93,8 +93,6 @@ def main() -> int:
     parser.add_argument("--offload", choices=("none", "optimizer", "params"), default="none", help="params: both")
     parser.add_argument("--local_rank", type=int, help="from the deepspeed launcher; its LOCAL_RANK is read instead")
     args = parser.parse_args()
-    if args.stage == 3 and args.checkpointing == "selective":  # it gathers weights while a block is computed again
-        raise exits.UserError("--checkpointing selective: DeepSpeed's stage 3 cannot; use full, or train_fsdp.py")
     helper.check_flags(args)
     runtime.seed_all(args.seed, args.deterministic)
 

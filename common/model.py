@@ -97,9 +97,9 @@ class RMSNorm(nn.RMSNorm):
 def project(x: Tensor, *layers: nn.Linear) -> Iterator[Tensor]:
     """What each of the layers makes of x. In a training step compiled under CUDA's autocast one matmul does it: x is
     read once, and the cast of the weights, which has to be anyway, puts them into one matrix."""
-    trained = torch.is_grad_enabled() and torch.is_autocast_enabled("cuda")  # a CPU is slower for it
-    plain = all(type(layer) is nn.Linear and not hasattr(layer.weight, "placements") for layer in layers)
-    if not (torch.compiler.is_dynamo_compiling() and trained and plain):
+    merged = torch.compiler.is_dynamo_compiling() and torch.is_grad_enabled() and torch.is_autocast_enabled("cuda")
+    # not on a CPU, which is slower for it. Weights come last: under ZeRO-3, DeepSpeed gathers one that is looked at
+    if not merged or any(type(layer) is not nn.Linear or hasattr(layer.weight, "placements") for layer in layers):
         return (layer(x) for layer in layers)
     weight = torch.cat([layer.weight for layer in layers])
     bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])

@@ -152,7 +152,7 @@ def test_offloaded_and_recomputed_on_four_ranks(tmp_path, ddp):
     cases = {
         1: ("--offload", "optimizer"),
         2: ("--offload", "optimizer", "--checkpointing", "full", "--micro-batch-size", 1),
-        3: ("--offload", "params", "--checkpointing", "full", "--micro-batch-size", 1),
+        3: ("--offload", "params", "--checkpointing", "selective", "--micro-batch-size", 1),
     }
     for stage, result in train_in_turn(tmp_path, cases, nproc=4).items():
         assert_same(result, ddp)
