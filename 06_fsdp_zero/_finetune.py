@@ -181,9 +181,7 @@ def init_adapters(net: nn.Module, seed: int) -> None:
     for name, parameter in net.named_parameters():
         if name.endswith("lora_A"):
             held, place = model.part_of(parameter)
-            deviation = (
-                3 * parameter.shape[1]
-            ) ** -0.5  # that of kaiming_uniform_ in LoRALinear; of random_weight 0.02
+            deviation = (3 * parameter.shape[1]) ** -0.5  # of kaiming_uniform_ in LoRALinear; of random_weight 0.02
             held.copy_(model.random_weight(name, parameter.shape, seed)[place] / 0.02 * deviation)
         elif name.endswith("lora_B"):
             parameter.zero_()

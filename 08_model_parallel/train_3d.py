@@ -34,8 +34,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import loss_parallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+import _train_3d as helper
 from _shared import cut_matrices, keep_stage
-from _train_3d import Stage, check_cuts, check_parts, clip_over_stages, cut_sequence, dry_run, find_place, make_mesh
 
 from common import checkpoint, cli, data, exits, hardware, metrics, model, runtime, shapes
 
@@ -45,7 +45,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def build(args, config, mesh, device):
     """This rank's part of the model, which holds no numbers yet."""
     net = model.build(args.model, config, seed=args.seed, device="meta")  # shapes alone: no rank ever holds the whole
-    keep_stage(net, find_place(args)[0], args.pp)  # some of the layers
+    keep_stage(net, helper.find_place(args)[0], args.pp)  # some of the layers
     if args.tp > 1:
         cut_matrices(net, mesh["tensor"])  # some heads, MLP channels and tokens of the vocabulary
     model.checkpoint_blocks(net, args.checkpointing)  # backward computes again what is not kept
@@ -80,29 +80,30 @@ def main() -> int:
         raise exits.UserError("--dtype fp16: 05_ddp/train.py has a GradScaler; use bf16 or fp32 here")
     runtime.seed_all(args.seed, args.deterministic)
     if args.dry_run or args.world_size:
-        return dry_run(args, build)
+        return helper.dry_run(args, build)
 
     # 1 Processes, in a mesh by what they hold. Each has a number among those that read other sequences, too.
     device = runtime.init_process_group(args.device)
     world_size = dist.get_world_size()
     args.dtype = hardware.choose_dtype(args.dtype, device)
     runtime.catch_stop_signals()
-    mesh = make_mesh(args, device)
+    mesh = helper.make_mesh(args, device)
 
     # 2 The batch: a function of --seed and the step alone. Only data ranks read different sequences.
     corpus = data.load_corpus(args.data, args.tokenizer, args.model)
-    data_ranks = world_size // (args.tp * args.pp * args.cp)
-    batches = data.Batches(corpus, args, rank=find_place(args)[1], world_size=data_ranks)
+    batches = data.Batches(
+        corpus, args, rank=helper.find_place(args)[1], world_size=helper.data_ranks(args, world_size)
+    )
     held_out = batches.evaluation()
     runtime.say(f"{args.model}, {args.dtype} matmuls, {world_size} x {hardware.device_name(device)}")
 
     # 3 The model: each rank holds its rows, of its part of each matrix, of its layers, in fp32.
     config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)
-    check_cuts(args, config, batches)
+    helper.check_cuts(args, config, batches)
     net = build(args, config, mesh, device)
     model.materialize(net, args.model, seed=args.seed, device=device)
-    columns = cut_sequence(net, args, mesh, DTYPES[args.dtype], device)
-    stage = Stage(net, args, batches, mesh, DTYPES[args.dtype], device)
+    columns = helper.cut_sequence(net, args, mesh, DTYPES[args.dtype], device)
+    stage = helper.Stage(net, args, batches, mesh, DTYPES[args.dtype], device)
     until_the_end = ExitStack()
     if args.tp > 1:  # forward and backward of the loss from cut logits, which are never gathered
         until_the_end.enter_context(loss_parallel())
@@ -136,7 +137,7 @@ def main() -> int:
             loss = runtime.whole(loss)  # that of loss_parallel is a DTensor
             loss.backward()
             step_loss += loss.detach()
-        grad_norm = clip_over_stages([*net.parameters()], args.clip_norm, mesh)
+        grad_norm = helper.clip_over_stages([*net.parameters()], args.clip_norm, mesh)
         lr = optimizer.param_groups[0]["lr"]
         optimizer.step()
         scheduler.step()
@@ -161,7 +162,7 @@ def main() -> int:
     digests = runtime.gather(model.digest(net))
     assert len(set(digests)) == 1, f"ranks hold different weights: {digests}"
     runtime.say("checked: all ranks that hold the same weights have them to the bit")
-    held = check_parts(net, optimizer, args, mesh)  # its part of each tensor, in fp32, and no more
+    held = helper.check_parts(net, optimizer, args, mesh)  # its part of each tensor, in fp32, and no more
     meter.finish(step, weights_sha256=digests[0], **held)
     runtime.shutdown()
     return exits.REQUEUE_EXIT_CODE if stop and step < args.steps else 0

@@ -17,6 +17,7 @@ from common import cli, hardware, measure, model, shapes
 from common.exits import UserError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DEFAULT_PROMPT = "def main():"
 SMALL = 200e6  # parameters: up to here --dtype auto is fp32, and the tokens are compared with transformers'
 BUCKET = 256  # slots: a captured step reads a multiple of them
 READ_EVERY = 8  # decode steps: a GPU that has to hand over each token at once waits for Python at each step
@@ -93,8 +94,8 @@ def compiled(net: nn.Module, cache: StaticCache, *steps: Callable) -> list[Calla
     options = {"coordinate_descent_tuning": True, "combo_kernels": True}
     same = not hasattr(next(net.parameters()), "placements")  # the hooks of tensor parallel blocks differ
     for block in net.model.layers.values() if same else ():
-        for module in block.modules():
-            if module.__class__.__name__.endswith("Linear"):
+        for name, module in block.named_modules():
+            if name.endswith("_proj"):
                 # a view of memory must be in memory: else Inductor computes norm and gate anew for each row of a matrix
                 module.register_forward_pre_hook(lambda _, x: x[0].as_strided(x[0].shape, x[0].stride()))
         block.compile(fullgraph=True, options=options)
@@ -107,14 +108,15 @@ def captured(step: Callable, cache: StaticCache) -> Callable:
 
     def replay(*inputs: Tensor) -> Tensor:
         cache.filled += inputs[0].numel() // len(inputs[0])
-        bucket = min(len(slots), -(-cache.filled // BUCKET) * BUCKET)
-        if (bucket, inputs[0].shape) not in graphs:
-            cache.slots, static, graph = slots[:bucket], [each.clone() for each in inputs], torch.cuda.CUDAGraph()
+        cache.slots = slots[: -(-cache.filled // BUCKET) * BUCKET]
+        key = len(cache.slots), inputs[0].shape
+        if key not in graphs:
+            static, graph = [each.clone() for each in inputs], torch.cuda.CUDAGraph()
             step(*static)  # compiles, and writes to the cache what the replay writes again
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # NCCL's own goes on
-                graphs[bucket, inputs[0].shape] = graph, static, step(*static)
-            cache.slots = slots
-        graph, static, logits = graphs[bucket, inputs[0].shape]
+                graphs[key] = graph, static, step(*static)
+        cache.slots = slots  # which prefill reads
+        graph, static, logits = graphs[key]
         torch._foreach_copy_(static, inputs)
         graph.replay()
         return logits
@@ -124,9 +126,8 @@ def captured(step: Callable, cache: StaticCache) -> Callable:
 
 @torch.inference_mode()
 def generate(prefill, decode, prompts, *, max_new_tokens, choose, device, stop=(), on_tokens=None) -> Generated:
-    """Prefill gives the first token of each prompt, a list of tokens, each decode step one more, up to those of `stop`.
-    prefill and decode: see steps_of; choose: logits [batch, vocab] to tokens [batch]; on_tokens gets each step's, and
-    None for an ended row."""
+    """Prefill gives the first token of each prompt, each decode step one more, up to those of `stop`: see steps_of.
+    choose: logits [batch, vocab] to tokens [batch]; on_tokens gets each step's tokens, None for an ended row."""
     result, finished = Generated([[] for _ in prompts], sum(map(len, prompts))), set()
 
     def take(tokens: list[int]) -> None:
@@ -189,7 +190,7 @@ def parser(description: str) -> cli.Parser:
     add = flags.add_argument
     add("--model", default="nano", help=f"a Hugging Face folder, or with random weights: {', '.join(shapes.SIZES)}")
     either = flags.add_mutually_exclusive_group()
-    either.add_argument("--prompt", default="def main():", help="text to continue (default: %(default)s)")
+    either.add_argument("--prompt", help=f"text to continue (default: {DEFAULT_PROMPT})")
     either.add_argument("--prompts", type=Path, metavar="FILE", help="a file with one prompt a line: one batch")
     add("--chat", action="store_true", help="put each prompt into the tokenizer's chat template")
     add("--max-new-tokens", type=cli.positive_int, default=32)
@@ -219,7 +220,7 @@ class Text:
         if args.chat and getattr(self.tokenizer, "chat_template", None) is None:
             raise UserError(f"--chat: --model {args.model} has no chat template")
         self.chat, self.config = args.chat, config
-        self.texts = [args.prompt]
+        self.texts = [DEFAULT_PROMPT if args.prompt is None else args.prompt]
         if args.prompts is not None:
             try:
                 self.texts = [line for line in args.prompts.read_text().splitlines() if line.strip()]

@@ -1,10 +1,9 @@
 """Out of Python: a trained model as a compiled package, an ONNX graph and a GGUF file, each held against eager.
 
-A form that leaves Python is a graph recorded once, so it keeps what Python decided while it was recorded. Three things
-must be said aloud: which sizes may vary (batch, tokens and slots are symbols, recorded at sizes above 1), where the KV
-cache lives (tensors that the caller passes in, a list per layer), and what is refused (a package checks nothing by
-itself). Prefill and decode are one graph. Torch's forms write the cache in place. ONNX has no such write: the exporter
-drops it without a word, so there the cache is returned.
+A form that leaves Python is a graph recorded once, so it keeps what Python decided then. Three things must be said:
+which sizes may vary (batch, tokens and slots are symbols, recorded at sizes above 1), where the KV cache lives (tensors
+of the caller, a list per layer), and what is refused (a package checks nothing by itself). Prefill and decode are one
+graph. Torch's forms write the cache in place. ONNX's exporter drops such writes silently: there the cache is returned.
 
     laptop    python 09_inference/export.py
     your own  python 09_inference/export.py --model models/smollm2-135m --chat --prompt "What is an atom?" \\

@@ -173,7 +173,7 @@ class Run:
             problem = next(filter(None, gather(find_damage(path, *ranks()[:2]))), None)
             if problem is None:
                 for bad in broken if is_rank0() else []:
-                    bad.rename(bad.with_name(f"broken-{bad.name}"))
+                    bad.rename(bad.with_name(f"broken-{bad.name}-{time.time_ns()}"))
                 say(f"resuming from {path}")
                 return path
             say(f"checkpoint {path} is broken ({problem}): trying the one before")

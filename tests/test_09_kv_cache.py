@@ -35,6 +35,12 @@ def test_all_rows_have_the_tokens_of_transformers(tmp_path, model):
     assert sharing["cache_bytes"] < paged["cache_bytes"] < rows["static cache"]["cache_bytes"]
 
 
+def test_without_a_prompt_it_answers_several_of_its_own(tmp_path):
+    result = run(SCRIPT, tmp_path, "--max-new-tokens", 2, "--device", "cpu", "--json", "summary.json")
+    assert result.code == 0, result.err
+    assert all(len(row["token_ids"]) > 1 for row in result.summary["rows"])
+
+
 FAULTS = {  # a line, and what stands in its place
     "a block is given back while another text has it": ("(table) - self.held_blocks()", "(table)"),
     "no block is given back": ("self.free += set(table) - self.held_blocks()", "pass"),
