@@ -4,7 +4,7 @@ rotary embedding, grouped queries, SwiGLU): their checkpoints load here, and our
 import hashlib
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -94,18 +94,6 @@ class RMSNorm(nn.RMSNorm):
         return y.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else y
 
 
-def project(x: Tensor, *layers: nn.Linear) -> Iterator[Tensor]:
-    """What each of the layers makes of x. In a training step compiled under CUDA's autocast one matmul does it: x is
-    read once, and the cast of the weights, which has to be anyway, puts them into one matrix."""
-    merged = torch.compiler.is_dynamo_compiling() and torch.is_grad_enabled() and torch.is_autocast_enabled("cuda")
-    # not on a CPU, which is slower for it. Weights come last: under ZeRO-3, DeepSpeed gathers one that is looked at
-    if not merged or any(type(layer) is not nn.Linear or hasattr(layer.weight, "placements") for layer in layers):
-        return (layer(x) for layer in layers)
-    weight = torch.cat([layer.weight for layer in layers])
-    bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])
-    return iter(F.linear(x, weight, bias).split([layer.out_features for layer in layers], dim=-1))
-
-
 class Attention(nn.Module):
     attend = staticmethod(attend)  # context parallelism puts another in its place
 
@@ -122,9 +110,14 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, extend: Callable | None = None, seen=None) -> Tensor:
         """`extend` gives keys and values with those of past tokens before them; `seen` says who may look at which."""
-        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in project(x, self.q_proj, self.k_proj, self.v_proj))
-        q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)  # before the transpose: no copies
-        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))  # [batch, tokens, heads, head_dim]
+        k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
+        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+        q = rotate(self.q_norm(q), cos, sin)  # before the transpose, which would cost a copy
+        k = rotate(self.k_norm(k), cos, sin)
+        q = q.transpose(1, 2)  # [batch, heads, tokens, head_dim]
+        k = k.transpose(1, 2)
+        v = v.transpose(1, 2)
         k, v = (k, v) if extend is None else extend(k, v)
         y = self.attend(q, k, v, seen, is_causal=seen is None, enable_gqa=self.grouped)
         return self.o_proj(y.transpose(1, 2).flatten(2))
@@ -138,8 +131,8 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(c.intermediate_size, c.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate_up = project(x, self.gate_proj, self.up_proj)
-        return self.down_proj(F.silu(next(gate_up)) * next(gate_up))
+        gate = F.silu(self.gate_proj(x))
+        return self.down_proj(gate * self.up_proj(x))
 
 
 class Block(nn.Module):
