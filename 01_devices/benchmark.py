@@ -3,7 +3,8 @@
 Two rates bound every kernel: the FLOP/s of the arithmetic units and the bytes/s of the memory. Which one is the limit
 depends on the FLOP per byte: the roofline plot shows both. Around them: copies between host and device, the price of a
 launch, the size below which the CPU beats the GPU beside it, and what an unlucky width costs. Every figure is the
-median of --samples, with the lowest and the highest.
+median of --samples, with the lowest and the highest. Matmuls multiply random numbers: zeros or small integers switch
+fewer transistors, so that a GPU at its power limit would run at higher clocks and show rates that no training reaches.
 
     laptop    python 01_devices/benchmark.py
     one GPU   python 01_devices/benchmark.py --samples 20 --json numbers.json
@@ -193,7 +194,7 @@ def main() -> int:
     args = parser.parse_args()
     device = lesson.start(args.device)
     size = "gpu" if device.type == "cuda" else "cpu"
-    own = bench.conditions(device)
+    own = {"matmul_data": "random", **bench.conditions(device)}
     flush = torch.zeros(ARRAY_BYTES[size], dtype=torch.uint8, device=device)
     not_measured = {dtype: why for dtype in bench.TYPES if (why := bench.obstacle(dtype, device))}
     rows = []

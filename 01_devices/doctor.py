@@ -12,6 +12,7 @@ Look for: fail (it breaks, or numbers come out wrong), warn (it costs speed, or 
 skip (could not be seen here). The exit code is 1 if anything failed. Before: show.py. Next: benchmark.py.
 """
 
+import json
 import os
 import re
 import shutil
@@ -28,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with no
 import _shared as machine
 from _doctor import RENDEZVOUS, TORCHRUN, Check, examine, first_error, run_command, wrong_variables
 
-from common import cli, exits, report
+from common import cli, exits, hardware, report
 from common.exits import UserError
 from common.table import table
 
@@ -37,6 +38,14 @@ import torch
 for place in range(torch.cuda.device_count()):
     matrix = torch.ones(64, 64, device=f"cuda:{place}", dtype=torch.float16)
     assert (matrix @ matrix).eq(64).all(), f"GPU {place} multiplies wrong"
+"""
+ATTENTION = """
+import json, sys, torch
+sys.path.insert(0, sys.argv[1])
+from common import hardware
+facts = {"cudnn": hardware.cudnn_version(), "kernel": hardware.attention_kernel()}
+facts["hopper"] = torch.cuda.get_device_capability()[0] == 9
+print(json.dumps(facts))
 """
 ALL_REDUCE = """
 import datetime, faulthandler, os, sys, torch, torch.distributed as dist
@@ -79,6 +88,29 @@ def gpu_checks(gpus: list[dict], why_none: str | None, usable: int) -> Iterator[
     seen = error or f"{usable} GPUs multiply; torch is built for {' '.join(torch.cuda.get_arch_list())}"
     fix = "no kernel image: a newer torch for a new GPU, an older one for an old GPU; else monitor.py, dmesg"
     yield "architecture", "fail" if error else "ok", seen, fix
+    if not error:
+        yield attention_check()
+
+
+def attention_check() -> Check:
+    """Check which kernel computes attention in a training step.
+
+    On Hopper torch takes cuDNN's attention, which transformers measured 1.7 to 2.3 times as fast as
+    FlashAttention 2 at training shapes (huggingface/transformers#48163). It does so only if the cuDNN
+    that is loaded at run time is newer than 9.15, and falls back without a message.
+    """
+    repository = Path(hardware.__file__).resolve().parents[1]
+    code, output = run_command([sys.executable, "-c", ATTENTION, repository], 150)
+    fix = (
+        "take an older cuDNN out of LD_LIBRARY_PATH, or install a newer one "
+        "(pip install -U nvidia-cudnn-cu13); do not set TORCH_CUDNN_SDPA_DEPRIORITIZED"
+    )
+    if code != 0:
+        return "attention", "fail", first_error(output) or f"exit code {code}", fix
+    facts = json.loads(output.splitlines()[-1])
+    seen = f"cuDNN {facts['cudnn'] or 'n/a'}, {facts['kernel']} in a causal bf16 training step"
+    slow = facts["kernel"] == "MATH" or (facts["hopper"] and facts["kernel"] != "CUDNN_ATTENTION")
+    return "attention", "warn" if slow else "ok", seen, fix
 
 
 def machine_checks(run_dir: Path) -> Iterator[Check]:

@@ -123,7 +123,7 @@ def host() -> dict:
         "memory_limit_bytes": memory_limit,
         "torch": torch.__version__,
         "cuda": torch.version.cuda or torch.version.hip,
-        "cudnn": torch.backends.cudnn.version(),
+        "cudnn": hardware.cudnn_version(),
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else None,
     }
 

@@ -2,6 +2,7 @@
 they share: in fp32, the greedy tokens of transformers' generate."""
 
 import argparse
+import contextlib
 import json
 import time
 from collections.abc import Callable
@@ -283,18 +284,37 @@ def check_tokens(found: list[list[int]], text: Text, args: argparse.Namespace) -
 
 
 def speed(result: Generated, device: torch.device, bytes_per_step: int) -> dict:
-    """Summary keys about time. `bytes_per_step`: the weights that a decode step reads from one device's memory. No step
-    can be faster than that: `bandwidth_share` is how near it comes."""
-    decoded = sum(len(ids[1:]) for ids in result.token_ids)  # the prefill has given the first ones
-    bytes_per_second = bytes_per_step * result.decode_steps / result.decode_seconds if decoded else None
-    bandwidth = hardware.devices().get(hardware.device_name(device), {}).get("bandwidth")
-    if device.type == "cpu":  # no data sheet: measured on as many bytes, since few of them fit into its cache
-        buffer = torch.ones(min(bytes_per_step, 2**30) // 4)
-        bandwidth = buffer.nbytes / measure.seconds_in_turns({"read": buffer.sum}, device, 5)["read"]["min_seconds"]
-    return {
+    """Return the summary keys about time.
+
+    `bytes_per_step` are the weights that a decode step reads from the memory of one device. No step can
+    be faster than that. `bandwidth_share` compares it with the bandwidth in the data sheet (on a CPU:
+    with a measured read), `copy_rate_share` with the rate at which this GPU copies, measured here.
+    """
+    decoded_tokens = sum(len(ids[1:]) for ids in result.token_ids)  # prefill has given the first
+    keys = {
         "tokens": result.prompt_tokens + sum(map(len, result.token_ids)),
         "time_to_first_token_seconds": result.prefill_seconds,
         "prefill_tokens_per_second": result.prompt_tokens / result.prefill_seconds,
-        "decode_tokens_per_second": decoded / result.decode_seconds if decoded else None,
-        "bandwidth_share": bytes_per_second / bandwidth if decoded and bandwidth else None,
+        "decode_tokens_per_second": None,
+        "bandwidth_share": None,
+        "copy_bytes_per_second": None,
+        "copy_rate_share": None,
     }
+    if decoded_tokens == 0:
+        return keys
+    keys["decode_tokens_per_second"] = decoded_tokens / result.decode_seconds
+    bytes_per_second = bytes_per_step * result.decode_steps / result.decode_seconds
+    if device.type == "cpu":
+        # There is no data sheet. Read as many bytes, since few of them fit into the cache.
+        buffer = torch.ones(min(bytes_per_step, 2**30) // 4)
+        timing = measure.seconds_in_turns({"read": buffer.sum}, device, 5)["read"]
+        bandwidth = buffer.nbytes / timing["min_seconds"]
+    else:
+        bandwidth = hardware.devices().get(hardware.device_name(device), {}).get("bandwidth")
+    if bandwidth:
+        keys["bandwidth_share"] = bytes_per_second / bandwidth
+    if device.type == "cuda":
+        with contextlib.suppress(torch.OutOfMemoryError):  # the model may leave no room for two buffers
+            keys["copy_bytes_per_second"] = measure.copy_bytes_per_second(device)
+            keys["copy_rate_share"] = bytes_per_second / keys["copy_bytes_per_second"]
+    return keys

@@ -132,6 +132,7 @@ def main() -> int:
         "prefill_tokens_per_second": "prefill",
         "decode_tokens_per_second": "decode",
         "bandwidth_share": "of memory bandwidth",
+        "copy_rate_share": "of copy rate",
     }
     own = {"parameters": shapes.parameter_count(config), "token_ids": result.token_ids}
     own["texts"] = [text.decode(ids) for ids in result.token_ids]

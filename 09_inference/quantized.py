@@ -190,6 +190,7 @@ def main() -> int:
         "time_to_first_token_seconds": "first token",
         "decode_tokens_per_second": "decode",
         "bandwidth_share": "of memory bandwidth",
+        "copy_rate_share": "of copy rate",
     }
     if len(rows) > 1:
         columns["logits_relative_error"] = "error of logits"

@@ -222,6 +222,10 @@ def about(script: str, device: str) -> dict:
         answer = first_line("nvidia-smi", query, "--format=csv,noheader,nounits") or "cuda, , "
         found["device"], found["driver"], mib = answer.split(", ")
         found["gpu_memory_gib"] = int(mib) / 1024 if mib.isdecimal() else None
+        # in a process of its own, whose context on the GPU is gone before anything is measured
+        ask = "from common import hardware as h; print(h.cudnn_version(), h.attention_kernel())"
+        answer = first_line(sys.executable, "-c", ask) or "None None"
+        found["cudnn"], found["attention_kernel"] = answer.split()
     found["python"] = platform.python_version()
     for package in ("torch", "transformers", "accelerate", "deepspeed"):
         with contextlib.suppress(metadata.PackageNotFoundError):

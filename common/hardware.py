@@ -46,3 +46,33 @@ def choose_dtype(name: str, device) -> str:
         cpuinfo = Path("/proc/cpuinfo")
         native = device.type == "cpu" and cpuinfo.is_file() and not CPU_BF16.isdisjoint(cpuinfo.read_text().split())
     return "bf16" if native else "fp32"
+
+
+def cudnn_version() -> str | None:
+    """Return the version of cuDNN that is loaded at run time, such as "9.19.0"; None without cuDNN.
+
+    It may be another one than torch was built with, for example from LD_LIBRARY_PATH.
+    """
+    import torch
+
+    if not torch.backends.cudnn.is_available():
+        return None
+    # torch.backends.cudnn.version() raises where the loaded cuDNN is older than the one built with
+    return ".".join(str(number) for number in torch._C._cudnn.getRuntimeVersion())
+
+
+def attention_kernel(dtype: str = "bf16", head_dim: int = 128) -> str | None:
+    """Return the kernel that scaled_dot_product_attention runs on this GPU in a causal training step.
+
+    The name is one of torch.nn.attention.SDPBackend: CUDNN_ATTENTION, FLASH_ATTENTION,
+    EFFICIENT_ATTENTION or MATH. None without a GPU. Nothing is computed: torch is asked for its choice
+    for 2,048 tokens and heads of `head_dim`.
+    """
+    import torch
+    from torch.nn.attention import SDPBackend
+
+    if not torch.cuda.is_available():
+        return None
+    torch_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
+    q = torch.empty(1, 8, 2048, head_dim, device="cuda", dtype=torch_dtype, requires_grad=True)
+    return SDPBackend(torch._fused_sdp_choice(q, q, q, is_causal=True)).name

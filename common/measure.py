@@ -75,6 +75,24 @@ def seconds_in_turns(steps: dict[str, Callable[[], object]], device: torch.devic
     return found
 
 
+def copy_bytes_per_second(device: torch.device, buffer_bytes: int = 2**28) -> float:
+    """Return the rate at which this device copies within its own memory, in bytes per second.
+
+    Bytes that are read and bytes that are written both count. The rate is the best of five rounds of 20
+    copies of `buffer_bytes`, so that the launch of a copy takes little of the time. No kernel that
+    streams through memory can be expected to be faster than that.
+    """
+    source = torch.ones(buffer_bytes // 4, device=device)
+    target = torch.empty_like(source)
+
+    def copy_20_times() -> None:
+        for _ in range(20):
+            target.copy_(source)
+
+    timing = seconds_in_turns({"copy": copy_20_times}, device, rounds=5)["copy"]
+    return 20 * 2 * source.nbytes / timing["min_seconds"]
+
+
 def relative_error(found: Tensor | list[Tensor], expected: Tensor | list[Tensor]) -> float:
     """The largest over the tensors of |found - expected| / |expected|, as norms; 0 is equality to the bit. Lower bound
     for the denominator: a thousandth of the norm of all, since of a gradient near 0 there is only rounding."""

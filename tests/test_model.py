@@ -167,15 +167,11 @@ def test_selective_checkpointing_keeps_what_matmuls_gave_and_not_the_last():
         kept.append(tensor)
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        with torch.autocast("cpu", torch.bfloat16):
-            compiled(inputs, targets)
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with hooks, torch.autocast("cpu", torch.bfloat16):
+        compiled(inputs, targets)
     tokens = inputs.numel()
-    widths = [
-        tensor.numel() // tokens
-        for tensor in kept
-        if tensor.dtype == torch.bfloat16 and tokens in tensor.shape
-    ]
+    widths = [tensor.numel() // tokens for tensor in kept if tensor.dtype == torch.bfloat16 and tokens in tensor.shape]
     # k and v; q, o_proj and the head's input; gate and up. down_proj's output is computed again.
     assert sorted(widths) == [128, 128, 256, 256, 256, 688, 688]
 

@@ -128,6 +128,19 @@ def test_it_compiles(tmp_path, script):
     assert "nogpu: " not in result.err, result
 
 
+@pytest.mark.parametrize(
+    ("cudnn", "result", "kernel"),
+    [("91900", "ok", "CUDNN_ATTENTION"), ("91002", "warn", "FLASH_ATTENTION")],
+)
+def test_doctor_warns_of_a_cudnn_that_is_too_old_for_its_attention(tmp_path, cudnn, result, kernel):
+    flags = "--json doctor.json"
+    nogpu.run("values", tmp_path, "01_devices/doctor.py", flags, NOGPU_CUDNN=cudnn)
+    checks = json.loads((tmp_path / "doctor.json").read_text())["checks"]
+    attention = [check for check in checks if check["check"] == "attention"]
+    assert [check["result"] for check in attention] == [result]
+    assert kernel in attention[0]["seen"]
+
+
 def test_more_blocks_than_dynamo_compiles_anew(tmp_path):
     """Each block is compiled by itself, for forward and for recomputing; Dynamo gives up after eight versions."""
     nogpu.write_shape(tmp_path, "ten.json", num_hidden_layers=10)

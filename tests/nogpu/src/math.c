@@ -25,8 +25,13 @@ int cublasLtMatmulAlgoGetHeuristic(void *h, void *d, void *a, void *b, void *c, 
 int cublasLtMatmul(void) { nogpu_count("matmul", "cublasLtMatmul"); return 0; }
 #endif
 #ifdef LIB_cudnn
-size_t cudnnGetVersion(void) { return 91900; }
-int cudnnGetProperty(int t, int *v) { *v = t == 0 ? 9 : t == 1 ? 19 : 0; return 0; }
+// NOGPU_CUDNN=91002: the cuDNN 9.10.2 that an LD_LIBRARY_PATH may bring; 9.19.0 is what torch 2.11 was built with
+size_t cudnnGetVersion(void) { const char *given = getenv("NOGPU_CUDNN"); return given ? atol(given) : 91900; }
+int cudnnGetProperty(int part, int *value) {
+  size_t version = cudnnGetVersion();
+  *value = part == 0 ? version / 10000 : part == 1 ? version / 100 % 100 : version % 100;
+  return 0;
+}
 int cudnnCreate(void **h) { *h = calloc(1, 64); return 0; }
 int cudnnSetStream(void *h, void *s) { ((void **)h)[1] = s; return 0; }
 int cudnnGetStream(void *h, void **s) { *s = ((void **)h)[1]; return 0; }
