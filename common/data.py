@@ -137,7 +137,10 @@ class Batches:
             if len(found) < needed:
                 found = f"{len(found)} {part} sequences of --seq-len {self.seq_len}, and needs {needed}"
                 raise UserError(f"--data has {found}: add text, or lower --seq-len or --global-batch-size")
-        shuffled = lambda epoch: np.random.default_rng([args.seed, epoch]).permutation(len(self.train))  # noqa: E731
+
+        def shuffled(epoch: int) -> np.ndarray:
+            return np.random.default_rng([args.seed, epoch]).permutation(len(self.train))
+
         self.permutation = lru_cache(2)(shuffled)  # two: what prefetches may be an epoch ahead
 
     def global_batch(self, step: int) -> list[int]:
