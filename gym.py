@@ -50,12 +50,18 @@ def check(bug: dict[str, str], folder: Path) -> tuple[bool, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("number", type=int, nargs="?", help="which bug; without it: --list")
     parser.add_argument("--list", action="store_true", help="what one would see in production")
     parser.add_argument("--folder", type=Path, help="the copy: made, or with --check judged")
-    parser.add_argument("--check", action="store_true", help="run the test for this bug in --folder")
-    parser.add_argument("--hint", action="store_true", help="the chapter to read, and a public thread about the bug")
+    parser.add_argument(
+        "--check", action="store_true", help="run the test for this bug in --folder"
+    )
+    parser.add_argument(
+        "--hint", action="store_true", help="the chapter to read, and a public thread about the bug"
+    )
     args = parser.parse_args()
     known = bugs()
     if args.list or args.number is None:

@@ -23,8 +23,16 @@ def needs(file: Path, root: Path = ROOT) -> set[Path]:
             found.add(beside[node.value])
     for name in names:
         path = root / name.replace(".", "/")
-        same_stem = [beside[f"{name}.py"]] if f"{name}.py" in beside else list(root.glob(f"[0-9]*/{name}.py"))
-        found |= {path.with_suffix(".py"), path / "__init__.py", *(same_stem if len(same_stem) == 1 else [])}
+        same_stem = (
+            [beside[f"{name}.py"]]
+            if f"{name}.py" in beside
+            else list(root.glob(f"[0-9]*/{name}.py"))
+        )
+        found |= {
+            path.with_suffix(".py"),
+            path / "__init__.py",
+            *(same_stem if len(same_stem) == 1 else []),
+        }
     return {other for other in found if other.is_file() and other != file}
 
 
@@ -40,11 +48,17 @@ def closure(script: Path, root: Path = ROOT) -> list[Path]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("script", type=Path, help="a script of this repository")
-    parser.add_argument("target", type=Path, help="a new or an empty folder: the copy keeps the layout")
+    parser.add_argument(
+        "target", type=Path, help="a new or an empty folder: the copy keeps the layout"
+    )
     args = parser.parse_args()
-    script = next((path.resolve() for path in (args.script, ROOT / args.script) if path.is_file()), ROOT)
+    script = next(
+        (path.resolve() for path in (args.script, ROOT / args.script) if path.is_file()), ROOT
+    )
     if script.suffix != ".py" or not script.is_relative_to(ROOT):
-        parser.exit(2, f"{args.script} is not a script of {ROOT}: give one such as 05_ddp/train.py\n")
+        parser.exit(
+            2, f"{args.script} is not a script of {ROOT}: give one such as 05_ddp/train.py\n"
+        )
     try:
         args.target.mkdir(parents=True, exist_ok=True)
         if any(args.target.iterdir()):
@@ -57,4 +71,6 @@ if __name__ == "__main__":
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(file, copy)
         print(f"{lines:6,} lines  {copy}")
-    print(f"{len(sizes)} files, {sum(sizes.values()):,} lines: cd {args.target} && python {script.relative_to(ROOT)}")
+    print(
+        f"{len(sizes)} files, {sum(sizes.values()):,} lines: cd {args.target} && python {script.relative_to(ROOT)}"
+    )

@@ -54,7 +54,9 @@ def gpu_of(device: torch.device) -> dict:
     The other GPUs are not asked: each takes some 40 ms, and what was read under load would be read after it."""
     try:
         nv.nvmlInit()
-        handle = nv.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        handle = nv.nvmlDeviceGetHandleByUUID(
+            f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+        )
         return {"index": nv.nvmlDeviceGetIndex(handle), **_describe(handle)}
     except Exception:  # no NVML, no such GPU (AMD, a slice of one)
         return {}
@@ -72,7 +74,9 @@ def _describe(handle: Any) -> dict:
         "bus_id": lambda: nv.nvmlDeviceGetPciInfo(handle).busId,
         "driver": lambda: nv.nvmlSystemGetDriverVersion(),
         "cuda": lambda: "{}.{}".format(*divmod(nv.nvmlSystemGetCudaDriverVersion() // 10, 100)),
-        "compute_capability": lambda: "{}.{}".format(*nv.nvmlDeviceGetCudaComputeCapability(handle)),
+        "compute_capability": lambda: "{}.{}".format(
+            *nv.nvmlDeviceGetCudaComputeCapability(handle)
+        ),
         "memory_total_bytes": lambda: nv.nvmlDeviceGetMemoryInfo(handle).total,
         "memory_used_bytes": lambda: nv.nvmlDeviceGetMemoryInfo(handle).used,
         "utilization": lambda: nv.nvmlDeviceGetUtilizationRates(handle).gpu / 100,
@@ -110,7 +114,8 @@ def _links_up(handle: Any) -> int:
         try:
             up += nv.nvmlDeviceGetNvLinkState(handle, link) == nv.NVML_FEATURE_ENABLED
         except nv.NVMLError as error:
-            if link or error.value == nv.NVML_ERROR_NOT_SUPPORTED:  # no lane of this number, or no NVLink at all
+            # no lane of this number, or no NVLink at all
+            if link or error.value == nv.NVML_ERROR_NOT_SUPPORTED:
                 break
             raise
     return up
@@ -133,7 +138,14 @@ def _process(found: Any) -> dict:
 
 
 # The compute capability from which an NVIDIA GPU has units that multiply matrices of the type.
-CUDA_SINCE = {"fp32": (1, 0), "fp16": (7, 0), "int8": (7, 5), "tf32": (8, 0), "bf16": (8, 0), "fp8": (8, 9)}
+CUDA_SINCE = {
+    "fp32": (1, 0),
+    "fp16": (7, 0),
+    "int8": (7, 5),
+    "tf32": (8, 0),
+    "bf16": (8, 0),
+    "fp8": (8, 9),
+}
 # A CPU's instruction sets for matmuls of the type, in Linux's names; any one of them is enough.
 CPU_SETS = {
     "tf32": {"amx_tf32"},
@@ -147,8 +159,14 @@ CPU_SETS = {
 def native_types(device: torch.device) -> tuple[set[str], str]:
     """The types (fp32, tf32, bf16, fp16, fp8, int8) that `device` multiplies in hardware, and how we know. A type that
     is not here may still work: the device then computes in another one, which is slower."""
-    if device.type == "cuda" and torch.version.hip:  # ROCm answers with a "capability" that is not CUDA's
-        return {"fp32", "fp16", "bf16", "int8"}, f"AMD {torch.cuda.get_device_properties(device).gcnArchName}"
+    # ROCm answers with a "capability" that is not CUDA's
+    if device.type == "cuda" and torch.version.hip:
+        return {
+            "fp32",
+            "fp16",
+            "bf16",
+            "int8",
+        }, f"AMD {torch.cuda.get_device_properties(device).gcnArchName}"
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         found = {dtype for dtype, since in CUDA_SINCE.items() if capability >= since}
@@ -158,7 +176,10 @@ def native_types(device: torch.device) -> tuple[set[str], str]:
     here = cpu_sets()
     found = {dtype for dtype, sets in CPU_SETS.items() if sets & here}
     useful = sorted(here & set.union(*CPU_SETS.values()))
-    return {"fp32"} | found, f"instruction sets {', '.join(useful)}" if useful else "no instruction set for other types"
+    return (
+        {"fp32"} | found,
+        f"instruction sets {', '.join(useful)}" if useful else "no instruction set for other types",
+    )
 
 
 def cpu_fact(name: str) -> str:
@@ -191,7 +212,9 @@ def limits(proc: str = "/proc", groups: str = "/sys/fs/cgroup") -> tuple[int | N
     memory = [_text(folder / "memory.max") for folder in folders]
     quotas = [_text(folder / "cpu.max").split() for folder in folders]
     cores = [int(quota[0]) / int(quota[1]) for quota in quotas if quota and quota[0] != "max"]
-    return min((int(text) for text in memory if text.isdigit()), default=None), min(cores, default=None)
+    return min((int(text) for text in memory if text.isdigit()), default=None), min(
+        cores, default=None
+    )
 
 
 def _text(file: Path) -> str:

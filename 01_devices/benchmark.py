@@ -38,7 +38,15 @@ CPU = torch.device("cpu")
 # (M, N, K): x [M, K] times w [N, K] transposed; 32 rows are few tokens against a whole matrix
 SHAPES = {
     "cpu": [(128,) * 3, (256,) * 3, (512,) * 3, (1024,) * 3, (32, 2048, 2048), (256, 2048, 1024)],
-    "gpu": [(512,) * 3, (1024,) * 3, (2048,) * 3, (4096,) * 3, (8192,) * 3, (32, 8192, 8192), (4096, 14_336, 4096)],
+    "gpu": [
+        (512,) * 3,
+        (1024,) * 3,
+        (2048,) * 3,
+        (4096,) * 3,
+        (8192,) * 3,
+        (32, 8192, 8192),
+        (4096, 14_336, 4096),
+    ],
 }
 # unfriendly and friendly by turns: GPT-2's vocabulary and a multiple of 64; a hidden size off by one
 WIDTHS = {
@@ -60,7 +68,9 @@ def warm_up(work: Callable, device: torch.device, seconds: float) -> None:
         deadline = deadline or time.perf_counter() + seconds
 
 
-def timed(work: Callable, device, samples: int, flush: Tensor | None = None, repeat=1, clock="device") -> list[float]:
+def timed(
+    work: Callable, device, samples: int, flush: Tensor | None = None, repeat=1, clock="device"
+) -> list[float]:
     """Seconds per call of work(): `samples` means over `repeat` calls each. On a GPU a call returns when it is queued.
 
     Clock "device": the GPU's own, by CUDA events, which wait in the same queue (elsewhere like "wall"). "wall": until
@@ -94,23 +104,55 @@ def timed(work: Callable, device, samples: int, flush: Tensor | None = None, rep
     return seconds
 
 
-def run(kind: str, what: str, dtype: str | None, shape: Sequence[int], unit: str, values: list[float], **own) -> dict:
+def run(
+    kind: str,
+    what: str,
+    dtype: str | None,
+    shape: Sequence[int],
+    unit: str,
+    values: list[float],
+    **own,
+) -> dict:
     """A row: median, lowest and highest of the samples, in `unit`."""
-    spread = {"n": len(values), "median": statistics.median(values), "min": min(values), "max": max(values)}
-    return {"kind": kind, "what": what, "dtype": dtype, "shape": list(shape), "unit": unit, **spread, **own}
+    spread = {
+        "n": len(values),
+        "median": statistics.median(values),
+        "min": min(values),
+        "max": max(values),
+    }
+    return {
+        "kind": kind,
+        "what": what,
+        "dtype": dtype,
+        "shape": list(shape),
+        "unit": unit,
+        **spread,
+        **own,
+    }
 
 
-def matmul(kind: str, dtype: str, shape: tuple, device: torch.device, samples: int, flush: Tensor) -> dict:
+def matmul(
+    kind: str, dtype: str, shape: tuple, device: torch.device, samples: int, flush: Tensor
+) -> dict:
     x, w = bench.operands(dtype, shape, device)
     multiply = bench.matmul(dtype, x, w)
     result = multiply()
-    rows, columns = (slice(None, None, max(1, size // 16)) for size in result.shape)  # 16 x 16 entries are enough
+    # 16 x 16 entries are enough
+    rows, columns = (slice(None, None, max(1, size // 16)) for size in result.shape)
     exact = x[rows].cpu().double() @ w[columns].cpu().double().t()
     error = (result[rows, columns].cpu().double() - exact).norm() / exact.norm()
     m, n, k = shape
     flop = 2 * m * n * k  # a multiplication and an addition for each of M x N x K
     rates = [flop / seconds for seconds in timed(multiply, device, samples, flush)]
-    row = run(kind, f"{kind} {m:,} x {n:,} x {k:,}", dtype, shape, "FLOP/s", rates, relative_error=error.item())
+    row = run(
+        kind,
+        f"{kind} {m:,} x {n:,} x {k:,}",
+        dtype,
+        shape,
+        "FLOP/s",
+        rates,
+        relative_error=error.item(),
+    )
     row["native"] = dtype.removesuffix("_fast") in machine.native_types(device)[0]
     row["flop_per_byte"] = flop / (x.nbytes + w.nbytes + result.nbytes)
     return row
@@ -123,7 +165,8 @@ def bandwidth(device: torch.device, samples: int, flush: Tensor, array_bytes: in
     rates = [3 * a.nbytes / seconds for seconds in timed(triad, device, samples, flush)]
     torch.testing.assert_close(a[::997], b[::997] + 3 * c[::997])
     what = f"triad 3 x {a.nbytes / 2**20:,.0f} MiB"
-    return run("triad", what, "fp32", a.shape, "B/s", rates, flop_per_byte=2 / 12)  # a product, a sum; 3 x 4 bytes
+    # a product, a sum; 3 x 4 bytes
+    return run("triad", what, "fp32", a.shape, "B/s", rates, flop_per_byte=2 / 12)
 
 
 def transfers(device: torch.device, samples: int, transfer_bytes: int) -> list[dict]:
@@ -135,30 +178,43 @@ def transfers(device: torch.device, samples: int, transfer_bytes: int) -> list[d
         for kind, target, source in (("h2d", there, here), ("d2h", here, there)):
             source.neg_()  # what the target already holds must not pass for a copy
             copy = partial(target.copy_, source, non_blocking=True)
-            rates = [there.nbytes / seconds for seconds in timed(copy, device, samples, clock="wall")]
+            rates = [
+                there.nbytes / seconds for seconds in timed(copy, device, samples, clock="wall")
+            ]
             calls = timed(copy, device, samples, clock="issue")
-            assert torch.equal(target[::997].cpu(), source[::997].cpu()), f"{kind}, {memory}: the target differs"
+            assert torch.equal(target[::997].cpu(), source[::997].cpu()), (
+                f"{kind}, {memory}: the target differs"
+            )
             found.append(run(kind, f"{kind}, {memory}", None, there.shape, "B/s", rates))
-            found.append(run(f"{kind}_call", f"{kind}, {memory}: the call", None, there.shape, "s", calls))
+            found.append(
+                run(f"{kind}_call", f"{kind}, {memory}: the call", None, there.shape, "s", calls)
+            )
     return found
 
 
 def launch(device: torch.device, samples: int) -> dict:
     """What an operation costs that has next to nothing to do."""
     add = partial(torch.zeros(1, device=device).add_, 1)
-    seconds = timed(add, device, samples, repeat=500, clock="issue")  # fewer than a GPU's queue holds
+    # fewer than a GPU's queue holds
+    seconds = timed(add, device, samples, repeat=500, clock="issue")
     return run("launch", "tiny op, call after call", "fp32", [1], "s", seconds)
 
 
 def against_cpu(device: torch.device, samples: int) -> list[dict]:
     """fp32, by the watch of whoever waits for the result: forward passes, and square matmuls of growing size."""
     torch.set_float32_matmul_precision("highest")
-    warnings.filterwarnings("ignore", message="enable_nested_tensor")  # nn.Transformer as built by default
+    # nn.Transformer as built by default
+    warnings.filterwarnings("ignore", message="enable_nested_tensor")
     x = torch.randn(1, 512, 512)
     # nn.Transformer takes a target, which tutorials forget, and by default the length before the batch: the same
     # tensor is then 512 sequences of one token, 45 GFLOP in place of 55
     works = [
-        ("transformer", "Transformer, 1 x 512 tokens", nn.Transformer(512, batch_first=True), [x, x]),
+        (
+            "transformer",
+            "Transformer, 1 x 512 tokens",
+            nn.Transformer(512, batch_first=True),
+            [x, x],
+        ),
         ("transformer_by_default", "Transformer, 512 x 1 token", nn.Transformer(512), [x, x]),
         *(("square", f"square {n}", torch.mm, [*torch.randn(2, n, n)]) for n in SQUARES),
     ]
@@ -170,26 +226,42 @@ def against_cpu(device: torch.device, samples: int) -> list[dict]:
             work = work.to(where) if isinstance(work, nn.Module) else work
             call = partial(work, *(tensor.to(where) for tensor in inputs))
             torch.testing.assert_close(call().cpu(), expected, rtol=1e-2, atol=1e-2)
-            seconds = timed(call, where, samples, repeat=10 if kind == "square" else 1, clock="wall")
-            found.append(run(kind, f"{what}, {place}", "fp32", expected.shape, "s", seconds, place=place))
+            seconds = timed(
+                call, where, samples, repeat=10 if kind == "square" else 1, clock="wall"
+            )
+            found.append(
+                run(kind, f"{what}, {place}", "fp32", expected.shape, "s", seconds, place=place)
+            )
     return found
 
 
 def check(rows: list[dict]) -> list[str]:
     for row in rows:
         name, error, limit = f"{row['type']} {row['what']}", row.get("relative_error"), row["limit"]
-        assert error is None or error <= bench.TYPES[row["dtype"]][1], f"{name}: relative error {error:.1e}"
-        assert not limit or row["max"] <= limit, f"BUG in the timing: {name}: {row['max']:.4g}, at most {limit:.4g}"
+        assert error is None or error <= bench.TYPES[row["dtype"]][1], (
+            f"{name}: relative error {error:.1e}"
+        )
+        assert not limit or row["max"] <= limit, (
+            f"BUG in the timing: {name}: {row['max']:.4g}, at most {limit:.4g}"
+        )
     types = ", ".join(dict.fromkeys(row["type"] for row in rows if "relative_error" in row))
-    rates = "no rate is above the peak" if any(row["limit"] for row in rows) else "peaks of this device: not known"
+    rates = (
+        "no rate is above the peak"
+        if any(row["limit"] for row in rows)
+        else "peaks of this device: not known"
+    )
     return [f"matmuls in {types} against float64, all else against what it must give", rates]
 
 
 @torch.inference_mode()
 def main() -> int:
     parser = cli.Parser(__doc__)
-    parser.add_argument("--samples", type=cli.positive_int, default=5, help="of every figure, after a warm-up")
-    parser.add_argument("--plot", type=cli.writable_file, metavar="PATH", help="draw the roofline, a PNG")
+    parser.add_argument(
+        "--samples", type=cli.positive_int, default=5, help="of every figure, after a warm-up"
+    )
+    parser.add_argument(
+        "--plot", type=cli.writable_file, metavar="PATH", help="draw the roofline, a PNG"
+    )
     cli.add_device_and_json(parser)
     args = parser.parse_args()
     device = lesson.start(args.device)
@@ -199,7 +271,10 @@ def main() -> int:
     not_measured = {dtype: why for dtype in bench.TYPES if (why := bench.obstacle(dtype, device))}
     rows = []
     groups = [("matmul", dtype, SHAPES[size]) for dtype in bench.TYPES if dtype not in not_measured]
-    for kind, dtype, shapes in [*groups, ("width", hardware.choose_dtype("auto", device), WIDTHS[size])]:
+    for kind, dtype, shapes in [
+        *groups,
+        ("width", hardware.choose_dtype("auto", device), WIDTHS[size]),
+    ]:
         # under load a GPU's clocks sink to what its power limit allows: the first of a type must not be flattered
         multiply = bench.matmul(dtype, *bench.operands(dtype, max(shapes, key=math.prod), device))
         warm_up(multiply, device, TYPE_WARM_UP_SECONDS[size])
@@ -223,9 +298,16 @@ def main() -> int:
     columns = {"what": "what", "type": "type", "measured": "median (lowest to highest)"}
     columns |= {"peak_share": "of peak", "best_share": "of best"}
     lesson.end(rows, columns=columns, checked=check(rows), args=args, device=device, **own)
-    facts = {key: own["under_load"].get(key) for key in ("cpu", "cpu_threads", "sm_clock_mhz", "power_watts")} | ratios
-    lines = [f"{key.replace('_', ' ')}: {report.for_people(key, value)}" for key, value in facts.items()]
-    lines += [f"not measured: {bench.LABELS.get(what, what)}: {why}" for what, why in not_measured.items()]
+    facts = {
+        key: own["under_load"].get(key)
+        for key in ("cpu", "cpu_threads", "sm_clock_mhz", "power_watts")
+    } | ratios
+    lines = [
+        f"{key.replace('_', ' ')}: {report.for_people(key, value)}" for key, value in facts.items()
+    ]
+    lines += [
+        f"not measured: {bench.LABELS.get(what, what)}: {why}" for what, why in not_measured.items()
+    ]
     print("\n".join(lines))
     if args.plot:
         print(bench.plot_roofline(rows, best, own["cpu"] if device == CPU else name, args.plot))

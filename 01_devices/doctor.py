@@ -62,13 +62,26 @@ os._exit(0)  # gloo's thread may abort Python's own end
 
 def gpu_checks(gpus: list[dict], why_none: str | None, usable: int) -> Iterator[Check]:
     """`gpus` are those that NVML sees, `usable` how many of them torch can use."""
-    lost = [f"GPU {gpu['index']}: {gpu['refused']['handle']}" for gpu in gpus if "handle" in gpu["refused"]]
-    displays = [file.parent for file in Path("/sys/bus/pci/devices").glob("*/class") if "0x03" in file.read_text()]
+    lost = [
+        f"GPU {gpu['index']}: {gpu['refused']['handle']}"
+        for gpu in gpus
+        if "handle" in gpu["refused"]
+    ]
+    displays = [
+        file.parent
+        for file in Path("/sys/bus/pci/devices").glob("*/class")
+        if "0x03" in file.read_text()
+    ]
     cards = any("0x10de" in Path(display, "vendor").read_text() for display in displays)  # NVIDIA's
     offered, built = gpus[0]["cuda"] if gpus else None, torch.version.cuda
-    older = offered and built and int(offered.split(".")[0]) < int(built.split(".")[0])  # any minor version will do
+    # any minor version will do
+    older = offered and built and int(offered.split(".")[0]) < int(built.split(".")[0])
     broken = lost or older or (cards and not gpus)
-    seen = "; ".join(lost) or why_none or f"runs CUDA {offered or 'n/a'}, torch was built for {built or 'none'}"
+    seen = (
+        "; ".join(lost)
+        or why_none
+        or f"runs CUDA {offered or 'n/a'}, torch was built for {built or 'none'}"
+    )
     fix = "update or reinstall the driver, reboot; an Xid in dmesg: the GPU fell off the bus, reboot or replace it"
     yield "driver", "fail" if broken else "ok" if offered and built else "skip", seen, fix
     if not gpus:
@@ -85,7 +98,10 @@ def gpu_checks(gpus: list[dict], why_none: str | None, usable: int) -> Iterator[
     # in a process of its own: its contexts are gone afterwards, and its hang becomes an answer
     code, output = run_command([sys.executable, "-c", MULTIPLY], 150)
     error = "" if code == 0 else first_error(output) or f"exit code {code}"
-    seen = error or f"{usable} GPUs multiply; torch is built for {' '.join(torch.cuda.get_arch_list())}"
+    seen = (
+        error
+        or f"{usable} GPUs multiply; torch is built for {' '.join(torch.cuda.get_arch_list())}"
+    )
     fix = "no kernel image: a newer torch for a new GPU, an older one for an old GPU; else monitor.py, dmesg"
     yield "architecture", "fail" if error else "ok", seen, fix
     if not error:
@@ -114,37 +130,83 @@ def attention_check() -> Check:
 
 
 def machine_checks(run_dir: Path) -> Iterator[Check]:
-    if Path("/dev/shm").is_dir():  # workers hand batches over in it: a container has 64 MiB, and ends in a bus error
+    # workers hand batches over in it: a container has 64 MiB, and ends in a bus error
+    if Path("/dev/shm").is_dir():
         free = shutil.disk_usage("/dev/shm").free / 2**30
         fix = "docker run --shm-size=8g (or --ipc=host), Kubernetes: an emptyDir of medium Memory; or --num-workers 0"
-        yield "shared memory", "fail" if free < 0.125 else "warn" if free < 1 else "ok", f"{free:.2f} GiB free", fix
+        yield (
+            "shared memory",
+            "fail" if free < 0.125 else "warn" if free < 1 else "ok",
+            f"{free:.2f} GiB free",
+            fix,
+        )
 
-    folder = next(folder for folder in (run_dir.resolve(), *run_dir.resolve().parents) if folder.is_dir())
+    folder = next(
+        folder for folder in (run_dir.resolve(), *run_dir.resolve().parents) if folder.is_dir()
+    )
     free, writable = shutil.disk_usage(folder).free / 2**30, os.access(folder, os.W_OK)
     result = "fail" if free < 1 or not writable else "warn" if free < 10 else "ok"
     seen = f"{folder}: {free:.0f} GiB free{'' if writable else ', not writable'}"
     yield "disk", result, seen, "another --run-dir; --keep fewer checkpoints"
-    requirements = Path(__file__).resolve().parents[1].joinpath("requirements.txt").read_text().replace("_", "-")
+    requirements = (
+        Path(__file__)
+        .resolve()
+        .parents[1]
+        .joinpath("requirements.txt")
+        .read_text()
+        .replace("_", "-")
+    )
     pins = re.findall(r"^([\w.-]+)==([\w.]+)", requirements, re.MULTILINE)
-    found = {d.name.replace("_", "-"): d.version.split("+")[0] for d in reversed([*distributions()])}
-    off = [f"{name} {found.get(name, 'missing')} (pinned {pin})" for name, pin in pins if found.get(name) != pin]
-    yield "versions", "warn" if off else "ok", ", ".join(off) or "all as pinned", "pip install -r requirements.txt"
+    found = {
+        d.name.replace("_", "-"): d.version.split("+")[0] for d in reversed([*distributions()])
+    }
+    off = [
+        f"{name} {found.get(name, 'missing')} (pinned {pin})"
+        for name, pin in pins
+        if found.get(name) != pin
+    ]
+    yield (
+        "versions",
+        "warn" if off else "ok",
+        ", ".join(off) or "all as pinned",
+        "pip install -r requirements.txt",
+    )
 
 
 def job_checks(gpus: int) -> Iterator[Check]:
     """`gpus`: those that torch can use; as many processes will start here."""
-    wrong = wrong_variables({name: os.environ[name] for name in RENDEZVOUS if name in os.environ}, gpus)
+    wrong = wrong_variables(
+        {name: os.environ[name] for name in RENDEZVOUS if name in os.environ}, gpus
+    )
     fix = f"unset them and start with torchrun, or set all: {', '.join(RENDEZVOUS)}"
     yield "environment variables", "fail" if wrong else "ok", wrong or "none is wrong", fix
 
-    port = os.environ.get("MASTER_PORT", "29500")  # what torchrun takes without --standalone or --rdzv-endpoint
+    # what torchrun takes without --standalone or --rdzv-endpoint
+    port = os.environ.get("MASTER_PORT", "29500")
     with socket.socket() as probe:  # rank 0 will listen there
-        taken = port.isdecimal() and int(port) < 65536 and probe.connect_ex(("localhost", int(port))) == 0
+        taken = (
+            port.isdecimal()
+            and int(port) < 65536
+            and probe.connect_ex(("localhost", int(port))) == 0
+        )
     result = "ok" if not taken else "fail" if "MASTER_PORT" in os.environ else "warn"
-    yield "port", result, f"{port} is {'taken' if taken else 'free'}", "end what listens there, or another MASTER_PORT"
+    yield (
+        "port",
+        result,
+        f"{port} is {'taken' if taken else 'free'}",
+        "end what listens there, or another MASTER_PORT",
+    )
 
     for backend in ("gloo", "nccl") if gpus > 1 else ("gloo",):
-        argv = [*TORCHRUN, "--nproc_per_node=2", "--no-python", sys.executable, "-c", ALL_REDUCE, backend]
+        argv = [
+            *TORCHRUN,
+            "--nproc_per_node=2",
+            "--no-python",
+            sys.executable,
+            "-c",
+            ALL_REDUCE,
+            backend,
+        ]
         code, output = run_command(argv, 150)
         error = "" if code == 0 else first_error(output) or f"exit code {code}"
         fix = f"{backend.upper()}_SOCKET_IFNAME=<an interface that is up>; a firewall; the host's name; NCCL_DEBUG=INFO"
@@ -159,15 +221,25 @@ def main() -> int:
     add("--steps", type=cli.positive_int, default=10, help="optimizer steps to watch")
     add("--timeout", type=cli.positive, default=300, help="seconds until --script counts as hung")
     add("--run-dir", type=Path, default=Path("runs"), help="whose disk to check (default: runs)")
-    add("--json", type=cli.writable_file, metavar="PATH", help="write every check as one JSON object")
+    add(
+        "--json",
+        type=cli.writable_file,
+        metavar="PATH",
+        help="write every check as one JSON object",
+    )
     add("flags", nargs="*", metavar="-- FLAG", help="flags of --script")
     args = parser.parse_args()
     if args.script and not args.script.is_file():
         raise UserError(f"--script {args.script} is not a file")
     start = time.monotonic()
     gpus, why_none = machine.gpus()
-    usable = torch.cuda.device_count() if torch.cuda.is_available() else 0  # it counts those with too old a driver, too
-    found = [*gpu_checks(gpus, why_none, usable), *machine_checks(args.run_dir), *job_checks(usable)]
+    # it counts those with too old a driver, too
+    usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    found = [
+        *gpu_checks(gpus, why_none, usable),
+        *machine_checks(args.run_dir),
+        *job_checks(usable),
+    ]
     if args.script:
         found += examine(args.script, args.flags, args.nproc, args.steps, args.timeout)
     print(table([["check", "result", "seen"], *(check[:3] for check in found)]))
@@ -180,7 +252,9 @@ def main() -> int:
         "device": (gpus[0]["name"] or "cuda") if gpus else "cpu",
         "world_size": args.nproc,
         "seconds": time.monotonic() - start,
-        "checks": [dict(zip(("check", "result", "seen", "fix"), check, strict=True)) for check in found],
+        "checks": [
+            dict(zip(("check", "result", "seen", "fix"), check, strict=True)) for check in found
+        ],
         "failures": failures,
         "warnings": warnings,
     }

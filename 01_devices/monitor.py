@@ -62,7 +62,11 @@ HELP = {  # where the name does not say it all
     "gpu_throttled": "1 if the clock is held down for this reason",
     "host_load": "Processes that ran or waited for a core, mean of the last minute",
 }
-LABELS = {"gpu": {"gpu": "index", "uuid": "uuid", "name": "name"}, "host": {}, "training": {"run": "run"}}
+LABELS = {
+    "gpu": {"gpu": "index", "uuid": "uuid", "name": "name"},
+    "host": {},
+    "training": {"run": "run"},
+}
 
 
 def likely_hang(gpu: dict) -> bool | None:
@@ -94,7 +98,9 @@ def sample(run_dir: Path | None) -> dict:
     host = {
         "cpus": psutil.cpu_count(),
         "load": psutil.getloadavg()[0],
-        "cpu_busy_seconds_total": sum(getattr(times, k, 0) for k in ("user", "nice", "system", "irq", "softirq")),
+        "cpu_busy_seconds_total": sum(
+            getattr(times, k, 0) for k in ("user", "nice", "system", "irq", "softirq")
+        ),
         "memory_used_bytes": memory.total - memory.available,
         "memory_total_bytes": memory.total,
     }
@@ -104,7 +110,9 @@ def sample(run_dir: Path | None) -> dict:
 def training(run_dir: Path | None) -> list[dict]:
     """The last training record of the run (None: of the run in runs/ that wrote last), if there is one."""
     files = [run_dir / "metrics.jsonl"] if run_dir else Path("runs").glob("*/metrics.jsonl")
-    written, file = max(((file.stat().st_mtime, file) for file in files if file.exists()), default=(0.0, None))
+    written, file = max(
+        ((file.stat().st_mtime, file) for file in files if file.exists()), default=(0.0, None)
+    )
     record = last_record(file) if file else None
     if record is None:
         return []
@@ -134,7 +142,13 @@ def drawn(view: dict) -> str:
     if not view["training"]:
         parts.append("no training record seen (--run-dir; default: the newest in runs/)")
     for part, labels in LABELS.items():
-        head = [part, *(" ".join(str(row[labels[name]]) for name in labels if name != "uuid") for row in view[part])]
+        head = [
+            part,
+            *(
+                " ".join(str(row[labels[name]]) for name in labels if name != "uuid")
+                for row in view[part]
+            ),
+        ]
         gauges = [name for name in METRICS if name.startswith(part) and not name.endswith("_total")]
         names = [name.removeprefix(f"{part}_") for name in gauges]
         lines = [[name, *(cell(name, row.get(name)) for row in view[part])] for name in names]
@@ -147,32 +161,52 @@ def cell(name: str, value: object) -> str:
     if isinstance(value, bool):
         return "LIKELY HANG" if value else "no"
     if isinstance(value, list):  # reasons, or processes and whose they are
-        return ", ".join(f"{v['user'] or '?'} {v['pid']}" if name == "processes" else v for v in value) or "none"
+        return (
+            ", ".join(f"{v['user'] or '?'} {v['pid']}" if name == "processes" else v for v in value)
+            or "none"
+        )
     if value is not None and name == "last_record_timestamp_seconds":
         return f"{time.time() - value:,.0f} s ago"
-    return f"{value:.1%}" if value is not None and name.endswith("ratio") else report.for_people(name, value)
+    return (
+        f"{value:.1%}"
+        if value is not None and name.endswith("ratio")
+        else report.for_people(name, value)
+    )
 
 
 def serve(port: int, address: str, run_dir: Path | None) -> None:
     """Answer scrapes from now on, each in a thread of its own."""
     from prometheus_client import CollectorRegistry, Metric, start_http_server
 
-    class Exporter:  # samples on each scrape and in no loop of its own: Prometheus sets the rhythm and stamps values
+    # samples on each scrape and in no loop of its own: Prometheus sets the rhythm and stamps values
+    class Exporter:
         # with the time of the scrape; a loop would hand it old ones, and work between scrapes
         def collect(self) -> Iterator[Metric]:
             view = sample(run_dir)
             for name in METRICS:
                 part, key = name.split("_", 1)
-                name = name.replace("throttle_reasons", "throttled")  # no count: a sample per reason, 0 or 1
+                # no count: a sample per reason, 0 or 1
+                name = name.replace("throttle_reasons", "throttled")
                 kind = "counter" if name.endswith("_total") else "gauge"
-                metric = Metric(name.removesuffix("_total"), HELP.get(name, name.replace("_", " ")), kind)
-                for row in [row for row in view[part] if row.get(key) is not None]:  # what is not known is absent
-                    labels = {label: str(row[of]) for label, of in LABELS[part].items() if row[of] is not None}
+                metric = Metric(
+                    name.removesuffix("_total"), HELP.get(name, name.replace("_", " ")), kind
+                )
+                # what is not known is absent
+                for row in [row for row in view[part] if row.get(key) is not None]:
+                    labels = {
+                        label: str(row[of])
+                        for label, of in LABELS[part].items()
+                        if row[of] is not None
+                    }
                     if key == "throttle_reasons":
                         for reason in machine.THROTTLE_REASONS:
-                            metric.add_sample(name, {**labels, "reason": reason}, reason in row[key])
+                            metric.add_sample(
+                                name, {**labels, "reason": reason}, reason in row[key]
+                            )
                     else:
-                        metric.add_sample(name, labels, len(row[key]) if isinstance(row[key], list) else row[key])
+                        metric.add_sample(
+                            name, labels, len(row[key]) if isinstance(row[key], list) else row[key]
+                        )
                 yield metric
 
     registry = CollectorRegistry()
@@ -180,38 +214,69 @@ def serve(port: int, address: str, run_dir: Path | None) -> None:
     try:
         server, _ = start_http_server(port, address, registry)
     except (OSError, OverflowError) as error:
-        raise exits.UserError(f"--prometheus {port} --address {address}: {error}; port 0 takes a free one") from None
-    print(f"serving http://{f'[{address}]' if ':' in address else address}:{server.server_port}/metrics", flush=True)
+        raise exits.UserError(
+            f"--prometheus {port} --address {address}: {error}; port 0 takes a free one"
+        ) from None
+    print(
+        f"serving http://{f'[{address}]' if ':' in address else address}:{server.server_port}/metrics",
+        flush=True,
+    )
 
 
 def main() -> int:
     parser = cli.Parser(__doc__)
     add = parser.add_argument
-    add("--run-dir", type=Path, help="folder of the run whose metrics.jsonl is read (default: the newest in runs/)")
-    add("--once", action="store_true", help="print one table and end, as it does without a terminal")
-    add("--prometheus", type=cli.natural, metavar="PORT", help="serve /metrics there; 0 takes a free port")
-    add("--address", default="127.0.0.1", help="where --prometheus listens; 0.0.0.0: on every network")
-    add("--json", type=cli.writable_file, metavar="PATH", help="print one table, end, write it as one JSON object")
+    add(
+        "--run-dir",
+        type=Path,
+        help="folder of the run whose metrics.jsonl is read (default: the newest in runs/)",
+    )
+    add(
+        "--once", action="store_true", help="print one table and end, as it does without a terminal"
+    )
+    add(
+        "--prometheus",
+        type=cli.natural,
+        metavar="PORT",
+        help="serve /metrics there; 0 takes a free port",
+    )
+    add(
+        "--address",
+        default="127.0.0.1",
+        help="where --prometheus listens; 0.0.0.0: on every network",
+    )
+    add(
+        "--json",
+        type=cli.writable_file,
+        metavar="PATH",
+        help="print one table, end, write it as one JSON object",
+    )
     args = parser.parse_args()
     runtime.single_device("cpu")
     if args.prometheus is not None and (args.once or args.json):
-        raise exits.UserError("--prometheus serves until it is stopped: leave out --once and --json")
+        raise exits.UserError(
+            "--prometheus serves until it is stopped: leave out --once and --json"
+        )
     if args.run_dir and not args.run_dir.is_dir():
         raise exits.UserError(f"--run-dir {args.run_dir}: no such folder")
     live = args.prometheus is None and sys.stdout.isatty() and not (args.once or args.json)
     if not live and args.prometheus is None:
         view = sample(args.run_dir)
         print(drawn(view))
-        report.write_json({"device": view["gpu"][0]["name"] if view["gpu"] else "cpu", **view}, args.json)
+        report.write_json(
+            {"device": view["gpu"][0]["name"] if view["gpu"] else "cpu", **view}, args.json
+        )
         return 0
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.default_int_handler)
     with contextlib.suppress(KeyboardInterrupt):
         if args.prometheus is not None:
             serve(args.prometheus, args.address, args.run_dir)
-        while True:  # not signal.pause(): a signal that one of the server's threads took would not end it
+        # not signal.pause(): a signal that one of the server's threads took would not end it
+        while True:
             if live:
-                print(f"\x1b[H\x1b[2J{drawn(sample(args.run_dir))}", flush=True)  # from the top of an empty screen
+                # from the top of an empty screen
+                print(f"\x1b[H\x1b[2J{drawn(sample(args.run_dir))}", flush=True)
             time.sleep(1)
     return 0
 

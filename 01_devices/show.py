@@ -23,7 +23,8 @@ from pathlib import Path
 import psutil
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/ and planner/, with nothing installed
+# common/ and planner/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import _shared as machine
 
 from common import cli, exits, hardware, report, runtime, shapes
@@ -68,7 +69,8 @@ def needs(c: shapes.Config) -> dict[str, tuple[float, float]]:
 
 def devices_needed(spread: float, each: float, memory: float) -> int | None:
     """How many devices of `memory` bytes; None if not even what each needs fits."""
-    room = 0.9 * memory - each  # a tenth for the CUDA context, workspaces, weights gathered for a moment, fragments
+    # a tenth for the CUDA context, workspaces, weights gathered for a moment, fragments
+    room = 0.9 * memory - each
     return math.ceil(spread / room) if room > 0 else None
 
 
@@ -99,16 +101,29 @@ def peaks_of(name: str) -> dict:
     rates = {f"{dtype}_tflops": sheet.get(dtype) for dtype in machine.CUDA_SINCE}
     rates["terabytes_per_second"] = sheet.get("bandwidth")
     in_tera = {key: None if value is None else value / 1e12 for key, value in rates.items()}
-    return {"device": name, **in_tera, "memory_bytes": sheet.get("memory"), "tdp_watts": sheet.get("tdp")}
+    return {
+        "device": name,
+        **in_tera,
+        "memory_bytes": sheet.get("memory"),
+        "tdp_watts": sheet.get("tdp"),
+    }
 
 
 def check_agreement(gpus: list[dict], usable: list) -> int:
     """NVML and torch must say the same of each GPU that both see; how many these are."""
-    pairs = [(g, p) for g in gpus for p in usable if g["uuid"] == f"GPU-{p.uuid}" and not g["mig"]]  # not MIG's slices
-    for g, p in pairs:  # NVML counts what the driver keeps for itself; a value that it does not report is None
+    # not MIG's slices
+    pairs = [(g, p) for g in gpus for p in usable if g["uuid"] == f"GPU-{p.uuid}" and not g["mig"]]
+    # NVML counts what the driver keeps for itself; a value that it does not report is None
+    for g, p in pairs:
         assert g["name"] in (None, p.name), (g["name"], p.name)
-        assert g["compute_capability"] in (None, f"{p.major}.{p.minor}"), (g["compute_capability"], p.major, p.minor)
-        assert abs((g["memory_total_bytes"] or p.total_memory) / p.total_memory - 1) < 0.05, g["memory_total_bytes"]
+        assert g["compute_capability"] in (None, f"{p.major}.{p.minor}"), (
+            g["compute_capability"],
+            p.major,
+            p.minor,
+        )
+        assert abs((g["memory_total_bytes"] or p.total_memory) / p.total_memory - 1) < 0.05, g[
+            "memory_total_bytes"
+        ]
     return len(pairs)
 
 
@@ -117,14 +132,18 @@ def host() -> dict:
     memory_limit, cores_limit = machine.limits()
     return {
         "cpu": machine.cpu_fact("model name") or platform.machine(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
         "cores_limit": cores_limit,
         "memory_total_bytes": psutil.virtual_memory().total,
         "memory_limit_bytes": memory_limit,
         "torch": torch.__version__,
         "cuda": torch.version.cuda or torch.version.hip,
         "cudnn": hardware.cudnn_version(),
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else None,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version()))
+        if torch.distributed.is_nccl_available()
+        else None,
     }
 
 
@@ -132,7 +151,9 @@ def topology() -> str | None:
     """How each GPU reaches each other and the processor, in nvidia-smi's words; None without nvidia-smi."""
     if shutil.which("nvidia-smi") is None:
         return None
-    told = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=60, check=False)
+    told = subprocess.run(
+        ["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=60, check=False
+    )
     return told.stdout if told.returncode == 0 else None
 
 
@@ -147,7 +168,12 @@ def _words(name: str, value: object) -> str:
     if value is None or isinstance(value, bool):
         return {None: "n/a", True: "yes", False: "no"}[value]
     if isinstance(value, list):
-        return ", ".join(f"{v['pid']} ({v['user'] or '?'})" if isinstance(v, dict) else v for v in value) or "none"
+        return (
+            ", ".join(
+                f"{v['pid']} ({v['user'] or '?'})" if isinstance(v, dict) else v for v in value
+            )
+            or "none"
+        )
     if isinstance(value, int | float) and name.endswith("_bytes"):
         return f"{value / 1e9:,.1f} GB"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
@@ -177,13 +203,17 @@ def main() -> int:
 
     name = hardware.device_name(device)
     native, how = machine.native_types(device)
-    print(f"{name} multiplies in hardware: {', '.join(sorted(native))}; other types it can only emulate ({how})\n")
+    print(
+        f"{name} multiplies in hardware: {', '.join(sorted(native))}; other types it can only emulate ({how})\n"
+    )
     seen = [gpu["name"] or "n/a" for gpu in gpus] + [properties.name for properties in usable]
     compared = ["NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3", "NVIDIA GeForce RTX 4090"]
     peaks = [peaks_of(gpu) for gpu in dict.fromkeys(seen + compared)]
     print_rows("Data sheets, without sparsity (0: no units for the type)", peaks)
 
-    cards = [(p.name, p.total_memory) for p in usable] or [(g["name"], g["memory_total_bytes"]) for g in gpus]
+    cards = [(p.name, p.total_memory) for p in usable] or [
+        (g["name"], g["memory_total_bytes"]) for g in gpus
+    ]
     cards = [card for card in cards if card[1]]
     cards = cards or [("RAM", here["memory_limit_bytes"] or here["memory_total_bytes"])]
     fits = what_fits(cards)

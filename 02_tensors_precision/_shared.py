@@ -37,14 +37,22 @@ class Quantized(NamedTuple):
 def quantize(weight: Tensor, bits: int, group: str | int, clip: float | Tensor = 1.0) -> Quantized:
     """Symmetric, to nearest; `group`: "tensor", "channel" (a row) or how many values share a scale. What is above the
     share `clip` of the largest value becomes the largest integer."""
-    limit = 2 ** (bits - 1) - 1  # 127 or 7: -128 and -8 have no positive counterpart and stay unused
+    # 127 or 7: -128 and -8 have no positive counterpart and stay unused
+    limit = 2 ** (bits - 1) - 1
     rows, columns = weight.shape
     width = group if isinstance(group, int) else columns
     values = F.pad(weight, (0, -columns % width)).view(rows, -1, width)  # zeros change no maximum
     largest = values.abs().amax((0, 1, 2) if group == "tensor" else 2, keepdim=True)
-    scale = (largest * clip / limit).bfloat16()  # off by 1/512 at most: 127 ± 0.25 still rounds to 127
+    # off by 1/512 at most: 127 ± 0.25 still rounds to 127
+    scale = (largest * clip / limit).bfloat16()
     scale = torch.where(scale > 0, scale, 1)  # all zeros: 0 / 1, not 0 / 0
-    codes = (values / scale.float()).round().clamp(-limit, limit).to(torch.int8).view(rows, -1)[:, :columns]
+    codes = (
+        (values / scale.float())
+        .round()
+        .clamp(-limit, limit)
+        .to(torch.int8)
+        .view(rows, -1)[:, :columns]
+    )
     return Quantized(pack(codes) if bits <= 4 else codes.contiguous(), scale[..., 0], width)
 
 
@@ -75,7 +83,9 @@ def dequantizing(w: Quantized) -> Forward:
 
 def linears(net: nn.Module) -> dict[str, nn.Linear]:
     """The matrices inside the blocks; lm_head, which is the embedding, is not among them."""
-    return {name: module for name, module in net.model.named_modules() if isinstance(module, nn.Linear)}
+    return {
+        name: module for name, module in net.model.named_modules() if isinstance(module, nn.Linear)
+    }
 
 
 @torch.no_grad()
@@ -87,7 +97,9 @@ def losses(net: nn.Module, forwards: dict[str, Forward], batches: Batches) -> Te
     found = []
     for inputs, targets in batches:
         logits = net(inputs).flatten(0, 1)
-        of_tokens = F.cross_entropy(logits, targets.flatten(), ignore_index=data.PADDING, reduction="none")
+        of_tokens = F.cross_entropy(
+            logits, targets.flatten(), ignore_index=data.PADDING, reduction="none"
+        )
         real = targets != data.PADDING
         of_sequences = of_tokens.view(targets.shape).sum(1) / real.sum(1)
         found.append(of_sequences[real.any(1)].cpu())  # without the rows that only pad
@@ -106,20 +118,30 @@ def parser(doc: str) -> cli.Parser:
     """The flags that both scripts have."""
     parser = cli.Parser(doc)
     add = parser.add_argument
-    add("--model", default="nano", help="nano, trained here first, or a Hugging Face folder with trained weights")
+    add(
+        "--model",
+        default="nano",
+        help="nano, trained here first, or a Hugging Face folder with trained weights",
+    )
     add("--train-steps", type=cli.positive_int, default=20, help="steps that nano is trained first")
     cli.add_device_and_json(parser)
     return parser
 
 
-def starting_model(args: argparse.Namespace, seed: int, device: torch.device) -> tuple[nn.Module, data.Corpus]:
+def starting_model(
+    args: argparse.Namespace, seed: int, device: torch.device
+) -> tuple[nn.Module, data.Corpus]:
     """The folder's model, or nano of that seed, trained here; and text in its tokens."""
     if args.model != "nano" and not any(Path(args.model).glob("*.safetensors")):
-        raise UserError(f"--model {args.model}: neither nano nor a Hugging Face folder with .safetensors files")
+        raise UserError(
+            f"--model {args.model}: neither nano nor a Hugging Face folder with .safetensors files"
+        )
     corpus = data.load_corpus("stdlib", model=args.model)
     config = shapes.load_config(args.model, corpus.vocab_size, SEQ_LEN)
     if config.qkv_bias:
-        raise UserError(f"--model {args.model}: no biases are quantized here: use 09_inference/quantized.py")
+        raise UserError(
+            f"--model {args.model}: no biases are quantized here: use 09_inference/quantized.py"
+        )
     net = model.build(args.model, config, seed=seed, device=device)
     if args.model == "nano":
         key = f"nano-{device.type}-seed{seed}-steps{args.train_steps}-{corpus.sha256[:12]}-torch{torch.__version__}"
@@ -130,7 +152,8 @@ def starting_model(args: argparse.Namespace, seed: int, device: torch.device) ->
             print(f"{file}: not there yet, training {args.train_steps} steps", flush=True)
             train(net, corpus, args.train_steps, 2e-3, seed)
             file.parent.mkdir(exist_ok=True)
-            unfinished = file.with_suffix(f".{os.getpid()}.tmp")  # a killed run leaves no half of it
+            # a killed run leaves no half of it
+            unfinished = file.with_suffix(f".{os.getpid()}.tmp")
             torch.save(net.state_dict(), unfinished)
             unfinished.rename(file)
     return net.eval(), corpus
@@ -142,7 +165,8 @@ def train(net: nn.Module, corpus: data.Corpus, steps: int, lr: float, seed: int)
     stream = _batches(corpus, seed).stream(0)
     optimizer = torch.optim.AdamW(net.parameters(), betas=(0.9, 0.95), fused=True)
     for step in range(steps):
-        factor = min((step + 1) / 10, 0.55 + 0.45 * math.cos(math.pi * step / steps))  # warm-up, then a cosine
+        # warm-up, then a cosine
+        factor = min((step + 1) / 10, 0.55 + 0.45 * math.cos(math.pi * step / steps))
         optimizer.param_groups[0]["lr"] = lr * factor
         inputs, targets = next(stream)
         net(inputs.to(device), targets.to(device)).backward()
@@ -171,5 +195,7 @@ def space(name: str) -> int:
 
 
 def _batches(corpus: data.Corpus, seed: int) -> data.Batches:
-    settings = argparse.Namespace(seed=seed, seq_len=SEQ_LEN, global_batch_size=BATCH_SIZE, micro_batch_size=None)
+    settings = argparse.Namespace(
+        seed=seed, seq_len=SEQ_LEN, global_batch_size=BATCH_SIZE, micro_batch_size=None
+    )
     return data.Batches(corpus, settings, rank=0, world_size=1)

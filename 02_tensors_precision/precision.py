@@ -48,7 +48,8 @@ def limits(exponent_bits: int, mantissa_bits: int, infinity: bool) -> dict[str, 
         "max": (2 - epsilon) * 2.0**bias if infinity else (2 - 2 * epsilon) * 2.0 ** (bias + 1),
         "epsilon": epsilon,  # from 1 to the next number
         "smallest_normal": 2.0 ** (1 - bias),
-        "smallest_subnormal": 2.0 ** (1 - bias) * epsilon,  # the exponent's bits are 0: no leading one
+        # the exponent's bits are 0: no leading one
+        "smallest_subnormal": 2.0 ** (1 - bias) * epsilon,
         "counts_by_1_to": 2 ** (mantissa_bits + 1),  # the next whole number is not there
     }
 
@@ -102,11 +103,14 @@ def update(way: str, start: Tensor, gradient: Tensor) -> dict:
             updated.data.copy_(weight)  # nothing finer goes on to the next step
         elif way == "bf16 and fp32 master":
             weight = weight.bfloat16()
-    distance = (start.double() - weight.double()) * gradient.sign() / (STEPS * LR)  # 1: as far as fp32 goes
+    # 1: as far as fp32 goes
+    distance = (start.double() - weight.double()) * gradient.sign() / (STEPS * LR)
     moments = sum(t.element_size() for t in optimizer.state[updated].values() if t.ndim)
     return {
         "name": way,
-        "bytes_per_weight": weight.element_size() + moments + (4 if way == "bf16 and fp32 master" else 0),
+        "bytes_per_weight": weight.element_size()
+        + moments
+        + (4 if way == "bf16 and fp32 master" else 0),
         "moved_share": (weight != start).double().mean().item(),
         "distance_share": distance.mean().item(),
         "distance_deviation": distance.std().item(),
@@ -121,7 +125,10 @@ def sums(dtype: torch.dtype) -> dict:
     """1 and 1.1 per second: how far a month is off because of what is stored, and a sum because of what is added."""
     rate = Fraction(stored(1.1, dtype))
     month = (rate - RATE) * MONTH_SECONDS  # exact, as if no addition were ever rounded
-    found = {"stored_rate": float(rate), "off_in_a_month": int(month) if month == int(month) else float(month)}
+    found = {
+        "stored_rate": float(rate),
+        "off_in_a_month": int(month) if month == int(month) else float(month),
+    }
     if dtype.itemsize == 1:
         return found  # fp8 has no arithmetic
     exact = ADDITIONS * rate
@@ -129,7 +136,12 @@ def sums(dtype: torch.dtype) -> dict:
     for way, (_, total) in totals.items():
         found[f"{way}_relative_error"] = abs(float(Fraction(total.item()) / exact - 1))
     ones, total = totals["naive"].tolist()
-    return {**found, "sum_of_ones": ones, "naive_sum": total, "sum_off": float(Fraction(total) - exact)}
+    return {
+        **found,
+        "sum_of_ones": ones,
+        "naive_sum": total,
+        "sum_off": float(Fraction(total) - exact),
+    }
 
 
 def multiply(name: str, a: Tensor, b: Tensor, device: torch.device) -> dict[str, float]:
@@ -147,7 +159,10 @@ def multiply(name: str, a: Tensor, b: Tensor, device: torch.device) -> dict[str,
         found["emulated_matmul_error"] = through_fp8(a, dtype) @ through_fp8(b, dtype)
     elif name != "fp64":
         found["matmul_error"] = a.to(dtype) @ b.to(dtype)
-    return {key: ((result.cpu().double() - exact).norm() / exact.norm()).item() for key, result in found.items()}
+    return {
+        key: ((result.cpu().double() - exact).norm() / exact.norm()).item()
+        for key, result in found.items()
+    }
 
 
 def run(name: str, a: Tensor, b: Tensor, device: torch.device) -> dict:
@@ -179,11 +194,21 @@ def check_type(row: dict) -> None:
     name, smallest = row["name"], row["smallest_subnormal"]
     dtype = FORMATS[name][0]
     info = torch.finfo(dtype)
-    assert (row["max"], row["epsilon"], row["smallest_normal"]) == (info.max, info.eps, info.smallest_normal), name
-    assert (stored(smallest, dtype), stored(smallest / 2, dtype)) == (smallest, 0), f"{name}: {smallest} is not that"
+    assert (row["max"], row["epsilon"], row["smallest_normal"]) == (
+        info.max,
+        info.eps,
+        info.smallest_normal,
+    ), name
+    assert (stored(smallest, dtype), stored(smallest / 2, dtype)) == (smallest, 0), (
+        f"{name}: {smallest} is not that"
+    )
     if "naive_sum" in row:
-        assert row["sum_of_ones"] == min(ADDITIONS, row["counts_by_1_to"]), f"{name}: ones are {row['sum_of_ones']}"
-        assert row["kahan_relative_error"] <= 2 * row["epsilon"], f"{name}: Kahan's sum is off by more than that"
+        assert row["sum_of_ones"] == min(ADDITIONS, row["counts_by_1_to"]), (
+            f"{name}: ones are {row['sum_of_ones']}"
+        )
+        assert row["kahan_relative_error"] <= 2 * row["epsilon"], (
+            f"{name}: Kahan's sum is off by more than that"
+        )
 
 
 def check_roundings() -> str:
@@ -191,12 +216,17 @@ def check_roundings() -> str:
     x = torch.randn(WEIGHTS)
     tf32 = round_to_tf32(x)
     assert not (tf32.view(torch.int32) & 0x1FFF).any(), "tf32 has 10 mantissa bits"
-    assert ((tf32 - x).abs() <= 2.0 ** (torch.frexp(x).exponent - 12)).all(), "tf32 does not round to nearest"
+    assert ((tf32 - x).abs() <= 2.0 ** (torch.frexp(x).exponent - 12)).all(), (
+        "tf32 does not round to nearest"
+    )
     values = 1 + torch.arange(128) / 2**14  # from 1 up to the next bf16, 1 + 2^-7
     mean = round_stochastically(values.repeat(10_000, 1)).double().mean(0)
     bias = (mean - values).abs().max().item() * 2**7
-    assert bias < 5 * 0.5 / 100, f"stochastic rounding is biased by {bias:.1%} of a step"  # five standard errors
-    return f"stochastic rounding is unbiased: {bias:.1%} of a step over 10,000 roundings, 2.5% allowed"
+    # five standard errors
+    assert bias < 5 * 0.5 / 100, f"stochastic rounding is biased by {bias:.1%} of a step"
+    return (
+        f"stochastic rounding is unbiased: {bias:.1%} of a step over 10,000 roundings, 2.5% allowed"
+    )
 
 
 def check(rows: list[dict], updates: list[dict]) -> list[str]:
@@ -204,9 +234,16 @@ def check(rows: list[dict], updates: list[dict]) -> list[str]:
     for row in rows:
         if row["name"] != "tf32":
             check_type(row)
-    assert by_name["fp8 e5m2"]["off_in_a_month"] == -259_200, "1.1 stored as 1 loses 0.1 in every second"
-    errors = {name: row.get("matmul_error", row.get("emulated_matmul_error")) for name, row in by_name.items()}
-    assert errors["fp32"] < 1e-6, f"fp32 matmuls are off by {errors['fp32']:.1e}: this is tf32 (NVIDIA_TF32_OVERRIDE?)"
+    assert by_name["fp8 e5m2"]["off_in_a_month"] == -259_200, (
+        "1.1 stored as 1 loses 0.1 in every second"
+    )
+    errors = {
+        name: row.get("matmul_error", row.get("emulated_matmul_error"))
+        for name, row in by_name.items()
+    }
+    assert errors["fp32"] < 1e-6, (
+        f"fp32 matmuls are off by {errors['fp32']:.1e}: this is tf32 (NVIDIA_TF32_OVERRIDE?)"
+    )
     for ten_bits in ("tf32", "fp16"):
         order = [errors[other] for other in ("fp32", ten_bits, "bf16", "fp8 e4m3fn", "fp8 e5m2")]
         assert order == sorted([*order[:-1], min(order[-1], 0.1)]), errors  # e5m2 is within 10 %
@@ -224,7 +261,9 @@ def check(rows: list[dict], updates: list[dict]) -> list[str]:
         if row["name"] == "bf16":
             assert moved < 0.4, f"bf16: {moved:.1%} of the weights moved"
         else:
-            assert min(moved, distance) > 0.98, f"{row['name']}: {moved:.1%} moved, {distance:.1%} as far as fp32's"
+            assert min(moved, distance) > 0.98, (
+                f"{row['name']}: {moved:.1%} moved, {distance:.1%} as far as fp32's"
+            )
         checked.append(
             f"{STEPS} AdamW steps of {LR:g}, {row['name']}, {row['bytes_per_weight']} bytes per weight: {moved:.1%} of "
             f"{WEIGHTS:,} weights moved, {distance:.1%} as far as in fp32 (deviation {row['distance_deviation']:.1%})"

@@ -33,7 +33,18 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
 import _shared
-from _shared import Batches, Forward, Quantized, dequantize, dequantizing, difference, linears, losses, quantize, train
+from _shared import (
+    Batches,
+    Forward,
+    Quantized,
+    dequantize,
+    dequantizing,
+    difference,
+    linears,
+    losses,
+    quantize,
+    train,
+)
 
 from common import cli, exits, lesson
 
@@ -76,7 +87,11 @@ def clips_to_train_with(net: nn.Module, bits: int, calibration_set: Batches) -> 
     """Of both ways to choose a scale, the one that costs the model less as it is."""
     fitted = least_squares(net, bits)
     whole = {name: torch.ones_like(share) for name, share in fitted.items()}
-    return min(whole, fitted, key=lambda clips: losses(net, export(net, bits, clips), calibration_set).mean().item())
+    return min(
+        whole,
+        fitted,
+        key=lambda clips: losses(net, export(net, bits, clips), calibration_set).mean().item(),
+    )
 
 
 def fake_linear(layer: nn.Linear, bits: int, clip: Tensor, x: Tensor) -> Tensor:
@@ -93,7 +108,10 @@ def export(net: nn.Module, bits: int, clips: Clips | None = None) -> dict[str, F
     """The layers as they would be deployed: packed integers and scales, no fp32 weight left in them."""
     layers = linears(net)
     clips = clips or dict.fromkeys(layers, 1.0)
-    return {name: dequantizing(quantize(layers[name].weight.detach(), bits, "channel", clips[name])) for name in layers}
+    return {
+        name: dequantizing(quantize(layers[name].weight.detach(), bits, "channel", clips[name]))
+        for name in layers
+    }
 
 
 def check_gradient(start: nn.Module, bits: int, clips: Clips, batch: tuple[Tensor, Tensor]) -> None:
@@ -118,13 +136,17 @@ def check_gradient(start: nn.Module, bits: int, clips: Clips, batch: tuple[Tenso
         assert same, f"{name}: not the straight-through gradient"
 
 
-def run(start: nn.Module, baseline: nn.Module, qat: nn.Module, clips: Clips, bits: int, batches: Batches) -> dict:
+def run(
+    start: nn.Module, baseline: nn.Module, qat: nn.Module, clips: Clips, bits: int, batches: Batches
+) -> dict:
     """Losses of the model before, of the baseline rounded in both ways, and of QAT; and the gain over the better."""
     qat_losses = losses(qat, {}, batches)
     deployed = losses(qat, export(qat, bits, clips), batches)
     assert torch.equal(deployed, qat_losses), "the exported integers are not what was trained"
     by_largest = losses(baseline, export(baseline, bits), batches)
-    by_least_squares = losses(baseline, export(baseline, bits, least_squares(baseline, bits)), batches)
+    by_least_squares = losses(
+        baseline, export(baseline, bits, least_squares(baseline, bits)), batches
+    )
     better_ptq = min(by_largest, by_least_squares, key=lambda found: found.mean().item())
     gain, standard_error = difference(better_ptq, qat_losses)
     return {
@@ -145,7 +167,12 @@ def judge(rows: list[dict]) -> dict:
     gains = [row["gain"] for row in rows]
     median = statistics.median(gains)
     within_chance = abs(median) < 2 * statistics.median(row["gain_standard_error"] for row in rows)
-    found = {"bits": rows[0]["bits"], "median_gain": median, "lowest_gain": min(gains), "highest_gain": max(gains)}
+    found = {
+        "bits": rows[0]["bits"],
+        "median_gain": median,
+        "lowest_gain": min(gains),
+        "highest_gain": max(gains),
+    }
     if within_chance or min(gains) <= 0 <= max(gains):
         return {**found, "verdict": "no gain shown"}
     return {**found, "verdict": "QAT is better" if median > 0 else "QAT is worse"}
@@ -165,9 +192,13 @@ COLUMNS = {
 
 def main() -> int:
     parser = _shared.parser(__doc__)
-    parser.add_argument("--steps", type=cli.positive_int, default=8, help="steps of training on, of either kind")
+    parser.add_argument(
+        "--steps", type=cli.positive_int, default=8, help="steps of training on, of either kind"
+    )
     parser.add_argument("--seeds", type=cli.positive_int, default=2, help="models")
-    parser.add_argument("--bits", type=int, nargs="+", choices=(2, 3, 4, 8), default=[2], help="of the weights")
+    parser.add_argument(
+        "--bits", type=int, nargs="+", choices=(2, 3, 4, 8), default=[2], help="of the weights"
+    )
     args = parser.parse_args()
     device = lesson.start(args.device)
     rows = []
@@ -175,7 +206,8 @@ def main() -> int:
         net, corpus = _shared.starting_model(args, seed, device)
         calibration_set, evaluation_set = _shared.held_out_sets(corpus, device)
         baseline = copy.deepcopy(net)
-        train(baseline, corpus, args.steps, LR, seed + 1)  # the model has learned in the order of its seed
+        # the model has learned in the order of its seed
+        train(baseline, corpus, args.steps, LR, seed + 1)
         for bits in args.bits:
             clips = clips_to_train_with(net, bits, calibration_set[:2])
             if seed == 0:

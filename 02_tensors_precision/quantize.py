@@ -39,7 +39,8 @@ from common import exits, lesson, measure, model, shapes
 
 def round_with_one_scale(weight: Tensor, bits: int) -> Tensor:
     """PTQ in two lines: quantize with one scale for the whole matrix, and return the dequantized values."""
-    scale = (weight.abs().max() / (2 ** (bits - 1) - 1)).bfloat16().float()  # scales are stored in bf16
+    # scales are stored in bf16
+    scale = (weight.abs().max() / (2 ** (bits - 1) - 1)).bfloat16().float()
     return (weight / scale).round() * scale
 
 
@@ -49,10 +50,15 @@ def quantize_all(weights: dict[str, Tensor], bits: int, group: str | int) -> dic
     quantized = {name: quantize(weight, bits, group) for name, weight in weights.items()}
     for name, w in quantized.items():
         weight = weights[name]
-        allowed = _shared.scale_of_each(w, weight.shape[1]) * (0.5 + 1e-5)  # 1e-5: fp32's own rounding
-        assert ((dequantize(w) - weight).abs() <= allowed).all(), f"{name}: off by more than scale / 2"
+        # 1e-5: fp32's own rounding
+        allowed = _shared.scale_of_each(w, weight.shape[1]) * (0.5 + 1e-5)
+        assert ((dequantize(w) - weight).abs() <= allowed).all(), (
+            f"{name}: off by more than scale / 2"
+        )
         if group == "tensor":
-            assert torch.equal(dequantize(w), round_with_one_scale(weight, bits)), f"{name}: packed is not as rounded"
+            assert torch.equal(dequantize(w), round_with_one_scale(weight, bits)), (
+                f"{name}: packed is not as rounded"
+            )
     return quantized
 
 
@@ -64,9 +70,14 @@ def observe(net: nn.Module, inputs: Tensor, clipped_share: float) -> dict[str, t
     def note(name: str, _module, args: tuple[Tensor]) -> None:
         x = args[0].flatten()
         beyond = int(clipped_share * x.numel())
-        activation_ranges[name] = x.kthvalue(1 + beyond)[0].item(), x.kthvalue(x.numel() - beyond)[0].item()
+        activation_ranges[name] = (
+            x.kthvalue(1 + beyond)[0].item(),
+            x.kthvalue(x.numel() - beyond)[0].item(),
+        )
 
-    hooks = [layer.register_forward_pre_hook(partial(note, name)) for name, layer in linears(net).items()]
+    hooks = [
+        layer.register_forward_pre_hook(partial(note, name)) for name, layer in linears(net).items()
+    ]
     net(inputs)
     for hook in hooks:
         hook.remove()
@@ -96,7 +107,9 @@ def w8a8_in_integers(w: Quantized, low: float, high: float, x: Tensor) -> Tensor
     return (products - zero * w.codes.sum(1, dtype=torch.int32)) * (scale * w.scale[:, 0].float())
 
 
-def sensitivity(net: nn.Module, weights: dict[str, Tensor], batches: Batches) -> dict[str, tuple[float, float]]:
+def sensitivity(
+    net: nn.Module, weights: dict[str, Tensor], batches: Batches
+) -> dict[str, tuple[float, float]]:
     """What each matrix alone adds to the loss in int3 (at 4 bits: noise), and its standard error; worst first."""
     baseline = losses(net, {}, batches)
     added = {}
@@ -124,7 +137,9 @@ def weight_only_schemes(weights: dict[str, Tensor]) -> Iterator[Scheme]:
         yield weights_alone(f"int{bits} per {group}", quantize_all(weights, bits, group))
 
 
-def w8a8_schemes(net: nn.Module, weights: dict[str, Tensor], text: Tensor, space: int) -> Iterator[Scheme]:
+def w8a8_schemes(
+    net: nn.Module, weights: dict[str, Tensor], text: Tensor, space: int
+) -> Iterator[Scheme]:
     """Activations quantized too, with ranges observed on text, all of it or without its extremes, and on spaces."""
     int8 = quantize_all(weights, 8, "channel")
     calibrations = {
@@ -135,10 +150,18 @@ def w8a8_schemes(net: nn.Module, weights: dict[str, Tensor], text: Tensor, space
     for name, (inputs, clipped_share) in calibrations.items():
         ranges = observe(net, inputs, clipped_share)
         for layer, w in int8.items():
-            x = torch.randn(32, weights[layer].shape[1], device=text.device) * max(map(abs, ranges[layer]))
-            error = measure.relative_error(w8a8_in_integers(w, *ranges[layer], x), w8a8(w, *ranges[layer], x))
+            x = torch.randn(32, weights[layer].shape[1], device=text.device) * max(
+                map(abs, ranges[layer])
+            )
+            error = measure.relative_error(
+                w8a8_in_integers(w, *ranges[layer], x), w8a8(w, *ranges[layer], x)
+            )
             assert error < 1e-4, f"{layer}: integers and dequantized values differ by {error:.1e}"
-        yield Scheme(f"W8A8, {name}", int8, {layer: partial(w8a8, w, *ranges[layer]) for layer, w in int8.items()})
+        yield Scheme(
+            f"W8A8, {name}",
+            int8,
+            {layer: partial(w8a8, w, *ranges[layer]) for layer, w in int8.items()},
+        )
 
 
 def mixed_schemes(weights: dict[str, Tensor], most_sensitive_first: list[str]) -> Iterator[Scheme]:
@@ -147,7 +170,10 @@ def mixed_schemes(weights: dict[str, Tensor], most_sensitive_first: list[str]) -
     int8 = quantize_all(weights, 8, "channel")
     for bits in (4, 3):
         low = quantize_all(weights, bits, "channel")
-        for which, in_int8 in (("most", most_sensitive_first[:keep]), ("least", most_sensitive_first[-keep:])):
+        for which, in_int8 in (
+            ("most", most_sensitive_first[:keep]),
+            ("least", most_sensitive_first[-keep:]),
+        ):
             mixed = {layer: int8[layer] if layer in in_int8 else low[layer] for layer in weights}
             yield weights_alone(f"int{bits} per channel, {keep} {which} sensitive int8", mixed)
 
@@ -155,7 +181,9 @@ def mixed_schemes(weights: dict[str, Tensor], most_sensitive_first: list[str]) -
 def run(net: nn.Module, scheme: Scheme, batches: Batches, baseline: Tensor) -> dict:
     """The scheme's bytes, the error of its weights, and what it adds to the baseline's loss."""
     weights = [layer.weight.detach() for layer in linears(net).values()]
-    values = [dequantize(one) if isinstance(one, Quantized) else one for one in scheme.stored.values()]
+    values = [
+        dequantize(one) if isinstance(one, Quantized) else one for one in scheme.stored.values()
+    ]
     found = losses(net, scheme.forwards, batches)
     delta, standard_error = _shared.difference(found, baseline)
     return {
@@ -168,7 +196,8 @@ def run(net: nn.Module, scheme: Scheme, batches: Batches, baseline: Tensor) -> d
     }
 
 
-LLAMA2 = {  # vocabulary, hidden, ffn, layers, heads, key-value heads, head_dim, length; lm_head is not tied
+# vocabulary, hidden, ffn, layers, heads, key-value heads, head_dim, length; lm_head is not tied
+LLAMA2 = {
     "7B": (6_738_415_616, shapes.Config(32_000, 4096, 11_008, 32, 32, 32, 128, 4096)),
     "13B": (13_015_864_320, shapes.Config(32_000, 5120, 13_824, 40, 40, 40, 128, 4096)),
     "70B": (68_976_648_192, shapes.Config(32_000, 8192, 28_672, 80, 64, 8, 128, 4096)),
@@ -179,18 +208,29 @@ def llama2_line(name: str) -> str:
     """Gigabytes of the weights alone, computed on the meta device: from all matrices quantized with few scales to those
     of the blocks alone with many, embedding and lm_head then in bf16. Norms are bf16."""
     parameters, config = LLAMA2[name]
-    assert shapes.parameter_count(config) == parameters, f"Llama 2 {name}: published are {parameters:,} parameters"
+    assert shapes.parameter_count(config) == parameters, (
+        f"Llama 2 {name}: published are {parameters:,} parameters"
+    )
     with torch.device("meta"):  # tensors with a shape and no storage: any size fits
-        in_blocks = Counter(layer.weight.shape for layer in linears(model.Transformer(config)).values())
+        in_blocks = Counter(
+            layer.weight.shape for layer in linears(model.Transformer(config)).values()
+        )
     everywhere = in_blocks + Counter({(config.vocab_size, config.hidden_size): 2})
     sizes = f"{2 * parameters / 1e9:.1f} GB in bf16"
     for bits, few, many in ((8, "channel", "channel"), (4, 128, 32)):
         most_and_least = []
         for matrices, group in ((everywhere, few), (in_blocks, many)):
             weights = {shape: torch.empty(shape, device="meta") for shape in matrices}
-            saved = {shape: 2 * w.numel() - quantize(w, bits, group).nbytes for shape, w in weights.items()}
-            most_and_least.append(2 * parameters - sum(saved[shape] * n for shape, n in matrices.items()))
-        sizes += ", {:.1f} to {:.1f} GB in int{}".format(*(size / 1e9 for size in most_and_least), bits)
+            saved = {
+                shape: 2 * w.numel() - quantize(w, bits, group).nbytes
+                for shape, w in weights.items()
+            }
+            most_and_least.append(
+                2 * parameters - sum(saved[shape] * n for shape, n in matrices.items())
+            )
+        sizes += ", {:.1f} to {:.1f} GB in int{}".format(
+            *(size / 1e9 for size in most_and_least), bits
+        )
     return f"Llama 2 {name} has its published {parameters:,} parameters; weights alone: {sizes}"
 
 
@@ -200,7 +240,9 @@ def check(rows: list[dict]) -> list[str]:
     fewer = [by_name[f"int{bits} per channel"] for bits in (8, 4, 3)]
     for which, compared in (("finer scales", finer[::-1]), ("more bits", fewer)):
         errors = [row["weight_relative_error"] for row in compared]
-        assert errors == sorted(errors), f"{which} are not nearer to the weights: relative errors {errors}"
+        assert errors == sorted(errors), (
+            f"{which} are not nearer to the weights: relative errors {errors}"
+        )
     return [
         "no weight is off by more than scale / 2, and packed int4 unpacks to what was rounded, to the bit",
         "finer scales and more bits leave smaller errors in the weights",
@@ -224,14 +266,22 @@ def main() -> int:
     net, corpus = _shared.starting_model(args, 0, device)
     calibration_set, evaluation_set = _shared.held_out_sets(corpus, device)
     weights = {name: layer.weight.detach() for name, layer in linears(net).items()}
-    few = 16 if args.model == "nano" else 4  # a folder's model has more and larger layers: the scan reads less
-    scan = sensitivity(net, weights, [tuple(part[:few] for part in batch) for batch in calibration_set[:2]])
+    # a folder's model has more and larger layers: the scan reads less
+    few = 16 if args.model == "nano" else 4
+    scan = sensitivity(
+        net, weights, [tuple(part[:few] for part in batch) for batch in calibration_set[:2]]
+    )
     baseline = losses(net, {}, evaluation_set)
     w8a8s = w8a8_schemes(net, weights, calibration_set[0][0], _shared.space(args.model))
     schemes = itertools.chain(weight_only_schemes(weights), w8a8s, mixed_schemes(weights, [*scan]))
     rows = [run(net, scheme, evaluation_set, baseline) for scheme in schemes]
-    for name in (*list(scan)[:3], list(scan)[-1]):  # the three that suffer most, and the one that suffers least
-        print("alone in int3, {} adds {:.4f} to the loss, standard error {:.4f}".format(name, *scan[name]))
+    # the three that suffer most, and the one that suffers least
+    for name in (*list(scan)[:3], list(scan)[-1]):
+        print(
+            "alone in int3, {} adds {:.4f} to the loss, standard error {:.4f}".format(
+                name, *scan[name]
+            )
+        )
     lesson.end(
         rows,
         columns=COLUMNS,

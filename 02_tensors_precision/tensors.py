@@ -45,10 +45,18 @@ def check_raises(what: str, work: Callable[[], object]) -> None:
 
 def dimensions() -> None:
     print("\nThe stride says how many elements to skip for one more along a dimension")
-    for name, shape in {"loss": (), "bias": (768,), "weight": (2048, 768), "images": (32, 3, 224, 224)}.items():
+    for name, shape in {
+        "loss": (),
+        "bias": (768,),
+        "weight": (2048, 768),
+        "images": (32, 3, 224, 224),
+    }.items():
         t = torch.zeros(shape)
-        print(f"  {name}: {t.ndim}-D, shape {shape}, stride {t.stride()}, {t.nbytes:,} bytes in fp32")
-    y = torch.arange(120).reshape(2, 3, 4, 5)[1:, ::2, :, 1].mT  # each value is its own place in the storage
+        print(
+            f"  {name}: {t.ndim}-D, shape {shape}, stride {t.stride()}, {t.nbytes:,} bytes in fp32"
+        )
+    # each value is its own place in the storage
+    y = torch.arange(120).reshape(2, 3, 4, 5)[1:, ::2, :, 1].mT
     i, j, k = torch.meshgrid(*map(torch.arange, y.shape), indexing="ij")
     places = y.storage_offset() + i * y.stride(0) + j * y.stride(1) + k * y.stride(2)
     walk = f"y[i, j, k] lies at {y.storage_offset()} + (i, j, k)·{y.stride()}"
@@ -56,17 +64,39 @@ def dimensions() -> None:
 
 
 def views_and_copies() -> None:
-    print("\nView or copy? x is (3, 4). A view has the storage of x, and a write into it is seen in x")
-    views = ["x[1:]", "x[:, ::2]", "x.T", "x.view(4, 3)", "x.reshape(4, 3)", "x.contiguous()", "x.detach()"]
-    copies = ["x.T.reshape(12)", "x.T.contiguous()", "x[[0, 2]]", "x[x > 5]", "x.double()", "x.clone()"]
+    print(
+        "\nView or copy? x is (3, 4). A view has the storage of x, and a write into it is seen in x"
+    )
+    views = [
+        "x[1:]",
+        "x[:, ::2]",
+        "x.T",
+        "x.view(4, 3)",
+        "x.reshape(4, 3)",
+        "x.contiguous()",
+        "x.detach()",
+    ]
+    copies = [
+        "x.T.reshape(12)",
+        "x.T.contiguous()",
+        "x[[0, 2]]",
+        "x[x > 5]",
+        "x.double()",
+        "x.clone()",
+    ]
     for code in (*views, *copies):
         x = torch.arange(12.0).reshape(3, 4)
         y = eval(code)  # what the table shows is what ran
         shared = y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
         y.fill_(-1)
         assert shared == bool((x == -1).any()) == (code in views), code
-        print(f"  {code} is a {'view' if shared else 'copy'}: shape {tuple(y.shape)}, stride {y.stride()}")
-    check(x[0].untyped_storage().nbytes() == 48, "x[0] keeps all 48 bytes of x alive; x[0].clone() would not")
+        print(
+            f"  {code} is a {'view' if shared else 'copy'}: shape {tuple(y.shape)}, stride {y.stride()}"
+        )
+    check(
+        x[0].untyped_storage().nbytes() == 48,
+        "x[0] keeps all 48 bytes of x alive; x[0].clone() would not",
+    )
 
 
 def broadcasting() -> None:
@@ -74,26 +104,46 @@ def broadcasting() -> None:
     bias = torch.randn(64, 1, 1)
     images = torch.randn(32, 64, 56, 56)
     wide = bias.expand_as(images)
-    check(wide.stride() == (0, 1, 0, 0), "a bias of (64, 1, 1) expanded to (32, 64, 56, 56): stride (0, 1, 0, 0)")
     check(
-        (wide.nbytes, wide.untyped_storage().nbytes()) == (25_690_112, 256), "read as 25,690,112 bytes, stored as 256"
+        wide.stride() == (0, 1, 0, 0),
+        "a bias of (64, 1, 1) expanded to (32, 64, 56, 56): stride (0, 1, 0, 0)",
     )
-    check(torch.equal(images + bias, images + wide.contiguous()), "images + bias is equal to the bit to the stored way")
+    check(
+        (wide.nbytes, wide.untyped_storage().nbytes()) == (25_690_112, 256),
+        "read as 25,690,112 bytes, stored as 256",
+    )
+    check(
+        torch.equal(images + bias, images + wide.contiguous()),
+        "images + bias is equal to the bit to the stored way",
+    )
     check_raises("writing into the expanded bias", lambda: wide.add_(1))
-    check((torch.zeros(8, 1) - torch.zeros(8)).shape == (8, 8), "(8, 1) - (8) is (8, 8): a wrong loss and no error")
+    check(
+        (torch.zeros(8, 1) - torch.zeros(8)).shape == (8, 8),
+        "(8, 1) - (8) is (8, 8): a wrong loss and no error",
+    )
 
 
 def layouts() -> dict:
-    print("\n32 x 3 x 224 x 224 images, channel by channel (NCHW) and pixel by pixel (channels_last)")
+    print(
+        "\n32 x 3 x 224 x 224 images, channel by channel (NCHW) and pixel by pixel (channels_last)"
+    )
     nchw = torch.randn(32, 3, 224, 224)
     nhwc = nchw.to(memory_format=NHWC)
     fp32, bf16 = nhwc.untyped_storage().nbytes(), nhwc.bfloat16().untyped_storage().nbytes()
-    check(fp32 == 4 * 4_816_896 == 19_267_584, "4,816,896 values of 4 bytes in fp32: 19,267,584 bytes")
+    check(
+        fp32 == 4 * 4_816_896 == 19_267_584, "4,816,896 values of 4 bytes in fp32: 19,267,584 bytes"
+    )
     check(bf16 == 9_633_792, "2 bytes in bf16 (or fp16), half the memory: 9,633,792 bytes")
-    check(torch.equal(nchw, nhwc) and nchw.untyped_storage().nbytes() == fp32, "equal values and bytes in both layouts")
+    check(
+        torch.equal(nchw, nhwc) and nchw.untyped_storage().nbytes() == fp32,
+        "equal values and bytes in both layouts",
+    )
     check(nchw.stride() == (150528, 50176, 224, 1), "NCHW: stride (150528, 50176, 224, 1)")
     check(nhwc.stride() == (150528, 1, 672, 3), "channels_last: stride (150528, 1, 672, 3)")
-    check(not nhwc.is_contiguous(), "channels_last is not is_contiguous(): that asks for NCHW without an argument")
+    check(
+        not nhwc.is_contiguous(),
+        "channels_last is not is_contiguous(): that asks for NCHW without an argument",
+    )
     return {"batch_fp32_bytes": fp32, "batch_bf16_bytes": bf16}
 
 
@@ -114,30 +164,49 @@ def convolution(channels: int, side: int, stride: int, device: torch.device) -> 
 
 def contiguity(device: torch.device) -> dict:
     print("\nContiguous: what view() needs, and what it costs to get there")
-    x = torch.randn(8192 if device.type == "cuda" else 4096, 4096, device=device)  # larger than a GPU's cache
+    # larger than a GPU's cache
+    x = torch.randn(8192 if device.type == "cuda" else 4096, 4096, device=device)
     check_raises("x.T.view(-1)", lambda: x.T.view(-1))
     x.T.reshape(-1).zero_()
-    check(bool(x.any()), "x.T.reshape(-1).zero_() leaves x as it was: reshape copied, without a word")
+    check(
+        bool(x.any()), "x.T.reshape(-1).zero_() leaves x as it was: reshape copied, without a word"
+    )
     check(x.contiguous() is x, "x.contiguous() of a contiguous x is x itself, and free")
-    return run(f"a copy of {x.nbytes / 2**20:.0f} MiB: x.T.contiguous(), x.clone()", x.T.contiguous, x.clone, device)
+    return run(
+        f"a copy of {x.nbytes / 2**20:.0f} MiB: x.T.contiguous(), x.clone()",
+        x.T.contiguous,
+        x.clone,
+        device,
+    )
 
 
 def devices(device: torch.device) -> None:
     print("\nWhere data lives")
     x, net = torch.randn(3), nn.Linear(3, 3)
-    check(torch.device("cuda") != "cuda", 'torch.device("cuda") == "cuda" is False: compare device.type')
+    check(
+        torch.device("cuda") != "cuda",
+        'torch.device("cuda") == "cuda" is False: compare device.type',
+    )
     check(x.to("cpu") is x, "x.to(device) of a tensor that is there already is x itself")
-    check(net.to("meta") is net and net.weight.is_meta, "module.to(device) moves the module in place")
-    check(x.to("meta") is not x and x.is_cpu, "tensor.to(device) leaves x where it is: use what it returns")
+    check(
+        net.to("meta") is net and net.weight.is_meta, "module.to(device) moves the module in place"
+    )
+    check(
+        x.to("meta") is not x and x.is_cpu,
+        "tensor.to(device) leaves x where it is: use what it returns",
+    )
     check_raises("an operation on operands in two places", lambda: x + x.to("meta"))
     if device.type != "cpu":
         x.to(device).fill_(7)
         check(not (x == 7).any(), "x.to(device) is a copy: a write into it is not seen in x")
 
 
-def run(what: str, first: Callable[[], object], second: Callable[[], object], device: torch.device) -> dict:
+def run(
+    what: str, first: Callable[[], object], second: Callable[[], object], device: torch.device
+) -> dict:
     """Seconds of two ways to do the same, which take turns, and their ratio."""
-    calls = 20 if device.type == "cuda" else 1  # one call alone would be over before the next is launched
+    # one call alone would be over before the next is launched
+    calls = 20 if device.type == "cuda" else 1
 
     def repeated(work: Callable[[], object]) -> None:
         for _ in range(calls):
@@ -153,7 +222,12 @@ def run(what: str, first: Callable[[], object], second: Callable[[], object], de
     return row
 
 
-COLUMNS = {"what": "this, that", "first_seconds": "this", "second_seconds": "that", "ratio": "this / that"}
+COLUMNS = {
+    "what": "this, that",
+    "first_seconds": "this",
+    "second_seconds": "that",
+    "ratio": "this / that",
+}
 
 
 def main() -> int:

@@ -23,7 +23,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-CASES = [  # x, passes of the loop, and by hand the gradients of the branch: by each value of x, and by the weight 3
+# x, passes of the loop, and by hand the gradients of the branch: by each value of x, and by the
+# weight 3
+CASES = [
     ([2.0, -0.5], 3, [3.0, 3.0, 1.5]),  # of the sum of 3x
     ([-1.0, 0.25, -4.0], 4, [1.0, 1.0, 1.0, -3.0]),  # of the sum of x - 3
     ([0.125, 0.125], 0, [3.0, 3.0, 0.25]),
@@ -53,7 +55,9 @@ class ChoosingInGraph(Choosing):
     """The same `if` as an operator: both branches are in the graph. None may return its argument as it is."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.cond(x.sum() > 0, lambda x, w: x * w, lambda x, w: x - w, (x, self.weight)).sum()
+        return torch.cond(
+            x.sum() > 0, lambda x, w: x * w, lambda x, w: x - w, (x, self.weight)
+        ).sum()
 
 
 def gradients(net: nn.Module, values: list[float]) -> list[float]:
@@ -68,7 +72,12 @@ def breaks(net: nn.Module, values: list[float]) -> dict:
     torch._dynamo.reset()
     found = torch._dynamo.explain(net)(torch.tensor(values))
     lines = [reason.user_stack[-1].lineno for reason in found.break_reasons]
-    return {"values": values, "graphs": found.graph_count, "breaks": found.graph_break_count, "lines": lines}
+    return {
+        "values": values,
+        "graphs": found.graph_count,
+        "breaks": found.graph_break_count,
+        "lines": lines,
+    }
 
 
 def graphs_by_size(sizes: list[int], *, dynamic: bool | None, mark: bool = False) -> list[int]:
@@ -87,7 +96,10 @@ def graphs_by_size(sizes: list[int], *, dynamic: bool | None, mark: bool = False
 
 
 def layers(width: int) -> nn.Module:
-    blocks = [nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width), nn.GELU()) for _ in range(LAYERS)]
+    blocks = [
+        nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width), nn.GELU())
+        for _ in range(LAYERS)
+    ]
     return nn.Sequential(*blocks)
 
 
@@ -106,16 +118,28 @@ def time_steps(rows: int, width: int, device: str, *, compiled: bool) -> dict:
             if device == "cuda":
                 torch.cuda.synchronize()
             seconds[name].append(time.perf_counter() - start)
-    timed = {name: own[WARM_UP:] for name, own in seconds.items()}  # the first ones compile and allocate
+    # the first ones compile and allocate
+    timed = {name: own[WARM_UP:] for name, own in seconds.items()}
     found = {name: [statistics.median(own), min(own), max(own)] for name, own in timed.items()}
-    return {"rows": rows, "width": width, "overhead_share": found["width 1"][0] / found["eager"][0], "seconds": found}
+    return {
+        "rows": rows,
+        "width": width,
+        "overhead_share": found["width 1"][0] / found["eager"][0],
+        "seconds": found,
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     devices = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
-    parser.add_argument("--device", choices=devices, default=devices[0], help="where steps are timed (%(default)s)")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write what was found as one JSON object")
+    parser.add_argument(
+        "--device", choices=devices, default=devices[0], help="where steps are timed (%(default)s)"
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="PATH", help="write what was found as one JSON object"
+    )
     args = parser.parse_args()
 
     net, source = Choosing(), Path(__file__).read_text().splitlines()
@@ -126,7 +150,9 @@ def main() -> None:
         assert row["graphs"] == row["breaks"] + 1, row
         for way in (net, torch.compile(net, backend="eager")):
             assert gradients(way, values) == [each / 2**passes for each in of_branch], row
-    print("checked: autograd follows if and while, compiled or not: its gradients are those by hand, to the bit")
+    print(
+        "checked: autograd follows if and while, compiled or not: its gradients are those by hand, to the bit"
+    )
     refused = ""
     try:
         torch.compile(net, backend="eager", fullgraph=True)(torch.tensor(CASES[0][0]))
@@ -136,15 +162,23 @@ def main() -> None:
     in_one_graph = torch.compile(ChoosingInGraph(), backend="aot_eager", fullgraph=True)
     for values, _, of_branch in CASES:
         assert gradients(in_one_graph, values) == of_branch, values
-    print(f"checked: fullgraph=True refuses the if ({refused}); torch.cond is one graph with the gradients by hand\n")
+    print(
+        f"checked: fullgraph=True refuses the if ({refused}); torch.cond is one graph with the gradients by hand\n"
+    )
 
-    graphs = {f"dynamic={dynamic}": graphs_by_size(SIZES, dynamic=dynamic) for dynamic in (None, False, True)}
+    graphs = {
+        f"dynamic={dynamic}": graphs_by_size(SIZES, dynamic=dynamic)
+        for dynamic in (None, False, True)
+    }
     graphs["mark_dynamic"] = graphs_by_size(SIZES, dynamic=None, mark=True)
-    print(f"| graphs so far, at sizes | {' | '.join(map(str, SIZES))} |\n| --- |{' --: |' * len(SIZES)}")
+    print(
+        f"| graphs so far, at sizes | {' | '.join(map(str, SIZES))} |\n| --- |{' --: |' * len(SIZES)}"
+    )
     for name, counts in graphs.items():
         print(f"| {name:<23} | {' | '.join(map(str, counts))} |")
     many = graphs_by_size(list(range(2, 20)), dynamic=False)
-    assert graphs["dynamic=None"] == [1, 2, 2, 2, 3, 4], graphs  # the second size makes the graph of all from 2 on
+    # the second size makes the graph of all from 2 on
+    assert graphs["dynamic=None"] == [1, 2, 2, 2, 3, 4], graphs
     assert graphs["dynamic=False"] == [1, 2, 3, 4, 5, 6], graphs
     assert graphs["dynamic=True"] == graphs["mark_dynamic"] == [1, 1, 1, 1, 2, 3], graphs
     assert many == [1, 2, 3, 4, 5, 6, 7] + [8] * 11, many  # torch._dynamo.config.recompile_limit
@@ -159,10 +193,22 @@ def main() -> None:
             print(f"{row['rows']} rows of {row['width']}, {name}: {times}")
     small, large = (row["overhead_share"] for row in steps)
     assert small > large, f"the share of overhead does not fall: {small:.1%}, {large:.1%}"
-    print(f"checked: overhead is {small:.0%} of the small step and {large:.0%} of the large one (medians, n={ROUNDS})")
+    print(
+        f"checked: overhead is {small:.0%} of the small step and {large:.0%} of the large one (medians, n={ROUNDS})"
+    )
     if args.json:
-        summary = {"script": "03_linear_regression/graphs.py", "torch": torch.__version__, "device": args.device}
-        summary |= {"refused": refused, "forwards": forwards, "graphs": graphs, "many_sizes": many, "steps": steps}
+        summary = {
+            "script": "03_linear_regression/graphs.py",
+            "torch": torch.__version__,
+            "device": args.device,
+        }
+        summary |= {
+            "refused": refused,
+            "forwards": forwards,
+            "graphs": graphs,
+            "many_sizes": many,
+            "steps": steps,
+        }
         args.json.write_text(json.dumps(summary, indent=1) + "\n")
 
 

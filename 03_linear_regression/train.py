@@ -28,14 +28,18 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
 
 POINTS, SLOPE, INTERCEPT, NOISE = 100_000, 2.0, -3.0, 0.5
-TOLERANCE = 0.05  # SGD does not settle: it keeps moving around the solution, the more the larger --lr
+# SGD does not settle: it keeps moving around the solution, the more the larger --lr
+TOLERANCE = 0.05
 
 
-def train(net: nn.Module, batches: DataLoader, optimizer: torch.optim.Optimizer, device: torch.device) -> Tensor:
+def train(
+    net: nn.Module, batches: DataLoader, optimizer: torch.optim.Optimizer, device: torch.device
+) -> Tensor:
     """One epoch; returns the loss of each step, on the device."""
     losses = []
     for inputs, targets in batches:
-        inputs, targets = inputs.to(device), targets.to(device)  # not in place: a tensor's copy is returned
+        # not in place: a tensor's copy is returned
+        inputs, targets = inputs.to(device), targets.to(device)
         predictions = net(inputs)
         loss = mse_loss(predictions, targets)
         loss.backward()
@@ -58,28 +62,45 @@ def evaluate(net: nn.Module, dataset: Dataset, device: torch.device) -> float:
 def least_squares(dataset: Dataset) -> tuple[float, float]:
     """Slope and intercept of the line with the smallest loss there is."""
     inputs, targets = (tensor.double() for tensor in dataset[:])
-    solution = torch.linalg.lstsq(torch.cat((inputs, torch.ones_like(inputs)), dim=1), targets).solution
+    solution = torch.linalg.lstsq(
+        torch.cat((inputs, torch.ones_like(inputs)), dim=1), targets
+    ).solution
     slope, intercept = solution.flatten().tolist()
     return slope, intercept
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--batch-size", type=int, default=256)
     parser.add_argument("--lr", type=float, default=0.01)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", choices=("auto", "cuda", "mps", "cpu"), default="auto")
-    parser.add_argument("--run-dir", type=Path, default=Path("runs/line"), help="folder for the weights (%(default)s)")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the summary as one JSON object")
+    parser.add_argument(
+        "--run-dir",
+        type=Path,
+        default=Path("runs/line"),
+        help="folder for the weights (%(default)s)",
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="PATH", help="write the summary as one JSON object"
+    )
     args = parser.parse_args()
-    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    available = {
+        "cuda": torch.cuda.is_available(),
+        "mps": torch.backends.mps.is_available(),
+        "cpu": True,
+    }
     if args.device == "auto":
         args.device = next(name for name in available if available[name])
     if not available[args.device]:
         parser.error(f"--device {args.device}: there is none here; use --device cpu")
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        parser.error("this script runs in one process, more would only repeat it: 05_ddp/minimal.py uses many")
+        parser.error(
+            "this script runs in one process, more would only repeat it: 05_ddp/minimal.py uses many"
+        )
     if min(args.epochs, args.batch_size) < 1:
         parser.error("--epochs and --batch-size must be at least 1")
     return args
@@ -97,23 +118,29 @@ def main() -> int:
     batches = DataLoader(training, args.batch_size, shuffle=True)
 
     net = nn.Linear(1, 1).to(device)  # in place for a module: its parameters now live there
-    optimizer = torch.optim.SGD(net.parameters(), lr=args.lr)  # after the move: it holds these very parameters
+    # after the move: it holds these very parameters
+    optimizer = torch.optim.SGD(net.parameters(), lr=args.lr)
 
     losses = []
     for epoch in range(1, args.epochs + 1):
         losses += train(net, batches, optimizer, device).tolist()
         val_loss = evaluate(net, validation, device)
-        print(f"epoch {epoch}/{args.epochs} | loss {losses[-1]:.4f} | validation loss {val_loss:.4f}")
+        print(
+            f"epoch {epoch}/{args.epochs} | loss {losses[-1]:.4f} | validation loss {val_loss:.4f}"
+        )
 
     args.run_dir.mkdir(parents=True, exist_ok=True)
     torch.save(net.state_dict(), args.run_dir / "line.pt")
     loaded = nn.Linear(1, 1)
-    loaded.load_state_dict(torch.load(args.run_dir / "line.pt", map_location="cpu"))  # opens a GPU's file without a GPU
+    # opens a GPU's file without a GPU
+    loaded.load_state_dict(torch.load(args.run_dir / "line.pt", map_location="cpu"))
     slope, intercept = loaded.weight.item(), loaded.bias.item()
     test_loss = evaluate(loaded.to(device), test, device)
 
     exact_slope, exact_intercept = least_squares(training)
-    print(f"SGD            y = {slope:.4f}x {intercept:+.4f}, loss on the test split {test_loss:.4f}")
+    print(
+        f"SGD            y = {slope:.4f}x {intercept:+.4f}, loss on the test split {test_loss:.4f}"
+    )
     print(f"least squares  y = {exact_slope:.4f}x {exact_intercept:+.4f}")
     distance = max(abs(slope - exact_slope), abs(intercept - exact_intercept))
     if not distance < TOLERANCE:  # true for NaN, too

@@ -14,8 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from common import hardware
 
 SINCE = {"fp16": (7, 0), "tf32": (8, 0), "bf16": (8, 0)}  # compute capability of NVIDIA's GPUs
-CPU_SETS = {"bf16": hardware.CPU_BF16, "fp16": {"avx512_fp16", "amx_fp16", "asimdhp"}}  # instruction sets
-MICRO_BATCHES = 1024  # gradient accumulation divides the loss by their number, and so every gradient
+# instruction sets
+CPU_SETS = {"bf16": hardware.CPU_BF16, "fp16": {"avx512_fp16", "amx_fp16", "asimdhp"}}
+# gradient accumulation divides the loss by their number, and so every gradient
+MICRO_BATCHES = 1024
 
 
 @cache
@@ -23,14 +25,17 @@ def is_native(name: str, device: torch.device) -> bool:
     """Whether the device multiplies this type in hardware. Another works, too, by way of one that it has."""
     if name == "fp32":
         return True
-    if device.type == "cuda" and torch.version.hip:  # ROCm answers with a "capability" that is not CUDA's
+    # ROCm answers with a "capability" that is not CUDA's
+    if device.type == "cuda" and torch.version.hip:
         return name in ("bf16", "fp16")
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= SINCE[name]
     if device.type == "mps":
         return name == "fp16"
     cpuinfo = Path("/proc/cpuinfo")
-    return cpuinfo.is_file() and not CPU_SETS.get(name, set()).isdisjoint(cpuinfo.read_text().split())
+    return cpuinfo.is_file() and not CPU_SETS.get(name, set()).isdisjoint(
+        cpuinfo.read_text().split()
+    )
 
 
 class EmulatedFp16(TorchDispatchMode):
@@ -48,11 +53,15 @@ def bytes_for_backward(run, batch: tuple) -> int:
 
     def note(tensor: Tensor) -> Tensor:
         node = tensor.grad_fn
-        while node is not None and node.name() in ("TBackward0", "ToCopyBackward0"):  # transposed or cast
+        # transposed or cast
+        while node is not None and node.name() in ("TBackward0", "ToCopyBackward0"):
             node = node.next_functions[0][0]
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights and not (node is not None and node.name().endswith("AccumulateGrad")):
-            saved[storage.data_ptr()] = storage.nbytes()  # by address: what is saved twice counts once
+        if storage.data_ptr() not in weights and not (
+            node is not None and node.name().endswith("AccumulateGrad")
+        ):
+            # by address: what is saved twice counts once
+            saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     with saved_tensors_hooks(note, lambda tensor: tensor):
@@ -65,8 +74,15 @@ def underflow(gradients: Tensor, factor: float) -> dict[str, float]:
     """Shares of fp32 gradients x factor that fp16 turns into zero, keeps with fewer bits, makes infinite."""
     half = (gradients * factor).half()
     few = (half != 0) & (half.abs() < torch.finfo(torch.float16).smallest_normal)
-    counts = {"zero_share": (half == 0) & (gradients != 0), "fewer_bits_share": few, "infinite_share": half.isinf()}
-    return {"factor": factor, **{key: int(found.sum()) / half.numel() for key, found in counts.items()}}
+    counts = {
+        "zero_share": (half == 0) & (gradients != 0),
+        "fewer_bits_share": few,
+        "infinite_share": half.isinf(),
+    }
+    return {
+        "factor": factor,
+        **{key: int(found.sum()) / half.numel() for key, found in counts.items()},
+    }
 
 
 def overflowing_gradients(new_run: Callable, net: nn.Module, batch: tuple) -> tuple[str, float]:
@@ -78,9 +94,13 @@ def overflowing_gradients(new_run: Callable, net: nn.Module, batch: tuple) -> tu
         parameter.grad /= scale  # infinity stays infinity
     naive.optimizer.step()
     cured = new_run("fp16", net, scale)
-    while cured.scaler.get_scale() == scale / 2 ** len(cured.losses) and len(cured.losses) < 50:  # all were skipped
+    # all were skipped
+    while cured.scaler.get_scale() == scale / 2 ** len(cured.losses) and len(cured.losses) < 50:
         cured.train([batch] * 50, 1)
-    ruined, still = (int((~parameters_to_vector(run.net.parameters()).isfinite()).sum()) for run in (naive, cured))
+    ruined, still = (
+        int((~parameters_to_vector(run.net.parameters()).isfinite()).sum())
+        for run in (naive, cured)
+    )
     skipped, fitting = len(cured.losses) - 1, cured.scaler.get_scale()
     text = f"scale 2^32: a step makes {ruined:,} weights NaN; a scaler skips {skipped}, goes on at {fitting:,.0f}"
     assert ruined > still == 0, f"{text} with {still} weights NaN"
@@ -95,8 +115,12 @@ def vanishing_gradients(new_run: Callable, net: nn.Module, batch: tuple, scale: 
     for name, factor in (("fp32", 1.0), ("fp16", 1.0), ("fp16", scale * MICRO_BATCHES)):
         tried = new_run(name, net, factor)
         tried.backward(batch, divide=MICRO_BATCHES)
-        gradients.append(parameters_to_vector(parameter.grad for parameter in tried.net.parameters()))
-    naive, cured = ((found == 0)[gradients[0] != 0].float().mean().item() for found in gradients[1:])
+        gradients.append(
+            parameters_to_vector(parameter.grad for parameter in tried.net.parameters())
+        )
+    naive, cured = (
+        (found == 0)[gradients[0] != 0].float().mean().item() for found in gradients[1:]
+    )
     text = f"gradients of a loss / {MICRO_BATCHES:,}: {naive:.1%} become zero in fp16, with a scaler {cured:.2%}"
     assert max(0.01, 10 * cured) < naive, text
     return text
@@ -109,7 +133,8 @@ def clipping_scaled_gradients(new_run: Callable, net: nn.Module, batch: tuple, s
         tried = new_run("fp16", net, scale)
         tried.backward(batch)
         gradients = [parameter.grad for parameter in tried.net.parameters()]
-        limit = get_total_norm(gradients).item() / scale / 2  # half of the true norm: clipping has something to do
+        # half of the true norm: clipping has something to do
+        limit = get_total_norm(gradients).item() / scale / 2
         if right:
             tried.scaler.unscale_(tried.optimizer)
         clip_grad_norm_(tried.net.parameters(), limit)

@@ -46,29 +46,40 @@ class Run:
         self.name = name
         self.net = copy.deepcopy(net)
         self.device = next(net.parameters()).device
-        self.optimizer = AdamW(self.net.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+        self.optimizer = AdamW(
+            self.net.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+        )
         self.scaler = GradScaler(self.device.type, init_scale=scale, enabled=name == "fp16")
         self.losses: list[Tensor] = []  # left on the device: reading one would wait for it
 
     def backward(self, batch: tuple[Tensor, Tensor], divide: float = 1.0) -> Tensor:
         """Mixed precision: autocast runs matmuls in the narrow type, and norms and the loss in fp32."""
-        torch.set_float32_matmul_precision("high" if self.name == "tf32" else "highest")  # autocast has no tf32
+        # autocast has no tf32
+        torch.set_float32_matmul_precision("high" if self.name == "tf32" else "highest")
         emulated = self.name == "fp16" and not helper.is_native(self.name, self.device)
         with helper.EmulatedFp16() if emulated else nullcontext():
-            with torch.autocast(self.device.type, AUTOCAST.get(self.name), enabled=self.name in AUTOCAST):
+            with torch.autocast(
+                self.device.type, AUTOCAST.get(self.name), enabled=self.name in AUTOCAST
+            ):
                 loss = self.net(*batch)
-            self.scaler.scale(loss / divide).backward()  # fp16: larger gradients, so that few become zero
+            # fp16: larger gradients, so that few become zero
+            self.scaler.scale(loss / divide).backward()
         return loss.detach()
 
     def train(self, batches: list[tuple[Tensor, Tensor]], count: int) -> None:
         """The next `count` steps."""
         for batch in batches[len(self.losses) :][:count]:
-            self.optimizer.param_groups[0]["lr"] = LR * min(1.0, (len(self.losses) + 1) / WARMUP_STEPS)
+            self.optimizer.param_groups[0]["lr"] = LR * min(
+                1.0, (len(self.losses) + 1) / WARMUP_STEPS
+            )
             self.losses.append(self.backward(batch))
-            self.scaler.unscale_(self.optimizer)  # true gradients again: the clipping limit is meant for those
+            # true gradients again: the clipping limit is meant for those
+            self.scaler.unscale_(self.optimizer)
             clip_grad_norm_(self.net.parameters(), CLIP_NORM)
-            self.scaler.step(self.optimizer)  # skipped if a gradient overflowed: fused AdamW sees it on the device
-            self.scaler.update()  # halves the scale after a skipped step, doubles it after 2,000 good ones
+            # skipped if a gradient overflowed: fused AdamW sees it on the device
+            self.scaler.step(self.optimizer)
+            # halves the scale after a skipped step, doubles it after 2,000 good ones
+            self.scaler.update()
             self.optimizer.zero_grad(set_to_none=True)
 
 
@@ -82,11 +93,16 @@ def summarize(run: Run, baseline: Run, activation_bytes: int, measured: dict, to
         "dtype": run.name,
         "native": native,
         "n": measured["n"],
-        "kept_bytes": sum(t.nbytes for t in (*run.net.parameters(), *(t for s in states for t in s.values()))),
+        "kept_bytes": sum(
+            t.nbytes for t in (*run.net.parameters(), *(t for s in states for t in s.values()))
+        ),
         "activation_bytes": activation_bytes,
         "losses": losses,
         "last_loss": losses[-1],
-        "largest_loss_difference": (torch.stack(run.losses) - torch.stack(baseline.losses)).abs().max().item(),
+        "largest_loss_difference": (torch.stack(run.losses) - torch.stack(baseline.losses))
+        .abs()
+        .max()
+        .item(),
         # those that the optimizer did not count. Asked at the end: in a step it would wait for the device
         "skipped_steps": len(losses) - int(next(iter(states))["step"]),
     }
@@ -104,10 +120,17 @@ def check(rows: list[dict], counts: list[dict]) -> list[str]:
         error = abs(row["losses"][0] / baseline["losses"][0] - 1)
         share = row["activation_bytes"] / baseline["activation_bytes"]
         assert error <= FIRST_LOSS_TOLERANCE[name], f"{name}: first loss off by {error:.0e}"
-        assert share < 0.8 or name == "tf32", f"{name}: {share:.0%} of fp32's activations"  # in memory tf32 is fp32
-        checked.append(f"{name}: first loss within {error:.0e} of fp32's, {share:.0%} of its activations in bytes")
-    assert len({row["kept_bytes"] for row in rows}) == 1, f"kept: {[row['kept_bytes'] for row in rows]} bytes"
-    checked.append(f"weights and AdamW's state: {baseline['kept_bytes'] / 2**20:.1f} MiB in every type, all in fp32")
+        # in memory tf32 is fp32
+        assert share < 0.8 or name == "tf32", f"{name}: {share:.0%} of fp32's activations"
+        checked.append(
+            f"{name}: first loss within {error:.0e} of fp32's, {share:.0%} of its activations in bytes"
+        )
+    assert len({row["kept_bytes"] for row in rows}) == 1, (
+        f"kept: {[row['kept_bytes'] for row in rows]} bytes"
+    )
+    checked.append(
+        f"weights and AdamW's state: {baseline['kept_bytes'] / 2**20:.1f} MiB in every type, all in fp32"
+    )
     text = "gradients x 2^{:.0f}, rounded to fp16: {:.2%} become zero, {:.2%} lose bits, {:.2%} overflow"
     for factor, *shares in (found.values() for found in counts):
         checked.append(text.format(math.log2(factor), *shares))
@@ -128,27 +151,40 @@ COLUMNS = {
 def main() -> int:
     args = lesson.flags(__doc__, model="nano", steps=30, seq_len=64, batch_size=4)
     if args.steps % ROUNDS:
-        raise UserError(f"--steps {args.steps} is no multiple of {ROUNDS}: use {args.steps + -args.steps % ROUNDS}")
+        raise UserError(
+            f"--steps {args.steps} is no multiple of {ROUNDS}: use {args.steps + -args.steps % ROUNDS}"
+        )
     device = lesson.start(args.device)
     corpus = data.load_corpus("stdlib", "bytes")
     config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)
     net = model.build(args.model, config, seed=0, device=device)
-    order = argparse.Namespace(seed=0, seq_len=args.seq_len, global_batch_size=args.batch_size, micro_batch_size=None)
+    order = argparse.Namespace(
+        seed=0, seq_len=args.seq_len, global_batch_size=args.batch_size, micro_batch_size=None
+    )
     stream = data.Batches(corpus, order, rank=0, world_size=1).stream(0)
-    batches = [tuple(t.to(device) for t in next(stream)) for _ in range(args.steps + 1)]  # and one for the failures
+    # and one for the failures
+    batches = [tuple(t.to(device) for t in next(stream)) for _ in range(args.steps + 1)]
     tokens = args.batch_size * args.seq_len
 
     # without units for it, tf32 would be fp32
-    names = [name for name in ("fp32", "tf32", "bf16", "fp16") if name != "tf32" or helper.is_native(name, device)]
+    names = [
+        name
+        for name in ("fp32", "tf32", "bf16", "fp16")
+        if name != "tf32" or helper.is_native(name, device)
+    ]
     runs = {name: Run(name, net) for name in names}
     kept = {name: helper.bytes_for_backward(run, batches[0]) for name, run in runs.items()}
     rounds = {name: partial(run.train, batches, args.steps // ROUNDS) for name, run in runs.items()}
     measured = measure.seconds_in_turns(rounds, device, ROUNDS - 1)
     size = args.steps // ROUNDS * tokens
-    rows = [summarize(run, runs["fp32"], kept[name], measured[name], size) for name, run in runs.items()]
+    rows = [
+        summarize(run, runs["fp32"], kept[name], measured[name], size) for name, run in runs.items()
+    ]
 
     trained = runs["fp32"].net
-    gradients = parameters_to_vector(torch.autograd.grad(trained(*batches[-1]), [*trained.parameters()]))
+    gradients = parameters_to_vector(
+        torch.autograd.grad(trained(*batches[-1]), [*trained.parameters()])
+    )
     factors = (1.0, INITIAL_SCALE, 1 / helper.MICRO_BATCHES)
     counts = [helper.underflow(gradients, factor) for factor in factors]
     checked = check(rows, counts)

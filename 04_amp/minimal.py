@@ -19,7 +19,8 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
 
-STEPS, GLOBAL_BATCH, LENGTH, LEARNING_RATE, SEED = 20, 24, 64, 1e-3, 0  # YOURS; LENGTH counts tokens
+# YOURS; LENGTH counts tokens
+STEPS, GLOBAL_BATCH, LENGTH, LEARNING_RATE, SEED = 20, 24, 64, 1e-3, 0
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -34,7 +35,10 @@ class Block(nn.Module):
 
     def forward(self, x):
         y = self.norm1(x)
-        q, k, v = (linear(y).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for linear in (self.q, self.k, self.v))
+        q, k, v = (
+            linear(y).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for linear in (self.q, self.k, self.v)
+        )
         y = scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.o(y.transpose(1, 2).flatten(2))
         return x + self.down(gelu(self.up(self.norm2(x))))
@@ -67,29 +71,38 @@ def main():
     dtype = DTYPES[parser.parse_args().dtype]
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    torch.set_float32_matmul_precision("highest")  # NVIDIA's containers turn TF32 on; "high" allows it, and is faster
+    # NVIDIA's containers turn TF32 on; "high" allows it, and is faster
+    torch.set_float32_matmul_precision("highest")
 
     torch.manual_seed(SEED)
-    model = Model().to(device)  # made on the CPU and then moved: equal weights on every kind of device
+    # made on the CPU and then moved: equal weights on every kind of device
+    model = Model().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)  # fp16 rounds small gradients to 0
-    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))  # YOURS: the data. Here Python's library, as bytes
-    text = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
+    # fp16 rounds small gradients to 0
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+    # YOURS: the data. Here Python's library, as bytes
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    text = torch.frombuffer(
+        bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8
+    )
 
     for step in range(1, STEPS + 1):
         rows = global_batch(text, step)
         inputs, targets = rows[:, :-1].to(device), rows[:, 1:].to(device)
-        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):  # forward only: backward follows it
+        # forward only: backward follows it
+        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             loss = cross_entropy(model(inputs), targets.flatten())
         scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)  # before clipping, or the limit of 1.0 would apply to the scaled gradients
+        # before clipping, or the limit of 1.0 would apply to the scaled gradients
+        scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         scaler.step(optimizer)  # in fp16 skips the step if a gradient is inf or NaN
         scaler.update()  # halves the scale after such a step; has to be called once per step
         optimizer.zero_grad()  # backward adds to the gradients that it finds
 
         if step % 5 == 0 or step == STEPS:
-            print(f"step {step} | loss {loss.item():.6f}", flush=True)  # item() waits for the GPU: not at each step
+            # item() waits for the GPU: not at each step
+            print(f"step {step} | loss {loss.item():.6f}", flush=True)
 
     torch.save(model.state_dict(), "minimal.pt")
 

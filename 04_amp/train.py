@@ -43,15 +43,23 @@ def main() -> int:
     corpus = data.load_corpus(args.data, args.tokenizer, args.model)
     batches = data.Batches(corpus, args, rank=rank, world_size=world_size)
     held_out = batches.evaluation()
-    runtime.say(f"{args.model}, {args.dtype} matmuls, {world_size} x {hardware.device_name(device)}")
+    runtime.say(
+        f"{args.model}, {args.dtype} matmuls, {world_size} x {hardware.device_name(device)}"
+    )
 
     # 3 The model: weights in fp32, or small updates would be rounded away; matmuls in --dtype.
     config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)
     net = model.build(args.model, config, seed=args.seed, device=device)
     model.checkpoint_blocks(net, args.checkpointing)  # backward computes again what is not kept
-    autocast = partial(torch.autocast, device.type, DTYPES[args.dtype], enabled=args.dtype != "fp32")
+    autocast = partial(
+        torch.autocast, device.type, DTYPES[args.dtype], enabled=args.dtype != "fp32"
+    )
     optimizer, scheduler = model.adamw_cosine(
-        net, lr=args.lr, weight_decay=args.weight_decay, warmup_steps=args.warmup_steps, steps=args.steps
+        net,
+        lr=args.lr,
+        weight_decay=args.weight_decay,
+        warmup_steps=args.warmup_steps,
+        steps=args.steps,
     )
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
 
@@ -59,19 +67,24 @@ def main() -> int:
     run = checkpoint.Run(args, settings=cli.settings(args, data=corpus.sha256, model=repr(config)))
     training = {"net": net, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     start_step = checkpoint.resume(run, **training) if args.resume else 0
-    train_net = torch.compile(net) if args.compile else net  # net itself stays as it is, for evaluation
+    # net itself stays as it is, for evaluation
+    train_net = torch.compile(net) if args.compile else net
     stream = batches.stream(start_step, pin=device.type == "cuda", num_workers=args.num_workers)
-    meter = metrics.Meter(run.folder, args, config=config, device=device, batches=batches, start_step=start_step)
+    meter = metrics.Meter(
+        run.folder, args, config=config, device=device, batches=batches, start_step=start_step
+    )
 
     # 5 The loop.
     step, stop, scale = start_step, 0, scaler.get_scale()
     for step in range(start_step + 1, args.steps + 1):
-        torch.manual_seed(args.seed + step)  # what dropout draws, if your model has it, is the same after a resume
+        # what dropout draws, if your model has it, is the same after a resume
+        torch.manual_seed(args.seed + step)
         step_loss = torch.zeros((), device=device)
         for _ in range(batches.accumulation_steps):
             inputs, targets = meter.next(stream)
             with meter.forward(), autocast():
-                loss = train_net(inputs, targets) / batches.accumulation_steps  # micro-batches have equal token counts
+                # micro-batches have equal token counts
+                loss = train_net(inputs, targets) / batches.accumulation_steps
             scaler.scale(loss).backward()
             step_loss += loss.detach()
         scaler.unscale_(optimizer)  # before clipping: the threshold is meant for true gradients
@@ -79,7 +92,8 @@ def main() -> int:
         lr = optimizer.param_groups[0]["lr"]
         scaler.step(optimizer)  # does nothing if a gradient overflowed
         scaler.update()
-        previous_scale, scale = scale, scaler.get_scale()  # once a step: in fp16 it waits for the GPU
+        # once a step: in fp16 it waits for the GPU
+        previous_scale, scale = scale, scaler.get_scale()
         if scale >= previous_scale:  # the step was taken
             scheduler.step()
         optimizer.zero_grad()
@@ -87,7 +101,9 @@ def main() -> int:
         stop = runtime.stop_requested()  # the same answer on all ranks, so that all save
         save = stop or step == args.steps or (args.save_every and step % args.save_every == 0)
         if save or step == 1 or step % args.log_every == 0:
-            meter.log(step, step_loss / world_size, grad_norm, lr, step - scheduler.last_epoch, scale)
+            meter.log(
+                step, step_loss / world_size, grad_norm, lr, step - scheduler.last_epoch, scale
+            )
         if step == args.steps or (args.eval_every and step % args.eval_every == 0):
             meter.log_eval(step, evaluate(net, held_out, autocast, device))
         if save:
@@ -99,11 +115,16 @@ def main() -> int:
         runtime.say(f"signal {stop}: saved at step {step}; the same command with --resume goes on")
 
     # 6 What was promised, checked. Low precision is in the arithmetic, never in what is kept.
-    kept = {t.dtype for t in (*net.parameters(), *(t for s in optimizer.state.values() for t in s.values()))}
+    kept = {
+        t.dtype
+        for t in (*net.parameters(), *(t for s in optimizer.state.values() for t in s.values()))
+    }
     with torch.no_grad(), autocast():
         computed = net(torch.zeros(1, 1, dtype=torch.int64, device=device)).dtype
     assert (computed, kept) == (DTYPES[args.dtype], {torch.float32})
-    runtime.say(f"checked: matmuls in {computed}, weights and optimizer state kept in {torch.float32}")
+    runtime.say(
+        f"checked: matmuls in {computed}, weights and optimizer state kept in {torch.float32}"
+    )
     meter.finish(step, skipped_steps=step - scheduler.last_epoch, weights_sha256=model.digest(net))
     return exits.REQUEUE_EXIT_CODE if stop and step < args.steps else 0
 
@@ -118,7 +139,8 @@ def evaluate(net, batches, autocast, device) -> float:
         with autocast():
             loss = net(inputs.to(device), targets)
         tokens = (targets != data.PADDING).sum()
-        total += torch.stack((torch.where(tokens > 0, loss * tokens, 0.0), tokens))  # padding alone has no mean
+        # padding alone has no mean
+        total += torch.stack((torch.where(tokens > 0, loss * tokens, 0.0), tokens))
     net.train()
     return (total[0] / total[1]).item()
 

@@ -15,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common import model, runtime
 
-warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)  # torch 2.11 does not have its successor
+# torch 2.11 does not have its successor
+warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)
 WARMUP_STEPS = 2  # not counted: DDP rebuilds its buckets after the first step
 
 
@@ -85,15 +86,21 @@ def run(way: Way, control: Way, one_process: nn.Module, start: nn.Module) -> dic
     call it."""
     last, counted = way.steps[-1], way.steps[WARMUP_STEPS:]
     bucket_bytes = [size for size, _, _ in last["all_reduces"]]
-    started_in_backward = sum(sent_from < last["last_gradient"] for _, sent_from, _ in last["all_reduces"])
+    started_in_backward = sum(
+        sent_from < last["last_gradient"] for _, sent_from, _ in last["all_reduces"]
+    )
     net = way.net
     if isinstance(net, DistributedDataParallel):  # its all-reduces start in C++, unseen
         sizes = net._get_ddp_logging_data().get("rebuilt_bucket_sizes", "")
         bucket_bytes = [int(size) for size in sizes.split(",") if size]
         net, started_in_backward = net.module, None
-    ours, whole, before = (nn.utils.parameters_to_vector(each.parameters()) for each in (net, one_process, start))
+    ours, whole, before = (
+        nn.utils.parameters_to_vector(each.parameters()) for each in (net, one_process, start)
+    )
     pairs = zip(counted, control.steps[WARMUP_STEPS:], strict=True)
-    exposed = [own["seconds"] - without_communication["seconds"] for own, without_communication in pairs]
+    exposed = [
+        own["seconds"] - without_communication["seconds"] for own, without_communication in pairs
+    ]
     digests = runtime.gather(model.digest(net))
     return {
         "name": way.name,

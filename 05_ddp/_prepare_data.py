@@ -25,7 +25,8 @@ def is_held_out(document: bytes) -> bool:
 @contextmanager
 def whole_file(out: Path, name: str) -> Iterator:
     """A file that is there whole or not at all, whenever a kill comes."""
-    unfinished = out / f"parts/{Path(name).name}.{os.getpid()}"  # one that was killed may have left its own
+    # one that was killed may have left its own
+    unfinished = out / f"parts/{Path(name).name}.{os.getpid()}"
     with open(unfinished, "wb") as file:
         yield file
         file.flush()
@@ -40,7 +41,8 @@ def join(out: Path, parts: list[dict], about: dict) -> None:
     tokens = train_tokens + sum(part["held_out"] for part in parts)
     if not any(part["text_bytes"] for part in parts):
         raise exits.UserError("--data holds no text")
-    if train_tokens in (0, tokens):  # the hashes of a few documents may all fall on one side: hold out the last tokens
+    # the hashes of a few documents may all fall on one side: hold out the last tokens
+    if train_tokens in (0, tokens):
         train_tokens = int(tokens * (1 - corpus.HELD_OUT))
     left, sha, ends = train_tokens * dtype.itemsize, hashlib.sha256(), 0
     with whole_file(out, "train.npy") as train, whole_file(out, "held_out.npy") as held_out:
@@ -48,7 +50,9 @@ def join(out: Path, parts: list[dict], about: dict) -> None:
             header = {"descr": dtype.str, "fortran_order": False, "shape": (count,)}
             np.lib.format.write_array_header_1_0(file, header)
         for path in (
-            out / f"parts/{number:06}.{side}" for side in ("train", "held_out") for number in range(len(parts))
+            out / f"parts/{number:06}.{side}"
+            for side in ("train", "held_out")
+            for number in range(len(parts))
         ):
             with open(path, "rb") as file:
                 while block := file.read(2**20):
@@ -58,8 +62,14 @@ def join(out: Path, parts: list[dict], about: dict) -> None:
                     sha.update(block)
                     ends += np.count_nonzero(np.frombuffer(block, dtype) == about["end_id"])
     documents = sum(part["documents"] for part in parts)
-    assert about["end_id"] is None or ends == documents, f"{ends} end-of-text tokens for {documents} documents"
-    counts = {"documents": documents, "train_tokens": train_tokens, "held_out_tokens": tokens - train_tokens}
+    assert about["end_id"] is None or ends == documents, (
+        f"{ends} end-of-text tokens for {documents} documents"
+    )
+    counts = {
+        "documents": documents,
+        "train_tokens": train_tokens,
+        "held_out_tokens": tokens - train_tokens,
+    }
     with whole_file(out, "corpus.json") as file:
         file.write(json.dumps({**about, "sha256": sha.hexdigest(), **counts}).encode())
 
@@ -78,10 +88,15 @@ def tokens_of_transformers(out: Path, documents: Iterable[bytes], about: dict) -
         texts += [] if is_held_out(document) else [document.decode()]
     tokenizer = AutoTokenizer.from_pretrained(about["tokenizer"])
     began = time.process_time()
-    found = [tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids for text in texts]
+    found = [
+        tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
+        for text in texts
+    ]
     seconds = time.process_time() - began
     end = [] if about["end_id"] is None else [about["end_id"]]
     tokens = [token for ids in found for token in (*ids, *end)][: about["train_tokens"]]
-    assert np.load(out / "train.npy", mmap_mode="r")[: len(tokens)].tolist() == tokens, "transformers' are others"
+    assert np.load(out / "train.npy", mmap_mode="r")[: len(tokens)].tolist() == tokens, (
+        "transformers' are others"
+    )
     print(f"checked: the first {len(tokens):,} tokens are those of transformers")
     return len(tokens) / seconds if tokens else None

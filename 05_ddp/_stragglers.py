@@ -45,7 +45,9 @@ def uneven_inputs(device: torch.device) -> list[str]:
     weights = runtime.gather(train(device, None, join=True))
     # join() divides every sum by all n ranks, also when some have left: so all samples count alike
     expected = [batches_of(rank) / n for rank in range(n)]
-    assert all(found == weights[0] for found in weights), f"ranks end with different weights: {weights}"
+    assert all(found == weights[0] for found in weights), (
+        f"ranks end with different weights: {weights}"
+    )
     right = torch.allclose(torch.tensor(weights[0]), torch.tensor(expected))
     assert right, f"ranks end with the weights {weights[0]}, not with {expected}"
 
@@ -59,7 +61,9 @@ def uneven_inputs(device: torch.device) -> list[str]:
     # the first rank to give up hangs up on the others, so that not each of them speaks of time
     hung = [rank for rank in range(n) if errors[rank]]
     assert any("Timed out" in error for error in errors), f"no rank waited: {errors}"
-    assert hung == list(range(1, n)), f"ranks {hung} hung, not all that have more batches than rank 0"
+    assert hung == list(range(1, n)), (
+        f"ranks {hung} hung, not all that have more batches than rank 0"
+    )
     return [
         f"uneven inputs: with join() all {n} ranks end with the same weights, in which every sample counts alike",
         f"without join() ranks {hung} waited for rank 0 until the timeout",

@@ -33,7 +33,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
 from common import exits, lesson, report, runtime, shapes
 
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the newer name, where it is
+# the newer name, where it is
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 SMALLEST = 1024  # bytes
 
@@ -48,7 +49,8 @@ def collectives(base: Tensor, rank: int, n: int) -> dict[str, tuple[Callable, Te
     holders = torch.arange(1.0, n + 1, device=base.device)
     total = n * (n + 1) / 2
 
-    def send_and_receive() -> None:  # round the ring, all ranks at once: one that sent first would wait for ever
+    # round the ring, all ranks at once: one that sent first would wait for ever
+    def send_and_receive() -> None:
         there = dist.P2POp(dist.isend, mine, (rank + 1) % n)
         back = dist.P2POp(dist.irecv, out, (rank - 1) % n)
         for work in dist.batch_isend_irecv([there, back]):
@@ -57,8 +59,16 @@ def collectives(base: Tensor, rank: int, n: int) -> dict[str, tuple[Callable, Te
     return {
         "broadcast": (partial(dist.broadcast, out, src=0), out, lambda: base),
         "all-reduce": (partial(dist.all_reduce, out), out, lambda: base * total),
-        "reduce-scatter": (partial(reduce_scatter, out[:size], mine), out[:size], lambda: my_chunk * total),
-        "all-gather": (partial(all_gather, out, mine[:size]), out, lambda: torch.outer(holders, base[:size]).flatten()),
+        "reduce-scatter": (
+            partial(reduce_scatter, out[:size], mine),
+            out[:size],
+            lambda: my_chunk * total,
+        ),
+        "all-gather": (
+            partial(all_gather, out, mine[:size]),
+            out,
+            lambda: torch.outer(holders, base[:size]).flatten(),
+        ),
         # a transpose: chunk r of every rank
         "all-to-all": (
             partial(dist.all_to_all_single, out, mine),
@@ -74,7 +84,9 @@ def bus_factor(name: str, n: int) -> float:
     all-gather; in each, a rank sends n - 1 of n chunks."""
     if n == 1:
         return 0.0
-    return {"broadcast": 1.0, "send/recv": 1.0, "all-reduce": 2 * (n - 1) / n}.get(name, (n - 1) / n)
+    return {"broadcast": 1.0, "send/recv": 1.0, "all-reduce": 2 * (n - 1) / n}.get(
+        name, (n - 1) / n
+    )
 
 
 def timed(work: Callable, device: torch.device, samples: int, repeat: int) -> list[float]:
@@ -100,7 +112,8 @@ def fit(sizes: list[int], seconds: list[float]) -> tuple[float, float] | None:
     Least squares of the relative errors: plain ones would not see the microseconds of small messages.
     """
     t = np.array(seconds)
-    terms = np.stack([1 / t, np.array(sizes) / t], axis=1)  # the line at each size, as a share of the measured time
+    # the line at each size, as a share of the measured time
+    terms = np.stack([1 / t, np.array(sizes) / t], axis=1)
     latency, per_byte = np.linalg.lstsq(terms, np.ones_like(t), rcond=None)[0].tolist()
     return (latency, per_byte) if len(sizes) > 2 and latency > 0 and per_byte > 0 else None
 
@@ -116,8 +129,11 @@ def run(name: str, device: torch.device, max_bytes: int, samples: int, link: flo
         base = torch.arange(1.0, 98.0, device=device).repeat(count // 97 + 1)[:count]
         work, result, expected = collectives(base, rank, n)[name]
         work()
-        assert torch.equal(result, expected()), f"{name} of {base.nbytes} bytes is wrong on rank {rank}"
-        enough = 2**26 if device.type == "cuda" else 2**20  # small ones are over sooner than a barrier, or a launch
+        assert torch.equal(result, expected()), (
+            f"{name} of {base.nbytes} bytes is wrong on rank {rank}"
+        )
+        # small ones are over sooner than a barrier, or a launch
+        enough = 2**26 if device.type == "cuda" else 2**20
         seconds = timed(work, device, samples, repeat=max(1, min(20, enough // base.nbytes)))
         measurements.append(
             {
@@ -126,14 +142,21 @@ def run(name: str, device: torch.device, max_bytes: int, samples: int, link: flo
                 "min_seconds": min(seconds),
                 "max_seconds": max(seconds),
                 "samples": samples,
-                "bus_bytes_per_second": bus_factor(name, n) * base.nbytes / statistics.median(seconds),
+                "bus_bytes_per_second": bus_factor(name, n)
+                * base.nbytes
+                / statistics.median(seconds),
             }
         )
         size *= 4
     sizes, times = ([m[key] for m in measurements] for key in ("bytes", "seconds"))
     line = fit(sizes, times)
     errors = (
-        [abs(line[0] + line[1] * size - time) / time for size, time in zip(sizes, times, strict=True)] if line else []
+        [
+            abs(line[0] + line[1] * size - time) / time
+            for size, time in zip(sizes, times, strict=True)
+        ]
+        if line
+        else []
     )
     largest = measurements[-1]
     return {
@@ -157,10 +180,14 @@ def predict(row: dict, device: torch.device, samples: int) -> dict[str, float]:
     for name, config in shapes.SIZES.items():
         size = 4 * shapes.parameter_count(config)
         predicted[name] = row["latency_us"] / 1e6 + size / row["bandwidth_gb_per_s"] / 1e9
-    text = ", ".join(f"{name} {report.for_people('seconds', seconds)}" for name, seconds in predicted.items())
+    text = ", ".join(
+        f"{name} {report.for_people('seconds', seconds)}" for name, seconds in predicted.items()
+    )
     runtime.say(f"predicted, all-reduce of the gradients in fp32: {text}")
     gradients = torch.zeros(shapes.parameter_count(shapes.SIZES["nano"]), device=device)
-    seconds = statistics.median(timed(partial(dist.all_reduce, gradients), device, samples, repeat=1))
+    seconds = statistics.median(
+        timed(partial(dist.all_reduce, gradients), device, samples, repeat=1)
+    )
     runtime.say(
         f"measured, nano: {report.for_people('seconds', seconds)}, {seconds / predicted['nano']:.2f} times that"
     )
@@ -170,12 +197,16 @@ def predict(row: dict, device: torch.device, samples: int) -> dict[str, float]:
 def check(rows: list[dict], link: float) -> list[str]:
     """The results themselves have been compared before they were timed."""
     measured = [(row["collective"], m) for row in rows for m in row["measurements"]]
-    checked = [f"{len(measured)} results of {len(rows)} collectives, to the bit, on all {dist.get_world_size()} ranks"]
+    checked = [
+        f"{len(measured)} results of {len(rows)} collectives, to the bit, on all {dist.get_world_size()} ranks"
+    ]
     if not link:
         return checked
     for name, m in measured:
         rate = min(1.0, bus_factor(name, dist.get_world_size())) * m["bytes"] / m["min_seconds"]
-        assert rate <= link, f"BUG: {name} of {m['bytes']} bytes is faster than the link, so the timing is wrong"
+        assert rate <= link, (
+            f"BUG: {name} of {m['bytes']} bytes is faster than the link, so the timing is wrong"
+        )
     return [*checked, "nothing is faster than the link"]
 
 
@@ -194,7 +225,9 @@ COLUMNS = {
 def main() -> int:
     args = lesson.flags(__doc__, max_bytes=2**24, samples=5, link_gb_per_s=0.0)
     if args.max_bytes < SMALLEST:
-        raise exits.UserError(f"--max-bytes {args.max_bytes}: the smallest buffer has {SMALLEST} bytes")
+        raise exits.UserError(
+            f"--max-bytes {args.max_bytes}: the smallest buffer has {SMALLEST} bytes"
+        )
     lesson.relaunch(args.device)
     device = runtime.init_process_group(args.device)
     link = 1e9 * args.link_gb_per_s

@@ -100,7 +100,9 @@ def run(net: nn.Module, n: int, inputs: Tensor, targets: Tensor, expected: list[
         "devices": n,
         "device_0_sent_bytes": sent["device 0 sends weights"],
         "device_1_sent_bytes": sent["device 1 sends gradients"],
-        "outputs_to_device_0_bytes": sum(size for key, size in sent.items() if key.endswith("outputs")),
+        "outputs_to_device_0_bytes": sum(
+            size for key, size in sent.items() if key.endswith("outputs")
+        ),
         "ddp_rank_sent_bytes": ddp_sends(expected, n),
         "gradient_relative_error": measure.relative_error(gradients(replicas[0]), expected),
     }
@@ -109,14 +111,24 @@ def run(net: nn.Module, n: int, inputs: Tensor, targets: Tensor, expected: list[
 def check(rows: list[dict], weight_bytes: int, logit_bytes: int) -> list[str]:
     for row in rows:
         n, error = row["devices"], row["gradient_relative_error"]
-        assert error < 1e-5, f"{n} devices: gradients differ from those of one process by {error:.0e}"
+        assert error < 1e-5, (
+            f"{n} devices: gradients differ from those of one process by {error:.0e}"
+        )
         if row["name"] == "by hand":
             outputs = (n - 1) * logit_bytes // n
-            assert row["device_0_sent_bytes"] == (n - 1) * weight_bytes, f"device 0 of {n} does not send (N-1)P"
+            assert row["device_0_sent_bytes"] == (n - 1) * weight_bytes, (
+                f"device 0 of {n} does not send (N-1)P"
+            )
             assert row["device_1_sent_bytes"] == weight_bytes, f"device 1 of {n} does not send P"
-            assert row["outputs_to_device_0_bytes"] == outputs, f"device 0 of {n} does not get (N-1)/N of the outputs"
-            assert row["ddp_rank_sent_bytes"] == round(2 * (n - 1) / n * weight_bytes), "DDP does not send 2(N-1)/N P"
-    return ["(N-1)P leave device 0, 2(N-1)/N P each rank of DDP, and the gradients are those of one process"]
+            assert row["outputs_to_device_0_bytes"] == outputs, (
+                f"device 0 of {n} does not get (N-1)/N of the outputs"
+            )
+            assert row["ddp_rank_sent_bytes"] == round(2 * (n - 1) / n * weight_bytes), (
+                "DDP does not send 2(N-1)/N P"
+            )
+    return [
+        "(N-1)P leave device 0, 2(N-1)/N P each rank of DDP, and the gradients are those of one process"
+    ]
 
 
 def main() -> int:
@@ -131,11 +143,17 @@ def main() -> int:
     rows = [run(net, n, *batch, expected) for n in (2, 4, 8)]
     if torch.cuda.device_count() > 1 and device.type == "cuda":
         parallel = nn.DataParallel(net)  # the one line
-        steps = {"one GPU": lambda: step(net, *batch), "nn.DataParallel": lambda: step(parallel, *batch)}
-        times = measure.seconds_in_turns(steps, device, rounds=10)  # the last step is DataParallel's
+        steps = {
+            "one GPU": lambda: step(net, *batch),
+            "nn.DataParallel": lambda: step(parallel, *batch),
+        }
+        # the last step is DataParallel's
+        times = measure.seconds_in_turns(steps, device, rounds=10)
         found = measure.relative_error(gradients(net), expected)
         name, gpus = "nn.DataParallel", torch.cuda.device_count()
-        rows.append({"name": name, "devices": gpus, "gradient_relative_error": found, **times[name]})
+        rows.append(
+            {"name": name, "devices": gpus, "gradient_relative_error": found, **times[name]}
+        )
     columns = {
         "name": "DataParallel",
         "devices": "devices",
@@ -149,7 +167,15 @@ def main() -> int:
     count = shapes.parameter_count(config)
     logit_bytes = 4 * batch[1].numel() * config.vocab_size
     checked = check(rows, 4 * count, logit_bytes)
-    lesson.end(rows, columns=columns, checked=checked, args=args, device=device, dtype="fp32", parameters=count)
+    lesson.end(
+        rows,
+        columns=columns,
+        checked=checked,
+        args=args,
+        device=device,
+        dtype="fp32",
+        parameters=count,
+    )
     return 0
 
 

@@ -31,7 +31,8 @@ from _ddp_from_scratch import WARMUP_STEPS, Way, run, train
 
 from common import exits, lesson, model, runtime, shapes
 
-TOLERANCE = 1e-4  # of the distance that the weights have moved: what another order of the same sums may change
+# of the distance that the weights have moved: what another order of the same sums may change
+TOLERANCE = 1e-4
 
 
 def average_gradients(net: nn.Module) -> None:
@@ -91,7 +92,8 @@ def average_buckets(buckets: list[list[nn.Parameter]]) -> Callable[[], None]:
     def gradient_is_ready(parameter: nn.Parameter) -> None:
         gradients_missing[bucket_of[parameter]] -= 1
         # Ranks match collectives by their order alone. So a bucket that is ready waits for its turn.
-        while (turn := len(under_way)) < len(buckets) and gradients_missing[turn] == 0:  # as many as have left
+        # as many as have left
+        while (turn := len(under_way)) < len(buckets) and gradients_missing[turn] == 0:
             flat = torch.cat([p.grad.flatten() for p in buckets[turn]])
             work = dist.all_reduce(flat, async_op=True)
             under_way.append((work, flat))
@@ -135,23 +137,41 @@ def make_ways(start: nn.Module, cap_bytes: float) -> list[Way]:
 def check(rows: list[dict]) -> list[str]:
     silent, *averaged = (row["weights_sha256"] for row in rows)
     world_size = len(silent)
-    assert all(len(set(ranks)) == 1 for ranks in averaged), f"ranks hold different weights: {averaged}"
-    checked = [f"in each way that averages, all {world_size} ranks hold the same weights to the bit"]
-    assert len(set(silent)) == world_size, "ranks that never talk hold the same weights: they read the same data"
-    checked.append(f"without communication, weights are {rows[0]['relative_error']:.0%} from those of one process")
-    assert averaged[0] == averaged[1], "starting the same all-reduces earlier has changed their sums"
+    assert all(len(set(ranks)) == 1 for ranks in averaged), (
+        f"ranks hold different weights: {averaged}"
+    )
+    checked = [
+        f"in each way that averages, all {world_size} ranks hold the same weights to the bit"
+    ]
+    assert len(set(silent)) == world_size, (
+        "ranks that never talk hold the same weights: they read the same data"
+    )
+    checked.append(
+        f"without communication, weights are {rows[0]['relative_error']:.0%} from those of one process"
+    )
+    assert averaged[0] == averaged[1], (
+        "starting the same all-reduces earlier has changed their sums"
+    )
     same = all(ranks == averaged[0] for ranks in averaged)
     # a + b = b + a. With three terms the order counts, and a bucket's layout decides it.
     assert same or world_size > 2, f"a sum of {world_size} terms came out differently: {averaged}"
-    checked.append(f"(1) to (4) and every bucket size give {'the same bits' if same else 'one result, up to rounding'}")
+    checked.append(
+        f"(1) to (4) and every bucket size give {'the same bits' if same else 'one result, up to rounding'}"
+    )
     largest = max(row["relative_error"] for row in rows[1:])
-    assert largest <= TOLERANCE, f"weights differ from those of one process by {largest:.0e}: that is no rounding"
-    checked.append(f"one process with the whole batch ends there too (relative error {largest:.0e} at most)")
+    assert largest <= TOLERANCE, (
+        f"weights differ from those of one process by {largest:.0e}: that is no rounding"
+    )
+    checked.append(
+        f"one process with the whole batch ends there too (relative error {largest:.0e} at most)"
+    )
     for row in rows:
         early, count = row["started_in_backward"], len(row["bucket_bytes"])
         # the last starts when backward has no gradient left to compute
         expected = count - 1 if row["name"].startswith(("(2)", "(3)")) else 0
-        assert early in (None, expected), f"{row['name']}: {early} of {count} all-reduces started in backward"
+        assert early in (None, expected), (
+            f"{row['name']}: {early} of {count} all-reduces started in backward"
+        )
     return [*checked, "(2) and (3) start each all-reduce but the last while backward runs"]
 
 
@@ -167,7 +187,8 @@ COLUMNS = {
 
 def main() -> int:
     args = lesson.flags(__doc__, model="nano", seq_len=16, steps=10)
-    config = shapes.load_config(args.model, 256, args.seq_len)  # raises a UserError before any rank starts
+    # raises a UserError before any rank starts
+    config = shapes.load_config(args.model, 256, args.seq_len)
     lesson.relaunch(args.device)  # plain python becomes torchrun: a rank per GPU, 2 on a CPU
     runtime.seed_all(0, deterministic=True)  # before the group: NCCL reads variables when it starts
     device = runtime.init_process_group(args.device)
@@ -178,13 +199,15 @@ def main() -> int:
     batches = zip(*(tensor.split(batch_size) for tensor in sequences), strict=True)
 
     start = model.build(args.model, config, seed=0, device=device)
-    cap_bytes = min(25 * 2**20, shapes.parameter_count(config))  # as DDP, or a quarter of the gradients' bytes
+    # as DDP, or a quarter of the gradients' bytes
+    cap_bytes = min(25 * 2**20, shapes.parameter_count(config))
     *ways, one_process = make_ways(start, cap_bytes)
     for step, batch in enumerate(batches):
         own_batch = [tensor.chunk(world_size)[rank] for tensor in batch]
         train(one_process, *batch)
         for turn in range(len(ways)):
-            train(ways[(step + turn) % len(ways)], *own_batch)  # each is first in turn: a slow moment hits all alike
+            # each is first in turn: a slow moment hits all alike
+            train(ways[(step + turn) % len(ways)], *own_batch)
 
     rows = [run(way, control=ways[0], one_process=one_process.net, start=start) for way in ways]
     lesson.end(

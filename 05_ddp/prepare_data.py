@@ -58,13 +58,17 @@ def spans(origins: list) -> Iterator[tuple]:
     for origin in origins:
         if not isinstance(origin, str):  # a data set: a shard is one of its files
             shards = origin.num_shards
-            yield from ((origin.shard(shards, index), 0, sys.maxsize, PART_BYTES) for index in range(shards))
+            yield from (
+                (origin.shard(shards, index), 0, sys.maxsize, PART_BYTES) for index in range(shards)
+            )
         elif corpus.kind(origin) == ".parquet":
             with corpus.told(f"--data {origin}"):
                 from pyarrow import parquet
 
                 about = parquet.ParquetFile(origin).metadata
-            sizes = [about.row_group(group).total_byte_size for group in range(about.num_row_groups)]
+            sizes = [
+                about.row_group(group).total_byte_size for group in range(about.num_row_groups)
+            ]
             yield from ((origin, group, group + 1, size) for group, size in enumerate(sizes))
         elif origin.endswith(corpus.COMPRESSED):
             yield origin, 0, sys.maxsize, os.path.getsize(origin)
@@ -101,7 +105,8 @@ def start_worker(parent: int, definition: str, about: dict) -> None:
     global encode
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the parent, even by kill -9
+        # PR_SET_PDEATHSIG: end with the parent, even by kill -9
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     if os.getppid() != parent:  # it has ended before that
         os._exit(1)
     encode = corpus.encoder(definition, about)
@@ -110,15 +115,23 @@ def start_worker(parent: int, definition: str, about: dict) -> None:
 def make_parts(parts: list, args, definition: str, about: dict) -> list[dict]:
     """Make the parts that are not there yet, on --workers processes. Returns what each part's .json says."""
     files = [args.out / f"parts/{number:06}.json" for number in range(len(parts))]
-    done = {number: json.loads(file.read_text()) for number, file in enumerate(files) if file.exists()}
+    done = {
+        number: json.loads(file.read_text()) for number, file in enumerate(files) if file.exists()
+    }
     left = [number for number in range(len(parts)) if number not in done]
     sizes = [sum(span[3] for span in part) for part in parts]
     begin = sum(sizes[number] for number in done)
-    bar = tqdm(total=sum(sizes), initial=begin, unit="B", unit_scale=True, disable=not sys.stderr.isatty())
-    spawn = multiprocessing.get_context("spawn")  # a fork would copy locks that the parent's threads hold
+    bar = tqdm(
+        total=sum(sizes), initial=begin, unit="B", unit_scale=True, disable=not sys.stderr.isatty()
+    )
+    # a fork would copy locks that the parent's threads hold
+    spawn = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(args.workers, spawn, start_worker, (os.getpid(), definition, about))
     try:
-        running = {pool.submit(make_part, number, parts[number], args.out, args.column): number for number in left}
+        running = {
+            pool.submit(make_part, number, parts[number], args.out, args.column): number
+            for number in left
+        }
         for future in as_completed(running):
             number = running[future]
             done[number] = future.result()
@@ -140,18 +153,43 @@ def make_parts(parts: list, args, definition: str, about: dict) -> list[dict]:
 def main() -> int:
     parser = cli.Parser(__doc__)
     add = parser.add_argument
-    add("--data", default="stdlib", help="stdlib, a .txt, .md, .py, .jsonl or .parquet file, a folder, or hf:NAME")
+    add(
+        "--data",
+        default="stdlib",
+        help="stdlib, a .txt, .md, .py, .jsonl or .parquet file, a folder, or hf:NAME",
+    )
     add("--tokenizer", default="bytes", help="bytes, or a Hugging Face name or folder")
     add("--end-token", help="written behind each document (default: the tokenizer's eos)")
-    add("--column", default="text", help="of .jsonl, .parquet and hf:NAME: the one that holds the text")
+    add(
+        "--column",
+        default="text",
+        help="of .jsonl, .parquet and hf:NAME: the one that holds the text",
+    )
     add("--config", help="of hf:NAME")
     add("--split", default="train", help="of hf:NAME")
-    add("--out", type=Path, default=Path("runs/tokens"), help="the folder of tokens (default: runs/tokens)")
-    add("--workers", type=cli.positive_int, default=os.cpu_count(), help="processes (default: one per core)")
-    add("--json", type=cli.writable_file, metavar="PATH", help="write the summary as one JSON object")
+    add(
+        "--out",
+        type=Path,
+        default=Path("runs/tokens"),
+        help="the folder of tokens (default: runs/tokens)",
+    )
+    add(
+        "--workers",
+        type=cli.positive_int,
+        default=os.cpu_count(),
+        help="processes (default: one per core)",
+    )
+    add(
+        "--json",
+        type=cli.writable_file,
+        metavar="PATH",
+        help="write the summary as one JSON object",
+    )
     args = parser.parse_args()
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise exits.UserError("this script starts its own processes: start it with python, not with torchrun")
+        raise exits.UserError(
+            "this script starts its own processes: start it with python, not with torchrun"
+        )
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a process per core has no use for threads
     began = time.perf_counter()
 
@@ -159,10 +197,14 @@ def main() -> int:
     for path in sorted(Path(args.data).rglob("[!.]*")):
         hidden = any(part[0] == "." for part in path.relative_to(args.data).parts)
         if args.data != "stdlib" and path.is_file() and not hidden and str(path) not in origins:
-            raise exits.UserError(f"--data {args.data} holds {path}, which cannot be read: convert or move it")
+            raise exits.UserError(
+                f"--data {args.data} holds {path}, which cannot be read: convert or move it"
+            )
     definition, about = corpus.load_tokenizer(args.tokenizer, args.end_token)
     end = (
-        "a document has no end token" if about["end_id"] is None else f"each document ends with {about['end_token']!r}"
+        "a document has no end token"
+        if about["end_id"] is None
+        else f"each document ends with {about['end_token']!r}"
     )
     print(f"{args.data}, --tokenizer {args.tokenizer}: {end}", flush=True)
 
@@ -174,7 +216,9 @@ def main() -> int:
         with whole_file(args.out, "source.json") as file:
             file.write(json.dumps(source).encode())
     if json.loads((args.out / "source.json").read_text()) != source:
-        raise exits.UserError(f"--out {args.out} is of other data, flags or tokenizer: delete it, or name another")
+        raise exits.UserError(
+            f"--out {args.out} is of other data, flags or tokenizer: delete it, or name another"
+        )
 
     done = []
     if not (args.out / "corpus.json").exists():
@@ -183,13 +227,20 @@ def main() -> int:
     shutil.rmtree(args.out / "parts")
     about = json.loads((args.out / "corpus.json").read_text())
     cpu_seconds = sum(part["cpu_seconds"] for part in done)
-    text = (text for origin in origins for text in corpus.documents(origin, args.column, longest=TEXT_BYTES))
+    text = (
+        text
+        for origin in origins
+        for text in corpus.documents(origin, args.column, longest=TEXT_BYTES)
+    )
     summary = {
         **about,
         "tokens": about["train_tokens"] + about["held_out_tokens"],
         "text_bytes": sum(part["text_bytes"] for part in done) or None,
         "cpu_seconds": cpu_seconds or None,
-        "cpu_tokens_per_second": sum(part["train"] + part["held_out"] for part in done) / cpu_seconds if done else None,
+        "cpu_tokens_per_second": sum(part["train"] + part["held_out"] for part in done)
+        / cpu_seconds
+        if done
+        else None,
         "transformers_cpu_tokens_per_second": tokens_of_transformers(args.out, text, about),
         "worker_peak_memory_bytes": max((part["peak_memory_bytes"] for part in done), default=None),
         "peak_memory_bytes": report.peak_memory_bytes(CPU),

@@ -50,7 +50,9 @@ def seconds_between(start: float | torch.cuda.Event, end: float | torch.cuda.Eve
     return end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3
 
 
-def train(net: nn.Module, batch: tuple[Tensor, Tensor], work: int, device: torch.device, steps: int) -> dict:
+def train(
+    net: nn.Module, batch: tuple[Tensor, Tensor], work: int, device: torch.device, steps: int
+) -> dict:
     """Seconds of each phase of each step. Gradients are averaged beside backward, as DDP does it, without buckets.
 
     `work` plants slowness: the rank computes the same loss that many times over, and its gradient stays what it was.
@@ -96,11 +98,15 @@ def find_slow(compute_seconds: list[list[float]]) -> tuple[list[int], list[float
     return [rank for rank, lag in enumerate(lags) if lag > SLOW], lags
 
 
-def run(name: str, net: nn.Module, batch: tuple, work: int, device: torch.device, steps: int) -> list[dict]:
+def run(
+    name: str, net: nn.Module, batch: tuple, work: int, device: torch.device, steps: int
+) -> list[dict]:
     """Train; a row per rank. Every rank must call it."""
     seconds = train(net, batch, work, device, WARM_UP_STEPS + steps)
     ranks = runtime.gather({phase: values[WARM_UP_STEPS:] for phase, values in seconds.items()})
-    compute = [[sum(phases) for phases in zip(*map(own.get, PHASES[:3]), strict=True)] for own in ranks]
+    compute = [
+        [sum(phases) for phases in zip(*map(own.get, PHASES[:3]), strict=True)] for own in ranks
+    ]
     slow_ranks, lags = find_slow(compute)
     rows = []
     for rank, own in enumerate(ranks):
@@ -122,13 +128,19 @@ def run(name: str, net: nn.Module, batch: tuple, work: int, device: torch.device
 
 
 def check(healthy: list[dict], planted: list[dict], slow_rank: int) -> list[str]:
-    assert not any(row["found_slow"] for row in healthy), "a rank is slow that was not made so: has it other work?"
+    assert not any(row["found_slow"] for row in healthy), (
+        "a rank is slow that was not made so: has it other work?"
+    )
     found = [row["rank"] for row in planted if row["found_slow"]]
     assert found == [slow_rank], f"ranks {found} were found, not {slow_rank}, which was made slow"
     waits = [row["wait_seconds"] for row in planted]
     own = waits.pop(slow_rank)
-    assert own < min(waits), f"the others do not wait for rank {slow_rank}: {own:.2g} s against {waits}"
-    slower = max(row["step_seconds"] for row in planted) / max(row["step_seconds"] for row in healthy)
+    assert own < min(waits), (
+        f"the others do not wait for rank {slow_rank}: {own:.2g} s against {waits}"
+    )
+    slower = max(row["step_seconds"] for row in planted) / max(
+        row["step_seconds"] for row in healthy
+    )
     return [
         f"rank {slow_rank} alone was found; every rank's step became {slower:.1f} times as long",
         f"rank {slow_rank} waits {own / planted[slow_rank]['step_seconds']:.0%} of a step, less than any other rank",
@@ -146,17 +158,32 @@ COLUMNS = {
 
 def main() -> int:
     parser = cli.Parser(__doc__)
-    parser.add_argument("--slow-rank", type=cli.natural, default=1, help="the rank that is made slow")
-    parser.add_argument("--slow-factor", type=cli.positive_int, default=10, help="how many times the work it gets")
-    parser.add_argument("--steps", type=cli.positive_int, default=10, help="of each of the two runs")
+    parser.add_argument(
+        "--slow-rank", type=cli.natural, default=1, help="the rank that is made slow"
+    )
+    parser.add_argument(
+        "--slow-factor", type=cli.positive_int, default=10, help="how many times the work it gets"
+    )
+    parser.add_argument(
+        "--steps", type=cli.positive_int, default=10, help="of each of the two runs"
+    )
     parser.add_argument("--model", default="nano", help="as in train.py (default: nano)")
     parser.add_argument("--seq-len", type=cli.positive_int, default=32, help="default: 32")
-    parser.add_argument("--batch-size", type=cli.positive_int, default=2, help="sequences per rank (default: 2)")
-    parser.add_argument("--trace", type=Path, metavar="FOLDER", help="write rank-0.json ... for ui.perfetto.dev there")
+    parser.add_argument(
+        "--batch-size", type=cli.positive_int, default=2, help="sequences per rank (default: 2)"
+    )
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FOLDER",
+        help="write rank-0.json ... for ui.perfetto.dev there",
+    )
     cli.add_device_and_json(parser)
     args = parser.parse_args()
     if args.slow_factor < 2 * SLOW:
-        raise exits.UserError(f"--slow-factor {args.slow_factor} is near what every rank shows: at least {2 * SLOW:g}")
+        raise exits.UserError(
+            f"--slow-factor {args.slow_factor} is near what every rank shows: at least {2 * SLOW:g}"
+        )
     config = shapes.load_config(args.model, 256, args.seq_len)
     lesson.relaunch(args.device)
     runtime.seed_all(0)
@@ -171,18 +198,35 @@ def main() -> int:
     work, checked = 1, []
     if n > 1:
         work = args.slow_factor if rank == args.slow_rank else 1
-        planted = run(f"rank {args.slow_rank}: {args.slow_factor} x the work", net, batch, work, device, args.steps)
+        planted = run(
+            f"rank {args.slow_rank}: {args.slow_factor} x the work",
+            net,
+            batch,
+            work,
+            device,
+            args.steps,
+        )
         checked = [*check(rows, planted, args.slow_rank), *uneven_inputs(device)]
         rows += planted
     else:
-        runtime.say("one rank waits for no other: slow ranks and join() need torchrun --nproc_per_node=2 or more")
+        runtime.say(
+            "one rank waits for no other: slow ranks and join() need torchrun --nproc_per_node=2 or more"
+        )
     if args.trace:
         args.trace.mkdir(parents=True, exist_ok=True)
         with profile() as profiler:  # of CPU operators and, where there is a GPU, of its kernels
             train(net, batch, work, device, TRACED_STEPS)
         profiler.export_chrome_trace(str(args.trace / f"rank-{rank}.json"))
     count = shapes.parameter_count(config)
-    lesson.end(rows, columns=COLUMNS, checked=checked, args=args, device=device, dtype="fp32", parameters=count)
+    lesson.end(
+        rows,
+        columns=COLUMNS,
+        checked=checked,
+        args=args,
+        device=device,
+        dtype="fp32",
+        parameters=count,
+    )
     runtime.shutdown()
     return 0
 

@@ -28,7 +28,8 @@ from torch.nn.utils import clip_grad_norm_
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
 from common import checkpoint, cli, data, exits, hardware, metrics, model, runtime, shapes
 
-warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)  # torch 2.11 lacks its new name
+# torch 2.11 lacks its new name
+warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -39,15 +40,18 @@ def main() -> int:
 
     # 1 Processes. torchrun starts one per GPU and numbers them.
     rank, world_size, _ = runtime.ranks()  # RANK, WORLD_SIZE, LOCAL_RANK
-    device = runtime.pick_device(args.device)  # cuda:LOCAL_RANK: each process of a node takes a GPU of its own
+    # cuda:LOCAL_RANK: each process of a node takes a GPU of its own
+    device = runtime.pick_device(args.device)
     runtime.end_with_torchrun()  # or ranks would train on when it is killed
     dist.init_process_group(
-        backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",  # NCCL for gradients, gloo for CPU values
+        # NCCL for gradients, gloo for CPU values
+        backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         device_id=device if device.type == "cuda" else None,
         timeout=runtime.timeout(),  # how long the others wait for a rank that does not come
         rank=rank,
         world_size=world_size,
-        store=runtime.store(),  # None under torchrun, which has one; for a plain `python` one of its own
+        # None under torchrun, which has one; for a plain `python` one of its own
+        store=runtime.store(),
     )
     args.dtype = hardware.choose_dtype(args.dtype, device)
     runtime.catch_stop_signals()
@@ -56,15 +60,23 @@ def main() -> int:
     corpus = data.load_corpus(args.data, args.tokenizer, args.model)
     batches = data.Batches(corpus, args, rank=rank, world_size=world_size)
     held_out = batches.evaluation()
-    runtime.say(f"{args.model}, {args.dtype} matmuls, {world_size} x {hardware.device_name(device)}")
+    runtime.say(
+        f"{args.model}, {args.dtype} matmuls, {world_size} x {hardware.device_name(device)}"
+    )
 
     # 3 The model: weights in fp32, or small updates would be rounded away; matmuls in --dtype.
     config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)
     net = model.build(args.model, config, seed=args.seed, device=device)
     model.checkpoint_blocks(net, args.checkpointing)  # backward computes again what is not kept
-    autocast = partial(torch.autocast, device.type, DTYPES[args.dtype], enabled=args.dtype != "fp32")
+    autocast = partial(
+        torch.autocast, device.type, DTYPES[args.dtype], enabled=args.dtype != "fp32"
+    )
     optimizer, scheduler = model.adamw_cosine(
-        net, lr=args.lr, weight_decay=args.weight_decay, warmup_steps=args.warmup_steps, steps=args.steps
+        net,
+        lr=args.lr,
+        weight_decay=args.weight_decay,
+        warmup_steps=args.warmup_steps,
+        steps=args.steps,
     )
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
 
@@ -82,24 +94,34 @@ def main() -> int:
         # DDP rebuilds its buckets after the first backward. With three or more ranks that changes the order of
         # summation, and so the last bits. A throw-away step before the resume makes every later step alike.
         with autocast():
-            loss = train_net(*torch.zeros(2, batches.micro_batch_size, args.seq_len, dtype=torch.int64, device=device))
+            loss = train_net(
+                *torch.zeros(
+                    2, batches.micro_batch_size, args.seq_len, dtype=torch.int64, device=device
+                )
+            )
         loss.backward()
         optimizer.zero_grad()
     start_step = checkpoint.resume(run, **training) if args.resume else 0
     stream = batches.stream(start_step, pin=device.type == "cuda", num_workers=args.num_workers)
-    meter = metrics.Meter(run.folder, args, config=config, device=device, batches=batches, start_step=start_step)
+    meter = metrics.Meter(
+        run.folder, args, config=config, device=device, batches=batches, start_step=start_step
+    )
 
     # 5 The loop.
     step, stop, scale = start_step, 0, scaler.get_scale()
     for step in range(start_step + 1, args.steps + 1):
-        torch.manual_seed(args.seed + step)  # what dropout draws, if your model has it, is the same after a resume
+        # what dropout draws, if your model has it, is the same after a resume
+        torch.manual_seed(args.seed + step)
         step_loss = torch.zeros((), device=device)
         for micro_step in range(1, batches.accumulation_steps + 1):
             inputs, targets = meter.next(stream)
             # only the last backward of a step averages, once for all micro-batches; DDP decides that in forward
-            sync = nullcontext() if micro_step == batches.accumulation_steps else train_net.no_sync()
+            sync = (
+                nullcontext() if micro_step == batches.accumulation_steps else train_net.no_sync()
+            )
             with sync, meter.forward(), autocast():
-                loss = train_net(inputs, targets) / batches.accumulation_steps  # micro-batches have equal token counts
+                # micro-batches have equal token counts
+                loss = train_net(inputs, targets) / batches.accumulation_steps
             scaler.scale(loss).backward()
             step_loss += loss.detach()
         scaler.unscale_(optimizer)  # before clipping: the threshold is meant for true gradients
@@ -107,7 +129,8 @@ def main() -> int:
         lr = optimizer.param_groups[0]["lr"]
         scaler.step(optimizer)  # does nothing if a gradient overflowed
         scaler.update()
-        previous_scale, scale = scale, scaler.get_scale()  # once a step: in fp16 it waits for the GPU
+        # once a step: in fp16 it waits for the GPU
+        previous_scale, scale = scale, scaler.get_scale()
         if scale >= previous_scale:  # the step was taken
             scheduler.step()
         optimizer.zero_grad()
@@ -116,7 +139,9 @@ def main() -> int:
         save = stop or step == args.steps or (args.save_every and step % args.save_every == 0)
         if save or step == 1 or step % args.log_every == 0:
             dist.all_reduce(step_loss)  # sums: a rank's loss is the mean of its own share
-            meter.log(step, step_loss / world_size, grad_norm, lr, step - scheduler.last_epoch, scale)
+            meter.log(
+                step, step_loss / world_size, grad_norm, lr, step - scheduler.last_epoch, scale
+            )
         if step == args.steps or (args.eval_every and step % args.eval_every == 0):
             meter.log_eval(step, evaluate(net, held_out, autocast, device))
         if save:
@@ -128,11 +153,16 @@ def main() -> int:
         runtime.say(f"signal {stop}: saved at step {step}; the same command with --resume goes on")
 
     # 6 What was promised, checked. Low precision is in the arithmetic, never in what is kept.
-    kept = {t.dtype for t in (*net.parameters(), *(t for s in optimizer.state.values() for t in s.values()))}
+    kept = {
+        t.dtype
+        for t in (*net.parameters(), *(t for s in optimizer.state.values() for t in s.values()))
+    }
     with torch.no_grad(), autocast():
         computed = net(torch.zeros(1, 1, dtype=torch.int64, device=device)).dtype
     assert (computed, kept) == (DTYPES[args.dtype], {torch.float32})
-    runtime.say(f"checked: matmuls in {computed}, weights and optimizer state kept in {torch.float32}")
+    runtime.say(
+        f"checked: matmuls in {computed}, weights and optimizer state kept in {torch.float32}"
+    )
     # No rank has drifted from the others by a bit.
     digests = runtime.gather(model.digest(net))
     assert len(set(digests)) == 1, f"ranks hold different weights: {digests}"
@@ -153,7 +183,8 @@ def evaluate(net, batches, autocast, device) -> float:
         with autocast():
             loss = net(inputs.to(device), targets)
         tokens = (targets != data.PADDING).sum()
-        total += torch.stack((torch.where(tokens > 0, loss * tokens, 0.0), tokens))  # padding alone has no mean
+        # padding alone has no mean
+        total += torch.stack((torch.where(tokens > 0, loss * tokens, 0.0), tokens))
     dist.all_reduce(total)  # sums, not means: a rank may have read fewer tokens than the others
     net.train()
     return (total[0] / total[1]).item()

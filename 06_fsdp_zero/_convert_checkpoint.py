@@ -20,7 +20,8 @@ from common.exits import UserError
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"  # one matrix in a tied model
 DAMAGE = (CheckpointException, SafetensorError, pickle.UnpicklingError, OSError, RuntimeError)
-DAMAGE += (EOFError, LookupError, TypeError, ValueError)  # what libraries raise for a damaged or a foreign file
+# what libraries raise for a damaged or a foreign file
+DAMAGE += (EOFError, LookupError, TypeError, ValueError)
 
 
 class Source(NamedTuple):
@@ -39,17 +40,25 @@ def find(path: Path) -> tuple[str, Path]:
         path = path / (path / "latest").read_text().strip()
     if (path / "hashes.json").is_file() and (problem := checkpoint.find_damage(path)):
         raise UserError(f"{path} is broken ({problem}): name another step")
-    for kind, files in (("dcp", ".metadata"), ("hf", "*.safetensors"), ("deepspeed", "*_model_states.pt")):
+    for kind, files in (
+        ("dcp", ".metadata"),
+        ("hf", "*.safetensors"),
+        ("deepspeed", "*_model_states.pt"),
+    ):
         if any(path.glob(files)):
             return kind, path
-    raise UserError(f"{path} is no checkpoint: step-N, a folder of DCP, Hugging Face or DeepSpeed, or a .pt file")
+    raise UserError(
+        f"{path} is no checkpoint: step-N, a folder of DCP, Hugging Face or DeepSpeed, or a .pt file"
+    )
 
 
 def find_config(named: str | None, path: Path) -> dict:
     """The content of the model's config.json: of --model, or of what lies with the weights."""
     near = [place for place in (path, path.parent) if (place / "config.json").is_file()]
     if not (named or near):
-        raise UserError(f"{path} does not say the shape of its model: add --model, a size, config.json or folder")
+        raise UserError(
+            f"{path} does not say the shape of its model: add --model, a size, config.json or folder"
+        )
     place = Path(named or near[0])
     config = shapes.read_config(str(place))  # raises the UserErrors
     if str(place) in shapes.SIZES:
@@ -63,9 +72,15 @@ def fit(source: Source, config: dict, path: Path) -> tuple[Source, bool]:
         net = model.Transformer(shapes.parse_config(config, f"{path}: its config"))
     needed = {name: tuple(weight.shape) for name, weight in net.named_parameters()}
     tied = net.config.tie_word_embeddings
-    if tied and HEAD in source.tensors and not torch.equal(source.read(HEAD), source.read(EMBEDDING)):
+    if (
+        tied
+        and HEAD in source.tensors
+        and not torch.equal(source.read(HEAD), source.read(EMBEDDING))
+    ):
         raise UserError(f"{path}: its config ties {HEAD} to {EMBEDDING}, and they differ")
-    tensors = {name: tensor for name, tensor in source.tensors.items() if not (tied and name == HEAD)}
+    tensors = {
+        name: tensor for name, tensor in source.tensors.items() if not (tied and name == HEAD)
+    }
     found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     for name, _ in sorted(found.items() ^ needed.items()):
         there = f"{found.get(name, 'missing')} in its files and {needed.get(name, 'missing')} in the model"
@@ -92,9 +107,14 @@ def load_deepspeed(path: Path) -> dict:
     what you trust."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read by the import, which else looks for GPUs
     if not any(path.glob("*_optim_states.pt")):  # stage 0: the module as it is, on every rank
-        return torch.load(next(path.glob("*_model_states.pt")), mmap=True, weights_only=False)["module"]
-    with contextlib.redirect_stdout(None), contextlib.redirect_stderr(io.StringIO()):  # it prints its progress
-        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint as zero_to_fp32
+        return torch.load(next(path.glob("*_model_states.pt")), mmap=True, weights_only=False)[
+            "module"
+        ]
+    # it prints its progress
+    with contextlib.redirect_stdout(None), contextlib.redirect_stderr(io.StringIO()):
+        from deepspeed.utils.zero_to_fp32 import (
+            get_fp32_state_dict_from_zero_checkpoint as zero_to_fp32,
+        )
 
         return zero_to_fp32(str(path.parent), tag=path.name, lazy_mode=True)
 
@@ -102,6 +122,8 @@ def load_deepspeed(path: Path) -> dict:
 def copy_tokenizer(origin: Path, folder: Path) -> None:
     """The small files beside the weights, so that `folder` can be used as the model's own was."""
     for file in origin.iterdir() if origin.is_dir() else ():
-        ours = file.name in ("config.json", "hashes.json", "settings.json") or file.name.endswith(".index.json")
+        ours = file.name in ("config.json", "hashes.json", "settings.json") or file.name.endswith(
+            ".index.json"
+        )
         if file.suffix in (".json", ".jinja", ".txt", ".model") and not ours:
             shutil.copy(file, folder / file.name)

@@ -24,21 +24,29 @@ def check_flags(args) -> None:
         raise UserError("train_zero.py needs the package deepspeed: pip install deepspeed==0.19.8")
     if args.dtype == "fp16":
         raise UserError("--dtype fp16: 05_ddp/train.py has a GradScaler; use bf16 or fp32 here")
-    lowest_stage = {"none": 0, "optimizer": 1, "params": 3}[args.offload]  # what the ranks share can be moved
+    # what the ranks share can be moved
+    lowest_stage = {"none": 0, "optimizer": 1, "params": 3}[args.offload]
     if args.stage < lowest_stage:
-        raise UserError(f"--offload {args.offload} with --stage {args.stage}: use --stage {lowest_stage} or more")
+        raise UserError(
+            f"--offload {args.offload} with --stage {args.stage}: use --stage {lowest_stage} or more"
+        )
     if args.async_save:
-        raise UserError("--async-save: DeepSpeed writes its own files while training waits; leave it out")
+        raise UserError(
+            "--async-save: DeepSpeed writes its own files while training waits; leave it out"
+        )
 
 
 def import_deepspeed(device: torch.device):
     """The package, for this device and in the process group that is there."""
-    os.environ["DS_ACCELERATOR"] = device.type  # read by the import; left alone it takes a GPU wherever it sees one
-    os.environ.setdefault("LOCAL_RANK", "0")  # read by zero.Init, also where one process was started without torchrun
+    # read by the import; left alone it takes a GPU wherever it sees one
+    os.environ["DS_ACCELERATOR"] = device.type
+    # read by zero.Init, also where one process was started without torchrun
+    os.environ.setdefault("LOCAL_RANK", "0")
     logging.disable(logging.WARNING)  # DeepSpeed logs to stdout, and its import does
     import deepspeed
 
-    warnings.filterwarnings("ignore", "`torch.distributed.", FutureWarning)  # names that torch has since changed
+    # names that torch has since changed
+    warnings.filterwarnings("ignore", "`torch.distributed.", FutureWarning)
     # on a CPU it would compile an all-reduce through shared memory, for two minutes; only its inference uses that
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("nccl" if device.type == "cuda" else "gloo")
@@ -74,7 +82,10 @@ class Run(checkpoint.Run):
             raise (OSError(error) if "unexpected pos" in str(error) else error) from None
         runtime.gather(None)  # all files are there: each rank hashes some
         files = sorted(file for file in folder.iterdir() if file.is_file())
-        return {file.name: checkpoint.file_sha256(file) for file in files[dist.get_rank() :: dist.get_world_size()]}
+        return {
+            file.name: checkpoint.file_sha256(file)
+            for file in files[dist.get_rank() :: dist.get_world_size()]
+        }
 
 
 def make_universal(path: Path, stage: int) -> Path | None:
@@ -82,7 +93,8 @@ def make_universal(path: Path, stage: int) -> Path | None:
     program. None where none is needed."""
     if stage == 0 or len(list(path.glob("*_optim_states.pt"))) == dist.get_world_size():
         return None
-    folder = path.with_name(f"{path.name}-universal.tmp") / "step"  # Run clears away what ends in .tmp
+    # Run clears away what ends in .tmp
+    folder = path.with_name(f"{path.name}-universal.tmp") / "step"
     words = ["--input_folder", str(path), "--output_folder", str(folder), "--inject_missing_state"]
     command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", *words]
     runtime.on_rank0(lambda: subprocess.run(command, check=True, stdout=subprocess.DEVNULL))
@@ -95,12 +107,15 @@ def load(path: Path, engine, universal: Path | None) -> int:
     groups, scheduler = engine.optimizer.param_groups, engine.lr_scheduler
     weight_decays = [group["weight_decay"] for group in groups]
     loaded, _ = engine.load_checkpoint(str(source.parent), tag=source.name)
-    assert loaded is not None, f"DeepSpeed found no checkpoint in {source}"  # it would train on from random weights
+    # it would train on from random weights
+    assert loaded is not None, f"DeepSpeed found no checkpoint in {source}"
     for group, weight_decay in zip(groups, weight_decays, strict=True):
-        group["weight_decay"] = weight_decay  # a universal load at stage 3 gives every group those of the first
+        # a universal load at stage 3 gives every group those of the first
+        group["weight_decay"] = weight_decay
     for state in engine.basic_optimizer.state.values():
         if "step" in state:
-            state["step"] = state["step"].clone()  # and every group one counter, which each then counts up
+            # and every group one counter, which each then counts up
+            state["step"] = state["step"].clone()
     for group, lr, factor in zip(groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
         group["lr"] = lr * factor(scheduler.last_epoch)  # the saved one, unless --steps has changed
     runtime.gather(None)  # all have read it
@@ -125,7 +140,9 @@ def check_parts(engine, stage: int) -> dict[str, list[int]]:
     Stage 3 cuts each parameter. What comes last is padded."""
     ranks = dist.get_world_size()
     weights = list(engine.module.parameters())
-    groups = [sum(p.numel() for p in weights if (p.ndim >= 2) == matrices) for matrices in (True, False)]
+    groups = [
+        sum(p.numel() for p in weights if (p.ndim >= 2) == matrices) for matrices in (True, False)
+    ]
     weights_due = sum(groups)
     part = sum(2 * math.ceil(size / (2 * ranks)) for size in groups) if stage else weights_due
     if stage == 3:
@@ -133,7 +150,9 @@ def check_parts(engine, stage: int) -> dict[str, list[int]]:
         assert not whole, f"gathered and not forgotten: {whole}"
         weights_due = part = sum(math.ceil(parameter.ds_numel / ranks) for parameter in weights)
         weights = [parameter.ds_tensor for parameter in weights]
-    moments = [t for state in engine.basic_optimizer.state.values() for t in state.values() if t.ndim]
+    moments = [
+        t for state in engine.basic_optimizer.state.values() for t in state.values() if t.ndim
+    ]
     held = [sum(tensor.nbytes for tensor in tensors) for tensors in (weights, moments)]
     due = [4 * weights_due, 8 * part]
     assert held == due, f"{held} bytes are here, {due} are due"

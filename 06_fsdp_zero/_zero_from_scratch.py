@@ -24,7 +24,10 @@ def compare(stage, ddp, start: nn.Module) -> dict[str, float]:
             group.weights.untyped_storage().resize_(group.weights.nbytes)
             all_gather(group.weights, group.my_weights)
     moved, ddp_moved = (
-        [weight - before for weight, before in zip(trained.net.parameters(), start.parameters(), strict=True)]
+        [
+            weight - before
+            for weight, before in zip(trained.net.parameters(), start.parameters(), strict=True)
+        ]
         for trained in (stage, ddp)
     )
     weights_error = measure.relative_error(moved, ddp_moved)
@@ -47,9 +50,13 @@ def first_moments(stage) -> list[Tensor]:
 def check(rows: list[dict], start: nn.Module) -> list[str]:
     for number, row in enumerate(rows):
         for name, expected in of_zero(number, start, dist.get_world_size()).items():
-            assert row.get(name, 0) == expected, f"stage {number}: {name} is {row.get(name)}, and must be {expected:,}"
+            assert row.get(name, 0) == expected, (
+                f"stage {number}: {name} is {row.get(name)}, and must be {expected:,}"
+            )
         for name in ("first_moments_error", "weights_error"):
-            assert row[name] <= TOLERANCE, f"stage {number}: {name} against DDP is {row[name]:.0e}: that is no rounding"
+            assert row[name] <= TOLERANCE, (
+                f"stage {number}: {name} against DDP is {row[name]:.0e}: that is no rounding"
+            )
     largest = max(max(row["weights_error"], row["first_moments_error"]) for row in rows)
     return [
         "bytes held, calls and bytes sent are those of the formulas, padding included, on every rank",

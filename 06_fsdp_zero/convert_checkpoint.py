@@ -59,7 +59,8 @@ def write(kind: str, source: Source, target: Path, config: dict, most_file_bytes
         files = file_numbers(source.tensors, most_file_bytes)
         writer = dcp.HuggingFaceStorageWriter(str(target), fqn_to_index_mapping=files)
     else:
-        writer = dcp.FileSystemWriter(target, single_file_per_rank=False)  # or all weights would wait for one file
+        # or all weights would wait for one file
+        writer = dcp.FileSystemWriter(target, single_file_per_rank=False)
     writer.per_thread_copy_ahead = 0  # copying ahead would open a CUDA context
     # a run keeps its weights under "model", beside the optimizer's state; Hugging Face has them alone
     state = source.tensors if kind == "hf" else {"model": source.tensors}
@@ -95,12 +96,18 @@ def open_checkpoint(kind: str, path: Path) -> Source:
     """What is in a checkpoint. UserError if it cannot be read."""
     with readable(path):
         if kind in ("hf", "dcp"):
-            return open_dcp(dcp.HuggingFaceStorageReader(str(path)) if kind == "hf" else dcp.FileSystemReader(path))
+            return open_dcp(
+                dcp.HuggingFaceStorageReader(str(path))
+                if kind == "hf"
+                else dcp.FileSystemReader(path)
+            )
         weights = torch.load(path, mmap=True)["model"] if kind == "pt" else load_deepspeed(path)
         tensors = {
-            name: torch.empty(weight.shape, dtype=weight.dtype, device="meta") for name, weight in weights.items()
+            name: torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+            for name, weight in weights.items()
         }
-        return Source(tensors, lambda name: weights[name].contiguous())  # what zero_to_fp32 gives is joined by that
+        # what zero_to_fp32 gives is joined by that
+        return Source(tensors, lambda name: weights[name].contiguous())
 
 
 def open_dcp(reader: dcp.StorageReader) -> Source:
@@ -109,7 +116,9 @@ def open_dcp(reader: dcp.StorageReader) -> Source:
     saved = reader.read_metadata().state_dict_metadata
     prefix = "model." if any(name.startswith("model.model.") for name in saved) else ""
     tensors = {
-        name.removeprefix(prefix): torch.empty(about.size, dtype=about.properties.dtype, device="meta")
+        name.removeprefix(prefix): torch.empty(
+            about.size, dtype=about.properties.dtype, device="meta"
+        )
         for name, about in saved.items()
         if name.startswith(prefix) and hasattr(about, "size")
     }
@@ -117,7 +126,8 @@ def open_dcp(reader: dcp.StorageReader) -> Source:
     def read(name: str) -> Tensor:
         tensor = torch.empty_like(tensors[name], device="cpu")
         with readable(reader.path):
-            dcp.load({prefix + name: tensor}, storage_reader=reader, no_dist=True)  # its rows, from each rank's file
+            # its rows, from each rank's file
+            dcp.load({prefix + name: tensor}, storage_reader=reader, no_dist=True)
         return tensor
 
     return Source(tensors, read)
@@ -131,7 +141,8 @@ def run(path: Path, target: Path, to: str, named: str | None, most_file_bytes: f
     source, tied = fit(open_checkpoint(kind, path), config, path)
     tensors, hashes = source.tensors, {}
     if tied and to != "hf":
-        tensors = {**tensors, HEAD: tensors[EMBEDDING]}  # as in the state dict of a tied model, which has both names
+        # as in the state dict of a tied model, which has both names
+        tensors = {**tensors, HEAD: tensors[EMBEDDING]}
 
     def read(name: str) -> Tensor:
         tensor = source.read(EMBEDDING if tied and name == HEAD else name)
@@ -146,7 +157,11 @@ def run(path: Path, target: Path, to: str, named: str | None, most_file_bytes: f
         temporary.rename(target)
     except (OSError, RuntimeError, dcp.api.CheckpointException) as error:
         cause = cause_of(error)
-        raise (cause if isinstance(cause, UserError) else UserError(f"{target} cannot be written: {cause}")) from None
+        raise (
+            cause
+            if isinstance(cause, UserError)
+            else UserError(f"{target} cannot be written: {cause}")
+        ) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.unlink(missing_ok=True)
@@ -165,13 +180,19 @@ def run(path: Path, target: Path, to: str, named: str | None, most_file_bytes: f
 
 
 def check(written: Source, hashes: dict[str, str]) -> None:
-    assert written.tensors.keys() == hashes.keys(), f"written: {[*written.tensors]}, read: {[*hashes]}"
+    assert written.tensors.keys() == hashes.keys(), (
+        f"written: {[*written.tensors]}, read: {[*hashes]}"
+    )
     for name in written.tensors:
-        assert sha256(written.read(name)) == hashes[name], f"{name} was written otherwise than it was read"
+        assert sha256(written.read(name)) == hashes[name], (
+            f"{name} was written otherwise than it was read"
+        )
 
 
 def sha256(tensor: Tensor) -> str:
-    return hashlib.sha256(tensor.detach().contiguous().flatten().view(torch.uint8).numpy()).hexdigest()
+    return hashlib.sha256(
+        tensor.detach().contiguous().flatten().view(torch.uint8).numpy()
+    ).hexdigest()
 
 
 def go_round(most_file_bytes: float) -> list[dict]:
@@ -185,38 +206,70 @@ def go_round(most_file_bytes: float) -> list[dict]:
             target = Path(folder, f"{len(rows)}-{kind}")
             rows.append(run(path, target, kind, "nano", most_file_bytes))
             path = target
-        check(open_checkpoint("dcp", path), {name: sha256(weight) for name, weight in weights.items()})
+        check(
+            open_checkpoint("dcp", path), {name: sha256(weight) for name, weight in weights.items()}
+        )
     return rows
 
 
-COLUMNS = {"from_kind": "from", "to_kind": "to", "tensors": "tensors", "tensor_bytes": "weights", "files": "files"}
-COLUMNS |= {"largest_file_bytes": "largest file", "peak_memory_bytes": "peak memory", "seconds": "time"}
+COLUMNS = {
+    "from_kind": "from",
+    "to_kind": "to",
+    "tensors": "tensors",
+    "tensor_bytes": "weights",
+    "files": "files",
+}
+COLUMNS |= {
+    "largest_file_bytes": "largest file",
+    "peak_memory_bytes": "peak memory",
+    "seconds": "time",
+}
 
 
 def main() -> int:
     parser = cli.Parser(__doc__)
     add = parser.add_argument
-    add("source", metavar="FROM", nargs="?", type=Path, help="a run's folder, a step, a folder, a .pt file")
+    add(
+        "source",
+        metavar="FROM",
+        nargs="?",
+        type=Path,
+        help="a run's folder, a step, a folder, a .pt file",
+    )
     add("target", metavar="TO", nargs="?", type=Path, help="a folder, or for pt a file")
     add("--to", choices=("hf", "dcp", "pt"), help="the kind of TO")
-    add("--model", help="a size, config.json or folder: the shape, where FROM does not say it, and the tokenizer")
-    add("--max-shard-gb", type=cli.positive, default=2, help="of each .safetensors file, in 1e9 bytes (default: 2)")
+    add(
+        "--model",
+        help="a size, config.json or folder: the shape, where FROM does not say it, and the tokenizer",
+    )
+    add(
+        "--max-shard-gb",
+        type=cli.positive,
+        default=2,
+        help="of each .safetensors file, in 1e9 bytes (default: 2)",
+    )
     cli.add_device_and_json(parser)
     args = parser.parse_args()
     runtime.single_device("cpu")  # one process converts
     most_file_bytes = args.max_shard_gb * 1e9
     if args.source is None:
         rows = go_round(most_file_bytes)
-        checked = ["nano's weights are the same to the bit after .pt -> DCP -> Hugging Face -> .pt -> DCP"]
+        checked = [
+            "nano's weights are the same to the bit after .pt -> DCP -> Hugging Face -> .pt -> DCP"
+        ]
     elif args.target is None or args.to is None:
         raise UserError(f"FROM {args.source} needs TO and --to hf, dcp or pt")
     elif args.target.exists() or not args.target.absolute().parent.is_dir():
-        raise UserError(f"{args.target} exists, or its folder does not: nothing is overwritten, name another TO")
+        raise UserError(
+            f"{args.target} exists, or its folder does not: nothing is overwritten, name another TO"
+        )
     else:
         rows = [run(args.source, args.target, args.to, args.model, most_file_bytes)]
         if args.to == "hf":
             copy_tokenizer(Path(args.model or rows[0]["from"]), args.target)
-        checked = [f"{args.target} read again, every tensor is that of {rows[0]['from']} to the bit"]
+        checked = [
+            f"{args.target} read again, every tensor is that of {rows[0]['from']} to the bit"
+        ]
     lesson.end(rows, columns=COLUMNS, checked=checked, args=args, device=torch.device("cpu"))
     return 0
 

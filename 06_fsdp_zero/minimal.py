@@ -24,7 +24,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
 
-STEPS, GLOBAL_BATCH, LENGTH, LEARNING_RATE, SEED = 20, 24, 64, 1e-3, 0  # YOURS; LENGTH counts tokens
+# YOURS; LENGTH counts tokens
+STEPS, GLOBAL_BATCH, LENGTH, LEARNING_RATE, SEED = 20, 24, 64, 1e-3, 0
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -39,7 +40,10 @@ class Block(nn.Module):
 
     def forward(self, x):
         y = self.norm1(x)
-        q, k, v = (linear(y).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for linear in (self.q, self.k, self.v))
+        q, k, v = (
+            linear(y).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for linear in (self.q, self.k, self.v)
+        )
         y = scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.o(y.transpose(1, 2).flatten(2))
         return x + self.down(gelu(self.up(self.norm2(x))))
@@ -71,48 +75,70 @@ def main():
     parser.add_argument("--dtype", choices=DTYPES, default="fp32")
     dtype = DTYPES[parser.parse_args().dtype]
 
-    if "RANK" not in os.environ:  # started by python, not by torchrun: the only rank. Port 0: any that is free
-        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="0")
+    # started by python, not by torchrun: the only rank. Port 0: any that is free
+    if "RANK" not in os.environ:
+        os.environ.update(
+            RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="0"
+        )
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if GLOBAL_BATCH % world_size:
-        parser.error(f"{GLOBAL_BATCH=} does not divide over {world_size} ranks: use a multiple of {world_size}")
+        parser.error(
+            f"{GLOBAL_BATCH=} does not divide over {world_size} ranks: use a multiple of {world_size}"
+        )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    torch.set_float32_matmul_precision("highest")  # NVIDIA's containers turn TF32 on; "high" allows it, and is faster
+    # NVIDIA's containers turn TF32 on; "high" allows it, and is faster
+    torch.set_float32_matmul_precision("highest")
     if device.type == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # before NCCL: until here "cuda" is GPU 0 on all ranks
-    dist.init_process_group(device_id=torch.cuda.current_device() if device.type == "cuda" else None)  # NCCL or gloo
+        # before NCCL: until here "cuda" is GPU 0 on all ranks
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    # NCCL or gloo
+    dist.init_process_group(
+        device_id=torch.cuda.current_device() if device.type == "cuda" else None
+    )
 
     torch.manual_seed(SEED)
-    model = Model().to(device)  # made on the CPU and then moved: equal weights on every kind of device
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)  # gradients are summed in fp32
+    # made on the CPU and then moved: equal weights on every kind of device
+    model = Model().to(device)
+    # gradients are summed in fp32
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for block in model.blocks:
         fully_shard(block, mp_policy=policy)  # block by block: only the one that computes is whole
     fully_shard(model, mp_policy=policy)  # the rest. Before the optimizer: it makes new parameters
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))  # YOURS: the data. Here Python's library, as bytes
-    text = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
+    # YOURS: the data. Here Python's library, as bytes
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    text = torch.frombuffer(
+        bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8
+    )
 
     for step in range(1, STEPS + 1):
-        rows = global_batch(text, step)[rank::world_size]  # equal shares: FSDP weighs all ranks alike
+        # equal shares: FSDP weighs all ranks alike
+        rows = global_batch(text, step)[rank::world_size]
         inputs, targets = rows[:, :-1].to(device), rows[:, 1:].to(device)
-        loss = cross_entropy(model(inputs).float(), targets.flatten())  # logits are bf16 under the policy
+        # logits are bf16 under the policy
+        loss = cross_entropy(model(inputs).float(), targets.flatten())
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()  # backward adds to the gradients that it finds
 
         if step % 5 == 0 or step == STEPS:
-            loss = loss.detach() / world_size  # a rank knows the loss of its own share, and all_reduce sums
-            dist.all_reduce(loss)  # a collective: every rank has to call it, not only the one that prints
+            # a rank knows the loss of its own share, and all_reduce sums
+            loss = loss.detach() / world_size
+            # a collective: every rank has to call it, not only the one that prints
+            dist.all_reduce(loss)
             if rank == 0:
-                print(f"step {step} | loss {loss.item():.6f}", flush=True)  # item() waits for the GPU: not at each step
+                # item() waits for the GPU: not at each step
+                print(f"step {step} | loss {loss.item():.6f}", flush=True)
 
-    weights = {name: shard.full_tensor().cpu() for name, shard in model.state_dict().items()}  # a collective, too
+    # a collective, too
+    weights = {name: shard.full_tensor().cpu() for name, shard in model.state_dict().items()}
     if rank == 0:
         torch.save(weights, "minimal.pt")
     dist.barrier()  # a rank that leaves while another still needs it takes that one down
     dist.destroy_process_group()
-    os._exit(0)  # a thread of gloo may abort Python's own end. Skips atexit: close your loggers before
+    # a thread of gloo may abort Python's own end. Skips atexit: close your loggers before
+    os._exit(0)
 
 
 if __name__ == "__main__":

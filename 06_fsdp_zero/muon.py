@@ -38,7 +38,13 @@ TOLERANCE = 1e-5  # between the losses of the sharded run and those of one proce
 class Muon(torch.optim.Optimizer):
     """Momentum, orthogonalised. For matrices alone, whole or sharded by fully_shard."""
 
-    def __init__(self, matrices: Iterable[nn.Parameter], lr: float, momentum: float = 0.95, weight_decay: float = 0.1):
+    def __init__(
+        self,
+        matrices: Iterable[nn.Parameter],
+        lr: float,
+        momentum: float = 0.95,
+        weight_decay: float = 0.1,
+    ):
         super().__init__(matrices, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()
@@ -47,13 +53,18 @@ class Muon(torch.optim.Optimizer):
             for matrix in group["params"]:
                 state = self.state[matrix]
                 if not state:
-                    state["momentum"] = torch.zeros_like(matrix)  # a rank's rows, like those of the weights
+                    # a rank's rows, like those of the weights
+                    state["momentum"] = torch.zeros_like(matrix)
                 state["momentum"].lerp_(matrix.grad, 1 - group["momentum"])
-                update = matrix.grad.lerp(state["momentum"], group["momentum"])  # Nesterov's: one step ahead
+                # Nesterov's: one step ahead
+                update = matrix.grad.lerp(state["momentum"], group["momentum"])
                 whole = runtime.whole(update)  # the only message: each rank sends its rows to all
                 direction = orthogonalize(whole) * rms_of_adamw(whole)
-                if isinstance(matrix, DTensor):  # every rank has all of it and cuts out its rows: nothing is sent
-                    direction = distribute_tensor(direction, matrix.device_mesh, matrix.placements, src_data_rank=None)
+                # every rank has all of it and cuts out its rows: nothing is sent
+                if isinstance(matrix, DTensor):
+                    direction = distribute_tensor(
+                        direction, matrix.device_mesh, matrix.placements, src_data_rank=None
+                    )
                 matrix.mul_(1 - group["lr"] * group["weight_decay"])
                 matrix.sub_(group["lr"] * direction)
 
@@ -66,7 +77,8 @@ def orthogonalize(matrix: Tensor, iterations: int = 5) -> Tensor:
     order of the sums shows in the last digits only.
     """
     a, b, c = 3.4445, -4.7750, 2.0315
-    wide = matrix if matrix.size(0) <= matrix.size(1) else matrix.T  # the square matrices below are then the small ones
+    # the square matrices below are then the small ones
+    wide = matrix if matrix.size(0) <= matrix.size(1) else matrix.T
     x = wide / (wide.norm() + 1e-7)  # singular values of 1 at most, or the iteration runs away
     for _ in range(iterations):
         square = x @ x.T
@@ -97,7 +109,9 @@ def shard(net: nn.Module, device: torch.device) -> None:
     fully_shard(net, mesh=mesh)
 
 
-def run(name: str, weights: str, net: nn.Module, lr: float, batches: list[tuple[Tensor, Tensor]]) -> dict:
+def run(
+    name: str, weights: str, net: nn.Module, lr: float, batches: list[tuple[Tensor, Tensor]]
+) -> dict:
     """Train for a step per batch. Every rank must call it."""
     optimizers = make_optimizers(name, net, lr)
     losses = []
@@ -112,7 +126,9 @@ def run(name: str, weights: str, net: nn.Module, lr: float, batches: list[tuple[
     losses = [statistics.fmean(of_ranks) for of_ranks in zip(*runtime.gather(losses), strict=True)]
     states = [state for optimizer in optimizers for state in optimizer.state.values()]
     moments = [tensor for state in states for tensor in state.values() if tensor.ndim]
-    own_bytes = sum((moment.to_local() if isinstance(moment, DTensor) else moment).nbytes for moment in moments)
+    own_bytes = sum(
+        (moment.to_local() if isinstance(moment, DTensor) else moment).nbytes for moment in moments
+    )
     bytes_per_rank = runtime.gather(own_bytes)
     return {
         "optimizer": name,
@@ -131,13 +147,21 @@ def check(rows: list[dict], matrices: int, world_size: int) -> list[str]:
     one_process, sharded, adamw = rows
     gathered = matrices if world_size > 1 else 0  # one rank has all rows
     calls = [row["all_gathers_per_optimizer_step"] for row in rows]
-    assert calls == [0, gathered, 0], f"all-gathers in a step of the optimizer: {calls}, for {matrices} matrices"
-    difference = max(abs(a / b - 1) for a, b in zip(sharded["losses"], one_process["losses"], strict=True))
-    assert difference <= TOLERANCE, f"losses differ from those of one process by {difference:.0e}: that is no rounding"
+    assert calls == [0, gathered, 0], (
+        f"all-gathers in a step of the optimizer: {calls}, for {matrices} matrices"
+    )
+    difference = max(
+        abs(a / b - 1) for a, b in zip(sharded["losses"], one_process["losses"], strict=True)
+    )
+    assert difference <= TOLERANCE, (
+        f"losses differ from those of one process by {difference:.0e}: that is no rounding"
+    )
     held, whole = sum(sharded["optimizer_bytes_per_rank"]), one_process["most_optimizer_bytes"]
     assert held == whole, f"the ranks hold {held:,} bytes of Muon's state together, of {whole:,}"
     lower, higher = sharded["most_optimizer_bytes"], adamw["most_optimizer_bytes"]
-    assert lower < higher, f"Muon's state of {lower:,} bytes is no smaller than AdamW's of {higher:,}"
+    assert lower < higher, (
+        f"Muon's state of {lower:,} bytes is no smaller than AdamW's of {higher:,}"
+    )
     return [
         f"sharded Muon has the losses of one process (largest difference {difference:.1g})",
         f"{gathered} all-gathers for {matrices} matrices, and each byte of the state on one rank alone",
@@ -157,14 +181,16 @@ COLUMNS = {
 
 def main() -> int:
     args = lesson.flags(__doc__, model="nano", seq_len=32, steps=10)
-    config = shapes.load_config(args.model, 256, args.seq_len)  # raises a UserError before any rank starts
+    # raises a UserError before any rank starts
+    config = shapes.load_config(args.model, 256, args.seq_len)
     lr = shapes.recipe(args.model).lr
     lesson.relaunch(args.device)
     runtime.seed_all(0, deterministic=True)  # before the group: NCCL reads variables when it starts
     device = runtime.init_process_group(args.device)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     sequences = -(-24 // world_size) * world_size  # 24, or the next number that the ranks divide
-    inputs, targets = lesson.one_batch(args.steps * sequences, args.seq_len, device)  # the same on every rank
+    # the same on every rank
+    inputs, targets = lesson.one_batch(args.steps * sequences, args.seq_len, device)
     batches = [*zip(inputs.split(sequences), targets.split(sequences), strict=True)]
     own_batches = [tuple(tensor.chunk(world_size)[rank] for tensor in batch) for batch in batches]
 

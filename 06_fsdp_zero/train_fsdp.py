@@ -24,7 +24,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.nn.utils import clip_grad_norm_
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
@@ -37,12 +42,25 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 def main() -> int:
     parser = cli.TrainingParser(__doc__)
-    parser.add_argument("--replicate", type=cli.positive_int, default=1, help="copies of the model: HSDP from 2 on")
-    parser.add_argument("--reshard-after-forward", choices=("on", "off"), default="on", help="off: blocks stay whole")
-    parser.add_argument("--cpu-offload", action="store_true", help="weights, gradients, optimizer state in CPU memory")
+    parser.add_argument(
+        "--replicate", type=cli.positive_int, default=1, help="copies of the model: HSDP from 2 on"
+    )
+    parser.add_argument(
+        "--reshard-after-forward",
+        choices=("on", "off"),
+        default="on",
+        help="off: blocks stay whole",
+    )
+    parser.add_argument(
+        "--cpu-offload",
+        action="store_true",
+        help="weights, gradients, optimizer state in CPU memory",
+    )
     args = parser.parse_args()
     if args.dtype == "fp16":
-        raise exits.UserError("--dtype fp16: 05_ddp/train.py has a GradScaler; use bf16 or fp32 here")
+        raise exits.UserError(
+            "--dtype fp16: 05_ddp/train.py has a GradScaler; use bf16 or fp32 here"
+        )
     runtime.seed_all(args.seed, args.deterministic)
 
     # 1 Processes. As in chapter 05.
@@ -55,33 +73,51 @@ def main() -> int:
     corpus = data.load_corpus(args.data, args.tokenizer, args.model)
     batches = data.Batches(corpus, args, rank=rank, world_size=world_size)
     held_out = batches.evaluation()
-    runtime.say(f"{args.model}, {args.dtype} matmuls, {world_size} x {hardware.device_name(device)}")
+    runtime.say(
+        f"{args.model}, {args.dtype} matmuls, {world_size} x {hardware.device_name(device)}"
+    )
 
     # 3 The model: each rank holds its rows of every fp32 weight; blocks are gathered in --dtype when they compute.
     config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)
-    net = model.build(args.model, config, seed=args.seed, device="meta")  # shapes alone: no rank ever holds the whole
+    # shapes alone: no rank ever holds the whole
+    net = model.build(args.model, config, seed=args.seed, device="meta")
     model.checkpoint_blocks(net, args.checkpointing)  # backward computes again what is not kept
     shard = partial(
         fully_shard,
         mesh=sharding_mesh(device, args.replicate),  # which ranks share one copy of the model
-        mp_policy=MixedPrecisionPolicy(DTYPES[args.dtype], reduce_dtype=torch.float32, cast_forward_inputs=False),
-        reshard_after_forward=None if args.reshard_after_forward == "on" else False,  # None: all but the root
-        offload_policy=CPUOffloadPolicy(pin_memory=device.type == "cuda") if args.cpu_offload else OffloadPolicy(),
+        mp_policy=MixedPrecisionPolicy(
+            DTYPES[args.dtype], reduce_dtype=torch.float32, cast_forward_inputs=False
+        ),
+        # None: all but the root
+        reshard_after_forward=None if args.reshard_after_forward == "on" else False,
+        offload_policy=CPUOffloadPolicy(pin_memory=device.type == "cuda")
+        if args.cpu_offload
+        else OffloadPolicy(),
     )
-    for block in net.model.layers.values():  # wrapped above, then compiled, then cut: each sees what was done before
+    # wrapped above, then compiled, then cut: each sees what was done before
+    for block in net.model.layers.values():
         if args.compile:
             block.compile(fullgraph=True)
         shard(block)
     if args.compile:
-        net.loss = torch.compile(net.loss, fullgraph=True)  # the largest tensor, the logits, is read less often
-    shard(net)  # what is left is one group: embeddings, final norm and head, since two of them may be one matrix
-    for block, next_block in pairwise(net.model.layers.values()):  # while one computes, the next is on its way
+        # the largest tensor, the logits, is read less often
+        net.loss = torch.compile(net.loss, fullgraph=True)
+    # what is left is one group: embeddings, final norm and head, since two of them may be one
+    # matrix
+    shard(net)
+    # while one computes, the next is on its way
+    for block, next_block in pairwise(net.model.layers.values()):
         block.set_modules_to_forward_prefetch([next_block])
         next_block.set_modules_to_backward_prefetch([block])
     model.materialize(net, args.model, seed=args.seed, device="cpu" if args.cpu_offload else device)
-    autocast = nullcontext  # fully_shard casts instead: all is in --dtype, also what autocast keeps in fp32
+    # fully_shard casts instead: all is in --dtype, also what autocast keeps in fp32
+    autocast = nullcontext
     optimizer, scheduler = model.adamw_cosine(
-        net, lr=args.lr, weight_decay=args.weight_decay, warmup_steps=args.warmup_steps, steps=args.steps
+        net,
+        lr=args.lr,
+        weight_decay=args.weight_decay,
+        warmup_steps=args.warmup_steps,
+        steps=args.steps,
     )
 
     # 4 The run: its folder, and the step at which it stood.
@@ -89,19 +125,23 @@ def main() -> int:
     training = {"net": net, "optimizer": optimizer, "scheduler": scheduler}
     start_step = checkpoint.resume(run, **training) if args.resume else 0
     stream = batches.stream(start_step, pin=device.type == "cuda", num_workers=args.num_workers)
-    meter = metrics.Meter(run.folder, args, config=config, device=device, batches=batches, start_step=start_step)
+    meter = metrics.Meter(
+        run.folder, args, config=config, device=device, batches=batches, start_step=start_step
+    )
 
     # 5 The loop.
     step, stop = start_step, 0
     for step in range(start_step + 1, args.steps + 1):
-        torch.manual_seed(args.seed + step)  # what dropout draws, if your model has it, is the same after a resume
+        # what dropout draws, if your model has it, is the same after a resume
+        torch.manual_seed(args.seed + step)
         step_loss = torch.zeros((), device=device)
         for micro_step in range(1, batches.accumulation_steps + 1):
             inputs, targets = meter.next(stream)
             # each backward reduce-scatters, or gradients would be whole; copies (HSDP) all-reduce once, after the last
             net.set_requires_all_reduce(micro_step == batches.accumulation_steps)
             with meter.forward(), autocast():
-                loss = net(inputs, targets) / batches.accumulation_steps  # micro-batches have equal token counts
+                # micro-batches have equal token counts
+                loss = net(inputs, targets) / batches.accumulation_steps
             loss.backward()
             step_loss += loss.detach()
         grad_norm = clip_grad_norm_(net.parameters(), args.clip_norm)
@@ -126,11 +166,16 @@ def main() -> int:
         runtime.say(f"signal {stop}: saved at step {step}; the same command with --resume goes on")
 
     # 6 What was promised, checked. Low precision is in the arithmetic, never in what is kept.
-    kept = {t.dtype for t in (*net.parameters(), *(t for s in optimizer.state.values() for t in s.values()))}
+    kept = {
+        t.dtype
+        for t in (*net.parameters(), *(t for s in optimizer.state.values() for t in s.values()))
+    }
     with torch.no_grad(), autocast():
         computed = net(torch.zeros(1, 1, dtype=torch.int64, device=device)).dtype
     assert (computed, kept) == (DTYPES[args.dtype], {torch.float32})
-    runtime.say(f"checked: matmuls in {computed}, weights and optimizer state kept in {torch.float32}")
+    runtime.say(
+        f"checked: matmuls in {computed}, weights and optimizer state kept in {torch.float32}"
+    )
     for module in (net, *net.model.layers.values()):
         module.reshard()  # what that forward gathered is still there: no backward has followed
     # No rank has drifted from the others by a bit.
@@ -153,7 +198,8 @@ def evaluate(net, batches, autocast, device) -> float:
         with autocast():
             loss = net(inputs.to(device), targets)
         tokens = (targets != data.PADDING).sum()
-        total += torch.stack((torch.where(tokens > 0, loss * tokens, 0.0), tokens))  # padding alone has no mean
+        # padding alone has no mean
+        total += torch.stack((torch.where(tokens > 0, loss * tokens, 0.0), tokens))
     dist.all_reduce(total)  # sums, not means: a rank may have read fewer tokens than the others
     net.train()
     return (total[0] / total[1]).item()

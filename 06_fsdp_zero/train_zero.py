@@ -34,9 +34,11 @@ def configure(args, config: shapes.Config, batches: data.Batches, universal: boo
     parameters_per_block = shapes.parameter_count(config) // config.num_hidden_layers
     return {
         "train_micro_batch_size_per_gpu": batches.micro_batch_size,
-        "gradient_accumulation_steps": batches.accumulation_steps,  # backward divides the loss by it
+        # backward divides the loss by it
+        "gradient_accumulation_steps": batches.accumulation_steps,
         "gradient_clipping": 0.0 if args.clip_norm == math.inf else args.clip_norm,
-        "torch_autocast": {"enabled": args.dtype == "bf16", "dtype": "bfloat16"},  # weights stay in fp32
+        # weights stay in fp32
+        "torch_autocast": {"enabled": args.dtype == "bf16", "dtype": "bfloat16"},
         "zero_optimization": {
             "stage": args.stage,
             # elements that travel together: the default of 5e8 makes buffers larger than a small model
@@ -57,12 +59,15 @@ def configure(args, config: shapes.Config, batches: data.Batches, universal: boo
     }
 
 
-def build_model(deepspeed, engine_config: dict, args, config: shapes.Config, device: torch.device) -> model.Transformer:
+def build_model(
+    deepspeed, engine_config: dict, args, config: shapes.Config, device: torch.device
+) -> model.Transformer:
     """The model with the weights of one process. At stage 3 no rank ever holds the whole of it."""
     if args.stage < 3:
         net = model.build(args.model, config, seed=args.seed, device=device)
     else:
-        with deepspeed.zero.Init(config_dict_or_path=engine_config):  # cuts each parameter as soon as it is made
+        # cuts each parameter as soon as it is made
+        with deepspeed.zero.Init(config_dict_or_path=engine_config):
             net = model.Transformer(config)
         helper.set_weights(deepspeed, net, args.model, args.seed)  # one tensor at a time is whole
         net.to(device)  # RoPE's tables, which were made on the CPU
@@ -77,10 +82,13 @@ def train_step(engine, stream, meter: metrics.Meter) -> tuple[torch.Tensor, torc
         inputs, targets = meter.next(stream)
         with meter.forward():
             loss = engine(inputs, targets)
-        engine.backward(loss)  # the engine scales the loss, and reduces the gradients when its buckets are full
-        if engine.zero_optimization_stage() == 0:  # stage 0 clips in step, and does not report the norm
+        # the engine scales the loss, and reduces the gradients when its buckets are full
+        engine.backward(loss)
+        # stage 0 clips in step, and does not report the norm
+        if engine.zero_optimization_stage() == 0:
             grad_norm = get_total_norm([parameter.grad for parameter in engine.module.parameters()])
-        engine.step()  # after each micro-batch; only the last one of a step clips, updates and moves the schedule
+        # after each micro-batch; only the last one of a step clips, updates and moves the schedule
+        engine.step()
         losses.append(loss.detach())
     if grad_norm is None:
         grad_norm = torch.as_tensor(engine.get_global_grad_norm(), dtype=torch.float32)
@@ -89,9 +97,15 @@ def train_step(engine, stream, meter: metrics.Meter) -> tuple[torch.Tensor, torc
 
 def main() -> int:
     parser = cli.TrainingParser(__doc__)
-    parser.add_argument("--stage", type=int, choices=range(4), default=2, help="what the ranks share")
-    parser.add_argument("--offload", choices=("none", "optimizer", "params"), default="none", help="params: both")
-    parser.add_argument("--local_rank", type=int, help="from the deepspeed launcher; its LOCAL_RANK is read instead")
+    parser.add_argument(
+        "--stage", type=int, choices=range(4), default=2, help="what the ranks share"
+    )
+    parser.add_argument(
+        "--offload", choices=("none", "optimizer", "params"), default="none", help="params: both"
+    )
+    parser.add_argument(
+        "--local_rank", type=int, help="from the deepspeed launcher; its LOCAL_RANK is read instead"
+    )
     args = parser.parse_args()
     helper.check_flags(args)
     runtime.seed_all(args.seed, args.deterministic)
@@ -107,7 +121,9 @@ def main() -> int:
     corpus = data.load_corpus(args.data, args.tokenizer, args.model)
     batches = data.Batches(corpus, args, rank=rank, world_size=world_size)
     held_out = batches.evaluation()
-    runtime.say(f"{args.model}, ZeRO-{args.stage}, {args.dtype}, {world_size} x {hardware.device_name(device)}")
+    runtime.say(
+        f"{args.model}, ZeRO-{args.stage}, {args.dtype}, {world_size} x {hardware.device_name(device)}"
+    )
 
     # 3 The run: its folder, and the step at which it stood. A step saved on other ranks is converted first.
     config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)
@@ -119,25 +135,37 @@ def main() -> int:
     # 4 The model, and the engine that owns it from here on.
     engine_config = configure(args, config, batches, universal is not None)
     net = build_model(deepspeed, engine_config, args, config, device)
-    dimensions = {p: len(getattr(p, "ds_shape", p.shape)) for p in net.parameters()}  # stage 3 has left flat parts
+    # stage 3 has left flat parts
+    dimensions = {p: len(getattr(p, "ds_shape", p.shape)) for p in net.parameters()}
     matrices = [parameter for parameter in dimensions if dimensions[parameter] >= 2]
     vectors = [parameter for parameter in dimensions if dimensions[parameter] < 2]
-    groups = [{"params": matrices, "weight_decay": args.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [
+        {"params": matrices, "weight_decay": args.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
-    scheduler = LambdaLR(optimizer, partial(model.warmup_cosine, warmup_steps=args.warmup_steps, steps=args.steps))
-    engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, lr_scheduler=scheduler, config=engine_config)
-    for group in dist.distributed_c10d._world.pg_map:  # those of DeepSpeed would wait torch's own 30 minutes
+    scheduler = LambdaLR(
+        optimizer, partial(model.warmup_cosine, warmup_steps=args.warmup_steps, steps=args.steps)
+    )
+    engine, *_ = deepspeed.initialize(
+        model=net, optimizer=optimizer, lr_scheduler=scheduler, config=engine_config
+    )
+    # those of DeepSpeed would wait torch's own 30 minutes
+    for group in dist.distributed_c10d._world.pg_map:
         dist.distributed_c10d._set_pg_timeout(runtime.timeout(), group)
     if args.compile:
         engine.compile()
     start_step = helper.load(newest, engine, universal) if newest else 0
     stream = batches.stream(start_step, pin=device.type == "cuda", num_workers=args.num_workers)
-    meter = metrics.Meter(run.folder, args, config=config, device=device, batches=batches, start_step=start_step)
+    meter = metrics.Meter(
+        run.folder, args, config=config, device=device, batches=batches, start_step=start_step
+    )
 
     # 5 The loop.
     step, stop = start_step, 0
     for step in range(start_step + 1, args.steps + 1):
-        torch.manual_seed(args.seed + step)  # what dropout draws, if your model has it, is the same after a resume
+        # what dropout draws, if your model has it, is the same after a resume
+        torch.manual_seed(args.seed + step)
         lr = optimizer.param_groups[0]["lr"]
         step_loss, grad_norm = train_step(engine, stream, meter)
 
@@ -175,7 +203,8 @@ def evaluate(engine, batches, device) -> float:
         targets = targets.to(device)
         loss = engine(inputs.to(device), targets)
         tokens = (targets != data.PADDING).sum()
-        total += torch.stack((torch.where(tokens > 0, loss * tokens, 0.0), tokens))  # padding alone has no mean
+        # padding alone has no mean
+        total += torch.stack((torch.where(tokens > 0, loss * tokens, 0.0), tokens))
     dist.all_reduce(total)  # sums, not means: a rank may have read fewer tokens than the others
     engine.train()
     return (total[0] / total[1]).item()

@@ -44,7 +44,8 @@ from _zero_from_scratch import check, compare
 from common import exits, lesson, model, runtime, shapes
 from common.traffic import Traffic
 
-STAGES = ["(0) data parallelism", "(1) optimizer state", "(2) and gradients", "(3) and weights"]  # what is sharded
+# what is sharded
+STAGES = ["(0) data parallelism", "(1) optimizer state", "(2) and gradients", "(3) and weights"]
 
 # In (1) to (3) a Group is some of the model's parameters. group.weights is one flat tensor with all of them, and
 # group.my_weights is the part of it that this rank owns: AdamW updates nothing else here. _shared.py has the class.
@@ -96,7 +97,8 @@ def step_2(groups: list[Group], optimizer: torch.optim.Optimizer) -> None:
 def gather_when_used(group: Group, module: nn.Module) -> None:
     """(3) In (2) a rank holds all weights, though it computes with one block at a time. Here it holds its part. A
     group is gathered before its module's forward, freed after it, and gathered again before its backward."""
-    group.my_weights = nn.Parameter(group.my_weights.detach().clone())  # no longer a view: the rest will go
+    # no longer a view: the rest will go
+    group.my_weights = nn.Parameter(group.my_weights.detach().clone())
     storage = group.weights.untyped_storage()
 
     def gather(*_) -> None:
@@ -104,7 +106,8 @@ def gather_when_used(group: Group, module: nn.Module) -> None:
         all_gather(group.weights, group.my_weights.detach())
 
     def free() -> None:
-        storage.resize_(0)  # the parameters, and what autograd has saved of them, are views into it and stay
+        # the parameters, and what autograd has saved of them, are views into it and stay
+        storage.resize_(0)
 
     def free_until_backward(_module: nn.Module, _inputs: tuple, output: Tensor) -> None:
         free()
@@ -138,7 +141,9 @@ def make_stage(number: int, net: nn.Module, learning_rate: float) -> Stage:
     if number == 1:
         group = Group(list(net.parameters()))
         optimizer = adamw([group.my_weights])
-        return Stage(net, [group], optimizer, partial(step_1, group, keep_all_gradients(group), optimizer))
+        return Stage(
+            net, [group], optimizer, partial(step_1, group, keep_all_gradients(group), optimizer)
+        )
     modules, groups = group_by_block(net)
     for group, module in zip(groups, modules, strict=True):
         if number == 2:
@@ -148,7 +153,8 @@ def make_stage(number: int, net: nn.Module, learning_rate: float) -> Stage:
     optimizer = adamw([group.my_weights for group in groups])
     if number == 2:
         return Stage(net, groups, optimizer, partial(step_2, groups, optimizer))
-    return Stage(net, groups, optimizer, optimizer.step)  # the next forward gathers what AdamW has updated
+    # the next forward gathers what AdamW has updated
+    return Stage(net, groups, optimizer, optimizer.step)
 
 
 def make_ddp(net: nn.Module, learning_rate: float) -> Stage:
@@ -168,12 +174,16 @@ def run(stage: Stage, batches: list[list[Tensor]]) -> dict:
             stage.step()
             losses[i] = loss.detach()
     dist.all_reduce(losses)  # the mean over the ranks: each had an equal part of the batch
-    flat_weights = [tensor for group in stage.groups for tensor in (group.my_weights, group.weights)]
+    flat_weights = [
+        tensor for group in stage.groups for tensor in (group.my_weights, group.weights)
+    ]
     sent_bytes = round(sum(sent.bytes_sent.values()) / len(batches))
     row = {
         **bytes_of_training([*stage.net.parameters(), *flat_weights], stage.optimizer),
         **{f"{kind}_per_step": count // len(batches) for kind, count in sent.calls.items()},
-        "collectives": ", ".join(f"{count // len(batches)} {kind}" for kind, count in sent.calls.items()),
+        "collectives": ", ".join(
+            f"{count // len(batches)} {kind}" for kind, count in sent.calls.items()
+        ),
         "bytes_sent_per_rank_per_step": sent_bytes,
         "sent_bytes": sent_bytes,
         "losses": (losses / dist.get_world_size()).tolist(),
@@ -195,7 +205,8 @@ COLUMNS = {
 
 def main() -> int:
     args = lesson.flags(__doc__, model="nano", seq_len=16, steps=20)
-    config = shapes.load_config(args.model, 256, args.seq_len)  # raises a UserError before any rank starts
+    # raises a UserError before any rank starts
+    config = shapes.load_config(args.model, 256, args.seq_len)
     lesson.relaunch(args.device)
     runtime.seed_all(0, deterministic=True)  # before the group: NCCL reads variables when it starts
     device = runtime.init_process_group(args.device)
@@ -211,7 +222,14 @@ def main() -> int:
     rows = []
     for number in range(4):
         stage = make_stage(number, copy.deepcopy(start), learning_rate)
-        rows.append({"sharded": STAGES[number], **run(stage, batches), **compare(stage, ddp, start), "stage": number})
+        rows.append(
+            {
+                "sharded": STAGES[number],
+                **run(stage, batches),
+                **compare(stage, ddp, start),
+                "stage": number,
+            }
+        )
     about = {"dtype": "fp32", "parameters": shapes.parameter_count(config), "first_loss": losses[0]}
     about |= {"last_loss": losses[-1], "tokens": args.steps * sequences * args.seq_len}
     lesson.end(rows, columns=COLUMNS, checked=check(rows, start), args=args, device=device, **about)

@@ -47,7 +47,9 @@ def choose_task(args: Namespace) -> Task:
 
 
 def make_batches(corpus: data.Corpus, seq_len: int, batch_size: int) -> data.Batches:
-    sizes = Namespace(seq_len=seq_len, global_batch_size=batch_size, micro_batch_size=batch_size, seed=0)
+    sizes = Namespace(
+        seq_len=seq_len, global_batch_size=batch_size, micro_batch_size=batch_size, seed=0
+    )
     return data.Batches(corpus, sizes, rank=0, world_size=1)
 
 
@@ -57,16 +59,21 @@ def instruction_task(folder: str, batch_size: int, steps: int) -> Task:
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     if tokenizer.chat_template is None:
-        raise UserError(f"--model {folder}: its tokenizer has no chat template, and instructions need one")
+        raise UserError(
+            f"--model {folder}: its tokenizer has no chat template, and instructions need one"
+        )
     pairs = [json.loads(line) for line in INSTRUCTIONS.read_text().splitlines()]
     inputs, targets = zip(*(encode(tokenizer, pair) for pair in pairs), strict=True)
-    inputs = nn.utils.rnn.pad_sequence(inputs, batch_first=True)  # at the end: causal attention never looks there
+    # at the end: causal attention never looks there
+    inputs = nn.utils.rnn.pad_sequence(inputs, batch_first=True)
     targets = nn.utils.rnn.pad_sequence(targets, batch_first=True, padding_value=data.PADDING)
     held_out = torch.arange(len(pairs)) % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
     train = (~held_out).nonzero().flatten()
     if batch_size > len(train):
         raise UserError(f"--batch-size {batch_size}: there are {len(train)} pairs to train on")
-    order = np.concatenate([np.random.default_rng([0, epoch]).permutation(len(train)) for epoch in range(steps)])
+    order = np.concatenate(
+        [np.random.default_rng([0, epoch]).permutation(len(train)) for epoch in range(steps)]
+    )
     chosen = train[torch.from_numpy(order)].split(batch_size)[:steps]
     question = pairs[HELD_OUT_EVERY - 1]["prompt"]
     return Task(
@@ -80,15 +87,22 @@ def instruction_task(folder: str, batch_size: int, steps: int) -> Task:
 
 def prompt_tokens(tokenizer, question: str) -> list[int]:
     chat = [{"role": "user", "content": question}]
-    return tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
+    return tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)[
+        "input_ids"
+    ]
 
 
 def encode(tokenizer, pair: dict[str, str]) -> Batch:
     """Inputs and targets of one pair, each [tokens - 1], targets one token on."""
-    chat = [{"role": "user", "content": pair["prompt"]}, {"role": "assistant", "content": pair["completion"]}]
+    chat = [
+        {"role": "user", "content": pair["prompt"]},
+        {"role": "assistant", "content": pair["completion"]},
+    ]
     tokens = tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"]
     prompt = prompt_tokens(tokenizer, pair["prompt"])
-    assert tokens[: len(prompt)] == prompt, "this chat template changes a question when an answer follows"
+    assert tokens[: len(prompt)] == prompt, (
+        "this chat template changes a question when an answer follows"
+    )
     targets = [data.PADDING] * len(prompt) + tokens[len(prompt) :]
     return torch.tensor(tokens[:-1]), torch.tensor(targets[1:])
 

@@ -33,7 +33,8 @@ def varlen(batch: NamedTuple) -> Callable:
     def attend(q: Tensor, k: Tensor, v: Tensor, *_, **__) -> Tensor:
         q, k, v = (tensor[0].transpose(0, 1) for tensor in (q, k, v))  # [tokens, heads, head_dim]
         k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))
-        out = varlen_attn(q, k, v, ends, ends, longest, longest, window_size=(-1, 0))  # causal; by default it is not
+        # causal; by default it is not
+        out = varlen_attn(q, k, v, ends, ends, longest, longest, window_size=(-1, 0))
         return out.transpose(0, 1)[None]
 
     return attend
@@ -43,9 +44,13 @@ def refuse(rows: list[list[int]], args: argparse.Namespace) -> None:
     """UserError if no row holds two documents, or if the ranks do not divide a row."""
     size, ranks = args.seq_len, int(os.environ.get("WORLD_SIZE", 1))
     if max(map(len, rows)) < 2:
-        raise UserError(f"no row of --seq-len {size} holds two of --documents {args.documents}: raise either")
+        raise UserError(
+            f"no row of --seq-len {size} holds two of --documents {args.documents}: raise either"
+        )
     if size % ranks:
-        raise UserError(f"--seq-len {size} does not divide over {ranks} ranks: use {max(1, size // ranks) * ranks}")
+        raise UserError(
+            f"--seq-len {size} does not divide over {ranks} ranks: use {max(1, size // ranks) * ranks}"
+        )
 
 
 def check(rows: list[dict], shares: dict[str, float], args: argparse.Namespace) -> list[str]:
@@ -55,10 +60,14 @@ def check(rows: list[dict], shares: dict[str, float], args: argparse.Namespace) 
     errors = {row["name"]: row["gradient_error"] for row in rows}
     without_mask = errors.pop("best fit, no mask")
     assert without_mask > tolerance, "without a mask gradients are right"
-    assert all(error <= tolerance for error in errors.values()), f"not the gradients of one document a time: {errors}"
+    assert all(error <= tolerance for error in errors.values()), (
+        f"not the gradients of one document a time: {errors}"
+    )
     useful, targets = rows[0]["useful_tokens"], rows[0]["useful_tokens"] - args.documents
     assert {row["targets"] for row in rows} == {targets}, "a document's last token has a target"
-    assert rows[1]["useful_token_share"] < rows[3]["useful_token_share"], "packing wastes more than padding"
+    assert rows[1]["useful_token_share"] < rows[3]["useful_token_share"], (
+        "packing wastes more than padding"
+    )
     return [
         "a word changes, and not a bit of another document's logits; without a mask they move",
         f"gradients are one document's at a time, {max(errors.values()):.1g}; without a mask off {without_mask:.1g}",

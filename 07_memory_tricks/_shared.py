@@ -12,7 +12,9 @@ def is_of_a_weight(tensor: Tensor) -> bool:
     node = tensor.grad_fn
     while node is not None and node.name() in ("TBackward0", "ToCopyBackward0"):
         node = node.next_functions[0][0]
-    return isinstance(tensor, nn.Parameter) or (node is not None and node.name().endswith("AccumulateGrad"))
+    return isinstance(tensor, nn.Parameter) or (
+        node is not None and node.name().endswith("AccumulateGrad")
+    )
 
 
 @contextmanager
@@ -28,6 +30,7 @@ def saved_for_backward(net: nn.Module) -> Iterator[dict[str, dict[int, int]]]:
 
     with saved_tensors_hooks(note, lambda tensor: tensor):
         yield saved
-    for weight in net.parameters():  # the weight itself is no copy, and no activation if it is frozen
+    # the weight itself is no copy, and no activation if it is frozen
+    for weight in net.parameters():
         for kind in saved.values():
             kind.pop(weight.untyped_storage().data_ptr(), None)

@@ -43,7 +43,9 @@ def plain_cross_entropy(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor
     return F.cross_entropy(F.linear(hidden, head).float(), targets, ignore_index=PADDING)
 
 
-def chunked_cross_entropy(hidden: Tensor, head: Tensor, targets: Tensor, chunk_tokens: int) -> Tensor:
+def chunked_cross_entropy(
+    hidden: Tensor, head: Tensor, targets: Tensor, chunk_tokens: int
+) -> Tensor:
     """The same, of hidden states [tokens, hidden], a head [vocabulary, hidden] and targets [tokens]."""
     # checked here, as grad mode is always off inside Function.forward: an evaluation must not pay for gradients
     if not torch.is_grad_enabled():
@@ -55,7 +57,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden: Tensor, head: Tensor, targets: Tensor, chunk_tokens: int) -> Tensor:
         weights = head.to(hidden.dtype)  # under autocast: hidden states in bf16, weights in fp32
-        wants_hidden, wants_head, *_ = ctx.needs_input_grad  # a frozen head, as in LoRA, saves a third of the matmuls
+        # a frozen head, as in LoRA, saves a third of the matmuls
+        wants_hidden, wants_head, *_ = ctx.needs_input_grad
         hidden_gradient = torch.empty_like(hidden) if wants_hidden else None
         head_gradient = torch.zeros_like(head) if wants_head else None
         total = torch.zeros((), device=hidden.device)
@@ -63,7 +66,9 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             for start in range(0, len(hidden), chunk_tokens):
                 rows = slice(start, start + chunk_tokens)
                 hidden_rows = hidden_gradient[rows] if wants_hidden else None
-                total += chunk_loss(hidden[rows], weights, targets[rows], hidden_rows, head_gradient)
+                total += chunk_loss(
+                    hidden[rows], weights, targets[rows], hidden_rows, head_gradient
+                )
         count = (targets != PADDING).sum()
         ctx.save_for_backward(count, hidden_gradient, head_gradient)
         return total / count
@@ -73,7 +78,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         """The gradients are there. What is missing is the division by the count, and what follows the loss: a loss
         scale, or the number of micro-batches. In place: a second backward raises an error, it does not scale twice."""
         count, hidden_gradient, head_gradient = ctx.saved_tensors
-        factor = loss_gradient / count.clamp(min=1)  # without any target the gradients are 0, as in the plain loss
+        # without any target the gradients are 0, as in the plain loss
+        factor = loss_gradient / count.clamp(min=1)
         for gradient in (hidden_gradient, head_gradient):
             if gradient is not None:
                 gradient.mul_(factor)
@@ -81,7 +87,11 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def chunk_loss(
-    hidden: Tensor, weights: Tensor, targets: Tensor, hidden_gradient: Tensor | None, head_gradient: Tensor | None
+    hidden: Tensor,
+    weights: Tensor,
+    targets: Tensor,
+    hidden_gradient: Tensor | None,
+    head_gradient: Tensor | None,
 ) -> Tensor:
     """The sum of a chunk's losses. Its gradients: hidden_gradient is set, and head_gradient added to, if given.
 
@@ -122,9 +132,13 @@ def ways_to_compute(chunk_tokens: int, device: torch.device) -> dict[str, Callab
     if hasattr(F, "linear_cross_entropy"):
         options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=chunk_tokens)
         ways["torch, no options"] = partial(F.linear_cross_entropy, ignore_index=PADDING)
-        ways["torch, chunked"] = partial(F.linear_cross_entropy, ignore_index=PADDING, options=options)
+        ways["torch, chunked"] = partial(
+            F.linear_cross_entropy, ignore_index=PADDING, options=options
+        )
     else:
-        print(f"left out: torch's linear_cross_entropy (torch {torch.__version__} does not have it, 2.13 does)")
+        print(
+            f"left out: torch's linear_cross_entropy (torch {torch.__version__} does not have it, 2.13 does)"
+        )
     return ways
 
 
@@ -136,10 +150,16 @@ def random_batch(args, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     targets = torch.randint(args.vocab_size, (args.tokens,), generator=generator)
     targets[: args.tokens // 10] = PADDING  # a batch of texts of unequal length has some
     dtype = DTYPES[args.dtype]
-    return hidden.to(device, dtype).requires_grad_(), head.to(device, dtype).requires_grad_(), targets.to(device)
+    return (
+        hidden.to(device, dtype).requires_grad_(),
+        head.to(device, dtype).requires_grad_(),
+        targets.to(device),
+    )
 
 
-def forward_backward(way: Callable[..., Tensor], hidden: Tensor, head: Tensor, targets: Tensor) -> list[Tensor]:
+def forward_backward(
+    way: Callable[..., Tensor], hidden: Tensor, head: Tensor, targets: Tensor
+) -> list[Tensor]:
     hidden.grad = head.grad = None
     loss = way(hidden, head, targets)
     loss.backward()
@@ -166,13 +186,17 @@ def peak_bytes(step: Callable[[], object], device: torch.device) -> int:
     return max(accumulate((event.nbytes() for event in events), initial=0))
 
 
-def run(name: str, way: Callable[..., Tensor], batch: tuple[Tensor, Tensor, Tensor], exact: list[Tensor]) -> dict:
+def run(
+    name: str, way: Callable[..., Tensor], batch: tuple[Tensor, Tensor, Tensor], exact: list[Tensor]
+) -> dict:
     """One way to compute the loss: its memory, and how far loss and gradients are from those of the plain loss."""
     hidden, head, _ = batch
     hidden.grad = head.grad = None
     step_bytes = peak_bytes(lambda: forward_backward(way, *batch), hidden.device)
     results = forward_backward(way, *batch)
-    errors = [(a - b).norm() / (b.norm().item() or 1.0) for a, b in zip(results, exact, strict=True)]
+    errors = [
+        (a - b).norm() / (b.norm().item() or 1.0) for a, b in zip(results, exact, strict=True)
+    ]
     return {
         "name": name,
         "loss": results[0].item(),
@@ -201,13 +225,19 @@ def check(rows: list[dict], args, tolerance: float) -> list[str]:
     plain = rows[0]
     chunked = next(row for row in rows if row["name"] == "chunked, by hand")
     formula, in_words = plain_bytes(args)
-    few_bytes = formula // 100 + 16 * args.tokens + 4096  # what has a number per token, and the allocator's rounding
-    assert abs(plain["step_bytes"] - formula) <= few_bytes, f"{in_words} is {formula:,}, not {plain['step_bytes']:,}"
+    # what has a number per token, and the allocator's rounding
+    few_bytes = formula // 100 + 16 * args.tokens + 4096
+    assert abs(plain["step_bytes"] - formula) <= few_bytes, (
+        f"{in_words} is {formula:,}, not {plain['step_bytes']:,}"
+    )
     if args.dtype == "fp32":  # in bf16 a CPU's matmuls make copies of their own
         chunk = min(args.chunk_tokens, args.tokens)
-        most = chunked["gradient_bytes"] + 8 * chunk * (args.vocab_size + args.hidden_size)  # logits, log-softmax, rows
+        # logits, log-softmax, rows
+        most = chunked["gradient_bytes"] + 8 * chunk * (args.vocab_size + args.hidden_size)
         most += 64 * (args.tokens + chunk) + 2**16  # what has a number per token
-        assert chunked["step_bytes"] <= most, f"the chunked loss takes {chunked['step_bytes']:,} bytes, not {most:,}"
+        assert chunked["step_bytes"] <= most, (
+            f"the chunked loss takes {chunked['step_bytes']:,} bytes, not {most:,}"
+        )
     share = plain["step_bytes"] / formula
     of_chunked, gradients = (chunked[key] / 2**20 for key in ("step_bytes", "gradient_bytes"))
     return [
@@ -218,7 +248,8 @@ def check(rows: list[dict], args, tolerance: float) -> list[str]:
 
 
 def main() -> int:
-    sizes = {"tokens": 512, "hidden_size": 256, "vocab_size": 128_256, "chunk_tokens": 64}  # Llama 3's vocabulary
+    # Llama 3's vocabulary
+    sizes = {"tokens": 512, "hidden_size": 256, "vocab_size": 128_256, "chunk_tokens": 64}
     args = lesson.flags(__doc__, **sizes, dtype=tuple(DTYPES), rounds=3)
     device = lesson.start(args.device)
     batch = random_batch(args, device)

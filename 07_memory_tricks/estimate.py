@@ -21,7 +21,8 @@ import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/ and planner/, with nothing installed
+# common/ and planner/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import cli, exits, report, shapes
 from common.table import table
 from planner import inference, machine
@@ -34,9 +35,32 @@ from planner.step import step
 
 GIB = 2**30
 BITS = {2: "16 bits", 4: "fp32"}
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3")
-OF_TRAINING = {"zero": None, "pp": 1, "cp": 1, "ep": 1, "replicate": 1, "micro_batch_size": 1, "checkpointing": "none"}
-OF_TRAINING |= {"global_batch_size": None, "optimizer": "adamw", "framework": "ours", "loss": "plain", "adapters": 0}
+FAMILIES = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "mixtral",
+    "qwen3_moe",
+    "deepseek_v2",
+    "deepseek_v3",
+)
+OF_TRAINING = {
+    "zero": None,
+    "pp": 1,
+    "cp": 1,
+    "ep": 1,
+    "replicate": 1,
+    "micro_batch_size": 1,
+    "checkpointing": "none",
+}
+OF_TRAINING |= {
+    "global_batch_size": None,
+    "optimizer": "adamw",
+    "framework": "ours",
+    "loss": "plain",
+    "adapters": 0,
+}
 OF_SERVING = {"concurrency": 1, "weights": "bf16", "group_size": 32, "kv_cache_dtype": "bf16"}
 CAUSES = {
     "compute": "matmuls, attention, and kernels between them",
@@ -56,20 +80,32 @@ def shape_from_json(name: str, content: dict) -> Shape:
     """The shape of a Hugging Face config.json. UserError or ValueError name the key that is missing or impossible."""
     kind = content.get("model_type")
     if kind not in FAMILIES or content.get("mlp_bias"):
-        raise ValueError(f"--model {name}: model_type {kind!r} is none of {', '.join(FAMILIES)}, or it has mlp_bias")
+        raise ValueError(
+            f"--model {name}: model_type {kind!r} is none of {', '.join(FAMILIES)}, or it has mlp_bias"
+        )
     known = shapes.Config.__dataclass_fields__
     sizes = {key: value for key, value in content.items() if key in known and "rope" not in key}
-    shape = from_config(name, shapes.parse_config({"max_position_embeddings": 0, **sizes}, f"--model {name}"))
+    shape = from_config(
+        name, shapes.parse_config({"max_position_embeddings": 0, **sizes}, f"--model {name}")
+    )
     more = {
         "qkv_bias": kind == "qwen2" or content.get("attention_bias", False),
         "qk_norm": kind.startswith("qwen3"),
     }
-    number_key = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts"}.get(kind, "n_routed_experts")
+    number_key = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts"}.get(
+        kind, "n_routed_experts"
+    )
     try:
         if kind in ("mixtral", "qwen3_moe") or content.get(number_key):
             width = content["intermediate_size" if kind == "mixtral" else "moe_intermediate_size"]
-            more |= {"experts": content[number_key], "active_experts": content["num_experts_per_tok"]}
-            more |= {"expert_ffn": width, "shared_ffn": (content.get("n_shared_experts") or 0) * width}
+            more |= {
+                "experts": content[number_key],
+                "active_experts": content["num_experts_per_tok"],
+            }
+            more |= {
+                "expert_ffn": width,
+                "shared_ffn": (content.get("n_shared_experts") or 0) * width,
+            }
             more["dense_layers"] = content.get("first_k_dense_replace") or 0
         if kind.startswith("deepseek"):
             more |= {"q_rank": content.get("q_lora_rank") or 0, "kv_rank": content["kv_lora_rank"]}
@@ -78,7 +114,9 @@ def shape_from_json(name: str, content: dict) -> Shape:
     except KeyError as error:
         raise ValueError(f"--model {name}: the config.json of a {kind} has no {error}") from None
     if more.get("active_experts", 0) > more.get("experts", 0):
-        raise ValueError(f"--model {name}: num_experts_per_tok {more['active_experts']} of {more['experts']} experts")
+        raise ValueError(
+            f"--model {name}: num_experts_per_tok {more['active_experts']} of {more['experts']} experts"
+        )
     return replace(shape, **more)
 
 
@@ -92,7 +130,9 @@ def read_shape(name: str) -> Shape:
     path = Path(name, "config.json") if Path(name).is_dir() else Path(name)
     if not path.is_file():
         known = ", ".join([*shapes.SIZES, *published])
-        raise ValueError(f"--model {name}: no such size, nor a config.json or a folder with one; sizes: {known}")
+        raise ValueError(
+            f"--model {name}: no such size, nor a config.json or a folder with one; sizes: {known}"
+        )
     try:
         content = dict(json.loads(path.read_text()))
     except (ValueError, TypeError) as error:
@@ -108,40 +148,104 @@ def parse_flags() -> argparse.Namespace:
     add("--layers", type=cli.positive_int, help="cut the model to so many layers")
     add("--gpus", type=cli.positive_int, default=8, help="of all nodes")
     add("--device", default="NVIDIA H100 80GB HBM3", help="a name of common/devices.csv, or cpu")
-    add("--nodes-of", type=cli.positive_int, default=8, metavar="N", help="GPUs that NVLink connects")
-    add("--link", type=cli.positive, default=50.0, metavar="GB/s", help="between nodes, per GPU, in one direction")
-    add("--zero", type=int, choices=range(4), help="what data-parallel ranks divide (default: 3, on one GPU 0)")
+    add(
+        "--nodes-of",
+        type=cli.positive_int,
+        default=8,
+        metavar="N",
+        help="GPUs that NVLink connects",
+    )
+    add(
+        "--link",
+        type=cli.positive,
+        default=50.0,
+        metavar="GB/s",
+        help="between nodes, per GPU, in one direction",
+    )
+    add(
+        "--zero",
+        type=int,
+        choices=range(4),
+        help="what data-parallel ranks divide (default: 3, on one GPU 0)",
+    )
     add("--tp", type=cli.positive_int, help="tensor parallel, with sequence parallel")
     add("--pp", type=cli.positive_int, help="pipeline stages, 1F1B")
     add("--cp", type=cli.positive_int, help="context parallel")
     add("--ep", type=cli.positive_int, help="expert parallel")
     add("--replicate", type=cli.positive_int, help="copies of the sharded model (HSDP)")
-    add("--seq-len", type=cli.positive_int, help="tokens per sequence (default: 4096, or the model's limit)")
-    add("--micro-batch-size", type=cli.positive_int, help="sequences per rank and forward (default: 1)")
-    add("--global-batch-size", type=cli.positive_int, help="sequences per step (default: one micro-batch each)")
+    add(
+        "--seq-len",
+        type=cli.positive_int,
+        help="tokens per sequence (default: 4096, or the model's limit)",
+    )
+    add(
+        "--micro-batch-size",
+        type=cli.positive_int,
+        help="sequences per rank and forward (default: 1)",
+    )
+    add(
+        "--global-batch-size",
+        type=cli.positive_int,
+        help="sequences per step (default: one micro-batch each)",
+    )
     add("--dtype", choices=DTYPES, default="bf16", help="what matrices are multiplied in")
-    add("--checkpointing", choices=CHECKPOINTING, help="what backward computes again (default: none)")
+    add(
+        "--checkpointing",
+        choices=CHECKPOINTING,
+        help="what backward computes again (default: none)",
+    )
     add("--optimizer", choices=OPTIMIZERS, help="default: adamw")
-    add("--adapters", type=cli.positive_int, metavar="RANK", help="LoRA beside frozen matrices in --dtype")
+    add(
+        "--adapters",
+        type=cli.positive_int,
+        metavar="RANK",
+        help="LoRA beside frozen matrices in --dtype",
+    )
     add("--loss", choices=LOSSES, help="how the cross-entropy is computed (default: plain)")
-    add("--framework", choices=FRAMEWORKS, help="whose bytes per parameter and kernels (default: ours)")
-    add("--search", action="store_true", help="every layout: the best eight; parallel sizes that are given are kept")
+    add(
+        "--framework",
+        choices=FRAMEWORKS,
+        help="whose bytes per parameter and kernels (default: ours)",
+    )
+    add(
+        "--search",
+        action="store_true",
+        help="every layout: the best eight; parallel sizes that are given are kept",
+    )
     add("--inference", action="store_true", help="weights and KV cache instead of a training step")
-    add("--concurrency", type=cli.positive_int, help="sequences of --seq-len tokens in the cache (default: 1)")
+    add(
+        "--concurrency",
+        type=cli.positive_int,
+        help="sequences of --seq-len tokens in the cache (default: 1)",
+    )
     add("--weights", choices=inference.WEIGHTS, help="of --inference (default: bf16)")
-    add("--group-size", type=cli.positive_int, help="weights per scale of --weights int4 (default: 32)")
+    add(
+        "--group-size",
+        type=cli.positive_int,
+        help="weights per scale of --weights int4 (default: 32)",
+    )
     add("--kv-cache-dtype", choices=inference.CACHE_DTYPES, help="default: bf16")
-    add("--json", type=cli.writable_file, metavar="PATH", help="write the answer as one JSON object")
+    add(
+        "--json", type=cli.writable_file, metavar="PATH", help="write the answer as one JSON object"
+    )
     args = parser.parse_args()
-    args.given = {name: value for name, value in vars(args).items() if value is not None and value is not False}
+    args.given = {
+        name: value
+        for name, value in vars(args).items()
+        if value is not None and value is not False
+    }
     for name in args.given:
         flag = f"--{name.replace('_', '-')}"
         if args.inference and (name in OF_TRAINING or name == "search"):
-            raise ValueError(f"{flag} is of training, and --inference does not read it: leave it out")
+            raise ValueError(
+                f"{flag} is of training, and --inference does not read it: leave it out"
+            )
         if not args.inference and name in OF_SERVING:
             raise ValueError(f"{flag} is of serving, and is read with --inference only")
     if args.group_size and args.weights != "int4":
-        raise ValueError(f"--group-size {args.group_size} is of --weights int4: add that, or leave it out")
+        raise ValueError(
+            f"--group-size {args.group_size} is of --weights int4: add that, or leave it out"
+        )
     for name, default in {**OF_TRAINING, **OF_SERVING, "tp": 1}.items():
         setattr(args, name, args.given.get(name, default))
     return args
@@ -150,10 +254,21 @@ def parse_flags() -> argparse.Namespace:
 def plan_of(args: argparse.Namespace) -> Plan:
     """The plan that the flags name. --global-batch-size must be a multiple of what all ranks take at once."""
     zero = args.given.get("zero", 3 if args.gpus > 1 else 0)
-    sizes = {name: getattr(args, name) for name in ("gpus", "tp", "pp", "cp", "ep", "replicate", "seq_len", "adapters")}
-    ways = {name: getattr(args, name) for name in ("dtype", "checkpointing", "optimizer", "framework")}
+    sizes = {
+        name: getattr(args, name)
+        for name in ("gpus", "tp", "pp", "cp", "ep", "replicate", "seq_len", "adapters")
+    }
+    ways = {
+        name: getattr(args, name) for name in ("dtype", "checkpointing", "optimizer", "framework")
+    }
     ways["loss"] = "parallel" if args.tp > 1 and args.loss == "plain" else args.loss
-    plan = Plan(**sizes, **ways, zero=zero, micro_batch_size=args.micro_batch_size, on_cpu=args.device == "cpu")
+    plan = Plan(
+        **sizes,
+        **ways,
+        zero=zero,
+        micro_batch_size=args.micro_batch_size,
+        on_cpu=args.device == "cpu",
+    )
     if args.search:
         return plan
     divides("--tp x --pp x --cp", args.tp * args.pp * args.cp, "--gpus", args.gpus)
@@ -168,25 +283,40 @@ def plan_of(args: argparse.Namespace) -> Plan:
     return replace(plan, micro_batches=sequences // at_once)
 
 
-def print_lines(lines: dict[str, float], formulas: dict[str, str], where: machine.Machine) -> bool | None:
+def print_lines(
+    lines: dict[str, float], formulas: dict[str, str], where: machine.Machine
+) -> bool | None:
     """The table of bytes, and whether they fit; None if the memory of the device is not known."""
     unit, scale = ("GiB", GIB) if lines["total_bytes"] >= GIB else ("MiB", 2**20)
     rows = [["per rank", unit, "formula"]]
     for name, formula in formulas.items():
         short = " ".join(formula.split()).split(";")[0]
-        rows.append([name.removesuffix("_bytes").replace("_", " "), f"{lines[name] / scale:,.2f}", short])
+        rows.append(
+            [name.removesuffix("_bytes").replace("_", " "), f"{lines[name] / scale:,.2f}", short]
+        )
     print(table(rows))
     if where.memory_bytes is None:
-        print(f"\nwhether it fits is n/a: the memory of {where.device} is not in common/devices.csv")
+        print(
+            f"\nwhether it fits is n/a: the memory of {where.device} is not in common/devices.csv"
+        )
         return None
     fits = lines["total_bytes"] <= where.memory_bytes
-    print(f"\n{'fits' if fits else 'does not fit'} into {where.memory_bytes / GIB:.1f} GiB of {where.device}")
+    print(
+        f"\n{'fits' if fits else 'does not fit'} into {where.memory_bytes / GIB:.1f} GiB of {where.device}"
+    )
     return fits
 
 
 def layout_answer(shape: Shape, plan: Plan, memory: Memory, where: machine.Machine) -> dict:
     """Bytes by line and seconds by cause of one layout, printed and as a part of the summary."""
-    names = [*LINES, "allocated_bytes", "fragmentation_bytes", "context_bytes", "nccl_bytes", "total_bytes"]
+    names = [
+        *LINES,
+        "allocated_bytes",
+        "fragmentation_bytes",
+        "context_bytes",
+        "nccl_bytes",
+        "total_bytes",
+    ]
     lines = {name: getattr(memory, name)() for name in names}
     framework = FRAMEWORKS[plan.framework]
     print(
@@ -198,14 +328,21 @@ def layout_answer(shape: Shape, plan: Plan, memory: Memory, where: machine.Machi
     )
     fits = print_lines(lines, {name: getattr(Memory, name).__doc__ for name in names}, where)
     print(f"peak: {memory.moment}; lines that are not alive together do not add up to it")
-    kept = lines["logits_bytes"] * (4 / LOSSES[plan.loss][0] if plan.loss in FP32_LOG_SOFTMAX else 1)
+    kept = lines["logits_bytes"] * (
+        4 / LOSSES[plan.loss][0] if plan.loss in FP32_LOG_SOFTMAX else 1
+    )
     return {
         **{name: round(size) for name, size in lines.items()},
         "reserved_bytes": round(lines["allocated_bytes"] + lines["fragmentation_bytes"]),
         "saved_for_backward_bytes": round(lines["activation_bytes"] + kept),
         "moments": {moment: round(size) for moment, size in memory.moments.items()},
         "peak_moment": memory.moment,
-        "bytes_per_parameter": [framework.weight, framework.gradient, framework.master, OPTIMIZERS[plan.optimizer]],
+        "bytes_per_parameter": [
+            framework.weight,
+            framework.gradient,
+            framework.master,
+            OPTIMIZERS[plan.optimizer],
+        ],
         "fits": fits,
         "plan": asdict(plan),
         **step_answer(shape, plan, where),
@@ -219,7 +356,11 @@ def step_answer(shape: Shape, plan: Plan, where: machine.Machine) -> dict:
         return {**flops, "step_seconds": None, "mfu": None}
     found = step(shape, plan, where)
     rows = [["seconds of a step", "", "what it is"]]
-    rows += [[cause, f"{found.causes[cause]:.4f}", CAUSES[cause]] for cause in CAUSES if found.causes[cause] >= 5e-5]
+    rows += [
+        [cause, f"{found.causes[cause]:.4f}", CAUSES[cause]]
+        for cause in CAUSES
+        if found.causes[cause] >= 5e-5
+    ]
     print(f"\n{table(rows)}")
     speed = found.tokens / found.seconds
     peak_flops = where.peak_flops * plan.gpus
@@ -230,14 +371,27 @@ def step_answer(shape: Shape, plan: Plan, where: machine.Machine) -> dict:
         f"MFU {mfu:.1%} of {where.peak_flops / 1e12:.1f} TFLOP/s; {causal:.1%} as those count who halve attention"
     )
     speeds = {"step_seconds": found.seconds, "causes": found.causes, "tokens": found.tokens}
-    return {**flops, **speeds, "tokens_per_second": speed, "mfu": mfu, "mfu_causal": causal, "predicted": True}
+    return {
+        **flops,
+        **speeds,
+        "tokens_per_second": speed,
+        "mfu": mfu,
+        "mfu_causal": causal,
+        "predicted": True,
+    }
 
 
-def search_answer(args: argparse.Namespace, shape: Shape, plan: Plan, where: machine.Machine) -> dict:
+def search_answer(
+    args: argparse.Namespace, shape: Shape, plan: Plan, where: machine.Machine
+) -> dict:
     if not (where.memory_bytes and where.peak_flops):
-        raise ValueError(f"--search needs a GPU whose memory and rate are known, and --device {where.device} is none")
+        raise ValueError(
+            f"--search needs a GPU whose memory and rate are known, and --device {where.device} is none"
+        )
     if shape.tied and args.pp > 1:
-        raise ValueError(f"--pp {args.pp}: {shape.name} has tied embeddings, which train_3d.py does not cut: use 1")
+        raise ValueError(
+            f"--pp {args.pp}: {shape.name} has tied embeddings, which train_3d.py does not cut: use 1"
+        )
     if plan.gpus > args.nodes_of:
         divides("--nodes-of", args.nodes_of, "--gpus", plan.gpus)
     sequences = args.global_batch_size or 8 * plan.gpus
@@ -249,34 +403,59 @@ def search_answer(args: argparse.Namespace, shape: Shape, plan: Plan, where: mac
         f"{shape.name} on {plan.gpus} x {where.device}, {sequences:,} sequences of {plan.seq_len:,} tokens per step: "
         f"{len(found):,} layouts fit ({MARGIN:.0%} of the memory stays free)\n"
     )
-    heads = ["tp x pp x cp x ep", "shards x replicas", "micro-batch", "checkpointing", "GiB", "s/step", "tokens/s/GPU"]
+    heads = [
+        "tp x pp x cp x ep",
+        "shards x replicas",
+        "micro-batch",
+        "checkpointing",
+        "GiB",
+        "s/step",
+        "tokens/s/GPU",
+    ]
     rows, ranking = [heads], []
     for layout, memory, seconds in found[:8]:
-        parallel = f"{layout.tp} x {layout.pp} x {layout.cp} x {layout.ep}", f"{layout.shards} x {layout.replicate}"
+        parallel = (
+            f"{layout.tp} x {layout.pp} x {layout.cp} x {layout.ep}",
+            f"{layout.shards} x {layout.replicate}",
+        )
         batch = f"{layout.micro_batch_size} x {layout.micro_batches}", layout.checkpointing
         speed = f"{seconds.seconds:.3f}", f"{seconds.tokens / seconds.seconds / plan.gpus:,.0f}"
         rows.append([*parallel, *batch, f"{memory.total_bytes() / GIB:.1f}", *speed])
-        own = {"total_bytes": round(memory.total_bytes()), "step_seconds": seconds.seconds, "causes": seconds.causes}
+        own = {
+            "total_bytes": round(memory.total_bytes()),
+            "step_seconds": seconds.seconds,
+            "causes": seconds.causes,
+        }
         ranking.append({"plan": asdict(layout), **own})
     print(f"{table(rows)}\n\nthe first:")
     best, memory, _ = found[0]
     summary = layout_answer(shape, best, memory, where)
     ours = plan.framework == "ours" and not (shape.experts or shape.kv_rank)
-    start = command(args, best) if ours and (args.model in shapes.SIZES or Path(args.model).exists()) else None
+    start = (
+        command(args, best)
+        if ours and (args.model in shapes.SIZES or Path(args.model).exists())
+        else None
+    )
     print(f"\nstart it on each node:\n{start or 'no command: the training scripts are of Llamas'}")
     return {**summary, "fit": len(found), "ranking": ranking, "command": start}
 
 
 def command(args: argparse.Namespace, plan: Plan) -> str:
     """What starts the layout, for each node."""
-    flags = f"--model {args.model} --seq-len {plan.seq_len} --micro-batch-size {plan.micro_batch_size}"
+    flags = (
+        f"--model {args.model} --seq-len {plan.seq_len} --micro-batch-size {plan.micro_batch_size}"
+    )
     flags += f" --global-batch-size {plan.dp * plan.micro_batch_size * plan.micro_batches}"
     flags += f" --checkpointing {plan.checkpointing} --dtype {plan.dtype}"
     if plan.gpus == 1:
         return f"python 04_amp/train.py {flags}"
     flags += f" --tp {plan.tp} --pp {plan.pp} --cp {plan.cp} --replicate {plan.replicate}"
     nodes = max(1, plan.gpus // args.nodes_of)
-    where = f"--nnodes={nodes} --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29500" if nodes > 1 else "--standalone"
+    where = (
+        f"--nnodes={nodes} --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29500"
+        if nodes > 1
+        else "--standalone"
+    )
     return f"torchrun {where} --nproc_per_node={plan.gpus // nodes} 08_model_parallel/train_3d.py {flags}"
 
 
@@ -285,11 +464,18 @@ def inference_answer(args: argparse.Namespace, shape: Shape, where: machine.Mach
     divides("--tp", args.tp, "--gpus", args.gpus)
     divides("--tp", args.tp, "attention heads", shape.heads)
     e, tokens = DTYPES[args.dtype], args.seq_len * args.concurrency
-    held = {"weights": args.weights, "group_size": args.group_size, "tp": args.tp, "head_divided": True}
+    held = {
+        "weights": args.weights,
+        "group_size": args.group_size,
+        "tp": args.tp,
+        "head_divided": True,
+    }
     cache_size = inference.CACHE_DTYPES[args.kv_cache_dtype]
     lines = {
         "weight_bytes": inference.weight_bytes(shape, **held),
-        "kv_cache_bytes": inference.kv_cache_bytes(shape, tokens=tokens, bytes_each=cache_size, tp=args.tp),
+        "kv_cache_bytes": inference.kv_cache_bytes(
+            shape, tokens=tokens, bytes_each=cache_size, tp=args.tp
+        ),
         "activation_bytes": args.seq_len * (3 * shape.hidden + 3 * shape.ffn / args.tp) * e,
         "logits_bytes": args.concurrency * shape.vocab * (e + 4),
     }
@@ -306,11 +492,19 @@ def inference_answer(args: argparse.Namespace, shape: Shape, where: machine.Mach
         "total_bytes": "the sum",
     }
     fits = print_lines(lines, formulas, where)
-    summary = dict.fromkeys(("gradient_bytes", "optimizer_bytes", "gathered_bytes"), 0) | {"fits": fits}
+    summary = dict.fromkeys(("gradient_bytes", "optimizer_bytes", "gathered_bytes"), 0) | {
+        "fits": fits
+    }
     summary |= {name: round(size) for name, size in lines.items()}
     if where.memory_bandwidth:  # a step reads the cache, and what it multiplies with
-        few, many = shape.active_experts, min(shape.experts, shape.active_experts * args.concurrency)
-        read = [inference.weight_bytes(shape, **held, count_embedding=False, experts_read=n) for n in (few, many)]
+        few, many = (
+            shape.active_experts,
+            min(shape.experts, shape.active_experts * args.concurrency),
+        )
+        read = [
+            inference.weight_bytes(shape, **held, count_embedding=False, experts_read=n)
+            for n in (few, many)
+        ]
         least, most = ((size + lines["kv_cache_bytes"]) / where.memory_bandwidth for size in read)
         own = f" ({most * 1e3:.2f} if no two sequences share an expert)" if few != many else ""
         print(f"decoding: at least {least * 1e3:.2f} ms a token{own}, by memory bandwidth")
@@ -323,14 +517,23 @@ def main() -> int:
         args = parse_flags()
         shape = read_shape(args.model)
         if args.layers:
-            shape = replace(shape, layers=args.layers, dense_layers=min(args.layers, shape.dense_layers))
+            shape = replace(
+                shape, layers=args.layers, dense_layers=min(args.layers, shape.dense_layers)
+            )
         if args.seq_len and shape.positions and args.seq_len > shape.positions:
-            raise ValueError(f"--seq-len {args.seq_len} is over the limit of --model {args.model}: {shape.positions}")
+            raise ValueError(
+                f"--seq-len {args.seq_len} is over the limit of --model {args.model}: {shape.positions}"
+            )
         args.seq_len = args.seq_len or min(4096, shape.positions or 4096)
         where = machine.read(args.device, args.dtype)
         where = replace(where, gpus_per_node=args.nodes_of, network=args.link * 1e9)
         summary = dict.fromkeys(("kv_cache_bytes", "flops_per_token", "mfu", "step_seconds"))
-        summary |= {"device": args.device, "world_size": args.gpus, "dtype": args.dtype, "model": args.model}
+        summary |= {
+            "device": args.device,
+            "world_size": args.gpus,
+            "dtype": args.dtype,
+            "model": args.model,
+        }
         summary["parameters"] = shape.parameter_count()
         if args.inference:
             summary |= inference_answer(args, shape, where)

@@ -32,7 +32,8 @@ from common import exits, lesson, measure, model, runtime, shapes, traffic
 from common.data import PADDING
 from common.exits import UserError
 
-warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)  # torch 2.11 does not have its successor
+# torch 2.11 does not have its successor
+warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)
 Batch = tuple[Tensor, Tensor]  # inputs, and targets where padding is PADDING
 
 
@@ -41,13 +42,15 @@ def accumulate(ddp: DistributedDataParallel, micro_batches: list[Batch]) -> None
     tokens = torch.stack([token_count(targets) for _, targets in micro_batches])
     tokens_of_all_ranks = tokens.sum()
     dist.all_reduce(tokens_of_all_ranks)
-    weights = tokens / tokens_of_all_ranks * dist.get_world_size()  # DDP divides the sum over the ranks by their number
+    # DDP divides the sum over the ranks by their number
+    weights = tokens / tokens_of_all_ranks * dist.get_world_size()
     for i, (inputs, targets) in enumerate(micro_batches):
         # DDP decides in forward whether the backward that follows averages over the ranks: only the last one does
         sync = nullcontext() if i == len(micro_batches) - 1 else ddp.no_sync()
         with sync:
             loss = ddp(inputs, targets)  # the mean over the tokens of this micro-batch
-        (loss * weights[i]).backward()  # adds to the gradients that are there, and frees the activations
+        # adds to the gradients that are there, and frees the activations
+        (loss * weights[i]).backward()
 
 
 def mean_of_means(ddp: DistributedDataParallel, micro_batches: list[Batch]) -> None:
@@ -113,7 +116,9 @@ def error_of(way: Callable, ddp: DistributedDataParallel, micro_batches: list[Ba
     return max(runtime.gather(measure.relative_error(found, exact)))
 
 
-def run(way: Callable, ddp: DistributedDataParallel, equal: list[Batch], uneven: list[Batch]) -> dict:
+def run(
+    way: Callable, ddp: DistributedDataParallel, equal: list[Batch], uneven: list[Batch]
+) -> dict:
     """One step in one way: its errors, its all-reduces and its peak."""
     errors = [error_of(way, ddp, micro_batches) for micro_batches in (equal, uneven)]
     mine, device = of_this_rank(equal), equal[0][0].device
@@ -140,14 +145,24 @@ def run(way: Callable, ddp: DistributedDataParallel, equal: list[Batch], uneven:
 def check(rows: list[dict], last_group_error: float, tolerance: float) -> list[str]:
     by_tokens = [row for row in rows if row["name"] != "mean of means"]
     (mean,) = (row for row in rows if row["name"] == "mean of means")
-    largest = max(last_group_error, *(row[key] for row in by_tokens for key in ("error", "uneven_error")))
-    assert largest <= tolerance, f"accumulated gradients are not those of the whole batch: off by {largest:.1e}"
-    assert mean["error"] <= tolerance, f"the mean of means is off by {mean['error']:.1e} where lengths are equal"
-    assert mean["uneven_error"] > 1e-3, f"lengths differ, and the mean of means is right: {mean['uneven_error']}"
+    largest = max(
+        last_group_error, *(row[key] for row in by_tokens for key in ("error", "uneven_error"))
+    )
+    assert largest <= tolerance, (
+        f"accumulated gradients are not those of the whole batch: off by {largest:.1e}"
+    )
+    assert mean["error"] <= tolerance, (
+        f"the mean of means is off by {mean['error']:.1e} where lengths are equal"
+    )
+    assert mean["uneven_error"] > 1e-3, (
+        f"lengths differ, and the mean of means is right: {mean['uneven_error']}"
+    )
     buckets = rows[-1]["all_reduces"] - 1  # one is of the token counts
     assert buckets > 0, "no gradient was averaged"
     always = mean["all_reduces"]
-    assert always == mean["micro_batches"] * buckets, f"all-reduces of a step: {always} without no_sync, {buckets} with"
+    assert always == mean["micro_batches"] * buckets, (
+        f"all-reduces of a step: {always} without no_sync, {buckets} with"
+    )
     return [
         f"weighted by tokens, gradients equal those of one batch on every rank: largest relative error {largest:.1g}",
         f"the mean of means is off by {mean['uneven_error']:.1%} where lengths differ",
@@ -159,18 +174,27 @@ def check_epoch(epoch: list[Batch], size: int) -> tuple[str, float]:
     """groups() leaves nothing out; the usual loop uses this share of the tokens."""
     tokens = [int(token_count(targets)) for _, targets in epoch]
     grouped = [len(group) for group in groups(epoch, size)]
-    assert sum(grouped) == len(epoch), f"of {len(epoch)} micro-batches {sum(grouped)} are in a group"
+    assert sum(grouped) == len(epoch), (
+        f"of {len(epoch)} micro-batches {sum(grouped)} are in a group"
+    )
     used = sum(tokens[: len(epoch) // size * size]) / sum(tokens)
-    return f"groups() makes steps of {grouped} micro-batches; the usual loop uses {used:.0%} of the tokens", used
+    return (
+        f"groups() makes steps of {grouped} micro-batches; the usual loop uses {used:.0%} of the tokens",
+        used,
+    )
 
 
 def main() -> int:
     args = lesson.flags(__doc__, model="nano", seq_len=128, batch_size=8, micro_batches=4, rounds=3)
     count = args.micro_batches
     if count < 2 or args.batch_size % count:
-        raise UserError(f"--batch-size {args.batch_size} does not divide into --micro-batches {count}, 2 or more")
+        raise UserError(
+            f"--batch-size {args.batch_size} does not divide into --micro-batches {count}, 2 or more"
+        )
     if args.seq_len < 2:
-        raise UserError(f"--seq-len {args.seq_len}: sequences of one token cannot differ in length, use 2 or more")
+        raise UserError(
+            f"--seq-len {args.seq_len}: sequences of one token cannot differ in length, use 2 or more"
+        )
     config = shapes.load_config(args.model, 256, args.seq_len)
     runtime.seed_all(0)
     device = runtime.init_process_group(args.device)
@@ -180,11 +204,13 @@ def main() -> int:
     epoch, uneven_epoch = split(batch, in_epoch), split(cut_lengths(batch), in_epoch)
     net = model.build(args.model, config, seed=0, device=device)
     ddp = DistributedDataParallel(net, gradient_as_bucket_view=True, broadcast_buffers=False)
-    accumulate(ddp, of_this_rank(epoch[:count]))  # DDP makes its final buckets after the first backward
+    # DDP makes its final buckets after the first backward
+    accumulate(ddp, of_this_rank(epoch[:count]))
 
     ways = {"one batch": (accumulate, 1), "mean of means": (mean_of_means, count)}
     ways |= {
-        f"weighted by tokens, {parts}": (accumulate, parts) for parts in ((2, count) if count % 2 == 0 else (count,))
+        f"weighted by tokens, {parts}": (accumulate, parts)
+        for parts in ((2, count) if count % 2 == 0 else (count,))
     }
     rows, steps = [], {}
     for name, (way, parts) in ways.items():
@@ -195,12 +221,21 @@ def main() -> int:
     seconds = measure.seconds_in_turns(steps, device, args.rounds)
     rows = [{**row, **seconds[row["name"]]} for row in rows]
     *_, last_group = groups(uneven_epoch, count)
-    tolerance = 1e-6 if device.type == "cpu" else 1e-5  # sums in another order; a GPU adds thousands in a row
+    # sums in another order; a GPU adds thousands in a row
+    tolerance = 1e-6 if device.type == "cpu" else 1e-5
     checked = check(rows, error_of(accumulate, ddp, last_group), tolerance)
     of_epoch, used_share = check_epoch(of_this_rank(uneven_epoch), count)
-    columns = {"name": "gradient of", "error": "error, equal lengths", "uneven_error": "lengths differ"}
+    columns = {
+        "name": "gradient of",
+        "error": "error, equal lengths",
+        "uneven_error": "lengths differ",
+    }
     columns |= {"all_reduces": "all-reduces", "peak_bytes": "peak", "time_ratio": "time"}
-    own = {"dtype": "fp32", "parameters": shapes.parameter_count(config), "usual_tokens_share": used_share}
+    own = {
+        "dtype": "fp32",
+        "parameters": shapes.parameter_count(config),
+        "usual_tokens_share": used_share,
+    }
     lesson.end(rows, columns=columns, checked=[*checked, of_epoch], args=args, device=device, **own)
     runtime.shutdown()
     return 0

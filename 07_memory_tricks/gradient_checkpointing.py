@@ -14,7 +14,11 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
 from common import exits, lesson, measure, model, shapes
@@ -28,14 +32,19 @@ class Recompute(torch.autograd.Function):
         context.block = block
         context.save_for_backward(x, *rotation)  # all that is kept
         context.autocast = torch.is_autocast_enabled(x.device.type)
-        return block(x, *rotation)  # inside a Function autograd records nothing, so what the block computes is freed
+        # inside a Function autograd records nothing, so what the block computes is freed
+        return block(x, *rotation)
 
     @staticmethod
     def backward(context, gradient: Tensor) -> tuple:
         x, *rotation = context.saved_tensors
         x = x.detach().requires_grad_()
-        with torch.enable_grad(), torch.autocast(x.device.type, torch.bfloat16, enabled=context.autocast):
-            y = context.block(x, *rotation)  # the second forward; its activations live until the next line has run
+        with (
+            torch.enable_grad(),
+            torch.autocast(x.device.type, torch.bfloat16, enabled=context.autocast),
+        ):
+            # the second forward; its activations live until the next line has run
+            y = context.block(x, *rotation)
         y.backward(gradient)  # adds to the gradients of the block's weights
         return x.grad, None, *(None for _ in rotation)
 
@@ -46,7 +55,8 @@ def keep_the_expensive() -> tuple:
     matmuls = {False: 0, True: 0}  # seen in forward; seen in backward, where torch 2.11 asks again
 
     def policy(context, operator, *args, **kwargs) -> CheckpointPolicy:
-        keep = operator.name().startswith("aten::_scaled_dot_product_")  # attention, whatever kernel computes it
+        # attention, whatever kernel computes it
+        keep = operator.name().startswith("aten::_scaled_dot_product_")
         if operator is torch.ops.aten.mm.default:
             matmuls[context.is_recompute] += 1
             keep = matmuls[context.is_recompute] < 7
@@ -72,7 +82,9 @@ def forward(net: nn.Module, way: str, batch: tuple[Tensor, Tensor], dtype: str) 
         return net(*batch)
 
 
-def run(net: nn.Module, way: str, batch: tuple[Tensor, Tensor], dtype: str, exact: list[Tensor]) -> dict:
+def run(
+    net: nn.Module, way: str, batch: tuple[Tensor, Tensor], dtype: str, exact: list[Tensor]
+) -> dict:
     """One way: what it keeps, its peak, and how far its gradients are from those with everything kept."""
     net.zero_grad(set_to_none=True)
     with measure.LiveBytes(net.parameters(), batch[0].device) as memory:
@@ -81,35 +93,55 @@ def run(net: nn.Module, way: str, batch: tuple[Tensor, Tensor], dtype: str, exac
         kept = memory.now - before  # while the loss is there, so is what its backward needs
         loss.backward()
     error = measure.relative_error([weight.grad.cpu() for weight in net.parameters()], exact)
-    return {"name": way, "kept_bytes": kept, "peak_bytes": memory.peak, "gradient_relative_error": error}
+    return {
+        "name": way,
+        "kept_bytes": kept,
+        "peak_bytes": memory.peak,
+        "gradient_relative_error": error,
+    }
 
 
 def check(rows: list[dict], tolerance: float) -> list[str]:
     none, selective, full, _ = rows
     errors = [row["gradient_relative_error"] for row in rows]
-    assert all(error <= tolerance for error in errors), f"gradients differ from those of none: relative errors {errors}"
-    checked = [f"gradients of all ways equal those of none: largest relative error {max(errors):.1g} (0: to the bit)"]
+    assert all(error <= tolerance for error in errors), (
+        f"gradients differ from those of none: relative errors {errors}"
+    )
+    checked = [
+        f"gradients of all ways equal those of none: largest relative error {max(errors):.1g} (0: to the bit)"
+    ]
     for row, above in ((selective, none), (full, selective)):
         assert row["kept_bytes"] < above["kept_bytes"], f"{row['name']}: no less is kept"
         less, off_peak = (1 - row[key] / none[key] for key in ("kept_bytes", "peak_bytes"))
-        checked.append(f"{row['name']}: {less:.1%} less kept for backward, {off_peak:.1%} off the peak of a step")
+        checked.append(
+            f"{row['name']}: {less:.1%} less kept for backward, {off_peak:.1%} off the peak of a step"
+        )
     return checked
 
 
 def main() -> int:
-    args = lesson.flags(__doc__, model="nano", seq_len=256, batch_size=8, rounds=3, dtype=("fp32", "bf16"))
+    args = lesson.flags(
+        __doc__, model="nano", seq_len=256, batch_size=8, rounds=3, dtype=("fp32", "bf16")
+    )
     config = shapes.load_config(args.model, 256, args.seq_len)
     device = lesson.start(args.device)
     net = model.build(args.model, config, seed=0, device=device)
     batch = lesson.one_batch(args.batch_size, args.seq_len, device)
-    forward(net, "none", batch, args.dtype).backward()  # the first one also pays for what libraries set aside
+    # the first one also pays for what libraries set aside
+    forward(net, "none", batch, args.dtype).backward()
     exact = [weight.grad.cpu() for weight in net.parameters()]
     rows = [run(net, way, batch, args.dtype, exact) for way in WAYS]
     steps = {way: lambda way=way: forward(net, way, batch, args.dtype).backward() for way in WAYS}
     seconds = measure.seconds_in_turns(steps, device, args.rounds)
     rows = [{**row, **seconds[row["name"]]} for row in rows]
-    columns = {"name": "recomputed", "kept_bytes": "kept for backward", "peak_bytes": "peak", "time_ratio": "time"}
-    checked = check(rows, tolerance=1e-5 if args.dtype == "fp32" else 2e-2)  # a GPU may add up in another order
+    columns = {
+        "name": "recomputed",
+        "kept_bytes": "kept for backward",
+        "peak_bytes": "peak",
+        "time_ratio": "time",
+    }
+    # a GPU may add up in another order
+    checked = check(rows, tolerance=1e-5 if args.dtype == "fp32" else 2e-2)
     count = shapes.parameter_count(config)
     lesson.end(rows, columns=columns, checked=checked, args=args, device=device, parameters=count)
     return 0

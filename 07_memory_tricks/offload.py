@@ -30,7 +30,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with no
 from common import exits, lesson, measure, model, runtime, shapes
 
 SMALLEST_BYTES = 16 * 1024  # below, a copy costs more than it frees
-MOST_LEAVING = 4  # pieces on their way down: without a limit, all would wait in the memory that is to be freed
+# pieces on their way down: without a limit, all would wait in the memory that is to be freed
+MOST_LEAVING = 4
 MOST_AHEAD = 4  # pieces that backward asks for before it needs them
 STEPS = 4  # of training, whose losses are compared
 
@@ -61,16 +62,21 @@ class Offload(saved_tensors_hooks):
     def __init__(self, device: torch.device, stays: Iterable[Tensor]) -> None:
         super().__init__(self.pack, self.unpack)
         self.device = device
-        self.backend = torch.get_device_module(device)  # torch.cuda; in torch.cpu the same names wait for nothing
-        self.down, self.up = self.backend.Stream(), self.backend.Stream()  # beside the stream that computes
+        # torch.cuda; in torch.cpu the same names wait for nothing
+        self.backend = torch.get_device_module(device)
+        # beside the stream that computes
+        self.down, self.up = self.backend.Stream(), self.backend.Stream()
         self.stays = {tensor.untyped_storage().data_ptr() for tensor in stays}
         self.pieces: list[Piece] = []
-        self.piece_of = WeakIdKeyDictionary()  # by storage: an address may be used again, an object is not
+        # by storage: an address may be used again, an object is not
+        self.piece_of = WeakIdKeyDictionary()
         self.leaving: deque[tuple[Piece, Tensor]] = deque()
         self.copied_bytes = 0
 
     def __enter__(self) -> None:
-        assert not any(piece.users for piece in self.pieces), "the forward before has had no backward"
+        assert not any(piece.users for piece in self.pieces), (
+            "the forward before has had no backward"
+        )
         self.pieces.clear()
         self.piece_of.clear()
         super().__enter__()
@@ -91,7 +97,8 @@ class Offload(saved_tensors_hooks):
 
     def send_down(self, tensor: Tensor) -> Piece:
         numbers = tensor.untyped_storage().nbytes() // tensor.itemsize
-        source = tensor.detach().as_strided((numbers,), (1,), 0).view(torch.uint8)  # all that its storage holds
+        # all that its storage holds
+        source = tensor.detach().as_strided((numbers,), (1,), 0).view(torch.uint8)
         piece = Piece(host_buffer(source), tensor._version, position=len(self.pieces))
         self.pieces.append(piece)
         self.copied_bytes += source.nbytes
@@ -99,7 +106,8 @@ class Offload(saved_tensors_hooks):
         with self.backend.stream(self.down):
             piece.buffer.copy_(source, non_blocking=True)
             piece.done = self.down.record_event()
-        self.leaving.append((piece, tensor.detach()))  # its memory must not be used again before it is copied
+        # its memory must not be used again before it is copied
+        self.leaving.append((piece, tensor.detach()))
         self.let_go(MOST_LEAVING)
         return piece
 
@@ -108,14 +116,17 @@ class Offload(saved_tensors_hooks):
             piece, tensor = self.leaving.popleft()
             self.backend.current_stream().wait_event(piece.done)  # the CPU does not wait
             # autograd would find this in backward; here it may have spoilt the copy
-            assert tensor._version == piece.version, "a tensor that autograd has saved was written over while it left"
+            assert tensor._version == piece.version, (
+                "a tensor that autograd has saved was written over while it left"
+            )
 
     def unpack(self, packed: Tensor | tuple) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
         piece, dtype, *view = packed
         first = max(0, piece.position - MOST_AHEAD)
-        for needed in reversed(self.pieces[first : piece.position + 1]):  # backward goes from the last to the first
+        # backward goes from the last to the first
+        for needed in reversed(self.pieces[first : piece.position + 1]):
             if needed.data is None and needed.users:
                 self.bring_up(needed)
         self.backend.current_stream().wait_event(piece.done)
@@ -127,7 +138,8 @@ class Offload(saved_tensors_hooks):
 
     def bring_up(self, piece: Piece) -> None:
         piece.data = torch.empty(piece.buffer.shape, dtype=torch.uint8, device=self.device)
-        self.up.wait_stream(self.backend.current_stream())  # whose memory this was must have finished with it
+        # whose memory this was must have finished with it
+        self.up.wait_stream(self.backend.current_stream())
         self.up.wait_event(piece.done)
         with self.backend.stream(self.up):
             piece.data.copy_(piece.buffer, non_blocking=True)
@@ -177,14 +189,17 @@ def run(way: str, net: nn.Module, batch: tuple[Tensor, Tensor], dtype: str, star
     losses = [step(net, batch, dtype, hooks, optimizer) for _ in range(STEPS)]
 
     net.zero_grad(set_to_none=True)
-    state = [tensor for of_parameter in optimizer.state.values() for tensor in of_parameter.values()]
+    state = [
+        tensor for of_parameter in optimizer.state.values() for tensor in of_parameter.values()
+    ]
     hooks.copied_bytes = 0
     with measure.LiveBytes([*net.parameters(), *net.buffers(), *state], device) as memory:
         loss = forward(net, batch, dtype, hooks)
         after_forward_bytes = memory.now
         if device.type == "cuda":
             torch.cuda.synchronize()
-            after_forward_bytes = torch.cuda.memory_stats()["requested_bytes.all.current"]  # the allocator rounds up
+            # the allocator rounds up
+            after_forward_bytes = torch.cuda.memory_stats()["requested_bytes.all.current"]
         loss.backward()
     on_host_bytes = 0 if device.type == "cuda" else hooks.copied_bytes
     return {
@@ -193,19 +208,32 @@ def run(way: str, net: nn.Module, batch: tuple[Tensor, Tensor], dtype: str, star
         "losses": losses,
         "last_loss": losses[-1],
         "after_forward_bytes": after_forward_bytes - on_host_bytes,
-        "peak_bytes": None if on_host_bytes and isinstance(hooks, SaveOnCPU) else memory.peak - on_host_bytes,
+        "peak_bytes": None
+        if on_host_bytes and isinstance(hooks, SaveOnCPU)
+        else memory.peak - on_host_bytes,
         "copied_down_bytes": hooks.copied_bytes,
     }
 
 
 def check(rows: list[dict], dtype: str) -> list[str]:
     nothing, torchs, overlapped = rows
-    assert overlapped["gradient_relative_error"] == 0, "overlapped: gradients differ from those of nothing"
-    assert overlapped["losses"] == nothing["losses"], "overlapped: losses differ from those of nothing"
+    assert overlapped["gradient_relative_error"] == 0, (
+        "overlapped: gradients differ from those of nothing"
+    )
+    assert overlapped["losses"] == nothing["losses"], (
+        "overlapped: losses differ from those of nothing"
+    )
     # save_on_cpu makes contiguous copies, and other strides may be summed in another order
-    assert torchs["gradient_relative_error"] <= (1e-5 if dtype == "fp32" else 2e-2), "save_on_cpu: other gradients"
-    copied, freed = overlapped["copied_down_bytes"], nothing["after_forward_bytes"] - overlapped["after_forward_bytes"]
-    assert freed == copied, f"overlapped: {copied:,} bytes were copied down, {freed:,} have left the device"
+    assert torchs["gradient_relative_error"] <= (1e-5 if dtype == "fp32" else 2e-2), (
+        "save_on_cpu: other gradients"
+    )
+    copied, freed = (
+        overlapped["copied_down_bytes"],
+        nothing["after_forward_bytes"] - overlapped["after_forward_bytes"],
+    )
+    assert freed == copied, (
+        f"overlapped: {copied:,} bytes were copied down, {freed:,} have left the device"
+    )
     more = torchs["copied_down_bytes"] / copied
     assert more > 1, f"save_on_cpu copies {more:.2f} times as many bytes"
     return [
@@ -216,9 +244,12 @@ def check(rows: list[dict], dtype: str) -> list[str]:
 
 
 def main() -> int:
-    args = lesson.flags(__doc__, model="nano", seq_len=64, batch_size=12, rounds=3, dtype=("fp32", "bf16"))
+    args = lesson.flags(
+        __doc__, model="nano", seq_len=64, batch_size=12, rounds=3, dtype=("fp32", "bf16")
+    )
     config = shapes.load_config(args.model, 256, args.seq_len)
-    runtime.seed_all(0, deterministic=True)  # or two runs of one way would differ in their last bits on a GPU
+    # or two runs of one way would differ in their last bits on a GPU
+    runtime.seed_all(0, deterministic=True)
     device = runtime.single_device(args.device)
     net = model.build(args.model, config, seed=0, device=device)
     batch = lesson.one_batch(args.batch_size, args.seq_len, device)
@@ -231,7 +262,10 @@ def main() -> int:
     torch.use_deterministic_algorithms(False)
     optimizer = torch.optim.AdamW(net.parameters(), fused=True)
     stays = [*net.parameters(), *net.buffers(), *batch]
-    steps = {way: partial(step, net, batch, args.dtype, WAYS[way](device, stays), optimizer) for way in WAYS}
+    steps = {
+        way: partial(step, net, batch, args.dtype, WAYS[way](device, stays), optimizer)
+        for way in WAYS
+    }
     seconds = measure.seconds_in_turns(steps, device, args.rounds)
     rows = [{**row, **seconds[row["name"]]} for row in rows]
     columns = {
@@ -242,7 +276,14 @@ def main() -> int:
         "time_ratio": "time",
     }
     count = shapes.parameter_count(config)
-    lesson.end(rows, columns=columns, checked=check(rows, args.dtype), args=args, device=device, parameters=count)
+    lesson.end(
+        rows,
+        columns=columns,
+        checked=check(rows, args.dtype),
+        args=args,
+        device=device,
+        parameters=count,
+    )
     return 0
 
 

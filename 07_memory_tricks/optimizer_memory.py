@@ -31,7 +31,9 @@ from common import data, exits, lesson, model, runtime, shapes
 BLOCK = 256  # values that share a scale
 
 
-def step_inside_backward(net: nn.Module, make: Callable[[list[Tensor]], Optimizer]) -> list[Optimizer]:
+def step_inside_backward(
+    net: nn.Module, make: Callable[[list[Tensor]], Optimizer]
+) -> list[Optimizer]:
     """An optimizer for each tensor, which autograd calls when that tensor's gradient is complete."""
 
     def update(parameter: Tensor) -> None:
@@ -57,7 +59,8 @@ def quantize(x: Tensor, book: Tensor) -> tuple[Tensor, Tensor]:
     blocks = nn.functional.pad(x.flatten(), (0, -x.numel() % BLOCK)).view(-1, BLOCK)
     scales = blocks.abs().amax(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
     between = (book[1:] + book[:-1]) / 2
-    places = torch.bucketize(blocks / scales, between, out_int32=True)  # of the nearest values in the book
+    # of the nearest values in the book
+    places = torch.bucketize(blocks / scales, between, out_int32=True)
     return places.to(torch.uint8), scales
 
 
@@ -66,7 +69,9 @@ class CompactAdamW(Optimizer):
     in 16 or 8 bits, and bf16 weights by stochastic rounding."""
 
     def __init__(self, parameters: Iterable[Tensor], lr: float, bits: int) -> None:
-        super().__init__(parameters, {"lr": lr, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1})
+        super().__init__(
+            parameters, {"lr": lr, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+        )
         self.bits = bits
 
     @torch.no_grad()
@@ -91,7 +96,9 @@ class CompactAdamW(Optimizer):
 
         for name, moment in (("first", first), ("second", second)):
             if self.bits == 8:
-                state[f"{name}_codes"], state[f"{name}_scales"] = quantize(moment, code_book(name, moment.device))
+                state[f"{name}_codes"], state[f"{name}_scales"] = quantize(
+                    moment, code_book(name, moment.device)
+                )
             else:  # to the nearest, a change of 0.1 % (beta2 = 0.999) would be lost
                 state[name] = stochastic_round(moment, generator)
         if parameter.dtype == torch.bfloat16:
@@ -103,7 +110,10 @@ class CompactAdamW(Optimizer):
             return torch.zeros_like(parameter, dtype=torch.float32)
         if self.bits == 16:
             return state[name].float()
-        values = code_book(name, parameter.device)[state[f"{name}_codes"].int()] * state[f"{name}_scales"]
+        values = (
+            code_book(name, parameter.device)[state[f"{name}_codes"].int()]
+            * state[f"{name}_scales"]
+        )
         return values.flatten()[: parameter.numel()].view_as(parameter)
 
 
@@ -132,11 +142,17 @@ INSIDE = "step inside backward"
 RECIPES = {  # an optimizer, and by formula the bytes of its state for a tensor of this shape
     "AdamW": (torch_adamw, lambda shape: 8 * shape.numel()),
     "moments in bf16": (partial(CompactAdamW, bits=16), lambda shape: 4 * shape.numel()),
-    "moments in 8 bits": (partial(CompactAdamW, bits=8), lambda shape: 2 * 260 * math.ceil(shape.numel() / BLOCK)),
+    "moments in 8 bits": (
+        partial(CompactAdamW, bits=8),
+        lambda shape: 2 * 260 * math.ceil(shape.numel() / BLOCK),
+    ),
     "Adafactor": (adafactor, lambda shape: 4 * (sum(shape) if len(shape) > 1 else shape.numel())),
     INSIDE: (torch_adamw, lambda shape: 8 * shape.numel()),
     "bf16 weights": (torch_adamw, lambda shape: 4 * shape.numel()),
-    "bf16 weights, stochastic rounding": (partial(CompactAdamW, bits=16), lambda shape: 4 * shape.numel()),
+    "bf16 weights, stochastic rounding": (
+        partial(CompactAdamW, bits=16),
+        lambda shape: 4 * shape.numel(),
+    ),
 }
 
 
@@ -148,22 +164,33 @@ def run(recipe: str, seed: int, config: shapes.Config, corpus: data.Corpus, args
     start = [parameter.detach().clone() for parameter in net.parameters()]
     make = partial(RECIPES[recipe][0], lr=args.lr)
     optimizers = step_inside_backward(net, make) if recipe == INSIDE else [make(net.parameters())]
-    sizes = Namespace(seed=seed, seq_len=args.seq_len, global_batch_size=args.batch_size, micro_batch_size=None)
+    sizes = Namespace(
+        seed=seed, seq_len=args.seq_len, global_batch_size=args.batch_size, micro_batch_size=None
+    )
     losses = []
-    for inputs, targets in islice(data.Batches(corpus, sizes, rank=0, world_size=1).stream(0), args.steps):
+    for inputs, targets in islice(
+        data.Batches(corpus, sizes, rank=0, world_size=1).stream(0), args.steps
+    ):
         loss = net(inputs.to(device), targets.to(device))
         loss.backward()
-        gradient_bytes = sum(weight.grad.nbytes for weight in net.parameters() if weight.grad is not None)
+        gradient_bytes = sum(
+            weight.grad.nbytes for weight in net.parameters() if weight.grad is not None
+        )
         for optimizer in optimizers:
             optimizer.step()  # those inside backward find no gradient any more, and do nothing
             optimizer.zero_grad()
         losses.append(loss.detach())
-    moved = sum((now != before).sum() for now, before in zip(net.parameters(), start, strict=True)).item()
-    states = [value for one in optimizers for state in one.state.values() for value in state.values()]
+    moved = sum(
+        (now != before).sum() for now, before in zip(net.parameters(), start, strict=True)
+    ).item()
+    states = [
+        value for one in optimizers for state in one.state.values() for value in state.values()
+    ]
     held_bytes = {
         "weight_bytes": sum(weight.nbytes for weight in net.parameters()),
         "gradient_bytes": gradient_bytes,
-        "optimizer_bytes": sum(value.nbytes for value in states if getattr(value, "ndim", 0)),  # no counts of steps
+        # no counts of steps
+        "optimizer_bytes": sum(value.nbytes for value in states if getattr(value, "ndim", 0)),
     }
     count = shapes.parameter_count(config)
     return {
@@ -171,7 +198,9 @@ def run(recipe: str, seed: int, config: shapes.Config, corpus: data.Corpus, args
         **held_bytes,
         "parts": " + ".join(f"{size / count:.4g}" for size in held_bytes.values()),
         "bytes_per_parameter": sum(held_bytes.values()) / count,
-        "optimizer_bytes_by_formula": sum(RECIPES[recipe][1](weight.shape) for weight in net.parameters()),
+        "optimizer_bytes_by_formula": sum(
+            RECIPES[recipe][1](weight.shape) for weight in net.parameters()
+        ),
         "moved_share": moved / count,
         "losses": torch.stack(losses).tolist(),
     }
@@ -197,11 +226,19 @@ def summarize(runs: list[dict], baseline_runs: list[dict]) -> dict:
 
 def check(rows: list[dict]) -> list[str]:
     for row in rows:
-        recipe, found, expected = row["recipe"], row["optimizer_bytes"], row["optimizer_bytes_by_formula"]
+        recipe, found, expected = (
+            row["recipe"],
+            row["optimizer_bytes"],
+            row["optimizer_bytes_by_formula"],
+        )
         assert found == expected, f"{recipe}: state of {found:,} bytes, by formula {expected:,}"
         gradient_bytes = 0 if recipe == INSIDE else row["weight_bytes"]
-        assert row["gradient_bytes"] == gradient_bytes, f"{recipe}: {row['gradient_bytes']:,} bytes of gradients"
-        assert recipe != INSIDE or row["losses"] == rows[0]["losses"], f"{recipe}: losses are not AdamW's"
+        assert row["gradient_bytes"] == gradient_bytes, (
+            f"{recipe}: {row['gradient_bytes']:,} bytes of gradients"
+        )
+        assert recipe != INSIDE or row["losses"] == rows[0]["losses"], (
+            f"{recipe}: losses are not AdamW's"
+        )
     nearest = by_chance = torch.ones(10_000, dtype=torch.bfloat16)
     for _ in range(100):
         nearest = nearest + 0.001
@@ -220,10 +257,13 @@ def main() -> int:
     args = lesson.flags(__doc__, model="nano", seq_len=64, batch_size=1, steps=4, seeds=2, lr=2e-3)
     config = shapes.load_config(args.model, 256, args.seq_len)
     device = runtime.single_device(args.device)
-    runtime.seed_all(0, deterministic=device.type == "cuda")  # or AdamW's curve would not come out twice alike
+    # or AdamW's curve would not come out twice alike
+    runtime.seed_all(0, deterministic=device.type == "cuda")
     corpus = data.load_corpus("stdlib")
     seeds = range(args.seeds)
-    runs = [[run(recipe, seed, config, corpus, args, device) for seed in seeds] for recipe in RECIPES]
+    runs = [
+        [run(recipe, seed, config, corpus, args, device) for seed in seeds] for recipe in RECIPES
+    ]
     rows = [summarize(of_recipe, baseline_runs=runs[0]) for of_recipe in runs]
     columns = {
         "recipe": "recipe",

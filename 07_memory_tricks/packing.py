@@ -36,7 +36,10 @@ import _packing as helper
 from common import data, exits, lesson, measure, model, runtime, shapes
 
 # all-gather with a backward: torch 2.13's name, and the one of before
-all_gather = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
+all_gather = (
+    getattr(collectives, "all_gather_single_autograd", None)
+    or collectives.all_gather_tensor_autograd
+)
 PADDED_TOGETHER = 8  # documents of a padded batch
 
 
@@ -76,7 +79,9 @@ def pack(documents: tuple[Tensor, ...], rows: list[list[int]], size: int) -> Bat
     owner = torch.cat([torch.full_like(part, number) for number, part in parts])
     is_last = owner != F.pad(owner[1:], (0, 1), value=-1)
     targets = inputs.roll(-1).masked_fill(is_last | (owner < 0), data.PADDING)
-    return Batch(*(tensor.unflatten(0, (len(rows), size)) for tensor in (inputs, targets, positions, owner)))
+    return Batch(
+        *(tensor.unflatten(0, (len(rows), size)) for tensor in (inputs, targets, positions, owner))
+    )
 
 
 # What stands in for the attention of the model in a batch. q, k, v: [rows, heads, tokens, head_dim].
@@ -123,7 +128,10 @@ def tokens_over_ranks(net: nn.Module, batch: Batch) -> tuple[Batch, Tensor]:
     with_mask = masked(batch, queries=mine)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *_, **how) -> Tensor:
-        k, v = (all_gather(tensor.contiguous(), gather_dim=2, group=dist.group.WORLD) for tensor in (k, v))
+        k, v = (
+            all_gather(tensor.contiguous(), gather_dim=2, group=dist.group.WORLD)
+            for tensor in (k, v)
+        )
         return with_mask(q, k, v, **how)
 
     return on_one_rank(net, lambda _: attend, Batch(*(tensor[:, mine] for tensor in batch)))
@@ -138,7 +146,9 @@ def layers_over_ranks(net: nn.Module, batch: Batch) -> tuple[Batch, Tensor]:
         x = receive(x.detach(), rank - 1).requires_grad_()
         x.register_hook(lambda gradient: dist.send(gradient.contiguous(), rank - 1))
     y = x.clone()  # not x itself, where a rank has no layer
-    cos, sin = (table[batch.positions].unsqueeze(-2) for table in (decoder.rope_cos, decoder.rope_sin))
+    cos, sin = (
+        table[batch.positions].unsqueeze(-2) for table in (decoder.rope_cos, decoder.rope_sin)
+    )
     for layer in [*decoder.layers.values()][rank * size : (rank + 1) * size]:
         layer.self_attn.attend = attend
         y = layer(y, cos, sin)
@@ -146,7 +156,8 @@ def layers_over_ranks(net: nn.Module, batch: Batch) -> tuple[Batch, Tensor]:
         return batch, net.lm_head(decoder.norm(y))
     dist.send(y.detach(), rank + 1)
     y.register_hook(lambda _: receive(torch.empty_like(y), rank + 1))
-    return Batch(*(tensor[:, :0] for tensor in batch)), y[:, :0]  # no token, but backward comes by here
+    # no token, but backward comes by here
+    return Batch(*(tensor[:, :0] for tensor in batch)), y[:, :0]
 
 
 def receive(buffer: Tensor, sender: int) -> Tensor:
@@ -160,7 +171,9 @@ def step(net: nn.Module, way: Callable, batches: list[Batch], over_ranks: bool) 
     target_count = sum((batch.targets != data.PADDING).sum() for batch in batches)
     for batch in batches:
         part, logits = way(batch)
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), part.targets.flatten(), reduction="sum")
+        loss = F.cross_entropy(
+            logits.flatten(0, 1).float(), part.targets.flatten(), reduction="sum"
+        )
         (loss / target_count).backward()
     for weight in net.parameters() if over_ranks else ():  # each rank has found a term of the sum
         weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
@@ -174,7 +187,8 @@ def largest_change(way: Callable, batches: list[Batch]) -> float:
     changed.inputs[0, :4] ^= 1
     (part, before), (_, after) = way(batch), way(changed)
     others = (part.owner != batch.owner[0, 0]) & (part.owner >= 0)
-    of_this_rank = F.pad((after - before).detach()[others].abs().flatten(), (0, 1)).max()  # a 0 if it has none of them
+    # a 0 if it has none of them
+    of_this_rank = F.pad((after - before).detach()[others].abs().flatten(), (0, 1)).max()
     return torch.tensor(runtime.gather(of_this_rank.item())).max().item()  # NaN if one is
 
 
@@ -201,7 +215,9 @@ def run(name: str, one_step: partial, exact: list[Tensor]) -> dict:
 
 
 def main() -> int:
-    args = lesson.flags(__doc__, model="nano", seq_len=240, documents=20, rounds=3, dtype=("fp32", "bf16"))
+    args = lesson.flags(
+        __doc__, model="nano", seq_len=240, documents=20, rounds=3, dtype=("fp32", "bf16")
+    )
     config, size = shapes.load_config(args.model, 256, args.seq_len), args.seq_len
     lengths = helper.document_lengths(args.documents, size)
     helper.refuse(rows_of(lengths, size), args)
@@ -211,9 +227,18 @@ def main() -> int:
     net = model.build(args.model, config, seed=0, device=device)
 
     alone = [pack(documents, [[number]], length) for number, length in enumerate(lengths)]
-    groups = [range(len(lengths))[first:][:PADDED_TOGETHER] for first in range(0, len(lengths), PADDED_TOGETHER)]
-    padded = [pack(documents, [[number] for number in group], max(lengths[i] for i in group)) for group in groups]
-    ordered, fitted = ([pack(documents, [row], size) for row in rows_of(lengths, size, fit)] for fit in (False, True))
+    groups = [
+        range(len(lengths))[first:][:PADDED_TOGETHER]
+        for first in range(0, len(lengths), PADDED_TOGETHER)
+    ]
+    padded = [
+        pack(documents, [[number] for number in group], max(lengths[i] for i in group))
+        for group in groups
+    ]
+    ordered, fitted = (
+        [pack(documents, [row], size) for row in rows_of(lengths, size, fit)]
+        for fit in (False, True)
+    )
     ways = {
         "one at a time": (alone, partial(on_one_rank, net, causal)),
         "padded": (padded, partial(on_one_rank, net, causal)),
@@ -230,14 +255,20 @@ def main() -> int:
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bf16")
     exact, rows, steps = [], [], {}
     for name, (batches, way) in ways.items():
-        steps[name] = partial(step, net, autocast(way), batches, over_ranks=name.endswith("over ranks"))
+        steps[name] = partial(
+            step, net, autocast(way), batches, over_ranks=name.endswith("over ranks")
+        )
         rows.append(run(name, steps[name], exact))
-    for row, seconds in zip(rows, measure.seconds_in_turns(steps, device, args.rounds).values(), strict=True):
+    for row, seconds in zip(
+        rows, measure.seconds_in_turns(steps, device, args.rounds).values(), strict=True
+    ):
         row |= seconds
         for low, high in (("", ""), ("min_", "max_"), ("max_", "min_")):
             row[f"{low}tokens_per_second"] = row["useful_tokens"] / row[f"{high}seconds"]
     many = helper.document_lengths(10_000, size)
-    row_counts = {name: len(rows_of(many, size, name == "best_fit")) for name in ("in_order", "best_fit")}
+    row_counts = {
+        name: len(rows_of(many, size, name == "best_fit")) for name in ("in_order", "best_fit")
+    }
     shares = {name: sum(many) / (size * count) for name, count in row_counts.items()}
     own = {"parameters": shapes.parameter_count(config), "shares_of_10000_documents": shares}
     checked = helper.check(rows, shares, args)

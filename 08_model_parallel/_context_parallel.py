@@ -16,7 +16,8 @@ from torch import Tensor
 from common import runtime, shapes
 from common.exits import UserError
 
-tile_scores: list[int] = []  # elements of each tile that ring attention has computed, of one head of one sequence
+# elements of each tile that ring attention has computed, of one head of one sequence
+tile_scores: list[int] = []
 
 
 def chunks_of_rank(order: str, rank: int) -> list[int]:
@@ -56,7 +57,9 @@ def scores_of(q: Tensor, k: Tensor, on_diagonal: bool) -> Tensor:
     return scores
 
 
-def add_tile(tile: tuple[slice, slice, bool], q: Tensor, kv: Tensor, out: Tensor, log_sum_exp: Tensor) -> None:
+def add_tile(
+    tile: tuple[slice, slice, bool], q: Tensor, kv: Tensor, out: Tensor, log_sum_exp: Tensor
+) -> None:
     """Online softmax: `out` is right for the keys seen so far. Their weights shrink, then the new keys' are added."""
     queries, keys, on_diagonal = tile
     q, out, log_sum_exp = q[..., queries, :], out[..., queries, :], log_sum_exp[..., queries]
@@ -69,7 +72,9 @@ def add_tile(tile: tuple[slice, slice, bool], q: Tensor, kv: Tensor, out: Tensor
     log_sum_exp.copy_(new_log_sum_exp)
 
 
-def add_tile_gradients(tile: tuple[slice, slice, bool], of_queries: tuple, of_rows: tuple, of_keys: tuple) -> None:
+def add_tile_gradients(
+    tile: tuple[slice, slice, bool], of_queries: tuple, of_rows: tuple, of_keys: tuple
+) -> None:
     """The weights of a tile come from its scores and the final log-sum-exp: no other tile is needed."""
     queries, keys, on_diagonal = tile
     q, out_gradient, q_gradient = (tensor[..., queries, :] for tensor in of_queries)
@@ -86,12 +91,19 @@ def add_tile_gradients(tile: tuple[slice, slice, bool], of_queries: tuple, of_ro
 def chosen_ways(args: argparse.Namespace, config: shapes.Config, ways: Iterable[str]) -> list[str]:
     """One process and what --attention names. UserError if the ranks cannot divide the sequence, or the heads."""
     gpus = torch.cuda.device_count() if args.device != "cpu" else 0
-    n = int(os.environ.get("WORLD_SIZE", max(2, gpus)))  # torchrun's, or what lesson.relaunch will start
+    # torchrun's, or what lesson.relaunch will start
+    n = int(os.environ.get("WORLD_SIZE", max(2, gpus)))
     chunks = 2 * n  # zigzag order: two per rank
     if args.seq_len % chunks:
         use = max(args.seq_len // chunks, 1) * chunks
-        raise UserError(f"--seq-len {args.seq_len} does not divide into {chunks} chunks, two per rank: use {use}")
-    chosen = [way for way in ways if args.attention == "all" or way.lower().startswith((args.attention, "one"))]
+        raise UserError(
+            f"--seq-len {args.seq_len} does not divide into {chunks} chunks, two per rank: use {use}"
+        )
+    chosen = [
+        way
+        for way in ways
+        if args.attention == "all" or way.lower().startswith((args.attention, "one"))
+    ]
     if "Ulysses" in chosen and config.num_key_value_heads % n:
         reason = f"{n} ranks do not divide the {config.num_key_value_heads} key-value heads of --model {args.model}"
         if args.attention == "ulysses":
@@ -115,11 +127,15 @@ def expected(way: str, config: shapes.Config, args: argparse.Namespace) -> dict:
         calls = f"{4 * layers} all-to-alls"
         sent = 2 * (n - 1) * (2 * q + kv) // n
     elif way.startswith("ring"):
-        if n > 1:  # keys and values make n - 1 hops in forward and in backward, their gradients n in backward
+        # keys and values make n - 1 hops in forward and in backward, their gradients n in backward
+        if n > 1:
             calls = f"{layers * (3 * n - 2)} sends"
             sent = (3 * n - 2) * kv
-        tiles_of_ranks = [2 * n + 1 if way == "ring, zigzag" else 4 * (rank + 1) for rank in range(n)]
-    scores = [2 * layers * count * (args.seq_len // (2 * n)) ** 2 for count in tiles_of_ranks]  # forward and backward
+        tiles_of_ranks = [
+            2 * n + 1 if way == "ring, zigzag" else 4 * (rank + 1) for rank in range(n)
+        ]
+    # forward and backward
+    scores = [2 * layers * count * (args.seq_len // (2 * n)) ** 2 for count in tiles_of_ranks]
     return {"calls": calls, "sent_bytes": layers * sent, "scores_of_each_rank": tuple(scores)}
 
 
@@ -146,7 +162,9 @@ def check(rows: list[dict], config: shapes.Config, args: argparse.Namespace) -> 
             assert error <= 1e-5, f"{name}: {what} differs from that of one process by {error:.0e}"
         assert len(set(row["weights_sha256"])) == 1, f"{name}: ranks hold different weights"
         kept, most = row["kept_bytes_per_rank"], 1.02 * kept_by_one_process / n + 4096
-        assert kept <= most or "ring" not in name, f"{name} keeps {kept:,} bytes for backward, more than {most:,.0f}"
+        assert kept <= most or "ring" not in name, (
+            f"{name} keeps {kept:,} bytes for backward, more than {most:,.0f}"
+        )
     return [
         f"losses (to {max(loss_errors):.0e}) and gradients are those of one process; all ranks hold the same weights",
         f"calls, bytes and scores are those of the formulas; in a ring a rank keeps 1/{n} for backward",

@@ -46,7 +46,8 @@ class Baseline:
 
     config: shapes.Config
     device: torch.device
-    batches: list[tuple[Tensor, Tensor]]  # inputs and targets of a step: [micro-batches, sequences, length]
+    # inputs and targets of a step: [micro-batches, sequences, length]
+    batches: list[tuple[Tensor, Tensor]]
     tokens: int  # of a step, without padding
     micro_batches: int
     losses: list[float]
@@ -56,17 +57,22 @@ class Baseline:
 def load_config(args: argparse.Namespace) -> shapes.Config:
     """The model's shape. UserError for what so many ranks cannot run."""
     gpus = torch.cuda.device_count() if args.device != "cpu" else 0
-    ranks = int(os.environ.get("WORLD_SIZE", max(2, gpus)))  # torchrun's, or what lesson.relaunch will start
+    # torchrun's, or what lesson.relaunch will start
+    ranks = int(os.environ.get("WORLD_SIZE", max(2, gpus)))
     stages = ranks * args.chunks if ranks > 1 else 1
     config = shapes.load_config(args.model.replace(UNTIED_NANO, "nano"), 256, args.seq_len)
     if args.model == UNTIED_NANO:
         layers = max(config.num_hidden_layers, stages)
         config = dataclasses.replace(config, tie_word_embeddings=False, num_hidden_layers=layers)
     if config.tie_word_embeddings:  # the first and the last stage would hold the same matrix
-        raise UserError(f"--model {args.model} has tied embeddings: use {UNTIED_NANO} or an untied one")
+        raise UserError(
+            f"--model {args.model} has tied embeddings: use {UNTIED_NANO} or an untied one"
+        )
     if (layers := config.num_hidden_layers) < stages:
         needed = f"--chunks {args.chunks} on {ranks} processes needs {stages} layers"
-        raise UserError(f"{needed}, --model {args.model} has {layers}: use fewer chunks or processes")
+        raise UserError(
+            f"{needed}, --model {args.model} has {layers}: use fewer chunks or processes"
+        )
     return config
 
 
@@ -86,7 +92,9 @@ def loss_share(logits: Tensor, targets: Tensor, tokens: int) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / tokens
 
 
-def train_one_process(config: shapes.Config, args: argparse.Namespace, device: torch.device) -> Baseline:
+def train_one_process(
+    config: shapes.Config, args: argparse.Namespace, device: torch.device
+) -> Baseline:
     """Train the whole model, with the whole batch at once. Every rank does so, for itself."""
     micro_batches = args.micro_batches_per_rank * dist.get_world_size()
     sequences = micro_batches * args.micro_batch_size  # of a step
@@ -105,7 +113,9 @@ def train_one_process(config: shapes.Config, args: argparse.Namespace, device: t
         loss.backward()
         nn.utils.clip_grad_norm_(net.parameters(), LARGEST_NORM)
         losses.append(loss.item())
-        gradients.append({name: parameter.grad.clone() for name, parameter in net.named_parameters()})
+        gradients.append(
+            {name: parameter.grad.clone() for name, parameter in net.named_parameters()}
+        )
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
     return Baseline(config, device, batches, tokens, micro_batches, losses, gradients)
@@ -135,12 +145,18 @@ def timelines(orders: list[list[tuple]]) -> list[list[tuple]]:
     return lines
 
 
-def input_of(name: str, micro_batch: int, chunk: int, rank: int, ranks: int, last_stage: int) -> tuple | None:
+def input_of(
+    name: str, micro_batch: int, chunk: int, rank: int, ranks: int, last_stage: int
+) -> tuple | None:
     """What must be done before, as name, micro-batch and stage."""
     stage = chunk * ranks + rank
     if name == "Forward":
         return (name, micro_batch, stage - 1) if stage > 0 else None
-    return ("Forward", micro_batch, stage) if stage == last_stage else ("Backward", micro_batch, stage + 1)
+    return (
+        ("Forward", micro_batch, stage)
+        if stage == last_stage
+        else ("Backward", micro_batch, stage + 1)
+    )
 
 
 def idle_share(lines: list[list[tuple]]) -> dict:
@@ -168,13 +184,17 @@ def torch_step(name: str, stages: list[Stage], baseline: Baseline) -> Callable:
     from torch.distributed import pipelining  # a second that wrong flags need not wait for
 
     total = dist.get_world_size() * len(stages)
-    parts = [pipelining.PipelineStage(stage.net, stage.number, total, baseline.device) for stage in stages]
+    parts = [
+        pipelining.PipelineStage(stage.net, stage.number, total, baseline.device)
+        for stage in stages
+    ]
     kinds = {"GPipe": pipelining.ScheduleGPipe, "1F1B": pipelining.Schedule1F1B}
     schedule = kinds.get(name, pipelining.ScheduleInterleaved1F1B)(
         parts if len(parts) > 1 else parts[0],
         n_microbatches=baseline.micro_batches,
         loss_fn=partial(loss_share, tokens=baseline.tokens),
-        scale_grads=False,  # the default divides the gradients by the micro-batches, as a mean of means would
+        # the default divides the gradients by the micro-batches, as a mean of means would
+        scale_grads=False,
     )
 
     def step(inputs: Tensor, targets: Tensor) -> tuple[Tensor, None]:
@@ -196,22 +216,33 @@ def formulas(name: str, chunks: int, baseline: Baseline) -> dict:
         most = {"GPipe": micro_batches, "1F1B": ranks - rank}
         held.append(most.get(name, min(warm_up + 1, chunks * micro_batches)))
     idle = (ranks - 1) / (chunks * micro_batches + ranks - 1)
-    messages = 2 * micro_batches * (chunks * ranks - 1)  # activations there, gradients back, between all stages
+    # activations there, gradients back, between all stages
+    messages = 2 * micro_batches * (chunks * ranks - 1)
     return {"idle_share": idle, "most_held_per_rank": tuple(held), "messages": messages}
 
 
 def check(rows: list[dict], baseline: Baseline, args: argparse.Namespace) -> list[str]:
     largest = 0.0
     for row in rows[1:]:
-        loss_error = measure.relative_error(torch.tensor(row["losses"]), torch.tensor(baseline.losses))
+        loss_error = measure.relative_error(
+            torch.tensor(row["losses"]), torch.tensor(baseline.losses)
+        )
         for error in (loss_error, row["gradient_error"]):
-            assert error <= TOLERANCE, f"{row['name']}: losses or gradients differ from one process by {error:.0e}"
+            assert error <= TOLERANCE, (
+                f"{row['name']}: losses or gradients differ from one process by {error:.0e}"
+            )
             largest = max(largest, error)
         by_hand = "by torch" not in row["name"]
-        for key, expected in formulas(row["name"], row["stages_per_rank"], baseline).items() if by_hand else ():
-            assert row[key] == expected, f"{row['name']}: {key} is {row[key]}, and must be {expected}"
+        for key, expected in (
+            formulas(row["name"], row["stages_per_rank"], baseline).items() if by_hand else ()
+        ):
+            assert row[key] == expected, (
+                f"{row['name']}: {key} is {row[key]}, and must be {expected}"
+            )
     most_bytes = {row["name"]: row["most_activation_bytes"] for row in rows[1:]}
-    assert most_bytes["1F1B"] < most_bytes["GPipe"] or args.micro_batches_per_rank == 1, "1F1B holds as much as GPipe"
+    assert most_bytes["1F1B"] < most_bytes["GPipe"] or args.micro_batches_per_rank == 1, (
+        "1F1B holds as much as GPipe"
+    )
     return [
         f"each schedule has the losses and gradients of one process in {args.steps} steps ({largest:.0e})",
         "idle units, micro-batches held and messages are those of the formulas, on every rank",

@@ -20,8 +20,11 @@ from common.exits import UserError
 
 LEARNING_RATE, LARGEST_NORM = 0.05, 1.0  # of gradients
 TOLERANCE = 1e-5  # relative; what another order of the same sums in fp32 may change in 10 steps
-gather_single = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor  # newer name first
-reduce_scatter_single = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
+# newer name first
+gather_single = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
+reduce_scatter_single = (
+    getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
+)
 COLUMNS = {
     "way": "way",
     "most_parameters": "weights per rank",
@@ -40,7 +43,8 @@ def all_gather(x: Tensor) -> Tensor:  # [batch, length / N, hidden] to [batch, l
     return functional.wait_tensor(gather_single(x.contiguous(), 1, dist.group.WORLD))
 
 
-def reduce_scatter(x: Tensor) -> Tensor:  # [batch, length, hidden] to [batch, length / N, hidden]: sums over the ranks
+# [batch, length, hidden] to [batch, length / N, hidden]: sums over the ranks
+def reduce_scatter(x: Tensor) -> Tensor:
     return functional.wait_tensor(reduce_scatter_single(x.contiguous(), "sum", 1, dist.group.WORLD))
 
 
@@ -94,24 +98,36 @@ def clip_by_torch(net: nn.Module, largest_norm: float) -> Tensor:
 
 def check_sizes(args, config: shapes.Config) -> None:
     """UserError for what so many ranks cannot cut. Channels and vocabulary may be cut into unequal parts."""
-    ranks = int(os.environ.get("WORLD_SIZE", max(2, torch.cuda.device_count() * (args.device != "cpu"))))
-    if (heads := config.num_key_value_heads) % ranks:  # with each of them goes its group of query heads
-        raise UserError(f"--model {args.model}: {ranks} ranks do not divide its {heads} key-value heads: start fewer")
+    ranks = int(
+        os.environ.get("WORLD_SIZE", max(2, torch.cuda.device_count() * (args.device != "cpu")))
+    )
+    # with each of them goes its group of query heads
+    if (heads := config.num_key_value_heads) % ranks:
+        raise UserError(
+            f"--model {args.model}: {ranks} ranks do not divide its {heads} key-value heads: start fewer"
+        )
     if config.qkv_bias or config.qk_norm:
-        raise UserError(f"--model {args.model}: biases and norms of heads are not cut here: train_3d.py --tp cuts them")
+        raise UserError(
+            f"--model {args.model}: biases and norms of heads are not cut here: train_3d.py --tp cuts them"
+        )
     if args.seq_len % ranks:
         raise UserError(f"--seq-len {args.seq_len}: use a multiple of the number of ranks, {ranks}")
     if (size := args.global_batch_size) % args.micro_batch_size:
-        raise UserError(f"--global-batch-size {size} is no multiple of --micro-batch-size {args.micro_batch_size}")
+        raise UserError(
+            f"--global-batch-size {size} is no multiple of --micro-batch-size {args.micro_batch_size}"
+        )
 
 
 def run(ways: list[Way], micro_batches: list[tuple[Tensor, Tensor]], args) -> list[dict]:
     """A row per way, with a step of each in turn: gradients are compared before they are used. Every rank must call it.
     With SGD: AdamW divides a gradient by its size, which hides a wrong scale and enlarges rounding."""
     in_a_step = args.global_batch_size // args.micro_batch_size
-    rows = [{"way": way.name, "losses": [], "gradient_norms": [], "gradient_errors": []} for way in ways]
+    rows = [
+        {"way": way.name, "losses": [], "gradient_norms": [], "gradient_errors": []} for way in ways
+    ]
     optimizers = [torch.optim.SGD(way.net.parameters(), lr=LEARNING_RATE) for way in ways]
-    traffics = [(traffic.Traffic(), traffic.Traffic()) for _ in ways]  # of all steps: until backward ends, and after it
+    # of all steps: until backward ends, and after it
+    traffics = [(traffic.Traffic(), traffic.Traffic()) for _ in ways]
     for first in range(0, len(micro_batches), in_a_step):
         step = micro_batches[first : first + in_a_step]
         for way, row, (until, after) in zip(ways, rows, traffics, strict=True):
@@ -129,15 +145,21 @@ def run(ways: list[Way], micro_batches: list[tuple[Tensor, Tensor]], args) -> li
                 optimizer.step()
             optimizer.zero_grad()
     for way, row, (until, after) in zip(ways, rows, traffics, strict=True):
-        local = [weight.to_local() if isinstance(weight, DTensor) else weight for weight in way.net.parameters()]
+        local = [
+            weight.to_local() if isinstance(weight, DTensor) else weight
+            for weight in way.net.parameters()
+        ]
         row["parameters_per_rank"] = runtime.gather(sum(tensor.numel() for tensor in local))
         row["most_parameters"] = max(row["parameters_per_rank"])
         row["gradient_error"] = torch.tensor(row["gradient_errors"]).max().item()
-        row["calls"] = {kind: calls / args.steps for kind, calls in until.calls.items()}  # these four are of a step
+        # these four are of a step
+        row["calls"] = {kind: calls / args.steps for kind, calls in until.calls.items()}
         row["sent_bytes"] = round(sum(until.bytes_sent.values()) / args.steps)
         row["calls_after_backward"] = after.calls.total() / args.steps
         row["sent_bytes_after_backward"] = round(sum(after.bytes_sent.values()) / args.steps)
-        row["collectives"] = ", ".join(f"{calls:g} {kind.replace('_', '-')}" for kind, calls in row["calls"].items())
+        row["collectives"] = ", ".join(
+            f"{calls:g} {kind.replace('_', '-')}" for kind, calls in row["calls"].items()
+        )
     return rows
 
 
@@ -147,7 +169,9 @@ def gradient_error(net: nn.Module, baseline: nn.Module) -> float:
     for weight, whole in zip(net.parameters(), baseline.parameters(), strict=True):
         cut = hasattr(weight, "cut_dimension")
         expected.append(my_part(whole.grad, weight.cut_dimension) if cut else whole.grad)
-    return measure.relative_error([runtime.whole(weight.grad) for weight in net.parameters()], expected)
+    return measure.relative_error(
+        [runtime.whole(weight.grad) for weight in net.parameters()], expected
+    )
 
 
 def check(rows: list[dict], config: shapes.Config, args) -> list[str]:
@@ -156,30 +180,55 @@ def check(rows: list[dict], config: shapes.Config, args) -> list[str]:
     ranks = len(one_process["parameters_per_rank"])
     micro_batches = args.global_batch_size // args.micro_batch_size
     tokens = args.micro_batch_size * args.seq_len
-    cuts = 2 * config.num_hidden_layers + 1  # pairs of matrices, and embedding with head: each sends in both directions
+    # pairs of matrices, and embedding with head: each sends in both directions
+    cuts = 2 * config.num_hidden_layers + 1
     norms = cuts * config.hidden_size  # weights that every rank holds
     calls = micro_batches * 2 * cuts
     apart = {"reduce_scatters": calls, "all_gathers": calls}
-    ring = Fraction(2 * 4 * (ranks - 1), ranks)  # bytes that a rank sends for an element in fp32, all-reduced
-    sent = round(ring * (calls * tokens * config.hidden_size + micro_batches * 3 * tokens))  # loss: 3 numbers per token
+    # bytes that a rank sends for an element in fp32, all-reduced
+    ring = Fraction(2 * 4 * (ranks - 1), ranks)
+    # loss: 3 numbers per token
+    sent = round(ring * (calls * tokens * config.hidden_size + micro_batches * 3 * tokens))
     must = {
         "by hand": ({"all_reduces": calls + 2 * micro_batches}, sent, 1, round(ring)),
-        "by hand, sequence parallel": ({"all_reduces": 2 * micro_batches, **apart}, sent, 2, round(ring * (norms + 1))),
+        "by hand, sequence parallel": (
+            {"all_reduces": 2 * micro_batches, **apart},
+            sent,
+            2,
+            round(ring * (norms + 1)),
+        ),
         # torch's calls after backward differ from release to release; on one rank DTensor knows that it is alone
-        "by torch, sequence parallel": ({"all_reduces": 3 * micro_batches, **(apart if ranks > 1 else {})}, sent),
+        "by torch, sequence parallel": (
+            {"all_reduces": 3 * micro_batches, **(apart if ranks > 1 else {})},
+            sent,
+        ),
     }
     largest = 0.0
     for row in others:
-        found = row["calls"], row["sent_bytes"], row["calls_after_backward"], row["sent_bytes_after_backward"]
+        found = (
+            row["calls"],
+            row["sent_bytes"],
+            row["calls_after_backward"],
+            row["sent_bytes_after_backward"],
+        )
         expected = must[row["way"]]
-        assert found[: len(expected)] == expected, f"{row['way']}: traffic of a step is {found}, and must be {expected}"
-        held, whole = sum(row["parameters_per_rank"]), shapes.parameter_count(config) + (ranks - 1) * norms
+        assert found[: len(expected)] == expected, (
+            f"{row['way']}: traffic of a step is {found}, and must be {expected}"
+        )
+        held, whole = (
+            sum(row["parameters_per_rank"]),
+            shapes.parameter_count(config) + (ranks - 1) * norms,
+        )
         assert held == whole, f"{row['way']}: {held:,} weights on all ranks, not {whole:,}"
         errors = {"gradients": row["gradient_error"]}
         for what in ("losses", "gradient_norms"):  # as lists of steps
-            errors[what] = measure.relative_error([*torch.tensor(row[what])], [*torch.tensor(one_process[what])])
+            errors[what] = measure.relative_error(
+                [*torch.tensor(row[what])], [*torch.tensor(one_process[what])]
+            )
         for what, error in errors.items():  # NaN fails, too
-            assert error <= TOLERANCE, f"{row['way']}: {what} differ from one process by {error:.0e}"
+            assert error <= TOLERANCE, (
+                f"{row['way']}: {what} differ from one process by {error:.0e}"
+            )
         largest = max(largest, *errors.values())
     return [
         "the ranks together hold each cut weight once; calls and bytes of each step are the formula's",

@@ -37,7 +37,10 @@ from _context_parallel import add_tile, add_tile_gradients, positions_of_rank, t
 from common import data, exits, lesson, measure, model, runtime, shapes, traffic
 
 # all-gather with a backward: torch 2.13's name, and the one of before
-all_gather = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
+all_gather = (
+    getattr(collectives, "all_gather_single_autograd", None)
+    or collectives.all_gather_tensor_autograd
+)
 
 # These three stand in for the model's attention. They get q, k and v of this rank's tokens,
 # [batch, heads, tokens, head_dim], rotated by their place in the sequence: shard(tokens).
@@ -46,8 +49,10 @@ all_gather = getattr(collectives, "all_gather_single_autograd", None) or collect
 def all_gather_attention(q: Tensor, k: Tensor, v: Tensor, *_, **__) -> Tensor:
     """(1) Every rank gathers all keys and values: replicate. Each of its queries looks at those not in its future.
     Backward: every rank has used my keys and values, so their gradients are partial: a reduce-scatter adds mine up."""
-    parts = all_gather(torch.stack((k, v)), gather_dim=0, group=dist.group.WORLD)  # one collective for both
-    keys, values = parts.unflatten(0, (-1, 2)).movedim(0, 3).flatten(3, 4)  # one rank's tokens after the other's
+    # one collective for both
+    parts = all_gather(torch.stack((k, v)), gather_dim=0, group=dist.group.WORLD)
+    # one rank's tokens after the other's
+    keys, values = parts.unflatten(0, (-1, 2)).movedim(0, 3).flatten(3, 4)
     my_positions = positions_of_rank("contiguous", keys.shape[2]).to(q.device)
     may_see = my_positions[:, None] >= torch.arange(keys.shape[2], device=q.device)
     return model.attend(q, keys, values, may_see, enable_gqa=q.shape[1] != k.shape[1])
@@ -60,8 +65,10 @@ def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, *_, **__) -> Tensor:
     """(2) Attention never mixes heads. So a rank trades: some heads of all tokens for all heads of its tokens."""
     world_size = dist.get_world_size()
     by_rank = [part.unflatten(1, (world_size, -1)) for part in (q, k, v)]  # each rank's heads
-    parts = torch.cat(by_rank, dim=2).movedim(1, 0)  # [ranks, batch, heads / ranks, tokens / ranks, head_dim]
-    whole = exchange(parts).movedim(0, 2).flatten(2, 3)  # shard(heads): [batch, heads / ranks, tokens, head_dim]
+    # [ranks, batch, heads / ranks, tokens / ranks, head_dim]
+    parts = torch.cat(by_rank, dim=2).movedim(1, 0)
+    # shard(heads): [batch, heads / ranks, tokens, head_dim]
+    whole = exchange(parts).movedim(0, 2).flatten(2, 3)
     q, k, v = whole.split([part.shape[2] for part in by_rank], dim=1)
     out = model.attend(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
     parts = out.unflatten(2, (world_size, -1)).movedim(2, 0)
@@ -70,7 +77,9 @@ def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, *_, **__) -> Tensor:
 
 def exchange(parts: Tensor) -> Tensor:
     """All-to-all: part i goes to rank i, and what rank i sends takes its place. Backward is the same exchange."""
-    return collectives.all_to_all_single_autograd(parts.contiguous(), None, None, group=dist.group.WORLD)
+    return collectives.all_to_all_single_autograd(
+        parts.contiguous(), None, None, group=dist.group.WORLD
+    )
 
 
 # What (2) lacks: it cannot use more ranks than there are key-value heads. Nothing is computed while the parts travel.
@@ -78,7 +87,8 @@ def exchange(parts: Tensor) -> Tensor:
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, *_, order: str, **__) -> Tensor:
     """(3) In each turn a rank computes with one block of keys and values, while the next one is on its way."""
-    grouped = q.unflatten(1, (k.shape[1], -1))  # [batch, key-value heads, query heads of each, tokens, head_dim]
+    # [batch, key-value heads, query heads of each, tokens, head_dim]
+    grouped = q.unflatten(1, (k.shape[1], -1))
     return RingAttention.apply(grouped, torch.stack((k, v)), order).flatten(1, 2)
 
 
@@ -114,7 +124,9 @@ class RingAttention(torch.autograd.Function):
             arriving, under_way = start_round(leaving)
             kv_gradient = torch.zeros_like(kv)
             for tile in tiles(ctx.order, turn, q.shape[-2]):
-                add_tile_gradients(tile, (q, out_gradient, q_gradient), (log_sum_exp, row_sums), (kv, kv_gradient))
+                add_tile_gradients(
+                    tile, (q, out_gradient, q_gradient), (log_sum_exp, row_sums), (kv, kv_gradient)
+                )
             for message in under_way:
                 message.wait()
             if not is_last:
@@ -136,7 +148,8 @@ def start_round(leaving: list[Tensor]) -> tuple[list[Tensor], list[dist.Work]]:
     arriving = [torch.empty_like(tensor) for tensor in leaving]
     sends = [dist.P2POp(dist.isend, tensor, (rank + 1) % world_size) for tensor in leaving]
     receives = [dist.P2POp(dist.irecv, tensor, (rank - 1) % world_size) for tensor in arriving]
-    return arriving, dist.batch_isend_irecv(sends + receives)  # as one group: NCCL would wait for ever in a send alone
+    # as one group: NCCL would wait for ever in a send alone
+    return arriving, dist.batch_isend_irecv(sends + receives)
 
 
 # The order of the tokens on the ranks, and what stands in for attention.
@@ -150,10 +163,13 @@ WAYS = {
 ATTENTIONS = ("all", "all-gather", "ulysses", "ring")  # what --attention takes
 
 
-def loss_of(net: nn.Module, way: str, inputs: Tensor, targets: Tensor, counted_tokens: Tensor) -> Tensor:
+def loss_of(
+    net: nn.Module, way: str, inputs: Tensor, targets: Tensor, counted_tokens: Tensor
+) -> Tensor:
     """This rank's term of the mean loss over the tokens of all ranks: partial, and so are its gradients."""
     positions = positions_of_rank(WAYS[way][0], inputs.shape[1]).to(inputs.device)
-    inputs, targets = inputs[:, positions], targets[:, positions]  # shard(tokens); targets were shifted before
+    # shard(tokens); targets were shifted before
+    inputs, targets = inputs[:, positions], targets[:, positions]
     logits = net(inputs, positions=positions[None])  # RoPE by the place in the whole sequence
     summed = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
     return summed / counted_tokens  # no mean: where a text ends early, the ranks' own counts differ
@@ -167,7 +183,12 @@ def sum_over_ranks(loss: Tensor, net: nn.Module) -> None:
     nn.utils.vector_to_parameters(flat, tensors)
 
 
-def run(way: str, start: nn.Module, batches: list[tuple[Tensor, ...]], baseline_gradients: list[list[Tensor]]) -> dict:
+def run(
+    way: str,
+    start: nn.Module,
+    batches: list[tuple[Tensor, ...]],
+    baseline_gradients: list[list[Tensor]],
+) -> dict:
     """Train for a step per batch; one process fills baseline_gradients, the others are compared with them."""
     net = copy.deepcopy(start)  # replicate
     for layer in net.model.layers.values():
@@ -199,10 +220,14 @@ def run(way: str, start: nn.Module, batches: list[tuple[Tensor, ...]], baseline_
     return {
         "name": way,
         "losses": losses,
-        "calls": ", ".join(f"{count} {kind.replace('_', '-')}" for kind, count in sent.calls.items()) or "none",
+        "calls": ", ".join(
+            f"{count} {kind.replace('_', '-')}" for kind, count in sent.calls.items()
+        )
+        or "none",
         "sent_bytes": round(sum(sent.bytes_sent.values())),
         "scores_of_each_rank": scores,
-        "busiest_ratio": max(scores) * len(scores) / sum(scores) if any(scores) else None,  # counted in the ring alone
+        # counted in the ring alone
+        "busiest_ratio": max(scores) * len(scores) / sum(scores) if any(scores) else None,
         "kept_bytes_per_rank": max(kept),
         "gradient_error": torch.tensor(errors_of_ranks).max().item(),  # NaN if one is
         "weights_sha256": digests,
@@ -210,19 +235,24 @@ def run(way: str, start: nn.Module, batches: list[tuple[Tensor, ...]], baseline_
 
 
 def main() -> int:
-    args = lesson.flags(__doc__, model="nano", attention=ATTENTIONS, seq_len=240, batch_size=4, steps=5)
-    config = shapes.load_config(args.model, 256, args.seq_len)  # raises a UserError before any rank starts
+    args = lesson.flags(
+        __doc__, model="nano", attention=ATTENTIONS, seq_len=240, batch_size=4, steps=5
+    )
+    # raises a UserError before any rank starts
+    config = shapes.load_config(args.model, 256, args.seq_len)
     ways = context.chosen_ways(args, config, WAYS)
     lesson.relaunch(args.device)
     runtime.seed_all(0, deterministic=True)  # before the group: NCCL reads variables when it starts
     device = runtime.init_process_group(args.device)
     batches = []
-    whole = lesson.one_batch(args.steps * args.batch_size, args.seq_len, device)  # the same on every rank
+    # the same on every rank
+    whole = lesson.one_batch(args.steps * args.batch_size, args.seq_len, device)
     for inputs, targets in zip(*(tensor.split(args.batch_size) for tensor in whole), strict=True):
         targets[0, 3 * (args.seq_len + 1) // 4 :] = data.PADDING  # a text that ends early
         batches.append((inputs, targets, (targets != data.PADDING).sum()))
     start = model.build(args.model, config, seed=0, device=device)
-    loss_of(start, "one process", *batches[0])  # cuBLAS takes its workspace here, and not where bytes are counted
+    # cuBLAS takes its workspace here, and not where bytes are counted
+    loss_of(start, "one process", *batches[0])
     rows, baseline_gradients = [], []
     for way in ways:
         rows.append(run(way, start, batches, baseline_gradients))

@@ -37,14 +37,19 @@ from common import exits, lesson, model, runtime, shapes, traffic
 class Mixture(nn.Module):
     """In place of a block's MLP: a router and all experts, on one process. This is the baseline."""
 
-    choose = staticmethod(lambda probabilities, k: probabilities.topk(k).indices)  # see use_choices_of_ranks
+    # see use_choices_of_ranks
+    choose = staticmethod(lambda probabilities, k: probabilities.topk(k).indices)
 
-    def __init__(self, config: shapes.Config, experts: list[int], k: int, capacity_factor: float | None) -> None:
+    def __init__(
+        self, config: shapes.Config, experts: list[int], k: int, capacity_factor: float | None
+    ) -> None:
         super().__init__()
         self.k, self.capacity_factor = k, capacity_factor
         self.router = nn.Linear(config.hidden_size, len(experts), bias=False)
         # Named by its number among all: an expert's initial weights follow from its name, on whichever rank it is.
-        self.experts = nn.ModuleDict({str(number): model.MLP(config) for number in self.part_of(experts)})
+        self.experts = nn.ModuleDict(
+            {str(number): model.MLP(config) for number in self.part_of(experts)}
+        )
 
     def part_of(self, experts: list[int]) -> list[int]:
         return experts
@@ -53,7 +58,8 @@ class Mixture(nn.Module):
         """Choose the experts of each token, [tokens, k]; returns what their outputs are multiplied by."""
         self.probabilities = self.router(tokens).softmax(-1)
         self.choices = self.choose(self.probabilities, self.k)
-        self.counts = torch.bincount(self.choices.flatten(), minlength=self.router.out_features)  # by expert
+        # by expert
+        self.counts = torch.bincount(self.choices.flatten(), minlength=self.router.out_features)
         weights = self.probabilities.gather(-1, self.choices)
         # Divided, the weight of a single choice is always 1, and the router learns nothing from the loss.
         return weights if self.k == 1 else weights / weights.sum(-1, keepdim=True)
@@ -67,7 +73,8 @@ class Mixture(nn.Module):
         mixed = torch.zeros_like(tokens)
         for number, expert in self.experts.items():
             token, place = (self.choices == int(number)).nonzero(as_tuple=True)  # place: which of k
-            token, place = token[:most], place[:most]  # a choice that is dropped adds nothing to the residual
+            # a choice that is dropped adds nothing to the residual
+            token, place = token[:most], place[:most]
             mixed = mixed.index_add(0, token, expert(tokens[token]) * weights[token, place, None])
             self.tokens_of_expert.append(token)
         return mixed.view_as(x)
@@ -89,8 +96,13 @@ class Exchange(torch.autograd.Function):
 class ParallelMixture(Mixture):
     """The same over all ranks. A rank has its own tokens, shard(tokens), and its own experts, shard(experts)."""
 
-    def part_of(self, experts: list[int]) -> list[int]:  # the first ranks have one more where they do not divide
-        return torch.tensor(experts, device="cpu").tensor_split(dist.get_world_size())[dist.get_rank()].tolist()
+    # the first ranks have one more where they do not divide
+    def part_of(self, experts: list[int]) -> list[int]:
+        return (
+            torch.tensor(experts, device="cpu")
+            .tensor_split(dist.get_world_size())[dist.get_rank()]
+            .tolist()
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -108,7 +120,9 @@ class ParallelMixture(Mixture):
         from_ranks = kept_for_me.sum(1).tolist()
         # 2. My choices as token * k + place, by expert and so by rank, then by token. Over capacity are the last ones.
         groups = self.choices.flatten().argsort(stable=True).split(counts[rank].tolist())
-        rows = torch.cat([group[:kept] for group, kept in zip(groups, self.kept[rank].tolist(), strict=True)])
+        rows = torch.cat(
+            [group[:kept] for group, kept in zip(groups, self.kept[rank].tolist(), strict=True)]
+        )
         token = rows // self.k
         # 3. There, through the experts, and back.
         arrived = Exchange.apply(tokens[token], to_ranks, from_ranks)
@@ -155,17 +169,23 @@ def sum_over_ranks(net: nn.Module, losses: Tensor) -> Tensor:
     """Make losses and gradients whole; returns the gradient's norm. An expert's gradient is complete: backward brought
     it the gradients of its tokens from all ranks. All else is partial: it has seen this rank's tokens alone."""
     named = list(net.named_parameters())
-    of_experts = [parameter.grad for name, parameter in named if ".experts." in name]  # shard(experts)
-    of_all_else = [parameter.grad for name, parameter in named if ".experts." not in name]  # partial
-    squares_of_experts = nn.utils.get_total_norm(of_experts).square()  # partial: each rank has other experts
+    # shard(experts)
+    of_experts = [parameter.grad for name, parameter in named if ".experts." in name]
+    # partial
+    of_all_else = [parameter.grad for name, parameter in named if ".experts." not in name]
+    # partial: each rank has other experts
+    squares_of_experts = nn.utils.get_total_norm(of_experts).square()
     tensors = [losses, squares_of_experts, *of_all_else]
     flat = nn.utils.parameters_to_vector(tensors)  # for one call instead of many
     dist.all_reduce(flat)
     nn.utils.vector_to_parameters(flat, tensors)  # replicate
-    return (squares_of_experts + nn.utils.get_total_norm(of_all_else).square()).sqrt()  # all else counts once
+    # all else counts once
+    return (squares_of_experts + nn.utils.get_total_norm(of_all_else).square()).sqrt()
 
 
-def build(kind: type[Mixture], config: shapes.Config, args, capacity_factor: float | None, device) -> nn.Module:
+def build(
+    kind: type[Mixture], config: shapes.Config, args, capacity_factor: float | None, device
+) -> nn.Module:
     """common/model.py with mixtures. Experts are 1/k as wide as the MLP: a token uses as many weights as before."""
     expert = dataclasses.replace(config, intermediate_size=config.intermediate_size // args.top_k)
     with torch.device("meta"):
@@ -178,7 +198,9 @@ def build(kind: type[Mixture], config: shapes.Config, args, capacity_factor: flo
     return net
 
 
-def backward(net: nn.Module, inputs: Tensor, targets: Tensor, balance_weight: float, ranks: int) -> Tensor:
+def backward(
+    net: nn.Module, inputs: Tensor, targets: Tensor, balance_weight: float, ranks: int
+) -> Tensor:
     """Forward and backward of these tokens, as one of `ranks` equal parts of the batch. Returns its part of the mean
     losses, cross-entropy and balance: partial, and so gradients only ever add up."""
     cross_entropy = net(inputs, targets) / ranks
@@ -188,27 +210,52 @@ def backward(net: nn.Module, inputs: Tensor, targets: Tensor, balance_weight: fl
 
 
 # The weight of the balance loss, and whether experts have a capacity.
-WAYS = {"no balance loss": (0.0, False), "balance loss": (0.01, False), "balance loss, capacity": (0.01, True)}
+WAYS = {
+    "no balance loss": (0.0, False),
+    "balance loss": (0.01, False),
+    "balance loss, capacity": (0.01, True),
+}
 
 
-def run(way: str, config: shapes.Config, batches: list[tuple[Tensor, Tensor]], args, device: torch.device) -> dict:
+def run(
+    way: str,
+    config: shapes.Config,
+    batches: list[tuple[Tensor, Tensor]],
+    args,
+    device: torch.device,
+) -> dict:
     """Train over the ranks, and on this rank alone with all experts and all tokens: each step must be the same."""
     balance_weight, limited = WAYS[way]
     factor = args.capacity_factor if limited else None
-    net, one_process = (build(kind, config, args, factor, device) for kind in (ParallelMixture, Mixture))
+    net, one_process = (
+        build(kind, config, args, factor, device) for kind in (ParallelMixture, Mixture)
+    )
     # SGD moves by the gradient itself. Adam divides by its size and would hide one that is N times too large.
-    optimizers = [torch.optim.SGD(one.parameters(), lr=0.05, momentum=0.9) for one in (net, one_process)]
+    optimizers = [
+        torch.optim.SGD(one.parameters(), lr=0.05, momentum=0.9) for one in (net, one_process)
+    ]
     rank, world_size = dist.get_rank(), dist.get_world_size()
     steps, sent = [], traffic.Traffic()
     for batch in batches:
         with sent:
-            losses = backward(net, *(tensor.chunk(world_size)[rank] for tensor in batch), balance_weight, world_size)
+            losses = backward(
+                net,
+                *(tensor.chunk(world_size)[rank] for tensor in batch),
+                balance_weight,
+                world_size,
+            )
             norm = sum_over_ranks(net, losses)
         helper.use_choices_of_ranks(one_process, net)
         expected_losses = backward(one_process, *batch, balance_weight, ranks=1)
-        expected_norm = nn.utils.get_total_norm([parameter.grad for parameter in one_process.parameters()])
-        steps.append(helper.compare(net, one_process, [*losses, norm], [*expected_losses, expected_norm]))
-        for one, its_norm, optimizer in zip((net, one_process), (norm, expected_norm), optimizers, strict=True):
+        expected_norm = nn.utils.get_total_norm(
+            [parameter.grad for parameter in one_process.parameters()]
+        )
+        steps.append(
+            helper.compare(net, one_process, [*losses, norm], [*expected_losses, expected_norm])
+        )
+        for one, its_norm, optimizer in zip(
+            (net, one_process), (norm, expected_norm), optimizers, strict=True
+        ):
             nn.utils.clip_grads_with_norm_(one.parameters(), 1.0, its_norm)
             optimizer.step()
             optimizer.zero_grad()
@@ -218,14 +265,23 @@ def run(way: str, config: shapes.Config, batches: list[tuple[Tensor, Tensor]], a
 
 
 def main() -> int:
-    sizes = {"seq_len": 16, "global_batch_size": 24, "experts": 8, "top_k": 2, "capacity_factor": 1.0, "steps": 12}
+    sizes = {
+        "seq_len": 16,
+        "global_batch_size": 24,
+        "experts": 8,
+        "top_k": 2,
+        "capacity_factor": 1.0,
+        "steps": 12,
+    }
     args = lesson.flags(__doc__, model="nano", **sizes)
-    config = shapes.load_config(args.model, 256, args.seq_len)  # this and the next raise before any rank starts
+    # this and the next raise before any rank starts
+    config = shapes.load_config(args.model, 256, args.seq_len)
     helper.check_sizes(args)
     lesson.relaunch(args.device)
     runtime.seed_all(0, deterministic=True)  # before the group: NCCL reads variables when it starts
     device = runtime.init_process_group(args.device)
-    whole = lesson.one_batch(args.steps * args.global_batch_size, args.seq_len, device)  # the same on every rank
+    # the same on every rank
+    whole = lesson.one_batch(args.steps * args.global_batch_size, args.seq_len, device)
     batches = [*zip(*(tensor.split(args.global_batch_size) for tensor in whole), strict=True)]
     rows = [run(way, config, batches, args, device) for way in WAYS]
     checked = helper.check(rows, config, args)

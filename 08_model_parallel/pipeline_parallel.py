@@ -63,7 +63,9 @@ def one_forward_one_backward(rank: int, ranks: int, micro_batches: int) -> list[
     return alternate(forwards, backwards, warm_up=ranks - rank - 1)
 
 
-def alternate(forwards: list[Instruction], backwards: list[Instruction], warm_up: int) -> list[Instruction]:
+def alternate(
+    forwards: list[Instruction], backwards: list[Instruction], warm_up: int
+) -> list[Instruction]:
     """`warm_up` forwards, then one forward and one backward in turn, then the backwards that are left."""
     order = forwards[:warm_up]
     pairs = len(forwards) - warm_up
@@ -93,7 +95,11 @@ def add_messages(orders: list[list[Instruction]]) -> list[list[list[Instruction]
     ranks = len(orders)
     last_stage = ranks * (1 + max(instruction.chunk for instruction in orders[0])) - 1
     programs = [[] for _ in orders]
-    by_end = [(end, rank, *work) for rank, line in enumerate(helper.timelines(orders)) for *work, _, end in line]
+    by_end = [
+        (end, rank, *work)
+        for rank, line in enumerate(helper.timelines(orders))
+        for *work, _, end in line
+    ]
     for _, works in groupby(sorted(by_end), key=itemgetter(0)):
         batches = [[] for _ in orders]
         for _, rank, name, micro_batch, chunk in works:
@@ -110,7 +116,11 @@ def add_messages(orders: list[list[Instruction]]) -> list[list[list[Instruction]
 
 
 def execute(
-    program: list[list[Instruction]], stages: list[Stage], tokens: int, inputs: Tensor, targets: Tensor
+    program: list[list[Instruction]],
+    stages: list[Stage],
+    tokens: int,
+    inputs: Tensor,
+    targets: Tensor,
 ) -> tuple[Tensor, int]:
     """Carry out a rank's list on [micro-batches, sequences, length]. `tokens` of the targets are no padding. Returns
     the rank's part of the loss, and the largest number of micro-batches whose activations it has held at once."""
@@ -130,7 +140,9 @@ def execute(
                 operations.append(dist.P2POp(dist.isend, outgoing.pop(message), peer))
                 continue
             # All messages have the shape of this buffer: a shorter one would be accepted without an error.
-            buffer = torch.empty(*inputs.shape[1:], stages[0].net.config.hidden_size, device=inputs.device)
+            buffer = torch.empty(
+                *inputs.shape[1:], stages[0].net.config.hidden_size, device=inputs.device
+            )
             receiving[message] = buffer, works
             operations.append(dist.P2POp(dist.irecv, buffer, peer))
         works += dist.batch_isend_irecv(operations)
@@ -152,7 +164,11 @@ def execute(
         micro_batch, chunk = key
         stage = stages[chunk]
         if name == "Forward":
-            x = inputs[micro_batch] if stage.number == 0 else received("ReceiveActivations").requires_grad_()
+            x = (
+                inputs[micro_batch]
+                if stage.number == 0
+                else received("ReceiveActivations").requires_grad_()
+            )
             y = stage.net(x)
             if stage.is_last:
                 y = loss_share(y, targets[micro_batch], tokens)
@@ -179,11 +195,16 @@ def clip_over_stages(parameters: list[nn.Parameter]) -> None:
     nn.utils.clip_grads_with_norm_(parameters, LARGEST_NORM, squared_norm.sqrt())
 
 
-def run(name: str, schedule: Callable, chunks: int, by_torch: bool, baseline: helper.Baseline) -> dict:
+def run(
+    name: str, schedule: Callable, chunks: int, by_torch: bool, baseline: helper.Baseline
+) -> dict:
     """A row: train under a schedule, and compare each step with one process. Every rank must call it."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     stage_numbers = range(rank, ranks * chunks, ranks)
-    stages = [helper.build_stage(baseline.config, number, ranks * chunks, baseline.device) for number in stage_numbers]
+    stages = [
+        helper.build_stage(baseline.config, number, ranks * chunks, baseline.device)
+        for number in stage_numbers
+    ]
     orders = [schedule(each, ranks, baseline.micro_batches) for each in range(ranks)]
     programs = add_messages(orders)
     by_hand = partial(execute, programs[rank], stages, baseline.tokens)
@@ -199,11 +220,17 @@ def run(name: str, schedule: Callable, chunks: int, by_torch: bool, baseline: he
         dist.all_reduce(loss)  # the ranks without the last stage have added nothing
         losses.append(loss.item())
         clip_over_stages(parameters)
-        found = {name: parameter.grad for stage in stages for name, parameter in stage.net.named_parameters()}
+        found = {
+            name: parameter.grad
+            for stage in stages
+            for name, parameter in stage.net.named_parameters()
+        }
         errors.append(measure.relative_error([*found.values()], [expected[name] for name in found]))
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
-    held, activation_bytes, errors = zip(*runtime.gather((most_held, activation_bytes, errors)), strict=True)
+    held, activation_bytes, errors = zip(
+        *runtime.gather((most_held, activation_bytes, errors)), strict=True
+    )
     row = {
         "name": f"{name} by torch" if by_torch else name,
         "stages_per_rank": chunks,
@@ -213,13 +240,24 @@ def run(name: str, schedule: Callable, chunks: int, by_torch: bool, baseline: he
     }
     if not by_torch:
         row |= helper.idle_share(helper.timelines(orders)) | {"most_held_per_rank": held}
-        row["messages"] = sum(each.name.startswith("Send") for program in programs for step in program for each in step)
+        row["messages"] = sum(
+            each.name.startswith("Send")
+            for program in programs
+            for step in program
+            for each in step
+        )
     return row
 
 
 def main() -> int:
     # 4 micro-batches per rank: from there on the bubble is small (Huang et al. 2019, section 3.3)
-    sizes = {"seq_len": 24, "micro_batch_size": 2, "micro_batches_per_rank": 4, "chunks": 2, "steps": 3}
+    sizes = {
+        "seq_len": 24,
+        "micro_batch_size": 2,
+        "micro_batches_per_rank": 4,
+        "chunks": 2,
+        "steps": 3,
+    }
     args = lesson.flags(__doc__, model=helper.UNTIED_NANO, **sizes)
     config = helper.load_config(args)  # raises a UserError before any rank starts
     lesson.relaunch(args.device)
@@ -236,7 +274,11 @@ def main() -> int:
     for row in rows[1 : 1 + len(schedules)]:
         runtime.say(helper.picture(row))
     checked = helper.check(rows, baseline, args)
-    about = {"dtype": "fp32", "parameters": shapes.parameter_count(config), "tokens": args.steps * baseline.tokens}
+    about = {
+        "dtype": "fp32",
+        "parameters": shapes.parameter_count(config),
+        "tokens": args.steps * baseline.tokens,
+    }
     about |= {"first_loss": baseline.losses[0], "last_loss": baseline.losses[-1]}
     lesson.end(rows, columns=helper.COLUMNS, checked=checked, args=args, device=device, **about)
     runtime.shutdown()

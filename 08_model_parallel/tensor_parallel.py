@@ -31,7 +31,15 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
 import _tensor_parallel as helper
-from _tensor_parallel import Way, all_gather, all_reduce, keep_my_part, my_part, my_rows, reduce_scatter
+from _tensor_parallel import (
+    Way,
+    all_gather,
+    all_reduce,
+    keep_my_part,
+    my_part,
+    my_rows,
+    reduce_scatter,
+)
 
 from common import data, exits, lesson, measure, model, runtime, shapes, traffic
 
@@ -39,7 +47,8 @@ from common import data, exits, lesson, measure, model, runtime, shapes, traffic
 class Copy(torch.autograd.Function):
     """replicate to replicate. All ranks use the same x, so its gradient is the sum of what each of them finds."""
 
-    forward = staticmethod(lambda context, x: x.view_as(x))  # the identity; autograd requires a new tensor
+    # the identity; autograd requires a new tensor
+    forward = staticmethod(lambda context, x: x.view_as(x))
     backward = staticmethod(lambda context, gradient: all_reduce(gradient))  # partial to replicate
 
 
@@ -54,7 +63,8 @@ class Gather(torch.autograd.Function):
     """shard(1) to replicate: Copy where a rank comes with its positions alone, and what follows needs all of them."""
 
     forward = staticmethod(lambda context, x: all_gather(x))
-    backward = staticmethod(lambda context, gradient: reduce_scatter(gradient))  # partial to shard(1)
+    # partial to shard(1)
+    backward = staticmethod(lambda context, gradient: reduce_scatter(gradient))
 
 
 class ReduceScatter(torch.autograd.Function):
@@ -67,8 +77,10 @@ class ReduceScatter(torch.autograd.Function):
 def cut_pair(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
     """Two matmuls over all ranks. nn.Linear stores [outputs, inputs], so the papers' columns are dimension 0."""
     x = Copy.apply(x)  # replicate
-    hidden = F.relu(F.linear(x, my_part(first, 0)))  # shard(-1): whole outputs, so any elementwise function may follow
-    return Reduce.apply(F.linear(hidden, my_part(second, 1)))  # each matmul gives a summand: partial to replicate
+    # shard(-1): whole outputs, so any elementwise function may follow
+    hidden = F.relu(F.linear(x, my_part(first, 0)))
+    # each matmul gives a summand: partial to replicate
+    return Reduce.apply(F.linear(hidden, my_part(second, 1)))
 
 
 class ParallelBlock(nn.Module):
@@ -81,13 +93,21 @@ class ParallelBlock(nn.Module):
         self.input_layernorm = block.input_layernorm  # norms stay replicate
         self.post_attention_layernorm = block.post_attention_layernorm
         self.enter, self.leave = enter.apply, leave.apply
-        for linear in (attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj):
+        for linear in (
+            attention.q_proj,
+            attention.k_proj,
+            attention.v_proj,
+            mlp.gate_proj,
+            mlp.up_proj,
+        ):
             keep_my_part(linear.weight, 0)  # shard(0): whole heads, or channels
         for linear in (attention.o_proj, mlp.down_proj):
-            keep_my_part(linear.weight, 1)  # shard(1): the inputs that the rank's own heads or channels give
+            # shard(1): the inputs that the rank's own heads or channels give
+            keep_my_part(linear.weight, 1)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        y = self.enter(self.input_layernorm(x))  # replicate. x is that too, or shard(1) under sequence parallelism
+        # replicate. x is that too, or shard(1) under sequence parallelism
+        y = self.enter(self.input_layernorm(x))
         y = self.self_attn(y, cos, sin)  # partial
         x = x + self.leave(y)  # as x was
         y = self.enter(self.post_attention_layernorm(x))  # replicate
@@ -103,7 +123,8 @@ class ParallelEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         row, mine = my_rows(tokens, self.vocab_size)
-        return self.leave(F.embedding(row, self.weight) * mine[..., None])  # partial: 0 for tokens of other ranks
+        # partial: 0 for tokens of other ranks
+        return self.leave(F.embedding(row, self.weight) * mine[..., None])
 
 
 def cut_model(net: nn.Module, name: str, enter: type, leave: type) -> Way:
@@ -123,7 +144,8 @@ def cut_cross_entropy(net: nn.Module, enter: type, inputs: Tensor, targets: Tens
     hidden = enter.apply(net.model(inputs))  # replicate
     logits = net.lm_head(hidden)  # shard(-1), and they stay so
     largest = logits.detach().amax(-1)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)  # shifts all logits alike, so it needs no gradient
+    # shifts all logits alike, so it needs no gradient
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     logits = logits - largest[..., None]
     row, mine = my_rows(targets, net.config.vocab_size)
     logit_of_target = logits.gather(-1, row[..., None]).squeeze(-1) * mine  # partial
@@ -135,7 +157,9 @@ def cut_cross_entropy(net: nn.Module, enter: type, inputs: Tensor, targets: Tens
 def clip_gradients(net: nn.Module, largest_norm: float, sequence_parallel: bool) -> Tensor:
     """As clip_grad_norm_, by the norm of the whole gradient: sharded weights count over all ranks, replicated once."""
     sharded = [weight.grad for weight in net.parameters() if hasattr(weight, "cut_dimension")]
-    replicated = [weight.grad for weight in net.parameters() if not hasattr(weight, "cut_dimension")]
+    replicated = [
+        weight.grad for weight in net.parameters() if not hasattr(weight, "cut_dimension")
+    ]
     if sequence_parallel:  # a norm sees this rank's positions alone, so its gradient is partial
         together = torch.stack(replicated)  # they all have hidden_size elements
         dist.all_reduce(together)
@@ -160,35 +184,55 @@ def make_ways(build: Callable[[], nn.Module]) -> list[Way]:
 
 def check_pair(device: torch.device) -> str:
     """One pair of matmuls against one process: output, gradients, calls. All ranks draw the same x, first, second."""
-    whole = [torch.randn(shape, device=device, requires_grad=True) for shape in ((4, 16), (50, 16), (8, 50))]
+    whole = [
+        torch.randn(shape, device=device, requires_grad=True)
+        for shape in ((4, 16), (50, 16), (8, 50))
+    ]
     cut = [tensor.detach().clone().requires_grad_() for tensor in whole]
     expected = F.linear(F.relu(F.linear(whole[0], whole[1])), whole[2])
     expected.square().sum().backward()
     with traffic.Traffic() as sent:
         found = cut_pair(*cut)
         found.square().sum().backward()
-    gradients = [cut[0].grad, all_reduce(cut[1].grad), all_reduce(cut[2].grad)]  # a rank's are 0 outside its part
-    error = measure.relative_error([found, *gradients], [expected, *(tensor.grad for tensor in whole)])
-    assert error <= helper.TOLERANCE, f"a pair of matmuls: output or gradients differ from one process by {error:.0e}"
-    assert sent.calls == {"all_reduces": 2}, f"a pair of matmuls calls {dict(sent.calls)}: one all-reduce each way"
+    # a rank's are 0 outside its part
+    gradients = [cut[0].grad, all_reduce(cut[1].grad), all_reduce(cut[2].grad)]
+    error = measure.relative_error(
+        [found, *gradients], [expected, *(tensor.grad for tensor in whole)]
+    )
+    assert error <= helper.TOLERANCE, (
+        f"a pair of matmuls: output or gradients differ from one process by {error:.0e}"
+    )
+    assert sent.calls == {"all_reduces": 2}, (
+        f"a pair of matmuls calls {dict(sent.calls)}: one all-reduce each way"
+    )
     return f"a pair of matmuls, cut: output and gradients of one process ({error:.0e}), one all-reduce each way"
 
 
 def main() -> int:
-    args = lesson.flags(__doc__, model="nano", seq_len=32, global_batch_size=4, micro_batch_size=2, steps=10)
-    config = shapes.load_config(args.model, 256, args.seq_len)  # this and the next raise before any rank starts
+    args = lesson.flags(
+        __doc__, model="nano", seq_len=32, global_batch_size=4, micro_batch_size=2, steps=10
+    )
+    # this and the next raise before any rank starts
+    config = shapes.load_config(args.model, 256, args.seq_len)
     helper.check_sizes(args, config)
     lesson.relaunch(args.device)
     runtime.seed_all(0)
     device = runtime.init_process_group(args.device)
-    inputs, targets = lesson.one_batch(args.steps * args.global_batch_size, args.seq_len, device)  # same on all ranks
-    micro_batches = [*zip(inputs.split(args.micro_batch_size), targets.split(args.micro_batch_size), strict=True)]
+    # same on all ranks
+    inputs, targets = lesson.one_batch(args.steps * args.global_batch_size, args.seq_len, device)
+    micro_batches = [
+        *zip(inputs.split(args.micro_batch_size), targets.split(args.micro_batch_size), strict=True)
+    ]
     checked = [check_pair(device)]
     # Each rank draws all weights and keeps its part. A model that fits nowhere would be drawn matrix by matrix.
     ways = make_ways(lambda: model.build(args.model, config, seed=0, device=device))
     rows = helper.run(ways, micro_batches, args)
     checked += helper.check(rows, config, args)
-    about = {"dtype": "fp32", "parameters": shapes.parameter_count(config), "tokens": inputs.numel()}
+    about = {
+        "dtype": "fp32",
+        "parameters": shapes.parameter_count(config),
+        "tokens": inputs.numel(),
+    }
     about |= {"first_loss": rows[0]["losses"][0], "last_loss": rows[0]["losses"][-1]}
     lesson.end(rows, columns=helper.COLUMNS, checked=checked, args=args, device=device, **about)
     runtime.shutdown()

@@ -44,7 +44,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 def build(args, config, mesh, device):
     """This rank's part of the model, which holds no numbers yet."""
-    net = model.build(args.model, config, seed=args.seed, device="meta")  # shapes alone: no rank ever holds the whole
+    # shapes alone: no rank ever holds the whole
+    net = model.build(args.model, config, seed=args.seed, device="meta")
     keep_stage(net, helper.find_place(args)[0], args.pp)  # some of the layers
     if args.tp > 1:
         cut_matrices(net, mesh["tensor"])  # some heads, MLP channels and tokens of the vocabulary
@@ -52,15 +53,22 @@ def build(args, config, mesh, device):
     shard = partial(
         fully_shard,  # of all that, some rows
         mesh=mesh["shard"] if args.replicate == 1 else mesh["replicate", "shard"],
-        mp_policy=MixedPrecisionPolicy(DTYPES[args.dtype], reduce_dtype=torch.float32, cast_forward_inputs=False),
-        reshard_after_forward=None if args.reshard_after_forward == "on" else False,  # None: all but the root
+        mp_policy=MixedPrecisionPolicy(
+            DTYPES[args.dtype], reduce_dtype=torch.float32, cast_forward_inputs=False
+        ),
+        # None: all but the root
+        reshard_after_forward=None if args.reshard_after_forward == "on" else False,
     )
-    for block in net.model.layers.values():  # checkpointed above, then compiled, then sharded: the order counts
+    # checkpointed above, then compiled, then sharded: the order counts
+    for block in net.model.layers.values():
         if args.compile:
             block.compile(fullgraph=True)
         shard(block)
-    shard(net)  # what is left is one group: embeddings, final norm and head, since two of them may be one matrix
-    for block, next_block in pairwise(net.model.layers.values()):  # while one computes, the next is on its way
+    # what is left is one group: embeddings, final norm and head, since two of them may be one
+    # matrix
+    shard(net)
+    # while one computes, the next is on its way
+    for block, next_block in pairwise(net.model.layers.values()):
         block.set_modules_to_forward_prefetch([next_block])
         next_block.set_modules_to_backward_prefetch([block])
     return net
@@ -68,16 +76,37 @@ def build(args, config, mesh, device):
 
 def main() -> int:
     parser = cli.TrainingParser(__doc__)
-    parser.add_argument("--tp", type=cli.positive_int, default=1, help="ranks that share each matmul")
+    parser.add_argument(
+        "--tp", type=cli.positive_int, default=1, help="ranks that share each matmul"
+    )
     parser.add_argument("--pp", type=cli.positive_int, default=1, help="stages of layers")
-    parser.add_argument("--cp", type=cli.positive_int, default=1, help="ranks that share each sequence")
-    parser.add_argument("--replicate", type=cli.positive_int, default=1, help="copies of the model: HSDP from 2 on")
-    parser.add_argument("--reshard-after-forward", choices=("on", "off"), default="on", help="off: blocks stay whole")
-    parser.add_argument("--dry-run", action="store_true", help="train nothing: count each stage's bytes on fake ranks")
-    parser.add_argument("--world-size", type=cli.positive_int, help="with --dry-run: how many ranks (default: fewest)")
+    parser.add_argument(
+        "--cp", type=cli.positive_int, default=1, help="ranks that share each sequence"
+    )
+    parser.add_argument(
+        "--replicate", type=cli.positive_int, default=1, help="copies of the model: HSDP from 2 on"
+    )
+    parser.add_argument(
+        "--reshard-after-forward",
+        choices=("on", "off"),
+        default="on",
+        help="off: blocks stay whole",
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="train nothing: count each stage's bytes on fake ranks",
+    )
+    parser.add_argument(
+        "--world-size",
+        type=cli.positive_int,
+        help="with --dry-run: how many ranks (default: fewest)",
+    )
     args = parser.parse_args()
     if args.dtype == "fp16":
-        raise exits.UserError("--dtype fp16: 05_ddp/train.py has a GradScaler; use bf16 or fp32 here")
+        raise exits.UserError(
+            "--dtype fp16: 05_ddp/train.py has a GradScaler; use bf16 or fp32 here"
+        )
     runtime.seed_all(args.seed, args.deterministic)
     if args.dry_run or args.world_size:
         return helper.dry_run(args, build)
@@ -92,10 +121,15 @@ def main() -> int:
     # 2 The batch: a function of --seed and the step alone. Only data ranks read different sequences.
     corpus = data.load_corpus(args.data, args.tokenizer, args.model)
     batches = data.Batches(
-        corpus, args, rank=helper.find_place(args)[1], world_size=helper.data_ranks(args, world_size)
+        corpus,
+        args,
+        rank=helper.find_place(args)[1],
+        world_size=helper.data_ranks(args, world_size),
     )
     held_out = batches.evaluation()
-    runtime.say(f"{args.model}, {args.dtype} matmuls, {world_size} x {hardware.device_name(device)}")
+    runtime.say(
+        f"{args.model}, {args.dtype} matmuls, {world_size} x {hardware.device_name(device)}"
+    )
 
     # 3 The model: each rank holds its rows, of its part of each matrix, of its layers, in fp32.
     config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)
@@ -108,7 +142,11 @@ def main() -> int:
     if args.tp > 1:  # forward and backward of the loss from cut logits, which are never gathered
         until_the_end.enter_context(loss_parallel())
     optimizer, scheduler = model.adamw_cosine(
-        net, lr=args.lr, weight_decay=args.weight_decay, warmup_steps=args.warmup_steps, steps=args.steps
+        net,
+        lr=args.lr,
+        weight_decay=args.weight_decay,
+        warmup_steps=args.warmup_steps,
+        steps=args.steps,
     )
 
     # 4 The run: its folder, and the step at which it stood.
@@ -116,15 +154,21 @@ def main() -> int:
     training = {"net": net, "optimizer": optimizer, "scheduler": scheduler}
     start_step = checkpoint.resume(run, **training) if args.resume else 0
     stream = batches.stream(start_step, pin=device.type == "cuda", num_workers=args.num_workers)
-    meter = metrics.Meter(run.folder, args, config=config, device=device, batches=batches, start_step=start_step)
+    meter = metrics.Meter(
+        run.folder, args, config=config, device=device, batches=batches, start_step=start_step
+    )
 
     # 5 The loop.
     step, stop = start_step, 0
     for step in range(start_step + 1, args.steps + 1):
-        torch.manual_seed(args.seed + step)  # what dropout draws, if your model has it, is the same after a resume
+        # what dropout draws, if your model has it, is the same after a resume
+        torch.manual_seed(args.seed + step)
         step_loss = torch.zeros((), device=device)
-        if args.pp > 1:  # a pipeline takes all micro-batches of a step together, so that its stages work at once
-            parts = zip(*(meter.next(stream) for _ in range(batches.accumulation_steps)), strict=True)
+        # a pipeline takes all micro-batches of a step together, so that its stages work at once
+        if args.pp > 1:
+            parts = zip(
+                *(meter.next(stream) for _ in range(batches.accumulation_steps)), strict=True
+            )
             inputs, targets = (torch.cat(part)[:, columns].contiguous() for part in parts)
             with meter.forward():
                 step_loss += stage.forward_backward(inputs, targets)
@@ -133,7 +177,8 @@ def main() -> int:
             # each backward reduce-scatters, or gradients would be whole; copies (HSDP) all-reduce once, after the last
             net.set_requires_all_reduce(micro_step == batches.accumulation_steps)
             with meter.forward():
-                loss = net(inputs, targets) / batches.accumulation_steps  # micro-batches have equal token counts
+                # micro-batches have equal token counts
+                loss = net(inputs, targets) / batches.accumulation_steps
             loss = runtime.whole(loss)  # that of loss_parallel is a DTensor
             loss.backward()
             step_loss += loss.detach()
@@ -162,7 +207,8 @@ def main() -> int:
     digests = runtime.gather(model.digest(net))
     assert len(set(digests)) == 1, f"ranks hold different weights: {digests}"
     runtime.say("checked: all ranks that hold the same weights have them to the bit")
-    held = helper.check_parts(net, optimizer, args, mesh)  # its part of each tensor, in fp32, and no more
+    # its part of each tensor, in fp32, and no more
+    held = helper.check_parts(net, optimizer, args, mesh)
     meter.finish(step, weights_sha256=digests[0], **held)
     runtime.shutdown()
     return exits.REQUEUE_EXIT_CODE if stop and step < args.steps else 0
@@ -175,13 +221,15 @@ def evaluate(net, batches, device, stage, columns) -> float:
     total = torch.zeros(2, device=device)  # sum of losses, number of tokens
     for inputs, targets in batches:
         targets = targets[:, columns].to(device)
-        inputs = stage.receive(inputs[:, columns].to(device))  # tokens, or what the stage before has computed
+        # tokens, or what the stage before has computed
+        inputs = stage.receive(inputs[:, columns].to(device))
         loss = runtime.whole(net(inputs, targets))
         if not stage.is_last:
             stage.send(loss)  # hidden states: only the last stage has a head
             continue
         tokens = (targets != data.PADDING).sum()
-        total += torch.stack((torch.where(tokens > 0, loss * tokens, 0.0), tokens))  # padding alone has no mean
+        # padding alone has no mean
+        total += torch.stack((torch.where(tokens > 0, loss * tokens, 0.0), tokens))
     dist.all_reduce(total)  # sums, not means: a rank may have read fewer tokens than the others
     net.train()
     return (total[0] / total[1]).item()

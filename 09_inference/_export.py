@@ -18,7 +18,11 @@ from common import exits, lesson, measure, model, shapes
 
 ONNX, GGUF = ("onnx", "onnxscript", "onnxruntime"), ("gguf", "xllamacpp")
 FORMS = {"aoti": ("g++",), "onnx": ONNX, "int8": ONNX, "f16": GGUF, "q8_0": GGUF}  # and needs
-COLUMNS = {"form": "form", "first_difference": "leaves eager at", "logits_relative_error": "error of logits"}
+COLUMNS = {
+    "form": "form",
+    "first_difference": "leaves eager at",
+    "logits_relative_error": "error of logits",
+}
 COLUMNS |= {"loss": "loss", "file_bytes": "file", "make_and_load_seconds": "CPU to make, to load"}
 COLUMNS["decode_tokens_per_second"] = "decode"
 
@@ -83,9 +87,14 @@ def write_gguf(net: model.Transformer, folder: Path, file: Path) -> None:
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        tokens, special = {i: token for token, i in tokenizer.get_vocab().items()}, {*tokenizer.all_special_ids}
+        tokens, special = (
+            {i: token for token, i in tokenizer.get_vocab().items()},
+            {*tokenizer.all_special_ids},
+        )
         gguf.SpecialVocab(folder, load_merges=True).add_to_gguf(writer)
-    else:  # a byte is a token, under the letter that GPT-2 writes for it; the last, in no text, ends an answer
+    else:
+        # a byte is a token, under the letter that GPT-2 writes for it; the last, in no text, ends
+        # an answer
         from transformers.convert_slow_tokenizer import bytes_to_unicode
 
         tokens, special = bytes_to_unicode(), {config.vocab_size - 1}
@@ -96,8 +105,11 @@ def write_gguf(net: model.Transformer, folder: Path, file: Path) -> None:
     writer.add_token_types([kinds[i in special] for i in range(config.vocab_size)])
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     for name, weight in net.named_parameters():
-        if name.endswith(("q_proj.weight", "k_proj.weight")):  # it rotates neighbours, where we rotate halves
-            weight = weight.unflatten(0, (-1, 2, config.head_dim // 2)).transpose(1, 2).flatten(0, 2)
+        # it rotates neighbours, where we rotate halves
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            weight = (
+                weight.unflatten(0, (-1, 2, config.head_dim // 2)).transpose(1, 2).flatten(0, 2)
+            )
         of_matrix = "F16" if weight.shape[-1] % 32 else file.stem.upper()
         kind = gguf.GGMLQuantizationType["F32" if weight.ndim == 1 else of_matrix]
         data = gguf.quants.quantize(weight.detach().cpu().contiguous().numpy(), kind)
@@ -108,7 +120,9 @@ def write_gguf(net: model.Transformer, folder: Path, file: Path) -> None:
     writer.close()
 
 
-def gguf_row(net, folder: Path, file: Path, prompts, token_ids: list[list[int]], logits: list[Tensor]) -> dict:
+def gguf_row(
+    net, folder: Path, file: Path, prompts, token_ids: list[list[int]], logits: list[Tensor]
+) -> dict:
     """Write a GGUF file, read it by transformers, run it by llama.cpp prompt by prompt."""
     import xllamacpp
     from transformers import AutoModelForCausalLM
@@ -119,8 +133,17 @@ def gguf_row(net, folder: Path, file: Path, prompts, token_ids: list[list[int]],
     params = xllamacpp.CommonParams()
     params.model.path, params.verbosity = str(file), -1
     loaded, server = cpu_seconds(xllamacpp.Server, params)
-    greedy = {"temperature": 0.0, "top_k": 1, "logprobs": 1, "max_tokens": len(logits), "cache_prompt": False}
-    answers = [server.handle_completions({"prompt": ids, **greedy})["choices"][0]["logprobs"] for ids in prompts]
+    greedy = {
+        "temperature": 0.0,
+        "top_k": 1,
+        "logprobs": 1,
+        "max_tokens": len(logits),
+        "cache_prompt": False,
+    }
+    answers = [
+        server.handle_completions({"prompt": ids, **greedy})["choices"][0]["logprobs"]
+        for ids in prompts
+    ]
     found = [[token["id"] for token in answer["content"]] for answer in answers]
     ours = [row.log_softmax(-1)[ids[0]].item() for row, ids in zip(logits[0], found, strict=True)]
     return {
@@ -128,7 +151,9 @@ def gguf_row(net, folder: Path, file: Path, prompts, token_ids: list[list[int]],
         "file_bytes": file.stat().st_size,
         "make_and_load_seconds": [made, loaded],
         "weights_relative_error": measure.relative_error(*zip(*weights, strict=True)),
-        "logprob_difference": max(abs(a["content"][0]["logprob"] - b) for a, b in zip(answers, ours, strict=True)),
+        "logprob_difference": max(
+            abs(a["content"][0]["logprob"] - b) for a, b in zip(answers, ours, strict=True)
+        ),
     }
 
 
@@ -145,10 +170,20 @@ def possible(args, config: shapes.Config) -> list[str]:
     """The forms of --forms that can be made here; prints why others are left out. UserError for an unknown one."""
     forms, file = args.forms.split(","), Path(args.model, "tokenizer.json")
     if any(form not in FORMS for form in forms) or ("int8" in forms and "onnx" not in forms):
-        raise exits.UserError(f"--forms {args.forms}: use some of {','.join(FORMS)}; int8 is made from onnx")
-    words = json.loads(file.read_text())["pre_tokenizer"] if file.is_file() else {"type": "ByteLevel"}
-    plain = not (config.rope_scaling or config.qkv_bias or config.qk_norm) and (words or {}).get("type") == "ByteLevel"
-    missing = {form: [need for need in FORMS[form] if not (which(need) or find_spec(need))] for form in forms}
+        raise exits.UserError(
+            f"--forms {args.forms}: use some of {','.join(FORMS)}; int8 is made from onnx"
+        )
+    words = (
+        json.loads(file.read_text())["pre_tokenizer"] if file.is_file() else {"type": "ByteLevel"}
+    )
+    plain = (
+        not (config.rope_scaling or config.qkv_bias or config.qk_norm)
+        and (words or {}).get("type") == "ByteLevel"
+    )
+    missing = {
+        form: [need for need in FORMS[form] if not (which(need) or find_spec(need))]
+        for form in forms
+    }
     for form in forms:
         if FORMS[form] == GGUF and not plain:
             missing[form].append("a Llama without rope_scaling, with GPT-2's words")
@@ -165,9 +200,13 @@ def load(folder: Path, form: str) -> Callable:
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
-    session = onnxruntime.InferenceSession(folder / f"{form}.onnx", options, onnxruntime.get_available_providers())
+    session = onnxruntime.InferenceSession(
+        folder / f"{form}.onnx", options, onnxruntime.get_available_providers()
+    )
 
-    def step(ids: Tensor, positions: Tensor, last: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
+    def step(
+        ids: Tensor, positions: Tensor, last: Tensor, keys: list[Tensor], values: list[Tensor]
+    ) -> Tensor:
         tensors = zip(session.get_inputs(), (ids, positions, last, *keys, *values), strict=True)
         found = session.run(None, {given.name: tensor.cpu().numpy() for given, tensor in tensors})
         logits, *cache = (torch.from_numpy(each).to(ids.device) for each in found)
@@ -183,6 +222,12 @@ def run_fresh(package: Path, calls: list[tuple], cache: tuple) -> tuple[list, di
     too_many = tree_map(lambda each: each[:1].repeat_interleave(65, dim=0), (ids, *others))
     wrong = {"a batch of 65": too_many, "ids of 32 bits": (ids.int(), *others)}
     torch.save((calls, cache, wrong), package.with_name("calls.pt"))
-    checks = {**os.environ, "AOTI_RUNTIME_CHECK_INPUTS": "1"}  # without it the process may abort, or go on
-    subprocess.run([sys.executable, "-I", "-c", FRESH_PROCESS, package], cwd=package.parent, env=checks, check=True)
+    # without it the process may abort, or go on
+    checks = {**os.environ, "AOTI_RUNTIME_CHECK_INPUTS": "1"}
+    subprocess.run(
+        [sys.executable, "-I", "-c", FRESH_PROCESS, package],
+        cwd=package.parent,
+        env=checks,
+        check=True,
+    )
     return torch.load(package.with_name("logits.pt"))

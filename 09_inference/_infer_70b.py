@@ -12,7 +12,8 @@ from common.table import table
 from planner import inference
 from planner.shape import from_config
 
-INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what a decoder shows for a character whose last bytes are missing
+# what a decoder shows for a character whose last bytes are missing
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 ROOM = 0.95  # of the free memory; the rest is for activations and workspaces
 
 
@@ -44,7 +45,9 @@ def held_bytes(net: nn.Module, *, read: bool = False) -> int:
 def planned_bytes(args, config: shapes.Config, ranks: int, cache_tokens: int) -> tuple[int, int]:
     """(weights, cache) of a rank, by the planner: matrices and heads are divided, norms are whole on each rank."""
     shape, size = from_config(args.model, config), DTYPES[args.dtype].itemsize
-    divided = inference.weight_bytes(shape, weights=args.dtype, tp=ranks, head_divided=True, count_embedding=False)
+    divided = inference.weight_bytes(
+        shape, weights=args.dtype, tp=ranks, head_divided=True, count_embedding=False
+    )
     embedding = 0 if shape.tied else size * shape.embedding / ranks
     cache = inference.kv_cache_bytes(shape, tokens=cache_tokens, bytes_each=size, tp=ranks)
     return round(divided + embedding), round(cache)
@@ -63,7 +66,9 @@ def undivided(config: shapes.Config, ranks: int) -> list[str]:
 def check_layout(args, config: shapes.Config) -> int:
     """The number of ranks. UserError for a number that cannot share the model, and for several nodes."""
     if (args.world_size is not None) != args.dry_run:
-        raise exits.UserError("--dry-run and --world-size N go together; to run N ranks: torchrun --nproc_per_node=N")
+        raise exits.UserError(
+            "--dry-run and --world-size N go together; to run N ranks: torchrun --nproc_per_node=N"
+        )
     started = runtime.ranks()[1]
     ranks = args.world_size or started
     if int(os.environ.get("LOCAL_WORLD_SIZE", started)) < started:
@@ -73,11 +78,15 @@ def check_layout(args, config: shapes.Config) -> int:
         )
     if parts := undivided(config, ranks):
         fit = [str(fewer) for fewer in range(1, ranks) if not undivided(config, fewer)]
-        raise exits.UserError(f"{ranks} ranks do not divide {', '.join(parts)} of {args.model}: use {' or '.join(fit)}")
+        raise exits.UserError(
+            f"{ranks} ranks do not divide {', '.join(parts)} of {args.model}: use {' or '.join(fit)}"
+        )
     return ranks
 
 
-def check_room(args, config: shapes.Config, ranks: int, cache_tokens: int, device: torch.device) -> dict:
+def check_room(
+    args, config: shapes.Config, ranks: int, cache_tokens: int, device: torch.device
+) -> dict:
     """What a rank will hold, as a row. UserError if that is more than --memory, or than is free on the fullest GPU."""
     free = None  # not known on a CPU
     if args.memory is not None:
@@ -90,7 +99,10 @@ def check_room(args, config: shapes.Config, ranks: int, cache_tokens: int, devic
         return row
     ways = []
     for more in range(ranks + 1, config.num_key_value_heads + 1):
-        if not undivided(config, more) and sum(planned_bytes(args, config, more, cache_tokens)) <= ROOM * free:
+        if (
+            not undivided(config, more)
+            and sum(planned_bytes(args, config, more, cache_tokens)) <= ROOM * free
+        ):
             ways.append(f"{more} ranks")
             break
     shape = from_config(args.model, config)
@@ -113,15 +125,20 @@ def dry_run(args, config: shapes.Config, cache_tokens: int, cut: Callable) -> in
         cut(net, args.world_size, "cpu")
     check_bytes(net, row)
     print(table([[*row], [report.for_people(key, value) for key, value in row.items()]]))
-    print(f"checked: rank 0, cut on the meta device, has {held_bytes(net):,} bytes of weights, as planned")
+    print(
+        f"checked: rank 0, cut on the meta device, has {held_bytes(net):,} bytes of weights, as planned"
+    )
     known = {"world_size": args.world_size, "dtype": args.dtype, "model": args.model}
-    report.write_json({**known, "parameters": shapes.parameter_count(config), "checked": [], **row}, args.json)
+    report.write_json(
+        {**known, "parameters": shapes.parameter_count(config), "checked": [], **row}, args.json
+    )
     return 0
 
 
 def check_bytes(net: model.Transformer, row: dict) -> None:
     """A rank holds as many bytes as planned. If the vocabulary does not divide, the last ranks have fewer rows."""
-    uneven_rows = 2 if net.config.vocab_size % row["ranks"] else 0  # of the embedding and of the head
+    # of the embedding and of the head
+    uneven_rows = 2 if net.config.vocab_size % row["ranks"] else 0
     row_bytes = net.config.hidden_size * next(net.parameters()).element_size()
     found = held_bytes(net)
     assert abs(found - row["weight_bytes"]) <= uneven_rows * row_bytes * row["ranks"], (found, row)

@@ -43,7 +43,10 @@ def held_at_the_end(cache) -> dict:
     for text in list(cache.tables):
         cache.release(text)
     free = set(cache.free)
-    return row | {"lost_blocks": len(cache.tensors[0]) - 1 - len(free), "freed_twice": len(cache.free) - len(free)}
+    return row | {
+        "lost_blocks": len(cache.tensors[0]) - 1 - len(free),
+        "freed_twice": len(cache.free) - len(free),
+    }
 
 
 def check(rows: list[dict], text: Text, args: argparse.Namespace, block: int) -> list[str]:
@@ -60,7 +63,9 @@ def check(rows: list[dict], text: Text, args: argparse.Namespace, block: int) ->
         row["logits_error"] = measure.relative_error(row.pop("logits"), baseline) if same else None
         if exact:
             assert same, f"{row['name']}: other tokens than without a cache"
-            assert row["logits_error"] <= TOLERANCE, f"{row['name']}: logits differ by {row['logits_error']:.0e}"
+            assert row["logits_error"] <= TOLERANCE, (
+                f"{row['name']}: logits differ by {row['logits_error']:.0e}"
+            )
         expected = expected_reads(row, lengths, shared if row is sharing else 0)
         found = row["tokens_read"]
         assert found == expected, f"{row['name']}: {found} tokens read, and must be {expected}"
@@ -70,25 +75,37 @@ def check(rows: list[dict], text: Text, args: argparse.Namespace, block: int) ->
         blocks = sum(-(-(length + row["decode_steps"]) // block) for length in lengths)
         if row is sharing:
             blocks -= (len(lengths) - 1) * shared // block
-        assert row["blocks"] == blocks, f"{row['name']}: {row['blocks']} blocks, and must be {blocks}"
-        assert row["lost_blocks"] == 0, f"{row['name']}: {row['lost_blocks']} blocks are not free at the end"
-        assert row["freed_twice"] == 0, f"{row['name']}: {row['freed_twice']} blocks are twice among the free ones"
+        assert row["blocks"] == blocks, (
+            f"{row['name']}: {row['blocks']} blocks, and must be {blocks}"
+        )
+        assert row["lost_blocks"] == 0, (
+            f"{row['name']}: {row['lost_blocks']} blocks are not free at the end"
+        )
+        assert row["freed_twice"] == 0, (
+            f"{row['name']}: {row['freed_twice']} blocks are twice among the free ones"
+        )
         slots[row["name"]] = blocks * block
     for row in rows[1:]:
         expected = cache_bytes(text.config, slots[row["name"]], args.dtype)
-        assert row["cache_bytes"] == expected, f"{row['name']}: {row['cache_bytes']} bytes, and must be {expected}"
+        assert row["cache_bytes"] == expected, (
+            f"{row['name']}: {row['cache_bytes']} bytes, and must be {expected}"
+        )
 
     waiting = sum(-(-length // block) for length in lengths) * block
     assert offloaded["cpu_bytes"] == cache_bytes(text.config, waiting, args.dtype)
     assert offloaded["idle_bytes"] == 0, f"{offloaded['idle_bytes']} bytes stay on the device"
-    assert offloaded["same_places"] == 0, f"{offloaded['same_places']} blocks came back to where they had been"
+    assert offloaded["same_places"] == 0, (
+        f"{offloaded['same_places']} blocks came back to where they had been"
+    )
     checked = [
         f"{none['tokens_read']:,} tokens read without a cache, {static['tokens_read']:,} with one, as computed",
         f"caches have the bytes of planner/inference.kv_cache_bytes, in blocks of {block} tokens and in rows",
         f"offloaded, {offloaded['cpu_bytes']:,} bytes wait on the CPU, none on the device; they return to other blocks",
     ]
     if shared and len(lengths) > 1:
-        checked.append(f"{len(lengths)} texts share {shared // block} blocks: their {shared} tokens are read once")
+        checked.append(
+            f"{len(lengths)} texts share {shared // block} blocks: their {shared} tokens are read once"
+        )
     if exact:
         checked.append(f"all rows have the same tokens and logits (tolerance {TOLERANCE:g})")
     return [*checked, check_70b()]
@@ -104,7 +121,9 @@ def expected_reads(row: dict, lengths: list[int], shared: int) -> int:
 
 
 def cache_bytes(config: shapes.Config, tokens: int, dtype: str) -> int:
-    return inference.kv_cache_bytes(from_config("", config), tokens=tokens, bytes_each=DTYPES[dtype].itemsize)
+    return inference.kv_cache_bytes(
+        from_config("", config), tokens=tokens, bytes_each=DTYPES[dtype].itemsize
+    )
 
 
 def check_70b() -> str:
@@ -117,7 +136,9 @@ def check_70b() -> str:
         found.append(sum(tensor.nbytes for tensor in cache.tensors))
         assert found[-1] == cache_bytes(one, 1, "bf16")
     per_token, with_all_heads = found
-    weights = inference.weight_bytes(from_config("llama-70b", config), weights="int4", group_size=128)
+    weights = inference.weight_bytes(
+        from_config("llama-70b", config), weights="int4", group_size=128
+    )
     fits = int((48e9 - weights) / per_token)
     return (
         f"llama-70b in bf16: {per_token:,} bytes of cache a token, {with_all_heads:,} with a key for each query head; "
@@ -141,6 +162,8 @@ def seconds_to_resume(cache, read_again: Callable, device: torch.device, rounds:
     steps = {"read again": read_again, "offload": offload, "bring back": bring_back}
     found = measure.seconds_in_turns(steps, device, rounds)
     for name, row in found.items():
-        median, low, high = (report.for_people(key, row[key]) for key in ("seconds", "min_seconds", "max_seconds"))
+        median, low, high = (
+            report.for_people(key, row[key]) for key in ("seconds", "min_seconds", "max_seconds")
+        )
         print(f"to go on after a pause, {name}: {median} ({low} to {high}, n={rounds})")
     return found

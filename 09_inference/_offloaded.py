@@ -15,19 +15,28 @@ from torch import nn
 
 from common import exits, model, report, runtime, shapes
 
-logging.getLogger("accelerate").setLevel(logging.ERROR)  # it warns that weights are offloaded: that is the point here
+# it warns that weights are offloaded: that is the point here
+logging.getLogger("accelerate").setLevel(logging.ERROR)
 
 
 def check_flags(args) -> None:
     """UserError for flags that contradict each other."""
     if args.by == "zero3" and (args.memory is not None or args.dry_run):
-        raise exits.UserError("--memory and --dry-run belong to --by device-map: zero3 holds 1/N on each rank")
+        raise exits.UserError(
+            "--memory and --dry-run belong to --by device-map: zero3 holds 1/N on each rank"
+        )
     if args.by == "device-map" and args.offload != "none":
-        raise exits.UserError(f"--offload {args.offload} belongs to --by zero3; here --memory limits each GPU")
+        raise exits.UserError(
+            f"--offload {args.offload} belongs to --by zero3; here --memory limits each GPU"
+        )
     if args.by == "device-map" and runtime.ranks()[1] > 1:
-        raise exits.UserError("--by device-map is one process for all GPUs: start it with python, or add --by zero3")
+        raise exits.UserError(
+            "--by device-map is one process for all GPUs: start it with python, or add --by zero3"
+        )
     if args.world_size is not None and not (args.dry_run and args.memory):
-        raise exits.UserError("--world-size N needs --dry-run and --memory GIB: it places the model on N such GPUs")
+        raise exits.UserError(
+            "--world-size N needs --dry-run and --memory GIB: it places the model on N such GPUs"
+        )
 
 
 def free_bytes(args, device: torch.device) -> dict[int | str, int]:
@@ -50,7 +59,9 @@ def empty_model(config: shapes.Config, dtype: torch.dtype) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):
-        net = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shapes.config_json(config))).to(dtype)
+        net = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(**shapes.config_json(config))
+        ).to(dtype)
     net.tie_weights()
     return net
 
@@ -59,12 +70,17 @@ def bytes_of_places(net: nn.Module, device_map: dict[str, int | str]) -> dict[in
     """Bytes of the weights on each place of the map, printed with its modules; tied weights count once."""
     found = dict.fromkeys(device_map.values(), 0)
     for name, weight in net.named_parameters():
-        around = [module for module in device_map if f"{name}.".startswith(f"{module}.") or module == ""]
+        around = [
+            module for module in device_map if f"{name}.".startswith(f"{module}.") or module == ""
+        ]
         found[device_map[max(around, key=len)]] += weight.nbytes
     for where, nbytes in found.items():
         modules = [module or "all" for module, there in device_map.items() if there == where]
         device = f"cuda:{where}" if isinstance(where, int) else where
-        print(f"{device}: {report.for_people('bytes', nbytes)}, {modules[0]} to {modules[-1]}", flush=True)
+        print(
+            f"{device}: {report.for_people('bytes', nbytes)}, {modules[0]} to {modules[-1]}",
+            flush=True,
+        )
     return found
 
 
@@ -85,28 +101,41 @@ def load(args, config: shapes.Config, device_map: dict[str, int | str]) -> nn.Mo
     if not shapes.has_weights(args.model):  # random ones, written as a folder
         folder = temporary_folder()
         net = model.build(args.model, config, seed=args.seed).to(DTYPES[args.dtype])
-        save_file(dict(net.named_parameters()), f"{folder}/model.safetensors", metadata={"format": "pt"})
+        save_file(
+            dict(net.named_parameters()), f"{folder}/model.safetensors", metadata={"format": "pt"}
+        )
         Path(folder, "config.json").write_text(json.dumps(shapes.config_json(config)))
-    how = {"dtype": DTYPES[args.dtype], "device_map": device_map, "offload_folder": temporary_folder()}
+    how = {
+        "dtype": DTYPES[args.dtype],
+        "device_map": device_map,
+        "offload_folder": temporary_folder(),
+    }
     try:
         net, found = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **how)
     except SafetensorError as error:
-        raise exits.UserError(f"--model {folder}: a file is damaged, download it again ({error})") from None
+        raise exits.UserError(
+            f"--model {folder}: a file is damaged, download it again ({error})"
+        ) from None
     if found["missing_keys"]:  # transformers would draw them at random
-        raise exits.UserError(f"--model {folder}: its files lack {', '.join(found['missing_keys'])}")
+        raise exits.UserError(
+            f"--model {folder}: its files lack {', '.join(found['missing_keys'])}"
+        )
     return net
 
 
 def import_deepspeed(device: torch.device):
     """The package, for this device and in the process group that is there."""
-    os.environ["DS_ACCELERATOR"] = device.type  # read by the import; else it takes a GPU wherever it finds one
-    os.environ.setdefault("LOCAL_RANK", "0")  # read by zero.Init, also in one process without torchrun
+    # read by the import; else it takes a GPU wherever it finds one
+    os.environ["DS_ACCELERATOR"] = device.type
+    # read by zero.Init, also in one process without torchrun
+    os.environ.setdefault("LOCAL_RANK", "0")
     logging.disable(logging.INFO)  # the import itself logs, to stdout
     import deepspeed
 
     logging.disable(logging.NOTSET)
     deepspeed.utils.logger.setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", "`torch.distributed.", FutureWarning)  # names that torch has since changed
+    # names that torch has since changed
+    warnings.filterwarnings("ignore", "`torch.distributed.", FutureWarning)
     # on a CPU it would compile an all-reduce through shared memory, for two minutes, which is not used here
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("nccl" if device.type == "cuda" else "gloo")
@@ -131,7 +160,9 @@ def fill(deepspeed, net: nn.Module, args) -> None:
                 dcp.load({name: weight}, storage_reader=reader, no_dist=True)
             except dcp.api.CheckpointException as error:
                 reason = str(error).strip().splitlines()[-1]
-                raise exits.UserError(f"--model {args.model}: {name} cannot be read: {reason}") from None
+                raise exits.UserError(
+                    f"--model {args.model}: {name} cannot be read: {reason}"
+                ) from None
             parameter.copy_(weight)
 
 

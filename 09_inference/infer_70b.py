@@ -45,12 +45,14 @@ def cut(net: model.Transformer, ranks: int, device_type: str) -> None:
     The result is a partial sum, and the all-reduce after it gives each rank a copy of the whole sum.
     """
     plan = {
-        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),  # a rank has a part of the vocabulary
+        # a rank has a part of the vocabulary
+        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
         "model.layers.*.self_attn.[qkv]_proj": ColwiseParallel(),
         "model.layers.*.self_attn.o_proj": RowwiseParallel(),
         "model.layers.*.mlp.[gu]*_proj": ColwiseParallel(),  # gate and up
         "model.layers.*.mlp.down_proj": RowwiseParallel(),
-        "lm_head": ColwiseParallel(output_layouts=Replicate()),  # a rank's part of the logits; then gathered
+        # a rank's part of the logits; then gathered
+        "lm_head": ColwiseParallel(output_layouts=Replicate()),
     }
     mesh = init_device_mesh(device_type, (ranks,), mesh_dim_names=("tensor",))
     parallelize_module(net, mesh, plan, src_data_rank=None)
@@ -70,7 +72,9 @@ def as_rank0(choose: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 
 def load(args, config: shapes.Config, device: torch.device) -> model.Transformer:
     """The model with this rank's part of the weights, from the files or random. No rank ever holds the whole."""
-    net = model.build(args.model, config, seed=args.seed, device="meta").to(shared.DTYPES[args.dtype])
+    net = model.build(args.model, config, seed=args.seed, device="meta").to(
+        shared.DTYPES[args.dtype]
+    )
     if dist.get_world_size() > 1:
         cut(net, dist.get_world_size(), device.type)
     if args.model not in shapes.SIZES or shapes.parameter_count(config) <= DRAWN_ON_CPU:
@@ -86,10 +90,18 @@ def load(args, config: shapes.Config, device: torch.device) -> model.Transformer
 
 def main() -> int:
     flags = shared.parser(__doc__)
-    flags.add_argument("--compile", action="store_true", help="compile the decode step; on a GPU one CUDA graph")
-    flags.add_argument("--memory", type=cli.positive, metavar="GIB", help="of each GPU (default: what is free)")
-    flags.add_argument("--dry-run", action="store_true", help="show what each of --world-size ranks would hold")
-    flags.add_argument("--world-size", type=cli.positive_int, help="with --dry-run: the number of ranks")
+    flags.add_argument(
+        "--compile", action="store_true", help="compile the decode step; on a GPU one CUDA graph"
+    )
+    flags.add_argument(
+        "--memory", type=cli.positive, metavar="GIB", help="of each GPU (default: what is free)"
+    )
+    flags.add_argument(
+        "--dry-run", action="store_true", help="show what each of --world-size ranks would hold"
+    )
+    flags.add_argument(
+        "--world-size", type=cli.positive_int, help="with --dry-run: the number of ranks"
+    )
     args = flags.parse_args()
     config = shapes.read_config(args.model)
     ranks = check_layout(args, config)
@@ -105,7 +117,9 @@ def main() -> int:
     net = load(args, config, device)
     check_bytes(net, row)
     kind = {"dtype": shared.DTYPES[args.dtype], "device": device}
-    cache = shared.StaticCache(config, batch=len(text.prompts), length=text.length, ranks=ranks, **kind)
+    cache = shared.StaticCache(
+        config, batch=len(text.prompts), length=text.length, ranks=ranks, **kind
+    )
     prefill, decode = shared.steps_of(net, cache)
     if args.compile:
         (decode,) = shared.compiled(net, cache, decode)

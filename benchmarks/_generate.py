@@ -37,8 +37,11 @@ def load_model(args, config: shapes.Config, device: torch.device):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     with torch.device(device):
-        net = LlamaForCausalLM._from_config(LlamaConfig(**shapes.config_json(config)), dtype=DTYPES[args.dtype])
-    if device.type == "cpu" or args.model not in shapes.SIZES:  # on a GPU random weights of 8B stay transformers' own
+        net = LlamaForCausalLM._from_config(
+            LlamaConfig(**shapes.config_json(config)), dtype=DTYPES[args.dtype]
+        )
+    # on a GPU random weights of 8B stay transformers' own
+    if device.type == "cpu" or args.model not in shapes.SIZES:
         ours = model.build(args.model, config, seed=0)
         net.load_state_dict(ours.state_dict(), strict=not config.tie_word_embeddings)
     return net.eval()
@@ -48,11 +51,16 @@ def options(args, device: torch.device) -> dict:
     """What generate takes: greedy, as many tokens as asked for whatever they are, compiled or not."""
     from transformers import CompileConfig
 
-    how = {"max_new_tokens": args.max_new_tokens, "min_new_tokens": args.max_new_tokens, "do_sample": False}
+    how = {
+        "max_new_tokens": args.max_new_tokens,
+        "min_new_tokens": args.max_new_tokens,
+        "do_sample": False,
+    }
     if not args.compile:
         return {**how, "disable_compile": True}
     compile_config = CompileConfig() if device.type == "cuda" else CompileConfig(mode="default")
-    compile_config._compile_all_devices = True  # by itself transformers compiles on accelerators only
+    # by itself transformers compiles on accelerators only
+    compile_config._compile_all_devices = True
     return {**how, "cache_implementation": "static", "compile_config": compile_config}
 
 
@@ -66,7 +74,9 @@ def main() -> int:
     cli.add_device_and_json(parser)
     args = parser.parse_args()
     if args.max_new_tokens <= FIRST_TIMED_TOKEN:
-        raise exits.UserError(f"--max-new-tokens {args.max_new_tokens}: use at least {FIRST_TIMED_TOKEN + 1}")
+        raise exits.UserError(
+            f"--max-new-tokens {args.max_new_tokens}: use at least {FIRST_TIMED_TOKEN + 1}"
+        )
     device = runtime.single_device(args.device)
     runtime.seed_all(0)
     config = shapes.read_config(args.model)
@@ -97,7 +107,8 @@ def main() -> int:
         "token_ids": [tokens],
         "time_to_first_token_seconds": prefill_seconds,
         "decode_tokens_per_second": decode_steps / decode_seconds,
-        "bandwidth_share": bandwidth and sum(weights.values()) * decode_steps / decode_seconds / bandwidth,
+        "bandwidth_share": bandwidth
+        and sum(weights.values()) * decode_steps / decode_seconds / bandwidth,
         "peak_memory_bytes": report.peak_memory_bytes(device),
     }
     report.summary(summary, args.json)

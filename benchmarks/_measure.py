@@ -70,7 +70,8 @@ def end(process: subprocess.Popen) -> None:
     """End a process and all that it has started. SIGTERM first: torchrun then ends its ranks."""
     if process.poll() is not None:
         return
-    family = psutil.Process(process.pid).children(recursive=True)  # now: later an orphan has another parent
+    # now: later an orphan has another parent
+    family = psutil.Process(process.pid).children(recursive=True)
     process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(PATIENCE_SECONDS)
@@ -98,17 +99,36 @@ class Side(NamedTuple):
 
     def command(self) -> str:
         """The command as a reader would type it, with paths from the repository's folder."""
-        launcher = f"torchrun --standalone --nproc_per_node={self.ranks}" if self.ranks else "python"
+        launcher = (
+            f"torchrun --standalone --nproc_per_node={self.ranks}" if self.ranks else "python"
+        )
         variables = [f"{name}={value}" for name, value in (self.env or {}).items()]
-        return " ".join([*variables, launcher, self.script, self.flags]).replace(f"{REPO}/", "").rstrip()
+        return (
+            " ".join([*variables, launcher, self.script, self.flags])
+            .replace(f"{REPO}/", "")
+            .rstrip()
+        )
 
     def run(self, timeout: float) -> tuple[dict, str]:
         """Run the command: what it writes with --json, and what it prints."""
         launcher = [*TORCHRUN, f"--nproc_per_node={self.ranks}"] if self.ranks else []
-        with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:  # runs/ with its checkpoints is made there
+        # runs/ with its checkpoints is made there
+        with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
             file = Path(folder, "summary.json")
-            command = [sys.executable, *launcher, str(REPO / self.script), *self.flags.split(), "--json", str(file)]
-            output = start(command, timeout, {"TOKENIZERS_PARALLELISM": "false", **(self.env or {})}, Path(folder))
+            command = [
+                sys.executable,
+                *launcher,
+                str(REPO / self.script),
+                *self.flags.split(),
+                "--json",
+                str(file),
+            ]
+            output = start(
+                command,
+                timeout,
+                {"TOKENIZERS_PARALLELISM": "false", **(self.env or {})},
+                Path(folder),
+            )
             return json.loads(file.read_text()), output
 
 
@@ -132,10 +152,15 @@ class Comparison:
             row = {"side": side.name, "failed": self.failed.get(side.name)}
             row["not_run"] = self.not_run.get(side.name) if not runs else None
             row[self.key] = spread([run[self.key] for run in runs])
-            row[self.share_key] = spread([run[self.share_key] for run in runs if run.get(self.share_key)])
-            row["peak_memory_bytes"] = max((run.get("peak_memory_bytes") or 0 for run in runs), default=None)
+            row[self.share_key] = spread(
+                [run[self.share_key] for run in runs if run.get(self.share_key)]
+            )
+            row["peak_memory_bytes"] = max(
+                (run.get("peak_memory_bytes") or 0 for run in runs), default=None
+            )
             if side.against:
-                pairs = zip(runs, self.runs.get(side.against, []), strict=False)  # neighbours in time
+                # neighbours in time
+                pairs = zip(runs, self.runs.get(side.against, []), strict=False)
                 row["against"] = side.against
                 row["ratio"] = spread([own[self.key] / other[self.key] for own, other in pairs])
                 row["verdict"] = verdict(row["ratio"])
@@ -147,7 +172,9 @@ class Comparison:
         found = [f"{self.name}, {side}: {reason}" for side, reason in self.failed.items()]
         for row in self.rows():
             if (highest := row[self.share_key]["max"] or 0) > 1:
-                found.append(f"{self.name}, {row['side']}: BUG of the timing: {self.share_key} {highest:.1%}")
+                found.append(
+                    f"{self.name}, {row['side']}: BUG of the timing: {self.share_key} {highest:.1%}"
+                )
         return found
 
 
@@ -155,7 +182,12 @@ def spread(values: list[float]) -> dict:
     """Median, lowest and highest, and how many; None where there is no value."""
     if not values:
         return {"n": 0, "median": None, "min": None, "max": None}
-    return {"n": len(values), "median": statistics.median(values), "min": min(values), "max": max(values)}
+    return {
+        "n": len(values),
+        "median": statistics.median(values),
+        "min": min(values),
+        "max": max(values),
+    }
 
 
 def verdict(ratio: dict) -> str:
@@ -167,7 +199,9 @@ def verdict(ratio: dict) -> str:
     return "slower" if ratio["max"] < 1 else "equal within noise"
 
 
-def take_turns(comparison: Comparison, rounds: int, deadline: float, save: Callable[[], object]) -> None:
+def take_turns(
+    comparison: Comparison, rounds: int, deadline: float, save: Callable[[], object]
+) -> None:
     """Run each side once before any runs twice, until all rounds or the time are over; `save` after every run.
 
     A side that fails is not run again. One without enough time is named: that is no failure."""
@@ -191,21 +225,33 @@ def take_turns(comparison: Comparison, rounds: int, deadline: float, save: Calla
                 ended[side.name] = reason
                 outcome = f"{reason}\n{output[-3000:]}"
             took[side.name] = time.monotonic() - began
-            print(f"{comparison.name:<12} round {round_number} {side.name:<28} {outcome}", flush=True)
+            print(
+                f"{comparison.name:<12} round {round_number} {side.name:<28} {outcome}", flush=True
+            )
             save()
 
 
 def cell(key: str, value: object) -> str:
     """A figure for people; one that was measured several times as 1.31x (1.25x to 1.39x), n = 3."""
     if isinstance(value, dict):
-        median, low, high = (report.for_people(key, value[which]) for which in ("median", "min", "max"))
+        median, low, high = (
+            report.for_people(key, value[which]) for which in ("median", "min", "max")
+        )
         return f"{median} ({low} to {high}), n = {value['n']}" if value["n"] else "n/a"
     return "" if value is None else report.for_people(key, value)
 
 
 def write_up(comparison: Comparison) -> str:
     """One comparison as Markdown: its table, what failed or was not run, and the commands."""
-    keys = ["side", comparison.key, comparison.share_key, "peak_memory_bytes", "against", "ratio", "verdict"]
+    keys = [
+        "side",
+        comparison.key,
+        comparison.share_key,
+        "peak_memory_bytes",
+        "against",
+        "ratio",
+        "verdict",
+    ]
     keys += ["failed", "not_run"]
     lines = [[key.replace("_", " ") for key in keys]]
     lines += [[cell(key, row.get(key)) for key in keys] for row in comparison.rows()]
@@ -239,13 +285,20 @@ def about(script: str, device: str) -> dict:
 def first_line(*command: str) -> str | None:
     """The first line that a command prints; None if it is missing or prints nothing."""
     with contextlib.suppress(OSError):
-        return subprocess.run(command, cwd=REPO, capture_output=True, text=True).stdout.partition("\n")[0] or None
+        return (
+            subprocess.run(command, cwd=REPO, capture_output=True, text=True).stdout.partition(
+                "\n"
+            )[0]
+            or None
+        )
     return None
 
 
 def facts(pairs: dict) -> str:
     """A list in Markdown, a line for each fact."""
-    return "\n".join(f"- {name}: {'n/a' if value is None else value}" for name, value in pairs.items())
+    return "\n".join(
+        f"- {name}: {'n/a' if value is None else value}" for name, value in pairs.items()
+    )
 
 
 def write_results(device: str, kind: str, result: dict, text: str) -> Path:
@@ -260,13 +313,19 @@ def write_results(device: str, kind: str, result: dict, text: str) -> Path:
 
 def parser(doc: str) -> cli.Parser:
     flags = cli.Parser(doc)
-    flags.add_argument("--rounds", type=cli.positive_int, default=5, help="how often each side runs")
-    flags.add_argument("--minutes", type=cli.positive, default=120.0, help="all of it ends within this time")
+    flags.add_argument(
+        "--rounds", type=cli.positive_int, default=5, help="how often each side runs"
+    )
+    flags.add_argument(
+        "--minutes", type=cli.positive, default=120.0, help="all of it ends within this time"
+    )
     cli.add_device_and_json(flags)
     return flags
 
 
-def start_comparison(flags: cli.Parser, defaults: dict[str, dict] | None = None) -> argparse.Namespace:
+def start_comparison(
+    flags: cli.Parser, defaults: dict[str, dict] | None = None
+) -> argparse.Namespace:
     """The flags, with the device's defaults for those that are not given, and the time when all must be over."""
     args = flags.parse_args()
     args.deadline = time.monotonic() + args.minutes * 60
@@ -306,5 +365,7 @@ def choose_device(name: str) -> str:
     """--device as cuda or cpu, without touching the GPU, which is the measured processes' own."""
     available = torch.cuda.is_available()
     if name == "mps" or (name == "cuda" and not available):
-        raise UserError(f"--device {name}: no CUDA device that torch {torch.__version__} sees: use --device cpu")
+        raise UserError(
+            f"--device {name}: no CUDA device that torch {torch.__version__} sees: use --device cpu"
+        )
     return "cuda" if available and name != "cpu" else "cpu"

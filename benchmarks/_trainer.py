@@ -28,7 +28,13 @@ class Windows(data.Sequences):
 
 def main() -> int:
     args = cli.TrainingParser(__doc__).parse_args()
-    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+    from transformers import (
+        LlamaConfig,
+        LlamaForCausalLM,
+        Trainer,
+        TrainerCallback,
+        TrainingArguments,
+    )
 
     device = runtime.single_device(args.device)
     args.dtype = hardware.choose_dtype(args.dtype, device)
@@ -66,13 +72,20 @@ def main() -> int:
             disable_tqdm=True,
             seed=args.seed,
         )
-        trainer = Trainer(net, settings, train_dataset=Windows(corpus.train, args.seq_len), callbacks=[Clock()])
+        trainer = Trainer(
+            net, settings, train_dataset=Windows(corpus.train, args.seq_len), callbacks=[Clock()]
+        )
         trainer.train()
-    assert {parameter.dtype for parameter in net.parameters()} == {torch.float32}, "the Trainer's weights are not fp32"
+    assert {parameter.dtype for parameter in net.parameters()} == {torch.float32}, (
+        "the Trainer's weights are not fp32"
+    )
     assert torch.backends.cuda.matmul.fp32_precision != "tf32", "the Trainer has switched TF32 on"
 
     tokens_per_step = args.global_batch_size * args.seq_len
-    speeds = [(last - first) * tokens_per_step / (end - began) for (first, began), (last, end) in pairwise(clock)]
+    speeds = [
+        (last - first) * tokens_per_step / (end - began)
+        for (first, began), (last, end) in pairwise(clock)
+    ]
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     speed = statistics.median(speeds)
     peak = hardware.peak_flops(hardware.device_name(device), args.dtype)

@@ -22,7 +22,9 @@ from _shared import DTYPES, StaticCache, compiled, steps_of
 
 
 def step(dtype, version, x, *others):
-    with torch.autocast(x.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16 and x.is_floating_point()):
+    with torch.autocast(
+        x.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16 and x.is_floating_point()
+    ):
         y = version(x, *others)
     if y.requires_grad:
         y.float().sum().backward()
@@ -42,10 +44,16 @@ def head(net, x, dtype):
 
 def attention(net, x, dtype):
     heads, groups = net.config.num_attention_heads, net.config.num_key_value_heads
-    empty = [x.new_empty(len(x), n, x.shape[1], net.config.head_dim, dtype=dtype) for n in (heads, groups, groups)]
+    empty = [
+        x.new_empty(len(x), n, x.shape[1], net.config.head_dim, dtype=dtype)
+        for n in (heads, groups, groups)
+    ]
     qkv = [part.normal_().requires_grad_() for part in empty]
     attend = partial(model.attend, is_causal=True, enable_gqa=heads != groups)
-    kernels = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION if x.is_cuda else SDPBackend.MATH
+    kernels = (
+        SDPBackend.FLASH_ATTENTION,
+        SDPBackend.CUDNN_ATTENTION if x.is_cuda else SDPBackend.MATH,
+    )
     return {kernel.name: sdpa_kernel(kernel)(attend) for kernel in kernels}, *qkv
 
 
@@ -63,21 +71,42 @@ def main() -> int:
     sizes = {"model": "nano", "seq_len": 256, "batch_size": 4, "rounds": 10}
     args = lesson.flags(__doc__, case=("all", *CASES), dtype=("fp32", "bf16"), **sizes)
     device = lesson.start(args.device)
-    config = dataclasses.replace(shapes.load_config(args.model, 256, args.seq_len), num_hidden_layers=2)
+    config = dataclasses.replace(
+        shapes.load_config(args.model, 256, args.seq_len), num_hidden_layers=2
+    )
     dtype = DTYPES[args.dtype]  # of the matmuls
-    x = torch.randn(args.batch_size, args.seq_len, config.hidden_size, device=device, requires_grad=True)
+    x = torch.randn(
+        args.batch_size, args.seq_len, config.hidden_size, device=device, requires_grad=True
+    )
     rows, checked = [], []
     for name in CASES if args.case == "all" else [args.case]:
-        versions, *inputs = CASES[name](model.build("nano", config, seed=0, device=device), x, dtype)
-        steps = {version: partial(step, dtype, function, *inputs) for version, function in versions.items()}
+        versions, *inputs = CASES[name](
+            model.build("nano", config, seed=0, device=device), x, dtype
+        )
+        steps = {
+            version: partial(step, dtype, function, *inputs)
+            for version, function in versions.items()
+        }
         baseline, other = [work().clone() for work in steps.values()]
         error = measure.relative_error(other, baseline)
-        assert error <= (1e-4 if args.dtype == "fp32" else 3e-2), f"{name}: the versions differ by {error:.0e}"
+        assert error <= (1e-4 if args.dtype == "fp32" else 3e-2), (
+            f"{name}: the versions differ by {error:.0e}"
+        )
         checked.append(f"{name}: the versions' results differ by {error:.0e}")
         for version, row in measure.seconds_in_turns(steps, device, args.rounds).items():
-            speeds = {"n": args.rounds, "min": 1 / row["max_time_ratio"], "max": 1 / row["min_time_ratio"]}
+            speeds = {
+                "n": args.rounds,
+                "min": 1 / row["max_time_ratio"],
+                "max": 1 / row["min_time_ratio"],
+            }
             rows.append({"case": name, "version": version, **row, "verdict": verdict(speeds)})
-    columns = {"case": "case", "version": "version", "seconds": "a step", "time_ratio": "time", "verdict": "verdict"}
+    columns = {
+        "case": "case",
+        "version": "version",
+        "seconds": "a step",
+        "time_ratio": "time",
+        "verdict": "verdict",
+    }
     lesson.end(rows, columns=columns, checked=checked, args=args, device=device)
     return 0
 

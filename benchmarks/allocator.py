@@ -62,7 +62,10 @@ CASES = """
 04_amp/train.py llama-8b/4 seq_len 4096 checkpointing selective  # aside
 04_amp/train.py llama-8b/4 seq_len 4096 micro_batch_size 2 checkpointing full  # aside
 """
-CHATS = [{"prompt": f"question {i}", "completion": "because of this and of that. " * 130} for i in range(10, 70)]
+CHATS = [
+    {"prompt": f"question {i}", "completion": "because of this and of that. " * 130}
+    for i in range(10, 70)
+]
 PROMPT = "x" * 936
 TRAINING = "--steps 4 --log-every 1 --run-dir run --seq-len {seq_len} --micro-batch-size {micro_batch_size}"
 TRAINING += " --checkpointing {checkpointing} --global-batch-size {global_batch_size}"
@@ -86,7 +89,9 @@ def read_case(name: str) -> tuple[Path, shapes.Config, Shape, Plan]:
     script, model, *settings = name.split()
     size, *cut = model.split("/")
     config = shapes.read_config(size if size in shapes.SIZES else str(REPO / "models" / size))
-    config = replace(config, **dict(zip(("num_hidden_layers", "vocab_size"), map(int, cut), strict=False)))
+    config = replace(
+        config, **dict(zip(("num_hidden_layers", "vocab_size"), map(int, cut), strict=False))
+    )
     values = (int(text) if text.isdigit() else text for text in settings[1::2])
     plan = Plan(**dict(zip(settings[::2], values, strict=True)))
     if plan.tp > 1:
@@ -101,16 +106,27 @@ def count(name: str, folder: Path) -> tuple[int, int]:
     (folder / "shim.py").write_text(SHIM.format(repo=str(REPO)))
     (folder / "chats.jsonl").write_text("\n".join(map(json.dumps, CHATS)))
     (folder / "prompts").write_text(f"{PROMPT}\n" * plan.micro_batch_size)
-    model = REPO / "models" / shape.name if plan.adapters else "config.json"  # one with a tokenizer, by make model
+    # one with a tokenizer, by make model
+    model = REPO / "models" / shape.name if plan.adapters else "config.json"
     flags = f"--model {model} --dtype bf16 --device cuda --json s.json "
     if script.name == "infer_70b.py":
         flags += f"--prompts prompts --max-new-tokens {plan.seq_len - len(PROMPT)}"
     else:
         batch = plan.dp * plan.micro_batch_size * plan.micro_batches
-        own = f"{TRAINING} {OWN_FLAGS.get(script.name, '')}" + " --compile" * (plan.framework == "ours-compiled")
+        own = f"{TRAINING} {OWN_FLAGS.get(script.name, '')}" + " --compile" * (
+            plan.framework == "ours-compiled"
+        )
         flags += own.format(**asdict(plan), global_batch_size=batch)
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={plan.gpus}"]
-    command = ["bash", REPO / "tests/nogpu/run.sh", "noop", *launcher, "shim.py", script, *flags.split()]
+    command = [
+        "bash",
+        REPO / "tests/nogpu/run.sh",
+        "noop",
+        *launcher,
+        "shim.py",
+        script,
+        *flags.split(),
+    ]
     env = os.environ | {"NOGPU_DEVICES": str(plan.gpus), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
     log, summary = folder / "run/metrics.jsonl", folder / "s.json"
@@ -128,7 +144,9 @@ def predict(name: str) -> tuple[float, float | None]:
     script, _, shape, plan = read_case(name)
     if script.name == "infer_70b.py":
         prompts = plan.micro_batch_size
-        found = inference.weight_bytes(shape, head_divided=True, count_embedding=False, tp=plan.gpus)
+        found = inference.weight_bytes(
+            shape, head_divided=True, count_embedding=False, tp=plan.gpus
+        )
         found += 2 * shape.embedding / plan.gpus  # the embedding, which is divided, too
         found += inference.kv_cache_bytes(shape, tokens=prompts * plan.seq_len, tp=plan.gpus)
         widths = 3 * shape.hidden + 3 * shape.ffn / plan.gpus  # 07_memory_tricks/estimate.py
@@ -144,8 +162,13 @@ def main() -> int:
     only = parser.parse_args().only
     file = RESULTS / f"allocator-{date.today().isoformat()}.json"
     counts = json.loads(file.read_text())["counts"] if file.exists() else {}
-    rows = [["case", "allocated, GiB", "predicted", "error", "reserved", "estimate", "error", "why"]]
-    facts_ = about("benchmarks/allocator.py", "cpu") | {"torch": "2.11.0+cu130 on stub libraries", "n": "1: exact"}
+    rows = [
+        ["case", "allocated, GiB", "predicted", "error", "reserved", "estimate", "error", "why"]
+    ]
+    facts_ = about("benchmarks/allocator.py", "cpu") | {
+        "torch": "2.11.0+cu130 on stub libraries",
+        "n": "1: exact",
+    }
     for line in CASES.strip().splitlines():
         name, _, why = line.partition("  # ")
         if only in name if only else name not in counts:
@@ -156,7 +179,11 @@ def main() -> int:
         row = [name]
         for counted, predicted in zip(counts[name], predict(name), strict=True):
             row.append(f"{counted / GIB:.2f}")
-            row += [f"{predicted / GIB:.2f}", f"{predicted / counted - 1:+.1%}"] if predicted else ["n/a", "n/a"]
+            row += (
+                [f"{predicted / GIB:.2f}", f"{predicted / counted - 1:+.1%}"]
+                if predicted
+                else ["n/a", "n/a"]
+            )
         rows.append([*row, why])
         print(*rows[-1], flush=True)
         title = "# Bytes: planner/ beside torch's own allocator, on GPUs that are not there"

@@ -30,7 +30,8 @@ def save(figure: Figure, name: str) -> None:
 
 
 PROCESSES = (1, 2, 3, 8)
-STEPS, CLAIMED_STEPS, TOLERANCE = 40, 20, 1e-5  # of every run; over which the losses agree; relatively
+# of every run; over which the losses agree; relatively
+STEPS, CLAIMED_STEPS, TOLERANCE = 40, 20, 1e-5
 
 
 def loss_curves() -> None:
@@ -41,24 +42,37 @@ def loss_curves() -> None:
 
     def train(processes: int, run_dir: Path, more: str = "") -> list[float]:
         one_thread = {"OMP_NUM_THREADS": "1"}  # more would round in another order
-        side = Side("", "05_ddp/train.py", f"{flags} {more} --run-dir {run_dir}", processes, env=one_thread)
+        side = Side(
+            "", "05_ddp/train.py", f"{flags} {more} --run-dir {run_dir}", processes, env=one_thread
+        )
         side.run(timeout=600)
-        return [record["loss"] for record in read_records(run_dir / "metrics.jsonl") if "loss" in record]
+        return [
+            record["loss"] for record in read_records(run_dir / "metrics.jsonl") if "loss" in record
+        ]
 
     with tempfile.TemporaryDirectory(prefix="loss-curves-") as folder:
         runs = {count: Path(folder, str(count)) for count in PROCESSES}
-        curves = {f"{count} process{'es' * (count > 1)}": train(count, run) for count, run in runs.items()}
+        curves = {
+            f"{count} process{'es' * (count > 1)}": train(count, run) for count, run in runs.items()
+        }
         for saved in runs[3].glob("step-*"):
             if saved.name != f"step-{STEPS // 3}":
                 shutil.rmtree(saved)  # only the first checkpoint is left
         curves["3 processes, then 2"] = train(2, runs[3], "--resume")
     alone, *others = curves.items()
-    differ = {name: [abs(a / b - 1) for a, b in zip(losses, alone[1], strict=True)] for name, losses in others}
+    differ = {
+        name: [abs(a / b - 1) for a, b in zip(losses, alone[1], strict=True)]
+        for name, losses in others
+    }
     largest = max(max(values[:CLAIMED_STEPS]) for values in differ.values())
     result = _measure.about("benchmarks/figures.py", "cpu")
     text = f"# The loss on {PROCESSES} processes\n\n{_measure.facts(result)}\n\n{largest:.1e} at most; {flags}"
     result |= {"losses": curves, "relative_differences": differ, "moved_after_step": STEPS // 3}
-    result |= {"claimed_steps": CLAIMED_STEPS, "tolerance": TOLERANCE, "largest_relative_difference": largest}
+    result |= {
+        "claimed_steps": CLAIMED_STEPS,
+        "tolerance": TOLERANCE,
+        "largest_relative_difference": largest,
+    }
     _measure.write_results(result["device"], "loss-curves", result, text)
 
     figure = Figure(figsize=(7, 6))
@@ -66,14 +80,31 @@ def loss_curves() -> None:
     steps = range(1, STEPS + 1)
     for i, (name, losses) in enumerate(curves.items()):
         above.plot(steps, losses, linewidth=9 - 7 * i / (len(curves) - 1), label=name)
-    above.set(ylabel="training loss (nats per byte)", title="nano, fp32, 24 x 32 tokens a step, cpu")
+    above.set(
+        ylabel="training loss (nats per byte)", title="nano, fp32, 24 x 32 tokens a step, cpu"
+    )
     above.legend(fontsize="small")
     for i, (name, values) in enumerate(differ.items(), start=1):
-        below.plot(steps, [value or None for value in values], "o", markersize=4, color=f"C{i}", label=name)
-    below.axhline(TOLERANCE, color="black", linewidth=0.8, linestyle="--", label=f"{TOLERANCE:g}: tolerance")
-    below.axvline(CLAIMED_STEPS, color="black", linewidth=0.8, linestyle=":", label=f"of steps 1 to {CLAIMED_STEPS}")
+        below.plot(
+            steps, [value or None for value in values], "o", markersize=4, color=f"C{i}", label=name
+        )
+    below.axhline(
+        TOLERANCE, color="black", linewidth=0.8, linestyle="--", label=f"{TOLERANCE:g}: tolerance"
+    )
+    below.axvline(
+        CLAIMED_STEPS,
+        color="black",
+        linewidth=0.8,
+        linestyle=":",
+        label=f"of steps 1 to {CLAIMED_STEPS}",
+    )
     below.set(yscale="log", xlabel="step", ylabel="relative difference\nfrom 1 process")
-    below.legend(fontsize="small", title="no point: equal to the bit", loc="upper left", bbox_to_anchor=(1, 1))
+    below.legend(
+        fontsize="small",
+        title="no point: equal to the bit",
+        loc="upper left",
+        bbox_to_anchor=(1, 1),
+    )
     save(figure, "loss_curves.png")
     assert largest <= TOLERANCE, f"the losses differ by {largest:.1e} within {CLAIMED_STEPS} steps"
 
@@ -85,14 +116,22 @@ def overlap() -> None:
         return print("skipped: docs/images/overlap.png (its two hosts need root and iproute2)")
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         flags = f"--device cpu --seq-len 64 --steps 16 --json {file.name}".split()
-        command = ["benchmarks/slow_link.sh", "1000", sys.executable, "05_ddp/ddp_from_scratch.py", *flags]
+        command = [
+            "benchmarks/slow_link.sh",
+            "1000",
+            sys.executable,
+            "05_ddp/ddp_from_scratch.py",
+            *flags,
+        ]
         _measure.start(command, 600, {}, REPO)
         rows = json.load(file)["rows"][1:4]
     figure = Figure(figsize=(9, 4.2))
     axes = figure.subplots()
     for place, row in enumerate(rows):
         step = row["fastest_step"]
-        forward, computed = (1e3 * (step[moment] - step["start"]) for moment in ("forward_end", "last_gradient"))
+        forward, computed = (
+            1e3 * (step[moment] - step["start"]) for moment in ("forward_end", "last_gradient")
+        )
         end = 1e3 * step["seconds"]
         axes.barh(-place, forward, 0.3, color="tab:blue", alpha=0.5)
         axes.barh(-place, computed - forward, 0.3, forward, color="tab:blue")
@@ -102,10 +141,16 @@ def overlap() -> None:
             left, width = 1e3 * (sent_from - step["start"]), 1e3 * (sent_until - sent_from)
             axes.barh(-place - 0.32, width, 0.22, left, color="tab:orange", edgecolor="white")
     kinds = ("forward", "backward", "only waiting", "all-reduce")
-    axes.legend(axes.containers[:4], kinds, ncols=4, loc="lower center", bbox_to_anchor=(0.5, -0.32))
+    axes.legend(
+        axes.containers[:4], kinds, ncols=4, loc="lower center", bbox_to_anchor=(0.5, -0.32)
+    )
     axes.set_yticks([-place - 0.1 for place in range(len(rows))], [row["name"] for row in rows])
     title = "nano, link of 1000 Mbit/s, the fastest of 16 steps each"
-    axes.set(xlabel="ms since the step began, on rank 0", title=title, xlim=(0, 1.45 * axes.get_xlim()[1]))
+    axes.set(
+        xlabel="ms since the step began, on rank 0",
+        title=title,
+        xlim=(0, 1.45 * axes.get_xlim()[1]),
+    )
     save(figure, "overlap.png")
 
 
@@ -114,8 +159,14 @@ def memory_over_a_step() -> None:
     figure = Figure(figsize=(9, 3.6))
     panels = figure.subplots(1, 2, sharey=True)
     for panel, how in zip(panels, ("none", "full"), strict=True):
-        lines = summary_of("07_memory_tricks/memory_profile.py", f"--checkpointing {how}")["timelines"]
-        shown = {name: [size / 2**20 for size in sizes] for name, sizes in lines.items() if max(sizes) > 2**20}
+        lines = summary_of("07_memory_tricks/memory_profile.py", f"--checkpointing {how}")[
+            "timelines"
+        ]
+        shown = {
+            name: [size / 2**20 for size in sizes]
+            for name, sizes in lines.items()
+            if max(sizes) > 2**20
+        }
         panel.stackplot(range(len(lines["parameters"])), shown.values(), labels=shown)
         panel.set(title=f"checkpointing: {how}", xlabel="operators of one step")
     panels[0].set_ylabel("MiB")
@@ -136,9 +187,28 @@ def pipeline() -> None:
         for rank, line in enumerate(row["timelines"]):
             for name, micro_batch, chunk, start, end in line:
                 width, pale = (end - start) * unit, 0.45 if chunk else 0.8
-                axes.barh(rank, width, left=start * unit, color=colors[name], alpha=pale, edgecolor="white")
-                axes.text((start + end) / 2 * unit, rank, micro_batch, ha="center", va="center", fontsize=6)
-        axes.set(title=f"{row['name']}: {row['idle_share']:.0%} idle", xlim=(0, 33), ylabel="rank", yticks=range(4))
+                axes.barh(
+                    rank,
+                    width,
+                    left=start * unit,
+                    color=colors[name],
+                    alpha=pale,
+                    edgecolor="white",
+                )
+                axes.text(
+                    (start + end) / 2 * unit,
+                    rank,
+                    micro_batch,
+                    ha="center",
+                    va="center",
+                    fontsize=6,
+                )
+        axes.set(
+            title=f"{row['name']}: {row['idle_share']:.0%} idle",
+            xlim=(0, 33),
+            ylabel="rank",
+            yticks=range(4),
+        )
         axes.invert_yaxis()
     legend = "time in forwards of a rank; orange: backward; pale: the second stage"
     figure.supxlabel(legend, fontsize=9)

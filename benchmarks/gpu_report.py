@@ -33,19 +33,32 @@ from common import cli, exits
 
 class Part(NamedTuple):
     command: str
-    weight: float = 0.0  # of a comparison: its part of the time that is left for it and for those after it
+    # of a comparison: its part of the time that is left for it and for those after it
+    weight: float = 0.0
     memory_gib: float = 0.0  # of the GPU
 
 
 NO_TIME = "no time left"  # how _measure.py begins, too
 NANO = "--model nano --dtype bf16 --device cuda"
-TRAINED = ("04_amp/train.py", "05_ddp/train.py", "06_fsdp_zero/train_fsdp.py", "08_model_parallel/train_3d.py")
+TRAINED = (
+    "04_amp/train.py",
+    "05_ddp/train.py",
+    "06_fsdp_zero/train_fsdp.py",
+    "08_model_parallel/train_3d.py",
+)
 SMOKE = [
-    *(f"{script} {NANO} --steps 20{compiled}" for script in TRAINED for compiled in ("", " --compile")),
+    *(
+        f"{script} {NANO} --steps 20{compiled}"
+        for script in TRAINED
+        for compiled in ("", " --compile")
+    ),
     f"06_fsdp_zero/train_fsdp.py {NANO} --steps 20 --checkpointing selective --compile",
     f"06_fsdp_zero/train_fsdp.py {NANO} --steps 20 --cpu-offload",
     *(f"09_inference/infer_70b.py {NANO}{compiled}" for compiled in ("", " --compile")),
-    *(f"09_inference/quantized.py --model nano --device cuda{compiled}" for compiled in ("", " --compile")),
+    *(
+        f"09_inference/quantized.py --model nano --device cuda{compiled}"
+        for compiled in ("", " --compile")
+    ),
     "07_memory_tricks/cuda_graphs.py --dtype bf16 --device cuda",
     "09_inference/kv_cache.py --device cuda",
 ]
@@ -61,7 +74,9 @@ PARTS = {
         Part(f"{TRAINING} fsdp {LLAMA_1B} --steps 30", 0.55),
         Part(f"{TRAINING} trainer {LLAMA_124M} --steps 50", 0.01),  # what is left
         Part(f"04_amp/compare.py {LLAMA_124M.replace('global-', '')} --steps 18 --device cuda"),
-        Part("07_memory_tricks/gradient_checkpointing.py --model llama-1b --seq-len 2048 --batch-size 1 --dtype bf16"),
+        Part(
+            "07_memory_tricks/gradient_checkpointing.py --model llama-1b --seq-len 2048 --batch-size 1 --dtype bf16"
+        ),
     ],
     "decode": [
         Part(f"{DECODE} llama-8b --sides ours-compiled,ours,generate-compiled --rounds 3", 0.45),
@@ -76,7 +91,13 @@ PARTS = {
 
 def run(part: Part, seconds: float, env: dict[str, str], memory_gib: float | None) -> dict:
     """Run a command for at most so long: what it printed, its --json, and why it failed or was not run."""
-    row = {"command": f"python {part.command}", "output": None, "summary": None, "failed": None, "not_run": None}
+    row = {
+        "command": f"python {part.command}",
+        "output": None,
+        "summary": None,
+        "failed": None,
+        "not_run": None,
+    }
     if memory_gib and memory_gib < part.memory_gib:
         return row | {"not_run": f"needs {part.memory_gib} GiB of GPU memory"}
     if seconds < LEAST_SECONDS:
@@ -101,7 +122,9 @@ def had_no_time(row: dict) -> bool:
 
 def earlier_rows(name: str, commit: str | None) -> list[dict]:
     """The commands of this part that have been done at this commit, in the newest results."""
-    for file in sorted(RESULTS.glob(f"*gpu-{name}-20*.json"), key=lambda file: file.stat().st_mtime, reverse=True):
+    for file in sorted(
+        RESULTS.glob(f"*gpu-{name}-20*.json"), key=lambda file: file.stat().st_mtime, reverse=True
+    ):
         content = json.loads(file.read_text())
         if content["about"]["commit"] == commit:
             return [row for row in content["commands"] if row["summary"] and not had_no_time(row)]
@@ -113,7 +136,9 @@ def save(name: str, facts_: dict, rows: list[dict]) -> Path:
     parts = [f"# {name.capitalize()}, measured on {facts_['device']}", facts(facts_)]
     for row in rows:
         outcome = row["failed"] or row["not_run"] or "done"
-        parts.append(f"## `{row['command']}`\n\n{outcome}\n\n```\n{(row['output'] or '').rstrip()}\n```")
+        parts.append(
+            f"## `{row['command']}`\n\n{outcome}\n\n```\n{(row['output'] or '').rstrip()}\n```"
+        )
     return _measure.write_results(
         facts_["device"], f"gpu-{name}", {"about": facts_, "commands": rows}, "\n\n".join(parts)
     )
@@ -122,11 +147,14 @@ def save(name: str, facts_: dict, rows: list[dict]) -> Path:
 def main() -> int:
     parser = cli.Parser(__doc__)
     parser.add_argument("part", choices=PARTS)
-    parser.add_argument("--minutes", type=cli.positive, default=8.5, help="all of it ends within this time")
+    parser.add_argument(
+        "--minutes", type=cli.positive, default=8.5, help="all of it ends within this time"
+    )
     parser.add_argument("--model", help="instead of each of the models above: nano for a trial")
     args = parser.parse_args()
     deadline = time.monotonic() + args.minutes * 60
-    _measure.choose_device("cuda")  # this process stays off the GPU: its memory is the commands' own
+    # this process stays off the GPU: its memory is the commands' own
+    _measure.choose_device("cuda")
     facts_ = _measure.about("benchmarks/gpu_report.py", "cuda")
     print(facts(facts_), flush=True)
     env = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
@@ -134,9 +162,12 @@ def main() -> int:
     parts = PARTS[args.part]
     if args.model:
         renamed = [re.sub(r"llama-\w+", args.model, part.command) for part in parts]
-        fitting = [text.replace("--seq-len 2048", "--seq-len 1024") for text in renamed]  # nano's limit
+        # nano's limit
+        fitting = [text.replace("--seq-len 2048", "--seq-len 1024") for text in renamed]
         parts = [part._replace(command=text) for part, text in zip(parts, fitting, strict=True)]
-    parts = [part for part in parts if f"python {part.command}" not in [row["command"] for row in rows]]
+    parts = [
+        part for part in parts if f"python {part.command}" not in [row["command"] for row in rows]
+    ]
     stopped = threading.Event()
 
     def stop(*_) -> None:
@@ -147,9 +178,17 @@ def main() -> int:
     def run_one(part: Part) -> dict:
         left = 0.0 if stopped.is_set() else deadline - time.monotonic()
         if part.weight:
-            left = (left - 2 * LEAST_SECONDS) * part.weight / sum(each.weight for each in parts[parts.index(part) :])
+            left = (
+                (left - 2 * LEAST_SECONDS)
+                * part.weight
+                / sum(each.weight for each in parts[parts.index(part) :])
+            )
         row = run(part, left, env, facts_["gpu_memory_gib"])
-        return row | {"failed": None, "not_run": f"{NO_TIME}: SIGTERM"} if stopped.is_set() and row["failed"] else row
+        return (
+            row | {"failed": None, "not_run": f"{NO_TIME}: SIGTERM"}
+            if stopped.is_set() and row["failed"]
+            else row
+        )
 
     signal.signal(signal.SIGTERM, stop)
     with ThreadPoolExecutor(max(1, _measure.CORES // 2) if args.part == "smoke" else 1) as pool:

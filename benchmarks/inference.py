@@ -21,7 +21,11 @@ from _measure import Comparison, Side, parser, run_comparison, start_comparison
 
 from common import cli, exits
 
-GENERATE, OURS, QUANTIZED = "benchmarks/_generate.py", "09_inference/infer_70b.py", "09_inference/quantized.py"
+GENERATE, OURS, QUANTIZED = (
+    "benchmarks/_generate.py",
+    "09_inference/infer_70b.py",
+    "09_inference/quantized.py",
+)
 SIDES = {  # each is compared with its own kind: never compiled with eager
     "generate": Side("generate", GENERATE),
     "ours": Side("ours", OURS, against="generate"),
@@ -41,16 +45,26 @@ def main() -> int:
     flags = parser(__doc__)
     add = flags.add_argument
     add("--model", default="nano", help="a size with random weights, or a Hugging Face folder")
-    add("--sides", default="generate,ours,generate-compiled,ours-compiled", help="names, with commas between")
+    add(
+        "--sides",
+        default="generate,ours,generate-compiled,ours-compiled",
+        help="names, with commas between",
+    )
     add("--max-new-tokens", type=cli.positive_int, default=64)
-    add("--dtype", choices=("fp32", "bf16"), help="of weights that are not quantized (default: nano fp32, others bf16)")
+    add(
+        "--dtype",
+        choices=("fp32", "bf16"),
+        help="of weights that are not quantized (default: nano fp32, others bf16)",
+    )
     args = start_comparison(flags)
     args.sides = args.sides.split(",")
     if unknown := [name for name in args.sides if name not in SIDES]:
         raise exits.UserError(f"--sides {unknown[0]!r}: use {', '.join(SIDES)}")
     name = Path(args.model).name
     args.dtype = args.dtype or ("fp32" if name == "nano" else "bf16")
-    comparison = Comparison(f"decode-{name}", sides_of(args), "decode_tokens_per_second", "bandwidth_share")
+    comparison = Comparison(
+        f"decode-{name}", sides_of(args), "decode_tokens_per_second", "bandwidth_share"
+    )
     title = f"Decode, batch 1: {name}, {args.dtype}, {args.max_new_tokens} new tokens"
     return run_comparison(comparison, args, title)
 

@@ -43,10 +43,19 @@ NEAR = {"steps": 0.30, "peaks": 0.10}
 ATTENTION_NOT_KEPT = ("d9bdfbb", "mxfp8.md")
 COMPILED = ("torch.compile", "full inductor", "aot_eager")
 # How the rows name devices, in the order in which they are tried, and the names of common/devices.csv.
-DEVICES = {"GB200": "NVIDIA GB200", "B200": "NVIDIA B200", "H200": "NVIDIA H200", "H100": "NVIDIA H100 80GB HBM3"}
+DEVICES = {
+    "GB200": "NVIDIA GB200",
+    "B200": "NVIDIA B200",
+    "H200": "NVIDIA H200",
+    "H100": "NVIDIA H100 80GB HBM3",
+}
 DEVICES |= {"A100 80GB PCIe": "NVIDIA A100 80GB PCIe", "A100": "NVIDIA A100-SXM4-80GB"}
 # torchtitan's H100s have 96 GB of HBM2e and are limited to 500 W. Where a row does not say so, their 95 GiB do.
-H100_96GB = {"device": "H100 96GB HBM2e", "memory_bandwidth": 2.4e12, "efficiency": (0.56, 0.4, 0.6)}
+H100_96GB = {
+    "device": "H100 96GB HBM2e",
+    "memory_bandwidth": 2.4e12,
+    "efficiency": (0.56, 0.4, 0.6),
+}
 
 
 def read_rows(file: Path) -> list[dict]:
@@ -55,14 +64,28 @@ def read_rows(file: Path) -> list[dict]:
 
 
 def shape_of(row: dict) -> Shape:
-    same = ("vocab", "hidden", "layers", "heads", "kv_heads", "experts", "expert_ffn", "dense_layers")
-    names = {name: name for name in same} | {"active_experts": "top_k", "shared_ffn": "shared_expert_ffn"}
+    same = (
+        "vocab",
+        "hidden",
+        "layers",
+        "heads",
+        "kv_heads",
+        "experts",
+        "expert_ffn",
+        "dense_layers",
+    )
+    names = {name: name for name in same} | {
+        "active_experts": "top_k",
+        "shared_ffn": "shared_expert_ffn",
+    }
     sizes = {ours: int(row[theirs] or 0) for ours, theirs in names.items()}
     # GPT's two matrices of 4 x hidden are written as three of 8/3: to the next multiple of the tensor ranks
     sizes["ffn"] = -(-int(row["ffn"]) // int(row["tp"])) * int(row["tp"])
     head_dim = re.search(r"head_dim (\d+)", row["attention"])
     sizes["head_dim"] = int(head_dim[1]) if head_dim else sizes["hidden"] // sizes["heads"]
-    if latent := re.search(r"q_lora (\d+) kv_lora (\d+) qk_nope (\d+) qk_rope (\d+) v (\d+)", row["attention"]):
+    if latent := re.search(
+        r"q_lora (\d+) kv_lora (\d+) qk_nope (\d+) qk_rope (\d+) v (\d+)", row["attention"]
+    ):
         names = ("q_rank", "kv_rank", "nope", "rope", "value_dim")
         sizes |= zip(names, map(int, latent.groups()), strict=True)
     return Shape(name=row["model"], **sizes, tied=row["tied_embeddings"] == "1")
@@ -74,7 +97,8 @@ def is_compiled(row: dict) -> bool:
 
 def framework_of(row: dict) -> str:
     name = row["framework"].split()[0].lower() + "-compiled" * is_compiled(row)
-    return {"megatron-lm": "megatron", "llm-foundry": "torchtitan"}.get(name, name)  # the latter: FSDP, eager kernels
+    # the latter: FSDP, eager kernels
+    return {"megatron-lm": "megatron", "llm-foundry": "torchtitan"}.get(name, name)
 
 
 def loss_of(row: dict) -> str:
@@ -90,7 +114,10 @@ def loss_of(row: dict) -> str:
 def kept_besides(row: dict) -> int:
     """Numbers per token and layer that selective checkpointing keeps more, or less, than its framework does today."""
     not_kept = any(version in row["source"] for version in ATTENTION_NOT_KEPT)
-    return int(row["hidden"]) * ("wo outputs" in row["recompute"]) - shape_of(row).value_width * not_kept
+    return (
+        int(row["hidden"]) * ("wo outputs" in row["recompute"])
+        - shape_of(row).value_width * not_kept
+    )
 
 
 def plan_of(row: dict) -> Plan:
@@ -103,13 +130,20 @@ def plan_of(row: dict) -> Plan:
         zero=int(stage[1] if stage else row["zero_stage_or_distributed_optimizer"]),
         virtual=int(row["vpp"] or 1),
         seq_len=int(row["seq"]),
-        micro_batch_size=int(row["micro_batch"] or 1),  # not stated: one, and as many of them as there are stages
+        # not stated: one, and as many of them as there are stages
+        micro_batch_size=int(row["micro_batch"] or 1),
         micro_batches=int(row["num_micro_batches"] or sizes["pp"]),
-        checkpointing=recompute[0] if recompute and recompute[0] in ("none", "full") else "selective",
+        checkpointing=recompute[0]
+        if recompute and recompute[0] in ("none", "full")
+        else "selective",
         framework=framework_of(row),
         loss=loss_of(row),
         async_tp="async TP" in row["notes"],
-        fp8="" if "float8" not in row["dtype"] else "rowwise" if "rowwise" in row["notes"] else "tensorwise",
+        fp8=""
+        if "float8" not in row["dtype"]
+        else "rowwise"
+        if "rowwise" in row["notes"]
+        else "tensorwise",
         kept_besides=kept_besides(row),
     )
 
@@ -119,16 +153,30 @@ def machine_of(row: dict) -> Machine | None:
     device = next((name for part, name in DEVICES.items() if part in row["gpu"]), None)
     if device is None or "power limited" in row["gpu"]:
         return None
-    found = replace(machine.read(device), network=25e9 if "A100" in device else 50e9)  # ports of 200 and 400 Gb/s
+    # ports of 200 and 400 Gb/s
+    found = replace(machine.read(device), network=25e9 if "A100" in device else 50e9)
     if "H100" in device and re.search(r"HBM2e|\(95\.0", row["gpu"]):
         found = replace(found, **H100_96GB)
-    return replace(found, link=math.inf, network=math.inf) if "fake communication" in row["notes"] else found
+    return (
+        replace(found, link=math.inf, network=math.inf)
+        if "fake communication" in row["notes"]
+        else found
+    )
 
 
 def outcome(row: dict, what: str, measured: float, predicted: float, **more) -> dict:
-    why = json.loads((DATA / "planner_outside.json").read_text())[what].get(row["id"], "not explained")
+    why = json.loads((DATA / "planner_outside.json").read_text())[what].get(
+        row["id"], "not explained"
+    )
     error = predicted / measured - 1
-    return {"id": row["id"], "measured": measured, "predicted": predicted, "error": error, "why": why, **more}
+    return {
+        "id": row["id"],
+        "measured": measured,
+        "predicted": predicted,
+        "error": error,
+        "why": why,
+        **more,
+    }
 
 
 def peaks(file: Path) -> list[dict]:
@@ -144,10 +192,16 @@ def peaks(file: Path) -> list[dict]:
         reserved = row["memory_convention"] == "max_memory_reserved" or plan.framework == "nanotron"
         allocated = predicted.allocated_bytes()
         size = allocated + predicted.fragmentation_bytes() * reserved
-        if capacity := re.search(r"\(([\d.]+) GiB\)", row["gpu"]):  # the allocator gives back its cache before it fails
+        # the allocator gives back its cache before it fails
+        if capacity := re.search(r"\(([\d.]+) GiB\)", row["gpu"]):
             size = max(allocated, min(size, float(capacity[1]) * 2**30 - memory.CONTEXT))
         setting = f"{plan.checkpointing}, {plan.loss}, {'reserved' if reserved else 'allocated'}"
-        own = {"source": plan.framework, "setting": setting, "causes": predicted.moment, "group": None}
+        own = {
+            "source": plan.framework,
+            "setting": setting,
+            "causes": predicted.moment,
+            "group": None,
+        }
         found.append(outcome(row, "peaks", float(row["measured_peak_gib"]), size / 2**30, **own))
     return found
 
@@ -156,7 +210,9 @@ def measured_seconds(row: dict, tokens: float, seconds_at_the_peak: float) -> fl
     """Of a step, from what the source states: the time, tokens per second of a GPU, or MFU in percent."""
     names = ("measured_iteration_s", "measured_tokens_per_second_per_gpu", "measured_mfu")
     seconds, speed, mfu = (float(row[name] or 0) for name in names)
-    return seconds or (tokens / speed if speed else seconds_at_the_peak / mfu * 100 if mfu else None)
+    return seconds or (
+        tokens / speed if speed else seconds_at_the_peak / mfu * 100 if mfu else None
+    )
 
 
 def steps(file: Path) -> list[dict]:
@@ -169,7 +225,8 @@ def steps(file: Path) -> list[dict]:
         shape, plan = shape_of(row), plan_of(row)
         timed = step(shape, plan, where)
         tokens = timed.tokens / plan.gpus
-        at_the_peak = tokens * shape.flops_per_token(seq_len=plan.seq_len) / where.peak_flops  # at 100 % MFU
+        # at 100 % MFU
+        at_the_peak = tokens * shape.flops_per_token(seq_len=plan.seq_len) / where.peak_flops
         measured = measured_seconds(row, tokens, at_the_peak)
         if measured is None:
             continue
@@ -177,7 +234,9 @@ def steps(file: Path) -> list[dict]:
         own = {
             "source": row["source"].split(":")[0],
             "setting": where.device,
-            "causes": ", ".join(f"{cause} {timed.causes[cause] / timed.seconds:.0%}" for cause in causes),
+            "causes": ", ".join(
+                f"{cause} {timed.causes[cause] / timed.seconds:.0%}" for cause in causes
+            ),
             "group": f"{row['model']}, {row['seq']}, {row['gpus']} x {row['gpu']}, {row['source']}",
             "tokens": tokens,
             "seconds_at_the_peak": at_the_peak,
@@ -192,14 +251,20 @@ def summary(name: str, rows: list[dict], near: float, key: str = "predicted") ->
     orders = []
     for one, other in combinations(rows, 2):
         if one["group"] and one["group"] == other["group"]:
-            orders.append(math.prod(one[k] / one["tokens"] - other[k] / other["tokens"] for k in ("measured", key)))
+            orders.append(
+                math.prod(
+                    one[k] / one["tokens"] - other[k] / other["tokens"] for k in ("measured", key)
+                )
+            )
     return {
         "rows": name,
         "n": len(rows),
         "median_error": statistics.median(errors),
         f"share_under_{near:.0%}": sum(error < near for error in errors) / len(errors),
         "largest_error": max(errors),
-        "pairs_in_order": f"{sum(order > 0 for order in orders)} of {len(orders)}" if any(orders) else "none",
+        "pairs_in_order": f"{sum(order > 0 for order in orders)} of {len(orders)}"
+        if any(orders)
+        else "none",
     }
 
 
@@ -232,10 +297,13 @@ def main() -> int:
             result[what][name] = {"summaries": found, "rows": rows}
             heading = f"{what}, {file.name} ({name.replace('_', ' ')})"
             lines = [
-                [f"{cell:.1%}" if isinstance(cell, float) else str(cell) for cell in one.values()] for one in found
+                [f"{cell:.1%}" if isinstance(cell, float) else str(cell) for cell in one.values()]
+                for one in found
             ]
             texts.append(f"## {heading.capitalize()}\n\n{table([[*found[0]], *lines])}")
-    texts.append("Every row is in the .json, with its causes and, where it is known, why it is further off.")
+    texts.append(
+        "Every row is in the .json, with its causes and, where it is known, why it is further off."
+    )
     print("\n\n".join(texts))
     written = write_results("planner", "", result, "\n\n".join([*texts, facts(about_)]))
     print(f"\nwritten: {written} and .json")

@@ -32,7 +32,8 @@ from common import cli, exits
 PLAIN, DDP, TRAINER = "04_amp/train.py", "05_ddp/train.py", "benchmarks/_trainer.py"
 FSDP, ZERO = "06_fsdp_zero/train_fsdp.py", "06_fsdp_zero/train_zero.py"
 ALL = -1  # ranks: as many as --ranks
-CASES = {  # side, script, flags of its own, ranks (0: without torchrun), the side that it is compared with
+# side, script, flags of its own, ranks (0: without torchrun), the side that it is compared with
+CASES = {
     "compile": [Side("eager", PLAIN), Side("compiled", PLAIN, "--compile", 0, "eager")],
     "batch": [
         Side("batch of 1", PLAIN, "--global-batch-size 1"),
@@ -75,7 +76,8 @@ def sides_of(case: str, args) -> list[Side]:
         ranks = args.ranks if side.ranks == ALL else side.ranks
         threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, CORES // max(1, ranks)))
         env = {"OMP_NUM_THREADS": threads} if args.device == "cpu" else {}
-        unsaved = "" if side.script in (TRAINER, ZERO) else " --keep 0"  # a checkpoint of llama-1b is 15 GB
+        # a checkpoint of llama-1b is 15 GB
+        unsaved = "" if side.script in (TRAINER, ZERO) else " --keep 0"
         found.append(side._replace(flags=flags + side.flags + unsaved, ranks=ranks, env=env))
     return found
 
@@ -87,9 +89,13 @@ def check(case: str, dtype: str, comparison: Comparison) -> None:
     if case.startswith("trainer"):
         key, tolerance = "last_loss", TRAINER_LOSS_TOLERANCE
     for run in firsts:
-        assert run["parameters"] == firsts[0]["parameters"], f"{case}: {run['parameters']} parameters"
+        assert run["parameters"] == firsts[0]["parameters"], (
+            f"{case}: {run['parameters']} parameters"
+        )
         same = math.isclose(run[key], firsts[0][key], rel_tol=tolerance)
-        assert case == "batch" or same, f"{case}: {key} {run[key]}, of the first side {firsts[0][key]}"
+        assert case == "batch" or same, (
+            f"{case}: {key} {run[key]}, of the first side {firsts[0][key]}"
+        )
 
 
 def main() -> int:
@@ -99,19 +105,31 @@ def main() -> int:
     add("--model", help="as in 04_amp/train.py (default: nano, on a GPU llama-124m)")
     add("--data", default="stdlib", help="as in 04_amp/train.py")
     add("--seq-len", type=cli.positive_int, help="default: 256, on a GPU 1024")
-    add("--global-batch-size", type=cli.positive_int, help="sequences per step (default: 8, on a GPU 64)")
+    add(
+        "--global-batch-size",
+        type=cli.positive_int,
+        help="sequences per step (default: 8, on a GPU 64)",
+    )
     add("--steps", type=cli.positive_int, default=30, help=f"of each run, at least {2 * LOG_EVERY}")
     add("--dtype", choices=tuple(LOSS_TOLERANCE), help="default: fp32, on a GPU bf16")
     add("--ranks", type=cli.positive_int, help="default: 2, on GPUs as many as there are")
     args = start_comparison(flags, DEFAULTS)
     if args.steps < 2 * LOG_EVERY:
-        raise exits.UserError(f"--steps {args.steps} leaves too little to time: at least {2 * LOG_EVERY}")
-    args.ranks = args.ranks or (min(2, CORES) if args.device == "cpu" else torch.cuda.device_count())
+        raise exits.UserError(
+            f"--steps {args.steps} leaves too little to time: at least {2 * LOG_EVERY}"
+        )
+    args.ranks = args.ranks or (
+        min(2, CORES) if args.device == "cpu" else torch.cuda.device_count()
+    )
     if args.ranks < 2 and any(side.ranks == ALL for side in CASES[args.case]):
-        raise exits.UserError(f"--ranks {args.ranks}: --case {args.case} needs several: use --ranks 2 --device cpu")
+        raise exits.UserError(
+            f"--ranks {args.ranks}: --case {args.case} needs several: use --ranks 2 --device cpu"
+        )
     if Path(args.data).exists():
         args.data = str(Path(args.data).resolve())
-    comparison = Comparison(f"training-{args.case}", sides_of(args.case, args), "tokens_per_second", "mfu")
+    comparison = Comparison(
+        f"training-{args.case}", sides_of(args.case, args), "tokens_per_second", "mfu"
+    )
     title = f"Training, {args.case}: {Path(args.model).name}, {args.global_batch_size} x {args.seq_len} tokens a step"
     return run_comparison(comparison, args, title, partial(check, args.case, args.dtype))
 

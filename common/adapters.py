@@ -16,8 +16,11 @@ class LoRALinear(nn.Linear):
         self.weight, self.bias = linear.weight, linear.bias
         self.scaling = alpha / rank  # with it the same learning rate serves many ranks
         self.lora_A = nn.Parameter(torch.empty(rank, self.in_features, device=linear.weight.device))
-        self.lora_B = nn.Parameter(torch.zeros(self.out_features, rank, device=linear.weight.device))
-        nn.init.kaiming_uniform_(self.lora_A, a=5**0.5)  # with B zero, training starts from the model; not with both
+        self.lora_B = nn.Parameter(
+            torch.zeros(self.out_features, rank, device=linear.weight.device)
+        )
+        # with B zero, training starts from the model; not with both
+        nn.init.kaiming_uniform_(self.lora_A, a=5**0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.base(x) + F.linear(F.linear(x, self.lora_A), self.lora_B) * self.scaling
@@ -34,7 +37,9 @@ class LoRALinear(nn.Linear):
         return self.weight.detach().float()
 
 
-def adapt(net: Transformer, *, rank: int, alpha: float, kind: type[LoRALinear] = LoRALinear) -> None:
+def adapt(
+    net: Transformer, *, rank: int, alpha: float, kind: type[LoRALinear] = LoRALinear
+) -> None:
     """Freeze a Transformer, and put adapters into all linear layers of its blocks: x [..., in] to y [..., out]."""
     net.requires_grad_(False)
     for block in net.model.layers.values():

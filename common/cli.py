@@ -42,17 +42,30 @@ def writable_file(text: str) -> Path:
     """A path whose folder exists: better said now than after the last step."""
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: a folder, or in none that can be written")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} cannot be written: a folder, or in none that can be written"
+        )
     return path
 
 
 def add_device_and_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("auto", "cuda", "mps", "cpu"), default="auto")
-    parser.add_argument("--json", type=writable_file, metavar="PATH", help="write the summary as one JSON object")
+    parser.add_argument(
+        "--json", type=writable_file, metavar="PATH", help="write the summary as one JSON object"
+    )
 
 
 # Flags that must be the same on a resume. The rest may change (processes, micro-batch, device, logging), and --steps.
-IDENTITY = ("model", "data", "tokenizer", "seq_len", "global_batch_size", "lr", "warmup_steps", "weight_decay")
+IDENTITY = (
+    "model",
+    "data",
+    "tokenizer",
+    "seq_len",
+    "global_batch_size",
+    "lr",
+    "warmup_steps",
+    "weight_decay",
+)
 IDENTITY += ("clip_norm", "dtype", "seed")
 
 
@@ -64,27 +77,78 @@ class TrainingParser(Parser):
         add = self.add_argument
         sizes = "nano, llama-124m, -1b, -8b, -70b, -405b, or a path to an HF config.json or folder"
         add("--model", default="nano", help=sizes)
-        add("--data", default="stdlib", help="stdlib, a text, .jsonl or .parquet, a folder, hf:NAME, or prepare_data's")
-        add("--tokenizer", help="bytes, or a Hugging Face name or folder (default: the model's own)")
-        add("--seq-len", type=positive_int, help="tokens per sequence (default: the model's, nano 64)")
-        add("--global-batch-size", type=positive_int, default=24, help="sequences per step, all ranks")
-        add("--micro-batch-size", type=positive_int, help="sequences per rank and forward (default: a rank's share)")
+        add(
+            "--data",
+            default="stdlib",
+            help="stdlib, a text, .jsonl or .parquet, a folder, hf:NAME, or prepare_data's",
+        )
+        add(
+            "--tokenizer", help="bytes, or a Hugging Face name or folder (default: the model's own)"
+        )
+        add(
+            "--seq-len",
+            type=positive_int,
+            help="tokens per sequence (default: the model's, nano 64)",
+        )
+        add(
+            "--global-batch-size",
+            type=positive_int,
+            default=24,
+            help="sequences per step, all ranks",
+        )
+        add(
+            "--micro-batch-size",
+            type=positive_int,
+            help="sequences per rank and forward (default: a rank's share)",
+        )
         add("--steps", type=positive_int, default=100, help="optimizer steps; may grow on --resume")
         add("--lr", type=positive, help="peak learning rate (default: the model's, nano 2e-3)")
         add("--warmup-steps", type=natural, help="steps of warm-up (default: the model's, nano 10)")
         add("--weight-decay", type=not_negative, default=0.1)
         add("--clip-norm", type=positive, default=1.0, help="largest gradient norm; inf: any")
-        add("--dtype", choices=("auto", "fp32", "bf16", "fp16"), default="auto", help="of matmuls (auto: bf16 or fp32)")
+        add(
+            "--dtype",
+            choices=("auto", "fp32", "bf16", "fp16"),
+            default="auto",
+            help="of matmuls (auto: bf16 or fp32)",
+        )
         add("--compile", action="store_true", help="torch.compile the model")
-        add("--checkpointing", choices=("none", "full", "selective"), default="none", help="what backward recomputes")
+        add(
+            "--checkpointing",
+            choices=("none", "full", "selective"),
+            default="none",
+            help="what backward recomputes",
+        )
         add("--seed", type=natural, default=0)
-        add("--deterministic", action="store_true", help="bit-identical from run to run, slower on a GPU")
-        add("--eval-every", type=natural, default=0, help="steps between evaluations (0: at the end only)")
-        add("--run-dir", type=Path, help="folder for checkpoints, metrics and plot (default: a new one in runs/)")
-        add("--save-every", type=natural, default=0, help="steps between checkpoints (0: at the end only)")
+        add(
+            "--deterministic",
+            action="store_true",
+            help="bit-identical from run to run, slower on a GPU",
+        )
+        add(
+            "--eval-every",
+            type=natural,
+            default=0,
+            help="steps between evaluations (0: at the end only)",
+        )
+        add(
+            "--run-dir",
+            type=Path,
+            help="folder for checkpoints, metrics and plot (default: a new one in runs/)",
+        )
+        add(
+            "--save-every",
+            type=natural,
+            default=0,
+            help="steps between checkpoints (0: at the end only)",
+        )
         add("--keep", type=natural, default=3, help="newest checkpoints to keep (0: save none)")
         add("--async-save", action="store_true", help="write checkpoints while training goes on")
-        add("--resume", action="store_true", help="go on from the newest whole checkpoint in --run-dir, if any")
+        add(
+            "--resume",
+            action="store_true",
+            help="go on from the newest whole checkpoint in --run-dir, if any",
+        )
         add("--log-every", type=positive_int, default=5, help="steps between log lines")
         add("--num-workers", type=natural, default=0, help="data loading processes per rank")
         add_device_and_json(self)

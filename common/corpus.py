@@ -16,8 +16,10 @@ from common.exits import UserError
 
 HELD_OUT = 0.05  # share of the documents
 TEXTS, ROWS, COMPRESSED = (".txt", ".md", ".py"), (".jsonl", ".parquet"), (".gz", ".zst", ".bz2")
-NO_TEXT = {"site-packages", "dist-packages", "test", "tests", "idle_test"}  # folders of the standard library
-PIECE = 2**18  # characters to encode at once: encoding takes 110 to 170 bytes of memory per byte of text
+# folders of the standard library
+NO_TEXT = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+# characters to encode at once: encoding takes 110 to 170 bytes of memory per byte of text
+PIECE = 2**18
 
 
 @contextlib.contextmanager
@@ -39,14 +41,22 @@ def load_tokenizer(name: str, end_token: str | None = None) -> tuple[str, dict]:
             from transformers import AutoTokenizer
 
             found = AutoTokenizer.from_pretrained(name)
-            definition, size, vocabulary = found.backend_tokenizer.to_str(), len(found), found.get_vocab()
+            definition, size, vocabulary = (
+                found.backend_tokenizer.to_str(),
+                len(found),
+                found.get_vocab(),
+            )
             eos = found.eos_token
     if end_token and end_token not in vocabulary:
         raise UserError(f"--end-token {end_token} is no token of --tokenizer {name}")
     sha = hashlib.sha256(json.dumps(sorted(vocabulary.items())).encode()).hexdigest()
     about = {"tokenizer": name, "vocabulary_sha256": sha, "vocab_size": size}
     about["dtype"] = "uint8" if size <= 2**8 else "uint16" if size <= 2**16 else "uint32"
-    return definition, {**about, "end_token": end_token or eos, "end_id": vocabulary.get(end_token or eos)}
+    return definition, {
+        **about,
+        "end_token": end_token or eos,
+        "end_id": vocabulary.get(end_token or eos),
+    }
 
 
 def encoder(definition: str, about: dict) -> Callable[[bytes], np.ndarray]:
@@ -62,9 +72,14 @@ def encoder(definition: str, about: dict) -> Callable[[bytes], np.ndarray]:
     end = [] if about["end_id"] is None else [about["end_id"]]
 
     def encode(document: bytes) -> np.ndarray:
-        text = document.decode(errors="replace")  # what was held out of one document may cut a character
+        # what was held out of one document may cut a character
+        text = document.decode(errors="replace")
         pieces = (text[start : start + PIECE] for start in range(0, len(text), PIECE))
-        ids = [token for piece in pieces for token in tokenizer.encode(piece, add_special_tokens=False).ids]
+        ids = [
+            token
+            for piece in pieces
+            for token in tokenizer.encode(piece, add_special_tokens=False).ids
+        ]
         return np.array(ids + end, about["dtype"])
 
     return encode
@@ -79,19 +94,29 @@ def sources(data: str, config: str | None = None, split: str = "train") -> tuple
             name = data.removeprefix("hf:")
             if Path(name, "state.json").is_file():  # of save_to_disk
                 rows = load_from_disk(name)
-                return [rows.to_iterable_dataset(max(1, min(len(rows), rows.data.nbytes >> 24)))], [rows._fingerprint]
+                return [rows.to_iterable_dataset(max(1, min(len(rows), rows.data.nbytes >> 24)))], [
+                    rows._fingerprint
+                ]
             builder = load_dataset_builder(name, config)
             return [builder.as_streaming_dataset(split)], [builder.hash]
     stdlib = data == "stdlib"
     root = Path(sysconfig.get_paths()["stdlib"] if stdlib else data)
     found = [root] if root.is_file() else []
     for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if name[0] != "." and not (stdlib and name in NO_TEXT)]
+        folders[:] = [
+            name for name in folders if name[0] != "." and not (stdlib and name in NO_TEXT)
+        ]
         found += [Path(folder, name) for name in names if name[0] != "."]
-    paths = [str(path) for path in sorted(found) if kind(path) in ((".py",) if stdlib else TEXTS + ROWS)]
+    paths = [
+        str(path) for path in sorted(found) if kind(path) in ((".py",) if stdlib else TEXTS + ROWS)
+    ]
     if not paths:
-        raise UserError(f"--data {data}: nothing to read ({', '.join(TEXTS + ROWS + COMPRESSED)}, stdlib or hf:NAME)")
-    return paths, [[os.path.realpath(path), (at := os.stat(path)).st_size, at.st_mtime_ns] for path in paths]
+        raise UserError(
+            f"--data {data}: nothing to read ({', '.join(TEXTS + ROWS + COMPRESSED)}, stdlib or hf:NAME)"
+        )
+    return paths, [
+        [os.path.realpath(path), (at := os.stat(path)).st_size, at.st_mtime_ns] for path in paths
+    ]
 
 
 def kind(path: str | Path) -> str:
@@ -99,13 +124,17 @@ def kind(path: str | Path) -> str:
     return Path(path.stem if path.suffix in COMPRESSED else path.name).suffix.lower()
 
 
-def documents(origin, column: str = "text", start=0, stop=sys.maxsize, longest=2**28) -> Iterator[bytes]:
+def documents(
+    origin, column: str = "text", start=0, stop=sys.maxsize, longest=2**28
+) -> Iterator[bytes]:
     """The documents of a data set or a file in UTF-8, or of its lines that begin at bytes `start` to `stop`; of a
     .parquet file of these row groups. A text is a document, or one for every `longest` bytes."""
 
     def text(row: object, where: str) -> bytes:
         if not isinstance(row, dict) or not isinstance(row.get(column), str):
-            raise UserError(f"--data {origin}: {where} has no text in a column {column}: {str(row)[:80]}")
+            raise UserError(
+                f"--data {origin}: {where} has no text in a column {column}: {str(row)[:80]}"
+            )
         return row[column].encode("utf-8", "replace")  # half of a surrogate pair becomes "?"
 
     with told(f"--data {origin}"):
@@ -116,9 +145,13 @@ def documents(origin, column: str = "text", start=0, stop=sys.maxsize, longest=2
 
             file = parquet.ParquetFile(origin)
             groups = range(start, min(stop, file.num_row_groups))
-            columns = [column] if column in file.schema_arrow.names else None  # all, for text() to show
-            for batch in file.iter_batches(64, row_groups=groups, columns=columns):  # 64: a row may be large
-                yield from (text(row, f"a row from row group {start} on") for row in batch.to_pylist())
+            # all, for text() to show
+            columns = [column] if column in file.schema_arrow.names else None
+            # 64: a row may be large
+            for batch in file.iter_batches(64, row_groups=groups, columns=columns):
+                yield from (
+                    text(row, f"a row from row group {start} on") for row in batch.to_pylist()
+                )
         elif kind(origin) == ".jsonl":
             for at, line in _blocks(origin, start, stop, 1):
                 if line.strip():

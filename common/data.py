@@ -23,13 +23,15 @@ from common.corpus import HELD_OUT, documents, encoder, load_tokenizer, sources
 from common.exits import UserError
 
 CACHE_VERSION = 3  # to be raised by whoever changes how text becomes tokens
-LARGEST_TEXT = 200_000_000  # bytes: a training script tokenizes in one process, and has all documents in memory
+# bytes: a training script tokenizes in one process, and has all documents in memory
+LARGEST_TEXT = 200_000_000
 EVAL_SEQUENCES = 96  # evaluation reads at most so many, spread evenly over the held-out text
 PADDING = -100  # a target that no loss counts: cross_entropy's ignore_index
 
 
 class Corpus(NamedTuple):
-    train: np.ndarray  # token ids, one after the other, mapped from a file that the processes of a node share
+    # token ids, one after the other, mapped from a file that the processes of a node share
+    train: np.ndarray
     held_out: np.ndarray
     vocab_size: int
     sha256: str  # of both
@@ -44,27 +46,43 @@ def load_corpus(data: str, tokenizer: str | None = None, model: str = "nano") ->
         return _mapped(Path(data), tokenizer)
     tokenizer = tokenizer or "bytes"
     origins, known_by = sources(data)
-    files = [(str(path), path.stat().st_mtime_ns) for path in sorted(Path(tokenizer).resolve().glob("token*"))]
+    files = [
+        (str(path), path.stat().st_mtime_ns)
+        for path in sorted(Path(tokenizer).resolve().glob("token*"))
+    ]
     key = repr((CACHE_VERSION, data.startswith("hf:") and data, known_by, files or tokenizer))
-    cache = Path(os.environ.get("CORPUS_CACHE") or Path(tempfile.gettempdir(), f"corpus-cache-{os.getuid()}"))
+    cache = Path(
+        os.environ.get("CORPUS_CACHE") or Path(tempfile.gettempdir(), f"corpus-cache-{os.getuid()}")
+    )
     folder = cache / hashlib.sha256(key.encode()).hexdigest()[:20]
     try:
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
         with filelock.FileLock(folder.with_suffix(".lock")):
-            if not all((folder / name).is_file() for name in ("train.npy", "held_out.npy", "corpus.json")):
+            if not all(
+                (folder / name).is_file() for name in ("train.npy", "held_out.npy", "corpus.json")
+            ):
                 tokenize(origins, tokenizer, folder, data)
         return _mapped(folder)
     except OSError as error:  # numpy's has no errno when the disk is full
-        raise UserError(f"cannot keep the tokens in {folder}: {error}; delete it, or set CORPUS_CACHE") from None
+        raise UserError(
+            f"cannot keep the tokens in {folder}: {error}; delete it, or set CORPUS_CACHE"
+        ) from None
 
 
 def _mapped(folder: Path, tokenizer: str | None = None) -> Corpus:
     """The corpus in a folder of tokens; UserError if they are not of `tokenizer`."""
     about = json.loads((folder / "corpus.json").read_text())
-    if tokenizer and load_tokenizer(tokenizer)[1]["vocabulary_sha256"] != about["vocabulary_sha256"]:
+    if (
+        tokenizer
+        and load_tokenizer(tokenizer)[1]["vocabulary_sha256"] != about["vocabulary_sha256"]
+    ):
         made = f"was made with --tokenizer {about['tokenizer']}"
-        raise UserError(f"--data {folder} {made}, and --tokenizer {tokenizer} has other tokens: prepare it again")
-    train, held_out = (np.load(folder / f"{part}.npy", mmap_mode="r") for part in ("train", "held_out"))
+        raise UserError(
+            f"--data {folder} {made}, and --tokenizer {tokenizer} has other tokens: prepare it again"
+        )
+    train, held_out = (
+        np.load(folder / f"{part}.npy", mmap_mode="r") for part in ("train", "held_out")
+    )
     return Corpus(train, held_out, about["vocab_size"], about["sha256"])
 
 
@@ -75,8 +93,12 @@ def tokenize(origins: list, tokenizer: str, folder: Path, data: str) -> None:
         texts.append(text)
         size += len(text)
         if size > LARGEST_TEXT:
-            command = f"python 05_ddp/prepare_data.py --data {data} --tokenizer {tokenizer} --out FOLDER"
-            raise UserError(f"--data {data} is more than 200 MB of text: {command} and then --data FOLDER")
+            command = (
+                f"python 05_ddp/prepare_data.py --data {data} --tokenizer {tokenizer} --out FOLDER"
+            )
+            raise UserError(
+                f"--data {data} is more than 200 MB of text: {command} and then --data FOLDER"
+            )
     if not size:
         raise UserError(f"--data {data} holds no text")
     definition, about = load_tokenizer(tokenizer)
@@ -122,29 +144,47 @@ class Batches:
     """What one rank reads of a run's batches; `rank` of `world_size` counts along the data-parallel dimension.
     UserError for sizes that do not divide, and for a text that is too short."""
 
-    def __init__(self, corpus: Corpus, args, *, rank: int, world_size: int, sequences: Callable = Sequences) -> None:
+    def __init__(
+        self, corpus: Corpus, args, *, rank: int, world_size: int, sequences: Callable = Sequences
+    ) -> None:
         self.rank, self.world_size, self.seq_len = rank, world_size, args.seq_len
         self.global_batch_size = size = args.global_batch_size
         unit = world_size * (args.micro_batch_size or 1)
         if size % unit:
-            near = " or ".join(str(n) for n in (size // unit * unit, (size // unit + 1) * unit) if n)
-            raise UserError(f"--global-batch-size {size} is no multiple of {unit} (micro-batch x ranks): use {near}")
+            near = " or ".join(
+                str(n) for n in (size // unit * unit, (size // unit + 1) * unit) if n
+            )
+            raise UserError(
+                f"--global-batch-size {size} is no multiple of {unit} (micro-batch x ranks): use {near}"
+            )
         self.micro_batch_size = args.micro_batch_size or size // world_size  # of one forward
         self.accumulation_steps = size // (world_size * self.micro_batch_size)
         self.tokens_per_step = size * self.seq_len
-        self.train, self.held_out = (sequences(part, self.seq_len) for part in (corpus.train, corpus.held_out))
+        self.train, self.held_out = (
+            sequences(part, self.seq_len) for part in (corpus.train, corpus.held_out)
+        )
         for part, found, needed in (("training", self.train, size), ("held-out", self.held_out, 1)):
             if len(found) < needed:
-                found = f"{len(found)} {part} sequences of --seq-len {self.seq_len}, and needs {needed}"
-                raise UserError(f"--data has {found}: add text, or lower --seq-len or --global-batch-size")
-        shuffled = lambda epoch: np.random.default_rng([args.seed, epoch]).permutation(len(self.train))  # noqa: E731
+                found = (
+                    f"{len(found)} {part} sequences of --seq-len {self.seq_len}, and needs {needed}"
+                )
+                raise UserError(
+                    f"--data has {found}: add text, or lower --seq-len or --global-batch-size"
+                )
+
+        def shuffled(epoch: int) -> np.ndarray:
+            return np.random.default_rng([args.seed, epoch]).permutation(len(self.train))
+
         self.permutation = lru_cache(2)(shuffled)  # two: what prefetches may be an epoch ahead
 
     def global_batch(self, step: int) -> list[int]:
         """Which training sequences the 0-based `step` reads, all ranks together. Position p of the stream is item p % n
         of the permutation of epoch p // n: a function of seed and step alone."""
         n, first = len(self.train), step * self.global_batch_size
-        return [int(self.permutation(p // n)[p % n]) for p in range(first, first + self.global_batch_size)]
+        return [
+            int(self.permutation(p // n)[p % n])
+            for p in range(first, first + self.global_batch_size)
+        ]
 
     def order(self, start_step: int = 0) -> Iterator[list[int]]:
         """Which of them rank r reads, the r-th equal part: by micro-batch, from 0-based `start_step` on, for ever."""
@@ -153,12 +193,17 @@ class Batches:
             for start in range(self.rank * share, (self.rank + 1) * share, self.micro_batch_size):
                 yield batch[start : start + self.micro_batch_size]
 
-    def stream(self, start_step: int, *, pin: bool = False, num_workers: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+    def stream(
+        self, start_step: int, *, pin: bool = False, num_workers: int = 0
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's micro-batches, for ever: inputs and targets, each int64 [micro_batch_size, seq_len], on the CPU,
         with `pin` in memory that a GPU can copy from while it computes."""
-        generator = torch.Generator()  # or the loader would draw from the one that a resume restores
+        # or the loader would draw from the one that a resume restores
+        generator = torch.Generator()
         how = {"num_workers": num_workers, "worker_init_fn": _ignore_signals, "pin_memory": pin}
-        return iter(DataLoader(self.train, batch_sampler=self.order(start_step), generator=generator, **how))
+        return iter(
+            DataLoader(self.train, batch_sampler=self.order(start_step), generator=generator, **how)
+        )
 
     def evaluation(self) -> list[tuple[Tensor, Tensor]]:
         """This rank's part of the held-out sequences, in batches as in stream(). All ranks get equally many, since a
@@ -170,9 +215,16 @@ class Batches:
         targets = torch.full_like(inputs, PADDING)
         for row, i in enumerate(chosen[self.rank :: self.world_size].tolist()):
             inputs[row], targets[row] = self.held_out[i]
-        return list(zip(inputs.split(self.micro_batch_size), targets.split(self.micro_batch_size), strict=True))
+        return list(
+            zip(
+                inputs.split(self.micro_batch_size),
+                targets.split(self.micro_batch_size),
+                strict=True,
+            )
+        )
 
 
 def _ignore_signals(_worker: int) -> None:
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)  # a scheduler signals all; a rank needs its workers for its last steps
+        # a scheduler signals all; a rank needs its workers for its last steps
+        signal.signal(number, signal.SIG_IGN)

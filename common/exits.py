@@ -12,10 +12,13 @@ from collections.abc import Callable
 
 REQUEUE_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: saved and stopped on a signal, start me again
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
-before_exit: list[Callable[[], None]] = []  # what os._exit would not flush: wandb.finish, a profiler
-before_user_error_exit: list[Callable[[], None]] = []  # what to finish first, such as a save in the background
+# what os._exit would not flush: wandb.finish, a profiler
+before_exit: list[Callable[[], None]] = []
+# what to finish first, such as a save in the background
+before_user_error_exit: list[Callable[[], None]] = []
 stop_signals: list[int] = []  # those that runtime.catch_stop_signals has noted
-OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "bad_alloc")  # torch's own words
+# torch's own words
+OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "bad_alloc")
 
 
 class UserError(Exception):
@@ -35,7 +38,8 @@ def run(main: Callable[[], int]) -> None:
         if message := _for_people(error):
             code = 2
             for finish in before_user_error_exit:
-                with contextlib.suppress(Exception):  # it must not hide the error that is printed here
+                # it must not hide the error that is printed here
+                with contextlib.suppress(Exception):
                     finish()
             _tell(message)
         else:
@@ -55,8 +59,12 @@ def _for_people(error: BaseException) -> str | None:
     """The line for an error that a person can do something about; None for all others."""
     if isinstance(error, UserError) or getattr(error, "errno", None) in DISK_ERRORS:
         return str(error)
-    if isinstance(error, MemoryError | RuntimeError) and any(words in str(error) for words in OUT_OF_MEMORY):
-        return "out of memory: see 07_memory_tricks/memory_profile.py and 07_memory_tricks/estimate.py"
+    if isinstance(error, MemoryError | RuntimeError) and any(
+        words in str(error) for words in OUT_OF_MEMORY
+    ):
+        return (
+            "out of memory: see 07_memory_tricks/memory_profile.py and 07_memory_tricks/estimate.py"
+        )
     return None
 
 

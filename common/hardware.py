@@ -5,7 +5,8 @@ import csv
 from functools import cache
 from pathlib import Path
 
-UNITS = {"bandwidth": 1e9, "memory": 1e9, "tdp": 1.0, "fp32_clock": 1e6, "matrix_clock": 1e6}  # the others: TFLOP/s
+# the others: TFLOP/s
+UNITS = {"bandwidth": 1e9, "memory": 1e9, "tdp": 1.0, "fp32_clock": 1e6, "matrix_clock": 1e6}
 CPU_BF16 = {"avx512_bf16", "amx_bf16", "bf16"}  # instruction sets; the last is ARM's
 
 
@@ -17,7 +18,10 @@ def devices() -> dict[str, dict[str, float | None]]:
     with Path(__file__).with_name("devices.csv").open(newline="") as file:
         for row in csv.DictReader(file):
             names, _source = row.pop("names"), row.pop("source")
-            figures = {key: float(text) * UNITS.get(key, 1e12) if text else None for key, text in row.items()}
+            figures = {
+                key: float(text) * UNITS.get(key, 1e12) if text else None
+                for key, text in row.items()
+            }
             found |= dict.fromkeys(names.split(";"), figures)
     return found
 
@@ -44,7 +48,11 @@ def choose_dtype(name: str, device) -> str:
         native = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
         cpuinfo = Path("/proc/cpuinfo")
-        native = device.type == "cpu" and cpuinfo.is_file() and not CPU_BF16.isdisjoint(cpuinfo.read_text().split())
+        native = (
+            device.type == "cpu"
+            and cpuinfo.is_file()
+            and not CPU_BF16.isdisjoint(cpuinfo.read_text().split())
+        )
     return "bf16" if native else "fp32"
 
 

@@ -25,7 +25,9 @@ def flags(doc: str, **defaults) -> argparse.Namespace:
         if default is False:
             parser.add_argument(flag, action="store_true")
         elif isinstance(default, tuple):
-            parser.add_argument(flag, choices=default, default=default[0], help=f"default: {default[0]}")
+            parser.add_argument(
+                flag, choices=default, default=default[0], help=f"default: {default[0]}"
+            )
         else:
             kind = {int: cli.positive_int, float: cli.positive}.get(type(default), str)
             parser.add_argument(flag, type=kind, default=default, help=f"default: {default}")
@@ -47,8 +49,12 @@ def relaunch(device: str, on_cpu: int = 2) -> None:
     if device == "cuda" and gpus < 2:
         raise UserError(f"--device cuda: two ranks need two GPUs, {gpus} visible: use --device cpu")
     place, count = ("cuda", gpus) if gpus > 1 else ("cpu", on_cpu)
-    command = [f"--nproc_per_node={count}", "--standalone", *sys.argv, "--device", place]  # the last --device wins
-    print(f"This script needs several ranks; restarting as: torchrun {shlex.join(command)}", flush=True)
+    # the last --device wins
+    command = [f"--nproc_per_node={count}", "--standalone", *sys.argv, "--device", place]
+    print(
+        f"This script needs several ranks; restarting as: torchrun {shlex.join(command)}",
+        flush=True,
+    )
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's own choice, without its warning
     os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *command])
 
@@ -57,12 +63,16 @@ def one_batch(batch_size: int, seq_len: int, device: torch.device) -> tuple[Tens
     """A batch of the default corpus for lessons that need only one: inputs and targets, int64 [batch_size, seq_len]."""
     sequences = data.Sequences(data.load_corpus("stdlib").train, seq_len)
     if (most := len(sequences)) < batch_size:
-        raise UserError(f"{batch_size} sequences of {seq_len} tokens, the text has {most}: lower the steps or batch")
+        raise UserError(
+            f"{batch_size} sequences of {seq_len} tokens, the text has {most}: lower the steps or batch"
+        )
     inputs, targets = zip(*(sequences[i] for i in range(batch_size)), strict=True)
     return torch.stack(inputs).to(device), torch.stack(targets).to(device)
 
 
-def end(rows: list[dict], *, columns: dict[str, str], checked: list[str], args, device, **own) -> None:
+def end(
+    rows: list[dict], *, columns: dict[str, str], checked: list[str], args, device, **own
+) -> None:
     """End a lesson: a table with these columns (key of a row: heading), what was checked, and --json, which has the
     keys of report.SUMMARY, the flags, `rows`, `checked` and `own`. Every rank must call it; rank 0 prints."""
     peaks = runtime.gather(report.peak_memory_bytes(device))
@@ -80,7 +90,9 @@ def end(rows: list[dict], *, columns: dict[str, str], checked: list[str], args, 
     }
     known = [str(summary[name]) for name in ("model", "dtype", "device") if summary.get(name)]
     print(f"\n{', '.join([*known, f'{len(peaks)} process' + 'es' * (len(peaks) > 1)])}\n")
-    print(table([[*columns.values()], *([_cell(row, key) for key in columns] for row in rows)]) + "\n")
+    print(
+        table([[*columns.values()], *([_cell(row, key) for key in columns] for row in rows)]) + "\n"
+    )
     for line in checked:
         print(f"checked: {line}")
     report.write_json(summary, args.json)
@@ -90,4 +102,8 @@ def _cell(row: dict, key: str) -> str:
     """A value of a row, with its range where the row has that: 1.31x (1.25x to 1.39x)."""
     low, high = row.get(f"min_{key}"), row.get(f"max_{key}")
     text = report.for_people(key, row.get(key))
-    return text if low is None else f"{text} ({report.for_people(key, low)} to {report.for_people(key, high)})"
+    return (
+        text
+        if low is None
+        else f"{text} ({report.for_people(key, low)} to {report.for_people(key, high)})"
+    )

@@ -37,11 +37,14 @@ class LiveBytes(TorchDispatchMode):
 
     @property
     def peak(self) -> int:
-        return torch.cuda.max_memory_allocated(self.cuda) if self.cuda else max(self._peak, self.now)
+        return (
+            torch.cuda.max_memory_allocated(self.cuda) if self.cuda else max(self._peak, self.now)
+        )
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         if any(hasattr(kind, "full_tensor") for kind in types):
-            return NotImplemented  # a DTensor then does the same with its part, which is a plain tensor
+            # a DTensor then does the same with its part, which is a plain tensor
+            return NotImplemented
         result = operator(*args, **(kwargs or {}))
         # A view makes no memory. What first shows in one is a copy in which gloo reduces, unlike NCCL: not counted.
         for tensor in () if operator.is_view else tree_leaves(result):
@@ -55,7 +58,9 @@ class LiveBytes(TorchDispatchMode):
         self._alive[storage._cdata] = storage
 
 
-def seconds_in_turns(steps: dict[str, Callable[[], object]], device: torch.device, rounds: int) -> dict[str, dict]:
+def seconds_in_turns(
+    steps: dict[str, Callable[[], object]], device: torch.device, rounds: int
+) -> dict[str, dict]:
     """By name: median, lowest and highest seconds of a step, and of its time against the first's in the same round.
     Steps take turns, so that what disturbs one disturbs all; before the first round each has run once."""
     seconds = {name: [] for name in steps}
@@ -70,8 +75,15 @@ def seconds_in_turns(steps: dict[str, Callable[[], object]], device: torch.devic
     first, found = next(iter(seconds.values())), {}
     for name, own in seconds.items():
         found[name] = {"n": rounds}
-        for key, values in (("seconds", own), ("time_ratio", [a / b for a, b in zip(own, first, strict=True)])):
-            found[name] |= {key: statistics.median(values), f"min_{key}": min(values), f"max_{key}": max(values)}
+        for key, values in (
+            ("seconds", own),
+            ("time_ratio", [a / b for a, b in zip(own, first, strict=True)]),
+        ):
+            found[name] |= {
+                key: statistics.median(values),
+                f"min_{key}": min(values),
+                f"max_{key}": max(values),
+            }
     return found
 
 
@@ -96,7 +108,9 @@ def copy_bytes_per_second(device: torch.device, buffer_bytes: int = 2**28) -> fl
 def relative_error(found: Tensor | list[Tensor], expected: Tensor | list[Tensor]) -> float:
     """The largest over the tensors of |found - expected| / |expected|, as norms; 0 is equality to the bit. Lower bound
     for the denominator: a thousandth of the norm of all, since of a gradient near 0 there is only rounding."""
-    founds, expecteds = ([tensors] if isinstance(tensors, Tensor) else tensors for tensors in (found, expected))
+    founds, expecteds = (
+        [tensors] if isinstance(tensors, Tensor) else tensors for tensors in (found, expected)
+    )
     least = torch.nn.utils.get_total_norm(expecteds) / 1000
     pairs = zip(founds, expecteds, strict=True)
     errors = [((one - other).norm() / other.norm().maximum(least)).float() for one, other in pairs]

@@ -22,9 +22,13 @@ from common.shapes import Config, flops_per_token, parameter_count
 class Meter:
     """Times a run between log lines and keeps its records. Rank 0 writes; every rank must call log and finish."""
 
-    def __init__(self, folder: Path, args, *, config: Config, device, batches: Batches, start_step: int) -> None:
+    def __init__(
+        self, folder: Path, args, *, config: Config, device, batches: Batches, start_step: int
+    ) -> None:
         if start_step > args.steps:
-            raise UserError(f"--steps {args.steps}: the run in {folder} is at step {start_step} already")
+            raise UserError(
+                f"--steps {args.steps}: the run in {folder} is at step {start_step} already"
+            )
         self.folder, self.args, self.config, self.device = folder, args, config, device
         self.world_size, self.tokens_per_step = ranks()[1], batches.tokens_per_step
         self.peak_flops = peak_flops(device_name(device), args.dtype)
@@ -38,8 +42,12 @@ class Meter:
     def _open(self) -> None:
         file = self.folder / "metrics.jsonl"
         # what a killed run wrote after its last checkpoint happens again, so its record goes
-        self.records = [record for record in read_records(file) if record["step"] <= self.start_step]
-        file.with_suffix(".tmp").write_text("".join(json.dumps(record) + "\n" for record in self.records))
+        self.records = [
+            record for record in read_records(file) if record["step"] <= self.start_step
+        ]
+        file.with_suffix(".tmp").write_text(
+            "".join(json.dumps(record) + "\n" for record in self.records)
+        )
         file.with_suffix(".tmp").rename(file)
         self.file = file.open("a")
 
@@ -69,13 +77,21 @@ class Meter:
         wait_for(self.device)
         self.forward_seconds = time.perf_counter() - start
 
-    def log(self, step: int, loss: Tensor, grad_norm: Tensor, lr: float, skipped_steps=0, scale=1.0) -> None:
+    def log(
+        self, step: int, loss: Tensor, grad_norm: Tensor, lr: float, skipped_steps=0, scale=1.0
+    ) -> None:
         """One line for the steps since the last: the last one's global loss and norm, tokens/s of all wall time since.
         UserError if one is not finite, before anything is saved: what a step has spoilt stays in the weights."""
         loss, grad_norm = loss.item(), whole(grad_norm).item()  # waits for the GPU, once a line
         # an fp16 gradient may overflow: the scaler skips that step and tries a smaller scale, down to 1
-        if not math.isfinite(loss) or scale < 1 or not (math.isfinite(grad_norm) or self.args.dtype == "fp16"):
-            raise UserError(f"loss or gradient not finite by step {step}: lower --lr, raise --warmup-steps or use bf16")
+        if (
+            not math.isfinite(loss)
+            or scale < 1
+            or not (math.isfinite(grad_norm) or self.args.dtype == "fp16")
+        ):
+            raise UserError(
+                f"loss or gradient not finite by step {step}: lower --lr, raise --warmup-steps or use bf16"
+            )
         now = time.perf_counter()
         seconds = now - self.last_time
         self.speeds.append((step - self.last_step) * self.tokens_per_step / seconds)
@@ -88,7 +104,8 @@ class Meter:
                 "step": step,
                 "loss": loss,
                 "lr": lr,
-                "grad_norm": grad_norm if math.isfinite(grad_norm) else None,  # JSON has no infinity
+                # JSON has no infinity
+                "grad_norm": grad_norm if math.isfinite(grad_norm) else None,
                 "tokens": step * self.tokens_per_step,
                 "tokens_per_second": self.speeds[-1],
                 "mfu": self.mfu(self.speeds[-1]),
@@ -96,7 +113,9 @@ class Meter:
                 "memory_active_bytes": max(active) or None,
                 "memory_reserved_bytes": max(reserved) or None,
                 "slowest_rank": busy.index(max(busy)) if len(busy) > 1 else None,
-                "slowest_rank_lag": max(busy) / statistics.median_low(busy) - 1 if len(busy) > 1 else None,
+                "slowest_rank_lag": max(busy) / statistics.median_low(busy) - 1
+                if len(busy) > 1
+                else None,
                 "skipped_steps": skipped_steps,
                 "loss_scale": scale,
             }
@@ -109,7 +128,10 @@ class Meter:
         if not math.isfinite(val_loss):
             raise UserError(f"the held-out loss is {val_loss} after step {step}: lower --lr")
         if is_rank0():
-            self._write({"step": step, "val_loss": val_loss}, f"step {step:>6} | held-out loss {val_loss:.4f}")
+            self._write(
+                {"step": step, "val_loss": val_loss},
+                f"step {step:>6} | held-out loss {val_loss:.4f}",
+            )
 
     def mfu(self, tokens_per_second: float) -> float | None:
         """Model FLOP/s over the peak of all ranks' devices; None where the peak is not known."""
@@ -121,8 +143,11 @@ class Meter:
         peak_memory = max(gather(report.peak_memory_bytes(self.device)))
         if not is_rank0():
             return
-        losses, val_losses = ([each[name] for each in self.records if name in each] for name in ("loss", "val_loss"))
-        speed = statistics.median(self.speeds[1:] or self.speeds) if self.speeds else None  # the first compiles
+        losses, val_losses = (
+            [each[name] for each in self.records if name in each] for name in ("loss", "val_loss")
+        )
+        # the first compiles
+        speed = statistics.median(self.speeds[1:] or self.speeds) if self.speeds else None
         summary = {
             "device": device_name(self.device),
             "world_size": self.world_size,

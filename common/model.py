@@ -13,7 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from common.exits import UserError
 from common.runtime import gather, say
@@ -33,7 +37,9 @@ def rope_tables(config: Config, length: int, device: torch.device) -> tuple[Tens
         keep = ((turns - low) / (high - low)).clamp(0, 1)
         frequency = keep * frequency + (1 - keep) * frequency / scaling["factor"]
     angle = torch.outer(torch.arange(length, device=device, dtype=torch.float32), frequency)
-    return torch.cat((angle.cos(), angle.cos()), dim=-1), torch.cat((-angle.sin(), angle.sin()), dim=-1)
+    return torch.cat((angle.cos(), angle.cos()), dim=-1), torch.cat(
+        (-angle.sin(), angle.sin()), dim=-1
+    )
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -44,20 +50,37 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.addcmul(exact * cos, swapped, sin).to(x.dtype)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None, *, is_causal=False, enable_gqa=False) -> Tensor:
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Tensor | None = None,
+    *,
+    is_causal=False,
+    enable_gqa=False,
+) -> Tensor:
     """torch's, `seen` [queries, keys] or [batch, 1, queries, keys]. CUDA's kernels that do not hold all scores refuse
     grouped heads in fp32 and with a mask: there each group becomes a sequence of its own."""
     if not enable_gqa or (seen is None and not (q.is_cuda and q.dtype == torch.float32)):
-        return F.scaled_dot_product_attention(q, k, v, seen, is_causal=is_causal, enable_gqa=enable_gqa)
+        return F.scaled_dot_product_attention(
+            q, k, v, seen, is_causal=is_causal, enable_gqa=enable_gqa
+        )
     groups = k.shape[1]
-    q = q.unflatten(1, (groups, -1)).flatten(0, 1)  # [batch x groups, query heads of a group, tokens, head_dim]
+    # [batch x groups, query heads of a group, tokens, head_dim]
+    q = q.unflatten(1, (groups, -1)).flatten(0, 1)
     k, v = (part.flatten(0, 1)[:, None].expand(-1, q.shape[1], -1, -1) for part in (k, v))
-    seen = seen if seen is None or seen.ndim == 2 else seen.expand(-1, groups, -1, -1).flatten(0, 1)[:, None]
+    seen = (
+        seen
+        if seen is None or seen.ndim == 2
+        else seen.expand(-1, groups, -1, -1).flatten(0, 1)[:, None]
+    )
     y = F.scaled_dot_product_attention(q, k, v, seen, is_causal=is_causal)
     return y.unflatten(0, (-1, groups)).flatten(1, 2)
 
 
-def random_weight(name: str, shape: tuple[int, ...], seed: int, first: int = 0, last: int | None = None) -> Tensor:
+def random_weight(
+    name: str, shape: tuple[int, ...], seed: int, first: int = 0, last: int | None = None
+) -> Tensor:
     """The initial value of a parameter of this shape, or its rows from `first` to before `last`: a function of (seed,
     name, row) alone, drawn on all cores. ROWS rows share a generator, so a rank draws little but what it holds."""
     last = shape[0] if last is None else last
@@ -68,8 +91,12 @@ def random_weight(name: str, shape: tuple[int, ...], seed: int, first: int = 0, 
     def draw(start: int) -> None:
         key = hashlib.sha256(f"{seed} {name} {start}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(key[:8]) >> 1)
-        block = torch.empty(min(ROWS, shape[0] - start), *shape[1:], device="cpu").normal_(0, 0.02, generator=generator)
-        rows[max(start - first, 0) : start - first + ROWS] = block[max(first - start, 0) : last - start]
+        block = torch.empty(min(ROWS, shape[0] - start), *shape[1:], device="cpu").normal_(
+            0, 0.02, generator=generator
+        )
+        rows[max(start - first, 0) : start - first + ROWS] = block[
+            max(first - start, 0) : last - start
+        ]
 
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # torch itself draws in one
         list(pool.map(draw, range(first // ROWS * ROWS, last, ROWS)))
@@ -80,10 +107,15 @@ def part_of(parameter: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
     """What this rank holds of a parameter, and where it lies in the whole: all of it, or a part of a DTensor."""
     if not hasattr(parameter, "placements"):
         return parameter, tuple(slice(0, size) for size in parameter.shape)
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # 1 s, not for unsharded training
+    # 1 s, not for unsharded training
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    place = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    return parameter.to_local(), tuple(slice(first, first + size) for size, first in zip(*place, strict=True))
+    place = compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements
+    )
+    return parameter.to_local(), tuple(
+        slice(first, first + size) for size, first in zip(*place, strict=True)
+    )
 
 
 class RMSNorm(nn.RMSNorm):
@@ -108,7 +140,9 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(c.head_dim, eps=c.rms_norm_eps) if c.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(c.head_dim, eps=c.rms_norm_eps) if c.qk_norm else nn.Identity()
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, extend: Callable | None = None, seen=None) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, extend: Callable | None = None, seen=None
+    ) -> Tensor:
         """`extend` gives keys and values with those of past tokens before them; `seen` says who may look at which."""
         q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))  # [batch, tokens, heads, head_dim]
         k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
@@ -159,13 +193,16 @@ class Decoder(nn.Module):
         self._fill_rope_tables()
 
     def _fill_rope_tables(self) -> None:
-        cos, sin = rope_tables(self.config, self.config.max_position_embeddings, next(self.parameters()).device)
+        cos, sin = rope_tables(
+            self.config, self.config.max_position_embeddings, next(self.parameters()).device
+        )
         self.register_buffer("rope_cos", cos, persistent=False)
         self.register_buffer("rope_sin", sin, persistent=False)
 
     def _apply(self, fn, recurse: bool = True):
         super()._apply(fn, recurse)
-        self._fill_rope_tables()  # to_empty() leaves them unset, and .to(bfloat16) would round the angles
+        # to_empty() leaves them unset, and .to(bfloat16) would round the angles
+        self._fill_rope_tables()
         return self
 
     def forward(self, input_ids: Tensor, positions: Tensor | None = None, cache=None) -> Tensor:
@@ -175,7 +212,9 @@ class Decoder(nn.Module):
         # loaded, not computed here: a compiler would compute the angles again in every kernel that reads them
         rows = slice(input_ids.shape[1]) if positions is None else positions
         # to(x.device): with weights offloaded to the CPU, the tables are there too
-        cos, sin = (table[rows].unsqueeze(-2).to(x.device) for table in (self.rope_cos, self.rope_sin))
+        cos, sin = (
+            table[rows].unsqueeze(-2).to(x.device) for table in (self.rope_cos, self.rope_sin)
+        )
         seen = None if cache is None else cache.visible(positions)
         for name, layer in self.layers.items():
             past = () if cache is None else (cache.extend(name, positions), seen)
@@ -192,7 +231,11 @@ class Transformer(nn.Module):
         self.tie_weights()
 
     def tie_weights(self) -> None:
-        if self.config.tie_word_embeddings and self.lm_head is not None and self.model.embed_tokens is not None:
+        if (
+            self.config.tie_word_embeddings
+            and self.lm_head is not None
+            and self.model.embed_tokens is not None
+        ):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     @torch.no_grad()
@@ -203,7 +246,9 @@ class Transformer(nn.Module):
             weight = random_weight(name, parameter.shape, seed, rows.start, rows.stop)
             held.copy_(weight[(slice(None), *others)])
 
-    def forward(self, input_ids, targets: Tensor | None = None, positions=None, cache=None, reduction="mean") -> Tensor:
+    def forward(
+        self, input_ids, targets: Tensor | None = None, positions=None, cache=None, reduction="mean"
+    ) -> Tensor:
         """Logits [batch, length, vocab]; given targets [batch, length], their mean cross-entropy in nats, or its "sum":
         without those of -100, and the mean is NaN if no other is there. positions and cache as in Decoder."""
         hidden = self.model(input_ids, positions, cache)
@@ -213,17 +258,21 @@ class Transformer(nn.Module):
 
     def loss(self, hidden: Tensor, targets: Tensor, reduction: str) -> Tensor:
         # no name for the 16-bit logits: they would live until the loss is there
-        return F.cross_entropy(self.lm_head(hidden).flatten(0, 1).float(), targets.flatten(), reduction=reduction)
+        return F.cross_entropy(
+            self.lm_head(hidden).flatten(0, 1).float(), targets.flatten(), reduction=reduction
+        )
 
 
 def checkpoint_blocks(net: Transformer, how: str) -> None:
     """What backward computes again: none; full: all but a block's input; selective: all but attention and matmuls, too.
     Call it before compile and fully_shard."""
     for block in net.model.layers.values() if how != "none" else ():
-        last = tuple([*block.mlp.parameters()][-1].shape[::-1])  # down_proj's, or that of its adapter
+        # down_proj's, or that of its adapter
+        last = tuple([*block.mlp.parameters()][-1].shape[::-1])
         context = {"context_fn": partial(selective_contexts, last)} if how == "selective" else {}
         again = partial(checkpoint, block.forward, use_reentrant=False, **context)
-        block.forward = lambda *args, again=again: again(*args)  # of Python: compile finds no frame in a partial
+        # of Python: compile finds no frame in a partial
+        block.forward = lambda *args, again=again: again(*args)
 
 
 def selective_contexts(last: tuple[int, int]) -> tuple:
@@ -232,20 +281,27 @@ def selective_contexts(last: tuple[int, int]) -> tuple:
 
     def policy(context, operator, *args, **kwargs) -> CheckpointPolicy:
         attention = operator.name().startswith("aten::_scaled_dot_product_")  # by whatever kernel
-        matmul = operator.name() in ("aten::mm", "aten::addmm") and args[-1].shape != last  # addmm has a bias
-        return CheckpointPolicy.MUST_SAVE if attention or matmul else CheckpointPolicy.PREFER_RECOMPUTE
+        # addmm has a bias
+        matmul = operator.name() in ("aten::mm", "aten::addmm") and args[-1].shape != last
+        return (
+            CheckpointPolicy.MUST_SAVE if attention or matmul else CheckpointPolicy.PREFER_RECOMPUTE
+        )
 
     return create_selective_checkpoint_contexts(policy)
 
 
-def build(name: str, config: Config, *, seed: int, device: torch.device | str = "cpu") -> Transformer:
+def build(
+    name: str, config: Config, *, seed: int, device: torch.device | str = "cpu"
+) -> Transformer:
     """The model on `device`: weights of the folder `name`, or random, the same on any device; on "meta" no numbers."""
     with torch.device("meta"):
         net = Transformer(config)
     return net if str(device) == "meta" else materialize(net, name, seed=seed, device=device)
 
 
-def materialize(net: Transformer, name: str, *, seed: int, device: torch.device | str) -> Transformer:
+def materialize(
+    net: Transformer, name: str, *, seed: int, device: torch.device | str
+) -> Transformer:
     """Give a model from the meta device, whole or sharded, its memory on `device` and its weights, as build does."""
     net.to_empty(device=device)
     net.tie_weights()  # to_empty has made two matrices of one
@@ -260,7 +316,9 @@ def load_weights(net: Transformer, folder: Path) -> bool:
     if not any(folder.glob("*.safetensors*")):
         for file in folder.glob("*"):
             if file.suffix in (".bin", ".pt", ".pth", ".distcp"):
-                raise UserError(f"--model {folder}: {file.name} is not .safetensors: save the weights as such")
+                raise UserError(
+                    f"--model {folder}: {file.name} is not .safetensors: save the weights as such"
+                )
         return False
     import torch.distributed.checkpoint as dcp  # 0.6 s that random weights need not wait for
     from safetensors import SafetensorError
@@ -269,8 +327,14 @@ def load_weights(net: Transformer, folder: Path) -> bool:
     of_all_stages = build("", net.config, seed=0, device="meta").named_parameters()
     reader = dcp.HuggingFaceStorageReader(str(folder))
     try:
-        stored = {name: tuple(entry.size) for name, entry in reader.read_metadata().state_dict_metadata.items()}
-        stored = {name: size for name, size in stored.items() if not name.endswith("rotary_emb.inv_freq")}  # computed
+        stored = {
+            name: tuple(entry.size)
+            for name, entry in reader.read_metadata().state_dict_metadata.items()
+        }
+        # computed
+        stored = {
+            name: size for name, size in stored.items() if not name.endswith("rotary_emb.inv_freq")
+        }
         needed = {name: tuple(weight.shape) for name, weight in of_all_stages}
         if net.config.tie_word_embeddings:
             stored.pop("lm_head.weight", None)
@@ -278,17 +342,27 @@ def load_weights(net: Transformer, folder: Path) -> bool:
             there = f"{stored.get(name, 'missing')} in its files and {needed.get(name, 'missing')} in the model"
             raise UserError(f"--model {folder}: {name} is {there}")
         with warnings.catch_warnings(action="ignore"):  # no_dist: no rank waits for another
-            mine = {name: weight for name, weight in net.named_parameters() if name in needed}  # no adapters
+            # no adapters
+            mine = {name: weight for name, weight in net.named_parameters() if name in needed}
             dcp.load(mine, storage_reader=reader, no_dist=True)
     except (SafetensorError, dcp.api.CheckpointException) as error:
-        raise UserError(f"--model {folder}: a file is truncated or damaged, download it again ({error})") from None
+        raise UserError(
+            f"--model {folder}: a file is truncated or damaged, download it again ({error})"
+        ) from None
     return True
 
 
 def hash_rows(name: str, rows: Tensor, first: int = 0) -> int:
     """The sum of the SHA-256 of each row, the first of which has this number: parts of a matrix add up to the whole."""
-    content = rows.detach().cpu().contiguous().view(torch.uint8).numpy().reshape(len(rows), -1) if len(rows) else ()
-    hashes = (hashlib.sha256(f"{name} {i} ".encode() + row.tobytes()) for i, row in enumerate(content, first))
+    content = (
+        rows.detach().cpu().contiguous().view(torch.uint8).numpy().reshape(len(rows), -1)
+        if len(rows)
+        else ()
+    )
+    hashes = (
+        hashlib.sha256(f"{name} {i} ".encode() + row.tobytes())
+        for i, row in enumerate(content, first)
+    )
     return sum(int.from_bytes(each.digest()) for each in hashes)
 
 
@@ -301,8 +375,11 @@ def digest(net: nn.Module) -> str:
         if placements := getattr(parameter, "placements", ()):
             from torch.distributed.tensor import Replicate
 
-            if any(place.is_shard(1) for place in placements):  # then whole rows, of the same matrix
-                parameter = parameter.redistribute(placements=[Replicate() if p.is_shard(1) else p for p in placements])
+            # then whole rows, of the same matrix
+            if any(place.is_shard(1) for place in placements):
+                parameter = parameter.redistribute(
+                    placements=[Replicate() if p.is_shard(1) else p for p in placements]
+                )
         held, (rows, *_) = part_of(parameter)
         hashes[name, rows.start] = hash_rows(name, held, rows.start)
     if placements:
@@ -311,14 +388,21 @@ def digest(net: nn.Module) -> str:
     return f"{sum(hashes.values()) % 2**256:064x}"
 
 
-def adamw_cosine(net: nn.Module, *, lr: float, weight_decay: float, warmup_steps: int, steps: int) -> tuple:
+def adamw_cosine(
+    net: nn.Module, *, lr: float, weight_decay: float, warmup_steps: int, steps: int
+) -> tuple:
     """The optimizer and its schedule; call scheduler.step() after each optimizer step. `lr` is the peak."""
     trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
     matrices = [parameter for parameter in trained if parameter.ndim >= 2]
-    vectors = [parameter for parameter in trained if parameter.ndim < 2]  # norms: decay would shrink them
-    groups = [{"params": p, "weight_decay": d} for p, d in ((matrices, weight_decay), (vectors, 0.0)) if p]
+    # norms: decay would shrink them
+    vectors = [parameter for parameter in trained if parameter.ndim < 2]
+    groups = [
+        {"params": p, "weight_decay": d} for p, d in ((matrices, weight_decay), (vectors, 0.0)) if p
+    ]
     optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
-    return optimizer, LambdaLR(optimizer, partial(warmup_cosine, warmup_steps=warmup_steps, steps=steps))
+    return optimizer, LambdaLR(
+        optimizer, partial(warmup_cosine, warmup_steps=warmup_steps, steps=steps)
+    )
 
 
 def warmup_cosine(step: int, warmup_steps: int, steps: int) -> float:

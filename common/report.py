@@ -8,7 +8,15 @@ from pathlib import Path
 
 SUMMARY = [
     *("script", "torch", "device", "world_size", "dtype", "model", "parameters", "steps", "tokens"),
-    *("first_loss", "last_loss", "val_loss", "tokens_per_second", "mfu", "peak_memory_bytes", "seconds"),
+    *(
+        "first_loss",
+        "last_loss",
+        "val_loss",
+        "tokens_per_second",
+        "mfu",
+        "peak_memory_bytes",
+        "seconds",
+    ),
 ]
 earlier_peaks: list[int] = []  # bytes, of GPU memory; to be filled by whoever resets torch's peak
 
@@ -23,7 +31,8 @@ def summary(summary: dict, json_path: Path | None) -> None:
 def write_json(summary: dict, json_path: Path | None) -> dict:
     """Add the keys of SUMMARY, null where this script does not know the value, and write all if a path is given."""
     script = "/".join(Path(sys.argv[0]).resolve().parts[-2:])
-    torch_version = getattr(sys.modules.get("torch"), "__version__", None)  # estimate.py runs without it
+    # estimate.py runs without it
+    torch_version = getattr(sys.modules.get("torch"), "__version__", None)
     summary = {**dict.fromkeys(SUMMARY), "script": script, "torch": torch_version, **summary}
     if json_path:
         json_path.write_text(json.dumps(summary, indent=1, allow_nan=False, default=str) + "\n")
@@ -58,5 +67,6 @@ def peak_memory_bytes(device) -> int:
 
         return max([*earlier_peaks, torch.cuda.max_memory_allocated(device)])
     if sys.platform == "darwin":
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # on Linux this counts what had started us, too
+        # on Linux this counts what had started us, too
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return int(re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())[1]) * 1024

@@ -23,8 +23,11 @@ def ranks() -> tuple[int, int, int]:
     values = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")]
     if not any(values) or values == ["", "", "0"]:  # DeepSpeed sets that one in a single process
         return 0, 1, 0
-    if not all(value.isdecimal() for value in values):  # a guess, as rank % GPUs, may put two ranks on one GPU
-        raise UserError(f"RANK, WORLD_SIZE, LOCAL_RANK are {values}: set all or none, or start with torchrun")
+    # a guess, as rank % GPUs, may put two ranks on one GPU
+    if not all(value.isdecimal() for value in values):
+        raise UserError(
+            f"RANK, WORLD_SIZE, LOCAL_RANK are {values}: set all or none, or start with torchrun"
+        )
     return tuple(map(int, values))
 
 
@@ -39,9 +42,14 @@ def pick_device(name: str = "auto") -> torch.device:
         raise UserError("--device mps: one process on a Mac with Metal; use --device cpu")
     if name != "cuda":
         return torch.device(name)
-    processes, gpus = max(local_rank + 1, int(os.environ.get("LOCAL_WORLD_SIZE", 1))), torch.cuda.device_count()
+    processes, gpus = (
+        max(local_rank + 1, int(os.environ.get("LOCAL_WORLD_SIZE", 1))),
+        torch.cuda.device_count(),
+    )
     if processes > gpus:
-        raise UserError(f"--device cuda: {processes} processes, {gpus} GPUs visible: start fewer, or use --device cpu")
+        raise UserError(
+            f"--device cuda: {processes} processes, {gpus} GPUs visible: start fewer, or use --device cpu"
+        )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
 
@@ -49,7 +57,9 @@ def pick_device(name: str = "auto") -> torch.device:
 def single_device(name: str) -> torch.device:
     """The device of a script that runs in one process; UserError under torchrun with more."""
     if ranks()[1] > 1:
-        raise UserError("this script runs in one process, more would only repeat it: 05_ddp/train.py uses many")
+        raise UserError(
+            "this script runs in one process, more would only repeat it: 05_ddp/train.py uses many"
+        )
     return pick_device(name)
 
 
@@ -143,7 +153,8 @@ def seed_all(value: int, deterministic: bool = False) -> None:
     torch.set_float32_matmul_precision("highest")  # NVIDIA's containers turn TF32 on
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        os.environ["NCCL_NVLS_ENABLE"] = "0"  # sums inside the switch differ from call to call (NVIDIA/nccl#1497)
+        # sums inside the switch differ from call to call (NVIDIA/nccl#1497)
+        os.environ["NCCL_NVLS_ENABLE"] = "0"
         torch.use_deterministic_algorithms(True)
 
 
@@ -157,7 +168,8 @@ def catch_stop_signals() -> None:
     """From now on SIGTERM, SIGUSR1 and SIGHUP ask for a checkpoint and an end after the current step."""
 
     def note(number: int, _frame) -> None:
-        stop_signals.append(number)  # may come again: a dying torchrun sends one SIGTERM per thread of its own
+        # may come again: a dying torchrun sends one SIGTERM per thread of its own
+        stop_signals.append(number)
 
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         # nohup has SIGHUP ignored. But torchrun ends also then when its terminal closes, and hands it to its ranks

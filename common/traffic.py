@@ -25,8 +25,10 @@ class Traffic(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         if any(hasattr(kind, "full_tensor") for kind in types):
-            return NotImplemented  # a DTensor then does the same with its part, which is a plain tensor
-        if operator.namespace in ("c10d", "_c10d_functional"):  # calls of torch.distributed, and those of DTensor
+            # a DTensor then does the same with its part, which is a plain tensor
+            return NotImplemented
+        # calls of torch.distributed, and those of DTensor
+        if operator.namespace in ("c10d", "_c10d_functional"):
             name = operator.name().replace("_", "")
             if kind := next((KINDS[part] for part in KINDS if part in name), None):
                 self.calls[kind] += 1
@@ -36,12 +38,16 @@ class Traffic(TorchDispatchMode):
 
 def bytes_on_the_wire(kind: str, args: tuple) -> Fraction:
     """Sent by this rank, from an operator's arguments: [outputs,] inputs, then the group, sizes of parts, flags."""
-    tensors = [[leaf for leaf in tree_leaves(arg) if isinstance(leaf, torch.Tensor)] for arg in args]
+    tensors = [
+        [leaf for leaf in tree_leaves(arg) if isinstance(leaf, torch.Tensor)] for arg in args
+    ]
     inputs = [tensor.nbytes for tensor in [found for found in tensors if found][-1]]
     group = _group_of(args)
     n, size = group.size(), sum(inputs)
     if kind == "all_to_alls":
-        sizes = [arg for arg in args if isinstance(arg, list | tuple) and arg and isinstance(arg[0], int)]
+        sizes = [
+            arg for arg in args if isinstance(arg, list | tuple) and arg and isinstance(arg[0], int)
+        ]
         parts = sizes[-1] if sizes else inputs if len(inputs) > 1 else [1] * n
         return size - Fraction(size * parts[group.rank()], sum(parts) or 1)
     # inputs are whole, but those of an all-gather are the rank's part: it sends its own, and all others' but the last
@@ -52,5 +58,6 @@ def bytes_on_the_wire(kind: str, args: tuple) -> Fraction:
 def _group_of(args: tuple) -> dist.ProcessGroup:
     if boxed := [arg for arg in args if isinstance(arg, torch.ScriptObject)]:
         return dist.ProcessGroup.unbox(boxed[0])
-    name = [arg for arg in args if isinstance(arg, str)][-1]  # a functional collective knows its group by name
+    # a functional collective knows its group by name
+    name = [arg for arg in args if isinstance(arg, str)][-1]
     return dist.distributed_c10d._resolve_process_group(name)

@@ -30,25 +30,42 @@ def snapshot(device: torch.device) -> dict:
     """The line of the script that the main thread is in, and the last call that PyTorch's flight recorder has seen."""
     script = Path(sys.argv[0]).name
     stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
-    own_frames = [frame for frame in stack if Path(frame.filename).name == script and frame.name != "collective"]
+    own_frames = [
+        frame
+        for frame in stack
+        if Path(frame.filename).name == script and frame.name != "collective"
+    ]
 
     name = "_dump_nccl_trace" if device.type == "cuda" else "_dump_fr_trace"
     dump = getattr(torch._C._distributed_c10d, name, None)
     entries = pickle.loads(dump()).get("entries") if dump else None
-    last_call = entries[-1]["profiling_name"].split(":")[-1] if entries else None  # as in nccl:all_reduce
+    # as in nccl:all_reduce
+    last_call = entries[-1]["profiling_name"].split(":")[-1] if entries else None
     return {"at": line_of(own_frames[-1]), "flight_recorder": last_call}
 
 
-def report_hang(args: Namespace, device: torch.device, ranks: list[dict], found: dict | None) -> int:
+def report_hang(
+    args: Namespace, device: torch.device, ranks: list[dict], found: dict | None
+) -> int:
     """Print and write what was found. The exit code: 0 if it is what was planted."""
     assert found, "all ranks made the same calls: one is slow, none is missing; raise --timeout"
     rows = [["rank", "calls", "last call", "the main thread is at", "flight recorder's last call"]]
     for rank, seen in enumerate(ranks):
         last = seen["ring"][-1]
-        rows.append([str(rank), str(last["number"]), last["collective"], seen["at"], seen["flight_recorder"] or "n/a"])
+        rows.append(
+            [
+                str(rank),
+                str(last["number"]),
+                last["collective"],
+                seen["at"],
+                seen["flight_recorder"] or "n/a",
+            ]
+        )
     print(f"\nno progress for {args.timeout:g} s:\n\n{table(rows)}\n")
     for rank in found["missing_ranks"]:
-        print(f"rank {rank} did not make call {found['number']}, {found['collective']} ({found['called_at']});")
+        print(
+            f"rank {rank} did not make call {found['number']}, {found['collective']} ({found['called_at']});"
+        )
         print(f"    it is at {ranks[rank]['at']}")
 
     recorded = [seen for seen in ranks if seen["flight_recorder"]]

@@ -67,10 +67,18 @@ def collective(call, *tensors) -> None:
     """Make a collective call. Before it, note its number, its name and the line of code that makes it."""
     number = RING[-1]["number"] + 1 if RING else 1
     caller = finding.line_of(traceback.extract_stack(limit=2)[0])
-    RING.append({"number": number, "collective": call.__name__, "caller": caller, "waiting_since": time.monotonic()})
+    RING.append(
+        {
+            "number": number,
+            "collective": call.__name__,
+            "caller": caller,
+            "waiting_since": time.monotonic(),
+        }
+    )
     call(*tensors)
     if tensors[-1].is_cuda:
-        torch.cuda.synchronize()  # NCCL only queues a call: without this, returned would not mean done
+        # NCCL only queues a call: without this, returned would not mean done
+        torch.cuda.synchronize()
     RING[-1]["waiting_since"] = None
 
 
@@ -81,9 +89,11 @@ def train(plant: str, planted_rank: int, device: torch.device) -> None:
         gradients = load_batch(stuck=planted and plant == "stuck-loader").to(device)
         collective(dist.all_reduce, gradients)
         loss = gradients.mean()
-        if planted and plant == "early-return":  # in real code: its data has ended, or an exception was swallowed
+        # in real code: its data has ended, or an exception was swallowed
+        if planted and plant == "early-return":
             return
-        if not (planted and plant == "skipped-collective"):  # in real code: if rank == 0, or if loss.isfinite()
+        # in real code: if rank == 0, or if loss.isfinite()
+        if not (planted and plant == "skipped-collective"):
             collective(dist.all_reduce, loss)
         times = [torch.zeros(1, device=device) for _ in range(dist.get_world_size())]
         collective(dist.all_gather, times, torch.ones(1, device=device))
@@ -98,8 +108,12 @@ def load_batch(stuck: bool) -> torch.Tensor:
 
 def first_difference(rings: list[list[dict]]) -> dict | None:
     """The first number at which the rings differ: which ranks are missing there, and in which call. None: no number."""
-    calls = [{entry["number"]: (entry["collective"], entry["caller"]) for entry in ring} for ring in rings]
-    first_number = max((min(made) for made in calls if made), default=0)  # a ring forgets what is long ago
+    calls = [
+        {entry["number"]: (entry["collective"], entry["caller"]) for entry in ring}
+        for ring in rings
+    ]
+    # a ring forgets what is long ago
+    first_number = max((min(made) for made in calls if made), default=0)
     last_number = max(max(made, default=0) for made in calls)
     for number in range(first_number, last_number + 1):
         at_this_number = [made.get(number) for made in calls]  # None: this rank has not come so far
@@ -107,7 +121,12 @@ def first_difference(rings: list[list[dict]]) -> dict | None:
             continue
         expected = expected_call(number, calls)
         missing = [rank for rank, call in enumerate(at_this_number) if call != expected]
-        return {"missing_ranks": missing, "number": number, "collective": expected[0], "called_at": expected[1]}
+        return {
+            "missing_ranks": missing,
+            "number": number,
+            "collective": expected[0],
+            "called_at": expected[1],
+        }
     return None
 
 
@@ -123,7 +142,8 @@ def expected_call(number: int, calls: list[dict]) -> tuple[str, str]:
 
 def wait_for_a_hang(store: dist.Store, world_size: int, timeout: float) -> bool:
     """True as soon as a call of any rank has waited too long, False when all ranks have finished."""
-    while store.add("finished", 0) < world_size:  # a rank that has left its loop too early is missing, too
+    # a rank that has left its loop too early is missing, too
+    while store.add("finished", 0) < world_size:
         time.sleep(0.1)
         waiting_since = RING[-1]["waiting_since"] if RING else None
         if waiting_since and time.monotonic() - waiting_since > timeout:
@@ -140,7 +160,8 @@ def watch(store: dist.Store, device: torch.device, args: argparse.Namespace) -> 
         return
     exit_code = 1  # unless rank 0 says otherwise
     try:
-        store.set_timeout(timedelta(seconds=30))  # get waits for the others; it fails if one is dead or stopped
+        # get waits for the others; it fails if one is dead or stopped
+        store.set_timeout(timedelta(seconds=30))
         store.set(f"rank {rank}", json.dumps({"ring": list(RING), **finding.snapshot(device)}))
         if rank == 0:
             ranks = [json.loads(store.get(f"rank {other}")) for other in range(world_size)]
@@ -155,15 +176,22 @@ def watch(store: dist.Store, device: torch.device, args: argparse.Namespace) -> 
 
 def main() -> int:
     parser = cli.Parser(__doc__)
-    parser.add_argument("--plant", choices=finding.PLANTS, default="skipped-collective", help="the mistake to make")
+    parser.add_argument(
+        "--plant", choices=finding.PLANTS, default="skipped-collective", help="the mistake to make"
+    )
     parser.add_argument("--rank", type=cli.natural, default=1, help="the rank that makes it")
-    parser.add_argument("--timeout", type=cli.positive, default=3.0, help="seconds a call may take, here few")
+    parser.add_argument(
+        "--timeout", type=cli.positive, default=3.0, help="seconds a call may take, here few"
+    )
     cli.add_device_and_json(parser)
     args = parser.parse_args()
     gpus = torch.cuda.device_count() if args.device != "cpu" else 0
-    world_size = int(os.environ.get("WORLD_SIZE", gpus if gpus > 1 else 3))  # as relaunch starts them
+    # as relaunch starts them
+    world_size = int(os.environ.get("WORLD_SIZE", gpus if gpus > 1 else 3))
     if args.rank >= world_size or world_size == 1:
-        raise exits.UserError(f"--rank {args.rank} of {world_size} ranks: a hang needs two, and --rank is one of them")
+        raise exits.UserError(
+            f"--rank {args.rank} of {world_size} ranks: a hang needs two, and --rank is one of them"
+        )
     lesson.relaunch(args.device, on_cpu=3)
 
     device = runtime.init_process_group(args.device)
@@ -180,7 +208,9 @@ def main() -> int:
     store.add("finished", 1)
     watchdog.join()
 
-    runtime.say(f"{STEPS} steps, {len(RING)} collectives: no rank waited {args.timeout:g} s for another")
+    runtime.say(
+        f"{STEPS} steps, {len(RING)} collectives: no rank waited {args.timeout:g} s for another"
+    )
     if runtime.is_rank0():
         finding.write(args, device, {"missing_ranks": []})
     runtime.shutdown()

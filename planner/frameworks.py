@@ -13,24 +13,34 @@ class Framework:
     bucket: int = 0  # copies of gradients that wait to be reduced
     # activations
     repeated_heads: bool = False  # keys and values are copied to every query head before attention
-    mixed_qkv: bool = False  # one matmul for q, k, v: its result stays alive beside the rotated queries and keys
+    # one matmul for q, k, v: its result stays alive beside the rotated queries and keys
+    mixed_qkv: bool = False
     ffn_tensors: int = 4  # of ffn numbers per token: gate, up, silu(gate), and their product
-    gathered_inputs: bool = False  # inputs of column-parallel matmuls, the head's too, are kept whole, not their 1/tp
-    whole_summands: bool = False  # "selective" keeps row-parallel results as they are before tensor ranks add them up
-    gathered_keys: bool = False  # context parallel by all-gather: keys and values of all tokens are kept, and a mask
+    # inputs of column-parallel matmuls, the head's too, are kept whole, not their 1/tp
+    gathered_inputs: bool = False
+    # "selective" keeps row-parallel results as they are before tensor ranks add them up
+    whole_summands: bool = False
+    # context parallel by all-gather: keys and values of all tokens are kept, and a mask
+    gathered_keys: bool = False
     every_second: bool = False  # "selective" keeps every second matmul's result instead of all
-    drops_last: bool = False  # "selective" keeps none of a dense block's last matmul: no backward reads it
-    autocast: bool = False  # below ZeRO-3 the residual stream is fp32, matmuls cast, and gradients come one by one
-    compiled: bool = False  # ours by --compile: silu(gate) is computed again, an evaluation is not compiled
+    # "selective" keeps none of a dense block's last matmul: no backward reads it
+    drops_last: bool = False
+    # below ZeRO-3 the residual stream is fp32, matmuls cast, and gradients come one by one
+    autocast: bool = False
+    # ours by --compile: silu(gate) is computed again, an evaluation is not compiled
+    compiled: bool = False
     # what else is alive at the peak
     gathers_root: bool = False  # embedding and head stay gathered from forward to backward
-    whole_gradients: bool = False  # with ZeRO-3 and pp > 1, gradients are reduced once, after a step's last backward
+    # with ZeRO-3 and pp > 1, gradients are reduced once, after a step's last backward
+    whole_gradients: bool = False
     whole_weights: bool = False  # and weights are not resharded until then
     placeholders: bool = False  # a bf16 gradient of each weight shape that is never used
-    stages_by_cost: bool = False  # pipeline stages of equal cost, the head counted, instead of equal layers
+    # pipeline stages of equal cost, the head counted, instead of equal layers
+    stages_by_cost: bool = False
     reserved: float = 0.05  # the allocator's surplus over what changes within a step
     # time
-    moved: float = 1.6  # bytes that kernels other than matmuls move, as a multiple of what fused ones do
+    # bytes that kernels other than matmuls move, as a multiple of what fused ones do
+    moved: float = 1.6
     launch: float = 0.8e-3  # seconds in which Python starts the kernels of one layer's forward
     launch_tp: float = 0.0  # more of it where weights are DTensors
     overlaps: bool = True  # gradients are reduced while backward still runs
@@ -41,11 +51,18 @@ class Framework:
 
 # FSDP2 and DTensors: fp32 shards, 16-bit matmuls. 16 bytes per parameter.
 FSDP2 = Framework(
-    gathers_root=True, whole_gradients=True, gathered_inputs=True, whole_summands=True, launch_tp=3e-3, imbalance=1.5
+    gathers_root=True,
+    whole_gradients=True,
+    gathered_inputs=True,
+    whole_summands=True,
+    launch_tp=3e-3,
+    imbalance=1.5,
 )
 # Llama's repeat_kv copies keys and values. Grouped matmuls of experts are not on the list of what "selective" saves.
 # reserved: the median of 0.27, 0.20 and 0.18, of three runs (commits 83c879f, 00cffae) that print both figures.
-TORCHTITAN = replace(FSDP2, repeated_heads=True, every_second=True, whole_weights=True, reserved=0.20, permuted=16)
+TORCHTITAN = replace(
+    FSDP2, repeated_heads=True, every_second=True, whole_weights=True, reserved=0.20, permuted=16
+)
 # 16-bit weights, fp32 sums of gradients and an fp32 copy of the weights: 18.
 MIXED = Framework(weight=2, master=4, launch=0.6e-3)
 OURS = replace(FSDP2, autocast=True, gathered_keys=True, drops_last=True)  # common/model.py
@@ -57,21 +74,31 @@ FRAMEWORKS = {
     # Megatron-LM with TransformerEngine: SwiGLU is one kernel that keeps its input (2 ffn), the next matmul its own
     # (1 ffn). Fused gradient accumulation leaves a placeholder gradient for each weight shape (get_dummy_wgrad). That
     # q, k, v stay in the merged tensor as well was chosen by the rows, which ran without overlap.
-    "megatron": replace(MIXED, mixed_qkv=True, ffn_tensors=3, placeholders=True, moved=1.0, overlaps=False),
+    "megatron": replace(
+        MIXED, mixed_qkv=True, ffn_tensors=3, placeholders=True, moved=1.0, overlaps=False
+    ),
     # nanotron 0.5: gradients whole on every rank, and DDP's bf16 buckets: 20. That asynchronous column-parallel matmuls
     # keep the gathered input was chosen by the rows: without it tp 4 and 8 with large micro-batches lack just its size.
-    "nanotron": replace(MIXED, bucket=2, gathered_inputs=True, stages_by_cost=True, moved=1.3, one_by_one=True),
+    "nanotron": replace(
+        MIXED, bucket=2, gathered_inputs=True, stages_by_cost=True, moved=1.3, one_by_one=True
+    ),
     "torchtitan": TORCHTITAN,
     # Blocks under torch.compile never write silu(gate) down. reserved: median of three settings with and without it.
-    "torchtitan-compiled": replace(TORCHTITAN, ffn_tensors=3, reserved=0.10, moved=1.0, launch=0.3e-3),
+    "torchtitan-compiled": replace(
+        TORCHTITAN, ffn_tensors=3, reserved=0.10, moved=1.0, launch=0.3e-3
+    ),
 }
 # Bytes per logit: at the peak, while the loss runs backward, and moved by loss and backward together.
 LOSSES = {
     "plain": (12, 38),  # log-softmax 4, nll_loss's gradient 4, log-softmax's own gradient 4
-    "logits-held": (16, 38),  # and a variable of the training loop holds the fp32 logits until the next step
-    "parallel": (16, 50),  # split over tensor ranks (loss_parallel): backward makes exp(log-softmax) as its own tensor
-    "compiled": (4, 10),  # torch.compile of the loss: logits and their gradient, both in 16 bits (torchtitan#1033)
-    "fused": (2, 10),  # Megatron's, TransformerEngine's, 04's --compile: the gradient takes the 16-bit logits' place
+    # and a variable of the training loop holds the fp32 logits until the next step
+    "logits-held": (16, 38),
+    # split over tensor ranks (loss_parallel): backward makes exp(log-softmax) as its own tensor
+    "parallel": (16, 50),
+    # torch.compile of the loss: logits and their gradient, both in 16 bits (torchtitan#1033)
+    "compiled": (4, 10),
+    # Megatron's, TransformerEngine's, 04's --compile: the gradient takes the 16-bit logits' place
+    "fused": (2, 10),
     "chunked": (12 / 8, 38),  # head and loss together in eight chunks, of which one is alive
 }
 FP32_LOG_SOFTMAX = ("plain", "logits-held")  # of which forward leaves 4 bytes a logit

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from common import hardware
 
-USABLE = 0.99  # a data sheet's 80 GB are 80 GiB, of which the driver leaves 79.2; of 141 it leaves 139.8
+# a data sheet's 80 GB are 80 GiB, of which the driver leaves 79.2; of 141 it leaves 139.8
+USABLE = 0.99
 PCIE = 25e9  # bytes per second where no NVLink is known: PCIe 4.0 x16, less its overhead
 # NVLink in one direction, bytes per second and GPU (NVIDIA's data sheets, half of the sum that they print)
 NVLINK = {
@@ -27,10 +28,13 @@ EFFICIENCIES = {
 }
 DEFAULT = (0.65, 0.4, 0.6)  # a device of which no step is measured
 NETWORK_SHARE = 0.6  # of the links between nodes
-MEMORY_SHARE = 0.75  # of the bandwidth to the device's own memory, in kernels that only move numbers
+# of the bandwidth to the device's own memory, in kernels that only move numbers
+MEMORY_SHARE = 0.75
 START = 12e-6  # seconds until a collective moves its first byte
 HOP, NETWORK_HOP = 1.5e-6, 15e-6  # and for each further rank of its ring, and each further node
-OVERLAP = 0.85  # of two things that run at once, the shorter one costs the rest: they share memory and multiprocessors
+# of two things that run at once, the shorter one costs the rest: they share memory and
+# multiprocessors
+OVERLAP = 0.85
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,9 @@ class Machine:
         """Seconds in which kernels read and write so many bytes of the device's own memory."""
         return size / (self.memory_bandwidth * MEMORY_SHARE)
 
-    def gather(self, ranks: int, stride: int, size: float, calls: float = 1, *, all_to_all: bool = False) -> float:
+    def gather(
+        self, ranks: int, stride: int, size: float, calls: float = 1, *, all_to_all: bool = False
+    ) -> float:
         """Seconds of an all-gather or reduce-scatter of `size` bytes among ranks `stride` apart. A ring crosses the
         border of nodes once, its members use their ports together; an all-to-all goes through the rank's own port."""
         if ranks <= 1:

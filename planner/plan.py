@@ -10,7 +10,8 @@ CHECKPOINTING = ("none", "full", "selective")
 OPTIMIZERS = {  # bytes of state per parameter
     "adamw": 8.0,  # two fp32 numbers
     "adamw-8bit": 2 + 2 * 4 / 256,  # and an fp32 maximum per block of 256 for each
-    "muon": 4.0,  # one fp32 momentum; embeddings and vectors, which AdamW updates, are counted alike
+    # one fp32 momentum; embeddings and vectors, which AdamW updates, are counted alike
+    "muon": 4.0,
 }
 
 
@@ -37,15 +38,18 @@ class Plan:
     on_cpu: bool = False
     async_tp: bool = False  # tensor parallel's collectives run in parts beside parts of the matmuls
     fp8: str = ""  # linear layers in 8 bits: "tensorwise" or "rowwise" scales
-    adapters: int = 0  # the rank of LoRA's A and B beside frozen matrices; 0: all weights are trained
-    kept_besides: int = 0  # numbers per token and layer that checkpointing keeps beyond its usual ones; below 0: fewer
+    # the rank of LoRA's A and B beside frozen matrices; 0: all weights are trained
+    adapters: int = 0
+    # numbers per token and layer that checkpointing keeps beyond its usual ones; below 0: fewer
+    kept_besides: int = 0
 
     @property
     def dp(self) -> int:
         return self.gpus // (self.tp * self.pp * self.cp)
 
     @property
-    def shards(self) -> int:  # ranks over which ZeRO and FSDP divide: context-parallel ones hold the same weights
+    # ranks over which ZeRO and FSDP divide: context-parallel ones hold the same weights
+    def shards(self) -> int:
         return self.dp * self.cp // self.replicate
 
     @property
@@ -63,7 +67,17 @@ def check(shape: Shape, plan: Plan) -> None:
     for name, known in {**choices, "framework": FRAMEWORKS, "loss": LOSSES}.items():
         if getattr(plan, name) not in known:
             raise ValueError(f"--{name} {getattr(plan, name)!r} is none of {', '.join(known)}")
-    for name in ("gpus", "tp", "pp", "cp", "ep", "replicate", "seq_len", "micro_batch_size", "micro_batches"):
+    for name in (
+        "gpus",
+        "tp",
+        "pp",
+        "cp",
+        "ep",
+        "replicate",
+        "seq_len",
+        "micro_batch_size",
+        "micro_batches",
+    ):
         if getattr(plan, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(plan, name)} is not at least 1")
     if plan.ep > 1 and not shape.experts:
@@ -71,14 +85,21 @@ def check(shape: Shape, plan: Plan) -> None:
     if plan.replicate > 1 and plan.zero < 3:
         raise ValueError(f"--replicate {plan.replicate} is of FSDP: use --zero 3, or leave it out")
     if plan.adapters and (shape.experts or shape.kv_rank or plan.tp * plan.pp * plan.cp > 1):
-        raise ValueError(f"--adapters {plan.adapters} is of 06_fsdp_zero/finetune.py: a Llama, --tp, --pp and --cp 1")
+        raise ValueError(
+            f"--adapters {plan.adapters} is of 06_fsdp_zero/finetune.py: a Llama, --tp, --pp and --cp 1"
+        )
     divides("--tp x --pp x --cp", plan.tp * plan.pp * plan.cp, "--gpus", plan.gpus)
     divides("--tp", plan.tp, "attention heads", shape.heads)
     divides("--tp", plan.tp, "key-value heads", shape.heads if shape.kv_rank else shape.kv_heads)
     divides("--tp", plan.tp, "columns of the feed-forward part", shape.ffn)
     divides("--tp x --cp", plan.tp * plan.cp, "tokens of a sequence", plan.seq_len)
     divides("--replicate", plan.replicate, "data-parallel ranks", plan.dp)
-    divides("--ep", plan.ep, "ranks of a pipeline stage and replica", plan.gpus // plan.pp // plan.replicate)
+    divides(
+        "--ep",
+        plan.ep,
+        "ranks of a pipeline stage and replica",
+        plan.gpus // plan.pp // plan.replicate,
+    )
     if plan.pp > shape.layers:
         raise ValueError(f"--pp {plan.pp} is more than the {shape.layers} layers of {shape.name}")
     divides("--ep", plan.ep, "experts", shape.experts or 1)
@@ -87,5 +108,9 @@ def check(shape: Shape, plan: Plan) -> None:
 def divides(name: str, size: int, whole_name: str, whole: int) -> None:
     """ValueError unless `size` divides `whole`, with the nearest sizes that do."""
     if whole % size:
-        nearest = min((n for n in range(1, 2 * size) if whole % n == 0), key=lambda n: abs(n - size))
-        raise ValueError(f"{name} {size} does not divide {whole_name} {whole}: the nearest that does is {nearest}")
+        nearest = min(
+            (n for n in range(1, 2 * size) if whole % n == 0), key=lambda n: abs(n - size)
+        )
+        raise ValueError(
+            f"{name} {size} does not divide {whole_name} {whole}: the nearest that does is {nearest}"
+        )

@@ -21,7 +21,8 @@ class Step:
 
 def matmul_seconds(machine: Machine, m: float, k: float, n: float, fp8: str = "") -> float:
     """(m x k) times (k x n): arithmetic, at a rate that falls with small sizes, or moving three matrices."""
-    peak = machine.fp8_flops if fp8 == "tensorwise" and machine.fp8_flops else machine.peak_flops  # rowwise: no faster
+    # rowwise: no faster
+    peak = machine.fp8_flops if fp8 == "tensorwise" and machine.fp8_flops else machine.peak_flops
     rate = peak * machine.efficiency[0] * prod(size / (size + HALF_SIZE) for size in (m, k, n))
     return max(2 * m * k * n / rate, machine.moved(2 * (m * k + k * n + m * n)))
 
@@ -42,9 +43,12 @@ def layer_causes(shape: Shape, plan: Plan, machine: Machine, *, experts: bool) -
     """Forward and backward of one layer on one rank, for one micro-batch, and what backward repeats of forward."""
     traits, e, tp, tokens = FRAMEWORKS[plan.framework], DTYPES[plan.dtype], plan.tp, plan.tokens
     hidden, of_heads = tokens * shape.hidden * e, tokens * e / tp
-    keys_and_values = of_heads * (shape.q_width + shape.value_width if shape.kv_rank else 2 * shape.kv_width)
+    keys_and_values = of_heads * (
+        shape.q_width + shape.value_width if shape.kv_rank else 2 * shape.kv_width
+    )
     context = machine.gather(plan.cp, tp, plan.cp * keys_and_values, calls=2)
-    moved = 10 * hidden / tp + 4 * (of_heads * shape.q_width + keys_and_values)  # norms, rotations, residuals
+    # norms, rotations, residuals
+    moved = 10 * hidden / tp + 4 * (of_heads * shape.q_width + keys_and_values)
     # causal attention sees half of the tokens; with gathered keys it computes what the mask hides, too
     seen = plan.seq_len * (1 if plan.cp > 1 and traits.gathered_keys else 0.5)
     scores = 2 * tokens / tp * (shape.q_width + shape.value_width) * seen
@@ -66,7 +70,8 @@ def layer_causes(shape: Shape, plan: Plan, machine: Machine, *, experts: bool) -
     tensor = machine.gather(tp, 1, hidden)
     if traits.launch_tp and tp > 1 and plan.micro_batch_size > 1:
         tensor += machine.moved(2 * hidden)  # DTensor gathers along the first dimension, and copies
-    tensor *= (2 if experts else 4) * (0.5 if plan.async_tp else 1.0)  # half runs behind matmuls: assumed
+    # half runs behind matmuls: assumed
+    tensor *= (2 if experts else 4) * (0.5 if plan.async_tp else 1.0)
     full, again = plan.checkpointing == "full", plan.checkpointing != "none"
     repeated = 1.0 if full else 0.5 if again and traits.every_second else 0.0  # of the matmuls
     # our selective keeps nothing that collectives gave; the last one of a layer is not needed again
@@ -79,7 +84,8 @@ def layer_causes(shape: Shape, plan: Plan, machine: Machine, *, experts: bool) -
         "expert": (2 + full) * expert,
     }
     launches = (traits.launch + traits.launch_tp * (tp > 1)) * (2.5 + again)
-    return {**causes, "launches": max(0.0, launches - sum(causes.values()))}  # Python runs ahead of the GPU, if it can
+    # Python runs ahead of the GPU, if it can
+    return {**causes, "launches": max(0.0, launches - sum(causes.values()))}
 
 
 def data_seconds(plan: Plan, machine: Machine, rank: Memory, busy: float) -> float:
@@ -92,7 +98,9 @@ def data_seconds(plan: Plan, machine: Machine, rank: Memory, busy: float) -> flo
     def gather(bytes_each: float) -> float:
         """Of the stage's parameters; or the reduce-scatter of their gradients."""
         dense = machine.gather(plan.shards, plan.tp, rank.parameters * bytes_each, calls)
-        of_experts = machine.gather(plan.expert_shards, plan.ep, rank.expert_parameters * bytes_each, calls)
+        of_experts = machine.gather(
+            plan.expert_shards, plan.ep, rank.expert_parameters * bytes_each, calls
+        )
         return dense + of_experts * (rank.expert_layers > 0)
 
     weights = gather(rank.e)
@@ -105,7 +113,9 @@ def data_seconds(plan: Plan, machine: Machine, rank: Memory, busy: float) -> flo
     if rank.gradients_stay_whole:
         gathers, reduces = 2 if rank.weights_stay_whole else times + plan.pp - 1, 1
     # each shard's gradient is added to those of its replicas, once a step
-    across = 2 * machine.gather(plan.replicate, plan.tp * plan.shards, 4 * rank.all_parameters / plan.shards, calls)
+    across = 2 * machine.gather(
+        plan.replicate, plan.tp * plan.shards, 4 * rank.all_parameters / plan.shards, calls
+    )
     # fully_shard copies into and out of its buffers: 4 bytes for a number that is gathered, 12 for one that is reduced
     copied = machine.moved((4 * gathers + 12 * reduces) * rank.all_parameters)
     return copied + behind(times * busy, gathers * weights + reduces * gather(4) + across)
@@ -116,28 +126,47 @@ def step(shape: Shape, plan: Plan, machine: Machine) -> Step:
     virtual more (1F1B: Narayanan et al. 2021, arXiv:2104.04473, section 2.2). ValueError: see plan.check."""
     check(shape, plan)
     if not (machine.peak_flops and machine.memory_bandwidth):
-        raise ValueError(f"--device {machine.device}: its {plan.dtype} rate or bandwidth is not in common/devices.csv")
+        raise ValueError(
+            f"--device {machine.device}: its {plan.dtype} rate or bandwidth is not in common/devices.csv"
+        )
     ranks = [Memory(shape, plan, number) for number in range(plan.pp)]
     dense = layer_causes(shape, plan, machine, experts=False)
     mixture = layer_causes(shape, plan, machine, experts=True) if shape.experts else dense
     by_stage = []
     for rank in ranks:
-        causes = {cause: dense[cause] * rank.dense_layers + mixture[cause] * rank.expert_layers for cause in dense}
+        causes = {
+            cause: dense[cause] * rank.dense_layers + mixture[cause] * rank.expert_layers
+            for cause in dense
+        }
         if rank.last:  # output head and loss, which are not recomputed
-            causes["compute"] += 3 * matmul_seconds(machine, plan.tokens, shape.hidden, shape.vocab / plan.tp)
-            causes["compute"] += machine.moved(plan.tokens * shape.vocab / plan.tp * LOSSES[plan.loss][1])
+            causes["compute"] += 3 * matmul_seconds(
+                machine, plan.tokens, shape.hidden, shape.vocab / plan.tp
+            )
+            causes["compute"] += machine.moved(
+                plan.tokens * shape.vocab / plan.tp * LOSSES[plan.loss][1]
+            )
         if rank.traits.weight == 2:  # 16-bit gradients of matmuls are added to fp32 sums
             causes["compute"] += machine.moved(8 * rank.all_parameters)
         by_stage.append(causes)
     busy = [sum(causes.values()) for causes in by_stage]
     slowest = busy.index(max(busy))
-    rank, found = ranks[slowest], {cause: plan.micro_batches * part for cause, part in by_stage[slowest].items()}
+    rank, found = (
+        ranks[slowest],
+        {cause: plan.micro_batches * part for cause, part in by_stage[slowest].items()},
+    )
     found["data"] = data_seconds(plan, machine, rank, busy[slowest])
     # activations and their gradients; while the first micro-batch fills the pipeline all wait
-    sends, sent = 2 * (plan.micro_batches * plan.virtual + plan.pp - 1), rank.own_tokens * shape.hidden * rank.e
+    sends, sent = (
+        2 * (plan.micro_batches * plan.virtual + plan.pp - 1),
+        rank.own_tokens * shape.hidden * rank.e,
+    )
     found["send"] = sends * machine.gather(min(plan.pp, 2), plan.gpus // plan.pp, 2 * sent)
     found["bubble"] = (plan.pp - 1) / plan.virtual * sum(busy) / plan.pp
     # AdamW reads weight, gradient and two moments and writes three of them (28 bytes) and a 16-bit copy; the gradient
     # is read for its norm, and set to zero
     found["optimizer"] = machine.moved(30 * rank.trained(1) + 8 * rank.trained(2))
-    return Step(found, sum(found.values()), plan.dp * plan.micro_batches * plan.micro_batch_size * plan.seq_len)
+    return Step(
+        found,
+        sum(found.values()),
+        plan.dp * plan.micro_batches * plan.micro_batch_size * plan.seq_len,
+    )

@@ -37,7 +37,8 @@ NOTHING_RAN = 5  # pytest's own exit status for "no tests"
 MOST_GPUS = 2  # that a test asks for
 SHARED = "GPU_TESTS_SHARED"  # environment variable: the UUIDs that xdist's workers share
 
-_held: dict[str, filelock.FileLock] = {}  # by GPU UUID: kept from test to test, or a waiting run would never get in
+# by GPU UUID: kept from test to test, or a waiting run would never get in
+_held: dict[str, filelock.FileLock] = {}
 _selected: list[str] = []  # gpu-marked tests of this session
 _ran: list[str] = []
 _skipped: dict[str, str] = {}  # test: reason
@@ -64,7 +65,9 @@ def visible_gpus() -> dict[str, int]:
     import torch
 
     if not torch.cuda.is_available():
-        raise NoGpus(f"torch {torch.__version__} cannot use a GPU here: a build without CUDA, or too old a driver")
+        raise NoGpus(
+            f"torch {torch.__version__} cannot use a GPU here: a build without CUDA, or too old a driver"
+        )
     return {uuid: free[uuid] for uuid in allowed}
 
 
@@ -75,7 +78,8 @@ def _allowed(uuids: list[str], visible: str | None) -> list[str]:
     chosen = []
     for entry in visible.split(","):
         name = entry.strip()
-        if name.isdecimal():  # NVML counts in the order of the bus, as CUDA does where all GPUs are equal
+        # NVML counts in the order of the bus, as CUDA does where all GPUs are equal
+        if name.isdecimal():
             matches = uuids[int(name) : int(name) + 1]
         else:
             matches = [uuid for uuid in uuids if name and uuid.startswith(name)]
@@ -114,12 +118,15 @@ def take_gpus(n: int) -> list[str]:
 
 def _lock(uuid: str, timeout: float) -> bool:
     # any user may take the lock: on a shared box the first to come owns the file
-    lock = filelock.FileLock(os.path.join(tempfile.gettempdir(), f"gpu-tests-{uuid}.lock"), mode=0o666)
+    lock = filelock.FileLock(
+        os.path.join(tempfile.gettempdir(), f"gpu-tests-{uuid}.lock"), mode=0o666
+    )
     try:
         lock.acquire(timeout=timeout)
     except filelock.Timeout:
         return False
-    with contextlib.suppress(OSError):  # the umask took the others' permission away; not ours to change if not ours
+    # the umask took the others' permission away; not ours to change if not ours
+    with contextlib.suppress(OSError):
         os.chmod(lock.lock_file, 0o666)
     _held[uuid] = lock
     return True
@@ -168,7 +175,13 @@ def fake_driver(tmp_path_factory: pytest.TempPathFactory) -> str:
         pytest.skip("the fake driver library needs a C compiler")
     folder = tmp_path_factory.mktemp("driver")
     source = Path(__file__).with_name("support") / "fake_nvml.c"
-    library = ["-shared", "-fPIC", "-Wl,-soname,libnvidia-ml.so.1", "-o", str(folder / "libnvidia-ml.so.1")]
+    library = [
+        "-shared",
+        "-fPIC",
+        "-Wl,-soname,libnvidia-ml.so.1",
+        "-o",
+        str(folder / "libnvidia-ml.so.1"),
+    ]
     subprocess.run(["gcc", *library, str(source)], check=True, timeout=60)
     return str(folder)
 
@@ -186,14 +199,20 @@ def _gpus_for_marked(request: pytest.FixtureRequest) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if not hasattr(config, "workerinput"):  # a cache for this run: what a killed compile leaves in it spoils no other
+    # a cache for this run: what a killed compile leaves in it spoils no other
+    if not hasattr(config, "workerinput"):
         config.compile_cache = tempfile.mkdtemp(prefix="inductor-")
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = config.compile_cache  # xdist's workers inherit it
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's "&" does that, and every script would inherit it
+    # a shell's "&" does that, and every script would inherit it
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if not config.pluginmanager.hasplugin("timeout"):
-        config.addinivalue_line("markers", "timeout(seconds): without effect, pytest-timeout is not installed")
-    starts_workers = getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput")
+        config.addinivalue_line(
+            "markers", "timeout(seconds): without effect, pytest-timeout is not installed"
+        )
+    starts_workers = getattr(config.option, "numprocesses", None) and not hasattr(
+        config, "workerinput"
+    )
     if starts_workers and _asked_for_gpu_tests(config):
         with contextlib.suppress(NoGpus):  # the workers find and tell the same reason
             os.environ[SHARED] = ",".join(take_gpus(min(MOST_GPUS, len(visible_gpus()))))
@@ -206,14 +225,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    _selected[:] = [item.nodeid for item in session.items if item.get_closest_marker("gpu") is not None]
+    _selected[:] = [
+        item.nodeid for item in session.items if item.get_closest_marker("gpu") is not None
+    ]
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if "gpu" not in report.keywords:
         return
     if report.skipped:
-        _skipped[report.nodeid] = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        _skipped[report.nodeid] = (
+            report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        )
     elif report.when == "call":
         _ran.append(report.nodeid)
 
@@ -225,7 +248,9 @@ def _asked_for_gpu_tests(config: pytest.Config) -> bool:
 def _nothing_ran(config: pytest.Config) -> bool:
     # under xdist only the workers collect: the reports tell that something was selected
     selected = _selected or _skipped
-    return bool(_asked_for_gpu_tests(config) and selected and not _ran and not config.option.collectonly)
+    return bool(
+        _asked_for_gpu_tests(config) and selected and not _ran and not config.option.collectonly
+    )
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -239,7 +264,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.exitstatus = NOTHING_RAN
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
     """What ran on GPUs, what did not and why."""
     if not (_asked_for_gpu_tests(config) or _ran) or config.option.collectonly:
         return
@@ -254,7 +281,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 @pytest.fixture(scope="session")
 def smollm2(once) -> Path:
     """The real model's folder, made if it is not there; skips with pip's own words where that cannot be."""
-    made = once("smollm2", functools.partial(harness.run, "models/make_smollm2.py", timeout=900, warm=False))
+    made = once(
+        "smollm2", functools.partial(harness.run, "models/make_smollm2.py", timeout=900, warm=False)
+    )
     if made.code == 2:
         pytest.skip(f"models/smollm2-135m: {made.err.strip()}")
     assert made.code == 0, made.err

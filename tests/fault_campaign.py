@@ -49,7 +49,8 @@ NUMBERS = (1, 1, 2, 2, 3)  # of processes: a fault draws one of them
 SCRIPTS = dict.fromkeys((*SEVERAL, "06_fsdp_zero/train_zero.py"), (NUMBERS, ()))
 SCRIPTS["08_model_parallel/train_3d.py"] = ((4,), ("--tp", 2, "--pp", 2, "--micro-batch-size", 3))
 FLAGS = ("--steps", STEPS, "--save-every", SAVE_EVERY, "--deterministic", "--resume")
-HANGS_AFTER_SECONDS = 120  # a run that has not reached the fault's step by then, or has not ended that long after it
+# a run that has not reached the fault's step by then, or has not ended that long after it
+HANGS_AFTER_SECONDS = 120
 # the other ranks wait this long for a stopped one, and torchrun that long after SIGTERM until it kills it
 STOPPED_RANK = {"COLLECTIVE_TIMEOUT_SECONDS": "20", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "2"}
 KINDS = (
@@ -79,7 +80,9 @@ class Fault:
         return SAVE_EVERY * (1 + self.async_save + (self.kind == "corrupt newest"))
 
 
-def draw(seed: int, number: int, kinds: tuple[str, ...], numbers: tuple[int, ...] = NUMBERS) -> Fault:
+def draw(
+    seed: int, number: int, kinds: tuple[str, ...], numbers: tuple[int, ...] = NUMBERS
+) -> Fault:
     """Fault `number` of the campaign with that seed, on one of these numbers of processes."""
     rng = random.Random(f"{seed}:{number}")
     kind = kinds[number % len(kinds)]
@@ -91,7 +94,9 @@ def draw(seed: int, number: int, kinds: tuple[str, ...], numbers: tuple[int, ...
         world_size,
         rank=rng.randrange(world_size),
         async_save=rng.random() < 0.5,
-        step=rng.randint(2 * SAVE_EVERY + 1 if kind == "corrupt newest" else 1, STEPS - 3 * SAVE_EVERY),
+        step=rng.randint(
+            2 * SAVE_EVERY + 1 if kind == "corrupt newest" else 1, STEPS - 3 * SAVE_EVERY
+        ),
         in_save=rng.random() < 1 / 3 or kind == "SIGTERM in save",
         seconds_paused=rng.uniform(0.1, 2),
         damage=rng.choice(("truncated", "one bit", "missing")),
@@ -108,7 +113,9 @@ def strike(fault: Fault, process: subprocess.Popen, folder: Path) -> bool:
     reaches = partial(holds, process, timeout=HANGS_AFTER_SECONDS)
     if not reaches(lambda: steps_logged(folder) >= 1):
         return False
-    rank = psutil.Process(process.pid) if fault.world_size == 1 else rank_process(process, fault.rank)
+    rank = (
+        psutil.Process(process.pid) if fault.world_size == 1 else rank_process(process, fault.rank)
+    )
     if not reaches(lambda: steps_logged(folder) >= fault.step):
         return False
     if fault.kind == "corrupt newest" and not reaches(lambda: len(saved_steps(folder)) >= 2):
@@ -128,7 +135,8 @@ def strike(fault: Fault, process: subprocess.Popen, folder: Path) -> bool:
     elif fault.kind == "SIGTERM in save":
         process.send_signal(signal.SIGTERM)
     elif fault.kind == "disk full":
-        with open(folder / "run/ballast", "ab", buffering=0) as ballast:  # again and again: the job may delete files
+        # again and again: the job may delete files
+        with open(folder / "run/ballast", "ab", buffering=0) as ballast:
             reaches(lambda: fill(ballast))
     elif fault.kind == "corrupt newest":
         kill_all(process)
@@ -169,26 +177,38 @@ def suffer(fault: Fault, folder: Path, weights: str, script: str) -> list[str]:
             try:
                 struck = strike(fault, process, folder)
                 process.wait(HANGS_AFTER_SECONDS)
-                psutil.wait_procs(descendants(process), timeout=HANGS_AFTER_SECONDS)  # ranks outlive a killed agent
+                # ranks outlive a killed agent
+                psutil.wait_procs(descendants(process), timeout=HANGS_AFTER_SECONDS)
             finally:
                 result = finish(process, folder, timeout=1)
             (folder / "run/ballast").unlink(missing_ok=True)
-            last = max(record["step"] for record in metrics.read_records(folder / "run/metrics.jsonl"))
+            last = max(
+                record["step"] for record in metrics.read_records(folder / "run/metrics.jsonl")
+            )
             # what a restart can count on; the newest was damaged on purpose
             saved = [0, *saved_steps(folder)][-2 if fault.kind == "corrupt newest" else -1]
             lost = last - saved
             problems += ["struck too late"] * (not struck)
             if fault.kind != "pause a rank":
-                if fault.kind != "corrupt newest":  # there the job was killed by this process, its exit code is lost
+                # there the job was killed by this process, its exit code is lost
+                if fault.kind != "corrupt newest":
                     problems += ["exit code 0 despite the fault"] * (result.code == 0)
-                result = finish(launch(script, folder, *flags, nproc=nproc), folder, HANGS_AFTER_SECONDS)
-                resumed = int((re.findall(r"resuming from \S+/step-(\d+)", result.out) or ["0"])[-1])
+                result = finish(
+                    launch(script, folder, *flags, nproc=nproc), folder, HANGS_AFTER_SECONDS
+                )
+                resumed = int(
+                    (re.findall(r"resuming from \S+/step-(\d+)", result.out) or ["0"])[-1]
+                )
                 problems += [f"went on at step {resumed}, not {saved}"] * (resumed != saved)
             problems += [f"exit code {result.code} at the end"] * (result.code != 0)
-            problems += [f"lost {lost} steps, {fault.steps_at_risk} at risk"] * (lost > fault.steps_at_risk)
+            problems += [f"lost {lost} steps, {fault.steps_at_risk} at risk"] * (
+                lost > fault.steps_at_risk
+            )
             if result.code == 0:
                 problems += ["other weights"] * (result.summary["weights_sha256"] != weights)
-                problems += ["gaps in metrics.jsonl"] * (result.column("step") != [*range(1, STEPS + 1), STEPS])
+                problems += ["gaps in metrics.jsonl"] * (
+                    result.column("step") != [*range(1, STEPS + 1), STEPS]
+                )
         except subprocess.TimeoutExpired:
             problems.append(f"hung: not over {HANGS_AFTER_SECONDS} s after the fault")
         except (AssertionError, OSError, ValueError, LookupError, psutil.Error) as error:
@@ -198,9 +218,13 @@ def suffer(fault: Fault, folder: Path, weights: str, script: str) -> list[str]:
 
 def main() -> int:
     parser = cli.Parser(__doc__)
-    parser.add_argument("--faults", type=cli.positive_int, default=10, help="how many; 7 have each kind once")
+    parser.add_argument(
+        "--faults", type=cli.positive_int, default=10, help="how many; 7 have each kind once"
+    )
     parser.add_argument("--seed", type=cli.natural, default=0)
-    parser.add_argument("--script", choices=SCRIPTS, default=SEVERAL[0], help="the training script that suffers")
+    parser.add_argument(
+        "--script", choices=SCRIPTS, default=SEVERAL[0], help="the training script that suffers"
+    )
     parser.add_argument("--jobs", type=cli.positive_int, default=2, help="faults at a time")
     args = parser.parse_args()
     start, folder, kinds = time.monotonic(), Path(tempfile.mkdtemp(prefix="faults-")), KINDS
@@ -216,10 +240,14 @@ def main() -> int:
     bad = 0
 
     def undisturbed(n: int) -> str:
-        return train(args.script, folder / f"world-{n}", *FLAGS, *flags, nproc=n).summary["weights_sha256"]
+        return train(args.script, folder / f"world-{n}", *FLAGS, *flags, nproc=n).summary[
+            "weights_sha256"
+        ]
 
     def judged(fault: Fault) -> list[str]:
-        return suffer(fault, folder / f"fault-{fault.number}", weights[fault.world_size], args.script)
+        return suffer(
+            fault, folder / f"fault-{fault.number}", weights[fault.world_size], args.script
+        )
 
     with ThreadPoolExecutor(args.jobs) as pool:
         weights = dict(zip(worlds, pool.map(undisturbed, worlds), strict=True))
@@ -227,7 +255,9 @@ def main() -> int:
             bad += bool(problems)
             where = f"{fault.kind:<15} on {fault.world_size} ranks at step {fault.step}"
             print(f"fault {fault.number:>3} {where}: {'; '.join(problems) or 'ok'}", flush=True)
-    print(f"\n{len(faults)} faults, {bad} not ok, {time.monotonic() - start:.0f} s, seed {args.seed}")
+    print(
+        f"\n{len(faults)} faults, {bad} not ok, {time.monotonic() - start:.0f} s, seed {args.seed}"
+    )
     print(f"see {folder}") if bad else shutil.rmtree(folder)
     return 1 if bad else 0
 

@@ -31,7 +31,8 @@ ROOT = Path(__file__).resolve().parents[1]
 FILE = ROOT / "tests/data/golden.json"
 TEXT = shlex.quote(str(ROOT / "tests/data/text.txt"))
 TOLERANCE = 1e-5  # relative; another kind of CPU moves these losses by 3e-7
-CLEAR_LEAD = 0.03  # of the likeliest token's logit over the next: rounding moves them by less than 1e-5
+# of the likeliest token's logit over the next: rounding moves them by less than 1e-5
+CLEAR_LEAD = 0.03
 PROMPTS = ["for i in range(3): print(i)", "x = 1"]  # of unequal lengths
 NEW_TOKENS = 24
 HIDDEN, MIDDLE, VOCABULARY, LAYERS, HEAD, HEADS, KEY_HEADS = 36, 52, 258, 3, 10, 4, 2
@@ -53,7 +54,9 @@ ANSWERED = ("greedy tokens, prompt 1", "greedy tokens, prompt 2")
 TRAIN = f"--model ../model/config.json --data {TEXT} --seq-len 32 --global-batch-size 36 --lr 4e-3 --warmup-steps 5"
 TRAIN += " --weight-decay 0.1 --clip-norm 1.42 --seed 1 --dtype fp32 --device cpu --log-every 1 --eval-every 5"
 TRAIN += " --run-dir run --steps"
-ANSWER = f"--dtype fp32 --device cpu --max-new-tokens {NEW_TOKENS} --json summary.json --model ../model"
+ANSWER = (
+    f"--dtype fp32 --device cpu --max-new-tokens {NEW_TOKENS} --json summary.json --model ../model"
+)
 BOTH = f"{ANSWER} --prompts ../prompts.txt"
 DRAFT = f"{ANSWER} --draft ../draft --prompt {shlex.quote(PROMPTS[0])}"  # for one prompt
 DDP, FSDP = "05_ddp/train.py", "06_fsdp_zero/train_fsdp.py"
@@ -67,11 +70,23 @@ WAYS = [
     ("one device", True, TRAINED, f"0 04_amp/train.py {TRAIN} 10"),
     ("ddp, 1 rank", False, TRAINED, f"1 {DDP} {TRAIN} 10 --micro-batch-size 12"),
     ("ddp, 2 ranks", True, TRAINED, f"2 {DDP} {TRAIN} 10 --micro-batch-size 6"),
-    ("ddp, 2 ranks, from step 5 on 1 rank", False, TRAINED, f"2 {DDP} {TRAIN} 5", f"0 {DDP} {TRAIN} 10 --resume"),
+    (
+        "ddp, 2 ranks, from step 5 on 1 rank",
+        False,
+        TRAINED,
+        f"2 {DDP} {TRAIN} 5",
+        f"0 {DDP} {TRAIN} 10 --resume",
+    ),
     ("fsdp, 2 ranks", True, TRAINED, f"2 {FSDP} {TRAIN} 10 --micro-batch-size 9"),
     ("zero stage 0, 2 ranks", False, TRAINED, f"2 {ZERO} --stage 0 {TRAIN} 10"),
     ("zero stage 3, 2 ranks", True, TRAINED, f"2 {ZERO} --stage 3 {TRAIN} 10"),
-    ("fsdp, 1 rank, from step 5 on 2 ranks", False, TRAINED, f"0 {FSDP} {TRAIN} 5", f"2 {FSDP} {TRAIN} 10 --resume"),
+    (
+        "fsdp, 1 rank, from step 5 on 2 ranks",
+        False,
+        TRAINED,
+        f"0 {FSDP} {TRAIN} 5",
+        f"2 {FSDP} {TRAIN} 10 --resume",
+    ),
     ("tensor parallel 2", True, TRAINED, f"2 {MESH} --tp 2 {TRAIN} 10"),
     ("pipeline parallel 2", False, TRAINED, f"2 {MESH} --pp 2 {TRAIN} 10 --micro-batch-size 9"),
     ("context parallel 2", False, TRAINED, f"2 {MESH} --cp 2 {TRAIN} 10"),
@@ -87,7 +102,11 @@ WAYS = [
 def write_folder(folder: Path, noise: float) -> None:
     """A Hugging Face folder with random weights, large enough for attention to decide the next token as well. No code
     of the repository draws them, and RandomState gives the same numbers in every version of numpy."""
-    sizes = {"model.embed_tokens": (VOCABULARY, HIDDEN), "model.norm": (HIDDEN,), "lm_head": (VOCABULARY, HIDDEN)}
+    sizes = {
+        "model.embed_tokens": (VOCABULARY, HIDDEN),
+        "model.norm": (HIDDEN,),
+        "lm_head": (VOCABULARY, HIDDEN),
+    }
     for layer in range(LAYERS):
         block = {
             "input_layernorm": (HIDDEN,),
@@ -130,7 +149,9 @@ def tokens_of_transformers(folder: Path, prompt: str) -> list[int]:
             two = net(torch.tensor([ids])).logits[0, -1].topk(2)
         best, second = two.values.tolist()
         if best - second < CLEAR_LEAD:
-            sys.exit(f"{prompt!r}: a lead of {best - second:.4f} may be a matter of rounding, take another prompt")
+            sys.exit(
+                f"{prompt!r}: a lead of {best - second:.4f} may be a matter of rounding, take another prompt"
+            )
         ids.append(two.indices[0].item())
     return ids[-NEW_TOKENS:]
 
@@ -138,18 +159,28 @@ def tokens_of_transformers(folder: Path, prompt: str) -> list[int]:
 def go(folder: Path, commands: list[str]) -> list[list]:
     """Run the commands one after the other in `folder`, which is made; the lists that they leave behind."""
     folder.mkdir()
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CORPUS_CACHE": str(folder / "corpus")}  # no older tokens
+    # no older tokens
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CORPUS_CACHE": str(folder / "corpus")}
     for command in commands:
         ranks, script, *flags = shlex.split(command)
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks != "0" else []
+        launcher = (
+            ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+            if ranks != "0"
+            else []
+        )
         argv = [sys.executable, *launcher, str(ROOT / script), *flags]
-        done = subprocess.run(argv, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
+        done = subprocess.run(
+            argv, cwd=folder, env=environment, capture_output=True, text=True, timeout=600
+        )
         if done.returncode:
             sys.exit(f"{done.stderr[-4000:]}\nexit code {done.returncode}: {shlex.join(argv)}")
     if (folder / "summary.json").exists():
         return json.loads((folder / "summary.json").read_text())["token_ids"]
     records = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
-    return [[record[column] for record in records if column in record] for column in ("loss", "grad_norm", "val_loss")]
+    return [
+        [record[column] for record in records if column in record]
+        for column in ("loss", "grad_norm", "val_loss")
+    ]
 
 
 def compare(way: str, key: str, wanted: list, got: list) -> None:
@@ -161,9 +192,15 @@ def compare(way: str, key: str, wanted: list, got: list) -> None:
 
 def main() -> None:
     started = time.monotonic()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", metavar="WORDS", help="the ways that have them in their name")
-    parser.add_argument("--write", action="store_true", help="write the file, if all ways give the same numbers")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", default="", metavar="WORDS", help="the ways that have them in their name"
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="write the file, if all ways give the same numbers"
+    )
     args = parser.parse_args()
     if args.write and args.only:
         parser.error("--write goes all ways: leave out --only")
@@ -178,7 +215,10 @@ def main() -> None:
             golden = dict(zip(ANSWERED, answers, strict=True))
         else:
             golden = json.loads(FILE.read_text())
-        runs = [pool.submit(go, folder / str(i), commands) for i, (_, _, _, *commands) in enumerate(ways)]
+        runs = [
+            pool.submit(go, folder / str(i), commands)
+            for i, (_, _, _, *commands) in enumerate(ways)
+        ]
         try:
             for (way, _, keys, *_), run in zip(ways, runs, strict=True):
                 for key, got in zip(keys, run.result(), strict=True):

@@ -26,7 +26,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FAULTS = ROOT / "tests/data/mutations.toml"
-COPIED = ("[0-9]*", "common", "planner", "tests", "benchmarks", "launch", "Makefile", "pyproject.toml", "*.md")
+COPIED = (
+    "[0-9]*",
+    "common",
+    "planner",
+    "tests",
+    "benchmarks",
+    "launch",
+    "Makefile",
+    "pyproject.toml",
+    "*.md",
+)
 SECONDS_PER_TEST = 600  # a fault may turn a run into a hang, and a busy machine is slow
 TESTS_FAILED = 1  # pytest's exit status
 
@@ -42,7 +52,9 @@ class Fault:
     def plant(self, folder: Path) -> None:
         """Write the faulty lines into a copy of the repository. ValueError if the old ones are not there once."""
         text = (folder / self.file).read_text()
-        faulty, times = re.subn("^" + re.escape(self.old), lambda _: self.new, text, flags=re.MULTILINE)
+        faulty, times = re.subn(
+            "^" + re.escape(self.old), lambda _: self.new, text, flags=re.MULTILINE
+        )
         if times != 1:
             raise ValueError(f"{self.breaks}: stands {times} times in {self.file}: {self.old!r}")
         if self.file.endswith(".py"):
@@ -58,7 +70,9 @@ def copy_of_the_repository(folder: Path) -> Path:
     folder.mkdir(parents=True)
     for path in (path for pattern in COPIED for path in ROOT.glob(pattern)):
         if path.is_dir():
-            shutil.copytree(path, folder / path.name, ignore=shutil.ignore_patterns("__pycache__", "results"))
+            shutil.copytree(
+                path, folder / path.name, ignore=shutil.ignore_patterns("__pycache__", "results")
+            )
         else:
             shutil.copy(path, folder)
     return folder
@@ -89,17 +103,31 @@ def judge(folder: Path, fault: Fault) -> tuple[bool, str]:
     # ERROR file::test: the run failed that a fixture makes for several tests. A file that cannot be imported has no ::
     failed = re.search(r"^(FAILED|ERROR \S+\.py::)", result.stdout, re.MULTILINE)
     if result.returncode != TESTS_FAILED or failed is None:
-        return False, f"pytest exit {result.returncode}\n{result.stdout[-2000:]}{result.stderr[-2000:]}"
+        return (
+            False,
+            f"pytest exit {result.returncode}\n{result.stdout[-2000:]}{result.stderr[-2000:]}",
+        )
     told = re.search(r"^E +.+|^.*Timeout.*", result.stdout, re.MULTILINE)
     return True, f"{time.monotonic() - start:.0f} s: {told[0][1:160].strip() if told else ''}"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", metavar="WORDS", default="", help="faults with these words in breaks, file or test")
-    parser.add_argument("--jobs", type=int, default=2, help="faults at a time, each in its own copy")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only",
+        metavar="WORDS",
+        default="",
+        help="faults with these words in breaks, file or test",
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=2, help="faults at a time, each in its own copy"
+    )
     args = parser.parse_args()
-    chosen = [f for f in all_faults() if any(args.only in words for words in (f.breaks, f.file, f.test))]
+    chosen = [
+        f for f in all_faults() if any(args.only in words for words in (f.breaks, f.file, f.test))
+    ]
     if not chosen:
         parser.error(f"--only {args.only}: no fault has that")
     start, survivors, copies = time.monotonic(), [], queue.Queue()
@@ -119,12 +147,20 @@ def main() -> int:
         with ThreadPoolExecutor(args.jobs) as pool:
             for sound in pool.map(lambda share: in_a_copy(pytest, *share), shares):
                 if sound.returncode:
-                    sys.exit(f"{sound.stdout[-6000:]}\nerror: without a fault these tests must pass, and one does not")
-            print(f"no fault: {len(tests)} tests pass, {time.monotonic() - start:.0f} s", flush=True)
-            for fault, (caught, told) in zip(chosen, pool.map(partial(in_a_copy, judge), chosen), strict=True):
+                    sys.exit(
+                        f"{sound.stdout[-6000:]}\nerror: without a fault these tests must pass, and one does not"
+                    )
+            print(
+                f"no fault: {len(tests)} tests pass, {time.monotonic() - start:.0f} s", flush=True
+            )
+            for fault, (caught, told) in zip(
+                chosen, pool.map(partial(in_a_copy, judge), chosen), strict=True
+            ):
                 print(f"{fault.breaks}: {'caught' if caught else 'SURVIVED'}, {told}", flush=True)
                 survivors += [] if caught else [fault.breaks]
-    print(f"\nfaults planted: {len(chosen)}, survived: {len(survivors)}, {time.monotonic() - start:.0f} s")
+    print(
+        f"\nfaults planted: {len(chosen)}, survived: {len(survivors)}, {time.monotonic() - start:.0f} s"
+    )
     return 1 if survivors else 0
 
 

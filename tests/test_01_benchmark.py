@@ -31,7 +31,9 @@ def test_a_gpus_clock_runs_from_after_the_flush_to_the_end_of_the_work(monkeypat
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event)
     flush = SimpleNamespace(zero_=lambda: log.append("flush"))
-    assert benchmark.timed(lambda: log.append("work"), CUDA, samples=1, flush=flush, repeat=2) == [1.5]
+    assert benchmark.timed(lambda: log.append("work"), CUDA, samples=1, flush=flush, repeat=2) == [
+        1.5
+    ]
     assert log[log.index("flush") :] == ["flush", "event", "work", "work", "event", "event's wait"]
 
 
@@ -50,7 +52,16 @@ def test_a_wrong_product_and_a_rate_above_the_peak_are_seen(monkeypatch):
     monkeypatch.setattr(hardware, "peak_flops", lambda name, dtype: 10.0)
     monkeypatch.setattr(machine, "highest_flops", lambda name, dtype, clock: 11.0)
     for rates in ([10.0, 10.5, 11.0], [1.0, 2.0, 11.5]):  # one sample above is enough
-        row = benchmark.run("matmul", "a test", "bf16", (16,), "FLOP/s", rates, relative_error=0.0, flop_per_byte=1.0)
+        row = benchmark.run(
+            "matmul",
+            "a test",
+            "bf16",
+            (16,),
+            "FLOP/s",
+            rates,
+            relative_error=0.0,
+            flop_per_byte=1.0,
+        )
         bench.compare([row], "a GPU", 1980.0)
         assert row["peak_share"] == pytest.approx(row["median"] / 10)
         if max(rates) <= 11:
@@ -67,15 +78,37 @@ def test_work_that_is_not_done_is_seen(monkeypatch):
 
 
 def test_a_run_on_a_cpu_says_what_it_cannot_show(tmp_path):
-    file = with_fault(SCRIPT, tmp_path, '"cpu": 2**28', '"cpu": 2**22')  # arrays that take no time, and small matmuls
-    file.write_text(file.read_text().replace("50_257, 256", "257, 256").replace("50_304, 256", "320, 256"))
-    result = run(file, tmp_path, "--device", "cpu", "--samples", "1", "--json", "n.json", "--plot", "roofline.png")
+    # arrays that take no time, and small matmuls
+    file = with_fault(SCRIPT, tmp_path, '"cpu": 2**28', '"cpu": 2**22')
+    file.write_text(
+        file.read_text().replace("50_257, 256", "257, 256").replace("50_304, 256", "320, 256")
+    )
+    result = run(
+        file,
+        tmp_path,
+        "--device",
+        "cpu",
+        "--samples",
+        "1",
+        "--json",
+        "n.json",
+        "--plot",
+        "roofline.png",
+    )
     assert result.code == 0, result.out + result.err
     summary = json.loads((tmp_path / "n.json").read_text())
     assert {"between host and GPU", "CPU against GPU"} <= summary["not_measured"].keys()
     assert (summary["crossover_size"], summary["square_1000_cpu_over_gpu"]) == (None, None)
     rows = {row["kind"]: row for row in summary["rows"]}
-    assert rows.keys() >= {"matmul", "width", "triad", "launch", "square", "transformer", "transformer_by_default"}
+    assert rows.keys() >= {
+        "matmul",
+        "width",
+        "triad",
+        "launch",
+        "square",
+        "transformer",
+        "transformer_by_default",
+    }
     assert all(0 < row["min"] <= row["median"] <= row["max"] for row in summary["rows"])
     assert rows["triad"]["flop_per_byte"] == pytest.approx(1 / 6)
     native, _ = machine.native_types(CPU)
@@ -89,10 +122,14 @@ def test_a_run_on_a_cpu_says_what_it_cannot_show(tmp_path):
     assert (tmp_path / "roofline.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
-@pytest.mark.parametrize("flags", [["--samples", "0"], ["--plot", "/nowhere/at/all.png"], ["--device", "cuda"]])
+@pytest.mark.parametrize(
+    "flags", [["--samples", "0"], ["--plot", "/nowhere/at/all.png"], ["--device", "cuda"]]
+)
 def test_what_cannot_be_is_one_line_before_anything_is_measured(tmp_path, flags):
     result = run(SCRIPT, tmp_path, *flags)
-    assert (result.code, result.out, len(result.err.splitlines())) == (2, "", 1), result.out + result.err
+    assert (result.code, result.out, len(result.err.splitlines())) == (2, "", 1), (
+        result.out + result.err
+    )
     assert all(word in result.err for word in flags)
 
 
@@ -103,7 +140,9 @@ def test_on_a_gpu(gpus, tmp_path):
     env = {**clean_env(), "CUDA_VISIBLE_DEVICES": gpus["CUDA_VISIBLE_DEVICES"]}
     del env["OMP_NUM_THREADS"]
     command = [sys.executable, ROOT / SCRIPT, *flags]
-    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     summary = json.loads((tmp_path / "n.json").read_text())
     native = machine.native_types(CUDA)[0]

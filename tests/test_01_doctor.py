@@ -42,14 +42,18 @@ def quick(tmp_path_factory):
     return with_fault(SCRIPT, folder, '("gloo", "nccl") if gpus > 1 else ("gloo",)', "()")
 
 
-def doctor(folder: Path, *flags, script: str | Path = SCRIPT, **env: str) -> tuple[dict[str, str], dict[str, str]]:
+def doctor(
+    folder: Path, *flags, script: str | Path = SCRIPT, **env: str
+) -> tuple[dict[str, str], dict[str, str]]:
     """By check: its result, and what was seen. Each fault has a fix, and the exit code says whether one failed."""
     result = run(script, folder, "--json", "d.json", *flags, **env)
     assert (folder / "d.json").exists(), result.out + result.err
     summary = json.loads((folder / "d.json").read_text())
     checks = summary["checks"]
     failures = sum(check["result"] == "fail" for check in checks)
-    assert (result.code, summary["failures"]) == (min(1, failures), failures), result.out + result.err
+    assert (result.code, summary["failures"]) == (min(1, failures), failures), (
+        result.out + result.err
+    )
     assert all(check["fix"] for check in checks if check["result"] in ("warn", "fail"))
     return {c["check"]: c["result"] for c in checks}, {c["check"]: c["seen"] for c in checks}
 
@@ -60,7 +64,9 @@ def planted(folder: Path, quick: Path, setup="", step="pass", nproc=1, timeout=6
     script.write_text(PLAIN.format(setup=setup, step=step))
     flags = ["--script", script, "--nproc", nproc, "--steps", 5, "--timeout", timeout]
     found = doctor(folder, *flags, script=quick, **env)
-    assert not [p for p in psutil.process_iter(["cmdline"]) if str(script) in (p.info["cmdline"] or [])]
+    assert not [
+        p for p in psutil.process_iter(["cmdline"]) if str(script) in (p.info["cmdline"] or [])
+    ]
     return found
 
 
@@ -71,7 +77,18 @@ def failed(results: dict[str, str]) -> set[str]:
 def test_a_healthy_run_is_silent(tmp_path):
     """The whole command, on a script that leaves through os._exit before the last step that is watched."""
     write_tiny(tmp_path)
-    flags = ["--model", "tiny.json", "--seq-len", 32, "--global-batch-size", 4, "--device", "cpu", "--steps", 4]
+    flags = [
+        "--model",
+        "tiny.json",
+        "--seq-len",
+        32,
+        "--global-batch-size",
+        4,
+        "--device",
+        "cpu",
+        "--steps",
+        4,
+    ]
     results, seen = doctor(tmp_path, "--script", ROOT / "04_amp/train.py", "--", *flags)
     assert failed(results) == set(), seen
     for name in ("script", "devices", "dtypes", "NaN, overflow", "memory", "gloo all-reduce"):
@@ -79,10 +96,14 @@ def test_a_healthy_run_is_silent(tmp_path):
     assert "4 steps" in seen["script"]
 
 
-@pytest.mark.parametrize("flags", [["--script", "none.py"], ["--nproc", "0"], ["--json", "none/d.json"]])
+@pytest.mark.parametrize(
+    "flags", [["--script", "none.py"], ["--nproc", "0"], ["--json", "none/d.json"]]
+)
 def test_a_wrong_flag_is_one_line(tmp_path, flags):
     result = run(SCRIPT, tmp_path, *flags)
-    assert (result.code, result.out, len(result.err.splitlines())) == (2, "", 1), result.out + result.err
+    assert (result.code, result.out, len(result.err.splitlines())) == (2, "", 1), (
+        result.out + result.err
+    )
     assert all(word in result.err for word in flags)
 
 
@@ -109,7 +130,11 @@ def test_gpus_that_only_the_driver_sees(fake_driver, tmp_path, quick):
     """On a torch that says it was built for CUDA 12.8: a driver that fits, a silent one, one that is too old."""
     script = with_prelude(str(quick), tmp_path, "import torch\ntorch.version.cuda = '12.8'")
     refuse = "nvmlSystemGetCudaDriverVersion,nvmlSystemGetCudaDriverVersion_v2"
-    for env, expected in (({}, "ok"), ({"NVML_REFUSE": refuse}, "skip"), ({"NVML_CUDA": "11040"}, "fail")):
+    for env, expected in (
+        ({}, "ok"),
+        ({"NVML_REFUSE": refuse}, "skip"),
+        ({"NVML_CUDA": "11040"}, "fail"),
+    ):
         results, seen = doctor(tmp_path, script=script, LD_LIBRARY_PATH=fake_driver, **env)
         assert (results["driver"], results["visible GPUs"]) == (expected, "fail"), seen
     assert "11.4" in seen["driver"]
@@ -118,7 +143,10 @@ def test_gpus_that_only_the_driver_sees(fake_driver, tmp_path, quick):
 def test_a_hang(tmp_path, quick):
     """Before the first step, so that the seconds until the script counts as hung are not its start's."""
     results, seen = planted(
-        tmp_path, quick, setup="net.boom.forward = lambda x: threading.Event().wait(); net(data[:2][0])", timeout=5
+        tmp_path,
+        quick,
+        setup="net.boom.forward = lambda x: threading.Event().wait(); net(data[:2][0])",
+        timeout=5,
     )
     assert failed(results) == {"script"}
     assert "script.py:" in seen["script"]
@@ -148,7 +176,11 @@ def test_ranks_that_do_the_same_apart(tmp_path, quick):
     setup += "torch.manual_seed(0); data = Slow(torch.randn(64, 4), torch.randn(64, 1))"
     results, seen = planted(tmp_path, quick, setup, nproc=2)
     assert failed(results) == {"ranks' weights"}
-    assert (results["script"], results["data wait"], results["ranks' batches"]) == ("ok", "warn", "warn"), seen
+    assert (results["script"], results["data wait"], results["ranks' batches"]) == (
+        "ok",
+        "warn",
+        "warn",
+    ), seen
 
 
 @pytest.mark.full
@@ -159,11 +191,17 @@ def test_an_idle_rank(tmp_path, quick):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("step", "result"), [("x, y = x.cuda(), y.cuda()", "ok"), ("pass", "fail")])
+@pytest.mark.parametrize(
+    ("step", "result"), [("x, y = x.cuda(), y.cuda()", "ok"), ("pass", "fail")]
+)
 def test_a_batch_on_the_gpu_and_one_left_on_the_cpu(gpus, tmp_path, quick, step, result):
     visible = {"CUDA_VISIBLE_DEVICES": gpus["CUDA_VISIBLE_DEVICES"]}
     results, seen = planted(tmp_path, quick, setup="net.cuda()", step=step, **visible)
-    assert (results["architecture"], results["script"], results["devices"]) == ("ok", result, result), seen
+    assert (results["architecture"], results["script"], results["devices"]) == (
+        "ok",
+        result,
+        result,
+    ), seen
     assert step != "pass" or "cuda:0" in seen["devices"]
 
 

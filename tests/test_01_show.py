@@ -10,7 +10,9 @@ from support import harness
 
 SCRIPT = "01_devices/show.py"
 DRIVER = (Path(__file__).parent / "support/fake_nvml.c").read_text()
-QUERIES = set(re.findall(r"\b(nvml(?:Device|System)Get\w+)\(", DRIVER)) | set(re.findall(r"CONSTANT\((\w+),", DRIVER))
+QUERIES = set(re.findall(r"\b(nvml(?:Device|System)Get\w+)\(", DRIVER)) | set(
+    re.findall(r"CONSTANT\((\w+),", DRIVER)
+)
 # asks the driver once per environment given on the command line: the real pynvml, which loads it once per process
 ASK = f"""
 import json, os, sys
@@ -44,11 +46,26 @@ def ask(driver: str, *planted: dict[str, str]) -> list[dict]:
 def test_numbers_are_in_the_units_of_their_names(fake_driver):
     [whole] = ask(fake_driver, {})
     second = whole["gpus"][1]
-    assert (second["refused"], [name for name, value in second.items() if value is None]) == ({}, [])
-    assert (second["uuid"], second["cuda"], second["compute_capability"]) == ("GPU-00000002", "13.0", "9.0")
+    assert (second["refused"], [name for name, value in second.items() if value is None]) == (
+        {},
+        [],
+    )
+    assert (second["uuid"], second["cuda"], second["compute_capability"]) == (
+        "GPU-00000002",
+        "13.0",
+        "9.0",
+    )
     assert (second["memory_total_bytes"], second["memory_used_bytes"]) == (80 * 2**30, 10 * 2**30)
-    assert (second["power_watts"], second["power_limit_watts"], second["utilization"]) == (612, 700, 0.97)
-    assert (second["sm_clock_mhz"], second["sm_clock_max_mhz"], second["nvlinks"]) == (1755, 1980, 4)
+    assert (second["power_watts"], second["power_limit_watts"], second["utilization"]) == (
+        612,
+        700,
+        0.97,
+    )
+    assert (second["sm_clock_mhz"], second["sm_clock_max_mhz"], second["nvlinks"]) == (
+        1755,
+        1980,
+        4,
+    )
     assert second["processes"][0]["memory_bytes"] == 9 * 2**30
     assert second["processes"][0]["user"]  # this very process, as the fake driver has it
     # torch's GPU is found by its UUID; the third is one that NVML does not know
@@ -56,21 +73,28 @@ def test_numbers_are_in_the_units_of_their_names(fake_driver):
 
 
 def test_a_refused_query_costs_its_own_answer_only_and_is_not_known_rather_than_0(fake_driver):
-    functions = sorted(QUERIES - {"nvmlDeviceGetCount_v2"} - {name for name in QUERIES if "GetHandle" in name})
+    functions = sorted(
+        QUERIES - {"nvmlDeviceGetCount_v2"} - {name for name in QUERIES if "GetHandle" in name}
+    )
     whole, *answers = ask(fake_driver, {}, *({"NVML_REFUSE": function} for function in functions))
     costly = 0
     for function, answer in zip(functions, answers, strict=True):
         for gpu, healthy in zip(answer["gpus"], whole["gpus"], strict=True):
             lost = {name for name, value in gpu.items() if value is None}
             assert lost == gpu["refused"].keys(), function
-            kept = gpu.keys() - lost - {"refused", "processes", "nvlinks"}  # processes: each has another pid
-            assert {name: gpu[name] for name in kept} == {name: healthy[name] for name in kept}, function
+            # processes: each has another pid
+            kept = gpu.keys() - lost - {"refused", "processes", "nvlinks"}
+            assert {name: gpu[name] for name in kept} == {name: healthy[name] for name in kept}, (
+                function
+            )
             costly += bool(lost)
     assert costly >= 30  # two GPUs for each: most queries are used
 
 
 def test_gpus_that_are_lost_and_drivers_that_do_not_answer(fake_driver):
-    lost, broken, empty = ask(fake_driver, {"NVML_LOST": "0"}, {"NVML_BROKEN": "1"}, {"NVML_GPUS": "0"})
+    lost, broken, empty = ask(
+        fake_driver, {"NVML_LOST": "0"}, {"NVML_BROKEN": "1"}, {"NVML_GPUS": "0"}
+    )
     first, second = lost["gpus"]
     assert {name for name, value in first.items() if value is not None} == {"index", "refused"}
     assert (second["power_watts"], second["refused"]) == (612, {})
@@ -89,16 +113,23 @@ def test_gpus_that_only_the_driver_sees(tmp_path, fake_driver, refused):
     found = json.loads((tmp_path / "all.json").read_text())
     name = None if refused else "NVIDIA H100 80GB HBM3"
     assert [gpu["name"] for gpu in found["gpus"]] == [name] * 4
-    full = {fit["model"]: fit["fits_here"] for fit in found["fits"] if fit["use"] == "full training"}
+    full = {
+        fit["model"]: fit["fits_here"] for fit in found["fits"] if fit["use"] == "full training"
+    }
     assert full["70B"] is False
     if not refused:
         assert full["7B"] is True
         [sheet] = [sheet for sheet in found["peaks"] if sheet["device"] == name]
-        assert (sheet["bf16_tflops"], sheet["memory_bytes"]) == (pytest.approx(989.4), pytest.approx(80e9))
+        assert (sheet["bf16_tflops"], sheet["memory_bytes"]) == (
+            pytest.approx(989.4),
+            pytest.approx(80e9),
+        )
 
 
 @pytest.mark.parametrize("flags", [["--device", "cuda"], ["--json", "none/x.json"]])
 def test_what_cannot_be_is_one_line(tmp_path, flags):
     result = harness.run(SCRIPT, tmp_path, *flags)
-    assert (result.code, result.out, len(result.err.splitlines())) == (2, "", 1), result.out + result.err
+    assert (result.code, result.out, len(result.err.splitlines())) == (2, "", 1), (
+        result.out + result.err
+    )
     assert all(word in result.err for word in flags)

@@ -33,8 +33,15 @@ def test_limits_are_those_of_numpy_and_ml_dtypes(summary):
     rows = summary["rows"]
     for name, dtype in STORED.items():
         info, own = ml_dtypes.finfo(dtype), rows[name]
-        limits = [float(info.max), float(info.eps), float(info.smallest_normal), float(info.smallest_subnormal)]
-        assert [own[key] for key in ("max", "epsilon", "smallest_normal", "smallest_subnormal")] == limits, name
+        limits = [
+            float(info.max),
+            float(info.eps),
+            float(info.smallest_normal),
+            float(info.smallest_subnormal),
+        ]
+        assert [
+            own[key] for key in ("max", "epsilon", "smallest_normal", "smallest_subnormal")
+        ] == limits, name
         count = own["counts_by_1_to"]
         assert [int(dtype(whole)) for whole in (count - 1, count)] == [count - 1, count], name
         assert int(dtype(count + 1)) != count + 1, name
@@ -48,7 +55,9 @@ def test_sums_are_those_of_numpy(summary, name):
     dtype, row = STORED[name], summary["rows"][name]
     step, total, kahan, lost = float(dtype(1.1)), 0.0, 0.0, 0.0
     assert row["stored_rate"] == step
-    assert row["off_in_a_month"] == pytest.approx(float(Fraction(step) * 2_592_000 - Fraction(2_851_200)), rel=1e-12)
+    assert row["off_in_a_month"] == pytest.approx(
+        float(Fraction(step) * 2_592_000 - Fraction(2_851_200)), rel=1e-12
+    )
     if name.startswith("fp8"):
         return  # it has no arithmetic
     for _ in range(10_000):
@@ -60,7 +69,9 @@ def test_sums_are_those_of_numpy(summary, name):
     exact = 10_000 * Fraction(step)
     assert row["naive_sum"] == total
     assert row["sum_off"] == pytest.approx(float(Fraction(total) - exact), rel=1e-12)
-    assert row["kahan_relative_error"] == pytest.approx(abs(float(Fraction(kahan) / exact - 1)), rel=1e-9)
+    assert row["kahan_relative_error"] == pytest.approx(
+        abs(float(Fraction(kahan) / exact - 1)), rel=1e-9
+    )
 
 
 def test_sums_stop_and_what_mends_that(summary):
@@ -68,13 +79,16 @@ def test_sums_stop_and_what_mends_that(summary):
     assert [rows[name]["naive_sum"] for name in ("bf16", "fp16")] == [512, 4096]
     assert rows["bf16"]["sum_of_ones"] == 256
     for name in ("bf16", "fp16"):
-        assert rows[name]["into_fp32_relative_error"] < 1e-3 < 0.5 < rows[name]["naive_relative_error"]
+        assert (
+            rows[name]["into_fp32_relative_error"] < 1e-3 < 0.5 < rows[name]["naive_relative_error"]
+        )
 
 
 def test_matmuls(summary):
     rows = summary["rows"]
     assert rows["fp32"]["matmul_error"] < 1e-6
-    assert not any("matmul_error" in rows[name] for name in ("tf32", "fp8 e4m3fn", "fp8 e5m2"))  # emulated, and said so
+    # emulated, and said so
+    assert not any("matmul_error" in rows[name] for name in ("tf32", "fp8 e4m3fn", "fp8 e5m2"))
     # two inputs rounded to m bits, each off by about 2^-(m+1) * 0.41 (root mean square); bf16 also rounds the result
     assert rows["tf32"]["emulated_matmul_error"] == pytest.approx(2**-11 * 0.41 * 2**0.5, rel=0.1)
     assert rows["bf16"]["matmul_error"] == pytest.approx(2**-8 * 0.41 * 3**0.5, rel=0.1)
@@ -102,7 +116,8 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(
-    ("line", "wrong"), [FAULTS[0], *(pytest.param(*fault, marks=pytest.mark.full) for fault in FAULTS[1:])]
+    ("line", "wrong"),
+    [FAULTS[0], *(pytest.param(*fault, marks=pytest.mark.full) for fault in FAULTS[1:])],
 )
 def test_the_script_catches_what_is_wrong(tmp_path, line, wrong):
     result = run(with_fault(SCRIPT, tmp_path, line, wrong), tmp_path, "--device", "cpu")
@@ -114,10 +129,17 @@ def test_the_script_catches_what_is_wrong(tmp_path, line, wrong):
 @pytest.mark.parametrize("allow", ["0", "1"])
 def test_on_a_gpu(gpus, tmp_path, allow):
     """Units for tf32 where there are any. NVIDIA's images set the variable, and fp32 is fp32 all the same."""
-    env = {"CUDA_VISIBLE_DEVICES": gpus["CUDA_VISIBLE_DEVICES"], "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": allow}
+    env = {
+        "CUDA_VISIBLE_DEVICES": gpus["CUDA_VISIBLE_DEVICES"],
+        "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": allow,
+    }
     result = run(SCRIPT, tmp_path, "--device", "cuda", "--json", "s.json", **env)
     assert result.code == 0, result.err[-4000:]
     rows = {row["name"]: row for row in json.loads((tmp_path / "s.json").read_text())["rows"]}
     assert rows["fp32"]["matmul_error"] < 1e-6
     if "matmul_error" in rows["tf32"]:
-        assert 10 * rows["fp32"]["matmul_error"] < rows["tf32"]["matmul_error"] < rows["bf16"]["matmul_error"] / 2
+        assert (
+            10 * rows["fp32"]["matmul_error"]
+            < rows["tf32"]["matmul_error"]
+            < rows["bf16"]["matmul_error"] / 2
+        )

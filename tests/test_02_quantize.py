@@ -37,17 +37,38 @@ def test_qat_on_the_model_of_a_folder(tmp_path):
     first, _, second, _ = summary["rows"]
     assert first["base_loss"] == second["base_loss"]  # one model
     assert first["baseline_loss"] != second["baseline_loss"]  # and two orders of the data
-    gains = [min(row["ptq_largest_loss"], row["ptq_least_squares_loss"]) - row["qat_loss"] for row in (first, second)]
+    gains = [
+        min(row["ptq_largest_loss"], row["ptq_least_squares_loss"]) - row["qat_loss"]
+        for row in (first, second)
+    ]
     verdict = summary["verdicts"][0]
-    assert [verdict["lowest_gain"], verdict["highest_gain"]] == pytest.approx(sorted(gains), abs=1e-5)
+    assert [verdict["lowest_gain"], verdict["highest_gain"]] == pytest.approx(
+        sorted(gains), abs=1e-5
+    )
 
 
 FAULTS = [
-    (QUANTIZE, "return (weight / scale).round() * scale", "return (weight / scale).floor() * scale"),
-    (QUANTIZE, "{name: quantize(weight, bits, group) for", "{name: quantize(weight, bits, group, 0.8) for"),
+    (
+        QUANTIZE,
+        "return (weight / scale).round() * scale",
+        "return (weight / scale).floor() * scale",
+    ),
+    (
+        QUANTIZE,
+        "{name: quantize(weight, bits, group) for",
+        "{name: quantize(weight, bits, group, 0.8) for",
+    ),
     (QUANTIZE, "return (products - zero *", "return (products - 2 * zero *"),
-    (QAT, "return gradient * ctx.saved_tensors[0], None, None", "return gradient * 0.9, None, None"),
-    (QAT, "deployed = losses(qat, export(qat, bits, clips)", "deployed = losses(qat, export(qat, 8, clips)"),
+    (
+        QAT,
+        "return gradient * ctx.saved_tensors[0], None, None",
+        "return gradient * 0.9, None, None",
+    ),
+    (
+        QAT,
+        "deployed = losses(qat, export(qat, bits, clips)",
+        "deployed = losses(qat, export(qat, 8, clips)",
+    ),
 ]
 
 
@@ -81,7 +102,9 @@ def on_gpu(gpus: dict[str, str], folder: Path, script: str, *flags: str) -> dict
 def test_quantize_on_the_gpu(gpus, tmp_path):
     """int8 units multiply there what is multiplied in int32 on a CPU."""
     rows = {row["scheme"]: row for row in on_gpu(gpus, tmp_path, QUANTIZE)["rows"]}
-    assert rows["W8A8, min-max of text"]["val_loss"] == pytest.approx(rows["fp32"]["val_loss"], abs=0.05)
+    assert rows["W8A8, min-max of text"]["val_loss"] == pytest.approx(
+        rows["fp32"]["val_loss"], abs=0.05
+    )
 
 
 @pytest.mark.gpu(n=1)

@@ -17,7 +17,9 @@ def test_bytes_and_times(tmp_path):
     assert summary["rows"]
     for row in summary["rows"]:
         for way in ("first", "second"):
-            assert 0 < row[f"min_{way}_seconds"] <= row[f"{way}_seconds"] <= row[f"max_{way}_seconds"]
+            assert (
+                0 < row[f"min_{way}_seconds"] <= row[f"{way}_seconds"] <= row[f"max_{way}_seconds"]
+            )
 
 
 @pytest.mark.parametrize(
@@ -26,8 +28,14 @@ def test_bytes_and_times(tmp_path):
         ("nhwc = nchw.to(memory_format=NHWC)", "nhwc = nchw.clone()"),
         ("lambda: x.T.view(-1))", "lambda: x.T.reshape(-1))"),
         pytest.param("places = y.storage_offset() + i", "places = i", marks=pytest.mark.full),
-        pytest.param('"x.T.contiguous()", "x[[0, 2]]"', '"x.mT", "x[[0, 2]]"', marks=pytest.mark.full),
-        pytest.param("w_nhwc = w.to(memory_format=NHWC)", "w_nhwc = -w.to(memory_format=NHWC)", marks=pytest.mark.full),
+        pytest.param(
+            '"x.T.contiguous()", "x[[0, 2]]"', '"x.mT", "x[[0, 2]]"', marks=pytest.mark.full
+        ),
+        pytest.param(
+            "w_nhwc = w.to(memory_format=NHWC)",
+            "w_nhwc = -w.to(memory_format=NHWC)",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_a_statement_that_does_not_hold_ends_the_run(tmp_path, line, wrong):
@@ -37,7 +45,13 @@ def test_a_statement_that_does_not_hold_ends_the_run(tmp_path, line, wrong):
 
 
 def test_more_processes_are_refused(tmp_path):
-    job = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    job = {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }
     result = run(SCRIPT, tmp_path, **job)
     assert result.code == 2
     assert "one process" in result.err

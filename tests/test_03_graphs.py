@@ -11,7 +11,8 @@ SCRIPT = "03_linear_regression/graphs.py"
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict:
     where = tmp_path_factory.mktemp("graphs")
-    result = run(SCRIPT, where, "--device", "cpu", "--json", "summary.json", PATH="/nowhere")  # no compiler is found
+    # no compiler is found
+    result = run(SCRIPT, where, "--device", "cpu", "--json", "summary.json", PATH="/nowhere")
     assert result.code == 0, result
     return json.loads((where / "summary.json").read_text())
 
@@ -43,7 +44,10 @@ def test_without_a_compiler_only_compiled_steps_are_left_out(found):
     ("line", "wrong"),
     [
         ("            y = y / 2\n", "            y = y / 3\n"),
-        ("            y = x * self.weight\n", "            y = (x * self.weight).detach() + 0 * y\n"),
+        (
+            "            y = x * self.weight\n",
+            "            y = (x * self.weight).detach() + 0 * y\n",
+        ),
         ("lambda x, w: x * w, lambda x, w: x - w", "lambda x, w: x * w, lambda x, w: x * w"),
     ],
 )

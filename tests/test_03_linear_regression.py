@@ -9,7 +9,9 @@ SCRIPT = "03_linear_regression/train.py"
 
 
 def test_recovers_the_line(tmp_path):
-    result = run(SCRIPT, tmp_path, "--device", "cpu", "--json", "s.json", "--run-dir", "run", "--seed", 5)
+    result = run(
+        SCRIPT, tmp_path, "--device", "cpu", "--json", "s.json", "--run-dir", "run", "--seed", 5
+    )
     assert result.code == 0, result.err
     summary = json.loads((tmp_path / "s.json").read_text())
     assert abs(summary["slope"] - 2) < 0.05

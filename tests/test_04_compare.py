@@ -32,7 +32,8 @@ def test_the_same_start_for_every_type(summary):
         assert row["losses"][0] == pytest.approx(fp32["losses"][0], rel=1e-2)
         off = max(abs(a - b) for a, b in zip(row["losses"], fp32["losses"], strict=True))
         assert row["largest_loss_difference"] == pytest.approx(off)
-        assert (row["losses"] == fp32["losses"]) == (name == "fp32")  # each type has arithmetic of its own
+        # each type has arithmetic of its own
+        assert (row["losses"] == fp32["losses"]) == (name == "fp32")
         assert row["last_loss"] < row["losses"][0]
         assert 12 * summary["parameters"] <= row["kept_bytes"] == fp32["kept_bytes"]
 
@@ -41,7 +42,11 @@ def test_speed_is_of_native_types_only(summary):
     for row in summary["rows"].values():
         assert ("tokens_per_second" in row) == ("speed_ratio" in row) == row["native"]
         if row["native"]:
-            assert row["min_tokens_per_second"] <= row["tokens_per_second"] <= row["max_tokens_per_second"]
+            assert (
+                row["min_tokens_per_second"]
+                <= row["tokens_per_second"]
+                <= row["max_tokens_per_second"]
+            )
             assert row["min_speed_ratio"] <= row["speed_ratio"] <= row["max_speed_ratio"]
     assert summary["rows"]["fp32"]["speed_ratio"] == 1
 
@@ -53,7 +58,9 @@ def test_speed_is_of_native_types_only(summary):
         "AUTOCAST.clear()",
         # with one micro-batch nothing vanishes from so small a model
         pytest.param("helper.MICRO_BATCHES = 1", marks=pytest.mark.full),
-        pytest.param("GradScaler = partial(GradScaler, backoff_factor=1.0)", marks=pytest.mark.full),
+        pytest.param(
+            "GradScaler = partial(GradScaler, backoff_factor=1.0)", marks=pytest.mark.full
+        ),
     ],
 )
 def test_the_script_catches_what_is_wrong(tmp_path, wrong):

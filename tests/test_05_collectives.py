@@ -45,7 +45,18 @@ def test_faster_than_the_link_is_a_bug(tmp_path):
 
 def test_every_collective_is_measured_at_every_size(tmp_path):
     """Without torchrun the script starts two ranks itself. No test asks how fast anything is."""
-    flags = ["--device", "cpu", "--max-bytes", 20_000, "--samples", 3, "--link-gb-per-s", 1e6, "--json", "c.json"]
+    flags = [
+        "--device",
+        "cpu",
+        "--max-bytes",
+        20_000,
+        "--samples",
+        3,
+        "--link-gb-per-s",
+        1e6,
+        "--json",
+        "c.json",
+    ]
     result = run(SCRIPT, tmp_path, *flags)
     assert result.code == 0, result.err
     summary = json.loads((tmp_path / "c.json").read_text())
@@ -54,7 +65,9 @@ def test_every_collective_is_measured_at_every_size(tmp_path):
     for row in summary["rows"]:
         assert [m["bytes"] for m in row["measurements"]] == [1024, 4096, 16384]
         for m in row["measurements"]:
-            factor = 0.5 if row["collective"] in ("reduce-scatter", "all-gather", "all-to-all") else 1
+            factor = (
+                0.5 if row["collective"] in ("reduce-scatter", "all-gather", "all-to-all") else 1
+            )
             assert m["bus_bytes_per_second"] == pytest.approx(factor * m["bytes"] / m["seconds"])
             assert 0 < m["min_seconds"] <= m["seconds"] <= m["max_seconds"]
         assert row["link_share"] == pytest.approx(row["bus_gb_per_s"] / 1e6)

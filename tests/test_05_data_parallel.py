@@ -46,7 +46,14 @@ WRONG = {  # a line, what stands there instead, what the error names
 def test_bytes_or_gradients_that_are_wrong_fail(tmp_path, fault):
     line, wrong, words = WRONG[fault]
     (tmp_path / "tiny.json").write_text(json.dumps(TINY))
-    result = run(with_fault(SCRIPT, tmp_path, line, wrong), tmp_path, "--model", "tiny.json", "--device", "cpu")
+    result = run(
+        with_fault(SCRIPT, tmp_path, line, wrong),
+        tmp_path,
+        "--model",
+        "tiny.json",
+        "--device",
+        "cpu",
+    )
     assert result.code == 1, result.out + result.err
     assert words in result.err
 
@@ -58,7 +65,9 @@ def test_what_is_refused(tmp_path):
 @pytest.mark.gpu(n=2)
 def test_the_real_one_on_two_gpus(gpus, tmp_path):
     visible = {"CUDA_VISIBLE_DEVICES": gpus["CUDA_VISIBLE_DEVICES"]}
-    result = run(SCRIPT, tmp_path, "--device", "cuda", "--seq-len", 256, "--json", "s.json", **visible)
+    result = run(
+        SCRIPT, tmp_path, "--device", "cuda", "--seq-len", 256, "--json", "s.json", **visible
+    )
     assert result.code == 0, result.err
     real = json.loads((tmp_path / "s.json").read_text())["rows"][-1]
     assert real["name"] == "nn.DataParallel"

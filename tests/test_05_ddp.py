@@ -15,7 +15,17 @@ SCRIPT = "05_ddp/train.py"
 def test_the_logged_loss_is_the_mean_over_ranks_and_micro_batches(tmp_path):
     """Recompute it by hand, sequence by sequence, in float64, for the first step and one in the middle."""
     result = train(
-        SCRIPT, tmp_path, "--data", "stdlib", "--micro-batch-size", 2, "--save-every", 7, "--seed", 3, nproc=2
+        SCRIPT,
+        tmp_path,
+        "--data",
+        "stdlib",
+        "--micro-batch-size",
+        2,
+        "--save-every",
+        7,
+        "--seed",
+        3,
+        nproc=2,
     )
     net = model.build("nano", shapes.load_config(str(tmp_path / "tiny.json"), 256, 32), seed=3)
     sizes = SimpleNamespace(seq_len=32, global_batch_size=12, micro_batch_size=None, seed=3)
@@ -24,7 +34,10 @@ def test_the_logged_loss_is_the_mean_over_ranks_and_micro_batches(tmp_path):
         net.load_state_dict(weights)
         inputs, targets = next(batches.stream(step - 1))
         with torch.no_grad():
-            losses = [net.double()(*pair).item() for pair in zip(inputs.split(1), targets.split(1), strict=True)]
+            losses = [
+                net.double()(*pair).item()
+                for pair in zip(inputs.split(1), targets.split(1), strict=True)
+            ]
         assert result.column("loss")[step - 1] == pytest.approx(sum(losses) / 12, rel=1e-6)
         net.float()
 

@@ -9,7 +9,17 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from support.harness import ROOT, TINY, assert_refused, command, config_of, finish, run, start, with_fault
+from support.harness import (
+    ROOT,
+    TINY,
+    assert_refused,
+    command,
+    config_of,
+    finish,
+    run,
+    start,
+    with_fault,
+)
 
 from common import model, shapes
 
@@ -45,7 +55,8 @@ def test_losses_are_those_of_one_process(runs, n):
     assert expected[-1] < expected[0]
     for row in averaged_rows(summary):
         assert row["losses"] == pytest.approx(expected, rel=1e-5), row["name"]
-        assert row["relative_error"] < 1e-4  # of the weights, to those of one process with the whole batch
+        # of the weights, to those of one process with the whole batch
+        assert row["relative_error"] < 1e-4
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
@@ -62,7 +73,10 @@ def test_each_gradient_is_sent_once_and_early(runs):
     averaged = averaged_rows(runs(2))
     assert {sum(row["bucket_bytes"]) for row in averaged} == {4 * PARAMETERS}
     calls = {row["all_reduces"] for row in averaged}
-    assert (min(calls), max(calls)) == (1, len(list(model.build("tiny", config_of(TINY), seed=0).parameters())))
+    assert (min(calls), max(calls)) == (
+        1,
+        len(list(model.build("tiny", config_of(TINY), seed=0).parameters())),
+    )
     early = {row["started_in_backward"] for row in averaged if row["all_reduces"] == max(calls)}
     assert early == {0, max(calls) - 1}  # after backward, and in hooks
 
@@ -86,13 +100,18 @@ def test_two_hosts_with_a_slow_link(tmp_path):
         pytest.skip("network namespaces need root, ip and tc (Debian's iproute2)")
     (tmp_path / "tiny.json").write_text(json.dumps(TINY))
     flags = (*SMALL, "--steps", 3, "--model", "nano")
-    process = start([str(ROOT / "benchmarks/slow_link.sh"), "200", *command(SCRIPT, *flags)], tmp_path)
+    process = start(
+        [str(ROOT / "benchmarks/slow_link.sh"), "200", *command(SCRIPT, *flags)], tmp_path
+    )
     result = finish(process, tmp_path)
     assert result.code == 0, result.err
-    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, timeout=600, check=True).stdout
+    listed = subprocess.run(
+        ["ip", "netns", "list"], capture_output=True, text=True, timeout=600, check=True
+    ).stdout
     assert f"-{process.pid}" not in listed
     summary = json.loads((tmp_path / "s.json").read_text())
     assert summary["world_size"] == 2
     least = 8 * 4 * summary["parameters"] / 200e6
     for row in summary["rows"][1:]:
-        assert row["step_seconds"] > 0.9 * least, row["name"]  # a second's credit (256 kB) may pass at once
+        # a second's credit (256 kB) may pass at once
+        assert row["step_seconds"] > 0.9 * least, row["name"]

@@ -67,7 +67,9 @@ def tokenizer(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer")
     bpe = ByteLevelBPETokenizer()
     bpe.train_from_iterator(ROWS, vocab_size=300, special_tokens=["<end>", "<turn>"])
-    PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, eos_token="<end>").save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, eos_token="<end>").save_pretrained(
+        folder
+    )
     return AutoTokenizer.from_pretrained(folder)
 
 
@@ -105,7 +107,9 @@ def test_killed_at_any_moment_and_on_other_workers_the_same_bytes(tmp_path):
 
 
 def test_killed_when_all_is_joined(tmp_path):
-    script = with_fault(SCRIPT, tmp_path, '    shutil.rmtree(args.out / "parts")\n', "    os.kill(os.getpid(), 9)\n")
+    script = with_fault(
+        SCRIPT, tmp_path, '    shutil.rmtree(args.out / "parts")\n', "    os.kill(os.getpid(), 9)\n"
+    )
     (tmp_path / "d.txt").write_text("".join(ROWS))
     flags = ["--data", tmp_path / "d.txt", "--workers", 1]
     run(script, tmp_path / "killed", "--out", "tokens", *flags, warm=False)
@@ -114,7 +118,9 @@ def test_killed_when_all_is_joined(tmp_path):
 
 
 def test_a_worker_that_is_killed_ends_the_run(tmp_path):
-    script = with_fault(SCRIPT, tmp_path, "    began = time.process_time()\n", "    os.kill(os.getpid(), 9)\n")
+    script = with_fault(
+        SCRIPT, tmp_path, "    began = time.process_time()\n", "    os.kill(os.getpid(), 9)\n"
+    )
     assert_refused(run(script, tmp_path / "run", "--workers", 2, warm=False), "--workers")
     assert not list(tmp_path.glob("run/runs/tokens/corpus.json"))
 
@@ -127,7 +133,9 @@ def test_a_mixed_folder_loses_nothing(tmp_path):
     (web / "b.jsonl.gz").write_bytes(gzip.compress(jsonl(texts[50:100]).encode()))
     with pa.output_stream(str(web / "d.jsonl.zst")) as file:
         file.write(jsonl(texts[100:200]).encode())
-    parquet.write_table(pa.table({"text": texts[200:397]}), web / "deep/e.parquet", row_group_size=40)
+    parquet.write_table(
+        pa.table({"text": texts[200:397]}), web / "deep/e.parquet", row_group_size=40
+    )
     (web / "deep/f.md").write_text(texts[397])
     (web / "g.txt.bz2").write_bytes(bz2.compress(texts[398].encode()))
     (web / "h.txt").write_text(texts[399])
@@ -146,7 +154,9 @@ def test_a_data_set_that_was_saved(tmp_path):
     (tmp_path / "hub").mkdir()
     (tmp_path / "hub/d.jsonl").write_text(jsonl(ROWS, "body"))
     for name in ("saved", "hub"):
-        files, _ = prepare(tmp_path / f"of-{name}", "--data", f"hf:{tmp_path / name}", "--column", "body")
+        files, _ = prepare(
+            tmp_path / f"of-{name}", "--data", f"hf:{tmp_path / name}", "--column", "body"
+        )
         assert sorted(documents(files)) == sorted(ROWS)
 
 
@@ -216,12 +226,16 @@ def test_a_folder_of_tokens_trains_as_its_text_does(tmp_path, tokenizer):
     for name in ("bytes", tokenizer.name_or_path):
         folder = tmp_path / Path(name).name
         prepare(folder, "--data", tmp_path / "d.jsonl", "--tokenizer", name)
-        text = train(BASELINE, folder / "text", *flags, "--data", tmp_path / "d.jsonl", "--tokenizer", name)
+        text = train(
+            BASELINE, folder / "text", *flags, "--data", tmp_path / "d.jsonl", "--tokenizer", name
+        )
         mapped = train(BASELINE, folder / "mapped", *flags, "--data", folder / "tokens")
         assert mapped.column("loss") == text.column("loss")
         for key in ("val_loss", "weights_sha256"):
             assert mapped.summary[key] == text.summary[key]
-    other = run(BASELINE, tmp_path / "other", *flags, "--data", folder / "tokens", "--tokenizer", "bytes")
+    other = run(
+        BASELINE, tmp_path / "other", *flags, "--data", folder / "tokens", "--tokenizer", "bytes"
+    )
     assert_refused(other, "--tokenizer bytes", f"--tokenizer {tokenizer.name_or_path}")
 
 

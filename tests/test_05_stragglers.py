@@ -53,7 +53,9 @@ def run_with_clock(script, folder, *flags, nproc: int) -> Result:
 
 
 def test_the_planted_rank_is_found_and_the_others_wait_for_it(tmp_path):
-    result = run_with_clock(SCRIPT, tmp_path, "--slow-rank", 2, "--slow-factor", 7, "--trace", "traces", nproc=3)
+    result = run_with_clock(
+        SCRIPT, tmp_path, "--slow-rank", 2, "--slow-factor", 7, "--trace", "traces", nproc=3
+    )
     assert result.code == 0, result
     rows = json.loads((tmp_path / "s.json").read_text())["rows"]
     keys = ("rank", "forward_seconds", "wait_seconds", "step_seconds", "lag_ratio", "found_slow")
@@ -68,8 +70,16 @@ def test_the_planted_rank_is_found_and_the_others_wait_for_it(tmp_path):
 
 
 WRONG = {  # a piece of the script, what stands there instead, words of the error
-    "no rank is slow": ("args.slow_factor if rank == args.slow_rank else 1", "1", "ranks [] were found, not 1"),
-    "a rank is slow that should not be": ('"nothing planted", net, batch, 1', '"", net, batch, 1 + 9 * rank', "slow"),
+    "no rank is slow": (
+        "args.slow_factor if rank == args.slow_rank else 1",
+        "1",
+        "ranks [] were found, not 1",
+    ),
+    "a rank is slow that should not be": (
+        '"nothing planted", net, batch, 1',
+        '"", net, batch, 1 + 9 * rank',
+        "slow",
+    ),
     "step times are compared": ("PHASES[:3]", "PHASES", "ranks [] were found, not 1"),
 }
 

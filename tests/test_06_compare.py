@@ -11,7 +11,13 @@ BUCKETS = ("all_reduces_per_step", "calls")  # a dry run sends each gradient by 
 SHAPES = {
     "tied": {**TINY, "tie_word_embeddings": True},
     # 4 ranks divide none of its sizes, and 3 ranks only that of two blocks
-    "odd": {**TINY, "vocab_size": 259, "hidden_size": 42, "intermediate_size": 50, "num_attention_heads": 3}
+    "odd": {
+        **TINY,
+        "vocab_size": 259,
+        "hidden_size": 42,
+        "intermediate_size": 50,
+        "num_attention_heads": 3,
+    }
     | {"num_key_value_heads": 3, "head_dim": 14},
 }
 
@@ -27,7 +33,9 @@ def compare(folder, *flags, shape: str | None = None, script=SCRIPT, **how) -> R
 
 def rows_of(result: Result) -> dict[str, dict]:
     assert result.code == 0, f"{result.out[-2000:]}\n{result.err[-4000:]}"
-    return {row["method"]: row for row in json.loads((result.folder / "s.json").read_text())["rows"]}
+    return {
+        row["method"]: row for row in json.loads((result.folder / "s.json").read_text())["rows"]
+    }
 
 
 def dry(folder, world_size: int, *flags, **how) -> dict[str, dict]:
@@ -42,14 +50,19 @@ def measured(folder, n: int, *flags, **how) -> dict[str, dict]:
     ("n", "shape", "flags"),
     [
         (2, "tied", ("--dtype", "fp32")),
-        pytest.param(3, "odd", ("--dtype", "fp32", "--checkpointing", "full"), marks=pytest.mark.full),
+        pytest.param(
+            3, "odd", ("--dtype", "fp32", "--checkpointing", "full"), marks=pytest.mark.full
+        ),
         pytest.param(4, "odd", ("--dtype", "bf16"), marks=pytest.mark.full),
     ],
 )
 def test_a_dry_run_is_what_the_ranks_measure(tmp_path, n, shape, flags):
     """Every figure but the speed. On a busy machine a rank of fully_shard was seen with a peak 1.3 % higher."""
     flags = ("--micro-batch-size", 2, *flags)
-    real, pretended = measured(tmp_path / "real", n, *flags, shape=shape), dry(tmp_path / "dry", n, *flags, shape=shape)
+    real, pretended = (
+        measured(tmp_path / "real", n, *flags, shape=shape),
+        dry(tmp_path / "dry", n, *flags, shape=shape),
+    )
     assert ("HSDP" in real) == (n == 4)
     for method in {"DDP", "FSDP", "HSDP"} & real.keys():
         row, expected = real[method], pretended[method]
@@ -69,7 +82,10 @@ def test_what_others_have_published(tmp_path):
     # what the reserved memory grew by when AdamW's state was made (commit 5940ddeb5)
     assert rows["FSDP"]["optimizer_bytes_per_rank"] / 2**30 == pytest.approx(7.51, rel=0.012)
     for method, ranks in (("DDP", 1), ("ZeRO-3 (formula)", 8), ("FSDP", 8)):
-        held = sum(rows[method][f"{kind}_bytes_per_rank"] for kind in ("parameter", "gradient", "optimizer"))
+        held = sum(
+            rows[method][f"{kind}_bytes_per_rank"]
+            for kind in ("parameter", "gradient", "optimizer")
+        )
         assert held == pytest.approx(16 * 8_030_261_248 / ranks, rel=1e-6)
     blocks = 32
     assert rows["FSDP"]["all_gathers_per_step"] == 2 * blocks + 1
@@ -93,7 +109,9 @@ def test_another_loss_fails_the_scripts_own_check(tmp_path):
     line = "optimizer = torch.optim.AdamW(weights, lr=shapes.recipe(args.model).lr, fused=True)"
     climbs = line.replace("fused=True", 'fused=True, maximize=method == "FSDP"')
     script = with_fault(SCRIPT, tmp_path, line, climbs)
-    result = compare(tmp_path, "--device", "cpu", "--steps", 1, shape="tied", script=script, nproc=2)
+    result = compare(
+        tmp_path, "--device", "cpu", "--steps", 1, shape="tied", script=script, nproc=2
+    )
     assert result.code == 1, result.out + result.err
     assert "AssertionError: FSDP: its loss" in result.err
 
@@ -107,4 +125,6 @@ def test_over_nccl(gpus, tmp_path):
     pretended = dry(tmp_path / "dry", 2, *flags)
     for method in ("DDP", "FSDP"):
         counted = real[method].keys() - NOT_IN_A_DRY_RUN - {"peak_memory_bytes"} - {*BUCKETS}
-        assert {key: real[method][key] for key in counted} == {key: pretended[method][key] for key in counted}
+        assert {key: real[method][key] for key in counted} == {
+            key: pretended[method][key] for key in counted
+        }

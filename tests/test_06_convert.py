@@ -24,7 +24,8 @@ from support.harness import (
 from common import model, shapes
 
 SCRIPT, FSDP = "06_fsdp_zero/convert_checkpoint.py", "06_fsdp_zero/train_fsdp.py"
-UNEVEN = shapes.Config(83, 42, 50, 2, 6, 3, 14, 32, tie_word_embeddings=True)  # nothing that two or three ranks divide
+# nothing that two or three ranks divide
+UNEVEN = shapes.Config(83, 42, 50, 2, 6, 3, 14, 32, tie_word_embeddings=True)
 slow = pytest.mark.full
 
 
@@ -41,7 +42,11 @@ def refused(folder: Path, given: str, words: str, script: str | Path = SCRIPT) -
 
 
 def weights_in(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: weight for file in folder.glob("*.safetensors") for name, weight in load_file(file).items()}
+    return {
+        name: weight
+        for file in folder.glob("*.safetensors")
+        for name, weight in load_file(file).items()
+    }
 
 
 def assert_equal(ours: dict, theirs: dict) -> None:
@@ -53,7 +58,9 @@ def logits_of(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
     from transformers import AutoModelForCausalLM
 
     net, told = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-    assert not any(told[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), told
+    assert not any(told[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), (
+        told
+    )
     with torch.no_grad():
         return net.float()(tokens).logits
 
@@ -61,7 +68,9 @@ def logits_of(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
 def test_random_weights_go_round_all_kinds(tmp_path):
     result = convert(tmp_path)
     assert {row["to_kind"] for row in result.summary["rows"]} == {"dcp", "hf", "pt"}
-    assert {row["tensor_bytes"] for row in result.summary["rows"]} == {4 * shapes.parameter_count(shapes.SIZES["nano"])}
+    assert {row["tensor_bytes"] for row in result.summary["rows"]} == {
+        4 * shapes.parameter_count(shapes.SIZES["nano"])
+    }
 
 
 def test_a_run_becomes_a_folder_that_transformers_computes_alike(tmp_path):
@@ -78,7 +87,9 @@ def test_a_run_becomes_a_folder_that_transformers_computes_alike(tmp_path):
     net.load_state_dict(torch.load(tmp_path / "one.pt")["model"])
     tokens = torch.randint(0, 256, (2, 9), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        torch.testing.assert_close(logits_of(tmp_path / "hf", tokens), net(tokens), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            logits_of(tmp_path / "hf", tokens), net(tokens), rtol=1e-5, atol=1e-5
+        )
 
 
 @slow
@@ -97,18 +108,28 @@ def test_a_folder_of_transformers_goes_through_dcp_and_back(tmp_path):
     """Llama 3.1's rotation, tied, in several files, with a tokenizer: types, names and logits stay."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    scaling = {"rope_type": "llama3", **dict(zip(shapes.ROPE_SCALING, (8.0, 1.0, 4.0, 16), strict=True))}
+    scaling = {
+        "rope_type": "llama3",
+        **dict(zip(shapes.ROPE_SCALING, (8.0, 1.0, 4.0, 16), strict=True)),
+    }
     sizes = {key: value for key, value in TINY.items() if key != "model_type"}
     rope = {"rope_theta": 5e5, **scaling}
-    config = LlamaConfig(**sizes, rope_parameters=rope, tie_word_embeddings=True, dtype=torch.bfloat16)
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "theirs", max_shard_size="40KB")
+    config = LlamaConfig(
+        **sizes, rope_parameters=rope, tie_word_embeddings=True, dtype=torch.bfloat16
+    )
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(
+        tmp_path / "theirs", max_shard_size="40KB"
+    )
     (tmp_path / "theirs/tokenizer.json").write_text("{}")
     convert(tmp_path, "theirs", "dcp", "--to", "dcp")
     convert(tmp_path, "dcp", "ours", "--to", "hf", "--model", "theirs")
     ours = weights_in(tmp_path / "ours")
     assert {weight.dtype for weight in ours.values()} == {torch.bfloat16}
     assert_equal(ours, weights_in(tmp_path / "theirs"))
-    assert json.loads((tmp_path / "ours/config.json").read_text())["rope_parameters"] == config.rope_parameters
+    assert (
+        json.loads((tmp_path / "ours/config.json").read_text())["rope_parameters"]
+        == config.rope_parameters
+    )
     assert (tmp_path / "ours/tokenizer.json").read_text() == "{}"
     tokens = torch.randint(0, 256, (2, 40), generator=torch.Generator().manual_seed(1))
     assert_equal(logits_of(tmp_path / "ours", tokens), logits_of(tmp_path / "theirs", tokens))
@@ -194,12 +215,16 @@ def test_memory_is_that_of_three_files_and_not_of_the_model(tmp_path):
     """Half a GiB, against the same with a small model: what the libraries take."""
     peak = {}
     for name, layers, hidden in (("small", 1, 64), ("large", 10, 1024)):
-        write_folder(tmp_path / name, shapes.Config(1000, hidden, 3 * hidden, layers, 4, 4, hidden // 4, 32))
+        write_folder(
+            tmp_path / name, shapes.Config(1000, hidden, 3 * hidden, layers, 4, 4, hidden // 4, 32)
+        )
         source = name
         for kind in ("dcp", "hf"):
             target = f"{name}-{kind}"
             flags = ("--to", kind, "--max-shard-gb", 0.05)
-            peak[name, kind] = convert(tmp_path, source, target, *flags, warm=False).summary["peak_memory_bytes"]
+            peak[name, kind] = convert(tmp_path, source, target, *flags, warm=False).summary[
+                "peak_memory_bytes"
+            ]
             source = target
     assert peak["large", "dcp"] - peak["small", "dcp"] < 100e6
     assert peak["large", "hf"] - peak["small", "hf"] < 3.5 * 50e6 + 100e6

@@ -11,7 +11,16 @@ import torch.nn.functional as F
 import transformers
 from support.chapter import load
 from support.checkpoints import saved, write_folder
-from support.harness import ROOT, TINY, assert_refused, config_of, drop_after, run, train, with_prelude
+from support.harness import (
+    ROOT,
+    TINY,
+    assert_refused,
+    config_of,
+    drop_after,
+    run,
+    train,
+    with_prelude,
+)
 
 from common import adapters, data, model, shapes
 from common.model import warmup_cosine
@@ -20,7 +29,18 @@ SCRIPT = "06_fsdp_zero/finetune.py"
 PAIRS = ROOT / "07_memory_tricks/lora_instructions.jsonl"
 QWEN = {**TINY, "model_type": "qwen2", "tie_word_embeddings": True}
 STEPS, WARMUP, BATCH, RANK, LR = 10, 2, 6, 4, 1e-3
-FLAGS = ("--data", PAIRS, "--seq-len", 128, "--steps", STEPS, "--global-batch-size", BATCH, "--lr", LR)
+FLAGS = (
+    "--data",
+    PAIRS,
+    "--seq-len",
+    128,
+    "--steps",
+    STEPS,
+    "--global-batch-size",
+    BATCH,
+    "--lr",
+    LR,
+)
 FLAGS += ("--save-dtype", "fp32", "--micro-batch-size", 1, "--warmup-steps", WARMUP)
 # at the first step the last of three ranks reads rows without a target, and so does each micro-batch of them
 NO_TARGET = """
@@ -43,7 +63,9 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("rank", [RANK, pytest.param(0, marks=pytest.mark.full)])
-def test_losses_are_equal_on_one_two_and_three_ranks_one_of_them_without_a_target(tmp_path, folder, rank):
+def test_losses_are_equal_on_one_two_and_three_ranks_one_of_them_without_a_target(
+    tmp_path, folder, rank
+):
     runs = {}
     for nproc in (1, 2, 3):
         script = with_prelude(SCRIPT, tmp_path / str(nproc), NO_TARGET)
@@ -51,7 +73,9 @@ def test_losses_are_equal_on_one_two_and_three_ranks_one_of_them_without_a_targe
         runs[nproc] = train(str(script), tmp_path / str(nproc), *flags, nproc=nproc)
     for column in ("loss", "grad_norm", "val_loss"):
         for nproc in (2, 3):
-            assert runs[nproc].column(column) == pytest.approx(runs[1].column(column), rel=1e-5), column
+            assert runs[nproc].column(column) == pytest.approx(runs[1].column(column), rel=1e-5), (
+                column
+            )
     held = [runs[nproc].summary["optimizer_bytes_per_rank"] for nproc in (1, 2)]
     assert held[1] == pytest.approx(held[0] / 2, rel=0.05)
 
@@ -63,11 +87,14 @@ def read(folder: Path):
 def reference(folder: Path, rank: int):
     """transformers' model, for rank with peft's adapters, which start from our A and B."""
     theirs = read(folder)
-    theirs.get_input_embeddings().padding_idx = None  # it takes the gradient of that row, which we train
+    # it takes the gradient of that row, which we train
+    theirs.get_input_embeddings().padding_idx = None
     if not rank:
         return theirs
     peft = pytest.importorskip("peft")
-    theirs = peft.get_peft_model(theirs, peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
+    theirs = peft.get_peft_model(
+        theirs, peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
+    )
     ours = model.build(str(folder), shapes.read_config(str(folder)), seed=0)
     adapters.adapt(ours, rank=rank, alpha=2 * rank)
     load("06_fsdp_zero/_finetune.py").init_adapters(ours, seed=0)
@@ -80,13 +107,28 @@ def reference(folder: Path, rank: int):
 
 def train_theirs(theirs, rows: list[dict], steps: int, lr: float, folder: Path) -> list[float]:
     """The losses of transformers' Trainer on these rows, in their order."""
-    optimizer = torch.optim.AdamW((p for p in theirs.parameters() if p.requires_grad), lr, (0.9, 0.95), weight_decay=0)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warmup_cosine(step, WARMUP, steps))
-    how = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": BATCH, "num_train_epochs": 1}
-    how |= {"train_sampling_strategy": "sequential", "report_to": [], "save_strategy": "no", "use_cpu": True}
+    optimizer = torch.optim.AdamW(
+        (p for p in theirs.parameters() if p.requires_grad), lr, (0.9, 0.95), weight_decay=0
+    )
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: warmup_cosine(step, WARMUP, steps)
+    )
+    how = {
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": BATCH,
+        "num_train_epochs": 1,
+    }
+    how |= {
+        "train_sampling_strategy": "sequential",
+        "report_to": [],
+        "save_strategy": "no",
+        "use_cpu": True,
+    }
     how |= {"max_grad_norm": 1.0, "logging_steps": 1}
     arguments = transformers.TrainingArguments(str(folder), **how)
-    trainer = transformers.Trainer(theirs, arguments, train_dataset=rows, optimizers=(optimizer, scheduler))
+    trainer = transformers.Trainer(
+        theirs, arguments, train_dataset=rows, optimizers=(optimizer, scheduler)
+    )
     trainer.train()
     return [record["loss"] for record in trainer.state.log_history if "loss" in record]
 
@@ -101,17 +143,26 @@ CASES += [pytest.param("smollm2", *how, marks=REAL) for how in ((8, 1e-3, 1e-5),
 
 
 @pytest.mark.parametrize(("name", "rank", "lr", "tolerance"), CASES)
-def test_steps_are_those_of_peft_and_trainer_and_both_load_the_end(tmp_path, request, name, rank, lr, tolerance):
+def test_steps_are_those_of_peft_and_trainer_and_both_load_the_end(
+    tmp_path, request, name, rank, lr, tolerance
+):
     peft, steps = pytest.importorskip("peft"), STEPS if name == "folder" else 3
     folder = request.getfixturevalue(name)
     flags = (*FLAGS, "--model", folder, "--adapters", rank, "--steps", steps, "--lr", lr)
     result = train(SCRIPT, tmp_path, *flags, nproc=2)
     script, helper = load(SCRIPT), load("06_fsdp_zero/_finetune.py")
-    args = Namespace(data=PAIRS, seq_len=128, global_batch_size=BATCH, micro_batch_size=None, seed=0)
+    args = Namespace(
+        data=PAIRS, seq_len=128, global_batch_size=BATCH, micro_batch_size=None, seed=0
+    )
     corpus, _ = helper.load_chats(args, helper.read_chat_format(str(folder)), script.chat_rows)
-    batches = data.Batches(corpus, args, rank=0, world_size=1, sequences=lambda *of: helper.Rows(*of, trim=False))
+    batches = data.Batches(
+        corpus, args, rank=0, world_size=1, sequences=lambda *of: helper.Rows(*of, trim=False)
+    )
     chosen = [corpus.train[i] for step in range(steps) for i in batches.global_batch(step)]
-    rows = [{"input_ids": t, "labels": np.where(counts, t, np.int64(data.PADDING))} for t, counts in chosen]
+    rows = [
+        {"input_ids": t, "labels": np.where(counts, t, np.int64(data.PADDING))}
+        for t, counts in chosen
+    ]
     theirs = reference(folder, rank)
     losses = train_theirs(theirs, rows, steps, lr, tmp_path / "theirs")
     assert result.column("loss") == pytest.approx(losses, rel=tolerance)
@@ -144,7 +195,8 @@ def test_killed_and_resumed_on_other_ranks_it_ends_alike_and_saves_adapters_alon
     assert_refused(other_rank, "--adapters")
 
 
-MARKERS = "{% (end)?generation %}"  # which no template of the hub has: transformers' masks need them
+# which no template of the hub has: transformers' masks need them
+MARKERS = "{% (end)?generation %}"
 CHATML = (
     "{% for m in messages %}{% if m.role == 'assistant' %}<|im_start|>assistant\n{% generation %}{{ m.content }}"
     "<|im_end|>\n{% endgeneration %}{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}"
@@ -157,12 +209,18 @@ LLAMA3 = (
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
 # as Qwen3's: only the last answer keeps its thoughts
-REWRITES = CHATML.replace("{% generation %}{{ m.content }}", "{% generation %}{{ m.content if loop.last else 'x' }}")
+REWRITES = CHATML.replace(
+    "{% generation %}{{ m.content }}", "{% generation %}{{ m.content if loop.last else 'x' }}"
+)
 CHATS = [
     [{"role": "user", "content": "Why? "}, {"role": "assistant", "content": " Because.  \n"}],
     [
         {"role": "system", "content": "Be short."},
-        *({"role": role, "content": f"{role} ä {i}"} for i in range(2) for role in ("user", "assistant")),
+        *(
+            {"role": role, "content": f"{role} ä {i}"}
+            for i in range(2)
+            for role in ("user", "assistant")
+        ),
     ],
 ]
 
@@ -172,7 +230,10 @@ def with_tokenizer(folder: Path, template: str) -> Path:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     write_folder(folder, config_of({**QWEN, "vocab_size": 300}), scale=4)
-    vocabulary = {letter: i for i, letter in enumerate([*sorted(pre_tokenizers.ByteLevel.alphabet()), "be", "he"])}
+    vocabulary = {
+        letter: i
+        for i, letter in enumerate([*sorted(pre_tokenizers.ByteLevel.alphabet()), "be", "he"])
+    }
     core = Tokenizer(models.BPE(vocabulary, [("b", "e"), ("h", "e")]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
@@ -194,7 +255,10 @@ def test_ids_and_mask_are_those_of_transformers_with_markers(tmp_path, template)
         found = theirs.apply_chat_template(messages, **how)
         assert 0 < sum(found["assistant_masks"]) < len(found["input_ids"])
         [(ids, counts)] = script.chat_rows(helper.read_chat_format(str(folder)), messages)
-        assert (ids, counts) == (found["input_ids"], [mark == 1 for mark in found["assistant_masks"]])
+        assert (ids, counts) == (
+            found["input_ids"],
+            [mark == 1 for mark in found["assistant_masks"]],
+        )
 
 
 def test_an_answer_that_the_template_rewrites_is_a_row_of_its_own(tmp_path):
@@ -215,7 +279,11 @@ REFUSALS = {  # lines of --data, flags, what the message has to name
     "all too long": (8 * PAIR, "--seq-len 4", ("--seq-len 4",)),
     "random weights": (8 * PAIR, "--model nano --adapters 4", ("--adapters 4", "nano")),
     "fp16": (8 * PAIR, "--dtype fp16", ("--dtype fp16",)),
-    "over the model's limit": ('{"prompt": "a", "completion": "%s"}\n' % ("b" * 200), "", ("--seq-len",)),
+    "over the model's limit": (
+        '{"prompt": "a", "completion": "%s"}\n' % ("b" * 200),
+        "",
+        ("--seq-len",),
+    ),
 }
 
 
@@ -224,7 +292,17 @@ def test_bad_input_is_refused_in_one_line(tmp_path, folder, case):
     lines, flags, words = REFUSALS[case]
     if lines is not None:
         (tmp_path / "chats.jsonl").write_text(lines)
-    result = run(SCRIPT, tmp_path, "--device", "cpu", "--data", "chats.jsonl", "--model", folder, *flags.split())
+    result = run(
+        SCRIPT,
+        tmp_path,
+        "--device",
+        "cpu",
+        "--data",
+        "chats.jsonl",
+        "--model",
+        folder,
+        *flags.split(),
+    )
     assert_refused(result, *words)
 
 

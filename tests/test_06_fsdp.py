@@ -59,7 +59,17 @@ CASES = {  # tied embeddings, flags
     "sharded": (True, ()),
     "kept until backward": (False, ("--reshard-after-forward", "off", *ACCUMULATED)),
     "two copies": (False, ("--replicate", 2, *ACCUMULATED)),
-    "all flags": (True, ("--replicate", 2, "--reshard-after-forward", "off", "--cpu-offload", "--checkpointing=full")),
+    "all flags": (
+        True,
+        (
+            "--replicate",
+            2,
+            "--reshard-after-forward",
+            "off",
+            "--cpu-offload",
+            "--checkpointing=full",
+        ),
+    ),
 }
 
 
@@ -99,7 +109,9 @@ def assert_gradients(ours: Result, theirs: Result) -> None:
     assert_near(moments(ours.folder, STEPS), moments(theirs.folder, STEPS))
 
 
-@pytest.mark.parametrize("case", ["sharded", *(pytest.param(case, marks=full) for case in CASES if case != "sharded")])
+@pytest.mark.parametrize(
+    "case", ["sharded", *(pytest.param(case, marks=full) for case in CASES if case != "sharded")]
+)
 def test_sharded_over_four_ranks_is_one_process(tmp_path, baseline, case):
     tied, flags = CASES[case]
     script = with_prelude(SCRIPT, tmp_path, COUNTS)
@@ -110,7 +122,9 @@ def test_sharded_over_four_ranks_is_one_process(tmp_path, baseline, case):
     assert_counts(tmp_path, flags)
     shards = 2 if "--replicate" in flags else 4
     sizes = [p.shape for p in model.build("nano", config(tied), seed=0, device="meta").parameters()]
-    expected = [sum(part_bytes(shape, rank % shards, shards) for shape in sizes) for rank in range(4)]
+    expected = [
+        sum(part_bytes(shape, rank % shards, shards) for shape in sizes) for rank in range(4)
+    ]
     assert len(set(expected)) > 1  # the sizes are uneven indeed
     assert sum(expected) == 4 * shapes.parameter_count(config(tied)) * (4 // shards)
     assert result.summary["parameter_bytes_per_rank"] == expected
@@ -136,7 +150,9 @@ def test_shards_start_from_the_weights_of_one_process_to_the_bit(tmp_path):
         folder = tmp_path / str(seed)
         flags = (*uneven(folder, True), "--seed", 4, *more, "--steps", 1, "--lr", 1e-30)
         result = train(SCRIPT, folder, *flags, nproc=3)
-        assert result.summary["weights_sha256"] == model.digest(model.build("nano", config(True), seed=seed))
+        assert result.summary["weights_sha256"] == model.digest(
+            model.build("nano", config(True), seed=seed)
+        )
 
 
 def config(tied: bool) -> shapes.Config:
@@ -199,8 +215,20 @@ def test_resumed_with_all_flags_is_uninterrupted_to_the_bit(tmp_path):
 def test_many_blocks_compile_once(tmp_path):
     """After eight versions of one function torch.compile gives up."""
     (tmp_path / "deep.json").write_text(json.dumps({**TINY, "num_hidden_layers": 10}))
-    flags = ("--model", "deep.json", "--compile", "--checkpointing", "selective", "--steps", 2, "--seq-len", 16)
-    result = run(SCRIPT, tmp_path, *flags, "--global-batch-size", 2, "--dtype", "fp32", "--device", "cpu")
+    flags = (
+        "--model",
+        "deep.json",
+        "--compile",
+        "--checkpointing",
+        "selective",
+        "--steps",
+        2,
+        "--seq-len",
+        16,
+    )
+    result = run(
+        SCRIPT, tmp_path, *flags, "--global-batch-size", 2, "--dtype", "fp32", "--device", "cpu"
+    )
     assert result.code == 0, result.err
 
 

@@ -10,7 +10,8 @@ from support.harness import TINY, assert_refused, run
 
 SCRIPT = "06_fsdp_zero/muon.py"
 muon = load(SCRIPT)
-UNEVEN = {**TINY, "hidden_size": 33, "intermediate_size": 65, "head_dim": 8}  # 2 and 4 ranks hold unequal parts
+# 2 and 4 ranks hold unequal parts
+UNEVEN = {**TINY, "hidden_size": 33, "intermediate_size": 65, "head_dim": 8}
 
 
 def finish(folder: Path, ranks: int) -> dict:
@@ -21,11 +22,17 @@ def finish(folder: Path, ranks: int) -> dict:
     return json.loads((folder / "s.json").read_text())
 
 
-@pytest.mark.parametrize("ranks", [3, pytest.param(1, marks=pytest.mark.full), pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "ranks", [3, pytest.param(1, marks=pytest.mark.full), pytest.param(2, marks=pytest.mark.full)]
+)
 def test_sharded_is_one_process(once, ranks):
     summary = once("06 muon", finish, ranks)
     rows = {(row["optimizer"], row["weights"]): row for row in summary["rows"]}
-    one_process, sharded, adamw = rows["muon", "whole"], rows["muon", "sharded"], rows["adamw", "sharded"]
+    one_process, sharded, adamw = (
+        rows["muon", "whole"],
+        rows["muon", "sharded"],
+        rows["adamw", "sharded"],
+    )
     assert sharded["losses"] == pytest.approx(one_process["losses"], rel=1e-5)
     assert sharded["losses"][-1] < sharded["losses"][0]
     assert sharded["losses"][1:] != adamw["losses"][1:]
@@ -35,7 +42,11 @@ def test_sharded_is_one_process(once, ranks):
     assert sum(adamw["optimizer_bytes_per_rank"]) == 8 * (matrices + vectors + around)
     assert len(sharded["optimizer_bytes_per_rank"]) == ranks
     assert sharded["all_gathers_per_optimizer_step"] == (14 if ranks > 1 else 0)
-    assert adamw["all_gathers_per_optimizer_step"] == one_process["all_gathers_per_optimizer_step"] == 0
+    assert (
+        adamw["all_gathers_per_optimizer_step"]
+        == one_process["all_gathers_per_optimizer_step"]
+        == 0
+    )
 
 
 def test_what_is_refused(tmp_path):

@@ -122,7 +122,10 @@ def parts(stage: int, ranks: int) -> int:
     sizes = named_sizes().values()
     if stage == 3:
         return sum(math.ceil(size.numel() / ranks) for size in sizes)
-    groups = [sum(size.numel() for size in sizes if (len(size) == 2) == matrices) for matrices in (True, False)]
+    groups = [
+        sum(size.numel() for size in sizes if (len(size) == 2) == matrices)
+        for matrices in (True, False)
+    ]
     return sum(2 * math.ceil(size / (2 * ranks)) for size in groups) if stage else sum(groups)
 
 
@@ -142,7 +145,10 @@ def test_bf16_is_autocast_and_weights_stay_in_fp32(tmp_path, zero):
     bf16 = ("--dtype", "bf16")
     whole = train_uneven(DDP, tmp_path / "ddp", *bf16, nproc=2)
     for stage, result in train_in_turn(tmp_path, {2: bf16, 3: bf16}, nproc=2).items():
-        assert result.summary["parameter_bytes_per_rank"] == zero[stage].summary["parameter_bytes_per_rank"]
+        assert (
+            result.summary["parameter_bytes_per_rank"]
+            == zero[stage].summary["parameter_bytes_per_rank"]
+        )
         assert_same(result, whole, tolerance=5e-3)
         assert result.column("loss") == pytest.approx(whole.column("loss"), rel=3e-4)
 
@@ -195,7 +201,9 @@ def test_stage_3_starts_from_the_weights_of_one_process_to_the_bit(tmp_path):
     for seed, more in ((4, ()), (5, ("--model", tmp_path / "hf"))):
         still = ("--stage", 3, "--seed", 4, *more, "--steps", 1, "--lr", 1e-30)
         result = train_uneven(SCRIPT, tmp_path / str(seed), *still, nproc=3)
-        assert result.summary["weights_sha256"] == model.digest(model.build("nano", config_of(UNEVEN), seed=seed))
+        assert result.summary["weights_sha256"] == model.digest(
+            model.build("nano", config_of(UNEVEN), seed=seed)
+        )
 
 
 @pytest.mark.full

@@ -12,7 +12,13 @@ FLAGS = ("--model", "tiny.json", "--device", "cpu", "--steps", STEPS, "--json", 
 SHAPES = {
     "untied": {**TINY, "tie_word_embeddings": False},
     # A block has 9,669 weights, and what is around the blocks 8,481: 2 ranks divide neither.
-    "odd": {**TINY, "hidden_size": 33, "intermediate_size": 65, "head_dim": 8, "tie_word_embeddings": True},
+    "odd": {
+        **TINY,
+        "hidden_size": 33,
+        "intermediate_size": 65,
+        "head_dim": 8,
+        "tie_word_embeddings": True,
+    },
 }
 RUNS = [("odd", None), ("untied", 3)]  # without torchrun the script starts two ranks itself
 
@@ -23,7 +29,9 @@ def start(folder, shape: str, nproc: int | None, script: str = SCRIPT):
     return run(script, folder, *FLAGS, nproc=nproc)
 
 
-@pytest.fixture(scope="module", params=RUNS, ids=lambda parameters: f"{parameters[0]}-{parameters[1] or 2}")
+@pytest.fixture(
+    scope="module", params=RUNS, ids=lambda parameters: f"{parameters[0]}-{parameters[1] or 2}"
+)
 def finished(request, once) -> tuple[str, int, dict]:
     """The shape, the number of ranks and the summary of a run."""
     return once("06 zero", finish, *request.param)
@@ -49,7 +57,9 @@ def test_a_rank_holds_and_sends_what_it_must(finished):
     rows = {row["stage"]: row for row in summary["rows"]}
 
     def held(stage: int) -> list[int]:
-        return [rows[stage][f"{kind}_bytes_per_rank"] for kind in ("parameter", "gradient", "optimizer")]
+        return [
+            rows[stage][f"{kind}_bytes_per_rank"] for kind in ("parameter", "gradient", "optimizer")
+        ]
 
     assert held(0) == [4 * whole, 4 * whole, 8 * whole + 4 * tensors]
     assert held(1) == [4 * flat, 4 * flat, 8 * flat // n + 4]

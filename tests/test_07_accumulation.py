@@ -15,7 +15,18 @@ MICRO_BATCHES = 4
 
 def finish(folder: Path, ranks: int | None) -> dict:
     (folder / "odd.json").write_text(json.dumps(ODD))
-    flags = ("--model", "odd.json", "--seq-len", 21, "--batch-size", 8, "--micro-batches", MICRO_BATCHES, "--rounds", 1)
+    flags = (
+        "--model",
+        "odd.json",
+        "--seq-len",
+        21,
+        "--batch-size",
+        8,
+        "--micro-batches",
+        MICRO_BATCHES,
+        "--rounds",
+        1,
+    )
     result = run(SCRIPT, folder, *flags, "--device", "cpu", "--json", "summary.json", nproc=ranks)
     assert result.code == 0, f"{result.out[-2000:]}\n{result.err[-4000:]}"
     return result.summary
@@ -31,9 +42,12 @@ def test_micro_batches_are_one_batch_of_all_ranks(once, ranks):
     assert mean["error"] < 1e-6
     assert mean["uneven_error"] > 0.01
     buckets = mean["all_reduces"] / MICRO_BATCHES
-    assert {row["all_reduces"] for row in rows.values()} == {buckets + 1}  # the last: how many tokens there are
+    # the last: how many tokens there are
+    assert {row["all_reduces"] for row in rows.values()} == {buckets + 1}
     if ranks == 2:  # each rank then sends as many bytes as there are
-        assert {row["sent_bytes"] for row in rows.values()} == {4 * shapes.parameter_count(config_of(ODD)) + 8}
+        assert {row["sent_bytes"] for row in rows.values()} == {
+            4 * shapes.parameter_count(config_of(ODD)) + 8
+        }
 
 
 def assert_memory_falls(summary: dict) -> None:

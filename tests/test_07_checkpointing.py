@@ -9,12 +9,30 @@ from support.harness import TINY, assert_refused, config_of, run
 from common import shapes
 
 SCRIPT = "07_memory_tricks/gradient_checkpointing.py"
-ODD = {**TINY, "vocab_size": 259, "hidden_size": 36, "intermediate_size": 50, "head_dim": 10, "num_hidden_layers": 7}
+ODD = {
+    **TINY,
+    "vocab_size": 259,
+    "hidden_size": 36,
+    "intermediate_size": 50,
+    "head_dim": 10,
+    "num_hidden_layers": 7,
+}
 
 
 def test_less_is_kept_and_no_gradient_moves(tmp_path: Path):
     (tmp_path / "odd.json").write_text(json.dumps(ODD))
-    flags = ("--model", "odd.json", "--seq-len", 21, "--batch-size", 3, "--rounds", 2, "--device", "cpu")
+    flags = (
+        "--model",
+        "odd.json",
+        "--seq-len",
+        21,
+        "--batch-size",
+        3,
+        "--rounds",
+        2,
+        "--device",
+        "cpu",
+    )
     result = run(SCRIPT, tmp_path, *flags, "--json", "summary.json")
     assert result.code == 0, result.err[-3000:]
     rows = {row["name"]: row for row in result.summary["rows"]}

@@ -7,7 +7,18 @@ import torch.nn.functional as F
 from support.harness import assert_refused, needs_compiler, run
 
 SCRIPT = "07_memory_tricks/chunked_loss.py"
-SMALL = ("--device", "cpu", "--tokens", 65, "--vocab-size", 5003, "--chunk-tokens", 8, "--hidden-size", 33)
+SMALL = (
+    "--device",
+    "cpu",
+    "--tokens",
+    65,
+    "--vocab-size",
+    5003,
+    "--chunk-tokens",
+    8,
+    "--hidden-size",
+    33,
+)
 
 
 def finish(folder: Path, *flags, **how) -> tuple[dict, dict[str, dict]]:
@@ -27,8 +38,11 @@ def test_the_script_tells_what_each_loss_takes(tmp_path, dtype):
     assert rows["chunked, by hand"]["step_bytes"] < plain["step_bytes"] / 2
     assert summary["parameters"] == 5003 * 33
     assert plain["gradient_bytes"] == (65 + 5003) * 33 * (4 if dtype == "fp32" else 2)
-    if dtype == "fp32" and hasattr(F, "linear_cross_entropy"):  # torch 2.13 has it, and chunks only with options
-        assert rows["torch, no options"]["step_bytes"] == pytest.approx(plain["step_bytes"], rel=0.01)
+    # torch 2.13 has it, and chunks only with options
+    if dtype == "fp32" and hasattr(F, "linear_cross_entropy"):
+        assert rows["torch, no options"]["step_bytes"] == pytest.approx(
+            plain["step_bytes"], rel=0.01
+        )
         assert rows["torch, chunked"]["step_bytes"] < plain["step_bytes"] / 2
 
 
@@ -44,7 +58,9 @@ def test_a_loss_of_one_number(tmp_path):
     finish(tmp_path, *sizes, "--rounds", 1, "--device", "cpu", PATH="/nowhere")
 
 
-@pytest.mark.parametrize("flags", ["--tokens 0", "--dtype fp16", "--chunk-tokens x", "--json no/such/f.json"])
+@pytest.mark.parametrize(
+    "flags", ["--tokens 0", "--dtype fp16", "--chunk-tokens x", "--json no/such/f.json"]
+)
 def test_bad_input_is_refused_in_one_line(tmp_path, flags):
     assert_refused(run(SCRIPT, tmp_path, *flags.split()), *flags.split())
 
@@ -54,7 +70,17 @@ def test_a_fifteenth_of_the_memory_on_a_gpu(gpus, tmp_path):
     """By max_memory_allocated, at the vocabulary of Llama 3 and the hidden size of llama-1b; plain takes 26 GiB."""
     sizes = ("--tokens", 16_384, "--hidden-size", 2048, "--chunk-tokens", 512, "--dtype", "bf16")
     visible = {"CUDA_VISIBLE_DEVICES": gpus["CUDA_VISIBLE_DEVICES"], "OMP_NUM_THREADS": "4"}
-    result = run(SCRIPT, tmp_path, "--device", "cuda", *sizes, "--json", "summary.json", warm=False, **visible)
+    result = run(
+        SCRIPT,
+        tmp_path,
+        "--device",
+        "cuda",
+        *sizes,
+        "--json",
+        "summary.json",
+        warm=False,
+        **visible,
+    )
     if "out of memory" in result.err:
         pytest.skip("the plain loss takes 26 GiB here")
     assert result.code == 0, f"{result.out[-2000:]}\n{result.err[-4000:]}"

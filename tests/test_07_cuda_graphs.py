@@ -9,10 +9,23 @@ SCRIPT = "07_memory_tricks/cuda_graphs.py"
 TIED = {**ODD, "vocab_size": 97, "num_key_value_heads": 6, "tie_word_embeddings": True}
 
 
-@pytest.mark.parametrize(("dtype", "shape"), [("fp32", ODD), ("bf16", TIED)], ids=["fp32", "bf16-tied"])
+@pytest.mark.parametrize(
+    ("dtype", "shape"), [("fp32", ODD), ("bf16", TIED)], ids=["fp32", "bf16-tied"]
+)
 def test_the_tiny_model_runs_the_same_operators(tmp_path, dtype, shape):
     (tmp_path / "odd.json").write_text(json.dumps(shape))
-    flags = ["--model", "odd.json", "--seq-len", 7, "--micro-batch-sizes", "3,1", "--dtype", dtype, "--rounds", 2]
+    flags = [
+        "--model",
+        "odd.json",
+        "--seq-len",
+        7,
+        "--micro-batch-sizes",
+        "3,1",
+        "--dtype",
+        dtype,
+        "--rounds",
+        2,
+    ]
     result = run(SCRIPT, tmp_path, *flags, "--device", "cpu", "--json", "summary.json")
     assert result.code == 0, result.err
     rows = result.summary["rows"]
@@ -22,12 +35,18 @@ def test_the_tiny_model_runs_the_same_operators(tmp_path, dtype, shape):
     assert result.summary["losses"] is None  # nothing is captured on a CPU
 
 
-REFUSED = {"--micro-batch-sizes 1,0": "", "--micro-batch-sizes=": "--micro-batch-sizes", "--seq-len 5000": ""}
+REFUSED = {
+    "--micro-batch-sizes 1,0": "",
+    "--micro-batch-sizes=": "--micro-batch-sizes",
+    "--seq-len 5000": "",
+}
 
 
 @pytest.mark.parametrize("flags", REFUSED)
 def test_bad_input_is_refused_in_one_line(tmp_path, flags):
-    assert_refused(run(SCRIPT, tmp_path, "--device", "cpu", *flags.split()), *(REFUSED[flags] or flags).split())
+    assert_refused(
+        run(SCRIPT, tmp_path, "--device", "cpu", *flags.split()), *(REFUSED[flags] or flags).split()
+    )
 
 
 @pytest.mark.gpu(n=1)

@@ -13,7 +13,18 @@ from support.harness import ODD, TINY, assert_refused, config_of, run, with_faul
 from common import adapters, model, shapes
 
 SCRIPT = "07_memory_tricks/lora.py"
-SMALL = ("--steps", 3, "--seq-len", 64, "--dtype", "fp32", "--device", "cpu", "--json", "summary.json")
+SMALL = (
+    "--steps",
+    3,
+    "--seq-len",
+    64,
+    "--dtype",
+    "fp32",
+    "--device",
+    "cpu",
+    "--json",
+    "summary.json",
+)
 BIASED = {**TINY, "model_type": "qwen2"}
 RANK, TENSORS = 4, 14  # a block has 7 matrices, the model 2 blocks
 
@@ -58,7 +69,11 @@ def test_memory_by_kind_is_what_the_shapes_give(result):
 
 def test_every_method_learns_and_merging_changes_nothing(result):
     rows = rows_of(result)
-    assert rows["lora"]["val_loss_before"] == rows["full"]["val_loss_before"] != rows["qlora"]["val_loss_before"]
+    assert (
+        rows["lora"]["val_loss_before"]
+        == rows["full"]["val_loss_before"]
+        != rows["qlora"]["val_loss_before"]
+    )
     for row in rows.values():
         assert row["val_loss_after"] < row["val_loss_before"]
         if row["method"] != "full":
@@ -79,8 +94,12 @@ def test_peft_reads_what_is_saved_and_computes_the_same(tmp_path, shape):
     for name, parameter in net.named_parameters():
         if name.endswith(".bias"):
             torch.nn.init.normal_(parameter, std=0.3)
-    save_file(dict(net.named_parameters()), tmp_path / "model.safetensors", metadata={"format": "pt"})
-    tokens = torch.randint(0, net.config.vocab_size, (2, 24), generator=torch.Generator().manual_seed(1))
+    save_file(
+        dict(net.named_parameters()), tmp_path / "model.safetensors", metadata={"format": "pt"}
+    )
+    tokens = torch.randint(
+        0, net.config.vocab_size, (2, 24), generator=torch.Generator().manual_seed(1)
+    )
     with torch.no_grad():
         plain = net(tokens)
         adapters.adapt(net, rank=3, alpha=8.0)
@@ -90,8 +109,12 @@ def test_peft_reads_what_is_saved_and_computes_the_same(tmp_path, shape):
                 torch.nn.init.normal_(layer.lora_B, std=0.1)
         expected = net(tokens)
         trained = {name: each for name, each in net.named_parameters() if "lora_" in name}
-        load("06_fsdp_zero/_shared.py").write_adapter(trained, tmp_path / "lora", str(tmp_path), rank=3, alpha=8.0)
-        theirs = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path), tmp_path / "lora")
+        load("06_fsdp_zero/_shared.py").write_adapter(
+            trained, tmp_path / "lora", str(tmp_path), rank=3, alpha=8.0
+        )
+        theirs = peft.PeftModel.from_pretrained(
+            AutoModelForCausalLM.from_pretrained(tmp_path), tmp_path / "lora"
+        )
         assert error(theirs(tokens).logits, expected) <= 1e-5
         merged = model.build("nano", net.config, seed=0)
         merged.load_state_dict(net.state_dict(), strict=False)
@@ -135,13 +158,17 @@ def test_the_loss_is_of_the_answer_alone():
                 tokens += [1 if message["role"] == "user" else 2, *map(ord, message["content"])]
             return {"input_ids": [*tokens, 2 if add_generation_prompt else 3]}
 
-    inputs, targets = load("07_memory_tricks/_lora.py").encode(WordTokenizer(), {"prompt": "ab", "completion": "xy"})
+    inputs, targets = load("07_memory_tricks/_lora.py").encode(
+        WordTokenizer(), {"prompt": "ab", "completion": "xy"}
+    )
     a, b, x, y = map(ord, "abxy")
     assert inputs.tolist() == [1, a, b, 2, x, y]
     assert targets.tolist() == [-100, -100, -100, x, y, 3]
 
 
-@pytest.mark.parametrize("flags", ["--seq-len 100000", "--rank 0", "--method dora", "--model nowhere"])
+@pytest.mark.parametrize(
+    "flags", ["--seq-len 100000", "--rank 0", "--method dora", "--model nowhere"]
+)
 def test_bad_input_is_refused_in_one_line(tmp_path, flags):
     assert_refused(run(SCRIPT, tmp_path, *flags.split()), *flags.split())
 
@@ -156,7 +183,9 @@ def test_a_model_with_random_weights_is_trained_first(tmp_path):
 @pytest.mark.gpu(n=1)
 def test_on_a_gpu_memory_falls_from_method_to_method(tmp_path, gpus):
     visible = {"CUDA_VISIBLE_DEVICES": gpus["CUDA_VISIBLE_DEVICES"], "OMP_NUM_THREADS": "4"}
-    result = run(SCRIPT, tmp_path, "--device", "cuda", "--json", "summary.json", warm=False, **visible)
+    result = run(
+        SCRIPT, tmp_path, "--device", "cuda", "--json", "summary.json", warm=False, **visible
+    )
     assert result.code == 0, result.err[-3000:]  # the script checks that the peaks fall
     for row in result.summary["rows"]:
         assert row["val_loss_after"] < row["val_loss_before"]

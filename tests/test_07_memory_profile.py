@@ -16,17 +16,30 @@ def test_the_script(tmp_path):
     summary = result.summary
     rows = {row["name"]: row for row in summary["rows"]}
     numbers = summary["parameters"]
-    assert rows["parameters"]["end of backward bytes"] == rows["gradients"]["end of backward bytes"] == 4 * numbers
+    assert (
+        rows["parameters"]["end of backward bytes"]
+        == rows["gradients"]["end of backward bytes"]
+        == 4 * numbers
+    )
     total = {moment: size for moment, size in rows["all"].items() if moment != "name"}
-    assert summary["total_bytes"] == total[f"peak, in {summary['peak_phase']} bytes"] == max(total.values())
-    by_module = [row["end of forward bytes"] for name, row in rows.items() if name.startswith("in ")]
+    assert (
+        summary["total_bytes"]
+        == total[f"peak, in {summary['peak_phase']} bytes"]
+        == max(total.values())
+    )
+    by_module = [
+        row["end of forward bytes"] for name, row in rows.items() if name.startswith("in ")
+    ]
     assert sum(by_module) == total["end of forward bytes"]
-    matrix = 4 * 36 * 52  # each of three in each of three layers has AdamW's two moments and its count of steps, too
+    # each of three in each of three layers has AdamW's two moments and its count of steps, too
+    matrix = 4 * 36 * 52
     assert rows["in model.layers.*.mlp"]["before the step bytes"] == 3 * 3 * (3 * matrix + 4)
     assert rows["activations"]["end of forward bytes"] == summary["activation_bytes"]
 
 
-@pytest.mark.parametrize("flags", ["--model llama-9b", "--micro-batch-size 0", "--seq-len 5000", "--dtype fp8"])
+@pytest.mark.parametrize(
+    "flags", ["--model llama-9b", "--micro-batch-size 0", "--seq-len 5000", "--dtype fp8"]
+)
 def test_bad_input_is_refused_in_one_line(tmp_path, flags):
     assert_refused(run(SCRIPT, tmp_path, *flags.split(), "--device", "cpu"), *flags.split())
 

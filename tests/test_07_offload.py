@@ -28,9 +28,16 @@ def test_the_script(tmp_path, dtype):
     nothing, overlapped = rows["nothing"], rows["activations, overlapped"]
     assert overlapped["gradient_relative_error"] == 0
     assert overlapped["losses"] == nothing["losses"]
-    assert nothing["after_forward_bytes"] - overlapped["after_forward_bytes"] == overlapped["copied_down_bytes"] > 0
+    assert (
+        nothing["after_forward_bytes"] - overlapped["after_forward_bytes"]
+        == overlapped["copied_down_bytes"]
+        > 0
+    )
     assert overlapped["peak_bytes"] < nothing["peak_bytes"]
-    assert rows["activations, save_on_cpu"]["copied_down_bytes"] > 1.2 * overlapped["copied_down_bytes"]
+    assert (
+        rows["activations, save_on_cpu"]["copied_down_bytes"]
+        > 1.2 * overlapped["copied_down_bytes"]
+    )
 
 
 def test_what_is_written_over_is_another_piece():
@@ -69,7 +76,9 @@ def test_bad_input_is_refused_in_one_line(tmp_path, flags):
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_on_a_gpu(gpus, tmp_path, dtype):
     visible = {"CUDA_VISIBLE_DEVICES": gpus["CUDA_VISIBLE_DEVICES"]}
-    rows = rows_of(tmp_path, "--device", "cuda", "--dtype", dtype, "--batch-size", 64, warm=False, **visible)
+    rows = rows_of(
+        tmp_path, "--device", "cuda", "--dtype", dtype, "--batch-size", 64, warm=False, **visible
+    )
     nothing, overlapped = rows["nothing"], rows["activations, overlapped"]
     assert nothing["peak_bytes"] - overlapped["peak_bytes"] > 0.5 * overlapped["copied_down_bytes"]
 
@@ -88,5 +97,7 @@ def test_a_gpu_is_not_waited_for(gpus):
         "    total.backward()\n"
     )
     env = {**gpus, "PYTHONPATH": f"{gpus.get('PYTHONPATH', '')}:{ROOT}:{ROOT / 'tests'}"}
-    result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=600)
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=600
+    )
     assert result.returncode == 0, result.stderr[-3000:]

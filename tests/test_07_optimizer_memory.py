@@ -6,13 +6,32 @@ import pytest
 from support.harness import TINY, assert_refused, run
 
 SCRIPT = "07_memory_tricks/optimizer_memory.py"
-UNEVEN = {**TINY, "hidden_size": 33, "intermediate_size": 65, "head_dim": 8, "tie_word_embeddings": True}
+UNEVEN = {
+    **TINY,
+    "hidden_size": 33,
+    "intermediate_size": 65,
+    "head_dim": 8,
+    "tie_word_embeddings": True,
+}
 
 
 def test_bytes_and_losses(tmp_path):
     (tmp_path / "uneven.json").write_text(json.dumps(UNEVEN))
-    flags = ("--model", "uneven.json", "--device", "cpu", "--steps", 4, "--seq-len", 16, "--seeds", 2)
-    result = run(SCRIPT, tmp_path, *flags, "--batch-size", 4, "--lr", 1e-3, "--json", "summary.json")
+    flags = (
+        "--model",
+        "uneven.json",
+        "--device",
+        "cpu",
+        "--steps",
+        4,
+        "--seq-len",
+        16,
+        "--seeds",
+        2,
+    )
+    result = run(
+        SCRIPT, tmp_path, *flags, "--batch-size", 4, "--lr", 1e-3, "--json", "summary.json"
+    )
     assert result.code == 0, f"{result.out[-2000:]}\n{result.err[-4000:]}"
     rows = {row["recipe"]: row for row in result.summary["rows"]}
     per_parameter = {name: row["bytes_per_parameter"] for name, row in rows.items()}

@@ -7,7 +7,8 @@ import pytest
 from support.harness import ODD, assert_refused, run, with_fault
 
 SCRIPT = "07_memory_tricks/packing.py"
-SHAPE = {**ODD, "vocab_size": 256, "max_position_embeddings": 96, "tie_word_embeddings": True}  # grouped heads
+# grouped heads
+SHAPE = {**ODD, "vocab_size": 256, "max_position_embeddings": 96, "tie_word_embeddings": True}
 FLAGS = ("--model", "odd.json", "--seq-len", 96, "--documents", 9, "--rounds", 1, "--device", "cpu")
 OVER_RANKS = {"best fit, tokens over ranks", "best fit, layers over ranks"}
 LEAKS = "best fit, no mask"
@@ -46,24 +47,42 @@ def test_shares_targets_and_memory(once):
     rows = {row["name"]: row for row in summary["rows"]}
     tokens = rows["one at a time"]["useful_tokens"]
     assert {row["useful_tokens"] for row in rows.values()} == {tokens}
-    assert {row["targets"] for row in rows.values()} == {tokens - summary["documents"]}  # none behind a last token
+    # none behind a last token
+    assert {row["targets"] for row in rows.values()} == {tokens - summary["documents"]}
     shares = {name: row["useful_token_share"] for name, row in rows.items()}
     assert shares["one at a time"] == 1
-    assert shares["padded"] < shares["in order, cut"] <= shares["best fit, cut"] == shares["best fit, mask"]
+    assert (
+        shares["padded"]
+        < shares["in order, cut"]
+        <= shares["best fit, cut"]
+        == shares["best fit, mask"]
+    )
     assert rows["best fit, cut"]["peak_bytes"] < rows["padded"]["peak_bytes"]
     assert summary["shares_of_10000_documents"]["best_fit"] > 0.99
 
 
 FAULTS = {  # ranks, a line, and what stands in its place
     "a last token learns the next document's first": (None, "is_last | (owner < 0)", "owner < 0"),
-    "the mask is causal alone": (None, "(owner[:, None] == owner).tril()", "(owner[:, None] == owner[:, None]).tril()"),
-    "a query sees its future": (None, "(owner[:, None] == owner).tril()", "owner[:, None] == owner"),
+    "the mask is causal alone": (
+        None,
+        "(owner[:, None] == owner).tril()",
+        "(owner[:, None] == owner[:, None]).tril()",
+    ),
+    "a query sees its future": (
+        None,
+        "(owner[:, None] == owner).tril()",
+        "owner[:, None] == owner",
+    ),
     "ranks that share a row do not know the ends": (
         2,
         "masked(batch, queries=mine)",
         "masked(batch._replace(owner=0 * batch.owner), queries=mine)",
     ),
-    "a stage does not know the ends": (2, "attend, size = cut(batch)", "attend, size = causal(batch)"),
+    "a stage does not know the ends": (
+        2,
+        "attend, size = cut(batch)",
+        "attend, size = causal(batch)",
+    ),
     "no sum over the ranks": (2, "dist.all_reduce(weight.grad)", "pass"),
 }
 
@@ -84,7 +103,9 @@ def test_on_a_gpu(gpus, tmp_path, dtype):
     flags = ("--device", "cuda", "--dtype", dtype, "--rounds", 1, "--json", "summary.json")
     result = run(SCRIPT, tmp_path, *flags, warm=False, **visible)
     assert result.code == 0, f"{result.out[-2000:]}\n{result.err[-4000:]}"
-    assert ("best fit, varlen_attn" in {row["name"] for row in result.summary["rows"]}) == (dtype == "bf16")
+    assert ("best fit, varlen_attn" in {row["name"] for row in result.summary["rows"]}) == (
+        dtype == "bf16"
+    )
 
 
 REFUSED = {  # flags: ranks, words of the line

@@ -48,7 +48,9 @@ def one_process(shape: str, seq_len: int) -> list[float]:
     net = model.build("tiny", config_of(SHAPES[shape]), seed=0)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.02, momentum=0.9)
     losses = []
-    batches = [tensor.split(4) for tensor in lesson.one_batch(4 * STEPS, seq_len, torch.device("cpu"))]
+    batches = [
+        tensor.split(4) for tensor in lesson.one_batch(4 * STEPS, seq_len, torch.device("cpu"))
+    ]
     for inputs, targets in zip(*batches, strict=True):
         targets[0, 3 * (seq_len + 1) // 4 :] = -100
         loss = net(inputs, targets)
@@ -68,7 +70,9 @@ def test_every_way_trains_as_one_process_does(finished):
     for row in summary["rows"]:
         assert row["losses"] == pytest.approx(expected, rel=1e-5)
         assert row["gradient_error"] < 1e-5
-    assert (summary["first_loss"], summary["last_loss"]) == pytest.approx((expected[0], expected[-1]), rel=1e-5)
+    assert (summary["first_loss"], summary["last_loss"]) == pytest.approx(
+        (expected[0], expected[-1]), rel=1e-5
+    )
     assert expected[-1] < expected[0]
     assert summary["tokens"] == STEPS * 4 * seq_len
 
@@ -81,14 +85,19 @@ def test_bytes_and_scores_are_exact(finished):
     keys_values = 2 * 4 * 4 * part * config.num_key_value_heads * config.head_dim
     expected = {
         "one process": 0,
-        "all-gather": 2 * (n - 1) * keys_values,  # the keys and values, and a reduce-scatter of their gradients
-        "Ulysses": 2 * (n - 1) / n * (2 * queries + keys_values),  # queries and outputs go, and come back
-        "ring, contiguous": (3 * n - 2) * keys_values,  # n - 1 hops in each pass, n of the gradients
+        # the keys and values, and a reduce-scatter of their gradients
+        "all-gather": 2 * (n - 1) * keys_values,
+        # queries and outputs go, and come back
+        "Ulysses": 2 * (n - 1) / n * (2 * queries + keys_values),
+        # n - 1 hops in each pass, n of the gradients
+        "ring, contiguous": (3 * n - 2) * keys_values,
         "ring, zigzag": (3 * n - 2) * keys_values,
     }
     rows = {row["name"]: row for row in summary["rows"]}
     layers = config.num_hidden_layers
-    assert {name: rows[name]["sent_bytes"] for name in expected} == {k: layers * v for k, v in expected.items()}
+    assert {name: rows[name]["sent_bytes"] for name in expected} == {
+        k: layers * v for k, v in expected.items()
+    }
     contiguous = [2 * layers * part * part * (rank + 1) for rank in range(n)]
     assert rows["ring, contiguous"]["scores_of_each_rank"] == contiguous
     equal_work = [2 * layers * (2 * n + 1) * part * part / 4] * n
@@ -122,7 +131,9 @@ REFUSED = {  # number of ranks, flags: words of the line
 @pytest.mark.parametrize("case", REFUSED, ids=str)
 def test_bad_input_is_refused_in_one_line(tmp_path, case):
     nproc, flags = case
-    assert_refused(start(tmp_path, "odd", *flags.split(), nproc=nproc), *(REFUSED[case] or flags).split())
+    assert_refused(
+        start(tmp_path, "odd", *flags.split(), nproc=nproc), *(REFUSED[case] or flags).split()
+    )
 
 
 def test_what_the_heads_do_not_allow_is_left_out(tmp_path):
@@ -138,7 +149,10 @@ FAULTS = {  # a line, and what stands in its place
         "    dist.all_reduce(flat)",
         "    dist.all_reduce(flat)\n    flat /= dist.get_world_size()",
     ),
-    "the gradient of a block stays where it was found": ("kv_gradient += arriving.pop()", "arriving.pop()"),
+    "the gradient of a block stays where it was found": (
+        "kv_gradient += arriving.pop()",
+        "arriving.pop()",
+    ),
     "a block travels twice": (
         "start_round([] if is_last else [kv])",
         "start_round([] if is_last else [kv, kv])",

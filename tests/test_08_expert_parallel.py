@@ -9,10 +9,26 @@ from support.chapter import load
 from support.harness import TINY, assert_refused, config_of, run
 
 SCRIPT = "08_model_parallel/expert_parallel.py"
-SHAPE = TINY | {"hidden_size": 36, "intermediate_size": 53, "num_hidden_layers": 3, "tie_word_embeddings": True}
+SHAPE = TINY | {
+    "hidden_size": 36,
+    "intermediate_size": 53,
+    "num_hidden_layers": 3,
+    "tie_word_embeddings": True,
+}
 SHAPE |= {"num_attention_heads": 6, "num_key_value_heads": 3}
 STEPS, LAYERS, EXPERTS, K = 8, 3, 6, 2
-FLAGS = ("--model", "tiny.json", "--device", "cpu", "--steps", STEPS, "--json", "s.json", "--experts", EXPERTS)
+FLAGS = (
+    "--model",
+    "tiny.json",
+    "--device",
+    "cpu",
+    "--steps",
+    STEPS,
+    "--json",
+    "s.json",
+    "--experts",
+    EXPERTS,
+)
 
 
 def start(folder: Path, nproc: int | None, *flags, script: str = SCRIPT):
@@ -34,7 +50,9 @@ def test_it_is_the_mixture_of_mixtral():
     with torch.no_grad():
         theirs.gate.weight.copy_(ours.router.weight)
         for i, expert in enumerate(ours.experts.values()):
-            theirs.experts.gate_up_proj[i] = torch.cat([expert.gate_proj.weight, expert.up_proj.weight])
+            theirs.experts.gate_up_proj[i] = torch.cat(
+                [expert.gate_proj.weight, expert.up_proj.weight]
+            )
             theirs.experts.down_proj[i] = expert.down_proj.weight
     torch.testing.assert_close(ours(x), theirs(x), rtol=1e-5, atol=1e-5)
     balance = mixtral.load_balancing_loss_func((theirs.gate(x)[0],), EXPERTS, K)

@@ -13,16 +13,29 @@ from torch import nn
 from common import lesson, model
 
 SCRIPT = "08_model_parallel/pipeline_parallel.py"
-SHAPE = {**ODD, "vocab_size": 256, "num_hidden_layers": 9, "tie_word_embeddings": False}  # 9: uneven stages
+# 9: uneven stages
+SHAPE = {**ODD, "vocab_size": 256, "num_hidden_layers": 9, "tie_word_embeddings": False}
 STEPS, SEQ_LEN, SEQUENCES = 3, 12, 3  # of a micro-batch
 BY_HAND = ["GPipe", "1F1B", "interleaved 1F1B"]
 # processes, micro-batches per process, chunks
-RUNS = [(2, 2, 2), *(pytest.param(values, marks=pytest.mark.full) for values in ((3, 2, 3), (4, 1, 2)))]
+RUNS = [
+    (2, 2, 2),
+    *(pytest.param(values, marks=pytest.mark.full) for values in ((3, 2, 3), (4, 1, 2))),
+]
 
 
 def start(folder: Path, *more, nproc: int | None = None, script: str = SCRIPT):
     (folder / "tiny.json").write_text(json.dumps(SHAPE))
-    flags = ("--model", "tiny.json", "--steps", STEPS, "--seq-len", SEQ_LEN, "--micro-batch-size", SEQUENCES)
+    flags = (
+        "--model",
+        "tiny.json",
+        "--steps",
+        STEPS,
+        "--seq-len",
+        SEQ_LEN,
+        "--micro-batch-size",
+        SEQUENCES,
+    )
     return run(script, folder, *flags, "--device", "cpu", "--json", "s.json", *more, nproc=nproc)
 
 
@@ -60,7 +73,10 @@ def one_process(size: int) -> tuple[list[float], list[float]]:
 def test_every_schedule_trains_as_one_process_does(finished):
     nproc, per_rank, _, summary = finished
     losses, norms = one_process(nproc * per_rank * SEQUENCES)
-    assert {row["name"] for row in summary["rows"]} >= {*BY_HAND, *(f"{name} by torch" for name in BY_HAND)}
+    assert {row["name"] for row in summary["rows"]} >= {
+        *BY_HAND,
+        *(f"{name} by torch" for name in BY_HAND),
+    }
     for row in summary["rows"]:
         assert row["losses"] == pytest.approx(losses, rel=1e-5), row["name"]
         assert row.get("gradient_error", 0) < 1e-5
@@ -75,7 +91,10 @@ def test_bubble_activations_and_messages_are_those_of_the_formulas(finished):
     expected = {  # work of a rank for each unit that it waits for another, most that it holds
         "GPipe": (m, [m] * p),
         "1F1B": (m, [*range(p, 0, -1)]),
-        "interleaved 1F1B": (v * m, [min(2 * (p - rank - 1) + (v - 1) * p + 1, v * m) for rank in range(p)]),
+        "interleaved 1F1B": (
+            v * m,
+            [min(2 * (p - rank - 1) + (v - 1) * p + 1, v * m) for rank in range(p)],
+        ),
     }
     for name, (work, held) in expected.items():
         assert rows[name]["idle_share"] == pytest.approx((p - 1) / (work + p - 1), abs=1e-12)
@@ -94,13 +113,20 @@ def test_no_rank_waits_for_ever_if_every_call_blocks(p, m, v):
     orders += [[lesson_08.interleaved(rank, p, m, v) for rank in range(p)]] if p > 1 else []
     for order in orders:
         programs = lesson_08.add_messages(order)
-        calls = [[step for step in program if step[0].name.startswith(("Send", "Receive"))] for program in programs]
+        calls = [
+            [step for step in program if step[0].name.startswith(("Send", "Receive"))]
+            for program in programs
+        ]
         while any(calls):
             current = {rank: left[0] for rank, left in enumerate(calls) if left}
             gone = []
             for rank, batch in current.items():
-                for name, micro_batch, chunk in (each for each in batch if each.name.startswith("Send")):
-                    to_chunk, to_rank = divmod(chunk * p + rank + (1 if name == "SendActivations" else -1), p)
+                for name, micro_batch, chunk in (
+                    each for each in batch if each.name.startswith("Send")
+                ):
+                    to_chunk, to_rank = divmod(
+                        chunk * p + rank + (1 if name == "SendActivations" else -1), p
+                    )
                     received = (name.replace("Send", "Receive"), micro_batch, to_chunk)
                     if received in current.get(to_rank, ()):
                         gone += [(rank, (name, micro_batch, chunk)), (to_rank, received)]
@@ -110,7 +136,8 @@ def test_no_rank_waits_for_ever_if_every_call_blocks(p, m, v):
             calls = [[batch for batch in left if batch] for left in calls]
 
 
-REFUSED = {"--model nano": "", "--chunks 5": "--chunks 5 10 9", "--seq-len 999": ""}  # flags: words of the line
+# flags: words of the line
+REFUSED = {"--model nano": "", "--chunks 5": "--chunks 5 10 9", "--seq-len 999": ""}
 
 
 @pytest.mark.parametrize("flags", REFUSED)
@@ -121,7 +148,10 @@ def test_bad_input_is_refused_in_one_line(tmp_path, flags):
 FAULTS = {  # a line, and what stands in its place
     "a stage clips by its own norm": ("    dist.all_reduce(squared_norm)\n", ""),
     "1F1B warms up too long": ("warm_up=ranks - rank - 1)", "warm_up=ranks - rank)"),
-    "a mean of means": ("targets[micro_batch], tokens)", "targets[micro_batch], (targets[micro_batch] >= 0).sum())"),
+    "a mean of means": (
+        "targets[micro_batch], tokens)",
+        "targets[micro_batch], (targets[micro_batch] >= 0).sum())",
+    ),
 }
 
 

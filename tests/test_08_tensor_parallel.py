@@ -16,9 +16,22 @@ FLAGS += ["--global-batch-size", MICRO_BATCHES * ROWS, "--micro-batch-size", ROW
 LLAMA = {"model_type": "llama", "max_position_embeddings": 32}
 
 
-def shape(vocab: int, hidden: int, channels: int, layers: int, heads: int, groups: int, tied: bool) -> dict:
-    sizes = {"vocab_size": vocab, "hidden_size": hidden, "intermediate_size": channels, "num_hidden_layers": layers}
-    return {**LLAMA, **sizes, "num_attention_heads": heads, "num_key_value_heads": groups, "tie_word_embeddings": tied}
+def shape(
+    vocab: int, hidden: int, channels: int, layers: int, heads: int, groups: int, tied: bool
+) -> dict:
+    sizes = {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": channels,
+        "num_hidden_layers": layers,
+    }
+    return {
+        **LLAMA,
+        **sizes,
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "tie_word_embeddings": tied,
+    }
 
 
 SHAPES = {
@@ -39,7 +52,10 @@ def start(folder: Path, shape: str, nproc: int | None, *flags, script: str = SCR
     scope="module",
     params=[
         ("grouped", 2),
-        *(pytest.param(values, marks=pytest.mark.full) for values in [("grouped", 4), ("untied", 3)]),
+        *(
+            pytest.param(values, marks=pytest.mark.full)
+            for values in [("grouped", 4), ("untied", 3)]
+        ),
     ],
     ids=lambda values: f"{values[0]}-{values[1]}",
 )
@@ -78,7 +94,17 @@ def one_process(shape: str) -> tuple[list[float], list[float]]:
 @pytest.mark.parametrize("seq_len", [1, 2])
 def test_texts_so_short_that_some_gradients_are_nearly_zero(tmp_path, seq_len):
     """Of one token attention gives its value, whatever q and k are: their gradients are rounding, or exactly zero."""
-    result = start(tmp_path, "grouped", 1, "--seq-len", seq_len, "--global-batch-size", 1, "--micro-batch-size", 1)
+    result = start(
+        tmp_path,
+        "grouped",
+        1,
+        "--seq-len",
+        seq_len,
+        "--global-batch-size",
+        1,
+        "--micro-batch-size",
+        1,
+    )
     assert result.code == 0, f"{result.out[-2000:]}\n{result.err[-4000:]}"
 
 
@@ -106,13 +132,18 @@ def test_a_rank_holds_and_sends_what_it_must(finished):
     whole = sum(parameter.numel() for parameter in build(shape).parameters())
     rows = {row["way"]: row for row in summary["rows"]}
     twice = 2 * in_a_pass * MICRO_BATCHES
-    once_round = twice * 4 * tokens * hidden + MICRO_BATCHES * 3 * 4 * tokens  # and three numbers a token for the loss
+    # and three numbers a token for the loss
+    once_round = twice * 4 * tokens * hidden + MICRO_BATCHES * 3 * 4 * tokens
     for way in WAYS[1:]:
-        assert sum(rows[way]["parameters_per_rank"]) == whole + (n - 1) * in_a_pass * hidden  # norms are whole on each
+        # norms are whole on each
+        assert sum(rows[way]["parameters_per_rank"]) == whole + (n - 1) * in_a_pass * hidden
         assert rows[way]["sent_bytes"] == round(2 * once_round * (n - 1) / n)
     assert rows["by hand"]["calls"] == {"all_reduces": twice + 2 * MICRO_BATCHES}
     apart = {"reduce_scatters": twice, "all_gathers": twice}
-    assert rows["by hand, sequence parallel"]["calls"] == {"all_reduces": 2 * MICRO_BATCHES, **apart}
+    assert rows["by hand, sequence parallel"]["calls"] == {
+        "all_reduces": 2 * MICRO_BATCHES,
+        **apart,
+    }
 
 
 FAULTS = {  # a line, and what stands in its place
@@ -124,7 +155,10 @@ FAULTS = {  # a line, and what stands in its place
         "norm = (squares + sum(gradient.square().sum() for gradient in replicated)).sqrt()",
         "norm = (squares + dist.get_world_size() * sum(gradient.square().sum() for gradient in replicated)).sqrt()",
     ),
-    "a norm keeps the gradient of its own positions": ("torch._foreach_copy_(replicated, [*together])", "pass"),
+    "a norm keeps the gradient of its own positions": (
+        "torch._foreach_copy_(replicated, [*together])",
+        "pass",
+    ),
     "the largest logit travels twice": (
         "dist.all_reduce(largest, op=dist.ReduceOp.MAX)",
         "[dist.all_reduce(largest, op=dist.ReduceOp.MAX) for _ in range(2)]",
@@ -151,4 +185,6 @@ REFUSED = {  # number of ranks, flags: words of the line
 @pytest.mark.parametrize("case", REFUSED, ids=str)
 def test_bad_input_is_refused_in_one_line(tmp_path, case):
     nproc, flags = case
-    assert_refused(start(tmp_path, "grouped", nproc, *flags.split()), *(REFUSED[case] or flags).split())
+    assert_refused(
+        start(tmp_path, "grouped", nproc, *flags.split()), *(REFUSED[case] or flags).split()
+    )

@@ -8,7 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 from support.checkpoints import moments, write_folder
-from support.harness import BASELINE, TINY, Result, assert_refused, config_of, drop_after, run, train
+from support.harness import (
+    BASELINE,
+    TINY,
+    Result,
+    assert_refused,
+    config_of,
+    drop_after,
+    run,
+    train,
+)
 
 from common import shapes
 from planner import shape
@@ -17,12 +26,29 @@ from planner.plan import Plan
 
 SCRIPT, FSDP = "08_model_parallel/train_3d.py", "06_fsdp_zero/train_fsdp.py"
 UNEVEN = {  # 3 layers for 2 stages; 131 tokens, 27 MLP channels a tensor rank for 2 shards
-    **{"model_type": "llama", "vocab_size": 262, "hidden_size": 38, "head_dim": 6, "intermediate_size": 54},
-    **{"num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 64},
+    **{
+        "model_type": "llama",
+        "vocab_size": 262,
+        "hidden_size": 38,
+        "head_dim": 6,
+        "intermediate_size": 54,
+    },
+    **{
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+    },
 }
 STEPS = 6
 FLAGS = ("--steps", STEPS, "--save-every", 2, "--keep", 100, "--eval-every", 3, "--clip-norm", 0.9)
-TP, PP, CP, COPIES, HALF = ("--tp", 2), ("--pp", 2), ("--cp", 2), ("--replicate", 2), ("--micro-batch-size", 3)
+TP, PP, CP, COPIES, HALF = (
+    ("--tp", 2),
+    ("--pp", 2),
+    ("--cp", 2),
+    ("--replicate", 2),
+    ("--micro-batch-size", 3),
+)
 LAYOUTS = {  # ranks, model, flags; the first are those of make test
     "tensor": (2, "tied", TP),
     "context": (2, "tied", (*CP, *HALF)),
@@ -43,7 +69,11 @@ LAYOUTS = {  # ranks, model, flags; the first are those of make test
     "copies, contexts": (4, "tied", (*COPIES, *CP, *HALF)),
     "copies, tensor, stages": (8, "untied", (*COPIES, *TP, *PP, *HALF)),
     "tensor, stages, contexts": (8, "untied", (*TP, *PP, *CP, *HALF)),
-    "recomputed": (4, "tied", (*TP, *CP, "--checkpointing", "selective", "--reshard-after-forward", "off")),
+    "recomputed": (
+        4,
+        "tied",
+        (*TP, *CP, "--checkpointing", "selective", "--reshard-after-forward", "off"),
+    ),
     "recomputed stages": (4, "untied", (*PP, *CP, *HALF, "--checkpointing", "full")),
 }
 OFTEN = [*LAYOUTS][:7]
@@ -82,7 +112,8 @@ def assert_same_curve(ours: Result, theirs: Result) -> None:
 
 
 @pytest.mark.parametrize(
-    "layout", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.full) for name in LAYOUTS]
+    "layout",
+    [name if name in OFTEN else pytest.param(name, marks=pytest.mark.full) for name in LAYOUTS],
 )
 def test_any_mesh_is_one_process(once, one_process, layout):
     _, model, flags = LAYOUTS[layout]
@@ -90,7 +121,8 @@ def test_any_mesh_is_one_process(once, one_process, layout):
     ours = once("08 mesh", on_a_mesh, layout)
     assert len(ours.column("loss")) == STEPS
     assert_same_curve(ours, theirs)
-    for step in (2, STEPS):  # AdamW's first moment holds the clipped gradients of all steps until then
+    # AdamW's first moment holds the clipped gradients of all steps until then
+    for step in (2, STEPS):
         our, their = moments(ours.folder, step), moments(theirs.folder, step)
         torch.testing.assert_close(our, their, rtol=1e-5, atol=3e-8)
     held = ours.summary["parameter_bytes_per_rank"]
@@ -159,7 +191,15 @@ def test_bad_input_is_refused_in_one_line(tmp_path, flags):
 @pytest.mark.parametrize("flags", [TP, CP], ids=["tensor", "context"])
 def test_two_gpus_are_one(gpus, tmp_path, flags):
     one, two = (
-        train(SCRIPT, tmp_path / str(nproc), *flags_of(tmp_path / str(nproc), "tied"), *mesh, "--device", "cuda", **how)
+        train(
+            SCRIPT,
+            tmp_path / str(nproc),
+            *flags_of(tmp_path / str(nproc), "tied"),
+            *mesh,
+            "--device",
+            "cuda",
+            **how,
+        )
         for nproc, mesh, how in ((1, (), {"nproc": 1, **gpus}), (2, flags, {"nproc": 2, **gpus}))
     )
     assert_same_curve(one, two)

@@ -4,7 +4,16 @@ from pathlib import Path
 
 import pytest
 from support.checkpoints import write_folder
-from support.harness import TINY, Result, assert_refused, config_of, needs_compiler, run, with_fault, with_prelude
+from support.harness import (
+    TINY,
+    Result,
+    assert_refused,
+    config_of,
+    needs_compiler,
+    run,
+    with_fault,
+    with_prelude,
+)
 
 SCRIPT = "09_inference/export.py"
 PROMPTS = ["def main():", "a", "The quick brown fox jumps"]  # of unequal lengths
@@ -22,7 +31,17 @@ def model(tmp_path_factory) -> Path:
 def start(where: Path, model: Path, *flags, script=SCRIPT, **how) -> Result:
     where.mkdir(exist_ok=True)
     (where / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
-    flags = ["--prompts", "prompts.txt", "--max-new-tokens", 8, "--device", "cpu", "--json", "summary.json", *flags]
+    flags = [
+        "--prompts",
+        "prompts.txt",
+        "--max-new-tokens",
+        8,
+        "--device",
+        "cpu",
+        "--json",
+        "summary.json",
+        *flags,
+    ]
     return run(script, where, "--model", model, *flags, **how)
 
 
@@ -39,11 +58,15 @@ def test_onnx_and_gguf(tmp_path, model):
     rows = rows_of(tmp_path, model, "--forms", "onnx,int8,f16,q8_0")
     assert [*rows] == ["eager", "onnx", "int8", "f16", "q8_0"]
     assert [len(ids) for ids in rows["eager"]["token_ids"]] == [8, 8, 8]
-    assert len({token for ids in rows["eager"]["token_ids"] for token in ids}) > 3  # else equal tokens prove little
+    # else equal tokens prove little
+    assert len({token for ids in rows["eager"]["token_ids"] for token in ids}) > 3
     assert rows["onnx"]["first_difference"] == rows["f16"]["first_difference"] == "none"
     assert rows["onnx"]["logits_relative_error"] <= 1e-5 < rows["int8"]["logits_relative_error"]
     assert abs(rows["onnx"]["loss"] - rows["eager"]["loss"]) < 1e-5
-    assert (rows["onnx"]["outputs"], rows["onnx"]["outputs_in_place"]) == (1 + 2 * TINY["num_hidden_layers"], 1)
+    assert (rows["onnx"]["outputs"], rows["onnx"]["outputs_in_place"]) == (
+        1 + 2 * TINY["num_hidden_layers"],
+        1,
+    )
     assert rows["f16"]["weights_relative_error"] < rows["q8_0"]["weights_relative_error"] < 1e-2
     assert rows["f16"]["logprob_difference"] < 1e-2
     assert rows["int8"]["file_bytes"] < rows["onnx"]["file_bytes"]
@@ -56,7 +79,8 @@ def test_a_package(tmp_path, model):
     rows = rows_of(tmp_path, model, "--forms", "aoti")
     assert rows["aoti"]["first_difference"] == "none"
     assert rows["aoti"]["logits_relative_error"] <= 1e-5
-    assert rows["aoti"]["fresh_logits_relative_error"] <= 1e-5  # by a process that has not this source
+    # by a process that has not this source
+    assert rows["aoti"]["fresh_logits_relative_error"] <= 1e-5
     refused = rows["aoti"]["refused"]
     assert "ids" in refused["a batch of 65"]
     assert "64" in refused["a batch of 65"]

@@ -24,7 +24,9 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def answer(script: str, where: Path, gpus: dict[str, str], device: str, *flags, nproc: int | None = None) -> dict:
+def answer(
+    script: str, where: Path, gpus: dict[str, str], device: str, *flags, nproc: int | None = None
+) -> dict:
     visible = {"CUDA_VISIBLE_DEVICES": gpus["CUDA_VISIBLE_DEVICES"], "OMP_NUM_THREADS": "4"}
     flags = [*flags, "--max-new-tokens", 8, "--device", device, "--json", "summary.json"]
     result = run(script, where, *flags, nproc=nproc, warm=False, **visible)
@@ -35,13 +37,16 @@ def answer(script: str, where: Path, gpus: dict[str, str], device: str, *flags, 
 @pytest.mark.parametrize(("script", "nproc"), [(QUANTIZED, None), (INFER, None), (INFER, 1)])
 def test_fp32_tokens_are_those_of_a_cpu(tmp_path, gpus, folder, script, nproc):
     """The script compares them with transformers' on the CPU."""
-    summary = answer(script, tmp_path, gpus, "cuda", "--model", folder, "--dtype", "fp32", nproc=nproc)
+    summary = answer(
+        script, tmp_path, gpus, "cuda", "--model", folder, "--dtype", "fp32", nproc=nproc
+    )
     assert any("transformers" in line for line in summary["checked"])
 
 
 def test_all_kinds_of_weights(tmp_path, gpus, folder):
     on_gpu, on_cpu = (
-        answer(QUANTIZED, tmp_path, gpus, device, "--model", folder)["rows"] for device in ("cuda", "cpu")
+        answer(QUANTIZED, tmp_path, gpus, device, "--model", folder)["rows"]
+        for device in ("cuda", "cpu")
     )
     for gpu, cpu in zip(on_gpu, on_cpu, strict=True):
         assert gpu["weight_bytes"] == cpu["weight_bytes"]
@@ -52,6 +57,8 @@ def test_all_kinds_of_weights(tmp_path, gpus, folder):
 def test_the_compiled_step_gives_the_same_tokens(tmp_path, gpus, folder, weights):
     """Fused, and from the third step on replayed as a CUDA graph."""
     shared = ["--model", folder, "--weights", weights, "--prompt", PROMPTS[weights]]
-    plain, compiled = (answer(QUANTIZED, tmp_path, gpus, "cuda", *shared, *more) for more in ([], ["--compile"]))
+    plain, compiled = (
+        answer(QUANTIZED, tmp_path, gpus, "cuda", *shared, *more) for more in ([], ["--compile"])
+    )
     assert compiled["dtype"] == "bf16"
     assert compiled["token_ids"] == plain["token_ids"]

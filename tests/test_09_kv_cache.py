@@ -8,7 +8,9 @@ from support.harness import ODD, assert_refused, config_of, run, with_fault
 
 SCRIPT = "09_inference/kv_cache.py"
 # of unequal lengths, the first 16 bytes equal: with blocks of 16 tokens they share one
-PROMPTS = "import os, sys, x\nimport os, sys, re, json\nimport os, sys, and for i in range(3): print(i)\n"
+PROMPTS = (
+    "import os, sys, x\nimport os, sys, re, json\nimport os, sys, and for i in range(3): print(i)\n"
+)
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +22,16 @@ def model(tmp_path_factory) -> Path:
 
 def serve(folder: Path, model: Path, *flags, script: str = SCRIPT):
     (folder / "prompts.txt").write_text(PROMPTS)
-    shared = ("--model", model, "--prompts", "prompts.txt", "--max-new-tokens", 12, "--device", "cpu")
+    shared = (
+        "--model",
+        model,
+        "--prompts",
+        "prompts.txt",
+        "--max-new-tokens",
+        12,
+        "--device",
+        "cpu",
+    )
     return run(script, folder, *shared, "--json", "summary.json", *flags)
 
 
@@ -36,7 +47,9 @@ def test_all_rows_have_the_tokens_of_transformers(tmp_path, model):
 
 
 def test_without_a_prompt_it_answers_several_of_its_own(tmp_path):
-    result = run(SCRIPT, tmp_path, "--max-new-tokens", 2, "--device", "cpu", "--json", "summary.json")
+    result = run(
+        SCRIPT, tmp_path, "--max-new-tokens", 2, "--device", "cpu", "--json", "summary.json"
+    )
     assert result.code == 0, result.err
     assert all(len(row["token_ids"]) > 1 for row in result.summary["rows"])
 
@@ -55,7 +68,11 @@ def test_a_wrong_version_fails_its_own_check(tmp_path, model, fault):
     assert (result.code, "Error" in result.err) == (1, True), result.err[-3000:]
 
 
-REFUSED = {"--max-new-tokens 5000": "--max-new-tokens 64", "--model none": "", "--top-k 3": "--top-k --temperature"}
+REFUSED = {
+    "--max-new-tokens 5000": "--max-new-tokens 64",
+    "--model none": "",
+    "--top-k 3": "--top-k --temperature",
+}
 
 
 @pytest.mark.parametrize("flags", REFUSED)

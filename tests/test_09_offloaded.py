@@ -21,7 +21,9 @@ def folder(tmp_path_factory) -> Path:
     """A Hugging Face folder with weights large enough for attention to matter, and prompts."""
     where = tmp_path_factory.mktemp("offloaded")
     net = model.build("nano", config_of(ODD), seed=5)
-    weights = {name: (12 if each.ndim == 2 else 1) * each.detach() for name, each in net.named_parameters()}
+    weights = {
+        name: (12 if each.ndim == 2 else 1) * each.detach() for name, each in net.named_parameters()
+    }
     (where / "model").mkdir()
     save_file(weights, where / "model/model.safetensors", metadata={"format": "pt"})
     (where / "model/config.json").write_text(json.dumps(shapes.config_json(net.config)))
@@ -30,7 +32,16 @@ def folder(tmp_path_factory) -> Path:
 
 
 def answer(folder: Path, *flags, nproc: int | None = None):
-    shared = ("--model", "model", "--prompts", "prompts.txt", "--max-new-tokens", NEW_TOKENS, "--device", "cpu")
+    shared = (
+        "--model",
+        "model",
+        "--prompts",
+        "prompts.txt",
+        "--max-new-tokens",
+        NEW_TOKENS,
+        "--device",
+        "cpu",
+    )
     return run(SCRIPT, folder, *shared, "--json", "s.json", *flags, nproc=nproc)
 
 
@@ -48,7 +59,11 @@ def expected(folder) -> list[list[int]]:
     found = []
     for prompt in PROMPTS:
         ids = torch.tensor([list(prompt.encode())])
-        how = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": NEW_TOKENS}
+        how = {
+            "attention_mask": torch.ones_like(ids),
+            "do_sample": False,
+            "max_new_tokens": NEW_TOKENS,
+        }
         found.append(net.generate(ids, **how)[0, ids.shape[1] :].tolist())
     assert len({tuple(ids) for ids in found}) == len(PROMPTS)
     return found
@@ -69,7 +84,10 @@ def test_a_device_map_gives_the_tokens_of_transformers(folder, expected, memory)
 
 @pytest.mark.parametrize(
     ("ranks", "offload"),
-    [(2, "cpu"), *(pytest.param(*way, marks=pytest.mark.full) for way in [(5, "cpu"), (None, "none")])],
+    [
+        (2, "cpu"),
+        *(pytest.param(*way, marks=pytest.mark.full) for way in [(5, "cpu"), (None, "none")]),
+    ],
 )
 def test_zero3_gives_the_tokens_of_transformers(folder, expected, ranks, offload):
     """Two ranks have two prompts and one; of five, two have none."""
@@ -77,7 +95,8 @@ def test_zero3_gives_the_tokens_of_transformers(folder, expected, ranks, offload
     assert summary["token_ids"] == expected
     assert summary["world_size"] == (ranks or 1)
     weights = 4 * summary["parameters"] / (ranks or 1)
-    assert weights <= total(summary) <= weights + 4 * 50  # no tensor is padded by more than a number
+    # no tensor is padded by more than a number
+    assert weights <= total(summary) <= weights + 4 * 50
 
 
 def test_each_prompt_ends_at_its_own_stop_token(folder, expected, tmp_path):
@@ -95,11 +114,23 @@ def test_each_prompt_ends_at_its_own_stop_token(folder, expected, tmp_path):
 @pytest.mark.full
 def test_sampled_tokens_do_not_depend_on_the_ranks(folder):
     flags = ("--by", "zero3", "--temperature", 0.8, "--seed", 3)
-    assert summary_of(folder, *flags)["token_ids"] == summary_of(folder, *flags, nproc=2)["token_ids"]
+    assert (
+        summary_of(folder, *flags)["token_ids"] == summary_of(folder, *flags, nproc=2)["token_ids"]
+    )
 
 
 def test_a_dry_run_places_70b_on_two_gpus(tmp_path):
-    flags = ("--model", "llama-70b", "--dry-run", "--world-size", 2, "--memory", 80, "--json", "s.json")
+    flags = (
+        "--model",
+        "llama-70b",
+        "--dry-run",
+        "--world-size",
+        2,
+        "--memory",
+        80,
+        "--json",
+        "s.json",
+    )
     result = run(SCRIPT, tmp_path, *flags)
     assert result.code == 0, result.err
     summary = json.loads((tmp_path / "s.json").read_text())
@@ -123,7 +154,9 @@ def test_bad_input_is_refused_in_one_line(folder, flags):
     assert_refused(answer(folder, *flags.split()), *(REFUSED[flags] or flags).split())
 
 
-@pytest.mark.parametrize(("way", "damage"), [("device-map", "a tensor is missing"), ("zero3", "a file is cut")])
+@pytest.mark.parametrize(
+    ("way", "damage"), [("device-map", "a tensor is missing"), ("zero3", "a file is cut")]
+)
 def test_a_folder_that_is_not_whole_is_refused(folder, tmp_path, way, damage):
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").symlink_to(folder / "model/config.json")

@@ -5,7 +5,16 @@ from pathlib import Path
 
 import pytest
 from support.checkpoints import write_folder
-from support.harness import ODD, TINY, Result, assert_refused, config_of, needs_compiler, run, with_fault
+from support.harness import (
+    ODD,
+    TINY,
+    Result,
+    assert_refused,
+    config_of,
+    needs_compiler,
+    run,
+    with_fault,
+)
 from support.real_model import answers_of_transformers
 
 SCRIPT = "09_inference/quantized.py"
@@ -20,7 +29,17 @@ FOLDERS = {
 
 def start(where: Path, *flags, script: str = SCRIPT) -> Result:
     (where / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
-    flags = ["--prompts", "prompts.txt", "--max-new-tokens", 8, "--device", "cpu", "--json", "summary.json", *flags]
+    flags = [
+        "--prompts",
+        "prompts.txt",
+        "--max-new-tokens",
+        8,
+        "--device",
+        "cpu",
+        "--json",
+        "summary.json",
+        *flags,
+    ]
     return run(script, where, *flags)
 
 
@@ -39,7 +58,8 @@ def models(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [("wide", "auto"), ("odd", "fp32"), pytest.param("tied", "auto", marks=pytest.mark.full)]
+    ("name", "dtype"),
+    [("wide", "auto"), ("odd", "fp32"), pytest.param("tied", "auto", marks=pytest.mark.full)],
 )
 def test_all_kinds_of_weights(tmp_path, models, name, dtype):
     """In fp32 without torch's kernels; odd: rows that no group divides, nor a kernel's 16."""
@@ -57,14 +77,21 @@ def test_all_kinds_of_weights(tmp_path, models, name, dtype):
     assert rows["int8"]["largest_matmul_error"] < (1e-5 if dtype == "fp32" else 1e-2)
 
 
-@pytest.mark.parametrize(("weights", "group_size", "bits"), [("int8", 32, 8), ("int4", 32, 5), ("int4", 64, 4.5)])
+@pytest.mark.parametrize(
+    ("weights", "group_size", "bits"), [("int8", 32, 8), ("int4", 32, 5), ("int4", 64, 4.5)]
+)
 def test_bytes_held(tmp_path, weights, group_size, bits):
     shape = {**WIDER, "intermediate_size": 192}
     (tmp_path / "config.json").write_text(json.dumps(shape))
-    row = finish(tmp_path, "--model", "config.json", "--weights", weights, "--group-size", group_size)
+    row = finish(
+        tmp_path, "--model", "config.json", "--weights", weights, "--group-size", group_size
+    )
     hidden, ffn, vocab, layers = 64, 192, 256, 2
-    rows_of_matrices = layers * (hidden + 2 * hidden // 2 + hidden + 2 * ffn + hidden) + vocab  # 2 of 4 key-value heads
-    matrices = layers * (hidden * (2 * hidden + 2 * hidden // 2) + 3 * hidden * ffn) + vocab * hidden
+    # 2 of 4 key-value heads
+    rows_of_matrices = layers * (hidden + 2 * hidden // 2 + hidden + 2 * ffn + hidden) + vocab
+    matrices = (
+        layers * (hidden * (2 * hidden + 2 * hidden // 2) + 3 * hidden * ffn) + vocab * hidden
+    )
     others = vocab * hidden + (2 * layers + 1) * hidden
     expected = matrices * bits / 8 + 2 * others + (2 * rows_of_matrices if weights == "int8" else 0)
     assert row["weight_bytes"] == row["planned_weight_bytes"] == expected
@@ -98,7 +125,10 @@ def test_bad_input_is_refused_in_one_line(tmp_path, flags):
 
 
 FAULTS = {  # a line, and what stands in its place
-    "int8": ("return codes * scale.float()[:, None]", "return (codes + 1) * scale.float()[:, None]"),
+    "int8": (
+        "return codes * scale.float()[:, None]",
+        "return (codes + 1) * scale.float()[:, None]",
+    ),
     "int4": ("zero = (low + 8 * scale.float()).bfloat16()", "zero = low.bfloat16()"),
     "a matmul": ("self.codes.to(x.dtype)) * scale", "self.codes.to(x.dtype)) * scale.flip(0)"),
 }

@@ -35,7 +35,16 @@ def folder(tmp_path_factory):
 
 
 def answer(folder, *flags, script=SCRIPT):
-    shared = ("--model", "large", "--prompts", "prompts.txt", "--max-new-tokens", NEW_TOKENS, "--device", "cpu")
+    shared = (
+        "--model",
+        "large",
+        "--prompts",
+        "prompts.txt",
+        "--max-new-tokens",
+        NEW_TOKENS,
+        "--device",
+        "cpu",
+    )
     return run(script, folder, *shared, "--json", "s.json", *flags)
 
 
@@ -68,15 +77,23 @@ def test_the_model_as_its_own_draft_keeps_every_guess(folder):
 
 
 FAULTS = {  # a line, and what stands in its place
-    "a refused guess is drawn again from all": ("(target[count] - given).clamp(min=0)", "target[count]"),
-    "the draft is one token behind": ("        ahead = ahead + count + 1", "        ahead = ahead + count"),
+    "a refused guess is drawn again from all": (
+        "(target[count] - given).clamp(min=0)",
+        "target[count]",
+    ),
+    "the draft is one token behind": (
+        "        ahead = ahead + count + 1",
+        "        ahead = ahead + count",
+    ),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_wrong_version_fails_its_own_check(folder, tmp_path, fault):
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    result = answer(tmp_path, "--draft", "draft", script=with_fault(SCRIPT, tmp_path, *FAULTS[fault]))
+    result = answer(
+        tmp_path, "--draft", "draft", script=with_fault(SCRIPT, tmp_path, *FAULTS[fault])
+    )
     assert (result.code, "AssertionError" in result.err) == (1, True), result.err[-3000:]
 
 

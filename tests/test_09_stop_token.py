@@ -12,13 +12,24 @@ def test_the_stop_token_may_also_stand_for_the_unknown(tmp_path):
 
     write_folder(tmp_path / "model", config_of(TINY), scale=4)
     (tmp_path / "prompts.txt").write_text("w3 w1 w4\nw3 unheard w4\n")
-    flags = ("--model", "model", "--prompts", "prompts.txt", "--max-new-tokens", 12, "--device", "cpu")
+    flags = (
+        "--model",
+        "model",
+        "--prompts",
+        "prompts.txt",
+        "--max-new-tokens",
+        12,
+        "--device",
+        "cpu",
+    )
 
     def answers(stop: int) -> list[list[int]]:
         words = {f"w{token}": token for token in range(TINY["vocab_size"])}
         known = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token=f"w{stop}"))
         known.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=known, unk_token=f"w{stop}", eos_token=f"w{stop}")
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=known, unk_token=f"w{stop}", eos_token=f"w{stop}"
+        )
         tokenizer.save_pretrained(tmp_path / "model")
         result = run("09_inference/infer_70b.py", tmp_path, *flags, "--json", "summary.json")
         assert result.code == 0, result  # it compares the tokens with those of transformers

@@ -6,13 +6,16 @@ from support.harness import ROOT, assert_refused, run
 
 LESSONS = sorted(str(file.relative_to(ROOT)) for file in ROOT.glob("0*/[!_]*.py"))
 RANKS = ("init_process_group(", "lesson.relaunch(")
-WITH_RANKS = [script for script in LESSONS if any(call in (ROOT / script).read_text() for call in RANKS)]
+WITH_RANKS = [
+    script for script in LESSONS if any(call in (ROOT / script).read_text() for call in RANKS)
+]
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
-    ("script", "ranks"), [*((script, None) for script in LESSONS), *((s, n) for s in WITH_RANKS for n in (1, 2, 3))]
+    ("script", "ranks"),
+    [*((script, None) for script in LESSONS), *((s, n) for s in WITH_RANKS for n in (1, 2, 3))],
 )
 def test_it_runs_without_flags(tmp_path, script, ranks):
     result = run(script, tmp_path, nproc=ranks, timeout=900, warm=False, CUDA_VISIBLE_DEVICES="")
@@ -34,7 +37,8 @@ ON_GPUS = {  # and the ranks, each with a GPU of its own
 
 
 @pytest.mark.parametrize(
-    ("script", "n"), [pytest.param(s, n, marks=pytest.mark.gpu(n=n)) for s in ON_GPUS for n in ON_GPUS[s]]
+    ("script", "n"),
+    [pytest.param(s, n, marks=pytest.mark.gpu(n=n)) for s in ON_GPUS for n in ON_GPUS[s]],
 )
 def test_its_checks_hold_on_gpus(gpus, tmp_path, script, n):
     visible = {"CUDA_VISIBLE_DEVICES": gpus["CUDA_VISIBLE_DEVICES"]}

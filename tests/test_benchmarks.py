@@ -16,7 +16,9 @@ from support.commands import check
 from support.harness import ODD, ROOT, assert_refused, config_of, run
 
 measure = load("benchmarks/_measure.py")
-training, inference, gpu_report = (load(f"benchmarks/{name}.py") for name in ("training", "inference", "gpu_report"))
+training, inference, gpu_report = (
+    load(f"benchmarks/{name}.py") for name in ("training", "inference", "gpu_report")
+)
 
 
 # The real commands
@@ -26,17 +28,25 @@ def test_a_training_case(tmp_path):
     """One process and two ranks train the same; the results have what a figure must be read with."""
     flags = "--case processes --device cpu --steps 20 --rounds 1 --seq-len 16 --global-batch-size 2 --json summary.json"
     data = ("--data", ROOT / "tests/data/text.txt")
-    result = run("benchmarks/training.py", tmp_path, *flags.split(), *data, OUT=str(tmp_path / "results"))
+    result = run(
+        "benchmarks/training.py", tmp_path, *flags.split(), *data, OUT=str(tmp_path / "results")
+    )
     assert result.code == 0, result.err
     one, two = result.summary["rows"]
     assert two["against"] == one["side"]
-    assert two["ratio"]["median"] == two["tokens_per_second"]["median"] / one["tokens_per_second"]["median"]
+    assert (
+        two["ratio"]["median"]
+        == two["tokens_per_second"]["median"] / one["tokens_per_second"]["median"]
+    )
     [file] = (tmp_path / "results").glob("*.json")
     written = json.loads(file.read_text())
     assert {"device", "cores", "torch", "commit", "date", "command"} <= written["about"].keys()
     runs = written["comparisons"]["training-processes"]["runs"]
     assert [own[0]["world_size"] for own in runs.values()] == [1, 2]
-    assert "torchrun --standalone --nproc_per_node=2 05_ddp/train.py" in file.with_suffix(".md").read_text()
+    assert (
+        "torchrun --standalone --nproc_per_node=2 05_ddp/train.py"
+        in file.with_suffix(".md").read_text()
+    )
 
 
 def test_two_versions_in_turns(tmp_path):
@@ -55,7 +65,9 @@ def test_two_versions_in_turns(tmp_path):
 def test_generate_gives_our_tokens(tmp_path):
     """transformers' generate with our weights, from a folder whose sizes share no factor."""
     write_folder(tmp_path / "odd", config_of(ODD))
-    flags = "--model odd --dtype fp32 --sides generate,ours --rounds 1 --max-new-tokens 16 --device cpu"
+    flags = (
+        "--model odd --dtype fp32 --sides generate,ours --rounds 1 --max-new-tokens 16 --device cpu"
+    )
     result = run("benchmarks/inference.py", tmp_path, *flags.split(), OUT=str(tmp_path / "results"))
     assert result.code == 0, result.err
     [file] = (tmp_path / "results").glob("*.json")
@@ -65,9 +77,13 @@ def test_generate_gives_our_tokens(tmp_path):
 
 
 def commands() -> list[str]:
-    args = Namespace(model="nano", data="stdlib", dtype="fp32", device="cpu", seq_len=16, global_batch_size=8)
+    args = Namespace(
+        model="nano", data="stdlib", dtype="fp32", device="cpu", seq_len=16, global_batch_size=8
+    )
     args.steps, args.ranks, args.max_new_tokens = 20, 2, 16
-    args.sides = [name for name, (script, *_) in inference.SIDES.items() if (ROOT / script).exists()]
+    args.sides = [
+        name for name, (script, *_) in inference.SIDES.items() if (ROOT / script).exists()
+    ]
     sides = [side for case in training.CASES for side in training.sides_of(case, args)]
     found = [side._replace(env=None).command() for side in sides + inference.sides_of(args)]
     parts = [part.command for parts in gpu_report.PARTS.values() for part in parts]
@@ -130,7 +146,9 @@ def test_what_a_command_has_started_ends_with_it(tmp_path, how):
     os.mkfifo(pipe)
     never_ends, write = os.pipe()
     command = [sys.executable, "-c", NESTED, pipe]
-    process = subprocess.Popen(command, cwd=ROOT, text=True, stdin=never_ends, stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        command, cwd=ROOT, text=True, stdin=never_ends, stdout=subprocess.PIPE
+    )
     with open(pipe) as opened:  # returns when the inner one has come so far
         inner = psutil.Process(int(opened.read()))
     if how == "by SIGTERM":

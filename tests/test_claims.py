@@ -48,7 +48,9 @@ def test_every_claim_has_a_row_and_every_row_names_what_shows_it():
 
 
 def test_the_headline_is_what_was_measured():
-    newest = max(ROOT.glob("benchmarks/results/*-loss-curves-*.json"), key=lambda file: file.stem[-10:])
+    newest = max(
+        ROOT.glob("benchmarks/results/*-loss-curves-*.json"), key=lambda file: file.stem[-10:]
+    )
     measured = json.loads(newest.read_text())
     differences = measured["relative_differences"].values()
     first = max(max(values[: measured["claimed_steps"]]) for values in differences)
@@ -74,18 +76,22 @@ def test_transformer_on_512_by_512_has_two_readings():
 def test_training_time_of_resnet50_and_bert():
     transformers = pytest.importorskip("transformers")
     with torch.device("meta"):
-        resnet = transformers.ResNetForImageClassification(transformers.ResNetConfig(num_labels=1000))
+        resnet = transformers.ResNetForImageClassification(
+            transformers.ResNetConfig(num_labels=1000)
+        )
         images = torch.zeros(2, 3, 224, 224)
         encoder = transformers.BertModel(transformers.BertConfig()).encoder
     with FlopCounterMode(display=False) as counter:
         resnet(images).logits.sum().backward()
-    resnet_flops = counter.get_total_flops() / len(images) * 1_281_167 * 90  # images of ImageNet, epochs
+    # images of ImageNet, epochs
+    resnet_flops = counter.get_total_flops() / len(images) * 1_281_167 * 90
     assert f"{resnet_flops / 1e18:.1f} EFLOP" in rows("C12")
     assert f"{resnet_flops / 1500 / 1e15:.1f} PFLOP/s" in rows("C12")
     assert f"{resnet_flops / 43_200 / 1e12:.0f} TFLOP/s" in rows("C12")
 
     parameters = sum(p.numel() for p in encoder.parameters())
-    tokens = 256 * (900_000 * 128 + 100_000 * 512)  # as published: a million steps, nine in ten of length 128
+    # as published: a million steps, nine in ten of length 128
+    tokens = 256 * (900_000 * 128 + 100_000 * 512)
     bert_flops = 6 * parameters * tokens
     assert f"{bert_flops / 1e18:.1f} EFLOP" in rows("C12")
     assert f"{bert_flops / 3600 / 1e15:.1f} PFLOP/s" in rows("C12")

@@ -20,7 +20,13 @@ def corpus_of(sequences: int) -> data.Corpus:
 
 
 def batches_of(
-    sequences: int, *, rank: int = 0, world_size: int = 1, micro: int | None = None, batch: int = 12, seed=3
+    sequences: int,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    micro: int | None = None,
+    batch: int = 12,
+    seed=3,
 ):
     sizes = SimpleNamespace(seq_len=8, global_batch_size=batch, micro_batch_size=micro, seed=seed)
     return data.Batches(corpus_of(sequences), sizes, rank=rank, world_size=world_size)
@@ -61,7 +67,10 @@ def test_ranks_share_the_held_out_sequences(world_size, n):
     train, held_out = corpus_of(4 * world_size), corpus_of(n)
     corpus = train._replace(held_out=held_out.held_out)
     sizes = SimpleNamespace(seq_len=8, global_batch_size=4 * world_size, micro_batch_size=4, seed=0)
-    ranks = [data.Batches(corpus, sizes, rank=r, world_size=world_size).evaluation() for r in range(world_size)]
+    ranks = [
+        data.Batches(corpus, sizes, rank=r, world_size=world_size).evaluation()
+        for r in range(world_size)
+    ]
     assert len({len(batches) for batches in ranks}) == 1
     seen = []
     for inputs, targets in itertools.chain.from_iterable(ranks):
@@ -88,7 +97,9 @@ def test_a_copy_of_a_held_out_document_is_held_out_too(tmp_path):
     file = tmp_path / "d.jsonl"
     file.write_text("\n".join(json.dumps({"text": row}) for row in rows))
     corpus = data.load_corpus(str(file), "bytes")
-    train, held_out = (set(bytes(part).split(b"\0")) - {b""} for part in (corpus.train, corpus.held_out))
+    train, held_out = (
+        set(bytes(part).split(b"\0")) - {b""} for part in (corpus.train, corpus.held_out)
+    )
     assert len(train) == 38
     assert len(held_out) == 2
     assert not train & held_out
@@ -96,7 +107,10 @@ def test_a_copy_of_a_held_out_document_is_held_out_too(tmp_path):
 
 def test_copies_of_one_document_are_split_within_it(tmp_path):
     file = tmp_path / "d.jsonl"
-    file.write_text((json.dumps({"text": "a line with \u2028 in it " * 9}, ensure_ascii=False) + "\n") * 5, "utf-8")
+    file.write_text(
+        (json.dumps({"text": "a line with \u2028 in it " * 9}, ensure_ascii=False) + "\n") * 5,
+        "utf-8",
+    )
     corpus = data.load_corpus(str(file), "bytes")
     assert len(corpus.train) > 10 * len(corpus.held_out) > 0
 
@@ -113,9 +127,12 @@ def test_text_jsonl_parquet_and_hf_hold_the_same(tmp_path):
     (tmp_path / "hub").mkdir()
     jsonl = tmp_path / "hub" / "d.jsonl"
     jsonl.write_text("\n".join(json.dumps({"text": d, "id": 1}) for d in documents()))
-    parquet.write_table(pa.table({"text": documents(), "id": list(range(30))}), tmp_path / "d.parquet")
+    parquet.write_table(
+        pa.table({"text": documents(), "id": list(range(30))}), tmp_path / "d.parquet"
+    )
     a, b, c = (
-        data.load_corpus(s, "bytes") for s in (str(jsonl), str(tmp_path / "d.parquet"), f"hf:{tmp_path / 'hub'}")
+        data.load_corpus(s, "bytes")
+        for s in (str(jsonl), str(tmp_path / "d.parquet"), f"hf:{tmp_path / 'hub'}")
     )
     assert bytes(a.train) == bytes(b.train) == bytes(c.train)
     assert bytes(a.held_out) == bytes(b.held_out) == bytes(c.held_out)

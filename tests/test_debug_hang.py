@@ -6,7 +6,8 @@ import pytest
 from support.harness import run, with_fault
 
 SCRIPT = "launch/debug_hang.py"
-PATIENT = ("--device", "cpu", "--timeout", 4, "--json", "s.json")  # a busy machine keeps no rank waiting for so long
+# a busy machine keeps no rank waiting for so long
+PATIENT = ("--device", "cpu", "--timeout", 4, "--json", "s.json")
 
 
 def summary(folder) -> dict:
@@ -44,7 +45,9 @@ def test_a_real_torchrun_ends_when_the_hang_is_found(tmp_path):
 
 def test_a_healthy_run_names_nobody(tmp_path):
     """Bare: it starts its ranks itself."""
-    result = run(SCRIPT, tmp_path, "--plant", "none", "--timeout", 30, "--device", "cpu", "--json", "s.json")
+    result = run(
+        SCRIPT, tmp_path, "--plant", "none", "--timeout", 30, "--device", "cpu", "--json", "s.json"
+    )
     assert result.code == 0, result.err
     assert (summary(tmp_path)["missing_ranks"], summary(tmp_path)["world_size"]) == ([], 3)
 

@@ -8,9 +8,16 @@ from support.commands import check
 from support.harness import ROOT
 from support.readme import regenerate
 
-READMES = [*ROOT.glob("*.md"), *ROOT.glob("0*/*.md"), *ROOT.glob("benchmarks/*.md"), *ROOT.glob("launch/**/*.md")]
+READMES = [
+    *ROOT.glob("*.md"),
+    *ROOT.glob("0*/*.md"),
+    *ROOT.glob("benchmarks/*.md"),
+    *ROOT.glob("launch/**/*.md"),
+]
 SCRIPTS = [*ROOT.glob("0*/*.py"), *ROOT.glob("benchmarks/*.py"), *ROOT.glob("launch/*.py")]
-COMMAND = re.compile(r"(?:^|\s|`)((?:torchrun|python3?|make|pytest) [^`#\n]+?)(?:`|\s{2,}[a-z]|\s+#|$)", re.MULTILINE)
+COMMAND = re.compile(
+    r"(?:^|\s|`)((?:torchrun|python3?|make|pytest) [^`#\n]+?)(?:`|\s{2,}[a-z]|\s+#|$)", re.MULTILINE
+)
 
 
 def lines_of_blocks(readme: Path) -> list[str]:
@@ -23,12 +30,18 @@ def commands_of(file: Path) -> list[str]:
     """Those of a README's blocks, of the tables of CLAIMS.md, and of a script's docstring."""
     if file.suffix == ".py":
         docstring = file.read_text().split('"""')[1]
-        lines = [line for line in re.sub(r"\\+\n", " ", docstring).splitlines() if line.startswith("    ")]
+        lines = [
+            line
+            for line in re.sub(r"\\+\n", " ", docstring).splitlines()
+            if line.startswith("    ")
+        ]
     else:
         lines = lines_of_blocks(file)
     if file.name in ("CLAIMS.md", "ONBOARDING.md"):
         lines += re.findall(r"`[^`\n]+`", file.read_text())
-    return list(dict.fromkeys(match[1].strip() for line in lines for match in COMMAND.finditer(line)))
+    return list(
+        dict.fromkeys(match[1].strip() for line in lines for match in COMMAND.finditer(line))
+    )
 
 
 LESSONS = [file for file in SCRIPTS if not file.name.startswith("_")]
@@ -58,7 +71,11 @@ def test_links_and_images_lead_somewhere():
         text = re.sub(r"```.*?```", "", file.read_text(), flags=re.DOTALL)
         targets = re.findall(r"\]\((?!http)([^)#\s]+)[^)]*\)", text)
         targets += re.findall(r'(?:src|href)="(?!http)([^"#]+)', text)
-        broken += [f"{file.relative_to(ROOT)}: {target}" for target in targets if not (file.parent / target).exists()]
+        broken += [
+            f"{file.relative_to(ROOT)}: {target}"
+            for target in targets
+            if not (file.parent / target).exists()
+        ]
     assert not broken
 
 

@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.checkpoints import assert_near, assert_same_gradients, gradients, moments, saved, write_folder
+from support.checkpoints import (
+    assert_near,
+    assert_same_gradients,
+    gradients,
+    moments,
+    saved,
+    write_folder,
+)
 from support.harness import (
     BASELINE,
     SEVERAL,
@@ -67,9 +74,12 @@ def assert_same_curve(a, b, tolerance: float = 1e-5) -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "n"), [*((script, 2) for script in SEVERAL), (DDP, 3), *(in_full(script, 3) for script in OTHERS)]
+    ("script", "n"),
+    [*((script, 2) for script in SEVERAL), (DDP, 3), *(in_full(script, 3) for script in OTHERS)],
 )
-def test_every_script_on_any_number_of_processes_gives_the_same_losses_and_gradients(runs, script, n):
+def test_every_script_on_any_number_of_processes_gives_the_same_losses_and_gradients(
+    runs, script, n
+):
     baseline, result = runs(BASELINE, None), runs(script, n)
     assert result.summary["world_size"] == (n or 1)
     assert len(result.column("loss")) == STEPS
@@ -80,7 +90,8 @@ def test_every_script_on_any_number_of_processes_gives_the_same_losses_and_gradi
 
 
 @pytest.mark.parametrize(
-    ("script", "n"), [(DDP, None), (DDP, 1), *(in_full(script, n) for script in OTHERS for n in (None, 1))]
+    ("script", "n"),
+    [(DDP, None), (DDP, 1), *(in_full(script, n) for script in OTHERS for n in (None, 1))],
 )
 def test_one_process_equals_the_baseline_to_the_bit(runs, script, n):
     baseline, result = runs(BASELINE, None), runs(script, n)
@@ -90,11 +101,18 @@ def test_one_process_equals_the_baseline_to_the_bit(runs, script, n):
 
 @pytest.mark.parametrize(
     ("script", "n", "micro"),
-    [(BASELINE, None, 3), (DDP, 2, 2), in_full(DDP, 3, 1), *(in_full(script, 2, 2) for script in OTHERS)],
+    [
+        (BASELINE, None, 3),
+        (DDP, 2, 2),
+        in_full(DDP, 3, 1),
+        *(in_full(script, 2, 2) for script in OTHERS),
+    ],
 )
 def test_micro_batches_equal_one_batch(runs, tmp_path, corpus, script, n, micro):
     baseline = runs(BASELINE, None)
-    result = train(script, tmp_path, "--micro-batch-size", micro, "--data", corpus, *EVERY_STEP, nproc=n)
+    result = train(
+        script, tmp_path, "--micro-batch-size", micro, "--data", corpus, *EVERY_STEP, nproc=n
+    )
     assert_same_curve(baseline, result)
     assert_same_gradients(tmp_path, baseline.folder)
 
@@ -125,7 +143,9 @@ exits.before_exit.append(lambda: Path(f"calls-{os.environ.get('RANK', 0)}").writ
 
 
 @pytest.mark.parametrize(("script", "n", "how"), RECOMPUTED)
-def test_what_backward_computes_again_is_what_forward_computed_to_the_bit(runs, tmp_path, corpus, script, n, how):
+def test_what_backward_computes_again_is_what_forward_computed_to_the_bit(
+    runs, tmp_path, corpus, script, n, how
+):
     stored = runs(script, n)
     flags = ("--data", corpus, "--deterministic", *EVERY_STEP, "--checkpointing", how)
     recomputed = train(with_prelude(script, tmp_path, COUNT), tmp_path, *flags, nproc=n)
@@ -148,7 +168,9 @@ def test_bf16_is_in_the_arithmetic_and_not_in_what_is_kept(tmp_path, script):
     """Each script checks at its end what it keeps: the last forward must not be taken for it."""
     runs = {}
     for dtype in ("fp32", "bf16"):
-        runs[dtype] = train(script, tmp_path / dtype, "--dtype", dtype, "--steps", 2, nproc=two_if_it_can(script))
+        runs[dtype] = train(
+            script, tmp_path / dtype, "--dtype", dtype, "--steps", 2, nproc=two_if_it_can(script)
+        )
     assert runs["bf16"].column("loss") == pytest.approx(runs["fp32"].column("loss"), rel=5e-3)
     assert runs["bf16"].column("loss") != runs["fp32"].column("loss")
 
@@ -156,7 +178,9 @@ def test_bf16_is_in_the_arithmetic_and_not_in_what_is_kept(tmp_path, script):
 @pytest.mark.parametrize("script", [BASELINE, DDP])  # 06 and 08 refuse it
 def test_the_fp16_clip_equals_the_fp32_clip(tmp_path, script):
     flags, n = (*ONE_STEP, "--micro-batch-size", 3), two_if_it_can(script)
-    results = {d: train(script, tmp_path / d, *flags, "--dtype", d, nproc=n) for d in ("fp32", "fp16")}
+    results = {
+        d: train(script, tmp_path / d, *flags, "--dtype", d, nproc=n) for d in ("fp32", "fp16")
+    }
     clipped = {d: gradients(tmp_path / d) for d in results}
     before = {d: results[d].column("grad_norm")[0] for d in results}
     assert before["fp16"] == pytest.approx(before["fp32"], rel=5e-3)
@@ -174,7 +198,9 @@ def test_weight_decay_is_for_matrices_alone(tmp_path, script):
     for decay, folder in decays.items():
         train(script, folder, *flags, "--weight-decay", decay)
     plain, decayed = (saved(folder, 1)["model"] for folder in decays.values())
-    initial = model.build("nano", shapes.load_config(str(decays[0] / "tiny.json"), 256, 32), seed=0).state_dict()
+    initial = model.build(
+        "nano", shapes.load_config(str(decays[0] / "tiny.json"), 256, 32), seed=0
+    ).state_dict()
     for name, weight in plain.items():
         if weight.ndim == 1:
             assert torch.equal(decayed[name], weight), name
@@ -232,8 +258,11 @@ def interrupted(result, step: int, folder: Path) -> Path:
 def test_resumed_is_uninterrupted_to_the_bit(runs, tmp_path, corpus, script, n, step):
     whole = runs(script, n)
     folder = interrupted(whole, step, tmp_path / "resumed")
-    assert len([*folder.glob(f"run/step-{step:08d}/__*")]) == (n or 1)  # the ranks share the writing
-    resumed = train(script, folder, "--data", corpus, "--deterministic", *EVERY_STEP, "--resume", nproc=n)
+    # the ranks share the writing
+    assert len([*folder.glob(f"run/step-{step:08d}/__*")]) == (n or 1)
+    resumed = train(
+        script, folder, "--data", corpus, "--deterministic", *EVERY_STEP, "--resume", nproc=n
+    )
     assert f"{folder}/run/step-{step:08d}" in resumed.out
     assert resumed.summary["weights_sha256"] == whole.summary["weights_sha256"]
     assert resumed.column("loss") == whole.column("loss")
@@ -243,12 +272,15 @@ def test_resumed_is_uninterrupted_to_the_bit(runs, tmp_path, corpus, script, n, 
 
 
 @pytest.mark.parametrize(
-    ("script", "n"), [(DDP, 1), (DDP, 3), *(in_full(script, n) for script in OTHERS for n in (1, 3))]
+    ("script", "n"),
+    [(DDP, 1), (DDP, 3), *(in_full(script, n) for script in OTHERS for n in (1, 3))],
 )
 def test_a_run_saved_on_two_processes_goes_on_on_others(runs, tmp_path, corpus, script, n):
     whole = runs(script, 2)
     folder = interrupted(whole, 9, tmp_path / "moved")
-    resumed = train(script, folder, *TWELVE, "--micro-batch-size", 2, "--data", corpus, "--resume", nproc=n)
+    resumed = train(
+        script, folder, *TWELVE, "--micro-batch-size", 2, "--data", corpus, "--resume", nproc=n
+    )
     assert len(resumed.column("loss")) == STEPS
     assert_same_curve(whole, resumed)
     assert_near(saved(folder, STEPS)["model"], saved(whole.folder, STEPS)["model"])
@@ -256,16 +288,28 @@ def test_a_run_saved_on_two_processes_goes_on_on_others(runs, tmp_path, corpus, 
 
 @pytest.mark.parametrize("script", [BASELINE, in_full(DDP)])
 def test_fp16_scaler_and_accumulation_resume_to_the_bit(tmp_path, corpus, loud_weights, script):
-    flags = ("--model", loud_weights, "--data", corpus, "--dtype", "fp16", "--micro-batch-size", 3, "--deterministic")
+    flags = (
+        "--model",
+        loud_weights,
+        "--data",
+        corpus,
+        "--dtype",
+        "fp16",
+        "--micro-batch-size",
+        3,
+        "--deterministic",
+    )
     flags, n = (*flags, *TWELVE, "--lr", 0.002), two_if_it_can(script)
     whole = train(script, tmp_path / "whole", *flags, *EVERY_STEP, nproc=n)
     skipped = whole.column("skipped_steps")
-    assert 0 < skipped[1] <= skipped[-1] < STEPS  # the scaler has skipped before step 2, and has found a scale
+    # the scaler has skipped before step 2, and has found a scale
+    assert 0 < skipped[1] <= skipped[-1] < STEPS
     assert whole.column("loss_scale")[1] < 2**16
     assert whole.column("grad_norm")[0] is None  # it overflowed
     lr = whole.column("lr")
     for step, (before, after) in enumerate(itertools.pairwise([0, *skipped[: STEPS - 1]])):
-        assert after == before or lr[step + 1] == lr[step]  # a skipped step does not move the schedule
+        # a skipped step does not move the schedule
+        assert after == before or lr[step + 1] == lr[step]
     unsaved = train(script, tmp_path / "unsaved", *flags, nproc=n)
     assert unsaved.summary["weights_sha256"] == whole.summary["weights_sha256"]
     folder = interrupted(whole, 2, tmp_path / "resumed")
@@ -289,7 +333,9 @@ def loud_weights(tmp_path) -> Path:
 @each_of_several
 def test_background_saves_hold_what_foreground_saves_hold(runs, tmp_path, corpus, script):
     foreground = runs(script, 2)
-    result = train(script, tmp_path, "--data", corpus, "--deterministic", *EVERY_STEP, "--async-save", nproc=2)
+    result = train(
+        script, tmp_path, "--data", corpus, "--deterministic", *EVERY_STEP, "--async-save", nproc=2
+    )
     assert result.summary["weights_sha256"] == foreground.summary["weights_sha256"]
     for step in (1, 6, STEPS):
         ours, theirs = saved(tmp_path, step), saved(foreground.folder, step)
@@ -320,7 +366,9 @@ data.Sequences.__getitem__ = noted
 """
 
 
-@pytest.mark.parametrize(("script", "n"), [(BASELINE, None), (DDP, 2), *(in_full(script, 2) for script in OTHERS)])
+@pytest.mark.parametrize(
+    ("script", "n"), [(BASELINE, None), (DDP, 2), *(in_full(script, 2) for script in OTHERS)]
+)
 def test_data_loading_processes_change_nothing(runs, tmp_path, corpus, script, n):
     reading = with_prelude(script, tmp_path, READERS)
     flags = ("--data", corpus, "--num-workers", 2, "--deterministic", *TWELVE)
@@ -343,7 +391,9 @@ def test_a_run_can_be_made_longer(runs, tmp_path, corpus, script):
     assert_refused(shorter, f"step {STEPS + 5}", "--steps 5")
 
 
-@pytest.mark.parametrize(("script", "n"), [(BASELINE, None), (DDP, 2), *(in_full(script, 2) for script in OTHERS)])
+@pytest.mark.parametrize(
+    ("script", "n"), [(BASELINE, None), (DDP, 2), *(in_full(script, 2) for script in OTHERS)]
+)
 def test_what_is_drawn_at_random_goes_on_where_it_was(tmp_path, corpus, script, n):
     wrapper = with_prelude(script, tmp_path, WITH_DROPOUT)
     flags = ("--data", corpus, "--deterministic", "--steps", 6, "--save-every", 3)

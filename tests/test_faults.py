@@ -102,7 +102,9 @@ def assert_saved_and_goes_on(result: Result, undisturbed: Callable, script: str)
 
 @each_of_several
 def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path, undisturbed, script):
-    tells = with_prelude(script, tmp_path, 'print(os.getpid(), file=open("rank-" + os.environ["RANK"], "w"))')
+    tells = with_prelude(
+        script, tmp_path, 'print(os.getpid(), file=open("rank-" + os.environ["RANK"], "w"))'
+    )
     process = launch(tells, tmp_path, *LONG, nproc=2, torchrun=False)
     assert holds(process, lambda: steps_logged(tmp_path) >= 3)
     os.kill(int((tmp_path / "rank-1").read_text()), signal.SIGUSR1)
@@ -118,7 +120,10 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path, undisturbed, 
         pytest.param(signal.SIGTERM, ("--num-workers", 1), DDP, id="workers"),
         pytest.param(signal.SIGKILL, (), DDP, id="SIGKILL"),
         in_full(signal.SIGHUP, (), DDP, id="terminal"),
-        *(in_full(signal.SIGTERM, ("--async-save",), script, id=f"async-{script}") for script in SEVERAL),
+        *(
+            in_full(signal.SIGTERM, ("--async-save",), script, id=f"async-{script}")
+            for script in SEVERAL
+        ),
     ],
 )
 def test_a_signal_to_torchrun_saves_too(tmp_path, undisturbed, number, flags, script):
@@ -127,9 +132,15 @@ def test_a_signal_to_torchrun_saves_too(tmp_path, undisturbed, number, flags, sc
     assert_saved_and_goes_on(signalled(process, tmp_path, number), undisturbed, script)
 
 
-@pytest.mark.parametrize(("found", "code"), [("SIG_DFL", 75), ("SIG_IGN", 0)], ids=["terminal", "nohup"])
-def test_a_process_saves_when_its_terminal_closes_but_goes_on_under_nohup(tmp_path, undisturbed, found, code):
-    script = with_prelude(BASELINE, tmp_path, f"import signal; signal.signal(signal.SIGHUP, signal.{found})")
+@pytest.mark.parametrize(
+    ("found", "code"), [("SIG_DFL", 75), ("SIG_IGN", 0)], ids=["terminal", "nohup"]
+)
+def test_a_process_saves_when_its_terminal_closes_but_goes_on_under_nohup(
+    tmp_path, undisturbed, found, code
+):
+    script = with_prelude(
+        BASELINE, tmp_path, f"import signal; signal.signal(signal.SIGHUP, signal.{found})"
+    )
     result = signalled(launch(script, tmp_path, *LONG), tmp_path, signal.SIGHUP)
     assert result.code == code, result
     resumed = train(BASELINE, tmp_path, *LONG, "--resume")
@@ -140,7 +151,14 @@ def test_a_process_saves_when_its_terminal_closes_but_goes_on_under_nohup(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("seed", "script"), [(2, DDP), (3, DDP), in_full(0, DDP), in_full(1, DDP), *(in_full(3, other) for other in OTHERS)]
+    ("seed", "script"),
+    [
+        (2, DDP),
+        (3, DDP),
+        in_full(0, DDP),
+        in_full(1, DDP),
+        *(in_full(3, other) for other in OTHERS),
+    ],
 )
 def test_killed_and_resumed_is_undisturbed(tmp_path, undisturbed, seed, script):
     """Kill a job up to three times, at moments drawn from the seed, half of them inside a save."""
@@ -203,7 +221,9 @@ def test_a_rank_that_is_killed_takes_the_job_down(tmp_path, script):
 def test_a_rank_that_drifts_is_found_at_the_end(tmp_path, script):
     parameter = "self.param_groups[0]['params'][0].data"
     drifting = with_fault(
-        script, tmp_path, f"getattr({parameter}, '_local_tensor', {parameter}).view(-1)[0].mul_(1.0001)"
+        script,
+        tmp_path,
+        f"getattr({parameter}, '_local_tensor', {parameter}).view(-1)[0].mul_(1.0001)",
     )
     # a rank can only drift from one that holds the same
     copies = ["--replicate", 2] if '"--replicate"' in (ROOT / script).read_text() else []
@@ -226,9 +246,13 @@ def test_a_file_that_cannot_be_written_leaves_the_previous_checkpoint(tmp_path, 
     train(script, tmp_path, "--steps", 10)
     before = content(tmp_path / "run/step-00000010")
     limited = with_small_files(script, tmp_path, 100_000)
-    result = run(limited, tmp_path, *tiny_flags(tmp_path), "--save-every", 15, "--resume", *background)
+    result = run(
+        limited, tmp_path, *tiny_flags(tmp_path), "--save-every", 15, "--resume", *background
+    )
     assert_refused(result, "cannot save step 15", "File too large")
-    assert [name for name in checkpoints(tmp_path) if not name.endswith(".tmp")] == ["step-00000010"]
+    assert [name for name in checkpoints(tmp_path) if not name.endswith(".tmp")] == [
+        "step-00000010"
+    ]
     assert content(tmp_path / "run/step-00000010") == before
     resumed = train(script, tmp_path, "--save-every", 15, "--resume")
     assert "run/step-00000010" in resumed.out
@@ -242,7 +266,12 @@ def test_a_failed_save_on_two_ranks_ends_both(tmp_path):
 
 @pytest.mark.parametrize(
     ("how", "script"),
-    [("truncated", DDP), ("one bit", DDP), ("missing", DDP), *(in_full("one bit", other) for other in OTHERS)],
+    [
+        ("truncated", DDP),
+        ("one bit", DDP),
+        ("missing", DDP),
+        *(in_full("one bit", other) for other in OTHERS),
+    ],
 )
 def test_a_damaged_checkpoint_is_passed_over(tmp_path, saved_often, how, script):
     whole = saved_often(script, tmp_path)
@@ -256,10 +285,14 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, saved_often, how, script)
 
 def test_only_damaged_checkpoints_stop_the_run_and_stay_as_they_are(tmp_path, saved_often):
     saved_often(DDP, tmp_path)
-    for checkpoint, how in zip(checkpoints(tmp_path), ("truncated", "one bit", "missing", "one bit"), strict=True):
+    for checkpoint, how in zip(
+        checkpoints(tmp_path), ("truncated", "one bit", "missing", "one bit"), strict=True
+    ):
         damage(tmp_path / "run" / checkpoint, how)
     before = content(tmp_path / "run")
-    assert_refused(train(DDP, tmp_path, "--resume", code=2), "--resume", f"{tmp_path}/run is broken")
+    assert_refused(
+        train(DDP, tmp_path, "--resume", code=2), "--resume", f"{tmp_path}/run is broken"
+    )
     assert content(tmp_path / "run") == before
 
 
@@ -310,7 +343,11 @@ def test_gpu_out_of_memory_is_one_line(gpus, tmp_path):
     flags = ["--device", "cuda", "--model", "llama-124m", "--run-dir", tmp_path / "run"]
     visible = {"CUDA_VISIBLE_DEVICES": gpus["CUDA_VISIBLE_DEVICES"]}
     result = run(script, tmp_path, *flags, warm=False, **visible)
-    assert (result.code, result.err.count("error: out of memory"), "Traceback" in result.err) == (2, 1, False), result
+    assert (result.code, result.err.count("error: out of memory"), "Traceback" in result.err) == (
+        2,
+        1,
+        False,
+    ), result
 
 
 # --- losses that are not finite
@@ -333,7 +370,18 @@ def test_a_held_out_loss_that_is_not_finite_is_told(tmp_path):
 
 
 def test_a_background_save_is_finished_before_an_error_ends_the_run(tmp_path):
-    result = train(BASELINE, tmp_path, "--lr", 1e30, "--clip-norm", "inf", "--save-every", 1, "--async-save", code=2)
+    result = train(
+        BASELINE,
+        tmp_path,
+        "--lr",
+        1e30,
+        "--clip-norm",
+        "inf",
+        "--save-every",
+        1,
+        "--async-save",
+        code=2,
+    )
     last = len(result.records)
     assert_refused(result, f"not finite by step {last + 1}")
     assert checkpoints(tmp_path)[-1] == f"step-{last:08d}"
@@ -351,6 +399,14 @@ torch.amp.GradScaler.unscale_ = broken
 
 def test_gradients_that_overflow_at_every_scale_end_the_run(tmp_path):
     """Not as a success in which no step was taken."""
-    result = train(with_prelude(BASELINE, tmp_path, OVERFLOWS), tmp_path, "--dtype", "fp16", "--steps", 40, code=2)
+    result = train(
+        with_prelude(BASELINE, tmp_path, OVERFLOWS),
+        tmp_path,
+        "--dtype",
+        "fp16",
+        "--steps",
+        40,
+        code=2,
+    )
     assert_refused(result, "not finite by step 17")  # 2**16 halved 17 times
     assert not checkpoints(tmp_path)

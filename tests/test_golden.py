@@ -5,7 +5,9 @@ import json
 import golden
 import pytest
 
-WAYS = [pytest.param(way, id=way[0], marks=() if way[1] else pytest.mark.full) for way in golden.WAYS]
+WAYS = [
+    pytest.param(way, id=way[0], marks=() if way[1] else pytest.mark.full) for way in golden.WAYS
+]
 
 
 @pytest.fixture(scope="module")

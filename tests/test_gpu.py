@@ -26,10 +26,21 @@ TEN_STEPS = ("--steps", "10", "--log-every", "1")
 FP32 = ("--dtype", "fp32", *TEN_STEPS)
 # --save-every leaves a checkpoint to resume from half-way
 EXACT = ("--device", "cuda", *FP32, "--deterministic", "--save-every", "5")
-LARGE = ("--model", "llama-124m", "--dtype", "bf16", "--seq-len", "1024", "--global-batch-size", "8")
+LARGE = (
+    "--model",
+    "llama-124m",
+    "--dtype",
+    "bf16",
+    "--seq-len",
+    "1024",
+    "--global-batch-size",
+    "8",
+)
 RUN_SECONDS = 240  # the longest a run may take: the compiled ones, cold
 # most of a run is importing and starting up, which a core does; the GPU has room for all of them
-AT_ONCE = max(1, min(5, len(os.sched_getaffinity(0)) // 2)) if hasattr(os, "sched_getaffinity") else 2
+AT_ONCE = (
+    max(1, min(5, len(os.sched_getaffinity(0)) // 2)) if hasattr(os, "sched_getaffinity") else 2
+)
 
 
 class Job(NamedTuple):
@@ -69,7 +80,9 @@ def train(job: Job, folder: Path, gpus: dict[str, str]) -> Result:
     """That run to its end, on the locked GPUs only; its run directory is folder/run, its summary summary.json."""
     flags = [*job.flags, "--run-dir", folder / "run", "--json", "summary.json"]
     visible = {"CUDA_VISIBLE_DEVICES": gpus["CUDA_VISIBLE_DEVICES"], "OMP_NUM_THREADS": "4"}
-    result = run(job.script, folder, *flags, nproc=job.nproc, timeout=RUN_SECONDS, warm=False, **visible)
+    result = run(
+        job.script, folder, *flags, nproc=job.nproc, timeout=RUN_SECONDS, warm=False, **visible
+    )
     assert result.code == 0, result
     return result
 
@@ -94,7 +107,11 @@ def result_of(name: str):
             here = [item for item in request.session.items if item.path == request.path]
             asked = {fixture for item in here for fixture in item.fixturenames}
             for other, job in RUNS.items():
-                if other in asked and other not in runs and (job.nproc or 1) == (RUNS[name].nproc or 1):
+                if (
+                    other in asked
+                    and other not in runs
+                    and (job.nproc or 1) == (RUNS[name].nproc or 1)
+                ):
                     runs[other] = pool.submit(train, job, tmp_path_factory.mktemp(other), gpus)
         return runs[name].result()
 
@@ -146,7 +163,10 @@ def test_deterministic_runs_are_bit_identical_and_async_save_saves_the_same(exac
 def test_checkpointing_changes_memory_alone(exact, recomputed, products_kept):
     for run_with_it in (recomputed, products_kept):
         assert losses(run_with_it) == pytest.approx(losses(exact), rel=1e-6)
-    peaks = [run_with_it.summary["peak_memory_bytes"] for run_with_it in (recomputed, products_kept, exact)]
+    peaks = [
+        run_with_it.summary["peak_memory_bytes"]
+        for run_with_it in (recomputed, products_kept, exact)
+    ]
     assert peaks == sorted(peaks)
     assert peaks[0] < peaks[2]
 
@@ -175,9 +195,12 @@ def test_compiled_losses_are_near_eager(bf16, compiled, compiled_ddp):
 def test_memory_fits_and_mfu_is_a_share_of_a_known_peak_or_null(large, gpus):
     found, _ = load("01_devices/_shared.py").gpus()
     total, name = next(
-        (gpu["memory_total_bytes"], gpu["name"]) for gpu in found if gpu["uuid"] == gpus["CUDA_VISIBLE_DEVICES"]
+        (gpu["memory_total_bytes"], gpu["name"])
+        for gpu in found
+        if gpu["uuid"] == gpus["CUDA_VISIBLE_DEVICES"]
     )
-    weights_and_optimizer = 3 * 4 * large.summary["parameters"]  # fp32: the weights and AdamW's two moments
+    # fp32: the weights and AdamW's two moments
+    weights_and_optimizer = 3 * 4 * large.summary["parameters"]
     active, reserved = large.column("memory_active_bytes"), large.column("memory_reserved_bytes")
     for active_bytes, reserved_bytes in zip(active, reserved, strict=True):
         assert weights_and_optimizer < active_bytes <= reserved_bytes < total
@@ -198,7 +221,8 @@ def test_more_processes_than_gpus_is_one_line(gpus, tmp_path):
     assert len(told) == 1, result
     assert "--device cuda" in told[0]
     assert "2 processes" in told[0]
-    assert 'File "' not in result.err.split(told[0])[0]  # no traceback before it; torchrun's own report comes after
+    # no traceback before it; torchrun's own report comes after
+    assert 'File "' not in result.err.split(told[0])[0]
 
 
 # last: it takes a second GPU, and the runs above must be over by then

@@ -33,7 +33,11 @@ def test_there_are_bugs_enough():
 @pytest.mark.full
 def test_a_learners_way(tmp_path):
     """List, plant, check in vain, mend, check."""
-    number = next(i for i, bug in enumerate(BUGS, 1) if bug["breaks"] == "every epoch has the order of the first")
+    number = next(
+        i
+        for i, bug in enumerate(BUGS, 1)
+        if bug["breaks"] == "every epoch has the order of the first"
+    )
     bug, folder = BUGS[number - 1], tmp_path / "mine"
     assert bug["symptom"] in run("gym.py", tmp_path, "--list").out
     assert bug["thread"] in run("gym.py", tmp_path, number, "--hint").out
@@ -46,7 +50,8 @@ def test_a_learners_way(tmp_path):
     assert run("gym.py", tmp_path, len(BUGS) + 1, "--hint").code == 2
 
 
-@pytest.mark.long  # that each check fails on its bug, and passes without, is seen by tests/mutations.py
+# that each check fails on its bug, and passes without, is seen by tests/mutations.py
+@pytest.mark.long
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug["breaks"])
 def test_a_check_passes_on_another_right_fix(bug, tmp_path):
     folder = mutations.copy_of_the_repository(tmp_path / "copy")

@@ -7,7 +7,8 @@ import torch
 
 from common import hardware
 
-CHIPS = {  # multiprocessors; FLOP per clock and multiprocessor in fp32 and, dense, with sums in fp32, in fp16
+# multiprocessors; FLOP per clock and multiprocessor in fp32 and, dense, with sums in fp32, in fp16
+CHIPS = {
     "NVIDIA B200": (148, 256, 8192),
     "NVIDIA H200": (132, 256, 4096),
     "NVIDIA H100 80GB HBM3": (132, 256, 4096),
@@ -46,10 +47,13 @@ def test_figures_are_units_times_clock():
 
 
 def test_peaks_are_those_of_the_very_device_or_none():
-    peaks = {hardware.peak_flops(f"NVIDIA H100 {kind}", "bf16") for kind in ("80GB HBM3", "PCIe", "NVL")}
+    peaks = {
+        hardware.peak_flops(f"NVIDIA H100 {kind}", "bf16") for kind in ("80GB HBM3", "PCIe", "NVL")
+    }
     assert len(peaks) == 3
     assert hardware.peak_flops("NVIDIA A100-SXM4-80GB", "bf16") == 312e12
-    assert hardware.peak_flops("NVIDIA A100-SXM4-80GB", "fp8") is None  # no units: nothing to take a share of
+    # no units: nothing to take a share of
+    assert hardware.peak_flops("NVIDIA A100-SXM4-80GB", "fp8") is None
     for unknown in ("", "cpu", "NVIDIA H100", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "Some GPU"):
         assert hardware.peak_flops(unknown, "bf16") is None
 

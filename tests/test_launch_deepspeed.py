@@ -6,7 +6,18 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.harness import ROOT, Result, finish, holds, kill_all, start, steps_logged, tiny_flags, train, write_tiny
+from support.harness import (
+    ROOT,
+    Result,
+    finish,
+    holds,
+    kill_all,
+    start,
+    steps_logged,
+    tiny_flags,
+    train,
+    write_tiny,
+)
 from support.slurm_cluster import free_ports
 from support.two_hosts import two_hosts
 
@@ -20,7 +31,15 @@ PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # the launcher is 
 def flags(folder: Path) -> list[str]:
     """Of the same run as alone's, whatever folder its processes start in."""
     write_tiny(folder)
-    given = [*tiny_flags(folder), "--model", folder / "tiny.json", "--json", folder / "summary.json", "--stage", 3]
+    given = [
+        *tiny_flags(folder),
+        "--model",
+        folder / "tiny.json",
+        "--json",
+        folder / "summary.json",
+        "--stage",
+        3,
+    ]
     return [*map(str, given)]
 
 
@@ -33,14 +52,18 @@ def alone(tmp_path_factory) -> Result:
 def test_two_hosts(tmp_path, alone):
     """Neither has a server for ssh."""
     with two_hosts() as hosts:
-        (tmp_path / "hosts").write_text("".join(f"{host.address} slots=1  # as of today\n" for host in hosts))
+        (tmp_path / "hosts").write_text(
+            "".join(f"{host.address} slots=1  # as of today\n" for host in hosts)
+        )
         given = flags(tmp_path)
         processes = []
         try:
             for host in hosts:
                 folder = tmp_path / host.name
                 folder.mkdir()
-                process = host.start([str(LAUNCH), *given], folder, PATH=PATH, HOSTFILE=str(tmp_path / "hosts"))
+                process = host.start(
+                    [str(LAUNCH), *given], folder, PATH=PATH, HOSTFILE=str(tmp_path / "hosts")
+                )
                 processes.append((process, folder))
             results = [finish(process, folder) for process, folder in processes]
         finally:
@@ -61,7 +84,9 @@ def test_stopped_it_saves_and_goes_on(tmp_path):
     process.send_signal(signal.SIGTERM)
     result = finish(process, tmp_path)
     assert result.code == 75, result.err
-    step = max(int(path.name.removeprefix("step-")) for path in (tmp_path / "run").glob("step-*[0-9]"))
+    step = max(
+        int(path.name.removeprefix("step-")) for path in (tmp_path / "run").glob("step-*[0-9]")
+    )
     more = [*flags(tmp_path), "--resume", "--steps", str(step + 2)]
     resumed = finish(start([str(LAUNCH), *more], tmp_path, **env), tmp_path)
     assert resumed.code == 0, resumed.err

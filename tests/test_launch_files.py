@@ -15,7 +15,17 @@ from pathlib import Path
 
 import pytest
 from support.commands import check
-from support.harness import ROOT, clean_env, holds, kill_all, start, steps_logged, tiny_flags, train, write_tiny
+from support.harness import (
+    ROOT,
+    clean_env,
+    holds,
+    kill_all,
+    start,
+    steps_logged,
+    tiny_flags,
+    train,
+    write_tiny,
+)
 from support.slurm_cluster import free_ports
 from torch.distributed.run import get_args_parser
 
@@ -35,7 +45,9 @@ def tool(name: str) -> str:
 
 
 def passes(*argv) -> None:
-    result = subprocess.run([str(word) for word in argv], capture_output=True, text=True, timeout=600)
+    result = subprocess.run(
+        [str(word) for word in argv], capture_output=True, text=True, timeout=600
+    )
     assert result.returncode == 0, f"{argv}\n{result.stdout}{result.stderr}"
 
 
@@ -76,7 +88,9 @@ def test_kubeflow_schemas():
 
 def runtimes_job() -> dict:
     """The Job that a TrainingRuntime makes of its nodes."""
-    [node] = documents("trainjob.yaml")["TrainingRuntime"]["spec"]["template"]["spec"]["replicatedJobs"]
+    [node] = documents("trainjob.yaml")["TrainingRuntime"]["spec"]["template"]["spec"][
+        "replicatedJobs"
+    ]
     return node["template"]["spec"]
 
 
@@ -109,7 +123,10 @@ def test_a_pod_mounts_what_there_is_and_runs_as_the_images_user(file):
 
 
 def test_both_files_train_the_same():
-    flags = [container["args"][container["args"].index("05_ddp/train.py") :] for _, container in pods().values()]
+    flags = [
+        container["args"][container["args"].index("05_ddp/train.py") :]
+        for _, container in pods().values()
+    ]
     assert flags[0] == flags[1]
     check(shlex.join(["python", *flags[0]]))
 
@@ -118,7 +135,10 @@ def test_indexed_job_meets_at_its_first_pod():
     service, job = (documents("indexed-job.yaml")[kind] for kind in ("Service", "Job"))
     spec, pod = job["spec"], job["spec"]["template"]
     assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
-    args = [word.replace("$(JOB_COMPLETION_INDEX)", "0") for word in pod["spec"]["containers"][0]["args"]]
+    args = [
+        word.replace("$(JOB_COMPLETION_INDEX)", "0")
+        for word in pod["spec"]["containers"][0]["args"]
+    ]
     launched = get_args_parser().parse_args(args)
     name = service["metadata"]["name"]
     assert pod["spec"]["subdomain"] == name
@@ -132,17 +152,29 @@ def test_a_pod_that_was_stopped_is_started_again():
     spec = documents("indexed-job.yaml")["Job"]["spec"]
     assert spec["podFailurePolicy"]["rules"] == [{"action": "Ignore", "onPodConditions": disrupted}]
     jobset = documents("trainjob.yaml")["TrainingRuntime"]["spec"]["template"]["spec"]
-    assert runtimes_job()["podFailurePolicy"]["rules"] == [{"action": "FailJob", "onPodConditions": disrupted}]
-    assert [rule["onJobFailureReasons"] for rule in jobset["failurePolicy"]["rules"]] == [["PodFailurePolicy"]]
+    assert runtimes_job()["podFailurePolicy"]["rules"] == [
+        {"action": "FailJob", "onPodConditions": disrupted}
+    ]
+    assert [rule["onJobFailureReasons"] for rule in jobset["failurePolicy"]["rules"]] == [
+        ["PodFailurePolicy"]
+    ]
 
 
 def test_train_job_refers_to_its_runtime():
     runtime, job = (documents("trainjob.yaml")[kind] for kind in ("TrainingRuntime", "TrainJob"))
-    assert job["spec"]["runtimeRef"] == {"kind": "TrainingRuntime", "name": runtime["metadata"]["name"]}
-    assert runtime["spec"]["mlPolicy"] == {"numNodes": job["spec"]["trainer"]["numNodes"], "torch": {}}
+    assert job["spec"]["runtimeRef"] == {
+        "kind": "TrainingRuntime",
+        "name": runtime["metadata"]["name"],
+    }
+    assert runtime["spec"]["mlPolicy"] == {
+        "numNodes": job["spec"]["trainer"]["numNodes"],
+        "torch": {},
+    }
     [node] = runtime["spec"]["template"]["spec"]["replicatedJobs"]
     # what Trainer goes by: without this label and these names it gives the pods no command and no PET_*
-    assert node["template"]["metadata"]["labels"] == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    assert node["template"]["metadata"]["labels"] == {
+        "trainer.kubeflow.org/trainjob-ancestor-step": "trainer"
+    }
     assert node["name"] == runtimes_job()["template"]["spec"]["containers"][0]["name"] == "node"
 
 
@@ -170,7 +202,11 @@ def test_skypilot_reads_its_file(tmp_path):
     result = subprocess.run(argv, env=env, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert (result.returncode, result.stdout) == (0, "2 True /checkpoints\n"), result.stderr
     run_script = yaml.safe_load(file.read_text())["run"]
-    check(re.sub(r"\$\w+", "2", " ".join(run_script.replace("\\\n", " ").split(".venv/bin/")[1].split())))
+    check(
+        re.sub(
+            r"\$\w+", "2", " ".join(run_script.replace("\\\n", " ").split(".venv/bin/")[1].split())
+        )
+    )
     (tmp_path / "run.sh").write_text(run_script)
     passes(tool("shellcheck"), "--shell=bash", "--exclude=SC2154", tmp_path / "run.sh")
 
@@ -183,9 +219,25 @@ def test_pods_save_on_sigterm_and_resume(tmp_path):
     whole = train("05_ddp/train.py", tmp_path / "whole", *steps, nproc=2)
     container = pods()["indexed-job.yaml"][1]
     (tmp_path / "hosts").write_text("127.0.0.1 localhost ddp-0.ddp\n")
-    launcher = [*container["command"], *container["args"][: container["args"].index("05_ddp/train.py")]]
-    small = " ".join(launcher).replace("per-node=8", "per-node=1").replace("29500", str(free_ports(1)[0]))
-    namespaces = ["unshare", "--pid", "--fork", "--kill-child", "--mount", "--mount-proc", "sh", "-c"]
+    launcher = [
+        *container["command"],
+        *container["args"][: container["args"].index("05_ddp/train.py")],
+    ]
+    small = (
+        " ".join(launcher)
+        .replace("per-node=8", "per-node=1")
+        .replace("29500", str(free_ports(1)[0]))
+    )
+    namespaces = [
+        "unshare",
+        "--pid",
+        "--fork",
+        "--kill-child",
+        "--mount",
+        "--mount-proc",
+        "sh",
+        "-c",
+    ]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     running = []
 
@@ -214,7 +266,10 @@ def test_pods_save_on_sigterm_and_resume(tmp_path):
     finally:
         for process in running:
             kill_all(process)
-    assert json.loads((tmp_path / "summary.json").read_text())["weights_sha256"] == whole.summary["weights_sha256"]
+    assert (
+        json.loads((tmp_path / "summary.json").read_text())["weights_sha256"]
+        == whole.summary["weights_sha256"]
+    )
 
 
 # Docker
@@ -229,9 +284,12 @@ def test_compose_services():
     for name, service in file["services"].items():
         assert service["profiles"], name  # nothing starts that was not asked for
         assert re.fullmatch(r"[^:]+:v?\d+\.\d+\.\d+", service["image"]), name
-        assert all(port.startswith("127.0.0.1:") for port in service.get("ports", []))  # open to this machine only
+        # open to this machine only
+        assert all(port.startswith("127.0.0.1:") for port in service.get("ports", []))
         for source in [volume.split(":")[0] for volume in service["volumes"]]:
-            assert (DOCKER / source).exists() if source.startswith(".") else source in file["volumes"], source
+            assert (
+                (DOCKER / source).exists() if source.startswith(".") else source in file["volumes"]
+            ), source
         if "build" in service:
             assert (DOCKER / service["build"]["context"]).resolve() == ROOT
             assert ROOT / service["build"]["dockerfile"] == DOCKER / "Dockerfile"
@@ -255,8 +313,11 @@ def test_prometheus_and_grafana_find_each_other():
     [job] = yaml.safe_load(file.read_text())["scrape_configs"]
     services = compose()["services"]
     words = services["monitor"]["command"].split()
-    assert job["static_configs"][0]["targets"] == [f"monitor:{words[words.index('--prometheus') + 1]}"]
-    assert words[words.index("--address") + 1] == "0.0.0.0"  # of its container: Prometheus is in another
+    assert job["static_configs"][0]["targets"] == [
+        f"monitor:{words[words.index('--prometheus') + 1]}"
+    ]
+    # of its container: Prometheus is in another
+    assert words[words.index("--address") + 1] == "0.0.0.0"
     folder = DOCKER / "grafana/provisioning"
     [source] = yaml.safe_load((folder / "datasources/prometheus.yaml").read_text())["datasources"]
     [provider] = yaml.safe_load((folder / "dashboards/training.yaml").read_text())["providers"]
@@ -302,14 +363,27 @@ def test_every_launch_file_of_a_cluster_waits_for_the_lock_of_a_dead_node():
     """NFSv4 and Lustre keep such a lock for about 90 s."""
     for _, container in pods().values():
         assert {"name": "RUN_DIR_LOCK_SECONDS", "value": "120"} in container["env"]
-    files = [file for file in ROOT.glob("launch/slurm/*.sbatch") if "infer" not in file.name]  # it has no run folder
-    for file in (*files, ROOT / "launch/torchrun/multi_node.sh", ROOT / "launch/torchrun/elastic.sh"):
+    # it has no run folder
+    files = [file for file in ROOT.glob("launch/slurm/*.sbatch") if "infer" not in file.name]
+    for file in (
+        *files,
+        ROOT / "launch/torchrun/multi_node.sh",
+        ROOT / "launch/torchrun/elastic.sh",
+    ):
         assert "export RUN_DIR_LOCK_SECONDS=${RUN_DIR_LOCK_SECONDS:-120}" in file.read_text(), file
 
 
-JOB = {"SLURM_JOB_ID": "1", "SLURM_JOB_NAME": "sweep", "SLURM_ARRAY_JOB_ID": "1", "SLURM_ARRAY_TASK_ID": "0"}
+JOB = {
+    "SLURM_JOB_ID": "1",
+    "SLURM_JOB_NAME": "sweep",
+    "SLURM_ARRAY_JOB_ID": "1",
+    "SLURM_ARRAY_TASK_ID": "0",
+}
 WRONG = {
-    **{file.name: ({}, ["SLURM_JOB_ID", "sbatch"]) for file in sorted(ROOT.glob("launch/slurm/*.sbatch"))},
+    **{
+        file.name: ({}, ["SLURM_JOB_ID", "sbatch"])
+        for file in sorted(ROOT.glob("launch/slurm/*.sbatch"))
+    },
     "array_requeue.sbatch of many": (
         {**JOB, "PROCS_PER_NODE": "1", "MAX_REQUEUES": "many"},
         ["sweep: error: ", "MAX_REQUEUES=many"],
@@ -321,7 +395,9 @@ WRONG = {
 def test_a_batch_file_says_what_it_lacks_before_it_starts(tmp_path, name):
     settings, words = WRONG[name]
     argv = ["bash", ROOT / "launch/slurm" / name.split()[0]]
-    result = subprocess.run(argv, cwd=tmp_path, env=clean_env(**settings), capture_output=True, text=True, timeout=600)
+    result = subprocess.run(
+        argv, cwd=tmp_path, env=clean_env(**settings), capture_output=True, text=True, timeout=600
+    )
     assert result.returncode != 0
     assert all(word in result.stderr for word in words), result.stderr
     assert list(tmp_path.iterdir()) == []

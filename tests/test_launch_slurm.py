@@ -48,13 +48,17 @@ def undisturbed(cluster) -> dict[str, tuple[str, Result]]:
     one, many, sharded = (cluster.repository / name for name in ("one", "many", "sharded"))
     two_nodes = partial(cluster.submit, "launch/slurm/many_nodes.sbatch", PROCS_PER_NODE="1")
     jobs = {
-        one: cluster.submit("--gpus-per-node=2", "launch/slurm/one_node.sbatch", *flags(one), "--seed", 1),
+        one: cluster.submit(
+            "--gpus-per-node=2", "launch/slurm/one_node.sbatch", *flags(one), "--seed", 1
+        ),
         many: two_nodes(*flags(many)),
         sharded: two_nodes(*flags(sharded), SCRIPT="06_fsdp_zero/train_fsdp.py"),
     }
     for job in jobs.values():
         assert cluster.finished(job)["JobState"] == "COMPLETED", cluster.log(job)
-    return {folder.name: (job, Result(0, cluster.log(job), "", folder)) for folder, job in jobs.items()}
+    return {
+        folder.name: (job, Result(0, cluster.log(job), "", folder)) for folder, job in jobs.items()
+    }
 
 
 def rank_logs(cluster, job: str) -> list[str]:
@@ -63,7 +67,9 @@ def rank_logs(cluster, job: str) -> list[str]:
     return sorted(file.relative_to(folder).parts[0] for file in folder.rglob("stdout.log"))
 
 
-def test_one_node_has_a_process_per_gpu_and_two_nodes_reach_the_losses_of_one_process(cluster, undisturbed, tmp_path):
+def test_one_node_has_a_process_per_gpu_and_two_nodes_reach_the_losses_of_one_process(
+    cluster, undisturbed, tmp_path
+):
     job, one = undisturbed["one"]
     assert one.summary["world_size"] == len(rank_logs(cluster, job)) == 2
     alone = train("05_ddp/train.py", tmp_path, *FLAGS)
@@ -77,9 +83,22 @@ def test_one_node_has_a_process_per_gpu_and_two_nodes_reach_the_losses_of_one_pr
 def test_inference_on_one_node_and_on_two(cluster):
     """On one node the ranks share the matrices. Over two the job ends with the command of a server for that."""
     file = cluster.repository / "answers.json"
-    words = ["--model", "nano", "--max-new-tokens", 8, "--dtype", "fp32", "--device", "cpu", "--json", file]
+    words = [
+        "--model",
+        "nano",
+        "--max-new-tokens",
+        8,
+        "--dtype",
+        "fp32",
+        "--device",
+        "cpu",
+        "--json",
+        file,
+    ]
     one, two = (
-        cluster.submit(f"--nodes={nodes}", "launch/slurm/infer_70b.sbatch", *words, PROCS_PER_NODE=processes)
+        cluster.submit(
+            f"--nodes={nodes}", "launch/slurm/infer_70b.sbatch", *words, PROCS_PER_NODE=processes
+        )
         for nodes, processes in ((1, "2"), (2, "1"))
     )
     assert cluster.finished(two)["JobState"] == "FAILED"
@@ -168,7 +187,9 @@ def test_a_signalled_and_a_preempted_run_go_on_by_themselves(cluster, undisturbe
     assert (other.show()["JobState"], other.show()["Restarts"]) == ("RUNNING", "0")
     assert "closing signal" not in other.log
 
-    cluster.submit("--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true")
+    cluster.submit(
+        "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true"
+    )
     goes_on(other)
 
     for run, reference in ((other, "many"), (told, "one")):
@@ -185,9 +206,14 @@ def test_a_signalled_and_a_preempted_run_go_on_by_themselves(cluster, undisturbe
 
 
 def test_a_failing_and_a_cancelled_run_are_not_started_again(cluster):
-    wrong = cluster.submit("--array=7", "--gpus-per-node=2", ARRAY, "--lr", "-1", PROCS_PER_NODE="1") + "_7"
+    wrong = (
+        cluster.submit("--array=7", "--gpus-per-node=2", ARRAY, "--lr", "-1", PROCS_PER_NODE="1")
+        + "_7"
+    )
     endless = ["--model", "tiny.json", "--steps", 10**6, "--save-every", 50]
-    cancelled = Sweep(cluster, cluster.submit("--array=8", ARRAY, *endless, PROCS_PER_NODE="1") + "_8")
+    cancelled = Sweep(
+        cluster, cluster.submit("--array=8", ARRAY, *endless, PROCS_PER_NODE="1") + "_8"
+    )
     until(lambda: cancelled.saved() > 0)  # it could go on, but its owner does not want it to
     cluster.command("scancel", cancelled.job)
     cancelled.ends("CANCELLED", restarts=0)
@@ -209,7 +235,8 @@ def test_a_save_that_outlasts_the_grace_loses_only_itself(cluster):
     """A rank that stands still is a save that never ends. Who kills it: torchrun, the time limit, a preemption."""
     here, there = "--nodelist=127.0.0.1", "--nodelist=127.0.0.2"
     signalled = sweep(cluster, 10, here, save_every=25, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="2")
-    timed_out = sweep(cluster, 12, here)  # has no checkpoint: it was told to stop, so it starts again
+    # has no checkpoint: it was told to stop, so it starts again
+    timed_out = sweep(cluster, 12, here)
     preempted = sweep(cluster, 13, there, "--partition=cancel", save_every=25)
     runs = (signalled, timed_out, preempted)
     hold(*runs)
@@ -217,10 +244,12 @@ def test_a_save_that_outlasts_the_grace_loses_only_itself(cluster):
     # "now" itself may be past when the request arrives
     cluster.command("scontrol", "update", f"JobId={timed_out.job}", "EndTime=now+2")
     cluster.submit("--partition=high", there, "--exclusive", "--output=/dev/null", "--wrap=true")
-    for run in (preempted, timed_out):  # Slurm kills torchrun, and on a cluster the ranks too; here one outlives it
+    # Slurm kills torchrun, and on a cluster the ranks too; here one outlives it
+    for run in (preempted, timed_out):
         until(lambda run=run: run.show()["Restarts"] == "1")
         signal_ranks(run.run_dir, signal.SIGKILL)
-    cluster.command("scontrol", "update", f"JobId={timed_out.job}", "TimeLimit=60")  # of its next start
+    # of its next start
+    cluster.command("scontrol", "update", f"JobId={timed_out.job}", "TimeLimit=60")
     for run in runs:
         run.ends("COMPLETED", restarts=1)
         assert ("resuming from" in run.log) == (run is not timed_out)
@@ -252,7 +281,9 @@ def test_no_gpus_and_no_count_of_processes_is_an_error(cluster):
     for file in FILES:
         array = ["--array=30"] if "array" in file.name else []
         output = f"--output={cluster.repository}/none-{file.name}.out"
-        jobs[file] = cluster.submit(*array, output, f"launch/slurm/{file.name}", "--steps", 1) + "_30" * len(array)
+        jobs[file] = cluster.submit(
+            *array, output, f"launch/slurm/{file.name}", "--steps", 1
+        ) + "_30" * len(array)
     for file, job in jobs.items():
         found = cluster.finished(job)
         assert (found["JobState"], found["ExitCode"], found["Restarts"]) == ("FAILED", "2:0", "0")
@@ -267,13 +298,22 @@ def test_slurm_takes_every_line_that_a_site_may_switch_on(cluster, file):
     assert "SBATCH" not in body
     everything = cluster.repository / file.name
     everything.write_text(re.sub("^##SBATCH", "#SBATCH", file.read_text(), flags=re.MULTILINE))
-    cluster.command("sbatch", "--test-only", "--partition=low", "--gpus-per-node=2", "--cpus-per-task=1", everything)
+    cluster.command(
+        "sbatch",
+        "--test-only",
+        "--partition=low",
+        "--gpus-per-node=2",
+        "--cpus-per-task=1",
+        everything,
+    )
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 def test_the_commands_at_the_top_are_right(file):
     commands = re.findall(
-        r"^#     .*?sbatch .*?(launch/slurm/\S+)((?: --\S+| [^-#\s]\S*)*)", file.read_text(), re.MULTILINE
+        r"^#     .*?sbatch .*?(launch/slurm/\S+)((?: --\S+| [^-#\s]\S*)*)",
+        file.read_text(),
+        re.MULTILINE,
     )
     assert commands
     for name, flags in commands:

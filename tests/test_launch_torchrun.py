@@ -69,19 +69,30 @@ int clock_gettime(clockid_t id, struct timespec *t) {
   return result;
 }
 """
-needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="clocks are set apart by a library that gcc makes")
+needs_gcc = pytest.mark.skipif(
+    shutil.which("gcc") is None, reason="clocks are set apart by a library that gcc makes"
+)
 
 
 def clock_ahead(folder: Path) -> dict[str, str]:
     """The environment of a host whose clock is 400 s ahead."""
     (folder / "skew.c").write_text(SKEW)
     library = str(folder / "skew.so")
-    subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, folder / "skew.c"], check=True, timeout=600)
+    subprocess.run(
+        ["gcc", "-shared", "-fPIC", "-o", library, folder / "skew.c"], check=True, timeout=600
+    )
     return {"LD_PRELOAD": library}
 
 
 def flags(folder: Path) -> list[str]:
-    given = [*tiny_flags(folder), "--deterministic", "--save-every", 2, "--json", folder / "summary.json"]
+    given = [
+        *tiny_flags(folder),
+        "--deterministic",
+        "--save-every",
+        2,
+        "--json",
+        folder / "summary.json",
+    ]
     return [*map(str, given)]
 
 
@@ -96,7 +107,9 @@ def pair(tmp_path_factory) -> Result:
     """The undisturbed run by single_node.sh in two."""
     folder = tmp_path_factory.mktemp("pair")
     write_tiny(folder)
-    process = start([str(LAUNCH / "single_node.sh"), *flags(folder)], folder, NPROC_PER_NODE="2", PATH=PATH)
+    process = start(
+        [str(LAUNCH / "single_node.sh"), *flags(folder)], folder, NPROC_PER_NODE="2", PATH=PATH
+    )
     result = finish(process, folder)
     assert result.code == 0, result.err
     return result
@@ -110,11 +123,17 @@ class Job:
         (folder / "hold.py").write_text(HOLD)
         (folder / "hold").touch()
 
-    def start(self, script: str, index: int, *extra: str, disk: Path | None = None, **env: str) -> subprocess.Popen:
+    def start(
+        self, script: str, index: int, *extra: str, disk: Path | None = None, **env: str
+    ) -> subprocess.Popen:
         """Start a launch script on host `index`; with `disk`, that folder is the run's on this host alone."""
         process_folder = self.folder / f"process-{len(self.processes)}"
         write_tiny(process_folder)
-        settings = {"RDZV_ENDPOINT": f"{self.hosts[0].address}:{PORT}", "NPROC_PER_NODE": "1", "PATH": PATH}
+        settings = {
+            "RDZV_ENDPOINT": f"{self.hosts[0].address}:{PORT}",
+            "NPROC_PER_NODE": "1",
+            "PATH": PATH,
+        }
         settings |= {"SCRIPT": str(self.folder / "hold.py"), "JOIN_TIMEOUT_SECONDS": "60", **env}
         argv = [str(LAUNCH / script), *flags(self.folder), *extra]
         if disk:  # ip netns exec gives the host mounts of its own
@@ -171,7 +190,8 @@ def test_two_nodes_whose_link_is_cut_and_that_resume_with_clocks_apart(job, alon
     assert job.trains_on(2, 1)
     job.hosts[1].cable("down")
     host, other = map(ended, both)
-    assert (host.code, other.code) == (1, -9)  # on the second host torchrun asks the first without end
+    # on the second host torchrun asks the first without end
+    assert (host.code, other.code) == (1, -9)
     assert f"error: RDZV_ENDPOINT={job.hosts[0].address}:{PORT}: no answer" in other.err
 
     job.hosts[1].cable("up")
@@ -187,11 +207,23 @@ def test_two_nodes_whose_link_is_cut_and_that_resume_with_clocks_apart(job, alon
 
 def test_inference_on_one_node(tmp_path):
     (tmp_path / "prompts.txt").write_text("for\nimport os\n")
-    asked = ["--prompts", str(tmp_path / "prompts.txt"), "--max-new-tokens", "8", "--device", "cpu", "--dtype", "fp32"]
+    asked = [
+        "--prompts",
+        str(tmp_path / "prompts.txt"),
+        "--max-new-tokens",
+        "8",
+        "--device",
+        "cpu",
+        "--dtype",
+        "fp32",
+    ]
     asked += ["--model", "nano", "--json", "summary.json"]
     alone = run("09_inference/infer_70b.py", tmp_path / "alone", *asked)
     assert alone.code == 0, alone.err
-    result = finish(start([str(LAUNCH / "infer_70b.sh"), *asked], tmp_path, NPROC_PER_NODE="2", PATH=PATH), tmp_path)
+    result = finish(
+        start([str(LAUNCH / "infer_70b.sh"), *asked], tmp_path, NPROC_PER_NODE="2", PATH=PATH),
+        tmp_path,
+    )
     assert result.code == 0, result.err
     assert result.summary["world_size"] == 2
     assert result.summary["token_ids"] == alone.summary["token_ids"]
@@ -209,7 +241,12 @@ def test_hosts_with_a_disk_each_are_refused(job):
     both += [job.start("multi_node.sh", 1, "--resume", NNODES="2", disk=disks[1])]
     results = list(map(ended, both))
     assert [result.code for result in results] == [1, 1]
-    told = [line for result in results for line in result.err.splitlines() if " error: --run-dir" in line]
+    told = [
+        line
+        for result in results
+        for line in result.err.splitlines()
+        if " error: --run-dir" in line
+    ]
     assert 1 <= len(told) <= 2  # no torchrun ends the other host's ranks at once
     assert all(str(disks[0]) in line for line in told)
     after = {path.relative_to(job.folder) for disk in disks for path in disk.rglob("*")}
@@ -241,8 +278,16 @@ def test_elastic(job, alone):
 @needs_gcc
 def test_no_node_trains_in_a_group_smaller_than_min(job):
     """The node whose clock is ahead takes the other for dead."""
-    env = {"NNODES": "2:2", "HEARTBEAT_SECONDS": "2", "JOIN_TIMEOUT_SECONDS": "30", "COLLECTIVE_TIMEOUT_SECONDS": "15"}
-    both = [job.start("elastic.sh", 0, **env, **clock_ahead(job.folder)), job.start("elastic.sh", 1, **env)]
+    env = {
+        "NNODES": "2:2",
+        "HEARTBEAT_SECONDS": "2",
+        "JOIN_TIMEOUT_SECONDS": "30",
+        "COLLECTIVE_TIMEOUT_SECONDS": "15",
+    }
+    both = [
+        job.start("elastic.sh", 0, **env, **clock_ahead(job.folder)),
+        job.start("elastic.sh", 1, **env),
+    ]
     host, other = map(ended, both)
     assert host.code == 1
     assert "elastic.sh: error: 1 of at least 2 nodes" in host.err.splitlines()[-1]
@@ -261,7 +306,8 @@ def test_a_node_that_does_not_come(job):
 
 @pytest.mark.parametrize("handled", [True, False])
 def test_torchrun_dies_of_sigusr1_unless_it_is_told_to_hand_it_on(tmp_path, handled):
-    env = {"PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGUSR1"} if handled else {}  # torchrun's --signals-to-handle
+    # torchrun's --signals-to-handle
+    env = {"PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGUSR1"} if handled else {}
     process = launch("05_ddp/train.py", tmp_path, "--steps", 100000, nproc=1, **env)
     assert holds(process, lambda: steps_logged(tmp_path) > 2)
     process.send_signal(signal.SIGUSR1)
@@ -274,16 +320,27 @@ def test_torchrun_dies_of_sigusr1_unless_it_is_told_to_hand_it_on(tmp_path, hand
 WRONG = {
     "single_node.sh": ["SCRIPT=none.py", "NPROC_PER_NODE=two", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=1h"],
     "multi_node.sh": [
-        *("NNODES=1:2", "RDZV_ENDPOINT=", "RDZV_ENDPOINT=localhost", "RDZV_ENDPOINT=localhost:70000"),
-        *("RDZV_ENDPOINT=node0.invalid:29400", "JOIN_TIMEOUT_SECONDS=5m", "RUN_DIR_LOCK_SECONDS=2m"),
+        *(
+            "NNODES=1:2",
+            "RDZV_ENDPOINT=",
+            "RDZV_ENDPOINT=localhost",
+            "RDZV_ENDPOINT=localhost:70000",
+        ),
+        *(
+            "RDZV_ENDPOINT=node0.invalid:29400",
+            "JOIN_TIMEOUT_SECONDS=5m",
+            "RUN_DIR_LOCK_SECONDS=2m",
+        ),
     ],
     "elastic.sh": ["NNODES=3:2", "HEARTBEAT_SECONDS=0", "MAX_RESTARTS=x"],
 }
-EVERYWHERE = ["PATH=/usr/bin:/bin", "NPROC_PER_NODE="]  # without torchrun; without a GPU that is seen, nothing trains
+# without torchrun; without a GPU that is seen, nothing trains
+EVERYWHERE = ["PATH=/usr/bin:/bin", "NPROC_PER_NODE="]
 
 
 @pytest.mark.parametrize(
-    ("script", "given"), [(script, given) for script in WRONG for given in WRONG[script] + EVERYWHERE]
+    ("script", "given"),
+    [(script, given) for script in WRONG for given in WRONG[script] + EVERYWHERE],
 )
 def test_wrong_settings(tmp_path, script, given):
     name, value = given.split("=")

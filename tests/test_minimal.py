@@ -27,7 +27,9 @@ SIZES = "STEPS, GLOBAL_BATCH, LENGTH, LEARNING_RATE, SEED = 20, 24, 64, 1e-3, 0"
 SMALL_STEPS = 3
 
 
-def run_minimal(script: str | Path, folder: Path, *flags, nproc: int | None = None, warm: bool = True) -> Result:
+def run_minimal(
+    script: str | Path, folder: Path, *flags, nproc: int | None = None, warm: bool = True
+) -> Result:
     result = run(str(script), folder, *flags, nproc=nproc, warm=warm)
     assert result.code == 0, f"exit code {result.code}\n{result.out[-2000:]}\n{result.err[-4000:]}"
     return result
@@ -40,7 +42,8 @@ def last_loss(result: Result, step: int = SMALL_STEPS) -> float:
 
 
 def saved_weights(result: Result) -> dict[str, torch.Tensor]:
-    return torch.load(result.folder / "minimal.pt")  # weights_only: plain tensors, nothing of torch.distributed
+    # weights_only: plain tensors, nothing of torch.distributed
+    return torch.load(result.folder / "minimal.pt")
 
 
 def small(script: str, folder: Path) -> Path:
@@ -73,7 +76,11 @@ def same(result: Result, expected: Result, step: int) -> None:
     for name, weight in weights.items():
         assert weight.dtype == torch.float32
         torch.testing.assert_close(
-            weight, expected_weights[name], rtol=0, atol=1e-4, msg=lambda text, name=name: name + text
+            weight,
+            expected_weights[name],
+            rtol=0,
+            atol=1e-4,
+            msg=lambda text, name=name: name + text,
         )
 
 
@@ -115,7 +122,13 @@ def test_what_is_saved_is_the_plain_model(small_baseline):
 
 @pytest.mark.parametrize(
     ("script", "nproc", "dtype"),
-    [(AMP, None, "bf16"), (AMP, None, "fp16"), (DDP, 2, "fp16"), (FSDP, 2, "bf16"), (TENSOR, 2, "bf16")],
+    [
+        (AMP, None, "bf16"),
+        (AMP, None, "fp16"),
+        (DDP, 2, "fp16"),
+        (FSDP, 2, "bf16"),
+        (TENSOR, 2, "bf16"),
+    ],
 )
 def test_16_bits_end_near_fp32(script, nproc, dtype, small_baseline, tmp_path):
     result = run_minimal(small(script, tmp_path), tmp_path, "--dtype", dtype, nproc=nproc)

@@ -42,9 +42,12 @@ def llama(tmp_path, kind="llama", **changes):
         "tie_word_embeddings": False,
     }
     torch.manual_seed(1)
-    net = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**shape, **changes})).eval()
+    net = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(kind, **{**shape, **changes})
+    ).eval()
     with torch.no_grad():
-        for parameter in net.parameters():  # norms start as ones, biases as zeros: a swapped pair would not show
+        # norms start as ones, biases as zeros: a swapped pair would not show
+        for parameter in net.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
     net.save_pretrained(tmp_path)
     return net
@@ -52,27 +55,41 @@ def llama(tmp_path, kind="llama", **changes):
 
 @pytest.mark.parametrize(
     ("key_value_heads", "tied", "rope"),
-    [(2, False, PLAIN_ROPE), (2, False, LLAMA3_ROPE), (1, True, PLAIN_ROPE), (6, False, LLAMA3_ROPE)],
+    [
+        (2, False, PLAIN_ROPE),
+        (2, False, LLAMA3_ROPE),
+        (1, True, PLAIN_ROPE),
+        (6, False, LLAMA3_ROPE),
+    ],
     ids=["plain", "llama3", "one key-value head, tied", "a key-value head for each"],
 )
 def test_logits_equal_those_of_transformers(tmp_path, key_value_heads, tied, rope):
-    changes = {"num_key_value_heads": key_value_heads, "tie_word_embeddings": tied, "rope_parameters": rope}
+    changes = {
+        "num_key_value_heads": key_value_heads,
+        "tie_word_embeddings": tied,
+        "rope_parameters": rope,
+    }
     theirs = llama(tmp_path, **changes)
     config = shapes.load_config(str(tmp_path), 256, 200)
-    ours = model.build(str(tmp_path), config, seed=0)  # refuses other names and other shapes than its own
+    # refuses other names and other shapes than its own
+    ours = model.build(str(tmp_path), config, seed=0)
     tokens = torch.randint(0, 300, (2, 200), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
         torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=0, atol=1e-4)
         logits = theirs(tokens[:, :-1]).logits.flatten(0, 1)
         expected = F.cross_entropy(logits, tokens[:, 1:].flatten())
-        torch.testing.assert_close(ours(tokens[:, :-1], tokens[:, 1:]), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            ours(tokens[:, :-1], tokens[:, 1:]), expected, rtol=1e-5, atol=1e-5
+        )
         fresh = model.Transformer(config)
         theirs.load_state_dict(fresh.state_dict())
         torch.testing.assert_close(fresh(tokens), theirs(tokens).logits, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["mistral", "qwen2", "qwen3"])
-@pytest.mark.parametrize(("tied", "rope"), [(False, PLAIN_ROPE), (True, LLAMA3_ROPE)], ids=["plain", "tied, llama3"])
+@pytest.mark.parametrize(
+    ("tied", "rope"), [(False, PLAIN_ROPE), (True, LLAMA3_ROPE)], ids=["plain", "tied, llama3"]
+)
 def test_other_families_are_those_of_transformers(tmp_path, kind, tied, rope):
     """Logits and gradients, and written back the same model. head_dim is another than hidden_size / heads."""
     from safetensors.torch import save_file
@@ -82,7 +99,9 @@ def test_other_families_are_those_of_transformers(tmp_path, kind, tied, rope):
     theirs = llama(tmp_path, kind, **changes if kind != "qwen2" else {**changes, "head_dim": 8})
     config = shapes.load_config(str(tmp_path), 256, 40)
     ours = model.build(str(tmp_path), config, seed=0)
-    assert shapes.parameter_count(config) == sum(parameter.numel() for parameter in ours.parameters())
+    assert shapes.parameter_count(config) == sum(
+        parameter.numel() for parameter in ours.parameters()
+    )
     assert from_config("", config).parameter_count() == shapes.parameter_count(config)
     tokens = torch.randint(0, 300, (2, 40), generator=torch.Generator().manual_seed(2))
     torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=0, atol=1e-4)
@@ -109,7 +128,9 @@ def test_a_window_is_a_limit_of_positions_and_other_files_do_no_harm(tmp_path):
     assert shapes.read_config(str(tmp_path)).max_position_embeddings == 64
     (tmp_path / "training_args.bin").write_bytes(b"of a Trainer")
     file = tmp_path / "model.safetensors"
-    save_file({**load_file(file), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}, file)
+    save_file(
+        {**load_file(file), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}, file
+    )
     model.build(str(tmp_path), shapes.read_config(str(tmp_path)), seed=0)
 
 
@@ -136,7 +157,12 @@ def test_weights_that_do_not_fit_are_named(tmp_path, change, told):
 def test_config_of_an_older_transformers(tmp_path):
     file = tmp_path / "config.json"
     shape = {"vocab_size": 300, "hidden_size": 48, "intermediate_size": 112, "num_hidden_layers": 3}
-    shape |= {"num_attention_heads": 6, "max_position_embeddings": 64, "rope_theta": 5e5, "rope_scaling": None}
+    shape |= {
+        "num_attention_heads": 6,
+        "max_position_embeddings": 64,
+        "rope_theta": 5e5,
+        "rope_scaling": None,
+    }
     file.write_text(json.dumps({**shape, "model_type": "llama"}))
     config = shapes.load_config(str(file), 256, 64)
     assert (config.rope_theta, config.num_key_value_heads, config.head_dim) == (5e5, 6, 8)
@@ -144,7 +170,9 @@ def test_config_of_an_older_transformers(tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_is_causal(dtype):
-    net = model.build("nano", dataclasses.replace(shapes.SIZES["nano"], num_key_value_heads=2), seed=0)
+    net = model.build(
+        "nano", dataclasses.replace(shapes.SIZES["nano"], num_key_value_heads=2), seed=0
+    )
     tokens = torch.randint(0, 256, (1, 40))
     changed = tokens.clone()
     changed[0, 25] = (changed[0, 25] + 1) % 256
@@ -171,7 +199,11 @@ def test_selective_checkpointing_keeps_what_matmuls_gave_and_not_the_last():
     with hooks, torch.autocast("cpu", torch.bfloat16):
         compiled(inputs, targets)
     tokens = inputs.numel()
-    widths = [tensor.numel() // tokens for tensor in kept if tensor.dtype == torch.bfloat16 and tokens in tensor.shape]
+    widths = [
+        tensor.numel() // tokens
+        for tensor in kept
+        if tensor.dtype == torch.bfloat16 and tokens in tensor.shape
+    ]
     # k and v; q, o_proj and the head's input; gate and up. down_proj's output is computed again.
     assert sorted(widths) == [128, 128, 256, 256, 256, 688, 688]
 
@@ -195,14 +227,21 @@ def test_named_sizes_have_the_published_parameter_counts(name, parameters):
 
 def test_flops_per_token():
     big, small = shapes.SIZES["llama-8b"], shapes.SIZES["llama-124m"]
-    assert shapes.flops_per_token(big, 8192) == 57_914_449_920  # by the closed form, input embedding left out
+    # by the closed form, input embedding left out
+    assert shapes.flops_per_token(big, 8192) == 57_914_449_920
     # tied: the one matrix counts, as lm_head; published GPT-2 124M figures use 855,166,464 (biases, 50,257 tokens)
     assert shapes.flops_per_token(small, 1024) == pytest.approx(855_166_464, rel=0.002)
 
 
 def test_the_device_is_the_local_rank_not_a_guess_from_the_rank(monkeypatch):
     """Rank 5 may well be the second process of its node."""
-    launched = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    launched = {
+        "RANK": "5",
+        "WORLD_SIZE": "8",
+        "LOCAL_RANK": "1",
+        "MASTER_ADDR": "a",
+        "MASTER_PORT": "1",
+    }
     for name, value in launched.items():
         monkeypatch.setenv(name, value)
     assert runtime.ranks() == (5, 8, 1)
@@ -219,7 +258,9 @@ def masked_and_grouped(dtype: torch.dtype = torch.float64, device: str = "cpu"):
     positions = torch.tensor([[2, 3, 4], [8, 9, 10]])  # of the queries
     generator = torch.Generator().manual_seed(3)
     sizes = [(2, 3, 6, 8), (2, 11, 2, 8), (2, 11, 2, 8)]
-    q, k, v = (torch.randn(size, generator=generator).transpose(1, 2).to(device, dtype) for size in sizes)
+    q, k, v = (
+        torch.randn(size, generator=generator).transpose(1, 2).to(device, dtype) for size in sizes
+    )
     seen = (torch.arange(11) <= positions[..., None])[:, None]
     return [part.requires_grad_() for part in (q, k, v)], seen.to(device)
 
@@ -231,9 +272,12 @@ def check_attention(dtype: torch.dtype, device: str) -> None:
     tolerance = 1e-5 if dtype == torch.float32 else 0.02
     for mask in (seen, None):
         expected = F.scaled_dot_product_attention(*exact, mask, enable_gqa=True)
-        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]):  # not the one with all scores
+        # not the one with all scores
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]):
             found = model.attend(*inputs, mask, enable_gqa=True)
-        gradients = [torch.autograd.grad(out.sum(), wrt) for out, wrt in ((found, inputs), (expected, exact))]
+        gradients = [
+            torch.autograd.grad(out.sum(), wrt) for out, wrt in ((found, inputs), (expected, exact))
+        ]
         for ours, correct in zip([found, *gradients[0]], [expected, *gradients[1]], strict=True):
             torch.testing.assert_close(ours.double(), correct, rtol=tolerance, atol=tolerance)
 
@@ -247,5 +291,7 @@ def test_attention_with_grouped_heads_is_torchs():
 def test_a_gpu_takes_grouped_heads_without_holding_all_scores(gpus, dtype):
     code = f"import torch, test_model; test_model.check_attention(torch.{dtype}, 'cuda')"
     env = {**gpus, "PYTHONPATH": f"{gpus.get('PYTHONPATH', '')}:{ROOT}:{ROOT / 'tests'}"}
-    result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=600)
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=600
+    )
     assert result.returncode == 0, result.stderr[-3000:]

@@ -18,6 +18,10 @@ def test_a_fault_can_be_planted(tmp_path, fault):
     fault.plant(tmp_path)
     assert copy.read_text() != whole
     path, name = fault.test.split("[")[0].split("::")
-    functions = {f.name: f for f in ast.parse((ROOT / path).read_text()).body if isinstance(f, ast.FunctionDef)}
+    functions = {
+        f.name: f
+        for f in ast.parse((ROOT / path).read_text()).body
+        if isinstance(f, ast.FunctionDef)
+    }
     marks = [ast.unparse(mark) for mark in functions[name].decorator_list]
     assert not [mark for mark in marks if "mark.gpu" in mark or "mark.real_model" in mark]

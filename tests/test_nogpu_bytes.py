@@ -16,13 +16,24 @@ pytestmark = [pytest.mark.nogpu, pytest.mark.timeout(600), pytest.mark.usefixtur
 
 GROUPED = replace(shapes.SIZES["llama-1b"], num_hidden_layers=2, vocab_size=8192)  # tied
 UNTIED = replace(
-    shapes.SIZES["llama-124m"], num_hidden_layers=4, tie_word_embeddings=False, max_position_embeddings=2048
+    shapes.SIZES["llama-124m"],
+    num_hidden_layers=4,
+    tie_word_embeddings=False,
+    max_position_embeddings=2048,
 )
 CASES = {  # script: shape, what it does, ranks
     "04_amp/train.py": (GROUPED, {"micro_batch_size": 8, "checkpointing": "none"}, 0),
     "04_amp/train.py untied": (UNTIED, {"micro_batch_size": 8, "checkpointing": "full"}, 0),
-    "04_amp/train.py at the last gradient": (GROUPED, {"micro_batch_size": 1, "checkpointing": "full"}, 0),
-    "06_fsdp_zero/train_fsdp.py": (UNTIED, {"micro_batch_size": 8, "checkpointing": "selective", "zero": 3}, 1),
+    "04_amp/train.py at the last gradient": (
+        GROUPED,
+        {"micro_batch_size": 1, "checkpointing": "full"},
+        0,
+    ),
+    "06_fsdp_zero/train_fsdp.py": (
+        UNTIED,
+        {"micro_batch_size": 8, "checkpointing": "selective", "zero": 3},
+        1,
+    ),
 }
 
 

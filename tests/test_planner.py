@@ -57,7 +57,9 @@ def test_what_others_measured(tmp_path):
     assert peaks["megatron"]["largest_error"] < 0.04
 
 
-COUNTED = {  # GiB by torch's own allocator, on a GPU that computes nothing: benchmarks/allocator.py counts them anew
+# GiB by torch's own allocator, on a GPU that computes nothing: benchmarks/allocator.py counts them
+# anew
+COUNTED = {
     "llama-1b 4 none": 40.34,
     "llama-1b 4 selective": 33.03,
     "llama-1b 4 full": 27.26,
@@ -66,23 +68,31 @@ COUNTED = {  # GiB by torch's own allocator, on a GPU that computes nothing: ben
     "llama-124m 16 none gpus 2 zero 3": 15.36,
     "llama-124m 16 full gpus 2 zero 3": 10.38,
     "llama-124m 16 none gpus 2 zero 3 tp 2 loss parallel": 9.90,
-    "llama-124m 16 none framework ours-compiled loss fused": 9.39,  # in evaluation, which is not compiled
+    # in evaluation, which is not compiled
+    "llama-124m 16 none framework ours-compiled loss fused": 9.39,
 }
 
 
 @pytest.mark.parametrize("case", COUNTED)
 def test_peaks_that_torchs_own_allocator_counted(case):
     size, batch, checkpointing, *more = case.split()
-    own = {name: int(value) if value.isdigit() else value for name, value in zip(more[::2], more[1::2], strict=True)}
+    own = {
+        name: int(value) if value.isdigit() else value
+        for name, value in zip(more[::2], more[1::2], strict=True)
+    }
     seq_len = shapes.recipe(size).seq_len
     plan = Plan(seq_len=seq_len, micro_batch_size=int(batch), checkpointing=checkpointing, **own)
-    assert peak(of_size(size), plan).allocated_bytes() == pytest.approx(COUNTED[case] * GIB, rel=0.01)
+    assert peak(of_size(size), plan).allocated_bytes() == pytest.approx(
+        COUNTED[case] * GIB, rel=0.01
+    )
 
 
 def test_what_a_card_must_have():
     """llama-1b in 23 GiB, without the context: with recomputation two sequences ran out of memory, one did not."""
     for batch, fits in ((2, False), (1, True)):
-        memory = peak(of_size("llama-1b"), Plan(seq_len=2048, micro_batch_size=batch, checkpointing="full"))
+        memory = peak(
+            of_size("llama-1b"), Plan(seq_len=2048, micro_batch_size=batch, checkpointing="full")
+        )
         assert memory.allocated_bytes() < 23 * GIB
         assert (memory.allocated_bytes() + memory.fragmentation_bytes() < 23 * GIB) is fits
 
@@ -95,7 +105,9 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize(("dtype", "checkpointing"), [("fp32", "none"), ("fp32", "selective"), ("bf16", "full")])
+@pytest.mark.parametrize(
+    ("dtype", "checkpointing"), [("fp32", "none"), ("fp32", "selective"), ("bf16", "full")]
+)
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_of_our_model_holds_what_is_predicted(name, dtype, checkpointing):
     config, batch, length = STEPS[name]
@@ -125,7 +137,8 @@ def test_a_step_of_our_model_holds_what_is_predicted(name, dtype, checkpointing)
         kept = live.now - loss.nbytes - 4  # the loss, and its sum of weights
     head_cast = 2 * config.vocab_size * config.hidden_size if dtype == "bf16" else 0
     casts = predicted.cast_bytes() if checkpointing == "none" else head_cast
-    log_softmax, token_ids = 4 * batch * length * config.vocab_size, 16 * batch * length  # ids were there before
+    # ids were there before
+    log_softmax, token_ids = 4 * batch * length * config.vocab_size, 16 * batch * length
     assert kept == predicted.activation_bytes() - token_ids + log_softmax + casts
 
 
@@ -133,11 +146,22 @@ def test_a_step_of_our_model_holds_what_is_predicted(name, dtype, checkpointing)
 def test_every_family_counts_what_transformers_builds(kind):
     transformers = pytest.importorskip("transformers")
     sizes = {
-        **{"vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "head_dim": 16},
+        **{
+            "vocab_size": 97,
+            "hidden_size": 48,
+            "intermediate_size": 80,
+            "num_hidden_layers": 3,
+            "head_dim": 16,
+        },
         **{"num_attention_heads": 3, "num_key_value_heads": 1, "max_position_embeddings": 64},
     }
     latent = {"kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 10}
-    experts = {"moe_intermediate_size": 20, "n_routed_experts": 4, "n_shared_experts": 2, "num_experts_per_tok": 2}
+    experts = {
+        "moe_intermediate_size": 20,
+        "n_routed_experts": 4,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 2,
+    }
     groups = {"num_key_value_heads": 3, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
     by_kind = {
         "mixtral": {**sizes, "num_local_experts": 4, "num_experts_per_tok": 2},
@@ -156,13 +180,25 @@ def test_every_family_counts_what_transformers_builds(kind):
 def test_what_zero_divides_and_frameworks_hold():
     shape = of_size("llama-1b")
     n = shape.parameter_count()
-    expected = {0: (4 * n, 4 * n, 8 * n), 1: (4 * n, 4 * n, n), 2: (4 * n, n / 2, n), 3: (n / 2, n / 2, n)}
+    expected = {
+        0: (4 * n, 4 * n, 8 * n),
+        1: (4 * n, 4 * n, n),
+        2: (4 * n, n / 2, n),
+        3: (n / 2, n / 2, n),
+    }
     for zero, states in expected.items():
         rank = peak(shape, Plan(gpus=8, zero=zero))
         assert (rank.weight_bytes(), rank.gradient_bytes(), rank.optimizer_bytes()) == states
-    for framework, bytes_each in {"ours": 16, "deepspeed": 16, "megatron": 18, "nanotron": 18}.items():
+    for framework, bytes_each in {
+        "ours": 16,
+        "deepspeed": 16,
+        "megatron": 18,
+        "nanotron": 18,
+    }.items():
         rank = peak(shape, Plan(gpus=2, framework=framework))
-        assert rank.weight_bytes() + rank.gradient_bytes() + rank.optimizer_bytes() == bytes_each * n
+        assert (
+            rank.weight_bytes() + rank.gradient_bytes() + rank.optimizer_bytes() == bytes_each * n
+        )
 
 
 def test_what_divides_activations_and_experts():
@@ -170,13 +206,22 @@ def test_what_divides_activations_and_experts():
     # tensor ranks keep the gathered inputs of attention, MLP and head
     token_ids, inputs = 16 * 4096, 4096 * (2 * 32 + 1) * 2 * shape.hidden
     whole = peak(shape, Plan()).activation_bytes() - token_ids
-    assert peak(shape, Plan(gpus=4, tp=4)).activation_bytes() == whole / 4 + inputs * 3 / 4 + token_ids
-    plain, repeated = (peak(shape, Plan(gpus=2, framework=of)) for of in ("deepspeed", "torchtitan"))
-    assert repeated.activation_bytes() - plain.activation_bytes() == 4096 * 32 * 2 * (4096 - 1024) * 2
+    assert (
+        peak(shape, Plan(gpus=4, tp=4)).activation_bytes() == whole / 4 + inputs * 3 / 4 + token_ids
+    )
+    plain, repeated = (
+        peak(shape, Plan(gpus=2, framework=of)) for of in ("deepspeed", "torchtitan")
+    )
+    assert (
+        repeated.activation_bytes() - plain.activation_bytes() == 4096 * 32 * 2 * (4096 - 1024) * 2
+    )
     sharded = peak(mixture, Plan(gpus=8, zero=3, ep=8)).weight_bytes()
     assert sharded == pytest.approx(4 * mixture.parameter_count() / 8)
     # replicas hold what one sharded model holds
-    assert peak(shape, Plan(gpus=8, zero=3)).lines == peak(shape, Plan(gpus=32, zero=3, replicate=4)).lines
+    assert (
+        peak(shape, Plan(gpus=8, zero=3)).lines
+        == peak(shape, Plan(gpus=32, zero=3, replicate=4)).lines
+    )
 
 
 def test_what_costs_time():
@@ -187,13 +232,18 @@ def test_what_costs_time():
     quick = step(shape, replace(plan, gpus=16), H100).causes
     assert [cause for cause in quick if slow[cause] > quick[cause]] == ["data"]
     across = replace(plan, gpus=16, tp=8)
-    waits = [step(shape, across, replace(H100, gpus_per_node=size)).causes["tensor"] for size in (8, 4)]
+    waits = [
+        step(shape, across, replace(H100, gpus_per_node=size)).causes["tensor"] for size in (8, 4)
+    ]
     assert 0 < waits[0] < waits[1]
     staged = Plan(gpus=4, pp=4, micro_batches=12, framework="megatron", loss="fused")
-    bubbles = [step(shape, replace(staged, virtual=virtual), H100).causes["bubble"] for virtual in (1, 2)]
+    bubbles = [
+        step(shape, replace(staged, virtual=virtual), H100).causes["bubble"] for virtual in (1, 2)
+    ]
     assert bubbles[1] == bubbles[0] / 2
     busy = sum(step(shape, replace(staged, gpus=1, pp=1), H100).causes.values()) / 12
-    assert bubbles[0] == pytest.approx(3 / 4 * busy, rel=0.05)  # 1F1B: pp - 1 micro-batches of a stage
+    # 1F1B: pp - 1 micro-batches of a stage
+    assert bubbles[0] == pytest.approx(3 / 4 * busy, rel=0.05)
 
 
 # The search
@@ -207,10 +257,18 @@ def test_what_is_found_fits_and_is_ranked():
     for plan, memory, timed in found[:50]:
         assert plan.tp * plan.pp * plan.cp * plan.dp == 64
         assert plan.dp * plan.micro_batch_size * plan.micro_batches == 256
-        assert peak(shape, plan).total_bytes() == memory.total_bytes() <= H100.memory_bytes * (1 - MARGIN)
+        assert (
+            peak(shape, plan).total_bytes()
+            == memory.total_bytes()
+            <= H100.memory_bytes * (1 - MARGIN)
+        )
         assert step(shape, plan, H100).seconds == timed.seconds
-    assert {(plan.tp, plan.pp) for plan, *_ in layouts(shape, base, H100, sequences=256, tp=4, pp=2)} == {(4, 2)}
-    with pytest.raises(ValueError, match="--model llama-70b does not fit on --gpus 2 x NVIDIA H100"):
+    assert {
+        (plan.tp, plan.pp) for plan, *_ in layouts(shape, base, H100, sequences=256, tp=4, pp=2)
+    } == {(4, 2)}
+    with pytest.raises(
+        ValueError, match="--model llama-70b does not fit on --gpus 2 x NVIDIA H100"
+    ):
         layouts(shape, replace(base, gpus=2), H100, sequences=2)
 
 
@@ -221,8 +279,14 @@ def test_bare_and_without_torch(tmp_path):
     """-S: without site-packages, and so without torch, numpy and transformers."""
     code = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
     command = [sys.executable, "-S", "-c", code, str(ROOT / SCRIPT), "--json", "summary.json"]
-    for flags, key in (([], "fits"), (["--search"], "command"), (["--inference"], "kv_cache_bytes")):
-        done = subprocess.run([*command, *flags], cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    for flags, key in (
+        ([], "fits"),
+        (["--search"], "command"),
+        (["--inference"], "kv_cache_bytes"),
+    ):
+        done = subprocess.run(
+            [*command, *flags], cwd=tmp_path, capture_output=True, text=True, timeout=600
+        )
         assert done.returncode == 0, done.stderr
         assert json.loads((tmp_path / "summary.json").read_text())[key]
 
@@ -237,7 +301,9 @@ def test_training(tmp_path):
     flops = 6 * (8_030_261_248 - 128_256 * 4096)
     attention = 12 * 32 * 4096 * 8192
     assert summary["flops_per_token"] == flops + attention
-    assert summary["mfu_causal"] / summary["mfu"] == pytest.approx((flops + attention / 2) / (flops + attention))
+    assert summary["mfu_causal"] / summary["mfu"] == pytest.approx(
+        (flops + attention / 2) / (flops + attention)
+    )
 
 
 def test_inference(tmp_path):
@@ -247,24 +313,45 @@ def test_inference(tmp_path):
     assert summary["weight_bytes"] == 2 * 8_030_261_248
     read = summary["weight_bytes"] - 2 * 128_256 * 4096 + summary["kv_cache_bytes"]
     assert summary["step_seconds"] == pytest.approx(read / 3.35e12)
-    halved = answer(tmp_path, *flags, "--tp", 2, "--kv-cache-dtype", "fp8", "--weights", "int4", "--group-size", 64)
+    halved = answer(
+        tmp_path,
+        *flags,
+        "--tp",
+        2,
+        "--kv-cache-dtype",
+        "fp8",
+        "--weights",
+        "int4",
+        "--group-size",
+        64,
+    )
     assert halved["kv_cache_bytes"] == summary["kv_cache_bytes"] / 4
     matrices, embedding, norms = 7_504_658_432, 128_256 * 4096, 65 * 4096
-    assert halved["weight_bytes"] == pytest.approx(matrices * (0.5 + 4 / 64) / 2 + 2 * (embedding + norms), abs=1)
+    assert halved["weight_bytes"] == pytest.approx(
+        matrices * (0.5 + 4 / 64) / 2 + 2 * (embedding + norms), abs=1
+    )
 
 
 def test_the_command_starts(tmp_path):
     flags = ("--search", "--model", "nano", "--gpus", 2, "--seq-len", 32, "--global-batch-size", 4)
     summary = answer(tmp_path, *flags, "--dtype", "fp32")
-    script = next(word for word in summary["command"].split() if word.endswith("train.py") or "train_3d" in word)
+    script = next(
+        word
+        for word in summary["command"].split()
+        if word.endswith("train.py") or "train_3d" in word
+    )
     own = summary["command"].split(f"{script} ")[1].split()
     assert "torchrun" in summary["command"]
-    result = run(script, tmp_path, *own, "--steps", 1, "--device", "cpu", "--json", "summary.json", nproc=2)
+    result = run(
+        script, tmp_path, *own, "--steps", 1, "--device", "cpu", "--json", "summary.json", nproc=2
+    )
     assert result.code == 0, result.err
     assert result.summary["tokens"] == 4 * 32
 
 
-SMALL_CARDS = re.findall(r"^(\w+ .*?)  # .+: ([\d.]+) GiB$", (ROOT / "README.md").read_text(), re.MULTILINE)
+SMALL_CARDS = re.findall(
+    r"^(\w+ .*?)  # .+: ([\d.]+) GiB$", (ROOT / "README.md").read_text(), re.MULTILINE
+)
 
 
 @pytest.mark.parametrize(("command", "gib"), SMALL_CARDS)
@@ -278,7 +365,9 @@ def test_what_the_readme_says_of_small_cards(command, gib, tmp_path):
         plan = ["--gpus", gpus, "--inference", "--seq-len", 4096]
     else:
         plan += ["--seq-len", shapes.recipe(flags[flags.index("--model") + 1]).seq_len]
-    assert answer(tmp_path, *flags, *plan)["total_bytes"] / GIB == pytest.approx(float(gib), abs=0.051)
+    assert answer(tmp_path, *flags, *plan)["total_bytes"] / GIB == pytest.approx(
+        float(gib), abs=0.051
+    )
 
 
 REFUSED = {  # flags: words of the message
@@ -313,8 +402,14 @@ RUNS = {"nano": 24, "llama-124m": 8, "llama-1b": 2}  # sequences of the model's 
 def test_the_peak_is_what_a_gpu_allocates(name, script, gpus, tmp_path):
     flags = ("--dtype", "bf16", "--steps", 3, "--model", name, "--global-batch-size", RUNS[name])
     sharded = script.endswith("train_fsdp.py")
-    how = {"nproc": 1 if sharded else None, "warm": False, "CUDA_VISIBLE_DEVICES": gpus["CUDA_VISIBLE_DEVICES"]}
-    result = run(script, tmp_path, *flags, "--run-dir", tmp_path / "run", "--json", "summary.json", **how)
+    how = {
+        "nproc": 1 if sharded else None,
+        "warm": False,
+        "CUDA_VISIBLE_DEVICES": gpus["CUDA_VISIBLE_DEVICES"],
+    }
+    result = run(
+        script, tmp_path, *flags, "--run-dir", tmp_path / "run", "--json", "summary.json", **how
+    )
     assert result.code == 0, result.err
     sizes = {"seq_len": shapes.recipe(name).seq_len, "micro_batch_size": RUNS[name]}
     predicted = peak(of_size(name), Plan(**sizes, zero=3 if sharded else 0)).allocated_bytes()

@@ -26,7 +26,12 @@ def first_loss(smollm2) -> float:
     from transformers import AutoModelForCausalLM
 
     corpus = data.load_corpus(str(TEXT), str(smollm2))
-    sizes = {"seq_len": SEQ_LEN, "global_batch_size": SEQUENCES, "micro_batch_size": SEQUENCES, "seed": 0}
+    sizes = {
+        "seq_len": SEQ_LEN,
+        "global_batch_size": SEQUENCES,
+        "micro_batch_size": SEQUENCES,
+        "seed": 0,
+    }
     inputs, targets = next(data.Batches(corpus, Namespace(**sizes), rank=0, world_size=1).stream(0))
     net = AutoModelForCausalLM.from_pretrained(smollm2)
     assert {parameter.dtype for parameter in net.parameters()} == {torch.float32}
@@ -40,9 +45,41 @@ def safetensors_norm(file: Path) -> torch.Tensor:
 
 
 def train(script: str, folder: Path, where: Path, steps: int, nproc: int | None = None) -> Result:
-    flags = ["--model", folder, "--tokenizer", folder, "--data", TEXT, "--seq-len", SEQ_LEN, "--steps", steps]
-    flags += ["--global-batch-size", SEQUENCES, "--lr", 2e-5, "--dtype", "fp32", "--device", "cpu", "--log-every", 1]
-    result = run(script, where, *flags, "--run-dir", "run", "--json", "summary.json", nproc=nproc, timeout=900)
+    flags = [
+        "--model",
+        folder,
+        "--tokenizer",
+        folder,
+        "--data",
+        TEXT,
+        "--seq-len",
+        SEQ_LEN,
+        "--steps",
+        steps,
+    ]
+    flags += [
+        "--global-batch-size",
+        SEQUENCES,
+        "--lr",
+        2e-5,
+        "--dtype",
+        "fp32",
+        "--device",
+        "cpu",
+        "--log-every",
+        1,
+    ]
+    result = run(
+        script,
+        where,
+        *flags,
+        "--run-dir",
+        "run",
+        "--json",
+        "summary.json",
+        nproc=nproc,
+        timeout=900,
+    )
     assert result.code == 0, result
     return result
 

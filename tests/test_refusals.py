@@ -53,7 +53,11 @@ BAD = {  # flags: words of the line
     "no Llama": (["--model", "gpt2.json"], "--model gpt2.json", "model_type"),
     "biases": (["--model", "biased.json"], "--model biased.json", "attention_bias"),
     "another family": (["--model", "gemma2.json"], "--model gemma2.json", "gemma2"),
-    "half of a head": (["--model", "rotated.json"], "--model rotated.json", "partial_rotary_factor"),
+    "half of a head": (
+        ["--model", "rotated.json"],
+        "--model rotated.json",
+        "partial_rotary_factor",
+    ),
     "other angles": (["--model", "yarn.json"], "--model yarn.json", "yarn"),
     "quantized weights": (["--model", "packed.json"], "--model packed.json", "quantization_config"),
     "a window": (["--model", "window.json"], "--model window.json", "layer_types"),
@@ -71,7 +75,11 @@ BAD = {  # flags: words of the line
     "short data": (["--data", "short.txt"], "--data", "--seq-len 64"),
     "hub": (["--data", "hf:no/such"], "--data hf:no/such"),
     "tokenizer": (["--tokenizer", "./nowhere"], "--tokenizer ./nowhere"),
-    "batch": (["--global-batch-size", 10, "--micro-batch-size", 4], "--global-batch-size 10", "8 or 12"),
+    "batch": (
+        ["--global-batch-size", 10, "--micro-batch-size", 4],
+        "--global-batch-size 10",
+        "8 or 12",
+    ),
     "seq-len": (["--seq-len", 1025], "1025", "--model nano: 1024"),
     "steps": (["--steps", 0], "--steps", "'0'"),
     "a word": (["--steps", "many"], "--steps", "'many'"),
@@ -94,7 +102,11 @@ def test_bad_input(tmp_path, case):
 
 
 def test_no_gpu(tmp_path):
-    assert_refused(run(DDP, tmp_path, "--device", "cuda", CUDA_VISIBLE_DEVICES=""), "--device cuda", "--device cpu")
+    assert_refused(
+        run(DDP, tmp_path, "--device", "cuda", CUDA_VISIBLE_DEVICES=""),
+        "--device cuda",
+        "--device cpu",
+    )
 
 
 @pytest.mark.parametrize(
@@ -118,9 +130,13 @@ def test_a_script_of_one_process_refuses_several(tmp_path):
     assert (result.code, result.err.count("error: ")) == (1, 1), result
 
 
-@pytest.mark.parametrize("given", ["RANK=0 WORLD_SIZE=2", "RANK=a WORLD_SIZE=1 LOCAL_RANK=0", "LOCAL_RANK=1"])
+@pytest.mark.parametrize(
+    "given", ["RANK=0 WORLD_SIZE=2", "RANK=a WORLD_SIZE=1 LOCAL_RANK=0", "LOCAL_RANK=1"]
+)
 def test_a_launcher_that_sets_half_its_variables(tmp_path, given):
-    assert_refused(run(DDP, tmp_path, **dict(pair.split("=") for pair in given.split())), "torchrun")
+    assert_refused(
+        run(DDP, tmp_path, **dict(pair.split("=") for pair in given.split())), "torchrun"
+    )
 
 
 @each_of_several
@@ -145,7 +161,9 @@ def trained(once, tmp_path) -> Callable[[str], dict]:
 
     def whole(folder: Path, script: str) -> dict:
         (folder / "text.txt").write_text((ROOT / "05_ddp/train.py").read_text())
-        return train(script, folder, "--data", "text.txt", "--steps", 2).summary | {"folder": folder}
+        return train(script, folder, "--data", "text.txt", "--steps", 2).summary | {
+            "folder": folder
+        }
 
     def copied(script: str) -> dict:
         summary = once("trained", whole, script)
@@ -157,18 +175,35 @@ def trained(once, tmp_path) -> Callable[[str], dict]:
 
 def resume(script: str, folder: Path, *flags):
     """The command of `trained` with --resume, and what else is given."""
-    return run(script, folder, *tiny_flags(folder), "--data", "text.txt", "--steps", 2, "--resume", *flags)
+    return run(
+        script, folder, *tiny_flags(folder), "--data", "text.txt", "--steps", 2, "--resume", *flags
+    )
 
 
 @each_of_several
 def test_a_folder_with_another_runs_settings(tmp_path, trained, script):
     trained(script)
-    (tmp_path / "other.json").write_text(json.dumps({**TINY, "rms_norm_eps": 1e-3}))  # the weights would still fit
+    # the weights would still fit
+    (tmp_path / "other.json").write_text(json.dumps({**TINY, "rms_norm_eps": 1e-3}))
     before = content(tmp_path / "run")
-    other = {"--model": "other.json", "--tokenizer": "bytes", "--seq-len": 16, "--global-batch-size": 24, "--lr": 0.5}
-    other |= {"--warmup-steps": 3, "--weight-decay": 0.2, "--clip-norm": 2.0, "--dtype": "bf16", "--seed": 1}
+    other = {
+        "--model": "other.json",
+        "--tokenizer": "bytes",
+        "--seq-len": 16,
+        "--global-batch-size": 24,
+        "--lr": 0.5,
+    }
+    other |= {
+        "--warmup-steps": 3,
+        "--weight-decay": 0.2,
+        "--clip-norm": 2.0,
+        "--dtype": "bf16",
+        "--seed": 1,
+    }
     told = [f"{flag} {value}" for flag, value in other.items()]
-    assert_refused(resume(script, tmp_path, *(word for pair in other.items() for word in pair)), *told)
+    assert_refused(
+        resume(script, tmp_path, *(word for pair in other.items() for word in pair)), *told
+    )
     assert_refused(train(script, tmp_path, "--data", "text.txt", code=2), "--run-dir", "--resume")
     (tmp_path / "run/settings.json").rename(tmp_path / "settings.json")
     assert_refused(resume(script, tmp_path), "--run-dir", "settings.json")
@@ -208,7 +243,8 @@ def test_a_folder_in_use_by_a_live_run(tmp_path, script):
     process = launch(script, tmp_path / "live", "--steps", 100_000)
     try:
         assert holds(process, lambda: steps_logged(tmp_path / "live") > 0)
-        being_saved = tmp_path / "live/run/step-00099999.tmp"  # at the start of a run such a leftover is deleted
+        # at the start of a run such a leftover is deleted
+        being_saved = tmp_path / "live/run/step-00099999.tmp"
         being_saved.mkdir()
         flags = ("--run-dir", tmp_path / "live/run", "--resume")
         result = train(script, tmp_path / "second", *flags, code=2, RUN_DIR_LOCK_SECONDS="1")
@@ -217,13 +253,15 @@ def test_a_folder_in_use_by_a_live_run(tmp_path, script):
         assert process.poll() is None
     finally:
         kill_all(process)
-    afresh = train(script, tmp_path / "second", *flags, "--steps", 2)  # the killed one had saved nothing
+    # the killed one had saved nothing
+    afresh = train(script, tmp_path / "second", *flags, "--steps", 2)
     assert afresh.summary["steps"] == 2
 
 
 @each_of_several
 def test_more_ranks_than_held_out_sequences(tmp_path, script):
-    text = (ROOT / "05_ddp/train.py").read_bytes()[:1300]  # 38 training sequences of 32 bytes, 2 held out
+    # 38 training sequences of 32 bytes, 2 held out
+    text = (ROOT / "05_ddp/train.py").read_bytes()[:1300]
     (tmp_path / "text.txt").write_bytes(text)
     result = train(script, tmp_path, "--data", "text.txt", "--steps", 2, nproc=3)
     assert result.summary["val_loss"] > 0
@@ -246,7 +284,9 @@ def on_two_nodes(folder: Path, *flags, texts: tuple[str, str] = ("as here, so th
     return told[0]
 
 
-@pytest.mark.parametrize("left", [(), ("step-00000004", "step-00000008.tmp")], ids=["fresh", "with a checkpoint"])
+@pytest.mark.parametrize(
+    "left", [(), ("step-00000004", "step-00000008.tmp")], ids=["fresh", "with a checkpoint"]
+)
 def test_ranks_with_folders_of_their_own_are_refused_before_the_first_step(tmp_path, left):
     for rank in "01":
         for name in left:

@@ -17,7 +17,9 @@ def test_a_model_from_the_meta_device_has_nothing_unset(monkeypatch, tied):
     net = model.build("nano", config, seed=5, device="meta")
     assert all(tensor.is_meta for tensor in net.state_dict().values())
     empty_like = torch.empty_like
-    monkeypatch.setattr(torch, "empty_like", lambda t, **more: empty_like(t, **more).fill_(torch.nan))
+    monkeypatch.setattr(
+        torch, "empty_like", lambda t, **more: empty_like(t, **more).fill_(torch.nan)
+    )
     model.materialize(net, "nano", seed=5, device="cpu")
     tensors = [*net.named_parameters(), *net.named_buffers()]
     expected = [*built.named_parameters(), *built.named_buffers()]
@@ -28,7 +30,9 @@ def test_a_model_from_the_meta_device_has_nothing_unset(monkeypatch, tied):
     assert sum(p.numel() for p in net.parameters()) == shapes.parameter_count(config)
 
 
-@pytest.mark.parametrize(("first", "last"), [(0, 1000), (0, 1), (255, 257), (300, 700), (999, 1000), (1000, 1000)])
+@pytest.mark.parametrize(
+    ("first", "last"), [(0, 1000), (0, 1), (255, 257), (300, 700), (999, 1000), (1000, 1000)]
+)
 def test_a_rank_draws_the_rows_of_the_whole(first, last):
     """Across the blocks of rows that share a generator."""
     whole = model.random_weight("x", (1000, 3), 7)
@@ -48,7 +52,8 @@ def test_positions_may_be_given():
     counted = torch.arange(9).expand(2, 9)
     with torch.no_grad():
         assert torch.equal(net(tokens), net(tokens, positions=counted))
-        torch.testing.assert_close(net(tokens), net(tokens, positions=counted + 11))  # only distances count
+        # only distances count
+        torch.testing.assert_close(net(tokens), net(tokens, positions=counted + 11))
         assert not torch.allclose(net(tokens), net(tokens, positions=counted * 2))
         rows = net(tokens, positions=torch.stack((counted[0], counted[1] * 2)))
         torch.testing.assert_close(rows[0], net(tokens)[0])

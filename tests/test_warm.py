@@ -9,15 +9,21 @@ MEASURED = ("second", "mfu", "bytes", "data_wait_share", "slowest_rank")
 
 
 def computed(record: dict) -> dict:
-    return {key: value for key, value in record.items() if not any(word in key for word in MEASURED)}
+    return {
+        key: value for key, value in record.items() if not any(word in key for word in MEASURED)
+    }
 
 
 @pytest.mark.parametrize(("script", "n"), [(BASELINE, None), in_full(SEVERAL[0], 2)])
 def test_training_ends_equal_to_the_bit(tmp_path, script, n):
     flags = ("--deterministic", "--save-every", 7, "--run-dir", "run")
-    cold, forked = (train(script, tmp_path / str(w), *flags, nproc=n, warm=w) for w in (False, True))
+    cold, forked = (
+        train(script, tmp_path / str(w), *flags, nproc=n, warm=w) for w in (False, True)
+    )
     assert computed(forked.summary) == computed(cold.summary)
-    assert [computed(record) for record in forked.records] == [computed(record) for record in cold.records]
+    assert [computed(record) for record in forked.records] == [
+        computed(record) for record in cold.records
+    ]
     assert checkpoints(forked.folder) == checkpoints(cold.folder)
 
 

@@ -23,7 +23,11 @@ from typing import NoReturn
 
 
 def tell(problem: str) -> None:
-    print(f"launch/torchrun: error: RDZV_ENDPOINT={sys.argv[2]}: {problem}", file=sys.stderr, flush=True)
+    print(
+        f"launch/torchrun: error: RDZV_ENDPOINT={sys.argv[2]}: {problem}",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def fail(problem: str) -> NoReturn:
@@ -61,7 +65,8 @@ def check(join: float) -> None:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)  # sends nothing, but asks the routing table for this node's side
         own = probe.getsockname()[0]
-    hosting = own == address[0] or address[0].startswith("127.")  # the answer to Debian's 127.0.1.1 is 127.0.0.1
+    # the answer to Debian's 127.0.1.1 is 127.0.0.1
+    hosting = own == address[0] or address[0].startswith("127.")
     if hosting:
         own = host  # as a name it may mean the loopback here: the others resolve it for themselves
         with socket.socket(family) as server:
@@ -69,9 +74,13 @@ def check(join: float) -> None:
             try:
                 server.bind(("", address[1]))
             except OSError as error:
-                fail(f"port {address[1]} cannot be used here ({error.strerror}): take another on all nodes")
+                fail(
+                    f"port {address[1]} cannot be used here ({error.strerror}): take another on all nodes"
+                )
     elif silent(address, join, pause=1):
-        fail(f"no answer in {join:.0f} s: is the address right, and has this script been started there?")
+        fail(
+            f"no answer in {join:.0f} s: is the address right, and has this script been started there?"
+        )
     print(int(hosting), own)
 
 
@@ -81,7 +90,9 @@ def watch(limit: float) -> None:
     _, _, address = resolve(sys.argv[2])
     while not silent(address, limit, pause=2):
         time.sleep(2)
-    tell(f"no answer for {limit:.0f} s: that node, or the link to it, is gone; torchrun on this node is killed")
+    tell(
+        f"no answer for {limit:.0f} s: that node, or the link to it, is gone; torchrun on this node is killed"
+    )
     os.kill(torchrun, signal.SIGKILL)
 
 

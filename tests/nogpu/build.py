@@ -12,10 +12,14 @@ from pathlib import Path
 
 SOURCES = {"libcuda": "driver.c", "libcudart": "runtime.c", "libnccl": "nccl.c"}
 SOURCES["libnvidia-ml"] = "../../support/fake_nvml.c"
-FAILS = {"libcuda": 801, "libcudart": 801, "libnvidia-ml": 3, "libnccl": 5, "libcufile": 5}  # not supported
+# not supported
+FAILS = {"libcuda": 801, "libcudart": 801, "libnvidia-ml": 3, "libnccl": 5, "libcufile": 5}
 LIBRARY = {  # of a function, by the start of its name: the first that fits
     "__cuda": "libcudart",
-    **{name: f"lib{name}" for name in ("cublasLt", "cublas", "cudnn", "cufft", "cupti", "curand", "cusolver")},
+    **{
+        name: f"lib{name}"
+        for name in ("cublasLt", "cublas", "cudnn", "cufft", "cupti", "curand", "cusolver")
+    },
     **{name: f"lib{name}" for name in ("cusparseLt", "cusparse", "nccl", "nvrtc")},
     "cuFile": "libcufile",
     "cuda": "libcudart",
@@ -24,7 +28,11 @@ LIBRARY = {  # of a function, by the start of its name: the first that fits
 }
 NOTHING_TO_DO = {
     *("cuInit", "cuCtxSynchronize", "cuModuleUnload", "cuFuncSetAttribute", "cuFuncSetCacheConfig"),
-    *("cudaStreamUpdateCaptureDependencies", "cudaDeviceEnablePeerAccess", "cudaCtxResetPersistingL2Cache"),
+    *(
+        "cudaStreamUpdateCaptureDependencies",
+        "cudaDeviceEnablePeerAccess",
+        "cudaCtxResetPersistingL2Cache",
+    ),
     *("__cudaRegisterFatBinaryEnd", "__cudaUnregisterFatBinary", "__cudaRegisterVar"),
     *("ncclCommFinalize", "ncclCommAbort", "ncclCommDestroy", "nvmlDeviceGetHandleByPciBusId_v2"),
 }
@@ -40,9 +48,14 @@ def folder_of(package: str) -> Path:
 
 def needed(torch: Path, headers: Path) -> tuple[dict[str, str], dict[str, dict[str, str]]]:
     """The file names of the libraries, and of each library its functions with their symbols' version."""
-    files, functions = {"libcuda": "libcuda.so.1", "libnvidia-ml": "libnvidia-ml.so.1"}, defaultdict(dict)
+    files, functions = (
+        {"libcuda": "libcuda.so.1", "libnvidia-ml": "libnvidia-ml.so.1"},
+        defaultdict(dict),
+    )
     for library in sorted((torch / "lib").glob("lib*.so*")):
-        for name in re.findall(r"NEEDED.*\[(lib(?:cu|nv|nccl)[^\]]*)\]", run("readelf", "-d", library)):
+        for name in re.findall(
+            r"NEEDED.*\[(lib(?:cu|nv|nccl)[^\]]*)\]", run("readelf", "-d", library)
+        ):
             files[name.split(".so")[0]] = name
         undefined = r" UND ((?:__cuda|cu[A-Zdpbsrf]|nccl|nvshmem|nvrtc)[\w]*)(?:@+([\w.]+))?"
         for name, version in re.findall(undefined, run("readelf", "-W", "--dyn-syms", library)):
@@ -63,7 +76,9 @@ def needed(torch: Path, headers: Path) -> tuple[dict[str, str], dict[str, dict[s
     return files, functions
 
 
-def build(library: str, out: Path, files: dict[str, str], functions: dict[str, str], headers: list[Path]) -> None:
+def build(
+    library: str, out: Path, files: dict[str, str], functions: dict[str, str], headers: list[Path]
+) -> None:
     sources = Path(__file__).parent / "src"
     defaults, versions = out / f"{library}.c", out / f"{library}.map"
     text = '#include "nogpu.h"\n'
@@ -71,14 +86,29 @@ def build(library: str, out: Path, files: dict[str, str], functions: dict[str, s
         answer = 0 if name in NOTHING_TO_DO else FAILS.get(library, 0)
         text += f'__attribute__((weak)) int {name}(void) {{ return nogpu_default("{name}", {answer}); }}\n'
     defaults.write_text(text)
-    options = ["-shared", "-fPIC", "-O1", "-w", "-std=gnu17", f"-DLIB_{library[3:].replace('-', '_')}"]
+    options = [
+        "-shared",
+        "-fPIC",
+        "-O1",
+        "-w",
+        "-std=gnu17",
+        f"-DLIB_{library[3:].replace('-', '_')}",
+    ]
     options += [f"-I{folder}" for folder in (*headers, sources)]
     options += [f"-Wl,-soname,{files[library]}", "-o", out / files[library]]
     if version := next(filter(None, functions.values()), ""):
         versions.write_text(f"{version} {{ global: *; }};\n")
         options.append(f"-Wl,--version-script={versions}")
     state = [] if library == "libcuda" else [out / files["libcuda"]]  # the others use its functions
-    run("gcc", *options, sources / SOURCES.get(library, "math.c"), defaults, *state, "-ldl", "-lpthread")
+    run(
+        "gcc",
+        *options,
+        sources / SOURCES.get(library, "math.c"),
+        defaults,
+        *state,
+        "-ldl",
+        "-lpthread",
+    )
     defaults.unlink()
     versions.unlink(missing_ok=True)
 
@@ -88,4 +118,10 @@ if __name__ == "__main__":
     out.mkdir(exist_ok=True)
     files, functions = needed(folder_of("torch"), headers)
     for library in files:  # libcuda is the first
-        build(library, out, files, functions[library], [headers, folder_of("triton") / "backends/nvidia/include"])
+        build(
+            library,
+            out,
+            files,
+            functions[library],
+            [headers, folder_of("triton") / "backends/nvidia/include"],
+        )

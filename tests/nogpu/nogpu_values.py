@@ -19,8 +19,25 @@ CPU = torch.device("cpu")
 HALF = (torch.bfloat16, torch.float16)
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "matmul")
 DONE = {  # by the call on "cuda" alone: these start no kernel, or read memory
-    *("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "resize_", "_resize_output_", "set_"),
-    *("detach", "lift_fresh", "record_stream", "_pin_memory", "is_pinned", "_local_scalar_dense", "_fused_sdp_choice"),
+    *(
+        "empty",
+        "empty_strided",
+        "empty_like",
+        "new_empty",
+        "new_empty_strided",
+        "resize_",
+        "_resize_output_",
+        "set_",
+    ),
+    *(
+        "detach",
+        "lift_fresh",
+        "record_stream",
+        "_pin_memory",
+        "is_pinned",
+        "_local_scalar_dense",
+        "_fused_sdp_choice",
+    ),
     *("_has_compatible_shallow_copy_type",),
 }
 SIZE_IS_A_RESULT = {  # how large the result is, only the CPU knows
@@ -53,7 +70,9 @@ def over_same_memory(x):
     storage = x.untyped_storage()
     if storage.nbytes() == 0 or x.numel() == 0:
         return empty_strided(x.shape, x.stride(), dtype=x.dtype)
-    memory = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), CPU, storage.nbytes())
+    memory = torch._C._construct_storage_from_data_pointer(
+        storage.data_ptr(), CPU, storage.nbytes()
+    )
     out = empty(0, dtype=x.dtype).set_(memory, x.storage_offset(), x.shape, x.stride())
     return out.conj() if x.is_conj() else out
 
@@ -72,14 +91,29 @@ def in_fp32(args):
 # Operations that the CPU has not, or has in another form. Each is called with its arguments by name.
 def attention(query, key, value, attn_bias=None, is_causal=False, scale=None, **_):
     q, k, v, bias = in_fp32((query, key, value, attn_bias))
-    return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, attn_mask=bias, scale=scale)
+    return aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, is_causal, attn_mask=bias, scale=scale
+    )
 
 
 def attention_backward(
-    query, key, value, out, logsumexp, attn_bias=None, is_causal=False, scale=None, grad_out=None, grad_out_=None, **_
+    query,
+    key,
+    value,
+    out,
+    logsumexp,
+    attn_bias=None,
+    is_causal=False,
+    scale=None,
+    grad_out=None,
+    grad_out_=None,
+    **_,
 ):
-    grad, q, k, v, o, bias = in_fp32((grad_out if grad_out_ is None else grad_out_, query, key, value, out, attn_bias))
-    lse = logsumexp.reshape(*logsumexp.shape[:2], -1)[:, :, : q.shape[2]]  # padded, or with one dimension more
+    grad, q, k, v, o, bias = in_fp32(
+        (grad_out if grad_out_ is None else grad_out_, query, key, value, out, attn_bias)
+    )
+    # padded, or with one dimension more
+    lse = logsumexp.reshape(*logsumexp.shape[:2], -1)[:, :, : q.shape[2]]
     backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
     return backward(grad, q, k, v, o, lse, 0.0, is_causal, attn_mask=bias, scale=scale)
 
@@ -98,8 +132,12 @@ def int4_mm(self, mat2, qGroupSize, qScaleAndZeros):
 
 
 def rms_norm_backward(output_mask, **named):
-    decomposed = get_decompositions([aten._fused_rms_norm_backward])[aten._fused_rms_norm_backward.default]
-    return decomposed(**dict(zip(named, in_fp32(named.values()), strict=True)), output_mask=output_mask)
+    decomposed = get_decompositions([aten._fused_rms_norm_backward])[
+        aten._fused_rms_norm_backward.default
+    ]
+    return decomposed(
+        **dict(zip(named, in_fp32(named.values()), strict=True)), output_mask=output_mask
+    )
 
 
 OWN = {
@@ -110,8 +148,11 @@ OWN = {
     aten._scaled_dot_product_efficient_attention_backward.default: attention_backward,
     aten._scaled_dot_product_cudnn_attention_backward.default: attention_backward,
     aten._scaled_mm.default: scaled_mm,
-    aten._weight_int4pack_mm.default: int4_mm,  # what alone reads the packed weights: they are kept as they come
-    aten._convert_weight_to_int4pack.default: lambda self, innerKTiles: (self.contiguous().view(torch.int32),),
+    # what alone reads the packed weights: they are kept as they come
+    aten._weight_int4pack_mm.default: int4_mm,
+    aten._convert_weight_to_int4pack.default: lambda self, innerKTiles: (
+        self.contiguous().view(torch.int32),
+    ),
     aten._fused_rms_norm_backward.default: rms_norm_backward,
     aten.mm.dtype: lambda self, mat2, out_dtype: (self.float() @ mat2.float(),),
 }
@@ -131,7 +172,11 @@ def value_of(step: Step):
     if name in (*PRODUCTS, "convolution") and args[0].dtype in HALF and "out" not in kwargs:
         # summed in fp32, as on a GPU; on most CPUs it is much faster, too
         return func(*in_fp32(args), **kwargs).to(args[0].dtype)
-    if name in PRODUCTS and args[0].dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
+    if (
+        name in PRODUCTS
+        and args[0].dtype == torch.float32
+        and torch.get_float32_matmul_precision() != "highest"
+    ):
         return func(*[tf32(x) if isinstance(x, Tensor) else x for x in args], **kwargs)
     if name in ("_softmax", "_log_softmax") and args[2]:  # half to float, which CUDA alone has
         return func(args[0].float(), args[1], False)
@@ -170,7 +215,9 @@ def compute(step: Step) -> dict[int, Tensor]:
 def seed_of(func, generators: list[torch.Generator]) -> int | None:
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return None
-    generator = generators[0] if generators else torch.cuda.default_generators[torch.cuda.current_device()]
+    generator = (
+        generators[0] if generators else torch.cuda.default_generators[torch.cuda.current_device()]
+    )
     try:
         return (generator.initial_seed() * 1000003 + generator.get_offset() * 7919) % 2**63
     except RuntimeError:  # in a capture
@@ -181,12 +228,17 @@ def size_is_a_result(func, args) -> bool:
     name = func.overloadpacket.__name__
     if not name.startswith(("index", "_index_put", "_unsafe_index")):
         return name in SIZE_IS_A_RESULT
-    return any(isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8) for x in tree_flatten(args[1])[0])
+    return any(
+        isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8)
+        for x in tree_flatten(args[1])[0]
+    )
 
 
 def shares_memory(outs: list, tensors: list[Tensor]) -> bool:
     held = {x.untyped_storage().data_ptr() for x in tensors}
-    return all(x.untyped_storage().data_ptr() in held for x in outs if isinstance(x, Tensor) and x.numel())
+    return all(
+        x.untyped_storage().data_ptr() in held for x in outs if isinstance(x, Tensor) and x.numel()
+    )
 
 
 class Values(TorchDispatchMode):
@@ -227,20 +279,24 @@ class Values(TorchDispatchMode):
         out = func(*args, **kwargs)
         outs, spec = tree_flatten(out)
         view = any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
-        if view and shares_memory(outs, tensors):  # in inference mode reshape and contiguous may copy
+        # in inference mode reshape and contiguous may copy
+        if view and shares_memory(outs, tensors):
             return out
         step = Step(func, own_args, own_kwargs, outs, {id(x) for x in tensors}, seed)
         if captured is not None and torch.cuda.is_current_stream_capturing():
             captured.append(step)
             return out
         others = compute(step)
-        return tree_unflatten([others.get(i, x) for i, x in enumerate(outs)], spec) if others else out
+        return (
+            tree_unflatten([others.get(i, x) for i, x in enumerate(outs)], spec) if others else out
+        )
 
 
 def install() -> None:
     """torch calls this at the end of its import. Values are for the main thread, those that Python starts, and replays
     of CUDA graphs; torch.compile does nothing."""
-    if os.environ.get("NOGPU_REPORT"):  # libcuda writes it when the process ends, but not where os._exit ends it
+    # libcuda writes it when the process ends, but not where os._exit ends it
+    if os.environ.get("NOGPU_REPORT"):
         report, leave = ctypes.CDLL("libcuda.so.1").nogpu_report, os._exit
         os._exit = lambda code: (report(), leave(code))
     if os.environ.get("NOGPU") != "values":
@@ -274,5 +330,7 @@ def install() -> None:
                 compute(step)
 
     graph.capture_begin, graph.capture_end, graph.replay = begin, end, replay_with_values
-    torch.compile = lambda model=None, **how: model if model is not None else lambda function: function
+    torch.compile = lambda model=None, **how: (
+        model if model is not None else lambda function: function
+    )
     torch.nn.Module.compile = lambda self, *args, **how: None

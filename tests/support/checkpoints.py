@@ -12,7 +12,9 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from common import model, shapes
 
 
-def write_folder(folder: Path, config: shapes.Config, seed: int = 1, scale: float = 1) -> dict[str, torch.Tensor]:
+def write_folder(
+    folder: Path, config: shapes.Config, seed: int = 1, scale: float = 1
+) -> dict[str, torch.Tensor]:
     """A Hugging Face folder with the random weights of this seed, written by none of the scripts; returns them. With a
     scale of 4, what attention finds decides the next token as well, and the likeliest one is no matter of rounding."""
     folder.mkdir()
@@ -20,7 +22,9 @@ def write_folder(folder: Path, config: shapes.Config, seed: int = 1, scale: floa
     weights = {name: weight.detach() * scale for name, weight in net.named_parameters()}
     for i, name in enumerate(weights):
         if name.endswith(".bias"):  # they start as zeros
-            weights[name] = 0.3 * torch.randn(weights[name].shape, generator=torch.Generator().manual_seed(i))
+            weights[name] = 0.3 * torch.randn(
+                weights[name].shape, generator=torch.Generator().manual_seed(i)
+            )
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(shapes.config_json(config)))
     return weights
@@ -35,7 +39,11 @@ def saved(folder: Path, step: int) -> dict:
 
 def moments(folder: Path, step: int) -> dict[str, torch.Tensor]:
     optimizer = saved(folder, step)["optimizer"]
-    parts = {key.removeprefix("state.").removesuffix(".exp_avg"): key for key in optimizer if key.endswith(".exp_avg")}
+    parts = {
+        key.removeprefix("state.").removesuffix(".exp_avg"): key
+        for key in optimizer
+        if key.endswith(".exp_avg")
+    }
     assert parts, f"no first moments among {list(optimizer)[:5]}"
     return {name: optimizer[key] for name, key in parts.items()}
 
@@ -45,9 +53,9 @@ def assert_near(ours: dict, theirs: dict, tolerance: float = 1e-4) -> None:
     gradient is as small as its epsilon, 1e-8, rounding decides how far that weight moves."""
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
-        assert torch.linalg.vector_norm(tensor - theirs[name]) <= tolerance * torch.linalg.vector_norm(theirs[name]), (
-            name
-        )
+        assert torch.linalg.vector_norm(
+            tensor - theirs[name]
+        ) <= tolerance * torch.linalg.vector_norm(theirs[name]), name
 
 
 def gradients_by_step(folder: Path, steps: int) -> Iterator[dict[str, torch.Tensor]]:
@@ -66,5 +74,7 @@ def gradients(folder: Path) -> dict[str, torch.Tensor]:
 
 def assert_same_gradients(ours: Path, theirs: Path, steps: int = 1) -> None:
     """Of the first steps, each number of each."""
-    for our, their in zip(gradients_by_step(ours, steps), gradients_by_step(theirs, steps), strict=True):
+    for our, their in zip(
+        gradients_by_step(ours, steps), gradients_by_step(theirs, steps), strict=True
+    ):
         torch.testing.assert_close(our, their, rtol=1e-5, atol=1e-7)

@@ -24,7 +24,9 @@ def check_pytest(words: list[str]) -> None:
     files = [ROOT / word for word in words if word.startswith("tests/")]
     for file in files:
         assert file.is_file(), f"no such file: {file}"
-        marked = re.search(r"^pytestmark = pytest\.mark\.(launch|long)$", file.read_text(), re.MULTILINE)
+        marked = re.search(
+            r"^pytestmark = pytest\.mark\.(launch|long)$", file.read_text(), re.MULTILINE
+        )
         assert not marked or marked[1] in words, f"nothing of {file} runs without -m {marked[1]}"
     if "-k" in words:
         wanted = words[words.index("-k") + 1]
@@ -37,7 +39,9 @@ def check(command: str) -> None:
     program, *words = shlex.split(command)
     if program == "make":
         target = next(word for word in words if "=" not in word)
-        assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), f"no make target {target}"
+        assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), (
+            f"no make target {target}"
+        )
         return
     if program == "pytest" or words[:2] == ["-m", "pytest"]:
         check_pytest(words)
@@ -52,7 +56,8 @@ def check(command: str) -> None:
     if words[0].startswith("-"):  # python -m
         return
     script, *flags = words
-    flags = flags[: flags.index("--")] if "--" in flags else flags  # the rest is for a script that this one starts
+    # the rest is for a script that this one starts
+    flags = flags[: flags.index("--")] if "--" in flags else flags
     assert (ROOT / script).is_file(), f"no such file: {script}"
     known = set(re.findall(r"(--[a-z][a-z-]*)", help_of(script)))
     unknown = {flag.split("=")[0] for flag in flags if flag.startswith("--")} - known

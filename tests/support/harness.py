@@ -25,10 +25,13 @@ import pytest
 from support import warm as warm_process
 
 ROOT = Path(__file__).resolve().parents[2]
-TEXT = ROOT / "tests/data/text.txt"  # 350 sequences of 32 bytes; a file of its own: no edit of the code moves a loss
+# 350 sequences of 32 bytes; a file of its own: no edit of the code moves a loss
+TEXT = ROOT / "tests/data/text.txt"
 LIMIT = 600  # seconds, against hangs: a machine that is merely slow or busy keeps within them
 CAN_COMPILE = shutil.which("g++") and Path(sysconfig.get_path("include"), "Python.h").exists()
-needs_compiler = pytest.mark.skipif(not CAN_COMPILE, reason="torch.compile on a CPU needs g++ and Python.h")
+needs_compiler = pytest.mark.skipif(
+    not CAN_COMPILE, reason="torch.compile on a CPU needs g++ and Python.h"
+)
 TINY = {
     "model_type": "llama",
     "vocab_size": 256,
@@ -40,7 +43,8 @@ TINY = {
     "max_position_embeddings": 128,
 }
 
-ODD = {  # sizes that no script was written with: they share no factor that a mistake could hide behind
+# sizes that no script was written with: they share no factor that a mistake could hide behind
+ODD = {
     "model_type": "llama",
     "vocab_size": 211,
     "hidden_size": 36,
@@ -60,7 +64,8 @@ TRAINING_SCRIPTS = {
     "08_model_parallel/train_3d.py": [None, 1, 2, 3],
 }
 BASELINE, *_ = TRAINING_SCRIPTS
-SEVERAL = [script for script, processes in TRAINING_SCRIPTS.items() if 2 in processes]  # those for several processes
+# those for several processes
+SEVERAL = [script for script, processes in TRAINING_SCRIPTS.items() if 2 in processes]
 
 
 def in_full(*values, **how):
@@ -93,7 +98,10 @@ class Result:
 
     @property
     def records(self) -> list[dict]:
-        return [json.loads(line) for line in (self.folder / "run/metrics.jsonl").read_text().splitlines()]
+        return [
+            json.loads(line)
+            for line in (self.folder / "run/metrics.jsonl").read_text().splitlines()
+        ]
 
     def column(self, key: str) -> list[float]:
         return [record[key] for record in self.records if key in record]
@@ -157,7 +165,13 @@ def kill_all(process: Process) -> None:
 
 
 def result_in(folder: Path, code: int, argv: list) -> Result:
-    return Result(code, (folder / "stdout").read_text(), (folder / "stderr").read_text(), folder, (*map(str, argv),))
+    return Result(
+        code,
+        (folder / "stdout").read_text(),
+        (folder / "stderr").read_text(),
+        folder,
+        (*map(str, argv),),
+    )
 
 
 def finish(process: Process, folder: Path, timeout: float = LIMIT) -> Result:
@@ -174,14 +188,22 @@ def finish(process: Process, folder: Path, timeout: float = LIMIT) -> Result:
 
 
 def run(
-    script: str, folder: Path, *flags, nproc: int | None = None, timeout: float = LIMIT, warm: bool = True, **env: str
+    script: str,
+    folder: Path,
+    *flags,
+    nproc: int | None = None,
+    timeout: float = LIMIT,
+    warm: bool = True,
+    **env: str,
 ) -> Result:
     """Run a script to its end in `folder`, which is made."""
     folder.mkdir(parents=True, exist_ok=True)
     if not (warm and warm_process.can_take(env)):
         return finish(start(command(script, *flags, nproc=nproc), folder, **env), folder, timeout)
     argv, libraries = [str(ROOT / script), *map(str, flags)], env.get("LD_LIBRARY_PATH")
-    code = warm_process.run(argv, folder, clean_env(**env), timeout, nproc=nproc, libraries=libraries)
+    code = warm_process.run(
+        argv, folder, clean_env(**env), timeout, nproc=nproc, libraries=libraries
+    )
     return result_in(folder, code, command(script, *flags, nproc=nproc))
 
 
@@ -214,7 +236,9 @@ def with_fault(script: str, folder: Path, line: str, wrong: str) -> Path:
 
 def with_small_files(script: str, folder: Path, most_bytes: int) -> Path:
     """The script, where no file may grow larger."""
-    limit = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({most_bytes}, {most_bytes}))"
+    limit = (
+        f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({most_bytes}, {most_bytes}))"
+    )
     return with_prelude(script, folder, limit)
 
 
@@ -226,7 +250,12 @@ def drop_after(folder: Path, step: int) -> None:
 
 
 def launch(
-    script: str | Path, folder: Path, *flags, nproc: int | None = None, torchrun: bool = True, **env: str
+    script: str | Path,
+    folder: Path,
+    *flags,
+    nproc: int | None = None,
+    torchrun: bool = True,
+    **env: str,
 ) -> Process:
     """Start what train() would run to its end, and leave it running. With nproc: under torch's own torchrun, which
     starts its ranks cold, or under the warm process's, which does not."""
@@ -237,13 +266,21 @@ def launch(
     marker = uuid.uuid4().hex
     environment = clean_env(HARNESS_MARKER=marker, **env)
     argv = [str(ROOT / script), *flags]
-    process = warm_process.Job(argv, folder, environment, nproc=nproc, real_torchrun=torchrun and nproc is not None)
+    process = warm_process.Job(
+        argv, folder, environment, nproc=nproc, real_torchrun=torchrun and nproc is not None
+    )
     process.marker = marker
     return process
 
 
 def train(
-    script: str, folder: Path, *flags, nproc: int | None = None, code: int = 0, warm: bool = True, **env: str
+    script: str,
+    folder: Path,
+    *flags,
+    nproc: int | None = None,
+    code: int = 0,
+    warm: bool = True,
+    **env: str,
 ) -> Result:
     """A small training run on the CPU, its run in folder/run and its summary in folder/summary.json."""
     write_tiny(folder)
@@ -263,7 +300,9 @@ def assert_refused(result: Result, *words: str) -> None:
         assert "exitcode  : 2" in result.err, f"expected exit code 2 of a rank: {shown}"
         assert "Traceback" not in result.err, f"expected no traceback: {shown}"
     else:
-        assert (result.code, result.err.count("\n")) == (2, 1), f"expected exit code 2 and nothing else: {shown}"
+        assert (result.code, result.err.count("\n")) == (2, 1), (
+            f"expected exit code 2 and nothing else: {shown}"
+        )
 
 
 def checkpoints(folder: Path) -> list[str]:
@@ -279,7 +318,8 @@ def content(folder: Path) -> dict[str, bytes]:
 
 def config_of(shape: dict):
     """The shapes.Config that the scripts make of a config.json with this content."""
-    from common import shapes  # not above: mutations.py takes a name from here and has no common/ to import
+    # not above: mutations.py takes a name from here and has no common/ to import
+    from common import shapes
 
     return shapes.parse_config(shape, "shape")
 
@@ -294,7 +334,17 @@ def tiny_flags(folder: Path) -> list:
     shared = ["--model", "tiny.json", "--device", "cpu", "--dtype", "fp32", "--seq-len", 32]
     shared += ["--data", TEXT]  # to list the default corpus takes 0.1 s a process
     shared += ["--global-batch-size", 12, "--steps", 20]
-    return [*shared, "--warmup-steps", 4, "--log-every", 1, "--run-dir", folder / "run", "--json", "summary.json"]
+    return [
+        *shared,
+        "--warmup-steps",
+        4,
+        "--log-every",
+        1,
+        "--run-dir",
+        folder / "run",
+        "--json",
+        "summary.json",
+    ]
 
 
 def steps_logged(folder: Path) -> int:

@@ -25,12 +25,18 @@ def write_shape(folder: Path, name: str, **other: int) -> None:
     (folder / name).write_text(json.dumps(TINY | other))
 
 
-def run(how: str, folder: Path, script: str, flags: str, ranks: int = 0, gpus: int = 1, **env: str) -> Result:
+def run(
+    how: str, folder: Path, script: str, flags: str, ranks: int = 0, gpus: int = 1, **env: str
+) -> Result:
     """The script to its end in `folder`, on as many GPUs as it has ranks. --model: tiny.json, or folder."""
     write_tiny(folder)
     if "--model folder" in flags:
         write_folder(folder / "folder", config_of(TINY | {"max_position_embeddings": 256}), scale=4)
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks else []
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+        if ranks
+        else []
+    )
     argv = ["bash", str(TOOL / "run.sh"), how, *launcher, str(ROOT / script), *flags.split()]
     return finish(start(argv, folder, NOGPU_DEVICES=str(ranks or gpus), **env), folder)
 
@@ -52,7 +58,9 @@ def gpu_tests(how: str, folder: Path, tests: str) -> Result:
     return finish(start(argv, folder, NOGPU_DEVICES="2", TMPDIR=str(folder)), folder)
 
 
-def counts(folder: Path, script: str, flags: str, ranks: int = 0, how: str = "noop") -> list[dict[str, int]]:
+def counts(
+    folder: Path, script: str, flags: str, ranks: int = 0, how: str = "noop"
+) -> list[dict[str, int]]:
     """How often each rank launched, copied, waited and sent what."""
     result = run(how, folder, script, flags, ranks, NOGPU_REPORT=str(folder / "report"))
     assert result.code == 0, result

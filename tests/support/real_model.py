@@ -14,8 +14,12 @@ def answers_of_transformers(folder: Path, questions: list[str], new_tokens: int)
     found = []
     for question in questions:
         chat = [{"role": "user", "content": question}]
-        words = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        words = tokenizer.apply_chat_template(
+            chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
         asked = words["input_ids"].shape[1]
-        answer = net.generate(**words, do_sample=False, max_new_tokens=new_tokens)[0, asked:].tolist()
+        answer = net.generate(**words, do_sample=False, max_new_tokens=new_tokens)[
+            0, asked:
+        ].tolist()
         found.append([token for token in answer if token != tokenizer.eos_token_id])
     return found

@@ -62,7 +62,12 @@ class Cluster:
         """The output of a Slurm client."""
         words = [str(word) for word in argv]
         result = subprocess.run(
-            words, cwd=self.repository, env=self.env | env, capture_output=True, text=True, timeout=600
+            words,
+            cwd=self.repository,
+            env=self.env | env,
+            capture_output=True,
+            text=True,
+            timeout=600,
         )
         assert result.returncode == 0, f"{words}: {result.stderr}"
         return result.stdout.strip()
@@ -77,7 +82,12 @@ class Cluster:
 
     def finished(self, job: str) -> dict[str, str]:
         """What it knows at the job's end."""
-        until(lambda: self.show(job)["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"))
+        until(
+            lambda: (
+                self.show(job)["JobState"]
+                in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+            )
+        )
         return self.show(job)
 
     def log(self, job: str) -> str:
@@ -139,20 +149,46 @@ def start(folder: Path) -> Iterator[Cluster]:
     key = folder / "munge.key"
     key.touch(mode=0o600)
     key.write_bytes(secrets.token_bytes(128))
-    config = CONFIG.format(host=socket.gethostname(), ports=free_ports(3), folder=folder, first_job=first_job())
+    config = CONFIG.format(
+        host=socket.gethostname(), ports=free_ports(3), folder=folder, first_job=first_job()
+    )
     (folder / "slurm.conf").write_text(config)
-    (folder / "gres.conf").write_text("Name=gpu File=/dev/null,/dev/zero\n")  # Slurm counts device files
+    # Slurm counts device files
+    (folder / "gres.conf").write_text("Name=gpu File=/dev/null,/dev/zero\n")
     repository = folder / "repository"
     repository.mkdir()
-    for name in ("05_ddp", "06_fsdp_zero", "08_model_parallel", "09_inference", "common", "planner", "launch"):
+    for name in (
+        "05_ddp",
+        "06_fsdp_zero",
+        "08_model_parallel",
+        "09_inference",
+        "common",
+        "planner",
+        "launch",
+    ):
         (repository / name).symlink_to(ROOT / name)
 
-    env = {name: value for name, value in clean_env().items() if not name.startswith(("SLURM", "SBATCH", "SRUN"))}
+    env = {
+        name: value
+        for name, value in clean_env().items()
+        if not name.startswith(("SLURM", "SBATCH", "SRUN"))
+    }
     env |= {"PATH": path(), "SLURM_CONF": str(folder / "slurm.conf")}
     cluster = Cluster(repository, env)
-    munge = {"socket": "socket", "key-file": "key", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
+    munge = {
+        "socket": "socket",
+        "key-file": "key",
+        "pid-file": "pid",
+        "log-file": "log",
+        "seed-file": "seed",
+    }
     commands = [
-        ["munged", "--foreground", "--force", *(f"--{flag}={folder}/munge.{file}" for flag, file in munge.items())],
+        [
+            "munged",
+            "--foreground",
+            "--force",
+            *(f"--{flag}={folder}/munge.{file}" for flag, file in munge.items()),
+        ],
         ["slurmctld", "-D"],
         *(["slurmd", "-D", "-N", f"127.0.0.{node}"] for node in (1, 2)),
     ]
@@ -160,14 +196,20 @@ def start(folder: Path) -> Iterator[Cluster]:
 
     def state() -> str:
         dead = [daemon.args for daemon in daemons if daemon.poll() is not None]
-        assert not dead, f"{dead} ended: {''.join(file.read_text() for file in folder.glob('*.out'))}"
+        assert not dead, (
+            f"{dead} ended: {''.join(file.read_text() for file in folder.glob('*.out'))}"
+        )
         words = ["sinfo", "-h", "-p", "low", "-o", "%T"]
-        return subprocess.run(words, env=env, capture_output=True, text=True, timeout=600).stdout.strip()
+        return subprocess.run(
+            words, env=env, capture_output=True, text=True, timeout=600
+        ).stdout.strip()
 
     try:
         for number, command in enumerate(commands):
             with open(folder / f"{number}-{command[0]}.out", "w") as out:
-                daemons.append(subprocess.Popen(command, cwd=folder, env=env, stdout=out, stderr=out))
+                daemons.append(
+                    subprocess.Popen(command, cwd=folder, env=env, stdout=out, stderr=out)
+                )
             if command[0] == "munged":
                 until(lambda: (folder / "munge.socket").exists() or daemons[0].poll() is not None)
         until(lambda: state() == "idle")

@@ -10,7 +10,8 @@ import pytest
 
 from support.harness import start
 
-ADDRESSES = ("10.77.0.9", "10.77.0.2")  # the first host is the one that stays; its address sorts after the other's
+# the first host is the one that stays; its address sorts after the other's
+ADDRESSES = ("10.77.0.9", "10.77.0.2")
 
 
 class Host:
@@ -20,7 +21,9 @@ class Host:
         self.name, self.address = name, address
 
     def start(self, argv: list[str], folder: Path, **env: str) -> subprocess.Popen:
-        return start(["ip", "netns", "exec", self.name, *argv], folder, GLOO_SOCKET_IFNAME="eth0", **env)
+        return start(
+            ["ip", "netns", "exec", self.name, *argv], folder, GLOO_SOCKET_IFNAME="eth0", **env
+        )
 
     def cable(self, state: str) -> None:
         ip("-n", self.name, "link", "set", "eth0", state)

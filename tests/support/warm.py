@@ -15,7 +15,20 @@ import threading
 from pathlib import Path
 
 # Read when a library is loaded, which the server has done already. A job on a GPU starts as its users start it.
-READ_AT_IMPORT = ("CUDA", "LD_", "PYTHON", "OMP", "MKL", "OPENBLAS", "TORCH", "ATEN", "DNNL", "ONEDNN", "GOMP", "MPL")
+READ_AT_IMPORT = (
+    "CUDA",
+    "LD_",
+    "PYTHON",
+    "OMP",
+    "MKL",
+    "OPENBLAS",
+    "TORCH",
+    "ATEN",
+    "DNNL",
+    "ONEDNN",
+    "GOMP",
+    "MPL",
+)
 
 _server: tuple[subprocess.Popen, socket.socket] | None = None
 _starting = threading.Lock()
@@ -27,7 +40,8 @@ def can_take(env: dict[str, str]) -> bool:
     Not for a GPU: CUDA must be loaded after the last fork, and nobody can promise that of every import.
     """
     read_at_import = [name for name in env if name.startswith(READ_AT_IMPORT)]
-    return hasattr(os, "pidfd_open") and read_at_import in ([], ["LD_LIBRARY_PATH"])  # a Job can be given libraries
+    # a Job can be given libraries
+    return hasattr(os, "pidfd_open") and read_at_import in ([], ["LD_LIBRARY_PATH"])
 
 
 def _requests() -> socket.socket:
@@ -35,7 +49,11 @@ def _requests() -> socket.socket:
     with _starting:
         if _server is None:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            argv = [sys.executable, str(Path(__file__).with_name("warm_server.py")), str(theirs.fileno())]
+            argv = [
+                sys.executable,
+                str(Path(__file__).with_name("warm_server.py")),
+                str(theirs.fileno()),
+            ]
             env = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
             # stdout and stderr to nobody: the server prints nothing, and its jobs have files
             quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}

@@ -31,7 +31,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 # What the training scripts import at their top, and what they import later in every run.
 MODULES = (
-    *("torch", "torch.distributed.checkpoint", "torch.distributed.checkpoint.state_dict", "torch.nn.parallel"),
+    *(
+        "torch",
+        "torch.distributed.checkpoint",
+        "torch.distributed.checkpoint.state_dict",
+        "torch.nn.parallel",
+    ),
     *("torch.distributed.fsdp", "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"),
     "torch.distributed.tensor.debug",
     *("torch._dynamo", "torch.distributed.elastic.multiprocessing.errors"),
@@ -39,7 +44,8 @@ MODULES = (
     *("matplotlib.pyplot", "filelock", "numpy", "psutil", "tqdm"),
     *(f"common.{file.stem}" for file in sorted(ROOT.glob("common/[a-z]*.py"))),
 )
-ENDS_TOGETHER_SECONDS = 10  # what a job's own end may take; what is still there then has been left behind
+# what a job's own end may take; what is still there then has been left behind
+ENDS_TOGETHER_SECONDS = 10
 SAVES_AND_ENDS_SECONDS = 600  # the same for ranks whose torchrun has died
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -50,7 +56,9 @@ def serve(requests: socket.socket) -> None:
     while True:
         request, files, _, _ = socket.recv_fds(requests, 2**20, 1)
         # those that have ended are waited for, or `time pytest` would not count their jobs
-        keepers -= {keeper for keeper in keepers if os.waitpid(keeper, 0 if not request else os.WNOHANG)[0]}
+        keepers -= {
+            keeper for keeper in keepers if os.waitpid(keeper, 0 if not request else os.WNOHANG)[0]
+        }
         if not request:
             os._exit(0)
         keeper = os.fork()
@@ -84,7 +92,9 @@ def keep(job: dict, client: socket.socket) -> None:
             if deadline is not None and time.monotonic() > deadline:
                 left += kill_descendants()
             # before the main process has ended it or the client wakes us; after that we look for the others
-            gone, _, _ = select.select([client] + [ended] * (code is None), [], [], None if code is None else 0.01)
+            gone, _, _ = select.select(
+                [client] + [ended] * (code is None), [], [], None if code is None else 0.01
+            )
             if client in gone:
                 kill_descendants()
     with contextlib.suppress(OSError):
@@ -98,7 +108,9 @@ def kill_descendants() -> list[str]:
     killed = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            killed.append(" ".join(process.cmdline()) if process.status() != psutil.STATUS_ZOMBIE else "")
+            killed.append(
+                " ".join(process.cmdline()) if process.status() != psutil.STATUS_ZOMBIE else ""
+            )
             process.kill()
     return [command for command in killed if command]
 
@@ -110,7 +122,8 @@ def become(job: dict) -> None:
     os.environ.clear()
     os.environ.update(job["env"])
     for library in Path(job["libraries"]).glob("*.so*") if job["libraries"] else ():
-        ctypes.CDLL(str(library))  # LD_LIBRARY_PATH is read when a process starts; what is loaded is found by its name
+        # LD_LIBRARY_PATH is read when a process starts; what is loaded is found by its name
+        ctypes.CDLL(str(library))
     for name, number in (("stdout", 1), ("stderr", 2)):
         file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         os.dup2(file, number)
@@ -120,7 +133,12 @@ def become(job: dict) -> None:
     tempfile.tempdir = None  # TMPDIR may be another
     if job["real_torchrun"]:
         torchrun = importlib.import_module("torch.distributed.run")
-        sys.argv = [torchrun.__file__, "--standalone", f"--nproc_per_node={job['nproc']}", *job["argv"]]
+        sys.argv = [
+            torchrun.__file__,
+            "--standalone",
+            f"--nproc_per_node={job['nproc']}",
+            *job["argv"],
+        ]
     elif job["nproc"] is not None:
         start_ranks(job["nproc"])
     else:
@@ -157,7 +175,13 @@ def start_ranks(count: int) -> None:
     from torch.distributed import TCPStore
 
     # its thread starts after the last fork; the ranks may have connected already
-    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    store = TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
     failed = False
     signal.signal(signal.SIGALRM, lambda *_: [os.kill(pid, signal.SIGKILL) for pid in ranks])
     while ranks:
@@ -165,7 +189,11 @@ def start_ranks(count: int) -> None:
         ranks.discard(pid)
         if status and not failed:
             failed = True
-            print(f"  exitcode  : {os.waitstatus_to_exitcode(status)} (pid: {pid})", file=sys.stderr, flush=True)
+            print(
+                f"  exitcode  : {os.waitstatus_to_exitcode(status)} (pid: {pid})",
+                file=sys.stderr,
+                flush=True,
+            )
             for other in ranks:
                 os.kill(other, signal.SIGTERM)
             signal.alarm(30)  # as torchrun
@@ -185,7 +213,9 @@ def main() -> None:
         importlib.import_module(module)
     matplotlib.pyplot.figure().add_subplot(title="finds the fonts").figure.savefig(io.BytesIO())
     matplotlib.pyplot.close()
-    assert len(os.listdir("/proc/self/task")) == 1, "a fork copies the calling thread only: nothing may start one here"
+    assert len(os.listdir("/proc/self/task")) == 1, (
+        "a fork copies the calling thread only: nothing may start one here"
+    )
     sys.path.remove(str(ROOT))
     gc.collect()
     gc.freeze()  # or the children's collector would touch, and so copy, every page

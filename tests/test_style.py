@@ -1,0 +1,193 @@
+"""No file becomes harder to read, and what ruff lets pass is not more than there is."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support import plain
+
+HARD_TO_READ = [
+    ("long line", "total = " + "1 + " * 30 + "1"),
+    ("packed", "a, b = 1, 2"),
+    ("nested", "rows = [[y for y in x] for x in table]"),
+    ("nested", "rows = [y for x in table for y in x]"),
+    ("chained conditional", "a = 1 if x else 2 if y else 3"),
+    ("conditional loop", "for x in items if c else ():\n    pass"),
+    ("conditional loop", "xs = [x for x in (items if c else ())]"),
+    ("conditional loop", "for x in range(1, n + 1 if c else 1):\n    pass"),
+    ("conditional items", "f(*(a if c else ()))"),
+    ("conditional items", "f(**({'a': 1} if c else {}))"),
+    ("conditional items", "both = {**a, **(b if c else {})}"),
+    ("conditional items", "words = words + ([x] if c else [])"),
+    ("conditional items", "words += [x] if c else []"),
+    ("conditional items", "words.extend([x] if c else [])"),
+    ("side effect", "f() if c else g()"),
+    ("side effect", "c and f()"),
+    ("walrus", "print(x := 3)"),
+    ("lambda", "double = lambda x: 2 * x"),
+    ("lambda", "double = (lambda x: 2 * x) if c else None"),
+    ("lambda", "table = {'double': lambda x: 2 * x}"),
+    ("lambda", "def f(key=lambda x: x):\n    pass"),
+    ("lambda", "sorted(items, key=lambda x, sign=sign: sign * x)"),
+    ("bool arithmetic", "size = 16 * (a > b)"),
+    ("bool arithmetic", "size = 16 * (not a)"),
+    ("bool arithmetic", "size = 16 * isinstance(a, int)"),
+    ("bool arithmetic", "size *= a == b"),
+    ("bool arithmetic", "word = 's' * many"),
+    ("bool arithmetic", "def f(many: bool):\n    return 16 * many"),
+    ("bool arithmetic", "def f(a, many=False):\n    return 16 * many"),
+    ("bool arithmetic", "def f(*, many=True):\n    return 16 * many"),
+    ("bool arithmetic", "class A:\n    many: bool\n\n\nsize = 16 * a.many"),
+    (
+        "bool arithmetic",
+        "parser.add_argument('-m', '--so-many', action='store_true')\nsize = args.so_many * 16",
+    ),
+    ("deep expression", "a = f(f(f(f(f(1)))))"),
+    ("docstring", 'def f():\n    """The answer."""'),
+    ("docstring", 'def f():\n    """Sum of all."""'),
+    ("docstring", 'class A:\n    """What it is."""'),
+    ("docstring", 'class A:\n    def f(self):\n        """(a, b) of it."""'),
+]
+
+PLAIN = [
+    "a, b = b, a",
+    "a = 1 if x else 2",
+    "f(a if c else b)",
+    "f(*(a if c else b))",
+    "f(names=[] if c else names)",
+    "for x in range(count(a if c else b)):\n    pass",
+    "if (x := f()) is not None:\n    print(x)",
+    "sorted(items, key=lambda x: x.name)",
+    "rule = '-' * 16 + '-' * len(names) + '-' * (width - 2)",
+    "size = 16 * (count or 1)",
+    'def f():\n    """Return the answer."""',
+    'class A:\n    """The answer."""\n\n    @property\n    def f(self):\n        """The answer."""',
+    'class A(Function):\n    def forward(ctx, x):\n        """The answer."""',
+    'class A:\n    def __len__(self):\n        """The answer."""',
+]
+
+
+def kinds(code: str, file: str = "lesson.py") -> set[str]:
+    """Return the kinds of findings in some code."""
+    return {kind for _, kind in plain.findings(Path(file), code + "\n")}
+
+
+@pytest.mark.parametrize(("kind", "code"), HARD_TO_READ)
+def test_what_is_hard_to_read_is_found(kind, code):
+    assert kind in kinds(code)
+
+
+@pytest.mark.parametrize("code", PLAIN)
+def test_what_is_plain_is_not_found(code):
+    assert kinds(code) == set()
+
+
+def test_only_libraries_need_docstrings_and_tests_may_state_facts():
+    assert kinds("def f(): ...", "common/a.py") == {"undocumented"}
+    assert kinds("def _f(): ...", "common/a.py") == set()
+    assert kinds("def f(): ...", "04_amp/a.py") == set()
+    assert kinds('def test_f():\n    """The sum is right."""', "tests/test_a.py") == set()
+
+
+def test_no_file_becomes_harder_to_read():
+    now, _ = plain.measure()
+    assert not plain.more_than_allowed(now, plain.read_exceptions())
+
+
+def test_a_file_that_has_become_plainer_stays_so():
+    now, _ = plain.measure()
+    assert not plain.fewer_than_allowed(now, plain.read_exceptions())
+
+
+def test_ruff_allows_long_lines_only_in_files_that_have_some():
+    allowed = plain.ruff_exceptions()
+    assert allowed == sorted(allowed)
+    assert not set(allowed) - set(plain.long_files()), "python tests/support/plain.py --write"
+
+
+LONG_COMMENT = "# " + "long " * 20 + "\n"
+SETTINGS = """
+[tool.ruff.lint.per-file-ignores]
+"a.py" = ["B008"]
+"lesson.py" = ["E501"]
+
+[tool.other]
+x = 1
+"""
+
+
+@pytest.fixture
+def repository(tmp_path):
+    """A repository with plain.py and one lesson, which has two findings."""
+    tool = tmp_path / "tests/support/plain.py"
+    tool.parent.mkdir(parents=True)
+    tool.write_text(Path(plain.__file__).read_text())
+    (tmp_path / "tests/data").mkdir()
+    (tmp_path / "pyproject.toml").write_text(SETTINGS)
+    (tmp_path / "lesson.py").write_text("a, b = 1, 2\n" + LONG_COMMENT)
+    assert command(tmp_path, "--write", "--allow-more").returncode == 0
+    return tmp_path
+
+
+def command(repository: Path, *arguments: str) -> subprocess.CompletedProcess:
+    """Run plain.py of a repository."""
+    return subprocess.run(
+        [sys.executable, repository / "tests/support/plain.py", *arguments],
+        cwd=repository,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_findings_are_listed_with_their_lines(repository):
+    listed = command(repository, "lesson.py").stdout.splitlines()
+    assert listed[0].startswith("lesson.py:1: packed")
+    assert listed[1].startswith("lesson.py:2: long line")
+
+
+def test_write_lowers_numbers_and_does_not_raise_them(repository):
+    numbers = repository / "tests/data/style_exceptions.toml"
+    lesson = repository / "lesson.py"
+    assert '"lesson.py" = 2\n' in numbers.read_text()
+
+    lesson.write_text(lesson.read_text() + "c, d = 3, 4\n")
+    refused = command(repository, "--write")
+    assert refused.returncode == 1
+    assert "lesson.py: 3 findings" in refused.stdout
+    assert '"lesson.py" = 2\n' in numbers.read_text()
+
+    lesson.write_text(LONG_COMMENT)
+    assert command(repository, "--write").returncode == 0
+    assert '"lesson.py" = 1\n' in numbers.read_text()
+
+    lesson.write_text("")
+    assert command(repository, "--write").returncode == 0
+    assert "lesson.py" not in numbers.read_text()
+
+
+def test_write_takes_files_without_long_lines_from_the_exceptions_of_ruff(repository):
+    settings = repository / "pyproject.toml"
+    before = settings.read_text()
+    assert '"lesson.py" = ["E501"]\n' in before
+    (repository / "lesson.py").write_text("a, b = 1, 2\n")
+    assert command(repository, "--write").returncode == 0
+    assert settings.read_text() == before.replace('"lesson.py" = ["E501"]\n', "")
+
+
+def test_docstrings_of_public_functions_do_not_become_fewer(repository):
+    lesson = repository / "lesson.py"
+    lesson.write_text('def f():\n    """Return one."""\n    return 1\n')
+    assert command(repository, "--write").returncode == 0
+    lesson.write_text("def f():\n    return 1\n")
+    refused = command(repository, "--write")
+    assert refused.returncode == 1
+    assert "docstrings" in refused.stdout
+
+
+def test_an_empty_table_of_ruff_is_filled_and_the_next_one_kept(repository):
+    settings = repository / "pyproject.toml"
+    settings.write_text(SETTINGS.replace('"a.py" = ["B008"]\n"lesson.py" = ["E501"]\n', ""))
+    assert command(repository, "--write", "--allow-more").returncode == 0
+    assert settings.read_text() == SETTINGS.replace('"a.py" = ["B008"]\n', "")
