@@ -28,11 +28,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 import _benchmark as bench
 import _shared as machine
 
-from common import cli, exits, hardware, lesson, report, runtime
+from common import cli, exits, hardware, report, runtime
 
 CPU = torch.device("cpu")
 # (M, N, K): x [M, K] times w [N, K] transposed; 32 rows are few tokens against a whole matrix
@@ -264,7 +264,7 @@ def main() -> int:
     )
     cli.add_device_and_json(parser)
     args = parser.parse_args()
-    device = lesson.start(args.device)
+    device = report.start_lesson(args.device)
     size = "gpu" if device.type == "cuda" else "cpu"
     own = {"matmul_data": "random", **bench.conditions(device)}
     flush = torch.zeros(ARRAY_BYTES[size], dtype=torch.uint8, device=device)
@@ -297,7 +297,7 @@ def main() -> int:
     own |= {"best": best, **ratios, "not_measured": not_measured}
     columns = {"what": "what", "type": "type", "measured": "median (lowest to highest)"}
     columns |= {"peak_share": "of peak", "best_share": "of best"}
-    lesson.end(rows, columns=columns, checked=check(rows), args=args, device=device, **own)
+    report.end_lesson(rows, columns=columns, checked=check(rows), args=args, device=device, **own)
     facts = {
         key: own["under_load"].get(key)
         for key in ("cpu", "cpu_threads", "sm_clock_mhz", "power_watts")

@@ -25,13 +25,13 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 import _shared as machine
 from _doctor import RENDEZVOUS, TORCHRUN, Check, examine, first_error, run_command, wrong_variables
 
 from common import cli, exits, hardware, report
 from common.exits import UserError
-from common.table import table
+from common.report import table
 
 MULTIPLY = """
 import torch

@@ -25,11 +25,11 @@ from pathlib import Path
 
 import psutil
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 import _shared as machine
 
 from common import cli, exits, report, runtime
-from common.table import table
+from common.report import table
 
 # All that is shown and exported: part of a sample, key in it; the base unit last, and _total for a counter.
 METRICS = [

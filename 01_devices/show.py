@@ -23,12 +23,13 @@ from pathlib import Path
 import psutil
 import torch
 
-# common/ and planner/, with nothing installed
+# so that `import common` works
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import _shared as machine
 
-from common import cli, exits, hardware, report, runtime, shapes
-from common.table import table
+from common import cli, exits, hardware, report, runtime
+from common.report import table
+from lm import shapes
 from planner.inference import kv_cache_bytes
 from planner.memory import peak
 from planner.plan import Plan

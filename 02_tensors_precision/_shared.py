@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common import cli, data, model, shapes
+from common import cli
 from common.exits import UserError
+from lm import data, shapes, weights
 
 Forward = Callable[[Tensor], Tensor]  # stands in for the forward of a layer
 Batches = list[tuple[Tensor, Tensor]]
@@ -142,7 +143,7 @@ def starting_model(
         raise UserError(
             f"--model {args.model}: no biases are quantized here: use 09_inference/quantized.py"
         )
-    net = model.build(args.model, config, seed=seed, device=device)
+    net = weights.build(args.model, config, seed=seed, device=device)
     if args.model == "nano":
         key = f"nano-{device.type}-seed{seed}-steps{args.train_steps}-{corpus.sha256[:12]}-torch{torch.__version__}"
         file = Path("runs", f"{key}.pt")

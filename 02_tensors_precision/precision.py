@@ -21,8 +21,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
-from common import exits, lesson
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
+from common import exits, report
 
 FORMATS = {  # type, exponent bits, mantissa bits
     "fp64": (torch.float64, 11, 52),
@@ -272,15 +272,17 @@ def check(rows: list[dict], updates: list[dict]) -> list[str]:
 
 
 def main() -> int:
-    args = lesson.flags(__doc__)
-    device = lesson.start(args.device)
+    args = report.lesson_flags(__doc__)
+    device = report.start_lesson(args.device)
     a, b = torch.randn(2, SIZE, SIZE)
     rows = [run(name, a, b, device) for name in FORMATS]
     start = (0.02 * torch.randn(WEIGHTS)).bfloat16()
     gradient = torch.randn(WEIGHTS)
     updates = [update(way, start, gradient) for way in WAYS]
     checked = check(rows, updates)
-    lesson.end(rows, columns=COLUMNS, checked=checked, args=args, device=device, updates=updates)
+    report.end_lesson(
+        rows, columns=COLUMNS, checked=checked, args=args, device=device, updates=updates
+    )
     return 0
 
 

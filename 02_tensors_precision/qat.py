@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 import _shared
 from _shared import (
     Batches,
@@ -46,7 +46,7 @@ from _shared import (
     train,
 )
 
-from common import cli, exits, lesson
+from common import cli, exits, report
 
 LR = 2e-4  # where the model's schedule ended: a higher one would first undo some of its training
 SHARES = [1 - i / 10 for i in range(8)]  # of a row's largest weight, tried as the end of its scale
@@ -200,7 +200,7 @@ def main() -> int:
         "--bits", type=int, nargs="+", choices=(2, 3, 4, 8), default=[2], help="of the weights"
     )
     args = parser.parse_args()
-    device = lesson.start(args.device)
+    device = report.start_lesson(args.device)
     rows = []
     for seed in range(args.seeds):
         net, corpus = _shared.starting_model(args, seed, device)
@@ -219,7 +219,7 @@ def main() -> int:
     for found in verdicts:
         line = "QAT against rounding afterwards at {bits} bits: {verdict}, median {median_gain:+.4f} nats"
         print((line + " ({lowest_gain:+.4f} to {highest_gain:+.4f})").format(**found))
-    lesson.end(
+    report.end_lesson(
         rows,
         columns=COLUMNS,
         checked=[

@@ -30,11 +30,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 import _shared
 from _shared import Batches, Forward, Quantized, dequantize, dequantizing, linears, losses, quantize
 
-from common import exits, lesson, measure, model, shapes
+from common import exits, measure, report
+from lm import model, shapes
 
 
 def round_with_one_scale(weight: Tensor, bits: int) -> Tensor:
@@ -262,7 +263,7 @@ COLUMNS = {
 
 def main() -> int:
     args = _shared.parser(__doc__).parse_args()
-    device = lesson.start(args.device)
+    device = report.start_lesson(args.device)
     net, corpus = _shared.starting_model(args, 0, device)
     calibration_set, evaluation_set = _shared.held_out_sets(corpus, device)
     weights = {name: layer.weight.detach() for name, layer in linears(net).items()}
@@ -282,7 +283,7 @@ def main() -> int:
                 name, *scan[name]
             )
         )
-    lesson.end(
+    report.end_lesson(
         rows,
         columns=COLUMNS,
         checked=check(rows),

@@ -21,8 +21,8 @@ import torch
 from torch import nn
 from torch.nn.functional import conv2d
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
-from common import exits, lesson, measure
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
+from common import exits, measure, report
 
 NHWC = torch.channels_last
 
@@ -231,8 +231,8 @@ COLUMNS = {
 
 
 def main() -> int:
-    args = lesson.flags(__doc__)
-    device = lesson.start(args.device)
+    args = report.lesson_flags(__doc__)
+    device = report.start_lesson(args.device)
     dimensions()
     views_and_copies()
     broadcasting()
@@ -244,7 +244,7 @@ def main() -> int:
         "every statement above, by addresses, strides and writes through views",
         "both layouts give the same convolution",
     ]
-    lesson.end(rows, columns=COLUMNS, checked=checked, args=args, device=device, **batch)
+    report.end_lesson(rows, columns=COLUMNS, checked=checked, args=args, device=device, **batch)
     return 0
 
 

@@ -26,11 +26,12 @@ from torch.amp import GradScaler
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector
 from torch.optim import AdamW
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 import _compare as helper
 
-from common import data, exits, lesson, measure, model, shapes
+from common import exits, measure, report
 from common.exits import UserError
+from lm import data, shapes, weights
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 INITIAL_SCALE = 65536.0  # GradScaler's own default
@@ -149,15 +150,15 @@ COLUMNS = {
 
 
 def main() -> int:
-    args = lesson.flags(__doc__, model="nano", steps=30, seq_len=64, batch_size=4)
+    args = report.lesson_flags(__doc__, model="nano", steps=30, seq_len=64, batch_size=4)
     if args.steps % ROUNDS:
         raise UserError(
             f"--steps {args.steps} is no multiple of {ROUNDS}: use {args.steps + -args.steps % ROUNDS}"
         )
-    device = lesson.start(args.device)
+    device = report.start_lesson(args.device)
     corpus = data.load_corpus("stdlib", "bytes")
     config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)
-    net = model.build(args.model, config, seed=0, device=device)
+    net = weights.build(args.model, config, seed=0, device=device)
     order = argparse.Namespace(
         seed=0, seq_len=args.seq_len, global_batch_size=args.batch_size, micro_batch_size=None
     )
@@ -194,7 +195,7 @@ def main() -> int:
         clipping = helper.clipping_scaled_gradients(Run, trained, batches[-1], scale)
         checked += [overflow, vanishing, clipping]
     about = {"parameters": gradients.numel(), "tokens": args.steps * tokens, "underflow": counts}
-    lesson.end(rows, columns=COLUMNS, checked=checked, args=args, device=device, **about)
+    report.end_lesson(rows, columns=COLUMNS, checked=checked, args=args, device=device, **about)
     return 0
 
 

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from common import model, runtime
+from common import runtime
+from lm import weights
 
 # torch 2.11 does not have its successor
 warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)
@@ -101,7 +102,7 @@ def run(way: Way, control: Way, one_process: nn.Module, start: nn.Module) -> dic
     exposed = [
         own["seconds"] - without_communication["seconds"] for own, without_communication in pairs
     ]
-    digests = runtime.gather(model.digest(net))
+    digests = runtime.gather(weights.digest(net))
     return {
         "name": way.name,
         "losses": [step["loss"] for step in way.steps],

@@ -11,7 +11,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from common import corpus, exits
+from common import exits
+from lm import corpus
 
 TEXT_BYTES = 2**20  # a longer text file becomes several documents
 CPU = SimpleNamespace(type="cpu")  # torch.device in a script without torch

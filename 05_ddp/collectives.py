@@ -30,8 +30,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
-from common import exits, lesson, report, runtime, shapes
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
+from common import exits, report, runtime
+from lm import shapes
 
 # the newer name, where it is
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -183,12 +184,12 @@ def predict(row: dict, device: torch.device, samples: int) -> dict[str, float]:
     text = ", ".join(
         f"{name} {report.for_people('seconds', seconds)}" for name, seconds in predicted.items()
     )
-    runtime.say(f"predicted, all-reduce of the gradients in fp32: {text}")
+    runtime.print0(f"predicted, all-reduce of the gradients in fp32: {text}")
     gradients = torch.zeros(shapes.parameter_count(shapes.SIZES["nano"]), device=device)
     seconds = statistics.median(
         timed(partial(dist.all_reduce, gradients), device, samples, repeat=1)
     )
-    runtime.say(
+    runtime.print0(
         f"measured, nano: {report.for_people('seconds', seconds)}, {seconds / predicted['nano']:.2f} times that"
     )
     return predicted
@@ -223,12 +224,12 @@ COLUMNS = {
 
 
 def main() -> int:
-    args = lesson.flags(__doc__, max_bytes=2**24, samples=5, link_gb_per_s=0.0)
+    args = report.lesson_flags(__doc__, max_bytes=2**24, samples=5, link_gb_per_s=0.0)
     if args.max_bytes < SMALLEST:
         raise exits.UserError(
             f"--max-bytes {args.max_bytes}: the smallest buffer has {SMALLEST} bytes"
         )
-    lesson.relaunch(args.device)
+    runtime.relaunch(args.device)
     device = runtime.init_process_group(args.device)
     link = 1e9 * args.link_gb_per_s
     names = ["broadcast", "all-reduce", "reduce-scatter", "all-gather", "all-to-all"]
@@ -236,7 +237,7 @@ def main() -> int:
         names.append("send/recv")
     rows = [run(name, device, args.max_bytes, args.samples, link) for name in names]
     predicted = predict(rows[1], device, args.samples)
-    lesson.end(
+    report.end_lesson(
         rows,
         columns=COLUMNS,
         checked=check(rows, link),

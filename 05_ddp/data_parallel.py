@@ -28,8 +28,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
-from common import exits, lesson, measure, model, shapes, traffic
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
+from common import exits, measure, report
+from lm import data, shapes, weights
 
 sent: Counter[str] = Counter()  # bytes, by device and by what they are
 
@@ -83,7 +84,7 @@ def ddp_sends(gradients: list[Tensor], n: int) -> int:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=n)
-    with traffic.Traffic() as counted:
+    with measure.Traffic() as counted:
         for gradient in gradients:
             dist.all_reduce(gradient.clone())
     dist.destroy_process_group()
@@ -132,11 +133,11 @@ def check(rows: list[dict], weight_bytes: int, logit_bytes: int) -> list[str]:
 
 
 def main() -> int:
-    args = lesson.flags(__doc__, model="nano", seq_len=16)
+    args = report.lesson_flags(__doc__, model="nano", seq_len=16)
     config = shapes.load_config(args.model, 256, args.seq_len)
-    device = lesson.start(args.device)
-    net = model.build(args.model, config, seed=0, device=device)
-    batch = lesson.one_batch(24, args.seq_len, device)
+    device = report.start_lesson(args.device)
+    net = weights.build(args.model, config, seed=0, device=device)
+    batch = data.one_batch(24, args.seq_len, device)
     step(net, *batch)
     expected = [gradient.clone() for gradient in gradients(net)]
     net.zero_grad()
@@ -167,7 +168,7 @@ def main() -> int:
     count = shapes.parameter_count(config)
     logit_bytes = 4 * batch[1].numel() * config.vocab_size
     checked = check(rows, 4 * count, logit_bytes)
-    lesson.end(
+    report.end_lesson(
         rows,
         columns=columns,
         checked=checked,

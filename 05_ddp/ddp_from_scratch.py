@@ -26,10 +26,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 from _ddp_from_scratch import WARMUP_STEPS, Way, run, train
 
-from common import exits, lesson, model, runtime, shapes
+from common import exits, report, runtime
+from lm import data, shapes, weights
 
 # of the distance that the weights have moved: what another order of the same sums may change
 TOLERANCE = 1e-4
@@ -186,19 +187,19 @@ COLUMNS = {
 
 
 def main() -> int:
-    args = lesson.flags(__doc__, model="nano", seq_len=16, steps=10)
+    args = report.lesson_flags(__doc__, model="nano", seq_len=16, steps=10)
     # raises a UserError before any rank starts
     config = shapes.load_config(args.model, 256, args.seq_len)
-    lesson.relaunch(args.device)  # plain python becomes torchrun: a rank per GPU, 2 on a CPU
+    runtime.relaunch(args.device)  # plain python becomes torchrun: a rank per GPU, 2 on a CPU
     runtime.seed_all(0, deterministic=True)  # before the group: NCCL reads variables when it starts
     device = runtime.init_process_group(args.device)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     batch_size = -(-24 // world_size) * world_size  # 24, or the next number that the ranks divide
     steps = WARMUP_STEPS + args.steps
-    sequences = lesson.one_batch(steps * batch_size, args.seq_len, device)  # of all ranks
+    sequences = data.one_batch(steps * batch_size, args.seq_len, device)  # of all ranks
     batches = zip(*(tensor.split(batch_size) for tensor in sequences), strict=True)
 
-    start = model.build(args.model, config, seed=0, device=device)
+    start = weights.build(args.model, config, seed=0, device=device)
     # as DDP, or a quarter of the gradients' bytes
     cap_bytes = min(25 * 2**20, shapes.parameter_count(config))
     *ways, one_process = make_ways(start, cap_bytes)
@@ -210,7 +211,7 @@ def main() -> int:
             train(ways[(step + turn) % len(ways)], *own_batch)
 
     rows = [run(way, control=ways[0], one_process=one_process.net, start=start) for way in ways]
-    lesson.end(
+    report.end_lesson(
         rows,
         columns=COLUMNS,
         checked=check(rows),

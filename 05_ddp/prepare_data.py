@@ -33,10 +33,11 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 from _prepare_data import CPU, TEXT_BYTES, is_held_out, join, tokens_of_transformers, whole_file
 
-from common import cli, corpus, exits, report
+from common import cli, exits, report
+from lm import corpus
 
 PART_BYTES = 8 * 2**20  # of input: what one worker makes at once, and the most that a kill costs it
 

@@ -26,10 +26,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import profile
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 from _stragglers import uneven_inputs
 
-from common import cli, exits, lesson, model, runtime, shapes
+from common import cli, exits, report, runtime
+from lm import data, shapes, weights
 
 SLOW = 2.0  # times the typical rank; on a quiet cluster 1.1 is worth a look
 WARM_UP_STEPS = 3
@@ -185,15 +186,15 @@ def main() -> int:
             f"--slow-factor {args.slow_factor} is near what every rank shows: at least {2 * SLOW:g}"
         )
     config = shapes.load_config(args.model, 256, args.seq_len)
-    lesson.relaunch(args.device)
+    runtime.relaunch(args.device)
     runtime.seed_all(0)
     device = runtime.init_process_group(args.device)
     rank, n = dist.get_rank(), dist.get_world_size()
     if 1 < n <= args.slow_rank:
         raise exits.UserError(f"--slow-rank {args.slow_rank}: the last of {n} ranks is {n - 1}")
 
-    net = model.build(args.model, config, seed=0, device=device)
-    batch = lesson.one_batch(args.batch_size, args.seq_len, torch.device("cpu"))
+    net = weights.build(args.model, config, seed=0, device=device)
+    batch = data.one_batch(args.batch_size, args.seq_len, torch.device("cpu"))
     rows = run("nothing planted", net, batch, 1, device, args.steps)
     work, checked = 1, []
     if n > 1:
@@ -209,7 +210,7 @@ def main() -> int:
         checked = [*check(rows, planted, args.slow_rank), *uneven_inputs(device)]
         rows += planted
     else:
-        runtime.say(
+        runtime.print0(
             "one rank waits for no other: slow ranks and join() need torchrun --nproc_per_node=2 or more"
         )
     if args.trace:
@@ -218,7 +219,7 @@ def main() -> int:
             train(net, batch, work, device, TRACED_STEPS)
         profiler.export_chrome_trace(str(args.trace / f"rank-{rank}.json"))
     count = shapes.parameter_count(config)
-    lesson.end(
+    report.end_lesson(
         rows,
         columns=COLUMNS,
         checked=checked,

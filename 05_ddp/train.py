@@ -25,8 +25,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
-from common import checkpoint, cli, data, exits, hardware, metrics, model, runtime, shapes
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
+from common import exits, hardware, runtime
+from lm import activation_checkpointing, checkpoint, data, flags, metrics, optim, shapes, weights
 
 # torch 2.11 lacks its new name
 warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)
@@ -34,7 +35,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def main() -> int:
-    parser = cli.TrainingParser(__doc__)
+    parser = flags.TrainingParser(__doc__)
     args = parser.parse_args()
     runtime.seed_all(args.seed, args.deterministic)
 
@@ -60,18 +61,20 @@ def main() -> int:
     corpus = data.load_corpus(args.data, args.tokenizer, args.model)
     batches = data.Batches(corpus, args, rank=rank, world_size=world_size)
     held_out = batches.evaluation()
-    runtime.say(
+    runtime.print0(
         f"{args.model}, {args.dtype} matmuls, {world_size} x {hardware.device_name(device)}"
     )
 
     # 3 The model: weights in fp32, or small updates would be rounded away; matmuls in --dtype.
     config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)
-    net = model.build(args.model, config, seed=args.seed, device=device)
-    model.checkpoint_blocks(net, args.checkpointing)  # backward computes again what is not kept
+    net = weights.build(args.model, config, seed=args.seed, device=device)
+    activation_checkpointing.checkpoint_blocks(
+        net, args.checkpointing
+    )  # backward computes again what is not kept
     autocast = partial(
         torch.autocast, device.type, DTYPES[args.dtype], enabled=args.dtype != "fp32"
     )
-    optimizer, scheduler = model.adamw_cosine(
+    optimizer, scheduler = optim.adamw_cosine(
         net,
         lr=args.lr,
         weight_decay=args.weight_decay,
@@ -81,7 +84,9 @@ def main() -> int:
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
 
     # 4 The run: its folder, and the step at which it stood.
-    run = checkpoint.Run(args, settings=cli.settings(args, data=corpus.sha256, model=repr(config)))
+    run = checkpoint.Run(
+        args, settings=flags.settings(args, data=corpus.sha256, model=repr(config))
+    )
     training = {"net": net, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     # about four buckets of fp32 gradients: with only one, backward would end before its all-reduce starts
     bucket_mib = max(1, min(25, 4 * shapes.parameter_count(config) / 4 / 2**20))
@@ -150,7 +155,9 @@ def main() -> int:
             break
     run.wait()
     if stop:
-        runtime.say(f"signal {stop}: saved at step {step}; the same command with --resume goes on")
+        runtime.print0(
+            f"signal {stop}: saved at step {step}; the same command with --resume goes on"
+        )
 
     # 6 What was promised, checked. Low precision is in the arithmetic, never in what is kept.
     kept = {
@@ -160,13 +167,13 @@ def main() -> int:
     with torch.no_grad(), autocast():
         computed = net(torch.zeros(1, 1, dtype=torch.int64, device=device)).dtype
     assert (computed, kept) == (DTYPES[args.dtype], {torch.float32})
-    runtime.say(
+    runtime.print0(
         f"checked: matmuls in {computed}, weights and optimizer state kept in {torch.float32}"
     )
     # No rank has drifted from the others by a bit.
-    digests = runtime.gather(model.digest(net))
+    digests = runtime.gather(weights.digest(net))
     assert len(set(digests)) == 1, f"ranks hold different weights: {digests}"
-    runtime.say(f"checked: all {world_size} ranks have the same weights to the bit")
+    runtime.print0(f"checked: all {world_size} ranks have the same weights to the bit")
 
     meter.finish(step, skipped_steps=step - scheduler.last_epoch, weights_sha256=digests[0])
     runtime.shutdown()

@@ -17,7 +17,9 @@ import torch.nn.functional as F
 from _shared import write_adapter, write_folder
 from torch import Tensor, nn
 
-from common import adapters, data, exits, model, runtime, shapes
+from common import exits, runtime
+from lm import data, lora, model, shapes
+from lm.weights import build, part_of, random_weight
 from planner import memory, plan, shape
 
 QUESTIONS, ANSWER_TOKENS = 3, 8  # each token is a forward of all that is before it
@@ -107,7 +109,7 @@ def read_chat_format(name: str) -> Chat:
         )
     render = partial(tokenizer.apply_chat_template, tokenize=False)
     if tokenizer.chat_template is None:
-        runtime.say(
+        runtime.print0(
             f"{name} has no chat template: chats become lines of `role: content{tokenizer.eos_token}`"
         )
         render = partial(plain_template, end=tokenizer.eos_token)
@@ -165,7 +167,7 @@ def load_chats(args, chat: Chat, chat_rows: Callable) -> tuple[data.Corpus, list
                 rows.setdefault(key, []).append(Row(np.array(ids, np.int32), np.array(counts)))
     for reason, numbers in left_out.items():
         some = ", ".join(map(str, numbers[:10])) + ", ..." * (len(numbers) > 10)
-        runtime.say(f"left out: {len(numbers)} rows {reason}, of line {some}")
+        runtime.print0(f"left out: {len(numbers)} rows {reason}, of line {some}")
     held_out_count = max(math.ceil(len(rows) * data.HELD_OUT), min(QUESTIONS, len(rows) // 4))
     held_out = dict.fromkeys(sorted(rows)[:held_out_count])
     train_rows = [row for key in rows if key not in held_out for row in rows[key]]
@@ -191,7 +193,7 @@ def show_row(chat: Chat, row: Row, count: int) -> None:
     text = "".join(
         f">>{chat.decode(t.tolist())}<<" if c[0] else chat.decode(t.tolist()) for t, c in parts
     )
-    runtime.say(
+    runtime.print0(
         f"the first of {count} rows, {len(row.tokens)} tokens, {row.counts.sum()} of them targets:\n  {text!r}"
     )
 
@@ -213,14 +215,14 @@ def say_plan(args, config: shapes.Config, batches: data.Batches, device: torch.d
         for name, size in found.lines.items()
         if size
     )
-    runtime.say(
+    runtime.print0(
         f"planned: {found.total_bytes() / 2**30:.2f} GiB on each rank's GPU at the peak (of {parts})"
     )
     if (
         device.type == "cuda"
         and found.total_bytes() > torch.cuda.get_device_properties(device).total_memory
     ):
-        runtime.say(
+        runtime.print0(
             "  more than this GPU has: --checkpointing full, --micro-batch-size 1 or --cpu-offload help"
         )
     return round(found.allocated_bytes())
@@ -240,10 +242,10 @@ def init_adapters(net: nn.Module, seed: int) -> None:
     """The initial A and B as a function of (seed, name) alone, whole or sharded: as many ranks as there may be."""
     for name, parameter in net.named_parameters():
         if name.endswith("lora_A"):
-            held, place = model.part_of(parameter)
+            held, place = part_of(parameter)
             # of kaiming_uniform_ in LoRALinear; of random_weight 0.02
             deviation = (3 * parameter.shape[1]) ** -0.5
-            held.copy_(model.random_weight(name, parameter.shape, seed)[place] / 0.02 * deviation)
+            held.copy_(random_weight(name, parameter.shape, seed)[place] / 0.02 * deviation)
         elif name.endswith("lora_B"):
             parameter.zero_()
 
@@ -283,9 +285,7 @@ def greedy(forward: Callable, prompts: list[list[int]], end: int, device) -> lis
 def leave_folders(net: model.Transformer, folder: Path, args, dtype: torch.dtype) -> None:
     """model/, with merged adapters, for transformers, vLLM and the scripts here; adapter/ for peft. All call it."""
     layers = {
-        name: module
-        for name, module in net.named_modules()
-        if isinstance(module, adapters.LoRALinear)
+        name: module for name, module in net.named_modules() if isinstance(module, lora.LoRALinear)
     }
     weights = {name: weight.detach() for name, weight in net.named_parameters()}
     shapes_only = {
@@ -297,7 +297,9 @@ def leave_folders(net: model.Transformer, folder: Path, args, dtype: torch.dtype
     def read(name: str) -> Tensor:
         layer = layers.get(name.removesuffix(".weight"))
         # of sharded matrices B keeps its rows, and A, which is small, is gathered
-        return runtime.whole(weights[name] if layer is None else layer.merged_weight()).to(dtype)
+        return runtime.full_tensor(weights[name] if layer is None else layer.merged_weight()).to(
+            dtype
+        )
 
     config = shapes.config_json(net.config)
     if shapes.has_weights(args.model):
@@ -310,7 +312,9 @@ def leave_folders(net: model.Transformer, folder: Path, args, dtype: torch.dtype
         config | {"dtype": kind, "torch_dtype": kind},
         Path(args.model),
     )
-    trained = {name: runtime.whole(weights[name]).cpu() for name in weights if "lora_" in name}
+    trained = {
+        name: runtime.full_tensor(weights[name]).cpu() for name in weights if "lora_" in name
+    }
     if trained:
         how = {"base": args.model, "rank": args.adapters, "alpha": ALPHA_PER_RANK * args.adapters}
         runtime.on_rank0(partial(write_adapter, trained, folder / "adapter", **how))
@@ -320,23 +324,23 @@ def leave_folders(net: model.Transformer, folder: Path, args, dtype: torch.dtype
 def compare_with_transformers(
     folder: Path, config: shapes.Config, prompt: list[int]
 ) -> float | None:
-    """The relative error of common/model.py's logits against transformers', from this folder in fp32 on rank 0's CPU.
+    """The relative error of lm/model.py's logits against transformers', from this folder in fp32 on rank 0's CPU.
     None where transformers is not installed, and for a folder too large to be opened twice."""
     if sum(file.stat().st_size for file in folder.iterdir()) > 4e9 or not find_spec("transformers"):
-        runtime.say(f"{folder} was not compared with transformers: not installed, or over 4 GB")
+        runtime.print0(f"{folder} was not compared with transformers: not installed, or over 4 GB")
         return None
     from transformers import AutoModelForCausalLM
 
     tokens = torch.tensor([prompt])
     expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(tokens).logits
     error = (
-        (model.build(str(folder), config, seed=0)(tokens) - expected).norm() / expected.norm()
+        (build(str(folder), config, seed=0)(tokens) - expected).norm() / expected.norm()
     ).item()
     assert error < 1e-3, (
-        f"common/model.py and transformers differ by {error:.1e} of the logits from {folder}"
+        f"lm/model.py and transformers differ by {error:.1e} of the logits from {folder}"
     )
-    runtime.say(
-        f"checked: from {folder}, transformers and common/model.py give the same logits within 1e-3"
+    runtime.print0(
+        f"checked: from {folder}, transformers and lm/model.py give the same logits within 1e-3"
     )
     return error
 
@@ -346,5 +350,7 @@ def say_answers(
 ) -> list[str]:
     for prompt, one, other in zip(prompts, before, after, strict=True):
         question, *answers = (chat.decode(tokens) for tokens in (prompt, one, other))
-        runtime.say(f"held out: {question!r}\n  before: {answers[0]!r}\n  after:  {answers[1]!r}")
+        runtime.print0(
+            f"held out: {question!r}\n  before: {answers[0]!r}\n  after:  {answers[1]!r}"
+        )
     return [chat.decode(tokens) for tokens in after]

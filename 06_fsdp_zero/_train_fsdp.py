@@ -46,6 +46,6 @@ def check_parts(
         held = runtime.gather(sum(tensor.to_local().nbytes for tensor in tensors))
         assert sum(held) == whole * replicas, f"bytes by rank: {held}, of {whole}"
         most, whole = (report.for_people("bytes", size) for size in (max(held), whole))
-        runtime.say(f"checked: each rank holds {most} of {whole} of {what}")
+        runtime.print0(f"checked: each rank holds {most} of {whole} of {what}")
         found[f"{kind}_bytes_per_rank"] = held
     return found

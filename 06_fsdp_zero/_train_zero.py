@@ -14,8 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from common import checkpoint, model, runtime, shapes
+from common import runtime
 from common.exits import UserError
+from lm import checkpoint, shapes
+from lm.weights import hash_rows, random_weight
 
 
 def check_flags(args) -> None:
@@ -55,7 +57,7 @@ def import_deepspeed(device: torch.device):
 
 @torch.no_grad()
 def set_weights(deepspeed, net: nn.Module, name: str, seed: int) -> None:
-    """What model.materialize does, for stage 3: one tensor at a time is whole."""
+    """What weights.materialize does, for stage 3: one tensor at a time is whole."""
     import torch.distributed.checkpoint as dcp
 
     reader = dcp.HuggingFaceStorageReader(name) if shapes.has_weights(name) else None
@@ -64,7 +66,7 @@ def set_weights(deepspeed, net: nn.Module, name: str, seed: int) -> None:
             weight = torch.empty(parameter.ds_shape, device="cpu")
             dcp.load({path: weight}, storage_reader=reader, no_dist=True)
         else:
-            weight = model.random_weight(path, parameter.ds_shape, seed)
+            weight = random_weight(path, parameter.ds_shape, seed)
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
             parameter.copy_(weight)
 
@@ -126,11 +128,11 @@ def load(path: Path, engine, universal: Path | None) -> int:
 
 @torch.no_grad()
 def digest(deepspeed, net: nn.Module) -> str:
-    """model.digest of the whole model: at stage 3 each parameter is gathered in turn, so every rank must call this."""
+    """weights.digest of the whole model: at stage 3 each parameter is gathered in turn, so every rank must call this."""
     total = 0
     for name, parameter in net.named_parameters():
         with deepspeed.zero.GatheredParameters([parameter]):  # of a whole one it does nothing
-            total += model.hash_rows(name, parameter)
+            total += hash_rows(name, parameter)
     return f"{total % 2**256:064x}"
 
 

@@ -35,10 +35,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 from _shared import StepMemory, bytes_of_training, of_fully_shard, of_zero
 
-from common import cli, exits, fake_ranks, lesson, measure, model, runtime, shapes, traffic
+from common import cli, exits, measure, report, runtime
+from lm import activation_checkpointing, data, shapes
+from lm.weights import build, materialize
 
 # torch 2.11 does not have its successor
 warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)
@@ -112,8 +114,8 @@ def count_step(
     batches: list,
 ) -> tuple[partial, dict, Tensor]:
     """Build the model under a method and train a step per batch. What the last of them needs is counted."""
-    net = model.build(args.model, config, seed=0, device="meta")  # shapes alone
-    model.checkpoint_blocks(net, args.checkpointing)
+    net = build(args.model, config, seed=0, device="meta")  # shapes alone
+    activation_checkpointing.checkpoint_blocks(net, args.checkpointing)
     if method != "DDP":
         shard(net, args, device, args.replicate if method == "HSDP" else 1)
     held = {}
@@ -123,7 +125,7 @@ def count_step(
             net.to_empty(device=device)
             net.tie_weights()
         else:
-            model.materialize(net, args.model, seed=0, device=device)
+            materialize(net, args.model, seed=0, device=device)
         weights = list(net.parameters())
         # one kernel, which needs no memory of its own
         optimizer = torch.optim.AdamW(weights, lr=shapes.recipe(args.model).lr, fused=True)
@@ -137,7 +139,7 @@ def count_step(
         for inputs, targets in batches:
             gc.collect()  # what only a cycle holds would count, or not, by chance
             memory.restart()
-            with traffic.Traffic() as sent:
+            with measure.Traffic() as sent:
                 # copies, because the counter knows only what was made under its eyes
                 loss = step(inputs.clone(), targets.clone())
     hook.remove()
@@ -162,7 +164,7 @@ def run(method: str, args: argparse.Namespace, config: shapes.Config, device: to
         return {"method": method, **counts}
     sequences = args.world_size * args.micro_batch_size
     # the same on every rank
-    whole = lesson.one_batch(COUNTED_STEP * sequences, args.seq_len, device)
+    whole = data.one_batch(COUNTED_STEP * sequences, args.seq_len, device)
     steps = zip(*(tensor.split(sequences) for tensor in whole), strict=True)
     batches = [
         [tensor.chunk(args.world_size)[dist.get_rank()] for tensor in batch] for batch in steps
@@ -286,10 +288,10 @@ def main() -> int:
     config = shapes.load_config(args.model, 256, args.seq_len)
     if args.dry_run:
         runtime.single_device("cpu")
-        device = fake_ranks.join(0, args.world_size)
+        device = runtime.join_fake_ranks(0, args.world_size)
     else:
         # four, so that HSDP has two copies, each on two ranks
-        lesson.relaunch(args.device, on_cpu=4)
+        runtime.relaunch(args.device, on_cpu=4)
         runtime.seed_all(0)
         device = runtime.init_process_group(args.device)
         args.world_size = dist.get_world_size()
@@ -308,10 +310,10 @@ def main() -> int:
         gc.collect()  # the next one must not find this one's memory
     if args.dry_run:
         dist.destroy_process_group()  # from here on there is one rank
-        runtime.say(
+        runtime.print0(
             f"rank 0 of {args.world_size} that are not there; HSDP: {args.replicate} copies"
         )
-    net = model.build(args.model, config, seed=0, device="meta")
+    net = build(args.model, config, seed=0, device="meta")
     checked, count = check(rows, net, args), shapes.parameter_count(config)
     rows[1:1] = [
         {"method": f"ZeRO-{n} (formula)", **of_zero(n, net, args.world_size)} for n in (1, 2, 3)
@@ -321,7 +323,9 @@ def main() -> int:
             row[f"{kind}_per_step"] for kind in ("all_gathers", "reduce_scatters", "all_reduces")
         ]
         row |= {"calls": ", ".join(map(str, calls)), "world_size": args.world_size}
-    lesson.end(rows, columns=COLUMNS, checked=checked, args=args, device=device, parameters=count)
+    report.end_lesson(
+        rows, columns=COLUMNS, checked=checked, args=args, device=device, parameters=count
+    )
     if not args.dry_run:
         runtime.shutdown()
     return 0

@@ -32,7 +32,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 from _convert_checkpoint import (
     EMBEDDING,
     HEAD,
@@ -46,8 +46,10 @@ from _convert_checkpoint import (
     readable,
 )
 
-from common import checkpoint, cli, exits, lesson, model, report, runtime, shapes
+from common import cli, exits, report, runtime
 from common.exits import UserError
+from lm import checkpoint, shapes
+from lm.weights import build
 
 
 def write(kind: str, source: Source, target: Path, config: dict, most_file_bytes: float) -> None:
@@ -197,7 +199,7 @@ def sha256(tensor: Tensor) -> str:
 
 def go_round(most_file_bytes: float) -> list[dict]:
     """Random weights of nano, through all kinds that can be written. The last has to hold what the first one had."""
-    weights = model.build("nano", shapes.SIZES["nano"], seed=0).state_dict()
+    weights = build("nano", shapes.SIZES["nano"], seed=0).state_dict()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "nano.pt")
@@ -270,7 +272,7 @@ def main() -> int:
         checked = [
             f"{args.target} read again, every tensor is that of {rows[0]['from']} to the bit"
         ]
-    lesson.end(rows, columns=COLUMNS, checked=checked, args=args, device=torch.device("cpu"))
+    report.end_lesson(rows, columns=COLUMNS, checked=checked, args=args, device=torch.device("cpu"))
     return 0
 
 

@@ -36,11 +36,22 @@ from torch.distributed.fsdp import (
 )
 from torch.nn.utils import clip_grad_norm_
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 import _finetune
 from _shared import bytes_of_training
 
-from common import adapters, checkpoint, cli, data, exits, hardware, metrics, model, runtime, shapes
+from common import cli, exits, hardware, runtime
+from lm import (
+    activation_checkpointing,
+    checkpoint,
+    data,
+    flags,
+    lora,
+    metrics,
+    optim,
+    shapes,
+    weights,
+)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ROOT = Path(__file__).resolve().parents[1]
@@ -84,7 +95,7 @@ def chat_rows(chat: _finetune.Chat, messages: list[dict]) -> list[tuple[list[int
 
 
 def main() -> int:
-    parser = cli.TrainingParser(__doc__)
+    parser = flags.TrainingParser(__doc__)
     parser.add_argument(
         "--adapters",
         type=cli.natural,
@@ -128,20 +139,22 @@ def main() -> int:
     # padding is no token
     batches.tokens_per_step = round(args.global_batch_size * batches.train.mean_length())
     held_out = batches.evaluation()
-    runtime.say(
+    runtime.print0(
         f"{args.model}, {args.dtype} matmuls, {world_size} x {hardware.device_name(device)}"
     )
 
     # 3 The model: each rank holds its rows of every fp32 weight; blocks are gathered in --dtype when they compute.
     config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)
     # shapes alone: no rank ever holds the whole
-    net = model.build(args.model, config, seed=args.seed, device="meta")
+    net = weights.build(args.model, config, seed=args.seed, device="meta")
     # before the blocks are cut: A and B travel with the frozen matrices beside them
     if args.adapters:
         net.to(DTYPES[args.dtype])  # fp32 is for what small updates are added to
-        adapters.adapt(net, rank=args.adapters, alpha=_finetune.ALPHA_PER_RANK * args.adapters)
+        lora.adapt(net, rank=args.adapters, alpha=_finetune.ALPHA_PER_RANK * args.adapters)
         net.tie_weights()
-    model.checkpoint_blocks(net, args.checkpointing)  # backward computes again what is not kept
+    activation_checkpointing.checkpoint_blocks(
+        net, args.checkpointing
+    )  # backward computes again what is not kept
     shard = partial(
         fully_shard,
         mesh=init_device_mesh(device.type, (world_size,)),
@@ -165,9 +178,11 @@ def main() -> int:
         block.set_modules_to_forward_prefetch([next_block])
         next_block.set_modules_to_backward_prefetch([block])
     planned_bytes = _finetune.say_plan(args, config, batches, device)
-    model.materialize(net, args.model, seed=args.seed, device="cpu" if args.cpu_offload else device)
+    weights.materialize(
+        net, args.model, seed=args.seed, device="cpu" if args.cpu_offload else device
+    )
     _finetune.init_adapters(net, args.seed)
-    optimizer, scheduler = model.adamw_cosine(
+    optimizer, scheduler = optim.adamw_cosine(
         net,
         lr=args.lr,
         weight_decay=args.weight_decay,
@@ -181,7 +196,7 @@ def main() -> int:
 
     # 4 The run: its folder, and the step at which it stood. With adapters, its checkpoints hold these alone.
     base = f"{config!r} {_finetune.base_sha256(args.model)}"
-    settings = cli.settings(args, data=corpus.sha256, model=base) | {"--adapters": args.adapters}
+    settings = flags.settings(args, data=corpus.sha256, model=base) | {"--adapters": args.adapters}
     run = checkpoint.Run(args, settings=settings)
     training = {"net": net, "optimizer": optimizer, "scheduler": scheduler}
     start_step = checkpoint.resume(run, **training) if args.resume else 0
@@ -224,7 +239,9 @@ def main() -> int:
             break
     run.wait()
     if stop:
-        runtime.say(f"signal {stop}: saved at step {step}; the same command with --resume goes on")
+        runtime.print0(
+            f"signal {stop}: saved at step {step}; the same command with --resume goes on"
+        )
 
     answers = answer(net)
 
@@ -236,12 +253,12 @@ def main() -> int:
     )
     kept = {t.dtype for t in (*trained, *(t for s in optimizer.state.values() for t in s.values()))}
     assert kept == {torch.float32}, kept
-    runtime.say(
+    runtime.print0(
         f"checked: {len(trained)} trained weights and their optimizer state kept in {torch.float32}"
     )
-    digests = runtime.gather(model.digest(trained))
+    digests = runtime.gather(weights.digest(trained))
     assert len(set(digests)) == 1, f"ranks hold different weights: {digests}"
-    runtime.say(f"checked: all {world_size} ranks have the same trained weights to the bit")
+    runtime.print0(f"checked: all {world_size} ranks have the same trained weights to the bit")
 
     # 7 What others load, and the receipt.
     receipt = {

@@ -29,8 +29,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
-from common import exits, lesson, model, runtime, shapes, traffic
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
+from common import exits, measure, report, runtime
+from lm import data, shapes
+from lm.weights import build
 
 TOLERANCE = 1e-5  # between the losses of the sharded run and those of one process
 
@@ -58,7 +60,9 @@ class Muon(torch.optim.Optimizer):
                 state["momentum"].lerp_(matrix.grad, 1 - group["momentum"])
                 # Nesterov's: one step ahead
                 update = matrix.grad.lerp(state["momentum"], group["momentum"])
-                whole = runtime.whole(update)  # the only message: each rank sends its rows to all
+                whole = runtime.full_tensor(
+                    update
+                )  # the only message: each rank sends its rows to all
                 direction = orthogonalize(whole) * rms_of_adamw(whole)
                 # every rank has all of it and cuts out its rows: nothing is sent
                 if isinstance(matrix, DTensor):
@@ -118,7 +122,7 @@ def run(
     for inputs, targets in batches:
         loss = net(inputs, targets)
         loss.backward()
-        with traffic.Traffic() as sent:  # the last step's is reported
+        with measure.Traffic() as sent:  # the last step's is reported
             for optimizer in optimizers:
                 optimizer.step()
         net.zero_grad()
@@ -180,27 +184,27 @@ COLUMNS = {
 
 
 def main() -> int:
-    args = lesson.flags(__doc__, model="nano", seq_len=32, steps=10)
+    args = report.lesson_flags(__doc__, model="nano", seq_len=32, steps=10)
     # raises a UserError before any rank starts
     config = shapes.load_config(args.model, 256, args.seq_len)
     lr = shapes.recipe(args.model).lr
-    lesson.relaunch(args.device)
+    runtime.relaunch(args.device)
     runtime.seed_all(0, deterministic=True)  # before the group: NCCL reads variables when it starts
     device = runtime.init_process_group(args.device)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     sequences = -(-24 // world_size) * world_size  # 24, or the next number that the ranks divide
     # the same on every rank
-    inputs, targets = lesson.one_batch(args.steps * sequences, args.seq_len, device)
+    inputs, targets = data.one_batch(args.steps * sequences, args.seq_len, device)
     batches = [*zip(inputs.split(sequences), targets.split(sequences), strict=True)]
     own_batches = [tuple(tensor.chunk(world_size)[rank] for tensor in batch) for batch in batches]
 
     rows = []
     for name, weights in (("muon", "whole"), ("muon", "sharded"), ("adamw", "sharded")):
-        net = model.build(args.model, config, seed=0, device=device)
+        net = build(args.model, config, seed=0, device=device)
         if weights == "sharded":
             shard(net, device)
         rows.append(run(name, weights, net, lr, own_batches if weights == "sharded" else batches))
-    lesson.end(
+    report.end_lesson(
         rows,
         columns=COLUMNS,
         checked=check(rows, 7 * config.num_hidden_layers, world_size),

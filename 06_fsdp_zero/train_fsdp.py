@@ -32,16 +32,17 @@ from torch.distributed.fsdp import (
 )
 from torch.nn.utils import clip_grad_norm_
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 from _train_fsdp import check_parts, sharding_mesh
 
-from common import checkpoint, cli, data, exits, hardware, metrics, model, runtime, shapes
+from common import cli, exits, hardware, runtime
+from lm import activation_checkpointing, checkpoint, data, flags, metrics, optim, shapes, weights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def main() -> int:
-    parser = cli.TrainingParser(__doc__)
+    parser = flags.TrainingParser(__doc__)
     parser.add_argument(
         "--replicate", type=cli.positive_int, default=1, help="copies of the model: HSDP from 2 on"
     )
@@ -73,15 +74,17 @@ def main() -> int:
     corpus = data.load_corpus(args.data, args.tokenizer, args.model)
     batches = data.Batches(corpus, args, rank=rank, world_size=world_size)
     held_out = batches.evaluation()
-    runtime.say(
+    runtime.print0(
         f"{args.model}, {args.dtype} matmuls, {world_size} x {hardware.device_name(device)}"
     )
 
     # 3 The model: each rank holds its rows of every fp32 weight; blocks are gathered in --dtype when they compute.
     config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)
     # shapes alone: no rank ever holds the whole
-    net = model.build(args.model, config, seed=args.seed, device="meta")
-    model.checkpoint_blocks(net, args.checkpointing)  # backward computes again what is not kept
+    net = weights.build(args.model, config, seed=args.seed, device="meta")
+    activation_checkpointing.checkpoint_blocks(
+        net, args.checkpointing
+    )  # backward computes again what is not kept
     shard = partial(
         fully_shard,
         mesh=sharding_mesh(device, args.replicate),  # which ranks share one copy of the model
@@ -109,10 +112,12 @@ def main() -> int:
     for block, next_block in pairwise(net.model.layers.values()):
         block.set_modules_to_forward_prefetch([next_block])
         next_block.set_modules_to_backward_prefetch([block])
-    model.materialize(net, args.model, seed=args.seed, device="cpu" if args.cpu_offload else device)
+    weights.materialize(
+        net, args.model, seed=args.seed, device="cpu" if args.cpu_offload else device
+    )
     # fully_shard casts instead: all is in --dtype, also what autocast keeps in fp32
     autocast = nullcontext
-    optimizer, scheduler = model.adamw_cosine(
+    optimizer, scheduler = optim.adamw_cosine(
         net,
         lr=args.lr,
         weight_decay=args.weight_decay,
@@ -121,7 +126,9 @@ def main() -> int:
     )
 
     # 4 The run: its folder, and the step at which it stood.
-    run = checkpoint.Run(args, settings=cli.settings(args, data=corpus.sha256, model=repr(config)))
+    run = checkpoint.Run(
+        args, settings=flags.settings(args, data=corpus.sha256, model=repr(config))
+    )
     training = {"net": net, "optimizer": optimizer, "scheduler": scheduler}
     start_step = checkpoint.resume(run, **training) if args.resume else 0
     stream = batches.stream(start_step, pin=device.type == "cuda", num_workers=args.num_workers)
@@ -163,7 +170,9 @@ def main() -> int:
             break
     run.wait()
     if stop:
-        runtime.say(f"signal {stop}: saved at step {step}; the same command with --resume goes on")
+        runtime.print0(
+            f"signal {stop}: saved at step {step}; the same command with --resume goes on"
+        )
 
     # 6 What was promised, checked. Low precision is in the arithmetic, never in what is kept.
     kept = {
@@ -173,15 +182,15 @@ def main() -> int:
     with torch.no_grad(), autocast():
         computed = net(torch.zeros(1, 1, dtype=torch.int64, device=device)).dtype
     assert (computed, kept) == (DTYPES[args.dtype], {torch.float32})
-    runtime.say(
+    runtime.print0(
         f"checked: matmuls in {computed}, weights and optimizer state kept in {torch.float32}"
     )
     for module in (net, *net.model.layers.values()):
         module.reshard()  # what that forward gathered is still there: no backward has followed
     # No rank has drifted from the others by a bit.
-    digests = runtime.gather(model.digest(net))
+    digests = runtime.gather(weights.digest(net))
     assert len(set(digests)) == 1, f"ranks hold different weights: {digests}"
-    runtime.say(f"checked: all {world_size} ranks have the same weights to the bit")
+    runtime.print0(f"checked: all {world_size} ranks have the same weights to the bit")
     held = check_parts(net, optimizer, args.replicate)  # its rows of each tensor and no more
     meter.finish(step, weights_sha256=digests[0], **held)
     runtime.shutdown()

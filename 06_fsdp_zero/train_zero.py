@@ -23,10 +23,11 @@ import torch.distributed as dist
 from torch.nn.utils import get_total_norm
 from torch.optim.lr_scheduler import LambdaLR
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 import _train_zero as helper
 
-from common import cli, data, exits, hardware, metrics, model, runtime, shapes
+from common import exits, hardware, runtime
+from lm import activation_checkpointing, data, flags, metrics, model, optim, shapes, weights
 
 
 def configure(args, config: shapes.Config, batches: data.Batches, universal: bool) -> dict:
@@ -64,14 +65,16 @@ def build_model(
 ) -> model.Transformer:
     """The model with the weights of one process. At stage 3 no rank ever holds the whole of it."""
     if args.stage < 3:
-        net = model.build(args.model, config, seed=args.seed, device=device)
+        net = weights.build(args.model, config, seed=args.seed, device=device)
     else:
         # cuts each parameter as soon as it is made
         with deepspeed.zero.Init(config_dict_or_path=engine_config):
             net = model.Transformer(config)
         helper.set_weights(deepspeed, net, args.model, args.seed)  # one tensor at a time is whole
         net.to(device)  # RoPE's tables, which were made on the CPU
-    model.checkpoint_blocks(net, args.checkpointing)  # backward computes again what is not kept
+    activation_checkpointing.checkpoint_blocks(
+        net, args.checkpointing
+    )  # backward computes again what is not kept
     return net
 
 
@@ -96,7 +99,7 @@ def train_step(engine, stream, meter: metrics.Meter) -> tuple[torch.Tensor, torc
 
 
 def main() -> int:
-    parser = cli.TrainingParser(__doc__)
+    parser = flags.TrainingParser(__doc__)
     parser.add_argument(
         "--stage", type=int, choices=range(4), default=2, help="what the ranks share"
     )
@@ -121,13 +124,15 @@ def main() -> int:
     corpus = data.load_corpus(args.data, args.tokenizer, args.model)
     batches = data.Batches(corpus, args, rank=rank, world_size=world_size)
     held_out = batches.evaluation()
-    runtime.say(
+    runtime.print0(
         f"{args.model}, ZeRO-{args.stage}, {args.dtype}, {world_size} x {hardware.device_name(device)}"
     )
 
     # 3 The run: its folder, and the step at which it stood. A step saved on other ranks is converted first.
     config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)
-    settings = cli.settings(args, data=corpus.sha256, model=repr(config)) | {"--stage": args.stage}
+    settings = flags.settings(args, data=corpus.sha256, model=repr(config)) | {
+        "--stage": args.stage
+    }
     run = helper.Run(args, settings=settings)
     newest = run.newest() if args.resume else None
     universal = helper.make_universal(newest, args.stage) if newest else None
@@ -145,7 +150,7 @@ def main() -> int:
     ]
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
     scheduler = LambdaLR(
-        optimizer, partial(model.warmup_cosine, warmup_steps=args.warmup_steps, steps=args.steps)
+        optimizer, partial(optim.warmup_cosine, warmup_steps=args.warmup_steps, steps=args.steps)
     )
     engine, *_ = deepspeed.initialize(
         model=net, optimizer=optimizer, lr_scheduler=scheduler, config=engine_config
@@ -181,14 +186,16 @@ def main() -> int:
         if stop:
             break
     if stop:
-        runtime.say(f"signal {stop}: saved at step {step}; the same command with --resume goes on")
+        runtime.print0(
+            f"signal {stop}: saved at step {step}; the same command with --resume goes on"
+        )
 
     # 6 What was promised, checked: a rank holds its part of what the stage cuts and no more, and all gather one model.
     held = helper.check_parts(engine, args.stage)
     digests = runtime.gather(helper.digest(deepspeed, net))
     assert len(set(digests)) == 1, f"ranks hold different weights: {digests}"
-    runtime.say("checked: each rank holds its part of what the stage shares, and no more")
-    runtime.say(f"checked: all {world_size} ranks have the same weights to the bit")
+    runtime.print0("checked: each rank holds its part of what the stage shares, and no more")
+    runtime.print0(f"checked: all {world_size} ranks have the same weights to the bit")
     meter.finish(step, weights_sha256=digests[0], **held)
     runtime.shutdown()
     return exits.REQUEUE_EXIT_CODE if stop and step < args.steps else 0

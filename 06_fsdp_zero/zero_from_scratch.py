@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 from _shared import (
     Group,
     after_the_last_gradient,
@@ -41,8 +41,9 @@ from _shared import (
 )
 from _zero_from_scratch import check, compare
 
-from common import exits, lesson, model, runtime, shapes
-from common.traffic import Traffic
+from common import exits, report, runtime
+from common.measure import Traffic
+from lm import data, shapes, weights
 
 # what is sharded
 STAGES = ["(0) data parallelism", "(1) optimizer state", "(2) and gradients", "(3) and weights"]
@@ -204,18 +205,18 @@ COLUMNS = {
 
 
 def main() -> int:
-    args = lesson.flags(__doc__, model="nano", seq_len=16, steps=20)
+    args = report.lesson_flags(__doc__, model="nano", seq_len=16, steps=20)
     # raises a UserError before any rank starts
     config = shapes.load_config(args.model, 256, args.seq_len)
-    lesson.relaunch(args.device)
+    runtime.relaunch(args.device)
     runtime.seed_all(0, deterministic=True)  # before the group: NCCL reads variables when it starts
     device = runtime.init_process_group(args.device)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     sequences = max(1, 24 // world_size) * world_size
-    texts = lesson.one_batch(args.steps * sequences, args.seq_len, device)
+    texts = data.one_batch(args.steps * sequences, args.seq_len, device)
     steps = zip(*(tensor.split(sequences) for tensor in texts), strict=True)
     batches = [[tensor.chunk(world_size)[rank] for tensor in step] for step in steps]
-    start = model.build(args.model, config, seed=0, device=device)
+    start = weights.build(args.model, config, seed=0, device=device)
     learning_rate = shapes.recipe(args.model).lr
     ddp = make_ddp(copy.deepcopy(start), learning_rate)
     losses = run(ddp, batches)["losses"]
@@ -232,7 +233,9 @@ def main() -> int:
         )
     about = {"dtype": "fp32", "parameters": shapes.parameter_count(config), "first_loss": losses[0]}
     about |= {"last_loss": losses[-1], "tokens": args.steps * sequences * args.seq_len}
-    lesson.end(rows, columns=COLUMNS, checked=check(rows, start), args=args, device=device, **about)
+    report.end_lesson(
+        rows, columns=COLUMNS, checked=check(rows, start), args=args, device=device, **about
+    )
     runtime.shutdown()
     return 0
 

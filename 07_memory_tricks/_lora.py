@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from common import data
 from common.exits import UserError
+from lm import data
 
 INSTRUCTIONS = Path(__file__).with_name("lora_instructions.jsonl")
 HELD_OUT_EVERY = 4  # of the pairs the last of each four

@@ -31,15 +31,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
-from common import exits, lesson, measure
-from common.data import PADDING
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
+from common import exits, measure, report
+from lm.data import PADDING
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def plain_cross_entropy(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
-    """The last lines of common/model.py: all logits, then their mean loss in fp32. Targets of PADDING do not count."""
+    """The last lines of lm/model.py: all logits, then their mean loss in fp32. Targets of PADDING do not count."""
     return F.cross_entropy(F.linear(hidden, head).float(), targets, ignore_index=PADDING)
 
 
@@ -250,8 +250,8 @@ def check(rows: list[dict], args, tolerance: float) -> list[str]:
 def main() -> int:
     # Llama 3's vocabulary
     sizes = {"tokens": 512, "hidden_size": 256, "vocab_size": 128_256, "chunk_tokens": 64}
-    args = lesson.flags(__doc__, **sizes, dtype=tuple(DTYPES), rounds=3)
-    device = lesson.start(args.device)
+    args = report.lesson_flags(__doc__, **sizes, dtype=tuple(DTYPES), rounds=3)
+    device = report.start_lesson(args.device)
     batch = random_batch(args, device)
     ways = ways_to_compute(args.chunk_tokens, device)
     steps = {name: partial(forward_backward, way, *batch) for name, way in ways.items()}
@@ -273,7 +273,7 @@ def main() -> int:
     }
     loss, parameters = rows[0]["loss"], args.vocab_size * args.hidden_size
     own = {"parameters": parameters, "first_loss": loss, "last_loss": loss}
-    lesson.end(rows, columns=columns, checked=checked, args=args, device=device, **own)
+    report.end_lesson(rows, columns=columns, checked=checked, args=args, device=device, **own)
     return 0
 
 

@@ -25,9 +25,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
-from common import exits, lesson, measure, model, shapes
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
+from common import exits, measure, report
 from common.exits import UserError
+from lm import shapes, weights
 
 # libraries allocate their workspaces, and AdamW makes its state: none of it may be captured
 WARM_UP_STEPS = 3
@@ -116,8 +117,8 @@ def random_batch(
 def make_training(config: shapes.Config, device: torch.device, mode: str | None = None) -> tuple:
     """A model with random weights, and its optimizer. With a mode, compiled: static, or a second batch size would not
     be captured."""
-    net = model.materialize(
-        model.build("nano", config, seed=0, device="meta"), "nano", seed=0, device=device
+    net = weights.materialize(
+        weights.build("nano", config, seed=0, device="meta"), "nano", seed=0, device=device
     )
     optimizer = torch.optim.AdamW(net.parameters(), fused=True, capturable=device.type == "cuda")
     return net if mode is None else torch.compile(net, mode=mode, dynamic=False), optimizer
@@ -215,14 +216,14 @@ def check(
 
 def main() -> int:
     flags = {"model": "nano", "seq_len": 64, "micro_batch_sizes": "1,4,16", "rounds": 5}
-    args = lesson.flags(__doc__, **flags, dtype=("fp32", "bf16"), compile=False)
+    args = report.lesson_flags(__doc__, **flags, dtype=("fp32", "bf16"), compile=False)
     if not all(part.isdecimal() and int(part) for part in args.micro_batch_sizes.split(",")):
         raise UserError(
             f"--micro-batch-sizes {args.micro_batch_sizes!r}: numbers with commas between, such as 1,4,16"
         )
     args.sequences = sorted({int(part) for part in args.micro_batch_sizes.split(",")})
     config = shapes.load_config(args.model, shapes.read_config(args.model).vocab_size, args.seq_len)
-    device = lesson.start(args.device)
+    device = report.start_lesson(args.device)
     losses = losses_of_replays(config, args, device) if device.type == "cuda" else None
     if losses is None:
         print(
@@ -232,7 +233,7 @@ def main() -> int:
     columns = {"tokens": "tokens", "name": "step", "operators": "operators", "seconds": "time"}
     columns |= {"time_ratio": "of eager", "graph_pool_bytes": "kept by the graph"}
     own = {"parameters": shapes.parameter_count(config), "losses": losses}
-    lesson.end(
+    report.end_lesson(
         rows,
         columns=columns,
         checked=check(rows, losses, args.dtype),

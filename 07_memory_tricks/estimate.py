@@ -21,10 +21,11 @@ import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
-# common/ and planner/, with nothing installed
+# so that `import common` works
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import cli, exits, report, shapes
-from common.table import table
+from common import cli, exits, report
+from common.report import table
+from lm import shapes
 from planner import inference, machine
 from planner.frameworks import FP32_LOG_SOFTMAX, FRAMEWORKS, LOSSES
 from planner.memory import LINES, Memory, peak

@@ -27,10 +27,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
-from common import exits, lesson, measure, model, runtime, shapes, traffic
-from common.data import PADDING
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
+from common import exits, measure, report, runtime
 from common.exits import UserError
+from lm import data, shapes
+from lm.data import PADDING
+from lm.weights import build
 
 # torch 2.11 does not have its successor
 warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)
@@ -130,7 +132,7 @@ def run(
         del held, buckets
         way(ddp, mine)
     ddp.zero_grad(set_to_none=True)
-    with traffic.Traffic() as sent:
+    with measure.Traffic() as sent:
         way(ddp, mine)
     return {
         "micro_batches": len(equal),
@@ -185,7 +187,9 @@ def check_epoch(epoch: list[Batch], size: int) -> tuple[str, float]:
 
 
 def main() -> int:
-    args = lesson.flags(__doc__, model="nano", seq_len=128, batch_size=8, micro_batches=4, rounds=3)
+    args = report.lesson_flags(
+        __doc__, model="nano", seq_len=128, batch_size=8, micro_batches=4, rounds=3
+    )
     count = args.micro_batches
     if count < 2 or args.batch_size % count:
         raise UserError(
@@ -200,9 +204,9 @@ def main() -> int:
     device = runtime.init_process_group(args.device)
     in_epoch = 2 * count + count // 2  # micro-batches: two whole groups and a half
     sequences = in_epoch * dist.get_world_size() * args.batch_size // count
-    batch = lesson.one_batch(sequences, args.seq_len, device)  # of all ranks, on every rank
+    batch = data.one_batch(sequences, args.seq_len, device)  # of all ranks, on every rank
     epoch, uneven_epoch = split(batch, in_epoch), split(cut_lengths(batch), in_epoch)
-    net = model.build(args.model, config, seed=0, device=device)
+    net = build(args.model, config, seed=0, device=device)
     ddp = DistributedDataParallel(net, gradient_as_bucket_view=True, broadcast_buffers=False)
     # DDP makes its final buckets after the first backward
     accumulate(ddp, of_this_rank(epoch[:count]))
@@ -236,7 +240,9 @@ def main() -> int:
         "parameters": shapes.parameter_count(config),
         "usual_tokens_share": used_share,
     }
-    lesson.end(rows, columns=columns, checked=[*checked, of_epoch], args=args, device=device, **own)
+    report.end_lesson(
+        rows, columns=columns, checked=[*checked, of_epoch], args=args, device=device, **own
+    )
     runtime.shutdown()
     return 0
 

@@ -20,8 +20,9 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
-from common import exits, lesson, measure, model, shapes
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
+from common import exits, measure, report
+from lm import data, shapes, weights
 
 
 class Recompute(torch.autograd.Function):
@@ -120,13 +121,13 @@ def check(rows: list[dict], tolerance: float) -> list[str]:
 
 
 def main() -> int:
-    args = lesson.flags(
+    args = report.lesson_flags(
         __doc__, model="nano", seq_len=256, batch_size=8, rounds=3, dtype=("fp32", "bf16")
     )
     config = shapes.load_config(args.model, 256, args.seq_len)
-    device = lesson.start(args.device)
-    net = model.build(args.model, config, seed=0, device=device)
-    batch = lesson.one_batch(args.batch_size, args.seq_len, device)
+    device = report.start_lesson(args.device)
+    net = weights.build(args.model, config, seed=0, device=device)
+    batch = data.one_batch(args.batch_size, args.seq_len, device)
     # the first one also pays for what libraries set aside
     forward(net, "none", batch, args.dtype).backward()
     exact = [weight.grad.cpu() for weight in net.parameters()]
@@ -143,7 +144,9 @@ def main() -> int:
     # a GPU may add up in another order
     checked = check(rows, tolerance=1e-5 if args.dtype == "fp32" else 2e-2)
     count = shapes.parameter_count(config)
-    lesson.end(rows, columns=columns, checked=checked, args=args, device=device, parameters=count)
+    report.end_lesson(
+        rows, columns=columns, checked=checked, args=args, device=device, parameters=count
+    )
     return 0
 
 

@@ -29,12 +29,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 import _lora
 from _shared import saved_for_backward
 
-from common import data, exits, hardware, lesson, measure, model, runtime, shapes
-from common.adapters import LoRALinear, adapt
+from common import exits, hardware, measure, report, runtime
+from lm import data, model, shapes, weights
+from lm.lora import LoRALinear, adapt
 
 METHODS = ("full", "lora", "qlora")
 LORA_LR_FACTOR = 10  # adapters take a learning rate about so many times that of full fine-tuning
@@ -216,10 +217,10 @@ def check(rows: list[dict], dtype: str) -> list[str]:
 
 def main() -> int:
     choices = {"method": ("all", *METHODS), "dtype": ("auto", "fp32", "bf16")}
-    args = lesson.flags(
+    args = report.lesson_flags(
         __doc__, model="nano", rank=8, alpha=16.0, steps=20, batch_size=4, seq_len=128, **choices
     )
-    device = lesson.start(args.device)
+    device = report.start_lesson(args.device)
     args.dtype = hardware.choose_dtype(args.dtype, device)
     trained_before = shapes.has_weights(args.model)
     # for nano, 1e-2 ended lower than 1e-3 and 2e-2 did; 1e-3 is a common choice for a model that has been trained
@@ -228,7 +229,7 @@ def main() -> int:
     args.seq_len = task.batches[0][0].size(1)
     config = shapes.load_config(args.model, task.vocab_size, args.seq_len)
     autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=args.dtype == "bf16")
-    base = model.build(args.model, config, seed=0, device=device)
+    base = weights.build(args.model, config, seed=0, device=device)
     if not trained_before:
         text = _lora.make_batches(data.load_corpus("stdlib"), seq_len=64, batch_size=16)
         optimizer = torch.optim.AdamW(
@@ -260,7 +261,7 @@ def main() -> int:
         "time_ratio": "time",
         "val_loss_after": "held-out loss",
     }
-    lesson.end(
+    report.end_lesson(
         rows,
         columns=columns,
         checked=check(rows, args.dtype),

@@ -27,10 +27,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 from _shared import is_of_a_weight
 
-from common import exits, lesson, measure, model, shapes
+from common import exits, measure, report
+from lm import activation_checkpointing, shapes, weights
 
 CATEGORIES = [
     "parameters",
@@ -232,11 +233,11 @@ def check(profile: Profile, found: dict[str, list[int]]) -> list[str]:
 
 def main() -> int:
     choices = {"dtype": ("fp32", "bf16"), "checkpointing": ("none", "full")}
-    args = lesson.flags(__doc__, model="nano", seq_len=64, micro_batch_size=24, **choices)
-    device = lesson.start(args.device)
+    args = report.lesson_flags(__doc__, model="nano", seq_len=64, micro_batch_size=24, **choices)
+    device = report.start_lesson(args.device)
     config = shapes.load_config(args.model, shapes.read_config(args.model).vocab_size, args.seq_len)
-    net = model.build(args.model, config, seed=0, device=device)
-    model.checkpoint_blocks(net, args.checkpointing)
+    net = weights.build(args.model, config, seed=0, device=device)
+    activation_checkpointing.checkpoint_blocks(net, args.checkpointing)
     optimizer = torch.optim.AdamW(net.parameters(), fused=True)
     size = (args.micro_batch_size, args.seq_len)
     # any inputs and targets
@@ -275,7 +276,7 @@ def main() -> int:
     }
     columns = {"name": "what", **{f"{moment} bytes": moment for moment in moments}}
     rows = run(profile, found, moments)
-    lesson.end(
+    report.end_lesson(
         rows, columns=columns, checked=check(profile, found), args=args, device=device, **own
     )
     return 0

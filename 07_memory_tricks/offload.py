@@ -26,8 +26,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.weak import WeakIdKeyDictionary
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
-from common import exits, lesson, measure, model, runtime, shapes
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
+from common import exits, measure, report, runtime
+from lm import shapes, weights
+from lm.data import one_batch
 
 SMALLEST_BYTES = 16 * 1024  # below, a copy costs more than it frees
 # pieces on their way down: without a limit, all would wait in the memory that is to be freed
@@ -244,15 +246,15 @@ def check(rows: list[dict], dtype: str) -> list[str]:
 
 
 def main() -> int:
-    args = lesson.flags(
+    args = report.lesson_flags(
         __doc__, model="nano", seq_len=64, batch_size=12, rounds=3, dtype=("fp32", "bf16")
     )
     config = shapes.load_config(args.model, 256, args.seq_len)
     # or two runs of one way would differ in their last bits on a GPU
     runtime.seed_all(0, deterministic=True)
     device = runtime.single_device(args.device)
-    net = model.build(args.model, config, seed=0, device=device)
-    batch = lesson.one_batch(args.batch_size, args.seq_len, device)
+    net = weights.build(args.model, config, seed=0, device=device)
+    batch = one_batch(args.batch_size, args.seq_len, device)
     start = {name: value.cpu().clone() for name, value in net.state_dict().items()}
     rows = [run(way, net, batch, args.dtype, start) for way in WAYS]
     gradients = [row.pop("gradients") for row in rows]
@@ -276,7 +278,7 @@ def main() -> int:
         "time_ratio": "time",
     }
     count = shapes.parameter_count(config)
-    lesson.end(
+    report.end_lesson(
         rows,
         columns=columns,
         checked=check(rows, args.dtype),

@@ -25,8 +25,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
-from common import data, exits, lesson, model, runtime, shapes
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
+from common import exits, report, runtime
+from lm import data, shapes
+from lm.weights import build
 
 BLOCK = 256  # values that share a scale
 
@@ -158,7 +160,7 @@ RECIPES = {  # an optimizer, and by formula the bytes of its state for a tensor 
 
 def run(recipe: str, seed: int, config: shapes.Config, corpus: data.Corpus, args, device) -> dict:
     """Train for --steps from the weights of this seed, on its batches; count what is held when backward has ended."""
-    net = model.build(args.model, config, seed=seed, device=device)
+    net = build(args.model, config, seed=seed, device=device)
     if recipe.startswith("bf16 weights"):
         net.to(torch.bfloat16)
     start = [parameter.detach().clone() for parameter in net.parameters()]
@@ -254,7 +256,9 @@ def check(rows: list[dict]) -> list[str]:
 
 
 def main() -> int:
-    args = lesson.flags(__doc__, model="nano", seq_len=64, batch_size=1, steps=4, seeds=2, lr=2e-3)
+    args = report.lesson_flags(
+        __doc__, model="nano", seq_len=64, batch_size=1, steps=4, seeds=2, lr=2e-3
+    )
     config = shapes.load_config(args.model, 256, args.seq_len)
     device = runtime.single_device(args.device)
     # or AdamW's curve would not come out twice alike
@@ -281,7 +285,7 @@ def main() -> int:
         "first_loss": rows[0]["first_loss"],
         "last_loss": rows[0]["last_loss"],
     }
-    lesson.end(rows, columns=columns, checked=check(rows), args=args, device=device, **own)
+    report.end_lesson(rows, columns=columns, checked=check(rows), args=args, device=device, **own)
     return 0
 
 

@@ -30,10 +30,11 @@ import torch.distributed._functional_collectives as collectives
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 import _packing as helper
 
-from common import data, exits, lesson, measure, model, runtime, shapes
+from common import exits, measure, report, runtime
+from lm import data, model, shapes, weights
 
 # all-gather with a backward: torch 2.13's name, and the one of before
 all_gather = (
@@ -215,7 +216,7 @@ def run(name: str, one_step: partial, exact: list[Tensor]) -> dict:
 
 
 def main() -> int:
-    args = lesson.flags(
+    args = report.lesson_flags(
         __doc__, model="nano", seq_len=240, documents=20, rounds=3, dtype=("fp32", "bf16")
     )
     config, size = shapes.load_config(args.model, 256, args.seq_len), args.seq_len
@@ -223,8 +224,8 @@ def main() -> int:
     helper.refuse(rows_of(lengths, size), args)
     runtime.seed_all(0)
     device = runtime.init_process_group(args.device)
-    documents = lesson.one_batch(1, sum(lengths), device)[0][0].split(lengths)
-    net = model.build(args.model, config, seed=0, device=device)
+    documents = data.one_batch(1, sum(lengths), device)[0][0].split(lengths)
+    net = weights.build(args.model, config, seed=0, device=device)
 
     alone = [pack(documents, [[number]], length) for number, length in enumerate(lengths)]
     groups = [
@@ -272,7 +273,9 @@ def main() -> int:
     shares = {name: sum(many) / (size * count) for name, count in row_counts.items()}
     own = {"parameters": shapes.parameter_count(config), "shares_of_10000_documents": shares}
     checked = helper.check(rows, shares, args)
-    lesson.end(rows, columns=helper.COLUMNS, checked=checked, args=args, device=device, **own)
+    report.end_lesson(
+        rows, columns=helper.COLUMNS, checked=checked, args=args, device=device, **own
+    )
     runtime.shutdown()
     return 0
 

@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common import runtime, shapes
+from common import runtime
 from common.exits import UserError
+from lm import shapes
 
 # elements of each tile that ring attention has computed, of one head of one sequence
 tile_scores: list[int] = []
@@ -91,7 +92,7 @@ def add_tile_gradients(
 def chosen_ways(args: argparse.Namespace, config: shapes.Config, ways: Iterable[str]) -> list[str]:
     """One process and what --attention names. UserError if the ranks cannot divide the sequence, or the heads."""
     gpus = torch.cuda.device_count() if args.device != "cpu" else 0
-    # torchrun's, or what lesson.relaunch will start
+    # torchrun's, or what runtime.relaunch will start
     n = int(os.environ.get("WORLD_SIZE", max(2, gpus)))
     chunks = 2 * n  # zigzag order: two per rank
     if args.seq_len % chunks:
@@ -108,7 +109,7 @@ def chosen_ways(args: argparse.Namespace, config: shapes.Config, ways: Iterable[
         reason = f"{n} ranks do not divide the {config.num_key_value_heads} key-value heads of --model {args.model}"
         if args.attention == "ulysses":
             raise UserError(f"--attention ulysses: {reason}: use ring")
-        runtime.say(f"Ulysses is left out: {reason}")
+        runtime.print0(f"Ulysses is left out: {reason}")
         chosen.remove("Ulysses")
     return chosen
 

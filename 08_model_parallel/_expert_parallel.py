@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from common import measure, runtime, shapes
+from common import measure, runtime
 from common.exits import UserError
-from common.traffic import Traffic
+from common.measure import Traffic
+from lm import shapes
 
 LAST_STEPS = 5  # of a run: they alone count for the busiest expert and rank
 TOLERANCE = 1e-5  # relative; what another order of the same sums in fp32 may change
@@ -42,7 +43,7 @@ def mixtures(net: nn.Module) -> list[nn.Module]:
 def check_sizes(args: argparse.Namespace) -> None:
     """UserError for what so many ranks cannot divide, before any of them starts."""
     gpus = torch.cuda.device_count() if args.device != "cpu" else 0
-    # torchrun's, or what lesson.relaunch will start
+    # torchrun's, or what runtime.relaunch will start
     ranks = int(os.environ.get("WORLD_SIZE", max(2, gpus)))
     if args.experts < ranks:
         raise UserError(

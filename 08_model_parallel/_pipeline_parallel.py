@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from _shared import keep_stage
 from torch import Tensor, nn
 
-from common import data, lesson, measure, model, shapes
+from common import measure
 from common.exits import UserError
+from lm import data, model, shapes, weights
 
 UNTIED_NANO = "untied-nano"
 LARGEST_NORM = 1.0  # of gradients
@@ -57,7 +58,7 @@ class Baseline:
 def load_config(args: argparse.Namespace) -> shapes.Config:
     """The model's shape. UserError for what so many ranks cannot run."""
     gpus = torch.cuda.device_count() if args.device != "cpu" else 0
-    # torchrun's, or what lesson.relaunch will start
+    # torchrun's, or what runtime.relaunch will start
     ranks = int(os.environ.get("WORLD_SIZE", max(2, gpus)))
     stages = ranks * args.chunks if ranks > 1 else 1
     config = shapes.load_config(args.model.replace(UNTIED_NANO, "nano"), 256, args.seq_len)
@@ -81,7 +82,7 @@ def build_stage(config: shapes.Config, number: int, stages: int, device: torch.d
     with torch.device("meta"):
         net = model.Transformer(config)
     keep_stage(net, number, stages).to_empty(device=device)
-    net.init_weights(seed=0)
+    weights.init_weights(net, seed=0)
     for parameter in net.parameters():
         parameter.grad = torch.zeros_like(parameter)
     return Stage(number, number == stages - 1, net)
@@ -98,7 +99,7 @@ def train_one_process(
     """Train the whole model, with the whole batch at once. Every rank does so, for itself."""
     micro_batches = args.micro_batches_per_rank * dist.get_world_size()
     sequences = micro_batches * args.micro_batch_size  # of a step
-    inputs, targets = lesson.one_batch(args.steps * sequences, args.seq_len, device)
+    inputs, targets = data.one_batch(args.steps * sequences, args.seq_len, device)
     lengths = torch.arange(sequences, device=device) * 7 % args.seq_len + 1  # the rest is padding
     padding = torch.arange(args.seq_len, device=device) >= lengths.repeat(args.steps)[:, None]
     targets[padding] = data.PADDING

@@ -15,8 +15,9 @@ from torch.distributed import _functional_collectives as functional
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
-from common import measure, runtime, shapes, traffic
+from common import measure, runtime
 from common.exits import UserError
+from lm import shapes
 
 LEARNING_RATE, LARGEST_NORM = 0.05, 1.0  # of gradients
 TOLERANCE = 1e-5  # relative; what another order of the same sums in fp32 may change in 10 steps
@@ -80,7 +81,7 @@ class Way:
         with self.context():
             loss = self.loss(inputs, targets)
             (loss * share).backward()
-        return runtime.whole(loss.detach())
+        return runtime.full_tensor(loss.detach())
 
 
 def parallelize_with_torch(net: nn.Module) -> Way:
@@ -93,7 +94,9 @@ def parallelize_with_torch(net: nn.Module) -> Way:
 
 def clip_by_torch(net: nn.Module, largest_norm: float) -> Tensor:
     # DTensors know what is sharded and what is partial; torch 2.11 scales partial ones wrongly with foreach
-    return runtime.whole(nn.utils.clip_grad_norm_(net.parameters(), largest_norm, foreach=False))
+    return runtime.full_tensor(
+        nn.utils.clip_grad_norm_(net.parameters(), largest_norm, foreach=False)
+    )
 
 
 def check_sizes(args, config: shapes.Config) -> None:
@@ -127,7 +130,7 @@ def run(ways: list[Way], micro_batches: list[tuple[Tensor, Tensor]], args) -> li
     ]
     optimizers = [torch.optim.SGD(way.net.parameters(), lr=LEARNING_RATE) for way in ways]
     # of all steps: until backward ends, and after it
-    traffics = [(traffic.Traffic(), traffic.Traffic()) for _ in ways]
+    traffics = [(measure.Traffic(), measure.Traffic()) for _ in ways]
     for first in range(0, len(micro_batches), in_a_step):
         step = micro_batches[first : first + in_a_step]
         for way, row, (until, after) in zip(ways, rows, traffics, strict=True):
@@ -170,7 +173,7 @@ def gradient_error(net: nn.Module, baseline: nn.Module) -> float:
         cut = hasattr(weight, "cut_dimension")
         expected.append(my_part(whole.grad, weight.cut_dimension) if cut else whole.grad)
     return measure.relative_error(
-        [runtime.whole(weight.grad) for weight in net.parameters()], expected
+        [runtime.full_tensor(weight.grad) for weight in net.parameters()], expected
     )
 
 

@@ -17,10 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from common import fake_ranks, model, report, runtime, shapes
-from common.data import Batches, load_corpus
+from common import report, runtime
 from common.exits import UserError
-from common.table import table
+from common.report import table
+from lm import model, shapes
+from lm.data import Batches, load_corpus
+from lm.weights import build
 
 # all-gather with a backward: torch 2.13's name, and the one of before
 all_gather = (
@@ -161,7 +163,7 @@ class Stage:
         def loss(logits: Tensor, targets: Tensor) -> Tensor:
             mean = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
             # micro-batches have equal token counts
-            return runtime.whole(mean) / batches.accumulation_steps
+            return runtime.full_tensor(mean) / batches.accumulation_steps
 
         # One forward, one backward: a stage holds the activations of at most as many micro-batches as there are stages.
         # scale_grads would divide by the number of micro-batches, which the loss does already
@@ -191,7 +193,7 @@ def clip_over_stages(
     parameters: list[nn.Parameter], largest_norm: float, mesh: DeviceMesh
 ) -> Tensor:
     """Scale all gradients as one process would: by the norm over all stages."""
-    norm = runtime.whole(get_total_norm([parameter.grad for parameter in parameters]))
+    norm = runtime.full_tensor(get_total_norm([parameter.grad for parameter in parameters]))
     if "pipeline" in mesh.mesh_dim_names:
         dist.all_reduce(squared := norm**2, group=mesh.get_group("pipeline"))
         norm = squared.sqrt()
@@ -204,7 +206,7 @@ def check_parts(
 ) -> dict[str, list[int]]:
     """The bytes of weights and of optimizer state that each rank holds, in rank order. AssertionError if they are not
     the ranks' parts, in fp32: low precision is in the arithmetic, never in what is kept."""
-    whole = dict(model.build("", net.config, seed=0, device="meta").named_parameters())
+    whole = dict(build("", net.config, seed=0, device="meta").named_parameters())
     tensor, shard = find_place(args)[3], mesh["shard"]
     weights = state = due = 0  # bytes
     for name, parameter in net.named_parameters():
@@ -227,7 +229,7 @@ def check_parts(
         t.nbytes * (args.tp if name.endswith("norm.weight") else 1) for name, t in whole.items()
     )
     assert sum(due) == args.replicate * total, f"bytes by rank: {due}, of copies of {total}"
-    runtime.say(
+    runtime.print0(
         f"checked: each rank holds its part of weights and optimizer state, at most {max(weights):,} bytes"
     )
     return {"parameter_bytes_per_rank": weights, "optimizer_bytes_per_rank": state}
@@ -270,7 +272,7 @@ def dry_run(args, build) -> int:
 
 def count_bytes(args, config: shapes.Config, build, stage: int) -> dict[str, int]:
     """What the first rank of a stage holds, in fp32 and with two moments, as check_parts finds it in every run."""
-    device = fake_ranks.join(stage * args.world_size // args.pp, args.world_size)
+    device = runtime.join_fake_ranks(stage * args.world_size // args.pp, args.world_size)
     net = build(args, config, make_mesh(args, device), device)
     weights = sum(parameter.to_local().nbytes for parameter in net.parameters())
     held = {"weight_bytes": weights, "gradient_bytes": weights, "optimizer_bytes": 2 * weights}

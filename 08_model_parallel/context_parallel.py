@@ -30,11 +30,12 @@ import torch.distributed._functional_collectives as collectives
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 import _context_parallel as context
 from _context_parallel import add_tile, add_tile_gradients, positions_of_rank, tiles
 
-from common import data, exits, lesson, measure, model, runtime, shapes, traffic
+from common import exits, measure, report, runtime
+from lm import data, model, shapes, weights
 
 # all-gather with a backward: torch 2.13's name, and the one of before
 all_gather = (
@@ -198,7 +199,7 @@ def run(
     losses, errors = [], []
     for step, batch in enumerate(batches):  # the last step's bytes and scores are reported
         context.tile_scores.clear()
-        with traffic.Traffic() as sent:
+        with measure.Traffic() as sent:
             with measure.LiveBytes(device=batch[0].device) as live:
                 before = live.now
                 loss = loss_of(net, way, *batch)
@@ -215,7 +216,7 @@ def run(
         nn.utils.clip_grad_norm_(net.parameters(), 1.0)  # each rank has all gradients: replicate
         optimizer.step()
         optimizer.zero_grad()
-    of_ranks = runtime.gather((kept_bytes, sum(context.tile_scores), errors, model.digest(net)))
+    of_ranks = runtime.gather((kept_bytes, sum(context.tile_scores), errors, weights.digest(net)))
     kept, scores, errors_of_ranks, digests = zip(*of_ranks, strict=True)
     return {
         "name": way,
@@ -235,29 +236,29 @@ def run(
 
 
 def main() -> int:
-    args = lesson.flags(
+    args = report.lesson_flags(
         __doc__, model="nano", attention=ATTENTIONS, seq_len=240, batch_size=4, steps=5
     )
     # raises a UserError before any rank starts
     config = shapes.load_config(args.model, 256, args.seq_len)
     ways = context.chosen_ways(args, config, WAYS)
-    lesson.relaunch(args.device)
+    runtime.relaunch(args.device)
     runtime.seed_all(0, deterministic=True)  # before the group: NCCL reads variables when it starts
     device = runtime.init_process_group(args.device)
     batches = []
     # the same on every rank
-    whole = lesson.one_batch(args.steps * args.batch_size, args.seq_len, device)
+    whole = data.one_batch(args.steps * args.batch_size, args.seq_len, device)
     for inputs, targets in zip(*(tensor.split(args.batch_size) for tensor in whole), strict=True):
         targets[0, 3 * (args.seq_len + 1) // 4 :] = data.PADDING  # a text that ends early
         batches.append((inputs, targets, (targets != data.PADDING).sum()))
-    start = model.build(args.model, config, seed=0, device=device)
+    start = weights.build(args.model, config, seed=0, device=device)
     # cuBLAS takes its workspace here, and not where bytes are counted
     loss_of(start, "one process", *batches[0])
     rows, baseline_gradients = [], []
     for way in ways:
         rows.append(run(way, start, batches, baseline_gradients))
         rows[-1]["kept_share"] = rows[-1]["kept_bytes_per_rank"] / rows[0]["kept_bytes_per_rank"]
-    lesson.end(
+    report.end_lesson(
         rows,
         columns=context.COLUMNS,
         checked=context.check(rows, config, args),

@@ -27,11 +27,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 import _expert_parallel as helper
 from _expert_parallel import all_gather, mixtures
 
-from common import exits, lesson, model, runtime, shapes, traffic
+from common import exits, measure, report, runtime
+from lm import data, model, shapes
+from lm.weights import init_weights
 
 
 class Mixture(nn.Module):
@@ -186,7 +188,7 @@ def sum_over_ranks(net: nn.Module, losses: Tensor) -> Tensor:
 def build(
     kind: type[Mixture], config: shapes.Config, args, capacity_factor: float | None, device
 ) -> nn.Module:
-    """common/model.py with mixtures. Experts are 1/k as wide as the MLP: a token uses as many weights as before."""
+    """lm/model.py with mixtures. Experts are 1/k as wide as the MLP: a token uses as many weights as before."""
     expert = dataclasses.replace(config, intermediate_size=config.intermediate_size // args.top_k)
     with torch.device("meta"):
         net = model.Transformer(config)
@@ -194,7 +196,7 @@ def build(
             block.mlp = kind(expert, list(range(args.experts)), args.top_k, capacity_factor)
     net.to_empty(device=device)
     net.tie_weights()  # to_empty has made two matrices of one
-    net.init_weights(seed=0)
+    init_weights(net, seed=0)
     return net
 
 
@@ -235,7 +237,7 @@ def run(
         torch.optim.SGD(one.parameters(), lr=0.05, momentum=0.9) for one in (net, one_process)
     ]
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    steps, sent = [], traffic.Traffic()
+    steps, sent = [], measure.Traffic()
     for batch in batches:
         with sent:
             losses = backward(
@@ -273,21 +275,23 @@ def main() -> int:
         "capacity_factor": 1.0,
         "steps": 12,
     }
-    args = lesson.flags(__doc__, model="nano", **sizes)
+    args = report.lesson_flags(__doc__, model="nano", **sizes)
     # this and the next raise before any rank starts
     config = shapes.load_config(args.model, 256, args.seq_len)
     helper.check_sizes(args)
-    lesson.relaunch(args.device)
+    runtime.relaunch(args.device)
     runtime.seed_all(0, deterministic=True)  # before the group: NCCL reads variables when it starts
     device = runtime.init_process_group(args.device)
     # the same on every rank
-    whole = lesson.one_batch(args.steps * args.global_batch_size, args.seq_len, device)
+    whole = data.one_batch(args.steps * args.global_batch_size, args.seq_len, device)
     batches = [*zip(*(tensor.split(args.global_batch_size) for tensor in whole), strict=True)]
     rows = [run(way, config, batches, args, device) for way in WAYS]
     checked = helper.check(rows, config, args)
     about = {"dtype": "fp32", "parameters": rows[0]["parameters"], "tokens": whole[0].numel()}
     about |= {"first_loss": rows[1]["losses"][0], "last_loss": rows[1]["last_loss"]}
-    lesson.end(rows, columns=helper.COLUMNS, checked=checked, args=args, device=device, **about)
+    report.end_lesson(
+        rows, columns=helper.COLUMNS, checked=checked, args=args, device=device, **about
+    )
     runtime.shutdown()
     return 0
 

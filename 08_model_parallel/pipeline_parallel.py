@@ -32,11 +32,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 import _pipeline_parallel as helper
 from _pipeline_parallel import LARGEST_NORM, Stage, loss_share
 
-from common import exits, lesson, measure, runtime, shapes
+from common import exits, measure, report, runtime
+from lm import shapes
 
 
 class Instruction(NamedTuple):
@@ -258,9 +259,9 @@ def main() -> int:
         "chunks": 2,
         "steps": 3,
     }
-    args = lesson.flags(__doc__, model=helper.UNTIED_NANO, **sizes)
+    args = report.lesson_flags(__doc__, model=helper.UNTIED_NANO, **sizes)
     config = helper.load_config(args)  # raises a UserError before any rank starts
-    lesson.relaunch(args.device)
+    runtime.relaunch(args.device)
     runtime.seed_all(0, deterministic=True)  # before the group: NCCL reads variables when it starts
     device = runtime.init_process_group(args.device)
     baseline = helper.train_one_process(config, args, device)
@@ -270,9 +271,9 @@ def main() -> int:
     rows = [{"name": "one process", "losses": baseline.losses}]
     for by_torch in (False, True):
         rows += [run(name, *schedule, by_torch, baseline) for name, schedule in schedules.items()]
-    runtime.say("a: forward of a micro-batch; A: its backward; .: idle")
+    runtime.print0("a: forward of a micro-batch; A: its backward; .: idle")
     for row in rows[1 : 1 + len(schedules)]:
-        runtime.say(helper.picture(row))
+        runtime.print0(helper.picture(row))
     checked = helper.check(rows, baseline, args)
     about = {
         "dtype": "fp32",
@@ -280,7 +281,9 @@ def main() -> int:
         "tokens": args.steps * baseline.tokens,
     }
     about |= {"first_loss": baseline.losses[0], "last_loss": baseline.losses[-1]}
-    lesson.end(rows, columns=helper.COLUMNS, checked=checked, args=args, device=device, **about)
+    report.end_lesson(
+        rows, columns=helper.COLUMNS, checked=checked, args=args, device=device, **about
+    )
     runtime.shutdown()
     return 0
 

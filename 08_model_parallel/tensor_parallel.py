@@ -29,7 +29,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 import _tensor_parallel as helper
 from _tensor_parallel import (
     Way,
@@ -41,7 +41,8 @@ from _tensor_parallel import (
     reduce_scatter,
 )
 
-from common import data, exits, lesson, measure, model, runtime, shapes, traffic
+from common import exits, measure, report, runtime
+from lm import data, shapes, weights
 
 
 class Copy(torch.autograd.Function):
@@ -84,7 +85,7 @@ def cut_pair(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
 
 
 class ParallelBlock(nn.Module):
-    """The block of common/model.py, cut. A pair is entered by Copy or Gather, and left by Reduce or ReduceScatter."""
+    """The block of lm/model.py, cut. A pair is entered by Copy or Gather, and left by Reduce or ReduceScatter."""
 
     def __init__(self, block: nn.Module, enter: type, leave: type) -> None:
         super().__init__()
@@ -191,7 +192,7 @@ def check_pair(device: torch.device) -> str:
     cut = [tensor.detach().clone().requires_grad_() for tensor in whole]
     expected = F.linear(F.relu(F.linear(whole[0], whole[1])), whole[2])
     expected.square().sum().backward()
-    with traffic.Traffic() as sent:
+    with measure.Traffic() as sent:
         found = cut_pair(*cut)
         found.square().sum().backward()
     # a rank's are 0 outside its part
@@ -209,23 +210,23 @@ def check_pair(device: torch.device) -> str:
 
 
 def main() -> int:
-    args = lesson.flags(
+    args = report.lesson_flags(
         __doc__, model="nano", seq_len=32, global_batch_size=4, micro_batch_size=2, steps=10
     )
     # this and the next raise before any rank starts
     config = shapes.load_config(args.model, 256, args.seq_len)
     helper.check_sizes(args, config)
-    lesson.relaunch(args.device)
+    runtime.relaunch(args.device)
     runtime.seed_all(0)
     device = runtime.init_process_group(args.device)
     # same on all ranks
-    inputs, targets = lesson.one_batch(args.steps * args.global_batch_size, args.seq_len, device)
+    inputs, targets = data.one_batch(args.steps * args.global_batch_size, args.seq_len, device)
     micro_batches = [
         *zip(inputs.split(args.micro_batch_size), targets.split(args.micro_batch_size), strict=True)
     ]
     checked = [check_pair(device)]
     # Each rank draws all weights and keeps its part. A model that fits nowhere would be drawn matrix by matrix.
-    ways = make_ways(lambda: model.build(args.model, config, seed=0, device=device))
+    ways = make_ways(lambda: weights.build(args.model, config, seed=0, device=device))
     rows = helper.run(ways, micro_batches, args)
     checked += helper.check(rows, config, args)
     about = {
@@ -234,7 +235,9 @@ def main() -> int:
         "tokens": inputs.numel(),
     }
     about |= {"first_loss": rows[0]["losses"][0], "last_loss": rows[0]["losses"][-1]}
-    lesson.end(rows, columns=helper.COLUMNS, checked=checked, args=args, device=device, **about)
+    report.end_lesson(
+        rows, columns=helper.COLUMNS, checked=checked, args=args, device=device, **about
+    )
     runtime.shutdown()
     return 0
 

@@ -33,11 +33,12 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import loss_parallel
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 import _train_3d as helper
 from _shared import cut_matrices, keep_stage
 
-from common import checkpoint, cli, data, exits, hardware, metrics, model, runtime, shapes
+from common import cli, exits, hardware, runtime
+from lm import activation_checkpointing, checkpoint, data, flags, metrics, optim, shapes, weights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -45,11 +46,13 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def build(args, config, mesh, device):
     """This rank's part of the model, which holds no numbers yet."""
     # shapes alone: no rank ever holds the whole
-    net = model.build(args.model, config, seed=args.seed, device="meta")
+    net = weights.build(args.model, config, seed=args.seed, device="meta")
     keep_stage(net, helper.find_place(args)[0], args.pp)  # some of the layers
     if args.tp > 1:
         cut_matrices(net, mesh["tensor"])  # some heads, MLP channels and tokens of the vocabulary
-    model.checkpoint_blocks(net, args.checkpointing)  # backward computes again what is not kept
+    activation_checkpointing.checkpoint_blocks(
+        net, args.checkpointing
+    )  # backward computes again what is not kept
     shard = partial(
         fully_shard,  # of all that, some rows
         mesh=mesh["shard"] if args.replicate == 1 else mesh["replicate", "shard"],
@@ -75,7 +78,7 @@ def build(args, config, mesh, device):
 
 
 def main() -> int:
-    parser = cli.TrainingParser(__doc__)
+    parser = flags.TrainingParser(__doc__)
     parser.add_argument(
         "--tp", type=cli.positive_int, default=1, help="ranks that share each matmul"
     )
@@ -127,7 +130,7 @@ def main() -> int:
         world_size=helper.data_ranks(args, world_size),
     )
     held_out = batches.evaluation()
-    runtime.say(
+    runtime.print0(
         f"{args.model}, {args.dtype} matmuls, {world_size} x {hardware.device_name(device)}"
     )
 
@@ -135,13 +138,13 @@ def main() -> int:
     config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)
     helper.check_cuts(args, config, batches)
     net = build(args, config, mesh, device)
-    model.materialize(net, args.model, seed=args.seed, device=device)
+    weights.materialize(net, args.model, seed=args.seed, device=device)
     columns = helper.cut_sequence(net, args, mesh, DTYPES[args.dtype], device)
     stage = helper.Stage(net, args, batches, mesh, DTYPES[args.dtype], device)
     until_the_end = ExitStack()
     if args.tp > 1:  # forward and backward of the loss from cut logits, which are never gathered
         until_the_end.enter_context(loss_parallel())
-    optimizer, scheduler = model.adamw_cosine(
+    optimizer, scheduler = optim.adamw_cosine(
         net,
         lr=args.lr,
         weight_decay=args.weight_decay,
@@ -150,7 +153,9 @@ def main() -> int:
     )
 
     # 4 The run: its folder, and the step at which it stood.
-    run = checkpoint.Run(args, settings=cli.settings(args, data=corpus.sha256, model=repr(config)))
+    run = checkpoint.Run(
+        args, settings=flags.settings(args, data=corpus.sha256, model=repr(config))
+    )
     training = {"net": net, "optimizer": optimizer, "scheduler": scheduler}
     start_step = checkpoint.resume(run, **training) if args.resume else 0
     stream = batches.stream(start_step, pin=device.type == "cuda", num_workers=args.num_workers)
@@ -179,7 +184,7 @@ def main() -> int:
             with meter.forward():
                 # micro-batches have equal token counts
                 loss = net(inputs, targets) / batches.accumulation_steps
-            loss = runtime.whole(loss)  # that of loss_parallel is a DTensor
+            loss = runtime.full_tensor(loss)  # that of loss_parallel is a DTensor
             loss.backward()
             step_loss += loss.detach()
         grad_norm = helper.clip_over_stages([*net.parameters()], args.clip_norm, mesh)
@@ -201,12 +206,14 @@ def main() -> int:
             break
     run.wait()
     if stop:
-        runtime.say(f"signal {stop}: saved at step {step}; the same command with --resume goes on")
+        runtime.print0(
+            f"signal {stop}: saved at step {step}; the same command with --resume goes on"
+        )
 
     # 6 What was promised, checked. No rank has drifted from the others by a bit.
-    digests = runtime.gather(model.digest(net))
+    digests = runtime.gather(weights.digest(net))
     assert len(set(digests)) == 1, f"ranks hold different weights: {digests}"
-    runtime.say("checked: all ranks that hold the same weights have them to the bit")
+    runtime.print0("checked: all ranks that hold the same weights have them to the bit")
     # its part of each tensor, in fp32, and no more
     held = helper.check_parts(net, optimizer, args, mesh)
     meter.finish(step, weights_sha256=digests[0], **held)
@@ -223,7 +230,7 @@ def evaluate(net, batches, device, stage, columns) -> float:
         targets = targets[:, columns].to(device)
         # tokens, or what the stage before has computed
         inputs = stage.receive(inputs[:, columns].to(device))
-        loss = runtime.whole(net(inputs, targets))
+        loss = runtime.full_tensor(net(inputs, targets))
         if not stage.is_last:
             stage.send(loss)  # hidden states: only the last stage has a head
             continue

@@ -14,7 +14,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from common import exits, lesson, measure, model, shapes
+from common import exits, measure
+from lm import model, shapes
+from lm.data import one_batch
+from lm.weights import build
 
 ONNX, GGUF = ("onnx", "onnxscript", "onnxruntime"), ("gguf", "xllamacpp")
 FORMS = {"aoti": ("g++",), "onnx": ONNX, "int8": ONNX, "f16": GGUF, "q8_0": GGUF}  # and needs
@@ -54,9 +57,9 @@ def train_nano(folder: Path, layers: int) -> str:
     from safetensors.torch import save_file
 
     config = dataclasses.replace(shapes.SIZES["nano"], num_hidden_layers=layers)
-    net = model.build("nano", config, seed=0)
+    net = build("nano", config, seed=0)
     optimizer = torch.optim.AdamW(net.parameters(), lr=5e-3)
-    batches = lesson.one_batch(150 * 4, 32, torch.device("cpu"))
+    batches = one_batch(150 * 4, 32, torch.device("cpu"))
     for inputs, targets in zip(*(part.split(4) for part in batches), strict=True):
         net(inputs, targets).backward()
         optimizer.step()

@@ -7,8 +7,10 @@ import torch
 from _shared import DTYPES, Text
 from torch import Tensor, nn
 
-from common import exits, fake_ranks, model, report, runtime, shapes
-from common.table import table
+from common import exits, report, runtime
+from common.report import table
+from lm import model, shapes
+from lm.weights import build
 from planner import inference
 from planner.shape import from_config
 
@@ -119,9 +121,9 @@ def dry_run(args, config: shapes.Config, cache_tokens: int, cut: Callable) -> in
     """Show a rank's bytes, and check the planner's figure against rank 0's bytes, cut on the meta device."""
     args.dtype = "bf16" if args.dtype == "auto" else args.dtype
     row = check_room(args, config, args.world_size, cache_tokens, torch.device("cpu"))
-    net = model.build(args.model, config, seed=args.seed, device="meta").to(DTYPES[args.dtype])
+    net = build(args.model, config, seed=args.seed, device="meta").to(DTYPES[args.dtype])
     if args.world_size > 1:
-        fake_ranks.join(0, args.world_size)
+        runtime.join_fake_ranks(0, args.world_size)
         cut(net, args.world_size, "cpu")
     check_bytes(net, row)
     print(table([[*row], [report.for_people(key, value) for key, value in row.items()]]))

@@ -8,7 +8,8 @@ from itertools import takewhile
 import torch
 from _shared import DTYPES, StaticCache, Text
 
-from common import measure, report, shapes
+from common import measure, report
+from lm import shapes
 from planner import inference
 from planner.shape import from_config
 

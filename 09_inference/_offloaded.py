@@ -13,7 +13,8 @@ import torch
 from _shared import DTYPES
 from torch import nn
 
-from common import exits, model, report, runtime, shapes
+from common import exits, report, runtime
+from lm import shapes, weights
 
 # it warns that weights are offloaded: that is the point here
 logging.getLogger("accelerate").setLevel(logging.ERROR)
@@ -100,7 +101,7 @@ def load(args, config: shapes.Config, device_map: dict[str, int | str]) -> nn.Mo
     folder = args.model
     if not shapes.has_weights(args.model):  # random ones, written as a folder
         folder = temporary_folder()
-        net = model.build(args.model, config, seed=args.seed).to(DTYPES[args.dtype])
+        net = weights.build(args.model, config, seed=args.seed).to(DTYPES[args.dtype])
         save_file(
             dict(net.named_parameters()), f"{folder}/model.safetensors", metadata={"format": "pt"}
         )
@@ -153,7 +154,7 @@ def fill(deepspeed, net: nn.Module, args) -> None:
             if not runtime.is_rank0():
                 continue
             if reader is None:
-                parameter.copy_(model.random_weight(name, parameter.ds_shape, args.seed))
+                parameter.copy_(weights.random_weight(name, parameter.ds_shape, args.seed))
                 continue
             weight = torch.empty(parameter.ds_shape, device="cpu")
             try:

@@ -10,8 +10,10 @@ from _shared import DTYPES
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from common import hardware, measure, model, report, shapes
+from common import hardware, measure, report
 from common.exits import UserError
+from lm import model, shapes
+from lm.weights import build, load_weights, random_weight
 from planner import inference
 from planner.shape import from_config
 
@@ -81,7 +83,7 @@ def check_room(
 
 def reader(args, config: shapes.Config, device: torch.device) -> Callable[[str], Tensor]:
     """A function that reads or draws a parameter, by its name. UserError if the folder's files do not fit the model."""
-    net = model.build(args.model, config, seed=args.seed, device="meta")
+    net = build(args.model, config, seed=args.seed, device="meta")
     needed = {name: tuple(parameter.shape) for name, parameter in net.named_parameters()}
     folder = Path(args.model)
     stored = {}  # file by name
@@ -100,7 +102,7 @@ def reader(args, config: shapes.Config, device: torch.device) -> Callable[[str],
         there = f"{found.get(name, 'missing')} in its files and {needed.get(name, 'missing')} in the model"
         raise UserError(f"--model {folder}: {name} is {there}")
     if not stored and args.model not in shapes.SIZES:
-        model.load_weights(net, folder)  # a UserError for weights in another format
+        load_weights(net, folder)  # a UserError for weights in another format
     generator = torch.Generator(device).manual_seed(args.seed)
 
     def read(name: str) -> Tensor:
@@ -112,7 +114,7 @@ def reader(args, config: shapes.Config, device: torch.device) -> Callable[[str],
             return torch.empty(needed[name], dtype=torch.bfloat16, device=device).normal_(
                 std=0.02, generator=generator
             )
-        return model.random_weight(name, needed[name], args.seed)
+        return random_weight(name, needed[name], args.seed)
 
     return read
 
@@ -123,7 +125,7 @@ def load(
     """The model with its matrices in `layer`, or in `dtype` if that is None; and what a row says of it. Asserts that
     loading takes no more beside the result than some copies of one matrix: never the whole model unquantized."""
     read = reader(args, config, device)
-    net = model.build(args.model, config, seed=args.seed, device="meta").eval()
+    net = build(args.model, config, seed=args.seed, device="meta").eval()
     weight_errors, matmul_errors = [], []
     with torch.no_grad(), measure.LiveBytes(device=device) as live:
         before = live.now

@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common import cli, hardware, measure, model, shapes
+from common import cli, hardware, measure
 from common.exits import UserError
+from lm import shapes, weights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DEFAULT_PROMPT = "def main():"
@@ -323,7 +324,7 @@ def check_tokens(found: list[list[int]], text: Text, args: argparse.Namespace) -
         return []
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    net = model.build(args.model, text.config, seed=args.seed)
+    net = weights.build(args.model, text.config, seed=args.seed)
     baseline = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(**shapes.config_json(text.config))
     ).eval()

@@ -27,11 +27,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 import _export
 from _shared import StaticCache, Text, check_tokens, generate, parser, steps_of
 
-from common import data, exits, lesson, measure, model, shapes
+from common import exits, measure, report
+from lm import data, model, shapes, weights
 
 LAYERS, MOST_ROWS, ROUNDS = 2, 64, 5
 LOSS_ROWS, LOSS_TOKENS = 16, 32
@@ -97,7 +98,7 @@ def record(net: model.Transformer, device, *, in_place: bool) -> torch.export.Ex
 
 def make_package(name: str, config: shapes.Config, file: Path, device: str) -> None:
     """AOTInductor: a .pt2 with machine code and weights, which needs torch's library and not this source."""
-    program = record(model.build(name, config, seed=0, device=device), device, in_place=True)
+    program = record(weights.build(name, config, seed=0, device=device), device, in_place=True)
     # the example's sizes of 2 become lower bounds, which are checked although 1 was exported for
     settings = {"aot_inductor.check_lowerbound": False}
     torch._inductor.aoti_compile_and_package(
@@ -109,7 +110,7 @@ def make_onnx(name: str, config: shapes.Config, file: Path, *, in_place: bool = 
     """An .onnx with the graph, and an .onnx.data with the weights, which must move along; returns its outputs."""
     logging.captureWarnings(True)
     logging.disable(logging.WARNING)  # the exporter's
-    program = record(model.build(name, config, seed=0), "cpu", in_place=in_place)
+    program = record(weights.build(name, config, seed=0), "cpu", in_place=in_place)
     return len(torch.onnx.export(program, (), file, dynamo=True, verbose=False).model.graph.outputs)
 
 
@@ -140,7 +141,7 @@ def replay(step: Callable, calls: list[tuple], new_cache: Callable) -> list[Tens
 def run(args, folder: Path, device: torch.device, forms: list[str], text: Text) -> dict[str, dict]:
     """A row per form, by its name."""
     config, batch = text.config, len(text.prompts)
-    net = model.build(args.model, config, seed=0, device=device)
+    net = weights.build(args.model, config, seed=0, device=device)
     new_cache = partial(empty_cache, config, batch, text.length, device)
     steps = {"eager": Step(net, in_place=True)}
     cache = StaticCache(config, batch=batch, length=text.length, dtype=torch.float32, device=device)
@@ -242,7 +243,7 @@ def main() -> int:
     args.dtype = "fp32"
     if args.prompt is None and args.prompts is None:
         args.prompts = Path(__file__).with_name("kv_cache_prompts.txt")
-    device, name = lesson.start(args.device, args.seed), args.model
+    device, name = report.start_lesson(args.device, args.seed), args.model
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         if args.model == "nano":
@@ -252,7 +253,9 @@ def main() -> int:
         checked = check_tokens(rows["eager"]["token_ids"], text, args) + check(rows, text.config)
     own = {"model": name, "dtype": "fp32", "parameters": shapes.parameter_count(text.config)}
     rows = [{"form": form, **row} for form, row in rows.items()]
-    lesson.end(rows, columns=_export.COLUMNS, checked=checked, args=args, device=device, **own)
+    report.end_lesson(
+        rows, columns=_export.COLUMNS, checked=checked, args=args, device=device, **own
+    )
     return 0
 
 

@@ -28,11 +28,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 import _shared as shared
 from _infer_70b import check_bytes, check_layout, check_room, dry_run, held_bytes, local, printer
 
-from common import cli, exits, lesson, model, runtime, shapes
+from common import cli, exits, report, runtime
+from lm import model, shapes, weights
 
 DRAWN_ON_CPU = 2e9  # parameters; a CPU takes a quarter of an hour to draw those of llama-70b
 
@@ -72,13 +73,13 @@ def as_rank0(choose: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 
 def load(args, config: shapes.Config, device: torch.device) -> model.Transformer:
     """The model with this rank's part of the weights, from the files or random. No rank ever holds the whole."""
-    net = model.build(args.model, config, seed=args.seed, device="meta").to(
+    net = weights.build(args.model, config, seed=args.seed, device="meta").to(
         shared.DTYPES[args.dtype]
     )
     if dist.get_world_size() > 1:
         cut(net, dist.get_world_size(), device.type)
     if args.model not in shapes.SIZES or shapes.parameter_count(config) <= DRAWN_ON_CPU:
-        return model.materialize(net, args.model, seed=args.seed, device=device)
+        return weights.materialize(net, args.model, seed=args.seed, device=device)
     net.to_empty(device=device)
     net.tie_weights()
     generator = torch.Generator(device).manual_seed(args.seed + dist.get_rank())
@@ -150,7 +151,9 @@ def main() -> int:
     }
     own = {"parameters": shapes.parameter_count(config), "token_ids": result.token_ids}
     own["texts"] = [text.decode(ids) for ids in result.token_ids]
-    lesson.end([row], columns=columns, checked=checked, args=args, device=device, **row, **own)
+    report.end_lesson(
+        [row], columns=columns, checked=checked, args=args, device=device, **row, **own
+    )
     runtime.shutdown()
     return 0
 

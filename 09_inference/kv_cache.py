@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 from _kv_cache import COLUMNS, check, held_at_the_end, seconds_to_resume, shared_tokens
 from _shared import (
     DTYPES,
@@ -40,7 +40,8 @@ from _shared import (
     write,
 )
 
-from common import exits, lesson, measure, model, shapes
+from common import exits, measure, report
+from lm import shapes, weights
 
 BLOCK = 16  # tokens
 ROUNDS = 3
@@ -248,10 +249,10 @@ def main() -> int:
         args.prompts = Path(__file__).with_name("kv_cache_prompts.txt")
     config = shapes.read_config(args.model)
     text = Text(args, config)
-    device = lesson.start(args.device, args.seed)
+    device = report.start_lesson(args.device, args.seed)
     args.dtype = choose_dtype(args, config, device)
-    net = model.build(args.model, config, seed=args.seed, device="meta").to(DTYPES[args.dtype])
-    net = model.materialize(net, args.model, seed=args.seed, device=device)
+    net = weights.build(args.model, config, seed=args.seed, device="meta").to(DTYPES[args.dtype])
+    net = weights.materialize(net, args.model, seed=args.seed, device=device)
     rows = {}
 
     def answer(way: str) -> None:
@@ -264,7 +265,7 @@ def main() -> int:
     cache, prefill, decode = cache_and_steps("paged", net, text, args, device, {})
     how = {"max_new_tokens": 1, "choose": partial(torch.argmax, dim=-1), "device": device}
     read_again = partial(generate, prefill, decode, text.prompts, **how)
-    lesson.end(
+    report.end_lesson(
         rows,
         columns=COLUMNS,
         checked=checked,

@@ -30,11 +30,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 import _offloaded
 import _shared as shared
 
-from common import cli, exits, lesson, model, runtime, shapes
+from common import cli, exits, report, runtime
+from lm import model, shapes, weights
 
 WARM_UP_TOKENS = 2  # the first steps are slow: DeepSpeed learns the order of the layers in them
 
@@ -187,7 +188,7 @@ def by_zero3(
     engine = cut(args, config, device)
     row = {**_offloaded.held_bytes(engine.module), "disk_bytes": 0}
     held, planned = row["gpu_bytes"] + row["cpu_bytes"], 0
-    for weight in model.build(args.model, config, seed=0, device="meta").parameters():
+    for weight in weights.build(args.model, config, seed=0, device="meta").parameters():
         planned += dtype.itemsize * math.ceil(weight.numel() / ranks)
     assert held == planned, f"{held} bytes of weights on this rank, and 1/{ranks} are {planned}"
     # the rest comes from other ranks and from the CPU
@@ -234,7 +235,7 @@ def main() -> int:
     columns |= {"moved_bytes": "moved per step"}
     if args.dry_run:
         row["world_size"] = args.world_size or 1  # of the GPUs that are not there
-        lesson.end([row], columns=columns, checked=checked, args=args, device=device, **row)
+        report.end_lesson([row], columns=columns, checked=checked, args=args, device=device, **row)
         return 0
 
     def answer(new_tokens: int):
@@ -245,7 +246,7 @@ def main() -> int:
 
     answer(min(WARM_UP_TOKENS, args.max_new_tokens))
     result = answer(args.max_new_tokens)
-    runtime.say(text.decode(result.token_ids[0]))
+    runtime.print0(text.decode(result.token_ids[0]))
     of_ranks = runtime.gather(result.token_ids)
     assert all(ids == of_ranks[0] for ids in of_ranks), f"ranks have different tokens: {of_ranks}"
     checked += [f"all {len(of_ranks)} ranks have the same tokens"] if len(of_ranks) > 1 else []
@@ -256,7 +257,9 @@ def main() -> int:
     columns |= {"time_to_first_token_seconds": "first token", "decode_tokens_per_second": "decode"}
     own = {"parameters": shapes.parameter_count(config), "token_ids": result.token_ids}
     own["texts"] = [text.decode(ids) for ids in result.token_ids]
-    lesson.end([row], columns=columns, checked=checked, args=args, device=device, **row, **own)
+    report.end_lesson(
+        [row], columns=columns, checked=checked, args=args, device=device, **row, **own
+    )
     if zero3:
         runtime.shutdown()
     return 0

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 import _quantized
 from _shared import (
     DTYPES,
@@ -39,7 +39,8 @@ from _shared import (
     steps_of,
 )
 
-from common import exits, lesson, measure, shapes
+from common import exits, measure, report
+from lm import shapes
 
 
 class Int8Linear(nn.Module):
@@ -211,7 +212,7 @@ def main() -> int:
     args = flags.parse_args()
     config = shapes.read_config(args.model)
     text = Text(args, config)
-    device = lesson.start(args.device, args.seed)
+    device = report.start_lesson(args.device, args.seed)
 
     rows, checked = [], []
     for weights in [*LAYERS] if args.weights == "all" else [args.weights]:
@@ -244,7 +245,7 @@ def main() -> int:
     checked += check(rows)
     own = rows[0] if len(rows) == 1 else {"dtype": None}  # each row has its own
     own["parameters"] = shapes.parameter_count(config)
-    lesson.end(rows, columns=columns, checked=checked, args=args, device=device, **own)
+    report.end_lesson(rows, columns=columns, checked=checked, args=args, device=device, **own)
     return 0
 
 

@@ -27,10 +27,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 import _shared as shared
 
-from common import cli, exits, lesson, measure, model, shapes
+from common import cli, exits, measure, report
+from lm import model, shapes, weights
 
 ROUNDS = 3  # of all ways in turn, for the time
 DRAWS = 2000  # of tokens, to see that they have the large model's distribution
@@ -194,8 +195,8 @@ def check_distribution() -> str:
 
 
 def load(name: str, config: shapes.Config, args, device: torch.device) -> model.Transformer:
-    net = model.build(name, config, seed=args.seed, device="meta").to(shared.DTYPES[args.dtype])
-    return model.materialize(net, name, seed=args.seed, device=device)
+    net = weights.build(name, config, seed=args.seed, device="meta").to(shared.DTYPES[args.dtype])
+    return weights.materialize(net, name, seed=args.seed, device=device)
 
 
 def main() -> int:
@@ -223,7 +224,7 @@ def main() -> int:
         raise exits.UserError(
             f"--draft {args.draft} has a context of {both}: use fewer --max-new-tokens"
         )
-    device = lesson.start(args.device, args.seed)
+    device = report.start_lesson(args.device, args.seed)
     args.dtype = shared.choose_dtype(args, config, device)
 
     net = load(args.model, config, args, device)
@@ -260,7 +261,7 @@ def main() -> int:
         "time_ratio": "time against no draft",
     }
     own = {"parameters": shapes.parameter_count(config), "token_ids": token_ids}
-    lesson.end(
+    report.end_lesson(
         rows, columns=columns, checked=check(rows, text, args), args=args, device=device, **own
     )
     return 0

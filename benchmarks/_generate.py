@@ -14,8 +14,10 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
-from common import cli, exits, hardware, model, report, runtime, shapes
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
+from common import cli, exits, hardware, report, runtime
+from lm import shapes
+from lm.weights import build
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PROMPT = b"def main():"  # infer_70b.py's own
@@ -42,7 +44,7 @@ def load_model(args, config: shapes.Config, device: torch.device):
         )
     # on a GPU random weights of 8B stay transformers' own
     if device.type == "cpu" or args.model not in shapes.SIZES:
-        ours = model.build(args.model, config, seed=0)
+        ours = build(args.model, config, seed=0)
         net.load_state_dict(ours.state_dict(), strict=not config.tie_word_embeddings)
     return net.eval()
 

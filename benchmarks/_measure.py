@@ -23,10 +23,11 @@ import psutil
 import torch
 
 REPO = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPO))  # common/, with nothing installed
-from common import cli, report, shapes
+sys.path.insert(0, str(REPO))  # so that `import common` works
+from common import cli, report
 from common.exits import UserError
-from common.table import table
+from common.report import table
+from lm import shapes
 
 RESULTS = Path(os.environ.get("OUT") or REPO / "benchmarks/results")
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone"]

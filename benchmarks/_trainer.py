@@ -14,8 +14,9 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
-from common import cli, data, exits, hardware, report, runtime, shapes
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
+from common import exits, hardware, report, runtime
+from lm import data, flags, shapes
 
 
 class Windows(data.Sequences):
@@ -27,7 +28,7 @@ class Windows(data.Sequences):
 
 
 def main() -> int:
-    args = cli.TrainingParser(__doc__).parse_args()
+    args = flags.TrainingParser(__doc__).parse_args()
     from transformers import (
         LlamaConfig,
         LlamaForCausalLM,

@@ -15,7 +15,8 @@ import torch
 from _measure import REPO, verdict
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from common import exits, lesson, measure, model, shapes
+from common import exits, measure, report
+from lm import model, shapes, weights
 
 sys.path.insert(0, str(REPO / "09_inference"))
 from _shared import DTYPES, StaticCache, compiled, steps_of
@@ -69,8 +70,8 @@ CASES = {case.__name__: case for case in (block, head, attention, decode)}
 
 def main() -> int:
     sizes = {"model": "nano", "seq_len": 256, "batch_size": 4, "rounds": 10}
-    args = lesson.flags(__doc__, case=("all", *CASES), dtype=("fp32", "bf16"), **sizes)
-    device = lesson.start(args.device)
+    args = report.lesson_flags(__doc__, case=("all", *CASES), dtype=("fp32", "bf16"), **sizes)
+    device = report.start_lesson(args.device)
     config = dataclasses.replace(
         shapes.load_config(args.model, 256, args.seq_len), num_hidden_layers=2
     )
@@ -81,7 +82,7 @@ def main() -> int:
     rows, checked = [], []
     for name in CASES if args.case == "all" else [args.case]:
         versions, *inputs = CASES[name](
-            model.build("nano", config, seed=0, device=device), x, dtype
+            weights.build("nano", config, seed=0, device=device), x, dtype
         )
         steps = {
             version: partial(step, dtype, function, *inputs)
@@ -107,7 +108,7 @@ def main() -> int:
         "time_ratio": "time",
         "verdict": "verdict",
     }
-    lesson.end(rows, columns=columns, checked=checked, args=args, device=device)
+    report.end_lesson(rows, columns=columns, checked=checked, args=args, device=device)
     return 0
 
 

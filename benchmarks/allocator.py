@@ -22,8 +22,9 @@ from pathlib import Path
 
 from _measure import REPO, RESULTS, Failed, about, facts, write_results
 
-from common import cli, exits, shapes
-from common.table import table
+from common import cli, exits
+from common.report import table
+from lm import shapes
 from planner import inference
 from planner.memory import peak
 from planner.plan import Plan
@@ -74,9 +75,10 @@ OWN_FLAGS |= {"finetune.py": "--data chats.jsonl --adapters {adapters}"}
 SHIM = """
 import runpy, sys, torch
 sys.path[:0] = [{repo!r}, sys.argv[1].rpartition("/")[0]]
-from common import checkpoint, model, report
-model.Transformer.init_weights = lambda *_: None
-model.digest = lambda *_: ""
+from common import report
+from lm import checkpoint, weights
+weights.init_weights = lambda *_, **__: None
+weights.digest = lambda *_: ""
 checkpoint.Run.save = lambda *_: None
 write = report.write_json
 report.write_json = lambda found, path: write(found | {{"reserved": torch.cuda.max_memory_reserved()}}, path)

@@ -16,7 +16,7 @@ from _measure import REPO, Side
 from matplotlib.figure import Figure
 
 from common import cli, exits
-from common.metrics import read_records
+from lm.metrics import read_records
 
 
 def summary_of(script: str, flags: str = "", ranks: int = 0) -> dict:

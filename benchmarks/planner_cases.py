@@ -27,7 +27,7 @@ from pathlib import Path
 from _measure import REPO, about, facts, write_results
 
 from common import cli, exits
-from common.table import table
+from common.report import table
 from planner import machine, memory
 from planner.machine import Machine
 from planner.plan import Plan

@@ -1,10 +1,16 @@
-"""How a script ends: its figures for people, and one JSON object for programs."""
+"""How a lesson starts, and how a script ends: its figures for people, and one JSON object for programs.
 
+Without torch at import: 07_memory_tricks/estimate.py runs without it."""
+
+import argparse
 import json
 import re
 import resource
 import sys
+import time
 from pathlib import Path
+
+from common import cli
 
 SUMMARY = [
     *("script", "torch", "device", "world_size", "dtype", "model", "parameters", "steps", "tokens"),
@@ -18,6 +24,7 @@ SUMMARY = [
         "seconds",
     ),
 ]
+_began = time.perf_counter()
 earlier_peaks: list[int] = []  # bytes, of GPU memory; to be filled by whoever resets torch's peak
 
 
@@ -70,3 +77,79 @@ def peak_memory_bytes(device) -> int:
         # on Linux this counts what had started us, too
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return int(re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+
+
+def table(rows: list[list[str]]) -> str:
+    """The first row is the head, columns of figures are right-aligned."""
+    columns = []
+    for head, *cells in zip(*rows, strict=True):
+        width = max(3, *map(len, (head, *cells)))
+        figures = len(cells) > 0 and all(re.match(r"[-+]?[\d.]|n/a", cell) for cell in cells)
+        align = str.rjust if figures else str.ljust
+        rule = "-" * (width - 1) + ":" if figures else "-" * width
+        columns.append([align(head, width), rule, *(align(cell, width) for cell in cells)])
+    return "\n".join("| " + " | ".join(line) + " |" for line in zip(*columns, strict=True))
+
+
+def lesson_flags(doc: str, **defaults) -> argparse.Namespace:
+    """The flags of a lesson, one per keyword, and --device and --json. The default says what a flag takes: a number
+    above 0, a text, a choice (a tuple, its first the default), or nothing (False)."""
+    parser = cli.Parser(doc)
+    for name, default in defaults.items():
+        flag = f"--{name.replace('_', '-')}"
+        if default is False:
+            parser.add_argument(flag, action="store_true")
+        elif isinstance(default, tuple):
+            parser.add_argument(
+                flag, choices=default, default=default[0], help=f"default: {default[0]}"
+            )
+        else:
+            kind = {int: cli.positive_int, float: cli.positive}.get(type(default), str)
+            parser.add_argument(flag, type=kind, default=default, help=f"default: {default}")
+    cli.add_device_and_json(parser)
+    return parser.parse_args()
+
+
+def start_lesson(name: str, seed: int = 0):
+    """Begin a lesson of one process: every generator seeded, the device chosen."""
+    from common import runtime
+
+    runtime.seed_all(seed)
+    return runtime.single_device(name)
+
+
+def end_lesson(
+    rows: list[dict], *, columns: dict[str, str], checked: list[str], args, device, **own
+) -> None:
+    """End a lesson: a table with these columns (key of a row: heading), what was checked, and --json, which has the
+    keys of SUMMARY, the flags, `rows`, `checked` and `own`. Every rank must call it; rank 0 prints."""
+    from common import hardware, runtime
+
+    peaks = runtime.gather(peak_memory_bytes(device))
+    if not runtime.is_rank0():
+        return
+    summary = {
+        **{name: value for name, value in vars(args).items() if name not in ("device", "json")},
+        "device": hardware.device_name(device),
+        "world_size": len(peaks),
+        "peak_memory_bytes": max(peaks),
+        "seconds": time.perf_counter() - _began,
+        **own,
+        "rows": rows,
+        "checked": checked,
+    }
+    known = [str(summary[name]) for name in ("model", "dtype", "device") if summary.get(name)]
+    print(f"\n{', '.join([*known, f'{len(peaks)} process' + 'es' * (len(peaks) > 1)])}\n")
+    print(
+        table([[*columns.values()], *([_cell(row, key) for key in columns] for row in rows)]) + "\n"
+    )
+    for line in checked:
+        print(f"checked: {line}")
+    write_json(summary, args.json)
+
+
+def _cell(row: dict, key: str) -> str:
+    """A value of a row, with its range where the row has that: 1.31x (1.25x to 1.39x)."""
+    low, high = row.get(f"min_{key}"), row.get(f"max_{key}")
+    text = for_people(key, row.get(key))
+    return text if low is None else f"{text} ({for_people(key, low)} to {for_people(key, high)})"

@@ -3,8 +3,10 @@
 import ctypes
 import os
 import random
+import shlex
 import signal
 import sys
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -89,13 +91,42 @@ def init_process_group(name: str) -> torch.device:
     return device
 
 
+def relaunch(device: str, on_cpu: int = 2) -> None:
+    """Return under torchrun. Else become torchrun of the same script: a process per GPU, or `on_cpu` on the CPU."""
+    if "RANK" in os.environ:
+        return
+    gpus = torch.cuda.device_count() if device != "cpu" else 0
+    if device == "cuda" and gpus < 2:
+        raise UserError(f"--device cuda: two ranks need two GPUs, {gpus} visible: use --device cpu")
+    place, count = ("cuda", gpus) if gpus > 1 else ("cpu", on_cpu)
+    # the last --device wins
+    command = [f"--nproc_per_node={count}", "--standalone", *sys.argv, "--device", place]
+    print(
+        f"This script needs several ranks; restarting as: torchrun {shlex.join(command)}",
+        flush=True,
+    )
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's own choice, without its warning
+    os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *command])
+
+
+def join_fake_ranks(rank: int, world_size: int) -> torch.device:
+    """Take this process for one rank of many that are not there: collectives return at once. It cannot be another one later: DTensor remembers process groups."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    warnings.filterwarnings("ignore", "Set timeout is now only supported for either nccl or gloo")
+    # or to_empty() would put a fake tensor's shape into a real parameter, and each use would look like new memory
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    return torch.device("cpu")
+
+
 def end_with_torchrun() -> None:
     """Have Linux send this process SIGTERM when torchrun dies, even by kill -9. Otherwise the ranks would train on."""
     if "RANK" in os.environ and sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """The tensor itself, or all of a DTensor, gathered from the ranks that hold its parts: all must call this."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
@@ -112,7 +143,7 @@ def is_rank0() -> bool:
     return (dist.get_rank() if dist.is_initialized() else ranks()[0]) == 0
 
 
-def say(text: str) -> None:
+def print0(text: str) -> None:
     """Print a line, once per job."""
     if is_rank0():
         print(text, flush=True)

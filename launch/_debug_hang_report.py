@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from common import hardware, report
-from common.table import table
+from common.report import table
 
 # what can be planted, and the line of debug_hang.py that the rank then does not come to
 PLANTS = {

@@ -53,10 +53,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 import _debug_hang_report as finding
 
-from common import cli, exits, lesson, runtime
+from common import cli, exits, runtime
 
 STEPS = 6
 PLANTED_STEP = 3
@@ -192,7 +192,7 @@ def main() -> int:
         raise exits.UserError(
             f"--rank {args.rank} of {world_size} ranks: a hang needs two, and --rank is one of them"
         )
-    lesson.relaunch(args.device, on_cpu=3)
+    runtime.relaunch(args.device, on_cpu=3)
 
     device = runtime.init_process_group(args.device)
     dist.barrier()  # sets up the connections, which may take longer than any call after it
@@ -208,7 +208,7 @@ def main() -> int:
     store.add("finished", 1)
     watchdog.join()
 
-    runtime.say(
+    runtime.print0(
         f"{STEPS} steps, {len(RING)} collectives: no rank waited {args.timeout:g} s for another"
     )
     if runtime.is_rank0():

@@ -19,7 +19,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 from common import cli, exits
 
 FOLDER = Path(__file__).resolve().parent / "smollm2-135m"

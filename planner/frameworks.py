@@ -65,7 +65,7 @@ TORCHTITAN = replace(
 )
 # 16-bit weights, fp32 sums of gradients and an fp32 copy of the weights: 18.
 MIXED = Framework(weight=2, master=4, launch=0.6e-3)
-OURS = replace(FSDP2, autocast=True, gathered_keys=True, drops_last=True)  # common/model.py
+OURS = replace(FSDP2, autocast=True, gathered_keys=True, drops_last=True)  # lm/model.py
 FRAMEWORKS = {
     "ours": OURS,
     "ours-compiled": replace(OURS, compiled=True, ffn_tensors=3, moved=1.0, launch=0.3e-3),

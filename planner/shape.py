@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from math import prod
 
-from common.shapes import Config
+from lm.shapes import Config
 
 
 def count(matrices: list[tuple[int, int]]) -> int:  # of (inputs, outputs)

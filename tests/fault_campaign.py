@@ -28,7 +28,7 @@ from pathlib import Path
 
 import psutil
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 from support.harness import (
     SEVERAL,
     damage,
@@ -42,7 +42,8 @@ from support.harness import (
     train,
 )
 
-from common import cli, exits, metrics
+from common import cli, exits
+from lm import metrics
 
 STEPS, SAVE_EVERY = 48, 4
 NUMBERS = (1, 1, 2, 2, 3)  # of processes: a fault draws one of them

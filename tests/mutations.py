@@ -29,6 +29,7 @@ FAULTS = ROOT / "tests/data/mutations.toml"
 COPIED = (
     "[0-9]*",
     "common",
+    "lm",
     "planner",
     "tests",
     "benchmarks",

@@ -5,7 +5,7 @@ import json
 import pytest
 from support.harness import TINY, assert_refused, run, with_fault
 
-from common import shapes
+from lm import shapes
 
 SCRIPT = "05_ddp/data_parallel.py"
 

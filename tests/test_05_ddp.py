@@ -7,7 +7,8 @@ import torch
 from support.checkpoints import saved
 from support.harness import ROOT, run, train, with_prelude
 
-from common import data, model, shapes
+from lm import data, shapes
+from lm.weights import build
 
 SCRIPT = "05_ddp/train.py"
 
@@ -27,7 +28,7 @@ def test_the_logged_loss_is_the_mean_over_ranks_and_micro_batches(tmp_path):
         3,
         nproc=2,
     )
-    net = model.build("nano", shapes.load_config(str(tmp_path / "tiny.json"), 256, 32), seed=3)
+    net = build("nano", shapes.load_config(str(tmp_path / "tiny.json"), 256, 32), seed=3)
     sizes = SimpleNamespace(seq_len=32, global_batch_size=12, micro_batch_size=None, seed=3)
     batches = data.Batches(data.load_corpus("stdlib", "bytes"), sizes, rank=0, world_size=1)
     for step, weights in ((1, net.state_dict()), (8, saved(tmp_path, 7)["model"])):

@@ -21,7 +21,7 @@ from support.harness import (
     with_fault,
 )
 
-from common import model, shapes
+from lm import shapes, weights
 
 SCRIPT = "05_ddp/ddp_from_scratch.py"
 STEPS = 4
@@ -75,7 +75,7 @@ def test_each_gradient_is_sent_once_and_early(runs):
     calls = {row["all_reduces"] for row in averaged}
     assert (min(calls), max(calls)) == (
         1,
-        len(list(model.build("tiny", config_of(TINY), seed=0).parameters())),
+        len(list(weights.build("tiny", config_of(TINY), seed=0).parameters())),
     )
     early = {row["started_in_backward"] for row in averaged if row["all_reduces"] == max(calls)}
     assert early == {0, max(calls) - 1}  # after backward, and in hooks

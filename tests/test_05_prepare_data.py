@@ -29,8 +29,8 @@ from support.harness import (
     with_fault,
 )
 
-from common import data
 from common.exits import UserError
+from lm import data
 
 SCRIPT = "05_ddp/prepare_data.py"
 ROWS = [f"document {i}: naïve café, 東京\n" * (1 + i % 7) for i in range(400)]

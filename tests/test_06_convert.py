@@ -21,7 +21,7 @@ from support.harness import (
     with_small_files,
 )
 
-from common import model, shapes
+from lm import model, shapes
 
 SCRIPT, FSDP = "06_fsdp_zero/convert_checkpoint.py", "06_fsdp_zero/train_fsdp.py"
 # nothing that two or three ranks divide

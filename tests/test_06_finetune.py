@@ -22,8 +22,8 @@ from support.harness import (
     with_prelude,
 )
 
-from common import adapters, data, model, shapes
-from common.model import warmup_cosine
+from lm import data, lora, shapes, weights
+from lm.optim import warmup_cosine
 
 SCRIPT = "06_fsdp_zero/finetune.py"
 PAIRS = ROOT / "07_memory_tricks/lora_instructions.jsonl"
@@ -95,8 +95,8 @@ def reference(folder: Path, rank: int):
     theirs = peft.get_peft_model(
         theirs, peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
     )
-    ours = model.build(str(folder), shapes.read_config(str(folder)), seed=0)
-    adapters.adapt(ours, rank=rank, alpha=2 * rank)
+    ours = weights.build(str(folder), shapes.read_config(str(folder)), seed=0)
+    lora.adapt(ours, rank=rank, alpha=2 * rank)
     load("06_fsdp_zero/_finetune.py").init_adapters(ours, seed=0)
     named = dict(theirs.named_parameters())
     for name, parameter in ours.named_parameters():

@@ -22,7 +22,8 @@ from support.harness import (
     with_prelude,
 )
 
-from common import model, shapes
+from lm import shapes
+from lm.weights import build, digest
 
 full = pytest.mark.full
 SCRIPT, DDP = "06_fsdp_zero/train_fsdp.py", "05_ddp/train.py"
@@ -121,7 +122,7 @@ def test_sharded_over_four_ranks_is_one_process(tmp_path, baseline, case):
     assert_gradients(result, baseline(tied))
     assert_counts(tmp_path, flags)
     shards = 2 if "--replicate" in flags else 4
-    sizes = [p.shape for p in model.build("nano", config(tied), seed=0, device="meta").parameters()]
+    sizes = [p.shape for p in build("nano", config(tied), seed=0, device="meta").parameters()]
     expected = [
         sum(part_bytes(shape, rank % shards, shards) for shape in sizes) for rank in range(4)
     ]
@@ -150,9 +151,7 @@ def test_shards_start_from_the_weights_of_one_process_to_the_bit(tmp_path):
         folder = tmp_path / str(seed)
         flags = (*uneven(folder, True), "--seed", 4, *more, "--steps", 1, "--lr", 1e-30)
         result = train(SCRIPT, folder, *flags, nproc=3)
-        assert result.summary["weights_sha256"] == model.digest(
-            model.build("nano", config(True), seed=seed)
-        )
+        assert result.summary["weights_sha256"] == digest(build("nano", config(True), seed=seed))
 
 
 def config(tied: bool) -> shapes.Config:

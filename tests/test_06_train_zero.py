@@ -24,7 +24,7 @@ from support.harness import (
     with_prelude,
 )
 
-from common import model
+from lm.weights import build, digest
 
 pytest.importorskip("deepspeed")
 SCRIPT, DDP = "06_fsdp_zero/train_zero.py", "05_ddp/train.py"
@@ -113,7 +113,7 @@ def assert_same(ours: Result, theirs: Result, tolerance: float = 1e-5) -> None:
 
 
 def named_sizes() -> dict[str, torch.Size]:
-    net = model.build("nano", config_of(UNEVEN), seed=0, device="meta")
+    net = build("nano", config_of(UNEVEN), seed=0, device="meta")
     return {name: parameter.shape for name, parameter in net.named_parameters()}
 
 
@@ -201,8 +201,8 @@ def test_stage_3_starts_from_the_weights_of_one_process_to_the_bit(tmp_path):
     for seed, more in ((4, ()), (5, ("--model", tmp_path / "hf"))):
         still = ("--stage", 3, "--seed", 4, *more, "--steps", 1, "--lr", 1e-30)
         result = train_uneven(SCRIPT, tmp_path / str(seed), *still, nproc=3)
-        assert result.summary["weights_sha256"] == model.digest(
-            model.build("nano", config_of(UNEVEN), seed=seed)
+        assert result.summary["weights_sha256"] == digest(
+            build("nano", config_of(UNEVEN), seed=seed)
         )
 
 
@@ -215,8 +215,8 @@ def test_a_run_becomes_a_folder_of_hugging_face(tmp_path, zero, stage):
     convert = "06_fsdp_zero/convert_checkpoint.py"
     result = run(convert, folder, "run", "hf", "--to", "hf")
     assert result.code == 0, result.err
-    net = model.build(str(folder / "hf"), config_of(UNEVEN), seed=0)
-    assert model.digest(net) == whole.summary["weights_sha256"]
+    net = build(str(folder / "hf"), config_of(UNEVEN), seed=0)
+    assert digest(net) == whole.summary["weights_sha256"]
     if stage > 0:
         newest = folder / f"run/step-{STEPS:08d}"
         (newest / "hashes.json").unlink()  # as DeepSpeed itself writes one

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from support.harness import TINY, assert_refused, config_of, run
 
-from common import shapes
+from lm import shapes
 
 SCRIPT = "07_memory_tricks/gradient_accumulation.py"
 ODD = {**TINY, "vocab_size": 257, "hidden_size": 36, "intermediate_size": 50, "head_dim": 10}

@@ -10,7 +10,8 @@ from support.chapter import load
 from support.checkpoints import write_folder
 from support.harness import ODD, TINY, assert_refused, config_of, run, with_fault
 
-from common import adapters, model, shapes
+from lm import shapes, weights
+from lm.lora import LoRALinear, adapt
 
 SCRIPT = "07_memory_tricks/lora.py"
 SMALL = (
@@ -89,7 +90,7 @@ def test_peft_reads_what_is_saved_and_computes_the_same(tmp_path, shape):
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM
 
-    net = model.build("nano", config_of(shape), seed=0)
+    net = weights.build("nano", config_of(shape), seed=0)
     (tmp_path / "config.json").write_text(json.dumps(shapes.config_json(net.config)))
     for name, parameter in net.named_parameters():
         if name.endswith(".bias"):
@@ -102,10 +103,10 @@ def test_peft_reads_what_is_saved_and_computes_the_same(tmp_path, shape):
     )
     with torch.no_grad():
         plain = net(tokens)
-        adapters.adapt(net, rank=3, alpha=8.0)
+        adapt(net, rank=3, alpha=8.0)
         assert torch.equal(net(tokens), plain)
         for layer in net.modules():
-            if isinstance(layer, adapters.LoRALinear):
+            if isinstance(layer, LoRALinear):
                 torch.nn.init.normal_(layer.lora_B, std=0.1)
         expected = net(tokens)
         trained = {name: each for name, each in net.named_parameters() if "lora_" in name}
@@ -116,10 +117,10 @@ def test_peft_reads_what_is_saved_and_computes_the_same(tmp_path, shape):
             AutoModelForCausalLM.from_pretrained(tmp_path), tmp_path / "lora"
         )
         assert error(theirs(tokens).logits, expected) <= 1e-5
-        merged = model.build("nano", net.config, seed=0)
+        merged = weights.build("nano", net.config, seed=0)
         merged.load_state_dict(net.state_dict(), strict=False)
         for name, layer in net.named_modules():
-            if isinstance(layer, adapters.LoRALinear):
+            if isinstance(layer, LoRALinear):
                 merged.get_submodule(name).weight = torch.nn.Parameter(layer.merged_weight())
         assert error(merged(tokens), expected) <= 1e-6
         assert error(plain, expected) > 1e-2  # the adapters do something

@@ -8,7 +8,7 @@ import torch
 from support.harness import ODD, TINY, assert_refused, config_of, run, with_fault
 from torch import nn
 
-from common import lesson, model
+from lm import data, weights
 
 SCRIPT = "08_model_parallel/context_parallel.py"
 SHAPES = {
@@ -45,11 +45,11 @@ def finished(request, once) -> tuple[str, int, int, dict]:
 
 def one_process(shape: str, seq_len: int) -> list[float]:
     """The losses of plain training on the whole batch."""
-    net = model.build("tiny", config_of(SHAPES[shape]), seed=0)
+    net = weights.build("tiny", config_of(SHAPES[shape]), seed=0)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.02, momentum=0.9)
     losses = []
     batches = [
-        tensor.split(4) for tensor in lesson.one_batch(4 * STEPS, seq_len, torch.device("cpu"))
+        tensor.split(4) for tensor in data.one_batch(4 * STEPS, seq_len, torch.device("cpu"))
     ]
     for inputs, targets in zip(*batches, strict=True):
         targets[0, 3 * (seq_len + 1) // 4 :] = -100

@@ -10,7 +10,7 @@ from support.chapter import load
 from support.harness import ODD, assert_refused, config_of, run, with_fault
 from torch import nn
 
-from common import lesson, model
+from lm import data, weights
 
 SCRIPT = "08_model_parallel/pipeline_parallel.py"
 # 9: uneven stages
@@ -54,10 +54,10 @@ def finished(request, once) -> tuple[int, int, int, dict]:
 
 def one_process(size: int) -> tuple[list[float], list[float]]:
     """Losses and gradient norms of plain training on batches of `size` sequences of unequal lengths."""
-    net = model.build("tiny", config_of(SHAPE), seed=0)
+    net = weights.build("tiny", config_of(SHAPE), seed=0)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
     losses, norms = [], []
-    whole = lesson.one_batch(STEPS * size, SEQ_LEN, torch.device("cpu"))
+    whole = data.one_batch(STEPS * size, SEQ_LEN, torch.device("cpu"))
     for inputs, targets in zip(*(tensor.split(size) for tensor in whole), strict=True):
         for i in range(size):
             targets[i, 7 * i % SEQ_LEN + 1 :] = -100

@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.harness import assert_refused, config_of, run, with_fault
 
-from common import lesson, model
+from lm import data, weights
 
 SCRIPT = "08_model_parallel/tensor_parallel.py"
 STEPS, MICRO_BATCHES, ROWS, LENGTH = 6, 2, 2, 24  # micro-batches of ROWS sequences
@@ -71,7 +71,7 @@ def finish(folder: Path, shape: str, nproc: int) -> tuple[str, int, dict]:
 
 
 def build(shape: str) -> torch.nn.Module:
-    return model.build("tiny", config_of(SHAPES[shape]), seed=0)
+    return weights.build("tiny", config_of(SHAPES[shape]), seed=0)
 
 
 def one_process(shape: str) -> tuple[list[float], list[float]]:
@@ -79,7 +79,7 @@ def one_process(shape: str) -> tuple[list[float], list[float]]:
     net = build(shape)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     rows = MICRO_BATCHES * ROWS
-    batch = lesson.one_batch(STEPS * rows, LENGTH, torch.device("cpu"))
+    batch = data.one_batch(STEPS * rows, LENGTH, torch.device("cpu"))
     losses, norms = [], []
     for inputs, targets in zip(*(tensor.split(rows) for tensor in batch), strict=True):
         loss = net(inputs, targets)

@@ -19,7 +19,7 @@ from support.harness import (
     train,
 )
 
-from common import shapes
+from lm import shapes
 from planner import shape
 from planner.memory import Memory
 from planner.plan import Plan

@@ -9,7 +9,8 @@ from safetensors.torch import save_file
 from support.harness import ODD, assert_refused, config_of, needs_compiler, run
 from support.real_model import answers_of_transformers
 
-from common import model, shapes
+from lm import shapes
+from lm.weights import build
 
 SCRIPT = "09_inference/infer_70b.py"
 PROMPTS = ["def main():", "a", "for i in range(3): print(i)"]  # of unequal lengths
@@ -40,7 +41,7 @@ def make_reference(where: Path, name: str) -> tuple[str, list[list[int]]]:
     """A folder with weights in two files and an index, as large models have, and what transformers' generate answers.
     The weights are large enough for attention to matter: with small ones a model repeats one token."""
     config = config_of(SHAPES[name])
-    net = model.build("nano", config, seed=5)
+    net = build("nano", config, seed=5)
     generator = torch.Generator().manual_seed(6)
     stored = {
         name: (8 if weight.ndim > 1 else 1) * weight.detach()

@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.harness import ODD, assert_refused, config_of, run
 
-from common import model, shapes
+from lm import shapes
+from lm.weights import build
 
 SCRIPT = "09_inference/offloaded.py"
 PROMPTS = ["for i in range(3): print(i)", "x = 1", "a"]  # of unequal lengths
@@ -20,7 +21,7 @@ NEW_TOKENS = 12
 def folder(tmp_path_factory) -> Path:
     """A Hugging Face folder with weights large enough for attention to matter, and prompts."""
     where = tmp_path_factory.mktemp("offloaded")
-    net = model.build("nano", config_of(ODD), seed=5)
+    net = build("nano", config_of(ODD), seed=5)
     weights = {
         name: (12 if each.ndim == 2 else 1) * each.detach() for name, each in net.named_parameters()
     }

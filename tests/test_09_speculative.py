@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import save_file
 from support.harness import ODD, assert_refused, config_of, run, with_fault
 
-from common import model, shapes
+from lm import shapes
+from lm.weights import build
 
 SCRIPT = "09_inference/speculative.py"
 PROMPTS = ["for i in range(3): print(i)", "x = 1"]  # of unequal lengths
@@ -20,7 +21,7 @@ def folder(tmp_path_factory):
     """Two Hugging Face folders: a model, and a draft that often agrees with it."""
     where = tmp_path_factory.mktemp("models")
     config = config_of(ODD)
-    net = model.build("nano", config, seed=5)
+    net = build("nano", config, seed=5)
     generator = torch.Generator().manual_seed(6)
     for name, noise in (("large", 0), ("draft", 0.01)):
         weights = {}

@@ -1,4 +1,4 @@
-"""common/data.py: what is trained on, in which order, and that nothing held out is among it."""
+"""lm/data.py: what is trained on, in which order, and that nothing held out is among it."""
 
 import itertools
 import json
@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from common import data
 from common.exits import UserError
+from lm import data
 
 
 def corpus_of(sequences: int) -> data.Corpus:

@@ -36,7 +36,8 @@ from support.harness import (
     with_prelude,
 )
 
-from common import model, shapes
+from lm import shapes
+from lm.weights import build
 
 STEPS = 12
 TWELVE = ("--steps", STEPS)
@@ -198,7 +199,7 @@ def test_weight_decay_is_for_matrices_alone(tmp_path, script):
     for decay, folder in decays.items():
         train(script, folder, *flags, "--weight-decay", decay)
     plain, decayed = (saved(folder, 1)["model"] for folder in decays.values())
-    initial = model.build(
+    initial = build(
         "nano", shapes.load_config(str(decays[0] / "tiny.json"), 256, 32), seed=0
     ).state_dict()
     for name, weight in plain.items():

@@ -1,4 +1,4 @@
-"""common/model.py: the arithmetic, the shapes, the figures derived from them."""
+"""lm/model.py: the arithmetic, the shapes, the figures derived from them."""
 
 import dataclasses
 import json
@@ -11,8 +11,10 @@ import torch.nn.functional as F
 from support.harness import ROOT
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from common import model, runtime, shapes
+from common import runtime
 from common.exits import UserError
+from lm import activation_checkpointing, model, shapes
+from lm.weights import build
 from planner.shape import from_config
 
 LLAMA3_ROPE = {
@@ -72,7 +74,7 @@ def test_logits_equal_those_of_transformers(tmp_path, key_value_heads, tied, rop
     theirs = llama(tmp_path, **changes)
     config = shapes.load_config(str(tmp_path), 256, 200)
     # refuses other names and other shapes than its own
-    ours = model.build(str(tmp_path), config, seed=0)
+    ours = build(str(tmp_path), config, seed=0)
     tokens = torch.randint(0, 300, (2, 200), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
         torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=0, atol=1e-4)
@@ -98,7 +100,7 @@ def test_other_families_are_those_of_transformers(tmp_path, kind, tied, rope):
     changes = {"tie_word_embeddings": tied, "rope_parameters": rope, "head_dim": 16}
     theirs = llama(tmp_path, kind, **changes if kind != "qwen2" else {**changes, "head_dim": 8})
     config = shapes.load_config(str(tmp_path), 256, 40)
-    ours = model.build(str(tmp_path), config, seed=0)
+    ours = build(str(tmp_path), config, seed=0)
     assert shapes.parameter_count(config) == sum(
         parameter.numel() for parameter in ours.parameters()
     )
@@ -131,7 +133,7 @@ def test_a_window_is_a_limit_of_positions_and_other_files_do_no_harm(tmp_path):
     save_file(
         {**load_file(file), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}, file
     )
-    model.build(str(tmp_path), shapes.read_config(str(tmp_path)), seed=0)
+    build(str(tmp_path), shapes.read_config(str(tmp_path)), seed=0)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +153,7 @@ def test_weights_that_do_not_fit_are_named(tmp_path, change, told):
     weights = {**load_file(file), **change}
     save_file({name: weight for name, weight in weights.items() if weight is not None}, file)
     with pytest.raises(UserError, match=told):
-        model.build(str(tmp_path), shapes.load_config(str(tmp_path), 256, 64), seed=0)
+        build(str(tmp_path), shapes.load_config(str(tmp_path), 256, 64), seed=0)
 
 
 def test_config_of_an_older_transformers(tmp_path):
@@ -170,9 +172,7 @@ def test_config_of_an_older_transformers(tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_is_causal(dtype):
-    net = model.build(
-        "nano", dataclasses.replace(shapes.SIZES["nano"], num_key_value_heads=2), seed=0
-    )
+    net = build("nano", dataclasses.replace(shapes.SIZES["nano"], num_key_value_heads=2), seed=0)
     tokens = torch.randint(0, 256, (1, 40))
     changed = tokens.clone()
     changed[0, 25] = (changed[0, 25] + 1) % 256
@@ -184,8 +184,8 @@ def test_attention_is_causal(dtype):
 
 def test_selective_checkpointing_keeps_what_matmuls_gave_and_not_the_last():
     config = dataclasses.replace(shapes.SIZES["nano"], num_hidden_layers=1, num_key_value_heads=4)
-    net = model.build("nano", config, seed=0)
-    model.checkpoint_blocks(net, "selective")
+    net = build("nano", config, seed=0)
+    activation_checkpointing.checkpoint_blocks(net, "selective")
     compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
     inputs = torch.randint(0, 256, (3, 20))
     targets = torch.randint(0, 256, (3, 20))

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from support import nogpu
 
-from common import shapes
+from lm import shapes
 from planner.memory import peak
 from planner.plan import Plan
 from planner.shape import from_config

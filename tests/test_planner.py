@@ -13,8 +13,8 @@ import torch
 from support.chapter import load
 from support.harness import ROOT, TINY, assert_refused, run
 
-from common import model, shapes
 from common.measure import LiveBytes
+from lm import activation_checkpointing, shapes, weights
 from planner import machine
 from planner.memory import peak
 from planner.plan import Plan
@@ -111,8 +111,8 @@ STEPS = {
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_of_our_model_holds_what_is_predicted(name, dtype, checkpointing):
     config, batch, length = STEPS[name]
-    net = model.build("nano", config, seed=0)
-    model.checkpoint_blocks(net, checkpointing)
+    net = weights.build("nano", config, seed=0)
+    activation_checkpointing.checkpoint_blocks(net, checkpointing)
     optimizer = torch.optim.AdamW(net.parameters(), fused=True)
     inputs, targets = torch.randint(config.vocab_size, (2, batch, length)).unbind()
 

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from support.chapter import load
 from support.harness import TEXT, Result, run
 
-from common import data
+from lm import data
 
 pytestmark = [pytest.mark.real_model, pytest.mark.timeout(1200)]
 QUANTIZE = "02_tensors_precision/quantize.py"

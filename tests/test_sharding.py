@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from common import model, shapes
+from lm import shapes, weights
 
 UNEVEN = shapes.Config(83, 42, 50, 3, 6, 3, 14, 32)  # nothing that two or three ranks divide
 
@@ -13,14 +13,14 @@ UNEVEN = shapes.Config(83, 42, 50, 3, 6, 3, 14, 32)  # nothing that two or three
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_model_from_the_meta_device_has_nothing_unset(monkeypatch, tied):
     config = dataclasses.replace(UNEVEN, tie_word_embeddings=tied)
-    built = model.build("nano", config, seed=5)
-    net = model.build("nano", config, seed=5, device="meta")
+    built = weights.build("nano", config, seed=5)
+    net = weights.build("nano", config, seed=5, device="meta")
     assert all(tensor.is_meta for tensor in net.state_dict().values())
     empty_like = torch.empty_like
     monkeypatch.setattr(
         torch, "empty_like", lambda t, **more: empty_like(t, **more).fill_(torch.nan)
     )
-    model.materialize(net, "nano", seed=5, device="cpu")
+    weights.materialize(net, "nano", seed=5, device="cpu")
     tensors = [*net.named_parameters(), *net.named_buffers()]
     expected = [*built.named_parameters(), *built.named_buffers()]
     assert [name for name, _ in tensors] == [name for name, _ in expected]
@@ -35,19 +35,19 @@ def test_a_model_from_the_meta_device_has_nothing_unset(monkeypatch, tied):
 )
 def test_a_rank_draws_the_rows_of_the_whole(first, last):
     """Across the blocks of rows that share a generator."""
-    whole = model.random_weight("x", (1000, 3), 7)
-    assert torch.equal(model.random_weight("x", (1000, 3), 7, first, last), whole[first:last])
+    whole = weights.random_weight("x", (1000, 3), 7)
+    assert torch.equal(weights.random_weight("x", (1000, 3), 7, first, last), whole[first:last])
     assert len(whole.unique()) > 2900
 
 
 def test_nothing_is_drawn_from_the_global_generator():
     before = torch.get_rng_state()
-    model.build("nano", UNEVEN, seed=1)
+    weights.build("nano", UNEVEN, seed=1)
     assert torch.equal(before, torch.get_rng_state())
 
 
 def test_positions_may_be_given():
-    net = model.build("nano", UNEVEN, seed=0)
+    net = weights.build("nano", UNEVEN, seed=0)
     tokens = torch.randint(0, 83, (2, 9), generator=torch.Generator().manual_seed(1))
     counted = torch.arange(9).expand(2, 9)
     with torch.no_grad():
@@ -61,7 +61,7 @@ def test_positions_may_be_given():
 
 
 def test_rounding_the_weights_leaves_the_angles_exact():
-    net = model.build("nano", UNEVEN, seed=0)
+    net = weights.build("nano", UNEVEN, seed=0)
     assert net.model.rope_cos.dtype == torch.float32
     assert net.to(torch.bfloat16).model.rope_cos.dtype == torch.float32
     assert "model.rope_cos" not in net.state_dict()

@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from common import model, shapes
+from lm import shapes
+from lm.weights import build
 
 
 def write_folder(
@@ -18,7 +19,7 @@ def write_folder(
     """A Hugging Face folder with the random weights of this seed, written by none of the scripts; returns them. With a
     scale of 4, what attention finds decides the next token as well, and the likeliest one is no matter of rounding."""
     folder.mkdir()
-    net = model.build("nano", config, seed=seed)
+    net = build("nano", config, seed=seed)
     weights = {name: weight.detach() * scale for name, weight in net.named_parameters()}
     for i, name in enumerate(weights):
         if name.endswith(".bias"):  # they start as zeros

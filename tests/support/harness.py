@@ -229,7 +229,7 @@ def with_fault(script: str, folder: Path, line: str, wrong: str) -> Path:
     file.write_text(source.replace(line, wrong))
     for neighbour in (*path.parent.glob(f"_{path.stem}*.py"), *path.parent.glob("_shared.py")):
         (file.parent / neighbour.name).symlink_to(neighbour)
-    for package in ("common", "planner"):
+    for package in ("common", "lm", "planner"):
         (folder / package).symlink_to(ROOT / package)
     return file
 
@@ -319,7 +319,7 @@ def content(folder: Path) -> dict[str, bytes]:
 def config_of(shape: dict):
     """The shapes.Config that the scripts make of a config.json with this content."""
     # not above: mutations.py takes a name from here and has no common/ to import
-    from common import shapes
+    from lm import shapes
 
     return shapes.parse_config(shape, "shape")
 

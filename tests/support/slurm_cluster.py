@@ -163,6 +163,7 @@ def start(folder: Path) -> Iterator[Cluster]:
         "08_model_parallel",
         "09_inference",
         "common",
+        "lm",
         "planner",
         "launch",
     ):

@@ -43,6 +43,7 @@ MODULES = (
     *("torch.distributed.run", "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend"),
     *("matplotlib.pyplot", "filelock", "numpy", "psutil", "tqdm"),
     *(f"common.{file.stem}" for file in sorted(ROOT.glob("common/[a-z]*.py"))),
+    *(f"lm.{file.stem}" for file in sorted(ROOT.glob("lm/[a-z]*.py"))),
 )
 # what a job's own end may take; what is still there then has been left behind
 ENDS_TOGETHER_SECONDS = 10

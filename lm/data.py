@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from common.corpus import HELD_OUT, documents, encoder, load_tokenizer, sources
 from common.exits import UserError
+from lm.corpus import HELD_OUT, documents, encoder, load_tokenizer, sources
 
 CACHE_VERSION = 3  # to be raised by whoever changes how text becomes tokens
 # bytes: a training script tokenizes in one process, and has all documents in memory
@@ -228,3 +228,14 @@ def _ignore_signals(_worker: int) -> None:
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT):
         # a scheduler signals all; a rank needs its workers for its last steps
         signal.signal(number, signal.SIG_IGN)
+
+
+def one_batch(batch_size: int, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """A batch of the default corpus for lessons that need only one: inputs and targets, int64 [batch_size, seq_len]."""
+    sequences = Sequences(load_corpus("stdlib").train, seq_len)
+    if (most := len(sequences)) < batch_size:
+        raise UserError(
+            f"{batch_size} sequences of {seq_len} tokens, the text has {most}: lower the steps or batch"
+        )
+    inputs, targets = zip(*(sequences[i] for i in range(batch_size)), strict=True)
+    return torch.stack(inputs).to(device), torch.stack(targets).to(device)

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from common import report
-from common.data import Batches
 from common.exits import UserError
 from common.hardware import device_name, peak_flops
-from common.runtime import gather, is_rank0, on_rank0, ranks, wait_for, whole
-from common.shapes import Config, flops_per_token, parameter_count
+from common.runtime import full_tensor, gather, is_rank0, on_rank0, ranks, wait_for
+from lm.data import Batches
+from lm.shapes import Config, flops_per_token, parameter_count
 
 
 class Meter:
@@ -82,7 +82,10 @@ class Meter:
     ) -> None:
         """One line for the steps since the last: the last one's global loss and norm, tokens/s of all wall time since.
         UserError if one is not finite, before anything is saved: what a step has spoilt stays in the weights."""
-        loss, grad_norm = loss.item(), whole(grad_norm).item()  # waits for the GPU, once a line
+        loss, grad_norm = (
+            loss.item(),
+            full_tensor(grad_norm).item(),
+        )  # waits for the GPU, once a line
         # an fp16 gradient may overflow: the scaler skips that step and tries a smaller scale, down to 1
         if (
             not math.isfinite(loss)

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.model import Transformer
+from lm.model import Transformer
 
 
 class LoRALinear(nn.Linear):

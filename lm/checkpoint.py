@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
 from common.exits import UserError, before_user_error_exit
-from common.runtime import gather, is_rank0, on_rank0, ranks, say, timeout, together
+from common.runtime import gather, is_rank0, on_rank0, print0, ranks, timeout, together
 
 # torch.distributed.checkpoint is imported where it is used: 0.6 s that the first step need not wait for
 # saving without a process group is meant
@@ -71,7 +71,7 @@ def resume(run: "Run", net, optimizer, scheduler, scaler=None) -> int:
 
 
 class Run:
-    """The folder of one run, which has one set of `settings` for life (cli.settings). All ranks call every method
+    """The folder of one run, which has one set of `settings` for life (flags.settings). All ranks call every method
     together. UserError if the folder is in use, unwritable, not shared, another run's, or has one that is to resume."""
 
     def __init__(self, args: argparse.Namespace, *, settings: dict) -> None:
@@ -204,9 +204,9 @@ class Run:
             if problem is None:
                 for bad in broken if is_rank0() else []:
                     bad.rename(bad.with_name(f"broken-{bad.name}-{time.time_ns()}"))
-                say(f"resuming from {path}")
+                print0(f"resuming from {path}")
                 return path
-            say(f"checkpoint {path} is broken ({problem}): trying the one before")
+            print0(f"checkpoint {path} is broken ({problem}): trying the one before")
             broken.append(path)
         if broken:
             raise UserError(
