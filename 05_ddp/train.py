@@ -27,7 +27,8 @@ from torch.nn.utils import clip_grad_norm_
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 from common import exits, hardware, runtime
-from lm import activation_checkpointing, checkpoint, data, flags, metrics, optim, shapes, weights
+from lm import checkpoint, data, flags, metrics, optim, shapes, weights
+from lm.activation_checkpointing import checkpoint_blocks
 
 # torch 2.11 lacks its new name
 warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)
@@ -68,9 +69,7 @@ def main() -> int:
     # 3 The model: weights in fp32, or small updates would be rounded away; matmuls in --dtype.
     config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)
     net = weights.build(args.model, config, seed=args.seed, device=device)
-    activation_checkpointing.checkpoint_blocks(
-        net, args.checkpointing
-    )  # backward computes again what is not kept
+    checkpoint_blocks(net, args.checkpointing)  # backward computes again what is not kept
     autocast = partial(
         torch.autocast, device.type, DTYPES[args.dtype], enabled=args.dtype != "fp32"
     )

@@ -39,7 +39,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import 
 from _shared import StepMemory, bytes_of_training, of_fully_shard, of_zero
 
 from common import cli, exits, measure, report, runtime
-from lm import activation_checkpointing, data, shapes
+from lm import data, shapes
+from lm.activation_checkpointing import checkpoint_blocks
 from lm.weights import build, materialize
 
 # torch 2.11 does not have its successor
@@ -115,7 +116,7 @@ def count_step(
 ) -> tuple[partial, dict, Tensor]:
     """Build the model under a method and train a step per batch. What the last of them needs is counted."""
     net = build(args.model, config, seed=0, device="meta")  # shapes alone
-    activation_checkpointing.checkpoint_blocks(net, args.checkpointing)
+    checkpoint_blocks(net, args.checkpointing)
     if method != "DDP":
         shard(net, args, device, args.replicate if method == "HSDP" else 1)
     held = {}

@@ -41,17 +41,8 @@ import _finetune
 from _shared import bytes_of_training
 
 from common import cli, exits, hardware, runtime
-from lm import (
-    activation_checkpointing,
-    checkpoint,
-    data,
-    flags,
-    lora,
-    metrics,
-    optim,
-    shapes,
-    weights,
-)
+from lm import checkpoint, data, flags, lora, metrics, optim, shapes, weights
+from lm.activation_checkpointing import checkpoint_blocks
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ROOT = Path(__file__).resolve().parents[1]
@@ -152,9 +143,7 @@ def main() -> int:
         net.to(DTYPES[args.dtype])  # fp32 is for what small updates are added to
         lora.adapt(net, rank=args.adapters, alpha=_finetune.ALPHA_PER_RANK * args.adapters)
         net.tie_weights()
-    activation_checkpointing.checkpoint_blocks(
-        net, args.checkpointing
-    )  # backward computes again what is not kept
+    checkpoint_blocks(net, args.checkpointing)  # backward computes again what is not kept
     shard = partial(
         fully_shard,
         mesh=init_device_mesh(device.type, (world_size,)),

@@ -36,7 +36,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import 
 from _train_fsdp import check_parts, sharding_mesh
 
 from common import cli, exits, hardware, runtime
-from lm import activation_checkpointing, checkpoint, data, flags, metrics, optim, shapes, weights
+from lm import checkpoint, data, flags, metrics, optim, shapes, weights
+from lm.activation_checkpointing import checkpoint_blocks
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -82,9 +83,7 @@ def main() -> int:
     config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)
     # shapes alone: no rank ever holds the whole
     net = weights.build(args.model, config, seed=args.seed, device="meta")
-    activation_checkpointing.checkpoint_blocks(
-        net, args.checkpointing
-    )  # backward computes again what is not kept
+    checkpoint_blocks(net, args.checkpointing)  # backward computes again what is not kept
     shard = partial(
         fully_shard,
         mesh=sharding_mesh(device, args.replicate),  # which ranks share one copy of the model

@@ -27,7 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import 
 import _train_zero as helper
 
 from common import exits, hardware, runtime
-from lm import activation_checkpointing, data, flags, metrics, model, optim, shapes, weights
+from lm import data, flags, metrics, model, optim, shapes, weights
+from lm.activation_checkpointing import checkpoint_blocks
 
 
 def configure(args, config: shapes.Config, batches: data.Batches, universal: bool) -> dict:
@@ -72,9 +73,7 @@ def build_model(
             net = model.Transformer(config)
         helper.set_weights(deepspeed, net, args.model, args.seed)  # one tensor at a time is whole
         net.to(device)  # RoPE's tables, which were made on the CPU
-    activation_checkpointing.checkpoint_blocks(
-        net, args.checkpointing
-    )  # backward computes again what is not kept
+    checkpoint_blocks(net, args.checkpointing)  # backward computes again what is not kept
     return net
 
 

@@ -31,7 +31,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import 
 from _shared import is_of_a_weight
 
 from common import exits, measure, report
-from lm import activation_checkpointing, shapes, weights
+from lm import shapes, weights
+from lm.activation_checkpointing import checkpoint_blocks
 
 CATEGORIES = [
     "parameters",
@@ -237,7 +238,7 @@ def main() -> int:
     device = report.start_lesson(args.device)
     config = shapes.load_config(args.model, shapes.read_config(args.model).vocab_size, args.seq_len)
     net = weights.build(args.model, config, seed=0, device=device)
-    activation_checkpointing.checkpoint_blocks(net, args.checkpointing)
+    checkpoint_blocks(net, args.checkpointing)
     optimizer = torch.optim.AdamW(net.parameters(), fused=True)
     size = (args.micro_batch_size, args.seq_len)
     # any inputs and targets

@@ -38,7 +38,8 @@ import _train_3d as helper
 from _shared import cut_matrices, keep_stage
 
 from common import cli, exits, hardware, runtime
-from lm import activation_checkpointing, checkpoint, data, flags, metrics, optim, shapes, weights
+from lm import checkpoint, data, flags, metrics, optim, shapes, weights
+from lm.activation_checkpointing import checkpoint_blocks
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -50,9 +51,7 @@ def build(args, config, mesh, device):
     keep_stage(net, helper.find_place(args)[0], args.pp)  # some of the layers
     if args.tp > 1:
         cut_matrices(net, mesh["tensor"])  # some heads, MLP channels and tokens of the vocabulary
-    activation_checkpointing.checkpoint_blocks(
-        net, args.checkpointing
-    )  # backward computes again what is not kept
+    checkpoint_blocks(net, args.checkpointing)  # backward computes again what is not kept
     shard = partial(
         fully_shard,  # of all that, some rows
         mesh=mesh["shard"] if args.replicate == 1 else mesh["replicate", "shard"],

@@ -25,8 +25,6 @@ NEIGHBOURS = [  # (script, next script, how many lines of code diff may mark)
     ("04_amp/minimal.py", "05_ddp/minimal.py", 35),
     ("05_ddp/minimal.py", "06_fsdp_zero/minimal.py", 35),
     ("06_fsdp_zero/minimal.py", "08_model_parallel/minimal.py", 35),
-    ("04_amp/train.py", "05_ddp/train.py", 50),
-    ("05_ddp/train.py", "06_fsdp_zero/train_fsdp.py", 120),
 ]
 
 

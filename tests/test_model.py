@@ -13,7 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from common import runtime
 from common.exits import UserError
-from lm import activation_checkpointing, model, shapes
+from lm import model, shapes
+from lm.activation_checkpointing import checkpoint_blocks
 from lm.weights import build
 from planner.shape import from_config
 
@@ -185,7 +186,7 @@ def test_attention_is_causal(dtype):
 def test_selective_checkpointing_keeps_what_matmuls_gave_and_not_the_last():
     config = dataclasses.replace(shapes.SIZES["nano"], num_hidden_layers=1, num_key_value_heads=4)
     net = build("nano", config, seed=0)
-    activation_checkpointing.checkpoint_blocks(net, "selective")
+    checkpoint_blocks(net, "selective")
     compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
     inputs = torch.randint(0, 256, (3, 20))
     targets = torch.randint(0, 256, (3, 20))

@@ -14,7 +14,8 @@ from support.chapter import load
 from support.harness import ROOT, TINY, assert_refused, run
 
 from common.measure import LiveBytes
-from lm import activation_checkpointing, shapes, weights
+from lm import shapes, weights
+from lm.activation_checkpointing import checkpoint_blocks
 from planner import machine
 from planner.memory import peak
 from planner.plan import Plan
@@ -112,7 +113,7 @@ STEPS = {
 def test_a_step_of_our_model_holds_what_is_predicted(name, dtype, checkpointing):
     config, batch, length = STEPS[name]
     net = weights.build("nano", config, seed=0)
-    activation_checkpointing.checkpoint_blocks(net, checkpointing)
+    checkpoint_blocks(net, checkpointing)
     optimizer = torch.optim.AdamW(net.parameters(), fused=True)
     inputs, targets = torch.randint(config.vocab_size, (2, batch, length)).unbind()
 
