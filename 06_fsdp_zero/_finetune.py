@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from common import exits, runtime
 from lm import data, lora, model, shapes
-from lm.weights import build, part_of, random_weight
+from lm.weights import build, local_part, random_weight
 from planner import memory, plan, shape
 
 QUESTIONS, ANSWER_TOKENS = 3, 8  # each token is a forward of all that is before it
@@ -242,7 +242,7 @@ def init_adapters(net: nn.Module, seed: int) -> None:
     """The initial A and B as a function of (seed, name) alone, whole or sharded: as many ranks as there may be."""
     for name, parameter in net.named_parameters():
         if name.endswith("lora_A"):
-            held, place = part_of(parameter)
+            held, place = local_part(parameter)
             # of kaiming_uniform_ in LoRALinear; of random_weight 0.02
             deviation = (3 * parameter.shape[1]) ** -0.5
             held.copy_(random_weight(name, parameter.shape, seed)[place] / 0.02 * deviation)

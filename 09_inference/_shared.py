@@ -47,11 +47,11 @@ class StaticCache:
         self.slots = torch.arange(length, device=device)  # that attention reads
         self.filled = 0  # the most that a prompt and the steps since may have filled
 
-    def visible(self, positions: Tensor) -> Tensor:
+    def mask(self, positions: Tensor) -> Tensor:
         """[batch, tokens] -> [batch, 1, tokens, slots]: added to scores, 0 where a token sees a slot or -infinity."""
         return (self.slots <= positions.unsqueeze(-1)).to(self.keys["0"].dtype).log().unsqueeze(1)
 
-    def extend(self, layer: str, positions: Tensor) -> Callable:
+    def updater(self, layer: str, positions: Tensor) -> Callable:
         """From k and v [batch, heads, tokens, head_dim] of these tokens to all keys and values that the layer reads."""
         keys, values = (
             cached[layer][:, :, : self.slots.shape[0]] for cached in (self.keys, self.values)

@@ -107,7 +107,7 @@ class PagedCache(StaticCache):
         self.table = table.to(self.tensors[0].device, non_blocking=True)
         self.slots = torch.arange(self.table.shape[1] * BLOCK, device=self.table.device)
 
-    def extend(self, layer: str, positions: Tensor) -> Callable:
+    def updater(self, layer: str, positions: Tensor) -> Callable:
         """Write each token where its text's table says, then gather the blocks of each text. That copies them at every
         step; a server's attention kernel follows the table instead."""
         rows = self.table.gather(1, positions // BLOCK)

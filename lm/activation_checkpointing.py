@@ -1,7 +1,9 @@
-"""Activation checkpointing: compute activations again in backward instead of keeping them."""
+"""Activation checkpointing: backward computes activations again instead of reading kept ones."""
 
+from collections.abc import Callable
 from functools import partial
 
+from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -11,28 +13,56 @@ from torch.utils.checkpoint import (
 from lm.model import Transformer
 
 
-def checkpoint_blocks(net: Transformer, how: str) -> None:
-    """What backward computes again: none; full: all but a block's input; selective: all but attention and matmuls, too.
-    Call it before compile and fully_shard."""
-    for block in net.model.layers.values() if how != "none" else ():
-        # down_proj's, or that of its adapter
-        last = tuple([*block.mlp.parameters()][-1].shape[::-1])
-        context = {"context_fn": partial(selective_contexts, last)} if how == "selective" else {}
-        again = partial(checkpoint, block.forward, use_reentrant=False, **context)
-        # of Python: compile finds no frame in a partial
-        block.forward = lambda *args, again=again: again(*args)
+def checkpoint_blocks(net: Transformer, method: str) -> None:
+    """Make each block of the model keep fewer activations for backward.
+
+    "none" changes nothing, "full" keeps only the input of each block, "selective" also keeps what
+    attention and the matmuls returned. Call it before compile and before fully_shard.
+    """
+    if method == "none":
+        return
+    for block in net.model.layers.values():
+        if method == "selective":
+            contexts = partial(selective_contexts, down_proj_shape(block.mlp))
+            run = partial(checkpoint, use_reentrant=False, context_fn=contexts)
+        else:
+            run = partial(checkpoint, use_reentrant=False)
+        block.forward = checkpointed(run, block.forward)
 
 
-def selective_contexts(last: tuple[int, int]) -> tuple:
-    """For torch's checkpoint, which calls it at each forward: keep what attention and matmuls gave, compute the rest
-    again. That of the last matmul, known by its [in, out], is not kept: no backward reads it."""
+def checkpointed(run: Callable, forward: Callable) -> Callable:
+    """Return a forward that calls `forward` under torch's `checkpoint`.
+
+    It is a function, because torch.compile finds no Python frame in a functools.partial.
+    """
+
+    def checkpointed_forward(*args, **kwargs):
+        return run(forward, *args, **kwargs)
+
+    return checkpointed_forward
+
+
+def down_proj_shape(mlp: nn.Module) -> tuple[int, int]:
+    """Return (inputs, outputs) of the last matmul of an MLP, which may be that of an adapter."""
+    *_, weight = mlp.parameters()
+    outputs, inputs = weight.shape
+    return inputs, outputs
+
+
+def selective_contexts(last_matmul: tuple[int, int]) -> tuple:
+    """Return the two contexts that torch's `checkpoint` enters in forward and in recomputation.
+
+    They keep the results of attention and of all matmuls but the last one of a block: no backward
+    reads that result. Its weight is known by its shape, (inputs, outputs) = `last_matmul`.
+    """
 
     def policy(context, operator, *args, **kwargs) -> CheckpointPolicy:
-        attention = operator.name().startswith("aten::_scaled_dot_product_")  # by whatever kernel
-        # addmm has a bias
-        matmul = operator.name() in ("aten::mm", "aten::addmm") and args[-1].shape != last
-        return (
-            CheckpointPolicy.MUST_SAVE if attention or matmul else CheckpointPolicy.PREFER_RECOMPUTE
-        )
+        name = operator.name()
+        if name.startswith("aten::_scaled_dot_product_"):  # attention, by any kernel
+            return CheckpointPolicy.MUST_SAVE
+        is_matmul = name in ("aten::mm", "aten::addmm")  # addmm is a matmul with a bias
+        if is_matmul and args[-1].shape != last_matmul:
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)

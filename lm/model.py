@@ -1,5 +1,9 @@
-"""A decoder-only transformer with names and arithmetic of transformers' Llama, Mistral, Qwen2 and Qwen3 (RMSNorm,
-rotary embedding, grouped queries, SwiGLU): their checkpoints load here, and ours there, as they are."""
+"""A decoder-only transformer: the architecture of Llama, Mistral, Qwen2 and Qwen3.
+
+Names and arithmetic are those of Hugging Face transformers, so weights move in both directions as
+they are. In the shapes below, `heads` are query heads and `kv_heads` are key and value heads. With
+fewer kv_heads than heads, each of them serves a group of query heads (grouped-query attention).
+"""
 
 import math
 from collections.abc import Callable
@@ -11,110 +15,155 @@ from torch import Tensor, nn
 from lm.shapes import Config
 
 
+class RMSNorm(nn.RMSNorm):
+    """RMS normalization, computed in fp32.
+
+    Under autocast the result is rounded once here, and not again by each matmul that reads it.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        device_type = x.device.type
+        if torch.is_autocast_enabled(device_type):
+            return y.to(torch.get_autocast_dtype(device_type))
+        return y
+
+
 def rope_tables(config: Config, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin of the rotation at each position, as rotate takes them: [length, head_dim], fp32 (Su et al. 2021,
-    section 3.2). With rope_scaling, long wavelengths are stretched as in Llama 3.1."""
+    """Return cos and sin of each position's rotation angles: [length, head_dim] each, in fp32.
+
+    Source: Su et al. 2021, section 3.2. With `rope_scaling`, long wavelengths are stretched as in
+    Llama 3.1. The first half of each row of sin is negative, as `rotate` needs it.
+    """
     even = torch.arange(0, config.head_dim, 2, device=device, dtype=torch.float32)
-    frequency = config.rope_theta ** -(even / config.head_dim)
-    if (scaling := config.rope_scaling) is not None:
+    frequency = config.rope_theta ** -(even / config.head_dim)  # [head_dim / 2]
+    scaling = config.rope_scaling
+    if scaling is not None:
+        low = scaling["low_freq_factor"]
+        high = scaling["high_freq_factor"]
         turns = scaling["original_max_position_embeddings"] * frequency / (2 * math.pi)
-        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
         keep = ((turns - low) / (high - low)).clamp(0, 1)
         frequency = keep * frequency + (1 - keep) * frequency / scaling["factor"]
-    angle = torch.outer(torch.arange(length, device=device, dtype=torch.float32), frequency)
-    return torch.cat((angle.cos(), angle.cos()), dim=-1), torch.cat(
-        (-angle.sin(), angle.sin()), dim=-1
-    )
+    position = torch.arange(length, device=device, dtype=torch.float32)
+    angle = torch.outer(position, frequency)  # [length, head_dim / 2]
+    cos = torch.cat((angle.cos(), angle.cos()), dim=-1)
+    sin = torch.cat((-angle.sin(), angle.sin()), dim=-1)
+    return cos, sin
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (a, b) = (x[i], x[i + head_dim / 2]) by its position's angle: (a cos - b sin, b cos + a sin).
-    x: [batch, length, heads, head_dim]; cos and sin: [length, 1, head_dim], or a row per sequence of the batch."""
-    exact = x.float()
-    swapped = exact.roll(x.shape[-1] // 2, dims=-1)  # (b, a), and the first half of sin is negative
-    return torch.addcmul(exact * cos, swapped, sin).to(x.dtype)
+    """Rotate each pair (a, b) = (x[i], x[i + head_dim / 2]) by the angle of its position.
+
+    The result is (a cos - b sin, b cos + a sin). x is [batch, tokens, heads, head_dim]. cos and sin
+    are [tokens, 1, head_dim], or [batch, tokens, 1, head_dim] if sequences differ in positions.
+    """
+    x_fp32 = x.float()
+    swapped = x_fp32.roll(x.shape[-1] // 2, dims=-1)  # (b, a)
+    return torch.addcmul(x_fp32 * cos, swapped, sin).to(x.dtype)
 
 
 def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    seen: Tensor | None = None,
+    mask: Tensor | None = None,
     *,
-    is_causal=False,
-    enable_gqa=False,
+    is_causal: bool = False,
+    enable_gqa: bool = False,
 ) -> Tensor:
-    """torch's, `seen` [queries, keys] or [batch, 1, queries, keys]. CUDA's kernels that do not hold all scores refuse
-    grouped heads in fp32 and with a mask: there each group becomes a sequence of its own."""
-    if not enable_gqa or (seen is None and not (q.is_cuda and q.dtype == torch.float32)):
+    """Compute attention; return [batch, heads, queries, head_dim].
+
+    q is [batch, heads, queries, head_dim], k and v are [batch, kv_heads, keys, head_dim]. `mask` is
+    [queries, keys] or [batch, 1, queries, keys]. A boolean mask is True where a query sees a key; a
+    floating-point mask is added to the scores.
+
+    This is F.scaled_dot_product_attention, except for grouped heads in fp32 or with a mask on CUDA.
+    There torch would fall back to the kernel that stores all scores. So each group of query heads
+    becomes a sequence of its own, whose single key and value head is expanded without a copy.
+    """
+    fused_kernel_takes_groups = mask is None and not (q.is_cuda and q.dtype == torch.float32)
+    if not enable_gqa or fused_kernel_takes_groups:
         return F.scaled_dot_product_attention(
-            q, k, v, seen, is_causal=is_causal, enable_gqa=enable_gqa
+            q, k, v, mask, is_causal=is_causal, enable_gqa=enable_gqa
         )
-    groups = k.shape[1]
-    # [batch x groups, query heads of a group, tokens, head_dim]
-    q = q.unflatten(1, (groups, -1)).flatten(0, 1)
-    k, v = (part.flatten(0, 1)[:, None].expand(-1, q.shape[1], -1, -1) for part in (k, v))
-    seen = (
-        seen
-        if seen is None or seen.ndim == 2
-        else seen.expand(-1, groups, -1, -1).flatten(0, 1)[:, None]
-    )
-    y = F.scaled_dot_product_attention(q, k, v, seen, is_causal=is_causal)
-    return y.unflatten(0, (-1, groups)).flatten(1, 2)
-
-
-class RMSNorm(nn.RMSNorm):
-    """Normalised in fp32; under autocast the result is rounded once, not again by each matmul that reads it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y, device = super().forward(x), x.device.type
-        return y.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else y
+    kv_heads = k.shape[1]
+    q = q.unflatten(1, (kv_heads, -1)).flatten(0, 1)  # [batch * kv_heads, group, queries, head_dim]
+    group = q.shape[1]
+    k = (
+        k.flatten(0, 1).unsqueeze(1).expand(-1, group, -1, -1)
+    )  # [batch * kv_heads, group, keys, ...]
+    v = v.flatten(0, 1).unsqueeze(1).expand(-1, group, -1, -1)
+    if mask is not None and mask.ndim == 4:
+        # [batch, 1, queries, keys] -> [batch * kv_heads, 1, queries, keys]
+        mask = mask.expand(-1, kv_heads, -1, -1).flatten(0, 1).unsqueeze(1)
+    y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal)
+    return y.unflatten(0, (-1, kv_heads)).flatten(1, 2)
 
 
 class Attention(nn.Module):
-    attend = staticmethod(attend)  # context parallelism puts another in its place
+    """Causal self-attention with rotary positions and grouped heads."""
+
+    attend = staticmethod(attend)  # context parallelism replaces it
 
     def __init__(self, c: Config) -> None:
         super().__init__()
         self.head_dim = c.head_dim
         self.grouped = c.num_key_value_heads != c.num_attention_heads
-        self.q_proj = nn.Linear(c.hidden_size, c.num_attention_heads * c.head_dim, bias=c.qkv_bias)
-        self.k_proj = nn.Linear(c.hidden_size, c.num_key_value_heads * c.head_dim, bias=c.qkv_bias)
-        self.v_proj = nn.Linear(c.hidden_size, c.num_key_value_heads * c.head_dim, bias=c.qkv_bias)
-        self.o_proj = nn.Linear(c.num_attention_heads * c.head_dim, c.hidden_size, bias=False)
+        q_width = c.num_attention_heads * c.head_dim
+        kv_width = c.num_key_value_heads * c.head_dim
+        self.q_proj = nn.Linear(c.hidden_size, q_width, bias=c.qkv_bias)
+        self.k_proj = nn.Linear(c.hidden_size, kv_width, bias=c.qkv_bias)
+        self.v_proj = nn.Linear(c.hidden_size, kv_width, bias=c.qkv_bias)
+        self.o_proj = nn.Linear(q_width, c.hidden_size, bias=False)
         self.q_norm = RMSNorm(c.head_dim, eps=c.rms_norm_eps) if c.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(c.head_dim, eps=c.rms_norm_eps) if c.qk_norm else nn.Identity()
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, extend: Callable | None = None, seen=None
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor | None = None,
+        update_cache: Callable | None = None,
     ) -> Tensor:
-        """`extend` gives keys and values with those of past tokens before them; `seen` says who may look at which."""
+        """Return [batch, tokens, hidden] for x of the same shape.
+
+        Without a cache, attention is causal. With one, `update_cache(k, v)` stores the keys and
+        values of these tokens and returns those of all tokens so far. `mask`, which is
+        [batch, 1, tokens, keys], then says which of them each token sees.
+        """
         q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))  # [batch, tokens, heads, head_dim]
-        k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
+        k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))  # [batch, tokens, kv_heads, head_dim]
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
-        q = rotate(self.q_norm(q), cos, sin)  # before the transpose, which would cost a copy
+        q = rotate(self.q_norm(q), cos, sin)  # before the transpose: after it, rotate would copy
         k = rotate(self.k_norm(k), cos, sin)
         q = q.transpose(1, 2)  # [batch, heads, tokens, head_dim]
         k = k.transpose(1, 2)
         v = v.transpose(1, 2)
-        k, v = (k, v) if extend is None else extend(k, v)
-        y = self.attend(q, k, v, seen, is_causal=seen is None, enable_gqa=self.grouped)
-        return self.o_proj(y.transpose(1, 2).flatten(2))
+        if update_cache is not None:
+            k, v = update_cache(k, v)
+        y = self.attend(q, k, v, mask, is_causal=mask is None, enable_gqa=self.grouped)
+        y = y.transpose(1, 2).flatten(2)  # [batch, tokens, heads * head_dim]
+        return self.o_proj(y)
 
 
 class MLP(nn.Module):
+    """The feed-forward part of a block, with a gate (SwiGLU, Shazeer 2020)."""
+
     def __init__(self, c: Config) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
         self.up_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
         self.down_proj = nn.Linear(c.intermediate_size, c.hidden_size, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        gate = F.silu(self.gate_proj(x))
+    def forward(self, x: Tensor) -> Tensor:  # [batch, tokens, hidden] in and out
+        gate = F.silu(self.gate_proj(x))  # [batch, tokens, intermediate]
         return self.down_proj(gate * self.up_proj(x))
 
 
 class Block(nn.Module):
+    """One layer: attention, then the MLP, each after a norm and inside a residual connection."""
+
     def __init__(self, c: Config) -> None:
         super().__init__()
         self.self_attn = Attention(c)
@@ -122,52 +171,73 @@ class Block(nn.Module):
         self.input_layernorm = RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, *past) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, *past)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask=None, update_cache=None) -> Tensor:
+        """Return [batch, tokens, hidden] for x of the same shape. Arguments as in Attention."""
+        x = x + self.self_attn(
+            self.input_layernorm(x), cos, sin, mask=mask, update_cache=update_cache
+        )
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class Decoder(nn.Module):
+    """Embedding, blocks and final norm: token ids in, hidden states out.
+
+    A pipeline stage sets what it does not compute to None: `embed_tokens`, `norm`, and some layers.
+    """
+
     def __init__(self, c: Config) -> None:
         super().__init__()
         self.config = c
         self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)
-        # by name, not by place: layer 7 is called 7 also where a pipeline stage holds only some
+        # A dict, not a list: layer 7 keeps its name in a pipeline stage that has only some layers.
         self.layers = nn.ModuleDict({str(i): Block(c) for i in range(c.num_hidden_layers)})
         self.norm = RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
         self._fill_rope_tables()
 
     def _fill_rope_tables(self) -> None:
-        cos, sin = rope_tables(
-            self.config, self.config.max_position_embeddings, next(self.parameters()).device
-        )
+        # Buffers, because a compiled forward would compute the angles again in each kernel that
+        # reads them. Not persistent, because they are no part of a checkpoint.
+        device = next(self.parameters()).device
+        cos, sin = rope_tables(self.config, self.config.max_position_embeddings, device)
         self.register_buffer("rope_cos", cos, persistent=False)
         self.register_buffer("rope_sin", sin, persistent=False)
 
     def _apply(self, fn, recurse: bool = True):
+        # Called by to() and to_empty(): to_empty() would leave the tables unset, and
+        # to(torch.bfloat16) would round the angles.
         super()._apply(fn, recurse)
-        # to_empty() leaves them unset, and .to(bfloat16) would round the angles
         self._fill_rope_tables()
         return self
 
     def forward(self, input_ids: Tensor, positions: Tensor | None = None, cache=None) -> Tensor:
-        """Hidden states [batch, length, hidden]; `positions` [batch, length] are 0, 1, 2, ... if not given, but a cache
-        needs them. A pipeline stage has None for what it lacks, and takes the hidden states of the stage before."""
-        x = input_ids if self.embed_tokens is None else self.embed_tokens(input_ids)
-        # loaded, not computed here: a compiler would compute the angles again in every kernel that reads them
+        """Return the hidden states, [batch, tokens, hidden].
+
+        input_ids is [batch, tokens]. A pipeline stage without embedding takes the hidden states of
+        the stage before. positions is [batch, tokens], by default 0, 1, 2, ...; a cache needs them.
+        """
+        x = input_ids
+        if self.embed_tokens is not None:
+            x = self.embed_tokens(input_ids)
         rows = slice(input_ids.shape[1]) if positions is None else positions
-        # to(x.device): with weights offloaded to the CPU, the tables are there too
-        cos, sin = (
-            table[rows].unsqueeze(-2).to(x.device) for table in (self.rope_cos, self.rope_sin)
-        )
-        seen = None if cache is None else cache.visible(positions)
-        for name, layer in self.layers.items():
-            past = () if cache is None else (cache.extend(name, positions), seen)
-            x = layer(x, cos, sin, *past)
-        return x if self.norm is None else self.norm(x)
+        # unsqueeze(-2) makes a dimension for the heads, which share an angle. With weights that are
+        # offloaded to the CPU the tables are there, too: .to(x.device) brings the rows to x.
+        cos = self.rope_cos[rows].unsqueeze(-2).to(x.device)
+        sin = self.rope_sin[rows].unsqueeze(-2).to(x.device)
+        if cache is None:
+            for layer in self.layers.values():
+                x = layer(x, cos, sin)
+        else:
+            mask = cache.mask(positions)
+            for name, layer in self.layers.items():
+                x = layer(x, cos, sin, mask, cache.updater(name, positions))
+        if self.norm is not None:
+            x = self.norm(x)
+        return x
 
 
 class Transformer(nn.Module):
+    """The language model: a decoder and the head that turns hidden states into logits."""
+
     def __init__(self, c: Config) -> None:
         super().__init__()
         self.config = c
@@ -176,25 +246,37 @@ class Transformer(nn.Module):
         self.tie_weights()
 
     def tie_weights(self) -> None:
-        if (
-            self.config.tie_word_embeddings
-            and self.lm_head is not None
-            and self.model.embed_tokens is not None
-        ):
+        """Make the head use the embedding's matrix, if the config says so and both are here."""
+        if not self.config.tie_word_embeddings:
+            return
+        if self.lm_head is not None and self.model.embed_tokens is not None:
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(
-        self, input_ids, targets: Tensor | None = None, positions=None, cache=None, reduction="mean"
+        self,
+        input_ids: Tensor,
+        targets: Tensor | None = None,
+        positions: Tensor | None = None,
+        cache=None,
+        reduction: str = "mean",
     ) -> Tensor:
-        """Logits [batch, length, vocab]; given targets [batch, length], their mean cross-entropy in nats, or its "sum":
-        without those of -100, and the mean is NaN if no other is there. positions and cache as in Decoder."""
+        """Return logits, [batch, tokens, vocab], or given targets, [batch, tokens], their loss.
+
+        A pipeline stage without a head returns hidden states. positions and cache as in Decoder.
+        """
         hidden = self.model(input_ids, positions, cache)
         if self.lm_head is None:
             return hidden
-        return self.lm_head(hidden) if targets is None else self.loss(hidden, targets, reduction)
+        if targets is None:
+            return self.lm_head(hidden)
+        return self.loss(hidden, targets, reduction)
 
     def loss(self, hidden: Tensor, targets: Tensor, reduction: str) -> Tensor:
-        # no name for the 16-bit logits: they would live until the loss is there
+        """Return the cross-entropy in nats over targets other than -100, as a "mean" or a "sum".
+
+        The mean is NaN if every target is -100.
+        """
+        # One expression: a variable for the 16-bit logits would keep them beside the fp32 ones.
         return F.cross_entropy(
             self.lm_head(hidden).flatten(0, 1).float(), targets.flatten(), reduction=reduction
         )
