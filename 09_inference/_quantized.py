@@ -17,7 +17,21 @@ from planner.shape import from_config
 
 ROOM = 0.95  # of the free memory; the rest is for activations and workspaces
 DRAWN_ON_CPU = 2e9  # parameters; a CPU takes a quarter of an hour to draw those of llama-70b
-CHUNK = 2**22  # weights that are quantized at once: what that takes beside them stays small
+
+# Quantizing takes this many bytes for each weight of a chunk. At its largest moment quantize_matrix holds the chunk in
+# fp32 (4 bytes), its int8 or int4 codes (1), the dequantized chunk (4) and its error (4). Int4Linear.quantize holds the
+# chunk (4), the same padded to whole groups (4), codes in fp32 (4) and in 8 bits (1). The rest is for scales and zeros
+# of groups of 32, and for what the allocator rounds up.
+TEMPORARY_BYTES = 16
+SHARE_FOR_CHUNK = 0.5  # of the memory that stays free
+SMALLEST_CHUNK = 2**22  # weights; on a GPU such operators are so short that launching them takes longer
+LARGEST_CHUNK = 2**27  # weights; on a GPU launches no longer count, and a larger chunk would only take memory
+MATMUL_WORKSPACE = 2**26  # bytes, on a GPU
+
+# Of a matmul with dequantized weights in fp32: relative error of all outputs, and of one output to the norm of its
+# weights. Inputs are normal, so an output is up to 6 norms, which bf16 rounds by 2**-9: 0.012. Kernels round twice.
+ALLOWED_MATMUL_ERROR = {"fp32": 1e-5, "bf16": 1e-2}
+ALLOWED_OUTPUT_ERROR = {"fp32": 1e-4, "bf16": 5e-2}
 
 
 def activation_dtype(args, weights: str, device: torch.device) -> str:
@@ -45,22 +59,66 @@ def planned_bytes(args, config: shapes.Config, weights: str) -> int:
     return round(planned)
 
 
-def check_room(args, config: shapes.Config, weights: str, cache_bytes: int, device: torch.device) -> int:
-    """The planned bytes of the weights. UserError if they and the cache are more than is free."""
-    free = psutil.virtual_memory().available
+def check_room(args, config: shapes.Config, weights: str, cache_bytes: int, device: torch.device) -> tuple[int, float]:
+    """Return the planned bytes of the weights, and the bytes that weights and cache leave free.
+
+    UserError if weights and cache need more than is free.
+    """
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what the model before this one took is free again
         free = torch.cuda.mem_get_info(device)[0]
+    else:
+        free = psutil.virtual_memory().available
     room = ROOM * free - cache_bytes
     planned = planned_bytes(args, config, weights)
     if planned <= room:
-        return planned
+        return planned, room - planned
     ways = [f"--weights {each}" for each in ("int8", "int4") if planned_bytes(args, config, each) <= room]
     needs = " and ".join(report.for_people("bytes", each) for each in (planned, cache_bytes))
     raise UserError(
         f"--model {args.model} --weights {weights}: {needs} of cache are needed, {report.for_people('bytes', free)} "
         f"free: use {' or '.join([*ways, '09_inference/infer_70b.py on several GPUs'])}"
     )
+
+
+def largest_matrix(config: shapes.Config, group_size: int) -> int:
+    """Return the number of weights of the model's largest matrix, its rows filled up to whole groups."""
+    hidden = config.hidden_size
+    attention = config.num_attention_heads * config.head_dim
+    sizes = []
+    for outputs, inputs in (
+        (config.vocab_size, hidden),
+        (config.intermediate_size, hidden),
+        (hidden, config.intermediate_size),
+        (attention, hidden),
+        (hidden, attention),
+    ):
+        sizes.append(outputs * (inputs + -inputs % group_size))
+    return max(sizes)
+
+
+def matrix_bytes_per_weight(weights: str, dtype: str, device: torch.device) -> int:
+    """Return the bytes that loading takes for a whole matrix, beside its final form and the chunk at hand.
+
+    2 for int8 on a GPU: the matrix as it was drawn, and later its codes in the type of the activations. Else up to 6:
+    the matrix in fp32; int4 codes in 32 bits, from which torch's kernel on a CPU is made; or, where torch has no
+    kernel, the matrix dequantized in fp32 and in the type of the activations.
+    """
+    if weights == "int8" and device.type == "cuda" and dtype != "fp32":
+        return 2
+    return 6
+
+
+def weights_at_once(free_bytes: float, device: torch.device) -> int:
+    """Return how many weights quantize_matrix takes at once.
+
+    `free_bytes` is what the device has free, without what is planned for all weights, the cache and the matrix at hand.
+    The chunk takes SHARE_FOR_CHUNK of them on a GPU. On a CPU, which launches nothing, it is always the smallest.
+    """
+    if device.type != "cuda":
+        return SMALLEST_CHUNK
+    affordable = int(SHARE_FOR_CHUNK * free_bytes / TEMPORARY_BYTES)
+    return max(SMALLEST_CHUNK, min(affordable, LARGEST_CHUNK))
 
 
 def reader(args, config: shapes.Config, device: torch.device) -> Callable[[str], Tensor]:
@@ -97,74 +155,157 @@ def reader(args, config: shapes.Config, device: torch.device) -> Callable[[str],
     return read
 
 
-def load(args, config: shapes.Config, layer, dtype: str, device: torch.device) -> tuple[model.Transformer, dict]:
-    """The model with its matrices in `layer`, or in `dtype` if that is None; and what a row says of it. Asserts that
-    loading takes no more beside the result than some copies of one matrix: never the whole model unquantized."""
+def load(
+    args,
+    config: shapes.Config,
+    weights: str,
+    layer: type[nn.Module] | None,
+    dtype: str,
+    device: torch.device,
+    free_bytes: float,
+) -> tuple[model.Transformer, dict]:
+    """Return the model with its matrices in `layer`, or in `dtype` if that is None, and what a row says of it.
+
+    `free_bytes` is what weights and cache leave free. Asserts that loading takes no more beside the result than one
+    matrix and one chunk of it, and never the whole model unquantized.
+    """
     read = reader(args, config, device)
     net = model.build(args.model, config, seed=args.seed, device="meta").eval()
-    weight_errors, matmul_errors = [], []
+    largest = largest_matrix(config, args.group_size)
+    one_matrix = matrix_bytes_per_weight(weights, dtype, device) * largest
+    chunk = weights_at_once(free_bytes - one_matrix, device)
+    errors = []
     with torch.no_grad(), measure.LiveBytes(device=device) as live:
         before = live.now
         for name, module in list(net.named_modules()):
             if getattr(module, "weight", None) is None:
                 continue
-            weight = read(f"{name}.weight")
             if isinstance(module, nn.Linear) and layer is not None:
-                quantized, weight_error, matmul_error = quantize_matrix(weight, layer, args.group_size, dtype, device)
+                quantized, error = quantize_matrix(read, name, layer, args.group_size, chunk, dtype, device)
                 net.set_submodule(name, quantized)
-                weight_errors.append(weight_error)
-                matmul_errors.append(matmul_error)
+                errors.append(error)
             else:  # embedding and norms are never quantized
+                weight = read(f"{name}.weight")
                 module.weight = nn.Parameter(weight.to(device, DTYPES[dtype]), requires_grad=False)
+                del weight  # or it would still be there while the next is read
             if getattr(module, "bias", None) is not None:  # Qwen2's
                 bias = nn.Parameter(read(f"{name}.bias").to(device, DTYPES[dtype]), requires_grad=False)
                 net.get_submodule(name).register_parameter("bias", bias)
                 if layer is not None:
                     quantized.register_forward_hook(lambda layer, inputs, y: y + layer.bias)
-            del weight  # or it would still be there while the next is read
         if layer is None:
             net.tie_weights()
     net.model._fill_rope_tables()
     held = [*net.parameters(), *(buffer for name, buffer in net.named_buffers() if "rope" not in name)]
     weight_bytes = sum({tensor.data_ptr(): tensor.nbytes for tensor in held}.values())
     peak = live.peak - before
-    largest = 4 * max(config.intermediate_size, config.vocab_size) * config.hidden_size  # bytes of a matrix in fp32
-    spare = 10 * largest + 2**26 * (device.type == "cuda")  # which is a workspace of matmuls
-    assert peak - weight_bytes <= spare, f"loading took {peak:,} bytes, {weight_bytes:,} are held"
-    # Each matrix is off by a share of itself, and bf16 rounds what goes in and out. Independent errors add as squares;
-    # attention makes some larger, so twice that is allowed.
-    of_activations = (7 * config.num_hidden_layers + 1) * (2 * 2**-9) ** 2 if dtype == "bf16" else 0.0
+    allowed = weight_bytes + one_matrix
+    if layer is not None:
+        allowed += TEMPORARY_BYTES * min(chunk, largest)
+    if device.type == "cuda":
+        allowed += MATMUL_WORKSPACE
+    assert peak <= allowed, f"loading took {peak:,} bytes, {weight_bytes:,} are held, {allowed:,} were planned"
     looked_up = net.model.embed_tokens.weight  # by a step one row, unless it is the head as well
     return net, {
         "weight_bytes": weight_bytes,
         "bytes_per_step": weight_bytes - (0 if getattr(net.lm_head, "weight", None) is looked_up else looked_up.nbytes),
         "loading_peak_bytes": peak,
-        "largest_matmul_error": max(matmul_errors, default=0.0),
-        "allowed_logits_relative_error": 2 * (sum(error**2 for error in weight_errors) + of_activations) ** 0.5,
+        "allowed_loading_peak_bytes": allowed,
+        "largest_matmul_error": max([of_all for of_all, of_one in errors], default=0.0),
+        "largest_output_error": max([of_one for of_all, of_one in errors], default=0.0),
     }
 
 
-def quantize_matrix(weight: Tensor, layer: type[nn.Module], group_size: int, dtype: str, device: torch.device) -> tuple:
-    """(layer, relative error of the weights, of a matmul) for a matrix, quantized some rows at a time. Asserts that no
-    weight is off by more than rounding allows, and that the layer multiplies as the dequantized matrix does."""
-    x = torch.randn(5, weight.shape[1], device=device).to(DTYPES[dtype])
-    all_parts, expected, weight_error = [], [], 0.0
-    for rows in weight.split(max(1, CHUNK // weight.shape[1])):
-        exact = rows.to(device, torch.float32)
+def quantize_matrix(
+    read: Callable[[str], Tensor],
+    name: str,
+    layer: type[nn.Module],
+    group_size: int,
+    chunk: int,
+    dtype: str,
+    device: torch.device,
+) -> tuple[nn.Module, tuple[float, float]]:
+    """Read a matrix, quantize it `chunk` weights at a time, and return the layer and the errors of its matmul.
+
+    Asserts that no weight is off by more than rounding allows, and that the layer multiplies as the dequantized matrix
+    does: a wrong scale, zero or order of codes in a single row shows, however large the matrix is.
+    """
+    weight = read(f"{name}.weight")  # [out, in], bf16 or fp32
+    rows, columns = weight.shape
+    x = torch.randn(1, 5, columns, device=device).to(DTYPES[dtype])
+    rows_at_once = max(1, chunk // columns)
+    quantized = None  # the tensors of all rows
+    all_expected = []
+    all_norms = []
+    for first in range(0, rows, rows_at_once):
+        some_rows = slice(first, first + rows_at_once)
+        exact = weight[some_rows].to(device).float()  # moved in its own type, which may have fewer bytes
         parts = layer.quantize(exact, group_size)
-        dequantized = layer.dequantize(*parts)[:, : exact.shape[1]]
-        allowed = layer.allowed_error(*parts)[:, : exact.shape[1]] + 1e-6 * exact.abs() + 1e-30  # fp32 rounds as well
-        share = ((dequantized - exact).abs() / allowed).max()
-        assert share <= 1, f"{layer.__name__}: a weight is off by {share:.3f} of what rounding allows"
-        all_parts.append(parts)
-        expected.append(F.linear(x.float(), dequantized))
-        weight_error = max(weight_error, measure.relative_error(dequantized, exact))
-    multiply = layer(*map(torch.cat, zip(*all_parts, strict=True)), DTYPES[dtype])
-    expected = torch.cat(expected, dim=1)
-    found = [multiply(x).float(), multiply(x[:1]).float()]  # with one row, some kernels are other ones
-    matmul_error = measure.relative_error(found, [expected, expected[:1]])
-    assert matmul_error <= (1e-2 if dtype == "bf16" else 1e-5), f"{layer.__name__}: its matmul is off by {matmul_error}"
-    return multiply, weight_error, matmul_error
+        dequantized = layer.dequantize(*parts)  # [some rows, in], in int4 padded to whole groups
+        check_weights(layer, exact, dequantized, parts)
+        dequantized = dequantized[:, :columns]
+        all_expected.append(F.linear(x.float(), dequantized))
+        all_norms.append(dequantized.norm(dim=1))
+        if quantized is None:
+            quantized = [part.new_empty(rows, *part.shape[1:]) for part in parts]
+        for of_all_rows, part in zip(quantized, parts, strict=True):
+            of_all_rows[some_rows] = part
+    del weight, exact, dequantized, parts, part, of_all_rows  # before the layer makes its own copies
+    multiply = layer(*quantized, DTYPES[dtype])
+    expected = torch.cat(all_expected, dim=-1)  # [1, 5, out]
+    norms = torch.cat(all_norms)  # [out]
+    found = [multiply(x).float(), multiply(x[:, :1]).float()]  # with one row, some kernels are other ones
+    return multiply, check_matmul(layer, found, [expected, expected[:, :1]], norms, dtype)
+
+
+def check_weights(layer: type[nn.Module], exact: Tensor, dequantized: Tensor, parts: tuple[Tensor, ...]) -> None:
+    """Assert that no weight is off by more than rounding to its codes allows."""
+    padding = dequantized.shape[1] - exact.shape[1]
+    if padding > 0:
+        exact = F.pad(exact, (0, padding))
+    allowed = layer.allowed_error(*parts)  # [rows, groups]
+    errors = (dequantized - exact).abs_()  # [rows, in]
+    largest_errors = errors.unflatten(1, (allowed.shape[1], -1)).amax(-1)  # [rows, groups]
+    share = (largest_errors / allowed).max().item()
+    assert share <= 1, f"{layer.__name__}: a weight is off by {share:.3f} of what rounding allows"
+
+
+def check_matmul(
+    layer: type[nn.Module], found: list[Tensor], expected: list[Tensor], norms: Tensor, dtype: str
+) -> tuple[float, float]:
+    """Return the relative error of all outputs, and the largest error of one to the norm of its weights.
+
+    Asserts that both are within rounding. The second shows a single wrong row, which the first averages over all rows.
+    """
+    of_all = measure.relative_error(found, expected)
+    assert of_all <= ALLOWED_MATMUL_ERROR[dtype], f"{layer.__name__}: its matmul is off by {of_all:.1e}"
+    norms = norms.clamp_min(torch.finfo(torch.float32).tiny)  # a row of zeros has outputs of zero
+    of_one = 0.0
+    for some, exact in zip(found, expected, strict=True):
+        errors = (some - exact).abs() / norms
+        of_one = max(of_one, errors.max().item())
+    assert of_one <= ALLOWED_OUTPUT_ERROR[dtype], f"{layer.__name__}: an output is off by {of_one:.1e} of its weights"
+    return of_all, of_one
+
+
+def dequantized_model(
+    args, config: shapes.Config, layer: type[nn.Module], device: torch.device, free_bytes: float
+) -> model.Transformer:
+    """Return the model in fp32 with nn.Linear, which holds the weights that `layer` stands for."""
+    net, _ = load(args, config, "fp32", None, "fp32", device, free_bytes)
+    chunk = weights_at_once(free_bytes, device)
+    for module in net.modules():
+        if not isinstance(module, nn.Linear):
+            continue
+        columns = module.weight.shape[1]
+        dequantized = torch.empty_like(module.weight, requires_grad=False)
+        rows_at_once = max(1, chunk // columns)
+        for first in range(0, len(dequantized), rows_at_once):
+            rows = slice(first, first + rows_at_once)
+            parts = layer.quantize(module.weight[rows], args.group_size)
+            dequantized[rows] = layer.dequantize(*parts)[:, :columns]
+        module.weight = nn.Parameter(dequantized, requires_grad=False)  # a new tensor: a tied embedding stays
+    return net
 
 
 def pack_int4(codes: Tensor) -> Tensor:
