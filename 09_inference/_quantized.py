@@ -81,32 +81,38 @@ def check_room(args, config: shapes.Config, weights: str, cache_bytes: int, devi
     )
 
 
-def largest_matrix(config: shapes.Config, group_size: int) -> int:
-    """Return the number of weights of the model's largest matrix, its rows filled up to whole groups."""
+def matrices(config: shapes.Config) -> list[tuple[int, int]]:
+    """Return outputs and inputs of the different matrices that are quantized."""
     hidden = config.hidden_size
-    attention = config.num_attention_heads * config.head_dim
-    sizes = []
-    for outputs, inputs in (
-        (config.vocab_size, hidden),
+    queries = config.num_attention_heads * config.head_dim
+    keys = config.num_key_value_heads * config.head_dim
+    return [
+        (queries, hidden),
+        (keys, hidden),
+        (hidden, queries),
         (config.intermediate_size, hidden),
         (hidden, config.intermediate_size),
-        (attention, hidden),
-        (hidden, attention),
-    ):
-        sizes.append(outputs * (inputs + -inputs % group_size))
-    return max(sizes)
+        (config.vocab_size, hidden),
+    ]
 
 
-def matrix_bytes_per_weight(weights: str, dtype: str, device: torch.device) -> int:
+def largest_matrix(config: shapes.Config, group_size: int) -> int:
+    """Return the number of weights of the largest matrix, its rows filled up to whole groups."""
+    return max(outputs * (inputs + -inputs % group_size) for outputs, inputs in matrices(config))
+
+
+def matrix_bytes_per_weight(config: shapes.Config, weights: str, dtype: str, device: torch.device) -> int:
     """Return the bytes that loading takes for a whole matrix, beside its final form and the chunk at hand.
 
-    2 for int8 on a GPU: the matrix as it was drawn, and later its codes in the type of the activations. Else up to 6:
-    the matrix in fp32; int4 codes in 32 bits, from which torch's kernel on a CPU is made; or, where torch has no
-    kernel, the matrix dequantized in fp32 and in the type of the activations.
+    2 on a GPU: the matrix in bf16 as it was drawn, and later, in int8, its codes in bf16. Else up to 6: the matrix in
+    fp32; int4 codes in 32 bits, from which torch's kernel on a CPU is made; or, where torch has no kernel, the matrix
+    dequantized in fp32 and in the type of the activations.
     """
-    if weights == "int8" and device.type == "cuda" and dtype != "fp32":
-        return 2
-    return 6
+    if device.type != "cuda" or dtype != "bf16":
+        return 6
+    if weights == "int4" and not all(cuda_has_int4_kernel(outputs) for outputs, _ in matrices(config)):
+        return 6
+    return 2
 
 
 def weights_at_once(free_bytes: float, device: torch.device) -> int:
@@ -172,7 +178,7 @@ def load(
     read = reader(args, config, device)
     net = model.build(args.model, config, seed=args.seed, device="meta").eval()
     largest = largest_matrix(config, args.group_size)
-    one_matrix = matrix_bytes_per_weight(weights, dtype, device) * largest
+    one_matrix = matrix_bytes_per_weight(config, weights, dtype, device) * largest
     chunk = weights_at_once(free_bytes - one_matrix, device)
     errors = []
     with torch.no_grad(), measure.LiveBytes(device=device) as live:
@@ -280,10 +286,8 @@ def check_matmul(
     of_all = measure.relative_error(found, expected)
     assert of_all <= ALLOWED_MATMUL_ERROR[dtype], f"{layer.__name__}: its matmul is off by {of_all:.1e}"
     norms = norms.clamp_min(torch.finfo(torch.float32).tiny)  # a row of zeros has outputs of zero
-    of_one = 0.0
-    for some, exact in zip(found, expected, strict=True):
-        errors = (some - exact).abs() / norms
-        of_one = max(of_one, errors.max().item())
+    errors = [((some - exact).abs() / norms).max() for some, exact in zip(found, expected, strict=True)]
+    of_one = torch.stack(errors).max().item()
     assert of_one <= ALLOWED_OUTPUT_ERROR[dtype], f"{layer.__name__}: an output is off by {of_one:.1e} of its weights"
     return of_all, of_one
 
@@ -317,6 +321,10 @@ def unpack_int4(packed: Tensor) -> Tensor:
     return torch.stack((packed >> 4, packed & 15), dim=-1).flatten(1)
 
 
+def cuda_has_int4_kernel(rows: int) -> bool:
+    return rows % 8 == 0 and torch.cuda.get_device_capability() >= (8, 0)
+
+
 def int4_kernel(packed: Tensor, dtype: torch.dtype) -> tuple[Callable | None, Tensor]:
     """torch's int4 matmul, and the codes in the order that it reads; None and the plain codes where torch has none. The
     order depends on the device and on a CPU's instruction set, so files should have plain codes."""
@@ -324,7 +332,7 @@ def int4_kernel(packed: Tensor, dtype: torch.dtype) -> tuple[Callable | None, Te
     if dtype == torch.bfloat16 and packed.device.type == "cpu" and rows % 16 == 0:
         ordered = torch.ops.aten._convert_weight_to_int4pack_for_cpu(unpack_int4(packed).int(), 1)
         return torch.ops.aten._weight_int4pack_mm_for_cpu, ordered
-    if dtype == torch.bfloat16 and packed.is_cuda and rows % 8 == 0 and torch.cuda.get_device_capability() >= (8, 0):
+    if dtype == torch.bfloat16 and packed.is_cuda and cuda_has_int4_kernel(rows):
         tiles = next(tiles for tiles in (8, 4, 2) if columns % (16 * tiles) == 0)  # the widest loads that fit
         return torch.ops.aten._weight_int4pack_mm, torch.ops.aten._convert_weight_to_int4pack(packed, tiles)
     return None, packed
