@@ -1,4 +1,5 @@
-"""09_inference/quantized.py: transformers' tokens, bytes as computed, errors within what rounding allows, refusals."""
+"""09_inference/quantized.py: transformers' tokens, bytes as computed, errors within what rounding
+allows, refusals."""
 
 import argparse
 import json
@@ -8,7 +9,16 @@ import pytest
 import torch
 from support.chapter import load
 from support.checkpoints import write_folder
-from support.harness import ODD, TINY, Result, assert_refused, config_of, needs_compiler, run, with_fault
+from support.harness import (
+    ODD,
+    TINY,
+    Result,
+    assert_refused,
+    config_of,
+    needs_compiler,
+    run,
+    with_fault,
+)
 from support.real_model import answers_of_transformers
 
 from common import shapes
@@ -25,7 +35,17 @@ FOLDERS = {
 
 def start(where: Path, *flags, script: str = SCRIPT) -> Result:
     (where / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
-    flags = ["--prompts", "prompts.txt", "--max-new-tokens", 8, "--device", "cpu", "--json", "summary.json", *flags]
+    flags = [
+        "--prompts",
+        "prompts.txt",
+        "--max-new-tokens",
+        8,
+        "--device",
+        "cpu",
+        "--json",
+        "summary.json",
+        *flags,
+    ]
     return run(script, where, *flags)
 
 
@@ -44,7 +64,8 @@ def models(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [("wide", "auto"), ("odd", "fp32"), pytest.param("tied", "auto", marks=pytest.mark.full)]
+    ("name", "dtype"),
+    [("wide", "auto"), ("odd", "fp32"), pytest.param("tied", "auto", marks=pytest.mark.full)],
 )
 def test_all_kinds_of_weights(tmp_path, models, name, dtype):
     """In fp32 without torch's kernels; odd: rows that no group divides, nor a kernel's 16."""
@@ -67,14 +88,22 @@ def test_all_kinds_of_weights(tmp_path, models, name, dtype):
     assert rows["int8"]["largest_matmul_error"] < (1e-5 if dtype == "fp32" else 1e-2)
 
 
-@pytest.mark.parametrize(("weights", "group_size", "bits"), [("int8", 32, 8), ("int4", 32, 5), ("int4", 64, 4.5)])
+@pytest.mark.parametrize(
+    ("weights", "group_size", "bits"), [("int8", 32, 8), ("int4", 32, 5), ("int4", 64, 4.5)]
+)
 def test_bytes_held(tmp_path, weights, group_size, bits):
     shape = {**WIDER, "intermediate_size": 192}
     (tmp_path / "config.json").write_text(json.dumps(shape))
-    row = finish(tmp_path, "--model", "config.json", "--weights", weights, "--group-size", group_size)
+    row = finish(
+        tmp_path, "--model", "config.json", "--weights", weights, "--group-size", group_size
+    )
     hidden, ffn, vocab, layers = 64, 192, 256, 2
-    rows_of_matrices = layers * (hidden + 2 * hidden // 2 + hidden + 2 * ffn + hidden) + vocab  # 2 of 4 key-value heads
-    matrices = layers * (hidden * (2 * hidden + 2 * hidden // 2) + 3 * hidden * ffn) + vocab * hidden
+    rows_of_matrices = (
+        layers * (hidden + 2 * hidden // 2 + hidden + 2 * ffn + hidden) + vocab
+    )  # 2 of 4 key-value heads
+    matrices = (
+        layers * (hidden * (2 * hidden + 2 * hidden // 2) + 3 * hidden * ffn) + vocab * hidden
+    )
     others = vocab * hidden + (2 * layers + 1) * hidden
     expected = matrices * bits / 8 + 2 * others + (2 * rows_of_matrices if weights == "int8" else 0)
     assert row["weight_bytes"] == row["planned_weight_bytes"] == expected
@@ -110,7 +139,8 @@ CARDS = [  # bytes, model, weights
 
 @pytest.mark.parametrize(("card", "name", "weights"), CARDS)
 def test_a_chunk_leaves_room_for_weights_cache_and_matrix(monkeypatch, card, name, weights):
-    """With a cache of 4,096 tokens. Of loading, what lies beside the weights is freed before the cache is made."""
+    """With a cache of 4,096 tokens. Of loading, what lies beside the weights is freed before the
+    cache is made."""
     helper = load("09_inference/_quantized.py")
     config = shapes.read_config(name)
     device = torch.device("cuda")
@@ -131,15 +161,20 @@ def test_a_chunk_leaves_room_for_weights_cache_and_matrix(monkeypatch, card, nam
 
 
 def test_the_promise_for_a_card_of_12_gb():
-    """9.4 GiB: weights, one matrix in 16 bits and the chunk while loading; weights, cache and matrix in use."""
+    """9.4 GiB: weights, one matrix in 16 bits and the chunk while loading; weights, cache and
+    matrix in use."""
     helper = load("09_inference/_quantized.py")
     config = shapes.read_config("llama-8b")
-    planned = helper.planned_bytes(argparse.Namespace(model="llama-8b", group_size=32), config, "int8")
+    planned = helper.planned_bytes(
+        argparse.Namespace(model="llama-8b", group_size=32), config, "int8"
+    )
     head = 2 * helper.largest_matrix(config, 32)
     cache = 0.5 * GIB
     assert planned / GIB == pytest.approx(7.97, abs=0.01)
     assert (planned + cache + head) / GIB == pytest.approx(9.45, abs=0.01)
-    chunk = helper.weights_at_once(0.95 * (12e9 - CUDA_CONTEXT) - planned - cache - head, torch.device("cuda"))
+    chunk = helper.weights_at_once(
+        0.95 * (12e9 - CUDA_CONTEXT) - planned - cache - head, torch.device("cuda")
+    )
     assert 16 * chunk / GIB < 0.5
 
 
@@ -168,8 +203,9 @@ def test_bad_input_is_refused_in_one_line(tmp_path, flags):
     assert_refused(start(tmp_path, *flags.split()), *(REFUSED[flags] or flags).split())
 
 
-# Flags, a line, what stands in its place, and words of the check that finds it. "a row" is wrong in 1 of 256 rows, which
-# an average over the matrix would not show; the last two are right in the matmuls that loading tries.
+# Flags, a line, what stands in its place, and words of the check that finds it. "a row" is wrong in
+# 1 of 256 rows, which an average over the matrix would not show; the last two are right in the
+# matmuls that loading tries.
 IN_FP32 = "--model wide --dtype fp32"
 FAULTS = {
     "int8": (
@@ -204,14 +240,15 @@ FAULTS = {
     ),
     "a bias": (
         "--model odd --dtype fp32",
-        "self.has_kernel = codes.device",
-        "self.register_forward_hook = lambda hook: None; self.has_kernel = codes.device",
+        "self.has_kernel = on_cpu",
+        "self.register_forward_hook = lambda hook: None; self.has_kernel = on_cpu",
         "logits are those of the dequantized weights",
     ),
     "later tokens": (
         IN_FP32,
         "scale = self.scale.to(x.dtype)\n",
-        "scale = self.scale.to(x.dtype)\n        x = torch.cat((x[:, :5], 1.1 * x[:, 5:]), dim=1)\n",
+        "scale = self.scale.to(x.dtype)\n"
+        "        x = torch.cat((x[:, :5], 1.1 * x[:, 5:]), dim=1)\n",
         "logits are those of the dequantized weights",
     ),
 }
