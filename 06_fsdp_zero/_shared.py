@@ -33,7 +33,9 @@ class Group:
         self.weights = flatten(parameters)
         for parameter, view in zip(parameters, unflatten(self.weights, parameters), strict=True):
             parameter.data = view
-        self.my_weights = nn.Parameter(my_part(self.weights))  # a view too, and all that this rank's AdamW knows
+        self.my_weights = nn.Parameter(
+            my_part(self.weights)
+        )  # a view too, and all that this rank's AdamW knows
 
 
 def flatten(tensors: list[Tensor]) -> Tensor:
@@ -56,7 +58,9 @@ def my_part(flat: Tensor) -> Tensor:
 def keep_all_gradients(group: Group) -> Tensor:
     """Backward adds each gradient to its view of one flat tensor; AdamW sees this rank's part."""
     gradients = torch.zeros_like(group.weights)
-    for parameter, view in zip(group.parameters, unflatten(gradients, group.parameters), strict=True):
+    for parameter, view in zip(
+        group.parameters, unflatten(gradients, group.parameters), strict=True
+    ):
         parameter.grad = view
     group.my_weights.grad = my_part(gradients)
     return gradients
@@ -66,7 +70,11 @@ def group_by_block(net: nn.Module) -> tuple[list[nn.Module], list[Group]]:
     """A group per block, and one for what is around them: embedding, final norm and head, which may share a matrix.
     Also the module that uses each."""
     blocks = list(net.model.layers.values())
-    rest = [parameter for name, parameter in net.named_parameters() if not name.startswith("model.layers.")]
+    rest = [
+        parameter
+        for name, parameter in net.named_parameters()
+        if not name.startswith("model.layers.")
+    ]
     return [*blocks, net], [*(Group(list(block.parameters())) for block in blocks), Group(rest)]
 
 
@@ -88,7 +96,11 @@ def after_the_last_gradient(parameters: list[nn.Parameter], call: Callable[[], N
 def held_bytes(tensors: Iterable[Tensor]) -> int:
     """The memory that these tensors look into, each piece once; of a DTensor, this rank's part."""
     local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-    return sum({storage._cdata: storage.nbytes() for storage in (t.untyped_storage() for t in local)}.values())
+    return sum(
+        {
+            storage._cdata: storage.nbytes() for storage in (t.untyped_storage() for t in local)
+        }.values()
+    )
 
 
 def bytes_of_training(weights: list[Tensor], optimizer: torch.optim.Optimizer) -> dict[str, int]:
@@ -96,8 +108,12 @@ def bytes_of_training(weights: list[Tensor], optimizer: torch.optim.Optimizer) -
     states = optimizer.state.values()
     return {
         "parameter_bytes_per_rank": held_bytes(weights),
-        "gradient_bytes_per_rank": held_bytes(weight.grad for weight in weights if weight.grad is not None),
-        "optimizer_bytes_per_rank": held_bytes(tensor for state in states for tensor in state.values()),
+        "gradient_bytes_per_rank": held_bytes(
+            weight.grad for weight in weights if weight.grad is not None
+        ),
+        "optimizer_bytes_per_rank": held_bytes(
+            tensor for state in states for tensor in state.values()
+        ),
     }
 
 
@@ -115,7 +131,9 @@ class SummedBytes(measure.OperatorBytes):
     def __enter__(self):
         self._resize = torch.UntypedStorage.resize_
 
-        def resize(storage: torch.UntypedStorage, size: int):  # ZeRO-3 and fully_shard free and fill their memory so
+        def resize(
+            storage: torch.UntypedStorage, size: int
+        ):  # ZeRO-3 and fully_shard free and fill their memory so
             result = self._resize(storage, size)
             if storage._cdata in self._sizes:
                 self._set(storage._cdata, storage.nbytes())
@@ -155,7 +173,10 @@ def of_zero(stage: int, net: nn.Module, ranks: int) -> dict[str, int]:
     """From the model's shape alone, in fp32 with AdamW. Stage 0 is data parallelism, an all-reduce per parameter."""
     parameters = [parameter.numel() for parameter in net.parameters()]
     whole = sum(parameters)
-    blocks = [sum(parameter.numel() for parameter in block.parameters()) for block in net.model.layers.values()]
+    blocks = [
+        sum(parameter.numel() for parameter in block.parameters())
+        for block in net.model.layers.values()
+    ]
     groups = [whole] if stage == 1 else [*blocks, whole - sum(blocks)]  # what is cut in one piece
     part = sum(math.ceil(size / ranks) for size in groups)
     padded = part * ranks if stage else whole
@@ -176,10 +197,18 @@ def of_zero(stage: int, net: nn.Module, ranks: int) -> dict[str, int]:
 def of_fully_shard(net: nn.Module, ranks: int, copies: int, gathered_bytes: int) -> dict[str, int]:
     """FSDP, or HSDP with several copies: each tensor is cut by rows; for rows that a rank lacks it sends zeros."""
     shards = ranks // copies
-    parts = {name: math.ceil(p.shape[0] / shards) * p.shape[1:].numel() for name, p in net.named_parameters()}
-    part, part_of_blocks = sum(parts.values()), sum(parts[name] for name in parts if name.startswith("model.layers."))
+    parts = {
+        name: math.ceil(p.shape[0] / shards) * p.shape[1:].numel()
+        for name, p in net.named_parameters()
+    }
+    part, part_of_blocks = (
+        sum(parts.values()),
+        sum(parts[name] for name in parts if name.startswith("model.layers.")),
+    )
     groups = len(net.model.layers) + 1
-    gathered = gathered_bytes * (part + part_of_blocks)  # the root once, a block in forward and in backward
+    gathered = gathered_bytes * (
+        part + part_of_blocks
+    )  # the root once, a block in forward and in backward
     between_copies = 2 * 4 * part * (copies - 1) / copies
     return {
         "parameter_bytes_per_rank": 4 * part,
@@ -188,18 +217,25 @@ def of_fully_shard(net: nn.Module, ranks: int, copies: int, gathered_bytes: int)
         "all_gathers_per_step": 2 * groups - 1 if shards > 1 else 0,
         "reduce_scatters_per_step": groups if shards > 1 else 0,
         "all_reduces_per_step": groups if copies > 1 else 0,
-        "bytes_sent_per_rank_per_step": round((gathered + 4 * part) * (shards - 1) + between_copies),
+        "bytes_sent_per_rank_per_step": round(
+            (gathered + 4 * part) * (shards - 1) + between_copies
+        ),
     }
 
 
-def write_folder(tensors: dict[str, Tensor], read: Callable, folder: Path, config: dict, origin: Path) -> None:
+def write_folder(
+    tensors: dict[str, Tensor], read: Callable, folder: Path, config: dict, origin: Path
+) -> None:
     """A Hugging Face folder, file by file. `tensors` are on the meta device, and `read` gives one by its name: every
     rank calls it for each, for it may have to gather it, and rank 0 keeps those of a file. origin: whose tokenizer."""
     numbers, filled = {}, 0
     for name, tensor in tensors.items():
         numbers[name] = 1 + int(filled // MOST_FILE_BYTES)
         filled += tensor.nbytes
-    files = {name: f"model-{number:05d}-of-{max(numbers.values()):05d}.safetensors" for name, number in numbers.items()}
+    files = {
+        name: f"model-{number:05d}-of-{max(numbers.values()):05d}.safetensors"
+        for name, number in numbers.items()
+    }
     unfinished = folder.with_name(folder.name + ".tmp")
 
     def begin() -> None:
@@ -211,8 +247,13 @@ def write_folder(tensors: dict[str, Tensor], read: Callable, folder: Path, confi
         index = {"metadata": {"total_size": filled}, "weight_map": files}
         for name, content in (("config.json", config), ("model.safetensors.index.json", index)):
             (unfinished / name).write_text(json.dumps(content, indent=1) + "\n")
-        for file in origin.iterdir() if origin.is_dir() else ():  # of the tokenizer, and what generation starts from
-            if file.suffix in (".json", ".jinja", ".txt", ".model") and not (unfinished / file.name).exists():
+        for file in (
+            origin.iterdir() if origin.is_dir() else ()
+        ):  # of the tokenizer, and what generation starts from
+            if (
+                file.suffix in (".json", ".jinja", ".txt", ".model")
+                and not (unfinished / file.name).exists()
+            ):
                 shutil.copy(file, unfinished / file.name)
         unfinished.rename(folder)
 
@@ -227,7 +268,9 @@ def write_folder(tensors: dict[str, Tensor], read: Callable, folder: Path, confi
     runtime.on_rank0(end)
 
 
-def write_adapter(trained: dict[str, Tensor], folder: Path, base: str, rank: int, alpha: float) -> None:
+def write_adapter(
+    trained: dict[str, Tensor], folder: Path, base: str, rank: int, alpha: float
+) -> None:
     """For peft: peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder) reads it."""
     config = {
         "peft_type": "LORA",

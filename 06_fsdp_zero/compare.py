@@ -35,13 +35,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 from _shared import bytes_of_training, of_fully_shard, of_zero, step_memory
 
-from common import cli, exits, fake_ranks, lesson, measure, model, runtime, shapes, traffic
+from common import cli, exits, measure, report, runtime
+from lm import activation_checkpointing, data, shapes
+from lm.weights import build, materialize
 
-warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)  # torch 2.11 does not have its successor
-warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor|Mismatch dtype between input and weight")
+warnings.filterwarnings(
+    "ignore", "`broadcast_buffers`", FutureWarning
+)  # torch 2.11 does not have its successor
+warnings.filterwarnings(
+    "ignore", "Accessing the data pointer of FakeTensor|Mismatch dtype between input and weight"
+)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # What another order of the same sums may change in a loss; in bf16, also where each method rounds
 TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2}
@@ -53,7 +59,9 @@ def replicate(net: nn.Module, dry_run: bool) -> nn.Module:
     if not dry_run:
         return DistributedDataParallel(net, gradient_as_bucket_view=True, broadcast_buffers=False)
     for parameter in net.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda parameter: dist.all_reduce(parameter.grad))
+        parameter.register_post_accumulate_grad_hook(
+            lambda parameter: dist.all_reduce(parameter.grad)
+        )
     return net
 
 
@@ -64,7 +72,9 @@ def shard(net: nn.Module, args: argparse.Namespace, device: torch.device, copies
     cut = partial(
         fully_shard,
         mesh=init_device_mesh(device.type, tuple(names.values()), mesh_dim_names=tuple(names)),
-        mp_policy=MixedPrecisionPolicy(DTYPES[args.dtype], reduce_dtype=torch.float32, cast_forward_inputs=False),
+        mp_policy=MixedPrecisionPolicy(
+            DTYPES[args.dtype], reduce_dtype=torch.float32, cast_forward_inputs=False
+        ),
     )
     blocks = list(net.model.layers.values())
     for block in blocks:
@@ -76,7 +86,12 @@ def shard(net: nn.Module, args: argparse.Namespace, device: torch.device, copies
 
 
 def train_step(
-    method: str, net: nn.Module, optimizer: torch.optim.Optimizer, dtype: str, inputs: Tensor, targets: Tensor
+    method: str,
+    net: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    dtype: str,
+    inputs: Tensor,
+    targets: Tensor,
 ) -> Tensor:
     """The same for all. The weights are kept in fp32, whatever --dtype is."""
     # fully_shard casts by itself, before it gathers. With DDP autocast makes a copy of a weight, which autograd keeps
@@ -86,16 +101,22 @@ def train_step(
         loss = net(inputs, targets)
     loss.backward()
     optimizer.step()
-    optimizer.zero_grad(set_to_none=method != "DDP")  # DDP's gradients live in its buckets, which stay
+    optimizer.zero_grad(
+        set_to_none=method != "DDP"
+    )  # DDP's gradients live in its buckets, which stay
     return loss.detach()
 
 
 def count_step(
-    method: str, args: argparse.Namespace, config: shapes.Config, device: torch.device, batches: list
+    method: str,
+    args: argparse.Namespace,
+    config: shapes.Config,
+    device: torch.device,
+    batches: list,
 ) -> tuple[partial, dict, Tensor]:
     """Build the model under a method and train a step per batch. What the last of them needs is counted."""
-    net = model.build(args.model, config, seed=0, device="meta")  # shapes alone
-    model.checkpoint_blocks(net, args.checkpointing)
+    net = build(args.model, config, seed=0, device="meta")  # shapes alone
+    activation_checkpointing.checkpoint_blocks(net, args.checkpointing)
     if method != "DDP":
         shard(net, args, device, args.replicate if method == "HSDP" else 1)
     held = {}
@@ -105,26 +126,31 @@ def count_step(
             net.to_empty(device=device)
             net.tie_weights()
         else:
-            model.materialize(net, args.model, seed=0, device=device)
+            materialize(net, args.model, seed=0, device=device)
         weights = list(net.parameters())
         # one kernel, which needs no memory of its own
         optimizer = torch.optim.AdamW(weights, lr=shapes.recipe(args.model).lr, fused=True)
         if method == "DDP":
             net = replicate(net, args.dry_run)
         # just after the update, while the gradients are still there
-        hook = optimizer.register_step_post_hook(lambda *_: held.update(bytes_of_training(weights, optimizer)))
+        hook = optimizer.register_step_post_hook(
+            lambda *_: held.update(bytes_of_training(weights, optimizer))
+        )
         step = partial(train_step, method, net, optimizer, args.dtype)
         for inputs, targets in batches:
             gc.collect()  # what only a cycle holds would count, or not, by chance
             memory.restart()
-            with traffic.Traffic() as sent:
+            with measure.Traffic() as sent:
                 # copies, because the counter knows only what was made under its eyes
                 loss = step(inputs.clone(), targets.clone())
     hook.remove()
     counts = {
         **held,
         "peak_memory_bytes": memory.peak,
-        **{f"{kind}_per_step": sent.calls[kind] for kind in ("all_gathers", "reduce_scatters", "all_reduces")},
+        **{
+            f"{kind}_per_step": sent.calls[kind]
+            for kind in ("all_gathers", "reduce_scatters", "all_reduces")
+        },
         "bytes_sent_per_rank_per_step": round(sum(sent.bytes_sent.values())),
     }
     return step, counts, loss
@@ -134,17 +160,25 @@ def run(method: str, args: argparse.Namespace, config: shapes.Config, device: to
     """What rank 0 holds and sends. Of real ranks also the loss of the global batch, and tokens/s of the slowest."""
     if args.dry_run:
         tokens = torch.zeros(args.micro_batch_size, args.seq_len, dtype=torch.int64)
-        _, counts, _ = count_step(method, args, config, device, [[tokens, tokens]] * 2)  # the first makes AdamW's state
+        _, counts, _ = count_step(
+            method, args, config, device, [[tokens, tokens]] * 2
+        )  # the first makes AdamW's state
         return {"method": method, **counts}
     sequences = args.world_size * args.micro_batch_size
-    whole = lesson.one_batch(COUNTED_STEP * sequences, args.seq_len, device)  # the same on every rank
+    whole = data.one_batch(COUNTED_STEP * sequences, args.seq_len, device)  # the same on every rank
     steps = zip(*(tensor.split(sequences) for tensor in whole), strict=True)
-    batches = [[tensor.chunk(args.world_size)[dist.get_rank()] for tensor in batch] for batch in steps]
+    batches = [
+        [tensor.chunk(args.world_size)[dist.get_rank()] for tensor in batch] for batch in steps
+    ]
     step, counts, loss = count_step(method, args, config, device, batches)
     of_ranks = runtime.gather(counts)
     for key in counts.keys() - {"peak_memory_bytes"}:
-        assert of_ranks[0][key] == max(of_rank[key] for of_rank in of_ranks), f"{method}: {key} by rank: {of_ranks}"
-    seconds = measure.seconds_in_turns({method: partial(step, *batches[-1])}, device, args.steps)[method]["seconds"]
+        assert of_ranks[0][key] == max(of_rank[key] for of_rank in of_ranks), (
+            f"{method}: {key} by rank: {of_ranks}"
+        )
+    seconds = measure.seconds_in_turns({method: partial(step, *batches[-1])}, device, args.steps)[
+        method
+    ]["seconds"]
     return {
         "method": method,
         **of_ranks[0],
@@ -159,20 +193,31 @@ def check(rows: list[dict], net: nn.Module, args: argparse.Namespace) -> list[st
         if row["method"] == "DDP":
             expected = of_zero(0, net, args.world_size)
             if not args.dry_run:
-                del expected["all_reduces_per_step"]  # one per bucket, and DDP fills buckets as it likes
+                del expected[
+                    "all_reduces_per_step"
+                ]  # one per bucket, and DDP fills buckets as it likes
         else:
             copies = args.replicate if row["method"] == "HSDP" else 1
-            expected = of_fully_shard(net, args.world_size, copies, gathered_bytes=DTYPES[args.dtype].itemsize)
+            expected = of_fully_shard(
+                net, args.world_size, copies, gathered_bytes=DTYPES[args.dtype].itemsize
+            )
         for key, value in expected.items():
-            assert row[key] == value, f"{row['method']}: {key} is {row[key]:,}, and must be {value:,}"
-    checked = ["every state, call and byte sent that was counted is what its formula gives, on rank 0"]
+            assert row[key] == value, (
+                f"{row['method']}: {key} is {row[key]:,}, and must be {value:,}"
+            )
+    checked = [
+        "every state, call and byte sent that was counted is what its formula gives, on rank 0"
+    ]
     if args.dry_run:
         return checked
     loss, tolerance = rows[0]["loss"], TOLERANCE[args.dtype]
     for row in rows:
         error = abs(row["loss"] / loss - 1)
         assert error <= tolerance, f"{row['method']}: its loss differs from DDP's by {error:.1e}"
-    return [*checked, f"all that train have DDP's loss of step {COUNTED_STEP}, {loss:.4f}, within {tolerance:g}"]
+    return [
+        *checked,
+        f"all that train have DDP's loss of step {COUNTED_STEP}, {loss:.4f}, within {tolerance:g}",
+    ]
 
 
 COLUMNS = {
@@ -191,18 +236,49 @@ def parse() -> argparse.Namespace:
     parser = cli.Parser(__doc__)
     add = parser.add_argument
     add("--model", default="nano", help="as in train_fsdp.py")
-    add("--seq-len", type=cli.positive_int, help="tokens per sequence (default: from the model, nano 64)")
-    add("--micro-batch-size", type=cli.positive_int, default=1, help="sequences per rank (default: 1)")
-    add("--dtype", choices=DTYPES, help="what matrices are multiplied in (default: fp32; dry run: bf16)")
-    add("--checkpointing", choices=("none", "full"), default="none", help="full: recompute in backward")
-    add("--replicate", type=cli.positive_int, help="copies of the model in HSDP (default: one for each 8 ranks, or 2)")
-    add("--steps", type=cli.positive_int, default=5, help="of each method for tokens/s, after the counted one")
-    add("--dry-run", action="store_true", help="one process takes itself for rank 0 of --world-size")
+    add(
+        "--seq-len",
+        type=cli.positive_int,
+        help="tokens per sequence (default: from the model, nano 64)",
+    )
+    add(
+        "--micro-batch-size",
+        type=cli.positive_int,
+        default=1,
+        help="sequences per rank (default: 1)",
+    )
+    add(
+        "--dtype",
+        choices=DTYPES,
+        help="what matrices are multiplied in (default: fp32; dry run: bf16)",
+    )
+    add(
+        "--checkpointing",
+        choices=("none", "full"),
+        default="none",
+        help="full: recompute in backward",
+    )
+    add(
+        "--replicate",
+        type=cli.positive_int,
+        help="copies of the model in HSDP (default: one for each 8 ranks, or 2)",
+    )
+    add(
+        "--steps",
+        type=cli.positive_int,
+        default=5,
+        help="of each method for tokens/s, after the counted one",
+    )
+    add(
+        "--dry-run", action="store_true", help="one process takes itself for rank 0 of --world-size"
+    )
     add("--world-size", type=cli.positive_int, help="with --dry-run: how many ranks")
     cli.add_device_and_json(parser)
     args = parser.parse_args()
     if args.dry_run == (args.world_size is None):
-        raise exits.UserError("--dry-run and --world-size go together; without them torchrun gives the number of ranks")
+        raise exits.UserError(
+            "--dry-run and --world-size go together; without them torchrun gives the number of ranks"
+        )
     args.seq_len = args.seq_len or shapes.recipe(args.model).seq_len
     args.dtype = args.dtype or ("bf16" if args.dry_run else "fp32")
     return args
@@ -210,20 +286,28 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     args = parse()
-    config = shapes.load_config(args.model, 256, args.seq_len)  # raises a UserError before any rank starts
+    config = shapes.load_config(
+        args.model, 256, args.seq_len
+    )  # raises a UserError before any rank starts
     if args.dry_run:
         runtime.single_device("cpu")
-        device = fake_ranks.join(0, args.world_size)
+        device = runtime.join_fake_ranks(0, args.world_size)
     else:
-        lesson.relaunch(args.device, on_cpu=4)  # four, so that HSDP has two copies, each on two ranks
+        runtime.relaunch(
+            args.device, on_cpu=4
+        )  # four, so that HSDP has two copies, each on two ranks
         runtime.seed_all(0)
         device = runtime.init_process_group(args.device)
         args.world_size = dist.get_world_size()
     if args.replicate and args.world_size % args.replicate:
-        raise exits.UserError(f"--replicate {args.replicate} does not divide {args.world_size} processes")
+        raise exits.UserError(
+            f"--replicate {args.replicate} does not divide {args.world_size} processes"
+        )
     args.replicate = args.replicate or max(2, args.world_size // 8)
     methods = ["DDP", "FSDP"]
-    if 1 < args.replicate < args.world_size and args.world_size % args.replicate == 0:  # else it is DDP, or FSDP
+    if (
+        1 < args.replicate < args.world_size and args.world_size % args.replicate == 0
+    ):  # else it is DDP, or FSDP
         methods.append("HSDP")
     rows = []
     for method in methods:
@@ -231,14 +315,22 @@ def main() -> int:
         gc.collect()  # the next one must not find this one's memory
     if args.dry_run:
         dist.destroy_process_group()  # from here on there is one rank
-        runtime.say(f"rank 0 of {args.world_size} that are not there; HSDP: {args.replicate} copies")
-    net = model.build(args.model, config, seed=0, device="meta")
+        runtime.print0(
+            f"rank 0 of {args.world_size} that are not there; HSDP: {args.replicate} copies"
+        )
+    net = build(args.model, config, seed=0, device="meta")
     checked, count = check(rows, net, args), shapes.parameter_count(config)
-    rows[1:1] = [{"method": f"ZeRO-{n} (formula)", **of_zero(n, net, args.world_size)} for n in (1, 2, 3)]
+    rows[1:1] = [
+        {"method": f"ZeRO-{n} (formula)", **of_zero(n, net, args.world_size)} for n in (1, 2, 3)
+    ]
     for row in rows:
-        calls = [row[f"{kind}_per_step"] for kind in ("all_gathers", "reduce_scatters", "all_reduces")]
+        calls = [
+            row[f"{kind}_per_step"] for kind in ("all_gathers", "reduce_scatters", "all_reduces")
+        ]
         row |= {"calls": ", ".join(map(str, calls)), "world_size": args.world_size}
-    lesson.end(rows, columns=COLUMNS, checked=checked, args=args, device=device, parameters=count)
+    report.end_lesson(
+        rows, columns=COLUMNS, checked=checked, args=args, device=device, parameters=count
+    )
     if not args.dry_run:
         runtime.shutdown()
     return 0

@@ -25,20 +25,32 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
-from common import exits, lesson, measure, model, shapes
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
+from common import exits, measure, report
 from common.exits import UserError
+from lm import shapes, weights
 
-WARM_UP_STEPS = 3  # libraries allocate their workspaces, and AdamW makes its state: none of it may be captured
+WARM_UP_STEPS = (
+    3  # libraries allocate their workspaces, and AdamW makes its state: none of it may be captured
+)
 COMPARED_STEPS = 5
-TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2}  # relative, of a loss: kernels that add with atomics round each time anew
+TOLERANCE = {
+    "fp32": 1e-4,
+    "bf16": 1e-2,
+}  # relative, of a loss: kernels that add with atomics round each time anew
 
 
-def training_step(net: nn.Module, optimizer: torch.optim.Optimizer, batch: list[Tensor], dtype: str) -> Tensor:
+def training_step(
+    net: nn.Module, optimizer: torch.optim.Optimizer, batch: list[Tensor], dtype: str
+) -> Tensor:
     """Nothing here may ask the GPU for a number: a graph cannot wait for an answer."""
-    optimizer.zero_grad(set_to_none=True)  # backward then makes the gradients, in the graph's memory
+    optimizer.zero_grad(
+        set_to_none=True
+    )  # backward then makes the gradients, in the graph's memory
     # a cast weight must not be kept from one step to the next: a replay would not cast it again
-    with torch.autocast(batch[0].device.type, torch.bfloat16, enabled=dtype == "bf16", cache_enabled=False):
+    with torch.autocast(
+        batch[0].device.type, torch.bfloat16, enabled=dtype == "bf16", cache_enabled=False
+    ):
         loss = net(*batch)
     loss.backward()
     optimizer.step()
@@ -59,7 +71,9 @@ def capture(step: Callable[[], Tensor]) -> tuple["torch.cuda.CUDAGraph", Tensor]
     return graph, loss
 
 
-def replay(graph: "torch.cuda.CUDAGraph", static_batch: list[Tensor], loss: Tensor, batch: list[Tensor]) -> Tensor:
+def replay(
+    graph: "torch.cuda.CUDAGraph", static_batch: list[Tensor], loss: Tensor, batch: list[Tensor]
+) -> Tensor:
     """One step on another batch."""
     for static, tensor in zip(static_batch, batch, strict=True):
         static.copy_(tensor)
@@ -70,7 +84,9 @@ def replay(graph: "torch.cuda.CUDAGraph", static_batch: list[Tensor], loss: Tens
 def pool_bytes(graph: "torch.cuda.CUDAGraph") -> int:
     """What the graph keeps from others: the memory of its gradients, activations and temporaries."""
     segments = torch.cuda.memory_snapshot()
-    return sum(segment["total_size"] for segment in segments if segment["segment_pool_id"] == graph.pool())
+    return sum(
+        segment["total_size"] for segment in segments if segment["segment_pool_id"] == graph.pool()
+    )
 
 
 def smallest(config: shapes.Config) -> shapes.Config:
@@ -95,7 +111,9 @@ class Operators(measure.OperatorBytes):
         return super().__torch_dispatch__(*call)
 
 
-def random_batch(config: shapes.Config, sequences: int, seq_len: int, device: torch.device) -> list[Tensor]:
+def random_batch(
+    config: shapes.Config, sequences: int, seq_len: int, device: torch.device
+) -> list[Tensor]:
     tokens = torch.randint(config.vocab_size, (sequences, seq_len + 1), device=device)
     return [tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()]
 
@@ -103,20 +121,29 @@ def random_batch(config: shapes.Config, sequences: int, seq_len: int, device: to
 def make_training(config: shapes.Config, device: torch.device, mode: str | None = None) -> tuple:
     """A model with random weights, and its optimizer. With a mode, compiled: static, or a second batch size would not
     be captured."""
-    net = model.materialize(model.build("nano", config, seed=0, device="meta"), "nano", seed=0, device=device)
+    net = weights.materialize(
+        weights.build("nano", config, seed=0, device="meta"), "nano", seed=0, device=device
+    )
     optimizer = torch.optim.AdamW(net.parameters(), fused=True, capturable=device.type == "cuda")
     return net if mode is None else torch.compile(net, mode=mode, dynamic=False), optimizer
 
 
-def losses_of_replays(config: shapes.Config, args, device: torch.device) -> tuple[list[float], list[float]]:
+def losses_of_replays(
+    config: shapes.Config, args, device: torch.device
+) -> tuple[list[float], list[float]]:
     """Train twice from the same weights on the same batches: each step launched anew, and one step replayed."""
-    batches = [random_batch(config, args.sequences[-1], args.seq_len, device) for _ in range(COMPARED_STEPS)]
+    batches = [
+        random_batch(config, args.sequences[-1], args.seq_len, device)
+        for _ in range(COMPARED_STEPS)
+    ]
     step = partial(training_step, *make_training(config, device))
     for _ in range(WARM_UP_STEPS):  # as capture does
         step(batches[0], args.dtype)
     eager = [step(batch, args.dtype).item() for batch in batches]
     static_batch = [tensor.clone() for tensor in batches[0]]
-    graph, loss = capture(partial(training_step, *make_training(config, device), static_batch, args.dtype))
+    graph, loss = capture(
+        partial(training_step, *make_training(config, device), static_batch, args.dtype)
+    )
     return eager, [replay(graph, static_batch, loss, batch).item() for batch in batches]
 
 
@@ -136,12 +163,16 @@ def run(config: shapes.Config, args, sequences: int, device: torch.device) -> li
         operators[name] = seen.count
     pool = {}
     if device.type == "cuda":
-        graph, _ = capture(partial(training_step, *make_training(config, device), batch, args.dtype))
+        graph, _ = capture(
+            partial(training_step, *make_training(config, device), batch, args.dtype)
+        )
         pool["replayed"] = pool_bytes(graph)
         steps["replayed"] = graph.replay
     if args.compile:
         mode = "reduce-overhead" if device.type == "cuda" else "default"
-        compiled_step = partial(training_step, *make_training(config, device, mode), batch, args.dtype)
+        compiled_step = partial(
+            training_step, *make_training(config, device, mode), batch, args.dtype
+        )
 
         def next_compiled_step() -> Tensor:
             torch.compiler.cudagraph_mark_step_begin()  # what the step before has returned may be written over
@@ -153,12 +184,20 @@ def run(config: shapes.Config, args, sequences: int, device: torch.device) -> li
     found = measure.seconds_in_turns(steps, device, args.rounds)
     counts = {"tokens": batch[0].numel()}
     return [
-        {"name": name, **counts, "operators": operators.get(name), "graph_pool_bytes": pool.get(name), **seconds}
+        {
+            "name": name,
+            **counts,
+            "operators": operators.get(name),
+            "graph_pool_bytes": pool.get(name),
+            **seconds,
+        }
         for name, seconds in found.items()
     ]
 
 
-def check(rows: list[dict], losses: tuple[list[float], list[float]] | None, dtype: str) -> list[str]:
+def check(
+    rows: list[dict], losses: tuple[list[float], list[float]] | None, dtype: str
+) -> list[str]:
     counts = {row["operators"] for row in rows if row["operators"]}
     assert len(counts) == 1, f"the tiny model runs other operators: {sorted(counts)}"
     (operators,) = counts
@@ -169,27 +208,42 @@ def check(rows: list[dict], losses: tuple[list[float], list[float]] | None, dtyp
     ]
     if losses is not None:
         difference = max(abs(replayed / eager - 1) for eager, replayed in zip(*losses, strict=True))
-        assert difference <= TOLERANCE[dtype], f"replayed losses differ by {difference:.1e}: {losses}"
-        checked.append(f"the losses of {COMPARED_STEPS} replayed steps are eager's within {difference:.0e}")
+        assert difference <= TOLERANCE[dtype], (
+            f"replayed losses differ by {difference:.1e}: {losses}"
+        )
+        checked.append(
+            f"the losses of {COMPARED_STEPS} replayed steps are eager's within {difference:.0e}"
+        )
     return checked
 
 
 def main() -> int:
     flags = {"model": "nano", "seq_len": 64, "micro_batch_sizes": "1,4,16", "rounds": 5}
-    args = lesson.flags(__doc__, **flags, dtype=("fp32", "bf16"), compile=False)
+    args = report.lesson_flags(__doc__, **flags, dtype=("fp32", "bf16"), compile=False)
     if not all(part.isdecimal() and int(part) for part in args.micro_batch_sizes.split(",")):
-        raise UserError(f"--micro-batch-sizes {args.micro_batch_sizes!r}: numbers with commas between, such as 1,4,16")
+        raise UserError(
+            f"--micro-batch-sizes {args.micro_batch_sizes!r}: numbers with commas between, such as 1,4,16"
+        )
     args.sequences = sorted({int(part) for part in args.micro_batch_sizes.split(",")})
     config = shapes.load_config(args.model, shapes.read_config(args.model).vocab_size, args.seq_len)
-    device = lesson.start(args.device)
+    device = report.start_lesson(args.device)
     losses = losses_of_replays(config, args, device) if device.type == "cuda" else None
     if losses is None:
-        print("left out: capture and replay, memory of the graph, mode reduce-overhead: these need a CUDA GPU")
+        print(
+            "left out: capture and replay, memory of the graph, mode reduce-overhead: these need a CUDA GPU"
+        )
     rows = [row for sequences in args.sequences for row in run(config, args, sequences, device)]
     columns = {"tokens": "tokens", "name": "step", "operators": "operators", "seconds": "time"}
     columns |= {"time_ratio": "of eager", "graph_pool_bytes": "kept by the graph"}
     own = {"parameters": shapes.parameter_count(config), "losses": losses}
-    lesson.end(rows, columns=columns, checked=check(rows, losses, args.dtype), args=args, device=device, **own)
+    report.end_lesson(
+        rows,
+        columns=columns,
+        checked=check(rows, losses, args.dtype),
+        args=args,
+        device=device,
+        **own,
+    )
     return 0
 
 

@@ -27,13 +27,25 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 from _shared import is_of_a_weight
 
-from common import exits, lesson, measure, model, shapes
+from common import exits, measure, report
+from lm import activation_checkpointing, shapes, weights
 
-CATEGORIES = ["parameters", "buffers", "optimizer state", "batch", "gradients", "weight copies", "activations"]
-CATEGORIES += ["temporaries", "libraries"]  # the last is what no tensor of ours takes, such as the workspace of cuBLAS
+CATEGORIES = [
+    "parameters",
+    "buffers",
+    "optimizer state",
+    "batch",
+    "gradients",
+    "weight copies",
+    "activations",
+]
+CATEGORIES += [
+    "temporaries",
+    "libraries",
+]  # the last is what no tensor of ours takes, such as the workspace of cuBLAS
 SNAPSHOT = Path("runs/memory_snapshot.pickle")
 
 
@@ -51,13 +63,17 @@ class Piece:
 class Profile(measure.OperatorBytes):
     """Sees every operator inside it, and keeps a record of every piece of memory, also of those that are gone."""
 
-    def __init__(self, net: nn.Module, optimizer: torch.optim.Optimizer, batch: list[Tensor]) -> None:
+    def __init__(
+        self, net: nn.Module, optimizer: torch.optim.Optimizer, batch: list[Tensor]
+    ) -> None:
         super().__init__()
         self.net, self.device = net, batch[0].device
         self.pieces: list[Piece] = []
         self.piece_of = weakref.WeakKeyDictionary()  # by storage
         self.live_bytes: list[int] = []  # at each moment, all pieces that are alive added up anew
-        self.allocated_bytes: list[int] = []  # on CUDA: what all libraries of this process have asked the allocator for
+        self.allocated_bytes: list[
+            int
+        ] = []  # on CUDA: what all libraries of this process have asked the allocator for
         self.phases: dict[str, int] = {}  # the moment at which each begins
         self.running = [""]  # modules whose forward runs, the innermost last
         for tensor in batch:
@@ -75,7 +91,9 @@ class Profile(measure.OperatorBytes):
     def mark(self, tensor: Tensor, category: str, module: str | None = None) -> None:
         """From birth on, the memory of this tensor has been of this category, unless it has another already."""
         self._note(tensor)
-        piece = self.piece_of.get(tensor.untyped_storage())  # None for what is not in the device's memory
+        piece = self.piece_of.get(
+            tensor.untyped_storage()
+        )  # None for what is not in the device's memory
         if piece is not None and piece.category == "temporaries":
             piece.category = category
             piece.module = piece.module if module is None else module
@@ -123,7 +141,11 @@ class Profile(measure.OperatorBytes):
 
 
 def training_step(
-    net: nn.Module, optimizer: torch.optim.Optimizer, batch: list[Tensor], dtype: str, enter: Callable[[str], None]
+    net: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: list[Tensor],
+    dtype: str,
+    enter: Callable[[str], None],
 ) -> None:
     """Any training step. `enter` gets the name of the phase that begins."""
     enter("forward")
@@ -160,7 +182,9 @@ def timelines(profile: Profile, name_of: Callable[[Piece], str]) -> dict[str, li
 def by_category(profile: Profile) -> dict[str, list[int]]:
     found = timelines(profile, lambda piece: piece.category)
     allocated = profile.allocated_bytes or profile.live_bytes
-    found["libraries"] = [all_ - live for all_, live in zip(allocated, profile.live_bytes, strict=True)]
+    found["libraries"] = [
+        all_ - live for all_, live in zip(allocated, profile.live_bytes, strict=True)
+    ]
     return {category: found.get(category, [0] * len(allocated)) for category in CATEGORIES}
 
 
@@ -198,7 +222,9 @@ def check(profile: Profile, found: dict[str, list[int]]) -> list[str]:
 
     end_of_forward = profile.phases["backward"]
     scalar = found["temporaries"][end_of_forward]
-    assert scalar == 4, f"{scalar} bytes are alive at the end of forward that autograd has not saved, and the loss is 4"
+    assert scalar == 4, (
+        f"{scalar} bytes are alive at the end of forward that autograd has not saved, and the loss is 4"
+    )
     saved = found["activations"][end_of_forward] + found["weight copies"][end_of_forward]
     return [
         f"at each of {len(added):,} moments the categories add up to the bytes that are alive",
@@ -210,18 +236,24 @@ def check(profile: Profile, found: dict[str, list[int]]) -> list[str]:
 
 def main() -> int:
     choices = {"dtype": ("fp32", "bf16"), "checkpointing": ("none", "full")}
-    args = lesson.flags(__doc__, model="nano", seq_len=64, micro_batch_size=24, **choices)
-    device = lesson.start(args.device)
+    args = report.lesson_flags(__doc__, model="nano", seq_len=64, micro_batch_size=24, **choices)
+    device = report.start_lesson(args.device)
     config = shapes.load_config(args.model, shapes.read_config(args.model).vocab_size, args.seq_len)
-    net = model.build(args.model, config, seed=0, device=device)
-    model.checkpoint_blocks(net, args.checkpointing)
+    net = weights.build(args.model, config, seed=0, device=device)
+    activation_checkpointing.checkpoint_blocks(net, args.checkpointing)
     optimizer = torch.optim.AdamW(net.parameters(), fused=True)
     size = (args.micro_batch_size, args.seq_len)
-    batch = [torch.randint(config.vocab_size, size, device=device) for _ in range(2)]  # any inputs and targets
+    batch = [
+        torch.randint(config.vocab_size, size, device=device) for _ in range(2)
+    ]  # any inputs and targets
 
-    training_step(net, optimizer, batch, args.dtype, enter=lambda phase: None)  # AdamW makes its state in the first
+    training_step(
+        net, optimizer, batch, args.dtype, enter=lambda phase: None
+    )  # AdamW makes its state in the first
     if device.type == "cuda":
-        write_snapshot(lambda: training_step(net, optimizer, batch, args.dtype, enter=lambda phase: None))
+        write_snapshot(
+            lambda: training_step(net, optimizer, batch, args.dtype, enter=lambda phase: None)
+        )
     profile = Profile(net, optimizer, batch)
     with profile, saved_tensors_hooks(profile.save, lambda tensor: tensor):
         training_step(net, optimizer, batch, args.dtype, profile.enter)
@@ -230,8 +262,15 @@ def main() -> int:
     totals = [sum(sizes) for sizes in zip(*found.values(), strict=True)]
     peak = totals.index(max(totals))
     peak_phase = [phase for phase, start in profile.phases.items() if start <= peak][-1]
-    names = {"forward": "before the step", "backward": "end of forward", "update": "end of backward", "end": "end"}
-    moments = {names[phase]: moment for phase, moment in profile.phases.items()} | {f"peak, in {peak_phase}": peak}
+    names = {
+        "forward": "before the step",
+        "backward": "end of forward",
+        "update": "end of backward",
+        "end": "end",
+    }
+    moments = {names[phase]: moment for phase, moment in profile.phases.items()} | {
+        f"peak, in {peak_phase}": peak
+    }
     moments = dict(sorted(moments.items(), key=lambda item: item[1]))
     own = {
         "parameters": shapes.parameter_count(config),
@@ -242,7 +281,9 @@ def main() -> int:
     }
     columns = {"name": "what", **{f"{moment} bytes": moment for moment in moments}}
     rows = run(profile, found, moments)
-    lesson.end(rows, columns=columns, checked=check(profile, found), args=args, device=device, **own)
+    report.end_lesson(
+        rows, columns=columns, checked=check(profile, found), args=args, device=device, **own
+    )
     return 0
 
 

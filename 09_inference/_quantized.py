@@ -13,8 +13,10 @@ from _shared import DTYPES
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from common import hardware, measure, model, report, shapes
+from common import hardware, measure, report
 from common.exits import UserError
+from lm import model, shapes
+from lm.weights import build, load_weights, random_weight
 from planner import inference
 from planner.shape import from_config
 
@@ -169,7 +171,7 @@ def reader(args, config: shapes.Config, device: torch.device) -> Callable[[str],
 
     UserError if the folder's files do not fit the model.
     """
-    net = model.build(args.model, config, seed=args.seed, device="meta")
+    net = build(args.model, config, seed=args.seed, device="meta")
     needed = {name: tuple(parameter.shape) for name, parameter in net.named_parameters()}
     folder = Path(args.model)
     stored = {}  # file by name
@@ -189,7 +191,7 @@ def reader(args, config: shapes.Config, device: torch.device) -> Callable[[str],
         there += f" and {needed.get(name, 'missing')} in the model"
         raise UserError(f"--model {folder}: {name} is {there}")
     if not stored and args.model not in shapes.SIZES:
-        model.load_weights(net, folder)  # a UserError for weights in another format
+        load_weights(net, folder)  # a UserError for weights in another format
     generator = torch.Generator(device).manual_seed(args.seed)
 
     def read(name: str) -> Tensor:
@@ -200,7 +202,7 @@ def reader(args, config: shapes.Config, device: torch.device) -> Callable[[str],
         if shapes.parameter_count(config) > DRAWN_ON_CPU and len(needed[name]) > 1:
             weight = torch.empty(needed[name], dtype=torch.bfloat16, device=device)
             return weight.normal_(std=0.02, generator=generator)
-        return model.random_weight(name, needed[name], args.seed)
+        return random_weight(name, needed[name], args.seed)
 
     return read
 
@@ -221,7 +223,7 @@ def load(
     chunk of it, and never the whole model unquantized.
     """
     read = reader(args, config, device)
-    net = model.build(args.model, config, seed=args.seed, device="meta").eval()
+    net = build(args.model, config, seed=args.seed, device="meta").eval()
     largest = largest_matrix(config, args.group_size)
     one_matrix = matrix_bytes_per_weight(config, weights, dtype, device) * largest
     chunk = weights_at_once(free_bytes - one_matrix, device)

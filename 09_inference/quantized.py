@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 import _quantized
 from _shared import (
     DTYPES,
@@ -42,7 +42,8 @@ from _shared import (
     steps_of,
 )
 
-from common import exits, lesson, measure, report, shapes
+from common import exits, measure, report
+from lm import shapes
 
 # A few fp32 operations, each off by at most 6e-8, relative to the largest weight of a group.
 FP32_ROUNDING = 1e-6
@@ -297,7 +298,7 @@ def main() -> int:
     args = flags.parse_args()
     config = shapes.read_config(args.model)
     text = Text(args, config)
-    device = lesson.start(args.device, args.seed)
+    device = report.start_lesson(args.device, args.seed)
 
     kinds = [*LAYERS] if args.weights == "all" else [args.weights]
     rows = []
@@ -336,7 +337,7 @@ def main() -> int:
     checked += check(rows)
     own = rows[0] if len(rows) == 1 else {"dtype": None}  # each row has its own
     own["parameters"] = shapes.parameter_count(config)
-    lesson.end(rows, columns=columns, checked=checked, args=args, device=device, **own)
+    report.end_lesson(rows, columns=columns, checked=checked, args=args, device=device, **own)
     return 0
 
 

@@ -21,7 +21,7 @@ from support.harness import (
 )
 from support.real_model import answers_of_transformers
 
-from common import shapes
+from lm import shapes
 
 SCRIPT = "09_inference/quantized.py"
 WIDER = {**TINY, "hidden_size": 64, "intermediate_size": 160}
