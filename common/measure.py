@@ -20,43 +20,97 @@ KINDS = {"reducescatter": "reduce_scatters", "allreduce": "all_reduces", "allgat
 KINDS |= {"alltoall": "all_to_alls", "broadcast": "broadcasts", "::send": "sends"}
 
 
-class LiveBytes(TorchDispatchMode):
-    """Bytes of the tensors that are alive, at the most and now, while operators run inside it. On CUDA torch counts.
-    Elsewhere it is what was `held` before and what operators leave; the inside of a compiled graph is not seen."""
+class LiveBytes:
+    """Count the bytes of the tensors that are alive: `now`, and `peak` since this object was made.
+
+    On CUDA these are the caching allocator's own figures, so no operator is intercepted. Elsewhere they are the bytes
+    of the tensors in `held` and of those that operators make inside the with block.
+    """
 
     def __init__(self, held: Iterable[Tensor] = (), device: torch.device | None = None) -> None:
+        if device is not None and device.type == "cuda":
+            self._counter = AllocatorBytes(device)
+        else:
+            self._counter = OperatorBytes(held)
+
+    def __enter__(self) -> "LiveBytes":
+        self._counter.__enter__()
+        return self
+
+    def __exit__(self, *error) -> None:
+        self._counter.__exit__(*error)
+
+    @property
+    def now(self) -> int:
+        return self._counter.now
+
+    @property
+    def peak(self) -> int:
+        return self._counter.peak
+
+
+class AllocatorBytes:
+    """Read `now` and `peak` from CUDA's caching allocator, which keeps both for all tensors of the process."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        report.earlier_peaks.append(torch.cuda.max_memory_allocated(device))
+        self.restart()
+
+    def __enter__(self) -> "AllocatorBytes":
+        return self
+
+    def __exit__(self, *error) -> None:
+        pass
+
+    @property
+    def now(self) -> int:
+        return torch.cuda.memory_allocated(self.device)
+
+    @property
+    def peak(self) -> int:
+        return torch.cuda.max_memory_allocated(self.device)
+
+    def restart(self) -> None:
+        """Begin a new peak."""
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+
+class OperatorBytes(TorchDispatchMode):
+    """Count the memory of the tensors in `held` and of the results of every operator inside the with block.
+
+    The inside of a compiled graph, and of an operator that calls others in C++, is not seen.
+    """
+
+    def __init__(self, held: Iterable[Tensor] = ()) -> None:
         super().__init__()
-        self.cuda = device if device is not None and device.type == "cuda" else None
         self._peak = 0
         self._alive = weakref.WeakValueDictionary()  # memory by address: what is freed disappears
         for tensor in held:
             self._note(tensor)
-        if self.cuda:
-            report.earlier_peaks.append(torch.cuda.max_memory_allocated(self.cuda))
-            torch.cuda.reset_peak_memory_stats(self.cuda)
 
     @property
     def now(self) -> int:
-        if self.cuda:
-            return torch.cuda.memory_allocated(self.cuda)
         # added up anew each time: FSDP and ZeRO-3 free and fill the memory of tensors that stay alive
         return sum(storage.nbytes() for storage in self._alive.values())
 
     @property
     def peak(self) -> int:
-        return (
-            torch.cuda.max_memory_allocated(self.cuda) if self.cuda else max(self._peak, self.now)
-        )
+        return max(self._peak, self.now)
+
+    def restart(self) -> None:
+        """Begin a new peak."""
+        self._peak = 0
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         if any(hasattr(kind, "full_tensor") for kind in types):
-            # a DTensor then does the same with its part, which is a plain tensor
-            return NotImplemented
+            return NotImplemented  # a DTensor then does the same with its part, which is a plain tensor
         result = operator(*args, **(kwargs or {}))
         # A view makes no memory. What first shows in one is a copy in which gloo reduces, unlike NCCL: not counted.
-        for tensor in () if operator.is_view else tree_leaves(result):
-            if isinstance(tensor, Tensor) and tensor.device.type != "meta":
-                self._note(tensor)
+        if not operator.is_view:
+            for tensor in tree_leaves(result):
+                if isinstance(tensor, Tensor) and tensor.device.type != "meta":
+                    self._note(tensor)
         self._peak = max(self._peak, self.now)
         return result
 
