@@ -103,7 +103,7 @@ def main() -> int:
     args.dtype = shared.choose_dtype(args, config, device)
     row = check_room(args, config, ranks, cache_tokens, device)
     net = load(args, config, device)
-    check_bytes(net, row)
+    check_bytes(net, args, dist.get_rank(), ranks)
     kind = {"dtype": shared.DTYPES[args.dtype], "device": device}
     cache = shared.StaticCache(config, batch=len(text.prompts), length=text.length, ranks=ranks, **kind)
     prefill, decode = shared.steps_of(net, cache)
