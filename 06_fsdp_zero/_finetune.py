@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from _shared import write_adapter, write_folder
 from torch import Tensor, nn
 
-from common import adapters, data, exits, model, runtime, shapes
+from common import adapters, data, exits, model, reference, runtime, shapes
 from planner import memory, plan, shape
 
 QUESTIONS, ANSWER_TOKENS = 3, 8  # each token is a forward of all that is before it
@@ -237,20 +237,33 @@ def leave_folders(net: model.Transformer, folder: Path, args, dtype: torch.dtype
 
 
 @torch.no_grad()
-def compare_with_transformers(folder: Path, config: shapes.Config, prompt: list[int]) -> float | None:
-    """The relative error of common/model.py's logits against transformers', from this folder in fp32 on rank 0's CPU.
-    None where transformers is not installed, and for a folder too large to be opened twice."""
+def compare_with_transformers(
+    folder: Path,
+    config: shapes.Config,
+    prompt: list[int],
+    device: torch.device,
+) -> float | None:
+    """Return the relative error of common/model.py's logits against transformers', from this folder in fp32.
+
+    Rank 0 computes both, on its GPU if they fit beside what is there, else on the CPU. None where transformers is not
+    installed, and for a folder too large to be opened twice.
+    """
     if sum(file.stat().st_size for file in folder.iterdir()) > 4e9 or not find_spec("transformers"):
         runtime.say(f"{folder} was not compared with transformers: not installed, or over 4 GB")
         return None
-    from transformers import AutoModelForCausalLM
-
-    tokens = torch.tensor([prompt])
-    expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(tokens).logits
-    error = ((model.build(str(folder), config, seed=0)(tokens) - expected).norm() / expected.norm()).item()
+    with reference.comparison(device, needed_bytes=2 * 4 * shapes.parameter_count(config)) as where:
+        error = logits_error(folder, config, prompt, where)
     assert error < 1e-3, f"common/model.py and transformers differ by {error:.1e} of the logits from {folder}"
     runtime.say(f"checked: from {folder}, transformers and common/model.py give the same logits within 1e-3")
     return error
+
+
+def logits_error(folder: Path, config: shapes.Config, prompt: list[int], device: torch.device) -> float:
+    """Return |ours - transformers'| / |transformers'| of the prompt's logits, as norms."""
+    tokens = torch.tensor([prompt], device=device)
+    expected = reference.read_transformers(folder, device)(tokens).logits
+    found = model.build(str(folder), config, seed=0, device=device)(tokens)
+    return ((found - expected).norm() / expected.norm()).item()
 
 
 def say_answers(chat: Chat, prompts: list[list[int]], before: list[list[int]], after: list[list[int]]) -> list[str]:

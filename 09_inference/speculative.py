@@ -128,7 +128,7 @@ def run(name: str, large: tuple, draft: tuple | None, text: shared.Text, args, d
     return {"name": name, "large_steps": len(kept), "kept_per_step": kept_per_step, "token_ids": answers}
 
 
-def check(rows: list[dict], text: shared.Text, args) -> list[str]:
+def check(rows: list[dict], text: shared.Text, args, device: torch.device) -> list[str]:
     """Greedy tokens are the same with and without a draft; drawn ones have the large model's distribution."""
     plain, *guessed = rows
     proved = [check_distribution()]
@@ -136,7 +136,7 @@ def check(rows: list[dict], text: shared.Text, args) -> list[str]:
         for row in guessed:
             assert row["token_ids"] == plain["token_ids"], f"{row['name']}: other tokens than without a draft"
         proved.append("the tokens with a draft are those without one")
-    return proved + shared.check_tokens(plain["token_ids"], text, args)
+    return proved + shared.check_tokens(plain["token_ids"], text, args, device)
 
 
 def check_distribution() -> str:
@@ -207,7 +207,8 @@ def main() -> int:
         "time_ratio": "time against no draft",
     }
     own = {"parameters": shapes.parameter_count(config), "token_ids": token_ids}
-    lesson.end(rows, columns=columns, checked=check(rows, text, args), args=args, device=device, **own)
+    checked = check(rows, text, args, device)
+    lesson.end(rows, columns=columns, checked=checked, args=args, device=device, **own)
     return 0
 
 
