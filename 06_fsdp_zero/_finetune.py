@@ -245,8 +245,8 @@ def compare_with_transformers(
 ) -> float | None:
     """Return the relative error of common/model.py's logits against transformers', from this folder in fp32.
 
-    Rank 0 computes both, on its GPU if they fit beside what is there, else on the CPU. None where transformers is not
-    installed, and for a folder too large to be opened twice.
+    Rank 0 computes both, on its GPU if they fit beside what is there, else on the CPU. None where
+    transformers is not installed, and for a folder too large to be opened twice.
     """
     if sum(file.stat().st_size for file in folder.iterdir()) > 4e9 or not find_spec("transformers"):
         runtime.say(f"{folder} was not compared with transformers: not installed, or over 4 GB")
@@ -258,7 +258,12 @@ def compare_with_transformers(
     return error
 
 
-def logits_error(folder: Path, config: shapes.Config, prompt: list[int], device: torch.device) -> float:
+def logits_error(
+    folder: Path,
+    config: shapes.Config,
+    prompt: list[int],
+    device: torch.device,
+) -> float:
     """Return |ours - transformers'| / |transformers'| of the prompt's logits, as norms."""
     tokens = torch.tensor([prompt], device=device)
     expected = reference.read_transformers(folder, device)(tokens).logits

@@ -44,16 +44,16 @@ def held_bytes(net: nn.Module, *, read: bool = False) -> int:
 
 
 def vocab_rows(vocab_size: int, rank: int, ranks: int) -> int:
-    """Return how many rows of embedding and head a rank holds: as torch.chunk divides, so rank 0 holds the most."""
+    """Return how many rows of embedding and head a rank holds, by torch.chunk: rank 0 has the most."""
     most_rows = math.ceil(vocab_size / ranks)
     rows_before = most_rows * rank
     return max(0, min(most_rows, vocab_size - rows_before))
 
 
 def planned_weight_bytes(args, config: shapes.Config, rank: int, ranks: int) -> int:
-    """Return a rank's bytes of weights by the planner: matrices and biases are sharded, norms are on every rank."""
+    """Return a rank's bytes of weights by the planner. Matrices and biases are sharded, norms are not."""
     shape = from_config(args.model, config)
-    # the planner divides a vocabulary evenly: give it one of which each rank holds as many rows as this rank
+    # the planner divides a vocabulary evenly: give it one that has this rank's rows on every rank
     shape = dataclasses.replace(shape, vocab=ranks * vocab_rows(config.vocab_size, rank, ranks))
     planned = inference.weight_bytes(
         shape,
@@ -151,4 +151,5 @@ def check_bytes(net: model.Transformer, args, rank: int, ranks: int) -> None:
     """Assert that this rank holds exactly the bytes of weights that were planned for it."""
     held = held_bytes(net)
     planned = planned_weight_bytes(args, net.config, rank, ranks)
-    assert held == planned, f"rank {rank} of {ranks} holds {held:,} bytes of weights, {planned:,} were planned"
+    both = f"{held:,} bytes of weights, {planned:,} were planned"
+    assert held == planned, f"rank {rank} of {ranks} holds {both}"

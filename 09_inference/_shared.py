@@ -271,8 +271,9 @@ def check_tokens(
 ) -> list[str]:
     """Assert that the tokens are those of transformers' generate: greedy, in fp32, prompt by prompt.
 
-    transformers computes on the script's GPU if both copies of the weights fit there, else on the CPU. Sampled tokens,
-    those in 16 bits and those of large models are not compared: then the list is empty.
+    transformers computes on the script's GPU if both copies of the weights fit there, else on the
+    CPU. Sampled tokens, those in 16 bits and those of large models are not compared: then the list
+    is empty.
     """
     parameters = shapes.parameter_count(text.config)
     if args.temperature or args.dtype != "fp32" or parameters > SMALL:
@@ -291,8 +292,12 @@ def check_tokens(
     return [line]
 
 
-def tokens_of_transformers(text: Text, args: argparse.Namespace, device: torch.device) -> list[list[int]]:
-    """Return the new tokens of each prompt by transformers' generate, on `device`, with this script's weights."""
+def tokens_of_transformers(
+    text: Text,
+    args: argparse.Namespace,
+    device: torch.device,
+) -> list[list[int]]:
+    """Return each prompt's new tokens by transformers' generate, with this script's weights."""
     net = model.build(args.model, text.config, seed=args.seed, device=device)
     baseline = reference.build_transformers(text.config, net.state_dict(), device)
     answers = []

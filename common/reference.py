@@ -28,8 +28,8 @@ def exact_fp32() -> Iterator[None]:
 def comparison(device: torch.device, needed_bytes: int = 0) -> Iterator[torch.device]:
     """Yield the device to compare on: the script's GPU if `needed_bytes` fit there, else the CPU.
 
-    Inside, fp32 matmuls are exact. The peak of GPU memory that a script reports does not count the comparison: what
-    it allocates must be released when the block ends.
+    Inside, fp32 matmuls are exact. The peak of GPU memory that a script reports does not count the
+    comparison: what it allocates must be released when the block ends.
     """
     if device.type != "cuda":
         with exact_fp32():

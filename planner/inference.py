@@ -26,10 +26,10 @@ def matrix_bytes(matrices: list[tuple[int, int]], weights: str, group_size: int)
 def weight_bytes(
     shape: Shape, *, weights="bf16", group_size=32, tp=1, head_divided=False, count_embedding=True, experts_read=None
 ) -> float:
-    """matrices of blocks and head in --weights, the rest in 16 bits (fp32: in 32); tp divides blocks but for norms
+    """matrices of blocks and head in --weights, the rest in 16 bits (fp32: in 32);
 
-    count_embedding=False leaves out an embedding that is only looked up. experts_read is the number of experts that
-    count in each layer.
+    tp divides the blocks without their norms. count_embedding=False leaves out an embedding that is
+    only looked up. experts_read is the number of experts that count in each layer.
     """
     plain = 4 if weights == "fp32" else 2
     dense_layers = shape.layers - shape.expert_layers

@@ -1,11 +1,11 @@
 """Run a script, and write which operators it has run on the CPU: cpu_operators.py REPORT SCRIPT FLAGS...
 
-The report is one JSON object of rank 0. Operators are those of torch's dispatcher without views; one runs on the CPU if
-it has tensors and all of them are there.
+The report is one JSON object of rank 0. Operators are those of torch's dispatcher without views;
+one runs on the CPU if it has tensors and all of them are there.
 
 operators      in the whole script, by name
 in_comparison  in the functions of COMPARISONS, by name
-transformers   devices of the weights and inputs of each forward of a transformers model with a head, in order
+transformers   devices of the weights and inputs of each forward of a transformers model with a head
 """
 
 import json
@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -44,7 +45,10 @@ class OperatorsOnCPU(TorchDispatchMode):
             return NotImplemented  # a DTensor does the same with its shard, which is a plain tensor
         result = operator(*args, **(kwargs or {}))
         leaves = tree_leaves((args, kwargs, result))
-        devices = {leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor)}
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            return result  # a DTensor's, which asks for the shape of a result and computes nothing
+        devices = {tensor.device.type for tensor in tensors}
         if devices == {"cpu"} and not operator.is_view:
             name = str(operator.overloadpacket)
             self.operators[name] += 1
