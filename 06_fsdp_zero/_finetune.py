@@ -243,9 +243,9 @@ def compare_with_transformers(
     prompt: list[int],
     device: torch.device,
 ) -> float | None:
-    """Return the relative error of common/model.py's logits against transformers', from this folder in fp32.
+    """Return the relative error in fp32 of common/model.py's logits against transformers'.
 
-    Rank 0 computes both, on its GPU if they fit beside what is there, else on the CPU. None where
+    Both read this folder. Rank 0 computes both, on its GPU if they fit beside what is there, else on the CPU. None where
     transformers is not installed, and for a folder too large to be opened twice.
     """
     if sum(file.stat().st_size for file in folder.iterdir()) > 4e9 or not find_spec("transformers"):

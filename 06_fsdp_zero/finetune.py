@@ -195,8 +195,13 @@ def main() -> int:
     receipt |= bytes_of_training([*net.parameters()], optimizer)
     if not stop:
         _finetune.leave_folders(net, run.folder, args, DTYPES[args.save_dtype])
-        model_folder = run.folder / "model"
-        compare = partial(_finetune.compare_with_transformers, model_folder, config, prompts[0], device)
+        compare = partial(
+            _finetune.compare_with_transformers,
+            run.folder / "model",
+            config,
+            prompts[0],
+            device,
+        )
         receipt["transformers_error"] = runtime.on_rank0(compare)
         receipt["answers"] = _finetune.say_answers(chat, prompts, answers_before, answers)
     meter.finish(step, **receipt)

@@ -89,7 +89,8 @@ class Int4Matmul(torch.autograd.Function):
 def merged_error(layer: LoRALinear, device: torch.device) -> float:
     """How far an adapted layer is at most from one with the merged matrix W', for random inputs and gradients, in fp32.
     If G is the gradient of W' = W + s B A, the chain rule gives s B^T G for A and s G A^T for B."""
-    layer = copy.deepcopy(layer).to(device, torch.float32)  # bf16 values are fp32 values: nothing is rounded
+    # bf16 values are fp32 values: nothing is rounded
+    layer = copy.deepcopy(layer).to(device, torch.float32)
     a, b, s = layer.lora_A, layer.lora_B, layer.scaling
     x = torch.randn(32, layer.in_features, device=device, requires_grad=True)
     upstream = torch.randn(32, layer.out_features, device=device)

@@ -44,14 +44,14 @@ def held_bytes(net: nn.Module, *, read: bool = False) -> int:
 
 
 def vocab_rows(vocab_size: int, rank: int, ranks: int) -> int:
-    """Return how many rows of embedding and head a rank holds, by torch.chunk: rank 0 has the most."""
+    """Return how many rows of the vocabulary a rank holds, by torch.chunk: rank 0 has the most."""
     most_rows = math.ceil(vocab_size / ranks)
     rows_before = most_rows * rank
     return max(0, min(most_rows, vocab_size - rows_before))
 
 
 def planned_weight_bytes(args, config: shapes.Config, rank: int, ranks: int) -> int:
-    """Return a rank's bytes of weights by the planner. Matrices and biases are sharded, norms are not."""
+    """Return a rank's planned bytes of weights. Matrices and biases are sharded, norms are not."""
     shape = from_config(args.model, config)
     # the planner divides a vocabulary evenly: give it one that has this rank's rows on every rank
     shape = dataclasses.replace(shape, vocab=ranks * vocab_rows(config.vocab_size, rank, ranks))

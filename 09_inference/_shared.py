@@ -269,7 +269,7 @@ def check_tokens(
     args: argparse.Namespace,
     device: torch.device,
 ) -> list[str]:
-    """Assert that the tokens are those of transformers' generate: greedy, in fp32, prompt by prompt.
+    """Assert that greedy fp32 tokens are those of transformers' generate, prompt by prompt.
 
     transformers computes on the script's GPU if both copies of the weights fit there, else on the
     CPU. Sampled tokens, those in 16 bits and those of large models are not compared: then the list

@@ -49,7 +49,11 @@ def comparison(device: torch.device, needed_bytes: int = 0) -> Iterator[torch.de
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def build_transformers(config: shapes.Config, weights: dict[str, Tensor], device: torch.device) -> nn.Module:
+def build_transformers(
+    config: shapes.Config,
+    weights: dict[str, Tensor],
+    device: torch.device,
+) -> nn.Module:
     """Return transformers' model of this shape with these weights, in fp32 on `device`."""
     from transformers import AutoConfig, AutoModelForCausalLM
 

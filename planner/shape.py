@@ -76,7 +76,7 @@ class Shape:
         return self.q_width + 2 * self.kv_width if self.qkv_bias else 0
 
     def norm_parameters(self) -> int:
-        """Return how many numbers the norms of one layer have. Latent attention has a norm on each latent."""
+        """Return how many numbers one layer's norms have. Latent attention normalizes each latent."""
         head_norms = 2 * self.head_dim if self.qk_norm else 0
         return 2 * self.hidden + head_norms + self.q_rank + self.kv_rank
 

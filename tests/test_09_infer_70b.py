@@ -21,11 +21,12 @@ SHAPES = {
     "three": {**ODD, "intermediate_size": 51, "max_position_embeddings": 96},
 }
 SIX = {  # for 2 and 3 ranks: 12 heads on 6 of keys and values
-    **{**ODD, "hidden_size": 96, "intermediate_size": 54, "num_attention_heads": 12, "num_key_value_heads": 6},
-    **{"head_dim": 8, "max_position_embeddings": 96},
+    **{**ODD, "hidden_size": 96, "intermediate_size": 54, "head_dim": 8},
+    **{"num_attention_heads": 12, "num_key_value_heads": 6, "max_position_embeddings": 96},
 }
 SHAPES["qwen2"] = {**SIX, "model_type": "qwen2", "vocab_size": 210}  # biases of q, k and v
-SHAPES["qwen3"] = {**SIX, "model_type": "qwen3", "vocab_size": 203, "tie_word_embeddings": True}  # norms of heads
+# norms of heads
+SHAPES["qwen3"] = {**SIX, "model_type": "qwen3", "vocab_size": 203, "tie_word_embeddings": True}
 NEW_TOKENS = 48
 
 
@@ -124,7 +125,7 @@ def test_a_dry_run_has_the_bytes_of_a_run(tmp_path, reference, name, ranks):
 
 FAULTS = {  # a line, and what stands in its place
     "a rank holds all of k's bias": ("[qkv]_proj", "[qv]_proj"),
-    "the embedding is on every rank": ('        "model.embed_tokens": Rowwise', '        "none": Rowwise'),
+    "the embedding is on every rank": ('"model.embed_tokens": Rowwise', '"none": Rowwise'),
 }
 
 

@@ -1,4 +1,6 @@
-"""Run a script, and write which operators it has run on the CPU: cpu_operators.py REPORT SCRIPT FLAGS...
+"""Run a script, and write which operators it has run on the CPU.
+
+    cpu_operators.py REPORT SCRIPT FLAGS...
 
 The report is one JSON object of rank 0. Operators are those of torch's dispatcher without views;
 one runs on the CPU if it has tensors and all of them are there.
