@@ -245,8 +245,8 @@ def compare_with_transformers(
 ) -> float | None:
     """Return the relative error in fp32 of common/model.py's logits against transformers'.
 
-    Both read this folder. Rank 0 computes both, on its GPU if they fit beside what is there, else on the CPU. None where
-    transformers is not installed, and for a folder too large to be opened twice.
+    Both read this folder. Rank 0 computes both, on its GPU if they fit beside what is there, else on
+    the CPU. None where transformers is not installed, and for a folder too large to be opened twice.
     """
     if sum(file.stat().st_size for file in folder.iterdir()) > 4e9 or not find_spec("transformers"):
         runtime.say(f"{folder} was not compared with transformers: not installed, or over 4 GB")
