@@ -17,7 +17,9 @@ import torch.nn.functional as F
 from _shared import write_adapter, write_folder
 from torch import Tensor, nn
 
-from common import adapters, data, exits, model, reference, runtime, shapes
+from common import exits, runtime
+from lm import data, lora, model, reference, shapes
+from lm.weights import build, part_of, random_weight
 from planner import memory, plan, shape
 
 QUESTIONS, ANSWER_TOKENS = 3, 8  # each token is a forward of all that is before it
@@ -42,9 +44,12 @@ class Rows(torch.utils.data.Dataset):
         tokens, counts = (torch.from_numpy(part) for part in self.rows[i])
         targets = torch.where(counts, tokens, data.PADDING)
         missing = (0, (length or self.seq_len) - len(tokens) + 1)
-        return F.pad(tokens[:-1].long(), missing), F.pad(targets[1:].long(), missing, value=data.PADDING)
+        return F.pad(tokens[:-1].long(), missing), F.pad(
+            targets[1:].long(), missing, value=data.PADDING
+        )
 
-    def __getitems__(self, chosen: list[int]) -> list[tuple[Tensor, Tensor]]:  # DataLoader takes micro-batches by it
+    # DataLoader takes micro-batches by it
+    def __getitems__(self, chosen: list[int]) -> list[tuple[Tensor, Tensor]]:
         longest = max(len(self.rows[i].tokens) - 1 for i in chosen)
         return [self.__getitem__(i, longest if self.trim else None) for i in chosen]
 
@@ -59,7 +64,8 @@ class Chat(NamedTuple):
     """How chats become text, and text becomes tokens."""
 
     render: Callable[..., str]  # messages, add_generation_prompt
-    encode: Callable[[str], tuple[list[int], list[tuple[int, int]]]]  # ids, and where in the text each of them stands
+    # ids, and where in the text each of them stands
+    encode: Callable[[str], tuple[list[int], list[tuple[int, int]]]]
     decode: Callable[[list[int]], str]
     end: int  # the token that ends an answer
     vocab_size: int
@@ -67,17 +73,30 @@ class Chat(NamedTuple):
 
 def plain_template(messages: list[dict], add_generation_prompt: bool = False, *, end: str) -> str:
     """For models that come without a chat template."""
-    return "".join(f"{m['role']}: {m['content']}{end}\n" for m in messages) + "assistant: " * add_generation_prompt
+    return (
+        "".join(f"{m['role']}: {m['content']}{end}\n" for m in messages)
+        + "assistant: " * add_generation_prompt
+    )
 
 
 def read_chat_format(name: str) -> Chat:
     """That of the tokenizer called `name`, or in that folder; of bytes for one without."""
-    if name in ("bytes", *shapes.SIZES) or (Path(name).exists() and not any(Path(name).glob("tokenizer*"))):
+    if name in ("bytes", *shapes.SIZES) or (
+        Path(name).exists() and not any(Path(name).glob("tokenizer*"))
+    ):
 
         def to_bytes(text: str) -> tuple[list[int], list[tuple[int, int]]]:
-            return list(text.encode()), [(i, i + 1) for i, letter in enumerate(text) for _ in letter.encode()]
+            return list(text.encode()), [
+                (i, i + 1) for i, letter in enumerate(text) for _ in letter.encode()
+            ]
 
-        return Chat(partial(plain_template, end="\0"), to_bytes, lambda t: bytes(t).decode(errors="replace"), 0, 256)
+        return Chat(
+            partial(plain_template, end="\0"),
+            to_bytes,
+            lambda t: bytes(t).decode(errors="replace"),
+            0,
+            256,
+        )
     from transformers import AutoTokenizer
 
     try:
@@ -85,14 +104,21 @@ def read_chat_format(name: str) -> Chat:
     except (OSError, ValueError) as error:
         raise exits.UserError(f"--tokenizer {name}: {error}") from None
     if not tokenizer.is_fast or tokenizer.eos_token is None:
-        raise exits.UserError(f"--tokenizer {name} needs a tokenizer.json, for the mask's offsets, and an eos_token")
+        raise exits.UserError(
+            f"--tokenizer {name} needs a tokenizer.json, for the mask's offsets, and an eos_token"
+        )
     render = partial(tokenizer.apply_chat_template, tokenize=False)
     if tokenizer.chat_template is None:
-        runtime.say(f"{name} has no chat template: chats become lines of `role: content{tokenizer.eos_token}`")
+        runtime.print0(
+            f"{name} has no chat template: chats become lines of `role: content{tokenizer.eos_token}`"
+        )
         render = partial(plain_template, end=tokenizer.eos_token)
 
-    def encode(text: str) -> tuple[list[int], list[tuple[int, int]]]:  # the template has written a first token already
-        found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    # the template has written a first token already
+    def encode(text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        found = tokenizer(
+            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        )
         return found["input_ids"], found["offset_mapping"]
 
     return Chat(render, encode, tokenizer.decode, tokenizer.eos_token_id, len(tokenizer))
@@ -102,9 +128,16 @@ def read_messages(line: str) -> list[dict[str, str]]:
     """The messages of a line of --data. ValueError if there are none."""
     content = dict(json.loads(line))
     pair = {"user": content.get("prompt"), "assistant": content.get("completion")}
-    messages = content.get("messages") or [{"role": role, "content": text} for role, text in pair.items()]
-    if not all(isinstance(message, dict) and isinstance(message.get("content"), str) for message in messages):
-        raise ValueError('a line is {"messages": [{"role", "content"}, ...]} or {"prompt", "completion"}, all texts')
+    messages = content.get("messages") or [
+        {"role": role, "content": text} for role, text in pair.items()
+    ]
+    if not all(
+        isinstance(message, dict) and isinstance(message.get("content"), str)
+        for message in messages
+    ):
+        raise ValueError(
+            'a line is {"messages": [{"role", "content"}, ...]} or {"prompt", "completion"}, all texts'
+        )
     return messages
 
 
@@ -134,35 +167,64 @@ def load_chats(args, chat: Chat, chat_rows: Callable) -> tuple[data.Corpus, list
                 rows.setdefault(key, []).append(Row(np.array(ids, np.int32), np.array(counts)))
     for reason, numbers in left_out.items():
         some = ", ".join(map(str, numbers[:10])) + ", ..." * (len(numbers) > 10)
-        runtime.say(f"left out: {len(numbers)} rows {reason}, of line {some}")
+        runtime.print0(f"left out: {len(numbers)} rows {reason}, of line {some}")
     held_out_count = max(math.ceil(len(rows) * data.HELD_OUT), min(QUESTIONS, len(rows) // 4))
     held_out = dict.fromkeys(sorted(rows)[:held_out_count])
     train_rows = [row for key in rows if key not in held_out for row in rows[key]]
     held_out_rows = [row for key in held_out for row in rows[key]]
     if train_rows:
         show_row(chat, train_rows[0], len(train_rows))
-    args.seq_len = min(args.seq_len, max((len(row.tokens) - 1 for row in train_rows + held_out_rows), default=2**30))
-    sha = hashlib.sha256(b"".join(part.tobytes() for row in train_rows + held_out_rows for part in row)).hexdigest()
-    return data.Corpus(train_rows, held_out_rows, chat.vocab_size, sha), [chats[key] for key in held_out]
+    args.seq_len = min(
+        args.seq_len,
+        max((len(row.tokens) - 1 for row in train_rows + held_out_rows), default=2**30),
+    )
+    sha = hashlib.sha256(
+        b"".join(part.tobytes() for row in train_rows + held_out_rows for part in row)
+    ).hexdigest()
+    return data.Corpus(train_rows, held_out_rows, chat.vocab_size, sha), [
+        chats[key] for key in held_out
+    ]
 
 
 def show_row(chat: Chat, row: Row, count: int) -> None:
     """As text, with what counts between >> and <<."""
     changes = np.flatnonzero(np.diff(row.counts)) + 1
     parts = zip(np.split(row.tokens, changes), np.split(row.counts, changes), strict=True)
-    text = "".join(f">>{chat.decode(t.tolist())}<<" if c[0] else chat.decode(t.tolist()) for t, c in parts)
-    runtime.say(f"the first of {count} rows, {len(row.tokens)} tokens, {row.counts.sum()} of them targets:\n  {text!r}")
+    text = "".join(
+        f">>{chat.decode(t.tolist())}<<" if c[0] else chat.decode(t.tolist()) for t, c in parts
+    )
+    runtime.print0(
+        f"the first of {count} rows, {len(row.tokens)} tokens, {row.counts.sum()} of them targets:\n  {text!r}"
+    )
 
 
 def say_plan(args, config: shapes.Config, batches: data.Batches, device: torch.device) -> int:
     """What a rank will hold at its peak, by planner/: 07_memory_tricks/estimate.py prints the same, with formulas."""
-    flags = {name: getattr(args, name) for name in ("adapters", "seq_len", "dtype", "checkpointing")}
-    flags |= {"micro_batch_size": batches.micro_batch_size, "micro_batches": batches.accumulation_steps}
-    found = memory.peak(shape.from_config(args.model, config), plan.Plan(gpus=batches.world_size, zero=3, **flags))
-    parts = ", ".join(f"{name.removesuffix('_bytes')} {size / 2**30:.2f}" for name, size in found.lines.items() if size)
-    runtime.say(f"planned: {found.total_bytes() / 2**30:.2f} GiB on each rank's GPU at the peak (of {parts})")
-    if device.type == "cuda" and found.total_bytes() > torch.cuda.get_device_properties(device).total_memory:
-        runtime.say("  more than this GPU has: --checkpointing full, --micro-batch-size 1 or --cpu-offload help")
+    flags = {
+        name: getattr(args, name) for name in ("adapters", "seq_len", "dtype", "checkpointing")
+    }
+    flags |= {
+        "micro_batch_size": batches.micro_batch_size,
+        "micro_batches": batches.accumulation_steps,
+    }
+    found = memory.peak(
+        shape.from_config(args.model, config), plan.Plan(gpus=batches.world_size, zero=3, **flags)
+    )
+    parts = ", ".join(
+        f"{name.removesuffix('_bytes')} {size / 2**30:.2f}"
+        for name, size in found.lines.items()
+        if size
+    )
+    runtime.print0(
+        f"planned: {found.total_bytes() / 2**30:.2f} GiB on each rank's GPU at the peak (of {parts})"
+    )
+    if (
+        device.type == "cuda"
+        and found.total_bytes() > torch.cuda.get_device_properties(device).total_memory
+    ):
+        runtime.print0(
+            "  more than this GPU has: --checkpointing full, --micro-batch-size 1 or --cpu-offload help"
+        )
     return round(found.allocated_bytes())
 
 
@@ -180,9 +242,10 @@ def init_adapters(net: nn.Module, seed: int) -> None:
     """The initial A and B as a function of (seed, name) alone, whole or sharded: as many ranks as there may be."""
     for name, parameter in net.named_parameters():
         if name.endswith("lora_A"):
-            held, place = model.part_of(parameter)
-            deviation = (3 * parameter.shape[1]) ** -0.5  # of kaiming_uniform_ in LoRALinear; of random_weight 0.02
-            held.copy_(model.random_weight(name, parameter.shape, seed)[place] / 0.02 * deviation)
+            held, place = part_of(parameter)
+            # of kaiming_uniform_ in LoRALinear; of random_weight 0.02
+            deviation = (3 * parameter.shape[1]) ** -0.5
+            held.copy_(random_weight(name, parameter.shape, seed)[place] / 0.02 * deviation)
         elif name.endswith("lora_B"):
             parameter.zero_()
 
@@ -203,10 +266,15 @@ def greedy(forward: Callable, prompts: list[list[int]], end: int, device) -> lis
     model gathers its weights in forward, and go on with rank 0's tokens."""
     answers = [[] for _ in prompts]
     while not all(end in answer or len(answer) == ANSWER_TOKENS for answer in answers):
-        rows = [torch.tensor(prompt + answer) for prompt, answer in zip(prompts, answers, strict=True)]
-        tokens = nn.utils.rnn.pad_sequence(rows, batch_first=True)  # at the end: causal attention never looks there
+        rows = [
+            torch.tensor(prompt + answer) for prompt, answer in zip(prompts, answers, strict=True)
+        ]
+        # at the end: causal attention never looks there
+        tokens = nn.utils.rnn.pad_sequence(rows, batch_first=True)
         logits = forward(tokens.to(device))
-        chosen = torch.stack([of_row[len(row) - 1].argmax() for of_row, row in zip(logits, rows, strict=True)])
+        chosen = torch.stack(
+            [of_row[len(row) - 1].argmax() for of_row, row in zip(logits, rows, strict=True)]
+        )
         dist.broadcast(chosen, 0)
         for answer, token in zip(answers, chosen.tolist(), strict=True):
             if end not in answer:
@@ -216,21 +284,37 @@ def greedy(forward: Callable, prompts: list[list[int]], end: int, device) -> lis
 
 def leave_folders(net: model.Transformer, folder: Path, args, dtype: torch.dtype) -> None:
     """model/, with merged adapters, for transformers, vLLM and the scripts here; adapter/ for peft. All call it."""
-    layers = {name: module for name, module in net.named_modules() if isinstance(module, adapters.LoRALinear)}
+    layers = {
+        name: module for name, module in net.named_modules() if isinstance(module, lora.LoRALinear)
+    }
     weights = {name: weight.detach() for name, weight in net.named_parameters()}
-    shapes_only = {n: torch.empty(w.shape, dtype=dtype, device="meta") for n, w in weights.items() if "lora_" not in n}
+    shapes_only = {
+        n: torch.empty(w.shape, dtype=dtype, device="meta")
+        for n, w in weights.items()
+        if "lora_" not in n
+    }
 
     def read(name: str) -> Tensor:
         layer = layers.get(name.removesuffix(".weight"))
         # of sharded matrices B keeps its rows, and A, which is small, is gathered
-        return runtime.whole(weights[name] if layer is None else layer.merged_weight()).to(dtype)
+        return runtime.full_tensor(weights[name] if layer is None else layer.merged_weight()).to(
+            dtype
+        )
 
     config = shapes.config_json(net.config)
     if shapes.has_weights(args.model):
         config = json.loads(Path(args.model, "config.json").read_text())
     kind = str(dtype).removeprefix("torch.")
-    write_folder(shapes_only, read, folder / "model", config | {"dtype": kind, "torch_dtype": kind}, Path(args.model))
-    trained = {name: runtime.whole(weights[name]).cpu() for name in weights if "lora_" in name}
+    write_folder(
+        shapes_only,
+        read,
+        folder / "model",
+        config | {"dtype": kind, "torch_dtype": kind},
+        Path(args.model),
+    )
+    trained = {
+        name: runtime.full_tensor(weights[name]).cpu() for name in weights if "lora_" in name
+    }
     if trained:
         how = {"base": args.model, "rank": args.adapters, "alpha": ALPHA_PER_RANK * args.adapters}
         runtime.on_rank0(partial(write_adapter, trained, folder / "adapter", **how))
@@ -249,12 +333,16 @@ def compare_with_transformers(
     the CPU. None where transformers is not installed, and for a folder too large to be opened twice.
     """
     if sum(file.stat().st_size for file in folder.iterdir()) > 4e9 or not find_spec("transformers"):
-        runtime.say(f"{folder} was not compared with transformers: not installed, or over 4 GB")
+        runtime.print0(f"{folder} was not compared with transformers: not installed, or over 4 GB")
         return None
     with reference.comparison(device, needed_bytes=2 * 4 * shapes.parameter_count(config)) as where:
         error = logits_error(folder, config, prompt, where)
-    assert error < 1e-3, f"common/model.py and transformers differ by {error:.1e} of the logits from {folder}"
-    runtime.say(f"checked: from {folder}, transformers and common/model.py give the same logits within 1e-3")
+    assert error < 1e-3, (
+        f"common/model.py and transformers differ by {error:.1e} of the logits from {folder}"
+    )
+    runtime.print0(
+        f"checked: from {folder}, transformers and common/model.py give the same logits within 1e-3"
+    )
     return error
 
 
@@ -267,12 +355,16 @@ def logits_error(
     """Return |ours - transformers'| / |transformers'| of the prompt's logits, as norms."""
     tokens = torch.tensor([prompt], device=device)
     expected = reference.read_transformers(folder, device)(tokens).logits
-    found = model.build(str(folder), config, seed=0, device=device)(tokens)
+    found = build(str(folder), config, seed=0, device=device)(tokens)
     return ((found - expected).norm() / expected.norm()).item()
 
 
-def say_answers(chat: Chat, prompts: list[list[int]], before: list[list[int]], after: list[list[int]]) -> list[str]:
+def say_answers(
+    chat: Chat, prompts: list[list[int]], before: list[list[int]], after: list[list[int]]
+) -> list[str]:
     for prompt, one, other in zip(prompts, before, after, strict=True):
         question, *answers = (chat.decode(tokens) for tokens in (prompt, one, other))
-        runtime.say(f"held out: {question!r}\n  before: {answers[0]!r}\n  after:  {answers[1]!r}")
+        runtime.print0(
+            f"held out: {question!r}\n  before: {answers[0]!r}\n  after:  {answers[1]!r}"
+        )
     return [chat.decode(tokens) for tokens in after]

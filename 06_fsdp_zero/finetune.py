@@ -28,19 +28,37 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.nn.utils import clip_grad_norm_
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 import _finetune
 from _shared import bytes_of_training
 
-from common import adapters, checkpoint, cli, data, exits, hardware, metrics, model, runtime, shapes
+from common import cli, exits, hardware, runtime
+from lm import (
+    activation_checkpointing,
+    checkpoint,
+    data,
+    flags,
+    lora,
+    metrics,
+    optim,
+    shapes,
+    weights,
+)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ROOT = Path(__file__).resolve().parents[1]
 DEFAULTS = {  # of training: eight steps on 29 pairs
-    "model": str(ROOT / "models/smollm2-135m") if (ROOT / "models/smollm2-135m").is_dir() else "nano",
+    "model": str(ROOT / "models/smollm2-135m")
+    if (ROOT / "models/smollm2-135m").is_dir()
+    else "nano",
     "data": str(ROOT / "07_memory_tricks/lora_instructions.jsonl"),
     "seq_len": 1024,  # at most: the longest row decides
     "lr": 0.0,  # a stand-in: it depends on --adapters
@@ -58,32 +76,53 @@ def chat_rows(chat: _finetune.Chat, messages: list[dict]) -> list[tuple[list[int
     ValueError if an answer does not follow its prompt: the model would be asked otherwise than it was trained."""
     text, rows, spans = chat.render(messages), [], []
     for i in (i for i, message in enumerate(messages) if message["role"] == "assistant"):
-        prompt, turn = chat.render(messages[:i], add_generation_prompt=True), chat.render(messages[: i + 1])
+        prompt, turn = (
+            chat.render(messages[:i], add_generation_prompt=True),
+            chat.render(messages[: i + 1]),
+        )
         if not turn.startswith(prompt):
-            raise ValueError(f"message {i + 1}: the chat template asks for an answer otherwise than it then writes it")
+            raise ValueError(
+                f"message {i + 1}: the chat template asks for an answer otherwise than it then writes it"
+            )
         if text.startswith(turn):
             spans.append((len(prompt), len(turn)))
         else:
             rows += chat_rows(chat, messages[: i + 1])[-1:]
-    ids, offsets = chat.encode(text)  # as a whole: tokens may reach across a border, and then they count
+    # as a whole: tokens may reach across a border, and then they count
+    ids, offsets = chat.encode(text)
     counts = [any(begin < last and first < end for first, last in spans) for begin, end in offsets]
     return [*rows, (ids, counts)]
 
 
 def main() -> int:
-    parser = cli.TrainingParser(__doc__)
-    parser.add_argument("--adapters", type=cli.natural, help="rank of A and B; 0: none (default: 16, or no weights, 0)")
-    parser.add_argument("--save-dtype", choices=("bf16", "fp32"), default="bf16", help="of the folder model/")
-    parser.add_argument("--cpu-offload", action="store_true", help="weights, gradients, optimizer state in CPU memory")
+    parser = flags.TrainingParser(__doc__)
+    parser.add_argument(
+        "--adapters",
+        type=cli.natural,
+        help="rank of A and B; 0: none (default: 16, or no weights, 0)",
+    )
+    parser.add_argument(
+        "--save-dtype", choices=("bf16", "fp32"), default="bf16", help="of the folder model/"
+    )
+    parser.add_argument(
+        "--cpu-offload",
+        action="store_true",
+        help="weights, gradients, optimizer state in CPU memory",
+    )
     parser.set_defaults(**DEFAULTS)
     args = parser.parse_args()
     trained_before = shapes.has_weights(args.model)
     args.adapters = 16 * trained_before if args.adapters is None else args.adapters
     if args.adapters and not trained_before:
-        raise exits.UserError(f"--adapters {args.adapters}: --model {args.model} has no weights to freeze: use 0")
-    args.lr = args.lr or shapes.recipe(args.model).lr * (10 if args.adapters else 1)  # of adapters about tenfold
+        raise exits.UserError(
+            f"--adapters {args.adapters}: --model {args.model} has no weights to freeze: use 0"
+        )
+    # of adapters about tenfold
+    args.lr = args.lr or shapes.recipe(args.model).lr * (10 if args.adapters else 1)
     if args.dtype == "fp16":
-        raise exits.UserError("--dtype fp16: 05_ddp/train.py has a GradScaler; use bf16 or fp32 here")
+        raise exits.UserError(
+            "--dtype fp16: 05_ddp/train.py has a GradScaler; use bf16 or fp32 here"
+        )
     runtime.seed_all(args.seed, args.deterministic)
 
     # 1 Processes. As in chapter 05.
@@ -97,37 +136,58 @@ def main() -> int:
     corpus, held_out_chats = _finetune.load_chats(args, chat, chat_rows)
     rows_of = partial(_finetune.Rows, trim=not args.compile)  # compiled code is for one length
     batches = data.Batches(corpus, args, rank=rank, world_size=world_size, sequences=rows_of)
-    batches.tokens_per_step = round(args.global_batch_size * batches.train.mean_length())  # padding is no token
+    # padding is no token
+    batches.tokens_per_step = round(args.global_batch_size * batches.train.mean_length())
     held_out = batches.evaluation()
-    runtime.say(f"{args.model}, {args.dtype} matmuls, {world_size} x {hardware.device_name(device)}")
+    runtime.print0(
+        f"{args.model}, {args.dtype} matmuls, {world_size} x {hardware.device_name(device)}"
+    )
 
     # 3 The model: each rank holds its rows of every fp32 weight; blocks are gathered in --dtype when they compute.
     config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)
-    net = model.build(args.model, config, seed=args.seed, device="meta")  # shapes alone: no rank ever holds the whole
-    if args.adapters:  # before the blocks are cut: A and B travel with the frozen matrices beside them
+    # shapes alone: no rank ever holds the whole
+    net = weights.build(args.model, config, seed=args.seed, device="meta")
+    # before the blocks are cut: A and B travel with the frozen matrices beside them
+    if args.adapters:
         net.to(DTYPES[args.dtype])  # fp32 is for what small updates are added to
-        adapters.adapt(net, rank=args.adapters, alpha=_finetune.ALPHA_PER_RANK * args.adapters)
+        lora.adapt(net, rank=args.adapters, alpha=_finetune.ALPHA_PER_RANK * args.adapters)
         net.tie_weights()
-    model.checkpoint_blocks(net, args.checkpointing)  # backward computes again what is not kept
+    activation_checkpointing.checkpoint_blocks(
+        net, args.checkpointing
+    )  # backward computes again what is not kept
     shard = partial(
         fully_shard,
         mesh=init_device_mesh(device.type, (world_size,)),
-        mp_policy=MixedPrecisionPolicy(DTYPES[args.dtype], reduce_dtype=torch.float32, cast_forward_inputs=False),
-        offload_policy=CPUOffloadPolicy(pin_memory=device.type == "cuda") if args.cpu_offload else OffloadPolicy(),
+        mp_policy=MixedPrecisionPolicy(
+            DTYPES[args.dtype], reduce_dtype=torch.float32, cast_forward_inputs=False
+        ),
+        offload_policy=CPUOffloadPolicy(pin_memory=device.type == "cuda")
+        if args.cpu_offload
+        else OffloadPolicy(),
     )
-    for block in net.model.layers.values():  # wrapped above, then compiled, then cut: each sees what was done before
+    # wrapped above, then compiled, then cut: each sees what was done before
+    for block in net.model.layers.values():
         if args.compile:
             block.compile(fullgraph=True)
         shard(block)
-    shard(net)  # what is left is one group: embeddings, final norm and head, since two of them may be one matrix
-    for block, next_block in pairwise(net.model.layers.values()):  # while one computes, the next is on its way
+    # what is left is one group: embeddings, final norm and head, since two of them may be one
+    # matrix
+    shard(net)
+    # while one computes, the next is on its way
+    for block, next_block in pairwise(net.model.layers.values()):
         block.set_modules_to_forward_prefetch([next_block])
         next_block.set_modules_to_backward_prefetch([block])
     planned_bytes = _finetune.say_plan(args, config, batches, device)
-    model.materialize(net, args.model, seed=args.seed, device="cpu" if args.cpu_offload else device)
+    weights.materialize(
+        net, args.model, seed=args.seed, device="cpu" if args.cpu_offload else device
+    )
     _finetune.init_adapters(net, args.seed)
-    optimizer, scheduler = model.adamw_cosine(
-        net, lr=args.lr, weight_decay=args.weight_decay, warmup_steps=args.warmup_steps, steps=args.steps
+    optimizer, scheduler = optim.adamw_cosine(
+        net,
+        lr=args.lr,
+        weight_decay=args.weight_decay,
+        warmup_steps=args.warmup_steps,
+        steps=args.steps,
     )
 
     prompts = _finetune.questions(chat, held_out_chats, config)
@@ -136,19 +196,23 @@ def main() -> int:
 
     # 4 The run: its folder, and the step at which it stood. With adapters, its checkpoints hold these alone.
     base = f"{config!r} {_finetune.base_sha256(args.model)}"
-    settings = cli.settings(args, data=corpus.sha256, model=base) | {"--adapters": args.adapters}
+    settings = flags.settings(args, data=corpus.sha256, model=base) | {"--adapters": args.adapters}
     run = checkpoint.Run(args, settings=settings)
     training = {"net": net, "optimizer": optimizer, "scheduler": scheduler}
     start_step = checkpoint.resume(run, **training) if args.resume else 0
     stream = batches.stream(start_step, pin=device.type == "cuda", num_workers=args.num_workers)
-    meter = metrics.Meter(run.folder, args, config=config, device=device, batches=batches, start_step=start_step)
+    meter = metrics.Meter(
+        run.folder, args, config=config, device=device, batches=batches, start_step=start_step
+    )
 
     # 5 The loop.
     step, stop = start_step, 0
     for step in range(start_step + 1, args.steps + 1):
-        torch.manual_seed(args.seed + step)  # what dropout draws, if your model has it, is the same after a resume
+        # what dropout draws, if your model has it, is the same after a resume
+        torch.manual_seed(args.seed + step)
         step_loss = torch.zeros((), device=device)
-        target_count = batches.train.target_count(batches.global_batch(step - 1))  # of all ranks: nothing is sent
+        # of all ranks: nothing is sent
+        target_count = batches.train.target_count(batches.global_batch(step - 1))
         for _ in range(batches.accumulation_steps):
             inputs, targets = meter.next(stream)
             with meter.forward():
@@ -175,23 +239,33 @@ def main() -> int:
             break
     run.wait()
     if stop:
-        runtime.say(f"signal {stop}: saved at step {step}; the same command with --resume goes on")
+        runtime.print0(
+            f"signal {stop}: saved at step {step}; the same command with --resume goes on"
+        )
 
     answers = answer(net)
 
     # 6 What was promised, checked. Low precision is in the arithmetic, never in what is trained.
     for module in (net, *net.model.layers.values()):
         module.reshard()  # what the last forward gathered is still there: no backward has followed
-    trained = torch.nn.ParameterList(parameter for parameter in net.parameters() if parameter.requires_grad)
+    trained = torch.nn.ParameterList(
+        parameter for parameter in net.parameters() if parameter.requires_grad
+    )
     kept = {t.dtype for t in (*trained, *(t for s in optimizer.state.values() for t in s.values()))}
     assert kept == {torch.float32}, kept
-    runtime.say(f"checked: {len(trained)} trained weights and their optimizer state kept in {torch.float32}")
-    digests = runtime.gather(model.digest(trained))
+    runtime.print0(
+        f"checked: {len(trained)} trained weights and their optimizer state kept in {torch.float32}"
+    )
+    digests = runtime.gather(weights.digest(trained))
     assert len(set(digests)) == 1, f"ranks hold different weights: {digests}"
-    runtime.say(f"checked: all {world_size} ranks have the same trained weights to the bit")
+    runtime.print0(f"checked: all {world_size} ranks have the same trained weights to the bit")
 
     # 7 What others load, and the receipt.
-    receipt = {"val_loss_before": val_loss_before, "planned_bytes": planned_bytes, "weights_sha256": digests[0]}
+    receipt = {
+        "val_loss_before": val_loss_before,
+        "planned_bytes": planned_bytes,
+        "weights_sha256": digests[0],
+    }
     receipt |= bytes_of_training([*net.parameters()], optimizer)
     if not stop:
         _finetune.leave_folders(net, run.folder, args, DTYPES[args.save_dtype])

@@ -29,17 +29,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 import _lora
 from _shared import saved_for_backward
 
-from common import data, exits, hardware, lesson, measure, model, reference, runtime, shapes
-from common.adapters import LoRALinear, adapt
+from common import exits, hardware, measure, report, runtime
+from lm import data, model, reference, shapes, weights
+from lm.lora import LoRALinear, adapt
 
 METHODS = ("full", "lora", "qlora")
 LORA_LR_FACTOR = 10  # adapters take a learning rate about so many times that of full fine-tuning
 BASE_STEPS = 60  # from random weights, so that there is something to adapt
-GROUP = 64  # weights that share a scale and a zero: 4 bits each, and 2 x 16 bits for all of them, make 4.5
+# weights that share a scale and a zero: 4 bits each, and 2 x 16 bits for all of them, make 4.5
+GROUP = 64
 TOLERANCE = 1e-5  # relative; sums of thousands of terms in fp32 came out 7e-7 apart on one CPU
 
 
@@ -60,16 +62,24 @@ class QLoRALinear(LoRALinear):
     def __init__(self, linear: nn.Linear, rank: int, alpha: float) -> None:
         super().__init__(linear, rank, alpha)
         self.weight = None
-        for name, tensor in zip(("codes", "scale", "zero"), quantize_int4(linear.weight.detach()), strict=True):
+        for name, tensor in zip(
+            ("codes", "scale", "zero"), quantize_int4(linear.weight.detach()), strict=True
+        ):
             self.register_buffer(name, tensor)
 
     def frozen_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
         codes = torch.stack((self.codes & 15, self.codes >> 4), dim=-1).flatten(1)
         values = codes * self.scale.to(dtype) + self.zero.to(dtype)
-        return values.flatten()[: self.out_features * self.in_features].view(self.out_features, self.in_features)
+        return values.flatten()[: self.out_features * self.in_features].view(
+            self.out_features, self.in_features
+        )
 
     def base(self, x: Tensor) -> Tensor:
-        return Int4Matmul.apply(x, self) if self.bias is None else Int4Matmul.apply(x, self) + self.bias
+        return (
+            Int4Matmul.apply(x, self)
+            if self.bias is None
+            else Int4Matmul.apply(x, self) + self.bias
+        )
 
 
 class Int4Matmul(torch.autograd.Function):
@@ -100,10 +110,14 @@ def merged_error(layer: LoRALinear, device: torch.device) -> float:
     output = F.linear(x, merged_weight, layer.bias)
     x_gradient, gradient = torch.autograd.grad(output, (x, merged_weight), upstream)
     expected = [output, x_gradient, s * b.T @ gradient, s * gradient @ a.T]
-    return max(measure.relative_error(one, other) for one, other in zip(found, expected, strict=True))
+    return max(
+        measure.relative_error(one, other) for one, other in zip(found, expected, strict=True)
+    )
 
 
-def training_step(net: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor], autocast) -> Tensor:
+def training_step(
+    net: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor], autocast
+) -> Tensor:
     """Leaves the gradients, so that they can be counted."""
     optimizer.zero_grad()
     with autocast():
@@ -114,14 +128,17 @@ def training_step(net: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple
     return loss.detach()
 
 
-def run(method: str, base: model.Transformer, task: _lora.Task, args, autocast, device) -> tuple[dict, Callable]:
+def run(
+    method: str, base: model.Transformer, task: _lora.Task, args, autocast, device
+) -> tuple[dict, Callable]:
     """Train with one method: its row, and one more step, to be timed beside those of the others."""
     others_bytes = measure.LiveBytes(device=device).now  # on CUDA what other methods hold
     net = copy.deepcopy(base).to(device)
     kind = QLoRALinear if method == "qlora" else LoRALinear
     if method != "full":
         runtime.seed_all(0)  # LoRA and QLoRA start from the same A
-        net.to(torch.bfloat16 if args.dtype == "bf16" else torch.float32)  # no update that bf16 could lose
+        # no update that bf16 could lose
+        net.to(torch.bfloat16 if args.dtype == "bf16" else torch.float32)
         adapt(net, rank=args.rank, alpha=args.alpha, kind=kind)
     trained = [weight for weight in net.parameters() if weight.requires_grad]
     lr = args.lr / LORA_LR_FACTOR if method == "full" else args.lr
@@ -137,7 +154,8 @@ def run(method: str, base: model.Transformer, task: _lora.Task, args, autocast, 
         "method": method,
         "lr": lr,
         "trained_parameters": sum(weight.numel() for weight in trained),
-        "weight_bytes": sum({t.data_ptr(): t.nbytes for t in net.state_dict().values()}.values()),  # tied ones once
+        # tied ones once
+        "weight_bytes": sum({t.data_ptr(): t.nbytes for t in net.state_dict().values()}.values()),
         "gradient_bytes": sum(weight.grad.nbytes for weight in trained),
         "optimizer_bytes": sum(tensor.nbytes for tensor in state),
         "activation_bytes": sum(saved["activations"].values()),
@@ -170,24 +188,38 @@ def check(rows: list[dict], dtype: str) -> list[str]:
         if row["method"] != "full":
             name, error = row["method"], row["merged_error"]
             assert len(set(row["frozen_sha256"])) == 1, f"{name} changed what it had frozen"
-            checked.append(f"{name}'s frozen weights have the same SHA-256 before and after training")
+            checked.append(
+                f"{name}'s frozen weights have the same SHA-256 before and after training"
+            )
             assert error <= TOLERANCE, f"{name}: a layer differs from its merged one by {error:.1e}"
-            checked.append(f"{name}'s layers and merged ones, outputs and gradients in fp32: {error:.0e} apart")
+            checked.append(
+                f"{name}'s layers and merged ones, outputs and gradients in fp32: {error:.0e} apart"
+            )
     if len(rows) == len(METHODS):
         full, lora, qlora = rows
         if dtype == "fp32":
             error = abs(lora["val_loss_before"] / full["val_loss_before"] - 1)
-            assert error <= TOLERANCE, f"lora does not start from the model as it is: its loss is {error:.0e} off"
-        assert qlora["activation_bytes"] == lora["activation_bytes"], "qlora keeps dequantized weights for backward"
-        assert full["peak_memory_bytes"] > lora["peak_memory_bytes"] > qlora["peak_memory_bytes"], "peaks do not fall"
-        checked.append("qlora keeps for backward what lora keeps, no dequantized weight; the peaks fall in this order")
+            assert error <= TOLERANCE, (
+                f"lora does not start from the model as it is: its loss is {error:.0e} off"
+            )
+        assert qlora["activation_bytes"] == lora["activation_bytes"], (
+            "qlora keeps dequantized weights for backward"
+        )
+        assert full["peak_memory_bytes"] > lora["peak_memory_bytes"] > qlora["peak_memory_bytes"], (
+            "peaks do not fall"
+        )
+        checked.append(
+            "qlora keeps for backward what lora keeps, no dequantized weight; the peaks fall in this order"
+        )
     return checked
 
 
 def main() -> int:
     choices = {"method": ("all", *METHODS), "dtype": ("auto", "fp32", "bf16")}
-    args = lesson.flags(__doc__, model="nano", rank=8, alpha=16.0, steps=20, batch_size=4, seq_len=128, **choices)
-    device = lesson.start(args.device)
+    args = report.lesson_flags(
+        __doc__, model="nano", rank=8, alpha=16.0, steps=20, batch_size=4, seq_len=128, **choices
+    )
+    device = report.start_lesson(args.device)
     args.dtype = hardware.choose_dtype(args.dtype, device)
     trained_before = shapes.has_weights(args.model)
     # for nano, 1e-2 ended lower than 1e-3 and 2e-2 did; 1e-3 is a common choice for a model that has been trained
@@ -196,10 +228,12 @@ def main() -> int:
     args.seq_len = task.batches[0][0].size(1)
     config = shapes.load_config(args.model, task.vocab_size, args.seq_len)
     autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=args.dtype == "bf16")
-    base = model.build(args.model, config, seed=0, device=device)
+    base = weights.build(args.model, config, seed=0, device=device)
     if not trained_before:
         text = _lora.make_batches(data.load_corpus("stdlib"), seq_len=64, batch_size=16)
-        optimizer = torch.optim.AdamW(base.parameters(), lr=shapes.recipe(args.model).lr, fused=True)
+        optimizer = torch.optim.AdamW(
+            base.parameters(), lr=shapes.recipe(args.model).lr, fused=True
+        )
         for inputs, targets in islice(text.stream(0), BASE_STEPS):
             training_step(base, optimizer, (inputs.to(device), targets.to(device)), autocast)
         optimizer.zero_grad()
@@ -226,7 +260,7 @@ def main() -> int:
         "time_ratio": "time",
         "val_loss_after": "held-out loss",
     }
-    lesson.end(
+    report.end_lesson(
         rows,
         columns=columns,
         checked=check(rows, args.dtype),

@@ -9,12 +9,15 @@ import torch
 from _shared import DTYPES, Text
 from torch import Tensor, nn
 
-from common import exits, fake_ranks, model, report, runtime, shapes
-from common.table import table
+from common import exits, report, runtime
+from common.report import table
+from lm import model, shapes
+from lm.weights import build
 from planner import inference
 from planner.shape import from_config
 
-INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what a decoder shows for a character whose last bytes are missing
+# what a decoder shows for a character whose last bytes are missing
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 ROOM = 0.95  # of the free memory; the rest is for activations and workspaces
 
 
@@ -91,7 +94,9 @@ def undivided(config: shapes.Config, ranks: int) -> list[str]:
 def check_layout(args, config: shapes.Config) -> int:
     """The number of ranks. UserError for a number that cannot share the model, and for several nodes."""
     if (args.world_size is not None) != args.dry_run:
-        raise exits.UserError("--dry-run and --world-size N go together; to run N ranks: torchrun --nproc_per_node=N")
+        raise exits.UserError(
+            "--dry-run and --world-size N go together; to run N ranks: torchrun --nproc_per_node=N"
+        )
     started = runtime.ranks()[1]
     ranks = args.world_size or started
     if int(os.environ.get("LOCAL_WORLD_SIZE", started)) < started:
@@ -101,11 +106,15 @@ def check_layout(args, config: shapes.Config) -> int:
         )
     if parts := undivided(config, ranks):
         fit = [str(fewer) for fewer in range(1, ranks) if not undivided(config, fewer)]
-        raise exits.UserError(f"{ranks} ranks do not divide {', '.join(parts)} of {args.model}: use {' or '.join(fit)}")
+        raise exits.UserError(
+            f"{ranks} ranks do not divide {', '.join(parts)} of {args.model}: use {' or '.join(fit)}"
+        )
     return ranks
 
 
-def check_room(args, config: shapes.Config, ranks: int, cache_tokens: int, device: torch.device) -> dict:
+def check_room(
+    args, config: shapes.Config, ranks: int, cache_tokens: int, device: torch.device
+) -> dict:
     """What a rank will hold, as a row. UserError if that is more than --memory, or than is free on the fullest GPU."""
     free = None  # not known on a CPU
     if args.memory is not None:
@@ -118,7 +127,10 @@ def check_room(args, config: shapes.Config, ranks: int, cache_tokens: int, devic
         return row
     ways = []
     for more in range(ranks + 1, config.num_key_value_heads + 1):
-        if not undivided(config, more) and sum(planned_bytes(args, config, more, cache_tokens)) <= ROOM * free:
+        if (
+            not undivided(config, more)
+            and sum(planned_bytes(args, config, more, cache_tokens)) <= ROOM * free
+        ):
             ways.append(f"{more} ranks")
             break
     shape = from_config(args.model, config)
@@ -135,15 +147,19 @@ def dry_run(args, config: shapes.Config, cache_tokens: int, cut: Callable) -> in
     """Show a rank's bytes, and check the planner's figure against rank 0's bytes, cut on the meta device."""
     args.dtype = "bf16" if args.dtype == "auto" else args.dtype
     row = check_room(args, config, args.world_size, cache_tokens, torch.device("cpu"))
-    net = model.build(args.model, config, seed=args.seed, device="meta").to(DTYPES[args.dtype])
+    net = build(args.model, config, seed=args.seed, device="meta").to(DTYPES[args.dtype])
     if args.world_size > 1:
-        fake_ranks.join(0, args.world_size)
+        runtime.join_fake_ranks(0, args.world_size)
         cut(net, args.world_size, "cpu")
     check_bytes(net, args, rank=0, ranks=args.world_size)
     print(table([[*row], [report.for_people(key, value) for key, value in row.items()]]))
-    print(f"checked: rank 0, cut on the meta device, has {held_bytes(net):,} bytes of weights, as planned")
+    print(
+        f"checked: rank 0, cut on the meta device, has {held_bytes(net):,} bytes of weights, as planned"
+    )
     known = {"world_size": args.world_size, "dtype": args.dtype, "model": args.model}
-    report.write_json({**known, "parameters": shapes.parameter_count(config), "checked": [], **row}, args.json)
+    report.write_json(
+        {**known, "parameters": shapes.parameter_count(config), "checked": [], **row}, args.json
+    )
     return 0
 
 

@@ -13,14 +13,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common import cli, hardware, measure, model, reference, shapes
+from common import cli, hardware, measure
 from common.exits import UserError
+from lm import reference, shapes, weights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DEFAULT_PROMPT = "def main():"
-SMALL = 200e6  # parameters: up to here --dtype auto is fp32, and the tokens are compared with transformers'
+# parameters: up to here --dtype auto is fp32, and the tokens are compared with transformers'
+SMALL = 200e6
 BUCKET = 256  # slots: a captured step reads a multiple of them
-READ_EVERY = 8  # decode steps: a GPU that has to hand over each token at once waits for Python at each step
+# decode steps: a GPU that has to hand over each token at once waits for Python at each step
+READ_EVERY = 8
 
 
 class StaticCache:
@@ -30,7 +33,9 @@ class StaticCache:
     is never seen, and the next token at that position overwrites it. `ranks`: how many share the heads.
     """
 
-    def __init__(self, config: shapes.Config, *, batch: int, length: int, dtype, device, ranks: int = 1) -> None:
+    def __init__(
+        self, config: shapes.Config, *, batch: int, length: int, dtype, device, ranks: int = 1
+    ) -> None:
         names = [str(layer) for layer in range(config.num_hidden_layers)]
         shape = (batch, config.num_key_value_heads // ranks, length, config.head_dim)
         # zeros: a slot that nothing was written to has weight 0 in attention, and 0 times NaN would be NaN
@@ -41,17 +46,21 @@ class StaticCache:
         self.slots = torch.arange(length, device=device)  # that attention reads
         self.filled = 0  # the most that a prompt and the steps since may have filled
 
-    def visible(self, positions: Tensor) -> Tensor:
+    def mask(self, positions: Tensor) -> Tensor:
         """[batch, tokens] -> [batch, 1, tokens, slots]: added to scores, 0 where a token sees a slot or -infinity."""
         return (self.slots <= positions.unsqueeze(-1)).to(self.keys["0"].dtype).log().unsqueeze(1)
 
-    def extend(self, layer: str, positions: Tensor) -> Callable:
+    def updater(self, layer: str, positions: Tensor) -> Callable:
         """From k and v [batch, heads, tokens, head_dim] of these tokens to all keys and values that the layer reads."""
-        keys, values = (cached[layer][:, :, : self.slots.shape[0]] for cached in (self.keys, self.values))
+        keys, values = (
+            cached[layer][:, :, : self.slots.shape[0]] for cached in (self.keys, self.values)
+        )
         return partial(write, keys, values, self.rows, positions)
 
 
-def write(keys: Tensor, values: Tensor, rows: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def write(
+    keys: Tensor, values: Tensor, rows: Tensor, slots: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor]:
     keys[rows, :, slots] = k.transpose(1, 2)
     values[rows, :, slots] = v.transpose(1, 2)
     return keys, values
@@ -71,13 +80,15 @@ class Generated:
 def steps_of(net: nn.Module, cache: StaticCache) -> tuple[Callable, Callable]:
     """prefill(ids, positions, last) reads all prompts at once, [batch, tokens], and decode(ids, positions) one token of
     each, [batch]. Both return the logits [batch, vocab] of each row's last token, in prefill at `last` [batch]."""
-    torch.backends.cuda.enable_cudnn_sdp(False)  # it would build a plan for each new length, in 0.4 to 1 s
+    # it would build a plan for each new length, in 0.4 to 1 s
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
     @torch.compiler.set_stance("force_eager")  # or the blocks would be compiled for each length
     def prefill(ids: Tensor, positions: Tensor, last: Tensor) -> Tensor:
         cache.filled = ids.shape[1]
         hidden = net.model(ids, positions, cache)
-        return net.lm_head(hidden[torch.arange(len(ids), device=ids.device), last])  # not of every prompt token
+        # not of every prompt token
+        return net.lm_head(hidden[torch.arange(len(ids), device=ids.device), last])
 
     def decode(ids: Tensor, positions: Tensor) -> Tensor:
         return net(ids[:, None], positions=positions[:, None], cache=cache)[:, -1]
@@ -92,12 +103,15 @@ def compiled(net: nn.Module, cache: StaticCache, *steps: Callable) -> list[Calla
         return [torch.compile(step, dynamic=False) for step in steps]
     # a matmul of one row as a sum, without a tensor of converted codes; q, k, v and gate, up in one kernel each
     options = {"coordinate_descent_tuning": True, "combo_kernels": True}
-    same = not hasattr(next(net.parameters()), "placements")  # the hooks of tensor parallel blocks differ
+    # the hooks of tensor parallel blocks differ
+    same = not hasattr(next(net.parameters()), "placements")
     for block in net.model.layers.values() if same else ():
         for name, module in block.named_modules():
             if name.endswith("_proj"):
                 # a view of memory must be in memory: else Inductor computes norm and gate anew for each row of a matrix
-                module.register_forward_pre_hook(lambda _, x: x[0].as_strided(x[0].shape, x[0].stride()))
+                module.register_forward_pre_hook(
+                    lambda _, x: x[0].as_strided(x[0].shape, x[0].stride())
+                )
         block.compile(fullgraph=True, options=options)
     return [captured(step, cache) for step in steps]
 
@@ -113,7 +127,8 @@ def captured(step: Callable, cache: StaticCache) -> Callable:
         if key not in graphs:
             static, graph = [each.clone() for each in inputs], torch.cuda.CUDAGraph()
             step(*static)  # compiles, and writes to the cache what the replay writes again
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # NCCL's own goes on
+            # NCCL's own goes on
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 graphs[key] = graph, static, step(*static)
         cache.slots = slots  # which prefill reads
         graph, static, logits = graphs[key]
@@ -125,7 +140,9 @@ def captured(step: Callable, cache: StaticCache) -> Callable:
 
 
 @torch.inference_mode()
-def generate(prefill, decode, prompts, *, max_new_tokens, choose, device, stop=(), on_tokens=None) -> Generated:
+def generate(
+    prefill, decode, prompts, *, max_new_tokens, choose, device, stop=(), on_tokens=None
+) -> Generated:
     """Prefill gives the first token of each prompt, each decode step one more, up to those of `stop`: see steps_of.
     choose: logits [batch, vocab] to tokens [batch]; on_tokens gets each step's tokens, None for an ended row."""
     result, finished = Generated([[] for _ in prompts], sum(map(len, prompts))), set()
@@ -141,7 +158,9 @@ def generate(prefill, decode, prompts, *, max_new_tokens, choose, device, stop=(
             on_tokens(tokens)
 
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-    ids = nn.utils.rnn.pad_sequence([torch.tensor(prompt, device=device) for prompt in prompts], batch_first=True)
+    ids = nn.utils.rnn.pad_sequence(
+        [torch.tensor(prompt, device=device) for prompt in prompts], batch_first=True
+    )
     positions = torch.arange(ids.shape[1], device=device).expand_as(ids)
     start = time.perf_counter()
     tokens = choose(prefill(ids, positions, lengths - 1))
@@ -164,7 +183,9 @@ def generate(prefill, decode, prompts, *, max_new_tokens, choose, device, stop=(
     return result
 
 
-def probabilities(logits: Tensor, *, temperature: float, top_k: int = 0, top_p: float = 1.0) -> Tensor:
+def probabilities(
+    logits: Tensor, *, temperature: float, top_k: int = 0, top_p: float = 1.0
+) -> Tensor:
     """What tokens are drawn from: logits [..., vocab] / temperature, then the `top_k` likeliest of them (0: all), then
     the fewest whose probabilities reach `top_p` together. Temperature 0 leaves the likeliest alone."""
     if temperature == 0:
@@ -180,7 +201,9 @@ def sample(logits: Tensor, args: argparse.Namespace, generator: torch.Generator)
     """The next tokens [batch] from logits [batch, vocab], by the flags."""
     if args.temperature == 0:
         return logits.argmax(-1)
-    chances = probabilities(logits, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
+    chances = probabilities(
+        logits, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p
+    )
     return torch.multinomial(chances, 1, generator=generator).squeeze(-1)
 
 
@@ -188,17 +211,38 @@ def parser(description: str) -> cli.Parser:
     """The flags of every script that answers."""
     flags = cli.Parser(description)
     add = flags.add_argument
-    add("--model", default="nano", help=f"a Hugging Face folder, or with random weights: {', '.join(shapes.SIZES)}")
+    add(
+        "--model",
+        default="nano",
+        help=f"a Hugging Face folder, or with random weights: {', '.join(shapes.SIZES)}",
+    )
     either = flags.add_mutually_exclusive_group()
     either.add_argument("--prompt", help=f"text to continue (default: {DEFAULT_PROMPT})")
-    either.add_argument("--prompts", type=Path, metavar="FILE", help="a file with one prompt a line: one batch")
+    either.add_argument(
+        "--prompts", type=Path, metavar="FILE", help="a file with one prompt a line: one batch"
+    )
     add("--chat", action="store_true", help="put each prompt into the tokenizer's chat template")
     add("--max-new-tokens", type=cli.positive_int, default=32)
     add("--temperature", type=cli.not_negative, default=0.0, help="0: greedy")
-    add("--top-k", type=cli.natural, default=0, help="draw from the k likeliest tokens (0: from all)")
-    add("--top-p", type=cli.positive, default=1.0, help="draw from the likeliest tokens with this share together")
+    add(
+        "--top-k",
+        type=cli.natural,
+        default=0,
+        help="draw from the k likeliest tokens (0: from all)",
+    )
+    add(
+        "--top-p",
+        type=cli.positive,
+        default=1.0,
+        help="draw from the likeliest tokens with this share together",
+    )
     add("--seed", type=cli.natural, default=0, help="of random weights and of sampling")
-    add("--dtype", choices=("auto", *DTYPES), default="auto", help="of weights and cache (auto: fp32 if small)")
+    add(
+        "--dtype",
+        choices=("auto", *DTYPES),
+        default="auto",
+        help="of weights and cache (auto: fp32 if small)",
+    )
     cli.add_device_and_json(flags)
     return flags
 
@@ -211,7 +255,9 @@ class Text:
         if args.temperature == 0 and (args.top_k or args.top_p < 1):
             raise UserError("--top-k and --top-p need sampling: add --temperature 0.8")
         if args.top_p > 1:
-            raise UserError(f"--top-p {args.top_p:g} is over 1: it is a share of the probability, such as 0.9")
+            raise UserError(
+                f"--top-p {args.top_p:g} is over 1: it is a share of the probability, such as 0.9"
+            )
         self.tokenizer = None
         if any(Path(args.model).glob("tokenizer*")):
             from transformers import AutoTokenizer  # seconds that bytes need not wait for
@@ -223,7 +269,9 @@ class Text:
         self.texts = [DEFAULT_PROMPT if args.prompt is None else args.prompt]
         if args.prompts is not None:
             try:
-                self.texts = [line for line in args.prompts.read_text().splitlines() if line.strip()]
+                self.texts = [
+                    line for line in args.prompts.read_text().splitlines() if line.strip()
+                ]
             except (OSError, UnicodeDecodeError) as error:
                 raise UserError(f"--prompts {args.prompts} is no text file: {error}") from None
         self.prompts = [self.encode(text) for text in self.texts]
@@ -234,8 +282,11 @@ class Text:
         if self.length > config.max_position_embeddings:
             room = config.max_position_embeddings - longest - ahead
             fix = f"use --max-new-tokens {room}" if room > 0 else "shorten the prompt"
-            raise UserError(f"a prompt of {longest} tokens in a context of {config.max_position_embeddings}: {fix}")
-        self.length += -self.length % 16  # or attention would copy its mask, in each layer, to align it
+            raise UserError(
+                f"a prompt of {longest} tokens in a context of {config.max_position_embeddings}: {fix}"
+            )
+        # or attention would copy its mask, in each layer, to align it
+        self.length += -self.length % 16
         stop = set() if self.tokenizer is None else {self.tokenizer.eos_token_id}
         generation_config = Path(args.model) / "generation_config.json"
         if generation_config.is_file():
@@ -246,7 +297,9 @@ class Text:
     def encode(self, text: str) -> list[int]:
         if self.chat:
             messages = [{"role": "user", "content": text}]
-            return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+            return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)[
+                "input_ids"
+            ]
         if self.tokenizer is not None:
             return self.tokenizer(text, verbose=False)["input_ids"]
         return list(text.encode(errors="surrogateescape"))
@@ -298,7 +351,7 @@ def tokens_of_transformers(
     device: torch.device,
 ) -> list[list[int]]:
     """Return each prompt's new tokens by transformers' generate, with this script's weights."""
-    net = model.build(args.model, text.config, seed=args.seed, device=device)
+    net = weights.build(args.model, text.config, seed=args.seed, device=device)
     baseline = reference.build_transformers(text.config, net.state_dict(), device)
     answers = []
     for prompt in text.prompts:
@@ -320,11 +373,17 @@ def speed(result: Generated, device: torch.device, bytes_per_step: int) -> dict:
     """Summary keys about time. `bytes_per_step`: the weights that a decode step reads from one device's memory. No step
     can be faster than that: `bandwidth_share` is how near it comes."""
     decoded = sum(len(ids[1:]) for ids in result.token_ids)  # the prefill has given the first ones
-    bytes_per_second = bytes_per_step * result.decode_steps / result.decode_seconds if decoded else None
+    bytes_per_second = (
+        bytes_per_step * result.decode_steps / result.decode_seconds if decoded else None
+    )
     bandwidth = hardware.devices().get(hardware.device_name(device), {}).get("bandwidth")
-    if device.type == "cpu":  # no data sheet: measured on as many bytes, since few of them fit into its cache
+    # no data sheet: measured on as many bytes, since few of them fit into its cache
+    if device.type == "cpu":
         buffer = torch.ones(min(bytes_per_step, 2**30) // 4)
-        bandwidth = buffer.nbytes / measure.seconds_in_turns({"read": buffer.sum}, device, 5)["read"]["min_seconds"]
+        bandwidth = (
+            buffer.nbytes
+            / measure.seconds_in_turns({"read": buffer.sum}, device, 5)["read"]["min_seconds"]
+        )
     return {
         "tokens": result.prompt_tokens + sum(map(len, result.token_ids)),
         "time_to_first_token_seconds": result.prefill_seconds,

@@ -27,11 +27,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 import _export
 from _shared import StaticCache, Text, check_tokens, generate, parser, steps_of
 
-from common import data, exits, lesson, measure, model, shapes
+from common import exits, measure, report
+from lm import data, model, shapes, weights
 
 LAYERS, MOST_ROWS, ROUNDS = 2, 64, 5
 LOSS_ROWS, LOSS_TOKENS = 16, 32
@@ -42,7 +43,9 @@ class Slots(StaticCache):
     """The KV cache of the caller: a tensor [batch, heads, slots, head_dim] per layer, written in place."""
 
     def __init__(self, keys: list[Tensor], values: list[Tensor]) -> None:
-        self.keys, self.values = ({str(i): each for i, each in enumerate(part)} for part in (keys, values))
+        self.keys, self.values = (
+            {str(i): each for i, each in enumerate(part)} for part in (keys, values)
+        )
         self.rows = torch.arange(keys[0].shape[0], device=keys[0].device)[:, None]
         self.slots = torch.arange(keys[0].shape[2], device=keys[0].device)
 
@@ -54,7 +57,9 @@ class Step(nn.Module):
         super().__init__()
         self.net, self.in_place = net.eval().requires_grad_(False), in_place
 
-    def forward(self, ids: Tensor, positions: Tensor, last: Tensor, keys: list[Tensor], values: list[Tensor]):
+    def forward(
+        self, ids: Tensor, positions: Tensor, last: Tensor, keys: list[Tensor], values: list[Tensor]
+    ):
         if not self.in_place:
             keys, values = ([each.clone() for each in part] for part in (keys, values))
         hidden = self.net.model(ids, positions, Slots(keys, values))
@@ -62,17 +67,30 @@ class Step(nn.Module):
         return logits if self.in_place else (logits, keys, values)
 
 
-def empty_cache(config: shapes.Config, rows: int, slots: int, device) -> tuple[list[Tensor], list[Tensor]]:
+def empty_cache(
+    config: shapes.Config, rows: int, slots: int, device
+) -> tuple[list[Tensor], list[Tensor]]:
     shape = rows, config.num_key_value_heads, slots, config.head_dim
-    return tuple([torch.zeros(shape, device=device) for _ in range(config.num_hidden_layers)] for _ in range(2))
+    return tuple(
+        [torch.zeros(shape, device=device) for _ in range(config.num_hidden_layers)]
+        for _ in range(2)
+    )
 
 
 def record(net: model.Transformer, device, *, in_place: bool) -> torch.export.ExportedProgram:
     """The graph, with names for the sizes that may vary. A size of 1 in the example would be frozen."""
     config, ids = net.config, torch.zeros(2, 5, dtype=torch.long, device=device)
-    example = ids, ids.clone(), torch.tensor([4, 2], device=device), *empty_cache(config, 2, 16, device)
+    example = (
+        ids,
+        ids.clone(),
+        torch.tensor([4, 2], device=device),
+        *empty_cache(config, 2, 16, device),
+    )
     rows = torch.export.Dim("batch", min=1, max=MOST_ROWS)
-    tokens, slots = (torch.export.Dim(name, min=1, max=config.max_position_embeddings) for name in ("tokens", "slots"))
+    tokens, slots = (
+        torch.export.Dim(name, min=1, max=config.max_position_embeddings)
+        for name in ("tokens", "slots")
+    )
     text, cache = {0: rows, 1: tokens}, [{0: rows, 2: slots}] * config.num_hidden_layers
     dynamic = {"ids": text, "positions": text, "last": {0: rows}, "keys": cache, "values": cache}
     return torch.export.export(Step(net, in_place=in_place), example, dynamic_shapes=dynamic)
@@ -80,27 +98,36 @@ def record(net: model.Transformer, device, *, in_place: bool) -> torch.export.Ex
 
 def make_package(name: str, config: shapes.Config, file: Path, device: str) -> None:
     """AOTInductor: a .pt2 with machine code and weights, which needs torch's library and not this source."""
-    program = record(model.build(name, config, seed=0, device=device), device, in_place=True)
+    program = record(weights.build(name, config, seed=0, device=device), device, in_place=True)
     # the example's sizes of 2 become lower bounds, which are checked although 1 was exported for
     settings = {"aot_inductor.check_lowerbound": False}
-    torch._inductor.aoti_compile_and_package(program, package_path=str(file), inductor_configs=settings)
+    torch._inductor.aoti_compile_and_package(
+        program, package_path=str(file), inductor_configs=settings
+    )
 
 
 def make_onnx(name: str, config: shapes.Config, file: Path, *, in_place: bool = False) -> int:
     """An .onnx with the graph, and an .onnx.data with the weights, which must move along; returns its outputs."""
     logging.captureWarnings(True)
     logging.disable(logging.WARNING)  # the exporter's
-    program = record(model.build(name, config, seed=0), "cpu", in_place=in_place)
+    program = record(weights.build(name, config, seed=0), "cpu", in_place=in_place)
     return len(torch.onnx.export(program, (), file, dynamo=True, verbose=False).model.graph.outputs)
 
 
 def calls_of(prompts: list[list[int]], answers: list[list[int]], device) -> list[tuple]:
     """ids, positions and last of a prefill of these prompts, and of the decode steps that read these answers."""
-    parts = ([torch.tensor(row, dtype=torch.long, device=device) for row in rows] for rows in (prompts, answers))
+    parts = (
+        [torch.tensor(row, dtype=torch.long, device=device) for row in rows]
+        for rows in (prompts, answers)
+    )
     ids, read = (pad_sequence(part, batch_first=True) for part in parts)
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-    positions = torch.arange(ids.shape[1], device=device).repeat(len(ids), 1)  # a package takes no expanded tensor
-    decode = [(each[:, None].contiguous(), lengths[:, None] + i, 0 * lengths) for i, each in enumerate(read.T[:-1])]
+    # a package takes no expanded tensor
+    positions = torch.arange(ids.shape[1], device=device).repeat(len(ids), 1)
+    decode = [
+        (each[:, None].contiguous(), lengths[:, None] + i, 0 * lengths)
+        for i, each in enumerate(read.T[:-1])
+    ]
     return [(ids, positions, lengths - 1), *decode]
 
 
@@ -114,12 +141,14 @@ def replay(step: Callable, calls: list[tuple], new_cache: Callable) -> list[Tens
 def run(args, folder: Path, device: torch.device, forms: list[str], text: Text) -> dict[str, dict]:
     """A row per form, by its name."""
     config, batch = text.config, len(text.prompts)
-    net = model.build(args.model, config, seed=0, device=device)
+    net = weights.build(args.model, config, seed=0, device=device)
     new_cache = partial(empty_cache, config, batch, text.length, device)
     steps = {"eager": Step(net, in_place=True)}
     cache = StaticCache(config, batch=batch, length=text.length, dtype=torch.float32, device=device)
     how = {"max_new_tokens": args.max_new_tokens, "stop": text.stop, "device": device}
-    answer = generate(*steps_of(net, cache), text.prompts, choose=lambda logits: logits.argmax(-1), **how)
+    answer = generate(
+        *steps_of(net, cache), text.prompts, choose=lambda logits: logits.argmax(-1), **how
+    )
     calls, token_ids = calls_of(text.prompts, answer.token_ids, device), answer.token_ids
     rows = {"eager": {"token_ids": token_ids}}
     makers = {
@@ -129,7 +158,9 @@ def run(args, folder: Path, device: torch.device, forms: list[str], text: Text) 
     if "int8" in forms:
         from onnxruntime.quantization import quantize_dynamic
 
-        makers["int8"] = partial(quantize_dynamic, folder / "onnx.onnx", folder / "int8.onnx", per_channel=True)
+        makers["int8"] = partial(
+            quantize_dynamic, folder / "onnx.onnx", folder / "int8.onnx", per_channel=True
+        )
     for form in [form for form in makers if form in forms]:
         made, outputs = _export.cpu_seconds(makers[form])
         loaded, steps[form] = _export.cpu_seconds(_export.load, folder, form)
@@ -137,28 +168,41 @@ def run(args, folder: Path, device: torch.device, forms: list[str], text: Text) 
         rows[form]["file_bytes"] = sum(part.stat().st_size for part in folder.glob(f"{form}.*"))
     if "onnx" in forms:
         small = dataclasses.replace(shapes.SIZES["nano"], num_hidden_layers=1)
-        rows["onnx"]["outputs_in_place"] = make_onnx("nano", small, folder / "lost.onnx", in_place=True)
+        rows["onnx"]["outputs_in_place"] = make_onnx(
+            "nano", small, folder / "lost.onnx", in_place=True
+        )
     logits = replay(steps["eager"], calls, new_cache)
-    held_out = data.load_corpus("stdlib", model=args.model).held_out[: LOSS_ROWS * (LOSS_TOKENS + 1)]
+    held_out = data.load_corpus("stdlib", model=args.model).held_out[
+        : LOSS_ROWS * (LOSS_TOKENS + 1)
+    ]
     tokens = torch.from_numpy(held_out.astype("int64")).view(LOSS_ROWS, -1).to(device)
-    held_out_calls = calls_of(tokens[:, :1].tolist(), tokens[:, 1:].tolist(), device)  # token by token
+    # token by token
+    held_out_calls = calls_of(tokens[:, :1].tolist(), tokens[:, 1:].tolist(), device)
     for form, step in steps.items():
         found = replay(step, calls, new_cache)
         chosen = torch.stack(found, dim=1).argmax(-1).tolist()
         rows[form]["first_difference"] = _export.first_difference(chosen, token_ids)
         rows[form]["logits_relative_error"] = measure.relative_error(found, logits)
-        read = torch.stack(replay(step, held_out_calls, partial(empty_cache, config, *tokens.shape, device)), dim=1)
-        rows[form]["loss"] = nn.functional.cross_entropy(read.flatten(0, 1), tokens[:, 1:].flatten()).item()
+        read = torch.stack(
+            replay(step, held_out_calls, partial(empty_cache, config, *tokens.shape, device)), dim=1
+        )
+        rows[form]["loss"] = nn.functional.cross_entropy(
+            read.flatten(0, 1), tokens[:, 1:].flatten()
+        ).item()
     new_tokens = sum(len(ids[1:]) for ids in token_ids)
     decode = {form: partial(replay, step, calls[1:], new_cache) for form, step in steps.items()}
     for form, found in measure.seconds_in_turns(decode, device, ROUNDS).items():
         for prefix, slowest in (("", ""), ("min_", "max_"), ("max_", "min_")):
-            rows[form][f"{prefix}decode_tokens_per_second"] = new_tokens / found[f"{slowest}seconds"]
+            rows[form][f"{prefix}decode_tokens_per_second"] = (
+                new_tokens / found[f"{slowest}seconds"]
+            )
     if "aoti" in rows:
         fresh, rows["aoti"]["refused"] = _export.run_fresh(folder / "aoti.pt2", calls, new_cache())
         rows["aoti"]["fresh_logits_relative_error"] = measure.relative_error(fresh, logits)
     for form in [form for form in ("f16", "q8_0") if form in forms]:
-        rows[form] = _export.gguf_row(net, Path(args.model), folder / f"{form}.gguf", text.prompts, token_ids, logits)
+        rows[form] = _export.gguf_row(
+            net, Path(args.model), folder / f"{form}.gguf", text.prompts, token_ids, logits
+        )
     return rows
 
 
@@ -176,7 +220,9 @@ def check(rows: dict[str, dict], config: shapes.Config) -> list[str]:
     if "onnx" in rows:
         outputs, lost = rows["onnx"]["outputs"], rows["onnx"]["outputs_in_place"]
         assert (outputs, lost) == (1 + 2 * config.num_hidden_layers, 1), (outputs, lost)
-        checked.append(f"onnx returns the cache, {outputs} outputs; written in place it is lost: 1, and no error")
+        checked.append(
+            f"onnx returns the cache, {outputs} outputs; written in place it is lost: 1, and no error"
+        )
     if "int8" in rows:
         cost = rows["int8"]["loss"] - rows["eager"]["loss"]
         checked.append(f"int8 costs {cost:+.4f} nats on {LOSS_ROWS * LOSS_TOKENS} held-out tokens")
@@ -186,14 +232,18 @@ def check(rows: dict[str, dict], config: shapes.Config) -> list[str]:
 def main() -> int:
     flags = parser(__doc__)
     flags.set_defaults(max_new_tokens=24)
-    flags.add_argument("--forms", default=",".join(_export.FORMS), help="beside eager (%(default)s)")
+    flags.add_argument(
+        "--forms", default=",".join(_export.FORMS), help="beside eager (%(default)s)"
+    )
     args = flags.parse_args()
     if args.temperature or args.dtype not in ("auto", "fp32"):
-        raise exits.UserError("greedy tokens in fp32 are compared: leave --temperature and --dtype out")
+        raise exits.UserError(
+            "greedy tokens in fp32 are compared: leave --temperature and --dtype out"
+        )
     args.dtype = "fp32"
     if args.prompt is None and args.prompts is None:
         args.prompts = Path(__file__).with_name("kv_cache_prompts.txt")
-    device, name = lesson.start(args.device, args.seed), args.model
+    device, name = report.start_lesson(args.device, args.seed), args.model
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         if args.model == "nano":
@@ -204,7 +254,9 @@ def main() -> int:
         checked += check(rows, text.config)
     own = {"model": name, "dtype": "fp32", "parameters": shapes.parameter_count(text.config)}
     rows = [{"form": form, **row} for form, row in rows.items()]
-    lesson.end(rows, columns=_export.COLUMNS, checked=checked, args=args, device=device, **own)
+    report.end_lesson(
+        rows, columns=_export.COLUMNS, checked=checked, args=args, device=device, **own
+    )
     return 0
 
 

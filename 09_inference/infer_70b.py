@@ -28,11 +28,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 import _shared as shared
 from _infer_70b import check_bytes, check_layout, check_room, dry_run, held_bytes, local, printer
 
-from common import cli, exits, lesson, model, runtime, shapes
+from common import cli, exits, report, runtime
+from lm import model, shapes, weights
 
 DRAWN_ON_CPU = 2e9  # parameters; a CPU takes a quarter of an hour to draw those of llama-70b
 
@@ -45,12 +46,14 @@ def cut(net: model.Transformer, ranks: int, device_type: str) -> None:
     The result is a partial sum, and the all-reduce after it gives each rank a copy of the whole sum.
     """
     plan = {
-        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),  # a rank has a part of the vocabulary
+        # a rank has a part of the vocabulary
+        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
         "model.layers.*.self_attn.[qkv]_proj": ColwiseParallel(),
         "model.layers.*.self_attn.o_proj": RowwiseParallel(),
         "model.layers.*.mlp.[gu]*_proj": ColwiseParallel(),  # gate and up
         "model.layers.*.mlp.down_proj": RowwiseParallel(),
-        "lm_head": ColwiseParallel(output_layouts=Replicate()),  # a rank's part of the logits; then gathered
+        # a rank's part of the logits; then gathered
+        "lm_head": ColwiseParallel(output_layouts=Replicate()),
     }
     mesh = init_device_mesh(device_type, (ranks,), mesh_dim_names=("tensor",))
     parallelize_module(net, mesh, plan, src_data_rank=None)
@@ -70,11 +73,13 @@ def as_rank0(choose: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 
 def load(args, config: shapes.Config, device: torch.device) -> model.Transformer:
     """The model with this rank's part of the weights, from the files or random. No rank ever holds the whole."""
-    net = model.build(args.model, config, seed=args.seed, device="meta").to(shared.DTYPES[args.dtype])
+    net = weights.build(args.model, config, seed=args.seed, device="meta").to(
+        shared.DTYPES[args.dtype]
+    )
     if dist.get_world_size() > 1:
         cut(net, dist.get_world_size(), device.type)
     if args.model not in shapes.SIZES or shapes.parameter_count(config) <= DRAWN_ON_CPU:
-        return model.materialize(net, args.model, seed=args.seed, device=device)
+        return weights.materialize(net, args.model, seed=args.seed, device=device)
     net.to_empty(device=device)
     net.tie_weights()
     generator = torch.Generator(device).manual_seed(args.seed + dist.get_rank())
@@ -86,10 +91,18 @@ def load(args, config: shapes.Config, device: torch.device) -> model.Transformer
 
 def main() -> int:
     flags = shared.parser(__doc__)
-    flags.add_argument("--compile", action="store_true", help="compile the decode step; on a GPU one CUDA graph")
-    flags.add_argument("--memory", type=cli.positive, metavar="GIB", help="of each GPU (default: what is free)")
-    flags.add_argument("--dry-run", action="store_true", help="show what each of --world-size ranks would hold")
-    flags.add_argument("--world-size", type=cli.positive_int, help="with --dry-run: the number of ranks")
+    flags.add_argument(
+        "--compile", action="store_true", help="compile the decode step; on a GPU one CUDA graph"
+    )
+    flags.add_argument(
+        "--memory", type=cli.positive, metavar="GIB", help="of each GPU (default: what is free)"
+    )
+    flags.add_argument(
+        "--dry-run", action="store_true", help="show what each of --world-size ranks would hold"
+    )
+    flags.add_argument(
+        "--world-size", type=cli.positive_int, help="with --dry-run: the number of ranks"
+    )
     args = flags.parse_args()
     config = shapes.read_config(args.model)
     ranks = check_layout(args, config)
@@ -105,7 +118,9 @@ def main() -> int:
     net = load(args, config, device)
     check_bytes(net, args, dist.get_rank(), ranks)
     kind = {"dtype": shared.DTYPES[args.dtype], "device": device}
-    cache = shared.StaticCache(config, batch=len(text.prompts), length=text.length, ranks=ranks, **kind)
+    cache = shared.StaticCache(
+        config, batch=len(text.prompts), length=text.length, ranks=ranks, **kind
+    )
     prefill, decode = shared.steps_of(net, cache)
     if args.compile:
         (decode,) = shared.compiled(net, cache, decode)
@@ -135,7 +150,9 @@ def main() -> int:
     }
     own = {"parameters": shapes.parameter_count(config), "token_ids": result.token_ids}
     own["texts"] = [text.decode(ids) for ids in result.token_ids]
-    lesson.end([row], columns=columns, checked=checked, args=args, device=device, **row, **own)
+    report.end_lesson(
+        [row], columns=columns, checked=checked, args=args, device=device, **row, **own
+    )
     runtime.shutdown()
     return 0
 

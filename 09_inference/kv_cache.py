@@ -25,11 +25,23 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 from _kv_cache import COLUMNS, check, held_at_the_end, seconds_to_resume, shared_tokens
-from _shared import DTYPES, StaticCache, Text, check_tokens, choose_dtype, generate, parser, sample, steps_of, write
+from _shared import (
+    DTYPES,
+    StaticCache,
+    Text,
+    check_tokens,
+    choose_dtype,
+    generate,
+    parser,
+    sample,
+    steps_of,
+    write,
+)
 
-from common import exits, lesson, measure, model, shapes
+from common import exits, measure, report
+from lm import shapes, weights
 
 BLOCK = 16  # tokens
 ROUNDS = 3
@@ -56,9 +68,12 @@ class NoCache:
 class PagedCache(StaticCache):
     """A static cache whose rows are blocks of 16 tokens. A text, here a number, has a table of its blocks in order."""
 
-    def __init__(self, config: shapes.Config, *, blocks: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: shapes.Config, *, blocks: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         super().__init__(config, batch=1 + blocks, length=BLOCK, dtype=dtype, device=device)
-        self.free = list(range(1, 1 + blocks))  # block 0 belongs to no text: padding is written there
+        # block 0 belongs to no text: padding is written there
+        self.free = list(range(1, 1 + blocks))
         self.tables = {}
 
     def reserve(self, text: int, tokens: int) -> None:
@@ -85,16 +100,21 @@ class PagedCache(StaticCache):
 
     def select(self, texts: list[int]) -> None:
         """The next forward reads tokens of these texts, a row of ids for each. Block 0 pads their tables."""
-        table = nn.utils.rnn.pad_sequence([torch.tensor(self.tables[text]) for text in texts], batch_first=True)
-        self.table = table.to(self.tensors[0].device, non_blocking=True)  # or each step would wait for the GPU
+        table = nn.utils.rnn.pad_sequence(
+            [torch.tensor(self.tables[text]) for text in texts], batch_first=True
+        )
+        # or each step would wait for the GPU
+        self.table = table.to(self.tensors[0].device, non_blocking=True)
         self.slots = torch.arange(self.table.shape[1] * BLOCK, device=self.table.device)
 
-    def extend(self, layer: str, positions: Tensor) -> Callable:
+    def updater(self, layer: str, positions: Tensor) -> Callable:
         """Write each token where its text's table says, then gather the blocks of each text. That copies them at every
         step; a server's attention kernel follows the table instead."""
         rows = self.table.gather(1, positions // BLOCK)
         keep = partial(write, self.keys[layer], self.values[layer], rows, positions % BLOCK)
-        return lambda k, v: (blocks[self.table].transpose(1, 2).flatten(2, 3) for blocks in keep(k, v))
+        return lambda k, v: (
+            blocks[self.table].transpose(1, 2).flatten(2, 3) for blocks in keep(k, v)
+        )
 
     def offload(self, text: int) -> list[Tensor]:
         """Copy the text's blocks to the CPU and free them. A GPU only starts the copies; what is written to the blocks
@@ -114,7 +134,9 @@ class PagedCache(StaticCache):
             tensor[self.tables[text]] = copy.to(tensor.device, non_blocking=True)
 
 
-def paged_steps(net: nn.Module, cache: PagedCache, lengths: list[int], shared: int = 0) -> tuple[Callable, Callable]:
+def paged_steps(
+    net: nn.Module, cache: PagedCache, lengths: list[int], shared: int = 0
+) -> tuple[Callable, Callable]:
     """As steps_of, but each table gets the blocks for its tokens before they are written. `lengths`: of the prompts;
     `shared`: how many tokens they share at the start. These are read once, and every table names their blocks."""
     texts = range(len(lengths))
@@ -142,7 +164,9 @@ def paged_steps(net: nn.Module, cache: PagedCache, lengths: list[int], shared: i
     return prefill, decode
 
 
-def with_a_pause(net: nn.Module, cache: PagedCache, lengths: list[int], row: dict) -> tuple[Callable, Callable]:
+def with_a_pause(
+    net: nn.Module, cache: PagedCache, lengths: list[int], row: dict
+) -> tuple[Callable, Callable]:
     """After the prompts are read, all texts wait in CPU memory while another text has their blocks."""
     read_prompts, decode = paged_steps(net, cache, lengths)
 
@@ -160,12 +184,15 @@ def with_a_pause(net: nn.Module, cache: PagedCache, lengths: list[int], row: dic
         row["same_places"] = sum(len({*before[text]} & {*cache.tables[text]}) for text in before)
         cache.release(-1)
         cache.select(range(len(lengths)))
-        return net(ids.gather(1, last[:, None]), positions=last[:, None], cache=cache)[:, -1]  # read again
+        # read again
+        return net(ids.gather(1, last[:, None]), positions=last[:, None], cache=cache)[:, -1]
 
     return prefill, decode
 
 
-def cache_and_steps(way: str, net: nn.Module, text: Text, args, device: torch.device, row: dict) -> tuple:
+def cache_and_steps(
+    way: str, net: nn.Module, text: Text, args, device: torch.device, row: dict
+) -> tuple:
     """The cache of a way, its prefill and its decode. with_a_pause writes the bytes that wait into the row."""
     lengths = [len(prompt) for prompt in text.prompts]
     kind = {"dtype": DTYPES[args.dtype], "device": device}
@@ -176,7 +203,8 @@ def cache_and_steps(way: str, net: nn.Module, text: Text, args, device: torch.de
         cache = StaticCache(text.config, batch=len(lengths), length=text.length, **kind)
         return cache, *steps_of(net, cache)
     most_blocks = len(lengths) * -(-text.length // BLOCK)
-    cache = PagedCache(text.config, blocks=2 * most_blocks, **kind)  # with_a_pause needs twice as many
+    # with_a_pause needs twice as many
+    cache = PagedCache(text.config, blocks=2 * most_blocks, **kind)
     if way == "paged, offloaded and back":
         return cache, *with_a_pause(net, cache, lengths, row)
     shared = shared_tokens(text.prompts, BLOCK) if way == "paged, prefix shared" else 0
@@ -197,7 +225,12 @@ def run(way: str, net: nn.Module, text: Text, args, device: torch.device) -> dic
         row["logits"] = logits  # those of the last step remain
         return sample(logits, args, generator)
 
-    how = {"max_new_tokens": args.max_new_tokens, "choose": choose, "device": device, "stop": text.stop}
+    how = {
+        "max_new_tokens": args.max_new_tokens,
+        "choose": choose,
+        "device": device,
+        "stop": text.stop,
+    }
     counter = net.model.register_forward_pre_hook(count)
     result = generate(prefill, decode, text.prompts, **how)
     counter.remove()
@@ -216,10 +249,10 @@ def main() -> int:
         args.prompts = Path(__file__).with_name("kv_cache_prompts.txt")
     config = shapes.read_config(args.model)
     text = Text(args, config)
-    device = lesson.start(args.device, args.seed)
+    device = report.start_lesson(args.device, args.seed)
     args.dtype = choose_dtype(args, config, device)
-    net = model.build(args.model, config, seed=args.seed, device="meta").to(DTYPES[args.dtype])
-    net = model.materialize(net, args.model, seed=args.seed, device=device)
+    net = weights.build(args.model, config, seed=args.seed, device="meta").to(DTYPES[args.dtype])
+    net = weights.materialize(net, args.model, seed=args.seed, device=device)
     rows = {}
 
     def answer(way: str) -> None:
@@ -232,7 +265,7 @@ def main() -> int:
     cache, prefill, decode = cache_and_steps("paged", net, text, args, device, {})
     how = {"max_new_tokens": 1, "choose": partial(torch.argmax, dim=-1), "device": device}
     read_again = partial(generate, prefill, decode, text.prompts, **how)
-    lesson.end(
+    report.end_lesson(
         rows,
         columns=COLUMNS,
         checked=checked,

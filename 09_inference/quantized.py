@@ -24,11 +24,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 import _quantized
-from _shared import DTYPES, StaticCache, Text, check_tokens, compiled, generate, parser, sample, speed, steps_of
+from _shared import (
+    DTYPES,
+    StaticCache,
+    Text,
+    check_tokens,
+    compiled,
+    generate,
+    parser,
+    sample,
+    speed,
+    steps_of,
+)
 
-from common import exits, lesson, measure, shapes
+from common import exits, measure, report
+from lm import shapes
 
 
 class Int8Linear(nn.Module):
@@ -39,7 +51,9 @@ class Int8Linear(nn.Module):
         self.register_buffer("codes", codes)  # int8 [out, in]
         self.register_buffer("scale", scale)  # bf16 [out]
         # on a CPU the kernel reads beyond rows that are no multiple of 16; on a GPU it is slower than what follows
-        self.has_kernel = codes.device.type == "cpu" and dtype == torch.bfloat16 and codes.shape[1] % 16 == 0
+        self.has_kernel = (
+            codes.device.type == "cpu" and dtype == torch.bfloat16 and codes.shape[1] % 16 == 0
+        )
 
     @staticmethod
     def quantize(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
@@ -59,7 +73,9 @@ class Int8Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         scale = self.scale.to(x.dtype)
         if self.has_kernel:
-            return torch.ops.aten._weight_int8pack_mm(x.flatten(0, -2), self.codes, scale).unflatten(0, x.shape[:-1])
+            return torch.ops.aten._weight_int8pack_mm(
+                x.flatten(0, -2), self.codes, scale
+            ).unflatten(0, x.shape[:-1])
         # The scale of a row is the same for all its weights, so it can wait until after the sum. Without a compiler
         # the codes are written to memory once more in x's type; with one they are converted as they are read.
         return F.linear(x, self.codes.to(x.dtype)) * scale
@@ -74,7 +90,9 @@ class Int4Linear(nn.Module):
         self.group_size = 2 * codes.shape[1] // scale.shape[1]
         self.kernel, codes = _quantized.int4_kernel(codes, dtype)
         self.register_buffer("codes", codes)  # uint8 [out, in / 2], or as the kernel reads them
-        self.register_buffer("scale_and_zero", torch.stack((scale, zero), -1).transpose(0, 1).contiguous())
+        self.register_buffer(
+            "scale_and_zero", torch.stack((scale, zero), -1).transpose(0, 1).contiguous()
+        )
 
     @staticmethod
     def quantize(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -107,14 +125,19 @@ class Int4Linear(nn.Module):
         return F.linear(x, self.dequantize(self.codes, scale, zero).to(x.dtype))
 
 
-LAYERS = {"fp32": None, "bf16": None, "int8": Int8Linear, "int4": Int4Linear}  # None: nn.Linear in that type
+# None: nn.Linear in that type
+LAYERS = {"fp32": None, "bf16": None, "int8": Int8Linear, "int4": Int4Linear}
 
 
-def run(weights: str, text: Text, args: argparse.Namespace, device: torch.device) -> tuple[dict, Tensor]:
+def run(
+    weights: str, text: Text, args: argparse.Namespace, device: torch.device
+) -> tuple[dict, Tensor]:
     """A row of the table, and the logits of the prompts: load with these weights, generate, measure."""
     dtype = _quantized.activation_dtype(args, weights, device)
     shape = {"batch": len(text.prompts), "length": text.length, "dtype": DTYPES[dtype]}
-    cache_bytes = sum(tensor.nbytes for tensor in StaticCache(text.config, **shape, device="meta").tensors)
+    cache_bytes = sum(
+        tensor.nbytes for tensor in StaticCache(text.config, **shape, device="meta").tensors
+    )
     planned = _quantized.check_room(args, text.config, weights, cache_bytes, device)
     net, facts = _quantized.load(args, text.config, LAYERS[weights], dtype, device)
     cache = StaticCache(text.config, **shape, device=device)
@@ -125,7 +148,13 @@ def run(weights: str, text: Text, args: argparse.Namespace, device: torch.device
     def answer(new_tokens: int):
         generator = torch.Generator(device).manual_seed(args.seed)
         how = {"max_new_tokens": new_tokens, "device": device, "stop": text.stop}
-        return generate(prefill, decode, text.prompts, choose=lambda logits: sample(logits, args, generator), **how)
+        return generate(
+            prefill,
+            decode,
+            text.prompts,
+            choose=lambda logits: sample(logits, args, generator),
+            **how,
+        )
 
     answer(args.max_new_tokens if args.compile else min(4, args.max_new_tokens))
     result = answer(args.max_new_tokens)
@@ -140,34 +169,50 @@ def run(weights: str, text: Text, args: argparse.Namespace, device: torch.device
         **speed(result, device, facts["bytes_per_step"]),
     }
     with torch.inference_mode():
-        return row, torch.cat([net(torch.tensor([ids], device=device))[0].float().cpu() for ids in text.prompts])
+        return row, torch.cat(
+            [net(torch.tensor([ids], device=device))[0].float().cpu() for ids in text.prompts]
+        )
 
 
 def check(rows: list[dict]) -> list[str]:
     checked = []
     for row in rows:
         weights, held, planned = row["weights"], row["weight_bytes"], row["planned_weight_bytes"]
-        if row["dtype"] == "bf16" or weights == "fp32":  # else the planner counts embedding and norms in 16 bits
+        # else the planner counts embedding and norms in 16 bits
+        if row["dtype"] == "bf16" or weights == "fp32":
             assert held == planned, f"{weights}: {held:,} bytes are held, planned were {planned:,}"
         if LAYERS[weights] is not None:
             error = f"{row['largest_matmul_error']:.0e}"
-            checked.append(f"{weights}: no weight is off by more than rounding allows, no matmul by more than {error}")
+            checked.append(
+                f"{weights}: no weight is off by more than rounding allows, no matmul by more than {error}"
+            )
     for row in rows[1:]:
         error, allowed = row["logits_relative_error"], row["allowed_logits_relative_error"]
-        checked.append(f"{row['weights']}: logits are off by {error:.2%}, rounding allows {allowed:.2%}")
+        checked.append(
+            f"{row['weights']}: logits are off by {error:.2%}, rounding allows {allowed:.2%}"
+        )
         assert error <= allowed, checked[-1]
     return checked
 
 
 def main() -> int:
     flags = parser(__doc__)
-    flags.add_argument("--weights", choices=("all", *LAYERS), default="all", help="default: all, one after the other")
-    flags.add_argument("--group-size", type=int, choices=(32, 64, 128, 256), default=32, help="in int4")
-    flags.add_argument("--compile", action="store_true", help="compile the decode step; on a GPU one CUDA graph")
+    flags.add_argument(
+        "--weights",
+        choices=("all", *LAYERS),
+        default="all",
+        help="default: all, one after the other",
+    )
+    flags.add_argument(
+        "--group-size", type=int, choices=(32, 64, 128, 256), default=32, help="in int4"
+    )
+    flags.add_argument(
+        "--compile", action="store_true", help="compile the decode step; on a GPU one CUDA graph"
+    )
     args = flags.parse_args()
     config = shapes.read_config(args.model)
     text = Text(args, config)
-    device = lesson.start(args.device, args.seed)
+    device = report.start_lesson(args.device, args.seed)
 
     rows, checked = [], []
     for weights in [*LAYERS] if args.weights == "all" else [args.weights]:
@@ -198,7 +243,7 @@ def main() -> int:
     checked += check(rows)
     own = rows[0] if len(rows) == 1 else {"dtype": None}  # each row has its own
     own["parameters"] = shapes.parameter_count(config)
-    lesson.end(rows, columns=columns, checked=checked, args=args, device=device, **own)
+    report.end_lesson(rows, columns=columns, checked=checked, args=args, device=device, **own)
     return 0
 
 

@@ -27,17 +27,20 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common/, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 import _shared as shared
 
-from common import cli, exits, lesson, measure, model, shapes
+from common import cli, exits, measure, report
+from lm import model, shapes, weights
 
 ROUNDS = 3  # of all ways in turn, for the time
 DRAWS = 2000  # of tokens, to see that they have the large model's distribution
 CHI_SQUARE = 16.3  # with 3 degrees of freedom, one experiment in 1,000 exceeds it
 
 
-def accept(target: Tensor, draft: Tensor, guesses: Tensor, generator: torch.Generator) -> tuple[int, Tensor]:
+def accept(
+    target: Tensor, draft: Tensor, guesses: Tensor, generator: torch.Generator
+) -> tuple[int, Tensor]:
     """How many of the K guesses are kept, and the token [1] after them. `target` [K + 1, vocab] and `draft` [K, vocab]
     are the probabilities that both models gave to each next token.
 
@@ -48,13 +51,22 @@ def accept(target: Tensor, draft: Tensor, guesses: Tensor, generator: torch.Gene
     drawn = torch.rand(len(guesses), generator=generator, device=guesses.device)
     kept = drawn * draft[places, guesses] < target[places, guesses]
     count = int(kept.long().cumprod(0).sum())  # up to the first that is not kept
-    given = nn.functional.pad(draft, (0, 0, 0, 1))[count]  # zeros after the last guess: target alone decides there
+    # zeros after the last guess: target alone decides there
+    given = nn.functional.pad(draft, (0, 0, 0, 1))[count]
     return count, torch.multinomial((target[count] - given).clamp(min=0), 1, generator=generator)
 
 
 @torch.inference_mode()
 def speculate(
-    large, draft, prompt: list[int], *, draft_tokens: int, max_new_tokens: int, distribution, generator, stop
+    large,
+    draft,
+    prompt: list[int],
+    *,
+    draft_tokens: int,
+    max_new_tokens: int,
+    distribution,
+    generator,
+    stop,
 ) -> tuple[list[int], list[int]]:
     """The new tokens of a prompt; and how many guesses each step of the large model has kept.
 
@@ -68,7 +80,8 @@ def speculate(
     token = torch.multinomial(distribution(prefill(*start))[0], 1, generator=generator)
     draft_prefill(*start)
     answer, kept = token.tolist(), []
-    ahead = positions[len(prompt) :]  # of the newest token, which no cache holds yet, and of the guesses after it
+    # of the newest token, which no cache holds yet, and of the guesses after it
+    ahead = positions[len(prompt) :]
     while len(answer) < max_new_tokens and stop.isdisjoint(answer):
         tokens, chances = [token], []
         for position in ahead[:-1].split(1):
@@ -87,7 +100,9 @@ def speculate(
 
 def first_half(net: model.Transformer) -> model.Transformer:
     """A draft that needs no files: embedding, half of the layers and head of the model, in the same memory."""
-    draft = copy.deepcopy(net, {id(tensor): tensor for tensor in (*net.parameters(), *net.buffers())})
+    draft = copy.deepcopy(
+        net, {id(tensor): tensor for tensor in (*net.parameters(), *net.buffers())}
+    )
     half = (net.config.num_hidden_layers + 1) // 2
     for name in list(draft.model.layers)[half:]:
         del draft.model.layers[name]
@@ -95,23 +110,35 @@ def first_half(net: model.Transformer) -> model.Transformer:
     return draft
 
 
-def steps(net: nn.Module, length: int, args, device: torch.device) -> tuple[Callable, Callable, Callable]:
+def steps(
+    net: nn.Module, length: int, args, device: torch.device
+) -> tuple[Callable, Callable, Callable]:
     """Of a model with a cache of its own, for one prompt: prefill and decode, see _shared.steps_of, and verify, which
     has the logits [1, tokens, vocab] of all its tokens [1, tokens]."""
-    cache = shared.StaticCache(net.config, batch=1, length=length, dtype=shared.DTYPES[args.dtype], device=device)
+    cache = shared.StaticCache(
+        net.config, batch=1, length=length, dtype=shared.DTYPES[args.dtype], device=device
+    )
     prefill, decode = shared.steps_of(net, cache)
 
     def verify(ids: Tensor, positions: Tensor) -> Tensor:
         return net(ids, positions=positions, cache=cache)
 
-    return (prefill, *(shared.compiled(net, cache, decode, verify) if args.compile else (decode, verify)))
+    return (
+        prefill,
+        *(shared.compiled(net, cache, decode, verify) if args.compile else (decode, verify)),
+    )
 
 
-def run(name: str, large: tuple, draft: tuple | None, text: shared.Text, args, device: torch.device) -> dict:
+def run(
+    name: str, large: tuple, draft: tuple | None, text: shared.Text, args, device: torch.device
+) -> dict:
     """Answer all prompts, one after the other: token by token without a draft, else with guesses."""
     prefill, decode, verify = large
     flags = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
-    guessing = {"draft_tokens": args.draft_tokens, "distribution": partial(shared.probabilities, **flags)}
+    guessing = {
+        "draft_tokens": args.draft_tokens,
+        "distribution": partial(shared.probabilities, **flags),
+    }
     how = {"max_new_tokens": args.max_new_tokens, "stop": text.stop}
     answers, kept = [], []
     for prompt in text.prompts:
@@ -121,11 +148,18 @@ def run(name: str, large: tuple, draft: tuple | None, text: shared.Text, args, d
             result = shared.generate(prefill, decode, [prompt], choose=choose, device=device, **how)
             answer, counts = result.token_ids[0], [0] * result.decode_steps
         else:
-            answer, counts = speculate((prefill, verify), draft[:2], prompt, generator=generator, **guessing, **how)
+            answer, counts = speculate(
+                (prefill, verify), draft[:2], prompt, generator=generator, **guessing, **how
+            )
         answers.append(answer)
         kept += counts
     kept_per_step = round(sum(kept) / len(kept), 2) if draft and kept else None
-    return {"name": name, "large_steps": len(kept), "kept_per_step": kept_per_step, "token_ids": answers}
+    return {
+        "name": name,
+        "large_steps": len(kept),
+        "kept_per_step": kept_per_step,
+        "token_ids": answers,
+    }
 
 
 def check(rows: list[dict], text: shared.Text, args, device: torch.device) -> list[str]:
@@ -134,7 +168,9 @@ def check(rows: list[dict], text: shared.Text, args, device: torch.device) -> li
     proved = [check_distribution()]
     if args.temperature == 0 and args.dtype == "fp32":
         for row in guessed:
-            assert row["token_ids"] == plain["token_ids"], f"{row['name']}: other tokens than without a draft"
+            assert row["token_ids"] == plain["token_ids"], (
+                f"{row['name']}: other tokens than without a draft"
+            )
         proved.append("the tokens with a draft are those without one")
     return proved + shared.check_tokens(plain["token_ids"], text, args, device)
 
@@ -149,32 +185,46 @@ def check_distribution() -> str:
         guess = torch.multinomial(draft[0], 1, generator=generator)
         kept, token = accept(target, draft, guess, generator)
         counts[guess if kept else token] += 1
-    to_target, to_draft = (((counts / DRAWS - each[0]) ** 2 / each[0]).sum() * DRAWS for each in (target, draft))
-    assert to_target < CHI_SQUARE < to_draft, f"chi-square {to_target} to the model, {to_draft} to the draft"
+    to_target, to_draft = (
+        ((counts / DRAWS - each[0]) ** 2 / each[0]).sum() * DRAWS for each in (target, draft)
+    )
+    assert to_target < CHI_SQUARE < to_draft, (
+        f"chi-square {to_target} to the model, {to_draft} to the draft"
+    )
     return f"{DRAWS:,} tokens drawn by accept have the large model's distribution, and not the draft's (chi-square)"
 
 
 def load(name: str, config: shapes.Config, args, device: torch.device) -> model.Transformer:
-    net = model.build(name, config, seed=args.seed, device="meta").to(shared.DTYPES[args.dtype])
-    return model.materialize(net, name, seed=args.seed, device=device)
+    net = weights.build(name, config, seed=args.seed, device="meta").to(shared.DTYPES[args.dtype])
+    return weights.materialize(net, name, seed=args.seed, device=device)
 
 
 def main() -> int:
     flags = shared.parser(__doc__)
-    flags.add_argument("--draft", metavar="MODEL", help="what guesses (default: half of the model's own layers)")
-    flags.add_argument("--draft-tokens", type=cli.positive_int, default=4, metavar="K", help="guesses per step")
-    flags.add_argument("--compile", action="store_true", help="compile decode and verify; on a GPU as CUDA graphs")
+    flags.add_argument(
+        "--draft", metavar="MODEL", help="what guesses (default: half of the model's own layers)"
+    )
+    flags.add_argument(
+        "--draft-tokens", type=cli.positive_int, default=4, metavar="K", help="guesses per step"
+    )
+    flags.add_argument(
+        "--compile", action="store_true", help="compile decode and verify; on a GPU as CUDA graphs"
+    )
     args = flags.parse_args()
     config = shapes.read_config(args.model)
     text = shared.Text(args, config, ahead=args.draft_tokens)
     draft_config = shapes.read_config(args.draft or args.model, "--draft")
     if draft_config.vocab_size != config.vocab_size:
         both = f"{draft_config.vocab_size} tokens, and --model {args.model} {config.vocab_size}"
-        raise exits.UserError(f"--draft {args.draft} has {both}: use a draft with the same tokenizer")
+        raise exits.UserError(
+            f"--draft {args.draft} has {both}: use a draft with the same tokenizer"
+        )
     if draft_config.max_position_embeddings < text.length:
         both = f"{draft_config.max_position_embeddings} tokens, and this takes {text.length}"
-        raise exits.UserError(f"--draft {args.draft} has a context of {both}: use fewer --max-new-tokens")
-    device = lesson.start(args.device, args.seed)
+        raise exits.UserError(
+            f"--draft {args.draft} has a context of {both}: use fewer --max-new-tokens"
+        )
+    device = report.start_lesson(args.device, args.seed)
     args.dtype = shared.choose_dtype(args, config, device)
 
     net = load(args.model, config, args, device)
@@ -183,13 +233,17 @@ def main() -> int:
     else:
         drafts = {"draft: half of its layers": first_half(net), "draft: the model itself": net}
     large = steps(net, text.length, args, device)
-    ways = {"no draft": None} | {name: steps(draft, text.length, args, device) for name, draft in drafts.items()}
+    ways = {"no draft": None} | {
+        name: steps(draft, text.length, args, device) for name, draft in drafts.items()
+    }
     rows = {}
 
     def answer(name: str) -> None:
         rows[name] = run(name, large, ways[name], text, args, device)
 
-    seconds = measure.seconds_in_turns({name: partial(answer, name) for name in ways}, device, ROUNDS)
+    seconds = measure.seconds_in_turns(
+        {name: partial(answer, name) for name in ways}, device, ROUNDS
+    )
     for name, row in rows.items():
         row |= seconds[name]
         row["tokens_per_second"] = sum(map(len, row["token_ids"])) / row["seconds"]
@@ -208,7 +262,7 @@ def main() -> int:
     }
     own = {"parameters": shapes.parameter_count(config), "token_ids": token_ids}
     checked = check(rows, text, args, device)
-    lesson.end(rows, columns=columns, checked=checked, args=args, device=device, **own)
+    report.end_lesson(rows, columns=columns, checked=checked, args=args, device=device, **own)
     return 0
 
 

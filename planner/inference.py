@@ -24,7 +24,14 @@ def matrix_bytes(matrices: list[tuple[int, int]], weights: str, group_size: int)
 
 
 def weight_bytes(
-    shape: Shape, *, weights="bf16", group_size=32, tp=1, head_divided=False, count_embedding=True, experts_read=None
+    shape: Shape,
+    *,
+    weights="bf16",
+    group_size=32,
+    tp=1,
+    head_divided=False,
+    count_embedding=True,
+    experts_read=None,
 ) -> float:
     """matrices of blocks and head in --weights, the rest in 16 bits (fp32: in 32);
 
@@ -34,10 +41,15 @@ def weight_bytes(
     plain = 4 if weights == "fp32" else 2
     dense_layers = shape.layers - shape.expert_layers
     blocks = matrix_bytes(shape.attention_matrices(), weights, group_size) * shape.layers
-    blocks += matrix_bytes(shape.feed_forward_matrices(shape.ffn), weights, group_size) * dense_layers
+    blocks += (
+        matrix_bytes(shape.feed_forward_matrices(shape.ffn), weights, group_size) * dense_layers
+    )
     experts = shape.feed_forward_matrices(shape.expert_ffn) * (experts_read or shape.experts)
-    of_layer = matrix_bytes(experts + shape.feed_forward_matrices(shape.shared_ffn), weights, group_size)
-    blocks += (of_layer + plain * shape.hidden * shape.experts) * shape.expert_layers  # and the router
+    of_layer = matrix_bytes(
+        experts + shape.feed_forward_matrices(shape.shared_ffn), weights, group_size
+    )
+    # and the router
+    blocks += (of_layer + plain * shape.hidden * shape.experts) * shape.expert_layers
     head = matrix_bytes([(shape.hidden, shape.vocab)], weights, group_size)
     embedding = shape.embedding * plain if count_embedding and not shape.tied else 0
     blocks += plain * shape.bias_parameters() * shape.layers

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from math import prod
 
-from common.shapes import Config
+from lm.shapes import Config
 
 
 def count(matrices: list[tuple[int, int]]) -> int:  # of (inputs, outputs)
@@ -64,12 +64,18 @@ class Shape:
         h = self.hidden
         if not self.kv_rank:
             return [(h, self.q_width), (h, self.kv_width), (h, self.kv_width), (self.q_width, h)]
-        query = [(h, self.q_rank), (self.q_rank, self.q_width)] if self.q_rank else [(h, self.q_width)]
-        keys_and_values = [(h, self.kv_rank + self.rope), (self.kv_rank, self.heads * (self.nope + self.value_dim))]
+        query = (
+            [(h, self.q_rank), (self.q_rank, self.q_width)] if self.q_rank else [(h, self.q_width)]
+        )
+        keys_and_values = [
+            (h, self.kv_rank + self.rope),
+            (self.kv_rank, self.heads * (self.nope + self.value_dim)),
+        ]
         return [*query, *keys_and_values, (self.value_width, h)]
 
     def feed_forward_matrices(self, width: int) -> list[tuple[int, int]]:
-        return [(self.hidden, width), (self.hidden, width), (width, self.hidden)]  # gate, up and down
+        # gate, up and down
+        return [(self.hidden, width), (self.hidden, width), (width, self.hidden)]
 
     def bias_parameters(self) -> int:
         """Return how many numbers the biases of q, k and v have in one layer."""
@@ -88,7 +94,8 @@ class Shape:
         found = count(self.attention_matrices()) + self.vector_parameters()
         if not experts:
             return found + count(self.feed_forward_matrices(self.ffn)), 0
-        found += self.hidden * self.experts + count(self.feed_forward_matrices(self.shared_ffn))  # router, shared
+        # router, shared
+        found += self.hidden * self.experts + count(self.feed_forward_matrices(self.shared_ffn))
         number = self.active_experts if active else self.experts
         return found, number * count(self.feed_forward_matrices(self.expert_ffn))
 
@@ -107,10 +114,18 @@ class Shape:
         """6 N + 12 L heads head_dim seq_len (Chowdhery et al. 2022, appendix B): 2 per weight forward, 4 backward. N is
         without an embedding that is only looked up, and has one token's experts. causal: half of the attention."""
         n = self.parameter_count(active=True) - (0 if self.tied else self.embedding)
-        return 6 * n + 6 * self.layers * (self.q_width + self.value_width) * seq_len / (2 if causal else 1)
+        return 6 * n + 6 * self.layers * (self.q_width + self.value_width) * seq_len / (
+            2 if causal else 1
+        )
 
 
 def from_config(name: str, c: Config) -> Shape:
-    sizes = (c.vocab_size, c.hidden_size, c.num_hidden_layers, c.num_attention_heads, c.num_key_value_heads)
+    sizes = (
+        c.vocab_size,
+        c.hidden_size,
+        c.num_hidden_layers,
+        c.num_attention_heads,
+        c.num_key_value_heads,
+    )
     more = (c.head_dim, c.tie_word_embeddings, c.max_position_embeddings, c.qkv_bias, c.qk_norm)
     return Shape(name, *sizes, c.intermediate_size, *more)

@@ -9,14 +9,26 @@ from safetensors.torch import load_file, save_file
 from support.harness import ODD, assert_refused, config_of, needs_compiler, run, with_fault
 from support.real_model import answers_of_transformers
 
-from common import model, shapes
+from lm import shapes
+from lm.weights import build
 
 SCRIPT = "09_inference/infer_70b.py"
 PROMPTS = ["def main():", "a", "for i in range(3): print(i)"]  # of unequal lengths
 SHAPES = {
     "even": {  # for 2 and 4 ranks, which do not divide its vocabulary; tied
-        **{**ODD, "vocab_size": 203, "hidden_size": 56, "intermediate_size": 44, "num_attention_heads": 8},
-        **{"num_key_value_heads": 4, "head_dim": 6, "max_position_embeddings": 96, "tie_word_embeddings": True},
+        **{
+            **ODD,
+            "vocab_size": 203,
+            "hidden_size": 56,
+            "intermediate_size": 44,
+            "num_attention_heads": 8,
+        },
+        **{
+            "num_key_value_heads": 4,
+            "head_dim": 6,
+            "max_position_embeddings": 96,
+            "tie_word_embeddings": True,
+        },
     },
     "three": {**ODD, "intermediate_size": 51, "max_position_embeddings": 96},
 }
@@ -34,7 +46,7 @@ def make_reference(where: Path, name: str) -> tuple[str, list[list[int]]]:
     """A folder with weights in two files and an index, as large models have, and what transformers' generate answers.
     The weights are large enough for attention to matter: with small ones a model repeats one token."""
     config = config_of(SHAPES[name])
-    net = model.build("nano", config, seed=5)
+    net = build("nano", config, seed=5)
     generator = torch.Generator().manual_seed(6)
     stored = {}
     for key, weight in net.named_parameters():
@@ -45,7 +57,9 @@ def make_reference(where: Path, name: str) -> tuple[str, list[list[int]]]:
     for file, weights in files.items():
         save_file(weights, where / file, metadata={"format": "pt"})
     weight_map = {name: file for file, weights in files.items() for name in weights}
-    (where / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (where / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
     (where / "config.json").write_text(json.dumps(shapes.config_json(config)))
 
     from transformers import AutoModelForCausalLM
@@ -54,7 +68,9 @@ def make_reference(where: Path, name: str) -> tuple[str, list[list[int]]]:
     answers = []
     for prompt in PROMPTS:
         ids = torch.tensor([list(prompt.encode())])
-        answer = baseline.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW_TOKENS)
+        answer = baseline.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW_TOKENS
+        )
         answers.append(answer[0, ids.shape[1] :].tolist())
     assert len({token for ids in answers for token in ids}) > 20  # no repetition
     return str(where), answers
@@ -68,7 +84,16 @@ def reference(once):
 def infer(where: Path, model: str | Path, *flags, prompts=PROMPTS, **how) -> dict:
     where.mkdir(parents=True, exist_ok=True)
     (where / "prompts.txt").write_text("\n".join(prompts) + "\n")
-    shared = ["--model", model, "--device", "cpu", "--json", "summary.json", "--prompts", "prompts.txt"]
+    shared = [
+        "--model",
+        model,
+        "--device",
+        "cpu",
+        "--json",
+        "summary.json",
+        "--prompts",
+        "prompts.txt",
+    ]
     result = run(SCRIPT, where, *shared, *flags, **how)
     assert result.code == 0, f"{result.out[-2000:]}\n{result.err[-3000:]}"
     return result.summary
@@ -142,7 +167,10 @@ def test_bytes_that_were_not_planned_fail(tmp_path, reference, fault):
 @needs_compiler
 def test_compiled_on_two_ranks(tmp_path, reference):
     folder, expected = reference("even")
-    assert infer(tmp_path, folder, "--max-new-tokens", NEW_TOKENS, "--compile", nproc=2)["token_ids"] == expected
+    assert (
+        infer(tmp_path, folder, "--max-new-tokens", NEW_TOKENS, "--compile", nproc=2)["token_ids"]
+        == expected
+    )
 
 
 def test_an_answer_ends_at_a_stop_token(tmp_path, reference):
@@ -170,7 +198,17 @@ def test_what_is_drawn_depends_on_the_seed_and_not_on_the_ranks(tmp_path, refere
 
 def test_a_dry_run_has_the_published_bytes(tmp_path):
     """Llama-3 70B in bf16: 70,553,706,496 parameters; norms are whole on each of 8 ranks."""
-    flags = ["--model", "llama-70b", "--dry-run", "--world-size", 8, "--memory", 80, "--json", "summary.json"]
+    flags = [
+        "--model",
+        "llama-70b",
+        "--dry-run",
+        "--world-size",
+        8,
+        "--memory",
+        80,
+        "--json",
+        "summary.json",
+    ]
     result = run(SCRIPT, tmp_path, *flags)
     assert result.code == 0, result.err
     norms = (2 * 80 + 1) * 8192
@@ -199,6 +237,8 @@ def test_bad_input_is_refused_in_one_line(tmp_path, flags):
 @pytest.mark.parametrize("ranks", [None, 3])
 def test_the_real_model_answers_as_transformers_lets_it(tmp_path, smollm2, ranks):
     questions = ["What is the capital of France?", "Say hello.", "What is an atom?"]
-    found = infer(tmp_path, smollm2, "--chat", "--max-new-tokens", 24, prompts=questions, nproc=ranks)
+    found = infer(
+        tmp_path, smollm2, "--chat", "--max-new-tokens", 24, prompts=questions, nproc=ranks
+    )
     assert found["token_ids"] == answers_of_transformers(smollm2, questions, 24)
     assert "Paris" in found["texts"][0]

@@ -98,7 +98,11 @@ def test_gpu_tests_that_need_no_speed(tmp_path, tests):
 
 
 def test_every_lesson_with_a_device_is_listed():
-    lessons = {str(file.relative_to(ROOT)) for file in ROOT.glob("0*/[!_]*.py") if "args.device" in file.read_text()}
+    lessons = {
+        str(file.relative_to(ROOT))
+        for file in ROOT.glob("0*/[!_]*.py")
+        if "args.device" in file.read_text()
+    }
     assert lessons - {*ONE, *TWO, *DATA_PARALLEL, *NOT_HERE} == set()
 
 
@@ -123,7 +127,9 @@ def test_values_are_right(tmp_path, script, flags, ranks, gpus):
 
 @pytest.mark.parametrize("script", TRAINING)
 def test_it_compiles(tmp_path, script):
-    result = nogpu.run("noop", tmp_path, script, f"{TRAIN} --device cuda --compile", TRAINING[script])
+    result = nogpu.run(
+        "noop", tmp_path, script, f"{TRAIN} --device cuda --compile", TRAINING[script]
+    )
     assert result.code == 0, result
     assert "nogpu: " not in result.err, result
 
@@ -139,7 +145,12 @@ def test_more_blocks_than_dynamo_compiles_anew(tmp_path):
 
 def test_grouped_heads_in_fp32_hold_no_scores(tmp_path):
     """Two layers of llama-1b at 4,096 tokens: the scores of one layer alone would be 2 GiB."""
-    shape = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8}
+    shape = {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    }
     nogpu.write_shape(tmp_path, "two.json", **shape, max_position_embeddings=4096)
     flags = "--model two.json --seq-len 4096 --global-batch-size 1 --steps 1 --dtype fp32 --run-dir run --json s.json"
     result = nogpu.run("noop", tmp_path, "04_amp/train.py", f"{flags} --device cuda")
@@ -209,9 +220,21 @@ COUNTED = {  # words of the command, ranks, mode, steps, and how often a step ma
     # torch's DDP times its first ten steps and each 100th, and then waits for its own events
     "ddp": (f"05_ddp/train.py {BETWEEN_LOG_LINES}", 2, "noop", 11, {}),
     "fsdp": (f"06_fsdp_zero/train_fsdp.py {BETWEEN_LOG_LINES}", 2, "noop", 4, {}),
-    "recomputed": (f"06_fsdp_zero/train_fsdp.py {BETWEEN_LOG_LINES} --checkpointing full", 2, "noop", 4, {}),
+    "recomputed": (
+        f"06_fsdp_zero/train_fsdp.py {BETWEEN_LOG_LINES} --checkpointing full",
+        2,
+        "noop",
+        4,
+        {},
+    ),
     "3d-tensor": (f"08_model_parallel/train_3d.py {BETWEEN_LOG_LINES} --tp 2", 2, SLOW, 2, {}),
-    "3d-stages": (f"08_model_parallel/train_3d.py {BETWEEN_LOG_LINES} --micro-batch-size 1 --pp 2", 2, SLOW, 2, {}),
+    "3d-stages": (
+        f"08_model_parallel/train_3d.py {BETWEEN_LOG_LINES} --micro-batch-size 1 --pp 2",
+        2,
+        SLOW,
+        2,
+        {},
+    ),
 }
 
 
@@ -220,18 +243,24 @@ def waits(folder: Path, words: str, ranks: int, how: str) -> list[dict[str, int]
     kinds = ("sync", "copy to host", "copy async to host", "memory cudaMalloc")
     script, flags = words.split(maxsplit=1)
     counted = nogpu.counts(folder, script, f"{flags} --device cuda", ranks, how)
-    return [{what: n for what, n in of_rank.items() if what.startswith(kinds)} for of_rank in counted]
+    return [
+        {what: n for what, n in of_rank.items() if what.startswith(kinds)} for of_rank in counted
+    ]
 
 
 @pytest.mark.parametrize("case", COUNTED)
 def test_a_step_waits_for_nothing_else(tmp_path, case):
     """Between two log lines: a run of twice as many steps waits as often, and so the GPU never stands still."""
     words, ranks, how, steps, due = COUNTED[case]
-    few, many = (waits(tmp_path / str(n), f"{words} --steps {n}", ranks, how) for n in (steps, 2 * steps))
+    few, many = (
+        waits(tmp_path / str(n), f"{words} --steps {n}", ranks, how) for n in (steps, 2 * steps)
+    )
     assert len(few) == len(many) == max(1, ranks)
     for before, after in zip(few, many, strict=True):
         assert {
-            what: (after[what] - before.get(what, 0)) / steps for what in after if after[what] != before.get(what)
+            what: (after[what] - before.get(what, 0)) / steps
+            for what in after
+            if after[what] != before.get(what)
         } == due
 
 

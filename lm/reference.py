@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from common import report, shapes
+from common import report
+from lm import shapes
 
 ROOM = 0.9  # of the free memory; the rest is for activations and workspaces
 
