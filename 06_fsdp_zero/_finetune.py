@@ -18,7 +18,7 @@ from _shared import write_adapter, write_folder
 from torch import Tensor, nn
 
 from common import exits, runtime
-from lm import data, lora, model, shapes
+from lm import data, lora, model, reference, shapes
 from lm.weights import build, local_part, random_weight
 from planner import memory, plan, shape
 
@@ -322,20 +322,21 @@ def leave_folders(net: model.Transformer, folder: Path, args, dtype: torch.dtype
 
 @torch.no_grad()
 def compare_with_transformers(
-    folder: Path, config: shapes.Config, prompt: list[int]
+    folder: Path,
+    config: shapes.Config,
+    prompt: list[int],
+    device: torch.device,
 ) -> float | None:
-    """The relative error of lm/model.py's logits against transformers', from this folder in fp32 on rank 0's CPU.
-    None where transformers is not installed, and for a folder too large to be opened twice."""
+    """Return the relative error in fp32 of lm/model.py's logits against transformers'.
+
+    Both read this folder. Rank 0 computes both, on its GPU if they fit beside what is there, else on
+    the CPU. None where transformers is not installed, and for a folder too large to be opened twice.
+    """
     if sum(file.stat().st_size for file in folder.iterdir()) > 4e9 or not find_spec("transformers"):
         runtime.print0(f"{folder} was not compared with transformers: not installed, or over 4 GB")
         return None
-    from transformers import AutoModelForCausalLM
-
-    tokens = torch.tensor([prompt])
-    expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(tokens).logits
-    error = (
-        (build(str(folder), config, seed=0)(tokens) - expected).norm() / expected.norm()
-    ).item()
+    with reference.comparison(device, needed_bytes=2 * 4 * shapes.parameter_count(config)) as where:
+        error = logits_error(folder, config, prompt, where)
     assert error < 1e-3, (
         f"lm/model.py and transformers differ by {error:.1e} of the logits from {folder}"
     )
@@ -343,6 +344,19 @@ def compare_with_transformers(
         f"checked: from {folder}, transformers and lm/model.py give the same logits within 1e-3"
     )
     return error
+
+
+def logits_error(
+    folder: Path,
+    config: shapes.Config,
+    prompt: list[int],
+    device: torch.device,
+) -> float:
+    """Return |ours - transformers'| / |transformers'| of the prompt's logits, as norms."""
+    tokens = torch.tensor([prompt], device=device)
+    expected = reference.read_transformers(folder, device)(tokens).logits
+    found = build(str(folder), config, seed=0, device=device)(tokens)
+    return ((found - expected).norm() / expected.norm()).item()
 
 
 def say_answers(

@@ -259,7 +259,11 @@ def main() -> int:
     if not stop:
         _finetune.leave_folders(net, run.folder, args, DTYPES[args.save_dtype])
         compare = partial(
-            _finetune.compare_with_transformers, run.folder / "model", config, prompts[0]
+            _finetune.compare_with_transformers,
+            run.folder / "model",
+            config,
+            prompts[0],
+            device,
         )
         receipt["transformers_error"] = runtime.on_rank0(compare)
         receipt["answers"] = _finetune.say_answers(chat, prompts, answers_before, answers)

@@ -34,7 +34,7 @@ import _lora
 from _shared import saved_for_backward
 
 from common import exits, hardware, measure, report, runtime
-from lm import data, model, shapes, weights
+from lm import data, model, reference, shapes, weights
 from lm.lora import LoRALinear, adapt
 
 METHODS = ("full", "lora", "qlora")
@@ -96,15 +96,14 @@ class Int4Matmul(torch.autograd.Function):
         return gradient @ context.layer.frozen_weight(gradient.dtype), None
 
 
-def merged_error(layer: LoRALinear) -> float:
+def merged_error(layer: LoRALinear, device: torch.device) -> float:
     """How far an adapted layer is at most from one with the merged matrix W', for random inputs and gradients, in fp32.
     If G is the gradient of W' = W + s B A, the chain rule gives s B^T G for A and s G A^T for B."""
-    layer = copy.deepcopy(layer).float().cpu()  # bf16 values are fp32 values: nothing is rounded
+    # bf16 values are fp32 values: nothing is rounded
+    layer = copy.deepcopy(layer).to(device, torch.float32)
     a, b, s = layer.lora_A, layer.lora_B, layer.scaling
-    x, upstream = (
-        torch.randn(32, layer.in_features, requires_grad=True),
-        torch.randn(32, layer.out_features),
-    )
+    x = torch.randn(32, layer.in_features, device=device, requires_grad=True)
+    upstream = torch.randn(32, layer.out_features, device=device)
     output = layer(x)
     found = [output, *torch.autograd.grad(output, (x, a, b), upstream)]
     merged_weight = layer.merged_weight().requires_grad_()
@@ -167,9 +166,9 @@ def run(
     }
     optimizer.zero_grad()
     if method != "full":
-        row["merged_error"] = max(
-            merged_error(layer) for layer in net.modules() if isinstance(layer, kind)
-        )
+        adapted = [layer for layer in net.modules() if isinstance(layer, kind)]
+        with reference.comparison(device) as where:
+            row["merged_error"] = max(merged_error(layer, where) for layer in adapted)
         merged = copy.deepcopy(base).to(device)
         for name, layer in net.named_modules():
             if isinstance(layer, kind):

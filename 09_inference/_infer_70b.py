@@ -1,5 +1,7 @@
 """Before infer_70b.py loads: how many ranks may share the model, what each will hold, and whether it fits."""
 
+import dataclasses
+import math
 import os
 from collections.abc import Callable
 
@@ -44,15 +46,39 @@ def held_bytes(net: nn.Module, *, read: bool = False) -> int:
     return sum(local(weight).nbytes for weight in weights.values())
 
 
-def planned_bytes(args, config: shapes.Config, ranks: int, cache_tokens: int) -> tuple[int, int]:
-    """(weights, cache) of a rank, by the planner: matrices and heads are divided, norms are whole on each rank."""
-    shape, size = from_config(args.model, config), DTYPES[args.dtype].itemsize
-    divided = inference.weight_bytes(
-        shape, weights=args.dtype, tp=ranks, head_divided=True, count_embedding=False
+def vocab_rows(vocab_size: int, rank: int, ranks: int) -> int:
+    """Return how many rows of the vocabulary a rank holds, by torch.chunk: rank 0 has the most."""
+    most_rows = math.ceil(vocab_size / ranks)
+    rows_before = most_rows * rank
+    return max(0, min(most_rows, vocab_size - rows_before))
+
+
+def planned_weight_bytes(args, config: shapes.Config, rank: int, ranks: int) -> int:
+    """Return a rank's planned bytes of weights. Matrices and biases are sharded, norms are not."""
+    shape = from_config(args.model, config)
+    # the planner divides a vocabulary evenly: give it one that has this rank's rows on every rank
+    shape = dataclasses.replace(shape, vocab=ranks * vocab_rows(config.vocab_size, rank, ranks))
+    planned = inference.weight_bytes(
+        shape,
+        weights=args.dtype,
+        tp=ranks,
+        head_divided=True,
+        count_embedding=False,
     )
-    embedding = 0 if shape.tied else size * shape.embedding / ranks
-    cache = inference.kv_cache_bytes(shape, tokens=cache_tokens, bytes_each=size, tp=ranks)
-    return round(divided + embedding), round(cache)
+    if not shape.tied:
+        planned += DTYPES[args.dtype].itemsize * shape.embedding / ranks
+    return round(planned)
+
+
+def planned_bytes(args, config: shapes.Config, ranks: int, cache_tokens: int) -> tuple[int, int]:
+    """Return the bytes of (weights, cache) of rank 0, which holds the most, by the planner."""
+    cache = inference.kv_cache_bytes(
+        from_config(args.model, config),
+        tokens=cache_tokens,
+        bytes_each=DTYPES[args.dtype].itemsize,
+        tp=ranks,
+    )
+    return planned_weight_bytes(args, config, 0, ranks), round(cache)
 
 
 def undivided(config: shapes.Config, ranks: int) -> list[str]:
@@ -125,7 +151,7 @@ def dry_run(args, config: shapes.Config, cache_tokens: int, cut: Callable) -> in
     if args.world_size > 1:
         runtime.join_fake_ranks(0, args.world_size)
         cut(net, args.world_size, "cpu")
-    check_bytes(net, row)
+    check_bytes(net, args, rank=0, ranks=args.world_size)
     print(table([[*row], [report.for_people(key, value) for key, value in row.items()]]))
     print(
         f"checked: rank 0, cut on the meta device, has {held_bytes(net):,} bytes of weights, as planned"
@@ -137,10 +163,9 @@ def dry_run(args, config: shapes.Config, cache_tokens: int, cut: Callable) -> in
     return 0
 
 
-def check_bytes(net: model.Transformer, row: dict) -> None:
-    """A rank holds as many bytes as planned. If the vocabulary does not divide, the last ranks have fewer rows."""
-    # of the embedding and of the head
-    uneven_rows = 2 if net.config.vocab_size % row["ranks"] else 0
-    row_bytes = net.config.hidden_size * next(net.parameters()).element_size()
-    found = held_bytes(net)
-    assert abs(found - row["weight_bytes"]) <= uneven_rows * row_bytes * row["ranks"], (found, row)
+def check_bytes(net: model.Transformer, args, rank: int, ranks: int) -> None:
+    """Assert that this rank holds exactly the bytes of weights that were planned for it."""
+    held = held_bytes(net)
+    planned = planned_weight_bytes(args, net.config, rank, ranks)
+    both = f"{held:,} bytes of weights, {planned:,} were planned"
+    assert held == planned, f"rank {rank} of {ranks} holds {both}"

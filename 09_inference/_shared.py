@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from common import cli, hardware, measure
 from common.exits import UserError
-from lm import shapes, weights
+from lm import reference, shapes, weights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DEFAULT_PROMPT = "def main():"
@@ -317,43 +317,65 @@ def choose_dtype(args: argparse.Namespace, config: shapes.Config, device: torch.
     return hardware.choose_dtype(args.dtype, device) if given_or_large else "fp32"
 
 
-def check_tokens(found: list[list[int]], text: Text, args: argparse.Namespace) -> list[str]:
-    """Assert that the tokens are those of transformers' generate: greedy, in fp32, prompt by prompt. Sampled tokens,
-    those in 16 bits and those of large models are not compared: then the list is empty."""
-    if args.temperature or args.dtype != "fp32" or shapes.parameter_count(text.config) > SMALL:
-        return []
-    from transformers import AutoConfig, AutoModelForCausalLM
+def check_tokens(
+    found: list[list[int]],
+    text: Text,
+    args: argparse.Namespace,
+    device: torch.device,
+) -> list[str]:
+    """Assert that greedy fp32 tokens are those of transformers' generate, prompt by prompt.
 
-    net = weights.build(args.model, text.config, seed=args.seed)
-    baseline = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(**shapes.config_json(text.config))
-    ).eval()
-    baseline.load_state_dict(net.state_dict(), strict=not text.config.tie_word_embeddings)
-    for prompt, ids in zip(text.prompts, found, strict=True):
-        inputs = torch.tensor([prompt])
-        how = {
-            "attention_mask": torch.ones_like(inputs),
-            "eos_token_id": sorted(text.stop) or None,
-            "pad_token_id": 0,
-        }
+    transformers computes on the script's GPU if both copies of the weights fit there, else on the
+    CPU. Sampled tokens, those in 16 bits and those of large models are not compared: then the list
+    is empty.
+    """
+    parameters = shapes.parameter_count(text.config)
+    if args.temperature or args.dtype != "fp32" or parameters > SMALL:
+        return []
+    with reference.comparison(device, needed_bytes=2 * 4 * parameters) as where:
+        expected = tokens_of_transformers(text, args, where)
+    for ids, expected_ids in zip(found, expected, strict=True):
+        assert ids == expected_ids, f"tokens {ids}, and transformers' generate gives {expected_ids}"
+    if not any(found):
+        return []
+    line = f"the {sum(map(len, found))} greedy tokens are those of transformers' generate"
+    if where.type != device.type:
+        line += f", computed on the {where.type.upper()}"
+    if device.type == "cuda" and where.type == "cpu":
+        line += ": its model does not fit on the GPU beside this one"
+    return [line]
+
+
+def tokens_of_transformers(
+    text: Text,
+    args: argparse.Namespace,
+    device: torch.device,
+) -> list[list[int]]:
+    """Return each prompt's new tokens by transformers' generate, with this script's weights."""
+    net = weights.build(args.model, text.config, seed=args.seed, device=device)
+    baseline = reference.build_transformers(text.config, net.state_dict(), device)
+    answers = []
+    for prompt in text.prompts:
+        inputs = torch.tensor([prompt], device=device)
         answer = baseline.generate(
-            inputs, do_sample=False, max_new_tokens=args.max_new_tokens, **how
+            inputs,
+            attention_mask=torch.ones_like(inputs),
+            do_sample=False,
+            max_new_tokens=args.max_new_tokens,
+            eos_token_id=sorted(text.stop) or None,
+            pad_token_id=0,
         )
-        expected = [token for token in answer[0, len(prompt) :].tolist() if token not in text.stop]
-        assert ids == expected, f"tokens {ids}, and transformers' generate gives {expected}"
-    return (
-        [f"the {sum(map(len, found))} greedy tokens are those of transformers' generate"]
-        if any(found)
-        else []
-    )
+        new_tokens = answer[0, len(prompt) :].tolist()
+        answers.append([token for token in new_tokens if token not in text.stop])
+    return answers
 
 
 def speed(result: Generated, device: torch.device, bytes_per_step: int) -> dict:
     """Return the summary keys about time.
 
-    `bytes_per_step` are the weights that a decode step reads from the memory of one device. No step can
-    be faster than that. `bandwidth_share` compares it with the bandwidth in the data sheet (on a CPU:
-    with a measured read), `copy_rate_share` with the rate at which this GPU copies, measured here.
+    `bytes_per_step` are the weights that a decode step reads from the memory of one device. No step
+    can be faster than that. `bandwidth_share` compares it with the bandwidth in the data sheet (on
+    a CPU: with a measured read), `copy_rate_share` with the rate at which this GPU copies.
     """
     decoded_tokens = sum(len(ids[1:]) for ids in result.token_ids)  # prefill has given the first
     keys = {
@@ -379,9 +401,8 @@ def speed(result: Generated, device: torch.device, bytes_per_step: int) -> dict:
     if bandwidth:
         keys["bandwidth_share"] = bytes_per_second / bandwidth
     if device.type == "cuda":
-        with contextlib.suppress(
-            torch.OutOfMemoryError
-        ):  # the model may leave no room for two buffers
+        # the model may leave no room for two buffers
+        with contextlib.suppress(torch.OutOfMemoryError):
             keys["copy_bytes_per_second"] = measure.copy_bytes_per_second(device)
             keys["copy_rate_share"] = bytes_per_second / keys["copy_bytes_per_second"]
     return keys

@@ -250,7 +250,8 @@ def main() -> int:
             args.model = _export.train_nano(folder / "nano", LAYERS)
         text = Text(args, shapes.read_config(args.model))
         rows = run(args, folder, device, _export.possible(args, text.config), text)
-        checked = check_tokens(rows["eager"]["token_ids"], text, args) + check(rows, text.config)
+        checked = check_tokens(rows["eager"]["token_ids"], text, args, device)
+        checked += check(rows, text.config)
     own = {"model": name, "dtype": "fp32", "parameters": shapes.parameter_count(text.config)}
     rows = [{"form": form, **row} for form, row in rows.items()]
     report.end_lesson(

@@ -116,7 +116,7 @@ def main() -> int:
     args.dtype = shared.choose_dtype(args, config, device)
     row = check_room(args, config, ranks, cache_tokens, device)
     net = load(args, config, device)
-    check_bytes(net, row)
+    check_bytes(net, args, dist.get_rank(), ranks)
     kind = {"dtype": shared.DTYPES[args.dtype], "device": device}
     cache = shared.StaticCache(
         config, batch=len(text.prompts), length=text.length, ranks=ranks, **kind
@@ -138,7 +138,7 @@ def main() -> int:
     assert all(ids == of_ranks[0] for ids in of_ranks), f"ranks have different tokens: {of_ranks}"
     checked = [f"rank 0 holds the {row['weight_bytes']:,} bytes of weights that were planned"]
     checked += [f"all {ranks} ranks have the same tokens"] if ranks > 1 else []
-    checked += runtime.on_rank0(lambda: shared.check_tokens(result.token_ids, text, args))
+    checked += runtime.on_rank0(lambda: shared.check_tokens(result.token_ids, text, args, device))
     row |= shared.speed(result, device, held_bytes(net, read=True))
     columns = {
         "weight_bytes": "weights per rank",

@@ -261,7 +261,7 @@ def main() -> int:
     seconds = measure.seconds_in_turns({way: partial(answer, way) for way in WAYS}, device, ROUNDS)
     rows = [rows[way] | seconds[way] for way in WAYS]
     checked = check(rows, text, args, BLOCK)
-    checked += check_tokens(rows[0]["token_ids"], text, args)
+    checked += check_tokens(rows[0]["token_ids"], text, args, device)
     cache, prefill, decode = cache_and_steps("paged", net, text, args, device, {})
     how = {"max_new_tokens": 1, "choose": partial(torch.argmax, dim=-1), "device": device}
     read_again = partial(generate, prefill, decode, text.prompts, **how)

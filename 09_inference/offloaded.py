@@ -250,7 +250,7 @@ def main() -> int:
     of_ranks = runtime.gather(result.token_ids)
     assert all(ids == of_ranks[0] for ids in of_ranks), f"ranks have different tokens: {of_ranks}"
     checked += [f"all {len(of_ranks)} ranks have the same tokens"] if len(of_ranks) > 1 else []
-    checked += runtime.on_rank0(lambda: shared.check_tokens(result.token_ids, text, args))
+    checked += runtime.on_rank0(lambda: shared.check_tokens(result.token_ids, text, args, device))
     decoded = sum(len(ids[1:]) for ids in result.token_ids)  # the prefill has given the first ones
     row["time_to_first_token_seconds"] = result.prefill_seconds
     row["decode_tokens_per_second"] = decoded / result.decode_seconds if decoded else None

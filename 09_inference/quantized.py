@@ -309,9 +309,8 @@ def main() -> int:
         for prompt, answer in zip(text.texts, row["texts"], strict=True):
             print(f"{weights}: {prompt!r} goes on: {answer!r}")
         if weights == "fp32":
-            checked += check_tokens(
-                row["token_ids"], text, argparse.Namespace(**vars(args) | {"dtype": "fp32"})
-            )
+            in_fp32 = argparse.Namespace(**vars(args) | {"dtype": "fp32"})
+            checked += check_tokens(row["token_ids"], text, in_fp32, device)
             baseline_logits = logits
             baseline_token_ids = row["token_ids"]
         if args.weights == "all":

@@ -162,7 +162,7 @@ def run(
     }
 
 
-def check(rows: list[dict], text: shared.Text, args) -> list[str]:
+def check(rows: list[dict], text: shared.Text, args, device: torch.device) -> list[str]:
     """Greedy tokens are the same with and without a draft; drawn ones have the large model's distribution."""
     plain, *guessed = rows
     proved = [check_distribution()]
@@ -172,7 +172,7 @@ def check(rows: list[dict], text: shared.Text, args) -> list[str]:
                 f"{row['name']}: other tokens than without a draft"
             )
         proved.append("the tokens with a draft are those without one")
-    return proved + shared.check_tokens(plain["token_ids"], text, args)
+    return proved + shared.check_tokens(plain["token_ids"], text, args, device)
 
 
 def check_distribution() -> str:
@@ -261,9 +261,8 @@ def main() -> int:
         "time_ratio": "time against no draft",
     }
     own = {"parameters": shapes.parameter_count(config), "token_ids": token_ids}
-    report.end_lesson(
-        rows, columns=columns, checked=check(rows, text, args), args=args, device=device, **own
-    )
+    checked = check(rows, text, args, device)
+    report.end_lesson(rows, columns=columns, checked=checked, args=args, device=device, **own)
     return 0
 
 

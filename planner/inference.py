@@ -33,8 +33,11 @@ def weight_bytes(
     count_embedding=True,
     experts_read=None,
 ) -> float:
-    """matrices of blocks and head in --weights, embedding and norms in 16 bits (fp32: in 32); tp divides the blocks.
-    count_embedding=False leaves out an embedding that is only looked up; experts_read: of each layer's experts"""
+    """matrices of blocks and head in --weights, the rest in 16 bits (fp32: in 32);
+
+    tp divides the blocks without their norms. count_embedding=False leaves out an embedding that is
+    only looked up. experts_read is the number of experts that count in each layer.
+    """
     plain = 4 if weights == "fp32" else 2
     dense_layers = shape.layers - shape.expert_layers
     blocks = matrix_bytes(shape.attention_matrices(), weights, group_size) * shape.layers
@@ -49,5 +52,6 @@ def weight_bytes(
     blocks += (of_layer + plain * shape.hidden * shape.experts) * shape.expert_layers
     head = matrix_bytes([(shape.hidden, shape.vocab)], weights, group_size)
     embedding = shape.embedding * plain if count_embedding and not shape.tied else 0
-    vectors = shape.vector_parameters() * shape.layers + shape.hidden
-    return blocks / tp + (head / tp if head_divided else head) + embedding + plain * vectors
+    blocks += plain * shape.bias_parameters() * shape.layers
+    norms = shape.norm_parameters() * shape.layers + shape.hidden
+    return blocks / tp + (head / tp if head_divided else head) + embedding + plain * norms

@@ -77,12 +77,17 @@ class Shape:
         # gate, up and down
         return [(self.hidden, width), (self.hidden, width), (width, self.hidden)]
 
+    def bias_parameters(self) -> int:
+        """Return how many numbers the biases of q, k and v have in one layer."""
+        return self.q_width + 2 * self.kv_width if self.qkv_bias else 0
+
+    def norm_parameters(self) -> int:
+        """Return how many numbers one layer's norms have. Latent attention normalizes each latent."""
+        head_norms = 2 * self.head_dim if self.qk_norm else 0
+        return 2 * self.hidden + head_norms + self.q_rank + self.kv_rank
+
     def vector_parameters(self) -> int:
-        """Norms and biases of one layer; latent attention has a norm on each latent."""
-        biases = (self.q_width + 2 * self.kv_width) * self.qkv_bias
-        return (
-            2 * self.hidden + biases + 2 * self.head_dim * self.qk_norm + self.q_rank + self.kv_rank
-        )
+        return self.norm_parameters() + self.bias_parameters()
 
     def layer_parameters(self, *, experts: bool, active: bool = False) -> tuple[int, int]:
         """Parameters of one layer without its routed experts, and of those: all, or the active ones."""

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
-from support.harness import ODD, assert_refused, config_of, needs_compiler, run
+from safetensors.torch import load_file, save_file
+from support.harness import ODD, assert_refused, config_of, needs_compiler, run, with_fault
 from support.real_model import answers_of_transformers
 
 from lm import shapes
@@ -32,8 +32,13 @@ SHAPES = {
     },
     "three": {**ODD, "intermediate_size": 51, "max_position_embeddings": 96},
 }
-for kind in ("qwen2", "qwen3"):  # biases, norms of heads
-    SHAPES[kind] = {**SHAPES["even"], "model_type": kind, "hidden_size": 64, "head_dim": 8}
+SIX = {  # for 2 and 3 ranks: 12 heads on 6 of keys and values
+    **{**ODD, "hidden_size": 96, "intermediate_size": 54, "head_dim": 8},
+    **{"num_attention_heads": 12, "num_key_value_heads": 6, "max_position_embeddings": 96},
+}
+SHAPES["qwen2"] = {**SIX, "model_type": "qwen2", "vocab_size": 210}  # biases of q, k and v
+# norms of heads
+SHAPES["qwen3"] = {**SIX, "model_type": "qwen3", "vocab_size": 203, "tie_word_embeddings": True}
 NEW_TOKENS = 48
 
 
@@ -43,11 +48,11 @@ def make_reference(where: Path, name: str) -> tuple[str, list[list[int]]]:
     config = config_of(SHAPES[name])
     net = build("nano", config, seed=5)
     generator = torch.Generator().manual_seed(6)
-    stored = {
-        name: (8 if weight.ndim > 1 else 1) * weight.detach()
-        + 0.05 * torch.randn(weight.shape, generator=generator)
-        for name, weight in net.named_parameters()
-    }
+    stored = {}
+    for key, weight in net.named_parameters():
+        noise = torch.randn(weight.shape, generator=generator)
+        scale = 0.3 if key.endswith(".bias") else 0.05
+        stored[key] = (8 if weight.ndim > 1 else 1) * weight.detach() + scale * noise
     files = {f"part-{i}.safetensors": dict(list(stored.items())[i::2]) for i in range(2)}
     for file, weights in files.items():
         save_file(weights, where / file, metadata={"format": "pt"})
@@ -98,9 +103,26 @@ CUTS = [
     ("even", None),
     ("even", 2),
     ("qwen2", 2),
+    ("qwen2", 3),
     ("qwen3", 2),
+    ("qwen3", 3),
     *(pytest.param(*cut, marks=pytest.mark.full) for cut in [("even", 4), ("three", 3)]),
 ]
+
+
+def bytes_of_rank0(folder: str, ranks: int, bytes_each: int) -> int:
+    """Add up what rank 0 keeps of each tensor in the folder's files."""
+    total = 0
+    for file in Path(folder).glob("*.safetensors"):
+        for name, tensor in load_file(file).items():
+            if name.endswith("norm.weight"):
+                numbers = tensor.numel()
+            elif name.endswith(("o_proj.weight", "down_proj.weight")):
+                numbers = tensor.chunk(ranks, dim=1)[0].numel()
+            else:
+                numbers = tensor.chunk(ranks, dim=0)[0].numel()
+            total += numbers * bytes_each
+    return total
 
 
 @pytest.mark.parametrize(("name", "ranks"), CUTS)
@@ -110,7 +132,35 @@ def test_the_tokens_are_those_of_transformers(tmp_path, reference, name, ranks):
     assert found["token_ids"] == expected
     assert found["world_size"] == (ranks or 1)
     assert found["tokens"] == sum(map(len, PROMPTS)) + 3 * NEW_TOKENS
+    assert found["weight_bytes"] == bytes_of_rank0(folder, ranks or 1, bytes_each=4)
     assert any("transformers" in line for line in found["checked"])
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [("qwen2", 2), ("qwen2", 3), ("qwen3", 3), ("three", 3), ("even", 4)],
+)
+def test_a_dry_run_has_the_bytes_of_a_run(tmp_path, reference, name, ranks):
+    folder, _ = reference(name)
+    flags = ["--model", folder, "--dry-run", "--world-size", ranks, "--memory", 1]
+    result = run(SCRIPT, tmp_path, *flags, "--json", "summary.json")
+    assert result.code == 0, result
+    assert result.summary["weight_bytes"] == bytes_of_rank0(folder, ranks, bytes_each=2)
+
+
+FAULTS = {  # a line, and what stands in its place
+    "a rank holds all of k's bias": ("[qkv]_proj", "[qv]_proj"),
+    "the embedding is on every rank": ('"model.embed_tokens": Rowwise', '"none": Rowwise'),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_bytes_that_were_not_planned_fail(tmp_path, reference, fault):
+    folder, _ = reference("qwen2")
+    script = with_fault(SCRIPT, tmp_path, *FAULTS[fault])
+    result = run(str(script), tmp_path, "--model", folder, "--dry-run", "--world-size", 2)
+    assert result.code == 1, result
+    assert "bytes of weights" in result.err, result
 
 
 @pytest.mark.full

@@ -173,6 +173,59 @@ def test_grouped_heads_in_fp32_hold_no_scores(tmp_path):
     assert of_parameters < summary["peak_memory_bytes"] < of_parameters + 2**30
 
 
+COMPARED = {  # script: flags, ranks, and whether it runs transformers' model
+    "07_memory_tricks/lora.py": (ONE["07_memory_tricks/lora.py"], 0, False),
+    "09_inference/kv_cache.py": (ANSWER, 0, True),
+    "09_inference/quantized.py": (f"{ANSWER} --weights fp32", 0, True),
+    "09_inference/speculative.py": (ANSWER, 0, True),
+    "09_inference/offloaded.py": (ONE["09_inference/offloaded.py"], 0, True),
+    "09_inference/infer_70b.py": (ANSWER, 2, True),
+    "06_fsdp_zero/finetune.py": (TWO["06_fsdp_zero/finetune.py"], 2, True),
+}
+MATMULS = {
+    "aten.mm",
+    "aten.addmm",
+    "aten.bmm",
+    "aten.baddbmm",
+    "aten._scaled_dot_product_flash_attention_for_cpu",
+}
+
+
+@pytest.mark.parametrize("script", COMPARED)
+def test_a_comparison_computes_on_the_gpu(tmp_path, script):
+    """Neither transformers' model nor any matmul is on the CPU where the script has a GPU."""
+    flags, ranks, has_transformers = COMPARED[script]
+    words = f"report.json {ROOT / script} {flags} --device cuda"
+    result = nogpu.run("values", tmp_path, "tests/support/cpu_operators.py", words, ranks)
+    assert result.code == 0, result
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert bool(report["transformers"]) == has_transformers
+    assert all(devices == ["cuda"] for devices in report["transformers"])
+    assert not MATMULS & set(report["operators"])
+
+
+def test_a_reference_that_does_not_fit_on_the_gpu_computes_on_the_cpu(tmp_path):
+    """The stub GPU has 79 GiB. Precision is restored, and the peak does not count the comparison."""
+    driver = """
+import sys, torch
+sys.path.insert(0, sys.argv[1])
+from common import reference
+device = torch.device("cuda", 0)
+torch.set_float32_matmul_precision("high")
+with reference.comparison(device, needed_bytes=2**20) as where:
+    assert where == device
+    assert torch.get_float32_matmul_precision() == "highest"
+    torch.empty(2**30, dtype=torch.uint8, device=where)
+assert torch.get_float32_matmul_precision() == "high"
+assert torch.cuda.max_memory_allocated() < 2**20
+with reference.comparison(device, needed_bytes=80 * 2**30) as where:
+    assert where.type == "cpu"
+"""
+    (tmp_path / "driver.py").write_text(driver)
+    result = nogpu.run("noop", tmp_path, str(tmp_path / "driver.py"), str(ROOT))
+    assert result.code == 0, result
+
+
 BETWEEN_LOG_LINES = f"{TRAIN} --log-every 100 --dtype bf16"
 SLOW = "values"  # in noop mode ranks meet numbers that they refuse
 COUNTED = {  # words of the command, ranks, mode, steps, and how often a step may wait for what
