@@ -209,7 +209,7 @@ class Run:
             hashes = {}
             for hashes_of_rank in together(write_files, self.group):
                 hashes.update(hashes_of_rank)
-            publish = partial(self._publish, final, hashes)
+            publish = partial(self._publish, temporary, final, hashes)
             together(publish, self.group)
         except OSError as error:
             # With a full disk torch.save only says "unexpected pos": tell how much space is left.
@@ -243,11 +243,10 @@ class Run:
             files.append(folder / "config.json")
         return {file.name: file_sha256(file) for file in files}
 
-    def _publish(self, final: Path, hashes: dict[str, str]) -> None:
-        """Turn step-N.tmp into the checkpoint step-N, then delete the oldest checkpoints."""
+    def _publish(self, temporary: Path, final: Path, hashes: dict[str, str]) -> None:
+        """Rename step-N.tmp to step-N, then delete the oldest checkpoints. Rank 0 does all this."""
         if not is_rank0():
             return
-        temporary = final.with_suffix(".tmp")
         write_json(temporary / "hashes.json", hashes)
         os.rename(temporary, final)
 
