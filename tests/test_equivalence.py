@@ -135,7 +135,8 @@ COUNT = """
 import os
 from pathlib import Path
 import torch
-from common import exits, model
+from common import exits
+from lm import model
 forward, calls = model.Block.forward, 0
 def counted(self, *args):
     global calls
@@ -215,7 +216,7 @@ def test_weight_decay_is_for_matrices_alone(tmp_path, script):
 # The training scripts draw nothing, a reader's own model may.
 WITH_DROPOUT = """
 import torch.nn.functional as F
-from common import model
+from lm import model
 exact = model.MLP.forward
 def dropped(self, x):
     y = exact(self, x)
@@ -386,7 +387,7 @@ def test_keep_prunes_the_oldest(tmp_path, corpus):
 READERS = """
 from pathlib import Path
 from torch.utils.data import get_worker_info
-from common import data
+from lm import data
 read = data.Sequences.__getitem__
 def noted(self, i):
     worker = get_worker_info()
