@@ -9,13 +9,18 @@ A run has one folder:
         .metadata, __0_0.distcp, __1_0.distcp, ...    files of torch.distributed.checkpoint (DCP)
         config.json     the shape of the model, as Hugging Face writes it
         hashes.json     the SHA-256 of each file above
-    step-00000300.tmp/  a checkpoint that is being written, or whose writer was killed
-    step-00000100.old/  a checkpoint that is being deleted
+    step-00000300.tmp/  a checkpoint that is being written, or that a killed process left
+    step-00000100.old/  a checkpoint that is being deleted, because of --keep
     broken-step-...     a checkpoint that a resume found damaged
 
 A save is atomic. Each rank writes its own file to step-N.tmp and hashes it. When all ranks are
 done, rank 0 adds hashes.json and renames the folder to step-N. So step-N is always complete, no
-matter when a process is killed. The hashes detect what happens to the files later.
+matter when a process is killed. With --async-save a thread does this while training continues with
+the next steps; training waits only for a copy of the state in CPU memory.
+
+A resume compares the files of the newest checkpoint with their hashes. If they do not match, for
+example because of a disk error, it tries the checkpoint before. When it finds an intact one, it
+renames the damaged ones to broken-step-N-... and continues from there.
 
 A checkpoint does not depend on the number of ranks that saved it. DCP stores each tensor under its
 name, with the position of each rank's shard in the full tensor. On loading, each rank reads the
@@ -87,6 +92,7 @@ class Run:
 
         self.background = ThreadPoolExecutor(max_workers=1) if args.async_save else None
         self.background_save: Future | None = None
+        # A script that ends with a UserError completes its save in the background first.
         before_user_error_exit.append(self.wait)
 
     def save(self, step: int, state: dict, config: dict) -> None:
@@ -143,8 +149,8 @@ class Run:
             self.folder.mkdir(parents=True, exist_ok=True)
             # The system releases the lock when the process ends, also after kill -9.
             self.lock = filelock.FileLock(self.folder / ".lock")
-            # Wait a little for the lock. After kill -9 the data loading workers of the dead process
-            # hold it for some seconds, and NFS keeps the lock of a dead machine for 90 seconds.
+            # After kill -9 the data loading workers of the dead process hold the lock for some
+            # seconds. So wait before giving up. NFS keeps a dead machine's lock for 90 seconds.
             self.lock.acquire(timeout=float(os.environ.get("RUN_DIR_LOCK_SECONDS", "10")))
             self._check_settings(settings, resume)
             write_json(self.folder / "settings.json", settings)
@@ -204,7 +210,8 @@ class Run:
         final = self.folder / f"step-{step:08d}"
         temporary = final.with_suffix(".tmp")
         try:
-            # `together` raises on all ranks what one rank raises.
+            # together() calls the function on all ranks, waits for all of them and returns a list
+            # of their results. If the function fails on one rank, together() raises on all.
             write_files = partial(self._write_files, temporary, state, config)
             hashes = {}
             for hashes_of_rank in together(write_files, self.group):
@@ -212,7 +219,7 @@ class Run:
             publish = partial(self._publish, temporary, final, hashes)
             together(publish, self.group)
         except OSError as error:
-            # With a full disk torch.save only says "unexpected pos": tell how much space is left.
+            # When the disk is full, torch.save only says "unexpected pos". So name the free space.
             free_mib = shutil.disk_usage(self.folder).free / 2**20
             raise UserError(
                 f"cannot save step {step} in {self.folder} ({free_mib:.0f} MiB free there): "
@@ -260,9 +267,10 @@ class Run:
 
 
 def training_state(step: int, net, optimizer, scheduler, scaler=None) -> dict:
-    """Return everything that a checkpoint must hold to continue after `step`.
+    """Return everything that a run needs to continue after `step`. All ranks must call this.
 
-    Weights of a frozen parameter (requires_grad=False) are left out.
+    Tensors stay sharded and on their device: this copies nothing. Parameters with
+    requires_grad=False are left out.
     """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
@@ -282,9 +290,9 @@ def training_state(step: int, net, optimizer, scheduler, scaler=None) -> dict:
 
 
 def resume(run: Run, net, optimizer, scheduler, scaler=None) -> int:
-    """Load the newest intact checkpoint of `run` into the objects. Return its step.
+    """Load the newest intact checkpoint of `run` into the given objects. Return its step.
 
-    Return 0, and change nothing, if the run has no checkpoint.
+    All ranks must call this, as many as there are now. Return 0 if the run has no checkpoint.
     """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
@@ -293,7 +301,7 @@ def resume(run: Run, net, optimizer, scheduler, scaler=None) -> int:
     if path is None:
         return 0
 
-    # dcp.load writes into the tensors of `state`. They have this rank's shapes and shards.
+    # dcp.load overwrites the tensors of `state`, which are the shards of this rank.
     state = training_state(0, net, optimizer, scheduler, scaler)
     dcp.load(state, checkpoint_id=path, process_group=run.group)
     set_state_dict(
@@ -305,7 +313,8 @@ def resume(run: Run, net, optimizer, scheduler, scaler=None) -> int:
     )
     scheduler.load_state_dict(state["scheduler"])
 
-    # The optimizer now has the saved learning rate. Compute it anew: --steps may have changed.
+    # The optimizer now has the saved learning rate. Compute it again: if --steps has changed, the
+    # schedule gives another one.
     for group, base_lr, schedule in zip(
         optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
     ):
@@ -377,16 +386,16 @@ def _check_same_on_all_ranks(settings: dict) -> None:
 def _is_same_model(saved: str, now: str, checkpoints: list[Path]) -> bool:
     """Return whether two different --model settings describe the same model.
 
-    A setting is a name and a hash of the model's Config. When Config gets a new field, the hash of
-    every model changes. It did so within version 0.2.0. The config.json of a checkpoint tells which
-    model was saved, so its hash can be computed anew.
+    A setting is a name and a hash of the model's Config. When a new version adds a field to Config,
+    the hash of every model changes. That happened within version 0.2.0. The config.json of a
+    checkpoint tells which model the run trains. Read it with today's Config and hash that.
     """
     name = saved.split(" (SHA-256 ")[0]
     for path in checkpoints:
         try:
             config = shapes.read_config(str(path))
-        except UserError:  # the file is damaged
-            continue
+        except UserError:
+            continue  # config.json is damaged
         if flags.with_hash(name, repr(config)) == now:
             return True
     return False
