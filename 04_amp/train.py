@@ -75,7 +75,14 @@ def main() -> int:
     train_net = torch.compile(net) if args.compile else net
     stream = batches.stream(start_step, pin=device.type == "cuda", num_workers=args.num_workers)
     meter = metrics.Meter(
-        run.folder, args, config=config, device=device, batches=batches, start_step=start_step
+        run.folder,
+        steps=args.steps,
+        start_step=start_step,
+        tokens_per_step=batches.tokens_per_step,
+        flops_per_token=shapes.flops_per_token(config, args.seq_len),
+        peak_flops=hardware.peak_flops(hardware.device_name(device), args.dtype),
+        device=device,
+        dtype=args.dtype,
     )
 
     # 5 The loop.
@@ -132,7 +139,12 @@ def main() -> int:
         f"checked: matmuls in {computed}, weights and optimizer state kept in {torch.float32}"
     )
     meter.finish(
-        step, skipped_steps=step - scheduler.last_epoch, weights_sha256=weights.digest(net)
+        step,
+        model=args.model,
+        parameters=shapes.parameter_count(config),
+        json_path=args.json,
+        skipped_steps=step - scheduler.last_epoch,
+        weights_sha256=weights.digest(net),
     )
     return exits.REQUEUE_EXIT_CODE if stop and step < args.steps else 0
 

@@ -75,7 +75,7 @@ class Run(checkpoint.Run):
     """A run's folder whose checkpoints are DeepSpeed's files, which zero_to_fp32 and ds_to_universal read. DeepSpeed
     writes them to their final place. Here they go to a temporary name, which becomes step-N when all are there."""
 
-    def _write_part(self, folder: Path, engine, config: dict) -> dict[str, str]:
+    def _write_files(self, folder: Path, engine, config: dict) -> dict[str, str]:
         try:
             engine.save_checkpoint(str(folder.parent), tag=folder.name, save_latest=False)
             if runtime.is_rank0():

@@ -191,7 +191,14 @@ def main() -> int:
     start_step = checkpoint.resume(run, **training) if args.resume else 0
     stream = batches.stream(start_step, pin=device.type == "cuda", num_workers=args.num_workers)
     meter = metrics.Meter(
-        run.folder, args, config=config, device=device, batches=batches, start_step=start_step
+        run.folder,
+        steps=args.steps,
+        start_step=start_step,
+        tokens_per_step=batches.tokens_per_step,
+        flops_per_token=shapes.flops_per_token(config, args.seq_len),
+        peak_flops=hardware.peak_flops(hardware.device_name(device), args.dtype),
+        device=device,
+        dtype=args.dtype,
     )
 
     # 5 The loop.
@@ -267,7 +274,13 @@ def main() -> int:
         )
         receipt["transformers_error"] = runtime.on_rank0(compare)
         receipt["answers"] = _finetune.say_answers(chat, prompts, answers_before, answers)
-    meter.finish(step, **receipt)
+    meter.finish(
+        step,
+        model=args.model,
+        parameters=shapes.parameter_count(config),
+        json_path=args.json,
+        **receipt,
+    )
     runtime.shutdown()
     return exits.REQUEUE_EXIT_CODE if stop and step < args.steps else 0
 

@@ -159,7 +159,14 @@ def main() -> int:
     start_step = checkpoint.resume(run, **training) if args.resume else 0
     stream = batches.stream(start_step, pin=device.type == "cuda", num_workers=args.num_workers)
     meter = metrics.Meter(
-        run.folder, args, config=config, device=device, batches=batches, start_step=start_step
+        run.folder,
+        steps=args.steps,
+        start_step=start_step,
+        tokens_per_step=batches.tokens_per_step,
+        flops_per_token=shapes.flops_per_token(config, args.seq_len),
+        peak_flops=hardware.peak_flops(hardware.device_name(device), args.dtype),
+        device=device,
+        dtype=args.dtype,
     )
 
     # 5 The loop.
@@ -215,7 +222,14 @@ def main() -> int:
     runtime.print0("checked: all ranks that hold the same weights have them to the bit")
     # its part of each tensor, in fp32, and no more
     held = helper.check_parts(net, optimizer, args, mesh)
-    meter.finish(step, weights_sha256=digests[0], **held)
+    meter.finish(
+        step,
+        model=args.model,
+        parameters=shapes.parameter_count(config),
+        json_path=args.json,
+        weights_sha256=digests[0],
+        **held,
+    )
     runtime.shutdown()
     return exits.REQUEUE_EXIT_CODE if stop and step < args.steps else 0
 

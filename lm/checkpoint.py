@@ -1,5 +1,31 @@
-"""A run's folder and its checkpoints: whole or absent after a kill at any moment, loadable on any number of ranks. Each
-is written to `step-N.tmp` and renamed to `step-N` when every rank's part is on disk; a hash shows later damage."""
+"""Save checkpoints of a training run, and resume from the newest one that is intact.
+
+A run has one folder:
+
+    settings.json       the settings that a resumed run must have, too (lm.flags.settings)
+    .lock               locked by the process that trains in this folder
+    metrics.jsonl       written by lm.metrics.Meter
+    step-00000200/      a checkpoint: the weights, optimizer state and schedule after step 200
+        .metadata, __0_0.distcp, __1_0.distcp, ...    files of torch.distributed.checkpoint (DCP)
+        config.json     the shape of the model, as Hugging Face writes it
+        hashes.json     the SHA-256 of each file above
+    step-00000300.tmp/  a checkpoint that is being written, or that a killed process left
+    step-00000100.old/  a checkpoint that is being deleted, because of --keep
+    broken-step-...     a checkpoint that a resume found damaged
+
+A save is atomic. Each rank writes its own file to step-N.tmp and hashes it. When all ranks are
+done, rank 0 adds hashes.json and renames the folder to step-N. So step-N is always complete, no
+matter when a process is killed. With --async-save a thread does this while training continues with
+the next steps; training waits only for a copy of the state in CPU memory.
+
+A resume compares the files of the newest checkpoint with their hashes. If they do not match, for
+example because of a disk error, it tries the checkpoint before. When it finds an intact one, it
+renames the damaged ones to broken-step-N-... and continues from there.
+
+A checkpoint does not depend on the number of ranks that saved it. DCP stores each tensor under its
+name, with the position of each rank's shard in the full tensor. On loading, each rank reads the
+parts of the files that overlap with its own shard.
+"""
 
 import argparse
 import contextlib
@@ -11,35 +37,249 @@ import sys
 import time
 import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import filelock
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from common.exits import UserError, before_user_error_exit
 from common.runtime import gather, is_rank0, on_rank0, print0, ranks, timeout, together
+from lm import flags, shapes
 
-# torch.distributed.checkpoint is imported where it is used: 0.6 s that the first step need not wait for
-# saving without a process group is meant
+# torch.distributed.checkpoint takes 0.6 s to import. The functions below import it when they need
+# it, so that the first training step does not wait for it.
+
+# 04_amp/train.py has no process group, and saves without one on purpose.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
-# not strict: frozen weights stay as they were. That all others are there is for dcp.load to check
-BY_NAME = {"flatten_optimizer_state_dict": True, "ignore_frozen_params": True, "strict": False}
+STATE_DICT_OPTIONS = {
+    # Name optimizer state after parameters, such as state.model.norm.weight.exp_avg. These names
+    # do not depend on DDP, FSDP or the number of ranks.
+    "flatten_optimizer_state_dict": True,
+    # Frozen weights are not saved: they are still in the folder of the pretrained model.
+    "ignore_frozen_params": True,
+    # strict=False, because frozen weights are missing. dcp.load raises if any other is missing.
+    "strict": False,
+}
+
+
+class Run:
+    """Own the folder of one run: lock it, save checkpoints to it, find the newest intact one.
+
+    All ranks must call each method together. The folder keeps the `settings` it was created with.
+
+    Raise UserError if the folder cannot be written to, is not visible to all ranks, is in use by
+    another process, belongs to a run with other settings, or has checkpoints and `args.resume` is
+    not set. `args` needs run_dir (None: a new folder in runs/), resume, keep and async_save.
+    """
+
+    def __init__(self, args: argparse.Namespace, *, settings: dict) -> None:
+        _check_same_on_all_ranks(settings)
+        self.keep = args.keep
+        self.folder = args.run_dir or on_rank0(_new_folder)
+        on_rank0(lambda: self._open_folder(settings, args.resume))
+        self._check_visible_to_all_ranks()
+
+        # Saving needs its own process group. A save in the background sends messages while the
+        # training sends its own, and within one group the two would be mixed up.
+        self.group = None
+        if dist.is_initialized():
+            self.group = dist.new_group(timeout=timeout(), backend="gloo")
+
+        self.background = ThreadPoolExecutor(max_workers=1) if args.async_save else None
+        self.background_save: Future | None = None
+        # A script that ends with a UserError completes its save in the background first.
+        before_user_error_exit.append(self.wait)
+
+    def save(self, step: int, state: dict, config: dict) -> None:
+        """Save `state`, made by training_state, as checkpoint step-N.
+
+        `config` is the content of a Hugging Face config.json. With --async-save, return as soon as
+        the state is copied to CPU memory; a thread writes it to disk. If that fails, the next call
+        of save or wait raises. Raise UserError if the files cannot be written.
+        """
+        self.wait()
+        if self.keep == 0:
+            return
+        if self.background is None:
+            self._write(step, state, config)
+            return
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        cpu_state = tree_map_only(Tensor, _copy_to_cpu, state)
+        self.background_save = self.background.submit(self._write, step, cpu_state, config, device)
+
+    def wait(self) -> None:
+        """Wait for the save in the background, if there is one. Raise UserError if it failed."""
+        if self.background_save is not None:
+            self.background_save.result()
+
+    def newest(self) -> Path | None:
+        """Return the newest intact checkpoint, or None if the folder has no checkpoint.
+
+        Rename newer checkpoints that are damaged to broken-step-N-..., so that the run can save
+        these steps again. Raise UserError if all checkpoints are damaged.
+        """
+        checkpoints = on_rank0(lambda: list_checkpoints(self.folder))
+        rank, world_size, _ = ranks()
+        damaged = []
+        for path in reversed(checkpoints):
+            problems = gather(find_damage(path, rank, world_size))
+            problems = [problem for problem in problems if problem is not None]
+            if not problems:
+                if is_rank0():
+                    _move_aside(damaged)
+                print0(f"resuming from {path}")
+                return path
+            print0(f"checkpoint {path} is broken ({problems[0]}): trying the one before")
+            damaged.append(path)
+        if damaged:
+            raise UserError(
+                f"--resume: every checkpoint in {self.folder} is broken; nothing was overwritten"
+            )
+        return None
+
+    def _open_folder(self, settings: dict, resume: bool) -> None:
+        """Create the folder, lock it and check that this run may use it. Only rank 0 calls this."""
+        flag = f"--run-dir {self.folder}"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            # The system releases the lock when the process ends, also after kill -9.
+            self.lock = filelock.FileLock(self.folder / ".lock")
+            # After kill -9 the data loading workers of the dead process hold the lock for some
+            # seconds. So wait before giving up. NFS keeps a dead machine's lock for 90 seconds.
+            self.lock.acquire(timeout=float(os.environ.get("RUN_DIR_LOCK_SECONDS", "10")))
+            self._check_settings(settings, resume)
+            write_json(self.folder / "settings.json", settings)
+        except filelock.Timeout:
+            raise UserError(
+                f"{flag} is in use by a live run: use another, or end that one"
+            ) from None
+        except (OSError, ValueError) as error:
+            raise UserError(f"{flag} cannot be used: {error}") from None
+
+        # Saves and deletions that were killed leave these folders.
+        for pattern in ("step-*.tmp", "step-*.old"):
+            for leftover in self.folder.glob(pattern):
+                shutil.rmtree(leftover, ignore_errors=True)
+
+    def _check_settings(self, settings: dict, resume: bool) -> None:
+        """Raise UserError if the folder belongs to a run that this one must not continue."""
+        flag = f"--run-dir {self.folder}"
+        file = self.folder / "settings.json"
+        checkpoints = list_checkpoints(self.folder)
+        if checkpoints and not file.exists():
+            raise UserError(
+                f"{flag} holds checkpoints without the settings.json of their run: copy it"
+            )
+
+        differences = []
+        saved_settings = json.loads(file.read_text()) if file.exists() else settings
+        for name in {**settings, **saved_settings}:
+            now = settings.get(name)
+            saved = saved_settings.get(name)
+            if now == saved:
+                continue
+            if name == "--model" and _is_same_model(str(saved), str(now), checkpoints):
+                continue
+            differences.append(f"{name} {now} (was {saved})")
+        if differences:
+            raise UserError(
+                f"{flag} holds a run with other settings: {', '.join(differences)}; use another"
+            )
+
+        if checkpoints and not resume:
+            raise UserError(f"{flag} holds a run with checkpoints: --resume it, or use another")
+
+    def _check_visible_to_all_ranks(self) -> None:
+        """Raise UserError if the folder is on a disk that some ranks do not see."""
+        visible = gather((self.folder / "settings.json").exists())
+        if not all(visible):
+            raise UserError(
+                f"--run-dir {self.folder}: rank {visible.index(False)} does not see it: "
+                "use one that all see"
+            )
+
+    def _write(self, step: int, state: dict, config: dict, device: int | None = None) -> None:
+        """Write a checkpoint. With --async-save this runs in a thread, which then uses `device`."""
+        if device is not None:
+            torch.cuda.set_device(device)  # a new thread starts on GPU 0, on every rank
+        final = self.folder / f"step-{step:08d}"
+        temporary = final.with_suffix(".tmp")
+        try:
+            # together() calls the function on all ranks, waits for all of them and returns a list
+            # of their results. If the function fails on one rank, together() raises on all.
+            write_files = partial(self._write_files, temporary, state, config)
+            hashes = {}
+            for hashes_of_rank in together(write_files, self.group):
+                hashes.update(hashes_of_rank)
+            publish = partial(self._publish, temporary, final, hashes)
+            together(publish, self.group)
+        except OSError as error:
+            # When the disk is full, torch.save only says "unexpected pos". So name the free space.
+            free_mib = shutil.disk_usage(self.folder).free / 2**20
+            raise UserError(
+                f"cannot save step {step} in {self.folder} ({free_mib:.0f} MiB free there): "
+                f"{error}; older checkpoints are untouched"
+            ) from None
+
+    def _write_files(self, folder: Path, state: dict, config: dict) -> dict[str, str]:
+        """Write this rank's files to `folder`. Return their SHA-256 by file name.
+
+        06_fsdp_zero/_train_zero.py overrides this method to write DeepSpeed's files.
+        """
+        import torch.distributed.checkpoint as dcp
+
+        # By default the writer copies tensors ahead on a GPU stream, which creates a CUDA context
+        # on every machine with a GPU, even if the run is on the CPU.
+        writer = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)
+        try:
+            dcp.save(state, storage_writer=writer, process_group=self.group)
+        except dcp.api.CheckpointException as error:
+            first_failure, _traceback = next(iter(error.failures.values()))
+            raise OSError(str(first_failure)) from None
+
+        rank, _, _ = ranks()
+        files = list(folder.glob(f"__{rank}_*"))
+        if is_rank0():
+            write_json(folder / "config.json", config)
+            files.append(folder / ".metadata")
+            files.append(folder / "config.json")
+        return {file.name: file_sha256(file) for file in files}
+
+    def _publish(self, temporary: Path, final: Path, hashes: dict[str, str]) -> None:
+        """Rename step-N.tmp to step-N, then delete the oldest checkpoints. Rank 0 does all this."""
+        if not is_rank0():
+            return
+        write_json(temporary / "hashes.json", hashes)
+        os.rename(temporary, final)
+
+        # The new checkpoint is complete: a failure to delete old ones must not end the run.
+        with contextlib.suppress(OSError):
+            for path in list_checkpoints(self.folder)[: -self.keep]:
+                # Rename first: a folder that is half deleted must not look like a checkpoint.
+                deleted = path.with_suffix(".old")
+                path.rename(deleted)
+                shutil.rmtree(deleted)
 
 
 def training_state(step: int, net, optimizer, scheduler, scaler=None) -> dict:
-    """Everything that the rest of the run depends on. Optimizer state goes by parameter name, such as
-    state.model.norm.weight.exp_avg, whatever wraps or cuts the model. Without frozen weights: they are the base's."""
+    """Return everything that a run needs to continue after `step`. All ranks must call this.
+
+    Tensors stay sharded and on their device: this copies nothing. Parameters with
+    requires_grad=False are left out.
+    """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
-    model_state, optimizer_state = get_state_dict(
-        net, optimizer, options=StateDictOptions(**BY_NAME)
-    )
+    options = StateDictOptions(**STATE_DICT_OPTIONS)
+    model_state, optimizer_state = get_state_dict(net, optimizer, options=options)
+    # If a frozen matrix has two names (tied embeddings), torch leaves out only the first.
     for name, parameter in net.named_parameters(remove_duplicate=False):
         if not parameter.requires_grad:
-            model_state.pop(name, None)  # of a tied matrix torch leaves its second name
+            model_state.pop(name, None)
     return {
         "progress": {"step": step},
         "model": model_state,
@@ -49,187 +289,64 @@ def training_state(step: int, net, optimizer, scheduler, scaler=None) -> dict:
     }
 
 
-def resume(run: "Run", net, optimizer, scheduler, scaler=None) -> int:
-    """Load the newest whole checkpoint; returns its step, or 0 where there is no checkpoint."""
+def resume(run: Run, net, optimizer, scheduler, scaler=None) -> int:
+    """Load the newest intact checkpoint of `run` into the given objects. Return its step.
+
+    All ranks must call this, as many as there are now. Return 0 if the run has no checkpoint.
+    """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
 
-    if (path := run.newest()) is None:
+    path = run.newest()
+    if path is None:
         return 0
+
+    # dcp.load overwrites the tensors of `state`, which are the shards of this rank.
     state = training_state(0, net, optimizer, scheduler, scaler)
     dcp.load(state, checkpoint_id=path, process_group=run.group)
-    parts = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
-    set_state_dict(net, optimizer, **parts, options=StateDictOptions(**BY_NAME))
+    set_state_dict(
+        net,
+        optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+        options=StateDictOptions(**STATE_DICT_OPTIONS),
+    )
     scheduler.load_state_dict(state["scheduler"])
-    for group, lr, factor in zip(
+
+    # The optimizer now has the saved learning rate. Compute it again: if --steps has changed, the
+    # schedule gives another one.
+    for group, base_lr, schedule in zip(
         optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
     ):
-        group["lr"] = lr * factor(scheduler.last_epoch)  # the saved one, unless --steps has changed
+        group["lr"] = base_lr * schedule(scheduler.last_epoch)
     if scaler:
         scaler.load_state_dict(state["scaler"])
     return state["progress"]["step"]
 
 
-class Run:
-    """The folder of one run, which has one set of `settings` for life (flags.settings). All ranks call every method
-    together. UserError if the folder is in use, unwritable, not shared, another run's, or has one that is to resume."""
-
-    def __init__(self, args: argparse.Namespace, *, settings: dict) -> None:
-        first, *others = gather(settings)
-        # other texts under one name on its node, or another --dtype auto
-        for rank, theirs in enumerate(others, 1):
-            if differ := [name for name in settings if theirs[name] != first[name]]:
-                raise UserError(
-                    f"{', '.join(differ)} of rank {rank} is not that of rank 0: give what all nodes have"
-                )
-        self.keep = args.keep
-        new = f"{Path(sys.argv[0]).resolve().parent.name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-        self.folder = args.run_dir or on_rank0(lambda: Path("runs", new))
-        on_rank0(lambda: self._enter(settings, args.resume))
-        seen = gather((self.folder / "settings.json").exists())
-        if not all(seen):  # each node would save its half of a checkpoint
-            raise UserError(
-                f"--run-dir {self.folder}: rank {seen.index(False)} does not see it: use one that all see"
-            )
-        # a group of its own: what a save in the background sends must not mix with the training's
-        self.group = (
-            dist.new_group(timeout=timeout(), backend="gloo") if dist.is_initialized() else None
-        )
-        self.writer = ThreadPoolExecutor(1) if args.async_save else None
-        self.pending: Future | None = None
-        before_user_error_exit.append(self.wait)
-
-    def _enter(self, settings: dict, resume: bool) -> None:
-        file, flag = self.folder / "settings.json", f"--run-dir {self.folder}"
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            # held until the process ends, however it ends
-            self.lock = filelock.FileLock(self.folder / ".lock")
-            # data loading workers outlive a kill -9 of their parent by seconds; NFS keeps a dead machine's lock for 90
-            self.lock.acquire(timeout=float(os.environ.get("RUN_DIR_LOCK_SECONDS", "10")))
-            checkpoints = _checkpoints(self.folder)
-            if checkpoints and not file.exists():
-                raise UserError(
-                    f"{flag} holds checkpoints without the settings.json of their run: copy it"
-                )
-            known = json.loads(file.read_text()) if file.exists() else settings
-            names = [
-                name for name in {**settings, **known} if settings.get(name) != known.get(name)
-            ]
-            if differ := [f"{name} {settings.get(name)} (was {known.get(name)})" for name in names]:
-                raise UserError(
-                    f"{flag} holds a run with other settings: {', '.join(differ)}; use another"
-                )
-            if checkpoints and not resume:
-                raise UserError(f"{flag} holds a run with checkpoints: --resume it, or use another")
-            write_json(file, settings)
-        except filelock.Timeout:
-            raise UserError(
-                f"{flag} is in use by a live run: use another, or end that one"
-            ) from None
-        except (OSError, ValueError) as error:
-            raise UserError(f"{flag} cannot be used: {error}") from None
-        for leftover in (*self.folder.glob("step-*.tmp"), *self.folder.glob("step-*.old")):
-            shutil.rmtree(leftover, ignore_errors=True)  # of a save that was killed
-
-    def save(self, step: int, state: dict, config: dict) -> None:
-        """Save `state` as step-{step}, with `config` (a Hugging Face config.json) beside it. In the background only the
-        copy to the CPU is waited for; the next save or wait() raises what went wrong. UserError if the disk refuses."""
-        self.wait()
-        if self.keep == 0:
-            return
-        if self.writer is None:
-            return self._write(step, state, config)
-        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-        copied = tree_map_only(
-            torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), state
-        )
-        self.pending = self.writer.submit(self._write, step, copied, config, device)
-
-    def wait(self) -> None:
-        """Return when a save in the background is complete; UserError if it failed."""
-        if self.pending is not None:
-            self.pending.result()
-
-    def _write(self, step: int, state: dict, config: dict, device: int | None = None) -> None:
-        if device is not None:
-            torch.cuda.set_device(device)  # a thread starts on GPU 0, whatever the rank's own is
-        final = self.folder / f"step-{step:08d}"
-        try:
-            of_ranks = together(
-                lambda: self._write_part(final.with_suffix(".tmp"), state, config), self.group
-            )
-            hashes = {name: sha256 for of_rank in of_ranks for name, sha256 in of_rank.items()}
-            together(lambda: self._publish(final, hashes) if is_rank0() else None, self.group)
-        except OSError as error:
-            # what torch.save's "unexpected pos" means
-            free = shutil.disk_usage(self.folder).free / 2**20
-            where = f"step {step} in {self.folder} ({free:.0f} MiB free there)"
-            raise UserError(
-                f"cannot save {where}: {error}; older checkpoints are untouched"
-            ) from None
-
-    def _write_part(self, folder: Path, state: dict, config: dict) -> dict[str, str]:
-        """Write this rank's files; returns the SHA-256 of each."""
-        import torch.distributed.checkpoint as dcp
-
-        # copying ahead would open a CUDA context wherever there is a GPU, also for a run on the CPU
-        writer = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)
-        try:
-            dcp.save(state, storage_writer=writer, process_group=self.group)
-        except dcp.api.CheckpointException as error:
-            raise OSError(str(next(iter(error.failures.values()))[0])) from None
-        files = [*folder.glob(f"__{ranks()[0]}_*")]
-        if is_rank0():
-            write_json(folder / "config.json", config)
-            files += [folder / ".metadata", folder / "config.json"]
-        return {file.name: file_sha256(file) for file in files}
-
-    def _publish(self, final: Path, hashes: dict[str, str]) -> None:
-        temporary = final.with_suffix(".tmp")
-        write_json(temporary / "hashes.json", hashes)
-        os.rename(temporary, final)
-        # from here on the checkpoint is whole: what fails now must not end the run
-        with contextlib.suppress(OSError):
-            for old in _checkpoints(self.folder)[: -self.keep]:
-                # first: what is half deleted must not look like a checkpoint
-                old.rename(old.with_suffix(".old"))
-                shutil.rmtree(old.with_suffix(".old"))
-
-    def newest(self) -> Path | None:
-        """The newest whole checkpoint, None where there is none. Broken ones are moved aside; UserError if all are."""
-        broken = []
-        for path in reversed(on_rank0(lambda: _checkpoints(self.folder))):
-            problem = next(filter(None, gather(find_damage(path, *ranks()[:2]))), None)
-            if problem is None:
-                for bad in broken if is_rank0() else []:
-                    bad.rename(bad.with_name(f"broken-{bad.name}-{time.time_ns()}"))
-                print0(f"resuming from {path}")
-                return path
-            print0(f"checkpoint {path} is broken ({problem}): trying the one before")
-            broken.append(path)
-        if broken:
-            raise UserError(
-                f"--resume: every checkpoint in {self.folder} is broken; nothing was overwritten"
-            )
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Return the checkpoints in the folder of a run, oldest first."""
+    digit = "[0-9]"
+    return sorted(path for path in folder.glob(f"step-{digit * 8}") if path.is_dir())
 
 
 def find_damage(path: Path, rank: int = 0, world_size: int = 1) -> str | None:
-    """What is wrong with the files of a checkpoint, None if nothing; each rank looks at its part of them."""
+    """Return what is wrong with the files of a checkpoint, or None if they match their hashes.
+
+    Each rank checks every `world_size`-th file, so that the ranks share the work.
+    """
     try:
         hashes = json.loads((path / "hashes.json").read_text())
-        wrong = [
-            name
-            for name in sorted(hashes)[rank::world_size]
-            if file_sha256(path / name) != hashes[name]
-        ]
+        for name in sorted(hashes)[rank::world_size]:
+            if file_sha256(path / name) != hashes[name]:
+                return f"{name} does not match its hash"
     except (OSError, ValueError, TypeError) as error:
         return str(error)
-    return f"{wrong[0]} does not match its hash" if wrong else None
+    return None
 
 
 def write_json(file: Path, value: dict) -> None:
-    """Write all of it or, if the disk fails or the process dies, nothing."""
+    """Write `value` as JSON, atomically: after a failure the file is as it was before."""
     temporary = file.with_name(file.name + ".tmp")
     with open(temporary, "w") as stream:
         json.dump(value, stream, indent=1)
@@ -238,10 +355,56 @@ def write_json(file: Path, value: dict) -> None:
     os.rename(temporary, file)
 
 
-def _checkpoints(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("step-" + 8 * "[0-9]") if path.is_dir())
-
-
 def file_sha256(file: Path) -> str:
+    """Return the SHA-256 of a file's content, in hexadecimal."""
     with open(file, "rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _new_folder() -> Path:
+    chapter = Path(sys.argv[0]).resolve().parent.name  # such as 05_ddp
+    now = time.strftime("%Y%m%d-%H%M%S")
+    return Path("runs", f"{chapter}-{now}-{os.getpid()}")
+
+
+def _check_same_on_all_ranks(settings: dict) -> None:
+    """Raise UserError if the ranks have different settings.
+
+    Nodes may have different files under the same name, or choose another dtype for --dtype auto.
+    """
+    settings_by_rank = gather(settings)
+    expected = settings_by_rank[0]
+    for rank, settings_of_rank in enumerate(settings_by_rank):
+        different = [name for name in settings if settings_of_rank[name] != expected[name]]
+        if different:
+            raise UserError(
+                f"{', '.join(different)} of rank {rank} is not that of rank 0: "
+                "give what all nodes have"
+            )
+
+
+def _is_same_model(saved: str, now: str, checkpoints: list[Path]) -> bool:
+    """Return whether two different --model settings describe the same model.
+
+    A setting is a name and a hash of the model's Config. When a new version adds a field to Config,
+    the hash of every model changes. That happened within version 0.2.0. The config.json of a
+    checkpoint tells which model the run trains. Read it with today's Config and hash that.
+    """
+    name = saved.split(" (SHA-256 ")[0]
+    for path in checkpoints:
+        try:
+            config = shapes.read_config(str(path))
+        except UserError:
+            continue  # config.json is damaged
+        if flags.with_hash(name, repr(config)) == now:
+            return True
+    return False
+
+
+def _copy_to_cpu(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _move_aside(checkpoints: list[Path]) -> None:
+    for path in checkpoints:
+        path.rename(path.with_name(f"broken-{path.name}-{time.time_ns()}"))

@@ -1,4 +1,4 @@
-"""The flags of the training scripts, and which of them a resume must find unchanged."""
+"""The flags of the training scripts, and the settings that a resumed run must have, too."""
 
 import argparse
 import hashlib
@@ -8,8 +8,9 @@ from common.cli import Parser, add_device_and_json, natural, not_negative, posit
 from common.exits import UserError
 from lm.shapes import recipe
 
-# Flags that must be the same on a resume. The rest may change (processes, micro-batch, device, logging), and --steps.
-IDENTITY = (
+# The flags that must be the same on --resume, because they change the losses. All other flags may
+# change, such as --steps, --micro-batch-size and --device. So may the number of ranks.
+FIXED_FLAGS = (
     "model",
     "data",
     "tokenizer",
@@ -18,25 +19,33 @@ IDENTITY = (
     "lr",
     "warmup_steps",
     "weight_decay",
+    "clip_norm",
+    "dtype",
+    "seed",
 )
-IDENTITY += ("clip_norm", "dtype", "seed")
 
 
 class TrainingParser(Parser):
-    """The flags of a training script. A chapter adds its own with add_argument."""
+    """Parse the flags of a training script. A chapter adds its own flags with add_argument."""
 
     def __init__(self, description: str) -> None:
         super().__init__(description)
         add = self.add_argument
-        sizes = "nano, llama-124m, -1b, -8b, -70b, -405b, or a path to an HF config.json or folder"
-        add("--model", default="nano", help=sizes)
+
+        # Model and data.
+        add(
+            "--model",
+            default="nano",
+            help="nano, llama-124m, -1b, -8b, -70b, -405b, or an HF config.json or its folder",
+        )
         add(
             "--data",
             default="stdlib",
             help="stdlib, a text, .jsonl or .parquet, a folder, hf:NAME, or prepare_data's",
         )
         add(
-            "--tokenizer", help="bytes, or a Hugging Face name or folder (default: the model's own)"
+            "--tokenizer",
+            help="bytes, or a Hugging Face name or folder (default: the model's own)",
         )
         add(
             "--seq-len",
@@ -54,11 +63,17 @@ class TrainingParser(Parser):
             type=positive_int,
             help="sequences per rank and forward (default: a rank's share)",
         )
+        add("--num-workers", type=natural, default=0, help="data loading processes per rank")
+
+        # Optimization.
         add("--steps", type=positive_int, default=100, help="optimizer steps; may grow on --resume")
         add("--lr", type=positive, help="peak learning rate (default: the model's, nano 2e-3)")
         add("--warmup-steps", type=natural, help="steps of warm-up (default: the model's, nano 10)")
         add("--weight-decay", type=not_negative, default=0.1)
         add("--clip-norm", type=positive, default=1.0, help="largest gradient norm; inf: any")
+        add("--seed", type=natural, default=0)
+
+        # Precision, speed and memory.
         add(
             "--dtype",
             choices=("auto", "fp32", "bf16", "fp16"),
@@ -72,22 +87,17 @@ class TrainingParser(Parser):
             default="none",
             help="what backward recomputes",
         )
-        add("--seed", type=natural, default=0)
         add(
             "--deterministic",
             action="store_true",
             help="bit-identical from run to run, slower on a GPU",
         )
-        add(
-            "--eval-every",
-            type=natural,
-            default=0,
-            help="steps between evaluations (0: at the end only)",
-        )
+
+        # The run's folder, its checkpoints and its log.
         add(
             "--run-dir",
             type=Path,
-            help="folder for checkpoints, metrics and plot (default: a new one in runs/)",
+            help="folder for checkpoints and metrics (default: a new one in runs/)",
         )
         add(
             "--save-every",
@@ -102,12 +112,20 @@ class TrainingParser(Parser):
             action="store_true",
             help="go on from the newest whole checkpoint in --run-dir, if any",
         )
+        add(
+            "--eval-every",
+            type=natural,
+            default=0,
+            help="steps between evaluations (0: at the end only)",
+        )
         add("--log-every", type=positive_int, default=5, help="steps between log lines")
-        add("--num-workers", type=natural, default=0, help="data loading processes per rank")
         add_device_and_json(self)
 
     def parse_args(self, *arguments) -> argparse.Namespace:
-        """--seq-len, --lr and --warmup-steps that are not given come from the model's recipe."""
+        """Parse the command line. --seq-len, --lr and --warmup-steps default to the model's recipe.
+
+        Raise UserError for --resume without --run-dir, and for a model that cannot be read.
+        """
         args = super().parse_args(*arguments)
         if args.resume and args.run_dir is None:
             raise UserError("--resume needs --run-dir, the folder of the run to go on with")
@@ -118,9 +136,22 @@ class TrainingParser(Parser):
 
 
 def settings(args: argparse.Namespace, **contents: str) -> dict:
-    """What a resume must find unchanged, by flag. `contents` is what stands behind some of them, such as the text that
-    --data names: a file may change under its name."""
-    found = {f"--{name.replace('_', '-')}": getattr(args, name) for name in IDENTITY}
+    """Return the settings of a run that must be the same on --resume, by flag.
+
+    `contents` are texts that some flags stand for, such as data=the hash of all tokens. A file may
+    change and keep its name. So the setting of such a flag is its value and a hash of the text.
+    """
+    values = {}
+    for name in FIXED_FLAGS:
+        flag = "--" + name.replace("_", "-")
+        values[flag] = getattr(args, name)
     for name, content in contents.items():
-        found[f"--{name}"] += f" (SHA-256 {hashlib.sha256(content.encode()).hexdigest()[:12]})"
-    return found
+        flag = f"--{name}"
+        values[flag] = with_hash(values[flag], content)
+    return values
+
+
+def with_hash(value: str, content: str) -> str:
+    """Return a setting with a hash of the content it stands for: "nano (SHA-256 1b4f0e985197)"."""
+    sha256 = hashlib.sha256(content.encode()).hexdigest()
+    return f"{value} (SHA-256 {sha256[:12]})"

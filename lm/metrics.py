@@ -1,4 +1,9 @@
-"""What a run reports: loss, speed, memory, stragglers, on the console and in metrics.jsonl."""
+"""Measure a training run: loss, throughput, MFU, memory and stragglers.
+
+`Meter` prints a line every --log-every steps, appends the same values to metrics.jsonl in the
+folder of the run, and prints a summary at the end. It knows nothing about the model: the caller
+gives it the number of floating-point operations per token.
+"""
 
 import contextlib
 import json
@@ -13,61 +18,85 @@ from torch import Tensor
 
 from common import report
 from common.exits import UserError
-from common.hardware import device_name, peak_flops
+from common.hardware import device_name
 from common.runtime import full_tensor, gather, is_rank0, on_rank0, ranks, wait_for
-from lm.data import Batches
-from lm.shapes import Config, flops_per_token, parameter_count
 
 
 class Meter:
-    """Times a run between log lines and keeps its records. Rank 0 writes; every rank must call log and finish."""
+    """Measure the steps between two log lines, and keep the records of the whole run.
+
+    Every rank must call `log` and `finish`, because they gather values from all ranks. Rank 0
+    prints and writes.
+
+    Arguments:
+        folder: the folder of the run, where metrics.jsonl is
+        steps: the step at which the run ends
+        start_step: the step from which it is resumed, or 0
+        tokens_per_step: tokens that all ranks together read in a step
+        flops_per_token: floating-point operations to train on one token; None if not known
+        peak_flops: FLOP/s of one device in `dtype`, from its data sheet; None if not known
+        dtype: fp32, bf16 or fp16. With fp16 a gradient norm may be infinite, see `log`
+
+    Without flops_per_token or peak_flops, MFU is None in the records and n/a on the console.
+    Raise UserError if the run is past `steps` already.
+    """
 
     def __init__(
-        self, folder: Path, args, *, config: Config, device, batches: Batches, start_step: int
+        self,
+        folder: Path,
+        *,
+        steps: int,
+        start_step: int,
+        tokens_per_step: int,
+        flops_per_token: float | None,
+        peak_flops: float | None,
+        device: torch.device,
+        dtype: str,
     ) -> None:
-        if start_step > args.steps:
-            raise UserError(
-                f"--steps {args.steps}: the run in {folder} is at step {start_step} already"
-            )
-        self.folder, self.args, self.config, self.device = folder, args, config, device
-        self.world_size, self.tokens_per_step = ranks()[1], batches.tokens_per_step
-        self.peak_flops = peak_flops(device_name(device), args.dtype)
-        self.start_step = self.last_step = start_step
-        self.speeds: list[float] = []  # tokens per second between log lines
-        self.data_seconds, self.forward_seconds = 0.0, None
+        if start_step > steps:
+            raise UserError(f"--steps {steps}: the run in {folder} is at step {start_step} already")
+        self.folder = folder
+        self.steps = steps
+        self.start_step = start_step
+        self.tokens_per_step = tokens_per_step
+        self.flops_per_token = flops_per_token
+        self.peak_flops = peak_flops
+        self.device = device
+        self.dtype = dtype
+        _, self.world_size, _ = ranks()
+
+        # The whole run's records, on rank 0.
         self.records: list[dict] = []
-        on_rank0(self._open)
-        self.start = self.last_time = time.perf_counter()
+        on_rank0(self._open_file)
 
-    def _open(self) -> None:
-        file = self.folder / "metrics.jsonl"
-        # what a killed run wrote after its last checkpoint happens again, so its record goes
-        self.records = [
-            record for record in read_records(file) if record["step"] <= self.start_step
-        ]
-        file.with_suffix(".tmp").write_text(
-            "".join(json.dumps(record) + "\n" for record in self.records)
-        )
-        file.with_suffix(".tmp").rename(file)
-        self.file = file.open("a")
-
-    def _write(self, record: dict, line: str) -> None:
-        self.records.append(record)
-        self.file.write(json.dumps(record) + "\n")
-        self.file.flush()
-        print(line, flush=True)
+        # Measurements since the last log line.
+        self.data_seconds = 0.0
+        self.forward_seconds: float | None = None
+        self.last_step = start_step
+        self.tokens_per_second: list[float] = []  # one value per log line of this process
+        self.start_time = time.perf_counter()
+        self.last_time = self.start_time
 
     def next(self, stream: Iterator[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """The next micro-batch, on its way to the device, and how long this rank has waited for it."""
+        """Return the next micro-batch, on the device. Measure how long this rank waits for it.
+
+        The copy to a GPU runs in the background if `stream` yields pinned memory.
+        """
         start = time.perf_counter()
-        inputs, targets = (part.to(self.device, non_blocking=True) for part in next(stream))
+        inputs, targets = next(stream)
+        inputs = inputs.to(self.device, non_blocking=True)
+        targets = targets.to(self.device, non_blocking=True)
         self.data_seconds += time.perf_counter() - start
         return inputs, targets
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
-        """Times the first forward after each log line: what a rank computes alone, before any collective. Only there
-        is the GPU waited for: elsewhere that would end the very overlap that makes a step fast."""
+        """Measure the first forward after each log line, to find the slowest rank.
+
+        A forward is what a rank computes before it waits for other ranks. To measure it, the CPU
+        must wait for the GPU before and after. That would end the overlap of CPU and GPU, which
+        makes a step fast. So only one forward per log line is measured.
+        """
         if self.forward_seconds is not None:
             yield
             return
@@ -78,106 +107,207 @@ class Meter:
         self.forward_seconds = time.perf_counter() - start
 
     def log(
-        self, step: int, loss: Tensor, grad_norm: Tensor, lr: float, skipped_steps=0, scale=1.0
+        self,
+        step: int,
+        loss: Tensor,
+        grad_norm: Tensor,
+        lr: float,
+        skipped_steps: int = 0,
+        scale: float = 1.0,
     ) -> None:
-        """One line for the steps since the last: the last one's global loss and norm, tokens/s of all wall time since.
-        UserError if one is not finite, before anything is saved: what a step has spoilt stays in the weights."""
-        loss, grad_norm = (
-            loss.item(),
-            full_tensor(grad_norm).item(),
-        )  # waits for the GPU, once a line
-        # an fp16 gradient may overflow: the scaler skips that step and tries a smaller scale, down to 1
-        if (
-            not math.isfinite(loss)
-            or scale < 1
-            or not (math.isfinite(grad_norm) or self.args.dtype == "fp16")
-        ):
+        """Print and record one line about the steps since the last line.
+
+        `loss` and `grad_norm` are scalars of the last step, for the batch of all ranks. Tokens per
+        second count all the time since the last line, with evaluation and saving.
+
+        Raise UserError if the loss or the gradient norm is not finite. Call this before saving a
+        checkpoint: the weights are useless after such a step. In fp16 an infinite gradient norm is
+        normal: GradScaler skips that step and lowers `scale`. Below 1 it can no longer help.
+        """
+        # .item() waits for the GPU: here, once per log line, and not in every step.
+        loss_value = loss.item()
+        norm_value = full_tensor(grad_norm).item()
+        norm_is_bad = not math.isfinite(norm_value) and self.dtype != "fp16"
+        if not math.isfinite(loss_value) or norm_is_bad or scale < 1:
             raise UserError(
-                f"loss or gradient not finite by step {step}: lower --lr, raise --warmup-steps or use bf16"
+                f"loss or gradient not finite by step {step}: "
+                "lower --lr, raise --warmup-steps or use bf16"
             )
+
         now = time.perf_counter()
         seconds = now - self.last_time
-        self.speeds.append((step - self.last_step) * self.tokens_per_step / seconds)
-        memory = torch.cuda.memory_stats(self.device) if self.device.type == "cuda" else {}
-        peaks = [memory.get(f"{kind}_bytes.all.peak", 0) for kind in ("active", "reserved")]
-        mine = (self.data_seconds, self.data_seconds + (self.forward_seconds or 0.0), *peaks)
-        data, busy, active, reserved = zip(*gather(mine), strict=True)
+        tokens_per_second = (step - self.last_step) * self.tokens_per_step / seconds
+        self.tokens_per_second.append(tokens_per_second)
+
+        memory = {}
+        if self.device.type == "cuda":
+            memory = torch.cuda.memory_stats(self.device)
+        measured_by_rank = gather(
+            {
+                "data_seconds": self.data_seconds,
+                "own_seconds": self.data_seconds + (self.forward_seconds or 0.0),
+                "active_bytes": memory.get("active_bytes.all.peak", 0),
+                "reserved_bytes": memory.get("reserved_bytes.all.peak", 0),
+            }
+        )
         if is_rank0():
+            slowest_rank, slowest_rank_lag = _find_slowest_rank(measured_by_rank)
             record = {
                 "step": step,
-                "loss": loss,
+                "loss": loss_value,
                 "lr": lr,
-                # JSON has no infinity
-                "grad_norm": grad_norm if math.isfinite(grad_norm) else None,
+                # JSON has no infinity.
+                "grad_norm": norm_value if math.isfinite(norm_value) else None,
                 "tokens": step * self.tokens_per_step,
-                "tokens_per_second": self.speeds[-1],
-                "mfu": self.mfu(self.speeds[-1]),
-                "data_wait_share": max(data) / seconds,
-                "memory_active_bytes": max(active) or None,
-                "memory_reserved_bytes": max(reserved) or None,
-                "slowest_rank": busy.index(max(busy)) if len(busy) > 1 else None,
-                "slowest_rank_lag": max(busy) / statistics.median_low(busy) - 1
-                if len(busy) > 1
-                else None,
+                "tokens_per_second": tokens_per_second,
+                "mfu": self.mfu(tokens_per_second),
+                "data_wait_share": _largest(measured_by_rank, "data_seconds") / seconds,
+                "memory_active_bytes": _largest(measured_by_rank, "active_bytes") or None,
+                "memory_reserved_bytes": _largest(measured_by_rank, "reserved_bytes") or None,
+                "slowest_rank": slowest_rank,
+                "slowest_rank_lag": slowest_rank_lag,
                 "skipped_steps": skipped_steps,
                 "loss_scale": scale,
             }
-            self._write(record, _line(record, self.args.steps))
-        self.data_seconds, self.forward_seconds = 0.0, None
-        self.last_step, self.last_time = step, now
+            self._write(record, _line(record, self.steps))
+
+        self.data_seconds = 0.0
+        self.forward_seconds = None
+        self.last_step = step
+        self.last_time = now
 
     def log_eval(self, step: int, val_loss: float) -> None:
-        """Record the held-out loss after `step`; UserError if it is not finite."""
+        """Print and record the loss on held-out data after `step`.
+
+        Raise UserError if it is not finite.
+        """
         if not math.isfinite(val_loss):
             raise UserError(f"the held-out loss is {val_loss} after step {step}: lower --lr")
         if is_rank0():
-            self._write(
-                {"step": step, "val_loss": val_loss},
-                f"step {step:>6} | held-out loss {val_loss:.4f}",
-            )
+            record = {"step": step, "val_loss": val_loss}
+            self._write(record, f"step {step:>6} | held-out loss {val_loss:.4f}")
 
     def mfu(self, tokens_per_second: float) -> float | None:
-        """Model FLOP/s over the peak of all ranks' devices; None where the peak is not known."""
-        flops = tokens_per_second * flops_per_token(self.config, self.args.seq_len)
-        return flops / (self.peak_flops * self.world_size) if self.peak_flops else None
+        """Return the model FLOPs utilization (MFU), a share of the peak of all devices.
 
-    def finish(self, step: int, **own) -> None:
-        """Print the summary (the run's whole curve, this process's speed), write --json."""
-        peak_memory = max(gather(report.peak_memory_bytes(self.device)))
+        Return None if the peak or the FLOPs per token are not known.
+        """
+        if self.peak_flops is None or self.flops_per_token is None:
+            return None
+        return tokens_per_second * self.flops_per_token / (self.peak_flops * self.world_size)
+
+    def finish(
+        self,
+        step: int,
+        *,
+        model: str,
+        parameters: int | None,
+        json_path: Path | None,
+        **own_values,
+    ) -> None:
+        """Print the summary of the run, and write it to `json_path` unless that is None.
+
+        Losses are those of the whole run, throughput and seconds those of this process. `model` is
+        a name, `parameters` a count. `own_values` are further keys of the summary.
+        """
+        peak_memory_bytes = max(gather(report.peak_memory_bytes(self.device)))
         if not is_rank0():
             return
-        losses, val_losses = (
-            [each[name] for each in self.records if name in each] for name in ("loss", "val_loss")
-        )
-        # the first compiles
-        speed = statistics.median(self.speeds[1:] or self.speeds) if self.speeds else None
+        losses = [record["loss"] for record in self.records if "loss" in record]
+        val_losses = [record["val_loss"] for record in self.records if "val_loss" in record]
+
+        tokens_per_second = None
+        mfu = None
+        if self.tokens_per_second:
+            # The first value includes compilation and the start of the data loader.
+            values = self.tokens_per_second[1:] or self.tokens_per_second
+            tokens_per_second = statistics.median(values)
+            mfu = self.mfu(tokens_per_second)
+
         summary = {
             "device": device_name(self.device),
             "world_size": self.world_size,
-            "dtype": self.args.dtype,
-            "model": self.args.model,
-            "parameters": parameter_count(self.config),
+            "dtype": self.dtype,
+            "model": model,
+            "parameters": parameters,
             "steps": step,
             "tokens": step * self.tokens_per_step,
             "first_loss": losses[0] if losses else None,
             "last_loss": losses[-1] if losses else None,
             "val_loss": val_losses[-1] if val_losses else None,
-            "tokens_per_second": speed,
-            "mfu": speed and self.mfu(speed),
+            "tokens_per_second": tokens_per_second,
+            "mfu": mfu,
             "peak_flops_per_device": self.peak_flops,
-            "peak_memory_bytes": peak_memory,
-            "seconds": time.perf_counter() - self.start,
-            **own,
+            "peak_memory_bytes": peak_memory_bytes,
+            "seconds": time.perf_counter() - self.start_time,
+            **own_values,
         }
-        report.summary(summary, self.args.json)
+        report.summary(summary, json_path)
+
+    def _open_file(self) -> None:
+        """Load the records up to the start step, and open metrics.jsonl to append more."""
+        file = self.folder / "metrics.jsonl"
+        # A killed run may have logged steps after its last checkpoint. The resumed run repeats
+        # these steps, so their records are dropped.
+        for record in read_records(file):
+            if record["step"] <= self.start_step:
+                self.records.append(record)
+
+        temporary = file.with_suffix(".tmp")
+        lines = [json.dumps(record) + "\n" for record in self.records]
+        temporary.write_text("".join(lines))
+        temporary.rename(file)
+        self.file = file.open("a")
+
+    def _write(self, record: dict, line: str) -> None:
+        self.records.append(record)
+        self.file.write(json.dumps(record) + "\n")
+        self.file.flush()
+        print(line, flush=True)
+
+
+def read_records(file: Path) -> list[dict]:
+    """Return the records of a metrics.jsonl; an empty list if there is no such file.
+
+    Leave out lines that are damaged or incomplete, for example after a power cut.
+    """
+    if not file.exists():
+        return []
+    records = []
+    # What follows the last newline is incomplete.
+    for line in file.read_bytes().split(b"\n")[:-1]:
+        with contextlib.suppress(ValueError):
+            records.append(json.loads(line))
+    return [record for record in records if isinstance(record, dict) and "step" in record]
+
+
+def _largest(measured_by_rank: list[dict], name: str) -> float:
+    return max(measured[name] for measured in measured_by_rank)
+
+
+def _find_slowest_rank(measured_by_rank: list[dict]) -> tuple[int | None, float | None]:
+    """Return the slowest rank, and how much longer it takes than the median rank, as a share.
+
+    Compare the time that each rank spends on its own: waiting for data, and one forward.
+    """
+    if len(measured_by_rank) == 1:
+        return None, None
+    own_seconds = [measured["own_seconds"] for measured in measured_by_rank]
+    slowest_rank = own_seconds.index(max(own_seconds))
+    lag = max(own_seconds) / statistics.median_low(own_seconds) - 1
+    return slowest_rank, lag
 
 
 def _line(record: dict, steps: int) -> str:
+    """Return the line for the console."""
+    norm = "norm overflow"
+    if record["grad_norm"] is not None:
+        norm = f"norm {record['grad_norm']:.2f}"
     parts = [
         f"step {record['step']:>6}/{steps}",
         f"loss {record['loss']:.4f}",
         f"lr {record['lr']:.2e}",
-        "norm overflow" if record["grad_norm"] is None else f"norm {record['grad_norm']:.2f}",
+        norm,
         f"{record['tokens_per_second']:,.0f} tokens/s",
         f"MFU {report.for_people('mfu', record['mfu'])}",
         f"data {record['data_wait_share']:.1%}",
@@ -189,12 +319,3 @@ def _line(record: dict, steps: int) -> str:
     if record["skipped_steps"]:
         parts.append(f"{record['skipped_steps']} skipped, scale {record['loss_scale']:g}")
     return " | ".join(parts)
-
-
-def read_records(file: Path) -> list[dict]:
-    """The records of a metrics.jsonl, without lines that a kill or a power cut has damaged."""
-    records = []
-    for line in file.read_bytes().split(b"\n")[:-1] if file.exists() else []:
-        with contextlib.suppress(ValueError):
-            records.append(json.loads(line))
-    return [record for record in records if isinstance(record, dict) and "step" in record]

@@ -2,6 +2,7 @@
 
 import itertools
 import shutil
+import tarfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from support.checkpoints import (
 )
 from support.harness import (
     BASELINE,
+    ROOT,
     SEVERAL,
     TEXT,
     TINY,
@@ -31,6 +33,7 @@ from support.harness import (
     each_of_several,
     each_script,
     in_full,
+    run,
     train,
     two_if_it_can,
     with_prelude,
@@ -132,7 +135,8 @@ COUNT = """
 import os
 from pathlib import Path
 import torch
-from common import exits, model
+from common import exits
+from lm import model
 forward, calls = model.Block.forward, 0
 def counted(self, *args):
     global calls
@@ -212,7 +216,7 @@ def test_weight_decay_is_for_matrices_alone(tmp_path, script):
 # The training scripts draw nothing, a reader's own model may.
 WITH_DROPOUT = """
 import torch.nn.functional as F
-from common import model
+from lm import model
 exact = model.MLP.forward
 def dropped(self, x):
     y = exact(self, x)
@@ -270,6 +274,33 @@ def test_resumed_is_uninterrupted_to_the_bit(runs, tmp_path, corpus, script, n, 
     assert resumed.column("step") == whole.column("step")
     for key in ("first_loss", "last_loss", "val_loss", "steps", "tokens"):
         assert resumed.summary[key] == whole.summary[key]
+
+
+@pytest.mark.parametrize(
+    ("script", "n"),
+    [(BASELINE, None), (DDP, 2), *(in_full(script, 2) for script in OTHERS)],
+)
+def test_a_run_of_version_0_2_0_resumes(tmp_path, script, n):
+    """Take the steps after the checkpoint as version 0.2.0 took them."""
+    with tarfile.open(ROOT / "tests/data/run_0_2_0/run.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    shutil.copy(TEXT, tmp_path / "text.txt")
+    old = Result(0, "", "", tmp_path)
+    old_steps = old.column("step")
+    old_losses = old.column("loss")
+    old_norms = old.column("grad_norm")
+
+    flags = ["--model", "tiny.json", "--data", "text.txt", "--device", "cpu", "--dtype", "fp32"]
+    flags += ["--seq-len", 32, "--global-batch-size", 12, "--steps", 6, "--warmup-steps", 2]
+    flags += ["--log-every", 1, "--run-dir", "run", "--resume"]
+    resumed = run(script, tmp_path, *flags, nproc=n)
+
+    assert resumed.code == 0, resumed
+    assert "resuming from run/step-00000003" in resumed.out
+    assert checkpoints(tmp_path) == ["step-00000003", "step-00000006"]
+    assert resumed.column("step") == old_steps
+    assert resumed.column("loss") == pytest.approx(old_losses, rel=1e-5)
+    assert resumed.column("grad_norm") == pytest.approx(old_norms, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -356,7 +387,7 @@ def test_keep_prunes_the_oldest(tmp_path, corpus):
 READERS = """
 from pathlib import Path
 from torch.utils.data import get_worker_info
-from common import data
+from lm import data
 read = data.Sequences.__getitem__
 def noted(self, i):
     worker = get_worker_info()
