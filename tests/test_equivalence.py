@@ -356,7 +356,7 @@ def test_keep_prunes_the_oldest(tmp_path, corpus):
 READERS = """
 from pathlib import Path
 from torch.utils.data import get_worker_info
-from common import data
+from lm import data
 read = data.Sequences.__getitem__
 def noted(self, i):
     worker = get_worker_info()
