@@ -1,12 +1,13 @@
-"""The data of a training run: tokens, sequences, and the batches of each rank.
+"""The data of a training run, from text to the batches of each rank.
 
-    text --load_corpus--> Corpus --Sequences--> sequences --Batches--> micro-batches of one rank
+    text --load_corpus()--> Corpus --Sequences--> samples --Batches--> micro-batches of one rank
 
-`load_corpus` turns text into token ids once and keeps them in files. `Sequences` cuts the tokens
-into training samples. `Batches` decides which samples each rank reads at each step. Its order
-depends on the seed and the step, and not on the number of ranks.
+- load_corpus() turns text into token ids and caches them in files.
+- Sequences cuts the token ids into training samples: pairs (inputs, targets).
+- Batches chooses the samples that each rank reads at each step. The choice depends on the seed and
+  the step. It does not depend on the number of ranks.
 
-To train on your own data, pass your own Dataset to Batches: see `sequences` there.
+To train on your own data, pass your own Dataset to Batches: see the argument `sequences` there.
 """
 
 import hashlib
@@ -31,20 +32,20 @@ from torch.utils.data import DataLoader, Dataset
 from common.exits import UserError
 from lm.corpus import HELD_OUT, documents, encoder, load_tokenizer, sources
 
-CACHE_VERSION = 3  # raise it with every change to how text becomes tokens
-# Bytes of text that a training script tokenizes itself. It does so in one process and holds all
+# A training script tokenizes a text of at most so many bytes: it uses one process and holds all
 # documents in memory.
 LARGEST_TEXT = 200_000_000
-EVAL_SEQUENCES = 96  # the most sequences of one evaluation, evenly spaced in the held-out tokens
-PADDING = -100  # a target that the loss ignores: ignore_index of cross_entropy
-
+CACHE_VERSION = 3  # increase it with every change to how text becomes tokens
 CORPUS_FILES = ("train.npy", "held_out.npy", "corpus.json")
+
+EVAL_SEQUENCES = 96  # an evaluation reads at most so many held-out samples, evenly spaced
+PADDING = -100  # a target that the loss ignores: ignore_index of F.cross_entropy
 
 
 class Corpus(NamedTuple):
-    """Token ids for training and for evaluation, each a one-dimensional array.
+    """Token ids for training and for evaluation, in two one-dimensional arrays.
 
-    load_corpus memory-maps the arrays, so that all processes of a node share one copy.
+    load_corpus() maps the arrays from files, so that all processes of a node share one copy.
     """
 
     train: np.ndarray
@@ -54,22 +55,23 @@ class Corpus(NamedTuple):
 
 
 def load_corpus(data: str, tokenizer: str | None = None, model: str = "nano") -> Corpus:
-    """Load the token ids of a text, and tokenize it if that has not been done before.
+    """Load the token ids of a text, or of a folder that 05_ddp/prepare_data.py made.
 
-    A text is split by documents: 5 % of them are held out for evaluation. The tokens are kept in
-    the folder CORPUS_CACHE, an environment variable, or else in a folder for temporary files. They
-    are made again when the text or the tokenizer changes.
+    The first call with a text tokenizes it, holds out 5 % of its documents for evaluation, and
+    caches the token ids. Later calls only open the cache. A change of the text or of the tokenizer
+    leads to a new entry in the cache. The environment variable CORPUS_CACHE names the cache folder,
+    which by default is a folder for temporary files.
 
     Args:
-        data: "stdlib", a file, a folder, or hf:NAME, of at most 200 MB of text; or a folder of
-            tokens that 05_ddp/prepare_data.py wrote, of any size.
+        data: The text, at most 200 MB: "stdlib", a file, a folder, or hf:NAME. Or a folder that
+            05_ddp/prepare_data.py made, of any size.
         tokenizer: "bytes", or a Hugging Face name or folder. Default: the tokenizer in the folder
-            `model`, or bytes if there is none.
+            `model`, or "bytes" if it has none.
         model: The value of --model.
 
     Raises:
-        UserError: The text or the tokenizer cannot be read, the text is too large, the tokens
-            cannot be kept, or a folder of tokens was made with another tokenizer.
+        UserError: The text or the tokenizer cannot be read, the text is too large, the cache cannot
+            be written, or the folder was made with another tokenizer.
     """
     if not tokenizer:
         model_has_tokenizer = any(Path(model).glob("tokenizer*"))
@@ -83,26 +85,28 @@ def load_corpus(data: str, tokenizer: str | None = None, model: str = "nano") ->
     folder = _cache_folder(data, fingerprint, tokenizer)
     try:
         folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # One process of a node tokenizes. The others wait for it, and then find the files.
+        # One process of the node tokenizes. The others wait at the lock, and then find the files.
         with filelock.FileLock(folder.with_suffix(".lock")):
             complete = all((folder / name).is_file() for name in CORPUS_FILES)
             if not complete:
                 tokenize(origins, tokenizer, folder, data)
         return _open_corpus(folder)
     except OSError as error:
-        # Raised here, because numpy's error for a full disk has no errno for common.exits.
+        # A full disk, for example. numpy's OSError for it lacks the errno by which common.exits
+        # would know it.
         raise UserError(
             f"cannot keep the tokens in {folder}: {error}; delete it, or set CORPUS_CACHE"
         ) from None
 
 
 def _cache_folder(data: str, fingerprint: list, tokenizer: str) -> Path:
-    """Return the folder that keeps the tokens of a text, named by a hash of all they depend on."""
+    """Return the cache folder for a text, which is named by a hash of the text and the tokenizer."""
     tokenizer_files = []
     for path in sorted(Path(tokenizer).resolve().glob("token*")):
         tokenizer_files.append((str(path), path.stat().st_mtime_ns))
 
-    data_set = data if data.startswith("hf:") else False  # the fingerprint has the paths of files
+    # The fingerprint of files contains their paths. The one of a data set does not contain its name.
+    data_set = data if data.startswith("hf:") else False
     key = (CACHE_VERSION, data_set, fingerprint, tokenizer_files or tokenizer)
     name = hashlib.sha256(repr(key).encode()).hexdigest()[:20]
 
@@ -133,8 +137,8 @@ def _open_corpus(folder: Path, tokenizer: str | None = None) -> Corpus:
 def tokenize(origins: list, tokenizer: str, folder: Path, data: str) -> None:
     """Write the tokens of all documents to a folder: train.npy, held_out.npy and corpus.json.
 
-    The folder appears only when it is complete, even if the process is killed on the way.
-    `data` is the value of --data, for error messages.
+    If the process is killed, there is no folder: it gets its name when all its files are complete.
+    `origins` comes from sources(). `data` is the value of --data, for error messages.
     """
     texts = _read_texts(origins, tokenizer, data)
     train_texts, held_out_texts = _split(texts)
@@ -152,7 +156,7 @@ def tokenize(origins: list, tokenizer: str, folder: Path, data: str) -> None:
     about["sha256"] = sha256.hexdigest()
     (unfinished / "corpus.json").write_text(json.dumps(about))
 
-    # An old folder is incomplete: something has deleted a part of the temporary files.
+    # A folder of this name has lost some of its files, as temporary files do.
     shutil.rmtree(folder, ignore_errors=True)
     unfinished.rename(folder)
 
@@ -180,8 +184,9 @@ def _read_texts(origins: list, tokenizer: str, data: str) -> list[bytes]:
 def _split(texts: list[bytes]) -> tuple[list[bytes], list[bytes]]:
     """Split documents into training and held-out documents.
 
-    The 5 % of documents with the lowest hashes are held out. So the split does not depend on the
-    order, and all copies of a document are on the same side. A single document is cut in two.
+    The 5 % of documents with the lowest hashes are held out. The split does not depend on the
+    order of the documents, and all copies of a document are on the same side. If there is only one
+    document, its last 5 % are held out.
     """
     unique = sorted(set(texts), key=lambda text: hashlib.sha256(text).digest())
     if len(unique) == 1:
@@ -197,13 +202,13 @@ def _split(texts: list[bytes]) -> tuple[list[bytes], list[bytes]]:
 
 
 class Sequences(Dataset):
-    """Training samples of seq_len tokens, cut one after the other from a long array of tokens.
+    """Training samples of seq_len tokens, cut from an array of tokens.
 
-    Sample i is a pair (inputs, targets), both int64 [seq_len]. The target at a position is the next
-    token. For the tokens 0, 1, 2, ... and seq_len 4:
+    A sample is a pair (inputs, targets), both int64 [seq_len]. The target at each position is the
+    token that follows the input there. With seq_len 4, the tokens a b c d e f g h i become:
 
-        sample 0    inputs 0 1 2 3    targets 1 2 3 4
-        sample 1    inputs 4 5 6 7    targets 5 6 7 8
+        sample 0    inputs a b c d    targets b c d e
+        sample 1    inputs e f g h    targets f g h i
     """
 
     def __init__(self, tokens: np.ndarray, seq_len: int) -> None:
@@ -220,31 +225,36 @@ class Sequences(Dataset):
 
 
 class Batches:
-    """The batches that one rank reads: the same samples per step on any number of ranks.
+    """The batches that one rank reads.
 
-    All ranks together read `global_batch_size` samples per optimizer step. Each rank reads an equal
-    share of them, in micro-batches, one per forward and backward:
+    At each step, all ranks together read the same samples, no matter how many ranks there are.
+
+    Global batch: the samples of one optimizer step, over all ranks. Each rank reads an equal share
+    of it, in micro-batches. A rank runs forward and backward once per micro-batch, and accumulates
+    the gradients:
 
         global_batch_size = world_size x accumulation_steps x micro_batch_size
 
-    An epoch reads every sample once, in an order that is shuffled with the seed and the number of
-    the epoch. The epochs follow each other in one endless stream of samples. With n samples in an
-    epoch, position p of the stream is
+    Epoch: every training sample once, in a random order that depends on the seed and the number of
+    the epoch. The epochs follow each other in one endless stream. If there are n training samples,
+    position p of the stream holds sample
 
-        sample order[p % n], where order is the shuffled order of epoch p // n
+        order[p % n]    where order is the random order of epoch p // n
 
-    Step s, counted from 0, reads positions s x global_batch_size and following, up to the next
-    step. Rank r reads the r-th share of them. So the samples of a step depend on the seed and the
-    step only. A run can resume at any step, on another number of ranks, with the same samples.
+    Step s, counted from 0, reads global_batch_size positions, from s x global_batch_size on. Rank 0
+    reads the first share of them, rank 1 the second, and so on. The samples of a step depend on the
+    seed and the step only. So a run can resume at any step and on another number of ranks.
 
-    Example: 10 samples, and a global batch of 8. In micro-batches of 2, two ranks read:
+    Example: with 10 training samples, a global batch of 8 and micro-batches of 2, two ranks read
+    these positions:
 
-        step    positions        rank 0                       rank 1
-        0       0 to 7           [0, 1]   [2, 3]              [4, 5]   [6, 7]
-        1       8 to 15          [8, 9]   [10, 11]            [12, 13] [14, 15]
+                  rank 0                rank 1
+        step 0    [0, 1]   [2, 3]       [4, 5]   [6, 7]
+        step 1    [8, 9]   [10, 11]     [12, 13] [14, 15]
 
-    Positions 0 to 9 are the first epoch, so the second epoch starts inside step 1. Four ranks would
-    read one micro-batch each per step: rank 0 reads [0, 1], rank 1 [2, 3], and so on.
+    Positions 0 to 9 are the first epoch. The second epoch starts in the middle of step 1. Of four
+    ranks, each reads one micro-batch per step: in step 0, rank 0 reads [0, 1], rank 1 reads [2, 3],
+    rank 2 reads [4, 5], and rank 3 reads [6, 7].
     """
 
     def __init__(
@@ -256,20 +266,20 @@ class Batches:
         world_size: int,
         sequences: Callable[..., Dataset] = Sequences,
     ) -> None:
-        """Set up the batches of one rank.
+        """Create the datasets of training and evaluation, and compute the sizes of the batches.
 
         Args:
-            corpus: The tokens of training and evaluation.
-            args: The flags: seq_len, global_batch_size, micro_batch_size and seed. If
+            corpus: The data of training and evaluation.
+            args: The flags seq_len, global_batch_size, micro_batch_size and seed. If
                 micro_batch_size is None, a rank reads its share as one micro-batch.
-            rank: The index of this rank among those that read different samples. Ranks that split
-                one model between them, as in tensor parallelism, read the same samples and have
-                the same index here.
-            world_size: The number of such indices.
-            sequences: For your own data. sequences(tokens, seq_len) returns a torch Dataset with
-                __len__. Its samples are pairs (inputs, targets), both int64 [seq_len], in which the
-                loss ignores the targets PADDING. It is called twice, with corpus.train and with
-                corpus.held_out, which may hold anything that it understands.
+            rank: The data-parallel index of this rank. Ranks that hold parts of the same model, as
+                in tensor parallelism, read the same samples and pass the same index.
+            world_size: The number of data-parallel indices.
+            sequences: A function or class that makes a torch Dataset. To train on your own data,
+                pass your own. It is called as sequences(corpus.train, seq_len) and as
+                sequences(corpus.held_out, seq_len); both parts of the corpus can be any objects
+                that it accepts. Its Dataset has a length and yields pairs (inputs, targets), each
+                int64 [seq_len]. The loss ignores targets that are PADDING.
 
         Raises:
             UserError: The global batch is not a multiple of world_size x micro_batch_size, or there
@@ -300,8 +310,7 @@ class Batches:
         self._check_length("training", self.train, self.global_batch_size)
         self._check_length("held-out", self.held_out, 1)
 
-        # Keep the orders of two epochs: a batch can end in the next epoch, and DataLoader workers
-        # prefetch.
+        # Keep the orders of two epochs: a step can read the end of one and the start of the next.
         self._order_of_epoch = lru_cache(maxsize=2)(self._shuffle)
 
     def _check_length(self, part: str, samples: Dataset, needed: int) -> None:
@@ -313,11 +322,14 @@ class Batches:
             )
 
     def _shuffle(self, epoch: int) -> np.ndarray:
-        """Return the order of the training samples in an epoch: their indices, [samples]."""
+        """Return the random order of an epoch: the indices of all training samples, [samples]."""
         return np.random.default_rng([self.seed, epoch]).permutation(len(self.train))
 
     def global_batch(self, step: int) -> list[int]:
-        """Return the indices of the training samples that all ranks read at a step, from 0."""
+        """Return the indices of the samples that all ranks together read at a step.
+
+        Steps are counted from 0.
+        """
         start = step * self.global_batch_size
         indices = []
         for position in range(start, start + self.global_batch_size):
@@ -326,8 +338,8 @@ class Batches:
         return indices
 
     def micro_batch_indices(self, start_step: int = 0) -> Iterator[list[int]]:
-        """Yield the sample indices of this rank's micro-batches, from a step on, without end."""
-        start = self.rank * self.samples_per_rank
+        """Yield the sample indices of each micro-batch of this rank. The iterator never ends."""
+        start = self.rank * self.samples_per_rank  # of this rank's share in the global batch
         end = start + self.samples_per_rank
         for step in itertools.count(start_step):
             indices = self.global_batch(step)
@@ -337,15 +349,15 @@ class Batches:
     def stream(
         self, start_step: int, *, pin: bool = False, num_workers: int = 0
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Return an endless iterator of this rank's micro-batches, from a step on.
+        """Return an endless iterator over the micro-batches of this rank.
 
         A micro-batch is (inputs, targets), each int64 [micro_batch_size, seq_len], on the CPU.
 
         Args:
-            start_step: The first step to read, from 0. A run that resumes passes its number of
-                finished steps.
-            pin: Return tensors in pinned memory, from which a GPU copies while it computes.
-            num_workers: Processes that read ahead. With 0, this process reads.
+            start_step: The step to start with, counted from 0. A run that resumes passes the number
+                of steps that are done.
+            pin: Return tensors in pinned memory. A GPU can copy them while it computes.
+            num_workers: Processes that load samples in advance. With 0, this process loads them.
         """
         loader = DataLoader(
             self.train,
@@ -353,8 +365,8 @@ class Batches:
             num_workers=num_workers,
             worker_init_fn=_ignore_signals,
             pin_memory=pin,
-            # DataLoader draws a seed for its workers. With its own generator it leaves the global
-            # random state alone, which a resumed run restores.
+            # DataLoader draws a seed for its workers. From the default generator it would change
+            # the random state that a resumed run restores.
             generator=torch.Generator(),
         )
         return iter(loader)
@@ -363,8 +375,8 @@ class Batches:
         """Return this rank's share of the held-out samples, in micro-batches as in stream().
 
         All ranks together read at most EVAL_SEQUENCES samples. Every rank gets the same number of
-        micro-batches, because forward of a sharded model communicates and would hang if one rank
-        called it less often. Missing rows are filled up: all their targets are PADDING.
+        micro-batches: forward of a sharded model communicates, and would hang if one rank called it
+        less often. A rank with fewer samples gets additional rows whose targets are all PADDING.
         """
         count = min(EVAL_SEQUENCES, len(self.held_out))
         evenly_spaced = np.linspace(0, len(self.held_out) - 1, count, dtype=np.int64)
@@ -375,8 +387,8 @@ class Batches:
         rows = micro_batches * self.micro_batch_size
         inputs = torch.zeros(rows, self.seq_len, dtype=torch.int64)
         targets = torch.full_like(inputs, PADDING)
-        chosen_by_rank = chosen[self.rank :: self.world_size]
-        for row, i in enumerate(chosen_by_rank.tolist()):
+        chosen_by_this_rank = chosen[self.rank :: self.world_size]
+        for row, i in enumerate(chosen_by_this_rank.tolist()):
             inputs[row], targets[row] = self.held_out[i]
 
         input_batches = inputs.split(self.micro_batch_size)
@@ -385,20 +397,19 @@ class Batches:
 
 
 def _ignore_signals(_worker: int) -> None:
-    """Ignore the signals that stop a run, in a DataLoader worker.
+    """Let a DataLoader worker ignore the signals that stop a run.
 
-    A scheduler sends them to all processes of a job. The rank then finishes its step and saves, and
-    needs its workers for that.
+    A scheduler sends them to all processes of a job. The ranks then finish their step and save a
+    checkpoint, and need their workers until then.
     """
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
 
 
 def one_batch(batch_size: int, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return one batch of the corpus "stdlib", for lessons that need no more.
+    """Return the first samples of the corpus "stdlib" as one batch, for lessons that need no more.
 
-    The batch is (inputs, targets), each int64 [batch_size, seq_len], on `device`. It is always the
-    same: the first samples of the training tokens.
+    The batch is (inputs, targets), each int64 [batch_size, seq_len], on `device`.
 
     Raises:
         UserError: The corpus has fewer samples.

@@ -158,15 +158,20 @@ def recipe(name: str) -> Recipe:
     the learning rate: larger steps would destroy what it has learned.
     """
     config = read_config(name)
-    parameters = parameter_count(config)
-    for most_parameters, size_recipe in RECIPES:
-        if parameters <= most_parameters:
-            break
+    size_recipe = _recipe_for_size(parameter_count(config))
     lr = size_recipe.lr
     if has_weights(name):
         lr = lr / 10
     seq_len = min(size_recipe.seq_len, config.max_position_embeddings)
     return Recipe(seq_len, lr, size_recipe.warmup_steps)
+
+
+def _recipe_for_size(parameters: int) -> Recipe:
+    """Return the first recipe in RECIPES that is for so many parameters."""
+    for most_parameters, size_recipe in RECIPES:
+        if parameters <= most_parameters:
+            return size_recipe
+    raise AssertionError("the last recipe has no limit")
 
 
 def has_weights(name: str) -> bool:

@@ -15,7 +15,7 @@ LOGICAL_CLOCK = """
 import time
 import torch
 import torch.distributed as dist
-from common import model
+from lm import model
 
 now = 0.0
 forward, all_reduce = model.Transformer.forward, dist.all_reduce

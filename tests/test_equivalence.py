@@ -132,7 +132,8 @@ COUNT = """
 import os
 from pathlib import Path
 import torch
-from common import exits, model
+from common import exits
+from lm import model
 forward, calls = model.Block.forward, 0
 def counted(self, *args):
     global calls
@@ -212,7 +213,7 @@ def test_weight_decay_is_for_matrices_alone(tmp_path, script):
 # The training scripts draw nothing, a reader's own model may.
 WITH_DROPOUT = """
 import torch.nn.functional as F
-from common import model
+from lm import model
 exact = model.MLP.forward
 def dropped(self, x):
     y = exact(self, x)
