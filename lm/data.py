@@ -100,12 +100,12 @@ def load_corpus(data: str, tokenizer: str | None = None, model: str = "nano") ->
 
 
 def _cache_folder(data: str, fingerprint: list, tokenizer: str) -> Path:
-    """Return the cache folder for a text, which is named by a hash of the text and the tokenizer."""
+    """Return the cache folder of a text. Its name is a hash of the text and the tokenizer."""
     tokenizer_files = []
     for path in sorted(Path(tokenizer).resolve().glob("token*")):
         tokenizer_files.append((str(path), path.stat().st_mtime_ns))
 
-    # The fingerprint of files contains their paths. The one of a data set does not contain its name.
+    # The fingerprint of files contains their paths. For a data set it does not contain the name.
     data_set = data if data.startswith("hf:") else False
     key = (CACHE_VERSION, data_set, fingerprint, tokenizer_files or tokenizer)
     name = hashlib.sha256(repr(key).encode()).hexdigest()[:20]
