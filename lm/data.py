@@ -339,7 +339,8 @@ class Batches:
 
     def micro_batch_indices(self, start_step: int = 0) -> Iterator[list[int]]:
         """Yield the sample indices of each micro-batch of this rank. The iterator never ends."""
-        start = self.rank * self.samples_per_rank  # of this rank's share in the global batch
+        # Where this rank's share of the global batch starts and ends.
+        start = self.rank * self.samples_per_rank
         end = start + self.samples_per_rank
         for step in itertools.count(start_step):
             indices = self.global_batch(step)
