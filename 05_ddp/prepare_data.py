@@ -62,8 +62,8 @@ def spans(origins: list) -> Iterator[tuple]:
             yield from (
                 (origin.shard(shards, index), 0, sys.maxsize, PART_BYTES) for index in range(shards)
             )
-        elif corpus.kind(origin) == ".parquet":
-            with corpus.told(f"--data {origin}"):
+        elif corpus.file_type(origin) == ".parquet":
+            with corpus.as_user_error(f"--data {origin}"):
                 from pyarrow import parquet
 
                 about = parquet.ParquetFile(origin).metadata

@@ -1,4 +1,10 @@
-"""Documents, and the tokens they become. Without torch, or each worker of 05_ddp/prepare_data.py would load it."""
+"""Read documents from files and data sets, and turn them into tokens.
+
+A document is one text: a file, a line of a .jsonl file, a row of a .parquet file or of a data set.
+It is passed on as UTF-8 bytes. lm/data.py uses these functions in a training script, and
+05_ddp/prepare_data.py in its worker processes. This file does not import torch, because every
+worker would have to load it.
+"""
 
 import contextlib
 import hashlib
@@ -14,17 +20,28 @@ import numpy as np
 
 from common.exits import UserError
 
-HELD_OUT = 0.05  # share of the documents
-TEXTS, ROWS, COMPRESSED = (".txt", ".md", ".py"), (".jsonl", ".parquet"), (".gz", ".zst", ".bz2")
-# folders of the standard library
+HELD_OUT = 0.05  # share of the documents that is held out for evaluation
+
+# File types that are read.
+TEXTS = (".txt", ".md", ".py")
+ROWS = (".jsonl", ".parquet")
+COMPRESSED = (".gz", ".zst", ".bz2")  # behind one of the others, as in .jsonl.gz
+
+# Folders of the Python standard library that are not part of the corpus "stdlib".
 NO_TEXT = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-# characters to encode at once: encoding takes 110 to 170 bytes of memory per byte of text
+
+# Characters to tokenize at once. Tokenizing takes 110 to 170 bytes of memory per byte of text.
 PIECE = 2**18
 
 
 @contextlib.contextmanager
-def told(what: str) -> Iterator[None]:
-    """A UserError in place of whatever a library raises: network, name, licence, layout, a file that is cut."""
+def as_user_error(what: str) -> Iterator[None]:
+    """Raise UserError in place of any exception of the `with` block; `what` starts its message.
+
+    Use it around library calls that read what the user named. Libraries raise many types of
+    exceptions: for a missing network, a wrong name, a licence that was not accepted, an unknown
+    format, a truncated file.
+    """
     try:
         yield
     except UserError:
@@ -34,150 +51,276 @@ def told(what: str) -> Iterator[None]:
 
 
 def load_tokenizer(name: str, end_token: str | None = None) -> tuple[str, dict]:
-    """Its tokenizer.json, or "bytes", and what corpus.json says of it. Documents end with its eos by default."""
-    definition, size, vocabulary, eos = "bytes", 256, {"\0": 0}, "\0"  # a text holds no NUL
-    if name != "bytes":
-        with told(f"--tokenizer {name}"):
+    """Load a tokenizer: "bytes", or a Hugging Face name or folder.
+
+    Args:
+        name: The tokenizer.
+        end_token: The token to write after each document. Default: the tokenizer's eos token, which
+            some tokenizers do not have. In "bytes" it is the byte 0, which occurs in no text.
+
+    Returns:
+        The definition, from which encoder() makes the tokenizer: "bytes", or the content of its
+        tokenizer.json. And a dict that describes the tokens, to be saved in corpus.json: tokenizer,
+        vocabulary_sha256, vocab_size, dtype, end_token, end_id. The last two are None if documents
+        have no end token.
+
+    Raises:
+        UserError: The tokenizer cannot be loaded, or has no such end token.
+    """
+    if name == "bytes":
+        definition = "bytes"
+        vocab_size = 256
+        vocabulary = {"\0": 0}
+        eos_token = "\0"
+    else:
+        with as_user_error(f"--tokenizer {name}"):
             from transformers import AutoTokenizer
 
-            found = AutoTokenizer.from_pretrained(name)
-            definition, size, vocabulary = (
-                found.backend_tokenizer.to_str(),
-                len(found),
-                found.get_vocab(),
-            )
-            eos = found.eos_token
+            tokenizer = AutoTokenizer.from_pretrained(name)
+            definition = tokenizer.backend_tokenizer.to_str()
+            vocab_size = len(tokenizer)
+            vocabulary = tokenizer.get_vocab()
+            eos_token = tokenizer.eos_token
+
     if end_token and end_token not in vocabulary:
         raise UserError(f"--end-token {end_token} is no token of --tokenizer {name}")
-    sha = hashlib.sha256(json.dumps(sorted(vocabulary.items())).encode()).hexdigest()
-    about = {"tokenizer": name, "vocabulary_sha256": sha, "vocab_size": size}
-    about["dtype"] = "uint8" if size <= 2**8 else "uint16" if size <= 2**16 else "uint32"
-    return definition, {
-        **about,
-        "end_token": end_token or eos,
-        "end_id": vocabulary.get(end_token or eos),
+    end_token = end_token or eos_token
+
+    vocabulary_text = json.dumps(sorted(vocabulary.items()))
+    about = {
+        "tokenizer": name,
+        "vocabulary_sha256": hashlib.sha256(vocabulary_text.encode()).hexdigest(),
+        "vocab_size": vocab_size,
+        "dtype": _smallest_dtype(vocab_size),
+        "end_token": end_token,
+        "end_id": vocabulary.get(end_token),
     }
+    return definition, about
+
+
+def _smallest_dtype(vocab_size: int) -> str:
+    """Return the smallest unsigned dtype that holds every token id."""
+    if vocab_size <= 2**8:
+        return "uint8"
+    if vocab_size <= 2**16:
+        return "uint16"
+    return "uint32"
 
 
 def encoder(definition: str, about: dict) -> Callable[[bytes], np.ndarray]:
-    """What turns a document into its tokens and an end. A special token that a text shows is text like any other."""
+    """Return a function that turns a document into its token ids, followed by the end token.
+
+    `definition` and `about` come from load_tokenizer. The function never produces a special token
+    from the text of a document: "<|endoftext|>" on a web page is tokenized as ordinary text.
+    """
     if definition == "bytes":
-        return lambda document: np.frombuffer(document.replace(b"\0", b"?") + b"\0", "uint8")
+        return _encode_bytes
+
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_str(definition)
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    tokenizer.encode_special_tokens = True  # or a web page about <|endoftext|> would end there
-    end = [] if about["end_id"] is None else [about["end_id"]]
+    tokenizer.encode_special_tokens = True  # encode the characters of a special token as text
+    end_id = about["end_id"]
 
     def encode(document: bytes) -> np.ndarray:
-        # what was held out of one document may cut a character
+        # A document that was split into training and held-out text may start or end inside a
+        # character.
         text = document.decode(errors="replace")
-        pieces = (text[start : start + PIECE] for start in range(0, len(text), PIECE))
-        ids = [
-            token
-            for piece in pieces
-            for token in tokenizer.encode(piece, add_special_tokens=False).ids
-        ]
-        return np.array(ids + end, about["dtype"])
+        ids = []
+        for start in range(0, len(text), PIECE):
+            piece = text[start : start + PIECE]
+            ids += tokenizer.encode(piece, add_special_tokens=False).ids
+        if end_id is not None:
+            ids.append(end_id)
+        return np.array(ids, about["dtype"])
 
     return encode
 
 
+def _encode_bytes(document: bytes) -> np.ndarray:
+    """Return the bytes of a document, uint8, followed by the end token 0."""
+    text = document.replace(b"\0", b"?")  # 0 stands for the end only
+    return np.frombuffer(text + b"\0", "uint8")
+
+
 def sources(data: str, config: str | None = None, split: str = "train") -> tuple[list, list]:
-    """What documents() reads, in order, and what changes when that does. UserError if there is nothing to read."""
+    """Find what `data` refers to: "stdlib", a file, a folder, or hf:NAME.
+
+    Args:
+        data: The value of --data. hf:NAME is a data set on the Hugging Face hub, or a local folder
+            that Dataset.save_to_disk wrote.
+        config: The configuration of a data set on the hub.
+        split: The split of a data set on the hub.
+
+    Returns:
+        The origins, in order: paths as strings, or one iterable data set. documents() reads each.
+        And a fingerprint, which changes when the origins change and can be written as JSON.
+
+    Raises:
+        UserError: There is nothing to read.
+    """
     if data.startswith("hf:"):
-        with told(f"--data {data}"):
-            from datasets import load_dataset_builder, load_from_disk
+        with as_user_error(f"--data {data}"):
+            return _find_data_set(data.removeprefix("hf:"), config, split)
 
-            name = data.removeprefix("hf:")
-            if Path(name, "state.json").is_file():  # of save_to_disk
-                rows = load_from_disk(name)
-                return [rows.to_iterable_dataset(max(1, min(len(rows), rows.data.nbytes >> 24)))], [
-                    rows._fingerprint
-                ]
-            builder = load_dataset_builder(name, config)
-            return [builder.as_streaming_dataset(split)], [builder.hash]
-    stdlib = data == "stdlib"
-    root = Path(sysconfig.get_paths()["stdlib"] if stdlib else data)
-    found = [root] if root.is_file() else []
-    for folder, folders, names in os.walk(root):
-        folders[:] = [
-            name for name in folders if name[0] != "." and not (stdlib and name in NO_TEXT)
-        ]
-        found += [Path(folder, name) for name in names if name[0] != "."]
-    paths = [
-        str(path) for path in sorted(found) if kind(path) in ((".py",) if stdlib else TEXTS + ROWS)
-    ]
+    paths = _find_files(data)
     if not paths:
-        raise UserError(
-            f"--data {data}: nothing to read ({', '.join(TEXTS + ROWS + COMPRESSED)}, stdlib or hf:NAME)"
-        )
-    return paths, [
-        [os.path.realpath(path), (at := os.stat(path)).st_size, at.st_mtime_ns] for path in paths
-    ]
+        readable = ", ".join(TEXTS + ROWS + COMPRESSED)
+        raise UserError(f"--data {data}: nothing to read ({readable}, stdlib or hf:NAME)")
+    fingerprint = []
+    for path in paths:
+        status = os.stat(path)
+        fingerprint.append([os.path.realpath(path), status.st_size, status.st_mtime_ns])
+    return paths, fingerprint
 
 
-def kind(path: str | Path) -> str:
+def _find_data_set(name: str, config: str | None, split: str) -> tuple[list, list]:
+    """Open a data set of the datasets library; return it in a list, and its fingerprint."""
+    from datasets import load_dataset_builder, load_from_disk
+
+    saved_to_disk = Path(name, "state.json").is_file()
+    if saved_to_disk:
+        rows = load_from_disk(name)
+        shards = rows.data.nbytes >> 24  # of 16 MiB
+        shards = max(1, min(len(rows), shards))
+        return [rows.to_iterable_dataset(shards)], [rows._fingerprint]
+    builder = load_dataset_builder(name, config)
+    return [builder.as_streaming_dataset(split)], [builder.hash]
+
+
+def _find_files(data: str) -> list[str]:
+    """Return the paths of the files to read in a file or folder, sorted, without hidden files."""
+    if data == "stdlib":
+        root = Path(sysconfig.get_paths()["stdlib"])
+        types = (".py",)
+        skipped_folders = NO_TEXT
+    else:
+        root = Path(data)
+        types = TEXTS + ROWS
+        skipped_folders = set()
+
+    files = []
+    if root.is_file():
+        files.append(root)
+    for folder, folders, names in os.walk(root):
+        # os.walk does not enter folders that are removed from its list.
+        folders[:] = [
+            name for name in folders if not name.startswith(".") and name not in skipped_folders
+        ]
+        files += [Path(folder, name) for name in names if not name.startswith(".")]
+    return [str(path) for path in sorted(files) if file_type(path) in types]
+
+
+def file_type(path: str | Path) -> str:
+    """Return the suffix that tells how to read a file: ".jsonl" for web.jsonl and web.jsonl.gz."""
     path = Path(path)
-    return Path(path.stem if path.suffix in COMPRESSED else path.name).suffix.lower()
+    if path.suffix in COMPRESSED:
+        path = Path(path.stem)
+    return path.suffix.lower()
 
 
 def documents(
-    origin, column: str = "text", start=0, stop=sys.maxsize, longest=2**28
+    origin,
+    column: str = "text",
+    start: int = 0,
+    stop: int = sys.maxsize,
+    longest: int = 2**28,
 ) -> Iterator[bytes]:
-    """The documents of a data set or a file in UTF-8, or of its lines that begin at bytes `start` to `stop`; of a
-    .parquet file of these row groups. A text is a document, or one for every `longest` bytes."""
+    """Yield the documents of an origin, or of a part of it, in UTF-8.
 
-    def text(row: object, where: str) -> bytes:
-        if not isinstance(row, dict) or not isinstance(row.get(column), str):
-            raise UserError(
-                f"--data {origin}: {where} has no text in a column {column}: {str(row)[:80]}"
-            )
-        return row[column].encode("utf-8", "replace")  # half of a surrogate pair becomes "?"
+    Args:
+        origin: A path or a data set, as sources() returns them.
+        column: The column, or the key of a .jsonl line, that holds the text.
+        start: The first byte of the part. For .parquet: the first row group. A data set is always
+            read as a whole.
+        stop: The first byte, or row group, after the part. A line belongs to the part that its
+            first byte is in.
+        longest: Bytes after which a text file is split into several documents, at the end of a
+            line.
 
-    with told(f"--data {origin}"):
+    Raises:
+        UserError: Something cannot be read. The message has its place in the origin.
+    """
+    with as_user_error(f"--data {origin}"):
         if not isinstance(origin, str):
-            yield from (text(row, f"row {number}") for number, row in enumerate(origin))
-        elif kind(origin) == ".parquet":
-            from pyarrow import parquet
-
-            file = parquet.ParquetFile(origin)
-            groups = range(start, min(stop, file.num_row_groups))
-            # all, for text() to show
-            columns = [column] if column in file.schema_arrow.names else None
-            # 64: a row may be large
-            for batch in file.iter_batches(64, row_groups=groups, columns=columns):
-                yield from (
-                    text(row, f"a row from row group {start} on") for row in batch.to_pylist()
-                )
-        elif kind(origin) == ".jsonl":
-            for at, line in _blocks(origin, start, stop, 1):
-                if line.strip():
-                    with told(f"--data {origin}: the line at byte {at} is no JSON in UTF-8"):
-                        row = json.loads(line.decode("utf-8-sig"))
-                    yield text(row, f"the line at byte {at}")
+            for number, row in enumerate(origin):
+                yield _text_of(row, column, origin, f"row {number}")
+        elif file_type(origin) == ".parquet":
+            yield from _parquet_documents(origin, column, start, stop)
+        elif file_type(origin) == ".jsonl":
+            yield from _jsonl_documents(origin, column, start, stop)
         else:
-            if os.path.getsize(origin) == 0:
-                yield b""
-            for at, block in _blocks(origin, start, stop, longest):
-                with told(f"--data {origin}: no text in UTF-8, counted from byte {at}"):
-                    block.replace(b"\0", b"\xff").decode()  # NUL is no text, either
-                yield block
+            yield from _text_documents(origin, start, stop, longest)
+
+
+def _text_of(row: object, column: str, origin, where: str) -> bytes:
+    """Return the text of a row in UTF-8; raise UserError, which names the place, if it has none."""
+    if not isinstance(row, dict) or not isinstance(row.get(column), str):
+        raise UserError(
+            f"--data {origin}: {where} has no text in a column {column}: {str(row)[:80]}"
+        )
+    # JSON can hold half of a surrogate pair, which UTF-8 cannot: it becomes "?".
+    return row[column].encode("utf-8", "replace")
+
+
+def _parquet_documents(path: str, column: str, start: int, stop: int) -> Iterator[bytes]:
+    """Yield the documents in the row groups from `start` to `stop` of a .parquet file."""
+    from pyarrow import parquet
+
+    file = parquet.ParquetFile(path)
+    groups = range(start, min(stop, file.num_row_groups))
+    columns = None  # all, so that the error shows what a row has
+    if column in file.schema_arrow.names:
+        columns = [column]
+    # 64 rows at a time, because one row may be large
+    for batch in file.iter_batches(64, row_groups=groups, columns=columns):
+        for row in batch.to_pylist():
+            yield _text_of(row, column, path, f"a row from row group {start} on")
+
+
+def _jsonl_documents(path: str, column: str, start: int, stop: int) -> Iterator[bytes]:
+    """Yield the documents of the lines of a .jsonl file that begin at bytes `start` to `stop`."""
+    for position, line in _blocks(path, start, stop, size=1):  # a block of one line
+        if not line.strip():
+            continue
+        with as_user_error(f"--data {path}: the line at byte {position} is no JSON in UTF-8"):
+            row = json.loads(line.decode("utf-8-sig"))
+        yield _text_of(row, column, path, f"the line at byte {position}")
+
+
+def _text_documents(path: str, start: int, stop: int, longest: int) -> Iterator[bytes]:
+    """Yield the lines of a text file that begin at bytes `start` to `stop`, as long documents."""
+    if os.path.getsize(path) == 0:
+        yield b""
+    for position, block in _blocks(path, start, stop, longest):
+        with as_user_error(f"--data {path}: no text in UTF-8, counted from byte {position}"):
+            # A text has no byte 0: replace it by a byte that decode() does not accept.
+            block.replace(b"\0", b"\xff").decode()
+        yield block
 
 
 def _blocks(path: str, start: int, stop: int, size: int) -> Iterator[tuple[int, bytes]]:
-    """Blocks of `size` bytes and the rest of their last line, with their place in the file. The first begins with the
-    first line that begins at `start` or later, the last ends with the line that holds byte `stop` - 1."""
+    """Yield (position in bytes, block) for the lines that begin at bytes `start` to `stop`.
+
+    A block has at least `size` bytes, if the lines have, and ends with a line. Files are
+    decompressed; positions count decompressed bytes.
+    """
     import pyarrow
 
-    # unlike zstandard it notices a compressed file that is cut; others it reads as they are
+    # Unlike the zstandard library, pyarrow raises an error if a compressed file is truncated.
     with io.BufferedReader(pyarrow.input_stream(path), 2**20) as file:
-        at = start
-        if start:
+        position = start
+        if start > 0:
+            # A line that began before `start` belongs to the part before. Read from the byte
+            # before: if a line begins at `start`, then only the newline before it is skipped.
             file.seek(start - 1)
-            at += len(file.readline()) - 1
-        while at < stop and (block := file.read(min(size, stop - at) - 1) + file.readline()):
-            yield at, block
-            at += len(block)
+            position += len(file.readline()) - 1
+        while position < stop:
+            wanted = min(size, stop - position)
+            block = file.read(wanted - 1) + file.readline()  # readline() ends the last line
+            if not block:
+                break
+            yield position, block
+            position += len(block)

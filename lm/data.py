@@ -1,4 +1,14 @@
-"""Corpora, and a batch order that does not depend on the number of processes."""
+"""The data of a training run, from text to the batches of each rank.
+
+    text --load_corpus()--> Corpus --Sequences--> samples --Batches--> micro-batches of one rank
+
+- load_corpus() turns text into token ids and caches them in files.
+- Sequences cuts the token ids into training samples: pairs (inputs, targets).
+- Batches chooses the samples that each rank reads at each step. The choice depends on the seed and
+  the step. It does not depend on the number of ranks.
+
+To train on your own data, pass your own Dataset to Batches: see the argument `sequences` there.
+"""
 
 import hashlib
 import itertools
@@ -22,220 +32,396 @@ from torch.utils.data import DataLoader, Dataset
 from common.exits import UserError
 from lm.corpus import HELD_OUT, documents, encoder, load_tokenizer, sources
 
-CACHE_VERSION = 3  # to be raised by whoever changes how text becomes tokens
-# bytes: a training script tokenizes in one process, and has all documents in memory
+# A training script tokenizes a text of at most so many bytes: it uses one process and holds all
+# documents in memory.
 LARGEST_TEXT = 200_000_000
-EVAL_SEQUENCES = 96  # evaluation reads at most so many, spread evenly over the held-out text
-PADDING = -100  # a target that no loss counts: cross_entropy's ignore_index
+CACHE_VERSION = 3  # increase it with every change to how text becomes tokens
+CORPUS_FILES = ("train.npy", "held_out.npy", "corpus.json")
+
+EVAL_SEQUENCES = 96  # an evaluation reads at most so many held-out samples, evenly spaced
+PADDING = -100  # a target that the loss ignores: ignore_index of F.cross_entropy
 
 
 class Corpus(NamedTuple):
-    # token ids, one after the other, mapped from a file that the processes of a node share
+    """Token ids for training and for evaluation, in two one-dimensional arrays.
+
+    load_corpus() maps the arrays from files, so that all processes of a node share one copy.
+    """
+
     train: np.ndarray
     held_out: np.ndarray
     vocab_size: int
-    sha256: str  # of both
+    sha256: str  # of the token ids, first train, then held_out
 
 
 def load_corpus(data: str, tokenizer: str | None = None, model: str = "nano") -> Corpus:
-    """The tokens of `data`: a folder that 05_ddp/prepare_data.py has made, or a small text, 5 % of its documents held
-    out. Without `tokenizer`: that of the folder `model`, or bytes. UserError for a source that cannot be read.
-    A text's tokens stay in CORPUS_CACHE (default: a folder for temporary files), known by files, sizes and times."""
-    tokenizer = tokenizer or (model if any(Path(model).glob("tokenizer*")) else None)
+    """Load the token ids of a text, or of a folder that 05_ddp/prepare_data.py made.
+
+    The first call with a text tokenizes it, holds out 5 % of its documents for evaluation, and
+    caches the token ids. Later calls only open the cache. A change of the text or of the tokenizer
+    leads to a new entry in the cache. The environment variable CORPUS_CACHE names the cache folder,
+    which by default is a folder for temporary files.
+
+    Args:
+        data: The text, at most 200 MB: "stdlib", a file, a folder, or hf:NAME. Or a folder that
+            05_ddp/prepare_data.py made, of any size.
+        tokenizer: "bytes", or a Hugging Face name or folder. Default: the tokenizer in the folder
+            `model`, or "bytes" if it has none.
+        model: The value of --model.
+
+    Raises:
+        UserError: The text or the tokenizer cannot be read, the text is too large, the cache cannot
+            be written, or the folder was made with another tokenizer.
+    """
+    if not tokenizer:
+        model_has_tokenizer = any(Path(model).glob("tokenizer*"))
+        tokenizer = model if model_has_tokenizer else None
+
     if Path(data, "corpus.json").is_file():
-        return _mapped(Path(data), tokenizer)
+        return _open_corpus(Path(data), tokenizer)
+
     tokenizer = tokenizer or "bytes"
-    origins, known_by = sources(data)
-    files = [
-        (str(path), path.stat().st_mtime_ns)
-        for path in sorted(Path(tokenizer).resolve().glob("token*"))
-    ]
-    key = repr((CACHE_VERSION, data.startswith("hf:") and data, known_by, files or tokenizer))
-    cache = Path(
-        os.environ.get("CORPUS_CACHE") or Path(tempfile.gettempdir(), f"corpus-cache-{os.getuid()}")
-    )
-    folder = cache / hashlib.sha256(key.encode()).hexdigest()[:20]
+    origins, fingerprint = sources(data)
+    folder = _cache_folder(data, fingerprint, tokenizer)
     try:
-        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # One process of the node tokenizes. The others wait at the lock, and then find the files.
         with filelock.FileLock(folder.with_suffix(".lock")):
-            if not all(
-                (folder / name).is_file() for name in ("train.npy", "held_out.npy", "corpus.json")
-            ):
+            complete = all((folder / name).is_file() for name in CORPUS_FILES)
+            if not complete:
                 tokenize(origins, tokenizer, folder, data)
-        return _mapped(folder)
-    except OSError as error:  # numpy's has no errno when the disk is full
+        return _open_corpus(folder)
+    except OSError as error:
+        # A full disk, for example. numpy's OSError for it lacks the errno by which common.exits
+        # would know it.
         raise UserError(
             f"cannot keep the tokens in {folder}: {error}; delete it, or set CORPUS_CACHE"
         ) from None
 
 
-def _mapped(folder: Path, tokenizer: str | None = None) -> Corpus:
-    """The corpus in a folder of tokens; UserError if they are not of `tokenizer`."""
+def _cache_folder(data: str, fingerprint: list, tokenizer: str) -> Path:
+    """Return the cache folder of a text. Its name is a hash of the text and the tokenizer."""
+    tokenizer_files = []
+    for path in sorted(Path(tokenizer).resolve().glob("token*")):
+        tokenizer_files.append((str(path), path.stat().st_mtime_ns))
+
+    # The fingerprint of files contains their paths. For a data set it does not contain the name.
+    data_set = data if data.startswith("hf:") else False
+    key = (CACHE_VERSION, data_set, fingerprint, tokenizer_files or tokenizer)
+    name = hashlib.sha256(repr(key).encode()).hexdigest()[:20]
+
+    cache = os.environ.get("CORPUS_CACHE")
+    if not cache:
+        cache = Path(tempfile.gettempdir(), f"corpus-cache-{os.getuid()}")
+    return Path(cache) / name
+
+
+def _open_corpus(folder: Path, tokenizer: str | None = None) -> Corpus:
+    """Open a folder of tokens, memory-mapped; raise UserError if another tokenizer made them."""
     about = json.loads((folder / "corpus.json").read_text())
-    if (
-        tokenizer
-        and load_tokenizer(tokenizer)[1]["vocabulary_sha256"] != about["vocabulary_sha256"]
-    ):
-        made = f"was made with --tokenizer {about['tokenizer']}"
-        raise UserError(
-            f"--data {folder} {made}, and --tokenizer {tokenizer} has other tokens: prepare it again"
-        )
-    train, held_out = (
-        np.load(folder / f"{part}.npy", mmap_mode="r") for part in ("train", "held_out")
+    if tokenizer:
+        _, wanted = load_tokenizer(tokenizer)
+        if wanted["vocabulary_sha256"] != about["vocabulary_sha256"]:
+            raise UserError(
+                f"--data {folder} was made with --tokenizer {about['tokenizer']}, "
+                f"and --tokenizer {tokenizer} has other tokens: prepare it again"
+            )
+    return Corpus(
+        train=np.load(folder / "train.npy", mmap_mode="r"),
+        held_out=np.load(folder / "held_out.npy", mmap_mode="r"),
+        vocab_size=about["vocab_size"],
+        sha256=about["sha256"],
     )
-    return Corpus(train, held_out, about["vocab_size"], about["sha256"])
 
 
 def tokenize(origins: list, tokenizer: str, folder: Path, data: str) -> None:
-    """Turn documents into a folder of tokens, whole or not at all: train.npy, held_out.npy and corpus.json."""
-    texts, size = [], 0
-    for text in itertools.chain.from_iterable(map(documents, origins)):
-        texts.append(text)
-        size += len(text)
-        if size > LARGEST_TEXT:
-            command = (
-                f"python 05_ddp/prepare_data.py --data {data} --tokenizer {tokenizer} --out FOLDER"
-            )
-            raise UserError(
-                f"--data {data} is more than 200 MB of text: {command} and then --data FOLDER"
-            )
-    if not size:
-        raise UserError(f"--data {data} holds no text")
+    """Write the tokens of all documents to a folder: train.npy, held_out.npy and corpus.json.
+
+    If the process is killed, there is no folder: it gets its name when all its files are complete.
+    `origins` comes from sources(). `data` is the value of --data, for error messages.
+    """
+    texts = _read_texts(origins, tokenizer, data)
+    train_texts, held_out_texts = _split(texts)
     definition, about = load_tokenizer(tokenizer)
     encode = encoder(definition, about)
+
     unfinished = folder.with_suffix(".tmp")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir()
-    sha = hashlib.sha256()
-    for part, chosen in zip(("train", "held_out"), _split(texts), strict=True):
-        tokens = np.concatenate([encode(text) for text in chosen])
+    sha256 = hashlib.sha256()
+    for part, part_texts in (("train", train_texts), ("held_out", held_out_texts)):
+        tokens = np.concatenate([encode(text) for text in part_texts])
         np.save(unfinished / f"{part}.npy", tokens)
-        sha.update(tokens)
-    (unfinished / "corpus.json").write_text(json.dumps({**about, "sha256": sha.hexdigest()}))
-    shutil.rmtree(folder, ignore_errors=True)  # of which somebody has cleared a part away
+        sha256.update(tokens)
+    about["sha256"] = sha256.hexdigest()
+    (unfinished / "corpus.json").write_text(json.dumps(about))
+
+    # A folder of this name has lost some of its files, as temporary files do.
+    shutil.rmtree(folder, ignore_errors=True)
     unfinished.rename(folder)
 
 
-def _split(documents: list[bytes]) -> tuple[list[bytes], list[bytes]]:
-    """Hold out the 5 % whose contents hash lowest: stable, and copies of a file fall on one side."""
-    unique = sorted(set(documents), key=lambda document: hashlib.sha256(document).digest())
+def _read_texts(origins: list, tokenizer: str, data: str) -> list[bytes]:
+    """Return all documents; raise UserError if they are empty or larger than LARGEST_TEXT."""
+    texts = []
+    size = 0
+    for origin in origins:
+        for text in documents(origin):
+            texts.append(text)
+            size += len(text)
+            if size > LARGEST_TEXT:
+                prepare = "python 05_ddp/prepare_data.py"
+                raise UserError(
+                    f"--data {data} is more than 200 MB of text: "
+                    f"{prepare} --data {data} --tokenizer {tokenizer} --out FOLDER "
+                    "and then --data FOLDER"
+                )
+    if size == 0:
+        raise UserError(f"--data {data} holds no text")
+    return texts
+
+
+def _split(texts: list[bytes]) -> tuple[list[bytes], list[bytes]]:
+    """Split documents into training and held-out documents.
+
+    The 5 % of documents with the lowest hashes are held out. The split does not depend on the
+    order of the documents, and all copies of a document are on the same side. If there is only one
+    document, its last 5 % are held out.
+    """
+    unique = sorted(set(texts), key=lambda text: hashlib.sha256(text).digest())
     if len(unique) == 1:
-        cut = int(len(unique[0]) * (1 - HELD_OUT))
-        return [unique[0][:cut]], [unique[0][cut:]]
-    held_out = set(unique[: math.ceil(len(unique) * HELD_OUT)])
-    return [d for d in documents if d not in held_out], [d for d in documents if d in held_out]
+        [text] = unique
+        cut = int(len(text) * (1 - HELD_OUT))
+        return [text[:cut]], [text[cut:]]
+
+    held_out_count = math.ceil(len(unique) * HELD_OUT)
+    held_out_texts = set(unique[:held_out_count])
+    train = [text for text in texts if text not in held_out_texts]
+    held_out = [text for text in texts if text in held_out_texts]
+    return train, held_out
 
 
 class Sequences(Dataset):
-    """Non-overlapping windows: item i is (inputs, targets), each int64 [seq_len], targets one token on."""
+    """Training samples of seq_len tokens, cut from an array of tokens.
+
+    A sample is a pair (inputs, targets), both int64 [seq_len]. The target at each position is the
+    token that follows the input there. With seq_len 4, the tokens a b c d e f g h i become:
+
+        sample 0    inputs a b c d    targets b c d e
+        sample 1    inputs e f g h    targets f g h i
+    """
 
     def __init__(self, tokens: np.ndarray, seq_len: int) -> None:
-        self.tokens, self.seq_len = tokens, seq_len
+        self.tokens = tokens
+        self.seq_len = seq_len
 
     def __len__(self) -> int:
         return max(0, len(self.tokens) - 1) // self.seq_len
 
     def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
-        window = self.tokens[i * self.seq_len : (i + 1) * self.seq_len + 1].astype(np.int64)
+        start = i * self.seq_len
+        window = self.tokens[start : start + self.seq_len + 1].astype(np.int64)
         return torch.from_numpy(window[:-1]), torch.from_numpy(window[1:])
 
 
 class Batches:
-    """What one rank reads of a run's batches; `rank` of `world_size` counts along the data-parallel dimension.
-    UserError for sizes that do not divide, and for a text that is too short."""
+    """The batches that one rank reads.
+
+    At each step, all ranks together read the same samples, no matter how many ranks there are.
+
+    Global batch: the samples of one optimizer step, over all ranks. Each rank reads an equal share
+    of it, in micro-batches. A rank runs forward and backward once per micro-batch, and accumulates
+    the gradients:
+
+        global_batch_size = world_size x accumulation_steps x micro_batch_size
+
+    Epoch: every training sample once, in a random order that depends on the seed and the number of
+    the epoch. The epochs follow each other in one endless stream. If there are n training samples,
+    position p of the stream holds sample
+
+        order[p % n]    where order is the random order of epoch p // n
+
+    Step s, counted from 0, reads global_batch_size positions, from s x global_batch_size on. Rank 0
+    reads the first share of them, rank 1 the second, and so on. The samples of a step depend on the
+    seed and the step only. So a run can resume at any step and on another number of ranks.
+
+    Example: with 10 training samples, a global batch of 8 and micro-batches of 2, two ranks read
+    these positions:
+
+                  rank 0                rank 1
+        step 0    [0, 1]   [2, 3]       [4, 5]   [6, 7]
+        step 1    [8, 9]   [10, 11]     [12, 13] [14, 15]
+
+    Positions 0 to 9 are the first epoch. The second epoch starts in the middle of step 1. Of four
+    ranks, each reads one micro-batch per step: in step 0, rank 0 reads [0, 1], rank 1 reads [2, 3],
+    rank 2 reads [4, 5], and rank 3 reads [6, 7].
+    """
 
     def __init__(
-        self, corpus: Corpus, args, *, rank: int, world_size: int, sequences: Callable = Sequences
+        self,
+        corpus: Corpus,
+        args,
+        *,
+        rank: int,
+        world_size: int,
+        sequences: Callable[..., Dataset] = Sequences,
     ) -> None:
-        self.rank, self.world_size, self.seq_len = rank, world_size, args.seq_len
-        self.global_batch_size = size = args.global_batch_size
+        """Create the datasets of training and evaluation, and compute the sizes of the batches.
+
+        Args:
+            corpus: The data of training and evaluation.
+            args: The flags seq_len, global_batch_size, micro_batch_size and seed. If
+                micro_batch_size is None, a rank reads its share as one micro-batch.
+            rank: The data-parallel index of this rank. Ranks that hold parts of the same model, as
+                in tensor parallelism, read the same samples and pass the same index.
+            world_size: The number of data-parallel indices.
+            sequences: A function or class that makes a torch Dataset. To train on your own data,
+                pass your own. It is called as sequences(corpus.train, seq_len) and as
+                sequences(corpus.held_out, seq_len); both parts of the corpus can be any objects
+                that it accepts. Its Dataset has a length and yields pairs (inputs, targets), each
+                int64 [seq_len]. The loss ignores targets that are PADDING.
+
+        Raises:
+            UserError: The global batch is not a multiple of world_size x micro_batch_size, or there
+                are too few samples.
+        """
+        self.rank = rank
+        self.world_size = world_size
+        self.seq_len = args.seq_len
+        self.seed = args.seed
+        self.global_batch_size = args.global_batch_size
+
         unit = world_size * (args.micro_batch_size or 1)
-        if size % unit:
-            near = " or ".join(
-                str(n) for n in (size // unit * unit, (size // unit + 1) * unit) if n
-            )
+        if self.global_batch_size % unit != 0:
+            below = self.global_batch_size // unit * unit
+            above = below + unit
+            nearest = f"{below} or {above}" if below > 0 else f"{above}"
             raise UserError(
-                f"--global-batch-size {size} is no multiple of {unit} (micro-batch x ranks): use {near}"
+                f"--global-batch-size {self.global_batch_size} is no multiple of {unit} "
+                f"(micro-batch x ranks): use {nearest}"
             )
-        self.micro_batch_size = args.micro_batch_size or size // world_size  # of one forward
-        self.accumulation_steps = size // (world_size * self.micro_batch_size)
-        self.tokens_per_step = size * self.seq_len
-        self.train, self.held_out = (
-            sequences(part, self.seq_len) for part in (corpus.train, corpus.held_out)
-        )
-        for part, found, needed in (("training", self.train, size), ("held-out", self.held_out, 1)):
-            if len(found) < needed:
-                found = (
-                    f"{len(found)} {part} sequences of --seq-len {self.seq_len}, and needs {needed}"
-                )
-                raise UserError(
-                    f"--data has {found}: add text, or lower --seq-len or --global-batch-size"
-                )
+        self.samples_per_rank = self.global_batch_size // world_size
+        self.micro_batch_size = args.micro_batch_size or self.samples_per_rank
+        self.accumulation_steps = self.samples_per_rank // self.micro_batch_size
+        self.tokens_per_step = self.global_batch_size * self.seq_len
 
-        def shuffled(epoch: int) -> np.ndarray:
-            return np.random.default_rng([args.seed, epoch]).permutation(len(self.train))
+        self.train = sequences(corpus.train, self.seq_len)
+        self.held_out = sequences(corpus.held_out, self.seq_len)
+        self._check_length("training", self.train, self.global_batch_size)
+        self._check_length("held-out", self.held_out, 1)
 
-        self.permutation = lru_cache(2)(shuffled)  # two: what prefetches may be an epoch ahead
+        # Keep the orders of two epochs: a step can read the end of one and the start of the next.
+        self._order_of_epoch = lru_cache(maxsize=2)(self._shuffle)
+
+    def _check_length(self, part: str, samples: Dataset, needed: int) -> None:
+        """Raise UserError if there are fewer samples than needed."""
+        if len(samples) < needed:
+            raise UserError(
+                f"--data has {len(samples)} {part} sequences of --seq-len {self.seq_len}, "
+                f"and needs {needed}: add text, or lower --seq-len or --global-batch-size"
+            )
+
+    def _shuffle(self, epoch: int) -> np.ndarray:
+        """Return the random order of an epoch: the indices of all training samples, [samples]."""
+        return np.random.default_rng([self.seed, epoch]).permutation(len(self.train))
 
     def global_batch(self, step: int) -> list[int]:
-        """Which training sequences the 0-based `step` reads, all ranks together. Position p of the stream is item p % n
-        of the permutation of epoch p // n: a function of seed and step alone."""
-        n, first = len(self.train), step * self.global_batch_size
-        return [
-            int(self.permutation(p // n)[p % n])
-            for p in range(first, first + self.global_batch_size)
-        ]
+        """Return the indices of the samples that all ranks together read at a step.
 
-    def order(self, start_step: int = 0) -> Iterator[list[int]]:
-        """Which of them rank r reads, the r-th equal part: by micro-batch, from 0-based `start_step` on, for ever."""
-        share = self.global_batch_size // self.world_size
-        for batch in map(self.global_batch, itertools.count(start_step)):
-            for start in range(self.rank * share, (self.rank + 1) * share, self.micro_batch_size):
-                yield batch[start : start + self.micro_batch_size]
+        Steps are counted from 0.
+        """
+        start = step * self.global_batch_size
+        indices = []
+        for position in range(start, start + self.global_batch_size):
+            epoch, place = divmod(position, len(self.train))
+            indices.append(int(self._order_of_epoch(epoch)[place]))
+        return indices
+
+    def micro_batch_indices(self, start_step: int = 0) -> Iterator[list[int]]:
+        """Yield the sample indices of each micro-batch of this rank. The iterator never ends."""
+        # Where this rank's share of the global batch starts and ends.
+        start = self.rank * self.samples_per_rank
+        end = start + self.samples_per_rank
+        for step in itertools.count(start_step):
+            indices = self.global_batch(step)
+            for first in range(start, end, self.micro_batch_size):
+                yield indices[first : first + self.micro_batch_size]
 
     def stream(
         self, start_step: int, *, pin: bool = False, num_workers: int = 0
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """This rank's micro-batches, for ever: inputs and targets, each int64 [micro_batch_size, seq_len], on the CPU,
-        with `pin` in memory that a GPU can copy from while it computes."""
-        # or the loader would draw from the one that a resume restores
-        generator = torch.Generator()
-        how = {"num_workers": num_workers, "worker_init_fn": _ignore_signals, "pin_memory": pin}
-        return iter(
-            DataLoader(self.train, batch_sampler=self.order(start_step), generator=generator, **how)
+        """Return an endless iterator over the micro-batches of this rank.
+
+        A micro-batch is (inputs, targets), each int64 [micro_batch_size, seq_len], on the CPU.
+
+        Args:
+            start_step: The step to start with, counted from 0. A run that resumes passes the number
+                of steps that are done.
+            pin: Return tensors in pinned memory. A GPU can copy them while it computes.
+            num_workers: Processes that load samples in advance. With 0, this process loads them.
+        """
+        loader = DataLoader(
+            self.train,
+            batch_sampler=self.micro_batch_indices(start_step),
+            num_workers=num_workers,
+            worker_init_fn=_ignore_signals,
+            pin_memory=pin,
+            # DataLoader draws a seed for its workers. From the default generator it would change
+            # the random state that a resumed run restores.
+            generator=torch.Generator(),
         )
+        return iter(loader)
 
     def evaluation(self) -> list[tuple[Tensor, Tensor]]:
-        """This rank's part of the held-out sequences, in batches as in stream(). All ranks get equally many, since a
-        sharded model gathers its weights in forward; rows that only pad have PADDING as their targets."""
+        """Return this rank's share of the held-out samples, in micro-batches as in stream().
+
+        All ranks together read at most EVAL_SEQUENCES samples. Every rank gets the same number of
+        micro-batches: forward of a sharded model communicates, and would hang if one rank called it
+        less often. A rank with fewer samples gets additional rows whose targets are all PADDING.
+        """
         count = min(EVAL_SEQUENCES, len(self.held_out))
-        chosen = np.unique(np.linspace(0, len(self.held_out) - 1, count, dtype=np.int64))
-        batches = math.ceil(math.ceil(len(chosen) / self.world_size) / self.micro_batch_size)
-        inputs = torch.zeros(batches * self.micro_batch_size, self.seq_len, dtype=torch.int64)
+        evenly_spaced = np.linspace(0, len(self.held_out) - 1, count, dtype=np.int64)
+        chosen = np.unique(evenly_spaced)
+
+        most_per_rank = math.ceil(len(chosen) / self.world_size)
+        micro_batches = math.ceil(most_per_rank / self.micro_batch_size)
+        rows = micro_batches * self.micro_batch_size
+        inputs = torch.zeros(rows, self.seq_len, dtype=torch.int64)
         targets = torch.full_like(inputs, PADDING)
-        for row, i in enumerate(chosen[self.rank :: self.world_size].tolist()):
+        chosen_by_this_rank = chosen[self.rank :: self.world_size]
+        for row, i in enumerate(chosen_by_this_rank.tolist()):
             inputs[row], targets[row] = self.held_out[i]
-        return list(
-            zip(
-                inputs.split(self.micro_batch_size),
-                targets.split(self.micro_batch_size),
-                strict=True,
-            )
-        )
+
+        input_batches = inputs.split(self.micro_batch_size)
+        target_batches = targets.split(self.micro_batch_size)
+        return list(zip(input_batches, target_batches, strict=True))
 
 
 def _ignore_signals(_worker: int) -> None:
+    """Let a DataLoader worker ignore the signals that stop a run.
+
+    A scheduler sends them to all processes of a job. The ranks then finish their step and save a
+    checkpoint, and need their workers until then.
+    """
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT):
-        # a scheduler signals all; a rank needs its workers for its last steps
         signal.signal(number, signal.SIG_IGN)
 
 
 def one_batch(batch_size: int, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """A batch of the default corpus for lessons that need only one: inputs and targets, int64 [batch_size, seq_len]."""
-    sequences = Sequences(load_corpus("stdlib").train, seq_len)
-    if (most := len(sequences)) < batch_size:
+    """Return the first samples of the corpus "stdlib" as one batch, for lessons that need no more.
+
+    The batch is (inputs, targets), each int64 [batch_size, seq_len], on `device`.
+
+    Raises:
+        UserError: The corpus has fewer samples.
+    """
+    samples = Sequences(load_corpus("stdlib").train, seq_len)
+    if len(samples) < batch_size:
         raise UserError(
-            f"{batch_size} sequences of {seq_len} tokens, the text has {most}: lower the steps or batch"
+            f"{batch_size} sequences of {seq_len} tokens, the text has {len(samples)}: "
+            "lower the steps or batch"
         )
-    inputs, targets = zip(*(sequences[i] for i in range(batch_size)), strict=True)
-    return torch.stack(inputs).to(device), torch.stack(targets).to(device)
+    pairs = [samples[i] for i in range(batch_size)]
+    inputs = torch.stack([inputs for inputs, _ in pairs])
+    targets = torch.stack([targets for _, targets in pairs])
+    return inputs.to(device), targets.to(device)

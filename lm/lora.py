@@ -1,4 +1,21 @@
-"""LoRA (Hu et al. 2021, arXiv:2106.09685): two thin matrices beside each frozen one, whole or sharded."""
+"""LoRA: train two small matrices beside each frozen one (Hu et al. 2021, arXiv:2106.09685).
+
+A linear layer computes y = W x. Fine-tuning would change W by some matrix of the same size. LoRA
+restricts this change to a product of two thin matrices and freezes W:
+
+    y = W x + (alpha / rank) B A x
+
+    W  [out, in]    frozen
+    A  [rank, in]   trained, starts random
+    B  [out, rank]  trained, starts at zero
+
+With out = in = 4096 and rank 16, W has 16.8 million numbers, A and B together 0.13 million. Only A
+and B need gradients and optimizer state.
+
+B starts at zero, so B A is zero and training starts from the original model. A must not start at
+zero as well: the gradient of B contains A as a factor and the gradient of A contains B, so both
+gradients would be zero and nothing would ever change.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -8,41 +25,58 @@ from lm.model import Transformer
 
 
 class LoRALinear(nn.Linear):
-    """A linear layer with an adapter: y = x W^T + (alpha / rank) (x A^T) B^T. Frozen: `weight` W
-    [out, in], which keeps its name and its dtype. Trained, in fp32: lora_A [rank, in] and lora_B [out, rank]."""
+    """A frozen linear layer and its adapter: y = W x + (alpha / rank) B A x.
+
+    The frozen `weight` W [out, in] keeps its name and its dtype. The adapter is trained in fp32:
+    `lora_A` [rank, in] and `lora_B` [out, rank]. With FSDP all three can be sharded.
+    """
 
     def __init__(self, linear: nn.Linear, rank: int, alpha: float) -> None:
+        # Meta: nn.Linear allocates no weight here, since the layer takes over that of `linear`.
         super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
-        self.weight, self.bias = linear.weight, linear.bias
-        self.scaling = alpha / rank  # with it the same learning rate serves many ranks
-        self.lora_A = nn.Parameter(torch.empty(rank, self.in_features, device=linear.weight.device))
-        self.lora_B = nn.Parameter(
-            torch.zeros(self.out_features, rank, device=linear.weight.device)
-        )
-        # with B zero, training starts from the model; not with both
+        self.weight = linear.weight
+        self.bias = linear.bias
+
+        # Dividing by the rank lets one learning rate serve many ranks.
+        self.scaling = alpha / rank
+
+        device = linear.weight.device
+        self.lora_A = nn.Parameter(torch.empty(rank, self.in_features, device=device))
+        self.lora_B = nn.Parameter(torch.zeros(self.out_features, rank, device=device))
         nn.init.kaiming_uniform_(self.lora_A, a=5**0.5)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + F.linear(F.linear(x, self.lora_A), self.lora_B) * self.scaling
+    def forward(self, x: Tensor) -> Tensor:  # [..., in]
+        output = self.base(x)  # [..., out]
+        low_rank = F.linear(x, self.lora_A)  # [..., rank]
+        return output + F.linear(low_rank, self.lora_B) * self.scaling
 
     def base(self, x: Tensor) -> Tensor:
-        """x W^T [..., out]; QLoRA computes it from 4 bits."""
+        """Apply the frozen layer: W x, [..., out]. QLoRA overrides this to read W from 4 bits."""
         return super().forward(x)
 
     def merged_weight(self) -> Tensor:
-        """W + (alpha / rank) B A [out, in], in fp32: in bf16 the rounding of W could swallow the small matmul."""
+        """Return W + (alpha / rank) B A, [out, in], for a plain linear layer without an adapter.
+
+        The sum is fp32: in bf16, rounding could remove the small product from the sum.
+        """
         return self.frozen_weight() + self.scaling * self.lora_B.detach() @ self.lora_A.detach()
 
-    def frozen_weight(self) -> Tensor:  # W [out, in], in fp32
+    def frozen_weight(self) -> Tensor:
+        """Return W in fp32, [out, in]."""
         return self.weight.detach().float()
 
 
 def adapt(
     net: Transformer, *, rank: int, alpha: float, kind: type[LoRALinear] = LoRALinear
 ) -> None:
-    """Freeze a Transformer, and put adapters into all linear layers of its blocks: x [..., in] to y [..., out]."""
+    """Freeze a Transformer and add an adapter to every linear layer of its blocks, in place.
+
+    Embedding, norms and head stay frozen and get no adapter. `kind` is the class of the adapted
+    layers: LoRALinear or a subclass of it, such as QLoRA's.
+    """
     net.requires_grad_(False)
     for block in net.model.layers.values():
-        for name, module in [*block.named_modules()]:
+        modules = list(block.named_modules())  # a list, because the loop replaces modules
+        for name, module in modules:
             if isinstance(module, nn.Linear):
                 block.set_submodule(name, kind(module, rank, alpha))

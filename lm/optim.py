@@ -1,4 +1,4 @@
-"""AdamW, and the learning rate's warm-up and cosine."""
+"""The optimizer of the training scripts, AdamW, and its learning-rate schedule."""
 
 import math
 from functools import partial
@@ -10,24 +10,50 @@ from torch.optim.lr_scheduler import LambdaLR
 
 def adamw_cosine(
     net: nn.Module, *, lr: float, weight_decay: float, warmup_steps: int, steps: int
-) -> tuple:
-    """The optimizer and its schedule; call scheduler.step() after each optimizer step. `lr` is the peak."""
-    trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
-    matrices = [parameter for parameter in trained if parameter.ndim >= 2]
-    # norms: decay would shrink them
-    vectors = [parameter for parameter in trained if parameter.ndim < 2]
-    groups = [
-        {"params": p, "weight_decay": d} for p, d in ((matrices, weight_decay), (vectors, 0.0)) if p
-    ]
+) -> tuple[torch.optim.AdamW, LambdaLR]:
+    """Create AdamW and a schedule of linear warm-up and cosine decay.
+
+    Only parameters that require gradients are optimized. Weight decay applies to matrices only.
+    Vectors, which are norm weights and biases, get none: a norm weight starts at 1 and scales its
+    layer's input, and decay would pull it towards 0.
+
+    Args:
+        lr: Peak learning rate, which the warm-up ends with.
+        weight_decay: Weight decay of the matrices.
+        warmup_steps: Optimizer steps of the warm-up.
+        steps: Optimizer steps of the whole run.
+
+    Returns:
+        The optimizer and the scheduler. Call scheduler.step() after each optimizer step.
+    """
+    matrices = []
+    vectors = []
+    for parameter in net.parameters():
+        if not parameter.requires_grad:
+            continue
+        if parameter.ndim >= 2:
+            matrices.append(parameter)
+        else:
+            vectors.append(parameter)
+
+    groups = []
+    if matrices:
+        groups.append({"params": matrices, "weight_decay": weight_decay})
+    if vectors:
+        groups.append({"params": vectors, "weight_decay": 0.0})
+
     optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
-    return optimizer, LambdaLR(
-        optimizer, partial(warmup_cosine, warmup_steps=warmup_steps, steps=steps)
-    )
+    factor = partial(warmup_cosine, warmup_steps=warmup_steps, steps=steps)
+    return optimizer, LambdaLR(optimizer, factor)
 
 
 def warmup_cosine(step: int, warmup_steps: int, steps: int) -> float:
-    """Factor on the peak learning rate for 0-based `step`: up in a line, down to a tenth along a cosine."""
+    """Return the factor on the peak learning rate at a step, counted from 0.
+
+    The factor rises linearly and reaches 1 at the last step of the warm-up. It then falls along
+    half a cosine, from 1 to 0.1 at `steps`, and stays there.
+    """
     if step < warmup_steps:
         return (step + 1) / warmup_steps
-    done = min(1.0, (step - warmup_steps) / max(1, steps - warmup_steps))
+    done = min(1.0, (step - warmup_steps) / max(1, steps - warmup_steps))  # from 0 to 1
     return 0.55 + 0.45 * math.cos(math.pi * done)

@@ -1,4 +1,9 @@
-"""The shapes of model.py: named sizes, the recipe that trains each, and Hugging Face's config.json. Without torch."""
+"""Shapes of the language model, and the training recipe of each.
+
+A shape is a `Config`: the sizes that determine the model's weights and arithmetic. It has a name in
+SIZES or comes from a Hugging Face config.json. This file does not import torch, so that the planner
+can compute with shapes on any machine.
+"""
 
 import dataclasses
 import json
@@ -9,7 +14,7 @@ from typing import NamedTuple
 
 from common.exits import UserError
 
-ROPE_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+# Values in a config.json that lm/model.py implements. It implements no others.
 LLAMA = {
     "hidden_act": "silu",
     "attention_bias": False,
@@ -17,85 +22,179 @@ LLAMA = {
     "partial_rotary_factor": 1.0,
 }
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+# The keys of Config.rope_scaling.
+ROPE_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
 @dataclass(frozen=True)
 class Config:
-    """A shape, under the names of a Hugging Face config.json."""
+    """The shape of a model, with the names of a Hugging Face config.json."""
 
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
+    intermediate_size: int  # of the MLP
     num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
+    num_attention_heads: int  # query heads
+    num_key_value_heads: int  # each serves an equal group of query heads
     head_dim: int
-    max_position_embeddings: int
+    max_position_embeddings: int  # the longest sequence
     rope_theta: float = 10_000.0
-    rope_scaling: dict | None = None  # Llama 3.1's, with the keys ROPE_SCALING
+    rope_scaling: dict | None = None  # of Llama 3.1 and 3.2, with the keys ROPE_SCALING
     rms_norm_eps: float = 1e-5
-    tie_word_embeddings: bool = False
-    qkv_bias: bool = False  # Qwen2's
-    qk_norm: bool = False  # Qwen3's: each head's query and key are normalised
+    tie_word_embeddings: bool = False  # the input embedding is also the output matrix
+    qkv_bias: bool = False  # as in Qwen2
+    qk_norm: bool = False  # as in Qwen3: normalize each head's query and key
 
 
-_LLAMA31_ROPE = dict(zip(ROPE_SCALING, (8.0, 1.0, 4.0, 8192), strict=True))
-_LLAMA32_ROPE = dict(zip(ROPE_SCALING, (32.0, 1.0, 4.0, 8192), strict=True))
 SIZES = {
-    "nano": Config(256, 256, 688, 6, 8, 8, 32, 1024, tie_word_embeddings=True),
-    "llama-124m": Config(50_304, 768, 2048, 12, 12, 12, 64, 1024, tie_word_embeddings=True),
-    "llama-1b": Config(
-        128_256, 2048, 8192, 16, 32, 8, 64, 131_072, 5e5, _LLAMA32_ROPE, tie_word_embeddings=True
+    "nano": Config(
+        vocab_size=256,
+        hidden_size=256,
+        intermediate_size=688,
+        num_hidden_layers=6,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        head_dim=32,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
     ),
-    "llama-8b": Config(128_256, 4096, 14_336, 32, 32, 8, 128, 8192, 5e5),
-    "llama-70b": Config(128_256, 8192, 28_672, 80, 64, 8, 128, 8192, 5e5),
-    # Llama 3.1
-    "llama-405b": Config(128_256, 16_384, 53_248, 126, 128, 8, 128, 131_072, 5e5, _LLAMA31_ROPE),
+    "llama-124m": Config(
+        vocab_size=50_304,
+        hidden_size=768,
+        intermediate_size=2048,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+        num_key_value_heads=12,
+        head_dim=64,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+    ),
+    "llama-1b": Config(  # Llama 3.2 1B
+        vocab_size=128_256,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=64,
+        max_position_embeddings=131_072,
+        rope_theta=500_000.0,
+        rope_scaling={
+            "factor": 32.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        tie_word_embeddings=True,
+    ),
+    "llama-8b": Config(  # Llama 3 8B
+        vocab_size=128_256,
+        hidden_size=4096,
+        intermediate_size=14_336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=8192,
+        rope_theta=500_000.0,
+    ),
+    "llama-70b": Config(  # Llama 3 70B
+        vocab_size=128_256,
+        hidden_size=8192,
+        intermediate_size=28_672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=8192,
+        rope_theta=500_000.0,
+    ),
+    "llama-405b": Config(  # Llama 3.1 405B
+        vocab_size=128_256,
+        hidden_size=16_384,
+        intermediate_size=53_248,
+        num_hidden_layers=126,
+        num_attention_heads=128,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=131_072,
+        rope_theta=500_000.0,
+        rope_scaling={
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    ),
 }
 
 
 class Recipe(NamedTuple):
-    """What trains a shape sensibly when no flag says otherwise."""
+    """Defaults of three flags that depend on the size of the model."""
 
     seq_len: int
-    lr: float  # peak, for AdamW
-    # for the default run of 100 steps; published runs of a trillion tokens take 2,000
-    warmup_steps: int
+    lr: float  # peak learning rate of AdamW
+    warmup_steps: int  # for the default run of 100 steps; runs of a trillion tokens take 2,000
 
 
-RECIPES = [  # up to so many parameters
-    (2e7, Recipe(64, 2e-3, 10)),  # nano
-    (4e8, Recipe(1024, 6e-4, 20)),
-    (3e9, Recipe(2048, 3e-4, 20)),
-    # Touvron et al. 2023 (Llama 2), section 2.2: 3e-4 for 7B and 13B
-    (2e10, Recipe(4096, 3e-4, 20)),
-    (1e11, Recipe(4096, 1.5e-4, 20)),  # and 1.5e-4 for 34B and 70B, all with sequences of 4,096
-    # Grattafiori et al. 2024 (Llama 3), table 3 and section 3.4.1
-    (math.inf, Recipe(8192, 8e-5, 20)),
+# (most parameters, recipe), from small to large
+RECIPES = [
+    (2e7, Recipe(seq_len=64, lr=2e-3, warmup_steps=10)),  # nano
+    (4e8, Recipe(seq_len=1024, lr=6e-4, warmup_steps=20)),
+    (3e9, Recipe(seq_len=2048, lr=3e-4, warmup_steps=20)),
+    # Llama 2 (Touvron et al. 2023, section 2.2) trained 7B and 13B with 3e-4, and 34B and 70B with
+    # 1.5e-4, all with sequences of 4,096 tokens.
+    (2e10, Recipe(seq_len=4096, lr=3e-4, warmup_steps=20)),
+    (1e11, Recipe(seq_len=4096, lr=1.5e-4, warmup_steps=20)),
+    # Llama 3 405B: Grattafiori et al. 2024, table 3 and section 3.4.1
+    (math.inf, Recipe(seq_len=8192, lr=8e-5, warmup_steps=20)),
 ]
 
 
 def recipe(name: str) -> Recipe:
-    """The recipe of the shape called `name`; a folder with trained weights takes a tenth of the learning rate."""
+    """Return the recipe for a model: a name in SIZES, a config.json, or a folder with one.
+
+    Sequences are at most as long as the model allows. A model with trained weights gets a tenth of
+    the learning rate: larger steps would destroy what it has learned.
+    """
     config = read_config(name)
-    found = next(found for limit, found in RECIPES if parameter_count(config) <= limit)
-    seq_len = min(found.seq_len, config.max_position_embeddings)
-    return found._replace(seq_len=seq_len, lr=found.lr / 10 if has_weights(name) else found.lr)
+    size_recipe = _recipe_for_size(parameter_count(config))
+    lr = size_recipe.lr
+    if has_weights(name):
+        lr = lr / 10
+    seq_len = min(size_recipe.seq_len, config.max_position_embeddings)
+    return Recipe(seq_len, lr, size_recipe.warmup_steps)
+
+
+def _recipe_for_size(parameters: int) -> Recipe:
+    """Return the first recipe in RECIPES that is for so many parameters."""
+    for most_parameters, size_recipe in RECIPES:
+        if parameters <= most_parameters:
+            return size_recipe
+    raise AssertionError("the last recipe has no limit")
 
 
 def has_weights(name: str) -> bool:
-    """Whether `name` is a folder with trained weights, and not a size, whose weights are random."""
+    """Tell whether `name` is a folder with trained weights. A named size has random weights."""
     return name not in SIZES and any(Path(name).glob("*.safetensors"))
 
 
 def read_config(name: str, flag: str = "--model") -> Config:
-    """The shape called `name`, or that of a config.json or of a folder with one; else UserError, which names `flag`."""
+    """Return the shape of a model: a name in SIZES, a config.json, or a folder with one.
+
+    Raise UserError, with the name of `flag`, if there is no such model or if lm/model.py does not
+    implement it.
+    """
     if name in SIZES:
         return SIZES[name]
-    path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
+
+    path = Path(name)
+    if path.is_dir():
+        path = path / "config.json"
     if not path.is_file():
         raise UserError(
-            f"{flag} {name}: no such size (--help lists them), nor an HF config.json or a folder with one"
+            f"{flag} {name}: no such size (--help lists them), "
+            "nor an HF config.json or a folder with one"
         )
     try:
         content = dict(json.loads(path.read_text()))
@@ -105,83 +204,126 @@ def read_config(name: str, flag: str = "--model") -> Config:
 
 
 def parse_config(content: dict, where: str) -> Config:
-    """The shape in the content of a config.json; UserError, that begins with `where`, for what is not computed here."""
-    if (kind := content.get("model_type", "llama")) not in MODEL_TYPES:
-        raise UserError(f"{where}: model_type {kind!r} is not known here: {', '.join(MODEL_TYPES)}")
-    given = {key: value for key, value in {**LLAMA, **content}.items() if value is not None}
-    # transformers 5, transformers 4
+    """Return the shape in the content of a Hugging Face config.json.
+
+    Raise UserError, with a message that starts with `where`, if the content is not a model's config
+    or if lm/model.py does not implement the model.
+    """
+    model_type = content.get("model_type", "llama")
+    if model_type not in MODEL_TYPES:
+        known = ", ".join(MODEL_TYPES)
+        raise UserError(f"{where}: model_type {model_type!r} is not known here: {known}")
+
+    given = dict(LLAMA)
+    for key, value in content.items():
+        if value is not None:
+            given[key] = value
+    # transformers 5 writes rope_parameters, transformers 4 wrote rope_scaling
     rope = given.get("rope_parameters") or given.get("rope_scaling") or {}
     rope_type = rope.get("rope_type", rope.get("type", "default"))
-    wrong = [
-        f"{key} {found!r}"
-        for key, value in LLAMA.items()
-        if (found := rope.get(key, given[key])) != value
-    ]
-    wrong += [f"rope_type {rope_type!r}"] if rope_type not in ("default", "llama3") else []
-    wrong += ["quantization_config"] if "quantization_config" in given else []
-    wrong += (
-        ["layer_types with a sliding window"]
-        if "sliding_attention" in given.get("layer_types", [])
-        else []
-    )
-    if wrong:
-        raise UserError(f"{where} is not a shape that is computed here: it has {', '.join(wrong)}")
+
+    unsupported = _unsupported_values(given, rope, rope_type)
+    if unsupported:
+        raise UserError(
+            f"{where} is not a shape that is computed here: it has {', '.join(unsupported)}"
+        )
     try:
-        values = {
-            "num_key_value_heads": given["num_attention_heads"],
-            "head_dim": given["hidden_size"] // given["num_attention_heads"],
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 10_000.0,
-            "tie_word_embeddings": False,
-            **given,
-            **rope,
-            "rope_scaling": {key: rope[key] for key in ROPE_SCALING}
-            if rope_type == "llama3"
-            else None,
-            "qkv_bias": kind == "qwen2",
-            "qk_norm": kind == "qwen3",
-        }
-        # within its window, attention is the usual one
-        if kind == "mistral" or given.get("use_sliding_window"):
-            window = given.get("sliding_window", math.inf)
-            values["max_position_embeddings"] = min(values["max_position_embeddings"], window)
-        config = Config(**{field.name: values[field.name] for field in dataclasses.fields(Config)})
-        ungrouped = config.num_attention_heads % config.num_key_value_heads
-        if ungrouped or config.head_dim % 2 or config.num_hidden_layers < 1:
+        config = _make_config(given, rope, rope_type, model_type)
+        ungrouped_heads = config.num_attention_heads % config.num_key_value_heads
+        if ungrouped_heads or config.head_dim % 2 or config.num_hidden_layers < 1:
             raise UserError(
-                f"{where}: needed are heads in equal groups, an even head_dim and layers, not {config}"
+                f"{where}: needed are heads in equal groups, an even head_dim and layers, "
+                f"not {config}"
             )
-        return config
     except (KeyError, ArithmeticError, TypeError, AttributeError) as error:
         raise UserError(f"{where} is not a model's config: {error!r}") from None
+    return config
+
+
+def _unsupported_values(given: dict, rope: dict, rope_type: str) -> list[str]:
+    """List the values of a config.json that lm/model.py does not implement."""
+    unsupported = []
+    for key, implemented in LLAMA.items():
+        value = rope.get(key, given[key])  # transformers 5 has partial_rotary_factor in rope
+        if value != implemented:
+            unsupported.append(f"{key} {value!r}")
+    if rope_type not in ("default", "llama3"):
+        unsupported.append(f"rope_type {rope_type!r}")
+    if "quantization_config" in given:
+        unsupported.append("quantization_config")
+    if "sliding_attention" in given.get("layer_types", []):
+        unsupported.append("layer_types with a sliding window")
+    return unsupported
+
+
+def _make_config(given: dict, rope: dict, rope_type: str, model_type: str) -> Config:
+    """Make a Config from the values of a config.json; raise KeyError for one that is missing."""
+    values = {  # what transformers uses where a config.json says nothing
+        "num_key_value_heads": given["num_attention_heads"],
+        "head_dim": given["hidden_size"] // given["num_attention_heads"],
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10_000.0,
+        "tie_word_embeddings": False,
+    }
+    values.update(given)
+    values.update(rope)
+
+    values["rope_scaling"] = None
+    if rope_type == "llama3":
+        values["rope_scaling"] = {key: rope[key] for key in ROPE_SCALING}
+    values["qkv_bias"] = model_type == "qwen2"
+    values["qk_norm"] = model_type == "qwen3"
+
+    # lm/model.py has no sliding window. Sequences that fit into the window do not need one.
+    if model_type == "mistral" or given.get("use_sliding_window"):
+        window = given.get("sliding_window", math.inf)
+        values["max_position_embeddings"] = min(values["max_position_embeddings"], window)
+
+    names = [field.name for field in dataclasses.fields(Config)]
+    return Config(**{name: values[name] for name in names})
 
 
 def config_json(config: Config) -> dict:
-    """The content of a config.json for this shape, as transformers and read_config read it."""
-    kind = "Qwen3" if config.qk_norm else "Qwen2" if config.qkv_bias else "Llama"
-    sizes = {
-        key: value
-        for key, value in dataclasses.asdict(config).items()
-        if key not in ("qkv_bias", "qk_norm")
-    }
-    return {
-        "architectures": [f"{kind}ForCausalLM"],
-        "model_type": kind.lower(),
-        **{key: value for key, value in LLAMA.items() if key != "partial_rotary_factor"},
-        "bos_token_id": None,  # transformers' defaults, 1 and 2, are letters to the byte tokenizer
+    """Return the content of a config.json that transformers and read_config read as this shape."""
+    if config.qk_norm:
+        family = "Qwen3"
+    elif config.qkv_bias:
+        family = "Qwen2"
+    else:
+        family = "Llama"
+
+    content = {
+        "architectures": [f"{family}ForCausalLM"],
+        "model_type": family.lower(),
+        "hidden_act": LLAMA["hidden_act"],
+        "attention_bias": LLAMA["attention_bias"],
+        "mlp_bias": LLAMA["mlp_bias"],
+        # The defaults of transformers are 1 and 2, which the byte tokenizer uses for text.
+        "bos_token_id": None,
         "eos_token_id": None,
-        **sizes,
-        "rope_scaling": config.rope_scaling and {"rope_type": "llama3", **config.rope_scaling},
     }
+    content.update(dataclasses.asdict(config))
+    # The family implies these two.
+    del content["qkv_bias"]
+    del content["qk_norm"]
+    if config.rope_scaling:
+        content["rope_scaling"] = {"rope_type": "llama3", **config.rope_scaling}
+    return content
 
 
 def load_config(name: str, tokenizer_size: int, seq_len: int) -> Config:
-    """The shape to train: as read_config, and nano takes the vocabulary of the tokenizer. UserError: as read_config; a
-    tokenizer with more tokens than the vocabulary; seq_len over the model's limit."""
+    """Return the shape to train on tokens of a tokenizer, in sequences of `seq_len` tokens.
+
+    The shape is that of read_config. Only nano takes its vocabulary size from the tokenizer.
+
+    Raise UserError if read_config does, if the tokenizer has more tokens than the model, or if
+    `seq_len` is longer than the model allows.
+    """
     config = read_config(name)
     if name == "nano":
         config = dataclasses.replace(config, vocab_size=tokenizer_size)
-    # what we train on bytes has about 256
+
+    # 256 tokens are bytes. Weights with a large vocabulary were trained with another tokenizer.
     if has_weights(name) and tokenizer_size == 256 and config.vocab_size > 1000:
         raise UserError(
             f"--tokenizer bytes: the weights of --model {name} know other tokens: leave it out"
@@ -191,30 +333,56 @@ def load_config(name: str, tokenizer_size: int, seq_len: int) -> Config:
             f"--tokenizer has {tokenizer_size} tokens, --model {name} only {config.vocab_size}"
         )
     if seq_len > config.max_position_embeddings:
-        raise UserError(
-            f"--seq-len {seq_len} is over the limit of --model {name}: {config.max_position_embeddings}"
-        )
+        limit = config.max_position_embeddings
+        raise UserError(f"--seq-len {seq_len} is over the limit of --model {name}: {limit}")
     return config
 
 
 def parameter_count(config: Config) -> int:
-    """How many numbers the model holds; tied embeddings count once."""
+    """Return the number of parameters. A tied embedding counts once."""
     c = config
-    # q and o, k and v
-    attention = c.hidden_size * c.head_dim * 2 * (c.num_attention_heads + c.num_key_value_heads)
-    attention += c.qkv_bias * c.head_dim * (c.num_attention_heads + 2 * c.num_key_value_heads)
-    mlp, norms = (
-        3 * c.hidden_size * c.intermediate_size,
-        2 * c.hidden_size + 2 * c.head_dim * c.qk_norm,
-    )
-    embeddings = c.vocab_size * c.hidden_size * (1 if c.tie_word_embeddings else 2)
-    return c.num_hidden_layers * (attention + mlp + norms) + c.hidden_size + embeddings
+    query_size = c.num_attention_heads * c.head_dim
+    key_value_size = c.num_key_value_heads * c.head_dim
+
+    attention = 2 * c.hidden_size * query_size  # q_proj, o_proj
+    attention += 2 * c.hidden_size * key_value_size  # k_proj, v_proj
+    if c.qkv_bias:
+        attention += query_size + 2 * key_value_size
+    mlp = 3 * c.hidden_size * c.intermediate_size  # gate_proj, up_proj, down_proj
+    norms = 2 * c.hidden_size  # one before attention, one before the MLP
+    if c.qk_norm:
+        norms += 2 * c.head_dim
+    block = attention + mlp + norms
+
+    embeddings = c.vocab_size * c.hidden_size
+    if not c.tie_word_embeddings:
+        embeddings *= 2  # input embedding and lm_head
+    final_norm = c.hidden_size
+    return c.num_hidden_layers * block + final_norm + embeddings
 
 
 def flops_per_token(config: Config, seq_len: int) -> int:
-    """Floating-point operations to train on one token, no recomputation: 6(N - N_embedding) + 12·L·H·head_dim·seq_len
-    (Chowdhery et al. 2022, appendix B). N_embedding is a matrix that is only looked up: 0 with tied embeddings."""
+    """Return the floating-point operations (FLOPs) of training on one token.
+
+        6 (N - N_embedding) + 12 layers heads head_dim seq_len
+
+    MFU is defined with this formula (Chowdhery et al. 2022, PaLM, appendix B). Its two terms:
+
+    - Matmuls with parameters. In forward, each parameter takes part in one multiplication and one
+      addition per token: 2 FLOPs. Backward takes twice as many, for the gradients of the input and
+      of the parameter. The sum is 6 FLOPs per parameter. N is the number of all parameters.
+      N_embedding is the size of the input embedding, which is looked up and not multiplied. If the
+      embedding is tied, N_embedding is 0, because lm_head multiplies by the same matrix.
+    - Attention. In forward, each head multiplies the token's query by seq_len keys, and then its
+      attention weights by seq_len values, each of head_dim numbers: 2 + 2 = 4 head_dim seq_len
+      FLOPs. Backward takes twice as many. The sum is 12 head_dim seq_len per head. The causal mask
+      would save half of it, but by convention all of it counts.
+
+    FLOPs that activation checkpointing adds in backward do not count.
+    """
     c = config
-    looked_up = 0 if c.tie_word_embeddings else c.vocab_size * c.hidden_size
+    input_embedding = 0
+    if not c.tie_word_embeddings:
+        input_embedding = c.vocab_size * c.hidden_size
     attention = 12 * c.num_hidden_layers * c.num_attention_heads * c.head_dim * seq_len
-    return 6 * (parameter_count(c) - looked_up) + attention
+    return 6 * (parameter_count(c) - input_embedding) + attention

@@ -1,20 +1,23 @@
-"""lm/data.py: what is trained on, in which order, and that nothing held out is among it."""
+"""lm/data.py: the order of the training samples, the held-out split, and the cached tokens."""
 
 import itertools
 import json
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from support.harness import ROOT
 
 from common.exits import UserError
 from lm import data
 
 
 def corpus_of(sequences: int) -> data.Corpus:
-    """Sequences of 8 tokens, each token of which is its own place in the text."""
+    """Return a corpus of sequences of 8 tokens. Each token is its position in the text."""
     tokens = np.arange(8 * sequences + 1, dtype=np.uint16)
     return data.Corpus(tokens, tokens, vocab_size=65536, sha256="")
 
@@ -26,17 +29,20 @@ def batches_of(
     world_size: int = 1,
     micro: int | None = None,
     batch: int = 12,
-    seed=3,
-):
+    seed: int = 3,
+) -> data.Batches:
+    """Return the batches of one rank, for sequences of 8 tokens."""
     sizes = SimpleNamespace(seq_len=8, global_batch_size=batch, micro_batch_size=micro, seed=seed)
     return data.Batches(corpus_of(sequences), sizes, rank=rank, world_size=world_size)
 
 
-def steps(sequences: int, world_size: int, count: int, start: int = 0, **how) -> list[list[int]]:
-    """The numbers of the sequences that all ranks together read in each step, in rank order."""
+def steps(
+    sequences: int, world_size: int, count: int, start: int = 0, **options
+) -> list[list[int]]:
+    """Return the indices of the sequences that all ranks read at each step, in rank order."""
     read = [[] for _ in range(count)]
     for rank in range(world_size):
-        batches = batches_of(sequences, rank=rank, world_size=world_size, **how)
+        batches = batches_of(sequences, rank=rank, world_size=world_size, **options)
         stream = batches.stream(start)
         for step in range(count):
             for inputs, targets in itertools.islice(stream, batches.accumulation_steps):
@@ -47,10 +53,10 @@ def steps(sequences: int, world_size: int, count: int, start: int = 0, **how) ->
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 6])
 def test_order_depends_on_seed_and_step_alone(world_size):
-    alone = steps(50, 1, 20)
-    assert steps(50, world_size, 20, micro=2) == alone
-    assert steps(50, world_size, 13, start=7) == alone[7:]
-    assert steps(50, world_size, 20, seed=4) != alone
+    one_rank = steps(50, 1, 20)
+    assert steps(50, world_size, 20, micro=2) == one_rank
+    assert steps(50, world_size, 13, start=7) == one_rank[7:]
+    assert steps(50, world_size, 20, seed=4) != one_rank
 
 
 def test_each_sequence_once_per_epoch_in_a_new_permutation():
@@ -63,33 +69,34 @@ def test_each_sequence_once_per_epoch_in_a_new_permutation():
 @pytest.mark.parametrize("world_size", [1, 3, 64])
 @pytest.mark.parametrize("n", [10, 96])
 def test_ranks_share_the_held_out_sequences(world_size, n):
-    """Each sequence is read once, and every rank has equally many batches of one shape."""
-    train, held_out = corpus_of(4 * world_size), corpus_of(n)
-    corpus = train._replace(held_out=held_out.held_out)
+    """Each sequence is read once, and every rank has the same number of batches of one shape."""
+    corpus = corpus_of(4 * world_size)._replace(held_out=corpus_of(n).held_out)
     sizes = SimpleNamespace(seq_len=8, global_batch_size=4 * world_size, micro_batch_size=4, seed=0)
     ranks = [
         data.Batches(corpus, sizes, rank=r, world_size=world_size).evaluation()
         for r in range(world_size)
     ]
     assert len({len(batches) for batches in ranks}) == 1
-    seen = []
+    sequences_read = []
     for inputs, targets in itertools.chain.from_iterable(ranks):
         assert inputs.shape == targets.shape == (4, 8)
         for row, wanted in zip(inputs, targets, strict=True):
             padding = wanted == data.PADDING
             assert padding.all() == padding.any()
-            seen += [] if padding.all() else [int(row[0]) // 8]
-    assert sorted(seen) == list(range(n))
+            if not padding.all():
+                sequences_read.append(int(row[0]) // 8)
+    assert sorted(sequences_read) == list(range(n))
 
 
 def test_standard_library_is_split_by_file():
     corpus = data.load_corpus("stdlib", "bytes")
-    train, held_out = (bytes(part).split(b"\0") for part in (corpus.train, corpus.held_out))
     assert len(corpus.train) > 5e6
     assert corpus.vocab_size == 256
+    train = bytes(corpus.train).split(b"\0")
+    held_out = bytes(corpus.held_out).split(b"\0")
     assert 0.03 < len(held_out) / len(train) < 0.07
-    # an empty file ends up as the empty piece behind the last separator
-    assert not {d for d in train if d} & {d for d in held_out if d}
+    on_both_sides = set(train) & set(held_out)
+    assert on_both_sides <= {b""}  # an empty file, and what follows the last separator
 
 
 def test_a_copy_of_a_held_out_document_is_held_out_too(tmp_path):
@@ -97,9 +104,8 @@ def test_a_copy_of_a_held_out_document_is_held_out_too(tmp_path):
     file = tmp_path / "d.jsonl"
     file.write_text("\n".join(json.dumps({"text": row}) for row in rows))
     corpus = data.load_corpus(str(file), "bytes")
-    train, held_out = (
-        set(bytes(part).split(b"\0")) - {b""} for part in (corpus.train, corpus.held_out)
-    )
+    train = set(bytes(corpus.train).split(b"\0")) - {b""}
+    held_out = set(bytes(corpus.held_out).split(b"\0")) - {b""}
     assert len(train) == 38
     assert len(held_out) == 2
     assert not train & held_out
@@ -107,10 +113,8 @@ def test_a_copy_of_a_held_out_document_is_held_out_too(tmp_path):
 
 def test_copies_of_one_document_are_split_within_it(tmp_path):
     file = tmp_path / "d.jsonl"
-    file.write_text(
-        (json.dumps({"text": "a line with \u2028 in it " * 9}, ensure_ascii=False) + "\n") * 5,
-        "utf-8",
-    )
+    line = json.dumps({"text": "a line with \u2028 in it " * 9}, ensure_ascii=False)
+    file.write_text(f"{line}\n" * 5, "utf-8")
     corpus = data.load_corpus(str(file), "bytes")
     assert len(corpus.train) > 10 * len(corpus.held_out) > 0
 
@@ -130,19 +134,20 @@ def test_text_jsonl_parquet_and_hf_hold_the_same(tmp_path):
     parquet.write_table(
         pa.table({"text": documents(), "id": list(range(30))}), tmp_path / "d.parquet"
     )
-    a, b, c = (
-        data.load_corpus(s, "bytes")
-        for s in (str(jsonl), str(tmp_path / "d.parquet"), f"hf:{tmp_path / 'hub'}")
-    )
-    assert bytes(a.train) == bytes(b.train) == bytes(c.train)
-    assert bytes(a.held_out) == bytes(b.held_out) == bytes(c.held_out)
-    text = tmp_path / "d.txt"
-    text.write_text("".join(documents()))
-    one = data.load_corpus(str(text), "bytes")
-    assert bytes(one.train)[:-1] + bytes(one.held_out)[:-1] == "".join(documents()).encode()
+    expected = data.load_corpus(str(jsonl), "bytes")
+    for source in (str(tmp_path / "d.parquet"), f"hf:{tmp_path / 'hub'}"):
+        corpus = data.load_corpus(source, "bytes")
+        assert bytes(corpus.train) == bytes(expected.train)
+        assert bytes(corpus.held_out) == bytes(expected.held_out)
+
+    # A text file is one document: its last 5 % are held out, and each part ends with a 0.
+    text = "".join(documents())
+    (tmp_path / "d.txt").write_text(text)
+    corpus = data.load_corpus(str(tmp_path / "d.txt"), "bytes")
+    assert bytes(corpus.train)[:-1] + bytes(corpus.held_out)[:-1] == text.encode()
 
 
-# --- the tokens that are kept
+# --- the cached tokens
 
 
 WORDS = "some words to train on, " * 50
@@ -150,7 +155,7 @@ WORDS = "some words to train on, " * 50
 
 @pytest.fixture
 def text(tmp_path, monkeypatch) -> Path:
-    """A text whose tokens nobody has kept yet."""
+    """A text that has not been tokenized yet."""
     monkeypatch.setenv("CORPUS_CACHE", str(tmp_path / "cache"))
     (tmp_path / "d.txt").write_text(WORDS)
     return tmp_path / "d.txt"
@@ -177,7 +182,7 @@ def test_tokens_that_were_cleared_in_part_are_made_again(text, gone):
 
 @pytest.mark.parametrize("half_written", ["train.npy", "held_out.npy", "corpus.json"])
 def test_a_killed_tokenization_leaves_no_corpus(text, monkeypatch, half_written):
-    """A process that is killed while it writes this file, and the same command again."""
+    """A process is killed while it writes a file, and the next one tokenizes again."""
 
     def killed_in(write):
         def writes(file, *content):
@@ -201,3 +206,11 @@ def test_a_folder_that_cannot_keep_tokens_is_told(text, monkeypatch):
     monkeypatch.setenv("CORPUS_CACHE", str(text))
     with pytest.raises(UserError, match="CORPUS_CACHE"):
         data.load_corpus("stdlib")
+
+
+# --- imports
+
+
+def test_workers_and_planner_need_no_torch():
+    code = "import sys, lm.corpus, lm.shapes; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
