@@ -116,14 +116,16 @@ def bytes_of_training(weights: list[Tensor], optimizer: torch.optim.Optimizer) -
     }
 
 
-class StepMemory(measure.LiveBytes):
-    """Bytes alive, of which the peak can begin anew. They are kept as a sum that follows each piece of memory as it is
-    made, resized and freed: to add up thousands of pieces after each operator would take minutes for 80 layers."""
+class SummedBytes(measure.OperatorBytes):
+    """Keep the bytes alive as a sum that follows each storage as it is made, resized and freed.
 
-    def __init__(self, device: torch.device) -> None:
+    To add up thousands of pieces after each operator would take minutes for 80 layers.
+    """
+
+    def __init__(self) -> None:
         self._sizes: dict[int, int] = {}  # by address
         self._sum = 0
-        super().__init__(device=device)
+        super().__init__()
 
     def __enter__(self):
         self._resize = torch.UntypedStorage.resize_
@@ -144,7 +146,7 @@ class StepMemory(measure.LiveBytes):
 
     @property
     def now(self) -> int:
-        return super().now if self.cuda else self._sum
+        return self._sum
 
     def _note(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -157,10 +159,12 @@ class StepMemory(measure.LiveBytes):
         if size is not None:
             self._sizes[address] = size
 
-    def restart(self) -> None:
-        self._peak = 0
-        if self.cuda:
-            torch.cuda.reset_peak_memory_stats(self.cuda)
+
+def step_memory(device: torch.device) -> measure.AllocatorBytes | SummedBytes:
+    """Return a counter of bytes alive whose peak can begin anew for each step."""
+    if device.type == "cuda":
+        return measure.AllocatorBytes(device)
+    return SummedBytes()
 
 
 def of_zero(stage: int, net: nn.Module, ranks: int) -> dict[str, int]:

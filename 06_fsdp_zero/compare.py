@@ -36,7 +36,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
-from _shared import StepMemory, bytes_of_training, of_fully_shard, of_zero
+from _shared import bytes_of_training, of_fully_shard, of_zero, step_memory
 
 from common import cli, exits, measure, report, runtime
 from lm import data, shapes
@@ -121,7 +121,7 @@ def count_step(
         shard(net, args, device, args.replicate if method == "HSDP" else 1)
     held = {}
     fake = FakeTensorMode(allow_non_fake_inputs=True) if args.dry_run else nullcontext()
-    with fake, StepMemory(device=device) as memory:
+    with fake, step_memory(device) as memory:
         if args.dry_run:
             net.to_empty(device=device)
             net.tie_weights()

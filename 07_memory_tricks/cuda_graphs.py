@@ -97,7 +97,7 @@ def smallest(config: shapes.Config) -> shapes.Config:
     )
 
 
-class Operators(measure.LiveBytes):
+class Operators(measure.OperatorBytes):
     """Counts the operators that run inside it."""
 
     count = 0

@@ -60,7 +60,7 @@ class Piece:
     freed: int | None = None  # None: it is still there
 
 
-class Profile(measure.LiveBytes):
+class Profile(measure.OperatorBytes):
     """Sees every operator inside it, and keeps a record of every piece of memory, also of those that are gone."""
 
     def __init__(
