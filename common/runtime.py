@@ -57,7 +57,7 @@ def ranks() -> Ranks:
 
 
 def is_rank0() -> bool:
-    """Return whether this process is rank 0, also before init_process_group."""
+    """Return whether this process is rank 0. Before init_process_group, RANK says so."""
     if dist.is_initialized():
         return dist.get_rank() == 0
     return ranks().rank == 0
@@ -107,9 +107,11 @@ def pick_device(name: str = "auto") -> torch.device:
 
 def single_device(name: str) -> torch.device:
     """Return the device of a script that runs in one process. Raise UserError if there are more."""
-    if ranks().world_size > 1:
+    world_size = ranks().world_size
+    if world_size > 1:
         raise UserError(
-            "this script runs in one process, more would only repeat it: 05_ddp/train.py uses many"
+            f"this script runs in one process, and {world_size} were started: "
+            "start it with plain python; 05_ddp/train.py uses several"
         )
     return pick_device(name)
 
@@ -124,10 +126,11 @@ def synchronize(device: torch.device) -> None:
 
 
 def timeout() -> timedelta:
-    """Return how long a collective waits for its last rank: COLLECTIVE_TIMEOUT_SECONDS, or 600 s.
+    """Return how long a collective waits for its last rank.
 
-    It must be longer than the slowest thing that one rank does while the others wait, such as a
-    save, a compilation or a tokenization.
+    The environment variable COLLECTIVE_TIMEOUT_SECONDS sets it. The default is 600. It must be
+    longer than the slowest thing that one rank does while the others wait, such as a save, a
+    compilation or a tokenization.
     """
     return timedelta(seconds=int(os.environ.get("COLLECTIVE_TIMEOUT_SECONDS", "600")))
 
@@ -186,7 +189,7 @@ def shutdown() -> None:
     """
     dist.barrier()
     # Keep a reference until the process ends. If DDP held the last one, gloo's destructor would
-    # hold Python's lock and wait for threads that need that lock (PyTorch #56297).
+    # hold the GIL and wait for threads that need the GIL (PyTorch #56297).
     _left_groups.append(dist.group.WORLD)
     dist.destroy_process_group()
 
@@ -221,15 +224,15 @@ def join_fake_ranks(rank: int, world_size: int) -> torch.device:
     """Make this process one rank of `world_size` ranks that do not exist, and return the CPU.
 
     A dry run counts the bytes and collectives of one rank this way. Collectives return at once and
-    leave their results as they are. Call it once per process: DTensor remembers process groups,
-    so the process cannot become another rank.
+    exchange nothing. Call it once per process: DTensor remembers process groups, so the process
+    cannot become another rank.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     warnings.filterwarnings("ignore", "Set timeout is now only supported for either nccl or gloo")
-    # Make to_empty() create new parameters. By default it changes a parameter's data in place. With
-    # fake tensors only the shape would change, and each use of the parameter would look like new
-    # memory.
+    # Make to_empty() create new parameters. By default it changes the data of a parameter in place.
+    # With fake tensors that would change only the shape, and then each use of the parameter would
+    # look like new memory.
     torch.__future__.set_overwrite_module_params_on_conversion(True)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     return torch.device("cpu")
@@ -253,7 +256,10 @@ def gather(value: object, group: dist.ProcessGroup | None = None) -> list:
 
     `value` is any object that can be pickled. This is a collective: every rank must call it. If a
     rank raises before its call, the others wait here until torchrun ends them. Use `together` for
-    work that can fail on one rank. `group` holds all ranks too; a background thread needs its own.
+    work that can fail on one rank.
+
+    `group` is another process group of all ranks. A background thread passes its own group, so that
+    its messages do not mix with those of the training.
     """
     if not dist.is_initialized():
         return [value]
@@ -265,10 +271,12 @@ def gather(value: object, group: dist.ProcessGroup | None = None) -> list:
 def together(work: Callable[[], object], group: dist.ProcessGroup | None = None) -> list:
     """Run `work` on every rank and return the results of all ranks, in rank order, on every rank.
 
-    Every rank must call it. A checkpoint's files are written this way. If `work` raises UserError
-    or OSError on some ranks, such as a full disk, then every rank raises the first of these errors
-    in rank order: no rank goes on without the others. Any other exception is a bug: it leaves this
-    rank with its traceback, the process ends, and torchrun ends the other ranks.
+    Every rank must call it. lm/checkpoint.py writes files this way, because a disk can be full on
+    one node only.
+
+    If `work` raises UserError or OSError on some ranks, every rank raises the error of the first of
+    these ranks. So no rank waits for a rank that has failed. Any other exception is a bug. It ends
+    its rank with a traceback, and then torchrun ends the other ranks, which wait here.
     """
     result = None
     error = None
@@ -286,8 +294,9 @@ def together(work: Callable[[], object], group: dist.ProcessGroup | None = None)
 def on_rank0(work: Callable[[], object]) -> object:
     """Run `work` on rank 0 and return its result on every rank.
 
-    Every rank must call it; the others wait for rank 0. It is for what one rank does for the job,
-    such as reading a settings file. If `work` raises UserError or OSError, every rank raises it.
+    Every rank must call it, and the others wait for rank 0. Scripts use it for work that one rank
+    does for all, such as writing an exported model. If `work` raises UserError or OSError, every
+    rank raises the same error, as in `together`.
     """
 
     def work_of_rank0() -> object:
@@ -302,10 +311,10 @@ def on_rank0(work: Callable[[], object]) -> object:
 
 
 def seed_all(value: int, deterministic: bool = False) -> None:
-    """Seed the random generators of Python, NumPy and torch, and compute fp32 matmuls in fp32.
+    """Seed the random generators of Python, NumPy and torch, and turn TF32 off.
 
-    `deterministic` also chooses kernels whose results are bit-identical from run to run, and which
-    are slower. Call it before init_process_group: NCCL reads its environment when it starts.
+    `deterministic` also chooses slower kernels, whose results are bit-identical from run to run.
+    Call it before init_process_group, because NCCL reads its environment variables when it starts.
     """
     random.seed(value)
     np.random.seed(value % 2**32)
@@ -322,9 +331,9 @@ def seed_all(value: int, deterministic: bool = False) -> None:
 
 
 def catch_stop_signals() -> None:
-    """Make SIGTERM, SIGUSR1 and SIGHUP only take a note, which stop_requested reads.
+    """Note SIGTERM, SIGUSR1 and SIGHUP from now on, instead of ending at once.
 
-    The training loop asks stop_requested after each step, then saves and ends.
+    The training loop calls stop_requested after each step, and then saves and ends.
     """
 
     def note(number: int, _frame) -> None:
@@ -332,8 +341,8 @@ def catch_stop_signals() -> None:
         stop_signals.append(number)
 
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-        # A plain script under nohup has SIGHUP ignored, and keeps it so. torchrun ends when its
-        # terminal closes, even under nohup, and sends SIGHUP to its ranks: they must save.
+        # A plain script under nohup starts with SIGHUP ignored and keeps ignoring it. torchrun ends
+        # when its terminal closes, even under nohup, and sends SIGHUP to its ranks: they must save.
         ignored = signal.getsignal(number) == signal.SIG_IGN
         if dist.is_torchelastic_launched() or not ignored:
             signal.signal(number, note)
