@@ -1,76 +1,129 @@
-"""Take a script with you, and every file of this repository that it needs: python take.py 05_ddp/train.py ../mine"""
+"""Copy a script, and every file of this repository that it needs, into a new folder.
+
+python take.py 05_ddp/train.py ../mine
+"""
 
 import argparse
 import ast
-import functools
 import shutil
+from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
 
 
-@functools.cache
+def imported_names(node: ast.AST) -> list[str]:
+    """Return the modules that a statement may import, such as `lm` and `lm.model`."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom) and node.module:
+        # `from lm import model` imports the module lm.model
+        return [node.module, *[f"{node.module}.{alias.name}" for alias in node.names]]
+    return []
+
+
+def files_of_module(name: str, folder: Path, root: Path) -> list[Path]:
+    """Return where a module may be that a file in `folder` imports. Not all of these files exist.
+
+    A module without a package is beside the file, or else in the one lesson folder that has it:
+    a script may put another folder on sys.path.
+    """
+    path = root / name.replace(".", "/")
+    files = [path.with_suffix(".py"), path / "__init__.py"]
+    beside = folder / f"{name}.py"
+    in_lesson_folders = list(root.glob(f"[0-9]*/{name}.py"))
+    if beside.exists():
+        files.append(beside)
+    elif len(in_lesson_folders) == 1:
+        files += in_lesson_folders
+    return files
+
+
+@cache
 def needs(file: Path, root: Path = ROOT) -> set[Path]:
-    """The files that one file imports, and those beside it that it names: data, or a script that it starts."""
+    """Return the files of the repository that one file imports or names in a string.
+
+    A string counts if it is the name of a file beside this one: data, or a script that it starts.
+    """
     beside = {other.name: other for other in file.parent.iterdir()}
-    names, found = set(), set()
+    candidates = set()
     for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-        elif isinstance(node, ast.Constant) and node.value in beside:
-            found.add(beside[node.value])
-    for name in names:
-        path = root / name.replace(".", "/")
-        same_stem = (
-            [beside[f"{name}.py"]]
-            if f"{name}.py" in beside
-            else list(root.glob(f"[0-9]*/{name}.py"))
-        )
-        found |= {
-            path.with_suffix(".py"),
-            path / "__init__.py",
-            *(same_stem if len(same_stem) == 1 else []),
-        }
-    return {other for other in found if other.is_file() and other != file}
+        for name in imported_names(node):
+            candidates.update(files_of_module(name, file.parent, root))
+        if isinstance(node, ast.Constant) and node.value in beside:
+            candidates.add(beside[node.value])
+    return {other for other in candidates if other.is_file() and other != file}
 
 
 def closure(script: Path, root: Path = ROOT) -> list[Path]:
-    """The script and every file of the repository that it needs, at any depth."""
-    found, new = set(), {script}
-    while new:
-        found |= new
-        new = {other for file in new if file.suffix == ".py" for other in needs(file, root)} - found
+    """Return the script and every file of the repository that it needs, directly or indirectly."""
+    found = {script}
+    waiting = [script]
+    while waiting:
+        file = waiting.pop()
+        if file.suffix == ".py":
+            new = needs(file, root) - found
+            found |= new
+            waiting += new
     return sorted(found)
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+def find_script(path: Path) -> Path | None:
+    """Return the script at `path`, from this folder or the repository; None if it is not ours."""
+    for candidate in (path, ROOT / path):
+        if candidate.is_file():
+            script = candidate.resolve()
+            is_ours = script.suffix == ".py" and script.is_relative_to(ROOT)
+            return script if is_ours else None
+    return None
+
+
+def make_new_folder(folder: Path) -> None:
+    """Create the folder. Raise OSError if that fails or if it has something in it already."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+        raise OSError("it is not empty")
+
+
+def copy_files(files: Iterable[Path], target: Path) -> int:
+    """Copy the files with their folders, print the lines of each, and return the sum of lines."""
+    total = 0
+    for file in files:
+        copy = target / file.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, copy)
+        lines = file.read_text().count("\n")
+        total += lines
+        print(f"{lines:6,} lines  {copy}")
+    return total
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("script", type=Path, help="a script of this repository")
     parser.add_argument(
         "target", type=Path, help="a new or an empty folder: the copy keeps the layout"
     )
     args = parser.parse_args()
-    script = next(
-        (path.resolve() for path in (args.script, ROOT / args.script) if path.is_file()), ROOT
-    )
-    if script.suffix != ".py" or not script.is_relative_to(ROOT):
+
+    script = find_script(args.script)
+    if script is None:
         parser.exit(
             2, f"{args.script} is not a script of {ROOT}: give one such as 05_ddp/train.py\n"
         )
     try:
-        args.target.mkdir(parents=True, exist_ok=True)
-        if any(args.target.iterdir()):
-            raise OSError("it is not empty")
+        make_new_folder(args.target)
     except OSError as error:
         parser.exit(2, f"{args.target} cannot be the new folder: {error}\n")
-    sizes = {file: file.read_text().count("\n") for file in closure(script)}
-    for file, lines in sizes.items():
-        copy = args.target / file.relative_to(ROOT)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(file, copy)
-        print(f"{lines:6,} lines  {copy}")
-    print(
-        f"{len(sizes)} files, {sum(sizes.values()):,} lines: cd {args.target} && python {script.relative_to(ROOT)}"
-    )
+
+    files = closure(script)
+    lines = copy_files(files, args.target)
+    command = f"cd {args.target} && python {script.relative_to(ROOT)}"
+    print(f"{len(files)} files, {lines:,} lines: {command}")
+
+
+if __name__ == "__main__":
+    main()

@@ -64,7 +64,7 @@ def warm_up(work: Callable, device: torch.device, seconds: float) -> None:
     deadline = None
     while deadline is None or time.perf_counter() < deadline:
         work()
-        runtime.wait_for(device)
+        runtime.synchronize(device)
         deadline = deadline or time.perf_counter() + seconds
 
 
@@ -81,7 +81,7 @@ def timed(
     by_events = device.type == "cuda" and clock == "device"
     seconds = []
     for _ in range(samples):
-        runtime.wait_for(device)
+        runtime.synchronize(device)
         if flush is not None:
             flush.zero_()
         if by_events:
@@ -93,14 +93,14 @@ def timed(
             end.synchronize()
             seconds.append(start.elapsed_time(end) / 1e3 / repeat)
         else:
-            runtime.wait_for(device)
+            runtime.synchronize(device)
             began = time.perf_counter()
             for _ in range(repeat):
                 work()
                 if clock != "issue":
-                    runtime.wait_for(device)
+                    runtime.synchronize(device)
             seconds.append((time.perf_counter() - began) / repeat)
-    runtime.wait_for(device)
+    runtime.synchronize(device)
     return seconds
 
 

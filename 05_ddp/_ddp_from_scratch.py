@@ -65,7 +65,7 @@ def watch(net: nn.Module) -> Iterator[dict]:
 def train(way: Way, inputs: Tensor, targets: Tensor) -> None:
     """One training step, timed from the common start of all ranks until the slowest is done. The optimizer's part,
     which is the same for all, is not timed."""
-    runtime.wait_for(inputs.device)
+    runtime.synchronize(inputs.device)
     dist.barrier()
     with watch(way.net) as step:
         step["start"] = time.perf_counter()
@@ -73,7 +73,7 @@ def train(way: Way, inputs: Tensor, targets: Tensor) -> None:
         step["forward_end"] = time.perf_counter()
         loss.backward()
         way.average()
-        runtime.wait_for(inputs.device)
+        runtime.synchronize(inputs.device)
         step["seconds"] = max(runtime.gather(time.perf_counter() - step["start"]))
     way.optimizer.step()
     way.optimizer.zero_grad()

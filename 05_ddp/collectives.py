@@ -96,11 +96,11 @@ def timed(work: Callable, device: torch.device, samples: int, repeat: int) -> li
     seconds = []
     for _ in range(samples + 1):
         dist.barrier()
-        runtime.wait_for(device)  # the barrier itself must not be in a GPU's queue
+        runtime.synchronize(device)  # the barrier itself must not be in a GPU's queue
         began = time.perf_counter()
         for _ in range(repeat):
             work()
-        runtime.wait_for(device)
+        runtime.synchronize(device)
         seconds.append((time.perf_counter() - began) / repeat)
     slowest = torch.tensor(seconds[1:], dtype=torch.float64)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)

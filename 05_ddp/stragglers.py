@@ -82,7 +82,7 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
         marks.append(mark(device))
-        runtime.wait_for(device)
+        runtime.synchronize(device)
         for phase, (start, end) in zip(PHASES, pairwise(marks), strict=True):
             seconds[phase].append(seconds_between(start, end))
     for hook in hooks:

@@ -117,7 +117,7 @@ def bytes_of_training(weights: list[Tensor], optimizer: torch.optim.Optimizer) -
 
 
 class SummedBytes(measure.OperatorBytes):
-    """Keep the bytes alive as a sum that follows each piece of memory as it is made, resized and freed.
+    """Keep the bytes alive as a sum that follows each storage as it is made, resized and freed.
 
     To add up thousands of pieces after each operator would take minutes for 80 layers.
     """

@@ -48,7 +48,7 @@ def main() -> int:
     class Clock(TrainerCallback):
         def on_step_end(self, _args, state, _control, **_) -> None:
             if state.global_step == 1 or state.global_step % args.log_every == 0:
-                runtime.wait_for(device)
+                runtime.synchronize(device)
                 clock.append((state.global_step, time.perf_counter()))
 
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:

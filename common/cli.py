@@ -1,52 +1,83 @@
-"""The flags that scripts share, checked before anything expensive starts."""
+"""Flags that scripts share. A wrong value is found here, before anything expensive starts."""
 
 import argparse
-import contextlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from common.exits import UserError
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse that states an error in one line and prints a script's docstring unchanged."""
+    """argparse's parser with one-line errors, and with a script's docstring unchanged as --help."""
 
     def __init__(self, description: str) -> None:
-        unchanged = argparse.RawDescriptionHelpFormatter
-        super().__init__(description=description, formatter_class=unchanged, allow_abbrev=False)
+        super().__init__(
+            description=description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
 
     def error(self, message: str) -> None:
         raise UserError(f"{message} (--help lists the flags)")
 
 
-def _number(kind: type, least: float, *, exclusive: bool = False):
-    condition = f"{'a whole number' if kind is int else 'a number'} {'above' if exclusive else 'of at least'} {least}"
-
-    def convert(text: str) -> float:
-        with contextlib.suppress(ValueError):
-            value = kind(text)
-            if value > least or (value == least and not exclusive):
-                return value
-        raise argparse.ArgumentTypeError(f"{text!r} is not {condition}")
-
-    return convert
+# --- types for add_argument(type=...)
 
 
-positive_int, natural = _number(int, 1), _number(int, 0)
-positive, not_negative = _number(float, 0, exclusive=True), _number(float, 0)
+def positive_int(text: str) -> int:
+    """Return the whole number in `text`. Raise argparse's error if it is less than 1."""
+    return _number(text, int, lambda value: value >= 1, "a whole number of at least 1")
+
+
+def natural(text: str) -> int:
+    """Return the whole number in `text`. Raise argparse's error if it is less than 0."""
+    return _number(text, int, lambda value: value >= 0, "a whole number of at least 0")
+
+
+def positive(text: str) -> float:
+    """Return the number in `text`. Raise argparse's error if it is 0 or less, or NaN."""
+    return _number(text, float, lambda value: value > 0, "a number above 0")
+
+
+def not_negative(text: str) -> float:
+    """Return the number in `text`. Raise argparse's error if it is less than 0, or NaN."""
+    return _number(text, float, lambda value: value >= 0, "a number of at least 0")
+
+
+def _number(
+    text: str, kind: type, is_allowed: Callable[[float], bool], description: str
+) -> int | float:
+    """Convert `text` to int or float, or raise argparse's error, which names what is allowed."""
+    try:
+        value = kind(text)
+        allowed = is_allowed(value)
+    except ValueError:
+        allowed = False
+    if not allowed:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {description}")
+    return value
 
 
 def writable_file(text: str) -> Path:
-    """A path whose folder exists: better said now than after the last step."""
+    """Return `text` as a path. Raise argparse's error if no file can be written there.
+
+    The folder must exist: a long run must not fail after its last step.
+    """
     path = Path(text)
-    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+    folder = path.parent
+    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
         raise argparse.ArgumentTypeError(
-            f"{text!r} cannot be written: a folder, or in none that can be written"
+            f"{text!r} cannot be written: it is a folder, or its folder is missing or read-only"
         )
     return path
 
 
+# --- flags
+
+
 def add_device_and_json(parser: argparse.ArgumentParser) -> None:
+    """Add --device and --json, which every script has."""
     parser.add_argument("--device", choices=("auto", "cuda", "mps", "cpu"), default="auto")
     parser.add_argument(
         "--json", type=writable_file, metavar="PATH", help="write the summary as one JSON object"

@@ -1,4 +1,7 @@
-"""How a script ends: errors for people in one line, failures with their traceback, nothing left running."""
+"""End a script: one line for an error that the user can fix, a traceback for any other error.
+
+Every script ends with `exits.run(main)`.
+"""
 
 import contextlib
 import errno
@@ -10,15 +13,21 @@ import time
 import traceback
 from collections.abc import Callable
 
+FAILURE_EXIT_CODE = 1
+USER_ERROR_EXIT_CODE = 2
 REQUEUE_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: saved and stopped on a signal, start me again
+KEYBOARD_INTERRUPT_EXIT_CODE = 130  # as a shell reports a program that Ctrl-C ended
+
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
-# what os._exit would not flush: wandb.finish, a profiler
-before_exit: list[Callable[[], None]] = []
-# what to finish first, such as a save in the background
-before_user_error_exit: list[Callable[[], None]] = []
-stop_signals: list[int] = []  # those that runtime.catch_stop_signals has noted
-# torch's own words
+# parts of the messages with which torch reports too little memory
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "bad_alloc")
+
+# Called before every exit. os._exit skips atexit, so what must be flushed goes here: wandb.finish.
+before_exit: list[Callable[[], None]] = []
+# Called before the line of a user error, to finish such things as a save in the background.
+before_user_error_exit: list[Callable[[], None]] = []
+# The numbers of the signals that runtime.catch_stop_signals has noted.
+stop_signals: list[int] = []
 
 
 class UserError(Exception):
@@ -26,24 +35,20 @@ class UserError(Exception):
 
 
 def run(main: Callable[[], int]) -> None:
-    """Leave with main's exit code. UserError, full disk, too little memory: one line, code 2; else a traceback, 1."""
-    code = 1
+    """Run main and end the process with the exit code that it returns.
+
+    UserError, a full disk and too little memory print one line and end with 2. Ctrl-C ends with
+    130. Any other exception prints its traceback and ends with 1.
+    """
     try:
         code = main()
-    except SystemExit:  # --help
+    except SystemExit:  # argparse's --help
         raise
     except KeyboardInterrupt:
-        code = 130
-    except BaseException as error:  # torch's CheckpointException is no Exception
-        if message := _for_people(error):
-            code = 2
-            for finish in before_user_error_exit:
-                # it must not hide the error that is printed here
-                with contextlib.suppress(Exception):
-                    finish()
-            _tell(message)
-        else:
-            traceback.print_exc()
+        code = KEYBOARD_INTERRUPT_EXIT_CODE
+    except BaseException as error:  # torch's CheckpointException is not a subclass of Exception
+        code = _report_error(error)
+
     for child in multiprocessing.active_children():  # data loading workers
         child.kill()
     for flush in before_exit:
@@ -52,29 +57,51 @@ def run(main: Callable[[], int]) -> None:
         except Exception:
             traceback.print_exc()
     sys.stdout.flush()
-    os._exit(code)  # the interpreter's teardown can wait for ever for gloo's threads
+    # Skip the interpreter's shutdown, which can wait forever for gloo's threads.
+    os._exit(code)
 
 
-def _for_people(error: BaseException) -> str | None:
-    """The line for an error that a person can do something about; None for all others."""
+def _report_error(error: BaseException) -> int:
+    """Print the line of a user error, or the traceback of any other, and return the exit code."""
+    message = _user_message(error)
+    if message is None:
+        traceback.print_exception(error)
+        return FAILURE_EXIT_CODE
+    for finish in before_user_error_exit:
+        # an exception here must not hide the error that is printed below
+        with contextlib.suppress(Exception):
+            finish()
+    _print_once_per_job(message)
+    return USER_ERROR_EXIT_CODE
+
+
+def _user_message(error: BaseException) -> str | None:
+    """Return the message for an error that the user can fix, or None for any other error."""
     if isinstance(error, UserError) or getattr(error, "errno", None) in DISK_ERRORS:
         return str(error)
-    if isinstance(error, MemoryError | RuntimeError) and any(
-        words in str(error) for words in OUT_OF_MEMORY
-    ):
-        return (
-            "out of memory: see 07_memory_tricks/memory_profile.py and 07_memory_tricks/estimate.py"
-        )
+    if isinstance(error, MemoryError | RuntimeError):
+        text = str(error)
+        if any(words in text for words in OUT_OF_MEMORY):
+            return (
+                "out of memory: see 07_memory_tricks/memory_profile.py "
+                "and 07_memory_tricks/estimate.py"
+            )
     return None
 
 
-def _tell(message: str) -> None:
-    """Print the error once per job: rank 0's exit makes torchrun end the others. Who is left has its own error."""
-    line = f"{os.path.relpath(sys.argv[0])}: error: {' '.join(message.split())}"
+def _print_once_per_job(message: str) -> None:
+    """Print an error on rank 0, and on another rank only if rank 0 does not have the same error.
+
+    Most user errors happen on all ranks. When rank 0 exits with its error, torchrun ends the others
+    with SIGTERM. A rank that is still alive after 5 seconds has an error that rank 0 does not have.
+    """
+    script = os.path.relpath(sys.argv[0])
+    message_in_one_line = " ".join(message.split())
+    line = f"{script}: error: {message_in_one_line}"
     rank = os.environ.get("RANK", "0")
     if rank != "0" and os.environ.get("WORLD_SIZE", "1") != "1":
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if signal.SIGTERM in stop_signals:  # torchrun's: another rank has ended already
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # let torchrun's SIGTERM end this rank
+        if signal.SIGTERM in stop_signals:  # it has come already: another rank has failed
             return
         time.sleep(5)
         line = f"rank {rank}: {line}"

@@ -1,80 +1,100 @@
-"""The figures of data sheets in devices.csv, and whether a device multiplies bf16. A name that is not in the table, as
-torch.cuda.get_device_name prints it, gives None, and MFU prints n/a: a share of a guessed peak is no measurement."""
+"""What data sheets say about a device (devices.csv), and what a device can do.
+
+A device is looked up by the exact name that torch.cuda.get_device_name prints. A name that is not
+in the table gives None, and MFU is then n/a: a share of a guessed peak would not be a measurement.
+"""
 
 import csv
 from functools import cache
 from pathlib import Path
 
-# the others: TFLOP/s
+# What a figure in devices.csv is multiplied by. A column that is not listed here has TFLOP/s.
 UNITS = {"bandwidth": 1e9, "memory": 1e9, "tdp": 1.0, "fp32_clock": 1e6, "matrix_clock": 1e6}
-CPU_BF16 = {"avx512_bf16", "amx_bf16", "bf16"}  # instruction sets; the last is ARM's
+TERA = 1e12
+# How /proc/cpuinfo names instructions that multiply bf16: two of x86, and the one of ARM.
+CPU_BF16 = {"avx512_bf16", "amx_bf16", "bf16"}
 
 
 @cache
 def devices() -> dict[str, dict[str, float | None]]:
-    """Figures of devices.csv by device name: dense FLOP/s by dtype, bandwidth in bytes/s, memory in bytes, tdp in W,
-    clocks in Hz. 0 is a dtype without units for it, None a figure without a source."""
-    found = {}
+    """Read devices.csv and return the figures of each device by its name.
+
+    A column with the name of a dtype is the dense peak in FLOP/s. bandwidth is in bytes/s, memory
+    in bytes, tdp in W, and clocks are in Hz. 0 means that the device has no units for this dtype,
+    None that there is no source for the figure.
+    """
+    figures_by_name = {}
     with Path(__file__).with_name("devices.csv").open(newline="") as file:
         for row in csv.DictReader(file):
-            names, _source = row.pop("names"), row.pop("source")
-            figures = {
-                key: float(text) * UNITS.get(key, 1e12) if text else None
-                for key, text in row.items()
-            }
-            found |= dict.fromkeys(names.split(";"), figures)
-    return found
+            names = row.pop("names").split(";")
+            del row["source"]
+            figures = {}
+            for column, text in row.items():
+                figures[column] = float(text) * UNITS.get(column, TERA) if text else None
+            for name in names:
+                figures_by_name[name] = figures
+    return figures_by_name
 
 
 def peak_flops(name: str, dtype: str) -> float | None:
-    """FLOP/s of device `name` in `dtype` (fp32, tf32, bf16, fp16, fp8, int8) by its data sheet; None if not known."""
+    """Return the peak FLOP/s of device `name` in `dtype`, or None if it is not known.
+
+    `dtype` is fp32, tf32, bf16, fp16, fp8 or int8.
+    """
     return devices().get(name, {}).get(dtype) or None
 
 
 def device_name(device) -> str:
-    """A GPU's name as its driver gives it; else the device type."""
-    import torch
-
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-def choose_dtype(name: str, device) -> str:
-    """What --dtype `name` means on this device: "auto" is bf16 where that is multiplied in hardware, else fp32."""
-    if name != "auto":
-        return name
+    """Return the name of a GPU as its driver gives it. For another device return its type."""
     import torch
 
     if device.type == "cuda":
-        native = torch.cuda.is_bf16_supported(including_emulation=False)
-    else:
-        cpuinfo = Path("/proc/cpuinfo")
-        native = (
-            device.type == "cpu"
-            and cpuinfo.is_file()
-            and not CPU_BF16.isdisjoint(cpuinfo.read_text().split())
-        )
-    return "bf16" if native else "fp32"
+        return torch.cuda.get_device_name(device)
+    return device.type
+
+
+def choose_dtype(name: str, device) -> str:
+    """Return the dtype that `--dtype name` means on this device.
+
+    "auto" is bf16 if the hardware multiplies bf16, else fp32. Any other name is returned as it is.
+    """
+    if name != "auto":
+        return name
+    return "bf16" if multiplies_bf16(device) else "fp32"
+
+
+def multiplies_bf16(device) -> bool:
+    """Return whether the hardware of this device multiplies bf16, without emulation."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    cpuinfo = Path("/proc/cpuinfo")
+    if device.type != "cpu" or not cpuinfo.is_file():
+        return False
+    words = cpuinfo.read_text().split()
+    return not CPU_BF16.isdisjoint(words)
 
 
 def cudnn_version() -> str | None:
     """Return the version of cuDNN that is loaded at run time, such as "9.19.0"; None without cuDNN.
 
-    It may be another one than torch was built with, for example from LD_LIBRARY_PATH.
+    It can differ from the version that torch was built with, for example through LD_LIBRARY_PATH.
     """
     import torch
 
     if not torch.backends.cudnn.is_available():
         return None
-    # torch.backends.cudnn.version() raises where the loaded cuDNN is older than the one built with
+    # torch.backends.cudnn.version() raises if the loaded cuDNN is older than the one of the build
     return ".".join(str(number) for number in torch._C._cudnn.getRuntimeVersion())
 
 
 def attention_kernel(dtype: str = "bf16", head_dim: int = 128) -> str | None:
-    """Return the kernel that scaled_dot_product_attention runs on this GPU in a causal training step.
+    """Return the kernel that scaled_dot_product_attention chooses on this GPU in causal training.
 
     The name is one of torch.nn.attention.SDPBackend: CUDNN_ATTENTION, FLASH_ATTENTION,
-    EFFICIENT_ATTENTION or MATH. None without a GPU. Nothing is computed: torch is asked for its choice
-    for 2,048 tokens and heads of `head_dim`.
+    EFFICIENT_ATTENTION or MATH. None without a GPU. The function runs no attention: it asks torch
+    for its choice at 2,048 tokens and heads of size `head_dim`.
     """
     import torch
     from torch.nn.attention import SDPBackend
@@ -82,5 +102,7 @@ def attention_kernel(dtype: str = "bf16", head_dim: int = 128) -> str | None:
     if not torch.cuda.is_available():
         return None
     torch_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
-    q = torch.empty(1, 8, 2048, head_dim, device="cuda", dtype=torch_dtype, requires_grad=True)
-    return SDPBackend(torch._fused_sdp_choice(q, q, q, is_causal=True)).name
+    # [batch, heads, tokens, head_dim]
+    query = torch.empty(1, 8, 2048, head_dim, device="cuda", dtype=torch_dtype, requires_grad=True)
+    choice = torch._fused_sdp_choice(query, query, query, is_causal=True)
+    return SDPBackend(choice).name

@@ -1,4 +1,8 @@
-"""Where a script runs: its device, its process group, its seeds and its signals."""
+"""Ranks, devices, process groups, seeds and signals: how a script fits into the job it is part of.
+
+Everything here works the same in a plain `python script.py`, which is a job of one rank, and under
+torchrun, which starts one process per GPU.
+"""
 
 import ctypes
 import os
@@ -9,6 +13,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,72 +22,149 @@ from torch import Tensor
 
 from common.exits import UserError, stop_signals
 
-_left_groups: list[dist.ProcessGroup] = []  # kept until the process ends
+PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal to send to this process when its parent dies
+_left_groups: list[dist.ProcessGroup] = []  # filled by shutdown, which says why
 
 
-def ranks() -> tuple[int, int, int]:
-    """(rank, world size, local rank) as torchrun sets them; (0, 1, 0) for a plain `python script.py`."""
+# --- the place of this process in the job
+
+
+class Ranks(NamedTuple):
+    """The place of this process in the job, in the order RANK, WORLD_SIZE, LOCAL_RANK."""
+
+    rank: int  # the number of this process, from 0
+    world_size: int  # how many processes the job has
+    local_rank: int  # the number of this process on its own node, from 0
+
+
+def ranks() -> Ranks:
+    """Read RANK, WORLD_SIZE and LOCAL_RANK, which torchrun sets for each process.
+
+    A plain `python script.py` has none of them and gets (0, 1, 0). Raise UserError if only some are
+    set: guessing the others, for example LOCAL_RANK as rank % GPUs, could put two ranks on one GPU.
+    """
     values = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")]
-    if not any(values) or values == ["", "", "0"]:  # DeepSpeed sets that one in a single process
-        return 0, 1, 0
-    # a guess, as rank % GPUs, may put two ranks on one GPU
+    no_launcher = values == ["", "", ""]
+    deepspeed_in_one_process = values == ["", "", "0"]  # DeepSpeed sets LOCAL_RANK alone
+    if no_launcher or deepspeed_in_one_process:
+        return Ranks(rank=0, world_size=1, local_rank=0)
     if not all(value.isdecimal() for value in values):
         raise UserError(
             f"RANK, WORLD_SIZE, LOCAL_RANK are {values}: set all or none, or start with torchrun"
         )
-    return tuple(map(int, values))
+    rank, world_size, local_rank = map(int, values)
+    return Ranks(rank, world_size, local_rank)
+
+
+def is_rank0() -> bool:
+    """Return whether this process is rank 0. Before init_process_group, RANK says so."""
+    if dist.is_initialized():
+        return dist.get_rank() == 0
+    return ranks().rank == 0
+
+
+def print0(text: str) -> None:
+    """Print a line on rank 0 only, so that it appears once per job."""
+    if is_rank0():
+        print(text, flush=True)
+
+
+# --- devices
 
 
 def pick_device(name: str = "auto") -> torch.device:
-    """This process's device: `auto` takes cuda, then mps, then cpu; of GPUs the one with the number LOCAL_RANK.
-    UserError if it is not there, or if there are more processes than GPUs."""
+    """Return the device of this process for `--device name`: auto, cuda, mps or cpu.
+
+    auto takes cuda if there is a GPU, else mps, else cpu. On cuda each process takes the GPU with
+    the index LOCAL_RANK and makes it torch's current device. Raise UserError if the device is
+    missing, or if this node runs more processes than it has GPUs.
+    """
     _, world_size, local_rank = ranks()
-    mps = torch.backends.mps.is_available() and world_size == 1
+    mps_usable = torch.backends.mps.is_available() and world_size == 1
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
-    if name == "mps" and not mps:
+        if torch.cuda.is_available():
+            name = "cuda"
+        elif mps_usable:
+            name = "mps"
+        else:
+            name = "cpu"
+    if name == "mps" and not mps_usable:
         raise UserError("--device mps: one process on a Mac with Metal; use --device cpu")
     if name != "cuda":
         return torch.device(name)
-    processes, gpus = (
-        max(local_rank + 1, int(os.environ.get("LOCAL_WORLD_SIZE", 1))),
-        torch.cuda.device_count(),
-    )
+
+    # torchrun sets LOCAL_WORLD_SIZE; a launcher that does not still has this many processes
+    processes = max(local_rank + 1, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    gpus = torch.cuda.device_count()
     if processes > gpus:
         raise UserError(
-            f"--device cuda: {processes} processes, {gpus} GPUs visible: start fewer, or use --device cpu"
+            f"--device cuda: {processes} processes, {gpus} GPUs visible: "
+            "start fewer, or use --device cpu"
         )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
 
 
 def single_device(name: str) -> torch.device:
-    """The device of a script that runs in one process; UserError under torchrun with more."""
-    if ranks()[1] > 1:
+    """Return the device of a script that runs in one process. Raise UserError if there are more."""
+    world_size = ranks().world_size
+    if world_size > 1:
         raise UserError(
-            "this script runs in one process, more would only repeat it: 05_ddp/train.py uses many"
+            f"this script runs in one process, and {world_size} were started: "
+            "start it with plain python; 05_ddp/train.py uses several"
         )
     return pick_device(name)
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has finished all work that was queued on it. The CPU has no queue."""
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize()
+
+
+# --- process groups
+
+
 def timeout() -> timedelta:
-    """How long a collective waits for its last rank: it must outlast the slowest save, compilation, tokenization."""
+    """Return how long a collective waits for its last rank.
+
+    The environment variable COLLECTIVE_TIMEOUT_SECONDS sets it. The default is 600. It must be
+    longer than the slowest thing that one rank does while the others wait, such as a save, a
+    compilation or a tokenization.
+    """
     return timedelta(seconds=int(os.environ.get("COLLECTIVE_TIMEOUT_SECONDS", "600")))
 
 
 def store() -> dist.Store | None:
-    """Where the ranks meet: None for torchrun's own store; one of its own for a plain `python script.py`."""
-    return None if ranks()[1] > 1 or dist.is_torchelastic_launched() else dist.HashStore()
+    """Return the key-value store through which the ranks find each other, for init_process_group.
+
+    None makes init_process_group connect to the store that torchrun runs, also if torchrun started
+    only one process. A plain `python script.py` has no torchrun and gets a store in its own memory.
+    """
+    if ranks().world_size > 1 or dist.is_torchelastic_launched():
+        return None
+    return dist.HashStore()
 
 
 def init_process_group(name: str) -> torch.device:
-    """Join the job and return this rank's device. 05_ddp/train.py does the same in the open, with reasons."""
+    """Join the process group of the job and return this rank's device for `--device name`.
+
+    05_ddp/train.py writes these calls out and explains them.
+    """
     rank, world_size, _ = ranks()
-    device = pick_device("cpu" if name == "auto" and not torch.cuda.is_available() else name)
+    if name == "auto" and not torch.cuda.is_available():
+        name = "cpu"  # not mps, which has no collectives
+    device = pick_device(name)
     end_with_torchrun()
+
+    backend = "gloo"
+    device_id = None
+    if device.type == "cuda":
+        backend = "cpu:gloo,cuda:nccl"  # NCCL for tensors on GPUs, gloo for tensors on the CPU
+        device_id = device
     dist.init_process_group(
-        backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        device_id=device if device.type == "cuda" else None,
+        backend=backend,
+        device_id=device_id,
         timeout=timeout(),
         rank=rank,
         world_size=world_size,
@@ -91,126 +173,188 @@ def init_process_group(name: str) -> torch.device:
     return device
 
 
+def end_with_torchrun() -> None:
+    """Make Linux send this process SIGTERM when torchrun dies, even by kill -9.
+
+    Without this, the ranks of a killed torchrun would train on.
+    """
+    if "RANK" in os.environ and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def shutdown() -> None:
+    """Wait for all ranks, then leave the process group.
+
+    A rank that left earlier would abort the ranks that still communicate with it.
+    """
+    dist.barrier()
+    # Keep a reference until the process ends. If DDP held the last one, gloo's destructor would
+    # hold the GIL and wait for threads that need the GIL (PyTorch #56297).
+    _left_groups.append(dist.group.WORLD)
+    dist.destroy_process_group()
+
+
 def relaunch(device: str, on_cpu: int = 2) -> None:
-    """Return under torchrun. Else become torchrun of the same script: a process per GPU, or `on_cpu` on the CPU."""
+    """Restart this script under torchrun, so that plain `python script.py` has several ranks.
+
+    There is one rank per GPU, or `on_cpu` ranks on the CPU. Call it before init_process_group.
+    Under torchrun it returns at once. Otherwise it does not return: torchrun replaces this process.
+    Raise UserError for `--device cuda` with fewer than two GPUs.
+    """
     if "RANK" in os.environ:
         return
-    gpus = torch.cuda.device_count() if device != "cpu" else 0
+    gpus = 0 if device == "cpu" else torch.cuda.device_count()
     if device == "cuda" and gpus < 2:
         raise UserError(f"--device cuda: two ranks need two GPUs, {gpus} visible: use --device cpu")
-    place, count = ("cuda", gpus) if gpus > 1 else ("cpu", on_cpu)
-    # the last --device wins
-    command = [f"--nproc_per_node={count}", "--standalone", *sys.argv, "--device", place]
-    print(
-        f"This script needs several ranks; restarting as: torchrun {shlex.join(command)}",
-        flush=True,
-    )
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's own choice, without its warning
-    os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *command])
+    if gpus > 1:
+        processes = gpus
+        device_flag = ["--device", "cuda"]
+    else:
+        processes = on_cpu
+        device_flag = ["--device", "cpu"]
+    # device_flag comes last: argparse takes the last --device of a command line
+    arguments = [f"--nproc_per_node={processes}", "--standalone", *sys.argv, *device_flag]
+    command_line = shlex.join(["torchrun", *arguments])
+    print(f"This script needs several ranks; restarting as: {command_line}", flush=True)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun sets it too, but with a warning
+    os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *arguments])
 
 
 def join_fake_ranks(rank: int, world_size: int) -> torch.device:
-    """Take this process for one rank of many that are not there: collectives return at once. It cannot be another one later: DTensor remembers process groups."""
+    """Make this process one rank of `world_size` ranks that do not exist, and return the CPU.
+
+    A dry run counts the bytes and collectives of one rank this way. Collectives return at once and
+    exchange nothing. Call it once per process: DTensor remembers process groups, so the process
+    cannot become another rank.
+    """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     warnings.filterwarnings("ignore", "Set timeout is now only supported for either nccl or gloo")
-    # or to_empty() would put a fake tensor's shape into a real parameter, and each use would look like new memory
+    # Make to_empty() create new parameters. By default it changes the data of a parameter in place.
+    # With fake tensors that would change only the shape, and then each use of the parameter would
+    # look like new memory.
     torch.__future__.set_overwrite_module_params_on_conversion(True)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     return torch.device("cpu")
 
 
-def end_with_torchrun() -> None:
-    """Have Linux send this process SIGTERM when torchrun dies, even by kill -9. Otherwise the ranks would train on."""
-    if "RANK" in os.environ and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+# --- values that all ranks exchange
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """The tensor itself, or all of a DTensor, gathered from the ranks that hold its parts: all must call this."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    """Return the full tensor of a DTensor, gathered from its shards; any other tensor as it is.
 
-
-def shutdown() -> None:
-    """Leave together: a rank that goes while another still talks to it aborts that one."""
-    dist.barrier()
-    # were DDP the last to hold it, gloo's destructor would join threads that wait for Python's lock (PyTorch #56297)
-    _left_groups.append(dist.group.WORLD)
-    dist.destroy_process_group()
-
-
-def is_rank0() -> bool:
-    return (dist.get_rank() if dist.is_initialized() else ranks()[0]) == 0
-
-
-def print0(text: str) -> None:
-    """Print a line, once per job."""
-    if is_rank0():
-        print(text, flush=True)
+    This is a collective for a DTensor: every rank that holds a shard must call it.
+    """
+    if hasattr(tensor, "full_tensor"):
+        return tensor.full_tensor()
+    return tensor
 
 
 def gather(value: object, group: dist.ProcessGroup | None = None) -> list:
-    """Every rank's value, in rank order, on every rank."""
-    values = [value]
-    if dist.is_initialized():
-        values *= dist.get_world_size()
-        dist.all_gather_object(values, value, group=group)
+    """Return the values of all ranks, in rank order, on every rank.
+
+    `value` is any object that can be pickled. This is a collective: every rank must call it. If a
+    rank raises before its call, the others wait here until torchrun ends them. Use `together` for
+    work that can fail on one rank.
+
+    `group` is another process group of all ranks. A background thread passes its own group, so that
+    its messages do not mix with those of the training.
+    """
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value, group=group)
     return values
 
 
 def together(work: Callable[[], object], group: dist.ProcessGroup | None = None) -> list:
-    """Every rank's result of `work`, in rank order, on every rank; or the first rank's UserError or OSError on all."""
-    result = error = None
+    """Run `work` on every rank and return the results of all ranks, in rank order, on every rank.
+
+    Every rank must call it. lm/checkpoint.py writes files this way, because a disk can be full on
+    one node only.
+
+    If `work` raises UserError or OSError on some ranks, every rank raises the error of the first of
+    these ranks. So no rank waits for a rank that has failed. Any other exception is a bug. It ends
+    its rank with a traceback, and then torchrun ends the other ranks, which wait here.
+    """
+    result = None
+    error = None
     try:
         result = work()
     except (UserError, OSError) as caught:
         error = caught
-    results, errors = zip(*gather((result, error), group), strict=True)
-    for found in filter(None, errors):
-        raise found
-    return list(results)
+    outcomes = gather((result, error), group)
+    for _, error_of_rank in outcomes:
+        if error_of_rank is not None:
+            raise error_of_rank
+    return [result_of_rank for result_of_rank, _ in outcomes]
 
 
 def on_rank0(work: Callable[[], object]) -> object:
-    """Run `work` on rank 0 and give every rank its result, or what the person or the disk did wrong there."""
-    return together(lambda: work() if is_rank0() else None)[0]
+    """Run `work` on rank 0 and return its result on every rank.
+
+    Every rank must call it, and the others wait for rank 0. Scripts use it for work that one rank
+    does for all, such as writing an exported model. If `work` raises UserError or OSError, every
+    rank raises the same error, as in `together`.
+    """
+
+    def work_of_rank0() -> object:
+        if is_rank0():
+            return work()
+        return None
+
+    return together(work_of_rank0)[0]
+
+
+# --- seeds
 
 
 def seed_all(value: int, deterministic: bool = False) -> None:
-    """Seed every generator; `deterministic`: slower, bit-identical kernels. To be called before NCCL starts."""
+    """Seed the random generators of Python, NumPy and torch, and turn TF32 off.
+
+    `deterministic` also chooses slower kernels, whose results are bit-identical from run to run.
+    Call it before init_process_group, because NCCL reads its environment variables when it starts.
+    """
     random.seed(value)
     np.random.seed(value % 2**32)
     torch.manual_seed(value)
     torch.set_float32_matmul_precision("highest")  # NVIDIA's containers turn TF32 on
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        # sums inside the switch differ from call to call (NVIDIA/nccl#1497)
+        # sums inside the NVLink switch differ from call to call (NVIDIA/nccl#1497)
         os.environ["NCCL_NVLS_ENABLE"] = "0"
         torch.use_deterministic_algorithms(True)
 
 
-def wait_for(device: torch.device) -> None:
-    """Until the device has done what it was asked to."""
-    if device.type != "cpu":
-        getattr(torch, device.type).synchronize()
+# --- signals
 
 
 def catch_stop_signals() -> None:
-    """From now on SIGTERM, SIGUSR1 and SIGHUP ask for a checkpoint and an end after the current step."""
+    """Note SIGTERM, SIGUSR1 and SIGHUP from now on, instead of ending at once.
+
+    The training loop calls stop_requested after each step, and then saves and ends.
+    """
 
     def note(number: int, _frame) -> None:
-        # may come again: a dying torchrun sends one SIGTERM per thread of its own
+        # one stop may send several signals: a dying torchrun sends SIGTERM once per thread
         stop_signals.append(number)
 
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-        # nohup has SIGHUP ignored. But torchrun ends also then when its terminal closes, and hands it to its ranks
-        if dist.is_torchelastic_launched() or signal.getsignal(number) != signal.SIG_IGN:
+        # A plain script under nohup starts with SIGHUP ignored and keeps ignoring it. torchrun ends
+        # when its terminal closes, even under nohup, and sends SIGHUP to its ranks: they must save.
+        ignored = signal.getsignal(number) == signal.SIG_IGN
+        if dist.is_torchelastic_launched() or not ignored:
             signal.signal(number, note)
 
 
 def stop_requested() -> int:
-    """The signal that any rank has received (0: none): a scheduler may signal one process only, and a save takes all of
-    them. The flag goes from CPU to CPU over gloo: the GPU's queue is not drained for it, and a dead rank shows."""
+    """Return the number of a signal that any rank has received, or 0. Every rank must call it.
+
+    A scheduler may signal only one process, but a save needs all of them, so the ranks take the
+    maximum. The flag is a CPU tensor that goes over gloo. So the call does not wait for the GPU's
+    queue, and it fails if a rank has died.
+    """
     flag = torch.tensor(stop_signals[-1] if stop_signals else 0)
     if dist.is_initialized():
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)

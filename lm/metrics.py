@@ -19,7 +19,7 @@ from torch import Tensor
 from common import report
 from common.exits import UserError
 from common.hardware import device_name
-from common.runtime import full_tensor, gather, is_rank0, on_rank0, ranks, wait_for
+from common.runtime import full_tensor, gather, is_rank0, on_rank0, ranks, synchronize
 
 
 class Meter:
@@ -100,10 +100,10 @@ class Meter:
         if self.forward_seconds is not None:
             yield
             return
-        wait_for(self.device)
+        synchronize(self.device)
         start = time.perf_counter()
         yield
-        wait_for(self.device)
+        synchronize(self.device)
         self.forward_seconds = time.perf_counter() - start
 
     def log(

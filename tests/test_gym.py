@@ -1,4 +1,4 @@
-"""gym.py: a bug is planted, its check fails on it, and passes on a right fix that is not the repository's own."""
+"""gym.py plants a bug. Its check fails on the bug, and passes on any right fix."""
 
 import dataclasses
 from pathlib import Path
@@ -20,25 +20,25 @@ def mend(bug: dict[str, str], folder: Path) -> None:
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug["breaks"])
-def test_a_bug_is_a_fault_that_some_chapter_teaches(bug):
+def test_a_bug_has_a_test_and_a_chapter(bug):
     assert gym.fault_of(bug).test
     assert (ROOT / bug["chapter"]).is_file()
     assert not bug["thread"] or bug["thread"].startswith("https://")
 
 
-def test_there_are_bugs_enough():
+def test_there_are_enough_bugs():
     assert len({bug["symptom"] for bug in BUGS}) == len(BUGS) >= 15
 
 
 @pytest.mark.full
-def test_a_learners_way(tmp_path):
-    """List, plant, check in vain, mend, check."""
-    number = next(
-        i
-        for i, bug in enumerate(BUGS, 1)
-        if bug["breaks"] == "every epoch has the order of the first"
-    )
-    bug, folder = BUGS[number - 1], tmp_path / "mine"
+def test_list_hint_plant_and_check(tmp_path):
+    """A learner's way: the check fails until the bug is mended."""
+    names = [bug["breaks"] for bug in BUGS]
+    index = names.index("every epoch has the order of the first")
+    bug = BUGS[index]
+    number = index + 1
+    folder = tmp_path / "mine"
+
     assert bug["symptom"] in run("gym.py", tmp_path, "--list").out
     assert bug["thread"] in run("gym.py", tmp_path, number, "--hint").out
     assert bug["symptom"] in run("gym.py", tmp_path, number, "--folder", folder).out
@@ -50,7 +50,7 @@ def test_a_learners_way(tmp_path):
     assert run("gym.py", tmp_path, len(BUGS) + 1, "--hint").code == 2
 
 
-# that each check fails on its bug, and passes without, is seen by tests/mutations.py
+# tests/mutations.py shows that each check fails on its bug and passes without it
 @pytest.mark.long
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug["breaks"])
 def test_a_check_passes_on_another_right_fix(bug, tmp_path):

@@ -1,4 +1,4 @@
-"""common/hardware.py: the data sheets' figures, and whether a device multiplies bf16."""
+"""common/hardware.py: figures of data sheets, and whether a device multiplies bf16."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import torch
 
 from common import hardware
 
-# multiprocessors; FLOP per clock and multiprocessor in fp32 and, dense, with sums in fp32, in fp16
+# multiprocessors, FLOP per clock and multiprocessor in fp32, the same in fp16 (dense, fp32 sums)
 CHIPS = {
     "NVIDIA B200": (148, 256, 8192),
     "NVIDIA H200": (132, 256, 4096),
@@ -26,7 +26,7 @@ CHIPS = {
 
 
 def test_figures_are_dense_and_in_proportion():
-    """A figure with sparsity, or in the wrong column, breaks these."""
+    """A figure with sparsity or in the wrong column breaks these proportions."""
     for name, sheet in hardware.devices().items():
         if sheet["tf32"]:
             assert sheet["bf16"] / sheet["tf32"] == pytest.approx(2, rel=0.025), name
@@ -46,13 +46,11 @@ def test_figures_are_units_times_clock():
         assert (sheet["fp32"], sheet["fp16"]) == pytest.approx((fp32, fp16), rel=0.015), name
 
 
-def test_peaks_are_those_of_the_very_device_or_none():
-    peaks = {
-        hardware.peak_flops(f"NVIDIA H100 {kind}", "bf16") for kind in ("80GB HBM3", "PCIe", "NVL")
-    }
-    assert len(peaks) == 3
+def test_peaks_belong_to_the_exact_device_name_or_are_none():
+    h100s = [f"NVIDIA H100 {kind}" for kind in ("80GB HBM3", "PCIe", "NVL")]
+    assert len({hardware.peak_flops(name, "bf16") for name in h100s}) == 3
     assert hardware.peak_flops("NVIDIA A100-SXM4-80GB", "bf16") == 312e12
-    # no units: nothing to take a share of
+    # an A100 has no fp8 units, so there is no peak
     assert hardware.peak_flops("NVIDIA A100-SXM4-80GB", "fp8") is None
     for unknown in ("", "cpu", "NVIDIA H100", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "Some GPU"):
         assert hardware.peak_flops(unknown, "bf16") is None

@@ -1,4 +1,4 @@
-"""What is refused: flags and files that a person would give, launchers, other runs' folders. One line, exit code 2."""
+"""User errors end with one line and exit code 2: wrong flags, files, launchers, run folders."""
 
 import json
 import shutil
@@ -48,7 +48,7 @@ FILES = {
     "groups.json": json.dumps({**TINY, "num_key_value_heads": 3}),
     "vocabulary.json": json.dumps({**TINY, "vocab_size": 2.5}),
 }
-BAD = {  # flags: words of the line
+BAD = {  # the flags, and words that the error line must have
     "model": (["--model", "llama-9b"], "llama-9b"),
     "no Llama": (["--model", "gpt2.json"], "--model gpt2.json", "model_type"),
     "biases": (["--model", "biased.json"], "--model biased.json", "attention_bias"),
@@ -96,17 +96,15 @@ def test_bad_input(tmp_path, case):
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
     flags, *words = BAD[case]
-    assert_refused(run(BASELINE, tmp_path, "--device", "cpu", *flags, HF_HUB_OFFLINE="1"), *words)
+    result = run(BASELINE, tmp_path, "--device", "cpu", *flags, HF_HUB_OFFLINE="1")
+    assert_refused(result, *words)
     assert {path.name for path in tmp_path.iterdir()} <= {*FILES, "stdout", "stderr", "runs"}
     assert not list(tmp_path.glob("runs/*/step-*"))
 
 
 def test_no_gpu(tmp_path):
-    assert_refused(
-        run(DDP, tmp_path, "--device", "cuda", CUDA_VISIBLE_DEVICES=""),
-        "--device cuda",
-        "--device cpu",
-    )
+    result = run(DDP, tmp_path, "--device", "cuda", CUDA_VISIBLE_DEVICES="")
+    assert_refused(result, "--device cuda", "--device cpu")
 
 
 @pytest.mark.parametrize(
@@ -134,19 +132,25 @@ def test_a_script_of_one_process_refuses_several(tmp_path):
     "given", ["RANK=0 WORLD_SIZE=2", "RANK=a WORLD_SIZE=1 LOCAL_RANK=0", "LOCAL_RANK=1"]
 )
 def test_a_launcher_that_sets_half_its_variables(tmp_path, given):
-    assert_refused(
-        run(DDP, tmp_path, **dict(pair.split("=") for pair in given.split())), "torchrun"
-    )
+    variables = dict(pair.split("=") for pair in given.split())
+    assert_refused(run(DDP, tmp_path, **variables), "torchrun")
 
 
 @each_of_several
 def test_a_rank_without_its_torchrun_does_not_train(tmp_path, script):
-    """As one that was still starting when its torchrun was killed: nobody answers where they should meet."""
+    """A rank can still be starting when its torchrun is killed. Then no store answers it."""
     with socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))  # and does not listen
-        env = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-        env |= {"MASTER_PORT": str(nobody.getsockname()[1]), "COLLECTIVE_TIMEOUT_SECONDS": "2"}
-        env |= {"TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        nobody.bind(("127.0.0.1", 0))  # takes a port but does not listen on it
+        env = {
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "LOCAL_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(nobody.getsockname()[1]),
+            "COLLECTIVE_TIMEOUT_SECONDS": "2",
+            "TORCHELASTIC_RUN_ID": "x",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
         result = run(script, tmp_path, "--device", "cpu", "--steps", 1, **env)
     assert (result.code, result.out) == (1, ""), result
     assert "DistNetworkError" in result.err
@@ -157,16 +161,18 @@ def test_a_rank_without_its_torchrun_does_not_train(tmp_path, script):
 
 @pytest.fixture
 def trained(once, tmp_path) -> Callable[[str], dict]:
-    """trained(script): the summary of a run of 2 steps on text.txt, whose folder is copied to tmp_path/run."""
+    """Return a function that trains a script for 2 steps on text.txt and returns the summary.
 
-    def whole(folder: Path, script: str) -> dict:
+    Each script is trained once. The files of its run are copied to tmp_path for each test.
+    """
+
+    def train_once(folder: Path, script: str) -> dict:
         (folder / "text.txt").write_text((ROOT / "05_ddp/train.py").read_text())
-        return train(script, folder, "--data", "text.txt", "--steps", 2).summary | {
-            "folder": folder
-        }
+        summary = train(script, folder, "--data", "text.txt", "--steps", 2).summary
+        return summary | {"folder": folder}
 
     def copied(script: str) -> dict:
-        summary = once("trained", whole, script)
+        summary = once("trained", train_once, script)
         shutil.copytree(summary["folder"], tmp_path, dirs_exist_ok=True)
         return summary
 
@@ -174,10 +180,9 @@ def trained(once, tmp_path) -> Callable[[str], dict]:
 
 
 def resume(script: str, folder: Path, *flags):
-    """The command of `trained` with --resume, and what else is given."""
-    return run(
-        script, folder, *tiny_flags(folder), "--data", "text.txt", "--steps", 2, "--resume", *flags
-    )
+    """Run the command of `trained` with --resume and these flags."""
+    command = [*tiny_flags(folder), "--data", "text.txt", "--steps", 2, "--resume"]
+    return run(script, folder, *command, *flags)
 
 
 @each_of_several
@@ -192,19 +197,20 @@ def test_a_folder_with_another_runs_settings(tmp_path, trained, script):
         "--seq-len": 16,
         "--global-batch-size": 24,
         "--lr": 0.5,
-    }
-    other |= {
         "--warmup-steps": 3,
         "--weight-decay": 0.2,
         "--clip-norm": 2.0,
         "--dtype": "bf16",
         "--seed": 1,
     }
-    told = [f"{flag} {value}" for flag, value in other.items()]
-    assert_refused(
-        resume(script, tmp_path, *(word for pair in other.items() for word in pair)), *told
-    )
+    flags = []
+    told = []
+    for flag, value in other.items():
+        flags += [flag, value]
+        told.append(f"{flag} {value}")
+    assert_refused(resume(script, tmp_path, *flags), *told)
     assert_refused(train(script, tmp_path, "--data", "text.txt", code=2), "--run-dir", "--resume")
+
     (tmp_path / "run/settings.json").rename(tmp_path / "settings.json")
     assert_refused(resume(script, tmp_path), "--run-dir", "settings.json")
     (tmp_path / "settings.json").rename(tmp_path / "run/settings.json")
@@ -223,10 +229,10 @@ def test_a_folder_whose_text_or_model_has_changed(tmp_path, trained, script):
 
 
 def test_a_resume_checks_the_dtype_that_auto_has_become(tmp_path):
-    became = train(DDP, tmp_path, "--dtype", "auto", "--steps", 2).summary["dtype"]
-    other = {"bf16": "fp32", "fp32": "bf16"}[became]
+    dtype = train(DDP, tmp_path, "--dtype", "auto", "--steps", 2).summary["dtype"]
+    other = {"bf16": "fp32", "fp32": "bf16"}[dtype]
     refused = train(DDP, tmp_path, "--dtype", other, "--steps", 2, "--resume", code=2)
-    assert_refused(refused, f"--dtype {other} (was {became})")
+    assert_refused(refused, f"--dtype {other} (was {dtype})")
 
 
 @each_of_several
@@ -243,7 +249,7 @@ def test_a_folder_in_use_by_a_live_run(tmp_path, script):
     process = launch(script, tmp_path / "live", "--steps", 100_000)
     try:
         assert holds(process, lambda: steps_logged(tmp_path / "live") > 0)
-        # at the start of a run such a leftover is deleted
+        # a new run would delete this as the leftover of a save
         being_saved = tmp_path / "live/run/step-00099999.tmp"
         being_saved.mkdir()
         flags = ("--run-dir", tmp_path / "live/run", "--resume")
@@ -253,7 +259,7 @@ def test_a_folder_in_use_by_a_live_run(tmp_path, script):
         assert process.poll() is None
     finally:
         kill_all(process)
-    # the killed one had saved nothing
+    # the killed run had saved nothing
     afresh = train(script, tmp_path / "second", *flags, "--steps", 2)
     assert afresh.summary["steps"] == 2
 
@@ -267,11 +273,11 @@ def test_more_ranks_than_held_out_sequences(tmp_path, script):
     assert result.summary["val_loss"] > 0
 
 
-# --- two nodes: here two ranks in two working directories, and relative paths
+# --- two nodes, played by two ranks in two working directories with relative paths
 
 
 def on_two_nodes(folder: Path, *flags, texts: tuple[str, str] = ("as here, so there ",) * 2) -> str:
-    """Two ranks with a tiny.json and a text.txt each; the line that they end with."""
+    """Run two ranks, each with its own tiny.json and text.txt, and return their error line."""
     for rank, text in enumerate(texts):
         (folder / str(rank)).mkdir(exist_ok=True)
         (folder / str(rank) / "tiny.json").write_text(json.dumps(TINY))
@@ -287,7 +293,7 @@ def on_two_nodes(folder: Path, *flags, texts: tuple[str, str] = ("as here, so th
 @pytest.mark.parametrize(
     "left", [(), ("step-00000004", "step-00000008.tmp")], ids=["fresh", "with a checkpoint"]
 )
-def test_ranks_with_folders_of_their_own_are_refused_before_the_first_step(tmp_path, left):
+def test_a_run_dir_that_ranks_do_not_share_is_refused_before_the_first_step(tmp_path, left):
     for rank in "01":
         for name in left:
             (tmp_path / rank / "run" / name).mkdir(parents=True)
@@ -298,7 +304,7 @@ def test_ranks_with_folders_of_their_own_are_refused_before_the_first_step(tmp_p
 
 
 def test_ranks_whose_nodes_hold_different_texts_are_refused(tmp_path):
-    """As the standard libraries of two Python versions do, or a file of one name on two disks."""
+    """Standard libraries of two Python versions differ, and files of one name on two disks."""
     told = on_two_nodes(tmp_path, texts=("what node 0 has ", "what node 1 has "))
     assert "--data" in told
     assert "rank 1 " in told
