@@ -74,10 +74,10 @@ def train(way: Way, inputs: Tensor, targets: Tensor) -> None:
         loss.backward()
         way.average()
         runtime.synchronize(inputs.device)
-        step["seconds"] = max(runtime.gather(time.perf_counter() - step["start"]))
+        step["seconds"] = max(runtime.all_gather(time.perf_counter() - step["start"]))
     way.optimizer.step()
     way.optimizer.zero_grad()
-    step["loss"] = statistics.fmean(runtime.gather(loss.item()))  # the ranks' parts are equal
+    step["loss"] = statistics.fmean(runtime.all_gather(loss.item()))  # the ranks' parts are equal
     way.steps.append(step)
 
 
@@ -102,7 +102,7 @@ def run(way: Way, control: Way, one_process: nn.Module, start: nn.Module) -> dic
     exposed = [
         own["seconds"] - without_communication["seconds"] for own, without_communication in pairs
     ]
-    digests = runtime.gather(weights.digest(net))
+    digests = runtime.all_gather(weights.digest(net))
     return {
         "name": way.name,
         "losses": [step["loss"] for step in way.steps],

@@ -42,7 +42,7 @@ def train(device: torch.device, group: dist.ProcessGroup | None, join: bool) -> 
 def uneven_inputs(device: torch.device) -> list[str]:
     """Run out of batches with join() and without it; returns what was checked. Every rank must call it."""
     n = dist.get_world_size()
-    weights = runtime.gather(train(device, None, join=True))
+    weights = runtime.all_gather(train(device, None, join=True))
     # join() divides every sum by all n ranks, also when some have left: so all samples count alike
     expected = [batches_of(rank) / n for rank in range(n)]
     assert all(found == weights[0] for found in weights), (
@@ -57,7 +57,7 @@ def uneven_inputs(device: torch.device) -> list[str]:
         train(torch.device("cpu"), group, join=False)
     except RuntimeError as caught:
         error = str(caught)
-    errors = runtime.gather(error)
+    errors = runtime.all_gather(error)
     # the first rank to give up hangs up on the others, so that not each of them speaks of time
     hung = [rank for rank in range(n) if errors[rank]]
     assert any("Timed out" in error for error in errors), f"no rank waited: {errors}"

@@ -104,7 +104,7 @@ def run(
 ) -> list[dict]:
     """Train; a row per rank. Every rank must call it."""
     seconds = train(net, batch, work, device, WARM_UP_STEPS + steps)
-    ranks = runtime.gather({phase: values[WARM_UP_STEPS:] for phase, values in seconds.items()})
+    ranks = runtime.all_gather({phase: values[WARM_UP_STEPS:] for phase, values in seconds.items()})
     compute = [
         [sum(phases) for phases in zip(*map(own.get, PHASES[:3]), strict=True)] for own in ranks
     ]

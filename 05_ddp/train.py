@@ -177,7 +177,7 @@ def main() -> int:
         f"checked: matmuls in {computed}, weights and optimizer state kept in {torch.float32}"
     )
     # No rank has drifted from the others by a bit.
-    digests = runtime.gather(weights.digest(net))
+    digests = runtime.all_gather(weights.digest(net))
     assert len(set(digests)) == 1, f"ranks hold different weights: {digests}"
     runtime.print0(f"checked: all {world_size} ranks have the same weights to the bit")
 

@@ -43,7 +43,7 @@ def check_parts(
             due = max(0, min(rows, len(tensor) - rows * mesh.get_local_rank()))
             assert mine == due, f"{mine} rows of {tensor.shape}"
         whole = sum(tensor.nbytes for tensor in tensors)
-        held = runtime.gather(sum(tensor.to_local().nbytes for tensor in tensors))
+        held = runtime.all_gather(sum(tensor.to_local().nbytes for tensor in tensors))
         assert sum(held) == whole * replicas, f"bytes by rank: {held}, of {whole}"
         most, whole = (report.for_people("bytes", size) for size in (max(held), whole))
         runtime.print0(f"checked: each rank holds {most} of {whole} of {what}")

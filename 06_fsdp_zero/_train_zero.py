@@ -82,7 +82,7 @@ class Run(checkpoint.Run):
                 checkpoint.write_json(folder / "config.json", config)
         except RuntimeError as error:  # "unexpected pos" is what torch.save makes of a full disk
             raise (OSError(error) if "unexpected pos" in str(error) else error) from None
-        runtime.gather(None)  # all files are there: each rank hashes some
+        runtime.all_gather(None)  # all files are there: each rank hashes some
         files = sorted(file for file in folder.iterdir() if file.is_file())
         return {
             file.name: checkpoint.file_sha256(file)
@@ -120,7 +120,7 @@ def load(path: Path, engine, universal: Path | None) -> int:
             state["step"] = state["step"].clone()
     for group, lr, factor in zip(groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
         group["lr"] = lr * factor(scheduler.last_epoch)  # the saved one, unless --steps has changed
-    runtime.gather(None)  # all have read it
+    runtime.all_gather(None)  # all have read it
     if universal and runtime.is_rank0():
         shutil.rmtree(universal.parent)
     return int(path.name.removeprefix("step-"))
@@ -158,5 +158,5 @@ def check_parts(engine, stage: int) -> dict[str, list[int]]:
     held = [sum(tensor.nbytes for tensor in tensors) for tensors in (weights, moments)]
     due = [4 * weights_due, 8 * part]
     assert held == due, f"{held} bytes are here, {due} are due"
-    by_rank = map(list, zip(*runtime.gather(held), strict=True))
+    by_rank = map(list, zip(*runtime.all_gather(held), strict=True))
     return dict(zip(("parameter_bytes_per_rank", "optimizer_bytes_per_rank"), by_rank, strict=True))

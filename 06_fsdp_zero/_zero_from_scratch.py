@@ -32,7 +32,7 @@ def compare(stage, ddp, start: nn.Module) -> dict[str, float]:
     )
     weights_error = measure.relative_error(moved, ddp_moved)
     moments_error = measure.relative_error(first_moments(stage), first_moments(ddp))
-    of_ranks = torch.tensor(runtime.gather((weights_error, moments_error)))
+    of_ranks = torch.tensor(runtime.all_gather((weights_error, moments_error)))
     weights_error, moments_error = of_ranks.amax(0).tolist()  # NaN if one is
     return {"weights_error": weights_error, "first_moments_error": moments_error}
 

@@ -171,7 +171,7 @@ def run(method: str, args: argparse.Namespace, config: shapes.Config, device: to
         [tensor.chunk(args.world_size)[dist.get_rank()] for tensor in batch] for batch in steps
     ]
     step, counts, loss = count_step(method, args, config, device, batches)
-    of_ranks = runtime.gather(counts)
+    of_ranks = runtime.all_gather(counts)
     for key in counts.keys() - {"peak_memory_bytes"}:
         assert of_ranks[0][key] == max(of_rank[key] for of_rank in of_ranks), (
             f"{method}: {key} by rank: {of_ranks}"
@@ -182,8 +182,8 @@ def run(method: str, args: argparse.Namespace, config: shapes.Config, device: to
     return {
         "method": method,
         **of_ranks[0],
-        "loss": statistics.fmean(runtime.gather(loss.item())),
-        "tokens_per_second": sequences * args.seq_len / max(runtime.gather(seconds)),
+        "loss": statistics.fmean(runtime.all_gather(loss.item())),
+        "tokens_per_second": sequences * args.seq_len / max(runtime.all_gather(seconds)),
     }
 
 

@@ -252,7 +252,7 @@ def main() -> int:
     runtime.print0(
         f"checked: {len(trained)} trained weights and their optimizer state kept in {torch.float32}"
     )
-    digests = runtime.gather(weights.digest(trained))
+    digests = runtime.all_gather(weights.digest(trained))
     assert len(set(digests)) == 1, f"ranks hold different weights: {digests}"
     runtime.print0(f"checked: all {world_size} ranks have the same trained weights to the bit")
 

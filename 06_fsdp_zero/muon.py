@@ -127,13 +127,15 @@ def run(
                 optimizer.step()
         net.zero_grad()
         losses.append(loss.item())
-    losses = [statistics.fmean(of_ranks) for of_ranks in zip(*runtime.gather(losses), strict=True)]
+    losses = [
+        statistics.fmean(of_ranks) for of_ranks in zip(*runtime.all_gather(losses), strict=True)
+    ]
     states = [state for optimizer in optimizers for state in optimizer.state.values()]
     moments = [tensor for state in states for tensor in state.values() if tensor.ndim]
     own_bytes = sum(
         (moment.to_local() if isinstance(moment, DTensor) else moment).nbytes for moment in moments
     )
-    bytes_per_rank = runtime.gather(own_bytes)
+    bytes_per_rank = runtime.all_gather(own_bytes)
     return {
         "optimizer": name,
         "weights": weights,

@@ -194,7 +194,7 @@ def main() -> int:
     for module in (net, *net.model.layers.values()):
         module.reshard()  # what that forward gathered is still there: no backward has followed
     # No rank has drifted from the others by a bit.
-    digests = runtime.gather(weights.digest(net))
+    digests = runtime.all_gather(weights.digest(net))
     assert len(set(digests)) == 1, f"ranks hold different weights: {digests}"
     runtime.print0(f"checked: all {world_size} ranks have the same weights to the bit")
     held = check_parts(net, optimizer, args.replicate)  # its rows of each tensor and no more

@@ -133,7 +133,7 @@ def main() -> int:
         "--stage": args.stage
     }
     run = helper.Run(args, settings=settings)
-    newest = run.newest() if args.resume else None
+    newest = run.find_intact() if args.resume else None
     universal = helper.make_universal(newest, args.stage) if newest else None
 
     # 4 The model, and the engine that owns it from here on.
@@ -198,7 +198,7 @@ def main() -> int:
 
     # 6 What was promised, checked: a rank holds its part of what the stage cuts and no more, and all gather one model.
     held = helper.check_parts(engine, args.stage)
-    digests = runtime.gather(helper.digest(deepspeed, net))
+    digests = runtime.all_gather(helper.digest(deepspeed, net))
     assert len(set(digests)) == 1, f"ranks hold different weights: {digests}"
     runtime.print0("checked: each rank holds its part of what the stage shares, and no more")
     runtime.print0(f"checked: all {world_size} ranks have the same weights to the bit")

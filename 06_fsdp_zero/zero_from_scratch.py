@@ -189,7 +189,7 @@ def run(stage: Stage, batches: list[list[Tensor]]) -> dict:
         "sent_bytes": sent_bytes,
         "losses": (losses / dist.get_world_size()).tolist(),
     }
-    assert all(other == row for other in runtime.gather(row)), f"ranks differ: {row}"
+    assert all(other == row for other in runtime.all_gather(row)), f"ranks differ: {row}"
     return row
 
 

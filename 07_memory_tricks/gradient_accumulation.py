@@ -115,7 +115,7 @@ def error_of(way: Callable, ddp: DistributedDataParallel, micro_batches: list[Ba
     """Against one forward and one backward of the whole batch of all ranks in one process. The largest of any rank."""
     exact = gradients(ddp.module, lambda: ddp.module(*join(micro_batches)).backward())
     found = gradients(ddp.module, lambda: way(ddp, of_this_rank(micro_batches)))
-    return max(runtime.gather(measure.relative_error(found, exact)))
+    return max(runtime.all_gather(measure.relative_error(found, exact)))
 
 
 def run(

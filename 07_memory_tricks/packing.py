@@ -190,7 +190,7 @@ def largest_change(way: Callable, batches: list[Batch]) -> float:
     others = (part.owner != batch.owner[0, 0]) & (part.owner >= 0)
     # a 0 if it has none of them
     of_this_rank = F.pad((after - before).detach()[others].abs().flatten(), (0, 1)).max()
-    return torch.tensor(runtime.gather(of_this_rank.item())).max().item()  # NaN if one is
+    return torch.tensor(runtime.all_gather(of_this_rank.item())).max().item()  # NaN if one is
 
 
 def run(name: str, one_step: partial, exact: list[Tensor]) -> dict:

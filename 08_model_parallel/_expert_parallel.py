@@ -61,7 +61,7 @@ def check_sizes(args: argparse.Namespace) -> None:
 def use_choices_of_ranks(one_process: nn.Module, net: nn.Module) -> None:
     """Another order of a sum rounds differently, which may swap two experts that are nearly tied. So one process takes
     the choices of the ranks, after it has found that they are the best, up to rounding."""
-    of_ranks = runtime.gather([mixture.choices.cpu() for mixture in mixtures(net)])
+    of_ranks = runtime.all_gather([mixture.choices.cpu() for mixture in mixtures(net)])
     for mixture, *choices in zip(mixtures(one_process), *of_ranks, strict=True):
         mixture.choose = partial(confirm_choices, torch.cat(choices))
 
@@ -129,8 +129,10 @@ def summarize(steps: list[dict], sent: Traffic) -> dict:
     of_ranks = torch.stack([experts.sum(1) for experts in of_ranks], dim=1).float()
     cross_entropies, balance_losses, norms = zip(*(step["values"] for step in steps), strict=True)
     # NaN if one is
-    errors = torch.tensor(runtime.gather([step["errors"] for step in steps])).amax((0, 1)).tolist()
-    sent_bytes = runtime.gather(round(sent.bytes_sent["all_to_alls"]))
+    errors = (
+        torch.tensor(runtime.all_gather([step["errors"] for step in steps])).amax((0, 1)).tolist()
+    )
+    sent_bytes = runtime.all_gather(round(sent.bytes_sent["all_to_alls"]))
     return {
         "losses": cross_entropies,
         "balance_losses": balance_losses,

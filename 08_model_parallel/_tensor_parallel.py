@@ -141,7 +141,7 @@ def run(ways: list[Way], micro_batches: list[tuple[Tensor, Tensor]], args) -> li
             row["losses"].append(torch.stack(losses).mean().item())
             row["gradient_norms"].append(norm.item())
         for way, row in zip(ways, rows, strict=True):
-            errors = runtime.gather(gradient_error(way.net, ways[0].net))
+            errors = runtime.all_gather(gradient_error(way.net, ways[0].net))
             row["gradient_errors"].append(torch.tensor(errors).max().item())  # NaN if one is
         for optimizer, (_, after) in zip(optimizers, traffics, strict=True):
             with after:  # torch adds up a DTensor's partial gradient here
@@ -152,7 +152,7 @@ def run(ways: list[Way], micro_batches: list[tuple[Tensor, Tensor]], args) -> li
             weight.to_local() if isinstance(weight, DTensor) else weight
             for weight in way.net.parameters()
         ]
-        row["parameters_per_rank"] = runtime.gather(sum(tensor.numel() for tensor in local))
+        row["parameters_per_rank"] = runtime.all_gather(sum(tensor.numel() for tensor in local))
         row["most_parameters"] = max(row["parameters_per_rank"])
         row["gradient_error"] = torch.tensor(row["gradient_errors"]).max().item()
         # these four are of a step

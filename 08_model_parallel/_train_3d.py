@@ -219,7 +219,7 @@ def check_parts(
         due += rows[0].nbytes if rows else 0
         weights += parameter.to_local().nbytes
         state += sum(t.to_local().nbytes for t in optimizer.state[parameter].values() if t.ndim)
-    by_rank = runtime.gather((weights, state, due))
+    by_rank = runtime.all_gather((weights, state, due))
     assert all(found == (found[2], 2 * found[2], found[2]) for found in by_rank), (
         f"bytes by rank: {by_rank}"
     )

@@ -216,7 +216,9 @@ def run(
         nn.utils.clip_grad_norm_(net.parameters(), 1.0)  # each rank has all gradients: replicate
         optimizer.step()
         optimizer.zero_grad()
-    of_ranks = runtime.gather((kept_bytes, sum(context.tile_scores), errors, weights.digest(net)))
+    of_ranks = runtime.all_gather(
+        (kept_bytes, sum(context.tile_scores), errors, weights.digest(net))
+    )
     kept, scores, errors_of_ranks, digests = zip(*of_ranks, strict=True)
     return {
         "name": way,

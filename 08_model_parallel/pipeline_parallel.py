@@ -230,7 +230,7 @@ def run(
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
     held, activation_bytes, errors = zip(
-        *runtime.gather((most_held, activation_bytes, errors)), strict=True
+        *runtime.all_gather((most_held, activation_bytes, errors)), strict=True
     )
     row = {
         "name": f"{name} by torch" if by_torch else name,

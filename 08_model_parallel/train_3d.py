@@ -217,7 +217,7 @@ def main() -> int:
         )
 
     # 6 What was promised, checked. No rank has drifted from the others by a bit.
-    digests = runtime.gather(weights.digest(net))
+    digests = runtime.all_gather(weights.digest(net))
     assert len(set(digests)) == 1, f"ranks hold different weights: {digests}"
     runtime.print0("checked: all ranks that hold the same weights have them to the bit")
     # its part of each tensor, in fp32, and no more

@@ -120,7 +120,7 @@ def check_room(
     if args.memory is not None:
         free = round(args.memory * 2**30)
     elif device.type == "cuda":
-        free = min(runtime.gather(torch.cuda.mem_get_info(device)[0]))
+        free = min(runtime.all_gather(torch.cuda.mem_get_info(device)[0]))
     weights, cache = planned_bytes(args, config, ranks, cache_tokens)
     row = {"ranks": ranks, "weight_bytes": weights, "cache_bytes": cache, "free_bytes": free}
     if free is None or weights + cache <= ROOM * free:

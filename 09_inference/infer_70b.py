@@ -134,7 +134,7 @@ def main() -> int:
     # the first steps are slow, compiled ones in each bucket
     answer(args.max_new_tokens if args.compile else min(4, args.max_new_tokens))
     result = answer(args.max_new_tokens, printer(text) if runtime.is_rank0() else None)
-    of_ranks = runtime.gather(result.token_ids)
+    of_ranks = runtime.all_gather(result.token_ids)
     assert all(ids == of_ranks[0] for ids in of_ranks), f"ranks have different tokens: {of_ranks}"
     checked = [f"rank 0 holds the {row['weight_bytes']:,} bytes of weights that were planned"]
     checked += [f"all {ranks} ranks have the same tokens"] if ranks > 1 else []

@@ -247,7 +247,7 @@ def main() -> int:
     answer(min(WARM_UP_TOKENS, args.max_new_tokens))
     result = answer(args.max_new_tokens)
     runtime.print0(text.decode(result.token_ids[0]))
-    of_ranks = runtime.gather(result.token_ids)
+    of_ranks = runtime.all_gather(result.token_ids)
     assert all(ids == of_ranks[0] for ids in of_ranks), f"ranks have different tokens: {of_ranks}"
     checked += [f"all {len(of_ranks)} ranks have the same tokens"] if len(of_ranks) > 1 else []
     checked += runtime.on_rank0(lambda: shared.check_tokens(result.token_ids, text, args, device))

@@ -186,7 +186,7 @@ def end_lesson(
     """
     from common import hardware, runtime
 
-    peaks = runtime.gather(peak_memory_bytes(device))
+    peaks = runtime.all_gather(peak_memory_bytes(device))
     if not runtime.is_rank0():
         return
     world_size = len(peaks)

@@ -251,7 +251,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def gather(value: object, group: dist.ProcessGroup | None = None) -> list:
+def all_gather(value: object, group: dist.ProcessGroup | None = None) -> list:
     """Return the values of all ranks, in rank order, on every rank.
 
     `value` is any object that can be pickled. This is a collective: every rank must call it. If a
@@ -284,7 +284,7 @@ def together(work: Callable[[], object], group: dist.ProcessGroup | None = None)
         result = work()
     except (UserError, OSError) as caught:
         error = caught
-    outcomes = gather((result, error), group)
+    outcomes = all_gather((result, error), group)
     for _, error_of_rank in outcomes:
         if error_of_rank is not None:
             raise error_of_rank

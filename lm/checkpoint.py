@@ -2,16 +2,20 @@
 
 A run has one folder:
 
-    settings.json       the settings that a resumed run must have, too (lm.flags.settings)
+    settings.json       flags that must not change on a resume, such as --data (lm/flags.py)
     .lock               locked by the process that trains in this folder
     metrics.jsonl       written by lm.metrics.Meter
     step-00000200/      a checkpoint: the weights, optimizer state and schedule after step 200
-        .metadata, __0_0.distcp, __1_0.distcp, ...    files of torch.distributed.checkpoint (DCP)
+        .metadata, __0_0.distcp, __1_0.distcp, ...    files of torch.distributed.checkpoint (DCP):
+                        an index, and what rank 0, rank 1, ... wrote
         config.json     the shape of the model, as Hugging Face writes it
-        hashes.json     the SHA-256 of each file above
+        hashes.json     the SHA-256 of each file in this folder
     step-00000300.tmp/  a checkpoint that is being written, or that a killed process left
-    step-00000100.old/  a checkpoint that is being deleted, because of --keep
+    step-00000100.old/  a checkpoint that is being deleted: --keep N keeps the newest N
     broken-step-...     a checkpoint that a resume found damaged
+
+A rank is one of the processes that train together, usually with one GPU each. A shard is the part
+of a tensor that one rank holds.
 
 A save is atomic. Each rank writes its own file to step-N.tmp and hashes it. When all ranks are
 done, rank 0 adds hashes.json and renames the folder to step-N. So step-N is always complete, no
@@ -47,8 +51,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from common.exits import UserError, before_user_error_exit
-from common.runtime import gather, is_rank0, on_rank0, print0, ranks, timeout, together
+from common.runtime import all_gather, is_rank0, on_rank0, print0, ranks, timeout, together
 from lm import flags, shapes
+
+# All ranks must call these together:
+#   all_gather(value)   gives every rank the list of all ranks' values
+#   on_rank0(work)      calls work() on rank 0; every rank gets its result, or raises its exception
+#   together(work)      calls work() on every rank; every rank gets the list of the results, or
+#                       raises the first exception
 
 # torch.distributed.checkpoint takes 0.6 s to import. The functions below import it when they need
 # it, so that the first training step does not wait for it.
@@ -62,19 +72,27 @@ STATE_DICT_OPTIONS = {
     "flatten_optimizer_state_dict": True,
     # Frozen weights are not saved: they are still in the folder of the pretrained model.
     "ignore_frozen_params": True,
-    # strict=False, because frozen weights are missing. dcp.load raises if any other is missing.
+    # So set_state_dict must accept that they are missing. No check is lost: dcp.load, which runs
+    # before it, raises if any other tensor is missing.
     "strict": False,
 }
 
 
 class Run:
-    """Own the folder of one run: lock it, save checkpoints to it, find the newest intact one.
+    """Manage the folder of one run: lock it, save checkpoints to it, find the newest intact one.
 
-    All ranks must call each method together. The folder keeps the `settings` it was created with.
+    Every method is a collective: if a rank does not call it, the others wait until the timeout.
+
+    `settings` maps flags to values, such as {"--data": "stdlib (SHA-256 ...)"}; JSON must represent
+    the values exactly. The folder keeps the settings it was created with. `args` needs:
+
+        run_dir     Path of the folder, or None for a new one in runs/
+        resume      bool: whether the folder may hold checkpoints
+        keep        int: how many of the newest checkpoints to keep; 0 saves none
+        async_save  bool: whether a thread writes checkpoints
 
     Raise UserError if the folder cannot be written to, is not visible to all ranks, is in use by
-    another process, belongs to a run with other settings, or has checkpoints and `args.resume` is
-    not set. `args` needs run_dir (None: a new folder in runs/), resume, keep and async_save.
+    another process, belongs to a run with other settings, or holds checkpoints without `resume`.
     """
 
     def __init__(self, args: argparse.Namespace, *, settings: dict) -> None:
@@ -85,53 +103,56 @@ class Run:
         self._check_visible_to_all_ranks()
 
         # Saving needs its own process group. A save in the background sends messages while the
-        # training sends its own, and within one group the two would be mixed up.
+        # training sends its own, and within one group the two would be mixed up. Its backend is
+        # gloo, which sends from CPU memory and leaves the GPU to the training.
         self.group = None
         if dist.is_initialized():
             self.group = dist.new_group(timeout=timeout(), backend="gloo")
 
-        self.background = ThreadPoolExecutor(max_workers=1) if args.async_save else None
-        self.background_save: Future | None = None
+        self.executor = ThreadPoolExecutor(max_workers=1) if args.async_save else None
+        self.pending_save: Future | None = None
         # A script that ends with a UserError completes its save in the background first.
         before_user_error_exit.append(self.wait)
 
     def save(self, step: int, state: dict, config: dict) -> None:
-        """Save `state`, made by training_state, as checkpoint step-N.
+        """Save `state`, made by training_state, as checkpoint step-N. With --keep 0, do nothing.
 
         `config` is the content of a Hugging Face config.json. With --async-save, return as soon as
-        the state is copied to CPU memory; a thread writes it to disk. If that fails, the next call
-        of save or wait raises. Raise UserError if the files cannot be written.
+        the state is copied to CPU memory; a thread writes it to disk. If that fails, every later
+        call of save or wait raises. Raise UserError if the files cannot be written.
         """
         self.wait()
         if self.keep == 0:
             return
-        if self.background is None:
+        if self.executor is None:
             self._write(step, state, config)
             return
+        # The thread needs this rank's GPU: a new thread starts on GPU 0. A run on the CPU has not
+        # initialized CUDA.
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         cpu_state = tree_map_only(Tensor, _copy_to_cpu, state)
-        self.background_save = self.background.submit(self._write, step, cpu_state, config, device)
+        self.pending_save = self.executor.submit(self._write, step, cpu_state, config, device)
 
     def wait(self) -> None:
         """Wait for the save in the background, if there is one. Raise UserError if it failed."""
-        if self.background_save is not None:
-            self.background_save.result()
+        if self.pending_save is not None:
+            self.pending_save.result()
 
-    def newest(self) -> Path | None:
+    def find_intact(self) -> Path | None:
         """Return the newest intact checkpoint, or None if the folder has no checkpoint.
 
-        Rename newer checkpoints that are damaged to broken-step-N-..., so that the run can save
-        these steps again. Raise UserError if all checkpoints are damaged.
+        This hashes the files of the checkpoint. Newer checkpoints that are damaged are renamed to
+        broken-step-N-..., so that the run can save these steps again. Raise UserError if all are
+        damaged.
         """
         checkpoints = on_rank0(lambda: list_checkpoints(self.folder))
         rank, world_size, _ = ranks()
         damaged = []
         for path in reversed(checkpoints):
-            problems = gather(find_damage(path, rank, world_size))
+            problems = all_gather(find_damage(path, rank, world_size))
             problems = [problem for problem in problems if problem is not None]
             if not problems:
-                if is_rank0():
-                    _move_aside(damaged)
+                on_rank0(lambda: _move_aside(damaged))
                 print0(f"resuming from {path}")
                 return path
             print0(f"checkpoint {path} is broken ({problems[0]}): trying the one before")
@@ -147,16 +168,17 @@ class Run:
         flag = f"--run-dir {self.folder}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            # The system releases the lock when the process ends, also after kill -9.
+            # The system releases the lock when the last process that has the file open ends. The
+            # DataLoader's workers have it open, too, and outlive a kill -9 of their rank by some
+            # seconds: so wait. On NFS, the lock of a machine that died stays for 90 seconds: set
+            # RUN_DIR_LOCK_SECONDS to more than that there.
             self.lock = filelock.FileLock(self.folder / ".lock")
-            # After kill -9 the data loading workers of the dead process hold the lock for some
-            # seconds. So wait before giving up. NFS keeps a dead machine's lock for 90 seconds.
             self.lock.acquire(timeout=float(os.environ.get("RUN_DIR_LOCK_SECONDS", "10")))
             self._check_settings(settings, resume)
             write_json(self.folder / "settings.json", settings)
         except filelock.Timeout:
             raise UserError(
-                f"{flag} is in use by a live run: use another, or end that one"
+                f"{flag} is in use by a live run: choose another --run-dir, or end that run"
             ) from None
         except (OSError, ValueError) as error:
             raise UserError(f"{flag} cannot be used: {error}") from None
@@ -173,12 +195,16 @@ class Run:
         checkpoints = list_checkpoints(self.folder)
         if checkpoints and not file.exists():
             raise UserError(
-                f"{flag} holds checkpoints without the settings.json of their run: copy it"
+                f"{flag} holds checkpoints without the settings.json of their run: "
+                "copy that file there, too"
             )
 
+        saved_settings = settings  # of a new folder
+        if file.exists():
+            saved_settings = json.loads(file.read_text())
+        names = list(dict.fromkeys([*settings, *saved_settings]))  # of both, each once
         differences = []
-        saved_settings = json.loads(file.read_text()) if file.exists() else settings
-        for name in {**settings, **saved_settings}:
+        for name in names:
             now = settings.get(name)
             saved = saved_settings.get(name)
             if now == saved:
@@ -188,30 +214,31 @@ class Run:
             differences.append(f"{name} {now} (was {saved})")
         if differences:
             raise UserError(
-                f"{flag} holds a run with other settings: {', '.join(differences)}; use another"
+                f"{flag} holds a run with other settings: {', '.join(differences)}; "
+                "choose another --run-dir"
             )
 
         if checkpoints and not resume:
-            raise UserError(f"{flag} holds a run with checkpoints: --resume it, or use another")
+            raise UserError(
+                f"{flag} holds a run with checkpoints: add --resume, or choose another --run-dir"
+            )
 
     def _check_visible_to_all_ranks(self) -> None:
         """Raise UserError if the folder is on a disk that some ranks do not see."""
-        visible = gather((self.folder / "settings.json").exists())
+        visible = all_gather((self.folder / "settings.json").exists())
         if not all(visible):
             raise UserError(
                 f"--run-dir {self.folder}: rank {visible.index(False)} does not see it: "
-                "use one that all see"
+                "choose a folder on a disk that all nodes share"
             )
 
     def _write(self, step: int, state: dict, config: dict, device: int | None = None) -> None:
-        """Write a checkpoint. With --async-save this runs in a thread, which then uses `device`."""
+        """Write a checkpoint. With --async-save a thread runs this; `device` is its rank's GPU."""
         if device is not None:
-            torch.cuda.set_device(device)  # a new thread starts on GPU 0, on every rank
+            torch.cuda.set_device(device)
         final = self.folder / f"step-{step:08d}"
         temporary = final.with_suffix(".tmp")
         try:
-            # together() calls the function on all ranks, waits for all of them and returns a list
-            # of their results. If the function fails on one rank, together() raises on all.
             write_files = partial(self._write_files, temporary, state, config)
             hashes = {}
             for hashes_of_rank in together(write_files, self.group):
@@ -219,7 +246,8 @@ class Run:
             publish = partial(self._publish, temporary, final, hashes)
             together(publish, self.group)
         except OSError as error:
-            # When the disk is full, torch.save only says "unexpected pos". So name the free space.
+            # On a full disk, torch.save (which DCP calls) only says "unexpected pos". So name the
+            # free space.
             free_mib = shutil.disk_usage(self.folder).free / 2**20
             raise UserError(
                 f"cannot save step {step} in {self.folder} ({free_mib:.0f} MiB free there): "
@@ -233,8 +261,8 @@ class Run:
         """
         import torch.distributed.checkpoint as dcp
 
-        # By default the writer copies tensors ahead on a GPU stream, which creates a CUDA context
-        # on every machine with a GPU, even if the run is on the CPU.
+        # 0 bytes: while one tensor is written, do not copy the next from the GPU. The stream for
+        # these copies would create a CUDA context, even if the run is on the CPU.
         writer = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)
         try:
             dcp.save(state, storage_writer=writer, process_group=self.group)
@@ -276,7 +304,8 @@ def training_state(step: int, net, optimizer, scheduler, scaler=None) -> dict:
 
     options = StateDictOptions(**STATE_DICT_OPTIONS)
     model_state, optimizer_state = get_state_dict(net, optimizer, options=options)
-    # If a frozen matrix has two names (tied embeddings), torch leaves out only the first.
+    # If a frozen matrix has two names (tied embeddings), torch leaves out only the first. `net` is
+    # the model itself, not what DDP or torch.compile made of it: so names have no prefix.
     for name, parameter in net.named_parameters(remove_duplicate=False):
         if not parameter.requires_grad:
             model_state.pop(name, None)
@@ -292,16 +321,18 @@ def training_state(step: int, net, optimizer, scheduler, scaler=None) -> dict:
 def resume(run: Run, net, optimizer, scheduler, scaler=None) -> int:
     """Load the newest intact checkpoint of `run` into the given objects. Return its step.
 
-    All ranks must call this, as many as there are now. Return 0 if the run has no checkpoint.
+    All ranks must call this. Their number may differ from when the checkpoint was saved. Return 0
+    if the run has no checkpoint.
     """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
 
-    path = run.newest()
+    path = run.find_intact()
     if path is None:
         return 0
 
-    # dcp.load overwrites the tensors of `state`, which are the shards of this rank.
+    # Build a state of the right structure; step 0 is a placeholder. dcp.load then fills it in
+    # place: the tensors, which are the shards of this rank, and the numbers.
     state = training_state(0, net, optimizer, scheduler, scaler)
     dcp.load(state, checkpoint_id=path, process_group=run.group)
     set_state_dict(
@@ -313,12 +344,12 @@ def resume(run: Run, net, optimizer, scheduler, scaler=None) -> int:
     )
     scheduler.load_state_dict(state["scheduler"])
 
-    # The optimizer now has the saved learning rate. Compute it again: if --steps has changed, the
-    # schedule gives another one.
-    for group, base_lr, schedule in zip(
+    # --steps may change on a resume, and the schedule with it. The optimizer now has the learning
+    # rate of the old schedule, so set that of the new one. last_epoch is the number of steps done.
+    for parameter_group, base_lr, schedule in zip(
         optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
     ):
-        group["lr"] = base_lr * schedule(scheduler.last_epoch)
+        parameter_group["lr"] = base_lr * schedule(scheduler.last_epoch)
     if scaler:
         scaler.load_state_dict(state["scaler"])
     return state["progress"]["step"]
@@ -370,25 +401,26 @@ def _new_folder() -> Path:
 def _check_same_on_all_ranks(settings: dict) -> None:
     """Raise UserError if the ranks have different settings.
 
-    Nodes may have different files under the same name, or choose another dtype for --dtype auto.
+    All ranks get the same flags. But a path may hold other content on another node, and
+    --dtype auto depends on the GPU.
     """
-    settings_by_rank = gather(settings)
+    settings_by_rank = all_gather(settings)
     expected = settings_by_rank[0]
     for rank, settings_of_rank in enumerate(settings_by_rank):
         different = [name for name in settings if settings_of_rank[name] != expected[name]]
         if different:
             raise UserError(
                 f"{', '.join(different)} of rank {rank} is not that of rank 0: "
-                "give what all nodes have"
+                "use the same files and flags on every node"
             )
 
 
 def _is_same_model(saved: str, now: str, checkpoints: list[Path]) -> bool:
     """Return whether two different --model settings describe the same model.
 
-    A setting is a name and a hash of the model's Config. When a new version adds a field to Config,
-    the hash of every model changes. That happened within version 0.2.0. The config.json of a
-    checkpoint tells which model the run trains. Read it with today's Config and hash that.
+    A --model setting is "NAME (SHA-256 ...)", with the hash of repr(Config). If a later version of
+    this repository adds a field to Config, the hash of every model changes. So compute the hash
+    again, from the config.json in a checkpoint, and compare that.
     """
     name = saved.split(" (SHA-256 ")[0]
     for path in checkpoints:

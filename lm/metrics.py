@@ -19,7 +19,7 @@ from torch import Tensor
 from common import report
 from common.exits import UserError
 from common.hardware import device_name
-from common.runtime import full_tensor, gather, is_rank0, on_rank0, ranks, synchronize
+from common.runtime import all_gather, full_tensor, is_rank0, on_rank0, ranks, synchronize
 
 
 class Meter:
@@ -142,7 +142,7 @@ class Meter:
         memory = {}
         if self.device.type == "cuda":
             memory = torch.cuda.memory_stats(self.device)
-        measured_by_rank = gather(
+        measured_by_rank = all_gather(
             {
                 "data_seconds": self.data_seconds,
                 "own_seconds": self.data_seconds + (self.forward_seconds or 0.0),
@@ -210,7 +210,7 @@ class Meter:
         Losses are those of the whole run, throughput and seconds those of this process. `model` is
         a name, `parameters` a count. `own_values` are further keys of the summary.
         """
-        peak_memory_bytes = max(gather(report.peak_memory_bytes(self.device)))
+        peak_memory_bytes = max(all_gather(report.peak_memory_bytes(self.device)))
         if not is_rank0():
             return
         losses = [record["loss"] for record in self.records if "loss" in record]

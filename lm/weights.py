@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from common.exits import UserError
-from common.runtime import gather, print0
+from common.runtime import all_gather, print0
 from lm.model import Transformer
 from lm.shapes import SIZES, Config
 
@@ -184,7 +184,7 @@ def digest(net: nn.Module) -> str:
         local, (rows, *_) = local_part(parameter)
         hash_by_place[name, rows.start] = hash_rows(name, local, rows.start)
     if sharded:
-        for hashes_of_rank in gather(hash_by_place):
+        for hashes_of_rank in all_gather(hash_by_place):
             for place, rows_hash in hashes_of_rank.items():
                 hash_by_place.setdefault(place, rows_hash)  # where two ranks hold it, keep our own
     return f"{sum(hash_by_place.values()) % 2**256:064x}"

@@ -56,7 +56,7 @@ for turn in range(30):
     dist.init_process_group("gloo", store=dist.PrefixStore(str(turn), store), rank=rank, world_size=world_size)
     ddp = DistributedDataParallel(torch.nn.Linear(64, 64))
     ddp(torch.ones(8, 64)).sum().backward()
-    runtime.gather("as at the end of training")
+    runtime.all_gather("as at the end of training")
     runtime.shutdown()
     del ddp
     if rank == 0:
