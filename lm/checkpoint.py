@@ -292,7 +292,8 @@ def training_state(step: int, net, optimizer, scheduler, scaler=None) -> dict:
 def resume(run: Run, net, optimizer, scheduler, scaler=None) -> int:
     """Load the newest intact checkpoint of `run` into the given objects. Return its step.
 
-    All ranks must call this, as many as there are now. Return 0 if the run has no checkpoint.
+    All ranks must call this. The checkpoint may come from another number of ranks. Return 0 if the
+    run has no checkpoint.
     """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
@@ -301,7 +302,7 @@ def resume(run: Run, net, optimizer, scheduler, scaler=None) -> int:
     if path is None:
         return 0
 
-    # dcp.load overwrites the tensors of `state`, which are the shards of this rank.
+    # dcp.load overwrites the tensors in `state`. Each rank passes its own shards.
     state = training_state(0, net, optimizer, scheduler, scaler)
     dcp.load(state, checkpoint_id=path, process_group=run.group)
     set_state_dict(
