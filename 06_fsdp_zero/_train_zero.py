@@ -106,11 +106,12 @@ def make_universal(path: Path, stage: int) -> Path | None:
 def load(path: Path, engine, universal: Path | None) -> int:
     """Load a checkpoint, or what has been made of it for other ranks; returns its step."""
     source = universal or path
-    groups, scheduler = engine.optimizer.param_groups, engine.lr_scheduler
-    weight_decays = [group["weight_decay"] for group in groups]
+    weight_decays = [group["weight_decay"] for group in engine.optimizer.param_groups]
     loaded, _ = engine.load_checkpoint(str(source.parent), tag=source.name)
     # it would train on from random weights
     assert loaded is not None, f"DeepSpeed found no checkpoint in {source}"
+    groups = engine.optimizer.param_groups  # load_checkpoint has replaced the list
+    scheduler = engine.lr_scheduler
     for group, weight_decay in zip(groups, weight_decays, strict=True):
         # a universal load at stage 3 gives every group those of the first
         group["weight_decay"] = weight_decay

@@ -179,6 +179,19 @@ def test_resumed_on_as_many_ranks_is_uninterrupted_to_the_bit(tmp_path, zero):
 
 
 @pytest.mark.full
+def test_a_run_can_be_made_longer(tmp_path, ddp, zero):
+    """With more --steps the learning rate follows the new schedule from the first step on."""
+    longer = ("--steps", STEPS + 3, "--resume")
+    expected = train_uneven(DDP, copy_of(ddp, tmp_path / "ddp"), *longer, nproc=2)
+    for stage, whole in zero.items():
+        copy_of(whole, tmp_path / str(stage))
+    for result in train_in_turn(tmp_path, dict.fromkeys(STAGES, longer), nproc=2).values():
+        assert len(result.column("lr")) == STEPS + 3
+        assert result.column("lr") == pytest.approx(expected.column("lr"), rel=1e-9)
+        assert_same(result, expected)
+
+
+@pytest.mark.full
 def test_a_run_moves_between_numbers_of_ranks(tmp_path, ddp, zero):
     """Saved on 2 ranks; resumed on 3, then 1. A universal checkpoint is made and goes away again."""
     stages = (0, 2, 3)
