@@ -42,14 +42,17 @@ def checkpointed(run: Callable, forward: Callable) -> Callable:
     return checkpointed_forward
 
 
-def down_proj_shape(mlp: nn.Module) -> tuple[int, int]:
-    """Return (inputs, outputs) of the last matmul of an MLP, which may be that of an adapter."""
+def down_proj_shape(mlp: nn.Module) -> tuple[int, ...]:
+    """Return (inputs, outputs) of the last matmul of an MLP, which may be that of an adapter.
+
+    Under DeepSpeed's ZeRO-3 a weight has no such shape before it is gathered. Then this returns a
+    shape that no matmul has, and the result of the last matmul is kept, too.
+    """
     *_, weight = mlp.parameters()
-    outputs, inputs = weight.shape
-    return inputs, outputs
+    return tuple(reversed(weight.shape))
 
 
-def selective_contexts(last_matmul: tuple[int, int]) -> tuple:
+def selective_contexts(last_matmul: tuple[int, ...]) -> tuple:
     """Return the two contexts that torch's `checkpoint` enters in forward and in recomputation.
 
     They keep the results of attention and of all matmuls but the last one of a block: no backward
