@@ -60,29 +60,55 @@ DEFAULTS = {  # of training: eight steps on 29 pairs
 }
 
 
-def chat_rows(chat: _finetune.Chat, messages: list[dict]) -> list[tuple[list[int], list[bool]]]:
-    """A chat as token ids, and which of them the assistant says. In the text of a chat an answer is what the text up to
-    it has beyond its prompt: what the model has to write, with the token that ends it. A template may change an earlier
-    answer when another follows (Qwen3 takes its thoughts out): that one, with what is before it, is a row of its own.
-    ValueError if an answer does not follow its prompt: the model would be asked otherwise than it was trained."""
-    text, rows, spans = chat.render(messages), [], []
-    for i in (i for i, message in enumerate(messages) if message["role"] == "assistant"):
-        prompt, turn = (
-            chat.render(messages[:i], add_generation_prompt=True),
-            chat.render(messages[: i + 1]),
-        )
-        if not turn.startswith(prompt):
-            raise ValueError(
-                f"message {i + 1}: the chat template asks for an answer otherwise than it then writes it"
-            )
-        if text.startswith(turn):
-            spans.append((len(prompt), len(turn)))
-        else:
-            rows += chat_rows(chat, messages[: i + 1])[-1:]
-    # as a whole: tokens may reach across a border, and then they count
-    ids, offsets = chat.encode(text)
-    counts = [any(begin < last and first < end for first, last in spans) for begin, end in offsets]
-    return [*rows, (ids, counts)]
+def chat_rows(
+    chat: _finetune.Chat,
+    messages: list[dict],
+    tools: list[dict] | None = None,
+    first_answer: int = 1,
+) -> list[tuple[list[int], list[bool]]]:
+    """Return the rows of a chat: the token ids of each, and which of them are targets.
+
+    Targets are the ids of the assistant's answers, with those that end them:
+
+        ids      <|user|> hi <|assistant|> hello <eos> <|user|> bye <|assistant|> bye <eos>
+        targets  -        -  -             hello <eos> -        -   -             bye <eos>
+
+    The model is asked with the ids of a prompt, so a row begins with the ids of its prompt. The
+    next answer joins the row if its prompt continues the row. If the template rewrites an earlier
+    answer (Qwen3's removes its thoughts), the prompt does not, and a new row begins.
+
+    first_answer: index of the first message that can be an answer.
+    Raise ValueError if the template writes an answer that does not follow its prompt.
+    """
+    rows = []
+    for position in range(first_answer, len(messages)):
+        if messages[position]["role"] != "assistant":
+            continue
+        prompt, answer = _finetune.encode_answer(chat, messages, position, tools)
+        earlier_targets = []
+        if rows:
+            row, targets = rows[-1]
+            continued = continued_length(chat, row, prompt)
+            if continued > 0:
+                earlier_targets = targets[:continued]
+                rows.pop()
+        no_targets = [False] * (len(prompt) - len(earlier_targets))
+        rows.append((prompt + answer, earlier_targets + no_targets + [True] * len(answer)))
+    return rows
+
+
+def continued_length(chat: _finetune.Chat, row: list[int], prompt: list[int]) -> int:
+    """Return how many ids of a row the next prompt begins with: all of them, or else 0.
+
+    Phi-3's template ends the last turn with <|end|> and eos, and earlier turns with <|end|> alone.
+    Then the prompt continues the row without its eos.
+    """
+    if prompt[: len(row)] == row:
+        return len(row)
+    without_eos = row[:-1]
+    if row[-1] != chat.end or not chat.has_end(without_eos):
+        return 0
+    return len(without_eos) if prompt[: len(without_eos)] == without_eos else 0
 
 
 def main() -> int:
@@ -166,7 +192,7 @@ def main() -> int:
     for block, next_block in pairwise(net.model.layers.values()):
         block.set_modules_to_forward_prefetch([next_block])
         next_block.set_modules_to_backward_prefetch([block])
-    planned_bytes = _finetune.say_plan(args, config, batches, device)
+    planned_bytes = _finetune.print_plan(args, config, batches, device)
     weights.materialize(
         net, args.model, seed=args.seed, device="cpu" if args.cpu_offload else device
     )
@@ -180,7 +206,7 @@ def main() -> int:
     )
 
     prompts = _finetune.questions(chat, held_out_chats, config)
-    answer = partial(_finetune.greedy, prompts=prompts, end=chat.end, device=device)
+    answer = partial(_finetune.greedy, prompts=prompts, stops=chat.stops, device=device)
     val_loss_before, answers_before = evaluate(net, held_out, device), answer(net)
 
     # 4 The run: its folder, and the step at which it stood. With adapters, its checkpoints hold these alone.
@@ -257,12 +283,12 @@ def main() -> int:
     }
     receipt |= bytes_of_training([*net.parameters()], optimizer)
     if not stop:
-        _finetune.leave_folders(net, run.folder, args, DTYPES[args.save_dtype])
+        _finetune.write_folders(net, chat, run.folder, args, DTYPES[args.save_dtype])
         compare = partial(
             _finetune.compare_with_transformers, run.folder / "model", config, prompts[0]
         )
         receipt["transformers_error"] = runtime.on_rank0(compare)
-        receipt["answers"] = _finetune.say_answers(chat, prompts, answers_before, answers)
+        receipt["answers"] = _finetune.print_answers(chat, prompts, answers_before, answers)
     meter.finish(step, **receipt)
     runtime.shutdown()
     return exits.REQUEUE_EXIT_CODE if stop and step < args.steps else 0
