@@ -39,7 +39,10 @@ ANSWER_TOKENS = 8  # each one takes a forward over everything before it
 ALPHA_PER_RANK = 2  # alpha / rank scales the adapter's output
 LARGEST_COMPARED = 4e9  # bytes of a folder that transformers reads again
 
-FORM = 'a chat is {"messages": [{"role", "content"}, ...]} or {"prompt", "completion"}, and "tools"'
+FORM = (
+    'a chat is {"messages": [{"role", "content"}, ...]} or {"prompt", "completion"}, with "tools"'
+    " if it has any"
+)
 LISTS = ("messages", "conversations")
 KEYS = (*LISTS, "prompt", "completion", "tools")
 ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names
@@ -116,7 +119,7 @@ def read_conversation(record: object) -> Conversation:
     record = {key: value for key, value in record.items() if value is not None}
     unknown = [key for key in record if key not in KEYS]
     if unknown:
-        raise ValueError(f"unknown key {unknown[0]!r}: {FORM}")
+        raise ValueError(f"unknown key {unknown[0]!r}: remove it; {FORM}")
     tools = read_tools(record.pop("tools", None))
 
     if len(record) == 1 and next(iter(record)) in LISTS:
@@ -184,7 +187,7 @@ def read_message(message: object, where: str) -> dict:
     known["role"] = ROLES.get(role, role)
 
     if "tool_calls" in known:
-        known["tool_calls"] = [with_arguments_as(dict, call) for call in known["tool_calls"]]
+        known["tool_calls"] = read_tool_calls(known["tool_calls"], where)
         known.setdefault("content", None)
     elif "content" not in known:
         raise ValueError(f"{where} has no content")
@@ -206,23 +209,32 @@ def read_content(content: object, where: str) -> str | None:
     return "\n".join(texts)
 
 
-def with_arguments_as(kind: type, call: object) -> object:
-    """Return a tool call whose arguments are a dict, or a str of JSON.
+def read_tool_calls(calls: object, where: str) -> list[dict]:
+    """Return the tool calls of a message, with their arguments as dicts.
 
-    OpenAI's API has them as text, and most chat templates expect a dict.
+    OpenAI's API has arguments as text, and most chat templates expect a dict.
     """
-    function = call.get("function") if isinstance(call, dict) else None
-    arguments = function.get("arguments") if isinstance(function, dict) else None
+    form = 'a tool call is {"function": {"name", "arguments"}}'
+    if not isinstance(calls, list):
+        raise ValueError(f"{where}: tool_calls is a list, not {shorten(calls)}")
+    for call in calls:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ValueError(f"{where}: {form}, not {shorten(call)}")
+    try:
+        return [with_arguments_as(dict, call) for call in calls]
+    except ValueError as error:
+        raise ValueError(f"{where}: the arguments of a call are not JSON: {error}") from None
+
+
+def with_arguments_as(kind: type, call: dict) -> dict:
+    """Return a tool call whose arguments are a dict, or a str of JSON."""
+    arguments = call["function"].get("arguments")
     if isinstance(arguments, dict) and kind is str:
         arguments = json.dumps(arguments, ensure_ascii=False)
     elif isinstance(arguments, str) and kind is dict:
-        try:
-            arguments = json.loads(arguments)
-        except ValueError as error:
-            raise ValueError(f"the arguments of a tool call are not JSON: {error}") from None
-    else:
-        return call
-    return call | {"function": function | {"arguments": arguments}}
+        arguments = json.loads(arguments or "{}")
+    return call | {"function": call["function"] | {"arguments": arguments}}
 
 
 # 2 The format: messages to text, text to token ids
@@ -349,6 +361,8 @@ def render_with_template(
     add_generation_prompt: bool = False,
 ) -> str:
     """Return the text of messages by the tokenizer's chat template."""
+    import jinja2
+
     render = partial(
         tokenizer.apply_chat_template,
         tools=tools,
@@ -357,16 +371,17 @@ def render_with_template(
     )
     try:
         return render(messages)
-    except TypeError:  # DeepSeek's templates add the arguments of a tool call to a text
-        return render([with_text_arguments(message) for message in messages])
+    except (TypeError, jinja2.UndefinedError):
+        # DeepSeek's templates add content and the arguments of a tool call to a text
+        return render([with_texts(message) for message in messages])
 
 
-def with_text_arguments(message: dict) -> dict:
-    """Return a message whose tool calls have their arguments as text."""
+def with_texts(message: dict) -> dict:
+    """Return a message whose content is text, and whose tool calls have their arguments as text."""
     if "tool_calls" not in message:
         return message
     calls = [with_arguments_as(str, call) for call in message["tool_calls"]]
-    return message | {"tool_calls": calls}
+    return message | {"content": message["content"] or "", "tool_calls": calls}
 
 
 def read_stops(folder: str) -> list[int]:
@@ -383,27 +398,24 @@ def read_stops(folder: str) -> list[int]:
     return stops
 
 
-def fit_to_template(chat: Chat, conversation: Conversation) -> Conversation:
-    """Return the conversation as the chat template takes it.
+def check_keys(chat: Chat, conversation: Conversation) -> None:
+    """Raise ValueError for a key that the chat template does not read.
 
-    Raise ValueError for a key that the template does not read: its text would be left out.
+    Without this check its text would be left out in silence.
     """
     template = chat.template(conversation.tools)
     if conversation.tools and not has_word(template, "tools"):
         raise ValueError("the chat template takes no tools: remove the key 'tools'")
-    adds_thoughts = "<think>" in template and not any(has_word(template, key) for key in THOUGHTS)
-    messages = []
+    known = set(NAMES)
+    # transformers offers thoughts to a template under each of these keys
+    if "<think>" in template or any(has_word(template, key) for key in THOUGHTS):
+        known.update(THOUGHTS)
     for number, message in enumerate(conversation.messages, 1):
         for key in message:
-            is_read = key in NAMES or has_word(template, key)
-            if not is_read and not (adds_thoughts and key in THOUGHTS):
+            if key not in known and not has_word(template, key):
                 raise ValueError(
                     f"message {number}: the chat template does not read the key {key!r}: remove it"
                 )
-        if message["content"] is None and not has_word(template.lower(), "none"):
-            message = message | {"content": ""}  # such a template would write the word None
-        messages.append(message)
-    return conversation._replace(messages=messages)
 
 
 def has_word(text: str, word: str) -> bool:
@@ -460,13 +472,20 @@ def render_answer(
     prompt = chat.render(messages[:position], tools=tools, add_generation_prompt=True)
     turn = chat.render(messages[: position + 1], tools=tools)
     if turn.startswith(prompt):
-        return prompt, turn[len(prompt) :]
-    answer = answer_after_opened_thoughts(prompt, turn, messages[position])
+        answer = turn[len(prompt) :]
+    else:
+        answer = answer_after_opened_thoughts(prompt, turn, messages[position])
     if answer is None:
         raise ValueError(
             f"message {position + 1}: the chat template's generation prompt is no prefix of the"
             " rendered reply"
         )
+    for call in messages[position].get("tool_calls", []):
+        name = call["function"]["name"]
+        if name not in answer:
+            raise ValueError(
+                f"message {position + 1}: the chat template leaves out the call of {name!r}"
+            )
     return prompt, answer
 
 
@@ -608,7 +627,8 @@ def load_chats(args, chat: Chat, chat_rows: Callable) -> tuple[data.Corpus, list
     longest_left_out = 0
     for where, record in read_records(args.data):
         try:
-            conversation = fit_to_template(chat, read_conversation(record))
+            conversation = read_conversation(record)
+            check_keys(chat, conversation)
             found = chat_rows(chat, *conversation)
         except Exception as error:  # a template may raise any exception
             reason = str(error) or repr(error)
@@ -635,7 +655,7 @@ def load_chats(args, chat: Chat, chat_rows: Callable) -> tuple[data.Corpus, list
     for key in held_out:
         held_out_rows.extend(rows[key])
 
-    check_enough(args, train_rows, left_out, longest_left_out)
+    check_enough(args, train_rows, held_out_rows, left_out, longest_left_out)
     print_rows(chat, train_rows, chats=len(rows) - count)
     all_rows = train_rows + held_out_rows
     args.seq_len = min(args.seq_len, max(len(row.tokens) - 1 for row in all_rows))
@@ -666,14 +686,18 @@ def print_left_out(left_out: dict[str, list[str]], longest: int) -> None:
         runtime.print0(f"  --seq-len {longest} would take them all")
 
 
-def check_enough(args, train_rows: list[Row], left_out: dict, longest: int) -> None:
+def check_enough(
+    args, train_rows: list[Row], held_out_rows: list[Row], left_out: dict, longest: int
+) -> None:
     """Raise UserError if the rows are too few for a step."""
     if len(train_rows) >= args.global_batch_size:
         return
-    reasons = [f"{len(places)} are {reason}" for reason, places in left_out.items()]
-    found = ", ".join([f"{len(train_rows)} rows to train on", *reasons])
+    counts = [f"{len(train_rows)} rows to train on", f"{len(held_out_rows)} held out"]
+    for reason, places in left_out.items():
+        counts.append(f"{len(places)} {reason}")
+    found = ", ".join(counts)
     needed = f"--global-batch-size is {args.global_batch_size}"
-    fix = "add chats, or lower --global-batch-size"
+    fix = "add different chats, or lower --global-batch-size"
     if longest:
         fix = f"raise --seq-len to {longest}, {fix}"
     raise exits.UserError(f"--data {args.data} has {found}, and {needed}: {fix}")
