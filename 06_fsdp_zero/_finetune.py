@@ -89,7 +89,7 @@ def parse_json(text: str, where: str) -> object:
         place = f"column {error.colno}"
         if error.lineno > 1:
             place = f"line {error.lineno}, {place}"
-        raise exits.UserError(f"{where} is not JSON: {error.msg} at {place}") from None
+        raise exits.UserError(f"{where} is not JSON: {error.msg} ({place})") from None
     except (ValueError, RecursionError) as error:
         raise exits.UserError(f"{where} is not JSON: {error}") from None
 
