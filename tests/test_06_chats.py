@@ -517,6 +517,7 @@ def test_an_adapter_loads_from_any_folder_with_its_tokenizer(tmp_path, models, m
     assert result.code == 0, result
     monkeypatch.chdir(ROOT)
     adapter = tmp_path / "run/adapter"
+    assert Path(peft.PeftConfig.from_pretrained(adapter).base_model_name_or_path).is_dir()
     adapted = peft.AutoPeftModelForCausalLM.from_pretrained(adapter)
     trained = sum(p.numel() for name, p in adapted.named_parameters() if "lora_" in name)
     assert trained > 0
