@@ -1,10 +1,22 @@
-"""What finetune.py does beside the concept: its file of chats, its plan, greedy answers, and the folders it leaves."""
+"""Read chats, turn them into token ids, and write what a fine-tuning run leaves behind.
+
+A file of chats becomes rows in five steps:
+
+    read_records       the file            -> JSON objects, each with the number of its line
+    read_conversation  a JSON object       -> messages, and the tools that the assistant may call
+    render_answer      messages            -> text of a prompt, and text of the answer to it
+    encode_answer      both texts          -> token ids of both, the last of which ends the answer
+    chat_rows          ids of all answers  -> rows with targets (in finetune.py)
+"""
 
 import hashlib
 import json
 import math
+import os
+import re
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,216 +34,744 @@ from lm import data, lora, model, reference, shapes
 from lm.weights import build, local_part, random_weight
 from planner import memory, plan, shape
 
-QUESTIONS, ANSWER_TOKENS = 3, 8  # each token is a forward of all that is before it
-ALPHA_PER_RANK = 2  # alpha / rank scales what A and B add
+QUESTIONS = 3
+ANSWER_TOKENS = 8  # each one takes a forward over everything before it
+ALPHA_PER_RANK = 2  # alpha / rank scales the adapter's output
+LARGEST_COMPARED = 4e9  # bytes of a folder that transformers reads again
+
+FORM = (
+    'a chat is {"messages": [{"role", "content"}, ...]} or {"prompt", "completion"}, with "tools"'
+    " if it has any"
+)
+LISTS = ("messages", "conversations")
+KEYS = (*LISTS, "prompt", "completion", "tools")
+ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names
+MESSAGE_KEYS = {"from": "role", "value": "content"}  # ShareGPT's names
+# keys that name a speaker or a call: a template may ignore them, since they hold no text
+NAMES = ("role", "content", "name", "tool_call_id")
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+PROBE_ANSWER = "xyzzy"  # in no template
+PROBE = [
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": PROBE_ANSWER},
+    {"role": "user", "content": "bye"},
+]
+
+
+# 1 The file: JSON objects, then conversations
+
+
+def read_records(file: str) -> list[tuple[str, object]]:
+    """Return the JSON values of a file, each with its place, such as ("line 3", {...}).
+
+    The file has one value per line, or is one JSON array. Raise UserError if it cannot be read.
+    """
+    try:
+        text = Path(file).read_text(encoding="utf-8-sig")  # -sig skips a byte order mark
+    except (OSError, ValueError) as error:
+        raise exits.UserError(f"--data {file} is no UTF-8 .jsonl file of chats: {error}") from None
+    if text.lstrip().startswith("["):
+        array = parse_json(text, f"--data {file}, a JSON array")
+        return [(f"entry {number}", value) for number, value in enumerate(array, 1)]
+    records = []
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            where = f"line {number}"
+            records.append((where, parse_json(line, f"--data {file}, {where}")))
+    return records
+
+
+def parse_json(text: str, where: str) -> object:
+    """Return a JSON value. Raise UserError, which begins with `where`, if the text is not one."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        place = f"column {error.colno}"
+        if error.lineno > 1:
+            place = f"line {error.lineno}, {place}"
+        raise exits.UserError(f"{where} is not JSON: {error.msg} ({place})") from None
+    except (ValueError, RecursionError) as error:
+        raise exits.UserError(f"{where} is not JSON: {error}") from None
+
+
+class Conversation(NamedTuple):
+    """The messages of a chat, and the tools that its assistant may call.
+
+    Messages before number `first_answer` are context. The assistant may be among them, but nobody
+    asks the model for these answers, so they are no targets.
+    """
+
+    messages: list[dict]
+    tools: list[dict] | None = None
+    first_answer: int = 1
+
+
+def read_conversation(record: object) -> Conversation:
+    """Return the conversation in a JSON object. Raise ValueError for any other content.
+
+    For example {"prompt": "hi", "completion": "hello"} and {"conversations": [{"from": "human",
+    "value": "hi"}, {"from": "gpt", "value": "hello"}]} both have the messages [{"role": "user",
+    "content": "hi"}, {"role": "assistant", "content": "hello"}].
+    """
+    if not isinstance(record, dict):
+        raise ValueError(f"{FORM}, not {shorten(record)}")
+    check_surrogates(record)
+    record = {key: value for key, value in record.items() if value is not None}
+    unknown = [key for key in record if key not in KEYS]
+    if unknown:
+        raise ValueError(f"unknown key {unknown[0]!r}: remove it; {FORM}")
+    tools = read_tools(record.pop("tools", None))
+
+    if len(record) == 1 and next(iter(record)) in LISTS:
+        messages = read_messages(*record.values(), role="")
+        return Conversation(messages, tools)
+    if set(record) == {"prompt", "completion"}:
+        prompt = read_messages(record["prompt"], role="user")
+        completion = read_messages(record["completion"], role="assistant")
+        return Conversation(prompt + completion, tools, first_answer=max(1, len(prompt)))
+    raise ValueError(f"{FORM}, not the keys {', '.join(record) or 'of an empty object'}")
+
+
+def shorten(value: object) -> str:
+    """Return at most 40 characters that show a JSON value."""
+    text = json.dumps(value)
+    if len(text) > 40:
+        return f"{text[:37]}..."
+    return text
+
+
+def check_surrogates(record: dict) -> None:
+    """Raise ValueError if a text has half of a surrogate pair, which is no character."""
+    try:
+        json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise ValueError(f"{half!r} is half of a surrogate pair: an emoji was cut in two") from None
+
+
+def read_tools(tools: object) -> list[dict] | None:
+    """Return a list of tools, which may be given as JSON text. None if there are none."""
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools or "null")
+        except ValueError as error:
+            raise ValueError(f'"tools" is not JSON: {error}') from None
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ValueError(f'"tools" is a list of objects, not {shorten(tools)}')
+    return tools
+
+
+def read_messages(messages: object, role: str) -> list[dict]:
+    """Return a list of messages. A text is one message of `role`, if that is not empty."""
+    if role and isinstance(messages, str):
+        return [{"role": role, "content": messages}]
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"{FORM}, not {shorten(messages)}")
+    return [read_message(message, f"message {i}") for i, message in enumerate(messages, 1)]
+
+
+def read_message(message: object, where: str) -> dict:
+    """Return a message with a role, and with text or tool calls. ValueError if it has none."""
+    if not isinstance(message, dict):
+        raise ValueError(f"{where} is no object: {shorten(message)}")
+    known = {}
+    for key, value in message.items():
+        if value is not None and value != []:  # keys that other lines of a data set have
+            known[MESSAGE_KEYS.get(key, key)] = value
+
+    role = known.get("role")
+    if not isinstance(role, str) or not role:
+        raise ValueError(f"{where} has no role")
+    known["role"] = ROLES.get(role, role)
+
+    if "tool_calls" in known:
+        known["tool_calls"] = read_tool_calls(known["tool_calls"], where)
+        known.setdefault("content", None)
+    elif "content" not in known:
+        raise ValueError(f"{where} has no content")
+    known["content"] = read_content(known["content"], where)
+    return known
+
+
+def read_content(content: object, where: str) -> str | None:
+    """Return the text of a message, which may come as a list of text parts."""
+    if content is None or isinstance(content, str):
+        return content
+    texts = []
+    if isinstance(content, list):
+        for part in content:
+            if isinstance(part, dict) and set(part) == {"type", "text"}:
+                texts.append(part["text"])
+    if not texts or len(texts) < len(content) or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"{where}: the content is no text, but {shorten(content)}")
+    return "\n".join(texts)
+
+
+def read_tool_calls(calls: object, where: str) -> list[dict]:
+    """Return the tool calls of a message, with their arguments as dicts.
+
+    OpenAI's API has arguments as text, and most chat templates expect a dict.
+    """
+    form = 'a tool call is {"function": {"name", "arguments"}}'
+    if not isinstance(calls, list):
+        raise ValueError(f"{where}: tool_calls is a list, not {shorten(calls)}")
+    for call in calls:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ValueError(f"{where}: {form}, not {shorten(call)}")
+    try:
+        return [with_arguments_as(dict, call) for call in calls]
+    except ValueError as error:
+        raise ValueError(f"{where}: the arguments of a call are not JSON: {error}") from None
+
+
+def with_arguments_as(kind: type, call: dict) -> dict:
+    """Return a tool call whose arguments are a dict, or a str of JSON."""
+    arguments = call["function"].get("arguments")
+    if isinstance(arguments, dict) and kind is str:
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    elif isinstance(arguments, str) and kind is dict:
+        arguments = json.loads(arguments or "{}")
+    return call | {"function": call["function"] | {"arguments": arguments}}
+
+
+# 2 The format: messages to text, text to token ids
+
+
+@dataclass(frozen=True)
+class Chat:
+    """The format of a model's chats.
+
+    template(tools) is the source of the chat template that serves a chat with these tools.
+    render(messages, tools=None, add_generation_prompt=False) is the text of messages; with
+    add_generation_prompt it ends where the model is asked to answer.
+    """
+
+    template: Callable[[list[dict] | None], str]
+    render: Callable[..., str]
+    encode: Callable[[str], list[int]]
+    decode: Callable[[list[int]], str]
+    end: int  # the tokenizer's eos
+    stops: frozenset[int]  # ids at which generation stops: eos, and the model's others
+    special: frozenset[int]  # ids of special tokens: one of these ends each answer
+    vocab_size: int
+    save_tokenizer: Callable[[Path], object] | None = None
+
+    def has_end(self, ids: list[int]) -> bool:
+        """Return whether the last id that is not white space is a special token."""
+        for token in reversed(ids):
+            if token in self.special:
+                return True
+            if self.decode([token]).strip():
+                return False
+        return False
+
+
+def render_plainly(
+    messages: list[dict], tools: None = None, add_generation_prompt: bool = False, *, end: str
+) -> str:
+    """Return lines of `role: content`, for models without a chat template.
+
+    The prompt ends with "assistant:", without the space: tokenizers join a space to the word
+    behind it, and the model would be asked with other tokens than it was trained on.
+    """
+    lines = [f"{message['role']}: {message['content']}{end}\n" for message in messages]
+    if add_generation_prompt:
+        lines.append("assistant:")
+    return "".join(lines)
+
+
+def plain_template(tools: list[dict] | None) -> str:
+    """Return the keys of a message that render_plainly reads."""
+    return "role content"
+
+
+def read_chat_format(name: str) -> Chat:
+    """Return the chat format of a tokenizer, or of bytes for a model without a tokenizer.
+
+    name: a folder or a name that transformers knows. Raise UserError if it cannot be used.
+    """
+    without_tokenizer = Path(name).exists() and not any(Path(name).glob("tokenizer*"))
+    if name == "bytes" or name in shapes.SIZES or without_tokenizer:
+        return byte_chat()
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except Exception as error:  # tokenizers raises Exception itself
+        raise exits.UserError(f"--tokenizer {name}: {error}") from None
+    if tokenizer.eos_token is None:
+        raise exits.UserError(f"--tokenizer {name} needs an eos_token: it ends an answer")
+
+    render = partial(render_with_template, tokenizer)
+    template = partial(template_source, tokenizer)
+    if tokenizer.chat_template is None:
+        runtime.print0(
+            f"{name} has no chat template: chats become lines of"
+            f" `role: content{tokenizer.eos_token}`"
+        )
+        render = partial(render_plainly, end=tokenizer.eos_token)
+        template = plain_template
+
+    special = set(tokenizer.all_special_ids)
+    for token_id, token in tokenizer.added_tokens_decoder.items():
+        if token.special:
+            special.add(token_id)
+    stops = {tokenizer.eos_token_id, *read_stops(name)}
+    return Chat(
+        template=template,
+        render=render,
+        # the template has written the first token (bos) already
+        encode=partial(tokenizer.encode, add_special_tokens=False, verbose=False),
+        decode=tokenizer.decode,
+        end=tokenizer.eos_token_id,
+        stops=frozenset(stops),
+        special=frozenset(special | stops),
+        vocab_size=len(tokenizer),
+        save_tokenizer=tokenizer.save_pretrained,
+    )
+
+
+def byte_chat() -> Chat:
+    """Return the format of a model that reads bytes: lines that end with a byte 0."""
+    end = 0
+    return Chat(
+        template=plain_template,
+        render=partial(render_plainly, end=chr(end)),
+        encode=lambda text: list(text.encode()),
+        decode=lambda ids: bytes(ids).decode(errors="replace"),
+        end=end,
+        stops=frozenset([end]),
+        special=frozenset([end]),
+        vocab_size=256,
+    )
+
+
+def template_source(tokenizer, tools: list[dict] | None) -> str:
+    """Return the source of the chat template. A tokenizer may have another one for tools."""
+    return tokenizer.get_chat_template(tools=tools)
+
+
+def render_with_template(
+    tokenizer,
+    messages: list[dict],
+    tools: list[dict] | None = None,
+    add_generation_prompt: bool = False,
+) -> str:
+    """Return the text of messages by the tokenizer's chat template."""
+    import jinja2
+
+    render = partial(
+        tokenizer.apply_chat_template,
+        tools=tools,
+        add_generation_prompt=add_generation_prompt,
+        tokenize=False,
+    )
+    try:
+        return render(messages)
+    except (TypeError, jinja2.UndefinedError):
+        # DeepSeek's templates add content and the arguments of a tool call to a text
+        return render([with_texts(message) for message in messages])
+
+
+def with_texts(message: dict) -> dict:
+    """Return a message whose content is text, and whose tool calls have their arguments as text."""
+    if "tool_calls" not in message:
+        return message
+    calls = [with_arguments_as(str, call) for call in message["tool_calls"]]
+    return message | {"content": message["content"] or "", "tool_calls": calls}
+
+
+def read_stops(folder: str) -> list[int]:
+    """Return the eos ids in a model's folder: some models, such as GLM-4, stop at several."""
+    stops = []
+    for file in ("config.json", "generation_config.json"):
+        path = Path(folder, file)
+        if path.is_file():
+            content = parse_json(path.read_text(), f"--tokenizer {path}")
+            found = content.get("eos_token_id")
+            if isinstance(found, int):
+                found = [found]
+            stops.extend(found or [])
+    return stops
+
+
+def check_keys(chat: Chat, conversation: Conversation) -> None:
+    """Raise ValueError for a key that the chat template does not read.
+
+    Without this check its text would be left out in silence.
+    """
+    template = chat.template(conversation.tools)
+    if conversation.tools and not has_word(template, "tools"):
+        raise ValueError("the chat template takes no tools: remove the key 'tools'")
+    known = set(NAMES)
+    # transformers offers thoughts to a template under each of these keys
+    if "<think>" in template or any(has_word(template, key) for key in THOUGHTS):
+        known.update(THOUGHTS)
+    for number, message in enumerate(conversation.messages, 1):
+        for key in message:
+            if key not in known and not has_word(template, key):
+                raise ValueError(
+                    f"message {number}: the chat template does not read the key {key!r}: remove it"
+                )
+
+
+def has_word(text: str, word: str) -> bool:
+    """Return whether a text has this word, and not just as a part of a longer name."""
+    return re.search(rf"\b{re.escape(word)}\b", text) is not None
+
+
+# 3 One answer: its prompt and itself, as text and as token ids
+
+
+def encode_answer(
+    chat: Chat, messages: list[dict], position: int, tools: list[dict] | None = None
+) -> tuple[list[int], list[int]]:
+    """Return the ids of a prompt, and the ids that the model has to answer with.
+
+    position: index of the answer in messages. The prompt's ids are those that the model is asked
+    with. The last ids of the answer make generation stop.
+
+        [..., {"role": "assistant", "content": "hello"}]
+        prompt  ... <|im_start|> assistant \\n
+        answer  hello <|im_end|> \\n
+    """
+    prompt_text, answer_text = render_answer(chat, messages, position, tools)
+    prompt = chat.encode(prompt_text)
+    turn = chat.encode(prompt_text + answer_text)
+    answer = turn[len(prompt) :]
+    if turn[: len(prompt)] != prompt:  # a token reaches across the border
+        answer = encode_apart(chat, answer_text)
+    if not chat.has_end(answer) and not ends_with_marker(chat, answer_text):
+        answer = answer + encode_end(chat, messages, position, tools)
+    return prompt, answer
+
+
+def encode_apart(chat: Chat, text: str) -> list[int]:
+    """Return the ids of a text that follows another one.
+
+    Tokenizers of the SentencePiece kind begin each text with a space. So the text is tokenized
+    behind a line break, whose ids are then removed, unless the two share a token.
+    """
+    line_break = chat.encode("\n")
+    ids = chat.encode("\n" + text)
+    if ids[: len(line_break)] == line_break:
+        return ids[len(line_break) :]
+    return chat.encode(text)
+
+
+def render_answer(
+    chat: Chat, messages: list[dict], position: int, tools: list[dict] | None = None
+) -> tuple[str, str]:
+    """Return the text of a prompt, and the text that the chat template writes behind it.
+
+    Raise ValueError if the template writes the answer behind another text.
+    """
+    prompt = chat.render(messages[:position], tools=tools, add_generation_prompt=True)
+    turn = chat.render(messages[: position + 1], tools=tools)
+    if turn.startswith(prompt):
+        answer = turn[len(prompt) :]
+    else:
+        answer = answer_after_opened_thoughts(prompt, turn, messages[position])
+    if answer is None:
+        raise ValueError(
+            f"message {position + 1}: the chat template's generation prompt is no prefix of the"
+            " rendered reply"
+        )
+    for call in messages[position].get("tool_calls", []):
+        name = call["function"]["name"]
+        if name not in answer:
+            raise ValueError(
+                f"message {position + 1}: the chat template leaves out the call of {name!r}"
+            )
+    return prompt, answer
+
+
+def answer_after_opened_thoughts(prompt: str, turn: str, message: dict) -> str | None:
+    """Return the answer to a prompt that ends with <think>, or with empty thoughts; else None.
+
+    Such templates (DeepSeek's, Nemotron's) open the thoughts in the generation prompt, and write
+    an answer without them. The model has to close the thoughts before it answers:
+
+        prompt   ...<|Assistant|><think>\\n
+        turn     ...<|Assistant|>hello<eos>
+        returns  its thoughts, if the message has some, then \\n</think>\\n\\nhello<eos>
+    """
+    opened = re.search(r"<think>\s*(</think>\s*)?$", prompt)
+    if opened is None or not turn.startswith(prompt[: opened.start()]):
+        return None
+    reply = turn[opened.start() :]
+    if opened[1]:  # the prompt has closed them: the model is asked for an answer without thoughts
+        return re.sub(r"^<think>.*?</think>", "", reply, flags=re.DOTALL).lstrip("\n")
+    if reply.startswith("<think>"):  # this template writes empty thoughts in another form
+        return reply.removeprefix("<think>").lstrip("\n")
+    reply = reply.lstrip("\n")
+    return f"{thoughts_of(message)}\n</think>\n\n{reply}"
+
+
+def thoughts_of(message: dict) -> str:
+    """Return the thoughts in a message: under a key, or before </think> in its content."""
+    for key in THOUGHTS:
+        if message.get(key):
+            return message[key].strip("\n")
+    thoughts, closed, _ = (message["content"] or "").partition("</think>")
+    if not closed:
+        return ""
+    return thoughts.strip().removeprefix("<think>").strip("\n")
+
+
+def ends_with_marker(chat: Chat, answer: str) -> bool:
+    """Return whether an answer ends with text that the chat template writes behind each answer.
+
+    Such a marker, for example "### End", need not be a token of the tokenizer.
+    """
+    turn = chat.render(PROBE[:2])
+    marker = turn.rpartition(PROBE_ANSWER)[2].strip()
+    return marker != "" and answer.rstrip().endswith(marker)
+
+
+def encode_end(
+    chat: Chat, messages: list[dict], position: int, tools: list[dict] | None
+) -> list[int]:
+    """Return the ids with which the next turn begins, for templates that do not end an answer.
+
+    GLM-4's template writes <|user|> next, or <|observation|> after a tool call, and generation
+    stops there. Raise ValueError if the next turn begins with no special token.
+    """
+    before = PROBE[:2]
+    after = PROBE
+    if "tool_calls" in messages[position]:
+        before = messages[: position + 1]
+        result = {"role": "tool", "content": "done"}
+        if position + 1 < len(messages) and messages[position + 1]["role"] == "tool":
+            result = messages[position + 1]
+        after = [*before, result]
+    else:
+        tools = None
+    text_before = chat.render(before, tools=tools)
+    text_after = chat.render(after, tools=tools)
+    if text_after.startswith(text_before):
+        ids = chat.encode(text_after[len(text_before) :])
+        for count in range(1, len(ids) + 1):
+            if chat.has_end(ids[:count]):
+                return ids[:count]
+            if chat.decode(ids[:count]).strip():
+                break
+    raise ValueError(
+        f"message {position + 1}: the chat template writes no token behind the answer at which"
+        " generation stops: write {{ eos_token }} there"
+    )
+
+
+# 4 Rows: what a training step reads
 
 
 class Row(NamedTuple):
-    tokens: np.ndarray
-    counts: np.ndarray  # whether a token is a target
+    """The token ids of a row, and which of them are targets."""
+
+    tokens: np.ndarray  # int32
+    counts: np.ndarray  # bool
 
 
 class Rows(torch.utils.data.Dataset):
-    """Item i is (inputs, targets) of a chat, each int64 [seq_len], targets one token on: PADDING where none counts."""
+    """Rows as (inputs, targets), each int64 [seq_len]; the targets are one token ahead.
+
+    Tokens that are no targets are PADDING among the targets. With `trim` a micro-batch is as long
+    as its longest row.
+    """
 
     def __init__(self, rows: list[Row], seq_len: int, *, trim: bool) -> None:
-        self.rows, self.seq_len, self.trim = rows, seq_len, trim
+        self.rows = rows
+        self.seq_len = seq_len
+        self.trim = trim
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, i: int, length: int | None = None) -> tuple[Tensor, Tensor]:
-        tokens, counts = (torch.from_numpy(part) for part in self.rows[i])
+        tokens = torch.from_numpy(self.rows[i].tokens).long()
+        counts = torch.from_numpy(self.rows[i].counts)
         targets = torch.where(counts, tokens, data.PADDING)
-        missing = (0, (length or self.seq_len) - len(tokens) + 1)
-        return F.pad(tokens[:-1].long(), missing), F.pad(
-            targets[1:].long(), missing, value=data.PADDING
-        )
+        missing = (length or self.seq_len) - len(tokens) + 1
+        inputs = F.pad(tokens[:-1], (0, missing))
+        return inputs, F.pad(targets[1:], (0, missing), value=data.PADDING)
 
-    # DataLoader takes micro-batches by it
     def __getitems__(self, chosen: list[int]) -> list[tuple[Tensor, Tensor]]:
-        longest = max(len(self.rows[i].tokens) - 1 for i in chosen)
-        return [self.__getitem__(i, longest if self.trim else None) for i in chosen]
+        """Return a micro-batch: DataLoader calls this one."""
+        length = self.seq_len
+        if self.trim:
+            length = max(len(self.rows[i].tokens) - 1 for i in chosen)
+        return [self.__getitem__(i, length) for i in chosen]
 
     def mean_length(self) -> float:
+        """Return the mean number of inputs in a row."""
         return sum(len(row.tokens) - 1 for row in self.rows) / len(self.rows)
 
     def target_count(self, chosen: list[int]) -> int:
+        """Return the number of targets in these rows."""
         return sum(int(self.rows[i].counts[1:].sum()) for i in chosen)
 
 
-class Chat(NamedTuple):
-    """How chats become text, and text becomes tokens."""
+def load_chats(args, chat: Chat, chat_rows: Callable) -> tuple[data.Corpus, list[Conversation]]:
+    """Return the rows of --data to train on and to hold out, and the held-out conversations.
 
-    render: Callable[..., str]  # messages, add_generation_prompt
-    # ids, and where in the text each of them stands
-    encode: Callable[[str], tuple[list[int], list[tuple[int, int]]]]
-    decode: Callable[[list[int]], str]
-    end: int  # the token that ends an answer
-    vocab_size: int
-
-
-def plain_template(messages: list[dict], add_generation_prompt: bool = False, *, end: str) -> str:
-    """For models that come without a chat template."""
-    return (
-        "".join(f"{m['role']}: {m['content']}{end}\n" for m in messages)
-        + "assistant: " * add_generation_prompt
-    )
-
-
-def read_chat_format(name: str) -> Chat:
-    """That of the tokenizer called `name`, or in that folder; of bytes for one without."""
-    if name in ("bytes", *shapes.SIZES) or (
-        Path(name).exists() and not any(Path(name).glob("tokenizer*"))
-    ):
-
-        def to_bytes(text: str) -> tuple[list[int], list[tuple[int, int]]]:
-            return list(text.encode()), [
-                (i, i + 1) for i, letter in enumerate(text) for _ in letter.encode()
-            ]
-
-        return Chat(
-            partial(plain_template, end="\0"),
-            to_bytes,
-            lambda t: bytes(t).decode(errors="replace"),
-            0,
-            256,
-        )
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise exits.UserError(f"--tokenizer {name}: {error}") from None
-    if not tokenizer.is_fast or tokenizer.eos_token is None:
-        raise exits.UserError(
-            f"--tokenizer {name} needs a tokenizer.json, for the mask's offsets, and an eos_token"
-        )
-    render = partial(tokenizer.apply_chat_template, tokenize=False)
-    if tokenizer.chat_template is None:
-        runtime.print0(
-            f"{name} has no chat template: chats become lines of `role: content{tokenizer.eos_token}`"
-        )
-        render = partial(plain_template, end=tokenizer.eos_token)
-
-    # the template has written a first token already
-    def encode(text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        found = tokenizer(
-            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
-        )
-        return found["input_ids"], found["offset_mapping"]
-
-    return Chat(render, encode, tokenizer.decode, tokenizer.eos_token_id, len(tokenizer))
-
-
-def read_messages(line: str) -> list[dict[str, str]]:
-    """The messages of a line of --data. ValueError if there are none."""
-    content = dict(json.loads(line))
-    pair = {"user": content.get("prompt"), "assistant": content.get("completion")}
-    messages = content.get("messages") or [
-        {"role": role, "content": text} for role, text in pair.items()
-    ]
-    if not all(
-        isinstance(message, dict) and isinstance(message.get("content"), str)
-        for message in messages
-    ):
-        raise ValueError(
-            'a line is {"messages": [{"role", "content"}, ...]} or {"prompt", "completion"}, all texts'
-        )
-    return messages
-
-
-def load_chats(args, chat: Chat, chat_rows: Callable) -> tuple[data.Corpus, list[list[dict]]]:
-    """The rows of --data, and held-out chats. The 5 % whose hash is lowest are held out, at least QUESTIONS of
-    a dozen: copies of a chat fall on one side. Sets args.seq_len to the longest row, if that is shorter."""
-    try:
-        lines = Path(args.data).read_text(encoding="utf-8").split("\n")
-    except (OSError, ValueError) as error:
-        raise exits.UserError(f"--data {args.data} is no .jsonl file of chats: {error}") from None
-    chats, rows = {}, {}  # by the hash of a chat
-    left_out = defaultdict(list)  # numbers of lines, by the reason
-    for number, line in ((number, line) for number, line in enumerate(lines, 1) if line.strip()):
+    The 5 % of the chats whose hash is lowest are held out, at least QUESTIONS of a dozen chats;
+    copies of a chat have the same hash. Set args.seq_len to the longest row, if that is shorter.
+    Raise UserError for a chat that cannot be used, and if there are too few.
+    """
+    conversations = {}  # by the hash of the messages
+    rows = defaultdict(list)
+    left_out = defaultdict(list)  # places of rows, by the reason
+    longest_left_out = 0
+    for where, record in read_records(args.data):
         try:
-            messages = read_messages(line)
-            found = chat_rows(chat, messages)
-        except Exception as error:  # a template may raise whatever it likes
-            raise exits.UserError(f"--data {args.data}, line {number}: {error}") from None
-        key = hashlib.sha256(json.dumps(messages).encode()).hexdigest()
+            conversation = read_conversation(record)
+            check_keys(chat, conversation)
+            found = chat_rows(chat, *conversation)
+        except Exception as error:  # a template may raise any exception
+            reason = str(error) or repr(error)
+            raise exits.UserError(f"--data {args.data}, {where}: {reason}") from None
+        if not found:
+            left_out["without an answer of the role assistant"].append(where)
+        key = hash_of(conversation)
         for ids, counts in found:
             if len(ids) - 1 > args.seq_len:
-                left_out[f"longer than --seq-len {args.seq_len}"].append(number)
-            elif not any(counts[1:]):
-                left_out["without a target"].append(number)
+                left_out[f"longer than --seq-len {args.seq_len}"].append(where)
+                longest_left_out = max(longest_left_out, len(ids) - 1)
             else:
-                chats[key] = messages
-                rows.setdefault(key, []).append(Row(np.array(ids, np.int32), np.array(counts)))
-    for reason, numbers in left_out.items():
-        some = ", ".join(map(str, numbers[:10])) + ", ..." * (len(numbers) > 10)
-        runtime.print0(f"left out: {len(numbers)} rows {reason}, of line {some}")
-    held_out_count = max(math.ceil(len(rows) * data.HELD_OUT), min(QUESTIONS, len(rows) // 4))
-    held_out = dict.fromkeys(sorted(rows)[:held_out_count])
-    train_rows = [row for key in rows if key not in held_out for row in rows[key]]
-    held_out_rows = [row for key in held_out for row in rows[key]]
-    if train_rows:
-        show_row(chat, train_rows[0], len(train_rows))
-    args.seq_len = min(
-        args.seq_len,
-        max((len(row.tokens) - 1 for row in train_rows + held_out_rows), default=2**30),
-    )
-    sha = hashlib.sha256(
-        b"".join(part.tobytes() for row in train_rows + held_out_rows for part in row)
-    ).hexdigest()
-    return data.Corpus(train_rows, held_out_rows, chat.vocab_size, sha), [
-        chats[key] for key in held_out
-    ]
+                conversations[key] = conversation
+                rows[key].append(Row(np.array(ids, np.int32), np.array(counts)))
+    print_left_out(left_out, longest_left_out)
+
+    count = max(math.ceil(len(rows) * data.HELD_OUT), min(QUESTIONS, len(rows) // 4))
+    held_out = sorted(rows)[:count]
+    train_rows = []
+    held_out_rows = []
+    for key in rows:
+        if key not in held_out:
+            train_rows.extend(rows[key])
+    for key in held_out:
+        held_out_rows.extend(rows[key])
+
+    check_enough(args, train_rows, held_out_rows, left_out, longest_left_out)
+    print_rows(chat, train_rows, chats=len(rows) - count)
+    all_rows = train_rows + held_out_rows
+    args.seq_len = min(args.seq_len, max(len(row.tokens) - 1 for row in all_rows))
+    sha = hashlib.sha256()
+    for row in all_rows:
+        sha.update(row.tokens.tobytes())
+        sha.update(row.counts.tobytes())
+    corpus = data.Corpus(train_rows, held_out_rows, chat.vocab_size, sha.hexdigest())
+    return corpus, [conversations[key] for key in held_out]
 
 
-def show_row(chat: Chat, row: Row, count: int) -> None:
-    """As text, with what counts between >> and <<."""
-    changes = np.flatnonzero(np.diff(row.counts)) + 1
-    parts = zip(np.split(row.tokens, changes), np.split(row.counts, changes), strict=True)
-    text = "".join(
-        f">>{chat.decode(t.tolist())}<<" if c[0] else chat.decode(t.tolist()) for t, c in parts
-    )
+def hash_of(conversation: Conversation) -> str:
+    """Return the SHA-256 of a conversation."""
+    content = conversation.messages
+    if conversation.tools:
+        content = [content, conversation.tools]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def print_left_out(left_out: dict[str, list[str]], longest: int) -> None:
+    """Print how many rows are left out, for which reason, and where ten of them are."""
+    for reason, places in left_out.items():
+        some = ", ".join(places[:10])
+        if len(places) > 10:
+            some += ", ..."
+        runtime.print0(f"left out: {len(places)} rows {reason}: {some}")
+    if longest:
+        runtime.print0(f"  --seq-len {longest} would take them all")
+
+
+def check_enough(
+    args, train_rows: list[Row], held_out_rows: list[Row], left_out: dict, longest: int
+) -> None:
+    """Raise UserError if the rows are too few for a step."""
+    if len(train_rows) >= args.global_batch_size:
+        return
+    counts = [f"{len(train_rows)} rows to train on", f"{len(held_out_rows)} held out"]
+    for reason, places in left_out.items():
+        counts.append(f"{len(places)} {reason}")
+    found = ", ".join(counts)
+    needed = f"--global-batch-size is {args.global_batch_size}"
+    fix = "add different chats, or lower --global-batch-size"
+    if longest:
+        fix = f"raise --seq-len to {longest}, {fix}"
+    raise exits.UserError(f"--data {args.data} has {found}, and {needed}: {fix}")
+
+
+def print_rows(chat: Chat, rows: list[Row], chats: int) -> None:
+    """Print the size of an epoch, and the first row, with its targets between >> and <<."""
+    tokens = sum(len(row.tokens) for row in rows)
+    targets = sum(int(row.counts.sum()) for row in rows)
     runtime.print0(
-        f"the first of {count} rows, {len(row.tokens)} tokens, {row.counts.sum()} of them targets:\n  {text!r}"
+        f"an epoch: {chats} chats, {len(rows)} rows, {tokens:,} tokens, {targets:,} of them targets"
     )
-
-
-def say_plan(args, config: shapes.Config, batches: data.Batches, device: torch.device) -> int:
-    """What a rank will hold at its peak, by planner/: 07_memory_tricks/estimate.py prints the same, with formulas."""
-    flags = {
-        name: getattr(args, name) for name in ("adapters", "seq_len", "dtype", "checkpointing")
-    }
-    flags |= {
-        "micro_batch_size": batches.micro_batch_size,
-        "micro_batches": batches.accumulation_steps,
-    }
-    found = memory.peak(
-        shape.from_config(args.model, config), plan.Plan(gpus=batches.world_size, zero=3, **flags)
-    )
-    parts = ", ".join(
-        f"{name.removesuffix('_bytes')} {size / 2**30:.2f}"
-        for name, size in found.lines.items()
-        if size
-    )
-    runtime.print0(
-        f"planned: {found.total_bytes() / 2**30:.2f} GiB on each rank's GPU at the peak (of {parts})"
-    )
-    if (
-        device.type == "cuda"
-        and found.total_bytes() > torch.cuda.get_device_properties(device).total_memory
-    ):
+    if len(rows) > chats:
         runtime.print0(
-            "  more than this GPU has: --checkpointing full, --micro-batch-size 1 or --cpu-offload help"
+            "  more rows than chats: some come twice, or the chat template rewrites earlier turns"
         )
-    return round(found.allocated_bytes())
+    row = rows[0]
+    changes = np.flatnonzero(np.diff(row.counts)) + 1
+    text = ""
+    for ids, counts in zip(
+        np.split(row.tokens, changes), np.split(row.counts, changes), strict=True
+    ):
+        part = chat.decode(ids.tolist())
+        text += f">>{part}<<" if counts[0] else part
+    runtime.print0(
+        f"the first row, {len(row.tokens)} tokens, {row.counts.sum()} of them targets:\n  {text!r}"
+    )
+
+
+# 5 The plan, and the adapters
+
+
+def print_plan(args, config: shapes.Config, batches: data.Batches, device: torch.device) -> int:
+    """Print what a rank will hold at its peak, and return its bytes.
+
+    07_memory_tricks/estimate.py prints the same, with formulas.
+    """
+    planned = plan.Plan(
+        gpus=batches.world_size,
+        zero=3,
+        adapters=args.adapters,
+        seq_len=args.seq_len,
+        dtype=args.dtype,
+        checkpointing=args.checkpointing,
+        micro_batch_size=batches.micro_batch_size,
+        micro_batches=batches.accumulation_steps,
+    )
+    peak = memory.peak(shape.from_config(args.model, config), planned)
+    parts = []
+    for name, size in peak.lines.items():
+        if size:
+            parts.append(f"{name.removesuffix('_bytes')} {size / 2**30:.2f}")
+    total = peak.total_bytes()
+    runtime.print0(
+        f"planned: {total / 2**30:.2f} GiB on each rank's GPU at the peak (of {', '.join(parts)})"
+    )
+    if device.type == "cuda" and total > torch.cuda.get_device_properties(device).total_memory:
+        runtime.print0(
+            "  more than this GPU has:"
+            " --checkpointing full, --micro-batch-size 1 or --cpu-offload help"
+        )
+    return round(peak.allocated_bytes())
 
 
 def base_sha256(name: str) -> str:
-    """Of each .safetensors file in the folder `name` size and first MiB: all of 141 GB would take minutes."""
+    """Return a hash of the weights in the folder `name`, from the start of each file.
+
+    It covers the size and the first MiB of each: to read all of 141 GB would take minutes.
+    """
     sha = hashlib.sha256()
-    for file in sorted(Path(name).glob("*.safetensors")) if shapes.has_weights(name) else ():
+    files = []
+    if shapes.has_weights(name):
+        files = sorted(Path(name).glob("*.safetensors"))
+    for file in files:
         with open(file, "rb") as stream:
             sha.update(f"{file.name} {file.stat().st_size}".encode() + stream.read(2**20))
     return sha.hexdigest()
@@ -239,85 +779,140 @@ def base_sha256(name: str) -> str:
 
 @torch.no_grad()
 def init_adapters(net: nn.Module, seed: int) -> None:
-    """The initial A and B as a function of (seed, name) alone, whole or sharded: as many ranks as there may be."""
+    """Set A to random numbers and B to zero, sharded or not.
+
+    The numbers depend on the seed and the name alone, so they are the same on any number of ranks.
+    """
     for name, parameter in net.named_parameters():
         if name.endswith("lora_A"):
             held, place = local_part(parameter)
-            # of kaiming_uniform_ in LoRALinear; of random_weight 0.02
+            # the deviation of kaiming_uniform_ in LoRALinear; random_weight has 0.02
             deviation = (3 * parameter.shape[1]) ** -0.5
-            held.copy_(random_weight(name, parameter.shape, seed)[place] / 0.02 * deviation)
+            drawn = random_weight(name, parameter.shape, seed)
+            held.copy_(drawn[place] / 0.02 * deviation)
         elif name.endswith("lora_B"):
             parameter.zero_()
 
 
-def questions(chat: Chat, chats: list[list[dict]], config: shapes.Config) -> list[list[int]]:
-    """The prompts of the first held-out chats, as tokens: the end of one that leaves no room for an answer."""
+# 6 Answers to held-out questions
+
+
+def questions(
+    chat: Chat, conversations: list[Conversation], config: shapes.Config
+) -> list[list[int]]:
+    """Return the ids of the first prompt of some conversations.
+
+    A prompt that leaves no room for an answer loses its beginning.
+    """
+    longest = config.max_position_embeddings - ANSWER_TOKENS
     prompts = []
-    for messages in chats[:QUESTIONS]:
-        first_answer = [message["role"] for message in messages].index("assistant")
-        prompt, _ = chat.encode(chat.render(messages[:first_answer], add_generation_prompt=True))
-        prompts.append(prompt[-(config.max_position_embeddings - ANSWER_TOKENS) :])
+    for messages, tools, first_answer in conversations[:QUESTIONS]:
+        roles = [message["role"] for message in messages]
+        position = roles.index("assistant", first_answer)
+        prompt, _ = encode_answer(chat, messages, position, tools)
+        prompts.append(prompt[-longest:])
     return prompts
 
 
 @torch.no_grad()
-def greedy(forward: Callable, prompts: list[list[int]], end: int, device) -> list[list[int]]:
-    """Answers of the likeliest tokens, all prompts in one batch, without a cache. All ranks call it, for a sharded
-    model gathers its weights in forward, and go on with rank 0's tokens."""
+def greedy(
+    forward: Callable, prompts: list[list[int]], stops: frozenset[int], device
+) -> list[list[int]]:
+    """Return at most ANSWER_TOKENS of the likeliest tokens behind each prompt.
+
+    All prompts are one batch, without a cache. Every rank has to call this, because a sharded model
+    gathers its weights in forward; all continue with the tokens of rank 0.
+    """
     answers = [[] for _ in prompts]
-    while not all(end in answer or len(answer) == ANSWER_TOKENS for answer in answers):
-        rows = [
-            torch.tensor(prompt + answer) for prompt, answer in zip(prompts, answers, strict=True)
-        ]
-        # at the end: causal attention never looks there
+
+    def is_done(answer: list[int]) -> bool:
+        return len(answer) == ANSWER_TOKENS or bool(stops.intersection(answer))
+
+    while not all(is_done(answer) for answer in answers):
+        rows = []
+        for prompt, answer in zip(prompts, answers, strict=True):
+            rows.append(torch.tensor(prompt + answer))
+        # padded at the end, where causal attention does not look
         tokens = nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        logits = forward(tokens.to(device))
-        chosen = torch.stack(
-            [of_row[len(row) - 1].argmax() for of_row, row in zip(logits, rows, strict=True)]
-        )
-        dist.broadcast(chosen, 0)
-        for answer, token in zip(answers, chosen.tolist(), strict=True):
-            if end not in answer:
+        logits = forward(tokens.to(device))  # [prompts, tokens, vocabulary]
+        chosen = []
+        for row, row_logits in zip(rows, logits, strict=True):
+            chosen.append(row_logits[len(row) - 1].argmax())
+        next_tokens = torch.stack(chosen)
+        dist.broadcast(next_tokens, 0)
+        for answer, token in zip(answers, next_tokens.tolist(), strict=True):
+            if not is_done(answer):
                 answer.append(token)
     return answers
 
 
-def leave_folders(net: model.Transformer, folder: Path, args, dtype: torch.dtype) -> None:
-    """model/, with merged adapters, for transformers, vLLM and the scripts here; adapter/ for peft. All call it."""
-    layers = {
-        name: module for name, module in net.named_modules() if isinstance(module, lora.LoRALinear)
-    }
-    weights = {name: weight.detach() for name, weight in net.named_parameters()}
-    shapes_only = {
-        n: torch.empty(w.shape, dtype=dtype, device="meta")
-        for n, w in weights.items()
-        if "lora_" not in n
-    }
+def print_answers(
+    chat: Chat, prompts: list[list[int]], before: list[list[int]], after: list[list[int]]
+) -> list[str]:
+    """Print each question with its answers before and after training. Return the later ones."""
+    for prompt, first, second in zip(prompts, before, after, strict=True):
+        runtime.print0(
+            f"held out: {chat.decode(prompt)!r}\n"
+            f"  before: {chat.decode(first)!r}\n"
+            f"  after:  {chat.decode(second)!r}"
+        )
+    return [chat.decode(tokens) for tokens in after]
+
+
+# 7 Folders that others load
+
+
+def write_folders(
+    net: model.Transformer, chat: Chat, folder: Path, args, dtype: torch.dtype
+) -> None:
+    """Write model/, with merged adapters, and adapter/ for peft. Every rank has to call this.
+
+    transformers, vLLM and the scripts of this repository read model/.
+    """
+    layers = {}
+    for name, module in net.named_modules():
+        if isinstance(module, lora.LoRALinear):
+            layers[name] = module
+    weights = {}
+    trained = []
+    tensors = {}  # on the meta device
+    for name, weight in net.named_parameters():
+        weights[name] = weight.detach()
+        if "lora_" in name:
+            trained.append(name)
+        else:
+            tensors[name] = torch.empty(weight.shape, dtype=dtype, device="meta")
 
     def read(name: str) -> Tensor:
         layer = layers.get(name.removesuffix(".weight"))
-        # of sharded matrices B keeps its rows, and A, which is small, is gathered
-        return runtime.full_tensor(weights[name] if layer is None else layer.merged_weight()).to(
-            dtype
-        )
+        if layer is None:
+            return runtime.full_tensor(weights[name]).to(dtype)
+        # a rank multiplies its rows of B with all of A, which is small
+        return runtime.full_tensor(layer.merged_weight()).to(dtype)
 
     config = shapes.config_json(net.config)
     if shapes.has_weights(args.model):
         config = json.loads(Path(args.model, "config.json").read_text())
     kind = str(dtype).removeprefix("torch.")
-    write_folder(
-        shapes_only,
-        read,
-        folder / "model",
-        config | {"dtype": kind, "torch_dtype": kind},
-        Path(args.model),
+    config |= {"dtype": kind, "torch_dtype": kind}
+    write_folder(tensors, read, folder / "model", config, Path(args.model))
+
+    adapters = {name: runtime.full_tensor(weights[name]).cpu() for name in trained}
+    if adapters:
+        runtime.on_rank0(partial(write_adapter_folder, adapters, chat, folder / "adapter", args))
+
+
+def write_adapter_folder(adapters: dict[str, Tensor], chat: Chat, folder: Path, args) -> None:
+    """Write adapter/: the adapters, the absolute path of their base, tokenizer and template."""
+    write_adapter(
+        adapters,
+        folder,
+        base=os.path.abspath(args.model),  # peft may load it from any directory
+        rank=args.adapters,
+        alpha=ALPHA_PER_RANK * args.adapters,
     )
-    trained = {
-        name: runtime.full_tensor(weights[name]).cpu() for name in weights if "lora_" in name
-    }
-    if trained:
-        how = {"base": args.model, "rank": args.adapters, "alpha": ALPHA_PER_RANK * args.adapters}
-        runtime.on_rank0(partial(write_adapter, trained, folder / "adapter", **how))
+    if chat.save_tokenizer is not None:
+        chat.save_tokenizer(folder)
 
 
 @torch.no_grad()
@@ -329,10 +924,11 @@ def compare_with_transformers(
 ) -> float | None:
     """Return the relative error in fp32 of lm/model.py's logits against transformers'.
 
-    Both read this folder. Rank 0 computes both, on its GPU if they fit beside what is there, else on
-    the CPU. None where transformers is not installed, and for a folder too large to be opened twice.
+    Both read this folder. Rank 0 computes both, on its GPU if they fit there, else on the CPU.
+    Return None if transformers is not installed, or if the folder is too large to be read twice.
     """
-    if sum(file.stat().st_size for file in folder.iterdir()) > 4e9 or not find_spec("transformers"):
+    size = sum(file.stat().st_size for file in folder.iterdir())
+    if size > LARGEST_COMPARED or not find_spec("transformers"):
         runtime.print0(f"{folder} was not compared with transformers: not installed, or over 4 GB")
         return None
     with reference.comparison(device, needed_bytes=2 * 4 * shapes.parameter_count(config)) as where:
@@ -356,15 +952,5 @@ def logits_error(
     tokens = torch.tensor([prompt], device=device)
     expected = reference.read_transformers(folder, device)(tokens).logits
     found = build(str(folder), config, seed=0, device=device)(tokens)
-    return ((found - expected).norm() / expected.norm()).item()
-
-
-def say_answers(
-    chat: Chat, prompts: list[list[int]], before: list[list[int]], after: list[list[int]]
-) -> list[str]:
-    for prompt, one, other in zip(prompts, before, after, strict=True):
-        question, *answers = (chat.decode(tokens) for tokens in (prompt, one, other))
-        runtime.print0(
-            f"held out: {question!r}\n  before: {answers[0]!r}\n  after:  {answers[1]!r}"
-        )
-    return [chat.decode(tokens) for tokens in after]
+    difference = torch.linalg.vector_norm(found - expected)
+    return (difference / torch.linalg.vector_norm(expected)).item()

@@ -1,23 +1,32 @@
-"""Fine-tune a model of your own on chats of your own, on as many GPUs as there are: adapters (LoRA), or all weights.
+"""Fine-tune your own model on your own chats, on one or many GPUs: LoRA adapters, or all weights.
 
-train_fsdp.py with three changes. A chat becomes tokens by the model's own template, and only what the assistant says is
-a target. Rows then have unequal numbers of targets, and a mean of the ranks' means would weigh them wrongly: the loss
-is the sum over a rank's targets, times ranks / T, with T the targets of the step's global batch on all ranks. With
---adapters the weights are frozen in --dtype, cut over the ranks as before; A and B beside each matrix are trained in
-fp32, in the same groups. Then a parameter takes 2 bytes / N of each rank instead of 16 / N.
+This is train_fsdp.py with three changes.
+
+1. The model's chat template turns a chat into tokens. Only answers of the assistant are targets.
+2. Rows then have unequal numbers of targets, so a mean over the means of the ranks would weight
+   them wrongly. The loss is the sum over a rank's targets, times world_size / T, where T is the
+   number of targets in the global batch.
+3. With --adapters the weights are frozen in --dtype and sharded as before. A and B beside each
+   matrix are trained in fp32, in the same FSDP groups. A parameter then takes 2 bytes / N on each
+   of N ranks instead of 16 / N.
 
     laptop    torchrun --nproc_per_node=2 06_fsdp_zero/finetune.py
-    one node  torchrun --nproc_per_node=8 06_fsdp_zero/finetune.py --model models/llama-70b --data chats.jsonl \
-              --adapters 16 --checkpointing full --seq-len 4096 --global-batch-size 32 --steps 500 --run-dir runs/70b
-    cluster   the same on every node, with --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400
+    one node  torchrun --nproc_per_node=8 06_fsdp_zero/finetune.py --model models/llama-70b \
+              --data chats.jsonl --adapters 16 --checkpointing full --seq-len 4096 \
+              --global-batch-size 32 --steps 500 --run-dir runs/70b
+    cluster   the same on every node, with --nnodes=4 --rdzv-backend=c10d \
+              --rdzv-endpoint=$HEAD:29400
 
-A line of --data is {"messages": [{"role", "content"}, ...]} or {"prompt", "completion"}. Without flags: eight steps on
-the pairs of 07_memory_tricks/lora.py, of the model that `make model` makes, if it is there, else of nano on bytes.
+A line of --data is {"messages": [{"role", "content"}, ...]} or {"prompt", "completion"}, and may
+have "tools". Without flags the script takes eight steps on the pairs of 07_memory_tricks/lora.py,
+with the model that `make model` makes. If that is not there, it trains nano on bytes.
 
-Look for: which tokens of the first row count; planned and measured bytes; three held-out questions, answered before
-and after. In the run's folder: adapter/ for peft, model/ for whatever reads Hugging Face folders, checkpoints that go
-on with --resume on any number of ranks. MFU counts full training's arithmetic, of which adapters leave out a third.
-Before: train_fsdp.py. Next: 07_memory_tricks/lora.py, for LoRA and QLoRA on one device; 09_inference/, to serve model/.
+Look for: the size of an epoch; which tokens of the first row are targets; planned and measured
+bytes; three held-out questions, answered before and after. The run's folder has adapter/ for peft,
+model/ for programs that read Hugging Face folders, and checkpoints that --resume continues on any
+number of ranks. MFU counts the arithmetic of full training, of which adapters leave out a third.
+Before: train_fsdp.py. Next: 07_memory_tricks/lora.py, for LoRA and QLoRA on one device;
+09_inference/, to serve model/.
 """
 
 import sys
@@ -38,7 +47,7 @@ from torch.nn.utils import clip_grad_norm_
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 import _finetune
-from _shared import bytes_of_training
+import _shared
 
 from common import cli, exits, hardware, runtime
 from lm import checkpoint, data, flags, lora, metrics, optim, shapes, weights
@@ -46,10 +55,9 @@ from lm.activation_checkpointing import checkpoint_blocks
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ROOT = Path(__file__).resolve().parents[1]
+REAL_MODEL = ROOT / "models/smollm2-135m"  # make model
 DEFAULTS = {  # of training: eight steps on 29 pairs
-    "model": str(ROOT / "models/smollm2-135m")
-    if (ROOT / "models/smollm2-135m").is_dir()
-    else "nano",
+    "model": str(REAL_MODEL) if REAL_MODEL.is_dir() else "nano",
     "data": str(ROOT / "07_memory_tricks/lora_instructions.jsonl"),
     "seq_len": 1024,  # at most: the longest row decides
     "lr": 0.0,  # a stand-in: it depends on --adapters
@@ -60,29 +68,55 @@ DEFAULTS = {  # of training: eight steps on 29 pairs
 }
 
 
-def chat_rows(chat: _finetune.Chat, messages: list[dict]) -> list[tuple[list[int], list[bool]]]:
-    """A chat as token ids, and which of them the assistant says. In the text of a chat an answer is what the text up to
-    it has beyond its prompt: what the model has to write, with the token that ends it. A template may change an earlier
-    answer when another follows (Qwen3 takes its thoughts out): that one, with what is before it, is a row of its own.
-    ValueError if an answer does not follow its prompt: the model would be asked otherwise than it was trained."""
-    text, rows, spans = chat.render(messages), [], []
-    for i in (i for i, message in enumerate(messages) if message["role"] == "assistant"):
-        prompt, turn = (
-            chat.render(messages[:i], add_generation_prompt=True),
-            chat.render(messages[: i + 1]),
-        )
-        if not turn.startswith(prompt):
-            raise ValueError(
-                f"message {i + 1}: the chat template asks for an answer otherwise than it then writes it"
-            )
-        if text.startswith(turn):
-            spans.append((len(prompt), len(turn)))
-        else:
-            rows += chat_rows(chat, messages[: i + 1])[-1:]
-    # as a whole: tokens may reach across a border, and then they count
-    ids, offsets = chat.encode(text)
-    counts = [any(begin < last and first < end for first, last in spans) for begin, end in offsets]
-    return [*rows, (ids, counts)]
+def chat_rows(
+    chat: _finetune.Chat,
+    messages: list[dict],
+    tools: list[dict] | None = None,
+    first_answer: int = 1,
+) -> list[tuple[list[int], list[bool]]]:
+    """Return the rows of a chat: the token ids of each, and which of them are targets.
+
+    Targets are the ids of the assistant's answers, with those that end them:
+
+        ids      <|user|> hi <|assistant|> hello <eos> <|user|> bye <|assistant|> bye <eos>
+        targets  -        -  -             hello <eos> -        -   -             bye <eos>
+
+    The model is asked with the ids of a prompt, so a row begins with the ids of its prompt. The
+    next answer joins the row if its prompt continues the row. If the template rewrites an earlier
+    answer (Qwen3's removes its thoughts), the prompt does not, and a new row begins.
+
+    first_answer: index of the first message that can be an answer.
+    Raise ValueError if the template writes an answer that does not follow its prompt.
+    """
+    rows = []
+    for position in range(first_answer, len(messages)):
+        if messages[position]["role"] != "assistant":
+            continue
+        prompt, answer = _finetune.encode_answer(chat, messages, position, tools)
+        earlier_targets = []
+        if rows:
+            row, targets = rows[-1]
+            continued = continued_length(chat, row, prompt)
+            if continued > 0:
+                earlier_targets = targets[:continued]
+                rows.pop()
+        no_targets = [False] * (len(prompt) - len(earlier_targets))
+        rows.append((prompt + answer, earlier_targets + no_targets + [True] * len(answer)))
+    return rows
+
+
+def continued_length(chat: _finetune.Chat, row: list[int], prompt: list[int]) -> int:
+    """Return how many ids of a row the next prompt begins with: all of them, or else 0.
+
+    Phi-3's template ends the last turn with <|end|> and eos, and earlier turns with <|end|> alone.
+    Then the prompt continues the row without its eos.
+    """
+    if prompt[: len(row)] == row:
+        return len(row)
+    without_eos = row[:-1]
+    if row[-1] != chat.end or not chat.has_end(without_eos):
+        return 0
+    return len(without_eos) if prompt[: len(without_eos)] == without_eos else 0
 
 
 def main() -> int:
@@ -103,13 +137,16 @@ def main() -> int:
     parser.set_defaults(**DEFAULTS)
     args = parser.parse_args()
     trained_before = shapes.has_weights(args.model)
-    args.adapters = 16 * trained_before if args.adapters is None else args.adapters
+    if args.adapters is None:
+        args.adapters = 16 if trained_before else 0
     if args.adapters and not trained_before:
         raise exits.UserError(
             f"--adapters {args.adapters}: --model {args.model} has no weights to freeze: use 0"
         )
-    # of adapters about tenfold
-    args.lr = args.lr or shapes.recipe(args.model).lr * (10 if args.adapters else 1)
+    if not args.lr:
+        args.lr = shapes.recipe(args.model).lr
+        if args.adapters:
+            args.lr *= 10  # adapters take about ten times the learning rate
     if args.dtype == "fp16":
         raise exits.UserError(
             "--dtype fp16: 05_ddp/train.py has a GradScaler; use bf16 or fp32 here"
@@ -122,7 +159,7 @@ def main() -> int:
     args.dtype = hardware.choose_dtype(args.dtype, device)
     runtime.catch_stop_signals()
 
-    # 2 The batch: a function of --seed and the step alone. Rank r of N reads the r-th of N equal parts.
+    # 2 The batch: it depends on --seed and the step alone. Rank r reads the r-th of N equal parts.
     chat = _finetune.read_chat_format(args.tokenizer or args.model)
     corpus, held_out_chats = _finetune.load_chats(args, chat, chat_rows)
     rows_of = partial(_finetune.Rows, trim=not args.compile)  # compiled code is for one length
@@ -134,39 +171,39 @@ def main() -> int:
         f"{args.model}, {args.dtype} matmuls, {world_size} x {hardware.device_name(device)}"
     )
 
-    # 3 The model: each rank holds its rows of every fp32 weight; blocks are gathered in --dtype when they compute.
+    # 3 The model: each rank holds a shard of every weight. A block is gathered in --dtype when it
+    # computes.
     config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)
-    # shapes alone: no rank ever holds the whole
+    # on the meta device: no rank ever holds the full model
     net = weights.build(args.model, config, seed=args.seed, device="meta")
-    # before the blocks are cut: A and B travel with the frozen matrices beside them
-    if args.adapters:
+    if args.adapters:  # before fully_shard, so that A and B are in the group of their block
         net.to(DTYPES[args.dtype])  # fp32 is for what small updates are added to
         lora.adapt(net, rank=args.adapters, alpha=_finetune.ALPHA_PER_RANK * args.adapters)
         net.tie_weights()
-    checkpoint_blocks(net, args.checkpointing)  # backward computes again what is not kept
+    checkpoint_blocks(net, args.checkpointing)
+    offload_policy = OffloadPolicy()
+    if args.cpu_offload:
+        offload_policy = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     shard = partial(
         fully_shard,
         mesh=init_device_mesh(device.type, (world_size,)),
         mp_policy=MixedPrecisionPolicy(
             DTYPES[args.dtype], reduce_dtype=torch.float32, cast_forward_inputs=False
         ),
-        offload_policy=CPUOffloadPolicy(pin_memory=device.type == "cuda")
-        if args.cpu_offload
-        else OffloadPolicy(),
+        offload_policy=offload_policy,
     )
-    # wrapped above, then compiled, then cut: each sees what was done before
+    # checkpointing first, then compilation, then sharding: each wraps the ones before
     for block in net.model.layers.values():
         if args.compile:
             block.compile(fullgraph=True)
         shard(block)
-    # what is left is one group: embeddings, final norm and head, since two of them may be one
-    # matrix
+    # embeddings, final norm and head are one group, because embeddings and head may be one matrix
     shard(net)
-    # while one computes, the next is on its way
+    # gather the next block while this one computes
     for block, next_block in pairwise(net.model.layers.values()):
         block.set_modules_to_forward_prefetch([next_block])
         next_block.set_modules_to_backward_prefetch([block])
-    planned_bytes = _finetune.say_plan(args, config, batches, device)
+    planned_bytes = _finetune.print_plan(args, config, batches, device)
     weights.materialize(
         net, args.model, seed=args.seed, device="cpu" if args.cpu_offload else device
     )
@@ -180,10 +217,12 @@ def main() -> int:
     )
 
     prompts = _finetune.questions(chat, held_out_chats, config)
-    answer = partial(_finetune.greedy, prompts=prompts, end=chat.end, device=device)
-    val_loss_before, answers_before = evaluate(net, held_out, device), answer(net)
+    answer = partial(_finetune.greedy, prompts=prompts, stops=chat.stops, device=device)
+    val_loss_before = evaluate(net, held_out, device)
+    answers_before = answer(net)
 
-    # 4 The run: its folder, and the step at which it stood. With adapters, its checkpoints hold these alone.
+    # 4 The run: its folder, and the step at which it stood. With adapters, its checkpoints hold
+    # only these.
     base = f"{config!r} {_finetune.base_sha256(args.model)}"
     settings = flags.settings(args, data=corpus.sha256, model=base) | {"--adapters": args.adapters}
     run = checkpoint.Run(args, settings=settings)
@@ -202,17 +241,20 @@ def main() -> int:
     )
 
     # 5 The loop.
-    step, stop = start_step, 0
+    step = start_step
+    stop = 0
+    bytes_per_rank = _shared.bytes_of_training([*net.parameters()], optimizer)
     for step in range(start_step + 1, args.steps + 1):
-        # what dropout draws, if your model has it, is the same after a resume
+        # so that dropout, if your model has it, is the same after a resume
         torch.manual_seed(args.seed + step)
         step_loss = torch.zeros((), device=device)
-        # of all ranks: nothing is sent
+        # of all ranks: each knows the global batch, so this takes no collective
         target_count = batches.train.target_count(batches.global_batch(step - 1))
         for _ in range(batches.accumulation_steps):
             inputs, targets = meter.next(stream)
             with meter.forward():
-                # a sum is 0 where no token counts, and a mean is 0 / 0; times ranks, for fully_shard averages over them
+                # a micro-batch may have no target: its sum is 0, and its mean would be 0 / 0.
+                # times world_size, because fully_shard averages gradients over the ranks
                 loss = net(inputs, targets, reduction="sum") * (world_size / target_count)
             loss.backward()
             step_loss += loss.detach()
@@ -220,12 +262,14 @@ def main() -> int:
         lr = optimizer.param_groups[0]["lr"]
         optimizer.step()
         scheduler.step()
+        if step == start_step + 1:
+            bytes_per_rank = _shared.bytes_of_training([*net.parameters()], optimizer)
         optimizer.zero_grad()
 
-        stop = runtime.stop_requested()  # the same answer on all ranks, so that all save
+        stop = runtime.stop_requested()  # the same on all ranks, so that all of them save
         save = stop or step == args.steps or (args.save_every and step % args.save_every == 0)
         if save or step == 1 or step % args.log_every == 0:
-            dist.all_reduce(step_loss)  # sums: a rank's loss is its part of the mean, times ranks
+            dist.all_reduce(step_loss)  # a rank's loss is its part of the mean, times world_size
             meter.log(step, step_loss / world_size, grad_norm, lr)
         if step == args.steps or (args.eval_every and step % args.eval_every == 0):
             meter.log_eval(step, evaluate(net, held_out, device))
@@ -241,14 +285,16 @@ def main() -> int:
 
     answers = answer(net)
 
-    # 6 What was promised, checked. Low precision is in the arithmetic, never in what is trained.
+    # 6 Checks. Low precision is in the arithmetic, never in the trained weights.
     for module in (net, *net.model.layers.values()):
-        module.reshard()  # what the last forward gathered is still there: no backward has followed
+        module.reshard()  # the last forward had no backward, which would have done this
     trained = torch.nn.ParameterList(
         parameter for parameter in net.parameters() if parameter.requires_grad
     )
-    kept = {t.dtype for t in (*trained, *(t for s in optimizer.state.values() for t in s.values()))}
-    assert kept == {torch.float32}, kept
+    for parameter in trained:
+        assert parameter.dtype == torch.float32
+        for value in optimizer.state[parameter].values():
+            assert value.dtype == torch.float32
     runtime.print0(
         f"checked: {len(trained)} trained weights and their optimizer state kept in {torch.float32}"
     )
@@ -256,15 +302,15 @@ def main() -> int:
     assert len(set(digests)) == 1, f"ranks hold different weights: {digests}"
     runtime.print0(f"checked: all {world_size} ranks have the same trained weights to the bit")
 
-    # 7 What others load, and the receipt.
+    # 7 The folders that others load, and the summary.
     receipt = {
         "val_loss_before": val_loss_before,
         "planned_bytes": planned_bytes,
         "weights_sha256": digests[0],
+        **bytes_per_rank,
     }
-    receipt |= bytes_of_training([*net.parameters()], optimizer)
     if not stop:
-        _finetune.leave_folders(net, run.folder, args, DTYPES[args.save_dtype])
+        _finetune.write_folders(net, chat, run.folder, args, DTYPES[args.save_dtype])
         compare = partial(
             _finetune.compare_with_transformers,
             run.folder / "model",
@@ -273,7 +319,7 @@ def main() -> int:
             device,
         )
         receipt["transformers_error"] = runtime.on_rank0(compare)
-        receipt["answers"] = _finetune.say_answers(chat, prompts, answers_before, answers)
+        receipt["answers"] = _finetune.print_answers(chat, prompts, answers_before, answers)
     meter.finish(
         step,
         model=args.model,
@@ -287,14 +333,14 @@ def main() -> int:
 
 @torch.no_grad()
 def evaluate(net, batches, device) -> float:
-    """Mean loss per target of the held-out rows."""
+    """Return the mean loss per target of the held-out rows."""
     net.eval()
     total = torch.zeros(2, device=device)  # sum of losses, number of targets
     for inputs, targets in batches:
         targets = targets.to(device)
         loss = net(inputs.to(device), targets, reduction="sum")
         total += torch.stack((loss, (targets != data.PADDING).sum()))
-    dist.all_reduce(total)  # sums, not means: a rank may have read fewer targets than the others
+    dist.all_reduce(total)  # sums, not means: ranks may have read unequal numbers of targets
     net.train()
     return (total[0] / total[1]).item()
 

@@ -195,7 +195,7 @@ def test_killed_and_resumed_on_other_ranks_it_ends_alike_and_saves_adapters_alon
     assert_refused(other_rank, "--adapters")
 
 
-# which no template of the hub has: transformers' masks need them
+# few templates of the hub have them, and transformers' masks need them
 MARKERS = "{% (end)?generation %}"
 CHATML = (
     "{% for m in messages %}{% if m.role == 'assistant' %}<|im_start|>assistant\n{% generation %}{{ m.content }}"
@@ -280,9 +280,9 @@ REFUSALS = {  # lines of --data, flags, what the message has to name
     "random weights": (8 * PAIR, "--model nano --adapters 4", ("--adapters 4", "nano")),
     "fp16": (8 * PAIR, "--dtype fp16", ("--dtype fp16",)),
     "over the model's limit": (
-        '{"prompt": "a", "completion": "%s"}\n' % ("b" * 200),
+        "".join('{"prompt": "%s", "completion": "%s"}\n' % (i, "b" * 200) for i in range(9)),
         "",
-        ("--seq-len",),
+        ("--seq-len", "limit"),
     ),
 }
 
@@ -307,7 +307,7 @@ def test_bad_input_is_refused_in_one_line(tmp_path, folder, case):
 
 
 def test_a_template_that_asks_otherwise_than_it_writes_is_refused(tmp_path):
-    asks = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>{% endif %}")
+    asks = CHATML.replace("assistant\n{% endif %}", "helper\n{% endif %}")
     folder = with_tokenizer(tmp_path / "model", asks)
     result = run(SCRIPT, tmp_path, "--device", "cpu", "--model", folder, "--data", PAIRS)
     assert_refused(result, "line 1", "template")

@@ -1,0 +1,527 @@
+"""06_fsdp_zero/finetune.py: files of chats as people have them, and rows as the model is asked."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import transformers
+from support.checkpoints import write_folder
+from support.harness import ROOT, TINY, assert_refused, config_of, run, with_prelude
+
+SCRIPT = "06_fsdp_zero/finetune.py"
+MARKS = [
+    *("<s>", "<eos>", "<|im_start|>", "<|im_end|>", "<|end|>", "[BOT]", "[USER]"),
+    *("<|user|>", "<|assistant|>", "<|observation|>"),
+]
+
+# the script writes the rows of each chat to rows.json, and ends
+DUMP = """
+import json
+import _finetune
+load_chats = _finetune.load_chats
+def dump(args, chat, chat_rows):
+    written = []
+    def record(*arguments):
+        written.append(chat_rows(*arguments))
+        return written[-1]
+    load_chats(args, chat, record)
+    with open("rows.json", "w") as file:
+        json.dump(written, file)
+    raise SystemExit(0)
+_finetune.load_chats = dump
+"""
+FLAGS = ("--device", "cpu", "--global-batch-size", 1, "--data", "chats.jsonl")
+ANOTHER = '{"prompt": "another", "completion": "chat"}\n'  # for one is held out
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TOOLS = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}<call>{{ call.function.name }} "
+    "{{ call.function.arguments | tojson }}</call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# the last turn ends with eos too, as Phi-3's
+LAST_EOS = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}"
+)
+# nothing behind an answer: the next turn's marker ends it, as GLM-4's
+NO_END = (
+    "<s>{% for m in messages %}{% if m.role == 'tool' %}<|observation|>{% else %}<|{{ m.role }}|>"
+    "{% endif %}{{ '\n' }}{{ m.content or '' }}{% for call in m.tool_calls or [] %}<call>"
+    "{{ call.function.name }}</call>{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+# the same, with a line break before the marker
+NO_END_SPACE = NO_END.replace("{% endfor %}{% if add", "{{ '\n' }}{% endfor %}{% if add")
+# tool calls count only if there is no content, which transformers does not tell from none
+LEAVES_OUT = TOOLS.replace("m.tool_calls or []", "(m.tool_calls if m.content is none else [])")
+# the prompt opens thoughts, and the rendered answer has none, as DeepSeek R1's
+OPENS = (
+    "<s>{% for m in messages %}{% if m.role == 'assistant' %}[BOT]"
+    "{{ m.content.split('</think>')[-1] }}<eos>{% else %}[USER]{{ m.content }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}[BOT]<think>\n{% endif %}"
+)
+# the prompt opens thoughts, and an answer without thoughts has them in another form, as Nemotron's
+OPENS_OTHERWISE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and m.reasoning_content %}"
+    "<think>\n{{ m.reasoning_content }}\n</think>\n{{ m.content }}"
+    "{% elif m.role == 'assistant' and '<think>' not in m.content %}"
+    "<think></think>{{ m.content }}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+# the prompt has empty thoughts already
+CLOSES = OPENS_OTHERWISE.replace("<think>\n{% endif %}", "<think>\n\n</think>\n\n{% endif %}")
+# only the last answer has thoughts, as Qwen3's
+REWRITES = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}"
+    "{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# the answer ends in text that is no token
+TEXT_END = (
+    "{% for m in messages %}### {{ m.role }}\n{{ m.content }}\n### end\n{% endfor %}"
+    "{% if add_generation_prompt %}### assistant\n{% endif %}"
+)
+NEVER_ENDS = TEXT_END.replace("\n### end", "")
+
+
+def message(role: str, content: str | None, **more) -> dict:
+    """Return a message."""
+    return {"role": role, "content": content, **more}
+
+
+def chat(*texts: str) -> list[dict]:
+    """Return messages of the user and the assistant in turn."""
+    roles = ("user", "assistant")
+    return [message(roles[i % 2], text) for i, text in enumerate(texts)]
+
+
+def lines(records: list) -> str:
+    """Return JSON lines."""
+    return "".join(json.dumps(record) + "\n" for record in records)
+
+
+@dataclass
+class Model:
+    """A model's folder, with its tokenizer."""
+
+    folder: Path
+    tokenizer: transformers.PreTrainedTokenizerFast
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Make a model with a chat template, or with none. Spaces and line breaks join other tokens."""
+    from tokenizers import Tokenizer, decoders, pre_tokenizers
+    from tokenizers import models as kinds
+
+    made = {}
+
+    def make(template: str | None) -> Model:
+        if template in made:
+            return made[template]
+        folder = tmp_path_factory.mktemp("models") / "model"
+        write_folder(folder, config_of({**TINY, "vocab_size": 300}))
+        words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "ĊĊ", "ĊĠ", "ĊĠĠ", "Ġt", "be"]
+        merges = [("Ċ", "Ċ"), ("Ċ", "Ġ"), ("ĊĠ", "Ġ"), ("Ġ", "t"), ("b", "e")]
+        vocabulary = {word: i for i, word in enumerate(words)}
+        core = Tokenizer(kinds.BPE(vocabulary, merges))
+        core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        core.decoder = decoders.ByteLevel()
+        tokenizer = transformers.PreTrainedTokenizerFast(
+            tokenizer_object=core, eos_token="<eos>", extra_special_tokens=MARKS
+        )
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(folder)
+        made[template] = Model(folder, tokenizer)
+        return made[template]
+
+    return make
+
+
+def rows_of(folder: Path, text: str | bytes, model: object = "nano") -> tuple[list, str]:
+    """Return the rows of each chat in a file, as the script reads it, and what it prints."""
+    folder.mkdir(exist_ok=True)
+    (folder / "chats.jsonl").write_bytes(as_bytes(text))
+    script = with_prelude(SCRIPT, folder, DUMP)
+    result = run(str(script), folder, *FLAGS, "--model", model)
+    assert result.code == 0, result
+    return json.loads((folder / "rows.json").read_text()), result.out
+
+
+def as_bytes(text: str | bytes) -> bytes:
+    """Return the bytes of a text in UTF-8."""
+    if isinstance(text, bytes):
+        return text
+    return text.encode()
+
+
+def targets(model: Model, rows: list) -> list[str]:
+    """Return the targets of each row as text."""
+    texts = []
+    for ids, counts in rows:
+        chosen = [token for token, count in zip(ids, counts, strict=True) if count]
+        texts.append(model.tokenizer.decode(chosen))
+    return texts
+
+
+THOUGHT = message("assistant", "yes", reasoning_content="hm")
+INLINE = "<think>\nhm\n</think>\n\nyes"
+TWICE = chat("q", "yes", "r", "no")
+CALL = {"id": "1", "type": "function", "function": {"name": "sun", "arguments": '{"at": "sea"}'}}
+PARSED_CALL = {**CALL, "function": {"name": "sun", "arguments": {"at": "sea"}}}
+CALLED = [
+    message("user", "weather?"),
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "1", "content": "yes"},
+    message("assistant", "sunny"),
+]
+TOOL = {"type": "function", "function": {"name": "sun", "parameters": {}}}
+IM = "<|im_end|>\n"
+
+# the template, and chats with the targets of each row
+ROWS = {
+    "no template: spaces join the word behind them": (
+        None,
+        [
+            (chat("what is two?", "two words"), [" two words<eos>\n"]),
+            (TWICE, [" yes<eos>\n no<eos>\n"]),
+            (chat("q", "\n\nx"), [" \n\nx<eos>\n"]),
+        ],
+    ),
+    "answers that begin with white space": (
+        CHATML,
+        [
+            (chat("code", "  two"), [f"  two{IM}"]),
+            (chat("code", "\n\nx", "more", "\n y"), [f"\n\nx{IM}", f"\n y{IM}"]),
+            (chat("code", "    return 1", "more", " t"), [f"    return 1{IM}", f" t{IM}"]),
+            (chat("code", "", "more", "x"), [f"{IM}x{IM}"]),
+            ([*chat("q", "yes"), message("assistant", "or no")], [f"yes{IM}or no{IM}"]),
+            # nobody asks for the first message
+            ([message("assistant", "hello"), *chat("q", "yes")], [f"yes{IM}"]),
+            ([message("system", "be short"), message("assistant", "hello")], [f"hello{IM}"]),
+        ],
+    ),
+    "prompts that open thoughts": (
+        OPENS,
+        [
+            (chat("q", "yes"), ["\n</think>\n\nyes<eos>"]),
+            (chat("q", "  yes"), ["\n</think>\n\n  yes<eos>"]),
+            (chat("q", INLINE), ["hm\n</think>\n\nyes<eos>"]),
+            (chat("q", INLINE.removeprefix("<think>\n")), ["hm\n</think>\n\nyes<eos>"]),
+            ([message("user", "q"), THOUGHT], ["hm\n</think>\n\nyes<eos>"]),
+            (TWICE, ["\n</think>\n\nyes<eos>", "\n</think>\n\nno<eos>"]),
+        ],
+    ),
+    "prompts that open thoughts, and answers with empty ones": (
+        OPENS_OTHERWISE,
+        [
+            (chat("q", "yes", "r", "\nno"), [f"</think>yes{IM}", f"</think>\nno{IM}"]),
+            (chat("q", INLINE), [f"hm\n</think>\n\nyes{IM}"]),
+            ([message("user", "q"), THOUGHT], [f"hm\n</think>\nyes{IM}"]),
+        ],
+    ),
+    "prompts with empty thoughts": (
+        CLOSES,
+        [
+            (chat("q", "yes"), [f"yes{IM}"]),
+            ([message("user", "q"), THOUGHT], [f"yes{IM}"]),
+        ],
+    ),
+    "only eos differs": (
+        LAST_EOS,
+        [
+            (TWICE, ["yes<|end|>\nno<|end|>\n<eos>"]),
+            (
+                chat("q", "yes", "r", "no", "s", "so"),
+                ["yes<|end|>\nno<|end|>\nso<|end|>\n<eos>"],
+            ),
+        ],
+    ),
+    "earlier answers are rewritten": (
+        REWRITES,
+        [
+            (chat("q", "yes"), [f"<think>\n\n</think>\n\nyes{IM}"]),
+            (
+                TWICE,
+                [f"<think>\n\n</think>\n\nyes{IM}", f"<think>\n\n</think>\n\nno{IM}"],
+            ),
+        ],
+    ),
+    "the next turn ends an answer": (
+        NO_END,
+        [
+            (TWICE, ["yes<|user|>no<|user|>"]),
+            (CALLED, ["<call>sun</call><|observation|>sunny<|user|>"]),
+            (CALLED[:2], ["<call>sun</call><|observation|>"]),
+        ],
+    ),
+    "the next turn, behind white space": (NO_END_SPACE, [(TWICE, ["yes\n<|user|>no\n<|user|>"])]),
+    "text that is no token": (TEXT_END, [(TWICE, ["yes\n### end\nno\n### end\n"])]),
+    "tool calls without content": (
+        TOOLS,
+        [(CALLED, [f'<call>sun {{"at": "sea"}}</call>{IM}sunny{IM}'])],
+    ),
+    "content and arguments that are added to a text": (
+        TOOLS.replace("| tojson }}</call>", "+ '.' }}</call>").replace(
+            "m.content", "m.content + ''"
+        ),
+        [(CALLED, [f'<call>sun {{"at": "sea"}}.</call>{IM}sunny{IM}'])],
+    ),
+}
+
+
+def as_templates_take(messages: list[dict], template: str) -> list[dict]:
+    """Return messages with text for their content, and arguments as the template takes them."""
+    changed = []
+    for m in messages:
+        m = {**m, "content": m["content"] or ""}
+        if "tool_calls" in m and "tojson }}</call>" in template:
+            m["tool_calls"] = [PARSED_CALL]
+        changed.append(m)
+    return changed
+
+
+def prompt_ids(model: Model, messages: list[dict]) -> list[int]:
+    """Return the ids that the model is asked with."""
+    if model.tokenizer.chat_template is None:
+        lines = [f"{m['role']}: {m['content']}<eos>\n" for m in messages]
+        text = "".join([*lines, "assistant:"])
+    else:
+        text = model.tokenizer.apply_chat_template(
+            as_templates_take(messages, model.tokenizer.chat_template),
+            tokenize=False,
+            add_generation_prompt=True,
+        )
+    return model.tokenizer.encode(text, add_special_tokens=False)
+
+
+def is_asked(prompt: list[int], rows: list) -> bool:
+    """Return whether a row begins with this prompt, and its targets go on right behind it."""
+    for ids, counts in rows:
+        begins = ids[: len(prompt)] == prompt
+        if begins and counts[len(prompt)] and not counts[len(prompt) - 1]:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("case", ROWS)
+def test_a_row_begins_with_the_ids_that_are_asked_and_targets_are_the_answers(
+    tmp_path, models, case
+):
+    template, chats = ROWS[case]
+    model = models(template)
+    text = lines([{"messages": messages} for messages, _ in chats]) + ANOTHER
+    *found, _ = rows_of(tmp_path, text, model.folder)[0]
+    for (messages, expected), rows in zip(chats, found, strict=True):
+        assert targets(model, rows) == expected
+        for i in range(1, len(messages)):
+            if messages[i]["role"] == "assistant":
+                assert is_asked(prompt_ids(model, messages[:i]), rows), (messages, i)
+
+
+def test_answers_in_a_prompt_are_context_and_tools_are_rendered(tmp_path, models):
+    model = models(TOOLS)
+    pair = {"prompt": TWICE[:3], "completion": TWICE[3:]}
+    tools = [{**pair, "tools": [TOOL]}, {**pair, "tools": json.dumps([TOOL])}]
+    plain, *with_tools, _ = rows_of(tmp_path, lines([pair, *tools]) + ANOTHER, model.folder)[0]
+    assert targets(model, plain) == [f"no{IM}"]
+    for [[ids, counts]] in with_tools:
+        assert targets(model, [(ids, counts)]) == [f"no{IM}"]
+        _, rendered, *_ = model.tokenizer.decode(ids).splitlines()
+        assert json.loads(rendered.removesuffix("<|im_end|>")) == [TOOL]
+
+
+CHATS = [chat(f"q{i}", f"ä {i}") for i in range(3)]
+
+
+def renamed(messages: list[dict], role: str, content: str, names: dict) -> list[dict]:
+    """Return messages with other keys and roles."""
+    return [{role: names.get(m["role"], m["role"]), content: m["content"]} for m in messages]
+
+
+SHAREGPT = {"user": "human", "assistant": "gpt"}
+PAIRS = [{"prompt": q["content"], "completion": a["content"]} for q, a in CHATS]
+MESSAGES = [{"messages": messages} for messages in CHATS]
+PARTS = []
+NULLS = []
+for messages in CHATS:
+    parts = [message(m["role"], [{"type": "text", "text": m["content"]}]) for m in messages]
+    PARTS.append({"messages": parts})
+    nulls = [{**m, "tool_calls": None, "name": None} for m in messages]
+    NULLS.append({"messages": nulls, "tools": None})
+SAME_CHATS = {
+    "pairs": lines(PAIRS),
+    "pairs of messages": lines([{"prompt": [q], "completion": [a]} for q, a in CHATS]),
+    "a byte order mark": b"\xef\xbb\xbf" + lines(MESSAGES).encode(),
+    "line ends of Windows, blank lines": lines(MESSAGES).replace("\n", "\r\n  \r\n"),
+    "one array": json.dumps(MESSAGES),
+    "an array over several lines": "\n" + json.dumps(PAIRS, indent=1),
+    "an array behind a byte order mark": b"\xef\xbb\xbf" + json.dumps(PAIRS).encode(),
+    "ShareGPT": lines(
+        [{"conversations": renamed(m, "from", "value", SHAREGPT)} for m in CHATS],
+    ),
+    "ShareGPT's messages": lines(
+        [{"messages": renamed(m, "from", "value", SHAREGPT)} for m in CHATS]
+    ),
+    "ShareGPT's roles": lines(
+        [{"messages": renamed(m, "role", "content", SHAREGPT)} for m in CHATS]
+    ),
+    "conversations of messages": lines([{"conversations": m} for m in CHATS]),
+    "texts in parts": lines(PARTS),
+    "null keys": lines(NULLS),
+}
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    """Return the rows of CHATS."""
+    rows, _ = rows_of(tmp_path_factory.mktemp("plain"), lines(MESSAGES))
+    assert len(rows) == len(CHATS)
+    return rows
+
+
+@pytest.mark.parametrize("case", SAME_CHATS)
+def test_the_same_chats_in_another_form_are_the_same_rows(tmp_path, expected, case):
+    assert rows_of(tmp_path, SAME_CHATS[case])[0] == expected
+
+
+GOOD = lines(MESSAGES)
+LINE_4 = {  # the fourth line, and what the message has to name
+    "an unknown key": ({**MESSAGES[0], "weight": 0}, "weight"),
+    "arguments of the template": (
+        {**MESSAGES[0], "chat_template_kwargs": {"enable_thinking": False}},
+        "chat_template_kwargs",
+    ),
+    "a system prompt beside the chat": ({"conversations": CHATS[0], "system": "x"}, "system"),
+    "Alpaca": ({"instruction": "a", "input": "", "output": "b"}, "instruction"),
+    "an unknown key of a message": (
+        {"messages": [CHATS[0][0], {**CHATS[0][1], "weight": 0}]},
+        "weight",
+    ),
+    "tools, and no template": ({**MESSAGES[0], "tools": [TOOL]}, "tools"),
+    "tools that are no list": ({**MESSAGES[0], "tools": "sun"}, "tools"),
+    "tool calls, and no template": ({"messages": CALLED}, "tool_calls"),
+    "no role": ({"messages": [{"content": "x"}, CHATS[0][1]]}, "message 1"),
+    "no content": ({"messages": [{"role": "user"}, CHATS[0][1]]}, "message 1"),
+    "tool calls that are no list": (
+        {"messages": [{"role": "assistant", "tool_calls": {"name": "sun"}}]},
+        "tool_calls",
+    ),
+    "a tool call without a name": (
+        {"messages": [{"role": "assistant", "tool_calls": [{"name": "sun"}]}]},
+        "tool call",
+    ),
+    "null content": ({"messages": [message("user", "x"), message("assistant", None)]}, "2"),
+    "a picture": (
+        {"messages": [message("user", [{"type": "image_url", "image_url": "x"}]), CHATS[0][1]]},
+        "image_url",
+    ),
+    "a number": ({"prompt": "2 + 2?", "completion": 4}, "4"),
+    "no completion": ({"prompt": "x"}, "prompt"),
+    "no messages": ({"messages": []}, "messages"),
+    "messages that are text": ({"messages": "hi"}, "messages"),
+    "a text": ("hi", "messages"),
+    "half a surrogate pair": ({"prompt": "cut \ud83d", "completion": "b"}, "surrogate"),
+    "half a pair in a role": ({"messages": [message("\udc00", "x"), CHATS[0][1]]}, "surrogate"),
+}
+
+
+@pytest.mark.parametrize("case", LINE_4)
+def test_a_chat_that_cannot_be_used_is_refused_with_its_line(tmp_path, case):
+    record, word = LINE_4[case]
+    (tmp_path / "chats.jsonl").write_text(GOOD + json.dumps(record))
+    assert_refused(run(SCRIPT, tmp_path, *FLAGS, "--model", "nano"), "line 4", word)
+
+
+FILES = {
+    "a comma behind each line": (GOOD.replace("}]}\n", "}]},\n"), ["line 1"]),
+    "a cut line": (GOOD + GOOD[:30], ["line 4"]),
+    "UTF-16": (GOOD.encode("utf-16"), ["UTF-8"]),
+    "an empty file": ("", ["--data"]),
+    "a cut array": (json.dumps(MESSAGES)[:-1], ["--data", "JSON"]),
+    "an array with a bad chat": (json.dumps([*MESSAGES, {"a": 1}]), ["entry 4", "'a'"]),
+    "arrays without end": ("[" * 100_000, ["--data", "JSON"]),
+    "copies of one chat": (4 * lines(MESSAGES[:1]), ["--data", "different"]),
+    "roles without an assistant": (
+        GOOD.replace("assistant", "helper"),
+        ["--data", "assistant"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_a_file_that_cannot_be_used_is_refused(tmp_path, case):
+    text, words = FILES[case]
+    (tmp_path / "chats.jsonl").write_bytes(as_bytes(text))
+    assert_refused(run(SCRIPT, tmp_path, *FLAGS, "--model", "nano"), *words)
+
+
+def test_rows_that_are_all_too_long_say_which_length_would_do(tmp_path, expected):
+    longest = max(len(ids) - 1 for [[ids, _]] in expected)
+    (tmp_path / "chats.jsonl").write_text(GOOD)
+    flags = (*FLAGS, "--model", "nano", "--seq-len", 8)
+    assert_refused(run(SCRIPT, tmp_path, *flags), "--seq-len 8", f"raise --seq-len to {longest}")
+
+
+@pytest.mark.parametrize(
+    ("template", "word"),
+    [
+        (NEVER_ENDS, "eos_token"),
+        ("{{ raise_exception('first a system message') }}", "first a system message"),
+        (CHATML.replace("assistant\n{% endif", "helper\n{% endif"), "generation prompt"),
+        (CHATML + "{{ 1 + 'a' }}", "line 1"),
+    ],
+)
+def test_a_template_that_cannot_be_trained_on_is_refused(tmp_path, models, template, word):
+    (tmp_path / "chats.jsonl").write_text(GOOD)
+    result = run(SCRIPT, tmp_path, *FLAGS, "--model", models(template).folder)
+    assert_refused(result, "line 1", word)
+
+
+def test_tool_calls_that_the_template_leaves_out_are_refused(tmp_path, models):
+    (tmp_path / "chats.jsonl").write_text(lines([{"messages": CALLED}]))
+    result = run(SCRIPT, tmp_path, *FLAGS, "--model", models(LEAVES_OUT).folder)
+    assert_refused(result, "line 1", "sun")
+
+
+def test_rows_and_tokens_of_an_epoch_are_printed_beside_the_chats(tmp_path, models):
+    model = models(REWRITES)
+    texts = lines([{"messages": chat(f"q{i}", "yes", "r", "no")} for i in range(4)])
+    rows, out = rows_of(tmp_path, texts, model.folder)
+    tokens = 0
+    for found in rows:
+        assert len(found) == 2
+        tokens += sum(len(ids) for ids, _ in found)
+    [epoch] = [line for line in out.splitlines() if line.startswith("an epoch")]
+    for number in ("3 chats", "6 rows", f"{tokens * 3 // 4} tokens"):  # one is held out
+        assert number in epoch
+
+
+def test_an_adapter_loads_from_any_folder_with_its_tokenizer(tmp_path, models, monkeypatch):
+    peft = pytest.importorskip("peft")
+    model = models(CHATML)
+    (tmp_path / "base").symlink_to(model.folder)
+    (tmp_path / "chats.jsonl").write_text(GOOD)
+    flags = ("--model", "base", "--steps", 2, "--adapters", 2)
+    flags += ("--run-dir", "run", "--json", "summary.json")
+    result = run(SCRIPT, tmp_path, *FLAGS, *flags)
+    assert result.code == 0, result
+    monkeypatch.chdir(ROOT)
+    adapter = tmp_path / "run/adapter"
+    assert Path(peft.PeftConfig.from_pretrained(adapter).base_model_name_or_path).is_dir()
+    adapted = peft.AutoPeftModelForCausalLM.from_pretrained(adapter)
+    trained = sum(p.numel() for name, p in adapted.named_parameters() if "lora_" in name)
+    assert trained > 0
+    assert result.summary["gradient_bytes_per_rank"] == 4 * trained
+    tokenizer = transformers.AutoTokenizer.from_pretrained(adapter)
+    assert tokenizer.chat_template == CHATML
+    assert tokenizer.encode("two\n\n") == model.tokenizer.encode("two\n\n")
