@@ -280,7 +280,7 @@ REFUSALS = {  # lines of --data, flags, what the message has to name
     "random weights": (8 * PAIR, "--model nano --adapters 4", ("--adapters 4", "nano")),
     "fp16": (8 * PAIR, "--dtype fp16", ("--dtype fp16",)),
     "over the model's limit": (
-        "".join('{"prompt": "%s", "completion": "%s"}\n' % (i, "b" * 200) for i in range(9)),
+        "".join(json.dumps({"prompt": str(i), "completion": "b" * 200}) + "\n" for i in range(9)),
         "",
         ("--seq-len", "limit"),
     ),
