@@ -391,7 +391,7 @@ def check_chat_template(tokenizer, model: str) -> None:
             "or use a model that was trained on chats"
         )
     if isinstance(template, dict) and "default" not in template:
-        names = ", ".join(template)
+        names = ", ".join(sorted(template))
         raise UserError(
             f"--chat: --model {model} has several chat templates ({names}) and none is the "
             "default: save the one to use as chat_template.jinja in the folder"
