@@ -212,7 +212,7 @@ def test_every_script_tells_it(folder, script):
     for case in ("half of generation_config.json", "a template that wants more"):
         edit, flags, *words = DAMAGED[case]
         edit(folder / "model")
-        assert_refused(answer(script, folder, *flags), *words)
+        assert_refused(answer(script, folder, "--prompt", "fox", *flags), *words)
         (folder / "model" / GENERATION).unlink(missing_ok=True)
 
 
