@@ -1,6 +1,5 @@
 """For export.py: a trained nano, the GGUF file, llama.cpp, and the process that has only torch and a package."""
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -52,11 +51,10 @@ def cpu_seconds(work: Callable, *arguments) -> tuple[float, object]:
     return sum(os.times()[:4]) - before, result
 
 
-def train_nano(folder: Path, layers: int) -> str:
+def train_nano(folder: Path, config: shapes.Config) -> str:
     """A Hugging Face folder with a nano that has learned something: random weights repeat one token for ever."""
     from safetensors.torch import save_file
 
-    config = dataclasses.replace(shapes.SIZES["nano"], num_hidden_layers=layers)
     net = build("nano", config, seed=0)
     optimizer = torch.optim.AdamW(net.parameters(), lr=5e-3)
     batches = one_batch(150 * 4, 32, torch.device("cpu"))
@@ -82,6 +80,10 @@ def write_gguf(net: model.Transformer, folder: Path, file: Path) -> None:
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
+    # without these three, llama.cpp takes hidden_size / heads for head_dim
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_dimension_count(config.head_dim)
     writer.add_rope_freq_base(config.rope_theta)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_tokenizer_model("gpt2")
@@ -94,7 +96,8 @@ def write_gguf(net: model.Transformer, folder: Path, file: Path) -> None:
             {i: token for token, i in tokenizer.get_vocab().items()},
             {*tokenizer.all_special_ids},
         )
-        gguf.SpecialVocab(folder, load_merges=True).add_to_gguf(writer)
+        special_vocab = gguf.SpecialVocab(folder, load_merges=True, n_vocab=config.vocab_size)
+        special_vocab.add_to_gguf(writer)
     else:
         # a byte is a token, under the letter that GPT-2 writes for it; the last, in no text, ends
         # an answer
@@ -171,18 +174,13 @@ def first_difference(found: list[list[int]], expected: list[list[int]]) -> str:
 
 def possible(args, config: shapes.Config) -> list[str]:
     """The forms of --forms that can be made here; prints why others are left out. UserError for an unknown one."""
-    forms, file = args.forms.split(","), Path(args.model, "tokenizer.json")
+    forms = args.forms.split(",")
     if any(form not in FORMS for form in forms) or ("int8" in forms and "onnx" not in forms):
         raise exits.UserError(
             f"--forms {args.forms}: use some of {','.join(FORMS)}; int8 is made from onnx"
         )
-    words = (
-        json.loads(file.read_text())["pre_tokenizer"] if file.is_file() else {"type": "ByteLevel"}
-    )
-    plain = (
-        not (config.rope_scaling or config.qkv_bias or config.qk_norm)
-        and (words or {}).get("type") == "ByteLevel"
-    )
+    special_shape = config.rope_scaling or config.qkv_bias or config.qk_norm
+    plain = not special_shape and has_words_of_gpt2(args.model)
     missing = {
         form: [need for need in FORMS[form] if not (which(need) or find_spec(need))]
         for form in forms
@@ -193,6 +191,15 @@ def possible(args, config: shapes.Config) -> list[str]:
         if missing[form]:
             print(f"left out: {form}: needs {', '.join(missing[form])}")
     return [form for form in forms if not missing[form]]
+
+
+def has_words_of_gpt2(model: str) -> bool:
+    """Tell whether a model's tokenizer splits a text into words as GPT-2's does, or reads bytes."""
+    file = Path(model, "tokenizer.json")
+    if not file.is_file():
+        return not any(Path(model).glob("tokenizer*"))
+    words = json.loads(file.read_text(encoding="utf-8")).get("pre_tokenizer") or {}
+    return words.get("type") == "ByteLevel"
 
 
 def load(folder: Path, form: str) -> Callable:

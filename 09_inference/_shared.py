@@ -4,8 +4,11 @@ they share: in fp32, the greedy tokens of transformers' generate."""
 import argparse
 import contextlib
 import json
+import math
+import os
+import reprlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -249,66 +252,219 @@ def parser(description: str) -> cli.Parser:
 
 
 class Text:
-    """The prompts of the flags as tokens, and tokens as text: by the model's tokenizer, or as bytes without one."""
+    """The prompts of the flags as token ids, and generated token ids as text.
+
+    The tokens are those of the model's tokenizer. A model without a tokenizer reads and writes
+    bytes.
+
+    Attributes:
+        texts: The prompts, as the user wrote them.
+        prompts: The token ids of each prompt.
+        length: The slots that a cache needs for each prompt and its answer.
+        stop: The token ids that end an answer.
+        vocab_size: How many logits are used; the rows of the vocabulary behind them are padding.
+    """
 
     def __init__(self, args: argparse.Namespace, config: shapes.Config, *, ahead: int = 0) -> None:
-        """UserError for flags or prompts that the model cannot answer; `ahead`: positions beyond the last token."""
-        if args.temperature == 0 and (args.top_k or args.top_p < 1):
-            raise UserError("--top-k and --top-p need sampling: add --temperature 0.8")
-        if args.top_p > 1:
-            raise UserError(
-                f"--top-p {args.top_p:g} is over 1: it is a share of the probability, such as 0.9"
-            )
-        self.tokenizer = None
-        if any(Path(args.model).glob("tokenizer*")):
-            from transformers import AutoTokenizer  # seconds that bytes need not wait for
+        """Read the prompts. `ahead` is the number of positions used beyond the last token.
 
-            self.tokenizer = AutoTokenizer.from_pretrained(args.model)
-        if args.chat and getattr(self.tokenizer, "chat_template", None) is None:
-            raise UserError(f"--chat: --model {args.model} has no chat template")
-        self.chat, self.config = args.chat, config
-        self.texts = [DEFAULT_PROMPT if args.prompt is None else args.prompt]
+        Raise UserError for flags, files or prompts that the model cannot answer.
+        """
+        check_sampling_flags(args)
+        self.model = args.model
+        self.config = config
+        self.vocab_size = config.vocab_size
+        self.chat = args.chat
+        self.tokenizer = read_tokenizer(args.model)
+        if args.chat:
+            check_chat_template(self.tokenizer, args.model)
+
         if args.prompts is not None:
-            try:
-                self.texts = [
-                    line for line in args.prompts.read_text().splitlines() if line.strip()
-                ]
-            except (OSError, UnicodeDecodeError) as error:
-                raise UserError(f"--prompts {args.prompts} is no text file: {error}") from None
-        self.prompts = [self.encode(text) for text in self.texts]
-        if not self.prompts or not all(self.prompts):
-            raise UserError("an empty prompt: there is nothing to continue")
-        longest = max(map(len, self.prompts))
-        self.length = longest + args.max_new_tokens + ahead  # slots of a cache
-        if self.length > config.max_position_embeddings:
-            room = config.max_position_embeddings - longest - ahead
-            fix = f"use --max-new-tokens {room}" if room > 0 else "shorten the prompt"
+            self.texts = read_prompts(args.prompts)
+        else:
+            self.texts = [DEFAULT_PROMPT if args.prompt is None else args.prompt]
+        self.prompts = []
+        for text in self.texts:
+            ids = self.encode(text)
+            if not ids:
+                raise UserError(f"an empty prompt, {text!r}: there is nothing to continue")
+            self.check_vocabulary(ids, f"the prompt {reprlib.repr(text)}")
+            self.prompts.append(ids)
+
+        self.length = cache_length(max(map(len, self.prompts)), args, config, ahead)
+        self.stop = stop_tokens(self.tokenizer, args.model)
+
+    def check_vocabulary(self, ids: Iterable[int], where: str) -> None:
+        """Raise UserError if a token is not in the model's vocabulary.
+
+        A tokenizer can have more tokens than the model, such as a padding token that was added. The
+        model cannot read these tokens, but needs not, if no text contains them.
+        """
+        largest = max(ids)
+        if largest < self.config.vocab_size:
+            return
+        limit = f"beyond the {self.config.vocab_size} tokens of --model {self.model}"
+        if self.tokenizer is None:
             raise UserError(
-                f"a prompt of {longest} tokens in a context of {config.max_position_embeddings}: {fix}"
+                f"byte {largest} of {where} is {limit}, which has no tokenizer: "
+                "put its tokenizer.json into the folder"
             )
-        # or attention would copy its mask, in each layer, to align it
-        self.length += -self.length % 16
-        stop = set() if self.tokenizer is None else {self.tokenizer.eos_token_id}
-        generation_config = Path(args.model) / "generation_config.json"
-        if generation_config.is_file():
-            ends = json.loads(generation_config.read_text()).get("eos_token_id")
-            stop |= set(ends) if isinstance(ends, list) else {ends}
-        self.stop = frozenset(stop - {None})  # the tokens that end an answer
+        token = self.tokenizer.convert_ids_to_tokens(int(largest))
+        raise UserError(
+            f"token {largest} ({token!r}) of {where} is {limit}, whose tokenizer has "
+            f"{len(self.tokenizer)}: use the tokenizer that this model was trained with"
+        )
 
     def encode(self, text: str) -> list[int]:
+        """Return the token ids of a prompt; with --chat, in the tokenizer's chat template."""
+        if self.tokenizer is None:
+            return list(text.encode(errors="surrogateescape"))
         if self.chat:
             messages = [{"role": "user", "content": text}]
-            return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)[
-                "input_ids"
-            ]
-        if self.tokenizer is not None:
+            with as_user_error(
+                f"--chat: the chat template of --model {self.model} fails for a prompt alone",
+                "leave --chat out, and write the whole conversation into the prompt",
+            ):
+                return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)[
+                    "input_ids"
+                ]
+        where = f"the prompt {reprlib.repr(text)}"
+        with as_user_error(f"{where} cannot be tokenized", "write it in UTF-8"):
             return self.tokenizer(text, verbose=False)["input_ids"]
-        return list(text.encode(errors="surrogateescape"))
 
     def decode(self, ids: list[int]) -> str:
+        """Return the text of token ids, without special tokens."""
         if self.tokenizer is not None:
             return self.tokenizer.decode(ids, skip_special_tokens=True)
-        return bytes(token if token < 256 else ord("?") for token in ids).decode(errors="replace")
+        # a token beyond the bytes is shown as a question mark
+        values = [token if token < 256 else ord("?") for token in ids]
+        return bytes(values).decode(errors="replace")
+
+
+@contextlib.contextmanager
+def as_user_error(what: str, fix: str) -> Iterator[None]:
+    """Raise UserError in place of any exception of the `with` block.
+
+    Libraries raise many types of exceptions for a file that the user can repair. `what` says which
+    of the user's values cannot be used, and `fix` what to do.
+    """
+    try:
+        yield
+    except Exception as error:
+        raise UserError(f"{what} ({type(error).__name__}: {error}): {fix}") from None
+
+
+def check_sampling_flags(args: argparse.Namespace) -> None:
+    """Raise UserError for --top-k and --top-p that have no effect or no meaning."""
+    if args.temperature == 0 and (args.top_k or args.top_p < 1):
+        raise UserError("--top-k and --top-p need sampling: add --temperature 0.8")
+    if args.top_p > 1:
+        raise UserError(
+            f"--top-p {args.top_p:g} is over 1: it is a share of the probability, such as 0.9"
+        )
+
+
+def read_tokenizer(model: str, flag: str = "--model"):
+    """Return the tokenizer in a model's folder, or None if the folder has none.
+
+    Raise UserError if the folder has files of a tokenizer that cannot be read.
+    """
+    if model in shapes.SIZES or not any(Path(model).glob("tokenizer*")):
+        return None
+    from transformers import AutoTokenizer  # a slow import, which bytes do not need
+
+    fix = "copy tokenizer.json and tokenizer_config.json into the folder again"
+    with as_user_error(f"{flag} {model}: its tokenizer cannot be read", fix):
+        tokenizer = AutoTokenizer.from_pretrained(model)
+    # some classes come without any file, and then have special tokens alone
+    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+        raise UserError(f"{flag} {model}: its tokenizer has no tokens for text: {fix}")
+    return tokenizer
+
+
+def check_chat_template(tokenizer, model: str) -> None:
+    """Raise UserError if the tokenizer has no chat template that is used by default."""
+    template = getattr(tokenizer, "chat_template", None)
+    if template is None:
+        raise UserError(
+            f"--chat: --model {model} has no chat template: leave --chat out, "
+            "or use a model that was trained on chats"
+        )
+    if isinstance(template, dict) and "default" not in template:
+        names = ", ".join(sorted(template))
+        raise UserError(
+            f"--chat: --model {model} has several chat templates ({names}) and none is the "
+            "default: save the one to use as chat_template.jinja in the folder"
+        )
+
+
+def read_prompts(file: Path) -> list[str]:
+    r"""Return the prompts in a UTF-8 file: one a line, without blank lines.
+
+    Lines end with \n or \r\n. Other characters that some editors show as line ends, such as
+    U+2028, belong to the prompt. A byte order mark at the start of the file does not.
+    """
+    with as_user_error(f"--prompts {file} is no text file", "use a UTF-8 file, one prompt a line"):
+        content = file.read_bytes().decode("utf-8-sig")
+    lines = content.replace("\r\n", "\n").split("\n")
+    prompts = [line for line in lines if line.strip()]
+    if not prompts:
+        raise UserError(f"--prompts {file} has no prompt: write one a line")
+    return prompts
+
+
+def cache_length(
+    longest: int,
+    args: argparse.Namespace,
+    config: shapes.Config,
+    ahead: int,
+) -> int:
+    """Return how many slots a cache needs for a prompt of `longest` tokens and its answer.
+
+    Raise UserError if that is more than the context of the model.
+    """
+    length = longest + args.max_new_tokens + ahead
+    if length > config.max_position_embeddings:
+        room = config.max_position_embeddings - longest - ahead
+        fix = f"use --max-new-tokens {room}" if room > 0 else "shorten the prompt"
+        raise UserError(
+            f"a prompt of {longest} tokens in a context of {config.max_position_embeddings}: {fix}"
+        )
+    # Otherwise attention would copy its mask in each layer to align it.
+    return math.ceil(length / 16) * 16
+
+
+def stop_tokens(tokenizer, model: str) -> frozenset[int]:
+    """Return the token ids that end an answer: the tokenizer's, and those of the folder.
+
+    generation_config.json has one id, a list of ids or null. Raise UserError if it has anything
+    else.
+    """
+    stop = set()
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        stop.add(tokenizer.eos_token_id)
+    path = Path(model) / "generation_config.json"
+    if os.path.lexists(path):  # a link to a missing file cannot be read, which is an error
+        stop.update(read_stop_tokens(path))
+    return frozenset(stop)
+
+
+def read_stop_tokens(path: Path) -> list[int]:
+    """Return the ids of eos_token_id in a generation_config.json."""
+    with as_user_error(
+        f"--model {path.parent}: {path.name} cannot be read", "download it again, or delete it"
+    ):
+        content = json.loads(path.read_bytes())
+        value = content.get("eos_token_id")
+    if value is None:
+        return []
+    ids = value if isinstance(value, list) else [value]
+    if any(type(token) is not int for token in ids):
+        raise UserError(
+            f"--model {path.parent}: {path.name} has eos_token_id {value!r}: "
+            "write a token id or a list of token ids"
+        )
+    return ids
 
 
 def choose_dtype(args: argparse.Namespace, config: shapes.Config, device: torch.device) -> str:
@@ -355,6 +511,7 @@ def tokens_of_transformers(
     net = weights.build(args.model, text.config, seed=args.seed, device=device)
     baseline = reference.build_transformers(text.config, net.state_dict(), device)
     answers = []
+    padding = list(range(text.vocab_size, text.config.vocab_size))
     for prompt in text.prompts:
         inputs = torch.tensor([prompt], device=device)
         answer = baseline.generate(
@@ -364,6 +521,7 @@ def tokens_of_transformers(
             max_new_tokens=args.max_new_tokens,
             eos_token_id=sorted(text.stop) or None,
             pad_token_id=0,
+            suppress_tokens=padding or None,
         )
         new_tokens = answer[0, len(prompt) :].tolist()
         answers.append([token for token in new_tokens if token not in text.stop])

@@ -141,6 +141,9 @@ def replay(step: Callable, calls: list[tuple], new_cache: Callable) -> list[Tens
 def run(args, folder: Path, device: torch.device, forms: list[str], text: Text) -> dict[str, dict]:
     """A row per form, by its name."""
     config, batch = text.config, len(text.prompts)
+    held_out = data.load_corpus("stdlib", model=args.model).held_out
+    held_out = held_out[: LOSS_ROWS * (LOSS_TOKENS + 1)]
+    text.check_vocabulary(held_out, "the held-out text")
     net = weights.build(args.model, config, seed=0, device=device)
     new_cache = partial(empty_cache, config, batch, text.length, device)
     steps = {"eager": Step(net, in_place=True)}
@@ -172,9 +175,6 @@ def run(args, folder: Path, device: torch.device, forms: list[str], text: Text) 
             "nano", small, folder / "lost.onnx", in_place=True
         )
     logits = replay(steps["eager"], calls, new_cache)
-    held_out = data.load_corpus("stdlib", model=args.model).held_out[
-        : LOSS_ROWS * (LOSS_TOKENS + 1)
-    ]
     tokens = torch.from_numpy(held_out.astype("int64")).view(LOSS_ROWS, -1).to(device)
     # token by token
     held_out_calls = calls_of(tokens[:, :1].tolist(), tokens[:, 1:].tolist(), device)
@@ -243,13 +243,18 @@ def main() -> int:
     args.dtype = "fp32"
     if args.prompt is None and args.prompts is None:
         args.prompts = Path(__file__).with_name("kv_cache_prompts.txt")
-    device, name = report.start_lesson(args.device, args.seed), args.model
+    name = args.model
+    config = shapes.read_config(name)
+    if name == "nano":
+        config = dataclasses.replace(config, num_hidden_layers=LAYERS)
+    text = Text(args, config)
+    forms = _export.possible(args, config)
+    device = report.start_lesson(args.device, args.seed)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        if args.model == "nano":
-            args.model = _export.train_nano(folder / "nano", LAYERS)
-        text = Text(args, shapes.read_config(args.model))
-        rows = run(args, folder, device, _export.possible(args, text.config), text)
+        if name == "nano":
+            args.model = _export.train_nano(folder / "nano", config)
+        rows = run(args, folder, device, forms, text)
         checked = check_tokens(rows["eager"]["token_ids"], text, args, device)
         checked += check(rows, text.config)
     own = {"model": name, "dtype": "fp32", "parameters": shapes.parameter_count(text.config)}

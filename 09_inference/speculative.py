@@ -17,6 +17,7 @@ Look for: the steps of the large model, which fall with each guess that is kept;
 quantized.py, fewer bytes per weight. Next: launch/.
 """
 
+import argparse
 import copy
 import dataclasses
 import sys
@@ -111,10 +112,17 @@ def first_half(net: model.Transformer) -> model.Transformer:
 
 
 def steps(
-    net: nn.Module, length: int, args, device: torch.device
+    net: nn.Module,
+    length: int,
+    vocab_size: int,
+    args: argparse.Namespace,
+    device: torch.device,
 ) -> tuple[Callable, Callable, Callable]:
-    """Of a model with a cache of its own, for one prompt: prefill and decode, see _shared.steps_of, and verify, which
-    has the logits [1, tokens, vocab] of all its tokens [1, tokens]."""
+    """Return prefill, decode and verify of a model, with a cache for one prompt.
+
+    Prefill and decode are those of _shared.steps_of. Verify returns the logits
+    [1, tokens, vocab_size] of all its tokens [1, tokens].
+    """
     cache = shared.StaticCache(
         net.config, batch=1, length=length, dtype=shared.DTYPES[args.dtype], device=device
     )
@@ -123,10 +131,26 @@ def steps(
     def verify(ids: Tensor, positions: Tensor) -> Tensor:
         return net(ids, positions=positions, cache=cache)
 
+    if args.compile:
+        decode, verify = shared.compiled(net, cache, decode, verify)
     return (
-        prefill,
-        *(shared.compiled(net, cache, decode, verify) if args.compile else (decode, verify)),
+        without_padding(prefill, vocab_size),
+        without_padding(decode, vocab_size),
+        without_padding(verify, vocab_size),
     )
+
+
+def without_padding(step: Callable, vocab_size: int) -> Callable:
+    """Return the step with its first `vocab_size` logits only.
+
+    Sizes of one family may pad the same vocabulary to different numbers of rows. A row that one of
+    the models does not have is no token: it is never drawn, proposed or accepted.
+    """
+
+    def step_without_padding(*inputs: Tensor) -> Tensor:
+        return step(*inputs)[..., :vocab_size]
+
+    return step_without_padding
 
 
 def run(
@@ -199,6 +223,75 @@ def load(name: str, config: shapes.Config, args, device: torch.device) -> model.
     return weights.materialize(net, name, seed=args.seed, device=device)
 
 
+def shared_vocab_size(
+    args: argparse.Namespace,
+    config: shapes.Config,
+    draft_config: shapes.Config,
+    tokenizer,
+) -> int:
+    """Return how many logits both models have, if their tokens are the same.
+
+    Raise UserError for a draft with another tokenizer. The number of rows in the vocabulary, which
+    may be padded, decides only where a folder without a tokenizer leaves nothing else to compare.
+    """
+    vocab_size = min(config.vocab_size, draft_config.vocab_size)
+    draft_tokenizer = shared.read_tokenizer(args.draft, "--draft")
+    if tokenizer is None or draft_tokenizer is None:
+        if config.vocab_size != draft_config.vocab_size:
+            raise exits.UserError(
+                f"--draft {args.draft} has {draft_config.vocab_size} tokens, and --model "
+                f"{args.model} {config.vocab_size}: use a draft with the same tokenizer, "
+                "and put tokenizer.json into both folders"
+            )
+        return vocab_size
+
+    tokens = tokens_by_id(tokenizer, config.vocab_size)
+    draft_tokens = tokens_by_id(draft_tokenizer, draft_config.vocab_size)
+    added = tokenizer.get_added_vocab()
+    draft_added = draft_tokenizer.get_added_vocab()
+    for token_id in sorted({*tokens, *draft_tokens}):
+        token = tokens.get(token_id)
+        draft_token = draft_tokens.get(token_id)
+        if token == draft_token:
+            continue
+        # A token that was added to one tokenizer, such as one for padding, is a spare row of the
+        # other model: the large model accepts it with its own probability, as any other token.
+        if token is None and draft_token in draft_added:
+            continue
+        if draft_token is None and token in added and token_id < vocab_size:
+            continue
+        raise exits.UserError(
+            f"--draft {args.draft} has another vocabulary than --model {args.model}: token "
+            f"{token_id} is {draft_token!r}, and {token!r} in the model: use a draft with the same "
+            "tokenizer"
+        )
+    return vocab_size
+
+
+def tokens_by_id(tokenizer, vocab_size: int) -> dict[int, str]:
+    """Return the tokens of a tokenizer that a model with so many rows can read."""
+    tokens = {}
+    for token, token_id in tokenizer.get_vocab().items():
+        if token_id < vocab_size:
+            tokens[token_id] = token
+    return tokens
+
+
+def check_draft(args: argparse.Namespace, config: shapes.Config, text: shared.Text) -> None:
+    """Raise UserError for a draft that cannot guess for the model, and cut the text's vocabulary.
+
+    The vocabulary of the text becomes that of both models.
+    """
+    draft_config = shapes.read_config(args.draft, "--draft")
+    text.vocab_size = shared_vocab_size(args, config, draft_config, text.tokenizer)
+    needed = max(map(len, text.prompts)) + args.max_new_tokens + args.draft_tokens
+    if draft_config.max_position_embeddings < needed:
+        both = f"{draft_config.max_position_embeddings} tokens, and this takes {needed}"
+        raise exits.UserError(
+            f"--draft {args.draft} has a context of {both}: use fewer --max-new-tokens"
+        )
+
+
 def main() -> int:
     flags = shared.parser(__doc__)
     flags.add_argument(
@@ -213,29 +306,21 @@ def main() -> int:
     args = flags.parse_args()
     config = shapes.read_config(args.model)
     text = shared.Text(args, config, ahead=args.draft_tokens)
-    draft_config = shapes.read_config(args.draft or args.model, "--draft")
-    if draft_config.vocab_size != config.vocab_size:
-        both = f"{draft_config.vocab_size} tokens, and --model {args.model} {config.vocab_size}"
-        raise exits.UserError(
-            f"--draft {args.draft} has {both}: use a draft with the same tokenizer"
-        )
-    if draft_config.max_position_embeddings < text.length:
-        both = f"{draft_config.max_position_embeddings} tokens, and this takes {text.length}"
-        raise exits.UserError(
-            f"--draft {args.draft} has a context of {both}: use fewer --max-new-tokens"
-        )
+    if args.draft:
+        check_draft(args, config, text)
     device = report.start_lesson(args.device, args.seed)
     args.dtype = shared.choose_dtype(args, config, device)
 
     net = load(args.model, config, args, device)
     if args.draft:
+        draft_config = shapes.read_config(args.draft, "--draft")
         drafts = {f"draft: {args.draft}": load(args.draft, draft_config, args, device)}
     else:
         drafts = {"draft: half of its layers": first_half(net), "draft: the model itself": net}
-    large = steps(net, text.length, args, device)
-    ways = {"no draft": None} | {
-        name: steps(draft, text.length, args, device) for name, draft in drafts.items()
-    }
+    large = steps(net, text.length, text.vocab_size, args, device)
+    ways = {"no draft": None}
+    for name, draft in drafts.items():
+        ways[name] = steps(draft, text.length, text.vocab_size, args, device)
     rows = {}
 
     def answer(name: str) -> None:

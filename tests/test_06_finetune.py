@@ -1,5 +1,6 @@
 """06_fsdp_zero/finetune.py: targets, equal losses on any ranks, peft and transformers on the same rows, resuming."""
 
+import json
 import re
 from argparse import Namespace
 from pathlib import Path
