@@ -188,9 +188,7 @@ def main() -> int:
     )
     cli.add_device_and_json(parser)
     args = parser.parse_args()
-    gpus = torch.cuda.device_count() if args.device != "cpu" else 0
-    # as relaunch starts them
-    world_size = int(os.environ.get("WORLD_SIZE", gpus if gpus > 1 else 3))
+    world_size = runtime.world_size_after_relaunch(args.device, on_cpu=3)
     if args.rank >= world_size or world_size == 1:
         raise exits.UserError(
             f"--rank {args.rank} of {world_size} ranks: a hang needs two, and --rank is one of them"
