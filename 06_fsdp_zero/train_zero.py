@@ -197,7 +197,8 @@ def main() -> int:
         )
 
     # 6 What was promised, checked: a rank holds its part of what the stage cuts and no more, and all gather one model.
-    # stage 3: the last forward leaves some parameters gathered. A save partitions them, --keep 0 saves nothing.
+    # At stage 3 the last forward leaves parameters gathered. A save partitions them again, and
+    # --keep 0 saves nothing.
     engine.empty_partition_cache()
     held = helper.check_parts(engine, args.stage)
     digests = runtime.all_gather(helper.digest(deepspeed, net))

@@ -120,7 +120,8 @@ def test_advice_5_ddp_prints_the_stacks_of_a_stuck_rank(tmp_path):
     try:
         assert holds(process, (tmp_path / "stuck").exists)
         rank_process(process, 1).send_signal(signal.SIGABRT)
-        assert holds(process, lambda: "waits_in_the_optimizer" in (tmp_path / "stderr").read_text())
+        stacks = tmp_path / "stderr"
+        assert holds(process, lambda: "waits_in_the_optimizer" in stacks.read_text())
     finally:
         kill_all(process)
 
