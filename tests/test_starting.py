@@ -87,8 +87,13 @@ ONE_PROCESS = {
 }
 
 
-@pytest.mark.parametrize("launcher", LONE_TASKS)
-@pytest.mark.parametrize("script", [BASELINE, DDP, FSDP, FINETUNE, COLLECTIVES])
+@pytest.mark.parametrize(
+    ("launcher", "script"),
+    [
+        *((launcher, DDP) for launcher in LONE_TASKS),
+        *(("srun", script) for script in (BASELINE, FSDP, FINETUNE, COLLECTIVES)),
+    ],
+)
 def test_tasks_that_would_train_alone_are_refused(tmp_path, launcher, script):
     variables = LONE_TASKS[launcher]
     result = run(script, tmp_path, "--device", "cpu", **variables)
