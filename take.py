@@ -41,18 +41,29 @@ def files_of_module(name: str, folder: Path, root: Path) -> list[Path]:
 
 
 @cache
+def data_files(root: Path) -> dict[str, Path]:
+    """Return the files of all lesson folders that are not Python, by their path from the root."""
+    files = {}
+    for file in root.glob("[0-9]*/*"):
+        if file.is_file() and file.suffix not in (".py", ".md"):
+            files[file.relative_to(root).as_posix()] = file
+    return files
+
+
+@cache
 def needs(file: Path, root: Path = ROOT) -> set[Path]:
     """Return the files of the repository that one file imports or names in a string.
 
     A string counts if it is the name of a file beside this one: data, or a script that it starts.
+    It also counts if it is the path of a data file in another lesson folder.
     """
-    beside = {other.name: other for other in file.parent.iterdir()}
+    named = {other.name: other for other in file.parent.iterdir()} | data_files(root)
     candidates = set()
     for node in ast.walk(ast.parse(file.read_text())):
         for name in imported_names(node):
             candidates.update(files_of_module(name, file.parent, root))
-        if isinstance(node, ast.Constant) and node.value in beside:
-            candidates.add(beside[node.value])
+        if isinstance(node, ast.Constant) and node.value in named:
+            candidates.add(named[node.value])
     return {other for other in candidates if other.is_file() and other != file}
 
 

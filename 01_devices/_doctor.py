@@ -33,7 +33,18 @@ RANK_PROGRAM = (
 )
 RANK_PROGRAM += "; d.watch(*sys.argv[1:], run_name=__name__)"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+# with the number of tasks that srun or mpirun has started: what is started here is one of them
+TASK_COUNTS = ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_ID", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+
+
+def number_in(name: str, default: int) -> int:
+    """Return an environment variable as a number; `default` if it is none, which doctor reports."""
+    text = os.environ.get(name, "")
+    return int(text) if text.isdecimal() else default
+
+
+RANK = number_in("RANK", 0)
+WORLD_SIZE = number_in("WORLD_SIZE", 1)
 plain_call = nn.Module.__call__
 
 Check = tuple[str, str, str, str]  # name, result, what was seen, the fix
@@ -177,7 +188,10 @@ def watch(folder: str, steps: str, seconds: str, *script: str, run_name: str) ->
 
 def run_command(argv: list, seconds: float, **extra: str) -> tuple[int | None, str]:
     """The exit code, None if it had to be killed, and the output."""
-    environ = {name: value for name, value in os.environ.items() if name not in RENDEZVOUS} | extra
+    environ = dict(os.environ, **extra)
+    for name in (*RENDEZVOUS, *TASK_COUNTS):
+        if name not in extra:
+            environ.pop(name, None)
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         code = None
         with contextlib.suppress(subprocess.TimeoutExpired):

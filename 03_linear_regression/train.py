@@ -97,7 +97,7 @@ def parse_args() -> argparse.Namespace:
         args.device = next(name for name in available if available[name])
     if not available[args.device]:
         parser.error(f"--device {args.device}: there is none here; use --device cpu")
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
         parser.error(
             "this script runs in one process, more would only repeat it: 05_ddp/minimal.py uses many"
         )

@@ -187,7 +187,7 @@ def main() -> int:
         help="write the summary as one JSON object",
     )
     args = parser.parse_args()
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    if cli.environment_number("WORLD_SIZE", cli.positive_int, "1") > 1:
         raise exits.UserError(
             "this script starts its own processes: start it with python, not with torchrun"
         )

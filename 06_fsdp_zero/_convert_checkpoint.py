@@ -5,8 +5,8 @@ import io
 import json
 import os
 import pickle
-import shutil
-from collections.abc import Callable, Iterator
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +18,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from common.exits import UserError
 from lm import checkpoint, model, shapes
 
+# where training programs keep the state dict in a file: here, Lightning, many others, DeepSpeed
+STATE_DICT_KEYS = ("model", "state_dict", "model_state_dict", "module")
+# parts of names that come from torch.compile, DDP, activation checkpointing and FSDP
+WRAPPERS = ("_orig_mod", "module", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"  # one matrix in a tied model
 DAMAGE = (CheckpointException, SafetensorError, pickle.UnpicklingError, OSError, RuntimeError)
 # what libraries raise for a damaged or a foreign file
@@ -52,6 +56,74 @@ def find(path: Path) -> tuple[str, Path]:
     )
 
 
+def load_torch_file(path: Path) -> dict[str, Tensor]:
+    """Load the weights of a file of torch.save: a state dict, or a dict that holds one.
+
+    Raise UserError, which says what the file holds, if they are not there.
+    """
+    if path.suffix == ".safetensors":
+        raise UserError(f"{path} is a file of a Hugging Face folder: name the folder")
+    try:
+        # mmap reads a tensor when it is used; files older than torch 1.6 are not zip files
+        content = torch.load(path, mmap=zipfile.is_zipfile(path), weights_only=True)
+    except pickle.UnpicklingError:
+        raise UserError(
+            f"{path} is damaged, or holds more than tensors and numbers: "
+            "in the program that wrote it, torch.save the state dict alone"
+        ) from None
+    if isinstance(content, Mapping):
+        for key in STATE_DICT_KEYS:
+            if isinstance(content.get(key), Mapping):
+                content = content[key]
+                break
+    if not isinstance(content, Mapping) or not content:
+        raise UserError(f"{path} holds {describe(content)}: torch.save a state dict in it")
+    for name, value in content.items():
+        if not isinstance(value, Tensor):
+            raise UserError(
+                f"{path}: {name!r} is {describe(value)} and not a tensor: torch.save the state dict "
+                f"alone, or under one of the keys {', '.join(STATE_DICT_KEYS)}"
+            )
+    return dict(content)
+
+
+def describe(value: object) -> str:
+    """Return the type of a value, and the first keys of a dict."""
+    if not isinstance(value, Mapping):
+        return f"a value of type {type(value).__name__}"
+    keys = ", ".join(str(key) for key in list(value)[:4])
+    return f"a dict of {len(value)} values ({keys})" if value else "an empty dict"
+
+
+def without_wrappers(name: str) -> str:
+    """Return the name of a weight without what DDP, FSDP, torch.compile and others add to it."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def without_prefixes(source: Source, path: Path) -> Source:
+    """Return the source with the names of the model, where it was saved as a part of something.
+
+    torch.compile adds _orig_mod and DDP module. A module that has the model as an attribute, as in
+    Lightning, adds the name of the attribute. Raise UserError if two weights get the same name.
+    """
+    short_names = {name: without_wrappers(name) for name in source.tensors}
+    prefixes = []
+    for name in short_names.values():
+        if name.endswith("." + EMBEDDING):
+            prefixes.append(name.removesuffix(EMBEDDING))
+    prefix = prefixes[0] if len(prefixes) == 1 else ""
+
+    saved_names = {}
+    for saved_name, short_name in short_names.items():
+        name = short_name.removeprefix(prefix)
+        if name in saved_names:
+            raise UserError(f"{path}: {saved_names[name]} and {saved_name} are both {name}")
+        saved_names[name] = saved_name
+
+    tensors = {name: source.tensors[saved_name] for name, saved_name in saved_names.items()}
+    return Source(tensors, lambda name: source.read(saved_names[name]))
+
+
 def find_config(named: str | None, path: Path) -> dict:
     """The content of the model's config.json: of --model, or of what lies with the weights."""
     near = [place for place in (path, path.parent) if (place / "config.json").is_file()]
@@ -78,9 +150,11 @@ def fit(source: Source, config: dict, path: Path) -> tuple[Source, bool]:
         and not torch.equal(source.read(HEAD), source.read(EMBEDDING))
     ):
         raise UserError(f"{path}: its config ties {HEAD} to {EMBEDDING}, and they differ")
-    tensors = {
-        name: tensor for name, tensor in source.tensors.items() if not (tied and name == HEAD)
-    }
+    tensors = {}
+    for name, tensor in source.tensors.items():
+        # older files have inv_freq; here it is computed
+        if not (tied and name == HEAD) and not name.endswith("rotary_emb.inv_freq"):
+            tensors[name] = tensor
     found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     for name, _ in sorted(found.items() ^ needed.items()):
         there = f"{found.get(name, 'missing')} in its files and {needed.get(name, 'missing')} in the model"
@@ -117,13 +191,3 @@ def load_deepspeed(path: Path) -> dict:
         )
 
         return zero_to_fp32(str(path.parent), tag=path.name, lazy_mode=True)
-
-
-def copy_tokenizer(origin: Path, folder: Path) -> None:
-    """The small files beside the weights, so that `folder` can be used as the model's own was."""
-    for file in origin.iterdir() if origin.is_dir() else ():
-        ours = file.name in ("config.json", "hashes.json", "settings.json") or file.name.endswith(
-            ".index.json"
-        )
-        if file.suffix in (".json", ".jinja", ".txt", ".model") and not ours:
-            shutil.copy(file, folder / file.name)

@@ -18,6 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from common import measure, runtime
 
+# files that describe the weights of one folder, and are not copied to another
+OWN_FILES = ("config.json", "hashes.json", "settings.json")
 MOST_FILE_BYTES = 2e9  # of a .safetensors file, which rank 0 holds whole while it writes it
 
 # torch 2.13's names for collectives of one flat tensor, and those of before
@@ -244,13 +246,7 @@ def write_folder(
         index = {"metadata": {"total_size": filled}, "weight_map": files}
         for name, content in (("config.json", config), ("model.safetensors.index.json", index)):
             (unfinished / name).write_text(json.dumps(content, indent=1) + "\n")
-        # of the tokenizer, and what generation starts from
-        for file in origin.iterdir() if origin.is_dir() else ():
-            if (
-                file.suffix in (".json", ".jinja", ".txt", ".model")
-                and not (unfinished / file.name).exists()
-            ):
-                shutil.copy(file, unfinished / file.name)
+        copy_tokenizer(origin, unfinished)
         unfinished.rename(folder)
 
     runtime.on_rank0(begin)
@@ -262,6 +258,22 @@ def write_folder(
                 kept[name] = tensor.cpu().contiguous()
         runtime.on_rank0(partial(save_file, kept, unfinished / file, metadata={"format": "pt"}))
     runtime.on_rank0(end)
+
+
+def copy_tokenizer(origin: Path, folder: Path) -> None:
+    """Copy the files of a Hugging Face folder that are not of its weights: tokenizer, templates.
+
+    Do nothing if `origin` is not a folder, as when a model has no weights of its own.
+    """
+    if not origin.is_dir():
+        return
+    for file in origin.iterdir():
+        of_weights = file.name in OWN_FILES or file.name.endswith(".index.json")
+        if file.suffix in (".json", ".jinja", ".txt", ".model") and not of_weights:
+            shutil.copy(file, folder / file.name)
+    templates = origin / "additional_chat_templates"  # beside chat_template.jinja, by name
+    if templates.is_dir():
+        shutil.copytree(templates, folder / templates.name)
 
 
 def write_adapter(

@@ -12,6 +12,8 @@ once. Optimizer state stays behind.
     cluster   the same, on one of the nodes
 
 FROM is a run's folder (its newest step is taken), one step of it, a folder or a .pt file; its kind is found by looking.
+A file of torch.save may hold a state dict, or a dict with one, such as Lightning's. Prefixes that
+wrappers add to the names of weights are left out.
 TO must not exist. Without FROM and TO, random weights of nano go round through all kinds. A run can start from TO with
 --model, and none can be resumed from it: --resume needs the optimizer state.
 
@@ -38,13 +40,16 @@ from _convert_checkpoint import (
     HEAD,
     Source,
     cause_of,
-    copy_tokenizer,
     find,
     find_config,
     fit,
     load_deepspeed,
+    load_torch_file,
     readable,
+    without_prefixes,
+    without_wrappers,
 )
+from _shared import copy_tokenizer
 
 from common import cli, exits, report, runtime
 from common.exits import UserError
@@ -103,7 +108,7 @@ def open_checkpoint(kind: str, path: Path) -> Source:
                 if kind == "hf"
                 else dcp.FileSystemReader(path)
             )
-        weights = torch.load(path, mmap=True)["model"] if kind == "pt" else load_deepspeed(path)
+        weights = load_torch_file(path) if kind == "pt" else load_deepspeed(path)
         tensors = {
             name: torch.empty(weight.shape, dtype=weight.dtype, device="meta")
             for name, weight in weights.items()
@@ -116,7 +121,9 @@ def open_dcp(reader: dcp.StorageReader) -> Source:
     """A folder that DCP has a reader for."""
     reader.read_metadata = cache(reader.read_metadata)  # or each tensor would read it again
     saved = reader.read_metadata().state_dict_metadata
-    prefix = "model." if any(name.startswith("model.model.") for name in saved) else ""
+    # a run keeps its weights under "model", beside the optimizer's state
+    under_model = any(without_wrappers(name).startswith("model.model.") for name in saved)
+    prefix = "model." if under_model else ""
     tensors = {
         name.removeprefix(prefix): torch.empty(
             about.size, dtype=about.properties.dtype, device="meta"
@@ -140,7 +147,7 @@ def run(path: Path, target: Path, to: str, named: str | None, most_file_bytes: f
     began = time.perf_counter()
     kind, path = find(path)
     config = find_config(named, path)
-    source, tied = fit(open_checkpoint(kind, path), config, path)
+    source, tied = fit(without_prefixes(open_checkpoint(kind, path), path), config, path)
     tensors, hashes = source.tensors, {}
     if tied and to != "hf":
         # as in the state dict of a tied model, which has both names

@@ -2,7 +2,6 @@
 
 import argparse
 import math
-import os
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -10,6 +9,7 @@ import numpy as np
 import torch.nn.functional as F
 from torch import Tensor
 
+from common import runtime
 from common.exits import UserError
 
 COLUMNS = {"name": "documents", "useful_token_share": "useful tokens"}
@@ -42,7 +42,8 @@ def varlen(batch: NamedTuple) -> Callable:
 
 def refuse(rows: list[list[int]], args: argparse.Namespace) -> None:
     """UserError if no row holds two documents, or if the ranks do not divide a row."""
-    size, ranks = args.seq_len, int(os.environ.get("WORLD_SIZE", 1))
+    size = args.seq_len
+    ranks = runtime.ranks().world_size
     if max(map(len, rows)) < 2:
         raise UserError(
             f"no row of --seq-len {size} holds two of --documents {args.documents}: raise either"

@@ -6,7 +6,6 @@ the same without head_dim; kv and kv_gradient: [2, batch, key-value heads, keys,
 
 import argparse
 import math
-import os
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -91,9 +90,7 @@ def add_tile_gradients(
 
 def chosen_ways(args: argparse.Namespace, config: shapes.Config, ways: Iterable[str]) -> list[str]:
     """One process and what --attention names. UserError if the ranks cannot divide the sequence, or the heads."""
-    gpus = torch.cuda.device_count() if args.device != "cpu" else 0
-    # torchrun's, or what runtime.relaunch will start
-    n = int(os.environ.get("WORLD_SIZE", max(2, gpus)))
+    n = runtime.world_size_after_relaunch(args.device)
     chunks = 2 * n  # zigzag order: two per rank
     if args.seq_len % chunks:
         use = max(args.seq_len // chunks, 1) * chunks

@@ -2,7 +2,6 @@
 
 import argparse
 import math
-import os
 from functools import partial
 
 import torch
@@ -42,9 +41,7 @@ def mixtures(net: nn.Module) -> list[nn.Module]:
 
 def check_sizes(args: argparse.Namespace) -> None:
     """UserError for what so many ranks cannot divide, before any of them starts."""
-    gpus = torch.cuda.device_count() if args.device != "cpu" else 0
-    # torchrun's, or what runtime.relaunch will start
-    ranks = int(os.environ.get("WORLD_SIZE", max(2, gpus)))
+    ranks = runtime.world_size_after_relaunch(args.device)
     if args.experts < ranks:
         raise UserError(
             f"--experts {args.experts} leaves some of {ranks} ranks without one: use at least {ranks}"

@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import os
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ import torch.nn.functional as F
 from _shared import keep_stage
 from torch import Tensor, nn
 
-from common import measure
+from common import measure, runtime
 from common.exits import UserError
 from lm import data, model, shapes, weights
 
@@ -57,9 +56,7 @@ class Baseline:
 
 def load_config(args: argparse.Namespace) -> shapes.Config:
     """The model's shape. UserError for what so many ranks cannot run."""
-    gpus = torch.cuda.device_count() if args.device != "cpu" else 0
-    # torchrun's, or what runtime.relaunch will start
-    ranks = int(os.environ.get("WORLD_SIZE", max(2, gpus)))
+    ranks = runtime.world_size_after_relaunch(args.device)
     stages = ranks * args.chunks if ranks > 1 else 1
     config = shapes.load_config(args.model.replace(UNTIED_NANO, "nano"), 256, args.seq_len)
     if args.model == UNTIED_NANO:

@@ -1,6 +1,5 @@
 """What tensor_parallel.py stands on: collectives on activations, torch's own plan, and the comparison of the ways."""
 
-import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -101,9 +100,7 @@ def clip_by_torch(net: nn.Module, largest_norm: float) -> Tensor:
 
 def check_sizes(args, config: shapes.Config) -> None:
     """UserError for what so many ranks cannot cut. Channels and vocabulary may be cut into unequal parts."""
-    ranks = int(
-        os.environ.get("WORLD_SIZE", max(2, torch.cuda.device_count() * (args.device != "cpu")))
-    )
+    ranks = runtime.world_size_after_relaunch(args.device)
     # with each of them goes its group of query heads
     if (heads := config.num_key_value_heads) % ranks:
         raise UserError(

@@ -2,14 +2,13 @@
 
 import dataclasses
 import math
-import os
 from collections.abc import Callable
 
 import torch
 from _shared import DTYPES, Text
 from torch import Tensor, nn
 
-from common import exits, report, runtime
+from common import cli, exits, report, runtime
 from common.report import table
 from lm import model, shapes
 from lm.weights import build
@@ -99,7 +98,10 @@ def check_layout(args, config: shapes.Config) -> int:
         )
     started = runtime.ranks()[1]
     ranks = args.world_size or started
-    if int(os.environ.get("LOCAL_WORLD_SIZE", started)) < started:
+    local_world_size = cli.environment_number(
+        "LOCAL_WORLD_SIZE", cli.positive_int, default=str(started)
+    )
+    if local_world_size < started:
         raise exits.UserError(
             "tensor parallelism needs the links inside one node. Over several: vllm serve MODEL "
             "--tensor-parallel-size GPUS_PER_NODE --pipeline-parallel-size NODES"

@@ -73,6 +73,21 @@ def writable_file(text: str) -> Path:
     return path
 
 
+# --- environment variables
+
+
+def environment_number(name: str, kind: Callable[[str], int | float], default: str) -> int | float:
+    """Return the environment variable `name` as a number, or `default` if it is not set or empty.
+
+    `kind` is one of the types above. Raise UserError if it does not accept the value.
+    """
+    text = os.environ.get(name) or default
+    try:
+        return kind(text)
+    except argparse.ArgumentTypeError as error:
+        raise UserError(f"the environment variable {name}: {error}") from None
+
+
 # --- flags
 
 

@@ -41,6 +41,7 @@ def run(main: Callable[[], int]) -> None:
     130. Any other exception prints its traceback and ends with 1.
     """
     try:
+        _require_assertions()
         code = main()
     except SystemExit:  # argparse's --help
         raise
@@ -59,6 +60,15 @@ def run(main: Callable[[], int]) -> None:
     sys.stdout.flush()
     # Skip the interpreter's shutdown, which can wait forever for gloo's threads.
     os._exit(code)
+
+
+def _require_assertions() -> None:
+    """Raise UserError if Python leaves out assertions, with which scripts check their results."""
+    if not __debug__:
+        raise UserError(
+            "python -O and PYTHONOPTIMIZE leave out the assertions that check the results: "
+            "start without -O, and unset PYTHONOPTIMIZE"
+        )
 
 
 def _report_error(error: BaseException) -> int:

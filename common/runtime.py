@@ -20,9 +20,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common.exits import UserError, stop_signals
+from common import cli
+from common.exits import USER_ERROR_EXIT_CODE, UserError, stop_signals
 
 PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal to send to this process when its parent dies
+# Launchers that start processes without RANK: the command, then the environment variables with the
+# number of processes that it has started and with the number of this process.
+LAUNCHERS_WITHOUT_RANK = (
+    ("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+    ("mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    ("mpirun", "PMI_SIZE", "PMI_RANK"),
+)
 _left_groups: list[dist.ProcessGroup] = []  # filled by shutdown, which says why
 
 
@@ -42,6 +50,7 @@ def ranks() -> Ranks:
 
     A plain `python script.py` has none of them and gets (0, 1, 0). Raise UserError if only some are
     set: guessing the others, for example LOCAL_RANK as rank % GPUs, could put two ranks on one GPU.
+    Raise it also if they contradict each other.
     """
     values = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")]
     no_launcher = values == ["", "", ""]
@@ -53,7 +62,47 @@ def ranks() -> Ranks:
             f"RANK, WORLD_SIZE, LOCAL_RANK are {values}: set all or none, or start with torchrun"
         )
     rank, world_size, local_rank = map(int, values)
+    if not local_rank <= rank < world_size:
+        raise UserError(
+            f"RANK, WORLD_SIZE, LOCAL_RANK are {values}: RANK must be below WORLD_SIZE, and "
+            "LOCAL_RANK at most RANK; start with torchrun"
+        )
     return Ranks(rank, world_size, local_rank)
+
+
+def world_size_after_relaunch(device: str, on_cpu: int = 2) -> int:
+    """Return how many ranks this job has, or will have when `relaunch` has started them.
+
+    A script calls this before `relaunch`, to find out early that its flags do not fit the ranks.
+    """
+    if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
+        return ranks().world_size
+    gpus = 0 if device == "cpu" else torch.cuda.device_count()
+    return gpus if gpus > 1 else on_cpu
+
+
+def refuse_tasks_without_rank() -> None:
+    """Raise UserError if srun or mpirun has started several processes that have no RANK.
+
+    Each of them would train alone, and all of them the same. Only the first process reports it; the
+    others end with the same exit code. A plain `python script.py` in a batch script or in an
+    allocation passes: it is one process, however many tasks the allocation has.
+    """
+    if "RANK" in os.environ:
+        return
+    for command, count_name, number_name in LAUNCHERS_WITHOUT_RANK:
+        count = os.environ.get(count_name, "")
+        if command == "srun" and not count and "SLURM_STEP_ID" in os.environ:
+            count = os.environ.get("SLURM_NTASKS", "")
+        if not count.isdecimal() or int(count) < 2:
+            continue
+        if os.environ.get(number_name, "0") != "0":
+            sys.exit(USER_ERROR_EXIT_CODE)
+        raise UserError(
+            f"{command} started {count} processes without RANK, which would all train alone: "
+            f"start one torchrun per node, torchrun --nproc_per_node=GPUS {sys.argv[0]} "
+            "(launch/ has the commands for several nodes)"
+        )
 
 
 def is_rank0() -> bool:
@@ -94,7 +143,8 @@ def pick_device(name: str = "auto") -> torch.device:
         return torch.device(name)
 
     # torchrun sets LOCAL_WORLD_SIZE; a launcher that does not still has this many processes
-    processes = max(local_rank + 1, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    local_world_size = cli.environment_number("LOCAL_WORLD_SIZE", cli.positive_int, "1")
+    processes = max(local_rank + 1, local_world_size)
     gpus = torch.cuda.device_count()
     if processes > gpus:
         raise UserError(
@@ -130,9 +180,10 @@ def timeout() -> timedelta:
 
     The environment variable COLLECTIVE_TIMEOUT_SECONDS sets it. The default is 600. It must be
     longer than the slowest thing that one rank does while the others wait, such as a save, a
-    compilation or a tokenization.
+    compilation or a tokenization. Raise UserError if it is not a whole number of at least 1.
     """
-    return timedelta(seconds=int(os.environ.get("COLLECTIVE_TIMEOUT_SECONDS", "600")))
+    seconds = cli.environment_number("COLLECTIVE_TIMEOUT_SECONDS", cli.positive_int, "600")
+    return timedelta(seconds=seconds)
 
 
 def store() -> dist.Store | None:
@@ -140,10 +191,23 @@ def store() -> dist.Store | None:
 
     None makes init_process_group connect to the store that torchrun runs, also if torchrun started
     only one process. A plain `python script.py` has no torchrun and gets a store in its own memory.
+    Raise UserError if MASTER_ADDR and MASTER_PORT do not say where the store is.
     """
     if ranks().world_size > 1 or dist.is_torchelastic_launched():
+        _check_address_of_store()
         return None
     return dist.HashStore()
+
+
+def _check_address_of_store() -> None:
+    """Raise UserError unless MASTER_ADDR and MASTER_PORT are the address of a store."""
+    address = os.environ.get("MASTER_ADDR", "")
+    port = os.environ.get("MASTER_PORT", "")
+    if not address or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise UserError(
+            f"MASTER_ADDR is {address!r} and MASTER_PORT is {port!r}: set them, too, "
+            "to the host of rank 0 and a free port there, or start with torchrun"
+        )
 
 
 def init_process_group(name: str) -> torch.device:
@@ -151,6 +215,7 @@ def init_process_group(name: str) -> torch.device:
 
     05_ddp/train.py writes these calls out and explains them.
     """
+    refuse_tasks_without_rank()
     rank, world_size, _ = ranks()
     if name == "auto" and not torch.cuda.is_available():
         name = "cpu"  # not mps, which has no collectives
@@ -203,15 +268,13 @@ def relaunch(device: str, on_cpu: int = 2) -> None:
     """
     if "RANK" in os.environ:
         return
+    refuse_tasks_without_rank()
+    timeout()  # raises here, once, if its environment variable is wrong
     gpus = 0 if device == "cpu" else torch.cuda.device_count()
     if device == "cuda" and gpus < 2:
         raise UserError(f"--device cuda: two ranks need two GPUs, {gpus} visible: use --device cpu")
-    if gpus > 1:
-        processes = gpus
-        device_flag = ["--device", "cuda"]
-    else:
-        processes = on_cpu
-        device_flag = ["--device", "cpu"]
+    processes = world_size_after_relaunch(device, on_cpu)
+    device_flag = ["--device", "cuda" if gpus > 1 else "cpu"]
     # device_flag comes last: argparse takes the last --device of a command line
     arguments = [f"--nproc_per_node={processes}", "--standalone", *sys.argv, *device_flag]
     command_line = shlex.join(["torchrun", *arguments])

@@ -30,8 +30,11 @@ A hang of your own job, cheapest first:
 3. The flight recorder. For NCCL, set TORCH_FR_DUMP_TEMP_FILE to a path that all ranks can write: when a call times out,
    each rank's ring goes there, with its rank as suffix (TORCH_NCCL_DUMP_ON_TIMEOUT=1 and TORCH_FR_BUFFER_SIZE=2000 in
    versions where that is not the default). torchfrtrace FOLDER -p PREFIX compares them. For gloo nothing is written.
-4. Next time, fail at the call: TORCH_DISTRIBUTED_DEBUG=DETAIL compares kind and shape of every call over the ranks
-   before it runs. That is too slow to leave on. On gloo, dist.monitored_barrier names the rank that does not come.
+4. Next time, fail at the call: TORCH_DISTRIBUTED_DEBUG=DETAIL compares kind and shape of every
+   call over the ranks before it runs. That is too slow to leave on. Not for DDP on gloo: there DDP
+   crashes when it is built (exit code -11, in torch 2.11 and 2.13). FSDP on gloo works.
+5. DDP on gloo: start it with PYTHONFAULTHANDLER=1. Then kill -ABRT PID ends a rank and prints its
+   stacks, without py-spy. On gloo, dist.monitored_barrier names the rank that does not come.
 
 Timeouts, from the inside out. Each is longer than the one before it, or the outer one hides the cause:
 - A call: COLLECTIVE_TIMEOUT_SECONDS (600 here; torch's own: NCCL 600, else 1,800). Longer than one rank ever works
@@ -185,9 +188,7 @@ def main() -> int:
     )
     cli.add_device_and_json(parser)
     args = parser.parse_args()
-    gpus = torch.cuda.device_count() if args.device != "cpu" else 0
-    # as relaunch starts them
-    world_size = int(os.environ.get("WORLD_SIZE", gpus if gpus > 1 else 3))
+    world_size = runtime.world_size_after_relaunch(args.device, on_cpu=3)
     if args.rank >= world_size or world_size == 1:
         raise exits.UserError(
             f"--rank {args.rank} of {world_size} ranks: a hang needs two, and --rank is one of them"

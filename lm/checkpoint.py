@@ -173,7 +173,7 @@ class Run:
             # seconds: so wait. On NFS, the lock of a machine that died stays for 90 seconds: set
             # RUN_DIR_LOCK_SECONDS to more than that there.
             self.lock = filelock.FileLock(self.folder / ".lock")
-            self.lock.acquire(timeout=float(os.environ.get("RUN_DIR_LOCK_SECONDS", "10")))
+            self.lock.acquire(timeout=flags.lock_seconds())
             self._check_settings(settings, resume)
             write_json(self.folder / "settings.json", settings)
         except filelock.Timeout:

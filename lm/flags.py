@@ -4,7 +4,16 @@ import argparse
 import hashlib
 from pathlib import Path
 
-from common.cli import Parser, add_device_and_json, natural, not_negative, positive, positive_int
+from common import runtime
+from common.cli import (
+    Parser,
+    add_device_and_json,
+    environment_number,
+    natural,
+    not_negative,
+    positive,
+    positive_int,
+)
 from common.exits import UserError
 from lm.shapes import recipe
 
@@ -124,15 +133,26 @@ class TrainingParser(Parser):
     def parse_args(self, *arguments) -> argparse.Namespace:
         """Parse the command line. --seq-len, --lr and --warmup-steps default to the model's recipe.
 
-        Raise UserError for --resume without --run-dir, and for a model that cannot be read.
+        Raise UserError for --resume without --run-dir, for a model that cannot be read, and for
+        environment variables with which the run would fail later.
         """
         args = super().parse_args(*arguments)
+        runtime.refuse_tasks_without_rank()
+        lock_seconds()
         if args.resume and args.run_dir is None:
             raise UserError("--resume needs --run-dir, the folder of the run to go on with")
         for name, value in recipe(args.model)._asdict().items():
             if getattr(args, name) is None:
                 setattr(args, name, value)
         return args
+
+
+def lock_seconds() -> float:
+    """Return how many seconds a run waits for the lock of its folder: RUN_DIR_LOCK_SECONDS or 10.
+
+    Raise UserError if it is not a number of at least 0.
+    """
+    return environment_number("RUN_DIR_LOCK_SECONDS", not_negative, "10")
 
 
 def settings(args: argparse.Namespace, **contents: str) -> dict:

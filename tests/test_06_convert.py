@@ -193,6 +193,115 @@ def test_what_is_broken_or_no_checkpoint_is_named(tmp_path):
     refused(tmp_path, "one.pt to --to hf --model dcp", "one.pt")
 
 
+def with_prefix(weights: dict, prefix: str) -> dict:
+    return {prefix + name: weight for name, weight in weights.items()}
+
+
+def with_wrapped_blocks(weights: dict) -> dict:
+    """Return the names that torch.compile and activation checkpointing of each block make."""
+    wrapped = {}
+    for name, weight in weights.items():
+        for number in "01":
+            block = f"layers.{number}."
+            name = name.replace(block, f"{block}_orig_mod._checkpoint_wrapped_module.")
+        wrapped[name] = weight
+    return wrapped
+
+
+def lightning(weights: dict) -> dict:
+    """Return what Lightning saves of a module that has the model as `self.model`."""
+    return {
+        "epoch": 1,
+        "global_step": 2,
+        "pytorch-lightning_version": "2.5.0",
+        "state_dict": with_prefix(weights, "model."),
+        "optimizer_states": [{"state": {0: {"step": torch.tensor(2.0)}}, "param_groups": []}],
+        "hyper_parameters": {"lr": 1e-3},
+    }
+
+
+def state_dicts(weights: dict) -> dict[str, dict]:
+    """Return what programs save of a model with these weights, by the kind of program."""
+    inv_freq = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    compiled = with_prefix(weights, "_orig_mod.")
+    return {
+        "state dict alone": weights,
+        "compiled": compiled,
+        "DDP": with_prefix(weights, "module."),
+        "DDP of a compiled model": with_prefix(weights, "module._orig_mod."),
+        "compiled DDP": with_prefix(weights, "_orig_mod.module."),
+        "wrapped blocks": with_wrapped_blocks(weights),
+        "Lightning": lightning(weights),
+        "Lightning, compiled": lightning(compiled),
+        "an attribute of an attribute": with_prefix(weights, "net.llm."),
+        "model_state_dict": {"epoch": 3, "model_state_dict": weights, "loss": 0.5},
+        "model, DDP": {"model": with_prefix(weights, "module.")},
+        "an older model": {**weights, inv_freq: torch.ones(7)},
+    }
+
+
+def test_state_dicts_of_other_programs_load(tmp_path):
+    weights = write_folder(tmp_path / "from", UNEVEN)
+    for number, (program, saved_by_it) in enumerate(state_dicts(weights).items()):
+        new_format = number % 3 != 2
+        torch.save(saved_by_it, tmp_path / "x.ckpt", _use_new_zipfile_serialization=new_format)
+        convert(tmp_path, "x.ckpt", program, "--to", "hf", "--model", "from")
+        assert_equal(weights_in(tmp_path / program), weights)
+
+
+def test_a_folder_with_prefixes_loads(tmp_path):
+    weights = write_folder(tmp_path / "from", UNEVEN)
+    save_file(with_prefix(weights, "_orig_mod."), tmp_path / "from/model.safetensors")
+    convert(tmp_path, "from", "dcp", "--to", "dcp")
+    convert(tmp_path, "dcp", "hf", "--to", "hf")
+    assert_equal(weights_in(tmp_path / "hf"), weights)
+
+
+class OfATrainer:
+    """An object that torch.load does not make without being allowed to."""
+
+
+def other_contents(weights: dict) -> list[tuple[object, str]]:
+    """Return contents that are not the weights of one model, and words of the refusal."""
+    twice = {**weights, **with_prefix(weights, "module.")}
+    two_models = {**with_prefix(weights, "a."), **with_prefix(weights, "b.")}
+    return [
+        ([*weights.values()], "type list"),
+        (weights[NORM], "type Tensor"),
+        ({}, "empty dict"),
+        ({"state": {}, "param_groups": []}, "'state'"),
+        ({"weights": weights, "step": 3}, "'weights'"),
+        ({**weights, "step": 3}, "'step' int"),
+        ({"state_dict": weights, "args": OfATrainer()}, "state dict alone"),
+        (twice, f"module.{EMBEDDING} both"),
+        (two_models, "missing in the model"),
+    ]
+
+
+def test_a_file_with_other_contents_is_named(tmp_path):
+    weights = write_folder(tmp_path / "from", UNEVEN)
+    for content, words in other_contents(weights):
+        torch.save(content, tmp_path / "other.pt")
+        refused(tmp_path, "other.pt to --to hf --model from", f"other.pt {words}")
+
+
+def test_one_file_of_a_folder_is_named(tmp_path):
+    write_folder(tmp_path / "from", UNEVEN)
+    refused(tmp_path, "from/model.safetensors to --to dcp --model from", "name the folder")
+
+
+def test_tokenizer_and_chat_templates_are_copied(tmp_path):
+    write_folder(tmp_path / "from", UNEVEN)
+    files = ["tokenizer.json", "chat_template.jinja", "additional_chat_templates/tools.jinja"]
+    (tmp_path / "from/additional_chat_templates").mkdir()
+    for name in files:
+        (tmp_path / "from" / name).write_text(f"{{}} {name}")
+    convert(tmp_path, "from", "dcp", "--to", "dcp")
+    convert(tmp_path, "dcp", "hf", "--to", "hf", "--model", "from")
+    for name in files:
+        assert (tmp_path / "hf" / name).read_text() == (tmp_path / "from" / name).read_text()
+
+
 @slow
 @pytest.mark.parametrize("kind", ["hf", "dcp", "pt"])
 def test_a_full_disk_is_told_in_a_line(tmp_path, kind):

@@ -16,6 +16,7 @@ from support.harness import (
     TINY,
     Result,
     assert_refused,
+    checkpoints,
     config_of,
     drop_after,
     run,
@@ -37,6 +38,13 @@ UNEVEN = {  # 4 ranks divide none of its sizes
 }
 FLAGS = ("--model", "uneven.json", "--steps", STEPS, "--save-every", 1, "--keep", 100)
 ACCUMULATED = ("--micro-batch-size", 2)
+# Runs at stage 3 that save nothing after their last step, or evaluate and save at no other step.
+SELDOM_SAVED = {
+    "nothing is saved": ("--keep", 0),
+    "nothing is saved, evaluated often": ("--keep", 0, "--eval-every", 1),
+    "nothing is saved, never evaluated before": ("--keep", 0, "--eval-every", STEPS + 1),
+    "saved at the end": ("--save-every", STEPS + 1, "--eval-every", STEPS + 1),
+}
 
 # All runs but the last, by calling main(), in the process group of the first. The last is the script as it stands.
 IN_TURN = """
@@ -66,18 +74,23 @@ def train_uneven(script: str, folder: Path, *more, **how) -> Result:
     return train(script, folder, *FLAGS, *more, **how)
 
 
-def train_in_turn(folder: Path, runs: dict[int, tuple], nproc: int) -> dict[int, Result]:
-    """By stage, a run in folder/stage with each of these flags."""
+def train_in_turn(folder: Path, runs: dict, nproc: int) -> dict:
+    """Train in folder/name with the flags of each name, and return the results by name.
+
+    A name that is a number is the --stage. Runs with other names are at stage 3.
+    """
     given = []
-    for stage, more in runs.items():
-        own = folder / str(stage)
+    for name, more in runs.items():
+        own = folder / str(name)
         own.mkdir(parents=True, exist_ok=True)
         (own / "uneven.json").write_text(json.dumps(UNEVEN))
-        given.append((str(own), [*map(str, (*tiny_flags(own), *FLAGS, "--stage", stage, *more))]))
+        stage = name if name in STAGES else 3
+        flags = (*tiny_flags(own), *FLAGS, "--stage", stage, *more)
+        given.append((str(own), [str(flag) for flag in flags]))
     (folder / "runs.json").write_text(json.dumps([str(ROOT / SCRIPT), given]))
     result = run(with_prelude(SCRIPT, folder, IN_TURN), folder, nproc=nproc)
     assert result.code == 0, f"{result.out[-2000:]}\n{result.err[-4000:]}"
-    return {stage: Result(0, result.out, result.err, folder / str(stage)) for stage in runs}
+    return {name: Result(0, result.out, result.err, folder / str(name)) for name in runs}
 
 
 @pytest.fixture(scope="module")
@@ -91,13 +104,22 @@ def ddp(once) -> Result:
 
 
 @pytest.fixture(scope="module")
-def zero(once) -> dict[int, Result]:
-    """By stage, its run on two ranks."""
+def on_two_ranks(once) -> dict:
+    """The runs on two ranks, by stage and by the names of SELDOM_SAVED."""
 
-    def run(folder: Path) -> dict[int, Result]:
-        return train_in_turn(folder, dict.fromkeys(STAGES, ACCUMULATED), nproc=2)
+    def run(folder: Path) -> dict:
+        runs = dict.fromkeys(STAGES, ACCUMULATED)
+        for name, flags in SELDOM_SAVED.items():
+            runs[name] = (*ACCUMULATED, *flags)
+        return train_in_turn(folder, runs, nproc=2)
 
     return once("zero stages", run)
+
+
+@pytest.fixture(scope="module")
+def zero(on_two_ranks) -> dict[int, Result]:
+    """By stage, its run on two ranks."""
+    return {stage: on_two_ranks[stage] for stage in STAGES}
 
 
 def copy_of(run: Result, folder: Path, last_step: int = STEPS) -> Path:
@@ -138,6 +160,15 @@ def test_each_stage_is_data_parallelism(ddp, zero, stage):
     part = 4 * parts(stage, 2)
     assert result.summary["parameter_bytes_per_rank"] == [weights] * 2
     assert result.summary["optimizer_bytes_per_rank"] == [2 * part] * 2
+
+
+@pytest.mark.parametrize("name", SELDOM_SAVED)
+def test_stage_3_passes_its_checks_also_without_a_save(on_two_ranks, name):
+    """DeepSpeed partitions the parameters again when it saves. The checks do not depend on it."""
+    result = on_two_ranks[name]
+    assert result.summary["weights_sha256"] == on_two_ranks[3].summary["weights_sha256"]
+    saves = "--keep" not in SELDOM_SAVED[name]
+    assert checkpoints(result.folder) == ([f"step-{STEPS:08d}"] if saves else [])
 
 
 @pytest.mark.full

@@ -1,9 +1,19 @@
 """launch/debug_hang.py: the rank and the collective that it names are those that were planted."""
 
 import json
+import signal
 
 import pytest
-from support.harness import run, with_fault
+from support.harness import (
+    holds,
+    kill_all,
+    launch,
+    rank_process,
+    run,
+    train,
+    with_fault,
+    with_prelude,
+)
 
 SCRIPT = "launch/debug_hang.py"
 # a busy machine keeps no rank waiting for so long
@@ -67,6 +77,53 @@ def test_wrong_flags(tmp_path, flags, words):
     result = run(SCRIPT, tmp_path, *flags, "--device", "cpu")
     assert (result.code, result.out) == (2, "")
     assert all(word in result.err for word in words)
+
+
+# Rank 1 leaves out its second all_reduce of a loss, or stops in its third optimizer step.
+LEFT_OUT = """
+import torch.distributed as dist
+all_reduce, calls = dist.all_reduce, 0
+def skipping(tensor, *args, **how):
+    global calls
+    calls += tensor.ndim == 0
+    if os.environ["RANK"] == "1" and calls == 2:
+        return None
+    return all_reduce(tensor, *args, **how)
+dist.all_reduce = skipping
+"""
+STUCK = """
+import threading, torch
+step, calls = torch.optim.AdamW.step, 0
+def waits_in_the_optimizer(self, *args, **how):
+    global calls
+    calls += 1
+    if os.environ["RANK"] == "1" and calls == 3:
+        open("stuck", "w").close()
+        threading.Event().wait()
+    return step(self, *args, **how)
+torch.optim.AdamW.step = waits_in_the_optimizer
+"""
+
+
+@pytest.mark.full
+def test_advice_4_fsdp_fails_at_the_call_that_a_rank_leaves_out(tmp_path):
+    script = with_prelude("06_fsdp_zero/train_fsdp.py", tmp_path, LEFT_OUT)
+    detail = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
+    result = train(script, tmp_path, "--steps", 4, nproc=2, code=1, **detail)
+    assert "Detected mismatch between collectives on ranks" in result.err
+
+
+@pytest.mark.full
+def test_advice_5_ddp_prints_the_stacks_of_a_stuck_rank(tmp_path):
+    script = with_prelude("05_ddp/train.py", tmp_path, STUCK)
+    process = launch(script, tmp_path, nproc=2, PYTHONFAULTHANDLER="1")
+    try:
+        assert holds(process, (tmp_path / "stuck").exists)
+        rank_process(process, 1).send_signal(signal.SIGABRT)
+        stacks = tmp_path / "stderr"
+        assert holds(process, lambda: "waits_in_the_optimizer" in stacks.read_text())
+    finally:
+        kill_all(process)
 
 
 @pytest.mark.gpu(n=2)

@@ -151,7 +151,10 @@ CHECKPOINTING = "07_memory_tricks/gradient_checkpointing.py"
 SMALL_CHECKPOINTING = f"{CHECKPOINTING} --seq-len 32 --batch-size 1 --rounds 1"
 
 
-@pytest.mark.parametrize("command", [ESTIMATE, SMALL_CHECKPOINTING])
+FINETUNE = "06_fsdp_zero/finetune.py"  # whose data is in another lesson's folder
+
+
+@pytest.mark.parametrize("command", [ESTIMATE, SMALL_CHECKPOINTING, FINETUNE])
 def test_what_was_taken_runs(tmp_path, command):
     script, *flags = command.split()
     assert python(ROOT, "take.py", script, tmp_path / "mine").returncode == 0
