@@ -133,7 +133,7 @@ def starting_model(
     args: argparse.Namespace, seed: int, device: torch.device
 ) -> tuple[nn.Module, data.Corpus]:
     """The folder's model, or nano of that seed, trained here; and text in its tokens."""
-    if args.model != "nano" and not any(Path(args.model).glob("*.safetensors")):
+    if args.model != "nano" and not shapes.has_weights(args.model):
         raise UserError(
             f"--model {args.model}: neither nano nor a Hugging Face folder with .safetensors files"
         )

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from common import exits, runtime
 from lm import data, lora, model, reference, shapes
+from lm.weight_files import weight_files
 from lm.weights import build, local_part, random_weight
 from planner import memory, plan, shape
 
@@ -231,9 +232,10 @@ def say_plan(args, config: shapes.Config, batches: data.Batches, device: torch.d
 def base_sha256(name: str) -> str:
     """Of each .safetensors file in the folder `name` size and first MiB: all of 141 GB would take minutes."""
     sha = hashlib.sha256()
-    for file in sorted(Path(name).glob("*.safetensors")) if shapes.has_weights(name) else ():
-        with open(file, "rb") as stream:
-            sha.update(f"{file.name} {file.stat().st_size}".encode() + stream.read(2**20))
+    if name not in shapes.SIZES:
+        for file in weight_files(Path(name)):
+            with open(file, "rb") as stream:
+                sha.update(f"{file.name} {file.stat().st_size}".encode() + stream.read(2**20))
     return sha.hexdigest()
 
 
@@ -303,7 +305,9 @@ def leave_folders(net: model.Transformer, folder: Path, args, dtype: torch.dtype
 
     config = shapes.config_json(net.config)
     if shapes.has_weights(args.model):
-        config = json.loads(Path(args.model, "config.json").read_text())
+        config = shapes.read_config_json(args.model)
+        if not net.config.tie_word_embeddings:  # read_config may have untied the head
+            config["tie_word_embeddings"] = False
     kind = str(dtype).removeprefix("torch.")
     write_folder(
         shapes_only,
