@@ -137,6 +137,7 @@ def starting_model(
         raise UserError(
             f"--model {args.model}: neither nano nor a Hugging Face folder with .safetensors files"
         )
+    shapes.read_config(args.model)  # its errors come before minutes of tokenizing
     corpus = data.load_corpus("stdlib", model=args.model)
     config = shapes.load_config(args.model, corpus.vocab_size, SEQ_LEN)
     if config.qkv_bias:
