@@ -159,7 +159,10 @@ def import_deepspeed(device: torch.device):
 
 @torch.no_grad()
 def fill(deepspeed, net: nn.Module, args) -> None:
-    """The weights of the folder, or random ones: rank 0 reads them tensor by tensor, and each rank keeps its part."""
+    """Fill the model with the weights of the folder, or with random ones.
+
+    Rank 0 reads them tensor by tensor, and each rank keeps its part.
+    """
     stored = weights.open_weights(args.model, net.config)
     for name, parameter in net.named_parameters():
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):

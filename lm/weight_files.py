@@ -106,7 +106,7 @@ def _check_no_other_weights(folder: Path, where: str) -> None:
 
 
 class StoredTensor(NamedTuple):
-    """Where a tensor is stored, and what it is."""
+    """Describe a tensor in a weight file."""
 
     file: Path
     shape: tuple[int, ...]
