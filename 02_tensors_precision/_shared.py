@@ -133,10 +133,11 @@ def starting_model(
     args: argparse.Namespace, seed: int, device: torch.device
 ) -> tuple[nn.Module, data.Corpus]:
     """The folder's model, or nano of that seed, trained here; and text in its tokens."""
-    if args.model != "nano" and not any(Path(args.model).glob("*.safetensors")):
+    if args.model != "nano" and not shapes.has_weights(args.model):
         raise UserError(
             f"--model {args.model}: neither nano nor a Hugging Face folder with .safetensors files"
         )
+    shapes.read_config(args.model)  # its errors come before minutes of tokenizing
     corpus = data.load_corpus("stdlib", model=args.model)
     config = shapes.load_config(args.model, corpus.vocab_size, SEQ_LEN)
     if config.qkv_bias:

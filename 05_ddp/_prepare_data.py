@@ -35,6 +35,29 @@ def whole_file(out: Path, name: str) -> Iterator:
     unfinished.rename(out / name)
 
 
+def read_source(out: Path) -> list:
+    """Return what the folder's source.json says; raise UserError if it is damaged."""
+    try:
+        return json.loads((out / "source.json").read_text())
+    except (OSError, ValueError) as error:
+        raise exits.UserError(
+            f"--out {out}: source.json is damaged ({error}): delete the folder"
+        ) from None
+
+
+def finished_part(out: Path, number: int, dtype: str) -> dict | None:
+    """Return what the part's .json says, or None if the part is not finished or has lost files."""
+    try:
+        about = json.loads((out / f"parts/{number:06}.json").read_text())
+        for side in ("train", "held_out"):
+            size = (out / f"parts/{number:06}.{side}").stat().st_size
+            if size != about[side] * np.dtype(dtype).itemsize:
+                return None
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+    return about
+
+
 def join(out: Path, parts: list[dict], about: dict) -> None:
     """Write the parts' tokens, in order, as train.npy and held_out.npy; corpus.json comes last."""
     dtype = np.dtype(about["dtype"])

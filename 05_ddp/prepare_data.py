@@ -34,7 +34,16 @@ from pathlib import Path
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
-from _prepare_data import CPU, TEXT_BYTES, is_held_out, join, tokens_of_transformers, whole_file
+from _prepare_data import (
+    CPU,
+    TEXT_BYTES,
+    finished_part,
+    is_held_out,
+    join,
+    read_source,
+    tokens_of_transformers,
+    whole_file,
+)
 
 from common import cli, exits, report
 from lm import corpus
@@ -115,10 +124,11 @@ def start_worker(parent: int, definition: str, about: dict) -> None:
 
 def make_parts(parts: list, args, definition: str, about: dict) -> list[dict]:
     """Make the parts that are not there yet, on --workers processes. Returns what each part's .json says."""
-    files = [args.out / f"parts/{number:06}.json" for number in range(len(parts))]
-    done = {
-        number: json.loads(file.read_text()) for number, file in enumerate(files) if file.exists()
-    }
+    done = {}
+    for number in range(len(parts)):
+        part = finished_part(args.out, number, about["dtype"])
+        if part is not None:
+            done[number] = part
     left = [number for number in range(len(parts)) if number not in done]
     sizes = [sum(span[3] for span in part) for part in parts]
     begin = sum(sizes[number] for number in done)
@@ -216,7 +226,7 @@ def main() -> int:
     if not (args.out / "source.json").exists():
         with whole_file(args.out, "source.json") as file:
             file.write(json.dumps(source).encode())
-    if json.loads((args.out / "source.json").read_text()) != source:
+    if read_source(args.out) != source:
         raise exits.UserError(
             f"--out {args.out} is of other data, flags or tokenizer: delete it, or name another"
         )
@@ -226,7 +236,7 @@ def main() -> int:
         done = make_parts(list(list_parts(origins)), args, definition, about)
         join(args.out, done, about)
     shutil.rmtree(args.out / "parts")
-    about = json.loads((args.out / "corpus.json").read_text())
+    about, _, _ = corpus.open_tokens(args.out, f"--out {args.out}", "delete the folder")
     cpu_seconds = sum(part["cpu_seconds"] for part in done)
     text = (
         text

@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import json
 import os
 import pickle
 import zipfile
@@ -17,12 +16,26 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from common.exits import UserError
 from lm import checkpoint, model, shapes
+from lm.weight_files import EMBEDDING, HEAD, untied
 
 # where training programs keep the state dict in a file: here, Lightning, many others, DeepSpeed
 STATE_DICT_KEYS = ("model", "state_dict", "model_state_dict", "module")
 # parts of names that come from torch.compile, DDP, activation checkpointing and FSDP
 WRAPPERS = ("_orig_mod", "module", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"  # one matrix in a tied model
+SAFETENSORS_DTYPES = {  # of the tensors in a .safetensors file, by the names used there
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 DAMAGE = (CheckpointException, SafetensorError, pickle.UnpicklingError, OSError, RuntimeError)
 # what libraries raise for a damaged or a foreign file
 DAMAGE += (EOFError, LookupError, TypeError, ValueError)
@@ -37,6 +50,8 @@ class Source(NamedTuple):
 
 def find(path: Path) -> tuple[str, Path]:
     """The kind of the checkpoint at `path`, and where exactly it lies. UserError if there is none, or a broken one."""
+    if path.suffix == ".safetensors":
+        raise UserError(f"{path} is one file of a Hugging Face folder: name the folder")
     if path.is_file():
         return "pt", path
     path = max(path.glob("step-" + 8 * "[0-9]"), default=path)
@@ -46,7 +61,7 @@ def find(path: Path) -> tuple[str, Path]:
         raise UserError(f"{path} is broken ({problem}): name another step")
     for kind, files in (
         ("dcp", ".metadata"),
-        ("hf", "*.safetensors"),
+        ("hf", "*.safetensors*"),
         ("deepspeed", "*_model_states.pt"),
     ):
         if any(path.glob(files)):
@@ -132,14 +147,19 @@ def find_config(named: str | None, path: Path) -> dict:
             f"{path} does not say the shape of its model: add --model, a size, config.json or folder"
         )
     place = Path(named or near[0])
-    config = shapes.read_config(str(place))  # raises the UserErrors
     if str(place) in shapes.SIZES:
-        return shapes.config_json(config)
-    return json.loads((place / "config.json" if place.is_dir() else place).read_text())
+        return shapes.config_json(shapes.SIZES[str(place)])
+    config = shapes.read_config_json(str(place))
+    shapes.parse_config(config, f"--model {place}" if named else str(place))  # raises UserErrors
+    return config
 
 
 def fit(source: Source, config: dict, path: Path) -> tuple[Source, bool]:
-    """The source without a tied head, and whether there is one. UserError if it does not fit."""
+    """Return the source without a tied head, and whether there is one.
+
+    If the config ties a head that differs from the embedding, untie it in `config`, as read_config
+    does. Raise UserError if the source does not fit the config.
+    """
     with torch.device("meta"):
         net = model.Transformer(shapes.parse_config(config, f"{path}: its config"))
     needed = {name: tuple(weight.shape) for name, weight in net.named_parameters()}
@@ -149,7 +169,9 @@ def fit(source: Source, config: dict, path: Path) -> tuple[Source, bool]:
         and HEAD in source.tensors
         and not torch.equal(source.read(HEAD), source.read(EMBEDDING))
     ):
-        raise UserError(f"{path}: its config ties {HEAD} to {EMBEDDING}, and they differ")
+        print(untied(str(path)), flush=True)
+        config["tie_word_embeddings"] = False
+        return fit(source, config, path)
     tensors = {}
     for name, tensor in source.tensors.items():
         # older files have inv_freq; here it is computed

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from common import exits, runtime
 from lm import data, lora, model, reference, shapes
+from lm.weight_files import weight_files
 from lm.weights import build, local_part, random_weight
 from planner import memory, plan, shape
 
@@ -768,12 +769,10 @@ def base_sha256(name: str) -> str:
     It covers the size and the first MiB of each: to read all of 141 GB would take minutes.
     """
     sha = hashlib.sha256()
-    files = []
-    if shapes.has_weights(name):
-        files = sorted(Path(name).glob("*.safetensors"))
-    for file in files:
-        with open(file, "rb") as stream:
-            sha.update(f"{file.name} {file.stat().st_size}".encode() + stream.read(2**20))
+    if name not in shapes.SIZES:
+        for file in weight_files(Path(name)):
+            with open(file, "rb") as stream:
+                sha.update(f"{file.name} {file.stat().st_size}".encode() + stream.read(2**20))
     return sha.hexdigest()
 
 
@@ -892,7 +891,9 @@ def write_folders(
 
     config = shapes.config_json(net.config)
     if shapes.has_weights(args.model):
-        config = json.loads(Path(args.model, "config.json").read_text())
+        config = shapes.read_config_json(args.model)
+        if not net.config.tie_word_embeddings:  # read_config may have untied the head
+            config["tie_word_embeddings"] = False
     kind = str(dtype).removeprefix("torch.")
     config |= {"dtype": kind, "torch_dtype": kind}
     write_folder(tensors, read, folder / "model", config, Path(args.model))

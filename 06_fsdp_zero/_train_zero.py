@@ -16,8 +16,8 @@ from torch import nn
 
 from common import runtime
 from common.exits import UserError
-from lm import checkpoint, shapes
-from lm.weights import hash_rows, random_weight
+from lm import checkpoint
+from lm.weights import hash_rows, open_weights, random_weight
 
 
 def check_flags(args) -> None:
@@ -57,16 +57,13 @@ def import_deepspeed(device: torch.device):
 
 @torch.no_grad()
 def set_weights(deepspeed, net: nn.Module, name: str, seed: int) -> None:
-    """What weights.materialize does, for stage 3: one tensor at a time is whole."""
-    import torch.distributed.checkpoint as dcp
-
-    reader = dcp.HuggingFaceStorageReader(name) if shapes.has_weights(name) else None
+    """Fill the model as weights.materialize does, for stage 3: one tensor at a time is whole."""
+    stored = open_weights(name, net.config)
     for path, parameter in net.named_parameters():
-        if reader:
-            weight = torch.empty(parameter.ds_shape, device="cpu")
-            dcp.load({path: weight}, storage_reader=reader, no_dist=True)
-        else:
+        if stored is None:
             weight = random_weight(path, parameter.ds_shape, seed)
+        else:
+            weight = stored.read(path)
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
             parameter.copy_(weight)
 

@@ -38,6 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import 
 from _convert_checkpoint import (
     EMBEDDING,
     HEAD,
+    SAFETENSORS_DTYPES,
     Source,
     cause_of,
     find,
@@ -54,6 +55,7 @@ from _shared import copy_tokenizer
 from common import cli, exits, report, runtime
 from common.exits import UserError
 from lm import checkpoint, shapes
+from lm.weight_files import StoredWeights
 from lm.weights import build
 
 
@@ -102,12 +104,10 @@ def file_numbers(tensors: dict[str, Tensor], most_file_bytes: float) -> dict[str
 def open_checkpoint(kind: str, path: Path) -> Source:
     """What is in a checkpoint. UserError if it cannot be read."""
     with readable(path):
-        if kind in ("hf", "dcp"):
-            return open_dcp(
-                dcp.HuggingFaceStorageReader(str(path))
-                if kind == "hf"
-                else dcp.FileSystemReader(path)
-            )
+        if kind == "hf":
+            return open_safetensors(path)
+        if kind == "dcp":
+            return open_dcp(dcp.FileSystemReader(path))
         weights = load_torch_file(path) if kind == "pt" else load_deepspeed(path)
         tensors = {
             name: torch.empty(weight.shape, dtype=weight.dtype, device="meta")
@@ -117,8 +117,18 @@ def open_checkpoint(kind: str, path: Path) -> Source:
         return Source(tensors, lambda name: weights[name].contiguous())
 
 
-def open_dcp(reader: dcp.StorageReader) -> Source:
-    """A folder that DCP has a reader for."""
+def open_safetensors(folder: Path) -> Source:
+    """Return the tensors in the weight files of a Hugging Face folder."""
+    stored = StoredWeights(folder, flag="FROM")
+    tensors = {}
+    for name, tensor in stored.tensors.items():
+        dtype = SAFETENSORS_DTYPES[tensor.dtype]
+        tensors[name] = torch.empty(tensor.shape, dtype=dtype, device="meta")
+    return Source(tensors, stored.read)
+
+
+def open_dcp(reader: dcp.FileSystemReader) -> Source:
+    """A folder of DCP's own."""
     reader.read_metadata = cache(reader.read_metadata)  # or each tensor would read it again
     saved = reader.read_metadata().state_dict_metadata
     # a run keeps its weights under "model", beside the optimizer's state

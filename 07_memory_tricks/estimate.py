@@ -134,10 +134,7 @@ def read_shape(name: str) -> Shape:
         raise ValueError(
             f"--model {name}: no such size, nor a config.json or a folder with one; sizes: {known}"
         )
-    try:
-        content = dict(json.loads(path.read_text()))
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"--model {path} is no config.json: {error!r}") from None
+    content = shapes.read_config_json(name)
     return shape_from_json(name, content)
 
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from common import exits, report, runtime
 from lm import shapes, weights
+from lm.weight_files import INDEX, StoredWeights
 
 # it warns that weights are offloaded: that is the point here
 logging.getLogger("accelerate").setLevel(logging.ERROR)
@@ -98,14 +99,16 @@ def load(args, config: shapes.Config, device_map: dict[str, int | str]) -> nn.Mo
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM
 
-    folder = args.model
-    if not shapes.has_weights(args.model):  # random ones, written as a folder
-        folder = temporary_folder()
+    folder = temporary_folder()
+    Path(folder, "config.json").write_text(json.dumps(shapes.config_json(config)))
+    stored = weights.open_weights(args.model, config)
+    if stored is None:  # random weights
         net = weights.build(args.model, config, seed=args.seed).to(DTYPES[args.dtype])
         save_file(
             dict(net.named_parameters()), f"{folder}/model.safetensors", metadata={"format": "pt"}
         )
-        Path(folder, "config.json").write_text(json.dumps(shapes.config_json(config)))
+    else:
+        link_weight_files(stored, Path(folder))
     how = {
         "dtype": DTYPES[args.dtype],
         "device_map": device_map,
@@ -115,13 +118,24 @@ def load(args, config: shapes.Config, device_map: dict[str, int | str]) -> nn.Mo
         net, found = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **how)
     except SafetensorError as error:
         raise exits.UserError(
-            f"--model {folder}: a file is damaged, download it again ({error})"
+            f"--model {args.model}: a file is damaged, download it again ({error})"
         ) from None
     if found["missing_keys"]:  # transformers would draw them at random
         raise exits.UserError(
-            f"--model {folder}: its files lack {', '.join(found['missing_keys'])}"
+            f"--model {args.model}: its files lack {', '.join(found['missing_keys'])}"
         )
     return net
+
+
+def link_weight_files(stored: StoredWeights, folder: Path) -> None:
+    """Link the weight files from `folder`, with an index: transformers reads these and no others."""
+    weight_map = {}
+    for name, tensor in stored.tensors.items():
+        weight_map[name] = tensor.file.name
+        link = folder / tensor.file.name
+        if not link.is_symlink():
+            link.symlink_to(tensor.file.resolve())
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
 def import_deepspeed(device: torch.device):
@@ -145,25 +159,19 @@ def import_deepspeed(device: torch.device):
 
 @torch.no_grad()
 def fill(deepspeed, net: nn.Module, args) -> None:
-    """The weights of the folder, or random ones: rank 0 reads them tensor by tensor, and each rank keeps its part."""
-    import torch.distributed.checkpoint as dcp
+    """Fill the model with the weights of the folder, or with random ones.
 
-    reader = dcp.HuggingFaceStorageReader(args.model) if shapes.has_weights(args.model) else None
+    Rank 0 reads them tensor by tensor, and each rank keeps its part.
+    """
+    stored = weights.open_weights(args.model, net.config)
     for name, parameter in net.named_parameters():
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
             if not runtime.is_rank0():
                 continue
-            if reader is None:
-                parameter.copy_(weights.random_weight(name, parameter.ds_shape, args.seed))
-                continue
-            weight = torch.empty(parameter.ds_shape, device="cpu")
-            try:
-                dcp.load({name: weight}, storage_reader=reader, no_dist=True)
-            except dcp.api.CheckpointException as error:
-                reason = str(error).strip().splitlines()[-1]
-                raise exits.UserError(
-                    f"--model {args.model}: {name} cannot be read: {reason}"
-                ) from None
+            if stored is None:
+                weight = weights.random_weight(name, parameter.ds_shape, args.seed)
+            else:
+                weight = stored.read(name)
             parameter.copy_(weight)
 
 

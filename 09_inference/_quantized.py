@@ -4,19 +4,18 @@ A matrix is read or drawn, quantized in chunks of rows, checked, and forgotten b
 """
 
 from collections.abc import Callable
-from pathlib import Path
 
 import psutil
 import torch
 import torch.nn.functional as F
 from _shared import DTYPES
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from common import hardware, measure, report
 from common.exits import UserError
 from lm import model, shapes
-from lm.weights import build, load_weights, random_weight
+from lm.weight_files import EMBEDDING, HEAD
+from lm.weights import build, open_weights, random_weight
 from planner import inference
 from planner.shape import from_config
 
@@ -173,32 +172,14 @@ def reader(args, config: shapes.Config, device: torch.device) -> Callable[[str],
     """
     net = build(args.model, config, seed=args.seed, device="meta")
     needed = {name: tuple(parameter.shape) for name, parameter in net.named_parameters()}
-    folder = Path(args.model)
-    stored = {}  # file by name
-    for path in () if args.model in shapes.SIZES else sorted(folder.glob("*.safetensors")):
-        try:
-            file = safe_open(path, "pt")
-        except SafetensorError as error:
-            raise UserError(
-                f"--model {folder}: {path.name} is truncated or damaged, download it again"
-            ) from error
-        stored |= {name: file for name in file.keys() if not name.endswith("rotary_emb.inv_freq")}  # noqa: SIM118
-    found = {name: tuple(file.get_slice(name).get_shape()) for name, file in stored.items()}
-    if config.tie_word_embeddings:
-        found.pop("lm_head.weight", None)
-    for name, _ in sorted(found.items() ^ needed.items()) if stored else ():
-        there = f"{found.get(name, 'missing')} in its files"
-        there += f" and {needed.get(name, 'missing')} in the model"
-        raise UserError(f"--model {folder}: {name} is {there}")
-    if not stored and args.model not in shapes.SIZES:
-        load_weights(net, folder)  # a UserError for weights in another format
+    stored = open_weights(args.model, config)
     generator = torch.Generator(device).manual_seed(args.seed)
 
     def read(name: str) -> Tensor:
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            name = "model.embed_tokens.weight"
-        if stored:
-            return stored[name].get_tensor(name)
+        if name == HEAD and config.tie_word_embeddings:
+            name = EMBEDDING
+        if stored is not None:
+            return stored.read(name)
         if shapes.parameter_count(config) > DRAWN_ON_CPU and len(needed[name]) > 1:
             weight = torch.empty(needed[name], dtype=torch.bfloat16, device=device)
             return weight.normal_(std=0.02, generator=generator)

@@ -218,9 +218,11 @@ def check_distribution() -> str:
     return f"{DRAWS:,} tokens drawn by accept have the large model's distribution, and not the draft's (chi-square)"
 
 
-def load(name: str, config: shapes.Config, args, device: torch.device) -> model.Transformer:
+def load(
+    name: str, config: shapes.Config, args, device: torch.device, flag: str = "--model"
+) -> model.Transformer:
     net = weights.build(name, config, seed=args.seed, device="meta").to(shared.DTYPES[args.dtype])
-    return weights.materialize(net, name, seed=args.seed, device=device)
+    return weights.materialize(net, name, seed=args.seed, device=device, flag=flag)
 
 
 def shared_vocab_size(
@@ -314,7 +316,8 @@ def main() -> int:
     net = load(args.model, config, args, device)
     if args.draft:
         draft_config = shapes.read_config(args.draft, "--draft")
-        drafts = {f"draft: {args.draft}": load(args.draft, draft_config, args, device)}
+        draft = load(args.draft, draft_config, args, device, flag="--draft")
+        drafts = {f"draft: {args.draft}": draft}
     else:
         drafts = {"draft: half of its layers": first_half(net), "draft: the model itself": net}
     large = steps(net, text.length, text.vocab_size, args, device)

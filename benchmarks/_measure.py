@@ -335,6 +335,7 @@ def start_comparison(
     for name, value in (defaults or {}).get(args.device, {}).items():
         setattr(args, name, getattr(args, name) or value)
     shapes.read_config(args.model)
+    shapes.has_weights(args.model)  # raises UserError for weights that cannot be read
     if Path(args.model).exists():
         args.model = str(Path(args.model).resolve())
     return args

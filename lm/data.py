@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from common.exits import UserError
-from lm.corpus import HELD_OUT, documents, encoder, load_tokenizer, sources
+from lm.corpus import HELD_OUT, documents, encoder, load_tokenizer, open_tokens, sources
 
 # A training script tokenizes a text of at most so many bytes: it uses one process and holds all
 # documents in memory.
@@ -77,8 +77,9 @@ def load_corpus(data: str, tokenizer: str | None = None, model: str = "nano") ->
         model_has_tokenizer = any(Path(model).glob("tokenizer*"))
         tokenizer = model if model_has_tokenizer else None
 
-    if Path(data, "corpus.json").is_file():
-        return _open_corpus(Path(data), tokenizer)
+    if _is_folder_of_tokens(Path(data)):
+        again = "prepare the folder again with 05_ddp/prepare_data.py"
+        return _open_corpus(Path(data), tokenizer, f"--data {data}", again)
 
     tokenizer = tokenizer or "bytes"
     origins, fingerprint = sources(data)
@@ -90,7 +91,8 @@ def load_corpus(data: str, tokenizer: str | None = None, model: str = "nano") ->
             complete = all((folder / name).is_file() for name in CORPUS_FILES)
             if not complete:
                 tokenize(origins, tokenizer, folder, data)
-        return _open_corpus(folder)
+        where = f"--data {data}: its tokens in the cache, {folder}"
+        return _open_corpus(folder, None, where, "delete that folder")
     except OSError as error:
         # A full disk, for example. numpy's OSError for it lacks the errno by which common.exits
         # would know it.
@@ -116,9 +118,20 @@ def _cache_folder(data: str, fingerprint: list, tokenizer: str) -> Path:
     return Path(cache) / name
 
 
-def _open_corpus(folder: Path, tokenizer: str | None = None) -> Corpus:
-    """Open a folder of tokens, memory-mapped; raise UserError if another tokenizer made them."""
-    about = json.loads((folder / "corpus.json").read_text())
+def _is_folder_of_tokens(folder: Path) -> bool:
+    """Return whether 05_ddp/prepare_data.py made a folder, also if one of its files is missing."""
+    about = folder / "corpus.json"
+    if about.is_symlink() or about.exists():  # a link may lead nowhere
+        return True
+    return (folder / "train.npy").is_file() and (folder / "held_out.npy").is_file()
+
+
+def _open_corpus(folder: Path, tokenizer: str | None, where: str, fix: str) -> Corpus:
+    """Open a folder of tokens, memory-mapped.
+
+    Raise UserError if another tokenizer made them or if a file is damaged: see open_tokens.
+    """
+    about, train, held_out = open_tokens(folder, where, fix)
     if tokenizer:
         _, wanted = load_tokenizer(tokenizer)
         if wanted["vocabulary_sha256"] != about["vocabulary_sha256"]:
@@ -127,8 +140,8 @@ def _open_corpus(folder: Path, tokenizer: str | None = None) -> Corpus:
                 f"and --tokenizer {tokenizer} has other tokens: prepare it again"
             )
     return Corpus(
-        train=np.load(folder / "train.npy", mmap_mode="r"),
-        held_out=np.load(folder / "held_out.npy", mmap_mode="r"),
+        train=train,
+        held_out=held_out,
         vocab_size=about["vocab_size"],
         sha256=about["sha256"],
     )

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common.exits import UserError
+from lm.weight_files import WEIGHT_SUFFIXES, has_own_head, weight_files
 
 # Values in a config.json that lm/model.py implements. It implements no others.
 LLAMA = {
@@ -45,6 +46,17 @@ class Config:
     qkv_bias: bool = False  # as in Qwen2
     qk_norm: bool = False  # as in Qwen3: normalize each head's query and key
 
+
+# The types of the values in a config.json.
+TYPES = {field.name: field.type for field in dataclasses.fields(Config)}
+TYPES["rope_scaling"] = None
+TYPES["sliding_window"] = int
+TYPES["use_sliding_window"] = bool
+TYPES["factor"] = float
+TYPES["low_freq_factor"] = float
+TYPES["high_freq_factor"] = float
+TYPES["original_max_position_embeddings"] = int
+MAY_BE_ZERO = ("max_position_embeddings", "rms_norm_eps")
 
 SIZES = {
     "nano": Config(
@@ -175,19 +187,34 @@ def _recipe_for_size(parameters: int) -> Recipe:
 
 
 def has_weights(name: str) -> bool:
-    """Tell whether `name` is a folder with trained weights. A named size has random weights."""
-    return name not in SIZES and any(Path(name).glob("*.safetensors"))
+    """Tell whether `name` is a folder with trained weights. A named size has random weights.
+
+    Raise UserError if the folder has weights that cannot be read.
+    """
+    return name not in SIZES and len(weight_files(Path(name))) > 0
 
 
 def read_config(name: str, flag: str = "--model") -> Config:
     """Return the shape of a model: a name in SIZES, a config.json, or a folder with one.
+
+    A head that config.json ties to the embedding is not tied if the folder's weights differ.
 
     Raise UserError, with the name of `flag`, if there is no such model or if lm/model.py does not
     implement it.
     """
     if name in SIZES:
         return SIZES[name]
+    config = parse_config(read_config_json(name, flag), f"{flag} {name}")
+    if config.tie_word_embeddings and has_own_head(Path(name)):
+        config = dataclasses.replace(config, tie_word_embeddings=False)
+    return config
 
+
+def read_config_json(name: str, flag: str = "--model") -> dict:
+    """Return the content of a config.json, or of the one in a folder.
+
+    Raise UserError, with the name of `flag`, if there is none, or if it is no JSON object.
+    """
     path = Path(name)
     if path.is_dir():
         path = path / "config.json"
@@ -196,11 +223,20 @@ def read_config(name: str, flag: str = "--model") -> Config:
             f"{flag} {name}: no such size (--help lists them), "
             "nor an HF config.json or a folder with one"
         )
+    if path.suffix in WEIGHT_SUFFIXES:
+        raise UserError(
+            f"{flag} {name} is a file of weights: name the folder with it and its config.json, "
+            f"{flag} {path.parent}"
+        )
     try:
-        content = dict(json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError) as error:
-        raise UserError(f"{flag} {path} is not a model's config: {error!r}") from None
-    return parse_config(content, f"{flag} {name}")
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{flag} {name} is not a model's config.json, nor a folder with one: {error}"
+        ) from None
+    if not isinstance(content, dict):
+        raise UserError(f"{flag} {name} is not a model's config.json: it is no JSON object")
+    return content
 
 
 def parse_config(content: dict, where: str) -> Config:
@@ -220,14 +256,19 @@ def parse_config(content: dict, where: str) -> Config:
             given[key] = value
     # transformers 5 writes rope_parameters, transformers 4 wrote rope_scaling
     rope = given.get("rope_parameters") or given.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise UserError(f"{where}: its rope_parameters are no JSON object, but {rope!r}")
+    rope = {key: value for key, value in rope.items() if value is not None}
+    _check_types(given, where)
+    _check_types(rope, where)
     rope_type = rope.get("rope_type", rope.get("type", "default"))
 
-    unsupported = _unsupported_values(given, rope, rope_type)
-    if unsupported:
-        raise UserError(
-            f"{where} is not a shape that is computed here: it has {', '.join(unsupported)}"
-        )
     try:
+        unsupported = _unsupported_values(given, rope, rope_type)
+        if unsupported:
+            raise UserError(
+                f"{where} is not a shape that is computed here: it has {', '.join(unsupported)}"
+            )
         config = _make_config(given, rope, rope_type, model_type)
         ungrouped_heads = config.num_attention_heads % config.num_key_value_heads
         if ungrouped_heads or config.head_dim % 2 or config.num_hidden_layers < 1:
@@ -238,6 +279,24 @@ def parse_config(content: dict, where: str) -> Config:
     except (KeyError, ArithmeticError, TypeError, AttributeError) as error:
         raise UserError(f"{where} is not a model's config: {error!r}") from None
     return config
+
+
+def _check_types(values: dict, where: str) -> None:
+    """Raise UserError for a value of a config.json of the wrong type, such as "512" for 512."""
+    for key, value in values.items():
+        kind = TYPES.get(key)
+        if kind is None:
+            continue
+        if kind is bool:
+            is_right = isinstance(value, bool)
+            needed = "true or false"
+        else:
+            numbers = int if kind is int else int | float
+            is_number = isinstance(value, numbers) and not isinstance(value, bool)
+            is_right = is_number and (0 < value < math.inf or (value == 0 and key in MAY_BE_ZERO))
+            needed = "a whole number above 0" if kind is int else "a number above 0"
+        if not is_right:
+            raise UserError(f"{where}: {key} in its config.json is {value!r}, and not {needed}")
 
 
 def _unsupported_values(given: dict, rope: dict, rope_type: str) -> list[str]:
@@ -326,11 +385,13 @@ def load_config(name: str, tokenizer_size: int, seq_len: int) -> Config:
     # 256 tokens are bytes. Weights with a large vocabulary were trained with another tokenizer.
     if has_weights(name) and tokenizer_size == 256 and config.vocab_size > 1000:
         raise UserError(
-            f"--tokenizer bytes: the weights of --model {name} know other tokens: leave it out"
+            f"--model {name}: its weights know {config.vocab_size} tokens, and this text is in "
+            "bytes: use the tokenizer that the model was trained with"
         )
     if tokenizer_size > config.vocab_size:
         raise UserError(
-            f"--tokenizer has {tokenizer_size} tokens, --model {name} only {config.vocab_size}"
+            f"--model {name} has {config.vocab_size} tokens, and the tokenizer of this text has "
+            f"{tokenizer_size}: use the model's own tokenizer, or a model with as many tokens"
         )
     if seq_len > config.max_position_embeddings:
         limit = config.max_position_embeddings

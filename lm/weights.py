@@ -1,7 +1,6 @@
 """Weights of a model: random ones, those of a Hugging Face folder, and a hash of all of them."""
 
 import hashlib
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from common.exits import UserError
 from common.runtime import all_gather, print0
 from lm.model import Transformer
 from lm.shapes import SIZES, Config
+from lm.weight_files import HEAD, StoredWeights
 
 ROWS_PER_GENERATOR = 256  # rows of a random matrix that are drawn together
 
@@ -31,17 +31,20 @@ def build(
 
 
 def materialize(
-    net: Transformer, name: str, *, seed: int, device: torch.device | str
+    net: Transformer, name: str, *, seed: int, device: torch.device | str, flag: str = "--model"
 ) -> Transformer:
     """Allocate a model from the meta device on `device`, and fill it as `build` does.
 
-    If the model is sharded, each rank allocates and fills its own shards only.
+    If the model is sharded, each rank allocates and fills its own shards only. Raise UserError,
+    with the name of `flag`, if the folder's files are not the model's weights.
     """
+    stored = open_weights(name, net.config, flag)
     net.to_empty(device=device)
     net.tie_weights()  # to_empty has made two matrices of one
-    has_random_weights = name in SIZES or not load_weights(net, Path(name))
-    if has_random_weights:
+    if stored is None:
         init_weights(net, seed)
+    else:
+        load_weights(net, stored)
     return net
 
 
@@ -107,65 +110,55 @@ def random_weight(
     return rows
 
 
-def load_weights(net: Transformer, folder: Path) -> bool:
-    """Load the weights of the .safetensors files in `folder`; return False if there are none.
+def open_weights(name: str, config: Config, flag: str = "--model") -> StoredWeights | None:
+    """Return the weights of the folder `name`, or None for a model with random weights.
 
-    Each rank of a sharded model reads only its own shards. Raise UserError if a file cannot be
-    read, or if the names and shapes in the files are not those of the model.
+    Raise UserError, with the name of `flag`, if a file cannot be read, or if the names and shapes
+    in the files are not those of the model.
     """
-    if not any(folder.glob("*.safetensors*")):
-        for file in folder.glob("*"):
-            if file.suffix in (".bin", ".pt", ".pth", ".distcp"):
-                raise UserError(
-                    f"--model {folder}: {file.name} is not .safetensors: save the weights as such"
-                )
-        return False
-    # Imported here: it takes 0.6 s, which random weights need not wait for.
-    import torch.distributed.checkpoint as dcp
-    from safetensors import SafetensorError
-
-    print0(f"weights from the .safetensors files in {folder}")
-    reader = dcp.HuggingFaceStorageReader(str(folder))
-    try:
-        needed_names = check_names_and_shapes(net.config, reader, folder)
-        parameters = {}
-        for name, parameter in net.named_parameters():
-            if name in needed_names:  # an adapter is not in the files
-                parameters[name] = parameter
-        with warnings.catch_warnings(action="ignore"):  # no_dist: no rank waits for another
-            dcp.load(parameters, storage_reader=reader, no_dist=True)
-    except (SafetensorError, dcp.api.CheckpointException) as error:
-        raise UserError(
-            f"--model {folder}: a file is truncated or damaged, download it again ({error})"
-        ) from None
-    return True
+    if name in SIZES:
+        return None
+    stored = StoredWeights(Path(name), flag)
+    if not stored.tensors:
+        return None
+    check_names_and_shapes(config, stored)
+    print0(f"weights from the .safetensors files in {name}")
+    return stored
 
 
-def check_names_and_shapes(config: Config, reader, folder: Path) -> set[str]:
-    """Return the names of all parameters; raise UserError if the files have others."""
+@torch.no_grad()
+def load_weights(net: Transformer, stored: StoredWeights) -> None:
+    """Fill a model with stored weights. Each rank of a sharded model reads only its own shards."""
+    for name, parameter in net.named_parameters():
+        if name not in stored.tensors:  # an adapter
+            continue
+        local, slices = local_part(parameter)
+        if local.numel() > 0:  # a rank may hold no rows of a small matrix
+            local.copy_(stored.read(name, slices))
+
+
+def check_names_and_shapes(config: Config, stored: StoredWeights) -> None:
+    """Raise UserError if the names and shapes of the stored tensors are not those of the model."""
     stored_shapes = {}
-    for name, entry in reader.read_metadata().state_dict_metadata.items():
-        stored_shapes[name] = tuple(entry.size)
-    for name in list(stored_shapes):
-        if name.endswith("rotary_emb.inv_freq"):  # older files have it; here it is computed
-            del stored_shapes[name]
-    if config.tie_word_embeddings:
-        stored_shapes.pop("lm_head.weight", None)
+    for name, tensor in stored.tensors.items():
+        stored_shapes[name] = tensor.shape
+    if config.tie_word_embeddings:  # read_config has seen that the stored head is the embedding
+        stored_shapes.pop(HEAD, None)
 
-    # net itself may be a pipeline stage, and lack what other stages hold.
+    # The model at hand may be a pipeline stage, and lack what other stages hold.
     full_model = build("", config, seed=0, device="meta")
     needed_shapes = {}
     for name, parameter in full_model.named_parameters():
         needed_shapes[name] = tuple(parameter.shape)
 
     for name in sorted(stored_shapes.keys() | needed_shapes.keys()):
-        stored = stored_shapes.get(name, "missing")
-        needed = needed_shapes.get(name, "missing")
-        if stored != needed:
+        stored_shape = stored_shapes.get(name, "missing")
+        needed_shape = needed_shapes.get(name, "missing")
+        if stored_shape != needed_shape:
             raise UserError(
-                f"--model {folder}: {name} is {stored} in its files and {needed} in the model"
+                f"{stored.where}: {name} is {stored_shape} in its files "
+                f"and {needed_shape} in the model"
             )
-    return set(needed_shapes)
 
 
 @torch.no_grad()
