@@ -201,8 +201,9 @@ def main() -> int:
             f"--data {args.data} holds {found.other_files[0]}, which cannot be read: "
             "convert or move it"
         )
-    if found.run_folders:
-        print(f"--data {args.data}: left out the outputs in {', '.join(found.run_folders[:3])}")
+    if found.run_outputs:
+        names = ", ".join(found.run_outputs[:3])
+        print(f"--data {args.data}: left out what runs and this script have written: {names}")
     definition, about = corpus.load_tokenizer(args.tokenizer, args.end_token)
     end = (
         "a document has no end token"

@@ -152,7 +152,7 @@ class Sources(NamedTuple):
     origins: list  # paths as strings, or one iterable data set, in order. documents() reads each
     fingerprint: list  # changes when the origins change; can be written as JSON
     other_files: list[str]  # files in the folder that have no type that is read
-    run_folders: list[str]  # folders of runs that are left out
+    run_outputs: list[str]  # what runs have written and is left out: folders, metrics.jsonl
 
 
 def sources(
@@ -232,7 +232,7 @@ def _find_files(root: Path, outputs: Sequence[Path]) -> Sources:
     output_folders = {os.path.realpath(folder) for folder in outputs}
     walked = {os.path.realpath(root)}  # real paths of folders, so that a loop of links ends
     files = []
-    run_folders = []
+    run_outputs = []
 
     def fail(error: OSError) -> None:
         raise error
@@ -247,13 +247,16 @@ def _find_files(root: Path, outputs: Sequence[Path]) -> Sources:
                 continue
             walked.add(real_path)
             if real_path in output_folders or is_run_folder(path):
-                run_folders.append(path)
+                run_outputs.append(path)
             elif not _is_checkpoint(path):
                 entered.append(name)
         folders[:] = entered  # os.walk does not enter the others
         for name in _visible(names):
-            if name != "metrics.jsonl" or not is_settings_of_run(Path(folder, "settings.json")):
-                files.append(Path(folder, name))
+            path = Path(folder, name)
+            if name == "metrics.jsonl" and is_settings_of_run(path.with_name("settings.json")):
+                run_outputs.append(str(path))
+            else:
+                files.append(path)
 
     origins = []
     other_files = []
@@ -270,7 +273,7 @@ def _find_files(root: Path, outputs: Sequence[Path]) -> Sources:
         if real_path not in real_files:
             real_files.add(real_path)
             origins.append(str(path))
-    return Sources(origins, [], other_files, sorted(run_folders))
+    return Sources(origins, [], other_files, sorted(run_outputs))
 
 
 def _visible(names: list[str]) -> list[str]:

@@ -69,8 +69,8 @@ def load_corpus(
     new entry in the cache. The environment variable CORPUS_CACHE names the cache folder, which by
     default is a folder for temporary files.
 
-    Except for "stdlib", rank 0 prints the numbers of tokens, and which folders were left out
-    because they belong to runs.
+    Except for "stdlib", rank 0 prints the numbers of tokens. It also prints what was left out of
+    the text because runs have written it.
 
     Args:
         data: The text, at most 200 MB: "stdlib", a file, a folder, or hf:NAME. Or a folder that
@@ -111,11 +111,11 @@ def load_corpus(
         raise UserError(
             f"cannot keep the tokens in {folder}: {error}; delete it, or set CORPUS_CACHE"
         ) from None
-    if found.run_folders:
-        names = ", ".join(found.run_folders[:3])
-        if len(found.run_folders) > 3:
+    if found.run_outputs:
+        names = ", ".join(found.run_outputs[:3])
+        if len(found.run_outputs) > 3:
             names += ", ..."
-        print0(f"--data {data}: left out {len(found.run_folders)} folders of runs: {names}")
+        print0(f"--data {data}: left out what runs have written: {names}")
     if data != "stdlib":
         _print_sizes(data, corpus)
     return corpus
