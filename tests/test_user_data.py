@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 from argparse import Namespace
 from datetime import datetime
 from pathlib import Path
@@ -24,6 +25,7 @@ from support.harness import (
     config_of,
     finish,
     holds,
+    in_full,
     kill_all,
     launch,
     run,
@@ -98,10 +100,10 @@ def link_files(data: Path) -> int:
 
 LINKS = [
     link_a_folder,
-    link_folders_in_a_chain,
-    link_in_a_loop,
-    link_one_folder_twice,
     link_files,
+    link_in_a_loop,
+    in_full(link_folders_in_a_chain),
+    in_full(link_one_folder_twice),
 ]
 
 
@@ -175,16 +177,19 @@ UNREADABLE = {
 }
 
 
-@pytest.mark.parametrize("case", UNREADABLE)
-@pytest.mark.parametrize("script", [BASELINE, PREPARE])
-def test_what_cannot_be_read_is_told(tmp_path, case, script):
+@pytest.mark.parametrize(
+    ("script", "case"),
+    [
+        *((BASELINE, case) for case in UNREADABLE),
+        *(in_full(PREPARE, case) for case in UNREADABLE if case != "file"),
+    ],
+)
+def test_what_cannot_be_read_is_told(tmp_path, script, case):
     make, word = UNREADABLE[case]
     data = tmp_path / "data"
     data.mkdir()
     (data / "a.txt").write_text(lines("a", 100))
     prelude = make(data)
-    if script == PREPARE and case == "file":
-        pytest.skip("its workers do not have the prelude")
     program = with_prelude(script, tmp_path, prelude) if prelude else script
     flags = ["--data", "data"]
     if script == BASELINE:
@@ -296,9 +301,12 @@ SAME = {
     "the model's own tokenizer": ["--tokenizer", "m/llama"],
     "its copy": ["--tokenizer", "./m/copy/", "--model", "m/../m/llama"],
 }
+IN_SHORT = ("another path", "the model's folder with a slash", "the model's own tokenizer")
 
 
-@pytest.mark.parametrize("case", SAME)
+@pytest.mark.parametrize(
+    "case", [*IN_SHORT, *(in_full(case) for case in SAME if case not in IN_SHORT)]
+)
 def test_a_run_resumes_however_its_files_are_named(started, case):
     result = resume(started, *SAME[case])
     assert result.code == 0, result
@@ -386,7 +394,7 @@ def test_outputs_of_other_runs_are_no_text(project):
     assert sizes(third) == sizes(second)
 
 
-@pytest.mark.parametrize("run_dir", ["run", "./deep/run/", ".", "n0.d"])
+@pytest.mark.parametrize("run_dir", ["run", ".", in_full("./deep/run/"), in_full("n0.d")])
 def test_a_run_beside_its_text_resumes(project, run_dir):
     first = train_here(project, "--run-dir", run_dir)
     again = train_here(project, "--run-dir", run_dir, "--resume", "--steps", 2)
@@ -533,6 +541,7 @@ def test_the_lock_of_a_dead_node_is_taken(tmp_path, lease_of_a_dead_node, lock, 
     assert "another-node" in told
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a boot id")
 def test_the_lock_of_a_dead_container_is_taken_at_once_where_flock_works(
     tmp_path, lease_of_a_dead_node
 ):
