@@ -65,8 +65,9 @@ def join(out: Path, parts: list[dict], about: dict) -> None:
     tokens = train_tokens + sum(part["held_out"] for part in parts)
     if not any(part["text_bytes"] for part in parts):
         raise exits.UserError("--data holds no text")
-    # the hashes of a few documents may all fall on one side: hold out the last tokens
-    if train_tokens in (0, tokens):
+    # Of a few documents, the hashes may hold out none, or most of the text: then hold out the last
+    # tokens.
+    if train_tokens == tokens or train_tokens < tokens / 2:
         train_tokens = int(tokens * (1 - corpus.HELD_OUT))
     left, sha, ends = train_tokens * dtype.itemsize, hashlib.sha256(), 0
     with whole_file(out, "train.npy") as train, whole_file(out, "held_out.npy") as held_out:

@@ -204,13 +204,16 @@ def main() -> int:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a process per core has no use for threads
     began = time.perf_counter()
 
-    origins, fingerprint = corpus.sources(args.data, args.config, args.split)
-    for path in sorted(Path(args.data).rglob("[!.]*")):
-        hidden = any(part[0] == "." for part in path.relative_to(args.data).parts)
-        if args.data != "stdlib" and path.is_file() and not hidden and str(path) not in origins:
-            raise exits.UserError(
-                f"--data {args.data} holds {path}, which cannot be read: convert or move it"
-            )
+    found = corpus.sources(args.data, args.config, args.split, outputs=[args.out])
+    origins = found.origins
+    if found.other_files:
+        raise exits.UserError(
+            f"--data {args.data} holds {found.other_files[0]}, which cannot be read: "
+            "convert or move it"
+        )
+    if found.run_outputs:
+        names = ", ".join(found.run_outputs[:3])
+        print(f"--data {args.data}: left out what runs and this script have written: {names}")
     definition, about = corpus.load_tokenizer(args.tokenizer, args.end_token)
     end = (
         "a document has no end token"
@@ -220,7 +223,15 @@ def main() -> int:
     print(f"{args.data}, --tokenizer {args.tokenizer}: {end}", flush=True)
 
     # The same command goes on with a folder. Anything else that its tokens depend on would mix two corpora.
-    source = [fingerprint, args.column, args.config, args.split, about, PART_BYTES, TEXT_BYTES]
+    source = [
+        found.fingerprint,
+        args.column,
+        args.config,
+        args.split,
+        about,
+        PART_BYTES,
+        TEXT_BYTES,
+    ]
     source += [hashlib.sha256(definition.encode()).hexdigest()]
     (args.out / "parts").mkdir(parents=True, exist_ok=True)
     if not (args.out / "source.json").exists():

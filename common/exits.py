@@ -33,12 +33,20 @@ stop_signals: list[int] = []
 class UserError(Exception):
     """An error that the user can fix, such as a wrong flag: shown as one line, exit code 2."""
 
+    exit_code = USER_ERROR_EXIT_CODE
+
+
+class StopSignalError(UserError):
+    """A stop signal that came before training has begun: one line, and the exit code to requeue."""
+
+    exit_code = REQUEUE_EXIT_CODE
+
 
 def run(main: Callable[[], int]) -> None:
     """Run main and end the process with the exit code that it returns.
 
-    UserError, a full disk and too little memory print one line and end with 2. Ctrl-C ends with
-    130. Any other exception prints its traceback and ends with 1.
+    UserError, a full disk and too little memory print one line and end with 2. StopSignalError ends
+    with 75. Ctrl-C ends with 130. Any other exception prints its traceback and ends with 1.
     """
     try:
         _require_assertions()
@@ -82,7 +90,7 @@ def _report_error(error: BaseException) -> int:
         with contextlib.suppress(Exception):
             finish()
     _print_once_per_job(message)
-    return USER_ERROR_EXIT_CODE
+    return getattr(error, "exit_code", USER_ERROR_EXIT_CODE)
 
 
 def _user_message(error: BaseException) -> str | None:

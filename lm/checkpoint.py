@@ -3,7 +3,7 @@
 A run has one folder:
 
     settings.json       flags that must not change on a resume, such as --data (lm/flags.py)
-    .lock               locked by the process that trains in this folder
+    .lock, .lock.lease  locked by the process that trains in this folder (lm/lock.py)
     metrics.jsonl       written by lm.metrics.Meter
     step-00000200/      a checkpoint: the weights, optimizer state and schedule after step 200
         .metadata, __0_0.distcp, __1_0.distcp, ...    files of torch.distributed.checkpoint (DCP):
@@ -41,18 +41,19 @@ import sys
 import time
 import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 
-import filelock
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from common.exits import UserError, before_user_error_exit
+from common.exits import UserError, before_exit, before_user_error_exit
 from common.runtime import all_gather, is_rank0, on_rank0, print0, ranks, timeout, together
 from lm import flags, shapes
+from lm.lock import InUseError, Lock
 
 # All ranks must call these together:
 #   all_gather(value)   gives every rank the list of all ranks' values
@@ -78,13 +79,19 @@ STATE_DICT_OPTIONS = {
 }
 
 
+# Settings that runs of older versions do not have.
+DATE = "date"
+ADDED_SETTINGS = (flags.WEIGHTS, flags.FORMAT, DATE)
+
+
 class Run:
     """Manage the folder of one run: lock it, save checkpoints to it, find the newest intact one.
 
     Every method is a collective: if a rank does not call it, the others wait until the timeout.
 
     `settings` maps flags to values, such as {"--data": "stdlib (SHA-256 ...)"}; JSON must represent
-    the values exactly. The folder keeps the settings it was created with. `args` needs:
+    the values exactly. The settings of a folder stay equal to those it was created with. `args`
+    needs:
 
         run_dir     Path of the folder, or None for a new one in runs/
         resume      bool: whether the folder may hold checkpoints
@@ -124,6 +131,7 @@ class Run:
         self.wait()
         if self.keep == 0:
             return
+        on_rank0(lambda: self.lock.check())
         if self.executor is None:
             self._write(step, state, config)
             return
@@ -168,17 +176,19 @@ class Run:
         flag = f"--run-dir {self.folder}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            # The system releases the lock when the last process that has the file open ends. The
+            # The system releases a flock when the last process that has the file open ends. The
             # DataLoader's workers have it open, too, and outlive a kill -9 of their rank by some
-            # seconds: so wait. On NFS, the lock of a machine that died stays for 90 seconds: set
+            # seconds: so wait. On NFS, the flock of a machine that died stays for 90 seconds: set
             # RUN_DIR_LOCK_SECONDS to more than that there.
-            self.lock = filelock.FileLock(self.folder / ".lock")
-            self.lock.acquire(timeout=flags.lock_seconds())
+            self.lock = Lock(self.folder / ".lock")
+            self.lock.acquire(flags.lock_seconds())
+            before_exit.append(self.lock.release)
             self._check_settings(settings, resume)
             write_json(self.folder / "settings.json", settings)
-        except filelock.Timeout:
+        except InUseError as error:
             raise UserError(
-                f"{flag} is in use by a live run: choose another --run-dir, or end that run"
+                f"{flag} is in use by a live run ({error}): choose another --run-dir, "
+                "or end that run"
             ) from None
         except (OSError, ValueError) as error:
             raise UserError(f"{flag} cannot be used: {error}") from None
@@ -203,18 +213,28 @@ class Run:
         if file.exists():
             saved_settings = json.loads(file.read_text())
         names = list(dict.fromkeys([*settings, *saved_settings]))  # of both, each once
+        # The hash of --data is over token ids. So if it is the same, the tokenizer is the same, and
+        # its name may be written in another way, or left out where it is the default.
+        same_tokens = flags.same_setting(settings.get("--data"), saved_settings.get("--data"))
         differences = []
         for name in names:
             now = settings.get(name)
             saved = saved_settings.get(name)
-            if now == saved:
+            if flags.same_setting(now, saved):
                 continue
-            if name == "--model" and _is_same_model(str(saved), str(now), checkpoints):
+            if name == "--model" and _is_same_model(now, checkpoints):
+                continue
+            if name == "--tokenizer" and same_tokens:
+                continue
+            if name not in saved_settings and name in ADDED_SETTINGS:
                 continue
             differences.append(f"{name} {now} (was {saved})")
         if differences:
+            hint = ""
+            if flags.FORMAT not in saved_settings and not same_tokens:
+                hint = " (an older version made this run, and may have split --data in another way)"
             raise UserError(
-                f"{flag} holds a run with other settings: {', '.join(differences)}; "
+                f"{flag} holds a run with other settings: {', '.join(differences)}{hint}; "
                 "choose another --run-dir"
             )
 
@@ -292,6 +312,34 @@ class Run:
                 deleted = path.with_suffix(".old")
                 path.rename(deleted)
                 shutil.rmtree(deleted)
+
+
+def start_date(args: argparse.Namespace) -> datetime:
+    """Return when the run in --run-dir was started first. All ranks must call this.
+
+    Chat templates may write the date into each chat. With the date of today, the data of a run
+    would change every day. So a script whose data depends on the date uses the date that this
+    function returns, and keeps it in the folder of the run:
+
+        date = checkpoint.start_date(args)
+        ...    tokenizer.apply_chat_template(messages, strftime_now=date.strftime)
+        settings = flags.settings(args, ...) | {checkpoint.DATE: date.isoformat()}
+        run = checkpoint.Run(args, settings=settings)
+
+    A new run gets the current date of rank 0.
+    """
+
+    def read() -> datetime:
+        now = datetime.now().replace(microsecond=0)
+        if args.run_dir is None:
+            return now
+        # If the file is missing or damaged, this is a new run, or Run will raise.
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+            settings = json.loads((args.run_dir / "settings.json").read_text())
+            return datetime.fromisoformat(settings[DATE])
+        return now
+
+    return on_rank0(read)
 
 
 def training_state(step: int, net, optimizer, scheduler, scaler=None) -> dict:
@@ -407,7 +455,10 @@ def _check_same_on_all_ranks(settings: dict) -> None:
     settings_by_rank = all_gather(settings)
     expected = settings_by_rank[0]
     for rank, settings_of_rank in enumerate(settings_by_rank):
-        different = [name for name in settings if settings_of_rank[name] != expected[name]]
+        different = []
+        for name in settings:
+            if not flags.same_setting(settings_of_rank.get(name), expected.get(name)):
+                different.append(name)
         if different:
             raise UserError(
                 f"{', '.join(different)} of rank {rank} is not that of rank 0: "
@@ -415,20 +466,19 @@ def _check_same_on_all_ranks(settings: dict) -> None:
             )
 
 
-def _is_same_model(saved: str, now: str, checkpoints: list[Path]) -> bool:
-    """Return whether two different --model settings describe the same model.
+def _is_same_model(now: str, checkpoints: list[Path]) -> bool:
+    """Return whether a --model setting describes the model of the checkpoints.
 
     A --model setting is "NAME (SHA-256 ...)", with the hash of repr(Config). If a later version of
     this repository adds a field to Config, the hash of every model changes. So compute the hash
     again, from the config.json in a checkpoint, and compare that.
     """
-    name = saved.split(" (SHA-256 ")[0]
     for path in checkpoints:
         try:
             config = shapes.read_config(str(path))
         except UserError:
             continue  # config.json is damaged
-        if flags.with_hash(name, repr(config)) == now:
+        if flags.same_setting(flags.with_hash("", repr(config)), now):
             return True
     return False
 

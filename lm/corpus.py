@@ -13,14 +13,15 @@ import json
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from common.exits import UserError
 
-HELD_OUT = 0.05  # share of the documents that is held out for evaluation
+HELD_OUT = 0.05  # share of the text that is held out for evaluation
 
 # File types that are read.
 TEXTS = (".txt", ".md", ".py")
@@ -178,7 +179,22 @@ def open_tokens(folder: Path, where: str, fix: str) -> tuple[dict, np.ndarray, n
     return about, tokens["train"], tokens["held_out"]
 
 
-def sources(data: str, config: str | None = None, split: str = "train") -> tuple[list, list]:
+class Sources(NamedTuple):
+    """The files or the data set that --data refers to."""
+
+    origins: list  # paths as strings, or one iterable data set, in order. documents() reads each
+    fingerprint: list  # changes when the origins change; can be written as JSON
+    other_files: list[str]  # files in the folder that have no type that is read
+    run_outputs: list[str]  # what runs have written and is left out: folders, metrics.jsonl
+
+
+def sources(
+    data: str,
+    config: str | None = None,
+    split: str = "train",
+    *,
+    outputs: Sequence[Path] = (),
+) -> Sources:
     """Find what `data` refers to: "stdlib", a file, a folder, or hf:NAME.
 
     Args:
@@ -186,27 +202,29 @@ def sources(data: str, config: str | None = None, split: str = "train") -> tuple
             that Dataset.save_to_disk wrote.
         config: The configuration of a data set on the hub.
         split: The split of a data set on the hub.
-
-    Returns:
-        The origins, in order: paths as strings, or one iterable data set. documents() reads each.
-        And a fingerprint, which changes when the origins change and can be written as JSON.
+        outputs: Folders that the script writes to. They are left out of `data`.
 
     Raises:
-        UserError: There is nothing to read.
+        UserError: There is nothing to read, or a file or folder cannot be read.
     """
     if data.startswith("hf:"):
         with as_user_error(f"--data {data}"):
-            return _find_data_set(data.removeprefix("hf:"), config, split)
+            origins, fingerprint = _find_data_set(data.removeprefix("hf:"), config, split)
+            return Sources(origins, fingerprint, [], [])
 
-    paths = _find_files(data)
-    if not paths:
+    if data == "stdlib":
+        found = _find_stdlib()
+    else:
+        with as_user_error(f"--data {data}"):
+            found = _find_files(Path(data), outputs)
+    if not found.origins:
         readable = ", ".join(TEXTS + ROWS + COMPRESSED)
         raise UserError(f"--data {data}: nothing to read ({readable}, stdlib or hf:NAME)")
-    fingerprint = []
-    for path in paths:
+    for path in found.origins:
         status = os.stat(path)
-        fingerprint.append([os.path.realpath(path), status.st_size, status.st_mtime_ns])
-    return paths, fingerprint
+        place = [os.path.realpath(path), status.st_size, status.st_mtime_ns]
+        found.fingerprint.append(place)
+    return found
 
 
 def _find_data_set(name: str, config: str | None, split: str) -> tuple[list, list]:
@@ -223,27 +241,99 @@ def _find_data_set(name: str, config: str | None, split: str) -> tuple[list, lis
     return [builder.as_streaming_dataset(split)], [builder.hash]
 
 
-def _find_files(data: str) -> list[str]:
-    """Return the paths of the files to read in a file or folder, sorted, without hidden files."""
-    if data == "stdlib":
-        root = Path(sysconfig.get_paths()["stdlib"])
-        types = (".py",)
-        skipped_folders = NO_TEXT
-    else:
-        root = Path(data)
-        types = TEXTS + ROWS
-        skipped_folders = set()
-
+def _find_stdlib() -> Sources:
+    """Find the files of the Python standard library, sorted."""
     files = []
-    if root.is_file():
-        files.append(root)
-    for folder, folders, names in os.walk(root):
+    for folder, folders, names in os.walk(sysconfig.get_paths()["stdlib"]):
         # os.walk does not enter folders that are removed from its list.
-        folders[:] = [
-            name for name in folders if not name.startswith(".") and name not in skipped_folders
-        ]
-        files += [Path(folder, name) for name in names if not name.startswith(".")]
-    return [str(path) for path in sorted(files) if file_type(path) in types]
+        folders[:] = [name for name in _visible(folders) if name not in NO_TEXT]
+        files += [Path(folder, name) for name in _visible(names)]
+    origins = [str(path) for path in sorted(files) if file_type(path) == ".py"]
+    return Sources(origins, [], [], [])
+
+
+def _find_files(root: Path, outputs: Sequence[Path]) -> Sources:
+    """Find a file, or the files in a folder, sorted, without hidden ones.
+
+    Links are followed. If several paths lead to one file, only the first is read. Folders of runs,
+    and `outputs`, are left out. Raise OSError if a folder cannot be read, or a link is broken.
+    """
+    if root.is_file():
+        origins = [str(root)] if file_type(root) in TEXTS + ROWS else []
+        return Sources(origins, [], [], [])
+
+    output_folders = {os.path.realpath(folder) for folder in outputs}
+    walked = {os.path.realpath(root)}  # real paths of folders, so that a loop of links ends
+    files = []
+    run_outputs = []
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    for folder, folders, names in os.walk(root, onerror=fail, followlinks=True):
+        folders.sort()
+        entered = []
+        for name in _visible(folders):
+            path = os.path.join(folder, name)
+            real_path = os.path.realpath(path)
+            if real_path in walked:
+                continue
+            walked.add(real_path)
+            if real_path in output_folders or is_run_folder(path):
+                run_outputs.append(path)
+            elif not _is_checkpoint(path):
+                entered.append(name)
+        folders[:] = entered  # os.walk does not enter the others
+        for name in _visible(names):
+            path = Path(folder, name)
+            if name == "metrics.jsonl" and is_settings_of_run(path.with_name("settings.json")):
+                run_outputs.append(str(path))
+            else:
+                files.append(path)
+
+    origins = []
+    other_files = []
+    real_files = set()
+    for path in sorted(files):
+        is_text = file_type(path) in TEXTS + ROWS
+        if not path.is_file() and (is_text or path.is_symlink()):
+            raise OSError(f"{path} is a broken link, or no regular file: mend or remove it")
+        if not is_text:
+            if path.is_file():
+                other_files.append(str(path))
+            continue
+        real_path = os.path.realpath(path)
+        if real_path not in real_files:
+            real_files.add(real_path)
+            origins.append(str(path))
+    return Sources(origins, [], other_files, sorted(run_outputs))
+
+
+def _visible(names: list[str]) -> list[str]:
+    return [name for name in names if not name.startswith(".")]
+
+
+def is_run_folder(folder: str | Path) -> bool:
+    """Return whether a folder is the folder of a run, as lm/checkpoint.py makes it."""
+    folder = Path(folder)
+    if not is_settings_of_run(folder / "settings.json"):
+        return False
+    return (folder / "metrics.jsonl").exists() or any(map(_is_checkpoint, folder.glob("step-*")))
+
+
+def is_settings_of_run(file: Path) -> bool:
+    """Return whether a file is the settings.json of a run: a JSON object with the run's flags."""
+    try:
+        settings = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(settings, dict) and {"--model", "--data", "--seed"} <= settings.keys()
+
+
+def _is_checkpoint(folder: str | Path) -> bool:
+    """Return whether a folder is a checkpoint of a run."""
+    folder = Path(folder)
+    return folder.name.startswith("step-") and (folder / "hashes.json").exists()
 
 
 def file_type(path: str | Path) -> str:

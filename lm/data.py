@@ -18,24 +18,26 @@ import os
 import shutil
 import signal
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-import filelock
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from common.exits import UserError
+from common.runtime import print0
 from lm.corpus import HELD_OUT, documents, encoder, load_tokenizer, open_tokens, sources
+from lm.lock import Lock
 
 # A training script tokenizes a text of at most so many bytes: it uses one process and holds all
 # documents in memory.
 LARGEST_TEXT = 200_000_000
-CACHE_VERSION = 3  # increase it with every change to how text becomes tokens
+CACHE_VERSION = 4  # increase it with every change to how text becomes tokens
 CORPUS_FILES = ("train.npy", "held_out.npy", "corpus.json")
 
 EVAL_SEQUENCES = 96  # an evaluation reads at most so many held-out samples, evenly spaced
@@ -54,13 +56,21 @@ class Corpus(NamedTuple):
     sha256: str  # of the token ids, first train, then held_out
 
 
-def load_corpus(data: str, tokenizer: str | None = None, model: str = "nano") -> Corpus:
+def load_corpus(
+    data: str,
+    tokenizer: str | None = None,
+    model: str = "nano",
+    run_dir: Path | None = None,
+) -> Corpus:
     """Load the token ids of a text, or of a folder that 05_ddp/prepare_data.py made.
 
-    The first call with a text tokenizes it, holds out 5 % of its documents for evaluation, and
-    caches the token ids. Later calls only open the cache. A change of the text or of the tokenizer
-    leads to a new entry in the cache. The environment variable CORPUS_CACHE names the cache folder,
-    which by default is a folder for temporary files.
+    The first call with a text tokenizes it, holds out 5 % of it for evaluation, and caches the
+    token ids. Later calls only open the cache. A change of the text or of the tokenizer leads to a
+    new entry in the cache. The environment variable CORPUS_CACHE names the cache folder, which by
+    default is a folder for temporary files.
+
+    Except for "stdlib", rank 0 prints the numbers of tokens. It also prints what was left out of
+    the text because runs have written it.
 
     Args:
         data: The text, at most 200 MB: "stdlib", a file, a folder, or hf:NAME. Or a folder that
@@ -68,6 +78,7 @@ def load_corpus(data: str, tokenizer: str | None = None, model: str = "nano") ->
         tokenizer: "bytes", or a Hugging Face name or folder. Default: the tokenizer in the folder
             `model`, or "bytes" if it has none.
         model: The value of --model.
+        run_dir: The value of --run-dir. What is in there is left out of the text.
 
     Raises:
         UserError: The text or the tokenizer cannot be read, the text is too large, the cache cannot
@@ -79,26 +90,48 @@ def load_corpus(data: str, tokenizer: str | None = None, model: str = "nano") ->
 
     if _is_folder_of_tokens(Path(data)):
         again = "prepare the folder again with 05_ddp/prepare_data.py"
-        return _open_corpus(Path(data), tokenizer, f"--data {data}", again)
+        corpus = _open_corpus(Path(data), tokenizer, f"--data {data}", again)
+        _print_sizes(data, corpus)
+        return corpus
 
     tokenizer = tokenizer or "bytes"
-    origins, fingerprint = sources(data)
-    folder = _cache_folder(data, fingerprint, tokenizer)
+    outputs = [run_dir] if run_dir else []
+    found = sources(data, outputs=outputs)
+    folder = _cache_folder(data, found.fingerprint, tokenizer)
     try:
-        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # One process of the node tokenizes. The others wait at the lock, and then find the files.
-        with filelock.FileLock(folder.with_suffix(".lock")):
-            complete = all((folder / name).is_file() for name in CORPUS_FILES)
-            if not complete:
-                tokenize(origins, tokenizer, folder, data)
+        if not _is_complete(folder):
+            folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            # One process of the node tokenizes. The others wait, and then find the files.
+            with Lock(folder.with_suffix(".lock")):
+                if not _is_complete(folder):
+                    tokenize(found.origins, tokenizer, folder, data)
         where = f"--data {data}: its tokens in the cache, {folder}"
-        return _open_corpus(folder, None, where, "delete that folder")
+        corpus = _open_corpus(folder, None, where, "delete that folder")
     except OSError as error:
         # A full disk, for example. numpy's OSError for it lacks the errno by which common.exits
         # would know it.
         raise UserError(
             f"cannot keep the tokens in {folder}: {error}; delete it, or set CORPUS_CACHE"
         ) from None
+    if found.run_outputs:
+        names = ", ".join(found.run_outputs[:3])
+        if len(found.run_outputs) > 3:
+            names += ", ..."
+        print0(f"--data {data}: left out what runs have written: {names}")
+    if data != "stdlib":
+        _print_sizes(data, corpus)
+    return corpus
+
+
+def _is_complete(folder: Path) -> bool:
+    return all((folder / name).is_file() for name in CORPUS_FILES)
+
+
+def _print_sizes(data: str, corpus: Corpus) -> None:
+    print0(
+        f"--data {data}: {len(corpus.train):,} tokens for training, "
+        f"{len(corpus.held_out):,} held out"
+    )
 
 
 def _cache_folder(data: str, fingerprint: list, tokenizer: str) -> Path:
@@ -154,7 +187,9 @@ def tokenize(origins: list, tokenizer: str, folder: Path, data: str) -> None:
     `origins` comes from sources(). `data` is the value of --data, for error messages.
     """
     texts = _read_texts(origins, tokenizer, data)
-    train_texts, held_out_texts = _split(texts)
+    # Many figures were measured on the corpus "stdlib". So it keeps its split.
+    split = _split_by_count if data == "stdlib" else _split
+    train_texts, held_out_texts = split(texts)
     definition, about = load_tokenizer(tokenizer)
     encode = encoder(definition, about)
 
@@ -195,23 +230,59 @@ def _read_texts(origins: list, tokenizer: str, data: str) -> list[bytes]:
 
 
 def _split(texts: list[bytes]) -> tuple[list[bytes], list[bytes]]:
-    """Split documents into training and held-out documents.
+    """Split documents into training and held-out texts: 5 % of all bytes are held out.
 
-    The 5 % of documents with the lowest hashes are held out. The split does not depend on the
-    order of the documents, and all copies of a document are on the same side. If there is only one
-    document, its last 5 % are held out.
+    A document with more than 5 % of all bytes is cut: its own last 5 % are held out. Of the others,
+    those with the lowest hashes are held out, until they are 5 % of the others. The split does not
+    depend on the order of the documents, and all copies of a document are treated alike.
     """
-    unique = sorted(set(texts), key=lambda text: hashlib.sha256(text).digest())
-    if len(unique) == 1:
-        [text] = unique
-        cut = int(len(text) * (1 - HELD_OUT))
-        return [text[:cut]], [text[cut:]]
+    copies = Counter(texts)
+    total_bytes = sum(map(len, texts))
+    large = set()
+    for text, count in copies.items():
+        if len(text) * count > total_bytes * HELD_OUT:
+            large.add(text)
+    others = [text for text in copies if text not in large]
+    wanted_bytes = sum(len(text) * copies[text] for text in others) * HELD_OUT
 
+    held_out_texts = set()
+    held_out_bytes = 0
+    for text in sorted(others, key=_sha256):
+        size = len(text) * copies[text]
+        # Take the document if the sum is nearer to 5 % with it than without it.
+        if held_out_bytes + size / 2 <= wanted_bytes:
+            held_out_texts.add(text)
+            held_out_bytes += size
+
+    train = []
+    held_out = []
+    for text in texts:
+        if text in large:
+            cut = int(len(text) * (1 - HELD_OUT))
+            train.append(text[:cut])
+            held_out.append(text[cut:])
+        elif text in held_out_texts:
+            held_out.append(text)
+        else:
+            train.append(text)
+    return train, held_out
+
+
+def _split_by_count(texts: list[bytes]) -> tuple[list[bytes], list[bytes]]:
+    """Split documents into training and held-out texts: the 5 % with the lowest hashes.
+
+    All copies of a document are on the same side.
+    """
+    unique = sorted(set(texts), key=_sha256)
     held_out_count = math.ceil(len(unique) * HELD_OUT)
     held_out_texts = set(unique[:held_out_count])
     train = [text for text in texts if text not in held_out_texts]
     held_out = [text for text in texts if text in held_out_texts]
     return train, held_out
+
+
+def _sha256(text: bytes) -> bytes:
+    return hashlib.sha256(text).digest()
 
 
 class Sequences(Dataset):

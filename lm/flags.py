@@ -2,6 +2,7 @@
 
 import argparse
 import hashlib
+import re
 from pathlib import Path
 
 from common import runtime
@@ -15,7 +16,7 @@ from common.cli import (
     positive_int,
 )
 from common.exits import UserError
-from lm.shapes import recipe
+from lm.shapes import has_weights, recipe
 
 # The flags that must be the same on --resume, because they change the losses. All other flags may
 # change, such as --steps, --micro-batch-size and --device. So may the number of ranks.
@@ -32,6 +33,13 @@ FIXED_FLAGS = (
     "dtype",
     "seed",
 )
+# Settings that are no flags. Runs of version 0.2.0 do not have them.
+WEIGHTS = "weights of --model"
+FORMAT = "format of these settings"
+
+# weights_fingerprint reads so many samples of so many bytes from each file.
+SAMPLES = 16
+SAMPLE_BYTES = 2**16
 
 
 class TrainingParser(Parser):
@@ -159,7 +167,8 @@ def settings(args: argparse.Namespace, **contents: str) -> dict:
     """Return the settings of a run that must be the same on --resume, by flag.
 
     `contents` are texts that some flags stand for, such as data=the hash of all tokens. A file may
-    change and keep its name. So the setting of such a flag is its value and a hash of the text.
+    change and keep its name, or move and keep its content. So the setting of such a flag is its
+    value, for people, and a hash of the text, which same_setting compares.
     """
     values = {}
     for name in FIXED_FLAGS:
@@ -168,6 +177,9 @@ def settings(args: argparse.Namespace, **contents: str) -> dict:
     for name, content in contents.items():
         flag = f"--{name}"
         values[flag] = with_hash(values[flag], content)
+    if has_weights(args.model):
+        values[WEIGHTS] = with_hash(args.model, weights_fingerprint(Path(args.model)))
+    values[FORMAT] = 2
     return values
 
 
@@ -175,3 +187,29 @@ def with_hash(value: str, content: str) -> str:
     """Return a setting with a hash of the content it stands for: "nano (SHA-256 1b4f0e985197)"."""
     sha256 = hashlib.sha256(content.encode()).hexdigest()
     return f"{value} (SHA-256 {sha256[:12]})"
+
+
+def same_setting(one: object, other: object) -> bool:
+    """Return whether two values of a setting are equal. Of values with a hash, only that counts."""
+    hashes = [re.search(r" \(SHA-256 (\w+)\)$", str(value)) for value in (one, other)]
+    if all(hashes):
+        return hashes[0][1] == hashes[1][1]
+    return one == other
+
+
+def weights_fingerprint(folder: Path) -> str:
+    """Return a hash of the sizes of the weight files in a folder, and of samples from each file.
+
+    Large models have hundreds of gigabytes, which would take minutes to read.
+    """
+    fingerprint = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        if not path.is_file():
+            continue  # a broken link
+        size = path.stat().st_size
+        fingerprint.update(f"{size} ".encode())
+        with open(path, "rb") as file:
+            for sample in range(SAMPLES):
+                file.seek(size * sample // SAMPLES)
+                fingerprint.update(file.read(SAMPLE_BYTES))
+    return fingerprint.hexdigest()

@@ -234,11 +234,13 @@ def test_long_documents_are_cut_in_pieces(tmp_path, tokenizer):
 def test_a_folder_of_tokens_trains_as_its_text_does(tmp_path, tokenizer):
     """The documents are chosen so that both ways hold out the same ones.
 
-    A training script holds out the twentieth with the lowest hashes, and prepare_data.py all with a
-    hash below a threshold: here one in twenty has such a hash.
+    A training script holds out the twentieth of the text with the lowest hashes, and
+    prepare_data.py all with a hash below a threshold. Here one in twenty has such a hash, and all
+    have the same length.
     """
-    low = [row for row in ROWS if int(hashlib.sha256(row.encode()).hexdigest(), 16) < 0.05 * 2**256]
-    others = [row for row in ROWS if row not in low]
+    rows = [row[:20].ljust(40, ".") for row in ROWS] + [f"{i:041}" for i in range(400)]
+    low = [row for row in rows if int(hashlib.sha256(row.encode()).hexdigest(), 16) < 0.05 * 2**256]
+    others = [row for row in rows if row not in low]
     (tmp_path / "d.jsonl").write_text(jsonl(low + others[: 19 * len(low)]))
     (tmp_path / "wide.json").write_text(json.dumps({**TINY, "vocab_size": 320}))
     flags = ["--steps", 3, "--model", tmp_path / "wide.json"]

@@ -22,6 +22,7 @@ from support.harness import (
 )
 
 from lm import model, shapes
+from lm.weight_files import EMBEDDING
 
 SCRIPT, FSDP = "06_fsdp_zero/convert_checkpoint.py", "06_fsdp_zero/train_fsdp.py"
 # nothing that two or three ranks divide

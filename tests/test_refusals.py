@@ -193,7 +193,6 @@ def test_a_folder_with_another_runs_settings(tmp_path, trained, script):
     before = content(tmp_path / "run")
     other = {
         "--model": "other.json",
-        "--tokenizer": "bytes",
         "--seq-len": 16,
         "--global-batch-size": 24,
         "--lr": 0.5,
