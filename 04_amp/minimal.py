@@ -1,45 +1,56 @@
-"""Mixed precision on one device: matrices are multiplied in bf16, weights and their updates stay in fp32.
+"""Mixed precision on one device: matmuls in bf16, weights and optimizer state in fp32.
 
     laptop    python 04_amp/minimal.py
-    one GPU   python 04_amp/minimal.py --dtype bf16    (fp16 on GPUs without bf16: V100, T4)
+    one GPU   python 04_amp/minimal.py    (--dtype fp16 on GPUs without bf16, such as V100 and T4)
 
-autocast decides for each operation: matmuls in bf16, sums and losses in fp32. fp16 has a smaller range, so
-GradScaler multiplies the loss before backward and divides the gradients after it. Copy this file and change what is
-marked YOURS; every other comment says why its line is there. minimal.pt in the current folder gets the weights.
+autocast chooses the dtype of each operation: matmuls run in bf16, which tensor cores multiply many
+times faster than fp32. fp16 has a smaller range, in which small gradients become zero. So
+GradScaler multiplies the loss before backward, and divides the gradients after it.
 
-Look for: the last line. In fp32, 05, 06 and 08 end with the same one, on any number of processes; bf16 and fp16 end
-within 1 % of it. Before: 03_linear_regression/train.py. Next: 05_ddp/minimal.py, this program on many GPUs.
+Copy this file and change what is marked YOURS. It writes the trained weights to minimal.pt.
+
+What to look at: the last line. With --dtype fp32, 05, 06 and 08 print the same one, on any number
+of processes. Previous: 03_linear_regression/train.py. Next: 05_ddp/minimal.py, on many GPUs.
 """
 
 import argparse
-import sysconfig
-from pathlib import Path
+import zlib
 
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
 
-# YOURS; LENGTH counts tokens
-STEPS, GLOBAL_BATCH, LENGTH, LEARNING_RATE, SEED = 20, 24, 64, 1e-3, 0
+# YOURS: the sizes
+STEPS = 20
+GLOBAL_BATCH = 24  # sequences per optimizer step, over all processes
+LENGTH = 64  # tokens per sequence
+LEARNING_RATE = 1e-3
+SEED = 0
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-# YOURS: the model. Here a small transformer that predicts the next byte.
+# YOURS: the model. Here a small GPT that predicts the next byte.
 class Block(nn.Module):
     def __init__(self, width, heads):
         super().__init__()
         self.head_dim = width // heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm1 = nn.LayerNorm(width)
+        self.q = nn.Linear(width, width)
+        self.k = nn.Linear(width, width)
+        self.v = nn.Linear(width, width)
+        self.o = nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
 
-    def forward(self, x):
+    def forward(self, x):  # [batch, tokens, width]
         y = self.norm1(x)
-        q, k, v = (
-            linear(y).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for linear in (self.q, self.k, self.v)
-        )
-        y = scaled_dot_product_attention(q, k, v, is_causal=True)
+        q = self.q(y).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        k = self.k(y).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        v = self.v(y).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        y = scaled_dot_product_attention(
+            q, k, v, is_causal=True
+        )  # [batch, heads, tokens, head_dim]
         x = x + self.o(y.transpose(1, 2).flatten(2))
         return x + self.down(gelu(self.up(self.norm2(x))))
 
@@ -48,60 +59,85 @@ class Model(nn.Module):
     def __init__(self, vocabulary=256, width=128, layers=4, heads=4):
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
+        self.position = nn.Embedding(LENGTH, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.head = nn.Linear(width, vocabulary)
 
-    def forward(self, tokens):
-        x = self.embedding(tokens)
+    def forward(self, tokens):  # [batch, tokens]
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.embedding(tokens) + self.position(positions)
         for block in self.blocks:
             x = block(x)
-        return self.head(x.flatten(0, 1))  # a row of logits for each token
+        return self.head(x.flatten(0, 1))  # logits, [batch * tokens, vocabulary]
 
 
-# YOURS: the batch. A function of (seed, step) alone: a resumed run and every rank draw the same rows for a step.
+# YOURS: the initial weights
+def initial_weight(name, shape):
+    """Return random numbers that depend on the name and the row only, not on the device."""
+    if name.endswith("bias"):
+        return torch.zeros(shape)
+    if len(shape) == 1:  # of a LayerNorm
+        return torch.ones(shape)
+    rows = []
+    for number in range(shape[0]):
+        key = zlib.crc32(f"{SEED} {name} {number}".encode())
+        rows.append(torch.randn(shape[1], generator=torch.Generator().manual_seed(key)))
+    return 0.02 * torch.stack(rows)
+
+
+# YOURS: the data. Here 1.4 MB of sums such as "12 + 34 = 46".
+def make_text():
+    """Return the training text as a tensor of bytes."""
+    lines = []
+    for a in range(300):
+        for b in range(300):
+            lines.append(f"{a} + {b} = {a + b}\n")
+    return torch.frombuffer(bytearray("".join(lines).encode()), dtype=torch.uint8)
+
+
+# YOURS: the batch
 def global_batch(text, step):
+    """Return [GLOBAL_BATCH, LENGTH + 1] tokens, which depend on SEED and step only."""
     generator = torch.Generator().manual_seed(SEED * 1_000_003 + step)
     starts = torch.randint(len(text) - LENGTH - 1, (GLOBAL_BATCH,), generator=generator)
     return torch.stack([text[start : start + LENGTH + 1] for start in starts]).long()
 
 
+# YOURS: inputs, targets and loss. The mean over the batch: ranks average their means.
+def compute_loss(model, rows):
+    inputs = rows[:, :-1]
+    targets = rows[:, 1:]  # the token that follows each input
+    logits = model(inputs).float()  # cross-entropy in fp32
+    return cross_entropy(logits, targets.flatten())
+
+
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--dtype", choices=DTYPES, default="fp32")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     dtype = DTYPES[parser.parse_args().dtype]
-
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    # NVIDIA's containers turn TF32 on; "high" allows it, and is faster
-    torch.set_float32_matmul_precision("highest")
+    torch.set_float32_matmul_precision("highest")  # "high" allows TF32, which is faster
 
-    torch.manual_seed(SEED)
-    # made on the CPU and then moved: equal weights on every kind of device
     model = Model().to(device)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(initial_weight(name, parameter.shape))
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    # fp16 rounds small gradients to 0
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    # YOURS: the data. Here Python's library, as bytes
-    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    text = torch.frombuffer(
-        bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8
-    )
+    text = make_text()
 
     for step in range(1, STEPS + 1):
-        rows = global_batch(text, step)
-        inputs, targets = rows[:, :-1].to(device), rows[:, 1:].to(device)
-        # forward only: backward follows it
+        rows = global_batch(text, step).to(device)
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-            loss = cross_entropy(model(inputs), targets.flatten())
+            loss = compute_loss(model, rows)
         scaler.scale(loss).backward()
-        # before clipping, or the limit of 1.0 would apply to the scaled gradients
-        scaler.unscale_(optimizer)
+        scaler.unscale_(optimizer)  # clip the true gradients, not the scaled ones
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)  # in fp16 skips the step if a gradient is inf or NaN
-        scaler.update()  # halves the scale after such a step; has to be called once per step
-        optimizer.zero_grad()  # backward adds to the gradients that it finds
+        scaler.step(optimizer)  # skips the step if a gradient is inf or NaN
+        scaler.update()
+        optimizer.zero_grad()
 
         if step % 5 == 0 or step == STEPS:
-            # item() waits for the GPU: not at each step
             print(f"step {step} | loss {loss.item():.6f}", flush=True)
 
     torch.save(model.state_dict(), "minimal.pt")

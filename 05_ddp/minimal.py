@@ -1,21 +1,23 @@
-"""Data parallelism: each process holds the whole model and reads its share of every batch.
+"""Data parallelism (DDP): every process has the full model and reads its share of each batch.
 
-    laptop    torchrun --nproc_per_node=2 05_ddp/minimal.py    (python 05_ddp/minimal.py: one process)
-    one node  torchrun --nproc_per_node=8 05_ddp/minimal.py --dtype bf16
-    cluster   the same on every node, with --nnodes=3 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400 before its name
+    laptop    torchrun --nproc_per_node=2 05_ddp/minimal.py
+    one node  torchrun --nproc_per_node=8 05_ddp/minimal.py
+    cluster   the same on every node, with
+              --nnodes=3 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400
 
-Against 04: torchrun starts one process per GPU, a rank. DistributedDataParallel (DDP) averages the gradients of all
-ranks while backward runs, so all take the same step. The batch belongs to the run: GLOBAL_BATCH rows in all, whatever
-the number of ranks. Copy this file and change what is marked YOURS. Rank 0 writes minimal.pt, as 04 does.
+What is new against 04: torchrun starts one process per GPU, called a rank. While backward runs,
+DistributedDataParallel averages the gradients over all ranks. So all ranks take the same optimizer
+step, and their weights stay equal. GLOBAL_BATCH does not depend on the number of ranks.
 
-Look for: in fp32 the last line is that of 04, on any number of ranks. Next: 06_fsdp_zero/minimal.py, where no process
-needs room for the whole model.
+Copy this file and change what is marked YOURS. Rank 0 writes the trained weights to minimal.pt.
+
+What to look at: with --dtype fp32, the last line is that of 04, on any number of ranks.
+Previous: 04_amp/minimal.py. Next: 06_fsdp_zero/minimal.py, for models too large for one GPU.
 """
 
 import argparse
 import os
-import sysconfig
-from pathlib import Path
+import zlib
 
 import torch
 import torch.distributed as dist
@@ -23,27 +25,37 @@ from torch import nn
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel
 
-# YOURS; LENGTH counts tokens
-STEPS, GLOBAL_BATCH, LENGTH, LEARNING_RATE, SEED = 20, 24, 64, 1e-3, 0
+# YOURS: the sizes
+STEPS = 20
+GLOBAL_BATCH = 24  # sequences per optimizer step, over all processes
+LENGTH = 64  # tokens per sequence
+LEARNING_RATE = 1e-3
+SEED = 0
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-# YOURS: the model. Here a small transformer that predicts the next byte.
+# YOURS: the model. Here a small GPT that predicts the next byte.
 class Block(nn.Module):
     def __init__(self, width, heads):
         super().__init__()
         self.head_dim = width // heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm1 = nn.LayerNorm(width)
+        self.q = nn.Linear(width, width)
+        self.k = nn.Linear(width, width)
+        self.v = nn.Linear(width, width)
+        self.o = nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
 
-    def forward(self, x):
+    def forward(self, x):  # [batch, tokens, width]
         y = self.norm1(x)
-        q, k, v = (
-            linear(y).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for linear in (self.q, self.k, self.v)
-        )
-        y = scaled_dot_product_attention(q, k, v, is_causal=True)
+        q = self.q(y).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        k = self.k(y).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        v = self.v(y).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        y = scaled_dot_product_attention(
+            q, k, v, is_causal=True
+        )  # [batch, heads, tokens, head_dim]
         x = x + self.o(y.transpose(1, 2).flatten(2))
         return x + self.down(gelu(self.up(self.norm2(x))))
 
@@ -52,94 +64,110 @@ class Model(nn.Module):
     def __init__(self, vocabulary=256, width=128, layers=4, heads=4):
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
+        self.position = nn.Embedding(LENGTH, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.head = nn.Linear(width, vocabulary)
 
-    def forward(self, tokens):
-        x = self.embedding(tokens)
+    def forward(self, tokens):  # [batch, tokens]
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.embedding(tokens) + self.position(positions)
         for block in self.blocks:
             x = block(x)
-        return self.head(x.flatten(0, 1))  # a row of logits for each token
+        return self.head(x.flatten(0, 1))  # logits, [batch * tokens, vocabulary]
 
 
-# YOURS: the batch. A function of (seed, step) alone: a resumed run and every rank draw the same rows for a step.
+# YOURS: the initial weights
+def initial_weight(name, shape):
+    """Return random numbers that depend on the name and the row only, not on the device."""
+    if name.endswith("bias"):
+        return torch.zeros(shape)
+    if len(shape) == 1:  # of a LayerNorm
+        return torch.ones(shape)
+    rows = []
+    for number in range(shape[0]):
+        key = zlib.crc32(f"{SEED} {name} {number}".encode())
+        rows.append(torch.randn(shape[1], generator=torch.Generator().manual_seed(key)))
+    return 0.02 * torch.stack(rows)
+
+
+# YOURS: the data. Here 1.4 MB of sums such as "12 + 34 = 46".
+def make_text():
+    """Return the training text as a tensor of bytes."""
+    lines = []
+    for a in range(300):
+        for b in range(300):
+            lines.append(f"{a} + {b} = {a + b}\n")
+    return torch.frombuffer(bytearray("".join(lines).encode()), dtype=torch.uint8)
+
+
+# YOURS: the batch
 def global_batch(text, step):
+    """Return [GLOBAL_BATCH, LENGTH + 1] tokens, which depend on SEED and step only."""
     generator = torch.Generator().manual_seed(SEED * 1_000_003 + step)
     starts = torch.randint(len(text) - LENGTH - 1, (GLOBAL_BATCH,), generator=generator)
     return torch.stack([text[start : start + LENGTH + 1] for start in starts]).long()
 
 
+# YOURS: inputs, targets and loss. The mean over the batch: ranks average their means.
+def compute_loss(model, rows):
+    inputs = rows[:, :-1]
+    targets = rows[:, 1:]  # the token that follows each input
+    logits = model(inputs).float()  # cross-entropy in fp32
+    return cross_entropy(logits, targets.flatten())
+
+
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--dtype", choices=DTYPES, default="fp32")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     dtype = DTYPES[parser.parse_args().dtype]
-
-    # started by python, not by torchrun: the only rank. Port 0: any that is free
+    # torchrun sets these variables for each process, called a rank. Without torchrun: one rank.
     if "RANK" not in os.environ:
-        os.environ.update(
-            RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="0"
-        )
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if GLOBAL_BATCH % world_size:
-        parser.error(
-            f"{GLOBAL_BATCH=} does not divide over {world_size} ranks: use a multiple of {world_size}"
-        )
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # 0: any free port
+    rank = int(os.environ["RANK"])
+    world_size = int(os.environ["WORLD_SIZE"])
+    if GLOBAL_BATCH % world_size != 0:
+        parser.error(f"{GLOBAL_BATCH=} is not divisible by {world_size} ranks: change it")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    # NVIDIA's containers turn TF32 on; "high" allows it, and is faster
-    torch.set_float32_matmul_precision("highest")
+    torch.set_float32_matmul_precision("highest")  # "high" allows TF32, which is faster
     if device.type == "cuda":
-        # before NCCL: until here "cuda" is GPU 0 on all ranks
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    # NCCL or gloo
-    dist.init_process_group(
-        device_id=torch.cuda.current_device() if device.type == "cuda" else None
-    )
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))  # each rank has its own GPU
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
 
-    torch.manual_seed(SEED)
-    # made on the CPU and then moved: equal weights on every kind of device
     model = Model().to(device)
-    # sends rank 0's weights to all; averages the gradients in backward
-    model = DistributedDataParallel(model)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(initial_weight(name, parameter.shape))
+    ddp_model = DistributedDataParallel(model)  # averages the gradients in backward
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    # fp16 rounds small gradients to 0
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    # YOURS: the data. Here Python's library, as bytes
-    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    text = torch.frombuffer(
-        bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8
-    )
+    text = make_text()
 
     for step in range(1, STEPS + 1):
-        # equal shares: DDP weighs all ranks alike
-        rows = global_batch(text, step)[rank::world_size]
-        inputs, targets = rows[:, :-1].to(device), rows[:, 1:].to(device)
-        # forward only: backward follows it
+        rows = global_batch(text, step)[rank::world_size].to(device)  # equal shares
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-            loss = cross_entropy(model(inputs), targets.flatten())
+            loss = compute_loss(ddp_model, rows)
         scaler.scale(loss).backward()
-        # before clipping, or the limit of 1.0 would apply to the scaled gradients
-        scaler.unscale_(optimizer)
+        scaler.unscale_(optimizer)  # clip the true gradients, not the scaled ones
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)  # in fp16 skips the step if a gradient is inf or NaN
-        scaler.update()  # halves the scale after such a step; has to be called once per step
-        optimizer.zero_grad()  # backward adds to the gradients that it finds
+        scaler.step(optimizer)  # skips the step if a gradient is inf or NaN
+        scaler.update()
+        optimizer.zero_grad()
 
         if step % 5 == 0 or step == STEPS:
-            # a rank knows the loss of its own share, and all_reduce sums
-            loss = loss.detach() / world_size
-            # a collective: every rank has to call it, not only the one that prints
-            dist.all_reduce(loss)
+            mean_loss = loss.detach() / world_size  # the loss of this rank's rows
+            dist.all_reduce(mean_loss)  # adds up; every rank must call it
             if rank == 0:
-                # item() waits for the GPU: not at each step
-                print(f"step {step} | loss {loss.item():.6f}", flush=True)
+                print(f"step {step} | loss {mean_loss.item():.6f}", flush=True)
 
     if rank == 0:
-        # .module: DDP puts "module." before each name
-        torch.save(model.module.state_dict(), "minimal.pt")
-    dist.barrier()  # a rank that leaves while another still needs it takes that one down
+        torch.save(model.state_dict(), "minimal.pt")
+    dist.barrier()  # no rank leaves while another still needs it
     dist.destroy_process_group()
-    # a thread of gloo may abort Python's own end. Skips atexit: close your loggers before
-    os._exit(0)
+    os._exit(0)  # skips Python's shutdown, where gloo's threads can hang. Close loggers before it.
 
 
 if __name__ == "__main__":

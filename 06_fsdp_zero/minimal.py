@@ -1,50 +1,62 @@
-"""Sharded data parallelism (FSDP, ZeRO-3): each process holds 1/N of weights, gradients and optimizer state.
+"""Fully sharded data parallelism (FSDP, ZeRO-3): no process ever has the full model.
 
-    laptop    torchrun --nproc_per_node=2 06_fsdp_zero/minimal.py    (python 06_fsdp_zero/minimal.py: one process)
-    one node  torchrun --nproc_per_node=8 06_fsdp_zero/minimal.py --dtype bf16
-    cluster   the same on every node, with --nnodes=3 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400 before its name
+    laptop    torchrun --nproc_per_node=2 06_fsdp_zero/minimal.py
+    one node  torchrun --nproc_per_node=8 06_fsdp_zero/minimal.py
+    cluster   the same on every node, with
+              --nnodes=3 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400
 
-Against 05: a block's weights are gathered before it computes, in forward and again in backward, and freed after it.
-Its gradients are averaged and cut as soon as they are there. A policy takes the place of autocast: it gathers the
-weights in bf16, so that all of forward is bf16, the values between the blocks too. The rank's own shard stays fp32.
-Copy this file and change what is marked YOURS. Rank 0 writes minimal.pt: whole weights, in fp32.
+What is new against 05: of N ranks, each stores 1/N of the weights, gradients and optimizer state. A
+block's weights are gathered from all ranks just before the block computes, and freed after it.
+Instead of autocast, a policy says that they are gathered in bf16; the shards stay in fp32.
 
-Look for: the last line is that of 04 and 05, on any number of ranks. Next: 08_model_parallel/minimal.py, where ranks
-also share the work of a block.
+Copy this file and change what is marked YOURS. Rank 0 writes the trained weights to minimal.pt.
+
+What to look at: with --dtype fp32, the last line is that of 04 and 05, on any number of ranks.
+Previous: 05_ddp/minimal.py. Next: 08_model_parallel/minimal.py, where ranks share a block's work.
 """
 
 import argparse
 import os
-import sysconfig
-from pathlib import Path
+import zlib
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import distribute_tensor
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
 
-# YOURS; LENGTH counts tokens
-STEPS, GLOBAL_BATCH, LENGTH, LEARNING_RATE, SEED = 20, 24, 64, 1e-3, 0
+# YOURS: the sizes
+STEPS = 20
+GLOBAL_BATCH = 24  # sequences per optimizer step, over all processes
+LENGTH = 64  # tokens per sequence
+LEARNING_RATE = 1e-3
+SEED = 0
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-# YOURS: the model. Here a small transformer that predicts the next byte.
+# YOURS: the model. Here a small GPT that predicts the next byte.
 class Block(nn.Module):
     def __init__(self, width, heads):
         super().__init__()
         self.head_dim = width // heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm1 = nn.LayerNorm(width)
+        self.q = nn.Linear(width, width)
+        self.k = nn.Linear(width, width)
+        self.v = nn.Linear(width, width)
+        self.o = nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
 
-    def forward(self, x):
+    def forward(self, x):  # [batch, tokens, width]
         y = self.norm1(x)
-        q, k, v = (
-            linear(y).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for linear in (self.q, self.k, self.v)
-        )
-        y = scaled_dot_product_attention(q, k, v, is_causal=True)
+        q = self.q(y).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        k = self.k(y).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        v = self.v(y).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        y = scaled_dot_product_attention(
+            q, k, v, is_causal=True
+        )  # [batch, heads, tokens, head_dim]
         x = x + self.o(y.transpose(1, 2).flatten(2))
         return x + self.down(gelu(self.up(self.norm2(x))))
 
@@ -53,92 +65,118 @@ class Model(nn.Module):
     def __init__(self, vocabulary=256, width=128, layers=4, heads=4):
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
+        self.position = nn.Embedding(LENGTH, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.head = nn.Linear(width, vocabulary)
 
-    def forward(self, tokens):
-        x = self.embedding(tokens)
+    def forward(self, tokens):  # [batch, tokens]
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.embedding(tokens) + self.position(positions)
         for block in self.blocks:
             x = block(x)
-        return self.head(x.flatten(0, 1))  # a row of logits for each token
+        return self.head(x.flatten(0, 1))  # logits, [batch * tokens, vocabulary]
 
 
-# YOURS: the batch. A function of (seed, step) alone: a resumed run and every rank draw the same rows for a step.
+# YOURS: the initial weights
+def initial_weight(name, shape):
+    """Return random numbers that depend on the name and the row only, not on the device."""
+    if name.endswith("bias"):
+        return torch.zeros(shape)
+    if len(shape) == 1:  # of a LayerNorm
+        return torch.ones(shape)
+    rows = []
+    for number in range(shape[0]):
+        key = zlib.crc32(f"{SEED} {name} {number}".encode())
+        rows.append(torch.randn(shape[1], generator=torch.Generator().manual_seed(key)))
+    return 0.02 * torch.stack(rows)
+
+
+# YOURS: the data. Here 1.4 MB of sums such as "12 + 34 = 46".
+def make_text():
+    """Return the training text as a tensor of bytes."""
+    lines = []
+    for a in range(300):
+        for b in range(300):
+            lines.append(f"{a} + {b} = {a + b}\n")
+    return torch.frombuffer(bytearray("".join(lines).encode()), dtype=torch.uint8)
+
+
+# YOURS: the batch
 def global_batch(text, step):
+    """Return [GLOBAL_BATCH, LENGTH + 1] tokens, which depend on SEED and step only."""
     generator = torch.Generator().manual_seed(SEED * 1_000_003 + step)
     starts = torch.randint(len(text) - LENGTH - 1, (GLOBAL_BATCH,), generator=generator)
     return torch.stack([text[start : start + LENGTH + 1] for start in starts]).long()
 
 
+# YOURS: inputs, targets and loss. The mean over the batch: ranks average their means.
+def compute_loss(model, rows):
+    inputs = rows[:, :-1]
+    targets = rows[:, 1:]  # the token that follows each input
+    logits = model(inputs).float()  # cross-entropy in fp32
+    return cross_entropy(logits, targets.flatten())
+
+
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--dtype", choices=DTYPES, default="fp32")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     dtype = DTYPES[parser.parse_args().dtype]
-
-    # started by python, not by torchrun: the only rank. Port 0: any that is free
+    # torchrun sets these variables for each process, called a rank. Without torchrun: one rank.
     if "RANK" not in os.environ:
-        os.environ.update(
-            RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="0"
-        )
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if GLOBAL_BATCH % world_size:
-        parser.error(
-            f"{GLOBAL_BATCH=} does not divide over {world_size} ranks: use a multiple of {world_size}"
-        )
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # 0: any free port
+    rank = int(os.environ["RANK"])
+    world_size = int(os.environ["WORLD_SIZE"])
+    if GLOBAL_BATCH % world_size != 0:
+        parser.error(f"{GLOBAL_BATCH=} is not divisible by {world_size} ranks: change it")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    # NVIDIA's containers turn TF32 on; "high" allows it, and is faster
-    torch.set_float32_matmul_precision("highest")
+    torch.set_float32_matmul_precision("highest")  # "high" allows TF32, which is faster
     if device.type == "cuda":
-        # before NCCL: until here "cuda" is GPU 0 on all ranks
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    # NCCL or gloo
-    dist.init_process_group(
-        device_id=torch.cuda.current_device() if device.type == "cuda" else None
-    )
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))  # each rank has its own GPU
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
 
-    torch.manual_seed(SEED)
-    # made on the CPU and then moved: equal weights on every kind of device
-    model = Model().to(device)
-    # gradients are summed in fp32
+    with torch.device("meta"):  # shapes only, no memory
+        model = Model()
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for block in model.blocks:
-        fully_shard(block, mp_policy=policy)  # block by block: only the one that computes is whole
-    fully_shard(model, mp_policy=policy)  # the rest. Before the optimizer: it makes new parameters
+        fully_shard(block, mp_policy=policy)  # a block is gathered and freed as a whole
+    fully_shard(model, mp_policy=policy)  # embeddings and head
+    model.to_empty(device=device)  # memory for this rank's shards
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            weight = initial_weight(name, parameter.shape).to(device)  # one full weight at a time
+            place = (parameter.device_mesh, parameter.placements)
+            parameter.copy_(distribute_tensor(weight, *place, src_data_rank=None))
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    # YOURS: the data. Here Python's library, as bytes
-    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    text = torch.frombuffer(
-        bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8
-    )
+    text = make_text()
 
     for step in range(1, STEPS + 1):
-        # equal shares: FSDP weighs all ranks alike
-        rows = global_batch(text, step)[rank::world_size]
-        inputs, targets = rows[:, :-1].to(device), rows[:, 1:].to(device)
-        # logits are bf16 under the policy
-        loss = cross_entropy(model(inputs).float(), targets.flatten())
+        rows = global_batch(text, step)[rank::world_size].to(device)  # equal shares
+        loss = compute_loss(model, rows)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        optimizer.zero_grad()  # backward adds to the gradients that it finds
+        optimizer.zero_grad()
 
         if step % 5 == 0 or step == STEPS:
-            # a rank knows the loss of its own share, and all_reduce sums
-            loss = loss.detach() / world_size
-            # a collective: every rank has to call it, not only the one that prints
-            dist.all_reduce(loss)
+            mean_loss = loss.detach() / world_size  # the loss of this rank's rows
+            dist.all_reduce(mean_loss)  # adds up; every rank must call it
             if rank == 0:
-                # item() waits for the GPU: not at each step
-                print(f"step {step} | loss {loss.item():.6f}", flush=True)
+                print(f"step {step} | loss {mean_loss.item():.6f}", flush=True)
 
-    # a collective, too
-    weights = {name: shard.full_tensor().cpu() for name, shard in model.state_dict().items()}
+    weights = {}
+    for name, shard in model.state_dict().items():
+        weight = shard.full_tensor()  # every rank must call it; only rank 0 keeps the result
+        if rank == 0:
+            weights[name] = weight.cpu()
     if rank == 0:
         torch.save(weights, "minimal.pt")
-    dist.barrier()  # a rank that leaves while another still needs it takes that one down
+    dist.barrier()  # no rank leaves while another still needs it
     dist.destroy_process_group()
-    # a thread of gloo may abort Python's own end. Skips atexit: close your loggers before
-    os._exit(0)
+    os._exit(0)  # skips Python's shutdown, where gloo's threads can hang. Close loggers before it.
 
 
 if __name__ == "__main__":
