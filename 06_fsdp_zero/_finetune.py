@@ -17,6 +17,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import datetime
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -289,10 +290,11 @@ def plain_template(tools: list[dict] | None) -> str:
     return "role content"
 
 
-def read_chat_format(name: str) -> Chat:
+def read_chat_format(name: str, date: datetime | None = None) -> Chat:
     """Return the chat format of a tokenizer, or of bytes for a model without a tokenizer.
 
     name: a folder or a name that transformers knows. Raise UserError if it cannot be used.
+    date: what a template that writes the date of today writes instead; None: today.
     """
     without_tokenizer = Path(name).exists() and not any(Path(name).glob("tokenizer*"))
     if name == "bytes" or name in shapes.SIZES or without_tokenizer:
@@ -306,7 +308,7 @@ def read_chat_format(name: str) -> Chat:
     if tokenizer.eos_token is None:
         raise exits.UserError(f"--tokenizer {name} needs an eos_token: it ends an answer")
 
-    render = partial(render_with_template, tokenizer)
+    render = partial(render_with_template, tokenizer, date=date)
     template = partial(template_source, tokenizer)
     if tokenizer.chat_template is None:
         runtime.print0(
@@ -360,21 +362,35 @@ def render_with_template(
     messages: list[dict],
     tools: list[dict] | None = None,
     add_generation_prompt: bool = False,
+    date: datetime | None = None,
 ) -> str:
     """Return the text of messages by the tokenizer's chat template."""
     import jinja2
 
+    template = tokenizer.get_chat_template(tools=tools)
+    if date is not None:
+        template = with_date(template, date)
     render = partial(
         tokenizer.apply_chat_template,
         tools=tools,
         add_generation_prompt=add_generation_prompt,
         tokenize=False,
+        chat_template=template,
     )
     try:
         return render(messages)
     except (TypeError, jinja2.UndefinedError):
         # DeepSeek's templates add content and the arguments of a tool call to a text
         return render([with_texts(message) for message in messages])
+
+
+def with_date(template: str, date: datetime) -> str:
+    """Return a chat template that writes `date` where it wrote the date of today."""
+
+    def written(call: re.Match) -> str:
+        return repr(date.strftime(call["format"]))
+
+    return re.sub(r"strftime_now\((?P<quote>['\"])(?P<format>.*?)(?P=quote)\)", written, template)
 
 
 def with_texts(message: dict) -> dict:

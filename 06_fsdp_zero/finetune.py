@@ -160,7 +160,8 @@ def main() -> int:
     runtime.catch_stop_signals()
 
     # 2 The batch: it depends on --seed and the step alone. Rank r reads the r-th of N equal parts.
-    chat = _finetune.read_chat_format(args.tokenizer or args.model)
+    date = checkpoint.start_date(args)  # a chat template may write it: a resume needs the same
+    chat = _finetune.read_chat_format(args.tokenizer or args.model, date)
     corpus, held_out_chats = _finetune.load_chats(args, chat, chat_rows)
     rows_of = partial(_finetune.Rows, trim=not args.compile)  # compiled code is for one length
     batches = data.Batches(corpus, args, rank=rank, world_size=world_size, sequences=rows_of)
@@ -224,7 +225,8 @@ def main() -> int:
     # 4 The run: its folder, and the step at which it stood. With adapters, its checkpoints hold
     # only these.
     base = f"{config!r} {_finetune.base_sha256(args.model)}"
-    settings = flags.settings(args, data=corpus.sha256, model=base) | {"--adapters": args.adapters}
+    settings = flags.settings(args, data=corpus.sha256, model=base)
+    settings |= {"--adapters": args.adapters, checkpoint.DATE: date.isoformat()}
     run = checkpoint.Run(args, settings=settings)
     training = {"net": net, "optimizer": optimizer, "scheduler": scheduler}
     start_step = checkpoint.resume(run, **training) if args.resume else 0

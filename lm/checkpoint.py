@@ -322,7 +322,7 @@ def start_date(args: argparse.Namespace) -> datetime:
     function returns, and keeps it in the folder of the run:
 
         date = checkpoint.start_date(args)
-        ...    tokenizer.apply_chat_template(messages, strftime_now=date.strftime)
+        ...    date.strftime("%d %b %Y")
         settings = flags.settings(args, ...) | {checkpoint.DATE: date.isoformat()}
         run = checkpoint.Run(args, settings=settings)
 

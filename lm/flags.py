@@ -17,6 +17,7 @@ from common.cli import (
 )
 from common.exits import UserError
 from lm.shapes import has_weights, recipe
+from lm.weight_files import weight_files
 
 # The flags that must be the same on --resume, because they change the losses. All other flags may
 # change, such as --steps, --micro-batch-size and --device. So may the number of ranks.
@@ -203,9 +204,7 @@ def weights_fingerprint(folder: Path) -> str:
     Large models have hundreds of gigabytes, which would take minutes to read.
     """
     fingerprint = hashlib.sha256()
-    for path in sorted(folder.glob("*.safetensors")):
-        if not path.is_file():
-            continue  # a broken link
+    for path in weight_files(folder):
         size = path.stat().st_size
         fingerprint.update(f"{size} ".encode())
         with open(path, "rb") as file:

@@ -1,6 +1,7 @@
 """06_fsdp_zero/finetune.py: files of chats as people have them, and rows as the model is asked."""
 
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,7 @@ MARKS = [
 # the script writes the rows of each chat to rows.json, and ends
 DUMP = """
 import json
+import shutil
 import _finetune
 load_chats = _finetune.load_chats
 def dump(args, chat, chat_rows):
@@ -525,3 +527,34 @@ def test_an_adapter_loads_from_any_folder_with_its_tokenizer(tmp_path, models, m
     tokenizer = transformers.AutoTokenizer.from_pretrained(adapter)
     assert tokenizer.chat_template == CHATML
     assert tokenizer.encode("two\n\n") == model.tokenizer.encode("two\n\n")
+
+
+# the date of a template, as Llama 3.2's; and a clock that stands at another day
+DATED = "<|im_start|>system\nToday is {{ strftime_now('%d %b %Y') }}<|im_end|>\n" + CHATML
+ANOTHER_DAY = """
+from datetime import datetime
+import lm.checkpoint
+from transformers.utils import chat_template_utils
+class AnotherDay:
+    fromisoformat = staticmethod(datetime.fromisoformat)
+    def now():
+        return datetime(2031, 5, 17, 12, 0, 0)
+lm.checkpoint.datetime = AnotherDay
+chat_template_utils.datetime = AnotherDay
+"""
+
+
+def test_a_run_keeps_the_date_that_its_template_writes(tmp_path, models):
+    """Otherwise its data would be other data on the next day."""
+    (tmp_path / "chats.jsonl").write_text(GOOD)
+    flags = (*FLAGS, "--model", models(DATED).folder, "--run-dir", "run", "--save-every", 1)
+    later = with_prelude(SCRIPT, tmp_path / "later", ANOTHER_DAY)
+    for steps, script in ((1, SCRIPT), (2, later)):
+        result = run(script, tmp_path, *flags, "--steps", steps, "--resume")
+        assert result.code == 0, result
+    assert "resuming from run/step-00000001" in result.out
+    shutil.rmtree(tmp_path / "run")
+    fresh = run(later, tmp_path, *flags, "--steps", 1)
+    assert fresh.code == 0, fresh
+    assert_refused(run(SCRIPT, tmp_path, *flags, "--data", "chats.jsonl"), "--resume")
+    assert "2031-05-17" in (tmp_path / "run/settings.json").read_text()
