@@ -9,8 +9,8 @@ GradScaler multiplies the loss before backward, and divides the gradients after 
 
 Copy this file and change what is marked YOURS. It writes the trained weights to minimal.pt.
 
-What to look at: the last line. With --dtype fp32, 05, 06 and 08 print the same one, on any number
-of processes. Previous: 03_linear_regression/train.py. Next: 05_ddp/minimal.py, on many GPUs.
+What to look at: the last line printed. With --dtype fp32, 05, 06 and 08 print the same one, on any
+number of processes. Previous: 03_linear_regression/train.py. Next: 05_ddp/minimal.py, on many GPUs.
 """
 
 import argparse
@@ -73,7 +73,10 @@ class Model(nn.Module):
 
 # YOURS: the initial weights
 def initial_weight(name, shape):
-    """Return random numbers that depend on the name and the row only, not on the device."""
+    """Return random numbers that depend on SEED, the name and the row only.
+
+    So a weight starts the same on every device, and however it is sharded.
+    """
     if name.endswith("bias"):
         return torch.zeros(shape)
     if len(shape) == 1:  # of a LayerNorm
@@ -97,14 +100,15 @@ def make_text():
 
 # YOURS: the batch
 def global_batch(text, step):
-    """Return [GLOBAL_BATCH, LENGTH + 1] tokens, which depend on SEED and step only."""
+    """Return [GLOBAL_BATCH, LENGTH + 1] tokens, the same on every rank."""
     generator = torch.Generator().manual_seed(SEED * 1_000_003 + step)
     starts = torch.randint(len(text) - LENGTH - 1, (GLOBAL_BATCH,), generator=generator)
     return torch.stack([text[start : start + LENGTH + 1] for start in starts]).long()
 
 
-# YOURS: inputs, targets and loss. The mean over the batch: ranks average their means.
+# YOURS: inputs, targets and loss
 def compute_loss(model, rows):
+    """Return the mean loss over the rows. All rows must have equally many targets."""
     inputs = rows[:, :-1]
     targets = rows[:, 1:]  # the token that follows each input
     logits = model(inputs).float()  # cross-entropy in fp32
@@ -119,6 +123,7 @@ def main():
     torch.set_float32_matmul_precision("highest")  # "high" allows TF32, which is faster
 
     model = Model().to(device)
+    # YOURS: without this loop, the model keeps the weights that it was made with
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(initial_weight(name, parameter.shape))

@@ -1,17 +1,19 @@
 """Data parallelism (DDP): every process has the full model and reads its share of each batch.
 
-    laptop    torchrun --nproc_per_node=2 05_ddp/minimal.py
+    laptop    torchrun --nproc_per_node=2 05_ddp/minimal.py    (without a GPU; with one GPU: 1)
     one node  torchrun --nproc_per_node=8 05_ddp/minimal.py
-    cluster   the same on every node, with
+    cluster   the same on every node, $HEAD being the name of one, with these flags before the script:
               --nnodes=3 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400
 
-What is new against 04: torchrun starts one process per GPU, called a rank. While backward runs,
-DistributedDataParallel averages the gradients over all ranks. So all ranks take the same optimizer
-step, and their weights stay equal. GLOBAL_BATCH does not depend on the number of ranks.
+What is new compared with 04: torchrun starts one process per GPU, called a rank. While backward
+runs, DistributedDataParallel averages the gradients over all ranks. So all ranks take the same
+optimizer step, and their weights stay equal. More ranks do not make the batch larger: each rank
+reads fewer of its GLOBAL_BATCH rows.
 
 Copy this file and change what is marked YOURS. Rank 0 writes the trained weights to minimal.pt.
 
-What to look at: with --dtype fp32, the last line is that of 04, on any number of ranks.
+What to look at: with --dtype fp32, the last line printed is that of 04, on any number of ranks
+that divides GLOBAL_BATCH.
 Previous: 04_amp/minimal.py. Next: 06_fsdp_zero/minimal.py, for models too large for one GPU.
 """
 
@@ -78,7 +80,10 @@ class Model(nn.Module):
 
 # YOURS: the initial weights
 def initial_weight(name, shape):
-    """Return random numbers that depend on the name and the row only, not on the device."""
+    """Return random numbers that depend on SEED, the name and the row only.
+
+    So a weight starts the same on every device, and however it is sharded.
+    """
     if name.endswith("bias"):
         return torch.zeros(shape)
     if len(shape) == 1:  # of a LayerNorm
@@ -102,14 +107,15 @@ def make_text():
 
 # YOURS: the batch
 def global_batch(text, step):
-    """Return [GLOBAL_BATCH, LENGTH + 1] tokens, which depend on SEED and step only."""
+    """Return [GLOBAL_BATCH, LENGTH + 1] tokens, the same on every rank."""
     generator = torch.Generator().manual_seed(SEED * 1_000_003 + step)
     starts = torch.randint(len(text) - LENGTH - 1, (GLOBAL_BATCH,), generator=generator)
     return torch.stack([text[start : start + LENGTH + 1] for start in starts]).long()
 
 
-# YOURS: inputs, targets and loss. The mean over the batch: ranks average their means.
+# YOURS: inputs, targets and loss
 def compute_loss(model, rows):
+    """Return the mean loss over the rows. All rows must have equally many targets."""
     inputs = rows[:, :-1]
     targets = rows[:, 1:]  # the token that follows each input
     logits = model(inputs).float()  # cross-entropy in fp32
@@ -131,17 +137,19 @@ def main():
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_float32_matmul_precision("highest")  # "high" allows TF32, which is faster
     if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))  # each rank has its own GPU
+        # Each rank has its own GPU: start at most as many ranks per node as there are GPUs.
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", device_id=device)
     else:
         dist.init_process_group("gloo")
 
     model = Model().to(device)
+    # YOURS: without this loop, the model keeps the weights that it was made with
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(initial_weight(name, parameter.shape))
-    ddp_model = DistributedDataParallel(model)  # averages the gradients in backward
+    ddp_model = DistributedDataParallel(model)  # always run forward through ddp_model
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     text = make_text()
@@ -158,16 +166,16 @@ def main():
         optimizer.zero_grad()
 
         if step % 5 == 0 or step == STEPS:
-            mean_loss = loss.detach() / world_size  # the loss of this rank's rows
-            dist.all_reduce(mean_loss)  # adds up; every rank must call it
+            mean_loss = loss.detach() / world_size  # this rank's part of the mean
+            dist.all_reduce(mean_loss)  # sums the parts; if a rank does not call it, all wait
             if rank == 0:
                 print(f"step {step} | loss {mean_loss.item():.6f}", flush=True)
 
     if rank == 0:
         torch.save(model.state_dict(), "minimal.pt")
-    dist.barrier()  # no rank leaves while another still needs it
+    dist.barrier()  # wait until rank 0 has saved
     dist.destroy_process_group()
-    os._exit(0)  # skips Python's shutdown, where gloo's threads can hang. Close loggers before it.
+    os._exit(0)  # ends the process here: in Python's own shutdown, gloo's threads can hang
 
 
 if __name__ == "__main__":

@@ -1,17 +1,18 @@
 """Tensor parallelism with FSDP: two ranks share the work of each block.
 
-    laptop    torchrun --nproc_per_node=4 08_model_parallel/minimal.py
+    laptop    torchrun --nproc_per_node=4 08_model_parallel/minimal.py    (without a GPU)
     one node  torchrun --nproc_per_node=8 08_model_parallel/minimal.py
-    cluster   the same on every node, with
+    cluster   the same on every node, $HEAD being the name of one, with these flags before the script:
               --nnodes=3 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400
 
-What is new against 06: the ranks form a grid, data x tensor. The two ranks of a tensor group read
-the same rows. Each computes half of the outputs of q, k, v and up. Of o and down, each computes
-one of two summands, and an all-reduce adds them. FSDP shards each half over the data dimension.
+What is new compared with 06: the ranks form a grid, data x tensor. The two ranks of a tensor group
+read the same rows. Each computes half of the outputs of q, k, v and up. Of o and down, each
+computes one of two summands, and an all-reduce adds them. FSDP shards each half over the data
+dimension.
 
 Copy this file and change what is marked YOURS. Rank 0 writes the trained weights to minimal.pt.
 
-What to look at: with --dtype fp32, the last line is that of 04, 05 and 06, on any number of ranks.
+What to look at: with --dtype fp32, the last line printed is that of 04, 05 and 06.
 Previous: 06_fsdp_zero/minimal.py. Next: 08_model_parallel/tensor_parallel.py, the same by hand.
 """
 
@@ -82,7 +83,10 @@ class Model(nn.Module):
 
 # YOURS: the initial weights
 def initial_weight(name, shape):
-    """Return random numbers that depend on the name and the row only, not on the device."""
+    """Return random numbers that depend on SEED, the name and the row only.
+
+    So a weight starts the same on every device, and however it is sharded.
+    """
     if name.endswith("bias"):
         return torch.zeros(shape)
     if len(shape) == 1:  # of a LayerNorm
@@ -106,14 +110,15 @@ def make_text():
 
 # YOURS: the batch
 def global_batch(text, step):
-    """Return [GLOBAL_BATCH, LENGTH + 1] tokens, which depend on SEED and step only."""
+    """Return [GLOBAL_BATCH, LENGTH + 1] tokens, the same on every rank."""
     generator = torch.Generator().manual_seed(SEED * 1_000_003 + step)
     starts = torch.randint(len(text) - LENGTH - 1, (GLOBAL_BATCH,), generator=generator)
     return torch.stack([text[start : start + LENGTH + 1] for start in starts]).long()
 
 
-# YOURS: inputs, targets and loss. The mean over the batch: ranks average their means.
+# YOURS: inputs, targets and loss
 def compute_loss(model, rows):
+    """Return the mean loss over the rows. All rows must have equally many targets."""
     inputs = rows[:, :-1]
     targets = rows[:, 1:]  # the token that follows each input
     logits = model(inputs).float()  # cross-entropy in fp32
@@ -137,7 +142,8 @@ def main():
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_float32_matmul_precision("highest")  # "high" allows TF32, which is faster
     if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))  # each rank has its own GPU
+        # Each rank has its own GPU: start at most as many ranks per node as there are GPUs.
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", device_id=device)
     else:
@@ -155,12 +161,13 @@ def main():
         parallelize_module(block, mesh["tensor"], plan)
         fully_shard(block, mesh=mesh["data"], mp_policy=policy)
     fully_shard(model, mesh=mesh["data"], mp_policy=policy)  # embeddings and head
-    model.to_empty(device=device)  # memory for this rank's shards
+    model.to_empty(device=device)  # memory for this rank's shards, not initialized (nor buffers)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            weight = initial_weight(name, parameter.shape).to(device)  # one full weight at a time
-            place = (parameter.device_mesh, parameter.placements)
-            parameter.copy_(distribute_tensor(weight, *place, src_data_rank=None))
+            weight = initial_weight(name, parameter.shape).to(device)
+            # Each rank keeps its own shard of the full weight. None: no rank sends anything.
+            mesh_and_placements = (parameter.device_mesh, parameter.placements)
+            parameter.copy_(distribute_tensor(weight, *mesh_and_placements, src_data_rank=None))
     # foreach=False: these functions take no list of parameters from two meshes
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, foreach=False)
     text = make_text()
@@ -176,21 +183,21 @@ def main():
         optimizer.zero_grad()
 
         if step % 5 == 0 or step == STEPS:
-            mean_loss = loss.detach() / world_size  # the loss of this rank's rows
-            dist.all_reduce(mean_loss)  # adds up; every rank must call it
+            mean_loss = loss.detach() / world_size  # this rank's part of the mean
+            dist.all_reduce(mean_loss)  # sums the parts; if a rank does not call it, all wait
             if rank == 0:
                 print(f"step {step} | loss {mean_loss.item():.6f}", flush=True)
 
     weights = {}
-    for name, shard in model.state_dict().items():
-        weight = shard.full_tensor()  # every rank must call it; only rank 0 keeps the result
+    for name, shard in model.named_parameters():
+        weight = shard.detach().full_tensor()  # every rank must call it; only rank 0 keeps it
         if rank == 0:
             weights[name] = weight.cpu()
     if rank == 0:
         torch.save(weights, "minimal.pt")
-    dist.barrier()  # no rank leaves while another still needs it
+    dist.barrier()  # wait until rank 0 has saved
     dist.destroy_process_group()
-    os._exit(0)  # skips Python's shutdown, where gloo's threads can hang. Close loggers before it.
+    os._exit(0)  # ends the process here: in Python's own shutdown, gloo's threads can hang
 
 
 if __name__ == "__main__":
