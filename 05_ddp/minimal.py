@@ -2,7 +2,7 @@
 
     laptop    torchrun --nproc_per_node=2 05_ddp/minimal.py    (without a GPU; with one GPU: 1)
     one node  torchrun --nproc_per_node=8 05_ddp/minimal.py
-    cluster   the same on every node, $HEAD being the name of one, with these flags before the script:
+    cluster   the same on every node, with these flags before the script ($HEAD: the name of a node)
               --nnodes=3 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400
 
 What is new compared with 04: torchrun starts one process per GPU, called a rank. While backward

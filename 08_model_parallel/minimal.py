@@ -2,7 +2,7 @@
 
     laptop    torchrun --nproc_per_node=4 08_model_parallel/minimal.py    (without a GPU)
     one node  torchrun --nproc_per_node=8 08_model_parallel/minimal.py
-    cluster   the same on every node, $HEAD being the name of one, with these flags before the script:
+    cluster   the same on every node, with these flags before the script ($HEAD: the name of a node)
               --nnodes=3 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400
 
 What is new compared with 06: the ranks form a grid, data x tensor. The two ranks of a tensor group
