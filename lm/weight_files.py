@@ -124,7 +124,6 @@ class StoredWeights:
         """
         self.where = f"{flag} {folder}"
         self.tensors: dict[str, StoredTensor] = {}
-        self._open_files = {}
         for file in weight_files(folder, flag):
             for name, entry in _read_header(file, self.where).items():
                 if name in self.tensors:
@@ -142,11 +141,12 @@ class StoredWeights:
 
         file = self.tensors[name].file
         try:
-            if file not in self._open_files:
-                self._open_files[file] = safe_open(file, "pt")
-            if slices:
-                return self._open_files[file].get_slice(name)[slices]
-            return self._open_files[file].get_tensor(name)
+            # Open the file anew for each tensor: it is mapped into memory, and an open map would
+            # keep every page that was ever read.
+            with safe_open(file, "pt") as opened:
+                if slices:
+                    return opened.get_slice(name)[slices]
+                return opened.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise _damaged(file, self.where, error) from None
 
