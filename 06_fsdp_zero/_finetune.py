@@ -301,12 +301,14 @@ def read_chat_format(name: str, date: datetime | None = None) -> Chat:
         return byte_chat()
     from transformers import AutoTokenizer
 
+    # a folder may be that of --model
+    where = f"the tokenizer in {name}" if Path(name).is_dir() else f"--tokenizer {name}"
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:  # tokenizers raises Exception itself
-        raise exits.UserError(f"--tokenizer {name}: {error}") from None
+        raise exits.UserError(f"{where}: {error}") from None
     if tokenizer.eos_token is None:
-        raise exits.UserError(f"--tokenizer {name} needs an eos_token: it ends an answer")
+        raise exits.UserError(f"{where} needs an eos_token: it ends an answer")
 
     render = partial(render_with_template, tokenizer, date=date)
     template = partial(template_source, tokenizer)

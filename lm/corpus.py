@@ -74,7 +74,9 @@ def load_tokenizer(name: str, end_token: str | None = None) -> tuple[str, dict]:
         vocabulary = {"\0": 0}
         eos_token = "\0"
     else:
-        with as_user_error(f"--tokenizer {name}"):
+        # A folder may be that of --model.
+        where = f"the tokenizer in {name}" if Path(name).is_dir() else f"--tokenizer {name}"
+        with as_user_error(where):
             from transformers import AutoTokenizer
 
             tokenizer = AutoTokenizer.from_pretrained(name)
