@@ -637,8 +637,8 @@ def load_chats(args, chat: Chat, chat_rows: Callable) -> tuple[data.Corpus, list
     """Return the rows of --data to train on and to hold out, and the held-out conversations.
 
     The 5 % of the chats whose hash is lowest are held out, at least QUESTIONS of a dozen chats;
-    copies of a chat have the same hash. Set args.seq_len to the longest row, if that is shorter.
-    Raise UserError for a chat that cannot be used, and if there are too few.
+    copies of a chat have the same hash, and count once. Set args.seq_len to the longest row, if
+    that is shorter. Raise UserError for a chat that cannot be used, and if there are too few.
     """
     conversations = {}  # by the hash of the messages
     rows = defaultdict(list)
@@ -673,6 +673,11 @@ def load_chats(args, chat: Chat, chat_rows: Callable) -> tuple[data.Corpus, list
             train_rows.extend(rows[key])
     for key in held_out:
         held_out_rows.extend(rows[key])
+    if len(rows) == 1 and len(held_out_rows) > 1:
+        # Copies of one chat, as in a trial: train on all copies but the last.
+        *train_rows, last_row = held_out_rows
+        held_out_rows = [last_row]
+        runtime.print0(f"--data {args.data}: all chats are equal, also the one that is held out")
 
     check_enough(args, train_rows, held_out_rows, left_out, longest_left_out)
     print_rows(chat, train_rows, chats=len(rows) - count)

@@ -452,7 +452,7 @@ FILES = {
     "a cut array": (json.dumps(MESSAGES)[:-1], ["--data", "JSON"]),
     "an array with a bad chat": (json.dumps([*MESSAGES, {"a": 1}]), ["entry 4", "'a'"]),
     "arrays without end": ("[" * 100_000, ["--data", "JSON"]),
-    "copies of one chat": (4 * lines(MESSAGES[:1]), ["--data", "different"]),
+    "one chat": (lines(MESSAGES[:1]), ["--data", "different"]),
     "roles without an assistant": (
         GOOD.replace("assistant", "helper"),
         ["--data", "assistant"],
@@ -558,3 +558,13 @@ def test_a_run_keeps_the_date_that_its_template_writes(tmp_path, models):
     assert fresh.code == 0, fresh
     assert_refused(run(SCRIPT, tmp_path, *flags, "--data", "chats.jsonl"), "--resume")
     assert "2031-05-17" in (tmp_path / "run/settings.json").read_text()
+
+
+def test_copies_of_one_chat_train(tmp_path, models):
+    """As in a first trial, with a chat that is pasted several times, in the form of ShareGPT."""
+    turns = [{"from": "human", "value": "a question"}, {"from": "gpt", "value": "an answer"}]
+    (tmp_path / "chats.jsonl").write_text(lines([{"conversations": turns}] * 5))
+    flags = ("--model", models(CHATML).folder, "--steps", 1, "--keep", 0, "--json", "summary.json")
+    result = run(SCRIPT, tmp_path, *FLAGS, *flags)
+    assert result.code == 0, result
+    assert result.summary["steps"] == 1
