@@ -209,7 +209,7 @@ def test_a_reference_that_does_not_fit_on_the_gpu_computes_on_the_cpu(tmp_path):
     driver = """
 import sys, torch
 sys.path.insert(0, sys.argv[1])
-from common import reference
+from lm import reference
 device = torch.device("cuda", 0)
 torch.set_float32_matmul_precision("high")
 with reference.comparison(device, needed_bytes=2**20) as where:
