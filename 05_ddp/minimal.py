@@ -82,7 +82,8 @@ class Model(nn.Module):
 def initial_weight(name, shape):
     """Return random numbers that depend on SEED, the name and the row only.
 
-    So a weight starts the same on every device, and however it is sharded.
+    So a weight starts the same on every device, and however it is sharded. If main() did not call
+    this, the model would keep the weights that it was made with.
     """
     if name.endswith("bias"):
         return torch.zeros(shape)
@@ -145,7 +146,7 @@ def main():
         dist.init_process_group("gloo")
 
     model = Model().to(device)
-    # YOURS: without this loop, the model keeps the weights that it was made with
+    # YOURS: the initial weights
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(initial_weight(name, parameter.shape))

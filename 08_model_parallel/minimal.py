@@ -162,12 +162,12 @@ def main():
         fully_shard(block, mesh=mesh["data"], mp_policy=policy)
     fully_shard(model, mesh=mesh["data"], mp_policy=policy)  # embeddings and head
     model.to_empty(device=device)  # memory for this rank's shards, not initialized (nor buffers)
+    # YOURS: the initial weights
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            weight = initial_weight(name, parameter.shape).to(device)
-            # Each rank keeps its own shard of the full weight. None: no rank sends anything.
-            mesh_and_placements = (parameter.device_mesh, parameter.placements)
-            parameter.copy_(distribute_tensor(weight, *mesh_and_placements, src_data_rank=None))
+            weight = initial_weight(name, parameter.shape).to(device)  # the same on every rank
+            place = (parameter.device_mesh, parameter.placements)
+            parameter.copy_(distribute_tensor(weight, *place, src_data_rank=None))  # its shard
     # foreach=False: these functions take no list of parameters from two meshes
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, foreach=False)
     text = make_text()
