@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from common import exits, runtime
 from lm import data, lora, model, reference, shapes
-from lm.weight_files import weight_files
+from lm.corpus import tokenizer_in_errors
 from lm.weights import build, local_part, random_weight
 from planner import memory, plan, shape
 
@@ -301,8 +301,7 @@ def read_chat_format(name: str, date: datetime | None = None) -> Chat:
         return byte_chat()
     from transformers import AutoTokenizer
 
-    # a folder may be that of --model
-    where = f"the tokenizer in {name}" if Path(name).is_dir() else f"--tokenizer {name}"
+    where = tokenizer_in_errors(name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:  # tokenizers raises Exception itself
@@ -784,19 +783,6 @@ def print_plan(args, config: shapes.Config, batches: data.Batches, device: torch
             " --checkpointing full, --micro-batch-size 1 or --cpu-offload help"
         )
     return round(peak.allocated_bytes())
-
-
-def base_sha256(name: str) -> str:
-    """Return a hash of the weights in the folder `name`, from the start of each file.
-
-    It covers the size and the first MiB of each: to read all of 141 GB would take minutes.
-    """
-    sha = hashlib.sha256()
-    if name not in shapes.SIZES:
-        for file in weight_files(Path(name)):
-            with open(file, "rb") as stream:
-                sha.update(f"{file.name} {file.stat().st_size}".encode() + stream.read(2**20))
-    return sha.hexdigest()
 
 
 @torch.no_grad()

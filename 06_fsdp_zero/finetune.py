@@ -224,8 +224,7 @@ def main() -> int:
 
     # 4 The run: its folder, and the step at which it stood. With adapters, its checkpoints hold
     # only these.
-    base = f"{config!r} {_finetune.base_sha256(args.model)}"
-    settings = flags.settings(args, data=corpus.sha256, model=base)
+    settings = flags.settings(args, data=corpus.sha256, model=repr(config))
     settings |= {"--adapters": args.adapters, checkpoint.DATE: date.isoformat()}
     run = checkpoint.Run(args, settings=settings)
     training = {"net": net, "optimizer": optimizer, "scheduler": scheduler}

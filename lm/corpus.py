@@ -51,6 +51,13 @@ def as_user_error(what: str) -> Iterator[None]:
         raise UserError(f"{what}: {type(error).__name__}: {error}") from None
 
 
+def tokenizer_in_errors(name: str) -> str:
+    """Return how an error calls a tokenizer. A folder may be that of --model, so name no flag."""
+    if Path(name).is_dir():
+        return f"the tokenizer in {name}"
+    return f"--tokenizer {name}"
+
+
 def load_tokenizer(name: str, end_token: str | None = None) -> tuple[str, dict]:
     """Load a tokenizer: "bytes", or a Hugging Face name or folder.
 
@@ -74,9 +81,7 @@ def load_tokenizer(name: str, end_token: str | None = None) -> tuple[str, dict]:
         vocabulary = {"\0": 0}
         eos_token = "\0"
     else:
-        # A folder may be that of --model.
-        where = f"the tokenizer in {name}" if Path(name).is_dir() else f"--tokenizer {name}"
-        with as_user_error(where):
+        with as_user_error(tokenizer_in_errors(name)):
             from transformers import AutoTokenizer
 
             tokenizer = AutoTokenizer.from_pretrained(name)
