@@ -55,6 +55,10 @@ def load_training_objects(args, rank, world_size, device):
         n_head=4,
         bos_token_id=None,
         eos_token_id=None,
+        # Dropout draws other numbers for each number of ranks. Without it the losses are equal.
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
     )
     torch.manual_seed(args.seed)  # the same initial weights on every rank
     model = CausalLM(AutoModelForCausalLM.from_config(config)).to(device)
