@@ -26,7 +26,7 @@ from torch.optim.lr_scheduler import LambdaLR
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 import _train_zero as helper
 
-from common import exits, hardware, runtime
+from common import exits, hardware, report, runtime
 from lm import data, flags, metrics, model, optim, shapes, weights
 from lm.activation_checkpointing import checkpoint_blocks
 
@@ -173,11 +173,14 @@ def main() -> int:
         peak_flops=hardware.peak_flops(hardware.device_name(device), args.dtype),
         device=device,
         dtype=args.dtype,
+        tensorboard=args.tensorboard,
+        wandb=args.wandb,
     )
 
     # 5 The loop.
     step, stop = start_step, 0
-    for step in range(start_step + 1, args.steps + 1):
+    steps = range(start_step + 1, args.steps + 1)
+    for step in report.progress_bar(steps, "training", initial=start_step, unit="step"):
         # what dropout draws, if your model has it, is the same after a resume
         torch.manual_seed(args.seed + step)
         lr = optimizer.param_groups[0]["lr"]
@@ -192,6 +195,7 @@ def main() -> int:
             meter.log_eval(step, evaluate(engine, held_out, device))
         if save:
             run.save(step, engine, shapes.config_json(config))
+            meter.save_plot()
         if stop:
             break
     if stop:

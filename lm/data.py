@@ -54,6 +54,7 @@ class Corpus(NamedTuple):
     held_out: np.ndarray
     vocab_size: int
     sha256: str  # of the token ids, first train, then held_out
+    tokenizer: str = "bytes"  # "bytes", or a Hugging Face name or folder
 
 
 def load_corpus(
@@ -107,6 +108,8 @@ def load_corpus(
                     tokenize(found.origins, tokenizer, folder, data)
         where = f"--data {data}: its tokens in the cache, {folder}"
         corpus = _open_corpus(folder, None, where, "delete that folder")
+        # The cache may have the path of the same tokenizer from another directory.
+        corpus = corpus._replace(tokenizer=tokenizer)
     except OSError as error:
         # A full disk, for example. numpy's OSError for it lacks the errno by which common.exits
         # would know it.
@@ -177,6 +180,7 @@ def _open_corpus(folder: Path, tokenizer: str | None, where: str, fix: str) -> C
         held_out=held_out,
         vocab_size=about["vocab_size"],
         sha256=about["sha256"],
+        tokenizer=tokenizer or about["tokenizer"],
     )
 
 
