@@ -120,7 +120,7 @@ def main() -> int:
     runtime.catch_stop_signals()
 
     # 2 The batch: a function of --seed and the step alone. Rank r of N reads the r-th of N equal parts.
-    corpus = data.load_corpus(args.data, args.tokenizer, args.model, args.run_dir)
+    corpus = data.load_corpus(args.data, args.tokenizer, args.model, args.run_dir, args.eval_data)
     batches = data.Batches(corpus, args, rank=rank, world_size=world_size)
     held_out = batches.evaluation()
     runtime.print0(
