@@ -18,8 +18,10 @@ This is train_fsdp.py with three changes.
               --rdzv-endpoint=$HEAD:29400
 
 A line of --data is {"messages": [{"role", "content"}, ...]} or {"prompt", "completion"}, and may
-have "tools". Without flags the script takes eight steps on the pairs of 07_memory_tricks/lora.py,
-with the model that `make model` makes. If that is not there, it trains nano on bytes.
+have "tools". 5 % of the chats are held out. With --eval-data FILE, the chats of FILE are, and all
+of --data trains. Without flags the script takes eight steps on the pairs of
+07_memory_tricks/lora.py, with the model that `make model` makes. If that is not there, it trains
+nano on bytes.
 
 Look for: the size of an epoch; which tokens of the first row are targets; planned and measured
 bytes; three held-out questions, answered before and after. The run's folder has adapter/ for peft,
@@ -229,6 +231,9 @@ def main() -> int:
     # only these.
     settings = flags.settings(args, data=corpus.sha256, model=repr(config))
     settings |= {"--adapters": args.adapters, checkpoint.DATE: date.isoformat()}
+    if args.eval_data is not None:
+        # other chats for evaluation may be longer, and the run has to resume with them
+        settings["--seq-len"] = batches.train.longest()
     run = checkpoint.Run(args, settings=settings)
     training = {"net": net, "optimizer": optimizer, "scheduler": scheduler}
     start_step = checkpoint.resume(run, **training) if args.resume else 0

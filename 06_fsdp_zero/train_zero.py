@@ -121,10 +121,9 @@ def main() -> int:
     runtime.catch_stop_signals()
 
     # 2 The batch: a function of --seed and the step alone. Rank r of N reads the r-th of N equal parts.
-    corpus = data.load_corpus(args.data, args.tokenizer, args.model, args.run_dir)
-    batches = data.Batches(
-        *data.sequences(corpus, args.seq_len), args, rank=rank, world_size=world_size
-    )
+    corpus = data.load_corpus(args.data, args.tokenizer, args.model, args.run_dir, args.eval_data)
+    samples = data.sequences(corpus, args.seq_len)
+    batches = data.Batches(*samples, args, rank=rank, world_size=world_size)
     held_out = batches.evaluation()
     runtime.print0(
         f"{args.model}, ZeRO-{args.stage}, {args.dtype}, {world_size} x {hardware.device_name(device)}"

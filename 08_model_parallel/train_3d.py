@@ -122,7 +122,7 @@ def main() -> int:
     mesh = helper.make_mesh(args, device)
 
     # 2 The batch: a function of --seed and the step alone. Only data ranks read different sequences.
-    corpus = data.load_corpus(args.data, args.tokenizer, args.model, args.run_dir)
+    corpus = data.load_corpus(args.data, args.tokenizer, args.model, args.run_dir, args.eval_data)
     batches = data.Batches(
         *data.sequences(corpus, args.seq_len),
         args,

@@ -21,7 +21,8 @@ from lm.trackers import check_packages
 from lm.weight_files import weight_files
 
 # The flags that must be the same on --resume, because they change the losses. All other flags may
-# change, such as --steps, --micro-batch-size and --device. So may the number of ranks.
+# change, such as --steps, --micro-batch-size and --device. So may the number of ranks. --eval-data
+# may change, too, but not be added or left out: then the training data would change.
 FIXED_FLAGS = (
     "model",
     "data",
@@ -61,6 +62,10 @@ class TrainingParser(Parser):
             "--data",
             default="stdlib",
             help="stdlib, a text, .jsonl or .parquet, a folder, hf:NAME, or prepare_data's",
+        )
+        add(
+            "--eval-data",
+            help="evaluate on this, as --data, and train on all of --data (default: hold out 5 %%)",
         )
         add(
             "--tokenizer",
@@ -180,6 +185,8 @@ def settings(args: argparse.Namespace, **contents: str) -> dict:
     for name in FIXED_FLAGS:
         flag = "--" + name.replace("_", "-")
         values[flag] = getattr(args, name)
+    if args.eval_data is not None:
+        values["--data"] += f" with --eval-data {args.eval_data}"
     for name, content in contents.items():
         flag = f"--{name}"
         values[flag] = with_hash(values.get(flag, name), content)
