@@ -4,7 +4,7 @@ A run has one folder:
 
     settings.json       flags that must not change on a resume, such as --data (lm/flags.py)
     .lock, .lock.lease  locked by the process that trains in this folder (lm/lock.py)
-    metrics.jsonl       written by lm.metrics.Meter
+    metrics.jsonl       written by lm.metrics.Meter, with loss.png, tensorboard/ and wandb/
     step-00000200/      a checkpoint: the weights, optimizer state and schedule after step 200
         .metadata, __0_0.distcp, __1_0.distcp, ...    files of torch.distributed.checkpoint (DCP):
                         an index, and what rank 0, rank 1, ... wrote
