@@ -17,6 +17,7 @@ from support.harness import (
     assert_refused,
     config_of,
     drop_after,
+    in_full,
     run,
     train,
 )
@@ -63,7 +64,10 @@ def split_texts(folder: Path) -> tuple[Path, Path, Path]:
 # --- texts
 
 
-@pytest.mark.parametrize(("script", "nproc"), [(TRAIN_3D, None), (TRAIN_ZERO, 2)])
+@pytest.mark.parametrize(
+    ("script", "nproc"),
+    [(TRAIN_3D, None), pytest.param(TRAIN_ZERO, 2, marks=pytest.mark.full)],
+)
 def test_a_split_by_hand_trains_as_the_split_of_the_script(tmp_path, script, nproc):
     whole, train_file, held_out = split_texts(tmp_path)
     expected = train(script, tmp_path / "a", *SHORT, "--data", whole, nproc=nproc)
@@ -74,7 +78,7 @@ def test_a_split_by_hand_trains_as_the_split_of_the_script(tmp_path, script, npr
     assert found.summary["weights_sha256"] == expected.summary["weights_sha256"]
 
 
-@pytest.mark.parametrize("nproc", [None, 2, 3])
+@pytest.mark.parametrize("nproc", [None, 2, in_full(3)])
 def test_the_held_out_loss_is_the_loss_of_the_text(tmp_path, nproc):
     text = write_text(tmp_path / "eval.txt", "somebody", count=100)
     flags = ["--data", TEXT, "--eval-data", text, "--steps", 1, *NO_CHANGE]
@@ -266,7 +270,7 @@ def split_chats(folder: Path, count: int = 3) -> tuple[Path, Path]:
     return folder / "train.jsonl", folder / "held_out.jsonl"
 
 
-@pytest.mark.parametrize("nproc", [None, 2])
+@pytest.mark.parametrize("nproc", [2, in_full(None)])
 def test_chats_split_by_hand_train_as_the_split_of_the_script(tmp_path, base, nproc):
     train_file, held_out = split_chats(tmp_path)
     flags = [*CHAT_FLAGS, "--model", base]
