@@ -24,6 +24,7 @@ from support.harness import (
 
 from lm import data, model
 
+DDP = "05_ddp/train.py"
 TRAIN_3D = "08_model_parallel/train_3d.py"
 TRAIN_ZERO = "06_fsdp_zero/train_zero.py"
 FINETUNE = "06_fsdp_zero/finetune.py"
@@ -66,7 +67,13 @@ def split_texts(folder: Path) -> tuple[Path, Path, Path]:
 
 @pytest.mark.parametrize(
     ("script", "nproc"),
-    [(TRAIN_3D, None), pytest.param(TRAIN_ZERO, 2, marks=pytest.mark.full)],
+    [
+        (DDP, 2),
+        in_full("04_amp/train.py", None),
+        in_full("06_fsdp_zero/train_fsdp.py", 2),
+        in_full(TRAIN_ZERO, 2),
+        in_full(TRAIN_3D, None),
+    ],
 )
 def test_a_split_by_hand_trains_as_the_split_of_the_script(tmp_path, script, nproc):
     whole, train_file, held_out = split_texts(tmp_path)
@@ -82,7 +89,7 @@ def test_a_split_by_hand_trains_as_the_split_of_the_script(tmp_path, script, npr
 def test_the_held_out_loss_is_the_loss_of_the_text(tmp_path, nproc):
     text = write_text(tmp_path / "eval.txt", "somebody", count=100)
     flags = ["--data", TEXT, "--eval-data", text, "--steps", 1, *NO_CHANGE]
-    result = train(TRAIN_3D, tmp_path, *flags, nproc=nproc)
+    result = train(DDP, tmp_path, *flags, nproc=nproc)
     tokens = torch.tensor([*text.read_bytes(), 0])
     count = (len(tokens) - 1) // 32
     assert 50 < count <= data.EVAL_SEQUENCES
@@ -133,8 +140,8 @@ def test_prepared_folders_give_all_their_tokens(tmp_path):
     assert corpus.held_out[:].tolist() == all_tokens(eval_tokens).tolist()
 
     flags = [*SHORT, "--data", tokens, "--eval-data"]
-    prepared = train(TRAIN_3D, tmp_path / "1", *flags, eval_tokens)
-    text = train(TRAIN_3D, tmp_path / "2", *flags, eval_text)
+    prepared = train(DDP, tmp_path / "1", *flags, eval_tokens)
+    text = train(DDP, tmp_path / "2", *flags, eval_text)
     assert prepared.column("loss") == text.column("loss")
 
 
@@ -169,24 +176,24 @@ def test_a_run_resumes_with_other_evaluation_data(tmp_path):
     first = write_text(tmp_path / "first.txt", "b")
     second = write_text(tmp_path / "second.txt", "c")
     flags = ["--data", text, "--steps", 4, "--save-every", 1, "--keep", 9]
-    whole = train(TRAIN_3D, tmp_path, *flags, "--eval-data", first)
+    whole = train(DDP, tmp_path, *flags, "--eval-data", first)
     losses = whole.column("loss")
     val_loss = whole.summary["val_loss"]
 
     drop_after(tmp_path, 2)
-    resumed = train(TRAIN_3D, tmp_path, *flags, "--eval-data", second, "--resume")
+    resumed = train(DDP, tmp_path, *flags, "--eval-data", second, "--resume")
     assert "step-00000002" in resumed.out
     assert resumed.column("loss") == losses
     assert resumed.summary["val_loss"] != val_loss
-    assert_refused(refuse(TRAIN_3D, tmp_path, *flags, "--resume"), "--data", "--eval-data")
+    assert_refused(refuse(DDP, tmp_path, *flags, "--resume"), "--data", "--eval-data")
 
 
 def test_a_run_that_holds_out_5_percent_does_not_resume_with_all_of_its_data(tmp_path):
     text = write_text(tmp_path / "data.txt", "a", count=400)
     eval_text = write_text(tmp_path / "eval.txt", "b")
-    train(TRAIN_3D, tmp_path, "--data", text, "--steps", 1)
+    train(DDP, tmp_path, "--data", text, "--steps", 1)
     flags = ["--data", text, "--eval-data", eval_text, "--steps", 2, "--resume"]
-    assert_refused(refuse(TRAIN_3D, tmp_path, *flags), "--data", "--eval-data")
+    assert_refused(refuse(DDP, tmp_path, *flags), "--data", "--eval-data")
 
 
 # --- what is refused
@@ -243,7 +250,7 @@ def test_what_cannot_be_evaluated_is_told(tmp_path, make):
     (tmp_path / "data").mkdir()
     write_text(tmp_path / "data/a.txt", "a")
     name = make(tmp_path)
-    result = refuse(TRAIN_3D, tmp_path, "--data", "data", "--eval-data", name)
+    result = refuse(DDP, tmp_path, "--data", "data", "--eval-data", name)
     assert_refused(result, f"--eval-data {name}", REFUSED[make])
     assert not (tmp_path / "run").exists()
 

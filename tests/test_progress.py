@@ -25,7 +25,10 @@ PAIRS = ROOT / "07_memory_tricks/lora_instructions.jsonl"
 
 # Scripts whose training loop has a bar, their number of processes, and flags of their own.
 TRAINING = [
-    (TRAIN_3D, None, ()),
+    ("05_ddp/train.py", 2, ()),
+    in_full("04_amp/train.py", None, ()),
+    in_full("06_fsdp_zero/train_fsdp.py", 2, ()),
+    in_full(TRAIN_3D, None, ()),
     in_full(TRAIN_ZERO, 2, ()),
     in_full(FINETUNE, 2, ("--data", PAIRS, "--seq-len", 128, "--adapters", 0)),
 ]
@@ -56,8 +59,8 @@ def test_training_has_a_bar_on_a_terminal_and_the_same_lines(tmp_path, script, n
 
 
 def test_the_bar_of_a_resumed_run_starts_where_the_run_stood(tmp_path):
-    train(TRAIN_3D, tmp_path, "--steps", 6)
-    argv = command(TRAIN_3D, *tiny_flags(tmp_path), "--steps", 9, "--resume")
+    train("04_amp/train.py", tmp_path, "--steps", 6)
+    argv = command("04_amp/train.py", *tiny_flags(tmp_path), "--steps", 9, "--resume")
     code, written = run_in_terminal(argv, tmp_path)
     assert code == 0, written
     assert BAR.findall(written)[0] == ("6", "9")

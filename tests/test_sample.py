@@ -6,7 +6,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.harness import ROOT, TEXT, TINY, config_of, needs_compiler, run, write_tiny
+from support.harness import (
+    ROOT,
+    TEXT,
+    TINY,
+    config_of,
+    in_full,
+    needs_compiler,
+    run,
+    train,
+    write_tiny,
+)
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -59,7 +69,8 @@ def train(with_texts, device):
     corpus = data.load_corpus({text!r})
     args = argparse.Namespace(seq_len=32, seed=0, global_batch_size=8, micro_batch_size=None)
     rank, world_size, _ = runtime.ranks()
-    stream = data.Batches(corpus, args, rank=rank, world_size=world_size).stream(0)
+    samples = data.sequences(corpus, args.seq_len)
+    stream = data.Batches(*samples, args, rank=rank, world_size=world_size).stream(0)
     net, train_net = build(device)
     net.model.layers["0"].mlp.register_forward_hook(dropout)
     optimizer, _ = optim.adamw_cosine(net, lr=0.01, weight_decay=0.1, warmup_steps=1, steps=3)
@@ -169,3 +180,17 @@ def test_tokens_of_a_tokenizer_become_its_text(tmp_path):
 
 def test_a_run_without_its_tokenizer_has_no_text(tmp_path):
     assert sample_of(corpus_of(b"text " * 20, tokenizer=str(tmp_path / "moved"))) is None
+
+
+@pytest.mark.parametrize(
+    ("script", "nproc"),
+    [
+        ("05_ddp/train.py", 2),
+        in_full("04_amp/train.py", None),
+        in_full("06_fsdp_zero/train_fsdp.py", 2),
+    ],
+)
+def test_each_evaluation_shows_a_text(tmp_path, script, nproc):
+    result = train(script, tmp_path, "--steps", 4, "--eval-every", 2, nproc=nproc)
+    assert len(result.column("sample")) == len(result.column("val_loss")) == 2
+    assert result.out.count("sample: ") == 2

@@ -22,6 +22,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from common.exits import UserError
 from lm.metrics import Meter, read_records
 
+DDP = "05_ddp/train.py"
 TRAIN_3D = "08_model_parallel/train_3d.py"
 TRAIN_ZERO = "06_fsdp_zero/train_zero.py"
 FINETUNE = "06_fsdp_zero/finetune.py"
@@ -29,7 +30,10 @@ PAIRS = ROOT / "07_memory_tricks/lora_instructions.jsonl"
 
 # The training scripts, and flags of their own. A new script joins the tests by a line here.
 SCRIPTS = [
-    (TRAIN_3D, ()),
+    (DDP, ()),
+    in_full("04_amp/train.py", ()),
+    in_full("06_fsdp_zero/train_fsdp.py", ()),
+    in_full(TRAIN_3D, ()),
     in_full(TRAIN_ZERO, ()),
     in_full(FINETUNE, ("--data", PAIRS, "--seq-len", 128, "--adapters", 0)),
 ]
@@ -111,8 +115,8 @@ def test_a_run_and_its_resume_are_shown(tmp_path, script, more):
 
 
 def test_tensorboard_that_is_switched_on_later_shows_the_whole_run(tmp_path):
-    train(TRAIN_3D, tmp_path, "--steps", 4)
-    train(TRAIN_3D, tmp_path, "--steps", 6, "--resume", "--tensorboard")
+    train(DDP, tmp_path, "--steps", 4)
+    train(DDP, tmp_path, "--steps", 6, "--resume", "--tensorboard")
     assert_tensorboard_shows(tmp_path / "run")
 
 
@@ -120,7 +124,7 @@ def test_tensorboard_that_is_switched_on_later_shows_the_whole_run(tmp_path):
 @pytest.mark.parametrize("nproc", [None, 2])
 def test_a_missing_package_is_one_line_before_the_work_starts(tmp_path, package, nproc):
     write_tiny(tmp_path)
-    script = with_prelude(TRAIN_3D, tmp_path, f"sys.modules[{package!r}] = None")
+    script = with_prelude(DDP, tmp_path, f"sys.modules[{package!r}] = None")
     result = run(script, tmp_path, *tiny_flags(tmp_path), f"--{package}", nproc=nproc)
     assert_refused(result, f"pip install {package}")
     assert not (tmp_path / "run").exists()
@@ -131,7 +135,7 @@ def test_a_person_who_is_not_logged_in_at_wandb_gets_one_line(tmp_path):
     home.mkdir()
     login = {"WANDB_MODE": "online", "WANDB_API_KEY": "", "HOME": str(home)}
     write_tiny(tmp_path)
-    result = run(TRAIN_3D, tmp_path, *tiny_flags(tmp_path), "--wandb", **login)
+    result = run(DDP, tmp_path, *tiny_flags(tmp_path), "--wandb", **login)
     assert result.code == 2, result
     assert "wandb login" in result.err
     assert "Traceback" not in result.err
@@ -139,7 +143,7 @@ def test_a_person_who_is_not_logged_in_at_wandb_gets_one_line(tmp_path):
 
 def test_a_picture_that_cannot_be_written_does_not_end_the_run(tmp_path):
     (tmp_path / "run/loss.png").mkdir(parents=True)
-    result = train(TRAIN_3D, tmp_path, "--steps", 4, "--save-every", 2)
+    result = train(DDP, tmp_path, "--steps", 4, "--save-every", 2)
     assert len(result.column("loss")) == 4
     assert "loss.png" in result.out
 
