@@ -13,8 +13,8 @@ A generated part stands between two comments. The first one says what it is, the
         line. Exactly one hunk must have such a line.
 
     <!-- code FILE.py: FIRST ... LAST -->
-        The lines of a script from FIRST to LAST. FIRST is part of exactly one line. LAST is part of
-        that line or of one after it.
+        The lines of a script from FIRST to LAST. Exactly one line starts with FIRST, apart from its
+        indentation. LAST is the start of that line or of one after it.
 
 A diff leaves out the docstrings of the scripts, because they stand at the top of each.
 """
@@ -134,16 +134,16 @@ def _context(lines: list[str]) -> list[str]:
 def code(script: str, first: str, last: str) -> str:
     """Return the lines of a script from one to another, without their common indentation.
 
-    Raise ValueError if `first` is not part of exactly one line, or `last` of none from there on.
+    Raise ValueError if not exactly one line starts with `first`, or none from there on with `last`.
     """
     lines = (ROOT / script).read_text().splitlines()
-    starts = [number for number, line in enumerate(lines) if first in line]
+    starts = [number for number, line in enumerate(lines) if line.strip().startswith(first)]
     if len(starts) != 1:
-        raise ValueError(f"{len(starts)} lines of {script} have {first!r}")
+        raise ValueError(f"{len(starts)} lines of {script} start with {first!r}")
     for end in range(starts[0], len(lines)):
-        if last in lines[end]:
+        if lines[end].strip().startswith(last):
             return textwrap.dedent("\n".join(lines[starts[0] : end + 1]))
-    raise ValueError(f"no line of {script} has {last!r}, from {first!r} on")
+    raise ValueError(f"no line of {script} starts with {last!r}, from {first!r} on")
 
 
 def _body(script: str) -> list[str]:
