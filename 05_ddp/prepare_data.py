@@ -31,8 +31,6 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
-from tqdm import tqdm
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 from _prepare_data import (
     CPU,
@@ -132,9 +130,7 @@ def make_parts(parts: list, args, definition: str, about: dict) -> list[dict]:
     left = [number for number in range(len(parts)) if number not in done]
     sizes = [sum(span[3] for span in part) for part in parts]
     begin = sum(sizes[number] for number in done)
-    bar = tqdm(
-        total=sum(sizes), initial=begin, unit="B", unit_scale=True, disable=not sys.stderr.isatty()
-    )
+    bar = report.progress_bar(description="tokenizing", total=sum(sizes), initial=begin, unit="B")
     # a fork would copy locks that the parent's threads hold
     spawn = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(args.workers, spawn, start_worker, (os.getpid(), definition, about))

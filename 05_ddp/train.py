@@ -26,9 +26,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
-from common import exits, hardware, runtime
+from common import exits, hardware, report, runtime
 from lm import checkpoint, data, flags, metrics, optim, shapes, weights
 from lm.activation_checkpointing import checkpoint_blocks
+from lm.sample import sample_text
 from lm.training_objects import TrainingObjects
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -42,7 +43,7 @@ def load_training_objects(args, rank, world_size, device):
     05_ddp/own_gpt2.py are examples.
     """
     shapes.read_config(args.model)  # raises for an unknown model, before the text is tokenized
-    corpus = data.load_corpus(args.data, args.tokenizer, args.model, args.run_dir)
+    corpus = data.load_corpus(args.data, args.tokenizer, args.model, args.run_dir, args.eval_data)
     train_set, held_out_set = data.sequences(corpus, args.seq_len)
     config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)
     model = weights.build(args.model, config, seed=args.seed, device=device)
@@ -53,6 +54,7 @@ def load_training_objects(args, rank, world_size, device):
         must_match={"data": corpus.sha256, "model": repr(config)},
         flops_per_token=shapes.flops_per_token(config, args.seq_len),
         config_json=shapes.config_json(config),
+        sample=partial(sample_text, model, corpus, seq_len=args.seq_len, device=device),
     )
 
 
@@ -125,13 +127,16 @@ def main() -> int:
         peak_flops=hardware.peak_flops(hardware.device_name(device), args.dtype),
         device=device,
         dtype=args.dtype,
+        tensorboard=args.tensorboard,
+        wandb=args.wandb,
     )
 
     # 4. The training loop.
     step = start_step
     stop = 0
     scale = scaler.get_scale()
-    for step in range(start_step + 1, args.steps + 1):
+    steps = range(start_step + 1, args.steps + 1)
+    for step in report.progress_bar(steps, "training", initial=start_step, unit="step"):
         torch.manual_seed(args.seed + step)  # dropout draws the same numbers after a resume
         step_loss = torch.zeros((), device=device)
         for micro_step in range(1, batches.accumulation_steps + 1):
@@ -164,10 +169,14 @@ def main() -> int:
             skipped_steps = step - scheduler.last_epoch
             meter.log(step, step_loss / world_size, grad_norm, lr, skipped_steps, scale)
         if step == args.steps or (args.eval_every and step % args.eval_every == 0):
-            meter.log_eval(step, evaluate(model, held_out, autocast, device))
+            val_loss = evaluate(model, held_out, autocast, device)
+            with autocast():
+                sample = objects.sample() if objects.sample else None
+            meter.log_eval(step, val_loss, sample)
         if save:
             state = checkpoint.training_state(step, model, optimizer, scheduler, scaler)
             run.save(step, state, objects.config_json)
+            meter.save_plot()
         if stop:
             break
     run.wait()

@@ -1,21 +1,23 @@
-"""What convert_checkpoint.py finds: the kind of a checkpoint, the shape of its model, and whether they fit."""
+"""Find what convert_checkpoint.py needs of a checkpoint: its kind, its shape and its tokenizer."""
 
 import contextlib
 import io
 import os
 import pickle
+import re
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from _shared import copy_tokenizer
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from common.exits import UserError
-from lm import checkpoint, model, shapes
+from lm import corpus, model, runs, shapes
 from lm.weight_files import EMBEDDING, HEAD, untied
 
 # where training programs keep the state dict in a file: here, Lightning, many others, DeepSpeed
@@ -36,20 +38,24 @@ SAFETENSORS_DTYPES = {  # of the tensors in a .safetensors file, by the names us
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+BYTES = 256  # tokens of the byte tokenizer
 DAMAGE = (CheckpointException, SafetensorError, pickle.UnpicklingError, OSError, RuntimeError)
 # what libraries raise for a damaged or a foreign file
 DAMAGE += (EOFError, LookupError, TypeError, ValueError)
 
 
 class Source(NamedTuple):
-    """A checkpoint. `tensors` are on the meta device: names, shapes and types, and no numbers yet."""
+    """A checkpoint. `tensors` are on the meta device: names, shapes and types without numbers."""
 
     tensors: dict[str, Tensor]
     read: Callable[[str], Tensor]
 
 
 def find(path: Path) -> tuple[str, Path]:
-    """The kind of the checkpoint at `path`, and where exactly it lies. UserError if there is none, or a broken one."""
+    """Return the kind of the checkpoint at `path`, and where exactly it is.
+
+    Raise UserError if there is no checkpoint, or if it is broken.
+    """
     if path.suffix == ".safetensors":
         raise UserError(f"{path} is one file of a Hugging Face folder: name the folder")
     if path.is_file():
@@ -57,8 +63,8 @@ def find(path: Path) -> tuple[str, Path]:
     path = max(path.glob("step-" + 8 * "[0-9]"), default=path)
     if (path / "latest").is_file():  # DeepSpeed's own folder: the name of its newest step
         path = path / (path / "latest").read_text().strip()
-    if (path / "hashes.json").is_file() and (problem := checkpoint.find_damage(path)):
-        raise UserError(f"{path} is broken ({problem}): name another step")
+    if (path / "hashes.json").is_file():
+        check_hashes(path)
     for kind, files in (
         ("dcp", ".metadata"),
         ("hf", "*.safetensors*"),
@@ -67,8 +73,19 @@ def find(path: Path) -> tuple[str, Path]:
         if any(path.glob(files)):
             return kind, path
     raise UserError(
-        f"{path} is no checkpoint: step-N, a folder of DCP, Hugging Face or DeepSpeed, or a .pt file"
+        f"{path} is no checkpoint: name step-N, a folder of DCP, Hugging Face or DeepSpeed, "
+        "or a .pt file"
     )
+
+
+def check_hashes(path: Path) -> None:
+    """Raise UserError, which names an intact checkpoint of the run, if this one is broken."""
+    problem = runs.find_damage(path)
+    if problem is None:
+        return
+    intact = runs.newest_intact(runs.list_checkpoints(path.parent))
+    fix = f"use {intact}" if intact else "the run has no other that is intact"
+    raise UserError(f"{path} is broken ({problem}): {fix}")
 
 
 def load_torch_file(path: Path) -> dict[str, Tensor]:
@@ -96,8 +113,8 @@ def load_torch_file(path: Path) -> dict[str, Tensor]:
     for name, value in content.items():
         if not isinstance(value, Tensor):
             raise UserError(
-                f"{path}: {name!r} is {describe(value)} and not a tensor: torch.save the state dict "
-                f"alone, or under one of the keys {', '.join(STATE_DICT_KEYS)}"
+                f"{path}: {name!r} is {describe(value)} and not a tensor: torch.save the "
+                f"state dict alone, or under one of the keys {', '.join(STATE_DICT_KEYS)}"
             )
     return dict(content)
 
@@ -140,11 +157,15 @@ def without_prefixes(source: Source, path: Path) -> Source:
 
 
 def find_config(named: str | None, path: Path) -> dict:
-    """The content of the model's config.json: of --model, or of what lies with the weights."""
+    """Return the content of the model's config.json: that of --model, or that beside the weights.
+
+    Raise UserError if there is none, or if lm/model.py does not implement the model.
+    """
     near = [place for place in (path, path.parent) if (place / "config.json").is_file()]
     if not (named or near):
         raise UserError(
-            f"{path} does not say the shape of its model: add --model, a size, config.json or folder"
+            f"{path} does not say the shape of its model: "
+            "add --model, a size, config.json or folder"
         )
     place = Path(named or near[0])
     if str(place) in shapes.SIZES:
@@ -152,6 +173,89 @@ def find_config(named: str | None, path: Path) -> dict:
     config = shapes.read_config_json(str(place))
     shapes.parse_config(config, f"--model {place}" if named else str(place))  # raises UserErrors
     return config
+
+
+def find_tokenizer(given: str | None, named: str | None, path: Path, config: dict) -> str | None:
+    """Return the tokenizer of a checkpoint: "bytes", a Hugging Face name or folder, or None.
+
+    It is that of --tokenizer (`given`), of --model (`named`), of the folder `path`, or of the run
+    that wrote `path`. None: there is no tokenizer, or none is known.
+
+    Raise UserError if the tokenizer of a run cannot be found or read, or does not fit the model.
+    """
+    if given is None:
+        for place in (named, path):
+            if place and any(Path(place).glob("tokenizer*")):
+                return str(place)
+        if not runs.read_settings(path.parent):
+            return None
+    name = given or tokenizer_of_run(path.parent)
+    if name is None and config["vocab_size"] == BYTES:
+        name = "bytes"
+    if name is None:
+        raise UserError(
+            f"{path}: the --model or --data of its run is not here, and the tokenizer was theirs: "
+            "add --tokenizer, bytes or a Hugging Face name or folder"
+        )
+    try:
+        _, about = corpus.load_tokenizer(name)
+    except UserError as error:
+        if given:
+            raise
+        raise UserError(
+            f"{path}: its run used {error}; add --tokenizer, with the folder of that tokenizer"
+        ) from None
+    if about["vocab_size"] > config["vocab_size"]:
+        raise UserError(
+            f"{corpus.tokenizer_in_errors(name)} has {about['vocab_size']} tokens, and the model "
+            f"in {path} has {config['vocab_size']}: add --tokenizer, with the one of its training"
+        )
+    return name
+
+
+def tokenizer_of_run(folder: Path) -> str | None:
+    """Return the tokenizer of a run: "bytes", or a Hugging Face name or folder.
+
+    Return None if the run took it from a model or from tokens that are not here.
+    """
+    settings = runs.read_settings(folder)
+    if settings.get("--tokenizer"):
+        return settings["--tokenizer"]
+
+    model_name = without_hash(settings["--model"])
+    if any(Path(model_name).glob("tokenizer*")):
+        return model_name
+    if model_name not in shapes.SIZES and not Path(model_name).exists():
+        return None
+
+    data = without_hash(settings["--data"]).partition(" with --eval-data ")[0]
+    if data == "stdlib" or data.startswith("hf:"):
+        return "bytes"
+    if not Path(data).exists():
+        return None
+    tokens = Path(data, "corpus.json")  # a folder that 05_ddp/prepare_data.py made
+    if not tokens.exists():
+        return "bytes"
+    about, _, _ = corpus.open_tokens(Path(data), f"--data {data}", "add --tokenizer")
+    return about["tokenizer"]
+
+
+def without_hash(setting: str) -> str:
+    """Return the value of a run's setting without the hash that lm.flags.with_hash adds."""
+    return re.sub(r" \(SHA-256 \w+\)$", "", setting)
+
+
+def save_tokenizer(name: str | None, folder: Path) -> None:
+    """Write the tokenizer's files into a Hugging Face folder. Bytes need none."""
+    if name is None or name == "bytes":
+        return
+    if Path(name).is_dir():
+        copy_tokenizer(Path(name), folder)
+        return
+    from transformers import AutoTokenizer
+
+    with corpus.as_user_error(corpus.tokenizer_in_errors(name)):
+        AutoTokenizer.from_pretrained(name).save_pretrained(folder)
 
 
 def fit(source: Source, config: dict, path: Path) -> tuple[Source, bool]:
@@ -179,14 +283,18 @@ def fit(source: Source, config: dict, path: Path) -> tuple[Source, bool]:
             tensors[name] = tensor
     found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     for name, _ in sorted(found.items() ^ needed.items()):
-        there = f"{found.get(name, 'missing')} in its files and {needed.get(name, 'missing')} in the model"
-        raise UserError(f"{path} does not fit its config: {name} is {there}")
+        stored_shape = found.get(name, "missing")
+        needed_shape = needed.get(name, "missing")
+        raise UserError(
+            f"{path} does not fit its config: {name} is {stored_shape} in its files "
+            f"and {needed_shape} in the model"
+        )
     return Source(tensors, source.read), tied
 
 
 @contextlib.contextmanager
 def readable(path: object) -> Iterator[None]:
-    """UserError that names the path for whatever a damaged file makes a library raise."""
+    """Raise UserError, which names the path, for what libraries raise for a damaged file."""
     try:
         yield
     except DAMAGE as error:
@@ -194,13 +302,15 @@ def readable(path: object) -> Iterator[None]:
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """What a CheckpointException has caught, or the error itself."""
+    """Return what a CheckpointException has caught, or the error itself."""
     return next(iter(getattr(error, "failures", {}).values()), (error,))[0]
 
 
 def load_deepspeed(path: Path) -> dict:
-    """The fp32 weights of a step of DeepSpeed. Its files hold objects of its own, so loading one runs code: open only
-    what you trust."""
+    """Return the fp32 weights of a checkpoint of DeepSpeed.
+
+    Its files hold objects of DeepSpeed, so loading one runs code: open only what you trust.
+    """
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read by the import, which else looks for GPUs
     if not any(path.glob("*_optim_states.pt")):  # stage 0: the module as it is, on every rank
         return torch.load(next(path.glob("*_model_states.pt")), mmap=True, weights_only=False)[

@@ -63,23 +63,24 @@ PROBE = [
 # 1 The file: JSON objects, then conversations
 
 
-def read_records(file: str) -> list[tuple[str, object]]:
+def read_records(file: str, flag: str = "--data") -> list[tuple[str, object]]:
     """Return the JSON values of a file, each with its place, such as ("line 3", {...}).
 
-    The file has one value per line, or is one JSON array. Raise UserError if it cannot be read.
+    The file has one value per line, or is one JSON array. Raise UserError, with the name of `flag`,
+    if it cannot be read.
     """
     try:
         text = Path(file).read_text(encoding="utf-8-sig")  # -sig skips a byte order mark
     except (OSError, ValueError) as error:
-        raise exits.UserError(f"--data {file} is no UTF-8 .jsonl file of chats: {error}") from None
+        raise exits.UserError(f"{flag} {file} is no UTF-8 .jsonl file of chats: {error}") from None
     if text.lstrip().startswith("["):
-        array = parse_json(text, f"--data {file}, a JSON array")
+        array = parse_json(text, f"{flag} {file}, a JSON array")
         return [(f"entry {number}", value) for number, value in enumerate(array, 1)]
     records = []
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             where = f"line {number}"
-            records.append((where, parse_json(line, f"--data {file}, {where}")))
+            records.append((where, parse_json(line, f"{flag} {file}, {where}")))
     return records
 
 
@@ -627,42 +628,95 @@ class Rows(torch.utils.data.Dataset):
         """Return the mean number of inputs in a row."""
         return sum(len(row.tokens) - 1 for row in self.rows) / len(self.rows)
 
+    def longest(self) -> int:
+        """Return the number of inputs in the longest row."""
+        return max(len(row.tokens) - 1 for row in self.rows)
+
     def target_count(self, chosen: list[int]) -> int:
         """Return the number of targets in these rows."""
         return sum(int(self.rows[i].counts[1:].sum()) for i in chosen)
 
 
-def load_chats(args, chat: Chat, chat_rows: Callable) -> tuple[data.Corpus, list[Conversation]]:
-    """Return the rows of --data to train on and to hold out, and the held-out conversations.
+class Chats(NamedTuple):
+    """The chats of a file, by their hash: copies of a chat have the same hash."""
 
-    The 5 % of the chats whose hash is lowest are held out, at least QUESTIONS of a dozen chats;
-    copies of a chat have the same hash, and count once. Set args.seq_len to the longest row, if
-    that is shorter. Raise UserError for a chat that cannot be used, and if there are too few.
+    conversations: dict[str, Conversation]
+    rows: dict[str, list[Row]]
+    left_out: dict[str, list[str]]  # places of rows, by the reason
+    longest_left_out: int
+
+    def all_rows(self) -> list[Row]:
+        """Return the rows of all chats."""
+        rows = []
+        for rows_of_chat in self.rows.values():
+            rows.extend(rows_of_chat)
+        return rows
+
+
+def load_chats(args, chat: Chat, chat_rows: Callable) -> tuple[data.Corpus, list[Conversation]]:
+    """Return the rows to train on and to hold out, and the held-out conversations.
+
+    With --eval-data, all chats of --data are for training, and those of --eval-data are held out.
+    Else the 5 % of the chats whose hash is lowest are held out, at least QUESTIONS of a dozen
+    chats; copies of a chat count once. Set args.seq_len to the longest row, if that is shorter.
+    Raise UserError for a chat that cannot be used, and if there are too few.
     """
-    conversations = {}  # by the hash of the messages
-    rows = defaultdict(list)
-    left_out = defaultdict(list)  # places of rows, by the reason
+    chats = read_chats(args.data, "--data", args.seq_len, chat, chat_rows)
+    print_left_out("--data", chats)
+    if args.eval_data is None:
+        train_rows, held_out_rows, held_out = hold_out_chats(args, chats)
+        train_chats = len(chats.rows) - len(held_out)
+        sha256 = hash_of_rows(train_rows + held_out_rows)
+    else:
+        eval_chats = read_chats(args.eval_data, "--eval-data", args.seq_len, chat, chat_rows)
+        print_left_out("--eval-data", eval_chats)
+        check_eval_chats(args, chats, eval_chats)
+        train_rows = chats.all_rows()
+        held_out_rows = eval_chats.all_rows()
+        held_out = list(eval_chats.conversations.values())
+        train_chats = len(chats.rows)
+        # the hash tells which rows are trained on: a run must not resume with 5 % held out
+        sha256 = f"all of {hash_of_rows(train_rows)}"
+        data.check_same_eval_data(args.eval_data, hash_of_rows(held_out_rows))
+
+    check_enough(args, train_rows, held_out_rows, chats)
+    print_rows(chat, train_rows, train_chats)
+    longest = max(len(row.tokens) - 1 for row in train_rows + held_out_rows)
+    args.seq_len = min(args.seq_len, longest)
+    return data.Corpus(train_rows, held_out_rows, chat.vocab_size, sha256), held_out
+
+
+def read_chats(file: str, flag: str, seq_len: int, chat: Chat, chat_rows: Callable) -> Chats:
+    """Return the chats of a file, with rows of at most `seq_len` inputs.
+
+    Raise UserError, with the name of `flag`, for a chat that cannot be used.
+    """
+    chats = Chats({}, defaultdict(list), defaultdict(list), 0)
     longest_left_out = 0
-    for where, record in read_records(args.data):
+    for where, record in read_records(file, flag):
         try:
             conversation = read_conversation(record)
             check_keys(chat, conversation)
             found = chat_rows(chat, *conversation)
         except Exception as error:  # a template may raise any exception
             reason = str(error) or repr(error)
-            raise exits.UserError(f"--data {args.data}, {where}: {reason}") from None
+            raise exits.UserError(f"{flag} {file}, {where}: {reason}") from None
         if not found:
-            left_out["without an answer of the role assistant"].append(where)
+            chats.left_out["without an answer of the role assistant"].append(where)
         key = hash_of(conversation)
         for ids, counts in found:
-            if len(ids) - 1 > args.seq_len:
-                left_out[f"longer than --seq-len {args.seq_len}"].append(where)
+            if len(ids) - 1 > seq_len:
+                chats.left_out[f"longer than --seq-len {seq_len}"].append(where)
                 longest_left_out = max(longest_left_out, len(ids) - 1)
             else:
-                conversations[key] = conversation
-                rows[key].append(Row(np.array(ids, np.int32), np.array(counts)))
-    print_left_out(left_out, longest_left_out)
+                chats.conversations[key] = conversation
+                chats.rows[key].append(Row(np.array(ids, np.int32), np.array(counts)))
+    return chats._replace(longest_left_out=longest_left_out)
 
+
+def hold_out_chats(args, chats: Chats) -> tuple[list[Row], list[Row], list[Conversation]]:
+    """Return the rows to train on, the held-out rows and the held-out conversations."""
+    rows = chats.rows
     count = max(math.ceil(len(rows) * data.HELD_OUT), min(QUESTIONS, len(rows) // 4))
     held_out = sorted(rows)[:count]
     train_rows = []
@@ -677,17 +731,38 @@ def load_chats(args, chat: Chat, chat_rows: Callable) -> tuple[data.Corpus, list
         *train_rows, last_row = held_out_rows
         held_out_rows = [last_row]
         runtime.print0(f"--data {args.data}: all chats are equal, also the one that is held out")
+    return train_rows, held_out_rows, [chats.conversations[key] for key in held_out]
 
-    check_enough(args, train_rows, held_out_rows, left_out, longest_left_out)
-    print_rows(chat, train_rows, chats=len(rows) - count)
-    all_rows = train_rows + held_out_rows
-    args.seq_len = min(args.seq_len, max(len(row.tokens) - 1 for row in all_rows))
-    sha = hashlib.sha256()
-    for row in all_rows:
-        sha.update(row.tokens.tobytes())
-        sha.update(row.counts.tobytes())
-    corpus = data.Corpus(train_rows, held_out_rows, chat.vocab_size, sha.hexdigest())
-    return corpus, [conversations[key] for key in held_out]
+
+def check_eval_chats(args, chats: Chats, eval_chats: Chats) -> None:
+    """Raise UserError if --eval-data has no row, or only chats that are trained on.
+
+    Print a line if some of its chats are trained on.
+    """
+    flag = f"--eval-data {args.eval_data}"
+    if not eval_chats.rows:
+        reasons = ""
+        for reason, places in eval_chats.left_out.items():
+            reasons += f", {len(places)} {reason}"
+        raise exits.UserError(f"{flag} has no row to evaluate on{reasons}: add other chats")
+    common = len(chats.rows.keys() & eval_chats.rows.keys())
+    if common == len(eval_chats.rows):
+        raise exits.UserError(
+            f"{flag}: all its chats are also in --data {args.data}, and would be trained on: "
+            "use other chats, or leave out --eval-data, which holds out 5 % of --data"
+        )
+    runtime.print0(f"{flag}: {len(eval_chats.rows)} chats held out")
+    if common:
+        runtime.print0(f"  {common} of them are also in --data {args.data}, and are trained on")
+
+
+def hash_of_rows(rows: list[Row]) -> str:
+    """Return the SHA-256 of rows."""
+    sha256 = hashlib.sha256()
+    for row in rows:
+        sha256.update(row.tokens.tobytes())
+        sha256.update(row.counts.tobytes())
+    return sha256.hexdigest()
 
 
 def hash_of(conversation: Conversation) -> str:
@@ -698,31 +773,31 @@ def hash_of(conversation: Conversation) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
-def print_left_out(left_out: dict[str, list[str]], longest: int) -> None:
+def print_left_out(flag: str, chats: Chats) -> None:
     """Print how many rows are left out, for which reason, and where ten of them are."""
-    for reason, places in left_out.items():
+    for reason, places in chats.left_out.items():
         some = ", ".join(places[:10])
         if len(places) > 10:
             some += ", ..."
-        runtime.print0(f"left out: {len(places)} rows {reason}: {some}")
-    if longest:
-        runtime.print0(f"  --seq-len {longest} would take them all")
+        runtime.print0(f"left out of {flag}: {len(places)} rows {reason}: {some}")
+    if chats.longest_left_out:
+        runtime.print0(f"  --seq-len {chats.longest_left_out} would take them all")
 
 
-def check_enough(
-    args, train_rows: list[Row], held_out_rows: list[Row], left_out: dict, longest: int
-) -> None:
+def check_enough(args, train_rows: list[Row], held_out_rows: list[Row], chats: Chats) -> None:
     """Raise UserError if the rows are too few for a step."""
     if len(train_rows) >= args.global_batch_size:
         return
-    counts = [f"{len(train_rows)} rows to train on", f"{len(held_out_rows)} held out"]
-    for reason, places in left_out.items():
+    counts = [f"{len(train_rows)} rows to train on"]
+    if args.eval_data is None:
+        counts.append(f"{len(held_out_rows)} held out")
+    for reason, places in chats.left_out.items():
         counts.append(f"{len(places)} {reason}")
     found = ", ".join(counts)
     needed = f"--global-batch-size is {args.global_batch_size}"
     fix = "add different chats, or lower --global-batch-size"
-    if longest:
-        fix = f"raise --seq-len to {longest}, {fix}"
+    if chats.longest_left_out:
+        fix = f"raise --seq-len to {chats.longest_left_out}, {fix}"
     raise exits.UserError(f"--data {args.data} has {found}, and {needed}: {fix}")
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from common import runtime
 from common.exits import UserError
-from lm import checkpoint
+from lm import checkpoint, runs
 from lm.weights import hash_rows, open_weights, random_weight
 
 
@@ -82,7 +82,7 @@ class Run(checkpoint.Run):
         runtime.all_gather(None)  # all files are there: each rank hashes some
         files = sorted(file for file in folder.iterdir() if file.is_file())
         return {
-            file.name: checkpoint.file_sha256(file)
+            file.name: runs.file_sha256(file)
             for file in files[dist.get_rank() :: dist.get_world_size()]
         }
 

@@ -1,24 +1,27 @@
-"""Turn the weights of one kind of checkpoint into another, with the memory of a few files' worth of them.
+"""Turn the weights of one kind of checkpoint into another, with little memory.
 
-A checkpoint is names with tensors behind them. torch.distributed.checkpoint (DCP) reads and writes two kinds: its own,
-in which each rank has a file (the runs here save so), and Hugging Face's .safetensors folders. Its planner is asked for
-a tensor when the file with it is written. Here it reads the tensor only then, and a model larger than the memory goes
-through. DeepSpeed's own zero_to_fp32 opens its checkpoints, and torch.save writes one .pt. Both hold all weights at
-once. Optimizer state stays behind.
+A checkpoint is names with tensors behind them. torch.distributed.checkpoint (DCP) reads and writes
+two kinds: its own, in which each rank has a file (the runs here save so), and Hugging Face's
+.safetensors folders. DCP asks its planner for a tensor when it writes the file with it. The planner
+here reads the tensor only then, so a model larger than the memory goes through. DeepSpeed's own
+zero_to_fp32 opens its checkpoints, and torch.save writes one .pt. Both hold all weights at once.
+Optimizer state stays behind.
 
     laptop    python 06_fsdp_zero/convert_checkpoint.py
     one node  python 06_fsdp_zero/convert_checkpoint.py runs/8b models/my-8b --to hf
-              torchrun --nproc_per_node=8 06_fsdp_zero/train_fsdp.py --model models/my-8b
+              torchrun --nproc_per_node=8 09_inference/infer_70b.py --model models/my-8b
     cluster   the same, on one of the nodes
 
-FROM is a run's folder (its newest step is taken), one step of it, a folder or a .pt file; its kind is found by looking.
-A file of torch.save may hold a state dict, or a dict with one, such as Lightning's. Prefixes that
-wrappers add to the names of weights are left out.
-TO must not exist. Without FROM and TO, random weights of nano go round through all kinds. A run can start from TO with
---model, and none can be resumed from it: --resume needs the optimizer state.
+FROM is a run's folder (its newest checkpoint is taken), one checkpoint of it, a folder or a .pt
+file; its kind is found by looking. A file of torch.save may hold a state dict, or a dict with one,
+such as Lightning's. Prefixes that wrappers add to the names of weights are left out.
 
-Look for: the peak of memory beside the largest file; the check, for which all of TO is read again. Before:
-train_fsdp.py. Next: `--model TO`; transformers opens a Hugging Face folder with from_pretrained(TO).
+TO must not exist. With --to hf it gets the tokenizer of the run, so that --model TO answers and
+trains. No run can be resumed from it: --resume needs the optimizer state. Without FROM and TO,
+random weights of nano are converted to all kinds, one after the other.
+
+Look for: the peak of memory beside the largest file; the check, for which all of TO is read again.
+Before: train_fsdp.py. Next: 09_inference/infer_70b.py --model TO; transformers opens TO, too.
 """
 
 import hashlib
@@ -43,24 +46,28 @@ from _convert_checkpoint import (
     cause_of,
     find,
     find_config,
+    find_tokenizer,
     fit,
     load_deepspeed,
     load_torch_file,
     readable,
+    save_tokenizer,
     without_prefixes,
     without_wrappers,
 )
-from _shared import copy_tokenizer
 
 from common import cli, exits, report, runtime
 from common.exits import UserError
-from lm import checkpoint, shapes
+from lm import checkpoint, runs, shapes
 from lm.weight_files import StoredWeights
 from lm.weights import build
 
 
 def write(kind: str, source: Source, target: Path, config: dict, most_file_bytes: float) -> None:
-    """DCP's two writers, or torch.save. The tensors are read while the files are written."""
+    """Write a checkpoint with DCP, or with torch.save for "pt".
+
+    DCP reads a tensor only when it writes the file with it.
+    """
     if kind == "pt":
         torch.save({"model": {name: source.read(name) for name in source.tensors}}, target)
         return
@@ -71,7 +78,8 @@ def write(kind: str, source: Source, target: Path, config: dict, most_file_bytes
         # or all weights would wait for one file
         writer = dcp.FileSystemWriter(target, single_file_per_rank=False)
     writer.per_thread_copy_ahead = 0  # copying ahead would open a CUDA context
-    # a run keeps its weights under "model", beside the optimizer's state; Hugging Face has them alone
+    # A run keeps its weights under "model", beside the optimizer's state. In a Hugging Face folder
+    # they are alone.
     state = source.tensors if kind == "hf" else {"model": source.tensors}
     prefix = "" if kind == "hf" else "model."
     planner = ReadWhenWritten(lambda name: source.read(name.removeprefix(prefix)))
@@ -80,7 +88,7 @@ def write(kind: str, source: Source, target: Path, config: dict, most_file_bytes
 
 
 class ReadWhenWritten(dcp.DefaultSavePlanner):
-    """DCP plans a save from shapes alone. The writer asks the planner for the numbers of one file after the other."""
+    """Read a tensor when DCP writes it: DCP plans a save from the shapes alone."""
 
     def __init__(self, read: Callable[[str], Tensor]) -> None:
         super().__init__()
@@ -91,18 +99,21 @@ class ReadWhenWritten(dcp.DefaultSavePlanner):
 
 
 def file_numbers(tensors: dict[str, Tensor], most_file_bytes: float) -> dict[str, int]:
-    """By name, the number of the .safetensors file that a tensor goes to, from 1 on."""
-    numbers, number, filled = {}, 1, 0
+    """Return, by name, the number of the .safetensors file that a tensor goes to, from 1 on."""
+    numbers = {}
+    number = 1
+    filled = 0
     for name, tensor in tensors.items():
         if filled and filled + tensor.nbytes > most_file_bytes:
-            number, filled = number + 1, 0
+            number += 1
+            filled = 0
         numbers[name] = number
         filled += tensor.nbytes
     return numbers
 
 
 def open_checkpoint(kind: str, path: Path) -> Source:
-    """What is in a checkpoint. UserError if it cannot be read."""
+    """Return the tensors of a checkpoint. Raise UserError if it cannot be read."""
     with readable(path):
         if kind == "hf":
             return open_safetensors(path)
@@ -113,7 +124,7 @@ def open_checkpoint(kind: str, path: Path) -> Source:
             name: torch.empty(weight.shape, dtype=weight.dtype, device="meta")
             for name, weight in weights.items()
         }
-        # what zero_to_fp32 gives is joined by that
+        # zero_to_fp32 returns lazy tensors: contiguous() joins their parts
         return Source(tensors, lambda name: weights[name].contiguous())
 
 
@@ -128,7 +139,7 @@ def open_safetensors(folder: Path) -> Source:
 
 
 def open_dcp(reader: dcp.FileSystemReader) -> Source:
-    """A folder of DCP's own."""
+    """Return the tensors in a folder of DCP."""
     reader.read_metadata = cache(reader.read_metadata)  # or each tensor would read it again
     saved = reader.read_metadata().state_dict_metadata
     # a run keeps its weights under "model", beside the optimizer's state
@@ -152,13 +163,28 @@ def open_dcp(reader: dcp.FileSystemReader) -> Source:
     return Source(tensors, read)
 
 
-def run(path: Path, target: Path, to: str, named: str | None, most_file_bytes: float) -> dict:
-    """Convert. `target` gets its name when all of it has been read again and equals the source to the bit."""
+def run(
+    path: Path,
+    target: Path,
+    to: str,
+    named: str | None,
+    most_file_bytes: float,
+    given_tokenizer: str | None = None,
+) -> dict:
+    """Convert a checkpoint, and return a row of the table.
+
+    `target` gets its name when all of it has been read again and is bit-identical to the source.
+    """
     began = time.perf_counter()
     kind, path = find(path)
+    runs.check_has_all_weights(path.parent, f"{path} is a checkpoint of a run")
     config = find_config(named, path)
+    tokenizer = None
+    if to == "hf":
+        tokenizer = find_tokenizer(given_tokenizer, named, path, config)
     source, tied = fit(without_prefixes(open_checkpoint(kind, path), path), config, path)
-    tensors, hashes = source.tensors, {}
+    tensors = source.tensors
+    hashes = {}
     if tied and to != "hf":
         # as in the state dict of a tied model, which has both names
         tensors = {**tensors, HEAD: tensors[EMBEDDING]}
@@ -172,6 +198,7 @@ def run(path: Path, target: Path, to: str, named: str | None, most_file_bytes: f
     shutil.rmtree(temporary, ignore_errors=True)  # of a conversion that was killed
     try:
         write(to, Source(tensors, read), temporary, config, most_file_bytes)
+        save_tokenizer(tokenizer, temporary)
         check(open_checkpoint(to, temporary), hashes)
         temporary.rename(target)
     except (OSError, RuntimeError, dcp.api.CheckpointException) as error:
@@ -199,6 +226,7 @@ def run(path: Path, target: Path, to: str, named: str | None, most_file_bytes: f
 
 
 def check(written: Source, hashes: dict[str, str]) -> None:
+    """Assert that the written tensors have these hashes."""
     assert written.tensors.keys() == hashes.keys(), (
         f"written: {[*written.tensors]}, read: {[*hashes]}"
     )
@@ -209,13 +237,16 @@ def check(written: Source, hashes: dict[str, str]) -> None:
 
 
 def sha256(tensor: Tensor) -> str:
-    return hashlib.sha256(
-        tensor.detach().contiguous().flatten().view(torch.uint8).numpy()
-    ).hexdigest()
+    """Return the SHA-256 of a tensor's bytes."""
+    flat = tensor.detach().contiguous().flatten()
+    return hashlib.sha256(flat.view(torch.uint8).numpy()).hexdigest()
 
 
 def go_round(most_file_bytes: float) -> list[dict]:
-    """Random weights of nano, through all kinds that can be written. The last has to hold what the first one had."""
+    """Convert random weights of nano to all kinds in turn; return the rows of the table.
+
+    Assert that the last checkpoint has the weights of the first.
+    """
     weights = build("nano", shapes.SIZES["nano"], seed=0).state_dict()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
@@ -259,7 +290,11 @@ def main() -> int:
     add("--to", choices=("hf", "dcp", "pt"), help="the kind of TO")
     add(
         "--model",
-        help="a size, config.json or folder: the shape, where FROM does not say it, and the tokenizer",
+        help="a size, config.json or folder, with the shape if FROM has none, and a tokenizer",
+    )
+    add(
+        "--tokenizer",
+        help="bytes, or a Hugging Face name or folder, for --to hf (default: that of the run)",
     )
     add(
         "--max-shard-gb",
@@ -283,9 +318,7 @@ def main() -> int:
             f"{args.target} exists, or its folder does not: nothing is overwritten, name another TO"
         )
     else:
-        rows = [run(args.source, args.target, args.to, args.model, most_file_bytes)]
-        if args.to == "hf":
-            copy_tokenizer(Path(args.model or rows[0]["from"]), args.target)
+        rows = [run(args.source, args.target, args.to, args.model, most_file_bytes, args.tokenizer)]
         checked = [
             f"{args.target} read again, every tensor is that of {rows[0]['from']} to the bit"
         ]

@@ -18,8 +18,10 @@ This is train_fsdp.py with three changes.
               --rdzv-endpoint=$HEAD:29400
 
 A line of --data is {"messages": [{"role", "content"}, ...]} or {"prompt", "completion"}, and may
-have "tools". Without flags the script takes eight steps on the pairs of 07_memory_tricks/lora.py,
-with the model that `make model` makes. If that is not there, it trains nano on bytes.
+have "tools". 5 % of the chats are held out. With --eval-data FILE, the chats of FILE are, and all
+of --data trains. Without flags the script takes eight steps on the pairs of
+07_memory_tricks/lora.py, with the model that `make model` makes. If that is not there, it trains
+nano on bytes.
 
 Look for: the size of an epoch; which tokens of the first row are targets; planned and measured
 bytes; three held-out questions, answered before and after. The run's folder has adapter/ for peft,
@@ -49,7 +51,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import 
 import _finetune
 import _shared
 
-from common import cli, exits, hardware, runtime
+from common import cli, exits, hardware, report, runtime
 from lm import checkpoint, data, flags, lora, metrics, optim, shapes, weights
 from lm.activation_checkpointing import checkpoint_blocks
 
@@ -229,6 +231,9 @@ def main() -> int:
     # only these.
     settings = flags.settings(args, data=corpus.sha256, model=repr(config))
     settings |= {"--adapters": args.adapters, checkpoint.DATE: date.isoformat()}
+    if args.eval_data is not None:
+        # other chats for evaluation may be longer, and the run has to resume with them
+        settings["--seq-len"] = batches.train.longest()
     run = checkpoint.Run(args, settings=settings)
     training = {"net": net, "optimizer": optimizer, "scheduler": scheduler}
     start_step = checkpoint.resume(run, **training) if args.resume else 0
@@ -242,13 +247,16 @@ def main() -> int:
         peak_flops=hardware.peak_flops(hardware.device_name(device), args.dtype),
         device=device,
         dtype=args.dtype,
+        tensorboard=args.tensorboard,
+        wandb=args.wandb,
     )
 
     # 5 The loop.
     step = start_step
     stop = 0
     bytes_per_rank = _shared.bytes_of_training([*net.parameters()], optimizer)
-    for step in range(start_step + 1, args.steps + 1):
+    steps = range(start_step + 1, args.steps + 1)
+    for step in report.progress_bar(steps, "training", initial=start_step, unit="step"):
         # so that dropout, if your model has it, is the same after a resume
         torch.manual_seed(args.seed + step)
         step_loss = torch.zeros((), device=device)
@@ -279,6 +287,7 @@ def main() -> int:
             meter.log_eval(step, evaluate(net, held_out, device))
         if save:
             run.save(step, checkpoint.training_state(step, **training), shapes.config_json(config))
+            meter.save_plot()
         if stop:
             break
     run.wait()

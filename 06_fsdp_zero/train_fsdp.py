@@ -22,6 +22,7 @@ Previous: 05_ddp/train.py, zero_from_scratch.py. Next: launch/.
 """
 
 import sys
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -38,9 +39,10 @@ from torch.nn.utils import clip_grad_norm_
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 from _train_fsdp import check_shards, sharding_mesh
 
-from common import cli, exits, hardware, runtime
+from common import cli, exits, hardware, report, runtime
 from lm import checkpoint, data, flags, metrics, optim, shapes, weights
 from lm.activation_checkpointing import checkpoint_blocks
+from lm.sample import sample_text
 from lm.training_objects import TrainingObjects
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -54,7 +56,7 @@ def load_training_objects(args, rank, world_size, device):
     lm/training_objects.py says what the model and the batches must do.
     """
     shapes.read_config(args.model)  # raises for an unknown model, before the text is tokenized
-    corpus = data.load_corpus(args.data, args.tokenizer, args.model, args.run_dir)
+    corpus = data.load_corpus(args.data, args.tokenizer, args.model, args.run_dir, args.eval_data)
     train_set, held_out_set = data.sequences(corpus, args.seq_len)
     config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)
     model = weights.build(args.model, config, seed=args.seed, device="meta")
@@ -65,6 +67,7 @@ def load_training_objects(args, rank, world_size, device):
         must_match={"data": corpus.sha256, "model": repr(config)},
         flops_per_token=shapes.flops_per_token(config, args.seq_len),
         config_json=shapes.config_json(config),
+        sample=partial(sample_text, model, corpus, seq_len=args.seq_len, device=device),
     )
 
 
@@ -170,12 +173,15 @@ def main() -> int:
         peak_flops=hardware.peak_flops(hardware.device_name(device), args.dtype),
         device=device,
         dtype=args.dtype,
+        tensorboard=args.tensorboard,
+        wandb=args.wandb,
     )
 
     # 4. The training loop.
     step = start_step
     stop = 0
-    for step in range(start_step + 1, args.steps + 1):
+    steps = range(start_step + 1, args.steps + 1)
+    for step in report.progress_bar(steps, "training", initial=start_step, unit="step"):
         torch.manual_seed(args.seed + step)  # dropout draws the same numbers after a resume
         step_loss = torch.zeros((), device=device)
         for micro_step in range(1, batches.accumulation_steps + 1):
@@ -203,10 +209,13 @@ def main() -> int:
             dist.all_reduce(step_loss)  # the sum over ranks of the mean of their samples
             meter.log(step, step_loss / world_size, grad_norm, lr)
         if step == args.steps or (args.eval_every and step % args.eval_every == 0):
-            meter.log_eval(step, evaluate(model, held_out, device))
+            val_loss = evaluate(model, held_out, device)
+            sample = objects.sample() if objects.sample else None
+            meter.log_eval(step, val_loss, sample)
         if save:
             state = checkpoint.training_state(step, model, optimizer, scheduler)
             run.save(step, state, objects.config_json)
+            meter.save_plot()
         if stop:
             break
     run.wait()

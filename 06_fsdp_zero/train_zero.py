@@ -26,7 +26,7 @@ from torch.optim.lr_scheduler import LambdaLR
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 import _train_zero as helper
 
-from common import exits, hardware, runtime
+from common import exits, hardware, report, runtime
 from lm import data, flags, metrics, model, optim, shapes, weights
 from lm.activation_checkpointing import checkpoint_blocks
 
@@ -121,10 +121,9 @@ def main() -> int:
     runtime.catch_stop_signals()
 
     # 2 The batch: a function of --seed and the step alone. Rank r of N reads the r-th of N equal parts.
-    corpus = data.load_corpus(args.data, args.tokenizer, args.model, args.run_dir)
-    batches = data.Batches(
-        *data.sequences(corpus, args.seq_len), args, rank=rank, world_size=world_size
-    )
+    corpus = data.load_corpus(args.data, args.tokenizer, args.model, args.run_dir, args.eval_data)
+    samples = data.sequences(corpus, args.seq_len)
+    batches = data.Batches(*samples, args, rank=rank, world_size=world_size)
     held_out = batches.evaluation()
     runtime.print0(
         f"{args.model}, ZeRO-{args.stage}, {args.dtype}, {world_size} x {hardware.device_name(device)}"
@@ -173,11 +172,14 @@ def main() -> int:
         peak_flops=hardware.peak_flops(hardware.device_name(device), args.dtype),
         device=device,
         dtype=args.dtype,
+        tensorboard=args.tensorboard,
+        wandb=args.wandb,
     )
 
     # 5 The loop.
     step, stop = start_step, 0
-    for step in range(start_step + 1, args.steps + 1):
+    steps = range(start_step + 1, args.steps + 1)
+    for step in report.progress_bar(steps, "training", initial=start_step, unit="step"):
         # what dropout draws, if your model has it, is the same after a resume
         torch.manual_seed(args.seed + step)
         lr = optimizer.param_groups[0]["lr"]
@@ -192,6 +194,7 @@ def main() -> int:
             meter.log_eval(step, evaluate(engine, held_out, device))
         if save:
             run.save(step, engine, shapes.config_json(config))
+            meter.save_plot()
         if stop:
             break
     if stop:

@@ -243,7 +243,7 @@ def dry_run(args, build) -> int:
         )
     args.dtype = "bf16" if args.dtype == "auto" else args.dtype  # as on a GPU
     args.world_size = args.world_size or args.tp * args.pp * args.cp * args.replicate
-    corpus = load_corpus(args.data, args.tokenizer, args.model, args.run_dir)
+    corpus = load_corpus(args.data, args.tokenizer, args.model, args.run_dir, args.eval_data)
     config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)
     ranks_with_own_data = data_ranks(args, args.world_size)
     batches = Batches(

@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import 
 import _train_3d as helper
 from _shared import cut_matrices, keep_stage
 
-from common import cli, exits, hardware, runtime
+from common import cli, exits, hardware, report, runtime
 from lm import checkpoint, data, flags, metrics, optim, shapes, weights
 from lm.activation_checkpointing import checkpoint_blocks
 
@@ -122,7 +122,7 @@ def main() -> int:
     mesh = helper.make_mesh(args, device)
 
     # 2 The batch: a function of --seed and the step alone. Only data ranks read different sequences.
-    corpus = data.load_corpus(args.data, args.tokenizer, args.model, args.run_dir)
+    corpus = data.load_corpus(args.data, args.tokenizer, args.model, args.run_dir, args.eval_data)
     batches = data.Batches(
         *data.sequences(corpus, args.seq_len),
         args,
@@ -168,11 +168,14 @@ def main() -> int:
         peak_flops=hardware.peak_flops(hardware.device_name(device), args.dtype),
         device=device,
         dtype=args.dtype,
+        tensorboard=args.tensorboard,
+        wandb=args.wandb,
     )
 
     # 5 The loop.
     step, stop = start_step, 0
-    for step in range(start_step + 1, args.steps + 1):
+    steps = range(start_step + 1, args.steps + 1)
+    for step in report.progress_bar(steps, "training", initial=start_step, unit="step"):
         # what dropout draws, if your model has it, is the same after a resume
         torch.manual_seed(args.seed + step)
         step_loss = torch.zeros((), device=device)
@@ -209,6 +212,7 @@ def main() -> int:
             meter.log_eval(step, evaluate(net, held_out, device, stage, columns))
         if save:
             run.save(step, checkpoint.training_state(step, **training), shapes.config_json(config))
+            meter.save_plot()
         if stop:
             break
     run.wait()

@@ -211,7 +211,9 @@ def load(
     errors = []
     with torch.no_grad(), measure.LiveBytes(device=device) as live:
         before = live.now
-        for name, module in list(net.named_modules()):
+        modules = list(net.named_modules())
+        bar = report.progress_bar(modules, f"loading {weights}", unit="module", delay=2)
+        for name, module in bar:
             if getattr(module, "weight", None) is None:
                 continue
             if isinstance(module, nn.Linear) and layer is not None:

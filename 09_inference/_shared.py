@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common import cli, hardware, measure
+from common import cli, hardware, measure, report
 from common.exits import UserError
 from lm import reference, shapes, weights
 
@@ -171,9 +171,12 @@ def generate(
     take(tokens.tolist())
     result.prefill_seconds = time.perf_counter() - start
 
+    steps = range(max_new_tokens - 1)
+    if not on_tokens:  # which prints them as they come
+        steps = report.progress_bar(steps, "decoding", unit="token", delay=2)
     start = time.perf_counter()
     unread = []
-    for step in range(max_new_tokens - 1):
+    for step in steps:
         if len(finished) == len(prompts):
             break
         tokens = choose(decode(tokens, lengths + step))

@@ -40,7 +40,7 @@ def main() -> int:
     device = runtime.single_device(args.device)
     args.dtype = hardware.choose_dtype(args.dtype, device)
     runtime.seed_all(args.seed)
-    corpus = data.load_corpus(args.data, args.tokenizer, args.model, args.run_dir)
+    corpus = data.load_corpus(args.data, args.tokenizer, args.model, args.run_dir, args.eval_data)
     config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)
     net = LlamaForCausalLM(LlamaConfig(**shapes.config_json(config)))
     clock: list[tuple[int, float]] = []  # a step, and when it was over

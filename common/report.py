@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 from common import cli
+from common.progress import progress_bar as progress_bar  # part of this module for its callers
 
 # The keys that every --json has, null where a script does not know the value.
 SUMMARY = [

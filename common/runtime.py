@@ -22,6 +22,7 @@ from torch import Tensor
 
 from common import cli
 from common.exits import USER_ERROR_EXIT_CODE, UserError, stop_signals
+from common.progress import print_line
 
 PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal to send to this process when its parent dies
 # Launchers that start processes without RANK: the command, then the environment variables with the
@@ -115,7 +116,7 @@ def is_rank0() -> bool:
 def print0(text: str) -> None:
     """Print a line on rank 0 only, so that it appears once per job."""
     if is_rank0():
-        print(text, flush=True)
+        print_line(text)
 
 
 # --- devices

@@ -4,7 +4,7 @@ A run has one folder:
 
     settings.json       flags that must not change on a resume, such as --data (lm/flags.py)
     .lock, .lock.lease  locked by the process that trains in this folder (lm/lock.py)
-    metrics.jsonl       written by lm.metrics.Meter
+    metrics.jsonl       written by lm.metrics.Meter, with loss.png, tensorboard/ and wandb/
     step-00000200/      a checkpoint: the weights, optimizer state and schedule after step 200
         .metadata, __0_0.distcp, __1_0.distcp, ...    files of torch.distributed.checkpoint (DCP):
                         an index, and what rank 0, rank 1, ... wrote
@@ -33,7 +33,6 @@ parts of the files that overlap with its own shard.
 
 import argparse
 import contextlib
-import hashlib
 import json
 import os
 import shutil
@@ -54,6 +53,7 @@ from common.exits import UserError, before_exit, before_user_error_exit
 from common.runtime import all_gather, is_rank0, on_rank0, print0, ranks, timeout, together
 from lm import flags, shapes
 from lm.lock import InUseError, Lock
+from lm.runs import file_sha256, find_damage, list_checkpoints
 
 # All ranks must call these together:
 #   all_gather(value)   gives every rank the list of all ranks' values
@@ -406,27 +406,6 @@ def resume(run: Run, net, optimizer, scheduler, scaler=None) -> int:
     return state["progress"]["step"]
 
 
-def list_checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints in the folder of a run, oldest first."""
-    digit = "[0-9]"
-    return sorted(path for path in folder.glob(f"step-{digit * 8}") if path.is_dir())
-
-
-def find_damage(path: Path, rank: int = 0, world_size: int = 1) -> str | None:
-    """Return what is wrong with the files of a checkpoint, or None if they match their hashes.
-
-    Each rank checks every `world_size`-th file, so that the ranks share the work.
-    """
-    try:
-        hashes = json.loads((path / "hashes.json").read_text())
-        for name in sorted(hashes)[rank::world_size]:
-            if file_sha256(path / name) != hashes[name]:
-                return f"{name} does not match its hash"
-    except (OSError, ValueError, TypeError) as error:
-        return str(error)
-    return None
-
-
 def write_json(file: Path, value: dict) -> None:
     """Write `value` as JSON, atomically: after a failure the file is as it was before."""
     temporary = file.with_name(file.name + ".tmp")
@@ -435,12 +414,6 @@ def write_json(file: Path, value: dict) -> None:
         stream.flush()
         os.fsync(stream.fileno())
     os.rename(temporary, file)
-
-
-def file_sha256(file: Path) -> str:
-    """Return the SHA-256 of a file's content, in hexadecimal."""
-    with open(file, "rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _new_folder() -> Path:
@@ -478,7 +451,7 @@ def _is_same_model(now: str, checkpoints: list[Path]) -> bool:
     """
     for path in checkpoints:
         try:
-            config = shapes.read_config(str(path))
+            config = shapes.parse_config(shapes.read_config_json(str(path)), str(path))
         except UserError:
             continue  # config.json is damaged
         if flags.same_setting(flags.with_hash("", repr(config)), now):

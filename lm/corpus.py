@@ -20,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from common.exits import UserError
+from lm.runs import is_checkpoint, is_run_folder, is_settings_of_run
 
 HELD_OUT = 0.05  # share of the text that is held out for evaluation
 
@@ -288,7 +289,7 @@ def _find_files(root: Path, outputs: Sequence[Path]) -> Sources:
             walked.add(real_path)
             if real_path in output_folders or is_run_folder(path):
                 run_outputs.append(path)
-            elif not _is_checkpoint(path):
+            elif not is_checkpoint(path):
                 entered.append(name)
         folders[:] = entered  # os.walk does not enter the others
         for name in _visible(names):
@@ -318,29 +319,6 @@ def _find_files(root: Path, outputs: Sequence[Path]) -> Sources:
 
 def _visible(names: list[str]) -> list[str]:
     return [name for name in names if not name.startswith(".")]
-
-
-def is_run_folder(folder: str | Path) -> bool:
-    """Return whether a folder is the folder of a run, as lm/checkpoint.py makes it."""
-    folder = Path(folder)
-    if not is_settings_of_run(folder / "settings.json"):
-        return False
-    return (folder / "metrics.jsonl").exists() or any(map(_is_checkpoint, folder.glob("step-*")))
-
-
-def is_settings_of_run(file: Path) -> bool:
-    """Return whether a file is the settings.json of a run: a JSON object with the run's flags."""
-    try:
-        settings = json.loads(file.read_text())
-    except (OSError, ValueError):
-        return False
-    return isinstance(settings, dict) and {"--model", "--data", "--seed"} <= settings.keys()
-
-
-def _is_checkpoint(folder: str | Path) -> bool:
-    """Return whether a folder is a checkpoint of a run."""
-    folder = Path(folder)
-    return folder.name.startswith("step-") and (folder / "hashes.json").exists()
 
 
 def file_type(path: str | Path) -> str:

@@ -10,6 +10,7 @@
 To train on your own data, pass your own torch Datasets to Batches.
 """
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -30,7 +31,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from common.exits import UserError
-from common.runtime import print0
+from common.runtime import all_gather, print0
 from lm.corpus import HELD_OUT, documents, encoder, load_tokenizer, open_tokens, sources
 from lm.lock import Lock
 
@@ -44,16 +45,51 @@ EVAL_SEQUENCES = 96  # an evaluation reads at most so many held-out samples, eve
 PADDING = -100  # a target that the loss ignores: ignore_index of F.cross_entropy
 
 
+class JoinedTokens:
+    """Two arrays of tokens, one after the other, without a copy. A slice of it is an array."""
+
+    def __init__(self, first: np.ndarray, second: np.ndarray) -> None:
+        self.first = first
+        self.second = second
+
+    def __len__(self) -> int:
+        return len(self.first) + len(self.second)
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        start, stop, _ = part.indices(len(self))
+        border = len(self.first)
+        of_first = self.first[start:stop]
+        of_second = self.second[max(start - border, 0) : max(stop - border, 0)]
+        return np.concatenate([of_first, of_second])
+
+
 class Corpus(NamedTuple):
     """Token ids for training and for evaluation, in two one-dimensional arrays.
 
     load_corpus() maps the arrays from files, so that all processes of a node share one copy.
     """
 
+    train: np.ndarray | JoinedTokens
+    held_out: np.ndarray | JoinedTokens
+    vocab_size: int
+    sha256: str  # of the token ids, first train, then held_out; with eval_data, of train alone
+    tokenizer: str = "bytes"  # "bytes", or a Hugging Face name or folder
+
+
+class _Tokens(NamedTuple):
+    """The tokens of one text, and what corpus.json says of them."""
+
+    about: dict
     train: np.ndarray
     held_out: np.ndarray
-    vocab_size: int
-    sha256: str  # of the token ids, first train, then held_out
+    tokenizer: str  # "bytes", or a Hugging Face name or folder
+    origins: set[str]  # the files and data sets that the tokens come from
+
+    def joined(self) -> np.ndarray | JoinedTokens:
+        """Return all tokens."""
+        if len(self.held_out) == 0:
+            return self.train
+        return JoinedTokens(self.train, self.held_out)
 
 
 def load_corpus(
@@ -61,6 +97,7 @@ def load_corpus(
     tokenizer: str | None = None,
     model: str = "nano",
     run_dir: Path | None = None,
+    eval_data: str | None = None,
 ) -> Corpus:
     """Load the token ids of a text, or of a folder that 05_ddp/prepare_data.py made.
 
@@ -69,8 +106,12 @@ def load_corpus(
     new entry in the cache. The environment variable CORPUS_CACHE names the cache folder, which by
     default is a folder for temporary files.
 
-    Except for "stdlib", rank 0 prints the numbers of tokens. It also prints what was left out of
-    the text because runs have written it.
+    With `eval_data`, nothing of `data` is held out: all its tokens are for training, and all tokens
+    of `eval_data` are for evaluation. In a folder of prepare_data.py these are the tokens of its
+    two files, train.npy and then held_out.npy.
+
+    Except for "stdlib" alone, rank 0 prints the numbers of tokens. It also prints what was left out
+    of the text because runs have written it.
 
     Args:
         data: The text, at most 200 MB: "stdlib", a file, a folder, or hf:NAME. Or a folder that
@@ -79,34 +120,138 @@ def load_corpus(
             `model`, or "bytes" if it has none.
         model: The value of --model.
         run_dir: The value of --run-dir. What is in there is left out of the text.
+        eval_data: The text for evaluation, of the same kinds as `data`. It is tokenized as `data`
+            is. With `eval_data` this function is a collective.
 
     Raises:
         UserError: The text or the tokenizer cannot be read, the text is too large, the cache cannot
-            be written, or the folder was made with another tokenizer.
+            be written, or the folder was made with another tokenizer. Or a file of `eval_data` is
+            also in `data`, or nodes have different files under the name `eval_data`.
     """
     if not tokenizer:
         model_has_tokenizer = any(Path(model).glob("tokenizer*"))
         tokenizer = model if model_has_tokenizer else None
 
+    if eval_data is None:
+        tokens = _load_tokens(data, tokenizer, run_dir)
+        if data != "stdlib":
+            print0(
+                f"--data {data}: {len(tokens.train):,} tokens for training, "
+                f"{len(tokens.held_out):,} held out"
+            )
+        return Corpus(
+            train=tokens.train,
+            held_out=tokens.held_out,
+            vocab_size=tokens.about["vocab_size"],
+            sha256=tokens.about["sha256"],
+            tokenizer=tokens.tokenizer,
+        )
+
+    tokens = _load_tokens(data, tokenizer, run_dir, hold_out=False)
+    with _named_eval_data():
+        eval_tokens = _load_tokens(
+            eval_data,
+            tokenizer,
+            run_dir,
+            hold_out=False,
+            text_tokenizer=tokens.about["tokenizer"],
+        )
+    _check_eval_data(data, tokens, eval_data, eval_tokens)
+    train = tokens.joined()
+    held_out = eval_tokens.joined()
+    print0(
+        f"--data {data}: {len(train):,} tokens for training; "
+        f"--eval-data {eval_data}: {len(held_out):,} for evaluation"
+    )
+    # The hash tells which tokens are trained on: a run must not resume with 5 % of --data held out.
+    sha256 = hashlib.sha256(f"all of {tokens.about['sha256']}".encode()).hexdigest()
+    return Corpus(train, held_out, tokens.about["vocab_size"], sha256, tokens.tokenizer)
+
+
+@contextlib.contextmanager
+def _named_eval_data() -> Iterator[None]:
+    """Name --eval-data in the errors of the `with` block, which begin with --data."""
+    try:
+        yield
+    except UserError as error:
+        message = str(error)
+        if message.startswith("--data "):
+            message = message.replace("--data ", "--eval-data ", 1)
+        raise UserError(message) from None
+
+
+def _check_eval_data(data: str, tokens: _Tokens, eval_data: str, eval_tokens: _Tokens) -> None:
+    """Raise UserError if --eval-data cannot be used with --data."""
+    flag = f"--eval-data {eval_data}"
+    if tokens.about["vocabulary_sha256"] != eval_tokens.about["vocabulary_sha256"]:
+        raise UserError(
+            f"{flag} was made with --tokenizer {eval_tokens.about['tokenizer']}, and --data {data} "
+            f"with {tokens.about['tokenizer']}, which has other tokens: prepare it again"
+        )
+    common = sorted(tokens.origins & eval_tokens.origins)
+    if common or tokens.about["sha256"] == eval_tokens.about["sha256"]:
+        what = common[0] if common else "its text"
+        raise UserError(
+            f"{flag}: {what} is also in --data {data}, and would be trained on: use other text, "
+            "or leave out --eval-data, which holds out 5 % of --data"
+        )
+    check_same_eval_data(eval_data, eval_tokens.about["sha256"])
+
+
+def check_same_eval_data(eval_data: str, sha256: str) -> None:
+    """Raise UserError if the ranks have read different content. All ranks must call this.
+
+    The hash in the settings of a run, which all ranks compare, is of the training data alone.
+    """
+    hashes = all_gather(sha256)
+    for rank, hash_of_rank in enumerate(hashes):
+        if hash_of_rank != hashes[0]:
+            raise UserError(
+                f"--eval-data {eval_data} of rank {rank} is not that of rank 0: "
+                "use the same files on every node"
+            )
+
+
+def _load_tokens(
+    data: str,
+    tokenizer: str | None,
+    run_dir: Path | None,
+    *,
+    hold_out: bool = True,
+    text_tokenizer: str = "bytes",
+) -> _Tokens:
+    """Open the tokens of a text, which may have to be made first, or those of a prepared folder.
+
+    Args:
+        data: As in load_corpus.
+        tokenizer: The tokenizer to use. A prepared folder must have been made with it. None: any.
+        run_dir: As in load_corpus.
+        hold_out: Whether to hold out 5 % of a text. If not, the held-out array is empty.
+        text_tokenizer: The tokenizer for a text where `tokenizer` is None.
+
+    Raises:
+        UserError: As in load_corpus. The message begins with --data.
+    """
     if _is_folder_of_tokens(Path(data)):
         again = "prepare the folder again with 05_ddp/prepare_data.py"
-        corpus = _open_corpus(Path(data), tokenizer, f"--data {data}", again)
-        _print_sizes(data, corpus)
-        return corpus
+        tokens = _open_tokens(Path(data), tokenizer, f"--data {data}", again)
+        return tokens._replace(origins={os.path.realpath(data)})
 
-    tokenizer = tokenizer or "bytes"
+    tokenizer = tokenizer or text_tokenizer
     outputs = [run_dir] if run_dir else []
     found = sources(data, outputs=outputs)
-    folder = _cache_folder(data, found.fingerprint, tokenizer)
+    folder = _cache_folder(data, found.fingerprint, tokenizer, hold_out)
     try:
         if not _is_complete(folder):
             folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             # One process of the node tokenizes. The others wait, and then find the files.
             with Lock(folder.with_suffix(".lock")):
                 if not _is_complete(folder):
-                    tokenize(found.origins, tokenizer, folder, data)
+                    tokenize(found.origins, tokenizer, folder, data, hold_out)
         where = f"--data {data}: its tokens in the cache, {folder}"
-        corpus = _open_corpus(folder, None, where, "delete that folder")
+        tokens = _open_tokens(folder, None, where, "delete that folder")
+        # The cache may have the path of the same tokenizer from another directory.
+        tokens = tokens._replace(tokenizer=tokenizer)
     except OSError as error:
         # A full disk, for example. numpy's OSError for it lacks the errno by which common.exits
         # would know it.
@@ -118,24 +263,19 @@ def load_corpus(
         if len(found.run_outputs) > 3:
             names += ", ..."
         print0(f"--data {data}: left out what runs have written: {names}")
-    if data != "stdlib":
-        _print_sizes(data, corpus)
-    return corpus
+
+    origins = {data}  # a data set
+    if not data.startswith("hf:"):
+        origins = {os.path.realpath(path) for path in found.origins}
+    return tokens._replace(origins=origins)
 
 
 def _is_complete(folder: Path) -> bool:
     return all((folder / name).is_file() for name in CORPUS_FILES)
 
 
-def _print_sizes(data: str, corpus: Corpus) -> None:
-    print0(
-        f"--data {data}: {len(corpus.train):,} tokens for training, "
-        f"{len(corpus.held_out):,} held out"
-    )
-
-
-def _cache_folder(data: str, fingerprint: list, tokenizer: str) -> Path:
-    """Return the cache folder of a text. Its name is a hash of the text and the tokenizer."""
+def _cache_folder(data: str, fingerprint: list, tokenizer: str, hold_out: bool) -> Path:
+    """Return the cache folder of a text. Its name is a hash of all that its tokens depend on."""
     tokenizer_files = []
     for path in sorted(Path(tokenizer).resolve().glob("token*")):
         tokenizer_files.append((str(path), path.stat().st_mtime_ns))
@@ -143,6 +283,8 @@ def _cache_folder(data: str, fingerprint: list, tokenizer: str) -> Path:
     # The fingerprint of files contains their paths. For a data set it does not contain the name.
     data_set = data if data.startswith("hf:") else False
     key = (CACHE_VERSION, data_set, fingerprint, tokenizer_files or tokenizer)
+    if not hold_out:
+        key = (*key, "all of it")
     name = hashlib.sha256(repr(key).encode()).hexdigest()[:20]
 
     cache = os.environ.get("CORPUS_CACHE")
@@ -159,7 +301,7 @@ def _is_folder_of_tokens(folder: Path) -> bool:
     return (folder / "train.npy").is_file() and (folder / "held_out.npy").is_file()
 
 
-def _open_corpus(folder: Path, tokenizer: str | None, where: str, fix: str) -> Corpus:
+def _open_tokens(folder: Path, tokenizer: str | None, where: str, fix: str) -> _Tokens:
     """Open a folder of tokens, memory-mapped.
 
     Raise UserError if another tokenizer made them or if a file is damaged: see open_tokens.
@@ -172,24 +314,25 @@ def _open_corpus(folder: Path, tokenizer: str | None, where: str, fix: str) -> C
                 f"--data {folder} was made with --tokenizer {about['tokenizer']}, "
                 f"and --tokenizer {tokenizer} has other tokens: prepare it again"
             )
-    return Corpus(
-        train=train,
-        held_out=held_out,
-        vocab_size=about["vocab_size"],
-        sha256=about["sha256"],
-    )
+    return _Tokens(about, train, held_out, tokenizer or about["tokenizer"], origins=set())
 
 
-def tokenize(origins: list, tokenizer: str, folder: Path, data: str) -> None:
+def tokenize(origins: list, tokenizer: str, folder: Path, data: str, hold_out: bool = True) -> None:
     """Write the tokens of all documents to a folder: train.npy, held_out.npy and corpus.json.
 
     If the process is killed, there is no folder: it gets its name when all its files are complete.
-    `origins` comes from sources(). `data` is the value of --data, for error messages.
+    `origins` comes from sources(). `data` is the value of --data, for error messages. Without
+    `hold_out`, all tokens are in train.npy, and held_out.npy is empty.
     """
     texts = _read_texts(origins, tokenizer, data)
-    # Many figures were measured on the corpus "stdlib". So it keeps its split.
-    split = _split_by_count if data == "stdlib" else _split
-    train_texts, held_out_texts = split(texts)
+    if not hold_out:
+        train_texts = texts
+        held_out_texts = []
+    elif data == "stdlib":
+        # Many figures were measured on the corpus "stdlib". So it keeps its split.
+        train_texts, held_out_texts = _split_by_count(texts)
+    else:
+        train_texts, held_out_texts = _split(texts)
     definition, about = load_tokenizer(tokenizer)
     encode = encoder(definition, about)
 
@@ -198,7 +341,8 @@ def tokenize(origins: list, tokenizer: str, folder: Path, data: str) -> None:
     unfinished.mkdir()
     sha256 = hashlib.sha256()
     for part, part_texts in (("train", train_texts), ("held_out", held_out_texts)):
-        tokens = np.concatenate([encode(text) for text in part_texts])
+        nothing = np.empty(0, about["dtype"])  # np.concatenate needs at least one array
+        tokens = np.concatenate([nothing, *(encode(text) for text in part_texts)])
         np.save(unfinished / f"{part}.npy", tokens)
         sha256.update(tokens)
     about["sha256"] = sha256.hexdigest()
@@ -221,8 +365,8 @@ def _read_texts(origins: list, tokenizer: str, data: str) -> list[bytes]:
                 prepare = "python 05_ddp/prepare_data.py"
                 raise UserError(
                     f"--data {data} is more than 200 MB of text: "
-                    f"{prepare} --data {data} --tokenizer {tokenizer} --out FOLDER "
-                    "and then --data FOLDER"
+                    f"{prepare} --data {data} --tokenizer {tokenizer} --out FOLDER, "
+                    "and pass FOLDER in its place"
                 )
     if size == 0:
         raise UserError(f"--data {data} holds no text")
@@ -387,8 +531,10 @@ class Batches:
 
         self.train = train
         self.held_out = held_out
-        self._check_length("training", train, self.global_batch_size, args.seq_len)
-        self._check_length("held-out", held_out, 1, args.seq_len)
+        self._check_length("--data", "training", train, self.global_batch_size, args.seq_len)
+        eval_data = getattr(args, "eval_data", None)
+        held_out_flag = f"--eval-data {eval_data}" if eval_data else "--data"
+        self._check_length(held_out_flag, "held-out", held_out, 1, args.seq_len)
         # Tokens of a text; of images, for example, one per image.
         self.targets_per_sample = held_out[0][1].numel()
         self.tokens_per_step = self.global_batch_size * self.targets_per_sample
@@ -396,11 +542,13 @@ class Batches:
         # Keep the orders of two epochs: a step can read the end of one and the start of the next.
         self._order_of_epoch = lru_cache(maxsize=2)(self._shuffle)
 
-    def _check_length(self, part: str, samples: Dataset, needed: int, seq_len: int) -> None:
+    def _check_length(
+        self, flag: str, part: str, samples: Dataset, needed: int, seq_len: int
+    ) -> None:
         """Raise UserError if there are fewer samples than needed."""
         if len(samples) < needed:
             raise UserError(
-                f"--data has {len(samples)} {part} sequences of --seq-len {seq_len}, "
+                f"{flag} has {len(samples)} {part} sequences of --seq-len {seq_len}, "
                 f"and needs {needed}: add text, or lower --seq-len or --global-batch-size"
             )
 

@@ -17,10 +17,12 @@ from common.cli import (
 )
 from common.exits import UserError
 from lm.shapes import has_weights, recipe
+from lm.trackers import check_packages
 from lm.weight_files import weight_files
 
 # The flags that must be the same on --resume, because they change the losses. All other flags may
-# change, such as --steps, --micro-batch-size and --device. So may the number of ranks.
+# change, such as --steps, --micro-batch-size and --device. So may the number of ranks. --eval-data
+# may change, too, but not be added or left out: then the training data would change.
 FIXED_FLAGS = (
     "model",
     "data",
@@ -60,6 +62,10 @@ class TrainingParser(Parser):
             "--data",
             default="stdlib",
             help="stdlib, a text, .jsonl or .parquet, a folder, hf:NAME, or prepare_data's",
+        )
+        add(
+            "--eval-data",
+            help="evaluate on this, as --data, and train on all of --data (default: hold out 5 %%)",
         )
         add(
             "--tokenizer",
@@ -137,19 +143,22 @@ class TrainingParser(Parser):
             help="steps between evaluations (0: at the end only)",
         )
         add("--log-every", type=positive_int, default=5, help="steps between log lines")
+        add("--tensorboard", action="store_true", help="write event files to --run-dir, too")
+        add("--wandb", action="store_true", help="log to Weights & Biases, too")
         add_device_and_json(self)
 
     def parse_args(self, *arguments) -> argparse.Namespace:
         """Parse the command line. --seq-len, --lr and --warmup-steps default to the model's recipe.
 
-        Raise UserError for --resume without --run-dir, and for environment variables with which the
-        run would fail later.
+        Raise UserError for --resume without --run-dir, for missing packages, and for environment
+        variables with which the run would fail later.
         """
         args = super().parse_args(*arguments)
         runtime.refuse_tasks_without_rank()
         lock_seconds()
         if args.resume and args.run_dir is None:
             raise UserError("--resume needs --run-dir, the folder of the run to go on with")
+        check_packages(tensorboard=args.tensorboard, wandb=args.wandb)
         for name, value in recipe(args.model)._asdict().items():
             if getattr(args, name) is None:
                 setattr(args, name, value)
@@ -176,6 +185,8 @@ def settings(args: argparse.Namespace, **contents: str) -> dict:
     for name in FIXED_FLAGS:
         flag = "--" + name.replace("_", "-")
         values[flag] = getattr(args, name)
+    if args.eval_data is not None:
+        values["--data"] += f" with --eval-data {args.eval_data}"
     for name, content in contents.items():
         flag = f"--{name}"
         values[flag] = with_hash(values.get(flag, name), content)

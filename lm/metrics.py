@@ -1,8 +1,9 @@
 """Measure a training run: loss, throughput, MFU, memory and stragglers.
 
 `Meter` prints a line every --log-every steps, appends the same values to metrics.jsonl in the
-folder of the run, and prints a summary at the end. It knows nothing about the model: the caller
-gives it the number of floating-point operations per token.
+folder of the run, and prints a summary at the end. The records can also go to TensorBoard and to
+Weights & Biases, and loss.png shows them: see lm/trackers.py. `Meter` knows nothing about the
+model: the caller gives it the number of floating-point operations per token.
 """
 
 import contextlib
@@ -19,7 +20,13 @@ from torch import Tensor
 from common import report
 from common.exits import UserError
 from common.hardware import device_name
+from common.progress import print_line
 from common.runtime import all_gather, full_tensor, is_rank0, on_rank0, ranks, synchronize
+from lm import trackers
+
+SAMPLE_COLUMNS = 100  # of the console, for a generated text
+# Time between two pictures, in times that a picture takes. So pictures take 1 % of the run.
+PLOT_INTERVAL = 100
 
 
 class Meter:
@@ -36,9 +43,11 @@ class Meter:
         flops_per_token: floating-point operations to train on one token; None if not known
         peak_flops: FLOP/s of one device in `dtype`, from its data sheet; None if not known
         dtype: fp32, bf16 or fp16. With fp16 a gradient norm may be infinite, see `log`
+        tensorboard: also write event files for TensorBoard
+        wandb: also log to Weights & Biases
 
     Without flops_per_token or peak_flops, MFU is None in the records and n/a on the console.
-    Raise UserError if the run is past `steps` already.
+    Raise UserError if the run is past `steps` already, or if W&B does not accept it.
     """
 
     def __init__(
@@ -52,6 +61,8 @@ class Meter:
         peak_flops: float | None,
         device: torch.device,
         dtype: str,
+        tensorboard: bool = False,
+        wandb: bool = False,
     ) -> None:
         if start_step > steps:
             raise UserError(f"--steps {steps}: the run in {folder} is at step {start_step} already")
@@ -65,9 +76,13 @@ class Meter:
         self.dtype = dtype
         _, self.world_size, _ = ranks()
 
-        # The whole run's records, on rank 0.
+        # The whole run's records, on rank 0, and where they go beside metrics.jsonl.
         self.records: list[dict] = []
+        self.trackers: list[trackers.TensorBoard | trackers.WeightsAndBiases] = []
         on_rank0(self._open_file)
+        on_rank0(lambda: self._open_trackers(tensorboard, wandb))
+        self.plotted_records = 0
+        self.next_plot_time = 0.0
 
         # Measurements since the last log line.
         self.data_seconds = 0.0
@@ -176,16 +191,42 @@ class Meter:
         self.last_step = step
         self.last_time = now
 
-    def log_eval(self, step: int, val_loss: float) -> None:
-        """Print and record the loss on held-out data after `step`.
+    def log_eval(self, step: int, val_loss: float, sample: str | None = None) -> None:
+        """Print and record the loss on held-out data after `step`, and a text of the model.
 
-        Raise UserError if it is not finite.
+        `sample` comes from lm.sample.sample_text. Raise UserError if the loss is not finite.
         """
         if not math.isfinite(val_loss):
             raise UserError(f"the held-out loss is {val_loss} after step {step}: lower --lr")
         if is_rank0():
             record = {"step": step, "val_loss": val_loss}
-            self._write(record, f"step {step:>6} | held-out loss {val_loss:.4f}")
+            line = f"step {step:>6} | held-out loss {val_loss:.4f}"
+            if sample is not None:
+                record["sample"] = sample
+                line += "\n" + _sample_line(sample)
+            self._write(record, line)
+
+    def save_plot(self) -> None:
+        """Draw loss.png. Call it at each save; `finish` calls it, too.
+
+        Only rank 0 draws. To draw takes about 0.1 s, so this does nothing if the last picture is
+        recent. A picture that cannot be drawn does not end the run: a line says why.
+        """
+        if time.perf_counter() >= self.next_plot_time:
+            self._draw_plot()
+
+    def _draw_plot(self) -> None:
+        if not is_rank0() or self.plotted_records == len(self.records):
+            return
+        start = time.perf_counter()
+        file = self.folder / "loss.png"
+        try:
+            trackers.save_loss_plot(self.records, file)
+        except Exception as error:  # the run is worth more than its picture
+            print_line(f"{file} was not drawn: {type(error).__name__}: {error}")
+        end = time.perf_counter()
+        self.plotted_records = len(self.records)
+        self.next_plot_time = end + PLOT_INTERVAL * (end - start)
 
     def mfu(self, tokens_per_second: float) -> float | None:
         """Return the model FLOPs utilization (MFU), a share of the peak of all devices.
@@ -213,6 +254,9 @@ class Meter:
         peak_memory_bytes = max(all_gather(report.peak_memory_bytes(self.device)))
         if not is_rank0():
             return
+        self._draw_plot()
+        for tracker in self.trackers:
+            tracker.close()
         losses = [record["loss"] for record in self.records if "loss" in record]
         val_losses = [record["val_loss"] for record in self.records if "val_loss" in record]
 
@@ -259,11 +303,22 @@ class Meter:
         temporary.rename(file)
         self.file = file.open("a")
 
+    def _open_trackers(self, tensorboard: bool, wandb: bool) -> None:
+        if tensorboard:
+            tracker = trackers.TensorBoard(
+                self.folder, start_step=self.start_step, records=self.records
+            )
+            self.trackers.append(tracker)
+        if wandb:
+            self.trackers.append(trackers.WeightsAndBiases(self.folder))
+
     def _write(self, record: dict, line: str) -> None:
         self.records.append(record)
         self.file.write(json.dumps(record) + "\n")
         self.file.flush()
-        print(line, flush=True)
+        for tracker in self.trackers:
+            tracker.write(record)
+        print_line(line)
 
 
 def read_records(file: Path) -> list[dict]:
@@ -296,6 +351,14 @@ def _find_slowest_rank(measured_by_rank: list[dict]) -> tuple[int | None, float 
     slowest_rank = own_seconds.index(max(own_seconds))
     lag = max(own_seconds) / statistics.median_low(own_seconds) - 1
     return slowest_rank, lag
+
+
+def _sample_line(sample: str) -> str:
+    """Return the line for the console about a generated text, which is shortened."""
+    line = f"  sample: {sample}"
+    if len(line) > SAMPLE_COLUMNS:
+        line = line[: SAMPLE_COLUMNS - 3] + "..."
+    return line
 
 
 def _line(record: dict, steps: int) -> str:

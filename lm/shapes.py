@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common.exits import UserError
+from lm.runs import refuse_run
 from lm.weight_files import WEIGHT_SUFFIXES, has_own_head, weight_files
 
 # Values in a config.json that lm/model.py implements. It implements no others.
@@ -205,11 +206,12 @@ def read_config(name: str, flag: str = "--model") -> Config:
 
     A head that config.json ties to the embedding is not tied if the folder's weights differ.
 
-    Raise UserError, with the name of `flag`, if there is no such model or if lm/model.py does not
-    implement it.
+    Raise UserError, with the name of `flag`, if there is no such model, if lm/model.py does not
+    implement it, or if `name` is the folder of a run: then the line says how to convert it.
     """
     if name in SIZES:
         return SIZES[name]
+    refuse_run(name, flag)
     config = parse_config(read_config_json(name, flag), f"{flag} {name}")
     if config.tie_word_embeddings and has_own_head(Path(name)):
         config = dataclasses.replace(config, tie_word_embeddings=False)

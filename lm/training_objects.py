@@ -29,5 +29,5 @@ class TrainingObjects(NamedTuple):
     flops_per_token: float | None = None
     # The content of config.json in each checkpoint, which convert_checkpoint.py reads.
     config_json: dict | None = None
-    # Returns a text to print at each evaluation. All ranks call it.
-    sample: Callable[[], str] | None = None
+    # Called at each evaluation, on all ranks. Rank 0 prints the text that it returns.
+    sample: Callable[[], str | None] | None = None

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common.exits import UserError
+from lm.runs import refuse_run
 
 SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -46,6 +47,7 @@ def weight_files(folder: Path, flag: str = "--model") -> list[Path]:
     for file in files:
         _check_file(file, where)
     if not files:
+        refuse_run(str(folder), flag)
         _check_no_other_weights(folder, where)
     return files
 

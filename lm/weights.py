@@ -1,12 +1,14 @@
 """Weights of a model: random ones, those of a Hugging Face folder, and a hash of all of them."""
 
 import hashlib
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from common import report
 from common.exits import UserError
 from common.runtime import all_gather, print0
 from lm.model import Transformer
@@ -14,6 +16,7 @@ from lm.shapes import SIZES, Config
 from lm.weight_files import HEAD, StoredWeights
 
 ROWS_PER_GENERATOR = 256  # rows of a random matrix that are drawn together
+BAR_DELAY = 2.0  # seconds after which a progress bar appears
 
 
 def build(
@@ -70,7 +73,7 @@ def init_weights(net: Transformer, seed: int) -> None:
 
     So a model starts from the same weights whether it is whole, sharded or split into stages.
     """
-    for name, parameter in net.named_parameters():
+    for name, parameter in _with_bar(net, "drawing weights"):
         local, (rows, *columns) = local_part(parameter)
         full_rows = random_weight(name, parameter.shape, seed, rows.start, rows.stop)
         local.copy_(full_rows[(slice(None), *columns)])
@@ -129,12 +132,18 @@ def open_weights(name: str, config: Config, flag: str = "--model") -> StoredWeig
 @torch.no_grad()
 def load_weights(net: Transformer, stored: StoredWeights) -> None:
     """Fill a model with stored weights. Each rank of a sharded model reads only its own shards."""
-    for name, parameter in net.named_parameters():
+    for name, parameter in _with_bar(net, "loading weights"):
         if name not in stored.tensors:  # an adapter
             continue
         local, slices = local_part(parameter)
         if local.numel() > 0:  # a rank may hold no rows of a small matrix
             local.copy_(stored.read(name, slices))
+
+
+def _with_bar(net: Transformer, description: str) -> Iterable[tuple[str, nn.Parameter]]:
+    """Return the named parameters, with a progress bar if the work on them takes long."""
+    parameters = list(net.named_parameters())
+    return report.progress_bar(parameters, description, unit="tensor", delay=BAR_DELAY)
 
 
 def check_names_and_shapes(config: Config, stored: StoredWeights) -> None:

@@ -154,7 +154,12 @@ def test_steps_are_those_of_peft_and_trainer_and_both_load_the_end(
     result = train(SCRIPT, tmp_path, *flags, nproc=2)
     script, helper = load(SCRIPT), load("06_fsdp_zero/_finetune.py")
     args = Namespace(
-        data=PAIRS, seq_len=128, global_batch_size=BATCH, micro_batch_size=None, seed=0
+        data=PAIRS,
+        eval_data=None,
+        seq_len=128,
+        global_batch_size=BATCH,
+        micro_batch_size=None,
+        seed=0,
     )
     corpus, _ = helper.load_chats(args, helper.read_chat_format(str(folder)), script.chat_rows)
     train_rows = helper.Rows(corpus.train, args.seq_len, trim=False)

@@ -1,0 +1,144 @@
+"""Show how far long work is, on a terminal.
+
+Scripts call `report.progress_bar`. This is a module of its own because common/runtime.py prints
+lines above the bar, and common/report.py imports common/runtime.py. It does not import torch.
+"""
+
+import functools
+import os
+import stat
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+
+from common import exits
+
+# The progress bars on the terminal, by id. tqdm compares bars by their line on the terminal.
+_open_bars: dict[int, object] = {}
+
+
+def progress_bar(
+    iterable: Iterable | None = None,
+    description: str = "",
+    *,
+    total: int | None = None,
+    initial: int = 0,
+    unit: str = "it",
+    delay: float = 0.0,
+):
+    """Return an iterable that shows on the terminal how far the loop over it is.
+
+        for step in progress_bar(range(start_step + 1, steps + 1), "training", initial=start_step):
+
+    Without an iterable, the bar is advanced by hand:
+
+        with progress_bar(description="tokenizing", total=1000, unit="B") as bar:
+            bar.update(10)
+
+    The bar is erased at the end of the loop, also after a break or an exception. Other ranks than
+    rank 0 show no bar, and rank 0 shows none where nobody watches: see `_terminal_has_bars`. Print
+    with `print_line` or runtime.print0 while a bar may be shown.
+
+    Arguments:
+        total: the count at the end (default: `initial` and the length of the iterable)
+        initial: the count at the start, such as the step from which a run is resumed
+        unit: what is counted. "B" is shown as kB, MB and so on
+        delay: the bar appears only if the loop takes longer than so many seconds
+    """
+    if not _terminal_has_bars():
+        return _NoBar(iterable)
+    if total is None and hasattr(iterable, "__len__"):
+        total = initial + len(iterable)
+    size = {"dynamic_ncols": True}  # people resize terminals
+    if 0 in os.get_terminal_size(sys.stderr.fileno()):  # not known, as in some containers
+        size = {"ncols": 80, "nrows": 24}
+    return _bar_class()(
+        iterable,
+        description,
+        total=total,
+        initial=initial,
+        unit=unit if unit == "B" else f" {unit}",
+        unit_scale=unit == "B",
+        delay=delay,
+        leave=False,
+        **size,
+        mininterval=0.2,  # seconds between two drawings
+        miniters=1,  # look at the clock in each iteration: iterations take unequal times
+    )
+
+
+def print_line(text: str) -> None:
+    """Print a line to stdout at once. If there is a progress bar, the line appears above it."""
+    if not _open_bars:
+        print(text, flush=True)
+        return
+    with _bar_class().external_write_mode(file=sys.stdout):
+        print(text, flush=True)
+
+
+class _NoBar:
+    """Take the place of a progress bar where none is shown."""
+
+    def __init__(self, iterable: Iterable | None) -> None:
+        self.iterable = iterable
+
+    def __iter__(self) -> Iterator:
+        return iter(self.iterable)
+
+    def __enter__(self) -> "_NoBar":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+    def update(self, count: int = 1) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def _terminal_has_bars() -> bool:
+    """Return whether this process shows progress bars: rank 0, if its stderr is a terminal.
+
+    If stdout is a pipe, as in `python train.py | tee log`, there are none: the program behind the
+    pipe may write to the same terminal, and its lines and the bar would be mixed.
+    """
+    if os.environ.get("RANK", "0") != "0" or not sys.stderr.isatty():
+        return False
+    stdout = os.fstat(sys.__stdout__.fileno())
+    return not stat.S_ISFIFO(stdout.st_mode)
+
+
+@functools.cache
+def _bar_class() -> type:
+    """Return the class of the bars, made from tqdm's, which is imported only for a terminal."""
+    from tqdm import tqdm
+
+    class Bar(tqdm):
+        # tqdm would start a thread that redraws bars without updates. Data loading workers are
+        # forked, and the fork of a process with threads can hang.
+        monitor_interval = 0
+
+        def __init__(self, *arguments, **settings) -> None:
+            super().__init__(*arguments, **settings)
+            _open_bars[id(self)] = self
+
+        def close(self) -> None:
+            super().close()
+            _open_bars.pop(id(self), None)
+
+    # tqdm's own lock includes one of multiprocessing, which forked workers would share.
+    Bar.set_lock(threading.RLock())
+    return Bar
+
+
+def _close_bars() -> None:
+    for bar in list(_open_bars.values()):
+        bar.close()
+
+
+# An exception in the body of a loop does not end the iteration, so the bar is still there when the
+# error is printed.
+exits.before_error_message.append(_close_bars)
+exits.before_exit.append(_close_bars)

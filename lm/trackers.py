@@ -1,0 +1,169 @@
+"""Show the records of a run in other programs: TensorBoard, Weights & Biases, and a picture.
+
+`lm.metrics.Meter` calls these on rank 0, with each record that it writes to metrics.jsonl. All of
+it goes into the folder of the run:
+
+    tensorboard/        event files, for `tensorboard --logdir runs`
+    wandb/, wandb.id    the files of W&B, and the id by which a resumed run continues the same run
+    loss.png            the losses of the whole run
+"""
+
+import json
+import os
+import secrets
+from importlib.util import find_spec
+from pathlib import Path
+
+from common.exits import UserError, before_exit
+from common.runtime import is_rank0
+
+WANDB_PROJECT = "gpu-training-reference"  # unless the environment variable of this name is set
+
+
+def check_packages(*, tensorboard: bool, wandb: bool) -> None:
+    """Raise UserError if a package for --tensorboard or --wandb is not installed.
+
+    Only rank 0 writes, so only its node needs them.
+    """
+    if not is_rank0():
+        return
+    for package, wanted in (("tensorboard", tensorboard), ("wandb", wandb)):
+        if wanted and find_spec(package) is None:
+            raise UserError(f"--{package} needs the package {package}: pip install {package}")
+
+
+class TensorBoard:
+    """Write records as TensorBoard's event files, one scalar per number, under the record's step.
+
+    A resumed run repeats the steps after its checkpoint. TensorBoard then drops what the event
+    files have of these steps.
+
+    Arguments:
+        folder: the folder of the run
+        start_step: the step from which the run is resumed, or 0
+        records: the records up to start_step. They are written if there are no event files, as when
+            the run had no --tensorboard until now
+    """
+
+    def __init__(self, folder: Path, *, start_step: int, records: list[dict]) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        logs = folder / "tensorboard"
+        is_new = not any(logs.glob("events.out.tfevents.*"))
+        self.writer = SummaryWriter(str(logs), purge_step=start_step + 1)
+        if is_new:
+            for record in records:
+                self.write(record)
+
+    def write(self, record: dict) -> None:
+        """Write one record to the disk."""
+        for name, value in _plain_values(record).items():
+            if isinstance(value, str):
+                self.writer.add_text(name, value, record["step"])
+            elif name != "step":
+                self.writer.add_scalar(name, value, record["step"])
+        self.writer.flush()
+
+    def close(self) -> None:
+        """Close the event file."""
+        self.writer.close()
+
+
+class WeightsAndBiases:
+    """Log records to Weights & Biases.
+
+    The project is WANDB_PROJECT, the run is named after the folder. The settings of the run are its
+    W&B config. With the environment variable WANDB_MODE=offline it needs no network.
+
+    A resumed run continues the run at W&B and logs the steps after its checkpoint again. W&B cannot
+    drop what it has of them, so they have two points in a chart, which are equal.
+
+    Raise UserError if W&B does not accept the run, for example because nobody is logged in.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        import wandb
+
+        id_file = folder / "wandb.id"
+        if id_file.exists():
+            run_id = id_file.read_text().strip()
+        else:
+            run_id = secrets.token_hex(4)
+            id_file.write_text(run_id + "\n")
+
+        settings = {}
+        settings_file = folder / "settings.json"
+        if settings_file.exists():
+            settings = json.loads(settings_file.read_text())
+        try:
+            self.run = wandb.init(
+                project=os.environ.get("WANDB_PROJECT") or WANDB_PROJECT,
+                dir=str(folder),
+                name=folder.name,
+                id=run_id,
+                resume="allow",
+                config=settings,
+            )
+        except (wandb.errors.Error, ValueError) as error:
+            raise UserError(
+                f"--wandb: {error} Run `wandb login`, or set WANDB_MODE=offline"
+            ) from None
+        # W&B counts calls of log, and drops calls with a smaller step than before. So the step is a
+        # value like others, and charts are drawn over it.
+        self.run.define_metric("*", step_metric="step")
+        # A run that fails does not reach close().
+        self.finished = False
+        before_exit.append(self._fail)
+
+    def write(self, record: dict) -> None:
+        """Log one record. A thread of W&B sends it."""
+        self.run.log(_plain_values(record))
+
+    def close(self) -> None:
+        """Mark the run as finished, and wait until W&B has all of it."""
+        self.finished = True
+        self.run.finish()
+
+    def _fail(self) -> None:
+        if not self.finished:
+            self.run.finish(exit_code=1)
+
+
+def _plain_values(record: dict) -> dict:
+    """Return the numbers and texts of a record, without values that are not known."""
+    return {name: value for name, value in record.items() if isinstance(value, int | float | str)}
+
+
+def save_loss_plot(records: list[dict], file: Path) -> None:
+    """Draw the losses and the learning rate over the steps as a PNG.
+
+    After a failure the file is as it was before.
+    """
+    from matplotlib.figure import Figure  # without pyplot: into a file only, never on a screen
+
+    training = [record for record in records if "loss" in record]
+    held_out = [record for record in records if "val_loss" in record]
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    losses, rates = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+
+    losses.plot(_column(training, "step"), _column(training, "loss"), label="training")
+    if held_out:
+        losses.plot(
+            _column(held_out, "step"), _column(held_out, "val_loss"), "o-", label="held out"
+        )
+    losses.set_ylabel("loss, nats per token")
+    losses.legend()
+
+    rates.plot(_column(training, "step"), _column(training, "lr"))
+    rates.set_ylabel("learning rate")
+    rates.set_xlabel("step")
+    for axes in (losses, rates):
+        axes.grid(alpha=0.3)
+
+    temporary = file.with_name(file.name + ".tmp")
+    figure.savefig(temporary, format="png", dpi=120)
+    os.replace(temporary, file)
+
+
+def _column(records: list[dict], key: str) -> list[float]:
+    return [record[key] for record in records]

@@ -1,0 +1,273 @@
+"""From the folder of a run to an answer: --model names the command that makes a model of it."""
+
+import json
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from support.checkpoints import write_folder
+from support.harness import (
+    ROOT,
+    TINY,
+    Result,
+    assert_refused,
+    config_of,
+    damage,
+    in_full,
+    run,
+    train,
+)
+
+from lm import shapes, weights
+
+INFER = "09_inference/infer_70b.py"
+FINETUNE = "06_fsdp_zero/finetune.py"
+CONVERT = "06_fsdp_zero/convert_checkpoint.py"
+BASELINE = "04_amp/train.py"
+SHORT = ["--steps", 2, "--save-every", 1]
+PROMPT = ["--prompt", "a few words", "--max-new-tokens", 6]
+PAIRS = ROOT / "07_memory_tricks/lora_instructions.jsonl"
+
+
+def ask(folder: Path, model: str, *flags, script: str = INFER, nproc: int | None = None) -> Result:
+    shared = ["--device", "cpu", "--json", "answer.json"]
+    return run(script, folder, "--model", model, *shared, *flags, nproc=nproc)
+
+
+def told(result: Result) -> tuple[list[str], str]:
+    """Return the command that an error names, and the value of --model after it."""
+    [line] = [line for line in result.err.splitlines() if "error: " in line]
+    command = re.search(r"`python (.*?)`", line)
+    words = shlex.split(command[1])
+    assert (result.folder / words[0]).resolve() == ROOT / CONVERT
+    return words[1:], shlex.split(line.rpartition("--model ")[2])[0]
+
+
+def convert(folder: Path, model: str) -> str:
+    """Run the command that --model names. Return the folder that it writes."""
+    refused = ask(folder, model, *PROMPT)
+    assert_refused(refused, f"--model {model}")
+    words, converted = told(refused)
+    assert not (folder / converted).exists()
+    result = run(CONVERT, folder, *words)
+    assert result.code == 0, result
+    return converted
+
+
+def check_answers(folder: Path, model: str, *processes: int | None) -> None:
+    """The model answers, with the same tokens on any number of processes."""
+    token_ids = []
+    for nproc in processes or (None,):
+        result = ask(folder, model, *PROMPT, nproc=nproc)
+        assert result.code == 0, result
+        assert "transformers' generate" in result.out
+        token_ids.append(json.loads((folder / "answer.json").read_text())["token_ids"])
+    assert all(tokens == token_ids[0] for tokens in token_ids)
+
+
+def read_weights(folder: Path) -> torch.nn.Module:
+    return weights.build(str(folder), shapes.read_config(str(folder)), seed=0)
+
+
+RUNS = {
+    "one process": (BASELINE, None, []),
+    "DDP": ("05_ddp/train.py", 2, []),
+    "FSDP": ("06_fsdp_zero/train_fsdp.py", 2, []),
+    "ZeRO-1": ("06_fsdp_zero/train_zero.py", 2, ["--stage", 1]),
+    "ZeRO-3": ("06_fsdp_zero/train_zero.py", 2, ["--stage", 3]),
+    "tensor parallel": ("08_model_parallel/train_3d.py", 2, ["--tp", 2]),
+    "pipeline": ("08_model_parallel/train_3d.py", 2, ["--pp", 2, "--micro-batch-size", 6]),
+}
+
+
+IN_SHORT = ("one process", "FSDP")
+
+
+@pytest.mark.parametrize(
+    "case", [*IN_SHORT, *(in_full(case) for case in RUNS if case not in IN_SHORT)]
+)
+def test_a_run_answers_after_the_command_that_is_told(tmp_path, case):
+    script, nproc, flags = RUNS[case]
+    result = train(script, tmp_path, "--keep", 1, *SHORT, *flags, nproc=nproc)
+    converted = convert(tmp_path, "run")
+    assert weights.digest(read_weights(tmp_path / converted)) == result.summary["weights_sha256"]
+    if case == "FSDP":
+        check_answers(tmp_path, converted, None, 2)
+    assert_refused(ask(tmp_path, "run"), f"use --model {converted}")
+
+
+def test_a_fine_tuning_run_that_was_stopped_is_converted(tmp_path):
+    flags = ["--data", PAIRS, "--seq-len", 128]
+    result = train(FINETUNE, tmp_path, *SHORT, *flags, nproc=2)
+    shutil.rmtree(tmp_path / "run/model")
+    net = read_weights(tmp_path / convert(tmp_path, "run"))
+    found = weights.digest(torch.nn.ParameterList(net.parameters()))
+    assert found == result.summary["weights_sha256"]
+
+
+def test_a_checkpoint_is_converted_by_its_name(tmp_path):
+    result = train(BASELINE, tmp_path, *SHORT, "--run-dir", "a run")
+    first = convert(tmp_path, "a run/step-00000001")
+    last = convert(tmp_path, "a run/step-00000002")
+    assert weights.digest(read_weights(tmp_path / last)) == result.summary["weights_sha256"]
+    assert weights.digest(read_weights(tmp_path / first)) != result.summary["weights_sha256"]
+
+
+@pytest.mark.parametrize("how", ["one bit", in_full("truncated"), in_full("missing")])
+def test_a_damaged_checkpoint_is_passed_over(tmp_path, how):
+    train(BASELINE, tmp_path, *SHORT)
+    damage(tmp_path / "run/step-00000002", how)
+    for name in ("run", "run/step-00000002"):
+        words, _ = told(ask(tmp_path, name))
+        assert words[0] == "run/step-00000001"
+    damage(tmp_path / "run/step-00000001", how)
+    assert_refused(ask(tmp_path, "run"), "--model run", "broken")
+
+
+def test_a_run_without_a_checkpoint_is_told(tmp_path):
+    train(BASELINE, tmp_path, "--steps", 1, "--keep", 0)
+    assert_refused(ask(tmp_path, "run"), "--model run", "no checkpoint", "--keep")
+
+
+# every other script that loads a model, with flags that keep it fast
+OTHERS = {
+    "09_inference/kv_cache.py": [],
+    "09_inference/speculative.py": [],
+    "09_inference/quantized.py": ["--weights", "fp32"],
+    "09_inference/offloaded.py": [],
+    "09_inference/export.py": ["--forms", "onnx"],
+    "02_tensors_precision/quantize.py": [],
+    "05_ddp/train.py": [],
+}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """A folder with a run of two steps."""
+    folder = tmp_path_factory.mktemp("trained")
+    train(BASELINE, folder, *SHORT)
+    return folder
+
+
+@pytest.mark.parametrize("script", OTHERS)
+@pytest.mark.parametrize("name", ["run", in_full("run/step-00000002")])
+def test_other_scripts_name_the_command_too(trained, script, name):
+    result = run(script, trained, "--model", name, *OTHERS[script])
+    assert_refused(result, f"--model {name}", "run/step-00000002")
+    assert told(result)[1] == "run/model-step-00000002"
+
+
+def test_a_draft_that_is_a_run_is_told(trained):
+    result = ask(trained, "nano", "--draft", "run", script="09_inference/speculative.py")
+    assert_refused(result, "--draft run", "run/step-00000002")
+
+
+# --- the tokenizer of the run
+
+
+def write_tokenizer(folder: Path) -> Path:
+    from tokenizers import ByteLevelBPETokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator(["a few words"] * 9, vocab_size=270, special_tokens=["<end>"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, eos_token="<end>")
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def with_flag(folder: Path) -> list:
+    write_tokenizer(folder / "tokenizer")
+    return ["--model", "nano", "--tokenizer", "tokenizer"]
+
+
+def of_the_model(folder: Path) -> list:
+    write_folder(folder / "model", config_of({**TINY, "vocab_size": 300}))
+    write_tokenizer(folder / "model")
+    return ["--model", "model"]
+
+
+def of_prepared_tokens(folder: Path) -> list:
+    (folder / "text.txt").write_text("a few words, and others\n" * 400)
+    write_tokenizer(folder / "tokenizer")
+    flags = ["--data", "text.txt", "--tokenizer", "tokenizer", "--out", "tokens", "--workers", 1]
+    result = run("05_ddp/prepare_data.py", folder, *flags)
+    assert result.code == 0, result
+    return ["--model", "nano", "--data", "tokens"]
+
+
+def of_prepared_tokens_with_others_for_evaluation(folder: Path) -> list:
+    flags = of_prepared_tokens(folder)
+    (folder / "eval.txt").write_text("few other words\n" * 400)
+    return [*flags, "--eval-data", "eval.txt"]
+
+
+TOKENIZERS = [with_flag, in_full(of_the_model), in_full(of_prepared_tokens)]
+
+
+@pytest.mark.parametrize(
+    "make", [*TOKENIZERS, in_full(of_prepared_tokens_with_others_for_evaluation)]
+)
+def test_the_folder_has_the_tokenizer_of_the_run(tmp_path, make):
+    flags = make(tmp_path)
+    train("08_model_parallel/train_3d.py", tmp_path, *SHORT, *flags)
+    converted = convert(tmp_path, "run")
+    check_answers(tmp_path, converted, *((None, 2) if make == with_flag else (None,)))
+    [tokenizer] = [
+        *tmp_path.glob("tokenizer/tokenizer.json"),
+        *tmp_path.glob("model/tokenizer.json"),
+    ]
+    found = tmp_path / converted / "tokenizer.json"
+    assert found.read_text() == tokenizer.read_text()
+
+
+@pytest.mark.parametrize("make", TOKENIZERS)
+def test_a_tokenizer_that_has_moved_is_asked_for(tmp_path, make):
+    flags = make(tmp_path)
+    train("08_model_parallel/train_3d.py", tmp_path, *SHORT, *flags)
+    folder = "model" if make == of_the_model else "tokenizer"
+    (tmp_path / folder).rename(tmp_path / "moved")
+    words, converted = told(ask(tmp_path, "run"))
+    refused = run(CONVERT, tmp_path, *words, HF_HUB_OFFLINE="1")
+    assert_refused(refused, "run/step-00000002", "--tokenizer")
+    assert not list((tmp_path / "run").glob("model-*"))
+    result = run(CONVERT, tmp_path, *words, "--tokenizer", "moved")
+    assert result.code == 0, result
+    check_answers(tmp_path, converted)
+
+
+def test_a_tokenizer_with_too_many_tokens_is_told(trained, tmp_path):
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    write_tokenizer(tmp_path / "tokenizer")
+    words = ["run", "to", "--to", "hf", "--tokenizer", "tokenizer"]
+    assert_refused(run(CONVERT, tmp_path, *words), "tokenizer", "256")
+    assert not (tmp_path / "to").exists()
+
+
+# --- adapters
+
+
+@pytest.fixture
+def adapted(tmp_path) -> Path:
+    """A folder with a fine-tuning run with adapters."""
+    write_folder(tmp_path / "base", config_of(TINY))
+    flags = ["--data", PAIRS, "--seq-len", 128, "--model", "base", "--adapters", 4]
+    train(FINETUNE, tmp_path, *SHORT, *flags, nproc=2)
+    return tmp_path
+
+
+def test_a_run_with_adapters_has_written_its_model(adapted):
+    for name in ("run", "run/step-00000002"):
+        assert_refused(ask(adapted, name), f"--model {name}", "use --model run/model")
+    check_answers(adapted, "run/model", None, 2)
+
+
+def test_adapters_alone_are_not_converted(adapted):
+    words = ["run/step-00000001", "to", "--to", "hf"]
+    assert_refused(run(CONVERT, adapted, *words), "adapters", "run/model")
+    shutil.rmtree(adapted / "run/model")
+    assert_refused(ask(adapted, "run"), "--model run", "adapters", "--resume")
+    assert_refused(run(CONVERT, adapted, *words), "adapters", "--resume")
