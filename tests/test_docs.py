@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from support.commands import check
 from support.harness import ROOT
-from support.readme import regenerate
+from support.readme import find_hunk, hunks, regenerate
 
 READMES = [
     *ROOT.glob("*.md"),
@@ -63,6 +63,31 @@ def test_every_command_parses(file):
 def test_generated_parts_are_fresh():
     stale = [file for file in READMES if regenerate(file.read_text()) != file.read_text()]
     assert not stale, "run make readme"
+
+
+def test_a_readme_with_hunks_of_a_diff_shows_all_of_them():
+    for file in READMES:
+        text = file.read_text()
+        for before, after in set(re.findall(r"<!-- hunk (\S+) (\S+): ", text)):
+            missing = [hunk for hunk in hunks(before, after) if str(hunk) not in text]
+            assert not missing, f"{file.relative_to(ROOT)} leaves out:\n{missing[0]}"
+
+
+def test_a_hunk_is_named_by_the_text_of_one_hunk_only():
+    minimal = ("04_amp/minimal.py", "05_ddp/minimal.py")
+    assert find_hunk(*minimal, "DistributedDataParallel(model)").changes("ddp_model = ")
+    for text in ("no such text", "rank"):
+        with pytest.raises(ValueError, match=text):
+            find_hunk(*minimal, text)
+
+
+def test_the_table_of_chapter_04_names_what_the_script_has():
+    script = (ROOT / "04_amp/train.py").read_text()
+    readme = (ROOT / "04_amp/README.md").read_text()
+    [table] = re.findall(r"^\| section \|.*\n((?:\|.*\n)+)", readme, re.MULTILINE)
+    names = re.findall(r"`([\w.]+)`", "\n".join(row.split("|")[2] for row in table.splitlines()))
+    assert names
+    assert [name for name in names if name not in script] == []
 
 
 def test_links_and_images_lead_somewhere():
