@@ -182,7 +182,8 @@ def main() -> int:
     stop = 0
     steps = range(start_step + 1, args.steps + 1)
     for step in report.progress_bar(steps, "training", initial=start_step, unit="step"):
-        torch.manual_seed(args.seed + step)  # dropout draws the same numbers after a resume
+        # Dropout draws other numbers on each rank and step, and the same ones after a resume.
+        torch.manual_seed(args.seed + step * world_size + rank)
         step_loss = torch.zeros((), device=device)
         for micro_step in range(1, batches.accumulation_steps + 1):
             inputs, targets = meter.next(stream)
