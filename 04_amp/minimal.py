@@ -48,9 +48,8 @@ class Block(nn.Module):
         q = self.q(y).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         k = self.k(y).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         v = self.v(y).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        y = scaled_dot_product_attention(
-            q, k, v, is_causal=True
-        )  # [batch, heads, tokens, head_dim]
+        # q, k, v and the result of attention: [batch, heads, tokens, head_dim]
+        y = scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.o(y.transpose(1, 2).flatten(2))
         return x + self.down(gelu(self.up(self.norm2(x))))
 
@@ -75,8 +74,8 @@ class Model(nn.Module):
 def initial_weight(name, shape):
     """Return random numbers that depend on SEED, the name and the row only.
 
-    So a weight starts the same on every device, and however it is sharded. If main() did not call
-    this, the model would keep the weights that it was made with.
+    So a weight starts the same on every device, and however it is sharded. For your own model you
+    may delete this function and its loop in main(): the model then keeps its own initial weights.
     """
     if name.endswith("bias"):
         return torch.zeros(shape)
@@ -121,19 +120,20 @@ def main():
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     dtype = DTYPES[parser.parse_args().dtype]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(SEED)
     torch.set_float32_matmul_precision("highest")  # "high" allows TF32, which is faster
 
-    model = Model().to(device)
-    # YOURS: the initial weights
+    model = Model().to(device)  # YOURS: the model and its initial weights
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(initial_weight(name, parameter.shape))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)  # YOURS
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    text = make_text()
+    text = make_text()  # YOURS: the data
 
     for step in range(1, STEPS + 1):
-        rows = global_batch(text, step).to(device)
+        rows = global_batch(text, step)
+        rows = rows.to(device)
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             loss = compute_loss(model, rows)
         scaler.scale(loss).backward()

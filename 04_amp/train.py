@@ -46,7 +46,7 @@ def load_training_objects(args, rank, world_size, device):
     train_set, held_out_set = data.sequences(corpus, args.seq_len)
     config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)
     model = weights.build(args.model, config, seed=args.seed, device=device)
-    checkpoint_blocks(model, args.checkpointing)  # backward recomputes what is not kept
+    checkpoint_blocks(model, args.checkpointing)  # backward recomputes activations
     return TrainingObjects(
         model=model,
         batches=data.Batches(train_set, held_out_set, args, rank=rank, world_size=world_size),
@@ -92,7 +92,8 @@ def main() -> int:
     )
 
     # 3. Checkpoints: resume where the last run stopped.
-    run = checkpoint.Run(args, settings=flags.settings(args, **objects.must_match))
+    settings = flags.settings(args, **objects.must_match)  # must not change on --resume
+    run = checkpoint.Run(args, settings=settings)
     start_step = 0
     if args.resume:
         start_step = checkpoint.resume(run, model, optimizer, scheduler, scaler)
@@ -112,14 +113,14 @@ def main() -> int:
 
     # 4. The training loop.
     step = start_step
-    stop = 0
+    stop = 0  # the number of a signal, such as SIGTERM
     scale = scaler.get_scale()
     steps = range(start_step + 1, args.steps + 1)
     for step in report.progress_bar(steps, "training", initial=start_step, unit="step"):
         torch.manual_seed(args.seed + step)  # dropout draws the same numbers after a resume
         step_loss = torch.zeros((), device=device)
         for _ in range(batches.accumulation_steps):
-            inputs, targets = meter.next(stream)
+            inputs, targets = meter.next(stream)  # on the device; measures the wait for data
             with meter.forward(), autocast():
                 loss = train_model(inputs, targets) / batches.accumulation_steps
             scaler.scale(loss).backward()
@@ -129,10 +130,10 @@ def main() -> int:
         grad_norm = clip_grad_norm_(model.parameters(), args.clip_norm)
         lr = optimizer.param_groups[0]["lr"]
         scaler.step(optimizer)  # skipped if a gradient overflowed
-        scaler.update()  # lowers the scale after a skipped step
+        scaler.update()
         previous_scale = scale
         scale = scaler.get_scale()
-        if scale >= previous_scale:
+        if scale >= previous_scale:  # a lower scale means that the step was skipped
             scheduler.step()
         optimizer.zero_grad()
 
@@ -141,7 +142,7 @@ def main() -> int:
         is_last_step = stop or step == args.steps
         save = is_last_step or (args.save_every and step % args.save_every == 0)
         if save or step == 1 or step % args.log_every == 0:
-            skipped_steps = step - scheduler.last_epoch
+            skipped_steps = step - scheduler.last_epoch  # last_epoch counts scheduler.step()
             meter.log(step, step_loss, grad_norm, lr, skipped_steps, scale)
         if step == args.steps or (args.eval_every and step % args.eval_every == 0):
             val_loss = evaluate(model, held_out, autocast, device)
@@ -154,7 +155,7 @@ def main() -> int:
             meter.save_plot()
         if stop:
             break
-    run.wait()
+    run.wait()  # until --async-save has written the last checkpoint
     if stop:
         runtime.print0(f"signal {stop}: saved at step {step}. Run the same command with --resume")
 

@@ -1,6 +1,6 @@
 """Data parallelism (DDP): every process has the full model and reads its share of each batch.
 
-    laptop    torchrun --nproc_per_node=2 05_ddp/minimal.py    (without a GPU; with one GPU: 1)
+    laptop    torchrun --nproc_per_node=2 05_ddp/minimal.py    (at most one process per GPU)
     one node  torchrun --nproc_per_node=8 05_ddp/minimal.py
     cluster   the same on every node, with these flags before the script ($HEAD: the name of a node)
               --nnodes=3 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400
@@ -12,8 +12,8 @@ reads fewer of its GLOBAL_BATCH rows.
 
 Copy this file and change what is marked YOURS. Rank 0 writes the trained weights to minimal.pt.
 
-What to look at: with --dtype fp32, the last line printed is that of 04, on any number of ranks
-that divides GLOBAL_BATCH.
+What to look at: with --dtype fp32, the last line printed is that of 04 up to rounding, on any
+number of ranks that divides GLOBAL_BATCH.
 Previous: 04_amp/minimal.py. Next: 06_fsdp_zero/minimal.py, for models too large for one GPU.
 """
 
@@ -55,9 +55,8 @@ class Block(nn.Module):
         q = self.q(y).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         k = self.k(y).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         v = self.v(y).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        y = scaled_dot_product_attention(
-            q, k, v, is_causal=True
-        )  # [batch, heads, tokens, head_dim]
+        # q, k, v and the result of attention: [batch, heads, tokens, head_dim]
+        y = scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.o(y.transpose(1, 2).flatten(2))
         return x + self.down(gelu(self.up(self.norm2(x))))
 
@@ -82,8 +81,8 @@ class Model(nn.Module):
 def initial_weight(name, shape):
     """Return random numbers that depend on SEED, the name and the row only.
 
-    So a weight starts the same on every device, and however it is sharded. If main() did not call
-    this, the model would keep the weights that it was made with.
+    So a weight starts the same on every device, and however it is sharded. For your own model you
+    may delete this function and its loop in main(): the model then keeps its own initial weights.
     """
     if name.endswith("bias"):
         return torch.zeros(shape)
@@ -130,12 +129,13 @@ def main():
     # torchrun sets these variables for each process, called a rank. Without torchrun: one rank.
     if "RANK" not in os.environ:
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # 0: any free port
+        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # the system picks a port
     rank = int(os.environ["RANK"])
     world_size = int(os.environ["WORLD_SIZE"])
     if GLOBAL_BATCH % world_size != 0:
         parser.error(f"{GLOBAL_BATCH=} is not divisible by {world_size} ranks: change it")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(SEED)
     torch.set_float32_matmul_precision("highest")  # "high" allows TF32, which is faster
     if device.type == "cuda":
         # Each rank has its own GPU: start at most as many ranks per node as there are GPUs.
@@ -145,18 +145,18 @@ def main():
     else:
         dist.init_process_group("gloo")
 
-    model = Model().to(device)
-    # YOURS: the initial weights
+    model = Model().to(device)  # YOURS: the model and its initial weights
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(initial_weight(name, parameter.shape))
-    ddp_model = DistributedDataParallel(model)  # always run forward through ddp_model
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    ddp_model = DistributedDataParallel(model)  # forward through ddp_model averages gradients
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)  # YOURS
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    text = make_text()
+    text = make_text()  # YOURS: the data
 
     for step in range(1, STEPS + 1):
-        rows = global_batch(text, step)[rank::world_size].to(device)  # equal shares
+        rows = global_batch(text, step)
+        rows = rows[rank::world_size].to(device)  # the share of this rank
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             loss = compute_loss(ddp_model, rows)
         scaler.scale(loss).backward()
@@ -167,8 +167,8 @@ def main():
         optimizer.zero_grad()
 
         if step % 5 == 0 or step == STEPS:
-            mean_loss = loss.detach() / world_size  # this rank's part of the mean
-            dist.all_reduce(mean_loss)  # sums the parts; if a rank does not call it, all wait
+            mean_loss = loss.detach() / world_size
+            dist.all_reduce(mean_loss)  # the sum over all ranks; every rank must call it
             if rank == 0:
                 print(f"step {step} | loss {mean_loss.item():.6f}", flush=True)
 
@@ -176,7 +176,7 @@ def main():
         torch.save(model.state_dict(), "minimal.pt")
     dist.barrier()  # wait until rank 0 has saved
     dist.destroy_process_group()
-    os._exit(0)  # ends the process here: in Python's own shutdown, gloo's threads can hang
+    os._exit(0)  # exit without interpreter shutdown, where gloo's threads can hang
 
 
 if __name__ == "__main__":

@@ -1,17 +1,17 @@
-"""Train a language model with distributed data parallelism (DDP).
+r"""Train a language model with distributed data parallelism (DDP).
 
 Each GPU runs one process, called a rank. Every rank holds a full copy of the model and reads its
 own share of the global batch. DDP averages the gradients across ranks while backward is still
 running, so that all copies take the same optimizer step and stay identical.
 
     laptop    torchrun --nproc_per_node=2 05_ddp/train.py
-    one node  torchrun --nproc_per_node=8 05_ddp/train.py --model llama-124m --compile \\
+    one node  torchrun --nproc_per_node=8 05_ddp/train.py --model llama-124m --compile \
                   --global-batch-size 512 --micro-batch-size 32
     cluster   run the same command on every node, with
               --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400
 
-What to look at: with --dtype fp32 the loss does not depend on the number of ranks; tokens/s does.
-The log names the slowest rank. The last line checks that all ranks hold identical weights.
+What to look at: with --dtype fp32 the loss does not depend on the number of ranks, up to rounding.
+The log names the slowest rank. The line "checked: ..." says that all ranks hold identical weights.
 
 Previous: 04_amp/train.py. Next: 06_fsdp_zero/train_fsdp.py, for models that do not fit on one GPU.
 """
@@ -47,7 +47,7 @@ def load_training_objects(args, rank, world_size, device):
     train_set, held_out_set = data.sequences(corpus, args.seq_len)
     config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)
     model = weights.build(args.model, config, seed=args.seed, device=device)
-    checkpoint_blocks(model, args.checkpointing)  # backward recomputes what is not kept
+    checkpoint_blocks(model, args.checkpointing)  # backward recomputes activations
     return TrainingObjects(
         model=model,
         batches=data.Batches(train_set, held_out_set, args, rank=rank, world_size=world_size),
@@ -66,7 +66,7 @@ def main() -> int:
     # 1. Join the job. torchrun has set RANK, WORLD_SIZE and LOCAL_RANK for this process.
     rank, world_size, _ = runtime.ranks()
     device = runtime.pick_device(args.device)  # cuda:LOCAL_RANK, if there are GPUs
-    runtime.end_with_torchrun()  # if torchrun is killed, this process ends, too
+    runtime.end_with_torchrun()  # exit if torchrun is killed
     backend = "gloo"
     device_id = None
     if device.type == "cuda":
@@ -75,10 +75,10 @@ def main() -> int:
     dist.init_process_group(
         backend=backend,
         device_id=device_id,
-        timeout=runtime.timeout(),  # how long a rank waits for another one
+        timeout=runtime.timeout(),  # COLLECTIVE_TIMEOUT_SECONDS, by default 10 minutes
         rank=rank,
         world_size=world_size,
-        store=runtime.store(),  # where the ranks find each other
+        store=runtime.store(),  # that of torchrun; plain `python` has none and gets its own
     )
     args.dtype = hardware.choose_dtype(args.dtype, device)
     runtime.catch_stop_signals()
@@ -91,7 +91,8 @@ def main() -> int:
     autocast = partial(
         torch.autocast, device.type, DTYPES[args.dtype], enabled=args.dtype != "fp32"
     )
-    # DDP copies rank 0's weights to all ranks. Evaluation and checkpoints use `model` itself.
+    # DDP copies rank 0's weights to all ranks. Training calls ddp_model, so that backward averages
+    # the gradients. Evaluation and checkpoints use `model`, whose names have no prefix.
     ddp_model = DistributedDataParallel(
         model,
         gradient_as_bucket_view=True,  # gradients live in the all-reduce buckets: no copy
@@ -111,9 +112,10 @@ def main() -> int:
     )
 
     # 3. Checkpoints: resume where the last run stopped, on any number of ranks.
-    run = checkpoint.Run(args, settings=flags.settings(args, **objects.must_match))
+    settings = flags.settings(args, **objects.must_match)  # must not change on --resume
+    run = checkpoint.Run(args, settings=settings)
     if args.deterministic:
-        settle_buckets(ddp_model, held_out[0], autocast, device)
+        rebuild_buckets(ddp_model, held_out[0], autocast, device)
     start_step = 0
     if args.resume:
         start_step = checkpoint.resume(run, model, optimizer, scheduler, scaler)
@@ -133,7 +135,7 @@ def main() -> int:
 
     # 4. The training loop.
     step = start_step
-    stop = 0
+    stop = 0  # the number of a signal, such as SIGTERM
     scale = scaler.get_scale()
     steps = range(start_step + 1, args.steps + 1)
     for step in report.progress_bar(steps, "training", initial=start_step, unit="step"):
@@ -141,8 +143,8 @@ def main() -> int:
         torch.manual_seed(args.seed + step * world_size + rank)
         step_loss = torch.zeros((), device=device)
         for micro_step in range(1, batches.accumulation_steps + 1):
-            inputs, targets = meter.next(stream)
-            # All-reduce once per step: only the last backward synchronizes the gradients.
+            inputs, targets = meter.next(stream)  # on the device; measures the wait for data
+            # All-reduce once per step, in the last backward. False has the effect of no_sync().
             is_last_micro_step = micro_step == batches.accumulation_steps
             ddp_model.require_backward_grad_sync = is_last_micro_step
             with meter.forward(), autocast():
@@ -154,20 +156,20 @@ def main() -> int:
         grad_norm = clip_grad_norm_(model.parameters(), args.clip_norm)
         lr = optimizer.param_groups[0]["lr"]
         scaler.step(optimizer)  # skipped if a gradient overflowed
-        scaler.update()  # lowers the scale after a skipped step
+        scaler.update()
         previous_scale = scale
         scale = scaler.get_scale()
-        if scale >= previous_scale:
+        if scale >= previous_scale:  # a lower scale means that the step was skipped
             scheduler.step()
         optimizer.zero_grad()
 
-        # Log, evaluate and save. All ranks decide the same, because these steps are collective.
-        stop = runtime.stop_requested()
+        # Log, evaluate and save. All three contain collectives, so every rank must take part.
+        stop = runtime.stop_requested()  # the same on all ranks
         is_last_step = stop or step == args.steps
         save = is_last_step or (args.save_every and step % args.save_every == 0)
         if save or step == 1 or step % args.log_every == 0:
-            dist.all_reduce(step_loss)  # the sum over ranks of the mean of their samples
-            skipped_steps = step - scheduler.last_epoch
+            dist.all_reduce(step_loss)  # the sum over ranks; divided by world_size, the mean
+            skipped_steps = step - scheduler.last_epoch  # last_epoch counts scheduler.step()
             meter.log(step, step_loss / world_size, grad_norm, lr, skipped_steps, scale)
         if step == args.steps or (args.eval_every and step % args.eval_every == 0):
             val_loss = evaluate(model, held_out, autocast, device)
@@ -180,7 +182,7 @@ def main() -> int:
             meter.save_plot()
         if stop:
             break
-    run.wait()
+    run.wait()  # until --async-save has written the last checkpoint
     if stop:
         runtime.print0(f"signal {stop}: saved at step {step}. Run the same command with --resume")
 
@@ -201,12 +203,12 @@ def main() -> int:
     return exits.REQUEUE_EXIT_CODE if stop and step < args.steps else 0
 
 
-def settle_buckets(ddp_model, batch, autocast, device) -> None:
-    """Run forward and backward once, without an optimizer step.
+def rebuild_buckets(ddp_model, batch, autocast, device) -> None:
+    """Run forward and backward once, so that DDP rebuilds its buckets before the first step.
 
-    DDP rebuilds its buckets after the first backward. With three or more ranks, that changes the
-    order in which gradients are summed, and so their last bits. After this function, the steps of a
-    new run and of a resumed run use the same buckets.
+    DDP rebuilds its buckets of gradients after the first backward. With three or more ranks, that
+    changes the order in which gradients are summed, and so their last bits. After this function, a
+    new run and a resumed run use the same buckets in every step.
     """
     inputs, targets = batch
     with autocast():

@@ -1,6 +1,6 @@
 """Fully sharded data parallelism (FSDP, ZeRO-3): no GPU ever has the full model.
 
-    laptop    torchrun --nproc_per_node=2 06_fsdp_zero/minimal.py    (without a GPU; with one: 1)
+    laptop    torchrun --nproc_per_node=2 06_fsdp_zero/minimal.py    (one process per GPU)
     one node  torchrun --nproc_per_node=8 06_fsdp_zero/minimal.py
     cluster   the same on every node, with these flags before the script ($HEAD: the name of a node)
               --nnodes=3 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400
@@ -56,9 +56,8 @@ class Block(nn.Module):
         q = self.q(y).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         k = self.k(y).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         v = self.v(y).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        y = scaled_dot_product_attention(
-            q, k, v, is_causal=True
-        )  # [batch, heads, tokens, head_dim]
+        # q, k, v and the result of attention: [batch, heads, tokens, head_dim]
+        y = scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.o(y.transpose(1, 2).flatten(2))
         return x + self.down(gelu(self.up(self.norm2(x))))
 
@@ -130,12 +129,13 @@ def main():
     # torchrun sets these variables for each process, called a rank. Without torchrun: one rank.
     if "RANK" not in os.environ:
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # 0: any free port
+        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # the system picks a port
     rank = int(os.environ["RANK"])
     world_size = int(os.environ["WORLD_SIZE"])
     if GLOBAL_BATCH % world_size != 0:
         parser.error(f"{GLOBAL_BATCH=} is not divisible by {world_size} ranks: change it")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(SEED)
     torch.set_float32_matmul_precision("highest")  # "high" allows TF32, which is faster
     if device.type == "cuda":
         # Each rank has its own GPU: start at most as many ranks per node as there are GPUs.
@@ -146,7 +146,7 @@ def main():
         dist.init_process_group("gloo")
 
     with torch.device("meta"):  # shapes only, no memory
-        model = Model()
+        model = Model()  # YOURS
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for block in model.blocks:
         fully_shard(block, mp_policy=policy)  # YOURS: what is gathered and freed as a whole
@@ -158,11 +158,12 @@ def main():
             weight = initial_weight(name, parameter.shape).to(device)  # the same on every rank
             place = (parameter.device_mesh, parameter.placements)
             parameter.copy_(distribute_tensor(weight, *place, src_data_rank=None))  # its shard
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    text = make_text()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)  # YOURS
+    text = make_text()  # YOURS: the data
 
     for step in range(1, STEPS + 1):
-        rows = global_batch(text, step)[rank::world_size].to(device)  # equal shares
+        rows = global_batch(text, step)
+        rows = rows[rank::world_size].to(device)  # the share of this rank
         loss = compute_loss(model, rows)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -170,8 +171,8 @@ def main():
         optimizer.zero_grad()
 
         if step % 5 == 0 or step == STEPS:
-            mean_loss = loss.detach() / world_size  # this rank's part of the mean
-            dist.all_reduce(mean_loss)  # sums the parts; if a rank does not call it, all wait
+            mean_loss = loss.detach() / world_size
+            dist.all_reduce(mean_loss)  # the sum over all ranks; every rank must call it
             if rank == 0:
                 print(f"step {step} | loss {mean_loss.item():.6f}", flush=True)
 
@@ -184,7 +185,7 @@ def main():
         torch.save(weights, "minimal.pt")
     dist.barrier()  # wait until rank 0 has saved
     dist.destroy_process_group()
-    os._exit(0)  # ends the process here: in Python's own shutdown, gloo's threads can hang
+    os._exit(0)  # exit without interpreter shutdown, where gloo's threads can hang
 
 
 if __name__ == "__main__":

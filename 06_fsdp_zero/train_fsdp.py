@@ -1,4 +1,4 @@
-"""Train a language model with fully sharded data parallelism (FSDP).
+r"""Train a language model with fully sharded data parallelism (FSDP).
 
 Each rank holds a shard of every weight, gradient and optimizer state: its rows of each tensor. Just
 before a block computes, the ranks exchange their shards of it (all-gather). After the block they
@@ -8,7 +8,7 @@ optimizer state take 1/N of the memory of DDP. Communication grows from twice to
 bytes of the weights per step.
 
     laptop    torchrun --nproc_per_node=2 06_fsdp_zero/train_fsdp.py
-    one node  torchrun --nproc_per_node=8 06_fsdp_zero/train_fsdp.py --model llama-8b \\
+    one node  torchrun --nproc_per_node=8 06_fsdp_zero/train_fsdp.py --model llama-8b \
                   --checkpointing full --compile
     cluster   run the same command on every node, with
               --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400
@@ -60,7 +60,7 @@ def load_training_objects(args, rank, world_size, device):
     train_set, held_out_set = data.sequences(corpus, args.seq_len)
     config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)
     model = weights.build(args.model, config, seed=args.seed, device="meta")
-    checkpoint_blocks(model, args.checkpointing)  # backward recomputes what is not kept
+    checkpoint_blocks(model, args.checkpointing)  # backward recomputes activations
     return TrainingObjects(
         model=model,
         batches=data.Batches(train_set, held_out_set, args, rank=rank, world_size=world_size),
@@ -159,7 +159,8 @@ def main() -> int:
     )
 
     # 3. Checkpoints: resume where the last run stopped, on any number of ranks.
-    run = checkpoint.Run(args, settings=flags.settings(args, **objects.must_match))
+    settings = flags.settings(args, **objects.must_match)  # must not change on --resume
+    run = checkpoint.Run(args, settings=settings)
     start_step = 0
     if args.resume:
         start_step = checkpoint.resume(run, model, optimizer, scheduler)
@@ -179,14 +180,14 @@ def main() -> int:
 
     # 4. The training loop.
     step = start_step
-    stop = 0
+    stop = 0  # the number of a signal, such as SIGTERM
     steps = range(start_step + 1, args.steps + 1)
     for step in report.progress_bar(steps, "training", initial=start_step, unit="step"):
         # Dropout draws other numbers on each rank and step, and the same ones after a resume.
         torch.manual_seed(args.seed + step * world_size + rank)
         step_loss = torch.zeros((), device=device)
         for micro_step in range(1, batches.accumulation_steps + 1):
-            inputs, targets = meter.next(stream)
+            inputs, targets = meter.next(stream)  # on the device; measures the wait for data
             # Each backward reduce-scatters, because full gradients would not fit. With --replicate,
             # only the last backward of a step all-reduces the shards between the copies.
             is_last_micro_step = micro_step == batches.accumulation_steps
@@ -202,12 +203,12 @@ def main() -> int:
         scheduler.step()
         optimizer.zero_grad()
 
-        # Log, evaluate and save. All ranks decide the same, because these steps are collective.
-        stop = runtime.stop_requested()
+        # Log, evaluate and save. All three contain collectives, so every rank must take part.
+        stop = runtime.stop_requested()  # the same on all ranks
         is_last_step = stop or step == args.steps
         save = is_last_step or (args.save_every and step % args.save_every == 0)
         if save or step == 1 or step % args.log_every == 0:
-            dist.all_reduce(step_loss)  # the sum over ranks of the mean of their samples
+            dist.all_reduce(step_loss)  # the sum over ranks; divided by world_size, the mean
             meter.log(step, step_loss / world_size, grad_norm, lr)
         if step == args.steps or (args.eval_every and step % args.eval_every == 0):
             val_loss = evaluate(model, held_out, device)
@@ -219,7 +220,7 @@ def main() -> int:
             meter.save_plot()
         if stop:
             break
-    run.wait()
+    run.wait()  # until --async-save has written the last checkpoint
     if stop:
         runtime.print0(f"signal {stop}: saved at step {step}. Run the same command with --resume")
 

@@ -58,9 +58,8 @@ class Block(nn.Module):
         q = self.q(y).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         k = self.k(y).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         v = self.v(y).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        y = scaled_dot_product_attention(
-            q, k, v, is_causal=True
-        )  # [batch, heads, tokens, head_dim]
+        # q, k, v and the result of attention: [batch, heads, tokens, head_dim]
+        y = scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.o(y.transpose(1, 2).flatten(2))
         return x + self.down(gelu(self.up(self.norm2(x))))
 
@@ -132,7 +131,7 @@ def main():
     # torchrun sets these variables for each process, called a rank. Without torchrun: one rank.
     if "RANK" not in os.environ:
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # 0: any free port
+        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # the system picks a port
     rank = int(os.environ["RANK"])
     world_size = int(os.environ["WORLD_SIZE"])
     tensor = 2 if world_size % 2 == 0 else 1  # YOURS: ranks that share a block, on one node
@@ -140,6 +139,7 @@ def main():
     if GLOBAL_BATCH % groups != 0:
         parser.error(f"{GLOBAL_BATCH=} is not divisible by {groups} groups of ranks: change it")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(SEED)
     torch.set_float32_matmul_precision("highest")  # "high" allows TF32, which is faster
     if device.type == "cuda":
         # Each rank has its own GPU: start at most as many ranks per node as there are GPUs.
@@ -152,7 +152,7 @@ def main():
     mesh = init_device_mesh(device.type, (groups, tensor), mesh_dim_names=("data", "tensor"))
 
     with torch.device("meta"):  # shapes only, no memory
-        model = Model()
+        model = Model()  # YOURS
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     plan = {}  # YOURS: which matrices are split by outputs, and which by inputs
     plan |= dict.fromkeys(["q", "k", "v", "up"], ColwiseParallel())
@@ -170,10 +170,11 @@ def main():
             parameter.copy_(distribute_tensor(weight, *place, src_data_rank=None))  # its shard
     # foreach=False: these functions take no list of parameters from two meshes
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, foreach=False)
-    text = make_text()
+    text = make_text()  # YOURS: the data
 
     for step in range(1, STEPS + 1):
-        rows = global_batch(text, step)[rank // tensor :: groups].to(device)  # one share per group
+        rows = global_batch(text, step)
+        rows = rows[rank // tensor :: groups].to(device)  # the share of this tensor group
         loss = compute_loss(model, rows)
         loss.backward()
         norms = [parameter.grad.norm().full_tensor() for parameter in model.parameters()]
@@ -183,8 +184,8 @@ def main():
         optimizer.zero_grad()
 
         if step % 5 == 0 or step == STEPS:
-            mean_loss = loss.detach() / world_size  # this rank's part of the mean
-            dist.all_reduce(mean_loss)  # sums the parts; if a rank does not call it, all wait
+            mean_loss = loss.detach() / world_size
+            dist.all_reduce(mean_loss)  # the sum over all ranks; every rank must call it
             if rank == 0:
                 print(f"step {step} | loss {mean_loss.item():.6f}", flush=True)
 
@@ -197,7 +198,7 @@ def main():
         torch.save(weights, "minimal.pt")
     dist.barrier()  # wait until rank 0 has saved
     dist.destroy_process_group()
-    os._exit(0)  # ends the process here: in Python's own shutdown, gloo's threads can hang
+    os._exit(0)  # exit without interpreter shutdown, where gloo's threads can hang
 
 
 if __name__ == "__main__":

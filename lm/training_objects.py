@@ -11,23 +11,25 @@ from lm.data import Batches
 class TrainingObjects(NamedTuple):
     """The model and the data of a training script. The first three are required.
 
-    The training scripts call `model(inputs, targets)`, which returns the mean loss over the targets
-    of a micro-batch, a scalar. `model(inputs, targets, reduction="sum")` returns the sum, and
-    leaves out targets that are lm.data.PADDING.
-
-    All training samples must have the same number of targets. Only then is the mean over
-    micro-batches and ranks the mean over all targets. 06_fsdp_zero/finetune.py shows what to do if
-    the numbers differ.
+    Arguments:
+        model: The training loop calls `model(inputs, targets)`, which returns the mean loss over
+            the targets of a micro-batch, a scalar. The evaluation calls
+            `model(inputs, targets, reduction="sum")`, which returns the sum over the targets that
+            are not lm.data.PADDING.
+        batches: The batches of this rank. All training samples must have the same number of
+            targets, or the mean over ranks would not be the mean over all targets.
+            06_fsdp_zero/finetune.py shows what to do if the numbers differ.
+        must_match: What a resumed run must have, too, in addition to the flags: texts by name, such
+            as {"data": "the SHA-256 of all samples", "model": repr(model)}.
+        flops_per_token: Floating-point operations to train on one target. None: no MFU is printed.
+        config_json: The content of config.json in each checkpoint, for convert_checkpoint.py.
+        sample: Called at each evaluation on all ranks, to return a text, which rank 0 prints. It
+            must turn gradients and dropout off itself.
     """
 
     model: nn.Module
     batches: Batches
-    # Texts that a resumed run must have, too, by the name of their flag, such as
-    # {"data": "the SHA-256 of all samples", "model": repr(model)}.
     must_match: dict[str, str]
-    # Floating-point operations to train on one target. None: no MFU is printed.
     flops_per_token: float | None = None
-    # The content of config.json in each checkpoint, which convert_checkpoint.py reads.
     config_json: dict | None = None
-    # Called at each evaluation, on all ranks. Rank 0 prints the text that it returns.
     sample: Callable[[], str | None] | None = None
