@@ -24,8 +24,6 @@ OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", 
 
 # Called before every exit. os._exit skips atexit, so what must be flushed goes here: wandb.finish.
 before_exit: list[Callable[[], None]] = []
-# Called before any error is printed, to erase the progress bar.
-before_error_message: list[Callable[[], None]] = []
 # Called before the line of a user error, to finish such things as a save in the background.
 before_user_error_exit: list[Callable[[], None]] = []
 # The numbers of the signals that runtime.catch_stop_signals has noted.
@@ -83,8 +81,6 @@ def _require_assertions() -> None:
 
 def _report_error(error: BaseException) -> int:
     """Print the line of a user error, or the traceback of any other, and return the exit code."""
-    for finish in before_error_message:
-        finish()
     message = _user_message(error)
     if message is None:
         traceback.print_exception(error)

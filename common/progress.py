@@ -11,8 +11,6 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator
 
-from common import exits
-
 # The progress bars on the terminal, by id. tqdm compares bars by their line on the terminal.
 _open_bars: dict[int, object] = {}
 
@@ -131,14 +129,3 @@ def _bar_class() -> type:
     # tqdm's own lock includes one of multiprocessing, which forked workers would share.
     Bar.set_lock(threading.RLock())
     return Bar
-
-
-def _close_bars() -> None:
-    for bar in list(_open_bars.values()):
-        bar.close()
-
-
-# An exception in the body of a loop does not end the iteration, so the bar is still there when the
-# error is printed.
-exits.before_error_message.append(_close_bars)
-exits.before_exit.append(_close_bars)

@@ -14,7 +14,7 @@ import secrets
 from importlib.util import find_spec
 from pathlib import Path
 
-from common.exits import UserError, before_exit
+from common.exits import UserError, before_exit, before_user_error_exit
 from common.runtime import is_rank0
 
 WANDB_PROJECT = "gpu-training-reference"  # unless the environment variable of this name is set
@@ -111,8 +111,10 @@ class WeightsAndBiases:
         # W&B counts calls of log, and drops calls with a smaller step than before. So the step is a
         # value like others, and charts are drawn over it.
         self.run.define_metric("*", step_metric="step")
-        # A run that fails does not reach close().
+        # A run that fails does not reach close(). The summary of W&B comes before the line of an
+        # error, which must be the last line.
         self.finished = False
+        before_user_error_exit.append(self._fail)
         before_exit.append(self._fail)
 
     def write(self, record: dict) -> None:
@@ -126,6 +128,7 @@ class WeightsAndBiases:
 
     def _fail(self) -> None:
         if not self.finished:
+            self.finished = True
             self.run.finish(exit_code=1)
 
 

@@ -123,6 +123,17 @@ def test_output_into_a_pipe_is_not_mixed_with_a_bar(tmp_path):
     assert "training:" not in written
 
 
+def test_only_rank_0_has_a_bar(tmp_path):
+    script = tmp_path / "loop.py"
+    script.write_text(LOOP.format(root=str(ROOT), end="break"))
+    argv = [sys.executable, str(script)]
+    for rank in (0, 1):
+        job = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+        code, written = run_in_terminal(argv, tmp_path, **job)
+        assert code == 0
+        assert ("training:" in written) == (rank == 0)
+
+
 def test_tokenizing_has_a_bar_on_a_terminal(tmp_path):
     script = "05_ddp/prepare_data.py"
     flags = ("--data", TEXT, "--workers", 1)
