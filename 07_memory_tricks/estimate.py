@@ -11,7 +11,7 @@ each other, and a pipeline's bubble. --search computes both for every layout, an
     serving   python 07_memory_tricks/estimate.py --model llama-8b --inference --concurrency 16 --weights int8
 
 Look for: the line that is largest, and the moment of the peak: a trick that shrinks another line does not help.
-Differences of a few percent are below the model's own error (python benchmarks/planner_cases.py): measure both.
+Differences of a few percent are below the model's own error: measure both.
 Before: 06_fsdp_zero/. Next: memory_profile.py measures the same lines; 08_model_parallel/ runs the layouts.
 """
 

@@ -58,35 +58,12 @@ FSDP2 = Framework(
     launch_tp=3e-3,
     imbalance=1.5,
 )
-# Llama's repeat_kv copies keys and values. Grouped matmuls of experts are not on the list of what "selective" saves.
-# reserved: the median of 0.27, 0.20 and 0.18, of three runs (commits 83c879f, 00cffae) that print both figures.
-TORCHTITAN = replace(
-    FSDP2, repeated_heads=True, every_second=True, whole_weights=True, reserved=0.20, permuted=16
-)
-# 16-bit weights, fp32 sums of gradients and an fp32 copy of the weights: 18.
-MIXED = Framework(weight=2, master=4, launch=0.6e-3)
 OURS = replace(FSDP2, autocast=True, gathered_keys=True, drops_last=True)  # lm/model.py
 FRAMEWORKS = {
     "ours": OURS,
     "ours-compiled": replace(OURS, compiled=True, ffn_tensors=3, moved=1.0, launch=0.3e-3),
     # fp16 or bf16, and the ZeRO paper (arXiv:1910.02054, section 3.1): 2 + 2 + 4 + 8 = 16
     "deepspeed": Framework(weight=2, gradient=2, master=4),
-    # Megatron-LM with TransformerEngine: SwiGLU is one kernel that keeps its input (2 ffn), the next matmul its own
-    # (1 ffn). Fused gradient accumulation leaves a placeholder gradient for each weight shape (get_dummy_wgrad). That
-    # q, k, v stay in the merged tensor as well was chosen by the rows, which ran without overlap.
-    "megatron": replace(
-        MIXED, mixed_qkv=True, ffn_tensors=3, placeholders=True, moved=1.0, overlaps=False
-    ),
-    # nanotron 0.5: gradients whole on every rank, and DDP's bf16 buckets: 20. That asynchronous column-parallel matmuls
-    # keep the gathered input was chosen by the rows: without it tp 4 and 8 with large micro-batches lack just its size.
-    "nanotron": replace(
-        MIXED, bucket=2, gathered_inputs=True, stages_by_cost=True, moved=1.3, one_by_one=True
-    ),
-    "torchtitan": TORCHTITAN,
-    # Blocks under torch.compile never write silu(gate) down. reserved: median of three settings with and without it.
-    "torchtitan-compiled": replace(
-        TORCHTITAN, ffn_tensors=3, reserved=0.10, moved=1.0, launch=0.3e-3
-    ),
 }
 # Bytes per logit: at the peak, while the loss runs backward, and moved by loss and backward together.
 LOSSES = {

@@ -36,28 +36,6 @@ def answer(folder, *flags) -> dict:
     return result.summary
 
 
-# Beside what others measured
-
-
-def test_what_others_measured(tmp_path):
-    """The errors are small, order is mostly right, and the formulas are better than the claim that all have one MFU."""
-    result = run("benchmarks/planner_cases.py", tmp_path, OUT=str(tmp_path / "results"))
-    assert result.code == 0, result.err
-    [file] = (tmp_path / "results").glob("*.json")
-    found = json.loads(file.read_text())
-    unseen, one_mfu, *_ = found["steps"]["not_made_on"]["summaries"]
-    assert unseen["median_error"] < min(0.145, one_mfu["median_error"] / 2)
-    assert unseen["share_under_30%"] > 0.93
-    seen = found["steps"]["made_on"]["summaries"][0]
-    assert seen["median_error"] < 0.03
-    right, pairs = map(int, seen["pairs_in_order"].split(" of "))
-    assert right / pairs > 0.94
-    peaks = {row["rows"]: row for row in found["peaks"]["made_on"]["summaries"]}
-    assert peaks["all"]["median_error"] < 0.031
-    assert peaks["all"]["share_under_10%"] > 0.93
-    assert peaks["megatron"]["largest_error"] < 0.04
-
-
 # GiB by torch's own allocator, on a GPU that computes nothing: benchmarks/allocator.py counts them
 # anew
 COUNTED = {
@@ -190,12 +168,7 @@ def test_what_zero_divides_and_frameworks_hold():
     for zero, states in expected.items():
         rank = peak(shape, Plan(gpus=8, zero=zero))
         assert (rank.weight_bytes(), rank.gradient_bytes(), rank.optimizer_bytes()) == states
-    for framework, bytes_each in {
-        "ours": 16,
-        "deepspeed": 16,
-        "megatron": 18,
-        "nanotron": 18,
-    }.items():
+    for framework, bytes_each in {"ours": 16, "deepspeed": 16}.items():
         rank = peak(shape, Plan(gpus=2, framework=framework))
         assert (
             rank.weight_bytes() + rank.gradient_bytes() + rank.optimizer_bytes() == bytes_each * n
@@ -209,12 +182,6 @@ def test_what_divides_activations_and_experts():
     whole = peak(shape, Plan()).activation_bytes() - token_ids
     assert (
         peak(shape, Plan(gpus=4, tp=4)).activation_bytes() == whole / 4 + inputs * 3 / 4 + token_ids
-    )
-    plain, repeated = (
-        peak(shape, Plan(gpus=2, framework=of)) for of in ("deepspeed", "torchtitan")
-    )
-    assert (
-        repeated.activation_bytes() - plain.activation_bytes() == 4096 * 32 * 2 * (4096 - 1024) * 2
     )
     sharded = peak(mixture, Plan(gpus=8, zero=3, ep=8)).weight_bytes()
     assert sharded == pytest.approx(4 * mixture.parameter_count() / 8)
@@ -237,7 +204,7 @@ def test_what_costs_time():
         step(shape, across, replace(H100, gpus_per_node=size)).causes["tensor"] for size in (8, 4)
     ]
     assert 0 < waits[0] < waits[1]
-    staged = Plan(gpus=4, pp=4, micro_batches=12, framework="megatron", loss="fused")
+    staged = Plan(gpus=4, pp=4, micro_batches=12)
     bubbles = [
         step(shape, replace(staged, virtual=virtual), H100).causes["bubble"] for virtual in (1, 2)
     ]
