@@ -48,5 +48,5 @@ def test_a_step_allocates_what_is_predicted(name, tmp_path):
     assert result.code == 0, result
     steps = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     allocated = max(step.get("memory_active_bytes", 0) for step in steps)
-    predicted = peak(from_config("own", config), Plan(seq_len=2048, **how)).allocated_bytes()
+    predicted = peak(from_config("own", config), Plan(seq_len=2048, **how)).step_bytes()
     assert predicted == pytest.approx(allocated, rel=0.01)
