@@ -21,6 +21,7 @@ Before: 06_fsdp_zero/. Next: memory_profile.py measures these parts; 08_model_pa
 """
 
 import sys
+import textwrap
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -139,7 +140,8 @@ def print_memory(memory: Memory) -> None:
     for row in memory.rows:
         if row.largest:
             rows.append([row.part, *[f"{row[moment] / scale:,.2f}" for moment in MOMENTS]])
-            words.append(f"  {row.part}: {row.words}")
+            text = f"{row.part}: {row.words}"
+            words.append(textwrap.fill(text, 100, initial_indent="  ", subsequent_indent="    "))
     rows.append(["sum", *[f"{memory.moments[moment] / scale:,.2f}" for moment in MOMENTS]])
     print(f"{table(rows)}\n")
     print("\n".join(words))

@@ -2,28 +2,33 @@
 
 `rank` is a planner.rank.Rank. All sizes are of one token on one tensor-parallel rank, before the
 division by tp: tp ranks share the tokens around norms, and the heads and MLP columns inside.
+A function whose name ends with _parts returns bytes by name, so that estimate.py can print them.
+
 e is the bytes of a number in --dtype. The residual stream has fp32 numbers under autocast, and
 numbers in --dtype under FSDP.
 """
 
 from planner.rank import Rank
 
+Parts = dict[str, float]
 
-def norm_and_input(rank: Rank) -> float:
-    """Return the bytes that an RMSNorm and the matmuls after it keep per token.
+
+def norm_parts(rank: Rank) -> Parts:
+    """Return what an RMSNorm and the matmuls after it keep.
 
     The norm keeps its input and 1/rms, an fp32 number. On a CPU it keeps two fp32 tensors. The
     matmuls keep their input, which sequence parallelism has gathered: all tp ranks hold it whole.
     """
     hidden = rank.shape.hidden
-    norm_input = hidden * (8 if rank.plan.on_cpu else rank.residual_size)
-    inverse_rms = 4
-    matmul_input = hidden * rank.e * rank.plan.tp
-    return norm_input + inverse_rms + matmul_input
+    return {
+        "norm's input": hidden * (8 if rank.plan.on_cpu else rank.residual_size),
+        "1/rms": 4,
+        "matmul's input": hidden * rank.e * rank.plan.tp,
+    }
 
 
-def attention(rank: Rank) -> float:
-    """Return the bytes that the attention of a block keeps per token.
+def attention_parts(rank: Rank) -> Parts:
+    """Return what the attention of a block keeps.
 
     It keeps its norm and input, and for the attention kernel q, k, v, the output and the fp32
     log-sum-exp of each head. Context parallelism keeps the keys and values of all its ranks. Latent
@@ -31,36 +36,54 @@ def attention(rank: Rank) -> float:
     their norm, the shared key, and queries and keys before rotation.
     """
     shape = rank.shape
+    keys_and_values = 2 * shape.kv_width
     if shape.kv_rank:
-        keys = shape.q_width
-        values = shape.value_width
-    else:
-        keys = shape.kv_width
-        values = shape.kv_width
-    numbers = shape.q_width + rank.plan.cp * (keys + values) + shape.value_width
+        keys_and_values = shape.q_width + shape.value_width
+    parts = {
+        **norm_parts(rank),
+        "q": shape.q_width * rank.e,
+        "k, v": rank.plan.cp * keys_and_values * rank.e,
+        "attention's output": shape.value_width * rank.e,
+        "log-sum-exp": 4 * shape.heads,
+    }
     if shape.kv_rank:
         latents = 2 * (shape.q_rank + shape.kv_rank)
         before_rotation = shape.q_width + shape.heads * (shape.nope + shape.value_dim)
-        numbers += latents + shape.rope + before_rotation
-    log_sum_exp = 4 * shape.heads
-    return norm_and_input(rank) + numbers * rank.e + log_sum_exp
+        parts["latents"] = (latents + shape.rope + before_rotation) * rank.e
+    return parts
 
 
-def mlp(rank: Rank, *, experts: bool) -> float:
-    """Return the bytes that the MLP of a block keeps per token.
+def mlp_parts(rank: Rank, *, experts: bool) -> Parts:
+    """Return what the MLP of a block keeps.
 
     It keeps its norm and input, gate, up, silu(gate) and the product. torch.compile computes
     silu(gate) again. With experts it also keeps a copy of the token for each expert, and the
     router's logits and probabilities in fp32.
     """
     shape = rank.shape
-    tensors = 3 if rank.plan.compile else 4
-    numbers = tensors * shape.active_ffn(experts)
-    router = 0
+    ffn = shape.active_ffn(experts) * rank.e
+    parts = {**norm_parts(rank), "gate, up": 2 * ffn}
+    if not rank.plan.compile:
+        parts["silu(gate)"] = ffn
+    parts["product"] = ffn
     if experts:
-        numbers += shape.active_experts * shape.hidden
-        router = 2 * 4 * shape.experts
-    return norm_and_input(rank) + numbers * rank.e + router
+        parts["copies for experts"] = shape.active_experts * shape.hidden * rank.e
+        parts["router"] = 2 * 4 * shape.experts
+    return parts
+
+
+def checkpoint_parts(rank: Rank, *, experts: bool) -> Parts:
+    """Return what a block keeps with --checkpointing.
+
+    "full" keeps only the block's input (Chen et al. 2016, arXiv:1604.06174). "selective" also keeps
+    the results of attention and of the matmuls.
+    """
+    parts = {"block's input": rank.shape.hidden * rank.residual_size}
+    if rank.plan.checkpointing == "selective":
+        parts["matmuls' results"] = matmul_results(rank, experts=experts) * rank.e
+        parts["attention's output"] = rank.shape.value_width * rank.e
+        parts["log-sum-exp"] = 4 * rank.shape.heads
+    return parts
 
 
 def matmul_results(rank: Rank, *, experts: bool) -> float:
@@ -89,43 +112,33 @@ def matmul_results(rank: Rank, *, experts: bool) -> float:
     return 2 * sum(widths) + partial_sum + a_results
 
 
-def kept(rank: Rank, checkpointing: str, *, experts: bool) -> float:
-    """Return the bytes per token and block that are alive between forward and backward.
-
-    "none" keeps what attention and MLP need. "full" keeps only the block's input (Chen et al. 2016,
-    arXiv:1604.06174). "selective" also keeps the results of attention and of the matmuls.
-    """
-    if checkpointing == "none":
-        return attention(rank) + mlp(rank, experts=experts)
-    block_input = rank.shape.hidden * rank.residual_size
-    if checkpointing == "full":
-        return block_input
-    numbers = matmul_results(rank, experts=experts) + rank.shape.value_width
-    log_sum_exp = 4 * rank.shape.heads
-    return block_input + numbers * rank.e + log_sum_exp
+def norm_and_input(rank: Rank) -> float:
+    """Return the bytes of norm_parts. The head keeps them, too."""
+    return sum(norm_parts(rank).values())
 
 
-def kept_words(rank: Rank, *, experts: bool) -> str:
-    """Return in words what a block keeps per token."""
-    checkpointing = rank.plan.checkpointing
-    if checkpointing == "none":
-        of_mlp = mlp(rank, experts=experts)
-        return f"(attention {attention(rank):,.0f} + MLP {of_mlp:,.0f})"
-    block_input = f"its input {rank.shape.hidden * rank.residual_size:,}"
-    if checkpointing == "full":
-        return f"({block_input})"
-    return f"({block_input}, and the results of attention and matmuls)"
+def whole_block(rank: Rank, *, experts: bool) -> float:
+    """Return the bytes per token of all that backward needs of a block."""
+    of_attention = sum(attention_parts(rank).values())
+    return of_attention + sum(mlp_parts(rank, experts=experts).values())
+
+
+def kept(rank: Rank, *, experts: bool) -> float:
+    """Return the bytes per token and block that are alive between forward and backward."""
+    if rank.plan.checkpointing == "none":
+        return whole_block(rank, experts=experts)
+    return sum(checkpoint_parts(rank, experts=experts).values())
 
 
 def in_mlp_backward(rank: Rank, *, experts: bool) -> float:
     """Return the bytes per token while backward is inside the MLP of a block.
 
-    All that the block keeps is there. So are the gradients of the block's output, and of silu(gate)
-    and up.
+    All that backward needs of the block is there. So are the gradients of the block's output, and
+    of silu(gate) and up.
     """
     output_gradient = rank.shape.hidden * rank.residual_size
     inner_gradients = 2 * rank.shape.active_ffn(experts) * rank.e
-    return kept(rank, "none", experts=experts) + inner_gradients + output_gradient
+    return whole_block(rank, experts=experts) + inner_gradients + output_gradient
 
 
 def in_attention_backward(rank: Rank) -> float:
@@ -137,4 +150,17 @@ def in_attention_backward(rank: Rank) -> float:
     shape = rank.shape
     residual_gradient = shape.hidden * rank.residual_size
     inner_gradients = (shape.value_width + shape.q_width + 2 * shape.kv_width) * rank.e
-    return attention(rank) + inner_gradients + residual_gradient
+    return sum(attention_parts(rank).values()) + inner_gradients + residual_gradient
+
+
+def in_words(rank: Rank, *, experts: bool) -> str:
+    """Return what a block keeps per token, part by part."""
+    if rank.plan.checkpointing != "none":
+        return _sum_in_words(checkpoint_parts(rank, experts=experts))
+    attention = _sum_in_words(attention_parts(rank))
+    mlp = _sum_in_words(mlp_parts(rank, experts=experts))
+    return f"attention: {attention}; MLP: {mlp}"
+
+
+def _sum_in_words(parts: Parts) -> str:
+    return " + ".join(f"{name} {size:,.0f}" for name, size in parts.items())

@@ -198,7 +198,7 @@ def kept_activations(rank: Rank) -> Row:
     tokens = rank.own_tokens
     experts = rank.expert_layers > 0
     size = activation_bytes(rank)
-    of_block = activations.kept(rank, rank.plan.checkpointing, experts=experts)
+    of_block = activations.kept(rank, experts=experts)
     consumed = of_block
     if rank.has_head:
         consumed += activations.norm_and_input(rank)
@@ -210,22 +210,23 @@ def kept_activations(rank: Rank) -> Row:
     cells["last block"] = size - consumed * tokens + in_mlp
     cells["first MLP"] = of_other_micro_batches + in_mlp
     cells["first attention"] = of_other_micro_batches + in_attention
-    words = f"{tokens:,.0f} tokens x {rank.layers} layers x {of_block:,.0f} bytes "
-    words += activations.kept_words(rank, experts=experts)
+    words = f"{tokens:,.0f} tokens x ({rank.layers} layers x {of_block:,.0f} bytes"
     if rank.plan.pp > 1:
         words += f" x {rank.in_flight} micro-batches in flight"
     if rank.has_head:
         words += f" + {activations.norm_and_input(rank):,.0f} for the head"
-    block = activations.kept(rank, "none", experts=experts)
-    words += f"; in backward one block has all its {block:,.0f}, and gradients"
+    words += f"); a layer keeps {activations.in_words(rank, experts=experts)}"
+    if rank.plan.checkpointing != "none":
+        whole_block = activations.whole_block(rank, experts=experts)
+        words += f"; backward makes all {whole_block:,.0f} of one layer again"
     return Row("activations", cells, words)
 
 
 def activation_bytes(rank: Rank) -> float:
     """Return the bytes of the activations between forward and backward."""
     plan = rank.plan
-    dense = activations.kept(rank, plan.checkpointing, experts=False) * rank.dense_layers
-    mixture = activations.kept(rank, plan.checkpointing, experts=True) * rank.expert_layers
+    dense = activations.kept(rank, experts=False) * rank.dense_layers
+    mixture = activations.kept(rank, experts=True) * rank.expert_layers
     per_token = (dense + mixture) * rank.in_flight
     if rank.has_head:
         per_token += activations.norm_and_input(rank)
@@ -240,7 +241,7 @@ def activation_bytes(rank: Rank) -> float:
 
 def block_bytes(rank: Rank) -> float:
     """Return the bytes of all that backward needs of one block."""
-    return activations.kept(rank, "none", experts=rank.expert_layers > 0) * rank.own_tokens
+    return activations.whole_block(rank, experts=rank.expert_layers > 0) * rank.own_tokens
 
 
 def logits(rank: Rank) -> Row:

@@ -112,13 +112,13 @@ class Plan:
     def loss_method(self) -> str:
         """The key of LOSSES: `loss`, or what the script computes without a flag.
 
-        --compile compiles the head with the loss, except in train_3d.py.
+        --compile compiles the head with the loss, except in train_3d.py and finetune.py.
         """
         if self.loss is not None:
             return self.loss
         if self.tp > 1:
             return "parallel"
-        if self.compile and self.pp == self.cp == 1:
+        if self.compile and self.pp == self.cp == 1 and not self.adapters:
             return "fused"
         return "plain"
 

@@ -88,6 +88,23 @@ def test_what_a_card_must_have():
         assert (memory.allocated_bytes() + memory.fragmentation_bytes() < 23 * GIB) is fits
 
 
+# Beside an H200
+
+
+def test_what_was_measured_on_an_h200(tmp_path):
+    """Rows whose seconds set no constant are predicted within 10 %, and bytes within 3 %, where the code is the same."""
+    result = run("benchmarks/predictions.py", tmp_path, OUT=str(tmp_path))
+    assert result.code == 0, result.err
+    [file] = tmp_path.glob("planner-*.json")
+    rows = [row for row in json.loads(file.read_text())["rows"] if not row["reason"]]
+    predicted = [row for row in rows if row["seconds_use"] == "predicted"]
+    assert len(predicted) >= 2
+    for row in predicted:
+        assert abs(row["seconds_error"]) < 0.10, row
+    for row in rows:
+        assert abs(row["bytes_error"]) < 0.03, row
+
+
 # Beside our own model, on a CPU
 
 STEPS = {
