@@ -92,7 +92,7 @@ def test_what_a_card_must_have():
 
 
 def test_what_was_measured_on_an_h200(tmp_path):
-    """Rows whose seconds set no constant are predicted within 10 %, and bytes within 3 %, where the code is the same."""
+    """Seconds of predicted rows are within 10 %, and bytes within 3 %, where the code is the same."""
     result = run("benchmarks/predictions.py", tmp_path, OUT=str(tmp_path))
     assert result.code == 0, result.err
     [file] = tmp_path.glob("planner-*.json")
