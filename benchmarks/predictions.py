@@ -31,8 +31,8 @@ MEASURED = REPO / "benchmarks/results/nvidia-h200-2026-11-26.json"
 CALIBRATED = "calibrated on"
 PREDICTED = "predicted"
 MERGED = "by commit 309bbc5, whose merged q, k, v kept {gib} GiB more{time}; removed since"
-EXPLANATION = """The seconds of the rows "calibrated on", and the kernel times of llama-124m, set the
-constants of planner/measured.py. No constant was set by the other rows, and none of bytes by any."""
+EXPLANATION = """The seconds of the rows "calibrated on", and the kernel times of llama-124m, set
+the constants of planner/measured.py. The other rows set none, and no row set one of bytes."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""planner/ and its door, 07_memory_tricks/estimate.py: beside torch's allocator, beside our own model on a CPU, beside
-an H200, the laws that bytes and seconds keep, what the search finds, and what is refused."""
+"""planner/ and estimate.py: beside torch's allocator, our own model on a CPU and an H200; the laws
+that bytes and seconds keep, what the search finds, and what is refused."""
 
 import json
 import re
@@ -79,7 +79,7 @@ def test_peak_bytes_is_the_peak_of_a_step():
 
 
 def test_what_a_card_must_have():
-    """llama-1b in 23 GiB, without the context: with recomputation two sequences ran out of memory, one did not."""
+    """llama-1b in 23 GiB, without the context, checkpointed: two sequences ran out of memory."""
     for batch, fits in ((2, False), (1, True)):
         memory = peak(
             of_size("llama-1b"), Plan(seq_len=2048, micro_batch_size=batch, checkpointing="full")
@@ -92,7 +92,7 @@ def test_what_a_card_must_have():
 
 
 def test_what_was_measured_on_an_h200(tmp_path):
-    """Seconds of predicted rows are within 10 %, and bytes within 3 %, where the code is the same."""
+    """Predicted seconds are within 10 %, and bytes within 3 %, where the code is the same."""
     result = run("benchmarks/predictions.py", tmp_path, OUT=str(tmp_path))
     assert result.code == 0, result.err
     [file] = tmp_path.glob("planner-*.json")
@@ -134,7 +134,9 @@ def test_a_step_of_our_model_holds_what_is_predicted(name, dtype, checkpointing)
         optimizer.zero_grad(set_to_none=True)
 
     one_step()
-    moments = [tensor for state in optimizer.state.values() for tensor in state.values()]
+    moments = []
+    for state in optimizer.state.values():
+        moments.extend(state.values())
     with LiveBytes([*net.parameters(), *net.buffers(), inputs, *moments]) as live:
         one_step()
     sizes = {"seq_len": length, "micro_batch_size": batch, "dtype": dtype, "on_cpu": True}
@@ -147,7 +149,8 @@ def test_a_step_of_our_model_holds_what_is_predicted(name, dtype, checkpointing)
     lines = predicted.lines
     casts = lines["cast_bytes"] if checkpointing == "none" else head_cast
     # ids were there before
-    log_softmax, token_ids = 4 * batch * length * config.vocab_size, 16 * batch * length
+    log_softmax = 4 * batch * length * config.vocab_size
+    token_ids = 16 * batch * length
     assert kept == lines["activation_bytes"] - token_ids + log_softmax + casts
 
 
@@ -206,9 +209,11 @@ def test_what_zero_divides():
 
 
 def test_what_divides_activations_and_experts():
-    shape, mixture = of_size("llama-8b"), of_size("mixtral-8x7b")
+    shape = of_size("llama-8b")
+    mixture = of_size("mixtral-8x7b")
     # tensor ranks keep the gathered inputs of attention, MLP and head
-    token_ids, inputs = 16 * 4096, 4096 * (2 * 32 + 1) * 2 * shape.hidden
+    token_ids = 16 * 4096
+    inputs = 4096 * (2 * 32 + 1) * 2 * shape.hidden
     whole = peak(shape, Plan()).lines["activation_bytes"] - token_ids
     parted = peak(shape, Plan(gpus=4, tp=4)).lines["activation_bytes"]
     assert parted == whole / 4 + inputs * 3 / 4 + token_ids
@@ -235,7 +240,8 @@ def test_the_table_adds_up():
 
 
 def test_what_costs_time():
-    shape, plan = of_size("llama-8b"), Plan(gpus=8, zero=3, micro_batches=4)
+    shape = of_size("llama-8b")
+    plan = Plan(gpus=8, zero=3, micro_batches=4)
     full = step(shape, replace(plan, checkpointing="full"), H100).causes
     forward = full["matmuls"] / 3 + full["attention"] / 3.5
     assert 1 < full["recomputation"] / forward < 1.3  # with the kernels between matmuls
@@ -259,7 +265,8 @@ def test_what_costs_time():
 
 
 def test_what_is_found_fits_and_is_ranked():
-    shape, base = of_size("llama-70b"), Plan(gpus=64, zero=3, seq_len=8192)
+    shape = of_size("llama-70b")
+    base = Plan(gpus=64, zero=3, seq_len=8192)
     found = layouts(shape, base, H100, sequences=256)
     seconds = [timed.seconds for _, _, timed in found]
     assert seconds == sorted(seconds)
@@ -354,7 +361,9 @@ def test_inference(tmp_path):
         64,
     )
     assert halved["kv_cache_bytes"] == summary["kv_cache_bytes"] / 4
-    matrices, embedding, norms = 7_504_658_432, 128_256 * 4096, 65 * 4096
+    matrices = 7_504_658_432
+    embedding = 128_256 * 4096
+    norms = 65 * 4096
     assert halved["weight_bytes"] == pytest.approx(
         matrices * (0.5 + 4 / 64) / 2 + 2 * (embedding + norms), abs=1
     )
