@@ -87,6 +87,7 @@ def layout_answer(shape: Shape, plan: Plan, memory: Memory, where: machine.Machi
         after_forward += 4 * memory.rank.own_tokens * shape.vocab  # log-softmax
     elif memory.rank.has_head:
         after_forward += lines["logits_bytes"]
+    master_bytes = 4 if plan.uses_deepspeed and plan.zero > 0 else 0
     summary = {
         **{name: round(size) for name, size in lines.items()},
         "allocated_bytes": round(memory.allocated_bytes()),
@@ -99,7 +100,7 @@ def layout_answer(shape: Shape, plan: Plan, memory: Memory, where: machine.Machi
         "moments": {moment: round(size) for moment, size in memory.moments.items()},
         "peak_moment": memory.moment,
         "table": cells,
-        "bytes_per_parameter": [4, 4, 4 if plan.uses_deepspeed else 0, OPTIMIZERS[plan.optimizer]],
+        "bytes_per_parameter": [4, 4, master_bytes, OPTIMIZERS[plan.optimizer]],
         "fits": fits,
         "plan": {**asdict(plan), "loss": plan.loss_method},
     }
@@ -109,13 +110,13 @@ def layout_answer(shape: Shape, plan: Plan, memory: Memory, where: machine.Machi
 def describe(shape: Shape, plan: Plan, where: machine.Machine) -> str:
     """Return what is computed, in two lines: the script, and the settings that matter."""
     compiled = "compiled" if plan.compile else "eager"
-    batch = f"{plan.micro_batch_size} sequences of {plan.seq_len:,} tokens"
-    if plan.micro_batches > 1:
-        batch = f"{plan.micro_batches} micro-batches of {batch}"
+    batch = f"{plan.micro_batches} x {plan.micro_batch_size} sequences of {plan.seq_len:,} tokens"
+    trained_here = not (shape.experts or shape.kv_rank)
+    by = "by" if trained_here else "(not trained here) as by"
     return (
-        f"{shape.name} by {script_of(plan)} on {plan.gpus} x {where.device}: {plan.dtype}, "
+        f"{shape.name} {by} {script_of(plan)} on {plan.gpus} x {where.device}: {plan.dtype}, "
         f"{compiled}, {plan.loss_method} loss, checkpointing {plan.checkpointing}\n"
-        f"a step: {batch} on each of {plan.dp} data-parallel ranks"
+        f"a step: {batch} (micro-batches x size) on each of {plan.dp} data-parallel ranks"
     )
 
 

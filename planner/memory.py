@@ -104,12 +104,12 @@ def weight_bytes(rank: Rank) -> float:
 def optimizer_state(rank: Rank) -> Row:
     """Return the row of the optimizer state, sharded from ZeRO-1 on.
 
-    AdamW has two fp32 moments for each trained parameter. DeepSpeed also keeps an fp32 copy of the
-    parameters whose state it holds.
+    AdamW has two fp32 moments for each trained parameter. ZeRO by DeepSpeed also keeps an fp32 copy
+    of the parameters whose state it holds.
     """
     each = OPTIMIZERS[rank.plan.optimizer]
     words = f"{rank.trained(1):,.0f} trained parameters x {each:g} bytes ({rank.plan.optimizer})"
-    if rank.plan.uses_deepspeed:
+    if rank.plan.uses_deepspeed and rank.plan.zero > 0:
         words += " and 4 for DeepSpeed's copy of the weights (counted: benchmarks/allocator.py)"
     return Row("optimizer state", always(optimizer_bytes(rank)), words)
 
@@ -117,7 +117,7 @@ def optimizer_state(rank: Rank) -> Row:
 def optimizer_bytes(rank: Rank) -> float:
     """Return the bytes of the optimizer state that the rank holds."""
     each = OPTIMIZERS[rank.plan.optimizer]
-    if rank.plan.uses_deepspeed:
+    if rank.plan.uses_deepspeed and rank.plan.zero > 0:
         each += 4
     return each * rank.trained(1)
 
@@ -153,8 +153,10 @@ def gradients(rank: Rank) -> Row:
         if not plan.is_ddp:
             cells["evaluation"] = 0.0
         cells["last gradients"] += second_of_tied
-        reason = "DDP's buckets" if plan.is_ddp else f"{plan.micro_batches} micro-batches add up"
-        return Row("gradients", cells, f"{words}; there all the time, because of {reason}")
+        reason = f"{plan.micro_batches} micro-batches add up in them"
+        if plan.is_ddp:
+            reason = "they are DDP's buckets"
+        return Row("gradients", cells, f"{words}; there all the time, because {reason}")
 
     each = size / rank.all_parameters
     embedding_to_come = 0.0
@@ -536,6 +538,6 @@ def peak_bytes(
         loss=loss,
         adapters=adapters,
     )
-    check(from_config("", config), plan)
-    shape = from_config("", config)
+    shape = from_config("the model", config)
+    check(shape, plan)
     return round(max(Memory(shape, plan, stage).step_bytes() for stage in range(plan.pp)))
