@@ -46,15 +46,16 @@ def needs(c: shapes.Config) -> dict[str, tuple[float, float]]:
     """By use, the bytes spread evenly over the devices and those that each needs besides; one sequence of 4,096 tokens.
 
     inference  weights of N parameters (int8, int4: an fp16 scale per 128) + KV cache
-    full       16 N: bf16 weights and gradients, fp32 master weights, AdamW's two moments
+    full       16 N: fp32 weights, gradients and AdamW's two moments
     LoRA       bf16 weights (QLoRA: int4) + 16 bytes per adapter parameter, rank 16 on every matrix of every layer
-    each       training: the activations of planner/, with every block checkpointed
+    each       training: what planner/ adds to the states, with every block checkpointed
     """
     shape = from_config("", c)
-    training = peak(shape, Plan(seq_len=4096, checkpointing="full", framework="deepspeed"))
-    states = training.weight_bytes() + training.gradient_bytes() + training.optimizer_bytes()
-    each = training.allocated_bytes() - states
     n = shapes.parameter_count(c)
+    gpus = 8  # the rank's share of the states is subtracted again
+    training = peak(shape, Plan(gpus=gpus, zero=3, seq_len=4096, checkpointing="full"))
+    states = 16 * n
+    each = training.step_bytes() - states / gpus
     weights = {"bf16": 2 * n, "int8": n + n / 64, "int4": n / 2 + n / 64}
     cache = kv_cache_bytes(shape, tokens=4096)
     matrices = shape.attention_matrices() + shape.feed_forward_matrices(shape.ffn)

@@ -839,6 +839,8 @@ def print_plan(args, config: shapes.Config, batches: data.Batches, device: torch
         adapters=args.adapters,
         seq_len=args.seq_len,
         dtype=args.dtype,
+        compile=args.compile,
+        loss="plain",  # --compile compiles blocks only
         checkpointing=args.checkpointing,
         micro_batch_size=batches.micro_batch_size,
         micro_batches=batches.accumulation_steps,

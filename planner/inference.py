@@ -1,4 +1,4 @@
-"""Bytes of a model that generates: weights in 16 bits or quantized with their scales, and the KV cache."""
+"""Bytes of a model that generates: its weights, quantized or not, and its KV cache."""
 
 from planner.shape import Shape, count
 
@@ -7,51 +7,89 @@ WEIGHTS = ("fp32", "bf16", "fp16", "int8", "int4")
 
 
 def kv_cache_bytes(shape: Shape, *, tokens: int, bytes_each: float = 2, tp: int = 1) -> float:
-    """2 (keys, values) x layers x key-value heads x head_dim x bytes x tokens, over the tp ranks; a latent: on each"""
+    """Return the bytes of the keys and values of so many tokens on one of tp ranks.
+
+    Every layer keeps a key and a value of kv_heads x head_dim numbers per token, and the ranks
+    share the heads. Latent attention keeps one latent and one shared key instead, on every rank.
+    """
     if shape.kv_rank:
         return shape.layers * (shape.kv_rank + shape.rope) * bytes_each * tokens
-    return 2 * shape.layers * shape.kv_width * bytes_each * tokens / min(tp, shape.kv_heads)
+    ranks = min(tp, shape.kv_heads)
+    return 2 * shape.layers * shape.kv_width * bytes_each * tokens / ranks
 
 
 def matrix_bytes(matrices: list[tuple[int, int]], weights: str, group_size: int) -> float:
-    """N x bytes; int8 has a 16-bit scale per output, int4 a 16-bit scale and zero per group."""
-    n = count(matrices)
+    """Return the bytes of matrices, given as (inputs, outputs), with weights of this type.
+
+    int8 has a 16-bit scale per output. int4 has a 16-bit scale and zero per group of weights.
+    """
+    parameters = count(matrices)
     if weights == "int4":
-        return n / 2 + 2 * 2 * n / group_size
+        groups = parameters / group_size
+        return parameters / 2 + groups * (2 + 2)
     if weights == "int8":
-        return n + 2 * sum(outputs for _, outputs in matrices)
-    return n * CACHE_DTYPES[weights]
+        outputs = sum(outputs for _, outputs in matrices)
+        return parameters + 2 * outputs
+    return parameters * CACHE_DTYPES[weights]
 
 
 def weight_bytes(
     shape: Shape,
     *,
-    weights="bf16",
-    group_size=32,
-    tp=1,
-    head_divided=False,
-    count_embedding=True,
-    experts_read=None,
+    weights: str = "bf16",
+    group_size: int = 32,
+    tp: int = 1,
+    head_divided: bool = False,
+    count_embedding: bool = True,
+    experts_read: int | None = None,
 ) -> float:
-    """matrices of blocks and head in --weights, the rest in 16 bits (fp32: in 32);
+    """Return the bytes of a model's weights on one of tp ranks.
 
-    tp divides the blocks without their norms. count_embedding=False leaves out an embedding that is
-    only looked up. experts_read is the number of experts that count in each layer.
+    The matrices of blocks and head have the type `weights`. Everything else has 16 bits, or 32 if
+    `weights` is fp32. The ranks share the blocks, except norms.
+
+    Arguments:
+        head_divided: the ranks share the head, too
+        count_embedding: False leaves out an embedding that is only looked up
+        experts_read: experts to count in each layer; None: all
     """
-    plain = 4 if weights == "fp32" else 2
+    bytes_each = 4 if weights == "fp32" else 2
+    experts = shape.experts if experts_read is None else experts_read
     dense_layers = shape.layers - shape.expert_layers
-    blocks = matrix_bytes(shape.attention_matrices(), weights, group_size) * shape.layers
-    blocks += (
-        matrix_bytes(shape.feed_forward_matrices(shape.ffn), weights, group_size) * dense_layers
-    )
-    experts = shape.feed_forward_matrices(shape.expert_ffn) * (experts_read or shape.experts)
-    of_layer = matrix_bytes(
-        experts + shape.feed_forward_matrices(shape.shared_ffn), weights, group_size
-    )
-    # and the router
-    blocks += (of_layer + plain * shape.hidden * shape.experts) * shape.expert_layers
-    head = matrix_bytes([(shape.hidden, shape.vocab)], weights, group_size)
-    embedding = shape.embedding * plain if count_embedding and not shape.tied else 0
-    blocks += plain * shape.bias_parameters() * shape.layers
-    norms = shape.norm_parameters() * shape.layers + shape.hidden
-    return blocks / tp + (head / tp if head_divided else head) + embedding + plain * norms
+
+    def in_weights(matrices: list[tuple[int, int]]) -> float:
+        return matrix_bytes(matrices, weights, group_size)
+
+    attention = in_weights(shape.attention_matrices())
+    dense_mlp = in_weights(shape.feed_forward_matrices(shape.ffn))
+    routed = shape.feed_forward_matrices(shape.expert_ffn) * experts
+    mixture = in_weights(routed + shape.feed_forward_matrices(shape.shared_ffn))
+    router = bytes_each * shape.hidden * shape.experts
+    biases = bytes_each * shape.bias_parameters()
+
+    blocks = (attention + biases) * shape.layers
+    blocks += dense_mlp * dense_layers
+    blocks += (mixture + router) * shape.expert_layers
+
+    head = in_weights([(shape.hidden, shape.vocab)])
+    if head_divided:
+        head /= tp
+    embedding = 0.0
+    if count_embedding and not shape.tied:
+        embedding = shape.embedding * bytes_each
+    norms = bytes_each * (shape.norm_parameters() * shape.layers + shape.hidden)
+    return blocks / tp + head + embedding + norms
+
+
+def prefill_bytes(shape: Shape, *, tokens: int, bytes_each: float, tp: int = 1) -> float:
+    """Return the bytes of activations while prompts of so many tokens pass a block.
+
+    The MLP is the widest part: its input, the residual and its output have `hidden` numbers per
+    token, and gate, up and their product have `ffn`. The ranks share the latter.
+    """
+    return tokens * (3 * shape.hidden + 3 * shape.ffn / tp) * bytes_each
+
+
+def logits_bytes(shape: Shape, *, sequences: int, bytes_each: float) -> float:
+    """Return the bytes of the logits of each sequence's last token, and of an fp32 copy."""
+    return sequences * shape.vocab * (bytes_each + 4)

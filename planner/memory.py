@@ -1,385 +1,543 @@
-"""Bytes of a training step on one rank, by line, and the moment at which most of them are alive together.
+"""Bytes of a training step on one rank, as a table that a person can check by hand.
 
-In the formulas N is the parameters of the rank's pipeline stage, T the tokens of a micro-batch on the rank, L layers,
-e bytes of --dtype. Tensor, pipeline and expert parallel sizes divide N."""
+Rows are parts of the memory, columns are moments of a step, and a cell is the bytes that are alive.
+The peak is the largest sum of a column. Each part has one function, which returns its row and the
+derivation of its numbers in words.
 
-from functools import cached_property
-from math import prod
+The moments, in order:
 
-from planner.frameworks import FP32_LOG_SOFTMAX, FRAMEWORKS, LOSSES
-from planner.plan import DTYPES, OPTIMIZERS, Plan, check
-from planner.shape import Shape, count
+    end of forward   the last micro-batch's loss is known
+    loss backward    backward has the gradient of the logits
+    last block       backward is in the MLP of the last block, whose activations all exist
+    first MLP        backward is in the MLP of the first block, the last to be visited
+    first attention  backward is in its attention
+    last gradients   backward is at the embedding; the optimizer's step adds nothing to this
+    evaluation       forward of held-out sequences between steps, which is never compiled
 
-# CUDA's context with torch's kernels: assumed, nvidia-smi shows 400 to 600 MiB
-CONTEXT = 512 * 2**20
-# cuBLAS on Hopper and Blackwell: 32 MiB for each thread's handle (torch's CublasHandlePool)
-WORKSPACE = 2 * 32 * 2**20
-NCCL = 256 * 2**20  # per communicator: 32 channels x (send, receive) x NCCL_BUFFSIZE, 4 MiB
-# Of ours, by torch's allocator (benchmarks/allocator.py). Gradients and optimizer state come to lie where logits were:
-# the next logits need new memory, the more, the larger they are beside gradients and activations. FSDP: by most counts.
-SURPLUS, BESIDE_LOGITS = {"none": 0.10, "selective": 0.15, "full": 0.20}, 0.45
-LINES = (
-    "weight_bytes",
-    "gradient_bytes",
-    "optimizer_bytes",
-    "activation_bytes",
-    "block_bytes",
-    "logits_bytes",
+In a pipeline the blocks are those of the rank's stage.
+"""
+
+from dataclasses import dataclass
+
+from lm.shapes import Config
+from planner import activations
+from planner.plan import LOSSES, OPTIMIZERS, Plan, check
+from planner.rank import Rank
+from planner.shape import Shape, from_config
+
+MOMENTS = (
+    "end of forward",
+    "loss backward",
+    "last block",
+    "first MLP",
+    "first attention",
+    "last gradients",
+    "evaluation",
 )
-LINES += ("gathered_bytes", "reduced_bytes", "cast_bytes", "buffer_bytes")
+BEFORE_BACKWARD = ("end of forward", "loss backward")
+ZERO_PAPER = "Rajbhandari et al. 2020, arXiv:1910.02054, section 5"
+
+# cuBLAS on Hopper and Blackwell: 32 MiB for each thread's handle (torch's CublasHandlePool). One
+# thread runs forward, another one backward.
+WORKSPACE_BYTES = 2 * 32 * 2**20
+# Assumed: nvidia-smi shows 400 to 600 MiB for a process that has allocated nothing.
+CONTEXT_BYTES = 512 * 2**20
+# 32 channels x (send, receive) x NCCL_BUFFSIZE, 4 MiB.
+NCCL_BYTES = 256 * 2**20
+# What the allocator reserves beyond the peak, as a share of the bytes that change within a step:
+# from the counts of benchmarks/allocator.py.
+FRAGMENTATION = {"none": 0.10, "selective": 0.15, "full": 0.20}
+BESIDE_LOGITS = 0.45
+# Bytes per logit while the loss runs backward.
+LOSS_BYTES = {"plain": 12, "parallel": 16, "fused": 2, "chunked": 12 / 8}
+
+
+@dataclass(frozen=True)
+class Row:
+    """The bytes of one part at each moment, and how they are derived."""
+
+    part: str
+    cells: dict[str, float]
+    words: str
+
+    def __getitem__(self, moment: str) -> float:
+        return self.cells.get(moment, 0.0)
+
+    @property
+    def largest(self) -> float:
+        return max(self.cells.values(), default=0.0)
+
+
+def always(size: float) -> dict[str, float]:
+    """Return the cells of a part that has the same bytes at all moments."""
+    return dict.fromkeys(MOMENTS, size)
+
+
+# --- the parts
+
+
+def weights(rank: Rank) -> Row:
+    """Return the row of the weights: 4 bytes for each parameter, sharded under FSDP and ZeRO-3.
+
+    Frozen matrices beside LoRA's A and B have the bytes of --dtype.
+    """
+    size = weight_bytes(rank)
+    held = f"{rank.held(3):,.0f} parameters"
+    if rank.plan.shards > 1 and rank.plan.zero == 3:
+        held = f"{rank.all_parameters:,.0f} parameters / {rank.plan.shards} ranks"
+    if rank.plan.adapters:
+        words = f"{held}, frozen, x {rank.e} bytes + {rank.trained(3):,.0f} of A and B x 4"
+    else:
+        words = f"{held} x 4 bytes (fp32)"
+    if rank.plan.zero == 3:
+        words += f": {ZERO_PAPER}"
+    return Row("weights", always(size), words)
+
+
+def weight_bytes(rank: Rank) -> float:
+    """Return the bytes of the weights that the rank holds between steps."""
+    if rank.plan.adapters:
+        return rank.held(3) * rank.e + 4 * rank.trained(3)
+    return 4 * rank.held(3)
+
+
+def optimizer_state(rank: Rank) -> Row:
+    """Return the row of the optimizer state, sharded from ZeRO-1 on.
+
+    AdamW has two fp32 moments for each trained parameter. ZeRO by DeepSpeed also keeps an fp32 copy
+    of the parameters whose state it holds.
+    """
+    each = OPTIMIZERS[rank.plan.optimizer]
+    words = f"{rank.trained(1):,.0f} trained parameters x {each:g} bytes ({rank.plan.optimizer})"
+    if rank.plan.uses_deepspeed and rank.plan.zero > 0:
+        words += " and 4 for DeepSpeed's copy of the weights (counted: benchmarks/allocator.py)"
+    return Row("optimizer state", always(optimizer_bytes(rank)), words)
+
+
+def optimizer_bytes(rank: Rank) -> float:
+    """Return the bytes of the optimizer state that the rank holds."""
+    each = OPTIMIZERS[rank.plan.optimizer]
+    if rank.plan.uses_deepspeed and rank.plan.zero > 0:
+        each += 4
+    return each * rank.trained(1)
+
+
+def gradients(rank: Rank) -> Row:
+    """Return the row of the gradients: 4 bytes for each trained parameter, sharded from ZeRO-2 on.
+
+    zero_grad() frees them, and in backward they come one by one: the head's first, the embedding's
+    last. They are there all the time if micro-batches accumulate in them, and in DDP's buckets. A
+    tied matrix has a second one for a moment.
+
+    In a pipeline FSDP keeps unreduced gradients of the whole stage in fp32 until the last backward.
+    Tensor-parallel ranks then hold those of the whole embedding.
+    """
+    plan = rank.plan
+    if rank.gradients_stay_whole:
+        undivided = 0.0
+        if rank.has_embedding:
+            undivided = rank.shape.embedding - rank.embedding
+        size = 4 * (rank.all_parameters + undivided)
+        words = f"{rank.all_parameters:,.0f} parameters x 4 bytes: FSDP reduces once a step"
+        return Row("gradients", always(size), words)
+
+    size = gradient_bytes(rank)
+    words = f"{rank.trained(2):,.0f} trained parameters x 4 bytes (fp32)"
+    second_of_tied = 0.0
+    if rank.is_tied and not plan.is_fsdp:
+        second_of_tied = rank.embedding * second_gradient_size(rank)
+        words += f" + {second_gradient_size(rank)} bytes at the end for each of the tied matrix"
+
+    if rank.gradients_are_there:
+        cells = always(size)
+        if not plan.is_ddp:
+            cells["evaluation"] = 0.0
+        cells["last gradients"] += second_of_tied
+        reason = f"{plan.micro_batches} micro-batches add up in them"
+        if plan.is_ddp:
+            reason = "they are DDP's buckets"
+        return Row("gradients", cells, f"{words}; there all the time, because {reason}")
+
+    each = size / rank.all_parameters
+    embedding_to_come = 0.0
+    if rank.has_embedding and not rank.is_tied:
+        embedding_to_come = rank.embedding
+    cells = {
+        "last block": each * rank.embedding if rank.has_head else 0.0,
+        "first MLP": size - each * (rank.before_down + embedding_to_come),
+        "first attention": size - each * (rank.qkv_matrices + embedding_to_come),
+        "last gradients": size + second_of_tied,
+    }
+    return Row("gradients", cells, f"{words}; they come one by one in backward")
+
+
+def second_gradient_size(rank: Rank) -> int:
+    """Return the bytes per number that a tied matrix has beside its gradient, for a moment.
+
+    It gets two gradients, the head's and the embedding's. In fp32 both exist beside their sum.
+    Under autocast the second is added to the first in place. A compiled backward adds them at its
+    end, and holds the head's in 16 bits until then.
+    """
+    if not rank.cast_size or rank.plan.on_cpu:
+        return 2 * rank.residual_size
+    if rank.plan.compile:
+        return rank.residual_size + rank.e
+    return rank.residual_size
+
+
+def gradient_bytes(rank: Rank) -> float:
+    """Return the bytes of the gradients that the optimizer reads."""
+    return 4 * rank.trained(2)
+
+
+def kept_activations(rank: Rank) -> Row:
+    """Return the row of the activations.
+
+    From forward to backward each block keeps what --checkpointing says, for each micro-batch in
+    flight. The head keeps its norm and input, the first stage the token ids. Then backward visits
+    the blocks from last to first. What a block did not keep is computed again before.
+    """
+    tokens = rank.own_tokens
+    experts = rank.expert_layers > 0
+    size = activation_bytes(rank)
+    of_block = activations.kept(rank, experts=experts)
+    consumed = of_block
+    if rank.has_head:
+        consumed += activations.norm_and_input(rank)
+    in_mlp = activations.in_mlp_backward(rank, experts=experts) * tokens
+    in_attention = activations.in_attention_backward(rank) * tokens
+    of_other_micro_batches = size * (1 - 1 / rank.in_flight)
+
+    cells = dict.fromkeys(BEFORE_BACKWARD, size)
+    cells["last block"] = size - consumed * tokens + in_mlp
+    cells["first MLP"] = of_other_micro_batches + in_mlp
+    cells["first attention"] = of_other_micro_batches + in_attention
+    words = f"{tokens:,.0f} tokens x ({rank.layers} layers x {of_block:,.0f} bytes"
+    if rank.plan.pp > 1:
+        words += f" x {rank.in_flight} micro-batches in flight"
+    if rank.has_head:
+        words += f" + {activations.norm_and_input(rank):,.0f} for the head"
+    words += f"); a layer keeps {activations.in_words(rank, experts=experts)}"
+    if rank.plan.checkpointing != "none":
+        whole_block = activations.whole_block(rank, experts=experts)
+        words += f"; backward makes all {whole_block:,.0f} of one layer again"
+    return Row("activations", cells, words)
+
+
+def activation_bytes(rank: Rank) -> float:
+    """Return the bytes of the activations between forward and backward."""
+    plan = rank.plan
+    dense = activations.kept(rank, experts=False) * rank.dense_layers
+    mixture = activations.kept(rank, experts=True) * rank.expert_layers
+    per_token = (dense + mixture) * rank.in_flight
+    if rank.has_head:
+        per_token += activations.norm_and_input(rank)
+    size = rank.own_tokens * per_token
+
+    if rank.has_embedding:
+        size += plan.tokens * 2 * 8  # int64 ids of inputs and targets
+    if plan.cp > 1:  # one attention mask for all layers
+        size += plan.seq_len / plan.cp * plan.seq_len * rank.e * rank.in_flight
+    return size
+
+
+def block_bytes(rank: Rank) -> float:
+    """Return the bytes of all that backward needs of one block."""
+    return activations.whole_block(rank, experts=rank.expert_layers > 0) * rank.own_tokens
+
+
+def logits(rank: Rank) -> Row:
+    """Return the row of the logits and their gradients, on the stage that has the head.
+
+    A plain cross-entropy has the logits and log-softmax in fp32 at the end of forward, 4 + 4 bytes.
+    In backward it has log-softmax, its gradient and the logits' gradient, 4 + 4 + 4. With the
+    vocabulary on several ranks exp(log-softmax) is one more. Compiled with the head, the loss has
+    logits in 16 bits, and their gradient takes their place. In chunks, an eighth is alive.
+
+    An evaluation has fp32 logits and log-softmax: only FSDP also evaluates with the compiled loss.
+    """
+    if not rank.has_head:
+        return Row("logits", {}, "this stage has no head")
+    method = rank.plan.loss_method
+    number = rank.own_tokens * rank.shape.vocab
+    in_backward = LOSS_BYTES[method]
+    if method == "fused" and rank.plan.dtype == "fp32":
+        in_backward = 4
+    in_forward = 8 if method == "plain" else in_backward
+    in_evaluation = in_forward
+    if method == "fused" and not rank.plan.is_fsdp:
+        in_evaluation = 8
+    cells = {
+        "end of forward": in_forward * number,
+        "loss backward": in_backward * number,
+        "evaluation": in_evaluation * number,
+    }
+    words = f"{rank.own_tokens:,.0f} tokens x {rank.shape.vocab:,} x {in_backward:g} bytes"
+    return Row("logits", cells, f"{words} at the most: {LOSSES[method]}")
+
+
+def gathered_weights(rank: Rank) -> Row:
+    """Return the row of the weights that FSDP gathers, in --dtype.
+
+    Two blocks: one that computes, and the next one on its way. At the loss no next one is on its
+    way. Embedding and head stay gathered from forward to backward. In a pipeline torch keeps all
+    blocks that backward has gathered until the last backward of the step. DeepSpeed gathers fp32
+    weights, and autocast casts them.
+    """
+    if rank.plan.zero < 3:
+        return Row("gathered weights", {}, "every rank holds all weights")
+    size = rank.e if rank.plan.is_fsdp else 4
+    blocks = 2 * rank.largest_layer
+    cells = always((blocks + rank.root) * size)
+    if rank.gradients_stay_whole:
+        at_first_block = max(blocks + rank.root, rank.all_parameters) * size
+        cells["first MLP"] = at_first_block
+        cells["first attention"] = at_first_block
+    else:
+        for moment in BEFORE_BACKWARD:
+            cells[moment] -= rank.largest_layer * size
+    words = (
+        f"(2 blocks x {rank.largest_layer:,.0f} + {rank.root:,.0f} of embedding and head) "
+        f"x {size} bytes"
+    )
+    return Row("gathered weights", cells, f"{words}: fully_shard")
+
+
+def reduced_gradients(rank: Rank) -> Row:
+    """Return the row of whole gradients that FSDP is about to shard.
+
+    Backward leaves those of a block in --dtype, and FSDP copies them to fp32 to reduce them. The
+    last are those of embedding and head. On one rank the copy is the gradient itself.
+    """
+    if not rank.plan.is_fsdp:
+        return Row("gradients to reduce", {}, "gradients are reduced in place")
+    size = rank.e
+    if not rank.gradients_stay_whole:
+        size += 4
+    block = rank.layer_adapters or rank.largest_layer
+    cells = {"last block": block * size}
+    if not rank.plan.adapters:
+        copy_is_gradient = rank.plan.shards == 1 and not rank.gradients_stay_whole
+        cells["last gradients"] = rank.root * (size - 4 if copy_is_gradient else size)
+    words = f"of a block, {block:,.0f} parameters x {size} bytes, or of embedding and head"
+    return Row("gradients to reduce", cells, f"{words}: fully_shard, reduce_dtype=fp32")
+
+
+def casts(rank: Rank) -> Row:
+    """Return the row of autocast's 16-bit copies of the matrices.
+
+    Autocast keeps the copies until forward ends, and autograd those that backward multiplies with.
+    Under checkpointing autograd keeps the head's only: a block's copies are made again. A compiled
+    forward makes no others.
+    """
+    if not rank.cast_size:
+        return Row("casts", {}, "weights are multiplied as they are stored or gathered")
+    all_casts = cast_bytes(rank)
+    head = rank.embedding * rank.cast_size if rank.has_head else 0.0
+    keeps_all = rank.plan.checkpointing == "none"
+    for_backward = all_casts if keeps_all else head
+    cells = {
+        "end of forward": for_backward if rank.plan.compile else all_casts,
+        "loss backward": for_backward,
+        "last block": all_casts - head if keeps_all else rank.before_down * rank.cast_size,
+        "first MLP": rank.before_down * rank.cast_size,
+        "first attention": rank.qkv_matrices * rank.cast_size,
+        "evaluation": all_casts,
+    }
+    words = f"{rank.matrices:,.0f} parameters of matrices x {rank.cast_size} bytes at the most"
+    return Row("casts", cells, f"{words}: torch.autocast's cache")
+
+
+def cast_bytes(rank: Rank) -> float:
+    """Return the bytes of the 16-bit copies of all matrices."""
+    return rank.matrices * rank.cast_size
+
+
+def buffers(rank: Rank) -> Row:
+    """Return the row of RoPE's two fp32 tables, and of cuBLAS's workspaces."""
+    width = rank.shape.rope or rank.shape.head_dim
+    tables = 2 * 4 * rank.shape.positions * width
+    words = f"2 RoPE tables x {rank.shape.positions:,} positions x {width} x 4 bytes"
+    if rank.plan.on_cpu:
+        return Row("buffers", always(tables), words)
+    words += ", and 2 cuBLAS workspaces of 32 MiB"
+    return Row("buffers", always(tables + WORKSPACE_BYTES), words)
+
+
+PARTS = (
+    weights,
+    optimizer_state,
+    gradients,
+    kept_activations,
+    logits,
+    gathered_weights,
+    reduced_gradients,
+    casts,
+    buffers,
+)
+
+
+# --- the table
 
 
 class Memory:
-    """One tensor- and expert-parallel rank of pipeline stage `number`, and its bytes: a method for each of LINES."""
+    """The table of one rank, its peak, and what a GPU holds beside it."""
 
-    def __init__(self, shape: Shape, plan: Plan, number: int = 0) -> None:
-        self.shape, self.plan, self.stage = shape, plan, number
-        self.traits, self.e = FRAMEWORKS[plan.framework], DTYPES[plan.dtype]
-        self.gradients_stay_whole = plan.zero == 3 and plan.pp > 1 and self.traits.whole_gradients
-        self.weights_stay_whole = self.gradients_stay_whole and self.traits.whole_weights
-        self.first, self.last = number == 0, number == plan.pp - 1
-        layers = layer_range(shape, plan, number)
-        self.expert_layers = sum(layer >= shape.layers - shape.expert_layers for layer in layers)
-        self.dense_layers = len(layers) - self.expert_layers
-        dense, (rest, routed) = (
-            shape.layer_parameters(experts=False)[0],
-            shape.layer_parameters(experts=True),
-        )
-        whole = dense * self.dense_layers + rest * self.expert_layers
-        self.expert_parameters = routed * self.expert_layers / plan.ep
-        vectors = shape.vector_parameters() * len(layers)
-        # of embedding and head. A tied head is the embedding's matrix, of which a last stage of its own holds a copy
-        self.tied = self.first and self.last and shape.tied
-        self.root_parameters = shape.embedding * (self.first + (self.last and not self.tied))
-        self.parameters = (
-            (whole - vectors + self.root_parameters) / plan.tp + vectors + shape.hidden * self.last
-        )
-        self.all_parameters = self.parameters + self.expert_parameters
-        self.multiplied = (
-            whole - vectors + shape.embedding * self.last
-        ) / plan.tp + self.expert_parameters
-        # micro-batches that wait for backward, under 1F1B
-        self.in_flight = min(plan.pp - number, plan.micro_batches)
-        if plan.virtual > 1:  # Narayanan et al. 2021, arXiv:2104.04473, section 2.2
-            self.in_flight *= 1 + (plan.pp - 1) / (plan.pp * plan.virtual)
-        autocast = self.traits.autocast and plan.zero < 3
-        # the residual stream stays fp32, and so do weights' gradients
-        self.residual_size = 4 if autocast else self.e
-        self.cast_size = self.e if autocast and plan.dtype != "fp32" else 0
-        matrices = [*shape.attention_matrices(), *shape.feed_forward_matrices(shape.ffn)]
-        # numbers of A and B in a layer
-        self.layer_adapters = plan.adapters * sum(map(sum, matrices))
-        self.own_tokens = plan.tokens / plan.tp
-        self.largest_layer = shape.largest_layer() / plan.ep / plan.tp
-        undivided = shape.embedding * (1 - 1 / plan.tp) * self.first
-        self.whole_gradients = 4 * (self.all_parameters + undivided) * self.gradients_stay_whole
-        self.among_gathered = self.gradients_stay_whole and not self.weights_stay_whole
-        self.reduced_size = (self.e + 4 * (not self.among_gathered)) * (plan.zero == 3)
-
-    def held(self, since: int) -> float:
-        """Numbers that the rank has of N if ZeRO divides them from stage `since` on."""
-        if self.plan.zero < since:
-            return self.all_parameters
-        return self.parameters / self.plan.shards + self.expert_parameters / self.plan.expert_shards
-
-    def trained(self, since: int) -> float:  # the same of A and B alone, where there are any
-        ranks = self.plan.shards if self.plan.zero >= since else 1
-        return (
-            self.layer_adapters * self.shape.layers / ranks
-            if self.plan.adapters
-            else self.held(since)
-        )
-
-    def weight_bytes(self) -> float:
-        """N x bytes each, divided by the ranks that share data under ZeRO-3 and FSDP (arXiv:1910.02054, section 5)"""
-        return (
-            self.held(3) * self.e + 4 * self.trained(3)
-            if self.plan.adapters
-            else self.held(3) * self.traits.weight
-        )
-
-    def gradient_bytes(self) -> float:
-        """N x bytes each, divided from ZeRO-2 on"""
-        return self.trained(2) * self.traits.gradient
-
-    def optimizer_bytes(self) -> float:
-        """N x (master copy + state), divided from ZeRO-1 on; AdamW's state is two fp32 numbers"""
-        return self.trained(1) * (self.traits.master + OPTIMIZERS[self.plan.optimizer])
-
-    def of_input(self) -> float:
-        """Per token, a norm's input and 1/rms (two fp32 tensors on a CPU), and the input of column-parallel matmuls."""
-        norm = self.shape.hidden * (8 if self.plan.on_cpu else self.residual_size) + 4
-        return norm + self.shape.hidden * self.e * (
-            self.plan.tp if self.traits.gathered_inputs else 1
-        )
-
-    def of_attention(self) -> float:
-        """Per token, what backward needs of a block's attention: its input, q, k, v, output and log-sum-exp."""
-        shape = self.shape
-        # keys and values of every query head
-        own_heads = self.traits.repeated_heads or shape.kv_rank
-        ranks = self.plan.cp if self.traits.gathered_keys else 1  # whose keys and values are kept
-        keys = ranks * (shape.q_width if own_heads else shape.kv_width)
-        values = ranks * (shape.value_width if own_heads else shape.kv_width)
-        numbers = shape.q_width + keys + values + shape.value_width
-        # latents before and after their norm, the shared key, queries and keys before rotation
-        if shape.kv_rank:
-            before_rotation = shape.q_width + shape.heads * (shape.nope + shape.value_dim)
-            numbers += 2 * (shape.q_rank + shape.kv_rank) + shape.rope + before_rotation
-        elif self.traits.mixed_qkv or (self.traits.compiled and self.plan.zero < 3):  # which has v
-            numbers += shape.q_width + 2 * shape.kv_width - values
-        return self.of_input() + numbers * self.e + 4 * shape.heads
-
-    def of_feed_forward(self, *, experts: bool) -> float:
-        """The same of the feed-forward part: input, gate, up, silu, product; copies for experts, the router's fp32."""
-        numbers = self.traits.ffn_tensors * self.shape.active_ffn(experts)
-        numbers += self.shape.active_experts * self.shape.hidden * experts
-        return self.of_input() + numbers * self.e + 2 * 4 * self.shape.experts * experts
-
-    def matmul_widths(self, *, experts: bool) -> int:
-        """Numbers per token of the matmul results that selective checkpointing keeps."""
-        shape, every = self.shape, 2 if self.traits.every_second else 1
-        # as wide as the sum
-        summand = shape.hidden * (self.plan.tp if self.traits.whole_summands else 1)
-        widths = [outputs for _, outputs in shape.attention_matrices()[:-1]] + [summand]
-        if not experts:
-            widths += [shape.ffn, shape.ffn, summand]
-            # B's results are as wide, and of all that the very last is not kept
-            if self.plan.adapters:
-                return 2 * sum(widths[:-1]) + summand + len(widths) * self.plan.adapters
-            return sum(widths[:-1] if self.traits.drops_last else widths[::every])
-        if every == 1:  # torch._grouped_mm is not on torchtitan's list
-            widths += [
-                shape.active_experts * width
-                for width in (shape.expert_ffn, shape.expert_ffn, shape.hidden)
-            ]
-        if shape.shared_ffn:
-            widths += [shape.shared_ffn, shape.shared_ffn, shape.hidden]
-        return sum(widths[::every])
-
-    def kept(self, checkpointing: str, *, experts: bool) -> float:
-        """Per token and block, between forward and backward: all; its input (arXiv:1604.06174); or also its matmuls."""
-        if checkpointing == "none":
-            return self.of_attention() + self.of_feed_forward(experts=experts)
-        kept = self.shape.hidden * self.residual_size + self.plan.kept_besides * self.e
-        if checkpointing == "full":
-            return kept
-        numbers = self.matmul_widths(experts=experts) + self.shape.value_width
-        return kept + numbers * self.e + 4 * self.shape.heads
-
-    def activation_bytes(self) -> float:
-        """T x L x what --checkpointing keeps of a block / tp x micro-batches in flight, the head's input, token ids"""
-        plan = self.plan
-        of_layers = self.kept(plan.checkpointing, experts=False) * self.dense_layers
-        of_layers += self.kept(plan.checkpointing, experts=True) * self.expert_layers
-        per_token = of_layers * self.in_flight + self.of_input() * self.last
-        masked = plan.cp > 1 and self.traits.gathered_keys  # one mask for all layers
-        mask = plan.seq_len / plan.cp * plan.seq_len * self.e * masked * self.in_flight
-        # ids of inputs and targets: int64
-        return self.own_tokens * per_token + plan.tokens * 16 * self.first + mask
-
-    def block_bytes(self) -> float:
-        """T x all that backward needs of one block / tp: part of the activations, or recomputed in backward"""
-        return self.kept("none", experts=self.expert_layers > 0) * self.own_tokens
-
-    def logits_bytes(self) -> float:
-        """T x vocabulary x bytes / tp: 12 at the peak of a plain cross-entropy; forward leaves 4 (log-softmax)"""
-        return self.own_tokens * self.shape.vocab * LOSSES[self.plan.loss][0] * self.last
-
-    def gathered_bytes(self) -> float:
-        """ZeRO-3: two blocks, embedding and head, whole, x e / tp; in a pipeline also the stage's fp32 gradients"""
-        if self.plan.zero < 3:
-            return 0.0
-        if self.weights_stay_whole:
-            return self.all_parameters * (self.e + 4)
-        root = self.root_parameters / self.plan.tp if self.traits.gathers_root else 0
-        return (2 * self.largest_layer + root) * self.e + self.whole_gradients
-
-    def reduced_bytes(self) -> float:
-        """ZeRO-3: a block's whole gradient x (e + 4) / tp: as backward makes it, and the fp32 copy that is reduced"""
-        return (self.layer_adapters or self.largest_layer) * self.reduced_size
-
-    def cast_bytes(self) -> float:
-        """N of matrices x e: the 16-bit copies that autocast keeps until backward; fully_shard gathers them so"""
-        return self.multiplied * self.cast_size
-
-    def buffer_bytes(self) -> float:
-        """RoPE's tables in fp32, 64 MiB of cuBLAS workspaces, all-reduce buckets, Megatron's placeholder gradients"""
-        tables = 2 * 4 * self.shape.positions * (self.shape.rope or self.shape.head_dim)
-        buckets = self.traits.bucket * self.parameters if self.plan.shards > 1 else 0
-        placeholders = self.placeholders() if self.traits.placeholders else 0
-        return tables + buckets + placeholders + (0 if self.plan.on_cpu else WORKSPACE)
-
-    def placeholders(self) -> float:
-        """Unused bf16 gradients: one for each shape of weight, q, k, v and gate, up as one matrix each."""
-        shape, h = self.shape, self.shape.hidden
-        merged = [(h, shape.q_width + 2 * shape.kv_width), (h, shape.q_width)]
-        sizes = {
-            prod(matrix) for matrix in (shape.attention_matrices() if shape.kv_rank else merged)
-        }
-        sizes |= {h * shape.ffn, 2 * h * shape.ffn} if self.dense_layers else set()
-        if self.expert_layers:
-            sizes |= {
-                n * h * width for n in (1, 2) for width in (shape.expert_ffn, shape.shared_ffn)
-            }
-        return 2 * sum(sizes | {shape.embedding * self.last}) / self.plan.tp
-
-    @cached_property
-    def moments(self) -> dict[str, float]:
-        """Bytes at each moment that may be the peak. Gradients that accumulate, and DDP's, are there all the time; else
-        they come one by one, the embedding's last. A tied matrix has two and for a moment their sum. In a pipeline,
-        unreduced gradients count as gathered, and at the first block all layers are gathered."""
-        shape, plan, lines = self.shape, self.plan, self.lines
-        experts, tokens, compiled = self.expert_layers > 0, self.own_tokens, self.traits.compiled
-        accumulate = (
-            plan.micro_batches > 1
-            or not self.traits.autocast
-            or (plan.zero == 0 and plan.shards > 1)
-        )
-        gradients = 0 if self.among_gathered else lines["gradient_bytes"]
-        one_by_one = not (accumulate or self.among_gathered)
-        # bytes of a number's gradient
-        to_come = lines["gradient_bytes"] / self.all_parameters * one_by_one
-        embedding = shape.embedding / plan.tp
-        head_cast = embedding * self.cast_size * self.last
-        cast = lines["cast_bytes"] if plan.checkpointing == "none" else head_cast
-        states = (
-            lines["weight_bytes"]
-            + lines["optimizer_bytes"]
-            + lines["buffer_bytes"]
-            + lines["gathered_bytes"]
-        )
-        waiting = states + lines["activation_bytes"] + (gradients if accumulate else 0)
-        gathers_ahead = (
-            plan.zero == 3 and self.traits.gathers_root and not self.gradients_stay_whole
-        )
-        waiting_for_loss = waiting - self.largest_layer * self.e * gathers_ahead  # no block follows
-        logits = lines["logits_bytes"] / LOSSES[plan.loss][0]
-        # in fp32, and log-softmax
-        in_forward = 8 * logits if plan.loss in FP32_LOG_SOFTMAX else lines["logits_bytes"]
-        held_logits = 4 * logits * (plan.loss == "logits-held")
-        # gradients in a block: of its output, and of silu(gate) and up, or of attention's output, queries, keys, values
-        output_gradient = shape.hidden * self.residual_size
-        in_feed_forward = (
-            lines["block_bytes"]
-            + (2 * shape.active_ffn(experts) * self.e + output_gradient) * tokens
-        )
-        width = shape.value_width + shape.q_width + 2 * shape.kv_width
-        in_attention = (self.of_attention() + width * self.e + output_gradient) * tokens
-        matrices = shape.attention_matrices()
-        before_down = (count(matrices) + 2 * shape.hidden * shape.ffn) / plan.tp
-        parts = ((in_feed_forward, before_down), (in_attention, count(matrices[:-1]) / plan.tp))
-        kept = self.kept(plan.checkpointing, experts=experts) + self.of_input() * self.last
-        last_block = in_feed_forward - kept * tokens
-        last_block += (
-            cast - head_cast if plan.checkpointing == "none" else before_down * self.cast_size
-        )
-        last_block += embedding * to_come * self.last + lines["reduced_bytes"]
-        first_block = max(
-            activations + later * (self.cast_size - to_come) for activations, later in parts
-        )
-        first_block -= embedding * to_come * (self.first and not self.tied)
-        # blocks that backward has gathered stay whole: at its end all of the stage's
-        if self.gradients_stay_whole:
-            first_block += max(
-                0.0, self.all_parameters * self.e + self.whole_gradients - lines["gathered_bytes"]
-            )
-        # of other micro-batches
-        first_block += lines["activation_bytes"] * (1 - 1 / self.in_flight)
-        # a tied matrix' second gradient: under autocast it is added in place; FSDP adds in 16 bits, before the copy
-        sums = self.tied * (plan.zero < 3) * (1 if self.cast_size and not plan.on_cpu else 2)
-        # one rank's copy is its gradient
-        whole_copy = self.reduced_size - 4 * (plan.zero == 3 and plan.shards == 1)
-        of_root = (
-            self.root_parameters / plan.tp * whole_copy + sums * embedding * self.residual_size
-        )
-        return {
-            "end of forward": waiting_for_loss
-            + (cast if compiled else lines["cast_bytes"])
-            + in_forward,
-            "loss backward": waiting_for_loss + cast + lines["logits_bytes"],
-            "last block": waiting + held_logits + last_block,
-            "first block": states + held_logits + gradients + first_block,
-            "last gradients": states
-            + held_logits
-            + gradients
-            + of_root * (not plan.adapters)
-            + head_cast * compiled,
-            "evaluation": (states + lines["cast_bytes"] + 10 * tokens * shape.vocab * self.last)
-            * compiled,
-        }
-
-    @cached_property
-    def lines(self) -> dict[str, float]:
-        return {name: getattr(self, name)() for name in LINES}
+    def __init__(self, shape: Shape, plan: Plan, stage: int = 0) -> None:
+        self.rank = Rank(shape, plan, stage)
+        self.rows = [part(self.rank) for part in PARTS]
+        self.moments = {}
+        for moment in MOMENTS:
+            self.moments[moment] = sum(row[moment] for row in self.rows)
 
     @property
     def moment(self) -> str:
+        """The moment of the peak."""
         return max(self.moments, key=self.moments.get)
 
+    @property
+    def lines(self) -> dict[str, float]:
+        """The sizes behind the table, with the names of estimate.py's --json."""
+        rows = {row.part: row for row in self.rows}
+        return {
+            "weight_bytes": weight_bytes(self.rank),
+            "gradient_bytes": gradient_bytes(self.rank),
+            "optimizer_bytes": optimizer_bytes(self.rank),
+            "activation_bytes": activation_bytes(self.rank),
+            "block_bytes": block_bytes(self.rank),
+            "logits_bytes": rows["logits"]["loss backward"],
+            "gathered_bytes": rows["gathered weights"].largest,
+            "reduced_bytes": rows["gradients to reduce"]["last block"],
+            "cast_bytes": cast_bytes(self.rank),
+            "buffer_bytes": rows["buffers"].largest,
+        }
+
     def allocated_bytes(self) -> float:
-        """the peak, as torch.cuda.max_memory_allocated counts it"""
+        """Return the peak, as torch.cuda.max_memory_allocated counts it."""
         return max(self.moments.values())
 
+    def step_bytes(self) -> float:
+        """Return the peak of the training step, without an evaluation."""
+        return max(self.moments[moment] for moment in MOMENTS if moment != "evaluation")
+
     def fragmentation_bytes(self) -> float:
-        """a share of what changes within a step, or of what is alive at other moments than the peak: assumed"""
+        """Return what torch's allocator reserves beyond the peak.
+
+        It is an estimate: a share of the bytes that change within a step, or of those that are
+        alive at other moments than the peak. Gradients and optimizer state come to lie where logits
+        were, and the next logits need new memory. The larger they are beside gradients and
+        activations, the more. With FSDP nearly all of it was needed anew.
+        """
+        lines = self.lines
         allocated = self.allocated_bytes()
-        changes = max(
-            0.0, allocated - sum(self.lines[name] for name in (*LINES[:3], "buffer_bytes"))
-        )
-        if not self.traits.autocast or self.plan.pp > 1:  # pipelines were not counted
-            return self.traits.reserved * changes
-        others = self.lines["gradient_bytes"] + self.lines["activation_bytes"]
-        share = (
-            1
-            if self.plan.zero == 3
-            else min(1, BESIDE_LOGITS * self.lines["logits_bytes"] / others)
-        )
-        return max(
-            SURPLUS[self.plan.checkpointing] * changes,
-            share * (sum(self.lines.values()) - allocated),
-        )
+        states = ("weight_bytes", "gradient_bytes", "optimizer_bytes", "buffer_bytes")
+        changing = allocated - sum(lines[name] for name in states)
+        if self.rank.plan.pp > 1:  # pipelines were not counted
+            return 0.05 * max(0.0, changing)
+        share = FRAGMENTATION[self.rank.plan.checkpointing] * max(0.0, changing)
+
+        at_other_moments = sum(lines.values()) - allocated
+        if self.rank.plan.zero < 3:
+            others = lines["gradient_bytes"] + lines["activation_bytes"]
+            at_other_moments *= min(1, BESIDE_LOGITS * lines["logits_bytes"] / others)
+        return max(share, at_other_moments)
 
     def context_bytes(self) -> float:
-        """CUDA's context with its kernels: assumed"""
-        return 0.0 if self.plan.on_cpu else CONTEXT
+        """Return the bytes of CUDA's context with its kernels: assumed."""
+        if self.rank.plan.on_cpu:
+            return 0.0
+        return CONTEXT_BYTES
 
     def nccl_bytes(self) -> float:
-        """256 MiB for each group of ranks: all of them, and those of a cut, if they are not all or another's"""
-        plan = self.plan
-        cuts = [plan.shards, plan.replicate, plan.tp, plan.pp, plan.ep] + [plan.cp] * (
-            plan.cp != plan.shards
-        )
-        groups = (plan.gpus > 1) + sum(1 < size < plan.gpus for size in cuts)
-        return 0.0 if plan.on_cpu else NCCL * groups
+        """Return the bytes of NCCL: 256 MiB for each group of ranks.
+
+        The groups are all ranks, and those of a parallel size that is neither 1 nor all of them.
+        Context parallelism reuses the group of the shards if it has the same ranks.
+        """
+        plan = self.rank.plan
+        if plan.on_cpu:
+            return 0.0
+        sizes = [plan.shards, plan.replicate, plan.tp, plan.pp, plan.ep]
+        if plan.cp != plan.shards:
+            sizes.append(plan.cp)
+        groups = sum(1 < size < plan.gpus for size in sizes)
+        if plan.gpus > 1:
+            groups += 1
+        return NCCL_BYTES * groups
 
     def total_bytes(self) -> float:
-        """allocated + fragmentation + context + NCCL"""
-        return (
-            self.allocated_bytes()
-            + self.fragmentation_bytes()
-            + self.context_bytes()
-            + self.nccl_bytes()
-        )
-
-
-def layer_range(shape: Shape, plan: Plan, number: int) -> range:
-    """Layers of stage `number`: equal counts, the first stages one more; or equal cost, the output head counted."""
-    each, more = divmod(shape.layers, plan.pp)
-    ends = [i * each + min(i, more) for i in range(plan.pp + 1)]
-    if plan.pp > 1 and FRAMEWORKS[plan.framework].stages_by_cost:
-        layer = shape.layer_parameters(experts=False)[0] - shape.vector_parameters()
-        cost_of_stage = (shape.layers * layer + shape.embedding) / plan.pp
-        ends[1:-1] = [
-            min(shape.layers, int(cost_of_stage * i / layer) + 1) for i in range(1, plan.pp)
-        ]
-    return range(ends[number], ends[number + 1])
+        """Return what the card must have: allocated, fragmentation, context and NCCL."""
+        reserved = self.allocated_bytes() + self.fragmentation_bytes()
+        return reserved + self.context_bytes() + self.nccl_bytes()
 
 
 def peak(shape: Shape, plan: Plan, stages: list[int] | None = None) -> Memory:
-    """Memory of the rank that needs most, among those of `stages` (default: all). ValueError: see plan.check."""
+    """Return the memory of the rank that needs most, among those of `stages` (default: all).
+
+    Raise ValueError if there is no such plan: see planner.plan.check.
+    """
     check(shape, plan)
-    return max(
-        (Memory(shape, plan, number) for number in stages or range(plan.pp)),
-        key=Memory.allocated_bytes,
+    if stages is None:
+        stages = list(range(plan.pp))
+    memories = [Memory(shape, plan, stage) for stage in stages]
+    return max(memories, key=Memory.allocated_bytes)
+
+
+STRATEGIES = {"single": 0, "ddp": 0, "zero-1": 1, "zero-2": 2, "zero-3": 3, "fsdp": 3}
+
+
+def peak_bytes(
+    config: Config,
+    *,
+    micro_batch_size: int,
+    seq_len: int,
+    dtype: str,
+    compile: bool,
+    checkpointing: str = "none",
+    loss: str | None = None,
+    strategy: str = "single",
+    ranks: int = 1,
+    accumulation_steps: int = 1,
+    adapters: int = 0,
+    tp: int = 1,
+    pp: int = 1,
+    cp: int = 1,
+    replicate: int = 1,
+) -> int:
+    """Return the peak bytes of a training step on the rank that needs most, as torch counts them.
+
+    It leaves out an evaluation, what the allocator reserves beyond the peak, and CUDA's context.
+    Memory.total_bytes has all of these.
+
+    Arguments:
+        micro_batch_size: sequences per rank and forward
+        compile: the script's --compile
+        loss: a key of planner.plan.LOSSES; None: what the script computes
+        strategy: a key of STRATEGIES; zero-1 to zero-3 are DeepSpeed's
+        ranks: GPUs of all nodes
+        accumulation_steps: micro-batches per optimizer step and rank
+
+    Raise ValueError if there is no such plan: see planner.plan.check.
+    """
+    if strategy not in STRATEGIES:
+        raise ValueError(f"strategy {strategy!r} is none of {', '.join(STRATEGIES)}")
+    plan = Plan(
+        gpus=ranks,
+        zero=STRATEGIES[strategy],
+        deepspeed=strategy.startswith("zero"),
+        tp=tp,
+        pp=pp,
+        cp=cp,
+        replicate=replicate,
+        seq_len=seq_len,
+        micro_batch_size=micro_batch_size,
+        micro_batches=accumulation_steps,
+        dtype=dtype,
+        compile=compile,
+        checkpointing=checkpointing,
+        loss=loss,
+        adapters=adapters,
     )
+    shape = from_config("the model", config)
+    check(shape, plan)
+    return round(max(Memory(shape, plan, stage).step_bytes() for stage in range(plan.pp)))

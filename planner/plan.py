@@ -1,116 +1,187 @@
-"""How a model is trained and spread over GPUs, and what cannot be."""
+"""How a model is trained and spread over GPUs: a Plan, its checks, and the scripts' defaults."""
 
 from dataclasses import dataclass
 
-from planner.frameworks import FRAMEWORKS, LOSSES
+from common import hardware
 from planner.shape import Shape
 
-DTYPES = {"fp32": 4, "bf16": 2, "fp16": 2}
+DTYPES = {"fp32": 4, "bf16": 2, "fp16": 2}  # bytes of a number
 CHECKPOINTING = ("none", "full", "selective")
 OPTIMIZERS = {  # bytes of state per parameter
     "adamw": 8.0,  # two fp32 numbers
-    "adamw-8bit": 2 + 2 * 4 / 256,  # and an fp32 maximum per block of 256 for each
-    # one fp32 momentum; embeddings and vectors, which AdamW updates, are counted alike
-    "muon": 4.0,
+    "adamw-8bit": 2 + 2 * 4 / 256,  # two bytes, and for each an fp32 maximum per block of 256
+    "muon": 4.0,  # one fp32 momentum; embeddings and vectors, which AdamW updates, count alike
+}
+LOSSES = {
+    "plain": "F.cross_entropy of fp32 logits",
+    "fused": "torch.compile of head and loss: the logits stay in 16 bits",
+    "parallel": "tensor ranks share the vocabulary (loss_parallel)",
+    "chunked": "head and loss in eight chunks, of which one is alive (chunked_loss.py)",
 }
 
 
 @dataclass(frozen=True)
+class Defaults:
+    """The settings of a training script that is started without flags."""
+
+    model: str
+    dtype: str
+    compile: bool
+    checkpointing: str
+    global_batch_size: int  # sequences per step, all ranks
+    # --seq-len is that of lm.shapes.recipe, --micro-batch-size is a rank's share of the batch
+
+
+def script_defaults(device: str) -> Defaults:
+    """Return the defaults of the training scripts (lm/flags.py) on a device: "cpu" or a GPU's name.
+
+    This is the planner's only copy of them. --dtype defaults to bf16 where the hardware multiplies
+    it.
+    """
+    return Defaults(
+        model="nano",
+        dtype="bf16" if hardware.peak_flops(device, "bf16") else "fp32",
+        compile=False,
+        checkpointing="none",
+        global_batch_size=24,
+    )
+
+
+@dataclass(frozen=True)
 class Plan:
-    """gpus = pp x dp x cp x tp, ranks counted with tp fastest; ep of a stage's ranks divide the experts."""
+    """A model on `gpus` = pp x dp x cp x tp ranks, counted with tp fastest.
+
+    ep of a stage's ranks share the experts.
+    """
 
     gpus: int = 1
-    zero: int = 0  # 3 is FSDP
+    zero: int = 0  # what data-parallel ranks shard: 0 nothing (DDP), 3 everything (FSDP)
+    deepspeed: bool = False  # zero 3 by train_zero.py, which also has 1 and 2, and not by FSDP
     tp: int = 1  # tensor parallel, with sequence parallel
     pp: int = 1  # pipeline stages, 1F1B
     cp: int = 1  # context parallel
     ep: int = 1  # expert parallel
     replicate: int = 1  # copies of the sharded model (HSDP)
-    virtual: int = 1  # parts of the model per pipeline rank (interleaved 1F1B)
     seq_len: int = 4096
     micro_batch_size: int = 1
-    micro_batches: int = 1  # per optimizer step and data-parallel rank
+    micro_batches: int = 1  # per optimizer step and data-parallel rank: gradient accumulation
     dtype: str = "bf16"
+    compile: bool = False
     checkpointing: str = "none"
     optimizer: str = "adamw"
-    framework: str = "ours"
-    loss: str = "plain"
+    loss: str | None = None  # None: what the script computes, see loss_method
+    adapters: int = 0  # rank of LoRA's A and B beside frozen matrices; 0: all weights are trained
     on_cpu: bool = False
-    async_tp: bool = False  # tensor parallel's collectives run in parts beside parts of the matmuls
-    fp8: str = ""  # linear layers in 8 bits: "tensorwise" or "rowwise" scales
-    # the rank of LoRA's A and B beside frozen matrices; 0: all weights are trained
-    adapters: int = 0
-    # numbers per token and layer that checkpointing keeps beyond its usual ones; below 0: fewer
-    kept_besides: int = 0
 
     @property
     def dp(self) -> int:
+        """Ranks that read different sequences."""
         return self.gpus // (self.tp * self.pp * self.cp)
 
     @property
-    # ranks over which ZeRO and FSDP divide: context-parallel ones hold the same weights
     def shards(self) -> int:
+        """Ranks that shard weights with each other. Context-parallel ranks are among them."""
         return self.dp * self.cp // self.replicate
 
     @property
-    def expert_shards(self) -> int:  # ranks that hold the same experts
+    def expert_shards(self) -> int:
+        """Ranks that hold the same experts."""
         return self.gpus // (self.pp * self.ep * self.replicate)
 
     @property
-    def tokens(self) -> float:  # of a micro-batch on one rank
+    def tokens(self) -> float:
+        """Tokens of a micro-batch on one rank."""
         return self.seq_len * self.micro_batch_size / self.cp
+
+    @property
+    def is_ddp(self) -> bool:
+        """True if DistributedDataParallel averages the gradients."""
+        return self.zero == 0 and self.shards > 1
+
+    @property
+    def is_fsdp(self) -> bool:
+        """True if fully_shard shards the weights."""
+        return self.zero == 3 and not self.deepspeed
+
+    @property
+    def uses_deepspeed(self) -> bool:
+        """True if train_zero.py runs the plan: no other script has ZeRO-1 and ZeRO-2."""
+        return self.deepspeed or self.zero in (1, 2)
+
+    @property
+    def loss_method(self) -> str:
+        """The key of LOSSES: `loss`, or what the script computes without a flag.
+
+        --compile compiles the head with the loss, except in train_3d.py and finetune.py.
+        """
+        if self.loss is not None:
+            return self.loss
+        if self.tp > 1:
+            return "parallel"
+        if self.compile and self.pp == self.cp == 1 and not self.adapters:
+            return "fused"
+        return "plain"
 
 
 def check(shape: Shape, plan: Plan) -> None:
-    """ValueError that names the first setting that cannot be."""
-    choices = {"dtype": DTYPES, "checkpointing": CHECKPOINTING, "optimizer": OPTIMIZERS}
-    for name, known in {**choices, "framework": FRAMEWORKS, "loss": LOSSES}.items():
-        if getattr(plan, name) not in known:
-            raise ValueError(f"--{name} {getattr(plan, name)!r} is none of {', '.join(known)}")
-    for name in (
-        "gpus",
-        "tp",
-        "pp",
-        "cp",
-        "ep",
-        "replicate",
-        "seq_len",
-        "micro_batch_size",
-        "micro_batches",
-    ):
-        if getattr(plan, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(plan, name)} is not at least 1")
+    """Raise ValueError that names the first setting that cannot be."""
+    _check_values(plan)
     if plan.ep > 1 and not shape.experts:
         raise ValueError(f"--ep {plan.ep}: {shape.name} has no experts")
     if plan.replicate > 1 and plan.zero < 3:
         raise ValueError(f"--replicate {plan.replicate} is of FSDP: use --zero 3, or leave it out")
-    if plan.adapters and (shape.experts or shape.kv_rank or plan.tp * plan.pp * plan.cp > 1):
+    one_way = plan.tp * plan.pp * plan.cp == 1
+    if plan.adapters and (shape.experts or shape.kv_rank or not one_way):
         raise ValueError(
-            f"--adapters {plan.adapters} is of 06_fsdp_zero/finetune.py: a Llama, --tp, --pp and --cp 1"
+            f"--adapters {plan.adapters} is of 06_fsdp_zero/finetune.py: "
+            "a Llama, --tp, --pp and --cp 1"
         )
+    if plan.uses_deepspeed and not one_way:
+        raise ValueError(
+            f"--zero {plan.zero} by DeepSpeed (06_fsdp_zero/train_zero.py) has --tp, --pp and "
+            "--cp 1: use --zero 0, or 3 without --framework deepspeed"
+        )
+
     divides("--tp x --pp x --cp", plan.tp * plan.pp * plan.cp, "--gpus", plan.gpus)
     divides("--tp", plan.tp, "attention heads", shape.heads)
     divides("--tp", plan.tp, "key-value heads", shape.heads if shape.kv_rank else shape.kv_heads)
     divides("--tp", plan.tp, "columns of the feed-forward part", shape.ffn)
     divides("--tp x --cp", plan.tp * plan.cp, "tokens of a sequence", plan.seq_len)
     divides("--replicate", plan.replicate, "data-parallel ranks", plan.dp)
-    divides(
-        "--ep",
-        plan.ep,
-        "ranks of a pipeline stage and replica",
-        plan.gpus // plan.pp // plan.replicate,
-    )
+    stage_ranks = plan.gpus // plan.pp // plan.replicate
+    divides("--ep", plan.ep, "ranks of a pipeline stage and replica", stage_ranks)
     if plan.pp > shape.layers:
         raise ValueError(f"--pp {plan.pp} is more than the {shape.layers} layers of {shape.name}")
     divides("--ep", plan.ep, "experts", shape.experts or 1)
 
 
+def _check_values(plan: Plan) -> None:
+    """Raise ValueError for a value that no plan can have."""
+    choices = {
+        "dtype": DTYPES,
+        "checkpointing": CHECKPOINTING,
+        "optimizer": OPTIMIZERS,
+        "loss": (None, *LOSSES),
+    }
+    for name, known in choices.items():
+        value = getattr(plan, name)
+        if value not in known:
+            names = ", ".join(choice for choice in known if choice)
+            raise ValueError(f"--{name} {value!r} is none of {names}")
+
+    sizes = ("gpus", "tp", "pp", "cp", "ep", "replicate")
+    for name in (*sizes, "seq_len", "micro_batch_size", "micro_batches"):
+        value = getattr(plan, name)
+        if value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {value} is not at least 1")
+
+
 def divides(name: str, size: int, whole_name: str, whole: int) -> None:
-    """ValueError unless `size` divides `whole`, with the nearest sizes that do."""
-    if whole % size:
-        nearest = min(
-            (n for n in range(1, 2 * size) if whole % n == 0), key=lambda n: abs(n - size)
-        )
-        raise ValueError(
-            f"{name} {size} does not divide {whole_name} {whole}: the nearest that does is {nearest}"
-        )
+    """Raise ValueError, which has the nearest size that does, unless `size` divides `whole`."""
+    if whole % size == 0:
+        return
+    divisors = [n for n in range(1, 2 * size) if whole % n == 0]
+    nearest = min(divisors, key=lambda n: abs(n - size))
+    raise ValueError(
+        f"{name} {size} does not divide {whole_name} {whole}: the nearest that does is {nearest}"
+    )

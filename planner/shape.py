@@ -1,4 +1,8 @@
-"""The shape of a model: its matrices, parameters and FLOPs per token; Llama-like, with experts or latent attention."""
+"""The shape of a model: its matrices, parameters and FLOPs per token.
+
+It covers what lm/model.py trains (Llama, Mistral, Qwen2, Qwen3), and two families that it does not:
+mixtures of experts, and multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1).
+"""
 
 from dataclasses import dataclass
 from math import prod
@@ -6,126 +10,191 @@ from math import prod
 from lm.shapes import Config
 
 
-def count(matrices: list[tuple[int, int]]) -> int:  # of (inputs, outputs)
-    return sum(map(prod, matrices))
-
-
 @dataclass(frozen=True)
 class Shape:
+    """The sizes that determine a model's bytes and FLOPs."""
+
     name: str
     vocab: int
     hidden: int
     layers: int
     heads: int
     kv_heads: int
-    ffn: int
+    ffn: int  # width of the MLP
     head_dim: int
-    tied: bool = False
+    tied: bool = False  # the head is the embedding's matrix
     positions: int = 0  # rows of the RoPE tables; 0: no limit known
     qkv_bias: bool = False
     qk_norm: bool = False
-    # a mixture of experts in place of the feed-forward part
+
+    # A mixture of experts in place of the MLP.
     experts: int = 0
     active_experts: int = 0  # per token
-    expert_ffn: int = 0  # width of one
+    expert_ffn: int = 0  # width of one expert
     shared_ffn: int = 0  # width of the expert that every token passes
-    dense_layers: int = 0  # first layers, which have no experts
-    # multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1); kv_rank 0: none
+    dense_layers: int = 0  # the first layers, which have no experts
+
+    # Multi-head latent attention, if kv_rank is not 0.
     q_rank: int = 0  # 0: queries are projected directly
     kv_rank: int = 0
-    nope: int = 0  # of a head's query and key, the part without a position
-    rope: int = 0  # and the part with one; all heads share the key's
+    nope: int = 0  # the part of a head's query and key without a position
+    rope: int = 0  # the part with a position; all heads share the key's
     value_dim: int = 0
 
     @property
     def q_width(self) -> int:
-        return self.heads * (self.nope + self.rope if self.kv_rank else self.head_dim)
+        """Numbers of a token's queries, all heads together."""
+        if self.kv_rank:
+            return self.heads * (self.nope + self.rope)
+        return self.heads * self.head_dim
 
     @property
     def value_width(self) -> int:
-        return self.heads * (self.value_dim if self.kv_rank else self.head_dim)
+        """Numbers of a token's attention output, all heads together."""
+        if self.kv_rank:
+            return self.heads * self.value_dim
+        return self.heads * self.head_dim
 
     @property
     def kv_width(self) -> int:
+        """Numbers of a token's keys, and of its values."""
         return self.kv_heads * self.head_dim
 
     @property
     def expert_layers(self) -> int:
-        return self.layers - self.dense_layers if self.experts else 0
+        """Layers that have experts."""
+        if not self.experts:
+            return 0
+        return self.layers - self.dense_layers
 
     @property
-    def embedding(self) -> int:  # parameters, as of an output head of its own
+    def embedding(self) -> int:
+        """Parameters of the embedding, and of a head that is not tied to it."""
         return self.vocab * self.hidden
 
-    def active_ffn(self, experts: bool) -> int:  # width of what a token passes
-        return self.active_experts * self.expert_ffn + self.shared_ffn if experts else self.ffn
+    def active_ffn(self, experts: bool) -> int:
+        """Return the MLP width that a token passes, in a layer with experts or without."""
+        if not experts:
+            return self.ffn
+        return self.active_experts * self.expert_ffn + self.shared_ffn
 
     def attention_matrices(self) -> list[tuple[int, int]]:
-        h = self.hidden
+        """Return (inputs, outputs) of each matrix of a layer's attention. The last is o_proj."""
+        hidden = self.hidden
         if not self.kv_rank:
-            return [(h, self.q_width), (h, self.kv_width), (h, self.kv_width), (self.q_width, h)]
-        query = (
-            [(h, self.q_rank), (self.q_rank, self.q_width)] if self.q_rank else [(h, self.q_width)]
-        )
-        keys_and_values = [
-            (h, self.kv_rank + self.rope),
+            query = (hidden, self.q_width)
+            key = (hidden, self.kv_width)
+            value = (hidden, self.kv_width)
+            output = (self.q_width, hidden)
+            return [query, key, value, output]
+
+        matrices = []
+        if self.q_rank:
+            matrices += [(hidden, self.q_rank), (self.q_rank, self.q_width)]
+        else:
+            matrices += [(hidden, self.q_width)]
+        matrices += [
+            (hidden, self.kv_rank + self.rope),
             (self.kv_rank, self.heads * (self.nope + self.value_dim)),
+            (self.value_width, hidden),
         ]
-        return [*query, *keys_and_values, (self.value_width, h)]
+        return matrices
 
     def feed_forward_matrices(self, width: int) -> list[tuple[int, int]]:
-        # gate, up and down
+        """Return (inputs, outputs) of gate, up and down of an MLP of this width."""
         return [(self.hidden, width), (self.hidden, width), (width, self.hidden)]
 
     def bias_parameters(self) -> int:
         """Return how many numbers the biases of q, k and v have in one layer."""
-        return self.q_width + 2 * self.kv_width if self.qkv_bias else 0
+        if not self.qkv_bias:
+            return 0
+        return self.q_width + 2 * self.kv_width
 
     def norm_parameters(self) -> int:
-        """Return how many numbers one layer's norms have. Latent attention normalizes each latent."""
-        head_norms = 2 * self.head_dim if self.qk_norm else 0
-        return 2 * self.hidden + head_norms + self.q_rank + self.kv_rank
+        """Return how many numbers the norms of one layer have.
+
+        There are two of the hidden size, with qk_norm also one for the heads' queries and one for
+        their keys. Latent attention also normalizes each latent.
+        """
+        parameters = 2 * self.hidden + self.q_rank + self.kv_rank
+        if self.qk_norm:
+            parameters += 2 * self.head_dim
+        return parameters
 
     def vector_parameters(self) -> int:
+        """Return how many numbers of one layer are in vectors: norms and biases."""
         return self.norm_parameters() + self.bias_parameters()
 
     def layer_parameters(self, *, experts: bool, active: bool = False) -> tuple[int, int]:
-        """Parameters of one layer without its routed experts, and of those: all, or the active ones."""
-        found = count(self.attention_matrices()) + self.vector_parameters()
+        """Return the parameters of one layer, as (those outside the routed experts, in them).
+
+        active: of the routed experts count only those that one token passes.
+        """
+        parameters = count(self.attention_matrices()) + self.vector_parameters()
         if not experts:
-            return found + count(self.feed_forward_matrices(self.ffn)), 0
-        # router, shared
-        found += self.hidden * self.experts + count(self.feed_forward_matrices(self.shared_ffn))
+            return parameters + count(self.feed_forward_matrices(self.ffn)), 0
+
+        router = self.hidden * self.experts
+        shared = count(self.feed_forward_matrices(self.shared_ffn))
         number = self.active_experts if active else self.experts
-        return found, number * count(self.feed_forward_matrices(self.expert_ffn))
+        routed = number * count(self.feed_forward_matrices(self.expert_ffn))
+        return parameters + router + shared, routed
 
     def parameter_count(self, *, active: bool = False) -> int:
-        """Every number that the model learns, tied embeddings once. active: of experts those that one token passes."""
-        found = self.embedding * (1 if self.tied else 2) + self.hidden
-        found += sum(self.layer_parameters(experts=False)) * (self.layers - self.expert_layers)
-        return found + sum(self.layer_parameters(experts=True, active=active)) * self.expert_layers
+        """Return the number of parameters. A tied embedding counts once.
+
+        active: of the routed experts count only those that one token passes.
+        """
+        dense = sum(self.layer_parameters(experts=False))
+        mixture = sum(self.layer_parameters(experts=True, active=active))
+        blocks = dense * (self.layers - self.expert_layers) + mixture * self.expert_layers
+        embeddings = self.embedding if self.tied else 2 * self.embedding
+        final_norm = self.hidden
+        return blocks + embeddings + final_norm
 
     def largest_layer(self) -> int:
-        """Parameters of the largest layer: what is gathered at once where layers are sharded."""
-        kinds = {layer >= self.layers - self.expert_layers for layer in range(self.layers)}
-        return max(sum(self.layer_parameters(experts=experts)) for experts in kinds)
+        """Return the parameters of the largest layer, which sharding gathers at once."""
+        sizes = []
+        if self.expert_layers < self.layers:
+            sizes.append(sum(self.layer_parameters(experts=False)))
+        if self.expert_layers:
+            sizes.append(sum(self.layer_parameters(experts=True)))
+        return max(sizes)
 
     def flops_per_token(self, *, seq_len: int, causal: bool = False) -> float:
-        """6 N + 12 L heads head_dim seq_len (Chowdhery et al. 2022, appendix B): 2 per weight forward, 4 backward. N is
-        without an embedding that is only looked up, and has one token's experts. causal: half of the attention."""
-        n = self.parameter_count(active=True) - (0 if self.tied else self.embedding)
-        return 6 * n + 6 * self.layers * (self.q_width + self.value_width) * seq_len / (
-            2 if causal else 1
-        )
+        """Return the FLOPs of training on one token: 6 N + 12 L heads head_dim seq_len.
+
+        lm/shapes.py derives the formula (Chowdhery et al. 2022, appendix B). N leaves out an
+        embedding that is only looked up, and has the experts of one token. With causal=True,
+        attention counts half, because the mask hides half of it.
+        """
+        parameters = self.parameter_count(active=True)
+        if not self.tied:
+            parameters -= self.embedding
+        attention = 6 * self.layers * (self.q_width + self.value_width) * seq_len
+        if causal:
+            attention /= 2
+        return 6 * parameters + attention
 
 
-def from_config(name: str, c: Config) -> Shape:
-    sizes = (
-        c.vocab_size,
-        c.hidden_size,
-        c.num_hidden_layers,
-        c.num_attention_heads,
-        c.num_key_value_heads,
+def count(matrices: list[tuple[int, int]]) -> int:
+    """Return the parameters of matrices, given as (inputs, outputs)."""
+    return sum(map(prod, matrices))
+
+
+def from_config(name: str, config: Config) -> Shape:
+    """Return the shape of a model that lm/model.py implements."""
+    return Shape(
+        name=name,
+        vocab=config.vocab_size,
+        hidden=config.hidden_size,
+        layers=config.num_hidden_layers,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        ffn=config.intermediate_size,
+        head_dim=config.head_dim,
+        tied=config.tie_word_embeddings,
+        positions=config.max_position_embeddings,
+        qkv_bias=config.qkv_bias,
+        qk_norm=config.qk_norm,
     )
-    more = (c.head_dim, c.tie_word_embeddings, c.max_position_embeddings, c.qkv_bias, c.qk_norm)
-    return Shape(name, *sizes, c.intermediate_size, *more)

@@ -1,172 +1,439 @@
-"""Seconds of a training step, by cause. Backward is two matmuls for each of forward's, and five for attention's two."""
+"""Seconds of a training step on one rank, by cause; and of a decode step.
+
+A step is the sum of what its kernels need: arithmetic at a share of the peak rate, or bytes at a
+share of the memory bandwidth. planner/measured.py has the shares. Communication adds what cannot
+run beside them, and a pipeline its bubble. The functions return the seconds of one micro-batch
+unless they say otherwise.
+
+In the formulas, r is the bytes of a number of the residual stream, and e that of a number in
+--dtype.
+"""
 
 from dataclasses import dataclass
-from math import prod
 
-from planner.frameworks import FRAMEWORKS, LOSSES
+from planner import measured
 from planner.machine import Machine, behind
-from planner.memory import Memory
-from planner.plan import DTYPES, Plan, check
+from planner.plan import Plan, check
+from planner.rank import Rank
 from planner.shape import Shape
 
-HALF_SIZE = 256  # a matmul of which one size is so small reaches half of the rate
+TILE = 128  # rows and columns of the scores that an attention kernel computes at once
 
 
 @dataclass(frozen=True)
 class Step:
-    causes: dict[str, float]  # seconds
+    """The seconds of a step by cause, their sum, and the tokens of the global batch."""
+
+    causes: dict[str, float]
     seconds: float
-    tokens: float  # of the global batch
+    tokens: float
 
 
-def matmul_seconds(machine: Machine, m: float, k: float, n: float, fp8: str = "") -> float:
-    """(m x k) times (k x n): arithmetic, at a rate that falls with small sizes, or moving three matrices."""
-    # rowwise: no faster
-    peak = machine.fp8_flops if fp8 == "tensorwise" and machine.fp8_flops else machine.peak_flops
-    rate = peak * machine.efficiency[0] * prod(size / (size + HALF_SIZE) for size in (m, k, n))
-    return max(2 * m * k * n / rate, machine.moved(2 * (m * k + k * n + m * n)))
+# --- what kernels need
 
 
-def block_seconds(machine: Machine, plan: Plan, matrices: list[tuple[int, int]]) -> float:
-    """Matmuls in a row, those of equal inputs as one. tp divides the inputs of the last, the outputs of the others."""
-    *into, (last_inputs, last_outputs) = matrices
-    found = matmul_seconds(machine, plan.tokens, last_inputs / plan.tp, last_outputs, plan.fp8)
-    for inputs in dict(into):
-        outputs = sum(n for k, n in into if k == inputs) / plan.tp
-        found += matmul_seconds(machine, plan.tokens, inputs, outputs, plan.fp8)
-    if plan.fp8:  # each operand is read twice, for its scale and its cast, and written in 8 bits
-        found += machine.moved(5 * plan.tokens * sum(inputs for inputs, _ in matrices) / plan.tp)
-    return found
+def matmul_seconds(machine: Machine, rows: float, inputs: float, outputs: float) -> float:
+    """Return the seconds of one matmul, [rows, inputs] x [inputs, outputs].
+
+    It is bound by its 2 x rows x inputs x outputs FLOPs, or by moving its three matrices once. They
+    count two bytes a number.
+    """
+    flops = 2 * rows * inputs * outputs
+    numbers = rows * inputs + inputs * outputs + rows * outputs
+    arithmetic = flops / (machine.peak_flops * measured.MATMUL)
+    return max(arithmetic, machine.moved(2 * numbers, measured.STREAM))
 
 
-def layer_causes(shape: Shape, plan: Plan, machine: Machine, *, experts: bool) -> dict[str, float]:
-    """Forward and backward of one layer on one rank, for one micro-batch, and what backward repeats of forward."""
-    traits, e, tp, tokens = FRAMEWORKS[plan.framework], DTYPES[plan.dtype], plan.tp, plan.tokens
-    hidden, of_heads = tokens * shape.hidden * e, tokens * e / tp
-    keys_and_values = of_heads * (
-        shape.q_width + shape.value_width if shape.kv_rank else 2 * shape.kv_width
-    )
-    context = machine.gather(plan.cp, tp, plan.cp * keys_and_values, calls=2)
-    # norms, rotations, residuals
-    moved = 10 * hidden / tp + 4 * (of_heads * shape.q_width + keys_and_values)
-    # causal attention sees half of the tokens; with gathered keys it computes what the mask hides, too
-    seen = plan.seq_len * (1 if plan.cp > 1 and traits.gathered_keys else 0.5)
-    scores = 2 * tokens / tp * (shape.q_width + shape.value_width) * seen
-    attention = scores / (machine.peak_flops * machine.efficiency[1])
-    matmuls, expert = block_seconds(machine, plan, shape.attention_matrices()), 0.0
+def layer_matmul_seconds(rank: Rank, machine: Machine, *, experts: bool) -> float:
+    """Return the seconds of the matmuls in one layer's forward.
+
+    tp shares the inputs of the last matrix of attention and MLP, and the outputs of the others. The
+    busiest rank's experts get more tokens than the mean.
+    """
+    shape = rank.shape
+    plan = rank.plan
+    blocks = [shape.attention_matrices()]
+    if not experts:
+        blocks.append(shape.feed_forward_matrices(shape.ffn))
+    elif shape.shared_ffn:
+        blocks.append(shape.feed_forward_matrices(shape.shared_ffn))
+
+    seconds = 0.0
+    for *leading, (last_inputs, last_outputs) in blocks:
+        for inputs, outputs in leading:
+            seconds += matmul_seconds(machine, plan.tokens, inputs, outputs / plan.tp)
+        seconds += matmul_seconds(machine, plan.tokens, last_inputs / plan.tp, last_outputs)
+
     if experts:
-        copies = tokens / tp * shape.active_experts * traits.imbalance  # on the busiest rank
-        rows = copies * plan.ep / shape.experts
+        own_experts = shape.experts / plan.ep
+        rows = expert_tokens(rank) / own_experts
         for inputs, outputs in shape.feed_forward_matrices(shape.expert_ffn):
-            matmuls += shape.experts / plan.ep * matmul_seconds(machine, rows, inputs, outputs)
-        if shape.shared_ffn:
-            matmuls += block_seconds(machine, plan, shape.feed_forward_matrices(shape.shared_ffn))
-        moved += e * copies * (traits.permuted * shape.hidden + 4 * shape.expert_ffn)
-        expert = 2 * machine.gather(plan.ep, 1, copies * shape.hidden * e, all_to_all=True)
+            seconds += own_experts * matmul_seconds(machine, rows, inputs, outputs)
+    return seconds
+
+
+def expert_tokens(rank: Rank) -> float:
+    """Return the tokens that the experts of the busiest rank get, a token once for each expert."""
+    return rank.own_tokens * rank.shape.active_experts * measured.EXPERT_IMBALANCE
+
+
+def attention_flops(rank: Rank) -> float:
+    """Return the FLOPs of one layer's attention in forward: two matmuls, queries by keys.
+
+    Kernels compute the scores in tiles, and skip the tiles above the diagonal. Of n x n tiles
+    (n + 1) n / 2 are left. Context parallelism computes all of them, and masks.
+    """
+    plan = rank.plan
+    tiles = max(1, plan.seq_len / TILE)
+    computed = (tiles + 1) / (2 * tiles)
+    if plan.cp > 1:
+        computed = 1.0
+    widths = rank.shape.q_width + rank.shape.value_width
+    return 2 * rank.own_tokens * widths * plan.seq_len * computed
+
+
+def attention_seconds(rank: Rank, machine: Machine) -> float:
+    """Return the seconds of one layer's attention in forward. Backward has 2.5 times the FLOPs."""
+    return attention_flops(rank) / (machine.peak_flops * measured.ATTENTION)
+
+
+def forward_kernel_bytes(rank: Rank, *, experts: bool) -> float:
+    """Return the bytes that the kernels between a layer's matmuls move in forward, per token.
+
+    Compiled, each norm is one kernel with the residual connection before it: it reads the residual
+    and a branch's output, and writes the residual and the normed input. RoPE reads and writes
+    queries and keys. silu(gate) * up reads two tensors and writes one.
+
+    Eager, each operation reads and writes: the norm, under autocast its cast, the addition, the
+    product; and RoPE's six operations, four of them in fp32.
+    """
+    shape = rank.shape
+    e = rank.e
+    r = rank.residual_size
+    rotated = shape.q_width + shape.kv_width
+    ffn = shape.active_ffn(experts)
+    if rank.plan.compile:
+        size = 2 * (2 * r + 2 * e) * shape.hidden + 2 * e * rotated + 3 * e * ffn
     else:
-        matmuls += block_seconds(machine, plan, shape.feed_forward_matrices(shape.ffn))
-        moved += 4 * of_heads * shape.ffn
-    kernels = machine.moved(moved * traits.moved)
-    tensor = machine.gather(tp, 1, hidden)
-    if traits.launch_tp and tp > 1 and plan.micro_batch_size > 1:
-        tensor += machine.moved(2 * hidden)  # DTensor gathers along the first dimension, and copies
-    # half runs behind matmuls: assumed
-    tensor *= (2 if experts else 4) * (0.5 if plan.async_tp else 1.0)
-    full, again = plan.checkpointing == "full", plan.checkpointing != "none"
-    repeated = 1.0 if full else 0.5 if again and traits.every_second else 0.0  # of the matmuls
-    # our selective keeps nothing that collectives gave; the last one of a layer is not needed again
-    collectives = 0.75 if traits.gathered_keys and again and not full else repeated
-    causes = {  # frozen matrices have no gradient of their own: a third of the arithmetic
-        "compute": (2 if plan.adapters else 3) * matmuls + 3.5 * attention + 3 * kernels,
-        "recomputation": repeated * matmuls + full * attention + again * kernels,
-        "tensor": (2 + collectives) * tensor,
-        "context": (2 + (again if traits.gathered_keys else full)) * context,
-        "expert": (2 + full) * expert,
+        cast = r + e if rank.cast_size else 0
+        norms = 2 * (2 * r + cast)
+        additions = 2 * (2 * r + e)
+        rope = 2 * (e + 4) + 8 + 8 + 12
+        size = (norms + additions) * shape.hidden + rope * rotated + 5 * e * ffn
+    if experts:
+        size += e * measured.EXPERT_COPIES * shape.active_experts * shape.hidden
+    return size
+
+
+def backward_kernel_bytes(rank: Rank, *, experts: bool) -> float:
+    """Return the same of backward, per token.
+
+    Compiled, SwiGLU reads gate, up and the product's gradient, and writes the product again and two
+    gradients. Each norm reads its input, the gradients of its two or three matmuls' inputs and of
+    the residual, and writes the residual's gradient, also in --dtype. RoPE is as in forward.
+
+    Eager, the two products and silu have 3 tensors each, and the gradients of the norms' outputs
+    are summed, cast, and taken through the norm, the addition and the next cast one by one.
+    """
+    shape = rank.shape
+    e = rank.e
+    r = rank.residual_size
+    rotated = shape.q_width + shape.kv_width
+    ffn = shape.active_ffn(experts)
+    if rank.plan.compile:
+        norms = 2 * 3 * r + (2 + 3) * e + 2 * e
+        size = norms * shape.hidden + 2 * e * rotated + 6 * e * ffn
+    else:
+        sums = (1 + 2) * 3 * e
+        casts = 2 * (e + 4 + r + e) if rank.cast_size else 0
+        norms_and_additions = 2 * 6 * r
+        rope = 2 * (e + 4) + 8 + 8 + 8 + 12
+        size = (sums + casts + norms_and_additions) * shape.hidden + rope * rotated + 9 * e * ffn
+    if experts:
+        size += 2 * e * measured.EXPERT_COPIES * shape.active_experts * shape.hidden
+    return size
+
+
+def cast_bytes(rank: Rank) -> float:
+    """Return the bytes that autocast moves in a micro-batch: weights to 16 bits, gradients back."""
+    if not rank.cast_size:
+        return 0.0
+    return 2 * (4 + rank.e) * rank.matrices
+
+
+def loss_seconds(rank: Rank, machine: Machine) -> float:
+    """Return the seconds of head and loss, forward and backward, on the stage that has them.
+
+    The head is three matmuls. Fused, the loss reads the logits twice, for their sum and for their
+    gradient, and writes that in their place: 6 bytes a logit. Plain, forward casts to fp32 and
+    makes log-softmax, 6 + 8 bytes; backward makes the gradients of log-softmax and logits and casts
+    back, 4 + 12 + 6. With the vocabulary on several ranks exp(log-softmax) is a tensor more.
+    """
+    if not rank.has_head:
+        return 0.0
+    shape = rank.shape
+    vocab = shape.vocab / rank.plan.tp
+    head = 3 * matmul_seconds(machine, rank.plan.tokens, shape.hidden, vocab)
+    number = rank.plan.tokens * vocab
+    method = rank.plan.loss_method
+    if method == "fused":
+        return head + machine.moved(3 * rank.e * number, measured.LOSS)
+    bytes_each = 6 + 8 + 4 + 12 + 6
+    if method == "parallel":
+        bytes_each += 8
+    return head + machine.moved(bytes_each * number)
+
+
+def optimizer_seconds(rank: Rank, machine: Machine) -> float:
+    """Return the seconds of clipping and AdamW, once a step.
+
+    Clipping reads the gradients for their norm, then reads and writes them: 12 bytes. AdamW reads
+    weight, gradient and two moments, and writes all but the gradient: 28.
+    """
+    size = 12 * rank.trained(2) + 28 * rank.trained(1)
+    return machine.moved(size, measured.OPTIMIZER)
+
+
+# --- what ranks wait for
+
+
+def tensor_seconds(rank: Rank, machine: Machine, *, experts: bool) -> float:
+    """Return the seconds of tensor parallel's collectives in one layer's forward.
+
+    Attention and MLP each gather their input and reduce-scatter their output. DTensor gathers along
+    the first dimension: with several sequences it copies the result.
+    """
+    plan = rank.plan
+    if plan.tp == 1:
+        return 0.0
+    hidden = plan.tokens * rank.shape.hidden * rank.e
+    seconds = machine.gather(plan.tp, 1, hidden)
+    if plan.micro_batch_size > 1:
+        seconds += machine.moved(2 * hidden)
+    return (2 if experts else 4) * seconds
+
+
+def context_seconds(rank: Rank, machine: Machine) -> float:
+    """Return the seconds in which context-parallel ranks gather one layer's keys and values."""
+    shape = rank.shape
+    widths = 2 * shape.kv_width
+    if shape.kv_rank:
+        widths = shape.q_width + shape.value_width
+    size = rank.plan.cp * rank.own_tokens * widths * rank.e
+    return machine.gather(rank.plan.cp, rank.plan.tp, size, calls=2)
+
+
+def expert_seconds(rank: Rank, machine: Machine) -> float:
+    """Return the seconds in which tokens travel to their experts and back, in one layer."""
+    size = expert_tokens(rank) * rank.shape.hidden * rank.e
+    return 2 * machine.gather(rank.plan.ep, 1, size, all_to_all=True)
+
+
+def launch_seconds(rank: Rank) -> float:
+    """Return the seconds in which Python starts the kernels of one layer, forward and backward."""
+    launches = measured.LAUNCHES["compiled" if rank.plan.compile else "eager"]
+    if rank.plan.tp > 1:
+        launches *= measured.TENSOR_LAUNCHES
+    if rank.plan.checkpointing != "none":
+        launches *= 4 / 3  # forward runs twice
+    return launches * measured.LAUNCH_SECONDS
+
+
+def layer_causes(rank: Rank, machine: Machine, *, experts: bool) -> dict[str, float]:
+    """Return the seconds of one layer by cause: forward, backward, and what backward repeats.
+
+    Backward has two matmuls for each of forward's, of which a frozen matrix needs one. Full
+    checkpointing repeats the whole forward. Selective checkpointing repeats what is neither a
+    matmul nor attention, and all collectives but the last of a layer.
+    """
+    plan = rank.plan
+    full = plan.checkpointing == "full"
+    selective = plan.checkpointing == "selective"
+    matmuls = layer_matmul_seconds(rank, machine, experts=experts)
+    attention = attention_seconds(rank, machine)
+    forward = machine.moved(rank.own_tokens * forward_kernel_bytes(rank, experts=experts))
+    backward = machine.moved(rank.own_tokens * backward_kernel_bytes(rank, experts=experts))
+    tensor = tensor_seconds(rank, machine, experts=experts)
+    context = context_seconds(rank, machine)
+    expert = expert_seconds(rank, machine) if experts else 0.0
+
+    recomputation = 0.0
+    tensor_times = 2.0
+    context_times = 2
+    expert_times = 2
+    if full:
+        recomputation = matmuls + attention + forward
+        tensor_times = 3.0
+        context_times = 3
+        expert_times = 3
+    elif selective:
+        recomputation = forward
+        tensor_times = 2.75
+        context_times = 3
+    causes = {
+        "matmuls": (2 if plan.adapters else 3) * matmuls,
+        "attention": 3.5 * attention,
+        "kernels": forward + backward,
+        "recomputation": recomputation,
+        "tensor": tensor_times * tensor,
+        "context": context_times * context,
+        "expert": expert_times * expert,
     }
-    launches = (traits.launch + traits.launch_tp * (tp > 1)) * (2.5 + again)
-    # Python runs ahead of the GPU, if it can
-    return {**causes, "launches": max(0.0, launches - sum(causes.values()))}
+    # Python runs ahead of the GPU if it can.
+    causes["launches"] = max(0.0, launch_seconds(rank) - sum(causes.values()))
+    return causes
 
 
-def data_seconds(plan: Plan, machine: Machine, rank: Memory, busy: float) -> float:
-    """Seconds that data parallelism adds to a step of which a micro-batch keeps the rank busy for `busy`."""
-    traits, times = rank.traits, plan.micro_batches
-    calls = plan.shards if traits.one_by_one and plan.zero else 1
-    if plan.zero == 3:
-        calls = rank.dense_layers + rank.expert_layers + 1
+def stage_causes(rank: Rank, machine: Machine) -> dict[str, float]:
+    """Return the seconds of one micro-batch on a stage by cause, without data parallelism."""
+    causes = {}
+    dense = layer_causes(rank, machine, experts=False)
+    mixture = dense
+    if rank.shape.experts:
+        mixture = layer_causes(rank, machine, experts=True)
+    for cause in dense:
+        causes[cause] = dense[cause] * rank.dense_layers + mixture[cause] * rank.expert_layers
+    causes["kernels"] += machine.moved(cast_bytes(rank))
+    causes["loss"] = loss_seconds(rank, machine)
+    causes["gaps"] = measured.GAPS * sum(causes.values())
+    return causes
 
-    def gather(bytes_each: float) -> float:
-        """Of the stage's parameters; or the reduce-scatter of their gradients."""
-        dense = machine.gather(plan.shards, plan.tp, rank.parameters * bytes_each, calls)
-        of_experts = machine.gather(
-            plan.expert_shards, plan.ep, rank.expert_parameters * bytes_each, calls
-        )
-        return dense + of_experts * (rank.expert_layers > 0)
 
-    weights = gather(rank.e)
+def data_seconds(rank: Rank, machine: Machine, busy: float) -> float:
+    """Return the seconds that data parallelism adds to a step.
+
+    A micro-batch keeps the rank busy for `busy` seconds, two thirds of them in backward.
+    """
+    plan = rank.plan
+    if plan.is_fsdp:
+        return fsdp_seconds(rank, machine, busy)
+    weights = gather_parameters(rank, machine, 4)
+    gradients = gather_parameters(rank, machine, 4)
+    if plan.zero == 0:
+        # The last backward of a step averages gradients, an all-reduce: reduce-scatter, all-gather.
+        return behind(busy * 2 / 3, 2 * gradients)
     if plan.zero < 3:
-        gradients = gather(traits.gradient) * (1 if plan.zero else 2)  # an all-reduce is two
-        exposed = behind(busy * 2 / 3, gradients) if traits.overlaps and calls == 1 else gradients
-        return exposed + (weights if plan.zero else 0.0)
-    # weights are gathered for forward and for backward of each micro-batch, unless a pipeline keeps them or gradients
-    gathers, reduces = 2 * times, times * (not plan.adapters)
+        return behind(busy * 2 / 3, gradients) + weights
+    return behind(plan.micro_batches * busy, plan.micro_batches * (2 * weights + gradients))
+
+
+def gather_parameters(rank: Rank, machine: Machine, bytes_each: float) -> float:
+    """Return the seconds in which a stage's parameters are gathered, or gradients scattered."""
+    plan = rank.plan
+    calls = rank.layers + 1 if plan.zero == 3 else 1
+    seconds = machine.gather(plan.shards, plan.tp, rank.parameters * bytes_each, calls)
+    if rank.expert_layers:
+        size = rank.expert_parameters * bytes_each
+        seconds += machine.gather(plan.expert_shards, plan.ep, size, calls)
+    return seconds
+
+
+def fsdp_seconds(rank: Rank, machine: Machine, busy: float) -> float:
+    """Return the seconds that FSDP adds to a step.
+
+    Every micro-batch gathers the weights for forward and for backward, and reduces the gradients.
+    In a pipeline gradients are reduced once, after the last backward, and what backward has
+    gathered stays. Replicas then average what they hold.
+
+    fully_shard copies beside the collectives. To gather, it casts a shard from fp32 to --dtype and
+    copies it (4 + 2 and 2 + 2 bytes), beside other kernels; it copies the gathered numbers out (2 +
+    2), before the block computes. To reduce, it copies gradients to fp32 (2 + 4) and adds (4 + 4).
+    """
+    plan = rank.plan
+    times = plan.micro_batches
+    gathers = 2 * times
+    reduces = times
     if rank.gradients_stay_whole:
-        gathers, reduces = 2 if rank.weights_stay_whole else times + plan.pp - 1, 1
-    # each shard's gradient is added to those of its replicas, once a step
-    across = 2 * machine.gather(
-        plan.replicate, plan.tp * plan.shards, 4 * rank.all_parameters / plan.shards, calls
-    )
-    # fully_shard copies into and out of its buffers: 4 bytes for a number that is gathered, 12 for one that is reduced
-    copied = machine.moved((4 * gathers + 12 * reduces) * rank.all_parameters)
-    return copied + behind(times * busy, gathers * weights + reduces * gather(4) + across)
+        gathers = times + plan.pp - 1
+        reduces = 1
+    reduced = rank.all_parameters
+    if plan.adapters:
+        reduced = rank.layer_adapters * rank.layers
+
+    communication = gathers * gather_parameters(rank, machine, rank.e)
+    communication += reduces * gather_parameters(rank, machine, 4) * reduced / rank.all_parameters
+    replicas = 4 * reduced / plan.shards
+    communication += 2 * machine.gather(plan.replicate, plan.tp * plan.shards, replicas)
+
+    # Embedding and head stay gathered from forward to backward.
+    gathered = gathers * rank.all_parameters - (gathers / 2) * rank.root
+    in_stream = machine.moved(2 * rank.e * gathered, measured.STREAM)
+    beside = machine.moved((4 + 3 * rank.e) * gathered + (rank.e + 12) * reduces * reduced)
+    return in_stream + behind(times * busy, communication + beside)
+
+
+def send_seconds(rank: Rank, machine: Machine) -> float:
+    """Return the seconds in which a step's activations and gradients travel between stages.
+
+    While the first micro-batch fills the pipeline all other stages wait for it.
+    """
+    plan = rank.plan
+    sends = 2 * (plan.micro_batches + plan.pp - 1)
+    size = rank.own_tokens * rank.shape.hidden * rank.e
+    return sends * machine.gather(min(plan.pp, 2), plan.gpus // plan.pp, 2 * size)
+
+
+def bubble_seconds(plan: Plan, busy_by_stage: list[float]) -> float:
+    """Return the seconds in which a stage waits while the pipeline fills and drains.
+
+    1F1B waits for pp - 1 micro-batches of a stage (Narayanan et al. 2021, arXiv:2104.04473,
+    section 2.2).
+    """
+    return (plan.pp - 1) * sum(busy_by_stage) / plan.pp
+
+
+# --- the step
 
 
 def step(shape: Shape, plan: Plan, machine: Machine) -> Step:
-    """The slowest stage works for every micro-batch; while the pipeline fills and drains it waits for (pp - 1) /
-    virtual more (1F1B: Narayanan et al. 2021, arXiv:2104.04473, section 2.2). ValueError: see plan.check."""
+    """Return the seconds of a training step, those of the slowest pipeline stage.
+
+    Raise ValueError if there is no such plan (see planner.plan.check), or if common/devices.csv
+    lacks the device's rate or bandwidth.
+    """
     check(shape, plan)
     if not (machine.peak_flops and machine.memory_bandwidth):
         raise ValueError(
-            f"--device {machine.device}: its {plan.dtype} rate or bandwidth is not in common/devices.csv"
+            f"--device {machine.device}: its {plan.dtype} rate or bandwidth is not in "
+            "common/devices.csv"
         )
-    ranks = [Memory(shape, plan, number) for number in range(plan.pp)]
-    dense = layer_causes(shape, plan, machine, experts=False)
-    mixture = layer_causes(shape, plan, machine, experts=True) if shape.experts else dense
-    by_stage = []
-    for rank in ranks:
-        causes = {
-            cause: dense[cause] * rank.dense_layers + mixture[cause] * rank.expert_layers
-            for cause in dense
-        }
-        if rank.last:  # output head and loss, which are not recomputed
-            causes["compute"] += 3 * matmul_seconds(
-                machine, plan.tokens, shape.hidden, shape.vocab / plan.tp
-            )
-            causes["compute"] += machine.moved(
-                plan.tokens * shape.vocab / plan.tp * LOSSES[plan.loss][1]
-            )
-        if rank.traits.weight == 2:  # 16-bit gradients of matmuls are added to fp32 sums
-            causes["compute"] += machine.moved(8 * rank.all_parameters)
-        by_stage.append(causes)
-    busy = [sum(causes.values()) for causes in by_stage]
-    slowest = busy.index(max(busy))
-    rank, found = (
-        ranks[slowest],
-        {cause: plan.micro_batches * part for cause, part in by_stage[slowest].items()},
-    )
-    found["data"] = data_seconds(plan, machine, rank, busy[slowest])
-    # activations and their gradients; while the first micro-batch fills the pipeline all wait
-    sends, sent = (
-        2 * (plan.micro_batches * plan.virtual + plan.pp - 1),
-        rank.own_tokens * shape.hidden * rank.e,
-    )
-    found["send"] = sends * machine.gather(min(plan.pp, 2), plan.gpus // plan.pp, 2 * sent)
-    found["bubble"] = (plan.pp - 1) / plan.virtual * sum(busy) / plan.pp
-    # AdamW reads weight, gradient and two moments and writes three of them (28 bytes) and a 16-bit copy; the gradient
-    # is read for its norm, and set to zero
-    found["optimizer"] = machine.moved(30 * rank.trained(1) + 8 * rank.trained(2))
-    return Step(
-        found,
-        sum(found.values()),
-        plan.dp * plan.micro_batches * plan.micro_batch_size * plan.seq_len,
-    )
+    ranks = [Rank(shape, plan, stage) for stage in range(plan.pp)]
+    causes_by_stage = [stage_causes(rank, machine) for rank in ranks]
+    busy_by_stage = [sum(causes.values()) for causes in causes_by_stage]
+    slowest = busy_by_stage.index(max(busy_by_stage))
+    rank = ranks[slowest]
+
+    causes = {}
+    for cause, seconds in causes_by_stage[slowest].items():
+        causes[cause] = plan.micro_batches * seconds
+    causes["data"] = data_seconds(rank, machine, busy_by_stage[slowest])
+    causes["send"] = send_seconds(rank, machine)
+    causes["bubble"] = bubble_seconds(plan, busy_by_stage)
+    causes["optimizer"] = optimizer_seconds(rank, machine)
+    tokens = plan.dp * plan.micro_batches * plan.micro_batch_size * plan.seq_len
+    return Step(causes, sum(causes.values()), tokens)
+
+
+def decode_seconds(
+    shape: Shape,
+    machine: Machine,
+    *,
+    bytes_read: float,
+    weights: str = "bf16",
+    sequences: int = 1,
+    tp: int = 1,
+) -> float:
+    """Return the seconds of one compiled decode step, which gives each sequence a token.
+
+    Each of tp ranks streams its weights and KV cache, `bytes_read`, or is bound by its matmuls if
+    there are many sequences. Each layer costs a fixed time beside that, and with tp > 1 two
+    all-reduces of the hidden states.
+    """
+    share = measured.INT4_STREAM if weights == "int4" else measured.STREAM
+    seconds = machine.moved(bytes_read, share)
+    if machine.peak_flops:
+        flops = 2 * shape.parameter_count(active=True) * sequences / tp
+        seconds = max(seconds, flops / (machine.peak_flops * measured.MATMUL))
+    hidden = sequences * shape.hidden * 2
+    all_reduce = 2 * machine.gather(tp, 1, hidden)
+    return seconds + shape.layers * (measured.DECODE_LAYER_SECONDS + 2 * all_reduce)

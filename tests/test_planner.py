@@ -1,5 +1,5 @@
-"""planner/ and its door, 07_memory_tricks/estimate.py: beside what others measured, beside the bytes of our own model,
-the laws that bytes and seconds keep, what the search finds, and what is refused."""
+"""planner/ and estimate.py: beside torch's allocator, our own model on a CPU and an H200; the laws
+that bytes and seconds keep, what the search finds, and what is refused."""
 
 import json
 import re
@@ -14,11 +14,12 @@ from support.chapter import load
 from support.harness import ROOT, TINY, assert_refused, run
 
 from common.measure import LiveBytes
+from lm import flags as script_flags
 from lm import shapes, weights
 from lm.activation_checkpointing import checkpoint_blocks
 from planner import machine
-from planner.memory import peak
-from planner.plan import Plan
+from planner.memory import peak, peak_bytes
+from planner.plan import Plan, script_defaults
 from planner.search import MARGIN, layouts
 from planner.shape import from_config
 from planner.step import step
@@ -36,30 +37,9 @@ def answer(folder, *flags) -> dict:
     return result.summary
 
 
-# Beside what others measured
+# Beside torch's own allocator
 
-
-def test_what_others_measured(tmp_path):
-    """The errors are small, order is mostly right, and the formulas are better than the claim that all have one MFU."""
-    result = run("benchmarks/planner_cases.py", tmp_path, OUT=str(tmp_path / "results"))
-    assert result.code == 0, result.err
-    [file] = (tmp_path / "results").glob("*.json")
-    found = json.loads(file.read_text())
-    unseen, one_mfu, *_ = found["steps"]["not_made_on"]["summaries"]
-    assert unseen["median_error"] < min(0.145, one_mfu["median_error"] / 2)
-    assert unseen["share_under_30%"] > 0.93
-    seen = found["steps"]["made_on"]["summaries"][0]
-    assert seen["median_error"] < 0.03
-    right, pairs = map(int, seen["pairs_in_order"].split(" of "))
-    assert right / pairs > 0.94
-    peaks = {row["rows"]: row for row in found["peaks"]["made_on"]["summaries"]}
-    assert peaks["all"]["median_error"] < 0.031
-    assert peaks["all"]["share_under_10%"] > 0.93
-    assert peaks["megatron"]["largest_error"] < 0.04
-
-
-# GiB by torch's own allocator, on a GPU that computes nothing: benchmarks/allocator.py counts them
-# anew
+# GiB of a step on a GPU that computes nothing: benchmarks/allocator.py counts them anew.
 COUNTED = {
     "llama-1b 4 none": 40.34,
     "llama-1b 4 selective": 33.03,
@@ -68,34 +48,61 @@ COUNTED = {
     "llama-124m 16 none gpus 2": 17.26,
     "llama-124m 16 none gpus 2 zero 3": 15.36,
     "llama-124m 16 full gpus 2 zero 3": 10.38,
-    "llama-124m 16 none gpus 2 zero 3 tp 2 loss parallel": 9.90,
-    # in evaluation, which is not compiled
-    "llama-124m 16 none framework ours-compiled loss fused": 9.39,
+    "llama-124m 16 none gpus 2 zero 3 tp 2": 9.90,
+    "llama-124m 64 none compile 1": 28.38,
+    "llama-124m 16 none compile 1": 8.42,
+    "llama-124m 16 none compile 1 micro_batches 3": 8.90,
+    "llama-1b 4 full compile 1": 20.01,
 }
 
 
 @pytest.mark.parametrize("case", COUNTED)
 def test_peaks_that_torchs_own_allocator_counted(case):
     size, batch, checkpointing, *more = case.split()
-    own = {
-        name: int(value) if value.isdigit() else value
-        for name, value in zip(more[::2], more[1::2], strict=True)
-    }
+    own = {name: int(value) for name, value in zip(more[::2], more[1::2], strict=True)}
     seq_len = shapes.recipe(size).seq_len
     plan = Plan(seq_len=seq_len, micro_batch_size=int(batch), checkpointing=checkpointing, **own)
-    assert peak(of_size(size), plan).allocated_bytes() == pytest.approx(
-        COUNTED[case] * GIB, rel=0.01
-    )
+    assert peak(of_size(size), plan).step_bytes() == pytest.approx(COUNTED[case] * GIB, rel=0.01)
+
+
+def test_peak_bytes_is_the_peak_of_a_step():
+    sizes = {"micro_batch_size": 16, "seq_len": 1024, "dtype": "bf16", "compile": False}
+    config = shapes.SIZES["llama-124m"]
+    sharded = peak_bytes(config, **sizes, strategy="fsdp", ranks=2)
+    assert sharded == pytest.approx(15.36 * GIB, rel=0.01)
+    replicated = peak_bytes(config, **sizes, strategy="ddp", ranks=2)
+    assert replicated == pytest.approx(17.26 * GIB, rel=0.01)
+    compiled = peak_bytes(config, **sizes | {"compile": True}, accumulation_steps=3)
+    assert compiled == pytest.approx(8.90 * GIB, rel=0.01)
+    with pytest.raises(ValueError, match="strategy 'fdsp' is none of"):
+        peak_bytes(config, **sizes, strategy="fdsp")
 
 
 def test_what_a_card_must_have():
-    """llama-1b in 23 GiB, without the context: with recomputation two sequences ran out of memory, one did not."""
+    """llama-1b in 23 GiB, without the context, checkpointed: two sequences ran out of memory."""
     for batch, fits in ((2, False), (1, True)):
         memory = peak(
             of_size("llama-1b"), Plan(seq_len=2048, micro_batch_size=batch, checkpointing="full")
         )
         assert memory.allocated_bytes() < 23 * GIB
         assert (memory.allocated_bytes() + memory.fragmentation_bytes() < 23 * GIB) is fits
+
+
+# Beside an H200
+
+
+def test_what_was_measured_on_an_h200(tmp_path):
+    """Predicted seconds are within 10 %, and bytes within 3 %, where the code is the same."""
+    result = run("benchmarks/predictions.py", tmp_path, OUT=str(tmp_path))
+    assert result.code == 0, result.err
+    [file] = tmp_path.glob("planner-*.json")
+    rows = [row for row in json.loads(file.read_text())["rows"] if not row["reason"]]
+    predicted = [row for row in rows if row["seconds_use"] == "predicted"]
+    assert len(predicted) >= 2
+    for row in predicted:
+        assert abs(row["seconds_error"]) < 0.10, row
+    for row in rows:
+        assert abs(row["bytes_error"]) < 0.03, row
 
 
 # Beside our own model, on a CPU
@@ -127,7 +134,9 @@ def test_a_step_of_our_model_holds_what_is_predicted(name, dtype, checkpointing)
         optimizer.zero_grad(set_to_none=True)
 
     one_step()
-    moments = [tensor for state in optimizer.state.values() for tensor in state.values()]
+    moments = []
+    for state in optimizer.state.values():
+        moments.extend(state.values())
     with LiveBytes([*net.parameters(), *net.buffers(), inputs, *moments]) as live:
         one_step()
     sizes = {"seq_len": length, "micro_batch_size": batch, "dtype": dtype, "on_cpu": True}
@@ -137,10 +146,12 @@ def test_a_step_of_our_model_holds_what_is_predicted(name, dtype, checkpointing)
         loss = forward()
         kept = live.now - loss.nbytes - 4  # the loss, and its sum of weights
     head_cast = 2 * config.vocab_size * config.hidden_size if dtype == "bf16" else 0
-    casts = predicted.cast_bytes() if checkpointing == "none" else head_cast
+    lines = predicted.lines
+    casts = lines["cast_bytes"] if checkpointing == "none" else head_cast
     # ids were there before
-    log_softmax, token_ids = 4 * batch * length * config.vocab_size, 16 * batch * length
-    assert kept == predicted.activation_bytes() - token_ids + log_softmax + casts
+    log_softmax = 4 * batch * length * config.vocab_size
+    token_ids = 16 * batch * length
+    assert kept == lines["activation_bytes"] - token_ids + log_softmax + casts
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mixtral", "deepseek_v3"])
@@ -178,80 +189,84 @@ def test_every_family_counts_what_transformers_builds(kind):
 # Laws
 
 
-def test_what_zero_divides_and_frameworks_hold():
+def states(memory) -> tuple[float, float, float]:
+    lines = memory.lines
+    return lines["weight_bytes"], lines["gradient_bytes"], lines["optimizer_bytes"]
+
+
+def test_what_zero_divides():
+    """DeepSpeed's optimizer, of stages 1 and 2, has its own copy of the weights."""
     shape = of_size("llama-1b")
     n = shape.parameter_count()
     expected = {
         0: (4 * n, 4 * n, 8 * n),
-        1: (4 * n, 4 * n, n),
-        2: (4 * n, n / 2, n),
+        1: (4 * n, 4 * n, 12 * n / 8),
+        2: (4 * n, n / 2, 12 * n / 8),
         3: (n / 2, n / 2, n),
     }
-    for zero, states in expected.items():
-        rank = peak(shape, Plan(gpus=8, zero=zero))
-        assert (rank.weight_bytes(), rank.gradient_bytes(), rank.optimizer_bytes()) == states
-    for framework, bytes_each in {
-        "ours": 16,
-        "deepspeed": 16,
-        "megatron": 18,
-        "nanotron": 18,
-    }.items():
-        rank = peak(shape, Plan(gpus=2, framework=framework))
-        assert (
-            rank.weight_bytes() + rank.gradient_bytes() + rank.optimizer_bytes() == bytes_each * n
-        )
+    for zero, sizes in expected.items():
+        assert states(peak(shape, Plan(gpus=8, zero=zero))) == sizes
 
 
 def test_what_divides_activations_and_experts():
-    shape, mixture = of_size("llama-8b"), of_size("mixtral-8x7b")
+    shape = of_size("llama-8b")
+    mixture = of_size("mixtral-8x7b")
     # tensor ranks keep the gathered inputs of attention, MLP and head
-    token_ids, inputs = 16 * 4096, 4096 * (2 * 32 + 1) * 2 * shape.hidden
-    whole = peak(shape, Plan()).activation_bytes() - token_ids
-    assert (
-        peak(shape, Plan(gpus=4, tp=4)).activation_bytes() == whole / 4 + inputs * 3 / 4 + token_ids
-    )
-    plain, repeated = (
-        peak(shape, Plan(gpus=2, framework=of)) for of in ("deepspeed", "torchtitan")
-    )
-    assert (
-        repeated.activation_bytes() - plain.activation_bytes() == 4096 * 32 * 2 * (4096 - 1024) * 2
-    )
-    sharded = peak(mixture, Plan(gpus=8, zero=3, ep=8)).weight_bytes()
+    token_ids = 16 * 4096
+    inputs = 4096 * (2 * 32 + 1) * 2 * shape.hidden
+    whole = peak(shape, Plan()).lines["activation_bytes"] - token_ids
+    parted = peak(shape, Plan(gpus=4, tp=4)).lines["activation_bytes"]
+    assert parted == whole / 4 + inputs * 3 / 4 + token_ids
+    sharded, _, _ = states(peak(mixture, Plan(gpus=8, zero=3, ep=8)))
     assert sharded == pytest.approx(4 * mixture.parameter_count() / 8)
     # replicas hold what one sharded model holds
-    assert (
-        peak(shape, Plan(gpus=8, zero=3)).lines
-        == peak(shape, Plan(gpus=32, zero=3, replicate=4)).lines
-    )
+    replicated = peak(shape, Plan(gpus=32, zero=3, replicate=4)).lines
+    assert peak(shape, Plan(gpus=8, zero=3)).lines == replicated
+
+
+def test_gradients_that_accumulate_are_there_at_the_peak():
+    shape = of_size("llama-1b")
+    one, four = (peak(shape, Plan(seq_len=2048, micro_batches=n)).step_bytes() for n in (1, 4))
+    assert four - one == 4 * shape.parameter_count()
+
+
+def test_the_table_adds_up():
+    for plan in (Plan(), Plan(gpus=8, zero=3, pp=2, micro_batches=4, checkpointing="full")):
+        memory = peak(of_size("llama-8b"), plan)
+        for moment, total in memory.moments.items():
+            assert sum(row[moment] for row in memory.rows) == total
+            assert min(row[moment] for row in memory.rows) >= 0
+        assert memory.allocated_bytes() == max(memory.moments.values())
 
 
 def test_what_costs_time():
-    shape, plan = of_size("llama-8b"), Plan(gpus=8, zero=3, micro_batches=4, checkpointing="none")
+    shape = of_size("llama-8b")
+    plan = Plan(gpus=8, zero=3, micro_batches=4)
     full = step(shape, replace(plan, checkpointing="full"), H100).causes
-    assert 0.28 < full["recomputation"] / full["compute"] < 1 / 3  # a forward, without the head
+    forward = full["matmuls"] / 3 + full["attention"] / 3.5
+    assert 1 < full["recomputation"] / forward < 1.3  # with the kernels between matmuls
     slow = step(shape, replace(plan, gpus=16), replace(H100, network=1e9)).causes
     quick = step(shape, replace(plan, gpus=16), H100).causes
     assert [cause for cause in quick if slow[cause] > quick[cause]] == ["data"]
     across = replace(plan, gpus=16, tp=8)
-    waits = [
-        step(shape, across, replace(H100, gpus_per_node=size)).causes["tensor"] for size in (8, 4)
-    ]
+    waits = []
+    for size in (8, 4):
+        waits.append(step(shape, across, replace(H100, gpus_per_node=size)).causes["tensor"])
     assert 0 < waits[0] < waits[1]
-    staged = Plan(gpus=4, pp=4, micro_batches=12, framework="megatron", loss="fused")
-    bubbles = [
-        step(shape, replace(staged, virtual=virtual), H100).causes["bubble"] for virtual in (1, 2)
-    ]
-    assert bubbles[1] == bubbles[0] / 2
-    busy = sum(step(shape, replace(staged, gpus=1, pp=1), H100).causes.values()) / 12
+    staged = Plan(gpus=4, pp=4, micro_batches=12)
+    bubble = step(shape, staged, H100).causes["bubble"]
+    one_stage = step(shape, replace(staged, gpus=1, pp=1), H100)
+    busy = (one_stage.seconds - one_stage.causes["optimizer"]) / 12
     # 1F1B: pp - 1 micro-batches of a stage
-    assert bubbles[0] == pytest.approx(3 / 4 * busy, rel=0.05)
+    assert bubble == pytest.approx(3 / 4 * busy, rel=0.05)
 
 
 # The search
 
 
 def test_what_is_found_fits_and_is_ranked():
-    shape, base = of_size("llama-70b"), Plan(gpus=64, zero=3, seq_len=8192)
+    shape = of_size("llama-70b")
+    base = Plan(gpus=64, zero=3, seq_len=8192)
     found = layouts(shape, base, H100, sequences=256)
     seconds = [timed.seconds for _, _, timed in found]
     assert seconds == sorted(seconds)
@@ -278,8 +293,7 @@ def test_what_is_found_fits_and_is_ranked():
 
 def test_bare_and_without_torch(tmp_path):
     """-S: without site-packages, and so without torch, numpy and transformers."""
-    code = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
-    command = [sys.executable, "-S", "-c", code, str(ROOT / SCRIPT), "--json", "summary.json"]
+    command = [sys.executable, "-S", str(ROOT / SCRIPT), "--json", "summary.json"]
     for flags, key in (
         ([], "fits"),
         (["--search"], "command"),
@@ -292,8 +306,27 @@ def test_bare_and_without_torch(tmp_path):
         assert json.loads((tmp_path / "summary.json").read_text())[key]
 
 
+def test_without_flags_it_describes_the_scripts_without_flags(tmp_path):
+    args = script_flags.TrainingParser("").parse_args([])
+    defaults = script_defaults("cpu")
+    for name in ("model", "global_batch_size", "compile", "checkpointing"):
+        assert getattr(args, name) == getattr(defaults, name)
+    plan = answer(tmp_path, "--device", "cpu")["plan"]
+    assert plan["seq_len"] == args.seq_len
+    assert plan["micro_batch_size"] * plan["micro_batches"] == args.global_batch_size
+
+
+def test_a_batch_that_is_given_is_accumulated(tmp_path):
+    flags = ("--model", "llama-124m", "--gpus", 2, "--micro-batch-size", 4)
+    plan = answer(tmp_path, *flags)["plan"]
+    assert (plan["micro_batch_size"], plan["micro_batches"]) == (4, 3)
+    plan = answer(tmp_path, *flags, "--global-batch-size", 64)["plan"]
+    assert plan["micro_batches"] == 8
+
+
 def test_training(tmp_path):
-    summary = answer(tmp_path, "--gpus", 8, "--zero", 3, "--seq-len", 8192)
+    flags = ("--model", "llama-8b", "--gpus", 8, "--micro-batch-size", 1, "--seq-len", 8192)
+    summary = answer(tmp_path, *flags, "--global-batch-size", 8)
     states = summary["weight_bytes"] + summary["gradient_bytes"] + summary["optimizer_bytes"]
     assert states == 16 * 8_030_261_248 / 8
     parts = summary["reserved_bytes"] + summary["context_bytes"] + summary["nccl_bytes"]
@@ -313,7 +346,8 @@ def test_inference(tmp_path):
     assert summary["kv_cache_bytes"] == 131_072 * 128 * 1024
     assert summary["weight_bytes"] == 2 * 8_030_261_248
     read = summary["weight_bytes"] - 2 * 128_256 * 4096 + summary["kv_cache_bytes"]
-    assert summary["step_seconds"] == pytest.approx(read / 3.35e12)
+    assert summary["least_step_seconds"] == pytest.approx(read / 3.35e12)
+    assert summary["step_seconds"] > summary["least_step_seconds"]
     halved = answer(
         tmp_path,
         *flags,
@@ -327,7 +361,9 @@ def test_inference(tmp_path):
         64,
     )
     assert halved["kv_cache_bytes"] == summary["kv_cache_bytes"] / 4
-    matrices, embedding, norms = 7_504_658_432, 128_256 * 4096, 65 * 4096
+    matrices = 7_504_658_432
+    embedding = 128_256 * 4096
+    norms = 65 * 4096
     assert halved["weight_bytes"] == pytest.approx(
         matrices * (0.5 + 4 / 64) / 2 + 2 * (embedding + norms), abs=1
     )
@@ -358,31 +394,31 @@ SMALL_CARDS = re.findall(
 @pytest.mark.parametrize(("command", "gib"), SMALL_CARDS)
 def test_what_the_readme_says_of_small_cards(command, gib, tmp_path):
     script, *flags = command.split()[2 if "torchrun" in command else 1 :]
-    gpus = 2 if "torchrun" in command else 1
-    plan = ["--gpus", gpus, "--zero", 0]
-    if "--global-batch-size" in flags:
-        del flags[flags.index("--global-batch-size") :][:2]
+    plan = ["--gpus", 2 if "torchrun" in command else 1, "--zero", 0]
     if script.startswith("09_inference"):
-        plan = ["--gpus", gpus, "--inference", "--seq-len", 4096]
-    else:
-        plan += ["--seq-len", shapes.recipe(flags[flags.index("--model") + 1]).seq_len]
+        plan = ["--inference", "--seq-len", 4096]
     assert answer(tmp_path, *flags, *plan)["total_bytes"] / GIB == pytest.approx(
         float(gib), abs=0.051
     )
 
 
 REFUSED = {  # flags: words of the message
-    "--tp 3 --gpus 3": ("--tp 3", "32", "2"),  # heads, and the nearest size that divides them
-    "--tp 8 --pp 2": ("--tp", "--pp", "16", "--gpus 8"),
-    "--ep 2": ("--ep 2", "llama-8b"),
+    "--tp 3 --gpus 3 --model llama-8b": (
+        "--tp 3",
+        "32",
+        "2",
+    ),  # heads, and the nearest size that divides them
+    "--tp 8 --pp 2 --gpus 8 --model llama-8b": ("--tp", "--pp", "16", "--gpus 8"),
+    "--ep 2 --gpus 2": ("--ep 2", "nano"),
     "--replicate 2 --zero 1": ("--replicate 2", "FSDP"),
-    "--seq-len 9000": ("--seq-len 9000", "8192"),
+    "--seq-len 9000 --model llama-8b": ("--seq-len 9000", "8192"),
     "--device l40": ("l40", "NVIDIA L40S"),
     "--model nothing": ("--model nothing",),
     "--model config.json": ("gpt2", "llama"),
-    "--global-batch-size 12": ("--global-batch-size 12", "8"),
-    "--search --model llama-405b": ("--model llama-405b", "--gpus 8"),
+    "--global-batch-size 12 --gpus 8": ("--global-batch-size 12", "8"),
+    "--search --model llama-405b --gpus 8": ("--model llama-405b", "--gpus 8"),
     "--inference --zero 3": ("--zero",),
+    "--zero 1 --tp 2": ("--zero 1", "train_zero.py"),
 }
 
 

@@ -1,0 +1,112 @@
+"""One rank of a plan, with the sizes that its bytes and seconds follow from."""
+
+from planner.plan import DTYPES, Plan
+from planner.shape import Shape, count
+
+
+class Rank:
+    """One tensor- and expert-parallel rank of pipeline stage `stage`, counted from 0.
+
+    Parameters are those of the rank's stage after tp and ep, and before ZeRO or FSDP shards them:
+
+        parameters         outside the routed experts
+        expert_parameters  in the routed experts
+        all_parameters     both
+        matrices           those that a matmul reads: all without embedding, norms and biases
+        embedding          of the embedding, or of a head of its own
+        root               of embedding and head, as far as the stage has them
+
+    `e` is the bytes of a number in --dtype. `residual_size` is that of the residual stream's
+    numbers, and `cast_size` that of autocast's copies of weights, or 0.
+    """
+
+    def __init__(self, shape: Shape, plan: Plan, stage: int = 0) -> None:
+        self.shape = shape
+        self.plan = plan
+        self.stage = stage
+        self.e = DTYPES[plan.dtype]
+
+        # Layers. A tied head is the embedding's matrix, if the stage has both.
+        layers = layer_range(shape.layers, plan.pp, stage)
+        first_expert_layer = shape.layers - shape.expert_layers
+        self.layers = len(layers)
+        self.expert_layers = sum(layer >= first_expert_layer for layer in layers)
+        self.dense_layers = self.layers - self.expert_layers
+        self.has_embedding = stage == 0
+        self.has_head = stage == plan.pp - 1
+        self.is_tied = shape.tied and self.has_embedding and self.has_head
+
+        # Parameters. Tensor parallelism shards matrices, and not vectors.
+        dense, _ = shape.layer_parameters(experts=False)
+        beside_experts, routed = shape.layer_parameters(experts=True)
+        blocks = dense * self.dense_layers + beside_experts * self.expert_layers
+        vectors = shape.vector_parameters() * self.layers
+        final_norm = shape.hidden if self.has_head else 0
+        head = shape.embedding if self.has_head else 0
+        self.embedding = shape.embedding / plan.tp
+        self.root = 0.0
+        if self.has_embedding:
+            self.root += self.embedding
+        if self.has_head and not self.is_tied:
+            self.root += self.embedding
+        self.parameters = (blocks - vectors) / plan.tp + self.root + vectors + final_norm
+        self.expert_parameters = routed * self.expert_layers / plan.ep
+        self.all_parameters = self.parameters + self.expert_parameters
+        self.matrices = (blocks - vectors + head) / plan.tp + self.expert_parameters
+        self.largest_layer = shape.largest_layer() / plan.ep / plan.tp
+        self.layer_adapters = plan.adapters * sum(_adapted_widths(shape))
+
+        # Parts of a layer's matrices: those before attention's kernel, and all before down_proj.
+        attention = shape.attention_matrices()
+        self.qkv_matrices = count(attention[:-1]) / plan.tp
+        self.before_down = (count(attention) + 2 * shape.hidden * shape.ffn) / plan.tp
+
+        # Under autocast the residual stream is fp32, and matmuls cast the fp32 weights. FSDP casts
+        # weights when it gathers them, and everything is in --dtype.
+        under_autocast = not plan.is_fsdp
+        self.residual_size = 4 if under_autocast else self.e
+        self.cast_size = 0
+        if under_autocast and plan.dtype != "fp32":
+            self.cast_size = self.e
+
+        # Tokens, and micro-batches that wait for backward under 1F1B.
+        self.own_tokens = plan.tokens / plan.tp
+        self.in_flight = min(plan.pp - stage, plan.micro_batches)
+
+        # In a pipeline FSDP reduces gradients once, after the last backward of the step.
+        self.gradients_stay_whole = plan.is_fsdp and plan.pp > 1
+        # Else gradients come one by one in backward. They are there all the time if micro-batches
+        # accumulate in them, and in DDP's buckets.
+        self.gradients_are_there = plan.micro_batches > 1 or plan.is_ddp
+
+    def held(self, since: int) -> float:
+        """Return how many parameters the rank holds if ZeRO shards them from stage `since` on."""
+        if self.plan.zero < since:
+            return self.all_parameters
+        experts = self.expert_parameters / self.plan.expert_shards
+        return self.parameters / self.plan.shards + experts
+
+    def trained(self, since: int) -> float:
+        """Return the same of the parameters that are trained: with adapters only A and B."""
+        if not self.plan.adapters:
+            return self.held(since)
+        adapters = self.layer_adapters * self.shape.layers
+        if self.plan.zero < since:
+            return adapters
+        return adapters / self.plan.shards
+
+
+def layer_range(layers: int, stages: int, stage: int) -> range:
+    """Return the layers of a stage. If stages do not divide the layers, the first have one more."""
+    each, more = divmod(layers, stages)
+    start = stage * each + min(stage, more)
+    end = start + each
+    if stage < more:
+        end += 1
+    return range(start, end)
+
+
+def _adapted_widths(shape: Shape) -> list[int]:
+    """Return inputs + outputs of each matrix of a layer: LoRA's A and B have rank times so many."""
+    matrices = [*shape.attention_matrices(), *shape.feed_forward_matrices(shape.ffn)]
+    return [inputs + outputs for inputs, outputs in matrices]
