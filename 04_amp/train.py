@@ -30,6 +30,7 @@ from lm import checkpoint, data, flags, metrics, optim, shapes, weights
 from lm.activation_checkpointing import checkpoint_blocks
 from lm.sample import sample_text
 from lm.training_objects import TrainingObjects
+from planner.fit import fit_micro_batch
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -45,6 +46,8 @@ def load_training_objects(args, rank, world_size, device):
     corpus = data.load_corpus(args.data, args.tokenizer, args.model, args.run_dir, args.eval_data)
     train_set, held_out_set = data.sequences(corpus, args.seq_len)
     config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)
+    # If --micro-batch-size is not given, take the largest that fits.
+    fit_micro_batch(args, config, device, gpus=1)
     model = weights.build(args.model, config, seed=args.seed, device=device)
     checkpoint_blocks(model, args.checkpointing)  # backward recomputes activations
     return TrainingObjects(

@@ -44,6 +44,7 @@ from lm import checkpoint, data, flags, metrics, optim, shapes, weights
 from lm.activation_checkpointing import checkpoint_blocks
 from lm.sample import sample_text
 from lm.training_objects import TrainingObjects
+from planner.fit import fit_micro_batch
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -59,6 +60,9 @@ def load_training_objects(args, rank, world_size, device):
     corpus = data.load_corpus(args.data, args.tokenizer, args.model, args.run_dir, args.eval_data)
     train_set, held_out_set = data.sequences(corpus, args.seq_len)
     config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)
+    fit_micro_batch(
+        args, config, device, gpus=world_size, zero=3, replicate=args.replicate
+    )  # --micro-batch-size, if not given
     model = weights.build(args.model, config, seed=args.seed, device="meta")
     checkpoint_blocks(model, args.checkpointing)  # backward recomputes activations
     return TrainingObjects(

@@ -29,6 +29,7 @@ import _train_zero as helper
 from common import exits, hardware, report, runtime
 from lm import data, flags, metrics, model, optim, shapes, weights
 from lm.activation_checkpointing import checkpoint_blocks
+from planner.fit import fit_micro_batch
 
 
 def configure(args, config: shapes.Config, batches: data.Batches, universal: bool) -> dict:
@@ -122,6 +123,8 @@ def main() -> int:
 
     # 2 The batch: a function of --seed and the step alone. Rank r of N reads the r-th of N equal parts.
     corpus = data.load_corpus(args.data, args.tokenizer, args.model, args.run_dir, args.eval_data)
+    config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)
+    fit_micro_batch(args, config, device, gpus=world_size, zero=args.stage, deepspeed=True)
     samples = data.sequences(corpus, args.seq_len)
     batches = data.Batches(*samples, args, rank=rank, world_size=world_size)
     held_out = batches.evaluation()
@@ -130,7 +133,6 @@ def main() -> int:
     )
 
     # 3 The run: its folder, and the step at which it stood. A step saved on other ranks is converted first.
-    config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)
     settings = flags.settings(args, data=corpus.sha256, model=repr(config)) | {
         "--stage": args.stage
     }

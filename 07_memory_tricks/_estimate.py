@@ -7,7 +7,7 @@ from pathlib import Path
 
 from common import cli, exits
 from lm import shapes
-from planner import inference
+from planner import inference, machine, micro_batch
 from planner.plan import CHECKPOINTING, DTYPES, LOSSES, OPTIMIZERS, Plan, divides, script_defaults
 from planner.shape import Shape, from_config
 
@@ -84,7 +84,7 @@ def parse_flags(description: str) -> argparse.Namespace:
     add(
         "--micro-batch-size",
         type=cli.positive_int,
-        help="sequences per rank and forward (default: a rank's share)",
+        help="sequences per rank and forward (default: as the script chooses it)",
     )
     add(
         "--global-batch-size",
@@ -147,10 +147,11 @@ def check_flags(args: argparse.Namespace) -> None:
 
 def fill_defaults(args: argparse.Namespace) -> None:
     """Give the flags that were not given the values that the scripts have."""
-    defaults = script_defaults(args.device)
+    defaults = script_defaults(args.device, args.model)
     for name, value in {**TRAINING, **SERVING, "tp": 1}.items():
         if name not in args.given:
             setattr(args, name, value)
+    args.default_batch = defaults.global_batch_size
     if args.model is None:
         args.model = defaults.model
     if args.dtype is None:
@@ -259,7 +260,7 @@ def default_seq_len(args: argparse.Namespace, shape: Shape) -> int:
 # --- plan
 
 
-def make_plan(args: argparse.Namespace) -> Plan:
+def make_plan(args: argparse.Namespace, shape: Shape) -> Plan:
     """Return the plan that the flags name. What they do not say is as the scripts do it.
 
     Raise ValueError if --global-batch-size is no multiple of what all ranks take at once.
@@ -289,20 +290,20 @@ def make_plan(args: argparse.Namespace) -> Plan:
     if args.search:
         return plan
     divides("--tp x --pp x --cp", args.tp * args.pp * args.cp, "--gpus", args.gpus)
-    return with_batch(plan, args)
+    return with_batch(plan, args, shape)
 
 
-def with_batch(plan: Plan, args: argparse.Namespace) -> Plan:
+def with_batch(plan: Plan, args: argparse.Namespace, shape: Shape) -> Plan:
     """Return the plan with the micro-batches of a step.
 
     Without --global-batch-size it has the script's, or one micro-batch per rank and stage where the
-    ranks cannot share that. Without --micro-batch-size a rank's share is one micro-batch, or one
-    for each pipeline stage.
+    ranks cannot share that. Without --micro-batch-size it has the scripts' choice: on a GPU what
+    fits in an empty one, on a CPU a rank's share.
     """
     at_once = plan.dp * plan.micro_batch_size
     sequences = args.global_batch_size
     if sequences is None:
-        sequences = script_defaults(args.device).global_batch_size
+        sequences = args.default_batch
         if sequences % (at_once * plan.pp):
             sequences = at_once * plan.pp
     if sequences % at_once:
@@ -313,7 +314,10 @@ def with_batch(plan: Plan, args: argparse.Namespace) -> Plan:
             f"size = {at_once}: use {' or '.join(sizes)}"
         )
     share = sequences // plan.dp
-    micro_batch_size = args.micro_batch_size
-    if micro_batch_size is None:
-        micro_batch_size = share // plan.pp if share % plan.pp == 0 else 1
-    return replace(plan, micro_batch_size=micro_batch_size, micro_batches=share // micro_batch_size)
+    size = args.micro_batch_size
+    if size is None:
+        size = share // plan.pp if share % plan.pp == 0 else 1
+        memory_bytes = machine.read(args.device, plan.dtype).memory_bytes
+        if memory_bytes is not None and not plan.on_cpu:
+            size = micro_batch.choose(shape, plan, share=share, free_bytes=memory_bytes).size
+    return micro_batch.with_size(plan, size, share)

@@ -425,9 +425,9 @@ def main() -> int:
         if args.inference:
             summary |= inference_answer(args, shape, where)
         elif args.search:
-            summary |= search_answer(args, shape, make_plan(args), where)
+            summary |= search_answer(args, shape, make_plan(args, shape), where)
         else:
-            plan = make_plan(args)
+            plan = make_plan(args, shape)
             summary |= layout_answer(shape, plan, peak(shape, plan), where)
     except ValueError as error:
         raise exits.UserError(str(error)) from None

@@ -22,6 +22,7 @@ from common.exits import UserError
 from common.report import table
 from lm import model, shapes
 from lm.data import Batches, load_corpus, sequences
+from lm.defaults import ON_CPU
 from lm.weights import build
 
 # all-gather with a backward: torch 2.13's name, and the one of before
@@ -31,6 +32,18 @@ all_gather = (
 )
 # DTensor warns of two collectives in a row, over tensor ranks and over shards: here for a norm, and for the digest.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+
+
+def adapt_defaults(args) -> None:
+    """Replace defaults of a GPU that the layout does not allow. Flags that were given stay.
+
+    Tensor parallelism is not compiled, and the tied head of llama-124m cannot be on another stage
+    than its embedding.
+    """
+    if args.pp > 1 and "model" not in args.given:
+        args.model = ON_CPU.model
+    if "compile" not in args.given and (args.tp > 1 or args.pp > 1):
+        args.compile = False
 
 
 def data_ranks(args, world_size: int) -> int:

@@ -40,6 +40,7 @@ from _shared import cut_matrices, keep_stage
 from common import cli, exits, hardware, report, runtime
 from lm import checkpoint, data, flags, metrics, optim, shapes, weights
 from lm.activation_checkpointing import checkpoint_blocks
+from planner.fit import fit_micro_batch
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -106,6 +107,7 @@ def main() -> int:
     )
     args = parser.parse_args()
     shapes.read_config(args.model)  # raises for an unknown model
+    helper.adapt_defaults(args)
     if args.dtype == "fp16":
         raise exits.UserError(
             "--dtype fp16: 05_ddp/train.py has a GradScaler; use bf16 or fp32 here"
@@ -122,20 +124,20 @@ def main() -> int:
     mesh = helper.make_mesh(args, device)
 
     # 2 The batch: a function of --seed and the step alone. Only data ranks read different sequences.
+    data_ranks = helper.data_ranks(args, world_size)
     corpus = data.load_corpus(args.data, args.tokenizer, args.model, args.run_dir, args.eval_data)
-    batches = data.Batches(
-        *data.sequences(corpus, args.seq_len),
-        args,
-        rank=helper.find_place(args)[1],
-        world_size=helper.data_ranks(args, world_size),
-    )
+    config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)
+    sizes = {"tp": args.tp, "pp": args.pp, "cp": args.cp, "replicate": args.replicate}
+    fit_micro_batch(args, config, device, gpus=world_size, zero=3, **sizes)
+    train_set, held_out_set = data.sequences(corpus, args.seq_len)
+    data_rank = helper.find_place(args)[1]
+    batches = data.Batches(train_set, held_out_set, args, rank=data_rank, world_size=data_ranks)
     held_out = batches.evaluation()
     runtime.print0(
         f"{args.model}, {args.dtype} matmuls, {world_size} x {hardware.device_name(device)}"
     )
 
     # 3 The model: each rank holds its rows, of its part of each matrix, of its layers, in fp32.
-    config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)
     helper.check_cuts(args, config, batches)
     net = build(args, config, mesh, device)
     weights.materialize(net, args.model, seed=args.seed, device=device)

@@ -26,6 +26,8 @@ OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", 
 before_exit: list[Callable[[], None]] = []
 # Called before the line of a user error, to finish such things as a save in the background.
 before_user_error_exit: list[Callable[[], None]] = []
+# What the message about too little memory says: the last of these functions returns it.
+out_of_memory_help: list[Callable[[], str]] = []
 # The numbers of the signals that runtime.catch_stop_signals has noted.
 stop_signals: list[int] = []
 
@@ -100,6 +102,8 @@ def _user_message(error: BaseException) -> str | None:
     if isinstance(error, MemoryError | RuntimeError):
         text = str(error)
         if any(words in text for words in OUT_OF_MEMORY):
+            if out_of_memory_help:
+                return f"out of memory: {out_of_memory_help[-1]()}"
             return (
                 "out of memory: see 07_memory_tricks/memory_profile.py "
                 "and 07_memory_tricks/estimate.py"

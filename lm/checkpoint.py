@@ -3,6 +3,7 @@
 A run has one folder:
 
     settings.json       flags that must not change on a resume, such as --data (lm/flags.py)
+    flags.json          the other flags, which a resume has, too, unless they are given
     .lock, .lock.lease  locked by the process that trains in this folder (lm/lock.py)
     metrics.jsonl       written by lm.metrics.Meter, with loss.png, tensorboard/ and wandb/
     step-00000200/      a checkpoint: the weights, optimizer state and schedule after step 200
@@ -106,7 +107,7 @@ class Run:
         _check_same_on_all_ranks(settings)
         self.keep = args.keep
         self.folder = args.run_dir or on_rank0(_new_folder)
-        on_rank0(lambda: self._open_folder(settings, args.resume))
+        on_rank0(lambda: self._open_folder(settings, args))
         self._check_visible_to_all_ranks()
 
         # Saving needs its own process group. A save in the background sends messages while the
@@ -171,7 +172,7 @@ class Run:
             )
         return None
 
-    def _open_folder(self, settings: dict, resume: bool) -> None:
+    def _open_folder(self, settings: dict, args: argparse.Namespace) -> None:
         """Create the folder, lock it and check that this run may use it. Only rank 0 calls this."""
         flag = f"--run-dir {self.folder}"
         try:
@@ -183,8 +184,9 @@ class Run:
             self.lock = Lock(self.folder / ".lock")
             self.lock.acquire(flags.lock_seconds())
             before_exit.append(self.lock.release)
-            self._check_settings(settings, resume)
+            self._check_settings(settings, args.resume)
             write_json(self.folder / "settings.json", settings)
+            write_json(self.folder / flags.FLAGS_FILE, flags.remembered_flags(args))
         except InUseError as error:
             raise UserError(
                 f"{flag} is in use by a live run ({error}): choose another --run-dir, "

@@ -1,9 +1,21 @@
-"""The flags of the training scripts, and the settings that a resumed run must have, too."""
+"""The flags of the training scripts, and the settings that a resumed run must have, too.
+
+A flag that is not given on the command line gets its value from
+
+    1. the run that is resumed: flags.json in its folder, which checkpoint.Run writes
+    2. lm/defaults.py: --model, --global-batch-size, --steps and --compile depend on the device
+    3. the model's recipe (lm/shapes.py): --seq-len, --lr and --warmup-steps
+"""
 
 import argparse
 import hashlib
+import importlib.util
+import json
 import re
 from pathlib import Path
+from typing import NamedTuple
+
+import torch
 
 from common import runtime
 from common.cli import (
@@ -16,6 +28,7 @@ from common.cli import (
     positive_int,
 )
 from common.exits import UserError
+from lm.defaults import ON_CPU, ON_GPU, default_flags
 from lm.shapes import has_weights, recipe
 from lm.trackers import check_packages
 from lm.weight_files import weight_files
@@ -36,6 +49,24 @@ FIXED_FLAGS = (
     "dtype",
     "seed",
 )
+# The flags that a resumed run takes from the run if they are not given. Flags that say how ranks
+# are used, such as --replicate and --tp, are not among them: a run may resume on other machines.
+REMEMBERED_FLAGS = (
+    *FIXED_FLAGS,
+    "eval_data",
+    "steps",
+    "compile",
+    "checkpointing",
+    "deterministic",
+    "save_every",
+    "keep",
+    "async_save",
+    "eval_every",
+    "log_every",
+    "tensorboard",
+    "wandb",
+)
+FLAGS_FILE = "flags.json"
 # Settings that are no flags. Runs of version 0.2.0 do not have them.
 WEIGHTS = "weights of --model"
 FORMAT = "format of these settings"
@@ -55,8 +86,8 @@ class TrainingParser(Parser):
         # Model and data.
         add(
             "--model",
-            default="nano",
-            help="nano, llama-124m, -1b, -8b, -70b, -405b, or an HF config.json or its folder",
+            help="nano, llama-124m, -1b, -8b, -70b, -405b, or an HF config.json or its folder "
+            f"(default: {ON_CPU.model}, on a GPU {ON_GPU.model})",
         )
         add(
             "--data",
@@ -79,18 +110,23 @@ class TrainingParser(Parser):
         add(
             "--global-batch-size",
             type=positive_int,
-            default=24,
-            help="sequences per step, all ranks",
+            help=f"sequences per step, all ranks (default: {ON_CPU.global_batch_size}, "
+            f"on a GPU without --model {ON_GPU.global_batch_size})",
         )
         add(
             "--micro-batch-size",
             type=positive_int,
-            help="sequences per rank and forward (default: a rank's share)",
+            help="sequences per rank and forward (default: a rank's share; on a GPU what fits)",
         )
         add("--num-workers", type=natural, default=0, help="data loading processes per rank")
 
         # Optimization.
-        add("--steps", type=positive_int, default=100, help="optimizer steps; may grow on --resume")
+        add(
+            "--steps",
+            type=positive_int,
+            help="optimizer steps; may grow on --resume "
+            f"(default: {ON_CPU.steps}, on a GPU without --model {ON_GPU.steps})",
+        )
         add("--lr", type=positive, help="peak learning rate (default: the model's, nano 2e-3)")
         add("--warmup-steps", type=natural, help="steps of warm-up (default: the model's, nano 10)")
         add("--weight-decay", type=not_negative, default=0.1)
@@ -104,7 +140,11 @@ class TrainingParser(Parser):
             default="auto",
             help="of matmuls (auto: bf16 or fp32)",
         )
-        add("--compile", action="store_true", help="torch.compile the model")
+        add(
+            "--compile",
+            action=argparse.BooleanOptionalAction,
+            help="torch.compile the model (default: on a GPU without --model)",
+        )
         add(
             "--checkpointing",
             choices=("none", "full", "selective"),
@@ -147,22 +187,83 @@ class TrainingParser(Parser):
         add("--wandb", action="store_true", help="log to Weights & Biases, too")
         add_device_and_json(self)
 
-    def parse_args(self, *arguments) -> argparse.Namespace:
-        """Parse the command line. --seq-len, --lr and --warmup-steps default to the model's recipe.
+    def parse_args(self, arguments: list[str] | None = None) -> argparse.Namespace:
+        """Parse the command line, and fill in the flags that were not given.
 
         Raise UserError for --resume without --run-dir, for missing packages, and for environment
         variables with which the run would fail later.
         """
-        args = super().parse_args(*arguments)
+        args = super().parse_args(arguments)
         runtime.refuse_tasks_without_rank()
         lock_seconds()
         if args.resume and args.run_dir is None:
             raise UserError("--resume needs --run-dir, the folder of the run to go on with")
+
+        args.given = self._given(arguments)
+        args.earlier_micro_batch_size = None
+        if args.resume:
+            earlier = read_flags(args.run_dir)
+            args.earlier_micro_batch_size = earlier.get("micro_batch_size")
+            for name in REMEMBERED_FLAGS:
+                if name not in args.given and name in earlier:
+                    setattr(args, name, earlier[name])
+        _fill(args, default_flags(on_gpu=uses_gpu(args.device), model=args.model))
+        try:
+            _fill(args, recipe(args.model))
+        except UserError:
+            # It may be a model of yours, which your load_training_objects knows. If not, it raises.
+            _fill(args, recipe("nano"))
         check_packages(tensorboard=args.tensorboard, wandb=args.wandb)
-        for name, value in recipe(args.model)._asdict().items():
-            if getattr(args, name) is None:
-                setattr(args, name, value)
         return args
+
+    def _given(self, arguments: list[str] | None) -> set[str]:
+        """Return the names of the flags that are on the command line."""
+        defaults = {}
+        for action in self._actions:
+            defaults[action.dest] = action.default
+            action.default = argparse.SUPPRESS
+        given = vars(super().parse_args(arguments)).keys()
+        for action in self._actions:
+            action.default = defaults[action.dest]
+        return set(given)
+
+
+def _fill(args: argparse.Namespace, values: NamedTuple) -> None:
+    """Set the flags that are None to the values of a NamedTuple."""
+    for name, value in values._asdict().items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+
+
+def uses_gpu(device: str) -> bool:
+    """Return whether `--device device` is a GPU on which torch.compile works.
+
+    torch.compile needs Triton, and Triton needs compute capability 7.0. On ROCm, GPUs are cuda
+    devices, too.
+    """
+    if device not in ("auto", "cuda") or not torch.cuda.is_available():
+        return False
+    if importlib.util.find_spec("triton") is None:
+        return False
+    return torch.version.hip is not None or torch.cuda.get_device_capability() >= (7, 0)
+
+
+def read_flags(run_dir: Path) -> dict:
+    """Return the flags that a run remembers. Older runs have none, and a new folder neither."""
+    try:
+        flags = json.loads((run_dir / FLAGS_FILE).read_text())
+    except (OSError, ValueError):
+        return {}
+    return flags if isinstance(flags, dict) else {}
+
+
+def remembered_flags(args: argparse.Namespace) -> dict:
+    """Return the flags for flags.json of a run, which a resumed run has if they are not given."""
+    flags = {}
+    for name in (*REMEMBERED_FLAGS, "micro_batch_size"):
+        if hasattr(args, name):
+            flags[name] = getattr(args, name)
+    return flags
 
 
 def lock_seconds() -> float:

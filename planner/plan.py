@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from common import hardware
+from lm.defaults import default_flags
 from planner.shape import Shape
 
 DTYPES = {"fp32": 4, "bf16": 2, "fp16": 2}  # bytes of a number
@@ -32,18 +33,19 @@ class Defaults:
     # --seq-len is that of lm.shapes.recipe, --micro-batch-size is a rank's share of the batch
 
 
-def script_defaults(device: str) -> Defaults:
-    """Return the defaults of the training scripts (lm/flags.py) on a device: "cpu" or a GPU's name.
+def script_defaults(device: str, model: str | None) -> Defaults:
+    """Return the defaults of the training scripts on a device: "cpu" or a GPU's name.
 
-    This is the planner's only copy of them. --dtype defaults to bf16 where the hardware multiplies
-    it.
+    `model` is --model, or None if it is not given. --dtype defaults to bf16 where the hardware
+    multiplies it.
     """
+    flags = default_flags(on_gpu=device != "cpu", model=model)
     return Defaults(
-        model="nano",
+        model=flags.model,
         dtype="bf16" if hardware.peak_flops(device, "bf16") else "fp32",
-        compile=False,
+        compile=flags.compile,
         checkpointing="none",
-        global_batch_size=24,
+        global_batch_size=flags.global_batch_size,
     )
 
 
