@@ -200,4 +200,4 @@ def _batches(corpus: data.Corpus, seed: int) -> data.Batches:
     settings = argparse.Namespace(
         seed=seed, seq_len=SEQ_LEN, global_batch_size=BATCH_SIZE, micro_batch_size=None
     )
-    return data.Batches(corpus, settings, rank=0, world_size=1)
+    return data.Batches(*data.sequences(corpus, settings.seq_len), settings, rank=0, world_size=1)
