@@ -24,6 +24,10 @@ int nogpu_devices(void) {
   int n = all ? atoi(all) : 1, chosen = 1; if (!visible) return n; if (!*visible || *visible == '-') return 0;
   for (; *visible; visible++) chosen += *visible == ','; return chosen < n ? chosen : n;
 }
+size_t nogpu_total(void) {
+  char *given = getenv("NOGPU_MEMORY");
+  return given ? strtoul(given, 0, 10) : 79ul * 1024 * 1024 * 1024 + 192ul * 1024 * 1024;
+}
 int nogpu_device(void) { return current; }
 void nogpu_set_device(int d) { current = d; }
 void nogpu_say(const char *fmt, ...) {
@@ -65,7 +69,7 @@ static void add(void *p, size_t n, int kind) {
 }
 void *nogpu_alloc(size_t n, int kind) {
   n = n ? n : 1; if (kind == DEVICE) n = (n + UNIT - 1) / UNIT * UNIT;
-  if (kind == DEVICE && used[current] + n > NOGPU_TOTAL - DRIVERS) return 0;
+  if (kind == DEVICE && used[current] + n > nogpu_total() - DRIVERS) return 0;
   void *p = mmap(0, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (p == MAP_FAILED) return 0; add(p, n, kind); return p;
 }
@@ -80,7 +84,7 @@ int nogpu_free(void *p) {
   if (b.kind == DEVICE) used[b.device] -= b.n; pthread_mutex_unlock(&lock);
   if (b.p) munmap(b.p, b.n); return !b.p;
 }
-void nogpu_memory(size_t *f, size_t *t) { *t = NOGPU_TOTAL; *f = NOGPU_TOTAL - DRIVERS - used[current]; }
+void nogpu_memory(size_t *f, size_t *t) { *t = nogpu_total(); *f = *t - DRIVERS - used[current]; }
 
 static const int attributes[140] = {  // an H100's
   [1] = 1024, 1024, 1024, 64, 2147483647, 65535, 65535, 49152, 65536, 32, 2147483647, 65536, 1980000, 512, 1, 132,

@@ -15,4 +15,4 @@ int nogpu_default(const char *name, int answer);       // an unwritten function 
 int nogpu_attribute(int);
 int nogpu_launchable(const char *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, size_t shared);
 #define NOGPU_NAME "NVIDIA H100 80GB HBM3"
-#define NOGPU_TOTAL (79ul * 1024 * 1024 * 1024 + 192ul * 1024 * 1024)
+size_t nogpu_total(void);  // bytes of a GPU: $NOGPU_MEMORY, or those of an H100

@@ -113,7 +113,7 @@ E cudaDeviceCanAccessPeer(int *c, int a, int b) { *c = a != b; return 0; }
 E cudaDeviceGetAttribute(int *v, enum cudaDeviceAttr a, int d) { *v = nogpu_attribute(a); return 0; }
 E cudaDeviceGetPCIBusId(char *b, int l, int d) { snprintf(b, l, "0000:%02x:00.0", 0x1b + d); return 0; }
 E cudaGetDeviceProperties(struct cudaDeviceProp *p, int d) {
-  *p = (struct cudaDeviceProp){.name = NOGPU_NAME, .totalGlobalMem = NOGPU_TOTAL, .sharedMemPerBlock = 49152,
+  *p = (struct cudaDeviceProp){.name = NOGPU_NAME, .totalGlobalMem = nogpu_total(), .sharedMemPerBlock = 49152,
     .regsPerBlock = 65536, .warpSize = 32, .maxThreadsPerBlock = 1024, .maxThreadsDim = {1024, 1024, 64},
     .maxGridSize = {2147483647, 65535, 65535}, .major = 9, .multiProcessorCount = 132, .ECCEnabled = 1,
     .pciBusID = 0x1b + d, .unifiedAddressing = 1, .memoryBusWidth = 5120, .l2CacheSize = 52428800,
