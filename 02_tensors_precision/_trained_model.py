@@ -31,16 +31,20 @@ class Sizes(NamedTuple):
     train_steps: int  # default of --train-steps
 
 
-# On a GPU a step has 65,536 tokens, so that it computes for longer than its launches take.
-SIZES = {
-    "cpu": Sizes(seq_len=64, batch_size=16, train_steps=20),
-    "cuda": Sizes(seq_len=512, batch_size=128, train_steps=200),
-}
+SMALL = Sizes(seq_len=64, batch_size=16, train_steps=20)
+# Steps of 49,152 tokens, so that a GPU computes for much longer than the launches take.
+LARGE = Sizes(seq_len=512, batch_size=96, train_steps=200)
 
 
-def sizes_for(device: torch.device) -> Sizes:
-    """Return the sizes for a device. mps has those of the CPU."""
-    return SIZES.get(device.type, SIZES["cpu"])
+def sizes_for(model: str, device: torch.device) -> Sizes:
+    """Return the sizes for a model and a device.
+
+    A folder's model always gets SMALL: it may have few positions, or a vocabulary whose logits
+    would not fit.
+    """
+    if model == "nano" and device.type == "cuda":
+        return LARGE
+    return SMALL
 
 
 def add_flags(parser: cli.Parser) -> None:
@@ -53,8 +57,8 @@ def add_flags(parser: cli.Parser) -> None:
     parser.add_argument(
         "--train-steps",
         type=cli.positive_int,
-        help=f"steps that nano is trained first (default: {SIZES['cpu'].train_steps}; "
-        f"on a GPU {SIZES['cuda'].train_steps}, of more tokens)",
+        help=f"steps that nano is trained first (default: {SMALL.train_steps}; "
+        f"on a GPU {LARGE.train_steps}, of more tokens)",
     )
     cli.add_device_and_json(parser)
 
@@ -92,8 +96,9 @@ def losses(net: nn.Module, forwards: dict[str, Forward], batches: Batches) -> Te
         is_target = targets != data.PADDING  # [sequences, tokens]
         sums = token_losses.view(targets.shape).sum(1)
         sequence_losses = sums / is_target.sum(1)
-        has_targets = is_target.any(1)  # rows of padding fill up the last batch
-        all_losses.append(sequence_losses[has_targets].cpu())
+        # rows of padding fill up the last batch
+        has_targets = (targets.cpu() != data.PADDING).any(1)
+        all_losses.append(sequence_losses.cpu()[has_targets])
 
     for name, forward in originals.items():
         layers[name].forward = forward
@@ -111,7 +116,7 @@ def loss_difference(found: Tensor, baseline: Tensor) -> tuple[float, float]:
 
 
 def starting_model(
-    args: argparse.Namespace, seed: int, device: torch.device
+    args: argparse.Namespace, sizes: Sizes, seed: int, device: torch.device
 ) -> tuple[nn.Module, data.Corpus]:
     """Return the folder's model, or nano trained from this seed, and a corpus in its tokens."""
     if args.model != "nano" and not shapes.has_weights(args.model):
@@ -119,7 +124,6 @@ def starting_model(
             f"--model {args.model}: neither nano nor a Hugging Face folder with .safetensors files"
         )
     shapes.read_config(args.model)  # its errors come before minutes of tokenizing
-    sizes = sizes_for(device)
     corpus = data.load_corpus("stdlib", model=args.model)
     config = shapes.load_config(args.model, corpus.vocab_size, sizes.seq_len)
     if config.qkv_bias:
@@ -128,14 +132,15 @@ def starting_model(
         )
     net = weights.build(args.model, config, seed=seed, device=device)
     if args.model == "nano":
-        _train_or_load(net, corpus, args.train_steps, seed)
+        _train_or_load(net, corpus, sizes, args.train_steps, seed)
     return net.eval(), corpus
 
 
-def _train_or_load(net: nn.Module, corpus: data.Corpus, steps: int, seed: int) -> None:
+def _train_or_load(
+    net: nn.Module, corpus: data.Corpus, sizes: Sizes, steps: int, seed: int
+) -> None:
     """Train nano, or load the weights that an earlier call with the same arguments has saved."""
     device = next(net.parameters()).device
-    sizes = sizes_for(device)
     parts = [
         f"nano-{device.type}-seed{seed}-steps{steps}x{sizes.batch_size}x{sizes.seq_len}",
         corpus.sha256[:12],
@@ -146,17 +151,19 @@ def _train_or_load(net: nn.Module, corpus: data.Corpus, steps: int, seed: int) -
         net.load_state_dict(torch.load(file, map_location=device, weights_only=True))
         return
     print(f"{file} does not exist yet: training {steps} steps", flush=True)
-    train(net, corpus, steps, LR, seed)
+    train(net, corpus, sizes, steps, LR, seed)
     file.parent.mkdir(exist_ok=True)
     unfinished = file.with_suffix(f".{os.getpid()}.tmp")
     torch.save(net.state_dict(), unfinished)
     unfinished.rename(file)  # so a run that is killed leaves no half-written file
 
 
-def train(net: nn.Module, corpus: data.Corpus, steps: int, lr: float, seed: int) -> None:
+def train(
+    net: nn.Module, corpus: data.Corpus, sizes: Sizes, steps: int, lr: float, seed: int
+) -> None:
     """Train in fp32. `seed` decides the order of the data, and nothing else is random."""
     device = next(net.parameters()).device
-    stream = _batches(corpus, seed, device).stream(0)
+    stream = _batches(corpus, seed, sizes).stream(0)
     optimizer = torch.optim.AdamW(net.parameters(), betas=(0.9, 0.95), fused=True)
     for step in range(steps):
         warm_up = (step + 1) / 10
@@ -169,20 +176,20 @@ def train(net: nn.Module, corpus: data.Corpus, steps: int, lr: float, seed: int)
         optimizer.zero_grad()
 
 
-def held_out_sets(corpus: data.Corpus, device: torch.device) -> tuple[Batches, Batches]:
+def held_out_sets(
+    corpus: data.Corpus, sizes: Sizes, device: torch.device
+) -> tuple[Batches, Batches]:
     """Return two sets of text that no model was trained on: calibration and evaluation.
 
     Ranges, layers and scales are chosen on the first. The losses in the table are of the second.
     """
     half = len(corpus.held_out) // 2
-    calibration = _to_device(corpus._replace(held_out=corpus.held_out[:half]), device)
-    evaluation = _to_device(corpus._replace(held_out=corpus.held_out[half:]), device)
+    sets = []
+    for text in (corpus.held_out[:half], corpus.held_out[half:]):
+        batches = _batches(corpus._replace(held_out=text), 0, sizes).evaluation()
+        sets.append([(inputs.to(device), targets.to(device)) for inputs, targets in batches])
+    calibration, evaluation = sets
     return calibration, evaluation
-
-
-def _to_device(corpus: data.Corpus, device: torch.device) -> Batches:
-    batches = _batches(corpus, 0, device).evaluation()
-    return [(inputs.to(device), targets.to(device)) for inputs, targets in batches]
 
 
 def space_token(model: str) -> int:
@@ -195,8 +202,7 @@ def space_token(model: str) -> int:
     return tokenizer.encode(" ", add_special_tokens=False)[0]
 
 
-def _batches(corpus: data.Corpus, seed: int, device: torch.device) -> data.Batches:
-    sizes = sizes_for(device)
+def _batches(corpus: data.Corpus, seed: int, sizes: Sizes) -> data.Batches:
     settings = argparse.Namespace(
         seed=seed,
         seq_len=sizes.seq_len,

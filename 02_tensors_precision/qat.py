@@ -19,7 +19,7 @@ costs the model less before its first step, on the calibration set.
 What to look at: the last lines. The gain is the loss of the better PTQ minus the loss of QAT, seed
 by seed. A gain that is not there on every seed, or that is below twice its standard error over the
 sequences, is not shown. A seed decides the first weights, the order of the data, and the order of
-the additional steps; for a folder's model only the last. On a GPU the steps have 64 times the
+the additional steps; for a folder's model only the last. On a GPU the steps have 48 times the
 tokens. Expected there: QAT is better at 2 bits, because the trained model has more to lose.
 Previous: quantize.py. Next: 03_linear_regression/.
 """
@@ -262,22 +262,23 @@ def main() -> int:
     )
     args = parser.parse_args()
     device = report.start_lesson(args.device)
-    args.train_steps = args.train_steps or _trained_model.sizes_for(device).train_steps
+    sizes = _trained_model.sizes_for(args.model, device)
+    args.train_steps = args.train_steps or sizes.train_steps
     args.steps = args.steps or STEPS.get(device.type, STEPS["cpu"])
 
     rows = []
     for seed in range(args.seeds):
-        net, corpus = _trained_model.starting_model(args, seed, device)
-        calibration_set, evaluation_set = _trained_model.held_out_sets(corpus, device)
+        net, corpus = _trained_model.starting_model(args, sizes, seed, device)
+        calibration_set, evaluation_set = _trained_model.held_out_sets(corpus, sizes, device)
         order = seed + 1  # the model has read the data in the order of its seed
         baseline = copy.deepcopy(net)
-        train(baseline, corpus, args.steps, LR, order)
+        train(baseline, corpus, sizes, args.steps, LR, order)
         for bits in args.bits:
             clips = clips_to_train_with(net, bits, calibration_set[:2])
             if seed == 0:
                 check_gradient(net, bits, clips, evaluation_set[0])
             qat = with_rounding(copy.deepcopy(net), bits, clips)
-            train(qat, corpus, args.steps, LR, order)
+            train(qat, corpus, sizes, args.steps, LR, order)
             rows.append({"seed": seed, **run(net, baseline, qat, clips, bits, evaluation_set)})
 
     verdicts = []

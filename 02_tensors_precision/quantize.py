@@ -12,12 +12,11 @@ on text like the text to come: calibration. Layers that suffer most can keep mor
     one GPU   python 02_tensors_precision/quantize.py --device cuda
     cluster   it uses one process only
 
-What to look at: the loss above that of fp32, beside the bytes. A difference below twice its
-standard error is noise. Calibration on the wrong text costs more than any row without activations.
-On a CPU the model is trained for 20 small steps and has little to lose. On a GPU it is trained on
-13.1 million tokens, so its weights have adapted to each other, and int3 and int4 per matrix should
-cost clearly more than their standard error. Losses are those of the dequantized values, and no
-integer kernel is timed here: 09_inference/quantized.py measures tokens/s.
+What to look at: the loss above that of fp32, beside the bytes, and what calibration on the wrong
+text costs. A difference below twice its standard error is noise. On a CPU the model is trained for
+20 small steps and has little to lose. On a GPU it is trained on 9.8 million tokens, so its weights
+depend on each other. Expected there: int3 costs several times its standard error. Losses are those
+of the dequantized values. 09_inference/quantized.py measures what fewer bytes are worth in tokens/s.
 Previous: precision.py. Next: qat.py, which trains with the rounding in place.
 """
 
@@ -377,9 +376,10 @@ def main() -> int:
     _trained_model.add_flags(parser)
     args = parser.parse_args()
     device = report.start_lesson(args.device)
-    args.train_steps = args.train_steps or _trained_model.sizes_for(device).train_steps
-    net, corpus = _trained_model.starting_model(args, 0, device)
-    calibration_set, evaluation_set = _trained_model.held_out_sets(corpus, device)
+    sizes = _trained_model.sizes_for(args.model, device)
+    args.train_steps = args.train_steps or sizes.train_steps
+    net, corpus = _trained_model.starting_model(args, sizes, 0, device)
+    calibration_set, evaluation_set = _trained_model.held_out_sets(corpus, sizes, device)
     weights = {name: layer.weight.detach() for name, layer in linears(net).items()}
 
     # The scan runs the model once per matrix, so it reads few sequences of a folder's model, which
