@@ -16,7 +16,7 @@ What to look at: the loss above that of fp32, beside the bytes, and what calibra
 text costs. A difference below twice its standard error is noise. On a CPU the model is trained for
 20 small steps and has little to lose. On a GPU it is trained on 9.8 million tokens, so its weights
 depend on each other. Expected there: int3 costs several times its standard error. Losses are those
-of the dequantized values. 09_inference/quantized.py measures what fewer bytes are worth in tokens/s.
+of the dequantized values. What fewer bytes are worth in tokens/s: 09_inference/quantized.py.
 Previous: precision.py. Next: qat.py, which trains with the rounding in place.
 """
 

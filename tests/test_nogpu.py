@@ -59,17 +59,17 @@ TWO = {  # under torchrun with two ranks
     "09_inference/offloaded.py": f"{ANSWER} --by zero3",
 }
 DATA_PARALLEL = {"05_ddp/data_parallel.py": ""}  # one process, two GPUs
-# Lessons at the sizes that they have on a GPU without other flags, and how much memory these may take.
-AT_GPU_SIZES = {
-    "01_devices/show.py": "",
-    "01_devices/benchmark.py": "",
-    "02_tensors_precision/tensors.py": "",
-    "02_tensors_precision/precision.py": "",
-    "02_tensors_precision/quantize.py": "",
-    "02_tensors_precision/qat.py": "",
-    "03_linear_regression/graphs.py": "",
-}
-MOST_BYTES = 8e9
+# Lessons at the sizes that they have on a GPU without other flags.
+AT_GPU_SIZES = [
+    "01_devices/show.py",
+    "01_devices/benchmark.py",
+    "02_tensors_precision/tensors.py",
+    "02_tensors_precision/precision.py",
+    "02_tensors_precision/quantize.py",
+    "02_tensors_precision/qat.py",
+    "03_linear_regression/graphs.py",
+]
+MOST_BYTES = 8e9  # of GPU memory that these may take
 NOT_HERE = {
     "07_memory_tricks/estimate.py": "computes, for a device by name",
     "09_inference/export.py": "its forms are for CPUs, or machine code that here would do nothing",
@@ -136,7 +136,7 @@ def test_values_are_right(tmp_path, script, flags, ranks, gpus):
 @pytest.mark.parametrize("script", AT_GPU_SIZES)
 def test_sizes_of_a_gpu_run_to_the_end_and_fit(tmp_path, script):
     """Without the checks of numbers, which kernels that do nothing cannot pass."""
-    flags = f"{ROOT / script} --device cuda --json s.json {AT_GPU_SIZES[script]}"
+    flags = f"{ROOT / script} --device cuda --json s.json"
     result = nogpu.run("noop", tmp_path, "tests/support/without_checks.py", flags)
     assert result.code == 0, result
     assert "nogpu: " not in result.err, result
