@@ -11,9 +11,9 @@ from data sheets (common/devices.csv). GB is 1e9 bytes throughout.
 
 What to look at: the last table, with the models that fit. GPUs that the driver sees and torch
 cannot use. SYS between two GPUs: their traffic crosses both sockets. Dtypes without hardware, which
-are slow. On a GPU the script launches no kernels, so it takes as long as on a CPU. Expected from
-the formulas in `needs`, on one H100 of 80 GB: 7B and 13B fit for inference in bf16, 70B fits in
-int4, and full training of 7B does not fit.
+are slow. The script launches no kernels. Expected from the formulas in `needs`, on one H100 of
+80 GB: 7B and 13B fit for inference in bf16, 70B fits in int8 and int4, and full training of 7B does
+not fit.
 Next: doctor.py checks the machine, benchmark.py measures it.
 """
 
