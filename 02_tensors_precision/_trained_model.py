@@ -209,4 +209,5 @@ def _batches(corpus: data.Corpus, seed: int, sizes: Sizes) -> data.Batches:
         global_batch_size=sizes.batch_size,
         micro_batch_size=None,
     )
-    return data.Batches(corpus, settings, rank=0, world_size=1)
+    sequences = data.sequences(corpus, sizes.seq_len)
+    return data.Batches(*sequences, settings, rank=0, world_size=1)

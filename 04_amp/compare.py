@@ -162,7 +162,9 @@ def main() -> int:
     order = argparse.Namespace(
         seed=0, seq_len=args.seq_len, global_batch_size=args.batch_size, micro_batch_size=None
     )
-    stream = data.Batches(corpus, order, rank=0, world_size=1).stream(0)
+    stream = data.Batches(
+        *data.sequences(corpus, order.seq_len), order, rank=0, world_size=1
+    ).stream(0)
     # and one for the failures
     batches = [tuple(t.to(device) for t in next(stream)) for _ in range(args.steps + 1)]
     tokens = args.batch_size * args.seq_len

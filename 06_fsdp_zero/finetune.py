@@ -136,6 +136,7 @@ def main() -> int:
     )
     parser.set_defaults(**DEFAULTS)
     args = parser.parse_args()
+    shapes.read_config(args.model)  # raises for an unknown model
     trained_before = shapes.has_weights(args.model)
     if args.adapters is None:
         args.adapters = 16 if trained_before else 0
@@ -163,8 +164,10 @@ def main() -> int:
     date = checkpoint.start_date(args)  # a chat template may write it: a resume needs the same
     chat = _finetune.read_chat_format(args.tokenizer or args.model, date)
     corpus, held_out_chats = _finetune.load_chats(args, chat, chat_rows)
-    rows_of = partial(_finetune.Rows, trim=not args.compile)  # compiled code is for one length
-    batches = data.Batches(corpus, args, rank=rank, world_size=world_size, sequences=rows_of)
+    trim = not args.compile  # compiled code is for one length
+    train_rows = _finetune.Rows(corpus.train, args.seq_len, trim=trim)
+    held_out_rows = _finetune.Rows(corpus.held_out, args.seq_len, trim=trim)
+    batches = data.Batches(train_rows, held_out_rows, args, rank=rank, world_size=world_size)
     # padding is no token
     batches.tokens_per_step = round(args.global_batch_size * batches.train.mean_length())
     held_out = batches.evaluation()

@@ -1,24 +1,27 @@
-"""Train a language model that does not fit: each process holds a part of every weight, gradient and optimizer state.
+"""Train a language model with fully sharded data parallelism (FSDP).
 
-fully_shard (FSDP2) cuts each tensor by rows, one part per rank. Just before a block computes, the ranks send each other
-their parts of it (an all-gather). After it they forget what is not theirs. In backward the gradients are summed and cut
-in one go (a reduce-scatter), and each rank updates the rows that it holds. With N ranks, weights, gradients and
-optimizer state take 1/N of the memory of chapter 05, for half as much communication again: three times the weights
-instead of twice. Weights are gathered in --dtype, and gradients are summed in fp32. With --dtype fp32 the loss curve
-stays that of one process.
+Each rank holds a shard of every weight, gradient and optimizer state: its rows of each tensor. Just
+before a block computes, the ranks exchange their shards of it (all-gather). After the block they
+free what they received. In backward, the gradients are summed and sharded in one operation
+(reduce-scatter), and each rank updates the rows that it holds. With N ranks, weights, gradients and
+optimizer state take 1/N of the memory of DDP. Communication grows from twice to three times the
+bytes of the weights per step.
 
     laptop    torchrun --nproc_per_node=2 06_fsdp_zero/train_fsdp.py
-    one node  torchrun --nproc_per_node=8 06_fsdp_zero/train_fsdp.py --model llama-8b --checkpointing full --compile
-    cluster   the same on every node, with --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400; --replicate 4
-              shards inside each of four nodes and averages gradients between them (HSDP)
+    one node  torchrun --nproc_per_node=8 06_fsdp_zero/train_fsdp.py --model llama-8b \\
+                  --checkpointing full --compile
+    cluster   run the same command on every node, with
+              --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400
+              --replicate 4 shards within each of the 4 nodes and averages gradients between them
+              (HSDP)
 
-Look for: with --dtype fp32 the losses of 05_ddp/train.py, and the last check: the bytes that each rank holds are its
-part and no more. With --json they are listed by rank. Before: 05_ddp/, zero_from_scratch.py. Next: launch/.
+What to look at: with --dtype fp32 the losses are those of 05_ddp/train.py. The last lines check how
+many bytes each rank holds; --json lists them by rank.
+
+Previous: 05_ddp/train.py, zero_from_scratch.py. Next: launch/.
 """
 
 import sys
-from contextlib import nullcontext
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -33,30 +36,94 @@ from torch.distributed.fsdp import (
 from torch.nn.utils import clip_grad_norm_
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
-from _train_fsdp import check_parts, sharding_mesh
+from _train_fsdp import check_shards, sharding_mesh
 
 from common import cli, exits, hardware, runtime
 from lm import checkpoint, data, flags, metrics, optim, shapes, weights
 from lm.activation_checkpointing import checkpoint_blocks
+from lm.training_objects import TrainingObjects
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+# YOURS: replace this function to train your own model on your own data.
+def load_training_objects(args, rank, world_size, device):
+    """Return the model without memory, the batches of this rank, and what must match on resume.
+
+    The model is on the meta device: it has shapes and no data. No rank ever holds the full model.
+    lm/training_objects.py says what the model and the batches must do.
+    """
+    shapes.read_config(args.model)  # raises for an unknown model, before the text is tokenized
+    corpus = data.load_corpus(args.data, args.tokenizer, args.model, args.run_dir)
+    train_set, held_out_set = data.sequences(corpus, args.seq_len)
+    config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)
+    model = weights.build(args.model, config, seed=args.seed, device="meta")
+    checkpoint_blocks(model, args.checkpointing)  # backward recomputes what is not kept
+    return TrainingObjects(
+        model=model,
+        batches=data.Batches(train_set, held_out_set, args, rank=rank, world_size=world_size),
+        must_match={"data": corpus.sha256, "model": repr(config)},
+        flops_per_token=shapes.flops_per_token(config, args.seq_len),
+        config_json=shapes.config_json(config),
+    )
+
+
+# YOURS: the layers of your model, its loss, and the initial values of its weights.
+def shard_model(model, args, device) -> None:
+    """Shard the model over the ranks, then allocate and initialize this rank's shards."""
+    options = {
+        "mesh": sharding_mesh(device, args.replicate),  # which ranks share one copy of the model
+        # The matmuls run in args.dtype. Gradients are summed in fp32.
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=DTYPES[args.dtype], reduce_dtype=torch.float32, cast_forward_inputs=False
+        ),
+        # None reshards all but the root module, which backward needs first.
+        "reshard_after_forward": None if args.reshard_after_forward == "on" else False,
+        "offload_policy": OffloadPolicy(),
+    }
+    if args.cpu_offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+
+    # Each block is gathered, computed and freed as one. Compile a block before it is sharded.
+    blocks = list(model.model.layers.values())
+    for block in blocks:
+        if args.compile:
+            block.compile(fullgraph=True)
+        fully_shard(block, **options)
+    if args.compile:
+        # The logits are the largest tensor. A compiled loss reads them less often.
+        model.loss = torch.compile(model.loss, fullgraph=True)
+    # The rest is one group: embeddings, final norm and head. Two of them may be one matrix.
+    fully_shard(model, **options)
+
+    # While one block computes, gather the next one.
+    for block, next_block in pairwise(blocks):
+        block.set_modules_to_forward_prefetch([next_block])
+        next_block.set_modules_to_backward_prefetch([block])
+
+    weights.materialize(
+        model, args.model, seed=args.seed, device="cpu" if args.cpu_offload else device
+    )
 
 
 def main() -> int:
     parser = flags.TrainingParser(__doc__)
     parser.add_argument(
-        "--replicate", type=cli.positive_int, default=1, help="copies of the model: HSDP from 2 on"
+        "--replicate",
+        type=cli.positive_int,
+        default=1,
+        help="copies of the model; 2 or more: HSDP",
     )
     parser.add_argument(
         "--reshard-after-forward",
         choices=("on", "off"),
         default="on",
-        help="off: blocks stay whole",
+        help="off: keep gathered blocks until backward",
     )
     parser.add_argument(
         "--cpu-offload",
         action="store_true",
-        help="weights, gradients, optimizer state in CPU memory",
+        help="keep weights, gradients and optimizer state in CPU memory",
     )
     args = parser.parse_args()
     if args.dtype == "fp16":
@@ -65,166 +132,120 @@ def main() -> int:
         )
     runtime.seed_all(args.seed, args.deterministic)
 
-    # 1 Processes. As in chapter 05.
+    # 1. Join the job, as 05_ddp/train.py does.
     device = runtime.init_process_group(args.device)
     rank, world_size, _ = runtime.ranks()
     args.dtype = hardware.choose_dtype(args.dtype, device)
     runtime.catch_stop_signals()
 
-    # 2 The batch: a function of --seed and the step alone. Rank r of N reads the r-th of N equal parts.
-    corpus = data.load_corpus(args.data, args.tokenizer, args.model, args.run_dir)
-    batches = data.Batches(corpus, args, rank=rank, world_size=world_size)
+    # 2. Model and data. Each rank holds its shards in fp32; blocks are gathered in args.dtype.
+    objects = load_training_objects(args, rank, world_size, device)
+    model = objects.model
+    batches = objects.batches
     held_out = batches.evaluation()
-    runtime.print0(
-        f"{args.model}, {args.dtype} matmuls, {world_size} x {hardware.device_name(device)}"
-    )
-
-    # 3 The model: each rank holds its rows of every fp32 weight; blocks are gathered in --dtype when they compute.
-    config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)
-    # shapes alone: no rank ever holds the whole
-    net = weights.build(args.model, config, seed=args.seed, device="meta")
-    checkpoint_blocks(net, args.checkpointing)  # backward computes again what is not kept
-    shard = partial(
-        fully_shard,
-        mesh=sharding_mesh(device, args.replicate),  # which ranks share one copy of the model
-        mp_policy=MixedPrecisionPolicy(
-            DTYPES[args.dtype], reduce_dtype=torch.float32, cast_forward_inputs=False
-        ),
-        # None: all but the root
-        reshard_after_forward=None if args.reshard_after_forward == "on" else False,
-        offload_policy=CPUOffloadPolicy(pin_memory=device.type == "cuda")
-        if args.cpu_offload
-        else OffloadPolicy(),
-    )
-    # wrapped above, then compiled, then cut: each sees what was done before
-    for block in net.model.layers.values():
-        if args.compile:
-            block.compile(fullgraph=True)
-        shard(block)
-    if args.compile:
-        # the largest tensor, the logits, is read less often
-        net.loss = torch.compile(net.loss, fullgraph=True)
-    # what is left is one group: embeddings, final norm and head, since two of them may be one
-    # matrix
-    shard(net)
-    # while one computes, the next is on its way
-    for block, next_block in pairwise(net.model.layers.values()):
-        block.set_modules_to_forward_prefetch([next_block])
-        next_block.set_modules_to_backward_prefetch([block])
-    weights.materialize(
-        net, args.model, seed=args.seed, device="cpu" if args.cpu_offload else device
-    )
-    # fully_shard casts instead: all is in --dtype, also what autocast keeps in fp32
-    autocast = nullcontext
+    shard_model(model, args, device)
     optimizer, scheduler = optim.adamw_cosine(
-        net,
+        model,
         lr=args.lr,
         weight_decay=args.weight_decay,
         warmup_steps=args.warmup_steps,
         steps=args.steps,
     )
-
-    # 4 The run: its folder, and the step at which it stood.
-    run = checkpoint.Run(
-        args, settings=flags.settings(args, data=corpus.sha256, model=repr(config))
+    runtime.print0(
+        f"{args.model}, {args.dtype} matmuls, {world_size} x {hardware.device_name(device)}"
     )
-    training = {"net": net, "optimizer": optimizer, "scheduler": scheduler}
-    start_step = checkpoint.resume(run, **training) if args.resume else 0
+
+    # 3. Checkpoints: resume where the last run stopped, on any number of ranks.
+    run = checkpoint.Run(args, settings=flags.settings(args, **objects.must_match))
+    start_step = 0
+    if args.resume:
+        start_step = checkpoint.resume(run, model, optimizer, scheduler)
     stream = batches.stream(start_step, pin=device.type == "cuda", num_workers=args.num_workers)
     meter = metrics.Meter(
         run.folder,
         steps=args.steps,
         start_step=start_step,
         tokens_per_step=batches.tokens_per_step,
-        flops_per_token=shapes.flops_per_token(config, args.seq_len),
+        flops_per_token=objects.flops_per_token,
         peak_flops=hardware.peak_flops(hardware.device_name(device), args.dtype),
         device=device,
         dtype=args.dtype,
     )
 
-    # 5 The loop.
-    step, stop = start_step, 0
+    # 4. The training loop.
+    step = start_step
+    stop = 0
     for step in range(start_step + 1, args.steps + 1):
-        # what dropout draws, if your model has it, is the same after a resume
-        torch.manual_seed(args.seed + step)
+        torch.manual_seed(args.seed + step)  # dropout draws the same numbers after a resume
         step_loss = torch.zeros((), device=device)
         for micro_step in range(1, batches.accumulation_steps + 1):
             inputs, targets = meter.next(stream)
-            # each backward reduce-scatters, or gradients would be whole; copies (HSDP) all-reduce once, after the last
-            net.set_requires_all_reduce(micro_step == batches.accumulation_steps)
-            with meter.forward(), autocast():
-                # micro-batches have equal token counts
-                loss = net(inputs, targets) / batches.accumulation_steps
+            # Each backward reduce-scatters, because full gradients would not fit. With --replicate,
+            # only the last backward of a step all-reduces the shards between the copies.
+            is_last_micro_step = micro_step == batches.accumulation_steps
+            model.set_requires_all_reduce(is_last_micro_step)
+            with meter.forward():
+                loss = model(inputs, targets) / batches.accumulation_steps
             loss.backward()
             step_loss += loss.detach()
-        grad_norm = clip_grad_norm_(net.parameters(), args.clip_norm)
+
+        grad_norm = clip_grad_norm_(model.parameters(), args.clip_norm)
         lr = optimizer.param_groups[0]["lr"]
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
 
-        stop = runtime.stop_requested()  # the same answer on all ranks, so that all save
-        save = stop or step == args.steps or (args.save_every and step % args.save_every == 0)
+        # Log, evaluate and save. All ranks decide the same, because these steps are collective.
+        stop = runtime.stop_requested()
+        is_last_step = stop or step == args.steps
+        save = is_last_step or (args.save_every and step % args.save_every == 0)
         if save or step == 1 or step % args.log_every == 0:
-            dist.all_reduce(step_loss)  # sums: a rank's loss is the mean of its own share
+            dist.all_reduce(step_loss)  # the sum over ranks of the mean of their samples
             meter.log(step, step_loss / world_size, grad_norm, lr)
         if step == args.steps or (args.eval_every and step % args.eval_every == 0):
-            meter.log_eval(step, evaluate(net, held_out, autocast, device))
+            meter.log_eval(step, evaluate(model, held_out, device))
         if save:
-            run.save(step, checkpoint.training_state(step, **training), shapes.config_json(config))
+            state = checkpoint.training_state(step, model, optimizer, scheduler)
+            run.save(step, state, objects.config_json)
         if stop:
             break
     run.wait()
     if stop:
-        runtime.print0(
-            f"signal {stop}: saved at step {step}; the same command with --resume goes on"
-        )
+        runtime.print0(f"signal {stop}: saved at step {step}. Run the same command with --resume")
 
-    # 6 What was promised, checked. Low precision is in the arithmetic, never in what is kept.
-    kept = {
-        t.dtype
-        for t in (*net.parameters(), *(t for s in optimizer.state.values() for t in s.values()))
-    }
-    with torch.no_grad(), autocast():
-        computed = net(torch.zeros(1, 1, dtype=torch.int64, device=device)).dtype
-    assert (computed, kept) == (DTYPES[args.dtype], {torch.float32})
-    runtime.print0(
-        f"checked: matmuls in {computed}, weights and optimizer state kept in {torch.float32}"
-    )
-    for module in (net, *net.model.layers.values()):
-        module.reshard()  # what that forward gathered is still there: no backward has followed
-    # No rank has drifted from the others by a bit.
-    digests = runtime.all_gather(weights.digest(net))
-    assert len(set(digests)) == 1, f"ranks hold different weights: {digests}"
-    runtime.print0(f"checked: all {world_size} ranks have the same weights to the bit")
-    held = check_parts(net, optimizer, args.replicate)  # its rows of each tensor and no more
+    # 5. Check what this chapter promises: each rank holds its shards in fp32 and nothing else.
+    bytes_per_rank = check_shards(model, optimizer, DTYPES[args.dtype], args.replicate)
+    digests = runtime.all_gather(weights.digest(model))
+    assert len(set(digests)) == 1, f"copies of the model differ: {digests}"
+    runtime.print0(f"checked: all {world_size} ranks have the same weights, bit for bit")
+
     meter.finish(
         step,
         model=args.model,
-        parameters=shapes.parameter_count(config),
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
         json_path=args.json,
         weights_sha256=digests[0],
-        **held,
+        **bytes_per_rank,
     )
     runtime.shutdown()
     return exits.REQUEUE_EXIT_CODE if stop and step < args.steps else 0
 
 
 @torch.no_grad()
-def evaluate(net, batches, autocast, device) -> float:
-    """Mean loss per token of the held-out sequences."""
-    net.eval()
-    total = torch.zeros(2, device=device)  # sum of losses, number of tokens
+def evaluate(model, batches, device) -> float:
+    """Return the mean loss per token over the held-out batches of all ranks."""
+    model.eval()
+    loss_sum = torch.zeros((), device=device)
+    token_count = torch.zeros((), device=device)
     for inputs, targets in batches:
+        inputs = inputs.to(device)
         targets = targets.to(device)
-        with autocast():
-            loss = net(inputs.to(device), targets)
-        tokens = (targets != data.PADDING).sum()
-        # padding alone has no mean
-        total += torch.stack((torch.where(tokens > 0, loss * tokens, 0.0), tokens))
-    dist.all_reduce(total)  # sums, not means: a rank may have read fewer tokens than the others
-    net.train()
-    return (total[0] / total[1]).item()
+        loss_sum += model(inputs, targets, reduction="sum")
+        token_count += (targets != data.PADDING).sum()
+    dist.all_reduce(loss_sum)
+    dist.all_reduce(token_count)
+    model.train()
+    return (loss_sum / token_count).item()
 
 
 if __name__ == "__main__":

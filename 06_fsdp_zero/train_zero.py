@@ -109,6 +109,7 @@ def main() -> int:
         "--local_rank", type=int, help="from the deepspeed launcher; its LOCAL_RANK is read instead"
     )
     args = parser.parse_args()
+    shapes.read_config(args.model)  # raises for an unknown model
     helper.check_flags(args)
     runtime.seed_all(args.seed, args.deterministic)
 
@@ -121,7 +122,9 @@ def main() -> int:
 
     # 2 The batch: a function of --seed and the step alone. Rank r of N reads the r-th of N equal parts.
     corpus = data.load_corpus(args.data, args.tokenizer, args.model, args.run_dir)
-    batches = data.Batches(corpus, args, rank=rank, world_size=world_size)
+    batches = data.Batches(
+        *data.sequences(corpus, args.seq_len), args, rank=rank, world_size=world_size
+    )
     held_out = batches.evaluation()
     runtime.print0(
         f"{args.model}, ZeRO-{args.stage}, {args.dtype}, {world_size} x {hardware.device_name(device)}"

@@ -50,7 +50,7 @@ def make_batches(corpus: data.Corpus, seq_len: int, batch_size: int) -> data.Bat
     sizes = Namespace(
         seq_len=seq_len, global_batch_size=batch_size, micro_batch_size=batch_size, seed=0
     )
-    return data.Batches(corpus, sizes, rank=0, world_size=1)
+    return data.Batches(*data.sequences(corpus, sizes.seq_len), sizes, rank=0, world_size=1)
 
 
 def instruction_task(folder: str, batch_size: int, steps: int) -> Task:

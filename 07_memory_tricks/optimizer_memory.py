@@ -171,7 +171,8 @@ def run(recipe: str, seed: int, config: shapes.Config, corpus: data.Corpus, args
     )
     losses = []
     for inputs, targets in islice(
-        data.Batches(corpus, sizes, rank=0, world_size=1).stream(0), args.steps
+        data.Batches(*data.sequences(corpus, sizes.seq_len), sizes, rank=0, world_size=1).stream(0),
+        args.steps,
     ):
         loss = net(inputs.to(device), targets.to(device))
         loss.backward()

@@ -21,7 +21,7 @@ from common import report, runtime
 from common.exits import UserError
 from common.report import table
 from lm import model, shapes
-from lm.data import Batches, load_corpus
+from lm.data import Batches, load_corpus, sequences
 from lm.weights import build
 
 # all-gather with a backward: torch 2.13's name, and the one of before
@@ -245,9 +245,11 @@ def dry_run(args, build) -> int:
     args.world_size = args.world_size or args.tp * args.pp * args.cp * args.replicate
     corpus = load_corpus(args.data, args.tokenizer, args.model, args.run_dir)
     config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)
-    check_cuts(
-        args, config, Batches(corpus, args, rank=0, world_size=data_ranks(args, args.world_size))
+    ranks_with_own_data = data_ranks(args, args.world_size)
+    batches = Batches(
+        *sequences(corpus, args.seq_len), args, rank=0, world_size=ranks_with_own_data
     )
+    check_cuts(args, config, batches)
     # a process for each stage: none can be another rank later
     with ProcessPoolExecutor(
         min(args.pp, os.cpu_count()), get_context("spawn"), max_tasks_per_child=1

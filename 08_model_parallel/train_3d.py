@@ -105,6 +105,7 @@ def main() -> int:
         help="with --dry-run: how many ranks (default: fewest)",
     )
     args = parser.parse_args()
+    shapes.read_config(args.model)  # raises for an unknown model
     if args.dtype == "fp16":
         raise exits.UserError(
             "--dtype fp16: 05_ddp/train.py has a GradScaler; use bf16 or fp32 here"
@@ -123,7 +124,7 @@ def main() -> int:
     # 2 The batch: a function of --seed and the step alone. Only data ranks read different sequences.
     corpus = data.load_corpus(args.data, args.tokenizer, args.model, args.run_dir)
     batches = data.Batches(
-        corpus,
+        *data.sequences(corpus, args.seq_len),
         args,
         rank=helper.find_place(args)[1],
         world_size=helper.data_ranks(args, world_size),

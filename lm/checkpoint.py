@@ -8,7 +8,7 @@ A run has one folder:
     step-00000200/      a checkpoint: the weights, optimizer state and schedule after step 200
         .metadata, __0_0.distcp, __1_0.distcp, ...    files of torch.distributed.checkpoint (DCP):
                         an index, and what rank 0, rank 1, ... wrote
-        config.json     the shape of the model, as Hugging Face writes it
+        config.json     the shape of the model, as Hugging Face writes it; not for your own model
         hashes.json     the SHA-256 of each file in this folder
     step-00000300.tmp/  a checkpoint that is being written, or that a killed process left
     step-00000100.old/  a checkpoint that is being deleted: --keep N keeps the newest N
@@ -121,12 +121,12 @@ class Run:
         # A script that ends with a UserError completes its save in the background first.
         before_user_error_exit.append(self.wait)
 
-    def save(self, step: int, state: dict, config: dict) -> None:
+    def save(self, step: int, state: dict, config: dict | None) -> None:
         """Save `state`, made by training_state, as checkpoint step-N. With --keep 0, do nothing.
 
-        `config` is the content of a Hugging Face config.json. With --async-save, return as soon as
-        the state is copied to CPU memory; a thread writes it to disk. If that fails, every later
-        call of save or wait raises. Raise UserError if the files cannot be written.
+        `config` is the content of a Hugging Face config.json, or None. With --async-save, return as
+        soon as the state is copied to CPU memory; a thread writes it to disk. If that fails, every
+        later call of save or wait raises. Raise UserError if the files cannot be written.
         """
         self.wait()
         if self.keep == 0:
@@ -252,7 +252,9 @@ class Run:
                 "choose a folder on a disk that all nodes share"
             )
 
-    def _write(self, step: int, state: dict, config: dict, device: int | None = None) -> None:
+    def _write(
+        self, step: int, state: dict, config: dict | None, device: int | None = None
+    ) -> None:
         """Write a checkpoint. With --async-save a thread runs this; `device` is its rank's GPU."""
         if device is not None:
             torch.cuda.set_device(device)
@@ -274,7 +276,7 @@ class Run:
                 f"{error}; older checkpoints are untouched"
             ) from None
 
-    def _write_files(self, folder: Path, state: dict, config: dict) -> dict[str, str]:
+    def _write_files(self, folder: Path, state: dict, config: dict | None) -> dict[str, str]:
         """Write this rank's files to `folder`. Return their SHA-256 by file name.
 
         06_fsdp_zero/_train_zero.py overrides this method to write DeepSpeed's files.
@@ -293,9 +295,10 @@ class Run:
         rank, _, _ = ranks()
         files = list(folder.glob(f"__{rank}_*"))
         if is_rank0():
-            write_json(folder / "config.json", config)
             files.append(folder / ".metadata")
-            files.append(folder / "config.json")
+            if config is not None:
+                write_json(folder / "config.json", config)
+                files.append(folder / "config.json")
         return {file.name: file_sha256(file) for file in files}
 
     def _publish(self, temporary: Path, final: Path, hashes: dict[str, str]) -> None:

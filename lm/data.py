@@ -1,13 +1,13 @@
 """The data of a training run, from text to the batches of each rank.
 
-    text --load_corpus()--> Corpus --Sequences--> samples --Batches--> micro-batches of one rank
+    text --load_corpus()--> Corpus --sequences()--> samples --Batches--> micro-batches of one rank
 
 - load_corpus() turns text into token ids and caches them in files.
-- Sequences cuts the token ids into training samples: pairs (inputs, targets).
+- sequences() cuts the token ids into samples: pairs (inputs, targets).
 - Batches chooses the samples that each rank reads at each step. The choice depends on the seed and
   the step. It does not depend on the number of ranks.
 
-To train on your own data, pass your own Dataset to Batches: see the argument `sequences` there.
+To train on your own data, pass your own torch Datasets to Batches.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ import shutil
 import signal
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -308,6 +308,11 @@ class Sequences(Dataset):
         return torch.from_numpy(window[:-1]), torch.from_numpy(window[1:])
 
 
+def sequences(corpus: Corpus, seq_len: int) -> tuple[Sequences, Sequences]:
+    """Return the samples of training and of evaluation, sequences of seq_len tokens."""
+    return Sequences(corpus.train, seq_len), Sequences(corpus.held_out, seq_len)
+
+
 class Batches:
     """The batches that one rank reads.
 
@@ -342,28 +347,21 @@ class Batches:
     """
 
     def __init__(
-        self,
-        corpus: Corpus,
-        args,
-        *,
-        rank: int,
-        world_size: int,
-        sequences: Callable[..., Dataset] = Sequences,
+        self, train: Dataset, held_out: Dataset, args, *, rank: int, world_size: int
     ) -> None:
-        """Create the datasets of training and evaluation, and compute the sizes of the batches.
+        """Compute the sizes of the batches.
 
         Args:
-            corpus: The data of training and evaluation.
-            args: The flags seq_len, global_batch_size, micro_batch_size and seed. If
+            train: The training samples, a Dataset with a length. A sample is a pair of tensors
+                (inputs, targets). The samples have equal shapes, except where the Dataset has a
+                method __getitems__ that pads the samples of a micro-batch to equal shapes.
+            held_out: The samples of the evaluation, all of equal shapes. The loss must ignore
+                targets that are PADDING.
+            args: The flags global_batch_size, micro_batch_size, seed and seq_len. If
                 micro_batch_size is None, a rank reads its share as one micro-batch.
             rank: The data-parallel index of this rank. Ranks that hold parts of the same model, as
                 in tensor parallelism, read the same samples and pass the same index.
             world_size: The number of data-parallel indices.
-            sequences: A function or class that makes a torch Dataset. To train on your own data,
-                pass your own. It is called as sequences(corpus.train, seq_len) and as
-                sequences(corpus.held_out, seq_len); both parts of the corpus can be any objects
-                that it accepts. Its Dataset has a length and yields pairs (inputs, targets), each
-                int64 [seq_len]. The loss ignores targets that are PADDING.
 
         Raises:
             UserError: The global batch is not a multiple of world_size x micro_batch_size, or there
@@ -371,7 +369,6 @@ class Batches:
         """
         self.rank = rank
         self.world_size = world_size
-        self.seq_len = args.seq_len
         self.seed = args.seed
         self.global_batch_size = args.global_batch_size
 
@@ -387,21 +384,23 @@ class Batches:
         self.samples_per_rank = self.global_batch_size // world_size
         self.micro_batch_size = args.micro_batch_size or self.samples_per_rank
         self.accumulation_steps = self.samples_per_rank // self.micro_batch_size
-        self.tokens_per_step = self.global_batch_size * self.seq_len
 
-        self.train = sequences(corpus.train, self.seq_len)
-        self.held_out = sequences(corpus.held_out, self.seq_len)
-        self._check_length("training", self.train, self.global_batch_size)
-        self._check_length("held-out", self.held_out, 1)
+        self.train = train
+        self.held_out = held_out
+        self._check_length("training", train, self.global_batch_size, args.seq_len)
+        self._check_length("held-out", held_out, 1, args.seq_len)
+        # Tokens of a text; of images, for example, one per image.
+        self.targets_per_sample = held_out[0][1].numel()
+        self.tokens_per_step = self.global_batch_size * self.targets_per_sample
 
         # Keep the orders of two epochs: a step can read the end of one and the start of the next.
         self._order_of_epoch = lru_cache(maxsize=2)(self._shuffle)
 
-    def _check_length(self, part: str, samples: Dataset, needed: int) -> None:
+    def _check_length(self, part: str, samples: Dataset, needed: int, seq_len: int) -> None:
         """Raise UserError if there are fewer samples than needed."""
         if len(samples) < needed:
             raise UserError(
-                f"--data has {len(samples)} {part} sequences of --seq-len {self.seq_len}, "
+                f"--data has {len(samples)} {part} sequences of --seq-len {seq_len}, "
                 f"and needs {needed}: add text, or lower --seq-len or --global-batch-size"
             )
 
@@ -436,7 +435,7 @@ class Batches:
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Return an endless iterator over the micro-batches of this rank.
 
-        A micro-batch is (inputs, targets), each int64 [micro_batch_size, seq_len], on the CPU.
+        A micro-batch is (inputs, targets), each [micro_batch_size, *shape of a sample], on the CPU.
 
         Args:
             start_step: The step to start with, counted from 0. A run that resumes passes the number
@@ -470,8 +469,9 @@ class Batches:
         most_per_rank = math.ceil(len(chosen) / self.world_size)
         micro_batches = math.ceil(most_per_rank / self.micro_batch_size)
         rows = micro_batches * self.micro_batch_size
-        inputs = torch.zeros(rows, self.seq_len, dtype=torch.int64)
-        targets = torch.full_like(inputs, PADDING)
+        first_inputs, first_targets = self.held_out[0]
+        inputs = first_inputs.new_zeros(rows, *first_inputs.shape)
+        targets = first_targets.new_full((rows, *first_targets.shape), PADDING)
         chosen_by_this_rank = chosen[self.rank :: self.world_size]
         for row, i in enumerate(chosen_by_this_rank.tolist()):
             inputs[row], targets[row] = self.held_out[i]

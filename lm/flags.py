@@ -142,8 +142,8 @@ class TrainingParser(Parser):
     def parse_args(self, *arguments) -> argparse.Namespace:
         """Parse the command line. --seq-len, --lr and --warmup-steps default to the model's recipe.
 
-        Raise UserError for --resume without --run-dir, for a model that cannot be read, and for
-        environment variables with which the run would fail later.
+        Raise UserError for --resume without --run-dir, and for environment variables with which the
+        run would fail later.
         """
         args = super().parse_args(*arguments)
         runtime.refuse_tasks_without_rank()
@@ -169,7 +169,8 @@ def settings(args: argparse.Namespace, **contents: str) -> dict:
 
     `contents` are texts that some flags stand for, such as data=the hash of all tokens. A file may
     change and keep its name, or move and keep its content. So the setting of such a flag is its
-    value, for people, and a hash of the text, which same_setting compares.
+    value, for people, and a hash of the text, which same_setting compares. A name that is no flag
+    in FIXED_FLAGS is a setting of its own.
     """
     values = {}
     for name in FIXED_FLAGS:
@@ -177,7 +178,7 @@ def settings(args: argparse.Namespace, **contents: str) -> dict:
         values[flag] = getattr(args, name)
     for name, content in contents.items():
         flag = f"--{name}"
-        values[flag] = with_hash(values[flag], content)
+        values[flag] = with_hash(values.get(flag, name), content)
     if has_weights(args.model):
         values[WEIGHTS] = with_hash(args.model, weights_fingerprint(Path(args.model)))
     values[FORMAT] = 2

@@ -202,8 +202,14 @@ def recipe(name: str) -> Recipe:
 
     Sequences are at most as long as the model allows. A model with trained weights gets a tenth of
     the learning rate: larger steps would destroy what it has learned.
+
+    Any other name gets the recipe of nano. It may be a model of yours, which your own
+    `load_training_objects` knows. load_config raises if it is not.
     """
-    config = read_config(name)
+    try:
+        config = read_config(name)
+    except UserError:
+        config = SIZES["nano"]
     size_recipe = _recipe_for_size(parameter_count(config))
     lr = size_recipe.lr
     if has_weights(name):

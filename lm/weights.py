@@ -174,6 +174,8 @@ def digest(net: nn.Module) -> str:
         if hasattr(parameter, "placements"):
             sharded = True
             parameter = with_full_rows(parameter)
+        if parameter.ndim == 0:
+            parameter = parameter.reshape(1)
         local, (rows, *_) = local_part(parameter)
         hash_by_place[name, rows.start] = hash_rows(name, local, rows.start)
     if sharded:

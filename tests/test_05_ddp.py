@@ -30,7 +30,8 @@ def test_the_logged_loss_is_the_mean_over_ranks_and_micro_batches(tmp_path):
     )
     net = build("nano", shapes.load_config(str(tmp_path / "tiny.json"), 256, 32), seed=3)
     sizes = SimpleNamespace(seq_len=32, global_batch_size=12, micro_batch_size=None, seed=3)
-    batches = data.Batches(data.load_corpus("stdlib", "bytes"), sizes, rank=0, world_size=1)
+    samples = data.sequences(data.load_corpus("stdlib", "bytes"), sizes.seq_len)
+    batches = data.Batches(*samples, sizes, rank=0, world_size=1)
     for step, weights in ((1, net.state_dict()), (8, saved(tmp_path, 7)["model"])):
         net.load_state_dict(weights)
         inputs, targets = next(batches.stream(step - 1))

@@ -157,9 +157,9 @@ def test_steps_are_those_of_peft_and_trainer_and_both_load_the_end(
         data=PAIRS, seq_len=128, global_batch_size=BATCH, micro_batch_size=None, seed=0
     )
     corpus, _ = helper.load_chats(args, helper.read_chat_format(str(folder)), script.chat_rows)
-    batches = data.Batches(
-        corpus, args, rank=0, world_size=1, sequences=lambda *of: helper.Rows(*of, trim=False)
-    )
+    train_rows = helper.Rows(corpus.train, args.seq_len, trim=False)
+    held_out_rows = helper.Rows(corpus.held_out, args.seq_len, trim=False)
+    batches = data.Batches(train_rows, held_out_rows, args, rank=0, world_size=1)
     chosen = [corpus.train[i] for step in range(steps) for i in batches.global_batch(step)]
     rows = [
         {"input_ids": t, "labels": np.where(counts, t, np.int64(data.PADDING))}

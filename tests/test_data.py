@@ -33,7 +33,8 @@ def batches_of(
 ) -> data.Batches:
     """Return the batches of one rank, for sequences of 8 tokens."""
     sizes = SimpleNamespace(seq_len=8, global_batch_size=batch, micro_batch_size=micro, seed=seed)
-    return data.Batches(corpus_of(sequences), sizes, rank=rank, world_size=world_size)
+    samples = data.sequences(corpus_of(sequences), seq_len=8)
+    return data.Batches(*samples, sizes, rank=rank, world_size=world_size)
 
 
 def steps(
@@ -72,9 +73,10 @@ def test_ranks_share_the_held_out_sequences(world_size, n):
     """Each sequence is read once, and every rank has the same number of batches of one shape."""
     corpus = corpus_of(4 * world_size)._replace(held_out=corpus_of(n).held_out)
     sizes = SimpleNamespace(seq_len=8, global_batch_size=4 * world_size, micro_batch_size=4, seed=0)
+    samples = data.sequences(corpus, seq_len=8)
     ranks = [
-        data.Batches(corpus, sizes, rank=r, world_size=world_size).evaluation()
-        for r in range(world_size)
+        data.Batches(*samples, sizes, rank=rank, world_size=world_size).evaluation()
+        for rank in range(world_size)
     ]
     assert len({len(batches) for batches in ranks}) == 1
     sequences_read = []

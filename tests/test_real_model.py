@@ -32,7 +32,9 @@ def first_loss(smollm2) -> float:
         "micro_batch_size": SEQUENCES,
         "seed": 0,
     }
-    inputs, targets = next(data.Batches(corpus, Namespace(**sizes), rank=0, world_size=1).stream(0))
+    samples = data.sequences(corpus, SEQ_LEN)
+    batches = data.Batches(*samples, Namespace(**sizes), rank=0, world_size=1)
+    inputs, targets = next(batches.stream(0))
     net = AutoModelForCausalLM.from_pretrained(smollm2)
     assert {parameter.dtype for parameter in net.parameters()} == {torch.float32}
     with torch.no_grad():
