@@ -15,8 +15,8 @@ A rate that cannot be stored is a different error: 1.1 stored as 1 loses 0.1 in 
 
 What to look at: the two errors of "1.1 per second" side by side. How many weights 20 AdamW steps
 move in bf16. On a GPU: what each type's matmul costs beside its error. Expected on an H100 from its
-data sheet, for 4,096 x 4,096 matrices: at least 2.1 ms in fp32, 0.28 ms in tf32, 0.14 ms in bf16
-and fp16, and the errors of the CPU.
+data sheet, for 4,096 x 4,096 matrices: at least 2.0 ms in fp32, 0.27 ms in tf32, 0.13 ms in bf16
+and fp16, with about the errors of the CPU.
 Previous: tensors.py. Next: quantize.py for integers, 04_amp/train.py for training in bf16.
 """
 

@@ -11,7 +11,7 @@ most surprises with `view` and `contiguous`. A batch of images can lie in memory
 
 What to look at: every statement is checked before it is printed, by addresses and by writing
 through views. The times at the end are medians (lowest to highest) of 7 rounds. Expected on an H100
-from its data sheet, for 1,024 images of 64 x 56 x 56 in fp16: 237 GFLOP take at least 0.24 ms.
+from its data sheet, for 1,024 images of 64 x 56 x 56 in fp16: 237 GFLOP take at least 0.23 ms.
 channels_last should come nearer to that, because tensor cores read pixels and NCHW must be
 rearranged first. A clone of 128 MiB moves twice as much, in at least 0.08 ms.
 Next: precision.py.
