@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from support import nogpu
-from support.harness import ROOT
+from support.harness import ROOT, with_fault
 
 pytestmark = [pytest.mark.nogpu, pytest.mark.timeout(900), pytest.mark.usefixtures("nogpu_tool")]
 
@@ -19,7 +19,6 @@ TRAIN = f"{STEPS} --model tiny.json"
 ANSWER = "--model folder --max-new-tokens 4"
 ONE = {  # script: flags
     "01_devices/show.py": "",
-    "02_tensors_precision/precision.py": "",
     "02_tensors_precision/quantize.py": "--model folder",
     "02_tensors_precision/qat.py": "--model folder --steps 2 --seeds 1 --bits 2",
     "03_linear_regression/train.py": "--epochs 2 --batch-size 512 --lr 0.1 --run-dir run",
@@ -69,6 +68,18 @@ AT_GPU_SIZES = [
     "02_tensors_precision/qat.py",
     "03_linear_regression/graphs.py",
 ]
+# Lessons without flags for their sizes: lines of the script, and smaller sizes.
+SMALLER = {
+    "02_tensors_precision/precision.py": {
+        '"cuda": 4096': '"cuda": 256',
+        '"cuda": 2**25': '"cuda": 65_536',
+    },
+    "02_tensors_precision/tensors.py": {
+        '"cuda": 1024': '"cuda": 2',
+        '"cuda": 8192': '"cuda": 64',
+        '"cuda": 20': '"cuda": 1',
+    },
+}
 MOST_BYTES = 8e9  # of GPU memory that these may take
 NOT_HERE = {
     "07_memory_tricks/estimate.py": "computes, for a device by name",
@@ -129,6 +140,19 @@ def named(script: str) -> str:
 def test_values_are_right(tmp_path, script, flags, ranks, gpus):
     """Each script's own checks are the test."""
     result = nogpu.run("values", tmp_path, script, f"{flags} --device cuda", ranks, gpus)
+    assert result.code == 0, result
+    assert "nogpu: " not in result.err, result
+
+
+@pytest.mark.parametrize("script", SMALLER)
+def test_values_are_right_at_smaller_sizes(tmp_path, script):
+    (line, smaller), *others = SMALLER[script].items()
+    file = with_fault(script, tmp_path, line, smaller)
+    for line, smaller in others:
+        text = file.read_text()
+        assert text.count(line) == 1
+        file.write_text(text.replace(line, smaller))
+    result = nogpu.run("values", tmp_path, str(file), "--device cuda")
     assert result.code == 0, result
     assert "nogpu: " not in result.err, result
 
