@@ -1,17 +1,21 @@
-"""Is this machine fit to train on, and is that script? The troubleshooting list, as checks that run.
+"""Is this machine fit to train on? A checklist for the first day on a new machine, as code.
 
-The GPUs, the machine, and a job on it, where two processes really add up numbers. With --script a training script runs
-for --steps optimizer steps under watch and is judged (_doctor.py); its own flags come last, after a bare `--`.
+It checks the GPUs, the machine around them, and a job in which two processes add up numbers. With
+--script it also runs a training script to its end, and says where it failed or hung. The script's
+own flags come last, after a bare `--`.
 
     laptop    python 01_devices/doctor.py
-    a script  python 01_devices/doctor.py --script 04_amp/train.py
     ranks     python 01_devices/doctor.py --script 05_ddp/train.py --nproc 2
     cluster   srun --ntasks-per-node=1 python 01_devices/doctor.py --run-dir runs
 
-Look for: fail (it breaks, or numbers come out wrong), warn (it costs speed, or may break later), each with its fix, and
-skip (could not be seen here). The exit code is 1 if anything failed. Before: show.py. Next: benchmark.py.
+What to look at: `fail` means that training breaks or that numbers come out wrong, `warn` that it
+costs speed or may break later. Each of these has its fix on a line of its own. `skip` means that
+the check was not possible here. The exit code is 1 if anything failed. On an H100 the line
+`attention` should name CUDNN_ATTENTION.
+Previous: show.py. Next: benchmark.py.
 """
 
+import ctypes
 import json
 import os
 import re
@@ -19,26 +23,103 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Iterator
 from importlib.metadata import distributions
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
-import _shared as machine
-from _doctor import RENDEZVOUS, TORCHRUN, Check, examine, first_error, run_command, wrong_variables
+import _machine
+from _doctor import RENDEZVOUS, TORCHRUN, Check, error_of, examine_script, run_command
 
 from common import cli, exits, hardware, report
 from common.exits import UserError
 from common.report import table
 
+REPOSITORY = Path(hardware.__file__).resolve().parents[1]
+SECONDS = 150  # until a check that runs in a process of its own counts as failed
+GIB = 2**30
+TIME_ERROR = 5  # Linux's adjtimex returns it while nothing keeps the clock right
+
+# --- GPUs
+
+
+def check_driver(gpus: list[dict], why_none: str | None) -> Check:
+    """Check that the driver answers for every GPU, and that it is new enough for this torch."""
+    fix = (
+        "update or reinstall the driver and reboot; after an Xid in dmesg the GPU is off the bus: "
+        "reboot, then replace it"
+    )
+    lost = []
+    for gpu in gpus:
+        if "handle" in gpu["refused"]:
+            lost.append(f"GPU {gpu['index']}: {gpu['refused']['handle']}")
+    if lost:
+        return Check("driver", "fail", "; ".join(lost), fix)
+    if not gpus:
+        # a card that is on the PCI bus but that the driver does not see
+        return Check("driver", "fail" if _nvidia_cards() else "skip", why_none, fix)
+
+    offered = gpus[0]["cuda"]
+    built = torch.version.cuda
+    seen = f"runs CUDA {offered or 'n/a'}, torch was built for {built or 'none'}"
+    if not offered or not built:
+        return Check("driver", "skip", seen, fix)
+    # a driver runs every minor version of its major version
+    too_old = int(offered.split(".")[0]) < int(built.split(".")[0])
+    return Check("driver", "fail" if too_old else "ok", seen, fix)
+
+
+def _nvidia_cards() -> int:
+    cards = 0
+    for file in Path("/sys/bus/pci/devices").glob("*/class"):
+        is_display = file.read_text().startswith("0x03")
+        if is_display and "0x10de" in file.with_name("vendor").read_text():
+            cards += 1
+    return cards
+
+
+def check_visible(gpus: list[dict], usable: int) -> Check:
+    """Check that torch can use every GPU of the driver."""
+    built = torch.version.cuda
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    seen = (
+        f"torch {torch.__version__} for CUDA {built or 'none'} can use {usable} of {len(gpus)}; "
+        f"CUDA_VISIBLE_DEVICES={visible}"
+    )
+    fix = (
+        "unset CUDA_VISIBLE_DEVICES, unless GPUs are hidden on purpose; "
+        "CUDA stops counting at its first entry that names no GPU"
+    )
+    if not built:
+        fix = "install a build of torch for CUDA"
+    result = "warn" if usable < len(gpus) else "ok"
+    if usable == 0:
+        result = "fail"
+    return Check("visible GPUs", result, seen, fix)
+
+
+# These programs run in processes of their own: their CUDA contexts are gone afterwards, and a hang
+# becomes a result.
 MULTIPLY = """
 import torch
-for place in range(torch.cuda.device_count()):
-    matrix = torch.ones(64, 64, device=f"cuda:{place}", dtype=torch.float16)
-    assert (matrix @ matrix).eq(64).all(), f"GPU {place} multiplies wrong"
+for index in range(torch.cuda.device_count()):
+    matrix = torch.ones(64, 64, device=f"cuda:{index}", dtype=torch.float16)
+    assert (matrix @ matrix).eq(64).all(), f"GPU {index} multiplies wrong"
 """
+
+
+def check_architecture(usable: int) -> Check:
+    """Check that this torch has kernels for every GPU, by a matmul on each."""
+    code, output = run_command([sys.executable, "-c", MULTIPLY], SECONDS)
+    fix = "no kernel image: a newer torch for a new GPU, an older one for an old GPU"
+    if code != 0:
+        return Check("architecture", "fail", error_of(code, output), fix)
+    architectures = " ".join(torch.cuda.get_arch_list())
+    seen = f"{usable} GPUs multiply; torch is built for {architectures}"
+    return Check("architecture", "ok", seen, fix)
+
+
 ATTENTION = """
 import json, sys, torch
 sys.path.insert(0, sys.argv[1])
@@ -47,214 +128,264 @@ facts = {"cudnn": hardware.cudnn_version(), "kernel": hardware.attention_kernel(
 facts["hopper"] = torch.cuda.get_device_capability()[0] == 9
 print(json.dumps(facts))
 """
+
+
+def check_attention() -> Check:
+    """Check which kernel computes attention in a training step.
+
+    On Hopper torch takes cuDNN's attention, which transformers measured 1.7 to 2.3 times as fast as
+    FlashAttention 2 at training shapes (huggingface/transformers#48163). It does so only if the
+    cuDNN that is loaded at run time is newer than 9.15, and falls back without a message.
+    """
+    fix = (
+        "take an older cuDNN out of LD_LIBRARY_PATH, or install a newer one "
+        "(pip install -U nvidia-cudnn-cu13); unset TORCH_CUDNN_SDPA_DEPRIORITIZED"
+    )
+    code, output = run_command([sys.executable, "-c", ATTENTION, REPOSITORY], SECONDS)
+    if code != 0:
+        return Check("attention", "fail", error_of(code, output), fix)
+    facts = json.loads(output.splitlines()[-1])
+    kernel = facts["kernel"]
+    seen = f"cuDNN {facts['cudnn'] or 'n/a'}, {kernel} in a causal bf16 training step"
+    slow = kernel == "MATH" or (facts["hopper"] and kernel != "CUDNN_ATTENTION")
+    return Check("attention", "warn" if slow else "ok", seen, fix)
+
+
+def check_gpu_clocks(gpus: list[dict]) -> Check:
+    """Check that nothing holds down the clocks of an idle GPU."""
+    fix = "heat: fans, airflow, room; power: nvidia-smi -q -d POWER, and the supply's cables"
+    held_down = []
+    for gpu in gpus:
+        if gpu["throttle_reasons"]:
+            held_down.append(f"GPU {gpu['index']}: {', '.join(gpu['throttle_reasons'])}")
+    seen = "; ".join(held_down) or "nothing holds them down"
+    return Check("GPU clocks", "warn" if held_down else "ok", seen, fix)
+
+
+def check_gpus(gpus: list[dict], why_none: str | None, usable: int) -> list[Check]:
+    """Run the checks of the GPUs. A check whose precondition failed is left out."""
+    checks = [check_driver(gpus, why_none)]
+    if gpus:
+        checks.append(check_visible(gpus, usable))
+        checks.append(check_gpu_clocks(gpus))
+    if gpus and usable > 0:
+        checks.append(check_architecture(usable))
+        if checks[-1].result == "ok":
+            checks.append(check_attention())
+    return checks
+
+
+# --- the machine
+
+
+def check_versions() -> Check:
+    """Check that the installed packages are those of requirements.txt."""
+    requirements = Path(__file__).resolve().parents[1] / "requirements.txt"
+    installed = {}
+    for distribution in distributions():
+        # the first one found is the one that Python imports
+        name = distribution.name.replace("_", "-")
+        installed.setdefault(name, distribution.version.split("+")[0])
+    different = []
+    text = requirements.read_text().replace("_", "-")
+    for name, pin in re.findall(r"^([\w.-]+)==([\w.]+)", text, re.MULTILINE):
+        if installed.get(name) != pin:
+            different.append(f"{name} {installed.get(name, 'missing')} (pinned {pin})")
+    seen = ", ".join(different) or "all as pinned"
+    return Check("versions", "warn" if different else "ok", seen, "pip install -r requirements.txt")
+
+
+def check_shared_memory() -> Check:
+    """Check /dev/shm, through which data loading workers pass batches.
+
+    A container has 64 MiB by default, and a worker that needs more dies of a bus error.
+    """
+    fix = (
+        "docker run --shm-size=8g (or --ipc=host); Kubernetes: an emptyDir of medium Memory; "
+        "or --num-workers 0"
+    )
+    if not Path("/dev/shm").is_dir():
+        return Check("shared memory", "skip", "there is no /dev/shm", fix)
+    free = shutil.disk_usage("/dev/shm").free / GIB
+    result = "ok"
+    if free < 1:
+        result = "warn"
+    if free < 0.125:
+        result = "fail"
+    return Check("shared memory", result, f"{free:.2f} GiB free", fix)
+
+
+def check_disk(run_dir: Path) -> Check:
+    """Check that checkpoints can be written to the folder of the runs."""
+    folder = run_dir.resolve()
+    while not folder.is_dir():  # a run makes its folder
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free / GIB
+    writable = os.access(folder, os.W_OK)
+    result = "ok"
+    if free < 10:
+        result = "warn"
+    if free < 1 or not writable:
+        result = "fail"
+    seen = f"{folder}: {free:.0f} GiB free"
+    if not writable:
+        seen += ", not writable"
+    return Check("disk", result, seen, "another --run-dir; --keep fewer checkpoints")
+
+
+def check_clock() -> Check:
+    """Check that the system clock is synchronized. TLS and Slurm's munge fail if it is wrong."""
+    fix = "start chrony or systemd-timesyncd on the host"
+    if sys.platform != "linux":
+        return Check("clock", "skip", "only Linux reports this", fix)
+    request = ctypes.create_string_buffer(512)  # struct timex; all zeros only asks
+    state = ctypes.CDLL(None).adjtimex(request)
+    if state < 0:
+        return Check("clock", "skip", "the container does not allow the question", fix)
+    if state == TIME_ERROR:
+        return Check("clock", "warn", "not synchronized", fix)
+    return Check("clock", "ok", "synchronized", fix)
+
+
+# --- a job
+
+# Settings of the environment that slow down or change a job, and what they do.
+SETTINGS = {
+    "CUDA_LAUNCH_BLOCKING": "each kernel is waited for",
+    "NCCL_P2P_DISABLE": "GPUs exchange data through the CPU's memory",
+    "NCCL_SHM_DISABLE": "processes of a node exchange data through the network",
+    "NCCL_IB_DISABLE": "nodes do not use InfiniBand",
+    "NVIDIA_TF32_OVERRIDE": "scripts cannot choose between fp32 and tf32",
+}
+
+
+def check_environment(gpus: int) -> Check:
+    """Check the variables that torchrun sets, and those in SETTINGS.
+
+    A job in which one of torchrun's variables was set by hand, and wrong, waits until its timeout.
+    """
+    wrong = wrong_variables(gpus)
+    if wrong:
+        fix = f"unset them and start with torchrun, or set all: {', '.join(RENDEZVOUS)}"
+        return Check("environment variables", "fail", wrong, fix)
+    unusual = []
+    for name, effect in SETTINGS.items():
+        if os.environ.get(name, "0") != "0":
+            unusual.append(f"{name}: {effect}")
+    fix = "unset what is not set on purpose"
+    seen = "; ".join(unusual) or "none is wrong"
+    return Check("environment variables", "warn" if unusual else "ok", seen, fix)
+
+
+def wrong_variables(gpus: int) -> str:
+    """Return what is wrong with the variables of RENDEZVOUS, or an empty string."""
+    given = {name: os.environ[name] for name in RENDEZVOUS if name in os.environ}
+    missing = [name for name in RENDEZVOUS if name not in given]
+    if given.keys() <= {"MASTER_ADDR", "MASTER_PORT"} and missing:
+        return ""  # a batch script may prepare the address and the port alone
+    if missing:
+        return f"half set: without {', '.join(missing)}"
+    try:
+        rank = int(given["RANK"])
+        world_size = int(given["WORLD_SIZE"])
+        local_rank = int(given["LOCAL_RANK"])
+        port = int(given["MASTER_PORT"])
+        socket.getaddrinfo(given["MASTER_ADDR"], port)
+    except (OSError, ValueError) as error:  # no such host, or not a number
+        return f"{given}: {error}"
+    ranks_fit = 0 <= local_rank <= rank < world_size
+    gpu_exists = gpus == 0 or local_rank < gpus
+    if ranks_fit and gpu_exists and 0 < port < 65536:
+        return ""
+    return f"{given} with {gpus} GPUs"
+
+
+def check_port() -> Check:
+    """Check that rank 0 can listen on the port at which the ranks meet."""
+    # 29500 is torchrun's without --standalone and --rdzv-endpoint
+    port = os.environ.get("MASTER_PORT", "29500")
+    taken = False
+    if port.isdecimal() and int(port) < 65536:
+        with socket.socket() as probe:
+            taken = probe.connect_ex(("localhost", int(port))) == 0
+    result = "ok"
+    if taken:
+        result = "fail" if "MASTER_PORT" in os.environ else "warn"
+    seen = f"{port} is {'taken' if taken else 'free'}"
+    return Check("port", result, seen, "end what listens there, or set another MASTER_PORT")
+
+
 ALL_REDUCE = """
 import datetime, faulthandler, os, sys, torch, torch.distributed as dist
 faulthandler.dump_traceback_later(120, exit=True)
-backend, rank = sys.argv[1], int(os.environ["RANK"])
+backend = sys.argv[1]
+rank = int(os.environ["RANK"])
 dist.init_process_group(backend, timeout=datetime.timedelta(seconds=60))
 numbers = torch.full((2**20,), rank + 1.0, device=f"cuda:{rank}" if backend == "nccl" else "cpu")
 dist.all_reduce(numbers)
 assert numbers.eq(3).all(), "1 + 2 came out wrong"
 dist.barrier()
-os._exit(0)  # gloo's thread may abort Python's own end
+os._exit(0)  # gloo's threads can crash Python's shutdown
 """
 
 
-def gpu_checks(gpus: list[dict], why_none: str | None, usable: int) -> Iterator[Check]:
-    """`gpus` are those that NVML sees, `usable` how many of them torch can use."""
-    lost = [
-        f"GPU {gpu['index']}: {gpu['refused']['handle']}"
-        for gpu in gpus
-        if "handle" in gpu["refused"]
-    ]
-    displays = [
-        file.parent
-        for file in Path("/sys/bus/pci/devices").glob("*/class")
-        if "0x03" in file.read_text()
-    ]
-    cards = any("0x10de" in Path(display, "vendor").read_text() for display in displays)  # NVIDIA's
-    offered, built = gpus[0]["cuda"] if gpus else None, torch.version.cuda
-    # any minor version will do
-    older = offered and built and int(offered.split(".")[0]) < int(built.split(".")[0])
-    broken = lost or older or (cards and not gpus)
-    seen = (
-        "; ".join(lost)
-        or why_none
-        or f"runs CUDA {offered or 'n/a'}, torch was built for {built or 'none'}"
-    )
-    fix = "update or reinstall the driver, reboot; an Xid in dmesg: the GPU fell off the bus, reboot or replace it"
-    yield "driver", "fail" if broken else "ok" if offered and built else "skip", seen, fix
-    if not gpus:
-        return
-
-    visible = f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')}"
-    seen = f"torch {torch.__version__} for CUDA {built or 'none'} can use {usable} of {len(gpus)}; {visible}"
-    fix = "unset it, unless the others are hidden on purpose; CUDA stops counting at the first entry that names no GPU"
-    result = "ok" if usable >= len(gpus) else "warn" if usable else "fail"
-    yield "visible GPUs", result, seen, fix if built else "install a build of torch for CUDA"
-    if not usable:
-        return
-
-    # in a process of its own: its contexts are gone afterwards, and its hang becomes an answer
-    code, output = run_command([sys.executable, "-c", MULTIPLY], 150)
-    error = "" if code == 0 else first_error(output) or f"exit code {code}"
-    seen = (
-        error
-        or f"{usable} GPUs multiply; torch is built for {' '.join(torch.cuda.get_arch_list())}"
-    )
-    fix = "no kernel image: a newer torch for a new GPU, an older one for an old GPU; else monitor.py, dmesg"
-    yield "architecture", "fail" if error else "ok", seen, fix
-    if not error:
-        yield attention_check()
-
-
-def attention_check() -> Check:
-    """Check which kernel computes attention in a training step.
-
-    On Hopper torch takes cuDNN's attention, which transformers measured 1.7 to 2.3 times as fast as
-    FlashAttention 2 at training shapes (huggingface/transformers#48163). It does so only if the cuDNN
-    that is loaded at run time is newer than 9.15, and falls back without a message.
-    """
-    repository = Path(hardware.__file__).resolve().parents[1]
-    code, output = run_command([sys.executable, "-c", ATTENTION, repository], 150)
+def check_all_reduce(backend: str) -> Check:
+    """Check that two processes find each other and add up numbers."""
+    launcher = [*TORCHRUN, "--nproc_per_node=2", "--no-python"]
+    argv = [*launcher, sys.executable, "-c", ALL_REDUCE, backend]
+    code, output = run_command(argv, SECONDS)
     fix = (
-        "take an older cuDNN out of LD_LIBRARY_PATH, or install a newer one "
-        "(pip install -U nvidia-cudnn-cu13); do not set TORCH_CUDNN_SDPA_DEPRIORITIZED"
+        f"{backend.upper()}_SOCKET_IFNAME=<an interface that is up>; the firewall; the host's "
+        "name; NCCL_DEBUG=INFO says more"
     )
     if code != 0:
-        return "attention", "fail", first_error(output) or f"exit code {code}", fix
-    facts = json.loads(output.splitlines()[-1])
-    seen = f"cuDNN {facts['cudnn'] or 'n/a'}, {facts['kernel']} in a causal bf16 training step"
-    slow = facts["kernel"] == "MATH" or (facts["hopper"] and facts["kernel"] != "CUDNN_ATTENTION")
-    return "attention", "warn" if slow else "ok", seen, fix
-
-
-def machine_checks(run_dir: Path) -> Iterator[Check]:
-    # workers hand batches over in it: a container has 64 MiB, and ends in a bus error
-    if Path("/dev/shm").is_dir():
-        free = shutil.disk_usage("/dev/shm").free / 2**30
-        fix = "docker run --shm-size=8g (or --ipc=host), Kubernetes: an emptyDir of medium Memory; or --num-workers 0"
-        yield (
-            "shared memory",
-            "fail" if free < 0.125 else "warn" if free < 1 else "ok",
-            f"{free:.2f} GiB free",
-            fix,
-        )
-
-    folder = next(
-        folder for folder in (run_dir.resolve(), *run_dir.resolve().parents) if folder.is_dir()
-    )
-    free, writable = shutil.disk_usage(folder).free / 2**30, os.access(folder, os.W_OK)
-    result = "fail" if free < 1 or not writable else "warn" if free < 10 else "ok"
-    seen = f"{folder}: {free:.0f} GiB free{'' if writable else ', not writable'}"
-    yield "disk", result, seen, "another --run-dir; --keep fewer checkpoints"
-    requirements = (
-        Path(__file__)
-        .resolve()
-        .parents[1]
-        .joinpath("requirements.txt")
-        .read_text()
-        .replace("_", "-")
-    )
-    pins = re.findall(r"^([\w.-]+)==([\w.]+)", requirements, re.MULTILINE)
-    found = {
-        d.name.replace("_", "-"): d.version.split("+")[0] for d in reversed([*distributions()])
-    }
-    off = [
-        f"{name} {found.get(name, 'missing')} (pinned {pin})"
-        for name, pin in pins
-        if found.get(name) != pin
-    ]
-    yield (
-        "versions",
-        "warn" if off else "ok",
-        ", ".join(off) or "all as pinned",
-        "pip install -r requirements.txt",
-    )
-
-
-def job_checks(gpus: int) -> Iterator[Check]:
-    """`gpus`: those that torch can use; as many processes will start here."""
-    wrong = wrong_variables(
-        {name: os.environ[name] for name in RENDEZVOUS if name in os.environ}, gpus
-    )
-    fix = f"unset them and start with torchrun, or set all: {', '.join(RENDEZVOUS)}"
-    yield "environment variables", "fail" if wrong else "ok", wrong or "none is wrong", fix
-
-    # what torchrun takes without --standalone or --rdzv-endpoint
-    port = os.environ.get("MASTER_PORT", "29500")
-    with socket.socket() as probe:  # rank 0 will listen there
-        taken = (
-            port.isdecimal()
-            and int(port) < 65536
-            and probe.connect_ex(("localhost", int(port))) == 0
-        )
-    result = "ok" if not taken else "fail" if "MASTER_PORT" in os.environ else "warn"
-    yield (
-        "port",
-        result,
-        f"{port} is {'taken' if taken else 'free'}",
-        "end what listens there, or another MASTER_PORT",
-    )
-
-    for backend in ("gloo", "nccl") if gpus > 1 else ("gloo",):
-        argv = [
-            *TORCHRUN,
-            "--nproc_per_node=2",
-            "--no-python",
-            sys.executable,
-            "-c",
-            ALL_REDUCE,
-            backend,
-        ]
-        code, output = run_command(argv, 150)
-        error = "" if code == 0 else first_error(output) or f"exit code {code}"
-        fix = f"{backend.upper()}_SOCKET_IFNAME=<an interface that is up>; a firewall; the host's name; NCCL_DEBUG=INFO"
-        yield f"{backend} all-reduce", "fail" if error else "ok", error or "2 processes agree", fix
+        return Check(f"{backend} all-reduce", "fail", error_of(code, output), fix)
+    return Check(f"{backend} all-reduce", "ok", "2 processes agree", fix)
 
 
 def main() -> int:
     parser = cli.Parser(__doc__)
     add = parser.add_argument
-    add("--script", type=Path, help="a training script to run under watch")
+    add("--script", type=Path, help="a training script to run")
     add("--nproc", type=cli.positive_int, default=1, help="ranks of --script, under torchrun")
-    add("--steps", type=cli.positive_int, default=10, help="optimizer steps to watch")
     add("--timeout", type=cli.positive, default=300, help="seconds until --script counts as hung")
     add("--run-dir", type=Path, default=Path("runs"), help="whose disk to check (default: runs)")
-    add(
-        "--json",
-        type=cli.writable_file,
-        metavar="PATH",
-        help="write every check as one JSON object",
-    )
+    add("--json", type=cli.writable_file, metavar="PATH", help="write every check as JSON")
     add("flags", nargs="*", metavar="-- FLAG", help="flags of --script")
     args = parser.parse_args()
     if args.script and not args.script.is_file():
         raise UserError(f"--script {args.script} is not a file")
     start = time.monotonic()
-    gpus, why_none = machine.gpus()
-    # it counts those with too old a driver, too
-    usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    found = [
-        *gpu_checks(gpus, why_none, usable),
-        *machine_checks(args.run_dir),
-        *job_checks(usable),
-    ]
+
+    gpus, why_none = _machine.gpus()
+    usable = 0
+    if torch.cuda.is_available():  # device_count also counts GPUs whose driver is too old
+        usable = torch.cuda.device_count()
+    backends = ["gloo"]
+    if usable > 1:
+        backends.append("nccl")
+    checks = check_gpus(gpus, why_none, usable)
+    checks += [check_versions(), check_shared_memory(), check_disk(args.run_dir), check_clock()]
+    checks += [check_environment(usable), check_port()]
+    checks += [check_all_reduce(backend) for backend in backends]
     if args.script:
-        found += examine(args.script, args.flags, args.nproc, args.steps, args.timeout)
-    print(table([["check", "result", "seen"], *(check[:3] for check in found)]))
-    for name, result, _, fix in found:
-        if result in ("warn", "fail"):
-            print(f"{result}: {name}: {fix}")
-    failures, warnings = (sum(check[1] == result for check in found) for result in ("fail", "warn"))
+        checks.append(examine_script(args.script, args.flags, args.nproc, args.timeout))
+
+    rows = [[check.name, check.result, check.seen] for check in checks]
+    print(table([["check", "result", "seen"], *rows]))
+    for check in checks:
+        if check.result in ("warn", "fail"):
+            print(f"{check.result}: {check.name}: {check.fix}")
+    failures = sum(check.result == "fail" for check in checks)
+    warnings = sum(check.result == "warn" for check in checks)
     print(f"{failures} failures, {warnings} warnings")
+
+    keys = ("check", "result", "seen", "fix")
     summary = {
         "device": (gpus[0]["name"] or "cuda") if gpus else "cpu",
         "world_size": args.nproc,
         "seconds": time.monotonic() - start,
-        "checks": [
-            dict(zip(("check", "result", "seen", "fix"), check, strict=True)) for check in found
-        ],
+        "checks": [dict(zip(keys, check, strict=True)) for check in checks],
         "failures": failures,
         "warnings": warnings,
     }

@@ -1,17 +1,21 @@
-"""Watch a machine train: its GPUs, the host and the run itself, as a live table and as a Prometheus exporter.
+"""Watch a machine train: its GPUs, the host and the run, as a live table or a Prometheus exporter.
 
-What nvidia-smi calls utilisation is the share of time in which any kernel ran, not how much of the GPU it used. An
-NCCL kernel that waits for a rank that never comes spins: 100 % utilisation for hours, at little more than idle power.
-So utilisation of at least 90 % at less than 20 % of the power limit is flagged as a likely hang.
+What nvidia-smi calls utilisation is the share of time in which any kernel ran. It does not say how
+much of the GPU the kernel used. An NCCL kernel that waits for a rank that never comes spins: the
+GPU shows 100 % utilisation for hours, at little more than idle power. So this script flags
+utilisation of at least 90 % at less than 20 % of the power limit as a likely hang.
 
     laptop    python 01_devices/monitor.py --once
     one GPU   python 01_devices/monitor.py --run-dir runs/my-run
     node      python 01_devices/monitor.py --prometheus 9835 --address 0.0.0.0
 
-Without a terminal it prints one table and ends, or with --prometheus serves until SIGTERM or Ctrl-C.
-Look for: power and utilisation that disagree; the one GPU unlike the others (if all but one are flagged, they wait for
-that one); a last record that only grows older. A value that the driver does not report is n/a, never 0.
-Next: 02_tensors_precision/.
+Without a terminal it prints one table and ends. With --prometheus it serves until SIGTERM or
+Ctrl-C.
+
+What to look at: power and utilisation that disagree. The one GPU unlike the others: if all but one
+are flagged, they wait for that one. A last record that only grows older. A value that the driver
+does not report is n/a, never 0.
+Previous: benchmark.py. Next: 02_tensors_precision/.
 """
 
 import contextlib
@@ -26,12 +30,13 @@ from pathlib import Path
 import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
-import _shared as machine
+import _machine
 
 from common import cli, exits, report, runtime
 from common.report import table
 
-# All that is shown and exported: part of a sample, key in it; the base unit last, and _total for a counter.
+# The values that are shown and exported: the part of a sample, _, and the key in it. The names are
+# Prometheus's: the base unit last, and _total for a counter.
 METRICS = [
     "gpu_likely_hang",
     "gpu_utilization_ratio",
@@ -56,75 +61,98 @@ METRICS = [
     "training_mfu_ratio",
     "training_last_record_timestamp_seconds",
 ]
-HELP = {  # where the name does not say it all
-    "gpu_likely_hang": "1 if utilisation is at least 90 % and power below 20 % of its limit",
-    "gpu_utilization_ratio": "Share of time in which any kernel ran, were it only waiting",
-    "gpu_throttled": "1 if the clock is held down for this reason",
-    "host_load": "Processes that ran or waited for a core, mean of the last minute",
-}
+# By part: Prometheus's labels, and the keys that they are read from.
 LABELS = {
     "gpu": {"gpu": "index", "uuid": "uuid", "name": "name"},
     "host": {},
     "training": {"run": "run"},
 }
+HELP = {  # for metrics whose name does not say it all
+    "gpu_likely_hang": "1 if utilisation is at least 90 % and power below 20 % of its limit",
+    "gpu_utilization_ratio": "Share of time in which any kernel ran, even one that only waits",
+    "gpu_throttled": "1 if the clock is held down for this reason",
+    "host_load": "Processes that ran or waited for a core, mean of the last minute",
+}
+BUSY_TIMES = ("user", "nice", "system", "irq", "softirq")
+LAST_BYTES = 2**14  # of a metrics.jsonl, in which the last record is searched
 
 
 def likely_hang(gpu: dict) -> bool | None:
-    """Utilisation of at least 90 % at less than 20 % of the power limit; None where too little is known to tell.
+    """Return whether a GPU probably waits for another rank, or None if too little is known.
 
-    NVML cannot say what a kernel does. But NCCL's spin while they wait: some multiprocessors poll a flag, the matrix
-    units stay dark, so utilisation reads 100 % and power stays low. Evidence, not proof: ranks that wait for one that
-    saves look the same for a while (an alert needs `for: 5m`), and so may a model of tiny kernels, whose log grows.
+    NVML cannot say what a kernel does. But an NCCL kernel that waits spins: some multiprocessors
+    poll a flag, and the tensor cores are idle. So utilisation is 100 % and power stays low. This is
+    evidence, not proof. Ranks that wait for one that saves look the same for a while, so an alert
+    needs `for: 5m`. A model with tiny kernels may look the same, too, but its log grows.
     """
-    power, limit, utilization = gpu["power_watts"], gpu["power_limit_watts"], gpu["utilization"]
-    signs = [
-        None if utilization is None else utilization >= 0.9,
-        None if power is None or not limit else power < 0.2 * limit,
-    ]
-    return False if False in signs else None if None in signs else True
+    utilization = gpu["utilization"]
+    power = gpu["power_watts"]
+    limit = gpu["power_limit_watts"]
+    if utilization is not None and utilization < 0.9:
+        return False
+    if power is not None and limit and power >= 0.2 * limit:
+        return False
+    if utilization is None or power is None or not limit:
+        return None
+    return True
+
+
+# --- one sample
 
 
 def sample(run_dir: Path | None) -> dict:
-    """What can be known at this moment. Remembers nothing, so that any number of scrapes may ask at once."""
-    gpus, no_gpu = machine.gpus()
+    """Return what can be known now. It keeps no state, so several scrapes may run at once."""
+    gpus, why_none = _machine.gpus()
     for gpu in gpus:
+        clock = gpu["sm_clock_mhz"]
         gpu["likely_hang"] = likely_hang(gpu)
         gpu["utilization_ratio"] = gpu["utilization"]
-        gpu["sm_clock_hertz"] = None if gpu["sm_clock_mhz"] is None else gpu["sm_clock_mhz"] * 1e6
+        gpu["sm_clock_hertz"] = None if clock is None else clock * 1e6
         gpu["nvlink_rx_bytes_total"] = gpu["nvlink_rx_bytes"]
         gpu["nvlink_tx_bytes_total"] = gpu["nvlink_tx_bytes"]
+
     times = psutil.cpu_times()
     memory = psutil.virtual_memory()
     host = {
         "cpus": psutil.cpu_count(),
         "load": psutil.getloadavg()[0],
-        "cpu_busy_seconds_total": sum(
-            getattr(times, k, 0) for k in ("user", "nice", "system", "irq", "softirq")
-        ),
+        "cpu_busy_seconds_total": sum(getattr(times, name, 0) for name in BUSY_TIMES),
         "memory_used_bytes": memory.total - memory.available,
         "memory_total_bytes": memory.total,
     }
-    return {"gpu": gpus, "no_gpu": no_gpu, "host": [host], "training": training(run_dir)}
+    return {"gpu": gpus, "no_gpu": why_none, "host": [host], "training": training(run_dir)}
 
 
 def training(run_dir: Path | None) -> list[dict]:
-    """The last training record of the run (None: of the run in runs/ that wrote last), if there is one."""
-    files = [run_dir / "metrics.jsonl"] if run_dir else Path("runs").glob("*/metrics.jsonl")
-    written, file = max(
-        ((file.stat().st_mtime, file) for file in files if file.exists()), default=(0.0, None)
-    )
-    record = last_record(file) if file else None
+    """Return the last record of a run, as a list of one, or an empty list if there is none.
+
+    Without `run_dir` it is the run in runs/ that wrote last.
+    """
+    files = list(Path("runs").glob("*/metrics.jsonl"))
+    if run_dir is not None:
+        files = [run_dir / "metrics.jsonl"]
+    files = [file for file in files if file.exists()]
+    if not files:
+        return []
+    file = max(files, key=lambda file: file.stat().st_mtime)
+    record = last_record(file)
     if record is None:
         return []
-    more = {"mfu_ratio": record.get("mfu"), "last_record_timestamp_seconds": written}
-    return [{**record, **more, "run": file.parent.resolve().name}]
+    record["run"] = file.parent.resolve().name
+    record["mfu_ratio"] = record.get("mfu")
+    record["last_record_timestamp_seconds"] = file.stat().st_mtime
+    return [record]
 
 
-def last_record(file: Path, window: int = 2**14) -> dict | None:
-    """The last record with a loss in the last bytes of a metrics.jsonl, however long it has grown. A line that the
-    window cuts, that is half written or that a kill has damaged is no JSON object, and is passed over."""
+def last_record(file: Path) -> dict | None:
+    """Return the last record with a loss in the last bytes of a metrics.jsonl.
+
+    The end is enough, however long the file is. The first line read may be cut, and the last one
+    half written or damaged by a kill: what is not a JSON object is skipped.
+    """
     with file.open("rb") as stream:
-        stream.seek(max(0, stream.seek(0, os.SEEK_END) - window))
+        size = stream.seek(0, os.SEEK_END)
+        stream.seek(max(0, size - LAST_BYTES))
         lines = stream.read().splitlines()
     for line in reversed(lines):
         with contextlib.suppress(ValueError):
@@ -134,80 +162,81 @@ def last_record(file: Path, window: int = 2**14) -> dict | None:
     return None
 
 
-def drawn(view: dict) -> str:
-    """Metrics down and GPUs across. Counters are left to Prometheus, which makes rates of them."""
+# --- the table
+
+
+def draw(view: dict) -> str:
+    """Return a sample as text, with metrics down and GPUs across.
+
+    Counters are left to Prometheus, which turns them into rates.
+    """
     parts = []
     if view["no_gpu"]:
-        parts.append(f"no GPU seen, so nothing of it measured: {view['no_gpu']}")
+        parts.append(f"no GPU found, so none is shown: {view['no_gpu']}")
     if not view["training"]:
-        parts.append("no training record seen (--run-dir; default: the newest in runs/)")
+        parts.append("no training record found (--run-dir; default: the newest in runs/)")
     for part, labels in LABELS.items():
-        head = [
-            part,
-            *(
-                " ".join(str(row[labels[name]]) for name in labels if name != "uuid")
-                for row in view[part]
-            ),
-        ]
-        gauges = [name for name in METRICS if name.startswith(part) and not name.endswith("_total")]
-        names = [name.removeprefix(f"{part}_") for name in gauges]
-        lines = [[name, *(cell(name, row.get(name)) for row in view[part])] for name in names]
         if view[part]:
-            parts.append(table([head, *lines]))
+            parts.append(_table_of(part, labels, view[part]))
     return "\n\n".join(parts)
 
 
-def cell(name: str, value: object) -> str:
+def _table_of(part: str, labels: dict[str, str], rows: list[dict]) -> str:
+    heading = [part]
+    for row in rows:
+        shown = [str(row[key]) for label, key in labels.items() if label != "uuid"]
+        heading.append(" ".join(shown))
+    lines = [heading]
+    for metric in METRICS:
+        if metric.startswith(part) and not metric.endswith("_total"):
+            name = metric.removeprefix(f"{part}_")
+            lines.append([name, *[_cell(name, row.get(name)) for row in rows]])
+    return table(lines)
+
+
+def _cell(name: str, value: object) -> str:
+    if value is None:
+        return "n/a"
     if isinstance(value, bool):
         return "LIKELY HANG" if value else "no"
-    if isinstance(value, list):  # reasons, or processes and whose they are
-        return (
-            ", ".join(f"{v['user'] or '?'} {v['pid']}" if name == "processes" else v for v in value)
-            or "none"
-        )
-    if value is not None and name == "last_record_timestamp_seconds":
+    if name == "processes":
+        return ", ".join(f"{item['user'] or '?'} {item['pid']}" for item in value) or "none"
+    if isinstance(value, list):  # reasons
+        return ", ".join(value) or "none"
+    if name == "last_record_timestamp_seconds":
         return f"{time.time() - value:,.0f} s ago"
-    return (
-        f"{value:.1%}"
-        if value is not None and name.endswith("ratio")
-        else report.for_people(name, value)
-    )
+    if name.endswith("ratio"):
+        return f"{value:.1%}"
+    return report.for_people(name, value)
+
+
+# --- Prometheus
 
 
 def serve(port: int, address: str, run_dir: Path | None) -> None:
-    """Answer scrapes from now on, each in a thread of its own."""
+    """Answer scrapes in the background, each in a thread of its own.
+
+    A sample is taken at each scrape. Prometheus decides how often, and gives the values the time of
+    the scrape. A loop of our own would hand it old values.
+    """
     from prometheus_client import CollectorRegistry, Metric, start_http_server
 
-    # samples on each scrape and in no loop of its own: Prometheus sets the rhythm and stamps values
     class Exporter:
-        # with the time of the scrape; a loop would hand it old ones, and work between scrapes
         def collect(self) -> Iterator[Metric]:
             view = sample(run_dir)
-            for name in METRICS:
-                part, key = name.split("_", 1)
-                # no count: a sample per reason, 0 or 1
-                name = name.replace("throttle_reasons", "throttled")
-                kind = "counter" if name.endswith("_total") else "gauge"
-                metric = Metric(
-                    name.removesuffix("_total"), HELP.get(name, name.replace("_", " ")), kind
+            for metric in METRICS:
+                part, key = metric.split("_", 1)
+                # each reason becomes a value of its own, 0 or 1
+                name = metric.replace("throttle_reasons", "throttled")
+                family = Metric(
+                    name.removesuffix("_total"),
+                    HELP.get(name, name.replace("_", " ")),
+                    "counter" if name.endswith("_total") else "gauge",
                 )
-                # what is not known is absent
-                for row in [row for row in view[part] if row.get(key) is not None]:
-                    labels = {
-                        label: str(row[of])
-                        for label, of in LABELS[part].items()
-                        if row[of] is not None
-                    }
-                    if key == "throttle_reasons":
-                        for reason in machine.THROTTLE_REASONS:
-                            metric.add_sample(
-                                name, {**labels, "reason": reason}, reason in row[key]
-                            )
-                    else:
-                        metric.add_sample(
-                            name, labels, len(row[key]) if isinstance(row[key], list) else row[key]
-                        )
-                yield metric
+                for row in view[part]:
+                    if row.get(key) is not None:  # what is not known is absent, never 0
+                        add_samples(family, name, key, _labels(part, row), row[key])
+                yield family
 
     registry = CollectorRegistry()
     registry.register(Exporter())
@@ -217,10 +246,27 @@ def serve(port: int, address: str, run_dir: Path | None) -> None:
         raise exits.UserError(
             f"--prometheus {port} --address {address}: {error}; port 0 takes a free one"
         ) from None
-    print(
-        f"serving http://{f'[{address}]' if ':' in address else address}:{server.server_port}/metrics",
-        flush=True,
-    )
+    host = f"[{address}]" if ":" in address else address  # IPv6
+    print(f"serving http://{host}:{server.server_port}/metrics", flush=True)
+
+
+def add_samples(family, name: str, key: str, labels: dict[str, str], value: object) -> None:
+    """Add a value to a Prometheus metric: a list as its length, reasons one by one."""
+    if key == "throttle_reasons":
+        for reason in _machine.THROTTLE_REASONS:
+            family.add_sample(name, {**labels, "reason": reason}, reason in value)
+    elif isinstance(value, list):
+        family.add_sample(name, labels, len(value))
+    else:
+        family.add_sample(name, labels, value)
+
+
+def _labels(part: str, row: dict) -> dict[str, str]:
+    labels = {}
+    for label, key in LABELS[part].items():
+        if row[key] is not None:
+            labels[label] = str(row[key])
+    return labels
 
 
 def main() -> int:
@@ -231,14 +277,12 @@ def main() -> int:
         type=Path,
         help="folder of the run whose metrics.jsonl is read (default: the newest in runs/)",
     )
-    add(
-        "--once", action="store_true", help="print one table and end, as it does without a terminal"
-    )
+    add("--once", action="store_true", help="print one table and end, the default in a pipe")
     add(
         "--prometheus",
         type=cli.natural,
         metavar="PORT",
-        help="serve /metrics there; 0 takes a free port",
+        help="serve /metrics on this port; 0 takes a free port",
     )
     add(
         "--address",
@@ -259,24 +303,25 @@ def main() -> int:
         )
     if args.run_dir and not args.run_dir.is_dir():
         raise exits.UserError(f"--run-dir {args.run_dir}: no such folder")
-    live = args.prometheus is None and sys.stdout.isatty() and not (args.once or args.json)
-    if not live and args.prometheus is None:
+
+    live = sys.stdout.isatty() and not args.once and not args.json
+    if args.prometheus is None and not live:
         view = sample(args.run_dir)
-        print(drawn(view))
-        report.write_json(
-            {"device": view["gpu"][0]["name"] if view["gpu"] else "cpu", **view}, args.json
-        )
+        print(draw(view))
+        device = view["gpu"][0]["name"] if view["gpu"] else "cpu"
+        report.write_json({"device": device, **view}, args.json)
         return 0
+
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.default_int_handler)
     with contextlib.suppress(KeyboardInterrupt):
         if args.prometheus is not None:
             serve(args.prometheus, args.address, args.run_dir)
-        # not signal.pause(): a signal that one of the server's threads took would not end it
+        # Not signal.pause(): a signal that one of the server's threads received would not end it.
         while True:
-            if live:
-                # from the top of an empty screen
-                print(f"\x1b[H\x1b[2J{drawn(sample(args.run_dir))}", flush=True)
+            if args.prometheus is None:
+                clear_screen = "\x1b[H\x1b[2J"
+                print(f"{clear_screen}{draw(sample(args.run_dir))}", flush=True)
             time.sleep(1)
     return 0
 

@@ -1,21 +1,23 @@
-"""Quantize a trained language model after training (PTQ): fewer bits per weight, and what that costs.
+"""Quantize a trained language model after training (PTQ): fewer bits per weight, and what it costs.
 
-A weight w is kept as the integer round(w / scale), with scale = largest |w| / largest integer: nothing is off by more
-than scale / 2. The fewer weights share a scale (the matrix, a row, a group of 32), the less one outlier hurts them, and
-each scale costs two bytes. Weights alone save memory. To multiply integers (W8A8), activations need scales too,
-measured beforehand on text like that to come (calibration). Layers that suffer most, found by quantizing one at a time,
-can keep more bits. It is not distillation: no second model learns.
+A weight w is stored as the integer round(w / scale), with scale = largest |w| / largest integer. So
+no weight is off by more than scale / 2. The fewer weights share a scale (a matrix, a row, a group
+of 32), the less one outlier hurts the others, and each scale costs two bytes. Quantized weights
+save memory. To multiply integers (W8A8), activations need scales too. These are measured beforehand
+on text like the text to come: calibration. Layers that suffer most can keep more bits.
 
     laptop    python 02_tensors_precision/quantize.py
     figures   python 02_tensors_precision/quantize.py --train-steps 1000
     real      python 02_tensors_precision/quantize.py --model models/smollm2-135m
-    one GPU   python 02_tensors_precision/quantize.py --train-steps 1000 --device cuda
-    cluster   one process is all it uses
+    one GPU   python 02_tensors_precision/quantize.py --device cuda
+    cluster   it uses one process only
 
-Look for: the held-out loss above that of fp32, against bytes (noise if under twice its standard error); what
-calibration on the wrong text costs. The bare run's model has little to lose; a real one has more, and activations that
-are thousands of times as large as the mean. Losses are those of the dequantized values; what fewer bytes are worth in
-tokens/s is in 09_inference/quantized.py. Before: precision.py. Next: qat.py trains on with the rounding in place.
+What to look at: the loss above that of fp32, beside the bytes, and what calibration on the wrong
+text costs. A difference below twice its standard error is noise. On a CPU the model is trained for
+20 small steps and has little to lose. On a GPU it is trained on 9.8 million tokens, so its weights
+depend on each other. Expected there: int3 costs several times its standard error. Losses are those
+of the dequantized values. What fewer bytes are worth in tokens/s: 09_inference/quantized.py.
+Previous: precision.py. Next: qat.py, which trains with the rounding in place.
 """
 
 import itertools
@@ -31,117 +33,210 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
-import _shared
-from _shared import Batches, Forward, Quantized, dequantize, dequantizing, linears, losses, quantize
+import _trained_model
+from _trained_model import Batches, Forward, linears, loss_difference, losses
 
-from common import exits, measure, report
+from common import cli, exits, measure, report
 from lm import model, shapes
+
+CALIBRATION_SEQUENCES = 16
+
+# --- 1. weights as integers
 
 
 def round_with_one_scale(weight: Tensor, bits: int) -> Tensor:
-    """PTQ in two lines: quantize with one scale for the whole matrix, and return the dequantized values."""
-    # scales are stored in bf16
-    scale = (weight.abs().max() / (2 ** (bits - 1) - 1)).bfloat16().float()
+    """Quantize a matrix with one scale for all weights, and return the dequantized values."""
+    scale = weight.abs().max() / (2 ** (bits - 1) - 1)
+    scale = scale.bfloat16().float()  # scales are stored in bf16
     return (weight / scale).round() * scale
 
 
-def quantize_all(weights: dict[str, Tensor], bits: int, group: str | int) -> dict[str, Quantized]:
-    """Every matrix, as integers, int4 two to a byte (_shared.quantize), each off by at most scale / 2. With one
-    scale for all, one outlier makes the rounding coarse for all: so a row or a group can have its own."""
-    quantized = {name: quantize(weight, bits, group) for name, weight in weights.items()}
-    for name, w in quantized.items():
-        weight = weights[name]
-        # 1e-5: fp32's own rounding
-        allowed = _shared.scale_of_each(w, weight.shape[1]) * (0.5 + 1e-5)
-        assert ((dequantize(w) - weight).abs() <= allowed).all(), (
-            f"{name}: off by more than scale / 2"
-        )
-        if group == "tensor":
-            assert torch.equal(dequantize(w), round_with_one_scale(weight, bits)), (
-                f"{name}: packed is not as rounded"
-            )
-    return quantized
+class Quantized(NamedTuple):
+    """A matrix as integers and scales."""
+
+    codes: Tensor  # int8 [out, in], or for 4 bits and fewer uint8 [out, in / 2], two to a byte
+    scale: Tensor  # bf16 [out, groups], or [1, 1] for one per matrix
+    width: int  # values of a row that share a scale; the last group may be shorter
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.scale.nbytes
+
+
+def quantize(weight: Tensor, bits: int, group: str | int) -> Quantized:
+    """Quantize a matrix [out, in] symmetrically, to nearest.
+
+    `group` is "tensor", "channel" (a row), or how many values of a row share a scale.
+    """
+    limit = (
+        2 ** (bits - 1) - 1
+    )  # 127 or 7: -128 and -8 have no positive counterpart, and are unused
+    rows, columns = weight.shape
+    width = group if isinstance(group, int) else columns
+
+    # Zeros fill up the last group. They change no maximum.
+    values = F.pad(weight, (0, -columns % width)).view(rows, -1, width)  # [out, groups, width]
+    shared_dims = (0, 1, 2) if group == "tensor" else 2
+    largest = values.abs().amax(shared_dims, keepdim=True)  # [out, groups, 1]
+
+    # bf16 changes a scale by 1/512 at most, and then 127 +- 0.25 still rounds to 127
+    scale = (largest / limit).bfloat16()
+    scale = torch.where(scale > 0, scale, 1)  # a group of zeros: 0 / 1 and not 0 / 0
+
+    codes = (values / scale.float()).round().clamp(-limit, limit)
+    codes = codes.to(torch.int8).view(rows, -1)[:, :columns]  # [out, in]
+    if bits <= 4:
+        codes = pack(codes)
+    return Quantized(codes.contiguous(), scale[..., 0], width)
+
+
+def dequantize(quantized: Quantized) -> Tensor:
+    """Return the values that the integers stand for, fp32 [out, in]."""
+    codes = quantized.codes
+    if codes.dtype == torch.uint8:
+        codes = unpack(codes)
+    return codes * scale_of_each(quantized, codes.shape[1])
+
+
+def scale_of_each(quantized: Quantized, columns: int) -> Tensor:
+    """Return the scale of each value, [out, in] or [1, in]."""
+    return quantized.scale.float().repeat_interleave(quantized.width, 1)[:, :columns]
+
+
+def pack(codes: Tensor) -> Tensor:
+    """Store int8 [out, in] of -8 to 7 as uint8 [out, in / 2].
+
+    Even columns go into the low four bits of a byte, odd columns into the high four bits.
+    """
+    low = codes[:, ::2] & 15
+    high = codes[:, 1::2] << 4
+    return (high | low).view(torch.uint8)
+
+
+def unpack(packed: Tensor) -> Tensor:
+    """Return the int8 [out, in] that pack has stored."""
+    signed = packed.view(torch.int8)
+    low = signed << 4 >> 4  # a right shift repeats the sign bit
+    high = signed >> 4
+    return torch.stack((low, high), -1).flatten(1)
+
+
+def quantized_linear(quantized: Quantized, x: Tensor) -> Tensor:
+    """Dequantize at each call and multiply in fp32: this saves memory and not time."""
+    return F.linear(x, dequantize(quantized))
+
+
+# --- 2. activations as integers
 
 
 @torch.no_grad()
 def observe(net: nn.Module, inputs: Tensor, clipped_share: float) -> dict[str, tuple[float, float]]:
-    """Calibration: the range of each layer's input, the most extreme `clipped_share` at either end left out."""
-    activation_ranges = {}
+    """Calibrate: return the lowest and highest input of each layer while the model reads `inputs`.
 
-    def note(name: str, _module, args: tuple[Tensor]) -> None:
+    The most extreme `clipped_share` of the values at either end is left out.
+    """
+    ranges = {}
+
+    def note(name: str, _layer: nn.Module, args: tuple[Tensor]) -> None:
         x = args[0].flatten()
-        beyond = int(clipped_share * x.numel())
-        activation_ranges[name] = (
-            x.kthvalue(1 + beyond)[0].item(),
-            x.kthvalue(x.numel() - beyond)[0].item(),
-        )
+        left_out = int(clipped_share * x.numel())
+        low = x.kthvalue(1 + left_out)[0].item()
+        high = x.kthvalue(x.numel() - left_out)[0].item()
+        ranges[name] = (low, high)
 
-    hooks = [
-        layer.register_forward_pre_hook(partial(note, name)) for name, layer in linears(net).items()
-    ]
+    hooks = []
+    for name, layer in linears(net).items():
+        hooks.append(layer.register_forward_pre_hook(partial(note, name)))
     net(inputs)
     for hook in hooks:
         hook.remove()
-    return activation_ranges
+    return ranges
 
 
 def activation_codes(x: Tensor, low: float, high: float) -> tuple[Tensor, float, int]:
-    """Asymmetric: low..high falls on -128..127, and 0 on a whole number, the zero point, so that 0 is exact."""
-    low, high = min(low, 0.0), max(high, 0.0)
+    """Quantize activations asymmetrically: low to high becomes -128 to 127.
+
+    Return the codes, the scale, and the code of 0.0. That is a whole number, so that 0 stays exact.
+    """
+    low = min(low, 0.0)
+    high = max(high, 0.0)
     scale = (high - low) / 255 or 1.0
     zero = round(-128 - low / scale)
-    return ((x / scale).round() + zero).clamp(-128, 127), scale, zero
+    codes = ((x / scale).round() + zero).clamp(-128, 127)
+    return codes, scale, zero
 
 
-def w8a8(w: Quantized, low: float, high: float, x: Tensor) -> Tensor:
-    """What int8 times int8 is worth: activations and weights dequantized, multiplied in fp32."""
+def w8a8(quantized: Quantized, low: float, high: float, x: Tensor) -> Tensor:
+    """Compute a layer with int8 activations and weights, dequantized and multiplied in fp32."""
     codes, scale, zero = activation_codes(x, low, high)
-    return F.linear((codes - zero) * scale, dequantize(w))
+    return F.linear((codes - zero) * scale, dequantize(quantized))
 
 
-def w8a8_in_integers(w: Quantized, low: float, high: float, x: Tensor) -> Tensor:
-    """The same as int8 units compute it. Codes a of activations, b of weights, `zero` the code of 0.0: sum (a - zero) b
-    = sum a b - zero · sum b in int32, then times both scales."""
+def w8a8_in_integers(quantized: Quantized, low: float, high: float, x: Tensor) -> Tensor:
+    """Compute the same as int8 units do.
+
+    With activation codes a, weight codes b and the code `zero` of 0.0:
+    sum (a - zero) b = sum a b - zero sum b, in int32, and then times both scales.
+    """
     codes, scale, zero = activation_codes(x, low, high)
-    a, b = codes.to(torch.int8), w.codes.T
-    products = torch._int_mm(a, b) if a.is_cuda else (a.cpu().int() @ b.cpu().int()).to(a.device)
-    return (products - zero * w.codes.sum(1, dtype=torch.int32)) * (scale * w.scale[:, 0].float())
+    a = codes.to(torch.int8)
+    b = quantized.codes.T
+    products = int32_matmul(a, b)
+    sums = quantized.codes.sum(1, dtype=torch.int32)
+    return (products - zero * sums) * (scale * quantized.scale[:, 0].float())
 
 
-def sensitivity(
-    net: nn.Module, weights: dict[str, Tensor], batches: Batches
-) -> dict[str, tuple[float, float]]:
-    """What each matrix alone adds to the loss in int3 (at 4 bits: noise), and its standard error; worst first."""
-    baseline = losses(net, {}, batches)
-    added = {}
-    for name, w in quantize_all(weights, 3, "channel").items():
-        added[name] = _shared.difference(losses(net, {name: dequantizing(w)}, batches), baseline)
-    return dict(sorted(added.items(), key=lambda item: -item[1][0]))
+def int32_matmul(a: Tensor, b: Tensor) -> Tensor:
+    """Multiply int8 matrices and sum in int32."""
+    if a.is_cuda:
+        return torch._int_mm(a, b)
+    return (a.cpu().int() @ b.cpu().int()).to(a.device)
+
+
+# --- 3. schemes: which bits and scales the layers get
 
 
 class Scheme(NamedTuple):
-    """A row of the table: a way to keep and to multiply the weights of all layers."""
+    """A row of the table: how the weights of all layers are stored and multiplied."""
 
     name: str
-    stored: dict[str, Quantized | Tensor]  # by layer
+    stored: dict[str, Quantized | Tensor]  # by the name of a layer
     forwards: dict[str, Forward]
 
 
-def weights_alone(name: str, quantized: dict[str, Quantized]) -> Scheme:
-    return Scheme(name, quantized, {layer: dequantizing(w) for layer, w in quantized.items()})
+def quantize_all(weights: dict[str, Tensor], bits: int, group: str | int) -> dict[str, Quantized]:
+    """Quantize every matrix, and check that nothing is off by more than scale / 2."""
+    quantized = {name: quantize(weight, bits, group) for name, weight in weights.items()}
+    for name, matrix in quantized.items():
+        weight = weights[name]
+        # 1e-5 for the rounding of fp32 itself
+        allowed = scale_of_each(matrix, weight.shape[1]) * (0.5 + 1e-5)
+        error = (dequantize(matrix) - weight).abs()
+        assert (error <= allowed).all(), f"{name}: off by more than scale / 2"
+        if group == "tensor":
+            rounded = round_with_one_scale(weight, bits)
+            assert torch.equal(dequantize(matrix), rounded), f"{name}: packed is not as rounded"
+    return quantized
+
+
+def weights_only(name: str, quantized: dict[str, Quantized]) -> Scheme:
+    forwards = {layer: partial(quantized_linear, matrix) for layer, matrix in quantized.items()}
+    return Scheme(name, quantized, forwards)
 
 
 def weight_only_schemes(weights: dict[str, Tensor]) -> Iterator[Scheme]:
     yield Scheme("fp32", weights, {})
-    kinds = [(bits, group) for bits in (8, 4) for group in ("tensor", "channel", 128, 32)]
-    for bits, group in [*kinds, (3, "channel")]:  # int3 is stored in 4 bits
-        yield weights_alone(f"int{bits} per {group}", quantize_all(weights, bits, group))
+    for bits in (8, 4):
+        for group in ("tensor", "channel", 128, 32):
+            yield weights_only(f"int{bits} per {group}", quantize_all(weights, bits, group))
+    # int3 is stored in 4 bits
+    yield weights_only("int3 per channel", quantize_all(weights, 3, "channel"))
 
 
 def w8a8_schemes(
     net: nn.Module, weights: dict[str, Tensor], text: Tensor, space: int
 ) -> Iterator[Scheme]:
-    """Activations quantized too, with ranges observed on text, all of it or without its extremes, and on spaces."""
+    """Yield schemes with int8 activations, whose ranges were observed on text and on spaces."""
     int8 = quantize_all(weights, 8, "channel")
     calibrations = {
         "min-max of text": (text, 0),
@@ -150,106 +245,70 @@ def w8a8_schemes(
     }
     for name, (inputs, clipped_share) in calibrations.items():
         ranges = observe(net, inputs, clipped_share)
-        for layer, w in int8.items():
-            x = torch.randn(32, weights[layer].shape[1], device=text.device) * max(
-                map(abs, ranges[layer])
-            )
-            error = measure.relative_error(
-                w8a8_in_integers(w, *ranges[layer], x), w8a8(w, *ranges[layer], x)
-            )
-            assert error < 1e-4, f"{layer}: integers and dequantized values differ by {error:.1e}"
-        yield Scheme(
-            f"W8A8, {name}",
-            int8,
-            {layer: partial(w8a8, w, *ranges[layer]) for layer, w in int8.items()},
-        )
+        forwards = {}
+        for layer, matrix in int8.items():
+            low, high = ranges[layer]
+            check_integers(layer, matrix, low, high, weights[layer])
+            forwards[layer] = partial(w8a8, matrix, low, high)
+        yield Scheme(f"W8A8, {name}", int8, forwards)
+
+
+def check_integers(layer: str, matrix: Quantized, low: float, high: float, weight: Tensor) -> None:
+    """Assert that int8 arithmetic gives what the dequantized values give."""
+    x = torch.randn(32, weight.shape[1], device=weight.device) * max(abs(low), abs(high))
+    in_integers = w8a8_in_integers(matrix, low, high, x)
+    error = measure.relative_error(in_integers, w8a8(matrix, low, high, x))
+    assert error < 1e-4, f"{layer}: integers and dequantized values differ by {error:.1e}"
+
+
+def sensitivity(
+    net: nn.Module, weights: dict[str, Tensor], batches: Batches
+) -> dict[str, tuple[float, float]]:
+    """Return what each matrix alone adds to the loss in int3, and its standard error.
+
+    The most sensitive matrix comes first. At 4 bits the differences would be noise.
+    """
+    baseline = losses(net, {}, batches)
+    added = {}
+    for name, matrix in quantize_all(weights, 3, "channel").items():
+        found = losses(net, {name: partial(quantized_linear, matrix)}, batches)
+        added[name] = loss_difference(found, baseline)
+    return dict(sorted(added.items(), key=lambda item: -item[1][0]))
 
 
 def mixed_schemes(weights: dict[str, Tensor], most_sensitive_first: list[str]) -> Iterator[Scheme]:
-    """A seventh of the matrices stay in int8: the most sensitive by the scan, and for comparison the least."""
+    """Yield schemes with a seventh of the matrices in int8: the most or the least sensitive."""
     keep = len(weights) // 7
+    in_int8 = {"most": most_sensitive_first[:keep], "least": most_sensitive_first[-keep:]}
     int8 = quantize_all(weights, 8, "channel")
     for bits in (4, 3):
-        low = quantize_all(weights, bits, "channel")
-        for which, in_int8 in (
-            ("most", most_sensitive_first[:keep]),
-            ("least", most_sensitive_first[-keep:]),
-        ):
-            mixed = {layer: int8[layer] if layer in in_int8 else low[layer] for layer in weights}
-            yield weights_alone(f"int{bits} per channel, {keep} {which} sensitive int8", mixed)
+        low_bits = quantize_all(weights, bits, "channel")
+        for which, layers in in_int8.items():
+            mixed = {}
+            for layer in weights:
+                mixed[layer] = int8[layer] if layer in layers else low_bits[layer]
+            yield weights_only(f"int{bits} per channel, {keep} {which} sensitive int8", mixed)
+
+
+# --- 4. one row per scheme
 
 
 def run(net: nn.Module, scheme: Scheme, batches: Batches, baseline: Tensor) -> dict:
-    """The scheme's bytes, the error of its weights, and what it adds to the baseline's loss."""
+    """Return the bytes of a scheme, the error of its weights, and its loss above the baseline."""
     weights = [layer.weight.detach() for layer in linears(net).values()]
-    values = [
-        dequantize(one) if isinstance(one, Quantized) else one for one in scheme.stored.values()
-    ]
+    values = []
+    for matrix in scheme.stored.values():
+        values.append(dequantize(matrix) if isinstance(matrix, Quantized) else matrix)
     found = losses(net, scheme.forwards, batches)
-    delta, standard_error = _shared.difference(found, baseline)
+    delta, standard_error = loss_difference(found, baseline)
     return {
         "scheme": scheme.name,
-        "weight_bytes": sum(one.nbytes for one in scheme.stored.values()),
+        "weight_bytes": sum(matrix.nbytes for matrix in scheme.stored.values()),
         "weight_relative_error": measure.relative_error(values, weights),
         "val_loss": found.mean().item(),
         "delta": round(delta, 5),
         "standard_error": standard_error,
     }
-
-
-# vocabulary, hidden, ffn, layers, heads, key-value heads, head_dim, length; lm_head is not tied
-LLAMA2 = {
-    "7B": (6_738_415_616, shapes.Config(32_000, 4096, 11_008, 32, 32, 32, 128, 4096)),
-    "13B": (13_015_864_320, shapes.Config(32_000, 5120, 13_824, 40, 40, 40, 128, 4096)),
-    "70B": (68_976_648_192, shapes.Config(32_000, 8192, 28_672, 80, 64, 8, 128, 4096)),
-}
-
-
-def llama2_line(name: str) -> str:
-    """Gigabytes of the weights alone, computed on the meta device: from all matrices quantized with few scales to those
-    of the blocks alone with many, embedding and lm_head then in bf16. Norms are bf16."""
-    parameters, config = LLAMA2[name]
-    assert shapes.parameter_count(config) == parameters, (
-        f"Llama 2 {name}: published are {parameters:,} parameters"
-    )
-    with torch.device("meta"):  # tensors with a shape and no storage: any size fits
-        in_blocks = Counter(
-            layer.weight.shape for layer in linears(model.Transformer(config)).values()
-        )
-    everywhere = in_blocks + Counter({(config.vocab_size, config.hidden_size): 2})
-    sizes = f"{2 * parameters / 1e9:.1f} GB in bf16"
-    for bits, few, many in ((8, "channel", "channel"), (4, 128, 32)):
-        most_and_least = []
-        for matrices, group in ((everywhere, few), (in_blocks, many)):
-            weights = {shape: torch.empty(shape, device="meta") for shape in matrices}
-            saved = {
-                shape: 2 * w.numel() - quantize(w, bits, group).nbytes
-                for shape, w in weights.items()
-            }
-            most_and_least.append(
-                2 * parameters - sum(saved[shape] * n for shape, n in matrices.items())
-            )
-        sizes += ", {:.1f} to {:.1f} GB in int{}".format(
-            *(size / 1e9 for size in most_and_least), bits
-        )
-    return f"Llama 2 {name} has its published {parameters:,} parameters; weights alone: {sizes}"
-
-
-def check(rows: list[dict]) -> list[str]:
-    by_name = {row["scheme"]: row for row in rows}
-    finer = [by_name[f"int4 per {group}"] for group in ("tensor", "channel", 128, 32)]
-    fewer = [by_name[f"int{bits} per channel"] for bits in (8, 4, 3)]
-    for which, compared in (("finer scales", finer[::-1]), ("more bits", fewer)):
-        errors = [row["weight_relative_error"] for row in compared]
-        assert errors == sorted(errors), (
-            f"{which} are not nearer to the weights: relative errors {errors}"
-        )
-    return [
-        "no weight is off by more than scale / 2, and packed int4 unpacks to what was rounded, to the bit",
-        "finer scales and more bits leave smaller errors in the weights",
-        "W8A8 in integers gives what the dequantized values give, layer by layer",
-        *map(llama2_line, LLAMA2),
-    ]
 
 
 COLUMNS = {
@@ -261,28 +320,87 @@ COLUMNS = {
 }
 
 
-def main() -> int:
-    args = _shared.parser(__doc__).parse_args()
-    device = report.start_lesson(args.device)
-    net, corpus = _shared.starting_model(args, 0, device)
-    calibration_set, evaluation_set = _shared.held_out_sets(corpus, device)
-    weights = {name: layer.weight.detach() for name, layer in linears(net).items()}
-    # a folder's model has more and larger layers: the scan reads less
-    few = 16 if args.model == "nano" else 4
-    scan = sensitivity(
-        net, weights, [tuple(part[:few] for part in batch) for batch in calibration_set[:2]]
+def check(rows: list[dict]) -> list[str]:
+    errors = {row["scheme"]: row["weight_relative_error"] for row in rows}
+    finer = [errors[f"int4 per {group}"] for group in (32, 128, "channel", "tensor")]
+    assert finer == sorted(finer), f"finer scales do not leave smaller errors: {finer}"
+    more_bits = [errors[f"int{bits} per channel"] for bits in (8, 4, 3)]
+    assert more_bits == sorted(more_bits), f"more bits do not leave smaller errors: {more_bits}"
+    return [
+        "no weight is off by more than scale / 2, and packed int4 unpacks to what was rounded",
+        "finer scales and more bits leave smaller errors in the weights",
+        "W8A8 in integers gives what the dequantized values give, layer by layer",
+        *[llama2_line(name) for name in PUBLISHED_PARAMETERS],
+    ]
+
+
+PUBLISHED_PARAMETERS = {"7B": 6_738_415_616, "13B": 13_015_864_320, "70B": 68_976_648_192}
+
+
+def llama2_line(name: str) -> str:
+    """Return how many gigabytes the weights of a Llama 2 take: from few scales to many.
+
+    The fewest bytes: all matrices are quantized, with few scales. The most: only those of the
+    blocks, with many scales, and embedding and lm_head stay in bf16. Norms are bf16 in both.
+    """
+    config = shapes.LLAMA2[name]
+    parameters = shapes.parameter_count(config)
+    assert parameters == PUBLISHED_PARAMETERS[name], f"Llama 2 {name}: {parameters:,} parameters"
+    with torch.device("meta"):  # tensors with a shape and no storage: any size fits
+        net = model.Transformer(config)
+    in_blocks = Counter(layer.weight.shape for layer in linears(net).values())
+    everywhere = in_blocks + Counter(
+        [net.model.embed_tokens.weight.shape, net.lm_head.weight.shape]
     )
+
+    bf16 = 2 * parameters
+    sizes = f"{bf16 / 1e9:.1f} GB in bf16"
+    for bits, few_scales, many_scales in ((8, "channel", "channel"), (4, 128, 32)):
+        fewest = bf16 - saved_bytes(everywhere, bits, few_scales)
+        most = bf16 - saved_bytes(in_blocks, bits, many_scales)
+        sizes += f", {fewest / 1e9:.1f} to {most / 1e9:.1f} GB in int{bits}"
+    return f"Llama 2 {name} has its published {parameters:,} parameters; weights alone: {sizes}"
+
+
+def saved_bytes(matrices: Counter, bits: int, group: str | int) -> int:
+    """Return how many bytes fewer the matrices, counted by their shapes, take than in bf16."""
+    saved = 0
+    for shape, count in matrices.items():
+        quantized = quantize(torch.empty(shape, device="meta"), bits, group)
+        saved += count * (2 * shape.numel() - quantized.nbytes)
+    return saved
+
+
+def main() -> int:
+    parser = cli.Parser(__doc__)
+    _trained_model.add_flags(parser)
+    args = parser.parse_args()
+    device = report.start_lesson(args.device)
+    sizes = _trained_model.sizes_for(args.model, device)
+    args.train_steps = args.train_steps or sizes.train_steps
+    net, corpus = _trained_model.starting_model(args, sizes, 0, device)
+    calibration_set, evaluation_set = _trained_model.held_out_sets(corpus, sizes, device)
+    weights = {name: layer.weight.detach() for name, layer in linears(net).items()}
+
+    # The scan runs the model once per matrix, so it reads few sequences of a folder's model, which
+    # has more and larger matrices.
+    scanned = len(calibration_set[0][0]) if args.model == "nano" else 4
+    scan_set = [(inputs[:scanned], targets[:scanned]) for inputs, targets in calibration_set[:2]]
+    scan = sensitivity(net, weights, scan_set)
+
     baseline = losses(net, {}, evaluation_set)
-    w8a8s = w8a8_schemes(net, weights, calibration_set[0][0], _shared.space(args.model))
-    schemes = itertools.chain(weight_only_schemes(weights), w8a8s, mixed_schemes(weights, [*scan]))
+    calibration_text = calibration_set[0][0][:CALIBRATION_SEQUENCES]
+    schemes = itertools.chain(
+        weight_only_schemes(weights),
+        w8a8_schemes(net, weights, calibration_text, _trained_model.space_token(args.model)),
+        mixed_schemes(weights, list(scan)),
+    )
     rows = [run(net, scheme, evaluation_set, baseline) for scheme in schemes]
-    # the three that suffer most, and the one that suffers least
-    for name in (*list(scan)[:3], list(scan)[-1]):
-        print(
-            "alone in int3, {} adds {:.4f} to the loss, standard error {:.4f}".format(
-                name, *scan[name]
-            )
-        )
+
+    most_sensitive_first = list(scan)
+    for name in (*most_sensitive_first[:3], most_sensitive_first[-1]):
+        added, error = scan[name]
+        print(f"alone in int3, {name} adds {added:.4f} to the loss, standard error {error:.4f}")
     report.end_lesson(
         rows,
         columns=COLUMNS,

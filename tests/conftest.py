@@ -30,7 +30,7 @@ import pytest
 from support import harness, nogpu
 from support.chapter import load
 
-nvml = load("01_devices/_shared.py")
+nvml = load("01_devices/_machine.py")
 
 LOCK_WAIT_SECONDS = 600  # for another run to be done with its GPUs
 NOTHING_RAN = 5  # pytest's own exit status for "no tests"

@@ -1,6 +1,6 @@
 """01_devices/benchmark.py: what is timed, and that wrong results and impossible rates are seen.
 
-What is timed is checked with a clock of our own: no test asks how fast anything is.
+A clock of our own checks what is timed. No test asks how fast anything is.
 """
 
 import json
@@ -17,7 +17,8 @@ from common import hardware
 
 SCRIPT = "01_devices/benchmark.py"
 benchmark = load(SCRIPT)
-bench, machine = benchmark.bench, benchmark.machine
+bench = benchmark._benchmark
+machine = benchmark._machine
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)
@@ -39,20 +40,20 @@ def test_a_gpus_clock_runs_from_after_the_flush_to_the_end_of_the_work(monkeypat
 
 def test_a_wrong_product_and_a_rate_above_the_peak_are_seen(monkeypatch):
     monkeypatch.setattr(benchmark, "WARM_UP_SECONDS", 0.0)
-    right = benchmark.matmul("matmul", "bf16", (16, 16, 16), CPU, **TINY)
-    bench.compare([right], "cpu", None)
-    benchmark.check([right])
+    right = benchmark.time_matmul("matmul", "bf16", (16, 16, 16), CPU, **TINY)
+    bench.add_shares([right], "cpu", None)
+    bench.check([right])
     with pytest.raises(AssertionError, match=r"bf16.*relative error"):
-        benchmark.check([{**right, "relative_error": 0.5}])
-    monkeypatch.setattr(bench, "matmul", lambda dtype, x, w: lambda: (x @ w.t()) * 1.1)
-    wrong = benchmark.matmul("matmul", "bf16", (16, 16, 16), CPU, **TINY)
+        bench.check([{**right, "relative_error": 0.5}])
+    monkeypatch.setattr(benchmark, "make_matmul", lambda dtype, x, w: lambda: (x @ w.t()) * 1.1)
+    wrong = benchmark.time_matmul("matmul", "bf16", (16, 16, 16), CPU, **TINY)
     with pytest.raises(AssertionError, match="relative error"):
-        benchmark.check([{**right, "relative_error": wrong["relative_error"]}])
+        bench.check([{**right, "relative_error": wrong["relative_error"]}])
 
     monkeypatch.setattr(hardware, "peak_flops", lambda name, dtype: 10.0)
     monkeypatch.setattr(machine, "highest_flops", lambda name, dtype, clock: 11.0)
     for rates in ([10.0, 10.5, 11.0], [1.0, 2.0, 11.5]):  # one sample above is enough
-        row = benchmark.run(
+        row = bench.make_row(
             "matmul",
             "a test",
             "bf16",
@@ -62,19 +63,19 @@ def test_a_wrong_product_and_a_rate_above_the_peak_are_seen(monkeypatch):
             relative_error=0.0,
             flop_per_byte=1.0,
         )
-        bench.compare([row], "a GPU", 1980.0)
+        bench.add_shares([row], "a GPU", 1980.0)
         assert row["peak_share"] == pytest.approx(row["median"] / 10)
         if max(rates) <= 11:
-            benchmark.check([row])
+            bench.check([row])
         else:
             with pytest.raises(AssertionError, match="BUG"):
-                benchmark.check([row])
+                bench.check([row])
 
 
 def test_work_that_is_not_done_is_seen(monkeypatch):
     monkeypatch.setattr(benchmark, "timed", lambda *_, **__: [1.0])
     with pytest.raises(AssertionError):
-        benchmark.bandwidth(CPU, array_bytes=2**16, **TINY)
+        benchmark.time_triad(CPU, array_bytes=2**16, **TINY)
 
 
 def test_a_run_on_a_cpu_says_what_it_cannot_show(tmp_path):
@@ -148,7 +149,7 @@ def test_on_a_gpu(gpus, tmp_path):
     native = machine.native_types(CUDA)[0]
     native |= {"fp8_fast"} if "fp8" in native else set()
     assert {found["dtype"] for found in summary["rows"] if found["kind"] == "matmul"} == native
-    assert summary["not_measured"].keys() == bench.TYPES.keys() - native
+    assert summary["not_measured"].keys() == benchmark.DTYPES.keys() - native
     assert {"h2d", "d2h"} <= {found["kind"] for found in summary["rows"]}
     loaded = summary["under_load"]
     assert loaded["power_watts"] is None or loaded["power_watts"] > summary["power_watts"]

@@ -12,21 +12,18 @@ SCRIPT = "01_devices/doctor.py"
 # true faults of the machine that tests, if it has any
 HOST = {"shared memory", "disk", "port"}
 PLAIN = """
-import os, threading, time, torch
-from collections import OrderedDict
+import os, threading, torch, torch.distributed as dist
 from torch import nn
 from torch.nn.functional import mse_loss
-from torch.utils.data import DataLoader, TensorDataset
 rank = int(os.environ.get("RANK", 0))
-class Boom(nn.Module):
-    def forward(self, x): return x
-class Slow(TensorDataset):
-    def __getitem__(self, i): time.sleep(0.02); return super().__getitem__(i)
-net = nn.Sequential(OrderedDict(first=nn.Linear(4, 8), boom=Boom(), last=nn.Linear(8, 1)))
-data = TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
-{setup}
+if "RANK" in os.environ:
+    dist.init_process_group("gloo")
+net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
 optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-for step, (x, y) in enumerate(DataLoader(data, 8), 1):
+{setup}
+for step in range(1, 4):
+    x = torch.randn(8, 4)
+    y = torch.randn(8, 1)
     {step}
     optimizer.zero_grad()
     mse_loss(net(x), y).backward()
@@ -36,16 +33,16 @@ for step, (x, y) in enumerate(DataLoader(data, 8), 1):
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory):
-    """The script without the two processes that add up numbers, which the test of a healthy run has."""
+    """The script without the two processes that add up numbers: a healthy run has them."""
     folder = tmp_path_factory.mktemp("quick")
     (folder / "requirements.txt").symlink_to(ROOT / "requirements.txt")
-    return with_fault(SCRIPT, folder, '("gloo", "nccl") if gpus > 1 else ("gloo",)', "()")
+    return with_fault(SCRIPT, folder, 'backends = ["gloo"]', "backends = []")
 
 
 def doctor(
     folder: Path, *flags, script: str | Path = SCRIPT, **env: str
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """By check: its result, and what was seen. Each fault has a fix, and the exit code says whether one failed."""
+    """Return the result and what was seen of each check. A fault has a fix, a failure code 1."""
     result = run(script, folder, "--json", "d.json", *flags, **env)
     assert (folder / "d.json").exists(), result.out + result.err
     summary = json.loads((folder / "d.json").read_text())
@@ -58,11 +55,11 @@ def doctor(
     return {c["check"]: c["result"] for c in checks}, {c["check"]: c["seen"] for c in checks}
 
 
-def planted(folder: Path, quick: Path, setup="", step="pass", nproc=1, timeout=600, **env: str):
-    """What is said of a script with these lines in it; nothing of it may be left running."""
+def planted(folder: Path, quick: Path, setup="pass", step="pass", nproc=1, timeout=600, **env: str):
+    """Run the doctor on a script with these lines in it. Nothing of it may be left running."""
     script = folder / "script.py"
     script.write_text(PLAIN.format(setup=setup, step=step))
-    flags = ["--script", script, "--nproc", nproc, "--steps", 5, "--timeout", timeout]
+    flags = ["--script", script, "--nproc", nproc, "--timeout", timeout]
     found = doctor(folder, *flags, script=quick, **env)
     assert not [
         p for p in psutil.process_iter(["cmdline"]) if str(script) in (p.info["cmdline"] or [])
@@ -75,25 +72,13 @@ def failed(results: dict[str, str]) -> set[str]:
 
 
 def test_a_healthy_run_is_silent(tmp_path):
-    """The whole command, on a script that leaves through os._exit before the last step that is watched."""
+    """The whole command, on a training script of this repository."""
     write_tiny(tmp_path)
-    flags = [
-        "--model",
-        "tiny.json",
-        "--seq-len",
-        32,
-        "--global-batch-size",
-        4,
-        "--device",
-        "cpu",
-        "--steps",
-        4,
-    ]
-    results, seen = doctor(tmp_path, "--script", ROOT / "04_amp/train.py", "--", *flags)
+    flags = "--model tiny.json --seq-len 32 --global-batch-size 4 --device cpu --steps 4"
+    script = ROOT / "04_amp/train.py"
+    results, seen = doctor(tmp_path, "--script", script, "--", *flags.split())
     assert failed(results) == set(), seen
-    for name in ("script", "devices", "dtypes", "NaN, overflow", "memory", "gloo all-reduce"):
-        assert results[name] == "ok"
-    assert "4 steps" in seen["script"]
+    assert (results["script"], results["gloo all-reduce"]) == ("ok", "ok")
 
 
 @pytest.mark.parametrize(
@@ -109,7 +94,10 @@ def test_a_wrong_flag_is_one_line(tmp_path, flags):
 
 def test_faults_of_a_machine_and_of_a_job(tmp_path, quick):
     """Variables half set, a port in use, no disk; then a rank that is none."""
-    prelude = "import shutil, types\nshutil.disk_usage = lambda path: types.SimpleNamespace(free=64 * 2**20)"
+    prelude = (
+        "import shutil, types\n"
+        "shutil.disk_usage = lambda path: types.SimpleNamespace(free=64 * 2**20)"
+    )
     script = with_prelude(str(quick), tmp_path, prelude)
     with socket.socket() as taken:
         taken.bind(("", 0))
@@ -127,7 +115,7 @@ def test_faults_of_a_machine_and_of_a_job(tmp_path, quick):
 
 
 def test_gpus_that_only_the_driver_sees(fake_driver, tmp_path, quick):
-    """On a torch that says it was built for CUDA 12.8: a driver that fits, a silent one, one that is too old."""
+    """A driver that fits a torch for CUDA 12.8, one that does not tell, and one that is too old."""
     script = with_prelude(str(quick), tmp_path, "import torch\ntorch.version.cuda = '12.8'")
     refuse = "nvmlSystemGetCudaDriverVersion,nvmlSystemGetCudaDriverVersion_v2"
     for env, expected in (
@@ -140,54 +128,51 @@ def test_gpus_that_only_the_driver_sees(fake_driver, tmp_path, quick):
     assert "11.4" in seen["driver"]
 
 
-def test_a_hang(tmp_path, quick):
-    """Before the first step, so that the seconds until the script counts as hung are not its start's."""
-    results, seen = planted(
-        tmp_path,
-        quick,
-        setup="net.boom.forward = lambda x: threading.Event().wait(); net(data[:2][0])",
-        timeout=5,
-    )
+def test_settings_that_slow_a_job_are_named(tmp_path, quick):
+    results, seen = doctor(tmp_path, script=quick, NCCL_P2P_DISABLE="1", CUDA_LAUNCH_BLOCKING="0")
+    assert results["environment variables"] == "warn"
+    assert "NCCL_P2P_DISABLE" in seen["environment variables"]
+    assert "CUDA_LAUNCH_BLOCKING" not in seen["environment variables"]
+
+
+def test_a_gpu_whose_clocks_are_held_down(fake_driver, tmp_path, quick):
+    driver = {"LD_LIBRARY_PATH": fake_driver}
+    assert doctor(tmp_path, script=quick, **driver)[0]["GPU clocks"] == "ok"
+    results, seen = doctor(tmp_path, script=quick, NVML_THROTTLE="5", **driver)
+    assert results["GPU clocks"] == "warn"
+    assert "power cap" in seen["GPU clocks"]
+
+
+def line_of(folder: Path, code: str) -> str:
+    """Return file:line of the line of the script that holds this code."""
+    lines = (folder / "script.py").read_text().splitlines()
+    [number] = [number for number, line in enumerate(lines, 1) if code in line]
+    return f"script.py:{number}"
+
+
+def test_a_rank_that_hangs(tmp_path, quick):
+    """Rank 1 waits for ever, and rank 0 waits for rank 1: both places are named."""
+    wait = "threading.Event().wait()"
+    setup = f"if rank == 1: {wait}\nif rank == 0: dist.barrier()"
+    results, seen = planted(tmp_path, quick, setup=setup, nproc=2, timeout=30)
     assert failed(results) == {"script"}
-    assert "script.py:" in seen["script"]
-
-
-def test_a_nan_and_no_memory_and_idle_gpus(tmp_path, quick):
-    setup = "torch.cuda.device_count = lambda: 4"
-    step = "if step == 2: net.boom.forward = lambda x: x * float('nan')\n"
-    step += "    if step == 3: raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB')"
-    results, seen = planted(tmp_path, quick, setup=setup, step=step)
-    assert failed(results) == {"script", "NaN, overflow", "memory"}
-    assert "'boom' at step 2" in seen["NaN, overflow"]  # the first module that made it
-    assert "OutOfMemoryError" in seen["script"]
-    assert results["GPUs in use"] == "warn"
+    assert f"rank 0 at {line_of(tmp_path, 'dist.barrier()')}" in seen["script"]
+    assert f"rank 1 at {line_of(tmp_path, wait)}" in seen["script"]
 
 
 def test_a_batch_of_another_dtype(tmp_path, quick):
     results, seen = planted(tmp_path, quick, step="x = x.double()")
-    assert failed(results) == {"script", "dtypes"}
-    for fact in ("'first'", "torch.float32", "torch.float64", "script.py:"):
-        assert fact in seen["dtypes"]
+    assert failed(results) == {"script"}
+    assert "RuntimeError" in seen["script"]
+    assert line_of(tmp_path, "mse_loss(net") in seen["script"]
 
 
-def test_ranks_that_do_the_same_apart(tmp_path, quick):
-    """No DDP, one order of batches for all, slow data: three faults of one script that runs through."""
-    setup = "torch.manual_seed(rank); [p.data.normal_() for p in net.parameters()]\n"
-    setup += "torch.manual_seed(0); data = Slow(torch.randn(64, 4), torch.randn(64, 1))"
-    results, seen = planted(tmp_path, quick, setup, nproc=2)
-    assert failed(results) == {"ranks' weights"}
-    assert (results["script"], results["data wait"], results["ranks' batches"]) == (
-        "ok",
-        "warn",
-        "warn",
-    ), seen
-
-
-@pytest.mark.full
-def test_an_idle_rank(tmp_path, quick):
-    results, seen = planted(tmp_path, quick, step="if rank == 1 and step == 3: break", nproc=2)
-    assert results["ranks in step"] == "fail"
-    assert "5, 2" in seen["ranks in step"]
+def test_the_first_rank_that_fails_is_named(tmp_path, quick):
+    step = "dist.barrier() if rank == 0 else print(1 / 0)"
+    results, seen = planted(tmp_path, quick, step=step, nproc=2)
+    assert failed(results) == {"script"}
+    assert "ZeroDivisionError" in seen["script"]
+    assert line_of(tmp_path, "1 / 0") in seen["script"]
 
 
 @pytest.mark.gpu
@@ -197,12 +182,8 @@ def test_an_idle_rank(tmp_path, quick):
 def test_a_batch_on_the_gpu_and_one_left_on_the_cpu(gpus, tmp_path, quick, step, result):
     visible = {"CUDA_VISIBLE_DEVICES": gpus["CUDA_VISIBLE_DEVICES"]}
     results, seen = planted(tmp_path, quick, setup="net.cuda()", step=step, **visible)
-    assert (results["architecture"], results["script"], results["devices"]) == (
-        "ok",
-        result,
-        result,
-    ), seen
-    assert step != "pass" or "cuda:0" in seen["devices"]
+    assert (results["architecture"], results["script"]) == ("ok", result), seen
+    assert result == "ok" or "device" in seen["script"]
 
 
 @pytest.mark.gpu(n=2)

@@ -1,4 +1,4 @@
-"""01_devices/show.py, and what the chapter reads GPUs with: 01_devices/_shared.py, on a driver library of our own."""
+"""01_devices/show.py, and what the chapter reads GPUs with: 01_devices/_machine.py, on a driver library of our own."""
 
 import json
 import re
@@ -19,7 +19,7 @@ import json, os, sys
 from types import SimpleNamespace
 import torch
 sys.path[:0] = [{str(harness.ROOT)!r}, {str(harness.ROOT / "01_devices")!r}]
-import _shared as nvml
+import _machine as nvml
 torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=f"{{device + 1:08d}}")
 answers = []
 for planted in json.loads(sys.argv[1]):

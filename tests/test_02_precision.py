@@ -110,8 +110,8 @@ def test_updates(summary):
 FAULTS = [
     ("owed = step - lost", "owed = step + lost"),
     ("totals = add_up(torch.tensor([1, 1.1]", "totals = add_up(torch.tensor([1.01, 1.1]"),
-    ("return (bits + 0xFFF + (bits >> 13 & 1) & -(1 << 13))", "return (bits & -(1 << 13))"),
-    ("torch.randint(1 << 16, x.shape, dtype=torch.int32)", "(1 << 15)"),
+    ("rounded = bits + 0xFFF + last_kept_bit", "rounded = bits"),
+    ("bits = x.view(torch.int32) + random_bits", "bits = x.view(torch.int32) + (1 << 15)"),
 ]
 
 
@@ -136,7 +136,7 @@ def test_on_a_gpu(gpus, tmp_path, allow):
     result = run(SCRIPT, tmp_path, "--device", "cuda", "--json", "s.json", **env)
     assert result.code == 0, result.err[-4000:]
     rows = {row["name"]: row for row in json.loads((tmp_path / "s.json").read_text())["rows"]}
-    assert rows["fp32"]["matmul_error"] < 1e-6
+    assert rows["fp32"]["matmul_error"] < 1e-5
     if "matmul_error" in rows["tf32"]:
         assert (
             10 * rows["fp32"]["matmul_error"]

@@ -55,13 +55,13 @@ FAULTS = [
     ),
     (
         QUANTIZE,
-        "{name: quantize(weight, bits, group) for",
-        "{name: quantize(weight, bits, group, 0.8) for",
+        "scale = (largest / limit).bfloat16()",
+        "scale = (0.8 * largest / limit).bfloat16()",
     ),
     (QUANTIZE, "return (products - zero *", "return (products - 2 * zero *"),
     (
         QAT,
-        "return gradient * ctx.saved_tensors[0], None, None",
+        "return gradient * passed, None, None",
         "return gradient * 0.9, None, None",
     ),
     (

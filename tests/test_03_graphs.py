@@ -48,7 +48,7 @@ def test_without_a_compiler_only_compiled_steps_are_left_out(found):
             "            y = x * self.weight\n",
             "            y = (x * self.weight).detach() + 0 * y\n",
         ),
-        ("lambda x, w: x * w, lambda x, w: x - w", "lambda x, w: x * w, lambda x, w: x * w"),
+        ("multiply, subtract, (x", "multiply, multiply, (x"),
     ],
 )
 def test_a_wrong_gradient_fails(tmp_path, line, wrong):

@@ -193,7 +193,7 @@ def test_compiled_losses_are_near_eager(bf16, compiled, compiled_ddp):
 
 @pytest.mark.slow
 def test_memory_fits_and_mfu_is_a_share_of_a_known_peak_or_null(large, gpus):
-    found, _ = load("01_devices/_shared.py").gpus()
+    found, _ = load("01_devices/_machine.py").gpus()
     total, name = next(
         (gpu["memory_total_bytes"], gpu["name"])
         for gpu in found

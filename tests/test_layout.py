@@ -82,9 +82,12 @@ def broken_import_rules(file: Path, imported: Path) -> list[str]:
     return broken
 
 
-@pytest.mark.parametrize("helper", HELPERS, ids=str)
-def test_a_helper_is_named_after_its_lesson_or_is_shared(helper):
-    assert helper.name == "_shared.py" or lesson_of(helper) in LESSONS
+@pytest.mark.parametrize("folder", sorted({file.parent for file in HELPERS}), ids=str)
+def test_a_folder_has_at_most_one_helper_that_lessons_share(folder):
+    """A helper of one lesson is named after that lesson, so all the others are shared."""
+    helpers = [file for file in HELPERS if file.parent == folder]
+    shared = [helper for helper in helpers if lesson_of(helper) not in LESSONS]
+    assert len(shared) <= 1, shared
 
 
 def test_no_file_has_the_name_of_a_standard_module():

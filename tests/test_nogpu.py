@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from support import nogpu
-from support.harness import ROOT
+from support.harness import ROOT, with_fault
 
 pytestmark = [pytest.mark.nogpu, pytest.mark.timeout(900), pytest.mark.usefixtures("nogpu_tool")]
 
@@ -19,7 +19,6 @@ TRAIN = f"{STEPS} --model tiny.json"
 ANSWER = "--model folder --max-new-tokens 4"
 ONE = {  # script: flags
     "01_devices/show.py": "",
-    "02_tensors_precision/precision.py": "",
     "02_tensors_precision/quantize.py": "--model folder",
     "02_tensors_precision/qat.py": "--model folder --steps 2 --seeds 1 --bits 2",
     "03_linear_regression/train.py": "--epochs 2 --batch-size 512 --lr 0.1 --run-dir run",
@@ -59,10 +58,30 @@ TWO = {  # under torchrun with two ranks
     "09_inference/offloaded.py": f"{ANSWER} --by zero3",
 }
 DATA_PARALLEL = {"05_ddp/data_parallel.py": ""}  # one process, two GPUs
+# Lessons at the sizes that they have on a GPU without other flags.
+AT_GPU_SIZES = [
+    "01_devices/show.py",
+    "01_devices/benchmark.py",
+    "02_tensors_precision/tensors.py",
+    "02_tensors_precision/precision.py",
+    "02_tensors_precision/quantize.py",
+    "02_tensors_precision/qat.py",
+    "03_linear_regression/graphs.py",
+]
+# Lessons without flags for their sizes: lines of the script, and smaller sizes.
+SMALLER = {
+    "02_tensors_precision/precision.py": {
+        '"cuda": 4096': '"cuda": 256',
+        '"cuda": 2**25': '"cuda": 65_536',
+    },
+    "02_tensors_precision/tensors.py": {
+        '"cuda": 1024': '"cuda": 2',
+        '"cuda": 8192': '"cuda": 64',
+        '"cuda": 20': '"cuda": 1',
+    },
+}
+MOST_BYTES = 8e9  # of GPU memory that these may take
 NOT_HERE = {
-    "01_devices/benchmark.py": "times matmuls of up to 8,192 x 8,192, which no flag makes smaller",
-    "02_tensors_precision/tensors.py": "640 convolutions of 32 images, which no flag makes fewer",
-    "03_linear_regression/graphs.py": "its --device is cpu alone",
     "07_memory_tricks/estimate.py": "computes, for a device by name",
     "09_inference/export.py": "its forms are for CPUs, or machine code that here would do nothing",
     "05_ddp/stragglers.py": "a collective of this NCCL waits where it is called, so no rank can be found to wait",
@@ -103,7 +122,7 @@ def test_every_lesson_with_a_device_is_listed():
         for file in ROOT.glob("0*/[!_]*.py")
         if "args.device" in file.read_text()
     }
-    assert lessons - {*ONE, *TWO, *DATA_PARALLEL, *NOT_HERE} == set()
+    assert lessons - {*ONE, *TWO, *DATA_PARALLEL, *AT_GPU_SIZES, *NOT_HERE} == set()
 
 
 def named(script: str) -> str:
@@ -123,6 +142,30 @@ def test_values_are_right(tmp_path, script, flags, ranks, gpus):
     result = nogpu.run("values", tmp_path, script, f"{flags} --device cuda", ranks, gpus)
     assert result.code == 0, result
     assert "nogpu: " not in result.err, result
+
+
+@pytest.mark.parametrize("script", SMALLER)
+def test_values_are_right_at_smaller_sizes(tmp_path, script):
+    (line, smaller), *others = SMALLER[script].items()
+    file = with_fault(script, tmp_path, line, smaller)
+    for line, smaller in others:
+        text = file.read_text()
+        assert text.count(line) == 1
+        file.write_text(text.replace(line, smaller))
+    result = nogpu.run("values", tmp_path, str(file), "--device cuda")
+    assert result.code == 0, result
+    assert "nogpu: " not in result.err, result
+
+
+@pytest.mark.parametrize("script", AT_GPU_SIZES)
+def test_sizes_of_a_gpu_run_to_the_end_and_fit(tmp_path, script):
+    """Without the checks of numbers, which kernels that do nothing cannot pass."""
+    flags = f"{ROOT / script} --device cuda --json s.json"
+    result = nogpu.run("noop", tmp_path, "tests/support/without_checks.py", flags)
+    assert result.code == 0, result
+    assert "nogpu: " not in result.err, result
+    summary = json.loads((tmp_path / "s.json").read_text())
+    assert (summary.get("peak_memory_bytes") or 0) <= MOST_BYTES
 
 
 @pytest.mark.parametrize("script", TRAINING)

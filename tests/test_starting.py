@@ -1,5 +1,6 @@
 """What a launcher or the environment gets wrong is one line, exit code 2."""
 
+import json
 import subprocess
 import sys
 
@@ -122,9 +123,12 @@ def test_a_script_of_one_process_may_run_in_each_task(tmp_path, script):
 
 
 def test_doctor_in_each_task_examines_a_training_script(tmp_path):
-    flags = ("--run-dir", tmp_path, ROOT / BASELINE, "--device", "cpu", "--data", TEXT)
-    result = run(DOCTOR, tmp_path, *flags, **LONE_TASKS["srun"])
-    assert "without RANK" not in result.out + result.err, result
+    own_flags = ("--json", "doctor.json", "--script", ROOT / BASELINE)
+    flags = ("--device", "cpu", "--data", TEXT, "--steps", 1)
+    result = run(DOCTOR, tmp_path, *own_flags, "--", *flags, **LONE_TASKS["srun"])
+    checks = json.loads((tmp_path / "doctor.json").read_text())["checks"]
+    results = {check["check"]: check["result"] for check in checks}
+    assert (results["script"], results["gloo all-reduce"]) == ("ok", "ok"), result
 
 
 # --- RANK without its companions, and variables that must be numbers

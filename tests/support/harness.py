@@ -227,7 +227,7 @@ def with_fault(script: str, folder: Path, line: str, wrong: str) -> Path:
     file = folder / script
     file.parent.mkdir()
     file.write_text(source.replace(line, wrong))
-    for neighbour in (*path.parent.glob(f"_{path.stem}*.py"), *path.parent.glob("_shared.py")):
+    for neighbour in path.parent.glob("_*.py"):
         (file.parent / neighbour.name).symlink_to(neighbour)
     for package in ("common", "lm", "planner"):
         (folder / package).symlink_to(ROOT / package)
