@@ -106,10 +106,12 @@ def matmul_results(rank: Rank, *, experts: bool) -> float:
     widths += [shape.ffn, shape.ffn]
     if not rank.plan.adapters:
         return sum(widths)
-    # B's result is as wide as its matrix's, A's has the rank's width, and only the very last
-    # result of the block is not kept.
+    # Each matrix has an A, whose result is as wide as the adapter's rank, and a B. The last matmul
+    # of the block is down_proj's B. lm/activation_checkpointing.py knows it by its shape, so that
+    # no B with as many outputs keeps its result.
     a_results = (len(widths) + 1) * rank.plan.adapters
-    return 2 * sum(widths) + partial_sum + a_results
+    b_results = sum(width for width in widths if width != shape.hidden)
+    return sum(widths) + partial_sum + a_results + b_results
 
 
 def norm_and_input(rank: Rank) -> float:

@@ -139,7 +139,7 @@ def gradients(rank: Rank) -> Row:
             undivided = rank.shape.embedding - rank.embedding
         size = 4 * (rank.all_parameters + undivided)
         words = f"{rank.all_parameters:,.0f} parameters x 4 bytes: FSDP reduces once a step"
-        return Row("gradients", always(size), words)
+        return Row("gradients", always(size) | {"evaluation": 0.0}, words)
 
     size = gradient_bytes(rank)
     words = f"{rank.trained(2):,.0f} trained parameters x 4 bytes (fp32)"
