@@ -20,7 +20,7 @@ is long on the ranks that wait, and short on the slow one. train.py names its sl
 same comparison.
 
 On GPUs the default is --model wide. Expected on H100s from their data sheets: data, forward and
-backward take at least 6 ms, and 10 times as long on the planted rank. The others spend nine tenths
+backward take at least 5 ms, and 10 times as long on the planted rank. The others spend nine tenths
 of a step waiting.
 
 Previous: collectives.py. Next: ../launch/, many machines.
