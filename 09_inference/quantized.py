@@ -303,27 +303,34 @@ def matvec_kernel(
 
 @triton_jit
 def dequantize_kernel(
-    words, scales, weight, K: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr
+    words,  # as matvec_kernel reads them
+    scales,
+    weight,  # bf16 [N, K]
+    word_count,
+    K: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """Write a row of the matrix in bf16, for the matmul of a prompt. See matvec_kernel."""
+    """Write the codes of BLOCK words as bf16: for the matmul of a prompt, which has many rows."""
     COLUMNS: tl.constexpr = 128 // BITS
-    WORDS: tl.constexpr = K * BITS // 32
-    row = tl.program_id(0).to(tl.int64)
-    word = tl.program_id(1) * 1024 + tl.arange(0, 1024)
-    inside = word < WORDS
-    codes = tl.load(words + row * WORDS + word, inside, 0)
-    first_column = word // 4 * COLUMNS + word % 4 * 2
+    WORDS: tl.constexpr = K * BITS // 32  # of a row
+    word = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = word < word_count
+    codes = tl.load(words + word, inside, 0)
+    row = word // WORDS
+    first_column = word % WORDS // 4 * COLUMNS + word % 4 * 2
     if BITS == 4:
         pairs = tl.load(scales + row * (K // GROUP) + first_column // GROUP, inside, 0)
         scale = first_of_two(pairs)
         zero = second_of_two(pairs)
     else:
-        scale = tl.load(scales + row).to(tl.float32)
+        scale = tl.load(scales + row, inside, 0).to(tl.float32)
         zero = 0.0
     for i in tl.static_range(32 // BITS):
-        code = (codes >> i * BITS & (1 << BITS) - 1).to(tl.float32) - (1 << BITS - 1)
+        code = ((codes >> i * BITS) & ((1 << BITS) - 1)).to(tl.float32)
+        value = (code - (1 << (BITS - 1))) * scale + zero
         column = first_column + i // 2 * 8 + i % 2
-        value = code * scale + zero
         tl.store(weight + row * K + column, value.to(weight.dtype.element_ty), inside)
 
 
@@ -376,8 +383,9 @@ def dequantize_words(words: Tensor, scales: Tensor, bits: int) -> Tensor:
     if bits == 4:
         group = K // scales.shape[1]
     weight = words.new_empty(N, K, dtype=torch.bfloat16)
-    grid = (N, -(-words.shape[1] // 1024))
-    torch.library.wrap_triton(dequantize_kernel)[grid](words, scales, weight, K, bits, group)
+    block = 1024
+    launch = torch.library.wrap_triton(dequantize_kernel)[(-(-words.numel() // block),)]
+    launch(words, scales, weight, words.numel(), K, bits, group, block)
     return weight
 
 
