@@ -13,7 +13,7 @@ from support.harness import ODD, ROOT, assert_refused, clean_env, config_of, run
 SCRIPT = "09_inference/quantized.py"
 SASS = ROOT / "tests/nogpu/matvec_sass.py"
 INTERPRETED = ROOT / "tests/support/matvec_interpreted.py"
-WITH_BIASES = {**ODD, "model_type": "qwen2", "vocab_size": 128}
+WITH_BIASES = {**ODD, "model_type": "qwen2", "vocab_size": 128, "num_hidden_layers": 1}
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed"
