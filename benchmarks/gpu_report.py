@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_report.py smoke           nano in bf16 on every CUDA path, all side by side: does it run?
     python benchmarks/gpu_report.py training        llama-124m beside transformers' Trainer; llama-1b, plain and FSDP
-    python benchmarks/gpu_report.py decode          int4 kernels; llama-8b beside `generate`; llama-70b in int4
+    python benchmarks/gpu_report.py decode          int4 kernels; llama-8b and `generate`; llama-70b
     python benchmarks/gpu_report.py decode-int8     llama-70b in int8; in bf16, too, where 131 GiB fit
     python benchmarks/gpu_report.py training --model nano    the same commands, small
 
