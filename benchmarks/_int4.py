@@ -18,7 +18,6 @@ from common import exits, hardware, measure, report
 from lm import shapes
 
 sys.path.insert(0, str(REPO / "09_inference"))
-import _quantized
 import quantized
 
 SECONDS = 130  # no new matrix after that
@@ -35,7 +34,7 @@ LAUNCHES_OF_SEVERAL_ROWS = [(8, 4, 1), (4, 4, 1)]
 
 def compare(model: str, device: torch.device, rounds: int) -> tuple[list[dict], list[str]]:
     """Return a row for each matrix and version, and what was checked. Print rows as they come."""
-    if device.type != "cuda" or _quantized.triton is None:
+    if device.type != "cuda" or quantized.tl is None:
         raise exits.UserError("--case int4 needs a GPU and Triton")
     deadline = time.monotonic() + SECONDS
     rows = [read_rate(device, rounds)]
