@@ -1,10 +1,11 @@
 """Quantize a trained language model after training (PTQ): fewer bits per weight, and what it costs.
 
 A weight w is stored as the integer round(w / scale), with scale = largest |w| / largest integer. So
-no weight is off by more than scale / 2. The fewer weights share a scale (a matrix, a row, a group
-of 32), the less one outlier hurts the others, and each scale costs two bytes. Quantized weights
-save memory. To multiply integers (W8A8), activations need scales too. These are measured beforehand
-on text like the text to come: calibration. Layers that suffer most can keep more bits.
+no weight is off by more than scale / 2. A matrix, a row or a group of 32 weights can share a scale.
+Smaller groups limit the effect of an outlier, and need more scales, of 2 bytes each. Quantized
+weights save memory. W8A8 quantizes weights and activations to 8 bits, so that integers can be
+multiplied. Calibration records the range of the activations on representative text beforehand, and
+their scales follow from it. Layers that suffer most can keep more bits.
 
     laptop    python 02_tensors_precision/quantize.py
     figures   python 02_tensors_precision/quantize.py --train-steps 1000
@@ -12,11 +13,11 @@ on text like the text to come: calibration. Layers that suffer most can keep mor
     one GPU   python 02_tensors_precision/quantize.py --device cuda
     cluster   it uses one process only
 
-What to look at: the loss above that of fp32, beside the bytes, and what calibration on the wrong
-text costs. A difference below twice its standard error is noise. On a CPU the model is trained for
-20 small steps and has little to lose. On a GPU it is trained on 9.8 million tokens, so its weights
-depend on each other. Expected there: int3 costs several times its standard error. Losses are those
-of the dequantized values. What fewer bytes are worth in tokens/s: 09_inference/quantized.py.
+What to look at: the increase in loss over fp32 beside the bytes saved, and calibration on text
+beside calibration on spaces. A difference below twice its standard error is noise. On a CPU the
+model is trained for 20 small steps and has little to lose. On a GPU it is trained on 9.8 million
+tokens, and has more to lose. Expected there: int3 costs several times its standard error. All
+losses are computed with dequantized values. For tokens/s, see 09_inference/quantized.py.
 Previous: precision.py. Next: qat.py, which trains with the rounding in place.
 """
 
@@ -68,18 +69,17 @@ def quantize(weight: Tensor, bits: int, group: str | int) -> Quantized:
 
     `group` is "tensor", "channel" (a row), or how many values of a row share a scale.
     """
-    limit = (
-        2 ** (bits - 1) - 1
-    )  # 127 or 7: -128 and -8 have no positive counterpart, and are unused
+    limit = 2 ** (bits - 1) - 1  # 127, 7 or 3. The lowest integer has no positive counterpart
     rows, columns = weight.shape
     width = group if isinstance(group, int) else columns
 
-    # Zeros fill up the last group. They change no maximum.
+    # Pad each row with zeros to a multiple of width. Zeros do not change the largest |w|.
     values = F.pad(weight, (0, -columns % width)).view(rows, -1, width)  # [out, groups, width]
     shared_dims = (0, 1, 2) if group == "tensor" else 2
-    largest = values.abs().amax(shared_dims, keepdim=True)  # [out, groups, 1]
+    largest = values.abs().amax(shared_dims, keepdim=True)  # [out, groups, 1] or [1, 1, 1]
 
-    # bf16 changes a scale by 1/512 at most, and then 127 +- 0.25 still rounds to 127
+    # Rounding to bf16 changes a scale by at most 1/256. The largest code then lies within 0.5 of
+    # 127, and still rounds to 127.
     scale = (largest / limit).bfloat16()
     scale = torch.where(scale > 0, scale, 1)  # a group of zeros: 0 / 1 and not 0 / 0
 
@@ -133,7 +133,8 @@ def quantized_linear(quantized: Quantized, x: Tensor) -> Tensor:
 def observe(net: nn.Module, inputs: Tensor, clipped_share: float) -> dict[str, tuple[float, float]]:
     """Calibrate: return the lowest and highest input of each layer while the model reads `inputs`.
 
-    The most extreme `clipped_share` of the values at either end is left out.
+    The lowest and the highest `clipped_share` of the values are each left out. With 1e-3, the range
+    is that from the percentile 0.1 to 99.9.
     """
     ranges = {}
 
@@ -156,11 +157,12 @@ def observe(net: nn.Module, inputs: Tensor, clipped_share: float) -> dict[str, t
 def activation_codes(x: Tensor, low: float, high: float) -> tuple[Tensor, float, int]:
     """Quantize activations asymmetrically: low to high becomes -128 to 127.
 
-    Return the codes, the scale, and the code of 0.0. That is a whole number, so that 0 stays exact.
+    Return the codes, the scale and the zero point, which is the code of 0.0. It is an integer, so
+    that 0.0 has no error.
     """
-    low = min(low, 0.0)
+    low = min(low, 0.0)  # the range must contain 0.0
     high = max(high, 0.0)
-    scale = (high - low) / 255 or 1.0
+    scale = (high - low) / 255 or 1.0  # 1.0 if all values are 0
     zero = round(-128 - low / scale)
     codes = ((x / scale).round() + zero).clamp(-128, 127)
     return codes, scale, zero
@@ -175,8 +177,12 @@ def w8a8(quantized: Quantized, low: float, high: float, x: Tensor) -> Tensor:
 def w8a8_in_integers(quantized: Quantized, low: float, high: float, x: Tensor) -> Tensor:
     """Compute the same as int8 units do.
 
-    With activation codes a, weight codes b and the code `zero` of 0.0:
-    sum (a - zero) b = sum a b - zero sum b, in int32, and then times both scales.
+    With activation codes a, their zero point and weight codes b:
+
+        sum over k of (a[k] - zero) b[k]  =  sum of a[k] b[k]  -  zero * sum of b[k]
+
+    Both sums are int32. The result is multiplied by the scale of the activations and that of the
+    weights, which must have one scale per row: scales within a row could not leave the sum.
     """
     codes, scale, zero = activation_codes(x, low, high)
     a = codes.to(torch.int8)
@@ -215,7 +221,7 @@ def quantize_all(weights: dict[str, Tensor], bits: int, group: str | int) -> dic
         assert (error <= allowed).all(), f"{name}: off by more than scale / 2"
         if group == "tensor":
             rounded = round_with_one_scale(weight, bits)
-            assert torch.equal(dequantize(matrix), rounded), f"{name}: packed is not as rounded"
+            assert torch.equal(dequantize(matrix), rounded), f"{name}: packing changes the weights"
     return quantized
 
 
@@ -229,7 +235,7 @@ def weight_only_schemes(weights: dict[str, Tensor]) -> Iterator[Scheme]:
     for bits in (8, 4):
         for group in ("tensor", "channel", 128, 32):
             yield weights_only(f"int{bits} per {group}", quantize_all(weights, bits, group))
-    # int3 is stored in 4 bits
+    # int3 codes are packed like int4 codes. Only their error is of interest.
     yield weights_only("int3 per channel", quantize_all(weights, 3, "channel"))
 
 
@@ -340,8 +346,8 @@ PUBLISHED_PARAMETERS = {"7B": 6_738_415_616, "13B": 13_015_864_320, "70B": 68_97
 def llama2_line(name: str) -> str:
     """Return how many gigabytes the weights of a Llama 2 take: from few scales to many.
 
-    The fewest bytes: all matrices are quantized, with few scales. The most: only those of the
-    blocks, with many scales, and embedding and lm_head stay in bf16. Norms are bf16 in both.
+    The fewest bytes: all matrices are quantized, with few scales. The most bytes: only the matrices
+    of the blocks are quantized, with many scales. Norms are bf16 in both.
     """
     config = shapes.LLAMA2[name]
     parameters = shapes.parameter_count(config)
@@ -382,8 +388,8 @@ def main() -> int:
     calibration_set, evaluation_set = _trained_model.held_out_sets(corpus, sizes, device)
     weights = {name: layer.weight.detach() for name, layer in linears(net).items()}
 
-    # The scan runs the model once per matrix, so it reads few sequences of a folder's model, which
-    # has more and larger matrices.
+    # The scan runs the model once per matrix. The model of a folder has more and larger matrices,
+    # so it reads only 4 sequences per batch.
     scanned = len(calibration_set[0][0]) if args.model == "nano" else 4
     scan_set = [(inputs[:scanned], targets[:scanned]) for inputs, targets in calibration_set[:2]]
     scan = sensitivity(net, weights, scan_set)

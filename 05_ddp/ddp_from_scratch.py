@@ -8,25 +8,28 @@ over the ranks. There are four ways to do it:
     (3) in hooks, several gradients (a bucket) per all-reduce
     (4) DistributedDataParallel, which does (3) in C++
 
-Variant (0) sends nothing. The time by which a step is longer than a step of (0) is exposed
-communication: the rank only waits.
+This file builds (1) to (3). It compares them with (4), and with variant (0), which does not
+communicate. Exposed communication is communication that is not hidden behind computation. It is
+measured as the time of a step minus the time of a step of (0).
 
     laptop    python 05_ddp/ddp_from_scratch.py
     one node  torchrun --nproc_per_node=8 05_ddp/ddp_from_scratch.py
     cluster   the same on each node, with --nnodes=4 --rdzv-backend=c10d
               --rdzv-endpoint=$HEAD:29400
 
-What to look at: the exposed time from (1) to (4), and that of one bucket for all gradients, whose
-all-reduce starts when backward is over. Variants with the same hash have identical weights.
+What to look at: the exposed time of (1), (2), (3) and (4), and of (3) with one bucket for all
+gradients, whose all-reduce cannot start before the end of backward. The table has a hash of the
+weights of each variant: equal hashes mean identical weights.
 
-Overlap saves time only if communication does not need the cores that compute backward. Two ranks on
-two CPU cores share them, and hide nothing. benchmarks/slow_link.sh connects two ranks by a slow
-link instead: waiting for a link needs no core.
+With two ranks on two CPU cores, all-reduce and backward compete for the same cores, and overlap
+saves no time. benchmarks/slow_link.sh connects two ranks by a slow link instead: waiting for a link
+needs no core.
 
 On GPUs the default is --model wide: 228 MB of gradients. Expected on 8 H100s from their data
-sheets: the arithmetic of a step takes at least 4 ms. The all-reduce takes at least 0.9 ms over
-NVLink (450 GB/s in one direction), and more in (1), which pays the latency of 20 calls. (1) and the
-single bucket expose all of it; (2), (3) and (4) expose little more than the last all-reduce.
+sheets: the arithmetic of a step takes at least 4 ms. In a ring all-reduce, each of 8 GPUs sends
+2 x 7/8 of the gradients, 399 MB. Over NVLink (450 GB/s in one direction) this takes at least
+0.9 ms. (1) and the single bucket expose all of it, and (1) pays the latency of 20 calls. (2), (3)
+and (4) expose little more than the last all-reduce.
 
 Previous: train.py. Next: collectives.py.
 """
@@ -60,7 +63,7 @@ BUCKET_BYTES = 25 * 2**20  # DDP's default
 def average_gradients(model: nn.Module) -> None:
     """Replace each gradient by its mean over the ranks. Call it after backward."""
     for parameter in model.parameters():
-        dist.all_reduce(parameter.grad)
+        dist.all_reduce(parameter.grad)  # in place: the sum over all ranks, on every rank
         parameter.grad /= dist.get_world_size()
 
 
@@ -78,16 +81,16 @@ def average_in_hooks(model: nn.Module) -> Callable[[], None]:
     """
     running: list[tuple[dist.Work, nn.Parameter]] = []
 
-    def gradient_is_ready(parameter: nn.Parameter) -> None:
+    def on_gradient_ready(parameter: nn.Parameter) -> None:
         work = dist.all_reduce(parameter.grad, async_op=True)  # returns at once
         running.append((work, parameter))
 
     for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(gradient_is_ready)
+        parameter.register_post_accumulate_grad_hook(on_gradient_ready)
 
     def wait_for_all() -> None:
         for work, parameter in running:
-            work.wait()
+            work.wait()  # on a GPU the stream waits, and not the CPU
             parameter.grad /= dist.get_world_size()
         running.clear()
 
@@ -101,9 +104,10 @@ def average_in_hooks(model: nn.Module) -> Callable[[], None]:
 
 
 def make_buckets(model: nn.Module, most_bytes: float) -> list[list[nn.Parameter]]:
-    """Put each parameter into one bucket of at most `most_bytes`, or alone if it is larger.
+    """Group the parameters into buckets of at most `most_bytes`.
 
-    The last layer comes first: backward computes gradients in about this order.
+    A parameter that is larger gets its own bucket. The last layer comes first: backward computes
+    gradients in about this order.
     """
     buckets = []
     free_bytes = 0.0  # in the last bucket
@@ -128,21 +132,21 @@ def average_buckets(buckets: list[list[nn.Parameter]]) -> Callable[[], None]:
     gradients_missing = [len(bucket) for bucket in buckets]
     running: list[tuple[dist.Work, Tensor]] = []
 
-    def gradient_is_ready(parameter: nn.Parameter) -> None:
+    def on_gradient_ready(parameter: nn.Parameter) -> None:
         gradients_missing[bucket_of[parameter]] -= 1
-        # Ranks match collectives by their order alone. So buckets start in their own order: one
-        # that is complete early waits for those before it.
+        # The n-th collective of one rank is matched with the n-th of every other rank. So all ranks
+        # must start the buckets in the same order. A bucket that is complete early waits for the
+        # buckets before it. The number of started buckets is the index of the next one.
         while len(running) < len(buckets) and gradients_missing[len(running)] == 0:
-            start_next_bucket()
+            start_bucket(buckets[len(running)])
 
-    def start_next_bucket() -> None:
-        bucket = buckets[len(running)]
+    def start_bucket(bucket: list[nn.Parameter]) -> None:
         flat = torch.cat([parameter.grad.flatten() for parameter in bucket])
         work = dist.all_reduce(flat, async_op=True)
         running.append((work, flat))
 
     for parameter in bucket_of:
-        parameter.register_post_accumulate_grad_hook(gradient_is_ready)
+        parameter.register_post_accumulate_grad_hook(on_gradient_ready)
 
     def wait_for_all() -> None:
         for index, (work, flat) in enumerate(running):
@@ -190,10 +194,12 @@ def main() -> int:
     args = report.lesson_flags(
         __doc__, gpu=GPU_DEFAULTS, relaunches=True, model="nano", seq_len=16, steps=10
     )
-    # This raises UserError for a wrong flag: here once, after relaunch on each rank.
+    # Before relaunch, a wrong flag raises one UserError. After it, every rank would raise it.
     config = shapes.load_config(args.model, 256, args.seq_len)
-    runtime.relaunch(args.device)  # plain python becomes torchrun: a rank per GPU, 2 on a CPU
-    runtime.seed_all(0, deterministic=True)  # before the group: NCCL reads variables when it starts
+    # If torchrun did not start this script, restart it with a rank per GPU, or 2 ranks on a CPU.
+    runtime.relaunch(args.device)
+    # This sets environment variables that NCCL reads in init_process_group.
+    runtime.seed_all(0, deterministic=True)
     device = runtime.init_process_group(args.device)
     rank = dist.get_rank()
     world_size = dist.get_world_size()
@@ -201,19 +207,20 @@ def main() -> int:
     # Equal shares for all ranks: round the batch up to a multiple of the number of ranks.
     batch_size = -(-BATCH_SIZE // world_size) * world_size
     steps = WARMUP_STEPS + args.steps
-    inputs, targets = data.one_batch(steps * batch_size, args.seq_len, device)  # of all steps
-    batches = list(zip(inputs.split(batch_size), targets.split(batch_size), strict=True))
+    all_inputs, all_targets = data.one_batch(steps * batch_size, args.seq_len, device)
+    batches = list(zip(all_inputs.split(batch_size), all_targets.split(batch_size), strict=True))
 
     start = weights.build(args.model, config, seed=0, device=device)
-    # A quarter of the gradients' bytes if that is less: so nano has several buckets, too.
+    # A bucket has at most a quarter of the gradients, so that nano has several buckets, too. A
+    # gradient has 4 bytes: a quarter of the bytes is the number of parameters.
     bucket_bytes = min(BUCKET_BYTES, shapes.parameter_count(config))
     *variants, one_process = make_variants(start, bucket_bytes)
     for step, (inputs, targets) in enumerate(batches):
-        train(one_process, inputs, targets)
+        train(one_process, inputs, targets)  # the reference: the full batch, no communication
         my_inputs = inputs.chunk(world_size)[rank]
         my_targets = targets.chunk(world_size)[rank]
         for i in range(len(variants)):
-            # Each step begins with another variant, so that a disturbance hits all of them.
+            # Start each step with a different variant, so that none always runs first.
             variant = variants[(step + i) % len(variants)]
             train(variant, my_inputs, my_targets)
 
