@@ -67,13 +67,14 @@ NOT_HERE = {
     "09_inference/export.py": "its forms are for CPUs, or machine code that here would do nothing",
     "05_ddp/stragglers.py": "a collective of this NCCL waits where it is called, so no rank can be found to wait",
 }
-# Lessons at the sizes that they have on a GPU by default: flags that make the run shorter, ranks, GPUs.
+# Lessons with the defaults that they have on a GPU: flags that make the run shorter, ranks, GPUs.
+# One rank, because the memory of a GPU is here that of the machine.
 AT_GPU_DEFAULTS = {
     "04_amp/compare.py": ("", 0, 1),
-    "05_ddp/collectives.py": ("--samples 1", 2, 2),
+    "05_ddp/collectives.py": ("--samples 1", 1, 1),
     "05_ddp/data_parallel.py": ("", 0, 2),
-    "05_ddp/ddp_from_scratch.py": ("--steps 1", 2, 2),
-    "05_ddp/stragglers.py": ("", 1, 1),  # between two ranks, join() needs true numbers
+    "05_ddp/ddp_from_scratch.py": ("", 1, 1),
+    "05_ddp/stragglers.py": ("", 1, 1),
 }
 SAMPLE = ("04_amp/train.py", "06_fsdp_zero/train_fsdp.py", "09_inference/kv_cache.py")
 GPU_TESTS = {  # of pytest -m gpu
