@@ -56,7 +56,7 @@ class TrainingParser(Parser):
         add(
             "--model",
             default="nano",
-            help="nano, wide, llama-124m, -1b, -8b, -70b, -405b, or an HF config.json or its folder",
+            help="nano, wide, llama-124m, -1b, -8b, -70b, -405b, or an HF config.json or folder",
         )
         add(
             "--data",

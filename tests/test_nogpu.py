@@ -42,7 +42,7 @@ ONE = {  # script: flags
 TWO = {  # under torchrun with two ranks
     "05_ddp/train.py": TRAIN,
     "05_ddp/collectives.py": "--max-bytes 65536 --samples 1",
-    "05_ddp/ddp_from_scratch.py": "--steps 2",
+    "05_ddp/ddp_from_scratch.py": "--model nano --seq-len 16 --steps 2",
     "06_fsdp_zero/train_fsdp.py": TRAIN,
     "06_fsdp_zero/train_zero.py": TRAIN,
     "06_fsdp_zero/finetune.py": "--model folder --seq-len 128 --steps 1 --global-batch-size 2 --run-dir run",
@@ -58,7 +58,7 @@ TWO = {  # under torchrun with two ranks
     "09_inference/infer_70b.py": ANSWER,
     "09_inference/offloaded.py": f"{ANSWER} --by zero3",
 }
-DATA_PARALLEL = {"05_ddp/data_parallel.py": ""}  # one process, two GPUs
+DATA_PARALLEL = {"05_ddp/data_parallel.py": "--model nano --seq-len 16"}  # one process, two GPUs
 NOT_HERE = {
     "01_devices/benchmark.py": "times matmuls of up to 8,192 x 8,192, which no flag makes smaller",
     "02_tensors_precision/tensors.py": "640 convolutions of 32 images, which no flag makes fewer",
