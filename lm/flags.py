@@ -85,7 +85,7 @@ class TrainingParser(Parser):
         add = self.add_argument_group("model and data").add_argument
         add(
             "--model",
-            help="nano, llama-124m, -1b, -8b, -70b, -405b, or an HF config.json or its folder "
+            help="nano, wide, llama-124m, -1b, -8b, -70b, -405b, or an HF config.json or folder "
             f"(default: {ON_CPU.model}, on a GPU {ON_GPU.model})",
         )
         add(

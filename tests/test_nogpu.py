@@ -41,7 +41,7 @@ ONE = {  # script: flags
 TWO = {  # under torchrun with two ranks
     "05_ddp/train.py": TRAIN,
     "05_ddp/collectives.py": "--max-bytes 65536 --samples 1",
-    "05_ddp/ddp_from_scratch.py": "--steps 2",
+    "05_ddp/ddp_from_scratch.py": "--model nano --seq-len 16 --steps 2",
     "06_fsdp_zero/train_fsdp.py": TRAIN,
     "06_fsdp_zero/train_zero.py": TRAIN,
     "06_fsdp_zero/finetune.py": "--model folder --seq-len 128 --steps 1 --global-batch-size 2 --run-dir run",
@@ -57,7 +57,7 @@ TWO = {  # under torchrun with two ranks
     "09_inference/infer_70b.py": ANSWER,
     "09_inference/offloaded.py": f"{ANSWER} --by zero3",
 }
-DATA_PARALLEL = {"05_ddp/data_parallel.py": ""}  # one process, two GPUs
+DATA_PARALLEL = {"05_ddp/data_parallel.py": "--model nano --seq-len 16"}  # one process, two GPUs
 # Lessons at the sizes that they have on a GPU without other flags.
 AT_GPU_SIZES = [
     "01_devices/show.py",
@@ -86,13 +86,14 @@ NOT_HERE = {
     "09_inference/export.py": "its forms are for CPUs, or machine code that here would do nothing",
     "05_ddp/stragglers.py": "a collective of this NCCL waits where it is called, so no rank can be found to wait",
 }
-# Lessons at the sizes that they have on a GPU by default: flags that make the run shorter, ranks, GPUs.
+# Lessons with the defaults that they have on a GPU: flags that make the run shorter, ranks, GPUs.
+# One rank, because the memory of a GPU is here that of the machine.
 AT_GPU_DEFAULTS = {
     "04_amp/compare.py": ("", 0, 1),
-    "05_ddp/collectives.py": ("--samples 1", 2, 2),
+    "05_ddp/collectives.py": ("--samples 1", 1, 1),
     "05_ddp/data_parallel.py": ("", 0, 2),
-    "05_ddp/ddp_from_scratch.py": ("--steps 1", 2, 2),
-    "05_ddp/stragglers.py": ("", 1, 1),  # between two ranks, join() needs true numbers
+    "05_ddp/ddp_from_scratch.py": ("", 1, 1),
+    "05_ddp/stragglers.py": ("", 1, 1),
 }
 SAMPLE = ("04_amp/train.py", "06_fsdp_zero/train_fsdp.py", "09_inference/kv_cache.py")
 GPU_TESTS = {  # of pytest -m gpu
