@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
-from _shared import is_of_a_weight
+from _saved_tensors import is_of_a_weight
 
 from common import exits, measure, report
 from lm import shapes, weights
