@@ -67,6 +67,7 @@ AT_GPU_SIZES = [
     "02_tensors_precision/quantize.py",
     "02_tensors_precision/qat.py",
     "03_linear_regression/graphs.py",
+    "07_memory_tricks/gradient_checkpointing.py",
     "07_memory_tricks/lora.py",
 ]
 # Lessons without flags for their sizes: lines of the script, and smaller sizes.
