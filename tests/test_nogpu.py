@@ -71,6 +71,7 @@ AT_GPU_SIZES = [
     "07_memory_tricks/gradient_accumulation.py",
     "07_memory_tricks/chunked_loss.py",
     "07_memory_tricks/memory_profile.py",
+    "07_memory_tricks/offload.py",
     "07_memory_tricks/optimizer_memory.py",
     "07_memory_tricks/packing.py",
     "07_memory_tricks/lora.py",
