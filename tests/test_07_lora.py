@@ -126,18 +126,43 @@ def test_peft_reads_what_is_saved_and_computes_the_same(tmp_path, shape):
         assert error(plain, expected) > 1e-2  # the adapters do something
 
 
+def test_the_lesson_computes_what_finetune_does():
+    """The lesson shows LoRA; 06_fsdp_zero/finetune.py takes it from lm/lora.py."""
+    lesson = load(SCRIPT)
+    config = config_of(BIASED)
+    shown = weights.build("nano", config, seed=0)
+    used = weights.build("nano", config, seed=0)
+    lesson.adapt(shown, rank=3, alpha=8.0, kind=lesson.LoRALinear)
+    adapt(used, rank=3, alpha=8.0)
+    for name, parameter in shown.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    used.load_state_dict(shown.state_dict())
+
+    tokens = torch.randint(0, config.vocab_size, (2, 24))
+    losses = [net(tokens, tokens) for net in (shown, used)]
+    assert torch.equal(*losses)
+    for loss in losses:
+        loss.backward()
+    expected = {name: each.grad for name, each in shown.named_parameters() if each.requires_grad}
+    found = {name: each.grad for name, each in used.named_parameters() if each.requires_grad}
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert torch.equal(found[name], gradient), name
+
+
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return ((found - expected).norm() / expected.norm()).item()
 
 
 FAULTS = {  # a line, and what stands in its place
     "a gradient twice as large": (
-        "        return gradient @ context.layer.frozen_weight(gradient.dtype), None",
-        "        return 2 * gradient @ context.layer.frozen_weight(gradient.dtype), None",
+        "        return gradient @ ctx.layer.frozen_weight(gradient.dtype), None",
+        "        return 2 * gradient @ ctx.layer.frozen_weight(gradient.dtype), None",
     ),
     "dequantized weights are kept for backward": (
-        "            Int4Matmul.apply(x, self)\n",
-        "            F.linear(x, self.frozen_weight(x.dtype))\n",
+        "        output = Int4Matmul.apply(x, self)",
+        "        output = F.linear(x, self.frozen_weight(x.dtype))",
     ),
 }
 

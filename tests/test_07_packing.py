@@ -1,4 +1,4 @@
-"""07_memory_tricks/packing.py: packed documents are trained as each would be alone, on one rank and over several."""
+"""07_memory_tricks/packing.py: packed documents are trained as each would be alone."""
 
 import json
 from pathlib import Path
@@ -10,28 +10,24 @@ SCRIPT = "07_memory_tricks/packing.py"
 # grouped heads
 SHAPE = {**ODD, "vocab_size": 256, "max_position_embeddings": 96, "tie_word_embeddings": True}
 FLAGS = ("--model", "odd.json", "--seq-len", 96, "--documents", 9, "--rounds", 1, "--device", "cpu")
-OVER_RANKS = {"best fit, tokens over ranks", "best fit, layers over ranks"}
 LEAKS = "best fit, no mask"
 
 
-def start(folder: Path, *more, nproc: int | None = None, script: str = SCRIPT):
+def start(folder: Path, *more, script: str = SCRIPT):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "odd.json").write_text(json.dumps(SHAPE))
-    return run(script, folder, *FLAGS, "--json", "summary.json", *more, nproc=nproc)
+    return run(script, folder, *FLAGS, "--json", "summary.json", *more)
 
 
-def finish(folder: Path, nproc: int | None) -> dict:
-    result = start(folder, nproc=nproc)
+def finish(folder: Path) -> dict:
+    result = start(folder)
     assert result.code == 0, f"{result.out[-2000:]}\n{result.err[-4000:]}"
     return result.summary
 
 
-@pytest.mark.parametrize("nproc", [None, 2, pytest.param(3, marks=pytest.mark.full)])
-def test_documents_do_not_see_each_other_on_any_ranks(once, nproc):
-    summary = once("07 packing", finish, nproc)
+def test_documents_do_not_see_each_other(once):
+    summary = once("07 packing", finish)
     rows = {row["name"]: row for row in summary["rows"]}
-    assert summary["world_size"] == (nproc or 1)
-    assert (rows.keys() >= OVER_RANKS) == (nproc is not None)
     leaking = rows.pop(LEAKS)
     assert leaking["documents_see_each_other"]
     assert leaking["largest_change"] > 0.01
@@ -43,7 +39,7 @@ def test_documents_do_not_see_each_other_on_any_ranks(once, nproc):
 
 
 def test_shares_targets_and_memory(once):
-    summary = once("07 packing", finish, None)
+    summary = once("07 packing", finish)
     rows = {row["name"]: row for row in summary["rows"]}
     tokens = rows["one at a time"]["useful_tokens"]
     assert {row["useful_tokens"] for row in rows.values()} == {tokens}
@@ -61,37 +57,23 @@ def test_shares_targets_and_memory(once):
     assert summary["shares_of_10000_documents"]["best_fit"] > 0.99
 
 
-FAULTS = {  # ranks, a line, and what stands in its place
-    "a last token learns the next document's first": (None, "is_last | (owner < 0)", "owner < 0"),
+FAULTS = {  # a line, and what stands in its place
+    "a last token learns the next document's first": ("is_last | (owner < 0)", "owner < 0"),
     "the mask is causal alone": (
-        None,
         "(owner[:, None] == owner).tril()",
         "(owner[:, None] == owner[:, None]).tril()",
     ),
     "a query sees its future": (
-        None,
         "(owner[:, None] == owner).tril()",
         "owner[:, None] == owner",
     ),
-    "ranks that share a row do not know the ends": (
-        2,
-        "masked(batch, queries=mine)",
-        "masked(batch._replace(owner=0 * batch.owner), queries=mine)",
-    ),
-    "a stage does not know the ends": (
-        2,
-        "attend, size = cut(batch)",
-        "attend, size = causal(batch)",
-    ),
-    "no sum over the ranks": (2, "dist.all_reduce(weight.grad)", "pass"),
 }
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_wrong_version_fails_its_own_check(tmp_path, fault):
-    nproc, line, wrong = FAULTS[fault]
-    result = start(tmp_path, nproc=nproc, script=str(with_fault(SCRIPT, tmp_path, line, wrong)))
+    result = start(tmp_path, script=str(with_fault(SCRIPT, tmp_path, *FAULTS[fault])))
     assert (result.code, "AssertionError" in result.err) == (1, True), result.err[-3000:]
 
 
@@ -108,16 +90,14 @@ def test_on_a_gpu(gpus, tmp_path, dtype):
     )
 
 
-REFUSED = {  # flags: ranks, words of the line
-    "--documents 1": (None, "--seq-len --documents"),
-    "--seq-len 95": (2, "--seq-len 95 94"),
-    "--seq-len 97": (None, "--seq-len 97 --model"),
-    "--dtype fp16": (None, "--dtype"),
-    "--json no/such/file.json": (None, "no/such/file.json"),
+REFUSED = {  # flags: words of the line
+    "--documents 1": "--seq-len --documents",
+    "--seq-len 97": "--seq-len 97 --model",
+    "--dtype fp16": "--dtype",
+    "--json no/such/file.json": "no/such/file.json",
 }
 
 
 @pytest.mark.parametrize("flags", REFUSED)
 def test_bad_input_is_refused_in_one_line(tmp_path, flags):
-    nproc, words = REFUSED[flags]
-    assert_refused(start(tmp_path, *flags.split(), nproc=nproc), *words.split())
+    assert_refused(start(tmp_path, *flags.split()), *REFUSED[flags].split())

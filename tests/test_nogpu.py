@@ -67,6 +67,14 @@ AT_GPU_SIZES = [
     "02_tensors_precision/quantize.py",
     "02_tensors_precision/qat.py",
     "03_linear_regression/graphs.py",
+    "07_memory_tricks/gradient_checkpointing.py",
+    "07_memory_tricks/gradient_accumulation.py",
+    "07_memory_tricks/chunked_loss.py",
+    "07_memory_tricks/memory_profile.py",
+    "07_memory_tricks/offload.py",
+    "07_memory_tricks/optimizer_memory.py",
+    "07_memory_tricks/packing.py",
+    "07_memory_tricks/lora.py",
 ]
 # Lessons without flags for their sizes: lines of the script, and smaller sizes.
 SMALLER = {
