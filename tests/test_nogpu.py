@@ -73,7 +73,6 @@ AT_GPU_SIZES = [
     "07_memory_tricks/memory_profile.py",
     "07_memory_tricks/offload.py",
     "07_memory_tricks/optimizer_memory.py",
-    "07_memory_tricks/packing.py",
     "07_memory_tricks/lora.py",
 ]
 # Lessons without flags for their sizes: lines of the script, and smaller sizes.
