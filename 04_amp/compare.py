@@ -1,15 +1,26 @@
-"""One model, one budget, every number type: what a narrower one gives, and what it takes.
+"""Train the same model on the same batches in each dtype: fp32, tf32, bf16, and fp16 with a scaler.
 
-The same weights read the same batches in fp32, tf32, bf16, and fp16 with a scaler. A type that this device does
-not multiply in hardware is emulated: it has losses, and no speed. Then the gradients show what fp16 loses: values under
-half its smallest subnormal, 2^-25 = 3.0e-8, become zero. Three failures of fp16 are provoked and cured (_compare.py).
+Weights, gradients and AdamW's state are fp32 in all of them; the dtype is that of the matmuls. A
+dtype that this device does not multiply in hardware is emulated: it has losses, and no speed.
+
+fp16 needs care, because it reaches only from 2^-24, its smallest subnormal number, to 65,504.
+Gradients of up to 2^-25 = 3.0e-8 become zero, and sums or exponentials above 65,504 become
+infinite. The script provokes three failures of fp16, each beside its cure: gradients that overflow,
+gradients that vanish, and gradients that are clipped before they are unscaled.
 
     laptop    python 04_amp/compare.py
-    one GPU   python 04_amp/compare.py --model llama-124m --seq-len 1024 --batch-size 16 --steps 60
-    cluster   one process is all it uses: compare on one GPU of the kind that the job will get
+    one GPU   python 04_amp/compare.py
+    cluster   this script uses one process: run it on one GPU of the kind that the job will get
 
-Look for: activations and losses by type; how many gradients fp16 turns into zero, and the steps that are skipped to
-save them. Before: train.py. Next: 05_ddp/train.py, with the --dtype chosen here.
+What to look at: speed, activations and losses by dtype. How many gradients become zero in fp16, and
+the steps that are skipped while the scale is found.
+
+On a GPU the default is --model wide with 12 x 1,024 tokens. Expected on an H100 from its data
+sheet: the arithmetic of a step takes at least 70 ms in fp32, 9 ms in tf32, and 5 ms in bf16 and
+fp16. The speeds differ less, because norms, additions and the optimizer are limited by memory
+bandwidth. The losses are close to those of fp32, and fp16 keeps the activations of bf16.
+
+Previous: train.py. Next: 05_ddp/train.py, with the --dtype chosen here.
 """
 
 import argparse
@@ -23,7 +34,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.nn.utils import clip_grad_norm_, parameters_to_vector
+from torch.nn.utils import clip_grad_norm_, get_total_norm, parameters_to_vector
 from torch.optim import AdamW
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
@@ -35,169 +46,252 @@ from lm import data, shapes, weights
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 INITIAL_SCALE = 65536.0  # GradScaler's own default
-LR, WARMUP_STEPS, CLIP_NORM = 2e-3, 10, 1.0
-ROUNDS = 6  # the types take turns, so that a disturbance hits all alike; the first round warms up
-FIRST_LOSS_TOLERANCE = {"tf32": 1e-3, "bf16": 2e-3, "fp16": 1e-3}
+MICRO_BATCHES = 1024  # gradient accumulation divides the loss, and so every gradient, by this
+LR = 2e-3
+WARMUP_STEPS = 10
+CLIP_NORM = 1.0
+ROUNDS = 6  # The dtypes take turns, so that a disturbance hits all of them. Round 0 warms up.
+FEWEST_TOKENS = 256  # in a batch, for the failures of fp16: in a smaller one they may not occur
+GPU_DEFAULTS = {"model": "wide", "seq_len": 1024, "batch_size": 12}
+
+Batch = tuple[Tensor, Tensor]  # inputs and targets, each [batch, tokens]
+
+
+# --- training in a dtype
 
 
 class Run:
-    """One number type: a copy of the model, and what trains it. Weights, gradients and AdamW's state are fp32."""
+    """A copy of a model that is trained in one dtype."""
 
-    def __init__(self, name: str, net: nn.Module, scale: float = INITIAL_SCALE) -> None:
-        self.name = name
+    def __init__(self, dtype: str, net: nn.Module, scale: float = INITIAL_SCALE) -> None:
+        self.dtype = dtype
         self.net = copy.deepcopy(net)
         self.device = next(net.parameters()).device
         self.optimizer = AdamW(
             self.net.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0, fused=True
         )
-        self.scaler = GradScaler(self.device.type, init_scale=scale, enabled=name == "fp16")
-        self.losses: list[Tensor] = []  # left on the device: reading one would wait for it
+        # Without fp16 the scaler does nothing.
+        self.scaler = GradScaler(self.device.type, init_scale=scale, enabled=dtype == "fp16")
+        self.losses: list[Tensor] = []  # on the device: reading one would wait for it
 
-    def backward(self, batch: tuple[Tensor, Tensor], divide: float = 1.0) -> Tensor:
-        """Mixed precision: autocast runs matmuls in the narrow type, and norms and the loss in fp32."""
-        # autocast has no tf32
-        torch.set_float32_matmul_precision("high" if self.name == "tf32" else "highest")
-        emulated = self.name == "fp16" and not helper.is_native(self.name, self.device)
+    def forward_backward(self, batch: Batch, loss_divisor: float = 1.0) -> Tensor:
+        """Compute the gradients of a batch, and return its loss."""
+        # tf32 is not a dtype of autocast. It is how a GPU multiplies fp32 matrices.
+        precision = "high" if self.dtype == "tf32" else "highest"
+        torch.set_float32_matmul_precision(precision)
+        autocast = torch.autocast(
+            self.device.type, AUTOCAST.get(self.dtype), enabled=self.dtype in AUTOCAST
+        )
+        emulated = self.dtype == "fp16" and not helper.is_native(self.dtype, self.device)
         with helper.EmulatedFp16() if emulated else nullcontext():
-            with torch.autocast(
-                self.device.type, AUTOCAST.get(self.name), enabled=self.name in AUTOCAST
-            ):
+            with autocast:  # matmuls in bf16 or fp16; norms and the loss in fp32
                 loss = self.net(*batch)
-            # fp16: larger gradients, so that few become zero
-            self.scaler.scale(loss / divide).backward()
+            # The scaler multiplies the loss, and so every gradient: fewer of them become zero.
+            self.scaler.scale(loss / loss_divisor).backward()
         return loss.detach()
 
-    def train(self, batches: list[tuple[Tensor, Tensor]], count: int) -> None:
-        """The next `count` steps."""
-        for batch in batches[len(self.losses) :][:count]:
-            self.optimizer.param_groups[0]["lr"] = LR * min(
-                1.0, (len(self.losses) + 1) / WARMUP_STEPS
-            )
-            self.losses.append(self.backward(batch))
-            # true gradients again: the clipping limit is meant for those
-            self.scaler.unscale_(self.optimizer)
+    def train(self, batches: list[Batch], steps: int) -> None:
+        """Train for the next `steps` steps, on the batches that follow the last one."""
+        first = len(self.losses)
+        for step in range(first, first + steps):
+            warmup = min(1.0, (step + 1) / WARMUP_STEPS)
+            self.optimizer.param_groups[0]["lr"] = LR * warmup
+
+            loss = self.forward_backward(batches[step])
+            self.losses.append(loss)
+            self.scaler.unscale_(self.optimizer)  # clip the true gradients, not the scaled ones
             clip_grad_norm_(self.net.parameters(), CLIP_NORM)
-            # skipped if a gradient overflowed: fused AdamW sees it on the device
+            # Skipped if a gradient overflowed. Fused AdamW reads that on the GPU, without a wait.
             self.scaler.step(self.optimizer)
-            # halves the scale after a skipped step, doubles it after 2,000 good ones
+            # Half the scale after a skipped step, twice the scale after 2,000 good ones.
             self.scaler.update()
-            self.optimizer.zero_grad(set_to_none=True)
+            self.optimizer.zero_grad()
 
 
-def summarize(run: Run, baseline: Run, activation_bytes: int, measured: dict, tokens: int) -> dict:
-    """The row of a type, after its last step; `tokens` are those of a round."""
-    losses = torch.stack(run.losses).tolist()
-    native = helper.is_native(run.name, run.device)
-    states = run.optimizer.state.values()
-    row = {
-        "name": run.name if native else f"{run.name} (emulated)",
-        "dtype": run.name,
-        "native": native,
-        "n": measured["n"],
-        "kept_bytes": sum(
-            t.nbytes for t in (*run.net.parameters(), *(t for s in states for t in s.values()))
-        ),
-        "activation_bytes": activation_bytes,
-        "losses": losses,
-        "last_loss": losses[-1],
-        "largest_loss_difference": (torch.stack(run.losses) - torch.stack(baseline.losses))
-        .abs()
-        .max()
-        .item(),
-        # those that the optimizer did not count. Asked at the end: in a step it would wait for the device
-        "skipped_steps": len(losses) - int(next(iter(states))["step"]),
+# --- what fp16 does to gradients
+
+
+def round_to_fp16(gradients: Tensor, factor: float) -> dict[str, float]:
+    """Return which shares of the fp32 gradients x `factor` fp16 cannot hold, and how it fails."""
+    half = (gradients * factor).half()
+    smallest_normal = torch.finfo(torch.float16).smallest_normal
+    become_zero = (half == 0) & (gradients != 0)
+    lose_bits = (half != 0) & (half.abs() < smallest_normal)  # subnormal numbers
+    overflow = half.isinf()
+    count = gradients.numel()
+    return {
+        "factor": factor,
+        "zero_share": int(become_zero.sum()) / count,
+        "fewer_bits_share": int(lose_bits.sum()) / count,
+        "infinite_share": int(overflow.sum()) / count,
     }
-    for ours, theirs in (("", ""), ("min_", "max_"), ("max_", "min_")) if native else ():
-        row[f"{ours}tokens_per_second"] = tokens / measured[f"{theirs}seconds"]
-        row[f"{ours}speed_ratio"] = 1 / measured[f"{theirs}time_ratio"]
-    return row
 
 
-def check(rows: list[dict], counts: list[dict]) -> list[str]:
-    baseline = rows[0]
-    checked = []
-    for row in rows[1:]:
-        name = row["dtype"]
-        error = abs(row["losses"][0] / baseline["losses"][0] - 1)
-        share = row["activation_bytes"] / baseline["activation_bytes"]
-        assert error <= FIRST_LOSS_TOLERANCE[name], f"{name}: first loss off by {error:.0e}"
-        # in memory tf32 is fp32
-        assert share < 0.8 or name == "tf32", f"{name}: {share:.0%} of fp32's activations"
-        checked.append(
-            f"{name}: first loss within {error:.0e} of fp32's, {share:.0%} of its activations in bytes"
+def overflowing_gradients(net: nn.Module, batch: Batch) -> tuple[str, float]:
+    """Show that a scale that is too large ruins the weights, and that the scaler skips such steps.
+
+    Return what was checked, and a scale that fits.
+    """
+    scale = 2.0**32  # too large for any model
+
+    # Naive: scale the loss, divide the gradients, step.
+    naive = Run("fp16", net, scale=1.0)
+    naive.forward_backward(batch, loss_divisor=1 / scale)
+    for parameter in naive.net.parameters():
+        parameter.grad /= scale  # infinity stays infinity
+    naive.optimizer.step()
+
+    # Cure: a scaler skips the step and halves the scale, until no gradient overflows.
+    cured = Run("fp16", net, scale=scale)
+    skipped_steps = 0
+    while skipped_steps < 50:
+        steps_before = len(cured.losses)
+        cured.train([batch] * (steps_before + 1), steps=1)
+        if cured.scaler.get_scale() == scale / 2**skipped_steps:
+            break  # not halved: this step was not skipped
+        skipped_steps += 1
+
+    checked = helper.check_overflow(naive.net, cured.net, cured.scaler, scale, skipped_steps)
+    # Rounding differs from run to run. Half of the scale leaves room for that.
+    return checked, cured.scaler.get_scale() / 2
+
+
+def vanishing_gradients(net: nn.Module, batch: Batch, scale: float) -> str:
+    """Show that the gradients of a loss / 1,024 become zero in fp16, and that a scaler keeps them.
+
+    More of them become zero than their own size explains: the gradients of activations, from which
+    they are computed, have become zero before.
+    """
+    exact = Run("fp32", net)
+    naive = Run("fp16", net, scale=1.0)
+    cured = Run("fp16", net, scale=scale * MICRO_BATCHES)
+
+    gradients = []
+    for run in (exact, naive, cured):
+        run.forward_backward(batch, loss_divisor=MICRO_BATCHES)
+        of_parameters = [parameter.grad for parameter in run.net.parameters()]
+        gradients.append(parameters_to_vector(of_parameters))
+
+    exact_gradients, naive_gradients, cured_gradients = gradients
+    not_zero = exact_gradients != 0
+    naive_share = (naive_gradients == 0)[not_zero].float().mean().item()
+    cured_share = (cured_gradients == 0)[not_zero].float().mean().item()
+    return helper.check_vanishing(naive_share, cured_share, MICRO_BATCHES)
+
+
+def clipping_scaled_gradients(net: nn.Module, batch: Batch, scale: float) -> str:
+    """Show what clipping does before unscale_ and after it.
+
+    Before, the limit applies to gradients that are `scale` times too large, and unscale_ then makes
+    the clipped gradients `scale` times too small.
+    """
+    cured = Run("fp16", net, scale=scale)
+    cured.forward_backward(batch)
+    cured.scaler.unscale_(cured.optimizer)
+    cured_gradients = [parameter.grad for parameter in cured.net.parameters()]
+    true_norm = get_total_norm(cured_gradients).item()
+    limit = true_norm / 2  # so that clipping has something to do
+    clip_grad_norm_(cured.net.parameters(), limit)
+
+    naive = Run("fp16", net, scale=scale)
+    naive.forward_backward(batch)
+    clip_grad_norm_(naive.net.parameters(), limit)
+    naive.scaler.unscale_(naive.optimizer)
+    naive_gradients = [parameter.grad for parameter in naive.net.parameters()]
+
+    naive_norm = get_total_norm(naive_gradients).item()
+    cured_norm = get_total_norm(cured_gradients).item()
+    return helper.check_clipping(naive_norm, cured_norm, limit, scale)
+
+
+# --- the comparison
+
+
+def make_batches(args: argparse.Namespace, device: torch.device) -> list[Batch]:
+    """Return a batch for each step, and one more for the failures of fp16."""
+    corpus = data.load_corpus("stdlib", "bytes")
+    train_set, held_out_set = data.sequences(corpus, args.seq_len)
+    options = argparse.Namespace(
+        seed=0, seq_len=args.seq_len, global_batch_size=args.batch_size, micro_batch_size=None
+    )
+    batches = data.Batches(train_set, held_out_set, options, rank=0, world_size=1)
+    stream = batches.stream(0)
+    result = []
+    for _ in range(args.steps + 1):
+        inputs, targets = next(stream)
+        result.append((inputs.to(device), targets.to(device)))
+    return result
+
+
+def compare_dtypes(
+    net: nn.Module, batches: list[Batch], args: argparse.Namespace, device: torch.device
+) -> tuple[list[dict], nn.Module]:
+    """Train a copy of the model in each dtype. Return a row per dtype, and the model of fp32."""
+    # On a device without tf32 units, tf32 would be fp32.
+    dtypes = ["fp32", "tf32", "bf16", "fp16"]
+    if not helper.is_native("tf32", device):
+        dtypes.remove("tf32")
+    runs = {dtype: Run(dtype, net) for dtype in dtypes}
+
+    activation_bytes = {}
+    for dtype, run in runs.items():
+        activation_bytes[dtype] = helper.bytes_for_backward(run, batches[0])
+
+    steps_per_round = args.steps // ROUNDS
+    rounds = {dtype: partial(run.train, batches, steps_per_round) for dtype, run in runs.items()}
+    timings = measure.seconds_in_turns(rounds, device, ROUNDS - 1)
+    tokens_per_step = args.batch_size * args.seq_len
+    rows = []
+    for dtype, run in runs.items():
+        row = helper.row_of(
+            run,
+            baseline=runs["fp32"],
+            activation_bytes=activation_bytes[dtype],
+            timing=timings[dtype],
+            tokens_per_round=steps_per_round * tokens_per_step,
         )
-    assert len({row["kept_bytes"] for row in rows}) == 1, (
-        f"kept: {[row['kept_bytes'] for row in rows]} bytes"
-    )
-    checked.append(
-        f"weights and AdamW's state: {baseline['kept_bytes'] / 2**20:.1f} MiB in every type, all in fp32"
-    )
-    text = "gradients x 2^{:.0f}, rounded to fp16: {:.2%} become zero, {:.2%} lose bits, {:.2%} overflow"
-    for factor, *shares in (found.values() for found in counts):
-        checked.append(text.format(math.log2(factor), *shares))
-    return checked
-
-
-COLUMNS = {
-    "name": "type",
-    "tokens_per_second": "speed",
-    "speed_ratio": "against fp32",
-    "activation_bytes": "activations",
-    "last_loss": "last loss",
-    "largest_loss_difference": "largest loss difference",
-    "skipped_steps": "steps skipped",
-}
+        rows.append(row)
+    return rows, runs["fp32"].net
 
 
 def main() -> int:
-    args = report.lesson_flags(__doc__, model="nano", steps=30, seq_len=64, batch_size=4)
+    args = report.lesson_flags(
+        __doc__, gpu=GPU_DEFAULTS, model="nano", steps=30, seq_len=64, batch_size=4
+    )
     if args.steps % ROUNDS:
-        raise UserError(
-            f"--steps {args.steps} is no multiple of {ROUNDS}: use {args.steps + -args.steps % ROUNDS}"
-        )
+        next_multiple = math.ceil(args.steps / ROUNDS) * ROUNDS
+        raise UserError(f"--steps {args.steps} is no multiple of {ROUNDS}: use {next_multiple}")
     device = report.start_lesson(args.device)
-    corpus = data.load_corpus("stdlib", "bytes")
-    config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)
+    config = shapes.load_config(args.model, 256, args.seq_len)
     net = weights.build(args.model, config, seed=0, device=device)
-    order = argparse.Namespace(
-        seed=0, seq_len=args.seq_len, global_batch_size=args.batch_size, micro_batch_size=None
-    )
-    stream = data.Batches(
-        *data.sequences(corpus, order.seq_len), order, rank=0, world_size=1
-    ).stream(0)
-    # and one for the failures
-    batches = [tuple(t.to(device) for t in next(stream)) for _ in range(args.steps + 1)]
-    tokens = args.batch_size * args.seq_len
+    batches = make_batches(args, device)
 
-    # without units for it, tf32 would be fp32
-    names = [
-        name
-        for name in ("fp32", "tf32", "bf16", "fp16")
-        if name != "tf32" or helper.is_native(name, device)
-    ]
-    runs = {name: Run(name, net) for name in names}
-    kept = {name: helper.bytes_for_backward(run, batches[0]) for name, run in runs.items()}
-    rounds = {name: partial(run.train, batches, args.steps // ROUNDS) for name, run in runs.items()}
-    measured = measure.seconds_in_turns(rounds, device, ROUNDS - 1)
-    size = args.steps // ROUNDS * tokens
-    rows = [
-        summarize(run, runs["fp32"], kept[name], measured[name], size) for name, run in runs.items()
-    ]
+    rows, trained = compare_dtypes(net, batches, args, device)
 
-    trained = runs["fp32"].net
-    gradients = parameters_to_vector(
-        torch.autograd.grad(trained(*batches[-1]), [*trained.parameters()])
+    # What fp16 does to the gradients of the trained model.
+    batch = batches[-1]
+    loss = trained(*batch)
+    gradients = parameters_to_vector(torch.autograd.grad(loss, list(trained.parameters())))
+    factors = (1.0, INITIAL_SCALE, 1 / MICRO_BATCHES)
+    rounded = [round_to_fp16(gradients, factor) for factor in factors]
+    checked = helper.check(rows, rounded)
+    tokens_per_step = args.batch_size * args.seq_len
+    if tokens_per_step >= FEWEST_TOKENS:
+        overflow, fitting_scale = overflowing_gradients(trained, batch)
+        checked.append(overflow)
+        checked.append(vanishing_gradients(trained, batch, fitting_scale))
+        checked.append(clipping_scaled_gradients(trained, batch, fitting_scale))
+
+    report.end_lesson(
+        rows,
+        columns=helper.COLUMNS,
+        checked=checked,
+        args=args,
+        device=device,
+        parameters=gradients.numel(),
+        tokens=args.steps * tokens_per_step,
+        underflow=rounded,
     )
-    factors = (1.0, INITIAL_SCALE, 1 / helper.MICRO_BATCHES)
-    counts = [helper.underflow(gradients, factor) for factor in factors]
-    checked = check(rows, counts)
-    if tokens >= 4 * 64:  # what is rare need not show in a few tokens
-        overflow, scale = helper.overflowing_gradients(Run, trained, batches[-1])
-        vanishing = helper.vanishing_gradients(Run, trained, batches[-1], scale)
-        clipping = helper.clipping_scaled_gradients(Run, trained, batches[-1], scale)
-        checked += [overflow, vanishing, clipping]
-    about = {"parameters": gradients.numel(), "tokens": args.steps * tokens, "underflow": counts}
-    report.end_lesson(rows, columns=COLUMNS, checked=checked, args=args, device=device, **about)
     return 0
 
 

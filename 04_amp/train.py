@@ -6,8 +6,8 @@ are not rounded away, and autocast runs the matmuls in low precision. bf16 has t
 needs nothing else. In fp16 small gradients would become zero. So GradScaler multiplies the loss by
 a large factor, divides the gradients by it before the step, and skips a step that overflowed.
 
-    laptop    python 04_amp/train.py
-    one GPU   python 04_amp/train.py --model llama-124m --global-batch-size 64 --compile
+    laptop    python 04_amp/train.py    (the model is nano)
+    one GPU   python 04_amp/train.py    (the model is llama-124m, compiled)
     cluster   this script uses one GPU; 05_ddp/train.py is the same program on many
 
 What to look at: tokens/s and memory beside those of --dtype fp32, at almost the same losses. With

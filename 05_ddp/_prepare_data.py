@@ -1,38 +1,114 @@
-"""What prepare_data.py does with a part's tokens: files that are whole, the join, and a look at transformers'."""
+"""Flags, damaged folders, the comparison with transformers and the summary of prepare_data.py."""
 
-import hashlib
+import argparse
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import BinaryIO
 
 import numpy as np
 
-from common import exits
+from common import cli, exits, report
 from lm import corpus
 
-TEXT_BYTES = 2**20  # a longer text file becomes several documents
-CPU = SimpleNamespace(type="cpu")  # torch.device in a script without torch
+CPU = SimpleNamespace(type="cpu")  # stands for torch.device: this script does not import torch
+COMPARED_BYTES = 2**20  # of text, which transformers tokenizes as well
 
 
-def is_held_out(document: bytes) -> bool:
-    """True for 5 % of all texts. It depends on the text alone: copies of a document fall on one side."""
-    return int.from_bytes(hashlib.sha256(document).digest()[:8], "big") < corpus.HELD_OUT * 2**64
+# --- flags
 
 
-@contextmanager
-def whole_file(out: Path, name: str) -> Iterator:
-    """A file that is there whole or not at all, whenever a kill comes."""
-    # one that was killed may have left its own
-    unfinished = out / f"parts/{Path(name).name}.{os.getpid()}"
-    with open(unfinished, "wb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.rename(out / name)
+def parse_args(doc: str) -> argparse.Namespace:
+    """Parse the flags. Raise UserError if torchrun has started several processes."""
+    parser = cli.Parser(doc)
+    parser.add_argument(
+        "--data",
+        default="stdlib",
+        help="stdlib, a .txt, .md, .py, .jsonl or .parquet file, a folder, or hf:NAME",
+    )
+    parser.add_argument(
+        "--tokenizer", default="bytes", help="bytes, or a Hugging Face name or folder"
+    )
+    parser.add_argument(
+        "--end-token", help="written after each document (default: the tokenizer's eos)"
+    )
+    parser.add_argument(
+        "--column",
+        default="text",
+        help="of .jsonl, .parquet and hf:NAME: the one that holds the text",
+    )
+    parser.add_argument("--config", help="of hf:NAME")
+    parser.add_argument("--split", default="train", help="of hf:NAME")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/tokens"),
+        help="the folder of tokens (default: runs/tokens)",
+    )
+    parser.add_argument(
+        "--workers",
+        type=cli.positive_int,
+        default=os.cpu_count(),
+        help="processes (default: one per core)",
+    )
+    parser.add_argument(
+        "--json",
+        type=cli.writable_file,
+        metavar="PATH",
+        help="write the summary as one JSON object",
+    )
+    args = parser.parse_args()
+    if cli.environment_number("WORLD_SIZE", cli.positive_int, "1") > 1:
+        raise exits.UserError(
+            "this script starts its own processes: start it with python, not with torchrun"
+        )
+    return args
+
+
+def find_sources(args: argparse.Namespace) -> corpus.Sources:
+    """Find what --data refers to. Raise UserError for a file whose type is not read."""
+    sources = corpus.sources(args.data, args.config, args.split, outputs=[args.out])
+    if sources.other_files:
+        raise exits.UserError(
+            f"--data {args.data} holds {sources.other_files[0]}, which cannot be read: "
+            "convert or move it"
+        )
+    if sources.run_outputs:
+        names = ", ".join(sources.run_outputs[:3])
+        print(f"--data {args.data}: left out what runs and this script have written: {names}")
+    return sources
+
+
+def print_end_token(args: argparse.Namespace, about: dict) -> None:
+    """Print which token ends a document."""
+    end = f"each document ends with {about['end_token']!r}"
+    if about["end_id"] is None:
+        end = "a document has no end token"
+    print(f"{args.data}, --tokenizer {args.tokenizer}: {end}", flush=True)
+
+
+# --- files
+
+
+def row_group_sizes(path: str) -> list[int]:
+    """Return the bytes of each row group of a .parquet file."""
+    with corpus.as_user_error(f"--data {path}"):
+        from pyarrow import parquet
+
+        metadata = parquet.ParquetFile(path).metadata
+    sizes = []
+    for group in range(metadata.num_row_groups):
+        sizes.append(metadata.row_group(group).total_byte_size)
+    return sizes
+
+
+def write_npy_header(file: BinaryIO, dtype: np.dtype, count: int) -> None:
+    """Write the header of a .npy file of `count` elements."""
+    header = {"descr": dtype.str, "fortran_order": False, "shape": (count,)}
+    np.lib.format.write_array_header_1_0(file, header)
 
 
 def read_source(out: Path) -> list:
@@ -46,82 +122,93 @@ def read_source(out: Path) -> list:
 
 
 def finished_part(out: Path, number: int, dtype: str) -> dict | None:
-    """Return what the part's .json says, or None if the part is not finished or has lost files."""
+    """Return the counts of a part, or None if it is not finished or has lost files."""
     try:
-        about = json.loads((out / f"parts/{number:06}.json").read_text())
+        counts = json.loads((out / f"parts/{number:06}.json").read_text())
         for side in ("train", "held_out"):
             size = (out / f"parts/{number:06}.{side}").stat().st_size
-            if size != about[side] * np.dtype(dtype).itemsize:
+            if size != counts[side] * np.dtype(dtype).itemsize:
                 return None
     except (OSError, ValueError, LookupError, TypeError):
         return None
-    return about
+    return counts
 
 
-def join(out: Path, parts: list[dict], about: dict) -> None:
-    """Write the parts' tokens, in order, as train.npy and held_out.npy; corpus.json comes last."""
-    dtype = np.dtype(about["dtype"])
-    train_tokens = sum(part["train"] for part in parts)
-    tokens = train_tokens + sum(part["held_out"] for part in parts)
-    if not any(part["text_bytes"] for part in parts):
-        raise exits.UserError("--data holds no text")
-    # Of a few documents, the hashes may hold out none, or most of the text: then hold out the last
-    # tokens.
-    if train_tokens == tokens or train_tokens < tokens / 2:
-        train_tokens = int(tokens * (1 - corpus.HELD_OUT))
-    left, sha, ends = train_tokens * dtype.itemsize, hashlib.sha256(), 0
-    with whole_file(out, "train.npy") as train, whole_file(out, "held_out.npy") as held_out:
-        for file, count in ((train, train_tokens), (held_out, tokens - train_tokens)):
-            header = {"descr": dtype.str, "fortran_order": False, "shape": (count,)}
-            np.lib.format.write_array_header_1_0(file, header)
-        for path in (
-            out / f"parts/{number:06}.{side}"
-            for side in ("train", "held_out")
-            for number in range(len(parts))
-        ):
-            with open(path, "rb") as file:
-                while block := file.read(2**20):
-                    train.write(block[:left])
-                    held_out.write(block[left:])
-                    left = max(0, left - len(block))
-                    sha.update(block)
-                    ends += np.count_nonzero(np.frombuffer(block, dtype) == about["end_id"])
-    documents = sum(part["documents"] for part in parts)
-    assert about["end_id"] is None or ends == documents, (
-        f"{ends} end-of-text tokens for {documents} documents"
-    )
-    counts = {
-        "documents": documents,
-        "train_tokens": train_tokens,
-        "held_out_tokens": tokens - train_tokens,
-    }
-    with whole_file(out, "corpus.json") as file:
-        file.write(json.dumps({**about, "sha256": sha.hexdigest(), **counts}).encode())
+# --- results
 
 
-def tokens_of_transformers(out: Path, documents: Iterable[bytes], about: dict) -> float | None:
-    """Have transformers tokenize the first MiB as well, and find the same in train.npy. Its tokens per CPU second."""
-    if about["tokenizer"] == "bytes":
-        return None
+def first_texts(
+    origins: Iterable, column: str, longest: int, is_held_out: Callable[[bytes], bool]
+) -> list[str]:
+    """Return the training documents in the first COMPARED_BYTES of the input."""
+    texts = []
+    size = 0
+    for origin in origins:
+        for document in corpus.documents(origin, column, longest=longest):
+            size += len(document)
+            if size > COMPARED_BYTES or len(document) > corpus.PIECE:
+                return texts
+            if not is_held_out(document):
+                texts.append(document.decode())
+    return texts
+
+
+def compare_with_transformers(train: np.ndarray, texts: list[str], about: dict) -> float | None:
+    """Assert that transformers makes the same first tokens. Return its tokens per CPU second."""
     from transformers import AutoTokenizer
 
-    texts, size = [], 0
-    for document in documents:
-        size += len(document)
-        if size > 2**20 or len(document) > corpus.PIECE:
-            break
-        texts += [] if is_held_out(document) else [document.decode()]
     tokenizer = AutoTokenizer.from_pretrained(about["tokenizer"])
     began = time.process_time()
-    found = [
-        tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
-        for text in texts
-    ]
+    tokens_of_texts = []
+    for text in texts:
+        encoding = tokenizer(text, add_special_tokens=False, split_special_tokens=True)
+        tokens_of_texts.append(encoding.input_ids)
     seconds = time.process_time() - began
-    end = [] if about["end_id"] is None else [about["end_id"]]
-    tokens = [token for ids in found for token in (*ids, *end)][: about["train_tokens"]]
-    assert np.load(out / "train.npy", mmap_mode="r")[: len(tokens)].tolist() == tokens, (
-        "transformers' are others"
-    )
-    print(f"checked: the first {len(tokens):,} tokens are those of transformers")
-    return len(tokens) / seconds if tokens else None
+
+    expected = []
+    for tokens in tokens_of_texts:
+        expected += tokens
+        if about["end_id"] is not None:
+            expected.append(about["end_id"])
+    expected = expected[: about["train_tokens"]]
+    assert train[: len(expected)].tolist() == expected, "transformers makes other tokens"
+    print(f"checked: the first {len(expected):,} tokens are those of transformers")
+    if not expected:
+        return None
+    return len(expected) / seconds
+
+
+def report_summary(
+    args: argparse.Namespace,
+    about: dict,
+    parts: list[dict],
+    reference_tokens_per_second: float | None,
+    began: float,
+) -> None:
+    """Print the summary and write --json. `parts` is empty if the folder was complete before."""
+    text_bytes = None
+    cpu_seconds = None
+    tokens_per_second = None
+    worker_peak = None
+    if parts:
+        text_bytes = sum(counts["text_bytes"] for counts in parts)
+        cpu_seconds = sum(counts["cpu_seconds"] for counts in parts)
+        tokens = sum(counts["train"] + counts["held_out"] for counts in parts)
+        tokens_per_second = tokens / cpu_seconds
+        worker_peak = max(counts["peak_memory_bytes"] for counts in parts)
+    summary = {
+        **about,
+        "tokens": about["train_tokens"] + about["held_out_tokens"],
+        "text_bytes": text_bytes,
+        "cpu_seconds": cpu_seconds,
+        "cpu_tokens_per_second": tokens_per_second,
+        "transformers_cpu_tokens_per_second": reference_tokens_per_second,
+        "worker_peak_memory_bytes": worker_peak,
+        "peak_memory_bytes": report.peak_memory_bytes(CPU),
+        "seconds": time.perf_counter() - began,
+    }
+    for name, value in summary.items():
+        print(f"{name:<36} {report.for_people(name, value)}")
+    if about["end_id"] is not None:
+        print(f"checked: {about['documents']:,} documents, and as many end-of-text tokens")
+    report.write_json(summary | {"data": args.data, "workers": args.workers}, args.json)

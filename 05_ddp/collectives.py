@@ -1,21 +1,35 @@
-"""What collectives cost: the six collectives that training is made of, checked for correct results and measured.
+"""Measure the six collectives that training is made of, and predict the all-reduce of a model.
 
-Ranks hold buffers of equal size; a collective is a call that all of them make. DDP all-reduces gradients; FSDP
-all-gathers weights and reduce-scatters gradients; experts and sequences move by all-to-all, pipelines by send/recv.
-The time of each is nearly latency + bytes / bandwidth: small messages pay the first, large ones the second. The two
-numbers are fitted for each collective, and tell how long the gradients of a model will take.
+A collective is a call that all ranks make. DDP all-reduces gradients. FSDP all-gathers weights and
+reduce-scatters gradients. Experts and sequences move by all-to-all, pipelines by send and receive.
+The time of each is nearly
+
+    latency + bytes / bandwidth
+
+so small messages pay the latency, and large ones the bandwidth. The script checks each result, and
+fits the two numbers to the measured times.
 
     laptop    python 05_ddp/collectives.py
-    one node  torchrun --nproc_per_node=8 05_ddp/collectives.py --max-bytes 4294967296 --samples 20 --link-gb-per-s 450
-    cluster   the same on every node, with --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400
+    one node  torchrun --nproc_per_node=8 05_ddp/collectives.py --link-gb-per-s 450
+    cluster   the same on each node, with --nnodes=4 --rdzv-backend=c10d
+              --rdzv-endpoint=$HEAD:29400
 
-Bus bandwidth = bytes that each rank must send / time, as nccl-tests counts it; size is the whole buffer (n chunks).
---link-gb-per-s is what the link carries in one direction, by its data sheet: NVLink 300 for an A100, 450 for an H100
-or H200, 900 for a B200. A ring all-reduce sends each buffer 2 (n - 1) / n times. A switch that adds up (NVLS) sends it
-once, so its bus bandwidth may be above the link's; the buffer itself cannot be faster.
-Look for: times that do not grow below some 10 KiB (latency only: that is why DDP sends buckets, not tensors); on
-GPUs, bus bandwidths that agree; lowest and highest far apart: the machine has other work.
-Before: train.py. Next: stragglers.py.
+"Bus GB/s" is the number of bytes that each rank must send, divided by the time, as nccl-tests
+defines it. --link-gb-per-s is the bandwidth of the link in one direction, from its data sheet:
+NVLink has 300 in an A100, 450 in an H100 or H200, 900 in a B200. In a ring all-reduce each rank
+sends 2 (n - 1) / n times the size of its buffer. With NVLink switches that add up (NVLS) it sends
+the buffer once. So the bus bandwidth of an all-reduce can be above the link's, but the buffer
+itself cannot be faster than the link.
+
+What to look at: below about 10 KiB the time does not grow with the size. This latency is why DDP
+sends buckets and not single tensors. If the lowest and the highest time are far apart, the machine
+has other work.
+
+On GPUs the default is --max-bytes 1 GiB. Expected on 8 H100s from their data sheets: an all-gather
+or a reduce-scatter of 1 GiB takes at least 2.1 ms, and bus bandwidths are below 450 GB/s, but for
+the all-reduce.
+
+Previous: ddp_from_scratch.py. Next: stragglers.py.
 """
 
 import statistics
@@ -31,216 +45,210 @@ import torch.distributed as dist
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
+import _collectives as helper
+
 from common import exits, report, runtime
+from common.torch_versions import all_gather_single, reduce_scatter_single
 from lm import shapes
 
-# the newer name, where it is
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-SMALLEST = 1024  # bytes
+SMALLEST_BYTES = 1024
+GPU_DEFAULTS = {"max_bytes": 2**30, "samples": 20}
+# A sample repeats the call of a small buffer until so many bytes are sent, by device: a single call
+# would be over before the clock or a barrier has noticed.
+BYTES_PER_SAMPLE = {"cpu": 2**20, "cuda": 2**26}
 
 
-def collectives(base: Tensor, rank: int, n: int) -> dict[str, tuple[Callable, Tensor, Callable]]:
-    """Name: (the call, where its result will be, what it must be) if each rank r holds (r + 1) times the base. Buffers
-    are n chunks long: a scatter leaves each rank one chunk, a gather starts from one."""
+# --- the six collectives
+
+
+def prepare(name: str, base: Tensor) -> tuple[Callable[[], object], Tensor, Tensor]:
+    """Return the call of a collective, the tensor that its result is written to, and the result.
+
+    Rank r holds (r + 1) times `base`, so every rank knows what it must receive. A buffer has n
+    chunks, one for each rank.
+    """
+    rank = dist.get_rank()
+    n = dist.get_world_size()
     mine = base * (rank + 1)
-    out = mine.clone()  # for those that work in place
-    size = base.numel() // n
-    my_chunk = base[rank * size : (rank + 1) * size]
-    holders = torch.arange(1.0, n + 1, device=base.device)
-    total = n * (n + 1) / 2
+    out = mine.clone()  # for calls that work in place, and for results
+    chunk_size = base.numel() // n
+    my_chunk = base[rank * chunk_size : (rank + 1) * chunk_size]
+    factors = torch.arange(1.0, n + 1, device=base.device)  # of ranks 0, 1, ...
+    sum_of_factors = n * (n + 1) / 2
 
-    # round the ring, all ranks at once: one that sent first would wait for ever
-    def send_and_receive() -> None:
-        there = dist.P2POp(dist.isend, mine, (rank + 1) % n)
-        back = dist.P2POp(dist.irecv, out, (rank - 1) % n)
-        for work in dist.batch_isend_irecv([there, back]):
-            work.wait()
+    if name == "broadcast":  # rank 0's buffer, to all
+        return partial(dist.broadcast, out, src=0), out, base
 
-    return {
-        "broadcast": (partial(dist.broadcast, out, src=0), out, lambda: base),
-        "all-reduce": (partial(dist.all_reduce, out), out, lambda: base * total),
-        "reduce-scatter": (
-            partial(reduce_scatter, out[:size], mine),
-            out[:size],
-            lambda: my_chunk * total,
-        ),
-        "all-gather": (
-            partial(all_gather, out, mine[:size]),
-            out,
-            lambda: torch.outer(holders, base[:size]).flatten(),
-        ),
-        # a transpose: chunk r of every rank
-        "all-to-all": (
-            partial(dist.all_to_all_single, out, mine),
-            out,
-            lambda: torch.outer(holders, my_chunk).flatten(),
-        ),
-        "send/recv": (send_and_receive, out, lambda: base * ((rank - 1) % n + 1)),
-    }
+    if name == "all-reduce":  # the sum of all buffers, to all
+        return partial(dist.all_reduce, out), out, base * sum_of_factors
+
+    if name == "reduce-scatter":  # the sum of all buffers: chunk r to rank r
+        out = out[:chunk_size]
+        return partial(reduce_scatter_single, out, mine), out, my_chunk * sum_of_factors
+
+    if name == "all-gather":  # a chunk of each rank, one after the other, to all
+        expected = torch.outer(factors, base[:chunk_size]).flatten()
+        return partial(all_gather_single, out, mine[:chunk_size]), out, expected
+
+    if name == "all-to-all":  # chunk r of every rank, to rank r: a transpose
+        expected = torch.outer(factors, my_chunk).flatten()
+        return partial(dist.all_to_all_single, out, mine), out, expected
+
+    assert name == "send/recv"  # to the next rank in a ring, from the previous one
+    previous_rank = (rank - 1) % n
+    next_rank = (rank + 1) % n
+    call = partial(send_and_receive, mine, next_rank, out, previous_rank)
+    return call, out, base * (previous_rank + 1)
+
+
+def send_and_receive(to_send: Tensor, target: int, received: Tensor, source: int) -> None:
+    """Send to one rank and receive from another at the same time.
+
+    If all ranks first sent and then received, each would wait for the next one forever.
+    """
+    send = dist.P2POp(dist.isend, to_send, target)
+    receive = dist.P2POp(dist.irecv, received, source)
+    for work in dist.batch_isend_irecv([send, receive]):
+        work.wait()
+
+
+# --- what they cost
 
 
 def bus_factor(name: str, n: int) -> float:
-    """Bytes that each of n ranks must send over the bytes in its buffer. A ring all-reduce is a reduce-scatter and an
-    all-gather; in each, a rank sends n - 1 of n chunks."""
+    """Return the bytes that each of n ranks must send, as a multiple of the bytes in its buffer."""
     if n == 1:
         return 0.0
-    return {"broadcast": 1.0, "send/recv": 1.0, "all-reduce": 2 * (n - 1) / n}.get(
-        name, (n - 1) / n
-    )
+    if name in ("broadcast", "send/recv"):
+        return 1.0
+    if name == "all-reduce":
+        return 2 * (n - 1) / n  # in a ring, a reduce-scatter and then an all-gather
+    return (n - 1) / n  # all chunks but one
 
 
-def timed(work: Callable, device: torch.device, samples: int, repeat: int) -> list[float]:
-    """Seconds per call, by the slowest rank: none can go on before it. Each sample is `repeat` calls after a
-    barrier; the first, which may still open connections, is dropped."""
+def timed(
+    call: Callable[[], object], device: torch.device, samples: int, repeat: int
+) -> list[float]:
+    """Return the seconds per call on the slowest rank, for each sample of `repeat` calls.
+
+    A barrier before each sample makes all ranks start together. The first sample is dropped: it may
+    still open connections.
+    """
     seconds = []
     for _ in range(samples + 1):
         dist.barrier()
-        runtime.synchronize(device)  # the barrier itself must not be in a GPU's queue
-        began = time.perf_counter()
+        runtime.synchronize(device)  # on a GPU the barrier is queued like any other work
+        start = time.perf_counter()
         for _ in range(repeat):
-            work()
+            call()
         runtime.synchronize(device)
-        seconds.append((time.perf_counter() - began) / repeat)
+        seconds.append((time.perf_counter() - start) / repeat)
     slowest = torch.tensor(seconds[1:], dtype=torch.float64)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return slowest.tolist()
 
 
 def fit(sizes: list[int], seconds: list[float]) -> tuple[float, float] | None:
-    """Latency and seconds per byte of t = latency + bytes x seconds per byte; None if the times do not show both.
+    """Fit seconds = latency + bytes x seconds_per_byte. Return latency and seconds_per_byte.
 
-    Least squares of the relative errors: plain ones would not see the microseconds of small messages.
+    Return None if the times do not show both. Relative errors are minimized: absolute ones would
+    ignore the microseconds of small messages.
     """
+    if len(sizes) < 3:
+        return None
     t = np.array(seconds)
-    # the line at each size, as a share of the measured time
+    # Each column is a term of the sum, as a share of the measured time.
     terms = np.stack([1 / t, np.array(sizes) / t], axis=1)
-    latency, per_byte = np.linalg.lstsq(terms, np.ones_like(t), rcond=None)[0].tolist()
-    return (latency, per_byte) if len(sizes) > 2 and latency > 0 and per_byte > 0 else None
+    solution = np.linalg.lstsq(terms, np.ones_like(t), rcond=None)
+    latency, seconds_per_byte = solution[0].tolist()
+    if latency <= 0 or seconds_per_byte <= 0:
+        return None
+    return latency, seconds_per_byte
 
 
-def run(name: str, device: torch.device, max_bytes: int, samples: int, link: float) -> dict:
-    """One collective: checked and timed at every size, and the line through its times. `link` is in bytes/s."""
-    rank, n = dist.get_rank(), dist.get_world_size()
-    measurements = []
-    size = SMALLEST
-    while size <= max_bytes:
-        count = max(1, size // 4 // n) * n  # n whole chunks of fp32
-        # 1 to 97, again and again: a chunk in the wrong place shows, and sums over ranks stay exact in fp32
-        base = torch.arange(1.0, 98.0, device=device).repeat(count // 97 + 1)[:count]
-        work, result, expected = collectives(base, rank, n)[name]
-        work()
-        assert torch.equal(result, expected()), (
-            f"{name} of {base.nbytes} bytes is wrong on rank {rank}"
-        )
-        # small ones are over sooner than a barrier, or a launch
-        enough = 2**26 if device.type == "cuda" else 2**20
-        seconds = timed(work, device, samples, repeat=max(1, min(20, enough // base.nbytes)))
-        measurements.append(
-            {
-                "bytes": base.nbytes,
-                "seconds": statistics.median(seconds),
-                "min_seconds": min(seconds),
-                "max_seconds": max(seconds),
-                "samples": samples,
-                "bus_bytes_per_second": bus_factor(name, n)
-                * base.nbytes
-                / statistics.median(seconds),
-            }
-        )
-        size *= 4
-    sizes, times = ([m[key] for m in measurements] for key in ("bytes", "seconds"))
-    line = fit(sizes, times)
-    errors = (
-        [
-            abs(line[0] + line[1] * size - time) / time
-            for size, time in zip(sizes, times, strict=True)
-        ]
-        if line
-        else []
+# --- the measurement
+
+
+def measure_size(name: str, size: int, device: torch.device, samples: int) -> dict:
+    """Check and time a collective with a buffer of about `size` bytes per rank."""
+    n = dist.get_world_size()
+    count = max(1, size // 4 // n) * n  # n whole chunks of fp32
+    # The numbers 1 to 97, again and again. A chunk in the wrong place has other numbers, and sums
+    # over the ranks are exact in fp32.
+    base = torch.arange(1.0, 98.0, device=device).repeat(count // 97 + 1)[:count]
+    call, result, expected = prepare(name, base)
+    call()
+    assert torch.equal(result, expected), (
+        f"{name} of {base.nbytes} bytes is wrong on rank {dist.get_rank()}"
     )
-    largest = measurements[-1]
+
+    repeat = max(1, min(20, BYTES_PER_SAMPLE[device.type] // base.nbytes))
+    seconds = timed(call, device, samples, repeat)
+    median = statistics.median(seconds)
     return {
-        "collective": name,
-        "latency_us": 1e6 * line[0] if line else None,
-        "bandwidth_gb_per_s": 1e-9 / line[1] if line else None,
-        "typical_error_share": statistics.median(errors) if errors else None,
-        **largest,
-        "bus_gb_per_s": largest["bus_bytes_per_second"] / 1e9,
-        "link_share": largest["bus_bytes_per_second"] / link if link else None,
-        "measurements": measurements,
+        "bytes": base.nbytes,
+        "seconds": median,
+        "min_seconds": min(seconds),
+        "max_seconds": max(seconds),
+        "samples": samples,
+        "bus_bytes_per_second": bus_factor(name, n) * base.nbytes / median,
     }
 
 
+def run(name: str, device: torch.device, args) -> dict:
+    """Measure a collective at every size up to --max-bytes, and fit the line."""
+    measurements = []
+    size = SMALLEST_BYTES
+    while size <= args.max_bytes:
+        measurements.append(measure_size(name, size, device, args.samples))
+        size *= 4
+    sizes = [measurement["bytes"] for measurement in measurements]
+    seconds = [measurement["seconds"] for measurement in measurements]
+    return helper.row_of(name, measurements, fit(sizes, seconds), link=args.link_gb_per_s * 1e9)
+
+
 def predict(row: dict, device: torch.device, samples: int) -> dict[str, float]:
-    """By model: seconds of the all-reduce of its fp32 gradients as one message, by the fitted line. The smallest is
-    measured, too: its size is none of those that the line was fitted through."""
+    """Predict the seconds of the all-reduce of a model's fp32 gradients as one message, by model.
+
+    `row` is that of the all-reduce. The prediction for the smallest model is also measured: the
+    line was not fitted to a message of this size.
+    """
     if row["latency_us"] is None or dist.get_world_size() == 1:
         return {}
+    latency = row["latency_us"] / 1e6
+    bandwidth = row["bandwidth_gb_per_s"] * 1e9
     predicted = {}
     for name, config in shapes.SIZES.items():
-        size = 4 * shapes.parameter_count(config)
-        predicted[name] = row["latency_us"] / 1e6 + size / row["bandwidth_gb_per_s"] / 1e9
-    text = ", ".join(
-        f"{name} {report.for_people('seconds', seconds)}" for name, seconds in predicted.items()
-    )
-    runtime.print0(f"predicted, all-reduce of the gradients in fp32: {text}")
+        gradient_bytes = 4 * shapes.parameter_count(config)
+        predicted[name] = latency + gradient_bytes / bandwidth
+
     gradients = torch.zeros(shapes.parameter_count(shapes.SIZES["nano"]), device=device)
-    seconds = statistics.median(
-        timed(partial(dist.all_reduce, gradients), device, samples, repeat=1)
-    )
-    runtime.print0(
-        f"measured, nano: {report.for_people('seconds', seconds)}, {seconds / predicted['nano']:.2f} times that"
-    )
+    all_reduce = partial(dist.all_reduce, gradients)
+    measured = statistics.median(timed(all_reduce, device, samples, repeat=1))
+    helper.print_predictions(predicted, measured)
     return predicted
 
 
-def check(rows: list[dict], link: float) -> list[str]:
-    """The results themselves have been compared before they were timed."""
-    measured = [(row["collective"], m) for row in rows for m in row["measurements"]]
-    checked = [
-        f"{len(measured)} results of {len(rows)} collectives, to the bit, on all {dist.get_world_size()} ranks"
-    ]
-    if not link:
-        return checked
-    for name, m in measured:
-        rate = min(1.0, bus_factor(name, dist.get_world_size())) * m["bytes"] / m["min_seconds"]
-        assert rate <= link, (
-            f"BUG: {name} of {m['bytes']} bytes is faster than the link, so the timing is wrong"
-        )
-    return [*checked, "nothing is faster than the link"]
-
-
-COLUMNS = {
-    "collective": "collective",
-    "latency_us": "latency, µs",
-    "bandwidth_gb_per_s": "bandwidth, GB/s",
-    "typical_error_share": "typical error",
-    "bytes": "largest size",
-    "seconds": "its time",
-    "bus_gb_per_s": "bus GB/s",
-    "link_share": "of the link",
-}
-
-
 def main() -> int:
-    args = report.lesson_flags(__doc__, max_bytes=2**24, samples=5, link_gb_per_s=0.0)
-    if args.max_bytes < SMALLEST:
+    args = report.lesson_flags(
+        __doc__, gpu=GPU_DEFAULTS, relaunches=True, max_bytes=2**24, samples=5, link_gb_per_s=0.0
+    )
+    if args.max_bytes < SMALLEST_BYTES:
         raise exits.UserError(
-            f"--max-bytes {args.max_bytes}: the smallest buffer has {SMALLEST} bytes"
+            f"--max-bytes {args.max_bytes}: the smallest buffer has {SMALLEST_BYTES} bytes"
         )
-    runtime.relaunch(args.device)
+    runtime.relaunch(args.device)  # plain python becomes torchrun: a rank per GPU, 2 on a CPU
     device = runtime.init_process_group(args.device)
-    link = 1e9 * args.link_gb_per_s
+
     names = ["broadcast", "all-reduce", "reduce-scatter", "all-gather", "all-to-all"]
-    if dist.get_world_size() > 1:  # alone, a rank has no neighbour
+    if dist.get_world_size() > 1:  # a single rank has no neighbour
         names.append("send/recv")
-    rows = [run(name, device, args.max_bytes, args.samples, link) for name in names]
+    rows = [run(name, device, args) for name in names]
     predicted = predict(rows[1], device, args.samples)
     report.end_lesson(
         rows,
-        columns=COLUMNS,
-        checked=check(rows, link),
+        columns=helper.COLUMNS,
+        checked=helper.check(rows, link=args.link_gb_per_s * 1e9, bus_factor=bus_factor),
         args=args,
         device=device,
         dtype="fp32",

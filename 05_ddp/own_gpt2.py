@@ -2,7 +2,7 @@
 
 It needs a function `load_training_objects`, which replaces that of train.py. Checkpoints, resume,
 evaluation, MFU and the flags work as in train.py. The model is a small GPT-2 with
-random weights. To train a pretrained model, use AutoModelForCausalLM.from_pretrained(args.model).
+random weights. To train a pretrained model, replace `from_config` by `from_pretrained`.
 
     laptop    torchrun --nproc_per_node=2 05_ddp/own_gpt2.py
     one node  torchrun --nproc_per_node=8 05_ddp/own_gpt2.py --global-batch-size 512 --compile

@@ -1,20 +1,27 @@
-"""Tokenize text of any size once, on all cores, into a folder that every training script maps: --data FOLDER.
+"""Tokenize text of any size once, on all cores, into a folder that every training script reads.
 
-The documents are cut into parts: 8 MiB of a plain file, row groups of a .parquet file, a whole compressed file, a file
-of a data set on the hub. A worker turns one part at a time into tokens in files of its own. A part depends on the input
-alone. So no process hands text to another, more text takes no more memory, and after a kill the same command makes only
-the parts that are missing, on any number of workers. In the end the parts are joined, in order.
+The documents are split into parts: 8 MiB of a plain file, row groups of a .parquet file, a whole
+compressed file, or a file of a data set on the hub. A worker process turns one part at a time into
+tokens, in files of its own. At the end the parts are joined, in order.
+
+A part depends on the input alone. So the processes exchange no text, and more text takes no more
+memory. After a kill the same command makes only the parts that are missing, with any number of
+workers, and the tokens are the same.
 
     laptop    python 05_ddp/prepare_data.py
     one node  python 05_ddp/prepare_data.py --data web/ --tokenizer models/smollm2-135m --out tokens
-    the hub   python 05_ddp/prepare_data.py --data hf:OWNER/NAME --config NAME --split train --column text --out tokens
+    the hub   python 05_ddp/prepare_data.py --data hf:OWNER/NAME --config NAME --split train \\
+                  --column text --out tokens
     then      torchrun --nproc_per_node=8 05_ddp/train.py --data tokens --model models/smollm2-135m
 
-It leaves train.npy and held_out.npy, the tokens one behind the other as uint8, uint16 or uint32, and corpus.json. Each
-document ends with the tokenizer's end-of-text token. About 5 % of the documents are held out, by a hash of their text.
+The folder has train.npy and held_out.npy, all tokens in one row as uint8, uint16 or uint32, and
+corpus.json. Each document ends with the tokenizer's end-of-text token. About 5 % of the documents
+are held out, by a hash of their text.
 
-Look for: the token that ends a document (a chat model's ends a turn: --end-token names another), and the tokens per CPU
-second, here and by transformers. Before: train.py. Next: 06_fsdp_zero/.
+What to look at: the token that ends a document. In a chat model it ends a turn; --end-token names
+another one. The tokens per CPU second, here and with transformers.
+
+Previous: train.py. Next: 06_fsdp_zero/.
 """
 
 import ctypes
@@ -29,119 +36,164 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
-from _prepare_data import (
-    CPU,
-    TEXT_BYTES,
-    finished_part,
-    is_held_out,
-    join,
-    read_source,
-    tokens_of_transformers,
-    whole_file,
-)
+import _prepare_data as helper
 
-from common import cli, exits, report
+from common import exits, report
 from lm import corpus
 
 PART_BYTES = 8 * 2**20  # of input: what one worker makes at once, and the most that a kill costs it
+TEXT_BYTES = 2**20  # a longer text file becomes several documents
+COPY_BYTES = 2**20  # read at once when parts are joined
+SIDES = ("train", "held_out")
+PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal to send to this process when its parent dies
 
 
-def list_parts(origins: list) -> Iterator[list[tuple]]:
-    """Parts of about PART_BYTES, each a list of (origin, start, stop, bytes). No text is read for that."""
-    part, size = [], 0
-    for span in spans(origins):
-        if part and size + span[3] > PART_BYTES:
-            yield part
-            part, size = [], 0
-        part.append(span)
-        size += span[3]
+# --- 1. split the input into parts
+
+
+class Span(NamedTuple):
+    """A piece of the input that a worker can read without what comes before it."""
+
+    origin: object  # a path, or a data set
+    start: int  # bytes, or row groups of a .parquet file
+    stop: int
+    size: int  # in bytes, or an estimate
+
+
+Part = list[Span]
+
+
+def split_into_parts(origins: list) -> Iterator[Part]:
+    """Yield parts of about PART_BYTES. This reads sizes, and no text."""
+    part = []
+    size = 0
+    for origin in origins:
+        for span in spans_of(origin):
+            if part and size + span.size > PART_BYTES:
+                yield part
+                part = []
+                size = 0
+            part.append(span)
+            size += span.size
     yield part
 
 
-def spans(origins: list) -> Iterator[tuple]:
-    """The pieces of the input that a worker can read without what stands before them."""
-    for origin in origins:
-        if not isinstance(origin, str):  # a data set: a shard is one of its files
-            shards = origin.num_shards
-            yield from (
-                (origin.shard(shards, index), 0, sys.maxsize, PART_BYTES) for index in range(shards)
-            )
-        elif corpus.file_type(origin) == ".parquet":
-            with corpus.as_user_error(f"--data {origin}"):
-                from pyarrow import parquet
-
-                about = parquet.ParquetFile(origin).metadata
-            sizes = [
-                about.row_group(group).total_byte_size for group in range(about.num_row_groups)
-            ]
-            yield from ((origin, group, group + 1, size) for group, size in enumerate(sizes))
-        elif origin.endswith(corpus.COMPRESSED):
-            yield origin, 0, sys.maxsize, os.path.getsize(origin)
-        else:  # the lines that begin in these bytes
-            size = os.path.getsize(origin)
-            for start in range(0, max(size, 1), PART_BYTES):
-                yield origin, start, start + PART_BYTES, min(PART_BYTES, size - start)
+def spans_of(origin) -> Iterator[Span]:
+    """Yield the spans of a file, or of a data set."""
+    if not isinstance(origin, str):  # a data set: a shard is one of its files
+        for index in range(origin.num_shards):
+            shard = origin.shard(origin.num_shards, index)
+            yield Span(shard, 0, sys.maxsize, PART_BYTES)
+    elif corpus.file_type(origin) == ".parquet":
+        for group, size in enumerate(helper.row_group_sizes(origin)):
+            yield Span(origin, group, group + 1, size)
+    elif origin.endswith(corpus.COMPRESSED):
+        yield Span(origin, 0, sys.maxsize, os.path.getsize(origin))
+    else:  # the lines that begin in these bytes
+        size = os.path.getsize(origin)
+        for start in range(0, max(size, 1), PART_BYTES):
+            yield Span(origin, start, start + PART_BYTES, min(PART_BYTES, size - start))
 
 
-def make_part(number: int, part: list[tuple], out: Path, column: str) -> dict:
-    """A worker's task: read, tokenize and write one part. NUMBER.json comes last: a part that has it is whole."""
+# --- 2. make one part
+
+
+def make_part(number: int, part: Part, out: Path, column: str) -> dict:
+    """Read, tokenize and write a part, in a worker. Return its counts.
+
+    The counts are also written, as the last file: a part that has this file is complete.
+    """
     began = time.process_time()
-    about = {"documents": 0, "text_bytes": 0, "train": 0, "held_out": 0}
+    counts = {"documents": 0, "text_bytes": 0, "train": 0, "held_out": 0}
     with (
-        whole_file(out, f"parts/{number:06}.train") as train,
-        whole_file(out, f"parts/{number:06}.held_out") as held_out,
+        complete_file(out, f"parts/{number:06}.train") as train,
+        complete_file(out, f"parts/{number:06}.held_out") as held_out,
     ):
-        for origin, start, stop, _ in part:
-            for document in corpus.documents(origin, column, start, stop, TEXT_BYTES):
-                tokens = encode(document)
-                side, file = ("held_out", held_out) if is_held_out(document) else ("train", train)
-                file.write(tokens)
-                about[side] += len(tokens)
-                about["documents"] += 1
-                about["text_bytes"] += len(document)
-    about["cpu_seconds"] = time.process_time() - began
-    about["peak_memory_bytes"] = report.peak_memory_bytes(CPU)
-    with whole_file(out, f"parts/{number:06}.json") as file:
-        file.write(json.dumps(about).encode())
-    return about
+        for span in part:
+            for document in corpus.documents(
+                span.origin, column, span.start, span.stop, TEXT_BYTES
+            ):
+                tokens = encode(document)  # of start_worker
+                if is_held_out(document):
+                    held_out.write(tokens)
+                    counts["held_out"] += len(tokens)
+                else:
+                    train.write(tokens)
+                    counts["train"] += len(tokens)
+                counts["documents"] += 1
+                counts["text_bytes"] += len(document)
+    counts["cpu_seconds"] = time.process_time() - began
+    counts["peak_memory_bytes"] = report.peak_memory_bytes(helper.CPU)
+    with complete_file(out, f"parts/{number:06}.json") as file:
+        file.write(json.dumps(counts).encode())
+    return counts
 
 
-def start_worker(parent: int, definition: str, about: dict) -> None:
-    global encode
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
-    if sys.platform == "linux":
-        # PR_SET_PDEATHSIG: end with the parent, even by kill -9
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    if os.getppid() != parent:  # it has ended before that
-        os._exit(1)
-    encode = corpus.encoder(definition, about)
+def is_held_out(document: bytes) -> bool:
+    """Return True for 5 % of all texts.
+
+    It depends on the text alone, so copies of a document are never on both sides.
+    """
+    digest = hashlib.sha256(document).digest()
+    return int.from_bytes(digest[:8], "big") < corpus.HELD_OUT * 2**64
 
 
-def make_parts(parts: list, args, definition: str, about: dict) -> list[dict]:
-    """Make the parts that are not there yet, on --workers processes. Returns what each part's .json says."""
-    done = {}
+@contextmanager
+def complete_file(out: Path, name: str) -> Iterator:
+    """Open a file that appears under its name when it is complete, or, after a kill, not at all."""
+    # With the number of the process, because a process that was killed may have left its own file.
+    unfinished = out / f"parts/{Path(name).name}.{os.getpid()}"
+    with open(unfinished, "wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())  # before the name: a power cut must not leave an empty file
+    unfinished.rename(out / name)
+
+
+# --- 3. make all parts, in worker processes
+
+
+def make_missing_parts(parts: list[Part], args, definition: str, about: dict) -> list[dict]:
+    """Make the parts that do not exist yet, on --workers processes. Return the counts of all."""
+    counts_of = {}
+    missing = []
     for number in range(len(parts)):
-        part = finished_part(args.out, number, about["dtype"])
-        if part is not None:
-            done[number] = part
-    left = [number for number in range(len(parts)) if number not in done]
-    sizes = [sum(span[3] for span in part) for part in parts]
-    begin = sum(sizes[number] for number in done)
-    bar = report.progress_bar(description="tokenizing", total=sum(sizes), initial=begin, unit="B")
-    # a fork would copy locks that the parent's threads hold
-    spawn = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(args.workers, spawn, start_worker, (os.getpid(), definition, about))
+        counts = helper.finished_part(args.out, number, about["dtype"])
+        if counts is None:
+            missing.append(number)
+        else:
+            counts_of[number] = counts
+
+    sizes = []
+    for part in parts:
+        sizes.append(sum(span.size for span in part))
+    finished_bytes = sum(sizes[number] for number in counts_of)
+    bar = report.progress_bar(
+        description="tokenizing", total=sum(sizes), initial=finished_bytes, unit="B"
+    )
+
+    # Not fork: it would copy locks that threads of this process hold.
+    pool = ProcessPoolExecutor(
+        args.workers,
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=start_worker,
+        initargs=(os.getpid(), definition, about),
+    )
     try:
-        running = {
-            pool.submit(make_part, number, parts[number], args.out, args.column): number
-            for number in left
-        }
+        running = {}
+        for number in missing:
+            future = pool.submit(make_part, number, parts[number], args.out, args.column)
+            running[future] = number
         for future in as_completed(running):
             number = running[future]
-            done[number] = future.result()
+            counts_of[number] = future.result()
             bar.update(sizes[number])
     except BaseException as error:
         for worker in multiprocessing.active_children():
@@ -154,121 +206,120 @@ def make_parts(parts: list, args, definition: str, about: dict) -> list[dict]:
     finally:
         bar.close()
         pool.shutdown(cancel_futures=True)
-    return [done[number] for number in range(len(parts))]
+    return [counts_of[number] for number in range(len(parts))]
+
+
+def start_worker(parent: int, definition: str, about: dict) -> None:
+    """Prepare a worker process: make its tokenizer, and let it end with its parent."""
+    global encode
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # also after kill -9
+    if os.getppid() != parent:  # the parent has ended before the line above
+        os._exit(1)
+    encode = corpus.encoder(definition, about)
+
+
+# --- 4. join the parts
+
+
+def join(out: Path, parts: list[dict], about: dict) -> None:
+    """Write the tokens of all parts, in order, as train.npy and held_out.npy.
+
+    corpus.json comes last: a folder that has it is complete.
+    """
+    dtype = np.dtype(about["dtype"])
+    documents = sum(counts["documents"] for counts in parts)
+    train_tokens = sum(counts["train"] for counts in parts)
+    tokens = train_tokens + sum(counts["held_out"] for counts in parts)
+    if not any(counts["text_bytes"] for counts in parts):
+        raise exits.UserError("--data holds no text")
+    # With few documents, the hashes may hold out none of them, or most of the text. Then the last
+    # tokens are held out.
+    if train_tokens == tokens or train_tokens < tokens / 2:
+        train_tokens = int(tokens * (1 - corpus.HELD_OUT))
+
+    sha256 = hashlib.sha256()
+    end_tokens = 0
+    train_bytes_left = train_tokens * dtype.itemsize
+    with complete_file(out, "train.npy") as train, complete_file(out, "held_out.npy") as held_out:
+        helper.write_npy_header(train, dtype, train_tokens)
+        helper.write_npy_header(held_out, dtype, tokens - train_tokens)
+        for block in blocks_of_parts(out, len(parts)):
+            train.write(block[:train_bytes_left])
+            held_out.write(block[train_bytes_left:])
+            train_bytes_left = max(0, train_bytes_left - len(block))
+            sha256.update(block)
+            end_tokens += np.count_nonzero(np.frombuffer(block, dtype) == about["end_id"])
+
+    if about["end_id"] is not None:
+        assert end_tokens == documents, f"{end_tokens} end-of-text tokens for {documents} documents"
+    content = {
+        **about,
+        "sha256": sha256.hexdigest(),
+        "documents": documents,
+        "train_tokens": train_tokens,
+        "held_out_tokens": tokens - train_tokens,
+    }
+    with complete_file(out, "corpus.json") as file:
+        file.write(json.dumps(content).encode())
+
+
+def blocks_of_parts(out: Path, count: int) -> Iterator[bytes]:
+    """Yield the tokens of all parts as bytes: all for training, then all held out."""
+    for side in SIDES:
+        for number in range(count):
+            with open(out / f"parts/{number:06}.{side}", "rb") as file:
+                while block := file.read(COPY_BYTES):
+                    yield block
+
+
+# --- the program
 
 
 def main() -> int:
-    parser = cli.Parser(__doc__)
-    add = parser.add_argument
-    add(
-        "--data",
-        default="stdlib",
-        help="stdlib, a .txt, .md, .py, .jsonl or .parquet file, a folder, or hf:NAME",
-    )
-    add("--tokenizer", default="bytes", help="bytes, or a Hugging Face name or folder")
-    add("--end-token", help="written behind each document (default: the tokenizer's eos)")
-    add(
-        "--column",
-        default="text",
-        help="of .jsonl, .parquet and hf:NAME: the one that holds the text",
-    )
-    add("--config", help="of hf:NAME")
-    add("--split", default="train", help="of hf:NAME")
-    add(
-        "--out",
-        type=Path,
-        default=Path("runs/tokens"),
-        help="the folder of tokens (default: runs/tokens)",
-    )
-    add(
-        "--workers",
-        type=cli.positive_int,
-        default=os.cpu_count(),
-        help="processes (default: one per core)",
-    )
-    add(
-        "--json",
-        type=cli.writable_file,
-        metavar="PATH",
-        help="write the summary as one JSON object",
-    )
-    args = parser.parse_args()
-    if cli.environment_number("WORLD_SIZE", cli.positive_int, "1") > 1:
-        raise exits.UserError(
-            "this script starts its own processes: start it with python, not with torchrun"
-        )
+    args = helper.parse_args(__doc__)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a process per core has no use for threads
     began = time.perf_counter()
 
-    found = corpus.sources(args.data, args.config, args.split, outputs=[args.out])
-    origins = found.origins
-    if found.other_files:
-        raise exits.UserError(
-            f"--data {args.data} holds {found.other_files[0]}, which cannot be read: "
-            "convert or move it"
-        )
-    if found.run_outputs:
-        names = ", ".join(found.run_outputs[:3])
-        print(f"--data {args.data}: left out what runs and this script have written: {names}")
+    sources = helper.find_sources(args)
     definition, about = corpus.load_tokenizer(args.tokenizer, args.end_token)
-    end = (
-        "a document has no end token"
-        if about["end_id"] is None
-        else f"each document ends with {about['end_token']!r}"
-    )
-    print(f"{args.data}, --tokenizer {args.tokenizer}: {end}", flush=True)
+    helper.print_end_token(args, about)
 
-    # The same command goes on with a folder. Anything else that its tokens depend on would mix two corpora.
+    # The same command continues in its folder. Another one would mix two corpora: here is all that
+    # the tokens depend on.
     source = [
-        found.fingerprint,
+        sources.fingerprint,
         args.column,
         args.config,
         args.split,
         about,
         PART_BYTES,
         TEXT_BYTES,
+        hashlib.sha256(definition.encode()).hexdigest(),
     ]
-    source += [hashlib.sha256(definition.encode()).hexdigest()]
     (args.out / "parts").mkdir(parents=True, exist_ok=True)
     if not (args.out / "source.json").exists():
-        with whole_file(args.out, "source.json") as file:
+        with complete_file(args.out, "source.json") as file:
             file.write(json.dumps(source).encode())
-    if read_source(args.out) != source:
+    if helper.read_source(args.out) != source:
         raise exits.UserError(
             f"--out {args.out} is of other data, flags or tokenizer: delete it, or name another"
         )
 
-    done = []
+    parts = []
     if not (args.out / "corpus.json").exists():
-        done = make_parts(list(list_parts(origins)), args, definition, about)
-        join(args.out, done, about)
+        spans = list(split_into_parts(sources.origins))
+        parts = make_missing_parts(spans, args, definition, about)
+        join(args.out, parts, about)
     shutil.rmtree(args.out / "parts")
-    about, _, _ = corpus.open_tokens(args.out, f"--out {args.out}", "delete the folder")
-    cpu_seconds = sum(part["cpu_seconds"] for part in done)
-    text = (
-        text
-        for origin in origins
-        for text in corpus.documents(origin, args.column, longest=TEXT_BYTES)
-    )
-    summary = {
-        **about,
-        "tokens": about["train_tokens"] + about["held_out_tokens"],
-        "text_bytes": sum(part["text_bytes"] for part in done) or None,
-        "cpu_seconds": cpu_seconds or None,
-        "cpu_tokens_per_second": sum(part["train"] + part["held_out"] for part in done)
-        / cpu_seconds
-        if done
-        else None,
-        "transformers_cpu_tokens_per_second": tokens_of_transformers(args.out, text, about),
-        "worker_peak_memory_bytes": max((part["peak_memory_bytes"] for part in done), default=None),
-        "peak_memory_bytes": report.peak_memory_bytes(CPU),
-        "seconds": time.perf_counter() - began,
-    }
-    for name, value in summary.items():
-        print(f"{name:<36} {report.for_people(name, value)}")
-    if about["end_id"] is not None:
-        print(f"checked: {about['documents']:,} documents, and as many end-of-text tokens")
-    report.write_json(summary | {"data": args.data, "workers": args.workers}, args.json)
+
+    about, train, _ = corpus.open_tokens(args.out, f"--out {args.out}", "delete the folder")
+    reference_tokens_per_second = None
+    if about["tokenizer"] != "bytes":
+        texts = helper.first_texts(sources.origins, args.column, TEXT_BYTES, is_held_out)
+        reference_tokens_per_second = helper.compare_with_transformers(train, texts, about)
+    helper.report_summary(args, about, parts, reference_tokens_per_second, began)
     return 0
 
 

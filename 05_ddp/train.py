@@ -1,12 +1,11 @@
-r"""Train a language model with distributed data parallelism (DDP).
+"""Train a language model with distributed data parallelism (DDP).
 
 Each GPU runs one process, called a rank. Every rank holds a full copy of the model and reads its
 own share of the global batch. DDP averages the gradients across ranks while backward is still
 running, so that all copies take the same optimizer step and stay identical.
 
-    laptop    torchrun --nproc_per_node=2 05_ddp/train.py
-    one node  torchrun --nproc_per_node=8 05_ddp/train.py --model llama-124m --compile \
-                  --global-batch-size 512 --micro-batch-size 32
+    laptop    torchrun --nproc_per_node=2 05_ddp/train.py    (the model is nano)
+    one node  torchrun --nproc_per_node=8 05_ddp/train.py    (the model is llama-124m, compiled)
     cluster   run the same command on every node, with
               --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400
 

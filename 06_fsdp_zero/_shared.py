@@ -22,10 +22,6 @@ from common import measure, runtime
 OWN_FILES = ("config.json", "hashes.json", "settings.json")
 MOST_FILE_BYTES = 2e9  # of a .safetensors file, which rank 0 holds whole while it writes it
 
-# torch 2.13's names for collectives of one flat tensor, and those of before
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
 
 class Group:
     """Parameters that travel together. They become views into one flat tensor, and each rank owns a part of it."""

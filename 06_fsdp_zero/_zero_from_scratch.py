@@ -2,10 +2,11 @@
 
 import torch
 import torch.distributed as dist
-from _shared import all_gather, of_zero, unflatten
+from _shared import of_zero, unflatten
 from torch import Tensor, nn
 
 from common import measure, runtime
+from common.torch_versions import all_gather_single as all_gather
 
 # What another order of the same sums may change, relative to the norm of a tensor. AdamW enlarges it: where a gradient
 # is almost zero, rounding decides which way the weight goes.

@@ -39,12 +39,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import 
 from _shared import bytes_of_training, of_fully_shard, of_zero, step_memory
 
 from common import cli, exits, measure, report, runtime
+from common.torch_versions import KEEP_BUFFERS
 from lm import data, shapes
 from lm.activation_checkpointing import checkpoint_blocks
 from lm.weights import build, materialize
 
-# torch 2.11 does not have its successor
-warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)
 warnings.filterwarnings(
     "ignore", "Accessing the data pointer of FakeTensor|Mismatch dtype between input and weight"
 )
@@ -58,7 +57,7 @@ COUNTED_STEP = 3
 def replicate(net: nn.Module, dry_run: bool) -> nn.Module:
     """DDP. It reads numbers, so a dry run sends each gradient as soon as it is there: the same bytes, in more calls."""
     if not dry_run:
-        return DistributedDataParallel(net, gradient_as_bucket_view=True, broadcast_buffers=False)
+        return DistributedDataParallel(net, gradient_as_bucket_view=True, **KEEP_BUFFERS)
     for parameter in net.parameters():
         parameter.register_post_accumulate_grad_hook(
             lambda parameter: dist.all_reduce(parameter.grad)

@@ -121,6 +121,39 @@ def continued_length(chat: _finetune.Chat, row: list[int], prompt: list[int]) ->
     return len(without_eos) if prompt[: len(without_eos)] == without_eos else 0
 
 
+def shard_model(model, args, device) -> None:
+    """Shard the model over the ranks, then allocate this rank's shards and read the weights."""
+    options = {
+        "mesh": init_device_mesh(device.type, (dist.get_world_size(),)),
+        # The matmuls run in args.dtype. Gradients are summed in fp32.
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=DTYPES[args.dtype], reduce_dtype=torch.float32, cast_forward_inputs=False
+        ),
+        "offload_policy": OffloadPolicy(),
+    }
+    if args.cpu_offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+
+    # Each block is gathered, computed and freed as one. Compile a block before it is sharded.
+    blocks = list(model.model.layers.values())
+    for block in blocks:
+        if args.compile:
+            block.compile(fullgraph=True)
+        fully_shard(block, **options)
+    # The rest is one group: embeddings, final norm and head. Two of them may be one matrix.
+    fully_shard(model, **options)
+
+    # While one block computes, gather the next one.
+    for block, next_block in pairwise(blocks):
+        block.set_modules_to_forward_prefetch([next_block])
+        next_block.set_modules_to_backward_prefetch([block])
+
+    weights.materialize(
+        model, args.model, seed=args.seed, device="cpu" if args.cpu_offload else device
+    )
+    _finetune.init_adapters(model, args.seed)
+
+
 def main() -> int:
     parser = flags.TrainingParser(__doc__)
     parser.add_argument(
@@ -156,13 +189,13 @@ def main() -> int:
         )
     runtime.seed_all(args.seed, args.deterministic)
 
-    # 1 Processes. As in chapter 05.
+    # 1. Join the job, as 05_ddp/train.py does.
     device = runtime.init_process_group(args.device)
     rank, world_size, _ = runtime.ranks()
     args.dtype = hardware.choose_dtype(args.dtype, device)
     runtime.catch_stop_signals()
 
-    # 2 The batch: it depends on --seed and the step alone. Rank r reads the r-th of N equal parts.
+    # 2. Rows: chats as tokens, and which of them are targets.
     date = checkpoint.start_date(args)  # a chat template may write it: a resume needs the same
     chat = _finetune.read_chat_format(args.tokenizer or args.model, date)
     corpus, held_out_chats = _finetune.load_chats(args, chat, chat_rows)
@@ -177,45 +210,18 @@ def main() -> int:
         f"{args.model}, {args.dtype} matmuls, {world_size} x {hardware.device_name(device)}"
     )
 
-    # 3 The model: each rank holds a shard of every weight. A block is gathered in --dtype when it
-    # computes.
+    # 3. The model: frozen weights and adapters, or all weights. Each rank holds a shard of each.
     config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)
-    # on the meta device: no rank ever holds the full model
-    net = weights.build(args.model, config, seed=args.seed, device="meta")
+    model = weights.build(args.model, config, seed=args.seed, device="meta")
     if args.adapters:  # before fully_shard, so that A and B are in the group of their block
-        net.to(DTYPES[args.dtype])  # fp32 is for what small updates are added to
-        lora.adapt(net, rank=args.adapters, alpha=_finetune.ALPHA_PER_RANK * args.adapters)
-        net.tie_weights()
-    checkpoint_blocks(net, args.checkpointing)
-    offload_policy = OffloadPolicy()
-    if args.cpu_offload:
-        offload_policy = CPUOffloadPolicy(pin_memory=device.type == "cuda")
-    shard = partial(
-        fully_shard,
-        mesh=init_device_mesh(device.type, (world_size,)),
-        mp_policy=MixedPrecisionPolicy(
-            DTYPES[args.dtype], reduce_dtype=torch.float32, cast_forward_inputs=False
-        ),
-        offload_policy=offload_policy,
-    )
-    # checkpointing first, then compilation, then sharding: each wraps the ones before
-    for block in net.model.layers.values():
-        if args.compile:
-            block.compile(fullgraph=True)
-        shard(block)
-    # embeddings, final norm and head are one group, because embeddings and head may be one matrix
-    shard(net)
-    # gather the next block while this one computes
-    for block, next_block in pairwise(net.model.layers.values()):
-        block.set_modules_to_forward_prefetch([next_block])
-        next_block.set_modules_to_backward_prefetch([block])
+        model.to(DTYPES[args.dtype])  # fp32 is for what small updates are added to
+        lora.adapt(model, rank=args.adapters, alpha=_finetune.ALPHA_PER_RANK * args.adapters)
+        model.tie_weights()
+    checkpoint_blocks(model, args.checkpointing)  # backward recomputes activations
     planned_bytes = _finetune.print_plan(args, config, batches, device)
-    weights.materialize(
-        net, args.model, seed=args.seed, device="cpu" if args.cpu_offload else device
-    )
-    _finetune.init_adapters(net, args.seed)
+    shard_model(model, args, device)
     optimizer, scheduler = optim.adamw_cosine(
-        net,
+        model,
         lr=args.lr,
         weight_decay=args.weight_decay,
         warmup_steps=args.warmup_steps,
@@ -224,18 +230,17 @@ def main() -> int:
 
     prompts = _finetune.questions(chat, held_out_chats, config)
     answer = partial(_finetune.greedy, prompts=prompts, stops=chat.stops, device=device)
-    val_loss_before = evaluate(net, held_out, device)
-    answers_before = answer(net)
+    val_loss_before = evaluate(model, held_out, device)
+    answers_before = answer(model)
 
-    # 4 The run: its folder, and the step at which it stood. With adapters, its checkpoints hold
-    # only these.
+    # 4. Checkpoints. With --adapters they hold the adapters only.
     settings = flags.settings(args, data=corpus.sha256, model=repr(config))
     settings |= {"--adapters": args.adapters, checkpoint.DATE: date.isoformat()}
     if args.eval_data is not None:
         # other chats for evaluation may be longer, and the run has to resume with them
         settings["--seq-len"] = batches.train.longest()
     run = checkpoint.Run(args, settings=settings)
-    training = {"net": net, "optimizer": optimizer, "scheduler": scheduler}
+    training = {"net": model, "optimizer": optimizer, "scheduler": scheduler}
     start_step = checkpoint.resume(run, **training) if args.resume else 0
     stream = batches.stream(start_step, pin=device.type == "cuda", num_workers=args.num_workers)
     meter = metrics.Meter(
@@ -251,14 +256,14 @@ def main() -> int:
         wandb=args.wandb,
     )
 
-    # 5 The loop.
+    # 5. The training loop.
     step = start_step
     stop = 0
-    bytes_per_rank = _shared.bytes_of_training([*net.parameters()], optimizer)
+    bytes_per_rank = _shared.bytes_of_training([*model.parameters()], optimizer)
     steps = range(start_step + 1, args.steps + 1)
     for step in report.progress_bar(steps, "training", initial=start_step, unit="step"):
-        # so that dropout, if your model has it, is the same after a resume
-        torch.manual_seed(args.seed + step)
+        # Dropout draws other numbers on each rank and step, and the same ones after a resume.
+        torch.manual_seed(args.seed + step * world_size + rank)
         step_loss = torch.zeros((), device=device)
         # of all ranks: each knows the global batch, so this takes no collective
         target_count = batches.train.target_count(batches.global_batch(step - 1))
@@ -267,24 +272,24 @@ def main() -> int:
             with meter.forward():
                 # a micro-batch may have no target: its sum is 0, and its mean would be 0 / 0.
                 # times world_size, because fully_shard averages gradients over the ranks
-                loss = net(inputs, targets, reduction="sum") * (world_size / target_count)
+                loss = model(inputs, targets, reduction="sum") * (world_size / target_count)
             loss.backward()
             step_loss += loss.detach()
-        grad_norm = clip_grad_norm_(net.parameters(), args.clip_norm)
+        grad_norm = clip_grad_norm_(model.parameters(), args.clip_norm)
         lr = optimizer.param_groups[0]["lr"]
         optimizer.step()
         scheduler.step()
         if step == start_step + 1:
-            bytes_per_rank = _shared.bytes_of_training([*net.parameters()], optimizer)
+            bytes_per_rank = _shared.bytes_of_training([*model.parameters()], optimizer)
         optimizer.zero_grad()
 
         stop = runtime.stop_requested()  # the same on all ranks, so that all of them save
         save = stop or step == args.steps or (args.save_every and step % args.save_every == 0)
         if save or step == 1 or step % args.log_every == 0:
-            dist.all_reduce(step_loss)  # a rank's loss is its part of the mean, times world_size
+            dist.all_reduce(step_loss)  # the sum over ranks; divided by world_size, the mean
             meter.log(step, step_loss / world_size, grad_norm, lr)
         if step == args.steps or (args.eval_every and step % args.eval_every == 0):
-            meter.log_eval(step, evaluate(net, held_out, device))
+            meter.log_eval(step, evaluate(model, held_out, device))
         if save:
             run.save(step, checkpoint.training_state(step, **training), shapes.config_json(config))
             meter.save_plot()
@@ -292,17 +297,15 @@ def main() -> int:
             break
     run.wait()
     if stop:
-        runtime.print0(
-            f"signal {stop}: saved at step {step}; the same command with --resume goes on"
-        )
+        runtime.print0(f"signal {stop}: saved at step {step}. Run the same command with --resume")
 
-    answers = answer(net)
+    answers = answer(model)
 
-    # 6 Checks. Low precision is in the arithmetic, never in the trained weights.
-    for module in (net, *net.model.layers.values()):
+    # 6. Check that the trained weights are fp32 and the same on all ranks.
+    for module in (model, *model.model.layers.values()):
         module.reshard()  # the last forward had no backward, which would have done this
     trained = torch.nn.ParameterList(
-        parameter for parameter in net.parameters() if parameter.requires_grad
+        parameter for parameter in model.parameters() if parameter.requires_grad
     )
     for parameter in trained:
         assert parameter.dtype == torch.float32
@@ -315,7 +318,7 @@ def main() -> int:
     assert len(set(digests)) == 1, f"ranks hold different weights: {digests}"
     runtime.print0(f"checked: all {world_size} ranks have the same trained weights to the bit")
 
-    # 7 The folders that others load, and the summary.
+    # 7. Write the folders for other programs, and the summary.
     receipt = {
         "val_loss_before": val_loss_before,
         "planned_bytes": planned_bytes,
@@ -323,7 +326,7 @@ def main() -> int:
         **bytes_per_rank,
     }
     if not stop:
-        _finetune.write_folders(net, chat, run.folder, args, DTYPES[args.save_dtype])
+        _finetune.write_folders(model, chat, run.folder, args, DTYPES[args.save_dtype])
         compare = partial(
             _finetune.compare_with_transformers,
             run.folder / "model",
@@ -345,17 +348,20 @@ def main() -> int:
 
 
 @torch.no_grad()
-def evaluate(net, batches, device) -> float:
-    """Return the mean loss per target of the held-out rows."""
-    net.eval()
-    total = torch.zeros(2, device=device)  # sum of losses, number of targets
+def evaluate(model, batches, device) -> float:
+    """Return the mean loss per target over the held-out rows of all ranks."""
+    model.eval()
+    loss_sum = torch.zeros((), device=device)
+    target_count = torch.zeros((), device=device)
     for inputs, targets in batches:
+        inputs = inputs.to(device)
         targets = targets.to(device)
-        loss = net(inputs.to(device), targets, reduction="sum")
-        total += torch.stack((loss, (targets != data.PADDING).sum()))
-    dist.all_reduce(total)  # sums, not means: ranks may have read unequal numbers of targets
-    net.train()
-    return (total[0] / total[1]).item()
+        loss_sum += model(inputs, targets, reduction="sum")
+        target_count += (targets != data.PADDING).sum()
+    dist.all_reduce(loss_sum)
+    dist.all_reduce(target_count)
+    model.train()
+    return (loss_sum / target_count).item()
 
 
 if __name__ == "__main__":

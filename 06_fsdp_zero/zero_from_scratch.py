@@ -32,17 +32,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import 
 from _shared import (
     Group,
     after_the_last_gradient,
-    all_gather,
     bytes_of_training,
     flatten,
     group_by_block,
     keep_all_gradients,
-    reduce_scatter,
 )
 from _zero_from_scratch import check, compare
 
 from common import exits, report, runtime
 from common.measure import Traffic
+from common.torch_versions import all_gather_single as all_gather
+from common.torch_versions import reduce_scatter_single as reduce_scatter
 from lm import data, shapes, weights
 
 # what is sharded

@@ -17,7 +17,6 @@ where lengths differ; all-reduces per step; peak of a step. Before: gradient_che
 """
 
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -30,12 +29,11 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 from common import exits, measure, report, runtime
 from common.exits import UserError
+from common.torch_versions import KEEP_BUFFERS
 from lm import data, shapes
 from lm.data import PADDING
 from lm.weights import build
 
-# torch 2.11 does not have its successor
-warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)
 Batch = tuple[Tensor, Tensor]  # inputs, and targets where padding is PADDING
 
 
@@ -207,7 +205,7 @@ def main() -> int:
     batch = data.one_batch(sequences, args.seq_len, device)  # of all ranks, on every rank
     epoch, uneven_epoch = split(batch, in_epoch), split(cut_lengths(batch), in_epoch)
     net = build(args.model, config, seed=0, device=device)
-    ddp = DistributedDataParallel(net, gradient_as_bucket_view=True, broadcast_buffers=False)
+    ddp = DistributedDataParallel(net, gradient_as_bucket_view=True, **KEEP_BUFFERS)
     # DDP makes its final buckets after the first backward
     accumulate(ddp, of_this_rank(epoch[:count]))
 

@@ -15,8 +15,6 @@ from lm import shapes
 
 LAST_STEPS = 5  # of a run: they alone count for the busiest expert and rank
 TOLERANCE = 1e-5  # relative; what another order of the same sums in fp32 may change
-# newer name first
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 COLUMNS = {
     "way": "way",
     "busiest_expert_ratio": "busiest expert / mean",

@@ -16,15 +16,11 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from common import measure, runtime
 from common.exits import UserError
+from common.torch_versions import functional_all_gather, functional_reduce_scatter
 from lm import shapes
 
 LEARNING_RATE, LARGEST_NORM = 0.05, 1.0  # of gradients
 TOLERANCE = 1e-5  # relative; what another order of the same sums in fp32 may change in 10 steps
-# newer name first
-gather_single = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
-reduce_scatter_single = (
-    getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
-)
 COLUMNS = {
     "way": "way",
     "most_parameters": "weights per rank",
@@ -40,12 +36,13 @@ def all_reduce(x: Tensor) -> Tensor:
 
 
 def all_gather(x: Tensor) -> Tensor:  # [batch, length / N, hidden] to [batch, length, hidden]
-    return functional.wait_tensor(gather_single(x.contiguous(), 1, dist.group.WORLD))
+    return functional.wait_tensor(functional_all_gather(x.contiguous(), 1, dist.group.WORLD))
 
 
 # [batch, length, hidden] to [batch, length / N, hidden]: sums over the ranks
 def reduce_scatter(x: Tensor) -> Tensor:
-    return functional.wait_tensor(reduce_scatter_single(x.contiguous(), "sum", 1, dist.group.WORLD))
+    scattered = functional_reduce_scatter(x.contiguous(), "sum", 1, dist.group.WORLD)
+    return functional.wait_tensor(scattered)
 
 
 def my_part(tensor: Tensor, dimension: int) -> Tensor:

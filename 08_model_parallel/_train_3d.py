@@ -10,7 +10,6 @@ from multiprocessing import get_context
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as collectives
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -20,16 +19,12 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from common import report, runtime
 from common.exits import UserError
 from common.report import table
+from common.torch_versions import all_gather_with_backward
 from lm import model, shapes
 from lm.data import Batches, load_corpus, sequences
 from lm.defaults import ON_CPU
 from lm.weights import build
 
-# all-gather with a backward: torch 2.13's name, and the one of before
-all_gather = (
-    getattr(collectives, "all_gather_single_autograd", None)
-    or collectives.all_gather_tensor_autograd
-)
 # DTensor warns of two collectives in a row, over tensor ranks and over shards: here for a norm, and for the digest.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
@@ -146,7 +141,8 @@ def attend_to_all(
 ) -> Tensor:
     """Attention of this rank's queries, [batch, heads, tokens, head_dim], to the keys and values of all ranks. In
     backward a reduce-scatter adds up what the queries of all ranks have found for my keys and values."""
-    parts = all_gather(torch.stack((k, v)), gather_dim=0, group=group)  # one collective for both
+    # one collective for both
+    parts = all_gather_with_backward(torch.stack((k, v)), gather_dim=0, group=group)
     # one rank's tokens after the other's
     keys, values = parts.unflatten(0, (-1, 2)).movedim(0, 3).flatten(3, 4)
     return model.attend(q, keys, values, mask, enable_gqa=how["enable_gqa"])

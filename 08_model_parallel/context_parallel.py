@@ -35,13 +35,8 @@ import _context_parallel as context
 from _context_parallel import add_tile, add_tile_gradients, positions_of_rank, tiles
 
 from common import exits, measure, report, runtime
+from common.torch_versions import all_gather_with_backward
 from lm import data, model, shapes, weights
-
-# all-gather with a backward: torch 2.13's name, and the one of before
-all_gather = (
-    getattr(collectives, "all_gather_single_autograd", None)
-    or collectives.all_gather_tensor_autograd
-)
 
 # These three stand in for the model's attention. They get q, k and v of this rank's tokens,
 # [batch, heads, tokens, head_dim], rotated by their place in the sequence: shard(tokens).
@@ -51,7 +46,7 @@ def all_gather_attention(q: Tensor, k: Tensor, v: Tensor, *_, **__) -> Tensor:
     """(1) Every rank gathers all keys and values: replicate. Each of its queries looks at those not in its future.
     Backward: every rank has used my keys and values, so their gradients are partial: a reduce-scatter adds mine up."""
     # one collective for both
-    parts = all_gather(torch.stack((k, v)), gather_dim=0, group=dist.group.WORLD)
+    parts = all_gather_with_backward(torch.stack((k, v)), gather_dim=0, group=dist.group.WORLD)
     # one rank's tokens after the other's
     keys, values = parts.unflatten(0, (-1, 2)).movedim(0, 3).flatten(3, 4)
     my_positions = positions_of_rank("contiguous", keys.shape[2]).to(q.device)

@@ -29,9 +29,10 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 import _expert_parallel as helper
-from _expert_parallel import all_gather, mixtures
+from _expert_parallel import mixtures
 
 from common import exits, measure, report, runtime
+from common.torch_versions import all_gather_single as all_gather
 from lm import data, model, shapes
 from lm.weights import init_weights
 

@@ -3,6 +3,7 @@
 A matrix is read or drawn, quantized in chunks of rows, checked, and forgotten before the next.
 """
 
+import os
 from collections.abc import Callable
 
 import psutil
@@ -18,6 +19,13 @@ from lm.weight_files import EMBEDDING, HEAD
 from lm.weights import build, open_weights, random_weight
 from planner import inference
 from planner.shape import from_config
+
+try:
+    import triton
+    import triton.language as tl
+except ModuleNotFoundError:  # torch's build for CPUs comes without Triton
+    triton = None
+    tl = None
 
 ROOM = 0.95  # of the free memory; the rest is for activations and workspaces
 DRAWN_ON_CPU = 2e9  # parameters; a CPU takes a quarter of an hour to draw those of llama-70b
@@ -42,6 +50,24 @@ ALLOWED_MATMUL_ERROR = {"fp32": 1e-5, "bf16": 1e-2}
 ALLOWED_OUTPUT_ERROR = {"fp32": 1e-4, "bf16": 5e-2}
 
 
+def triton_jit(function: Callable) -> Callable:
+    """Return the function as a Triton kernel, or as it is if there is no Triton."""
+    if triton is None:
+        return function
+    return triton.jit(function)
+
+
+def triton_operator(function: Callable) -> Callable:
+    """Return the function, which launches a Triton kernel, as an operator of torch.
+
+    torch.compile and the capture of a CUDA graph then see what is inside. Without Triton, return
+    the function as it is.
+    """
+    if triton is None:
+        return function
+    return torch.library.triton_op(f"quantized::{function.__name__}", function, mutates_args=())
+
+
 def activation_dtype(args, weights: str, device: torch.device) -> str:
     """Return the type of activations and cache: fp32 or bf16.
 
@@ -62,25 +88,49 @@ def activation_dtype(args, weights: str, device: torch.device) -> str:
     return hardware.choose_dtype("auto", device)
 
 
+def check_kernel(args, device: torch.device) -> None:
+    """Raise UserError if --kernel triton cannot be used here."""
+    if args.kernel != "triton":
+        return
+    if args.weights in DTYPES:
+        raise UserError(
+            f"--kernel triton, --weights {args.weights}: use --weights int8 or int4, "
+            "or leave --kernel out"
+        )
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if device.type != "cuda" and not interpreted:
+        raise UserError(f"--kernel triton needs a GPU, and this is {device}: leave --kernel out")
+    if triton is None:
+        raise UserError(
+            "--kernel triton: Triton is not installed: install torch's build for CUDA, "
+            "or leave --kernel out"
+        )
+    dtype = activation_dtype(args, "int4", device)
+    if dtype != "bf16":
+        raise UserError(
+            f"--kernel triton multiplies activations in bf16, and these are {dtype}: "
+            "leave --kernel out"
+        )
+
+
 def planned_bytes(args, config: shapes.Config, weights: str) -> int:
     """Return what these weights take, by the planner.
 
-    It leaves out two things: a tied matrix is held twice, as the head quantized and as the
-    embedding in bf16, and in int4 zeros fill the last group of a row.
+    The planner leaves out two things, which are added here. A tied matrix is held twice: as the
+    head quantized, and as the embedding in bf16. And zeros fill rows up to whole groups in int4,
+    and for --kernel triton up to 16 columns in int8.
     """
     shape = from_config(args.model, config)
     planned = inference.weight_bytes(shape, weights=weights, group_size=args.group_size)
     if shape.tied and weights not in DTYPES:
         planned += 2 * shape.embedding
+    layer = shape.attention_matrices() + shape.feed_forward_matrices(shape.ffn)
+    all_matrices = [*layer * shape.layers, (shape.hidden, shape.vocab)]
     if weights == "int4":
-        matrices = (
-            shape.attention_matrices() + shape.feed_forward_matrices(shape.ffn)
-        ) * shape.layers
-        filled = [
-            outputs * (-inputs % args.group_size)
-            for inputs, outputs in [*matrices, (shape.hidden, shape.vocab)]
-        ]
-        planned += sum(filled) * (1 / 2 + 4 / args.group_size)
+        filled = sum(outputs * (-inputs % args.group_size) for inputs, outputs in all_matrices)
+        planned += filled * (1 / 2 + 4 / args.group_size)
+    if weights == "int8" and args.kernel == "triton":
+        planned += sum(outputs * (-inputs % 16) for inputs, outputs in all_matrices)
     return round(planned)
 
 
@@ -217,9 +267,7 @@ def load(
             if getattr(module, "weight", None) is None:
                 continue
             if isinstance(module, nn.Linear) and layer is not None:
-                quantized, error = quantize_matrix(
-                    read, name, layer, args.group_size, chunk, dtype, device
-                )
+                quantized, error = quantize_matrix(read, name, layer, args, chunk, dtype, device)
                 net.set_submodule(name, quantized)
                 errors.append(error)
             else:  # embedding and norms are never quantized
@@ -228,12 +276,14 @@ def load(
                 del weight  # or it would still be there while the next is read
             if getattr(module, "bias", None) is not None:  # Qwen2's
                 bias = read(f"{name}.bias").to(device, DTYPES[dtype])
-                bias = nn.Parameter(bias, requires_grad=False)
-                net.get_submodule(name).register_parameter("bias", bias)
-                if layer is not None:
-                    quantized.register_forward_hook(lambda layer, inputs, y: y + layer.bias)
+                if layer is None:
+                    module.bias = nn.Parameter(bias, requires_grad=False)
+                else:
+                    add_bias(quantized, bias)
         if layer is None:
             net.tie_weights()
+        elif args.kernel == "triton":
+            fuse(net)
     net.model._fill_rope_tables()
     held = list(net.parameters())
     held += [buffer for name, buffer in net.named_buffers() if "rope" not in name]
@@ -265,7 +315,7 @@ def quantize_matrix(
     read: Callable[[str], Tensor],
     name: str,
     layer: type[nn.Module],
-    group_size: int,
+    args,
     chunk: int,
     dtype: str,
     device: torch.device,
@@ -287,7 +337,7 @@ def quantize_matrix(
         some_rows = slice(first, first + rows_at_once)
         # moved in its own type, which may have fewer bytes than fp32
         exact = weight[some_rows].to(device).float()
-        parts, expected, norms = quantize_rows(exact, x, layer, group_size)
+        parts, expected, norms = quantize_rows(exact, x, layer, args.group_size)
         all_expected.append(expected)
         all_norms.append(norms)
         if quantized is None:
@@ -296,12 +346,71 @@ def quantize_matrix(
             of_all_rows[some_rows] = part
         del exact, parts, part, of_all_rows  # or they would be there beside the next chunk
     del weight  # before the layer makes copies
-    multiply = layer(*quantized, DTYPES[dtype])
+    if args.kernel == "triton":
+        multiply = layer.for_triton(*quantized)
+    else:
+        multiply = layer(*quantized, DTYPES[dtype])
+    del quantized  # before the matmuls need memory
     expected = torch.cat(all_expected, dim=-1)  # [1, 5, out]
     norms = torch.cat(all_norms)  # [out]
-    # with one row of activations, some kernels are other ones
-    found = [multiply(x).float(), multiply(x[:, :1]).float()]
-    return multiply, check_matmul(layer, found, [expected, expected[:, :1]], norms, dtype)
+    # With one or two rows of activations, some kernels are other ones.
+    tokens = (5, 2, 1)
+    found = [multiply(x[:, :n]).float() for n in tokens]
+    return multiply, check_matmul(layer, found, [expected[:, :n] for n in tokens], norms, dtype)
+
+
+def add_bias(layer: nn.Module, bias: Tensor) -> None:
+    """Add a bias to what a quantized layer returns (Qwen2 has some)."""
+    layer.register_parameter("bias", nn.Parameter(bias, requires_grad=False))
+    layer.register_forward_hook(lambda layer, inputs, y: y + layer.bias)
+
+
+class Columns(nn.Module):
+    """Take the outputs of one matrix out of those of several."""
+
+    def __init__(self, first: int, last: int) -> None:
+        super().__init__()
+        self.first = first
+        self.last = last
+
+    def forward(self, y: Tensor) -> Tensor:
+        return y[..., self.first : self.last]
+
+
+def fuse(net: model.Transformer) -> None:
+    """Multiply q, k and v of a block by one launch, and gate and up by one.
+
+    A row of weights gives the same bits, whatever rows are beside it.
+    """
+    for block in net.model.layers.values():
+        fuse_projections(block.self_attn, ("q_proj", "k_proj", "v_proj"), "qkv_proj")
+        fuse_projections(block.mlp, ("gate_proj", "up_proj"), "gate_up_proj")
+
+
+def fuse_projections(module: nn.Module, names: tuple[str, ...], fused_name: str) -> None:
+    """Concatenate the rows of layers that have the same input.
+
+    A hook multiplies before the module's own forward. The layers that were there become Columns,
+    which take their part of the product.
+    """
+    layers = [module.get_submodule(name) for name in names]
+    fused = type(layers[0]).concatenate(layers)
+    biases = [layer.bias for layer in layers if hasattr(layer, "bias")]
+    if biases:
+        add_bias(fused, torch.cat(biases))
+    module.add_module(fused_name, fused)
+
+    first = 0
+    for name, layer in zip(names, layers, strict=True):
+        last = first + layer.out_features
+        module.set_submodule(name, Columns(first, last))
+        first = last
+
+    def multiply(module: nn.Module, inputs: tuple) -> tuple:
+        x, *others = inputs
+        return (fused(x), *others)
+
+    module.register_forward_pre_hook(multiply)
 
 
 def quantize_rows(

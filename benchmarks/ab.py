@@ -1,16 +1,23 @@
-"""Two versions of one thing in one process, in turns: which is faster on this device, and by how much?
+"""Compare two versions of one thing in one process, in turns: which is faster on this device?
 
     laptop    python benchmarks/ab.py
-    one GPU   python benchmarks/ab.py --case head --model llama-1b --dtype bf16 --seq-len 2048 --rounds 50
+    one GPU   python benchmarks/ab.py --case head --model llama-1b --dtype bf16 --seq-len 2048 \\
+                  --rounds 50
+    int4      python benchmarks/ab.py --case int4 --model llama-70b
 
-A case is a function that returns its two versions by name, the baseline first, and what both are called with: for
-another question write another. Look for: the verdict. A range of ratios on both sides of 1 shows no difference.
+A case is a function that returns its two versions by name, the baseline first, and what both are
+called with. For another question write another. Look for: the verdict. A range of ratios on both
+sides of 1 shows no difference.
+
+The case int4 needs a GPU. It compares torch's kernels for int4 and int8 with that of
+09_inference/quantized.py, for each matrix of a layer, and ends within 150 s.
 """
 
 import dataclasses
 import sys
 from functools import partial
 
+import _int4
 import torch
 from _measure import REPO, verdict
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -44,7 +51,8 @@ def head(net, x, dtype):
 
 
 def attention(net, x, dtype):
-    heads, groups = net.config.num_attention_heads, net.config.num_key_value_heads
+    heads = net.config.num_attention_heads
+    groups = net.config.num_key_value_heads
     empty = [
         x.new_empty(len(x), n, x.shape[1], net.config.head_dim, dtype=dtype)
         for n in (heads, groups, groups)
@@ -61,29 +69,30 @@ def attention(net, x, dtype):
 def decode(net, x, dtype):
     net.to(dtype).requires_grad_(False)
     cache = StaticCache(net.config, batch=1, length=x.shape[1], dtype=dtype, device=x.device)
-    eager, token = steps_of(net, cache)[1], torch.zeros(1, dtype=torch.int64, device=x.device)
+    eager = steps_of(net, cache)[1]
+    token = torch.zeros(1, dtype=torch.int64, device=x.device)
     return {"eager": eager, "compiled": compiled(net, cache, eager)[0]}, token, token
 
 
 CASES = {case.__name__: case for case in (block, head, attention, decode)}
 
 
-def main() -> int:
-    sizes = {"model": "nano", "seq_len": 256, "batch_size": 4, "rounds": 10}
-    args = report.lesson_flags(__doc__, case=("all", *CASES), dtype=("fp32", "bf16"), **sizes)
-    device = report.start_lesson(args.device)
-    config = dataclasses.replace(
-        shapes.load_config(args.model, 256, args.seq_len), num_hidden_layers=2
-    )
+def compare(args, device: torch.device) -> tuple[list[dict], list[str]]:
+    """Return a row for each case and version, and what was checked."""
+    config = shapes.load_config(args.model, 256, args.seq_len)
+    config = dataclasses.replace(config, num_hidden_layers=2)
     dtype = DTYPES[args.dtype]  # of the matmuls
     x = torch.randn(
         args.batch_size, args.seq_len, config.hidden_size, device=device, requires_grad=True
     )
-    rows, checked = [], []
-    for name in CASES if args.case == "all" else [args.case]:
-        versions, *inputs = CASES[name](
-            weights.build("nano", config, seed=0, device=device), x, dtype
-        )
+    names = [args.case]
+    if args.case == "all":
+        names = list(CASES)
+    rows = []
+    checked = []
+    for name in names:
+        net = weights.build("nano", config, seed=0, device=device)
+        versions, *inputs = CASES[name](net, x, dtype)
         steps = {
             version: partial(step, dtype, function, *inputs)
             for version, function in versions.items()
@@ -101,13 +110,25 @@ def main() -> int:
                 "max": 1 / row["min_time_ratio"],
             }
             rows.append({"case": name, "version": version, **row, "verdict": verdict(speeds)})
-    columns = {
-        "case": "case",
-        "version": "version",
-        "seconds": "a step",
-        "time_ratio": "time",
-        "verdict": "verdict",
-    }
+    return rows, checked
+
+
+def main() -> int:
+    cases = ("all", *CASES, "int4")
+    sizes = {"model": "nano", "seq_len": 256, "batch_size": 4, "rounds": 10}
+    args = report.lesson_flags(__doc__, case=cases, dtype=("fp32", "bf16"), **sizes)
+    device = report.start_lesson(args.device)
+    columns = {"case": "case", "version": "version"}
+    if args.case == "int4":
+        args.dtype = "bf16"  # of the activations
+        rows, checked = _int4.compare(args.model, device, args.rounds)
+        columns["time_us"] = "µs"
+        columns["bandwidth_share"] = "of memory bandwidth"
+    else:
+        rows, checked = compare(args, device)
+        columns["seconds"] = "a step"
+    columns["time_ratio"] = "time"
+    columns["verdict"] = "verdict"
     report.end_lesson(rows, columns=columns, checked=checked, args=args, device=device)
     return 0
 

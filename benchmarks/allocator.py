@@ -71,7 +71,7 @@ CASES = """
 08_model_parallel/train_3d.py llama-124m seq_len 1024 micro_batch_size 16 gpus 2 tp 2
 08_model_parallel/train_3d.py llama-1b/4/16384 seq_len 2048 micro_batch_size 4 gpus 2 tp 2 checkpointing selective
 09_inference/infer_70b.py llama-8b seq_len 1000 micro_batch_size 16
-09_inference/infer_70b.py llama-8b seq_len 1000 micro_batch_size 4 gpus 2
+09_inference/infer_70b.py llama-8b seq_len 1000 micro_batch_size 4 gpus 2  # not explained
 """
 CHATS = [
     {"prompt": f"question {i}", "completion": "because of this and of that. " * 130}

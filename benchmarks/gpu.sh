@@ -3,7 +3,7 @@
 #
 #   benchmarks/gpu.sh smoke         nano on every CUDA path, side by side: does it run?
 #   benchmarks/gpu.sh training      tokens/s and MFU of llama-124m and llama-1b
-#   benchmarks/gpu.sh decode        tokens/s of llama-8b in bf16 and llama-70b in int4
+#   benchmarks/gpu.sh decode        int4 kernels alone; tokens/s of llama-8b in bf16 and llama-70b in int4
 #   benchmarks/gpu.sh decode-int8   llama-70b in int8, and in bf16 where it fits
 #   benchmarks/gpu.sh tests         pytest -m gpu
 #   benchmarks/gpu.sh all           all five, as far as GPU_SECONDS (default: 1700) go (make gpu)

@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_report.py smoke           nano in bf16 on every CUDA path, all side by side: does it run?
     python benchmarks/gpu_report.py training        llama-124m beside transformers' Trainer; llama-1b, plain and FSDP
-    python benchmarks/gpu_report.py decode          llama-8b beside `generate`, llama-70b in int4
+    python benchmarks/gpu_report.py decode          int4 kernels; llama-8b and `generate`; llama-70b
     python benchmarks/gpu_report.py decode-int8     llama-70b in int8; in bf16, too, where 131 GiB fit
     python benchmarks/gpu_report.py training --model nano    the same commands, small
 
@@ -79,11 +79,12 @@ PARTS = {
         ),
     ],
     "decode": [
+        Part("benchmarks/ab.py --case int4 --model llama-70b --device cuda"),
         Part(f"{DECODE} llama-8b --sides ours-compiled,ours,generate-compiled --rounds 3", 0.45),
-        Part(f"{DECODE} llama-70b --sides int4 --rounds 3", 0.55),
+        Part(f"{DECODE} llama-70b --sides int4,int4-triton --rounds 3", 0.55),
     ],
     "decode-int8": [
-        Part(f"{DECODE} llama-70b --sides int8 --rounds 3", 0.55),
+        Part(f"{DECODE} llama-70b --sides int8,int8-triton --rounds 3", 0.55),
         Part(f"{DECODE} llama-70b --sides ours-compiled --rounds 3", 0.45, 139),
     ],
 }

@@ -10,9 +10,10 @@ In fp32 the lessons themselves check that their tokens are those of `generate`.
     one GPU   python benchmarks/inference.py --model llama-8b --device cuda --minutes 9
     a 70B     python benchmarks/inference.py --model llama-70b --sides int8,int4 --device cuda --minutes 9
 
-Sides: generate, ours, generate-compiled, ours-compiled, int8, int4 (both compiled, beside ours-compiled). Look for: the
-ratio and its spread, and the share of the bandwidth; above 100 % the timing is wrong (exit code 1). Results go to
-benchmarks/results/, anew after each run. Next: gpu_report.py.
+Sides: generate, ours, generate-compiled, ours-compiled; int8 and int4, both compiled, beside
+ours-compiled; int8-triton and int4-triton, with --kernel triton, beside those. Look for: the ratio
+and its spread, and the share of the bandwidth; above 100 % the timing is wrong (exit code 1).
+Results go to benchmarks/results/, anew after each run. Next: gpu_report.py.
 """
 
 from pathlib import Path
@@ -33,6 +34,12 @@ SIDES = {  # each is compared with its own kind: never compiled with eager
     "ours-compiled": Side("ours-compiled", OURS, "--compile", against="generate-compiled"),
     "int8": Side("int8", QUANTIZED, "--weights int8 --compile", against="ours-compiled"),
     "int4": Side("int4", QUANTIZED, "--weights int4 --compile", against="ours-compiled"),
+    "int8-triton": Side(
+        "int8-triton", QUANTIZED, "--weights int8 --kernel triton --compile", against="int8"
+    ),
+    "int4-triton": Side(
+        "int4-triton", QUANTIZED, "--weights int4 --kernel triton --compile", against="int4"
+    ),
 }
 
 

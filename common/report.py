@@ -141,12 +141,17 @@ def write_json(summary: dict, json_path: Path | None) -> dict:
 # --- a lesson
 
 
-def lesson_flags(doc: str, **defaults) -> argparse.Namespace:
+def lesson_flags(
+    doc: str, gpu: dict | None = None, relaunches: bool = False, **defaults
+) -> argparse.Namespace:
     """Parse the flags of a lesson: one flag per keyword, and --device and --json.
 
     The default value of a keyword says what the flag takes: a number takes a number above 0, a text
     takes a text, a tuple takes one of its items (by default the first), and False takes nothing.
+
+    `gpu` has the defaults that are others on a GPU; `relaunches` is that of runtime.device_type.
     """
+    gpu = gpu or {}
     parser = cli.Parser(doc)
     number_types = {int: cli.positive_int, float: cli.positive}
     for name, default in defaults.items():
@@ -158,9 +163,30 @@ def lesson_flags(doc: str, **defaults) -> argparse.Namespace:
             parser.add_argument(flag, choices=default, default=first, help=f"default: {first}")
         else:
             flag_type = number_types.get(type(default), str)
-            parser.add_argument(flag, type=flag_type, default=default, help=f"default: {default}")
+            help_text = f"default: {default}"
+            if name in gpu:
+                help_text += f", on a GPU {gpu[name]}"
+                default = None  # fill_defaults knows the device
+            parser.add_argument(flag, type=flag_type, default=default, help=help_text)
     cli.add_device_and_json(parser)
-    return parser.parse_args()
+    args = parser.parse_args()
+    fill_defaults(args, defaults, gpu, relaunches)
+    return args
+
+
+def fill_defaults(args: argparse.Namespace, cpu: dict, gpu: dict, relaunches: bool = False) -> None:
+    """Give the flags that are None the default for the device of this script.
+
+    `gpu` has the names of these flags, with their defaults on a GPU. `cpu` has those elsewhere.
+    """
+    if not gpu:
+        return
+    from common import runtime
+
+    on_gpu = runtime.device_type(args.device, relaunches) == "cuda"
+    for name, gpu_default in gpu.items():
+        if getattr(args, name) is None:
+            setattr(args, name, gpu_default if on_gpu else cpu[name])
 
 
 def start_lesson(name: str, seed: int = 0):

@@ -156,6 +156,23 @@ def pick_device(name: str = "auto") -> torch.device:
     return torch.device("cuda", local_rank)
 
 
+def device_type(name: str, relaunches: bool = False) -> str:
+    """Return cuda, mps or cpu: what `--device name` will mean for this script.
+
+    A script calls it for defaults that depend on the device, before it has one. `relaunches` is for
+    a script that calls `relaunch`: on a machine with one GPU its ranks are on the CPU.
+    """
+    if name != "auto":
+        return name
+    if relaunches and "RANK" not in os.environ:
+        return "cuda" if torch.cuda.device_count() > 1 else "cpu"
+    if torch.cuda.is_available():
+        return "cuda"
+    if torch.backends.mps.is_available() and not relaunches:
+        return "mps"
+    return "cpu"
+
+
 def single_device(name: str) -> torch.device:
     """Return the device of a script that runs in one process. Raise UserError if there are more."""
     world_size = ranks().world_size

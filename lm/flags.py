@@ -81,9 +81,8 @@ class TrainingParser(Parser):
 
     def __init__(self, description: str) -> None:
         super().__init__(description)
-        add = self.add_argument
 
-        # Model and data.
+        add = self.add_argument_group("model and data").add_argument
         add(
             "--model",
             help="nano, llama-124m, -1b, -8b, -70b, -405b, or an HF config.json or its folder "
@@ -120,7 +119,7 @@ class TrainingParser(Parser):
         )
         add("--num-workers", type=natural, default=0, help="data loading processes per rank")
 
-        # Optimization.
+        add = self.add_argument_group("optimization").add_argument
         add(
             "--steps",
             type=positive_int,
@@ -133,7 +132,7 @@ class TrainingParser(Parser):
         add("--clip-norm", type=positive, default=1.0, help="largest gradient norm; inf: any")
         add("--seed", type=natural, default=0)
 
-        # Precision, speed and memory.
+        add = self.add_argument_group("precision, speed and memory").add_argument
         add(
             "--dtype",
             choices=("auto", "fp32", "bf16", "fp16"),
@@ -157,7 +156,7 @@ class TrainingParser(Parser):
             help="bit-identical from run to run, slower on a GPU",
         )
 
-        # The run's folder, its checkpoints and its log.
+        add = self.add_argument_group("folder, checkpoints and log of the run").add_argument
         add(
             "--run-dir",
             type=Path,
@@ -174,7 +173,8 @@ class TrainingParser(Parser):
         add(
             "--resume",
             action="store_true",
-            help="go on from the newest whole checkpoint in --run-dir, if any",
+            help="continue from the newest intact checkpoint in --run-dir, if there is one; flags "
+            "that are not given are those of the run",
         )
         add(
             "--eval-every",

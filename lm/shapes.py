@@ -71,6 +71,19 @@ SIZES = {
         max_position_embeddings=1024,
         tie_word_embeddings=True,
     ),
+    # Few layers and wide matrices: on a GPU a matmul takes longer than its launch, where nano's
+    # kernels end before the CPU has launched the next.
+    "wide": Config(
+        vocab_size=256,
+        hidden_size=1536,
+        intermediate_size=4096,
+        num_hidden_layers=2,
+        num_attention_heads=12,
+        num_key_value_heads=12,
+        head_dim=128,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+    ),
     "llama-124m": Config(
         vocab_size=50_304,
         hidden_size=768,

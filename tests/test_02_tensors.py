@@ -28,7 +28,7 @@ def test_bytes_and_times(tmp_path):
         ("nhwc = nchw.to(memory_format=NHWC)", "nhwc = nchw.clone()"),
         ("lambda: x.T.view(-1))", "lambda: x.T.reshape(-1))"),
         pytest.param("places = y.storage_offset() + i", "places = i", marks=pytest.mark.full),
-        pytest.param('        "x.T.contiguous()",\n', '        "x.mT",\n', marks=pytest.mark.full),
+        pytest.param('    "x.T.contiguous()",\n', '    "x.mT",\n', marks=pytest.mark.full),
         pytest.param(
             "w_nhwc = w.to(memory_format=NHWC)",
             "w_nhwc = -w.to(memory_format=NHWC)",

@@ -9,24 +9,29 @@ SCRIPT = "05_ddp/collectives.py"
 COLLECTIVES = {"broadcast", "all-reduce", "reduce-scatter", "all-gather", "all-to-all", "send/recv"}
 SMALL = ("--device", "cpu", "--max-bytes", 1024, "--samples", 1)
 
-# torch.distributed's own, made wrong as a slip of the pen would make it. `replace` changes a name where it exists.
+# `replace` makes a function of torch.distributed wrong, under each name that it has.
 REPLACE = """
 import torch.distributed as dist
+from common import torch_versions
 MAX = dist.ReduceOp.MAX
 def replace(change, *names):
-    for name in names:
-        if real := getattr(dist, name, None):
-            setattr(dist, name, change(real))
+    for module in (dist, torch_versions):
+        for name in names:
+            if hasattr(module, name):
+                setattr(module, name, change(getattr(module, name)))
 """
 WRONG = {
     "broadcast": "replace(lambda real: lambda out, src: real(out, src=1), 'broadcast')",
     "all-reduce": "replace(lambda real: lambda out, op=MAX: real(out, op=op), 'all_reduce')",
-    "reduce-scatter": "replace(lambda real: lambda out, whole: real(out, whole, op=MAX),"
-    " 'reduce_scatter_tensor', 'reduce_scatter_single')",
-    "all-gather": "replace(lambda real: lambda out, part: (real(out, part), out.copy_(out.roll(1))),"
-    " 'all_gather_into_tensor', 'all_gather_single')",
-    "all-to-all": "replace(lambda real: lambda out, whole: None, 'all_to_all_single')",
-    "send/recv": "replace(lambda real: lambda call, tensor, peer: real(call, -tensor, peer), 'P2POp')",
+    "reduce-scatter": (
+        "replace(lambda real: lambda out, full: real(out, full, op=MAX), 'reduce_scatter_single')"
+    ),
+    "all-gather": (
+        "replace(lambda real: lambda out, part: (real(out, part), out.copy_(out.roll(1))),"
+        " 'all_gather_single')"
+    ),
+    "all-to-all": "replace(lambda real: lambda out, full: None, 'all_to_all_single')",
+    "send/recv": "replace(lambda real: lambda call, x, peer: real(call, -x, peer), 'P2POp')",
 }
 
 

@@ -70,8 +70,8 @@ def test_the_planted_rank_is_found_and_the_others_wait_for_it(tmp_path):
 
 WRONG = {  # a piece of the script, what stands there instead, words of the error
     "no rank is slow": (
-        "args.slow_factor if rank == args.slow_rank else 1",
-        "1",
+        "            work = args.slow_factor\n",
+        "            work = 1\n",
         "ranks [] were found, not 1",
     ),
     "a rank is slow that should not be": (
@@ -79,7 +79,11 @@ WRONG = {  # a piece of the script, what stands there instead, words of the erro
         '"", net, batch, 1 + 9 * rank',
         "slow",
     ),
-    "step times are compared": ("PHASES[:3]", "PHASES", "ranks [] were found, not 1"),
+    "step times are compared": (
+        "add_phases(seconds, COMPUTE_PHASES)",
+        "add_phases(seconds, PHASES)",
+        "ranks [] were found, not 1",
+    ),
 }
 
 

@@ -145,7 +145,9 @@ def test_a_chunk_leaves_room_for_weights_cache_and_matrix(monkeypatch, card, nam
     config = shapes.read_config(name)
     device = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
-    planned = helper.planned_bytes(argparse.Namespace(model=name, group_size=32), config, weights)
+    planned = helper.planned_bytes(
+        argparse.Namespace(model=name, group_size=32, kernel="torch"), config, weights
+    )
     cache = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 2 * 4096
     free = card - CUDA_CONTEXT
     left = 0.95 * free - planned - cache
@@ -166,7 +168,7 @@ def test_the_promise_for_a_card_of_12_gb():
     helper = load("09_inference/_quantized.py")
     config = shapes.read_config("llama-8b")
     planned = helper.planned_bytes(
-        argparse.Namespace(model="llama-8b", group_size=32), config, "int8"
+        argparse.Namespace(model="llama-8b", group_size=32, kernel="torch"), config, "int8"
     )
     head = 2 * helper.largest_matrix(config, 32)
     cache = 0.5 * GIB

@@ -106,6 +106,7 @@ REFUSED = [
     "inference.py --sides theirs",
     "_generate.py --max-new-tokens 3",
     "ab.py --case theirs",
+    "ab.py --case int4 --device cpu",
     *([] if torch.cuda.is_available() else ["training.py --device cuda"]),
 ]
 

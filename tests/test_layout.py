@@ -19,7 +19,13 @@ CODE = [file for file in FILES if file.parts[0] not in ("tests", "runs")]
 NUMBERED = [file for file in CODE if file.parts[0][0].isdigit()]
 LESSONS = [file for file in NUMBERED if not file.name.startswith("_")]
 HELPERS = [file for file in NUMBERED if file.name.startswith("_")]
-PLANNER_MAY_IMPORT = (Path("lm/shapes.py"), Path("common/hardware.py"))
+PLANNER_MAY_IMPORT = (
+    Path("lm/shapes.py"),
+    Path("lm/defaults.py"),
+    Path("common/hardware.py"),
+    Path("common/exits.py"),
+    Path("common/runtime.py"),
+)
 
 NEIGHBOURS = [  # (script, next script, how many lines of code diff may mark)
     ("04_amp/minimal.py", "05_ddp/minimal.py", 35),

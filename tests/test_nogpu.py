@@ -86,6 +86,14 @@ NOT_HERE = {
     "09_inference/export.py": "its forms are for CPUs, or machine code that here would do nothing",
     "05_ddp/stragglers.py": "a collective of this NCCL waits where it is called, so no rank can be found to wait",
 }
+# Lessons at the sizes that they have on a GPU by default: flags that make the run shorter, ranks, GPUs.
+AT_GPU_DEFAULTS = {
+    "04_amp/compare.py": ("", 0, 1),
+    "05_ddp/collectives.py": ("--samples 1", 2, 2),
+    "05_ddp/data_parallel.py": ("", 0, 2),
+    "05_ddp/ddp_from_scratch.py": ("--steps 1", 2, 2),
+    "05_ddp/stragglers.py": ("", 1, 1),  # between two ranks, join() needs true numbers
+}
 SAMPLE = ("04_amp/train.py", "06_fsdp_zero/train_fsdp.py", "09_inference/kv_cache.py")
 GPU_TESTS = {  # of pytest -m gpu
     "test_gpu.py::test_more_processes_than_gpus_is_one_line": "values",
@@ -175,6 +183,18 @@ def test_it_compiles(tmp_path, script):
     )
     assert result.code == 0, result
     assert "nogpu: " not in result.err, result
+
+
+@pytest.mark.parametrize("script", AT_GPU_DEFAULTS)
+def test_the_defaults_on_a_gpu_run_to_the_end_and_fit(tmp_path, script):
+    """Without the checks of numbers, which kernels that do nothing cannot pass."""
+    flags, ranks, gpus = AT_GPU_DEFAULTS[script]
+    words = f"{ROOT / script} {flags} --device cuda --json s.json"
+    result = nogpu.run("noop", tmp_path, "tests/support/without_checks.py", words, ranks, gpus)
+    assert result.code == 0, result
+    assert "nogpu: " not in result.err, result
+    summary = json.loads((tmp_path / "s.json").read_text())
+    assert summary["peak_memory_bytes"] <= 8e9
 
 
 @pytest.mark.parametrize(

@@ -308,7 +308,7 @@ def test_bare_and_without_torch(tmp_path):
 
 def test_without_flags_it_describes_the_scripts_without_flags(tmp_path):
     args = script_flags.TrainingParser("").parse_args([])
-    defaults = script_defaults("cpu")
+    defaults = script_defaults("cpu", model=None)
     for name in ("model", "global_batch_size", "compile", "checkpointing"):
         assert getattr(args, name) == getattr(defaults, name)
     plan = answer(tmp_path, "--device", "cpu")["plan"]
@@ -409,7 +409,7 @@ REFUSED = {  # flags: words of the message
         "2",
     ),  # heads, and the nearest size that divides them
     "--tp 8 --pp 2 --gpus 8 --model llama-8b": ("--tp", "--pp", "16", "--gpus 8"),
-    "--ep 2 --gpus 2": ("--ep 2", "nano"),
+    "--ep 2 --gpus 2": ("--ep 2", "llama-124m"),
     "--replicate 2 --zero 1": ("--replicate 2", "FSDP"),
     "--seq-len 9000 --model llama-8b": ("--seq-len 9000", "8192"),
     "--device l40": ("l40", "NVIDIA L40S"),

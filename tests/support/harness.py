@@ -228,7 +228,8 @@ def with_fault(script: str, folder: Path, line: str, wrong: str) -> Path:
     file.parent.mkdir()
     file.write_text(source.replace(line, wrong))
     for neighbour in path.parent.glob("_*.py"):
-        (file.parent / neighbour.name).symlink_to(neighbour)
+        if neighbour != path:
+            (file.parent / neighbour.name).symlink_to(neighbour)
     for package in ("common", "lm", "planner"):
         (folder / package).symlink_to(ROOT / package)
     return file
