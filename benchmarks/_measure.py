@@ -1,4 +1,8 @@
-"""What the benchmarks share: commands in processes of their own, sides that take turns, and results on disk."""
+"""Run commands in processes of their own, in turns, and write what they measured.
+
+The benchmarks share this: `start` runs a command, a Side is a command that is compared with others,
+`take_turns` runs the sides of a Comparison, `about` says what a figure has to be read with.
+"""
 
 import argparse
 import contextlib
@@ -46,7 +50,10 @@ class OutOfTime(Failed):
 
 
 def start(command: list[str], timeout: float, env: dict[str, str], cwd: Path) -> str:
-    """Run a command to its end; everything that it printed. Failed if it ends badly, OutOfTime if it takes longer."""
+    """Run a command to its end and return everything that it printed.
+
+    Raise Failed if it ends badly, and OutOfTime if it takes longer than `timeout` seconds.
+    """
     with tempfile.TemporaryFile("w+", errors="replace") as file:
         where = {"cwd": cwd, "stdout": file, "stderr": subprocess.STDOUT}
         process = subprocess.Popen(command, env=os.environ | env, **where)
@@ -99,7 +106,7 @@ class Side(NamedTuple):
     env: dict[str, str] | None = None
 
     def command(self) -> str:
-        """The command as a reader would type it, with paths from the repository's folder."""
+        """Return the command as a reader would type it, from the repository's folder."""
         launcher = (
             f"torchrun --standalone --nproc_per_node={self.ranks}" if self.ranks else "python"
         )
@@ -111,7 +118,7 @@ class Side(NamedTuple):
         )
 
     def run(self, timeout: float) -> tuple[dict, str]:
-        """Run the command: what it writes with --json, and what it prints."""
+        """Run the command. Return what it writes with --json, and what it prints."""
         launcher = [*TORCHRUN, f"--nproc_per_node={self.ranks}"] if self.ranks else []
         # runs/ with its checkpoints is made there
         with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
@@ -146,7 +153,7 @@ class Comparison:
     not_run: dict[str, str] = field(default_factory=dict)
 
     def rows(self) -> list[dict]:
-        """One row for each side: its figures, and its ratio to another side, round by round."""
+        """Return a row per side: its figures, and its ratio to another side in each round."""
         rows = []
         for side in self.sides:
             runs = self.runs.get(side.name, [])
@@ -169,7 +176,7 @@ class Comparison:
         return rows
 
     def faults(self) -> list[str]:
-        """Runs that failed, and shares above 1, which are a fault of the timing."""
+        """Return the runs that failed, and shares above 1, which are a fault of the timing."""
         found = [f"{self.name}, {side}: {reason}" for side, reason in self.failed.items()]
         for row in self.rows():
             if (highest := row[self.share_key]["max"] or 0) > 1:
@@ -180,7 +187,7 @@ class Comparison:
 
 
 def spread(values: list[float]) -> dict:
-    """Median, lowest and highest, and how many; None where there is no value."""
+    """Return median, lowest, highest and how many; None where there is no value."""
     if not values:
         return {"n": 0, "median": None, "min": None, "max": None}
     return {
@@ -192,7 +199,7 @@ def spread(values: list[float]) -> dict:
 
 
 def verdict(ratio: dict) -> str:
-    """What the ratios of all rounds show: a range on both sides of 1 shows no difference."""
+    """Return what the ratios of all rounds show. A range on both sides of 1 is no difference."""
     if ratio["n"] < LEAST_ROUNDS:
         return f"open: n < {LEAST_ROUNDS}"
     if ratio["min"] > 1:
@@ -203,9 +210,11 @@ def verdict(ratio: dict) -> str:
 def take_turns(
     comparison: Comparison, rounds: int, deadline: float, save: Callable[[], object]
 ) -> None:
-    """Run each side once before any runs twice, until all rounds or the time are over; `save` after every run.
+    """Run each side once before any runs twice, until all rounds or the time are over.
 
-    A side that fails is not run again. One without enough time is named: that is no failure."""
+    `save` is called after every run. A side that fails is not run again. A side without enough time
+    is named, and that is no failure.
+    """
     took: dict[str, float] = {}
     for round_number in range(1, rounds + 1):
         for side in comparison.sides:
@@ -233,7 +242,7 @@ def take_turns(
 
 
 def cell(key: str, value: object) -> str:
-    """A figure for people; one that was measured several times as 1.31x (1.25x to 1.39x), n = 3."""
+    """Format a figure. One of several rounds is shown as 1.31x (1.25x to 1.39x), n = 3."""
     if isinstance(value, dict):
         median, low, high = (
             report.for_people(key, value[which]) for which in ("median", "min", "max")
@@ -243,7 +252,7 @@ def cell(key: str, value: object) -> str:
 
 
 def write_up(comparison: Comparison) -> str:
-    """One comparison as Markdown: its table, what failed or was not run, and the commands."""
+    """Return a comparison as Markdown: its table, what failed or was not run, the commands."""
     keys = [
         "side",
         comparison.key,
@@ -255,26 +264,20 @@ def write_up(comparison: Comparison) -> str:
     ]
     keys += ["failed", "not_run"]
     lines = [[key.replace("_", " ") for key in keys]]
-    lines += [[cell(key, row.get(key)) for key in keys] for row in comparison.rows()]
+    for row in comparison.rows():
+        lines.append([cell(key, row.get(key)) for key in keys])
     commands = "\n".join(side.command() for side in comparison.sides)
     return f"## {comparison.name}\n\n{table(lines)}\n\n```\n{commands}\n```"
 
 
 def about(script: str, device: str) -> dict:
-    """What a figure has to be read with: hardware, versions, commit, command."""
+    """Return what a figure has to be read with: hardware, versions, commit, command."""
     cpu = first_line("sed", "-n", "s/^model name[^:]*: //p", "/proc/cpuinfo") or platform.machine()
     found = {"device": cpu, "cpu": cpu, "cores": CORES}
     if device != "cpu":  # nvidia-smi: torch would make a context on the GPU, which takes memory
-        query = "--query-gpu=name,driver_version,memory.total"
-        answer = first_line("nvidia-smi", query, "--format=csv,noheader,nounits") or "cuda, , "
-        found["device"], found["driver"], mib = answer.split(", ")
-        found["gpu_memory_gib"] = int(mib) / 1024 if mib.isdecimal() else None
-        # in a process of its own, whose context on the GPU is gone before anything is measured
-        ask = "from common import hardware as h; print(h.cudnn_version(), h.attention_kernel())"
-        answer = first_line(sys.executable, "-c", ask) or "None None"
-        found["cudnn"], found["attention_kernel"] = answer.split()
+        found |= about_gpus()
     found["python"] = platform.python_version()
-    for package in ("torch", "transformers", "accelerate", "deepspeed"):
+    for package in ("torch", "triton", "transformers", "accelerate", "deepspeed"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
     found["commit"] = first_line("git", "describe", "--always", "--dirty", "--exclude=*")
@@ -283,8 +286,18 @@ def about(script: str, device: str) -> dict:
     return found
 
 
+def about_gpus() -> dict:
+    """Return what the driver and torch say about the GPUs, asked in a process of its own.
+
+    Its context on the GPU is gone before anything is measured.
+    """
+    code = "from benchmarks import _about; _about.print_facts()"
+    answer = first_line(sys.executable, "-c", code)
+    return json.loads(answer) if answer else {"device": "cuda", "gpu_memory_gib": None}
+
+
 def first_line(*command: str) -> str | None:
-    """The first line that a command prints; None if it is missing or prints nothing."""
+    """Return the first line that a command prints; None if it is missing or prints nothing."""
     with contextlib.suppress(OSError):
         return (
             subprocess.run(command, cwd=REPO, capture_output=True, text=True).stdout.partition(
@@ -296,7 +309,7 @@ def first_line(*command: str) -> str | None:
 
 
 def facts(pairs: dict) -> str:
-    """A list in Markdown, a line for each fact."""
+    """Return a list in Markdown, a line for each fact."""
     return "\n".join(
         f"- {name}: {'n/a' if value is None else value}" for name, value in pairs.items()
     )
@@ -307,8 +320,11 @@ def write_results(device: str, kind: str, result: dict, text: str) -> Path:
     slug = re.sub(r"[^a-z0-9]+", "-", f"{device} {kind}".lower()).strip("-")
     RESULTS.mkdir(parents=True, exist_ok=True)
     file = RESULTS / f"{slug}-{date.today().isoformat()}.md"
-    file.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
-    file.write_text(text.rstrip() + "\n")
+    texts = {".json": json.dumps(result, indent=1), ".md": text.rstrip()}
+    for suffix, content in texts.items():
+        temporary = file.with_suffix(f"{suffix}.tmp")
+        temporary.write_text(content + "\n")
+        temporary.replace(file.with_suffix(suffix))  # a kill leaves the old file or the new one
     return file
 
 
@@ -327,7 +343,10 @@ def parser(doc: str) -> cli.Parser:
 def start_comparison(
     flags: cli.Parser, defaults: dict[str, dict] | None = None
 ) -> argparse.Namespace:
-    """The flags, with the device's defaults for those that are not given, and the time when all must be over."""
+    """Parse the flags, and fill in the device's defaults for those that are not given.
+
+    `deadline` is the time when all must be over.
+    """
     args = flags.parse_args()
     args.deadline = time.monotonic() + args.minutes * 60
     end_children_at_sigterm()
@@ -342,7 +361,7 @@ def start_comparison(
 
 
 def run_comparison(comparison: Comparison, args, title: str, check: Callable | None = None) -> int:
-    """Measure, write results after each run, `check` what was measured, print it, write --json; the exit code."""
+    """Measure, write results after each run, check and print them, and return the exit code."""
     facts_ = about(os.path.relpath(sys.argv[0], REPO), args.device)
     print(facts(facts_), flush=True)
 
@@ -364,7 +383,10 @@ def run_comparison(comparison: Comparison, args, title: str, check: Callable | N
 
 
 def choose_device(name: str) -> str:
-    """--device as cuda or cpu, without touching the GPU, which is the measured processes' own."""
+    """Return --device as cuda or cpu.
+
+    The GPU is not touched: its memory is the measured processes' own.
+    """
     available = torch.cuda.is_available()
     if name == "mps" or (name == "cuda" and not available):
         raise UserError(

@@ -1,134 +1,196 @@
-"""Compare two versions of one thing in one process, in turns: which is faster on this device?
+"""Time the variants of one thing in one process: which is faster on this GPU, and by how much?
 
     laptop    python benchmarks/ab.py
-    one GPU   python benchmarks/ab.py --case head --model llama-1b --dtype bf16 --seq-len 2048 \\
-                  --rounds 50
-    int4      python benchmarks/ab.py --case int4 --model llama-70b
+    one GPU   python benchmarks/ab.py --case projections --model llama-1b
+    one GPU   python benchmarks/ab.py --case micro_batch --model llama-124m
 
-A case is a function that returns its two versions by name, the baseline first, and what both are
-called with. For another question write another. Look for: the verdict. A range of ratios on both
-sides of 1 shows no difference.
+    case          variants, the baseline first
+    projections   q, k, v and gate, up as separate matmuls, or merged into one
+    loss          the loss compiled with the model, the eager loss, the chunked loss of 07
+    attention     torch's choice in training: flash attention, or cuDNN's
+    moments       AdamW's moments in fp32 (torch's fused kernel), or in bf16 (a compiled update)
+    micro_batch   the global batch at once, or in two or four micro-batches
+    int4          torch's kernels for int4 and int8, or that of 09_inference/quantized.py
 
-The case int4 needs a GPU. It compares torch's kernels for int4 and int8 with that of
-09_inference/quantized.py, for each matrix of a layer, and ends within 150 s.
+Each variant starts from the same weights and gets the same tokens. Its first results are compared
+with those of the baseline. The variants run one after another, because together they do not fit;
+the baseline runs again at the end. If its two runs differ as much as the variants do, the card has
+changed, and the verdict is "equal within noise". Look for: the verdict, and the peak of memory.
 """
 
-import dataclasses
-import sys
-from functools import partial
+import gc
+import statistics
+import time
+from collections.abc import Callable
 
+import _ab
 import _int4
 import torch
-from _measure import REPO, verdict
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from _measure import verdict
+from torch import Tensor
 
-from common import exits, measure, report
-from lm import model, shapes, weights
+from common import cli, exits, report, runtime
+from lm import shapes
 
-sys.path.insert(0, str(REPO / "09_inference"))
-from _shared import DTYPES, StaticCache, compiled, steps_of
-
-
-def step(dtype, version, x, *others):
-    with torch.autocast(
-        x.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16 and x.is_floating_point()
-    ):
-        y = version(x, *others)
-    if y.requires_grad:
-        y.float().sum().backward()
-    return y.detach()
-
-
-def block(net, x, dtype):
-    rotation = (table[: x.shape[1], None] for table in (net.model.rope_cos, net.model.rope_sin))
-    eager = net.model.layers["0"]
-    return {"eager": eager, "compiled": torch.compile(eager)}, x, *rotation
+CHECKED_STEPS = 3  # whose results are compared; the first of them compiles
+WARM_UP_STEPS = 2
+STEPS_PER_WINDOW = 5
+CASES = {
+    "projections": _ab.projections,
+    "loss": _ab.loss,
+    "attention": _ab.attention,
+    "moments": _ab.moments,
+    "micro_batch": _ab.micro_batch,
+}
+# model, sequence length and sequences per step, if --model is not given or has no entry here
+SIZES = {
+    "llama-124m": (1024, 64),
+    "llama-1b": (4096, 4),
+    "nano": (64, 8),
+}
 
 
-def head(net, x, dtype):
-    targets = torch.zeros(x.shape[:2].numel(), dtype=torch.int64, device=x.device)
-    return {"eager": net.loss, "compiled": torch.compile(net.loss)}, x, targets, "mean"
+def measure_variant(prepare: Callable, device: torch.device, windows: int) -> tuple[dict, list]:
+    """Return a row of figures, and the results of the first steps. `prepare` returns the step."""
+    free_memory(device)
+    start = time.perf_counter()
+    step = prepare()
+    results = []
+    for _ in range(CHECKED_STEPS):
+        result = step().detach()
+        results.append(result.float().cpu())
+    compile_seconds = time.perf_counter() - start
+    for _ in range(WARM_UP_STEPS):
+        step()
+
+    seconds = []
+    for _ in range(windows):
+        runtime.synchronize(device)
+        start = time.perf_counter()
+        for _ in range(STEPS_PER_WINDOW):
+            step()
+        runtime.synchronize(device)
+        seconds.append((time.perf_counter() - start) / STEPS_PER_WINDOW)
+    row = {
+        "n": windows,
+        "seconds": statistics.median(seconds),
+        "min_seconds": min(seconds),
+        "max_seconds": max(seconds),
+        "first_steps_seconds": compile_seconds,
+        "peak_bytes": None,
+    }
+    if device.type == "cuda":
+        row["peak_bytes"] = torch.cuda.max_memory_allocated(device)
+    return row, results
 
 
-def attention(net, x, dtype):
-    heads = net.config.num_attention_heads
-    groups = net.config.num_key_value_heads
-    empty = [
-        x.new_empty(len(x), n, x.shape[1], net.config.head_dim, dtype=dtype)
-        for n in (heads, groups, groups)
-    ]
-    qkv = [part.normal_().requires_grad_() for part in empty]
-    attend = partial(model.attend, is_causal=True, enable_gqa=heads != groups)
-    kernels = (
-        SDPBackend.FLASH_ATTENTION,
-        SDPBackend.CUDNN_ATTENTION if x.is_cuda else SDPBackend.MATH,
-    )
-    return {kernel.name: sdpa_kernel(kernel)(attend) for kernel in kernels}, *qkv
+def free_memory(device: torch.device) -> None:
+    """Forget the last variant: its memory, and what torch.compile remembers of its functions."""
+    torch._dynamo.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
 
 
-def decode(net, x, dtype):
-    net.to(dtype).requires_grad_(False)
-    cache = StaticCache(net.config, batch=1, length=x.shape[1], dtype=dtype, device=x.device)
-    eager = steps_of(net, cache)[1]
-    token = torch.zeros(1, dtype=torch.int64, device=x.device)
-    return {"eager": eager, "compiled": compiled(net, cache, eager)[0]}, token, token
+def largest_error(results: list[Tensor], expected: list[Tensor]) -> float:
+    """Return the largest relative error of a step's result, as norms."""
+    errors = []
+    for own, other in zip(results, expected, strict=True):
+        errors.append(((own - other).norm() / other.norm()).item())
+    return max(errors)
 
 
-CASES = {case.__name__: case for case in (block, head, attention, decode)}
-
-
-def compare(args, device: torch.device) -> tuple[list[dict], list[str]]:
-    """Return a row for each case and version, and what was checked."""
-    config = shapes.load_config(args.model, 256, args.seq_len)
-    config = dataclasses.replace(config, num_hidden_layers=2)
-    dtype = DTYPES[args.dtype]  # of the matmuls
-    x = torch.randn(
-        args.batch_size, args.seq_len, config.hidden_size, device=device, requires_grad=True
-    )
-    names = [args.case]
-    if args.case == "all":
-        names = list(CASES)
+def compare(case: str, setting: _ab.Setting, windows: int) -> tuple[list[dict], list[str]]:
+    """Run the variants of a case and the baseline again. Return rows, and what was checked."""
+    variants, tolerance = CASES[case](setting)
+    baseline = next(iter(variants))
+    runs = [*variants.items(), (f"{baseline}, again", variants[baseline])]
     rows = []
     checked = []
-    for name in names:
-        net = weights.build("nano", config, seed=0, device=device)
-        versions, *inputs = CASES[name](net, x, dtype)
-        steps = {
-            version: partial(step, dtype, function, *inputs)
-            for version, function in versions.items()
+    expected = None
+    for name, prepare in runs:
+        row, results = measure_variant(prepare, setting.device, windows)
+        rows.append({"case": case, "variant": name, **row})
+        figures = f"{1e3 * row['seconds']:.2f} ms a step"
+        print(f"{case}: {name}: {figures}", flush=True)  # a run that is killed has shown it
+        if expected is None:
+            expected = results
+            continue
+        error = largest_error(results, expected)
+        assert error <= tolerance, f"{case}: {name} differs from {baseline} by {error:.0e}"
+        line = f"the first {CHECKED_STEPS} results differ from the baseline's by {error:.0e}"
+        checked.append(f"{name}: {line}")
+
+    both = (rows[0], rows[-1])
+    baseline_seconds = statistics.mean(row["seconds"] for row in both)
+    fastest = min(row["min_seconds"] for row in both)
+    slowest = max(row["max_seconds"] for row in both)
+    for row in rows:
+        row["time_ratio"] = row["seconds"] / baseline_seconds
+        speeds = {
+            "n": windows,
+            "min": fastest / row["max_seconds"],
+            "max": slowest / row["min_seconds"],
         }
-        baseline, other = [work().clone() for work in steps.values()]
-        error = measure.relative_error(other, baseline)
-        assert error <= (1e-4 if args.dtype == "fp32" else 3e-2), (
-            f"{name}: the versions differ by {error:.0e}"
-        )
-        checked.append(f"{name}: the versions' results differ by {error:.0e}")
-        for version, row in measure.seconds_in_turns(steps, device, args.rounds).items():
-            speeds = {
-                "n": args.rounds,
-                "min": 1 / row["max_time_ratio"],
-                "max": 1 / row["min_time_ratio"],
-            }
-            rows.append({"case": name, "version": version, **row, "verdict": verdict(speeds)})
+        row["verdict"] = verdict(speeds)
     return rows, checked
 
 
-def main() -> int:
-    cases = ("all", *CASES, "int4")
-    sizes = {"model": "nano", "seq_len": 256, "batch_size": 4, "rounds": 10}
-    args = report.lesson_flags(__doc__, case=cases, dtype=("fp32", "bf16"), **sizes)
+def parse_args():
+    """Parse the flags, and fill in what depends on the device and the model."""
+    parser = cli.Parser(__doc__)
+    add = parser.add_argument
+    add("--case", choices=("all", *CASES, "int4"), default="all")
+    add("--model", help="default: nano, on a GPU llama-124m")
+    add("--dtype", choices=("fp32", "bf16"), help="of matmuls (default: fp32, on a GPU bf16)")
+    add("--seq-len", type=cli.positive_int, help="default: the model's")
+    add("--batch-size", type=cli.positive_int, help="sequences per step (default: the model's)")
+    add("--layers", type=cli.positive_int, help="default: the model's")
+    add("--rounds", type=cli.positive_int, default=5, help="windows of five steps per variant")
+    add("--compile", action="store_true", default=None, help="default: on a GPU")
+    add("--no-compile", dest="compile", action="store_false")
+    cli.add_device_and_json(parser)
+    args = parser.parse_args()
     device = report.start_lesson(args.device)
-    columns = {"case": "case", "version": "version"}
+
+    on_gpu = device.type == "cuda"
+    if args.model is None:
+        args.model = "llama-124m" if on_gpu else "nano"
+    if args.dtype is None:
+        args.dtype = "bf16" if on_gpu else "fp32"
+    if args.compile is None:
+        args.compile = on_gpu
+    recipe = shapes.recipe(args.model)
+    seq_len, batch_size = SIZES.get(args.model, (recipe.seq_len, 4))
+    args.seq_len = args.seq_len or seq_len
+    args.batch_size = args.batch_size or batch_size
+    if args.case in ("all", "micro_batch") and args.batch_size % 4:
+        raise exits.UserError(f"--batch-size {args.batch_size}: a multiple of 4, for micro_batch")
+    return args, device
+
+
+def main() -> int:
+    args, device = parse_args()
+    columns = {"case": "case", "variant": "variant"}
     if args.case == "int4":
         args.dtype = "bf16"  # of the activations
         rows, checked = _int4.compare(args.model, device, args.rounds)
-        columns["time_us"] = "µs"
-        columns["bandwidth_share"] = "of memory bandwidth"
+        columns = {"case": "case", "version": "variant"}
+        columns |= {"time_us": "µs", "bandwidth_share": "of memory bandwidth"}
     else:
-        rows, checked = compare(args, device)
-        columns["seconds"] = "a step"
-    columns["time_ratio"] = "time"
-    columns["verdict"] = "verdict"
+        setting = _ab.make_setting(args, device)
+        names = [args.case]
+        if args.case == "all":
+            names = list(CASES)
+        rows = []
+        checked = []
+        for name in names:
+            of_case, lines = compare(name, setting, args.rounds)
+            rows += of_case
+            checked += [f"{name}: {line}" for line in lines]
+        columns |= {"seconds": "a step", "peak_bytes": "peak", "first_steps_seconds": "start"}
+    columns |= {"time_ratio": "time", "verdict": "verdict"}
     report.end_lesson(rows, columns=columns, checked=checked, args=args, device=device)
     return 0
 

@@ -1,4 +1,4 @@
-"""Decode beside transformers' `generate`: tokens per second of the same model on the same machine, batch 1.
+"""Compare decode with transformers' `generate`: tokens per second of the same model, batch 1.
 
 Each side is a command in a process of its own, and sides take turns. Compiled is compared with compiled, eager with
 eager: what torch.compile gains both gain. A step reads every weight once, so no step is faster than the weights' bytes
@@ -13,7 +13,7 @@ In fp32 the lessons themselves check that their tokens are those of `generate`.
 Sides: generate, ours, generate-compiled, ours-compiled; int8 and int4, both compiled, beside
 ours-compiled; int8-triton and int4-triton, with --kernel triton, beside those. Look for: the ratio
 and its spread, and the share of the bandwidth; above 100 % the timing is wrong (exit code 1).
-Results go to benchmarks/results/, anew after each run. Next: gpu_report.py.
+Results go to benchmarks/results/, anew after each run. Next: gpu.py.
 """
 
 from pathlib import Path

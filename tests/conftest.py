@@ -8,7 +8,7 @@ one run share the GPUs that the run has locked.
 
     pytest           everything that can run here; on a machine without GPU the gpu tests are skipped
     pytest -m gpu    the gpu tests; exit status 5 if not one of them ran
-    pytest -m "gpu and not slow"    without large models and compiling: three minutes
+    pytest -m "gpu and not slow"    without large models and compiling
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from pathlib import Path
 
 import filelock
 import pytest
-from support import harness, nogpu
+from support import gpu_host, harness, nogpu
 from support.chapter import load
 
 nvml = load("01_devices/_machine.py")
@@ -149,6 +149,12 @@ def gpus(request: pytest.FixtureRequest) -> dict[str, str]:
     return {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(uuids)}
 
 
+@pytest.fixture
+def gpu_run(gpus: dict[str, str]) -> Callable[..., harness.Result]:
+    """Run a script on the locked GPUs, in a process that other tests use, too: see gpu_host."""
+    return functools.partial(gpu_host.run, gpus=gpus)
+
+
 @pytest.fixture(scope="session")
 def once(tmp_path_factory: pytest.TempPathFactory) -> Callable:
     """once(name, work, *inputs): work(folder, *inputs), done by the first of xdist's workers to ask, kept for all."""
@@ -259,6 +265,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
+    gpu_host.close()
     release_gpus()
     if _nothing_ran(session.config) and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = NOTHING_RAN

@@ -89,26 +89,25 @@ def test_a_wrong_flag_is_one_line_and_code_2(tmp_path, script, flags):
     assert_refused(run(script, tmp_path, *flags.split()), *flags.split())
 
 
-def on_gpu(gpus: dict[str, str], folder: Path, script: str, *flags: str) -> dict:
+def on_gpu(gpu_run, folder: Path, script: str, *flags: str) -> dict:
     """The summary of a short run of the script on cuda."""
     short = ["--device", "cuda", "--train-steps", "30", "--json", "s.json"]
-    env = {"CUDA_VISIBLE_DEVICES": gpus["CUDA_VISIBLE_DEVICES"]}
-    result = run(script, folder, *short, *flags, **env)
+    result = gpu_run(script, folder, *short, *flags)
     assert result.code == 0, result.err[-4000:]
     return json.loads((folder / "s.json").read_text())
 
 
 @pytest.mark.gpu(n=1)
-def test_quantize_on_the_gpu(gpus, tmp_path):
+def test_quantize_on_the_gpu(gpu_run, tmp_path):
     """int8 units multiply there what is multiplied in int32 on a CPU."""
-    rows = {row["scheme"]: row for row in on_gpu(gpus, tmp_path, QUANTIZE)["rows"]}
+    rows = {row["scheme"]: row for row in on_gpu(gpu_run, tmp_path, QUANTIZE)["rows"]}
     assert rows["W8A8, min-max of text"]["val_loss"] == pytest.approx(
         rows["fp32"]["val_loss"], abs=0.05
     )
 
 
 @pytest.mark.gpu(n=1)
-def test_qat_on_the_gpu(gpus, tmp_path):
-    summary = on_gpu(gpus, tmp_path, QAT, "--bits", "2")  # its checks hold on cuda
+def test_qat_on_the_gpu(gpu_run, tmp_path):
+    summary = on_gpu(gpu_run, tmp_path, QAT, "--bits", "2")  # its checks hold on cuda
     assert len(summary["rows"]) == 2
     assert summary["device"] not in ("cpu", "mps")

@@ -76,9 +76,8 @@ def test_steps_that_are_no_multiple_of_the_rounds_are_refused(tmp_path):
 
 
 @pytest.mark.gpu(n=1)
-def test_gpu_runs_every_native_type(gpus, tmp_path):
-    env = {"CUDA_VISIBLE_DEVICES": gpus["CUDA_VISIBLE_DEVICES"]}
-    result = run(SCRIPT, tmp_path, "--device", "cuda", "--steps", 12, "--json", "c.json", **env)
+def test_gpu_runs_every_native_type(gpu_run, tmp_path):
+    result = gpu_run(SCRIPT, tmp_path, "--device", "cuda", "--steps", 12, "--json", "c.json")
     assert result.code == 0, result.err[-3000:]
     rows = {row["dtype"]: row for row in json.loads((tmp_path / "c.json").read_text())["rows"]}
     assert {"fp32", "fp16"} <= set(rows)

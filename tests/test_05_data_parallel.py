@@ -63,11 +63,8 @@ def test_what_is_refused(tmp_path):
 
 
 @pytest.mark.gpu(n=2)
-def test_the_real_one_on_two_gpus(gpus, tmp_path):
-    visible = {"CUDA_VISIBLE_DEVICES": gpus["CUDA_VISIBLE_DEVICES"]}
-    result = run(
-        SCRIPT, tmp_path, "--device", "cuda", "--seq-len", 256, "--json", "s.json", **visible
-    )
+def test_the_real_one_on_two_gpus(gpu_run, tmp_path):
+    result = gpu_run(SCRIPT, tmp_path, "--device", "cuda", "--seq-len", 256, "--json", "s.json")
     assert result.code == 0, result.err
     real = json.loads((tmp_path / "s.json").read_text())["rows"][-1]
     assert real["name"] == "nn.DataParallel"

@@ -5,10 +5,9 @@ all ranks when the last one has come.
 """
 
 import json
-import subprocess
 
 import pytest
-from support.harness import TINY, Result, assert_refused, command, run, with_fault, with_prelude
+from support.harness import TINY, Result, assert_refused, run, with_fault, with_prelude
 
 SCRIPT = "05_ddp/stragglers.py"
 LOGICAL_CLOCK = """
@@ -103,8 +102,8 @@ def test_what_is_refused(tmp_path):
 
 
 @pytest.mark.gpu(n=2)
-def test_stragglers_over_nccl(gpus, tmp_path):
-    argv = command(SCRIPT, "--device", "cuda", "--trace", "traces", "--json", "s.json", nproc=2)
-    done = subprocess.run(argv, cwd=tmp_path, env=gpus, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+def test_stragglers_over_nccl(gpu_run, tmp_path):
+    flags = ("--device", "cuda", "--trace", "traces", "--json", "s.json")
+    result = gpu_run(SCRIPT, tmp_path, *flags, nproc=2)
+    assert result.code == 0, result
     assert "nccl" in (tmp_path / "traces/rank-0.json").read_text()

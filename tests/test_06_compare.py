@@ -22,7 +22,7 @@ SHAPES = {
 }
 
 
-def compare(folder, *flags, shape: str | None = None, script=SCRIPT, **how) -> Result:
+def compare(folder, *flags, shape: str | None = None, script=SCRIPT, run=run, **how) -> Result:
     folder.mkdir(parents=True, exist_ok=True)
     more = ["--json", "s.json"]
     if shape:
@@ -117,11 +117,10 @@ def test_another_loss_fails_the_scripts_own_check(tmp_path):
 
 
 @pytest.mark.gpu(n=2)
-def test_over_nccl(gpus, tmp_path):
+def test_over_nccl(gpu_run, tmp_path):
     """The script's own checks, and a dry run of as many ranks."""
-    visible = {"CUDA_VISIBLE_DEVICES": gpus["CUDA_VISIBLE_DEVICES"]}
     flags = ("--dtype", "bf16", "--micro-batch-size", 2)
-    real = rows_of(compare(tmp_path / "real", "--device", "cuda", *flags, nproc=2, **visible))
+    real = rows_of(compare(tmp_path / "real", "--device", "cuda", *flags, nproc=2, run=gpu_run))
     pretended = dry(tmp_path / "dry", 2, *flags)
     for method in ("DDP", "FSDP"):
         counted = real[method].keys() - NOT_IN_A_DRY_RUN - {"peak_memory_bytes"} - {*BUCKETS}

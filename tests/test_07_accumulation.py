@@ -62,10 +62,9 @@ def test_less_memory_with_more_micro_batches(once):
 
 
 @pytest.mark.gpu(n=1)
-def test_on_a_gpu(gpus, tmp_path):
-    visible = {"CUDA_VISIBLE_DEVICES": gpus["CUDA_VISIBLE_DEVICES"]}
+def test_on_a_gpu(gpu_run, tmp_path):
     flags = ("--device", "cuda", "--rounds", 1, "--json", "summary.json")
-    result = run(SCRIPT, tmp_path, *flags, warm=False, **visible)
+    result = gpu_run(SCRIPT, tmp_path, *flags)
     assert result.code == 0, result.err[-3000:]
     assert_memory_falls(result.summary)
 

@@ -46,10 +46,9 @@ def test_less_is_kept_and_no_gradient_moves(tmp_path: Path):
 
 @pytest.mark.gpu(n=1)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_on_a_gpu(gpus, tmp_path, dtype):
+def test_on_a_gpu(gpu_run, tmp_path, dtype):
     flags = ("--device", "cuda", "--dtype", dtype, "--rounds", 1, "--json", "summary.json")
-    visible = {"CUDA_VISIBLE_DEVICES": gpus["CUDA_VISIBLE_DEVICES"]}
-    result = run(SCRIPT, tmp_path, *flags, warm=False, **visible)
+    result = gpu_run(SCRIPT, tmp_path, *flags)
     assert result.code == 0, result.err[-3000:]
     rows = {row["name"]: row for row in result.summary["rows"]}
     assert rows["full"]["peak_bytes"] < rows["selective"]["peak_bytes"] < rows["none"]["peak_bytes"]

@@ -66,21 +66,10 @@ def test_bad_input_is_refused_in_one_line(tmp_path, flags):
 
 
 @pytest.mark.gpu(n=1)
-def test_a_fifteenth_of_the_memory_on_a_gpu(gpus, tmp_path):
+def test_a_fifteenth_of_the_memory_on_a_gpu(gpu_run, tmp_path):
     """By max_memory_allocated, at the vocabulary of Llama 3 and the hidden size of llama-1b; plain takes 26 GiB."""
     sizes = ("--tokens", 16_384, "--hidden-size", 2048, "--chunk-tokens", 512, "--dtype", "bf16")
-    visible = {"CUDA_VISIBLE_DEVICES": gpus["CUDA_VISIBLE_DEVICES"], "OMP_NUM_THREADS": "4"}
-    result = run(
-        SCRIPT,
-        tmp_path,
-        "--device",
-        "cuda",
-        *sizes,
-        "--json",
-        "summary.json",
-        warm=False,
-        **visible,
-    )
+    result = gpu_run(SCRIPT, tmp_path, "--device", "cuda", *sizes, "--json", "summary.json")
     if "out of memory" in result.err:
         pytest.skip("the plain loss takes 26 GiB here")
     assert result.code == 0, f"{result.out[-2000:]}\n{result.err[-4000:]}"

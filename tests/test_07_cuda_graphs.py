@@ -51,10 +51,9 @@ def test_bad_input_is_refused_in_one_line(tmp_path, flags):
 
 @pytest.mark.gpu(n=1)
 @pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 1e-4), ("bf16", 1e-2)])
-def test_gpu_replayed_losses_are_eagers(gpus, tmp_path, dtype, tolerance):
-    visible = {"CUDA_VISIBLE_DEVICES": gpus["CUDA_VISIBLE_DEVICES"]}
+def test_gpu_replayed_losses_are_eagers(gpu_run, tmp_path, dtype, tolerance):
     flags = ("--device", "cuda", "--dtype", dtype, "--json", "summary.json")
-    result = run(SCRIPT, tmp_path, *flags, warm=False, **visible)
+    result = gpu_run(SCRIPT, tmp_path, *flags)
     assert result.code == 0, result.err[-3000:]
     eager, replayed = result.summary["losses"]
     assert replayed == pytest.approx(eager, rel=tolerance)

@@ -207,11 +207,8 @@ def test_a_model_with_random_weights_is_trained_first(tmp_path):
 
 
 @pytest.mark.gpu(n=1)
-def test_on_a_gpu_memory_falls_from_method_to_method(tmp_path, gpus):
-    visible = {"CUDA_VISIBLE_DEVICES": gpus["CUDA_VISIBLE_DEVICES"], "OMP_NUM_THREADS": "4"}
-    result = run(
-        SCRIPT, tmp_path, "--device", "cuda", "--json", "summary.json", warm=False, **visible
-    )
+def test_on_a_gpu_memory_falls_from_method_to_method(tmp_path, gpu_run):
+    result = gpu_run(SCRIPT, tmp_path, "--device", "cuda", "--json", "summary.json")
     assert result.code == 0, result.err[-3000:]  # the script checks that the peaks fall
     for row in result.summary["rows"]:
         assert row["val_loss_after"] < row["val_loss_before"]

@@ -46,10 +46,9 @@ def test_bad_input_is_refused_in_one_line(tmp_path, flags):
 
 @pytest.mark.gpu(n=1)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_gpu_tensors_and_libraries_are_what_is_allocated(gpus, tmp_path, dtype):
-    visible = {"CUDA_VISIBLE_DEVICES": gpus["CUDA_VISIBLE_DEVICES"]}
+def test_gpu_tensors_and_libraries_are_what_is_allocated(gpu_run, tmp_path, dtype):
     flags = ("--device", "cuda", "--dtype", dtype, "--json", "summary.json")
-    result = run(SCRIPT, tmp_path, *flags, warm=False, **visible)
+    result = gpu_run(SCRIPT, tmp_path, *flags)
     assert result.code == 0, result.err[-3000:]
     assert (tmp_path / "runs/memory_snapshot.pickle").stat().st_size > 0
     summary = result.summary

@@ -1,8 +1,6 @@
 """07_memory_tricks/offload.py: what leaves comes back to the bit, once, and nothing else leaves."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -15,9 +13,9 @@ FLAGS = ("--model", "odd.json", "--seq-len", 61, "--batch-size", 7, "--rounds", 
 SHAPE = {**ODD, "vocab_size": 259, "hidden_size": 72, "head_dim": 12}
 
 
-def rows_of(tmp_path, *flags, tied: bool = False, **how) -> dict[str, dict]:
+def rows_of(tmp_path, *flags, tied: bool = False, run=run) -> dict[str, dict]:
     (tmp_path / "odd.json").write_text(json.dumps({**SHAPE, "tie_word_embeddings": tied}))
-    result = run(SCRIPT, tmp_path, *FLAGS, *flags, "--json", "summary.json", **how)
+    result = run(SCRIPT, tmp_path, *FLAGS, *flags, "--json", "summary.json")
     assert result.code == 0, result.err[-3000:]
     return {row["name"]: row for row in result.summary["rows"]}
 
@@ -74,17 +72,15 @@ def test_bad_input_is_refused_in_one_line(tmp_path, flags):
 
 @pytest.mark.gpu(n=1)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_on_a_gpu(gpus, tmp_path, dtype):
-    visible = {"CUDA_VISIBLE_DEVICES": gpus["CUDA_VISIBLE_DEVICES"]}
-    rows = rows_of(
-        tmp_path, "--device", "cuda", "--dtype", dtype, "--batch-size", 64, warm=False, **visible
-    )
+def test_on_a_gpu(gpu_run, tmp_path, dtype):
+    flags = ("--device", "cuda", "--dtype", dtype, "--batch-size", 64)
+    rows = rows_of(tmp_path, *flags, run=gpu_run)
     nothing, overlapped = rows["nothing"], rows["activations, overlapped"]
     assert nothing["peak_bytes"] - overlapped["peak_bytes"] > 0.5 * overlapped["copied_down_bytes"]
 
 
 @pytest.mark.gpu(n=1)
-def test_a_gpu_is_not_waited_for(gpus):
+def test_a_gpu_is_not_waited_for(gpu_run, tmp_path):
     """A copy that blocks the CPU would hide no time at all."""
     code = (
         "import torch, test_07_offload as t\n"
@@ -96,8 +92,6 @@ def test_a_gpu_is_not_waited_for(gpus):
         "        total = (weight.sin().exp() * weight.cos()).sum()\n"
         "    total.backward()\n"
     )
-    env = {**gpus, "PYTHONPATH": f"{gpus.get('PYTHONPATH', '')}:{ROOT}:{ROOT / 'tests'}"}
-    result = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=600
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
+    (tmp_path / "script.py").write_text(code)
+    result = gpu_run(tmp_path / "script.py", tmp_path, PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}")
+    assert result.code == 0, result

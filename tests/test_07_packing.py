@@ -79,11 +79,10 @@ def test_a_wrong_version_fails_its_own_check(tmp_path, fault):
 
 @pytest.mark.gpu(n=1)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_on_a_gpu(gpus, tmp_path, dtype):
+def test_on_a_gpu(gpu_run, tmp_path, dtype):
     """The script's own checks are the test; in bf16 with varlen_attn."""
-    visible = {"CUDA_VISIBLE_DEVICES": gpus["CUDA_VISIBLE_DEVICES"]}
     flags = ("--device", "cuda", "--dtype", dtype, "--rounds", 1, "--json", "summary.json")
-    result = run(SCRIPT, tmp_path, *flags, warm=False, **visible)
+    result = gpu_run(SCRIPT, tmp_path, *flags)
     assert result.code == 0, f"{result.out[-2000:]}\n{result.err[-4000:]}"
     assert ("best fit, varlen_attn" in {row["name"] for row in result.summary["rows"]}) == (
         dtype == "bf16"

@@ -16,6 +16,7 @@ from support.harness import (
     config_of,
     drop_after,
     run,
+    tiny_flags,
     train,
 )
 
@@ -189,17 +190,13 @@ def test_bad_input_is_refused_in_one_line(tmp_path, flags):
 
 @pytest.mark.gpu(n=2)
 @pytest.mark.parametrize("flags", [TP, CP], ids=["tensor", "context"])
-def test_two_gpus_are_one(gpus, tmp_path, flags):
-    one, two = (
-        train(
-            SCRIPT,
-            tmp_path / str(nproc),
-            *flags_of(tmp_path / str(nproc), "tied"),
-            *mesh,
-            "--device",
-            "cuda",
-            **how,
-        )
-        for nproc, mesh, how in ((1, (), {"nproc": 1, **gpus}), (2, flags, {"nproc": 2, **gpus}))
-    )
-    assert_same_curve(one, two)
+def test_two_gpus_are_one(gpu_run, tmp_path, flags):
+    results = []
+    for ranks, mesh in ((1, ()), (2, flags)):
+        folder = tmp_path / str(ranks)
+        model = flags_of(folder, "tied")
+        common = (*tiny_flags(folder), *model, "--device", "cuda")
+        result = gpu_run(SCRIPT, folder, *common, *mesh, nproc=ranks)
+        assert result.code == 0, result
+        results.append(result)
+    assert_same_curve(*results)

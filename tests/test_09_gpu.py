@@ -24,41 +24,36 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def answer(
-    script: str, where: Path, gpus: dict[str, str], device: str, *flags, nproc: int | None = None
-) -> dict:
-    visible = {"CUDA_VISIBLE_DEVICES": gpus["CUDA_VISIBLE_DEVICES"], "OMP_NUM_THREADS": "4"}
+def answer(script: str, where: Path, run, device: str, *flags, nproc: int | None = None) -> dict:
     flags = [*flags, "--max-new-tokens", 8, "--device", device, "--json", "summary.json"]
-    result = run(script, where, *flags, nproc=nproc, warm=False, **visible)
-    assert result.code == 0, f"{result.out[-2000:]}\n{result.err[-3000:]}"
+    result = run(script, where, *flags, nproc=nproc)
+    assert result.code == 0, result
     return result.summary
 
 
 @pytest.mark.parametrize(("script", "nproc"), [(QUANTIZED, None), (INFER, None), (INFER, 1)])
-def test_fp32_tokens_are_those_of_a_cpu(tmp_path, gpus, folder, script, nproc):
+def test_fp32_tokens_are_those_of_a_cpu(tmp_path, gpu_run, folder, script, nproc):
     """The script compares them with transformers' on the CPU."""
     summary = answer(
-        script, tmp_path, gpus, "cuda", "--model", folder, "--dtype", "fp32", nproc=nproc
+        script, tmp_path, gpu_run, "cuda", "--model", folder, "--dtype", "fp32", nproc=nproc
     )
     assert any("transformers" in line for line in summary["checked"])
 
 
-def test_all_kinds_of_weights(tmp_path, gpus, folder):
-    on_gpu, on_cpu = (
-        answer(QUANTIZED, tmp_path, gpus, device, "--model", folder)["rows"]
-        for device in ("cuda", "cpu")
-    )
+def test_all_kinds_of_weights(tmp_path, gpu_run, folder):
+    on_gpu = answer(QUANTIZED, tmp_path / "gpu", gpu_run, "cuda", "--model", folder)["rows"]
+    on_cpu = answer(QUANTIZED, tmp_path / "cpu", run, "cpu", "--model", folder)["rows"]
     for gpu, cpu in zip(on_gpu, on_cpu, strict=True):
         assert gpu["weight_bytes"] == cpu["weight_bytes"]
         assert gpu["logits_relative_error"] == pytest.approx(cpu["logits_relative_error"], rel=0.5)
 
 
 @pytest.mark.parametrize("weights", PROMPTS)
-def test_the_compiled_step_gives_the_same_tokens(tmp_path, gpus, folder, weights):
+def test_the_compiled_step_gives_the_same_tokens(tmp_path, gpu_run, folder, weights):
     """Fused, and from the third step on replayed as a CUDA graph."""
     shared = ["--model", folder, "--weights", weights, "--prompt", PROMPTS[weights]]
     plain, compiled = (
-        answer(QUANTIZED, tmp_path, gpus, "cuda", *shared, *more) for more in ([], ["--compile"])
+        answer(QUANTIZED, tmp_path, gpu_run, "cuda", *shared, *more) for more in ([], ["--compile"])
     )
     assert compiled["dtype"] == "bf16"
     assert compiled["token_ids"] == plain["token_ids"]

@@ -40,8 +40,7 @@ ON_GPUS = {  # and the ranks, each with a GPU of its own
     ("script", "n"),
     [pytest.param(s, n, marks=pytest.mark.gpu(n=n)) for s in ON_GPUS for n in ON_GPUS[s]],
 )
-def test_its_checks_hold_on_gpus(gpus, tmp_path, script, n):
-    visible = {"CUDA_VISIBLE_DEVICES": gpus["CUDA_VISIBLE_DEVICES"]}
+def test_its_checks_hold_on_gpus(gpu_run, tmp_path, script, n):
     nproc = n if script in WITH_RANKS else None
-    result = run(script, tmp_path, "--device", "cuda", nproc=nproc, warm=False, **visible)
+    result = gpu_run(script, tmp_path, "--device", "cuda", nproc=nproc)
     assert result.code == 0, result

@@ -16,8 +16,8 @@ from support.commands import check
 from support.harness import ODD, ROOT, assert_refused, config_of, run
 
 measure = load("benchmarks/_measure.py")
-training, inference, gpu_report = (
-    load(f"benchmarks/{name}.py") for name in ("training", "inference", "gpu_report")
+training, inference, gpu = (
+    load(f"benchmarks/{name}.py") for name in ("training", "inference", "gpu")
 )
 
 
@@ -49,16 +49,49 @@ def test_a_training_case(tmp_path):
     )
 
 
-def test_two_versions_in_turns(tmp_path):
-    """Each case's versions compute the same, or ab.py fails."""
-    flags = "--device cpu --seq-len 8 --batch-size 1 --rounds 3 --json summary.json"
+def test_variants_and_the_baseline_again(tmp_path):
+    """Each case's variants compute the same, or ab.py fails."""
+    flags = "--device cpu --layers 1 --seq-len 8 --batch-size 4 --rounds 3 --json summary.json"
     result = run("benchmarks/ab.py", tmp_path, *flags.split())
     assert result.code == 0, result.err
     rows = result.summary["rows"]
-    assert len(rows) == 2 * len(result.summary["checked"]) == 8
-    for baseline, other in zip(rows[::2], rows[1::2], strict=True):
-        assert baseline["case"] == other["case"]
-        assert baseline["time_ratio"] == 1
+    cases = {row["case"] for row in rows}
+    assert len(cases) == 5
+    assert len(result.summary["checked"]) == len(rows) - len(cases)
+    for case in cases:
+        variants = [row["variant"] for row in rows if row["case"] == case]
+        assert variants[-1] == f"{variants[0]}, again"
+        assert len(set(variants)) == len(variants)
+
+
+FAULTS = {  # line: what stands there instead
+    "MergedMLP swaps gate and up": (
+        "self.down_proj(F.silu(gate) * up)",
+        "self.down_proj(F.silu(up) * gate)",
+    ),
+    "a part of the batch is left out": ("for x, y in zip(inputs,", "for x, y in zip(inputs[:1],"),
+    "bf16 moments forget": ("m.copy_(m_fp32)", "m.zero_()"),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_variant_that_computes_something_else_is_an_error(tmp_path, fault):
+    right, wrong = FAULTS[fault]
+    source = (ROOT / "benchmarks/_ab.py").read_text()
+    assert source.count(right) == 1
+    wrong_source = source.replace(right, wrong).replace("strict=True", "strict=False")
+    folder = tmp_path / "benchmarks"
+    folder.mkdir()
+    (folder / "_ab.py").write_text(wrong_source)
+    for name in ("ab.py", "_int4.py", "_measure.py"):
+        (folder / name).write_text((ROOT / "benchmarks" / name).read_text())
+    for file in (*ROOT.glob("0*"), ROOT / "common", ROOT / "lm", ROOT / "planner"):
+        (tmp_path / file.name).symlink_to(file)
+    flags = "--device cpu --layers 1 --seq-len 8 --batch-size 4 --rounds 1"
+    result = run(folder / "ab.py", tmp_path, *flags.split())
+    assert result.code == 1, result
+    assert "AssertionError" in result.err
 
 
 @pytest.mark.full
@@ -86,8 +119,9 @@ def commands() -> list[str]:
     ]
     sides = [side for case in training.CASES for side in training.sides_of(case, args)]
     found = [side._replace(env=None).command() for side in sides + inference.sides_of(args)]
-    parts = [part.command for parts in gpu_report.PARTS.values() for part in parts]
-    return sorted({*found, *(f"python {command}" for command in parts)})
+    for part in gpu.PARTS.values():
+        found += [f"python {command.command}" for command in part.together + part.alone]
+    return sorted(set(found))
 
 
 def test_what_is_started_knows_its_flags():
@@ -142,7 +176,7 @@ _measure.start([sys.executable, "-c", pid_to], 600, {}, _measure.REPO)
 
 @pytest.mark.parametrize("how", ["by the benchmark that started it", "by SIGTERM"])
 def test_what_a_command_has_started_ends_with_it(tmp_path, how):
-    """As when gpu_report.py has no time left for inference.py, whose process holds the GPU."""
+    """As when gpu.py has no time left for a command, whose process holds the GPU."""
     pipe = str(tmp_path / "pid")
     os.mkfifo(pipe)
     never_ends, write = os.pipe()

@@ -2,14 +2,13 @@
 
     pytest -m gpu tests/test_gpu.py
 
-The runs that the tests look at are made once each and several at a time: no test here depends on speed, and most
-of a run is start-up. Everything is nano but the MFU run (llama-124m), which is marked slow, as are compiled runs.
+The runs that the tests look at are made once each, one after another in one process: most of a run
+is start-up. Everything is nano but the MFU run (llama-124m), which is marked slow, as are compiled
+runs.
 """
 
-import os
 import shutil
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,42 +21,34 @@ from support.harness import Result, drop_after, run
 from common import hardware
 
 AMP, DDP, FSDP = "04_amp/train.py", "05_ddp/train.py", "06_fsdp_zero/train_fsdp.py"
+NANO = ("--model", "nano", "--no-compile")
 TEN_STEPS = ("--steps", "10", "--log-every", "1")
-FP32 = ("--dtype", "fp32", *TEN_STEPS)
+FP32 = (*NANO, "--dtype", "fp32", *TEN_STEPS)
+BF16 = (*NANO, "--dtype", "bf16", *TEN_STEPS)
 # --save-every leaves a checkpoint to resume from half-way
 EXACT = ("--device", "cuda", *FP32, "--deterministic", "--save-every", "5")
 LARGE = (
-    "--model",
-    "llama-124m",
-    "--dtype",
-    "bf16",
-    "--seq-len",
-    "1024",
-    "--global-batch-size",
-    "8",
+    *("--model", "llama-124m", "--dtype", "bf16", "--no-compile"),
+    *("--seq-len", "1024", "--global-batch-size", "8"),
 )
 RUN_SECONDS = 240  # the longest a run may take: the compiled ones, cold
-# most of a run is importing and starting up, which a core does; the GPU has room for all of them
-AT_ONCE = (
-    max(1, min(5, len(os.sched_getaffinity(0)) // 2)) if hasattr(os, "sched_getaffinity") else 2
-)
 
 
 class Job(NamedTuple):
     script: str
     flags: tuple[str, ...]
-    nproc: int | None = None  # processes under torchrun; None: plain python
+    nproc: int | None = None  # ranks; None: plain python
 
 
-# The longest first: they end last. The name of a run is that of the fixture that gives its result.
+# The name of a run is that of the fixture that gives its result.
 RUNS = {
-    "compiled_ddp": Job(DDP, ("--dtype", "bf16", *TEN_STEPS, "--compile"), nproc=1),
-    "compiled": Job(AMP, ("--dtype", "bf16", *TEN_STEPS, "--compile")),
+    "compiled_ddp": Job(DDP, (*BF16, "--compile"), nproc=1),
+    "compiled": Job(AMP, (*BF16, "--compile")),
     "large": Job(AMP, (*LARGE, "--steps", "20", "--log-every", "5")),
     "fp32_on_cpu": Job(AMP, ("--device", "cpu", *FP32)),
     "fp32": Job(AMP, ("--device", "cuda", *FP32)),
-    "bf16": Job(AMP, ("--dtype", "bf16", *TEN_STEPS)),
-    "fp16": Job(AMP, ("--dtype", "fp16", *TEN_STEPS)),
+    "bf16": Job(AMP, BF16),
+    "fp16": Job(AMP, (*NANO, "--dtype", "fp16", *TEN_STEPS)),
     "exact": Job(AMP, EXACT),
     "recomputed": Job(AMP, (*EXACT, "--checkpointing", "full")),
     "products_kept": Job(AMP, (*EXACT, "--checkpointing", "selective")),
@@ -76,46 +67,30 @@ pytestmark = [
 ]
 
 
-def train(job: Job, folder: Path, gpus: dict[str, str]) -> Result:
-    """That run to its end, on the locked GPUs only; its run directory is folder/run, its summary summary.json."""
+def train(run: Callable[..., Result], job: Job, folder: Path, **how) -> Result:
+    """Do that run. Its run directory is folder/run, its summary folder/summary.json."""
     flags = [*job.flags, "--run-dir", folder / "run", "--json", "summary.json"]
-    visible = {"CUDA_VISIBLE_DEVICES": gpus["CUDA_VISIBLE_DEVICES"], "OMP_NUM_THREADS": "4"}
-    result = run(
-        job.script, folder, *flags, nproc=job.nproc, timeout=RUN_SECONDS, warm=False, **visible
-    )
+    result = run(job.script, folder, *flags, nproc=job.nproc, timeout=RUN_SECONDS, **how)
     assert result.code == 0, result
     return result
 
 
 @pytest.fixture(scope="module")
-def started() -> Iterator[tuple[ThreadPoolExecutor, dict[str, Future]]]:
-    """The runs that have been started, by name, and what runs them."""
-    runs: dict[str, Future] = {}
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        yield pool, runs
-        pool.shutdown(cancel_futures=True)
+def finished() -> dict[str, Result]:
+    """The runs that have been done, by name."""
+    return {}
 
 
 def result_of(name: str):
-    """The fixture `name`: the Result of that run, started at the latest now."""
+    """Return the fixture `name`: the Result of that run."""
 
     @pytest.fixture(name=name)
-    def finished(request, gpus, started, tmp_path_factory) -> Result:
-        pool, runs = started
-        if name not in runs:
-            # with it all others that this file's selected tests will ask for, if they take as many GPUs
-            here = [item for item in request.session.items if item.path == request.path]
-            asked = {fixture for item in here for fixture in item.fixturenames}
-            for other, job in RUNS.items():
-                if (
-                    other in asked
-                    and other not in runs
-                    and (job.nproc or 1) == (RUNS[name].nproc or 1)
-                ):
-                    runs[other] = pool.submit(train, job, tmp_path_factory.mktemp(other), gpus)
-        return runs[name].result()
+    def run_once(gpu_run, finished, tmp_path_factory) -> Result:
+        if name not in finished:
+            finished[name] = train(gpu_run, RUNS[name], tmp_path_factory.mktemp(name))
+        return finished[name]
 
-    return finished
+    return run_once
 
 
 for _name in RUNS:
@@ -143,9 +118,12 @@ def test_16_bit_losses_are_near_fp32(fp32, bf16, fp16):
 
 
 def test_deterministic_resume_is_bit_identical(exact, gpus, tmp_path):
+    """In a process of its own, as a run is resumed."""
     shutil.copytree(exact.folder / "run", tmp_path / "run")
     drop_after(tmp_path, 5)
-    resumed = train(Job(AMP, (*EXACT, "--resume")), tmp_path, gpus)
+    visible = {"CUDA_VISIBLE_DEVICES": gpus["CUDA_VISIBLE_DEVICES"]}
+    job = Job(AMP, (*EXACT, "--resume"))
+    resumed = train(run, job, tmp_path, warm=False, **visible)
     assert f"{tmp_path}/run/step-00000005" in resumed.out
     assert resumed.summary["weights_sha256"] == exact.summary["weights_sha256"]
     assert losses(resumed) == losses(exact)

@@ -2,8 +2,6 @@
 
 import dataclasses
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -289,10 +287,8 @@ def test_attention_with_grouped_heads_is_torchs():
 
 @pytest.mark.gpu(n=1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_gpu_takes_grouped_heads_without_holding_all_scores(gpus, dtype):
+def test_a_gpu_takes_grouped_heads_without_holding_all_scores(gpu_run, tmp_path, dtype):
     code = f"import torch, test_model; test_model.check_attention(torch.{dtype}, 'cuda')"
-    env = {**gpus, "PYTHONPATH": f"{gpus.get('PYTHONPATH', '')}:{ROOT}:{ROOT / 'tests'}"}
-    result = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=600
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
+    (tmp_path / "script.py").write_text(code)
+    result = gpu_run(tmp_path / "script.py", tmp_path, PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}")
+    assert result.code == 0, result

@@ -436,17 +436,11 @@ RUNS = {"nano": 24, "llama-124m": 8, "llama-1b": 2}  # sequences of the model's 
 @pytest.mark.gpu(n=1)
 @pytest.mark.parametrize("script", ["04_amp/train.py", "06_fsdp_zero/train_fsdp.py"])
 @pytest.mark.parametrize("name", RUNS)
-def test_the_peak_is_what_a_gpu_allocates(name, script, gpus, tmp_path):
+def test_the_peak_is_what_a_gpu_allocates(name, script, gpu_run, tmp_path):
     flags = ("--dtype", "bf16", "--steps", 3, "--model", name, "--global-batch-size", RUNS[name])
     sharded = script.endswith("train_fsdp.py")
-    how = {
-        "nproc": 1 if sharded else None,
-        "warm": False,
-        "CUDA_VISIBLE_DEVICES": gpus["CUDA_VISIBLE_DEVICES"],
-    }
-    result = run(
-        script, tmp_path, *flags, "--run-dir", tmp_path / "run", "--json", "summary.json", **how
-    )
+    files = ("--run-dir", tmp_path / "run", "--json", "summary.json")
+    result = gpu_run(script, tmp_path, *flags, *files, nproc=1 if sharded else None)
     assert result.code == 0, result.err
     sizes = {"seq_len": shapes.recipe(name).seq_len, "micro_batch_size": RUNS[name]}
     predicted = peak(of_size(name), Plan(**sizes, zero=3 if sharded else 0)).allocated_bytes()
