@@ -29,7 +29,7 @@ import torch
 from _measure import verdict
 from torch import Tensor
 
-from common import cli, exits, report, runtime
+from common import cli, exits, measure, report, runtime
 from lm import shapes
 
 CHECKED_STEPS = 3  # whose results are compared; the first of them compiles
@@ -50,7 +50,9 @@ SIZES = {
 }
 
 
-def measure_variant(prepare: Callable, device: torch.device, windows: int) -> tuple[dict, list]:
+def measure_variant(
+    prepare: Callable, device: torch.device, windows: int
+) -> tuple[dict, list[Tensor]]:
     """Return a row of figures, and the results of the first steps. `prepare` returns the step."""
     free_memory(device)
     start = time.perf_counter()
@@ -93,14 +95,6 @@ def free_memory(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def largest_error(results: list[Tensor], expected: list[Tensor]) -> float:
-    """Return the largest relative error of a step's result, as norms."""
-    errors = []
-    for own, other in zip(results, expected, strict=True):
-        errors.append(((own - other).norm() / other.norm()).item())
-    return max(errors)
-
-
 def compare(case: str, setting: _ab.Setting, windows: int) -> tuple[list[dict], list[str]]:
     """Run the variants of a case and the baseline again. Return rows, and what was checked."""
     variants, tolerance = CASES[case](setting)
@@ -117,7 +111,7 @@ def compare(case: str, setting: _ab.Setting, windows: int) -> tuple[list[dict], 
         if expected is None:
             expected = results
             continue
-        error = largest_error(results, expected)
+        error = measure.relative_error(results, expected)
         assert error <= tolerance, f"{case}: {name} differs from {baseline} by {error:.0e}"
         line = f"the first {CHECKED_STEPS} results differ from the baseline's by {error:.0e}"
         checked.append(f"{name}: {line}")
