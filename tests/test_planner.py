@@ -437,7 +437,8 @@ RUNS = {"nano": 24, "llama-124m": 8, "llama-1b": 2}  # sequences of the model's 
 @pytest.mark.parametrize("script", ["04_amp/train.py", "06_fsdp_zero/train_fsdp.py"])
 @pytest.mark.parametrize("name", RUNS)
 def test_the_peak_is_what_a_gpu_allocates(name, script, gpu_run, tmp_path):
-    flags = ("--dtype", "bf16", "--steps", 3, "--model", name, "--global-batch-size", RUNS[name])
+    flags = ("--dtype", "bf16", "--steps", 3, "--model", name)
+    flags += ("--global-batch-size", RUNS[name], "--micro-batch-size", RUNS[name])
     sharded = script.endswith("train_fsdp.py")
     files = ("--run-dir", tmp_path / "run", "--json", "summary.json")
     result = gpu_run(script, tmp_path, *flags, *files, nproc=1 if sharded else None)
