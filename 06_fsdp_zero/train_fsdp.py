@@ -231,7 +231,7 @@ def main() -> int:
     # 5. Check what this chapter promises: each rank holds its shards in fp32 and nothing else.
     bytes_per_rank = check_shards(model, optimizer, DTYPES[args.dtype], args.replicate)
     digests = runtime.all_gather(weights.digest(model))
-    assert len(set(digests)) == 1, f"copies of the model differ: {digests}"
+    assert len(set(digests)) == 1, f"ranks hold different weights: {digests}"
     runtime.print0(f"checked: all {world_size} ranks have the same weights, bit for bit")
 
     meter.finish(

@@ -31,7 +31,6 @@ PAIRS = ROOT / "07_memory_tricks/lora_instructions.jsonl"
 # The training scripts, and flags of their own. A new script joins the tests by a line here.
 SCRIPTS = [
     (DDP, ()),
-    in_full("04_amp/train.py", ()),
     in_full("06_fsdp_zero/train_fsdp.py", ()),
     in_full(TRAIN_3D, ()),
     in_full(TRAIN_ZERO, ()),
