@@ -81,8 +81,7 @@ class Model(nn.Module):
 def initial_weight(name, shape):
     """Return random numbers that depend on SEED, the name and the row only.
 
-    So a weight starts the same on every device, and however it is sharded. For your own model you
-    may delete this function and its loop in main(): the model then keeps its own initial weights.
+    So a weight starts the same on every device, and however it is sharded.
     """
     if name.endswith("bias"):
         return torch.zeros(shape)
@@ -145,7 +144,8 @@ def main():
     else:
         dist.init_process_group("gloo")
 
-    model = Model().to(device)  # YOURS: the model and its initial weights
+    model = Model().to(device)  # YOURS
+    # YOURS: the initial weights
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(initial_weight(name, parameter.shape))

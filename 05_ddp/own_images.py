@@ -61,6 +61,7 @@ class Classifier(nn.Module):
         )
 
     def forward(self, images, labels, reduction="mean"):
+        """Return the loss of images [batch, 3, 32, 32] with labels [batch]."""
         logits = self.network(images).float()
         return F.cross_entropy(logits, labels, ignore_index=PADDING, reduction=reduction)
 

@@ -26,6 +26,7 @@ from torch.nn.utils import clip_grad_norm_
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 from common import exits, hardware, report, runtime
+from common.torch_versions import KEEP_BUFFERS
 from lm import checkpoint, data, flags, metrics, optim, shapes, weights
 from lm.activation_checkpointing import checkpoint_blocks
 from lm.sample import sample_text
@@ -98,6 +99,7 @@ def main() -> int:
     ddp_model = DistributedDataParallel(
         model,
         gradient_as_bucket_view=True,  # gradients live in the all-reduce buckets: no copy
+        **KEEP_BUFFERS,  # YOURS: remove this line if your model has BatchNorm
     )
     if args.compile:
         ddp_model.compile()
