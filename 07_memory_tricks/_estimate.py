@@ -224,11 +224,12 @@ def expert_sizes(kind: str, content: dict) -> dict[str, int]:
     if kind not in EXPERTS_KEY and not content.get(number_key):
         return {}
     width = content["intermediate_size" if kind == "mixtral" else "moe_intermediate_size"]
+    shared_experts = content.get("n_shared_experts") or 0  # some files have null
     return {
         "experts": content[number_key],
         "active_experts": content["num_experts_per_tok"],
         "expert_ffn": width,
-        "shared_ffn": (content.get("n_shared_experts") or 0) * width,
+        "shared_ffn": shared_experts * width,
         "dense_layers": content.get("first_k_dense_replace") or 0,
     }
 

@@ -535,9 +535,9 @@ class Batches:
         eval_data = getattr(args, "eval_data", None)
         held_out_flag = f"--eval-data {eval_data}" if eval_data else "--data"
         self._check_length(held_out_flag, "held-out", held_out, 1, args.seq_len)
-        # Tokens of a text; of images, for example, one per image.
-        self.targets_per_sample = held_out[0][1].numel()
-        self.tokens_per_step = self.global_batch_size * self.targets_per_sample
+        # A sample has as many targets as tokens; an image, for example, has one.
+        _, targets = held_out[0]
+        self.tokens_per_step = self.global_batch_size * targets.numel()
 
         # Keep the orders of two epochs: a step can read the end of one and the start of the next.
         self._order_of_epoch = lru_cache(maxsize=2)(self._shuffle)

@@ -99,11 +99,12 @@ def what_helps(shape: Shape, plan: Plan, share: int) -> str:
     cheaper = []
     size = plan.micro_batch_size
     if size % 2 == 0:
-        cheaper.append((f"--micro-batch-size {size // 2}", halved(plan, share)))
+        halved = micro_batch.with_size(plan, size // 2, share)
+        cheaper.append((f"--micro-batch-size {size // 2}", halved))
     if not plan.compile:
         cheaper.append(("--compile", replace(plan, compile=True)))
-    for checkpointing in ("selective", "full"):
-        if plan.checkpointing == "none":
+    if plan.checkpointing == "none":
+        for checkpointing in ("selective", "full"):
             changed = replace(plan, checkpointing=checkpointing)
             cheaper.append((f"--checkpointing {checkpointing}", changed))
 
@@ -121,8 +122,3 @@ def what_helps(shape: Shape, plan: Plan, share: int) -> str:
         f"what helps, the cheapest first: {', '.join(flags)}; 07_memory_tricks/estimate.py "
         "shows the parts"
     )
-
-
-def halved(plan: Plan, share: int) -> Plan:
-    """Return the plan with micro-batches of half the size."""
-    return micro_batch.with_size(plan, plan.micro_batch_size // 2, share)
