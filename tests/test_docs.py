@@ -107,7 +107,9 @@ def test_links_and_images_lead_somewhere():
 
 
 @pytest.mark.parametrize(
-    "chinese", ROOT.glob("**/README.zh-CN.md"), ids=lambda file: str(file.relative_to(ROOT))
+    "chinese",
+    [ROOT / "README.zh-CN.md", *ROOT.glob("0*/README.zh-CN.md")],
+    ids=lambda file: str(file.relative_to(ROOT)),
 )
 def test_a_chinese_page_has_the_commands_of_the_english_one(chinese):
     english = chinese.with_name("README.md")
