@@ -1,0 +1,98 @@
+"""Measure and check the optimizers of muon.py."""
+
+from collections.abc import Callable
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from common import measure, runtime
+
+TOLERANCE = 1e-5  # relative, between the losses of the sharded run and those of one process
+ROUNDS = 3  # optimizer steps that are timed
+COLUMNS = {
+    "optimizer": "optimizer",
+    "weights": "weights",
+    "most_optimizer_bytes": "state per rank",
+    "all_gathers_per_optimizer_step": "all-gathers in its step",
+    "optimizer_sent_bytes": "sent per rank",
+    "optimizer_seconds": "its step",
+    "first_loss": "first loss",
+    "last_loss": "last loss",
+}
+
+
+def losses_of_global_batch(losses: list[float]) -> dict:
+    """Return the mean over the ranks of the loss of each step. Every rank must call this."""
+    losses_of_ranks = runtime.all_gather(losses)
+    table = torch.tensor(losses_of_ranks, dtype=torch.float64)  # [ranks, steps]
+    mean_losses = table.mean(0).tolist()  # the shares of the ranks are equal
+    return {"losses": mean_losses, "first_loss": mean_losses[0], "last_loss": mean_losses[-1]}
+
+
+def state_bytes(optimizers: list[torch.optim.Optimizer]) -> dict:
+    """Return the bytes of the moments that each rank holds. Every rank must call this."""
+    own_bytes = 0
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            for tensor in state.values():
+                if tensor.ndim == 0:  # the number of steps
+                    continue
+                if isinstance(tensor, DTensor):
+                    tensor = tensor.to_local()
+                own_bytes += tensor.nbytes
+    bytes_per_rank = runtime.all_gather(own_bytes)
+    return {
+        "optimizer_bytes_per_rank": bytes_per_rank,
+        "most_optimizer_bytes": max(bytes_per_rank),
+    }
+
+
+def messages(sent: measure.Traffic) -> dict:
+    """Return the collectives of an optimizer step, and the bytes that this rank sends in them."""
+    return {
+        "all_gathers_per_optimizer_step": sum(sent.calls.values()),
+        "optimizer_sent_bytes": round(sum(sent.bytes_sent.values())),
+    }
+
+
+def seconds_of(optimizer_step: Callable[[], None], device: torch.device) -> dict:
+    """Return the median and the range of the seconds of an optimizer step."""
+    timing = measure.seconds_in_turns({"step": optimizer_step}, device, ROUNDS)["step"]
+    return {
+        "optimizer_seconds": timing["seconds"],
+        "min_optimizer_seconds": timing["min_seconds"],
+        "max_optimizer_seconds": timing["max_seconds"],
+    }
+
+
+def check(rows: list[dict], matrices: int, world_size: int) -> list[str]:
+    """Assert that sharded Muon trains as one process does, and what it sends and holds."""
+    one_process, sharded, adamw = rows
+    gathers = matrices
+    if world_size == 1:  # the only rank has all rows
+        gathers = 0
+    calls = [row["all_gathers_per_optimizer_step"] for row in rows]
+    assert calls == [0, gathers, 0], (
+        f"all-gathers in an optimizer step: {calls}, for {matrices} matrices"
+    )
+
+    pairs = zip(sharded["losses"], one_process["losses"], strict=True)
+    differences = [abs(loss / expected - 1) for loss, expected in pairs]
+    # not `max(...) <= TOLERANCE`: max() may skip a NaN
+    assert all(difference <= TOLERANCE for difference in differences), (
+        f"relative differences from the losses of one process: {differences}: this is not rounding"
+    )
+
+    held = sum(sharded["optimizer_bytes_per_rank"])
+    expected = one_process["most_optimizer_bytes"]
+    assert held == expected, f"together the ranks hold {held:,} bytes of state, not {expected:,}"
+    muon_bytes = sharded["most_optimizer_bytes"]
+    adamw_bytes = adamw["most_optimizer_bytes"]
+    assert muon_bytes < adamw_bytes, (
+        f"Muon's state of {muon_bytes:,} bytes is not smaller than AdamW's of {adamw_bytes:,}"
+    )
+    return [
+        "sharded Muon has the losses of one process "
+        f"(largest relative difference {max(differences):.1g})",
+        f"{gathers} all-gathers for {matrices} matrices, and each byte of the state is on one rank",
+    ]
