@@ -1,6 +1,9 @@
 """Measure and check the optimizers of muon.py."""
 
-from collections.abc import Callable
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -8,7 +11,6 @@ from torch.distributed.tensor import DTensor
 from common import measure, runtime
 
 TOLERANCE = 1e-5  # relative, between the losses of the sharded run and those of one process
-ROUNDS = 3  # optimizer steps that are timed
 COLUMNS = {
     "optimizer": "optimizer",
     "weights": "weights",
@@ -47,22 +49,41 @@ def state_bytes(optimizers: list[torch.optim.Optimizer]) -> dict:
     }
 
 
-def messages(sent: measure.Traffic) -> dict:
-    """Return the collectives of an optimizer step, and the bytes that this rank sends in them."""
-    return {
-        "all_gathers_per_optimizer_step": sum(sent.calls.values()),
-        "optimizer_sent_bytes": round(sum(sent.bytes_sent.values())),
-    }
+class StepMeter:
+    """Count the messages of the first optimizer step, and time all others.
 
+    Counting makes a step slower, and the first step allocates the optimizer state.
+    """
 
-def seconds_of(optimizer_step: Callable[[], None], device: torch.device) -> dict:
-    """Return the median and the range of the seconds of an optimizer step."""
-    timing = measure.seconds_in_turns({"step": optimizer_step}, device, ROUNDS)["step"]
-    return {
-        "optimizer_seconds": timing["seconds"],
-        "min_optimizer_seconds": timing["min_seconds"],
-        "max_optimizer_seconds": timing["max_seconds"],
-    }
+    def __init__(self) -> None:
+        self.sent: measure.Traffic | None = None
+        self.seconds: list[float] = []
+
+    @contextmanager
+    def step(self, device: torch.device) -> Iterator[None]:
+        """Count or time the optimizer step in the with block."""
+        if self.sent is None:
+            with measure.Traffic() as self.sent:
+                yield
+            return
+        runtime.synchronize(device)
+        start = time.perf_counter()
+        yield
+        runtime.synchronize(device)
+        self.seconds.append(time.perf_counter() - start)
+
+    def results(self) -> dict:
+        """Return the collectives of a step, the bytes this rank sends in it, and its seconds."""
+        results = {
+            "all_gathers_per_optimizer_step": sum(self.sent.calls.values()),
+            "optimizer_sent_bytes": round(sum(self.sent.bytes_sent.values())),
+            "optimizer_seconds": None,
+        }
+        if self.seconds:
+            results["optimizer_seconds"] = statistics.median(self.seconds)
+            results["min_optimizer_seconds"] = min(self.seconds)
+            results["max_optimizer_seconds"] = max(self.seconds)
+        return results
 
 
 def check(rows: list[dict], matrices: int, world_size: int) -> list[str]:

@@ -45,7 +45,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 import _muon as helper
 
-from common import exits, measure, report, runtime
+from common import exits, report, runtime
 from lm import data, shapes
 from lm.weights import build
 
@@ -126,7 +126,7 @@ def rms_of_adamw(matrix: Tensor) -> float:
     return 0.2 * max(matrix.shape) ** 0.5
 
 
-# --- the comparison
+# --- the comparison: one process, sharded Muon, sharded AdamW
 
 
 def make_optimizers(name: str, net: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
@@ -158,26 +158,21 @@ def run(
 ) -> dict:
     """Train for one step per batch, and return a row. Every rank must call this."""
     optimizers = make_optimizers(name, net, lr)
-
-    def optimizer_step() -> None:
-        for optimizer in optimizers:
-            optimizer.step()
-
+    meter = helper.StepMeter()
     losses = []
     for inputs, targets in batches:
-        net.zero_grad()
         loss = net(inputs, targets)
         loss.backward()
-        with measure.Traffic() as sent:  # of the last step in the end
-            optimizer_step()
+        with meter.step(inputs.device):
+            for optimizer in optimizers:
+                optimizer.step()
+        net.zero_grad()
         losses.append(loss.item())
 
     row = {"optimizer": name, "weights": weights}
     row |= helper.losses_of_global_batch(losses)
     row |= helper.state_bytes(optimizers)
-    row |= helper.messages(sent)
-    # The gradients of the last step are still there, for some more steps.
-    row |= helper.seconds_of(optimizer_step, inputs.device)
+    row |= meter.results()
     return row
 
 
