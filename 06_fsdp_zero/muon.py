@@ -74,16 +74,18 @@ class Muon(torch.optim.Optimizer):
         """Update each matrix. Every rank must call this."""
         for group in self.param_groups:
             for matrix in group["params"]:
-                self.update(matrix, group["lr"], group["momentum"], group["weight_decay"])
+                self.update_matrix(matrix, group["lr"], group["momentum"], group["weight_decay"])
 
-    def update(self, matrix: nn.Parameter, lr: float, decay: float, weight_decay: float) -> None:
-        """Update a matrix, [rows, columns]. A rank holds some of its rows, or all."""
+    def update_matrix(
+        self, matrix: nn.Parameter, lr: float, beta: float, weight_decay: float
+    ) -> None:
+        """Update a matrix, [rows, columns]. This rank holds some of its rows, or all."""
         state = self.state[matrix]
         if not state:
             state["momentum"] = torch.zeros_like(matrix)  # the same rows
         momentum = state["momentum"]
-        momentum.lerp_(matrix.grad, 1 - decay)  # a running mean of gradients
-        update = matrix.grad.lerp(momentum, decay)  # Nesterov: one step ahead
+        momentum.lerp_(matrix.grad, 1 - beta)  # beta * momentum + (1 - beta) * gradient
+        update = matrix.grad.lerp(momentum, beta)  # Nesterov momentum: one step ahead
 
         # The only message: each rank sends its rows to all others.
         full_update = runtime.full_tensor(update)  # [rows, columns] on every rank

@@ -194,8 +194,8 @@ def reduce_gradients(group: Group) -> None:
     for parameter in group.parameters:
         parameter.grad = None
 
-    # Collectives of the ranks are matched by their order. Backward reaches the groups in the same
-    # order on every rank.
+    # The n-th collective of one rank is matched with the n-th of every other rank. Backward reaches
+    # the groups in the same order on all ranks.
     my_gradients = torch.empty_like(group.my_weights, requires_grad=False)  # [shard size]
     reduce_scatter_single(my_gradients, gradients)
     group.my_weights.grad = my_gradients / dist.get_world_size()
