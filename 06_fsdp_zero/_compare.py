@@ -255,8 +255,9 @@ def check(
     expected_loss = rows[0]["loss"]
     tolerance = TOLERANCE[args.dtype]
     for row in rows:
-        error = abs(row["loss"] / expected_loss - 1)
-        assert error <= tolerance, f"{row['method']}: its loss differs from DDP's by {error:.1e}"
+        assert math.isclose(row["loss"], expected_loss, rel_tol=tolerance), (
+            f"{row['method']}: its loss is {row['loss']}, and DDP's is {expected_loss}"
+        )
     checked.append(f"every method has DDP's loss, {expected_loss:.4f}, within {tolerance:g}")
     return checked
 
