@@ -172,7 +172,6 @@ READERS += r"|LM\.from_pretrained|safetensors\.torch import (?!save_file)"
 MAY_READ = {
     "lm/weight_files.py",
     "lm/reference.py",
-    "06_fsdp_zero/_shared.py",  # a docstring says how peft reads what is written
     "09_inference/_export.py",
     "09_inference/_offloaded.py",
     "models/make_smollm2.py",
