@@ -100,7 +100,7 @@ def deepspeed_config(args, config, batches) -> dict:
             # Stage 3: gather one block ahead of its use, and free a block after its forward.
             "stage3_prefetch_bucket_size": parameters_per_block,
             "stage3_max_reuse_distance": 0,
-            # Parameters with fewer numbers are not sharded in use: here all vectors.
+            # Parameters with fewer numbers stay gathered: here all vectors.
             "stage3_param_persistence_threshold": config.hidden_size + 1,
             "offload_optimizer": {"device": "none" if args.offload == "none" else "cpu"},
             "offload_param": {"device": "cpu" if args.offload == "params" else "none"},
