@@ -116,7 +116,7 @@ def deepspeed_config(args, config, batches) -> dict:
 def make_engine(model, args, batches, device, *, load_universal):
     """Return DeepSpeed's engine, which owns the model, the optimizer and the schedule.
 
-    `load_universal` says whether it will load a checkpoint that was saved by other ranks.
+    `load_universal` says whether a checkpoint in universal form will be loaded.
     """
     deepspeed = helper.import_deepspeed(device)
     # The groups of optim.adamw_cosine, which cannot tell a matrix by ndim if it is sharded.
@@ -187,6 +187,8 @@ def main() -> int:
     settings["--stage"] = args.stage
     run = helper.Run(args, settings=settings)
     saved = run.find_intact() if args.resume else None
+    # If another number of ranks has saved it, DeepSpeed loads it only in its universal form. The
+    # engine has to know that when it is created.
     universal = helper.make_universal(saved, args.stage) if saved else None
     engine = make_engine(model, args, batches, device, load_universal=universal is not None)
     start_step = 0
