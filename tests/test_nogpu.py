@@ -26,7 +26,8 @@ ONE = {  # script: flags
     "04_amp/compare.py": "--model tiny.json --steps 6 --batch-size 2 --seq-len 32",
     "06_fsdp_zero/convert_checkpoint.py": "",
     "07_memory_tricks/chunked_loss.py": "--tokens 128 --vocab-size 8192 --chunk-tokens 16 --hidden-size 64 --rounds 1",
-    "07_memory_tricks/cuda_graphs.py": "--seq-len 16 --micro-batch-sizes 1,2 --rounds 1",
+    "07_memory_tricks/cuda_graphs.py": "--model tiny.json --seq-len 16 --micro-batch-sizes 1,2"
+    " --rounds 1",
     "07_memory_tricks/gradient_checkpointing.py": "--rounds 1 --batch-size 2 --seq-len 64",
     "07_memory_tricks/lora.py": "--model tiny.json --steps 2 --batch-size 2 --seq-len 32",
     "07_memory_tricks/memory_profile.py": "--micro-batch-size 4",
@@ -74,6 +75,7 @@ AT_GPU_SIZES = [
     "07_memory_tricks/offload.py",
     "07_memory_tricks/optimizer_memory.py",
     "07_memory_tricks/lora.py",
+    "07_memory_tricks/cuda_graphs.py",
 ]
 # Lessons without flags for their sizes: lines of the script, and smaller sizes.
 SMALLER = {
