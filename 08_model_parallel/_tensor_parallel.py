@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from _shared import cut_matrices
+from _stages import cut_matrices
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.tensor import DTensor

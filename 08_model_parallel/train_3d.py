@@ -35,7 +35,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 import _train_3d as helper
-from _shared import cut_matrices, keep_stage
+from _stages import cut_matrices, keep_stage
 
 from common import cli, exits, hardware, report, runtime
 from lm import checkpoint, data, flags, metrics, optim, shapes, weights

@@ -1,4 +1,4 @@
-"""How a model is cut: its layers into the stages of a pipeline, its matrices by torch's plan for tensor parallelism."""
+"""Split a model into the stages of a pipeline, and its matrices over tensor ranks."""
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -12,24 +12,35 @@ from torch.distributed.tensor.parallel import (
 )
 
 
-def layers_of(stage: int, stages: int, layers: int) -> range:
-    """The layers of a stage. All have equally many; where stages do not divide the layers, the first have one more."""
-    each, more = divmod(layers, stages)
-    first = stage * each + min(stage, more)
-    return range(first, first + each + (stage < more))
+def layers_of_stage(stage: int, stages: int, layers: int) -> range:
+    """Return the numbers of the layers that a stage has.
+
+    If `stages` does not divide `layers`, the first stages have one layer more than the others.
+    """
+    layers_per_stage, remainder = divmod(layers, stages)
+    first = stage * layers_per_stage + min(stage, remainder)
+    count = layers_per_stage
+    if stage < remainder:
+        count += 1
+    return range(first, first + count)
 
 
 def keep_stage(net: nn.Module, stage: int, stages: int) -> nn.Module:
-    """Drop from a model on the meta device what other stages compute. Layer 7 is still called 7."""
-    for layer in set(range(len(net.model.layers))) - set(
-        layers_of(stage, stages, len(net.model.layers))
-    ):
-        del net.model.layers[str(layer)]
+    """Delete from a model what other stages compute, and return the model.
+
+    The first stage keeps the embedding, the last one the final norm and the head. Layer 7 keeps its
+    name, 7, in whichever stage it is. Call it on the meta device, before weights have memory.
+    """
+    layers = net.model.layers
+    kept = layers_of_stage(stage, stages, len(layers))
+    for number in range(len(layers)):
+        if number not in kept:
+            del layers[str(number)]
     if stage > 0:
-        net.model.embed_tokens = None  # the stage takes hidden states instead of tokens
+        net.model.embed_tokens = None  # this stage takes hidden states instead of tokens
     if stage < stages - 1:
         net.model.norm = None
-        net.lm_head = None  # it returns hidden states
+        net.lm_head = None  # this stage returns hidden states
     return net
 
 
