@@ -10,7 +10,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from _shared import keep_stage
+from _stages import keep_stage
 from torch import Tensor, nn
 
 from common import measure, runtime
