@@ -292,9 +292,9 @@ def check(rows: list[dict], config: shapes.Config, args: argparse.Namespace) -> 
         )
     return [
         "by hand, each step has the losses, gradients, norm and new weights of one process "
-        f"({largest_error:.0e})",
+        f"({largest_error:.1g})",
         "with DTensor and a ParallelStyle, each step has those of the version by hand "
-        f"({largest_torch_error:.0e}; 0 means to the bit)",
+        f"({largest_torch_error:.1g}; 0 means to the bit)",
         "the experts took the same tokens as on one process, and the bytes that "
         f"{ranks} ranks sent follow from these",
         f"by hand, a step has {4 * layers} all-to-alls, and {layers} all-gathers of counts",

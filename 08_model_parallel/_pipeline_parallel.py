@@ -125,16 +125,20 @@ def train_one_process(net: nn.Module, args: argparse.Namespace, device: torch.de
 
 
 class StepMeter:
-    """Measure the steps of a schedule: the memory of the first, and the time of the others."""
+    """Measure the steps of a schedule: the memory of the first, and the time of the others.
 
-    def __init__(self, device: torch.device) -> None:
+    `held` are the gradients. They are there before the step, so they do not count.
+    """
+
+    def __init__(self, held: list[Tensor], device: torch.device) -> None:
+        self.held = held
         self.device = device
         self.activation_bytes = None
         self.seconds = []
 
     def __enter__(self) -> None:
         if self.activation_bytes is None:
-            self.live = measure.LiveBytes(device=self.device)
+            self.live = measure.LiveBytes(self.held, self.device)
             self.live.__enter__()
             self.bytes_before = self.live.now
         else:
@@ -269,8 +273,8 @@ def check(rows: list[dict], baseline: Baseline, args: argparse.Namespace) -> lis
         assert activation_bytes["1F1B"] < activation_bytes["GPipe"], "1F1B holds as much as GPipe"
     return [
         "each schedule has the losses and gradients of one process "
-        f"in {args.steps} steps ({largest_from_one_process:.0e})",
+        f"in {args.steps} steps ({largest_from_one_process:.1g})",
         "torch.distributed.pipelining has the losses and gradients of the schedules by hand "
-        f"({largest_from_hand:.0e}; 0 means to the bit)",
+        f"({largest_from_hand:.1g}; 0 means to the bit)",
         "idle units, micro-batches held and messages are those of the formulas, on every rank",
     ]

@@ -431,7 +431,8 @@ def run(
         worker = Worker(stages, stage_count - 1, baseline.tokens)
         step = partial(worker.step, programs[rank])
 
-    meter = helper.StepMeter(baseline.device)
+    gradient_tensors = [parameter.grad for parameter in parameters.values()]
+    meter = helper.StepMeter(gradient_tensors, baseline.device)
     losses = []
     gradients = []
     errors = []
