@@ -129,7 +129,7 @@ class Mixture(nn.Module):
         probabilities = self.router(tokens).softmax(-1)  # [tokens, experts]
         choices = self.choose(probabilities)  # [tokens, k]
         weights = probabilities.gather(-1, choices)  # [tokens, k]
-        # The weight of a single choice would always be 1, and the router would learn nothing.
+        # With k = 1 this would make every weight 1, and the router would learn nothing.
         if self.k > 1:
             weights = weights / weights.sum(-1, keepdim=True)
         counts = torch.bincount(choices.flatten(), minlength=probabilities.shape[1])

@@ -223,8 +223,8 @@ def build_stage(
 def loss_share(logits: Tensor, targets: Tensor, tokens: int) -> Tensor:
     """Return the share of a micro-batch in the mean loss over the `tokens` targets of the batch.
 
-    The shares add up to the loss, and their gradients to its gradient. The mean of a micro-batch
-    would count its tokens more, the fewer it has.
+    The shares add up to the loss, and their gradients to its gradient. Means over micro-batches do
+    not: in a micro-batch of few tokens each token would count more.
     """
     loss_sum = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
     return loss_sum / tokens
@@ -241,7 +241,7 @@ class Transfer:
         """Wait for all messages. On a GPU the stream waits, and not the CPU."""
         for work in self.works:
             work.wait()
-        self.works = []  # gloo must not wait twice
+        self.works = []  # a work of gloo must be waited for only once
 
 
 class Worker:
@@ -269,13 +269,13 @@ class Worker:
         self.results = {}  # by the message that will send them
         self.buffers = {}  # by the message that fills them, each with its transfer
         self.transfers = []
-        for step in program:
-            if isinstance(step, list):
-                self.start_transfer(step)
-            elif step.name == "Forward":
-                self.forward(step.micro_batch, step.stage)
+        for entry in program:
+            if isinstance(entry, list):
+                self.start_transfer(entry)
+            elif entry.name == "Forward":
+                self.forward(entry.micro_batch, entry.stage)
             else:
-                self.backward(step.micro_batch, step.stage)
+                self.backward(entry.micro_batch, entry.stage)
         for transfer in self.transfers:
             transfer.wait()
         return self.loss
@@ -486,10 +486,10 @@ def main() -> int:
         schedules.append(Schedule("interleaved 1F1B", order, args.chunks))
     rows = [{"name": "one process", "losses": baseline.losses}]
     for schedule in schedules:
-        row_by_hand, by_hand = run(schedule, False, baseline)
-        row_by_torch, by_torch = run(schedule, True, baseline)
+        row_by_hand, gradients_by_hand = run(schedule, by_torch=False, baseline=baseline)
+        row_by_torch, gradients_by_torch = run(schedule, by_torch=True, baseline=baseline)
         errors = []
-        for found, expected in zip(by_torch, by_hand, strict=True):
+        for found, expected in zip(gradients_by_torch, gradients_by_hand, strict=True):
             errors.append(measure.relative_error(found, expected))
         row_by_torch["from_hand_error"] = helper.largest_of_ranks(errors)
         rows += [row_by_hand, row_by_torch]
