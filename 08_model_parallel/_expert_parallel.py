@@ -251,6 +251,13 @@ def expected_bytes(kept: Tensor, hidden_size: int) -> list[int]:
     return (2 * (rows.sum(1) + rows.sum(0)) * bytes_per_row).tolist()
 
 
+def how_equal(error: float) -> str:
+    """Say how far two results are apart."""
+    if error == 0:
+        return "to the bit"
+    return f"up to a relative error of {error:.1g}"
+
+
 def check(rows: list[dict], config: shapes.Config, args: argparse.Namespace) -> list[str]:
     """Assert that all variants train as on one process, and send what their choices require.
 
@@ -291,10 +298,10 @@ def check(rows: list[dict], config: shapes.Config, args: argparse.Namespace) -> 
             f"{variant}: the ranks sent {sent} bytes in all-to-alls, and must send {expected}"
         )
     return [
-        "by hand, each step has the losses, gradients, norm and new weights of one process "
-        f"({largest_error:.1g})",
-        "with DTensor and a ParallelStyle, each step has those of the version by hand "
-        f"({largest_torch_error:.1g}; 0 means to the bit)",
+        "by hand, each step has the losses, gradients, norm and new weights of one process, "
+        + how_equal(largest_error),
+        "with DTensor and a ParallelStyle, each step has those of the version by hand, "
+        + how_equal(largest_torch_error),
         "the experts took the same tokens as on one process, and the bytes that "
         f"{ranks} ranks sent follow from these",
         f"by hand, a step has {4 * layers} all-to-alls, and {layers} all-gathers of counts",

@@ -236,6 +236,13 @@ def formulas(name: str, chunks: int, micro_batches: int) -> dict:
     }
 
 
+def how_equal(error: float) -> str:
+    """Say how far two results are apart."""
+    if error == 0:
+        return "to the bit"
+    return f"up to a relative error of {error:.1g}"
+
+
 def check(rows: list[dict], baseline: Baseline, args: argparse.Namespace) -> list[str]:
     """Assert that all schedules train as one process, and cost what the formulas say.
 
@@ -272,9 +279,9 @@ def check(rows: list[dict], baseline: Baseline, args: argparse.Namespace) -> lis
     if args.micro_batches_per_rank > 1:
         assert activation_bytes["1F1B"] < activation_bytes["GPipe"], "1F1B holds as much as GPipe"
     return [
-        "each schedule has the losses and gradients of one process "
-        f"in {args.steps} steps ({largest_from_one_process:.1g})",
-        "torch.distributed.pipelining has the losses and gradients of the schedules by hand "
-        f"({largest_from_hand:.1g}; 0 means to the bit)",
+        f"in {args.steps} steps each schedule has the losses and gradients of one process, "
+        + how_equal(largest_from_one_process),
+        "torch.distributed.pipelining has the losses and gradients of the schedules by hand, "
+        + how_equal(largest_from_hand),
         "idle units, micro-batches held and messages are those of the formulas, on every rank",
     ]
