@@ -252,7 +252,7 @@ def expected_bytes(kept: Tensor, hidden_size: int) -> list[int]:
 
 
 def how_equal(error: float) -> str:
-    """Say how far two results are apart."""
+    """Return a text that says how far two results are apart."""
     if error == 0:
         return "to the bit"
     return f"up to a relative error of {error:.1g}"

@@ -237,7 +237,7 @@ def formulas(name: str, chunks: int, micro_batches: int) -> dict:
 
 
 def how_equal(error: float) -> str:
-    """Say how far two results are apart."""
+    """Return a text that says how far two results are apart."""
     if error == 0:
         return "to the bit"
     return f"up to a relative error of {error:.1g}"
