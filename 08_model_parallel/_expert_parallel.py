@@ -302,7 +302,7 @@ def check(rows: list[dict], config: shapes.Config, args: argparse.Namespace) -> 
         + how_equal(largest_error),
         "with DTensor and a ParallelStyle, each step has those of the version by hand, "
         + how_equal(largest_torch_error),
-        "the experts took the same tokens as on one process, and the bytes that "
-        f"{ranks} ranks sent follow from these",
+        "the experts took the same tokens as on one process, and each rank sent the bytes that "
+        "follow from these",
         f"by hand, a step has {4 * layers} all-to-alls, and {layers} all-gathers of counts",
     ]

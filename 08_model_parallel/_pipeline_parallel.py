@@ -279,9 +279,9 @@ def check(rows: list[dict], baseline: Baseline, args: argparse.Namespace) -> lis
     if args.micro_batches_per_rank > 1:
         assert activation_bytes["1F1B"] < activation_bytes["GPipe"], "1F1B holds as much as GPipe"
     return [
-        f"in {args.steps} steps each schedule has the losses and gradients of one process, "
+        "in each step the schedules have the loss and the gradients of one process, "
         + how_equal(largest_from_one_process),
-        "torch.distributed.pipelining has the losses and gradients of the schedules by hand, "
-        + how_equal(largest_from_hand),
+        "torch.distributed.pipelining has the losses and the gradients of the same schedules by "
+        "hand, " + how_equal(largest_from_hand),
         "idle units, micro-batches held and messages are those of the formulas, on every rank",
     ]

@@ -141,19 +141,20 @@ class Mixture(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # [batch, length, hidden] in and out
         tokens = x.flatten(0, 1)  # [tokens, hidden]
-        self.routing = self.route(tokens)
-        _, choices, weights, counts = self.routing
-        self.balance_loss = balance_loss(self.routing.probabilities, counts, self.k)
-        limit = capacity(counts, self.capacity_factor)
+        routing = self.route(tokens)
+        self.routing = routing
+        self.balance_loss = balance_loss(routing.probabilities, routing.counts, self.k)
+        limit = capacity(routing.counts, self.capacity_factor)
         self.tokens_of_expert = []
         mixed = torch.zeros_like(tokens)
         for expert, matrices in enumerate(self.experts.matrices()):
-            token, place = (choices == expert).nonzero(as_tuple=True)  # each [rows]
+            # The tokens that chose this expert, and at which of their k places: each [rows].
+            token, place = (routing.choices == expert).nonzero(as_tuple=True)
             # Above the limit are the last tokens. A dropped choice adds nothing to its token.
             token = token[:limit]
             place = place[:limit]
             output = mlp(tokens[token], *matrices)  # [rows, hidden]
-            weighted = output * weights[token, place].unsqueeze(-1)
+            weighted = output * routing.weights[token, place].unsqueeze(-1)
             mixed = mixed.index_add(0, token, weighted)
             self.tokens_of_expert.append(token)
         return mixed.view_as(x)
@@ -214,28 +215,29 @@ class ParallelMixture(Mixture):
     def forward(self, x: Tensor) -> Tensor:  # [batch, length, hidden] in and out
         rank = dist.get_rank()
         tokens = x.flatten(0, 1)  # [tokens, hidden], shard(tokens)
-        self.routing = self.route(tokens)
-        probabilities, choices, weights, my_counts = self.routing
+        routing = self.route(tokens)
+        self.routing = routing
 
         # All ranks learn how many choices of each rank fell on each expert: [ranks, experts].
-        counts = my_counts.new_empty(dist.get_world_size(), len(my_counts))
-        all_gather_single(counts.view(-1), my_counts)  # shard(ranks) to replicate
-        self.balance_loss = balance_loss(probabilities, counts.sum(0), self.k)
+        counts = routing.counts.new_empty(dist.get_world_size(), len(routing.counts))
+        all_gather_single(counts.view(-1), routing.counts)  # shard(ranks) to replicate
+        self.balance_loss = balance_loss(routing.probabilities, counts.sum(0), self.k)
         # The CPU needs these numbers for the sizes of the all-to-alls, so it waits for the GPU.
         counts = counts.cpu()
         self.kept = keep_within_capacity(counts, self.capacity_factor)  # [ranks, experts]
 
         # The choices of this rank that are kept, ordered by expert and then by token. A choice is
         # the number token * k + place.
-        by_expert = choices.flatten().argsort(stable=True).split(counts[rank].tolist())
+        order = routing.choices.flatten().argsort(stable=True)  # [tokens * k]
+        choices_by_expert = order.split(counts[rank].tolist())
         kept_choices = []
-        for choices_of_expert, limit in zip(by_expert, self.kept[rank].tolist(), strict=True):
-            kept_choices.append(choices_of_expert[:limit])
+        for choices, limit in zip(choices_by_expert, self.kept[rank].tolist(), strict=True):
+            kept_choices.append(choices[:limit])
         kept_choices = torch.cat(kept_choices)  # [rows]
         token = kept_choices // self.k  # [rows]
 
         outputs = self.run_experts(tokens[token], self.kept)  # [rows, hidden]
-        weighted = outputs * weights.flatten()[kept_choices].unsqueeze(-1)
+        weighted = outputs * routing.weights.flatten()[kept_choices].unsqueeze(-1)
         mixed = torch.zeros_like(tokens).index_add(0, token, weighted)
         return mixed.view_as(x)
 

@@ -59,7 +59,7 @@ GPU_DEFAULTS = {"model": "untied-wide", "seq_len": 512}
 
 
 class Instruction(NamedTuple):
-    """A thing that a rank does with one micro-batch.
+    """One action of a rank on one micro-batch.
 
     Forward and Backward compute a stage. SendActivations, ReceiveActivations, SendGradients and
     ReceiveGradients move a tensor between a stage and its neighbour.
@@ -81,8 +81,8 @@ def one_forward_one_backward(rank: int, ranks: int, micro_batches: int) -> list[
     """Return each backward as early as possible."""
     forwards = [Instruction("Forward", i, rank) for i in range(micro_batches)]
     backwards = [Instruction("Backward", i, rank) for i in range(micro_batches)]
-    # The first micro-batch passes the ranks behind this one, and then comes back. Meanwhile this
-    # rank computes the forwards of as many others.
+    # The first micro-batch goes on to the last rank, and its gradient comes back. Meanwhile this
+    # rank computes one more forward for each rank behind it.
     return alternate(forwards, backwards, warm_up=ranks - rank - 1)
 
 
@@ -118,7 +118,8 @@ def alternate(
 
 # --- 2. time: when each rank computes, if messages take no time
 
-DURATION = {"Forward": 1, "Backward": 2}  # units of time, for one stage
+# Units of time, for one stage: backward has twice as many matmuls as forward.
+DURATION = {"Forward": 1, "Backward": 2}
 
 
 def input_of(instruction: Instruction, last_stage: int) -> Instruction | None:
@@ -160,7 +161,7 @@ def simulate(orders: list[list[Instruction]]) -> list[list[tuple[Instruction, in
 
 
 def messages_of(instruction: Instruction, last_stage: int) -> list[Instruction]:
-    """Return how the result of an instruction is sent and received; nothing if it stays here."""
+    """Return the send and the receive of an instruction's result. It may need neither."""
     name, micro_batch, stage = instruction
     if name == "Forward" and stage < last_stage:
         return [
@@ -238,10 +239,11 @@ class Transfer:
         self.works = dist.batch_isend_irecv(operations)  # returns at once
 
     def wait(self) -> None:
-        """Wait for all messages. On a GPU the stream waits, and not the CPU."""
+        """Wait for all messages, and let go of their tensors. On a GPU only the stream waits."""
         for work in self.works:
             work.wait()
         self.works = []  # a work of gloo must be waited for only once
+        self.operations = []
 
 
 class Worker:
