@@ -51,7 +51,7 @@ TWO = {  # under torchrun with two ranks
     "07_memory_tricks/gradient_accumulation.py": "--model tiny.json --rounds 1 --seq-len 32",
     "08_model_parallel/tensor_parallel.py": "--steps 2",
     "08_model_parallel/pipeline_parallel.py": "--steps 1 --micro-batch-size 1 --micro-batches-per-rank 2",
-    "08_model_parallel/context_parallel.py": "--steps 2 --seq-len 48",
+    "08_model_parallel/context_parallel.py": "--model nano --steps 2 --seq-len 128 --batch-size 2",
     "08_model_parallel/expert_parallel.py": "--steps 2",
     "08_model_parallel/train_3d.py": f"{TRAIN} --tp 2",
     "09_inference/infer_70b.py": ANSWER,
@@ -101,6 +101,7 @@ AT_GPU_DEFAULTS = {
     "05_ddp/data_parallel.py": ("", 0, 2),
     "05_ddp/ddp_from_scratch.py": ("", 1, 1),
     "05_ddp/stragglers.py": ("", 1, 1),
+    "08_model_parallel/context_parallel.py": ("", 1, 1),
 }
 SAMPLE = ("04_amp/train.py", "06_fsdp_zero/train_fsdp.py", "09_inference/kv_cache.py")
 GPU_TESTS = {  # of pytest -m gpu
