@@ -1,4 +1,4 @@
-"""What context_parallel.py reports and checks, and a ring of torch for the CPU's kernel."""
+"""Choose, report and check the variants of context_parallel.py; run torch's ring on a CPU."""
 
 import argparse
 from collections import Counter
@@ -99,7 +99,7 @@ CPU_FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
-def prepare_torch(device: torch.device) -> None:
+def register_cpu_attention(device: torch.device) -> None:
     """Register the CPU's flash attention with torch's context_parallel, if the device is a CPU."""
     if device.type == "cpu" and hasattr(torch_ring, "custom_ops"):
         torch_ring.custom_ops[CPU_FORWARD] = ring_forward
