@@ -55,8 +55,8 @@ TWO = {  # under torchrun with two ranks
     "08_model_parallel/pipeline_parallel.py": (
         "--model untied-nano --seq-len 24 --steps 1 --micro-batch-size 1 --micro-batches-per-rank 2"
     ),
-    "08_model_parallel/context_parallel.py": "--steps 2 --seq-len 48",
     "08_model_parallel/expert_parallel.py": "--model nano --seq-len 16 --steps 2",
+    "08_model_parallel/context_parallel.py": "--model nano --steps 2 --seq-len 128 --batch-size 2",
     "08_model_parallel/train_3d.py": f"{TRAIN} --tp 2",
     "09_inference/infer_70b.py": ANSWER,
     "09_inference/offloaded.py": f"{ANSWER} --by zero3",
@@ -111,6 +111,7 @@ AT_GPU_DEFAULTS = {
     "06_fsdp_zero/zero_from_scratch.py": ("--steps 1", 1, 1),
     "08_model_parallel/tensor_parallel.py": ("", 1, 1),
     "08_model_parallel/pipeline_parallel.py": ("", 1, 1),
+    "08_model_parallel/context_parallel.py": ("", 1, 1),
 }
 SAMPLE = ("04_amp/train.py", "06_fsdp_zero/train_fsdp.py", "09_inference/kv_cache.py")
 GPU_TESTS = {  # of pytest -m gpu
