@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable
 
 import torch
-from _shared import DTYPES, Text
+from _generate import DTYPES, Text
 from torch import Tensor, nn
 
 from common import cli, exits, report, runtime

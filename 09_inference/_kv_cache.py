@@ -6,7 +6,7 @@ from collections.abc import Callable
 from itertools import takewhile
 
 import torch
-from _shared import DTYPES, StaticCache, Text
+from _generate import DTYPES, StaticCache, Text
 
 from common import measure, report
 from lm import shapes

@@ -29,7 +29,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
-import _shared as shared
+import _generate as shared
 from _infer_70b import check_bytes, check_layout, check_room, dry_run, held_bytes, local, printer
 
 from common import cli, exits, report, runtime

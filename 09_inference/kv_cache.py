@@ -26,8 +26,7 @@ import torch
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
-from _kv_cache import COLUMNS, check, held_at_the_end, seconds_to_resume, shared_tokens
-from _shared import (
+from _generate import (
     DTYPES,
     StaticCache,
     Text,
@@ -39,6 +38,7 @@ from _shared import (
     steps_of,
     write,
 )
+from _kv_cache import COLUMNS, check, held_at_the_end, seconds_to_resume, shared_tokens
 
 from common import exits, measure, report
 from lm import shapes, weights
