@@ -33,7 +33,8 @@ ONE = {  # script: flags
     "07_memory_tricks/offload.py": "--rounds 1 --batch-size 2 --seq-len 32",
     "07_memory_tricks/optimizer_memory.py": "--model tiny.json --seq-len 32 --steps 2 --seeds 1",
     "07_memory_tricks/packing.py": "--model tiny.json --seq-len 96 --documents 9 --rounds 1",
-    "09_inference/kv_cache.py": ANSWER,
+    "09_inference/kv_cache.py": f"{ANSWER} --repeat 1",
+    "09_inference/parity.py": "--model tiny.json --batch-size 2 --new-tokens 8 --steps 2 --no-compile",
     "09_inference/quantized.py": ANSWER,
     "09_inference/speculative.py": ANSWER,
     "09_inference/offloaded.py": f"{ANSWER} --memory 0.01",
@@ -101,6 +102,8 @@ AT_GPU_DEFAULTS = {
     "05_ddp/data_parallel.py": ("", 0, 2),
     "05_ddp/ddp_from_scratch.py": ("", 1, 1),
     "05_ddp/stragglers.py": ("", 1, 1),
+    "09_inference/kv_cache.py": ("--max-new-tokens 4", 0, 1),
+    "09_inference/parity.py": ("--steps 2 --no-compile", 0, 1),
 }
 SAMPLE = ("04_amp/train.py", "06_fsdp_zero/train_fsdp.py", "09_inference/kv_cache.py")
 GPU_TESTS = {  # of pytest -m gpu
