@@ -332,7 +332,8 @@ class PausedSteps(PagedSteps):
         self.pause["same_places"] = helper.common_blocks(tables_before, self.cache.tables)
         self.cache.release(other)
 
-        # The logits of the last tokens again: they depend on all that has been brought back.
+        # The logits of the last tokens again: they depend on all that has been brought back. Not by
+        # PagedSteps.decode, which reads one more token.
         self.cache.select(self.texts)
         return CachedSteps.decode(self, ids.gather(1, last[:, None])[:, 0], last)
 

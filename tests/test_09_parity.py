@@ -1,4 +1,4 @@
-"""09_inference/parity.py: log-probabilities of a trainer and of a server, and where they are equal."""
+"""09_inference/parity.py: log-probabilities of a trainer and a server, and where they are equal."""
 
 import copy
 import json
