@@ -14,7 +14,7 @@ from common.exits import UserError
 from lm import data, model, shapes
 
 PROMPT_TOKENS = 64
-TRAIN_TOKENS = 128  # of each of 8 samples in a step
+TRAIN_TOKENS = 128  # of each of 8 samples in a step, or as many as the model can read
 REFERENCE = "trainer, fp32"
 FP32_SERVER = "server, decode, fp32"
 AUTOCAST = "trainer, autocast, fp32 weights"
@@ -72,8 +72,9 @@ def can_compile(device: torch.device) -> bool:
 
 def train(net: model.Transformer, corpus: data.Corpus, args, device: torch.device) -> float:
     """Train a model with random weights for some steps. Return the last loss."""
-    sizes = Namespace(seq_len=TRAIN_TOKENS, global_batch_size=8, micro_batch_size=8, seed=0)
-    samples = data.sequences(corpus, TRAIN_TOKENS)
+    seq_len = min(TRAIN_TOKENS, net.config.max_position_embeddings)
+    sizes = Namespace(seq_len=seq_len, global_batch_size=8, micro_batch_size=8, seed=0)
+    samples = data.sequences(corpus, seq_len)
     batches = data.Batches(*samples, sizes, rank=0, world_size=1)
     lr = shapes.recipe(args.model).lr
     optimizer = torch.optim.AdamW(net.parameters(), lr=lr, fused=True)

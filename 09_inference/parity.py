@@ -279,13 +279,13 @@ def main() -> int:
     config, corpus = helper.load_text(args)
     device = report.start_lesson(args.device)
     can_compile = not args.no_compile and helper.can_compile(device)
+    prompts = helper.prompts_of(corpus, args.batch_size, device)
     net = weights.build(args.model, config, seed=0, device=device)
     loss = None
     if not shapes.has_weights(args.model):
         loss = helper.train(net, corpus, args, device)
     if args.head == "fp32":
         net.lm_head = Fp32Head(net.lm_head)
-    prompts = helper.prompts_of(corpus, args.batch_size, device)
     rows = run(net, prompts, args, can_compile)
     report.end_lesson(
         rows,
