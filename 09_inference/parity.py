@@ -12,7 +12,7 @@ should be 1. In 16 bits it is not, because the two round at different places:
               bits.
     kernels   Attention of all tokens at once, or of one token to a cache. Separate kernels, or
               those of torch.compile.
-    shapes    A matmul with 2,552 rows may add up in another order than one with 8 rows.
+    shapes    A matmul with 5,104 rows may add up in another order than one with 16 rows.
 
 This file computes log-probabilities in ten ways. It compares each with two others: with the trainer
 in fp32, which shows the rounding error, and with the decode steps that sampled the tokens, which
@@ -269,7 +269,7 @@ def main() -> int:
         __doc__,
         gpu={"model": "wide", "batch_size": 32, "steps": 100},
         model="nano",
-        batch_size=8,
+        batch_size=16,
         new_tokens=256,
         steps=40,
         dtype=("bf16", "fp16"),
