@@ -30,9 +30,10 @@ without torch.compile.
     one GPU   python 09_inference/parity.py --device cuda
     cluster   it uses one process only; tensor parallelism adds up in yet another order
 
-What to look at: the server in fp32, whose ratios are all 1: a cache by itself changes nothing. Then
-the last three columns of the trainer under autocast. A model with random weights is trained for
-some steps first, because untrained it gives all tokens about the same probability.
+What to look at: the server in fp32, which is hardly off the trainer in fp32: a cache by itself
+changes nothing. Then the last three columns of the trainer under autocast and with 16-bit weights.
+A model with random weights is trained for some steps first, because untrained it gives all tokens
+about the same probability.
 
 On a GPU the default is --model wide with 32 texts. Expected on an H100: more rows differ from each
 other than on a CPU, because its libraries choose a kernel by the shape of the matrices. A text at a
@@ -209,45 +210,44 @@ def run(net: model.Transformer, prompts: Tensor, args, can_compile: bool) -> lis
     """
     dtype = DTYPES[args.dtype]
     new_tokens = args.new_tokens
-    autocast = torch.autocast(prompts.device.type, dtype)
     # FSDP gathers such weights for a forward, and a server loads them.
     net16 = copy.deepcopy(net).to(dtype)
-
     generator = torch.Generator(prompts.device).manual_seed(0)
 
     def draw(logits: Tensor, step: int) -> Tensor:
         probabilities = logits.float().softmax(dim=-1)
         return torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)
 
-    # On a GPU, steps_of has turned cuDNN's attention off for the whole process. So the trainer does
-    # not use it below, either.
+    # On a GPU, steps_of turns cuDNN's attention off for the whole process. So the trainer does not
+    # use it below, either.
     tokens, sampled = decode_logprobs(net16, prompts, new_tokens, draw)
     ids = torch.cat((prompts, tokens), dim=1)
 
     def given(logits: Tensor, step: int) -> Tensor:
         return ids[:, prompts.shape[1] + step]
 
-    one_by_one = [prefill_logprobs(net16, text, new_tokens, True) for text in ids.split(1)]
-    logprobs = {
-        helper.REFERENCE: trainer_logprobs(net, ids, new_tokens),
-        helper.FP32_SERVER: decode_logprobs(net, prompts, new_tokens, given)[1],
-        helper.AUTOCAST: autocast(trainer_logprobs)(net, ids, new_tokens),
-        helper.TRAINER_16: trainer_logprobs(net16, ids, new_tokens),
-        helper.SAME_KERNEL: prefill_logprobs(net16, ids, new_tokens, same_kernel=True),
-        "server, prefill, a text at a time": torch.cat(one_by_one),
-        "server, prefill, mask over the cache": prefill_logprobs(net16, ids, new_tokens, False),
-        "server, decode: sampled the tokens": sampled,
-    }
+    logprobs = {helper.REFERENCE: trainer_logprobs(net, ids, new_tokens)}
+    with torch.autocast(prompts.device.type, dtype):
+        logprobs[helper.AUTOCAST] = trainer_logprobs(net, ids, new_tokens)
+        if can_compile:
+            logprobs["trainer, autocast, compiled"] = trainer_logprobs(
+                with_compiled_blocks(net), ids, new_tokens
+            )
+    logprobs[helper.TRAINER_16] = trainer_logprobs(net16, ids, new_tokens)
+
+    logprobs[helper.SAME_KERNEL] = prefill_logprobs(net16, ids, new_tokens, same_kernel=True)
+    logprobs["server, prefill, a text at a time"] = torch.cat(
+        [prefill_logprobs(net16, text, new_tokens, same_kernel=True) for text in ids.split(1)]
+    )
+    logprobs["server, prefill, mask over the cache"] = prefill_logprobs(
+        net16, ids, new_tokens, same_kernel=False
+    )
+    logprobs["server, decode: sampled the tokens"] = sampled
     if can_compile:
-        compiled_net = copy.deepcopy(net)  # a copy, because blocks are compiled in place
-        for block in compiled_net.model.layers.values():
-            block.compile(fullgraph=True)
-        logprobs["trainer, autocast, compiled"] = autocast(trainer_logprobs)(
-            compiled_net, ids, new_tokens
-        )
-        logprobs["server, decode, compiled"] = decode_logprobs(
+        _, logprobs["server, decode, compiled"] = decode_logprobs(
             copy.deepcopy(net16), prompts, new_tokens, given, compile_decode=True
-        )[1]
+        )
+    _, logprobs[helper.FP32_SERVER] = decode_logprobs(net, prompts, new_tokens, given)
 
     reference = logprobs[helper.REFERENCE]
     rows = []
@@ -262,6 +262,14 @@ def run(net: model.Transformer, prompts: Tensor, args, can_compile: bool) -> lis
         }
         rows.append(row | compare(values, sampled))
     return rows
+
+
+def with_compiled_blocks(net: model.Transformer) -> model.Transformer:
+    """Return a copy of the model whose blocks are compiled, as 06_fsdp_zero/train_fsdp.py does."""
+    net = copy.deepcopy(net)
+    for block in net.model.layers.values():
+        block.compile(fullgraph=True)
+    return net
 
 
 def main() -> int:
