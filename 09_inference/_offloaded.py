@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from _shared import DTYPES
+from _generate import DTYPES
 from torch import nn
 
 from common import exits, report, runtime

@@ -29,7 +29,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 import _export
-from _shared import StaticCache, Text, check_tokens, generate, parser, steps_of
+from _generate import StaticCache, Text, check_tokens, generate, parser, steps_of
 
 from common import exits, measure, report
 from lm import data, model, shapes, weights

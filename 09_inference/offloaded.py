@@ -31,8 +31,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
+import _generate as shared
 import _offloaded
-import _shared as shared
 
 from common import cli, exits, report, runtime
 from lm import model, shapes, weights
@@ -54,7 +54,7 @@ def place(net: nn.Module, free: dict[int | str, int], cache_bytes: int) -> dict[
 
 
 def steps_of_transformers(net: nn.Module) -> tuple[Callable, Callable]:
-    """prefill and decode as in _shared.steps_of, with transformers' growing cache. Prompts are padded on the right: the
+    """prefill and decode as in _generate.steps_of, with transformers' growing cache. Prompts are padded on the right: the
     mask hides the padding from every later token, and positions do not count it."""
     from transformers import DynamicCache
 

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
-import _shared as shared
+import _generate as shared
 
 from common import cli, exits, measure, report
 from lm import model, shapes, weights
@@ -120,7 +120,7 @@ def steps(
 ) -> tuple[Callable, Callable, Callable]:
     """Return prefill, decode and verify of a model, with a cache for one prompt.
 
-    Prefill and decode are those of _shared.steps_of. Verify returns the logits
+    Prefill and decode are those of _generate.steps_of. Verify returns the logits
     [1, tokens, vocab_size] of all its tokens [1, tokens].
     """
     cache = shared.StaticCache(

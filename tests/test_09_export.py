@@ -130,7 +130,7 @@ def test_weights_of_another_order_fail(tmp_path, model):
     folder.mkdir()
     line = ".transpose(1, 2).flatten(0, 2)"
     wrong = with_fault(helper, folder, line, ".flatten(0, 2)").parent
-    for name in ("export.py", "_shared.py"):
+    for name in ("export.py", "_generate.py"):
         link = wrong / name
         if not link.exists():
             link.symlink_to(Path(__file__).resolve().parents[1] / "09_inference" / name)

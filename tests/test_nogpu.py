@@ -34,7 +34,8 @@ ONE = {  # script: flags
     "07_memory_tricks/offload.py": "--rounds 1 --batch-size 2 --seq-len 32",
     "07_memory_tricks/optimizer_memory.py": "--model tiny.json --seq-len 32 --steps 2 --seeds 1",
     "07_memory_tricks/packing.py": "--model tiny.json --seq-len 96 --documents 9 --rounds 1",
-    "09_inference/kv_cache.py": ANSWER,
+    "09_inference/kv_cache.py": f"{ANSWER} --repeat 1",
+    "09_inference/parity.py": "--model tiny.json --new-tokens 8 --steps 2 --no-compile",
     "09_inference/quantized.py": ANSWER,
     "09_inference/speculative.py": ANSWER,
     "09_inference/offloaded.py": f"{ANSWER} --memory 0.01",
@@ -112,6 +113,8 @@ AT_GPU_DEFAULTS = {
     "08_model_parallel/tensor_parallel.py": ("", 1, 1),
     "08_model_parallel/pipeline_parallel.py": ("", 1, 1),
     "08_model_parallel/context_parallel.py": ("", 1, 1),
+    "09_inference/kv_cache.py": ("--max-new-tokens 4", 0, 1),
+    "09_inference/parity.py": ("--steps 2 --no-compile", 0, 1),
 }
 SAMPLE = ("04_amp/train.py", "06_fsdp_zero/train_fsdp.py", "09_inference/kv_cache.py")
 GPU_TESTS = {  # of pytest -m gpu
@@ -257,7 +260,7 @@ def test_grouped_heads_in_fp32_hold_no_scores(tmp_path):
 
 COMPARED = {  # script: flags, ranks, and whether it runs transformers' model
     "07_memory_tricks/lora.py": (ONE["07_memory_tricks/lora.py"], 0, False),
-    "09_inference/kv_cache.py": (ANSWER, 0, True),
+    "09_inference/kv_cache.py": (f"{ANSWER} --repeat 1", 0, True),
     "09_inference/quantized.py": (f"{ANSWER} --weights fp32", 0, True),
     "09_inference/speculative.py": (ANSWER, 0, True),
     "09_inference/offloaded.py": (ONE["09_inference/offloaded.py"], 0, True),
