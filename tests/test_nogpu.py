@@ -36,7 +36,7 @@ ONE = {  # script: flags
     "09_inference/kv_cache.py": ANSWER,
     "09_inference/quantized.py": ANSWER,
     "09_inference/speculative.py": ANSWER,
-    "09_inference/offloaded.py": f"{ANSWER} --memory 0.01",
+    "09_inference/offloaded.py": ANSWER,
 }
 TWO = {  # under torchrun with two ranks
     "05_ddp/train.py": TRAIN,
@@ -58,6 +58,7 @@ TWO = {  # under torchrun with two ranks
     "09_inference/offloaded.py": f"{ANSWER} --by zero3",
 }
 DATA_PARALLEL = {"05_ddp/data_parallel.py": "--model nano --seq-len 16"}  # one process, two GPUs
+DEVICE_MAP = {"09_inference/offloaded.py": f"{ANSWER} --by device-map --memory 0.01"}
 # Lessons at the sizes that they have on a GPU without other flags.
 AT_GPU_SIZES = [
     "01_devices/show.py",
@@ -74,6 +75,8 @@ AT_GPU_SIZES = [
     "07_memory_tricks/offload.py",
     "07_memory_tricks/optimizer_memory.py",
     "07_memory_tricks/lora.py",
+    "09_inference/offloaded.py",
+    "09_inference/speculative.py",
 ]
 # Lessons without flags for their sizes: lines of the script, and smaller sizes.
 SMALLER = {
@@ -149,7 +152,7 @@ def named(script: str) -> str:
     ("script", "flags", "ranks", "gpus"),
     [
         pytest.param(script, flags, ranks, gpus, id=named(script))
-        for table, ranks, gpus in ((ONE, 0, 1), (TWO, 2, 2), (DATA_PARALLEL, 0, 2))
+        for table, ranks, gpus in ((ONE, 0, 1), (TWO, 2, 2), (DATA_PARALLEL, 0, 2), (DEVICE_MAP, 0, 1))
         for script, flags in table.items()
     ],
 )
