@@ -33,7 +33,8 @@ ONE = {  # script: flags
     "07_memory_tricks/offload.py": "--rounds 1 --batch-size 2 --seq-len 32",
     "07_memory_tricks/optimizer_memory.py": "--model tiny.json --seq-len 32 --steps 2 --seeds 1",
     "07_memory_tricks/packing.py": "--model tiny.json --seq-len 96 --documents 9 --rounds 1",
-    "09_inference/kv_cache.py": ANSWER,
+    "09_inference/kv_cache.py": f"{ANSWER} --repeat 1",
+    "09_inference/parity.py": "--model tiny.json --new-tokens 8 --steps 2 --no-compile",
     "09_inference/quantized.py": ANSWER,
     "09_inference/speculative.py": ANSWER,
     "09_inference/offloaded.py": ANSWER,
@@ -59,6 +60,7 @@ TWO = {  # under torchrun with two ranks
 }
 DATA_PARALLEL = {"05_ddp/data_parallel.py": "--model nano --seq-len 16"}  # one process, two GPUs
 DEVICE_MAP = {"09_inference/offloaded.py": f"{ANSWER} --by device-map --memory 0.01"}
+RANKS_AND_GPUS = [(ONE, 0, 1), (TWO, 2, 2), (DATA_PARALLEL, 0, 2), (DEVICE_MAP, 0, 1)]
 # Lessons at the sizes that they have on a GPU without other flags.
 AT_GPU_SIZES = [
     "01_devices/show.py",
@@ -104,6 +106,8 @@ AT_GPU_DEFAULTS = {
     "05_ddp/data_parallel.py": ("", 0, 2),
     "05_ddp/ddp_from_scratch.py": ("", 1, 1),
     "05_ddp/stragglers.py": ("", 1, 1),
+    "09_inference/kv_cache.py": ("--max-new-tokens 4", 0, 1),
+    "09_inference/parity.py": ("--steps 2 --no-compile", 0, 1),
 }
 SAMPLE = ("04_amp/train.py", "06_fsdp_zero/train_fsdp.py", "09_inference/kv_cache.py")
 GPU_TESTS = {  # of pytest -m gpu
@@ -152,7 +156,7 @@ def named(script: str) -> str:
     ("script", "flags", "ranks", "gpus"),
     [
         pytest.param(script, flags, ranks, gpus, id=named(script))
-        for table, ranks, gpus in ((ONE, 0, 1), (TWO, 2, 2), (DATA_PARALLEL, 0, 2), (DEVICE_MAP, 0, 1))
+        for table, ranks, gpus in RANKS_AND_GPUS
         for script, flags in table.items()
     ],
 )
@@ -249,7 +253,7 @@ def test_grouped_heads_in_fp32_hold_no_scores(tmp_path):
 
 COMPARED = {  # script: flags, ranks, and whether it runs transformers' model
     "07_memory_tricks/lora.py": (ONE["07_memory_tricks/lora.py"], 0, False),
-    "09_inference/kv_cache.py": (ANSWER, 0, True),
+    "09_inference/kv_cache.py": (f"{ANSWER} --repeat 1", 0, True),
     "09_inference/quantized.py": (f"{ANSWER} --weights fp32", 0, True),
     "09_inference/speculative.py": (ANSWER, 0, True),
     "09_inference/offloaded.py": (ONE["09_inference/offloaded.py"], 0, True),
