@@ -27,10 +27,10 @@ Prefill and decode are one graph, with many tokens or one. It becomes files of t
     cluster   servers read the Hugging Face folder that 06_fsdp_zero/convert_checkpoint.py writes
 
 What to look at: the first token at which a form leaves eager's answer, which is transformers', and
-what int8 costs in loss. On a GPU the default is the wider model and the package alone, because the
-other forms run on CPUs without further packages. Expected on an H100: a decode step reads 228 MB in
-at least 0.07 ms, less than eager takes to launch its kernels (about 50, 5 microseconds each). The
-package has fewer, and launches them from C++.
+what int8 costs in loss. On a GPU the default is a wider model and the package alone: ONNX Runtime
+and llama.cpp, as pip installs them, compute on the CPU. Expected on an H100: a decode step reads
+228 MB in at least 0.07 ms, and eager takes longer to launch its kernels, at about 5 microseconds
+each. The package has fewer kernels, and launches them from C++, so it is faster.
 Previous: speculative.py. Next: launch/README.md.
 """
 

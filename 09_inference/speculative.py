@@ -20,8 +20,9 @@ token by token. A step gives between 1 and K + 1 tokens.
     cluster   it uses one device only; servers such as vLLM combine it with tensor parallelism
 
 Without --draft, two drafts are tried that need no files: the first half of the target's layers, and
-the target itself, all of whose guesses are accepted, at the full price. No draft guesses the tokens
-of random weights well. For a gain, take two folders of one family, such as llama-8b and llama-1b.
+the target itself, whose guesses are all accepted, at the full price. How often a draft is right
+depends on the weights, and random ones say nothing about that. For a gain, take two folders of one
+family, such as those of Llama 3 8B and Llama 3.2 1B.
 
 What to look at: how many steps the target takes, and the time, which need not fall with them. A
 verify step against a decode step. Expected on an H100, where the target is llama-1b in bf16: both
@@ -97,37 +98,38 @@ def speculative_decode(
     positions that no token sees before they are written again.
     """
     device = generator.device
-    ids = torch.tensor([prompt], device=device)  # [1, prompt]
-    positions = torch.arange(len(prompt), device=device)[None]
+    prompt_ids = torch.tensor([prompt], device=device)  # [1, prompt]
+    prompt_positions = torch.arange(len(prompt), device=device)[None]
     last = torch.tensor([len(prompt) - 1], device=device)
-    logits = target.prefill(ids, positions, last)  # [1, vocab]
-    draft.prefill(ids, positions, last)
+    logits = target.prefill(prompt_ids, prompt_positions, last)  # [1, vocab]
+    draft.prefill(prompt_ids, prompt_positions, last)
     token = torch.multinomial(probabilities(logits[0]), 1, generator=generator)  # [1]
     answer = token.tolist()
     accepted = []
     position = len(prompt)  # of the newest token, which is in no cache yet
 
     while len(answer) < max_new_tokens and stop.isdisjoint(answer):
-        places = torch.arange(position, position + draft_tokens + 1, device=device)  # [K + 1]
+        # of this token and of the K guesses after it, [K + 1]
+        positions = torch.arange(position, position + draft_tokens + 1, device=device)
 
         # Draft: guess K tokens.
-        tokens = [token]
-        q = []
+        tokens = [token]  # [1] each
+        q = []  # [vocab] each
         for i in range(draft_tokens):
-            logits = draft.decode(tokens[i], places[i : i + 1])  # [1, vocab]
+            logits = draft.decode(tokens[i], positions[i : i + 1])  # [1, vocab]
             q.append(probabilities(logits[0]))
             tokens.append(torch.multinomial(q[i], 1, generator=generator))
         # The draft reads its last guess, too, because all guesses may be accepted.
-        draft.decode(tokens[-1], places[-1:])
+        draft.decode(tokens[-1], positions[-1:])
 
         # Verify: one forward of the target gives p for all of them.
-        tokens = torch.cat(tokens)  # [K + 1]
-        logits = target.verify(tokens[None], places[None])  # [1, K + 1, vocab]
+        ids = torch.cat(tokens)  # [K + 1]
+        logits = target.verify(ids[None], positions[None])  # [1, K + 1, vocab]
         p = probabilities(logits[0])
 
         # Accept: the next step goes on with the token after the accepted guesses.
-        count, token = accept(p, torch.stack(q), tokens[1:], generator)
-        answer += tokens[1 : count + 1].tolist() + token.tolist()
+        count, token = accept(p, torch.stack(q), ids[1:], generator)
+        answer += ids[1 : count + 1].tolist() + token.tolist()
         accepted.append(count)
         position += count + 1
 

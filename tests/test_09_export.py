@@ -121,7 +121,7 @@ def test_weights_of_another_order_fail(tmp_path, model):
     for package in ("gguf", "xllamacpp"):
         pytest.importorskip(package)
     line = "pairs.transpose(1, 2).flatten(0, 2)"
-    wrong = with_fault(SCRIPT, tmp_path / "fault", line, "pairs.flatten(0, 2)")
+    wrong = with_fault(SCRIPT, tmp_path, line, "pairs.flatten(0, 2)")
     result = start(tmp_path / "run", model, "--forms", "f16", script=wrong)
     assert result.code == 1, result
     assert "AssertionError" in result.err
