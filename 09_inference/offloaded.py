@@ -93,7 +93,7 @@ class LayerStream:
 
     def compute(self, layer: int, *inputs) -> Tensor:
         """Return the output of a layer, and start the copy of the next one."""
-        buffer = self.fetch(layer)  # on its way already, but in the first step
+        buffer = self.fetch(layer)  # already on its way, except in the first step
         self.backend.current_stream().wait_event(buffer.copied)
         output = buffer.block(*inputs)
         buffer.computed = self.backend.current_stream().record_event()
@@ -173,18 +173,22 @@ def run_stream(
     net.model.layers.clear()
     net.to(device)
 
+    # For each variant: how many layers stay on the device, and how many buffers the others use.
     variants = {"two buffers": (stay, 2)}
     rounds = 1
-    if helper.fits_twice(net, layers, device):
-        comparison = {helper.ON_DEVICE: (len(layers), 0), "one buffer": (stay, 1)}
-        variants = comparison | variants
+    if helper.fits_twice(net, layers, device):  # else there is nothing to compare with
+        variants = {
+            helper.ON_DEVICE: (len(layers), 0),
+            "one buffer": (stay, 1),
+            "two buffers": (stay, 2),
+        }
         rounds = 3
 
     answers = {}
     streams = {}
     rows = {}
-    for name, (stay_here, buffers) in variants.items():
-        variant, streams[name] = with_streamed_layers(net, layers, stay_here, buffers, device)
+    for name, (stay, buffers) in variants.items():
+        variant, streams[name] = with_streamed_layers(net, layers, stay, buffers, device)
         cache = _generate.StaticCache(
             config, batch=len(text.prompts), length=text.length, dtype=dtype, device=device
         )
@@ -197,9 +201,8 @@ def run_stream(
     def answer(name: str) -> None:
         results[name].append(answers[name]())
 
-    timing = measure.seconds_in_turns(
-        {name: partial(answer, name) for name in variants}, device, rounds
-    )
+    calls = {name: partial(answer, name) for name in variants}
+    timing = measure.seconds_in_turns(calls, device, rounds)
     for name, row in rows.items():
         row |= timing[name]
         helper.add_results(row, results[name][1:])  # without the warm-up
