@@ -1,8 +1,8 @@
-"""Offloading: a model that does not fit on the GPU answers, because its weights come when needed.
+"""Offloading: answer with a model that does not fit on the GPU.
 
-A decode step needs every weight once, layer by layer. So a GPU can answer with a model that is
-larger than its memory: the layers wait in the CPU's memory, and each is copied to the GPU when it
-is due, in every step again. Two buffers on the GPU, each as large as a layer, are enough:
+A decode step needs every weight once, layer by layer. So a model can be larger than the GPU's
+memory: its layers wait in the CPU's memory, and in every step each layer is copied to the GPU when
+it is due. Two buffers on the GPU, each as large as a layer, are enough:
 
     buffer A   | compute layer 0 | copy layer 2    | compute layer 2 | copy layer 4    |
     buffer B   | copy layer 1    | compute layer 1 | copy layer 3    | compute layer 3 |
@@ -12,10 +12,10 @@ slower than a GPU's memory. So offloading is for models that cannot run otherwis
 prompts at once, which share one trip of the weights. There are three variants:
 
     stream      one process, the two buffers above, written out in this script
-    device-map  one process, transformers and accelerate: whole layers lie on the GPUs while there
-                is room, then in the CPU's memory, then on the disk
-    zero3       a process per GPU, DeepSpeed: each holds 1/N of every tensor, on the GPU or in the
-                CPU's memory. All ranks gather a layer when it is due, compute with the full
+    device-map  one process, transformers and accelerate: the first layers are on the GPUs, as many
+                as fit there, the next in the CPU's memory, the others on the disk
+    zero3       a process per GPU, DeepSpeed: each rank holds 1/N of every tensor, on the GPU or in
+                the CPU's memory. All ranks gather a layer when it is due, compute with the full
                 tensors, each for its own prompts, and free it
 
     laptop    python 09_inference/offloaded.py
@@ -30,14 +30,15 @@ prompts at once, which share one trip of the weights. There are three variants:
     cluster   the same on every node, with --nnodes=2 --rdzv-backend=c10d
               --rdzv-endpoint=$HEAD:29400
 
-With --memory, the layers that fit into so many GiB beside the buffers stay on the GPU. On a CPU
-both places are the same memory, so only the bytes tell something. A named size has random weights,
-drawn on the CPU: minutes for llama-8b.
+--memory GIB is what the model may take on the GPU: the layers that fit there beside the buffers
+stay. On a CPU both places are the same memory, so look at the bytes and not at the times. A named
+size has random weights, which are drawn on the CPU: that takes minutes for llama-8b.
 
 What to look at: the bytes that are copied in each step, and the bytes on the GPU. Expected on an
 H100, where the model is llama-1b in bf16: a step copies 1.95 GB, at least 30 ms over PCIe 5.0
 (64 GB/s), and with all weights on the GPU it reads them in at least 0.74 ms (3.35 TB/s by the data
-sheet). Two buffers save the time of the computation, which is small for one short prompt.
+sheet). With one buffer, a step takes the time of the computation on top of that, which is short for
+one short prompt.
 Previous: infer_70b.py, where no weight moves. Next: kv_cache.py.
 """
 
@@ -74,17 +75,17 @@ class Buffer:
 
 
 class LayerStream:
-    """Copies layers to the device one ahead of the computation.
+    """Copies layers from host memory to the device, one ahead of the computation.
 
-    layers are in host memory, pinned for a GPU: Linux then never moves them, and the GPU's copy
-    engine reads them without the CPU.
+    For a GPU the host memory is pinned: Linux never moves it, and the GPU's copy engine reads it
+    without the CPU.
     """
 
     def __init__(self, layers: list[nn.Module], buffers: int, device: torch.device) -> None:
         self.layers = layers
         # torch.cuda, or torch.cpu, where the same names wait for nothing
         self.backend = torch.get_device_module(device)
-        self.copies = self.backend.Stream()  # beside the stream that computes
+        self.copy_stream = self.backend.Stream()  # beside the stream that computes
         self.buffers: deque[Buffer] = deque()  # the one that was filled last is at the end
         for _ in range(buffers):
             block = copy.deepcopy(layers[0]).to(device)
@@ -110,13 +111,13 @@ class LayerStream:
         buffer = self.buffers.popleft()
         self.buffers.append(buffer)
         buffer.layer = layer
-        self.copies.wait_event(buffer.computed)  # until then it holds a layer that is in use
-        with self.backend.stream(self.copies):
+        self.copy_stream.wait_event(buffer.computed)  # until then it holds a layer that is in use
+        with self.backend.stream(self.copy_stream):
             sources = self.layers[layer].parameters()
             for target, source in zip(buffer.block.parameters(), sources, strict=True):
                 target.copy_(source, non_blocking=True)
                 self.copied_bytes += source.nbytes
-            buffer.copied = self.copies.record_event()
+            buffer.copied = self.copy_stream.record_event()
         return buffer
 
 
