@@ -54,24 +54,19 @@ def loss_curves(result: dict) -> Figure:
     return figure
 
 
-def memory_over_a_step(summaries: dict[str, dict]) -> Figure:
+def memory_over_a_step(timelines: dict[str, dict[str, list[int]]], title: str) -> Figure:
     """Draw what is alive after each operator, with and without checkpointing."""
     figure = Figure(figsize=(WIDTH, 3.8), layout="constrained")
-    panels = figure.subplots(1, len(summaries), sharey=True)
-    for panel, (checkpointing, summary) in zip(panels, summaries.items(), strict=True):
+    panels = figure.subplots(1, len(timelines), sharey=True)
+    for panel, (checkpointing, sizes_by_kind) in zip(panels, timelines.items(), strict=True):
         shown = {}
-        for kind, sizes in summary["timelines"].items():
+        for kind, sizes in sizes_by_kind.items():
             if max(sizes) > MIB:
                 shown[kind] = [size / MIB for size in sizes]
-        operators = len(summary["timelines"]["parameters"])
-        _stack(panel, range(operators), shown)
+        _stack(panel, range(len(sizes_by_kind["parameters"])), shown)
         panel.set(title=f"checkpointing: {checkpointing}", xlabel="operators of one step")
     panels[0].set_ylabel("MiB")
-    tokens = summary["tokens"] // summary["steps"]
-    figure.suptitle(
-        f"Measured on a CPU: {summary['model']}, {summary['dtype']}, {tokens:,} tokens a step",
-        fontsize=11,
-    )
+    figure.suptitle(title, fontsize=11)
     _legend(panels)
     return figure
 

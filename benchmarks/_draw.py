@@ -4,6 +4,7 @@ A picture is drawn twice, for a light and for a dark page. Its function takes no
 colors of the page from `theme()`. Text becomes outlines, so that no font is needed to show it.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, Rectangle
 
-IMAGES = Path(__file__).resolve().parents[1] / "docs/images"
+REPO = Path(__file__).resolve().parents[1]
+IMAGES = Path(os.environ.get("OUT") or REPO / "docs/images")
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ def save(name: str, draw: Callable[[], Figure], kind: str = "svg") -> None:
                 metadata=dict.fromkeys(unset),
             )
     _current = LIGHT
-    print(f"picture: docs/images/{name}.{kind}", flush=True)
+    print(f"picture: {IMAGES / name}.{kind}", flush=True)
 
 
 def _settings(page: Theme) -> dict:
