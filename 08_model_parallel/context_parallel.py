@@ -24,10 +24,11 @@ All is in fp32, to compare it with one process. (1) stores the scores of a block
 read the arithmetic; a fused kernel does not. (4) has rings for CUDA's kernels only. On a CPU
 _context_parallel.py registers the CPU's flash attention with it, and the rest is torch's.
 
-On GPUs the default is --model wide and 2 sequences of 4,096 tokens. Expected on 8 H100s from the
+On GPUs the default is --model wide and 2 sequences of 4,096 tokens. Expected on 4 H100s from the
 data sheet (67 TFLOP/s in fp32, NVLink 450 GB/s): the arithmetic of a step takes one process at
-least 60 ms, and each of 8 ranks 7.5 ms. A rank sends 554 MB in (1), which takes at least 1.2 ms and
-hides behind arithmetic, 352 MB in (2) and 88 MB in (3). (1) stores its scores and takes longer.
+least 60 ms, and each of 4 ranks 15 ms. A rank sends 503 MB in (1), which takes at least 1.1 ms and
+hides behind arithmetic, 302 MB in (2) and 151 MB in (3). (1) stores its scores and takes longer.
+With 8 GPUs (3) is left out: they do not divide 12 key-value heads.
 
 Previous: pipeline_parallel.py. Next: expert_parallel.py.
 """
