@@ -185,8 +185,9 @@ def pipeline() -> None:
     for axes, row in zip(figure.subplots(len(shown), 1), shown, strict=True):
         unit = 1 / row["stages_per_rank"]  # a stage of half the layers takes half the time
         for rank, line in enumerate(row["timelines"]):
-            for name, micro_batch, chunk, start, end in line:
-                width, pale = (end - start) * unit, 0.45 if chunk else 0.8
+            for (name, micro_batch, stage), start, end in line:
+                width = (end - start) * unit
+                pale = 0.8 if stage == rank else 0.45
                 axes.barh(
                     rank,
                     width,
