@@ -51,7 +51,8 @@ def chosen_variants(args: argparse.Namespace, config: shapes.Config) -> list[str
     ranks = runtime.world_size_after_relaunch(args.device)
     chunks = 2 * ranks
     if args.seq_len % chunks:
-        nearest = max(args.seq_len // chunks, 1) * chunks
+        multiple = multiple_for_torch(args, ranks)
+        nearest = max(args.seq_len // multiple, 1) * multiple
         raise UserError(
             f"--seq-len {args.seq_len} does not divide into {chunks} chunks, two per rank: "
             f"use {nearest}"
@@ -81,13 +82,20 @@ def problem_of(
         needed = ("_templated_ring_attention", "_templated_ring_attention_backward", "custom_ops")
         if not all(hasattr(torch_ring, part) for part in needed):
             return f"torch {torch.__version__} has its ring elsewhere"
-        # CUDA's kernel for fp32 pads the log-sum-exp to multiples of 32, and torch's ring does not
-        # remove the padding.
-        on_gpu = runtime.device_type(args.device, relaunches=True) == "cuda"
-        multiple = 64 * ranks
-        if on_gpu and args.seq_len % multiple:
+        multiple = multiple_for_torch(args, ranks)
+        if args.seq_len % multiple:
             return f"on a GPU --seq-len {args.seq_len} must be a multiple of {multiple}"
     return None
+
+
+def multiple_for_torch(args: argparse.Namespace, ranks: int) -> int:
+    """Return what --seq-len must be a multiple of for torch's ring: of two chunks per rank.
+
+    On a GPU a chunk must be a multiple of 32 tokens. The kernel for fp32 pads its log-sum-exp to
+    such a multiple, and torch's ring does not remove the padding.
+    """
+    on_gpu = runtime.device_type(args.device, relaunches=True) == "cuda"
+    return 2 * ranks * (32 if on_gpu else 1)
 
 
 # --- (4) on a CPU

@@ -24,10 +24,11 @@ All is in fp32, to compare it with one process. (1) stores the scores of a block
 read the arithmetic; a fused kernel does not. (4) has rings for CUDA's kernels only. On a CPU
 _context_parallel.py registers the CPU's flash attention with it, and the rest is torch's.
 
-On GPUs the default is --model wide and 2 sequences of 4,096 tokens. Expected on 8 H100s from the
+On GPUs the default is --model wide and 2 sequences of 4,096 tokens. Expected on 4 H100s from the
 data sheet (67 TFLOP/s in fp32, NVLink 450 GB/s): the arithmetic of a step takes one process at
-least 60 ms, and each of 8 ranks 7.5 ms. A rank sends 554 MB in (1), which takes at least 1.2 ms and
-hides behind arithmetic, 352 MB in (2) and 88 MB in (3). (1) stores its scores and takes longer.
+least 60 ms, and each of 4 ranks 15 ms. A rank sends 503 MB in (1), which takes at least 1.1 ms and
+hides behind arithmetic, 302 MB in (2) and 151 MB in (3). (1) stores its scores and takes longer.
+With 8 GPUs (3) is left out: they do not divide 12 key-value heads.
 
 Previous: pipeline_parallel.py. Next: expert_parallel.py.
 """
@@ -58,15 +59,16 @@ from lm import data, model, shapes, weights
 
 # --- (1) ring attention
 #
-# A group of query heads shares one key-value head. In this section q, out and their gradients are
-# [batch, kv_heads, group, queries, head_dim]; k and v are [batch, kv_heads, keys, head_dim];
-# log_sum_exp is [batch, kv_heads, group, queries].
+# A tile is the part of attention between some queries and some keys. A group of query heads shares
+# one key-value head. In this section q, out and their gradients are [batch, kv_heads, group,
+# queries, head_dim]; k and v are [batch, kv_heads, keys, head_dim]; log_sum_exp is [batch,
+# kv_heads, group, queries].
 
 
-def add_block(
+def add_tile(
     q: Tensor, k: Tensor, v: Tensor, is_diagonal: bool, out: Tensor, log_sum_exp: Tensor
 ) -> None:
-    """Add a block of keys and values to the attention of q, in place: the online softmax.
+    """Add a tile to the attention of q, in place: the online softmax.
 
     `out` is the attention over the keys so far, and `log_sum_exp` is log(sum(exp(score))) over
     them. With more keys the sum grows. So `out` shrinks by old sum / new sum, and the new values
@@ -92,7 +94,7 @@ def compute_scores(q: Tensor, k: Tensor, is_diagonal: bool) -> Tensor:
     return scores
 
 
-def block_gradients(
+def tile_gradients(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -101,9 +103,9 @@ def block_gradients(
     log_sum_exp: Tensor,
     row_sums: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v that come from one block.
+    """Return the gradients of q, k and v that come from one tile.
 
-    The final log_sum_exp gives the softmax over all keys, so no other block is needed. row_sums are
+    The final log_sum_exp gives the softmax over all keys, so no other tile is needed. row_sums are
     the sums of out_gradient * out over head_dim, which the backward of a softmax subtracts.
     """
     attention = (compute_scores(q, k, is_diagonal) - log_sum_exp[..., None]).exp()
@@ -119,8 +121,9 @@ def block_gradients(
 class RingAttention(torch.autograd.Function):
     """Attention in as many turns as there are ranks.
 
-    In each turn a rank computes with one block of keys and values, while the next one is on its
-    way. In turn t, rank r has the block of rank r - t.
+    A block is the keys and values of one rank's tokens. In each turn a rank computes with one
+    block, while the next one is on its way. In turn t, rank r has the block of rank r - t, counted
+    round the ring.
     """
 
     @staticmethod
@@ -136,7 +139,7 @@ class RingAttention(torch.autograd.Function):
                 kv_hop = Hop(kv)
             for queries, keys, is_diagonal in tiles(order, turn, tokens=q.shape[-2]):
                 k, v = kv[..., keys, :]
-                add_block(
+                add_tile(
                     q[..., queries, :],
                     k,
                     v,
@@ -171,7 +174,7 @@ class RingAttention(torch.autograd.Function):
             kv_gradient = torch.zeros_like(kv)  # the share of this rank
             for queries, keys, is_diagonal in tiles(ctx.order, turn, tokens=q.shape[-2]):
                 k, v = kv[..., keys, :]
-                from_q, from_k, from_v = block_gradients(
+                from_q, from_k, from_v = tile_gradients(
                     q[..., queries, :],
                     k,
                     v,
@@ -264,11 +267,11 @@ def tiles(order: str, turn: int, tokens: int) -> list[Tile]:
 
 # The functions below replace `attend` of lm/model.py. q is [batch, heads, tokens, head_dim], k and
 # v are [batch, kv_heads, tokens, head_dim], for this rank's tokens and already rotated by RoPE. The
-# other arguments of `attend` say that attention is causal, which holds for all of them.
+# other arguments of `attend`, here *_ and **__, say that attention is causal: it always is here.
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, *_, order: str, **__) -> Tensor:
-    """Compute (1); return [batch, heads, tokens, head_dim]."""
+    """Return the attention of this rank's queries, [batch, heads, tokens, head_dim]."""
     grouped = q.unflatten(1, (k.shape[1], -1))  # [batch, kv_heads, group, tokens, head_dim]
     out = RingAttention.apply(grouped, torch.stack((k, v)), order)
     return out.flatten(1, 2)
