@@ -49,7 +49,7 @@ from torch.nn.utils import clip_grad_norm_
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 import _finetune
-import _shared
+from _bytes_per_rank import bytes_of_training
 
 from common import cli, exits, hardware, report, runtime
 from lm import checkpoint, data, flags, lora, metrics, optim, shapes, weights
@@ -260,7 +260,7 @@ def main() -> int:
     # 5. The training loop.
     step = start_step
     stop = 0
-    bytes_per_rank = _shared.bytes_of_training([*model.parameters()], optimizer)
+    bytes_per_rank = bytes_of_training([*model.parameters()], optimizer)
     steps = range(start_step + 1, args.steps + 1)
     for step in report.progress_bar(steps, "training", initial=start_step, unit="step"):
         # Dropout draws other numbers on each rank and step, and the same ones after a resume.
@@ -281,7 +281,7 @@ def main() -> int:
         optimizer.step()
         scheduler.step()
         if step == start_step + 1:
-            bytes_per_rank = _shared.bytes_of_training([*model.parameters()], optimizer)
+            bytes_per_rank = bytes_of_training([*model.parameters()], optimizer)
         optimizer.zero_grad()
 
         stop = runtime.stop_requested()  # the same on all ranks, so that all of them save
