@@ -129,11 +129,13 @@ def run(variants: list[Variant], micro_batches: list[tuple[Tensor, Tensor]], arg
     one_process, _, in_sequence, by_torch = variants
     per_step = args.global_batch_size // args.micro_batch_size
     differences = []  # between by hand and by torch
+    batches = []  # of each step
     for first in range(0, len(micro_batches), per_step):
-        step = micro_batches[first : first + per_step]
+        batches.append(micro_batches[first : first + per_step])
+    for batch in batches:
         for variant in variants:
             with variant.traffic:
-                loss = variant.forward_backward(step)
+                loss = variant.forward_backward(batch)
             with variant.traffic_after:
                 norm = variant.clip(MAX_NORM)
             variant.losses.append(loss.item())
@@ -149,9 +151,9 @@ def run(variants: list[Variant], micro_batches: list[tuple[Tensor, Tensor]], arg
 
     rows = [row_of(variant, args.steps) for variant in variants]
     rows[-1]["difference_from_by_hand"] = largest(differences)
-    steps = {variant.name: partial(variant.train, step) for variant in variants}
-    device = micro_batches[0][0].device
-    timings = measure.seconds_in_turns(steps, device, rounds=TIMED_ROUNDS)
+    inputs, _ = micro_batches[0]
+    trained = {variant.name: partial(variant.train, batches[-1]) for variant in variants}
+    timings = measure.seconds_in_turns(trained, inputs.device, rounds=TIMED_ROUNDS)
     for row in rows:
         row.update(timings[row["name"]])
     return rows

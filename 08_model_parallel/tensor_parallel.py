@@ -30,7 +30,9 @@ hand and torch's plan, and checks that they are equal.
               on one node, where links are fast.
 
 What to look at: the weights that a rank holds. The collectives and the bytes sent, which grow with
-tokens and layers, and not with the size of the matrices. The gradient error, which is rounding.
+tokens, layers and hidden size, and not with the number of weights. The gradient error, which is
+rounding. The time of a step: on a laptop, the collectives may take longer than the matmuls that
+they save.
 
 The default model has 24 heads, so that 2, 3, 4, 6, 8 or 12 ranks can share them. On GPUs it is
 wide, and the batch is larger. Expected on 8 H100s from their data sheets: in fp32 the arithmetic of
@@ -115,7 +117,7 @@ def reduce_scatter(x: Tensor) -> Tensor:
 
 
 class Copy(torch.autograd.Function):
-    """Begin a pair: replicate to replicate.
+    """Begin a pair: replicate to replicate. Megatron-LM calls it f, and Reduce g.
 
     All ranks use x for their own outputs. So each rank computes a term of the gradient of x.
     """
@@ -177,7 +179,7 @@ def my_shard(tensor: Tensor, dim: int) -> Tensor:
 
 
 def parallel_pair(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """Compute relu(x A) B on all ranks together. Two ranks, 0 and 1, hold these elements:
+    """Compute y = relu(x A) B on all ranks together. Ranks 0 and 1 hold these elements:
 
               x                    A                   hidden                B                 y
 
@@ -207,7 +209,10 @@ def parallel_pair(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
 
 
 def shard_weight(weight: nn.Parameter, dim: int) -> None:
-    """Replace a weight by this rank's shard. It stays the same Parameter, so tied weights do."""
+    """Replace a weight by this rank's shard.
+
+    The Parameter stays the same object, so that tied weights stay tied.
+    """
     weight.data = my_shard(weight.data, dim).clone()
     weight.shard_dim = dim  # replicated weights do not have this attribute
 
@@ -239,6 +244,7 @@ class ParallelBlock(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         # x: [batch, tokens, hidden], replicate. With sequence parallelism: shard(1).
         y = self.begin.apply(self.input_layernorm(x))  # [batch, tokens, hidden], replicate
+        # Attention takes the number of heads from the shape of q: it computes this rank's heads.
         y = self.self_attn(y, cos, sin)  # [batch, tokens, hidden], partial
         x = x + self.end.apply(y)  # like x
         y = self.begin.apply(self.post_attention_layernorm(x))  # replicate
@@ -310,8 +316,8 @@ def parallel_loss(model: nn.Module, begin: type, inputs: Tensor, targets: Tensor
     sum_of_exp, target_logit = Reduce.apply(torch.stack([sum_of_exp, target_logit]))  # replicate
 
     losses = sum_of_exp.log() - target_logit  # [batch, tokens]
-    counts = targets != data.PADDING
-    return (losses * counts).sum() / counts.sum()
+    is_target = targets != data.PADDING
+    return (losses * is_target).sum() / is_target.sum()
 
 
 def clip_gradients(model: nn.Module, sequence_parallel: bool, max_norm: float) -> Tensor:
@@ -400,8 +406,8 @@ def clip_by_torch(model: nn.Module, max_norm: float) -> Tensor:
 # --- 6. the comparison
 
 
-def by_hand(name: str, model: nn.Module, sequence_parallel: bool) -> Variant:
-    """Shard a model by hand."""
+def shard_by_hand(name: str, model: nn.Module, sequence_parallel: bool) -> Variant:
+    """Shard a model by hand, and return the variant that trains it."""
     begin = Copy
     end = Reduce
     if sequence_parallel:
@@ -419,8 +425,8 @@ def make_variants(build: Callable[[], nn.Module]) -> list[Variant]:
     parallelize_by_torch(for_torch)
     return [
         Variant("one process", full, full, partial(clip_by_torch, full)),
-        by_hand(helper.BY_HAND, build(), sequence_parallel=False),
-        by_hand(helper.BY_HAND_IN_SEQUENCE, build(), sequence_parallel=True),
+        shard_by_hand(helper.BY_HAND, build(), sequence_parallel=False),
+        shard_by_hand(helper.BY_HAND_IN_SEQUENCE, build(), sequence_parallel=True),
         # loss_parallel computes the loss of sharded logits, in forward and in backward.
         Variant(
             helper.BY_TORCH, for_torch, for_torch, partial(clip_by_torch, for_torch), loss_parallel

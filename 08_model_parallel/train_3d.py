@@ -157,30 +157,30 @@ def make_mesh(args, data_ranks: int, device: torch.device) -> DeviceMesh:
 
 # YOURS: the names of your model's layers.
 def shard_matrices(model, mesh: DeviceMesh) -> None:
-    """Shard each matrix over the tensor ranks, and tell torch which tensors its layers exchange.
+    """Shard each matrix over the tensor ranks, by a plan for torch's DTensor.
 
-    The weights become DTensors. Between blocks, a rank has some of the tokens of its sequences,
-    [batch, tokens / tp, hidden]: sequence parallelism. tensor_parallel.py does the same by hand.
+    Inside attention and the MLP, a rank has all tokens, and some of the heads or channels. Between
+    them it has all channels of some tokens, [batch, tokens / tp, hidden] (sequence parallelism).
+    tensor_parallel.py does the same by hand.
     """
-    tokens = Shard(1)
-    gather_tokens = PrepareModuleInput(
-        # Of the arguments x, cos and sin, only x is sharded.
-        input_layouts=(tokens, None, None),
-        desired_input_layouts=(Replicate(), None, None),
-    )
+    all_tokens = Replicate()
+    my_tokens = Shard(1)
     plan = {
         "model.layers.*.*_layernorm": SequenceParallel(),
-        # Attention: an all-gather, then some of the heads on each rank, then a reduce-scatter.
-        "model.layers.*.self_attn": gather_tokens,
+        # Attention: an all-gather of the tokens, then some of the heads on each rank, then a
+        # reduce-scatter. Of the arguments x, cos and sin, only x is sharded.
+        "model.layers.*.self_attn": PrepareModuleInput(
+            input_layouts=(my_tokens, None, None), desired_input_layouts=(all_tokens, None, None)
+        ),
         "model.layers.*.self_attn.[qkv]_proj": ColwiseParallel(),
-        "model.layers.*.self_attn.o_proj": RowwiseParallel(output_layouts=tokens),
+        "model.layers.*.self_attn.o_proj": RowwiseParallel(output_layouts=my_tokens),
         # The MLP: an all-gather, then some of the channels on each rank, then a reduce-scatter.
         "model.layers.*.mlp": PrepareModuleInput(
-            input_layouts=tokens, desired_input_layouts=Replicate()
+            input_layouts=my_tokens, desired_input_layouts=all_tokens
         ),
-        "model.layers.*.mlp.gate_proj": ColwiseParallel(use_local_output=False),
-        "model.layers.*.mlp.up_proj": ColwiseParallel(use_local_output=False),
-        "model.layers.*.mlp.down_proj": RowwiseParallel(output_layouts=tokens),
+        "model.layers.*.mlp.gate_proj": ColwiseParallel(),
+        "model.layers.*.mlp.up_proj": ColwiseParallel(),
+        "model.layers.*.mlp.down_proj": RowwiseParallel(output_layouts=my_tokens),
     }
     if model.config.qk_norm:
         # [batch, tokens, heads / tp, head_dim]: every rank has the full weight and sees its own
@@ -190,13 +190,13 @@ def shard_matrices(model, mesh: DeviceMesh) -> None:
     if model.model.embed_tokens is not None:
         # Each rank has some of the vocabulary. Its result is zero for all other tokens.
         plan["model.embed_tokens"] = RowwiseParallel(
-            input_layouts=Replicate(), output_layouts=tokens
+            input_layouts=all_tokens, output_layouts=my_tokens
         )
     if model.lm_head is not None:
         plan["model.norm"] = SequenceParallel()
         # Logits stay sharded by vocabulary. loss_parallel() computes the loss from the shards.
         plan["lm_head"] = ColwiseParallel(
-            input_layouts=tokens, output_layouts=Shard(-1), use_local_output=False
+            input_layouts=my_tokens, output_layouts=Shard(-1), use_local_output=False
         )
     # src_data_rank=None: torch must not send rank 0's weights, which do not exist yet.
     parallelize_module(model, mesh["tensor"], plan, src_data_rank=None)
@@ -234,7 +234,9 @@ def shard_sequences(model, args, mesh: DeviceMesh, place: Place, device: torch.d
 def context_group(args, mesh: DeviceMesh) -> dist.ProcessGroup:
     """Return the process group of the ranks that share this rank's sequences."""
     if args.cp == mesh["shard"].size():
-        return mesh.get_group("shard")
+        return mesh.get_group("shard")  # the same ranks
+    # cp x tp consecutive ranks read the same sequences. Each takes part in the attention of its
+    # own heads, and so with the ranks that have the same tensor rank.
     groups = []
     for first in range(0, dist.get_world_size(), args.cp * args.tp):
         for tensor_rank in range(args.tp):
@@ -363,7 +365,7 @@ class Pipeline:
             self.schedule.step(target=targets, losses=losses, return_outputs=False)
         if not self.is_last:
             return torch.zeros((), device=targets.device)
-        return self.stages * torch.stack(losses).sum()
+        return self.stages * torch.stack(losses).sum().detach()
 
     def forward_only(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Run one micro-batch through all stages, for evaluation. All stages must call it.

@@ -30,7 +30,7 @@ reduce_scatter_single = first_of(dist, "reduce_scatter_single", "reduce_scatter_
 all_gather_with_backward = first_of(
     functional, "all_gather_single_autograd", "all_gather_tensor_autograd"
 )
-all_to_all_with_backward = functional.all_to_all_single_autograd
+all_to_all_with_backward = first_of(functional, "all_to_all_single_autograd", "all_to_all_single")
 
 # DistributedDataParallel(model, **KEEP_BUFFERS) does not send rank 0's buffers before each forward.
 # Rotary tables, the only buffers of lm/model.py, never change.
