@@ -48,7 +48,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 import _pipeline_parallel as helper
-from _shared import keep_stage
+from _stages import keep_stage
 
 from common import exits, measure, report, runtime
 from lm import model, shapes, weights
