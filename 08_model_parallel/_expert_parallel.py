@@ -14,7 +14,7 @@ from common.exits import UserError
 from common.measure import Traffic, relative_error
 from lm import shapes
 
-LAST_STEPS = 5  # of a run: they alone count for the busiest expert and rank
+LAST_STEPS = 3  # of a run: they alone count for the busiest expert and rank
 TOLERANCE = 1e-5  # relative; what another order of the same sums in fp32 may change
 COLUMNS = {
     "variant": "variant",

@@ -16,7 +16,7 @@ torch 2.13 has no public tool for expert parallelism. The second version does wh
 DTensor shards the experts' weights, and a ParallelStyle dispatches and combines.
 
     laptop    python 08_model_parallel/expert_parallel.py
-              torchrun --nproc_per_node=3 08_model_parallel/expert_parallel.py --steps 10
+              torchrun --nproc_per_node=3 08_model_parallel/expert_parallel.py --steps 4
     one node  torchrun --nproc_per_node=8 08_model_parallel/expert_parallel.py
     cluster   the same on each node, with --nnodes=4 --rdzv-backend=c10d
               --rdzv-endpoint=$HEAD:29400 --experts 32 --global-batch-size 32
@@ -502,7 +502,7 @@ def main() -> int:
         experts=8,
         top_k=2,
         capacity_factor=1.0,
-        steps=12,
+        steps=8,
     )
     # Before relaunch, a wrong flag raises one UserError. After it, every rank would raise it.
     config = shapes.load_config(args.model, 256, args.seq_len)

@@ -190,9 +190,10 @@ def pipeline(rows: list[dict]) -> Figure:
 
 def _draw_work(axes: Axes, rank: int, work: tuple, unit: float) -> None:
     """Draw a forward or backward. `unit` is the time of a stage, in forwards of a rank."""
-    name, micro_batch, chunk, start, end = work
+    (name, micro_batch, stage), start, end = work
     number = BLUE if name == "Forward" else ORANGE
-    alpha = theme().pale if chunk else 1
+    is_first = stage == rank  # of the stages of this rank
+    alpha = 1 if is_first else theme().pale
     gap = 0.06  # between boxes
     left = start * unit
     width = (end - start) * unit - gap
@@ -205,7 +206,7 @@ def _draw_work(axes: Axes, rank: int, work: tuple, unit: float) -> None:
         ha="center",
         va="center_baseline",
         fontsize=8,
-        color=theme().text if chunk else text_on(number),
+        color=text_on(number) if is_first else theme().text,
     )
 
 
