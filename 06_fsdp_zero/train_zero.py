@@ -11,7 +11,7 @@ keeps the optimizer state, or the weights as well, in CPU memory.
               deepspeed --num_gpus=8 06_fsdp_zero/train_zero.py --model llama-8b --stage 3 \
                   --offload optimizer
     cluster   run HOSTFILE=hosts launch/deepspeed/hostfile.sh --stage 3 --run-dir /shared/run on
-              every node, or the first command with the flags of torchrun in train_fsdp.py
+              every node, or the first command with --nnodes as in train_fsdp.py
 
 What to look at: with --dtype fp32 the losses are those of 05_ddp/train.py at every stage. The last
 lines check how many bytes each rank holds; --json lists them by rank. --resume works on any number
