@@ -112,7 +112,7 @@ def trainer_logprobs(net: nn.Module, ids: Tensor, new_tokens: int) -> Tensor:
 # --- 3. the server
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def decode_logprobs(
     net: model.Transformer,
     prompts: Tensor,
@@ -143,7 +143,7 @@ def decode_logprobs(
     return torch.stack(tokens, dim=1), torch.stack(logprobs, dim=1)
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def prefill_logprobs(
     net: model.Transformer, ids: Tensor, new_tokens: int, same_kernel: bool
 ) -> Tensor:
