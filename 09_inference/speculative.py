@@ -66,9 +66,9 @@ def accept(p: Tensor, q: Tensor, guesses: Tensor, generator: torch.Generator) ->
     is_accepted = random * q_of_guesses < p_of_guesses  # with probability min(1, p / q)
     count = int(is_accepted.long().cumprod(0).sum())  # up to the first that is rejected
 
-    rest = p[count]  # [vocab]; after K accepted guesses the target gives one more token
+    rest = p[count]  # [vocab], of the token after K accepted guesses
     if count < len(guesses):
-        rest = (rest - q[count]).clamp(min=0)
+        rest = (p[count] - q[count]).clamp(min=0)  # the first rejected guess is drawn again
     return count, torch.multinomial(rest, 1, generator=generator)  # multinomial normalizes
 
 

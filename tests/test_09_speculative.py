@@ -74,8 +74,8 @@ def test_the_model_as_its_own_draft_has_every_guess_accepted(folder):
 
 FAULTS = {  # a line, and what stands in its place
     "a rejected guess is drawn again from all of p": (
-        "(rest - q[count]).clamp(min=0)",
-        "rest",
+        "(p[count] - q[count]).clamp(min=0)",
+        "p[count]",
     ),
     "the draft is one token behind": (
         "        position += count + 1",
