@@ -1,3 +1,4 @@
+# make venv    set up: .venv with the exact versions of requirements-dev.txt
 # make train   set up, then train on all GPUs (2 processes on a CPU)
 # make test    set up, then what protects a user: scripts and launch files, run as users run them, without a GPU
 # make test-all    the same, then launch files for real (root), all ways to shard, a real model: twenty minutes in all
@@ -12,6 +13,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+
+venv: $(VENV)/ready
 
 train: $(VENV)/ready
 	n=$$($(BIN)/python -c "import torch; print(torch.cuda.device_count() or 2)") ; \
@@ -72,4 +75,4 @@ $(VENV)/docs: requirements-docs.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-docs.txt
 	touch $@
 
-.PHONY: train test test-all test-long test-nogpu model gpu figures site lint readme
+.PHONY: venv train test test-all test-long test-nogpu model gpu figures site lint readme

@@ -1,11 +1,14 @@
-"""Before infer_70b.py loads: how many ranks may share the model, what each will hold, and whether it fits."""
+"""The checks of infer_70b.py before it loads a model, and its output.
+
+How many ranks can share the model, how many bytes each will hold, and whether they fit.
+"""
 
 import dataclasses
 import math
 from collections.abc import Callable
 
 import torch
-from _shared import DTYPES, Text
+from _generate import DTYPES, Text
 from torch import Tensor, nn
 
 from common import cli, exits, report, runtime
@@ -15,34 +18,61 @@ from lm.weights import build
 from planner import inference
 from planner.shape import from_config
 
-# what a decoder shows for a character whose last bytes are missing
+# A tokenizer decodes the first bytes of a character as this character, until the last byte comes.
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 ROOM = 0.95  # of the free memory; the rest is for activations and workspaces
+COLUMNS = {
+    "weight_bytes": "weights per rank",
+    "cache_bytes": "cache",
+    "time_to_first_token_seconds": "first token",
+    "prefill_tokens_per_second": "prefill",
+    "decode_tokens_per_second": "decode",
+    "bandwidth_share": "of memory bandwidth",
+    "copy_rate_share": "of copy rate",
+}
 
 
 def printer(text: Text) -> Callable[[list[int | None]], None]:
-    """For generate's on_tokens: print the first row's text as it grows, whole characters only."""
+    """Return a function for generate's on_tokens that prints the first answer as it grows.
+
+    It prints complete characters only.
+    """
     ids = []
 
-    def on_tokens(fresh: list[int | None]) -> None:
-        if fresh[0] is not None:
-            printed = text.decode(ids).rstrip(INCOMPLETE)
-            ids.append(fresh[0])
-            print(text.decode(ids).rstrip(INCOMPLETE)[len(printed) :], end="", flush=True)
+    def on_tokens(new_tokens: list[int | None]) -> None:
+        token = new_tokens[0]
+        if token is None:  # the first answer has ended
+            return
+        printed = text.decode(ids).rstrip(INCOMPLETE)
+        ids.append(token)
+        answer = text.decode(ids).rstrip(INCOMPLETE)
+        print(answer[len(printed) :], end="", flush=True)
 
     return on_tokens
 
 
+# --- bytes
+
+
 def local(weight: Tensor) -> Tensor:
+    """Return this rank's shard of a DTensor, or the tensor itself if it is none."""
     return weight.to_local() if hasattr(weight, "to_local") else weight
 
 
-def held_bytes(net: nn.Module, *, read: bool = False) -> int:
-    """Bytes of this rank's weights. `read`: of those that a decode step reads whole, so without an untied embedding."""
-    weights = dict(net.named_parameters())  # tied ones once
-    if read and "lm_head.weight" in weights:
-        weights.pop("model.embed_tokens.weight")
-    return sum(local(weight).nbytes for weight in weights.values())
+def held_bytes(net: nn.Module) -> int:
+    """Return the bytes of this rank's weights. A tied weight counts once."""
+    return sum(local(weight).nbytes for weight in net.parameters())
+
+
+def bytes_read_per_step(net: nn.Module) -> int:
+    """Return the bytes of the weights that a decode step reads in full on this rank.
+
+    These are all, except an embedding that is not also the head: a step reads one row of it.
+    """
+    size = held_bytes(net)
+    if not net.config.tie_word_embeddings:
+        size -= local(net.model.embed_tokens.weight).nbytes
+    return size
 
 
 def vocab_rows(vocab_size: int, rank: int, ranks: int) -> int:
@@ -80,18 +110,24 @@ def planned_bytes(args, config: shapes.Config, ranks: int, cache_tokens: int) ->
     return planned_weight_bytes(args, config, 0, ranks), round(cache)
 
 
+# --- what is not possible
+
+
 def undivided(config: shapes.Config, ranks: int) -> list[str]:
-    """What so many ranks cannot share. A vocabulary may be shared unevenly."""
+    """Return the sizes that so many ranks do not divide. The vocabulary may be divided unevenly."""
     sizes = {
         "attention heads": config.num_attention_heads,
         "key-value heads": config.num_key_value_heads,
         "MLP channels": config.intermediate_size,
     }
-    return [f"{size} {what}" for what, size in sizes.items() if size % ranks]
+    return [f"{size} {name}" for name, size in sizes.items() if size % ranks != 0]
 
 
 def check_layout(args, config: shapes.Config) -> int:
-    """The number of ranks. UserError for a number that cannot share the model, and for several nodes."""
+    """Return the number of ranks, started or planned.
+
+    Raise UserError if so many ranks cannot share the model, or if they are on several nodes.
+    """
     if (args.world_size is not None) != args.dry_run:
         raise exits.UserError(
             "--dry-run and --world-size N go together; to run N ranks: torchrun --nproc_per_node=N"
@@ -106,10 +142,12 @@ def check_layout(args, config: shapes.Config) -> int:
             "tensor parallelism needs the links inside one node. Over several: vllm serve MODEL "
             "--tensor-parallel-size GPUS_PER_NODE --pipeline-parallel-size NODES"
         )
-    if parts := undivided(config, ranks):
-        fit = [str(fewer) for fewer in range(1, ranks) if not undivided(config, fewer)]
+    sizes = undivided(config, ranks)
+    if sizes:
+        possible = [str(fewer) for fewer in range(1, ranks) if not undivided(config, fewer)]
         raise exits.UserError(
-            f"{ranks} ranks do not divide {', '.join(parts)} of {args.model}: use {' or '.join(fit)}"
+            f"{ranks} ranks do not divide {', '.join(sizes)} of {args.model}: "
+            f"use {' or '.join(possible)}"
         )
     return ranks
 
@@ -117,7 +155,11 @@ def check_layout(args, config: shapes.Config) -> int:
 def check_room(
     args, config: shapes.Config, ranks: int, cache_tokens: int, device: torch.device
 ) -> dict:
-    """What a rank will hold, as a row. UserError if that is more than --memory, or than is free on the fullest GPU."""
+    """Return what a rank will hold, as a row of the table.
+
+    Raise UserError if that is more than --memory or, without the flag, more than what is free on
+    the fullest GPU.
+    """
     free = None  # not known on a CPU
     if args.memory is not None:
         free = round(args.memory * 2**30)
@@ -127,41 +169,57 @@ def check_room(
     row = {"ranks": ranks, "weight_bytes": weights, "cache_bytes": cache, "free_bytes": free}
     if free is None or weights + cache <= ROOM * free:
         return row
-    ways = []
-    for more in range(ranks + 1, config.num_key_value_heads + 1):
-        if (
-            not undivided(config, more)
-            and sum(planned_bytes(args, config, more, cache_tokens)) <= ROOM * free
-        ):
-            ways.append(f"{more} ranks")
-            break
-    shape = from_config(args.model, config)
-    if inference.weight_bytes(shape, weights="int4") + cache * ranks <= ROOM * free:
-        ways.append("09_inference/quantized.py --weights int4 on one GPU")
-    needs = " and ".join(report.for_people("bytes", each) for each in (weights, cache))
+    fixes = fixes_for_memory(args, config, ranks, cache_tokens, free)
     raise exits.UserError(
-        f"--model {args.model}: a rank of {ranks} needs {needs} of cache, and has {report.for_people('bytes', free)}: "
-        f"use {' or '.join([*ways, '09_inference/offloaded.py'])}"
+        f"--model {args.model}: a rank of {ranks} needs {report.for_people('bytes', weights)} "
+        f"and {report.for_people('bytes', cache)} of cache, and has "
+        f"{report.for_people('bytes', free)}: use {' or '.join(fixes)}"
     )
 
 
-def dry_run(args, config: shapes.Config, cache_tokens: int, cut: Callable) -> int:
-    """Show a rank's bytes, and check the planner's figure against rank 0's bytes, cut on the meta device."""
-    args.dtype = "bf16" if args.dtype == "auto" else args.dtype
+def fixes_for_memory(
+    args, config: shapes.Config, ranks: int, cache_tokens: int, free: int
+) -> list[str]:
+    """Return what would fit instead: more ranks, 4 bits, or offloading."""
+    fixes = []
+    for more_ranks in range(ranks + 1, config.num_key_value_heads + 1):
+        if undivided(config, more_ranks):
+            continue
+        if sum(planned_bytes(args, config, more_ranks, cache_tokens)) <= ROOM * free:
+            fixes.append(f"{more_ranks} ranks")
+            break
+    _, cache = planned_bytes(args, config, 1, cache_tokens)
+    int4 = inference.weight_bytes(from_config(args.model, config), weights="int4")
+    if int4 + cache <= ROOM * free:
+        fixes.append("09_inference/quantized.py --weights int4 on one GPU")
+    fixes.append("09_inference/offloaded.py")
+    return fixes
+
+
+def dry_run(args, config: shapes.Config, cache_tokens: int, shard_model: Callable) -> int:
+    """Show the bytes of a rank, and compare the planner's with rank 0 of a model without memory."""
+    if args.dtype == "auto":
+        args.dtype = "bf16"
     row = check_room(args, config, args.world_size, cache_tokens, torch.device("cpu"))
     net = build(args.model, config, seed=args.seed, device="meta").to(DTYPES[args.dtype])
     if args.world_size > 1:
         runtime.join_fake_ranks(0, args.world_size)
-        cut(net, args.world_size, "cpu")
+        shard_model(net, args.world_size, "cpu")
     check_bytes(net, args, rank=0, ranks=args.world_size)
-    print(table([[*row], [report.for_people(key, value) for key, value in row.items()]]))
+    values = [report.for_people(key, value) for key, value in row.items()]
+    print(table([list(row), values]))
     print(
-        f"checked: rank 0, cut on the meta device, has {held_bytes(net):,} bytes of weights, as planned"
+        f"checked: rank 0, sharded on the meta device, has {held_bytes(net):,} bytes of weights, "
+        "as planned"
     )
-    known = {"world_size": args.world_size, "dtype": args.dtype, "model": args.model}
-    report.write_json(
-        {**known, "parameters": shapes.parameter_count(config), "checked": [], **row}, args.json
-    )
+    summary = {
+        "world_size": args.world_size,
+        "dtype": args.dtype,
+        "model": args.model,
+        "parameters": shapes.parameter_count(config),
+        "checked": [],
+    }
+    report.write_json(summary | row, args.json)
     return 0
 
 
@@ -169,5 +227,6 @@ def check_bytes(net: model.Transformer, args, rank: int, ranks: int) -> None:
     """Assert that this rank holds exactly the bytes of weights that were planned for it."""
     held = held_bytes(net)
     planned = planned_weight_bytes(args, net.config, rank, ranks)
-    both = f"{held:,} bytes of weights, {planned:,} were planned"
-    assert held == planned, f"rank {rank} of {ranks} holds {both}"
+    assert held == planned, (
+        f"rank {rank} of {ranks} holds {held:,} bytes of weights, {planned:,} were planned"
+    )

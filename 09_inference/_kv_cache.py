@@ -1,12 +1,13 @@
-"""What kv_cache.py asserts of its rows, what a cache takes by formula, and how soon an idle conversation goes on."""
+"""The table and the checks of kv_cache.py, and how soon an idle conversation can go on."""
 
 import argparse
 import dataclasses
-from collections.abc import Callable
-from itertools import takewhile
+import math
+from functools import partial
 
 import torch
-from _shared import DTYPES, StaticCache, Text
+from _generate import DTYPES, Text, generate
+from torch import Tensor
 
 from common import measure, report
 from lm import shapes
@@ -14,7 +15,7 @@ from planner import inference
 from planner.shape import from_config
 
 COLUMNS = {
-    "name": "way",
+    "name": "variant",
     "tokens_read": "tokens read",
     "cache_bytes": "cache",
     "idle_bytes": "on the device while idle",
@@ -23,133 +24,209 @@ COLUMNS = {
     "seconds": "seconds",
     "n": "n",
 }
-TOLERANCE = 1e-4  # of logits in fp32, relative: sums in another order
+TOLERANCE = 1e-4  # relative, of logits in fp32: the sums have another order
+GPU_BYTES = 48e9  # of the card in check_70b
 
 
-def shared_tokens(prompts: list[list[int]], block: int) -> int:
-    """How many tokens all prompts share at the start, in full blocks. Each keeps one to read, for its logits."""
-    common = min(equal_at_start(prompts[0], prompt) for prompt in prompts)
-    shortest = min(map(len, prompts))
-    return min(common, shortest - 1) // block * block
+# --- figures of a row
 
 
-def equal_at_start(one: list[int], other: list[int]) -> int:
-    """How many tokens are equal before the first that differs."""
-    return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))))
+def cache_figures(steps) -> dict:
+    """Return the bytes that the texts hold at the end, and for a paged cache its blocks, too.
 
+    Then release all texts, and count the blocks that are not free again.
+    """
+    cache = getattr(steps, "cache", None)
+    if cache is None:
+        return {"cache_bytes": 0, "idle_bytes": 0}
+    if not hasattr(cache, "tables"):
+        row_bytes = sum(tensor.nbytes for tensor in cache.tensors())
+        return {"cache_bytes": row_bytes, "idle_bytes": row_bytes}
 
-def held_at_the_end(cache) -> dict:
-    """What a paged cache's texts hold, and how many blocks are not free after all texts are released."""
-    row = {"cache_bytes": cache.held_bytes(), "blocks": len(cache.held_blocks())}
+    row = {"cache_bytes": held_bytes(cache), "blocks": len(cache.held_blocks())}
+    row["idle_bytes"] = row["cache_bytes"]
+    row |= getattr(steps, "pause", {})
     for text in list(cache.tables):
         cache.release(text)
-    free = set(cache.free)
-    return row | {
-        "lost_blocks": len(cache.tensors[0]) - 1 - len(free),
-        "freed_twice": len(cache.free) - len(free),
-    }
+    different = set(cache.free)
+    all_blocks = len(cache.rows) - 1  # block 0 is never free
+    row["lost_blocks"] = all_blocks - len(different)
+    row["freed_twice"] = len(cache.free) - len(different)
+    return row
 
 
-def check(rows: list[dict], text: Text, args: argparse.Namespace, block: int) -> list[str]:
-    """Assert tokens, tokens read and bytes. The rows get equal_tokens and the error of the last step's logits, which
-    depend on all that a cache holds. In 16 bits rounding can swap two likely tokens, and then the texts differ."""
+def held_bytes(cache) -> int:
+    """Return the bytes of the blocks that the tables of a paged cache name."""
+    bytes_per_block = sum(tensor[0].nbytes for tensor in cache.tensors())
+    return len(cache.held_blocks()) * bytes_per_block
+
+
+def measure_pause(cache, copies: dict[int, list[Tensor]]) -> dict:
+    """Return the bytes that idle texts have on the device and on the CPU."""
+    cpu_bytes = 0
+    for tensors in copies.values():
+        cpu_bytes += sum(tensor.nbytes for tensor in tensors)
+    return {"idle_bytes": held_bytes(cache), "cpu_bytes": cpu_bytes}
+
+
+def common_blocks(before: dict[int, list[int]], after: dict[int, list[int]]) -> int:
+    """Return how many blocks of the texts are the same in both tables."""
+    return sum(len(set(before[text]) & set(after[text])) for text in before)
+
+
+# --- checks
+
+
+def check(
+    rows: list[dict], text: Text, args: argparse.Namespace, shared: int, block: int
+) -> list[str]:
+    """Assert that all variants have the same tokens, and that reads and bytes are as computed.
+
+    Add to each row how many new tokens equal those without a cache, and the error of the logits of
+    the last step, which depend on all that a cache holds. In 16 bits rounding can swap two likely
+    tokens. Then the texts differ from there on, and only reads and bytes are checked.
+    """
     none, static, paged, sharing, offloaded = rows
-    exact = args.dtype == "fp32" and args.temperature == 0
-    baseline = none["logits"]
     lengths = [len(prompt) for prompt in text.prompts]
-    shared = shared_tokens(text.prompts, block)
+    compare_tokens(rows, exact=args.dtype == "fp32" and args.temperature == 0)
     for row in rows:
-        row["equal_tokens"] = sum(map(equal_at_start, row["token_ids"], none["token_ids"]))
-        same = row["token_ids"] == none["token_ids"]
-        row["logits_error"] = measure.relative_error(row.pop("logits"), baseline) if same else None
-        if exact:
-            assert same, f"{row['name']}: other tokens than without a cache"
-            assert row["logits_error"] <= TOLERANCE, (
-                f"{row['name']}: logits differ by {row['logits_error']:.0e}"
-            )
         expected = expected_reads(row, lengths, shared if row is sharing else 0)
-        found = row["tokens_read"]
-        assert found == expected, f"{row['name']}: {found} tokens read, and must be {expected}"
+        name = row["name"]
+        assert row["tokens_read"] == expected, (
+            f"{name}: {row['tokens_read']} tokens read, expected {expected}"
+        )
 
-    slots = {"static cache": len(lengths) * text.length}
     for row in (paged, sharing, offloaded):
-        blocks = sum(-(-(length + row["decode_steps"]) // block) for length in lengths)
-        if row is sharing:
-            blocks -= (len(lengths) - 1) * shared // block
-        assert row["blocks"] == blocks, (
-            f"{row['name']}: {row['blocks']} blocks, and must be {blocks}"
-        )
-        assert row["lost_blocks"] == 0, (
-            f"{row['name']}: {row['lost_blocks']} blocks are not free at the end"
-        )
-        assert row["freed_twice"] == 0, (
-            f"{row['name']}: {row['freed_twice']} blocks are twice among the free ones"
-        )
-        slots[row["name"]] = blocks * block
-    for row in rows[1:]:
-        expected = cache_bytes(text.config, slots[row["name"]], args.dtype)
+        check_blocks(row, lengths, shared if row is sharing else 0, block)
+    slots = len(lengths) * text.length
+    for row in (static, paged, sharing, offloaded):
+        tokens = slots if row is static else row["blocks"] * block
+        expected = cache_bytes(text.config, tokens, args.dtype)
         assert row["cache_bytes"] == expected, (
-            f"{row['name']}: {row['cache_bytes']} bytes, and must be {expected}"
+            f"{row['name']}: {row['cache_bytes']} bytes, expected {expected}"
         )
 
-    waiting = sum(-(-length // block) for length in lengths) * block
-    assert offloaded["cpu_bytes"] == cache_bytes(text.config, waiting, args.dtype)
+    blocks_of_prompts = sum(math.ceil(length / block) for length in lengths)
+    waiting = cache_bytes(text.config, blocks_of_prompts * block, args.dtype)
+    assert offloaded["cpu_bytes"] == waiting, (
+        f"{offloaded['cpu_bytes']} bytes wait, expected {waiting}"
+    )
     assert offloaded["idle_bytes"] == 0, f"{offloaded['idle_bytes']} bytes stay on the device"
     assert offloaded["same_places"] == 0, (
-        f"{offloaded['same_places']} blocks came back to where they had been"
+        f"{offloaded['same_places']} blocks came back to the places where they had been"
     )
+
     checked = [
-        f"{none['tokens_read']:,} tokens read without a cache, {static['tokens_read']:,} with one, as computed",
-        f"caches have the bytes of planner/inference.kv_cache_bytes, in blocks of {block} tokens and in rows",
-        f"offloaded, {offloaded['cpu_bytes']:,} bytes wait on the CPU, none on the device; they return to other blocks",
+        f"{none['tokens_read']:,} tokens read without a cache, {static['tokens_read']:,} with one, "
+        "as computed",
+        f"rows and blocks of {block} tokens have the bytes of planner/inference.kv_cache_bytes",
+        f"offloaded: {offloaded['cpu_bytes']:,} bytes wait on the CPU and none on the device, and "
+        "return to other blocks",
     ]
     if shared and len(lengths) > 1:
         checked.append(
-            f"{len(lengths)} texts share {shared // block} blocks: their {shared} tokens are read once"
+            f"{len(lengths)} texts share {shared // block} blocks, whose {shared} tokens are read "
+            "once"
         )
-    if exact:
+    if args.dtype == "fp32" and args.temperature == 0:
         checked.append(f"all rows have the same tokens and logits (tolerance {TOLERANCE:g})")
-    return [*checked, check_70b()]
+    return checked
+
+
+def compare_tokens(rows: list[dict], exact: bool) -> None:
+    """Compare tokens and logits with those of the first row; assert equality if `exact`."""
+    expected_ids = rows[0]["token_ids"]
+    expected_logits = rows[0]["logits"]
+    for row in rows:
+        pairs = zip(row["token_ids"], expected_ids, strict=True)
+        row["equal_tokens"] = sum(equal_at_start(ids, expected) for ids, expected in pairs)
+        logits = row.pop("logits")
+        row["logits_error"] = None
+        is_equal = row["token_ids"] == expected_ids
+        if is_equal:
+            row["logits_error"] = measure.relative_error(logits, expected_logits)
+        if exact:
+            assert is_equal, f"{row['name']}: other tokens than without a cache"
+            assert row["logits_error"] <= TOLERANCE, (
+                f"{row['name']}: logits differ by {row['logits_error']:.0e}"
+            )
+
+
+def equal_at_start(ids: list[int], expected: list[int]) -> int:
+    """Return how many tokens are equal before the first one that differs."""
+    count = 0
+    for token, expected_token in zip(ids, expected, strict=False):
+        if token != expected_token:
+            break
+        count += 1
+    return count
 
 
 def expected_reads(row: dict, lengths: list[int], shared: int) -> int:
-    """Tokens that the model reads, padding included: the padded prompts, then in each step one a text, or all again."""
-    texts, longest, steps = len(lengths), max(lengths), row["decode_steps"]
+    """Return how many tokens the model must have read, padding included."""
+    texts = len(lengths)
+    longest = max(lengths)  # prompts are padded to it
+    steps = row["decode_steps"]
     if row["name"] == "no cache":
         return texts * sum(range(longest, longest + steps + 1))
-    again = texts if "cpu_bytes" in row else 0  # the last token of each prompt, after the pause
-    return shared + texts * (longest - shared + steps) + again
+    reads = shared + texts * (longest - shared) + texts * steps
+    if "cpu_bytes" in row:
+        reads += texts  # the last token of each prompt, again after the pause
+    return reads
+
+
+def check_blocks(row: dict, lengths: list[int], shared: int, block: int) -> None:
+    """Assert how many blocks the texts have used, and that all of them became free once."""
+    expected = sum(math.ceil((length + row["decode_steps"]) / block) for length in lengths)
+    expected -= (len(lengths) - 1) * shared // block
+    name = row["name"]
+    assert row["blocks"] == expected, f"{name}: {row['blocks']} blocks, expected {expected}"
+    assert row["lost_blocks"] == 0, f"{name}: {row['lost_blocks']} blocks are not free at the end"
+    assert row["freed_twice"] == 0, f"{name}: {row['freed_twice']} blocks are free twice"
 
 
 def cache_bytes(config: shapes.Config, tokens: int, dtype: str) -> int:
-    return inference.kv_cache_bytes(
-        from_config("", config), tokens=tokens, bytes_each=DTYPES[dtype].itemsize
-    )
+    """Return the bytes of the keys and values of so many tokens, by the planner."""
+    shape = from_config("", config)
+    return inference.kv_cache_bytes(shape, tokens=tokens, bytes_each=DTYPES[dtype].itemsize)
 
 
-def check_70b() -> str:
-    """Grouped-query attention: several heads have one key and one value. On the meta device a cache takes no memory."""
+def check_70b(cache_class: type) -> str:
+    """Assert the bytes per token of a 70B model, whose query heads share key-value heads.
+
+    The cache is on the meta device, where it takes no memory.
+    """
     config = shapes.SIZES["llama-70b"]
-    all_heads = dataclasses.replace(config, num_key_value_heads=config.num_attention_heads)
-    found = []
-    for one in (config, all_heads):
-        cache = StaticCache(one, batch=1, length=1, dtype=torch.bfloat16, device="meta")
-        found.append(sum(tensor.nbytes for tensor in cache.tensors))
-        assert found[-1] == cache_bytes(one, 1, "bf16")
-    per_token, with_all_heads = found
-    weights = inference.weight_bytes(
-        from_config("llama-70b", config), weights="int4", group_size=128
-    )
-    fits = int((48e9 - weights) / per_token)
+    ungrouped = dataclasses.replace(config, num_key_value_heads=config.num_attention_heads)
+    bytes_per_token = []
+    for one_config in (config, ungrouped):
+        cache = cache_class(one_config, batch=1, slots=1, dtype=torch.bfloat16, device="meta")
+        found = sum(tensor.nbytes for tensor in cache.tensors())
+        assert found == cache_bytes(one_config, 1, "bf16")
+        bytes_per_token.append(found)
+    grouped_bytes, ungrouped_bytes = bytes_per_token
+    shape = from_config("llama-70b", config)
+    weights = inference.weight_bytes(shape, weights="int4", group_size=128)
+    tokens = int((GPU_BYTES - weights) / grouped_bytes)
     return (
-        f"llama-70b in bf16: {per_token:,} bytes of cache a token, {with_all_heads:,} with a key for each query head; "
-        f"48 GB hold {fits:,} tokens beside int4 weights in groups of 128"
+        f"llama-70b in bf16: {grouped_bytes:,} bytes of cache per token, {ungrouped_bytes:,} with "
+        f"a key for each query head; {GPU_BYTES / 1e9:.0f} GB hold {tokens:,} tokens beside int4 "
+        "weights in groups of 128"
     )
+
+
+# --- time
 
 
 @torch.inference_mode()
-def seconds_to_resume(cache, read_again: Callable, device: torch.device, rounds: int) -> dict:
-    """An idle conversation goes on: its text is read again, or its blocks are brought back. Prints both times."""
+def seconds_to_resume(
+    steps, prompts: list[list[int]], device: torch.device, rounds: int
+) -> dict[str, dict]:
+    """Time two ways to go on with idle conversations, and print the times.
+
+    Either the texts are read again, or their blocks are brought back from the CPU.
+    """
+    cache = steps.cache
     waiting = {}
 
     def offload() -> None:
@@ -160,11 +237,20 @@ def seconds_to_resume(cache, read_again: Callable, device: torch.device, rounds:
         for text in list(waiting):
             cache.bring_back(text, waiting.pop(text))
 
-    steps = {"read again": read_again, "offload": offload, "bring back": bring_back}
-    found = measure.seconds_in_turns(steps, device, rounds)
-    for name, row in found.items():
-        median, low, high = (
-            report.for_people(key, row[key]) for key in ("seconds", "min_seconds", "max_seconds")
-        )
+    read_again = partial(
+        generate,
+        steps.prefill,
+        steps.decode,
+        prompts,
+        max_new_tokens=1,
+        choose=partial(torch.argmax, dim=-1),
+        device=device,
+    )
+    variants = {"read again": read_again, "offload": offload, "bring back": bring_back}
+    timings = measure.seconds_in_turns(variants, device, rounds)
+    for name, timing in timings.items():
+        median = report.for_people("seconds", timing["seconds"])
+        low = report.for_people("seconds", timing["min_seconds"])
+        high = report.for_people("seconds", timing["max_seconds"])
         print(f"to go on after a pause, {name}: {median} ({low} to {high}, n={rounds})")
-    return found
+    return timings

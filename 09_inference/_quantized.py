@@ -9,7 +9,7 @@ from collections.abc import Callable
 import psutil
 import torch
 import torch.nn.functional as F
-from _shared import DTYPES
+from _generate import DTYPES
 from torch import Tensor, nn
 
 from common import hardware, measure, report

@@ -1,20 +1,29 @@
-"""Tensor-parallel inference: a model that no GPU holds answers from all GPUs of a node.
+"""Answer with a model that no single GPU holds: tensor parallelism over the GPUs of a node.
 
-A 70B model is 131 GiB in bf16. Layer by layer on several GPUs, one works while the others wait. Here each rank holds a
-part of every matrix, and all compute every layer together: whole attention heads, and a part of the MLP. Each of
-these gives a partial sum of its output, so each layer needs two all-reduces of the hidden states; a decode step has one
-token per text, so they are small there. It reads every weight once; N ranks read N parts at the same time, so the time
-of a token falls with N as long as the all-reduces are short: inside a node.
+A 70B model has 131 GiB of weights in bf16. If each GPU held some layers, one would work while the
+others wait. Here each rank holds a shard of every matrix, and all ranks compute every layer
+together. A rank computes some attention heads, and some channels of the MLP. The output of either
+is a partial sum on each rank, so a layer needs two all-reduces of hidden states. A decode step has
+one token per text, so these are small.
+
+A decode step reads every weight once. N ranks read N shards at the same time, so a token takes 1/N
+of the time, as long as the all-reduces are short. They are short inside a node.
 
     laptop    python 09_inference/infer_70b.py
-              torchrun --nproc_per_node=3 09_inference/infer_70b.py --model models/smollm2-135m --chat \\
-                  --prompt "What is the capital of France?"                    (make model makes that folder)
+              torchrun --nproc_per_node=3 09_inference/infer_70b.py --model models/smollm2-135m \\
+                  --chat --prompt "What is the capital of France?"
+              (`make model` makes that folder)
     one node  torchrun --nproc_per_node=8 09_inference/infer_70b.py --model llama-70b --compile
-    its bytes python 09_inference/infer_70b.py --model llama-70b --dry-run --world-size 8 --memory 80
-    cluster   two all-reduces per layer and token are too many between nodes: use a server such as vLLM there
+    bytes     python 09_inference/infer_70b.py --model llama-70b --dry-run --world-size 8 \\
+                  --memory 80
+    cluster   between nodes, two all-reduces per layer and token take too long: use a server such
+              as vLLM, which pipelines over nodes
 
-A named size has random weights. Look for: the bytes that each rank holds, known before anything is loaded; the share of
-the memory bandwidth. Before: 08_model_parallel/tensor_parallel.py, the same cuts in training. Next: offloaded.py.
+A model named by its size, such as llama-70b, has random weights.
+
+What to look at: the bytes per rank, which are known before anything is loaded, and the share of the
+memory bandwidth. Previous: 08_model_parallel/tensor_parallel.py, the same shards in training. Next:
+offloaded.py.
 """
 
 import sys
@@ -29,30 +38,51 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
-import _shared as shared
-from _infer_70b import check_bytes, check_layout, check_room, dry_run, held_bytes, local, printer
+import _infer_70b as helper
+from _generate import (
+    DTYPES,
+    Generated,
+    StaticCache,
+    Text,
+    check_tokens,
+    choose_dtype,
+    compiled,
+    generate,
+    parser,
+    sample,
+    speed,
+    steps_of,
+)
 
 from common import cli, exits, report, runtime
 from lm import model, shapes, weights
 
-DRAWN_ON_CPU = 2e9  # parameters; a CPU takes a quarter of an hour to draw those of llama-70b
+# Up to so many parameters the CPU draws random weights, which are then the same on every device. A
+# larger model draws them on its GPUs: for llama-70b a CPU would take a quarter of an hour.
+DRAWN_ON_CPU = 2e9
 
 
-def cut(net: model.Transformer, ranks: int, device_type: str) -> None:
-    """Make each matrix a DTensor that knows this rank's part of it. On the meta device, so nothing is copied or sent.
+# --- 1. the shards
 
-    Colwise cuts a matrix by its outputs: a rank computes some heads, or some channels of the MLP, from a copy of
-    the hidden state. Rowwise cuts the next matrix by its inputs: each rank has the part that it has just computed.
-    The result is a partial sum, and the all-reduce after it gives each rank a copy of the whole sum.
+
+def shard_model(net: model.Transformer, ranks: int, device_type: str) -> None:
+    """Make each matrix a DTensor that is sharded over the ranks.
+
+    The model is on the meta device, so nothing is copied or sent.
+
+    Colwise shards a matrix by its outputs: from the full hidden state, a rank computes some heads,
+    or some channels of the MLP. Rowwise shards the next matrix by its inputs, so that a rank needs
+    only what it has just computed. The result is a partial sum, and an all-reduce gives each rank
+    the full sum.
     """
     plan = {
-        # a rank has a part of the vocabulary
+        # A rank has some rows of the vocabulary. Rowwise, because the rows are the inputs here.
         "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
         "model.layers.*.self_attn.[qkv]_proj": ColwiseParallel(),
         "model.layers.*.self_attn.o_proj": RowwiseParallel(),
         "model.layers.*.mlp.[gu]*_proj": ColwiseParallel(),  # gate and up
         "model.layers.*.mlp.down_proj": RowwiseParallel(),
-        # a rank's part of the logits; then gathered
+        # A rank computes the logits of some tokens. Replicate() then gathers all logits.
         "lm_head": ColwiseParallel(output_layouts=Replicate()),
     }
     mesh = init_device_mesh(device_type, (ranks,), mesh_dim_names=("tensor",))
@@ -60,8 +90,43 @@ def cut(net: model.Transformer, ranks: int, device_type: str) -> None:
     net.tie_weights()  # parallelize_module has made two parameters of one
 
 
-def as_rank0(choose: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """All ranks go on with rank 0's token. One that rounds differently would soon write another text."""
+def load_model(args, config: shapes.Config, device: torch.device) -> model.Transformer:
+    """Return the model with this rank's shards of the weights, from files or random.
+
+    No rank ever holds the full model.
+    """
+    net = weights.build(args.model, config, seed=args.seed, device="meta").to(DTYPES[args.dtype])
+    if dist.get_world_size() > 1:
+        shard_model(net, dist.get_world_size(), device.type)
+    is_large = shapes.parameter_count(config) > DRAWN_ON_CPU
+    if args.model in shapes.SIZES and is_large:
+        draw_on_device(net, args.seed + dist.get_rank(), device)
+        return net
+    return weights.materialize(net, args.model, seed=args.seed, device=device)
+
+
+@torch.no_grad()
+def draw_on_device(net: model.Transformer, seed: int, device: torch.device) -> None:
+    """Allocate a model from the meta device, and fill this rank's shards with random numbers."""
+    net.to_empty(device=device)
+    net.tie_weights()  # to_empty has made two parameters of one
+    generator = torch.Generator(device).manual_seed(seed)
+    for parameter in net.parameters():
+        shard = helper.local(parameter)
+        if shard.ndim > 1:
+            shard.normal_(std=0.02, generator=generator)
+        else:
+            shard.fill_(1)  # a norm
+
+
+# --- 2. the same token on all ranks
+
+
+def same_on_all_ranks(choose: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Return a version of `choose` that gives all ranks the tokens of rank 0.
+
+    Ranks may round differently. If each chose its own token, they would soon write other texts.
+    """
 
     def choose_together(logits: Tensor) -> Tensor:
         tokens = choose(logits)
@@ -71,26 +136,11 @@ def as_rank0(choose: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     return choose_together
 
 
-def load(args, config: shapes.Config, device: torch.device) -> model.Transformer:
-    """The model with this rank's part of the weights, from the files or random. No rank ever holds the whole."""
-    net = weights.build(args.model, config, seed=args.seed, device="meta").to(
-        shared.DTYPES[args.dtype]
-    )
-    if dist.get_world_size() > 1:
-        cut(net, dist.get_world_size(), device.type)
-    if args.model not in shapes.SIZES or shapes.parameter_count(config) <= DRAWN_ON_CPU:
-        return weights.materialize(net, args.model, seed=args.seed, device=device)
-    net.to_empty(device=device)
-    net.tie_weights()
-    generator = torch.Generator(device).manual_seed(args.seed + dist.get_rank())
-    with torch.no_grad():
-        for weight in map(local, net.parameters()):
-            weight.normal_(std=0.02, generator=generator) if weight.ndim > 1 else weight.fill_(1)
-    return net
+# --- 3. the answer
 
 
-def main() -> int:
-    flags = shared.parser(__doc__)
+def read_flags():
+    flags = parser(__doc__)
     flags.add_argument(
         "--compile", action="store_true", help="compile the decode step; on a GPU one CUDA graph"
     )
@@ -103,56 +153,91 @@ def main() -> int:
     flags.add_argument(
         "--world-size", type=cli.positive_int, help="with --dry-run: the number of ranks"
     )
-    args = flags.parse_args()
+    return flags.parse_args()
+
+
+def run(
+    net: model.Transformer, text: Text, args, ranks: int, device: torch.device
+) -> tuple[Generated, list[str]]:
+    """Answer all prompts. Return the answers and what was checked."""
+    cache = StaticCache(
+        text.config,
+        batch=len(text.prompts),
+        length=text.length,
+        dtype=DTYPES[args.dtype],
+        device=device,
+        ranks=ranks,
+    )
+    prefill, decode = steps_of(net, cache)
+    if args.compile:
+        (decode,) = compiled(net, cache, decode)
+
+    def answer(max_new_tokens: int, on_tokens=None) -> Generated:
+        generator = torch.Generator(device).manual_seed(args.seed)
+
+        def choose(logits: Tensor) -> Tensor:
+            return sample(logits, args, generator)
+
+        return generate(
+            prefill,
+            decode,
+            text.prompts,
+            max_new_tokens=max_new_tokens,
+            choose=same_on_all_ranks(choose),
+            device=device,
+            stop=text.stop,
+            on_tokens=on_tokens,
+        )
+
+    # Warm up. A compiled step is captured for each number of slots that it meets.
+    answer(args.max_new_tokens if args.compile else min(4, args.max_new_tokens))
+    on_tokens = helper.printer(text) if runtime.is_rank0() else None
+    result = answer(args.max_new_tokens, on_tokens)
+
+    token_ids_of_ranks = runtime.all_gather(result.token_ids)
+    for token_ids in token_ids_of_ranks:
+        assert token_ids == token_ids_of_ranks[0], (
+            f"ranks have different tokens: {token_ids_of_ranks}"
+        )
+    checked = []
+    if ranks > 1:
+        checked.append(f"all {ranks} ranks have the same tokens")
+
+    def compare_with_transformers() -> list[str]:
+        return check_tokens(result.token_ids, text, args, device)
+
+    return result, checked + runtime.on_rank0(compare_with_transformers)
+
+
+def main() -> int:
+    args = read_flags()
     config = shapes.read_config(args.model)
-    ranks = check_layout(args, config)
-    text = shared.Text(args, config)
+    ranks = helper.check_layout(args, config)
+    text = Text(args, config)
     cache_tokens = len(text.prompts) * text.length
     if args.dry_run:
-        return dry_run(args, config, cache_tokens, cut)
+        return helper.dry_run(args, config, cache_tokens, shard_model)
 
     device = runtime.init_process_group(args.device)
     runtime.seed_all(args.seed)
-    args.dtype = shared.choose_dtype(args, config, device)
-    row = check_room(args, config, ranks, cache_tokens, device)
-    net = load(args, config, device)
-    check_bytes(net, args, dist.get_rank(), ranks)
-    kind = {"dtype": shared.DTYPES[args.dtype], "device": device}
-    cache = shared.StaticCache(
-        config, batch=len(text.prompts), length=text.length, ranks=ranks, **kind
-    )
-    prefill, decode = shared.steps_of(net, cache)
-    if args.compile:
-        (decode,) = shared.compiled(net, cache, decode)
+    args.dtype = choose_dtype(args, config, device)
+    row = helper.check_room(args, config, ranks, cache_tokens, device)
+    net = load_model(args, config, device)
+    helper.check_bytes(net, args, dist.get_rank(), ranks)
+    result, checked = run(net, text, args, ranks, device)
 
-    def answer(new_tokens: int, on_tokens=None):
-        generator = torch.Generator(device).manual_seed(args.seed)
-        choose = as_rank0(lambda logits: shared.sample(logits, args, generator))
-        how = {"max_new_tokens": new_tokens, "choose": choose, "device": device, "stop": text.stop}
-        return shared.generate(prefill, decode, text.prompts, on_tokens=on_tokens, **how)
-
-    # the first steps are slow, compiled ones in each bucket
-    answer(args.max_new_tokens if args.compile else min(4, args.max_new_tokens))
-    result = answer(args.max_new_tokens, printer(text) if runtime.is_rank0() else None)
-    of_ranks = runtime.all_gather(result.token_ids)
-    assert all(ids == of_ranks[0] for ids in of_ranks), f"ranks have different tokens: {of_ranks}"
-    checked = [f"rank 0 holds the {row['weight_bytes']:,} bytes of weights that were planned"]
-    checked += [f"all {ranks} ranks have the same tokens"] if ranks > 1 else []
-    checked += runtime.on_rank0(lambda: shared.check_tokens(result.token_ids, text, args, device))
-    row |= shared.speed(result, device, held_bytes(net, read=True))
-    columns = {
-        "weight_bytes": "weights per rank",
-        "cache_bytes": "cache",
-        "time_to_first_token_seconds": "first token",
-        "prefill_tokens_per_second": "prefill",
-        "decode_tokens_per_second": "decode",
-        "bandwidth_share": "of memory bandwidth",
-        "copy_rate_share": "of copy rate",
-    }
-    own = {"parameters": shapes.parameter_count(config), "token_ids": result.token_ids}
-    own["texts"] = [text.decode(ids) for ids in result.token_ids]
+    row |= speed(result, device, helper.bytes_read_per_step(net))
+    planned = f"rank 0 holds the {row['weight_bytes']:,} bytes of weights that were planned"
     report.end_lesson(
-        [row], columns=columns, checked=checked, args=args, device=device, **row, **own
+        [row],
+        columns=helper.COLUMNS,
+        checked=[planned, *checked],
+        args=args,
+        device=device,
+        **row,
+        parameters=shapes.parameter_count(config),
+        token_ids=result.token_ids,
+        texts=[text.decode(ids) for ids in result.token_ids],
     )
     runtime.shutdown()
     return 0

@@ -33,8 +33,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 import _quantized
-from _quantized import tl, triton_jit, triton_operator
-from _shared import (
+from _generate import (
     DTYPES,
     StaticCache,
     Text,
@@ -46,6 +45,7 @@ from _shared import (
     speed,
     steps_of,
 )
+from _quantized import tl, triton_jit, triton_operator
 
 from common import exits, measure, report
 from lm import shapes

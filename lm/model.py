@@ -27,9 +27,9 @@ class KVCache(Protocol):
     """The methods that a model calls of a cache of keys and values."""
 
     def mask(self, positions: Tensor) -> Tensor:
-        """Return what is added to the attention scores, [batch, 1, tokens, keys].
+        """Return the attention mask, [batch, 1, tokens, keys], for positions [batch, tokens].
 
-        It is 0 where a token sees a key and -inf elsewhere. positions is [batch, tokens].
+        It is True where a token sees a key, or it is added to the attention scores: see `attend`.
         """
 
     def updater(

@@ -1,5 +1,6 @@
 """09_inference/kv_cache.py: the same tokens with every cache, bytes and tokens read by formula, blocks given back."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,25 @@ def test_all_rows_have_the_tokens_of_transformers(tmp_path, model):
     assert sharing["cache_bytes"] < paged["cache_bytes"] < rows["static cache"]["cache_bytes"]
 
 
+def test_the_cache_here_gives_the_tokens_of_infer_70b(tmp_path, model):
+    """infer_70b.py uses the cache of _generate.py, which also serves ranks and CUDA graphs."""
+    ours = serve(tmp_path, model)
+    flags = ("--model", model, "--prompts", "prompts.txt", "--max-new-tokens", 12)
+    others = run("09_inference/infer_70b.py", tmp_path, *flags, "--json", "infer.json")
+    assert others.code == 0, others
+    expected = json.loads((tmp_path / "infer.json").read_text())["token_ids"]
+    rows = {row["name"]: row for row in ours.summary["rows"]}
+    assert rows["static cache"]["token_ids"] == expected
+    assert rows["paged"]["token_ids"] == expected
+
+
+def test_repeated_prompts_are_answered_alike(tmp_path, model):
+    result = serve(tmp_path, model, "--repeat", 2)
+    assert result.code == 0, result
+    for row in result.summary["rows"]:
+        assert row["token_ids"][:3] == row["token_ids"][3:]
+
+
 def test_without_a_prompt_it_answers_several_of_its_own(tmp_path):
     result = run(
         SCRIPT, tmp_path, "--max-new-tokens", 2, "--device", "cpu", "--json", "summary.json"
@@ -59,6 +79,14 @@ FAULTS = {  # a line, and what stands in its place
     "no block is given back": ("self.free += set(table) - self.held_blocks()", "pass"),
     "two texts have one block": ("table.append(self.free.pop())", "table.append(self.free[-1])"),
     "a block comes back to another place of its text": ("] = copy.to(", "] = copy.flip(0).to("),
+    "a token sees the slot after its own": (
+        "self.slots <= positions",
+        "self.slots - 1 <= positions",
+    ),
+    "keys of the next token overwrite another text's": (
+        "keys[blocks, :, slots]",
+        "keys[blocks, :, 0]",
+    ),
 }
 
 

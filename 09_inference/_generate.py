@@ -1,5 +1,8 @@
-"""What every script here needs: prompts, a static KV cache, prefill and decode, sampling, streaming; and the proof that
-they share: in fp32, the greedy tokens of transformers' generate."""
+"""Generate text: prompts, a KV cache, prefill and decode, sampling, and a comparison.
+
+The scripts of this chapter share this file. check_tokens asserts that they generate the same
+greedy tokens in fp32 as transformers' generate.
+"""
 
 import argparse
 import contextlib
@@ -23,138 +26,235 @@ from lm import reference, shapes, weights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DEFAULT_PROMPT = "def main():"
-# parameters: up to here --dtype auto is fp32, and the tokens are compared with transformers'
+# A model with at most so many parameters is small: its --dtype auto is fp32, and its tokens are
+# compared with those of transformers.
 SMALL = 200e6
-BUCKET = 256  # slots: a captured step reads a multiple of them
-# decode steps: a GPU that has to hand over each token at once waits for Python at each step
+BUCKET = 256  # slots of the cache: a captured step reads a multiple of them
+# Decode steps between two reads of their tokens. If a GPU had to hand over each token at once, it
+# would wait for Python at every step.
 READ_EVERY = 8
 
 
-class StaticCache:
-    """Keys and values of the tokens so far: [batch, key-value heads, length, head_dim] per layer, allocated once.
+# --- the cache
 
-    A token's slot is its position. It sees the slots up to its own, so what padding or a rejected guess has left behind
-    is never seen, and the next token at that position overwrites it. `ranks`: how many share the heads.
+
+class StaticCache:
+    """The keys and values of all tokens so far, in memory that is allocated once.
+
+    It is the cache that kv_cache.py explains, for many ranks and for CUDA graphs, too. It has two
+    tensors per layer, [batch, kv_heads, slots, head_dim].
+
+    The slot of a token is its position, and the token sees the slots up to its own. So it never
+    sees what padding or a rejected guess has left in later slots. The next token at that position
+    overwrites it.
+
+    Attributes:
+        keys, values: The tensors, by the name of the layer.
+        slots: The numbers of the slots that attention reads: all of them, or the first ones.
+        filled: The number of slots that may be in use. Prefill sets it, a captured step adds to it.
     """
 
     def __init__(
-        self, config: shapes.Config, *, batch: int, length: int, dtype, device, ranks: int = 1
+        self,
+        config: shapes.Config,
+        *,
+        batch: int,
+        length: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        ranks: int = 1,
     ) -> None:
-        names = [str(layer) for layer in range(config.num_hidden_layers)]
+        """Allocate `length` slots for each text of the batch. `ranks` share the heads."""
         shape = (batch, config.num_key_value_heads // ranks, length, config.head_dim)
-        # zeros: a slot that nothing was written to has weight 0 in attention, and 0 times NaN would be NaN
-        self.keys = {name: torch.zeros(shape, dtype=dtype, device=device) for name in names}
-        self.values = {name: torch.zeros(shape, dtype=dtype, device=device) for name in names}
+        self.keys = {}
+        self.values = {}
+        for layer in range(config.num_hidden_layers):
+            # Not torch.empty: an unused slot has weight 0 in attention, and 0 times NaN is NaN.
+            self.keys[str(layer)] = torch.zeros(shape, dtype=dtype, device=device)
+            self.values[str(layer)] = torch.zeros(shape, dtype=dtype, device=device)
         self.tensors = [*self.keys.values(), *self.values.values()]
-        self.rows = torch.arange(batch, device=device)[:, None]
-        self.slots = torch.arange(length, device=device)  # that attention reads
-        self.filled = 0  # the most that a prompt and the steps since may have filled
+        self.rows = torch.arange(batch, device=device)[:, None]  # [batch, 1]
+        self.slots = torch.arange(length, device=device)
+        self.filled = 0
 
     def mask(self, positions: Tensor) -> Tensor:
-        """[batch, tokens] -> [batch, 1, tokens, slots]: added to scores, 0 where a token sees a slot or -infinity."""
-        return (self.slots <= positions.unsqueeze(-1)).to(self.keys["0"].dtype).log().unsqueeze(1)
+        """Return the attention mask, [batch, 1, tokens, slots], for positions [batch, tokens].
+
+        It is added to the scores: 0 where a token sees a slot, -inf elsewhere.
+        """
+        visible = self.slots <= positions.unsqueeze(-1)  # [batch, tokens, slots]
+        mask = torch.zeros(visible.shape, dtype=self.tensors[0].dtype, device=visible.device)
+        return mask.masked_fill(~visible, -torch.inf).unsqueeze(1)
 
     def updater(self, layer: str, positions: Tensor) -> Callable:
-        """From k and v [batch, heads, tokens, head_dim] of these tokens to all keys and values that the layer reads."""
-        keys, values = (
-            cached[layer][:, :, : self.slots.shape[0]] for cached in (self.keys, self.values)
-        )
+        """Return update_cache(k, v) of a layer, for tokens at these positions, [batch, tokens].
+
+        It writes k and v, [batch, kv_heads, tokens, head_dim], and returns the keys and values of
+        all slots that attention reads.
+        """
+        slot_count = len(self.slots)
+        keys = self.keys[layer][:, :, :slot_count]
+        values = self.values[layer][:, :, :slot_count]
         return partial(write, keys, values, self.rows, positions)
 
 
 def write(
     keys: Tensor, values: Tensor, rows: Tensor, slots: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
-    keys[rows, :, slots] = k.transpose(1, 2)
+    """Write k and v of new tokens into a cache, and return the keys and values of the cache.
+
+    Token t of text b goes to slot slots[b, t] of row rows[b, t].
+    """
+    keys[rows, :, slots] = k.transpose(1, 2)  # [batch, tokens, kv_heads, head_dim]
     values[rows, :, slots] = v.transpose(1, 2)
     return keys, values
 
 
-@dataclass
-class Generated:
-    """New tokens per prompt, without the stop token; seconds of the prefill and of all decode steps after it."""
-
-    token_ids: list[list[int]]
-    prompt_tokens: int
-    prefill_seconds: float = 0.0
-    decode_seconds: float = 0.0
-    decode_steps: int = 0
+# --- prefill and decode
 
 
 def steps_of(net: nn.Module, cache: StaticCache) -> tuple[Callable, Callable]:
-    """prefill(ids, positions, last) reads all prompts at once, [batch, tokens], and decode(ids, positions) one token of
-    each, [batch]. Both return the logits [batch, vocab] of each row's last token, in prefill at `last` [batch]."""
-    # it would build a plan for each new length, in 0.4 to 1 s
+    """Return the two steps of generation, prefill and decode.
+
+    prefill(ids, positions, last) reads all prompts at once. ids and positions are [batch, tokens],
+    and last, [batch], is the position of the last token of each prompt.
+
+    decode(ids, positions) reads one token of each text. Both are [batch].
+
+    Both return the logits that choose the next token of each text, [batch, vocab].
+    """
+    # cuDNN's attention would build a plan for each new length, which takes 0.4 to 1 s.
     torch.backends.cuda.enable_cudnn_sdp(False)
 
-    @torch.compiler.set_stance("force_eager")  # or the blocks would be compiled for each length
+    # Prompts have many lengths. Blocks that decode has compiled would be compiled for each.
+    @torch.compiler.set_stance("force_eager")
     def prefill(ids: Tensor, positions: Tensor, last: Tensor) -> Tensor:
         cache.filled = ids.shape[1]
-        hidden = net.model(ids, positions, cache)
-        # not of every prompt token
-        return net.lm_head(hidden[torch.arange(len(ids), device=ids.device), last])
+        hidden = net.model(ids, positions, cache)  # [batch, tokens, hidden]
+        rows = torch.arange(len(ids), device=ids.device)
+        # The head is large, so it computes the logits of the last tokens only.
+        return net.lm_head(hidden[rows, last])
 
     def decode(ids: Tensor, positions: Tensor) -> Tensor:
-        return net(ids[:, None], positions=positions[:, None], cache=cache)[:, -1]
+        logits = net(ids[:, None], positions=positions[:, None], cache=cache)  # [batch, 1, vocab]
+        return logits[:, -1]
 
     return prefill, decode
 
 
 def compiled(net: nn.Module, cache: StaticCache, *steps: Callable) -> list[Callable]:
-    """Steps of (ids, positions), compiled once: the cache keeps its addresses, whatever the position. On a GPU a block
-    is compiled, whose code serves all, and the whole step is captured, so that no kernel waits for Python."""
+    """Return compiled versions of steps that take (ids, positions).
+
+    A step is compiled once, because the cache keeps its addresses and its shape. On a GPU a block
+    is compiled, whose code serves all blocks, and then the whole step is captured as a CUDA graph,
+    so that no kernel waits for Python.
+    """
     if not cache.slots.is_cuda:
         return [torch.compile(step, dynamic=False) for step in steps]
-    # a matmul of one row as a sum, without a tensor of converted codes; q, k, v and gate, up in one kernel each
-    options = {"coordinate_descent_tuning": True, "combo_kernels": True}
-    # the hooks of tensor parallel blocks differ
-    same = not hasattr(next(net.parameters()), "placements")
-    for block in net.model.layers.values() if same else ():
-        for name, module in block.named_modules():
-            if name.endswith("_proj"):
-                # a view of memory must be in memory: else Inductor computes norm and gate anew for each row of a matrix
-                module.register_forward_pre_hook(
-                    lambda _, x: x[0].as_strided(x[0].shape, x[0].stride())
-                )
-        block.compile(fullgraph=True, options=options)
+    options = {
+        # a matmul with one row becomes a sum, without a tensor of converted weights
+        "coordinate_descent_tuning": True,
+        # q, k and v in one kernel, gate and up in another
+        "combo_kernels": True,
+    }
+    # The hooks of tensor-parallel blocks differ, so the code of one block would not serve all.
+    is_tensor_parallel = hasattr(next(net.parameters()), "placements")
+    if not is_tensor_parallel:
+        for block in net.model.layers.values():
+            for name, module in block.named_modules():
+                if name.endswith("_proj"):
+                    module.register_forward_pre_hook(store_input)
+            block.compile(fullgraph=True, options=options)
     return [captured(step, cache) for step in steps]
 
 
+def store_input(module: nn.Module, inputs: tuple[Tensor]) -> Tensor:
+    """Make Inductor store the input of a matmul: as_strided needs it in memory.
+
+    Otherwise Inductor computes the norm or the gate before a matmul again for each row of weights.
+    """
+    x = inputs[0]
+    return x.as_strided(x.shape, x.stride())
+
+
 def captured(step: Callable, cache: StaticCache) -> Callable:
-    """The step as a CUDA graph for each bucket of slots: attention reads the filled ones up to the end of the last."""
-    graphs, pool, slots = {}, torch.cuda.graph_pool_handle(), cache.slots
+    """Return the step as CUDA graphs: one for each number of slots that attention reads.
+
+    Attention reads the slots in use, rounded up to a multiple of BUCKET.
+    """
+    graphs = {}
+    pool = torch.cuda.graph_pool_handle()
+    all_slots = cache.slots
 
     def replay(*inputs: Tensor) -> Tensor:
-        cache.filled += inputs[0].numel() // len(inputs[0])
-        cache.slots = slots[: -(-cache.filled // BUCKET) * BUCKET]
-        key = len(cache.slots), inputs[0].shape
+        tokens_per_text = inputs[0].numel() // len(inputs[0])
+        cache.filled += tokens_per_text
+        slot_count = math.ceil(cache.filled / BUCKET) * BUCKET
+        cache.slots = all_slots[:slot_count]
+        key = (len(cache.slots), inputs[0].shape)
         if key not in graphs:
-            static, graph = [each.clone() for each in inputs], torch.cuda.CUDAGraph()
-            step(*static)  # compiles, and writes to the cache what the replay writes again
-            # NCCL's own goes on
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                graphs[key] = graph, static, step(*static)
-        cache.slots = slots  # which prefill reads
-        graph, static, logits = graphs[key]
-        torch._foreach_copy_(static, inputs)
+            graphs[key] = capture(step, inputs, pool)
+        cache.slots = all_slots  # prefill reads all slots
+        graph, static_inputs, logits = graphs[key]
+        torch._foreach_copy_(static_inputs, inputs)
         graph.replay()
         return logits
 
     return replay
 
 
+def capture(step: Callable, inputs: tuple[Tensor, ...], pool: tuple) -> tuple:
+    """Return the CUDA graph of a step, with the tensors from which it reads and to which it writes.
+
+    The step also runs once before, and compiles. The replay writes the same to the cache again.
+    """
+    static_inputs = [tensor.clone() for tensor in inputs]
+    step(*static_inputs)
+    graph = torch.cuda.CUDAGraph()
+    # thread_local: another thread of the process, such as NCCL's, may call CUDA meanwhile
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        logits = step(*static_inputs)
+    return graph, static_inputs, logits
+
+
+# --- generation
+
+
+@dataclass
+class Generated:
+    """The new tokens of each prompt, without a stop token, and how long they took."""
+
+    token_ids: list[list[int]]
+    prompt_tokens: int  # of all prompts
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0  # of all decode steps
+    decode_steps: int = 0
+
+
 @torch.inference_mode()
 def generate(
     prefill, decode, prompts, *, max_new_tokens, choose, device, stop=(), on_tokens=None
 ) -> Generated:
-    """Prefill gives the first token of each prompt, each decode step one more, up to those of `stop`: see steps_of.
-    choose: logits [batch, vocab] to tokens [batch]; on_tokens gets each step's tokens, None for an ended row."""
-    result, finished = Generated([[] for _ in prompts], sum(map(len, prompts))), set()
+    """Generate text. Prefill gives the first token of each prompt, each decode step one more.
+
+    Args:
+        prefill, decode: The steps that steps_of returns.
+        prompts: The token ids of each prompt.
+        choose: A function from logits, [batch, vocab], to tokens, [batch].
+        stop: The token ids that end an answer.
+        on_tokens: A function that gets the tokens of each step, with None for an answer that ended.
+    """
+    result = Generated(
+        token_ids=[[] for _ in prompts],
+        prompt_tokens=sum(map(len, prompts)),
+    )
+    finished = set()  # rows of answers that have ended
 
     def take(tokens: list[int]) -> None:
         for row, token in enumerate(tokens):
-            if row in finished or token in stop:
+            if token in stop:
                 finished.add(row)
+            if row in finished:
                 tokens[row] = None
             else:
                 result.token_ids[row].append(token)
@@ -164,7 +264,7 @@ def generate(
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
     ids = nn.utils.rnn.pad_sequence(
         [torch.tensor(prompt, device=device) for prompt in prompts], batch_first=True
-    )
+    )  # [batch, tokens]
     positions = torch.arange(ids.shape[1], device=device).expand_as(ids)
     start = time.perf_counter()
     tokens = choose(prefill(ids, positions, lengths - 1))
@@ -172,10 +272,10 @@ def generate(
     result.prefill_seconds = time.perf_counter() - start
 
     steps = range(max_new_tokens - 1)
-    if not on_tokens:  # which prints them as they come
+    if not on_tokens:  # on_tokens shows the progress itself
         steps = report.progress_bar(steps, "decoding", unit="token", delay=2)
     start = time.perf_counter()
-    unread = []
+    unread = []  # the tokens of the last steps, [batch] each
     for step in steps:
         if len(finished) == len(prompts):
             break
@@ -193,19 +293,27 @@ def generate(
 def probabilities(
     logits: Tensor, *, temperature: float, top_k: int = 0, top_p: float = 1.0
 ) -> Tensor:
-    """What tokens are drawn from: logits [..., vocab] / temperature, then the `top_k` likeliest of them (0: all), then
-    the fewest whose probabilities reach `top_p` together. Temperature 0 leaves the likeliest alone."""
+    """Return the probabilities from which tokens are drawn, in the shape of logits, [..., vocab].
+
+    They are the softmax of logits / temperature. With top_k only the k likeliest tokens can be
+    drawn, and then, with top_p, only the fewest tokens that have this probability together.
+    Temperature 0 leaves the likeliest token alone.
+    """
     if temperature == 0:
         return F.one_hot(logits.argmax(-1), logits.shape[-1]).float()
-    likely, order = (logits.float() / temperature).softmax(-1).sort(dim=-1, descending=True)
-    likely[..., top_k or likely.shape[-1] :] = 0
+    scaled = logits.float() / temperature
+    likely, order = scaled.softmax(-1).sort(dim=-1, descending=True)
+    if top_k > 0:
+        likely[..., top_k:] = 0
     likely /= likely.sum(-1, keepdim=True)
-    likely[likely.cumsum(-1) - likely >= top_p] = 0  # what is before it has this share already
-    return torch.zeros_like(likely).scatter(-1, order, likely / likely.sum(-1, keepdim=True))
+    before = likely.cumsum(-1) - likely  # the probability of all likelier tokens
+    likely[before >= top_p] = 0
+    likely /= likely.sum(-1, keepdim=True)
+    return torch.zeros_like(likely).scatter(-1, order, likely)  # in the order of the vocabulary
 
 
 def sample(logits: Tensor, args: argparse.Namespace, generator: torch.Generator) -> Tensor:
-    """The next tokens [batch] from logits [batch, vocab], by the flags."""
+    """Return the next tokens, [batch], for logits [batch, vocab]: greedy or drawn, as flags say."""
     if args.temperature == 0:
         return logits.argmax(-1)
     chances = probabilities(
@@ -214,8 +322,11 @@ def sample(logits: Tensor, args: argparse.Namespace, generator: torch.Generator)
     return torch.multinomial(chances, 1, generator=generator).squeeze(-1)
 
 
+# --- flags and prompts
+
+
 def parser(description: str) -> cli.Parser:
-    """The flags of every script that answers."""
+    """Return a parser with the flags of every script that generates text."""
     flags = cli.Parser(description)
     add = flags.add_argument
     add(
@@ -223,9 +334,9 @@ def parser(description: str) -> cli.Parser:
         default="nano",
         help=f"a Hugging Face folder, or with random weights: {', '.join(shapes.SIZES)}",
     )
-    either = flags.add_mutually_exclusive_group()
-    either.add_argument("--prompt", help=f"text to continue (default: {DEFAULT_PROMPT})")
-    either.add_argument(
+    one_or_many = flags.add_mutually_exclusive_group()
+    one_or_many.add_argument("--prompt", help=f"text to continue (default: {DEFAULT_PROMPT})")
+    one_or_many.add_argument(
         "--prompts", type=Path, metavar="FILE", help="a file with one prompt a line: one batch"
     )
     add("--chat", action="store_true", help="put each prompt into the tokenizer's chat template")
@@ -265,7 +376,7 @@ class Text:
         prompts: The token ids of each prompt.
         length: The slots that a cache needs for each prompt and its answer.
         stop: The token ids that end an answer.
-        vocab_size: How many logits are used; the rows of the vocabulary behind them are padding.
+        vocab_size: The number of tokens. Further rows of the model's vocabulary are padding.
     """
 
     def __init__(self, args: argparse.Namespace, config: shapes.Config, *, ahead: int = 0) -> None:
@@ -301,7 +412,7 @@ class Text:
         """Raise UserError if a token is not in the model's vocabulary.
 
         A tokenizer can have more tokens than the model, such as a padding token that was added. The
-        model cannot read these tokens, but needs not, if no text contains them.
+        model cannot read these tokens. That matters only if a text contains them.
         """
         largest = max(ids)
         if largest < self.config.vocab_size:
@@ -471,9 +582,16 @@ def read_stop_tokens(path: Path) -> list[int]:
 
 
 def choose_dtype(args: argparse.Namespace, config: shapes.Config, device: torch.device) -> str:
-    """The --dtype; "auto" is fp32 for a small model, where it costs little and makes tokens comparable."""
-    given_or_large = args.dtype != "auto" or shapes.parameter_count(config) > SMALL
-    return hardware.choose_dtype(args.dtype, device) if given_or_large else "fp32"
+    """Return the dtype that --dtype means on this device.
+
+    "auto" is fp32 for a small model. There fp32 takes little time, and makes tokens comparable.
+    """
+    if args.dtype == "auto" and shapes.parameter_count(config) <= SMALL:
+        return "fp32"
+    return hardware.choose_dtype(args.dtype, device)
+
+
+# --- the comparison with transformers, and speed
 
 
 def check_tokens(

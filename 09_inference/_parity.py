@@ -1,0 +1,122 @@
+"""The text, the table and the checks of parity.py."""
+
+import shutil
+import sysconfig
+from argparse import Namespace
+from itertools import islice
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from common import report
+from common.exits import UserError
+from lm import data, model, shapes
+
+PROMPT_TOKENS = 64
+TRAIN_TOKENS = 128  # of each of 8 samples in a step, or as many as the model can read
+REFERENCE = "trainer, fp32"
+FP32_SERVER = "server, decode, fp32"
+AUTOCAST = "trainer, autocast, fp32 weights"
+TRAINER_16 = "trainer, 16-bit weights (FSDP)"
+SAME_KERNEL = "server, prefill, kernel of the trainer"
+COLUMNS = {
+    "name": "computed by",
+    "error": "mean off fp32",
+    "largest_error": "largest",
+    "difference_error": "mean off decode",
+    "largest_difference_error": "largest",
+    "clipped_tokens_share": "tokens clipped",
+    "sequence_ratio": "ratio of a sequence",
+    "clipped_sequences_share": "sequences clipped",
+}
+FP32_TOLERANCE = 1e-3  # nats, of any token
+# A row in 16 bits may be so many times as far off fp32 as the trainer under autocast.
+MOST_TIMES = 10
+
+
+def load_text(args) -> tuple[shapes.Config, data.Corpus]:
+    """Return the shape of the model and the text for training and for prompts.
+
+    Raise UserError if prompt and new tokens do not fit into the model's context.
+    """
+    limit = shapes.read_config(args.model).max_position_embeddings
+    length = PROMPT_TOKENS + args.new_tokens
+    if length > limit:
+        raise UserError(
+            f"--new-tokens {args.new_tokens} after prompts of {PROMPT_TOKENS} is over the limit of "
+            f"--model {args.model}, {limit}: use at most {limit - PROMPT_TOKENS}"
+        )
+    corpus = data.load_corpus("stdlib", model=args.model)
+    return shapes.load_config(args.model, corpus.vocab_size, length), corpus
+
+
+def prompts_of(corpus: data.Corpus, batch_size: int, device: torch.device) -> Tensor:
+    """Return prompts from the held-out text, [batch_size, PROMPT_TOKENS]."""
+    needed = batch_size * PROMPT_TOKENS
+    tokens = corpus.held_out[:needed]
+    if len(tokens) < needed:
+        most = len(tokens) // PROMPT_TOKENS
+        raise UserError(f"--batch-size {batch_size}: the held-out text has {most} prompts")
+    return torch.from_numpy(tokens.astype("int64")).view(batch_size, -1).to(device)
+
+
+def can_compile(device: torch.device) -> bool:
+    """Return whether torch.compile works here. Print what is missing if it does not."""
+    python_h = Path(sysconfig.get_path("include"), "Python.h")
+    if device.type == "cuda" or (shutil.which("g++") and python_h.exists()):
+        return True
+    print("left out: compiled (torch.compile on a CPU needs g++ and Python.h)")
+    return False
+
+
+def train(net: model.Transformer, corpus: data.Corpus, args, device: torch.device) -> float:
+    """Train a model with random weights for some steps. Return the last loss."""
+    seq_len = min(TRAIN_TOKENS, net.config.max_position_embeddings)
+    sizes = Namespace(seq_len=seq_len, global_batch_size=8, micro_batch_size=8, seed=0)
+    samples = data.sequences(corpus, seq_len)
+    batches = data.Batches(*samples, sizes, rank=0, world_size=1)
+    lr = shapes.recipe(args.model).lr
+    optimizer = torch.optim.AdamW(net.parameters(), lr=lr, fused=True)
+    steps = report.progress_bar(islice(batches.stream(0), args.steps), "training", total=args.steps)
+    for inputs, targets in steps:
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = net(inputs.to(device), targets.to(device))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss.item()
+
+
+def check(rows: list[dict], args, clip: float) -> list[str]:
+    """Assert which rows are equal to the bit, and that others differ by rounding errors only."""
+    by_name = {row["name"]: row for row in rows}
+    assert by_name[SAME_KERNEL]["equals_trainer"], (
+        f"{SAME_KERNEL}: not equal to {TRAINER_16}, but the same operators of the same inputs"
+    )
+
+    fp32 = by_name[FP32_SERVER]
+    assert fp32["largest_error"] <= FP32_TOLERANCE, (
+        f"in fp32 a log-probability of the server is off by {fp32['largest_error']:.1e}: "
+        "this is no rounding error"
+    )
+    autocast_error = by_name[AUTOCAST]["error"]
+    for row in rows:
+        if row["is_16_bit"]:
+            assert 0 < row["error"] <= MOST_TIMES * autocast_error, (
+                f"{row['name']}: off fp32 by {row['error']:.1e}, and autocast by "
+                f"{autocast_error:.1e}: this is no rounding error"
+            )
+
+    autocast = by_name[AUTOCAST]
+    return [
+        f"{SAME_KERNEL}: equal to '{TRAINER_16}' to the bit",
+        f"in fp32, prefill and decode with a cache give the trainer's log-probabilities within "
+        f"{fp32['largest_error']:.0e}",
+        f"every row in {args.dtype} differs from fp32, at most {MOST_TIMES} times as much as "
+        "autocast",
+        f"of the trainer under autocast, {autocast['clipped_tokens_share']:.2%} of the tokens and "
+        f"{autocast['clipped_sequences_share']:.0%} of the sequences of {args.new_tokens} tokens "
+        f"have a ratio outside of 1 +- {clip}",
+    ]
