@@ -73,20 +73,22 @@ def text_on(number: int) -> str:
     return "#ffffff" if number == BLUE else _current.text
 
 
-def save(name: str, draw: Callable[[], Figure], kind: str = "svg") -> None:
+def save(name: str, draw: Callable[[], Figure], kind: str = "svg", dark: bool = True) -> None:
     """Draw a picture for both themes: docs/images/NAME.svg and NAME-dark.svg.
 
-    `kind` is "png" for what has thousands of points. The same picture gives the same bytes: no
-    date, no version, and ids that do not depend on chance.
+    `kind` is "png" for what has thousands of points. Without `dark` it is one file with a white
+    background. The same picture gives the same bytes: no date, no version, and ids that do not
+    depend on chance.
     """
     global _current
     unset = ("Date", "Creator") if kind == "svg" else ("Software",)
-    for _current in (LIGHT, DARK):
+    themes = (LIGHT, DARK) if dark else (LIGHT,)
+    for _current in themes:
         with matplotlib.rc_context(_settings(_current)):
             figure = draw()
             figure.savefig(
                 IMAGES / f"{name}{_current.suffix}.{kind}",
-                transparent=True,
+                transparent=dark,
                 dpi=144,
                 bbox_inches="tight",
                 pad_inches=0.05,

@@ -4,8 +4,8 @@
     python benchmarks/figures.py --only who_holds_what kernels_of_a_step
     python benchmarks/figures.py --only loss_curves --redraw    from the last results, without runs
 
-Each picture is two files, for light and for dark pages. overlap needs root, for two hosts with a
-slow link. `make figures` also draws roofline.png, by 01_devices/benchmark.py.
+Each picture is two files, for light and for dark pages; overlap is one. It needs root, for two
+hosts with a slow link. `make figures` also draws roofline.png, by 01_devices/benchmark.py.
 """
 
 import json
@@ -112,7 +112,7 @@ def overlap() -> None:
         command = ["benchmarks/slow_link.sh", "1000", sys.executable, *script, *flags]
         _measure.start(command, 600, {}, REPO)
         rows = json.load(file)["rows"][1:4]
-    draw.save("overlap", partial(charts.overlap, rows), "png")
+    draw.save("overlap", partial(charts.overlap, rows), "png", dark=False)
 
 
 def memory_over_a_step() -> None:
