@@ -63,7 +63,6 @@ from lm.activation_checkpointing import checkpoint_blocks
 from lm.weights import build, materialize
 
 GPU_DEFAULTS = {"model": "wide", "micro_batch_size": 16, "dtype": "bf16"}
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 COUNTED_STEP = 3  # DDP makes its final buckets after step 1, and sends them to all ranks in step 2
 
 Batch = tuple[Tensor, Tensor]  # inputs and targets of this rank, each [micro-batch, tokens]
@@ -155,9 +154,9 @@ def count_step(
     net = build(args.model, config, seed=0, device="meta")  # shapes without values
     checkpoint_blocks(net, args.checkpointing)
     if method == "FSDP":
-        shard(net, 1, DTYPES[args.dtype], device)
+        shard(net, 1, runtime.DTYPES[args.dtype], device)
     elif method == "HSDP":
-        shard(net, args.replicate, DTYPES[args.dtype], device)
+        shard(net, args.replicate, runtime.DTYPES[args.dtype], device)
 
     fake_tensors = nullcontext()
     if args.dry_run:
@@ -181,7 +180,7 @@ def count_step(
             held.update(bytes_of_training(weights, optimizer))
 
         hook = optimizer.register_step_post_hook(count_held)
-        step = partial(train_step, method, net, optimizer, DTYPES[args.dtype])
+        step = partial(train_step, method, net, optimizer, runtime.DTYPES[args.dtype])
         for inputs, targets in batches:
             gc.collect()  # or garbage in reference cycles would sometimes be counted
             memory.restart()
@@ -264,7 +263,7 @@ def main() -> int:
         runtime.print0(f"dry run of rank 0 of {args.world_size}; HSDP: {args.replicate} copies")
 
     net = build(args.model, config, seed=0, device="meta")
-    checked = helper.check(rows, net, args, gathered_bytes=DTYPES[args.dtype].itemsize)
+    checked = helper.check(rows, net, args, gathered_bytes=runtime.DTYPES[args.dtype].itemsize)
     report.end_lesson(
         helper.with_zero(rows, net, args.world_size),
         columns=helper.COLUMNS,

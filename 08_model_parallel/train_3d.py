@@ -65,8 +65,6 @@ from lm.model import attend
 from lm.training_objects import TrainingObjects
 from planner.fit import fit_micro_batch
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
 
 # YOURS: replace this function to train your own model on your own data.
 def load_training_objects(args, data_rank, data_ranks, device):
@@ -223,7 +221,7 @@ def shard_sequences(model, args, mesh: DeviceMesh, place: Place, device: torch.d
     is_future = positions > my_positions[:, None]  # [tokens / cp, tokens]
     # Not a boolean mask: attention would turn it into this one in each layer, and autograd would
     # keep every copy for backward.
-    mask = torch.zeros(is_future.shape, dtype=DTYPES[args.dtype], device=device)
+    mask = torch.zeros(is_future.shape, dtype=runtime.DTYPES[args.dtype], device=device)
     mask.masked_fill_(is_future, -torch.inf)
     group = context_group(args, mesh)
     for block in model.model.layers.values():
@@ -287,7 +285,9 @@ def parallelize(model, args, mesh: DeviceMesh, stage: int) -> None:
         "mesh": mesh["shard"],
         # The matmuls run in args.dtype. Gradients are summed in fp32.
         "mp_policy": MixedPrecisionPolicy(
-            param_dtype=DTYPES[args.dtype], reduce_dtype=torch.float32, cast_forward_inputs=False
+            param_dtype=runtime.DTYPES[args.dtype],
+            reduce_dtype=torch.float32,
+            cast_forward_inputs=False,
         ),
         # None reshards all but the root module, which backward needs first.
         "reshard_after_forward": None if args.reshard_after_forward == "on" else False,
@@ -334,7 +334,7 @@ class Pipeline:
             batches.micro_batch_size,
             args.seq_len // args.cp // args.tp,
             model.config.hidden_size,
-            dtype=DTYPES[args.dtype],
+            dtype=runtime.DTYPES[args.dtype],
             device=device,
         )
 

@@ -20,7 +20,6 @@ from common import cli, exits, hardware, report, runtime
 from lm import shapes
 from lm.weights import build
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PROMPT = b"def main():"  # infer_70b.py's own
 FIRST_TIMED_TOKEN = 6
 
@@ -45,7 +44,7 @@ def load_model(args, config: shapes.Config, device: torch.device):
 
     with torch.device(device):
         transformers_config = LlamaConfig(**shapes.config_json(config))
-        net = LlamaForCausalLM._from_config(transformers_config, dtype=DTYPES[args.dtype])
+        net = LlamaForCausalLM._from_config(transformers_config, dtype=runtime.DTYPES[args.dtype])
     if device.type == "cpu" or args.model not in shapes.SIZES:
         ours = build(args.model, config, seed=0)
         net.load_state_dict(ours.state_dict(), strict=not config.tie_word_embeddings)
@@ -73,7 +72,7 @@ def main() -> int:
     add = parser.add_argument
     add("--model", default="nano", help="a size with random weights, or a Hugging Face folder")
     add("--max-new-tokens", type=cli.positive_int, default=32)
-    add("--dtype", choices=tuple(DTYPES), default="fp32")
+    add("--dtype", choices=("fp32", "bf16"), default="fp32")
     add("--compile", action="store_true", help="static cache and torch.compile")
     cli.add_device_and_json(parser)
     args = parser.parse_args()
