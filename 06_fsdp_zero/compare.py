@@ -254,13 +254,16 @@ def main() -> int:
         run = measure_ranks
 
     args.replicate = helper.choose_copies(args.replicate, args.world_size)
+    methods = helper.choose_methods(args.replicate, args.world_size)
     rows = []
-    for method in helper.choose_methods(args.replicate, args.world_size):
+    for method in methods:
         rows.append(run(method, args, config, device))
         gc.collect()  # free the model before the next one is built
     if args.dry_run:
         dist.destroy_process_group()  # from here on there is one rank
-        runtime.print0(f"dry run of rank 0 of {args.world_size}; HSDP: {args.replicate} copies")
+        runtime.print0(f"dry run: rank 0 of {args.world_size} ranks")
+    if "HSDP" in methods:
+        runtime.print0(f"HSDP: {args.replicate} copies of the model")
 
     net = build(args.model, config, seed=0, device="meta")
     checked = helper.check(rows, net, args, gathered_bytes=runtime.DTYPES[args.dtype].itemsize)

@@ -61,9 +61,9 @@ BATCH_SIZE = 24  # sequences of all ranks together
 class Group:
     """Parameters that are sharded and sent together, and the module that computes with them.
 
-    weights     [N * shard size], N is the number of ranks. All parameters, one after the other, and
-                zeros at the end. Each parameter becomes a view of it.
-    my_weights  [shard size]. The shard of this rank, which is a view, too. AdamW updates it.
+    weights     all parameters, one after the other, then zeros: [N * shard size] for N ranks. Each
+                parameter becomes a view of it.
+    my_weights  the shard of this rank, a view of `weights`: [shard size]. AdamW updates it.
     """
 
     def __init__(self, module: nn.Module, parameters: list[nn.Parameter]) -> None:
@@ -99,7 +99,7 @@ def my_shard(flat: Tensor) -> Tensor:
 
 @dataclass
 class Stage:
-    """A model, and a function that makes a training step after its forward and backward."""
+    """A model under a stage. Call `step` after backward, in place of optimizer.step()."""
 
     net: nn.Module
     groups: list[Group]  # none in (0)
