@@ -86,7 +86,7 @@ def deepspeed_config(args, config, batches) -> dict:
     parameters_per_block = shapes.parameter_count(config) // config.num_hidden_layers
     return {
         "train_micro_batch_size_per_gpu": batches.micro_batch_size,
-        # backward divides the loss by this number.
+        # engine.backward divides the loss by this number.
         "gradient_accumulation_steps": batches.accumulation_steps,
         "gradient_clipping": 0.0 if args.clip_norm == math.inf else args.clip_norm,
         # The matmuls run in bf16. Weights stay in fp32.
@@ -119,7 +119,7 @@ def make_engine(model, args, batches, device, *, load_universal):
     `load_universal` says whether a checkpoint in universal form will be loaded.
     """
     deepspeed = helper.import_deepspeed(device)
-    # The groups of optim.adamw_cosine, which cannot tell a matrix by ndim if it is sharded.
+    # These are the groups of optim.adamw_cosine, which does not know the shapes of sharded weights.
     matrices = []
     vectors = []
     for parameter in model.parameters():
