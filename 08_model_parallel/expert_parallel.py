@@ -164,7 +164,7 @@ def balance_loss(probabilities: Tensor, counts: Tensor, k: int) -> Tensor:
     """Return E * sum(f * P) over the experts, which is 1 if all are equally busy.
 
     f is the share of the choices that fell on an expert, before any is dropped. P is the mean
-    probability of the expert. Both are over the tokens of all ranks, and so are `counts`, [experts].
+    probability of the expert. Both are over the tokens of all ranks, and so are the `counts`.
     `probabilities`, [tokens, experts], may be of one rank's tokens. Then the result is partial: the
     loss is its sum over the ranks. Source: Fedus et al. 2021, equation 4.
     """
@@ -315,7 +315,7 @@ class ExpertParallel(ParallelStyle):
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         return distribute_module(module, mesh, self.shard, self.dispatch, self.combine)
 
-    def shard(self, name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+    def shard(self, module_name: str, module: nn.Module, mesh: DeviceMesh) -> None:
         """Replace the parameters by DTensors, each sharded by experts."""
         for name, stack in list(module.named_parameters(recurse=False)):
             # src_data_rank=None: every rank has the full stack, so rank 0 need not send it.
@@ -365,8 +365,8 @@ def forward_backward(
 ) -> Tensor:
     """Compute gradients from one of `ranks` equal parts of a batch.
 
-    Return its share of the mean cross-entropy, and its share of the balance loss, [2]. Both are
-    partial. So are the gradients, which therefore only ever add up.
+    Return its share of the mean cross-entropy and of the balance loss, [2]. The losses and the
+    gradients are partial: those of the batch are the sums over the ranks.
     """
     cross_entropy = net(inputs, targets) / ranks
     balance = torch.stack([mixture.balance_loss for mixture in mixtures(net)]).sum()
