@@ -89,7 +89,7 @@ class Experts(nn.Module):
     def forward(self, rows: Tensor, counts: list[int]) -> Tensor:
         """Return [rows, hidden] for rows of this shape, which are ordered by expert.
 
-        counts[i] rows are for expert i. Without rows its gradient is zero, and not None.
+        counts[i] rows are for expert i. An expert without rows gets a gradient of zeros, not None.
         """
         outputs = []
         for x, matrices in zip(rows.split(counts), self.matrices(), strict=True):
@@ -163,10 +163,10 @@ class Mixture(nn.Module):
 def balance_loss(probabilities: Tensor, counts: Tensor, k: int) -> Tensor:
     """Return E * sum(f * P) over the experts, which is 1 if all are equally busy.
 
-    f is the share of the choices that fell on an expert, before any is dropped. P is its mean
-    probability. Both are over the tokens of all ranks: `counts` are of all ranks, replicate. With
-    `probabilities` of this rank's tokens the result is partial: its sum over the ranks is the loss.
-    Source: Fedus et al. 2021, equation 4.
+    f is the share of the choices that fell on an expert, before any is dropped. P is the mean
+    probability of the expert. Both are over the tokens of all ranks, and so are the `counts`.
+    `probabilities`, [tokens, experts], may be of one rank's tokens. Then the result is partial: the
+    loss is its sum over the ranks. Source: Fedus et al. 2021, equation 4.
     """
     share_of_choices = counts / counts.sum()  # [experts]
     tokens_of_all_ranks = counts.sum() / k
@@ -191,7 +191,7 @@ class AllToAll(torch.autograd.Function):
     """Send rows to other ranks. Backward sends the gradient of each row back to where it was.
 
     The first to_ranks[0] rows go to rank 0, the next to_ranks[1] rows to rank 1, and so on. The
-    result has first the from_ranks[0] rows of rank 0.
+    result starts with the from_ranks[0] rows that rank 0 has sent.
     """
 
     @staticmethod
@@ -231,8 +231,8 @@ class ParallelMixture(Mixture):
         order = routing.choices.flatten().argsort(stable=True)  # [tokens * k]
         choices_by_expert = order.split(counts[rank].tolist())
         kept_choices = []
-        for choices, limit in zip(choices_by_expert, self.kept[rank].tolist(), strict=True):
-            kept_choices.append(choices[:limit])
+        for choices, count in zip(choices_by_expert, self.kept[rank].tolist(), strict=True):
+            kept_choices.append(choices[:count])
         kept_choices = torch.cat(kept_choices)  # [rows]
         token = kept_choices // self.k  # [rows]
 
@@ -278,13 +278,15 @@ class Exchange(NamedTuple):
 
 
 def plan_exchange(kept: Tensor) -> Exchange:
-    """Return who sends how many rows to whom. kept is [ranks, experts]."""
+    """Return who sends how many rows to whom. kept is [ranks, experts], on the CPU."""
     ranks, experts = kept.shape
     rank = dist.get_rank()
+    # The owner of an expert is the rank that holds it. Each part is [ranks, experts of an owner].
     kept_by_owner = kept.split(experts_per_rank(experts, ranks), dim=1)
     to_ranks = [kept_of_owner[rank].sum().item() for kept_of_owner in kept_by_owner]
     my_kept = kept_by_owner[rank]  # [ranks, my experts]
     from_ranks = my_kept.sum(1).tolist()
+    # Rank 0 sends its rows for my first expert, for my second, and so on; then rank 1 does.
     my_experts = torch.arange(my_kept.shape[1], device=kept.device)
     expert_of_row = my_experts.repeat(ranks).repeat_interleave(my_kept.flatten())
     order = expert_of_row.argsort(stable=True)
@@ -313,7 +315,7 @@ class ExpertParallel(ParallelStyle):
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         return distribute_module(module, mesh, self.shard, self.dispatch, self.combine)
 
-    def shard(self, name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+    def shard(self, module_name: str, module: nn.Module, mesh: DeviceMesh) -> None:
         """Replace the parameters by DTensors, each sharded by experts."""
         for name, stack in list(module.named_parameters(recurse=False)):
             # src_data_rank=None: every rank has the full stack, so rank 0 need not send it.
@@ -363,8 +365,8 @@ def forward_backward(
 ) -> Tensor:
     """Compute gradients from one of `ranks` equal parts of a batch.
 
-    Return its share of the mean cross-entropy, and its share of the balance loss, [2]. Both are
-    partial. So are the gradients, which therefore only ever add up.
+    Return its share of the mean cross-entropy and of the balance loss, [2]. The losses and the
+    gradients are partial: those of the batch are the sums over the ranks.
     """
     cross_entropy = net(inputs, targets) / ranks
     balance = torch.stack([mixture.balance_loss for mixture in mixtures(net)]).sum()
