@@ -7,16 +7,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.experimental import _attention as public_names
 
 from common import runtime
 from common.exits import UserError
 from lm import data, shapes
 
-try:  # where torch keeps its ring: private, and it may move
+try:  # private: another torch may have its ring elsewhere
     from torch.distributed.tensor.experimental._context_parallel import _attention as torch_ring
 except ImportError:
-    torch_ring = public_names
+    torch_ring = None
 
 # Variants in the order of the table, and the value of --attention that chooses each.
 ATTENTION_OF = {
