@@ -29,7 +29,7 @@ DEFAULT_PROMPT = "def main():"
 # A model with at most so many parameters is small: its --dtype auto is fp32, and its tokens are
 # compared with those of transformers.
 SMALL = 200e6
-BUCKET = 256  # a captured step reads a multiple of so many slots of the cache
+BUCKET = 256  # slots of the cache: a captured step reads a multiple of them
 # Decode steps between two reads of their tokens. If a GPU had to hand over each token at once, it
 # would wait for Python at every step.
 READ_EVERY = 8
@@ -376,7 +376,7 @@ class Text:
         prompts: The token ids of each prompt.
         length: The slots that a cache needs for each prompt and its answer.
         stop: The token ids that end an answer.
-        vocab_size: How many logits are used; the rows of the vocabulary behind them are padding.
+        vocab_size: The number of tokens. Further rows of the model's vocabulary are padding.
     """
 
     def __init__(self, args: argparse.Namespace, config: shapes.Config, *, ahead: int = 0) -> None:
@@ -412,7 +412,7 @@ class Text:
         """Raise UserError if a token is not in the model's vocabulary.
 
         A tokenizer can have more tokens than the model, such as a padding token that was added. The
-        model cannot read these tokens, but needs not, if no text contains them.
+        model cannot read these tokens. That matters only if a text contains them.
         """
         largest = max(ids)
         if largest < self.config.vocab_size:

@@ -14,7 +14,7 @@ from common.exits import UserError
 from lm import data, model, shapes
 
 PROMPT_TOKENS = 64
-TRAIN_TOKENS = 128  # of each of 8 samples in a step
+TRAIN_TOKENS = 128  # of each of 8 samples in a step, or as many as the model can read
 REFERENCE = "trainer, fp32"
 FP32_SERVER = "server, decode, fp32"
 AUTOCAST = "trainer, autocast, fp32 weights"
@@ -22,17 +22,17 @@ TRAINER_16 = "trainer, 16-bit weights (FSDP)"
 SAME_KERNEL = "server, prefill, kernel of the trainer"
 COLUMNS = {
     "name": "computed by",
-    "error": "off fp32",
+    "error": "mean off fp32",
     "largest_error": "largest",
-    "difference_error": "off decode",
+    "difference_error": "mean off decode",
     "largest_difference_error": "largest",
     "clipped_tokens_share": "tokens clipped",
     "sequence_ratio": "ratio of a sequence",
     "clipped_sequences_share": "sequences clipped",
 }
 FP32_TOLERANCE = 1e-3  # nats, of any token
-# A 16-bit row may be so many times as far off fp32 as the trainer under autocast.
-MOST_TIMES = 4
+# A row in 16 bits may be so many times as far off fp32 as the trainer under autocast.
+MOST_TIMES = 10
 
 
 def load_text(args) -> tuple[shapes.Config, data.Corpus]:
@@ -72,8 +72,9 @@ def can_compile(device: torch.device) -> bool:
 
 def train(net: model.Transformer, corpus: data.Corpus, args, device: torch.device) -> float:
     """Train a model with random weights for some steps. Return the last loss."""
-    sizes = Namespace(seq_len=TRAIN_TOKENS, global_batch_size=8, micro_batch_size=8, seed=0)
-    samples = data.sequences(corpus, TRAIN_TOKENS)
+    seq_len = min(TRAIN_TOKENS, net.config.max_position_embeddings)
+    sizes = Namespace(seq_len=seq_len, global_batch_size=8, micro_batch_size=8, seed=0)
+    samples = data.sequences(corpus, seq_len)
     batches = data.Batches(*samples, sizes, rank=0, world_size=1)
     lr = shapes.recipe(args.model).lr
     optimizer = torch.optim.AdamW(net.parameters(), lr=lr, fused=True)
@@ -89,7 +90,7 @@ def train(net: model.Transformer, corpus: data.Corpus, args, device: torch.devic
 
 
 def check(rows: list[dict], args, clip: float) -> list[str]:
-    """Assert what is equal to the bit, what is nearly equal, and how far 16 bits are off."""
+    """Assert which rows are equal to the bit, and that others differ by rounding errors only."""
     by_name = {row["name"]: row for row in rows}
     assert by_name[SAME_KERNEL]["equals_trainer"], (
         f"{SAME_KERNEL}: not equal to {TRAINER_16}, but the same operators of the same inputs"
@@ -113,7 +114,8 @@ def check(rows: list[dict], args, clip: float) -> list[str]:
         f"{SAME_KERNEL}: equal to '{TRAINER_16}' to the bit",
         f"in fp32, prefill and decode with a cache give the trainer's log-probabilities within "
         f"{fp32['largest_error']:.0e}",
-        f"every row in {args.dtype} is off fp32, by at most {MOST_TIMES} times what autocast is",
+        f"every row in {args.dtype} differs from fp32, at most {MOST_TIMES} times as much as "
+        "autocast",
         f"of the trainer under autocast, {autocast['clipped_tokens_share']:.2%} of the tokens and "
         f"{autocast['clipped_sequences_share']:.0%} of the sequences of {args.new_tokens} tokens "
         f"have a ratio outside of 1 +- {clip}",

@@ -1,39 +1,43 @@
 """Compare what a trainer and a server compute for the same tokens with the same weights.
 
 In reinforcement learning a server samples tokens, and a trainer computes their log-probabilities
-again for its loss. With the weights of the server they should be equal. Then the importance ratio
+again for its loss. Both have the same weights, so the importance ratio
 
     exp(log-probability by the trainer - log-probability by the server)
 
-is 1. In 16 bits it is not, because the two round in different places:
+should be 1. In 16 bits it is not, because the two round at different places:
 
-    weights   autocast keeps fp32 weights and rounds the inputs of matmuls; FSDP and a server have
-              16-bit weights, those of norms, too
-    kernels   attention over a whole text, or of one token to a cache; fused by torch.compile or not
-    shapes    a matmul of 2,552 rows may sum in another order than one of 8 rows
+    dtype     Autocast has fp32 weights and adds up the layers' outputs in fp32; it rounds the
+              inputs of matmuls. With FSDP's mixed precision, and in a server, all of these have 16
+              bits.
+    kernels   Attention of all tokens at once, or of one token to a cache. Separate kernels, or
+              those of torch.compile.
+    shapes    A matmul with 5,104 rows may add up in another order than one with 16 rows.
 
-This file computes log-probabilities in nine ways. It compares each with the trainer in fp32, which
-shows how large its rounding errors are, and with the decode step that sampled the tokens, which
-gives the ratios. PPO and GRPO clip ratios of tokens at 1 +- 0.2, and GSPO has one ratio per
-sequence. Errors add up over a sequence, so few tokens are outside of this range and many sequences.
+This file computes log-probabilities in ten ways. It compares each with two others: with the trainer
+in fp32, which shows the rounding error, and with the decode steps that sampled the tokens, which
+gives the importance ratio. PPO and GRPO clip the ratio of a token, usually at 0.8 and 1.2. GSPO has
+one ratio per sequence. The errors of a sequence add up, so it is outside of that range more often.
 
-One pair is equal to the bit, which this file asserts: the trainer with 16-bit weights, and a
-prefill that reads the same texts in the same batch with the same attention kernel, both eager.
+Two of them are equal to the bit, which this file asserts: the trainer with 16-bit weights, and a
+prefill of the same texts in one batch of the same shape, with the same attention kernel, both
+without torch.compile.
 
     laptop    python 09_inference/parity.py
-    fixes     python 09_inference/parity.py --head fp32     (both compute the logits in fp32)
-              python 09_inference/parity.py --dtype fp16    (3 more bits than bf16 in the fraction)
+    fixes     python 09_inference/parity.py --head fp32     (both compute logits in fp32)
+              python 09_inference/parity.py --dtype fp16    (a fraction of 10 bits; bf16 has 7)
     trained   python 09_inference/parity.py --model models/smollm2-135m --batch-size 4
     one GPU   python 09_inference/parity.py --device cuda
-    cluster   it uses one process only; tensor parallelism sums in yet another order
+    cluster   it uses one process only; tensor parallelism adds up in yet another order
 
-What to look at: the row in fp32 by the server, where no ratio is far from 1; the last two columns.
-A model with random weights is trained for some steps first, because the log-probabilities of a
-random model are all alike.
+What to look at: the server in fp32, which is hardly off the trainer in fp32: a cache by itself
+changes nothing. Then the last three columns of the trainer under autocast and with 16-bit weights.
+A model with random weights is trained for some steps first, because untrained it gives all tokens
+about the same probability.
 
-On a GPU the default is --model wide with 64 texts. Expected on an H100: other kernels for other
-shapes, so that more rows differ from each other than on a CPU. A text at a time is then no longer
-equal to the batch.
+On a GPU the default is --model wide with 32 texts. Expected on an H100: more rows differ from each
+other than on a CPU, because its libraries choose a kernel by the shape of the matrices. A text at a
+time is then no longer equal to the batch.
 
 Previous: kv_cache.py. Next: quantized.py.
 """
@@ -69,13 +73,14 @@ def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def compare(trainer: Tensor, server: Tensor) -> dict:
-    """Return the figures of a row: how far log-probabilities and ratios are from equal.
+    """Return how far the log-probabilities differ, and what that does to the importance ratio.
 
-    Both are [texts, tokens].
+    Both tensors are [texts, tokens].
     """
     difference = trainer - server
     token_ratio = difference.exp()
-    sequence_ratio = difference.sum(dim=1).exp()  # the product of the ratios of its tokens
+    # The ratio of a sequence is the product of the ratios of its tokens.
+    sequence_ratio = difference.sum(dim=1).exp()
     return {
         "difference_error": difference.abs().mean().item(),
         "largest_difference_error": difference.abs().max().item(),
@@ -107,7 +112,7 @@ def trainer_logprobs(net: nn.Module, ids: Tensor, new_tokens: int) -> Tensor:
 # --- 3. the server
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def decode_logprobs(
     net: model.Transformer,
     prompts: Tensor,
@@ -138,15 +143,15 @@ def decode_logprobs(
     return torch.stack(tokens, dim=1), torch.stack(logprobs, dim=1)
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def prefill_logprobs(
     net: model.Transformer, ids: Tensor, new_tokens: int, same_kernel: bool
 ) -> Tensor:
     """Return the log-probabilities of the last tokens of each text, read at once into a cache.
 
-    Attention reads the cache with a mask, so it uses another kernel than the trainer. With
-    `same_kernel` it reads the keys and values of the texts, which have no past, as the trainer
-    does, and only writes to the cache.
+    Attention reads the cache, with a mask, and so with another kernel than the trainer. With
+    `same_kernel` it only writes to the cache. The texts have no past, so it can attend to their own
+    keys and values, as the trainer does.
     """
     inputs = ids[:, :-1]
     positions = torch.arange(inputs.shape[1], device=ids.device).expand_as(inputs)
@@ -164,6 +169,7 @@ def prefill_logprobs(
 
 
 def store_and_attend(update_cache: Callable, q: Tensor, k: Tensor, v: Tensor, *mask, **options):
+    """Write k and v to a cache, and attend to them as the trainer does."""
     update_cache(k, v)
     return model.attend(q, k, v, *mask, **options)
 
@@ -180,9 +186,9 @@ def new_cache(net: model.Transformer, texts: Tensor, new_tokens: int) -> StaticC
 
 
 class Fp32Head(nn.Module):
-    """The output layer in fp32, also under autocast and with 16-bit weights.
+    """The output layer with fp32 logits, also under autocast and with 16-bit weights.
 
-    Logits of about 16 have steps of 0.06 to 0.12 in bf16, whatever was computed before.
+    In bf16, logits between 16 and 32 are multiples of 0.125, however exact the hidden states are.
     """
 
     def __init__(self, head: nn.Linear) -> None:
@@ -198,46 +204,50 @@ class Fp32Head(nn.Module):
 
 
 def run(net: model.Transformer, prompts: Tensor, args, can_compile: bool) -> list[dict]:
-    """Sample texts by decoding, and compute their log-probabilities in all ways."""
+    """Let the server sample texts, and compute their log-probabilities in all ways.
+
+    `net` has fp32 weights. prompts is [texts, tokens].
+    """
     dtype = DTYPES[args.dtype]
     new_tokens = args.new_tokens
-    autocast = torch.autocast(prompts.device.type, dtype)
-    net16 = copy.deepcopy(net).to(dtype)  # what FSDP gathers, and what a server loads
-
+    # FSDP gathers such weights for a forward, and a server loads them.
+    net16 = copy.deepcopy(net).to(dtype)
     generator = torch.Generator(prompts.device).manual_seed(0)
 
     def draw(logits: Tensor, step: int) -> Tensor:
         probabilities = logits.float().softmax(dim=-1)
         return torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)
 
+    # On a GPU, steps_of turns cuDNN's attention off for the whole process. So the trainer does not
+    # use it below, either.
     tokens, sampled = decode_logprobs(net16, prompts, new_tokens, draw)
     ids = torch.cat((prompts, tokens), dim=1)
 
     def given(logits: Tensor, step: int) -> Tensor:
         return ids[:, prompts.shape[1] + step]
 
-    one_by_one = [prefill_logprobs(net16, text, new_tokens, True) for text in ids.split(1)]
-    logprobs = {
-        helper.REFERENCE: trainer_logprobs(net, ids, new_tokens),
-        helper.FP32_SERVER: decode_logprobs(net, prompts, new_tokens, given)[1],
-        helper.AUTOCAST: autocast(trainer_logprobs)(net, ids, new_tokens),
-        helper.TRAINER_16: trainer_logprobs(net16, ids, new_tokens),
-        helper.SAME_KERNEL: prefill_logprobs(net16, ids, new_tokens, same_kernel=True),
-        "server, prefill, a text at a time": torch.cat(one_by_one),
-        "server, prefill, mask over the cache": prefill_logprobs(net16, ids, new_tokens, False),
-        "server, decode: sampled the tokens": sampled,
-    }
+    logprobs = {helper.REFERENCE: trainer_logprobs(net, ids, new_tokens)}
+    with torch.autocast(prompts.device.type, dtype):
+        logprobs[helper.AUTOCAST] = trainer_logprobs(net, ids, new_tokens)
+        if can_compile:
+            logprobs["trainer, autocast, compiled"] = trainer_logprobs(
+                with_compiled_blocks(net), ids, new_tokens
+            )
+    logprobs[helper.TRAINER_16] = trainer_logprobs(net16, ids, new_tokens)
+
+    logprobs[helper.SAME_KERNEL] = prefill_logprobs(net16, ids, new_tokens, same_kernel=True)
+    logprobs["server, prefill, a text at a time"] = torch.cat(
+        [prefill_logprobs(net16, text, new_tokens, same_kernel=True) for text in ids.split(1)]
+    )
+    logprobs["server, prefill, mask over the cache"] = prefill_logprobs(
+        net16, ids, new_tokens, same_kernel=False
+    )
+    logprobs["server, decode: sampled the tokens"] = sampled
     if can_compile:
-        # A copy, whose blocks are compiled in place, as 06_fsdp_zero/train_fsdp.py does.
-        compiled_net = copy.deepcopy(net)
-        for block in compiled_net.model.layers.values():
-            block.compile(fullgraph=True)
-        logprobs["trainer, autocast, compiled"] = autocast(trainer_logprobs)(
-            compiled_net, ids, new_tokens
-        )
-        logprobs["server, decode, compiled"] = decode_logprobs(
+        _, logprobs["server, decode, compiled"] = decode_logprobs(
             copy.deepcopy(net16), prompts, new_tokens, given, compile_decode=True
-        )[1]
+        )
+    _, logprobs[helper.FP32_SERVER] = decode_logprobs(net, prompts, new_tokens, given)
 
     reference = logprobs[helper.REFERENCE]
     rows = []
@@ -254,12 +264,20 @@ def run(net: model.Transformer, prompts: Tensor, args, can_compile: bool) -> lis
     return rows
 
 
+def with_compiled_blocks(net: model.Transformer) -> model.Transformer:
+    """Return a copy of the model whose blocks are compiled, as 06_fsdp_zero/train_fsdp.py does."""
+    net = copy.deepcopy(net)
+    for block in net.model.layers.values():
+        block.compile(fullgraph=True)
+    return net
+
+
 def main() -> int:
     args = report.lesson_flags(
         __doc__,
-        gpu={"model": "wide", "batch_size": 64, "steps": 100},
+        gpu={"model": "wide", "batch_size": 32, "steps": 100},
         model="nano",
-        batch_size=8,
+        batch_size=16,
         new_tokens=256,
         steps=40,
         dtype=("bf16", "fp16"),
@@ -269,13 +287,13 @@ def main() -> int:
     config, corpus = helper.load_text(args)
     device = report.start_lesson(args.device)
     can_compile = not args.no_compile and helper.can_compile(device)
+    prompts = helper.prompts_of(corpus, args.batch_size, device)
     net = weights.build(args.model, config, seed=0, device=device)
     loss = None
     if not shapes.has_weights(args.model):
         loss = helper.train(net, corpus, args, device)
     if args.head == "fp32":
         net.lm_head = Fp32Head(net.lm_head)
-    prompts = helper.prompts_of(corpus, args.batch_size, device)
     rows = run(net, prompts, args, can_compile)
     report.end_lesson(
         rows,

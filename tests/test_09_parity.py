@@ -95,7 +95,7 @@ FAULTS = {  # a line, and what stands in its place
 def test_a_wrong_version_fails_its_own_check(tmp_path, fault):
     script = with_fault(SCRIPT, tmp_path, *FAULTS[fault])
     result = start(tmp_path, "--no-compile", script=str(script))
-    assert (result.code, "Error" in result.err) == (1, True), result
+    assert (result.code, "AssertionError" in result.err) == (1, True), result
 
 
 REFUSED = {

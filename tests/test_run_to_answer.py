@@ -135,6 +135,7 @@ def test_a_run_without_a_checkpoint_is_told(tmp_path):
 # every other script that loads a model, with flags that keep it fast
 OTHERS = {
     "09_inference/kv_cache.py": [],
+    "09_inference/parity.py": [],
     "09_inference/speculative.py": [],
     "09_inference/quantized.py": ["--weights", "fp32"],
     "09_inference/offloaded.py": [],
