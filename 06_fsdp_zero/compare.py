@@ -239,7 +239,7 @@ def measure_ranks(
 
 def main() -> int:
     args = helper.parse_flags(__doc__, GPU_DEFAULTS)
-    # Before relaunch, a wrong flag raises one UserError. After it, every rank would raise it.
+    # Check flags before relaunch. After it, every rank would print the error.
     config = shapes.load_config(args.model, 256, args.seq_len)
     if args.dry_run:
         runtime.single_device("cpu")

@@ -124,7 +124,7 @@ def shard_model(model, args, device) -> None:
     """Shard the model over the ranks, then allocate this rank's shards and read the weights."""
     options = {
         "mesh": init_device_mesh(device.type, (dist.get_world_size(),)),
-        # The matmuls run in args.dtype. Gradients are summed in fp32.
+        # Weights are gathered in args.dtype. Gradients are averaged in fp32.
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=runtime.DTYPES[args.dtype],
             reduce_dtype=torch.float32,
@@ -215,7 +215,9 @@ def main() -> int:
     config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)
     model = weights.build(args.model, config, seed=args.seed, device="meta")
     if args.adapters:  # before fully_shard, so that A and B are in the group of their block
-        model.to(runtime.DTYPES[args.dtype])  # fp32 is for what small updates are added to
+        # Frozen weights are never updated, so bf16 is enough. A and B get small updates, so they
+        # stay fp32.
+        model.to(runtime.DTYPES[args.dtype])
         lora.adapt(model, rank=args.adapters, alpha=_finetune.ALPHA_PER_RANK * args.adapters)
         model.tie_weights()
     checkpoint_blocks(model, args.checkpointing)  # backward recomputes activations

@@ -151,7 +151,7 @@ def main():
     for block in model.blocks:
         fully_shard(block, mp_policy=policy)  # YOURS: what is gathered and freed as a whole
     fully_shard(model, mp_policy=policy)  # the rest: embeddings and head
-    model.to_empty(device=device)  # memory for this rank's shards, not initialized (nor buffers)
+    model.to_empty(device=device)  # allocates shards and buffers, with undefined values
     # YOURS: the initial weights
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -182,7 +182,7 @@ def main() -> int:
     args = report.lesson_flags(
         __doc__, gpu=GPU_DEFAULTS, relaunches=True, model="nano", seq_len=32, steps=10
     )
-    # Before relaunch, a wrong flag raises one UserError. After it, every rank would raise it.
+    # Check flags before relaunch. After it, every rank would print the error.
     config = shapes.load_config(args.model, 256, args.seq_len)
     lr = shapes.recipe(args.model).lr
     runtime.relaunch(args.device)  # plain python becomes torchrun: a rank per GPU, 2 on a CPU

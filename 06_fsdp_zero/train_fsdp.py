@@ -78,7 +78,7 @@ def shard_model(model, args, device) -> None:
     """Shard the model over the ranks, then allocate and initialize this rank's shards."""
     options = {
         "mesh": sharding_mesh(device, args.replicate),  # which ranks share one copy of the model
-        # The matmuls run in args.dtype. Gradients are summed in fp32.
+        # Weights are gathered in args.dtype. Gradients are averaged in fp32.
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=runtime.DTYPES[args.dtype],
             reduce_dtype=torch.float32,

@@ -9,8 +9,10 @@ one shard of them instead:
     (2) shards of the gradients, too
     (3) shards of the weights, too
 
-A rank gathers what it lacks just before it needs it. With N ranks, (3) holds 1/N of what (0) holds.
-(1) and (2) send as many bytes as the all-reduce of (0). (3) sends half as many again.
+In (1) and (2) a rank updates its shard of the weights, and an all-gather then sends every rank the
+new weights. They send as many bytes as the all-reduce of (0). In (3) a rank gathers a block just
+before it computes with it, in forward and in backward: half as many bytes again. With N ranks, (3)
+holds 1/N of what (0) holds.
 
     laptop    python 06_fsdp_zero/zero_from_scratch.py
               torchrun --nproc_per_node=3 06_fsdp_zero/zero_from_scratch.py --steps 5
@@ -63,7 +65,11 @@ class Group:
 
     weights     all parameters, one after the other, then zeros: [N * shard size] for N ranks. Each
                 parameter becomes a view of it.
-    my_weights  the shard of this rank, a view of `weights`: [shard size]. AdamW updates it.
+    my_weights  the shard of this rank: [shard size]. AdamW updates it. In (1) and (2) it is a view
+                of `weights`, in (3) a copy.
+
+    A shard of this flat tensor may begin or end inside a row of a matrix, as in FSDP1. fully_shard
+    shards each parameter by itself, on dim 0.
     """
 
     def __init__(self, module: nn.Module, parameters: list[nn.Parameter]) -> None:
@@ -119,12 +125,12 @@ def data_parallel(net: nn.Module, lr: float) -> Stage:
             dist.all_reduce(parameter.grad)  # in place: the sum over all ranks, on every rank
             parameter.grad /= dist.get_world_size()
         optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
+        optimizer.zero_grad(set_to_none=False)  # not None, so that `run` counts their bytes
 
     return Stage(net, [], optimizer, step)
 
 
-# What (0) lacks: all ranks hold the same optimizer state, and all compute the same update.
+# What (0) wastes: all ranks hold the same optimizer state, and all compute the same update.
 
 
 # --- (1) shards of the optimizer state
@@ -134,7 +140,8 @@ def shard_optimizer_state(net: nn.Module, lr: float) -> Stage:
     """Let each rank update its shard of the weights only, and then gather the other shards."""
     group = Group(net, list(net.parameters()))
 
-    # Backward adds each gradient to its view of one flat tensor, [N * shard size].
+    # If .grad is set before backward, autograd adds to it in place. So each gradient lands in its
+    # view of one flat tensor, [N * shard size], which one reduce-scatter can read.
     gradients = torch.zeros_like(group.weights)
     for parameter, view in zip(group.parameters, group.split(gradients), strict=True):
         parameter.grad = view
@@ -144,7 +151,8 @@ def shard_optimizer_state(net: nn.Module, lr: float) -> Stage:
     optimizer = torch.optim.AdamW([group.my_weights], lr=lr)  # with 1/N of the state
 
     def step() -> None:
-        # Both collectives work in place, because my_gradients and my_weights are views.
+        # Neither collective needs extra memory: my_gradients is a view of `gradients`, and
+        # my_weights of group.weights.
         reduce_scatter_single(my_gradients, gradients)  # the sum over the ranks, of my shard only
         my_gradients.div_(dist.get_world_size())
         optimizer.step()
@@ -154,7 +162,7 @@ def shard_optimizer_state(net: nn.Module, lr: float) -> Stage:
     return Stage(net, [group], optimizer, step)
 
 
-# What (1) lacks: each rank holds all gradients until the step, and needs only its shard.
+# What (1) wastes: each rank holds all gradients until the step, and needs only its shard.
 
 
 # --- (2) shards of the gradients
@@ -194,8 +202,8 @@ def reduce_gradients(group: Group) -> None:
     for parameter in group.parameters:
         parameter.grad = None
 
-    # The n-th collective of one rank is matched with the n-th of every other rank. Backward reaches
-    # the groups in the same order on all ranks.
+    # Collectives are matched by their order: every rank must call them in the same one. Backward
+    # reaches the groups in the same order on all ranks.
     my_gradients = torch.empty_like(group.my_weights, requires_grad=False)  # [shard size]
     reduce_scatter_single(my_gradients, gradients)
     group.my_weights.grad = my_gradients / dist.get_world_size()
@@ -216,7 +224,7 @@ def after_last_gradient(group: Group, call: Callable[[], None]) -> None:
         parameter.register_post_accumulate_grad_hook(on_gradient_ready)
 
 
-# What (2) lacks: each rank holds all weights, and computes with one block at a time.
+# What (2) wastes: each rank holds all weights, and computes with one block at a time.
 
 
 # --- (3) shards of the weights
@@ -243,8 +251,9 @@ def gather_when_used(group: Group) -> None:
         all_gather_single(group.weights, group.my_weights.detach())
 
     def free() -> None:
-        # The parameters are views of this memory, and so are the tensors that autograd has saved of
-        # them. They stay, and have their values again after the next gather.
+        # The parameters are views of this storage. Autograd has saved views of it, too. resize_(0)
+        # frees the memory and keeps these tensor objects. After the next gather they have the full
+        # values again.
         storage.resize_(0)
 
     def free_until_backward(_module: nn.Module, _inputs: tuple, output: Tensor) -> None:
@@ -262,8 +271,9 @@ def gather_when_used(group: Group) -> None:
     after_last_gradient(group, reduce_and_free)
 
 
-# What (3) lacks: ranks wait for each collective. fully_shard gathers the next block while this one
-# computes.
+# What (3) wastes: no collective overlaps with compute. fully_shard gathers the next block while
+# this one computes. (3) also gathers the last group (embedding, final norm and head) twice per
+# step. fully_shard keeps it gathered from forward to backward.
 
 
 # --- the comparison
@@ -304,7 +314,7 @@ def main() -> int:
     args = report.lesson_flags(
         __doc__, gpu=GPU_DEFAULTS, relaunches=True, model="nano", seq_len=16, steps=20
     )
-    # Before relaunch, a wrong flag raises one UserError. After it, every rank would raise it.
+    # Check flags before relaunch. After it, every rank would print the error.
     config = shapes.load_config(args.model, 256, args.seq_len)
     runtime.relaunch(args.device)  # plain python becomes torchrun: a rank per GPU, 2 on a CPU
     # This sets environment variables that NCCL reads in init_process_group.

@@ -161,7 +161,7 @@ def main():
         parallelize_module(block, mesh["tensor"], plan)
         fully_shard(block, mesh=mesh["data"], mp_policy=policy)
     fully_shard(model, mesh=mesh["data"], mp_policy=policy)  # embeddings and head
-    model.to_empty(device=device)  # memory for this rank's shards, not initialized (nor buffers)
+    model.to_empty(device=device)  # allocates shards and buffers, with undefined values
     # YOURS: the initial weights
     with torch.no_grad():
         for name, parameter in model.named_parameters():
