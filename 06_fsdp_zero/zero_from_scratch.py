@@ -50,6 +50,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import 
 import _zero_from_scratch as helper
 
 from common import exits, measure, report, runtime
+
+# The names since torch 2.13. Before, they were all_gather_into_tensor and reduce_scatter_tensor.
 from common.torch_versions import all_gather_single, reduce_scatter_single
 from lm import data, shapes, weights
 
