@@ -35,7 +35,7 @@ METHODS = (
     ),
     Method(
         "FSDP",
-        "Each has a quarter of\nevery layer, and gathers\none layer at a time.",
+        "Each stores a quarter of\nevery layer, and gathers\na layer to compute it.",
         layers="all",
         columns="quarter",
         batch="quarter",
@@ -43,7 +43,7 @@ METHODS = (
     ),
     Method(
         "Tensor\nparallel",
-        "Each computes with its\nquarter of the columns,\non the whole batch.",
+        "Each stores a quarter\nof every matrix, and\ncomputes only with it.",
         layers="all",
         columns="quarter",
         batch="all",
@@ -101,9 +101,9 @@ def _draw_key(axes: Axes) -> None:
     left = MARGIN
     for number, name in names.items():
         left = _draw_key_entry(axes, left, name, number)
-    left = _draw_key_entry(axes, left, "there for a moment", BLUE, alpha=theme().pale)
+    left = _draw_key_entry(axes, left, "for one layer only", BLUE, alpha=theme().pale)
     _draw_key_entry(axes, left, "on another GPU", BLUE, filled=False)
-    _quiet_text(axes, MARGIN, HEADER - 0.15, "Four bars are four layers.")
+    _quiet_text(axes, MARGIN, HEADER - 0.15, "One row is one layer.")
 
 
 def _draw_key_entry(axes: Axes, left: float, name: str, number: int, **how) -> float:

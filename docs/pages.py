@@ -23,8 +23,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # The pages in the order of the menu. Each pattern is relative to the repository.
 MENU = {
     "Chapters": ("0*/README.md",),
-    "Around them": ("launch/README.md", "benchmarks/README.md", "CLAIMS.md"),
-    "For those who change it": (
+    "More": ("launch/README.md", "benchmarks/README.md", "CLAIMS.md"),
+    "For contributors": (
         "ONBOARDING.md",
         "CONTRIBUTING.md",
         "tests/nogpu/README.md",
