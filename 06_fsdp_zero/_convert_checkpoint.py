@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from _shared import copy_tokenizer
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from common.exits import UserError
 from lm import corpus, model, runs, shapes
+from lm.hf_folder import copy_tokenizer
 from lm.weight_files import EMBEDDING, HEAD, untied
 
 # where training programs keep the state dict in a file: here, Lightning, many others, DeepSpeed

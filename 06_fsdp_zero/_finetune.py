@@ -27,12 +27,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from _shared import write_adapter, write_folder
 from torch import Tensor, nn
 
 from common import exits, runtime
 from lm import data, lora, model, reference, shapes
 from lm.corpus import tokenizer_in_errors
+from lm.hf_folder import write_adapter, write_folder
 from lm.weights import build, local_part, random_weight
 from planner import memory, plan, shape
 

@@ -1,5 +1,11 @@
-"""What train_zero.py does beside the concept: DeepSpeed imported in silence, its checkpoints, and who holds what."""
+"""What train_zero.py needs around DeepSpeed: its import, its checkpoints, a check of the shards.
 
+At stage 3 a parameter is an empty tensor, except while its module computes. DeepSpeed keeps what
+belongs to it as attributes: ds_shape and ds_numel are those of the full parameter, ds_tensor is the
+shard of this rank, flat and padded, and ds_persist says that the parameter is never sharded in use.
+"""
+
+import functools
 import importlib.util
 import logging
 import math
@@ -8,58 +14,88 @@ import shutil
 import subprocess
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from common import runtime
+from common import report, runtime
 from common.exits import UserError
-from lm import checkpoint, runs
+from lm import checkpoint
+from lm.runs import file_sha256
 from lm.weights import hash_rows, open_weights, random_weight
+
+LOWEST_STAGE = {"none": 0, "optimizer": 1, "params": 3}  # by --offload: only shards are offloaded
 
 
 def check_flags(args) -> None:
-    """UserError for flags that contradict each other, or without DeepSpeed."""
+    """Raise UserError if DeepSpeed is not installed, or if it cannot do what the flags say."""
     if importlib.util.find_spec("deepspeed") is None:
         raise UserError("train_zero.py needs the package deepspeed: pip install deepspeed==0.19.8")
     if args.dtype == "fp16":
         raise UserError("--dtype fp16: 05_ddp/train.py has a GradScaler; use bf16 or fp32 here")
-    # what the ranks share can be moved
-    lowest_stage = {"none": 0, "optimizer": 1, "params": 3}[args.offload]
+    lowest_stage = LOWEST_STAGE[args.offload]
     if args.stage < lowest_stage:
         raise UserError(
-            f"--offload {args.offload} with --stage {args.stage}: use --stage {lowest_stage} or more"
+            f"--offload {args.offload} with --stage {args.stage}: "
+            f"use --stage {lowest_stage} or more"
         )
     if args.async_save:
         raise UserError(
-            "--async-save: DeepSpeed writes its own files while training waits; leave it out"
+            "--async-save: DeepSpeed writes its checkpoints while training waits; leave it out"
         )
 
 
+@functools.cache
 def import_deepspeed(device: torch.device):
-    """The package, for this device and in the process group that is there."""
-    # read by the import; left alone it takes a GPU wherever it sees one
-    os.environ["DS_ACCELERATOR"] = device.type
-    # read by zero.Init, also where one process was started without torchrun
-    os.environ.setdefault("LOCAL_RANK", "0")
-    logging.disable(logging.WARNING)  # DeepSpeed logs to stdout, and its import does
+    """Import DeepSpeed for this device, let it use the process group of the job, and return it.
+
+    The import takes seconds, so the script first checks its flags and reads its data.
+    """
+    os.environ["DS_ACCELERATOR"] = device.type  # or DeepSpeed would take a GPU if there is one
+    os.environ.setdefault("LOCAL_RANK", "0")  # zero.Init reads it, also without torchrun
+    logging.disable(logging.WARNING)  # the import and each start print warnings to stdout
     import deepspeed
 
-    # names that torch has since changed
+    # DeepSpeed uses names that torch has changed since.
     warnings.filterwarnings("ignore", "`torch.distributed.", FutureWarning)
-    # on a CPU it would compile an all-reduce through shared memory, for two minutes; only its inference uses that
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if device.type == "cpu":
+        # For its inference, DeepSpeed has an all-reduce in shared memory, and compiles it at the
+        # first start, for two minutes. Training does not use it.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("nccl" if device.type == "cuda" else "gloo")
     return deepspeed
 
 
+def set_timeouts() -> None:
+    """Give the process groups that DeepSpeed has created the timeout of the job.
+
+    They have torch's own: 10 minutes on a GPU and 30 on a CPU.
+    """
+    for group in dist.distributed_c10d._world.pg_map:
+        dist.distributed_c10d._set_pg_timeout(runtime.timeout(), group)
+
+
+# --- weights
+
+
+def full_shape(parameter: nn.Parameter) -> torch.Size:
+    """Return the shape of the full parameter, also if it is sharded."""
+    return getattr(parameter, "ds_shape", parameter.shape)
+
+
 @torch.no_grad()
-def set_weights(deepspeed, net: nn.Module, name: str, seed: int) -> None:
-    """Fill the model as weights.materialize does, for stage 3: one tensor at a time is whole."""
-    stored = open_weights(name, net.config)
-    for path, parameter in net.named_parameters():
+def fill_weights(model: nn.Module, name: str, seed: int) -> None:
+    """Fill a model of stage 3 with the weights that weights.materialize gives to a full model.
+
+    One parameter at a time is gathered. Rank 0's values are then sharded again.
+    """
+    import deepspeed
+
+    stored = open_weights(name, model.config)
+    for path, parameter in model.named_parameters():
         if stored is None:
             weight = random_weight(path, parameter.ds_shape, seed)
         else:
@@ -68,93 +104,159 @@ def set_weights(deepspeed, net: nn.Module, name: str, seed: int) -> None:
             parameter.copy_(weight)
 
 
-class Run(checkpoint.Run):
-    """A run's folder whose checkpoints are DeepSpeed's files, which zero_to_fp32 and ds_to_universal read. DeepSpeed
-    writes them to their final place. Here they go to a temporary name, which becomes step-N when all are there."""
-
-    def _write_files(self, folder: Path, engine, config: dict) -> dict[str, str]:
-        try:
-            engine.save_checkpoint(str(folder.parent), tag=folder.name, save_latest=False)
-            if runtime.is_rank0():
-                checkpoint.write_json(folder / "config.json", config)
-        except RuntimeError as error:  # "unexpected pos" is what torch.save makes of a full disk
-            raise (OSError(error) if "unexpected pos" in str(error) else error) from None
-        runtime.all_gather(None)  # all files are there: each rank hashes some
-        files = sorted(file for file in folder.iterdir() if file.is_file())
-        return {
-            file.name: runs.file_sha256(file)
-            for file in files[dist.get_rank() :: dist.get_world_size()]
-        }
-
-
-def make_universal(path: Path, stage: int) -> Path | None:
-    """Where ranks differ from those that have saved `path`: its tensors whole, one in a file, made by DeepSpeed's own
-    program. None where none is needed."""
-    if stage == 0 or len(list(path.glob("*_optim_states.pt"))) == dist.get_world_size():
-        return None
-    # Run clears away what ends in .tmp
-    folder = path.with_name(f"{path.name}-universal.tmp") / "step"
-    words = ["--input_folder", str(path), "--output_folder", str(folder), "--inject_missing_state"]
-    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", *words]
-    runtime.on_rank0(lambda: subprocess.run(command, check=True, stdout=subprocess.DEVNULL))
-    return folder
-
-
-def load(path: Path, engine, universal: Path | None) -> int:
-    """Load a checkpoint, or what has been made of it for other ranks; returns its step."""
-    source = universal or path
-    weight_decays = [group["weight_decay"] for group in engine.optimizer.param_groups]
-    loaded, _ = engine.load_checkpoint(str(source.parent), tag=source.name)
-    # it would train on from random weights
-    assert loaded is not None, f"DeepSpeed found no checkpoint in {source}"
-    groups = engine.optimizer.param_groups  # load_checkpoint has replaced the list
-    scheduler = engine.lr_scheduler
-    for group, weight_decay in zip(groups, weight_decays, strict=True):
-        # a universal load at stage 3 gives every group those of the first
-        group["weight_decay"] = weight_decay
-    for state in engine.basic_optimizer.state.values():
-        if "step" in state:
-            # and every group one counter, which each then counts up
-            state["step"] = state["step"].clone()
-    for group, lr, factor in zip(groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
-        group["lr"] = lr * factor(scheduler.last_epoch)  # the saved one, unless --steps has changed
-    runtime.all_gather(None)  # all have read it
-    if universal and runtime.is_rank0():
-        shutil.rmtree(universal.parent)
-    return int(path.name.removeprefix("step-"))
-
-
 @torch.no_grad()
-def digest(deepspeed, net: nn.Module) -> str:
-    """weights.digest of the whole model: at stage 3 each parameter is gathered in turn, so every rank must call this."""
+def digest(model: nn.Module) -> str:
+    """Return weights.digest of the full model; every rank must call this.
+
+    At stage 3 one parameter at a time is gathered. At other stages all of them are full.
+    """
+    import deepspeed
+
     total = 0
-    for name, parameter in net.named_parameters():
-        with deepspeed.zero.GatheredParameters([parameter]):  # of a whole one it does nothing
+    for name, parameter in model.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter]):
             total += hash_rows(name, parameter)
     return f"{total % 2**256:064x}"
 
 
-def check_parts(engine, stage: int) -> dict[str, list[int]]:
-    """The bytes of weights and of AdamW's two moments by rank. AssertionError if a rank holds anything but its part.
-    Stages 1 and 2 lay a group of parameters end to end and cut it into equal parts of an even number of elements.
-    Stage 3 cuts each parameter. What comes last is padded."""
-    ranks = dist.get_world_size()
-    weights = list(engine.module.parameters())
-    groups = [
-        sum(p.numel() for p in weights if (p.ndim >= 2) == matrices) for matrices in (True, False)
-    ]
-    weights_due = sum(groups)
-    part = sum(2 * math.ceil(size / (2 * ranks)) for size in groups) if stage else weights_due
-    if stage == 3:
-        whole = [tuple(p.ds_shape) for p in weights if p.numel() and not p.ds_persist]
-        assert not whole, f"gathered and not forgotten: {whole}"
-        weights_due = part = sum(math.ceil(parameter.ds_numel / ranks) for parameter in weights)
-        weights = [parameter.ds_tensor for parameter in weights]
-    moments = [
-        t for state in engine.basic_optimizer.state.values() for t in state.values() if t.ndim
-    ]
-    held = [sum(tensor.nbytes for tensor in tensors) for tensors in (weights, moments)]
-    due = [4 * weights_due, 8 * part]
-    assert held == due, f"{held} bytes are here, {due} are due"
-    by_rank = map(list, zip(*runtime.all_gather(held), strict=True))
-    return dict(zip(("parameter_bytes_per_rank", "optimizer_bytes_per_rank"), by_rank, strict=True))
+# --- checkpoints
+
+
+class Run(checkpoint.Run):
+    """Manage the folder of a run whose checkpoints DeepSpeed writes.
+
+    zero_to_fp32 and ds_to_universal, the programs of DeepSpeed, read these checkpoints. As in
+    lm/checkpoint.py, the files are written to step-N.tmp, which is renamed when it is complete.
+    """
+
+    def _write_files(self, folder: Path, engine, config: dict | None) -> dict[str, str]:
+        """Write this rank's files to `folder`. Return the SHA-256 of its share of all files."""
+        try:
+            engine.save_checkpoint(str(folder.parent), tag=folder.name, save_latest=False)
+        except RuntimeError as error:
+            # On a full disk, torch.save raises RuntimeError with these words.
+            if "unexpected pos" in str(error):
+                raise OSError(str(error)) from None
+            raise
+        if runtime.is_rank0() and config is not None:
+            checkpoint.write_json(folder / "config.json", config)
+
+        runtime.all_gather(None)  # now the files of all ranks are there
+        rank, world_size, _ = runtime.ranks()
+        files = sorted(file for file in folder.iterdir() if file.is_file())
+        return {file.name: file_sha256(file) for file in files[rank::world_size]}
+
+
+def make_universal(saved: Path, stage: int) -> Path | None:
+    """Convert a checkpoint that another number of ranks has saved; every rank must call this.
+
+    DeepSpeed can load it only in its universal form, which has a file per full tensor. Return the
+    folder of that, or None if the checkpoint can be loaded as it is.
+    """
+    saved_by_ranks = len(list(saved.glob("*_optim_states.pt")))
+    if stage == 0 or saved_by_ranks == dist.get_world_size():
+        return None
+    # The next start removes folders that end in .tmp, if this one is killed.
+    universal = saved.with_name(f"{saved.name}-universal.tmp") / "step"
+    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
+    command += ["--input_folder", str(saved), "--output_folder", str(universal)]
+    command += ["--inject_missing_state"]
+    convert = partial(subprocess.run, command, check=True, stdout=subprocess.DEVNULL)
+    runtime.on_rank0(convert)
+    return universal
+
+
+def resume(engine, saved: Path, universal: Path | None) -> int:
+    """Load a checkpoint, or its universal form, into the engine. Return its step.
+
+    Every rank must call this. The universal form is removed afterwards.
+    """
+    source = saved if universal is None else universal
+    weight_decays = [group["weight_decay"] for group in engine.optimizer.param_groups]
+    loaded, _ = engine.load_checkpoint(str(source.parent), tag=source.name)
+    # load_checkpoint does not raise, and the run would start again from random weights.
+    assert loaded is not None, f"DeepSpeed found no checkpoint in {source}"
+    groups = engine.optimizer.param_groups  # load_checkpoint has replaced the list
+
+    # From the universal form, stage 3 of DeepSpeed 0.19.8 gives every group the weight decay of the
+    # first. All groups also get the same tensor as their step count, which each then increases.
+    for group, weight_decay in zip(groups, weight_decays, strict=True):
+        group["weight_decay"] = weight_decay
+    for state in engine.basic_optimizer.state.values():
+        if "step" in state:
+            state["step"] = state["step"].clone()
+
+    # --steps may change on a resume, and the schedule with it.
+    scheduler = engine.lr_scheduler
+    for group, base_lr, schedule in zip(
+        groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
+    ):
+        group["lr"] = base_lr * schedule(scheduler.last_epoch)
+
+    runtime.all_gather(None)  # now all ranks have read it
+    if universal is not None and runtime.is_rank0():
+        shutil.rmtree(universal.parent)
+    return int(saved.name.removeprefix("step-"))
+
+
+# --- the check
+
+
+def check_shards(engine, stage: int) -> dict[str, list[int]]:
+    """Assert that each rank holds its shards in fp32 and nothing else; return how many bytes.
+
+    The result lists the bytes of weights and of AdamW's two moments by rank.
+    """
+    world_size = dist.get_world_size()
+    parameters = list(engine.module.parameters())
+    full_count = sum(math.prod(full_shape(parameter)) for parameter in parameters)
+
+    if stage == 0:
+        weights = parameters
+        weight_count = full_count
+        moment_count = full_count
+    elif stage < 3:
+        weights = parameters
+        weight_count = full_count
+        moment_count = _shard_of_groups(parameters, world_size)
+    else:
+        for parameter in parameters:
+            freed = parameter.numel() == 0 or parameter.ds_persist
+            assert freed, f"a weight of shape {tuple(parameter.ds_shape)} is still gathered"
+        weights = [parameter.ds_tensor for parameter in parameters]
+        weight_count = sum(math.ceil(parameter.ds_numel / world_size) for parameter in parameters)
+        moment_count = weight_count
+
+    moments = []
+    for state in engine.basic_optimizer.state.values():
+        moments += [value for value in state.values() if value.ndim > 0]  # not the step count
+    return {
+        "parameter_bytes_per_rank": _check_bytes(weights, "weights", weight_count, full_count),
+        "optimizer_bytes_per_rank": _check_bytes(
+            moments, "optimizer state", 2 * moment_count, 2 * full_count
+        ),
+    }
+
+
+def _shard_of_groups(parameters: list[nn.Parameter], world_size: int) -> int:
+    """Return how many elements stages 1 and 2 give to each rank.
+
+    All matrices are put into one flat tensor and all vectors into another. Each is padded, so that
+    every rank gets the same number of its elements, an even one.
+    """
+    count = 0
+    for is_matrix in (True, False):
+        sizes = [p.numel() for p in parameters if (p.ndim >= 2) == is_matrix]
+        count += 2 * math.ceil(sum(sizes) / (2 * world_size))
+    return count
+
+
+def _check_bytes(tensors: list, what: str, expected_count: int, full_count: int) -> list[int]:
+    """Assert that this rank holds so many numbers in fp32; return the bytes of all ranks."""
+    local_bytes = sum(tensor.nbytes for tensor in tensors)
+    assert local_bytes == 4 * expected_count, f"{local_bytes} bytes, not {4 * expected_count}"
+    bytes_per_rank = runtime.all_gather(local_bytes)
+    held = report.for_people("bytes", local_bytes)
+    full = report.for_people("bytes", 4 * full_count)
+    runtime.print0(f"checked: each rank holds {held} of {full} of {what}, in {torch.float32}")
+    return bytes_per_rank

@@ -1,27 +1,44 @@
-"""DDP, ZeRO-1, 2 and 3, FSDP and HSDP side by side: what each rank holds, what it sends, how fast it is.
+"""Compare DDP, ZeRO-1, 2 and 3, FSDP and HSDP: the bytes a rank holds and sends, and the speed.
 
-They reach the same losses, and differ in what a rank keeps between two uses, and so in what it must ask the others
-for. DDP, FSDP and HSDP train the same model on the same batches for a few steps here. A counter sees the memory that is
-alive and every collective that is called. FSDP is fully_shard, as in train_fsdp.py; HSDP keeps several copies and
-shards each over a part of the ranks. ZeRO's rows are computed by formulas, which zero_from_scratch.py tests.
+All of them reach the same losses. They differ in what a rank holds between two uses. What it does
+not hold, it must receive from other ranks:
+
+    DDP     every rank holds everything
+    ZeRO    shards of the optimizer state (1), the gradients (2) and the weights (3)
+    FSDP    shards of all three: fully_shard, as in train_fsdp.py
+    HSDP    several copies of the model, each of which is sharded over some of the ranks
+
+DDP, FSDP and HSDP train the same model on the same batches for a few steps. Counters see the memory
+that is in use, and each collective. The rows of ZeRO are computed by formulas, which
+zero_from_scratch.py checks.
 
     laptop    python 06_fsdp_zero/compare.py
-    one node  torchrun --nproc_per_node=8 06_fsdp_zero/compare.py --model llama-124m --micro-batch-size 8
-    cluster   python 06_fsdp_zero/compare.py --dry-run --world-size 64 --model llama-70b --checkpointing full
+    one node  torchrun --nproc_per_node=8 06_fsdp_zero/compare.py
+    cluster   python 06_fsdp_zero/compare.py --dry-run --world-size 64 --model llama-70b \
+                  --checkpointing full
 
---dry-run needs no machines: one CPU process takes itself for rank 0 of --world-size, with tensors that hold no numbers.
-The same program and counter run. Its peak is that of eager kernels: torch.compile keeps fewer activations.
+--dry-run needs no GPUs: one CPU process runs the same program as rank 0 of --world-size ranks, with
+tensors that have shapes and no values. Its peak memory is that of eager kernels: torch.compile
+keeps fewer activations.
 
-Bytes sent are those of a ring. For a tensor of S bytes on N ranks, an all-gather or a reduce-scatter sends S (N-1)/N
-per rank, and an all-reduce twice as many. Clipping, which all-reduces one number, is left out. Look for: what shrinks
-with N, and what it costs in bytes sent. Before: zero_from_scratch.py. Next: train_fsdp.py; estimate.py for seconds.
+Bytes sent are those of a ring. For a tensor of S bytes on N ranks, a rank sends S (N-1)/N in an
+all-gather or a reduce-scatter, and twice that in an all-reduce. Gradients are not clipped.
+
+What to look at: which columns shrink with N, and what that costs in bytes sent.
+
+On GPUs the default is --model wide in bf16, 16 x 1,024 tokens per rank. Expected on 8 H100s: DDP
+holds 870 MiB of weights, gradients and optimizer state, and FSDP 109 MiB. Both send 0.40 GB per
+step. By the data sheet's 450 GB/s for NVLink this takes at least 0.9 ms, and by its 989 TFLOP/s the
+arithmetic of a step takes at least 6 ms: long enough to hide what is sent.
+
+Previous: zero_from_scratch.py. Next: train_fsdp.py; 07_memory_tricks/estimate.py for seconds.
 """
 
 import argparse
 import gc
 import statistics
 import sys
-import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
@@ -36,50 +53,59 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
-from _shared import bytes_of_training, of_fully_shard, of_zero, step_memory
+import _compare as helper
+from _bytes_per_rank import bytes_of_training
 
-from common import cli, exits, measure, report, runtime
+from common import exits, measure, report, runtime
 from common.torch_versions import KEEP_BUFFERS
 from lm import data, shapes
 from lm.activation_checkpointing import checkpoint_blocks
 from lm.weights import build, materialize
 
-warnings.filterwarnings(
-    "ignore", "Accessing the data pointer of FakeTensor|Mismatch dtype between input and weight"
-)
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-# What another order of the same sums may change in a loss; in bf16, also where each method rounds
-TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2}
-# DDP makes its final buckets after the first, and sends them to the other ranks in the second
-COUNTED_STEP = 3
+GPU_DEFAULTS = {"model": "wide", "micro_batch_size": 16, "dtype": "bf16"}
+COUNTED_STEP = 3  # DDP makes its final buckets after step 1, and sends them to all ranks in step 2
+
+Batch = tuple[Tensor, Tensor]  # inputs and targets of this rank, each [micro-batch, tokens]
+
+
+# --- the methods
 
 
 def replicate(net: nn.Module, dry_run: bool) -> nn.Module:
-    """DDP. It reads numbers, so a dry run sends each gradient as soon as it is there: the same bytes, in more calls."""
+    """Wrap a model in DDP: every rank holds all of it, and gradients are averaged in backward."""
     if not dry_run:
         return DistributedDataParallel(net, gradient_as_bucket_view=True, **KEEP_BUFFERS)
+    # DDP reads values, which a dry run does not have. All-reduce each gradient in a hook instead:
+    # as many bytes in more calls.
     for parameter in net.parameters():
-        parameter.register_post_accumulate_grad_hook(
-            lambda parameter: dist.all_reduce(parameter.grad)
-        )
+        parameter.register_post_accumulate_grad_hook(all_reduce_gradient)
     return net
 
 
-def shard(net: nn.Module, args: argparse.Namespace, device: torch.device, copies: int) -> None:
-    """FSDP and HSDP: as in train_fsdp.py. A block's weights are gathered for its forward and again for its backward."""
-    shards = args.world_size // copies
-    names = {"shard": shards} if copies == 1 else {"replicate": copies, "shard": shards}
-    cut = partial(
-        fully_shard,
-        mesh=init_device_mesh(device.type, tuple(names.values()), mesh_dim_names=tuple(names)),
-        mp_policy=MixedPrecisionPolicy(
-            DTYPES[args.dtype], reduce_dtype=torch.float32, cast_forward_inputs=False
+def all_reduce_gradient(parameter: nn.Parameter) -> None:
+    """Sum the gradient of a parameter over the ranks."""
+    dist.all_reduce(parameter.grad)
+
+
+def shard(net: nn.Module, copies: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Shard a model with FSDP, or with HSDP if there are several copies. See train_fsdp.py."""
+    world_size = dist.get_world_size()
+    sizes = {"shard": world_size}
+    if copies > 1:
+        sizes = {"replicate": copies, "shard": world_size // copies}
+    options = {
+        "mesh": init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)),
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         ),
-    )
+    }
+    # The weights of a block are gathered for its forward, and again for its backward.
     blocks = list(net.model.layers.values())
     for block in blocks:
-        cut(block)
-    cut(net)
+        fully_shard(block, **options)
+    fully_shard(net, **options)  # the rest: embedding, final norm and head
+
+    # While one block computes, gather the next one.
     for block, next_block in pairwise(blocks):
         block.set_modules_to_forward_prefetch([next_block])
         next_block.set_modules_to_backward_prefetch([block])
@@ -89,21 +115,29 @@ def train_step(
     method: str,
     net: nn.Module,
     optimizer: torch.optim.Optimizer,
-    dtype: str,
+    dtype: torch.dtype,
     inputs: Tensor,
     targets: Tensor,
 ) -> Tensor:
-    """The same for all. The weights are kept in fp32, whatever --dtype is."""
-    # fully_shard casts by itself, before it gathers. With DDP autocast makes a copy of a weight, which autograd keeps
-    # until backward. (Its cache would keep it longer, and each weight is used only once.)
-    casts = dtype != "fp32" and method == "DDP"
-    with torch.autocast(inputs.device.type, DTYPES[dtype], enabled=casts, cache_enabled=False):
+    """Take one step, and return its loss. Weights are fp32; `dtype` is that of the matmuls."""
+    # fully_shard casts its shards before it gathers them. DDP needs autocast, which casts a weight
+    # where it is used. Autocast's cache would keep this copy until the end of forward.
+    autocast = torch.autocast(
+        inputs.device.type,
+        dtype,
+        enabled=method == "DDP" and dtype != torch.float32,
+        cache_enabled=False,
+    )
+    with autocast:
         loss = net(inputs, targets)
     loss.backward()
     optimizer.step()
-    # DDP's gradients live in its buckets, which stay
+    # The gradients of DDP are views of its buckets, which stay.
     optimizer.zero_grad(set_to_none=method != "DDP")
     return loss.detach()
+
+
+# --- the counters
 
 
 def count_step(
@@ -111,220 +145,135 @@ def count_step(
     args: argparse.Namespace,
     config: shapes.Config,
     device: torch.device,
-    batches: list,
-) -> tuple[partial, dict, Tensor]:
-    """Build the model under a method and train a step per batch. What the last of them needs is counted."""
-    net = build(args.model, config, seed=0, device="meta")  # shapes alone
+    batches: list[Batch],
+) -> tuple[Callable[[Tensor, Tensor], Tensor], dict, Tensor]:
+    """Build a model under a method, and train for one step per batch. Count the last step.
+
+    Return a function that takes one more step, the counts, and the loss of the last step.
+    """
+    net = build(args.model, config, seed=0, device="meta")  # shapes without values
     checkpoint_blocks(net, args.checkpointing)
-    if method != "DDP":
-        shard(net, args, device, args.replicate if method == "HSDP" else 1)
-    held = {}
-    fake = FakeTensorMode(allow_non_fake_inputs=True) if args.dry_run else nullcontext()
-    with fake, step_memory(device) as memory:
+    if method == "FSDP":
+        shard(net, 1, runtime.DTYPES[args.dtype], device)
+    elif method == "HSDP":
+        shard(net, args.replicate, runtime.DTYPES[args.dtype], device)
+
+    fake_tensors = nullcontext()
+    if args.dry_run:
+        fake_tensors = FakeTensorMode(allow_non_fake_inputs=True)
+    # The counter sees only memory that is allocated in this block.
+    with fake_tensors, helper.step_memory(device) as memory:
         if args.dry_run:
             net.to_empty(device=device)
-            net.tie_weights()
+            net.tie_weights()  # to_empty has made two matrices of one
         else:
             materialize(net, args.model, seed=0, device=device)
         weights = list(net.parameters())
-        # one kernel, which needs no memory of its own
+        # fused: one kernel for all weights, without temporary memory
         optimizer = torch.optim.AdamW(weights, lr=shapes.recipe(args.model).lr, fused=True)
         if method == "DDP":
             net = replicate(net, args.dry_run)
-        # just after the update, while the gradients are still there
-        hook = optimizer.register_step_post_hook(
-            lambda *_: held.update(bytes_of_training(weights, optimizer))
-        )
-        step = partial(train_step, method, net, optimizer, args.dtype)
+
+        held = {}
+
+        def count_held(*_) -> None:  # after the update, before gradients are set to None
+            held.update(bytes_of_training(weights, optimizer))
+
+        hook = optimizer.register_step_post_hook(count_held)
+        step = partial(train_step, method, net, optimizer, runtime.DTYPES[args.dtype])
         for inputs, targets in batches:
-            gc.collect()  # what only a cycle holds would count, or not, by chance
+            gc.collect()  # or garbage in reference cycles would sometimes be counted
             memory.restart()
             with measure.Traffic() as sent:
-                # copies, because the counter knows only what was made under its eyes
-                loss = step(inputs.clone(), targets.clone())
+                loss = step(inputs.clone(), targets.clone())  # clones are allocated in this block
     hook.remove()
-    counts = {
-        **held,
-        "peak_memory_bytes": memory.peak,
-        **{
-            f"{kind}_per_step": sent.calls[kind]
-            for kind in ("all_gathers", "reduce_scatters", "all_reduces")
-        },
-        "bytes_sent_per_rank_per_step": round(sum(sent.bytes_sent.values())),
-    }
+
+    counts = {**held, "peak_memory_bytes": memory.peak}
+    for kind in helper.COLLECTIVES:
+        counts[f"{kind}_per_step"] = sent.calls[kind]
+    counts["bytes_sent_per_rank_per_step"] = round(sum(sent.bytes_sent.values()))
     return step, counts, loss
 
 
-def run(method: str, args: argparse.Namespace, config: shapes.Config, device: torch.device) -> dict:
-    """What rank 0 holds and sends. Of real ranks also the loss of the global batch, and tokens/s of the slowest."""
-    if args.dry_run:
-        tokens = torch.zeros(args.micro_batch_size, args.seq_len, dtype=torch.int64)
-        # the first makes AdamW's state
-        _, counts, _ = count_step(method, args, config, device, [[tokens, tokens]] * 2)
-        return {"method": method, **counts}
-    sequences = args.world_size * args.micro_batch_size
-    # the same on every rank
-    whole = data.one_batch(COUNTED_STEP * sequences, args.seq_len, device)
-    steps = zip(*(tensor.split(sequences) for tensor in whole), strict=True)
-    batches = [
-        [tensor.chunk(args.world_size)[dist.get_rank()] for tensor in batch] for batch in steps
-    ]
+def dry_run(
+    method: str, args: argparse.Namespace, config: shapes.Config, device: torch.device
+) -> dict:
+    """Return the row of a method: the counts of rank 0, without ranks."""
+    tokens = torch.zeros(args.micro_batch_size, args.seq_len, dtype=torch.int64)
+    batches = [(tokens, tokens)] * 2  # the first step allocates the state of AdamW
+    _, counts, _ = count_step(method, args, config, device, batches)
+    return {"method": method, **counts}
+
+
+def measure_ranks(
+    method: str, args: argparse.Namespace, config: shapes.Config, device: torch.device
+) -> dict:
+    """Return the row of a method: the counts of rank 0, the loss, and the speed of all ranks.
+
+    Every rank must call this.
+    """
+    rank = dist.get_rank()
+    batch_size = args.world_size * args.micro_batch_size
+    all_inputs, all_targets = data.one_batch(COUNTED_STEP * batch_size, args.seq_len, device)
+    batches = []
+    for inputs, targets in zip(
+        all_inputs.split(batch_size), all_targets.split(batch_size), strict=True
+    ):
+        my_inputs = inputs.chunk(args.world_size)[rank]  # [micro-batch, tokens]
+        my_targets = targets.chunk(args.world_size)[rank]
+        batches.append((my_inputs, my_targets))
+
     step, counts, loss = count_step(method, args, config, device, batches)
-    of_ranks = runtime.all_gather(counts)
-    for key in counts.keys() - {"peak_memory_bytes"}:
-        assert of_ranks[0][key] == max(of_rank[key] for of_rank in of_ranks), (
-            f"{method}: {key} by rank: {of_ranks}"
-        )
-    seconds = measure.seconds_in_turns({method: partial(step, *batches[-1])}, device, args.steps)[
-        method
-    ]["seconds"]
+    counts_of_ranks = runtime.all_gather(counts)
+    helper.check_rank0_holds_most(method, counts_of_ranks)
+    one_more_step = partial(step, *batches[-1])
+    timing = measure.seconds_in_turns({method: one_more_step}, device, args.steps)[method]
+    slowest = max(runtime.all_gather(timing["seconds"]))
     return {
         "method": method,
-        **of_ranks[0],
+        **counts_of_ranks[0],
         "loss": statistics.fmean(runtime.all_gather(loss.item())),
-        "tokens_per_second": sequences * args.seq_len / max(runtime.all_gather(seconds)),
+        "tokens_per_second": batch_size * args.seq_len / slowest,
     }
 
 
-def check(rows: list[dict], net: nn.Module, args: argparse.Namespace) -> list[str]:
-    """`rows` are those of what was trained."""
-    for row in rows:
-        if row["method"] == "DDP":
-            expected = of_zero(0, net, args.world_size)
-            if not args.dry_run:
-                # one per bucket, and DDP fills buckets as it likes
-                del expected["all_reduces_per_step"]
-        else:
-            copies = args.replicate if row["method"] == "HSDP" else 1
-            expected = of_fully_shard(
-                net, args.world_size, copies, gathered_bytes=DTYPES[args.dtype].itemsize
-            )
-        for key, value in expected.items():
-            assert row[key] == value, (
-                f"{row['method']}: {key} is {row[key]:,}, and must be {value:,}"
-            )
-    checked = [
-        "every state, call and byte sent that was counted is what its formula gives, on rank 0"
-    ]
-    if args.dry_run:
-        return checked
-    loss, tolerance = rows[0]["loss"], TOLERANCE[args.dtype]
-    for row in rows:
-        error = abs(row["loss"] / loss - 1)
-        assert error <= tolerance, f"{row['method']}: its loss differs from DDP's by {error:.1e}"
-    return [
-        *checked,
-        f"all that train have DDP's loss of step {COUNTED_STEP}, {loss:.4f}, within {tolerance:g}",
-    ]
-
-
-COLUMNS = {
-    "method": "method",
-    "parameter_bytes_per_rank": "weights",
-    "gradient_bytes_per_rank": "gradients",
-    "optimizer_bytes_per_rank": "AdamW",
-    "peak_memory_bytes": "peak",
-    "calls": "gathers, scatters, reduces",
-    "bytes_sent_per_rank_per_step": "bytes sent a step",
-    "tokens_per_second": "speed",
-}
-
-
-def parse() -> argparse.Namespace:
-    parser = cli.Parser(__doc__)
-    add = parser.add_argument
-    add("--model", default="nano", help="as in train_fsdp.py")
-    add(
-        "--seq-len",
-        type=cli.positive_int,
-        help="tokens per sequence (default: from the model, nano 64)",
-    )
-    add(
-        "--micro-batch-size",
-        type=cli.positive_int,
-        default=1,
-        help="sequences per rank (default: 1)",
-    )
-    add(
-        "--dtype",
-        choices=DTYPES,
-        help="what matrices are multiplied in (default: fp32; dry run: bf16)",
-    )
-    add(
-        "--checkpointing",
-        choices=("none", "full"),
-        default="none",
-        help="full: recompute in backward",
-    )
-    add(
-        "--replicate",
-        type=cli.positive_int,
-        help="copies of the model in HSDP (default: one for each 8 ranks, or 2)",
-    )
-    add(
-        "--steps",
-        type=cli.positive_int,
-        default=5,
-        help="of each method for tokens/s, after the counted one",
-    )
-    add(
-        "--dry-run", action="store_true", help="one process takes itself for rank 0 of --world-size"
-    )
-    add("--world-size", type=cli.positive_int, help="with --dry-run: how many ranks")
-    cli.add_device_and_json(parser)
-    args = parser.parse_args()
-    if args.dry_run == (args.world_size is None):
-        raise exits.UserError(
-            "--dry-run and --world-size go together; without them torchrun gives the number of ranks"
-        )
-    args.seq_len = args.seq_len or shapes.recipe(args.model).seq_len
-    args.dtype = args.dtype or ("bf16" if args.dry_run else "fp32")
-    return args
-
-
 def main() -> int:
-    args = parse()
-    # raises a UserError before any rank starts
+    args = helper.parse_flags(__doc__, GPU_DEFAULTS)
+    # Before relaunch, a wrong flag raises one UserError. After it, every rank would raise it.
     config = shapes.load_config(args.model, 256, args.seq_len)
     if args.dry_run:
         runtime.single_device("cpu")
         device = runtime.join_fake_ranks(0, args.world_size)
+        run = dry_run
     else:
-        # four, so that HSDP has two copies, each on two ranks
+        # Plain python becomes torchrun: a rank per GPU, or 4 on a CPU, 2 for each copy of HSDP.
         runtime.relaunch(args.device, on_cpu=4)
         runtime.seed_all(0)
         device = runtime.init_process_group(args.device)
         args.world_size = dist.get_world_size()
-    if args.replicate and args.world_size % args.replicate:
-        raise exits.UserError(
-            f"--replicate {args.replicate} does not divide {args.world_size} processes"
-        )
-    args.replicate = args.replicate or max(2, args.world_size // 8)
-    methods = ["DDP", "FSDP"]
-    # else it is DDP, or FSDP
-    if 1 < args.replicate < args.world_size and args.world_size % args.replicate == 0:
-        methods.append("HSDP")
+        run = measure_ranks
+
+    args.replicate = helper.choose_copies(args.replicate, args.world_size)
+    methods = helper.choose_methods(args.replicate, args.world_size)
     rows = []
     for method in methods:
         rows.append(run(method, args, config, device))
-        gc.collect()  # the next one must not find this one's memory
+        gc.collect()  # free the model before the next one is built
     if args.dry_run:
         dist.destroy_process_group()  # from here on there is one rank
-        runtime.print0(
-            f"rank 0 of {args.world_size} that are not there; HSDP: {args.replicate} copies"
-        )
+        runtime.print0(f"dry run: rank 0 of {args.world_size} ranks")
+    if "HSDP" in methods:
+        runtime.print0(f"HSDP: {args.replicate} copies of the model")
+
     net = build(args.model, config, seed=0, device="meta")
-    checked, count = check(rows, net, args), shapes.parameter_count(config)
-    rows[1:1] = [
-        {"method": f"ZeRO-{n} (formula)", **of_zero(n, net, args.world_size)} for n in (1, 2, 3)
-    ]
-    for row in rows:
-        calls = [
-            row[f"{kind}_per_step"] for kind in ("all_gathers", "reduce_scatters", "all_reduces")
-        ]
-        row |= {"calls": ", ".join(map(str, calls)), "world_size": args.world_size}
+    checked = helper.check(rows, net, args, gathered_bytes=runtime.DTYPES[args.dtype].itemsize)
     report.end_lesson(
-        rows, columns=COLUMNS, checked=checked, args=args, device=device, parameters=count
+        helper.with_zero(rows, net, args.world_size),
+        columns=helper.COLUMNS,
+        checked=checked,
+        args=args,
+        device=device,
+        parameters=shapes.parameter_count(config),
     )
     if not args.dry_run:
         runtime.shutdown()

@@ -49,13 +49,12 @@ from torch.nn.utils import clip_grad_norm_
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 import _finetune
-import _shared
+from _bytes_per_rank import bytes_of_training
 
 from common import cli, exits, hardware, report, runtime
 from lm import checkpoint, data, flags, lora, metrics, optim, shapes, weights
 from lm.activation_checkpointing import checkpoint_blocks
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ROOT = Path(__file__).resolve().parents[1]
 REAL_MODEL = ROOT / "models/smollm2-135m"  # make model
 DEFAULTS = {  # of training: eight steps on 29 pairs
@@ -127,7 +126,9 @@ def shard_model(model, args, device) -> None:
         "mesh": init_device_mesh(device.type, (dist.get_world_size(),)),
         # The matmuls run in args.dtype. Gradients are summed in fp32.
         "mp_policy": MixedPrecisionPolicy(
-            param_dtype=DTYPES[args.dtype], reduce_dtype=torch.float32, cast_forward_inputs=False
+            param_dtype=runtime.DTYPES[args.dtype],
+            reduce_dtype=torch.float32,
+            cast_forward_inputs=False,
         ),
         "offload_policy": OffloadPolicy(),
     }
@@ -214,7 +215,7 @@ def main() -> int:
     config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)
     model = weights.build(args.model, config, seed=args.seed, device="meta")
     if args.adapters:  # before fully_shard, so that A and B are in the group of their block
-        model.to(DTYPES[args.dtype])  # fp32 is for what small updates are added to
+        model.to(runtime.DTYPES[args.dtype])  # fp32 is for what small updates are added to
         lora.adapt(model, rank=args.adapters, alpha=_finetune.ALPHA_PER_RANK * args.adapters)
         model.tie_weights()
     checkpoint_blocks(model, args.checkpointing)  # backward recomputes activations
@@ -259,7 +260,7 @@ def main() -> int:
     # 5. The training loop.
     step = start_step
     stop = 0
-    bytes_per_rank = _shared.bytes_of_training([*model.parameters()], optimizer)
+    bytes_per_rank = bytes_of_training([*model.parameters()], optimizer)
     steps = range(start_step + 1, args.steps + 1)
     for step in report.progress_bar(steps, "training", initial=start_step, unit="step"):
         # Dropout draws other numbers on each rank and step, and the same ones after a resume.
@@ -280,7 +281,7 @@ def main() -> int:
         optimizer.step()
         scheduler.step()
         if step == start_step + 1:
-            bytes_per_rank = _shared.bytes_of_training([*model.parameters()], optimizer)
+            bytes_per_rank = bytes_of_training([*model.parameters()], optimizer)
         optimizer.zero_grad()
 
         stop = runtime.stop_requested()  # the same on all ranks, so that all of them save
@@ -326,7 +327,7 @@ def main() -> int:
         **bytes_per_rank,
     }
     if not stop:
-        _finetune.write_folders(model, chat, run.folder, args, DTYPES[args.save_dtype])
+        _finetune.write_folders(model, chat, run.folder, args, runtime.DTYPES[args.save_dtype])
         compare = partial(
             _finetune.compare_with_transformers,
             run.folder / "model",

@@ -1,23 +1,36 @@
-"""Muon under FSDP: an optimizer that needs whole matrices, for a model whose ranks hold rows.
+"""Run Muon under FSDP: an optimizer that needs full matrices, on ranks that hold shards.
 
-AdamW looks at one element at a time, so each rank updates its rows alone. Muon (Jordan et al. 2024) replaces the update
-of a matrix by the orthogonal matrix nearest to it: every direction moves the weights equally far. That takes matmuls
-of the whole matrix. Here the momentum stays sharded, and a matrix's update is gathered, orthogonalised on every rank
-and cut again. Vectors, embeddings and the head keep AdamW.
+AdamW computes each element of an update by itself, so each rank updates its rows alone. Muon
+(Jordan et al. 2024) replaces the update of a matrix by the nearest orthogonal matrix, which moves
+the weights equally far in every direction. That takes matmuls of the full matrix. Each rank
+
+    1. updates its rows of the momentum, and computes its rows of the update
+    2. all-gathers the full update
+    3. orthogonalizes the full update, as every other rank does
+    4. applies its rows of the result to its rows of the weights
+
+Vectors, the embedding and the head keep AdamW.
 
     laptop    python 06_fsdp_zero/muon.py
               torchrun --nproc_per_node=3 06_fsdp_zero/muon.py --steps 5
-    one node  torchrun --nproc_per_node=8 06_fsdp_zero/muon.py --model llama-124m --seq-len 512
-    cluster   the same on every node, with --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400
+    one node  torchrun --nproc_per_node=8 06_fsdp_zero/muon.py
+    cluster   the same on each node, with --nnodes=4 --rdzv-backend=c10d
+              --rdzv-endpoint=$HEAD:29400
 
-What it costs: one all-gather per matrix and step more than AdamW, and the matmuls, which every rank repeats. What it
-saves: one moment per element instead of two. Larger jobs let each rank orthogonalise some of the matrices for all.
+Muon holds one moment per element, and AdamW two. It costs an all-gather per matrix and step, and
+matmuls that every rank repeats. In larger jobs each rank orthogonalizes some of the matrices, and
+sends them to the others.
 
-Look for: losses of the sharded run equal to those of one process; optimizer state of a rank beside AdamW's; the last
-loss of both. Before: train_fsdp.py. Next: 07_memory_tricks/.
+What to look at: the losses of the sharded run are those of one process. The optimizer state of a
+rank, and the time of an optimizer step, beside AdamW's.
+
+On GPUs the default is --model wide: 57 million parameters. Expected on 8 H100s: 27 MiB of optimizer
+state per rank with Muon, 54 MiB with AdamW. By the data sheet's 67 TFLOP/s for fp32, the matmuls of
+a Muon step take at least 34 ms; by its 450 GB/s for NVLink, the all-gathers take at least 0.4 ms.
+
+Previous: train_fsdp.py. Next: 07_memory_tricks/.
 """
 
-import statistics
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -30,15 +43,22 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
-from common import exits, measure, report, runtime
+import _muon as helper
+
+from common import exits, report, runtime
 from lm import data, shapes
 from lm.weights import build
 
-TOLERANCE = 1e-5  # between the losses of the sharded run and those of one process
+GPU_DEFAULTS = {"model": "wide", "seq_len": 256}  # nano is too small to keep a GPU busy
+BATCH_SIZE = 24  # sequences of all ranks together
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of x, x^3 and x^5 in an iteration of Newton-Schulz
+
+
+# --- the optimizer
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum, orthogonalised. For matrices alone, whole or sharded by fully_shard."""
+    """Orthogonalized momentum, for matrices that are full or sharded by fully_shard."""
 
     def __init__(
         self,
@@ -46,67 +66,89 @@ class Muon(torch.optim.Optimizer):
         lr: float,
         momentum: float = 0.95,
         weight_decay: float = 0.1,
-    ):
+    ) -> None:
         super().__init__(matrices, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self) -> None:
+        """Update each matrix. Every rank must call this."""
         for group in self.param_groups:
             for matrix in group["params"]:
-                state = self.state[matrix]
-                if not state:
-                    # a rank's rows, like those of the weights
-                    state["momentum"] = torch.zeros_like(matrix)
-                state["momentum"].lerp_(matrix.grad, 1 - group["momentum"])
-                # Nesterov's: one step ahead
-                update = matrix.grad.lerp(state["momentum"], group["momentum"])
-                whole = runtime.full_tensor(
-                    update
-                )  # the only message: each rank sends its rows to all
-                direction = orthogonalize(whole) * rms_of_adamw(whole)
-                # every rank has all of it and cuts out its rows: nothing is sent
-                if isinstance(matrix, DTensor):
-                    direction = distribute_tensor(
-                        direction, matrix.device_mesh, matrix.placements, src_data_rank=None
-                    )
-                matrix.mul_(1 - group["lr"] * group["weight_decay"])
-                matrix.sub_(group["lr"] * direction)
+                self.update_matrix(matrix, group["lr"], group["momentum"], group["weight_decay"])
+
+    def update_matrix(
+        self, matrix: nn.Parameter, lr: float, beta: float, weight_decay: float
+    ) -> None:
+        """Update a matrix, [rows, columns]. This rank holds some of its rows, or all."""
+        state = self.state[matrix]
+        if not state:
+            state["momentum"] = torch.zeros_like(matrix)  # the same rows
+        momentum = state["momentum"]
+        momentum.lerp_(matrix.grad, 1 - beta)  # beta * momentum + (1 - beta) * gradient
+        update = matrix.grad.lerp(momentum, beta)  # Nesterov momentum: one step ahead
+
+        # The only message: each rank sends its rows to all others.
+        full_update = runtime.full_tensor(update)  # [rows, columns] on every rank
+        direction = orthogonalize(full_update) * rms_of_adamw(full_update)
+
+        if isinstance(matrix, DTensor):
+            # Every rank has computed the same direction and keeps its rows, so nothing is sent.
+            direction = distribute_tensor(
+                direction, matrix.device_mesh, matrix.placements, src_data_rank=None
+            )
+        matrix.mul_(1 - lr * weight_decay)
+        matrix.sub_(lr * direction)
 
 
 def orthogonalize(matrix: Tensor, iterations: int = 5) -> Tensor:
-    """The matrix with its singular values moved to about 1, between 0.7 and 1.2: enough for an update.
+    """Return the matrix with its singular values moved to between 0.7 and 1.2.
 
-    Newton-Schulz: an odd polynomial of the matrix is that polynomial of its singular values, so matmuls suffice. The
-    coefficients lift small values fast (Jordan et al. 2024). Large jobs compute it in bf16. In fp32, as here, the
-    order of the sums shows in the last digits only.
+    This is close enough to an orthogonal matrix for an update. It is a Newton-Schulz iteration: an
+    odd polynomial of a matrix has the same singular vectors, and that polynomial of the singular
+    values. So it takes only matmuls. COEFFICIENTS raise small values fast (Jordan et al. 2024).
+
+    Large jobs compute it in bf16. Here it is fp32, so that sharding changes only the last digits.
     """
-    a, b, c = 3.4445, -4.7750, 2.0315
-    # the square matrices below are then the small ones
-    wide = matrix if matrix.size(0) <= matrix.size(1) else matrix.T
-    x = wide / (wide.norm() + 1e-7)  # singular values of 1 at most, or the iteration runs away
+    a, b, c = COEFFICIENTS
+    is_tall = matrix.size(0) > matrix.size(1)
+    x = matrix.T if is_tall else matrix  # [short side, long side]
+    # Singular values of at most 1. With larger ones the iteration diverges.
+    x = x / (x.norm() + 1e-7)
     for _ in range(iterations):
-        square = x @ x.T
-        x = a * x + (b * square + c * square @ square) @ x
-    return x if matrix.size(0) <= matrix.size(1) else x.T
+        gram = x @ x.T  # [short side, short side]
+        x = a * x + (b * gram + c * gram @ gram) @ x  # a x + b x^3 + c x^5
+    return x.T if is_tall else x
 
 
 def rms_of_adamw(matrix: Tensor) -> float:
-    """Makes the mean square of an update what AdamW's usually is, so that AdamW's learning rate fits both (Liu et al.
-    2025, section 2.2)."""
+    """Return the factor that gives an orthogonal matrix the root mean square of AdamW's updates.
+
+    So the learning rate of AdamW fits Muon, too (Liu et al. 2025, section 2.2).
+    """
     return 0.2 * max(matrix.shape) ** 0.5
 
 
+# --- the comparison: one process, sharded Muon, sharded AdamW
+
+
 def make_optimizers(name: str, net: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the blocks, AdamW for all else; or AdamW for all."""
-    matrices, rest = [], []
+    """Return Muon for the matrices of the blocks and AdamW for the rest, or AdamW for all."""
+    matrices = []
+    rest = []
     for path, parameter in net.named_parameters():
-        in_block = path.startswith("model.layers.") and parameter.ndim == 2
-        (matrices if name == "muon" and in_block else rest).append(parameter)
-    adamw = torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95), weight_decay=0.1)
-    return [Muon(matrices, lr), adamw] if matrices else [adamw]
+        in_block = path.startswith("model.layers.")
+        if name == "muon" and in_block and parameter.ndim == 2:
+            matrices.append(parameter)
+        else:
+            rest.append(parameter)
+    optimizers = [torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95), weight_decay=0.1)]
+    if matrices:
+        optimizers.append(Muon(matrices, lr))
+    return optimizers
 
 
 def shard(net: nn.Module, device: torch.device) -> None:
+    """Shard the parameters over all ranks by rows, a block at a time, as train_fsdp.py does."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for block in net.model.layers.values():
         fully_shard(block, mesh=mesh)
@@ -116,105 +158,67 @@ def shard(net: nn.Module, device: torch.device) -> None:
 def run(
     name: str, weights: str, net: nn.Module, lr: float, batches: list[tuple[Tensor, Tensor]]
 ) -> dict:
-    """Train for a step per batch. Every rank must call it."""
+    """Train for one step per batch, and return a row. Every rank must call this."""
     optimizers = make_optimizers(name, net, lr)
+    meter = helper.StepMeter()
     losses = []
     for inputs, targets in batches:
         loss = net(inputs, targets)
         loss.backward()
-        with measure.Traffic() as sent:  # the last step's is reported
+        with meter.step(inputs.device):
             for optimizer in optimizers:
                 optimizer.step()
         net.zero_grad()
         losses.append(loss.item())
-    losses = [
-        statistics.fmean(of_ranks) for of_ranks in zip(*runtime.all_gather(losses), strict=True)
-    ]
-    states = [state for optimizer in optimizers for state in optimizer.state.values()]
-    moments = [tensor for state in states for tensor in state.values() if tensor.ndim]
-    own_bytes = sum(
-        (moment.to_local() if isinstance(moment, DTensor) else moment).nbytes for moment in moments
-    )
-    bytes_per_rank = runtime.all_gather(own_bytes)
-    return {
-        "optimizer": name,
-        "weights": weights,
-        "optimizer_bytes_per_rank": bytes_per_rank,
-        "most_optimizer_bytes": max(bytes_per_rank),
-        "all_gathers_per_optimizer_step": sum(sent.calls.values()),
-        "optimizer_sent_bytes": round(sum(sent.bytes_sent.values())),
-        "first_loss": losses[0],
-        "last_loss": losses[-1],
-        "losses": losses,
-    }
 
-
-def check(rows: list[dict], matrices: int, world_size: int) -> list[str]:
-    one_process, sharded, adamw = rows
-    gathered = matrices if world_size > 1 else 0  # one rank has all rows
-    calls = [row["all_gathers_per_optimizer_step"] for row in rows]
-    assert calls == [0, gathered, 0], (
-        f"all-gathers in a step of the optimizer: {calls}, for {matrices} matrices"
-    )
-    difference = max(
-        abs(a / b - 1) for a, b in zip(sharded["losses"], one_process["losses"], strict=True)
-    )
-    assert difference <= TOLERANCE, (
-        f"losses differ from those of one process by {difference:.0e}: that is no rounding"
-    )
-    held, whole = sum(sharded["optimizer_bytes_per_rank"]), one_process["most_optimizer_bytes"]
-    assert held == whole, f"the ranks hold {held:,} bytes of Muon's state together, of {whole:,}"
-    lower, higher = sharded["most_optimizer_bytes"], adamw["most_optimizer_bytes"]
-    assert lower < higher, (
-        f"Muon's state of {lower:,} bytes is no smaller than AdamW's of {higher:,}"
-    )
-    return [
-        f"sharded Muon has the losses of one process (largest difference {difference:.1g})",
-        f"{gathered} all-gathers for {matrices} matrices, and each byte of the state on one rank alone",
-    ]
-
-
-COLUMNS = {
-    "optimizer": "optimizer",
-    "weights": "weights",
-    "most_optimizer_bytes": "state per rank",
-    "all_gathers_per_optimizer_step": "all-gathers in its step",
-    "optimizer_sent_bytes": "sent per rank",
-    "first_loss": "first loss",
-    "last_loss": "last loss",
-}
+    row = {"optimizer": name, "weights": weights}
+    row |= helper.losses_of_global_batch(losses)
+    row |= helper.state_bytes(optimizers)
+    row |= meter.results()
+    return row
 
 
 def main() -> int:
-    args = report.lesson_flags(__doc__, model="nano", seq_len=32, steps=10)
-    # raises a UserError before any rank starts
+    args = report.lesson_flags(
+        __doc__, gpu=GPU_DEFAULTS, relaunches=True, model="nano", seq_len=32, steps=10
+    )
+    # Before relaunch, a wrong flag raises one UserError. After it, every rank would raise it.
     config = shapes.load_config(args.model, 256, args.seq_len)
     lr = shapes.recipe(args.model).lr
-    runtime.relaunch(args.device)
-    runtime.seed_all(0, deterministic=True)  # before the group: NCCL reads variables when it starts
+    runtime.relaunch(args.device)  # plain python becomes torchrun: a rank per GPU, 2 on a CPU
+    # This sets environment variables that NCCL reads in init_process_group.
+    runtime.seed_all(0, deterministic=True)
     device = runtime.init_process_group(args.device)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    sequences = -(-24 // world_size) * world_size  # 24, or the next number that the ranks divide
-    # the same on every rank
-    inputs, targets = data.one_batch(args.steps * sequences, args.seq_len, device)
-    batches = [*zip(inputs.split(sequences), targets.split(sequences), strict=True)]
-    own_batches = [tuple(tensor.chunk(world_size)[rank] for tensor in batch) for batch in batches]
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+
+    # Equal shares for all ranks: round the batch up to a multiple of the number of ranks.
+    batch_size = -(-BATCH_SIZE // world_size) * world_size
+    all_inputs, all_targets = data.one_batch(args.steps * batch_size, args.seq_len, device)
+    global_batches = list(
+        zip(all_inputs.split(batch_size), all_targets.split(batch_size), strict=True)
+    )
+    my_batches = []
+    for inputs, targets in global_batches:
+        my_batches.append((inputs.chunk(world_size)[rank], targets.chunk(world_size)[rank]))
 
     rows = []
-    for name, weights in (("muon", "whole"), ("muon", "sharded"), ("adamw", "sharded")):
+    for name, weights in (("muon", "full"), ("muon", "sharded"), ("adamw", "sharded")):
         net = build(args.model, config, seed=0, device=device)
+        batches = global_batches  # the reference: every rank trains as if it were alone
         if weights == "sharded":
             shard(net, device)
-        rows.append(run(name, weights, net, lr, own_batches if weights == "sharded" else batches))
+            batches = my_batches
+        rows.append(run(name, weights, net, lr, batches))
     report.end_lesson(
         rows,
-        columns=COLUMNS,
-        checked=check(rows, 7 * config.num_hidden_layers, world_size),
+        columns=helper.COLUMNS,
+        checked=helper.check(rows, 7 * config.num_hidden_layers, world_size),
         args=args,
         device=device,
         dtype="fp32",
         parameters=shapes.parameter_count(config),
-        tokens=args.steps * sequences * args.seq_len,
+        tokens=args.steps * batch_size * args.seq_len,
         first_loss=rows[1]["first_loss"],
         last_loss=rows[1]["last_loss"],
     )

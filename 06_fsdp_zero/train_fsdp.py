@@ -46,8 +46,6 @@ from lm.sample import sample_text
 from lm.training_objects import TrainingObjects
 from planner.fit import fit_micro_batch
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
 
 # YOURS: replace this function to train your own model on your own data.
 def load_training_objects(args, rank, world_size, device):
@@ -82,7 +80,9 @@ def shard_model(model, args, device) -> None:
         "mesh": sharding_mesh(device, args.replicate),  # which ranks share one copy of the model
         # The matmuls run in args.dtype. Gradients are summed in fp32.
         "mp_policy": MixedPrecisionPolicy(
-            param_dtype=DTYPES[args.dtype], reduce_dtype=torch.float32, cast_forward_inputs=False
+            param_dtype=runtime.DTYPES[args.dtype],
+            reduce_dtype=torch.float32,
+            cast_forward_inputs=False,
         ),
         # None reshards all but the root module, which backward needs first.
         "reshard_after_forward": None if args.reshard_after_forward == "on" else False,
@@ -229,7 +229,7 @@ def main() -> int:
         runtime.print0(f"signal {stop}: saved at step {step}. Run the same command with --resume")
 
     # 5. Check what this chapter promises: each rank holds its shards in fp32 and nothing else.
-    bytes_per_rank = check_shards(model, optimizer, DTYPES[args.dtype], args.replicate)
+    bytes_per_rank = check_shards(model, optimizer, runtime.DTYPES[args.dtype], args.replicate)
     digests = runtime.all_gather(weights.digest(model))
     assert len(set(digests)) == 1, f"ranks hold different weights: {digests}"
     runtime.print0(f"checked: all {world_size} ranks have the same weights, bit for bit")

@@ -1,16 +1,23 @@
-"""Train a language model with DeepSpeed's ZeRO: a number says what the ranks share, an engine does the rest.
+r"""Train a language model with DeepSpeed's ZeRO, which shards its state over the ranks.
 
---stage 1 gives each rank a part of the optimizer state, 2 of the gradients too, 3 of the weights too; 0 is plain data
-parallelism. Here a dictionary configures DeepSpeed. Its engine takes over backward, the sum over the ranks, clipping
-and the optimizer's step. --offload moves optimizer state, or weights too, to the CPU's memory.
+--stage says what is sharded: 1 is the optimizer state, 2 adds the gradients and 3 the weights. At
+stage 0 every rank holds everything, as with DDP. A dictionary configures DeepSpeed. Its engine runs
+backward, averages the gradients over the ranks, clips them and takes the optimizer step. --offload
+keeps the optimizer state, or the weights as well, in CPU memory.
 
     laptop    torchrun --nproc_per_node=2 06_fsdp_zero/train_zero.py
-    one node  torchrun --nproc_per_node=8 06_fsdp_zero/train_zero.py --model llama-8b --stage 3 --checkpointing full
-              deepspeed --num_gpus=8 06_fsdp_zero/train_zero.py --model llama-8b --stage 3 --offload optimizer
-    cluster   HOSTFILE=hosts launch/deepspeed/hostfile.sh --stage 3 --run-dir /shared/run, on every node; or torchrun
+    one node  torchrun --nproc_per_node=8 06_fsdp_zero/train_zero.py --model llama-8b --stage 3 \
+                  --checkpointing full
+              deepspeed --num_gpus=8 06_fsdp_zero/train_zero.py --model llama-8b --stage 3 \
+                  --offload optimizer
+    cluster   run HOSTFILE=hosts launch/deepspeed/hostfile.sh --stage 3 --run-dir /shared/run on
+              every node, or the first command with --nnodes as in train_fsdp.py
 
-Look for: with --dtype fp32 the losses of 05_ddp/train.py at every stage, and the bytes that each rank holds: its part
-and no more. --resume works on any number of ranks. Before: zero_from_scratch.py, train_fsdp.py. Next: launch/.
+What to look at: with --dtype fp32 the losses are those of 05_ddp/train.py at every stage. The last
+lines check how many bytes each rank holds; --json lists them by rank. --resume works on any number
+of ranks.
+
+Previous: train_fsdp.py, zero_from_scratch.py. Next: launch/.
 """
 
 import math
@@ -27,150 +34,173 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import 
 import _train_zero as helper
 
 from common import exits, hardware, report, runtime
-from lm import data, flags, metrics, model, optim, shapes, weights
+from lm import data, flags, metrics, optim, shapes, weights
 from lm.activation_checkpointing import checkpoint_blocks
+from lm.model import Transformer
+from lm.training_objects import TrainingObjects
 from planner.fit import fit_micro_batch
 
 
-def configure(args, config: shapes.Config, batches: data.Batches, universal: bool) -> dict:
-    """DeepSpeed's configuration, all of it."""
+# YOURS: replace this function to train your own model on your own data.
+def load_training_objects(args, rank, world_size, device):
+    """Return the model, the batches of this rank, and what must match on resume.
+
+    At stage 3 the model is sharded already: no rank ever holds the full model.
+    lm/training_objects.py says what the model and the batches must do.
+    """
+    shapes.read_config(args.model)  # raises for an unknown model, before the text is tokenized
+    corpus = data.load_corpus(args.data, args.tokenizer, args.model, args.run_dir, args.eval_data)
+    train_set, held_out_set = data.sequences(corpus, args.seq_len)
+    config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)
+    fit_micro_batch(
+        args, config, device, gpus=world_size, zero=args.stage, deepspeed=True
+    )  # --micro-batch-size, if not given
+    batches = data.Batches(train_set, held_out_set, args, rank=rank, world_size=world_size)
+    if args.stage == 3:
+        model = build_sharded(args, config, batches, device)
+    else:
+        model = weights.build(args.model, config, seed=args.seed, device=device)
+    checkpoint_blocks(model, args.checkpointing)  # backward recomputes activations
+    return TrainingObjects(
+        model=model,
+        batches=batches,
+        must_match={"data": corpus.sha256, "model": repr(config)},
+        flops_per_token=shapes.flops_per_token(config, args.seq_len),
+        config_json=shapes.config_json(config),
+    )
+
+
+def build_sharded(args, config, batches, device):
+    """Return a model for stage 3, with this rank's shards of the weights on `device`."""
+    deepspeed = helper.import_deepspeed(device)
+    with deepspeed.zero.Init(config_dict_or_path=deepspeed_config(args, config, batches)):
+        model = Transformer(config)  # each weight is sharded as soon as it is created
+    helper.fill_weights(model, args.model, args.seed)
+    model.to(device)  # the tables of RoPE, which are no parameters
+    return model
+
+
+# YOURS: the sizes that depend on the model.
+def deepspeed_config(args, config, batches) -> dict:
+    """Return the configuration of DeepSpeed."""
     parameters_per_block = shapes.parameter_count(config) // config.num_hidden_layers
     return {
         "train_micro_batch_size_per_gpu": batches.micro_batch_size,
-        # backward divides the loss by it
+        # engine.backward divides the loss by this number.
         "gradient_accumulation_steps": batches.accumulation_steps,
         "gradient_clipping": 0.0 if args.clip_norm == math.inf else args.clip_norm,
-        # weights stay in fp32
+        # The matmuls run in bf16. Weights stay in fp32.
         "torch_autocast": {"enabled": args.dtype == "bf16", "dtype": "bfloat16"},
         "zero_optimization": {
             "stage": args.stage,
-            # elements that travel together: the default of 5e8 makes buffers larger than a small model
+            # How many numbers are sent together. The default of 5e8 is for large models: its
+            # buffers would be larger than a small model.
             "reduce_bucket_size": parameters_per_block,
             "allgather_bucket_size": 2 * parameters_per_block,
-            # stage 3: gather one block ahead; forget a block after its forward; keep only vectors whole
+            # Stage 3: gather one block ahead of its use, and free a block after its forward.
             "stage3_prefetch_bucket_size": parameters_per_block,
             "stage3_max_reuse_distance": 0,
+            # Parameters with fewer numbers stay gathered: here all vectors.
             "stage3_param_persistence_threshold": config.hidden_size + 1,
             "offload_optimizer": {"device": "none" if args.offload == "none" else "cpu"},
             "offload_param": {"device": "cpu" if args.offload == "params" else "none"},
         },
-        # torch's AdamW, which is compiled already; DeepSpeed's own needs a compiler at start
+        # Take the AdamW of torch. DeepSpeed's own is compiled when the script starts.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "timers": {"throughput": {"enabled": False}},  # or it would wait for the GPU twice a step
-        "checkpoint": {"load_universal": universal},
+        # Do not time the steps: each measurement would wait for the GPU.
+        "timers": {"throughput": {"enabled": False}},
     }
 
 
-def build_model(
-    deepspeed, engine_config: dict, args, config: shapes.Config, device: torch.device
-) -> model.Transformer:
-    """The model with the weights of one process. At stage 3 no rank ever holds the whole of it."""
-    if args.stage < 3:
-        net = weights.build(args.model, config, seed=args.seed, device=device)
-    else:
-        # cuts each parameter as soon as it is made
-        with deepspeed.zero.Init(config_dict_or_path=engine_config):
-            net = model.Transformer(config)
-        helper.set_weights(deepspeed, net, args.model, args.seed)  # one tensor at a time is whole
-        net.to(device)  # RoPE's tables, which were made on the CPU
-    checkpoint_blocks(net, args.checkpointing)  # backward computes again what is not kept
-    return net
+def make_engine(model, args, batches, device, *, load_universal):
+    """Return DeepSpeed's engine, which owns the model, the optimizer and the schedule.
 
-
-def train_step(engine, stream, meter: metrics.Meter) -> tuple[torch.Tensor, torch.Tensor]:
-    """One optimizer step of the engine; returns the mean loss of this rank's micro-batches and the gradient norm."""
-    losses, grad_norm = [], None
-    for _ in range(engine.gradient_accumulation_steps()):
-        inputs, targets = meter.next(stream)
-        with meter.forward():
-            loss = engine(inputs, targets)
-        # the engine scales the loss, and reduces the gradients when its buckets are full
-        engine.backward(loss)
-        # stage 0 clips in step, and does not report the norm
-        if engine.zero_optimization_stage() == 0:
-            grad_norm = get_total_norm([parameter.grad for parameter in engine.module.parameters()])
-        # after each micro-batch; only the last one of a step clips, updates and moves the schedule
-        engine.step()
-        losses.append(loss.detach())
-    if grad_norm is None:
-        grad_norm = torch.as_tensor(engine.get_global_grad_norm(), dtype=torch.float32)
-    return torch.stack(losses).mean(), grad_norm
-
-
-def main() -> int:
-    parser = flags.TrainingParser(__doc__)
-    parser.add_argument(
-        "--stage", type=int, choices=range(4), default=2, help="what the ranks share"
-    )
-    parser.add_argument(
-        "--offload", choices=("none", "optimizer", "params"), default="none", help="params: both"
-    )
-    parser.add_argument(
-        "--local_rank", type=int, help="from the deepspeed launcher; its LOCAL_RANK is read instead"
-    )
-    args = parser.parse_args()
-    shapes.read_config(args.model)  # raises for an unknown model
-    helper.check_flags(args)
-    runtime.seed_all(args.seed, args.deterministic)
-
-    # 1 Processes. As in chapter 05; DeepSpeed takes the process group that is there.
-    device = runtime.init_process_group(args.device)
-    rank, world_size, _ = runtime.ranks()
-    args.dtype = hardware.choose_dtype(args.dtype, device)
+    `load_universal` says whether a checkpoint in universal form will be loaded.
+    """
     deepspeed = helper.import_deepspeed(device)
-    runtime.catch_stop_signals()
-
-    # 2 The batch: a function of --seed and the step alone. Rank r of N reads the r-th of N equal parts.
-    corpus = data.load_corpus(args.data, args.tokenizer, args.model, args.run_dir, args.eval_data)
-    config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)
-    fit_micro_batch(args, config, device, gpus=world_size, zero=args.stage, deepspeed=True)
-    samples = data.sequences(corpus, args.seq_len)
-    batches = data.Batches(*samples, args, rank=rank, world_size=world_size)
-    held_out = batches.evaluation()
-    runtime.print0(
-        f"{args.model}, ZeRO-{args.stage}, {args.dtype}, {world_size} x {hardware.device_name(device)}"
-    )
-
-    # 3 The run: its folder, and the step at which it stood. A step saved on other ranks is converted first.
-    settings = flags.settings(args, data=corpus.sha256, model=repr(config)) | {
-        "--stage": args.stage
-    }
-    run = helper.Run(args, settings=settings)
-    newest = run.find_intact() if args.resume else None
-    universal = helper.make_universal(newest, args.stage) if newest else None
-
-    # 4 The model, and the engine that owns it from here on.
-    engine_config = configure(args, config, batches, universal is not None)
-    net = build_model(deepspeed, engine_config, args, config, device)
-    # stage 3 has left flat parts
-    dimensions = {p: len(getattr(p, "ds_shape", p.shape)) for p in net.parameters()}
-    matrices = [parameter for parameter in dimensions if dimensions[parameter] >= 2]
-    vectors = [parameter for parameter in dimensions if dimensions[parameter] < 2]
+    # These are the groups of optim.adamw_cosine, which does not know the shapes of sharded weights.
+    matrices = []
+    vectors = []
+    for parameter in model.parameters():
+        if len(helper.full_shape(parameter)) >= 2:
+            matrices.append(parameter)
+        else:
+            vectors.append(parameter)
     groups = [
         {"params": matrices, "weight_decay": args.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
-    scheduler = LambdaLR(
-        optimizer, partial(optim.warmup_cosine, warmup_steps=args.warmup_steps, steps=args.steps)
-    )
+    factor = partial(optim.warmup_cosine, warmup_steps=args.warmup_steps, steps=args.steps)
+
+    config = deepspeed_config(args, model.config, batches)
+    config["checkpoint"] = {"load_universal": load_universal}
     engine, *_ = deepspeed.initialize(
-        model=net, optimizer=optimizer, lr_scheduler=scheduler, config=engine_config
+        model=model,
+        optimizer=optimizer,
+        lr_scheduler=LambdaLR(optimizer, factor),
+        config=config,
     )
-    # those of DeepSpeed would wait torch's own 30 minutes
-    for group in dist.distributed_c10d._world.pg_map:
-        dist.distributed_c10d._set_pg_timeout(runtime.timeout(), group)
+    helper.set_timeouts()
     if args.compile:
         engine.compile()
-    start_step = helper.load(newest, engine, universal) if newest else 0
+    return engine
+
+
+def main() -> int:
+    parser = flags.TrainingParser(__doc__)
+    parser.add_argument("--stage", type=int, choices=range(4), default=2, help="what is sharded")
+    parser.add_argument(
+        "--offload",
+        choices=("none", "optimizer", "params"),
+        default="none",
+        help="keep the optimizer state in CPU memory; params: the weights as well",
+    )
+    parser.add_argument(
+        "--local_rank",
+        type=int,
+        help="set by the deepspeed launcher; not used: the script reads LOCAL_RANK",
+    )
+    args = parser.parse_args()
+    helper.check_flags(args)
+    runtime.seed_all(args.seed, args.deterministic)
+
+    # 1. Join the job, as 05_ddp/train.py does. DeepSpeed uses the same process group.
+    device = runtime.init_process_group(args.device)
+    rank, world_size, _ = runtime.ranks()
+    args.dtype = hardware.choose_dtype(args.dtype, device)
+    runtime.catch_stop_signals()
+
+    # 2. Model and data.
+    objects = load_training_objects(args, rank, world_size, device)
+    model = objects.model
+    batches = objects.batches
+    held_out = batches.evaluation()
+    runtime.print0(
+        f"{args.model}, ZeRO-{args.stage}, {args.dtype} matmuls, "
+        f"{world_size} x {hardware.device_name(device)}"
+    )
+
+    # 3. Checkpoints: resume where the last run stopped, on any number of ranks.
+    settings = flags.settings(args, **objects.must_match)  # must not change on --resume
+    settings["--stage"] = args.stage
+    run = helper.Run(args, settings=settings)
+    saved = run.find_intact() if args.resume else None
+    # If another number of ranks has saved it, DeepSpeed loads it only in its universal form. The
+    # engine has to know that when it is created.
+    universal = helper.make_universal(saved, args.stage) if saved else None
+    engine = make_engine(model, args, batches, device, load_universal=universal is not None)
+    start_step = 0
+    if saved:
+        start_step = helper.resume(engine, saved, universal)
     stream = batches.stream(start_step, pin=device.type == "cuda", num_workers=args.num_workers)
     meter = metrics.Meter(
         run.folder,
         steps=args.steps,
         start_step=start_step,
         tokens_per_step=batches.tokens_per_step,
-        flops_per_token=shapes.flops_per_token(config, args.seq_len),
+        flops_per_token=objects.flops_per_token,
         peak_flops=hardware.peak_flops(hardware.device_name(device), args.dtype),
         device=device,
         dtype=args.dtype,
@@ -178,48 +208,62 @@ def main() -> int:
         wandb=args.wandb,
     )
 
-    # 5 The loop.
-    step, stop = start_step, 0
+    # 4. The training loop.
+    step = start_step
+    stop = 0  # the number of a signal, such as SIGTERM
     steps = range(start_step + 1, args.steps + 1)
     for step in report.progress_bar(steps, "training", initial=start_step, unit="step"):
-        # what dropout draws, if your model has it, is the same after a resume
-        torch.manual_seed(args.seed + step)
-        lr = optimizer.param_groups[0]["lr"]
-        step_loss, grad_norm = train_step(engine, stream, meter)
+        # Dropout draws other numbers on each rank and step, and the same ones after a resume.
+        torch.manual_seed(args.seed + step * world_size + rank)
+        lr = engine.get_lr()[0]
+        step_loss = torch.zeros((), device=device)
+        for _ in range(batches.accumulation_steps):
+            inputs, targets = meter.next(stream)  # on the device; measures the wait for data
+            with meter.forward():
+                loss = engine(inputs, targets)
+            engine.backward(loss)
+            if args.stage == 0:
+                # Stage 0 does not report the norm, and clips the gradients in step().
+                grad_norm = get_total_norm([parameter.grad for parameter in model.parameters()])
+            # Call step() after every micro-batch. The engine counts them: after the last one of a
+            # step it clips, updates the weights, moves the schedule and zeroes the gradients.
+            engine.step()
+            step_loss += loss.detach() / batches.accumulation_steps
+        if args.stage > 0:
+            grad_norm = torch.as_tensor(engine.get_global_grad_norm(), dtype=torch.float32)
 
-        stop = runtime.stop_requested()  # the same answer on all ranks, so that all save
-        save = stop or step == args.steps or (args.save_every and step % args.save_every == 0)
+        # Log, evaluate and save. All three contain collectives, so every rank must take part.
+        stop = runtime.stop_requested()  # the same on all ranks
+        is_last_step = stop or step == args.steps
+        save = is_last_step or (args.save_every and step % args.save_every == 0)
         if save or step == 1 or step % args.log_every == 0:
-            dist.all_reduce(step_loss)  # sums: a rank's loss is the mean of its own share
+            dist.all_reduce(step_loss)  # the sum over ranks; divided by world_size, the mean
             meter.log(step, step_loss / world_size, grad_norm, lr)
         if step == args.steps or (args.eval_every and step % args.eval_every == 0):
-            meter.log_eval(step, evaluate(engine, held_out, device))
+            val_loss = evaluate(engine, held_out, device)
+            meter.log_eval(step, val_loss)
         if save:
-            run.save(step, engine, shapes.config_json(config))
+            run.save(step, engine, objects.config_json)
             meter.save_plot()
         if stop:
             break
     if stop:
-        runtime.print0(
-            f"signal {stop}: saved at step {step}; the same command with --resume goes on"
-        )
+        runtime.print0(f"signal {stop}: saved at step {step}. Run the same command with --resume")
 
-    # 6 What was promised, checked: a rank holds its part of what the stage cuts and no more, and all gather one model.
-    # At stage 3 the last forward leaves parameters gathered. A save partitions them again, and
-    # --keep 0 saves nothing.
-    engine.empty_partition_cache()
-    held = helper.check_parts(engine, args.stage)
-    digests = runtime.all_gather(helper.digest(deepspeed, net))
+    # 5. Check what this chapter promises: each rank holds its shards in fp32 and nothing else.
+    engine.empty_partition_cache()  # at stage 3 the last evaluation has left gathered weights
+    bytes_per_rank = helper.check_shards(engine, args.stage)
+    digests = runtime.all_gather(helper.digest(model))
     assert len(set(digests)) == 1, f"ranks hold different weights: {digests}"
-    runtime.print0("checked: each rank holds its part of what the stage shares, and no more")
-    runtime.print0(f"checked: all {world_size} ranks have the same weights to the bit")
+    runtime.print0(f"checked: all {world_size} ranks have the same weights, bit for bit")
+
     meter.finish(
         step,
         model=args.model,
-        parameters=shapes.parameter_count(config),
+        parameters=sum(math.prod(helper.full_shape(parameter)) for parameter in model.parameters()),
         json_path=args.json,
         weights_sha256=digests[0],
-        **held,
+        **bytes_per_rank,
     )
     runtime.shutdown()
     return exits.REQUEUE_EXIT_CODE if stop and step < args.steps else 0
@@ -227,18 +271,19 @@ def main() -> int:
 
 @torch.no_grad()
 def evaluate(engine, batches, device) -> float:
-    """Mean loss per token of the held-out sequences."""
+    """Return the mean loss per token over the held-out batches of all ranks."""
     engine.eval()
-    total = torch.zeros(2, device=device)  # sum of losses, number of tokens
+    loss_sum = torch.zeros((), device=device)
+    token_count = torch.zeros((), device=device)
     for inputs, targets in batches:
+        inputs = inputs.to(device)
         targets = targets.to(device)
-        loss = engine(inputs.to(device), targets)
-        tokens = (targets != data.PADDING).sum()
-        # padding alone has no mean
-        total += torch.stack((torch.where(tokens > 0, loss * tokens, 0.0), tokens))
-    dist.all_reduce(total)  # sums, not means: a rank may have read fewer tokens than the others
+        loss_sum += engine(inputs, targets, reduction="sum")
+        token_count += (targets != data.PADDING).sum()
+    dist.all_reduce(loss_sum)
+    dist.all_reduce(token_count)
     engine.train()
-    return (total[0] / total[1]).item()
+    return (loss_sum / token_count).item()
 
 
 if __name__ == "__main__":

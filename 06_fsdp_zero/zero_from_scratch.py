@@ -1,19 +1,34 @@
-"""ZeRO stages 1, 2 and 3 by hand on reduce-scatter and all-gather: the weights of DDP, in a part of its memory.
+"""Build ZeRO stages 1, 2 and 3 on reduce-scatter and all-gather, and compare them with DDP.
 
-In data parallelism every rank holds all weights, all gradients and all of AdamW's state, and all ranks hold the same.
-ZeRO (Rajbhandari et al. 2020, section 5 and Figure 1) gives each rank a part of them instead, and no more: (1) of the
-optimizer state, (2) of the gradients too, (3) of the weights too. What a rank lacks it asks the others for, just when
-it is needed. Stages 1 and 2 send no more bytes than the all-reduce of (0) does; stage 3 sends half as many again.
+In data parallelism every rank holds all weights, all gradients and all of AdamW's state, and these
+are the same on all ranks. ZeRO (Rajbhandari et al. 2020, section 5 and figure 1) gives each rank
+one shard of them instead:
+
+    (0) data parallelism: no shards
+    (1) shards of the optimizer state
+    (2) shards of the gradients, too
+    (3) shards of the weights, too
+
+A rank gathers what it lacks just before it needs it. With N ranks, (3) holds 1/N of what (0) holds.
+(1) and (2) send as many bytes as the all-reduce of (0). (3) sends half as many again.
 
     laptop    python 06_fsdp_zero/zero_from_scratch.py
               torchrun --nproc_per_node=3 06_fsdp_zero/zero_from_scratch.py --steps 5
-    one node  torchrun --nproc_per_node=8 06_fsdp_zero/zero_from_scratch.py --model llama-124m --seq-len 512
-    cluster   the same on every node, with --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400
+    one node  torchrun --nproc_per_node=8 06_fsdp_zero/zero_from_scratch.py
+    cluster   the same on each node, with --nnodes=4 --rdzv-backend=c10d
+              --rdzv-endpoint=$HEAD:29400
 
-All is in fp32: 4 bytes a parameter for weights, 4 for gradients, 8 for AdamW. The paper's mixed precision: 2, 2 and 12.
+Everything is fp32: a parameter takes 4 bytes for its weight, 4 for its gradient and 8 for AdamW's
+two moments. The paper trains in mixed precision, where these are 2, 2 and 12.
 
-Look for: which column shrinks from stage to stage, and to what share; the bytes sent, in units of the weights; the
-difference from DistributedDataParallel. Before: 05_ddp/ddp_from_scratch.py. Next: train_fsdp.py, (3) by torch.
+What to look at: which column shrinks from stage to stage, and to what fraction. The bytes sent. The
+difference from the weights of DistributedDataParallel: 0 means that all bits are equal.
+
+On GPUs the default is --model wide: 57 million parameters. Expected on 8 GPUs: (0) holds 870 MiB
+and (3) holds 109 MiB. (0) to (2) send 381 MiB per step and (3) sends 571 MiB. Over the NVLink of
+H100s (450 GB/s in one direction) that takes at least 0.9 and 1.3 ms.
+
+Previous: 05_ddp/ddp_from_scratch.py. Next: train_fsdp.py, which does (3) with PyTorch.
 """
 
 import copy
@@ -25,216 +40,310 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
-from _shared import (
-    Group,
-    after_the_last_gradient,
-    bytes_of_training,
-    flatten,
-    group_by_block,
-    keep_all_gradients,
-)
-from _zero_from_scratch import check, compare
+import _zero_from_scratch as helper
 
-from common import exits, report, runtime
-from common.measure import Traffic
-from common.torch_versions import all_gather_single as all_gather
-from common.torch_versions import reduce_scatter_single as reduce_scatter
+from common import exits, measure, report, runtime
+from common.torch_versions import all_gather_single, reduce_scatter_single
 from lm import data, shapes, weights
 
-# what is sharded
-STAGES = ["(0) data parallelism", "(1) optimizer state", "(2) and gradients", "(3) and weights"]
-
-# In (1) to (3) a Group is some of the model's parameters. group.weights is one flat tensor with all of them, and
-# group.my_weights is the part of it that this rank owns: AdamW updates nothing else here. _shared.py has the class.
+GPU_DEFAULTS = {"model": "wide", "seq_len": 256}  # nano is too small to keep a GPU busy
+BATCH_SIZE = 24  # sequences of all ranks together
 
 
-def step_0(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """(0) Data parallelism: the gradients are averaged, then every rank makes the same update."""
-    for parameter in net.parameters():
-        dist.all_reduce(parameter.grad)
-        parameter.grad /= dist.get_world_size()
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=False)
+# --- parameters, and their shards
 
 
-def step_1(group: Group, gradients: Tensor, optimizer: torch.optim.Optimizer) -> None:
-    """(1) In (0) every rank holds all of AdamW's state. Here it holds that of its part, and updates only that part."""
-    # my_weights is a view into weights, and its gradient one into gradients. So both collectives work in place.
-    reduce_scatter(group.my_weights.grad, gradients)  # the sum over the ranks, of my part only
-    group.my_weights.grad /= dist.get_world_size()
-    optimizer.step()
-    all_gather(group.weights, group.my_weights.detach())  # every rank's updated part, to every rank
-    gradients.zero_()  # backward adds to it
+class Group:
+    """Parameters that are sharded and sent together, and the module that computes with them.
+
+    weights     all parameters, one after the other, then zeros: [N * shard size] for N ranks. Each
+                parameter becomes a view of it.
+    my_weights  the shard of this rank, a view of `weights`: [shard size]. AdamW updates it.
+    """
+
+    def __init__(self, module: nn.Module, parameters: list[nn.Parameter]) -> None:
+        self.module = module
+        self.parameters = parameters
+        self.weights = flatten(parameters)
+        for parameter, view in zip(parameters, self.split(self.weights), strict=True):
+            parameter.data = view
+        self.my_weights = nn.Parameter(my_shard(self.weights))
+
+    def split(self, flat: Tensor) -> list[Tensor]:
+        """Return a view of `flat`, [N * shard size], for each parameter and in its shape."""
+        views = []
+        start = 0
+        for parameter in self.parameters:
+            end = start + parameter.numel()
+            views.append(flat[start:end].view_as(parameter))
+            start = end
+        return views
 
 
-def reduce_in_backward(group: Group, when_reduced: Callable[[], None] = lambda: None) -> None:
-    """(2) In (1) a rank holds all gradients until the step ends, and uses a part. Here a group's gradients are reduced
-    as soon as backward has computed the last of them, and freed at once. A rank keeps its part of the sum."""
-
-    def reduce() -> None:
-        gradients = flatten([parameter.grad for parameter in group.parameters])
-        for parameter in group.parameters:
-            parameter.grad = None
-        my_gradients = torch.empty_like(group.my_weights, requires_grad=False)
-        # Ranks match collectives by their order alone. Backward reaches the groups in the same order on all of them.
-        reduce_scatter(my_gradients, gradients)
-        group.my_weights.grad = my_gradients / dist.get_world_size()
-        when_reduced()
-
-    after_the_last_gradient(group.parameters, reduce)
+def flatten(tensors: list[Tensor]) -> Tensor:
+    """Copy tensors into one, and add zeros until N ranks can divide it: [N * shard size]."""
+    flat = torch.cat([tensor.detach().flatten() for tensor in tensors])
+    padding = -len(flat) % dist.get_world_size()
+    return F.pad(flat, (0, padding))
 
 
-def step_2(groups: list[Group], optimizer: torch.optim.Optimizer) -> None:
-    """The rest of (2), after backward. All that is left of the gradients is the part that AdamW needs."""
-    optimizer.step()
+def my_shard(flat: Tensor) -> Tensor:
+    """Return the shard of this rank, a view: [N * shard size] -> [shard size]."""
+    return flat.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+@dataclass
+class Stage:
+    """A model under a stage. Call `step` after backward, in place of optimizer.step()."""
+
+    net: nn.Module
+    groups: list[Group]  # none in (0)
+    optimizer: torch.optim.Optimizer
+    step: Callable[[], None]
+
+
+# --- (0) data parallelism
+
+
+def data_parallel(net: nn.Module, lr: float) -> Stage:
+    """Average the gradients, and then make the same update on every rank."""
+    optimizer = torch.optim.AdamW(net.parameters(), lr=lr)
+
+    def step() -> None:
+        for parameter in net.parameters():
+            dist.all_reduce(parameter.grad)  # in place: the sum over all ranks, on every rank
+            parameter.grad /= dist.get_world_size()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+    return Stage(net, [], optimizer, step)
+
+
+# What (0) lacks: all ranks hold the same optimizer state, and all compute the same update.
+
+
+# --- (1) shards of the optimizer state
+
+
+def shard_optimizer_state(net: nn.Module, lr: float) -> Stage:
+    """Let each rank update its shard of the weights only, and then gather the other shards."""
+    group = Group(net, list(net.parameters()))
+
+    # Backward adds each gradient to its view of one flat tensor, [N * shard size].
+    gradients = torch.zeros_like(group.weights)
+    for parameter, view in zip(group.parameters, group.split(gradients), strict=True):
+        parameter.grad = view
+
+    my_gradients = my_shard(gradients)  # [shard size], a view
+    group.my_weights.grad = my_gradients
+    optimizer = torch.optim.AdamW([group.my_weights], lr=lr)  # with 1/N of the state
+
+    def step() -> None:
+        # Both collectives work in place, because my_gradients and my_weights are views.
+        reduce_scatter_single(my_gradients, gradients)  # the sum over the ranks, of my shard only
+        my_gradients.div_(dist.get_world_size())
+        optimizer.step()
+        all_gather_single(group.weights, group.my_weights.detach())
+        gradients.zero_()
+
+    return Stage(net, [group], optimizer, step)
+
+
+# What (1) lacks: each rank holds all gradients until the step, and needs only its shard.
+
+
+# --- (2) shards of the gradients
+
+
+def shard_gradients(net: nn.Module, lr: float) -> Stage:
+    """Reduce the gradients of a group during backward, and free all but this rank's shard."""
+    groups = group_by_block(net)
     for group in groups:
-        all_gather(group.weights, group.my_weights.detach())
+        after_last_gradient(group, partial(reduce_gradients, group))
+    optimizer = torch.optim.AdamW([group.my_weights for group in groups], lr=lr)
+
+    def step() -> None:
+        optimizer.step()
+        for group in groups:
+            all_gather_single(group.weights, group.my_weights.detach())
+
+    return Stage(net, groups, optimizer, step)
 
 
-def gather_when_used(group: Group, module: nn.Module) -> None:
-    """(3) In (2) a rank holds all weights, though it computes with one block at a time. Here it holds its part. A
-    group is gathered before its module's forward, freed after it, and gathered again before its backward."""
-    # no longer a view: the rest will go
+def group_by_block(net: nn.Module) -> list[Group]:
+    """Return a group for each block, and one for the rest: embedding, final norm and head."""
+    groups = []
+    for block in net.model.layers.values():
+        groups.append(Group(block, list(block.parameters())))
+    rest = []
+    for name, parameter in net.named_parameters():
+        if not name.startswith("model.layers."):
+            rest.append(parameter)
+    groups.append(Group(net, rest))
+    return groups
+
+
+def reduce_gradients(group: Group) -> None:
+    """Sum the gradients over the ranks, keep the shard of this rank, and free the others."""
+    gradients = flatten([parameter.grad for parameter in group.parameters])  # [N * shard size]
+    for parameter in group.parameters:
+        parameter.grad = None
+
+    # The n-th collective of one rank is matched with the n-th of every other rank. Backward reaches
+    # the groups in the same order on all ranks.
+    my_gradients = torch.empty_like(group.my_weights, requires_grad=False)  # [shard size]
+    reduce_scatter_single(my_gradients, gradients)
+    group.my_weights.grad = my_gradients / dist.get_world_size()
+
+
+def after_last_gradient(group: Group, call: Callable[[], None]) -> None:
+    """Register hooks that call `call` when backward has computed all gradients of the group."""
+    missing = len(group.parameters)
+
+    def on_gradient_ready(_: nn.Parameter) -> None:
+        nonlocal missing
+        missing -= 1
+        if missing == 0:
+            missing = len(group.parameters)  # for the next backward
+            call()
+
+    for parameter in group.parameters:
+        parameter.register_post_accumulate_grad_hook(on_gradient_ready)
+
+
+# What (2) lacks: each rank holds all weights, and computes with one block at a time.
+
+
+# --- (3) shards of the weights
+
+
+def shard_weights(net: nn.Module, lr: float) -> Stage:
+    """Gather the weights of a group just before its module needs them, and free them afterwards."""
+    groups = group_by_block(net)
+    for group in groups:
+        gather_when_used(group)
+    optimizer = torch.optim.AdamW([group.my_weights for group in groups], lr=lr)
+    # The step sends nothing: the next forward gathers the updated weights.
+    return Stage(net, groups, optimizer, optimizer.step)
+
+
+def gather_when_used(group: Group) -> None:
+    """Register hooks that gather a group before forward and before backward, and free it after."""
+    # A copy, because the memory behind the view will be freed.
     group.my_weights = nn.Parameter(group.my_weights.detach().clone())
     storage = group.weights.untyped_storage()
 
     def gather(*_) -> None:
         storage.resize_(group.weights.nbytes)
-        all_gather(group.weights, group.my_weights.detach())
+        all_gather_single(group.weights, group.my_weights.detach())
 
     def free() -> None:
-        # the parameters, and what autograd has saved of them, are views into it and stay
+        # The parameters are views of this memory, and so are the tensors that autograd has saved of
+        # them. They stay, and have their values again after the next gather.
         storage.resize_(0)
 
     def free_until_backward(_module: nn.Module, _inputs: tuple, output: Tensor) -> None:
         free()
-        if output.requires_grad:  # it does not in evaluation, under no_grad
-            output.register_hook(gather)  # runs as soon as backward has the gradient of the output
+        if output.requires_grad:  # not under torch.no_grad
+            output.register_hook(gather)  # called when backward has the gradient of the output
+
+    def reduce_and_free() -> None:
+        reduce_gradients(group)
+        free()
 
     free()
-    module.register_forward_pre_hook(gather)
-    module.register_forward_hook(free_until_backward)
-    # A weight is last read where its gradient is computed. So the weights can go after the group's last gradient.
-    reduce_in_backward(group, when_reduced=free)
-    # What (3) lacks: every collective is waited for. fully_shard gathers the next block while this one computes.
+    group.module.register_forward_pre_hook(gather)
+    group.module.register_forward_hook(free_until_backward)
+    after_last_gradient(group, reduce_and_free)
 
 
-@dataclass
-class Stage:
-    """A model, and what makes a step of it after forward and backward."""
-
-    net: nn.Module
-    groups: list[Group]  # none at stage 0
-    optimizer: torch.optim.Optimizer
-    step: Callable[[], None]
+# What (3) lacks: ranks wait for each collective. fully_shard gathers the next block while this one
+# computes.
 
 
-def make_stage(number: int, net: nn.Module, learning_rate: float) -> Stage:
-    """The model, under the stage of that number."""
-    adamw = partial(torch.optim.AdamW, lr=learning_rate)
-    if number == 0:
-        optimizer = adamw(net.parameters())
-        return Stage(net, [], optimizer, partial(step_0, net, optimizer))
-    if number == 1:
-        group = Group(list(net.parameters()))
-        optimizer = adamw([group.my_weights])
-        return Stage(
-            net, [group], optimizer, partial(step_1, group, keep_all_gradients(group), optimizer)
-        )
-    modules, groups = group_by_block(net)
-    for group, module in zip(groups, modules, strict=True):
-        if number == 2:
-            reduce_in_backward(group)
-        else:
-            gather_when_used(group, module)
-    optimizer = adamw([group.my_weights for group in groups])
-    if number == 2:
-        return Stage(net, groups, optimizer, partial(step_2, groups, optimizer))
-    # the next forward gathers what AdamW has updated
-    return Stage(net, groups, optimizer, optimizer.step)
+# --- the comparison
 
-
-def make_ddp(net: nn.Module, learning_rate: float) -> Stage:
-    """What all stages are compared with: torch averages the gradients during backward."""
-    optimizer = torch.optim.AdamW(net.parameters(), lr=learning_rate)
-    optimizer.register_step_post_hook(lambda *_: optimizer.zero_grad())
-    return Stage(DistributedDataParallel(net), [], optimizer, optimizer.step)
-
-
-def run(stage: Stage, batches: list[list[Tensor]]) -> dict:
-    """A row: a step per batch, then the bytes that a rank holds and has sent. All ranks hold and send the same."""
-    losses = torch.zeros(len(batches), device=batches[0][0].device)
-    with Traffic() as sent:
-        for i, (inputs, targets) in enumerate(batches):
-            loss = stage.net(inputs, targets)
-            loss.backward()
-            stage.step()
-            losses[i] = loss.detach()
-    dist.all_reduce(losses)  # the mean over the ranks: each had an equal part of the batch
-    flat_weights = [
-        tensor for group in stage.groups for tensor in (group.my_weights, group.weights)
-    ]
-    sent_bytes = round(sum(sent.bytes_sent.values()) / len(batches))
-    row = {
-        **bytes_of_training([*stage.net.parameters(), *flat_weights], stage.optimizer),
-        **{f"{kind}_per_step": count // len(batches) for kind, count in sent.calls.items()},
-        "collectives": ", ".join(
-            f"{count // len(batches)} {kind}" for kind, count in sent.calls.items()
-        ),
-        "bytes_sent_per_rank_per_step": sent_bytes,
-        "sent_bytes": sent_bytes,
-        "losses": (losses / dist.get_world_size()).tolist(),
-    }
-    assert all(other == row for other in runtime.all_gather(row)), f"ranks differ: {row}"
-    return row
-
-
-COLUMNS = {
-    "sharded": "sharded",
-    "parameter_bytes_per_rank": "weights",
-    "gradient_bytes_per_rank": "gradients",
-    "optimizer_bytes_per_rank": "AdamW state",
-    "collectives": "collectives a step",
-    "sent_bytes": "sent a step",
-    "weights_error": "weights' difference from DDP",
+STAGES = {
+    "(0) data parallelism": data_parallel,
+    "(1) optimizer state": shard_optimizer_state,
+    "(2) and gradients": shard_gradients,
+    "(3) and weights": shard_weights,
 }
 
 
+def torch_ddp(net: nn.Module, lr: float) -> Stage:
+    """Return the reference: PyTorch averages the gradients during backward."""
+    ddp_net = DistributedDataParallel(net)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=lr)
+
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Stage(ddp_net, [], optimizer, step)
+
+
+def run(stage: Stage, batches: list[tuple[Tensor, Tensor]]) -> dict:
+    """Train for one step per batch. Return the losses, and what a rank holds and sends."""
+    losses = []
+    with measure.Traffic() as sent:
+        for inputs, targets in batches:
+            loss = stage.net(inputs, targets)
+            loss.backward()
+            stage.step()
+            losses.append(loss.detach())
+    return helper.row_of(stage, losses, sent)
+
+
 def main() -> int:
-    args = report.lesson_flags(__doc__, model="nano", seq_len=16, steps=20)
-    # raises a UserError before any rank starts
+    args = report.lesson_flags(
+        __doc__, gpu=GPU_DEFAULTS, relaunches=True, model="nano", seq_len=16, steps=20
+    )
+    # Before relaunch, a wrong flag raises one UserError. After it, every rank would raise it.
     config = shapes.load_config(args.model, 256, args.seq_len)
-    runtime.relaunch(args.device)
-    runtime.seed_all(0, deterministic=True)  # before the group: NCCL reads variables when it starts
+    runtime.relaunch(args.device)  # plain python becomes torchrun: a rank per GPU, 2 on a CPU
+    # This sets environment variables that NCCL reads in init_process_group.
+    runtime.seed_all(0, deterministic=True)
     device = runtime.init_process_group(args.device)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    sequences = max(1, 24 // world_size) * world_size
-    texts = data.one_batch(args.steps * sequences, args.seq_len, device)
-    steps = zip(*(tensor.split(sequences) for tensor in texts), strict=True)
-    batches = [[tensor.chunk(world_size)[rank] for tensor in step] for step in steps]
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+
+    # Equal shares for all ranks: round the batch up to a multiple of the number of ranks.
+    batch_size = -(-BATCH_SIZE // world_size) * world_size
+    all_inputs, all_targets = data.one_batch(args.steps * batch_size, args.seq_len, device)
+    batches = []
+    for inputs, targets in zip(
+        all_inputs.split(batch_size), all_targets.split(batch_size), strict=True
+    ):
+        batches.append((inputs.chunk(world_size)[rank], targets.chunk(world_size)[rank]))
+
     start = weights.build(args.model, config, seed=0, device=device)
-    learning_rate = shapes.recipe(args.model).lr
-    ddp = make_ddp(copy.deepcopy(start), learning_rate)
+    lr = shapes.recipe(args.model).lr
+    ddp = torch_ddp(copy.deepcopy(start), lr)
     losses = run(ddp, batches)["losses"]
     rows = []
-    for number in range(4):
-        stage = make_stage(number, copy.deepcopy(start), learning_rate)
-        rows.append(
-            {
-                "sharded": STAGES[number],
-                **run(stage, batches),
-                **compare(stage, ddp, start),
-                "stage": number,
-            }
-        )
-    about = {"dtype": "fp32", "parameters": shapes.parameter_count(config), "first_loss": losses[0]}
-    about |= {"last_loss": losses[-1], "tokens": args.steps * sequences * args.seq_len}
+    for number, (name, make_stage) in enumerate(STAGES.items()):
+        stage = make_stage(copy.deepcopy(start), lr)
+        row = {"sharded": name, "stage": number}
+        row |= run(stage, batches)
+        row |= helper.compare(stage, ddp, start)
+        rows.append(row)
     report.end_lesson(
-        rows, columns=COLUMNS, checked=check(rows, start), args=args, device=device, **about
+        rows,
+        columns=helper.COLUMNS,
+        checked=helper.check(rows, start),
+        args=args,
+        device=device,
+        dtype="fp32",
+        parameters=shapes.parameter_count(config),
+        tokens=args.steps * batch_size * args.seq_len,
+        first_loss=losses[0],
+        last_loss=losses[-1],
     )
     runtime.shutdown()
     return 0

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from common import measure
+from common import measure, runtime
 from lm.data import PADDING
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CHUNKED = "chunked, by hand"
 COLUMNS = {
     "name": "loss",
@@ -34,7 +33,7 @@ def random_batch(args, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     head = 0.02 * torch.randn(args.vocab_size, args.hidden_size, generator=generator)
     targets = torch.randint(args.vocab_size, (args.tokens,), generator=generator)
     targets[: args.tokens // 10] = PADDING
-    dtype = DTYPES[args.dtype]
+    dtype = runtime.DTYPES[args.dtype]
     hidden = hidden.to(device, dtype).requires_grad_()
     head = head.to(device, dtype).requires_grad_()
     return hidden, head, targets.to(device)
@@ -88,7 +87,7 @@ def plain_bytes(args) -> tuple[int, str]:
     fp32. In backward of the head, the gradient of the logits, in the dtype of the matmuls, and the
     gradients of hidden states and head.
     """
-    element = DTYPES[args.dtype].itemsize
+    element = runtime.DTYPES[args.dtype].itemsize
     logits = args.tokens * args.vocab_size
     gradients = element * args.hidden_size * (args.tokens + args.vocab_size)
     if element * logits + gradients > 12 * logits:

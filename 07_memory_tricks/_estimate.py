@@ -27,6 +27,7 @@ TRAINING = {
     "zero": None,
     "pp": 1,
     "cp": 1,
+    "ring": False,
     "ep": 1,
     "replicate": 1,
     "micro_batch_size": None,
@@ -76,6 +77,7 @@ def parse_flags(description: str) -> argparse.Namespace:
     add("--tp", type=cli.positive_int, help="tensor parallel, with sequence parallel")
     add("--pp", type=cli.positive_int, help="pipeline stages, 1F1B")
     add("--cp", type=cli.positive_int, help="context parallel")
+    add("--ring", action="store_true", help="--cp by ring attention, which train_3d.py has not")
     add("--ep", type=cli.positive_int, help="expert parallel")
     add("--replicate", type=cli.positive_int, help="copies of the sharded model (HSDP)")
 
@@ -143,6 +145,8 @@ def check_flags(args: argparse.Namespace) -> None:
         raise ValueError(
             f"--group-size {args.group_size} is of --weights int4: add that, or leave it out"
         )
+    if "ring" in args.given and not args.search and args.given.get("cp", 1) == 1:
+        raise ValueError("--ring is of context parallelism: add --cp N, or leave it out")
 
 
 def fill_defaults(args: argparse.Namespace) -> None:
@@ -276,6 +280,7 @@ def make_plan(args: argparse.Namespace, shape: Shape) -> Plan:
         tp=args.tp,
         pp=args.pp,
         cp=args.cp,
+        ring=args.ring,
         ep=args.ep,
         replicate=args.replicate,
         seq_len=args.seq_len,

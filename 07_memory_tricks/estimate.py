@@ -111,7 +111,7 @@ def describe(shape: Shape, plan: Plan, where: machine.Machine) -> str:
     """Return what is computed, in two lines: the script, and the settings that matter."""
     compiled = "compiled" if plan.compile else "eager"
     batch = f"{plan.micro_batches} x {plan.micro_batch_size} sequences of {plan.seq_len:,} tokens"
-    trained_here = not (shape.experts or shape.kv_rank)
+    trained_here = not (shape.experts or shape.kv_rank or plan.ring)
     by = "by" if trained_here else "(not trained here) as by"
     return (
         f"{shape.name} {by} {script_of(plan)} on {plan.gpus} x {where.device}: {plan.dtype}, "
@@ -260,10 +260,10 @@ def search_answer(args, shape: Shape, plan: Plan, where: machine.Machine) -> dic
     summary = layout_answer(shape, best, memory, where)
 
     command = None
-    is_trained_here = not (shape.experts or shape.kv_rank or plan.deepspeed)
+    is_trained_here = not (shape.experts or shape.kv_rank or plan.deepspeed or plan.ring)
     if is_trained_here and (args.model in shapes.SIZES or Path(args.model).exists()):
         command = start_command(args, best)
-    print(f"\nstart it on each node:\n{command or 'no command: no training script has this model'}")
+    print(f"\nstart it on each node:\n{command or 'no command: no training script does this'}")
     return {**summary, "fit": len(found), "ranking": ranking, "command": command}
 
 

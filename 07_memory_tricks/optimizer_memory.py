@@ -108,9 +108,9 @@ class CompactAdamW(Optimizer):
     Between steps its moments are kept in 16 or 8 bits. bf16 moments and bf16 weights are rounded
     stochastically.
 
-    torch has bf16 moments, too: on CUDA the fused AdamW of torch 2.13 takes those that exist before
-    its first step, and takes 12 bytes per parameter without this class (torch 2.11 and the CPU
-    refuse them):
+    torch has bf16 moments, too: on CUDA the fused AdamW of torch 2.13 keeps moments in bf16 if they
+    are created before its first step. It then takes 12 bytes per parameter instead of 16, without
+    this class (torch 2.11 and the CPU raise an error):
 
         for parameter in model.parameters():
             zeros = torch.zeros_like(parameter, dtype=torch.bfloat16)

@@ -1,233 +1,331 @@
-"""What tensor_parallel.py stands on: collectives on activations, torch's own plan, and the comparison of the ways."""
+"""Compare the variants of tensor_parallel.py: gradients, traffic, and the time of a step."""
 
+import dataclasses
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 
 import torch
 import torch.distributed as dist
-from _shared import cut_matrices
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed import _functional_collectives as functional
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import loss_parallel
 
 from common import measure, runtime
 from common.exits import UserError
-from common.torch_versions import functional_all_gather, functional_reduce_scatter
 from lm import shapes
 
-LEARNING_RATE, LARGEST_NORM = 0.05, 1.0  # of gradients
-TOLERANCE = 1e-5  # relative; what another order of the same sums in fp32 may change in 10 steps
+WITH_24_HEADS = "-24-heads"  # at the end of --model: nano or wide with another number of heads
+BY_HAND = "by hand"
+BY_HAND_IN_SEQUENCE = "by hand, sequence parallel"
+BY_TORCH = "by torch, sequence parallel"
+LEARNING_RATE = 0.05
+MAX_NORM = 1.0  # of the gradient
+TIMED_ROUNDS = 3
+TOLERANCE = 1e-5  # relative: what another order of the same sums may change in 10 steps of fp32
 COLUMNS = {
-    "way": "way",
+    "name": "variant",
     "most_parameters": "weights per rank",
-    "collectives": "collectives a step",
-    "sent_bytes": "sent a step",
-    "calls_after_backward": "calls after backward",
+    "collectives": "collectives per step",
+    "sent_bytes": "sent per step",
     "gradient_error": "gradient error",
+    "seconds": "step",
 }
 
 
-def all_reduce(x: Tensor) -> Tensor:
-    return functional.wait_tensor(functional.all_reduce(x.contiguous(), "sum", dist.group.WORLD))
+def load_config(args) -> shapes.Config:
+    """Return the shape of --model. Raise UserError if the ranks cannot share the model.
 
+    Channels and vocabulary may be sharded into unequal shards.
+    """
+    name = args.model.removesuffix(WITH_24_HEADS)
+    config = shapes.load_config(name, 256, args.seq_len)
+    if name != args.model:
+        head_dim = max(16, config.hidden_size // 24)
+        config = dataclasses.replace(
+            config, num_attention_heads=24, num_key_value_heads=24, head_dim=head_dim
+        )
 
-def all_gather(x: Tensor) -> Tensor:  # [batch, length / N, hidden] to [batch, length, hidden]
-    return functional.wait_tensor(functional_all_gather(x.contiguous(), 1, dist.group.WORLD))
-
-
-# [batch, length, hidden] to [batch, length / N, hidden]: sums over the ranks
-def reduce_scatter(x: Tensor) -> Tensor:
-    scattered = functional_reduce_scatter(x.contiguous(), "sum", 1, dist.group.WORLD)
-    return functional.wait_tensor(scattered)
-
-
-def my_part(tensor: Tensor, dimension: int) -> Tensor:
-    """The first parts have one row more where the ranks do not divide the rows."""
-    return tensor.tensor_split(dist.get_world_size(), dimension)[dist.get_rank()]
-
-
-def my_rows(tokens: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """In this rank's part of the vocabulary, the row of each token; and whether it is there. If not, row 0."""
-    rows = my_part(torch.arange(vocab_size), 0)
-    mine = (tokens >= rows[0]) & (tokens <= rows[-1])
-    return (tokens - rows[0]).where(mine, 0), mine
-
-
-def keep_my_part(weight: nn.Parameter, dimension: int) -> None:
-    weight.data = my_part(weight.data, dimension).clone()  # in place: tied weights stay tied
-    weight.cut_dimension = dimension  # whole weights have no such attribute
-
-
-@dataclass
-class Way:
-    """A model, and how a step of it is made."""
-
-    name: str
-    net: nn.Module
-    loss: Callable[[Tensor, Tensor], Tensor]  # inputs, targets: gives their mean loss
-    clip: Callable[[float], Tensor]  # largest norm: gives the norm that was found
-    context: Callable[[], AbstractContextManager] = nullcontext  # of forward and backward
-
-    def backward(self, inputs: Tensor, targets: Tensor, share: float) -> Tensor:
-        """Add to the gradients what this micro-batch has of them, by its share of the step. Gives its loss."""
-        with self.context():
-            loss = self.loss(inputs, targets)
-            (loss * share).backward()
-        return runtime.full_tensor(loss.detach())
-
-
-def parallelize_with_torch(net: nn.Module) -> Way:
-    """The same cuts, with sequence parallelism, as a plan: DTensors know how they are cut, and what follows from it."""
-    mesh = dist.init_device_mesh(net.lm_head.weight.device.type, (dist.get_world_size(),))
-    cut_matrices(net, mesh)
-    # torch's loss on cut logits needs its context around forward and backward
-    return Way("by torch, sequence parallel", net, net, partial(clip_by_torch, net), loss_parallel)
-
-
-def clip_by_torch(net: nn.Module, largest_norm: float) -> Tensor:
-    # DTensors know what is sharded and what is partial; torch 2.11 scales partial ones wrongly with foreach
-    return runtime.full_tensor(
-        nn.utils.clip_grad_norm_(net.parameters(), largest_norm, foreach=False)
-    )
-
-
-def check_sizes(args, config: shapes.Config) -> None:
-    """UserError for what so many ranks cannot cut. Channels and vocabulary may be cut into unequal parts."""
     ranks = runtime.world_size_after_relaunch(args.device)
-    # with each of them goes its group of query heads
-    if (heads := config.num_key_value_heads) % ranks:
+    heads = config.num_key_value_heads  # a rank has a key-value head and all its query heads
+    if heads % ranks != 0:
         raise UserError(
-            f"--model {args.model}: {ranks} ranks do not divide its {heads} key-value heads: start fewer"
+            f"--model {args.model}: {ranks} ranks do not divide its {heads} key-value heads: "
+            f"start a divisor of {heads}"
         )
     if config.qkv_bias or config.qk_norm:
         raise UserError(
-            f"--model {args.model}: biases and norms of heads are not cut here: train_3d.py --tp cuts them"
+            f"--model {args.model} has biases or norms of heads, which are not sharded here: "
+            "use train_3d.py --tp"
         )
-    if args.seq_len % ranks:
+    if args.seq_len % ranks != 0:
         raise UserError(f"--seq-len {args.seq_len}: use a multiple of the number of ranks, {ranks}")
-    if (size := args.global_batch_size) % args.micro_batch_size:
+    if args.global_batch_size % args.micro_batch_size != 0:
         raise UserError(
-            f"--global-batch-size {size} is no multiple of --micro-batch-size {args.micro_batch_size}"
+            f"--global-batch-size {args.global_batch_size} is not a multiple of "
+            f"--micro-batch-size {args.micro_batch_size}: change one of them"
         )
+    return config
 
 
-def run(ways: list[Way], micro_batches: list[tuple[Tensor, Tensor]], args) -> list[dict]:
-    """A row per way, with a step of each in turn: gradients are compared before they are used. Every rank must call it.
-    With SGD: AdamW divides a gradient by its size, which hides a wrong scale and enlarges rounding."""
-    in_a_step = args.global_batch_size // args.micro_batch_size
-    rows = [
-        {"way": way.name, "losses": [], "gradient_norms": [], "gradient_errors": []} for way in ways
-    ]
-    optimizers = [torch.optim.SGD(way.net.parameters(), lr=LEARNING_RATE) for way in ways]
-    # of all steps: until backward ends, and after it
-    traffics = [(measure.Traffic(), measure.Traffic()) for _ in ways]
-    for first in range(0, len(micro_batches), in_a_step):
-        step = micro_batches[first : first + in_a_step]
-        for way, row, (until, after) in zip(ways, rows, traffics, strict=True):
-            with until:
-                losses = [way.backward(inputs, targets, 1 / in_a_step) for inputs, targets in step]
-            with after:
-                norm = way.clip(LARGEST_NORM)
-            row["losses"].append(torch.stack(losses).mean().item())
-            row["gradient_norms"].append(norm.item())
-        for way, row in zip(ways, rows, strict=True):
-            errors = runtime.all_gather(gradient_error(way.net, ways[0].net))
-            row["gradient_errors"].append(torch.tensor(errors).max().item())  # NaN if one is
-        for optimizer, (_, after) in zip(optimizers, traffics, strict=True):
-            with after:  # torch adds up a DTensor's partial gradient here
-                optimizer.step()
-            optimizer.zero_grad()
-    for way, row, (until, after) in zip(ways, rows, traffics, strict=True):
-        local = [
-            weight.to_local() if isinstance(weight, DTensor) else weight
-            for weight in way.net.parameters()
-        ]
-        row["parameters_per_rank"] = runtime.all_gather(sum(tensor.numel() for tensor in local))
-        row["most_parameters"] = max(row["parameters_per_rank"])
-        row["gradient_error"] = torch.tensor(row["gradient_errors"]).max().item()
-        # these four are of a step
-        row["calls"] = {kind: calls / args.steps for kind, calls in until.calls.items()}
-        row["sent_bytes"] = round(sum(until.bytes_sent.values()) / args.steps)
-        row["calls_after_backward"] = after.calls.total() / args.steps
-        row["sent_bytes_after_backward"] = round(sum(after.bytes_sent.values()) / args.steps)
-        row["collectives"] = ", ".join(
-            f"{calls:g} {kind.replace('_', '-')}" for kind, calls in row["calls"].items()
-        )
+class Variant:
+    """A model, how it is trained, and what was measured."""
+
+    def __init__(
+        self,
+        name: str,
+        model: nn.Module,
+        loss: Callable[[Tensor, Tensor], Tensor],
+        clip: Callable[[float], Tensor],
+        context: Callable[[], AbstractContextManager] = nullcontext,
+    ) -> None:
+        """Make a variant.
+
+        Args:
+            name: Its name in the table.
+            model: The model, sharded or not.
+            loss: A function that returns the mean loss of inputs and targets.
+            clip: A function that clips the gradients by a norm, and returns their norm.
+            context: A context for forward and backward.
+        """
+        self.name = name
+        self.model = model
+        self.loss = loss
+        self.clip = clip
+        self.context = context
+        # A step of SGD is proportional to the gradient. AdamW divides by the gradient's size, which
+        # would hide a gradient that is N times too large.
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+        self.losses: list[float] = []  # by step, as the next two
+        self.gradient_norms: list[float] = []
+        self.gradient_errors: list[float] = []
+        self.traffic = measure.Traffic()  # of all steps, until the end of backward
+        self.traffic_after = measure.Traffic()  # of all steps, after backward
+
+    def forward_backward(self, micro_batches: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """Compute the gradients of a step; return its mean loss."""
+        losses = []
+        for inputs, targets in micro_batches:
+            with self.context():
+                loss = self.loss(inputs, targets)
+                (loss / len(micro_batches)).backward()
+            losses.append(runtime.full_tensor(loss.detach()))
+        return torch.stack(losses).mean()
+
+    def train(self, micro_batches: list[tuple[Tensor, Tensor]]) -> None:
+        """Train for one step."""
+        self.forward_backward(micro_batches)
+        self.clip(MAX_NORM)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+# --- the measurement
+
+
+def run(variants: list[Variant], micro_batches: list[tuple[Tensor, Tensor]], args) -> list[dict]:
+    """Train each variant for all steps, and return a row for each. Every rank must call this."""
+    one_process, _, in_sequence, by_torch = variants
+    per_step = args.global_batch_size // args.micro_batch_size
+    differences = []  # between by hand and by torch
+    batches = []  # of each step
+    for first in range(0, len(micro_batches), per_step):
+        batches.append(micro_batches[first : first + per_step])
+    for batch in batches:
+        for variant in variants:
+            with variant.traffic:
+                loss = variant.forward_backward(batch)
+            with variant.traffic_after:
+                norm = variant.clip(MAX_NORM)
+            variant.losses.append(loss.item())
+            variant.gradient_norms.append(norm.item())
+        # Compare the gradients before the optimizers use them.
+        for variant in variants:
+            variant.gradient_errors.append(gradient_error(variant.model, one_process.model))
+        differences.append(gradient_error(in_sequence.model, by_torch.model))
+        for variant in variants:
+            with variant.traffic_after:  # DTensor sums a partial gradient here
+                variant.optimizer.step()
+            variant.optimizer.zero_grad()
+
+    rows = [row_of(variant, args.steps) for variant in variants]
+    rows[-1]["difference_from_by_hand"] = largest(differences)
+    inputs, _ = micro_batches[0]
+    trained = {variant.name: partial(variant.train, batches[-1]) for variant in variants}
+    timings = measure.seconds_in_turns(trained, inputs.device, rounds=TIMED_ROUNDS)
+    for row in rows:
+        row.update(timings[row["name"]])
     return rows
 
 
-def gradient_error(net: nn.Module, baseline: nn.Module) -> float:
-    """The largest relative error of a weight's gradient. A rank looks at its part, or at the whole of a DTensor."""
-    expected = []
-    for weight, whole in zip(net.parameters(), baseline.parameters(), strict=True):
-        cut = hasattr(weight, "cut_dimension")
-        expected.append(my_part(whole.grad, weight.cut_dimension) if cut else whole.grad)
-    return measure.relative_error(
-        [runtime.full_tensor(weight.grad) for weight in net.parameters()], expected
+def gradient_error(model: nn.Module, expected_model: nn.Module) -> float:
+    """Return the largest relative error of a gradient, over all weights and ranks.
+
+    Weights that are sharded by hand are compared with this rank's shard of the expected gradient.
+    """
+    gradients = []
+    expected_gradients = []
+    for weight, expected in zip(model.parameters(), expected_model.parameters(), strict=True):
+        expected_gradient = runtime.full_tensor(expected.grad)
+        if hasattr(weight, "shard_dim"):
+            shards = expected_gradient.tensor_split(dist.get_world_size(), weight.shard_dim)
+            expected_gradient = shards[dist.get_rank()]
+        gradients.append(runtime.full_tensor(weight.grad))
+        expected_gradients.append(expected_gradient)
+    error = measure.relative_error(gradients, expected_gradients)
+    return largest(runtime.all_gather(error))
+
+
+def largest(values: list[float]) -> float:
+    """Return the largest value, or NaN if one is NaN. Python's max would ignore some NaN."""
+    return torch.tensor(values).max().item()
+
+
+def row_of(variant: Variant, steps: int) -> dict:
+    """Return the row of a variant after its last step. Every rank must call this."""
+    parameters = 0  # on this rank
+    for weight in variant.model.parameters():
+        if isinstance(weight, DTensor):
+            weight = weight.to_local()
+        parameters += weight.numel()
+    parameters_per_rank = runtime.all_gather(parameters)
+
+    calls = {kind: count / steps for kind, count in variant.traffic.calls.items()}
+    collectives = [f"{count:g} {kind.replace('_', '-')}" for kind, count in calls.items()]
+    return {
+        "name": variant.name,
+        "losses": variant.losses,
+        "gradient_norms": variant.gradient_norms,
+        "gradient_errors": variant.gradient_errors,
+        "gradient_error": largest(variant.gradient_errors),
+        "parameters_per_rank": parameters_per_rank,
+        "most_parameters": max(parameters_per_rank),
+        # of a step
+        "calls": calls,
+        "collectives": ", ".join(collectives),
+        "sent_bytes": sent_bytes(variant.traffic, steps),
+        "calls_after_backward": variant.traffic_after.calls.total() / steps,
+        "sent_bytes_after_backward": sent_bytes(variant.traffic_after, steps),
+    }
+
+
+def sent_bytes(traffic: measure.Traffic, steps: int) -> int:
+    """Return the bytes that this rank sends per step."""
+    return round(sum(traffic.bytes_sent.values()) / steps)
+
+
+# --- the checks
+
+
+def check_pair(
+    parallel_pair: Callable[[Tensor, Tensor, Tensor], Tensor], device: torch.device
+) -> str:
+    """Assert that a pair of matrices on all ranks equals one process; return what was checked."""
+    x = torch.randn(4, 16, device=device, requires_grad=True)  # the same on all ranks
+    first = torch.randn(50, 16, device=device, requires_grad=True)
+    second = torch.randn(8, 50, device=device, requires_grad=True)
+    expected = F.linear(F.relu(F.linear(x, first)), second)
+    expected.square().sum().backward()
+    expected_gradients = [x.grad, first.grad, second.grad]
+
+    x, first, second = (tensor.detach().requires_grad_() for tensor in (x, first, second))
+    with measure.Traffic() as sent:
+        result = parallel_pair(x, first, second)
+        result.square().sum().backward()
+    # The gradients of the matrices are 0 outside a rank's shards.
+    dist.all_reduce(first.grad)
+    dist.all_reduce(second.grad)
+
+    error = measure.relative_error(
+        [result, x.grad, first.grad, second.grad], [expected, *expected_gradients]
+    )
+    assert error <= TOLERANCE, f"a pair of matrices differs from one process by {error:.0e}"
+    assert sent.calls == {"all_reduces": 2}, f"a pair of matrices calls {dict(sent.calls)}"
+    return (
+        f"a pair of matrices has the output and gradients of one process ({error:.0e}), with one "
+        "all-reduce in forward and one in backward"
     )
 
 
 def check(rows: list[dict], config: shapes.Config, args) -> list[str]:
-    """Of every rank: does each way send what it must, by the shape alone, and is it equal to one process?"""
+    """Assert that all variants are equal, and send what the formulas say.
+
+    Return a line for each thing that was checked.
+    """
     one_process, *others = rows
     ranks = len(one_process["parameters_per_rank"])
+    norms = (2 * config.num_hidden_layers + 1) * config.hidden_size  # on every rank
+    total = shapes.parameter_count(config) + (ranks - 1) * norms
+    expected_traffic = traffic_by_formula(config, ranks, args)
+    errors = []
+    for row in others:
+        name = row["name"]
+        for key, expected in expected_traffic[name].items():
+            assert row[key] == expected, f"{name}: {key} per step: {row[key]}, not {expected}"
+        held = sum(row["parameters_per_rank"])
+        assert held == total, f"{name}: {held:,} weights on all ranks, not {total:,}"
+        errors += compare(row, one_process, row["gradient_error"])
+    checked = [
+        "the ranks together hold each matrix once; calls and bytes of a step are the formula's",
+        f"each variant has losses, gradient norms and gradients of one process in {args.steps} "
+        f"steps ({largest(errors):.0e})",
+    ]
+
+    _, in_sequence, by_torch = others
+    differences = compare(by_torch, in_sequence, by_torch["difference_from_by_hand"])
+    checked.append(
+        "by torch has losses, gradient norms and gradients of by hand, sequence parallel "
+        f"({largest(differences):.0e})"
+    )
+    return checked
+
+
+def compare(row: dict, expected: dict, gradient_error: float) -> list[float]:
+    """Assert that two variants trained alike; return the relative errors."""
+    errors = {"gradients": gradient_error}
+    for key in ("losses", "gradient_norms"):
+        found = list(torch.tensor(row[key]))
+        errors[key] = measure.relative_error(found, list(torch.tensor(expected[key])))
+    for key, error in errors.items():
+        # This also fails for NaN.
+        assert error <= TOLERANCE, f"{row['name']}: {key} differ from {expected['name']}: {error}"
+    return list(errors.values())
+
+
+def traffic_by_formula(config: shapes.Config, ranks: int, args) -> dict[str, dict]:
+    """Return what each variant must call and send in a step, by the keys of its row."""
     micro_batches = args.global_batch_size // args.micro_batch_size
     tokens = args.micro_batch_size * args.seq_len
-    # pairs of matrices, and embedding with head: each sends in both directions
-    cuts = 2 * config.num_hidden_layers + 1
-    norms = cuts * config.hidden_size  # weights that every rank holds
-    calls = micro_batches * 2 * cuts
-    apart = {"reduce_scatters": calls, "all_gathers": calls}
-    # bytes that a rank sends for an element in fp32, all-reduced
-    ring = Fraction(2 * 4 * (ranks - 1), ranks)
-    # loss: 3 numbers per token
-    sent = round(ring * (calls * tokens * config.hidden_size + micro_batches * 3 * tokens))
-    must = {
-        "by hand": ({"all_reduces": calls + 2 * micro_batches}, sent, 1, round(ring)),
-        "by hand, sequence parallel": (
-            {"all_reduces": 2 * micro_batches, **apart},
-            sent,
-            2,
-            round(ring * (norms + 1)),
-        ),
-        # torch's calls after backward differ from release to release; on one rank DTensor knows that it is alone
-        "by torch, sequence parallel": (
-            {"all_reduces": 3 * micro_batches, **(apart if ranks > 1 else {})},
-            sent,
-        ),
+    # Two pairs per layer, and embedding with head as one more. Each has two collectives: one in
+    # forward and one in backward.
+    pairs = 2 * config.num_hidden_layers + 1
+    calls = micro_batches * 2 * pairs
+    # In a ring all-reduce a rank sends each fp32 number 2 (N - 1) / N times.
+    bytes_per_number = Fraction(4 * 2 * (ranks - 1), ranks)
+    numbers = calls * tokens * config.hidden_size
+    numbers += micro_batches * 3 * tokens  # of the loss
+    sent = round(bytes_per_number * numbers)
+    norm_weights = pairs * config.hidden_size
+
+    of_loss = 2 * micro_batches  # two all-reduces per micro-batch
+    in_sequence = {"all_reduces": of_loss, "reduce_scatters": calls, "all_gathers": calls}
+    of_torch = {"all_reduces": 3 * micro_batches}
+    if ranks > 1:  # on one rank DTensor leaves out the others
+        of_torch |= {"reduce_scatters": calls, "all_gathers": calls}
+    return {
+        BY_HAND: {
+            "calls": {"all_reduces": calls + of_loss},
+            "sent_bytes": sent,
+            "calls_after_backward": 1,  # the gradient norm, one number
+            "sent_bytes_after_backward": round(bytes_per_number),
+        },
+        BY_HAND_IN_SEQUENCE: {
+            "calls": in_sequence,
+            "sent_bytes": sent,
+            "calls_after_backward": 2,  # the gradients of norms, and the gradient norm
+            "sent_bytes_after_backward": round(bytes_per_number * (norm_weights + 1)),
+        },
+        # What torch calls after backward differs from release to release.
+        BY_TORCH: {"calls": of_torch, "sent_bytes": sent},
     }
-    largest = 0.0
-    for row in others:
-        found = (
-            row["calls"],
-            row["sent_bytes"],
-            row["calls_after_backward"],
-            row["sent_bytes_after_backward"],
-        )
-        expected = must[row["way"]]
-        assert found[: len(expected)] == expected, (
-            f"{row['way']}: traffic of a step is {found}, and must be {expected}"
-        )
-        held, whole = (
-            sum(row["parameters_per_rank"]),
-            shapes.parameter_count(config) + (ranks - 1) * norms,
-        )
-        assert held == whole, f"{row['way']}: {held:,} weights on all ranks, not {whole:,}"
-        errors = {"gradients": row["gradient_error"]}
-        for what in ("losses", "gradient_norms"):  # as lists of steps
-            errors[what] = measure.relative_error(
-                [*torch.tensor(row[what])], [*torch.tensor(one_process[what])]
-            )
-        for what, error in errors.items():  # NaN fails, too
-            assert error <= TOLERANCE, (
-                f"{row['way']}: {what} differ from one process by {error:.0e}"
-            )
-        largest = max(largest, *errors.values())
-    return [
-        "the ranks together hold each cut weight once; calls and bytes of each step are the formula's",
-        f"each way has losses, gradient norms and gradients of one process in {args.steps} steps ({largest:.0e})",
-    ]

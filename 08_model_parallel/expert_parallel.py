@@ -1,297 +1,534 @@
-"""Expert parallelism by hand: a mixture of experts whose experts live on different ranks.
+"""Expert parallelism by hand and with DTensor: a mixture of experts, and its experts on all ranks.
 
-A mixture of experts replaces the MLP of each block by E MLPs and a router. The router gives each token to k of them
-and adds up their outputs. So the model has more weights, and a token still uses few of them. Each rank holds E/N of the
-experts and a copy of all else. A token travels to the rank of its expert and back in two all-to-alls. The router
-decides how many tokens travel, so each rank sends and receives a different number.
+A mixture of experts replaces the MLP of each block by E MLPs, the experts, and a router. The router
+gives each token to k experts and adds up their outputs. So the model has more weights, and a token
+still uses few of them. Each of N ranks holds E/N of the experts and a copy of everything else. Each
+layer then has four steps:
+
+    route     a rank chooses k experts for each of its tokens
+    dispatch  an all-to-all sends a row per choice, the token's hidden state, to the expert's rank
+    compute   an expert computes the rows of all ranks
+    combine   an all-to-all sends the results back, and each token adds up its k results
+
+The router decides how many rows travel, so each rank sends and receives a different number.
+
+torch 2.13 has no public tool for expert parallelism. The second version does what torchtitan does:
+DTensor shards the experts' weights, and a ParallelStyle dispatches and combines.
 
     laptop    python 08_model_parallel/expert_parallel.py
-              torchrun --nproc_per_node=3 08_model_parallel/expert_parallel.py --steps 10
-    one node  torchrun --nproc_per_node=8 08_model_parallel/expert_parallel.py --model llama-124m --seq-len 512
-    cluster   the same on every node, with --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400 --experts 32
-              --global-batch-size 32
+              torchrun --nproc_per_node=3 08_model_parallel/expert_parallel.py --steps 4
+    one node  torchrun --nproc_per_node=8 08_model_parallel/expert_parallel.py
+    cluster   the same on each node, with --nnodes=4 --rdzv-backend=c10d
+              --rdzv-endpoint=$HEAD:29400 --experts 32 --global-batch-size 32
 
-All is in fp32, to compare with one process. Comments say how a tensor lies over the ranks: replicate (all hold the
-same), shard (each holds a part), partial (each holds a term of the sum).
+Everything is in fp32, to compare with one process. Comments say how a tensor lies over the ranks:
+replicate (all hold the same), shard (each holds its own part), partial (each holds a summand).
 
-Look for: the busiest expert with and without the balance loss; the tokens that a capacity drops; the bytes sent, which
-follow from the router's choices. Before: context_parallel.py. Next: train_3d.py.
+What to look at: the busiest expert with and without the balance loss; how many rows a capacity
+drops; the bytes sent, which follow from the router's choices.
+
+On GPUs the default model is wide, with 256 tokens per sequence. Expected on 8 H100s from the data
+sheet (67 TFLOP/s in fp32, NVLink 450 GB/s): the arithmetic of a step takes a rank at least 4.0 ms,
+if all experts are equally busy. Its 8 all-to-alls send 66 MB, which takes at least 0.15 ms. All
+ranks wait for the one with the busiest experts.
+
+Previous: context_parallel.py. Next: train_3d.py.
 """
 
 import dataclasses
 import math
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import _functional_collectives as functional
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 import _expert_parallel as helper
-from _expert_parallel import mixtures
+from _expert_parallel import experts_per_rank, mixtures
 
 from common import exits, measure, report, runtime
-from common.torch_versions import all_gather_single as all_gather
+from common.torch_versions import all_gather_single, first_of
 from lm import data, model, shapes
 from lm.weights import init_weights
+
+GPU_DEFAULTS = {"model": "wide", "seq_len": 256}
+all_to_all_with_backward = first_of(functional, "all_to_all_single_autograd", "all_to_all_single")
+
+# --- 1. a mixture of experts on one process
+
+
+class Experts(nn.Module):
+    """The MLPs of all experts. Each weight is a stack with one matrix per expert."""
+
+    def __init__(self, experts: int, config: shapes.Config) -> None:
+        super().__init__()
+        hidden = config.hidden_size
+        intermediate = config.intermediate_size
+        self.gate_proj = nn.Parameter(torch.empty(experts, intermediate, hidden))
+        self.up_proj = nn.Parameter(torch.empty(experts, intermediate, hidden))
+        self.down_proj = nn.Parameter(torch.empty(experts, hidden, intermediate))
+
+    def matrices(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Return the gate, up and down projection of each expert that this rank holds."""
+        stacks = []
+        for stack in (self.gate_proj, self.up_proj, self.down_proj):
+            if isinstance(stack, DTensor):
+                stack = stack.to_local()  # this rank's experts
+            # Not stack[i] in a loop: the backward of each would fill a gradient of the full stack.
+            stacks.append(stack.unbind())
+        return list(zip(*stacks, strict=True))
+
+    def forward(self, rows: Tensor, counts: list[int]) -> Tensor:
+        """Return [rows, hidden] for rows of this shape, which are ordered by expert.
+
+        counts[i] rows are for expert i. An expert without rows gets a gradient of zeros, not None.
+        """
+        outputs = []
+        for x, matrices in zip(rows.split(counts), self.matrices(), strict=True):
+            outputs.append(mlp(x, *matrices))
+        return torch.cat(outputs)
+
+
+def mlp(x: Tensor, gate_proj: Tensor, up_proj: Tensor, down_proj: Tensor) -> Tensor:
+    """Compute one expert, as model.MLP does: [rows, hidden] in and out."""
+    gate = F.silu(F.linear(x, gate_proj))  # [rows, intermediate]
+    return F.linear(gate * F.linear(x, up_proj), down_proj)
+
+
+class Routing(NamedTuple):
+    """The choices of a router."""
+
+    probabilities: Tensor  # of all experts, [tokens, experts]
+    choices: Tensor  # the experts of each token, [tokens, k]
+    weights: Tensor  # the factors of their outputs, [tokens, k]
+    counts: Tensor  # how many choices fell on each expert, [experts]
 
 
 class Mixture(nn.Module):
     """In place of a block's MLP: a router and all experts, on one process. This is the baseline."""
 
-    # see use_choices_of_ranks
-    choose = staticmethod(lambda probabilities, k: probabilities.topk(k).indices)
-
     def __init__(
-        self, config: shapes.Config, experts: list[int], k: int, capacity_factor: float | None
+        self, config: shapes.Config, experts: int, k: int, capacity_factor: float | None
     ) -> None:
         super().__init__()
-        self.k, self.capacity_factor = k, capacity_factor
-        self.router = nn.Linear(config.hidden_size, len(experts), bias=False)
-        # Named by its number among all: an expert's initial weights follow from its name, on whichever rank it is.
-        self.experts = nn.ModuleDict(
-            {str(number): model.MLP(config) for number in self.part_of(experts)}
-        )
+        self.k = k
+        self.capacity_factor = capacity_factor
+        self.router = nn.Linear(config.hidden_size, experts, bias=False)
+        self.experts = Experts(experts, config)
 
-    def part_of(self, experts: list[int]) -> list[int]:
-        return experts
+    def route(self, tokens: Tensor) -> Routing:
+        """Choose the experts of each token. `tokens` are hidden states, [tokens, hidden]."""
+        probabilities = self.router(tokens).softmax(-1)  # [tokens, experts]
+        choices = self.choose(probabilities)  # [tokens, k]
+        weights = probabilities.gather(-1, choices)  # [tokens, k]
+        # With k = 1 this would make every weight 1, and the router would learn nothing.
+        if self.k > 1:
+            weights = weights / weights.sum(-1, keepdim=True)
+        counts = torch.bincount(choices.flatten(), minlength=probabilities.shape[1])
+        return Routing(probabilities, choices, weights, counts)
 
-    def route(self, tokens: Tensor) -> Tensor:
-        """Choose the experts of each token, [tokens, k]; returns what their outputs are multiplied by."""
-        self.probabilities = self.router(tokens).softmax(-1)
-        self.choices = self.choose(self.probabilities, self.k)
-        # by expert
-        self.counts = torch.bincount(self.choices.flatten(), minlength=self.router.out_features)
-        weights = self.probabilities.gather(-1, self.choices)
-        # Divided, the weight of a single choice is always 1, and the router learns nothing from the loss.
-        return weights if self.k == 1 else weights / weights.sum(-1, keepdim=True)
+    def choose(self, probabilities: Tensor) -> Tensor:
+        """Return the k most probable experts of each token, [tokens, k]."""
+        return probabilities.topk(self.k).indices
 
-    def forward(self, x: Tensor) -> Tensor:
-        tokens = x.flatten(0, 1)
-        weights = self.route(tokens)
-        self.balance_loss = balance_loss(self.probabilities, self.counts, self.k)
-        most = capacity(self.counts, self.capacity_factor)
+    def forward(self, x: Tensor) -> Tensor:  # [batch, length, hidden] in and out
+        tokens = x.flatten(0, 1)  # [tokens, hidden]
+        routing = self.route(tokens)
+        self.routing = routing
+        self.balance_loss = balance_loss(routing.probabilities, routing.counts, self.k)
+        limit = capacity(routing.counts, self.capacity_factor)
         self.tokens_of_expert = []
         mixed = torch.zeros_like(tokens)
-        for number, expert in self.experts.items():
-            token, place = (self.choices == int(number)).nonzero(as_tuple=True)  # place: which of k
-            # a choice that is dropped adds nothing to the residual
-            token, place = token[:most], place[:most]
-            mixed = mixed.index_add(0, token, expert(tokens[token]) * weights[token, place, None])
+        for expert, matrices in enumerate(self.experts.matrices()):
+            # The tokens that chose this expert, and at which of their k places: each [rows].
+            token, place = (routing.choices == expert).nonzero(as_tuple=True)
+            # Above the limit are the last tokens. A dropped choice adds nothing to its token.
+            token = token[:limit]
+            place = place[:limit]
+            output = mlp(tokens[token], *matrices)  # [rows, hidden]
+            weighted = output * routing.weights[token, place].unsqueeze(-1)
+            mixed = mixed.index_add(0, token, weighted)
             self.tokens_of_expert.append(token)
         return mixed.view_as(x)
 
 
-class Exchange(torch.autograd.Function):
-    """Rows to the ranks that need them. Backward sends the gradient of each row back the way the row came."""
-
-    @staticmethod
-    def forward(context, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        context.sent, context.received = sent, received
-        return helper.all_to_all(rows, sent, received)
-
-    @staticmethod
-    def backward(context, gradients: Tensor) -> tuple[Tensor, None, None]:
-        return helper.all_to_all(gradients, context.received, context.sent), None, None
-
-
-class ParallelMixture(Mixture):
-    """The same over all ranks. A rank has its own tokens, shard(tokens), and its own experts, shard(experts)."""
-
-    # the first ranks have one more where they do not divide
-    def part_of(self, experts: list[int]) -> list[int]:
-        return (
-            torch.tensor(experts, device="cpu")
-            .tensor_split(dist.get_world_size())[dist.get_rank()]
-            .tolist()
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        tokens = x.flatten(0, 1)
-        weights = self.route(tokens)
-        # 1. Sizes first: how many choices of each rank fell on each expert, [ranks, experts], replicate. The host must
-        # know them before it can start an all-to-all, so here it waits for the GPU.
-        counts = self.counts.new_empty(world_size, len(self.counts))
-        all_gather(counts.view(-1), self.counts)
-        self.balance_loss = balance_loss(self.probabilities, counts.sum(0), self.k)
-        counts = counts.cpu()
-        self.kept = keep_within_capacity(counts, self.capacity_factor)
-        to_ranks = [of_rank.sum().item() for of_rank in self.kept[rank].tensor_split(world_size)]
-        kept_for_me = self.kept.tensor_split(world_size, dim=1)[rank]  # [ranks, my experts]
-        from_ranks = kept_for_me.sum(1).tolist()
-        # 2. My choices as token * k + place, by expert and so by rank, then by token. Over capacity are the last ones.
-        groups = self.choices.flatten().argsort(stable=True).split(counts[rank].tolist())
-        rows = torch.cat(
-            [group[:kept] for group, kept in zip(groups, self.kept[rank].tolist(), strict=True)]
-        )
-        token = rows // self.k
-        # 3. There, through the experts, and back.
-        arrived = Exchange.apply(tokens[token], to_ranks, from_ranks)
-        returned = Exchange.apply(self.run_experts(arrived, kept_for_me), from_ranks, to_ranks)
-        weighted = returned * weights.flatten()[rows, None]
-        return torch.zeros_like(tokens).index_add(0, token, weighted).view_as(x)
-
-    def run_experts(self, arrived: Tensor, kept: Tensor) -> Tensor:
-        """Rows arrive ordered by rank, then by expert. An expert takes those of all ranks at once. It runs on no rows,
-        too: its gradient is then zero, not None."""
-        parts = list(arrived.split(kept.flatten().tolist()))
-        for i, expert in enumerate(self.experts.values()):
-            of_expert = parts[i :: len(self.experts)]
-            computed = expert(torch.cat(of_expert))
-            parts[i :: len(self.experts)] = computed.split([len(part) for part in of_expert])
-        return torch.cat(parts)
-
-
-def capacity(counts: Tensor, factor: float | None) -> int | None:
-    """How many choices an expert takes: `factor` times an even share of all. Without a factor it takes all."""
-    return None if factor is None else math.ceil(factor * counts.sum().item() / counts.shape[-1])
-
-
-def keep_within_capacity(counts: Tensor, factor: float | None) -> Tensor:
-    """What is kept of these choices, [ranks, experts]. Rank 0 has the first tokens of the batch, and a rank gets what
-    the ranks before it have left. So the same choices are dropped on any number of ranks."""
-    if factor is None:
-        return counts
-    of_ranks_before = counts.cumsum(0) - counts
-    return (capacity(counts, factor) - of_ranks_before).clamp(min=0).minimum(counts)
-
-
 def balance_loss(probabilities: Tensor, counts: Tensor, k: int) -> Tensor:
-    """E · sum(f · P) over the experts: 1 where all are alike (Fedus et al. 2021, equation 4). f is the share of the
-    choices that fell on an expert, before any is dropped; P is its mean probability. Both are over the tokens of all
-    ranks. f multiplies P, so each rank needs the f of all. P may be partial: the losses of the ranks are summed."""
-    share_of_choices = counts / counts.sum()
+    """Return E * sum(f * P) over the experts, which is 1 if all are equally busy.
+
+    f is the share of the choices that fell on an expert, before any is dropped. P is the mean
+    probability of the expert. Both are over the tokens of all ranks, and so are the `counts`.
+    `probabilities`, [tokens, experts], may be of one rank's tokens. Then the result is partial: the
+    loss is its sum over the ranks. Source: Fedus et al. 2021, equation 4.
+    """
+    share_of_choices = counts / counts.sum()  # [experts]
     tokens_of_all_ranks = counts.sum() / k
-    mean_probability = probabilities.sum(0) / tokens_of_all_ranks
+    mean_probability = probabilities.sum(0) / tokens_of_all_ranks  # [experts]
     return len(counts) * (share_of_choices * mean_probability).sum()
 
 
-def sum_over_ranks(net: nn.Module, losses: Tensor) -> Tensor:
-    """Make losses and gradients whole; returns the gradient's norm. An expert's gradient is complete: backward brought
-    it the gradients of its tokens from all ranks. All else is partial: it has seen this rank's tokens alone."""
-    named = list(net.named_parameters())
-    # shard(experts)
-    of_experts = [parameter.grad for name, parameter in named if ".experts." in name]
-    # partial
-    of_all_else = [parameter.grad for name, parameter in named if ".experts." not in name]
-    # partial: each rank has other experts
-    squares_of_experts = nn.utils.get_total_norm(of_experts).square()
-    tensors = [losses, squares_of_experts, *of_all_else]
-    flat = nn.utils.parameters_to_vector(tensors)  # for one call instead of many
-    dist.all_reduce(flat)
-    nn.utils.vector_to_parameters(flat, tensors)  # replicate
-    # all else counts once
-    return (squares_of_experts + nn.utils.get_total_norm(of_all_else).square()).sqrt()
+def capacity(counts: Tensor, factor: float | None) -> int | None:
+    """Return how many rows an expert takes: `factor` times an equal share of all choices.
+
+    Without a factor it takes all rows, and the result is None.
+    """
+    if factor is None:
+        return None
+    return math.ceil(factor * counts.sum().item() / counts.shape[-1])
 
 
-def build(
-    kind: type[Mixture], config: shapes.Config, args, capacity_factor: float | None, device
-) -> nn.Module:
-    """lm/model.py with mixtures. Experts are 1/k as wide as the MLP: a token uses as many weights as before."""
-    expert = dataclasses.replace(config, intermediate_size=config.intermediate_size // args.top_k)
-    with torch.device("meta"):
-        net = model.Transformer(config)
-        for block in net.model.layers.values():
-            block.mlp = kind(expert, list(range(args.experts)), args.top_k, capacity_factor)
-    net.to_empty(device=device)
-    net.tie_weights()  # to_empty has made two matrices of one
-    init_weights(net, seed=0)
-    return net
+# --- 2. by hand: the experts on all ranks
 
 
-def backward(
+class AllToAll(torch.autograd.Function):
+    """Send rows to other ranks. Backward sends the gradient of each row back to where it was.
+
+    The first to_ranks[0] rows go to rank 0, the next to_ranks[1] rows to rank 1, and so on. The
+    result starts with the from_ranks[0] rows that rank 0 has sent.
+    """
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, to_ranks: list[int], from_ranks: list[int]) -> Tensor:
+        ctx.to_ranks = to_ranks
+        ctx.from_ranks = from_ranks
+        received = rows.new_empty(sum(from_ranks), rows.shape[1])
+        dist.all_to_all_single(received, rows.contiguous(), from_ranks, to_ranks)
+        return received
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:
+        received = gradient.new_empty(sum(ctx.to_ranks), gradient.shape[1])
+        dist.all_to_all_single(received, gradient.contiguous(), ctx.to_ranks, ctx.from_ranks)
+        return received, None, None
+
+
+class ParallelMixture(Mixture):
+    """The same over all ranks: tokens are shard(tokens), and experts are shard(experts)."""
+
+    def forward(self, x: Tensor) -> Tensor:  # [batch, length, hidden] in and out
+        rank = dist.get_rank()
+        tokens = x.flatten(0, 1)  # [tokens, hidden], shard(tokens)
+        routing = self.route(tokens)
+        self.routing = routing
+
+        # All ranks learn how many choices of each rank fell on each expert: [ranks, experts].
+        counts = routing.counts.new_empty(dist.get_world_size(), len(routing.counts))
+        all_gather_single(counts.view(-1), routing.counts)  # shard(ranks) to replicate
+        self.balance_loss = balance_loss(routing.probabilities, counts.sum(0), self.k)
+        # The CPU needs these numbers for the sizes of the all-to-alls, so it waits for the GPU.
+        counts = counts.cpu()
+        self.kept = keep_within_capacity(counts, self.capacity_factor)  # [ranks, experts]
+
+        # The choices of this rank that are kept, ordered by expert and then by token. A choice is
+        # the number token * k + place.
+        order = routing.choices.flatten().argsort(stable=True)  # [tokens * k]
+        choices_by_expert = order.split(counts[rank].tolist())
+        kept_choices = []
+        for choices, count in zip(choices_by_expert, self.kept[rank].tolist(), strict=True):
+            kept_choices.append(choices[:count])
+        kept_choices = torch.cat(kept_choices)  # [rows]
+        token = kept_choices // self.k  # [rows]
+
+        outputs = self.run_experts(tokens[token], self.kept)  # [rows, hidden]
+        weighted = outputs * routing.weights.flatten()[kept_choices].unsqueeze(-1)
+        mixed = torch.zeros_like(tokens).index_add(0, token, weighted)
+        return mixed.view_as(x)
+
+    def run_experts(self, rows: Tensor, kept: Tensor) -> Tensor:
+        """Return the expert's output for each row, [rows, hidden]. The rows are ordered by expert.
+
+        kept is [ranks, experts]: how many rows each rank has for each expert.
+        """
+        exchange = plan_exchange(kept)
+        received = AllToAll.apply(rows, exchange.to_ranks, exchange.from_ranks)  # dispatch
+        # The rows come ordered by rank and then by expert. An expert takes those of all ranks.
+        order = exchange.order.to(rows.device)
+        outputs = self.experts(received[order], exchange.counts)
+        outputs = outputs[order.argsort()]  # ordered by rank again
+        return AllToAll.apply(outputs, exchange.from_ranks, exchange.to_ranks)  # combine
+
+
+def keep_within_capacity(counts: Tensor, factor: float | None) -> Tensor:
+    """Return how many of these choices the experts take. Both are [ranks, experts].
+
+    Rank 0 has the first tokens of the batch. Each rank gets what the ranks before it have left, so
+    the same choices are dropped on any number of ranks.
+    """
+    if factor is None:
+        return counts
+    of_ranks_before = counts.cumsum(0) - counts
+    free = (capacity(counts, factor) - of_ranks_before).clamp(min=0)
+    return counts.minimum(free)
+
+
+class Exchange(NamedTuple):
+    """The sizes of dispatch on this rank. Combine has the same, the other way round."""
+
+    to_ranks: list[int]  # rows to each rank
+    from_ranks: list[int]  # rows from each rank
+    order: Tensor  # the received rows by expert, [received rows]
+    counts: list[int]  # received rows for each of this rank's experts
+
+
+def plan_exchange(kept: Tensor) -> Exchange:
+    """Return who sends how many rows to whom. kept is [ranks, experts], on the CPU."""
+    ranks, experts = kept.shape
+    rank = dist.get_rank()
+    # The owner of an expert is the rank that holds it. Each part is [ranks, experts of an owner].
+    kept_by_owner = kept.split(experts_per_rank(experts, ranks), dim=1)
+    to_ranks = [kept_of_owner[rank].sum().item() for kept_of_owner in kept_by_owner]
+    my_kept = kept_by_owner[rank]  # [ranks, my experts]
+    from_ranks = my_kept.sum(1).tolist()
+    # Rank 0 sends its rows for my first expert, for my second, and so on; then rank 1 does.
+    my_experts = torch.arange(my_kept.shape[1], device=kept.device)
+    expert_of_row = my_experts.repeat(ranks).repeat_interleave(my_kept.flatten())
+    order = expert_of_row.argsort(stable=True)
+    return Exchange(to_ranks, from_ranks, order, counts=my_kept.sum(0).tolist())
+
+
+def shard_by_hand(net: nn.Module) -> None:
+    """Keep the experts of this rank only. The last rank may have fewer than the others."""
+    rank = dist.get_rank()
+    for mixture in mixtures(net):
+        for name, stack in list(mixture.experts.named_parameters()):
+            shards = stack.detach().split(experts_per_rank(len(stack), dist.get_world_size()))
+            setattr(mixture.experts, name, nn.Parameter(shards[rank].clone()))
+
+
+# --- 3. with DTensor
+
+
+class ExpertParallel(ParallelStyle):
+    """Shard the stacks of Experts. Dispatch what goes into forward, and combine what comes out.
+
+    parallelize_module applies it to a module, and distribute_module makes hooks of dispatch and
+    combine: the module itself knows nothing of ranks.
+    """
+
+    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        return distribute_module(module, mesh, self.shard, self.dispatch, self.combine)
+
+    def shard(self, module_name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        """Replace the parameters by DTensors, each sharded by experts."""
+        for name, stack in list(module.named_parameters(recurse=False)):
+            # src_data_rank=None: every rank has the full stack, so rank 0 need not send it.
+            sharded = distribute_tensor(stack, mesh, [Shard(0)], src_data_rank=None)
+            setattr(module, name, nn.Parameter(sharded))
+
+    def dispatch(
+        self, module: nn.Module, inputs: tuple[Tensor, Tensor], mesh: DeviceMesh
+    ) -> tuple[Tensor, list[int]]:
+        """Turn (rows, kept) of run_experts into the arguments of Experts.forward."""
+        rows, kept = inputs
+        exchange = plan_exchange(kept)
+        received = all_to_all_with_backward(
+            rows, exchange.from_ranks, exchange.to_ranks, mesh.get_group()
+        )
+        self.exchange = exchange  # combine comes next
+        return received[exchange.order.to(rows.device)], exchange.counts
+
+    def combine(self, module: nn.Module, outputs: Tensor, mesh: DeviceMesh) -> Tensor:
+        """Send the results back to the ranks of their tokens."""
+        exchange = self.exchange
+        outputs = outputs[exchange.order.to(outputs.device).argsort()]
+        return all_to_all_with_backward(
+            outputs, exchange.to_ranks, exchange.from_ranks, mesh.get_group()
+        )
+
+
+class MixtureOfDTensors(ParallelMixture):
+    """ParallelMixture without messages in run_experts: ExpertParallel adds them."""
+
+    def run_experts(self, rows: Tensor, kept: Tensor) -> Tensor:
+        """Return the expert's output for each row, [rows, hidden]."""
+        return self.experts(rows, kept)
+
+
+def shard_by_torch(net: nn.Module, device: torch.device) -> None:
+    """Shard the experts of every layer with parallelize_module."""
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    parallelize_module(net, mesh, {"model.layers.*.mlp.experts": ExpertParallel()})
+
+
+# --- 4. a training step
+
+
+def forward_backward(
     net: nn.Module, inputs: Tensor, targets: Tensor, balance_weight: float, ranks: int
 ) -> Tensor:
-    """Forward and backward of these tokens, as one of `ranks` equal parts of the batch. Returns its part of the mean
-    losses, cross-entropy and balance: partial, and so gradients only ever add up."""
+    """Compute gradients from one of `ranks` equal parts of a batch.
+
+    Return its share of the mean cross-entropy and of the balance loss, [2]. The losses and the
+    gradients are partial: those of the batch are the sums over the ranks.
+    """
     cross_entropy = net(inputs, targets) / ranks
     balance = torch.stack([mixture.balance_loss for mixture in mixtures(net)]).sum()
     (cross_entropy + balance_weight * balance).backward()
     return torch.stack([cross_entropy, balance]).detach()
 
 
+def sum_over_ranks(net: nn.Module, losses: Tensor) -> Tensor:
+    """Sum losses and gradients over the ranks, in place. Return the norm of all gradients.
+
+    The gradient of an expert is complete: backward has brought it the gradients of its rows from
+    all ranks. Other gradients are partial: they are of this rank's tokens.
+    """
+    dist.all_reduce(losses)
+    of_experts = []
+    of_others = []
+    for name, parameter in net.named_parameters():
+        if ".experts." in name:
+            of_experts.append(parameter.grad)  # shard(experts)
+        else:
+            dist.all_reduce(parameter.grad)  # partial to replicate
+            of_others.append(parameter.grad)
+
+    norm_of_experts = nn.utils.get_total_norm(of_experts)
+    if isinstance(norm_of_experts, DTensor):
+        squares_of_experts = norm_of_experts.full_tensor().square()  # of the experts of all ranks
+    else:
+        squares_of_experts = norm_of_experts.square()  # of this rank's experts: partial
+        dist.all_reduce(squares_of_experts)
+    squares_of_others = nn.utils.get_total_norm(of_others).square()  # replicate, so it counts once
+    return (squares_of_experts + squares_of_others).sqrt()
+
+
+def update(net: nn.Module, optimizer: torch.optim.Optimizer, norm: Tensor) -> None:
+    """Clip the gradients by the norm of all of them, and take a step."""
+    # foreach=False, here and in the optimizer: no kernel takes DTensors and other tensors together.
+    nn.utils.clip_grads_with_norm_(net.parameters(), 1.0, norm, foreach=False)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+# --- 5. the comparison
+
 # The weight of the balance loss, and whether experts have a capacity.
-WAYS = {
+VARIANTS = {
     "no balance loss": (0.0, False),
     "balance loss": (0.01, False),
     "balance loss, capacity": (0.01, True),
 }
 
 
+def build(
+    kind: type[Mixture], config: shapes.Config, args, capacity_factor: float | None, device
+) -> model.Transformer:
+    """Build lm/model.py with a mixture in place of each MLP. Its weights are not initialized.
+
+    An expert is 1/k as wide as the MLP, so a token uses as many weights as before.
+    """
+    config_of_expert = dataclasses.replace(
+        config, intermediate_size=config.intermediate_size // args.top_k
+    )
+    with torch.device("meta"):
+        net = model.Transformer(config)
+        for block in net.model.layers.values():
+            block.mlp = kind(config_of_expert, args.experts, args.top_k, capacity_factor)
+    net.to_empty(device=device)
+    net.tie_weights()  # to_empty has made two matrices of one
+    return net
+
+
 def run(
-    way: str,
+    variant: str,
     config: shapes.Config,
     batches: list[tuple[Tensor, Tensor]],
     args,
     device: torch.device,
 ) -> dict:
-    """Train over the ranks, and on this rank alone with all experts and all tokens: each step must be the same."""
-    balance_weight, limited = WAYS[way]
-    factor = args.capacity_factor if limited else None
-    net, one_process = (
-        build(kind, config, args, factor, device) for kind in (ParallelMixture, Mixture)
-    )
-    # SGD moves by the gradient itself. Adam divides by its size and would hide one that is N times too large.
-    optimizers = [
-        torch.optim.SGD(one.parameters(), lr=0.05, momentum=0.9) for one in (net, one_process)
-    ]
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    steps, sent = [], measure.Traffic()
-    for batch in batches:
-        with sent:
-            losses = backward(
-                net,
-                *(tensor.chunk(world_size)[rank] for tensor in batch),
-                balance_weight,
-                world_size,
-            )
-            norm = sum_over_ranks(net, losses)
-        helper.use_choices_of_ranks(one_process, net)
-        expected_losses = backward(one_process, *batch, balance_weight, ranks=1)
-        expected_norm = nn.utils.get_total_norm(
-            [parameter.grad for parameter in one_process.parameters()]
+    """Train by hand, with DTensor and on one process, and compare each step. Return the row.
+
+    One process has all experts and all tokens. Every rank must call this.
+    """
+    balance_weight, has_capacity = VARIANTS[variant]
+    capacity_factor = args.capacity_factor if has_capacity else None
+    one_process = build(Mixture, config, args, capacity_factor, device)
+    by_hand = build(ParallelMixture, config, args, capacity_factor, device)
+    by_torch = build(MixtureOfDTensors, config, args, capacity_factor, device)
+    init_weights(one_process, seed=0)
+    for net in (by_hand, by_torch):
+        net.load_state_dict(one_process.state_dict())
+    shard_by_hand(by_hand)
+    shard_by_torch(by_torch, device)
+    optimizers = [helper.make_optimizer(net) for net in (one_process, by_hand, by_torch)]
+
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    steps = []
+    traffic = measure.Traffic()
+    for inputs, targets in batches:
+        my_inputs = inputs.chunk(world_size)[rank]
+        my_targets = targets.chunk(world_size)[rank]
+        with traffic:
+            losses = forward_backward(by_hand, my_inputs, my_targets, balance_weight, world_size)
+            norm = sum_over_ranks(by_hand, losses)
+        torch_losses = forward_backward(by_torch, my_inputs, my_targets, balance_weight, world_size)
+        torch_norm = sum_over_ranks(by_torch, torch_losses)
+        helper.use_choices_of_ranks(one_process, by_hand)
+        full_losses = forward_backward(one_process, inputs, targets, balance_weight, ranks=1)
+        full_norm = nn.utils.get_total_norm([weight.grad for weight in one_process.parameters()])
+
+        step = helper.compare_step(
+            one_process,
+            by_hand,
+            by_torch,
+            full_values=[*full_losses, full_norm],
+            values=[*losses, norm],
+            torch_values=[*torch_losses, torch_norm],
         )
-        steps.append(
-            helper.compare(net, one_process, [*losses, norm], [*expected_losses, expected_norm])
-        )
-        for one, its_norm, optimizer in zip(
-            (net, one_process), (norm, expected_norm), optimizers, strict=True
-        ):
-            nn.utils.clip_grads_with_norm_(one.parameters(), 1.0, its_norm)
-            optimizer.step()
-            optimizer.zero_grad()
-        steps[-1]["errors"].append(helper.make_equal(net, one_process))
+        update(one_process, optimizers[0], full_norm)
+        update(by_hand, optimizers[1], norm)
+        update(by_torch, optimizers[2], torch_norm)
+        helper.compare_weights(step, one_process, by_hand, by_torch)
+        steps.append(step)
     parameters = sum(parameter.numel() for parameter in one_process.parameters())
-    return {"way": way, "parameters": parameters, **helper.summarize(steps, sent)}
+    return {"variant": variant, "parameters": parameters, **helper.summarize(steps, traffic)}
 
 
 def main() -> int:
-    sizes = {
-        "seq_len": 16,
-        "global_batch_size": 24,
-        "experts": 8,
-        "top_k": 2,
-        "capacity_factor": 1.0,
-        "steps": 12,
-    }
-    args = report.lesson_flags(__doc__, model="nano", **sizes)
-    # this and the next raise before any rank starts
+    args = report.lesson_flags(
+        __doc__,
+        gpu=GPU_DEFAULTS,
+        relaunches=True,
+        model="nano",
+        seq_len=16,
+        global_batch_size=24,
+        experts=8,
+        top_k=2,
+        capacity_factor=1.0,
+        steps=8,
+    )
+    # Before relaunch, a wrong flag raises one UserError. After it, every rank would raise it.
     config = shapes.load_config(args.model, 256, args.seq_len)
     helper.check_sizes(args)
-    runtime.relaunch(args.device)
+    runtime.relaunch(args.device)  # plain python becomes torchrun: a rank per GPU, 2 on a CPU
     runtime.seed_all(0, deterministic=True)  # before the group: NCCL reads variables when it starts
     device = runtime.init_process_group(args.device)
-    # the same on every rank
-    whole = data.one_batch(args.steps * args.global_batch_size, args.seq_len, device)
-    batches = [*zip(*(tensor.split(args.global_batch_size) for tensor in whole), strict=True)]
-    rows = [run(way, config, batches, args, device) for way in WAYS]
-    checked = helper.check(rows, config, args)
-    about = {"dtype": "fp32", "parameters": rows[0]["parameters"], "tokens": whole[0].numel()}
-    about |= {"first_loss": rows[1]["losses"][0], "last_loss": rows[1]["last_loss"]}
+
+    # Every rank reads the full batches, and trains on its own sequences.
+    size = args.global_batch_size
+    inputs, targets = data.one_batch(args.steps * size, args.seq_len, device)
+    batches = list(zip(inputs.split(size), targets.split(size), strict=True))
+    rows = [run(variant, config, batches, args, device) for variant in VARIANTS]
     report.end_lesson(
-        rows, columns=helper.COLUMNS, checked=checked, args=args, device=device, **about
+        rows,
+        columns=helper.COLUMNS,
+        checked=helper.check(rows, config, args),
+        args=args,
+        device=device,
+        dtype="fp32",
+        parameters=rows[0]["parameters"],
+        tokens=inputs.numel(),
+        first_loss=rows[1]["losses"][0],
+        last_loss=rows[1]["last_loss"],
     )
     runtime.shutdown()
     return 0

@@ -1,73 +1,114 @@
-"""Pipeline parallelism by hand: a schedule is a list of instructions, and a worker carries it out.
+"""Pipeline parallelism by hand, and by torch.distributed.pipelining: equal losses and gradients.
 
-Each rank holds some of the layers, a stage. A batch is cut into micro-batches, and these pass through the stages one
-after another, forward and then backward. At both ends of a step ranks wait for each other: the bubble. Schedules
-differ in the order of the same work. GPipe (Huang et al. 2019) does all forwards first, and so keeps the activations
-of all micro-batches. 1F1B (PipeDream-flush, Narayanan et al. 2021) has the same bubble, and keeps those of at most as
-many micro-batches as there are stages. Interleaved 1F1B gives each rank v smaller stages: waits are v times shorter,
-and v times as many messages pass. torch.distributed.pipelining then runs the same three.
+Each rank holds some of the layers, a stage. A batch is split into micro-batches. They pass through
+the stages one after another, forward and then backward, so that all stages compute at once. At the
+beginning and at the end of a step ranks wait for each other. This idle time is the bubble.
+
+A schedule is the order in which a rank computes. With m micro-batches and p ranks:
+
+    GPipe             all forwards, then all backwards. Idle: (p-1) / (m+p-1) of the time. Every
+                      rank holds the activations of m micro-batches. (Huang et al. 2019)
+    1F1B              each backward as early as possible. The same idle time, but the activations of
+                      at most p micro-batches. (PipeDream-flush: Narayanan et al. 2021)
+    interleaved 1F1B  each rank has v smaller stages. Idle: (p-1) / (vm+p-1), and about v times as
+                      many messages. (Narayanan et al. 2021, section 2.2)
 
     laptop    python 08_model_parallel/pipeline_parallel.py
               torchrun --nproc_per_node=3 08_model_parallel/pipeline_parallel.py --steps 2
-    one node  torchrun --nproc_per_node=8 08_model_parallel/pipeline_parallel.py --seq-len 512 --micro-batch-size 4
-    cluster   the same on every node, with --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400
+    one node  torchrun --nproc_per_node=8 08_model_parallel/pipeline_parallel.py
+    cluster   the same on each node, with --nnodes=4 --rdzv-backend=c10d
+              --rdzv-endpoint=$HEAD:29400
 
-All is in fp32, and every rank also trains the whole model, to compare: one device must hold it. Sequences have unequal
-lengths here, so micro-batches have unequal numbers of tokens, and the mean of their losses is not the loss.
+Everything is in fp32. Every rank also trains the full model, to compare: it must fit on one device.
+The sequences have unequal lengths, so the micro-batches have unequal numbers of tokens, and the
+mean of their losses is not the loss of the batch.
 
-Look for: the picture, one letter per unit of time; the share of idle units; the micro-batches that a rank holds,
-and the bytes that this takes. Before: tensor_parallel.py. Next: context_parallel.py.
+What to look at: the picture, with one letter per unit of time; the share of idle units; how many
+micro-batches a rank holds, and the bytes of their activations.
+
+On GPUs the default model is wide: 2 of its layers on each GPU. Expected on 8 H100s from the data
+sheet (67 TFLOP/s in fp32, NVLink 450 GB/s): the arithmetic of a micro-batch takes a rank at least
+5.5 ms, and a message of 6.3 MB takes 14 us. A step of 32 micro-batches takes at least 214 ms with
+GPipe and 1F1B, of which 38 ms are the bubble, and 195 ms interleaved.
+
+Previous: tensor_parallel.py. Next: context_parallel.py.
 """
 
 import sys
-from collections import deque
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
-from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 import _pipeline_parallel as helper
-from _pipeline_parallel import LARGEST_NORM, Stage, loss_share
+from _stages import keep_stage
 
 from common import exits, measure, report, runtime
-from lm import shapes
+from lm import model, shapes, weights
+
+GPU_DEFAULTS = {"model": "untied-wide", "seq_len": 512}
+
+# --- 1. schedules: the order in which a rank computes
 
 
 class Instruction(NamedTuple):
-    """Forward, Backward, SendActivations, ReceiveActivations, SendGradients or ReceiveGradients of a micro-batch.
-    A rank may have several stages: its chunk c is stage c * ranks + rank. With 2 ranks, rank 1 has stages 1 and 3."""
+    """One action of a rank on one micro-batch.
+
+    Forward and Backward compute a stage. SendActivations, ReceiveActivations, SendGradients and
+    ReceiveGradients move a tensor between a stage and its neighbour.
+    """
 
     name: str
     micro_batch: int
-    chunk: int = 0
+    stage: int  # with several stages per rank, stage s is on rank s % ranks
 
 
 def gpipe(rank: int, ranks: int, micro_batches: int) -> list[Instruction]:
-    """(1) All forwards, then all backwards. The activations of every micro-batch wait in memory for their backward."""
-    forwards = [Instruction("Forward", i) for i in range(micro_batches)]
-    backwards = [Instruction("Backward", i) for i in range(micro_batches)]
+    """Return all forwards, then all backwards."""
+    forwards = [Instruction("Forward", i, rank) for i in range(micro_batches)]
+    backwards = [Instruction("Backward", i, rank) for i in range(micro_batches)]
     return forwards + backwards
 
 
 def one_forward_one_backward(rank: int, ranks: int, micro_batches: int) -> list[Instruction]:
-    """(2) Each backward as soon as possible. In (1) a rank keeps all micro-batches, here at most `ranks - rank`."""
-    forwards = [Instruction("Forward", i) for i in range(micro_batches)]
-    backwards = [Instruction("Backward", i) for i in range(micro_batches)]
-    # The first backward can start when the first micro-batch has been to the last rank and come back.
+    """Return each backward as early as possible."""
+    forwards = [Instruction("Forward", i, rank) for i in range(micro_batches)]
+    backwards = [Instruction("Backward", i, rank) for i in range(micro_batches)]
+    # The first micro-batch goes on to the last rank, and its gradient comes back. Meanwhile this
+    # rank computes one more forward for each rank behind it.
     return alternate(forwards, backwards, warm_up=ranks - rank - 1)
+
+
+def interleaved(rank: int, ranks: int, micro_batches: int, chunks: int) -> list[Instruction]:
+    """Return the order of a rank with `chunks` stages: rank, rank + ranks, rank + 2 * ranks, ...
+
+    `ranks` micro-batches pass the rank's first stage, then its second, and so on. Therefore `ranks`
+    must divide the number of micro-batches.
+    """
+    stages = range(rank, ranks * chunks, ranks)
+    forwards = []
+    backwards = []
+    for first in range(0, micro_batches, ranks):
+        group = range(first, first + ranks)
+        for stage in stages:
+            forwards += [Instruction("Forward", i, stage) for i in group]
+        for stage in reversed(stages):
+            backwards += [Instruction("Backward", i, stage) for i in group]
+    warm_up = 2 * (ranks - rank - 1) + (chunks - 1) * ranks  # Narayanan et al. 2021, section 2.2
+    return alternate(forwards, backwards, min(warm_up, len(forwards)))
 
 
 def alternate(
     forwards: list[Instruction], backwards: list[Instruction], warm_up: int
 ) -> list[Instruction]:
-    """`warm_up` forwards, then one forward and one backward in turn, then the backwards that are left."""
+    """Return `warm_up` forwards, then a forward and a backward in turn, then more backwards."""
     order = forwards[:warm_up]
     pairs = len(forwards) - warm_up
     for forward, backward in zip(forwards[warm_up:], backwards[:pairs], strict=True):
@@ -75,214 +116,401 @@ def alternate(
     return order + backwards[pairs:]
 
 
-def interleaved(rank: int, ranks: int, micro_batches: int, chunks: int) -> list[Instruction]:
-    """(3) As (2) with `chunks` smaller stages on each rank: waiting for one takes less time. `ranks` micro-batches go
-    through the first chunk, then through the next; so `ranks` must divide the number of micro-batches."""
-    forwards = []
-    backwards = []
-    for first in range(0, micro_batches, ranks):
-        for chunk in range(chunks):
-            group = range(first, first + ranks)
-            forwards += [Instruction("Forward", i, chunk) for i in group]
-            backwards += [Instruction("Backward", i, chunks - 1 - chunk) for i in group]
-    warm_up = 2 * (ranks - rank - 1) + (chunks - 1) * ranks  # Narayanan et al. 2021, section 2.2
-    return alternate(forwards, backwards, min(warm_up, len(forwards)))
+# --- 2. time: when each rank computes, if messages take no time
+
+# Units of time, for one stage: backward has twice as many matmuls as forward.
+DURATION = {"Forward": 1, "Backward": 2}
 
 
-def add_messages(orders: list[list[Instruction]]) -> list[list[list[Instruction]]]:
-    """The complete list of each rank: what it computes, and the messages between, in batches. NCCL carries out a rank's
-    calls in one order, that of the program: a message must not wait behind one that goes the other way, and two ranks
-    that both send first would wait for ever. So what is ready at the same time, by `timelines`, is one call."""
+def input_of(instruction: Instruction, last_stage: int) -> Instruction | None:
+    """Return the instruction that must be done before this one, or None if there is none."""
+    name, micro_batch, stage = instruction
+    if name == "Forward":
+        return Instruction("Forward", micro_batch, stage - 1) if stage > 0 else None
+    if stage == last_stage:
+        return Instruction("Forward", micro_batch, stage)  # it has computed the loss
+    return Instruction("Backward", micro_batch, stage + 1)
+
+
+def simulate(orders: list[list[Instruction]]) -> list[list[tuple[Instruction, int, int]]]:
+    """Return the timeline of each rank: its instructions, each with its start and its end.
+
+    A rank starts an instruction when it is done with the one before, and the input is there. Raise
+    AssertionError if the ranks wait for each other forever.
+    """
+    last_stage = max(instruction.stage for instruction in orders[-1])
+    end_of: dict[Instruction, int] = {}
+    timelines = [[] for _ in orders]
+    while len(end_of) < sum(len(order) for order in orders):
+        done_before = len(end_of)
+        for order, timeline in zip(orders, timelines, strict=True):
+            rank_is_free = timeline[-1][2] if timeline else 0  # the end of its last instruction
+            for instruction in order[len(timeline) :]:
+                needed = input_of(instruction, last_stage)
+                if needed is not None and needed not in end_of:
+                    break  # another rank has to compute it
+                start = max(rank_is_free, end_of.get(needed, 0))
+                rank_is_free = start + DURATION[instruction.name]
+                end_of[instruction] = rank_is_free
+                timeline.append((instruction, start, rank_is_free))
+        assert len(end_of) > done_before, "deadlock: each rank waits for another"
+    return timelines
+
+
+# --- 3. messages: activations to the next stage, gradients to the previous one
+
+
+def messages_of(instruction: Instruction, last_stage: int) -> list[Instruction]:
+    """Return the send and the receive of an instruction's result. It may need neither."""
+    name, micro_batch, stage = instruction
+    if name == "Forward" and stage < last_stage:
+        return [
+            Instruction("SendActivations", micro_batch, stage),
+            Instruction("ReceiveActivations", micro_batch, stage + 1),
+        ]
+    if name == "Backward" and stage > 0:
+        return [
+            Instruction("SendGradients", micro_batch, stage),
+            Instruction("ReceiveGradients", micro_batch, stage - 1),
+        ]
+    return []
+
+
+def add_messages(orders: list[list[Instruction]]) -> list[list[Instruction | list[Instruction]]]:
+    """Return the program of each rank: its order, and between its instructions lists of messages.
+
+    NCCL carries out the calls of a rank in the order in which they were made. If two ranks first
+    send to each other and then receive, both wait forever. So the programs of all ranks are made
+    together, in the order of time. Messages that are ready at the same time are one list, and its
+    sends and receives start together.
+    """
     ranks = len(orders)
-    last_stage = ranks * (1 + max(instruction.chunk for instruction in orders[0])) - 1
+    last_stage = max(instruction.stage for instruction in orders[-1])
+    done_at = defaultdict(list)  # time: the instructions that end then
+    for timeline in simulate(orders):
+        for instruction, _, end in timeline:
+            done_at[end].append(instruction)
+
     programs = [[] for _ in orders]
-    by_end = [
-        (end, rank, *work)
-        for rank, line in enumerate(helper.timelines(orders))
-        for *work, _, end in line
-    ]
-    for _, works in groupby(sorted(by_end), key=itemgetter(0)):
-        batches = [[] for _ in orders]
-        for _, rank, name, micro_batch, chunk in works:
-            programs[rank].append([Instruction(name, micro_batch, chunk)])
-            what, step = ("Activations", 1) if name == "Forward" else ("Gradients", -1)
-            to_stage = chunk * ranks + rank + step
-            if 0 <= to_stage <= last_stage:
-                to_chunk, to_rank = divmod(to_stage, ranks)
-                batches[rank].append(Instruction(f"Send{what}", micro_batch, chunk))
-                batches[to_rank].append(Instruction(f"Receive{what}", micro_batch, to_chunk))
-        for program, batch in zip(programs, batches, strict=True):
-            program += [batch] if batch else []
+    for end in sorted(done_at):
+        messages = [[] for _ in orders]  # of each rank
+        for instruction in done_at[end]:
+            programs[instruction.stage % ranks].append(instruction)
+            for message in messages_of(instruction, last_stage):
+                messages[message.stage % ranks].append(message)
+        for program, messages_of_rank in zip(programs, messages, strict=True):
+            if messages_of_rank:
+                program.append(messages_of_rank)
     return programs
 
 
-def execute(
-    program: list[list[Instruction]],
-    stages: list[Stage],
-    tokens: int,
-    inputs: Tensor,
-    targets: Tensor,
-) -> tuple[Tensor, int]:
-    """Carry out a rank's list on [micro-batches, sequences, length]. `tokens` of the targets are no padding. Returns
-    the rank's part of the loss, and the largest number of micro-batches whose activations it has held at once."""
-    ranks = dist.get_world_size()
-    loss = torch.zeros((), device=inputs.device)
-    outgoing, receiving = {}, {}  # by message; a buffer must not be read before its batch has come
-    on_their_way = deque()  # a tensor that is sent must neither change nor be freed
-    kept = {}  # inputs and outputs, from a forward to its backward
-    most_held = 0
+# --- 4. a rank at work
 
-    def exchange(batch: list[Instruction]) -> None:
-        operations, works = [], []
-        for message in batch:
-            to_next = message.name in ("SendActivations", "ReceiveGradients")
-            peer = (stages[message.chunk].number + (1 if to_next else -1)) % ranks
-            if message.name.startswith("Send"):
-                operations.append(dist.P2POp(dist.isend, outgoing.pop(message), peer))
-                continue
-            # All messages have the shape of this buffer: a shorter one would be accepted without an error.
-            buffer = torch.empty(
-                *inputs.shape[1:], stages[0].net.config.hidden_size, device=inputs.device
-            )
-            receiving[message] = buffer, works
-            operations.append(dist.P2POp(dist.irecv, buffer, peer))
-        works += dist.batch_isend_irecv(operations)
-        on_their_way.append((works, operations))
-        if len(on_their_way) > ranks:
-            wait_for(on_their_way.popleft()[0])  # the oldest, most likely done
 
-    def wait_for(works: list[dist.Work]) -> None:
-        while works:  # once each
-            works.pop().wait()
+def build_stage(
+    config: shapes.Config, number: int, stages: int, device: torch.device
+) -> model.Transformer:
+    """Build the layers of one stage, without memory for the others. Stage 0 of 1 is the model."""
+    with torch.device("meta"):
+        net = model.Transformer(config)
+    keep_stage(net, number, stages)
+    net.to_empty(device=device)
+    weights.init_weights(net, seed=0)  # a weight depends on its name alone, not on its stage
+    for parameter in net.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    return net
 
-    def received(name: str) -> Tensor:
-        buffer, works = receiving.pop((name, *key))
-        wait_for(works)
-        return buffer
 
-    for step in program:
-        name, *key = step[0]
-        micro_batch, chunk = key
-        stage = stages[chunk]
-        if name == "Forward":
-            x = (
-                inputs[micro_batch]
-                if stage.number == 0
-                else received("ReceiveActivations").requires_grad_()
-            )
-            y = stage.net(x)
-            if stage.is_last:
-                y = loss_share(y, targets[micro_batch], tokens)
-                loss += y.detach()
-            kept[micro_batch, chunk] = x, y
-            outgoing["SendActivations", *key] = y.detach().contiguous()
-            most_held = max(most_held, len(kept))
-        elif name == "Backward":
-            gradient = None if stage.is_last else received("ReceiveGradients")
-            x, y = kept.pop((micro_batch, chunk))
-            y.backward(gradient)  # adds to the weights' gradients, which need no other factor
-            outgoing["SendGradients", *key] = x.grad
+def loss_share(logits: Tensor, targets: Tensor, tokens: int) -> Tensor:
+    """Return the share of a micro-batch in the mean loss over the `tokens` targets of the batch.
+
+    The shares add up to the loss, and their gradients to its gradient. Means over micro-batches do
+    not: in a micro-batch of few tokens each token would count more.
+    """
+    loss_sum = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    return loss_sum / tokens
+
+
+class Transfer:
+    """Messages on their way. Until they are done, their tensors must not change or be freed."""
+
+    def __init__(self, operations: list[dist.P2POp]) -> None:
+        self.operations = operations  # these hold the tensors
+        self.works = dist.batch_isend_irecv(operations)  # returns at once
+
+    def wait(self) -> None:
+        """Wait for all messages, and let go of their tensors. On a GPU only the stream waits."""
+        for work in self.works:
+            work.wait()
+        self.works = []  # a work of gloo must be waited for only once
+        self.operations = []
+
+
+class Worker:
+    """Carry out the program of a rank. `stages` are the stages of this rank, by number."""
+
+    def __init__(self, stages: dict[int, nn.Module], last_stage: int, tokens: int) -> None:
+        self.stages = stages
+        self.last_stage = last_stage
+        self.tokens = tokens  # targets of a batch, without padding
+        self.hidden_size = next(iter(stages.values())).config.hidden_size
+        self.most_held = 0  # micro-batches whose activations were in memory at once
+
+    def step(
+        self, program: list[Instruction | list[Instruction]], inputs: Tensor, targets: Tensor
+    ) -> Tensor:
+        """Compute the gradients of a batch. Return this rank's share of the loss.
+
+        inputs and targets are [micro-batches, sequences, tokens]. The share is 0 on a rank without
+        the last stage.
+        """
+        self.inputs = inputs
+        self.targets = targets
+        self.loss = torch.zeros((), device=inputs.device)
+        self.held = {}  # (micro-batch, stage): input and output, from its forward to its backward
+        self.results = {}  # by the message that will send them
+        self.buffers = {}  # by the message that fills them, each with its transfer
+        self.transfers = []
+        for entry in program:
+            if isinstance(entry, list):
+                self.start_transfer(entry)
+            elif entry.name == "Forward":
+                self.forward(entry.micro_batch, entry.stage)
+            else:
+                self.backward(entry.micro_batch, entry.stage)
+        for transfer in self.transfers:
+            transfer.wait()
+        return self.loss
+
+    def forward(self, micro_batch: int, stage: int) -> None:
+        """Compute a stage of a micro-batch."""
+        if stage == 0:
+            x = self.inputs[micro_batch]  # [sequences, tokens]
         else:
-            exchange(step)
-    for works, _ in on_their_way:
-        wait_for(works)
-    return loss, most_held
+            x = self.receive("ReceiveActivations", micro_batch, stage)
+            x.requires_grad_()  # [sequences, tokens, hidden]
+        y = self.stages[stage](x)  # [sequences, tokens, hidden]; the last stage returns logits
+        if stage == self.last_stage:
+            y = loss_share(y, self.targets[micro_batch], self.tokens)
+            self.loss += y.detach()
+        else:
+            message = Instruction("SendActivations", micro_batch, stage)
+            self.results[message] = y.detach().contiguous()
+        self.held[micro_batch, stage] = (x, y)
+        self.most_held = max(self.most_held, len(self.held))
+
+    def backward(self, micro_batch: int, stage: int) -> None:
+        """Add to the gradients of a stage, and compute the gradient of its input."""
+        x, y = self.held.pop((micro_batch, stage))
+        if stage == self.last_stage:
+            y.backward()  # y is a share of the loss
+        else:
+            gradient = self.receive("ReceiveGradients", micro_batch, stage)
+            y.backward(gradient)  # both are [sequences, tokens, hidden]
+        if stage > 0:
+            message = Instruction("SendGradients", micro_batch, stage)
+            self.results[message] = x.grad.contiguous()
+
+    def start_transfer(self, messages: list[Instruction]) -> None:
+        """Start to send and to receive these messages, all at once."""
+        ranks = dist.get_world_size()
+        operations = []
+        buffers = {}
+        for message in messages:
+            if message.name in ("SendActivations", "ReceiveGradients"):
+                other_rank = (message.stage + 1) % ranks
+            else:
+                other_rank = (message.stage - 1) % ranks
+            if message.name.startswith("Send"):
+                result = self.results.pop(message)
+                operations.append(dist.P2POp(dist.isend, result, other_rank))
+            else:
+                # The size is not sent. gloo takes a message that is too short without an error.
+                shape = (*self.inputs.shape[1:], self.hidden_size)
+                buffers[message] = torch.empty(shape, device=self.inputs.device)
+                operations.append(dist.P2POp(dist.irecv, buffers[message], other_rank))
+
+        transfer = Transfer(operations)
+        for message, buffer in buffers.items():
+            self.buffers[message] = (buffer, transfer)
+        self.transfers.append(transfer)
+        if len(self.transfers) > ranks:
+            self.transfers.pop(0).wait()  # the oldest: it is most likely done
+
+    def receive(self, name: str, micro_batch: int, stage: int) -> Tensor:
+        """Return the tensor of a message when it has arrived."""
+        buffer, transfer = self.buffers.pop(Instruction(name, micro_batch, stage))
+        transfer.wait()
+        return buffer
 
 
 def clip_over_stages(parameters: list[nn.Parameter]) -> None:
-    """Clip by the norm of all stages' gradients together: a rank alone would clip by the norm of its own."""
-    squared_norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters]) ** 2
+    """Clip by the norm of the gradients of all stages. A rank's own norm would be another one."""
+    norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters])
+    squared_norm = norm**2
     dist.all_reduce(squared_norm)
-    nn.utils.clip_grads_with_norm_(parameters, LARGEST_NORM, squared_norm.sqrt())
+    nn.utils.clip_grads_with_norm_(parameters, helper.LARGEST_NORM, squared_norm.sqrt())
+
+
+# --- 5. the same schedules of torch.distributed.pipelining
+
+
+class TorchWorker:
+    """Do what Worker does, with torch's stages and schedules."""
+
+    def __init__(
+        self, name: str, stages: dict[int, nn.Module], stage_count: int, baseline: helper.Baseline
+    ) -> None:
+        from torch.distributed import pipelining  # takes a second, so only where it is needed
+
+        torch_stages = []
+        for number, net in stages.items():
+            stage = pipelining.PipelineStage(net, number, stage_count, baseline.device)
+            torch_stages.append(stage)
+        options = {
+            "n_microbatches": baseline.micro_batches,
+            "loss_fn": partial(loss_share, tokens=baseline.tokens),
+            # By default gradients are divided by the number of micro-batches: a mean of means.
+            "scale_grads": False,
+        }
+        if name == "GPipe":
+            self.schedule = pipelining.ScheduleGPipe(torch_stages[0], **options)
+        elif name == "1F1B":
+            self.schedule = pipelining.Schedule1F1B(torch_stages[0], **options)
+        else:
+            self.schedule = pipelining.ScheduleInterleaved1F1B(torch_stages, **options)
+        self.has_first = 0 in stages
+        self.has_last = stage_count - 1 in stages
+
+    def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Compute the gradients of a batch. Return this rank's share of the loss."""
+        args = []
+        kwargs = {}
+        losses = []
+        if self.has_first:
+            args = [inputs.flatten(0, 1)]  # torch splits the batch into micro-batches itself
+        if self.has_last:
+            kwargs = {"target": targets.flatten(0, 1), "losses": losses}
+        self.schedule.step(*args, **kwargs, return_outputs=False)
+        return sum(losses, torch.zeros((), device=inputs.device)).detach()
+
+
+# --- 6. the comparison
+
+
+class Schedule(NamedTuple):
+    """A schedule, and how many stages it puts on a rank."""
+
+    name: str
+    order: Callable[[int, int, int], list[Instruction]]
+    stages_per_rank: int = 1
 
 
 def run(
-    name: str, schedule: Callable, chunks: int, by_torch: bool, baseline: helper.Baseline
-) -> dict:
-    """A row: train under a schedule, and compare each step with one process. Every rank must call it."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    stage_numbers = range(rank, ranks * chunks, ranks)
-    stages = [
-        helper.build_stage(baseline.config, number, ranks * chunks, baseline.device)
-        for number in stage_numbers
-    ]
-    orders = [schedule(each, ranks, baseline.micro_batches) for each in range(ranks)]
-    programs = add_messages(orders)
-    by_hand = partial(execute, programs[rank], stages, baseline.tokens)
-    step = helper.torch_step(name, stages, baseline) if by_torch else by_hand
-    parameters = [parameter for stage in stages for parameter in stage.net.parameters()]
-    optimizer = helper.make_optimizer(parameters)
-    losses, errors = [], []
-    for (inputs, targets), expected in zip(baseline.batches, baseline.gradients, strict=True):
-        with measure.LiveBytes(device=baseline.device) as live:  # the last step's are shown
-            before = live.now
-            loss, most_held = step(inputs, targets)
-            activation_bytes = live.peak - before
-        dist.all_reduce(loss)  # the ranks without the last stage have added nothing
+    schedule: Schedule, by_torch: bool, baseline: helper.Baseline
+) -> tuple[dict, list[list[Tensor]]]:
+    """Train with a schedule. Return its row, and the gradients of each step.
+
+    Every step is compared with one process. Every rank must call this.
+    """
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
+    stage_count = ranks * schedule.stages_per_rank
+    stages = {}
+    parameters = {}
+    for number in range(rank, stage_count, ranks):
+        stages[number] = build_stage(baseline.config, number, stage_count, baseline.device)
+        parameters.update(stages[number].named_parameters())
+    optimizer = helper.make_optimizer(parameters.values())
+    row = {"name": schedule.name, "stages_per_rank": schedule.stages_per_rank}
+
+    if by_torch:
+        row["name"] += " by torch"
+        step = TorchWorker(schedule.name, stages, stage_count, baseline).step
+    else:
+        orders = [schedule.order(number, ranks, baseline.micro_batches) for number in range(ranks)]
+        programs = add_messages(orders)
+        worker = Worker(stages, stage_count - 1, baseline.tokens)
+        step = partial(worker.step, programs[rank])
+
+    gradient_tensors = [parameter.grad for parameter in parameters.values()]
+    meter = helper.StepMeter(gradient_tensors, baseline.device)
+    losses = []
+    gradients = []
+    errors = []
+    for number, (inputs, targets) in enumerate(baseline.batches):
+        with meter:
+            loss = step(inputs, targets)
+        dist.all_reduce(loss)
         losses.append(loss.item())
-        clip_over_stages(parameters)
-        found = {
-            name: parameter.grad
-            for stage in stages
-            for name, parameter in stage.net.named_parameters()
-        }
-        errors.append(measure.relative_error([*found.values()], [expected[name] for name in found]))
+        clip_over_stages(list(parameters.values()))
+        gradients.append([parameter.grad.clone() for parameter in parameters.values()])
+        expected = [baseline.gradients[number][name] for name in parameters]
+        errors.append(measure.relative_error(gradients[-1], expected))
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
-    held, activation_bytes, errors = zip(
-        *runtime.all_gather((most_held, activation_bytes, errors)), strict=True
-    )
-    row = {
-        "name": f"{name} by torch" if by_torch else name,
-        "stages_per_rank": chunks,
-        "losses": losses,
-        "gradient_error": torch.tensor(errors).max().item(),  # NaN if one is
-        "most_activation_bytes": max(activation_bytes),
-    }
+
+    row["losses"] = losses
+    row["gradient_error"] = helper.largest_of_ranks(errors)
+    row |= meter.results()
     if not by_torch:
-        row |= helper.idle_share(helper.timelines(orders)) | {"most_held_per_rank": held}
-        row["messages"] = sum(
-            each.name.startswith("Send")
-            for program in programs
-            for step in program
-            for each in step
-        )
-    return row
+        row["most_held_per_rank"] = runtime.all_gather(worker.most_held)
+        row["messages"] = helper.count_messages(programs)
+        row["timelines"] = simulate(orders)
+        row["idle_share"] = helper.idle_share(row["timelines"])
+    return row, gradients
 
 
 def main() -> int:
-    # 4 micro-batches per rank: from there on the bubble is small (Huang et al. 2019, section 3.3)
-    sizes = {
-        "seq_len": 24,
-        "micro_batch_size": 2,
-        "micro_batches_per_rank": 4,
-        "chunks": 2,
-        "steps": 3,
-    }
-    args = report.lesson_flags(__doc__, model=helper.UNTIED_NANO, **sizes)
-    config = helper.load_config(args)  # raises a UserError before any rank starts
-    runtime.relaunch(args.device)
+    args = report.lesson_flags(
+        __doc__,
+        gpu=GPU_DEFAULTS,
+        relaunches=True,
+        model="untied-nano",
+        seq_len=24,
+        micro_batch_size=2,
+        micro_batches_per_rank=4,  # from there on the bubble is small: Huang et al. 2019, 3.3
+        chunks=2,
+        steps=3,
+    )
+    # Before relaunch, a wrong flag raises one UserError. After it, every rank would raise it.
+    config = helper.load_config(args)
+    runtime.relaunch(args.device)  # plain python becomes torchrun: a rank per GPU, 2 on a CPU
     runtime.seed_all(0, deterministic=True)  # before the group: NCCL reads variables when it starts
     device = runtime.init_process_group(args.device)
-    baseline = helper.train_one_process(config, args, device)
-    schedules = {"GPipe": (gpipe, 1), "1F1B": (one_forward_one_backward, 1)}
+    net = build_stage(config, 0, 1, device)
+    baseline = helper.train_one_process(net, args, device)
+    del net  # its memory is free from here on
+
+    schedules = [Schedule("GPipe", gpipe), Schedule("1F1B", one_forward_one_backward)]
     if args.chunks > 1 and dist.get_world_size() > 1:  # one rank has no other to wait for
-        schedules["interleaved 1F1B"] = (partial(interleaved, chunks=args.chunks), args.chunks)
+        order = partial(interleaved, chunks=args.chunks)
+        schedules.append(Schedule("interleaved 1F1B", order, args.chunks))
     rows = [{"name": "one process", "losses": baseline.losses}]
-    for by_torch in (False, True):
-        rows += [run(name, *schedule, by_torch, baseline) for name, schedule in schedules.items()]
+    for schedule in schedules:
+        row_by_hand, gradients_by_hand = run(schedule, by_torch=False, baseline=baseline)
+        row_by_torch, gradients_by_torch = run(schedule, by_torch=True, baseline=baseline)
+        errors = []
+        for found, expected in zip(gradients_by_torch, gradients_by_hand, strict=True):
+            errors.append(measure.relative_error(found, expected))
+        row_by_torch["from_hand_error"] = helper.largest_of_ranks(errors)
+        rows += [row_by_hand, row_by_torch]
+
     runtime.print0("a: forward of a micro-batch; A: its backward; .: idle")
-    for row in rows[1 : 1 + len(schedules)]:
-        runtime.print0(helper.picture(row))
-    checked = helper.check(rows, baseline, args)
-    about = {
-        "dtype": "fp32",
-        "parameters": shapes.parameter_count(config),
-        "tokens": args.steps * baseline.tokens,
-    }
-    about |= {"first_loss": baseline.losses[0], "last_loss": baseline.losses[-1]}
+    for row in rows:
+        if "timelines" in row:
+            runtime.print0(helper.picture(row))
     report.end_lesson(
-        rows, columns=helper.COLUMNS, checked=checked, args=args, device=device, **about
+        rows,
+        columns=helper.COLUMNS,
+        checked=helper.check(rows, baseline, args),
+        args=args,
+        device=device,
+        dtype="fp32",
+        parameters=shapes.parameter_count(config),
+        tokens=args.steps * baseline.tokens,
+        first_loss=baseline.losses[0],
+        last_loss=baseline.losses[-1],
     )
     runtime.shutdown()
     return 0

@@ -1,25 +1,31 @@
-"""Train a language model on a mesh of ranks: its batch, matrices, layers and sequences are each cut over some of them.
+r"""Train a language model on a mesh of ranks: data, tensor, pipeline and context parallelism.
 
-train_fsdp.py gives each rank a part of every weight, but gathers whole layers to compute with. When a layer, its
-activations or the number of ranks gets too large for that, the computation itself is divided, too:
+With train_fsdp.py, each rank holds a shard of the weights, but computes full layers on full
+sequences. At some size this no longer works: the activations of a layer do not fit on one GPU, or
+there are more GPUs than sequences in a batch. This script also shards the computation.
 
-    --tp N    tensor: N ranks compute each matmul together; the norms of a token are computed on one of them
-    --pp N    pipeline: N stages have some of the layers each; micro-batches travel through them (1F1B)
-    --cp N    context: N ranks have a part of every sequence each; keys and values are all-gathered
-    the rest  data: fully_shard over all ranks that are left, in --replicate copies. It also shards over --cp
+    --tp N       tensor parallelism: N ranks share each matmul
+    --pp N       pipeline parallelism: N stages have some consecutive layers each
+    --cp N       context parallelism: N ranks share each sequence
+    the others   data parallelism: these ranks read different sequences, and fully_shard shards the
+                 weights over them and over the context ranks. --replicate N keeps N copies (HSDP).
 
-Whatever the mesh, in fp32 the losses and gradients are those of one process up to rounding.
-
-    laptop    python 08_model_parallel/train_3d.py
-              torchrun --nproc_per_node=4 08_model_parallel/train_3d.py --tp 2 --cp 2
-    one node  torchrun --nproc_per_node=8 08_model_parallel/train_3d.py --model llama-8b --tp 8 --checkpointing full
-    cluster   the same on every node, with --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400 and
+    laptop    torchrun --nproc_per_node=4 08_model_parallel/train_3d.py --tp 2 --cp 2
+    one node  torchrun --nproc_per_node=8 08_model_parallel/train_3d.py --model llama-8b --tp 8 \
+                  --checkpointing full
+    cluster   run the same command on every node, with
+              --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400
+              before the script, and after it
               --model llama-70b --tp 8 --pp 4 --micro-batch-size 1
-    dry run   python 08_model_parallel/train_3d.py --dry-run --world-size 32 --model llama-70b --tp 8 --pp 4 \\
-                  --micro-batch-size 1
+    dry run   python 08_model_parallel/train_3d.py --dry-run --world-size 32 --model llama-70b \
+                  --tp 8 --pp 4 --micro-batch-size 1
+              It trains nothing, and prints the bytes of weights and optimizer state of each stage.
 
-Look for: with --dtype fp32 the losses of 06_fsdp_zero/train_fsdp.py, whatever the mesh; the bytes that each rank holds.
-Before: 06_fsdp_zero/train_fsdp.py, and this chapter's scripts, one for each cut. Next: launch/.
+What to look at: with --dtype fp32 the losses are those of 06_fsdp_zero/train_fsdp.py on every mesh,
+up to rounding. The last lines check how many bytes each rank holds; --json lists them by rank.
+
+Previous: 06_fsdp_zero/train_fsdp.py, and the lesson of this chapter about each kind of parallelism.
+Next: launch/.
 """
 
 import sys
@@ -27,54 +33,373 @@ from contextlib import ExitStack
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor.parallel import loss_parallel
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 import _train_3d as helper
-from _shared import cut_matrices, keep_stage
+from _stages import keep_stage
 
 from common import cli, exits, hardware, report, runtime
+from common.torch_versions import all_gather_with_backward
 from lm import checkpoint, data, flags, metrics, optim, shapes, weights
 from lm.activation_checkpointing import checkpoint_blocks
+from lm.model import attend
+from lm.training_objects import TrainingObjects
 from planner.fit import fit_micro_batch
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
+# YOURS: replace this function to train your own model on your own data.
+def load_training_objects(args, data_rank, data_ranks, device):
+    """Return the model without memory, the batches of this rank, and what must match on resume.
 
-def build(args, config, mesh, device):
-    """This rank's part of the model, which holds no numbers yet."""
-    # shapes alone: no rank ever holds the whole
-    net = weights.build(args.model, config, seed=args.seed, device="meta")
-    keep_stage(net, helper.find_place(args)[0], args.pp)  # some of the layers
-    if args.tp > 1:
-        cut_matrices(net, mesh["tensor"])  # some heads, MLP channels and tokens of the vocabulary
-    checkpoint_blocks(net, args.checkpointing)  # backward computes again what is not kept
-    shard = partial(
-        fully_shard,  # of all that, some rows
-        mesh=mesh["shard"] if args.replicate == 1 else mesh["replicate", "shard"],
-        mp_policy=MixedPrecisionPolicy(
-            DTYPES[args.dtype], reduce_dtype=torch.float32, cast_forward_inputs=False
-        ),
-        # None: all but the root
-        reshard_after_forward=None if args.reshard_after_forward == "on" else False,
+    The batch is shared out over `data_ranks` ranks. The tensor, context and pipeline ranks with the
+    same data_rank read the same sequences. The model is on the meta device: it has shapes and no
+    data. lm/training_objects.py says what the model and the batches must do.
+    """
+    shapes.read_config(args.model)  # raises for an unknown model, before the text is tokenized
+    corpus = data.load_corpus(args.data, args.tokenizer, args.model, args.run_dir, args.eval_data)
+    train_set, held_out_set = data.sequences(corpus, args.seq_len)
+    config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)
+    fit_micro_batch(
+        args,
+        config,
+        device,
+        gpus=data_ranks * args.tp * args.pp * args.cp,
+        zero=3,
+        tp=args.tp,
+        pp=args.pp,
+        cp=args.cp,
+        replicate=args.replicate,
+    )  # --micro-batch-size, if not given
+    model = weights.build(args.model, config, seed=args.seed, device="meta")
+    return TrainingObjects(
+        model=model,
+        batches=data.Batches(train_set, held_out_set, args, rank=data_rank, world_size=data_ranks),
+        must_match={"data": corpus.sha256, "model": repr(config)},
+        flops_per_token=shapes.flops_per_token(config, args.seq_len),
+        config_json=shapes.config_json(config),
     )
-    # checkpointed above, then compiled, then sharded: the order counts
-    for block in net.model.layers.values():
+
+
+# --- the mesh
+
+
+class Place(NamedTuple):
+    """The numbers of a rank: its stage, and which sequences, tokens and matrix shards it has."""
+
+    stage: int
+    data_rank: int
+    context_rank: int
+    tensor_rank: int
+
+
+def find_place(args, data_ranks: int) -> Place:
+    """Return the place of this rank in the mesh.
+
+    Tensor ranks communicate most, so they are neighbours, and torchrun starts them on the same
+    node. Stages communicate least. For example, 8 ranks with --tp 2 --pp 2:
+
+        rank           0  1  2  3  4  5  6  7
+        tensor rank    0  1  0  1  0  1  0  1
+        data rank      0  0  1  1  0  0  1  1
+        stage          0  0  0  0  1  1  1  1
+    """
+    rest, tensor_rank = divmod(dist.get_rank(), args.tp)
+    rest, context_rank = divmod(rest, args.cp)
+    stage, data_rank = divmod(rest, data_ranks)
+    return Place(stage, data_rank, context_rank, tensor_rank)
+
+
+def make_mesh(args, data_ranks: int, device: torch.device) -> DeviceMesh:
+    """Return the mesh: the ranks, arranged by what they hold of the model.
+
+    Context ranks hold the same layers and matrices, and their tokens differ. So FSDP can shard the
+    weights over them as it does over data ranks: the dimension "shard" has both.
+    """
+    sizes = {
+        "pipeline": args.pp,
+        "replicate": args.replicate,
+        "shard": data_ranks // args.replicate * args.cp,
+        "tensor": args.tp,
+    }
+    # Each dimension becomes a process group, which takes memory on a GPU. So leave out dimensions
+    # of size 1. fully_shard always needs "shard".
+    sizes = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
+    mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    for name in sizes:
+        # The groups of a mesh start with torch's own timeout, not with that of the job.
+        dist.distributed_c10d._set_pg_timeout(runtime.timeout(), mesh.get_group(name))
+    return mesh
+
+
+# --- tensor parallelism
+
+
+# YOURS: the names of your model's layers.
+def shard_matrices(model, mesh: DeviceMesh) -> None:
+    """Shard each matrix over the tensor ranks, by a plan for torch's DTensor.
+
+    Inside attention and the MLP, a rank has all tokens, and some of the heads or channels. Between
+    them it has all channels of some tokens, [batch, tokens / tp, hidden] (sequence parallelism).
+    tensor_parallel.py does the same by hand.
+    """
+    all_tokens = Replicate()
+    my_tokens = Shard(1)
+    plan = {
+        "model.layers.*.*_layernorm": SequenceParallel(),
+        # Attention: an all-gather of the tokens, then some of the heads on each rank, then a
+        # reduce-scatter. Of the arguments x, cos and sin, only x is sharded.
+        "model.layers.*.self_attn": PrepareModuleInput(
+            input_layouts=(my_tokens, None, None), desired_input_layouts=(all_tokens, None, None)
+        ),
+        "model.layers.*.self_attn.[qkv]_proj": ColwiseParallel(),
+        "model.layers.*.self_attn.o_proj": RowwiseParallel(output_layouts=my_tokens),
+        # The MLP: an all-gather, then some of the channels on each rank, then a reduce-scatter.
+        "model.layers.*.mlp": PrepareModuleInput(
+            input_layouts=my_tokens, desired_input_layouts=all_tokens
+        ),
+        "model.layers.*.mlp.gate_proj": ColwiseParallel(),
+        "model.layers.*.mlp.up_proj": ColwiseParallel(),
+        "model.layers.*.mlp.down_proj": RowwiseParallel(output_layouts=my_tokens),
+    }
+    if model.config.qk_norm:
+        # [batch, tokens, heads / tp, head_dim]: every rank has the full weight and sees its own
+        # heads. So the gradients of the weight are summed over the ranks.
+        by_heads = SequenceParallel(sequence_dim=2, use_local_output=True)
+        plan["model.layers.*.self_attn.[qk]_norm"] = by_heads
+    if model.model.embed_tokens is not None:
+        # Each rank has some of the vocabulary. Its result is zero for all other tokens.
+        plan["model.embed_tokens"] = RowwiseParallel(
+            input_layouts=all_tokens, output_layouts=my_tokens
+        )
+    if model.lm_head is not None:
+        plan["model.norm"] = SequenceParallel()
+        # Logits stay sharded by vocabulary. loss_parallel() computes the loss from the shards.
+        plan["lm_head"] = ColwiseParallel(
+            input_layouts=my_tokens, output_layouts=Shard(-1), use_local_output=False
+        )
+    # src_data_rank=None: torch must not send rank 0's weights, which do not exist yet.
+    parallelize_module(model, mesh["tensor"], plan, src_data_rank=None)
+    model.tie_weights()  # parallelize_module has made two parameters of one
+
+
+# --- context parallelism
+
+
+def shard_sequences(model, args, mesh: DeviceMesh, place: Place, device: torch.device) -> slice:
+    """Prepare the model for this rank's tokens of each sequence; return which tokens these are."""
+    tokens_per_rank = args.seq_len // args.cp
+    first = place.context_rank * tokens_per_rank
+    my_tokens = slice(first, first + tokens_per_rank)
+
+    # The default positions, 0, 1, 2, ..., are wrong for context ranks. They are also wrong for a
+    # later stage with --tp: its input, the hidden states, is sharded by tokens.
+    positions = torch.arange(args.seq_len, device=device)
+    my_positions = positions[my_tokens]
+    model.forward = partial(model.forward, positions=my_positions)
+    if args.cp == 1:
+        return my_tokens
+
+    is_future = positions > my_positions[:, None]  # [tokens / cp, tokens]
+    # Not a boolean mask: attention would turn it into this one in each layer, and autograd would
+    # keep every copy for backward.
+    mask = torch.zeros(is_future.shape, dtype=runtime.DTYPES[args.dtype], device=device)
+    mask.masked_fill_(is_future, -torch.inf)
+    group = context_group(args, mesh)
+    for block in model.model.layers.values():
+        block.self_attn.attend = partial(attend_to_all_tokens, mask=mask, group=group)
+    return my_tokens
+
+
+def context_group(args, mesh: DeviceMesh) -> dist.ProcessGroup:
+    """Return the process group of the ranks that share this rank's sequences."""
+    if args.cp == mesh["shard"].size():
+        return mesh.get_group("shard")  # the same ranks
+    # cp x tp consecutive ranks read the same sequences. Each takes part in the attention of its
+    # own heads, and so with the ranks that have the same tensor rank.
+    groups = []
+    for first in range(0, dist.get_world_size(), args.cp * args.tp):
+        for tensor_rank in range(args.tp):
+            start = first + tensor_rank
+            groups.append(list(range(start, start + args.cp * args.tp, args.tp)))
+    group, _ = dist.new_subgroups_by_enumeration(groups, timeout=runtime.timeout())
+    return group
+
+
+def attend_to_all_tokens(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    _mask: None,
+    *,
+    is_causal: bool,
+    enable_gqa: bool,
+    mask: Tensor,
+    group: dist.ProcessGroup,
+) -> Tensor:
+    """Compute attention of this rank's queries to the keys and values of all context ranks.
+
+    It replaces `attend` of lm/model.py, whose arguments are the first six: q is
+    [batch, heads, tokens / cp, head_dim]. In backward, a reduce-scatter sums the gradients of this
+    rank's keys and values, which the queries of all ranks have used.
+    """
+    kv = torch.stack((k, v))  # [2, batch, kv_heads, tokens / cp, head_dim]: one collective for both
+    gathered = all_gather_with_backward(kv, gather_dim=0, group=group)  # [cp * 2, batch, ...]
+    gathered = gathered.unflatten(0, (-1, 2))  # [cp, 2, batch, kv_heads, tokens / cp, head_dim]
+    gathered = gathered.movedim(0, 3)  # [2, batch, kv_heads, cp, tokens / cp, head_dim]
+    keys, values = gathered.flatten(3, 4)  # each [batch, kv_heads, tokens, head_dim]
+    return attend(q, keys, values, mask, enable_gqa=enable_gqa)
+
+
+# --- data parallelism, and the order in which all of them are applied
+
+
+# YOURS: the layers of your model.
+def parallelize(model, args, mesh: DeviceMesh, stage: int) -> None:
+    """Reduce a model on the meta device to what this rank holds of it. The order matters."""
+    keep_stage(model, stage, args.pp)  # 1. some of the layers
+    if args.tp > 1:
+        shard_matrices(model, mesh)  # 2. of these layers, some heads and channels
+    checkpoint_blocks(model, args.checkpointing)  # 3. backward recomputes activations
+
+    # 4. Of these matrices, some rows.
+    options = {
+        "mesh": mesh["shard"],
+        # The matmuls run in args.dtype. Gradients are summed in fp32.
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=runtime.DTYPES[args.dtype],
+            reduce_dtype=torch.float32,
+            cast_forward_inputs=False,
+        ),
+        # None reshards all but the root module, which backward needs first.
+        "reshard_after_forward": None if args.reshard_after_forward == "on" else False,
+    }
+    if args.replicate > 1:
+        options["mesh"] = mesh["replicate", "shard"]
+
+    # Each block is gathered, computed and freed as one. Compile a block before it is sharded.
+    blocks = list(model.model.layers.values())
+    for block in blocks:
         if args.compile:
             block.compile(fullgraph=True)
-        shard(block)
-    # what is left is one group: embeddings, final norm and head, since two of them may be one
-    # matrix
-    shard(net)
-    # while one computes, the next is on its way
-    for block, next_block in pairwise(net.model.layers.values()):
+        fully_shard(block, **options)
+    # The rest is one group: embeddings, final norm and head. Two of them may be one matrix.
+    fully_shard(model, **options)
+
+    # While one block computes, gather the next one.
+    for block, next_block in pairwise(blocks):
         block.set_modules_to_forward_prefetch([next_block])
         next_block.set_modules_to_backward_prefetch([block])
-    return net
+
+
+# --- pipeline parallelism
+
+
+class Pipeline:
+    """The stage of this rank, and what it exchanges with the stages before and after it.
+
+    The first stage turns tokens into hidden states, [micro_batch, tokens, hidden]. It sends them to
+    the next stage, and so on. The last stage computes the loss. The gradients of the hidden states
+    travel back. A step has several micro-batches, so that all stages have work at the same time.
+    """
+
+    def __init__(
+        self, model, args, batches: data.Batches, mesh: DeviceMesh, stage: int, device: torch.device
+    ) -> None:
+        self.model = model
+        self.stage = stage
+        self.stages = args.pp
+        self.is_last = stage == args.pp - 1
+        self.group = mesh.get_group("pipeline")
+        # Evaluation receives hidden states in this buffer.
+        self.hidden = torch.zeros(
+            batches.micro_batch_size,
+            args.seq_len // args.cp // args.tp,
+            model.config.hidden_size,
+            dtype=runtime.DTYPES[args.dtype],
+            device=device,
+        )
+
+        def loss_of_micro_batch(logits: Tensor, targets: Tensor) -> Tensor:
+            loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+            # full_tensor: with --tp, loss_parallel returns a DTensor.
+            return runtime.full_tensor(loss) / batches.accumulation_steps
+
+        # "One forward, one backward": a stage holds the activations of at most args.pp
+        # micro-batches. pipeline_parallel.py draws the schedule.
+        self.schedule = Schedule1F1B(
+            PipelineStage(model, stage, args.pp, device, group=self.group),
+            batches.accumulation_steps,
+            loss_fn=loss_of_micro_batch,
+            scale_grads=False,  # the loss is already divided by the number of micro-batches
+        )
+
+    def forward_backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Run all micro-batches of a step, [accumulation_steps * micro_batch, tokens].
+
+        Return a loss whose mean over the stages is the loss of the step. Only the last stage knows
+        the loss: it returns the loss times the number of stages, and the others return 0.
+        """
+        losses = []
+        if self.stage == 0:
+            self.schedule.step(inputs, target=targets, losses=losses, return_outputs=False)
+        else:
+            self.schedule.step(target=targets, losses=losses, return_outputs=False)
+        if not self.is_last:
+            return torch.zeros((), device=targets.device)
+        return self.stages * torch.stack(losses).sum().detach()
+
+    def forward_only(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Run one micro-batch through all stages, for evaluation. All stages must call it.
+
+        The last stage returns the sum of the losses of its tokens, and the others return 0.
+        """
+        if self.stage > 0:
+            dist.recv(self.hidden, group=self.group, group_src=self.stage - 1)
+            inputs = self.hidden
+        output = self.model(inputs, targets, reduction="sum")
+        if self.is_last:
+            return runtime.full_tensor(output)
+        dist.send(output.contiguous(), group=self.group, group_dst=self.stage + 1)
+        return torch.zeros((), device=targets.device)
+
+
+def clip_grad_norm(model, max_norm: float, mesh: DeviceMesh) -> Tensor:
+    """Clip the gradients of all stages by their common norm, and return the norm.
+
+    If each stage clipped by its own norm, the stages would scale their gradients by different
+    factors.
+    """
+    parameters = list(model.parameters())
+    gradients = [parameter.grad for parameter in parameters]
+    norm = runtime.full_tensor(get_total_norm(gradients))  # over tensor ranks and shards
+    if "pipeline" in mesh.mesh_dim_names:
+        squared_norm = norm**2
+        dist.all_reduce(squared_norm, group=mesh.get_group("pipeline"))
+        norm = squared_norm.sqrt()
+    clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm
+
+
+# --- the training
 
 
 def main() -> int:
@@ -87,13 +412,16 @@ def main() -> int:
         "--cp", type=cli.positive_int, default=1, help="ranks that share each sequence"
     )
     parser.add_argument(
-        "--replicate", type=cli.positive_int, default=1, help="copies of the model: HSDP from 2 on"
+        "--replicate",
+        type=cli.positive_int,
+        default=1,
+        help="copies of the model; 2 or more: HSDP",
     )
     parser.add_argument(
         "--reshard-after-forward",
         choices=("on", "off"),
         default="on",
-        help="off: blocks stay whole",
+        help="off: keep gathered blocks until backward",
     )
     parser.add_argument(
         "--dry-run",
@@ -106,7 +434,6 @@ def main() -> int:
         help="with --dry-run: how many ranks (default: fewest)",
     )
     args = parser.parse_args()
-    shapes.read_config(args.model)  # raises for an unknown model
     helper.adapt_defaults(args)
     if args.dtype == "fp16":
         raise exits.UserError(
@@ -114,59 +441,58 @@ def main() -> int:
         )
     runtime.seed_all(args.seed, args.deterministic)
     if args.dry_run or args.world_size:
-        return helper.dry_run(args, build)
+        return helper.dry_run(args, load_training_objects, make_mesh, parallelize)
 
-    # 1 Processes, in a mesh by what they hold. Each has a number among those that read other sequences, too.
+    # 1. Join the job, as 05_ddp/train.py does, and find this rank's place in the mesh.
     device = runtime.init_process_group(args.device)
     world_size = dist.get_world_size()
     args.dtype = hardware.choose_dtype(args.dtype, device)
     runtime.catch_stop_signals()
-    mesh = helper.make_mesh(args, device)
+    data_ranks = helper.count_data_ranks(args, world_size)
+    place = find_place(args, data_ranks)
+    mesh = make_mesh(args, data_ranks, device)
 
-    # 2 The batch: a function of --seed and the step alone. Only data ranks read different sequences.
-    data_ranks = helper.data_ranks(args, world_size)
-    corpus = data.load_corpus(args.data, args.tokenizer, args.model, args.run_dir, args.eval_data)
-    config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)
-    sizes = {"tp": args.tp, "pp": args.pp, "cp": args.cp, "replicate": args.replicate}
-    fit_micro_batch(args, config, device, gpus=world_size, zero=3, **sizes)
-    train_set, held_out_set = data.sequences(corpus, args.seq_len)
-    data_rank = helper.find_place(args)[1]
-    batches = data.Batches(train_set, held_out_set, args, rank=data_rank, world_size=data_ranks)
+    # 2. Model and data. Each rank holds its shards in fp32; blocks are gathered in args.dtype.
+    objects = load_training_objects(args, place.data_rank, data_ranks, device)
+    model = objects.model
+    batches = objects.batches
     held_out = batches.evaluation()
-    runtime.print0(
-        f"{args.model}, {args.dtype} matmuls, {world_size} x {hardware.device_name(device)}"
-    )
-
-    # 3 The model: each rank holds its rows, of its part of each matrix, of its layers, in fp32.
-    helper.check_cuts(args, config, batches)
-    net = build(args, config, mesh, device)
-    weights.materialize(net, args.model, seed=args.seed, device=device)
-    columns = helper.cut_sequence(net, args, mesh, DTYPES[args.dtype], device)
-    stage = helper.Stage(net, args, batches, mesh, DTYPES[args.dtype], device)
-    until_the_end = ExitStack()
-    if args.tp > 1:  # forward and backward of the loss from cut logits, which are never gathered
-        until_the_end.enter_context(loss_parallel())
+    helper.check_layout(args, model.config, batches)
+    parameter_count = sum(parameter.numel() for parameter in model.parameters())
+    parallelize(model, args, mesh, place.stage)
+    weights.materialize(model, args.model, seed=args.seed, device=device)
+    my_tokens = shard_sequences(model, args, mesh, place, device)
+    pipeline = None
+    if args.pp > 1:
+        pipeline = Pipeline(model, args, batches, mesh, place.stage, device)
+    run_context = ExitStack()  # stays open until the process ends
+    if args.tp > 1:
+        # Compute each loss, in forward and backward, from logits that are sharded by vocabulary.
+        run_context.enter_context(loss_parallel())
     optimizer, scheduler = optim.adamw_cosine(
-        net,
+        model,
         lr=args.lr,
         weight_decay=args.weight_decay,
         warmup_steps=args.warmup_steps,
         steps=args.steps,
     )
-
-    # 4 The run: its folder, and the step at which it stood.
-    run = checkpoint.Run(
-        args, settings=flags.settings(args, data=corpus.sha256, model=repr(config))
+    runtime.print0(
+        f"{args.model}, {args.dtype} matmuls, {world_size} x {hardware.device_name(device)}"
     )
-    training = {"net": net, "optimizer": optimizer, "scheduler": scheduler}
-    start_step = checkpoint.resume(run, **training) if args.resume else 0
+
+    # 3. Checkpoints: resume where the last run stopped, on any mesh.
+    settings = flags.settings(args, **objects.must_match)  # must not change on --resume
+    run = checkpoint.Run(args, settings=settings)
+    start_step = 0
+    if args.resume:
+        start_step = checkpoint.resume(run, model, optimizer, scheduler)
     stream = batches.stream(start_step, pin=device.type == "cuda", num_workers=args.num_workers)
     meter = metrics.Meter(
         run.folder,
         steps=args.steps,
         start_step=start_step,
         tokens_per_step=batches.tokens_per_step,
-        flops_per_token=shapes.flops_per_token(config, args.seq_len),
+        flops_per_token=objects.flops_per_token,
         peak_flops=hardware.peak_flops(hardware.device_name(device), args.dtype),
         device=device,
         dtype=args.dtype,
@@ -174,92 +500,102 @@ def main() -> int:
         wandb=args.wandb,
     )
 
-    # 5 The loop.
-    step, stop = start_step, 0
+    # 4. The training loop.
+    step = start_step
+    stop = 0  # the number of a signal, such as SIGTERM
     steps = range(start_step + 1, args.steps + 1)
     for step in report.progress_bar(steps, "training", initial=start_step, unit="step"):
-        # what dropout draws, if your model has it, is the same after a resume
-        torch.manual_seed(args.seed + step)
+        # Dropout draws the same numbers on ranks with the same sequences, and after a resume.
+        torch.manual_seed(args.seed + step * data_ranks + place.data_rank)
         step_loss = torch.zeros((), device=device)
-        # a pipeline takes all micro-batches of a step together, so that its stages work at once
         if args.pp > 1:
-            parts = zip(
-                *(meter.next(stream) for _ in range(batches.accumulation_steps)), strict=True
-            )
-            inputs, targets = (torch.cat(part)[:, columns].contiguous() for part in parts)
+            # The pipeline takes all micro-batches together, so that all its stages have work.
+            micro_batches = [meter.next(stream) for _ in range(batches.accumulation_steps)]
+            inputs = torch.cat([inputs for inputs, _ in micro_batches])
+            targets = torch.cat([targets for _, targets in micro_batches])
+            inputs = inputs[:, my_tokens].contiguous()
+            targets = targets[:, my_tokens].contiguous()
             with meter.forward():
-                step_loss += stage.forward_backward(inputs, targets)
-        for micro_step in range(1, batches.accumulation_steps + 1 if args.pp == 1 else 1):
-            inputs, targets = (part[:, columns] for part in meter.next(stream))
-            # each backward reduce-scatters, or gradients would be whole; copies (HSDP) all-reduce once, after the last
-            net.set_requires_all_reduce(micro_step == batches.accumulation_steps)
-            with meter.forward():
-                # micro-batches have equal token counts
-                loss = net(inputs, targets) / batches.accumulation_steps
-            loss = runtime.full_tensor(loss)  # that of loss_parallel is a DTensor
-            loss.backward()
-            step_loss += loss.detach()
-        grad_norm = helper.clip_over_stages([*net.parameters()], args.clip_norm, mesh)
+                step_loss += pipeline.forward_backward(inputs, targets)
+        else:
+            for micro_step in range(1, batches.accumulation_steps + 1):
+                inputs, targets = meter.next(stream)  # on the device; measures the wait for data
+                inputs = inputs[:, my_tokens]
+                targets = targets[:, my_tokens]
+                # Each backward reduce-scatters, because full gradients would not fit. With
+                # --replicate, only the last backward of a step all-reduces between the copies.
+                is_last_micro_step = micro_step == batches.accumulation_steps
+                model.set_requires_all_reduce(is_last_micro_step)
+                with meter.forward():
+                    loss = model(inputs, targets) / batches.accumulation_steps
+                loss = runtime.full_tensor(loss)  # with --tp, loss_parallel returns a DTensor
+                loss.backward()
+                step_loss += loss.detach()
+
+        grad_norm = clip_grad_norm(model, args.clip_norm, mesh)
         lr = optimizer.param_groups[0]["lr"]
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
 
-        stop = runtime.stop_requested()  # the same answer on all ranks, so that all save
-        save = stop or step == args.steps or (args.save_every and step % args.save_every == 0)
+        # Log, evaluate and save. All three contain collectives, so every rank must take part.
+        stop = runtime.stop_requested()  # the same on all ranks
+        is_last_step = stop or step == args.steps
+        save = is_last_step or (args.save_every and step % args.save_every == 0)
         if save or step == 1 or step % args.log_every == 0:
-            dist.all_reduce(step_loss)  # sums: a rank's loss is the mean of its own share
+            dist.all_reduce(step_loss)  # the sum over ranks; divided by world_size, the mean
             meter.log(step, step_loss / world_size, grad_norm, lr)
         if step == args.steps or (args.eval_every and step % args.eval_every == 0):
-            meter.log_eval(step, evaluate(net, held_out, device, stage, columns))
+            meter.log_eval(step, evaluate(model, held_out, device, my_tokens, pipeline))
         if save:
-            run.save(step, checkpoint.training_state(step, **training), shapes.config_json(config))
+            state = checkpoint.training_state(step, model, optimizer, scheduler)
+            run.save(step, state, objects.config_json)
             meter.save_plot()
         if stop:
             break
-    run.wait()
+    run.wait()  # until --async-save has written the last checkpoint
     if stop:
-        runtime.print0(
-            f"signal {stop}: saved at step {step}; the same command with --resume goes on"
-        )
+        runtime.print0(f"signal {stop}: saved at step {step}. Run the same command with --resume")
 
-    # 6 What was promised, checked. No rank has drifted from the others by a bit.
-    digests = runtime.all_gather(weights.digest(net))
+    # 5. Check what this chapter promises: each rank holds its shards in fp32 and nothing else.
+    bytes_per_rank = helper.check_bytes(model, optimizer, args, mesh)
+    digests = runtime.all_gather(weights.digest(model))
     assert len(set(digests)) == 1, f"ranks hold different weights: {digests}"
-    runtime.print0("checked: all ranks that hold the same weights have them to the bit")
-    # its part of each tensor, in fp32, and no more
-    held = helper.check_parts(net, optimizer, args, mesh)
+    runtime.print0("checked: ranks that hold the same weights have them bit for bit")
+
     meter.finish(
         step,
         model=args.model,
-        parameters=shapes.parameter_count(config),
+        parameters=parameter_count,
         json_path=args.json,
         weights_sha256=digests[0],
-        **held,
+        **bytes_per_rank,
     )
     runtime.shutdown()
     return exits.REQUEUE_EXIT_CODE if stop and step < args.steps else 0
 
 
 @torch.no_grad()
-def evaluate(net, batches, device, stage, columns) -> float:
-    """Mean loss per token of the held-out sequences."""
-    net.eval()
-    total = torch.zeros(2, device=device)  # sum of losses, number of tokens
+def evaluate(model, batches, device, my_tokens, pipeline) -> float:
+    """Return the mean loss per token over the held-out batches of all ranks."""
+    model.eval()
+    loss_sum = torch.zeros((), device=device)
+    token_count = torch.zeros((), device=device)
     for inputs, targets in batches:
-        targets = targets[:, columns].to(device)
-        # tokens, or what the stage before has computed
-        inputs = stage.receive(inputs[:, columns].to(device))
-        loss = runtime.full_tensor(net(inputs, targets))
-        if not stage.is_last:
-            stage.send(loss)  # hidden states: only the last stage has a head
-            continue
-        tokens = (targets != data.PADDING).sum()
-        # padding alone has no mean
-        total += torch.stack((torch.where(tokens > 0, loss * tokens, 0.0), tokens))
-    dist.all_reduce(total)  # sums, not means: a rank may have read fewer tokens than the others
-    net.train()
-    return (total[0] / total[1]).item()
+        inputs = inputs[:, my_tokens].to(device)
+        targets = targets[:, my_tokens].to(device)
+        if pipeline is not None:
+            loss_sum += pipeline.forward_only(inputs, targets)
+            if not pipeline.is_last:
+                continue  # the last stage counts the tokens
+        else:
+            loss_sum += runtime.full_tensor(model(inputs, targets, reduction="sum"))
+        token_count += (targets != data.PADDING).sum()
+    # Tensor ranks have the same tokens: both sums count each of them --tp times.
+    dist.all_reduce(loss_sum)
+    dist.all_reduce(token_count)
+    model.train()
+    return (loss_sum / token_count).item()
 
 
 if __name__ == "__main__":

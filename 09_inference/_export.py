@@ -1,5 +1,7 @@
-"""For export.py: a trained nano, the GGUF file, llama.cpp, and the process that has only torch and a package."""
+"""For export.py: a model to export, the calls that each form repeats, its runtimes, and checks."""
 
+import argparse
+import dataclasses
 import json
 import os
 import subprocess
@@ -9,71 +11,362 @@ from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
 
+import _generate
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_map
 
-from common import exits, measure
-from lm import model, shapes
-from lm.data import one_batch
+from common import measure, report
+from common.exits import UserError
+from lm import data, model, shapes
 from lm.weights import build
 
-ONNX, GGUF = ("onnx", "onnxscript", "onnxruntime"), ("gguf", "xllamacpp")
-FORMS = {"aoti": ("g++",), "onnx": ONNX, "int8": ONNX, "f16": GGUF, "q8_0": GGUF}  # and needs
+ONNX = ("onnx", "onnxscript", "onnxruntime")
+GGUF = ("gguf", "xllamacpp")
+FORMS = {"aoti": ("g++",), "onnx": ONNX, "int8": ONNX, "f16": GGUF, "q8_0": GGUF}  # what each needs
+# Named sizes are trained first, because random weights repeat one token for ever.
+TRAINED_HERE = {"nano": 5e-3, "wide": 6e-4}  # and the learning rate
+NANO_LAYERS = 2
+ROUNDS = 5  # of all forms in turn, for the time
+LOSS_ROWS = 16  # of held-out text
+LOSS_TOKENS = 32  # of each
+# The largest relative error that is allowed: of logits, or of a GGUF file's weights.
+MOST_ERROR = {"aoti": 1e-5, "onnx": 1e-5, "f16": 1e-3, "q8_0": 1e-2}
 COLUMNS = {
     "form": "form",
     "first_difference": "leaves eager at",
     "logits_relative_error": "error of logits",
+    "loss": "loss",
+    "file_bytes": "file",
+    "make_and_load_seconds": "CPU to make, to load",
+    "decode_tokens_per_second": "decode",
 }
-COLUMNS |= {"loss": "loss", "file_bytes": "file", "make_and_load_seconds": "CPU to make, to load"}
-COLUMNS["decode_tokens_per_second"] = "decode"
 
 # For `python -I` in a folder of its own, which cannot import this repository.
 FRESH_PROCESS = """
-import sys, torch
-calls, cache, wrong = torch.load("calls.pt")
+import sys
+import torch
+
+calls, cache, wrong_calls = torch.load("calls.pt")
 step = torch._inductor.aoti_load_package(sys.argv[1])
-logits, refused = [step(*call, *cache) for call in calls], {}
-for name, call in wrong.items():
+logits = [step(*call, *cache) for call in calls]
+rejected = {}
+for name, call in wrong_calls.items():
     try:
         step(*call)
-    except RuntimeError as error:  # ids are the first input
-        line = next(line for line in str(error).splitlines() if "input_handles" in line)
-        refused[name] = line.replace("input_handles[0]", "ids")
-torch.save((logits, refused), "logits.pt")
+    except RuntimeError as error:
+        for line in str(error).splitlines():
+            if "input_handles" in line and name not in rejected:
+                rejected[name] = line.replace("input_handles[0]", "ids")  # the first input
+torch.save((logits, rejected), "logits.pt")
 """
 
-
-def cpu_seconds(work: Callable, *arguments) -> tuple[float, object]:
-    """What `work` takes, with the compilers that it starts, and what it returns."""
-    before = sum(os.times()[:4])
-    result = work(*arguments)
-    return sum(os.times()[:4]) - before, result
+Call = tuple[Tensor, Tensor, Tensor]  # ids, positions, last: the inputs of a step but for the cache
+Cache = tuple[list[Tensor], list[Tensor]]
 
 
-def train_nano(folder: Path, config: shapes.Config) -> str:
-    """A Hugging Face folder with a nano that has learned something: random weights repeat one token for ever."""
+# --- flags
+
+
+def parse_flags(doc: str) -> argparse.Namespace:
+    """Parse the flags. Raise UserError for those that this script cannot use."""
+    flags = _generate.parser(doc)
+    flags.set_defaults(max_new_tokens=24, model=None)
+    flags.add_argument(
+        "--forms",
+        help=f"beside eager, some of {','.join(FORMS)} (default: all, on a GPU aoti)",
+    )
+    args = flags.parse_args()
+    if args.temperature or args.dtype not in ("auto", "fp32"):
+        raise UserError("greedy tokens in fp32 are compared: leave --temperature and --dtype out")
+    args.dtype = "fp32"
+    if args.prompt is None and args.prompts is None:
+        args.prompts = Path(__file__).with_name("kv_cache_prompts.txt")
+    report.fill_defaults(
+        args,
+        cpu={"model": "nano", "forms": ",".join(FORMS)},
+        gpu={"model": "wide", "forms": "aoti"},
+    )
+    return args
+
+
+def possible_forms(args: argparse.Namespace, config: shapes.Config) -> list[str]:
+    """Return the forms of --forms that can be made here, and print why others are left out.
+
+    Raise UserError for an unknown form.
+    """
+    forms = args.forms.split(",")
+    unknown = [form for form in forms if form not in FORMS]
+    if unknown or ("int8" in forms and "onnx" not in forms):
+        raise UserError(
+            f"--forms {args.forms}: use some of {','.join(FORMS)}; int8 is made from onnx"
+        )
+    possible = []
+    for form in forms:
+        missing = [need for need in FORMS[form] if not (which(need) or find_spec(need))]
+        if FORMS[form] == GGUF and not fits_gguf(args.model, config):
+            missing.append("a Llama without rope_scaling, with GPT-2's words")
+        if missing:
+            print(f"left out: {form}: needs {', '.join(missing)}")
+        else:
+            possible.append(form)
+    return possible
+
+
+def fits_gguf(name: str, config: shapes.Config) -> bool:
+    """Return whether `write_gguf` can write this model: a plain Llama, with GPT-2's words."""
+    if config.rope_scaling or config.qkv_bias or config.qk_norm:
+        return False
+    file = Path(name, "tokenizer.json")
+    if not file.is_file():
+        return not any(Path(name).glob("tokenizer*"))  # without a tokenizer it reads bytes
+    words = json.loads(file.read_text(encoding="utf-8")).get("pre_tokenizer") or {}
+    return words.get("type") == "ByteLevel"
+
+
+# --- the model
+
+
+def shape_of(name: str) -> shapes.Config:
+    """Return the shape of a model. nano has fewer layers here, because compiling takes long."""
+    config = shapes.read_config(name)
+    if name == "nano":
+        return dataclasses.replace(config, num_hidden_layers=NANO_LAYERS)
+    return config
+
+
+def train(name: str, folder: Path, config: shapes.Config, device: torch.device) -> str:
+    """Train a named size for 150 steps, write it as a Hugging Face folder, and return its path."""
     from safetensors.torch import save_file
 
-    net = build("nano", config, seed=0)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=5e-3)
-    batches = one_batch(150 * 4, 32, torch.device("cpu"))
-    for inputs, targets in zip(*(part.split(4) for part in batches), strict=True):
-        net(inputs, targets).backward()
+    net = build(name, config, seed=0, device=device)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=TRAINED_HERE[name])
+    inputs, targets = data.one_batch(150 * 4, 32, device)  # 150 steps of 4 x 32 tokens
+    for step_inputs, step_targets in zip(inputs.split(4), targets.split(4), strict=True):
+        net(step_inputs, step_targets).backward()
         optimizer.step()
         optimizer.zero_grad()
     folder.mkdir()
-    save_file(dict(net.named_parameters()), folder / "model.safetensors")
+    tensors = {name: weight.detach().cpu() for name, weight in net.named_parameters()}
+    save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(shapes.config_json(config)))
     return str(folder)
 
 
-def write_gguf(net: model.Transformer, folder: Path, file: Path) -> None:
-    """All of a model in one file: shape, vocabulary and weights (by the file's name F16, or Q8_0 in blocks of 32)."""
-    import gguf
+def answer_of(
+    net: model.Transformer, text: _generate.Text, args: argparse.Namespace, device: torch.device
+) -> list[list[int]]:
+    """Return eager's greedy tokens for each prompt."""
+    cache = _generate.StaticCache(
+        net.config,
+        batch=len(text.prompts),
+        length=text.length,
+        dtype=torch.float32,
+        device=device,
+    )
+    prefill, decode = _generate.steps_of(net, cache)
+    result = _generate.generate(
+        prefill,
+        decode,
+        text.prompts,
+        max_new_tokens=args.max_new_tokens,
+        choose=lambda logits: logits.argmax(-1),
+        device=device,
+        stop=text.stop,
+    )
+    return result.token_ids
 
-    config = net.config
-    writer = gguf.GGUFWriter(file, "llama")
+
+def held_out_tokens(name: str, text: _generate.Text, device: torch.device) -> Tensor:
+    """Return tokens of held-out text, [LOSS_ROWS, LOSS_TOKENS + 1]."""
+    held_out = data.load_corpus("stdlib", model=name).held_out
+    held_out = held_out[: LOSS_ROWS * (LOSS_TOKENS + 1)]
+    text.check_vocabulary(held_out, "the held-out text")
+    return torch.from_numpy(held_out.astype("int64")).view(LOSS_ROWS, -1).to(device)
+
+
+# --- torch.export
+
+
+def empty_cache(config: shapes.Config, *, rows: int, slots: int, device) -> Cache:
+    """Return keys and values, [rows, kv_heads, slots, head_dim], a tensor of each per layer."""
+    shape = (rows, config.num_key_value_heads, slots, config.head_dim)
+    keys = [torch.zeros(shape, device=device) for _ in range(config.num_hidden_layers)]
+    values = [torch.zeros(shape, device=device) for _ in range(config.num_hidden_layers)]
+    return keys, values
+
+
+def describe(program: torch.export.ExportedProgram) -> str:
+    """Return in words what a recorded graph has."""
+    operators = [node.target for node in program.graph.nodes if node.op == "call_function"]
+    writing = [operator for operator in operators if "index_put_" in str(operator)]
+    signature = program.graph_signature
+    weights = len(signature.parameters) + len(signature.buffers)
+    return (
+        f"{len(operators)} operators, {len(writing)} of which write the cache; "
+        f"{weights} weights and tables, {len(signature.user_inputs)} inputs, "
+        f"{len(signature.user_outputs)} output"
+    )
+
+
+# --- the calls that each form repeats
+
+
+def calls_of(prompts: list[list[int]], answers: list[list[int]], device) -> list[Call]:
+    """Return the inputs of a prefill of the prompts, and of the decode steps for these answers."""
+    rows_of_ids = [torch.tensor(row, dtype=torch.long, device=device) for row in prompts]
+    rows_of_answers = [torch.tensor(row, dtype=torch.long, device=device) for row in answers]
+    ids = pad_sequence(rows_of_ids, batch_first=True)  # [batch, tokens]
+    answer_ids = pad_sequence(rows_of_answers, batch_first=True)  # [batch, new tokens]
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+    # repeat and contiguous, because a package takes no expanded tensor
+    positions = torch.arange(ids.shape[1], device=device).repeat(len(ids), 1)
+    calls = [(ids, positions, lengths - 1)]
+    for i in range(answer_ids.shape[1] - 1):
+        token = answer_ids[:, i : i + 1].contiguous()  # [batch, 1]
+        calls.append((token, lengths[:, None] + i, torch.zeros_like(lengths)))
+    return calls
+
+
+@torch.inference_mode()
+def replay(step: Callable, calls: list[Call], new_cache: Callable[[], Cache]) -> list[Tensor]:
+    """Return the logits of each call, [batch, vocab].
+
+    All forms get the calls of eager's answer, so that every step can be compared.
+    """
+    keys, values = new_cache()
+    return [step(*call, keys, values) for call in calls]
+
+
+def compare(
+    step: Callable,
+    calls: list[Call],
+    new_cache: Callable[[], Cache],
+    token_ids: list[list[int]],
+    logits: list[Tensor],
+) -> dict:
+    """Return how far a form is from eager, whose tokens and logits are given."""
+    own_logits = replay(step, calls, new_cache)
+    own_tokens = torch.stack(own_logits, dim=1).argmax(-1)  # [batch, new tokens]
+    return {
+        "first_difference": first_difference(own_tokens.tolist(), token_ids),
+        "logits_relative_error": measure.relative_error(own_logits, logits),
+    }
+
+
+def first_difference(answers: list[list[int]], expected_answers: list[list[int]]) -> str:
+    """Return the prompt and the token at which an answer leaves the expected one."""
+    pairs = zip(answers, expected_answers, strict=True)
+    for row, (answer, expected) in enumerate(pairs, 1):
+        for place, token in enumerate(expected):
+            if place >= len(answer) or answer[place] != token:
+                return f"prompt {row}, token {place + 1}"
+    return "none"
+
+
+def held_out_loss(step: Callable, tokens: Tensor, config: shapes.Config) -> float:
+    """Return the loss of held-out text, [rows, tokens + 1], which is read token by token."""
+    rows, slots = tokens.shape
+
+    def new_cache() -> Cache:
+        return empty_cache(config, rows=rows, slots=slots, device=tokens.device)
+
+    calls = calls_of(tokens[:, :1].tolist(), tokens[:, 1:].tolist(), tokens.device)
+    logits = torch.stack(replay(step, calls, new_cache), dim=1)  # [rows, tokens, vocab]
+    targets = tokens[:, 1:].flatten()
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets).item()
+
+
+def cpu_seconds(work: Callable[[], object]) -> tuple[float, object]:
+    """Return the CPU time of `work`, with the compilers that it starts, and what it returns."""
+    before = sum(os.times()[:4])
+    result = work()
+    return sum(os.times()[:4]) - before, result
+
+
+def add_seconds(row: dict, seconds: dict, decoded_tokens: int) -> None:
+    """Add the tokens per second of a form."""
+    row["decode_tokens_per_second"] = decoded_tokens / seconds["seconds"]
+    row["min_decode_tokens_per_second"] = decoded_tokens / seconds["max_seconds"]
+    row["max_decode_tokens_per_second"] = decoded_tokens / seconds["min_seconds"]
+
+
+# --- runtimes of the package and of ONNX
+
+
+def load(folder: Path, form: str) -> Callable:
+    """Load a form, and return a function with the arguments of Step.forward."""
+    if form == "aoti":
+        return torch._inductor.aoti_load_package(folder / "aoti.pt2")
+    return load_onnx(folder / f"{form}.onnx")
+
+
+def load_onnx(file: Path) -> Callable:
+    """Return ONNX Runtime's step. It puts the returned cache into the caller's lists."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    providers = onnxruntime.get_available_providers()
+    session = onnxruntime.InferenceSession(file, options, providers)
+    names = [given.name for given in session.get_inputs()]
+
+    def step(
+        ids: Tensor, positions: Tensor, last: Tensor, keys: list[Tensor], values: list[Tensor]
+    ) -> Tensor:
+        inputs = {}
+        for name, tensor in zip(names, (ids, positions, last, *keys, *values), strict=True):
+            inputs[name] = tensor.cpu().numpy()
+        outputs = [torch.from_numpy(array).to(ids.device) for array in session.run(None, inputs)]
+        logits, *cache = outputs
+        keys[:] = cache[: len(keys)]
+        values[:] = cache[len(keys) :]
+        return logits
+
+    return step
+
+
+def quantize_onnx(source: Path, target: Path) -> None:
+    """Write an .onnx whose weights have 8 bits, and whose activations are quantized as it runs."""
+    from onnxruntime.quantization import quantize_dynamic
+
+    quantize_dynamic(source, target, per_channel=True)
+
+
+def run_fresh(
+    package: Path, calls: list[Call], cache: Cache
+) -> tuple[list[Tensor], dict[str, str]]:
+    """Run the package in a process that cannot import this repository.
+
+    Return its logits, and its messages about wrong inputs.
+    """
+    inputs = (*calls[0], *cache)
+    ids = inputs[0]
+
+    def with_65_rows(tensor: Tensor) -> Tensor:
+        return tensor[:1].repeat_interleave(65, dim=0)
+
+    wrong_calls = {
+        "a batch of 65": tree_map(with_65_rows, inputs),
+        "ids of 32 bits": (ids.int(), *inputs[1:]),
+    }
+    torch.save((calls, cache, wrong_calls), package.with_name("calls.pt"))
+    subprocess.run(
+        [sys.executable, "-I", "-c", FRESH_PROCESS, package],
+        cwd=package.parent,
+        # Without this variable the process may abort, or go on.
+        env={**os.environ, "AOTI_RUNTIME_CHECK_INPUTS": "1"},
+        check=True,
+    )
+    return torch.load(package.with_name("logits.pt"))
+
+
+# --- GGUF and llama.cpp
+
+
+def add_shape(writer, config: shapes.Config) -> None:
+    """Add the shape of a model to a GGUF file."""
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -86,158 +379,121 @@ def write_gguf(net: model.Transformer, folder: Path, file: Path) -> None:
     writer.add_rope_dimension_count(config.head_dim)
     writer.add_rope_freq_base(config.rope_theta)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+
+
+def add_vocabulary(writer, config: shapes.Config, folder: Path) -> None:
+    """Add the tokens of the folder's tokenizer to a GGUF file, or bytes if it has none."""
+    import gguf
+
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     if (folder / "tokenizer.json").is_file():
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        tokens, special = (
-            {i: token for token, i in tokenizer.get_vocab().items()},
-            {*tokenizer.all_special_ids},
-        )
+        tokens = {token_id: token for token, token_id in tokenizer.get_vocab().items()}
+        special = set(tokenizer.all_special_ids)
         special_vocab = gguf.SpecialVocab(folder, load_merges=True, n_vocab=config.vocab_size)
         special_vocab.add_to_gguf(writer)
     else:
-        # a byte is a token, under the letter that GPT-2 writes for it; the last, in no text, ends
-        # an answer
         from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-        tokens, special = bytes_to_unicode(), {config.vocab_size - 1}
+        # A byte is a token, under the letter that GPT-2 writes for it. The last byte, which is in
+        # no UTF-8 text, ends an answer.
+        tokens = bytes_to_unicode()
+        special = {config.vocab_size - 1}
         writer.add_token_merges(["! !"])  # llama.cpp refuses a list without one
         writer.add_eos_token_id(config.vocab_size - 1)
-    writer.add_token_list([tokens.get(i, f"<unused{i}>") for i in range(config.vocab_size)])
-    kinds = gguf.TokenType.NORMAL, gguf.TokenType.CONTROL
-    writer.add_token_types([kinds[i in special] for i in range(config.vocab_size)])
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
-    for name, weight in net.named_parameters():
-        # it rotates neighbours, where we rotate halves
-        if name.endswith(("q_proj.weight", "k_proj.weight")):
-            weight = (
-                weight.unflatten(0, (-1, 2, config.head_dim // 2)).transpose(1, 2).flatten(0, 2)
-            )
-        of_matrix = "F16" if weight.shape[-1] % 32 else file.stem.upper()
-        kind = gguf.GGMLQuantizationType["F32" if weight.ndim == 1 else of_matrix]
-        data = gguf.quants.quantize(weight.detach().cpu().contiguous().numpy(), kind)
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), data, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+
+    names = []
+    kinds = []
+    for token_id in range(config.vocab_size):
+        names.append(tokens.get(token_id, f"<unused{token_id}>"))
+        is_special = token_id in special
+        kinds.append(gguf.TokenType.CONTROL if is_special else gguf.TokenType.NORMAL)
+    writer.add_token_list(names)
+    writer.add_token_types(kinds)
 
 
-def gguf_row(
-    net, folder: Path, file: Path, prompts, token_ids: list[list[int]], logits: list[Tensor]
+def run_llama_cpp(
+    net: model.Transformer,
+    file: Path,
+    made_seconds: float,
+    prompts: list[list[int]],
+    token_ids: list[list[int]],
+    logits: list[Tensor],
 ) -> dict:
-    """Write a GGUF file, read it by transformers, run it by llama.cpp prompt by prompt."""
+    """Read a GGUF file by transformers, answer with it by llama.cpp, and return its row."""
     import xllamacpp
     from transformers import AutoModelForCausalLM
 
-    made, _ = cpu_seconds(write_gguf, net, folder, file)
     read_back = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name).state_dict()
-    weights = [(read_back[name].float(), weight.cpu()) for name, weight in net.named_parameters()]
+    stored_weights = [read_back[name].float() for name, _ in net.named_parameters()]
+    weights = [weight.cpu() for weight in net.parameters()]
+
     params = xllamacpp.CommonParams()
-    params.model.path, params.verbosity = str(file), -1
-    loaded, server = cpu_seconds(xllamacpp.Server, params)
-    greedy = {
-        "temperature": 0.0,
-        "top_k": 1,
-        "logprobs": 1,
-        "max_tokens": len(logits),
-        "cache_prompt": False,
-    }
-    answers = [
-        server.handle_completions({"prompt": ids, **greedy})["choices"][0]["logprobs"]
-        for ids in prompts
-    ]
-    found = [[token["id"] for token in answer["content"]] for answer in answers]
-    ours = [row.log_softmax(-1)[ids[0]].item() for row, ids in zip(logits[0], found, strict=True)]
-    return {
-        "first_difference": first_difference(found, token_ids),
-        "file_bytes": file.stat().st_size,
-        "make_and_load_seconds": [made, loaded],
-        "weights_relative_error": measure.relative_error(*zip(*weights, strict=True)),
-        "logprob_difference": max(
-            abs(a["content"][0]["logprob"] - b) for a, b in zip(answers, ours, strict=True)
-        ),
-    }
-
-
-def first_difference(found: list[list[int]], expected: list[list[int]]) -> str:
-    """The prompt and the token at which an answer leaves the expected one."""
-    for row, (ids, ours) in enumerate(zip(found, expected, strict=True), 1):
-        wrong = [place for place, token in enumerate(ours) if ids[place : place + 1] != [token]]
-        if wrong:
-            return f"prompt {row}, token {wrong[0] + 1}"
-    return "none"
-
-
-def possible(args, config: shapes.Config) -> list[str]:
-    """The forms of --forms that can be made here; prints why others are left out. UserError for an unknown one."""
-    forms = args.forms.split(",")
-    if any(form not in FORMS for form in forms) or ("int8" in forms and "onnx" not in forms):
-        raise exits.UserError(
-            f"--forms {args.forms}: use some of {','.join(FORMS)}; int8 is made from onnx"
+    params.model.path = str(file)
+    params.verbosity = -1
+    loaded_seconds, server = cpu_seconds(lambda: xllamacpp.Server(params))
+    answers = []
+    differences = []  # of the first token's log-probability
+    for row, prompt in enumerate(prompts):
+        reply = server.handle_completions(
+            {
+                "prompt": prompt,
+                "temperature": 0.0,
+                "top_k": 1,
+                "logprobs": 1,
+                "max_tokens": len(logits),
+                "cache_prompt": False,
+            }
         )
-    special_shape = config.rope_scaling or config.qkv_bias or config.qk_norm
-    plain = not special_shape and has_words_of_gpt2(args.model)
-    missing = {
-        form: [need for need in FORMS[form] if not (which(need) or find_spec(need))]
-        for form in forms
+        tokens = reply["choices"][0]["logprobs"]["content"]
+        answers.append([token["id"] for token in tokens])
+        eager_logprobs = logits[0][row].log_softmax(-1)  # [vocab]
+        difference = tokens[0]["logprob"] - eager_logprobs[tokens[0]["id"]].item()
+        differences.append(abs(difference))
+    return {
+        "first_difference": first_difference(answers, token_ids),
+        "file_bytes": file.stat().st_size,
+        "make_and_load_seconds": [made_seconds, loaded_seconds],
+        "weights_relative_error": measure.relative_error(stored_weights, weights),
+        "logprob_difference": max(differences),
     }
-    for form in forms:
-        if FORMS[form] == GGUF and not plain:
-            missing[form].append("a Llama without rope_scaling, with GPT-2's words")
-        if missing[form]:
-            print(f"left out: {form}: needs {', '.join(missing[form])}")
-    return [form for form in forms if not missing[form]]
 
 
-def has_words_of_gpt2(model: str) -> bool:
-    """Tell whether a model's tokenizer splits a text into words as GPT-2's does, or reads bytes."""
-    file = Path(model, "tokenizer.json")
-    if not file.is_file():
-        return not any(Path(model).glob("tokenizer*"))
-    words = json.loads(file.read_text(encoding="utf-8")).get("pre_tokenizer") or {}
-    return words.get("type") == "ByteLevel"
+# --- the checks
 
 
-def load(folder: Path, form: str) -> Callable:
-    """A package, or ONNX Runtime behind Step's signature: the caller's lists get the returned cache."""
-    if form == "aoti":
-        return torch._inductor.aoti_load_package(folder / "aoti.pt2")
-    import onnxruntime
+def check(rows: dict[str, dict], config: shapes.Config) -> list[str]:
+    """Assert that the forms are near eager, and that wrong inputs are rejected.
 
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = torch.get_num_threads()
-    session = onnxruntime.InferenceSession(
-        folder / f"{form}.onnx", options, onnxruntime.get_available_providers()
-    )
-
-    def step(
-        ids: Tensor, positions: Tensor, last: Tensor, keys: list[Tensor], values: list[Tensor]
-    ) -> Tensor:
-        tensors = zip(session.get_inputs(), (ids, positions, last, *keys, *values), strict=True)
-        found = session.run(None, {given.name: tensor.cpu().numpy() for given, tensor in tensors})
-        logits, *cache = (torch.from_numpy(each).to(ids.device) for each in found)
-        keys[:], values[:] = cache[: len(keys)], cache[len(keys) :]
-        return logits
-
-    return step
-
-
-def run_fresh(package: Path, calls: list[tuple], cache: tuple) -> tuple[list, dict]:
-    """The logits of the package in a process that cannot import this repository, and what it says to wrong inputs."""
-    ids, *others = (*calls[0], *cache)
-    too_many = tree_map(lambda each: each[:1].repeat_interleave(65, dim=0), (ids, *others))
-    wrong = {"a batch of 65": too_many, "ids of 32 bits": (ids.int(), *others)}
-    torch.save((calls, cache, wrong), package.with_name("calls.pt"))
-    # without it the process may abort, or go on
-    checks = {**os.environ, "AOTI_RUNTIME_CHECK_INPUTS": "1"}
-    subprocess.run(
-        [sys.executable, "-I", "-c", FRESH_PROCESS, package],
-        cwd=package.parent,
-        env=checks,
-        check=True,
-    )
-    return torch.load(package.with_name("logits.pt"))
+    Return a line for each thing that was checked.
+    """
+    checked = []
+    for form, most_error in MOST_ERROR.items():
+        if form not in rows:
+            continue
+        row = rows[form]
+        what = "weights" if form in ("f16", "q8_0") else "logits"
+        error = max(row[f"{what}_relative_error"], row.get("fresh_logits_relative_error", 0))
+        assert error <= most_error, f"{form}: the error of {what} is {error:.1e}"
+        checked.append(f"{form}: {what} differ from eager's by at most {error:.1e}")
+    if "aoti" in rows:
+        rejected = rows["aoti"]["rejected"]
+        assert len(rejected) == 2, rejected
+        for line in rejected.values():
+            checked.append(f"aoti in a process without this source: {line}")
+    if "onnx" in rows:
+        outputs = rows["onnx"]["outputs"]
+        outputs_in_place = rows["onnx"]["outputs_in_place"]
+        assert outputs == 1 + 2 * config.num_hidden_layers, outputs
+        assert outputs_in_place == 1, outputs_in_place
+        checked.append(
+            f"onnx returns the cache, {outputs} outputs; written in place it is lost: "
+            "1 output, and no error"
+        )
+    if "int8" in rows:
+        cost = rows["int8"]["loss"] - rows["eager"]["loss"]
+        checked.append(f"int8 costs {cost:+.4f} nats on {LOSS_ROWS * LOSS_TOKENS} held-out tokens")
+    return checked

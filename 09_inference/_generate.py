@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from common import cli, hardware, measure, report
 from common.exits import UserError
+from common.runtime import DTYPES
 from lm import reference, shapes, weights
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DEFAULT_PROMPT = "def main():"
 # A model with at most so many parameters is small: its --dtype auto is fp32, and its tokens are
 # compared with those of transformers.

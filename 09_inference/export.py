@@ -1,18 +1,37 @@
-"""Out of Python: a trained model as a compiled package, an ONNX graph and a GGUF file, each held against eager.
+"""Export: a trained model leaves Python as a compiled package, an ONNX graph and a GGUF file.
 
-A form that leaves Python is a graph recorded once, so it keeps what Python decided then. Three things must be said:
-which sizes may vary (batch, tokens and slots are symbols, recorded at sizes above 1), where the KV cache lives (tensors
-of the caller, a list per layer), and what is refused (a package checks nothing by itself). Prefill and decode are one
-graph. Torch's forms write the cache in place. ONNX's exporter drops such writes silently: there the cache is returned.
+torch.export runs the model once with example inputs and records each operator: the result is a
+graph without Python. Whatever Python decided while it was recorded stays as it was. So three things
+must be said when a language model is exported:
+
+    sizes     which sizes may vary: batch, tokens, and slots of the KV cache. All others are fixed.
+              A size of 1 in the example would be fixed, too, so the example has larger ones.
+    cache     where keys and values live: in tensors of the caller, a list with one for each layer
+    outputs   what the graph returns, and which inputs it writes. torch's own forms write the cache
+              in place. The ONNX exporter drops such writes without a message, so there the graph
+              returns the cache.
+
+Prefill and decode are one graph, with many tokens or one. It becomes files of three kinds:
+
+    aoti      AOTInductor's .pt2: machine code for one kind of device, with the weights. It needs
+              torch's library, and neither Python nor this source.
+    onnx      an .onnx with the graph and an .onnx.data with the weights, for ONNX Runtime and many
+              others. int8: the same with quantized weights and activations.
+    gguf      for llama.cpp and Ollama. It has no graph: only the shape, the vocabulary and the
+              weights (f16, or q8_0 with 8 bits) of an architecture that llama.cpp knows.
 
     laptop    python 09_inference/export.py
-    your own  python 09_inference/export.py --model models/smollm2-135m --chat --prompt "What is an atom?" \\
-                  --forms onnx,int8,f16,q8_0           (make model makes that folder)
+    your own  python 09_inference/export.py --model models/smollm2-135m --chat \\
+                  --prompt "What is an atom?" --forms onnx,int8,f16,q8_0  (make model makes it)
     one GPU   python 09_inference/export.py --device cuda
-    cluster   servers read the Hugging Face folder that 06_fsdp_zero/convert_checkpoint.py leaves: README
+    cluster   servers read the Hugging Face folder that 06_fsdp_zero/convert_checkpoint.py writes
 
-Look for: the first token at which a form leaves eager's answer, which is transformers'; what int8 costs in loss.
-Before: speculative.py. Next: launch/README.md.
+What to look at: the first token at which a form leaves eager's answer, which is transformers', and
+what int8 costs in loss. On a GPU the default is a wider model and the package alone: ONNX Runtime
+and llama.cpp, as pip installs them, compute on the CPU. Expected on an H100: a decode step reads
+228 MB in at least 0.07 ms, and eager takes longer to launch its kernels, at about 5 microseconds
+each. The package has fewer kernels, and launches them from C++, so it is faster.
+Previous: speculative.py. Next: launch/README.md.
 """
 
 import dataclasses
@@ -25,81 +44,112 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
-import _export
-from _generate import StaticCache, Text, check_tokens, generate, parser, steps_of
+import _export as helper
+import _generate
 
 from common import exits, measure, report
-from lm import data, model, shapes, weights
+from lm import model, shapes, weights
 
-LAYERS, MOST_ROWS, ROUNDS = 2, 64, 5
-LOSS_ROWS, LOSS_TOKENS = 16, 32
-WORST = {"aoti": 1e-5, "onnx": 1e-5, "f16": 1e-3, "q8_0": 1e-2}  # errors: of logits, or of weights
+MOST_ROWS = 64  # of a batch: an upper bound that the package checks
+
+# --- 1. what torch.export records
 
 
-class Slots(StaticCache):
-    """The KV cache of the caller: a tensor [batch, heads, slots, head_dim] per layer, written in place."""
+class CallersCache:
+    """The caller's KV cache: for each layer a tensor [batch, kv_heads, slots, head_dim].
+
+    A token's slot is its position. Writes are in place.
+    """
 
     def __init__(self, keys: list[Tensor], values: list[Tensor]) -> None:
-        self.keys, self.values = (
-            {str(i): each for i, each in enumerate(part)} for part in (keys, values)
-        )
-        self.rows = torch.arange(keys[0].shape[0], device=keys[0].device)[:, None]
-        self.slots = torch.arange(keys[0].shape[2], device=keys[0].device)
+        self.keys = keys
+        self.values = values
+        batch, _, slots, _ = keys[0].shape
+        self.rows = torch.arange(batch, device=keys[0].device)[:, None]  # [batch, 1]
+        self.slots = torch.arange(slots, device=keys[0].device)
+
+    def mask(self, positions: Tensor) -> Tensor:  # [batch, tokens] -> [batch, 1, tokens, slots]
+        visible = self.slots <= positions.unsqueeze(-1)  # [batch, tokens, slots]
+        return torch.where(visible, 0.0, -torch.inf).unsqueeze(1)
+
+    def updater(self, layer: str, positions: Tensor) -> Callable:
+        """Return the function that stores a layer's k and v, and returns its keys and values."""
+        keys = self.keys[int(layer)]
+        values = self.values[int(layer)]
+
+        def update_cache(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            keys[self.rows, :, positions] = k.transpose(1, 2)  # [batch, tokens, kv_heads, head_dim]
+            values[self.rows, :, positions] = v.transpose(1, 2)
+            return keys, values
+
+        return update_cache
 
 
 class Step(nn.Module):
-    """Prefill and decode in one: the logits [batch, vocab] of each row's token at `last`, and the cache if returned."""
+    """Prefill and decode in one graph.
+
+    It returns the logits, [batch, vocab], of each row's token at `last`. The cache is written in
+    place; or it is copied, and the copy is returned.
+    """
 
     def __init__(self, net: model.Transformer, *, in_place: bool) -> None:
         super().__init__()
-        self.net, self.in_place = net.eval().requires_grad_(False), in_place
+        self.net = net.eval().requires_grad_(False)
+        self.in_place = in_place
 
     def forward(
-        self, ids: Tensor, positions: Tensor, last: Tensor, keys: list[Tensor], values: list[Tensor]
+        self,
+        ids: Tensor,  # [batch, tokens]
+        positions: Tensor,  # [batch, tokens]
+        last: Tensor,  # [batch]
+        keys: list[Tensor],
+        values: list[Tensor],
     ):
         if not self.in_place:
-            keys, values = ([each.clone() for each in part] for part in (keys, values))
-        hidden = self.net.model(ids, positions, Slots(keys, values))
-        logits = self.net.lm_head(hidden[torch.arange(ids.shape[0], device=ids.device), last])
-        return logits if self.in_place else (logits, keys, values)
-
-
-def empty_cache(
-    config: shapes.Config, rows: int, slots: int, device
-) -> tuple[list[Tensor], list[Tensor]]:
-    shape = rows, config.num_key_value_heads, slots, config.head_dim
-    return tuple(
-        [torch.zeros(shape, device=device) for _ in range(config.num_hidden_layers)]
-        for _ in range(2)
-    )
+            keys = [tensor.clone() for tensor in keys]
+            values = [tensor.clone() for tensor in values]
+        hidden = self.net.model(ids, positions, CallersCache(keys, values))
+        rows = torch.arange(ids.shape[0], device=ids.device)
+        logits = self.net.lm_head(hidden[rows, last])
+        if self.in_place:
+            return logits
+        return logits, keys, values
 
 
 def record(net: model.Transformer, device, *, in_place: bool) -> torch.export.ExportedProgram:
-    """The graph, with names for the sizes that may vary. A size of 1 in the example would be frozen."""
-    config, ids = net.config, torch.zeros(2, 5, dtype=torch.long, device=device)
-    example = (
-        ids,
-        ids.clone(),
-        torch.tensor([4, 2], device=device),
-        *empty_cache(config, 2, 16, device),
-    )
-    rows = torch.export.Dim("batch", min=1, max=MOST_ROWS)
-    tokens, slots = (
-        torch.export.Dim(name, min=1, max=config.max_position_embeddings)
-        for name in ("tokens", "slots")
-    )
-    text, cache = {0: rows, 1: tokens}, [{0: rows, 2: slots}] * config.num_hidden_layers
-    dynamic = {"ids": text, "positions": text, "last": {0: rows}, "keys": cache, "values": cache}
-    return torch.export.export(Step(net, in_place=in_place), example, dynamic_shapes=dynamic)
+    """Record a step. A size that may vary has a name and bounds."""
+    config = net.config
+    ids = torch.zeros(2, 5, dtype=torch.long, device=device)
+    last = torch.tensor([4, 2], device=device)
+    keys, values = helper.empty_cache(config, rows=2, slots=16, device=device)
+
+    batch = torch.export.Dim("batch", min=1, max=MOST_ROWS)
+    tokens = torch.export.Dim("tokens", min=1, max=config.max_position_embeddings)
+    slots = torch.export.Dim("slots", min=1, max=config.max_position_embeddings)
+    cache_of_layers = [{0: batch, 2: slots}] * config.num_hidden_layers
+    dynamic_shapes = {
+        "ids": {0: batch, 1: tokens},
+        "positions": {0: batch, 1: tokens},
+        "last": {0: batch},
+        "keys": cache_of_layers,
+        "values": cache_of_layers,
+    }
+    example = (ids, ids.clone(), last, keys, values)
+    step = Step(net, in_place=in_place)
+    return torch.export.export(step, example, dynamic_shapes=dynamic_shapes)
+
+
+# --- 2. the file formats
 
 
 def make_package(name: str, config: shapes.Config, file: Path, device: str) -> None:
-    """AOTInductor: a .pt2 with machine code and weights, which needs torch's library and not this source."""
-    program = record(weights.build(name, config, seed=0, device=device), device, in_place=True)
-    # the example's sizes of 2 become lower bounds, which are checked although 1 was exported for
+    """Write an AOTInductor package, which has machine code and weights."""
+    net = weights.build(name, config, seed=0, device=device)
+    program = record(net, device, in_place=True)
+    print(f"recorded: {helper.describe(program)}")
+    # The example's sizes of 2 become lower bounds, which are checked although 1 was exported for.
     settings = {"aot_inductor.check_lowerbound": False}
     torch._inductor.aoti_compile_and_package(
         program, package_path=str(file), inductor_configs=settings
@@ -107,160 +157,146 @@ def make_package(name: str, config: shapes.Config, file: Path, device: str) -> N
 
 
 def make_onnx(name: str, config: shapes.Config, file: Path, *, in_place: bool = False) -> int:
-    """An .onnx with the graph, and an .onnx.data with the weights, which must move along; returns its outputs."""
+    """Write an .onnx with the graph, and an .onnx.data with the weights, which must move along.
+
+    Return the number of its outputs.
+    """
     logging.captureWarnings(True)
     logging.disable(logging.WARNING)  # the exporter's
-    program = record(weights.build(name, config, seed=0), "cpu", in_place=in_place)
-    return len(torch.onnx.export(program, (), file, dynamo=True, verbose=False).model.graph.outputs)
+    net = weights.build(name, config, seed=0)
+    program = record(net, "cpu", in_place=in_place)
+    onnx = torch.onnx.export(program, (), file, dynamo=True, verbose=False)
+    return len(onnx.model.graph.outputs)
 
 
-def calls_of(prompts: list[list[int]], answers: list[list[int]], device) -> list[tuple]:
-    """ids, positions and last of a prefill of these prompts, and of the decode steps that read these answers."""
-    parts = (
-        [torch.tensor(row, dtype=torch.long, device=device) for row in rows]
-        for rows in (prompts, answers)
-    )
-    ids, read = (pad_sequence(part, batch_first=True) for part in parts)
-    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-    # a package takes no expanded tensor
-    positions = torch.arange(ids.shape[1], device=device).repeat(len(ids), 1)
-    decode = [
-        (each[:, None].contiguous(), lengths[:, None] + i, 0 * lengths)
-        for i, each in enumerate(read.T[:-1])
-    ]
-    return [(ids, positions, lengths - 1), *decode]
+def write_gguf(net: model.Transformer, folder: Path, file: Path) -> None:
+    """Write shape, vocabulary and weights to one file. `folder` has the tokenizer, if there is one.
+
+    The name of the file says how the matrices are stored: F16, or Q8_0 in blocks of 32.
+    """
+    import gguf
+
+    config = net.config
+    writer = gguf.GGUFWriter(file, "llama")
+    helper.add_shape(writer, config)
+    helper.add_vocabulary(writer, config, folder)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    for name, weight in net.named_parameters():
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            weight = neighbours_from_halves(weight, config.head_dim)
+        if weight.ndim == 1:
+            kind = "F32"
+        elif weight.shape[-1] % 32:
+            kind = "F16"  # its rows cannot be cut into blocks of 32
+        else:
+            kind = file.stem.upper()
+        kind = gguf.GGMLQuantizationType[kind]
+        numbers = weight.detach().cpu().contiguous().numpy()
+        numbers = gguf.quants.quantize(numbers, kind)
+        gguf_name = names.get_name(name, try_suffixes=(".weight",))
+        writer.add_tensor(gguf_name, numbers, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
-@torch.inference_mode()
-def replay(step: Callable, calls: list[tuple], new_cache: Callable) -> list[Tensor]:
-    """The logits of each call. All forms get the calls of eager's answer, so that every step can be compared."""
-    cache = new_cache()
-    return [step(*call, *cache) for call in calls]
+def neighbours_from_halves(weight: Tensor, head_dim: int) -> Tensor:
+    """Reorder the rows of q_proj or k_proj, [heads * head_dim, hidden], for llama.cpp.
+
+    RoPE rotates pairs of numbers. In Hugging Face's layout row i of a head is paired with row
+    i + head_dim / 2, and in llama.cpp's with its neighbour.
+    """
+    pairs = weight.unflatten(0, (-1, 2, head_dim // 2))  # [heads, 2, head_dim / 2, hidden]
+    return pairs.transpose(1, 2).flatten(0, 2)
 
 
-def run(args, folder: Path, device: torch.device, forms: list[str], text: Text) -> dict[str, dict]:
-    """A row per form, by its name."""
-    config, batch = text.config, len(text.prompts)
-    held_out = data.load_corpus("stdlib", model=args.model).held_out
-    held_out = held_out[: LOSS_ROWS * (LOSS_TOKENS + 1)]
-    text.check_vocabulary(held_out, "the held-out text")
+# --- 3. each form, beside eager
+
+
+def run(
+    args, folder: Path, device: torch.device, forms: list[str], text: _generate.Text
+) -> dict[str, dict]:
+    """Make the forms, and let each repeat the steps of eager's answer. Return the row of each."""
+    config = text.config
     net = weights.build(args.model, config, seed=0, device=device)
-    new_cache = partial(empty_cache, config, batch, text.length, device)
-    steps = {"eager": Step(net, in_place=True)}
-    cache = StaticCache(config, batch=batch, length=text.length, dtype=torch.float32, device=device)
-    how = {"max_new_tokens": args.max_new_tokens, "stop": text.stop, "device": device}
-    answer = generate(
-        *steps_of(net, cache), text.prompts, choose=lambda logits: logits.argmax(-1), **how
+    token_ids = helper.answer_of(net, text, args, device)
+    calls = helper.calls_of(text.prompts, token_ids, device)
+    new_cache = partial(
+        helper.empty_cache, config, rows=len(text.prompts), slots=text.length, device=device
     )
-    calls, token_ids = calls_of(text.prompts, answer.token_ids, device), answer.token_ids
+    steps = {"eager": Step(net, in_place=True)}
     rows = {"eager": {"token_ids": token_ids}}
+
     makers = {
         "onnx": partial(make_onnx, args.model, config, folder / "onnx.onnx"),
         "aoti": partial(make_package, args.model, config, folder / "aoti.pt2", device.type),
+        "int8": partial(helper.quantize_onnx, folder / "onnx.onnx", folder / "int8.onnx"),
     }
-    if "int8" in forms:
-        from onnxruntime.quantization import quantize_dynamic
-
-        makers["int8"] = partial(
-            quantize_dynamic, folder / "onnx.onnx", folder / "int8.onnx", per_channel=True
-        )
-    for form in [form for form in makers if form in forms]:
-        made, outputs = _export.cpu_seconds(makers[form])
-        loaded, steps[form] = _export.cpu_seconds(_export.load, folder, form)
-        rows[form] = {"outputs": outputs, "make_and_load_seconds": [made, loaded]}
-        rows[form]["file_bytes"] = sum(part.stat().st_size for part in folder.glob(f"{form}.*"))
-    if "onnx" in forms:
+    for form, make in makers.items():
+        if form not in forms:
+            continue
+        made, outputs = helper.cpu_seconds(make)
+        loaded, steps[form] = helper.cpu_seconds(partial(helper.load, folder, form))
+        rows[form] = {
+            "outputs": outputs,
+            "make_and_load_seconds": [made, loaded],
+            "file_bytes": sum(part.stat().st_size for part in folder.glob(f"{form}.*")),
+        }
+    if "onnx" in forms:  # what happens to a cache that is written in place
         small = dataclasses.replace(shapes.SIZES["nano"], num_hidden_layers=1)
-        rows["onnx"]["outputs_in_place"] = make_onnx(
-            "nano", small, folder / "lost.onnx", in_place=True
-        )
-    logits = replay(steps["eager"], calls, new_cache)
-    tokens = torch.from_numpy(held_out.astype("int64")).view(LOSS_ROWS, -1).to(device)
-    # token by token
-    held_out_calls = calls_of(tokens[:, :1].tolist(), tokens[:, 1:].tolist(), device)
+        lost = make_onnx("nano", small, folder / "lost.onnx", in_place=True)
+        rows["onnx"]["outputs_in_place"] = lost
+
+    logits = helper.replay(steps["eager"], calls, new_cache)
+    held_out = helper.held_out_tokens(args.model, text, device)
     for form, step in steps.items():
-        found = replay(step, calls, new_cache)
-        chosen = torch.stack(found, dim=1).argmax(-1).tolist()
-        rows[form]["first_difference"] = _export.first_difference(chosen, token_ids)
-        rows[form]["logits_relative_error"] = measure.relative_error(found, logits)
-        read = torch.stack(
-            replay(step, held_out_calls, partial(empty_cache, config, *tokens.shape, device)), dim=1
-        )
-        rows[form]["loss"] = nn.functional.cross_entropy(
-            read.flatten(0, 1), tokens[:, 1:].flatten()
-        ).item()
-    new_tokens = sum(len(ids[1:]) for ids in token_ids)
-    decode = {form: partial(replay, step, calls[1:], new_cache) for form, step in steps.items()}
-    for form, found in measure.seconds_in_turns(decode, device, ROUNDS).items():
-        for prefix, slowest in (("", ""), ("min_", "max_"), ("max_", "min_")):
-            rows[form][f"{prefix}decode_tokens_per_second"] = (
-                new_tokens / found[f"{slowest}seconds"]
-            )
+        rows[form] |= helper.compare(step, calls, new_cache, token_ids, logits)
+        rows[form]["loss"] = helper.held_out_loss(step, held_out, config)
+    decoded_tokens = sum(len(ids[1:]) for ids in token_ids)
+    decode = {
+        form: partial(helper.replay, step, calls[1:], new_cache) for form, step in steps.items()
+    }
+    timing = measure.seconds_in_turns(decode, device, helper.ROUNDS)
+    for form, seconds in timing.items():
+        helper.add_seconds(rows[form], seconds, decoded_tokens)
+
     if "aoti" in rows:
-        fresh, rows["aoti"]["refused"] = _export.run_fresh(folder / "aoti.pt2", calls, new_cache())
+        fresh, rejected = helper.run_fresh(folder / "aoti.pt2", calls, new_cache())
         rows["aoti"]["fresh_logits_relative_error"] = measure.relative_error(fresh, logits)
-    for form in [form for form in ("f16", "q8_0") if form in forms]:
-        rows[form] = _export.gguf_row(
-            net, Path(args.model), folder / f"{form}.gguf", text.prompts, token_ids, logits
-        )
+        rows["aoti"]["rejected"] = rejected
+    for form in ("f16", "q8_0"):
+        if form not in forms:
+            continue
+        file = folder / f"{form}.gguf"
+        made, _ = helper.cpu_seconds(partial(write_gguf, net, Path(args.model), file))
+        rows[form] = helper.run_llama_cpp(net, file, made, text.prompts, token_ids, logits)
     return rows
 
 
-def check(rows: dict[str, dict], config: shapes.Config) -> list[str]:
-    checked = []
-    for form in [form for form in WORST if form in rows]:
-        key = "weights_relative_error" if form in ("f16", "q8_0") else "logits_relative_error"
-        worst = max(rows[form][key], rows[form].get("fresh_logits_relative_error", 0))
-        assert worst <= WORST[form], f"{form}: {key} {worst:.1e}"
-        checked.append(f"{form}: {key.replace('_', ' ')} against eager's at most {worst:.1e}")
-    if "aoti" in rows:
-        refused = rows["aoti"]["refused"]
-        assert len(refused) == 2, refused
-        checked += [f"aoti in a process without this source: {line}" for line in refused.values()]
-    if "onnx" in rows:
-        outputs, lost = rows["onnx"]["outputs"], rows["onnx"]["outputs_in_place"]
-        assert (outputs, lost) == (1 + 2 * config.num_hidden_layers, 1), (outputs, lost)
-        checked.append(
-            f"onnx returns the cache, {outputs} outputs; written in place it is lost: 1, and no error"
-        )
-    if "int8" in rows:
-        cost = rows["int8"]["loss"] - rows["eager"]["loss"]
-        checked.append(f"int8 costs {cost:+.4f} nats on {LOSS_ROWS * LOSS_TOKENS} held-out tokens")
-    return checked
-
-
 def main() -> int:
-    flags = parser(__doc__)
-    flags.set_defaults(max_new_tokens=24)
-    flags.add_argument(
-        "--forms", default=",".join(_export.FORMS), help="beside eager (%(default)s)"
-    )
-    args = flags.parse_args()
-    if args.temperature or args.dtype not in ("auto", "fp32"):
-        raise exits.UserError(
-            "greedy tokens in fp32 are compared: leave --temperature and --dtype out"
-        )
-    args.dtype = "fp32"
-    if args.prompt is None and args.prompts is None:
-        args.prompts = Path(__file__).with_name("kv_cache_prompts.txt")
+    args = helper.parse_flags(__doc__)
     name = args.model
-    config = shapes.read_config(name)
-    if name == "nano":
-        config = dataclasses.replace(config, num_hidden_layers=LAYERS)
-    text = Text(args, config)
-    forms = _export.possible(args, config)
+    config = helper.shape_of(name)
+    text = _generate.Text(args, config)
+    forms = helper.possible_forms(args, config)
     device = report.start_lesson(args.device, args.seed)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        if name == "nano":
-            args.model = _export.train_nano(folder / "nano", config)
+        if name in helper.TRAINED_HERE:
+            args.model = helper.train(name, folder / name, config, device)
         rows = run(args, folder, device, forms, text)
-        checked = check_tokens(rows["eager"]["token_ids"], text, args, device)
-        checked += check(rows, text.config)
-    own = {"model": name, "dtype": "fp32", "parameters": shapes.parameter_count(text.config)}
-    rows = [{"form": form, **row} for form, row in rows.items()]
+        checked = _generate.check_tokens(rows["eager"]["token_ids"], text, args, device)
+        checked += helper.check(rows, config)
     report.end_lesson(
-        rows, columns=_export.COLUMNS, checked=checked, args=args, device=device, **own
+        [{"form": form, **row} for form, row in rows.items()],
+        columns=helper.COLUMNS,
+        checked=checked,
+        args=args,
+        device=device,
+        model=name,
+        dtype="fp32",
+        parameters=shapes.parameter_count(config),
     )
     return 0
 

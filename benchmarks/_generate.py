@@ -1,11 +1,12 @@
-"""The other side of inference.py: transformers' `generate`, with the flags of 09_inference/infer_70b.py.
+"""The other side of inference.py: transformers' `generate`, with the flags of infer_70b.py.
 
     python benchmarks/_generate.py --model nano --dtype fp32 --max-new-tokens 64
     python benchmarks/_generate.py --model llama-8b --dtype bf16 --device cuda --compile
 
-Greedy, batch 1. The first call is thrown away. A streamer, which generate calls with each token, is the clock of the
-second. --compile: a static cache, new in each call, and a compiled forward, transformers' own default on a GPU with
-that cache; its CUDA graph is recorded anew in the first steps, so decode is timed from the sixth new token.
+Greedy, batch 1. The first call warms up. In the second call a streamer, which generate calls with
+each token, notes the times. --compile means a static cache, which is new in each call, and a
+compiled forward: with that cache it is transformers' own default on a GPU. Its CUDA graph is
+captured again in the first steps, so decode is timed from the sixth new token on.
 """
 
 import sys
@@ -19,15 +20,15 @@ from common import cli, exits, hardware, report, runtime
 from lm import shapes
 from lm.weights import build
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PROMPT = b"def main():"  # infer_70b.py's own
 FIRST_TIMED_TOKEN = 6
 
 
 class Clock(list):
-    """For generate's `streamer`: when the prompt was given, and when each new token came."""
+    """A streamer for generate: it notes when the prompt was given, and when each new token came."""
 
-    def put(self, _tokens: torch.Tensor) -> None:  # on the CPU already: a GPU has been waited for
+    def put(self, _tokens: torch.Tensor) -> None:
+        # The tokens are on the CPU, so a GPU has finished the step.
         self.append(time.perf_counter())
 
     def end(self) -> None:
@@ -35,14 +36,15 @@ class Clock(list):
 
 
 def load_model(args, config: shapes.Config, device: torch.device):
-    """transformers' model with our weights, built on `device` in `args.dtype`."""
+    """Return transformers' model with our weights, on `device` in `args.dtype`.
+
+    On a GPU a model with random weights keeps transformers' own, because drawing ours takes long.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     with torch.device(device):
-        net = LlamaForCausalLM._from_config(
-            LlamaConfig(**shapes.config_json(config)), dtype=DTYPES[args.dtype]
-        )
-    # on a GPU random weights of 8B stay transformers' own
+        transformers_config = LlamaConfig(**shapes.config_json(config))
+        net = LlamaForCausalLM._from_config(transformers_config, dtype=runtime.DTYPES[args.dtype])
     if device.type == "cpu" or args.model not in shapes.SIZES:
         ours = build(args.model, config, seed=0)
         net.load_state_dict(ours.state_dict(), strict=not config.tie_word_embeddings)
@@ -50,20 +52,19 @@ def load_model(args, config: shapes.Config, device: torch.device):
 
 
 def options(args, device: torch.device) -> dict:
-    """What generate takes: greedy, as many tokens as asked for whatever they are, compiled or not."""
+    """Return the arguments of generate: greedy, without a stop token, compiled or not."""
     from transformers import CompileConfig
 
-    how = {
+    settings = {
         "max_new_tokens": args.max_new_tokens,
         "min_new_tokens": args.max_new_tokens,
         "do_sample": False,
     }
     if not args.compile:
-        return {**how, "disable_compile": True}
+        return {**settings, "disable_compile": True}
     compile_config = CompileConfig() if device.type == "cuda" else CompileConfig(mode="default")
-    # by itself transformers compiles on accelerators only
-    compile_config._compile_all_devices = True
-    return {**how, "cache_implementation": "static", "compile_config": compile_config}
+    compile_config._compile_all_devices = True  # the default is accelerators only
+    return {**settings, "cache_implementation": "static", "compile_config": compile_config}
 
 
 def main() -> int:
@@ -71,7 +72,7 @@ def main() -> int:
     add = parser.add_argument
     add("--model", default="nano", help="a size with random weights, or a Hugging Face folder")
     add("--max-new-tokens", type=cli.positive_int, default=32)
-    add("--dtype", choices=tuple(DTYPES), default="fp32")
+    add("--dtype", choices=("fp32", "bf16"), default="fp32")
     add("--compile", action="store_true", help="static cache and torch.compile")
     cli.add_device_and_json(parser)
     args = parser.parse_args()
@@ -86,19 +87,21 @@ def main() -> int:
     net = load_model(args, config, device)
     inputs = {"input_ids": torch.tensor([prompt], device=device)}
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-    how = options(args, device)
-    net.generate(**inputs, **how)
+    settings = options(args, device)
+    net.generate(**inputs, **settings)
     clock = Clock()
     began = time.perf_counter()
-    tokens = net.generate(**inputs, streamer=clock, **how)[0, len(prompt) :].tolist()
+    output = net.generate(**inputs, streamer=clock, **settings)  # [1, prompt and new tokens]
+    tokens = output[0, len(prompt) :].tolist()
 
-    # clock[0] is the prompt's, clock[n] that of the n-th new token
+    # clock[0] is the time of the prompt, and clock[n] the time of the n-th new token
     decode_steps = len(clock) - 1 - FIRST_TIMED_TOKEN
     decode_seconds = clock[-1] - clock[FIRST_TIMED_TOKEN]
     prefill_seconds = clock[1] - began
-    weights = {name: parameter.nbytes for name, parameter in net.named_parameters()}
+    bytes_by_name = {name: weight.nbytes for name, weight in net.named_parameters()}
     if not config.tie_word_embeddings:
-        del weights["model.embed_tokens.weight"]  # a step reads one row of it
+        del bytes_by_name["model.embed_tokens.weight"]  # a step reads one row of it
+    bytes_per_second = sum(bytes_by_name.values()) * decode_steps / decode_seconds
     name = hardware.device_name(device)
     bandwidth = hardware.devices().get(name, {}).get("bandwidth")
     summary = {
@@ -109,8 +112,7 @@ def main() -> int:
         "token_ids": [tokens],
         "time_to_first_token_seconds": prefill_seconds,
         "decode_tokens_per_second": decode_steps / decode_seconds,
-        "bandwidth_share": bandwidth
-        and sum(weights.values()) * decode_steps / decode_seconds / bandwidth,
+        "bandwidth_share": bytes_per_second / bandwidth if bandwidth else None,
         "peak_memory_bytes": report.peak_memory_bytes(device),
     }
     report.summary(summary, args.json)

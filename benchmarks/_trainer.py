@@ -1,8 +1,9 @@
-"""The other side of training.py --case trainer: a run by transformers' Trainer, with the flags of 04_amp/train.py.
+"""The other side of training.py --case trainer: transformers' Trainer, with train.py's flags.
 
     python benchmarks/_trainer.py --steps 30
 
-The Trainer has the settings that a user would give it, but for TF32, which its torch_compile would switch on.
+The Trainer has the settings that a user would give it. TF32 is off, which its torch_compile would
+switch on.
 """
 
 import statistics
@@ -20,7 +21,7 @@ from lm import data, flags, shapes
 
 
 class Windows(data.Sequences):
-    """The sequences of 04_amp/train.py in the form that the Trainer takes: the model shifts the labels itself."""
+    """The sequences of 04_amp/train.py, as the Trainer takes them: the model shifts the labels."""
 
     def __getitem__(self, i: int) -> dict:
         inputs, _ = super().__getitem__(i)
@@ -77,18 +78,17 @@ def main() -> int:
             net, settings, train_dataset=Windows(corpus.train, args.seq_len), callbacks=[Clock()]
         )
         trainer.train()
-    assert {parameter.dtype for parameter in net.parameters()} == {torch.float32}, (
-        "the Trainer's weights are not fp32"
-    )
+    for parameter in net.parameters():
+        assert parameter.dtype == torch.float32, "the Trainer's weights are not fp32"
     assert torch.backends.cuda.matmul.fp32_precision != "tf32", "the Trainer has switched TF32 on"
 
     tokens_per_step = args.global_batch_size * args.seq_len
-    speeds = [
-        (last - first) * tokens_per_step / (end - began)
-        for (first, began), (last, end) in pairwise(clock)
-    ]
+    speeds = []  # tokens per second between two entries of the clock
+    for (first_step, start), (last_step, end) in pairwise(clock):
+        speeds.append((last_step - first_step) * tokens_per_step / (end - start))
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     speed = statistics.median(speeds)
+    flops_per_second = speed * shapes.flops_per_token(config, args.seq_len)
     peak = hardware.peak_flops(hardware.device_name(device), args.dtype)
     summary = {
         "device": hardware.device_name(device),
@@ -98,7 +98,7 @@ def main() -> int:
         "first_loss": losses[0],  # the mean of the first --log-every steps
         "last_loss": losses[-1],
         "tokens_per_second": speed,
-        "mfu": peak and speed * shapes.flops_per_token(config, args.seq_len) / peak,
+        "mfu": flops_per_second / peak if peak else None,
         "peak_memory_bytes": report.peak_memory_bytes(device),
     }
     report.summary(summary, args.json)

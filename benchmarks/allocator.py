@@ -56,20 +56,26 @@ CASES = """
 05_ddp/train.py llama-124m seq_len 1024 micro_batch_size 16 gpus 2
 05_ddp/train.py llama-124m seq_len 1024 micro_batch_size 16 gpus 2 compile yes
 06_fsdp_zero/train_fsdp.py llama-124m seq_len 1024 micro_batch_size 16 zero 3 gpus 2
-06_fsdp_zero/train_fsdp.py llama-124m seq_len 1024 micro_batch_size 16 zero 3 gpus 2 checkpointing full
+06_fsdp_zero/train_fsdp.py llama-124m seq_len 1024 micro_batch_size 16 zero 3 gpus 2 \
+    checkpointing full
 06_fsdp_zero/train_fsdp.py llama-124m seq_len 1024 micro_batch_size 16 zero 3 gpus 4
-06_fsdp_zero/train_fsdp.py llama-1b/16/16384 seq_len 2048 micro_batch_size 4 zero 3 checkpointing selective
+06_fsdp_zero/train_fsdp.py llama-1b/16/16384 seq_len 2048 micro_batch_size 4 zero 3 \
+    checkpointing selective
 06_fsdp_zero/train_fsdp.py llama-1b/4/65536 seq_len 512 zero 3 checkpointing full
 06_fsdp_zero/train_fsdp.py llama-1b seq_len 4096 micro_batch_size 4 zero 3 compile yes
 06_fsdp_zero/train_fsdp.py llama-124m seq_len 1024 micro_batch_size 16 zero 3 compile yes
-06_fsdp_zero/train_fsdp.py llama-124m seq_len 1024 micro_batch_size 16 zero 3 gpus 2 micro_batches 2 compile yes
+06_fsdp_zero/train_fsdp.py llama-124m seq_len 1024 micro_batch_size 16 zero 3 gpus 2 \
+    micro_batches 2 compile yes
 06_fsdp_zero/train_zero.py llama-124m seq_len 1024 micro_batch_size 16 gpus 2 zero 1
 06_fsdp_zero/train_zero.py llama-124m seq_len 1024 micro_batch_size 16 gpus 2 zero 2
 06_fsdp_zero/train_zero.py llama-124m seq_len 1024 micro_batch_size 16 gpus 2 zero 3 deepspeed yes
-06_fsdp_zero/finetune.py smollm2-135m seq_len 946 micro_batch_size 16 zero 3 adapters 16 checkpointing full
-06_fsdp_zero/finetune.py smollm2-135m seq_len 946 micro_batch_size 16 zero 3 adapters 16 gpus 2 checkpointing selective
+06_fsdp_zero/finetune.py smollm2-135m seq_len 946 micro_batch_size 16 zero 3 adapters 16 \
+    checkpointing full
+06_fsdp_zero/finetune.py smollm2-135m seq_len 946 micro_batch_size 16 zero 3 adapters 16 gpus 2 \
+    checkpointing selective
 08_model_parallel/train_3d.py llama-124m seq_len 1024 micro_batch_size 16 gpus 2 tp 2
-08_model_parallel/train_3d.py llama-1b/4/16384 seq_len 2048 micro_batch_size 4 gpus 2 tp 2 checkpointing selective
+08_model_parallel/train_3d.py llama-1b/4/16384 seq_len 2048 micro_batch_size 4 gpus 2 tp 2 \
+    checkpointing selective
 09_inference/infer_70b.py llama-8b seq_len 1000 micro_batch_size 16
 09_inference/infer_70b.py llama-8b seq_len 1000 micro_batch_size 4 gpus 2  # not explained
 """
@@ -227,7 +233,8 @@ def main() -> int:
         "n": "1: exact",
     }
     for line in CASES.strip().splitlines():
-        name, _, reason = line.partition("  # ")
+        case, _, reason = line.partition("  # ")
+        name = " ".join(case.split())  # long cases go on in a second line
         wanted = only in name if only else name not in counts
         if wanted:
             try:

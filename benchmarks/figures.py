@@ -1,7 +1,11 @@
-"""The pictures of README.md and of chapters 05, 07, 08 in docs/images, from runs that they name.
+"""Draw the pictures in docs/images: from real runs, from benchmarks/results, or as a scheme.
 
-    python benchmarks/figures.py  some minutes on 2 cores
-`make figures` makes the other pictures, too.
+    python benchmarks/figures.py    all, some minutes on 2 cores
+    python benchmarks/figures.py --only who_holds_what kernels_of_a_step
+    python benchmarks/figures.py --only loss_curves --redraw    from the last results, without runs
+
+Each picture is two files, for light and for dark pages; overlap is one. It needs root, for two
+hosts with a slow link. `make figures` also draws roofline.png, by 01_devices/benchmark.py.
 """
 
 import json
@@ -9,216 +13,187 @@ import os
 import shutil
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
+import _charts as charts
+import _draw as draw
 import _measure
-from _measure import REPO, Side
-from matplotlib.figure import Figure
+import _schemes as schemes
+from _measure import REPO, RESULTS, Side
 
 from common import cli, exits
 from lm.metrics import read_records
 
-
-def summary_of(script: str, flags: str = "", ranks: int = 0) -> dict:
-    """Run a lesson on the CPU: what it writes with --json."""
-    return Side("", script, f"{flags} --device cpu", ranks).run(timeout=600)[0]
-
-
-def save(figure: Figure, name: str) -> None:
-    figure.savefig(REPO / "docs/images" / name, dpi=100, bbox_inches="tight")
-    print(f"picture: docs/images/{name}", flush=True)
-
+H200_PROFILE = REPO / "benchmarks/results/nvidia-h200-2026-11-26.json"
 
 PROCESSES = (1, 2, 3, 8)
-# of every run; over which the losses agree; relatively
-STEPS, CLAIMED_STEPS, TOLERANCE = 40, 20, 1e-5
+STEPS = 40  # of every run
+CLAIMED_STEPS = 20  # over which the losses agree
+TOLERANCE = 1e-5  # relative
 
 
-def loss_curves() -> None:
-    """The loss of a run on each number of processes, and of one of three that goes on from its first checkpoint on two.
-    AssertionError if they differ by more than rounding, which training amplifies. Also to benchmarks/results."""
-    flags = "--model nano --dtype fp32 --deterministic --device cpu --seq-len 32 --log-every 1 --global-batch-size 24"
-    flags += f" --steps {STEPS} --save-every {STEPS // 3} --keep 9"
+def summary_of(script: str, flags: str = "", ranks: int = 0) -> dict:
+    """Run a lesson, and return what it writes with --json."""
+    return Side("", script, flags, ranks).run(timeout=600)[0]
+
+
+def loss_curves(redraw: bool = False) -> None:
+    """Train on each number of processes, and on three and then two.
+
+    Raise AssertionError if the losses differ by more than rounding, which training amplifies. The
+    losses are also written to benchmarks/results.
+    """
+    if redraw:
+        newest = max(RESULTS.glob("*-loss-curves-*.json"), key=lambda file: file.stem[-10:])
+        result = json.loads(newest.read_text())
+    else:
+        result = train_loss_curves()
+    draw.save("loss_curves", partial(charts.loss_curves, result))
+    largest = result["largest_relative_difference"]
+    assert largest <= TOLERANCE, f"the losses differ by {largest:.1e} within {CLAIMED_STEPS} steps"
+
+
+def train_loss_curves() -> dict:
+    """Run the trainings of loss_curves, and write their losses to benchmarks/results."""
+    flags = (
+        "--model nano --dtype fp32 --deterministic --device cpu --seq-len 32 --log-every 1 "
+        f"--global-batch-size 24 --steps {STEPS} --save-every {STEPS // 3} --keep 9"
+    )
 
     def train(processes: int, run_dir: Path, more: str = "") -> list[float]:
+        all_flags = f"{flags} {more} --run-dir {run_dir}"
         one_thread = {"OMP_NUM_THREADS": "1"}  # more would round in another order
-        side = Side(
-            "", "05_ddp/train.py", f"{flags} {more} --run-dir {run_dir}", processes, env=one_thread
-        )
-        side.run(timeout=600)
-        return [
-            record["loss"] for record in read_records(run_dir / "metrics.jsonl") if "loss" in record
-        ]
+        Side("", "05_ddp/train.py", all_flags, processes, env=one_thread).run(timeout=600)
+        records = read_records(run_dir / "metrics.jsonl")
+        return [record["loss"] for record in records if "loss" in record]
 
+    curves = {}
     with tempfile.TemporaryDirectory(prefix="loss-curves-") as folder:
-        runs = {count: Path(folder, str(count)) for count in PROCESSES}
-        curves = {
-            f"{count} process{'es' * (count > 1)}": train(count, run) for count, run in runs.items()
-        }
-        for saved in runs[3].glob("step-*"):
+        for count in PROCESSES:
+            name = "1 process" if count == 1 else f"{count} processes"
+            curves[name] = train(count, Path(folder, str(count)))
+        run_of_three = Path(folder, "3")
+        for saved in run_of_three.glob("step-*"):
             if saved.name != f"step-{STEPS // 3}":
                 shutil.rmtree(saved)  # only the first checkpoint is left
-        curves["3 processes, then 2"] = train(2, runs[3], "--resume")
-    alone, *others = curves.items()
-    differ = {
-        name: [abs(a / b - 1) for a, b in zip(losses, alone[1], strict=True)]
-        for name, losses in others
-    }
-    largest = max(max(values[:CLAIMED_STEPS]) for values in differ.values())
+        curves["3 processes, then 2"] = train(2, run_of_three, "--resume")
+
+    baseline, *others = curves
+    differences = {}
+    for name in others:
+        pairs = zip(curves[name], curves[baseline], strict=True)
+        differences[name] = [abs(loss / expected - 1) for loss, expected in pairs]
+    largest = max(max(values[:CLAIMED_STEPS]) for values in differences.values())
+
     result = _measure.about("benchmarks/figures.py", "cpu")
-    text = f"# The loss on {PROCESSES} processes\n\n{_measure.facts(result)}\n\n{largest:.1e} at most; {flags}"
-    result |= {"losses": curves, "relative_differences": differ, "moved_after_step": STEPS // 3}
+    facts = _measure.facts(result)
+    text = f"# The loss on {PROCESSES} processes\n\n{facts}\n\n{largest:.1e} at most; {flags}"
     result |= {
+        "losses": curves,
+        "relative_differences": differences,
+        "moved_after_step": STEPS // 3,
         "claimed_steps": CLAIMED_STEPS,
         "tolerance": TOLERANCE,
         "largest_relative_difference": largest,
     }
     _measure.write_results(result["device"], "loss-curves", result, text)
-
-    figure = Figure(figsize=(7, 6))
-    above, below = figure.subplots(2, sharex=True, height_ratios=(3, 2))
-    steps = range(1, STEPS + 1)
-    for i, (name, losses) in enumerate(curves.items()):
-        above.plot(steps, losses, linewidth=9 - 7 * i / (len(curves) - 1), label=name)
-    above.set(
-        ylabel="training loss (nats per byte)", title="nano, fp32, 24 x 32 tokens a step, cpu"
-    )
-    above.legend(fontsize="small")
-    for i, (name, values) in enumerate(differ.items(), start=1):
-        below.plot(
-            steps, [value or None for value in values], "o", markersize=4, color=f"C{i}", label=name
-        )
-    below.axhline(
-        TOLERANCE, color="black", linewidth=0.8, linestyle="--", label=f"{TOLERANCE:g}: tolerance"
-    )
-    below.axvline(
-        CLAIMED_STEPS,
-        color="black",
-        linewidth=0.8,
-        linestyle=":",
-        label=f"of steps 1 to {CLAIMED_STEPS}",
-    )
-    below.set(yscale="log", xlabel="step", ylabel="relative difference\nfrom 1 process")
-    below.legend(
-        fontsize="small",
-        title="no point: equal to the bit",
-        loc="upper left",
-        bbox_to_anchor=(1, 1),
-    )
-    save(figure, "loss_curves.png")
-    assert largest <= TOLERANCE, f"the losses differ by {largest:.1e} within {CLAIMED_STEPS} steps"
+    return result
 
 
 def overlap() -> None:
-    """05: the fastest step of three ways to average gradients, over a slow link: above what rank 0 computed, below what
-    it sent."""
+    """Run 05's three variants of averaging gradients, over a slow link."""
     if os.geteuid() != 0 or not shutil.which("tc"):
-        return print("skipped: docs/images/overlap.png (its two hosts need root and iproute2)")
+        print("skipped: docs/images/overlap.png (its two hosts need root and iproute2)")
+        return
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        flags = f"--device cpu --seq-len 64 --steps 16 --json {file.name}".split()
-        command = [
-            "benchmarks/slow_link.sh",
-            "1000",
-            sys.executable,
-            "05_ddp/ddp_from_scratch.py",
-            *flags,
-        ]
+        script = ["05_ddp/ddp_from_scratch.py", "--device", "cpu", "--seq-len", "64"]
+        flags = ["--steps", "16", "--json", file.name]
+        command = ["benchmarks/slow_link.sh", "1000", sys.executable, *script, *flags]
         _measure.start(command, 600, {}, REPO)
         rows = json.load(file)["rows"][1:4]
-    figure = Figure(figsize=(9, 4.2))
-    axes = figure.subplots()
-    for place, row in enumerate(rows):
-        step = row["fastest_step"]
-        forward, computed = (
-            1e3 * (step[moment] - step["start"]) for moment in ("forward_end", "last_gradient")
-        )
-        end = 1e3 * step["seconds"]
-        axes.barh(-place, forward, 0.3, color="tab:blue", alpha=0.5)
-        axes.barh(-place, computed - forward, 0.3, forward, color="tab:blue")
-        axes.barh(-place, end - computed, 0.3, computed, color="lightgrey")
-        axes.text(end, -place, f" {end:.0f} ms, {end - computed:.0f} of them waiting", va="center")
-        for _, sent_from, sent_until in step["all_reduces"]:
-            left, width = 1e3 * (sent_from - step["start"]), 1e3 * (sent_until - sent_from)
-            axes.barh(-place - 0.32, width, 0.22, left, color="tab:orange", edgecolor="white")
-    kinds = ("forward", "backward", "only waiting", "all-reduce")
-    axes.legend(
-        axes.containers[:4], kinds, ncols=4, loc="lower center", bbox_to_anchor=(0.5, -0.32)
-    )
-    axes.set_yticks([-place - 0.1 for place in range(len(rows))], [row["name"] for row in rows])
-    title = "nano, link of 1000 Mbit/s, the fastest of 16 steps each"
-    axes.set(
-        xlabel="ms since the step began, on rank 0",
-        title=title,
-        xlim=(0, 1.45 * axes.get_xlim()[1]),
-    )
-    save(figure, "overlap.png")
+    draw.save("overlap", partial(charts.overlap, rows), "png", dark=False)
 
 
 def memory_over_a_step() -> None:
-    """07: what is alive after each operator, with and without checkpointing."""
-    figure = Figure(figsize=(9, 3.6))
-    panels = figure.subplots(1, 2, sharey=True)
-    for panel, how in zip(panels, ("none", "full"), strict=True):
-        lines = summary_of("07_memory_tricks/memory_profile.py", f"--checkpointing {how}")[
-            "timelines"
-        ]
-        shown = {
-            name: [size / 2**20 for size in sizes]
-            for name, sizes in lines.items()
-            if max(sizes) > 2**20
-        }
-        panel.stackplot(range(len(lines["parameters"])), shown.values(), labels=shown)
-        panel.set(title=f"checkpointing: {how}", xlabel="operators of one step")
-    panels[0].set_ylabel("MiB")
-    panels[1].legend(fontsize="small", loc="upper right")  # where the other panel's mountain is not
-    figure.suptitle("Memory over a training step: nano, fp32, 24 x 64 tokens", y=1.02)
-    save(figure, "memory_over_a_step.png")
+    """Run 07's memory_profile.py, which knows what is alive after each operator."""
+    timelines = {}
+    for checkpointing in ("none", "full"):
+        flags = f"--device cpu --micro-batch-size 24 --seq-len 64 --checkpointing {checkpointing}"
+        summary = summary_of("07_memory_tricks/memory_profile.py", flags)
+        timelines[checkpointing] = summary["timelines"]
+    title = f"Measured on a CPU: {summary['model']}, {summary['dtype']}, 24 x 64 tokens"
+    picture = partial(charts.memory_over_a_step, timelines, title)
+    draw.save("memory_over_a_step", picture, "png")
+
+
+def memory_planned() -> None:
+    """Ask 07's estimate.py for llama-8b by FSDP on eight H100."""
+    plans = {}
+    for checkpointing in ("none", "selective", "full"):
+        flags = "--model llama-8b --gpus 8 --seq-len 8192 --micro-batch-size 1"
+        flags += f" --checkpointing {checkpointing}"
+        plans[checkpointing] = summary_of("07_memory_tricks/estimate.py", flags)
+    draw.save("memory_planned", partial(charts.memory_planned, plans))
+
+
+def kernels_of_a_step() -> None:
+    """Read the profile of two training steps on an H200."""
+    result = json.loads(H200_PROFILE.read_text())
+    draw.save("kernels_of_a_step", partial(charts.kernels_of_a_step, result))
 
 
 def pipeline() -> None:
-    """08: what each of four ranks computes when, under three schedules."""
-    flags = "--steps 1 --micro-batches-per-rank 2"
+    """Run 08's pipeline_parallel.py: four ranks, three schedules."""
+    flags = "--device cpu --steps 1 --micro-batches-per-rank 2"
     rows = summary_of("08_model_parallel/pipeline_parallel.py", flags, ranks=4)["rows"]
-    colors = {"Forward": "tab:blue", "Backward": "tab:orange"}
     shown = [row for row in rows if "timelines" in row]
-    figure = Figure(figsize=(9, 4.8), layout="constrained")
-    for axes, row in zip(figure.subplots(len(shown), 1), shown, strict=True):
-        unit = 1 / row["stages_per_rank"]  # a stage of half the layers takes half the time
-        for rank, line in enumerate(row["timelines"]):
-            for name, micro_batch, chunk, start, end in line:
-                width, pale = (end - start) * unit, 0.45 if chunk else 0.8
-                axes.barh(
-                    rank,
-                    width,
-                    left=start * unit,
-                    color=colors[name],
-                    alpha=pale,
-                    edgecolor="white",
-                )
-                axes.text(
-                    (start + end) / 2 * unit,
-                    rank,
-                    micro_batch,
-                    ha="center",
-                    va="center",
-                    fontsize=6,
-                )
-        axes.set(
-            title=f"{row['name']}: {row['idle_share']:.0%} idle",
-            xlim=(0, 33),
-            ylabel="rank",
-            yticks=range(4),
-        )
-        axes.invert_yaxis()
-    legend = "time in forwards of a rank; orange: backward; pale: the second stage"
-    figure.supxlabel(legend, fontsize=9)
-    save(figure, "pipeline.png")
+    draw.save("pipeline", partial(charts.pipeline, shown))
+
+
+def who_holds_what() -> None:
+    """Draw what four GPUs hold, for README.md."""
+    draw.save("who_holds_what", schemes.who_holds_what)
+
+
+def who_talks_to_whom() -> None:
+    """Draw what four GPUs send each other, for chapter 08."""
+    draw.save("who_talks_to_whom", schemes.who_talks_to_whom)
+
+
+PICTURES = {
+    "who_holds_what": who_holds_what,
+    "who_talks_to_whom": who_talks_to_whom,
+    "kernels_of_a_step": kernels_of_a_step,
+    "memory_planned": memory_planned,
+    "memory_over_a_step": memory_over_a_step,
+    "pipeline": pipeline,
+    "loss_curves": loss_curves,
+    "overlap": overlap,
+}
 
 
 def main() -> int:
-    cli.Parser(__doc__).parse_args()
-    for draw in (loss_curves, overlap, memory_over_a_step, pipeline):
-        draw()
+    parser = cli.Parser(__doc__)
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=PICTURES,
+        default=list(PICTURES),
+        metavar="NAME",
+        help=f"draw only these: {', '.join(PICTURES)}",
+    )
+    parser.add_argument(
+        "--redraw",
+        action="store_true",
+        help="draw loss_curves from the newest file in benchmarks/results, without training",
+    )
+    args = parser.parse_args()
+    for name in args.only:
+        if name == "loss_curves":
+            loss_curves(args.redraw)
+        else:
+            PICTURES[name]()
     return 0
 
 

@@ -1,19 +1,22 @@
 """Compare decode with transformers' `generate`: tokens per second of the same model, batch 1.
 
-Each side is a command in a process of its own, and sides take turns. Compiled is compared with compiled, eager with
-eager: what torch.compile gains both gain. A step reads every weight once, so no step is faster than the weights' bytes
-over the memory's bandwidth; `bandwidth share` is how near it comes (a CPU's bandwidth is measured by the same process,
-a GPU's is the data sheet's). The clock runs over decode alone; prefill and time to the first token are in the .json.
-In fp32 the lessons themselves check that their tokens are those of `generate`.
+Each side is a command in its own process, and the sides take turns. Compiled is compared with
+compiled, and eager with eager, because both sides gain from torch.compile. A step reads every
+weight once, so no step can be faster than bytes of the weights / bandwidth of the memory.
+`bandwidth share` is how near a side comes to that. A CPU's bandwidth is measured by the same
+process, and a GPU's is from its data sheet. Only decode is timed; prefill and the time to the first
+token are in the .json. In fp32 the lessons check that their tokens are those of `generate`.
 
     laptop    python benchmarks/inference.py
     one GPU   python benchmarks/inference.py --model llama-8b --device cuda --minutes 9
-    a 70B     python benchmarks/inference.py --model llama-70b --sides int8,int4 --device cuda --minutes 9
+    a 70B     python benchmarks/inference.py --model llama-70b --sides int8,int4 --device cuda \\
+                  --minutes 9
 
 Sides: generate, ours, generate-compiled, ours-compiled; int8 and int4, both compiled, beside
-ours-compiled; int8-triton and int4-triton, with --kernel triton, beside those. Look for: the ratio
-and its spread, and the share of the bandwidth; above 100 % the timing is wrong (exit code 1).
-Results go to benchmarks/results/, anew after each run. Next: gpu.py.
+ours-compiled; int8-triton and int4-triton, with --kernel triton, beside those.
+
+What to look at: the ratio and its spread, and the share of the bandwidth. Above 100 % the timing is
+wrong (exit code 1). Results go to benchmarks/results/, new after each run. Next: gpu.py.
 """
 
 from pathlib import Path
@@ -22,11 +25,9 @@ from _measure import Comparison, Side, parser, run_comparison, start_comparison
 
 from common import cli, exits
 
-GENERATE, OURS, QUANTIZED = (
-    "benchmarks/_generate.py",
-    "09_inference/infer_70b.py",
-    "09_inference/quantized.py",
-)
+GENERATE = "benchmarks/_generate.py"
+OURS = "09_inference/infer_70b.py"
+QUANTIZED = "09_inference/quantized.py"
 SIDES = {  # each is compared with its own kind: never compiled with eager
     "generate": Side("generate", GENERATE),
     "ours": Side("ours", OURS, against="generate"),
@@ -44,7 +45,9 @@ SIDES = {  # each is compared with its own kind: never compiled with eager
 
 
 def sides_of(args) -> list[Side]:
-    shared = f"--model {args.model} --dtype {args.dtype} --device {args.device} --max-new-tokens {args.max_new_tokens} "
+    """Return the sides that the flags name, with the flags that all have."""
+    shared = f"--model {args.model} --dtype {args.dtype} --device {args.device} "
+    shared += f"--max-new-tokens {args.max_new_tokens} "
     return [SIDES[name]._replace(flags=shared + SIDES[name].flags) for name in args.sides]
 
 

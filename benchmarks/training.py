@@ -1,8 +1,9 @@
-"""What one choice changes in tokens per second: the training scripts of this repository beside each other.
+"""Compare training scripts of this repository: what does one choice change in tokens per second?
 
-Each case is a question, each of its sides a command in a process of its own. Sides take turns, so that a machine that
-slows down slows all, and each is compared with another side of the same round. tokens/s is the script's own figure: the
-median between log lines, without the first, which pays for allocation and compilation.
+Each case is a question, and each side of a case is a command in its own process. The sides take
+turns, so that a machine that slows down slows all of them. Each side is compared with another side
+of the same round. tokens/s is the script's own figure: the median between log lines, without the
+first, which includes allocation and compilation.
 
     laptop    python benchmarks/training.py --case sharding
     one GPU   python benchmarks/training.py --case compile --model llama-124m
@@ -11,12 +12,14 @@ median between log lines, without the first, which pays for allocation and compi
     case        what is compared
     compile     04_amp/train.py: eager, compiled
     batch       04_amp/train.py: batches of 1, 4 and 16 sequences
-    processes   05_ddp/train.py: one process with all cores or one GPU, then all ranks; the same global batch
+    processes   05_ddp/train.py: one process with all cores or one GPU, and all ranks, with the same
+                global batch
     sharding    on all ranks: DDP, FSDP, FSDP that keeps weights until backward, DeepSpeed ZeRO-3
     fsdp        what FSDP costs on one rank, both compiled
     trainer     04_amp/train.py and transformers' Trainer; trainer-compiled: both compiled
 
-Look for: the ratio and its spread. Results go to benchmarks/results/, anew after each run. Next: inference.py.
+What to look at: the ratio and its spread. Results go to benchmarks/results/, new after each run.
+Next: inference.py.
 """
 
 import math
@@ -29,8 +32,11 @@ from _measure import CORES, Comparison, Side, parser, run_comparison, start_comp
 
 from common import cli, exits
 
-PLAIN, DDP, TRAINER = "04_amp/train.py", "05_ddp/train.py", "benchmarks/_trainer.py"
-FSDP, ZERO = "06_fsdp_zero/train_fsdp.py", "06_fsdp_zero/train_zero.py"
+PLAIN = "04_amp/train.py"
+DDP = "05_ddp/train.py"
+FSDP = "06_fsdp_zero/train_fsdp.py"
+ZERO = "06_fsdp_zero/train_zero.py"
+TRAINER = "benchmarks/_trainer.py"
 ALL = -1  # ranks: as many as --ranks
 # side, script, flags of its own, ranks (0: without torchrun), the side that it is compared with
 CASES = {
@@ -67,27 +73,33 @@ LOG_EVERY = 10
 
 
 def sides_of(case: str, args) -> list[Side]:
-    """The commands of a case. On a CPU the ranks of a side share the cores, unless OMP_NUM_THREADS is set."""
+    """Return the commands of a case.
+
+    On a CPU the ranks of a side share the cores, unless OMP_NUM_THREADS is set.
+    """
     flags = f"--model {args.model} --data {args.data} --dtype {args.dtype} --device {args.device}"
     flags += f" --seq-len {args.seq_len} --global-batch-size {args.global_batch_size}"
     flags += f" --steps {args.steps} --log-every {LOG_EVERY} "
-    found = []
+    sides = []
     for side in CASES[case]:
         ranks = args.ranks if side.ranks == ALL else side.ranks
         threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, CORES // max(1, ranks)))
         env = {"OMP_NUM_THREADS": threads} if args.device == "cpu" else {}
-        # a checkpoint of llama-1b is 15 GB
-        unsaved = "" if side.script in (TRAINER, ZERO) else " --keep 0"
-        found.append(side._replace(flags=flags + side.flags + unsaved, ranks=ranks, env=env))
-    return found
+        side_flags = flags + side.flags
+        if side.script not in (TRAINER, ZERO):
+            side_flags += " --keep 0"  # no checkpoint: that of llama-1b has 15 GB
+        sides.append(side._replace(flags=side_flags, ranks=ranks, env=env))
+    return sides
 
 
 def check(case: str, dtype: str, comparison: Comparison) -> None:
-    """AssertionError if the sides do not train the same model on the same batch."""
+    """Assert that the sides train the same model on the same batch."""
     firsts = [runs[0] for runs in comparison.runs.values()]
-    key, tolerance = "first_loss", LOSS_TOLERANCE[dtype]
+    key = "first_loss"
+    tolerance = LOSS_TOLERANCE[dtype]
     if case.startswith("trainer"):
-        key, tolerance = "last_loss", TRAINER_LOSS_TOLERANCE
+        key = "last_loss"
+        tolerance = TRAINER_LOSS_TOLERANCE
     for run in firsts:
         assert run["parameters"] == firsts[0]["parameters"], (
             f"{case}: {run['parameters']} parameters"
@@ -118,9 +130,8 @@ def main() -> int:
         raise exits.UserError(
             f"--steps {args.steps} leaves too little to time: at least {2 * LOG_EVERY}"
         )
-    args.ranks = args.ranks or (
-        min(2, CORES) if args.device == "cpu" else torch.cuda.device_count()
-    )
+    if args.ranks is None:
+        args.ranks = min(2, CORES) if args.device == "cpu" else torch.cuda.device_count()
     if args.ranks < 2 and any(side.ranks == ALL for side in CASES[args.case]):
         raise exits.UserError(
             f"--ranks {args.ranks}: --case {args.case} needs several: use --ranks 2 --device cpu"
@@ -130,7 +141,8 @@ def main() -> int:
     comparison = Comparison(
         f"training-{args.case}", sides_of(args.case, args), "tokens_per_second", "mfu"
     )
-    title = f"Training, {args.case}: {Path(args.model).name}, {args.global_batch_size} x {args.seq_len} tokens a step"
+    title = f"Training, {args.case}: {Path(args.model).name}, "
+    title += f"{args.global_batch_size} x {args.seq_len} tokens per step"
     return run_comparison(comparison, args, title, partial(check, args.case, args.dtype))
 
 

@@ -24,6 +24,8 @@ from common import cli
 from common.exits import USER_ERROR_EXIT_CODE, UserError, stop_signals
 from common.progress import print_line
 
+# The values of --dtype.
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal to send to this process when its parent dies
 # Launchers that start processes without RANK: the command, then the environment variables with the
 # number of processes that it has started and with the number of this process.

@@ -23,13 +23,14 @@ def first_of(module, *names: str):
 all_gather_single = first_of(dist, "all_gather_single", "all_gather_into_tensor")
 reduce_scatter_single = first_of(dist, "reduce_scatter_single", "reduce_scatter_tensor")
 
-# The same as functions that return a new tensor. wait_tensor waits for it.
-functional_all_gather = first_of(functional, "all_gather_single", "all_gather_tensor")
-functional_reduce_scatter = first_of(functional, "reduce_scatter_single", "reduce_scatter_tensor")
-# With a backward: the gradient is reduce-scattered.
+# Collectives with a backward. This is the only file that imports torch's private module of them.
+# They return a new tensor. Arguments: all_gather_with_backward(tensor, gather_dim, group), whose
+# backward is a reduce-scatter, and all_to_all_with_backward(tensor, output_split_sizes,
+# input_split_sizes, group), whose backward is an all-to-all. None: equal splits.
 all_gather_with_backward = first_of(
     functional, "all_gather_single_autograd", "all_gather_tensor_autograd"
 )
+all_to_all_with_backward = first_of(functional, "all_to_all_single_autograd", "all_to_all_single")
 
 # DistributedDataParallel(model, **KEEP_BUFFERS) does not send rank 0's buffers before each forward.
 # Rotary tables, the only buffers of lm/model.py, never change.

@@ -1,45 +1,53 @@
 """Plant a hang in a small training loop, and find the rank and the collective that are missing.
 
-Collectives have no names on the wire. A rank's n-th call meets the n-th call of every other rank. If one rank leaves
-a call out, or never comes to it, all others wait: 100 % load on a GPU, a stack inside all_reduce. That shows where they
-wait, not why. So each rank numbers its calls and keeps the last ones in a ring, with the line of code that made them.
-When a call takes too long, a watchdog thread lays the rings of all ranks side by side:
+Collectives have no names on the wire: a rank's n-th call meets the n-th call of every other rank.
+If one rank leaves a call out, or never comes to it, all others wait: 100 % load on a GPU, a stack
+inside all_reduce. That shows where they wait, and not why. So each rank numbers its calls and keeps
+the last ones in a ring, with the line of code that made them. When a call takes too long, a
+watchdog thread compares the rings of all ranks:
 
     call            6            7            8
     rank 0   ... all_gather   all_reduce   all_reduce (loss)    waits
     rank 1   ... all_gather   all_reduce   all_gather           left out the loss: if rank == 0: ...
     rank 2   ... all_gather   all_reduce   all_reduce (loss)    waits
 
-The first number at which they differ names the rank and the call. PyTorch keeps such a ring too, the flight recorder;
-both are read here and must agree.
+The first number at which they differ names the rank and the call. PyTorch keeps such a ring, too,
+the flight recorder. Both are read here and must agree.
 
     laptop    python launch/debug_hang.py
               python launch/debug_hang.py --plant stuck-loader --rank 2
     one node  torchrun --nproc_per_node=8 launch/debug_hang.py --rank 3
-    cluster   the same on every node, with --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400
+    cluster   the same on every node, with --nnodes=4 --rdzv-backend=c10d
+              --rdzv-endpoint=$HEAD:29400
 
-Look for: the call that the rank did not make, and what it does instead. The exit code is 0 only if the rank and the
-collective that are named are those that were planted. Without torchrun the script starts 3 ranks through it.
+What to look at: the call that the rank did not make, and what it does instead. The exit code is 0
+only if the script names the rank and the collective that were planted. Without torchrun the script
+starts 3 ranks through it.
 
 A hang of your own job, cheapest first:
-1. Is it one? metrics.jsonl has stopped growing, and the GPUs are at 100 % but far below their usual power
-   (01_devices/monitor.py). A rank that is only slow was slowest_rank in the log before.
-2. Stacks of all ranks, with no restart: pip install py-spy, then py-spy dump --pid PID for each rank (as root, or with
-   CAP_SYS_PTRACE in a container). Most stand in a collective, and the one that does not is the lead. If all stand in
-   collectives, compare the lines: two different ones are a call that was left out, or two that were swapped.
-3. The flight recorder. For NCCL, set TORCH_FR_DUMP_TEMP_FILE to a path that all ranks can write: when a call times out,
-   each rank's ring goes there, with its rank as suffix (TORCH_NCCL_DUMP_ON_TIMEOUT=1 and TORCH_FR_BUFFER_SIZE=2000 in
-   versions where that is not the default). torchfrtrace FOLDER -p PREFIX compares them. For gloo nothing is written.
+1. Is it a hang? metrics.jsonl has stopped growing, and the GPUs are at 100 % but far below their
+   usual power (01_devices/monitor.py). A rank that is only slow was slowest_rank in the log before.
+2. Stacks of all ranks, with no restart: pip install py-spy, then py-spy dump --pid PID for each
+   rank (as root, or with CAP_SYS_PTRACE in a container). Most are in a collective, and the rank
+   that is not is the lead. If all are in collectives, compare the lines: two different ones mean
+   that a call was left out, or that two were swapped.
+3. The flight recorder. For NCCL, set TORCH_FR_DUMP_TEMP_FILE to a path that all ranks can write.
+   When a call times out, each rank writes its ring there, with its rank as suffix
+   (TORCH_NCCL_DUMP_ON_TIMEOUT=1 and TORCH_FR_BUFFER_SIZE=2000 in versions where that is not the
+   default). torchfrtrace FOLDER -p PREFIX compares them. For gloo nothing is written.
 4. Next time, fail at the call: TORCH_DISTRIBUTED_DEBUG=DETAIL compares kind and shape of every
    call over the ranks before it runs. That is too slow to leave on. Not for DDP on gloo: there DDP
    crashes when it is built (exit code -11, in torch 2.11 and 2.13). FSDP on gloo works.
 5. DDP on gloo: start it with PYTHONFAULTHANDLER=1. Then kill -ABRT PID ends a rank and prints its
    stacks, without py-spy. On gloo, dist.monitored_barrier names the rank that does not come.
 
-Timeouts, from the inside out. Each is longer than the one before it, or the outer one hides the cause:
-- A call: COLLECTIVE_TIMEOUT_SECONDS (600 here; torch's own: NCCL 600, else 1,800). Longer than one rank ever works
-  alone: tokenizing, compilation, a save to a slow disk. Too short is a false alarm, too long is all GPUs' time.
-- torchrun's grace after SIGTERM, TORCH_ELASTIC_SHUTDOWN_TIMEOUT (30): a step and a save. Then the scheduler's grace.
+Timeouts, from the inside out. Each must be longer than the one before it. Otherwise the outer one
+hides the cause:
+- A call: COLLECTIVE_TIMEOUT_SECONDS (600 here; torch's own: NCCL 600, else 1,800). It must be
+  longer than one rank ever works alone: tokenizing, compilation, a save to a slow disk. If it is
+  too short, it is a false alarm. If it is too long, all GPUs wait.
+- torchrun's grace after SIGTERM, TORCH_ELASTIC_SHUTDOWN_TIMEOUT (30): a step and a save. Then the
+  scheduler's grace.
 """
 
 import argparse
@@ -57,7 +65,7 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
-import _debug_hang_report as finding
+import _debug_hang_report as helper
 
 from common import cli, exits, runtime
 
@@ -67,35 +75,32 @@ RING: deque[dict] = deque(maxlen=64)  # this rank's last collectives
 
 
 def collective(call, *tensors) -> None:
-    """Make a collective call. Before it, note its number, its name and the line of code that makes it."""
-    number = RING[-1]["number"] + 1 if RING else 1
-    caller = finding.line_of(traceback.extract_stack(limit=2)[0])
+    """Note the number and the name of a collective, and the line that calls it. Then call it."""
+    this_frame_and_caller = traceback.extract_stack(limit=2)
     RING.append(
         {
-            "number": number,
+            "number": RING[-1]["number"] + 1 if RING else 1,
             "collective": call.__name__,
-            "caller": caller,
+            "caller": helper.line_of(this_frame_and_caller[0]),
             "waiting_since": time.monotonic(),
         }
     )
     call(*tensors)
     if tensors[-1].is_cuda:
-        # NCCL only queues a call: without this, returned would not mean done
-        torch.cuda.synchronize()
+        torch.cuda.synchronize()  # NCCL only queues a call, and returns before it is done
     RING[-1]["waiting_since"] = None
 
 
 def train(plant: str, planted_rank: int, device: torch.device) -> None:
-    """A training loop, reduced to the calls in which its ranks meet: gradients, loss, times."""
+    """Run a training loop, reduced to its collectives: of gradients, of the loss, of times."""
     for step in range(1, STEPS + 1):
         planted = step == PLANTED_STEP and dist.get_rank() == planted_rank
         gradients = load_batch(stuck=planted and plant == "stuck-loader").to(device)
         collective(dist.all_reduce, gradients)
         loss = gradients.mean()
-        # in real code: its data has ended, or an exception was swallowed
         if planted and plant == "early-return":
-            return
-        # in real code: if rank == 0, or if loss.isfinite()
+            return  # in real code: its data has ended, or an exception was swallowed
+        # in real code: `if rank == 0`, or `if loss.isfinite()`
         if not (planted and plant == "skipped-collective"):
             collective(dist.all_reduce, loss)
         times = [torch.zeros(1, device=device) for _ in range(dist.get_world_size())]
@@ -103,23 +108,29 @@ def train(plant: str, planted_rank: int, device: torch.device) -> None:
 
 
 def load_batch(stuck: bool) -> torch.Tensor:
-    """The data loader. A stuck one waits for a worker that has died."""
+    """Return the next batch. A loader that is stuck waits for a worker that has died."""
     if stuck:
         threading.Event().wait()
     return torch.ones(1000)
 
 
 def first_difference(rings: list[list[dict]]) -> dict | None:
-    """The first number at which the rings differ: which ranks are missing there, and in which call. None: no number."""
-    calls = [
-        {entry["number"]: (entry["collective"], entry["caller"]) for entry in ring}
-        for ring in rings
-    ]
-    # a ring forgets what is long ago
+    """Return the first number at which the rings differ, the call, and the ranks that miss it.
+
+    Return None if they do not differ.
+    """
+    calls = []  # of each rank: (collective, caller) by number
+    for ring in rings:
+        calls_of_rank = {}
+        for entry in ring:
+            calls_of_rank[entry["number"]] = (entry["collective"], entry["caller"])
+        calls.append(calls_of_rank)
+
+    # A ring has only the last calls. Start with the first number that all rings have.
     first_number = max((min(made) for made in calls if made), default=0)
     last_number = max(max(made, default=0) for made in calls)
     for number in range(first_number, last_number + 1):
-        at_this_number = [made.get(number) for made in calls]  # None: this rank has not come so far
+        at_this_number = [made.get(number) for made in calls]  # None: this rank has made fewer
         if len(set(at_this_number)) == 1:
             continue
         expected = expected_call(number, calls)
@@ -134,7 +145,11 @@ def first_difference(rings: list[list[dict]]) -> dict | None:
 
 
 def expected_call(number: int, calls: list[dict]) -> tuple[str, str]:
-    """What a healthy rank calls here: what followed the same call one round earlier or, in the first, what most do."""
+    """Return the call that a healthy rank makes at this number.
+
+    It is the call that followed the same previous call one step earlier. In the first step it is
+    the call that most ranks have made.
+    """
     agreed = calls[0]  # before `number` all ranks made the same calls
     for earlier in sorted(agreed, reverse=True):
         if earlier < number - 1 and agreed[earlier] == agreed.get(number - 1):
@@ -144,7 +159,7 @@ def expected_call(number: int, calls: list[dict]) -> tuple[str, str]:
 
 
 def wait_for_a_hang(store: dist.Store, world_size: int, timeout: float) -> bool:
-    """True as soon as a call of any rank has waited too long, False when all ranks have finished."""
+    """Return True when a call of any rank has waited too long, False when all have finished."""
     # a rank that has left its loop too early is missing, too
     while store.add("finished", 0) < world_size:
         time.sleep(0.1)
@@ -157,19 +172,22 @@ def wait_for_a_hang(store: dist.Store, world_size: int, timeout: float) -> bool:
 
 
 def watch(store: dist.Store, device: torch.device, args: argparse.Namespace) -> None:
-    """The watchdog thread of each rank. After a hang, rank 0 brings all rings together and reports; then all end."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    """Wait for a hang, in a thread of each rank. Then rank 0 reports, and all ranks end."""
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
     if not wait_for_a_hang(store, world_size, args.timeout):
         return
     exit_code = 1  # unless rank 0 says otherwise
     try:
-        # get waits for the others; it fails if one is dead or stopped
+        # get waits for the other ranks, and fails if one is dead or stopped
         store.set_timeout(timedelta(seconds=30))
-        store.set(f"rank {rank}", json.dumps({"ring": list(RING), **finding.snapshot(device)}))
+        own_report = {"ring": list(RING), **helper.snapshot(device)}
+        store.set(f"rank {rank}", json.dumps(own_report))
         if rank == 0:
-            ranks = [json.loads(store.get(f"rank {other}")) for other in range(world_size)]
-            found = first_difference([seen["ring"] for seen in ranks])
-            store.set("exit code", str(finding.report_hang(args, device, ranks, found)))
+            reports = [json.loads(store.get(f"rank {other}")) for other in range(world_size)]
+            difference = first_difference([report["ring"] for report in reports])
+            code = helper.report_hang(args, device, reports, difference)
+            store.set("exit code", str(code))
         exit_code = int(store.get("exit code"))
     except Exception:
         traceback.print_exc()
@@ -180,7 +198,7 @@ def watch(store: dist.Store, device: torch.device, args: argparse.Namespace) -> 
 def main() -> int:
     parser = cli.Parser(__doc__)
     parser.add_argument(
-        "--plant", choices=finding.PLANTS, default="skipped-collective", help="the mistake to make"
+        "--plant", choices=helper.PLANTS, default="skipped-collective", help="the mistake to make"
     )
     parser.add_argument("--rank", type=cli.natural, default=1, help="the rank that makes it")
     parser.add_argument(
@@ -213,7 +231,7 @@ def main() -> int:
         f"{STEPS} steps, {len(RING)} collectives: no rank waited {args.timeout:g} s for another"
     )
     if runtime.is_rank0():
-        finding.write(args, device, {"missing_ranks": []})
+        helper.write(args, device, {"missing_ranks": []})
     runtime.shutdown()
     return 0 if args.plant == "none" else 1
 

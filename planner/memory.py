@@ -236,7 +236,7 @@ def activation_bytes(rank: Rank) -> float:
 
     if rank.has_embedding:
         size += plan.tokens * 2 * 8  # int64 ids of inputs and targets
-    if plan.cp > 1:  # one attention mask for all layers
+    if plan.cp > 1 and not plan.ring:  # one attention mask for all layers
         size += plan.seq_len / plan.cp * plan.seq_len * rank.e * rank.in_flight
     return size
 

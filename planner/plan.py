@@ -62,6 +62,7 @@ class Plan:
     tp: int = 1  # tensor parallel, with sequence parallel
     pp: int = 1  # pipeline stages, 1F1B
     cp: int = 1  # context parallel
+    ring: bool = False  # context parallel by a ring in zigzag order, which train_3d.py has not
     ep: int = 1  # expert parallel
     replicate: int = 1  # copies of the sharded model (HSDP)
     seq_len: int = 4096

@@ -81,12 +81,13 @@ def attention_flops(rank: Rank) -> float:
     """Return the FLOPs of one layer's attention in forward: two matmuls, queries by keys.
 
     Kernels compute the scores in tiles, and skip the tiles above the diagonal. Of n x n tiles
-    (n + 1) n / 2 are left. Context parallelism computes all of them, and masks.
+    (n + 1) n / 2 are left. Context parallelism computes all of them, and masks, unless it is a
+    ring in zigzag order, which skips as many on each rank.
     """
     plan = rank.plan
     tiles = max(1, plan.seq_len / TILE)
     computed = (tiles + 1) / (2 * tiles)
-    if plan.cp > 1:
+    if plan.cp > 1 and not plan.ring:
         computed = 1.0
     widths = rank.shape.q_width + rank.shape.value_width
     return 2 * rank.own_tokens * widths * plan.seq_len * computed
@@ -214,13 +215,21 @@ def tensor_seconds(rank: Rank, machine: Machine, *, experts: bool) -> float:
 
 
 def context_seconds(rank: Rank, machine: Machine) -> float:
-    """Return the seconds in which context-parallel ranks gather one layer's keys and values."""
+    """Return the seconds in which context-parallel ranks gather one layer's keys and values.
+
+    In a ring each rank sends to the next one, through its own port, once for each other rank.
+    """
+    plan = rank.plan
     shape = rank.shape
     widths = 2 * shape.kv_width
     if shape.kv_rank:
         widths = shape.q_width + shape.value_width
-    size = rank.plan.cp * rank.own_tokens * widths * rank.e
-    return machine.gather(rank.plan.cp, rank.plan.tp, size, calls=2)
+    size = plan.cp * rank.own_tokens * widths * rank.e
+    if plan.ring:
+        hops = plan.cp - 1
+        seconds = machine.gather(plan.cp, plan.tp, size, all_to_all=True)
+        return seconds + hops * measured.START_SECONDS
+    return machine.gather(plan.cp, plan.tp, size, calls=2)
 
 
 def expert_seconds(rank: Rank, machine: Machine) -> float:
@@ -270,13 +279,19 @@ def layer_causes(rank: Rank, machine: Machine, *, experts: bool) -> dict[str, fl
         recomputation = forward
         tensor_times = 2.75
         context_times = 3
+    attention_times = 3.5
+    exposed_context = context_times * context
+    if plan.ring:
+        # In backward the gradients of keys and values travel, too. All of it runs beside attention.
+        attention_passes = attention_times + 1 if full else attention_times
+        exposed_context = behind(attention_passes * attention, (context_times + 1) * context)
     causes = {
         "matmuls": (2 if plan.adapters else 3) * matmuls,
-        "attention": 3.5 * attention,
+        "attention": attention_times * attention,
         "kernels": forward + backward,
         "recomputation": recomputation,
         "tensor": tensor_times * tensor,
-        "context": context_times * context,
+        "context": exposed_context,
         "expert": expert_times * expert,
     }
     # Python runs ahead of the GPU if it can.

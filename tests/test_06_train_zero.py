@@ -1,6 +1,7 @@
-"""06_fsdp_zero/train_zero.py: DeepSpeed's stages train as DDP does and resume on any number of ranks.
+"""06_fsdp_zero/train_zero.py: each stage of DeepSpeed trains as DDP does, and resumes on any ranks.
 
-To import DeepSpeed takes longer than these runs. So the stages run one after the other in one start of the ranks.
+Importing DeepSpeed takes longer than these runs. So the ranks start once, and the stages run one
+after the other.
 """
 
 import json
@@ -28,7 +29,8 @@ from support.harness import (
 from lm.weights import build, digest
 
 pytest.importorskip("deepspeed")
-SCRIPT, DDP = "06_fsdp_zero/train_zero.py", "05_ddp/train.py"
+SCRIPT = "06_fsdp_zero/train_zero.py"
+DDP = "05_ddp/train.py"
 STEPS = 6
 STAGES = range(4)
 UNEVEN = {  # 4 ranks divide none of its sizes
@@ -46,7 +48,8 @@ SELDOM_SAVED = {
     "saved at the end": ("--save-every", STEPS + 1, "--eval-every", STEPS + 1),
 }
 
-# All runs but the last, by calling main(), in the process group of the first. The last is the script as it stands.
+# Calls main() for all runs but the last, in the process group of the first. The last run is the
+# script itself.
 IN_TURN = """
 import functools, importlib.util, json
 from pathlib import Path
@@ -118,7 +121,7 @@ def on_two_ranks(once) -> dict:
 
 @pytest.fixture(scope="module")
 def zero(on_two_ranks) -> dict[int, Result]:
-    """By stage, its run on two ranks."""
+    """Return the runs on two ranks by stage."""
     return {stage: on_two_ranks[stage] for stage in STAGES}
 
 
@@ -140,15 +143,18 @@ def named_sizes() -> dict[str, torch.Size]:
 
 
 def parts(stage: int, ranks: int) -> int:
-    """The elements of a rank's part: of each tensor at stage 3, of all matrices and of all vectors at 1 and 2."""
+    """Return how many elements a rank holds.
+
+    Stage 3 shards each tensor. Stages 1 and 2 shard all matrices as one, and all vectors as one.
+    """
     sizes = named_sizes().values()
     if stage == 3:
         return sum(math.ceil(size.numel() / ranks) for size in sizes)
-    groups = [
-        sum(size.numel() for size in sizes if (len(size) == 2) == matrices)
-        for matrices in (True, False)
-    ]
-    return sum(2 * math.ceil(size / (2 * ranks)) for size in groups) if stage else sum(groups)
+    matrices = sum(size.numel() for size in sizes if len(size) == 2)
+    vectors = sum(size.numel() for size in sizes if len(size) == 1)
+    if stage == 0:
+        return matrices + vectors
+    return sum(2 * math.ceil(numbers / (2 * ranks)) for numbers in (matrices, vectors))
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -224,7 +230,7 @@ def test_a_run_can_be_made_longer(tmp_path, ddp, zero):
 
 @pytest.mark.full
 def test_a_run_moves_between_numbers_of_ranks(tmp_path, ddp, zero):
-    """Saved on 2 ranks; resumed on 3, then 1. A universal checkpoint is made and goes away again."""
+    """Saved on 2 ranks, resumed on 3, then on 1. The universal checkpoint is removed afterwards."""
     stages = (0, 2, 3)
     for stage in stages:
         copy_of(zero[stage], tmp_path / str(stage))
@@ -240,7 +246,7 @@ def test_a_run_moves_between_numbers_of_ranks(tmp_path, ddp, zero):
 
 @pytest.mark.full
 def test_stage_3_starts_from_the_weights_of_one_process_to_the_bit(tmp_path):
-    """Random ones, and those of a folder. At a learning rate that moves nothing, they are the weights at the end."""
+    """Random weights, and those of a folder. The learning rate is so small that none changes."""
     write_folder(tmp_path / "hf", config_of(UNEVEN), seed=5)
     for seed, more in ((4, ()), (5, ("--model", tmp_path / "hf"))):
         still = ("--stage", 3, "--seed", 4, *more, "--steps", 1, "--lr", 1e-30)

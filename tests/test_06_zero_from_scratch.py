@@ -1,4 +1,4 @@
-"""06_fsdp_zero/zero_from_scratch.py: stages 1 to 3 by hand train as DDP does, and hold and send what they must."""
+"""Test 06_fsdp_zero/zero_from_scratch.py: each stage trains as DDP does, and holds 1/N of it."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ STEPS = 4
 FLAGS = ("--model", "tiny.json", "--device", "cpu", "--steps", STEPS, "--json", "s.json")
 SHAPES = {
     "untied": {**TINY, "tie_word_embeddings": False},
-    # A block has 9,669 weights, and what is around the blocks 8,481: 2 ranks divide neither.
+    # 2 ranks divide neither the 9,669 parameters of a block nor the 8,481 outside of blocks.
     "odd": {
         **TINY,
         "hidden_size": 33,
@@ -20,6 +20,10 @@ SHAPES = {
         "tie_word_embeddings": True,
     },
 }
+BLOCKS = 2
+PARAMETERS_OF_BLOCK = {"untied": 9_280, "odd": 9_669}
+PARAMETERS_OUTSIDE = {"untied": 16_416, "odd": 8_481}
+TENSORS = {"untied": 9 * BLOCKS + 3, "odd": 9 * BLOCKS + 2}
 RUNS = [("odd", None), ("untied", 3)]  # without torchrun the script starts two ranks itself
 
 
@@ -29,9 +33,12 @@ def start(folder, shape: str, nproc: int | None, script: str = SCRIPT):
     return run(script, folder, *FLAGS, nproc=nproc)
 
 
-@pytest.fixture(
-    scope="module", params=RUNS, ids=lambda parameters: f"{parameters[0]}-{parameters[1] or 2}"
-)
+def name_of(parameters) -> str:
+    shape, nproc = parameters
+    return f"{shape}-{nproc or 2}"
+
+
+@pytest.fixture(scope="module", params=RUNS, ids=name_of)
 def finished(request, once) -> tuple[str, int, dict]:
     """The shape, the number of ranks and the summary of a run."""
     return once("06 zero", finish, *request.param)
@@ -43,38 +50,55 @@ def finish(folder: Path, shape: str, nproc: int | None) -> tuple[str, int, dict]
     return shape, nproc or 2, json.loads((folder / "s.json").read_text())
 
 
+def rounded_up(count: int, ranks: int) -> int:
+    """The count with padding, so that the ranks divide it."""
+    return -(-count // ranks) * ranks
+
+
+def values_of(row: dict, kinds: list[str], ending: str) -> list[int]:
+    return [row.get(f"{kind}_{ending}", 0) for kind in kinds]
+
+
 def test_a_rank_holds_and_sends_what_it_must(finished):
-    """Numbers from the shape, written down again here: a block, and what is outside of the blocks."""
+    """Numbers from the shape, which this test computes by itself."""
     shape, n, summary = finished
-    block, rest = {"untied": (9_280, 16_416), "odd": (9_669, 8_481)}[shape]
-    whole = 2 * block + rest
-    flat = -(-whole // n) * n
-    grouped = 2 * (-(-block // n) * n) + -(-rest // n) * n
-    assert summary["parameters"] == whole
+    block = PARAMETERS_OF_BLOCK[shape]
+    outside = PARAMETERS_OUTSIDE[shape]
+    tensors = TENSORS[shape]
+    total = BLOCKS * block + outside
+    as_one_group = rounded_up(total, n)
+    in_groups = BLOCKS * rounded_up(block, n) + rounded_up(outside, n)
+    groups = BLOCKS + 1
+    assert summary["parameters"] == total
     if shape == "odd":
-        assert grouped > whole  # padding
-    tensors = 2 * 9 + (3 if shape == "untied" else 2)
+        assert in_groups > total  # padding
+
     rows = {row["stage"]: row for row in summary["rows"]}
+    held = {}
+    calls = {}
+    sent = {}
+    for stage, row in rows.items():
+        held[stage] = values_of(row, ["parameter", "gradient", "optimizer"], "bytes_per_rank")
+        calls[stage] = values_of(row, ["all_gathers", "reduce_scatters", "all_reduces"], "per_step")
+        sent[stage] = row["bytes_sent_per_rank_per_step"]
 
-    def held(stage: int) -> list[int]:
-        return [
-            rows[stage][f"{kind}_bytes_per_rank"] for kind in ("parameter", "gradient", "optimizer")
-        ]
-
-    assert held(0) == [4 * whole, 4 * whole, 8 * whole + 4 * tensors]
-    assert held(1) == [4 * flat, 4 * flat, 8 * flat // n + 4]
-    assert held(2) == [4 * grouped, 4 * grouped // n, 8 * grouped // n + 4 * 3]
-    assert held(3) == [4 * grouped // n, 4 * grouped // n, 8 * grouped // n + 4 * 3]
-    names = ("all_gathers_per_step", "reduce_scatters_per_step", "all_reduces_per_step")
-    assert [[rows[stage].get(name, 0) for name in names] for stage in range(4)] == [
-        [0, 0, tensors],
-        [1, 1, 0],
-        [3, 3, 0],
-        [6, 3, 0],
-    ]
-    sent = [rows[stage]["bytes_sent_per_rank_per_step"] for stage in range(4)]
-    elements = [2 * whole, 2 * flat, 2 * grouped, 3 * grouped]
-    assert sent == [round(4 * count * (n - 1) / n) for count in elements]
+    shard = in_groups // n
+    assert held == {
+        0: [4 * total, 4 * total, 8 * total + 4 * tensors],
+        1: [4 * as_one_group, 4 * as_one_group, 8 * as_one_group // n + 4],
+        2: [4 * in_groups, 4 * shard, 8 * shard + 4 * groups],
+        3: [4 * shard, 4 * shard, 8 * shard + 4 * groups],
+    }
+    assert calls == {
+        0: [0, 0, tensors],
+        1: [1, 1, 0],
+        2: [groups, groups, 0],
+        3: [2 * groups, groups, 0],
+    }
+    elements_round_the_ring = {0: 2 * total, 1: 2 * as_one_group, 2: 2 * in_groups}
+    elements_round_the_ring[3] = 3 * in_groups
+    for stage, elements in elements_round_the_ring.items():
+        assert sent[stage] == round(4 * elements * (n - 1) / n)
 
 
 PLANTED = {

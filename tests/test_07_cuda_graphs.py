@@ -29,9 +29,9 @@ def test_the_tiny_model_runs_the_same_operators(tmp_path, dtype, shape):
     result = run(SCRIPT, tmp_path, *flags, "--device", "cpu", "--json", "summary.json")
     assert result.code == 0, result.err
     rows = result.summary["rows"]
-    assert {row["tokens"] for row in rows} == {7, 21}
-    assert len({row["operators"] for row in rows}) == 1
-    assert rows[0]["operators"] > 100
+    for tokens in (7, 21):
+        eager, tiny = [row["operators"] for row in rows if row["tokens"] == tokens]
+        assert eager == tiny > 100
     assert result.summary["losses"] is None  # nothing is captured on a CPU
 
 
@@ -52,8 +52,9 @@ def test_bad_input_is_refused_in_one_line(tmp_path, flags):
 @pytest.mark.gpu(n=1)
 @pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 1e-4), ("bf16", 1e-2)])
 def test_gpu_replayed_losses_are_eagers(gpu_run, tmp_path, dtype, tolerance):
+    sizes = ("--seq-len", 64, "--micro-batch-sizes", "1,4,16")
     flags = ("--device", "cuda", "--dtype", dtype, "--json", "summary.json")
-    result = gpu_run(SCRIPT, tmp_path, *flags)
+    result = gpu_run(SCRIPT, tmp_path, *sizes, *flags)
     assert result.code == 0, result.err[-3000:]
     eager, replayed = result.summary["losses"]
     assert replayed == pytest.approx(eager, rel=tolerance)

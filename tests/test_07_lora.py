@@ -11,6 +11,7 @@ from support.checkpoints import write_folder
 from support.harness import ODD, TINY, assert_refused, config_of, run, with_fault
 
 from lm import shapes, weights
+from lm.hf_folder import write_adapter
 from lm.lora import LoRALinear, adapt
 
 SCRIPT = "07_memory_tricks/lora.py"
@@ -110,9 +111,7 @@ def test_peft_reads_what_is_saved_and_computes_the_same(tmp_path, shape):
                 torch.nn.init.normal_(layer.lora_B, std=0.1)
         expected = net(tokens)
         trained = {name: each for name, each in net.named_parameters() if "lora_" in name}
-        load("06_fsdp_zero/_shared.py").write_adapter(
-            trained, tmp_path / "lora", str(tmp_path), rank=3, alpha=8.0
-        )
+        write_adapter(trained, tmp_path / "lora", str(tmp_path), rank=3, alpha=8.0)
         theirs = peft.PeftModel.from_pretrained(
             AutoModelForCausalLM.from_pretrained(tmp_path), tmp_path / "lora"
         )

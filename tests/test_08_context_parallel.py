@@ -1,4 +1,4 @@
-"""08_model_parallel/context_parallel.py: several ranks, one sequence, the training of one process."""
+"""08_model_parallel/context_parallel.py: a sequence on several ranks trains as one process does."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ SHAPES = {
     "four": {**TINY, "num_hidden_layers": 1, "num_attention_heads": 8, "num_key_value_heads": 4},
 }
 STEPS = 6
-NAMES = {"one process", "all-gather", "Ulysses", "ring, contiguous", "ring, zigzag"}
+NAMES = {"one process", "ring, contiguous", "ring, zigzag", "all-gather", "Ulysses", "torch"}
 RUNS = [  # shape, sequence length, ranks; of 4 tokens each chunk has one
     ("odd", 18, 3),
     *(pytest.param(values, marks=pytest.mark.full) for values in (("even", 4, 2), ("four", 24, 4))),
@@ -32,7 +32,7 @@ def start(folder: Path, shape: str, *more, nproc: int | None = None, script: str
 
 
 def finish(folder: Path, shape: str, seq_len: int, nproc: int) -> dict:
-    """The summary of a run; two ranks start by themselves."""
+    """Run the script and return its summary. Two ranks start by themselves."""
     result = start(folder, shape, "--seq-len", seq_len, nproc=None if nproc == 2 else nproc)
     assert result.code == 0, f"{result.out[-2000:]}\n{result.err[-4000:]}"
     return json.loads((folder / "s.json").read_text())
@@ -44,7 +44,7 @@ def finished(request, once) -> tuple[str, int, int, dict]:
 
 
 def one_process(shape: str, seq_len: int) -> list[float]:
-    """The losses of plain training on the whole batch."""
+    """Return the losses of plain training on the full batch."""
     net = weights.build("tiny", config_of(SHAPES[shape]), seed=0)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.02, momentum=0.9)
     losses = []
@@ -62,7 +62,7 @@ def one_process(shape: str, seq_len: int) -> list[float]:
     return losses
 
 
-def test_every_way_trains_as_one_process_does(finished):
+def test_every_variant_trains_as_one_process_does(finished):
     shape, seq_len, n, summary = finished
     expected = one_process(shape, seq_len)
     assert summary["world_size"] == n
@@ -78,43 +78,45 @@ def test_every_way_trains_as_one_process_does(finished):
 
 
 def test_bytes_and_scores_are_exact(finished):
-    """Of a layer in a forward and its backward: `queries` and `keys_values` are what a rank holds, in bytes."""
     shape, seq_len, n, summary = finished
-    config, part = config_of(SHAPES[shape]), seq_len // n
-    queries = 4 * 4 * part * config.num_attention_heads * config.head_dim
-    keys_values = 2 * 4 * 4 * part * config.num_key_value_heads * config.head_dim
+    config = config_of(SHAPES[shape])
+    layers = config.num_hidden_layers
+    tokens = 4 * seq_len // n
+    # What a rank holds of one layer, in bytes.
+    queries = 4 * tokens * config.num_attention_heads * config.head_dim
+    keys_values = 2 * 4 * tokens * config.num_key_value_heads * config.head_dim
     expected = {
         "one process": 0,
+        # keys and values make n - 1 hops in each pass, their gradients n
+        "ring, contiguous": (3 * n - 2) * keys_values,
+        "ring, zigzag": (3 * n - 2) * keys_values,
         # the keys and values, and a reduce-scatter of their gradients
         "all-gather": 2 * (n - 1) * keys_values,
         # queries and outputs go, and come back
         "Ulysses": 2 * (n - 1) / n * (2 * queries + keys_values),
-        # n - 1 hops in each pass, n of the gradients
-        "ring, contiguous": (3 * n - 2) * keys_values,
-        "ring, zigzag": (3 * n - 2) * keys_values,
     }
     rows = {row["name"]: row for row in summary["rows"]}
-    layers = config.num_hidden_layers
-    assert {name: rows[name]["sent_bytes"] for name in expected} == {
-        k: layers * v for k, v in expected.items()
-    }
-    contiguous = [2 * layers * part * part * (rank + 1) for rank in range(n)]
+    for name, sent_bytes in expected.items():
+        assert rows[name]["sent_bytes"] == layers * sent_bytes
+
+    chunk = seq_len // (2 * n)
+    contiguous = [(4 * rank + 3) * chunk**2 for rank in range(n)]
     assert rows["ring, contiguous"]["scores_of_each_rank"] == contiguous
-    equal_work = [2 * layers * (2 * n + 1) * part * part / 4] * n
-    assert rows["ring, zigzag"]["scores_of_each_rank"] == equal_work
+    assert rows["ring, zigzag"]["scores_of_each_rank"] == [(2 * n + 1) * chunk**2] * n
 
 
 def test_what_a_rank_keeps_for_backward(finished):
-    """The ring keeps 1/N. The all-gather keeps the keys and values of the other ranks, too, and Ulysses its output."""
+    """The ring keeps 1/N. The all-gather also keeps the keys and values of all other ranks."""
     shape, seq_len, n, summary = finished
-    config, tokens = config_of(SHAPES[shape]), 4 * seq_len // n
+    config = config_of(SHAPES[shape])
+    tokens = 4 * seq_len // n
     kept = {row["name"]: row["kept_bytes_per_rank"] for row in summary["rows"]}
     ring = kept["ring, zigzag"]
     assert kept["ring, contiguous"] == ring
     assert kept["one process"] / n == pytest.approx(ring, abs=200)
     queries = 4 * tokens * config.num_attention_heads * config.head_dim
     keys_values = 8 * tokens * config.num_key_value_heads * config.head_dim
-    assert kept["Ulysses"] >= ring + config.num_hidden_layers * queries
+    assert kept["Ulysses"] >= ring + config.num_hidden_layers * queries  # its output is a copy
     assert kept["all-gather"] >= ring + config.num_hidden_layers * (n - 1) * keys_values
 
 
@@ -150,16 +152,21 @@ FAULTS = {  # a line, and what stands in its place
         "    dist.all_reduce(flat)\n    flat /= dist.get_world_size()",
     ),
     "the gradient of a block stays where it was found": (
-        "kv_gradient += arriving.pop()",
-        "arriving.pop()",
+        "kv_gradient += gradient_hop.wait()",
+        "gradient_hop.wait()",
     ),
     "a block travels twice": (
-        "start_round([] if is_last else [kv])",
-        "start_round([] if is_last else [kv, kv])",
+        "                kv = kv_hop.wait()\n        ctx.save",
+        "                kv = kv_hop.wait()\n                Hop(kv).wait()\n        ctx.save",
     ),
     "the ring keeps more than its part": (
         "        ctx.order = order\n",
-        "        ctx.order, ctx.kept = order, [q.repeat(8, 1, 1, 1, 1)]\n",
+        "        ctx.order = order\n        ctx.kept = q.repeat(8, 1, 1, 1, 1)\n",
+    ),
+    "torch gets positions that start at 0 on every rank": (
+        "        yield tuple(buffers)\n",
+        "        buffers[2] = torch.arange(buffers[2].shape[1]).expand_as(buffers[2])\n"
+        "        yield tuple(buffers)\n",
     ),
 }
 

@@ -1,4 +1,4 @@
-"""08_model_parallel/expert_parallel.py: experts on several ranks train as they do on one process."""
+"""08_model_parallel/expert_parallel.py: experts on several ranks train as on one process."""
 
 import json
 from pathlib import Path
@@ -9,29 +9,28 @@ from support.chapter import load
 from support.harness import TINY, assert_refused, config_of, run
 
 SCRIPT = "08_model_parallel/expert_parallel.py"
-SHAPE = TINY | {
+SHAPE = {
+    **TINY,
     "hidden_size": 36,
     "intermediate_size": 53,
     "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
     "tie_word_embeddings": True,
 }
-SHAPE |= {"num_attention_heads": 6, "num_key_value_heads": 3}
-STEPS, LAYERS, EXPERTS, K = 8, 3, 6, 2
+EXPERTS = 6
+K = 2
 FLAGS = (
-    "--model",
-    "tiny.json",
-    "--device",
-    "cpu",
-    "--steps",
-    STEPS,
-    "--json",
-    "s.json",
-    "--experts",
-    EXPERTS,
+    *("--model", "tiny.json"),
+    *("--device", "cpu"),
+    *("--steps", 8),
+    *("--json", "s.json"),
+    *("--experts", EXPERTS),
 )
 
 
 def start(folder: Path, nproc: int | None, *flags, script: str = SCRIPT):
+    """Run the script on a tiny model."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tiny.json").write_text(json.dumps(SHAPE))
     return run(script, folder, *FLAGS, *flags, nproc=nproc)
@@ -42,18 +41,18 @@ def test_it_is_the_mixture_of_mixtral():
     from transformers.models.mixtral import modeling_mixtral as mixtral
 
     x = torch.randn(3, 7, 36)
-    ours = load(SCRIPT).Mixture(config_of(SHAPE), list(range(EXPERTS)), K, None)
+    ours = load(SCRIPT).Mixture(config_of(SHAPE), EXPERTS, K, None)
     config = mixtral.MixtralConfig(
         hidden_size=36, intermediate_size=53, num_local_experts=EXPERTS, num_experts_per_tok=K
     )
     theirs = mixtral.MixtralSparseMoeBlock(config)
     with torch.no_grad():
+        for weight in ours.parameters():
+            weight.normal_(0, 0.2)
         theirs.gate.weight.copy_(ours.router.weight)
-        for i, expert in enumerate(ours.experts.values()):
-            theirs.experts.gate_up_proj[i] = torch.cat(
-                [expert.gate_proj.weight, expert.up_proj.weight]
-            )
-            theirs.experts.down_proj[i] = expert.down_proj.weight
+        gate_up = torch.cat([ours.experts.gate_proj, ours.experts.up_proj], dim=1)
+        theirs.experts.gate_up_proj.copy_(gate_up)
+        theirs.experts.down_proj.copy_(ours.experts.down_proj)
     torch.testing.assert_close(ours(x), theirs(x), rtol=1e-5, atol=1e-5)
     balance = mixtral.load_balancing_loss_func((theirs.gate(x)[0],), EXPERTS, K)
     torch.testing.assert_close(ours.balance_loss, balance / K)
@@ -71,11 +70,20 @@ def test_bad_input_is_refused_in_one_line(tmp_path, flags):
     assert_refused(start(tmp_path, None, *flags.split()), *(REFUSED[flags] or flags).split())
 
 
-def test_experts_of_two_ranks_train_as_on_one_process(tmp_path):
-    result = start(tmp_path, None)  # it starts two ranks itself
+@pytest.mark.parametrize(
+    "nproc",
+    [
+        pytest.param(None, id="2-ranks"),  # it starts two ranks itself
+        pytest.param(4, marks=pytest.mark.full, id="7-experts-on-4-ranks"),
+    ],
+)
+def test_experts_of_several_ranks_train_as_on_one_process(tmp_path, nproc):
+    flags = () if nproc is None else ("--experts", 7)  # 2, 2, 2 and 1
+    result = start(tmp_path, nproc, *flags)
     assert result.code == 0, result.err[-3000:]
     summary = json.loads((tmp_path / "s.json").read_text())
-    assert summary["world_size"] == 2
+    assert summary["world_size"] == (nproc or 2)
     for row in summary["rows"]:
-        assert max(row["errors"].values()) < 1e-5, row["way"]
+        assert max(row["errors"].values()) < 1e-5, row["variant"]
+        assert max(row["torch_errors"].values()) < 1e-5, row["variant"]
         assert row["last_loss"] < row["losses"][0]

@@ -1,4 +1,4 @@
-"""08_model_parallel/pipeline_parallel.py: every schedule trains as one process does, and waits as long as it must."""
+"""08_model_parallel/pipeline_parallel.py: every schedule trains as one process does."""
 
 import json
 from pathlib import Path
@@ -13,34 +13,37 @@ from torch import nn
 from lm import data, weights
 
 SCRIPT = "08_model_parallel/pipeline_parallel.py"
-# 9: uneven stages
+# 9 layers: the stages are uneven.
 SHAPE = {**ODD, "vocab_size": 256, "num_hidden_layers": 9, "tie_word_embeddings": False}
-STEPS, SEQ_LEN, SEQUENCES = 3, 12, 3  # of a micro-batch
+STEPS = 3
+SEQ_LEN = 12
+SEQUENCES = 3  # of a micro-batch
 BY_HAND = ["GPipe", "1F1B", "interleaved 1F1B"]
+BY_TORCH = [f"{name} by torch" for name in BY_HAND]
 # processes, micro-batches per process, chunks
 RUNS = [
     (2, 2, 2),
-    *(pytest.param(values, marks=pytest.mark.full) for values in ((3, 2, 3), (4, 1, 2))),
+    pytest.param((3, 2, 3), marks=pytest.mark.full),
+    pytest.param((4, 1, 2), marks=pytest.mark.full),
 ]
 
 
 def start(folder: Path, *more, nproc: int | None = None, script: str = SCRIPT):
+    """Run the script on a tiny model."""
     (folder / "tiny.json").write_text(json.dumps(SHAPE))
     flags = (
-        "--model",
-        "tiny.json",
-        "--steps",
-        STEPS,
-        "--seq-len",
-        SEQ_LEN,
-        "--micro-batch-size",
-        SEQUENCES,
+        *("--model", "tiny.json"),
+        *("--steps", STEPS),
+        *("--seq-len", SEQ_LEN),
+        *("--micro-batch-size", SEQUENCES),
+        *("--device", "cpu"),
+        *("--json", "s.json"),
     )
-    return run(script, folder, *flags, "--device", "cpu", "--json", "s.json", *more, nproc=nproc)
+    return run(script, folder, *flags, *more, nproc=nproc)
 
 
 def finish(folder: Path, nproc: int, per_rank: int, chunks: int) -> dict:
-    """The summary of a run; two ranks start by themselves."""
+    """Return the summary of a run. Two ranks start by themselves."""
     sizes = ("--micro-batches-per-rank", per_rank, "--chunks", chunks)
     result = start(folder, *sizes, nproc=None if nproc == 2 else nproc)
     assert result.code == 0, result.err[-4000:]
@@ -49,16 +52,18 @@ def finish(folder: Path, nproc: int, per_rank: int, chunks: int) -> dict:
 
 @pytest.fixture(scope="module", params=RUNS, ids=lambda values: f"{values[0]}-ranks")
 def finished(request, once) -> tuple[int, int, int, dict]:
+    """Return the sizes of a run, and its summary."""
     return *request.param, once("08 pipeline", finish, *request.param)
 
 
 def one_process(size: int) -> tuple[list[float], list[float]]:
-    """Losses and gradient norms of plain training on batches of `size` sequences of unequal lengths."""
+    """Train on batches of `size` sequences of unequal lengths. Return losses and gradient norms."""
     net = weights.build("tiny", config_of(SHAPE), seed=0)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
-    losses, norms = [], []
-    whole = data.one_batch(STEPS * size, SEQ_LEN, torch.device("cpu"))
-    for inputs, targets in zip(*(tensor.split(size) for tensor in whole), strict=True):
+    losses = []
+    norms = []
+    all_inputs, all_targets = data.one_batch(STEPS * size, SEQ_LEN, torch.device("cpu"))
+    for inputs, targets in zip(all_inputs.split(size), all_targets.split(size), strict=True):
         for i in range(size):
             targets[i, 7 * i % SEQ_LEN + 1 :] = -100
         loss = F.cross_entropy(net(inputs).flatten(0, 1), targets.flatten())
@@ -73,28 +78,30 @@ def one_process(size: int) -> tuple[list[float], list[float]]:
 def test_every_schedule_trains_as_one_process_does(finished):
     nproc, per_rank, _, summary = finished
     losses, norms = one_process(nproc * per_rank * SEQUENCES)
-    assert {row["name"] for row in summary["rows"]} >= {
-        *BY_HAND,
-        *(f"{name} by torch" for name in BY_HAND),
-    }
+    assert {row["name"] for row in summary["rows"]} >= {*BY_HAND, *BY_TORCH}
     for row in summary["rows"]:
         assert row["losses"] == pytest.approx(losses, rel=1e-5), row["name"]
         assert row.get("gradient_error", 0) < 1e-5
-    assert len({*losses}) == len(losses)  # each step trains
+    assert len(set(losses)) == len(losses)  # each step trains
     assert max(norms) > 1  # some gradients are clipped
+
+
+def test_torch_has_the_losses_and_gradients_of_the_schedules_by_hand(finished):
+    rows = {row["name"]: row for row in finished[-1]["rows"]}
+    for by_hand, by_torch in zip(BY_HAND, BY_TORCH, strict=True):
+        assert rows[by_torch]["losses"] == pytest.approx(rows[by_hand]["losses"], rel=1e-5)
+        assert rows[by_torch]["from_hand_error"] < 1e-5
 
 
 def test_bubble_activations_and_messages_are_those_of_the_formulas(finished):
     p, per_rank, v, summary = finished
     m = p * per_rank
     rows = {row["name"]: row for row in summary["rows"]}
+    most_interleaved = [min(2 * (p - rank - 1) + (v - 1) * p + 1, v * m) for rank in range(p)]
     expected = {  # work of a rank for each unit that it waits for another, most that it holds
         "GPipe": (m, [m] * p),
         "1F1B": (m, [*range(p, 0, -1)]),
-        "interleaved 1F1B": (
-            v * m,
-            [min(2 * (p - rank - 1) + (v - 1) * p + 1, v * m) for rank in range(p)],
-        ),
+        "interleaved 1F1B": (v * m, most_interleaved),
     }
     for name, (work, held) in expected.items():
         assert rows[name]["idle_share"] == pytest.approx((p - 1) / (work + p - 1), abs=1e-12)
@@ -103,37 +110,51 @@ def test_bubble_activations_and_messages_are_those_of_the_formulas(finished):
         assert rows[name]["messages"] == 2 * m * (stages - 1)  # there and back
 
 
+def received_as(message, last_stage: int):
+    """Return the message with which the other rank receives what this one sends."""
+    name, micro_batch, stage = message
+    step = 1 if name == "SendActivations" else -1
+    assert 0 <= stage + step <= last_stage
+    return (name.replace("Send", "Receive"), micro_batch, stage + step)
+
+
+def assert_no_deadlock(programs: list[list], last_stage: int) -> None:
+    """Carry out the messages of all ranks under the strictest rules.
+
+    A message goes when both ranks have come to it, and a call ends with the last of its messages.
+    NCCL may ask for that.
+    """
+    ranks = len(programs)
+    calls = []
+    for program in programs:
+        calls.append([list(step) for step in program if isinstance(step, list)])
+    while any(calls):
+        current = {rank: left[0] for rank, left in enumerate(calls) if left}
+        gone = []
+        for rank, messages in current.items():
+            for message in messages:
+                if not message.name.startswith("Send"):
+                    continue
+                received = received_as(message, last_stage)
+                to_rank = received[2] % ranks
+                if received in current.get(to_rank, ()):
+                    gone += [(rank, message), (to_rank, received)]
+        assert gone, "deadlock"
+        for rank, message in gone:
+            current[rank].remove(message)
+        for rank, left in enumerate(calls):
+            calls[rank] = [messages for messages in left if messages]
+
+
 @pytest.mark.parametrize(("p", "m", "v"), [(1, 5, 1), (2, 6, 2), (3, 9, 3), (4, 4, 2), (8, 32, 2)])
 def test_no_rank_waits_for_ever_if_every_call_blocks(p, m, v):
-    """The strictest rules: a message goes when both ranks have come to it, a call ends with the last of its batch. NCCL
-    may ask for that."""
-    lesson_08 = load(SCRIPT)
-    schedules = [lesson_08.gpipe, lesson_08.one_forward_one_backward]
-    orders = [[schedule(rank, p, m) for rank in range(p)] for schedule in schedules]
-    orders += [[lesson_08.interleaved(rank, p, m, v) for rank in range(p)]] if p > 1 else []
-    for order in orders:
-        programs = lesson_08.add_messages(order)
-        calls = [
-            [step for step in program if step[0].name.startswith(("Send", "Receive"))]
-            for program in programs
-        ]
-        while any(calls):
-            current = {rank: left[0] for rank, left in enumerate(calls) if left}
-            gone = []
-            for rank, batch in current.items():
-                for name, micro_batch, chunk in (
-                    each for each in batch if each.name.startswith("Send")
-                ):
-                    to_chunk, to_rank = divmod(
-                        chunk * p + rank + (1 if name == "SendActivations" else -1), p
-                    )
-                    received = (name.replace("Send", "Receive"), micro_batch, to_chunk)
-                    if received in current.get(to_rank, ()):
-                        gone += [(rank, (name, micro_batch, chunk)), (to_rank, received)]
-            assert gone, "deadlock"
-            for rank, message in gone:
-                current[rank].remove(message)
-            calls = [[batch for batch in left if batch] for left in calls]
+    lesson = load(SCRIPT)
+    for schedule in (lesson.gpipe, lesson.one_forward_one_backward):
+        orders = [schedule(rank, p, m) for rank in range(p)]
+        assert_no_deadlock(lesson.add_messages(orders), last_stage=p - 1)
+    if p > 1:
+        orders = [lesson.interleaved(rank, p, m, v) for rank in range(p)]
+        assert_no_deadlock(lesson.add_messages(orders), last_stage=p * v - 1)
 
 
 # flags: words of the line
@@ -149,8 +170,8 @@ FAULTS = {  # a line, and what stands in its place
     "a stage clips by its own norm": ("    dist.all_reduce(squared_norm)\n", ""),
     "1F1B warms up too long": ("warm_up=ranks - rank - 1)", "warm_up=ranks - rank)"),
     "a mean of means": (
-        "targets[micro_batch], tokens)",
-        "targets[micro_batch], (targets[micro_batch] >= 0).sum())",
+        "self.targets[micro_batch], self.tokens)",
+        "self.targets[micro_batch], (self.targets[micro_batch] >= 0).sum())",
     ),
 }
 
@@ -159,4 +180,5 @@ FAULTS = {  # a line, and what stands in its place
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_wrong_version_fails_its_own_check(tmp_path, fault):
     result = start(tmp_path, script=str(with_fault(SCRIPT, tmp_path, *FAULTS[fault])))
-    assert (result.code, "AssertionError" in result.err) == (1, True), result.err[-3000:]
+    assert result.code == 1, result.err[-3000:]
+    assert "AssertionError" in result.err, result.err[-3000:]

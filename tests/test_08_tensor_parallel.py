@@ -1,167 +1,181 @@
-"""08_model_parallel/tensor_parallel.py: each cut trains as one process does, and sends what it must."""
+"""08_model_parallel/tensor_parallel.py: each variant trains as one process does."""
 
 import json
 from pathlib import Path
 
 import pytest
 import torch
-from support.harness import assert_refused, config_of, run, with_fault
+from support.harness import Result, assert_refused, config_of, run, with_fault
 
 from lm import data, weights
 
 SCRIPT = "08_model_parallel/tensor_parallel.py"
-STEPS, MICRO_BATCHES, ROWS, LENGTH = 6, 2, 2, 24  # micro-batches of ROWS sequences
-FLAGS = [*("--model", "tiny.json", "--device", "cpu", "--seq-len", LENGTH, "--json", "s.json")]
-FLAGS += ["--global-batch-size", MICRO_BATCHES * ROWS, "--micro-batch-size", ROWS, "--steps", STEPS]
-LLAMA = {"model_type": "llama", "max_position_embeddings": 32}
-
-
-def shape(
-    vocab: int, hidden: int, channels: int, layers: int, heads: int, groups: int, tied: bool
-) -> dict:
-    sizes = {
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "intermediate_size": channels,
-        "num_hidden_layers": layers,
-    }
-    return {
-        **LLAMA,
-        **sizes,
-        "num_attention_heads": heads,
-        "num_key_value_heads": groups,
-        "tie_word_embeddings": tied,
-    }
-
+STEPS = 6
+MICRO_BATCHES = 2  # per step
+SEQUENCES = 2  # per micro-batch
+LENGTH = 24
+FLAGS = [
+    *("--model", "tiny.json"),
+    *("--device", "cpu"),
+    *("--seq-len", LENGTH),
+    *("--global-batch-size", MICRO_BATCHES * SEQUENCES),
+    *("--micro-batch-size", SEQUENCES),
+    *("--steps", STEPS),
+    *("--json", "s.json"),
+]
 
 SHAPES = {
-    # the ranks divide neither channels nor vocabulary: of 50 channels each of 4 has 13 or 12 by hand, 13 or 11 by torch
-    "grouped": shape(261, 48, 50, 3, 8, 4, tied=True),
-    "untied": shape(257, 36, 52, 1, 6, 3, tied=False),
+    # The ranks divide neither channels nor vocabulary. Of 50 channels, 4 ranks have 13, 13, 12, 12
+    # by hand, and 13, 13, 13, 11 by torch.
+    "grouped": {
+        "model_type": "llama",
+        "vocab_size": 261,
+        "hidden_size": 48,
+        "intermediate_size": 50,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32,
+        "tie_word_embeddings": True,
+    },
+    "untied": {
+        "model_type": "llama",
+        "vocab_size": 257,
+        "hidden_size": 36,
+        "intermediate_size": 52,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "max_position_embeddings": 32,
+        "tie_word_embeddings": False,
+    },
 }
-WAYS = ["one process", "by hand", "by hand, sequence parallel", "by torch, sequence parallel"]
+BY_HAND = "by hand"
+BY_HAND_IN_SEQUENCE = "by hand, sequence parallel"
+BY_TORCH = "by torch, sequence parallel"
+PARALLEL = [BY_HAND, BY_HAND_IN_SEQUENCE, BY_TORCH]
+FULL = pytest.mark.full
+CASES = [
+    pytest.param("grouped", 2, id="grouped-2"),
+    pytest.param("grouped", 4, id="grouped-4", marks=FULL),
+    pytest.param("untied", 3, id="untied-3", marks=FULL),
+]
 
 
-def start(folder: Path, shape: str, nproc: int | None, *flags, script: str = SCRIPT):
+def start(
+    folder: Path, shape: str, nproc: int | None, *flags: object, script: str = SCRIPT
+) -> Result:
+    """Run the script in `folder` on a model of that shape."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tiny.json").write_text(json.dumps(SHAPES[shape]))
     return run(script, folder, *FLAGS, *flags, nproc=nproc)
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        ("grouped", 2),
-        *(
-            pytest.param(values, marks=pytest.mark.full)
-            for values in [("grouped", 4), ("untied", 3)]
-        ),
-    ],
-    ids=lambda values: f"{values[0]}-{values[1]}",
-)
-def finished(request, once) -> tuple[str, int, dict]:
-    """The shape, the number of ranks and the summary of a run."""
-    return once("08 tensor", finish, *request.param)
-
-
-def finish(folder: Path, shape: str, nproc: int) -> tuple[str, int, dict]:
+def finish(folder: Path, shape: str, nproc: int) -> dict:
+    """Run the script to its end, and return its summary."""
     result = start(folder, shape, nproc)
-    assert result.code == 0, f"{result.out[-2000:]}\n{result.err[-4000:]}"
-    return shape, nproc, json.loads((folder / "s.json").read_text())
+    assert result.code == 0, result
+    return json.loads((folder / "s.json").read_text())
+
+
+def rows_by_name(summary: dict) -> dict[str, dict]:
+    """Return the rows of a summary by variant."""
+    return {row["name"]: row for row in summary["rows"]}
 
 
 def build(shape: str) -> torch.nn.Module:
+    """Return the model on one process."""
     return weights.build("tiny", config_of(SHAPES[shape]), seed=0)
 
 
-def one_process(shape: str) -> tuple[list[float], list[float]]:
-    """Losses and gradient norms of plain SGD with clipping on whole batches, which every cut must reach."""
-    net = build(shape)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-    rows = MICRO_BATCHES * ROWS
-    batch = data.one_batch(STEPS * rows, LENGTH, torch.device("cpu"))
-    losses, norms = [], []
-    for inputs, targets in zip(*(tensor.split(rows) for tensor in batch), strict=True):
-        loss = net(inputs, targets)
+def train_one_process(shape: str) -> tuple[list[float], list[float]]:
+    """Train with plain SGD and clipping on full batches; return losses and gradient norms."""
+    model = build(shape)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    batch_size = MICRO_BATCHES * SEQUENCES
+    all_inputs, all_targets = data.one_batch(STEPS * batch_size, LENGTH, torch.device("cpu"))
+    batches = zip(all_inputs.split(batch_size), all_targets.split(batch_size), strict=True)
+    losses = []
+    norms = []
+    for inputs, targets in batches:
+        loss = model(inputs, targets)
         loss.backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0).item())
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses, norms
 
 
-@pytest.mark.parametrize("seq_len", [1, 2])
-def test_texts_so_short_that_some_gradients_are_nearly_zero(tmp_path, seq_len):
-    """Of one token attention gives its value, whatever q and k are: their gradients are rounding, or exactly zero."""
-    result = start(
-        tmp_path,
-        "grouped",
-        1,
-        "--seq-len",
-        seq_len,
-        "--global-batch-size",
-        1,
-        "--micro-batch-size",
-        1,
-    )
-    assert result.code == 0, f"{result.out[-2000:]}\n{result.err[-4000:]}"
-
-
-def test_each_cut_trains_as_one_process_does(finished):
-    shape, n, summary = finished
-    losses, norms = one_process(shape)
-    assert summary["world_size"] == n
-    rows = {row["way"]: row for row in summary["rows"]}
-    assert rows.keys() >= set(WAYS)
-    for way, row in rows.items():
-        assert row["losses"] == pytest.approx(losses, rel=1e-5), way
-        assert row["gradient_norms"] == pytest.approx(norms, rel=1e-5), way
-        assert max(row["gradient_errors"]) < 1e-5, way
+@pytest.mark.parametrize(("shape", "nproc"), CASES)
+def test_each_variant_trains_as_one_process_does(once, shape, nproc):
+    summary = once("08 tensor", finish, shape, nproc)
+    losses, norms = train_one_process(shape)
     assert losses[-1] < losses[0]
-    assert max(norms) > 1  # or clipping was not tried
+    assert max(norms) > 1  # otherwise clipping was not tested
+    assert summary["world_size"] == nproc
+    rows = rows_by_name(summary)
+    assert rows.keys() >= set(PARALLEL)
+    for name, row in rows.items():
+        assert row["losses"] == pytest.approx(losses, rel=1e-5), name
+        assert row["gradient_norms"] == pytest.approx(norms, rel=1e-5), name
+        assert max(row["gradient_errors"]) < 1e-5, name
+    assert rows[BY_TORCH]["difference_from_by_hand"] < 1e-5
 
 
-def test_a_rank_holds_and_sends_what_it_must(finished):
-    """Two collectives for each pair of matrices, and for the embedding and the head; an all-reduce is as much as both
-    a reduce-scatter and an all-gather."""
-    shape, n, summary = finished
-    layers, hidden = {"grouped": (3, 48), "untied": (1, 36)}[shape]
-    tokens = ROWS * LENGTH
-    in_a_pass = 2 * layers + 1
-    whole = sum(parameter.numel() for parameter in build(shape).parameters())
-    rows = {row["way"]: row for row in summary["rows"]}
-    twice = 2 * in_a_pass * MICRO_BATCHES
-    # and three numbers a token for the loss
-    once_round = twice * 4 * tokens * hidden + MICRO_BATCHES * 3 * 4 * tokens
-    for way in WAYS[1:]:
-        # norms are whole on each
-        assert sum(rows[way]["parameters_per_rank"]) == whole + (n - 1) * in_a_pass * hidden
-        assert rows[way]["sent_bytes"] == round(2 * once_round * (n - 1) / n)
-    assert rows["by hand"]["calls"] == {"all_reduces": twice + 2 * MICRO_BATCHES}
-    apart = {"reduce_scatters": twice, "all_gathers": twice}
-    assert rows["by hand, sequence parallel"]["calls"] == {
+@pytest.mark.parametrize(("shape", "nproc"), CASES)
+def test_a_rank_holds_and_sends_what_it_must(once, shape, nproc):
+    """Each pair of matrices has two collectives, and so have embedding and head together.
+
+    An all-reduce sends as much as a reduce-scatter and an all-gather.
+    """
+    rows = rows_by_name(once("08 tensor", finish, shape, nproc))
+    layers = SHAPES[shape]["num_hidden_layers"]
+    hidden_size = SHAPES[shape]["hidden_size"]
+    pairs = 2 * layers + 1
+    tokens = SEQUENCES * LENGTH
+    calls = 2 * pairs * MICRO_BATCHES
+    numbers = calls * tokens * hidden_size
+    numbers += MICRO_BATCHES * 3 * tokens  # the loss needs three numbers per token
+    sent_bytes = round(4 * numbers * 2 * (nproc - 1) / nproc)
+
+    parameters = sum(parameter.numel() for parameter in build(shape).parameters())
+    parameters += (nproc - 1) * pairs * hidden_size  # every rank has all weights of norms
+    for name in PARALLEL:
+        assert sum(rows[name]["parameters_per_rank"]) == parameters
+        assert rows[name]["sent_bytes"] == sent_bytes
+    assert rows[BY_HAND]["calls"] == {"all_reduces": calls + 2 * MICRO_BATCHES}
+    assert rows[BY_HAND_IN_SEQUENCE]["calls"] == {
         "all_reduces": 2 * MICRO_BATCHES,
-        **apart,
+        "reduce_scatters": calls,
+        "all_gathers": calls,
     }
 
 
-FAULTS = {  # a line, and what stands in its place
-    "backward of Copy adds nothing up": (
-        "lambda context, gradient: all_reduce(gradient)",
-        "lambda context, gradient: gradient",
+@pytest.mark.parametrize("seq_len", [1, 2])
+def test_gradients_that_are_nearly_zero(tmp_path, seq_len):
+    """Attention to one token returns its value, so the gradients of q and k are rounding errors."""
+    flags = ["--seq-len", seq_len, "--global-batch-size", 1, "--micro-batch-size", 1]
+    result = start(tmp_path, "grouped", 1, *flags)
+    assert result.code == 0, result
+
+
+FAULTS = {  # what is wrong: a line of the script, and a wrong line
+    "the backward of Copy sums nothing": (
+        "        return all_reduce(grad)  # partial to replicate",
+        "        return grad",
     ),
-    "whole weights count once per rank": (
-        "norm = (squares + sum(gradient.square().sum() for gradient in replicated)).sqrt()",
-        "norm = (squares + dist.get_world_size() * sum(gradient.square().sum() for gradient in replicated)).sqrt()",
+    "replicated weights count once per rank": (
+        "norm = (sharded_square + replicated_square).sqrt()",
+        "norm = (sharded_square + dist.get_world_size() * replicated_square).sqrt()",
     ),
-    "a norm keeps the gradient of its own positions": (
-        "torch._foreach_copy_(replicated, [*together])",
-        "pass",
+    "a norm keeps the gradient of its own tokens": (
+        "            gradient.copy_(total)",
+        "            pass",
     ),
-    "the largest logit travels twice": (
-        "dist.all_reduce(largest, op=dist.ReduceOp.MAX)",
-        "[dist.all_reduce(largest, op=dist.ReduceOp.MAX) for _ in range(2)]",
+    "the largest logit is reduced twice": (
+        "    dist.all_reduce(largest, op=dist.ReduceOp.MAX)",
+        "    for _ in range(2): dist.all_reduce(largest, op=dist.ReduceOp.MAX)",
     ),
 }
 
@@ -169,22 +183,21 @@ FAULTS = {  # a line, and what stands in its place
 @pytest.mark.full
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_wrong_version_fails_its_own_check(tmp_path, fault):
-    script = str(with_fault(SCRIPT, tmp_path, *FAULTS[fault]))
+    line, wrong = FAULTS[fault]
+    script = str(with_fault(SCRIPT, tmp_path, line, wrong))
     result = start(tmp_path, "grouped", 2, "--steps", 3, script=script)
-    assert (result.code, "AssertionError" in result.err) == (1, True), result.err[-3000:]
+    assert result.code == 1, result
+    assert "AssertionError" in result.err, result
 
 
-REFUSED = {  # number of ranks, flags: words of the line
-    (3, "--model tiny.json"): "--model tiny.json 3 4",
-    (2, "--seq-len 23"): "",
-    (None, "--seq-len 31"): "",
-    (None, "--micro-batch-size 3"): "--global-batch-size 4 --micro-batch-size 3",
-}
+REFUSED = [  # ranks, flags, words of the line
+    (3, "--model tiny.json", "--model tiny.json 3 4"),
+    (2, "--seq-len 23", "--seq-len 23"),
+    (None, "--seq-len 31", "--seq-len 31"),
+    (None, "--micro-batch-size 3", "--global-batch-size 4 --micro-batch-size 3"),
+]
 
 
-@pytest.mark.parametrize("case", REFUSED, ids=str)
-def test_bad_input_is_refused_in_one_line(tmp_path, case):
-    nproc, flags = case
-    assert_refused(
-        start(tmp_path, "grouped", nproc, *flags.split()), *(REFUSED[case] or flags).split()
-    )
+@pytest.mark.parametrize(("nproc", "flags", "words"), REFUSED)
+def test_bad_input_is_refused_in_one_line(tmp_path, nproc, flags, words):
+    assert_refused(start(tmp_path, "grouped", nproc, *flags.split()), *words.split())

@@ -1,4 +1,7 @@
-"""08_model_parallel/train_3d.py: on any mesh the run of one process; who holds what; what a mesh must divide."""
+"""08_model_parallel/train_3d.py: every mesh trains as one process does.
+
+Also what each rank holds, and which meshes are refused.
+"""
 
 import json
 import shutil
@@ -25,32 +28,28 @@ from planner import shape
 from planner.memory import Memory
 from planner.plan import Plan
 
-SCRIPT, FSDP = "08_model_parallel/train_3d.py", "06_fsdp_zero/train_fsdp.py"
-UNEVEN = {  # 3 layers for 2 stages; 131 tokens, 27 MLP channels a tensor rank for 2 shards
-    **{
-        "model_type": "llama",
-        "vocab_size": 262,
-        "hidden_size": 38,
-        "head_dim": 6,
-        "intermediate_size": 54,
-    },
-    **{
-        "num_hidden_layers": 3,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-    },
+SCRIPT = "08_model_parallel/train_3d.py"
+FSDP = "06_fsdp_zero/train_fsdp.py"
+UNEVEN = {  # 2 stages share 3 layers; on 2 tensor ranks, 2 shards share 131 tokens and 27 channels
+    "model_type": "llama",
+    "vocab_size": 262,
+    "hidden_size": 38,
+    "head_dim": 6,
+    "intermediate_size": 54,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
 }
 STEPS = 6
 FLAGS = ("--steps", STEPS, "--save-every", 2, "--keep", 100, "--eval-every", 3, "--clip-norm", 0.9)
-TP, PP, CP, COPIES, HALF = (
-    ("--tp", 2),
-    ("--pp", 2),
-    ("--cp", 2),
-    ("--replicate", 2),
-    ("--micro-batch-size", 3),
-)
-LAYOUTS = {  # ranks, model, flags; the first are those of make test
+TP = ("--tp", 2)
+PP = ("--pp", 2)
+CP = ("--cp", 2)
+COPIES = ("--replicate", 2)
+HALF = ("--micro-batch-size", 3)
+RECOMPUTED = ("--checkpointing", "selective", "--reshard-after-forward", "off")
+OFTEN = {  # ranks, model, flags of the layouts of make test
     "tensor": (2, "tied", TP),
     "context": (2, "tied", (*CP, *HALF)),
     "stages": (2, "untied", (*PP, *HALF)),
@@ -58,6 +57,8 @@ LAYOUTS = {  # ranks, model, flags; the first are those of make test
     "tensor, trained weights": (2, "folder", TP),
     "tensor, norms of heads": (2, "qwen3", TP),
     "a token a rank": (2, "tied", (*CP, "--seq-len", 2)),
+}
+LAYOUTS = OFTEN | {
     "stages, trained weights": (2, "folder", (*PP, *HALF)),
     "tensor, biases": (2, "qwen2", TP),
     "3 stages": (3, "untied", ("--pp", 3, "--micro-batch-size", 2)),
@@ -70,25 +71,25 @@ LAYOUTS = {  # ranks, model, flags; the first are those of make test
     "copies, contexts": (4, "tied", (*COPIES, *CP, *HALF)),
     "copies, tensor, stages": (8, "untied", (*COPIES, *TP, *PP, *HALF)),
     "tensor, stages, contexts": (8, "untied", (*TP, *PP, *CP, *HALF)),
-    "recomputed": (
-        4,
-        "tied",
-        (*TP, *CP, "--checkpointing", "selective", "--reshard-after-forward", "off"),
-    ),
+    "recomputed": (4, "tied", (*TP, *CP, *RECOMPUTED)),
     "recomputed stages": (4, "untied", (*PP, *CP, *HALF, "--checkpointing", "full")),
 }
-OFTEN = [*LAYOUTS][:7]
+CASES = []
+for layout in LAYOUTS:
+    CASES.append(layout if layout in OFTEN else pytest.param(layout, marks=pytest.mark.full))
 
 
 def flags_of(folder: Path, model: str) -> tuple:
+    """Write a model to `folder`, and return the flags of a run in that folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    if model == "folder":  # trained weights, of which each rank reads its part
+    if model == "folder":  # with weights, of which each rank reads its shards
         if not (folder / "model").exists():
             write_folder(folder / "model", config_of(UNEVEN), seed=3)
         return ("--model", folder / "model", *FLAGS)
-    kind = model if model.startswith("qwen") else "llama"
-    shape = {**UNEVEN, "model_type": kind, "tie_word_embeddings": model == "tied"}
-    (folder / "uneven.json").write_text(json.dumps(shape))
+    config = UNEVEN | {"tie_word_embeddings": model == "tied"}
+    if model.startswith("qwen"):
+        config["model_type"] = model
+    (folder / "uneven.json").write_text(json.dumps(config))
     return ("--model", "uneven.json", *FLAGS)
 
 
@@ -103,68 +104,76 @@ def on_a_mesh(folder: Path, layout: str) -> Result:
 
 @pytest.fixture
 def one_process(once):
-    """one_process(model, seq_len): the run of the baseline script on one process."""
+    """Return one_process(model, seq_len), which runs the baseline script once for each model."""
     return partial(once, "08 one process", on_one_process)
 
 
-def assert_same_curve(ours: Result, theirs: Result) -> None:
+def assert_same_curve(found: Result, expected: Result) -> None:
     for column in ("loss", "grad_norm", "val_loss"):
-        assert ours.column(column) == pytest.approx(theirs.column(column), rel=1e-5), column
+        assert found.column(column) == pytest.approx(expected.column(column), rel=1e-5), column
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [name if name in OFTEN else pytest.param(name, marks=pytest.mark.full) for name in LAYOUTS],
-)
+@pytest.mark.parametrize("layout", CASES)
 def test_any_mesh_is_one_process(once, one_process, layout):
     _, model, flags = LAYOUTS[layout]
-    theirs = one_process(model, flags[flags.index("--seq-len") + 1] if "--seq-len" in flags else 32)
-    ours = once("08 mesh", on_a_mesh, layout)
-    assert len(ours.column("loss")) == STEPS
-    assert_same_curve(ours, theirs)
-    # AdamW's first moment holds the clipped gradients of all steps until then
+    seq_len = 32
+    if "--seq-len" in flags:
+        seq_len = flags[flags.index("--seq-len") + 1]
+    expected = one_process(model, seq_len)
+    found = once("08 mesh", on_a_mesh, layout)
+    assert len(found.column("loss")) == STEPS
+    assert_same_curve(found, expected)
+    # AdamW's first moment is a mean of the clipped gradients of all steps so far.
     for step in (2, STEPS):
-        our, their = moments(ours.folder, step), moments(theirs.folder, step)
-        torch.testing.assert_close(our, their, rtol=1e-5, atol=3e-8)
-    held = ours.summary["parameter_bytes_per_rank"]
+        expected_moments = moments(expected.folder, step)
+        found_moments = moments(found.folder, step)
+        torch.testing.assert_close(found_moments, expected_moments, rtol=1e-5, atol=3e-8)
+    weight_bytes = found.summary["parameter_bytes_per_rank"]
     config = config_of(UNEVEN | {"tie_word_embeddings": model == "tied"})
-    assert max(held) < 0.75 * 4 * shapes.parameter_count(config)
-    assert ours.summary["optimizer_bytes_per_rank"] == [2 * own for own in held]
+    assert max(weight_bytes) < 0.75 * 4 * shapes.parameter_count(config)
+    two_moments = [2 * nbytes for nbytes in weight_bytes]
+    assert found.summary["optimizer_bytes_per_rank"] == two_moments
 
 
 def test_without_a_mesh_it_is_train_fsdp_to_the_bit(tmp_path):
-    mesh, fsdp = (
-        train(script, tmp_path / script[:2], *flags_of(tmp_path / script[:2], "tied"), nproc=2)
-        for script in (SCRIPT, FSDP)
-    )
+    mesh = train(SCRIPT, tmp_path / "mesh", *flags_of(tmp_path / "mesh", "tied"), nproc=2)
+    fsdp = train(FSDP, tmp_path / "fsdp", *flags_of(tmp_path / "fsdp", "tied"), nproc=2)
     assert mesh.column("loss") == fsdp.column("loss")
     assert mesh.summary["weights_sha256"] == fsdp.summary["weights_sha256"]
 
 
 def test_a_run_moves_from_mesh_to_mesh(tmp_path, once, one_process):
-    """Steps 1 and 2 on stages, to 4 on tensor ranks, to 6 on context ranks: the checkpoint has no mesh in it."""
+    """Train to step 2 on stages, to 4 on tensor ranks, to 6 on context ranks.
+
+    A checkpoint does not depend on the mesh.
+    """
     shutil.copytree(once("08 mesh", on_a_mesh, "stages").folder / "run", tmp_path / "run")
-    for last, mesh in ((2, TP), (4, (*CP, *HALF))):
-        drop_after(tmp_path, last)
+    for last_step, mesh in ((2, TP), (4, (*CP, *HALF))):
+        drop_after(tmp_path, last_step)
         moved = train(SCRIPT, tmp_path, *flags_of(tmp_path, "untied"), *mesh, "--resume", nproc=2)
-    losses = {record["step"]: record["loss"] for record in moved.records if "loss" in record}
-    assert [*losses.values()] == pytest.approx(one_process("untied", 32).column("loss"), rel=1e-5)
+    loss_at = {record["step"]: record["loss"] for record in moved.records if "loss" in record}
+    expected = one_process("untied", 32).column("loss")
+    assert list(loss_at.values()) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("cut", [(*TP, *PP), (*CP, *COPIES)], ids=str)
-def test_a_dry_run_has_the_bytes_of_real_ranks_and_of_the_planner(tmp_path, cut):
+@pytest.mark.parametrize(
+    "sizes", [{"tp": 2, "pp": 2}, {"cp": 2, "replicate": 2}], ids=["tensor, stages", "copies"]
+)
+def test_a_dry_run_has_the_bytes_of_real_ranks_and_of_the_planner(tmp_path, sizes):
     ranks = 4
     (tmp_path / "config.json").write_text(json.dumps(TINY | {"tie_word_embeddings": False}))
-    flags = (*cut, "--micro-batch-size", 3, "--steps", 1, "--model", tmp_path / "config.json")
+    flags = [*HALF, "--steps", 1, "--model", tmp_path / "config.json"]
+    for name, size in sizes.items():
+        flags += [f"--{name}", size]
     real = train(SCRIPT, tmp_path / "real", *flags, nproc=ranks).summary
-    stages = train(SCRIPT, tmp_path, *flags, "--dry-run", "--world-size", ranks).summary["stages"]
-    sizes = {flag[2:]: value for flag, value in zip(cut[::2], cut[1::2], strict=True)}
+    dry_run = train(SCRIPT, tmp_path, *flags, "--dry-run", "--world-size", ranks)
+    stages = dry_run.summary["stages"]
     plan = Plan(**sizes, gpus=ranks, zero=3, seq_len=32, micro_batch_size=3, micro_batches=4)
     for row in stages:
-        first = row["stage"] * ranks // len(stages)
-        assert real["parameter_bytes_per_rank"][first] == row["weight_bytes"]
-        assert real["optimizer_bytes_per_rank"][first] == row["optimizer_bytes"]
+        first_rank = row["stage"] * ranks // len(stages)
+        assert real["parameter_bytes_per_rank"][first_rank] == row["weight_bytes"]
+        assert real["optimizer_bytes_per_rank"][first_rank] == row["optimizer_bytes"]
         memory = Memory(shape.from_config("tiny", config_of(TINY)), plan, row["stage"])
         for name in ("weight_bytes", "gradient_bytes", "optimizer_bytes"):
             assert row[name] == pytest.approx(memory.lines[name], rel=0.02)
@@ -174,7 +183,7 @@ REFUSED = {  # flags of one process: words of the line
     "--cp 2 --dry-run --world-size 3": "--cp 2 3",
     "--tp 3 --dry-run": "--tp 3 num_attention_heads 8",
     "--world-size 4": "--world-size --dry-run",
-    "--tp 2": "",
+    "--tp 2": "--tp 2",
     "--pp 2 --dry-run": "--pp 2",
     "--cp 3 --dry-run": "--cp 3 --seq-len 64",
     "--seq-len 2 --cp 3 --dry-run": "--cp 3 --seq-len 2",
@@ -185,7 +194,7 @@ REFUSED = {  # flags of one process: words of the line
 
 @pytest.mark.parametrize("flags", REFUSED)
 def test_bad_input_is_refused_in_one_line(tmp_path, flags):
-    assert_refused(run(SCRIPT, tmp_path, *flags.split()), *(REFUSED[flags] or flags).split())
+    assert_refused(run(SCRIPT, tmp_path, *flags.split()), *REFUSED[flags].split())
 
 
 @pytest.mark.gpu(n=2)

@@ -410,7 +410,7 @@ def test_a_draft_with_another_number_of_rows(folder, case):
     tokens = plain["token_ids"][0] + guessed["token_ids"][0]
     assert max(tokens) < VOCAB
     # the distributions of both are equal, so nearly every guess is kept
-    assert guessed["kept_per_step"] == pytest.approx(3, abs=0.4)
+    assert guessed["accepted_per_step"] == pytest.approx(3, abs=0.4)
     if "--temperature" not in flags:
         assert any("transformers' generate" in line for line in result.summary["checked"])
 

@@ -127,7 +127,7 @@ def test_loading_takes_one_chunk_and_one_matrix_beside_the_weights(tmp_path):
 GIB = 2**30
 CUDA_CONTEXT = 0.5 * GIB
 CARDS = [  # bytes, model, weights
-    (12e9, "llama-8b", "int8"),  # README.md promises this one
+    (12e9, "llama-8b", "int8"),  # docs/machines.md promises this one
     (8e9, "llama-8b", "int4"),
     (24e9, "llama-8b", "int8"),
     (80e9, "llama-70b", "int8"),

@@ -33,7 +33,9 @@ ON_GPUS = {  # and the ranks, each with a GPU of its own
     "08_model_parallel/expert_parallel.py": [1, 2],
     "08_model_parallel/pipeline_parallel.py": [2],
     "08_model_parallel/tensor_parallel.py": [1, 2],
+    "09_inference/offloaded.py": [1],
     "09_inference/parity.py": [1],
+    "09_inference/speculative.py": [1],
 }
 
 

@@ -24,6 +24,19 @@ training, inference, gpu = (
 # The real commands
 
 
+def test_pictures_that_need_no_run_are_those_that_figures_draws(tmp_path):
+    """The same bytes each time, and no picture is older than what it is drawn from."""
+    names = ("who_holds_what", "who_talks_to_whom", "kernels_of_a_step")
+    drawn = tmp_path / "images"
+    drawn.mkdir()
+    result = run("benchmarks/figures.py", tmp_path, "--only", *names, OUT=str(drawn))
+    assert result.code == 0, result.err
+    for name in names:
+        for file in (f"{name}.svg", f"{name}-dark.svg"):
+            committed = (ROOT / "docs/images" / file).read_bytes()
+            assert (drawn / file).read_bytes() == committed, f"{file}: run make figures"
+
+
 def test_a_training_case(tmp_path):
     """One process and two ranks train the same; the results have what a figure must be read with."""
     flags = "--case processes --device cpu --steps 20 --rounds 1 --seq-len 16 --global-batch-size 2 --json summary.json"

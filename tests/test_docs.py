@@ -11,10 +11,12 @@ from support.readme import find_hunk, hunks, regenerate
 READMES = [
     *ROOT.glob("*.md"),
     *ROOT.glob("0*/*.md"),
+    *ROOT.glob("docs/*.md"),
     *ROOT.glob("benchmarks/*.md"),
     *ROOT.glob("launch/**/*.md"),
 ]
 SCRIPTS = [*ROOT.glob("0*/*.py"), *ROOT.glob("benchmarks/*.py"), *ROOT.glob("launch/*.py")]
+WITHOUT_COMMANDS = ("CHANGELOG.md", "estimate.md", "flags.md", "glossary.md", "scripts.md")
 COMMAND = re.compile(
     r"(?:^|\s|`)((?:torchrun|python3?|make|pytest) [^`#\n]+?)(?:`|\s{2,}[a-z]|\s+#|$)", re.MULTILINE
 )
@@ -50,7 +52,7 @@ LESSONS = [file for file in SCRIPTS if not file.name.startswith("_")]
 @pytest.mark.parametrize("file", [*READMES, *LESSONS], ids=lambda file: str(file.relative_to(ROOT)))
 def test_every_command_parses(file):
     commands = commands_of(file)
-    assert commands or file.name in ("estimate.md", "CHANGELOG.md")
+    assert commands or file.name in WITHOUT_COMMANDS
     wrong = {}
     for command in commands:
         try:
@@ -104,6 +106,16 @@ def test_links_and_images_lead_somewhere():
     assert not broken
 
 
-def test_the_chinese_readme_has_the_commands_of_the_english_one():
-    english, chinese = (lines_of_blocks(ROOT / name) for name in ("README.md", "README.zh-CN.md"))
-    assert chinese == english
+@pytest.mark.parametrize(
+    "chinese",
+    [ROOT / "README.zh-CN.md", *ROOT.glob("0*/README.zh-CN.md")],
+    ids=lambda file: str(file.relative_to(ROOT)),
+)
+def test_a_chinese_page_has_the_commands_of_the_english_one(chinese):
+    english = chinese.with_name("README.md")
+
+    def commands(page: Path) -> list[str]:
+        lines = [re.sub(r"\s+#.*", "", line).strip() for line in lines_of_blocks(page)]
+        return [line for line in lines if line]
+
+    assert commands(chinese) == commands(english)

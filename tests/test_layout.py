@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -113,19 +114,39 @@ def test_imports_go_one_way():
     assert not broken
 
 
-@pytest.mark.parametrize(("before", "after", "most"), NEIGHBOURS)
-def test_neighbouring_scripts_differ_by_their_idea(tmp_path, before, after, most):
+def changed_lines(folder: Path, before: str, after: str) -> list[str]:
+    """Return the lines of code that differ between two scripts, of both scripts."""
     for name, script in (("before", before), ("after", after)):
-        (tmp_path / name).write_text("\n".join(code_lines(script)) + "\n")
+        (folder / name).write_text("\n".join(code_lines(script)) + "\n")
     diff = subprocess.run(
         ["diff", "before", "after"],
-        cwd=tmp_path,
+        cwd=folder,
         capture_output=True,
         text=True,
         timeout=60,
     )
-    marked = [line for line in diff.stdout.splitlines() if line.startswith(("<", ">"))]
-    assert 0 < len(marked) <= most, diff.stdout
+    return [line for line in diff.stdout.splitlines() if line.startswith(("<", ">"))]
+
+
+@pytest.mark.parametrize(("before", "after", "most"), NEIGHBOURS)
+def test_neighbouring_scripts_differ_by_their_idea(tmp_path, before, after, most):
+    changed = changed_lines(tmp_path, before, after)
+    assert 0 < len(changed) <= most, "\n".join(changed)
+
+
+@pytest.mark.parametrize("page", ["README.md", "README.zh-CN.md"])
+def test_the_first_table_has_the_sizes_of_the_minimal_scripts(tmp_path, page):
+    rows = re.findall(
+        r"^\| \[(\w+/minimal\.py)\].*?\| (\d+) \|.*?\| (\d*) ?\| [\d.]+ \|$",
+        (ROOT / page).read_text(),
+        re.MULTILINE,
+    )
+    scripts = [script for script, _, _ in rows]
+    assert scripts == ["04_amp/minimal.py", *(after for _, after, _ in NEIGHBOURS)]
+    for script, lines, _ in rows:
+        assert int(lines) == len((ROOT / script).read_text().splitlines())
+    for (before, after, _), (_, _, changed) in zip(NEIGHBOURS, rows[1:], strict=True):
+        assert int(changed) == len(changed_lines(tmp_path, before, after))
 
 
 def python(folder: Path, *argv: str | Path) -> subprocess.CompletedProcess:

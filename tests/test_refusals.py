@@ -75,6 +75,7 @@ BAD = {  # the flags, and words that the error line must have
     "short data": (["--data", "short.txt"], "--data", "--seq-len 64"),
     "hub": (["--data", "hf:no/such"], "--data hf:no/such"),
     "tokenizer": (["--tokenizer", "./nowhere"], "--tokenizer ./nowhere"),
+    "a tokenizer not made yet": (["--tokenizer", "models/smollm2-135m"], "make model"),
     "batch": (
         ["--global-batch-size", 10, "--micro-batch-size", 4],
         "--global-batch-size 10",

@@ -1,4 +1,4 @@
-"""A model from the meta device has the weights of one that is built whole; what positions and types change in it."""
+"""Test lm/weights.py on the meta device and by rows, and lm/model.py with given positions."""
 
 import dataclasses
 
@@ -7,7 +7,17 @@ import torch
 
 from lm import shapes, weights
 
-UNEVEN = shapes.Config(83, 42, 50, 3, 6, 3, 14, 32)  # nothing that two or three ranks divide
+# 2 and 3 ranks divide none of the sizes.
+UNEVEN = shapes.Config(
+    vocab_size=83,
+    hidden_size=42,
+    intermediate_size=50,
+    num_hidden_layers=3,
+    num_attention_heads=6,
+    num_key_value_heads=3,
+    head_dim=14,
+    max_position_embeddings=32,
+)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -16,28 +26,34 @@ def test_a_model_from_the_meta_device_has_nothing_unset(monkeypatch, tied):
     built = weights.build("nano", config, seed=5)
     net = weights.build("nano", config, seed=5, device="meta")
     assert all(tensor.is_meta for tensor in net.state_dict().values())
+
     empty_like = torch.empty_like
-    monkeypatch.setattr(
-        torch, "empty_like", lambda t, **more: empty_like(t, **more).fill_(torch.nan)
-    )
+
+    def nan_like(tensor, **options):
+        return empty_like(tensor, **options).fill_(torch.nan)
+
+    monkeypatch.setattr(torch, "empty_like", nan_like)  # to_empty calls it
     weights.materialize(net, "nano", seed=5, device="cpu")
-    tensors = [*net.named_parameters(), *net.named_buffers()]
-    expected = [*built.named_parameters(), *built.named_buffers()]
-    assert [name for name, _ in tensors] == [name for name, _ in expected]
-    for (name, tensor), (_, wanted) in zip(tensors, expected, strict=True):
-        torch.testing.assert_close(tensor, wanted, rtol=0, atol=0, msg=name)
+
+    found = dict([*net.named_parameters(), *net.named_buffers()])
+    expected = dict([*built.named_parameters(), *built.named_buffers()])
+    assert list(found) == list(expected)
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0, msg=name)
     assert (net.lm_head.weight is net.model.embed_tokens.weight) == tied
-    assert sum(p.numel() for p in net.parameters()) == shapes.parameter_count(config)
+    parameter_count = sum(parameter.numel() for parameter in net.parameters())
+    assert parameter_count == shapes.parameter_count(config)
 
 
 @pytest.mark.parametrize(
     ("first", "last"), [(0, 1000), (0, 1), (255, 257), (300, 700), (999, 1000), (1000, 1000)]
 )
-def test_a_rank_draws_the_rows_of_the_whole(first, last):
-    """Across the blocks of rows that share a generator."""
-    whole = weights.random_weight("x", (1000, 3), 7)
-    assert torch.equal(weights.random_weight("x", (1000, 3), 7, first, last), whole[first:last])
-    assert len(whole.unique()) > 2900
+def test_a_rank_draws_the_rows_of_the_full_matrix(first, last):
+    """256 rows share a generator, and the rows of a rank may begin and end anywhere."""
+    full = weights.random_weight("x", (1000, 3), 7)
+    rows = weights.random_weight("x", (1000, 3), 7, first, last)
+    assert torch.equal(rows, full[first:last])
+    assert len(full.unique()) > 2900
 
 
 def test_nothing_is_drawn_from_the_global_generator():
@@ -51,13 +67,18 @@ def test_positions_may_be_given():
     tokens = torch.randint(0, 83, (2, 9), generator=torch.Generator().manual_seed(1))
     counted = torch.arange(9).expand(2, 9)
     with torch.no_grad():
-        assert torch.equal(net(tokens), net(tokens, positions=counted))
-        # only distances count
-        torch.testing.assert_close(net(tokens), net(tokens, positions=counted + 11))
-        assert not torch.allclose(net(tokens), net(tokens, positions=counted * 2))
-        rows = net(tokens, positions=torch.stack((counted[0], counted[1] * 2)))
-        torch.testing.assert_close(rows[0], net(tokens)[0])
-        torch.testing.assert_close(rows[1], net(tokens, positions=counted * 2)[1])
+        logits = net(tokens)
+        assert torch.equal(logits, net(tokens, positions=counted))
+
+        # Only the distance between two positions matters.
+        torch.testing.assert_close(logits, net(tokens, positions=counted + 11))
+        spread = net(tokens, positions=counted * 2)
+        assert not torch.allclose(logits, spread)
+
+        # Each sequence has its own positions.
+        mixed = net(tokens, positions=torch.stack((counted[0], counted[1] * 2)))
+        torch.testing.assert_close(mixed[0], logits[0])
+        torch.testing.assert_close(mixed[1], spread[1])
 
 
 def test_rounding_the_weights_leaves_the_angles_exact():

@@ -138,7 +138,12 @@ def test_other_files_are_not_read(tmp_path, folder, add_files):
 
 @pytest.mark.parametrize(
     ("script", "flags", "nproc"),
-    [(QUANTIZED, ["--weights", "fp32"], None), (OFFLOADED, [], None), (INFER, [], 2)],
+    [
+        (QUANTIZED, ["--weights", "fp32"], None),
+        (OFFLOADED, [], None),
+        (OFFLOADED, ["--by", "device-map"], None),
+        (INFER, [], 2),
+    ],
 )
 def test_other_scripts_read_the_same_files(tmp_path, folder, script, flags, nproc):
     expected = answer(tmp_path / "alone", folder)
@@ -172,7 +177,6 @@ READERS += r"|LM\.from_pretrained|safetensors\.torch import (?!save_file)"
 MAY_READ = {
     "lm/weight_files.py",
     "lm/reference.py",
-    "06_fsdp_zero/_shared.py",  # a docstring says how peft reads what is written
     "09_inference/_export.py",
     "09_inference/_offloaded.py",
     "models/make_smollm2.py",
@@ -298,6 +302,7 @@ OTHER_SCRIPTS = [  # script, flags, words of the line
     (FINETUNE, truncated, ["--model", "model", *CHATS], "--model model"),
     (QUANTIZED, missing_shard, ["--model", "model"], "--model model"),
     (OFFLOADED, pointer, ["--model", "model"], "--model model"),
+    (OFFLOADED, pointer, ["--model", "model", "--by", "device-map"], "--model model"),
     (INFER, twice, ["--model", "model"], "--model model"),
     (SPECULATIVE, pointer, ["--draft", "model"], "--draft model"),
     (CONVERT, missing_shard, ["model", "to", "--to", "dcp"], "FROM model"),
@@ -358,6 +363,8 @@ def test_another_head_is_used_in_answers(tmp_path, own_head):
     assert answer(tmp_path / "q", tied, QUANTIZED, "--weights", "fp32")["token_ids"] == expected
     assert answer(tmp_path / "infer", tied, INFER, nproc=2)["token_ids"] == expected
     assert answer(tmp_path / "offloaded", tied, OFFLOADED)["token_ids"] == expected
+    device_map = ("--by", "device-map")
+    assert answer(tmp_path / "map", tied, OFFLOADED, *device_map)["token_ids"] == expected
 
 
 def test_another_head_is_converted(tmp_path, own_head):

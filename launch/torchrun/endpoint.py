@@ -1,16 +1,17 @@
-"""The address where torchrun's nodes meet: checked before torchrun starts, watched while it runs.
+"""Check the address where torchrun's nodes meet before torchrun starts, and watch it afterwards.
 
     python launch/torchrun/endpoint.py check node0:29400 300
     python launch/torchrun/endpoint.py watch node0:29400 600
 
-`check` prints two words for torchrun's flags: 1 on the node that hosts the meeting and 0 elsewhere, and the address
-under which the others reach this node. torchrun guesses both from the host name, which is wrong where that name belongs
-to another network or to the loopback. On the host, `check` also tries the port: torchrun would take whatever listens
-there for its host. Elsewhere it waits, here up to 300 s, until the host answers.
+`check` prints two words for torchrun's flags: 1 on the node that hosts the meeting and 0 elsewhere,
+and the address under which the others reach this node. torchrun guesses both from the host name.
+The guess is wrong if the name belongs to another network or to the loopback. On the host, `check`
+also tries the port, because torchrun would take any program that listens there for its host. On the
+other nodes it waits, here up to 300 s, until the host answers.
 
-`watch` is a child of torchrun, and kills it when the host has not answered for, here, 600 s. When a link is lost, the
-ranks give up by themselves. But torchrun (2.13) then asks the host for news without a timeout of its own: it would wait
-as long as TCP does, 15 minutes, and not hear SIGTERM.
+`watch` is a child of torchrun, and kills it when the host has not answered for, here, 600 s. When a
+link is lost, the ranks stop by themselves. But torchrun (2.13) then asks the host for news without
+a timeout: it would wait as long as TCP does, 15 minutes, and ignore SIGTERM.
 """
 
 import ctypes
@@ -23,6 +24,7 @@ from typing import NoReturn
 
 
 def tell(problem: str) -> None:
+    """Print an error about the address."""
     print(
         f"launch/torchrun: error: RDZV_ENDPOINT={sys.argv[2]}: {problem}",
         file=sys.stderr,
@@ -31,12 +33,13 @@ def tell(problem: str) -> None:
 
 
 def fail(problem: str) -> NoReturn:
+    """Print an error about the address, and exit with code 2."""
     tell(problem)
     sys.exit(2)
 
 
 def resolve(endpoint: str) -> tuple[str, socket.AddressFamily, tuple]:
-    """The host as it was given; the family of its address; that address with the port."""
+    """Return the host as it was given, the family of its address, and the address with the port."""
     host, _, port = endpoint.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         fail("not HOST:PORT")
@@ -49,7 +52,7 @@ def resolve(endpoint: str) -> tuple[str, socket.AddressFamily, tuple]:
 
 
 def silent(address: tuple, seconds: float, pause: float) -> bool:
-    """Ask until there is an answer (False), or there has been none for so long (True)."""
+    """Ask until the address answers, and return False; or True if it is silent for so long."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         try:
@@ -61,11 +64,12 @@ def silent(address: tuple, seconds: float, pause: float) -> bool:
 
 
 def check(join: float) -> None:
+    """Print whether this node is the host, and its address. The host must answer in `join` s."""
     host, family, address = resolve(sys.argv[2])
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)  # sends nothing, but asks the routing table for this node's side
+        probe.connect(address)  # sends nothing: it asks the routing table for this node's address
         own = probe.getsockname()[0]
-    # the answer to Debian's 127.0.1.1 is 127.0.0.1
+    # for Debian's 127.0.1.1 it is 127.0.0.1
     hosting = own == address[0] or address[0].startswith("127.")
     if hosting:
         own = host  # as a name it may mean the loopback here: the others resolve it for themselves
@@ -75,23 +79,27 @@ def check(join: float) -> None:
                 server.bind(("", address[1]))
             except OSError as error:
                 fail(
-                    f"port {address[1]} cannot be used here ({error.strerror}): take another on all nodes"
+                    f"port {address[1]} cannot be used here ({error.strerror}): "
+                    "take another on all nodes"
                 )
     elif silent(address, join, pause=1):
         fail(
-            f"no answer in {join:.0f} s: is the address right, and has this script been started there?"
+            f"no answer in {join:.0f} s: "
+            "is the address right, and has this script been started there?"
         )
     print(int(hosting), own)
 
 
 def watch(limit: float) -> None:
+    """Kill torchrun, the parent process, when the host has been silent for `limit` s."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: ends with torchrun
     torchrun = os.getppid()
     _, _, address = resolve(sys.argv[2])
     while not silent(address, limit, pause=2):
         time.sleep(2)
     tell(
-        f"no answer for {limit:.0f} s: that node, or the link to it, is gone; torchrun on this node is killed"
+        f"no answer for {limit:.0f} s: that node, or the link to it, is gone; "
+        "torchrun on this node is killed"
     )
     os.kill(torchrun, signal.SIGKILL)
 

@@ -1,0 +1,86 @@
+"""Count the bytes that a rank holds for training, and compute what ZeRO makes it hold and send."""
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+def held_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of memory behind these tensors on this rank.
+
+    Tensors that share memory count once. Of a DTensor, the local shard counts.
+    """
+    bytes_by_storage = {}
+    for tensor in tensors:
+        if isinstance(tensor, DTensor):
+            tensor = tensor.to_local()
+        storage = tensor.untyped_storage()
+        bytes_by_storage[storage._cdata] = storage.nbytes()  # _cdata is the storage's address
+    return sum(bytes_by_storage.values())
+
+
+def bytes_of_training(weights: list[Tensor], optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """Return the bytes of weights, gradients and optimizer state on this rank."""
+    gradients = [weight.grad for weight in weights if weight.grad is not None]
+    optimizer_state = []
+    for state in optimizer.state.values():
+        optimizer_state += state.values()
+    return {
+        "parameter_bytes_per_rank": held_bytes(weights),
+        "gradient_bytes_per_rank": held_bytes(gradients),
+        "optimizer_bytes_per_rank": held_bytes(optimizer_state),
+    }
+
+
+def zero_formula(stage: int, net: nn.Module, ranks: int) -> dict[str, int]:
+    """Compute what a rank holds, calls and sends in a training step with AdamW in fp32.
+
+    Stage 0 is data parallelism with an all-reduce for each parameter. Stage 1 shards all parameters
+    as one group. Stages 2 and 3 have a group for each block, and one for the other parameters. A
+    group is padded to a multiple of the number of ranks.
+
+    Bytes sent are those of a ring: a rank sends (ranks - 1) / ranks of a tensor in a reduce-scatter
+    or an all-gather, and twice that in an all-reduce.
+    """
+    ring_share = (ranks - 1) / ranks
+    sizes = [parameter.numel() for parameter in net.parameters()]
+    total = sum(sizes)
+    if stage == 0:
+        return {
+            "parameter_bytes_per_rank": 4 * total,
+            "gradient_bytes_per_rank": 4 * total,
+            # Two moments of each element, and a step count for each tensor.
+            "optimizer_bytes_per_rank": 8 * total + 4 * len(sizes),
+            "all_gathers_per_step": 0,
+            "reduce_scatters_per_step": 0,
+            "all_reduces_per_step": len(sizes),
+            "bytes_sent_per_rank_per_step": round(2 * 4 * total * ring_share),
+        }
+
+    group_sizes = [total]
+    if stage >= 2:
+        group_sizes = []
+        for block in net.model.layers.values():
+            group_sizes.append(sum(parameter.numel() for parameter in block.parameters()))
+        group_sizes.append(total - sum(group_sizes))
+    shard = sum(math.ceil(size / ranks) for size in group_sizes)  # elements of one rank
+    padded = shard * ranks
+
+    weights = shard if stage == 3 else padded
+    gradients = shard if stage >= 2 else padded
+    # Stage 3 gathers a group before forward and before backward, the others after the update.
+    gathers_per_group = 2 if stage == 3 else 1
+    gathered = gathers_per_group * padded  # elements
+    reduced = padded
+    return {
+        "parameter_bytes_per_rank": 4 * weights,
+        "gradient_bytes_per_rank": 4 * gradients,
+        "optimizer_bytes_per_rank": 8 * shard + 4 * len(group_sizes),
+        "all_gathers_per_step": gathers_per_group * len(group_sizes),
+        "reduce_scatters_per_step": len(group_sizes),
+        "all_reduces_per_step": 0,
+        "bytes_sent_per_rank_per_step": round(4 * (gathered + reduced) * ring_share),
+    }
