@@ -83,7 +83,7 @@ class StaticCache:
         It is added to the scores: 0 where a token sees a slot, -inf elsewhere.
         """
         visible = self.slots <= positions.unsqueeze(-1)  # [batch, tokens, slots]
-        mask = torch.zeros(visible.shape, dtype=self.tensors[0].dtype, device=visible.device)
+        mask = torch.zeros(visible.shape, dtype=self.keys["0"].dtype, device=visible.device)
         return mask.masked_fill(~visible, -torch.inf).unsqueeze(1)
 
     def updater(self, layer: str, positions: Tensor) -> Callable:
@@ -92,7 +92,7 @@ class StaticCache:
         It writes k and v, [batch, kv_heads, tokens, head_dim], and returns the keys and values of
         all slots that attention reads.
         """
-        slot_count = len(self.slots)
+        slot_count = self.slots.shape[0]  # not len(), which torch.export takes as a constant
         keys = self.keys[layer][:, :, :slot_count]
         values = self.values[layer][:, :, :slot_count]
         return partial(write, keys, values, self.rows, positions)

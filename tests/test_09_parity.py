@@ -86,7 +86,10 @@ def test_weights_in_16_bits_are_what_fsdp_computes_with(tmp_path):
 
 FAULTS = {  # a line, and what stands in its place
     "prefill reads other texts": ("inputs = ids[:, :-1]", "inputs = ids[:, :-1].roll(1, 0)"),
-    "decode is one position too far": ("position = position + 1", "position = position + 2"),
+    "decode is one position behind": (
+        "decode(tokens[-1], position)",
+        "decode(tokens[-1], position - 1)",
+    ),
     "the server has fp32 weights": ("copy.deepcopy(net).to(dtype)", "copy.deepcopy(net)"),
 }
 
