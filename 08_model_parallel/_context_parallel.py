@@ -84,7 +84,14 @@ def problem_of(
         multiple = multiple_for_torch(args, ranks)
         if args.seq_len % multiple:
             return f"on a GPU --seq-len {args.seq_len} must be a multiple of {multiple}"
+        if is_on_gpu(args) and config.head_dim % 4:
+            return f"CUDA's kernel for fp32 takes heads of a multiple of 4, not {config.head_dim}"
     return None
+
+
+def is_on_gpu(args: argparse.Namespace) -> bool:
+    """Return whether the ranks will run on GPUs."""
+    return runtime.device_type(args.device, relaunches=True) == "cuda"
 
 
 def multiple_for_torch(args: argparse.Namespace, ranks: int) -> int:
@@ -93,8 +100,7 @@ def multiple_for_torch(args: argparse.Namespace, ranks: int) -> int:
     On a GPU a chunk must be a multiple of 32 tokens. The kernel for fp32 pads its log-sum-exp to
     such a multiple, and torch's ring does not remove the padding.
     """
-    on_gpu = runtime.device_type(args.device, relaunches=True) == "cuda"
-    return 2 * ranks * (32 if on_gpu else 1)
+    return 2 * ranks * (32 if is_on_gpu(args) else 1)
 
 
 # --- (4) on a CPU

@@ -90,9 +90,10 @@ def make_batches(
     """
     sequences = micro_batches * args.micro_batch_size  # of a step
     inputs, targets = data.one_batch(args.steps * sequences, args.seq_len, device)
-    lengths = torch.arange(sequences, device=device) * 7 % args.seq_len + 1
+    lengths = torch.arange(sequences, device="cpu") * 7 % args.seq_len + 1
     positions = torch.arange(args.seq_len, device=device)
-    padding = positions >= lengths.repeat(args.steps)[:, None]  # [steps * sequences, tokens]
+    lengths_of_all_steps = lengths.repeat(args.steps).to(device)
+    padding = positions >= lengths_of_all_steps[:, None]  # [steps * sequences, tokens]
     targets[padding] = data.PADDING
     shape = (args.steps, micro_batches, args.micro_batch_size, args.seq_len)
     batches = list(zip(inputs.view(shape), targets.view(shape), strict=True))

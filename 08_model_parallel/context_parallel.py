@@ -44,7 +44,6 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as collectives
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -54,7 +53,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import 
 import _context_parallel as helper
 
 from common import exits, measure, report, runtime
-from common.torch_versions import all_gather_with_backward
+from common.torch_versions import all_gather_with_backward, all_to_all_with_backward
 from lm import data, model, shapes, weights
 
 # --- (1) ring attention
@@ -335,9 +334,7 @@ def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, *_, **__) -> Tensor:
 
 def exchange(parts: Tensor) -> Tensor:
     """Send part i to rank i, and put what rank i sends in its place. Backward is the same."""
-    return collectives.all_to_all_single_autograd(
-        parts.contiguous(), None, None, group=dist.group.WORLD
-    )
+    return all_to_all_with_backward(parts.contiguous(), None, None, group=dist.group.WORLD)
 
 
 # What (3) lacks: it cannot use more ranks than there are key-value heads, and nothing is computed

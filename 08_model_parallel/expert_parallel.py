@@ -45,7 +45,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
@@ -55,12 +54,11 @@ import _expert_parallel as helper
 from _expert_parallel import experts_per_rank, mixtures
 
 from common import exits, measure, report, runtime
-from common.torch_versions import all_gather_single, first_of
+from common.torch_versions import all_gather_single, all_to_all_with_backward
 from lm import data, model, shapes
 from lm.weights import init_weights
 
 GPU_DEFAULTS = {"model": "wide", "seq_len": 256}
-all_to_all_with_backward = first_of(functional, "all_to_all_single_autograd", "all_to_all_single")
 
 # --- 1. a mixture of experts on one process
 

@@ -31,8 +31,9 @@ NANO_LAYERS = 2
 ROUNDS = 5  # of all forms in turn, for the time
 LOSS_ROWS = 16  # of held-out text
 LOSS_TOKENS = 32  # of each
-# The largest relative error that is allowed: of logits, or of a GGUF file's weights.
-MOST_ERROR = {"aoti": 1e-5, "onnx": 1e-5, "f16": 1e-3, "q8_0": 1e-2}
+# The largest relative error that is allowed: of logits, or of a GGUF file's weights. ONNX Runtime
+# sums in another order: with 2 layers of nano that makes 3e-7, with 30 layers of SmolLM2 2.3e-5.
+MOST_ERROR = {"aoti": 1e-5, "onnx": 1e-4, "f16": 1e-3, "q8_0": 1e-2}
 COLUMNS = {
     "form": "form",
     "first_difference": "leaves eager at",

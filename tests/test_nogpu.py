@@ -11,6 +11,8 @@ import pytest
 from support import nogpu
 from support.harness import ROOT, with_fault
 
+from lm import defaults
+
 pytestmark = [pytest.mark.nogpu, pytest.mark.timeout(900), pytest.mark.usefixtures("nogpu_tool")]
 
 # tiny.json, and the weights in folder/, have grouped heads, which nano has not
@@ -226,6 +228,17 @@ def test_the_defaults_on_a_gpu_run_to_the_end_and_fit(tmp_path, script):
     assert "nogpu: " not in result.err, result
     summary = json.loads((tmp_path / "s.json").read_text())
     assert summary["peak_memory_bytes"] <= 8e9
+
+
+def test_deepspeed_trains_the_defaults_of_a_gpu(tmp_path):
+    """At stage 3, whose numbers stay finite although kernels do nothing."""
+    flags = "--stage 3 --steps 1 --micro-batch-size 2 --device cuda --run-dir run"
+    result = nogpu.run("noop", tmp_path, "06_fsdp_zero/train_zero.py", flags, ranks=1)
+    assert result.code == 0, result
+    assert "nogpu: " not in result.err, result
+    trained = json.loads((tmp_path / "run/flags.json").read_text())
+    for name in ("model", "global_batch_size", "compile"):
+        assert trained[name] == getattr(defaults.ON_GPU, name), name
 
 
 @pytest.mark.parametrize(

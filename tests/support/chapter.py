@@ -2,7 +2,6 @@
 
 import importlib.util
 import sys
-from pathlib import Path
 from types import ModuleType
 
 from support.harness import ROOT
@@ -13,9 +12,6 @@ def load(path: str) -> ModuleType:
     file = ROOT / path
     if sys.path[0] != str(file.parent):
         sys.path.insert(0, str(file.parent))  # as python does for a script
-    shared = sys.modules.get("_shared")  # each chapter may have one
-    if shared is not None and Path(shared.__file__).parent != file.parent:
-        del sys.modules["_shared"]
     # a helper is known to its script under its own name, and must not exist twice
     name = file.stem if file.stem.startswith("_") else f"chapter_{file.parent.name}_{file.stem}"
     if name not in sys.modules:
