@@ -94,8 +94,8 @@ def adapt(net: model.Transformer, rank: int, alpha: float, kind: type[LoRALinear
 
 # --- 2. QLoRA (Dettmers et al. 2023, arXiv:2305.14314)
 #
-# The paper stores W in 4 bits as NF4, whose 16 values are spaced as a normal distribution is. Here
-# they are evenly spaced: plain int4.
+# The paper stores W in 4 bits as NF4, whose 16 values follow quantiles of a normal distribution.
+# Here they are evenly spaced: plain int4.
 
 # So many weights share a scale and a minimum of 16 bits each: 4 + 2 x 16 / 64 = 4.5 bits a weight.
 GROUP = 64
