@@ -181,7 +181,7 @@ def evaluate(net: nn.Module, batches: list[Batch], autocast: Autocast) -> float:
 
 
 def frozen_digest(net: nn.Module) -> str:
-    """Return the SHA-256 of all tensors but the adapters: weights, or codes, scales and zeros."""
+    """Return the SHA-256 of the frozen tensors: weights, or codes, scales and minimums."""
     sha = hashlib.sha256()
     for name, tensor in net.state_dict().items():
         if "lora_" not in name:

@@ -1,27 +1,27 @@
-"""LoRA and QLoRA: freeze a model, and train two thin matrices beside each of its weights.
+"""LoRA and QLoRA: freeze a model, and train two thin matrices beside each linear layer.
 
 Full fine-tuning holds 16 bytes per parameter: the weight, its gradient and AdamW's two moments, all
-fp32. LoRA freezes each weight W, [out, in], and learns only a product of two thin matrices that is
-added to it:
+fp32. LoRA freezes the model. To the weight W, [out, in], of each linear layer in its blocks it adds
+a product of two thin matrices, and trains only these:
 
     y = W x + (alpha / rank) B A x        A: [rank, in]    B: [out, rank]
 
-Only A and B have gradients and optimizer state. W receives no update, so it can be bf16. QLoRA
-stores W in 4 bits, and dequantizes it layer by layer in forward and again in backward. Activations
-stay, because A needs the layer's input as W did. After training, W + (alpha / rank) B A is one
-matrix again.
+Only A and B have gradients and optimizer state. W receives no update, so with --dtype bf16 it is
+bf16. QLoRA stores W in 4 bits, and dequantizes it layer by layer in forward and again in backward.
+Most activations stay, because the gradient of A needs the layer's input, as that of W did. After
+training, W + (alpha / rank) B A can be merged into one matrix.
 
     laptop    python 07_memory_tricks/lora.py
-    answers   python 07_memory_tricks/lora.py --model models/smollm2-135m   (make model makes it)
+    answers   python 07_memory_tricks/lora.py --model models/smollm2-135m   (first: make model)
     one GPU   python 07_memory_tricks/lora.py --device cuda
-    cluster   it uses one process only. For your own chats, on many GPUs: 06_fsdp_zero/finetune.py
+    cluster   it uses one process only; for your own chats, on many GPUs: 06_fsdp_zero/finetune.py
 
-A model with random weights is first trained on the source text of the standard library, and then
-adapted to this repository's pages. A model with a chat template is adapted to
-lora_instructions.jsonl: held-out questions show whether it answers in that style.
+The default model, nano, has random weights. It is first trained on the source text of the standard
+library, and then adapted to this repository's pages. A model with a chat template is adapted to
+lora_instructions.jsonl: a held-out question shows whether it answers in that style.
 
 What to look at: the bytes of weights, gradients and optimizer state of each method, and how little
-the activations change. The loss on text that no method has read. Expected on an H100, where the
+the activations change. Compare the loss on held-out text. Expected on an H100, where the
 model is wider: 871 MiB of weights, gradients and optimizer state for all weights, 116 MiB for LoRA,
 38 MiB for QLoRA. By the data sheet's 989 TFLOP/s a step of full fine-tuning takes at least 10 ms,
 and one of LoRA, which computes no gradient of W, at least 7 ms.
@@ -92,45 +92,49 @@ def adapt(net: model.Transformer, rank: int, alpha: float, kind: type[LoRALinear
                 block.set_submodule(name, kind(module, rank, alpha))
 
 
-# --- 2. QLoRA (Dettmers et al. 2023, arXiv:2305.14314), here with evenly spaced codes
+# --- 2. QLoRA (Dettmers et al. 2023, arXiv:2305.14314)
+#
+# The paper stores W in 4 bits as NF4, whose 16 values follow quantiles of a normal distribution.
+# Here they are evenly spaced: plain int4.
 
-# Weights that share a scale and a zero: 4 bits each, and 2 x 16 bits for all, make 4.5 bits.
+# So many weights share a scale and a minimum of 16 bits each: 4 + 2 x 16 / 64 = 4.5 bits a weight.
 GROUP = 64
 
 
 def quantize_int4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Round a weight to 16 values between the smallest and the largest of its group.
 
-    A weight is about zero + code * scale, with a code from 0 to 15. Return the codes, two per byte,
-    uint8 [groups, GROUP / 2], and scale and zero, each bf16 [groups, 1].
+    The code of a weight, 0 to 15, is the number of its value: the weight is about minimum + code *
+    scale. Return the codes, two per byte, uint8 [groups, GROUP / 2], and scale and minimum, each
+    bf16 [groups, 1].
     """
     padding = -weight.numel() % GROUP
     groups = F.pad(weight.float().flatten(), (0, padding)).view(-1, GROUP)
-    zero = groups.amin(1, keepdim=True).bfloat16()
-    scale = ((groups.amax(1, keepdim=True) - zero) / 15).bfloat16()
+    minimum = groups.amin(1, keepdim=True).bfloat16()
+    scale = ((groups.amax(1, keepdim=True) - minimum) / 15).bfloat16()
     scale = torch.where(scale > 0, scale, 1)  # in a group of equal weights: 0 / 1, not 0 / 0
-    codes = ((groups - zero) / scale).round().clamp(0, 15).to(torch.uint8)
+    codes = ((groups - minimum) / scale).round().clamp(0, 15).to(torch.uint8)
     low = codes[:, ::2]
     high = codes[:, 1::2]
-    return low | high << 4, scale, zero
+    return low | high << 4, scale, minimum
 
 
 class QLoRALinear(LoRALinear):
-    """The same adapter beside a weight of 4 bits. Buffers hold it: no optimizer sees them."""
+    """The same adapter beside a weight of 4 bits, which is held in buffers, not in a parameter."""
 
     def __init__(self, linear: nn.Linear, rank: int, alpha: float) -> None:
         super().__init__(linear, rank, alpha)
         self.weight = None
-        codes, scale, zero = quantize_int4(linear.weight.detach())
+        codes, scale, minimum = quantize_int4(linear.weight.detach())
         self.register_buffer("codes", codes)
         self.register_buffer("scale", scale)
-        self.register_buffer("zero", zero)
+        self.register_buffer("minimum", minimum)
         self.shape = linear.weight.shape
 
     def frozen_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the dequantized W, [out, in]."""
         codes = torch.stack((self.codes & 15, self.codes >> 4), dim=-1).flatten(1)
-        values = codes * self.scale.to(dtype) + self.zero.to(dtype)  # [groups, GROUP]
+        values = codes * self.scale.to(dtype) + self.minimum.to(dtype)  # [groups, GROUP]
         return values.flatten()[: self.shape.numel()].view(self.shape)
 
     def forward(self, x: Tensor) -> Tensor:  # [..., in]
@@ -144,7 +148,7 @@ class QLoRALinear(LoRALinear):
 class Int4Matmul(torch.autograd.Function):
     """Multiply by a frozen W of 4 bits, and keep nothing for backward.
 
-    For F.linear autograd would keep the dequantized W of every layer until backward, and QLoRA
+    With F.linear autograd would keep the dequantized W of every layer until backward, and QLoRA
     would take more memory than LoRA. So backward dequantizes W again.
     """
 
@@ -162,7 +166,7 @@ class Int4Matmul(torch.autograd.Function):
 
 KINDS = {"full": None, "lora": LoRALinear, "qlora": QLoRALinear}
 LORA_LR_FACTOR = 10  # adapters take about ten times the learning rate of full fine-tuning
-BASE_STEPS = 60  # of a model with random weights, so that there is something to adapt
+BASE_STEPS = 60  # steps that train a model with random weights before it is adapted
 
 
 def training_step(
@@ -198,7 +202,7 @@ def run(
         lr = args.lr / LORA_LR_FACTOR
     else:
         runtime.seed_all(0)  # LoRA and QLoRA start from the same A
-        # In bf16 no update can be lost, because these weights get none.
+        # W gets no updates, so bf16 rounds none away.
         net.to(torch.bfloat16 if args.dtype == "bf16" else torch.float32)
         adapt(net, args.rank, args.alpha, KINDS[method])
     trained = [weight for weight in net.parameters() if weight.requires_grad]
@@ -246,7 +250,7 @@ def compare_with_merged(
     autocast: _lora.Autocast,
     device: torch.device,
 ) -> dict:
-    """Return how far adapted layers are from merged ones, and the held-out loss of these."""
+    """Return the largest error of adapted against merged layers, and the merged held-out loss."""
     adapted = {name: layer for name, layer in net.named_modules() if isinstance(layer, LoRALinear)}
     with reference.comparison(device) as where:
         errors = [_lora.merged_error(layer, where) for layer in adapted.values()]
@@ -287,7 +291,9 @@ def main() -> int:
     device = report.start_lesson(args.device)
     args.dtype = hardware.choose_dtype(args.dtype, device)
     has_weights = shapes.has_weights(args.model)
-    # For nano 1e-2 ended lower than 1e-3 and 2e-2. 1e-3 is common for a model that was trained.
+    # The learning rate of the adapters; full fine-tuning takes a tenth of it. 1e-3 is common for a
+    # pretrained model. nano takes 5 times its recipe's, 1e-2: its loss was lower than with 1e-3 and
+    # 2e-2.
     args.lr = 1e-3 if has_weights else 5 * shapes.recipe(args.model).lr
     task = _lora.choose_task(args)
     args.seq_len = task.batches[0][0].size(1)

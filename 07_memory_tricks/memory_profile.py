@@ -87,7 +87,10 @@ class Profile(measure.OperatorBytes):
                 self.mark(buffer, "buffers", name)
 
     def mark(self, tensor: Tensor, category: str, module: str | None = None) -> None:
-        """Set the category of a tensor's memory since it was born, unless it has one already."""
+        """Set the category of a tensor's memory, unless it has one already.
+
+        The memory keeps its category from its allocation on, so also before this call.
+        """
         self._note(tensor)
         piece = self.piece_of.get(tensor.untyped_storage())  # None if it is on another device
         if piece is not None and piece.category == "temporaries":
