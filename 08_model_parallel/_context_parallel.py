@@ -32,7 +32,7 @@ COLUMNS = {
     "sent_bytes": "sent by a rank",
     "busiest_ratio": "work, busiest / mean",
     "kept_bytes_per_rank": "kept for backward",
-    "kept_share": "of one process",
+    "kept_share": "share of one process's",
     "gradient_error": "gradients' error",
     "seconds": "forward and backward",
 }

@@ -23,8 +23,8 @@ COLUMNS = {
     "busiest_rank_ratio": "busiest rank / mean",
     "sent_bytes": "sent per step",
     "last_loss": "last loss",
-    "gradient_error": "by hand from one process",
-    "by_torch_error": "DTensor from by hand",
+    "gradient_error": "error of by hand against one process",
+    "by_torch_error": "difference of DTensor and by hand",
 }
 
 

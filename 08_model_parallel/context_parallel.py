@@ -9,7 +9,9 @@ it. This file has three variants by hand, and torch's own:
     (2) all-gather: every rank gathers all keys and values (Llama 3)
     (3) Ulysses (Jacobs et al. 2023): an all-to-all trades all heads of some tokens for some heads
         of all tokens
-    (4) torch.distributed.tensor.experimental.context_parallel, which is (1) with fused kernels
+    (4) torch.distributed.tensor.experimental.context_parallel: fused kernels compute block by block
+        as in (1). By default it gathers all keys and values first, as in (2), and only their
+        gradients travel from rank to rank.
 
     laptop    python 08_model_parallel/context_parallel.py
               torchrun --nproc_per_node=4 08_model_parallel/context_parallel.py
@@ -20,15 +22,19 @@ it. This file has three variants by hand, and torch's own:
 What to look at: the work of the busiest rank in both orders of the ring; the bytes sent, which
 shrink with more ranks only in (3); what is kept for backward.
 
-All is in fp32, to compare it with one process. (1) stores the scores of a block, so that you can
-read the arithmetic; a fused kernel does not. (4) has rings for CUDA's kernels only. On a CPU
-_context_parallel.py registers the CPU's flash attention with it, and the rest is torch's.
+All is in fp32, to compare it with one process. (1) writes the scores of one tile at a time to
+memory and then frees them, so that you can read the arithmetic. A fused kernel never writes them.
+Neither keeps them for backward. (4) supports CUDA's kernels only. On a CPU _context_parallel.py
+registers the CPU's flash attention with it, and the rest is torch's.
+
+Calls, bytes and seconds are of forward and backward. They leave out the all-reduce of the gradients
+of all weights, which is the same for every variant on several ranks.
 
 On GPUs the default is --model wide and 2 sequences of 4,096 tokens. Expected on 4 H100s from the
 data sheet (67 TFLOP/s in fp32, NVLink 450 GB/s): the arithmetic of a step takes one process at
 least 60 ms, and each of 4 ranks 15 ms. A rank sends 503 MB in (1), which takes at least 1.1 ms and
-hides behind arithmetic, 302 MB in (2) and 151 MB in (3). (1) stores its scores and takes longer.
-With 8 GPUs (3) is left out: they do not divide 12 key-value heads.
+can overlap with arithmetic, 302 MB in (2) and 151 MB in (3). (1) writes its scores to memory and
+takes longer. With 8 GPUs (3) is left out: they do not divide 12 key-value heads.
 
 Previous: pipeline_parallel.py. Next: expert_parallel.py.
 """
@@ -58,9 +64,16 @@ from lm import data, model, shapes, weights
 
 # --- (1) ring attention
 #
-# A tile is the part of attention between some queries and some keys. A group of query heads shares
-# one key-value head. In this section q, out and their gradients are [batch, kv_heads, group,
-# queries, head_dim]; k and v are [batch, kv_heads, keys, head_dim]; log_sum_exp is [batch,
+# The words of this section:
+#
+#     block   the keys and values of one rank's tokens, which travel from rank to rank
+#     hop     the transfer of a tensor from one rank to the next
+#     turn    what all ranks compute between two hops, each with one block
+#     chunk   a run of consecutive tokens; a rank has two
+#     tile    the scores of one chunk of queries with one chunk of keys, and their sum of values
+#
+# A group of query heads shares one key-value head. q, out and their gradients are [batch, kv_heads,
+# group, queries, head_dim]; k and v are [batch, kv_heads, keys, head_dim]; log_sum_exp is [batch,
 # kv_heads, group, queries].
 
 
@@ -120,9 +133,8 @@ def tile_gradients(
 class RingAttention(torch.autograd.Function):
     """Attention in as many turns as there are ranks.
 
-    A block is the keys and values of one rank's tokens. In each turn a rank computes with one
-    block, while the next one is on its way. In turn t, rank r has the block of rank r - t, counted
-    round the ring.
+    In each turn a rank computes with one block, while the next one is on its way. In turn t, rank r
+    has the block of rank (r - t) % ranks.
     """
 
     @staticmethod
@@ -137,7 +149,7 @@ class RingAttention(torch.autograd.Function):
             if not is_last:
                 kv_hop = Hop(kv)
             for queries, keys, is_diagonal in tiles(order, turn, tokens=q.shape[-2]):
-                k, v = kv[..., keys, :]
+                k, v = kv[..., keys, :]  # dimension 0: keys, values
                 add_tile(
                     q[..., queries, :],
                     k,
@@ -156,8 +168,9 @@ class RingAttention(torch.autograd.Function):
     def backward(ctx, out_gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         """Return the gradients of q and my_kv.
 
-        The blocks go round again. The gradient of a block follows it one turn behind, and every
-        rank adds to it.
+        The blocks travel again, in n - 1 hops on n ranks as in forward. The gradient of a block
+        follows it one turn behind, and every rank adds to it. After n hops it is at the rank of the
+        block. So forward and backward have 3 n - 2 hops.
         """
         q, kv, out, log_sum_exp = ctx.saved_tensors
         turns = dist.get_world_size()
@@ -170,10 +183,10 @@ class RingAttention(torch.autograd.Function):
                 gradient_hop = Hop(kv_gradient)
             if not is_last:
                 kv_hop = Hop(kv)
-            kv_gradient = torch.zeros_like(kv)  # the share of this rank
+            kv_gradient = torch.zeros_like(kv)  # the term of this rank
             for queries, keys, is_diagonal in tiles(ctx.order, turn, tokens=q.shape[-2]):
-                k, v = kv[..., keys, :]
-                from_q, from_k, from_v = tile_gradients(
+                k, v = kv[..., keys, :]  # dimension 0: keys, values
+                q_term, k_term, v_term = tile_gradients(
                     q[..., queries, :],
                     k,
                     v,
@@ -182,9 +195,9 @@ class RingAttention(torch.autograd.Function):
                     log_sum_exp[..., queries],
                     row_sums[..., queries],
                 )
-                q_gradient[..., queries, :] += from_q
-                kv_gradient[0, ..., keys, :] += from_k
-                kv_gradient[1, ..., keys, :] += from_v
+                q_gradient[..., queries, :] += q_term
+                kv_gradient[0, ..., keys, :] += k_term
+                kv_gradient[1, ..., keys, :] += v_term
             if turn > 0:
                 kv_gradient += gradient_hop.wait()  # the shares of the ranks before
             if not is_last:
@@ -217,7 +230,8 @@ class Hop:
         return self.arriving
 
 
-# What a rank computes in a turn. The sequence has two chunks per rank. With four ranks:
+# What a rank computes in a turn. The sequence has two chunks per rank, so its length must be
+# divisible by 2 x ranks. With four ranks:
 #
 #     contiguous   rank 0 has chunks 0 1, rank 1 has 2 3, rank 2 has 4 5, rank 3 has 6 7
 #     zigzag       rank 0 has chunks 0 7, rank 1 has 1 6, rank 2 has 2 5, rank 3 has 3 4
@@ -249,7 +263,7 @@ class Tile(NamedTuple):
 
 
 def tiles(order: str, turn: int, tokens: int) -> list[Tile]:
-    """Return the tiles that this rank computes in a turn. `tokens` are those of a rank.
+    """Return the tiles that this rank computes in a turn. A rank has `tokens` tokens.
 
     A tile whose keys are all later than its queries is left out.
     """
@@ -266,7 +280,8 @@ def tiles(order: str, turn: int, tokens: int) -> list[Tile]:
 
 # The functions below replace `attend` of lm/model.py. q is [batch, heads, tokens, head_dim], k and
 # v are [batch, kv_heads, tokens, head_dim], for this rank's tokens and already rotated by RoPE. The
-# other arguments of `attend`, here *_ and **__, say that attention is causal: it always is here.
+# model also passes a mask, is_causal and enable_gqa. These functions ignore them (*_ and **__):
+# attention is always causal here, and the shapes tell how many heads there are.
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, *_, order: str, **__) -> Tensor:
@@ -276,8 +291,8 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, *_, order: str, **__) -> Ten
     return out.flatten(1, 2)
 
 
-# What (1) lacks: each turn sends and computes little. With few tokens per rank the messages take
-# longer than the arithmetic that should hide them.
+# Weakness of (1): each turn sends and computes little. With few tokens per rank the messages take
+# longer than the arithmetic that they should overlap with.
 
 
 # --- (2) all-gather
@@ -303,8 +318,8 @@ def all_gather_attention(q: Tensor, k: Tensor, v: Tensor, *_, **__) -> Tensor:
     return model.attend(q, all_keys, all_values, mask, enable_gqa=q.shape[1] != k.shape[1])
 
 
-# What (2) lacks: each rank holds the keys and values of all tokens. It computes all of its scores,
-# and the mask hides half of them.
+# Weakness of (2): each rank holds the keys and values of all tokens. It computes the scores of its
+# queries with all keys, and on average the mask hides half of them.
 
 
 # --- (3) Ulysses
@@ -318,13 +333,13 @@ def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, *_, **__) -> Tensor:
     ranks = dist.get_world_size()
     # each [batch, ranks, heads / ranks, tokens, head_dim]
     by_rank = [tensor.unflatten(1, (ranks, -1)) for tensor in (q, k, v)]
-    head_counts = [tensor.shape[2] for tensor in by_rank]
-    # q, k and v together: [ranks, batch, heads / ranks, tokens, head_dim]
+    heads_per_rank = [tensor.shape[2] for tensor in by_rank]  # of q, of k and of v
+    # q, k and v together: [ranks, batch, (heads + 2 * kv_heads) / ranks, tokens, head_dim]
     leaving = torch.cat(by_rank, dim=2).movedim(1, 0)
     arriving = exchange(leaving)  # part r has the tokens of rank r
-    # [batch, heads / ranks, ranks * tokens, head_dim]
+    # [batch, (heads + 2 * kv_heads) / ranks, ranks * tokens, head_dim]
     full_sequence = arriving.movedim(0, 2).flatten(2, 3)
-    q, k, v = full_sequence.split(head_counts, dim=1)
+    q, k, v = full_sequence.split(heads_per_rank, dim=1)
     out = model.attend(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
 
     leaving = out.unflatten(2, (ranks, -1)).movedim(2, 0)
@@ -337,8 +352,8 @@ def exchange(parts: Tensor) -> Tensor:
     return all_to_all_with_backward(parts.contiguous(), None, None, group=dist.group.WORLD)
 
 
-# What (3) lacks: it cannot use more ranks than there are key-value heads, and nothing is computed
-# while the parts travel.
+# Weakness of (3): the number of ranks must divide the number of key-value heads, and nothing is
+# computed while the parts travel.
 
 
 # --- how each variant shards a batch
@@ -368,7 +383,8 @@ def shard_with_torch(batch: Batch, mesh: DeviceMesh) -> Iterator[Batch]:
     """Shard the batch with torch: (4).
 
     Inside the context, `buffers` have the tokens of this rank in zigzag order, and torch replaces
-    F.scaled_dot_product_attention by a ring. The model is unchanged. Backward must run inside, too.
+    F.scaled_dot_product_attention by one over all ranks. The model is unchanged. Backward must run
+    inside, too. Here `buffers` are any tensors with a sequence dimension, not those of nn.Module.
     """
     buffers = [tensor.clone() for tensor in batch]  # torch resizes them in place
     with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1, 1, 1]):
@@ -470,7 +486,10 @@ def train(
 
 
 def count_bytes(net: nn.Module, variant: Variant, batch: Batch) -> dict:
-    """Run one more step, and return what it sends and what it keeps for backward."""
+    """Run one more step, and return what it sends and what it keeps for backward.
+
+    The all-reduce of gradients is left out: it is the same for all variants.
+    """
     token_count = helper.count_targets(batch)
     with measure.Traffic() as sent, variant.shard(batch) as my_batch:
         with measure.LiveBytes(device=token_count.device) as live:

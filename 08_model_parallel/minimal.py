@@ -134,8 +134,8 @@ def main():
         os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # the system picks a port
     rank = int(os.environ["RANK"])
     world_size = int(os.environ["WORLD_SIZE"])
-    tensor = 2 if world_size % 2 == 0 else 1  # YOURS: ranks that share a block, on one node
-    groups = world_size // tensor
+    tensor_size = 2 if world_size % 2 == 0 else 1  # YOURS: ranks that share a block, on one node
+    groups = world_size // tensor_size
     if GLOBAL_BATCH % groups != 0:
         parser.error(f"{GLOBAL_BATCH=} is not divisible by {groups} groups of ranks: change it")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -149,7 +149,7 @@ def main():
     else:
         dist.init_process_group("gloo")
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel("ERROR")  # its advice
-    mesh = init_device_mesh(device.type, (groups, tensor), mesh_dim_names=("data", "tensor"))
+    mesh = init_device_mesh(device.type, (groups, tensor_size), mesh_dim_names=("data", "tensor"))
 
     with torch.device("meta"):  # shapes only, no memory
         model = Model()  # YOURS
@@ -168,13 +168,13 @@ def main():
             weight = initial_weight(name, parameter.shape).to(device)  # the same on every rank
             place = (parameter.device_mesh, parameter.placements)
             parameter.copy_(distribute_tensor(weight, *place, src_data_rank=None))  # its shard
-    # foreach=False: these functions take no list of parameters from two meshes
+    # foreach=False: the foreach implementation does not take DTensors from two meshes
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, foreach=False)
     text = make_text()  # YOURS: the data
 
     for step in range(1, STEPS + 1):
         rows = global_batch(text, step)
-        rows = rows[rank // tensor :: groups].to(device)  # the share of this tensor group
+        rows = rows[rank // tensor_size :: groups].to(device)  # the share of this tensor group
         loss = compute_loss(model, rows)
         loss.backward()
         norms = [parameter.grad.norm().full_tensor() for parameter in model.parameters()]

@@ -85,7 +85,7 @@ def test_planned_figures_of_long_sequences(name, tmp_path):
     tokens = {"128k": 2**17, "256k": 2**18, "1m": 2**20}[length]
     model = ROOT / f"08_model_parallel/llama-8b-{length}.json"
     fixed = ("--model", model, "--seq-len", tokens, "--checkpointing", "full")
-    fixed += ("--micro-batch-size", 1, "--json", "summary.json")
+    fixed += ("--micro-batch-size", 1, "--global-batch-size", 1, "--json", "summary.json")
     result = run("07_memory_tricks/estimate.py", tmp_path, *fixed, *flags.strip("`").split())
     assert result.code == 0, result
     plan = result.summary
