@@ -491,8 +491,8 @@ def check(rows: dict[str, dict], config: shapes.Config) -> list[str]:
         assert outputs == 1 + 2 * config.num_hidden_layers, outputs
         assert outputs_in_place == 1, outputs_in_place
         checked.append(
-            f"onnx returns the cache, {outputs} outputs; the exporter drops in-place writes without "
-            f"an error, {outputs_in_place} output"
+            f"onnx returns the cache, {outputs} outputs; with in-place writes the exporter drops "
+            f"it without an error, {outputs_in_place} output"
         )
     if "int8" in rows:
         cost = rows["int8"]["loss"] - rows["eager"]["loss"]
