@@ -479,20 +479,20 @@ def check(rows: dict[str, dict], config: shapes.Config) -> list[str]:
         what = "weights" if form in ("f16", "q8_0") else "logits"
         error = max(row[f"{what}_relative_error"], row.get("fresh_logits_relative_error", 0))
         assert error <= most_error, f"{form}: the error of {what} is {error:.1e}"
-        checked.append(f"{form}: {what} differ from eager's by at most {error:.1e}")
+        checked.append(f"{form}: {what} differ from eager's by at most {error:.1e} (relative)")
     if "aoti" in rows:
         rejected = rows["aoti"]["rejected"]
         assert len(rejected) == 2, rejected
         for line in rejected.values():
-            checked.append(f"aoti in a process without this source: {line}")
+            checked.append(f"aoti in a process without this source rejects an input: {line}")
     if "onnx" in rows:
         outputs = rows["onnx"]["outputs"]
         outputs_in_place = rows["onnx"]["outputs_in_place"]
         assert outputs == 1 + 2 * config.num_hidden_layers, outputs
         assert outputs_in_place == 1, outputs_in_place
         checked.append(
-            f"onnx returns the cache, {outputs} outputs; written in place it is lost: "
-            "1 output, and no error"
+            f"onnx returns the cache, {outputs} outputs; with in-place writes the exporter drops "
+            f"it without an error, {outputs_in_place} output"
         )
     if "int8" in rows:
         cost = rows["int8"]["loss"] - rows["eager"]["loss"]

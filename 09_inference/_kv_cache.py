@@ -32,9 +32,9 @@ GPU_BYTES = 48e9  # of the card in check_70b
 
 
 def cache_figures(steps) -> dict:
-    """Return the bytes that the texts hold at the end, and for a paged cache its blocks, too.
+    """Return the bytes that the sequences use at the end, and for a paged cache also its blocks.
 
-    Then release all texts, and count the blocks that are not free again.
+    Then release all sequences, and count the blocks that are not free again.
     """
     cache = getattr(steps, "cache", None)
     if cache is None:
@@ -56,7 +56,10 @@ def cache_figures(steps) -> dict:
 
 
 def held_bytes(cache) -> int:
-    """Return the bytes of the blocks that the tables of a paged cache name."""
+    """Return the bytes of the blocks that the tables of a paged cache list.
+
+    The cache itself holds more: its free blocks stay allocated.
+    """
     bytes_per_block = sum(tensor[0].nbytes for tensor in cache.tensors())
     return len(cache.held_blocks()) * bytes_per_block
 
@@ -129,7 +132,7 @@ def check(
             "once"
         )
     if args.dtype == "fp32" and args.temperature == 0:
-        checked.append(f"all rows have the same tokens and logits (tolerance {TOLERANCE:g})")
+        checked.append(f"all variants have the same tokens and logits (tolerance {TOLERANCE:g})")
     return checked
 
 

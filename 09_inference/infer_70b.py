@@ -76,13 +76,13 @@ def shard_model(net: model.Transformer, ranks: int, device_type: str) -> None:
     the full sum.
     """
     plan = {
-        # A rank has some rows of the vocabulary. Rowwise, because the rows are the inputs here.
+        # Rowwise shards the rows of nn.Embedding.weight: each rank has a part of the vocabulary.
         "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
         "model.layers.*.self_attn.[qkv]_proj": ColwiseParallel(),
         "model.layers.*.self_attn.o_proj": RowwiseParallel(),
         "model.layers.*.mlp.[gu]*_proj": ColwiseParallel(),  # gate and up
         "model.layers.*.mlp.down_proj": RowwiseParallel(),
-        # A rank computes the logits of some tokens. Replicate() then gathers all logits.
+        # Each rank computes the logits of a part of the vocabulary. Replicate() gathers them.
         "lm_head": ColwiseParallel(output_layouts=Replicate()),
     }
     mesh = init_device_mesh(device_type, (ranks,), mesh_dim_names=("tensor",))

@@ -1,17 +1,19 @@
 """The KV cache: compute the keys and values of each token once, and keep them.
 
-A new token attends to all tokens before it, so it needs their keys and values. These depend only on
-earlier tokens, and never change. Without a cache, each step computes them again. With a cache, a
-step computes the keys and values of one token and reads the others from memory. They take
+A new token attends to all tokens before it, so it needs their keys and values. A token's keys and
+values depend on this token, on the tokens before it and on its position. Later tokens do not change
+them. Without a cache, each step computes all of them again. With a cache, a step computes the keys
+and values of one token and loads the others from memory. They take
 
     2 x layers x kv_heads x head_dim numbers per token,
 
-which can be more than the weights if there are many long texts. Three ideas save memory:
+which can be more than the weights if there are many long sequences. A sequence is a prompt and its
+answer. Three ideas save memory:
 
-    paging    a text gets blocks of 16 tokens as it grows, not a row for the longest text, and a
-              block table names its blocks in order (Kwon et al. 2023, vLLM)
-    sharing   texts that begin alike name the same blocks in their tables
-    offload   the blocks of an idle conversation wait in CPU memory
+    paging    a sequence gets blocks of 16 tokens as it grows, instead of memory for the longest
+              sequence. Its block table lists its blocks in order (Kwon et al. 2023, vLLM)
+    sharing   sequences that begin alike list the same blocks in their tables
+    offload   the blocks of an idle sequence wait in CPU memory
 
     laptop    python 09_inference/kv_cache.py
     trained   python 09_inference/kv_cache.py --model models/smollm2-135m --chat
@@ -20,13 +22,14 @@ which can be more than the weights if there are many long texts. Three ideas sav
               python 09_inference/kv_cache.py --model llama-1b --dtype bf16 --max-new-tokens 256
     cluster   it uses one process only: infer_70b.py shards the heads, and so the cache, over GPUs
 
-What to look at: the tokens that the model reads without a cache and with one, padding included; the
-bytes of rows, of blocks, and of shared blocks. All rows have the same new tokens.
+What to look at: how many tokens the model processes without a cache and with one, padding included
+("tokens read"), and the bytes of each cache. "cache" counts the blocks that sequences use. The
+memory of all blocks is allocated once and stays allocated. All variants generate the same tokens.
 
-On a GPU the default is --model wide with 48 texts. Expected on an H100 from its data sheet: without
-a cache the model reads about 7,500 tokens per step, 0.9 TFLOP, which takes at least 13 ms in fp32
-(67 TFLOP/s). A step with the cache reads 48 tokens, and its launches take longer than its
-arithmetic.
+On a GPU the default is --model wide with 48 prompts. Expected on an H100 from its data sheet:
+without a cache the model processes about 7,500 tokens per step, 0.9 TFLOP, which takes at least
+13 ms in fp32 (67 TFLOP/s). A step with the cache processes 48 tokens, and its launches take longer
+than its arithmetic.
 
 A server such as vLLM adds a scheduler: requests join and leave between two steps, and a request
 waits if no block is free. Previous: offloaded.py. Next: parity.py.
@@ -64,14 +67,14 @@ VARIANTS = (
 class KVCache:
     """The keys and values of all tokens so far.
 
-    There are two tensors per layer, [batch, heads, slots, head_dim]. With grouped heads, `heads`
-    are the key-value heads.
+    There are two tensors per layer, [batch, heads, slots, head_dim]. A slot is the room for one
+    token, and the slot of a token is its position. With grouped-query attention, `heads` is the
+    number of key-value heads.
 
-    The slot of a token is its position. In each layer, attention has q, k and v of the new tokens
-    only, and then reads the cache:
+    In each layer, q, k and v are of the new tokens only. Attention takes the others from the cache:
 
         k, v = cache.updater(layer, positions)(k, v)
-        y = scaled_dot_product_attention(q, k, v, cache.mask(positions))
+        y = scaled_dot_product_attention(q, k, v, cache.mask(positions), enable_gqa=grouped)
     """
 
     def __init__(
@@ -97,7 +100,7 @@ class KVCache:
         """Return True where a token sees a slot: [batch, 1, tokens, slots].
 
         positions is [batch, tokens]. A token sees the slots up to its own. Later slots may hold
-        the padding of a prompt, which the next tokens of the text overwrite.
+        the padding of a prompt, which the next tokens of the sequence overwrite.
         """
         visible = self.slots <= positions[:, :, None]  # [batch, tokens, slots]
         return visible[:, None]
@@ -111,8 +114,8 @@ class KVCache:
         values = self.values[layer]
 
         def update_cache(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-            # k and v are [batch, heads, tokens, head_dim], and what they are written to is
-            # [batch, tokens, heads, head_dim].
+            # With a slice between two index tensors, PyTorch puts the indexed dimensions first: the
+            # left side is [batch, tokens, heads, head_dim]. k is [batch, heads, tokens, head_dim].
             keys[self.rows, :, positions] = k.transpose(1, 2)
             values[self.rows, :, positions] = v.transpose(1, 2)
             return keys, values
@@ -126,36 +129,43 @@ class KVCache:
 
 # --- 2. a step with a cache, and without one
 #
-# Text is generated by prefill, and then decode for each new token after the first:
+# Generation calls prefill once, and then decode for each new token after the first:
 #
 #     tokens = choose(steps.prefill(ids, positions, last))
 #     tokens = choose(steps.decode(tokens, positions))
 
 
 class CachedSteps:
-    """Read each token once."""
+    """Process each token once."""
 
     def __init__(self, net: model.Transformer, cache: KVCache) -> None:
         self.net = net
         self.cache = cache
 
     def prefill(self, ids: Tensor, positions: Tensor, last: Tensor) -> Tensor:
-        """Read all prompts at once. Return the logits of their last tokens, [batch, vocab].
+        """Process all prompts at once. Return the logits of their last tokens, [batch, vocab].
 
         ids and positions are [batch, tokens], with padding after short prompts. last is [batch],
-        the position of the last token of each prompt.
+        the index in `ids` of the last token of each prompt.
         """
         hidden = self.net.model(ids, positions, self.cache)  # [batch, tokens, hidden]
         return self.net.lm_head(pick(hidden, last))
 
     def decode(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Read the newest token of each text, [batch]. Return its logits, [batch, vocab]."""
+        """Process the newest token of each sequence. Return its logits, [batch, vocab].
+
+        tokens and positions are [batch].
+        """
         hidden = self.net.model(tokens[:, None], positions[:, None], self.cache)
         return self.net.lm_head(hidden[:, 0])
 
 
 class UncachedSteps:
-    """Read each text from its beginning at every step."""
+    """Process each sequence from its beginning at every step.
+
+    Padding comes after the last token of a sequence. The causal mask hides it, and new tokens
+    overwrite it.
+    """
 
     def __init__(self, net: model.Transformer) -> None:
         self.net = net
@@ -172,7 +182,7 @@ class UncachedSteps:
 
 
 def pick(hidden: Tensor, last: Tensor) -> Tensor:
-    """Return the hidden state at the position `last` of each text, [batch, hidden].
+    """Return the hidden state at the index `last` of each sequence, [batch, hidden].
 
     hidden is [batch, tokens, hidden], and last is [batch].
     """
@@ -180,115 +190,122 @@ def pick(hidden: Tensor, last: Tensor) -> Tensor:
     return hidden[rows, last]
 
 
-# --- 3. paging: rows of 16 slots, and a table of rows for each text
+# --- 3. paging: blocks of 16 slots, and a block table for each sequence
 
 
 class PagedCache(KVCache):
-    """A cache whose rows are blocks of 16 tokens. Texts have numbers, and each has a block table.
+    """A cache of blocks, with room for 16 tokens each: [blocks, heads, BLOCK, head_dim] per tensor.
+
+    All blocks are allocated once. A sequence has a number and a block table.
 
     Attributes:
-        free: The numbers of the blocks that no text uses.
-        tables: For each text, the numbers of its blocks in order.
+        free: The numbers of the blocks that no sequence uses.
+        tables: For each sequence, the numbers of its blocks in order.
     """
 
     def __init__(
         self, config: shapes.Config, *, blocks: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__(config, batch=1 + blocks, slots=BLOCK, dtype=dtype, device=device)
-        # Block 0 belongs to no text. It takes what padding writes.
+        # Block 0 belongs to no sequence. The table of a short sequence is padded with 0, so its
+        # padding tokens are written there. The mask hides them.
         self.free = list(range(1, 1 + blocks))
         self.tables = {}
 
-    def reserve(self, text: int, tokens: int) -> None:
-        """Add blocks to a text's table until it has room for so many tokens."""
-        table = self.tables.setdefault(text, [])
+    def reserve(self, sequence: int, tokens: int) -> None:
+        """Add blocks to a sequence's table until it has room for so many tokens."""
+        table = self.tables.setdefault(sequence, [])
         while len(table) * BLOCK < tokens:
             table.append(self.free.pop())
 
-    def release(self, text: int) -> None:
-        """Delete a text's table. A block becomes free when no other table names it."""
-        table = self.tables.pop(text)
+    def release(self, sequence: int) -> None:
+        """Delete a sequence's table. A block becomes free when no other table lists it."""
+        table = self.tables.pop(sequence)
         self.free += set(table) - self.held_blocks()
 
     def held_blocks(self) -> set[int]:
-        """Return the blocks that any table names."""
+        """Return the blocks that any table lists."""
         held = set()
         for table in self.tables.values():
             held.update(table)
         return held
 
-    def select(self, texts: list[int]) -> None:
-        """Choose the texts that the next forward reads, one per row of its token ids."""
-        tables = [torch.tensor(self.tables[text]) for text in texts]
+    def select(self, sequences: list[int]) -> None:
+        """Choose the sequences of the next forward, in the order of its batch."""
+        tables = [torch.tensor(self.tables[sequence]) for sequence in sequences]
         table = nn.utils.rnn.pad_sequence(tables, batch_first=True)  # padded with block 0
-        # non_blocking: otherwise the CPU would wait for the GPU at each step
-        self.table = table.to(self.rows.device, non_blocking=True)  # [texts, blocks]
+        # Otherwise the CPU would wait for the GPU at each step. The table is not pinned, but it is
+        # small, and CUDA stages a small copy before it returns.
+        self.table = table.to(self.rows.device, non_blocking=True)  # [sequences, blocks]
         self.slots = torch.arange(self.table.shape[1] * BLOCK, device=self.rows.device)
 
     def updater(self, layer: str, positions: Tensor) -> Callable:
-        """Return the function that writes new tokens to the blocks of their texts.
+        """Return update_cache(k, v) of a layer, for new tokens at these positions.
 
-        It returns copies of the blocks, in the order of the tables. The attention kernel of a
-        server reads the table instead, and copies nothing.
+        It writes k and v to the blocks of the block table. Then it gathers all blocks of each
+        sequence into one contiguous tensor, because F.scaled_dot_product_attention needs that. The
+        attention kernel of a server reads the blocks in place.
         """
         keys = self.keys[layer]  # [all blocks, heads, BLOCK, head_dim]
         values = self.values[layer]
-        blocks = self.table.gather(1, positions // BLOCK)  # of each token, [texts, tokens]
+        blocks = self.table.gather(1, positions // BLOCK)  # [sequences, tokens]
         slots = positions % BLOCK
 
         def update_cache(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            # [sequences, tokens, heads, head_dim] on both sides
             keys[blocks, :, slots] = k.transpose(1, 2)
             values[blocks, :, slots] = v.transpose(1, 2)
             return self.in_order(keys), self.in_order(values)
 
         return update_cache
 
-    def in_order(self, rows: Tensor) -> Tensor:
-        """Copy the blocks of each text side by side: [texts, heads, slots, head_dim]."""
-        of_texts = rows[self.table]  # [texts, blocks, heads, BLOCK, head_dim]
-        return of_texts.transpose(1, 2).flatten(2, 3)
+    def in_order(self, all_blocks: Tensor) -> Tensor:
+        """Copy the blocks of each sequence side by side: [sequences, heads, slots, head_dim]."""
+        blocks = all_blocks[self.table]  # [sequences, blocks, heads, BLOCK, head_dim]
+        return blocks.transpose(1, 2).flatten(2, 3)
 
     # --- 4. sharing
 
-    def share(self, text: int, other: int, tokens: int) -> None:
-        """Begin a text's table with the other text's blocks of its first `tokens`.
+    def share(self, sequence: int, other: int, tokens: int) -> None:
+        """Let `sequence` use the blocks that hold the first `tokens` tokens of `other`.
 
-        Both texts must begin with these tokens: a key depends on its position and on all tokens
-        before it. Only full blocks are shared, because nobody writes to them again.
+        Both must begin with these tokens, because a key depends on all tokens up to its own. Only
+        full blocks are shared: new tokens are never written to a full block.
         """
-        self.tables[text] = self.tables[other][: tokens // BLOCK]
+        self.tables[sequence] = self.tables[other][: tokens // BLOCK]
 
     # --- 5. offload
 
-    def offload(self, text: int) -> list[Tensor]:
-        """Copy a text's blocks to CPU memory and free them.
+    def offload(self, sequence: int) -> list[Tensor]:
+        """Copy a sequence's blocks to CPU memory and free the blocks.
 
-        A GPU only starts the copies here. What is written to the blocks next comes later in the
-        same stream.
+        On a GPU the copies are asynchronous. The blocks may be freed at once, because later writes
+        are queued on the same stream, after the copies. Synchronize before the CPU reads the
+        copies. The memory of a free block stays allocated, for other sequences.
         """
         copies = []
         for tensor in self.tensors():
-            blocks = tensor[self.tables[text]]
+            blocks = tensor[self.tables[sequence]]
             copy = torch.empty(blocks.shape, dtype=blocks.dtype, pin_memory=blocks.is_cuda)
             copies.append(copy.copy_(blocks, non_blocking=True))
-        self.release(text)
+        self.release(sequence)
         return copies
 
-    def bring_back(self, text: int, copies: list[Tensor]) -> None:
-        """Copy a text's blocks from CPU memory into blocks that are free now.
+    def bring_back(self, sequence: int, copies: list[Tensor]) -> None:
+        """Copy a sequence's blocks from CPU memory into free blocks.
 
-        They need not be the blocks of before. Only the table changes.
+        These may be other blocks than before. The new table lists them.
         """
-        self.reserve(text, len(copies[0]) * BLOCK)
+        self.reserve(sequence, len(copies[0]) * BLOCK)
         for tensor, copy in zip(self.tensors(), copies, strict=True):
-            tensor[self.tables[text]] = copy.to(tensor.device, non_blocking=True)
+            tensor[self.tables[sequence]] = copy.to(tensor.device, non_blocking=True)
 
 
 class PagedSteps(CachedSteps):
-    """Give each text the blocks that it needs before each step.
+    """Give each sequence the blocks that it needs before each step.
 
-    lengths: the tokens of each text. shared: how many of them all texts have in common at the
-    start. They are read once, and all tables name their blocks.
+    `lengths` are the tokens of each sequence. All sequences begin with the same `shared` tokens.
+    These are processed once, and all tables list their blocks.
     """
 
     def __init__(
@@ -297,7 +314,7 @@ class PagedSteps(CachedSteps):
         super().__init__(net, cache)
         self.lengths = list(lengths)
         self.shared = shared
-        self.texts = list(range(len(lengths)))
+        self.sequences = list(range(len(lengths)))
 
     def prefill(self, ids: Tensor, positions: Tensor, last: Tensor) -> Tensor:
         shared = self.shared
@@ -305,50 +322,53 @@ class PagedSteps(CachedSteps):
             self.cache.reserve(0, shared)
             self.cache.select([0])
             self.net.model(ids[:1, :shared], positions[:1, :shared], self.cache)
-            for text in self.texts[1:]:
-                self.cache.share(text, 0, shared)
-        for text in self.texts:
-            self.cache.reserve(text, self.lengths[text])
-        self.cache.select(self.texts)
+            for sequence in self.sequences[1:]:
+                self.cache.share(sequence, 0, shared)
+        for sequence in self.sequences:
+            self.cache.reserve(sequence, self.lengths[sequence])
+        self.cache.select(self.sequences)
+        # Without the shared tokens, ids has other indices. Positions stay as they are.
         return super().prefill(ids[:, shared:], positions[:, shared:], last - shared)
 
     def decode(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        for text in self.texts:
+        for sequence in self.sequences:
             # counted here: to read `positions`, the CPU would have to wait for the GPU
-            self.lengths[text] += 1
-            self.cache.reserve(text, self.lengths[text])
-        self.cache.select(self.texts)
+            self.lengths[sequence] += 1
+            self.cache.reserve(sequence, self.lengths[sequence])
+        self.cache.select(self.sequences)
         return super().decode(tokens, positions)
 
 
 class PausedSteps(PagedSteps):
-    """After prefill, let all texts wait in CPU memory while another text uses their blocks."""
+    """After prefill, move all sequences to CPU memory while another one uses their blocks."""
 
     def prefill(self, ids: Tensor, positions: Tensor, last: Tensor) -> Tensor:
         super().prefill(ids, positions, last)
         tables_before = dict(self.cache.tables)
-        copies = {text: self.cache.offload(text) for text in self.texts}
+        copies = {sequence: self.cache.offload(sequence) for sequence in self.sequences}
         self.pause = helper.measure_pause(self.cache, copies)
 
-        other = -1  # a text that writes to all blocks that are free now
+        # Another sequence takes as many blocks as all of these had, and overwrites them. They are
+        # the same blocks, because `reserve` takes the blocks that were released last.
+        other = -1
         self.cache.reserve(other, sum(map(len, tables_before.values())) * BLOCK)
         for tensor in self.cache.tensors():
             tensor[self.cache.tables[other]] = 1
-        for text in self.texts:
-            self.cache.bring_back(text, copies[text])
+        for sequence in self.sequences:
+            self.cache.bring_back(sequence, copies[sequence])
         self.pause["same_places"] = helper.common_blocks(tables_before, self.cache.tables)
         self.cache.release(other)
 
-        # The logits of the last tokens again: they depend on all that has been brought back. Not by
-        # PagedSteps.decode, which reads one more token.
-        self.cache.select(self.texts)
+        # Compute the logits of each prompt's last token again, from the blocks that came back.
+        # PagedSteps.decode would count this token a second time, so call CachedSteps.decode.
+        self.cache.select(self.sequences)
         return CachedSteps.decode(self, ids.gather(1, last[:, None])[:, 0], last)
 
 
 def shared_tokens(prompts: list[list[int]]) -> int:
     """Return how many tokens all prompts have in common at the start, in full blocks.
 
-    Each prompt keeps at least one token to read, because its logits choose the first new token.
+    Each prompt keeps at least one token of its own, whose logits choose the first new token.
     """
     in_common = 0
     for tokens in zip(*prompts, strict=False):  # the tokens at one position
@@ -375,9 +395,9 @@ def make_steps(
         )
         return CachedSteps(net, cache)
 
-    blocks_per_text = -(-text.length // BLOCK)  # rounded up
-    # twice as many as the texts need: another text uses as many during the pause
-    blocks = 2 * blocks_per_text * len(lengths)
+    blocks_per_sequence = -(-text.length // BLOCK)  # rounded up
+    # twice as many as needed: another sequence uses as many during the pause
+    blocks = 2 * blocks_per_sequence * len(lengths)
     cache = PagedCache(text.config, blocks=blocks, dtype=dtype, device=device)
     if variant == "paged, offloaded and back":
         return PausedSteps(net, cache, lengths)
@@ -387,7 +407,7 @@ def make_steps(
 
 
 def run(variant: str, net: model.Transformer, text: Text, args, device: torch.device) -> dict:
-    """Answer all prompts. Return the new tokens, the number of tokens read and the bytes held."""
+    """Answer all prompts. Return the new tokens, how many tokens were processed, and the bytes."""
     row = {"name": variant, "tokens_read": 0}
 
     def count(_, inputs: tuple) -> None:
@@ -397,7 +417,7 @@ def run(variant: str, net: model.Transformer, text: Text, args, device: torch.de
     generator = torch.Generator(device).manual_seed(args.seed)
 
     def choose(logits: Tensor) -> Tensor:
-        row["logits"] = logits  # at the end: those of the last step
+        row["logits"] = logits  # in the end, the logits of the last step
         return sample(logits, args, generator)
 
     counter = net.model.register_forward_pre_hook(count)

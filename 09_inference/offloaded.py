@@ -94,7 +94,7 @@ class LayerStream:
 
     def compute(self, layer: int, *inputs) -> Tensor:
         """Return the output of a layer, and start the copy of the next one."""
-        buffer = self.fetch(layer)  # already on its way, except in the first step
+        buffer = self.fetch(layer)  # its copy began one layer ago, or at the first call now
         self.backend.current_stream().wait_event(buffer.copied)
         output = buffer.block(*inputs)
         buffer.computed = self.backend.current_stream().record_event()

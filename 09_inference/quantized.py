@@ -17,8 +17,8 @@ checked before the next, so the whole model is never in memory in bf16.
     cluster   one GPU is all it uses: infer_70b.py divides a model over several
 
 Look for: the bytes held and the error of the logits, which move in opposite directions; the share
-of the memory bandwidth. With --dtype fp32, int8 and int4 run without torch's kernels. Before:
-kv_cache.py. Next: speculative.py.
+of the memory bandwidth. With --dtype fp32, int8 and int4 run without torch's kernels. Previous:
+parity.py. Next: speculative.py.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def accept(p: Tensor, q: Tensor, guesses: Tensor, generator: torch.Generator) ->
 
     rest = p[count]  # [vocab], of the token after K accepted guesses
     if count < len(guesses):
-        rest = (p[count] - q[count]).clamp(min=0)  # the first rejected guess is drawn again
+        rest = (p[count] - q[count]).clamp(min=0)  # replaces the rejected guess
     return count, torch.multinomial(rest, 1, generator=generator)  # multinomial normalizes
 
 
