@@ -7,8 +7,10 @@ there are more GPUs than sequences in a batch. This script also shards the compu
     --tp N       tensor parallelism: N ranks share each matmul
     --pp N       pipeline parallelism: N stages have some consecutive layers each
     --cp N       context parallelism: N ranks share each sequence
-    the others   data parallelism: these ranks read different sequences, and fully_shard shards the
-                 weights over them and over the context ranks. --replicate N keeps N copies (HSDP).
+
+The remaining factor of the world size is data parallelism: world size / (tp * pp * cp) groups of
+ranks read different sequences. fully_shard shards the weights over the data and context ranks.
+--replicate N keeps N copies (HSDP).
 
     laptop    torchrun --nproc_per_node=4 08_model_parallel/train_3d.py --tp 2 --cp 2
     one node  torchrun --nproc_per_node=8 08_model_parallel/train_3d.py --model llama-8b --tp 8 \
@@ -181,12 +183,14 @@ def shard_matrices(model, mesh: DeviceMesh) -> None:
         "model.layers.*.mlp.down_proj": RowwiseParallel(output_layouts=my_tokens),
     }
     if model.config.qk_norm:
-        # [batch, tokens, heads / tp, head_dim]: every rank has the full weight and sees its own
-        # heads. So the gradients of the weight are summed over the ranks.
+        # The input is [batch, tokens, heads / tp, head_dim]. SequenceParallel replicates the weight
+        # and takes any dimension as sharded, here the heads. DTensor sums the gradients of the
+        # weight over the tensor ranks.
         by_heads = SequenceParallel(sequence_dim=2, use_local_output=True)
         plan["model.layers.*.self_attn.[qk]_norm"] = by_heads
     if model.model.embed_tokens is not None:
-        # Each rank has some of the vocabulary. Its result is zero for all other tokens.
+        # Each rank has some rows of the embedding, and outputs zeros for tokens whose row is on
+        # another rank. A reduce-scatter sums the outputs, and leaves each rank its own tokens.
         plan["model.embed_tokens"] = RowwiseParallel(
             input_layouts=all_tokens, output_layouts=my_tokens
         )
@@ -196,9 +200,11 @@ def shard_matrices(model, mesh: DeviceMesh) -> None:
         plan["lm_head"] = ColwiseParallel(
             input_layouts=my_tokens, output_layouts=Shard(-1), use_local_output=False
         )
-    # src_data_rank=None: torch must not send rank 0's weights, which do not exist yet.
+    # By default torch sends the weights of the first tensor rank to the others. Here there are none
+    # yet: the parameters are on the meta device.
     parallelize_module(model, mesh["tensor"], plan, src_data_rank=None)
-    model.tie_weights()  # parallelize_module has made two parameters of one
+    # Embedding and head may share one parameter, which parallelize_module has replaced by two.
+    model.tie_weights()
 
 
 # --- context parallelism
@@ -210,8 +216,9 @@ def shard_sequences(model, args, mesh: DeviceMesh, place: Place, device: torch.d
     first = place.context_rank * tokens_per_rank
     my_tokens = slice(first, first + tokens_per_rank)
 
-    # The default positions, 0, 1, 2, ..., are wrong for context ranks. They are also wrong for a
-    # later stage with --tp: its input, the hidden states, is sharded by tokens.
+    # By default the model numbers the tokens of its input from 0. With --cp, a rank's tokens start
+    # elsewhere. With --tp and --pp, the input of a later stage has only tokens / tp, and attention
+    # gathers them again. So always pass the positions.
     positions = torch.arange(args.seq_len, device=device)
     my_positions = positions[my_tokens]
     model.forward = partial(model.forward, positions=my_positions)
@@ -219,8 +226,8 @@ def shard_sequences(model, args, mesh: DeviceMesh, place: Place, device: torch.d
         return my_tokens
 
     is_future = positions > my_positions[:, None]  # [tokens / cp, tokens]
-    # Not a boolean mask: attention would turn it into this one in each layer, and autograd would
-    # keep every copy for backward.
+    # Make the float mask once. From a boolean mask, scaled_dot_product_attention would make one in
+    # every layer, and autograd would keep each for backward.
     mask = torch.zeros(is_future.shape, dtype=runtime.DTYPES[args.dtype], device=device)
     mask.masked_fill_(is_future, -torch.inf)
     group = context_group(args, mesh)
@@ -233,8 +240,8 @@ def context_group(args, mesh: DeviceMesh) -> dist.ProcessGroup:
     """Return the process group of the ranks that share this rank's sequences."""
     if args.cp == mesh["shard"].size():
         return mesh.get_group("shard")  # the same ranks
-    # cp x tp consecutive ranks read the same sequences. Each takes part in the attention of its
-    # own heads, and so with the ranks that have the same tensor rank.
+    # cp * tp consecutive ranks read the same sequences. Of these, ranks with the same tensor rank
+    # have the same heads, and form a group. For --tp 2 --cp 2: [0, 2], [1, 3], [4, 6], [5, 7].
     groups = []
     for first in range(0, dist.get_world_size(), args.cp * args.tp):
         for tensor_rank in range(args.tp):
@@ -257,9 +264,11 @@ def attend_to_all_tokens(
 ) -> Tensor:
     """Compute attention of this rank's queries to the keys and values of all context ranks.
 
-    It replaces `attend` of lm/model.py, whose arguments are the first six: q is
-    [batch, heads, tokens / cp, head_dim]. In backward, a reduce-scatter sums the gradients of this
-    rank's keys and values, which the queries of all ranks have used.
+    It replaces `attend` of lm/model.py, and has its arguments up to enable_gqa. It ignores _mask
+    and is_causal, because `mask` hides later tokens. q is [batch, heads, tokens / cp, head_dim].
+
+    In backward, a reduce-scatter sums the gradients of this rank's keys and values, which the
+    queries of all ranks have used.
     """
     kv = torch.stack((k, v))  # [2, batch, kv_heads, tokens / cp, head_dim]: one collective for both
     gathered = all_gather_with_backward(kv, gather_dim=0, group=group)  # [cp * 2, batch, ...]
@@ -289,7 +298,8 @@ def parallelize(model, args, mesh: DeviceMesh, stage: int) -> None:
             reduce_dtype=torch.float32,
             cast_forward_inputs=False,
         ),
-        # None reshards all but the root module, which backward needs first.
+        # None frees the gathered weights of each block after its forward, but not those of the root
+        # module, which backward needs first.
         "reshard_after_forward": None if args.reshard_after_forward == "on" else False,
     }
     if args.replicate > 1:
@@ -316,9 +326,13 @@ def parallelize(model, args, mesh: DeviceMesh, stage: int) -> None:
 class Pipeline:
     """The stage of this rank, and what it exchanges with the stages before and after it.
 
-    The first stage turns tokens into hidden states, [micro_batch, tokens, hidden]. It sends them to
-    the next stage, and so on. The last stage computes the loss. The gradients of the hidden states
-    travel back. A step has several micro-batches, so that all stages have work at the same time.
+    The first stage turns tokens into hidden states, [micro_batch, tokens / cp / tp, hidden]. It
+    sends them to the next stage, and so on. The last stage computes the loss. The gradients of the
+    hidden states travel back. A step has several micro-batches, so that all stages have work at the
+    same time.
+
+    model(inputs) returns hidden states, and logits on the last stage. With targets, the last stage
+    returns their loss instead.
     """
 
     def __init__(
@@ -344,7 +358,8 @@ class Pipeline:
             return runtime.full_tensor(loss) / batches.accumulation_steps
 
         # "One forward, one backward": a stage holds the activations of at most args.pp
-        # micro-batches. pipeline_parallel.py draws the schedule.
+        # micro-batches. pipeline_parallel.py draws the schedule. torch lets FSDP reduce-scatter in
+        # the last backward of a step only, so a rank holds the full gradients of its stage.
         self.schedule = Schedule1F1B(
             PipelineStage(model, stage, args.pp, device, group=self.group),
             batches.accumulation_steps,
@@ -353,7 +368,7 @@ class Pipeline:
         )
 
     def forward_backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Run all micro-batches of a step, [accumulation_steps * micro_batch, tokens].
+        """Run all micro-batches of a step, [accumulation_steps * micro_batch, tokens / cp].
 
         Return a loss whose mean over the stages is the loss of the step. Only the last stage knows
         the loss: it returns the loss times the number of stages, and the others return 0.
@@ -505,7 +520,8 @@ def main() -> int:
     stop = 0  # the number of a signal, such as SIGTERM
     steps = range(start_step + 1, args.steps + 1)
     for step in report.progress_bar(steps, "training", initial=start_step, unit="step"):
-        # Dropout draws the same numbers on ranks with the same sequences, and after a resume.
+        # lm/model.py has no dropout. If your model has, ranks with the same sequences must draw the
+        # same numbers where they hold the same activations, and a resumed run those of this step.
         torch.manual_seed(args.seed + step * data_ranks + place.data_rank)
         step_loss = torch.zeros((), device=device)
         if args.pp > 1:
@@ -522,8 +538,9 @@ def main() -> int:
                 inputs, targets = meter.next(stream)  # on the device; measures the wait for data
                 inputs = inputs[:, my_tokens]
                 targets = targets[:, my_tokens]
-                # Each backward reduce-scatters, because full gradients would not fit. With
-                # --replicate, only the last backward of a step all-reduces between the copies.
+                # DDP would use no_sync() for all but the last micro-batch. Here each backward
+                # reduce-scatters, so that a rank keeps only its shard of the gradients. With
+                # --replicate, the last backward of a step also all-reduces between the copies.
                 is_last_micro_step = micro_step == batches.accumulation_steps
                 model.set_requires_all_reduce(is_last_micro_step)
                 with meter.forward():
@@ -557,8 +574,10 @@ def main() -> int:
     if stop:
         runtime.print0(f"signal {stop}: saved at step {step}. Run the same command with --resume")
 
-    # 5. Check what this chapter promises: each rank holds its shards in fp32 and nothing else.
+    # 5. Check what this chapter promises: of weights and optimizer state, each rank holds its
+    # shards in fp32 and nothing else. Copies of a shard, on other ranks, are equal bit for bit.
     bytes_per_rank = helper.check_bytes(model, optimizer, args, mesh)
+    # A digest is the same on all ranks if all copies of each shard are equal.
     digests = runtime.all_gather(weights.digest(model))
     assert len(set(digests)) == 1, f"ranks hold different weights: {digests}"
     runtime.print0("checked: ranks that hold the same weights have them bit for bit")

@@ -7,9 +7,9 @@ again for its loss. Both have the same weights, so the importance ratio
 
 should be 1. In 16 bits it is not, because the two round at different places:
 
-    dtype     Autocast has fp32 weights and adds up the layers' outputs in fp32; it rounds the
-              inputs of matmuls. With FSDP's mixed precision, and in a server, all of these have 16
-              bits.
+    dtype     Under autocast, the weights and the residual stream are fp32; inputs and outputs of
+              matmuls have 16 bits. With FSDP's mixed precision, and in a server, the weights and
+              the residual stream have 16 bits, too.
     kernels   Attention of all tokens at once, or of one token to a cache. Separate kernels, or
               those of torch.compile.
     shapes    A matmul with 5,104 rows may add up in another order than one with 16 rows.
@@ -20,9 +20,9 @@ gives the importance ratio. PPO and GRPO clip the ratio of a token, usually at 0
 corrections of the mismatch use the ratio of a sequence, which is the product of the ratios of its
 tokens. The differences add up in it, so it is farther from 1.
 
-Two of them are equal to the bit, which this file asserts: the trainer with 16-bit weights, and a
-prefill of the same texts in one batch of the same shape, with the same attention kernel, both
-without torch.compile.
+Two of the ten must be equal to the bit, which this file asserts: (1) the trainer with 16-bit
+weights, and (2) a prefill of the same texts, in one batch of the same shape, with the same
+attention kernel. Neither uses torch.compile.
 
     laptop    python 09_inference/parity.py
     fixes     python 09_inference/parity.py --head fp32     (both compute logits in fp32)
@@ -31,14 +31,14 @@ without torch.compile.
     one GPU   python 09_inference/parity.py --device cuda
     cluster   it uses one process only; tensor parallelism adds up in yet another order
 
-What to look at: the server in fp32, which is hardly off the trainer in fp32: a cache by itself
-changes nothing. Then how near the trainer is to decode, under autocast and with 16-bit weights, and
-the ratios of sequences. A model with random weights is trained for some steps first, because
-untrained it gives all tokens about the same probability.
+What to look at: the server in fp32, which differs from the trainer in fp32 by fp32 rounding only.
+So the cache is not the cause. Then how near the trainer is to decode, under autocast and with
+16-bit weights, and the ratios of sequences. A model with random weights is trained for some steps
+first, because untrained it gives all tokens about the same probability.
 
-On a GPU the default is --model wide with 32 texts. Expected on an H100: more rows differ from each
-other than on a CPU, because its libraries choose a kernel by the shape of the matrices. A text at a
-time is then no longer equal to the batch.
+On a GPU the default is --model wide with 32 texts. Expected on an H100: more rows of the table
+differ, because its libraries choose a kernel by the shape of the matrices. On a CPU, a prefill of
+one text at a time has given the bits of the batch. On an H100 that is not expected.
 
 Previous: kv_cache.py. Next: quantized.py.
 """
@@ -150,9 +150,9 @@ def prefill_logprobs(
 ) -> Tensor:
     """Return the log-probabilities of the last tokens of each text, read at once into a cache.
 
-    Attention reads the cache, with a mask, and so with another kernel than the trainer. With
-    `same_kernel` it only writes to the cache. The texts have no past, so it can attend to their own
-    keys and values, as the trainer does.
+    Attention reads keys and values from the cache and needs a mask, so PyTorch selects another
+    kernel than for the trainer. With `same_kernel`, attention still writes keys and values to the
+    cache, but uses those just computed. This is right because the cache was empty.
     """
     inputs = ids[:, :-1]
     positions = torch.arange(inputs.shape[1], device=ids.device).expand_as(inputs)
@@ -178,7 +178,8 @@ def store_and_attend(update_cache: Callable, q: Tensor, k: Tensor, v: Tensor, *m
 def new_cache(net: model.Transformer, texts: Tensor, new_tokens: int) -> StaticCache:
     """Return an empty cache for these texts and so many more tokens."""
     batch, length = texts.shape
-    slots = math.ceil((length + new_tokens) / 16) * 16  # aligned, as attention needs its mask
+    # Attention kernels need rows of the mask that are aligned to 16 numbers.
+    slots = math.ceil((length + new_tokens) / 16) * 16
     dtype = net.model.embed_tokens.weight.dtype
     return StaticCache(net.config, batch=batch, length=slots, dtype=dtype, device=texts.device)
 
@@ -211,7 +212,7 @@ def run(net: model.Transformer, prompts: Tensor, args, can_compile: bool) -> lis
     """
     dtype = DTYPES[args.dtype]
     new_tokens = args.new_tokens
-    # FSDP gathers such weights for a forward, and a server loads them.
+    # 16-bit weights: FSDP's mixed precision gathers them for a forward, and a server loads them.
     net16 = copy.deepcopy(net).to(dtype)
     generator = torch.Generator(prompts.device).manual_seed(0)
 
