@@ -38,9 +38,9 @@ def check_flags(args) -> None:
         raise UserError("--dtype fp16: 05_ddp/train.py has a GradScaler; use bf16 or fp32 here")
     lowest_stage = LOWEST_STAGE[args.offload]
     if args.stage < lowest_stage:
+        more = "" if lowest_stage == 3 else " or more"
         raise UserError(
-            f"--offload {args.offload} with --stage {args.stage}: "
-            f"use --stage {lowest_stage} or more"
+            f"--offload {args.offload} with --stage {args.stage}: use --stage {lowest_stage}{more}"
         )
     if args.async_save:
         raise UserError(
@@ -158,7 +158,9 @@ def make_universal(saved: Path, stage: int) -> Path | None:
         return None
     # The next start removes folders that end in .tmp, if this one is killed.
     universal = saved.with_name(f"{saved.name}-universal.tmp") / "step"
-    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
+    # Without the option, Python warns that deepspeed has imported this module before it runs it.
+    command = [sys.executable, "-W", "ignore::RuntimeWarning:runpy"]
+    command += ["-m", "deepspeed.checkpoint.ds_to_universal"]
     command += ["--input_folder", str(saved), "--output_folder", str(universal)]
     command += ["--inject_missing_state"]
     convert = partial(subprocess.run, command, check=True, stdout=subprocess.DEVNULL)

@@ -76,7 +76,11 @@ def problem_of(
     """Return why a variant cannot run, or None if it can."""
     kv_heads = config.num_key_value_heads
     if name == "Ulysses" and kv_heads % ranks:
-        return f"{ranks} ranks do not divide the {kv_heads} key-value heads of --model {args.model}"
+        right_sizes = [str(size) for size in range(1, kv_heads + 1) if kv_heads % size == 0]
+        return (
+            f"{ranks} ranks do not divide the {kv_heads} key-value heads of --model {args.model}: "
+            f"start {', '.join(right_sizes)}, or leave out --attention"
+        )
     if name == "torch":
         needed = ("_templated_ring_attention", "_templated_ring_attention_backward", "custom_ops")
         if not all(hasattr(torch_ring, part) for part in needed):

@@ -47,7 +47,7 @@ def count_data_ranks(args, world_size: int) -> int:
         right_size = math.ceil(world_size / multiple) * multiple
         raise UserError(
             f"--tp {args.tp} x --pp {args.pp} x --cp {args.cp} x --replicate {args.replicate} = "
-            f"{multiple} does not divide {world_size} processes: start {right_size}"
+            f"{multiple} does not divide a world size of {world_size}: use {right_size} ranks"
         )
     return world_size // (args.tp * args.pp * args.cp)
 
@@ -91,13 +91,19 @@ def check_layout(args, config: Config, batches: Batches) -> None:
     if args.pp > 1 and config.tie_word_embeddings:
         raise UserError(
             f"--pp {args.pp}: embedding and head of {model} are one matrix, and would be in two "
-            "stages: use --pp 1"
+            "stages: use --pp 1, or a config.json with tie_word_embeddings false"
         )
     if batches.accumulation_steps < args.pp:
+        per_rank = batches.micro_batch_size * batches.accumulation_steps  # sequences in a step
+        if per_rank < args.pp:
+            enough = args.global_batch_size // per_rank * args.pp
+            fix = f"use --global-batch-size {enough} --micro-batch-size 1"
+        else:
+            sizes = [size for size in range(1, per_rank // args.pp + 1) if per_rank % size == 0]
+            fix = f"use --micro-batch-size {sizes[-1]}"
         raise UserError(
             f"--pp {args.pp} needs {args.pp} micro-batches per step, and has "
-            f"{batches.accumulation_steps}: use a smaller --micro-batch-size, or a larger "
-            "--global-batch-size"
+            f"{batches.accumulation_steps}: {fix}"
         )
 
 

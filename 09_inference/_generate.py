@@ -325,8 +325,11 @@ def sample(logits: Tensor, args: argparse.Namespace, generator: torch.Generator)
 # --- flags and prompts
 
 
-def parser(description: str) -> cli.Parser:
-    """Return a parser with the flags of every script that generates text."""
+def parser(description: str, default_prompt: str = DEFAULT_PROMPT) -> cli.Parser:
+    """Return a parser with the flags of every script that generates text.
+
+    `default_prompt` is what --help calls the default of --prompt.
+    """
     flags = cli.Parser(description)
     add = flags.add_argument
     add(
@@ -335,7 +338,7 @@ def parser(description: str) -> cli.Parser:
         help=f"a Hugging Face folder, or with random weights: {', '.join(shapes.SIZES)}",
     )
     one_or_many = flags.add_mutually_exclusive_group()
-    one_or_many.add_argument("--prompt", help=f"text to continue (default: {DEFAULT_PROMPT})")
+    one_or_many.add_argument("--prompt", help=f"text to continue (default: {default_prompt})")
     one_or_many.add_argument(
         "--prompts", type=Path, metavar="FILE", help="a file with one prompt a line: one batch"
     )
@@ -401,7 +404,7 @@ class Text:
         for text in self.texts:
             ids = self.encode(text)
             if not ids:
-                raise UserError(f"an empty prompt, {text!r}: there is nothing to continue")
+                raise UserError(f"an empty prompt, {text!r}: give --prompt or --prompts a text")
             self.check_vocabulary(ids, f"the prompt {reprlib.repr(text)}")
             self.prompts.append(ids)
 
@@ -540,7 +543,9 @@ def cache_length(
     length = longest + args.max_new_tokens + ahead
     if length > config.max_position_embeddings:
         room = config.max_position_embeddings - longest - ahead
-        fix = f"use --max-new-tokens {room}" if room > 0 else "shorten the prompt"
+        fix = (
+            f"use --max-new-tokens {room}" if room > 0 else "shorten it with --prompt or --prompts"
+        )
         raise UserError(
             f"a prompt of {longest} tokens in a context of {config.max_position_embeddings}: {fix}"
         )

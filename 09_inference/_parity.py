@@ -1,6 +1,5 @@
 """The text, the table and the checks of parity.py."""
 
-import math
 import shutil
 import sysconfig
 from argparse import Namespace
@@ -110,10 +109,10 @@ def check(rows: list[dict], args) -> list[str]:
                 f"{autocast_error:.1e}: this is no rounding error"
             )
 
-    token = max(math.expm1(row["largest_difference_error"]) for row in rows)
-    sequence = max(
-        max(row["max_sequence_ratio"], 1 / row["min_sequence_ratio"]) - 1 for row in rows
-    )
+    token_differences = torch.tensor([row["largest_difference_error"] for row in rows])
+    sequence_differences = torch.tensor([row["largest_sequence_difference"] for row in rows])
+    token = token_differences.expm1().max().item()
+    sequence = sequence_differences.expm1().max().item()
     return [
         f"{SAME_KERNEL}: equal to '{TRAINER_16}' to the bit",
         f"in fp32, prefill and decode with a cache give the trainer's log-probabilities within "

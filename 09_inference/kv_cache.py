@@ -437,7 +437,7 @@ def run(variant: str, net: model.Transformer, text: Text, args, device: torch.de
 
 
 def main() -> int:
-    flags = parser(__doc__)
+    flags = parser(__doc__, default_prompt="the lines of kv_cache_prompts.txt")
     flags.set_defaults(model=None)
     flags.add_argument(
         "--repeat",

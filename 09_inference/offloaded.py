@@ -365,6 +365,7 @@ def main() -> int:
     rows, checked = run(args, config, text, device)
     token_ids = rows[-1].get("token_ids")  # none in a dry run
     own = rows[-1] | {"parameters": shapes.parameter_count(config)}
+    own.pop("seconds", None)  # in the summary, `seconds` is the time of the script
     if args.dry_run:
         own["world_size"] = args.world_size or 1
     else:

@@ -81,10 +81,12 @@ def compare(trainer: Tensor, server: Tensor) -> dict:
     difference = trainer - server
     token_ratio = difference.exp()
     # The ratio of a sequence is the product of the ratios of its tokens.
-    sequence_ratio = difference.sum(dim=1).exp()
+    sequence_difference = difference.sum(dim=1)
+    sequence_ratio = sequence_difference.exp()
     return {
         "difference_error": difference.abs().mean().item(),
         "largest_difference_error": difference.abs().max().item(),
+        "largest_sequence_difference": sequence_difference.abs().max().item(),
         "clipped_tokens_share": is_clipped(token_ratio).float().mean().item(),
         "sequence_ratio": sequence_ratio.median().item(),
         "min_sequence_ratio": sequence_ratio.min().item(),

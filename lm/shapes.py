@@ -269,7 +269,7 @@ def read_config_json(name: str, flag: str = "--model") -> dict:
         path = path / "config.json"
     if not path.is_file():
         raise UserError(
-            f"{flag} {name}: no such size (--help lists them), "
+            f"{flag} {name}: no such size ({', '.join(SIZES)}), "
             "nor an HF config.json or a folder with one"
         )
     if path.suffix in WEIGHT_SUFFIXES:
