@@ -24,9 +24,7 @@ least 36 ms for the matmuls of either.
 Previous: gradient_accumulation.py. Next: optimizer_memory.py.
 """
 
-import shutil
 import sys
-import sysconfig
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -38,7 +36,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 import _chunked_loss as helper
 
-from common import exits, report
+from common import exits, hardware, report
 from common.measure import seconds_in_turns
 from lm.data import PADDING
 
@@ -148,8 +146,7 @@ def chunked_cross_entropy(
 def loss_functions(chunk_tokens: int, device: torch.device) -> dict[str, Callable]:
     """Return the loss functions by name, the plain one first. Print what is left out, and why."""
     losses = {"plain": plain_cross_entropy}
-    has_compiler = shutil.which("g++") and Path(sysconfig.get_path("include"), "Python.h").exists()
-    if device.type == "cuda" or has_compiler:
+    if hardware.can_compile(device):
         losses["plain, compiled"] = torch.compile(plain_cross_entropy, dynamic=False)
     else:
         print("left out: plain, compiled (torch.compile on a CPU needs g++ and Python.h)")

@@ -1,15 +1,12 @@
 """The text, the table and the checks of parity.py."""
 
-import shutil
-import sysconfig
 from argparse import Namespace
 from itertools import islice
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from common import report
+from common import hardware, report
 from common.exits import UserError
 from lm import data, model, shapes
 
@@ -63,8 +60,7 @@ def prompts_of(corpus: data.Corpus, batch_size: int, device: torch.device) -> Te
 
 def can_compile(device: torch.device) -> bool:
     """Return whether torch.compile works here. Print what is missing if it does not."""
-    python_h = Path(sysconfig.get_path("include"), "Python.h")
-    if device.type == "cuda" or (shutil.which("g++") and python_h.exists()):
+    if hardware.can_compile(device):
         return True
     print("left out: compiled (torch.compile on a CPU needs g++ and Python.h)")
     return False

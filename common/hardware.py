@@ -5,6 +5,8 @@ in the table gives None, and MFU is then n/a: a share of a guessed peak would no
 """
 
 import csv
+import shutil
+import sysconfig
 from functools import cache
 from pathlib import Path
 
@@ -74,6 +76,14 @@ def multiplies_bf16(device) -> bool:
         return False
     words = cpuinfo.read_text().split()
     return not CPU_BF16.isdisjoint(words)
+
+
+def can_compile(device) -> bool:
+    """Return whether torch.compile works on this device. On a CPU it needs g++ and Python.h."""
+    if device.type == "cuda":
+        return True
+    python_h = Path(sysconfig.get_path("include"), "Python.h")
+    return shutil.which("g++") is not None and python_h.exists()
 
 
 def cudnn_version() -> str | None:
