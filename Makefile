@@ -57,6 +57,7 @@ site: $(VENV)/docs
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
+	$(BIN)/ruff check --preview --select PLW1514 .  # text files name their encoding
 	$(BIN)/ruff format --check .
 	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/ci.yaml
 

@@ -30,7 +30,7 @@ def bugs() -> list[dict[str, str]]:
     Each has a symptom, the chapter that teaches it, a thread in which people met it ("" if no
     public one is known), and `breaks`, the name of its fault in mutations.toml.
     """
-    return tomllib.loads((ROOT / "tests/data/gym.toml").read_text())["bug"]
+    return tomllib.loads((ROOT / "tests/data/gym.toml").read_text(encoding="utf-8"))["bug"]
 
 
 def fault_of(bug: dict[str, str]) -> mutations.Fault:

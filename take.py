@@ -59,7 +59,7 @@ def needs(file: Path, root: Path = ROOT) -> set[Path]:
     """
     named = {other.name: other for other in file.parent.iterdir()} | data_files(root)
     candidates = set()
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         for name in imported_names(node):
             candidates.update(files_of_module(name, file.parent, root))
         if isinstance(node, ast.Constant) and node.value in named:
@@ -104,7 +104,7 @@ def copy_files(files: Iterable[Path], target: Path) -> int:
         copy = target / file.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(file, copy)
-        lines = file.read_text().count("\n")
+        lines = file.read_text(encoding="utf-8").count("\n")
         total += lines
         print(f"{lines:6,} lines  {copy}")
     return total

@@ -50,7 +50,7 @@ def run_command(argv: list, seconds: float, **extra: str) -> tuple[int | None, s
     for name in (*RENDEZVOUS, *TASK_COUNTS):
         environment.pop(name, None)
     environment.update(extra)
-    with tempfile.TemporaryFile("w+", errors="replace") as output:
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
         argv = [str(argument) for argument in argv]
         process = subprocess.Popen(argv, env=environment, stdout=output, stderr=output)
         try:
@@ -105,7 +105,9 @@ def examine_script(script: Path, flags: list[str], nproc: int, seconds: float) -
             logs = [f"--log-dir={folder}", "--redirects=3"]
             argv = [*TORCHRUN, f"--nproc_per_node={nproc}", *logs, script, *flags]
         code, output = run_command(argv, seconds, PYTHONFAULTHANDLER="1")
-        outputs = [file.read_text() for file in sorted(Path(folder).rglob("stderr.log"))]
+        outputs = [
+            file.read_text(encoding="utf-8") for file in sorted(Path(folder).rglob("stderr.log"))
+        ]
     if nproc == 1:
         outputs = [output]
 

@@ -330,4 +330,4 @@ def limits(proc: str = "/proc", groups: str = "/sys/fs/cgroup") -> tuple[int | N
 
 
 def _text(file: Path) -> str:
-    return file.read_text().strip() if file.is_file() else ""
+    return file.read_text(encoding="utf-8").strip() if file.is_file() else ""

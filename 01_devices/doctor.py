@@ -73,8 +73,8 @@ def check_driver(gpus: list[dict], why_none: str | None) -> Check:
 def _nvidia_cards() -> int:
     cards = 0
     for file in Path("/sys/bus/pci/devices").glob("*/class"):
-        is_display = file.read_text().startswith("0x03")
-        if is_display and "0x10de" in file.with_name("vendor").read_text():
+        is_display = file.read_text(encoding="utf-8").startswith("0x03")
+        if is_display and "0x10de" in file.with_name("vendor").read_text(encoding="utf-8"):
             cards += 1
     return cards
 
@@ -187,7 +187,7 @@ def check_versions() -> Check:
         name = distribution.name.replace("_", "-")
         installed.setdefault(name, distribution.version.split("+")[0])
     different = []
-    text = requirements.read_text().replace("_", "-")
+    text = requirements.read_text(encoding="utf-8").replace("_", "-")
     for name, pin in re.findall(r"^([\w.-]+)==([\w.]+)", text, re.MULTILINE):
         if installed.get(name) != pin:
             different.append(f"{name} {installed.get(name, 'missing')} (pinned {pin})")

@@ -173,7 +173,7 @@ def time_steps(rows: int, width: int, device: str, *, compiled: bool) -> dict:
 
 def report_breaks() -> list[dict]:
     net = Choosing()
-    source = Path(__file__).read_text().splitlines()
+    source = Path(__file__).read_text(encoding="utf-8").splitlines()
     forwards = []
     for values, passes, gradients_of_branch in CASES:
         row = graph_breaks(net, values)
@@ -279,7 +279,7 @@ def main() -> None:
             "many_sizes": many,
             "steps": steps,
         }
-        args.json.write_text(json.dumps(summary, indent=1) + "\n")
+        args.json.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -130,7 +130,7 @@ def main() -> int:
         "least_squares_intercept": exact_intercept,
     }
     if args.json:
-        args.json.write_text(json.dumps(summary, indent=1) + "\n")
+        args.json.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     return 0
 
 

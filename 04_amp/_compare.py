@@ -49,7 +49,7 @@ def is_native(dtype: str, device: torch.device) -> bool:
     cpuinfo = Path("/proc/cpuinfo")
     if not cpuinfo.is_file():
         return False
-    instructions = set(cpuinfo.read_text().split())
+    instructions = set(cpuinfo.read_text(encoding="utf-8").split())
     return not instructions.isdisjoint(CPU_INSTRUCTIONS.get(dtype, set()))
 
 

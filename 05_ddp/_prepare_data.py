@@ -114,7 +114,7 @@ def write_npy_header(file: BinaryIO, dtype: np.dtype, count: int) -> None:
 def read_source(out: Path) -> list:
     """Return what the folder's source.json says; raise UserError if it is damaged."""
     try:
-        return json.loads((out / "source.json").read_text())
+        return json.loads((out / "source.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise exits.UserError(
             f"--out {out}: source.json is damaged ({error}): delete the folder"
@@ -124,7 +124,7 @@ def read_source(out: Path) -> list:
 def finished_part(out: Path, number: int, dtype: str) -> dict | None:
     """Return the counts of a part, or None if it is not finished or has lost files."""
     try:
-        counts = json.loads((out / f"parts/{number:06}.json").read_text())
+        counts = json.loads((out / f"parts/{number:06}.json").read_text(encoding="utf-8"))
         for side in ("train", "held_out"):
             size = (out / f"parts/{number:06}.{side}").stat().st_size
             if size != counts[side] * np.dtype(dtype).itemsize:

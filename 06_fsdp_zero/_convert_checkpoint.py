@@ -62,7 +62,7 @@ def find(path: Path) -> tuple[str, Path]:
         return "pt", path
     path = max(path.glob("step-" + 8 * "[0-9]"), default=path)
     if (path / "latest").is_file():  # DeepSpeed's own folder: the name of its newest step
-        path = path / (path / "latest").read_text().strip()
+        path = path / (path / "latest").read_text(encoding="utf-8").strip()
     if (path / "hashes.json").is_file():
         check_hashes(path)
     for kind, files in (

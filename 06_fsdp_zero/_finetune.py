@@ -409,7 +409,7 @@ def read_stops(folder: str) -> list[int]:
     for file in ("config.json", "generation_config.json"):
         path = Path(folder, file)
         if path.is_file():
-            content = parse_json(path.read_text(), f"--tokenizer {path}")
+            content = parse_json(path.read_text(encoding="utf-8"), f"--tokenizer {path}")
             found = content.get("eos_token_id")
             if isinstance(found, int):
                 found = [found]

@@ -176,7 +176,7 @@ def read_shape(name: str) -> Shape:
 
     The last may also be its folder. Raise UserError or ValueError if it cannot be read.
     """
-    published = json.loads(Path(__file__).with_name("models.json").read_text())
+    published = json.loads(Path(__file__).with_name("models.json").read_text(encoding="utf-8"))
     if name in shapes.SIZES:
         return from_config(name, shapes.SIZES[name])
     if name in published:

@@ -95,7 +95,7 @@ def instruction_task(folder: str, batch_size: int, steps: int) -> Task:
         raise UserError(
             f"--model {folder}: its tokenizer has no chat template, and instructions need one"
         )
-    pairs = [json.loads(line) for line in INSTRUCTIONS.read_text().splitlines()]
+    pairs = [json.loads(line) for line in INSTRUCTIONS.read_text(encoding="utf-8").splitlines()]
     encoded = [encode(tokenizer, pair) for pair in pairs]
     # The padding is at the end, where causal attention never looks.
     inputs = nn.utils.rnn.pad_sequence([inputs for inputs, _ in encoded], batch_first=True)

@@ -151,7 +151,7 @@ def train(name: str, folder: Path, config: shapes.Config, device: torch.device) 
     folder.mkdir()
     tensors = {name: weight.detach().cpu() for name, weight in net.named_parameters()}
     save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(shapes.config_json(config)))
+    (folder / "config.json").write_text(json.dumps(shapes.config_json(config)), encoding="utf-8")
     return str(folder)
 
 

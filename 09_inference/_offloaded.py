@@ -283,7 +283,7 @@ def load_with_map(
     from transformers import AutoModelForCausalLM
 
     folder = temporary_folder()
-    Path(folder, "config.json").write_text(json.dumps(shapes.config_json(config)))
+    Path(folder, "config.json").write_text(json.dumps(shapes.config_json(config)), encoding="utf-8")
     stored = weights.open_weights(args.model, config)
     if stored is None:  # random weights
         net = weights.build(args.model, config, seed=args.seed).to(_generate.DTYPES[args.dtype])
@@ -316,7 +316,9 @@ def link_weight_files(stored: StoredWeights, folder: Path) -> None:
         link = folder / tensor.file.name
         if not link.is_symlink():
             link.symlink_to(tensor.file.resolve())
-    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / INDEX).write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map}), encoding="utf-8"
+    )
 
 
 def steps_of_transformers(net: nn.Module) -> tuple[Callable, Callable]:

@@ -207,7 +207,7 @@ class Run:
                     # it is the command that takes too long, not the part
                     row |= {"failed": f"did not end within {seconds:.0f} s", "not_run": None}
             if summary.exists():
-                row["summary"] = json.loads(summary.read_text())
+                row["summary"] = json.loads(summary.read_text(encoding="utf-8"))
 
     def compare(self, command: Command, row: dict) -> None:
         """Add the ratio of speeds, and set `failed` if the losses are not equal."""
@@ -286,7 +286,7 @@ def earlier_rows(name: str, commit: str | None, commands: dict[str, str]) -> dic
     files = list(RESULTS.glob(f"*gpu-{name.lower()}-20*.json"))
     files.sort(key=lambda file: file.stat().st_mtime, reverse=True)
     for file in files:
-        content = json.loads(file.read_text())
+        content = json.loads(file.read_text(encoding="utf-8"))
         if content["about"]["commit"] != commit:
             continue
         rows = {}
@@ -368,7 +368,7 @@ class watch_power:
         program = shutil.which("nvidia-smi")
         if program:
             RESULTS.mkdir(parents=True, exist_ok=True)
-            with open(self.file, "w") as file:
+            with open(self.file, "w", encoding="utf-8") as file:
                 argv = [program, "dmon", "-s", "pucm", "-d", "2", "-o", "T"]
                 self.process = subprocess.Popen(argv, stdout=file, stderr=subprocess.STDOUT)
 

@@ -54,7 +54,7 @@ def start(command: list[str], timeout: float, env: dict[str, str], cwd: Path) ->
 
     Raise Failed if it ends badly, and OutOfTime if it takes longer than `timeout` seconds.
     """
-    with tempfile.TemporaryFile("w+", errors="replace") as file:
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as file:
         where = {"cwd": cwd, "stdout": file, "stderr": subprocess.STDOUT}
         process = subprocess.Popen(command, env=os.environ | env, **where)
         code = None
@@ -137,7 +137,7 @@ class Side(NamedTuple):
                 {"TOKENIZERS_PARALLELISM": "false", **(self.env or {})},
                 Path(folder),
             )
-            return json.loads(file.read_text()), output
+            return json.loads(file.read_text(encoding="utf-8")), output
 
 
 @dataclass
@@ -323,7 +323,7 @@ def write_results(device: str, kind: str, result: dict, text: str) -> Path:
     texts = {".json": json.dumps(result, indent=1), ".md": text.rstrip()}
     for suffix, content in texts.items():
         temporary = file.with_suffix(f"{suffix}.tmp")
-        temporary.write_text(content + "\n")
+        temporary.write_text(content + "\n", encoding="utf-8")
         temporary.replace(file.with_suffix(suffix))  # a kill leaves the old file or the new one
     return file
 

@@ -150,10 +150,10 @@ def count(name: str, folder: Path) -> dict:
     With infer_70b.py the step is the answer to all prompts.
     """
     script, config, shape, plan = read_case(name)
-    (folder / "config.json").write_text(json.dumps(shapes.config_json(config)))
-    (folder / "shim.py").write_text(SHIM.format(repo=str(REPO)))
-    (folder / "chats.jsonl").write_text("\n".join(map(json.dumps, CHATS)))
-    (folder / "prompts").write_text(f"{PROMPT}\n" * plan.micro_batch_size)
+    (folder / "config.json").write_text(json.dumps(shapes.config_json(config)), encoding="utf-8")
+    (folder / "shim.py").write_text(SHIM.format(repo=str(REPO)), encoding="utf-8")
+    (folder / "chats.jsonl").write_text("\n".join(map(json.dumps, CHATS)), encoding="utf-8")
+    (folder / "prompts").write_text(f"{PROMPT}\n" * plan.micro_batch_size, encoding="utf-8")
     # With adapters a model with a tokenizer, by make model.
     model = REPO / "models" / shape.name if plan.adapters else "config.json"
     flags = f"--model {model} --dtype bf16 --device cuda --json s.json {script_flags(script, plan)}"
@@ -166,10 +166,10 @@ def count(name: str, folder: Path) -> dict:
     log = folder / "run/metrics.jsonl"
     summary = {}
     if (folder / "s.json").exists():  # a check of numbers may have failed at the end
-        summary = json.loads((folder / "s.json").read_text())
+        summary = json.loads((folder / "s.json").read_text(encoding="utf-8"))
     records = []
     if log.exists():
-        records = [json.loads(line) for line in log.read_text().splitlines()]
+        records = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
     if len(records) > 3:
         step = records[3]  # before the evaluation
         return {
@@ -223,7 +223,7 @@ def main() -> int:
     parser.add_argument("--only", metavar="WORD", help="the cases whose names have it")
     only = parser.parse_args().only
     file = RESULTS / f"allocator-{date.today().isoformat()}.json"
-    counts = json.loads(file.read_text())["counts"] if file.exists() else {}
+    counts = json.loads(file.read_text(encoding="utf-8"))["counts"] if file.exists() else {}
     headings = ["case"]
     for count_name in ("allocated, GiB", "run", "reserved"):
         headings += [count_name, "predicted", "error"]

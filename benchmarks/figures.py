@@ -46,7 +46,7 @@ def loss_curves(redraw: bool = False) -> None:
     """
     if redraw:
         newest = max(RESULTS.glob("*-loss-curves-*.json"), key=lambda file: file.stem[-10:])
-        result = json.loads(newest.read_text())
+        result = json.loads(newest.read_text(encoding="utf-8"))
     else:
         result = train_loss_curves()
     draw.save("loss_curves", partial(charts.loss_curves, result))
@@ -139,7 +139,7 @@ def memory_planned() -> None:
 
 def kernels_of_a_step() -> None:
     """Read the profile of two training steps on an H200."""
-    result = json.loads(H200_PROFILE.read_text())
+    result = json.loads(H200_PROFILE.read_text(encoding="utf-8"))
     draw.save("kernels_of_a_step", partial(charts.kernels_of_a_step, result))
 
 

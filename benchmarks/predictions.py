@@ -133,7 +133,9 @@ def compare(row: Row, entry: dict) -> dict:
 
 def main() -> int:
     cli.Parser(__doc__).parse_args()
-    entries = {entry["name"]: entry for entry in json.loads(MEASURED.read_text())["rows"]}
+    entries = {
+        entry["name"]: entry for entry in json.loads(MEASURED.read_text(encoding="utf-8"))["rows"]
+    }
     comparisons = [compare(row, entries[row.name]) for row in ROWS]
     headings = ["seconds were", "row", "measured, ms", "planner", "error"]
     rows = [[*headings, "measured, GiB", "planner", "error", "why"]]

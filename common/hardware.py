@@ -26,7 +26,7 @@ def devices() -> dict[str, dict[str, float | None]]:
     None that there is no source for the figure.
     """
     figures_by_name = {}
-    with Path(__file__).with_name("devices.csv").open(newline="") as file:
+    with Path(__file__).with_name("devices.csv").open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
             names = row.pop("names").split(";")
             del row["source"]
@@ -74,7 +74,7 @@ def multiplies_bf16(device) -> bool:
     cpuinfo = Path("/proc/cpuinfo")
     if device.type != "cpu" or not cpuinfo.is_file():
         return False
-    words = cpuinfo.read_text().split()
+    words = cpuinfo.read_text(encoding="utf-8").split()
     return not CPU_BF16.isdisjoint(words)
 
 

@@ -109,7 +109,7 @@ def peak_memory_bytes(device) -> int:
     if sys.platform == "darwin":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     # Not ru_maxrss: on Linux it also counts the program that started this one.
-    status = Path("/proc/self/status").read_text()
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
     peak_kib = re.search(r"VmHWM:\s*(\d+)", status)[1]
     return int(peak_kib) * 1024
 
@@ -134,7 +134,7 @@ def write_json(summary: dict, json_path: Path | None) -> dict:
     full_summary.update(summary)
     if json_path:
         text = json.dumps(full_summary, indent=1, allow_nan=False, default=str)
-        json_path.write_text(text + "\n")
+        json_path.write_text(text + "\n", encoding="utf-8")
     return full_summary
 
 

@@ -101,7 +101,7 @@ def _linked_files(pages: set[Path]) -> set[Path]:
     """Return the files to which the pages have links, and which are no pages themselves."""
     linked = set()
     for page in pages:
-        for address in LINK.findall(CODE_BLOCK.sub("", page.read_text())):
+        for address in LINK.findall(CODE_BLOCK.sub("", page.read_text(encoding="utf-8"))):
             path = (page.parent / address).resolve()
             if path.is_file() and path.is_relative_to(ROOT):
                 linked.add(path)
@@ -122,7 +122,7 @@ def _write_source_page(source: Path, target: Path) -> None:
         language = "bash" if source.suffix == ".sbatch" else "text"
     options = f":language: {language}\n:linenos:\n:class: source\n"
     block = f"```{{literalinclude}} {source.name}\n{options}```\n"
-    (target / f"{source}.md").write_text(f"{ORPHAN}# {source}\n\n{block}")
+    (target / f"{source}.md").write_text(f"{ORPHAN}# {source}\n\n{block}", encoding="utf-8")
 
 
 def _write_folder_page(folder: Path, target: Path) -> None:
@@ -132,7 +132,9 @@ def _write_folder_page(folder: Path, target: Path) -> None:
         is_generated = name.endswith(".md") and name.removesuffix(".md") in names
         if not is_generated:
             lines.append(f"- [{name}]({folder.name}/{name})")
-    (target / f"{folder}.md").write_text(f"{ORPHAN}# {folder}\n\n" + "\n".join(lines) + "\n")
+    (target / f"{folder}.md").write_text(
+        f"{ORPHAN}# {folder}\n\n" + "\n".join(lines) + "\n", encoding="utf-8"
+    )
 
 
 # --- the text of the pages

@@ -213,7 +213,7 @@ class Run:
 
         saved_settings = settings  # of a new folder
         if file.exists():
-            saved_settings = json.loads(file.read_text())
+            saved_settings = json.loads(file.read_text(encoding="utf-8"))
         names = list(dict.fromkeys([*settings, *saved_settings]))  # of both, each once
         # The hash of --data is over token ids. So if it is the same, the tokenizer is the same, and
         # its name may be written in another way, or left out where it is the default.
@@ -340,7 +340,7 @@ def start_date(args: argparse.Namespace) -> datetime:
             return now
         # If the file is missing or damaged, this is a new run, or Run will raise.
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-            settings = json.loads((args.run_dir / "settings.json").read_text())
+            settings = json.loads((args.run_dir / "settings.json").read_text(encoding="utf-8"))
             return datetime.fromisoformat(settings[DATE])
         return now
 
@@ -411,7 +411,7 @@ def resume(run: Run, net, optimizer, scheduler, scaler=None) -> int:
 def write_json(file: Path, value: dict) -> None:
     """Write `value` as JSON, atomically: after a failure the file is as it was before."""
     temporary = file.with_name(file.name + ".tmp")
-    with open(temporary, "w") as stream:
+    with open(temporary, "w", encoding="utf-8") as stream:
         json.dump(value, stream, indent=1)
         stream.flush()
         os.fsync(stream.fileno())

@@ -181,7 +181,7 @@ def open_tokens(folder: Path, where: str, fix: str) -> tuple[dict, np.ndarray, n
     """
     name = "corpus.json"
     try:
-        about = json.loads((folder / name).read_text())
+        about = json.loads((folder / name).read_text(encoding="utf-8"))
         for key in ("tokenizer", "vocabulary_sha256", "sha256"):
             if not isinstance(about[key], str):
                 raise ValueError(f"{key} is {about[key]!r}")

@@ -346,7 +346,7 @@ def tokenize(origins: list, tokenizer: str, folder: Path, data: str, hold_out: b
         np.save(unfinished / f"{part}.npy", tokens)
         sha256.update(tokens)
     about["sha256"] = sha256.hexdigest()
-    (unfinished / "corpus.json").write_text(json.dumps(about))
+    (unfinished / "corpus.json").write_text(json.dumps(about), encoding="utf-8")
 
     # A folder of this name has lost some of its files, as temporary files do.
     shutil.rmtree(folder, ignore_errors=True)

@@ -251,7 +251,7 @@ def uses_gpu(device: str) -> bool:
 def read_flags(run_dir: Path) -> dict:
     """Return the flags that a run remembers. Older runs have none, and a new folder neither."""
     try:
-        flags = json.loads((run_dir / FLAGS_FILE).read_text())
+        flags = json.loads((run_dir / FLAGS_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return flags if isinstance(flags, dict) else {}

@@ -86,7 +86,7 @@ def _assign_to_files(tensors: dict[str, Tensor]) -> dict[str, list[str]]:
 
 def _write_json(file: Path, content: dict) -> None:
     """Write a JSON object to a file."""
-    file.write_text(json.dumps(content, indent=1) + "\n")
+    file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def copy_tokenizer(origin: Path, folder: Path) -> None:

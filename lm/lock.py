@@ -159,7 +159,7 @@ def _is_on_this_machine(owner) -> bool:
     if owner.start is None:
         return False
     try:
-        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text()
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8")
     except OSError:
         return False
     # filelock writes this number in front of the start time of the process.

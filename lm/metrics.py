@@ -299,9 +299,9 @@ class Meter:
 
         temporary = file.with_suffix(".tmp")
         lines = [json.dumps(record) + "\n" for record in self.records]
-        temporary.write_text("".join(lines))
+        temporary.write_text("".join(lines), encoding="utf-8")
         temporary.rename(file)
-        self.file = file.open("a")
+        self.file = file.open("a", encoding="utf-8")
 
     def _open_trackers(self, tensorboard: bool, wandb: bool) -> None:
         if tensorboard:

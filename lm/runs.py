@@ -33,7 +33,7 @@ def is_settings_of_run(file: Path) -> bool:
 def read_settings(folder: Path, name: str = "settings.json") -> dict:
     """Return the settings of a run by flag, or {} if the folder has none."""
     try:
-        settings = json.loads((folder / name).read_text())
+        settings = json.loads((folder / name).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     if not isinstance(settings, dict) or not {"--model", "--data", "--seed"} <= settings.keys():
@@ -59,7 +59,7 @@ def find_damage(path: Path, rank: int = 0, world_size: int = 1) -> str | None:
     Each rank checks every `world_size`-th file, so that the ranks share the work.
     """
     try:
-        hashes = json.loads((path / "hashes.json").read_text())
+        hashes = json.loads((path / "hashes.json").read_text(encoding="utf-8"))
         for name in sorted(hashes)[rank::world_size]:
             if file_sha256(path / name) != hashes[name]:
                 return f"{name} does not match its hash"

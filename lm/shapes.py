@@ -278,7 +278,7 @@ def read_config_json(name: str, flag: str = "--model") -> dict:
             f"{flag} {path.parent}"
         )
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(
             f"{flag} {name} is not a model's config.json, nor a folder with one: {error}"

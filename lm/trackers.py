@@ -86,15 +86,15 @@ class WeightsAndBiases:
 
         id_file = folder / "wandb.id"
         if id_file.exists():
-            run_id = id_file.read_text().strip()
+            run_id = id_file.read_text(encoding="utf-8").strip()
         else:
             run_id = secrets.token_hex(4)
-            id_file.write_text(run_id + "\n")
+            id_file.write_text(run_id + "\n", encoding="utf-8")
 
         settings = {}
         settings_file = folder / "settings.json"
         if settings_file.exists():
-            settings = json.loads(settings_file.read_text())
+            settings = json.loads(settings_file.read_text(encoding="utf-8"))
         try:
             self.run = wandb.init(
                 project=os.environ.get("WANDB_PROJECT") or WANDB_PROJECT,

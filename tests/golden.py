@@ -128,12 +128,12 @@ def write_folder(folder: Path, noise: float) -> None:
         weights[f"{name}.weight"] = np.float32(0.2 * drawn if len(size) == 2 else 1 + 0.1 * drawn)
     folder.mkdir()
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(SHAPE))
+    (folder / "config.json").write_text(json.dumps(SHAPE), encoding="utf-8")
 
 
 def write_inputs(folder: Path) -> None:
     """What all ways read, beside the folders that they run in."""
-    (folder / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
+    (folder / "prompts.txt").write_text("\n".join(PROMPTS) + "\n", encoding="utf-8")
     write_folder(folder / "model", noise=0)
     write_folder(folder / "draft", noise=0.1)  # it guesses some tokens right
 
@@ -176,8 +176,11 @@ def go(folder: Path, commands: list[str]) -> list[list]:
         if done.returncode:
             sys.exit(f"{done.stderr[-4000:]}\nexit code {done.returncode}: {shlex.join(argv)}")
     if (folder / "summary.json").exists():
-        return json.loads((folder / "summary.json").read_text())["token_ids"]
-    records = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+        return json.loads((folder / "summary.json").read_text(encoding="utf-8"))["token_ids"]
+    records = [
+        json.loads(line)
+        for line in (folder / "run/metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     return [
         [record[column] for record in records if column in record]
         for column in ("loss", "grad_norm", "val_loss")
@@ -215,7 +218,7 @@ def main() -> None:
             answers = [tokens_of_transformers(folder / "model", prompt) for prompt in PROMPTS]
             golden = dict(zip(ANSWERED, answers, strict=True))
         else:
-            golden = json.loads(FILE.read_text())
+            golden = json.loads(FILE.read_text(encoding="utf-8"))
         runs = [
             pool.submit(go, folder / str(i), commands)
             for i, (_, _, _, *commands) in enumerate(ways)
@@ -231,7 +234,7 @@ def main() -> None:
             pool.shutdown(cancel_futures=True)
     if args.write:
         lines = [f"  {json.dumps(key)}: {json.dumps(numbers)}" for key, numbers in golden.items()]
-        FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+        FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
     print(f"{len(ways)} ways in {time.monotonic() - started:.0f} s")
 
 

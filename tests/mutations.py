@@ -52,7 +52,7 @@ class Fault:
 
     def plant(self, folder: Path) -> None:
         """Write the faulty lines into a copy of the repository. ValueError if the old ones are not there once."""
-        text = (folder / self.file).read_text()
+        text = (folder / self.file).read_text(encoding="utf-8")
         faulty, times = re.subn(
             "^" + re.escape(self.old), lambda _: self.new, text, flags=re.MULTILINE
         )
@@ -60,11 +60,11 @@ class Fault:
             raise ValueError(f"{self.breaks}: stands {times} times in {self.file}: {self.old!r}")
         if self.file.endswith(".py"):
             ast.parse(faulty)  # a fault that does not compile proves nothing
-        (folder / self.file).write_text(faulty)
+        (folder / self.file).write_text(faulty, encoding="utf-8")
 
 
 def all_faults() -> list[Fault]:
-    return [Fault(**fault) for fault in tomllib.loads(FAULTS.read_text())["fault"]]
+    return [Fault(**fault) for fault in tomllib.loads(FAULTS.read_text(encoding="utf-8"))["fault"]]
 
 
 def copy_of_the_repository(folder: Path) -> Path:
@@ -94,13 +94,13 @@ def pytest(folder: Path, *tests: str) -> subprocess.CompletedProcess:
 
 def judge(folder: Path, fault: Fault) -> tuple[bool, str]:
     """Plant the fault in the copy, run its test, and take it out again: whether it was caught, and what pytest told."""
-    start, whole = time.monotonic(), (folder / fault.file).read_text()
+    start, whole = time.monotonic(), (folder / fault.file).read_text(encoding="utf-8")
     shutil.rmtree(folder / "corpora", ignore_errors=True)
     try:
         fault.plant(folder)
         result = pytest(folder, fault.test)
     finally:
-        (folder / fault.file).write_text(whole)
+        (folder / fault.file).write_text(whole, encoding="utf-8")
     # ERROR file::test: the run failed that a fixture makes for several tests. A file that cannot be imported has no ::
     failed = re.search(r"^(FAILED|ERROR \S+\.py::)", result.stdout, re.MULTILINE)
     if result.returncode != TESTS_FAILED or failed is None:

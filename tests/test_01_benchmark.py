@@ -82,7 +82,10 @@ def test_a_run_on_a_cpu_says_what_it_cannot_show(tmp_path):
     # arrays that take no time, and small matmuls
     file = with_fault(SCRIPT, tmp_path, '"cpu": 2**28', '"cpu": 2**22')
     file.write_text(
-        file.read_text().replace("50_257, 256", "257, 256").replace("50_304, 256", "320, 256")
+        file.read_text(encoding="utf-8")
+        .replace("50_257, 256", "257, 256")
+        .replace("50_304, 256", "320, 256"),
+        encoding="utf-8",
     )
     result = run(
         file,
@@ -97,7 +100,7 @@ def test_a_run_on_a_cpu_says_what_it_cannot_show(tmp_path):
         "roofline.png",
     )
     assert result.code == 0, result.out + result.err
-    summary = json.loads((tmp_path / "n.json").read_text())
+    summary = json.loads((tmp_path / "n.json").read_text(encoding="utf-8"))
     assert {"between host and GPU", "CPU against GPU"} <= summary["not_measured"].keys()
     assert (summary["crossover_size"], summary["square_1000_cpu_over_gpu"]) == (None, None)
     rows = {row["kind"]: row for row in summary["rows"]}
@@ -145,7 +148,7 @@ def test_on_a_gpu(gpus, tmp_path):
         command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    summary = json.loads((tmp_path / "n.json").read_text())
+    summary = json.loads((tmp_path / "n.json").read_text(encoding="utf-8"))
     native = machine.native_types(CUDA)[0]
     native |= {"fp8_fast"} if "fp8" in native else set()
     assert {found["dtype"] for found in summary["rows"] if found["kind"] == "matmul"} == native

@@ -45,7 +45,7 @@ def doctor(
     """Return the result and what was seen of each check. A fault has a fix, a failure code 1."""
     result = run(script, folder, "--json", "d.json", *flags, **env)
     assert (folder / "d.json").exists(), result.out + result.err
-    summary = json.loads((folder / "d.json").read_text())
+    summary = json.loads((folder / "d.json").read_text(encoding="utf-8"))
     checks = summary["checks"]
     failures = sum(check["result"] == "fail" for check in checks)
     assert (result.code, summary["failures"]) == (min(1, failures), failures), (
@@ -58,7 +58,7 @@ def doctor(
 def planted(folder: Path, quick: Path, setup="pass", step="pass", nproc=1, timeout=600, **env: str):
     """Run the doctor on a script with these lines in it. Nothing of it may be left running."""
     script = folder / "script.py"
-    script.write_text(PLAIN.format(setup=setup, step=step))
+    script.write_text(PLAIN.format(setup=setup, step=step), encoding="utf-8")
     flags = ["--script", script, "--nproc", nproc, "--timeout", timeout]
     found = doctor(folder, *flags, script=quick, **env)
     assert not [
@@ -145,7 +145,7 @@ def test_a_gpu_whose_clocks_are_held_down(fake_driver, tmp_path, quick):
 
 def line_of(folder: Path, code: str) -> str:
     """Return file:line of the line of the script that holds this code."""
-    lines = (folder / "script.py").read_text().splitlines()
+    lines = (folder / "script.py").read_text(encoding="utf-8").splitlines()
     [number] = [number for number, line in enumerate(lines, 1) if code in line]
     return f"script.py:{number}"
 

@@ -40,7 +40,8 @@ EXPORTED = {*load(SCRIPT).METRICS} - {"gpu_throttle_reasons"} | {"gpu_throttled"
 def write_run(folder: Path, *records: dict, tail: str = "") -> Path:
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text(
-        "".join(json.dumps(record) + "\n" for record in records) + tail
+        "".join(json.dumps(record) + "\n" for record in records) + tail,
+        encoding="utf-8",
     )
     return folder
 
@@ -51,9 +52,11 @@ def exporter(folder: Path, *flags, **env: str):
     folder.mkdir()
     process = start(command(SCRIPT, "--prometheus", 0, *flags), folder, **env)
     try:
-        served = holds(process, lambda: (folder / "stdout").read_text().endswith("/metrics\n"))
-        assert served, (folder / "stderr").read_text()
-        yield process, (folder / "stdout").read_text().split()[-1]
+        served = holds(
+            process, lambda: (folder / "stdout").read_text(encoding="utf-8").endswith("/metrics\n")
+        )
+        assert served, (folder / "stderr").read_text(encoding="utf-8")
+        yield process, (folder / "stdout").read_text(encoding="utf-8").split()[-1]
     finally:
         kill_all(process)
 
@@ -66,7 +69,7 @@ def get(url: str) -> str:
 def once(folder: Path, *flags, **env: str) -> dict:
     result = run(SCRIPT, folder, "--once", "--json", "out.json", *flags, **env)
     assert result.code == 0, result.out + result.err
-    return json.loads((folder / "out.json").read_text())
+    return json.loads((folder / "out.json").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize(
@@ -122,7 +125,7 @@ def test_without_nvml_the_rest_works_and_says_why(tmp_path, fake_driver):
         4000,
     )
     assert found["no_gpu"]
-    assert found["no_gpu"] in (tmp_path / "stdout").read_text()
+    assert found["no_gpu"] in (tmp_path / "stdout").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
@@ -236,15 +239,17 @@ def prometheus(folder: Path, target: str):
         "scrape_configs": [{"job_name": "monitor", "static_configs": [{"targets": [target]}]}]
     }
     config["global"] = {"scrape_interval": "1s", "scrape_timeout": "1s"}
-    (folder / "prometheus.yml").write_text(json.dumps(config))  # JSON is YAML
+    (folder / "prometheus.yml").write_text(json.dumps(config), encoding="utf-8")  # JSON is YAML
     flags = [f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"]
     process = start(["prometheus", *flags, "--web.listen-address=127.0.0.1:0"], folder)
 
     def listening() -> re.Match | None:
-        return re.search(r"address=(127\.0\.0\.1:[1-9]\d*)", (folder / "stderr").read_text())
+        return re.search(
+            r"address=(127\.0\.0\.1:[1-9]\d*)", (folder / "stderr").read_text(encoding="utf-8")
+        )
 
     try:
-        assert holds(process, listening), (folder / "stderr").read_text()[-2000:]
+        assert holds(process, listening), (folder / "stderr").read_text(encoding="utf-8")[-2000:]
         yield process, f"http://{listening()[1]}"
     finally:
         kill_all(process)

@@ -9,7 +9,7 @@ import pytest
 from support import harness
 
 SCRIPT = "01_devices/show.py"
-DRIVER = (Path(__file__).parent / "support/fake_nvml.c").read_text()
+DRIVER = (Path(__file__).parent / "support/fake_nvml.c").read_text(encoding="utf-8")
 QUERIES = set(re.findall(r"\b(nvml(?:Device|System)Get\w+)\(", DRIVER)) | set(
     re.findall(r"CONSTANT\((\w+),", DRIVER)
 )
@@ -37,7 +37,7 @@ def ask(driver: str, *planted: dict[str, str]) -> list[dict]:
     """What the chapter reads with these faults planted in the driver library of that folder."""
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder, "ask.py")
-        script.write_text(ASK)
+        script.write_text(ASK, encoding="utf-8")
         result = harness.run(script, Path(folder), json.dumps(planted), LD_LIBRARY_PATH=driver)
     assert result.code == 0, result.err
     return json.loads(result.out)
@@ -110,7 +110,7 @@ def test_gpus_that_only_the_driver_sees(tmp_path, fake_driver, refused):
     env = {"LD_LIBRARY_PATH": fake_driver, "NVML_GPUS": "4", "NVML_REFUSE": refused}
     result = harness.run(SCRIPT, tmp_path, "--json", "all.json", "--device", "cpu", **env)
     assert result.code == 0, result.out + result.err
-    found = json.loads((tmp_path / "all.json").read_text())
+    found = json.loads((tmp_path / "all.json").read_text(encoding="utf-8"))
     name = None if refused else "NVIDIA H100 80GB HBM3"
     assert [gpu["name"] for gpu in found["gpus"]] == [name] * 4
     full = {

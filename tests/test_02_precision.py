@@ -25,7 +25,7 @@ def summary(tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp("precision")
     result = run(SCRIPT, folder, "--device", "cpu", "--json", "s.json", warm=False)
     assert result.code == 0, result.err
-    found = json.loads((folder / "s.json").read_text())
+    found = json.loads((folder / "s.json").read_text(encoding="utf-8"))
     return found | {"rows": {row["name"]: row for row in found["rows"]}}
 
 
@@ -135,7 +135,10 @@ def test_on_a_gpu(gpus, tmp_path, allow):
     }
     result = run(SCRIPT, tmp_path, "--device", "cuda", "--json", "s.json", **env)
     assert result.code == 0, result.err[-4000:]
-    rows = {row["name"]: row for row in json.loads((tmp_path / "s.json").read_text())["rows"]}
+    rows = {
+        row["name"]: row
+        for row in json.loads((tmp_path / "s.json").read_text(encoding="utf-8"))["rows"]
+    }
     assert rows["fp32"]["matmul_error"] < 1e-5
     if "matmul_error" in rows["tf32"]:
         assert (

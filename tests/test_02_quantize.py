@@ -19,7 +19,7 @@ def on_folder(folder: Path, script: str | Path, *flags: str):
 def test_quantize_on_the_model_of_a_folder(tmp_path):
     result = on_folder(tmp_path, QUANTIZE)
     assert result.code == 0, result.err
-    summary = json.loads((tmp_path / "s.json").read_text())
+    summary = json.loads((tmp_path / "s.json").read_text(encoding="utf-8"))
     rows = {row["scheme"]: row for row in summary["rows"]}
     fp32, int4 = rows["fp32"], rows["int4 per channel"]
     assert fp32["delta"] == fp32["standard_error"] == 0
@@ -33,7 +33,7 @@ def test_quantize_on_the_model_of_a_folder(tmp_path):
 def test_qat_on_the_model_of_a_folder(tmp_path):
     result = on_folder(tmp_path, QAT, "--seeds", "2", "--steps", "2", "--bits", "3", "2")
     assert result.code == 0, result.err
-    summary = json.loads((tmp_path / "s.json").read_text())
+    summary = json.loads((tmp_path / "s.json").read_text(encoding="utf-8"))
     first, _, second, _ = summary["rows"]
     assert first["base_loss"] == second["base_loss"]  # one model
     assert first["baseline_loss"] != second["baseline_loss"]  # and two orders of the data
@@ -94,7 +94,7 @@ def on_gpu(gpu_run, folder: Path, script: str, *flags: str) -> dict:
     short = ["--device", "cuda", "--train-steps", "30", "--json", "s.json"]
     result = gpu_run(script, folder, *short, *flags)
     assert result.code == 0, result.err[-4000:]
-    return json.loads((folder / "s.json").read_text())
+    return json.loads((folder / "s.json").read_text(encoding="utf-8"))
 
 
 @pytest.mark.gpu(n=1)

@@ -11,7 +11,7 @@ SCRIPT = "02_tensors_precision/tensors.py"
 def test_bytes_and_times(tmp_path):
     result = run(SCRIPT, tmp_path, "--device", "cpu", "--json", "s.json", warm=False)
     assert result.code == 0, result.err
-    summary = json.loads((tmp_path / "s.json").read_text())
+    summary = json.loads((tmp_path / "s.json").read_text(encoding="utf-8"))
     assert summary["batch_fp32_bytes"] == 19_267_584 == 32 * 3 * 224 * 224 * 4
     assert summary["batch_bf16_bytes"] == 9_633_792
     assert summary["rows"]

@@ -14,11 +14,11 @@ def found(tmp_path_factory) -> dict:
     # no compiler is found
     result = run(SCRIPT, where, "--device", "cpu", "--json", "summary.json", PATH="/nowhere")
     assert result.code == 0, result
-    return json.loads((where / "summary.json").read_text())
+    return json.loads((where / "summary.json").read_text(encoding="utf-8"))
 
 
 def test_graphs_break_where_values_decide(found):
-    source = (ROOT / SCRIPT).read_text().splitlines()
+    source = (ROOT / SCRIPT).read_text(encoding="utf-8").splitlines()
     assert [len(row["values"]) for row in found["forwards"]] == [2, 3, 2]
     for row in found["forwards"]:
         assert row["graphs"] == row["breaks"] + 1 == len(row["lines"]) + 1

@@ -13,7 +13,7 @@ def test_recovers_the_line(tmp_path):
         SCRIPT, tmp_path, "--device", "cpu", "--json", "s.json", "--run-dir", "run", "--seed", 5
     )
     assert result.code == 0, result.err
-    summary = json.loads((tmp_path / "s.json").read_text())
+    summary = json.loads((tmp_path / "s.json").read_text(encoding="utf-8"))
     assert abs(summary["slope"] - 2) < 0.05
     assert abs(summary["intercept"] + 3) < 0.05
     assert abs(summary["slope"] - summary["least_squares_slope"]) < 0.05

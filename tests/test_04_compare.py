@@ -10,7 +10,7 @@ SCRIPT = "04_amp/compare.py"
 
 def flags(folder) -> list:
     folder.mkdir(exist_ok=True)
-    (folder / "tiny.json").write_text(json.dumps(TINY))
+    (folder / "tiny.json").write_text(json.dumps(TINY), encoding="utf-8")
     return ["--model", "tiny.json", "--device", "cpu", "--steps", 12, "--json", "c.json"]
 
 
@@ -19,7 +19,7 @@ def summary(tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp("compare")
     result = run(SCRIPT, folder, *flags(folder), warm=False)
     assert result.code == 0, result.err[-3000:]
-    found = json.loads((folder / "c.json").read_text())
+    found = json.loads((folder / "c.json").read_text(encoding="utf-8"))
     return found | {"rows": {row["dtype"]: row for row in found["rows"]}}
 
 
@@ -79,6 +79,9 @@ def test_steps_that_are_no_multiple_of_the_rounds_are_refused(tmp_path):
 def test_gpu_runs_every_native_type(gpu_run, tmp_path):
     result = gpu_run(SCRIPT, tmp_path, "--device", "cuda", "--steps", 12, "--json", "c.json")
     assert result.code == 0, result.err[-3000:]
-    rows = {row["dtype"]: row for row in json.loads((tmp_path / "c.json").read_text())["rows"]}
+    rows = {
+        row["dtype"]: row
+        for row in json.loads((tmp_path / "c.json").read_text(encoding="utf-8"))["rows"]
+    }
     assert {"fp32", "fp16"} <= set(rows)
     assert all(row["activation_bytes"] > 0 for row in rows.values())

@@ -64,7 +64,7 @@ def test_every_collective_is_measured_at_every_size(tmp_path):
     ]
     result = run(SCRIPT, tmp_path, *flags)
     assert result.code == 0, result.err
-    summary = json.loads((tmp_path / "c.json").read_text())
+    summary = json.loads((tmp_path / "c.json").read_text(encoding="utf-8"))
     assert summary["world_size"] == 2
     assert {row["collective"] for row in summary["rows"]} == COLLECTIVES
     for row in summary["rows"]:

@@ -14,7 +14,10 @@ def test_the_bytes_of_a_step_and_the_gradients_of_one_process(tmp_path):
     result = run(SCRIPT, tmp_path, "--device", "cpu", "--json", "s.json", warm=False)
     assert result.code == 0, result.err
     nano = 4 * shapes.parameter_count(shapes.SIZES["nano"])
-    rows = {row["devices"]: row for row in json.loads((tmp_path / "s.json").read_text())["rows"]}
+    rows = {
+        row["devices"]: row
+        for row in json.loads((tmp_path / "s.json").read_text(encoding="utf-8"))["rows"]
+    }
     assert rows.keys() >= {2, 4, 8}
     for n, row in rows.items():
         assert (row["device_0_sent_bytes"], row["device_1_sent_bytes"]) == ((n - 1) * nano, nano)
@@ -45,7 +48,7 @@ WRONG = {  # a line, what stands there instead, what the error names
 @pytest.mark.parametrize("fault", WRONG)
 def test_bytes_or_gradients_that_are_wrong_fail(tmp_path, fault):
     line, wrong, words = WRONG[fault]
-    (tmp_path / "tiny.json").write_text(json.dumps(TINY))
+    (tmp_path / "tiny.json").write_text(json.dumps(TINY), encoding="utf-8")
     result = run(
         with_fault(SCRIPT, tmp_path, line, wrong),
         tmp_path,
@@ -66,6 +69,6 @@ def test_what_is_refused(tmp_path):
 def test_the_real_one_on_two_gpus(gpu_run, tmp_path):
     result = gpu_run(SCRIPT, tmp_path, "--device", "cuda", "--seq-len", 256, "--json", "s.json")
     assert result.code == 0, result.err
-    real = json.loads((tmp_path / "s.json").read_text())["rows"][-1]
+    real = json.loads((tmp_path / "s.json").read_text(encoding="utf-8"))["rows"][-1]
     assert real["name"] == "nn.DataParallel"
     assert real["gradient_relative_error"] < 1e-5

@@ -69,7 +69,7 @@ os._exit(0)  # as exits.run
 @pytest.mark.full
 def test_no_rank_hangs_after_its_last_line(tmp_path):
     """gloo's destructor joins threads that may want the GIL, and DDP would run it with the GIL held."""
-    (tmp_path / "leaves.py").write_text(LEAVES.format(root=str(ROOT)))
+    (tmp_path / "leaves.py").write_text(LEAVES.format(root=str(ROOT)), encoding="utf-8")
     result = run(tmp_path / "leaves.py", tmp_path, nproc=2)
     assert result.code == 0, result.err
     assert result.out.split() == [str(turn) for turn in range(30)]

@@ -34,10 +34,10 @@ def runs(once) -> Callable[[int], dict]:
     """runs(n): the summary on n ranks; two is what a bare `python` starts."""
 
     def run_on(folder: Path, n: int) -> dict:
-        (folder / "tiny.json").write_text(json.dumps(TINY))
+        (folder / "tiny.json").write_text(json.dumps(TINY), encoding="utf-8")
         result = run(SCRIPT, folder, *SMALL, "--steps", STEPS, nproc=None if n == 2 else n)
         assert result.code == 0, f"{result.out[-2000:]}\n{result.err[-4000:]}"
-        return json.loads((folder / "s.json").read_text())
+        return json.loads((folder / "s.json").read_text(encoding="utf-8"))
 
     return partial(once, "ddp from scratch", run_on)
 
@@ -82,7 +82,7 @@ def test_each_gradient_is_sent_once_and_early(runs):
 
 
 def test_the_script_finds_what_is_planted(tmp_path):
-    (tmp_path / "tiny.json").write_text(json.dumps(TINY))
+    (tmp_path / "tiny.json").write_text(json.dumps(TINY), encoding="utf-8")
     script = with_fault(SCRIPT, tmp_path, " flat /= dist.get_world_size()\n", " pass\n")
     result = run(script, tmp_path, *SMALL, "--steps", 1, nproc=2)
     assert result.code == 1
@@ -98,7 +98,7 @@ def test_two_hosts_with_a_slow_link(tmp_path):
     """The bytes of a step cannot be faster than the link, and no host is left behind."""
     if os.geteuid() or not (shutil.which("ip") and shutil.which("tc")):
         pytest.skip("network namespaces need root, ip and tc (Debian's iproute2)")
-    (tmp_path / "tiny.json").write_text(json.dumps(TINY))
+    (tmp_path / "tiny.json").write_text(json.dumps(TINY), encoding="utf-8")
     flags = (*SMALL, "--steps", 3, "--model", "nano")
     process = start(
         [str(ROOT / "benchmarks/slow_link.sh"), "200", *command(SCRIPT, *flags)], tmp_path
@@ -109,7 +109,7 @@ def test_two_hosts_with_a_slow_link(tmp_path):
         ["ip", "netns", "list"], capture_output=True, text=True, timeout=600, check=True
     ).stdout
     assert f"-{process.pid}" not in listed
-    summary = json.loads((tmp_path / "s.json").read_text())
+    summary = json.loads((tmp_path / "s.json").read_text(encoding="utf-8"))
     assert summary["world_size"] == 2
     least = 8 * 4 * summary["parameters"] / 200e6
     for row in summary["rows"][1:]:

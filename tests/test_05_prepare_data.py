@@ -81,7 +81,7 @@ def tokenizer(tmp_path_factory):
 
 def test_killed_at_any_moment_and_on_other_workers_the_same_bytes(tmp_path):
     small_parts = with_fault(SCRIPT, tmp_path, "PART_BYTES = 8 * 2**20", "PART_BYTES = 1000")
-    (tmp_path / "d.jsonl").write_text(jsonl(ROWS))
+    (tmp_path / "d.jsonl").write_text(jsonl(ROWS), encoding="utf-8")
     flags = ["--data", tmp_path / "d.jsonl"]
     whole, _ = prepare(tmp_path / "once", *flags, "--workers", 1, script=small_parts)
     folder = tmp_path / "killed"
@@ -111,7 +111,7 @@ def test_killed_at_any_moment_and_on_other_workers_the_same_bytes(tmp_path):
     assert resumed == whole
     assert set(whole) == {"train.npy", "held_out.npy", "corpus.json", "source.json"}
     assert sorted(documents(whole)) == sorted(ROWS)
-    (tmp_path / "d.jsonl").write_text(jsonl(ROWS[1:]))
+    (tmp_path / "d.jsonl").write_text(jsonl(ROWS[1:]), encoding="utf-8")
     assert_refused(finish(start(argv, folder), folder), "--out tokens", "delete it")
 
 
@@ -119,7 +119,7 @@ def test_killed_when_all_is_joined(tmp_path):
     script = with_fault(
         SCRIPT, tmp_path, '    shutil.rmtree(args.out / "parts")\n', "    os.kill(os.getpid(), 9)\n"
     )
-    (tmp_path / "d.txt").write_text("".join(ROWS))
+    (tmp_path / "d.txt").write_text("".join(ROWS), encoding="utf-8")
     flags = ["--data", tmp_path / "d.txt", "--workers", 1]
     run(script, tmp_path / "killed", "--out", "tokens", *flags, warm=False)
     assert list(tmp_path.glob("killed/tokens/parts/*"))
@@ -138,22 +138,22 @@ def test_a_mixed_folder_loses_nothing(tmp_path):
     texts = [f"{text} in file {i}" for i, text in enumerate(ROWS)]
     web = tmp_path / "web"
     (web / "deep").mkdir(parents=True)
-    (web / "a.jsonl").write_text(jsonl(texts[:50]) + "\n")
+    (web / "a.jsonl").write_text(jsonl(texts[:50]) + "\n", encoding="utf-8")
     (web / "b.jsonl.gz").write_bytes(gzip.compress(jsonl(texts[50:100]).encode()))
     with pa.output_stream(str(web / "d.jsonl.zst")) as file:
         file.write(jsonl(texts[100:200]).encode())
     parquet.write_table(
         pa.table({"text": texts[200:397]}), web / "deep/e.parquet", row_group_size=40
     )
-    (web / "deep/f.md").write_text(texts[397])
+    (web / "deep/f.md").write_text(texts[397], encoding="utf-8")
     (web / "g.txt.bz2").write_bytes(bz2.compress(texts[398].encode()))
-    (web / "h.txt").write_text(texts[399])
+    (web / "h.txt").write_text(texts[399], encoding="utf-8")
     files, _ = prepare(tmp_path, "--data", "web", "--workers", 2)
     assert sorted(documents(files)) == sorted(texts)
     (web / ".cache").mkdir()
-    (web / ".cache/a.metadata").write_text("left by a download")
+    (web / ".cache/a.metadata").write_text("left by a download", encoding="utf-8")
     prepare(tmp_path, "--data", "web")
-    (web / "notes.csv").write_text("a,b")
+    (web / "notes.csv").write_text("a,b", encoding="utf-8")
     assert_refused(run(SCRIPT, tmp_path, "--data", "web", "--out", "other"), "web/notes.csv")
 
 
@@ -161,7 +161,7 @@ def test_a_data_set_that_was_saved(tmp_path):
     datasets = pytest.importorskip("datasets")
     datasets.Dataset.from_dict({"body": ROWS}).save_to_disk(tmp_path / "saved")
     (tmp_path / "hub").mkdir()
-    (tmp_path / "hub/d.jsonl").write_text(jsonl(ROWS, "body"))
+    (tmp_path / "hub/d.jsonl").write_text(jsonl(ROWS, "body"), encoding="utf-8")
     for name in ("saved", "hub"):
         files, _ = prepare(
             tmp_path / f"of-{name}", "--data", f"hf:{tmp_path / name}", "--column", "body"
@@ -199,7 +199,7 @@ def test_what_is_no_text_is_refused_with_its_place(tmp_path, name):
 
 def test_special_tokens_in_a_text_are_text_and_one_ends_a_document(tmp_path, tokenizer):
     rows = [f"{text}<end> and <turn>{text}" for text in ROWS]
-    (tmp_path / "d.jsonl").write_text(jsonl(rows))
+    (tmp_path / "d.jsonl").write_text(jsonl(rows), encoding="utf-8")
     flags = ["--data", tmp_path / "d.jsonl", "--tokenizer", tokenizer.name_or_path]
     for case, end_flags in {"eos": [], "named": ["--end-token", "<turn>"]}.items():
         files, summary = prepare(tmp_path / case, *flags, *end_flags)
@@ -219,13 +219,13 @@ def test_long_documents_are_cut_in_pieces(tmp_path, tokenizer):
     No character is lost.
     """
     row = "word 東京 " * 75_000
-    (tmp_path / "long.jsonl").write_text(jsonl([row]))
+    (tmp_path / "long.jsonl").write_text(jsonl([row]), encoding="utf-8")
     flags = ["--data", tmp_path / "long.jsonl", "--tokenizer", tokenizer.name_or_path]
     files, summary = prepare(tmp_path / "row", *flags)
     assert summary["documents"] == 1
     assert tokenizer.decode(np.concatenate(tokens(files))) == row + "<end>"
     lines = [f"line {i} of a long text\n" for i in range(120_000)]
-    (tmp_path / "long.txt").write_text("".join(lines))
+    (tmp_path / "long.txt").write_text("".join(lines), encoding="utf-8")
     files, summary = prepare(tmp_path / "text", "--data", tmp_path / "long.txt")
     assert summary["documents"] == 3
     assert sorted("".join(documents(files)).splitlines(keepends=True)) == sorted(lines)
@@ -241,8 +241,8 @@ def test_a_folder_of_tokens_trains_as_its_text_does(tmp_path, tokenizer):
     rows = [row[:20].ljust(40, ".") for row in ROWS] + [f"{i:041}" for i in range(400)]
     low = [row for row in rows if int(hashlib.sha256(row.encode()).hexdigest(), 16) < 0.05 * 2**256]
     others = [row for row in rows if row not in low]
-    (tmp_path / "d.jsonl").write_text(jsonl(low + others[: 19 * len(low)]))
-    (tmp_path / "wide.json").write_text(json.dumps({**TINY, "vocab_size": 320}))
+    (tmp_path / "d.jsonl").write_text(jsonl(low + others[: 19 * len(low)]), encoding="utf-8")
+    (tmp_path / "wide.json").write_text(json.dumps({**TINY, "vocab_size": 320}), encoding="utf-8")
     flags = ["--steps", 3, "--model", tmp_path / "wide.json"]
     for name in ("bytes", tokenizer.name_or_path):
         folder = tmp_path / Path(name).name
@@ -270,7 +270,7 @@ def test_a_large_text_names_the_command_that_prepares_it(tmp_path, monkeypatch):
 def test_ten_times_the_text_takes_no_more_memory(tmp_path):
     peaks = []
     for copies in (5, 50):
-        (tmp_path / "d.jsonl").write_text(jsonl(ROWS * 25) * copies)
+        (tmp_path / "d.jsonl").write_text(jsonl(ROWS * 25) * copies, encoding="utf-8")
         _, summary = prepare(tmp_path / str(copies), "--data", tmp_path / "d.jsonl", "--workers", 2)
         peaks.append(summary["peak_memory_bytes"] + summary["worker_peak_memory_bytes"])
     assert peaks[1] < 1.1 * peaks[0]

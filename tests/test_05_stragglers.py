@@ -46,7 +46,7 @@ dist.all_reduce = meeting_all_reduce
 
 
 def run_with_clock(script, folder, *flags, nproc: int) -> Result:
-    (folder / "tiny.json").write_text(json.dumps(TINY))
+    (folder / "tiny.json").write_text(json.dumps(TINY), encoding="utf-8")
     small = ("--device", "cpu", "--model", "tiny.json", "--steps", 3, "--json", "s.json")
     return run(with_prelude(script, folder, LOGICAL_CLOCK), folder, *small, *flags, nproc=nproc)
 
@@ -56,7 +56,7 @@ def test_the_planted_rank_is_found_and_the_others_wait_for_it(tmp_path):
         SCRIPT, tmp_path, "--slow-rank", 2, "--slow-factor", 7, "--trace", "traces", nproc=3
     )
     assert result.code == 0, result
-    rows = json.loads((tmp_path / "s.json").read_text())["rows"]
+    rows = json.loads((tmp_path / "s.json").read_text(encoding="utf-8"))["rows"]
     keys = ("rank", "forward_seconds", "wait_seconds", "step_seconds", "lag_ratio", "found_slow")
     assert [tuple(row[key] for key in keys) for row in rows] == [
         *((rank, 1, 0, 1, 1, False) for rank in range(3)),
@@ -65,7 +65,9 @@ def test_the_planted_rank_is_found_and_the_others_wait_for_it(tmp_path):
         (2, 7, 0, 7, 7, True),
     ]
     for rank in range(3):
-        assert json.loads((tmp_path / f"traces/rank-{rank}.json").read_text())["traceEvents"]
+        assert json.loads((tmp_path / f"traces/rank-{rank}.json").read_text(encoding="utf-8"))[
+            "traceEvents"
+        ]
 
 
 WRONG = {  # a piece of the script, what stands there instead, words of the error
@@ -106,4 +108,4 @@ def test_stragglers_over_nccl(gpu_run, tmp_path):
     flags = ("--device", "cuda", "--trace", "traces", "--json", "s.json")
     result = gpu_run(SCRIPT, tmp_path, *flags, nproc=2)
     assert result.code == 0, result
-    assert "nccl" in (tmp_path / "traces/rank-0.json").read_text()
+    assert "nccl" in (tmp_path / "traces/rank-0.json").read_text(encoding="utf-8")

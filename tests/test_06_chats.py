@@ -156,7 +156,7 @@ def rows_of(folder: Path, text: str | bytes, model: object = "nano") -> tuple[li
     script = with_prelude(SCRIPT, folder, DUMP)
     result = run(str(script), folder, *FLAGS, "--model", model)
     assert result.code == 0, result
-    return json.loads((folder / "rows.json").read_text()), result.out
+    return json.loads((folder / "rows.json").read_text(encoding="utf-8")), result.out
 
 
 def as_bytes(text: str | bytes) -> bytes:
@@ -440,7 +440,7 @@ LINE_4 = {  # the fourth line, and what the message has to name
 @pytest.mark.parametrize("case", LINE_4)
 def test_a_chat_that_cannot_be_used_is_refused_with_its_line(tmp_path, case):
     record, word = LINE_4[case]
-    (tmp_path / "chats.jsonl").write_text(GOOD + json.dumps(record))
+    (tmp_path / "chats.jsonl").write_text(GOOD + json.dumps(record), encoding="utf-8")
     assert_refused(run(SCRIPT, tmp_path, *FLAGS, "--model", "nano"), "line 4", word)
 
 
@@ -469,7 +469,7 @@ def test_a_file_that_cannot_be_used_is_refused(tmp_path, case):
 
 def test_rows_that_are_all_too_long_say_which_length_would_do(tmp_path, expected):
     longest = max(len(ids) - 1 for [[ids, _]] in expected)
-    (tmp_path / "chats.jsonl").write_text(GOOD)
+    (tmp_path / "chats.jsonl").write_text(GOOD, encoding="utf-8")
     flags = (*FLAGS, "--model", "nano", "--seq-len", 8)
     assert_refused(run(SCRIPT, tmp_path, *flags), "--seq-len 8", f"raise --seq-len to {longest}")
 
@@ -484,13 +484,13 @@ def test_rows_that_are_all_too_long_say_which_length_would_do(tmp_path, expected
     ],
 )
 def test_a_template_that_cannot_be_trained_on_is_refused(tmp_path, models, template, word):
-    (tmp_path / "chats.jsonl").write_text(GOOD)
+    (tmp_path / "chats.jsonl").write_text(GOOD, encoding="utf-8")
     result = run(SCRIPT, tmp_path, *FLAGS, "--model", models(template).folder)
     assert_refused(result, "line 1", word)
 
 
 def test_tool_calls_that_the_template_leaves_out_are_refused(tmp_path, models):
-    (tmp_path / "chats.jsonl").write_text(lines([{"messages": CALLED}]))
+    (tmp_path / "chats.jsonl").write_text(lines([{"messages": CALLED}]), encoding="utf-8")
     result = run(SCRIPT, tmp_path, *FLAGS, "--model", models(LEAVES_OUT).folder)
     assert_refused(result, "line 1", "sun")
 
@@ -512,7 +512,7 @@ def test_an_adapter_loads_from_any_folder_with_its_tokenizer(tmp_path, models, m
     peft = pytest.importorskip("peft")
     model = models(CHATML)
     (tmp_path / "base").symlink_to(model.folder)
-    (tmp_path / "chats.jsonl").write_text(GOOD)
+    (tmp_path / "chats.jsonl").write_text(GOOD, encoding="utf-8")
     flags = ("--model", "base", "--steps", 2, "--adapters", 2)
     flags += ("--run-dir", "run", "--json", "summary.json")
     result = run(SCRIPT, tmp_path, *FLAGS, *flags)
@@ -546,7 +546,7 @@ chat_template_utils.datetime = AnotherDay
 
 def test_a_run_keeps_the_date_that_its_template_writes(tmp_path, models):
     """Otherwise its data would be other data on the next day."""
-    (tmp_path / "chats.jsonl").write_text(GOOD)
+    (tmp_path / "chats.jsonl").write_text(GOOD, encoding="utf-8")
     flags = (*FLAGS, "--model", models(DATED).folder, "--run-dir", "run", "--save-every", 1)
     later = with_prelude(SCRIPT, tmp_path / "later", ANOTHER_DAY)
     for steps, script in ((1, SCRIPT), (2, later)):
@@ -557,13 +557,13 @@ def test_a_run_keeps_the_date_that_its_template_writes(tmp_path, models):
     fresh = run(later, tmp_path, *flags, "--steps", 1)
     assert fresh.code == 0, fresh
     assert_refused(run(SCRIPT, tmp_path, *flags, "--data", "chats.jsonl"), "--resume")
-    assert "2031-05-17" in (tmp_path / "run/settings.json").read_text()
+    assert "2031-05-17" in (tmp_path / "run/settings.json").read_text(encoding="utf-8")
 
 
 def test_copies_of_one_chat_train(tmp_path, models):
     """As in a first trial, with a chat that is pasted several times, in the form of ShareGPT."""
     turns = [{"from": "human", "value": "a question"}, {"from": "gpt", "value": "an answer"}]
-    (tmp_path / "chats.jsonl").write_text(lines([{"conversations": turns}] * 5))
+    (tmp_path / "chats.jsonl").write_text(lines([{"conversations": turns}] * 5), encoding="utf-8")
     flags = ("--model", models(CHATML).folder, "--steps", 1, "--keep", 0, "--json", "summary.json")
     result = run(SCRIPT, tmp_path, *FLAGS, *flags)
     assert result.code == 0, result

@@ -27,7 +27,7 @@ def compare(folder, *flags, shape: str | None = None, script=SCRIPT, run=run, **
     folder.mkdir(parents=True, exist_ok=True)
     all_flags = ["--json", "s.json"]
     if shape:
-        (folder / "shape.json").write_text(json.dumps(SHAPES[shape]))
+        (folder / "shape.json").write_text(json.dumps(SHAPES[shape]), encoding="utf-8")
         all_flags += ["--model", "shape.json", "--seq-len", 16]
     all_flags += flags
     return run(script, folder, *all_flags, **how)
@@ -35,7 +35,7 @@ def compare(folder, *flags, shape: str | None = None, script=SCRIPT, run=run, **
 
 def rows_of(result: Result) -> dict[str, dict]:
     assert result.code == 0, f"{result.out[-2000:]}\n{result.err[-4000:]}"
-    summary = json.loads((result.folder / "s.json").read_text())
+    summary = json.loads((result.folder / "s.json").read_text(encoding="utf-8"))
     return {row["method"]: row for row in summary["rows"]}
 
 

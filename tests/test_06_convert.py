@@ -76,7 +76,9 @@ def test_random_weights_go_round_all_kinds(tmp_path):
 
 def test_a_run_becomes_a_folder_that_transformers_computes_alike(tmp_path):
     """Trained on two ranks; to a folder of several files, a .pt and back to DCP: the same bits, the same logits."""
-    (tmp_path / "own.json").write_text(json.dumps({**TINY, "tie_word_embeddings": False}))
+    (tmp_path / "own.json").write_text(
+        json.dumps({**TINY, "tie_word_embeddings": False}), encoding="utf-8"
+    )
     train(FSDP, tmp_path, "--model", "own.json", "--steps", 2, "--save-every", 1, nproc=2)
     weights = saved(tmp_path, 2)["model"]
     convert(tmp_path, "run", "hf", "--to", "hf", "--max-shard-gb", 2e-5)
@@ -121,17 +123,17 @@ def test_a_folder_of_transformers_goes_through_dcp_and_back(tmp_path):
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(
         tmp_path / "theirs", max_shard_size="40KB"
     )
-    (tmp_path / "theirs/tokenizer.json").write_text("{}")
+    (tmp_path / "theirs/tokenizer.json").write_text("{}", encoding="utf-8")
     convert(tmp_path, "theirs", "dcp", "--to", "dcp")
     convert(tmp_path, "dcp", "ours", "--to", "hf", "--model", "theirs")
     ours = weights_in(tmp_path / "ours")
     assert {weight.dtype for weight in ours.values()} == {torch.bfloat16}
     assert_equal(ours, weights_in(tmp_path / "theirs"))
     assert (
-        json.loads((tmp_path / "ours/config.json").read_text())["rope_parameters"]
+        json.loads((tmp_path / "ours/config.json").read_text(encoding="utf-8"))["rope_parameters"]
         == config.rope_parameters
     )
-    assert (tmp_path / "ours/tokenizer.json").read_text() == "{}"
+    assert (tmp_path / "ours/tokenizer.json").read_text(encoding="utf-8") == "{}"
     tokens = torch.randint(0, 256, (2, 40), generator=torch.Generator().manual_seed(1))
     assert_equal(logits_of(tmp_path / "ours", tokens), logits_of(tmp_path / "theirs", tokens))
 
@@ -189,7 +191,7 @@ def test_what_is_broken_or_no_checkpoint_is_named(tmp_path):
     refused(tmp_path, "hf to --to dcp", "hf")
     damage(tmp_path / "dcp", "truncated")  # found when half of it has been written
     refused(tmp_path, "dcp to --to hf", "dcp")
-    (tmp_path / "one.pt").write_text("text")
+    (tmp_path / "one.pt").write_text("text", encoding="utf-8")
     refused(tmp_path, "one.pt to --to hf --model dcp", "one.pt")
 
 
@@ -295,11 +297,13 @@ def test_tokenizer_and_chat_templates_are_copied(tmp_path):
     files = ["tokenizer.json", "chat_template.jinja", "additional_chat_templates/tools.jinja"]
     (tmp_path / "from/additional_chat_templates").mkdir()
     for name in files:
-        (tmp_path / "from" / name).write_text(f"{{}} {name}")
+        (tmp_path / "from" / name).write_text(f"{{}} {name}", encoding="utf-8")
     convert(tmp_path, "from", "dcp", "--to", "dcp")
     convert(tmp_path, "dcp", "hf", "--to", "hf", "--model", "from")
     for name in files:
-        assert (tmp_path / "hf" / name).read_text() == (tmp_path / "from" / name).read_text()
+        assert (tmp_path / "hf" / name).read_text(encoding="utf-8") == (
+            tmp_path / "from" / name
+        ).read_text(encoding="utf-8")
 
 
 @slow

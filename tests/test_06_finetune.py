@@ -298,7 +298,7 @@ REFUSALS = {  # lines of --data, flags, what the message has to name
 def test_bad_input_is_refused_in_one_line(tmp_path, folder, case):
     lines, flags, words = REFUSALS[case]
     if lines is not None:
-        (tmp_path / "chats.jsonl").write_text(lines)
+        (tmp_path / "chats.jsonl").write_text(lines, encoding="utf-8")
     result = run(
         SCRIPT,
         tmp_path,

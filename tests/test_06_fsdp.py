@@ -39,7 +39,9 @@ FLAGS = ("--steps", STEPS, "--save-every", 1, "--keep", 100, "--deterministic")
 def uneven(folder: Path, tied: bool) -> tuple:
     """The flags for a small model with uneven sizes."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "uneven.json").write_text(json.dumps({**UNEVEN, "tie_word_embeddings": tied}))
+    (folder / "uneven.json").write_text(
+        json.dumps({**UNEVEN, "tie_word_embeddings": tied}), encoding="utf-8"
+    )
     return ("--model", "uneven.json", *FLAGS)
 
 
@@ -176,7 +178,7 @@ def assert_counts(folder: Path, flags: tuple) -> None:
     if ACCUMULATED[0] in flags:
         all_reduces = (MICRO_BATCHES - 1) * [0] + all_reduces
     for rank in range(4):
-        counts = json.loads((folder / f"counts-{rank}.json").read_text())
+        counts = json.loads((folder / f"counts-{rank}.json").read_text(encoding="utf-8"))
         for count, all_reduce in zip(counts, all_reduces, strict=True):
             due = {**expected, "c10d.allreduce_": all_reduce}
             assert {name: count.get(name, 0) for name in due} == due
@@ -213,7 +215,9 @@ def test_resumed_with_all_flags_is_uninterrupted_to_the_bit(tmp_path):
 @needs_compiler
 def test_many_blocks_compile_once(tmp_path):
     """After eight versions of one function torch.compile gives up."""
-    (tmp_path / "deep.json").write_text(json.dumps({**TINY, "num_hidden_layers": 10}))
+    (tmp_path / "deep.json").write_text(
+        json.dumps({**TINY, "num_hidden_layers": 10}), encoding="utf-8"
+    )
     flags = (
         "--model",
         "deep.json",

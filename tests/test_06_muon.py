@@ -18,11 +18,11 @@ OTHER_ELEMENTS = BLOCKS * 2 * 33 + 2 * 256 * 33 + 33  # norms, embedding and hea
 
 
 def finish(folder: Path, ranks: int) -> dict:
-    (folder / "uneven.json").write_text(json.dumps(UNEVEN))
+    (folder / "uneven.json").write_text(json.dumps(UNEVEN), encoding="utf-8")
     flags = ("--model", "uneven.json", "--device", "cpu", "--steps", 6, "--json", "s.json")
     result = run(SCRIPT, folder, *flags, nproc=None if ranks == 2 else ranks)
     assert result.code == 0, f"{result.out[-2000:]}\n{result.err[-4000:]}"
-    return json.loads((folder / "s.json").read_text())
+    return json.loads((folder / "s.json").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ runtime.shutdown = shutdown
 def train_uneven(script: str, folder: Path, *more, **how) -> Result:
     """A small model with uneven sizes."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "uneven.json").write_text(json.dumps(UNEVEN))
+    (folder / "uneven.json").write_text(json.dumps(UNEVEN), encoding="utf-8")
     return train(script, folder, *FLAGS, *more, **how)
 
 
@@ -86,11 +86,11 @@ def train_in_turn(folder: Path, runs: dict, nproc: int) -> dict:
     for name, more in runs.items():
         own = folder / str(name)
         own.mkdir(parents=True, exist_ok=True)
-        (own / "uneven.json").write_text(json.dumps(UNEVEN))
+        (own / "uneven.json").write_text(json.dumps(UNEVEN), encoding="utf-8")
         stage = name if name in STAGES else 3
         flags = (*tiny_flags(own), *FLAGS, "--stage", stage, *more)
         given.append((str(own), [str(flag) for flag in flags]))
-    (folder / "runs.json").write_text(json.dumps([str(ROOT / SCRIPT), given]))
+    (folder / "runs.json").write_text(json.dumps([str(ROOT / SCRIPT), given]), encoding="utf-8")
     result = run(with_prelude(SCRIPT, folder, IN_TURN), folder, nproc=nproc)
     assert result.code == 0, f"{result.out[-2000:]}\n{result.err[-4000:]}"
     return {name: Result(0, result.out, result.err, folder / str(name)) for name in runs}

@@ -29,7 +29,7 @@ RUNS = [("odd", None), ("untied", 3)]  # without torchrun the script starts two 
 
 def start(folder, shape: str, nproc: int | None, script: str = SCRIPT):
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "tiny.json").write_text(json.dumps(SHAPES[shape]))
+    (folder / "tiny.json").write_text(json.dumps(SHAPES[shape]), encoding="utf-8")
     return run(script, folder, *FLAGS, nproc=nproc)
 
 
@@ -47,7 +47,7 @@ def finished(request, once) -> tuple[str, int, dict]:
 def finish(folder: Path, shape: str, nproc: int | None) -> tuple[str, int, dict]:
     result = start(folder, shape, nproc)
     assert result.code == 0, f"{result.out[-2000:]}\n{result.err[-4000:]}"
-    return shape, nproc or 2, json.loads((folder / "s.json").read_text())
+    return shape, nproc or 2, json.loads((folder / "s.json").read_text(encoding="utf-8"))
 
 
 def rounded_up(count: int, ranks: int) -> int:

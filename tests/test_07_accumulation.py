@@ -14,7 +14,7 @@ MICRO_BATCHES = 4
 
 
 def finish(folder: Path, ranks: int | None) -> dict:
-    (folder / "odd.json").write_text(json.dumps(ODD))
+    (folder / "odd.json").write_text(json.dumps(ODD), encoding="utf-8")
     flags = (
         "--model",
         "odd.json",

@@ -20,7 +20,7 @@ ODD = {
 
 
 def test_less_is_kept_and_no_gradient_moves(tmp_path: Path):
-    (tmp_path / "odd.json").write_text(json.dumps(ODD))
+    (tmp_path / "odd.json").write_text(json.dumps(ODD), encoding="utf-8")
     flags = (
         "--model",
         "odd.json",

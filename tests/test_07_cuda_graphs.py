@@ -13,7 +13,7 @@ TIED = {**ODD, "vocab_size": 97, "num_key_value_heads": 6, "tie_word_embeddings"
     ("dtype", "shape"), [("fp32", ODD), ("bf16", TIED)], ids=["fp32", "bf16-tied"]
 )
 def test_the_tiny_model_runs_the_same_operators(tmp_path, dtype, shape):
-    (tmp_path / "odd.json").write_text(json.dumps(shape))
+    (tmp_path / "odd.json").write_text(json.dumps(shape), encoding="utf-8")
     flags = [
         "--model",
         "odd.json",

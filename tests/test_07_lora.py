@@ -92,7 +92,9 @@ def test_peft_reads_what_is_saved_and_computes_the_same(tmp_path, shape):
     from transformers import AutoModelForCausalLM
 
     net = weights.build("nano", config_of(shape), seed=0)
-    (tmp_path / "config.json").write_text(json.dumps(shapes.config_json(net.config)))
+    (tmp_path / "config.json").write_text(
+        json.dumps(shapes.config_json(net.config)), encoding="utf-8"
+    )
     for name, parameter in net.named_parameters():
         if name.endswith(".bias"):
             torch.nn.init.normal_(parameter, std=0.3)
@@ -199,7 +201,7 @@ def test_bad_input_is_refused_in_one_line(tmp_path, flags):
 
 
 def test_a_model_with_random_weights_is_trained_first(tmp_path):
-    (tmp_path / "tiny.json").write_text(json.dumps(TINY))
+    (tmp_path / "tiny.json").write_text(json.dumps(TINY), encoding="utf-8")
     result = run(SCRIPT, tmp_path, "--model", "tiny.json", *SMALL, "--method", "qlora")
     assert result.code == 0, result.err[-3000:]
     assert rows_of(result)["qlora"]["val_loss_before"] < 5.4  # log(256) = 5.5 untrained

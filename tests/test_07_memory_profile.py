@@ -9,7 +9,7 @@ SCRIPT = "07_memory_tricks/memory_profile.py"
 
 
 def test_the_script(tmp_path):
-    (tmp_path / "odd.json").write_text(json.dumps(ODD))
+    (tmp_path / "odd.json").write_text(json.dumps(ODD), encoding="utf-8")
     flags = ["--model", "odd.json", "--seq-len", 19, "--micro-batch-size", 3, "--device", "cpu"]
     result = run(SCRIPT, tmp_path, *flags, "--json", "summary.json")
     assert result.code == 0, result.err

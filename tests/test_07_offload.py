@@ -14,7 +14,9 @@ SHAPE = {**ODD, "vocab_size": 259, "hidden_size": 72, "head_dim": 12}
 
 
 def rows_of(tmp_path, *flags, tied: bool = False, run=run) -> dict[str, dict]:
-    (tmp_path / "odd.json").write_text(json.dumps({**SHAPE, "tie_word_embeddings": tied}))
+    (tmp_path / "odd.json").write_text(
+        json.dumps({**SHAPE, "tie_word_embeddings": tied}), encoding="utf-8"
+    )
     result = run(SCRIPT, tmp_path, *FLAGS, *flags, "--json", "summary.json")
     assert result.code == 0, result.err[-3000:]
     return {row["name"]: row for row in result.summary["rows"]}
@@ -92,6 +94,6 @@ def test_a_gpu_is_not_waited_for(gpu_run, tmp_path):
         "        total = (weight.sin().exp() * weight.cos()).sum()\n"
         "    total.backward()\n"
     )
-    (tmp_path / "script.py").write_text(code)
+    (tmp_path / "script.py").write_text(code, encoding="utf-8")
     result = gpu_run(tmp_path / "script.py", tmp_path, PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}")
     assert result.code == 0, result

@@ -16,7 +16,7 @@ UNEVEN = {
 
 
 def test_bytes_and_losses(tmp_path):
-    (tmp_path / "uneven.json").write_text(json.dumps(UNEVEN))
+    (tmp_path / "uneven.json").write_text(json.dumps(UNEVEN), encoding="utf-8")
     flags = (
         "--model",
         "uneven.json",

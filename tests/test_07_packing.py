@@ -15,7 +15,7 @@ LEAKS = "best fit, no mask"
 
 def start(folder: Path, *more, script: str = SCRIPT):
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "odd.json").write_text(json.dumps(SHAPE))
+    (folder / "odd.json").write_text(json.dumps(SHAPE), encoding="utf-8")
     return run(script, folder, *FLAGS, "--json", "summary.json", *more)
 
 

@@ -26,7 +26,7 @@ RUNS = [  # shape, sequence length, ranks; of 4 tokens each chunk has one
 
 def start(folder: Path, shape: str, *more, nproc: int | None = None, script: str = SCRIPT):
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "tiny.json").write_text(json.dumps(SHAPES[shape]))
+    (folder / "tiny.json").write_text(json.dumps(SHAPES[shape]), encoding="utf-8")
     flags = ("--model", "tiny.json", "--steps", STEPS, "--json", "s.json", "--device", "cpu", *more)
     return run(script, folder, *flags, nproc=nproc)
 
@@ -35,7 +35,7 @@ def finish(folder: Path, shape: str, seq_len: int, nproc: int) -> dict:
     """Run the script and return its summary. Two ranks start by themselves."""
     result = start(folder, shape, "--seq-len", seq_len, nproc=None if nproc == 2 else nproc)
     assert result.code == 0, f"{result.out[-2000:]}\n{result.err[-4000:]}"
-    return json.loads((folder / "s.json").read_text())
+    return json.loads((folder / "s.json").read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module", params=RUNS, ids=lambda values: f"{values[0]}-{values[2]}")
@@ -141,7 +141,9 @@ def test_bad_input_is_refused_in_one_line(tmp_path, case):
 def test_what_the_heads_do_not_allow_is_left_out(tmp_path):
     result = start(tmp_path, "odd", "--seq-len", 16, "--steps", 1, nproc=2)
     assert result.code == 0, result.err[-2000:]
-    names = {row["name"] for row in json.loads((tmp_path / "s.json").read_text())["rows"]}
+    names = {
+        row["name"] for row in json.loads((tmp_path / "s.json").read_text(encoding="utf-8"))["rows"]
+    }
     assert "Ulysses" not in names
     assert names >= NAMES - {"Ulysses"}
 

@@ -32,7 +32,7 @@ FLAGS = (
 def start(folder: Path, nproc: int | None, *flags, script: str = SCRIPT):
     """Run the script on a tiny model."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "tiny.json").write_text(json.dumps(SHAPE))
+    (folder / "tiny.json").write_text(json.dumps(SHAPE), encoding="utf-8")
     return run(script, folder, *FLAGS, *flags, nproc=nproc)
 
 
@@ -81,7 +81,7 @@ def test_experts_of_several_ranks_train_as_on_one_process(tmp_path, nproc):
     flags = () if nproc is None else ("--experts", 7)  # 2, 2, 2 and 1
     result = start(tmp_path, nproc, *flags)
     assert result.code == 0, result.err[-3000:]
-    summary = json.loads((tmp_path / "s.json").read_text())
+    summary = json.loads((tmp_path / "s.json").read_text(encoding="utf-8"))
     assert summary["world_size"] == (nproc or 2)
     for row in summary["rows"]:
         assert max(row["errors"].values()) < 1e-5, row["variant"]

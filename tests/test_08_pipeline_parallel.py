@@ -30,7 +30,7 @@ RUNS = [
 
 def start(folder: Path, *more, nproc: int | None = None, script: str = SCRIPT):
     """Run the script on a tiny model."""
-    (folder / "tiny.json").write_text(json.dumps(SHAPE))
+    (folder / "tiny.json").write_text(json.dumps(SHAPE), encoding="utf-8")
     flags = (
         *("--model", "tiny.json"),
         *("--steps", STEPS),
@@ -47,7 +47,7 @@ def finish(folder: Path, nproc: int, per_rank: int, chunks: int) -> dict:
     sizes = ("--micro-batches-per-rank", per_rank, "--chunks", chunks)
     result = start(folder, *sizes, nproc=None if nproc == 2 else nproc)
     assert result.code == 0, result.err[-4000:]
-    return json.loads((folder / "s.json").read_text())
+    return json.loads((folder / "s.json").read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module", params=RUNS, ids=lambda values: f"{values[0]}-ranks")

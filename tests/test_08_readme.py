@@ -7,7 +7,7 @@ from support.harness import ROOT, run
 
 from lm.shapes import SIZES, flops_per_token
 
-README = (ROOT / "08_model_parallel/README.md").read_text()
+README = (ROOT / "08_model_parallel/README.md").read_text(encoding="utf-8")
 LLAMA_8B = SIZES["llama-8b"]
 RANKS = 8
 TOKENS = 8 * 8192  # of a step, on all ranks

@@ -67,7 +67,7 @@ def start(
 ) -> Result:
     """Run the script in `folder` on a model of that shape."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "tiny.json").write_text(json.dumps(SHAPES[shape]))
+    (folder / "tiny.json").write_text(json.dumps(SHAPES[shape]), encoding="utf-8")
     return run(script, folder, *FLAGS, *flags, nproc=nproc)
 
 
@@ -75,7 +75,7 @@ def finish(folder: Path, shape: str, nproc: int) -> dict:
     """Run the script to its end, and return its summary."""
     result = start(folder, shape, nproc)
     assert result.code == 0, result
-    return json.loads((folder / "s.json").read_text())
+    return json.loads((folder / "s.json").read_text(encoding="utf-8"))
 
 
 def rows_by_name(summary: dict) -> dict[str, dict]:

@@ -89,7 +89,7 @@ def flags_of(folder: Path, model: str) -> tuple:
     config = UNEVEN | {"tie_word_embeddings": model == "tied"}
     if model.startswith("qwen"):
         config["model_type"] = model
-    (folder / "uneven.json").write_text(json.dumps(config))
+    (folder / "uneven.json").write_text(json.dumps(config), encoding="utf-8")
     return ("--model", "uneven.json", *FLAGS)
 
 
@@ -162,7 +162,9 @@ def test_a_run_moves_from_mesh_to_mesh(tmp_path, once, one_process):
 )
 def test_a_dry_run_has_the_bytes_of_real_ranks_and_of_the_planner(tmp_path, sizes):
     ranks = 4
-    (tmp_path / "config.json").write_text(json.dumps(TINY | {"tie_word_embeddings": False}))
+    (tmp_path / "config.json").write_text(
+        json.dumps(TINY | {"tie_word_embeddings": False}), encoding="utf-8"
+    )
     flags = [*HALF, "--steps", 1, "--model", tmp_path / "config.json"]
     for name, size in sizes.items():
         flags += [f"--{name}", size]

@@ -30,7 +30,7 @@ def model(tmp_path_factory) -> Path:
 
 def start(where: Path, model: Path, *flags, script=SCRIPT, **how) -> Result:
     where.mkdir(exist_ok=True)
-    (where / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
+    (where / "prompts.txt").write_text("\n".join(PROMPTS) + "\n", encoding="utf-8")
     shared = ["--model", model, "--prompts", "prompts.txt", "--max-new-tokens", 8]
     shared += ["--device", "cpu", "--json", "summary.json"]
     return run(script, where, *shared, *flags, **how)

@@ -58,9 +58,10 @@ def make_reference(where: Path, name: str) -> tuple[str, list[list[int]]]:
         save_file(weights, where / file, metadata={"format": "pt"})
     weight_map = {name: file for file, weights in files.items() for name in weights}
     (where / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {}, "weight_map": weight_map})
+        json.dumps({"metadata": {}, "weight_map": weight_map}),
+        encoding="utf-8",
     )
-    (where / "config.json").write_text(json.dumps(shapes.config_json(config)))
+    (where / "config.json").write_text(json.dumps(shapes.config_json(config)), encoding="utf-8")
 
     from transformers import AutoModelForCausalLM
 
@@ -83,7 +84,7 @@ def reference(once):
 
 def infer(where: Path, model: str | Path, *flags, prompts=PROMPTS, **how) -> dict:
     where.mkdir(parents=True, exist_ok=True)
-    (where / "prompts.txt").write_text("\n".join(prompts) + "\n")
+    (where / "prompts.txt").write_text("\n".join(prompts) + "\n", encoding="utf-8")
     shared = [
         "--model",
         model,
@@ -180,7 +181,9 @@ def test_an_answer_ends_at_a_stop_token(tmp_path, reference):
     for file in Path(folder).iterdir():
         (other / file.name).symlink_to(file)
     stop = expected[0][5]
-    (other / "generation_config.json").write_text(json.dumps({"eos_token_id": [stop]}))
+    (other / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [stop]}), encoding="utf-8"
+    )
     found = infer(tmp_path, other, "--max-new-tokens", NEW_TOKENS)["token_ids"]
     assert found == [ids[: ids.index(stop)] if stop in ids else ids for ids in expected]
     assert len(found[0]) <= 5

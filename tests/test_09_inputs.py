@@ -122,7 +122,7 @@ def no_file_of_the_class(model: Path) -> None:
     """A tokenizer class that transformers makes without any file: it has no tokens for text."""
     (model / "tokenizer.json").unlink()
     config = {"tokenizer_class": "LlamaTokenizer"}
-    (model / "tokenizer_config.json").write_text(json.dumps(config))
+    (model / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
 def replace_model(model: Path, vocab_size: int) -> None:
@@ -223,13 +223,13 @@ def test_ranks_tell_it_once(folder):
 
 
 def without_padding_token(model: Path) -> None:
-    config = json.loads((model / "tokenizer_config.json").read_text())
+    config = json.loads((model / "tokenizer_config.json").read_text(encoding="utf-8"))
     assert config.get("pad_token") is None
 
 
 def without_any_special_token(model: Path) -> None:
     config = {"tokenizer_class": "TokenizersBackend"}
-    (model / "tokenizer_config.json").write_text(json.dumps(config))
+    (model / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
 def added_padding_token(model: Path) -> None:
@@ -260,7 +260,9 @@ ANSWERED = {
 @pytest.mark.parametrize("case", ANSWERED)
 def test_a_usual_folder_is_answered(folder, case):
     ANSWERED[case](folder / "model")
-    (folder / "prompts.txt").write_text("the quick brown fox\nfox\n")  # one of them is padded
+    (folder / "prompts.txt").write_text(
+        "the quick brown fox\nfox\n", encoding="utf-8"
+    )  # one of them is padded
     result = answer(SCRIPT, folder, "--prompts", "prompts.txt")
     assert result.code == 0, result
     assert any("transformers' generate" in line for line in result.summary["checked"])
@@ -272,7 +274,7 @@ def test_each_stop_token_of_a_list_ends_an_answer(folder):
     assert len(whole) == 4
     for stop in whole[1:3]:
         config = {"eos_token_id": [2, stop]}
-        (folder / "model" / GENERATION).write_text(json.dumps(config))
+        (folder / "model" / GENERATION).write_text(json.dumps(config), encoding="utf-8")
         ended = answer(SCRIPT, folder, "--prompt", "fox")
         assert ended.code == 0, ended
         assert ended.summary["token_ids"] == [whole[: whole.index(stop)]]
@@ -287,12 +289,12 @@ def test_of_several_templates_the_default_is_used(folder, form):
         template({"tool_use": "x", "default": CHATML})(model)
     else:  # as transformers 4 wrote them
         (model / "chat_template.jinja").unlink()
-        config = json.loads((model / "tokenizer_config.json").read_text())
+        config = json.loads((model / "tokenizer_config.json").read_text(encoding="utf-8"))
         config["chat_template"] = [
             {"name": "tool_use", "template": "x"},
             {"name": "default", "template": CHATML},
         ]
-        (model / "tokenizer_config.json").write_text(json.dumps(config))
+        (model / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
     result = answer(SCRIPT, folder, "--prompt", "fox", "--chat")
     assert result.code == 0, result
     assert result.summary["token_ids"] == single
@@ -363,8 +365,10 @@ def write_draft(folder: Path, rows: int, tokenizer=None) -> None:
         weights[name] = with_rows(weights[name], rows)
     (folder / "draft").mkdir()
     save_file(weights, folder / "draft/model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "model/config.json").read_text())
-    (folder / "draft/config.json").write_text(json.dumps({**config, "vocab_size": rows}))
+    config = json.loads((folder / "model/config.json").read_text(encoding="utf-8"))
+    (folder / "draft/config.json").write_text(
+        json.dumps({**config, "vocab_size": rows}), encoding="utf-8"
+    )
     if tokenizer is not None:
         tokenizer.save_pretrained(folder / "draft")
 

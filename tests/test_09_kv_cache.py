@@ -22,7 +22,7 @@ def model(tmp_path_factory) -> Path:
 
 
 def serve(folder: Path, model: Path, *flags, script: str = SCRIPT):
-    (folder / "prompts.txt").write_text(PROMPTS)
+    (folder / "prompts.txt").write_text(PROMPTS, encoding="utf-8")
     shared = (
         "--model",
         model,
@@ -53,7 +53,7 @@ def test_the_cache_here_gives_the_tokens_of_infer_70b(tmp_path, model):
     flags = ("--model", model, "--prompts", "prompts.txt", "--max-new-tokens", 12)
     others = run("09_inference/infer_70b.py", tmp_path, *flags, "--json", "infer.json")
     assert others.code == 0, others
-    expected = json.loads((tmp_path / "infer.json").read_text())["token_ids"]
+    expected = json.loads((tmp_path / "infer.json").read_text(encoding="utf-8"))["token_ids"]
     rows = {row["name"]: row for row in ours.summary["rows"]}
     assert rows["static cache"]["token_ids"] == expected
     assert rows["paged"]["token_ids"] == expected

@@ -29,8 +29,10 @@ def folder(tmp_path_factory) -> Path:
         weights[name] = scale * weight.detach()
     (where / "model").mkdir()
     save_file(weights, where / "model/model.safetensors", metadata={"format": "pt"})
-    (where / "model/config.json").write_text(json.dumps(shapes.config_json(net.config)))
-    (where / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
+    (where / "model/config.json").write_text(
+        json.dumps(shapes.config_json(net.config)), encoding="utf-8"
+    )
+    (where / "prompts.txt").write_text("\n".join(PROMPTS) + "\n", encoding="utf-8")
     return where
 
 
@@ -43,7 +45,7 @@ def answer(folder: Path, *flags, nproc: int | None = None, script: str | Path = 
 def summary_of(folder: Path, *flags, nproc: int | None = None) -> dict:
     result = answer(folder, *flags, nproc=nproc)
     assert result.code == 0, result.err[-4000:]
-    return json.loads((folder / "s.json").read_text())
+    return json.loads((folder / "s.json").read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +90,9 @@ def deep(folder, tmp_path_factory) -> Path:
     net = build("nano", config_of({**ODD, "num_hidden_layers": 6}), seed=5)
     (where / "model").mkdir()
     save_file(dict(net.named_parameters()), where / "model/model.safetensors")
-    (where / "model/config.json").write_text(json.dumps(shapes.config_json(net.config)))
+    (where / "model/config.json").write_text(
+        json.dumps(shapes.config_json(net.config)), encoding="utf-8"
+    )
     (where / "prompts.txt").symlink_to(folder / "prompts.txt")
     return where
 
@@ -153,7 +157,9 @@ def test_each_prompt_ends_at_its_own_stop_token(folder, expected, tmp_path):
         (tmp_path / "model" / file.name).symlink_to(file)
     (tmp_path / "prompts.txt").symlink_to(folder / "prompts.txt")
     stop = expected[0][3]
-    (tmp_path / "model/generation_config.json").write_text(json.dumps({"eos_token_id": stop}))
+    (tmp_path / "model/generation_config.json").write_text(
+        json.dumps({"eos_token_id": stop}), encoding="utf-8"
+    )
     ended = [ids[: ids.index(stop)] if stop in ids else ids for ids in expected]
     assert len(ended[0]) < min(map(len, ended[1:]))
     assert summary_of(tmp_path, "--by", "zero3", nproc=2)["token_ids"] == ended
@@ -170,7 +176,7 @@ def test_a_dry_run_places_70b_on_two_gpus(tmp_path):
     flags = ["--by", "device-map", "--model", "llama-70b", "--dry-run", "--world-size", 2]
     result = run(SCRIPT, tmp_path, *flags, "--memory", 80, "--json", "s.json")
     assert result.code == 0, result.err
-    summary = json.loads((tmp_path / "s.json").read_text())
+    summary = json.loads((tmp_path / "s.json").read_text(encoding="utf-8"))
     parts = summary["bytes_by_place"]
     assert [*parts] == ["0", "1"]
     assert max(parts.values()) < 80 * 2**30

@@ -21,7 +21,7 @@ FLAGS = ("--model", "odd.json", "--batch-size", 3, "--new-tokens", 24, "--device
 
 def start(folder: Path, *more, script: str = SCRIPT):
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "odd.json").write_text(json.dumps(SHAPE))
+    (folder / "odd.json").write_text(json.dumps(SHAPE), encoding="utf-8")
     return run(script, folder, *FLAGS, "--steps", 4, "--json", "summary.json", *more)
 
 

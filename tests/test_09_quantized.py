@@ -34,7 +34,7 @@ FOLDERS = {
 
 
 def start(where: Path, *flags, script: str = SCRIPT) -> Result:
-    (where / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
+    (where / "prompts.txt").write_text("\n".join(PROMPTS) + "\n", encoding="utf-8")
     flags = [
         "--prompts",
         "prompts.txt",
@@ -93,7 +93,7 @@ def test_all_kinds_of_weights(tmp_path, models, name, dtype):
 )
 def test_bytes_held(tmp_path, weights, group_size, bits):
     shape = {**WIDER, "intermediate_size": 192}
-    (tmp_path / "config.json").write_text(json.dumps(shape))
+    (tmp_path / "config.json").write_text(json.dumps(shape), encoding="utf-8")
     row = finish(
         tmp_path, "--model", "config.json", "--weights", weights, "--group-size", group_size
     )
@@ -114,7 +114,7 @@ def test_bytes_held(tmp_path, weights, group_size, bits):
 def test_loading_takes_one_chunk_and_one_matrix_beside_the_weights(tmp_path):
     """The model is several times as large as both: 24 layers, of which none is kept unquantized."""
     shape = {**TINY, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 24}
-    (tmp_path / "config.json").write_text(json.dumps(shape))
+    (tmp_path / "config.json").write_text(json.dumps(shape), encoding="utf-8")
     row = finish(tmp_path, "--model", "config.json", "--weights", "int4", "--max-new-tokens", 1)
     largest = 256 * 512
     beside = row["allowed_loading_peak_bytes"] - row["weight_bytes"]

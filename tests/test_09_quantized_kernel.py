@@ -106,7 +106,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_the_decode_step_is_captured_with_five_launches(tmp_path, weights):
     """A layer of q, k, v; o; gate, up; down. And the head."""
-    (tmp_path / "driver.py").write_text(WITHOUT_CHECKS)
+    (tmp_path / "driver.py").write_text(WITHOUT_CHECKS, encoding="utf-8")
     flags = f"--weights {weights} --kernel triton --compile --max-new-tokens 3 --device cuda"
     layers = 2
     shape = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": layers}

@@ -30,8 +30,10 @@ def folder(tmp_path_factory):
             weights[key] = matrix if weight.ndim == 2 else weight.detach()
         (where / name).mkdir()
         save_file(weights, where / name / "model.safetensors", metadata={"format": "pt"})
-        (where / name / "config.json").write_text(json.dumps(shapes.config_json(config)))
-    (where / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
+        (where / name / "config.json").write_text(
+            json.dumps(shapes.config_json(config)), encoding="utf-8"
+        )
+    (where / "prompts.txt").write_text("\n".join(PROMPTS) + "\n", encoding="utf-8")
     return where
 
 
@@ -44,7 +46,7 @@ def answer(folder, *flags, script=SCRIPT):
 def summary_of(folder, *flags) -> dict:
     result = answer(folder, *flags)
     assert result.code == 0, result.err
-    return json.loads((folder / "s.json").read_text())
+    return json.loads((folder / "s.json").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("guesses", [3, pytest.param(1, marks=pytest.mark.full)])
@@ -58,7 +60,9 @@ def test_greedy_tokens_stay_and_take_fewer_steps(folder, guesses):
 
     token_ids = without_draft["token_ids"]
     stop = token_ids[0][5]
-    (folder / "large/generation_config.json").write_text(json.dumps({"eos_token_id": stop}))
+    (folder / "large/generation_config.json").write_text(
+        json.dumps({"eos_token_id": stop}), encoding="utf-8"
+    )
     ended = summary_of(folder, "--draft", "draft", "--draft-tokens", guesses)  # at a stop token
     (folder / "large/generation_config.json").unlink()
     assert ended["token_ids"][0] == token_ids[0][:5]

@@ -11,7 +11,7 @@ def test_the_stop_token_may_also_stand_for_the_unknown(tmp_path):
     from transformers import PreTrainedTokenizerFast
 
     write_folder(tmp_path / "model", config_of(TINY), scale=4)
-    (tmp_path / "prompts.txt").write_text("w3 w1 w4\nw3 unheard w4\n")
+    (tmp_path / "prompts.txt").write_text("w3 w1 w4\nw3 unheard w4\n", encoding="utf-8")
     flags = (
         "--model",
         "model",

@@ -7,7 +7,9 @@ from support.harness import ROOT, assert_refused, run
 LESSONS = sorted(str(file.relative_to(ROOT)) for file in ROOT.glob("0*/[!_]*.py"))
 RANKS = ("init_process_group(", "runtime.relaunch(")
 WITH_RANKS = [
-    script for script in LESSONS if any(call in (ROOT / script).read_text() for call in RANKS)
+    script
+    for script in LESSONS
+    if any(call in (ROOT / script).read_text(encoding="utf-8") for call in RANKS)
 ]
 
 

@@ -52,14 +52,13 @@ def test_a_training_case(tmp_path):
         == two["tokens_per_second"]["median"] / one["tokens_per_second"]["median"]
     )
     [file] = (tmp_path / "results").glob("*.json")
-    written = json.loads(file.read_text())
+    written = json.loads(file.read_text(encoding="utf-8"))
     assert {"device", "cores", "torch", "commit", "date", "command"} <= written["about"].keys()
     runs = written["comparisons"]["training-processes"]["runs"]
     assert [own[0]["world_size"] for own in runs.values()] == [1, 2]
-    assert (
-        "torchrun --standalone --nproc_per_node=2 05_ddp/train.py"
-        in file.with_suffix(".md").read_text()
-    )
+    assert "torchrun --standalone --nproc_per_node=2 05_ddp/train.py" in file.with_suffix(
+        ".md"
+    ).read_text(encoding="utf-8")
 
 
 def test_variants_and_the_baseline_again(tmp_path):
@@ -91,14 +90,16 @@ FAULTS = {  # line: what stands there instead
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_variant_that_computes_something_else_is_an_error(tmp_path, fault):
     right, wrong = FAULTS[fault]
-    source = (ROOT / "benchmarks/_ab.py").read_text()
+    source = (ROOT / "benchmarks/_ab.py").read_text(encoding="utf-8")
     assert source.count(right) == 1
     wrong_source = source.replace(right, wrong).replace("strict=True", "strict=False")
     folder = tmp_path / "benchmarks"
     folder.mkdir()
-    (folder / "_ab.py").write_text(wrong_source)
+    (folder / "_ab.py").write_text(wrong_source, encoding="utf-8")
     for name in ("ab.py", "_int4.py", "_measure.py"):
-        (folder / name).write_text((ROOT / "benchmarks" / name).read_text())
+        (folder / name).write_text(
+            (ROOT / "benchmarks" / name).read_text(encoding="utf-8"), encoding="utf-8"
+        )
     for file in (*ROOT.glob("0*"), ROOT / "common", ROOT / "lm", ROOT / "planner"):
         (tmp_path / file.name).symlink_to(file)
     flags = "--device cpu --layers 1 --seq-len 8 --batch-size 4 --rounds 1"
@@ -117,7 +118,7 @@ def test_generate_gives_our_tokens(tmp_path):
     result = run("benchmarks/inference.py", tmp_path, *flags.split(), OUT=str(tmp_path / "results"))
     assert result.code == 0, result.err
     [file] = (tmp_path / "results").glob("*.json")
-    runs = json.loads(file.read_text())["comparisons"]["decode-odd"]["runs"]
+    runs = json.loads(file.read_text(encoding="utf-8"))["comparisons"]["decode-odd"]["runs"]
     assert runs["generate"][0]["token_ids"] == runs["ours"][0]["token_ids"]
     assert runs["generate"][0]["decode_tokens_per_second"] > 0
 
@@ -197,7 +198,7 @@ def test_what_a_command_has_started_ends_with_it(tmp_path, how):
     process = subprocess.Popen(
         command, cwd=ROOT, text=True, stdin=never_ends, stdout=subprocess.PIPE
     )
-    with open(pipe) as opened:  # returns when the inner one has come so far
+    with open(pipe, encoding="utf-8") as opened:  # returns when the inner one has come so far
         inner = psutil.Process(int(opened.read()))
     if how == "by SIGTERM":
         process.send_signal(signal.SIGTERM)

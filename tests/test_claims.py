@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-CLAIMS = (ROOT / "CLAIMS.md").read_text()
+CLAIMS = (ROOT / "CLAIMS.md").read_text(encoding="utf-8")
 ONE_LINERS = re.findall(r"`(python -c \"[^`]+\")`", CLAIMS)
 
 
@@ -30,7 +30,9 @@ def flops(net: nn.Module, *inputs: torch.Tensor) -> int:
 @pytest.mark.parametrize("command", ONE_LINERS)
 def test_a_one_liner_prints_what_its_row_says(tmp_path, command):
     code = command.removeprefix('python -c "').removesuffix('"')
-    (tmp_path / "line.py").write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{code}\n")
+    (tmp_path / "line.py").write_text(
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{code}\n", encoding="utf-8"
+    )
     result = run(tmp_path / "line.py", tmp_path)
     assert result.code == 0, result.err
     row = next(line for line in CLAIMS.splitlines() if command in line).replace(command, "")
@@ -51,12 +53,14 @@ def test_the_headline_is_what_was_measured():
     newest = max(
         ROOT.glob("benchmarks/results/*-loss-curves-*.json"), key=lambda file: file.stem[-10:]
     )
-    measured = json.loads(newest.read_text())
+    measured = json.loads(newest.read_text(encoding="utf-8"))
     differences = measured["relative_differences"].values()
     first = max(max(values[: measured["claimed_steps"]]) for values in differences)
     whole = max(max(values) for values in differences)
     for figure in (first, whole):
-        assert f"{figure:.1e}".replace("e-0", "e-") in (ROOT / "README.md").read_text()
+        assert f"{figure:.1e}".replace("e-0", "e-") in (ROOT / "README.md").read_text(
+            encoding="utf-8"
+        )
 
 
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor")
@@ -125,7 +129,8 @@ def test_ddp_sends_the_weights_of_rank_0_once_and_torchrun_sets_error_handling(t
         "os.write(1, line.encode())\n"  # in one piece: both ranks write to the same pipe
         "dist.barrier()\n"
         "dist.destroy_process_group()\n"
-        "os._exit(0)\n"  # gloo's threads may abort the interpreter's own way out
+        "os._exit(0)\n",  # gloo's threads may abort the interpreter's own way out
+        encoding="utf-8",
     )
     result = run(tmp_path / "weights.py", tmp_path, nproc=2, warm=False)  # the real torchrun
     assert result.code == 0, result.err

@@ -104,7 +104,7 @@ def test_standard_library_is_split_by_file():
 def test_a_copy_of_a_held_out_document_is_held_out_too(tmp_path):
     rows = [f"document number {i}, as long as the others are" for i in range(40)] * 2
     file = tmp_path / "d.jsonl"
-    file.write_text("\n".join(json.dumps({"text": row}) for row in rows))
+    file.write_text("\n".join(json.dumps({"text": row}) for row in rows), encoding="utf-8")
     corpus = data.load_corpus(str(file), "bytes")
     train = set(bytes(corpus.train).split(b"\0")) - {b""}
     held_out = set(bytes(corpus.held_out).split(b"\0")) - {b""}
@@ -116,7 +116,7 @@ def test_a_copy_of_a_held_out_document_is_held_out_too(tmp_path):
 def test_copies_of_one_document_are_split_within_it(tmp_path):
     file = tmp_path / "d.jsonl"
     line = json.dumps({"text": "a line with \u2028 in it " * 9}, ensure_ascii=False)
-    file.write_text(f"{line}\n" * 5, "utf-8")
+    file.write_text(f"{line}\n" * 5, "utf-8", encoding="utf-8")
     corpus = data.load_corpus(str(file), "bytes")
     assert len(corpus.train) > 10 * len(corpus.held_out) > 0
 
@@ -132,7 +132,9 @@ def test_text_jsonl_parquet_and_hf_hold_the_same(tmp_path):
 
     (tmp_path / "hub").mkdir()
     jsonl = tmp_path / "hub" / "d.jsonl"
-    jsonl.write_text("\n".join(json.dumps({"text": d, "id": 1}) for d in documents()))
+    jsonl.write_text(
+        "\n".join(json.dumps({"text": d, "id": 1}) for d in documents()), encoding="utf-8"
+    )
     parquet.write_table(
         pa.table({"text": documents(), "id": list(range(30))}), tmp_path / "d.parquet"
     )
@@ -144,7 +146,7 @@ def test_text_jsonl_parquet_and_hf_hold_the_same(tmp_path):
 
     # A text file is one document: its last 5 % are held out, and each part ends with a 0.
     text = "".join(documents())
-    (tmp_path / "d.txt").write_text(text)
+    (tmp_path / "d.txt").write_text(text, encoding="utf-8")
     corpus = data.load_corpus(str(tmp_path / "d.txt"), "bytes")
     assert bytes(corpus.train)[:-1] + bytes(corpus.held_out)[:-1] == text.encode()
 
@@ -159,7 +161,7 @@ WORDS = "some words to train on, " * 50
 def text(tmp_path, monkeypatch) -> Path:
     """A text that has not been tokenized yet."""
     monkeypatch.setenv("CORPUS_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "d.txt").write_text(WORDS)
+    (tmp_path / "d.txt").write_text(WORDS, encoding="utf-8")
     return tmp_path / "d.txt"
 
 

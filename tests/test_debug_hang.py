@@ -21,7 +21,7 @@ PATIENT = ("--device", "cpu", "--timeout", 4, "--json", "s.json")
 
 
 def summary(folder) -> dict:
-    return json.loads((folder / "s.json").read_text())
+    return json.loads((folder / "s.json").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,9 @@ def test_advice_5_ddp_prints_the_stacks_of_a_stuck_rank(tmp_path):
         assert holds(process, (tmp_path / "stuck").exists)
         rank_process(process, 1).send_signal(signal.SIGABRT)
         stacks = tmp_path / "stderr"
-        assert holds(process, lambda: "waits_in_the_optimizer" in stacks.read_text())
+        assert holds(
+            process, lambda: "waits_in_the_optimizer" in stacks.read_text(encoding="utf-8")
+        )
     finally:
         kill_all(process)
 

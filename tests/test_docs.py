@@ -24,14 +24,14 @@ COMMAND = re.compile(
 
 def lines_of_blocks(readme: Path) -> list[str]:
     """The lines of a README's blocks of shell commands, continued ones as one."""
-    blocks = re.findall(r"```(?:bash|sh)\n(.*?)```", readme.read_text(), re.DOTALL)
+    blocks = re.findall(r"```(?:bash|sh)\n(.*?)```", readme.read_text(encoding="utf-8"), re.DOTALL)
     return [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
 
 
 def commands_of(file: Path) -> list[str]:
     """Those of a README's blocks, of the tables of CLAIMS.md, and of a script's docstring."""
     if file.suffix == ".py":
-        docstring = file.read_text().split('"""')[1]
+        docstring = file.read_text(encoding="utf-8").split('"""')[1]
         lines = [
             line
             for line in re.sub(r"\\+\n", " ", docstring).splitlines()
@@ -40,7 +40,7 @@ def commands_of(file: Path) -> list[str]:
     else:
         lines = lines_of_blocks(file)
     if file.name in ("CLAIMS.md", "ONBOARDING.md"):
-        lines += re.findall(r"`[^`\n]+`", file.read_text())
+        lines += re.findall(r"`[^`\n]+`", file.read_text(encoding="utf-8"))
     return list(
         dict.fromkeys(match[1].strip() for line in lines for match in COMMAND.finditer(line))
     )
@@ -63,13 +63,17 @@ def test_every_command_parses(file):
 
 
 def test_generated_parts_are_fresh():
-    stale = [file for file in READMES if regenerate(file.read_text()) != file.read_text()]
+    stale = [
+        file
+        for file in READMES
+        if regenerate(file.read_text(encoding="utf-8")) != file.read_text(encoding="utf-8")
+    ]
     assert not stale, "run make readme"
 
 
 def test_a_readme_with_hunks_of_a_diff_shows_all_of_them():
     for file in READMES:
-        text = file.read_text()
+        text = file.read_text(encoding="utf-8")
         for before, after in set(re.findall(r"<!-- hunk (\S+) (\S+): ", text)):
             missing = [hunk for hunk in hunks(before, after) if str(hunk) not in text]
             assert not missing, f"{file.relative_to(ROOT)} leaves out:\n{missing[0]}"
@@ -84,8 +88,8 @@ def test_a_hunk_is_named_by_the_text_of_one_hunk_only():
 
 
 def test_the_table_of_chapter_04_names_what_the_script_has():
-    script = (ROOT / "04_amp/train.py").read_text()
-    readme = (ROOT / "04_amp/README.md").read_text()
+    script = (ROOT / "04_amp/train.py").read_text(encoding="utf-8")
+    readme = (ROOT / "04_amp/README.md").read_text(encoding="utf-8")
     [table] = re.findall(r"^\| section \|.*\n((?:\|.*\n)+)", readme, re.MULTILINE)
     names = re.findall(r"`([\w.]+)`", "\n".join(row.split("|")[2] for row in table.splitlines()))
     assert names
@@ -95,7 +99,7 @@ def test_the_table_of_chapter_04_names_what_the_script_has():
 def test_links_and_images_lead_somewhere():
     broken = []
     for file in READMES:
-        text = re.sub(r"```.*?```", "", file.read_text(), flags=re.DOTALL)
+        text = re.sub(r"```.*?```", "", file.read_text(encoding="utf-8"), flags=re.DOTALL)
         targets = re.findall(r"\]\((?!http)([^)#\s]+)[^)]*\)", text)
         targets += re.findall(r'(?:src|href)="(?!http)([^"#]+)', text)
         broken += [

@@ -156,7 +156,7 @@ def test_what_backward_computes_again_is_what_forward_computed_to_the_bit(
     recomputed = train(with_prelude(script, tmp_path, COUNT), tmp_path, *flags, nproc=n)
     layers, steps = TINY["num_hidden_layers"], STEPS
     for rank in range(n or 1):
-        calls = int((tmp_path / f"calls-{rank}").read_text())
+        calls = int((tmp_path / f"calls-{rank}").read_text(encoding="utf-8"))
         assert calls in (layers * steps, layers * (steps + 1))  # DDP's throw-away step
     assert recomputed.summary["weights_sha256"] == stored.summary["weights_sha256"]
     for column in ("loss", "grad_norm", "val_loss"):

@@ -40,12 +40,12 @@ def refuse(script: str, folder: Path, *flags) -> Result:
 
 
 def write_jsonl(file: Path, texts: list[str]) -> Path:
-    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
     return file
 
 
 def write_text(file: Path, word: str, count: int = 200) -> Path:
-    file.write_text("".join(f"{word} says number {i}\n" for i in range(count)))
+    file.write_text("".join(f"{word} says number {i}\n" for i in range(count)), encoding="utf-8")
     return file
 
 
@@ -204,7 +204,7 @@ def test_a_run_that_holds_out_5_percent_does_not_resume_with_all_of_its_data(tmp
 
 
 def no_text(folder: Path) -> str:
-    (folder / "eval.txt").write_text("")
+    (folder / "eval.txt").write_text("", encoding="utf-8")
     return "eval.txt"
 
 
@@ -213,7 +213,7 @@ def missing(folder: Path) -> str:
 
 
 def too_short(folder: Path) -> str:
-    (folder / "eval.txt").write_text("a few words")
+    (folder / "eval.txt").write_text("a few words", encoding="utf-8")
     return "eval.txt"
 
 
@@ -272,12 +272,12 @@ def base(tmp_path) -> Path:
 def split_chats(folder: Path, count: int = 3) -> tuple[Path, Path]:
     """Write the pairs that a run would train on and hold out to two files."""
     helper = load("06_fsdp_zero/_finetune.py")
-    lines = PAIRS.read_text().splitlines()
+    lines = PAIRS.read_text(encoding="utf-8").splitlines()
     hashes = {line: helper.hash_of(helper.read_conversation(json.loads(line))) for line in lines}
     held_out = sorted(lines, key=hashes.get)[:count]
     train_lines = [line for line in lines if line not in held_out]
-    (folder / "train.jsonl").write_text("\n".join(train_lines))
-    (folder / "held_out.jsonl").write_text("\n".join(held_out))
+    (folder / "train.jsonl").write_text("\n".join(train_lines), encoding="utf-8")
+    (folder / "held_out.jsonl").write_text("\n".join(held_out), encoding="utf-8")
     return folder / "train.jsonl", folder / "held_out.jsonl"
 
 
@@ -296,18 +296,23 @@ def test_chats_split_by_hand_train_as_the_split_of_the_script(tmp_path, base, np
 def test_a_finetuning_run_resumes_with_longer_chats_for_evaluation(tmp_path, base):
     train_file, held_out = split_chats(tmp_path)
     longer = tmp_path / "longer.jsonl"
-    longer.write_text(json.dumps({"prompt": "longer " * 50, "completion": "than any " * 5}) + "\n")
+    longer.write_text(
+        json.dumps({"prompt": "longer " * 50, "completion": "than any " * 5}) + "\n",
+        encoding="utf-8",
+    )
     flags = [*CHAT_FLAGS, "--model", base, "--data", train_file, "--seq-len", 1024]
     train(FINETUNE, tmp_path, *flags, "--eval-data", held_out)
     resumed = train(FINETUNE, tmp_path, *flags, "--eval-data", longer, "--steps", 3, "--resume")
     assert "resuming from" in resumed.out
     # Without --eval-data, the run has that of the last start.
     train(FINETUNE, tmp_path, *flags, "--steps", 4, "--resume")
-    assert json.loads((tmp_path / "run/flags.json").read_text())["eval_data"] == str(longer)
+    assert json.loads((tmp_path / "run/flags.json").read_text(encoding="utf-8"))[
+        "eval_data"
+    ] == str(longer)
 
 
 CHATS_REFUSED = {
-    "the same file": (PAIRS.read_text(), "--data"),
+    "the same file": (PAIRS.read_text(encoding="utf-8"), "--data"),
     "no chat": ("\n", "no row"),
     "no answer": ('{"messages": [{"role": "user", "content": "hi"}]}', "1 without an answer"),
     "no JSON": ("{", "line 1"),
@@ -317,15 +322,15 @@ CHATS_REFUSED = {
 @pytest.mark.parametrize("case", CHATS_REFUSED)
 def test_chats_that_cannot_be_evaluated_are_told(tmp_path, base, case):
     content, words = CHATS_REFUSED[case]
-    (tmp_path / "eval.jsonl").write_text(content)
+    (tmp_path / "eval.jsonl").write_text(content, encoding="utf-8")
     flags = [*CHAT_FLAGS, "--model", base, "--data", PAIRS, "--eval-data", "eval.jsonl"]
     assert_refused(refuse(FINETUNE, tmp_path, *flags), "--eval-data eval.jsonl", words)
 
 
 def test_chats_that_are_also_trained_on_are_counted(tmp_path, base):
     train_file, held_out = split_chats(tmp_path)
-    with open(held_out, "a") as file:
-        file.write("\n" + train_file.read_text().splitlines()[0])
+    with open(held_out, "a", encoding="utf-8") as file:
+        file.write("\n" + train_file.read_text(encoding="utf-8").splitlines()[0])
     flags = [*CHAT_FLAGS, "--model", base, "--data", train_file, "--eval-data", held_out]
     result = train(FINETUNE, tmp_path, *flags, "--steps", 1)
     assert "4 chats held out" in result.out

@@ -107,7 +107,7 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path, undisturbed, 
     )
     process = launch(tells, tmp_path, *LONG, nproc=2, torchrun=False)
     assert holds(process, lambda: steps_logged(tmp_path) >= 3)
-    os.kill(int((tmp_path / "rank-1").read_text()), signal.SIGUSR1)
+    os.kill(int((tmp_path / "rank-1").read_text(encoding="utf-8")), signal.SIGUSR1)
     result = finish(process, tmp_path)
     assert result.code != 0
     assert "exitcode  : 75" in result.err
@@ -226,7 +226,9 @@ def test_a_rank_that_drifts_is_found_at_the_end(tmp_path, script):
         f"getattr({parameter}, '_local_tensor', {parameter}).view(-1)[0].mul_(1.0001)",
     )
     # a rank can only drift from one that holds the same
-    copies = ["--replicate", 2] if '"--replicate"' in (ROOT / script).read_text() else []
+    copies = (
+        ["--replicate", 2] if '"--replicate"' in (ROOT / script).read_text(encoding="utf-8") else []
+    )
     result = train(drifting, tmp_path, *copies, nproc=2, code=1)
     assert "AssertionError: ranks hold different weights" in result.err
 

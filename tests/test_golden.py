@@ -20,6 +20,6 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("way", WAYS)
 def test_the_numbers_do_not_move(folder, way):
     name, _, keys, *commands = way
-    expected = json.loads(golden.FILE.read_text())
+    expected = json.loads(golden.FILE.read_text(encoding="utf-8"))
     for key, found in zip(keys, golden.go(folder / name, commands), strict=True):
         golden.compare(name, key, expected[key], found)

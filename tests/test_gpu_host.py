@@ -20,7 +20,7 @@ def host_run():
 
 def script(folder, code: str):
     folder.mkdir()
-    (folder / "script.py").write_text(code)
+    (folder / "script.py").write_text(code, encoding="utf-8")
     return folder / "script.py"
 
 

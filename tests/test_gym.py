@@ -15,7 +15,9 @@ BUGS = gym.bugs()
 def mend(bug: dict[str, str], folder: Path) -> None:
     """Put the other right fix where the bug is."""
     fault = gym.fault_of(bug)
-    (folder / fault.file).write_text((ROOT / fault.file).read_text())
+    (folder / fault.file).write_text(
+        (ROOT / fault.file).read_text(encoding="utf-8"), encoding="utf-8"
+    )
     dataclasses.replace(fault, new=bug["also_right"]).plant(folder)
 
 

@@ -53,7 +53,8 @@ def test_two_hosts(tmp_path, alone):
     """Neither has a server for ssh."""
     with two_hosts() as hosts:
         (tmp_path / "hosts").write_text(
-            "".join(f"{host.address} slots=1  # as of today\n" for host in hosts)
+            "".join(f"{host.address} slots=1  # as of today\n" for host in hosts),
+            encoding="utf-8",
         )
         given = flags(tmp_path)
         processes = []
@@ -76,7 +77,7 @@ def test_two_hosts(tmp_path, alone):
 
 
 def test_stopped_it_saves_and_goes_on(tmp_path):
-    (tmp_path / "hosts").write_text("localhost slots=2\n")
+    (tmp_path / "hosts").write_text("localhost slots=2\n", encoding="utf-8")
     env = {"PATH": PATH, "HOSTFILE": "hosts", "MASTER_PORT": str(free_ports(1)[0])}
     long = [*flags(tmp_path), "--steps", "100000"]
     process = start([str(LAUNCH), *long], tmp_path, **env)
@@ -106,8 +107,10 @@ WRONG = [  # what is set, and words of the one line
 
 @pytest.mark.parametrize(("settings", "words"), WRONG)
 def test_wrong_settings(tmp_path, settings, words):
-    (tmp_path / "empty").write_text("# nobody\n\n")
-    (tmp_path / "others").write_text("198.51.100.1 slots=8\n198.51.100.2 slots=8\n")
+    (tmp_path / "empty").write_text("# nobody\n\n", encoding="utf-8")
+    (tmp_path / "others").write_text(
+        "198.51.100.1 slots=8\n198.51.100.2 slots=8\n", encoding="utf-8"
+    )
     result = finish(start([str(LAUNCH)], tmp_path, **{"PATH": PATH, **settings}), tmp_path)
     assert result.code == 2
     assert len(result.err.splitlines()) == 1

@@ -35,7 +35,10 @@ DOCKER, KUBERNETES = ROOT / "launch/docker", ROOT / "launch/kubernetes"
 
 def documents(file: str) -> dict[str, dict]:
     """A manifest's objects by kind."""
-    return {found["kind"]: found for found in yaml.safe_load_all((KUBERNETES / file).read_text())}
+    return {
+        found["kind"]: found
+        for found in yaml.safe_load_all((KUBERNETES / file).read_text(encoding="utf-8"))
+    }
 
 
 def tool(name: str) -> str:
@@ -119,7 +122,9 @@ def test_a_pod_mounts_what_there_is_and_runs_as_the_images_user(file):
     assert mounts["/dev/shm"]["emptyDir"]["medium"] == "Memory"
     assert container["image"].endswith(f"/{compose()['services']['shell']['image']}")
     assert pod["securityContext"]["runAsNonRoot"] is True
-    assert f"ARG UID={pod['securityContext']['runAsUser']}\n" in (DOCKER / "Dockerfile").read_text()
+    assert f"ARG UID={pod['securityContext']['runAsUser']}\n" in (DOCKER / "Dockerfile").read_text(
+        encoding="utf-8"
+    )
 
 
 def test_both_files_train_the_same():
@@ -201,13 +206,13 @@ def test_skypilot_reads_its_file(tmp_path):
     argv = [python, "-c", READ_TASK, file]
     result = subprocess.run(argv, env=env, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert (result.returncode, result.stdout) == (0, "2 True /checkpoints\n"), result.stderr
-    run_script = yaml.safe_load(file.read_text())["run"]
+    run_script = yaml.safe_load(file.read_text(encoding="utf-8"))["run"]
     check(
         re.sub(
             r"\$\w+", "2", " ".join(run_script.replace("\\\n", " ").split(".venv/bin/")[1].split())
         )
     )
-    (tmp_path / "run.sh").write_text(run_script)
+    (tmp_path / "run.sh").write_text(run_script, encoding="utf-8")
     passes(tool("shellcheck"), "--shell=bash", "--exclude=SC2154", tmp_path / "run.sh")
 
 
@@ -218,7 +223,7 @@ def test_pods_save_on_sigterm_and_resume(tmp_path):
     steps = ["--steps", 300]
     whole = train("05_ddp/train.py", tmp_path / "whole", *steps, nproc=2)
     container = pods()["indexed-job.yaml"][1]
-    (tmp_path / "hosts").write_text("127.0.0.1 localhost ddp-0.ddp\n")
+    (tmp_path / "hosts").write_text("127.0.0.1 localhost ddp-0.ddp\n", encoding="utf-8")
     launcher = [
         *container["command"],
         *container["args"][: container["args"].index("05_ddp/train.py")],
@@ -256,7 +261,11 @@ def test_pods_save_on_sigterm_and_resume(tmp_path):
     try:
         start_pods()
         assert holds(running[1], lambda: steps_logged(tmp_path) >= 20)
-        [first] = Path(f"/proc/{running[1].pid}/task/{running[1].pid}/children").read_text().split()
+        [first] = (
+            Path(f"/proc/{running[1].pid}/task/{running[1].pid}/children")
+            .read_text(encoding="utf-8")
+            .split()
+        )
         assert b"torchrun" in Path(f"/proc/{first}/cmdline").read_bytes()
         os.kill(int(first), signal.SIGTERM)
         ends(1, 1)
@@ -267,7 +276,7 @@ def test_pods_save_on_sigterm_and_resume(tmp_path):
         for process in running:
             kill_all(process)
     assert (
-        json.loads((tmp_path / "summary.json").read_text())["weights_sha256"]
+        json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"))["weights_sha256"]
         == whole.summary["weights_sha256"]
     )
 
@@ -276,7 +285,7 @@ def test_pods_save_on_sigterm_and_resume(tmp_path):
 
 
 def compose() -> dict:
-    return yaml.safe_load((DOCKER / "compose.yaml").read_text())
+    return yaml.safe_load((DOCKER / "compose.yaml").read_text(encoding="utf-8"))
 
 
 def test_compose_services():
@@ -297,20 +306,24 @@ def test_compose_services():
             assert int(service["environment"]["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < 300
             assert service["stop_grace_period"] == "5m"
     check(file["services"]["monitor"]["command"].replace("/workspace/", ""))
-    [torch] = re.findall(r"^torch==(.+)$", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
-    image = (DOCKER / "Dockerfile").read_text()
+    [torch] = re.findall(
+        r"^torch==(.+)$", (ROOT / "requirements.txt").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    image = (DOCKER / "Dockerfile").read_text(encoding="utf-8")
     assert f"\nFROM pytorch/pytorch:{torch}-" in image
     assert re.findall(r"^USER (.+)$", image, re.MULTILINE) == ["$UID"]
 
 
 # Prometheus and Grafana
 
-PANELS = json.loads((DOCKER / "grafana/dashboards/training.json").read_text())["panels"]
+PANELS = json.loads((DOCKER / "grafana/dashboards/training.json").read_text(encoding="utf-8"))[
+    "panels"
+]
 
 
 def test_prometheus_and_grafana_find_each_other():
     file = DOCKER / "prometheus.yml"
-    [job] = yaml.safe_load(file.read_text())["scrape_configs"]
+    [job] = yaml.safe_load(file.read_text(encoding="utf-8"))["scrape_configs"]
     services = compose()["services"]
     words = services["monitor"]["command"].split()
     assert job["static_configs"][0]["targets"] == [
@@ -319,8 +332,12 @@ def test_prometheus_and_grafana_find_each_other():
     # of its container: Prometheus is in another
     assert words[words.index("--address") + 1] == "0.0.0.0"
     folder = DOCKER / "grafana/provisioning"
-    [source] = yaml.safe_load((folder / "datasources/prometheus.yaml").read_text())["datasources"]
-    [provider] = yaml.safe_load((folder / "dashboards/training.yaml").read_text())["providers"]
+    [source] = yaml.safe_load((folder / "datasources/prometheus.yaml").read_text(encoding="utf-8"))[
+        "datasources"
+    ]
+    [provider] = yaml.safe_load((folder / "dashboards/training.yaml").read_text(encoding="utf-8"))[
+        "providers"
+    ]
     mounts = dict(volume.split(":")[:2] for volume in services["grafana"]["volumes"])
     assert mounts["./grafana/dashboards"] == provider["options"]["path"]
     assert source["url"] == "http://prometheus:9090"  # a service and its port
@@ -370,7 +387,9 @@ def test_every_launch_file_of_a_cluster_waits_for_the_lock_of_a_dead_node():
         ROOT / "launch/torchrun/multi_node.sh",
         ROOT / "launch/torchrun/elastic.sh",
     ):
-        assert "export RUN_DIR_LOCK_SECONDS=${RUN_DIR_LOCK_SECONDS:-120}" in file.read_text(), file
+        assert "export RUN_DIR_LOCK_SECONDS=${RUN_DIR_LOCK_SECONDS:-120}" in file.read_text(
+            encoding="utf-8"
+        ), file
 
 
 JOB = {

@@ -104,7 +104,7 @@ def test_inference_on_one_node_and_on_two(cluster):
     assert cluster.finished(two)["JobState"] == "FAILED"
     assert "vllm serve" in cluster.log(two)
     assert cluster.finished(one)["JobState"] == "COMPLETED", cluster.log(one)
-    answers = json.loads(file.read_text())
+    answers = json.loads(file.read_text(encoding="utf-8"))
     assert answers["world_size"] == 2
     assert len(answers["token_ids"][0]) == 8
 
@@ -196,7 +196,10 @@ def test_a_signalled_and_a_preempted_run_go_on_by_themselves(cluster, undisturbe
         state = cluster.finished(run.job)
         assert (state["JobState"], state["ExitCode"]) == ("COMPLETED", "0:0"), run.log
         first, last = (
-            "".join(file.read_text() for file in (run.folder / "logs" / start).rglob("stdout.log"))
+            "".join(
+                file.read_text(encoding="utf-8")
+                for file in (run.folder / "logs" / start).rglob("stdout.log")
+            )
             for start in ("start-0", f"start-{state['Restarts']}")
         )
         assert int(re.search(r"saved at step (\d+)", first)[1]) < 200
@@ -287,17 +290,24 @@ def test_no_gpus_and_no_count_of_processes_is_an_error(cluster):
     for file, job in jobs.items():
         found = cluster.finished(job)
         assert (found["JobState"], found["ExitCode"], found["Restarts"]) == ("FAILED", "2:0", "0")
-        assert "--gpus-per-node" in (cluster.repository / f"none-{file.name}.out").read_text()
+        assert "--gpus-per-node" in (cluster.repository / f"none-{file.name}.out").read_text(
+            encoding="utf-8"
+        )
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 def test_slurm_takes_every_line_that_a_site_may_switch_on(cluster, file):
     """It passes over `# SBATCH` without a word, and over what follows the first command."""
-    head, body = re.split(r"^set -euo pipefail$", file.read_text(), flags=re.MULTILINE)
+    head, body = re.split(
+        r"^set -euo pipefail$", file.read_text(encoding="utf-8"), flags=re.MULTILINE
+    )
     assert not re.search(r"^#+[ \t]+SBATCH|^#SBATCH(?! --)", head, re.MULTILINE)
     assert "SBATCH" not in body
     everything = cluster.repository / file.name
-    everything.write_text(re.sub("^##SBATCH", "#SBATCH", file.read_text(), flags=re.MULTILINE))
+    everything.write_text(
+        re.sub("^##SBATCH", "#SBATCH", file.read_text(encoding="utf-8"), flags=re.MULTILINE),
+        encoding="utf-8",
+    )
     cluster.command(
         "sbatch",
         "--test-only",
@@ -312,7 +322,7 @@ def test_slurm_takes_every_line_that_a_site_may_switch_on(cluster, file):
 def test_the_commands_at_the_top_are_right(file):
     commands = re.findall(
         r"^#     .*?sbatch .*?(launch/slurm/\S+)((?: --\S+| [^-#\s]\S*)*)",
-        file.read_text(),
+        file.read_text(encoding="utf-8"),
         re.MULTILINE,
     )
     assert commands

@@ -76,7 +76,7 @@ needs_gcc = pytest.mark.skipif(
 
 def clock_ahead(folder: Path) -> dict[str, str]:
     """The environment of a host whose clock is 400 s ahead."""
-    (folder / "skew.c").write_text(SKEW)
+    (folder / "skew.c").write_text(SKEW, encoding="utf-8")
     library = str(folder / "skew.so")
     subprocess.run(
         ["gcc", "-shared", "-fPIC", "-o", library, folder / "skew.c"], check=True, timeout=600
@@ -120,7 +120,7 @@ class Job:
 
     def __init__(self, hosts, folder: Path) -> None:
         self.hosts, self.folder, self.processes = hosts, folder, []
-        (folder / "hold.py").write_text(HOLD)
+        (folder / "hold.py").write_text(HOLD, encoding="utf-8")
         (folder / "hold").touch()
 
     def start(
@@ -149,7 +149,7 @@ class Job:
 
         def reached() -> bool:
             file = self.folder / "worlds"
-            worlds = file.read_text().split() if file.exists() else []
+            worlds = file.read_text(encoding="utf-8").split() if file.exists() else []
             return len(worlds) >= count and worlds[-1] == str(world_size)
 
         return holds(self.processes[0], reached)
@@ -206,7 +206,7 @@ def test_two_nodes_whose_link_is_cut_and_that_resume_with_clocks_apart(job, alon
 
 
 def test_inference_on_one_node(tmp_path):
-    (tmp_path / "prompts.txt").write_text("for\nimport os\n")
+    (tmp_path / "prompts.txt").write_text("for\nimport os\n", encoding="utf-8")
     asked = [
         "--prompts",
         str(tmp_path / "prompts.txt"),
@@ -235,7 +235,7 @@ def test_hosts_with_a_disk_each_are_refused(job):
     for disk in disks:
         for name in ("step-00000002", "step-00000004.tmp"):
             (disk / name).mkdir(parents=True)
-            (disk / name / "__0_0.distcp").write_text("half of a checkpoint")
+            (disk / name / "__0_0.distcp").write_text("half of a checkpoint", encoding="utf-8")
     before = {path.relative_to(job.folder) for disk in disks for path in disk.rglob("*")}
     both = [job.start("multi_node.sh", 0, "--resume", NNODES="2")]
     both += [job.start("multi_node.sh", 1, "--resume", NNODES="2", disk=disks[1])]

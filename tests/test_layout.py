@@ -58,7 +58,7 @@ def is_docstring(node: ast.AST) -> bool:
 
 def code_lines(script: str) -> list[str]:
     """Return the lines of a script that hold code: no docstring, comment or blank line."""
-    text = (ROOT / script).read_text()
+    text = (ROOT / script).read_text(encoding="utf-8")
     code = text.splitlines()
     for node in ast.walk(ast.parse(text)):
         if is_docstring(node):
@@ -102,7 +102,11 @@ def test_no_file_has_the_name_of_a_standard_module():
 
 
 def test_every_init_file_is_empty():
-    assert not [file for file in CODE if file.name == "__init__.py" and (ROOT / file).read_text()]
+    assert not [
+        file
+        for file in CODE
+        if file.name == "__init__.py" and (ROOT / file).read_text(encoding="utf-8")
+    ]
 
 
 def test_imports_go_one_way():
@@ -117,7 +121,7 @@ def test_imports_go_one_way():
 def changed_lines(folder: Path, before: str, after: str) -> list[str]:
     """Return the lines of code that differ between two scripts, of both scripts."""
     for name, script in (("before", before), ("after", after)):
-        (folder / name).write_text("\n".join(code_lines(script)) + "\n")
+        (folder / name).write_text("\n".join(code_lines(script)) + "\n", encoding="utf-8")
     diff = subprocess.run(
         ["diff", "before", "after"],
         cwd=folder,
@@ -138,13 +142,13 @@ def test_neighbouring_scripts_differ_by_their_idea(tmp_path, before, after, most
 def test_the_first_table_has_the_sizes_of_the_minimal_scripts(tmp_path, page):
     rows = re.findall(
         r"^\| \[(\w+/minimal\.py)\].*?\| (\d+) \|.*?\| (\d*) ?\| [\d.]+ \|$",
-        (ROOT / page).read_text(),
+        (ROOT / page).read_text(encoding="utf-8"),
         re.MULTILINE,
     )
     scripts = [script for script, _, _ in rows]
     assert scripts == ["04_amp/minimal.py", *(after for _, after, _ in NEIGHBOURS)]
     for script, lines, _ in rows:
-        assert int(lines) == len((ROOT / script).read_text().splitlines())
+        assert int(lines) == len((ROOT / script).read_text(encoding="utf-8").splitlines())
     for (before, after, _), (_, _, changed) in zip(NEIGHBOURS, rows[1:], strict=True):
         assert int(changed) == len(changed_lines(tmp_path, before, after))
 

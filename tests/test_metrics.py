@@ -26,7 +26,7 @@ def measure(
     meter.log(1, torch.tensor(2.5), torch.tensor(0.5), lr=1e-3)
     meter.finish(1, model="my model", parameters=None, json_path=folder / "summary.json", wins=3)
     (record,) = read_records(folder / "metrics.jsonl")
-    return record, json.loads((folder / "summary.json").read_text())
+    return record, json.loads((folder / "summary.json").read_text(encoding="utf-8"))
 
 
 def test_mfu_is_achieved_over_peak_flops(tmp_path):

@@ -52,13 +52,13 @@ def saved_weights(result: Result) -> dict[str, torch.Tensor]:
 
 def small(script: str, folder: Path) -> Path:
     """Return a copy of the script whose reader has edited the sizes."""
-    source = (ROOT / script).read_text()
+    source = (ROOT / script).read_text(encoding="utf-8")
     for line, edited in EDITED.items():
         assert source.count(line) == 1
         source = source.replace(line, edited)
     folder.mkdir(parents=True, exist_ok=True)
     copy = folder / "minimal.py"
-    copy.write_text(source)
+    copy.write_text(source, encoding="utf-8")
     return copy
 
 
@@ -92,7 +92,7 @@ def same(result: Result, expected: Result, step: int) -> None:
 def test_they_import_torch_and_the_standard_library_only():
     for script in SCRIPTS:
         imported = set()
-        for node in ast.walk(ast.parse((ROOT / script).read_text())):
+        for node in ast.walk(ast.parse((ROOT / script).read_text(encoding="utf-8"))):
             if isinstance(node, ast.Import):
                 imported |= {alias.name.split(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom):

@@ -113,7 +113,7 @@ def test_other_families_are_those_of_transformers(tmp_path, kind, tied, rope):
         torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-4, atol=1e-6)
     again = tmp_path / "again"
     again.mkdir()
-    (again / "config.json").write_text(json.dumps(shapes.config_json(config)))
+    (again / "config.json").write_text(json.dumps(shapes.config_json(config)), encoding="utf-8")
     weights = {name: weight.detach().clone() for name, weight in ours.named_parameters()}
     save_file(weights, again / "model.safetensors", metadata={"format": "pt"})
     with torch.no_grad():
@@ -164,7 +164,7 @@ def test_config_of_an_older_transformers(tmp_path):
         "rope_theta": 5e5,
         "rope_scaling": None,
     }
-    file.write_text(json.dumps({**shape, "model_type": "llama"}))
+    file.write_text(json.dumps({**shape, "model_type": "llama"}), encoding="utf-8")
     config = shapes.load_config(str(file), 256, 64)
     assert (config.rope_theta, config.num_key_value_heads, config.head_dim) == (5e5, 6, 8)
 
@@ -289,6 +289,6 @@ def test_attention_with_grouped_heads_is_torchs():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_gpu_takes_grouped_heads_without_holding_all_scores(gpu_run, tmp_path, dtype):
     code = f"import torch, test_model; test_model.check_attention(torch.{dtype}, 'cuda')"
-    (tmp_path / "script.py").write_text(code)
+    (tmp_path / "script.py").write_text(code, encoding="utf-8")
     result = gpu_run(tmp_path / "script.py", tmp_path, PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}")
     assert result.code == 0, result

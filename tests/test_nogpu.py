@@ -158,7 +158,7 @@ def test_every_lesson_with_a_device_is_listed():
     lessons = {
         str(file.relative_to(ROOT))
         for file in ROOT.glob("0*/[!_]*.py")
-        if "args.device" in file.read_text()
+        if "args.device" in file.read_text(encoding="utf-8")
     }
     assert lessons - {*ONE, *TWO, *DATA_PARALLEL, *AT_GPU_SIZES, *NOT_HERE} == set()
 
@@ -187,9 +187,9 @@ def test_values_are_right_at_smaller_sizes(tmp_path, script):
     (line, smaller), *others = SMALLER[script].items()
     file = with_fault(script, tmp_path, line, smaller)
     for line, smaller in others:
-        text = file.read_text()
+        text = file.read_text(encoding="utf-8")
         assert text.count(line) == 1
-        file.write_text(text.replace(line, smaller))
+        file.write_text(text.replace(line, smaller), encoding="utf-8")
     result = nogpu.run("values", tmp_path, str(file), "--device cuda")
     assert result.code == 0, result
     assert "nogpu: " not in result.err, result
@@ -205,7 +205,7 @@ def test_sizes_of_a_gpu_run_to_the_end_and_fit(tmp_path, script):
     result = nogpu.run("noop", tmp_path, "tests/support/without_checks.py", flags)
     assert result.code == 0, result
     assert "nogpu: " not in result.err, result
-    summary = json.loads((tmp_path / "s.json").read_text())
+    summary = json.loads((tmp_path / "s.json").read_text(encoding="utf-8"))
     assert (summary.get("peak_memory_bytes") or 0) <= MOST_BYTES
 
 
@@ -226,7 +226,7 @@ def test_the_defaults_on_a_gpu_run_to_the_end_and_fit(tmp_path, script):
     result = nogpu.run("noop", tmp_path, "tests/support/without_checks.py", words, ranks, gpus)
     assert result.code == 0, result
     assert "nogpu: " not in result.err, result
-    summary = json.loads((tmp_path / "s.json").read_text())
+    summary = json.loads((tmp_path / "s.json").read_text(encoding="utf-8"))
     assert summary["peak_memory_bytes"] <= 8e9
 
 
@@ -236,7 +236,7 @@ def test_deepspeed_trains_the_defaults_of_a_gpu(tmp_path):
     result = nogpu.run("noop", tmp_path, "06_fsdp_zero/train_zero.py", flags, ranks=1)
     assert result.code == 0, result
     assert "nogpu: " not in result.err, result
-    trained = json.loads((tmp_path / "run/flags.json").read_text())
+    trained = json.loads((tmp_path / "run/flags.json").read_text(encoding="utf-8"))
     for name in ("model", "global_batch_size", "compile"):
         assert trained[name] == getattr(defaults.ON_GPU, name), name
 
@@ -248,7 +248,7 @@ def test_deepspeed_trains_the_defaults_of_a_gpu(tmp_path):
 def test_doctor_warns_of_a_cudnn_that_is_too_old_for_its_attention(tmp_path, cudnn, result, kernel):
     flags = "--json doctor.json"
     nogpu.run("values", tmp_path, "01_devices/doctor.py", flags, NOGPU_CUDNN=cudnn)
-    checks = json.loads((tmp_path / "doctor.json").read_text())["checks"]
+    checks = json.loads((tmp_path / "doctor.json").read_text(encoding="utf-8"))["checks"]
     attention = [check for check in checks if check["check"] == "attention"]
     assert [check["result"] for check in attention] == [result]
     assert kernel in attention[0]["seen"]
@@ -275,7 +275,7 @@ def test_grouped_heads_in_fp32_hold_no_scores(tmp_path):
     flags = "--model two.json --seq-len 4096 --global-batch-size 1 --steps 1 --dtype fp32 --run-dir run --json s.json"
     result = nogpu.run("noop", tmp_path, "04_amp/train.py", f"{flags} --device cuda")
     assert result.code == 0, result
-    summary = json.loads((tmp_path / "s.json").read_text())
+    summary = json.loads((tmp_path / "s.json").read_text(encoding="utf-8"))
     of_parameters = 16 * summary["parameters"]  # weights, gradients and two moments
     assert of_parameters < summary["peak_memory_bytes"] < of_parameters + 2**30
 
@@ -305,7 +305,7 @@ def test_a_comparison_computes_on_the_gpu(tmp_path, script):
     words = f"report.json {ROOT / script} {flags} --device cuda"
     result = nogpu.run("values", tmp_path, "tests/support/cpu_operators.py", words, ranks)
     assert result.code == 0, result
-    report = json.loads((tmp_path / "report.json").read_text())
+    report = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
     assert bool(report["transformers"]) == has_transformers
     assert all(devices == ["cuda"] for devices in report["transformers"])
     assert not MATMULS & set(report["operators"])
@@ -328,7 +328,7 @@ assert torch.cuda.max_memory_allocated() < 2**20
 with reference.comparison(device, needed_bytes=80 * 2**30) as where:
     assert where.type == "cpu"
 """
-    (tmp_path / "driver.py").write_text(driver)
+    (tmp_path / "driver.py").write_text(driver, encoding="utf-8")
     result = nogpu.run("noop", tmp_path, str(tmp_path / "driver.py"), str(ROOT))
     assert result.code == 0, result
 

@@ -39,7 +39,7 @@ CASES = {  # script, shape, plan
 def test_a_step_allocates_what_is_predicted(name, tmp_path):
     script, config, settings = CASES[name]
     plan = Plan(seq_len=2048, **settings)
-    (tmp_path / "model.json").write_text(json.dumps(shapes.config_json(config)))
+    (tmp_path / "model.json").write_text(json.dumps(shapes.config_json(config)), encoding="utf-8")
     flags = "--model model.json --dtype bf16 --seq-len 2048 --steps 2 --log-every 1"
     flags += f" --global-batch-size {plan.micro_batch_size * plan.micro_batches}"
     flags += f" --micro-batch-size {plan.micro_batch_size}"
@@ -49,7 +49,10 @@ def test_a_step_allocates_what_is_predicted(name, tmp_path):
     ranks = 1 if script == FSDP else 0
     result = nogpu.run("noop", tmp_path, script, flags, ranks)
     assert result.code == 0, result
-    steps = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    steps = [
+        json.loads(line)
+        for line in (tmp_path / "run/metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     allocated = max(step.get("memory_active_bytes", 0) for step in steps)
     predicted = peak(from_config("own", config), plan).step_bytes()
     assert predicted == pytest.approx(allocated, rel=0.03 if plan.compile else 0.01)

@@ -34,12 +34,12 @@ def plan(folder, alone: dict[str, str], together: dict[str, str]):
         commands.append([])
         for name, code in scripts.items():
             file = folder / f"{name}.py"
-            file.write_text(code)
+            file.write_text(code, encoding="utf-8")
             commands[-1].append((name, str(file), 20.0))
     source = DRIVER.format(
         benchmarks=str(ROOT / "benchmarks"), alone=commands[0], together=commands[1]
     )
-    (folder / "driver.py").write_text(source)
+    (folder / "driver.py").write_text(source, encoding="utf-8")
 
 
 def start_part(folder):
@@ -52,7 +52,9 @@ def rows(folder) -> dict[str, dict]:
     files = list((folder / "out").glob("*gpu-a-*.json"))
     if not files:
         return {}
-    return {row["name"]: row for row in json.loads(files[0].read_text())["commands"]}
+    return {
+        row["name"]: row for row in json.loads(files[0].read_text(encoding="utf-8"))["commands"]
+    }
 
 
 def test_a_part_goes_on_after_a_failure(tmp_path):
@@ -93,7 +95,7 @@ def test_a_killed_part_goes_on_where_it_was(tmp_path, number):
     os.close(writer)
 
     began = rows(tmp_path)["first"]
-    (tmp_path / "second.py").write_text(FINE)
+    (tmp_path / "second.py").write_text(FINE, encoding="utf-8")
     result = finish(start_part(tmp_path), tmp_path)
     assert result.code == 0, result
     found = rows(tmp_path)
@@ -112,7 +114,7 @@ def test_the_plan_knows_its_scripts(tmp_path, part):
     result = finish(start(argv, tmp_path, **environment), tmp_path)
     assert result.code == 0, result
     [file] = (tmp_path / "out").glob(f"*gpu-{part.lower()}-*.json")
-    content = json.loads(file.read_text())
+    content = json.loads(file.read_text(encoding="utf-8"))
     assert {"cuda", "cudnn", "nccl", "driver", "power_limit_watts"} <= set(content["about"])
     for row in content["commands"]:
         assert only in row["name"]

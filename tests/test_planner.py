@@ -96,7 +96,9 @@ def test_what_was_measured_on_an_h200(tmp_path):
     result = run("benchmarks/predictions.py", tmp_path, OUT=str(tmp_path))
     assert result.code == 0, result.err
     [file] = tmp_path.glob("planner-*.json")
-    rows = [row for row in json.loads(file.read_text())["rows"] if not row["reason"]]
+    rows = [
+        row for row in json.loads(file.read_text(encoding="utf-8"))["rows"] if not row["reason"]
+    ]
     predicted = [row for row in rows if row["seconds_use"] == "predicted"]
     assert len(predicted) >= 2
     for row in predicted:
@@ -322,7 +324,7 @@ def test_bare_and_without_torch(tmp_path):
             [*command, *flags], cwd=tmp_path, capture_output=True, text=True, timeout=600
         )
         assert done.returncode == 0, done.stderr
-        assert json.loads((tmp_path / "summary.json").read_text())[key]
+        assert json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"))[key]
 
 
 def test_without_flags_it_describes_the_scripts_without_flags(tmp_path):
@@ -406,7 +408,9 @@ def test_the_command_starts(tmp_path):
 
 
 SMALL_CARDS = re.findall(
-    r"^(\w+ .*?)  # .+: ([\d.]+) GiB$", (ROOT / "docs/machines.md").read_text(), re.MULTILINE
+    r"^(\w+ .*?)  # .+: ([\d.]+) GiB$",
+    (ROOT / "docs/machines.md").read_text(encoding="utf-8"),
+    re.MULTILINE,
 )
 assert SMALL_CARDS
 
@@ -445,7 +449,9 @@ REFUSED = {  # flags: words of the message
 
 @pytest.mark.parametrize("flags", REFUSED)
 def test_a_wrong_flag_is_one_line_and_code_2(tmp_path, flags):
-    (tmp_path / "config.json").write_text(json.dumps({**TINY, "model_type": "gpt2"}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({**TINY, "model_type": "gpt2"}), encoding="utf-8"
+    )
     assert_refused(run(SCRIPT, tmp_path, *flags.split()), *REFUSED[flags])
 
 

@@ -94,7 +94,7 @@ exits.run(main)
 )
 def test_the_bar_is_erased_however_the_loop_ends(tmp_path, end, exit_code, last_line):
     script = tmp_path / "loop.py"
-    script.write_text(LOOP.format(root=str(ROOT), end=end))
+    script.write_text(LOOP.format(root=str(ROOT), end=end), encoding="utf-8")
     code, written = run_in_terminal([sys.executable, str(script)], tmp_path)
     assert code == exit_code
     assert "training:" in written
@@ -107,17 +107,17 @@ def test_the_bar_is_erased_however_the_loop_ends(tmp_path, end, exit_code, last_
 def test_output_into_a_file_has_no_bar_although_stderr_is_a_terminal(tmp_path):
     """The bar is on the terminal, and the lines are in the file."""
     script = tmp_path / "loop.py"
-    script.write_text(LOOP.format(root=str(ROOT), end="break"))
+    script.write_text(LOOP.format(root=str(ROOT), end="break"), encoding="utf-8")
     code, written = run_in_terminal(["sh", "-c", f"{sys.executable} {script} > out"], tmp_path)
     assert code == 0
     assert "training:" in written
     expected = "".join(f"step {step}\n" for step in range(1, 5)) + "after the loop\n"
-    assert (tmp_path / "out").read_text() == expected
+    assert (tmp_path / "out").read_text(encoding="utf-8") == expected
 
 
 def test_output_into_a_pipe_is_not_mixed_with_a_bar(tmp_path):
     script = tmp_path / "loop.py"
-    script.write_text(LOOP.format(root=str(ROOT), end="break"))
+    script.write_text(LOOP.format(root=str(ROOT), end="break"), encoding="utf-8")
     code, written = run_in_terminal(["sh", "-c", f"{sys.executable} {script} | cat"], tmp_path)
     assert code == 0
     assert "training:" not in written
@@ -125,7 +125,7 @@ def test_output_into_a_pipe_is_not_mixed_with_a_bar(tmp_path):
 
 def test_only_rank_0_has_a_bar(tmp_path):
     script = tmp_path / "loop.py"
-    script.write_text(LOOP.format(root=str(ROOT), end="break"))
+    script.write_text(LOOP.format(root=str(ROOT), end="break"), encoding="utf-8")
     argv = [sys.executable, str(script)]
     for rank in (0, 1):
         job = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}

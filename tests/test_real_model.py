@@ -116,7 +116,7 @@ def adapters(smollm2, tmp_path_factory) -> Path:
 
 
 def test_lora_teaches_a_way_to_answer(adapters):
-    summary = json.loads((adapters / "summary.json").read_text())
+    summary = json.loads((adapters / "summary.json").read_text(encoding="utf-8"))
     (row,) = summary["rows"]
     assert row["val_loss_after"] < row["val_loss_before"] / 2
     assert row["val_loss_merged"] == pytest.approx(row["val_loss_after"], abs=0.02)

@@ -95,7 +95,7 @@ BAD = {  # the flags, and words that the error line must have
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input(tmp_path, case):
     for name, text in FILES.items():
-        (tmp_path / name).write_text(text)
+        (tmp_path / name).write_text(text, encoding="utf-8")
     flags, *words = BAD[case]
     result = run(BASELINE, tmp_path, "--device", "cpu", *flags, HF_HUB_OFFLINE="1")
     assert_refused(result, *words)
@@ -168,7 +168,9 @@ def trained(once, tmp_path) -> Callable[[str], dict]:
     """
 
     def train_once(folder: Path, script: str) -> dict:
-        (folder / "text.txt").write_text((ROOT / "05_ddp/train.py").read_text())
+        (folder / "text.txt").write_text(
+            (ROOT / "05_ddp/train.py").read_text(encoding="utf-8"), encoding="utf-8"
+        )
         summary = train(script, folder, "--data", "text.txt", "--steps", 2).summary
         return summary | {"folder": folder}
 
@@ -190,7 +192,9 @@ def resume(script: str, folder: Path, *flags):
 def test_a_folder_with_another_runs_settings(tmp_path, trained, script):
     trained(script)
     # the weights would still fit
-    (tmp_path / "other.json").write_text(json.dumps({**TINY, "rms_norm_eps": 1e-3}))
+    (tmp_path / "other.json").write_text(
+        json.dumps({**TINY, "rms_norm_eps": 1e-3}), encoding="utf-8"
+    )
     before = content(tmp_path / "run")
     other = {
         "--model": "other.json",
@@ -220,11 +224,13 @@ def test_a_folder_with_another_runs_settings(tmp_path, trained, script):
 @each_of_several
 def test_a_folder_whose_text_or_model_has_changed(tmp_path, trained, script):
     trained(script)
-    (tmp_path / "tiny.json").write_text(json.dumps({**TINY, "rms_norm_eps": 1e-3}))
+    (tmp_path / "tiny.json").write_text(
+        json.dumps({**TINY, "rms_norm_eps": 1e-3}), encoding="utf-8"
+    )
     assert_refused(resume(script, tmp_path), "--model tiny.json", "SHA-256")
-    (tmp_path / "tiny.json").write_text(json.dumps(TINY))
-    text = (tmp_path / "text.txt").read_text()
-    (tmp_path / "text.txt").write_text(text.replace("rank", "link"))
+    (tmp_path / "tiny.json").write_text(json.dumps(TINY), encoding="utf-8")
+    text = (tmp_path / "text.txt").read_text(encoding="utf-8")
+    (tmp_path / "text.txt").write_text(text.replace("rank", "link"), encoding="utf-8")
     assert_refused(resume(script, tmp_path), "--data text.txt", "SHA-256")
 
 
@@ -239,7 +245,7 @@ def test_a_resume_checks_the_dtype_that_auto_has_become(tmp_path):
 def test_a_finished_run_resumes_to_its_summary(tmp_path, trained, script):
     whole = trained(script)
     assert resume(script, tmp_path).code == 0
-    again = json.loads((tmp_path / "summary.json").read_text())
+    again = json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"))
     same = ("steps", "tokens", "first_loss", "last_loss", "val_loss", "weights_sha256")
     assert {key: again[key] for key in same} == {key: whole[key] for key in same}
 
@@ -280,8 +286,8 @@ def on_two_nodes(folder: Path, *flags, texts: tuple[str, str] = ("as here, so th
     """Run two ranks, each with its own tiny.json and text.txt, and return their error line."""
     for rank, text in enumerate(texts):
         (folder / str(rank)).mkdir(exist_ok=True)
-        (folder / str(rank) / "tiny.json").write_text(json.dumps(TINY))
-        (folder / str(rank) / "text.txt").write_text(text * 400)
+        (folder / str(rank) / "tiny.json").write_text(json.dumps(TINY), encoding="utf-8")
+        (folder / str(rank) / "text.txt").write_text(text * 400, encoding="utf-8")
     moved = with_prelude(DDP, folder, "os.chdir(os.environ['RANK'])")
     result = run(moved, folder, *tiny_flags(folder), "--data", "text.txt", *flags, nproc=2)
     told = [line for line in result.err.splitlines() if ": error: " in line]

@@ -64,7 +64,9 @@ def check_answers(folder: Path, model: str, *processes: int | None) -> None:
         result = ask(folder, model, *PROMPT, nproc=nproc)
         assert result.code == 0, result
         assert "transformers' generate" in result.out
-        token_ids.append(json.loads((folder / "answer.json").read_text())["token_ids"])
+        token_ids.append(
+            json.loads((folder / "answer.json").read_text(encoding="utf-8"))["token_ids"]
+        )
     assert all(tokens == token_ids[0] for tokens in token_ids)
 
 
@@ -192,7 +194,7 @@ def of_the_model(folder: Path) -> list:
 
 
 def of_prepared_tokens(folder: Path) -> list:
-    (folder / "text.txt").write_text("a few words, and others\n" * 400)
+    (folder / "text.txt").write_text("a few words, and others\n" * 400, encoding="utf-8")
     write_tokenizer(folder / "tokenizer")
     flags = ["--data", "text.txt", "--tokenizer", "tokenizer", "--out", "tokens", "--workers", 1]
     result = run("05_ddp/prepare_data.py", folder, *flags)
@@ -202,7 +204,7 @@ def of_prepared_tokens(folder: Path) -> list:
 
 def of_prepared_tokens_with_others_for_evaluation(folder: Path) -> list:
     flags = of_prepared_tokens(folder)
-    (folder / "eval.txt").write_text("few other words\n" * 400)
+    (folder / "eval.txt").write_text("few other words\n" * 400, encoding="utf-8")
     return [*flags, "--eval-data", "eval.txt"]
 
 
@@ -222,7 +224,7 @@ def test_the_folder_has_the_tokenizer_of_the_run(tmp_path, make):
         *tmp_path.glob("model/tokenizer.json"),
     ]
     found = tmp_path / converted / "tokenizer.json"
-    assert found.read_text() == tokenizer.read_text()
+    assert found.read_text(encoding="utf-8") == tokenizer.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("make", TOKENIZERS)

@@ -122,12 +122,12 @@ RUNS = [
 def test_texts_change_nothing_in_the_training(tmp_path, kind, mode):
     write_tiny(tmp_path)
     script = tmp_path / "train.py"
-    script.write_text(SCRIPT.format(root=str(ROOT), text=str(TEXT)))
+    script.write_text(SCRIPT.format(root=str(ROOT), text=str(TEXT)), encoding="utf-8")
     nproc = None if kind == "plain" else 2
     result = run(script, tmp_path, kind, mode, nproc=nproc)
     assert result.code == 0, result
 
-    of_all_ranks = json.loads((tmp_path / "result.json").read_text())
+    of_all_ranks = json.loads((tmp_path / "result.json").read_text(encoding="utf-8"))
     assert len(of_all_ranks) == (nproc or 1)
     for texts, without, with_texts in of_all_ranks:
         assert with_texts == without

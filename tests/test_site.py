@@ -27,7 +27,7 @@ class Page(HTMLParser):
         self.addresses: set[str] = set()
         self.anchors = {""}
         self.words: list[str] = []
-        self.feed(file.read_text())
+        self.feed(file.read_text(encoding="utf-8"))
 
     def handle_starttag(self, tag: str, attributes: list) -> None:
         for name, value in attributes:
@@ -104,13 +104,13 @@ def test_a_lesson_links_to_its_script_and_shows_it_all(site, pages):
     chapter = pages[(site / "05_ddp/README.html").resolve()]
     assert "train.py.html" in chapter.addresses
     shown = "".join(pages[(site / "05_ddp/train.py.html").resolve()].words)
-    for line in (ROOT / "05_ddp/train.py").read_text().splitlines():
+    for line in (ROOT / "05_ddp/train.py").read_text(encoding="utf-8").splitlines():
         assert line in shown
 
 
 def test_a_folder_with_something_else_is_left_alone(site, tmp_path):
-    (tmp_path / "mine.txt").write_text("mine")
+    (tmp_path / "mine.txt").write_text("mine", encoding="utf-8")
     command = [sys.executable, "-m", "sphinx", "-q", "-c", "docs", tmp_path, tmp_path / "html"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert result.returncode != 0
-    assert (tmp_path / "mine.txt").read_text() == "mine"
+    assert (tmp_path / "mine.txt").read_text(encoding="utf-8") == "mine"

@@ -126,7 +126,7 @@ def test_doctor_in_each_task_examines_a_training_script(tmp_path):
     own_flags = ("--json", "doctor.json", "--script", ROOT / BASELINE)
     flags = ("--device", "cpu", "--data", TEXT, "--steps", 1)
     result = run(DOCTOR, tmp_path, *own_flags, "--", *flags, **LONE_TASKS["srun"])
-    checks = json.loads((tmp_path / "doctor.json").read_text())["checks"]
+    checks = json.loads((tmp_path / "doctor.json").read_text(encoding="utf-8"))["checks"]
     results = {check["check"]: check["result"] for check in checks}
     assert (results["script"], results["gloo all-reduce"]) == ("ok", "ok"), result
 

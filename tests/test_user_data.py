@@ -60,7 +60,7 @@ def lines(word: str, count: int) -> str:
 
 def link_a_folder(data: Path) -> int:
     (data.parent / "big").mkdir()
-    (data.parent / "big/b.txt").write_text(lines("b", 50))
+    (data.parent / "big/b.txt").write_text(lines("b", 50), encoding="utf-8")
     (data / "part2").symlink_to("../big")
     return 50
 
@@ -68,7 +68,7 @@ def link_a_folder(data: Path) -> int:
 def link_folders_in_a_chain(data: Path) -> int:
     for name, count in (("one", 10), ("two", 20)):
         (data.parent / name).mkdir()
-        (data.parent / name / "text.md").write_text(lines(name, count))
+        (data.parent / name / "text.md").write_text(lines(name, count), encoding="utf-8")
     (data / "z").symlink_to(data.parent / "one")
     (data.parent / "one/next.d").symlink_to("../two")
     return 30
@@ -76,7 +76,7 @@ def link_folders_in_a_chain(data: Path) -> int:
 
 def link_in_a_loop(data: Path) -> int:
     (data / "deep").mkdir()
-    (data / "deep/c.txt").write_text(lines("c", 20))
+    (data / "deep/c.txt").write_text(lines("c", 20), encoding="utf-8")
     (data / "deep/up").symlink_to("..")
     (data / "self").symlink_to(".")
     return 20
@@ -91,7 +91,7 @@ def link_one_folder_twice(data: Path) -> int:
 def link_files(data: Path) -> int:
     """Store texts as blobs, as the cache of the Hugging Face hub does."""
     (data.parent / "blobs").mkdir()
-    (data.parent / "blobs/0123").write_text(lines("blob", 30))
+    (data.parent / "blobs/0123").write_text(lines("blob", 30), encoding="utf-8")
     for name in ("d.txt", "the-same.txt"):
         (data / name).symlink_to("../blobs/0123")
     (data / "again.txt").symlink_to("a.txt")
@@ -111,7 +111,7 @@ LINKS = [
 def test_links_are_followed_and_each_file_is_read_once(tmp_path, make):
     data = tmp_path / "data"
     data.mkdir()
-    (data / "a.txt").write_text(lines("a", 100))
+    (data / "a.txt").write_text(lines("a", 100), encoding="utf-8")
     added = make(data)
     result = train(BASELINE, tmp_path, *SHORT, "--data", "data")
     text_bytes = 32 * (100 + added)
@@ -120,7 +120,7 @@ def test_links_are_followed_and_each_file_is_read_once(tmp_path, make):
 
 def test_prepare_data_follows_links(tmp_path):
     (tmp_path / "data").mkdir()
-    (tmp_path / "data/a.txt").write_text(lines("a", 100))
+    (tmp_path / "data/a.txt").write_text(lines("a", 100), encoding="utf-8")
     added = link_folders_in_a_chain(tmp_path / "data") + link_in_a_loop(tmp_path / "data")
     flags = ["--data", "data", "--out", "tokens", "--json", "summary.json", "--workers", 1]
     result = run(PREPARE, tmp_path, *flags)
@@ -156,7 +156,7 @@ os.scandir = forbid
 
 
 def forbid_a_file(data: Path) -> str:
-    (data / "secret.txt").write_text(lines("b", 50))
+    (data / "secret.txt").write_text(lines("b", 50), encoding="utf-8")
     return """
 import pyarrow
 input_stream = pyarrow.input_stream
@@ -188,7 +188,7 @@ def test_what_cannot_be_read_is_told(tmp_path, script, case):
     make, word = UNREADABLE[case]
     data = tmp_path / "data"
     data.mkdir()
-    (data / "a.txt").write_text(lines("a", 100))
+    (data / "a.txt").write_text(lines("a", 100), encoding="utf-8")
     prelude = make(data)
     program = with_prelude(script, tmp_path, prelude) if prelude else script
     flags = ["--data", "data"]
@@ -200,7 +200,7 @@ def test_what_cannot_be_read_is_told(tmp_path, script, case):
 
 def test_what_cannot_be_read_is_told_once_under_torchrun(tmp_path):
     (tmp_path / "data").mkdir()
-    (tmp_path / "data/a.txt").write_text(lines("a", 100))
+    (tmp_path / "data/a.txt").write_text(lines("a", 100), encoding="utf-8")
     break_a_link(tmp_path / "data")
     result = run(DDP, tmp_path, "--data", "data", "--device", "cpu", nproc=2)
     told = [line for line in result.err.splitlines() if ": error: " in line]
@@ -232,7 +232,7 @@ def test_about_5_percent_of_the_text_is_held_out(tmp_path, case):
     data = tmp_path / "data"
     data.mkdir()
     for name, text in FEW_DOCUMENTS[case].items():
-        (data / name).write_text(text)
+        (data / name).write_text(text, encoding="utf-8")
     cache = tmp_path / "cache"
     result = train(BASELINE, tmp_path, *SHORT, "--data", "data", CORPUS_CACHE=str(cache))
     train_tokens, held_out_tokens = sizes(result)
@@ -262,7 +262,7 @@ def write_model(folder: Path, seed: int = 0, vocab_size: int = 320) -> None:
     tensors = {name: tensor.detach() for name, tensor in net.named_parameters()}
     folder.mkdir(parents=True)
     save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(shape))
+    (folder / "config.json").write_text(json.dumps(shape), encoding="utf-8")
     bpe = ByteLevelBPETokenizer()
     bpe.train_from_iterator([lines("a", 20)], vocab_size=300, special_tokens=["<end>"])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, eos_token="<end>")
@@ -275,7 +275,7 @@ def started(once, tmp_path) -> Path:
 
     def start(folder: Path) -> Path:
         (folder / "job1").mkdir()
-        (folder / "job1/text.txt").write_text(lines("a", 300))
+        (folder / "job1/text.txt").write_text(lines("a", 300), encoding="utf-8")
         shutil.copytree(folder / "job1", folder / "job2")
         write_model(folder / "m/llama")
         shutil.copytree(folder / "m/llama", folder / "m/copy")
@@ -311,7 +311,7 @@ def test_a_run_resumes_however_its_files_are_named(started, case):
     result = resume(started, *SAME[case])
     assert result.code == 0, result
     assert "resuming from" in result.out
-    assert json.loads((started / "summary.json").read_text())["steps"] == 3
+    assert json.loads((started / "summary.json").read_text(encoding="utf-8"))["steps"] == 3
 
 
 OTHER = {
@@ -325,19 +325,21 @@ OTHER = {
 def test_a_run_does_not_resume_with_other_content(started, case):
     flags, words = OTHER[case]
     if not flags:
-        (started / "job1/text.txt").write_text(lines("b", 300))
+        (started / "job1/text.txt").write_text(lines("b", 300), encoding="utf-8")
     assert_refused(resume(started, *flags), words)
 
 
 def test_settings_of_an_older_version(started):
     """The run resumes. If its data were split in another way, the line says so."""
     file = started / "run/settings.json"
-    settings = json.loads(file.read_text())
+    settings = json.loads(file.read_text(encoding="utf-8"))
     older = {name: value for name, value in settings.items() if name.startswith("--")}
-    file.write_text(json.dumps(older))
+    file.write_text(json.dumps(older), encoding="utf-8")
     result = resume(started)
     assert result.code == 0, result
-    file.write_text(json.dumps(older | {"--data": "job1/text.txt (SHA-256 0123456789ab)"}))
+    file.write_text(
+        json.dumps(older | {"--data": "job1/text.txt (SHA-256 0123456789ab)"}), encoding="utf-8"
+    )
     assert_refused(resume(started), "--data job1/text.txt", "older version")
 
 
@@ -367,13 +369,13 @@ def test_a_run_keeps_the_date_of_its_first_start(tmp_path, days, monkeypatch):
 def project(tmp_path) -> Path:
     """A folder in which people train: texts beside the folders of runs."""
     for i in range(3):
-        (tmp_path / f"n{i}.txt").write_text(lines(f"file {i}", 100))
+        (tmp_path / f"n{i}.txt").write_text(lines(f"file {i}", 100), encoding="utf-8")
     return tmp_path
 
 
 def train_here(folder: Path, *flags) -> Result:
     """Train on all texts in the folder that is the working directory."""
-    (folder / ".tiny.json").write_text(json.dumps(TINY))
+    (folder / ".tiny.json").write_text(json.dumps(TINY), encoding="utf-8")
     shared = ["--model", ".tiny.json", "--device", "cpu", "--data", ".", "--log-every", 1]
     result = run(BASELINE, folder, *shared, *SHORT, *flags)
     assert result.code == 0, result
@@ -382,7 +384,7 @@ def train_here(folder: Path, *flags) -> Result:
 
 def test_outputs_of_other_runs_are_no_text(project):
     first = train_here(project)
-    (project / "runs/notes.txt").write_text(lines("notes in runs/", 10))
+    (project / "runs/notes.txt").write_text(lines("notes in runs/", 10), encoding="utf-8")
     second = train_here(project, "--run-dir", "elsewhere/run")
     assert sum(sizes(second)) == sum(sizes(first)) + 321  # the notes are text
     [folder] = [path.name for path in (project / "runs").iterdir() if path.is_dir()]
@@ -405,7 +407,7 @@ def test_a_run_beside_its_text_resumes(project, run_dir):
 
 def test_what_lies_in_the_run_dir_is_left_out_from_the_first_start(project):
     (project / "run").mkdir()
-    (project / "run/notes.txt").write_text(lines("notes", 50))
+    (project / "run/notes.txt").write_text(lines("notes", 50), encoding="utf-8")
     first = train_here(project, "--run-dir", "run")
     assert sum(sizes(first)) == 3 * 3201 + 3  # each of the three is cut, into two documents
     again = train_here(project, "--run-dir", "run", "--resume", "--steps", 2)
@@ -414,8 +416,8 @@ def test_what_lies_in_the_run_dir_is_left_out_from_the_first_start(project):
 
 def test_files_with_the_names_of_a_runs_are_text_where_they_are_no_runs(project):
     (project / "songs").mkdir()
-    (project / "songs/metrics.jsonl").write_text(jsonl([lines("song", 100)]))
-    (project / "songs/settings.json").write_text('{"volume": 11}')
+    (project / "songs/metrics.jsonl").write_text(jsonl([lines("song", 100)]), encoding="utf-8")
+    (project / "songs/settings.json").write_text('{"volume": 11}', encoding="utf-8")
     assert sum(sizes(train_here(project))) == 4 * 3202
 
 
@@ -429,7 +431,7 @@ def test_prepare_data_leaves_out_runs_and_its_own_output(project):
         result = run(PREPARE, folder, *flags, "--out", project / "tokens", "--workers", 1)
         assert result.code == 0, result
         assert "left out" in result.out
-    summary = json.loads((project.parent / "summary.json").read_text())
+    summary = json.loads((project.parent / "summary.json").read_text(encoding="utf-8"))
     assert summary["documents"] == 3
 
 
@@ -501,7 +503,7 @@ def test_two_runs_exclude_each_other_without_flock(tmp_path, flock, node):
 
 def lock_run_folder(folder: Path, lease: str) -> None:
     (folder / "run").mkdir()
-    (folder / "run/.lock.lease").write_text(lease)
+    (folder / "run/.lock.lease").write_text(lease, encoding="utf-8")
 
 
 def lock_cache(folder: Path, lease: str) -> None:
@@ -509,7 +511,7 @@ def lock_cache(folder: Path, lease: str) -> None:
     shutil.rmtree(folder / "run")
     [tokens] = [path for path in (folder / "cache").iterdir() if path.is_dir()]
     shutil.rmtree(tokens)
-    tokens.with_name(f"{tokens.name}.lock.lease").write_text(lease)
+    tokens.with_name(f"{tokens.name}.lock.lease").write_text(lease, encoding="utf-8")
 
 
 @pytest.fixture
@@ -520,7 +522,7 @@ def lease_of_a_dead_node(once) -> str:
         dead = launch(with_locks(folder, OTHER_NODE), folder, "--steps", 100_000)
         try:
             assert holds(dead, lambda: steps_logged(folder) > 0)
-            lease = (folder / "run/.lock.lease").read_text()
+            lease = (folder / "run/.lock.lease").read_text(encoding="utf-8")
         finally:
             kill_all(dead)
         # The time when the process was started contains a number of the running kernel.
@@ -557,7 +559,9 @@ def test_a_stop_signal_ends_the_wait_for_a_lock(tmp_path, lease_of_a_dead_node, 
     lock(tmp_path, lease_of_a_dead_node.replace("duration=2", "duration=3600"))
     script = with_locks(tmp_path, lease_seconds=3600)
     process = launch(script, tmp_path, *SHORT, CORPUS_CACHE=str(tmp_path / "cache"))
-    assert holds(process, lambda: "waiting for" in (tmp_path / "stdout").read_text())
+    assert holds(
+        process, lambda: "waiting for" in (tmp_path / "stdout").read_text(encoding="utf-8")
+    )
     process.send_signal(signal.SIGTERM)
     result = finish(process, tmp_path)
     assert (result.code, result.err.count("\n")) == (75, 1), result

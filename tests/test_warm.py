@@ -37,8 +37,8 @@ os.rename("pids.tmp", "pids")
 
 
 def test_what_a_job_leaves_behind_is_found_and_killed(tmp_path):
-    (tmp_path / "leaves.py").write_text(SLEEPS)
+    (tmp_path / "leaves.py").write_text(SLEEPS, encoding="utf-8")
     with pytest.raises(AssertionError, match=r"left running: .*signal.pause"):
         run(tmp_path / "leaves.py", tmp_path)
-    for pid in map(int, (tmp_path / "pids").read_text().split()):
+    for pid in map(int, (tmp_path / "pids").read_text(encoding="utf-8").split()):
         assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE

@@ -78,7 +78,9 @@ def split(folder: Path, weights: dict[str, torch.Tensor], *, index: bool) -> Non
         put(folder, file, {name: weights[name] for name in part})
         weight_map |= dict.fromkeys(part, file)
     if index:
-        (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+        (folder / INDEX).write_text(
+            json.dumps({"metadata": {}, "weight_map": weight_map}), encoding="utf-8"
+        )
 
 
 # --- which files are read
@@ -108,7 +110,7 @@ def shards_without_an_index(folder: Path) -> None:
 def other_names_and_an_adapter(folder: Path) -> None:
     put(folder, "consolidated.safetensors", {"layers.0.attention.wq.weight": torch.ones(2, 2)})
     put(folder, "adapter_model.safetensors", {"base_model.model.x.lora_A.weight": torch.ones(2, 2)})
-    (folder / "pytorch_model.bin").write_text(POINTER)
+    (folder / "pytorch_model.bin").write_text(POINTER, encoding="utf-8")
     (folder / "optimizer.safetensors").symlink_to("nowhere")
 
 
@@ -187,7 +189,9 @@ def test_no_other_module_opens_weight_files():
     readers = set()
     for file in [*ROOT.glob("*.py"), *ROOT.glob("[!.]*/**/*.py")]:
         path = file.relative_to(ROOT)
-        if path.parts[0] not in ("tests", "runs") and re.search(READERS, file.read_text()):
+        if path.parts[0] not in ("tests", "runs") and re.search(
+            READERS, file.read_text(encoding="utf-8")
+        ):
             readers.add(str(path))
     assert readers == MAY_READ
 
@@ -217,22 +221,24 @@ def shard_not_in_a_folder_without_index(folder: Path) -> None:
 
 
 def pointer(folder: Path) -> None:
-    (folder / "model.safetensors").write_text(POINTER)
+    (folder / "model.safetensors").write_text(POINTER, encoding="utf-8")
 
 
 def pointer_as_shard(folder: Path) -> None:
     a_file_that_the_index_does_not_name(folder)
-    (folder / "model-00001-of-00002.safetensors").write_text(POINTER)
+    (folder / "model-00001-of-00002.safetensors").write_text(POINTER, encoding="utf-8")
 
 
 def pointer_as_index(folder: Path) -> None:
     a_file_that_the_index_does_not_name(folder)
-    (folder / INDEX).write_text(POINTER)
+    (folder / INDEX).write_text(POINTER, encoding="utf-8")
 
 
 def index_of_another_folder(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder.parent / "model.safetensors")
-    (folder / INDEX).write_text(json.dumps({"weight_map": {HEAD: "../model.safetensors"}}))
+    (folder / INDEX).write_text(
+        json.dumps({"weight_map": {HEAD: "../model.safetensors"}}), encoding="utf-8"
+    )
 
 
 def truncated(folder: Path) -> None:
@@ -248,7 +254,9 @@ def empty(folder: Path) -> None:
 
 
 def web_page(folder: Path) -> None:
-    (folder / "model.safetensors").write_text("<html>404: there is nothing here</html>")
+    (folder / "model.safetensors").write_text(
+        "<html>404: there is nothing here</html>", encoding="utf-8"
+    )
 
 
 def a_folder(folder: Path) -> None:
@@ -317,7 +325,7 @@ OTHER_SCRIPTS = [  # script, flags, words of the line
 def test_other_scripts_name_them_too(tmp_path, folder, script, break_it, flags, word):
     if script == ZERO or "zero3" in flags:
         pytest.importorskip("deepspeed")
-    with open(tmp_path / "chats.jsonl", "w") as file:
+    with open(tmp_path / "chats.jsonl", "w", encoding="utf-8") as file:
         for number in range(40):
             question = {"role": "user", "content": f"{number} + 1"}
             chat = [question, {"role": "assistant", "content": f"{number + 1}"}]
@@ -352,7 +360,11 @@ def test_another_head_is_used_in_training(tmp_path, own_head, script, flags, npr
     expected = train_one_step(tmp_path / "expected", untied, script, *flags, nproc=nproc)
     for key in ("first_loss", "weights_sha256", "parameters"):
         assert found[key] == expected[key]
-    told = [line for line in (tmp_path / "found/stdout").read_text().splitlines() if HEAD in line]
+    told = [
+        line
+        for line in (tmp_path / "found/stdout").read_text(encoding="utf-8").splitlines()
+        if HEAD in line
+    ]
     assert len(told) == 1, told
 
 
@@ -372,7 +384,10 @@ def test_another_head_is_converted(tmp_path, own_head):
     for script_flags in (["tied", "dcp", "--to", "dcp"], ["dcp", "hf", "--to", "hf"]):
         result = run(CONVERT, tmp_path, *script_flags)
         assert result.code == 0, result
-    assert json.loads((tmp_path / "hf/config.json").read_text())["tie_word_embeddings"] is False
+    assert (
+        json.loads((tmp_path / "hf/config.json").read_text(encoding="utf-8"))["tie_word_embeddings"]
+        is False
+    )
     found = {}
     for file in (tmp_path / "hf").glob("*.safetensors"):
         found |= load_file(file)
@@ -416,15 +431,17 @@ WRONG_TYPES = {  # changes of config.json, and words of the line
 @pytest.mark.parametrize("case", WRONG_TYPES)
 def test_values_of_a_wrong_type_are_named(tmp_path, case):
     change, words = WRONG_TYPES[case]
-    (tmp_path / "config.json").write_text(json.dumps({**TINY, **change}))
+    (tmp_path / "config.json").write_text(json.dumps({**TINY, **change}), encoding="utf-8")
     result = run(BASELINE, tmp_path, "--model", "config.json", *TRAINING)
     assert_refused(result, "--model config.json", *words.split())
 
 
 @pytest.mark.parametrize("script", [FINETUNE, ESTIMATE, KV_CACHE, QUANTIZED, CONVERT])
 def test_other_scripts_name_values_of_a_wrong_type(tmp_path, script, folder):
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": "128"}))
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(
+        json.dumps({**config, "max_position_embeddings": "128"}), encoding="utf-8"
+    )
     flags = ["--model", "model"]
     if script == CONVERT:
         flags = ["model", "to", "--to", "dcp"]
@@ -453,7 +470,7 @@ def test_a_file_that_is_no_config_is_a_short_line(tmp_path, folder, script, case
 
 
 def test_a_vocabulary_that_is_too_small_does_not_blame_a_flag_that_was_not_given(tmp_path):
-    (tmp_path / "small.json").write_text(json.dumps({**TINY, "vocab_size": 200}))
+    (tmp_path / "small.json").write_text(json.dumps({**TINY, "vocab_size": 200}), encoding="utf-8")
     result = run(BASELINE, tmp_path, "--model", "small.json", *TRAINING)
     assert_refused(result, "--model small.json", "200", "256")
     assert "--tokenizer" not in result.err
@@ -486,8 +503,8 @@ def remove(name: str) -> Callable[[Path], None]:
 def replace_about(**changes) -> Callable[[Path], None]:
     def damage(tokens: Path) -> None:
         file = tokens / "corpus.json"
-        about = json.loads(file.read_text())
-        file.write_text(json.dumps({**about, **changes}))
+        about = json.loads(file.read_text(encoding="utf-8"))
+        file.write_text(json.dumps({**about, **changes}), encoding="utf-8")
 
     return damage
 

@@ -62,14 +62,14 @@ def needed(torch: Path, headers: Path) -> tuple[dict[str, str], dict[str, dict[s
             prefix = next(prefix for prefix in LIBRARY if name.startswith(prefix))
             functions[LIBRARY[prefix]][name] = version
     # what is looked up by name at run time
-    driver = (headers / "cuda.h").read_text(errors="ignore")
+    driver = (headers / "cuda.h").read_text(errors="ignore", encoding="utf-8")
     names = re.findall(r"CUDAAPI\s+(cu[A-Z]\w+)\s*\(", driver)
     names += re.findall(r"#define\s+cu\w+\s+(?:__CUDA_API_\w+\()?(cu[A-Z]\w+)", driver)
     functions["libcuda"] = dict.fromkeys(names, "") | functions["libcuda"]
-    runtime = (headers / "cuda_runtime_api.h").read_text(errors="ignore")
+    runtime = (headers / "cuda_runtime_api.h").read_text(errors="ignore", encoding="utf-8")
     names = re.findall(r"CUDARTAPI\s+(cuda[A-Z]\w+)\s*\(", runtime)
     functions["libcudart"] = dict.fromkeys(names, "") | functions["libcudart"]
-    pynvml = Path(importlib.util.find_spec("pynvml").origin).read_text()
+    pynvml = Path(importlib.util.find_spec("pynvml").origin).read_text(encoding="utf-8")
     names = re.findall(r'_nvmlGetFunctionPointer\("(nvml\w+)"\)', pynvml)
     names += re.findall(r"\bnvml[A-Z]\w+\b(?<!_)", run("strings", torch / "lib/libc10_cuda.so"))
     functions["libnvidia-ml"] = dict.fromkeys(names, "")
@@ -85,7 +85,7 @@ def build(
     for name in functions:
         answer = 0 if name in NOTHING_TO_DO else FAILS.get(library, 0)
         text += f'__attribute__((weak)) int {name}(void) {{ return nogpu_default("{name}", {answer}); }}\n'
-    defaults.write_text(text)
+    defaults.write_text(text, encoding="utf-8")
     options = [
         "-shared",
         "-fPIC",
@@ -97,7 +97,7 @@ def build(
     options += [f"-I{folder}" for folder in (*headers, sources)]
     options += [f"-Wl,-soname,{files[library]}", "-o", out / files[library]]
     if version := next(filter(None, functions.values()), ""):
-        versions.write_text(f"{version} {{ global: *; }};\n")
+        versions.write_text(f"{version} {{ global: *; }};\n", encoding="utf-8")
         options.append(f"-Wl,--version-script={versions}")
     state = [] if library == "libcuda" else [out / files["libcuda"]]  # the others use its functions
     run(

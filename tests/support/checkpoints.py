@@ -27,7 +27,7 @@ def write_folder(
                 weights[name].shape, generator=torch.Generator().manual_seed(i)
             )
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(shapes.config_json(config)))
+    (folder / "config.json").write_text(json.dumps(shapes.config_json(config)), encoding="utf-8")
     return weights
 
 

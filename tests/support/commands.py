@@ -25,12 +25,18 @@ def check_pytest(words: list[str]) -> None:
     for file in files:
         assert file.is_file(), f"no such file: {file}"
         marked = re.search(
-            r"^pytestmark = pytest\.mark\.(launch|long)$", file.read_text(), re.MULTILINE
+            r"^pytestmark = pytest\.mark\.(launch|long)$",
+            file.read_text(encoding="utf-8"),
+            re.MULTILINE,
         )
         assert not marked or marked[1] in words, f"nothing of {file} runs without -m {marked[1]}"
     if "-k" in words:
         wanted = words[words.index("-k") + 1]
-        names = [name for file in files for name in re.findall(r"def (test_\w+)", file.read_text())]
+        names = [
+            name
+            for file in files
+            for name in re.findall(r"def (test_\w+)", file.read_text(encoding="utf-8"))
+        ]
         assert [name for name in names if wanted in name], f"no test named {wanted!r} in {files}"
 
 
@@ -39,9 +45,9 @@ def check(command: str) -> None:
     program, *words = shlex.split(command)
     if program == "make":
         target = next(word for word in words if "=" not in word)
-        assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), (
-            f"no make target {target}"
-        )
+        assert re.search(
+            rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE
+        ), f"no make target {target}"
         return
     if program == "pytest" or words[:2] == ["-m", "pytest"]:
         check_pytest(words)

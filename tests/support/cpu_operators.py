@@ -88,7 +88,7 @@ def main() -> None:
             "transformers": transformers_devices,
         }
         if os.environ.get("RANK", "0") == "0":
-            Path(report).write_text(json.dumps(found, indent=1))
+            Path(report).write_text(json.dumps(found, indent=1), encoding="utf-8")
 
     sys.argv = [script, *flags]
     sys.path[0] = str(Path(script).resolve().parent)

@@ -64,7 +64,9 @@ class Host:
                     raise ConnectionError
                 self.received += part
         except ConnectionError:
-            raise HostEndedError(Path(self.folder.name, "stderr").read_text()[-2000:]) from None
+            raise HostEndedError(
+                Path(self.folder.name, "stderr").read_text(encoding="utf-8")[-2000:]
+            ) from None
         answer, _, self.received = self.received.partition(b"\n")
         return json.loads(answer)
 
@@ -96,7 +98,7 @@ def run(
 
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("stdout", "stderr"):
-        (folder / name).write_text("")
+        (folder / name).write_text("", encoding="utf-8")
     argv = [str(ROOT / script), *map(str, flags)]
     job_env = clean_env(**env) | CUBLAS | {"CUDA_VISIBLE_DEVICES": visible}
     if nproc == 1:
@@ -109,7 +111,7 @@ def run(
         answer = _hosts[visible].run(job, timeout)
     except (TimeoutError, HostEndedError) as error:
         _hosts.pop(visible).close()
-        with open(folder / "stderr", "a") as file:
+        with open(folder / "stderr", "a", encoding="utf-8") as file:
             file.write(f"\n{type(error).__name__}: {error}\n")
         return result_in(folder, -1, argv)
     if answer["left_bytes"] > LEFT_BYTES:

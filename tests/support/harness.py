@@ -94,13 +94,13 @@ class Result:
 
     @property
     def summary(self) -> dict:
-        return json.loads((self.folder / "summary.json").read_text())
+        return json.loads((self.folder / "summary.json").read_text(encoding="utf-8"))
 
     @property
     def records(self) -> list[dict]:
         return [
             json.loads(line)
-            for line in (self.folder / "run/metrics.jsonl").read_text().splitlines()
+            for line in (self.folder / "run/metrics.jsonl").read_text(encoding="utf-8").splitlines()
         ]
 
     def column(self, key: str) -> list[float]:
@@ -130,7 +130,10 @@ def clean_env(**extra: str) -> dict[str, str]:
 def start(argv: list[str], folder: Path, **env: str) -> subprocess.Popen:
     """Start argv in folder, output to files there, marked so that its descendants can be found."""
     marker = uuid.uuid4().hex
-    with open(folder / "stdout", "w") as out, open(folder / "stderr", "w") as err:
+    with (
+        open(folder / "stdout", "w", encoding="utf-8") as out,
+        open(folder / "stderr", "w", encoding="utf-8") as err,
+    ):
         environment = clean_env(**env | {"HARNESS_MARKER": marker})
         process = subprocess.Popen(argv, cwd=folder, env=environment, stdout=out, stderr=err)
     process.marker = marker
@@ -167,8 +170,8 @@ def kill_all(process: Process) -> None:
 def result_in(folder: Path, code: int, argv: list) -> Result:
     return Result(
         code,
-        (folder / "stdout").read_text(),
-        (folder / "stderr").read_text(),
+        (folder / "stdout").read_text(encoding="utf-8"),
+        (folder / "stderr").read_text(encoding="utf-8"),
         folder,
         (*map(str, argv),),
     )
@@ -214,7 +217,9 @@ def with_prelude(script: str, folder: Path, prelude: str) -> Path:
     become = f"sys.argv[0] = {str(path)!r}\nrunpy.run_path(sys.argv[0], run_name='__main__')\n"
     paths = [str(path.parent), str(ROOT)]
     file = folder / "prelude.py"
-    file.write_text(f"import os, runpy, sys\nsys.path[:1] = {paths!r}\n{prelude}\n{become}")
+    file.write_text(
+        f"import os, runpy, sys\nsys.path[:1] = {paths!r}\n{prelude}\n{become}", encoding="utf-8"
+    )
     return file
 
 
@@ -222,11 +227,11 @@ def with_fault(script: str, folder: Path, line: str, wrong: str) -> Path:
     """A copy of the script in folder, with `wrong` instead of a line that must stand there once. Its neighbours and
     common/ are the real ones."""
     path = ROOT / script
-    source = path.read_text()
+    source = path.read_text(encoding="utf-8")
     assert source.count(line) == 1
     file = folder / script
     file.parent.mkdir()
-    file.write_text(source.replace(line, wrong))
+    file.write_text(source.replace(line, wrong), encoding="utf-8")
     for neighbour in path.parent.glob("_*.py"):
         if neighbour != path:
             (file.parent / neighbour.name).symlink_to(neighbour)
@@ -328,7 +333,7 @@ def config_of(shape: dict):
 def write_tiny(folder: Path) -> None:
     """The config of the model that tiny_flags names."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "tiny.json").write_text(json.dumps(TINY))
+    (folder / "tiny.json").write_text(json.dumps(TINY), encoding="utf-8")
 
 
 def tiny_flags(folder: Path) -> list:
@@ -351,7 +356,7 @@ def tiny_flags(folder: Path) -> list:
 def steps_logged(folder: Path) -> int:
     """How many lines metrics.jsonl has by now."""
     file = folder / "run/metrics.jsonl"
-    return file.read_text().count("\n") if file.exists() else 0
+    return file.read_text(encoding="utf-8").count("\n") if file.exists() else 0
 
 
 def rank_process(process: Process, rank: int) -> psutil.Process:

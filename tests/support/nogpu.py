@@ -22,7 +22,7 @@ def set_up(_folder: Path) -> None:
 
 def write_shape(folder: Path, name: str, **other: int) -> None:
     """A config.json of that name: the tiny model's but for this."""
-    (folder / name).write_text(json.dumps(TINY | other))
+    (folder / name).write_text(json.dumps(TINY | other), encoding="utf-8")
 
 
 def run(
@@ -64,6 +64,6 @@ def counts(
     """How often each rank launched, copied, waited and sent what."""
     result = run(how, folder, script, flags, ranks, NOGPU_REPORT=str(folder / "report"))
     assert result.code == 0, result
-    reports = [file.read_text() for file in sorted(folder.glob("report.*"))]
+    reports = [file.read_text(encoding="utf-8") for file in sorted(folder.glob("report.*"))]
     rows = [[line.split(None, 1) for line in report.splitlines()] for report in reports]
     return [{what: int(n) for n, what in row} for row in rows]

@@ -451,7 +451,7 @@ def measure() -> tuple[Style, dict[str, int]]:
     style = Style({}, 0)
     lines = {}
     for file in python_files():
-        text = (ROOT / file).read_text()
+        text = (ROOT / file).read_text(encoding="utf-8")
         lines[str(file)] = text.count("\n")
         count = len(findings(file, text))
         if count:
@@ -465,7 +465,7 @@ def read_exceptions() -> Style:
     """Read the numbers that are allowed."""
     if not EXCEPTIONS.exists():
         return Style({}, 0)
-    table = tomllib.loads(EXCEPTIONS.read_text())
+    table = tomllib.loads(EXCEPTIONS.read_text(encoding="utf-8"))
     return Style(table["findings"], table["docstrings"])
 
 
@@ -482,7 +482,7 @@ def write_exceptions(style: Style) -> None:
     ]
     for file, count in sorted(style.findings.items()):
         lines.append(f'"{file}" = {count}')
-    EXCEPTIONS.write_text("\n".join(lines) + "\n")
+    EXCEPTIONS.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def more_than_allowed(now: Style, allowed: Style) -> list[str]:
@@ -517,7 +517,7 @@ def long_files() -> list[str]:
     """Return the files that have a line of more than 100 columns."""
     found = []
     for file in python_files():
-        lines = (ROOT / file).read_text().splitlines()
+        lines = (ROOT / file).read_text(encoding="utf-8").splitlines()
         if any(len(line) > COLUMNS for line in lines):
             found.append(str(file))
     return found
@@ -525,14 +525,14 @@ def long_files() -> list[str]:
 
 def ruff_exceptions() -> list[str]:
     """Return the files in which ruff allows long lines."""
-    lint = tomllib.loads(PYPROJECT.read_text())["tool"]["ruff"]["lint"]
+    lint = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["tool"]["ruff"]["lint"]
     ignored = lint.get("per-file-ignores", {})
     return [file for file, rules in ignored.items() if "E501" in rules]
 
 
 def write_ruff_exceptions(allow_more: bool) -> None:
     """Write the files with long lines to the table per-file-ignores, if there is that table."""
-    lines = PYPROJECT.read_text().splitlines()
+    lines = PYPROJECT.read_text(encoding="utf-8").splitlines()
     if RUFF_TABLE not in lines:
         return
     start = lines.index(RUFF_TABLE) + 1
@@ -545,7 +545,7 @@ def write_ruff_exceptions(allow_more: bool) -> None:
         files = [file for file in files if file in allowed]
     entries = [line for line in lines[start:end] if not line.endswith(LONG_LINES_ALLOWED)]
     entries += [f'"{file}"{LONG_LINES_ALLOWED}' for file in files]
-    PYPROJECT.write_text("\n".join(lines[:start] + entries + lines[end:]) + "\n")
+    PYPROJECT.write_text("\n".join(lines[:start] + entries + lines[end:]) + "\n", encoding="utf-8")
 
 
 def write(allow_more: bool) -> int:
@@ -575,7 +575,7 @@ def print_files(paths: list[Path]) -> None:
         file = path.resolve()
         if file.is_relative_to(ROOT):
             file = file.relative_to(ROOT)
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
         lines = text.splitlines()
         for number, kind in findings(file, text):
             counts[kind] += 1
@@ -597,7 +597,7 @@ def print_folders() -> None:
         print(f"{folder:25} {found_in[folder]:6,} in {count:6,} lines {per_1000:6.0f} per 1,000")
     kinds = Counter()
     for file in style.findings:
-        text = (ROOT / file).read_text()
+        text = (ROOT / file).read_text(encoding="utf-8")
         kinds.update(kind for _, kind in findings(Path(file), text))
     print_summary(kinds)
 

@@ -136,7 +136,7 @@ def code(script: str, first: str, last: str) -> str:
 
     Raise ValueError if not exactly one line starts with `first`, or none from there on with `last`.
     """
-    lines = (ROOT / script).read_text().splitlines()
+    lines = (ROOT / script).read_text(encoding="utf-8").splitlines()
     starts = [number for number, line in enumerate(lines) if line.strip().startswith(first)]
     if len(starts) != 1:
         raise ValueError(f"{len(starts)} lines of {script} start with {first!r}")
@@ -148,10 +148,10 @@ def code(script: str, first: str, last: str) -> str:
 
 def _body(script: str) -> list[str]:
     """Return the lines of a script after its docstring."""
-    text = (ROOT / script).read_text()
+    text = (ROOT / script).read_text(encoding="utf-8")
     return text.splitlines()[ast.parse(text).body[0].end_lineno :]
 
 
 if __name__ == "__main__":
     for file in ROOT.glob("0*/README.md"):
-        file.write_text(regenerate(file.read_text()))
+        file.write_text(regenerate(file.read_text(encoding="utf-8")), encoding="utf-8")

@@ -91,7 +91,7 @@ class Cluster:
         return self.show(job)
 
     def log(self, job: str) -> str:
-        return (self.repository / f"slurm-{job}.out").read_text()
+        return (self.repository / f"slurm-{job}.out").read_text(encoding="utf-8")
 
 
 def until(condition: Callable[[], bool], timeout: float = 600) -> None:
@@ -152,9 +152,9 @@ def start(folder: Path) -> Iterator[Cluster]:
     config = CONFIG.format(
         host=socket.gethostname(), ports=free_ports(3), folder=folder, first_job=first_job()
     )
-    (folder / "slurm.conf").write_text(config)
+    (folder / "slurm.conf").write_text(config, encoding="utf-8")
     # Slurm counts device files
-    (folder / "gres.conf").write_text("Name=gpu File=/dev/null,/dev/zero\n")
+    (folder / "gres.conf").write_text("Name=gpu File=/dev/null,/dev/zero\n", encoding="utf-8")
     repository = folder / "repository"
     repository.mkdir()
     for name in (
@@ -198,7 +198,7 @@ def start(folder: Path) -> Iterator[Cluster]:
     def state() -> str:
         dead = [daemon.args for daemon in daemons if daemon.poll() is not None]
         assert not dead, (
-            f"{dead} ended: {''.join(file.read_text() for file in folder.glob('*.out'))}"
+            f"{dead} ended: {''.join(file.read_text(encoding='utf-8') for file in folder.glob('*.out'))}"
         )
         words = ["sinfo", "-h", "-p", "low", "-o", "%T"]
         return subprocess.run(
@@ -207,7 +207,7 @@ def start(folder: Path) -> Iterator[Cluster]:
 
     try:
         for number, command in enumerate(commands):
-            with open(folder / f"{number}-{command[0]}.out", "w") as out:
+            with open(folder / f"{number}-{command[0]}.out", "w", encoding="utf-8") as out:
                 daemons.append(
                     subprocess.Popen(command, cwd=folder, env=env, stdout=out, stderr=out)
                 )

@@ -95,7 +95,9 @@ class Job:
         job = {"argv": argv, "folder": str(folder), "env": env, "nproc": nproc}
         job |= {"real_torchrun": real_torchrun, "libraries": libraries}
         for name in ("stdout", "stderr"):
-            (folder / name).write_text("")  # there to be read as soon as this returns
+            (folder / name).write_text(
+                "", encoding="utf-8"
+            )  # there to be read as soon as this returns
         self.argv = argv
         self.returncode: int | None = None
         self.left: list[str] = []  # what outlived the job by too long

@@ -22,7 +22,9 @@ original_get_code = SourceFileLoader.get_code
 
 def compiled_without_assertions(file: Path) -> types.CodeType:
     """Compile a file as `python -O` would."""
-    return compile(file.read_text(), str(file), "exec", dont_inherit=True, optimize=1)
+    return compile(
+        file.read_text(encoding="utf-8"), str(file), "exec", dont_inherit=True, optimize=1
+    )
 
 
 def get_code(loader: SourceFileLoader, name: str) -> types.CodeType:
