@@ -373,7 +373,7 @@ def main() -> int:
     parser = cli.Parser(__doc__)
     add = parser.add_argument
     add("--samples", type=cli.positive_int, default=5, help="of every figure, after a warm-up")
-    add("--plot", type=cli.writable_file, metavar="PATH", help="draw the roofline, a PNG")
+    add("--plot", type=cli.writable_picture, metavar="PATH", help="draw the roofline, a PNG")
     cli.add_device_and_json(parser)
     args = parser.parse_args()
     device = report.start_lesson(args.device)

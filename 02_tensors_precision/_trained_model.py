@@ -7,7 +7,6 @@ to quantization. It is kept in runs/, in a file whose name says what the weights
 
 import argparse
 import math
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -16,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common import cli
+from common import cli, files
 from common.exits import UserError
 from lm import data, shapes, weights
 
@@ -153,9 +152,8 @@ def _train_or_load(
     print(f"{file} does not exist yet: training {steps} steps", flush=True)
     train(net, corpus, sizes, steps, LR, seed)
     file.parent.mkdir(exist_ok=True)
-    unfinished = file.with_suffix(f".{os.getpid()}.tmp")
-    torch.save(net.state_dict(), unfinished)
-    unfinished.rename(file)  # so a run that is killed leaves no half-written file
+    with files.complete_file(file, "wb") as stream:
+        torch.save(net.state_dict(), stream)
 
 
 def train(

@@ -11,10 +11,12 @@ from typing import BinaryIO
 
 import numpy as np
 
-from common import cli, exits, report
+from common import cli, exits, files, report
 from lm import corpus
 
 CPU = SimpleNamespace(type="cpu")  # stands for torch.device: this script does not import torch
+PARTS = "parts"  # the folder in --out with what is not joined yet
+RESULTS = ("source.json", "corpus.json", "train.npy", "held_out.npy")
 COMPARED_BYTES = 2**20  # of text, which transformers tokenizes as well
 
 
@@ -44,7 +46,7 @@ def parse_args(doc: str) -> argparse.Namespace:
     parser.add_argument("--split", default="train", help="of hf:NAME")
     parser.add_argument(
         "--out",
-        type=Path,
+        type=cli.output_folder,
         default=Path("runs/tokens"),
         help="the folder of tokens (default: runs/tokens)",
     )
@@ -111,6 +113,14 @@ def write_npy_header(file: BinaryIO, dtype: np.dtype, count: int) -> None:
     np.lib.format.write_array_header_1_0(file, header)
 
 
+def open_out(out: Path) -> None:
+    """Create --out and the folder of its parts. Raise UserError if there are files of others."""
+    if not (out / "source.json").exists():
+        for name in RESULTS:
+            files.check_replaceable(out / name, None)
+    files.open_folder(out / PARTS, files.UNFINISHED)
+
+
 def read_source(out: Path) -> list:
     """Return what the folder's source.json says; raise UserError if it is damaged."""
     try:
@@ -124,9 +134,9 @@ def read_source(out: Path) -> list:
 def finished_part(out: Path, number: int, dtype: str) -> dict | None:
     """Return the counts of a part, or None if it is not finished or has lost files."""
     try:
-        counts = json.loads((out / f"parts/{number:06}.json").read_text(encoding="utf-8"))
+        counts = json.loads((out / f"{PARTS}/{number:06}.json").read_text(encoding="utf-8"))
         for side in ("train", "held_out"):
-            size = (out / f"parts/{number:06}.{side}").stat().st_size
+            size = (out / f"{PARTS}/{number:06}.{side}").stat().st_size
             if size != counts[side] * np.dtype(dtype).itemsize:
                 return None
     except (OSError, ValueError, LookupError, TypeError):

@@ -2,7 +2,6 @@
 
 import statistics
 from collections.abc import Iterable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -55,7 +54,7 @@ def parser(doc: str) -> cli.Parser:
     )
     parser.add_argument(
         "--trace",
-        type=Path,
+        type=cli.output_folder,
         metavar="FOLDER",
         help="write rank-0.json ... there, for ui.perfetto.dev",
     )

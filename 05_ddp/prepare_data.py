@@ -29,14 +29,13 @@ import hashlib
 import json
 import multiprocessing
 import os
-import shutil
 import signal
 import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,7 +44,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 import _prepare_data as helper
 
-from common import exits, report
+from common import exits, files, report
 from lm import corpus
 
 PART_BYTES = 8 * 2**20  # of input: what one worker makes at once, and the most that a kill costs it
@@ -113,8 +112,8 @@ def make_part(number: int, part: Part, out: Path, column: str) -> dict:
     began = time.process_time()
     counts = {"documents": 0, "text_bytes": 0, "train": 0, "held_out": 0}
     with (
-        complete_file(out, f"parts/{number:06}.train") as train,
-        complete_file(out, f"parts/{number:06}.held_out") as held_out,
+        complete_file(out, f"{helper.PARTS}/{number:06}.train") as train,
+        complete_file(out, f"{helper.PARTS}/{number:06}.held_out") as held_out,
     ):
         for span in part:
             for document in corpus.documents(
@@ -131,7 +130,7 @@ def make_part(number: int, part: Part, out: Path, column: str) -> dict:
                 counts["text_bytes"] += len(document)
     counts["cpu_seconds"] = time.process_time() - began
     counts["peak_memory_bytes"] = report.peak_memory_bytes(helper.CPU)
-    with complete_file(out, f"parts/{number:06}.json") as file:
+    with complete_file(out, f"{helper.PARTS}/{number:06}.json") as file:
         file.write(json.dumps(counts).encode())
     return counts
 
@@ -145,16 +144,9 @@ def is_held_out(document: bytes) -> bool:
     return int.from_bytes(digest[:8], "big") < corpus.HELD_OUT * 2**64
 
 
-@contextmanager
-def complete_file(out: Path, name: str) -> Iterator:
+def complete_file(out: Path, name: str) -> AbstractContextManager:
     """Open a file that appears under its name when it is complete, or, after a kill, not at all."""
-    # With the number of the process, because a process that was killed may have left its own file.
-    unfinished = out / f"parts/{Path(name).name}.{os.getpid()}"
-    with open(unfinished, "wb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())  # before the name: a power cut must not leave an empty file
-    unfinished.rename(out / name)
+    return files.complete_file(out / name, "wb", scratch=out / helper.PARTS)
 
 
 # --- 3. make all parts, in worker processes
@@ -269,7 +261,7 @@ def blocks_of_parts(out: Path, count: int) -> Iterator[bytes]:
     """Yield the tokens of all parts as bytes: all for training, then all held out."""
     for side in SIDES:
         for number in range(count):
-            with open(out / f"parts/{number:06}.{side}", "rb") as file:
+            with open(out / f"{helper.PARTS}/{number:06}.{side}", "rb") as file:
                 while block := file.read(COPY_BYTES):
                     yield block
 
@@ -298,7 +290,7 @@ def main() -> int:
         TEXT_BYTES,
         hashlib.sha256(definition.encode()).hexdigest(),
     ]
-    (args.out / "parts").mkdir(parents=True, exist_ok=True)
+    helper.open_out(args.out)
     if not (args.out / "source.json").exists():
         with complete_file(args.out, "source.json") as file:
             file.write(json.dumps(source).encode())
@@ -312,7 +304,7 @@ def main() -> int:
         spans = list(split_into_parts(sources.origins))
         parts = make_missing_parts(spans, args, definition, about)
         join(args.out, parts, about)
-    shutil.rmtree(args.out / "parts")
+    files.delete(args.out / helper.PARTS)
 
     about, train, _ = corpus.open_tokens(args.out, f"--out {args.out}", "delete the folder")
     reference_tokens_per_second = None

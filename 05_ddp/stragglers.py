@@ -31,6 +31,7 @@ import sys
 import time
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -43,7 +44,7 @@ from torch.profiler import profile
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 import _stragglers as helper
 
-from common import exits, report, runtime
+from common import exits, files, report, runtime
 from lm import data, shapes, weights
 
 SLOW = 2.0  # times the typical rank; on a quiet cluster 1.1 is worth a look
@@ -233,6 +234,8 @@ def main() -> int:
     runtime.relaunch(args.device)  # plain python becomes torchrun: a rank per GPU, 2 on a CPU
     runtime.seed_all(0)
     device = runtime.init_process_group(args.device)
+    if args.trace:
+        runtime.on_rank0(partial(files.open_folder, args.trace, "traces of stragglers.py"))
     rank = dist.get_rank()
     n = dist.get_world_size()
     if 1 < n <= args.slow_rank:
@@ -258,7 +261,6 @@ def main() -> int:
         rows += planted_rows
 
     if args.trace:
-        args.trace.mkdir(parents=True, exist_ok=True)
         with profile() as profiler:  # of the CPU, and of the GPU if there is one
             train(net, batch, work, device, TRACED_STEPS)
         profiler.export_chrome_trace(str(args.trace / f"rank-{rank}.json"))

@@ -29,13 +29,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common import exits, runtime
+from common import cli, exits, files, runtime
 from lm import data, lora, model, reference, shapes
 from lm.corpus import tokenizer_in_errors
-from lm.hf_folder import write_adapter, write_folder
+from lm.hf_folder import tokenizer_files, write_adapter, write_folder
 from lm.weights import build, local_part, random_weight
 from planner import memory, plan, shape
 
+MODEL = "model"  # what finetune.py writes into the folder of a run
+ADAPTER = "adapter"
+FOLDERS = (MODEL, ADAPTER)
 QUESTIONS = 3
 ANSWER_TOKENS = 8  # each one takes a forward over everything before it
 ALPHA_PER_RANK = 2  # alpha / rank scales the adapter's output
@@ -947,12 +950,28 @@ def print_answers(
 # 7 Folders that others load
 
 
+def check_folders(args, inputs: dict[str, Path], mark: str) -> None:
+    """Raise UserError if write_folders could not write its folders after the training.
+
+    An input must not be in them, such as the model of --model, and what is there must have the mark
+    of this run. The files that are copied from --model must be readable.
+    """
+    tokenizer_files(Path(args.model))
+    if args.run_dir is None:
+        return
+    for name in FOLDERS:
+        folder = args.run_dir / name
+        cli.check_not_input("--run-dir", folder, inputs, with_content=True)
+        files.check_replaceable(folder, mark)
+
+
 def write_folders(
-    net: model.Transformer, chat: Chat, folder: Path, args, dtype: torch.dtype
+    net: model.Transformer, chat: Chat, folder: Path, args, dtype: torch.dtype, mark: str
 ) -> None:
     """Write model/, with merged adapters, and adapter/ for peft. Every rank has to call this.
 
-    transformers, vLLM and the scripts of this repository read model/.
+    transformers, vLLM and the scripts of this repository read model/. `mark` is that of
+    common/files.py: a resumed run replaces only the folders that it has written.
     """
     layers = {}
     for name, module in net.named_modules():
@@ -982,24 +1001,29 @@ def write_folders(
             config["tie_word_embeddings"] = False
     kind = str(dtype).removeprefix("torch.")
     config |= {"dtype": kind, "torch_dtype": kind}
-    write_folder(tensors, read, folder / "model", config, Path(args.model))
+    write_folder(tensors, read, folder / MODEL, config, Path(args.model), mark)
 
     adapters = {name: runtime.full_tensor(weights[name]).cpu() for name in trained}
     if adapters:
-        runtime.on_rank0(partial(write_adapter_folder, adapters, chat, folder / "adapter", args))
+        write = partial(write_adapter_folder, adapters, chat, folder / ADAPTER, args, mark)
+        runtime.on_rank0(write)
 
 
-def write_adapter_folder(adapters: dict[str, Tensor], chat: Chat, folder: Path, args) -> None:
+def write_adapter_folder(
+    adapters: dict[str, Tensor], chat: Chat, folder: Path, args, mark: str
+) -> None:
     """Write adapter/: the adapters, the absolute path of their base, tokenizer and template."""
+    unfinished = files.start_folder(folder)
     write_adapter(
         adapters,
-        folder,
+        unfinished,
         base=os.path.abspath(args.model),  # peft may load it from any directory
         rank=args.adapters,
         alpha=ALPHA_PER_RANK * args.adapters,
     )
     if chat.save_tokenizer is not None:
-        chat.save_tokenizer(folder)
+        chat.save_tokenizer(unfinished)
+    files.finish_folder(unfinished, folder, mark)
 
 
 @torch.no_grad()

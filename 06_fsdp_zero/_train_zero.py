@@ -10,7 +10,6 @@ import importlib.util
 import logging
 import math
 import os
-import shutil
 import subprocess
 import sys
 import warnings
@@ -21,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from common import report, runtime
+from common import files, report, runtime
 from common.exits import UserError
 from lm import checkpoint
 from lm.runs import file_sha256
@@ -126,7 +125,7 @@ class Run(checkpoint.Run):
     """Manage the folder of a run whose checkpoints DeepSpeed writes.
 
     zero_to_fp32 and ds_to_universal, the programs of DeepSpeed, read these checkpoints. As in
-    lm/checkpoint.py, the files are written to step-N.tmp, which is renamed when it is complete.
+    lm/checkpoint.py, the files are written to a folder that is renamed when it is complete.
     """
 
     def _write_files(self, folder: Path, engine, config: dict | None) -> dict[str, str]:
@@ -156,8 +155,9 @@ def make_universal(saved: Path, stage: int) -> Path | None:
     saved_by_ranks = len(list(saved.glob("*_optim_states.pt")))
     if stage == 0 or saved_by_ranks == dist.get_world_size():
         return None
-    # The next start removes folders that end in .tmp, if this one is killed.
-    universal = saved.with_name(f"{saved.name}-universal.tmp") / "step"
+    # If this process is killed, the next start deletes the folder.
+    start = partial(files.start_folder, saved.with_name(f"{saved.name}-universal"))
+    universal = runtime.on_rank0(start) / "step"
     # Without the option, Python warns that deepspeed has imported this module before it runs it.
     command = [sys.executable, "-W", "ignore::RuntimeWarning:runpy"]
     command += ["-m", "deepspeed.checkpoint.ds_to_universal"]
@@ -197,7 +197,7 @@ def resume(engine, saved: Path, universal: Path | None) -> int:
 
     runtime.all_gather(None)  # now all ranks have read it
     if universal is not None and runtime.is_rank0():
-        shutil.rmtree(universal.parent)
+        files.delete(universal.parent)
     return int(saved.name.removeprefix("step-"))
 
 

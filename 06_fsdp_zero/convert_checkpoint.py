@@ -25,7 +25,6 @@ Before: train_fsdp.py. Next: 09_inference/infer_70b.py --model TO; transformers 
 """
 
 import hashlib
-import shutil
 import sys
 import tempfile
 import time
@@ -56,7 +55,7 @@ from _convert_checkpoint import (
     without_wrappers,
 )
 
-from common import cli, exits, report, runtime
+from common import cli, exits, files, report, runtime
 from common.exits import UserError
 from lm import checkpoint, runs, shapes
 from lm.weight_files import StoredWeights
@@ -194,13 +193,17 @@ def run(
         hashes[name] = sha256(tensor)
         return tensor
 
-    temporary = target.with_name(target.name + ".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)  # of a conversion that was killed
+    unfinished = None
     try:
-        write(to, Source(tensors, read), temporary, config, most_file_bytes)
-        save_tokenizer(tokenizer, temporary)
-        check(open_checkpoint(to, temporary), hashes)
-        temporary.rename(target)
+        unfinished = files.start_folder(target)
+        written = unfinished / target.name if to == "pt" else unfinished
+        write(to, Source(tensors, read), written, config, most_file_bytes)
+        save_tokenizer(tokenizer, unfinished)
+        check(open_checkpoint(to, written), hashes)
+        if to == "pt":
+            files.move(written, target)
+        else:
+            files.finish_folder(unfinished, target)
     except (OSError, RuntimeError, dcp.api.CheckpointException) as error:
         cause = cause_of(error)
         raise (
@@ -209,8 +212,8 @@ def run(
             else UserError(f"{target} cannot be written: {cause}")
         ) from None
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.unlink(missing_ok=True)
+        if unfinished is not None and unfinished.exists():
+            files.delete(unfinished)
     sizes = [file.stat().st_size for file in (target, *target.rglob("*")) if file.is_file()]
     return {
         "from": str(path),

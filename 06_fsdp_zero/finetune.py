@@ -198,6 +198,9 @@ def main() -> int:
 
     # 2. Rows: chats as tokens, and which of them are targets.
     date = checkpoint.start_date(args)  # a chat template may write it: a resume needs the same
+    mark = f"run of {date.isoformat()}"  # of the folders that this run writes, and may replace
+    inputs = parser.input_paths(args)
+    runtime.on_rank0(partial(_finetune.check_folders, args, inputs, mark))
     chat = _finetune.read_chat_format(args.tokenizer or args.model, date)
     corpus, held_out_chats = _finetune.load_chats(args, chat, chat_rows)
     trim = not args.compile  # compiled code is for one length
@@ -329,7 +332,8 @@ def main() -> int:
         **bytes_per_rank,
     }
     if not stop:
-        _finetune.write_folders(model, chat, run.folder, args, runtime.DTYPES[args.save_dtype])
+        save_dtype = runtime.DTYPES[args.save_dtype]
+        _finetune.write_folders(model, chat, run.folder, args, save_dtype, mark)
         compare = partial(
             _finetune.compare_with_transformers,
             run.folder / "model",

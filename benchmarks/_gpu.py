@@ -20,7 +20,7 @@ import _measure
 import psutil
 from _measure import LEAST_SECONDS, REPO, RESULTS, TORCHRUN, Failed, OutOfTime, facts
 
-from common import exits, report
+from common import exits, files, report
 from common.report import table
 
 ALL = -1  # ranks: as many as there are GPUs
@@ -337,24 +337,29 @@ def run_part(name: str, part: Part, machine: Machine, seconds: float) -> int:
 def unpack_caches() -> None:
     """Use the kernels of an earlier run, on this machine or on another one of its kind."""
     archive = RESULTS / "kernel-caches.tar.gz"
-    if archive.exists() and not CACHES.exists():
+    if CACHES.exists():
+        return
+    if archive.exists():
         with tarfile.open(archive) as tar:
             tar.extractall(CACHES.parent, filter="data")
+    CACHES.mkdir(exist_ok=True)
+    files.set_mark(CACHES, "benchmarks/gpu.py")
 
 
 def pack_caches() -> None:
     """Keep the compiled kernels beside the results."""
     if CACHES.exists():
-        temporary = RESULTS / "kernel-caches.tar.gz.tmp"
-        with tarfile.open(temporary, "w:gz", compresslevel=1) as tar:
+        archive = RESULTS / "kernel-caches.tar.gz"
+        with (
+            files.complete_file(archive, "wb") as stream,
+            tarfile.open(fileobj=stream, mode="w:gz", compresslevel=1) as tar,
+        ):
             tar.add(CACHES, CACHES.name)
-        temporary.replace(RESULTS / "kernel-caches.tar.gz")
 
 
 def forget_tuning() -> None:
     """Forget which launch parameters were fastest while other commands ran beside."""
-    for file in CACHES.rglob("*.best_config"):
-        file.unlink()
+    files.delete_files(CACHES, "*.best_config")
 
 
 class watch_power:

@@ -28,7 +28,7 @@ import torch
 
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))  # so that `import common` works
-from common import cli, report
+from common import cli, files, report
 from common.exits import UserError
 from common.report import table
 from lm import shapes
@@ -322,9 +322,8 @@ def write_results(device: str, kind: str, result: dict, text: str) -> Path:
     file = RESULTS / f"{slug}-{date.today().isoformat()}.md"
     texts = {".json": json.dumps(result, indent=1), ".md": text.rstrip()}
     for suffix, content in texts.items():
-        temporary = file.with_suffix(f"{suffix}.tmp")
-        temporary.write_text(content + "\n", encoding="utf-8")
-        temporary.replace(file.with_suffix(suffix))  # a kill leaves the old file or the new one
+        with files.complete_file(file.with_suffix(suffix)) as stream:
+            stream.write(content + "\n")
     return file
 
 

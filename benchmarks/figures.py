@@ -22,7 +22,7 @@ import _measure
 import _schemes as schemes
 from _measure import REPO, RESULTS, Side
 
-from common import cli, exits
+from common import cli, exits, files
 from lm.metrics import read_records
 
 H200_PROFILE = REPO / "benchmarks/results/nvidia-h200-2026-11-26.json"
@@ -76,7 +76,7 @@ def train_loss_curves() -> dict:
         run_of_three = Path(folder, "3")
         for saved in run_of_three.glob("step-*"):
             if saved.name != f"step-{STEPS // 3}":
-                shutil.rmtree(saved)  # only the first checkpoint is left
+                files.delete_replaced(saved)  # only the first checkpoint is left
         curves["3 processes, then 2"] = train(2, run_of_three, "--resume")
 
     baseline, *others = curves

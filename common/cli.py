@@ -7,9 +7,20 @@ from pathlib import Path
 
 from common.exits import UserError
 
+# What the first bytes of a file hold if a script has written it: write_json of common/report.py
+# and matplotlib.
+SUMMARY_MARK = b'"script":'
+PICTURE_MARK = b"Matplotlib"
+MARKED_BYTES = 4096
+
 
 class Parser(argparse.ArgumentParser):
     """argparse's parser with one-line errors, and with a script's docstring unchanged as --help."""
+
+    # Values of flags that are no paths, although a file of such a name may exist.
+    names = frozenset({"stdlib", "bytes"})
+    # Flags of folders with outputs and other files.
+    folders_of_outputs = frozenset()
 
     def __init__(self, description: str) -> None:
         super().__init__(
@@ -20,6 +31,38 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> None:
         raise UserError(f"{message} (--help lists the flags)")
+
+    def parse_args(self, arguments: list[str] | None = None) -> argparse.Namespace:
+        """Parse the command line. Raise UserError if an output is an input, also by a link."""
+        args = super().parse_args(arguments)
+        self.check_outputs(args)
+        return args
+
+    def check_outputs(self, args: argparse.Namespace) -> None:
+        """Raise UserError if the value of a flag for an output is that of another flag."""
+        inputs = self.input_paths(args)
+        for action in self._actions:
+            output = getattr(args, action.dest, None)
+            if action.type in OUTPUT_TYPES and isinstance(output, Path):
+                check_not_input(_flag(action), output, inputs, with_content=False)
+
+    def input_paths(self, args: argparse.Namespace) -> dict[str, Path]:
+        """Return the values of flags that are existing files or folders and no outputs, by flag."""
+        inputs = {}
+        for action in self._actions:
+            value = getattr(args, action.dest, None)
+            is_output = action.type in OUTPUT_TYPES or _flag(action) in self.folders_of_outputs
+            if is_output or not isinstance(value, str | Path):
+                continue
+            path = Path(str(value).removeprefix("hf:"))  # a data set that save_to_disk wrote
+            if str(value) not in self.names and path.exists():
+                inputs[_flag(action)] = path
+        return inputs
+
+
+def _flag(action: argparse.Action) -> str:
+    """Return the flag of an action, or the name of a positional argument."""
+    return action.option_strings[0] if action.option_strings else str(action.metavar)
 
 
 # --- types for add_argument(type=...)
@@ -60,17 +103,68 @@ def _number(
 
 
 def writable_file(text: str) -> Path:
-    """Return `text` as a path. Raise argparse's error if no file can be written there.
+    """Return `text` as the path of a summary. Raise argparse's error if none can be written there.
 
-    The folder must exist: a long run must not fail after its last step.
+    The folder must exist: a long run must not fail after its last step. Of the files that exist,
+    only the summaries of earlier runs are overwritten.
     """
+    return _writable_file(text, SUMMARY_MARK, "a summary")
+
+
+def writable_picture(text: str) -> Path:
+    """Return `text` as the path of a picture. Raise argparse's error as writable_file does."""
+    return _writable_file(text, PICTURE_MARK, "a picture")
+
+
+def _writable_file(text: str, mark: bytes, content: str) -> Path:
     path = Path(text)
     folder = path.parent
     if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
         raise argparse.ArgumentTypeError(
             f"{text!r} cannot be written: it is a folder, or its folder is missing or read-only"
         )
+    if path.is_file() and path.stat().st_size > 0:
+        with open(path, "rb") as file:
+            is_own = mark in file.read(MARKED_BYTES)
+        if not is_own:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} exists, and is not {content} that a script wrote: it is not "
+                "overwritten, name another file"
+            )
     return path
+
+
+def output_folder(text: str) -> Path:
+    """Return `text` as the path of a folder that the script writes to."""
+    return Path(text)
+
+
+def check_not_input(
+    output_flag: str, output: Path, inputs: dict[str, Path], *, with_content: bool
+) -> None:
+    """Raise UserError if an output is one of the inputs, also by a link.
+
+    Args:
+        output_flag: The flag of the output, for the error.
+        output: The file or folder that will be written.
+        inputs: Files and folders that are read, by flag.
+        with_content: Whether what is inside the output is an output, too.
+    """
+    real_output = os.path.realpath(output)
+    for input_flag, path in inputs.items():
+        real_input = os.path.realpath(path)
+        is_output = real_input == real_output
+        if with_content:
+            is_output = os.path.commonpath([real_output, real_input]) == real_output
+        if is_output:
+            raise UserError(
+                f"{input_flag} {path} would be overwritten by {output}: "
+                f"choose another {output_flag}"
+            )
+
+
+# A flag of one of these types is an output. All other paths are inputs.
+OUTPUT_TYPES = (writable_file, writable_picture, output_folder)
 
 
 # --- environment variables

@@ -7,6 +7,7 @@ Sphinx looks up where they lead.
 
 import re
 import shutil
+import sys
 from itertools import chain
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from sphinx.errors import ExtensionError
 from sphinx.transforms import SphinxTransform
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # so that `import common` works
+from common import files
 
 # The pages in the order of the menu. Each pattern is relative to the repository.
 MENU = {
@@ -39,7 +42,6 @@ SOURCES = (
 )
 FOLDERS = ("common", "lm", "planner", "benchmarks/results")
 ORPHAN = "---\norphan: true\n---\n"  # not in the menu, only linked
-MARK = ".made-by-pages.py"
 DOWNLOADED = {".json"}  # too long for a page
 
 LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
@@ -69,12 +71,12 @@ def collect(target: Path) -> None:
 
     Raise ExtensionError if something else is in the folder.
     """
-    mark = target / MARK
-    if any(target.iterdir()) and not mark.exists():
-        raise ExtensionError(f"{target} is not empty: give a new folder for the pages")
-    shutil.rmtree(target)
-    target.mkdir()
-    mark.touch()
+    if any(target.iterdir()):
+        if files.read_mark(target) is None:
+            raise ExtensionError(f"{target} is not empty: give a new folder for the pages")
+        files.delete(target)
+        target.mkdir()
+    files.set_mark(target, "docs/pages.py")
     pages = _files(chain(OTHER_PAGES, *MENU.values()))
     for page in pages:
         _copy(page, target)

@@ -11,17 +11,20 @@ A run has one folder:
                         an index, and what rank 0, rank 1, ... wrote
         config.json     the shape of the model, as Hugging Face writes it; not for your own model
         hashes.json     the SHA-256 of each file in this folder
-    step-00000300.tmp/  a checkpoint that is being written, or that a killed process left
-    step-00000100.old/  a checkpoint that is being deleted: --keep N keeps the newest N
+    step-00000300-xxxxxxxx.tmp/    a checkpoint that is being written, or that a killed process left
+    step-00000100-xxxxxxxx.old/    a checkpoint that is being deleted: --keep N keeps the newest N
     broken-step-...     a checkpoint that a resume found damaged
 
 A rank is one of the processes that train together, usually with one GPU each. A shard is the part
 of a tensor that one rank holds.
 
-A save is atomic. Each rank writes its own file to step-N.tmp and hashes it. When all ranks are
-done, rank 0 adds hashes.json and renames the folder to step-N. So step-N is always complete, no
+A save is atomic. Each rank writes its own file to step-N-xxxxxxxx.tmp and hashes it. When all ranks
+are done, rank 0 adds hashes.json and renames the folder to step-N. So step-N is always complete, no
 matter when a process is killed. With --async-save a thread does this while training continues with
 the next steps; training waits only for a copy of the state in CPU memory.
+
+A run deletes only what it has written: folders with the mark of common/files.py, and checkpoints
+step-N, whose mark is hashes.json. What you rename stays.
 
 A resume compares the files of the newest checkpoint with their hashes. If they do not match, for
 example because of a disk error, it tries the checkpoint before. When it finds an intact one, it
@@ -50,11 +53,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from common import files
 from common.exits import UserError, before_exit, before_user_error_exit
 from common.runtime import all_gather, is_rank0, on_rank0, print0, ranks, timeout, together
 from lm import flags, shapes
 from lm.lock import InUseError, Lock
-from lm.runs import file_sha256, find_damage, list_checkpoints
+from lm.runs import file_sha256, find_damage, is_checkpoint, list_checkpoints, read_settings
 
 # All ranks must call these together:
 #   all_gather(value)   gives every rank the list of all ranks' values
@@ -197,8 +201,7 @@ class Run:
 
         # Saves and deletions that were killed leave these folders.
         for pattern in ("step-*.tmp", "step-*.old"):
-            for leftover in self.folder.glob(pattern):
-                shutil.rmtree(leftover, ignore_errors=True)
+            files.delete_leftovers(self.folder, pattern)
 
     def _check_settings(self, settings: dict, resume: bool) -> None:
         """Raise UserError if the folder belongs to a run that this one must not continue."""
@@ -213,7 +216,15 @@ class Run:
 
         saved_settings = settings  # of a new folder
         if file.exists():
-            saved_settings = json.loads(file.read_text(encoding="utf-8"))
+            saved_settings = read_settings(self.folder)
+            own_files = saved_settings != {}
+        else:
+            own_files = not any(os.path.lexists(self.folder / name) for name in flags.RUN_FILES)
+        if not own_files:
+            raise UserError(
+                f"{flag} holds {' or '.join(flags.RUN_FILES)} that no run has written: "
+                "nothing is overwritten; choose another --run-dir"
+            )
         names = list(dict.fromkeys([*settings, *saved_settings]))  # of both, each once
         # The hash of --data is over token ids. So if it is the same, the tokenizer is the same, and
         # its name may be written in another way, or left out where it is the default.
@@ -261,8 +272,12 @@ class Run:
         if device is not None:
             torch.cuda.set_device(device)
         final = self.folder / f"step-{step:08d}"
-        temporary = final.with_suffix(".tmp")
+
+        def start() -> Path | None:
+            return files.start_folder(final) if is_rank0() else None
+
         try:
+            temporary = together(start, self.group)[0]
             write_files = partial(self._write_files, temporary, state, config)
             hashes = {}
             for hashes_of_rank in together(write_files, self.group):
@@ -304,19 +319,17 @@ class Run:
         return {file.name: file_sha256(file) for file in files}
 
     def _publish(self, temporary: Path, final: Path, hashes: dict[str, str]) -> None:
-        """Rename step-N.tmp to step-N, then delete the oldest checkpoints. Rank 0 does all this."""
+        """Rename the folder to step-N, then delete the oldest checkpoints. Rank 0 does all this."""
         if not is_rank0():
             return
         write_json(temporary / "hashes.json", hashes)
-        os.rename(temporary, final)
+        files.finish_folder(temporary, final)
 
         # The new checkpoint is complete: a failure to delete old ones must not end the run.
         with contextlib.suppress(OSError):
-            for path in list_checkpoints(self.folder)[: -self.keep]:
-                # Rename first: a folder that is half deleted must not look like a checkpoint.
-                deleted = path.with_suffix(".old")
-                path.rename(deleted)
-                shutil.rmtree(deleted)
+            checkpoints = [path for path in list_checkpoints(self.folder) if is_checkpoint(path)]
+            for path in checkpoints[: -self.keep]:
+                files.delete_replaced(path)
 
 
 def start_date(args: argparse.Namespace) -> datetime:
@@ -335,7 +348,7 @@ def start_date(args: argparse.Namespace) -> datetime:
     """
 
     def read() -> datetime:
-        now = datetime.now().replace(microsecond=0)
+        now = datetime.now()
         if args.run_dir is None:
             return now
         # If the file is missing or damaged, this is a new run, or Run will raise.
@@ -410,12 +423,8 @@ def resume(run: Run, net, optimizer, scheduler, scaler=None) -> int:
 
 def write_json(file: Path, value: dict) -> None:
     """Write `value` as JSON, atomically: after a failure the file is as it was before."""
-    temporary = file.with_name(file.name + ".tmp")
-    with open(temporary, "w", encoding="utf-8") as stream:
+    with files.complete_file(file) as stream:
         json.dump(value, stream, indent=1)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.rename(temporary, file)
 
 
 def _new_folder() -> Path:
@@ -467,4 +476,4 @@ def _copy_to_cpu(tensor: Tensor) -> Tensor:
 
 def _move_aside(checkpoints: list[Path]) -> None:
     for path in checkpoints:
-        path.rename(path.with_name(f"broken-{path.name}-{time.time_ns()}"))
+        files.move(path, path.with_name(f"broken-{path.name}-{time.time_ns()}"))

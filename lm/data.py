@@ -16,7 +16,6 @@ import itertools
 import json
 import math
 import os
-import shutil
 import signal
 import tempfile
 from collections import Counter
@@ -30,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from common import files
 from common.exits import UserError
 from common.runtime import all_gather, print0
 from lm.corpus import HELD_OUT, documents, encoder, load_tokenizer, open_tokens, sources
@@ -38,7 +38,8 @@ from lm.lock import Lock
 # A training script tokenizes a text of at most so many bytes: it uses one process and holds all
 # documents in memory.
 LARGEST_TEXT = 200_000_000
-CACHE_VERSION = 4  # increase it with every change to how text becomes tokens
+CACHE_VERSION = 5  # increase it with every change to how text becomes tokens
+CACHE_MARK = "tokens"  # of a folder in the cache: see common/files.py
 CORPUS_FILES = ("train.npy", "held_out.npy", "corpus.json")
 
 EVAL_SEQUENCES = 96  # an evaluation reads at most so many held-out samples, evenly spaced
@@ -336,9 +337,7 @@ def tokenize(origins: list, tokenizer: str, folder: Path, data: str, hold_out: b
     definition, about = load_tokenizer(tokenizer)
     encode = encoder(definition, about)
 
-    unfinished = folder.with_suffix(".tmp")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir()
+    unfinished = files.start_folder(folder)
     sha256 = hashlib.sha256()
     for part, part_texts in (("train", train_texts), ("held_out", held_out_texts)):
         nothing = np.empty(0, about["dtype"])  # np.concatenate needs at least one array
@@ -349,8 +348,7 @@ def tokenize(origins: list, tokenizer: str, folder: Path, data: str, hold_out: b
     (unfinished / "corpus.json").write_text(json.dumps(about), encoding="utf-8")
 
     # A folder of this name has lost some of its files, as temporary files do.
-    shutil.rmtree(folder, ignore_errors=True)
-    unfinished.rename(folder)
+    files.finish_folder(unfinished, folder, CACHE_MARK)
 
 
 def _read_texts(origins: list, tokenizer: str, data: str) -> list[bytes]:

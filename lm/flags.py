@@ -21,6 +21,7 @@ from common import runtime
 from common.cli import (
     Parser,
     add_device_and_json,
+    check_not_input,
     environment_number,
     natural,
     not_negative,
@@ -29,7 +30,7 @@ from common.cli import (
 )
 from common.exits import UserError
 from lm.defaults import ON_CPU, ON_GPU, default_flags
-from lm.shapes import has_weights, recipe
+from lm.shapes import SIZES, has_weights, recipe
 from lm.trackers import check_packages
 from lm.weight_files import weight_files
 
@@ -67,6 +68,8 @@ REMEMBERED_FLAGS = (
     "wandb",
 )
 FLAGS_FILE = "flags.json"
+# The files of a run that are replaced while it goes on: lm/checkpoint.py and lm/metrics.py.
+RUN_FILES = ("settings.json", FLAGS_FILE, "metrics.jsonl", "loss.png")
 # Settings that are no flags. Runs of version 0.2.0 do not have them.
 WEIGHTS = "weights of --model"
 FORMAT = "format of these settings"
@@ -78,6 +81,9 @@ SAMPLE_BYTES = 2**16
 
 class TrainingParser(Parser):
     """Parse the flags of a training script. A chapter adds its own flags with add_argument."""
+
+    names = Parser.names | SIZES.keys()
+    folders_of_outputs = frozenset({"--run-dir"})
 
     def __init__(self, description: str) -> None:
         super().__init__(description)
@@ -214,7 +220,26 @@ class TrainingParser(Parser):
             # It may be a model of yours, which your load_training_objects knows. If not, it raises.
             _fill(args, recipe("nano"))
         check_packages(tensorboard=args.tensorboard, wandb=args.wandb)
+        self.check_outputs(args)  # again, with the flags of the run that is resumed
         return args
+
+    def check_outputs(self, args: argparse.Namespace) -> None:
+        """Raise UserError if an output is an input.
+
+        The outputs are --json and the files of --run-dir. The folder itself may hold --data, but it
+        is not that of a model.
+        """
+        super().check_outputs(args)
+        if args.run_dir is None:
+            return
+        inputs = self.input_paths(args)
+        for name in RUN_FILES:
+            check_not_input("--run-dir", args.run_dir / name, inputs, with_content=False)
+        models = {}
+        for flag in ("--model", "--tokenizer"):
+            if flag in inputs:
+                models[flag] = inputs[flag]
+        check_not_input("--run-dir", args.run_dir, models, with_content=False)
 
     def _given(self, arguments: list[str] | None) -> set[str]:
         """Return the names of the flags that are on the command line."""
@@ -222,7 +247,7 @@ class TrainingParser(Parser):
         for action in self._actions:
             defaults[action.dest] = action.default
             action.default = argparse.SUPPRESS
-        given = vars(super().parse_args(arguments)).keys()
+        given = vars(argparse.ArgumentParser.parse_args(self, arguments)).keys()
         for action in self._actions:
             action.default = defaults[action.dest]
         return set(given)

@@ -1,6 +1,7 @@
 """Write Hugging Face folders: weights with their config and tokenizer, and adapters for peft."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -9,12 +10,29 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
-from common import runtime
+from common import files, runtime
+from common.exits import UserError
 
 LARGEST_FILE = 2e9  # bytes of tensors in a .safetensors file, all of which rank 0 holds at once
-# Files that describe the weights of their own folder. They are not copied to another one.
-DESCRIBE_WEIGHTS = ("config.json", "hashes.json", "settings.json")
-TOKENIZER_SUFFIXES = (".json", ".jinja", ".txt", ".model")
+# The files of a folder that are copied beside other weights: tokenizer, chat templates, generation.
+# Nothing else is: adapter_config.json, for example, would make transformers open another model.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tekken.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
+TEMPLATES = "additional_chat_templates"  # a folder, for templates with a name of their own
 
 
 def write_folder(
@@ -23,10 +41,12 @@ def write_folder(
     folder: Path,
     config: dict,
     origin: Path,
+    mark: str,
 ) -> None:
     """Write a model as a Hugging Face folder, one file of weights at a time.
 
-    Every rank must call this. `folder` appears when it is complete, in place of an older one.
+    Every rank must call this. `folder` appears when it is complete, in place of an older one with
+    the same mark. Raise UserError if anything else is there, or if the disk is full.
 
     Args:
         tensors: The tensors by name, on the meta device: shapes and dtypes without values.
@@ -35,6 +55,7 @@ def write_folder(
         folder: The folder to write.
         config: The content of config.json.
         origin: The folder whose tokenizer is copied.
+        mark: The mark of the folder: see common/files.py.
     """
     names_by_file = _assign_to_files(tensors)
     weight_map = {}
@@ -42,22 +63,15 @@ def write_folder(
         for name in names:
             weight_map[name] = file
     total_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    unfinished = folder.with_name(folder.name + ".tmp")
-
-    def start() -> None:
-        # A run that was killed may have left an unfinished folder, and an earlier one a finished.
-        for old in (folder, unfinished):
-            shutil.rmtree(old, ignore_errors=True)
-        unfinished.mkdir()
 
     def finish() -> None:
         index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
         _write_json(unfinished / "config.json", config)
         _write_json(unfinished / "model.safetensors.index.json", index)
         copy_tokenizer(origin, unfinished)
-        unfinished.rename(folder)
+        files.finish_folder(unfinished, folder, mark)
 
-    runtime.on_rank0(start)
+    unfinished = runtime.on_rank0(partial(files.start_folder, folder))
     for file, names in names_by_file.items():
         tensors_of_file = {}
         for name in names:
@@ -89,21 +103,33 @@ def _write_json(file: Path, content: dict) -> None:
     file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
+def tokenizer_files(origin: Path) -> list[Path]:
+    """Return the files that copy_tokenizer copies. Raise UserError if one cannot be read.
+
+    A script calls this before it trains.
+    """
+    paths = [origin / name for name in TOKENIZER_FILES]
+    paths += sorted((origin / TEMPLATES).glob("*.jinja"))
+    found = []
+    for path in paths:
+        if os.path.lexists(path):  # a link may lead nowhere
+            try:
+                with open(path, "rb"):
+                    found.append(path)
+            except OSError as error:
+                raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    return found
+
+
 def copy_tokenizer(origin: Path, folder: Path) -> None:
     """Copy the tokenizer and the chat templates of a Hugging Face folder.
 
     Do nothing if `origin` is not a folder: the model then has no files.
     """
-    if not origin.is_dir():
-        return
-    for file in origin.iterdir():
-        describes_weights = file.name in DESCRIBE_WEIGHTS or file.name.endswith(".index.json")
-        if file.suffix in TOKENIZER_SUFFIXES and not describes_weights:
-            shutil.copy(file, folder / file.name)
-    # Templates with a name of their own are beside chat_template.jinja.
-    templates = origin / "additional_chat_templates"
-    if templates.is_dir():
-        shutil.copytree(templates, folder / templates.name)
+    for file in tokenizer_files(origin):
+        copy = folder / file.relative_to(origin)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, copy)
 
 
 def write_adapter(

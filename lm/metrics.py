@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from common import report
+from common import files, report
 from common.exits import UserError
 from common.hardware import device_name
 from common.progress import print_line
@@ -297,10 +297,9 @@ class Meter:
             if record["step"] <= self.start_step:
                 self.records.append(record)
 
-        temporary = file.with_suffix(".tmp")
-        lines = [json.dumps(record) + "\n" for record in self.records]
-        temporary.write_text("".join(lines), encoding="utf-8")
-        temporary.rename(file)
+        with files.complete_file(file) as stream:
+            for record in self.records:
+                stream.write(json.dumps(record) + "\n")
         self.file = file.open("a", encoding="utf-8")
 
     def _open_trackers(self, tensorboard: bool, wandb: bool) -> None:

@@ -14,6 +14,7 @@ import secrets
 from importlib.util import find_spec
 from pathlib import Path
 
+from common import files
 from common.exits import UserError, before_exit, before_user_error_exit
 from common.runtime import is_rank0
 
@@ -163,9 +164,8 @@ def save_loss_plot(records: list[dict], file: Path) -> None:
     for axes in (losses, rates):
         axes.grid(alpha=0.3)
 
-    temporary = file.with_name(file.name + ".tmp")
-    figure.savefig(temporary, format="png", dpi=120)
-    os.replace(temporary, file)
+    with files.complete_file(file, "wb") as stream:
+        figure.savefig(stream, format="png", dpi=120)
 
 
 def _column(records: list[dict], key: str) -> list[float]:

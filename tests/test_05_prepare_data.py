@@ -117,7 +117,10 @@ def test_killed_at_any_moment_and_on_other_workers_the_same_bytes(tmp_path):
 
 def test_killed_when_all_is_joined(tmp_path):
     script = with_fault(
-        SCRIPT, tmp_path, '    shutil.rmtree(args.out / "parts")\n', "    os.kill(os.getpid(), 9)\n"
+        SCRIPT,
+        tmp_path,
+        "    files.delete(args.out / helper.PARTS)\n",
+        "    os.kill(os.getpid(), 9)\n",
     )
     (tmp_path / "d.txt").write_text("".join(ROWS), encoding="utf-8")
     flags = ["--data", tmp_path / "d.txt", "--workers", 1]

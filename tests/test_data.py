@@ -116,7 +116,7 @@ def test_a_copy_of_a_held_out_document_is_held_out_too(tmp_path):
 def test_copies_of_one_document_are_split_within_it(tmp_path):
     file = tmp_path / "d.jsonl"
     line = json.dumps({"text": "a line with \u2028 in it " * 9}, ensure_ascii=False)
-    file.write_text(f"{line}\n" * 5, "utf-8", encoding="utf-8")
+    file.write_text(f"{line}\n" * 5, encoding="utf-8")
     corpus = data.load_corpus(str(file), "bytes")
     assert len(corpus.train) > 10 * len(corpus.held_out) > 0
 
@@ -189,8 +189,8 @@ def test_a_killed_tokenization_leaves_no_corpus(text, monkeypatch, half_written)
     """A process is killed while it writes a file, and the next one tokenizes again."""
 
     def killed_in(write):
-        def writes(file, *content):
-            write(file, *content)
+        def writes(file, *content, **encoding):
+            write(file, *content, **encoding)
             if Path(file).name == half_written:
                 Path(file).write_bytes(Path(file).read_bytes()[: Path(file).stat().st_size // 2])
                 raise KeyboardInterrupt

@@ -121,9 +121,7 @@ def test_advice_5_ddp_prints_the_stacks_of_a_stuck_rank(tmp_path):
         assert holds(process, (tmp_path / "stuck").exists)
         rank_process(process, 1).send_signal(signal.SIGABRT)
         stacks = tmp_path / "stderr"
-        assert holds(
-            process, lambda: "waits_in_the_optimizer" in stacks.read_text(encoding="utf-8")
-        )
+        assert holds(process, lambda: b"waits_in_the_optimizer" in stacks.read_bytes())
     finally:
         kill_all(process)
 

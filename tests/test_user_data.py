@@ -559,9 +559,7 @@ def test_a_stop_signal_ends_the_wait_for_a_lock(tmp_path, lease_of_a_dead_node, 
     lock(tmp_path, lease_of_a_dead_node.replace("duration=2", "duration=3600"))
     script = with_locks(tmp_path, lease_seconds=3600)
     process = launch(script, tmp_path, *SHORT, CORPUS_CACHE=str(tmp_path / "cache"))
-    assert holds(
-        process, lambda: "waiting for" in (tmp_path / "stdout").read_text(encoding="utf-8")
-    )
+    assert holds(process, lambda: b"waiting for" in (tmp_path / "stdout").read_bytes())
     process.send_signal(signal.SIGTERM)
     result = finish(process, tmp_path)
     assert (result.code, result.err.count("\n")) == (75, 1), result

@@ -198,7 +198,7 @@ def start(folder: Path) -> Iterator[Cluster]:
     def state() -> str:
         dead = [daemon.args for daemon in daemons if daemon.poll() is not None]
         assert not dead, (
-            f"{dead} ended: {''.join(file.read_text(encoding='utf-8') for file in folder.glob('*.out'))}"
+            f"{dead} ended: {''.join(file.read_text('utf-8') for file in folder.glob('*.out'))}"
         )
         words = ["sinfo", "-h", "-p", "low", "-o", "%T"]
         return subprocess.run(
