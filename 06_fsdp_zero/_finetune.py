@@ -1062,6 +1062,7 @@ def logits_error(
     """Return |ours - transformers'| / |transformers'| of the prompt's logits, as norms."""
     tokens = torch.tensor([prompt], device=device)
     expected = reference.read_transformers(folder, device)(tokens).logits
-    found = build(str(folder), config, seed=0, device=device)(tokens)
+    ours = build(str(folder), config, seed=0, device=device).eval()
+    found = ours(tokens)
     difference = torch.linalg.vector_norm(found - expected)
     return (difference / torch.linalg.vector_norm(expected)).item()

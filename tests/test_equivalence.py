@@ -47,6 +47,9 @@ TWELVE = ("--steps", STEPS)
 EVERY_STEP = (*TWELVE, "--save-every", 1, "--keep", 100)
 ONE_STEP = ("--steps", 1, "--warmup-steps", 0, "--clip-norm", 0.01)
 DDP, *OTHERS = SEVERAL
+TRAIN_ZERO = "06_fsdp_zero/train_zero.py"
+FINETUNE = "06_fsdp_zero/finetune.py"
+CHATS = ROOT / "07_memory_tricks/lora_instructions.jsonl"
 
 
 def write_corpus(folder: Path) -> Path:
@@ -225,9 +228,28 @@ model.MLP.forward = dropped
 """
 
 
+@pytest.mark.parametrize("script", [BASELINE, DDP, *map(in_full, (*OTHERS, TRAIN_ZERO, FINETUNE))])
+def test_the_held_out_loss_is_without_dropout_and_the_loss_with_it(tmp_path, corpus, script):
+    """The same weights with and without dropout: two runs with dropout would draw the same."""
+    flags = ["--data", corpus, "--steps", 2, "--eval-every", 1]
+    flags += ["--lr", 1e-30]  # no step changes a weight
+    if script == TRAIN_ZERO:
+        pytest.importorskip("deepspeed")
+    if script == FINETUNE:
+        flags += ["--data", CHATS, "--seq-len", 128]
+    n = None if script == BASELINE else 2
+    plain = train(script, tmp_path / "plain", *flags, nproc=n)
+    wrapper = with_prelude(script, tmp_path, WITH_DROPOUT)
+    dropped = train(wrapper, tmp_path / "dropped", *flags, nproc=n)
+    assert dropped.column("val_loss") == plain.column("val_loss")
+    # also in the step after an evaluation
+    for step in range(2):
+        assert dropped.column("loss")[step] != plain.column("loss")[step]
+
+
 @each_of_several
-def test_evaluation_switches_dropout_off_and_on_again(tmp_path, corpus, script):
-    """In eval() nothing is dropped, so nothing is drawn: training goes on as if there had been no evaluation."""
+def test_evaluation_switches_dropout_on_again(tmp_path, corpus, script):
+    """Training goes on as if there had been no evaluation."""
     wrapper = with_prelude(script, tmp_path, WITH_DROPOUT)
     flags, n = ("--data", corpus, "--deterministic", "--steps", 10), two_if_it_can(script)
     seldom = train(wrapper, tmp_path / "seldom", *flags, nproc=n)
@@ -235,8 +257,6 @@ def test_evaluation_switches_dropout_off_and_on_again(tmp_path, corpus, script):
     assert len(often.column("val_loss")) == 4 > len(seldom.column("val_loss"))
     assert often.summary["weights_sha256"] == seldom.summary["weights_sha256"]
     assert often.summary["val_loss"] == seldom.summary["val_loss"]
-    plain = train(script, tmp_path / "plain", *flags, nproc=n)
-    assert plain.summary["weights_sha256"] != seldom.summary["weights_sha256"]
 
 
 def interrupted(result, step: int, folder: Path) -> Path:

@@ -49,6 +49,8 @@ def test_figures_are_units_times_clock():
 def test_peaks_belong_to_the_exact_device_name_or_are_none():
     h100s = [f"NVIDIA H100 {kind}" for kind in ("80GB HBM3", "PCIe", "NVL")]
     assert len({hardware.peak_flops(name, "bf16") for name in h100s}) == 3
+    # data sheets, dense: an H100 SXM has 1,979 TFLOP/s with sparsity, half of that without
+    assert hardware.peak_flops("NVIDIA H100 80GB HBM3", "bf16") == pytest.approx(989e12, rel=0.01)
     assert hardware.peak_flops("NVIDIA A100-SXM4-80GB", "bf16") == 312e12
     # an A100 has no fp8 units, so there is no peak
     assert hardware.peak_flops("NVIDIA A100-SXM4-80GB", "fp8") is None
@@ -66,6 +68,6 @@ def test_peaks_belong_to_the_exact_device_name_or_are_none():
 )
 def test_auto_is_bf16_where_a_cpu_multiplies_it(monkeypatch, cpuinfo, dtype):
     monkeypatch.setattr(Path, "is_file", lambda path: True)
-    monkeypatch.setattr(Path, "read_text", lambda path: cpuinfo)
+    monkeypatch.setattr(Path, "read_text", lambda path, encoding: cpuinfo)
     assert hardware.choose_dtype("auto", torch.device("cpu")) == dtype
     assert hardware.choose_dtype("fp16", torch.device("cpu")) == "fp16"
