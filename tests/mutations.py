@@ -34,8 +34,12 @@ COPIED = (
     "tests",
     "benchmarks",
     "launch",
+    "docs",
     "Makefile",
     "pyproject.toml",
+    "requirements*.txt",
+    "take.py",
+    "LICENSE",
     "*.md",
 )
 SECONDS_PER_TEST = 600  # a fault may turn a run into a hang, and a busy machine is slow
@@ -67,13 +71,16 @@ def all_faults() -> list[Fault]:
     return [Fault(**fault) for fault in tomllib.loads(FAULTS.read_text(encoding="utf-8"))["fault"]]
 
 
-def copy_of_the_repository(folder: Path) -> Path:
+def copy_of_the_repository(folder: Path, left_out: tuple[str, ...] = ()) -> Path:
+    """Copy the repository to `folder`, which must not exist, without files of these names."""
+    paths = []
+    for pattern in COPIED:
+        paths += ROOT.glob(pattern)
+    ignore = shutil.ignore_patterns("__pycache__", "results", "runs", *left_out)
     folder.mkdir(parents=True)
-    for path in (path for pattern in COPIED for path in ROOT.glob(pattern)):
+    for path in paths:
         if path.is_dir():
-            shutil.copytree(
-                path, folder / path.name, ignore=shutil.ignore_patterns("__pycache__", "results")
-            )
+            shutil.copytree(path, folder / path.name, ignore=ignore)
         else:
             shutil.copy(path, folder)
     return folder

@@ -1,15 +1,24 @@
 """gym.py plants a bug. Its check fails on the bug, and passes on any right fix."""
 
 import dataclasses
+import re
 from pathlib import Path
 
 import mutations
 import pytest
-from support.harness import ROOT, run
+from support.harness import ROOT, content, run
 
 import gym
 
 BUGS = gym.bugs()
+QUICK = (11, 17)  # were once mended in an untouched copy
+
+
+def in_time(number: int):
+    """The number of a bug as a parameter, for `make test-all` if its check takes long."""
+    if number in QUICK:
+        return number
+    return pytest.param(number, marks=pytest.mark.full)
 
 
 def mend(bug: dict[str, str], folder: Path) -> None:
@@ -32,6 +41,57 @@ def test_there_are_enough_bugs():
     assert len({bug["symptom"] for bug in BUGS}) == len(BUGS) >= 15
 
 
+@pytest.mark.parametrize("number", [in_time(i + 1) for i in range(len(BUGS))])
+def test_an_untouched_copy_is_not_mended(tmp_path, number):
+    """The test that is meant for the bug runs, and sees it."""
+    folder = tmp_path / "mine"
+    made = run("gym.py", tmp_path, number, "--folder", folder)
+    assert made.code == 0, made
+    before = content(folder)
+    checked = run("gym.py", tmp_path, number, "--folder", folder, "--check", "--verbose")
+    assert checked.code == 1, checked
+    assert re.search(r"^(FAILED|ERROR \S+\.py::)", checked.out, re.MULTILINE), checked
+    assert checked.out.endswith(f"not mended yet: {BUGS[number - 1]['symptom']}\n")
+    assert content(folder) == before
+
+
+def test_a_folder_that_is_no_copy_of_the_bug_stays_as_it_is(tmp_path):
+    project = tmp_path / "project"
+    (project / "tests").mkdir(parents=True)
+    (project / "tests/test_mine.py").write_text("assert True\n", encoding="utf-8")
+    copy_of_a_copy = tmp_path / "copy"
+    assert run("gym.py", tmp_path, 3, "--folder", copy_of_a_copy).code == 0
+    before = content(tmp_path / "project")
+
+    for flags, words in (
+        ((11, "--folder", project, "--check"), (str(project), "no copy")),
+        ((11, "--folder", project), (str(project), "exists")),
+        ((11, "--folder", tmp_path / "nowhere", "--check"), ("nowhere",)),
+        ((11, "--folder", copy_of_a_copy, "--check"), ("bug 3", "11")),
+        ((11, "--folder", ROOT / "common/gym11"), ("common/gym11", "inside")),
+        ((11, "--folder", project / "tests/test_mine.py/gym11"), ("test_mine.py",)),
+        ((len(BUGS) + 1, "--hint"), (str(len(BUGS) + 1), "--list")),
+        (("--folder", copy_of_a_copy, "--check"), ("--list",)),
+    ):
+        refused = run("gym.py", tmp_path, *flags)
+        last_line = refused.err.splitlines()[-1]
+        assert refused.code == 2, refused
+        assert not [word for word in words if word not in last_line], refused
+    assert content(project) == before
+    assert not (ROOT / "common/gym11").exists()
+
+
+def test_a_copy_holds_what_its_readme_needs(tmp_path):
+    folder = tmp_path / "mine"
+    assert run("gym.py", tmp_path, 3, "--folder", folder).code == 0
+    assert not [answer for answer in gym.ANSWERS if (folder / answer).exists()]
+    readme = (folder / "README.md").read_text(encoding="utf-8")
+    pictures = re.findall(r'(?:src|srcset)="([^"]+)"', readme)
+    assert pictures
+    for name in (*pictures, "LICENSE", "requirements.txt", "requirements-dev.txt"):
+        assert (folder / name).is_file(), name
+
+
 @pytest.mark.full
 def test_list_hint_plant_and_check(tmp_path):
     """A learner's way: the check fails until the bug is mended."""
@@ -44,12 +104,11 @@ def test_list_hint_plant_and_check(tmp_path):
     assert bug["symptom"] in run("gym.py", tmp_path, "--list").out
     assert bug["thread"] in run("gym.py", tmp_path, number, "--hint").out
     assert bug["symptom"] in run("gym.py", tmp_path, number, "--folder", folder).out
-    assert not [answer for answer in gym.ANSWERS if (folder / answer).exists()]
-    assert run("gym.py", tmp_path, number, "--folder", folder).code == 2  # it is there already
-    assert run("gym.py", tmp_path, number, "--folder", folder, "--check").code == 1
+    unmended = run("gym.py", tmp_path, number, "--folder", folder, "--check")
+    assert (unmended.code, unmended.out.count("\n"), unmended.err) == (1, 1, "")
+    assert bug["symptom"] in unmended.out
     mend(bug, folder)
     assert run("gym.py", tmp_path, number, "--folder", folder, "--check").code == 0
-    assert run("gym.py", tmp_path, len(BUGS) + 1, "--hint").code == 2
 
 
 # tests/mutations.py shows that each check fails on its bug and passes without it
