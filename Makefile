@@ -88,9 +88,10 @@ endef
 
 # what the scripts need
 $(VENV)/train: requirements.txt
-	@echo "Installing torch and what the scripts need into $(VENV). With CUDA, as PyPI has torch for Linux:"
-	@echo "2.9 GB to download, 5.8 GB on disk. For CPUs alone: 1.7 GB on disk. On two cores and with a fast"
-	@echo "connection it took one minute (for CPUs) to six (with CUDA)."
+	@echo "Installing torch and what the scripts need into $(VENV)."
+	@echo "With CUDA (PyPI's torch for Linux on x86-64): 2.9 GB to download, 5.8 GB on disk."
+	@echo "Without CUDA: 1.7 GB on disk. The time depends on the connection and the disk. On two cores"
+	@echo "and a fast connection it took one minute without CUDA, and six with it on busy cores."
 	$(make_venv)
 	$(BIN)/python -m pip install --disable-pip-version-check -r requirements.txt
 	touch $@
