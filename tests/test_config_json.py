@@ -246,3 +246,23 @@ def test_a_folder_without_head_dim_and_original_length_computes_as_in_transforme
     file.write_text(json.dumps(content), encoding="utf-8")
     result = run("09_inference/infer_70b.py", tmp_path, "--model", "model", "--device", "cpu")
     assert_refused(result, "--model model", "lacks factor")
+
+
+def test_the_planner_has_the_defaults_too(tmp_path):
+    """The same shape, whether a default is written out or not; wrong values are one line."""
+    content = {"model_type": "qwen3", **COMPLETE, "head_dim": 128, "num_key_value_heads": 32}
+    short = {**content}
+    del short["head_dim"]
+    del short["num_key_value_heads"]
+    summaries = []
+    for name, config in (("written", content), ("short", short)):
+        write(tmp_path / name, config)
+        flags = ["--model", name, "--gpus", 1, "--json", "summary.json"]
+        result = run("07_memory_tricks/estimate.py", tmp_path, *flags)
+        assert result.code == 0, result
+        summaries.append({**result.summary, "model": None})
+    assert summaries[0] == summaries[1]
+    for kind, value in product(("mixtral", "deepseek_v3"), (None, "4", -1)):
+        write(tmp_path / "odd", {**short, "model_type": kind, "num_experts_per_tok": value})
+        result = run("07_memory_tricks/estimate.py", tmp_path, "--model", "odd")
+        assert_refused(result, "--model odd")

@@ -66,6 +66,6 @@ def test_peaks_belong_to_the_exact_device_name_or_are_none():
 )
 def test_auto_is_bf16_where_a_cpu_multiplies_it(monkeypatch, cpuinfo, dtype):
     monkeypatch.setattr(Path, "is_file", lambda path: True)
-    monkeypatch.setattr(Path, "read_text", lambda path: cpuinfo)
+    monkeypatch.setattr(Path, "read_text", lambda path, encoding: cpuinfo)
     assert hardware.choose_dtype("auto", torch.device("cpu")) == dtype
     assert hardware.choose_dtype("fp16", torch.device("cpu")) == "fp16"
