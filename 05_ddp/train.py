@@ -41,7 +41,8 @@ def load_training_objects(args, rank, world_size, device):
     lm/training_objects.py says what the model and the batches must do. 05_ddp/own_images.py and
     05_ddp/own_gpt2.py are examples.
     """
-    shapes.read_config(args.model)  # raises for an unknown model, before the text is tokenized
+    # Raise for a model that is unknown or too large, before the text is tokenized.
+    weights.check_model(args.model, device, copies=world_size)
     corpus = data.load_corpus(args.data, args.tokenizer, args.model, args.run_dir, args.eval_data)
     train_set, held_out_set = data.sequences(corpus, args.seq_len)
     config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)

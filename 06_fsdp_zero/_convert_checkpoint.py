@@ -2,15 +2,18 @@
 
 import contextlib
 import io
+import logging
 import os
 import pickle
 import re
+import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import torch.distributed.tensor  # torch.load needs it for DTensors
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
@@ -38,6 +41,12 @@ SAFETENSORS_DTYPES = {  # of the tensors in a .safetensors file, by the names us
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+# the names of the model's weights begin so; those of an optimizer's state and of counters do not
+TOP_LEVEL = ("model.", "lm_head.")
+GATHER = (
+    "gather first, in the program that wrote it, for example with torch.distributed.checkpoint."
+    "state_dict.get_model_state_dict and StateDictOptions(full_state_dict=True)"
+)
 BYTES = 256  # tokens of the byte tokenizer
 DAMAGE = (CheckpointException, SafetensorError, pickle.UnpicklingError, OSError, RuntimeError)
 # what libraries raise for a damaged or a foreign file
@@ -95,13 +104,20 @@ def load_torch_file(path: Path) -> dict[str, Tensor]:
     """
     if path.suffix == ".safetensors":
         raise UserError(f"{path} is a file of a Hugging Face folder: name the folder")
+    # Its warning is about torch.compile with the mesh of a DTensor.
+    logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)
+    is_zip = zipfile.is_zipfile(path)
     try:
-        # mmap reads a tensor when it is used; files older than torch 1.6 are not zip files
-        content = torch.load(path, mmap=zipfile.is_zipfile(path), weights_only=True)
+        with warnings.catch_warnings(action="ignore"):  # deprecated types, which are refused below
+            # mmap reads a tensor when it is used; files older than torch 1.6 are not zip files
+            content = torch.load(path, mmap=is_zip, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
+        raise UserError(f"{path} {why_not_loaded(path)}") from None
+    except RuntimeError as error:
+        if "TorchScript" not in str(error):
+            raise
         raise UserError(
-            f"{path} is damaged, or holds more than tensors and numbers: "
-            "in the program that wrote it, torch.save the state dict alone"
+            f"{path} is a TorchScript archive: torch.save the state dict alone"
         ) from None
     if isinstance(content, Mapping):
         for key in STATE_DICT_KEYS:
@@ -110,13 +126,58 @@ def load_torch_file(path: Path) -> dict[str, Tensor]:
                 break
     if not isinstance(content, Mapping) or not content:
         raise UserError(f"{path} holds {describe(content)}: torch.save a state dict in it")
+    weights = {}
     for name, value in content.items():
-        if not isinstance(value, Tensor):
+        if not isinstance(value, Tensor) or not isinstance(name, str):
             raise UserError(
                 f"{path}: {name!r} is {describe(value)} and not a tensor: torch.save the "
                 f"state dict alone, or under one of the keys {', '.join(STATE_DICT_KEYS)}"
             )
-    return dict(content)
+        weights[name] = full_tensor(name, value, path)
+    return weights
+
+
+def why_not_loaded(path: Path) -> str:
+    """Return why torch.load does not load a file with weights_only=True, and what to do."""
+    try:
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    except DAMAGE:  # a file of an older torch, or a damaged one
+        names = []
+    if any(name.endswith("ShardedTensor") for name in names):
+        return f"holds shards of ShardedTensors: {GATHER}"
+    if names:
+        more = ", ..." if len(names) > 3 else ""
+        return (
+            f"holds objects of {', '.join(sorted(names)[:3])}{more}: in the program that wrote it, "
+            "torch.save the state dict alone, model.state_dict()"
+        )
+    return (
+        "is damaged, or holds more than tensors and numbers: "
+        "in the program that wrote it, torch.save the state dict alone"
+    )
+
+
+def full_tensor(name: str, value: Tensor, path: Path) -> Tensor:
+    """Return a tensor of a file as an ordinary tensor. Raise UserError if the file lacks numbers.
+
+    A DTensor in a file of torch.save has the shard of the rank that saved it, and no others.
+    """
+    if hasattr(value, "placements"):
+        ranks = value.device_mesh.size()
+        replicated = all(placement.is_replicate() for placement in value.placements)
+        if ranks > 1 and not replicated:
+            raise UserError(f"{path} holds shards of DTensors, from one of {ranks} ranks: {GATHER}")
+        value = value.to_local()
+    problem = None
+    if value.is_meta:
+        problem = "on the meta device, which has no numbers: torch.save the loaded model"
+    elif value.is_quantized:
+        problem = f"quantized, {value.dtype}: torch.save the weights before quantization"
+    elif value.layout != torch.strided:
+        problem = f"sparse, {value.layout}: torch.save its to_dense()"
+    if problem is not None:
+        raise UserError(f"{path}: {name} is {problem}")
+    return value
 
 
 def describe(value: object) -> str:
@@ -132,25 +193,48 @@ def without_wrappers(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
-def without_prefixes(source: Source, path: Path) -> Source:
+def without_prefixes(source: Source, path: Path, *, has_optimizer: bool = False) -> Source:
     """Return the source with the names of the model, where it was saved as a part of something.
 
     torch.compile adds _orig_mod and DDP module. A module that has the model as an attribute, as in
-    Lightning, adds the name of the attribute. Raise UserError if two weights get the same name.
+    Lightning, adds the name of the attribute, and DCP the keys of the dicts around the state dict.
+    Only the tensors with the model's prefix are taken. `has_optimizer` says that the others are
+    mostly optimizer state.
+
+    Raise UserError if there is no model, or several, or if two weights get the same name.
     """
     short_names = {name: without_wrappers(name) for name in source.tensors}
-    prefixes = []
+    prefixes = set()
     for name in short_names.values():
-        if name.endswith("." + EMBEDDING):
-            prefixes.append(name.removesuffix(EMBEDDING))
-    prefix = prefixes[0] if len(prefixes) == 1 else ""
+        if f".{name}".endswith(f".{EMBEDDING}"):
+            prefixes.add(name.removesuffix(EMBEDDING))
+    if not prefixes:
+        raise UserError(
+            f"{path} has no {EMBEDDING}, under any prefix, but {describe(source.tensors)}"
+        )
+    if len(prefixes) > 1:
+        listed = ", ".join(repr(prefix) for prefix in sorted(prefixes))
+        raise UserError(
+            f"{path} has {len(prefixes)} models, whose weights have the prefixes {listed}: "
+            "save one of them alone"
+        )
+    prefix = prefixes.pop()
 
+    starts = (prefix,)
+    if has_optimizer:
+        starts = tuple(prefix + part for part in TOP_LEVEL)
     saved_names = {}
+    left_out = []
     for saved_name, short_name in short_names.items():
+        if not short_name.startswith(starts):
+            left_out.append(saved_name)
+            continue
         name = short_name.removeprefix(prefix)
         if name in saved_names:
             raise UserError(f"{path}: {saved_names[name]} and {saved_name} are both {name}")
         saved_names[name] = saved_name
+    if left_out and not has_optimizer:
+        print(f"{path}: not under {prefix}, and left out: {describe(dict.fromkeys(left_out))}")
 
     tensors = {name: source.tensors[saved_name] for name, saved_name in saved_names.items()}
     return Source(tensors, lambda name: source.read(saved_names[name]))
@@ -281,6 +365,11 @@ def fit(source: Source, config: dict, path: Path) -> tuple[Source, bool]:
         # older files have inv_freq; here it is computed
         if not (tied and name == HEAD) and not name.endswith("rotary_emb.inv_freq"):
             tensors[name] = tensor
+        if name in needed and not is_stored_weight(tensor.dtype):
+            raise UserError(
+                f"{path}: {name} is {tensor.dtype}, and no weight of a model: "
+                "save the weights before quantization, in bf16 or fp32"
+            )
     found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     for name, _ in sorted(found.items() ^ needed.items()):
         stored_shape = found.get(name, "missing")
@@ -290,6 +379,11 @@ def fit(source: Source, config: dict, path: Path) -> tuple[Source, bool]:
             f"and {needed_shape} in the model"
         )
     return Source(tensors, source.read), tied
+
+
+def is_stored_weight(dtype: torch.dtype) -> bool:
+    """Return whether a weight may have this type: a floating-point type of .safetensors files."""
+    return dtype.is_floating_point and dtype in SAFETENSORS_DTYPES.values()
 
 
 @contextlib.contextmanager
@@ -313,9 +407,8 @@ def load_deepspeed(path: Path) -> dict:
     """
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read by the import, which else looks for GPUs
     if not any(path.glob("*_optim_states.pt")):  # stage 0: the module as it is, on every rank
-        return torch.load(next(path.glob("*_model_states.pt")), mmap=True, weights_only=False)[
-            "module"
-        ]
+        file = next(path.glob("*_model_states.pt"))
+        return torch.load(file, mmap=True, map_location="cpu", weights_only=False)["module"]
     # it prints its progress
     with contextlib.redirect_stdout(None), contextlib.redirect_stderr(io.StringIO()):
         from deepspeed.utils.zero_to_fp32 import (

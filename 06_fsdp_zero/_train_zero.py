@@ -24,7 +24,7 @@ from common import files, report, runtime
 from common.exits import UserError
 from lm import checkpoint
 from lm.runs import file_sha256
-from lm.weights import hash_rows, open_weights, random_weight
+from lm.weights import check_model, hash_rows, open_weights, random_weight
 
 LOWEST_STAGE = {"none": 0, "optimizer": 1, "params": 3}  # by --offload: only shards are offloaded
 
@@ -45,6 +45,20 @@ def check_flags(args) -> None:
         raise UserError(
             "--async-save: DeepSpeed writes its checkpoints while training waits; leave it out"
         )
+
+
+def check_model_fits(args, world_size: int, device: torch.device) -> None:
+    """Raise UserError if --model is not known, or if this node's memory is too small to train it.
+
+    The optimizer of stages 1 and 2 has a second copy of the weights, which is sharded, as its state
+    is. Their gradients are not counted.
+    """
+    if args.stage == 0:
+        check_model(args.model, device, copies=world_size)
+    elif args.stage == 3:
+        check_model(args.model, device, copies=1)
+    else:
+        check_model(args.model, device, copies=1, bytes_per_parameter=4 * world_size + 12)
 
 
 @functools.cache

@@ -52,7 +52,6 @@ from _convert_checkpoint import (
     readable,
     save_tokenizer,
     without_prefixes,
-    without_wrappers,
 )
 
 from common import cli, exits, files, report, runtime
@@ -132,7 +131,11 @@ def open_safetensors(folder: Path) -> Source:
     stored = StoredWeights(folder, flag="FROM")
     tensors = {}
     for name, tensor in stored.tensors.items():
-        dtype = SAFETENSORS_DTYPES[tensor.dtype]
+        dtype = SAFETENSORS_DTYPES.get(tensor.dtype)
+        if dtype is None:
+            raise UserError(
+                f"FROM {folder}: {name} has the type {tensor.dtype}, which is no weight's"
+            )
         tensors[name] = torch.empty(tensor.shape, dtype=dtype, device="meta")
     return Source(tensors, stored.read)
 
@@ -141,25 +144,21 @@ def open_dcp(reader: dcp.FileSystemReader) -> Source:
     """Return the tensors in a folder of DCP."""
     reader.read_metadata = cache(reader.read_metadata)  # or each tensor would read it again
     saved = reader.read_metadata().state_dict_metadata
-    # a run keeps its weights under "model", beside the optimizer's state
-    under_model = any(without_wrappers(name).startswith("model.model.") for name in saved)
-    prefix = "model." if under_model else ""
-    tensors = {
-        name.removeprefix(prefix): torch.empty(
-            about.size, dtype=about.properties.dtype, device="meta"
-        )
-        for name, about in saved.items()
-        if name.startswith(prefix) and hasattr(about, "size")
-    }
+    tensors = {}
+    for name, about in saved.items():
+        if hasattr(about, "size"):  # others are numbers and objects
+            dtype = about.properties.dtype
+            tensors[name] = torch.empty(about.size, dtype=dtype, device="meta")
 
     def read(name: str) -> Tensor:
         tensor = torch.empty_like(tensors[name], device="cpu")
         with readable(reader.path):
             # its rows, from each rank's file
-            dcp.load({prefix + name: tensor}, storage_reader=reader, no_dist=True)
+            dcp.load({name: tensor}, storage_reader=reader, no_dist=True)
         return tensor
 
-    return Source(tensors, read)
+    # a run keeps its weights under "model", beside the optimizer's state
+    return without_prefixes(Source(tensors, read), reader.path, has_optimizer=True)
 
 
 def run(

@@ -196,6 +196,16 @@ def main() -> int:
     args.dtype = hardware.choose_dtype(args.dtype, device)
     runtime.catch_stop_signals()
 
+    # The frozen weights are in args.dtype. Adapters are small.
+    weights.check_model(
+        args.model,
+        "cpu" if args.cpu_offload else device,
+        copies=1,
+        bytes_per_parameter=(
+            runtime.DTYPES[args.dtype].itemsize if args.adapters else weights.TRAINING_BYTES
+        ),
+    )
+
     # 2. Rows: chats as tokens, and which of them are targets.
     date = checkpoint.start_date(args)  # a chat template may write it: a resume needs the same
     mark = f"run of {date.isoformat()}"  # of the folders that this run writes, and may replace

@@ -11,15 +11,31 @@ from planner import inference, machine, micro_batch
 from planner.plan import CHECKPOINTING, DTYPES, LOSSES, OPTIMIZERS, Plan, divides, script_defaults
 from planner.shape import Shape, from_config
 
-FAMILIES = (
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "mixtral",
-    "qwen3_moe",
-    "deepseek_v2",
-    "deepseek_v3",
+# The model_type of a config.json, and the family with the same defaults for its attention.
+FAMILIES = {
+    "llama": "llama",
+    "mistral": "mistral",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "mixtral": "mistral",
+    "qwen3_moe": "llama",
+    "deepseek_v2": "llama",
+    "deepseek_v3": "llama",
+}
+# Sizes in a config.json that only mixtures of experts and multi-head latent attention have.
+OTHER_SIZES = (
+    "moe_intermediate_size",
+    "n_routed_experts",
+    "num_local_experts",
+    "num_experts",
+    "num_experts_per_tok",
+    "n_shared_experts",
+    "first_k_dense_replace",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
 )
 EXPERTS_KEY = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts"}
 # Flags that only a training step, or only --inference, reads; None: see make_plan.
@@ -196,15 +212,30 @@ def shape_from_json(name: str, content: dict) -> Shape:
     Raise UserError or ValueError that names the key that is missing or impossible.
     """
     kind = content.get("model_type")
-    if kind not in FAMILIES or content.get("mlp_bias"):
+    if not isinstance(kind, str) or kind not in FAMILIES or content.get("mlp_bias"):
         raise ValueError(
             f"--model {name}: model_type {kind!r} is none of {', '.join(FAMILIES)}, "
             "or it has mlp_bias"
         )
-    sizes = {"max_position_embeddings": 0}
+    # No window: it changes no size.
+    sizes = {
+        "model_type": FAMILIES[kind],
+        "max_position_embeddings": 0,
+        "sliding_window": None,
+    }
+    if kind == "qwen3_moe":
+        sizes["num_key_value_heads"] = 4  # the default of transformers
     for key, value in content.items():
         if key in shapes.Config.__dataclass_fields__ and "rope" not in key:
             sizes[key] = value
+    other_sizes = {}
+    for key in OTHER_SIZES:
+        value = content.get(key)
+        if value is None:
+            continue
+        if type(value) is not int or value < 0:
+            raise ValueError(f"--model {name}: {key} is {value!r}, and not a whole number")
+        other_sizes[key] = value
     shape = from_config(name, shapes.parse_config(sizes, f"--model {name}"))
     shape = replace(
         shape,
@@ -212,9 +243,11 @@ def shape_from_json(name: str, content: dict) -> Shape:
         qk_norm=kind.startswith("qwen3"),
     )
     try:
-        shape = replace(shape, **expert_sizes(kind, content), **latent_sizes(kind, content))
+        sizes = {**expert_sizes(kind, other_sizes, shape.ffn), **latent_sizes(kind, other_sizes)}
     except KeyError as error:
-        raise ValueError(f"--model {name}: the config.json of a {kind} has no {error}") from None
+        missing = error.args[0]
+        raise ValueError(f"--model {name}: the config.json of a {kind} lacks {missing}") from None
+    shape = replace(shape, **sizes)
     if shape.active_experts > shape.experts:
         raise ValueError(
             f"--model {name}: num_experts_per_tok {shape.active_experts} of {shape.experts} experts"
@@ -222,28 +255,31 @@ def shape_from_json(name: str, content: dict) -> Shape:
     return shape
 
 
-def expert_sizes(kind: str, content: dict) -> dict[str, int]:
-    """Return the sizes of a mixture of experts in a config.json, or none."""
+def expert_sizes(kind: str, content: dict[str, int], ffn: int) -> dict[str, int]:
+    """Return the sizes of a mixture of experts in a config.json, or none.
+
+    `ffn` is the width of an MLP without experts. An expert of Mixtral has the same.
+    """
     number_key = EXPERTS_KEY.get(kind, "n_routed_experts")
     if kind not in EXPERTS_KEY and not content.get(number_key):
         return {}
-    width = content["intermediate_size" if kind == "mixtral" else "moe_intermediate_size"]
-    shared_experts = content.get("n_shared_experts") or 0  # some files have null
+    width = ffn if kind == "mixtral" else content["moe_intermediate_size"]
+    shared_experts = content.get("n_shared_experts", 0)
     return {
         "experts": content[number_key],
         "active_experts": content["num_experts_per_tok"],
         "expert_ffn": width,
         "shared_ffn": shared_experts * width,
-        "dense_layers": content.get("first_k_dense_replace") or 0,
+        "dense_layers": content.get("first_k_dense_replace", 0),
     }
 
 
-def latent_sizes(kind: str, content: dict) -> dict[str, int]:
+def latent_sizes(kind: str, content: dict[str, int]) -> dict[str, int]:
     """Return the sizes of multi-head latent attention in a config.json, or none."""
     if not kind.startswith("deepseek"):
         return {}
     return {
-        "q_rank": content.get("q_lora_rank") or 0,
+        "q_rank": content.get("q_lora_rank", 0),
         "kv_rank": content["kv_lora_rank"],
         "nope": content["qk_nope_head_dim"],
         "rope": content["qk_rope_head_dim"],

@@ -214,6 +214,7 @@ def build_stage(
     with torch.device("meta"):
         net = model.Transformer(config)
     keep_stage(net, number, stages)
+    weights.check_weights_fit(net, "--model", device)
     net.to_empty(device=device)
     weights.init_weights(net, seed=0)  # a weight depends on its name alone, not on its stage
     for parameter in net.parameters():

@@ -100,6 +100,7 @@ def load_model(args, config: shapes.Config, device: torch.device) -> model.Trans
         shard_model(net, dist.get_world_size(), device.type)
     is_large = shapes.parameter_count(config) > DRAWN_ON_CPU
     if args.model in shapes.SIZES and is_large:
+        weights.check_weights_fit(net, f"--model {args.model}", device)
         draw_on_device(net, args.seed + dist.get_rank(), device)
         return net
     return weights.materialize(net, args.model, seed=args.seed, device=device)

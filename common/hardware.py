@@ -5,6 +5,8 @@ in the table gives None, and MFU is then n/a: a share of a guessed peak would no
 """
 
 import csv
+import os
+import re
 import shutil
 import sysconfig
 from functools import cache
@@ -13,6 +15,7 @@ from pathlib import Path
 # What a figure in devices.csv is multiplied by. A column that is not listed here has TFLOP/s.
 UNITS = {"bandwidth": 1e9, "memory": 1e9, "tdp": 1.0, "fp32_clock": 1e6, "matrix_clock": 1e6}
 TERA = 1e12
+NO_LIMIT = 2**62  # bytes; control groups of version 1 write a larger number for no limit
 # How /proc/cpuinfo names instructions that multiply bf16: two of x86, and the one of ARM.
 CPU_BF16 = {"avx512_bf16", "amx_bf16", "bf16"}
 
@@ -76,6 +79,51 @@ def multiplies_bf16(device) -> bool:
         return False
     words = cpuinfo.read_text(encoding="utf-8").split()
     return not CPU_BF16.isdisjoint(words)
+
+
+def memory_bytes(proc: str = "/proc", groups: str = "/sys/fs/cgroup") -> int | None:
+    """Return the memory that the processes of this machine or container can take; None: not known.
+
+    It is RAM and swap. More may be in use by others: this is what an empty machine would have.
+    """
+    try:
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # not in Windows
+        return None
+    limit = container_memory_bytes(proc, groups)
+    if limit is not None:
+        total = min(total, limit)
+    swap = re.search(r"^SwapTotal:\s*(\d+) kB", _text(Path(proc, "meminfo")), re.MULTILINE)
+    return total + (1024 * int(swap[1]) if swap else 0)
+
+
+def container_memory_bytes(proc: str = "/proc", groups: str = "/sys/fs/cgroup") -> int | None:
+    """Return the bytes of memory that a container or a batch system allows; None: no limit.
+
+    The limit may be set on the control group of this process or on any group above it. Both
+    versions of control groups are read. Version 1 writes a number near 2**63 for no limit.
+    """
+    limits = []
+    for line in _text(Path(proc, "self/cgroup")).splitlines():
+        _, controllers, own_group = line.split(":", 2)
+        if not controllers:  # version 2
+            root = groups
+            name = "memory.max"
+        elif "memory" in controllers.split(","):
+            root = f"{groups}/memory"
+            name = "memory.limit_in_bytes"
+        else:
+            continue
+        # In a container the path may be that of the host, which is not mounted: look above it.
+        for folder in Path(f"{root}{own_group}", "_").parents:
+            text = _text(folder / name)
+            if text.isdigit() and int(text) < NO_LIMIT:
+                limits.append(int(text))
+    return min(limits, default=None)
+
+
+def _text(file: Path) -> str:
+    return file.read_text(encoding="utf-8").strip() if file.is_file() else ""
 
 
 def can_compile(device) -> bool:

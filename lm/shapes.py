@@ -23,7 +23,50 @@ LLAMA = {
     "mlp_bias": False,
     "partial_rotary_factor": 1.0,
 }
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+# Keys of LLAMA that transformers does not read in a family. Qwen2 always has biases in q, k and v.
+NOT_READ = {
+    "llama": (),
+    "mistral": ("attention_bias", "mlp_bias"),
+    "qwen2": ("attention_bias", "mlp_bias"),
+    "qwen3": ("mlp_bias",),
+}
+MODEL_TYPES = tuple(NOT_READ)
+# What transformers takes where a config.json lacks a key: in all families, and in each.
+DEFAULTS = {
+    **LLAMA,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000.0,
+    "tie_word_embeddings": False,
+}
+QWEN_DEFAULTS = {
+    "max_position_embeddings": 32_768,
+    "num_key_value_heads": 32,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
+FAMILY_DEFAULTS = {
+    "llama": {"max_position_embeddings": 2048},
+    "mistral": {
+        "max_position_embeddings": 131_072,
+        "num_key_value_heads": 8,
+        "sliding_window": 4096,
+    },
+    "qwen2": QWEN_DEFAULTS,
+    "qwen3": {**QWEN_DEFAULTS, "head_dim": 128},
+}
+# Keys without a default here. That of transformers is the size of a 7B model.
+REQUIRED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+)
+# null is the default of the family, except for these keys: one key-value head for each query head,
+# and no window.
+NULL_IS_A_VALUE = ("num_key_value_heads", "sliding_window")
+LAYER_TYPES = ("full_attention", "sliding_attention")
 # The keys of Config.rope_scaling.
 ROPE_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
@@ -50,14 +93,17 @@ class Config:
 
 # The types of the values in a config.json.
 TYPES = {field.name: field.type for field in dataclasses.fields(Config)}
-TYPES["rope_scaling"] = None
+for name_here_only in ("rope_scaling", "qkv_bias", "qk_norm"):
+    del TYPES[name_here_only]
 TYPES["sliding_window"] = int
 TYPES["use_sliding_window"] = bool
+TYPES["max_window_layers"] = int
 TYPES["factor"] = float
 TYPES["low_freq_factor"] = float
 TYPES["high_freq_factor"] = float
 TYPES["original_max_position_embeddings"] = int
-MAY_BE_ZERO = ("max_position_embeddings", "rms_norm_eps")
+MAY_BE_ZERO = ("max_position_embeddings", "rms_norm_eps", "max_window_layers")
+LARGEST = {int: 2**31, float: 1e30}  # no model has more, and torch's integers and fp32 hold them
 
 SIZES = {
     "nano": Config(
@@ -279,7 +325,7 @@ def read_config_json(name: str, flag: str = "--model") -> dict:
         )
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(
             f"{flag} {name} is not a model's config.json, nor a folder with one: {error}"
         ) from None
@@ -299,34 +345,32 @@ def parse_config(content: dict, where: str) -> Config:
         known = ", ".join(MODEL_TYPES)
         raise UserError(f"{where}: model_type {model_type!r} is not known here: {known}")
 
-    given = dict(LLAMA)
+    given = {**DEFAULTS, **FAMILY_DEFAULTS[model_type]}
     for key, value in content.items():
         if value is not None:
             given[key] = value
-    # transformers 5 writes rope_parameters, transformers 4 wrote rope_scaling
-    rope = given.get("rope_parameters") or given.get("rope_scaling") or {}
-    if not isinstance(rope, dict):
-        raise UserError(f"{where}: its rope_parameters are no JSON object, but {rope!r}")
-    rope = {key: value for key, value in rope.items() if value is not None}
+        elif key in NULL_IS_A_VALUE:
+            given.pop(key, None)
+    for key in REQUIRED:
+        if key not in given:
+            raise UserError(f"{where}: its config.json lacks {key}")
     _check_types(given, where)
-    _check_types(rope, where)
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    rope = _rope_parameters(given, where)
 
-    try:
-        unsupported = _unsupported_values(given, rope, rope_type)
-        if unsupported:
-            raise UserError(
-                f"{where} is not a shape that is computed here: it has {', '.join(unsupported)}"
-            )
-        config = _make_config(given, rope, rope_type, model_type)
-        ungrouped_heads = config.num_attention_heads % config.num_key_value_heads
-        if ungrouped_heads or config.head_dim % 2 or config.num_hidden_layers < 1:
-            raise UserError(
-                f"{where}: needed are heads in equal groups, an even head_dim and layers, "
-                f"not {config}"
-            )
-    except (KeyError, ArithmeticError, TypeError, AttributeError) as error:
-        raise UserError(f"{where} is not a model's config: {error!r}") from None
+    unsupported = _unsupported_values(given, rope, model_type)
+    if unsupported:
+        raise UserError(
+            f"{where} is not a shape that is computed here: it has {', '.join(unsupported)}"
+        )
+    config = _make_config(given, rope, model_type, where)
+    heads = config.num_attention_heads
+    key_value_heads = config.num_key_value_heads
+    if heads % key_value_heads or config.head_dim % 2 or config.head_dim == 0:
+        raise UserError(
+            f"{where}: needed are heads in equal groups and an even head_dim, not {heads} "
+            f"num_attention_heads, {key_value_heads} num_key_value_heads, "
+            f"head_dim {config.head_dim}"
+        )
     return config
 
 
@@ -342,50 +386,117 @@ def _check_types(values: dict, where: str) -> None:
         else:
             numbers = int if kind is int else int | float
             is_number = isinstance(value, numbers) and not isinstance(value, bool)
-            is_right = is_number and (0 < value < math.inf or (value == 0 and key in MAY_BE_ZERO))
+            lowest_is_right = is_number and (value > 0 or (value == 0 and key in MAY_BE_ZERO))
+            is_right = lowest_is_right and value < LARGEST[kind]
             needed = "a whole number above 0" if kind is int else "a number above 0"
+            if lowest_is_right:
+                needed = f"below {LARGEST[kind]:g}"
         if not is_right:
             raise UserError(f"{where}: {key} in its config.json is {value!r}, and not {needed}")
 
 
-def _unsupported_values(given: dict, rope: dict, rope_type: str) -> list[str]:
+def _rope_parameters(given: dict, where: str) -> dict:
+    """Return what a config.json says about rotary position embeddings, with the defaults.
+
+    transformers 5 writes rope_parameters, transformers 4 wrote rope_scaling. Where a file has both,
+    transformers reads rope_scaling alone.
+    """
+    source = "rope_scaling" if given.get("rope_scaling") else "rope_parameters"
+    content = given.get(source) or {}
+    if not isinstance(content, dict):
+        raise UserError(f"{where}: its {source} are no JSON object, but {content!r}")
+    rope = {key: value for key, value in content.items() if value is not None}
+    for key, value in rope.items():
+        if isinstance(value, dict):
+            raise UserError(f"{where}: {key} in its {source} is for some layers only: {value!r}")
+    _check_types(rope, where)
+    for key in ("rope_theta", "partial_rotary_factor"):
+        rope.setdefault(key, given[key])
+    rope.setdefault("rope_type", rope.get("type", "default"))
+    if rope["rope_type"] == "llama3":
+        rope.setdefault("original_max_position_embeddings", given["max_position_embeddings"])
+        for key in ROPE_SCALING:
+            if key not in rope:
+                raise UserError(f"{where}: its config.json lacks {key} in {source}")
+        if rope["low_freq_factor"] >= rope["high_freq_factor"]:
+            raise UserError(
+                f"{where}: low_freq_factor {rope['low_freq_factor']} in its {source} is not "
+                f"below high_freq_factor {rope['high_freq_factor']}"
+            )
+    return rope
+
+
+def _unsupported_values(given: dict, rope: dict, model_type: str) -> list[str]:
     """List the values of a config.json that lm/model.py does not implement."""
     unsupported = []
     for key, implemented in LLAMA.items():
+        if key in NOT_READ[model_type]:
+            continue
         value = rope.get(key, given[key])  # transformers 5 has partial_rotary_factor in rope
         if value != implemented:
             unsupported.append(f"{key} {value!r}")
-    if rope_type not in ("default", "llama3"):
-        unsupported.append(f"rope_type {rope_type!r}")
+    if rope["rope_type"] not in ("default", "llama3"):
+        unsupported.append(f"rope_type {rope['rope_type']!r}")
     if "quantization_config" in given:
         unsupported.append("quantization_config")
-    if "sliding_attention" in given.get("layer_types", []):
-        unsupported.append("layer_types with a sliding window")
     return unsupported
 
 
-def _make_config(given: dict, rope: dict, rope_type: str, model_type: str) -> Config:
-    """Make a Config from the values of a config.json; raise KeyError for one that is missing."""
-    values = {  # what transformers uses where a config.json says nothing
+def _window(given: dict, model_type: str, where: str) -> float:
+    """Return how many tokens a layer sees, in the layer that sees fewest. inf: all.
+
+    The rules are those of transformers. layer_types says which layers have the window. Where it is
+    missing, all layers of Mistral have it, and those from max_window_layers on of Qwen2 and Qwen3.
+    In these two, there is no window without use_sliding_window.
+    """
+    layers = given["num_hidden_layers"]
+    layer_types = given.get("layer_types")
+    if layer_types is not None:
+        if not isinstance(layer_types, list) or len(layer_types) != layers:
+            raise UserError(f"{where}: its layer_types are no list of {layers}: {layer_types!r}")
+        for layer_type in layer_types:
+            if layer_type not in LAYER_TYPES:
+                known = ", ".join(LAYER_TYPES)
+                raise UserError(f"{where}: its layer_types have {layer_type!r}, not of {known}")
+
+    if layer_types is not None:
+        has_window = "sliding_attention" in layer_types
+    elif model_type == "mistral":
+        has_window = True
+    elif model_type in ("qwen2", "qwen3"):
+        has_window = given["use_sliding_window"] and given["max_window_layers"] < layers
+    else:
+        has_window = False
+    if not has_window:
+        return math.inf
+
+    window = given.get("sliding_window", math.inf)
+    if model_type in ("qwen2", "qwen3") and not given["use_sliding_window"]:
+        window = math.inf
+    if window == math.inf and "sliding_attention" in (layer_types or []):
+        raise UserError(
+            f"{where}: its layer_types have sliding_attention, and it has no sliding_window"
+        )
+    return window
+
+
+def _make_config(given: dict, rope: dict, model_type: str, where: str) -> Config:
+    """Make a Config from the values of a config.json, all of which have been checked."""
+    values = {
         "num_key_value_heads": given["num_attention_heads"],
         "head_dim": given["hidden_size"] // given["num_attention_heads"],
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10_000.0,
-        "tie_word_embeddings": False,
     }
     values.update(given)
-    values.update(rope)
-
+    values["rope_theta"] = rope["rope_theta"]
     values["rope_scaling"] = None
-    if rope_type == "llama3":
+    if rope["rope_type"] == "llama3":
         values["rope_scaling"] = {key: rope[key] for key in ROPE_SCALING}
     values["qkv_bias"] = model_type == "qwen2"
     values["qk_norm"] = model_type == "qwen3"
 
     # lm/model.py has no sliding window. Sequences that fit into the window do not need one.
-    if model_type == "mistral" or given.get("use_sliding_window"):
-        window = given.get("sliding_window", math.inf)
-        values["max_position_embeddings"] = min(values["max_position_embeddings"], window)
+    window = _window(given, model_type, where)
+    values["max_position_embeddings"] = min(values["max_position_embeddings"], window)
 
     names = [field.name for field in dataclasses.fields(Config)]
     return Config(**{name: values[name] for name in names})

@@ -8,15 +8,61 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from common import report
+from common import cli, hardware, report
 from common.exits import UserError
-from common.runtime import all_gather, print0
+from common.runtime import all_gather, print0, ranks
 from lm.model import Transformer
-from lm.shapes import SIZES, Config
+from lm.shapes import SIZES, Config, parameter_count, read_config
 from lm.weight_files import HEAD, StoredWeights
 
 ROWS_PER_GENERATOR = 256  # rows of a random matrix that are drawn together
+# Of each parameter in training: weight, gradient, and the two moments of AdamW, in fp32.
+TRAINING_BYTES = 16
 BAR_DELAY = 2.0  # seconds after which a progress bar appears
+
+
+def check_model(
+    name: str,
+    device: torch.device | str,
+    *,
+    copies: int,
+    bytes_per_parameter: float = TRAINING_BYTES,
+) -> None:
+    """Raise UserError if a model is not known, or if this node's memory is too small to train it.
+
+    A script calls this before it reads its text, which may take minutes. Only a CPU's memory is
+    compared, with a lower bound, without activations: a GPU says itself that it is full, and a
+    system without memory kills processes, or hangs.
+
+    Arguments:
+        copies: how many copies of the model all ranks hold together
+        bytes_per_parameter: in each copy, of weights, gradients and optimizer state
+    """
+    config = read_config(name)
+    world_size = ranks().world_size
+    local_world_size = cli.environment_number("LOCAL_WORLD_SIZE", cli.positive_int, default="1")
+    ranks_here = min(local_world_size, world_size)
+    needed = parameter_count(config) * bytes_per_parameter * copies * ranks_here / world_size
+    what = f"--model {name}: its weights"
+    if bytes_per_parameter > 4:
+        what += ", gradients and optimizer state"
+    if ranks_here > 1:
+        what += f" on {ranks_here} ranks"
+    _check_memory(needed, what, device)
+
+
+def _check_memory(needed_bytes: float, what: str, device: torch.device | str) -> None:
+    """Raise UserError if a CPU's memory has fewer bytes."""
+    if torch.device(device).type == "cuda":
+        return
+    memory = hardware.memory_bytes()
+    if memory is None or needed_bytes <= memory:
+        return
+    raise UserError(
+        f"{what} take {needed_bytes / 2**30:,.1f} GiB, and this machine or container has "
+        f"{memory / 2**30:,.1f} GiB of memory: use a smaller model, or 06_fsdp_zero/train_fsdp.py "
+        "and 09_inference/infer_70b.py on GPUs"
+    )
 
 
 def build(
@@ -39,8 +85,10 @@ def materialize(
     """Allocate a model from the meta device on `device`, and fill it as `build` does.
 
     If the model is sharded, each rank allocates and fills its own shards only. Raise UserError,
-    with the name of `flag`, if the folder's files are not the model's weights.
+    with the name of `flag`, if the folder's files are not the model's weights, or if they do not
+    fit into the memory of a CPU.
     """
+    check_weights_fit(net, f"{flag} {name}", device)
     stored = open_weights(name, net.config, flag)
     net.to_empty(device=device)
     net.tie_weights()  # to_empty has made two matrices of one
@@ -49,6 +97,18 @@ def materialize(
     else:
         load_weights(net, stored)
     return net
+
+
+def check_weights_fit(net: nn.Module, name: str, device: torch.device | str) -> None:
+    """Raise UserError if the memory of a CPU is too small for a model that is on the meta device.
+
+    Only what this rank will hold counts. `name` is what the line calls the model.
+    """
+    needed = 0
+    for tensor in [*net.parameters(), *net.buffers()]:
+        local, _ = local_part(tensor)
+        needed += local.nbytes
+    _check_memory(needed, f"{name}: its weights", device)
 
 
 def local_part(parameter: Tensor) -> tuple[Tensor, tuple[slice, ...]]:

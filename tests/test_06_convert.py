@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 from safetensors.torch import load_file, save_file
 from support.checkpoints import saved, write_folder
 from support.harness import (
@@ -276,7 +277,7 @@ def other_contents(weights: dict) -> list[tuple[object, str]]:
         ({**weights, "step": 3}, "'step' int"),
         ({"state_dict": weights, "args": OfATrainer()}, "state dict alone"),
         (twice, f"module.{EMBEDDING} both"),
-        (two_models, "missing in the model"),
+        (two_models, "'a.' 'b.' alone"),
     ]
 
 
@@ -285,6 +286,121 @@ def test_a_file_with_other_contents_is_named(tmp_path):
     for content, words in other_contents(weights):
         torch.save(content, tmp_path / "other.pt")
         refused(tmp_path, "other.pt to --to hf --model from", f"other.pt {words}")
+
+
+# --- weights below keys and prefixes, and tensors that are no weights
+
+
+def save_dcp(folder: Path, state: dict) -> None:
+    torch.distributed.checkpoint.save(state, checkpoint_id=folder, no_dist=True)
+
+
+def moments_of(weights: dict) -> dict:
+    """Return optimizer state with the names that get_optimizer_state_dict gives it."""
+    return {"state": {name: {"exp_avg": weight + 1} for name, weight in weights.items()}}
+
+
+def test_dcp_checkpoints_with_weights_below_any_key_load(tmp_path):
+    weights = write_folder(tmp_path / "from", UNEVEN)
+    optimizer = moments_of(weights)
+    layouts = {
+        "app": {"app": {"model": weights, "optim": optimizer}},
+        "state_dict": {"state_dict": {"model": weights}, "epoch": 3},
+        "DDP": {"net": with_prefix(weights, "module._orig_mod."), "step": torch.tensor(3)},
+        "alone": {**weights, "optimizer": optimizer, "step": torch.tensor(3)},
+        "model": {"model": weights, "optimizer": optimizer},
+    }
+    for name, state in layouts.items():
+        save_dcp(tmp_path / f"dcp-{name}", state)
+        convert(tmp_path, f"dcp-{name}", name, "--to", "hf", "--model", "from")
+        assert_equal(weights_in(tmp_path / name), weights)
+
+    save_dcp(tmp_path / "two", {"app": {"model": weights, "ema": weights}})
+    refused(tmp_path, "two to --to hf --model from", "two app.model. app.ema.")
+    save_dcp(tmp_path / "none", {"app": {"optim": optimizer}})
+    refused(tmp_path, "none to --to hf --model from", f"none {EMBEDDING}")
+
+
+def test_what_is_not_under_the_models_prefix_is_named(tmp_path):
+    weights = write_folder(tmp_path / "from", UNEVEN)
+    other = {**with_prefix(weights, "net."), "metric.mean": torch.ones(3)}
+    torch.save({"state_dict": other}, tmp_path / "lightning.pt")
+    result = convert(tmp_path, "lightning.pt", "hf", "--to", "hf", "--model", "from")
+    assert_equal(weights_in(tmp_path / "hf"), weights)
+    assert "metric.mean" in result.out
+
+
+SHARDS = """
+import os, sys, torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+weights = torch.load("weights.pt")
+for ranks, placement in ((1, Shard(0)), (2, Shard(0)), (2, Replicate())):
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    mesh = init_device_mesh("cpu", (ranks,))
+    sharded = {}
+    for name, weight in weights.items():
+        shard = weight.chunk(ranks)[0] if placement.is_shard() else weight
+        sharded[name] = DTensor.from_local(shard.clone(), mesh, [placement], run_check=False)
+    torch.save({"model": sharded}, f"{type(placement).__name__}-{ranks}.pt")
+    dist.destroy_process_group()
+"""
+
+
+def test_dtensors_of_one_rank_load_and_shards_of_several_are_refused(tmp_path):
+    weights = write_folder(tmp_path / "from", UNEVEN)
+    torch.save(weights, tmp_path / "weights.pt")
+    (tmp_path / "shards.py").write_text(SHARDS, encoding="utf-8")
+    made = run(tmp_path / "shards.py", tmp_path)
+    assert made.code == 0, made
+    for whole in ("Shard-1", "Replicate-2"):
+        convert(tmp_path, f"{whole}.pt", whole, "--to", "hf", "--model", "from")
+        assert_equal(weights_in(tmp_path / whole), weights)
+    words = "Shard-2.pt DTensors 2 gather"
+    refused(tmp_path, "Shard-2.pt to --to hf --model from", words)
+
+
+ON_A_GPU = """
+import torch
+from torch.serialization import register_package
+register_package(0, lambda storage: "cuda:0", lambda storage, location: None)
+torch.save({"model": torch.load("weights.pt")}, "gpu.pt")
+"""
+
+
+def test_a_file_that_was_saved_on_a_gpu_loads_without_one(tmp_path):
+    weights = write_folder(tmp_path / "from", UNEVEN)
+    torch.save(weights, tmp_path / "weights.pt")
+    (tmp_path / "save.py").write_text(ON_A_GPU, encoding="utf-8")
+    made = run(tmp_path / "save.py", tmp_path)
+    assert made.code == 0, made
+    assert b"cuda:0" in (tmp_path / "gpu.pt").read_bytes()
+    convert(tmp_path, "gpu.pt", "hf", "--to", "hf", "--model", "from", CUDA_VISIBLE_DEVICES="")
+    assert_equal(weights_in(tmp_path / "hf"), weights)
+
+
+def test_tensors_that_are_no_weights_are_named(tmp_path):
+    weights = write_folder(tmp_path / "from", UNEVEN)
+    norm = weights[NORM]
+    with torch.device("meta"):
+        empty = torch.empty(42)
+    for tensor, words in (
+        (empty, "meta"),
+        (norm.to_sparse(), "sparse"),
+        (torch.quantize_per_tensor(norm, 0.1, 0, torch.qint8), "quantized"),
+        (norm.to(torch.int8), "int8"),
+        (norm.to(torch.complex64), "complex64"),
+    ):
+        torch.save({**weights, NORM: tensor}, tmp_path / "odd.pt")
+        refused(tmp_path, "odd.pt to --to hf --model from", f"odd.pt {NORM} {words}")
+    torch.save(torch.nn.Sequential(torch.nn.Linear(2, 2)), tmp_path / "module.pt")
+    refused(tmp_path, "module.pt to --to hf --model from", "module.pt Sequential state_dict()")
+    torch.jit.script(torch.nn.Linear(2, 2)).save(tmp_path / "script.pt")
+    refused(tmp_path, "script.pt to --to hf --model from", "script.pt TorchScript")
+    torch.save({0: norm}, tmp_path / "numbers.pt")
+    refused(tmp_path, "numbers.pt to --to hf --model from", "numbers.pt 0")
 
 
 def test_one_file_of_a_folder_is_named(tmp_path):
