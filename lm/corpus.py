@@ -34,14 +34,14 @@ COMPRESSED = (".gz", ".zst", ".bz2")  # behind one of the others, as in .jsonl.g
 NO_TEXT = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 
 # Files of a folder from which transformers may make a tokenizer.
-TOKENIZER_FILES = (
+TOKENIZER_PATTERNS = (
     "tokenizer*",
     "tekken.json",
     "vocab.json",
     "vocab.txt",
     "merges.txt",
-    "*.model",
-    "*.tiktoken",
+    "spiece.model",
+    "sentencepiece.bpe.model",
 )
 
 # Characters to tokenize at once. Tokenizing takes 110 to 170 bytes of memory per byte of text.
@@ -98,7 +98,7 @@ def _check_folder_exists(name: str) -> None:
 
 def has_tokenizer(folder: str | Path) -> bool:
     """Return whether a folder has files of a tokenizer. If not, its model reads bytes."""
-    return any(any(Path(folder).glob(pattern)) for pattern in TOKENIZER_FILES)
+    return any(any(Path(folder).glob(pattern)) for pattern in TOKENIZER_PATTERNS)
 
 
 def load_tokenizer(name: str, end_token: str | None = None) -> tuple[str, dict]:
@@ -359,15 +359,15 @@ def fingerprint_of(paths: list[str]) -> list:
     total_bytes = sum(os.path.getsize(path) for path in paths)
     entries = []
     for path in paths:
-        suffixes = "".join(Path(path).suffixes[-2:])  # they tell how the file is read
+        place = os.path.realpath(path)
         status = os.stat(path)
         with open(path, "rb") as file:
             if total_bytes <= MOST_HASHED_BYTES:
                 sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-                entries.append([suffixes, status.st_size, sha256])
+                entries.append([place, status.st_size, sha256])
             else:
                 sha256 = _hash_of_samples(file, status.st_size)
-                entries.append([suffixes, status.st_size, sha256, status.st_mtime_ns])
+                entries.append([place, status.st_size, sha256, status.st_mtime_ns])
     return entries
 
 
