@@ -352,9 +352,9 @@ def sources(
 def fingerprint_of(paths: list[str]) -> list:
     """Return a list that changes when the content of the files changes, and can be JSON.
 
-    The content is hashed: another file can have the same path, size and time. 200 MB take 0.3 s on
-    one core, and tokenizing them takes minutes. Files of more than MOST_HASHED_BYTES together take
-    too long: of these, samples are hashed, and their times count, too.
+    The content is hashed, because another file can have the same path, size and time. 200 MB take
+    0.3 s on one core. Files of more than MOST_HASHED_BYTES together take too long: of these,
+    samples are hashed, and their times count, too.
     """
     total_bytes = sum(os.path.getsize(path) for path in paths)
     entries = []
