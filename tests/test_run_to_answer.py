@@ -163,7 +163,7 @@ END_IDS = {  # what the base has, which --tokenizer is given, and what the train
 
 @pytest.mark.parametrize("case", END_IDS)
 def test_a_trained_model_ends_its_answers(tmp_path, case):
-    """Of pre-training, that is converted, and of fine-tuning."""
+    """Convert a pre-trained model, and fine-tune the base: both have its ids, and the template."""
     config, generation, tokenizer, expected = END_IDS[case]
     write_chat_model(tmp_path / "base", "<end>", config, generation)
     write_chat_model(tmp_path / "turn", "<turn>", {}, None)
