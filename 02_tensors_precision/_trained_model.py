@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from common import cli, files
 from common.exits import UserError
 from lm import data, shapes, weights
+from lm.corpus import has_tokenizer
 
 Forward = Callable[[Tensor], Tensor]  # takes the place of a layer's forward
 Batches = list[tuple[Tensor, Tensor]]  # (inputs, targets), each [sequences, tokens]
@@ -192,7 +193,7 @@ def held_out_sets(
 
 def space_token(model: str) -> int:
     """Return the token of a space, for the tokenizer that starting_model reads with."""
-    if not any(Path(model).glob("tokenizer*")):
+    if not has_tokenizer(model):
         return ord(" ")
     from transformers import AutoTokenizer
 

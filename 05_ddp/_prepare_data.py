@@ -156,7 +156,7 @@ def first_texts(
     for origin in origins:
         for document in corpus.documents(origin, column, longest=longest):
             size += len(document)
-            if size > COMPARED_BYTES or len(document) > corpus.PIECE:
+            if size > COMPARED_BYTES:
                 return texts
             if not is_held_out(document):
                 texts.append(document.decode())

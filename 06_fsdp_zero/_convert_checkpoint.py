@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from common.exits import UserError
 from lm import corpus, model, runs, shapes
-from lm.hf_folder import copy_tokenizer
+from lm.hf_folder import copy_tokenizer, keep_generation_config, special_ids
 from lm.weight_files import EMBEDDING, HEAD, untied
 
 # where training programs keep the state dict in a file: here, Lightning, many others, DeepSpeed
@@ -269,7 +269,7 @@ def find_tokenizer(given: str | None, named: str | None, path: Path, config: dic
     """
     if given is None:
         for place in (named, path):
-            if place and any(Path(place).glob("tokenizer*")):
+            if place and corpus.has_tokenizer(place):
                 return str(place)
         if not runs.read_settings(path.parent):
             return None
@@ -307,7 +307,7 @@ def tokenizer_of_run(folder: Path) -> str | None:
         return settings["--tokenizer"]
 
     model_name = without_hash(settings["--model"])
-    if any(Path(model_name).glob("tokenizer*")):
+    if corpus.has_tokenizer(model_name):
         return model_name
     if model_name not in shapes.SIZES and not Path(model_name).exists():
         return None
@@ -324,22 +324,45 @@ def tokenizer_of_run(folder: Path) -> str | None:
     return about["tokenizer"]
 
 
+def set_special_ids(config: dict, named: str | None, path: Path, tokenizer: str | None) -> None:
+    """Set the ids of bos, eos and pad in a config.json to those that the model was trained with.
+
+    The config.json in a checkpoint of a run does not have them.
+    """
+    if tokenizer is not None:
+        config.update(special_ids(origin_of(named, path), tokenizer))
+
+
+def origin_of(named: str | None, path: Path) -> str:
+    """Return the model that has the ids of a checkpoint: --model, that of its run, or itself."""
+    if named:
+        return named
+    settings = runs.read_settings(path.parent)
+    if settings and runs.is_checkpoint(path):
+        return without_hash(settings["--model"])
+    return str(path)
+
+
 def without_hash(setting: str) -> str:
     """Return the value of a run's setting without the hash that lm.flags.with_hash adds."""
     return re.sub(r" \(SHA-256 \w+\)$", "", setting)
 
 
-def save_tokenizer(name: str | None, folder: Path) -> None:
-    """Write the tokenizer's files into a Hugging Face folder. Bytes need none."""
-    if name is None or name == "bytes":
+def save_tokenizer(name: str | None, folder: Path, origin: str) -> None:
+    """Write the tokenizer's files into a Hugging Face folder. Bytes need none.
+
+    `origin` is the model whose generation_config.json is kept.
+    """
+    if name is None:
         return
     if Path(name).is_dir():
         copy_tokenizer(Path(name), folder)
-        return
-    from transformers import AutoTokenizer
+    elif name != "bytes":
+        from transformers import AutoTokenizer
 
-    with corpus.as_user_error(corpus.tokenizer_in_errors(name)):
-        AutoTokenizer.from_pretrained(name).save_pretrained(folder)
+        with corpus.as_user_error(corpus.tokenizer_in_errors(name)):
+            AutoTokenizer.from_pretrained(name).save_pretrained(folder)
+    keep_generation_config(origin, name, folder)
 
 
 def fit(source: Source, config: dict, path: Path) -> tuple[Source, bool]:

@@ -31,8 +31,15 @@ from torch import Tensor, nn
 
 from common import cli, exits, files, runtime
 from lm import data, lora, model, reference, shapes
-from lm.corpus import tokenizer_in_errors
-from lm.hf_folder import tokenizer_files, write_adapter, write_folder
+from lm.corpus import has_tokenizer, largest_id, tokenizer_in_errors
+from lm.hf_folder import (
+    copy_tokenizer,
+    keep_generation_config,
+    special_ids,
+    tokenizer_files,
+    write_adapter,
+    write_folder,
+)
 from lm.weights import build, local_part, random_weight
 from planner import memory, plan, shape
 
@@ -263,6 +270,7 @@ class Chat:
     stops: frozenset[int]  # ids at which generation stops: eos, and the model's others
     special: frozenset[int]  # ids of special tokens: one of these ends each answer
     vocab_size: int
+    start: tuple[int, ...] = ()  # ids with which the tokenizer begins each prompt, such as bos
     save_tokenizer: Callable[[Path], object] | None = None
 
     def has_end(self, ids: list[int]) -> bool:
@@ -300,7 +308,7 @@ def read_chat_format(name: str, date: datetime | None = None) -> Chat:
     name: a folder or a name that transformers knows. Raise UserError if it cannot be used.
     date: what a template that writes the date of today writes instead; None: today.
     """
-    without_tokenizer = Path(name).exists() and not any(Path(name).glob("tokenizer*"))
+    without_tokenizer = Path(name).exists() and not has_tokenizer(name)
     if name == "bytes" or name in shapes.SIZES or without_tokenizer:
         return byte_chat()
     from transformers import AutoTokenizer
@@ -315,6 +323,7 @@ def read_chat_format(name: str, date: datetime | None = None) -> Chat:
 
     render = partial(render_with_template, tokenizer, date=date)
     template = partial(template_source, tokenizer)
+    start = ()  # the template has written bos, if the model is asked with one
     if tokenizer.chat_template is None:
         runtime.print0(
             f"{name} has no chat template: chats become lines of"
@@ -322,6 +331,7 @@ def read_chat_format(name: str, date: datetime | None = None) -> Chat:
         )
         render = partial(render_plainly, end=tokenizer.eos_token)
         template = plain_template
+        start = ids_before_text(tokenizer, where)
 
     special = set(tokenizer.all_special_ids)
     for token_id, token in tokenizer.added_tokens_decoder.items():
@@ -331,15 +341,34 @@ def read_chat_format(name: str, date: datetime | None = None) -> Chat:
     return Chat(
         template=template,
         render=render,
-        # the template has written the first token (bos) already
         encode=partial(tokenizer.encode, add_special_tokens=False, verbose=False),
         decode=tokenizer.decode,
         end=tokenizer.eos_token_id,
         stops=frozenset(stops),
         special=frozenset(special | stops),
-        vocab_size=len(tokenizer),
+        vocab_size=largest_id(tokenizer.get_vocab()) + 1,
+        start=start,
         save_tokenizer=tokenizer.save_pretrained,
     )
+
+
+def ids_before_text(tokenizer, where: str) -> tuple[int, ...]:
+    """Return the ids that the tokenizer puts before each text by itself: bos, or none.
+
+    Without a chat template, programs ask the model with the text of a prompt, and so with these
+    ids. Ids that the tokenizer puts behind a text are no part of a row: a prompt that ends with eos
+    asks for nothing.
+    """
+    encoding = tokenizer("assistant:", return_special_tokens_mask=True)
+    ids = encoding.input_ids
+    text_begins = encoding.special_tokens_mask.index(0)
+    text_ends = len(ids) - encoding.special_tokens_mask[::-1].index(0)
+    if text_ends < len(ids):
+        runtime.print0(
+            f"{where} writes {tokenizer.decode(ids[text_ends:])!r} behind each text: ask the "
+            "trained model without it"
+        )
+    return tuple(ids[:text_begins])
 
 
 def byte_chat() -> Chat:
@@ -440,6 +469,88 @@ def check_keys(chat: Chat, conversation: Conversation) -> None:
                 )
 
 
+def check_texts(chat: Chat, conversation: Conversation) -> None:
+    """Raise ValueError for a text or tools of the conversation that reach no row.
+
+    A template passes over roles that it does not know, or over all messages but the last. So each
+    text gets another end, and then the template has to write another text.
+    """
+    messages, tools, first_answer = conversation
+    roles = [message["role"] for message in messages]
+    answers = [i for i in range(first_answer, len(roles)) if roles[i] == "assistant"]
+    if not answers:
+        return
+    messages = messages[: answers[-1] + 1]
+    rendered = chat.render(messages, tools=tools)
+    if tools and chat.render(messages) == rendered:
+        raise ValueError("the chat template leaves out the tools: remove the key 'tools'")
+
+    places = []
+    for position, message in enumerate(messages):
+        for key in message:
+            if is_text_for_template(message, key):
+                places.append((position, key))
+    if all_are_rendered(chat, messages, tools, places):
+        return
+    for position, key in places:
+        if not is_rendered(chat, messages, tools, position, key, rendered):
+            role = messages[position]["role"]
+            raise ValueError(
+                f"message {position + 1}: the chat template leaves out the {key} of this message "
+                f"of the role {role!r}: remove the message, or use a template that writes it"
+            )
+
+
+def is_text_for_template(message: dict, key: str) -> bool:
+    """Return whether a value of a message is a text that a row has to have.
+
+    Templates leave out earlier thoughts by design, and may leave out names.
+    """
+    if key != "content" and key in (*NAMES, *THOUGHTS):
+        return False
+    value = message[key]
+    return isinstance(value, str) and value.strip() != ""
+
+
+def all_are_rendered(
+    chat: Chat, messages: list[dict], tools: list[dict] | None, places: list[tuple[int, str]]
+) -> bool:
+    """Return whether the template writes words that are added to the texts, another to each.
+
+    If not, it may still write the texts: a template may change words, or fail at them.
+    """
+    changed = list(messages)
+    words = []
+    for number, (position, key) in enumerate(places):
+        word = f"{PROBE_ANSWER}{number}{PROBE_ANSWER}"
+        words.append(word)
+        message = changed[position]
+        changed[position] = message | {key: message[key] + word}
+    try:
+        text = chat.render(changed, tools=tools)
+    except Exception:  # a template may raise any exception
+        return False
+    return all(word in text for word in words)
+
+
+def is_rendered(
+    chat: Chat,
+    messages: list[dict],
+    tools: list[dict] | None,
+    position: int,
+    key: str,
+    rendered: str,
+) -> bool:
+    """Return whether the template writes another text than `rendered` if one text is longer."""
+    message = messages[position]
+    changed = list(messages)
+    changed[position] = message | {key: message[key] + PROBE_ANSWER}
+    try:
+        return chat.render(changed, tools=tools) != rendered
+    except Exception:  # the template reads the text, since it fails at this one
+        return True
+
+
 def has_word(text: str, word: str) -> bool:
     """Return whether a text has this word, and not just as a part of a longer name."""
     return re.search(rf"\b{re.escape(word)}\b", text) is not None
@@ -468,7 +579,7 @@ def encode_answer(
         answer = encode_apart(chat, answer_text)
     if not chat.has_end(answer) and not ends_with_marker(chat, answer_text):
         answer = answer + encode_end(chat, messages, position, tools)
-    return prompt, answer
+    return [*chat.start, *prompt], answer
 
 
 def encode_apart(chat: Chat, text: str) -> list[int]:
@@ -646,6 +757,7 @@ class Chats(NamedTuple):
     conversations: dict[str, Conversation]
     rows: dict[str, list[Row]]
     left_out: dict[str, list[str]]  # places of rows, by the reason
+    behind_answers: list[str]  # places of chats that go on behind their last answer
     longest_left_out: int
 
     def all_rows(self) -> list[Row]:
@@ -694,18 +806,21 @@ def read_chats(file: str, flag: str, seq_len: int, chat: Chat, chat_rows: Callab
 
     Raise UserError, with the name of `flag`, for a chat that cannot be used.
     """
-    chats = Chats({}, defaultdict(list), defaultdict(list), 0)
+    chats = Chats({}, defaultdict(list), defaultdict(list), [], 0)
     longest_left_out = 0
     for where, record in read_records(file, flag):
         try:
             conversation = read_conversation(record)
             check_keys(chat, conversation)
             found = chat_rows(chat, *conversation)
+            check_texts(chat, conversation)
         except Exception as error:  # a template may raise any exception
             reason = str(error) or repr(error)
             raise exits.UserError(f"{flag} {file}, {where}: {reason}") from None
         if not found:
             chats.left_out["without an answer of the role assistant"].append(where)
+        elif conversation.messages[-1]["role"] != "assistant":
+            chats.behind_answers.append(where)
         key = hash_of(conversation)
         for ids, counts in found:
             if len(ids) - 1 > seq_len:
@@ -779,12 +894,24 @@ def hash_of(conversation: Conversation) -> str:
 def print_left_out(flag: str, chats: Chats) -> None:
     """Print how many rows are left out, for which reason, and where ten of them are."""
     for reason, places in chats.left_out.items():
-        some = ", ".join(places[:10])
-        if len(places) > 10:
-            some += ", ..."
-        runtime.print0(f"left out of {flag}: {len(places)} rows {reason}: {some}")
+        count = len(places)
+        runtime.print0(f"left out of {flag}: {count} rows {reason}: {first_places(places)}")
     if chats.longest_left_out:
         runtime.print0(f"  --seq-len {chats.longest_left_out} would take them all")
+    places = chats.behind_answers
+    if places:
+        runtime.print0(
+            f"left out of {flag}: what follows the last answer of {len(places)} chats, which no "
+            f"answer depends on: {first_places(places)}"
+        )
+
+
+def first_places(places: list[str]) -> str:
+    """Return ten of the places."""
+    some = ", ".join(places[:10])
+    if len(places) > 10:
+        some += ", ..."
+    return some
 
 
 def check_enough(args, train_rows: list[Row], held_out_rows: list[Row], chats: Chats) -> None:
@@ -826,6 +953,13 @@ def print_rows(chat: Chat, rows: list[Row], chats: int) -> None:
     runtime.print0(
         f"the first row, {len(row.tokens)} tokens, {row.counts.sum()} of them targets:\n  {text!r}"
     )
+    answer = row.tokens[row.counts].tolist()
+    if not chat.stops.intersection(answer):
+        runtime.print0(
+            f"  its answer ends with {chat.decode(answer[-2:])!r}, and generation stops at "
+            f"{chat.decode(sorted(chat.stops))!r} alone: add the token that ends an answer to "
+            "eos_token_id in generation_config.json"
+        )
 
 
 # 5 The plan, and the adapters
@@ -954,9 +1088,11 @@ def check_folders(args, inputs: dict[str, Path], mark: str) -> None:
     """Raise UserError if write_folders could not write its folders after the training.
 
     An input must not be in them, such as the model of --model, and what is there must have the mark
-    of this run. The files that are copied from --model must be readable.
+    of this run. The files that are copied must be readable.
     """
     tokenizer_files(Path(args.model))
+    if args.tokenizer:
+        tokenizer_files(Path(args.tokenizer))
     if args.run_dir is None:
         return
     for name in FOLDERS:
@@ -1000,13 +1136,29 @@ def write_folders(
         if not net.config.tie_word_embeddings:  # read_config may have untied the head
             config["tie_word_embeddings"] = False
     kind = str(dtype).removeprefix("torch.")
-    config |= {"dtype": kind, "torch_dtype": kind}
-    write_folder(tensors, read, folder / MODEL, config, Path(args.model), mark)
+    tokenizer = "bytes"
+    if chat.save_tokenizer is not None:
+        tokenizer = args.tokenizer or args.model
+    config |= {"dtype": kind, "torch_dtype": kind, **special_ids(args.model, tokenizer)}
+    save = partial(save_tokenizer, chat, args.model, tokenizer)
+    write_folder(tensors, read, folder / MODEL, config, save, mark)
 
     adapters = {name: runtime.full_tensor(weights[name]).cpu() for name in trained}
     if adapters:
         write = partial(write_adapter_folder, adapters, chat, folder / ADAPTER, args, mark)
         runtime.on_rank0(write)
+
+
+def save_tokenizer(chat: Chat, origin: str, tokenizer: str, folder: Path) -> None:
+    """Write the tokenizer that the model was trained with, and the generation settings of its base.
+
+    Programs that ask the model with another tokenizer or template would get worse answers.
+    """
+    if Path(tokenizer).is_dir():
+        copy_tokenizer(Path(tokenizer), folder)
+    elif chat.save_tokenizer is not None:  # of the hub
+        chat.save_tokenizer(folder)
+    keep_generation_config(origin, tokenizer, folder)
 
 
 def write_adapter_folder(

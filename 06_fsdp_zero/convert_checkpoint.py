@@ -49,8 +49,10 @@ from _convert_checkpoint import (
     fit,
     load_deepspeed,
     load_torch_file,
+    origin_of,
     readable,
     save_tokenizer,
+    set_special_ids,
     without_prefixes,
 )
 
@@ -180,6 +182,7 @@ def run(
     tokenizer = None
     if to == "hf":
         tokenizer = find_tokenizer(given_tokenizer, named, path, config)
+        set_special_ids(config, named, path, tokenizer)
     source, tied = fit(without_prefixes(open_checkpoint(kind, path), path), config, path)
     tensors = source.tensors
     hashes = {}
@@ -197,7 +200,7 @@ def run(
         unfinished = files.start_folder(target)
         written = unfinished / target.name if to == "pt" else unfinished
         write(to, Source(tensors, read), written, config, most_file_bytes)
-        save_tokenizer(tokenizer, unfinished)
+        save_tokenizer(tokenizer, unfinished, origin_of(named, path))
         check(open_checkpoint(to, written), hashes)
         if to == "pt":
             files.move(written, target)

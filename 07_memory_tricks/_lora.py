@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from common import measure
 from common.exits import UserError
 from lm import data
+from lm.corpus import has_tokenizer, largest_id
 
 INSTRUCTIONS = Path(__file__).with_name("lora_instructions.jsonl")
 HELD_OUT_EVERY = 4  # the last pair of each four is held out
@@ -62,7 +63,7 @@ class Task(NamedTuple):
 
 def choose_task(args: Namespace) -> Task:
     """Return instructions if the model's folder has a tokenizer, else this repository's pages."""
-    if (Path(args.model) / "tokenizer.json").is_file():
+    if has_tokenizer(args.model):
         return instruction_task(args.model, args.batch_size, args.steps)
     root = Path(__file__).resolve().parents[1]
     files = sorted([*root.glob("*.md"), *root.glob("[!.]*/*.md")])
@@ -112,7 +113,7 @@ def instruction_task(folder: str, batch_size: int, steps: int) -> Task:
     chosen = train[order].split(batch_size)[:steps]
     question = pairs[HELD_OUT_EVERY - 1]["prompt"]
     return Task(
-        vocab_size=len(tokenizer),
+        vocab_size=largest_id(tokenizer.get_vocab()) + 1,
         batches=[(inputs[rows], targets[rows]) for rows in chosen],
         held_out=[(inputs[held_out], targets[held_out])],
         question=question,

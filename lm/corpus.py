@@ -6,6 +6,7 @@ It is passed on as UTF-8 bytes. lm/data.py uses these functions in a training sc
 worker would have to load it.
 """
 
+import bisect
 import contextlib
 import hashlib
 import io
@@ -15,7 +16,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -32,8 +33,26 @@ COMPRESSED = (".gz", ".zst", ".bz2")  # behind one of the others, as in .jsonl.g
 # Folders of the Python standard library that are not part of the corpus "stdlib".
 NO_TEXT = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 
+# Files of a folder from which transformers may make a tokenizer.
+TOKENIZER_PATTERNS = (
+    "tokenizer*",
+    "tekken.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+)
+
 # Characters to tokenize at once. Tokenizing takes 110 to 170 bytes of memory per byte of text.
 PIECE = 2**18
+OVERLAP = 2**12  # characters that a piece shares with the next one
+AGREEING = 16  # tokens around the place where two pieces are joined, the same in both
+
+# A fingerprint is a hash of the files' content. Of more bytes than these, it is a hash of samples.
+MOST_HASHED_BYTES = 10**9
+SAMPLES = 8  # of each file
+SAMPLE_BYTES = 4096
 
 
 @contextlib.contextmanager
@@ -77,6 +96,11 @@ def _check_folder_exists(name: str) -> None:
         raise UserError(f"--tokenizer {name}: no such folder{hint}")
 
 
+def has_tokenizer(folder: str | Path) -> bool:
+    """Return whether a folder has files of a tokenizer. If not, its model reads bytes."""
+    return any(any(Path(folder).glob(pattern)) for pattern in TOKENIZER_PATTERNS)
+
+
 def load_tokenizer(name: str, end_token: str | None = None) -> tuple[str, dict]:
     """Load a tokenizer: "bytes", or a Hugging Face name or folder.
 
@@ -106,8 +130,8 @@ def load_tokenizer(name: str, end_token: str | None = None) -> tuple[str, dict]:
 
             tokenizer = AutoTokenizer.from_pretrained(name)
             definition = tokenizer.backend_tokenizer.to_str()
-            vocab_size = len(tokenizer)
             vocabulary = tokenizer.get_vocab()
+            vocab_size = largest_id(vocabulary) + 1
             eos_token = tokenizer.eos_token
 
     if end_token and end_token not in vocabulary:
@@ -124,6 +148,14 @@ def load_tokenizer(name: str, end_token: str | None = None) -> tuple[str, dict]:
         "end_id": vocabulary.get(end_token),
     }
     return definition, about
+
+
+def largest_id(vocabulary: dict[str, int]) -> int:
+    """Return the largest token id. Ids can have gaps, so it can be more than the number of tokens.
+
+    Tokenizers get gaps when tokens are removed, or are added behind reserved ids.
+    """
+    return max(vocabulary.values(), default=0)
 
 
 def _smallest_dtype(vocab_size: int) -> str:
@@ -156,15 +188,80 @@ def encoder(definition: str, about: dict) -> Callable[[bytes], np.ndarray]:
         # A document that was split into training and held-out text may start or end inside a
         # character.
         text = document.decode(errors="replace")
-        ids = []
-        for start in range(0, len(text), PIECE):
-            piece = text[start : start + PIECE]
-            ids += tokenizer.encode(piece, add_special_tokens=False).ids
+        ids = _encode_in_pieces(tokenizer, text)
         if end_id is not None:
             ids.append(end_id)
         return np.array(ids, about["dtype"])
 
     return encode
+
+
+def _encode_in_pieces(tokenizer, text: str) -> list[int]:
+    """Return the token ids of a text, with the memory that a piece of it takes.
+
+    At the border of a piece the tokens are not those of the whole text: the border may cut a word,
+    and some tokenizers add a space to each text that they get. So each piece begins inside the
+    piece before, and they are joined where both have the same tokens at the same places. If there
+    is no such place, the piece is made longer.
+    """
+    start = 0
+    stop = min(PIECE, len(text))
+    piece = _Tokens.of(tokenizer, text, start, stop)
+    ids = []
+    joined = 0  # the tokens of `ids` are those that start before this place
+    while stop < len(text):
+        next_start = stop - OVERLAP
+        next_stop = min(next_start + PIECE, len(text))
+        next_piece = _Tokens.of(tokenizer, text, next_start, next_stop)
+        join = _place_to_join(piece, next_piece, (next_start + stop) // 2, stop)
+        if join is None:
+            stop = min(stop + (stop - start), len(text))
+            piece = _Tokens.of(tokenizer, text, start, stop)
+        else:
+            ids += piece.ids[piece.first_from(joined) : piece.first_from(join)]
+            piece = next_piece
+            start = next_start
+            stop = next_stop
+            joined = join
+    return ids + piece.ids[piece.first_from(joined) :]
+
+
+class _Tokens(NamedTuple):
+    """Token ids, and the places in the text where the tokens start and end."""
+
+    ids: list[int]
+    starts: list[int]
+    ends: list[int]
+
+    @classmethod
+    def of(cls, tokenizer, text: str, start: int, stop: int) -> "_Tokens":
+        """Return the tokens of a part of a text."""
+        encoding = tokenizer.encode(text[start:stop], add_special_tokens=False)
+        starts = []
+        ends = []
+        for token_start, token_end in encoding.offsets:
+            starts.append(start + token_start)
+            ends.append(start + token_end)
+        return cls(encoding.ids, starts, ends)
+
+    def first_from(self, place: int) -> int:
+        """Return the index of the first token that starts at a place or behind it."""
+        return bisect.bisect_left(self.starts, place)
+
+    def around(self, place: int) -> list[tuple[int, int, int]]:
+        """Return the tokens around a place, each as (id, start, end)."""
+        middle = self.first_from(place)
+        part = slice(max(0, middle - AGREEING // 2), middle + AGREEING // 2)
+        return list(zip(self.ids[part], self.starts[part], self.ends[part], strict=True))
+
+
+def _place_to_join(piece: _Tokens, next_piece: _Tokens, first: int, stop: int) -> int | None:
+    """Return a place from `first` to `stop` around which both have the same tokens, or None."""
+    for place in piece.starts[piece.first_from(first) : piece.first_from(stop)]:
+        tokens = piece.around(place)
+        if len(tokens) == AGREEING and tokens == next_piece.around(place):
+            return place
+    return None
 
 
 def _encode_bytes(document: bytes) -> np.ndarray:
@@ -210,7 +307,7 @@ class Sources(NamedTuple):
     """The files or the data set that --data refers to."""
 
     origins: list  # paths as strings, or one iterable data set, in order. documents() reads each
-    fingerprint: list  # changes when the origins change; can be written as JSON
+    fingerprint: list  # of the content of the origins; can be written as JSON
     other_files: list[str]  # files in the folder that have no type that is read
     run_outputs: list[str]  # what runs have written and is left out: folders, metrics.jsonl
 
@@ -247,11 +344,43 @@ def sources(
     if not found.origins:
         readable = ", ".join(TEXTS + ROWS + COMPRESSED)
         raise UserError(f"--data {data}: nothing to read ({readable}, stdlib or hf:NAME)")
-    for path in found.origins:
-        status = os.stat(path)
-        place = [os.path.realpath(path), status.st_size, status.st_mtime_ns]
-        found.fingerprint.append(place)
+    with as_user_error(f"--data {data}"):
+        found.fingerprint.extend(fingerprint_of(found.origins))
     return found
+
+
+def fingerprint_of(paths: list[str]) -> list:
+    """Return a list that changes when the content of the files changes, and can be JSON.
+
+    The content is hashed, because another file can have the same path, size and time. 200 MB take
+    0.3 s on one core. Files of more than MOST_HASHED_BYTES together take too long: of these,
+    samples are hashed, and their times count, too.
+    """
+    total_bytes = sum(os.path.getsize(path) for path in paths)
+    entries = []
+    for path in paths:
+        place = os.path.realpath(path)
+        status = os.stat(path)
+        with open(path, "rb") as file:
+            if total_bytes <= MOST_HASHED_BYTES:
+                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+                entries.append([place, status.st_size, sha256])
+            else:
+                sha256 = _hash_of_samples(file, status.st_size)
+                entries.append([place, status.st_size, sha256, status.st_mtime_ns])
+    return entries
+
+
+def _hash_of_samples(file: BinaryIO, size: int) -> str:
+    """Return the SHA-256 of SAMPLES parts of a file, evenly spaced. A small file is read whole."""
+    sha256 = hashlib.sha256()
+    if size <= SAMPLES * SAMPLE_BYTES:
+        sha256.update(file.read())
+        return sha256.hexdigest()
+    for sample in range(SAMPLES):
+        file.seek((size - SAMPLE_BYTES) * sample // (SAMPLES - 1))
+        sha256.update(file.read(SAMPLE_BYTES))
+    return sha256.hexdigest()
 
 
 def _find_data_set(name: str, config: str | None, split: str) -> tuple[list, list]:
@@ -263,9 +392,16 @@ def _find_data_set(name: str, config: str | None, split: str) -> tuple[list, lis
         rows = load_from_disk(name)
         shards = rows.data.nbytes >> 24  # of 16 MiB
         shards = max(1, min(len(rows), shards))
-        return [rows.to_iterable_dataset(shards)], [rows._fingerprint]
+        files = [file["filename"] for file in rows.cache_files]
+        entries = [rows._fingerprint, *fingerprint_of(files)]
+        return [rows.to_iterable_dataset(shards)], entries
     builder = load_dataset_builder(name, config)
-    return [builder.as_streaming_dataset(split)], [builder.hash]
+    # The hash of the builder has the paths of local files, and not their content. On the hub, a
+    # path has the revision.
+    files = []
+    for files_of_split in (builder.config.data_files or {}).values():
+        files += [path for path in files_of_split if os.path.isfile(path)]
+    return [builder.as_streaming_dataset(split)], [builder.hash, *fingerprint_of(files)]
 
 
 def _find_stdlib() -> Sources:

@@ -32,13 +32,21 @@ from torch.utils.data import DataLoader, Dataset
 from common import files
 from common.exits import UserError
 from common.runtime import all_gather, print0
-from lm.corpus import HELD_OUT, documents, encoder, load_tokenizer, open_tokens, sources
+from lm.corpus import (
+    HELD_OUT,
+    documents,
+    encoder,
+    has_tokenizer,
+    load_tokenizer,
+    open_tokens,
+    sources,
+)
 from lm.lock import Lock
 
 # A training script tokenizes a text of at most so many bytes: it uses one process and holds all
 # documents in memory.
 LARGEST_TEXT = 200_000_000
-CACHE_VERSION = 5  # increase it with every change to how text becomes tokens
+CACHE_VERSION = 6  # increase it with every change to how text becomes tokens
 CACHE_MARK = "tokens"  # of a folder in the cache: see common/files.py
 CORPUS_FILES = ("train.npy", "held_out.npy", "corpus.json")
 
@@ -103,9 +111,9 @@ def load_corpus(
     """Load the token ids of a text, or of a folder that 05_ddp/prepare_data.py made.
 
     The first call with a text tokenizes it, holds out 5 % of it for evaluation, and caches the
-    token ids. Later calls only open the cache. A change of the text or of the tokenizer leads to a
-    new entry in the cache. The environment variable CORPUS_CACHE names the cache folder, which by
-    default is a folder for temporary files.
+    token ids. Later calls only open the cache. Its key is a hash of the text and of the tokenizer,
+    so a change of either leads to a new entry, also where names and times stay. The environment
+    variable CORPUS_CACHE names the cache folder, which by default is a folder for temporary files.
 
     With `eval_data`, nothing of `data` is held out: all its tokens are for training, and all tokens
     of `eval_data` are for evaluation. In a folder of prepare_data.py these are the tokens of its
@@ -130,8 +138,7 @@ def load_corpus(
             also in `data`, or nodes have different files under the name `eval_data`.
     """
     if not tokenizer:
-        model_has_tokenizer = any(Path(model).glob("tokenizer*"))
-        tokenizer = model if model_has_tokenizer else None
+        tokenizer = model if has_tokenizer(model) else None
 
     if eval_data is None:
         tokens = _load_tokens(data, tokenizer, run_dir)
@@ -252,7 +259,8 @@ def _load_tokens(
         where = f"--data {data}: its tokens in the cache, {folder}"
         tokens = _open_tokens(folder, None, where, "delete that folder")
         # The cache may have the path of the same tokenizer from another directory.
-        tokens = tokens._replace(tokenizer=tokenizer)
+        about = {**tokens.about, "tokenizer": tokenizer}
+        tokens = tokens._replace(about=about, tokenizer=tokenizer)
     except OSError as error:
         # A full disk, for example. numpy's OSError for it lacks the errno by which common.exits
         # would know it.
@@ -276,14 +284,20 @@ def _is_complete(folder: Path) -> bool:
 
 
 def _cache_folder(data: str, fingerprint: list, tokenizer: str, hold_out: bool) -> Path:
-    """Return the cache folder of a text. Its name is a hash of all that its tokens depend on."""
-    tokenizer_files = []
-    for path in sorted(Path(tokenizer).resolve().glob("token*")):
-        tokenizer_files.append((str(path), path.stat().st_mtime_ns))
+    """Return the cache folder of a text. Its name is a hash of all that its tokens depend on.
 
-    # The fingerprint of files contains their paths. For a data set it does not contain the name.
+    `fingerprint` is that of sources(). Raise UserError if the tokenizer cannot be loaded.
+    """
+    # Not a hash of the tokenizer's files: which of them count depends on the kind of tokenizer.
+    definition, about = load_tokenizer(tokenizer)
+    del about["tokenizer"]  # its path
+    definition_sha256 = hashlib.sha256(definition.encode()).hexdigest()
+
+    # The fingerprint of a data set does not contain the name.
     data_set = data if data.startswith("hf:") else False
-    key = (CACHE_VERSION, data_set, fingerprint, tokenizer_files or tokenizer)
+    # The standard library has a split of its own.
+    kind = data_set or data == "stdlib"
+    key = (CACHE_VERSION, kind, fingerprint, definition_sha256, sorted(about.items()))
     if not hold_out:
         key = (*key, "all of it")
     name = hashlib.sha256(repr(key).encode()).hexdigest()[:20]

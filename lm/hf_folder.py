@@ -12,6 +12,7 @@ from torch import Tensor
 
 from common import files, runtime
 from common.exits import UserError
+from lm import shapes
 
 LARGEST_FILE = 2e9  # bytes of tensors in a .safetensors file, all of which rank 0 holds at once
 # The files of a folder that are copied beside other weights: tokenizer, chat templates, generation.
@@ -33,6 +34,9 @@ TOKENIZER_FILES = (
     "generation_config.json",
 )
 TEMPLATES = "additional_chat_templates"  # a folder, for templates with a name of their own
+SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+# of bytes: a byte 0 ends a document, and an answer
+BYTE_IDS = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": None}
 
 
 def write_folder(
@@ -40,7 +44,7 @@ def write_folder(
     read: Callable[[str], Tensor],
     folder: Path,
     config: dict,
-    origin: Path,
+    save_tokenizer: Callable[[Path], object],
     mark: str,
 ) -> None:
     """Write a model as a Hugging Face folder, one file of weights at a time.
@@ -54,7 +58,7 @@ def write_folder(
             so it may gather shards. Rank 0 keeps the tensors of one file until it is written.
         folder: The folder to write.
         config: The content of config.json.
-        origin: The folder whose tokenizer is copied.
+        save_tokenizer: Writes the tokenizer into the folder that it is called with.
         mark: The mark of the folder: see common/files.py.
     """
     names_by_file = _assign_to_files(tensors)
@@ -68,7 +72,7 @@ def write_folder(
         index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
         _write_json(unfinished / "config.json", config)
         _write_json(unfinished / "model.safetensors.index.json", index)
-        copy_tokenizer(origin, unfinished)
+        save_tokenizer(unfinished)
         files.finish_folder(unfinished, folder, mark)
 
     unfinished = runtime.on_rank0(partial(files.start_folder, folder))
@@ -130,6 +134,74 @@ def copy_tokenizer(origin: Path, folder: Path) -> None:
         copy = folder / file.relative_to(origin)
         copy.parent.mkdir(exist_ok=True)
         shutil.copyfile(file, copy)
+
+
+def special_ids(origin: str, tokenizer: str) -> dict[str, int | list[int] | None]:
+    """Return the ids of bos, eos and pad for the config.json of a trained model.
+
+    They are those of the model that the training began with, as far as they are ids of the
+    tokenizer that it was trained with. Without them, generation would not end.
+
+    Args:
+        origin: The model that the training began with: a folder, a config.json, or any other name.
+        tokenizer: "bytes", or a Hugging Face name or folder.
+    """
+    stored = _stored_ids(origin)
+    is_own = os.path.realpath(origin) == os.path.realpath(tokenizer)
+    if is_own and stored.get("eos_token_id") is not None:
+        return stored
+    ids = _ids_of_tokenizer(tokenizer)
+    if not is_own and not _same_end(stored, ids):
+        return ids
+    for key, value in stored.items():
+        if value is not None:
+            ids[key] = value
+    return ids
+
+
+def keep_generation_config(origin: str, tokenizer: str, folder: Path) -> None:
+    """Copy generation_config.json of a model to a folder, if its ids are those of the tokenizer.
+
+    It may name more eos tokens than config.json. Do nothing if the folder has one, from the folder
+    of the tokenizer.
+    """
+    name = "generation_config.json"
+    file = Path(origin, name)
+    if (folder / name).exists() or not file.is_file():
+        return
+    if _same_end(_stored_ids(origin), _ids_of_tokenizer(tokenizer)):
+        shutil.copyfile(file, folder / name)
+
+
+def _same_end(stored: dict, ids: dict) -> bool:
+    """Return whether the eos of a tokenizer is an eos of the model, or the tokenizer has none."""
+    eos = stored.get("eos_token_id")
+    ends = eos if isinstance(eos, list) else [eos]
+    return ids["eos_token_id"] in (None, *ends)
+
+
+def _stored_ids(origin: str) -> dict:
+    """Return the ids in the config.json of a model, or {} if it has no such file."""
+    path = Path(origin)
+    if path.is_dir():
+        path = path / "config.json"
+    if origin in shapes.SIZES or not path.is_file():
+        return {}
+    config = shapes.read_config_json(str(path))
+    return {key: config[key] for key in SPECIAL_IDS if key in config}
+
+
+def _ids_of_tokenizer(name: str) -> dict[str, int | None]:
+    """Return the ids of bos, eos and pad of a tokenizer. They are None if it cannot be loaded."""
+    if name == "bytes":
+        return dict(BYTE_IDS)
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except Exception:  # tokenizers raises Exception itself
+        return dict.fromkeys(SPECIAL_IDS)
+    return {key: getattr(tokenizer, key) for key in SPECIAL_IDS}
 
 
 def write_adapter(

@@ -234,6 +234,51 @@ def test_long_documents_are_cut_in_pieces(tmp_path, tokenizer):
     assert sorted("".join(documents(files)).splitlines(keepends=True)) == sorted(lines)
 
 
+def test_a_long_document_has_the_tokens_of_the_whole_text(tmp_path):
+    """The tokenizer puts a space before each text that it gets, and pieces are texts."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    core = Tokenizer(models.BPE(unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    special = ["<unk>", "<end>"]
+    core.train_from_iterator(ROWS, trainers.BpeTrainer(vocab_size=400, special_tokens=special))
+    with_space = PreTrainedTokenizerFast(
+        tokenizer_object=core, eos_token="<end>", unk_token="<unk>"
+    )
+    with_space.save_pretrained(tmp_path / "tokenizer")
+    text = "".join(ROWS * 20)[:700_000].replace("\n", " ")
+    (tmp_path / "long.jsonl").write_text(jsonl([text]), encoding="utf-8")
+    flags = ["--data", "long.jsonl", "--tokenizer", "tokenizer"]
+    files, summary = prepare(tmp_path, *flags)
+    expected = with_space(text, add_special_tokens=False).input_ids
+    assert np.concatenate(tokens(files)).tolist() == [*expected, summary["end_id"]]
+
+
+def test_ids_with_gaps(tmp_path):
+    """The largest id decides about the size of the model and the type of the tokens."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    core = Tokenizer(models.WordLevel({"word": 0, "other": 1, "<end>": 700}, unk_token="other"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<end>").save_pretrained(
+        tmp_path / "gaps"
+    )
+    (tmp_path / "d.jsonl").write_text(jsonl(["word word other"] * 300), encoding="utf-8")
+    flags = ["--tokenizer", "gaps", "--data"]
+    files, summary = prepare(tmp_path, *flags, "d.jsonl")
+    assert summary["vocab_size"] == 701
+    assert summary["dtype"] == "uint16"
+    assert np.concatenate(tokens(files)).tolist() == [0, 0, 1, 700] * 300
+    flags += ["d.jsonl", "--model", "nano", "--steps", 1, "--seq-len", 16]
+    for more in ([], ["--data", "tokens"]):
+        assert train(BASELINE, tmp_path, *flags, *more, "--keep", 0).summary["steps"] == 1
+        (tmp_path / "run/settings.json").unlink()
+    result = run(BASELINE, tmp_path, *flags, "--model", "tiny.json", "--device", "cpu")
+    assert_refused(result, "--model tiny.json", "701")
+
+
 def test_a_folder_of_tokens_trains_as_its_text_does(tmp_path, tokenizer):
     """The documents are chosen so that both ways hold out the same ones.
 

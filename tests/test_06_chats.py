@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 import transformers
 from support.checkpoints import write_folder
-from support.harness import ROOT, TINY, assert_refused, config_of, run, with_prelude
+from support.harness import (
+    ROOT,
+    TINY,
+    assert_refused,
+    config_of,
+    in_full,
+    run,
+    with_prelude,
+)
 
 SCRIPT = "06_fsdp_zero/finetune.py"
 MARKS = [
@@ -121,15 +129,19 @@ class Model:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Make a model with a chat template, or with none. Spaces and line breaks join other tokens."""
-    from tokenizers import Tokenizer, decoders, pre_tokenizers
+    """Make a model with a chat template, or with none. Spaces and line breaks join other tokens.
+
+    Its tokenizer adds `before` and `behind` to each text.
+    """
+    from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
     from tokenizers import models as kinds
 
     made = {}
 
-    def make(template: str | None) -> Model:
-        if template in made:
-            return made[template]
+    def make(template: str | None, before: str = "", behind: str = "") -> Model:
+        key = (template, before, behind)
+        if key in made:
+            return made[key]
         folder = tmp_path_factory.mktemp("models") / "model"
         write_folder(folder, config_of({**TINY, "vocab_size": 300}))
         words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "ĊĊ", "ĊĠ", "ĊĠĠ", "Ġt", "be"]
@@ -142,9 +154,14 @@ def models(tmp_path_factory):
             tokenizer_object=core, eos_token="<eos>", extra_special_tokens=MARKS
         )
         tokenizer.chat_template = template
+        if before:
+            special = [(mark, tokenizer.convert_tokens_to_ids(mark)) for mark in (before, "<eos>")]
+            tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+                single=f"{before} $A {behind}".strip(), special_tokens=special
+            )
         tokenizer.save_pretrained(folder)
-        made[template] = Model(folder, tokenizer)
-        return made[template]
+        made[key] = Model(folder, tokenizer)
+        return made[key]
 
     return make
 
@@ -330,6 +347,41 @@ def test_a_row_begins_with_the_ids_that_are_asked_and_targets_are_the_answers(
                 assert is_asked(prompt_ids(model, messages[:i]), rows), (messages, i)
 
 
+@pytest.mark.parametrize("behind", ["", "<eos>"])
+def test_without_a_template_a_row_begins_with_the_ids_that_the_tokenizer_adds(
+    tmp_path, models, behind
+):
+    """A prompt is a text for the programs that ask: their tokenizer adds bos. Rows have no eos."""
+    model = models(None, before="<s>", behind=behind)
+    texts = [chat("what is two?", "two words"), chat("q", "yes", "r", "no")]
+    text = lines([{"messages": messages} for messages in texts]) + ANOTHER
+    (two, twice, _), out = rows_of(tmp_path, text, model.folder)
+    assert targets(model, two) == [" two words<eos>\n"]
+    assert targets(model, twice) == [" yes<eos>\n no<eos>\n"]
+    for rows, prompt in (
+        (two, "user: what is two?<eos>\nassistant:"),
+        (twice, "user: q<eos>\nassistant:"),
+        (twice, "user: q<eos>\nassistant: yes<eos>\nuser: r<eos>\nassistant:"),
+    ):
+        asked = model.tokenizer(prompt).input_ids
+        if behind:
+            *asked, end = asked
+            assert end == model.tokenizer.eos_token_id
+        assert is_asked(asked, rows), prompt
+    [[ids, _]] = twice
+    assert model.tokenizer.convert_ids_to_tokens(ids).count("<s>") == 1
+    assert ("'<eos>' behind each text" in out) == bool(behind)
+
+
+def test_a_template_alone_decides_about_bos(tmp_path, models):
+    """The tokenizer would add another one, and programs that ask with a template let it not."""
+    for template, count in ((CHATML, 0), ("<s>" + CHATML, 1)):
+        model = models(template, before="<s>")
+        (rows, _), _ = rows_of(tmp_path, lines([{"messages": TWICE}]) + ANOTHER, model.folder)
+        [[ids, _]] = rows
+        assert model.tokenizer.convert_ids_to_tokens(ids).count("<s>") == count
+
+
 def test_answers_in_a_prompt_are_context_and_tools_are_rendered(tmp_path, models):
     model = models(TOOLS)
     pair = {"prompt": TWICE[:3], "completion": TWICE[3:]}
@@ -493,6 +545,115 @@ def test_tool_calls_that_the_template_leaves_out_are_refused(tmp_path, models):
     (tmp_path / "chats.jsonl").write_text(lines([{"messages": CALLED}]), encoding="utf-8")
     result = run(SCRIPT, tmp_path, *FLAGS, "--model", models(LEAVES_OUT).folder)
     assert_refused(result, "line 1", "sun")
+
+
+MESSAGE = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+
+
+def only_if(condition: str) -> str:
+    """Return CHATML, which passes over the other messages."""
+    return CHATML.replace(MESSAGE, f"{{% if {condition} %}}{MESSAGE}{{% endif %}}")
+
+
+FROM_LAST_QUESTION = (
+    "{% set last = namespace(question=0) %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% set last.question = loop.index0 %}{% endif %}{% endfor %}"
+) + only_if("loop.index0 >= last.question")
+SYSTEM = [message("system", "be short"), *chat("q", "yes")]
+LATER_SYSTEM = [*SYSTEM, message("system", "be long"), *chat("r", "no")]
+CALL_WITH_TEXT = [CALLED[0], {**CALLED[1], "content": "let me see"}, *CALLED[2:]]
+PASSED_OVER = {  # the template, the chat, and words of the refusal
+    "a role": (
+        only_if("m.role in ('user', 'assistant')"),
+        {"messages": SYSTEM},
+        "message 1 'system'",
+    ),
+    "results of tools": (
+        TOOLS.replace("{% for m in messages %}", "{% for m in messages if m.role != 'tool' %}"),
+        {"messages": CALLED},
+        "message 3 'tool'",
+    ),
+    "a second system message": (
+        only_if("loop.first or m.role != 'system'"),
+        {"messages": LATER_SYSTEM},
+        "message 4 'system'",
+    ),
+    "all but the last question": (
+        FROM_LAST_QUESTION,
+        {"messages": chat("q", "yes", "r", "no")},
+        "message 1 'user'",
+    ),
+    "the text beside a call": (
+        TOOLS.replace("{{ m.content }}", "{{ '' if m.tool_calls else m.content }}"),
+        {"messages": CALL_WITH_TEXT},
+        "message 2 'assistant'",
+    ),
+    "the end of a text": (
+        CHATML.replace("m.content", "m.content[:20]"),
+        {"messages": chat("a question of more than twenty characters", "yes")},
+        "message 1 'user'",
+    ),
+    "texts, for it takes lists": (
+        CHATML.replace(
+            "{{ m.content }}",
+            "{% if m.role == 'user' %}{% for part in m.content %}{{ part.text }}{% endfor %}"
+            "{% else %}{{ m.content }}{% endif %}",
+        ),
+        {"messages": chat("q", "yes")},
+        "message 1 'user'",
+    ),
+    "tools": (
+        CHATML + "{# tools #}",
+        {"messages": chat("q", "yes"), "tools": [TOOL]},
+        "tools",
+    ),
+    "a key that it only mentions": (
+        CHATML + "{# the key hint #}",
+        {"messages": [message("user", "q", hint="think"), message("assistant", "yes")]},
+        "message 1 hint",
+    ),
+}
+
+
+SELDOM = ("results of tools", "the text beside a call", "a key that it only mentions")
+
+
+@pytest.mark.parametrize(
+    "case", [in_full(case) if case in SELDOM else case for case in PASSED_OVER]
+)
+def test_a_text_that_the_template_passes_over_is_refused(tmp_path, models, case):
+    template, record, words = PASSED_OVER[case]
+    (tmp_path / "chats.jsonl").write_text(lines([record]), encoding="utf-8")
+    result = run(SCRIPT, tmp_path, *FLAGS, "--model", models(template).folder)
+    assert_refused(result, "line 1", *words.split())
+
+
+# templates that change or read texts, drop earlier thoughts, and write no empty ones
+WRITES_ALL = (
+    "{% for m in messages %}{% if m.role != 'note' %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'tool' and m.content not in ('yes', '42') %}"
+    "{{ raise_exception('no such result') }}{% endif %}"
+    "{% if m.role == 'user' %}{{ m.content | trim | upper }}{% elif m.role == 'assistant' %}"
+    "{{ m.content.split('</think>')[-1] | trim }}{% else %}{{ m.content }}{% endif %}"
+    "<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_texts_that_are_changed_or_read_and_thoughts_are_not_refused(tmp_path, models):
+    model = models(WRITES_ALL)
+    chats = [
+        chat("q", "<think>hm</think>yes", "r", "<think>hm hm</think>no"),
+        [message("note", ""), message("note", " \n"), *chat(" q ", "yes")],
+        [message("user", "q"), message("tool", "42"), message("assistant", "yes")],
+        [*chat("q", "yes"), message("user", "bye"), message("note", "end")],
+    ]
+    text = lines([{"messages": messages} for messages in chats]) + ANOTHER
+    (*rows, _), out = rows_of(tmp_path, text, model.folder)
+    expected = [[f"yes{IM}no{IM}"], [f"yes{IM}"], [f"yes{IM}"], [f"yes{IM}"]]
+    assert [targets(model, of_chat) for of_chat in rows] == expected
+    [told] = [line for line in out.splitlines() if "follows the last answer" in line]
+    assert told.endswith("line 4")
 
 
 def test_rows_and_tokens_of_an_epoch_are_printed_beside_the_chats(tmp_path, models):

@@ -110,6 +110,85 @@ def test_a_fine_tuning_run_that_was_stopped_is_converted(tmp_path):
     assert found == result.summary["weights_sha256"]
 
 
+def write_chat_model(folder: Path, end: str, config: dict, generation: dict | None) -> None:
+    """Write a model of 64 words with a tokenizer that ends answers with `end`."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    write_folder(folder, config_of({**TINY, "vocab_size": 64}))
+    words = {"<s>": 0, "<end>": 1, "<turn>": 2, "user": 3, "word": 4, "<unk>": 5}
+    core = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, bos_token="<s>", eos_token=end, unk_token="<unk>"
+    )
+    tokenizer.chat_template = f"{{% for m in messages %}}{{{{ m.content }}}}{end}{{% endfor %}}"
+    tokenizer.save_pretrained(folder)
+    file = folder / "config.json"
+    content = json.loads(file.read_text(encoding="utf-8"))
+    file.write_text(json.dumps(content | config), encoding="utf-8")
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation), encoding="utf-8")
+
+
+def ids_in(folder: Path) -> tuple:
+    """Return bos and eos in config.json, and the content of generation_config.json."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    generation = folder / "generation_config.json"
+    content = None
+    if generation.exists():
+        content = json.loads(generation.read_text(encoding="utf-8"))
+    return config["bos_token_id"], config["eos_token_id"], content
+
+
+SETTINGS = {"eos_token_id": [1, 2], "temperature": 0.5}
+END_IDS = {  # what the base has, which --tokenizer is given, and what the trained model has
+    "config.json": ({"bos_token_id": 0, "eos_token_id": 2}, None, "", (0, 2, None)),
+    "the tokenizer": ({}, None, "", (0, 1, None)),
+    "several": ({"bos_token_id": 0, "eos_token_id": [2, 1]}, SETTINGS, "", (0, [2, 1], SETTINGS)),
+    "a tokenizer of the same ids": (
+        {"bos_token_id": 0, "eos_token_id": [1, 2]},
+        SETTINGS,
+        "turn",
+        (0, [1, 2], SETTINGS),
+    ),
+    "a tokenizer of another end": (
+        {"bos_token_id": 7, "eos_token_id": 1},
+        {},
+        "turn",
+        (0, 2, None),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", END_IDS)
+def test_a_trained_model_ends_its_answers(tmp_path, case):
+    """Convert a pre-trained model, and fine-tune the base: both have its ids, and the template."""
+    config, generation, tokenizer, expected = END_IDS[case]
+    write_chat_model(tmp_path / "base", "<end>", config, generation)
+    write_chat_model(tmp_path / "turn", "<turn>", {}, None)
+    (tmp_path / "d.txt").write_text("word user " * 999, encoding="utf-8")
+    chats = [{"prompt": f"word {i}", "completion": "word user"} for i in range(9)]
+    (tmp_path / "d.jsonl").write_text("\n".join(map(json.dumps, chats)), encoding="utf-8")
+    flags = ["--model", "base", "--steps", 1]
+    if tokenizer:
+        flags += ["--tokenizer", tokenizer]
+    train(BASELINE, tmp_path, *flags, "--data", "d.txt")
+    result = run(CONVERT, tmp_path, "run", "converted", "--to", "hf")
+    assert result.code == 0, result
+    assert ids_in(tmp_path / "converted") == expected
+
+    tuned = ["--global-batch-size", 1, "--adapters", 0, "--run-dir", tmp_path / "tuned"]
+    train(FINETUNE, tmp_path, *flags, "--data", "d.jsonl", *tuned)
+    assert ids_in(tmp_path / "tuned/model") == expected
+    template = (tmp_path / (tokenizer or "base") / "chat_template.jinja").read_text(
+        encoding="utf-8"
+    )
+    for folder in ("converted", "tuned/model"):  # which the model was trained with
+        copied = tmp_path / folder / "chat_template.jinja"
+        assert copied.read_text(encoding="utf-8") == template
+
+
 def test_a_checkpoint_is_converted_by_its_name(tmp_path):
     result = train(BASELINE, tmp_path, *SHORT, "--run-dir", "a run")
     first = convert(tmp_path, "a run/step-00000001")

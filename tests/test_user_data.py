@@ -362,6 +362,65 @@ def test_a_run_keeps_the_date_of_its_first_start(tmp_path, days, monkeypatch):
     assert checkpoint.start_date(Namespace(run_dir=None)).date() != first.date()
 
 
+# --- other content under the same names, of the same size and time
+
+
+def write_as_before(file: Path, text: str) -> None:
+    """Write a file that has the time of an older one."""
+    file.write_text(text, encoding="utf-8")
+    os.utime(file, (1e9, 1e9))
+
+
+def write_bpe(folder: Path, text: str) -> None:
+    """Write a tokenizer as vocab.json and merges.txt. Its merges are learned from the text."""
+    from tokenizers import ByteLevelBPETokenizer
+
+    folder.mkdir(exist_ok=True)
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator([text], vocab_size=300, special_tokens=["<end>"])
+    bpe.save_model(str(folder))
+    config = {"tokenizer_class": "GPT2Tokenizer", "eos_token": "<end>", "unk_token": "<end>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    for file in folder.iterdir():
+        os.utime(file, (1e9, 1e9))
+
+
+def test_cached_tokens_are_those_of_the_content_and_not_of_the_names(tmp_path):
+    cache = tmp_path / "cache"
+    (tmp_path / "wide.json").write_text(json.dumps({**TINY, "vocab_size": 320}), encoding="utf-8")
+    flags = [*SHORT, "--data", "d.txt", "--model", "wide.json"]
+    write_as_before(tmp_path / "d.txt", lines("a", 100))
+
+    def entries_after_training(*more) -> int:
+        train(BASELINE, tmp_path, *flags, *more, "--keep", 0, CORPUS_CACHE=str(cache))
+        shutil.rmtree(tmp_path / "run")
+        return sum(path.is_dir() for path in cache.iterdir())
+
+    assert entries_after_training() == 1
+    os.utime(tmp_path / "d.txt")  # the same text, at another time
+    assert entries_after_training() == 1
+    write_as_before(tmp_path / "d.txt", lines("b", 100))
+    assert entries_after_training() == 2
+    # a tokenizer of several files, of which only some are replaced
+    write_bpe(tmp_path / "bpe", lines("b", 100))
+    assert entries_after_training("--tokenizer", "bpe") == 3
+    shutil.copytree(tmp_path / "bpe", tmp_path / "copy")
+    assert entries_after_training("--tokenizer", "copy") == 3
+    write_bpe(tmp_path / "bpe", lines("c", 100)[::-1])
+    assert entries_after_training("--tokenizer", "bpe") == 4
+
+
+def test_tokens_are_not_prepared_from_one_text_and_then_another(tmp_path):
+    file = tmp_path / "data/d.jsonl"
+    file.parent.mkdir()
+    for data in ("data", "hf:data"):
+        write_as_before(file, jsonl([lines("a", 10)] * 9))
+        flags = ["--data", data, "--out", data.removeprefix("hf:") + data[:2], "--workers", 1]
+        assert run(PREPARE, tmp_path, *flags).code == 0
+        write_as_before(file, jsonl([lines("b", 10)] * 9))
+        assert_refused(run(PREPARE, tmp_path, *flags), "--out", "other data")
+
+
 # --- outputs of runs
 
 
