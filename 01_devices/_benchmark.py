@@ -26,8 +26,8 @@ COLUMNS = {
     "what": "what",
     "type": "type",
     "measured": "median (lowest to highest)",
-    "peak_share": "/ peak",
-    "best_share": "/ best",
+    "peak_share": "of peak",
+    "best_share": "of best",
 }
 FACTS = ("cpu", "cpu_threads", "sm_clock_mhz", "power_watts")  # printed with the ratios
 FEWEST_FLOP_PER_BYTE = 2**-4  # where the plot begins

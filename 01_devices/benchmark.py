@@ -243,7 +243,7 @@ def time_matmul(
     native, _ = _machine.native_types(device)
     return make_row(
         kind,
-        f"{kind} {m:,} x {n:,} x {k:,}",
+        f"{kind} {m} x {n} x {k}",
         dtype,
         shape,
         "FLOP/s",

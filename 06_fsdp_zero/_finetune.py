@@ -1055,9 +1055,8 @@ def compare_with_transformers(
     assert error < 1e-3, (
         f"lm/model.py and transformers differ by {error:.1e} of the logits from {folder}"
     )
-    runtime.print0(
-        f"checked: from {folder}, transformers and lm/model.py give the same logits within 1e-3"
-    )
+    line = f"checked: from {folder}, transformers and lm/model.py give the same logits within 1e-3"
+    runtime.print0(report.fold(line))
     return error
 
 

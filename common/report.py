@@ -103,15 +103,20 @@ def table(rows: list[list[str]]) -> str:
 def print_table(rows: list[list[str]]) -> None:
     """Print a table, and an empty line. What is wider than WIDTH becomes several tables.
 
-    Each has the first column, and as many of the others as fit.
+    Each has the first column, and the second if rows differ there alone, and as many of the others
+    as fit.
     """
-    names, *columns = zip(*rows, strict=True)
-    shown = [names]
-    for column in columns:
+    columns = list(zip(*rows, strict=True))
+    count = 1
+    if len(set(columns[0])) < len(rows) and len(columns) > 2:
+        count = 2
+    names = columns[:count]
+    shown = names
+    for column in columns[count:]:
         wider = [*shown, column]
-        if len(shown) > 1 and len(_table_of(wider).splitlines()[0]) > WIDTH:
+        if len(shown) > count and len(_table_of(wider).splitlines()[0]) > WIDTH:
             print(f"{_table_of(shown)}\n")
-            wider = [names, column]
+            wider = [*names, column]
         shown = wider
     print(f"{_table_of(shown)}\n")
 
