@@ -57,10 +57,9 @@ model: $(VENV)/ready
 gpu:
 	$(PYTHON) benchmarks/gpu.py all
 
-# runs on the CPU; overlap.png needs root, for two hosts with a slow link
+# runs on the CPU; overlap needs root, for two hosts with a slow link
 figures: $(VENV)/ready
 	$(BIN)/python benchmarks/figures.py
-	$(BIN)/python 01_devices/benchmark.py --device cpu --plot docs/images/roofline.png
 
 # docs/pages.py fills $(VENV)/pages
 site: $(VENV)/docs

@@ -19,7 +19,7 @@ TOLERANCES = {
     "fp8_fast": 2**-5,  # sums have about 14 bits all along, and not only over 128 terms
     "int8": 0.0,  # sums in int32 are exact
 }
-LABELS = {"fp8": "fp8, use_fast_accum=False", "fp8_fast": "fp8, use_fast_accum=True"}
+LABELS = {"fp8": "fp8", "fp8_fast": "fp8 fast_accum"}
 PREFIXES = {"T": 1e12, "G": 1e9, "M": 1e6, "": 1.0, "m": 1e-3, "µ": 1e-6, "n": 1e-9}
 RATIOS = ("tf32", "bf16", "fp16", "fp8")  # over fp32
 COLUMNS = {
@@ -185,29 +185,46 @@ def print_facts(under_load: dict, all_ratios: dict, not_measured: dict[str, str]
     for key, value in (facts | all_ratios).items():
         print(f"{key.replace('_', ' ')}: {report.for_people(key, value)}")
     for what, reason in not_measured.items():
-        print(f"not measured: {LABELS.get(what, what)}: {reason}")
+        print(report.fold(f"not measured: {LABELS.get(what, what)}: {reason}"))
 
 
 # --- the roofline
 
 
 def plot_roofline(rows: list[dict], best: dict[str, float], title: str, file: Path) -> str:
-    """Draw each row that has FLOP per byte below the measured roof of its dtype.
-
-    Left of the roof's corner the memory sets the rate, right of it the arithmetic units. The data
-    sheet's roof is dashed, where it is known.
-    """
+    """Draw the roofline as a PNG. Return a line that names the file."""
     try:
         from matplotlib.figure import Figure  # not pyplot, which would want a screen
     except ImportError:
         return "no picture (pip install matplotlib)"
-    figure = Figure(figsize=(8, 4.5))
-    axes = figure.add_subplot(xlabel="FLOP per byte of memory traffic", ylabel="FLOP/s")
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    draw_roofline(axes, rows, best, [f"C{number}" for number in range(10)], "grey")
+    axes.set_title(
+        f"{title}: points are measured, lines their roof (dashed: the data sheet's)", fontsize=10
+    )
+    figure.savefig(file, format="png", dpi=144)
+    return f"roofline: {file}"
+
+
+def draw_roofline(
+    axes,
+    rows: list[dict],
+    best: dict[str, float],
+    colors: Sequence[str],
+    quiet: str,
+) -> None:
+    """Draw each row that has FLOP per byte below the measured roof of its dtype.
+
+    Left of the roof's corner the memory sets the rate, right of it the arithmetic units. The data
+    sheet's roof is dashed, where it is known. `colors` are those of the dtypes, `quiet` is that of
+    the symbols in the legend.
+    """
     [triad] = [row for row in rows if row["kind"] == "triad"]
 
     dtypes = [dtype for dtype in best if dtype != "memory"]
     for number, dtype in enumerate(dtypes):
-        color = f"C{number}"
+        color = colors[number]
         points = [row for row in rows if row["dtype"] == dtype and row.get("flop_per_byte")]
         for row in points:
             _draw_point(axes, row, color)
@@ -216,15 +233,16 @@ def plot_roofline(rows: list[dict], best: dict[str, float], title: str, file: Pa
         _draw_roof(axes, best[dtype], best["memory"], color, "-")
         _draw_roof(axes, matmuls[0]["peak"], triad["peak"], color, "--")
     for marker, label in (("v", "32 rows"), ("s", "a = b + 3c")):
-        axes.plot([], [], marker, color="grey", label=label)
+        axes.plot([], [], marker, color=quiet, label=label)
 
-    axes.set(xscale="log", yscale="log")
-    axes.set_title(
-        f"{title}: points are measured, lines their roof (dashed: the data sheet's)", fontsize=10
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlabel="FLOP per byte of memory traffic",
+        ylabel="FLOP/s",
     )
-    axes.legend(fontsize=8)
-    figure.savefig(file, format="png", dpi=110, bbox_inches="tight")
-    return f"roofline: {file}"
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=9, frameon=False)
 
 
 def _draw_point(axes, row: dict, color: str) -> None:

@@ -10,8 +10,13 @@ import psutil
 import torch
 
 from common import hardware
-from common.report import table
+from common.report import fold, print_table
 
+HEADINGS = {
+    "terabytes_per_second": "TB/s",
+    "tdp_watts": "watts",
+    "reference_80_gb_gpus": "80 GB GPUs",
+}
 COMPARED = ["NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3", "NVIDIA GeForce RTX 4090"]
 
 
@@ -113,18 +118,25 @@ def print_machine(
     build = ""
     if not torch.version.cuda and not torch.version.hip:
         build = " (this torch is built without CUDA)"
-    print(f"NVML sees {len(gpus)} GPUs{reason}, torch can use {len(usable)}{build}\n")
+    print(fold(f"NVML sees {len(gpus)} GPUs{reason}, torch can use {len(usable)}{build}") + "\n")
 
 
 def print_rows(heading: str, rows: list[dict]) -> None:
     """Print a heading and a table with a line per row."""
-    lines = [[name.removesuffix("_bytes").replace("_", " ") for name in rows[0]]]
+    lines = [[_heading(name) for name in rows[0]]]
     for row in rows:
         cells = []
         for name, value in row.items():
             cells.append(_cell(row.get("", name), value))  # a row of two has its name in ""
         lines.append(cells)
-    print(f"{heading}\n\n{table(lines)}\n")
+    print(f"{heading}\n")
+    print_table(lines)
+
+
+def _heading(name: str) -> str:
+    for suffix in ("_bytes", "_tflops"):
+        name = name.removesuffix(suffix)
+    return HEADINGS.get(name, name.replace("_", " "))
 
 
 def _cell(name: str, value: object) -> str:

@@ -243,7 +243,7 @@ def time_matmul(
     native, _ = _machine.native_types(device)
     return make_row(
         kind,
-        f"{kind} {m:,} x {n:,} x {k:,}",
+        f"{kind} {m} x {n} x {k}",
         dtype,
         shape,
         "FLOP/s",
@@ -344,8 +344,8 @@ def _works() -> list[tuple]:
     batch_first = nn.Transformer(512, batch_first=True).eval()
     by_default = nn.Transformer(512).eval()
     works = [
-        ("transformer", "Transformer, 1 x 512 tokens", batch_first, [x, x]),
-        ("transformer_by_default", "Transformer, 512 x 1 token", by_default, [x, x]),
+        ("transformer", "Transformer 1 x 512", batch_first, [x, x]),
+        ("transformer_by_default", "Transformer 512 x 1", by_default, [x, x]),
     ]
     for size in SQUARES:
         a = torch.randn(size, size)

@@ -150,7 +150,7 @@ def main() -> int:
     print(f"{name} multiplies in hardware: {', '.join(sorted(native))} ({reason})")
     print("Other dtypes are computed in one of these, which is slower.\n")
     peaks = _show.peaks(gpus, usable)
-    _show.print_rows("Data sheets, without sparsity (0: no units for the dtype)", peaks)
+    _show.print_rows("Data sheets: TFLOP/s without sparsity (0: no units for the dtype)", peaks)
 
     # 3. what fits
     devices = memories(usable, gpus, host)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common import cli, files
+from common import cli, files, report
 from common.exits import UserError
 from lm import data, shapes, weights
 from lm.corpus import has_tokenizer
@@ -150,7 +150,8 @@ def _train_or_load(
     if file.is_file():
         net.load_state_dict(torch.load(file, map_location=device, weights_only=True))
         return
-    print(f"{file} does not exist yet: training {steps} steps", flush=True)
+    line = f"{file} does not exist yet: training {steps} steps"
+    print(report.fold(line), flush=True)
     train(net, corpus, sizes, steps, LR, seed)
     file.parent.mkdir(exist_ok=True)
     with files.complete_file(file, "wb") as stream:

@@ -253,18 +253,24 @@ def run(name: str, a: Tensor, b: Tensor, exact: Tensor, device: torch.device) ->
     return row
 
 
-COLUMNS = {
+LIMITS = {
     "name": "type",
     "max": "largest",
     "epsilon": "epsilon",
     "smallest_subnormal": "smallest",
     "counts_by_1_to": "counts by 1 to",
     "stored_rate": "1.1 stored as",
+}
+SUMS = {
+    "name": "type",
     "off_in_a_month": "off in a month",
     "sum_off": f"sum of {ADDITIONS:,} off by",
     "kahan_relative_error": "Kahan",
     "into_fp32_relative_error": "fp32 accumulator",
-    "matmul_error": "matmul",
+}
+MATMULS = {
+    "name": "type",
+    "matmul_error": "error of a matmul",
     "emulated_matmul_error": "emulated",
     "matmul_seconds": "time of the matmul",
 }
@@ -382,7 +388,12 @@ def main() -> int:
 
     checked = check(rows, updates, matrix_size, weights)
     report.end_lesson(
-        rows, columns=COLUMNS, checked=checked, args=args, device=device, updates=updates
+        rows,
+        columns=[LIMITS, SUMS, MATMULS],
+        checked=checked,
+        args=args,
+        device=device,
+        updates=updates,
     )
     return 0
 

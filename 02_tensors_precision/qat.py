@@ -232,12 +232,12 @@ def check_gradient(start: nn.Module, bits: int, clips: Clips, batch: tuple[Tenso
 COLUMNS = {
     "bits": "bits",
     "seed": "seed",
-    "base_ptq_loss": "rounded before the steps",
-    "ptq_largest_loss": "PTQ by largest",
-    "ptq_least_squares_loss": "PTQ by least squares",
+    "base_ptq_loss": "rounded first",
+    "ptq_largest_loss": "PTQ, largest",
+    "ptq_least_squares_loss": "PTQ, least squares",
     "qat_loss": "QAT",
     "gain": "gain",
-    "gain_standard_error": "standard error",
+    "gain_standard_error": "its error",
 }
 
 

@@ -168,7 +168,8 @@ def convolution(channels: int, side: int, stride: int, device: torch.device) -> 
     assert pixel_first().is_contiguous(memory_format=NHWC), "the convolution has changed the layout"
     torch.testing.assert_close(pixel_first(), channel_first(), rtol=0, atol=tolerance)
     shape = f"{images:,} x {channels} x {side} x {side}"
-    what = f"3 x 3 convolution of {shape}, {dtype}: NCHW, channels_last"
+    name = str(dtype).removeprefix("torch.")
+    what = f"conv, {shape}, {name}"
     return run(what, channel_first, pixel_first, device)
 
 
@@ -182,7 +183,7 @@ def contiguity(device: torch.device) -> dict:
     x.T.reshape(-1).zero_()
     check(bool(x.any()), "x.T.reshape(-1).zero_() leaves x unchanged: reshape copied, silently")
     check(x.contiguous() is x, "x.contiguous() of a contiguous x is x itself, and free")
-    what = f"a copy of {x.nbytes / 2**20:.0f} MiB: x.T.contiguous(), x.clone()"
+    what = f"a copy of {x.nbytes / 2**20:.0f} MiB"
     return run(what, x.T.contiguous, x.clone, device)
 
 
@@ -255,9 +256,9 @@ def run(
 
 
 COLUMNS = {
-    "what": "first, second",
-    "first_seconds": "first",
-    "second_seconds": "second",
+    "what": "work",
+    "first_seconds": "NCHW, or of x.T",
+    "second_seconds": "channels_last, or of x",
     "ratio": "first / second",
 }
 

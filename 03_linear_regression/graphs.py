@@ -179,7 +179,9 @@ def report_breaks() -> list[dict]:
         row = graph_breaks(net, values)
         forwards.append(row)
         places = [f"line {line}, {source[line - 1].strip()}" for line in row["lines"]]
-        print(f"{values}: {row['graphs']} graphs, broken at {'; '.join(places)}")
+        print(f"{values}: {row['graphs']} graphs, broken at")
+        for place in places:
+            print(f"  {place}")
         assert row["graphs"] == row["breaks"] + 1, row
         by_hand = [gradient / 2**passes for gradient in gradients_of_branch]
         assert gradients(net, values) == by_hand, row

@@ -20,11 +20,14 @@ CPU_INSTRUCTIONS = {"bf16": hardware.CPU_BF16, "fp16": {"avx512_fp16", "amx_fp16
 # Of fp32's first loss.
 FIRST_LOSS_TOLERANCE = {"tf32": 1e-3, "bf16": 2e-3, "fp16": 1e-3}
 LARGEST_ACTIVATION_SHARE = 0.8  # of fp32's bytes, for bf16 and fp16
-COLUMNS = {
+SPEEDS = {
     "name": "dtype",
     "tokens_per_second": "speed",
     "speed_ratio": "against fp32",
     "activation_bytes": "activations",
+}
+LOSSES = {
+    "name": "dtype",
     "last_loss": "last loss",
     "largest_loss_difference": "largest loss difference",
     "skipped_steps": "steps skipped",

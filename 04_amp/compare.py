@@ -284,7 +284,7 @@ def main() -> int:
 
     report.end_lesson(
         rows,
-        columns=helper.COLUMNS,
+        columns=[helper.SPEEDS, helper.LOSSES],
         checked=checked,
         args=args,
         device=device,

@@ -7,11 +7,14 @@ import torch.distributed as dist
 
 from common import report, runtime
 
-COLUMNS = {
+FITTED = {
     "collective": "collective",
     "latency_us": "latency, µs",
     "bandwidth_gb_per_s": "bandwidth, GB/s",
     "typical_error_share": "typical error",
+}
+LARGEST = {
+    "collective": "collective",
     "bytes": "largest size",
     "seconds": "its time",
     "bus_gb_per_s": "bus GB/s",
@@ -55,7 +58,8 @@ def print_predictions(predicted: dict[str, float], measured_nano: float) -> None
     texts = []
     for name, seconds in predicted.items():
         texts.append(f"{name} {report.for_people('seconds', seconds)}")
-    runtime.print0(f"predicted, all-reduce of the gradients in fp32: {', '.join(texts)}")
+    line = f"predicted, all-reduce of the gradients in fp32: {', '.join(texts)}"
+    runtime.print0(report.fold(line))
     runtime.print0(
         f"measured, nano: {report.for_people('seconds', measured_nano)}, "
         f"{measured_nano / predicted['nano']:.2f} times the prediction"

@@ -9,10 +9,10 @@ def columns(rows: list[dict]) -> dict[str, str]:
         "name": "DataParallel",
         "devices": "devices",
         "device_0_sent_bytes": "device 0 sends",
-        "device_1_sent_bytes": "each other sends",
-        "outputs_to_device_0_bytes": "outputs to device 0",
-        "ddp_rank_sent_bytes": "a rank of DDP sends",
-        "gradient_relative_error": "relative error of gradients",
+        "device_1_sent_bytes": "others send",
+        "outputs_to_device_0_bytes": "outputs to 0",
+        "ddp_rank_sent_bytes": "DDP rank sends",
+        "gradient_relative_error": "error",
     }
     if "time_ratio" in rows[-1]:
         headings["time_ratio"] = "time / one GPU's"

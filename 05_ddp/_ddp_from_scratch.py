@@ -19,12 +19,15 @@ from lm import weights
 WARMUP_STEPS = 2  # not counted: DDP rebuilds its buckets after the first step
 # Of the distance that the weights have moved: what another order of the same sums may change.
 TOLERANCE = 1e-4
-COLUMNS = {
+TIMES = {
+    "name": "variant",
+    "step_seconds": "step",
+    "exposed_seconds": "exposed",
+}
+CALLS = {
     "name": "variant",
     "all_reduces": "all-reduces",
     "started_in_backward": "started in backward",
-    "step_seconds": "step",
-    "exposed_seconds": "exposed",
     "weights": "SHA-256 of the weights",
 }
 
@@ -148,7 +151,9 @@ def row_of(variant: Variant, control: Variant, one_process: nn.Module, start: nn
         "exposed_seconds": statistics.median(exposed),
         "min_exposed_seconds": min(exposed),
         "max_exposed_seconds": max(exposed),
-        "fastest_step": min(steps, key=lambda step: step["seconds"]),  # as rank 0 saw it
+        # as rank 0 saw them
+        "fastest_step": min(steps, key=lambda step: step["seconds"]),
+        "median_step": sorted(steps, key=lambda step: step["seconds"])[(len(steps) - 1) // 2],
     }
 
 

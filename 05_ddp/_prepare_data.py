@@ -218,7 +218,7 @@ def report_summary(
         "seconds": time.perf_counter() - began,
     }
     for name, value in summary.items():
-        print(f"{name:<36} {report.for_people(name, value)}")
+        print(f"{name:<34} {report.for_people(name, value)}")
     if about["end_id"] is not None:
         print(f"checked: {about['documents']:,} documents, and as many end-of-text tokens")
     report.write_json(summary | {"data": args.data, "workers": args.workers}, args.json)

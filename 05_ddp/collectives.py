@@ -247,7 +247,7 @@ def main() -> int:
     predicted = predict(rows[1], device, args.samples)
     report.end_lesson(
         rows,
-        columns=helper.COLUMNS,
+        columns=[helper.FITTED, helper.LARGEST],
         checked=helper.check(rows, link=args.link_gb_per_s * 1e9, bus_factor=bus_factor),
         args=args,
         device=device,

@@ -46,7 +46,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
-from _ddp_from_scratch import COLUMNS, WARMUP_STEPS, Variant, check, row_of, train
+from _ddp_from_scratch import CALLS, TIMES, WARMUP_STEPS, Variant, check, row_of, train
 
 from common import exits, report, runtime
 from common.torch_versions import KEEP_BUFFERS
@@ -229,7 +229,7 @@ def main() -> int:
         rows.append(row_of(variant, control=variants[0], one_process=one_process.net, start=start))
     report.end_lesson(
         rows,
-        columns=COLUMNS,
+        columns=[TIMES, CALLS],
         checked=check(rows),
         args=args,
         device=device,

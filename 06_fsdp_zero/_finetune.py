@@ -29,7 +29,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common import cli, exits, files, runtime
+from common import cli, exits, files, report, runtime
 from lm import data, lora, model, reference, shapes
 from lm.corpus import has_tokenizer, largest_id, tokenizer_in_errors
 from lm.hf_folder import (
@@ -966,11 +966,12 @@ def print_rows(chat: Chat, rows: list[Row], chats: int) -> None:
 
 
 def print_plan(args, config: shapes.Config, batches: data.Batches, device: torch.device) -> int:
-    """Print what a rank will hold at its peak, and return its bytes.
+    """Print what a rank will hold at its peak, and return its bytes, as torch counts them.
 
     07_memory_tricks/estimate.py prints the same, with formulas.
     """
     planned = plan.Plan(
+        on_cpu=device.type != "cuda",
         gpus=batches.world_size,
         zero=3,
         adapters=args.adapters,
@@ -983,20 +984,27 @@ def print_plan(args, config: shapes.Config, batches: data.Batches, device: torch
         micro_batches=batches.accumulation_steps,
     )
     peak = memory.peak(shape.from_config(args.model, config), planned)
+    allocated = round(peak.allocated_bytes())
     parts = []
-    for name, size in peak.lines.items():
+    for row in peak.rows:
+        size = row[peak.moment]
         if size:
-            parts.append(f"{name.removesuffix('_bytes')} {size / 2**30:.2f}")
-    total = peak.total_bytes()
-    runtime.print0(
-        f"planned: {total / 2**30:.2f} GiB on each rank's GPU at the peak (of {', '.join(parts)})"
-    )
-    if device.type == "cuda" and total > torch.cuda.get_device_properties(device).total_memory:
+            parts.append(f"{row.part} {report.for_people('bytes', size)}")
+    where = "on each rank's GPU" if device.type == "cuda" else "in each rank's memory"
+    line = f"planned: {report.for_people('bytes', allocated)} {where} at the peak: "
+    runtime.print0(report.fold(line + ", ".join(parts)))
+
+    if device.type == "cuda":
+        total = peak.total_bytes()
         runtime.print0(
-            "  more than this GPU has:"
-            " --checkpointing full, --micro-batch-size 1 or --cpu-offload help"
+            f"  with CUDA's context, NCCL and fragmentation {report.for_people('bytes', total)}"
         )
-    return round(peak.allocated_bytes())
+        if total > torch.cuda.get_device_properties(device).total_memory:
+            runtime.print0(
+                "  more than this GPU has:"
+                " --checkpointing full, --micro-batch-size 1 or --cpu-offload help"
+            )
+    return allocated
 
 
 @torch.no_grad()
@@ -1199,9 +1207,8 @@ def compare_with_transformers(
     assert error < 1e-3, (
         f"lm/model.py and transformers differ by {error:.1e} of the logits from {folder}"
     )
-    runtime.print0(
-        f"checked: from {folder}, transformers and lm/model.py give the same logits within 1e-3"
-    )
+    line = f"checked: from {folder}, transformers and lm/model.py give the same logits within 1e-3"
+    runtime.print0(report.fold(line))
     return error
 
 

@@ -1,12 +1,16 @@
 """Charts of what was measured or planned. Each function gets the figures, and returns a picture."""
 
+import sys
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-from _draw import BLUE, GREEN, GREY, ORANGE, PALE_BLUE, PURPLE, RED, color, text_on, theme
+from _draw import BLUE, GREEN, GREY, ORANGE, PALE_BLUE, PURPLE, RED, REPO, color, text_on, theme
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+
+sys.path += [str(REPO), str(REPO / "01_devices")]  # so that `import _benchmark` works
+from _benchmark import draw_roofline
 
 MIB = 2**20
 GIB = 2**30
@@ -210,31 +214,65 @@ def _draw_work(axes: Axes, rank: int, work: tuple, unit: float) -> None:
     )
 
 
-def overlap(rows: list[dict]) -> Figure:
-    """Draw three variants of a step: above what rank 0 computed, below what it sent."""
-    figure = Figure(figsize=(WIDTH, 4.2))
+def overlap(rows: list[dict], title: str) -> Figure:
+    """Draw the median step of variants: above what rank 0 computed, below what it sent.
+
+    The first row is the variant without communication. Its step is the line that the others are
+    measured from.
+    """
+    control, *variants = rows
+    figure = Figure(figsize=(WIDTH, 3.9), layout="constrained")
     axes = figure.subplots()
-    for place, row in enumerate(rows):
-        step = row["fastest_step"]
+    for place, row in enumerate(variants):
+        step = row["median_step"]
         forward = 1e3 * (step["forward_end"] - step["start"])
         computed = 1e3 * (step["last_gradient"] - step["start"])
         end = 1e3 * step["seconds"]
-        axes.barh(-place, forward, 0.3, color=color(BLUE), alpha=0.5)
+        axes.barh(-place, forward, 0.3, color=color(PALE_BLUE))
         axes.barh(-place, computed - forward, 0.3, forward, color=color(BLUE))
-        axes.barh(-place, end - computed, 0.3, computed, color=color(GREY), alpha=0.5)
-        axes.text(end, -place, f" {end:.0f} ms, {end - computed:.0f} of them waiting", va="center")
+        axes.barh(-place, end - computed, 0.3, computed, color=color(GREY), alpha=theme().pale)
+        exposed = 1e3 * row["exposed_seconds"]
+        axes.text(end, -place, f"  {end:.0f} ms, {exposed:.0f} ms exposed", va="center")
         for _, sent_from, sent_until in step["all_reduces"]:
             left = 1e3 * (sent_from - step["start"])
             width = 1e3 * (sent_until - sent_from)
-            axes.barh(-place - 0.32, width, 0.22, left, color=color(ORANGE), edgecolor="white")
-    kinds = ("forward", "backward", "only waiting", "all-reduce")
-    axes.legend(
-        axes.containers[:4], kinds, ncols=4, loc="lower center", bbox_to_anchor=(0.5, -0.32)
+            gap = min(1.5, width / 3)  # between all-reduces
+            axes.barh(-place - 0.29, width - gap, 0.2, left, color=color(ORANGE), linewidth=0)
+
+    without = 1e3 * control["step_seconds"]
+    axes.axvline(without, color=theme().quiet, linewidth=1, linestyle="--")
+    axes.text(
+        without,
+        0.3,
+        f"a step without communication, {without:.0f} ms",
+        ha="center",
+        fontsize=9,
+        color=theme().quiet,
     )
-    axes.set_yticks([-place - 0.1 for place in range(len(rows))], [row["name"] for row in rows])
-    axes.set(
-        xlabel="ms since the step began, on rank 0",
-        title="nano, link of 1000 Mbit/s, the fastest of 16 steps each",
-        xlim=(0, 1.45 * axes.get_xlim()[1]),
+    axes.set_yticks(
+        [-place - 0.1 for place in range(len(variants))], [row["name"] for row in variants]
     )
+    axes.tick_params(axis="y", length=0)
+    longest = max(row["median_step"]["seconds"] for row in variants)
+    axes.set(xlabel="ms since the step began, on rank 0", xlim=(0, 1.33e3 * longest))
+    axes.set_title(title, pad=14)
+    names = ("forward", "backward", "only waiting", "all-reduce")
+    handles = [
+        Patch(color=color(PALE_BLUE)),
+        Patch(color=color(BLUE)),
+        Patch(color=color(GREY), alpha=theme().pale, linewidth=0),
+        Patch(color=color(ORANGE)),
+    ]
+    figure.legend(handles, names, loc="outside lower center", ncols=len(names), fontsize=9)
+    return figure
+
+
+def roofline(result: dict) -> Figure:
+    """Draw the result of 01_devices/benchmark.py."""
+    figure = Figure(figsize=(WIDTH, 4.6), layout="constrained")
+    axes = figure.subplots()
+    draw_roofline(axes, result["rows"], result["best"], theme().series, theme().quiet)
+    cores = result["under_load"]["cpu_threads"]
+    threads = "1 thread" if cores == 1 else f"{cores} threads"
+    axes.set_title(f"{result['cpu']}, {threads}: points are measured, lines are their roof")
     return figure

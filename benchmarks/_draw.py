@@ -73,22 +73,20 @@ def text_on(number: int) -> str:
     return "#ffffff" if number == BLUE else _current.text
 
 
-def save(name: str, draw: Callable[[], Figure], kind: str = "svg", dark: bool = True) -> None:
+def save(name: str, draw: Callable[[], Figure], kind: str = "svg") -> None:
     """Draw a picture for both themes: docs/images/NAME.svg and NAME-dark.svg.
 
-    `kind` is "png" for what has thousands of points. Without `dark` it is one file with a white
-    background. The same picture gives the same bytes: no date, no version, and ids that do not
-    depend on chance.
+    `kind` is "png" for what has thousands of points. The same picture gives the same bytes: no
+    date, no version, and ids that do not depend on chance.
     """
     global _current
     unset = ("Date", "Creator") if kind == "svg" else ("Software",)
-    themes = (LIGHT, DARK) if dark else (LIGHT,)
-    for _current in themes:
+    for _current in (LIGHT, DARK):
         with matplotlib.rc_context(_settings(_current)):
             figure = draw()
             figure.savefig(
                 IMAGES / f"{name}{_current.suffix}.{kind}",
-                transparent=dark,
+                transparent=True,
                 dpi=144,
                 bbox_inches="tight",
                 pad_inches=0.05,

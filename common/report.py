@@ -8,6 +8,7 @@ import json
 import re
 import resource
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -34,7 +35,9 @@ SUMMARY = [
     "seconds",
 ]
 MIB = 2**20
+WIDTH = 100  # columns of what a lesson prints
 STARTS_LIKE_A_FIGURE = re.compile(r"[-+]?[\d.]|n/a")
+UNIT = re.compile(r"[^\d.]*$")  # of a figure: " ms" of 1.5 ms
 _start = time.perf_counter()
 
 # GPU memory in bytes. Code that resets torch's peak appends the peak here first.
@@ -97,6 +100,43 @@ def table(rows: list[list[str]]) -> str:
     return "\n".join(lines)
 
 
+def print_table(rows: list[list[str]]) -> None:
+    """Print a table, and an empty line. What is wider than WIDTH becomes several tables.
+
+    Each has the first column, and the second if rows differ there alone, and as many of the others
+    as fit.
+    """
+    columns = list(zip(*rows, strict=True))
+    count = 1
+    if len(set(columns[0])) < len(rows) and len(columns) > 2:
+        count = 2
+    names = columns[:count]
+    shown = names
+    for column in columns[count:]:
+        wider = [*shown, column]
+        if len(shown) > count and len(_table_of(wider).splitlines()[0]) > WIDTH:
+            print(f"{_table_of(shown)}\n")
+            wider = [*names, column]
+        shown = wider
+    print(f"{_table_of(shown)}\n")
+
+
+def _table_of(columns: list[tuple[str, ...]]) -> str:
+    return table([list(row) for row in zip(*columns, strict=True)])
+
+
+def fold(text: str) -> str:
+    """Return a line of text as lines of at most WIDTH columns. All but the first are indented."""
+    return textwrap.fill(
+        text,
+        WIDTH,
+        subsequent_indent="  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+        replace_whitespace=False,
+    )
+
+
 def peak_memory_bytes(device) -> int:
     """Return the most memory that this process has held so far, in bytes.
 
@@ -119,9 +159,13 @@ def peak_memory_bytes(device) -> int:
 
 def summary(summary: dict, json_path: Path | None) -> None:
     """Print the summary of a run, a line per value, and write it to `json_path` if there is one."""
+    values = write_json(summary, json_path)
+    width = max(22, *[len(name) for name in values])
     print()
-    for name, value in write_json(summary, json_path).items():
-        print(f"{name:<22} {for_people(name, value)}")
+    for name, value in values.items():
+        if isinstance(value, list):  # texts in quotes, so that blanks can be seen
+            value = [repr(item) if isinstance(item, str) else item for item in value]
+        print(f"{name:<{width}} {for_people(name, value)}")
 
 
 def write_json(summary: dict, json_path: Path | None) -> dict:
@@ -200,7 +244,7 @@ def start_lesson(name: str, seed: int = 0):
 def end_lesson(
     rows: list[dict],
     *,
-    columns: dict[str, str],
+    columns: dict[str, str] | list[dict[str, str]],
     checked: list[str],
     args: argparse.Namespace,
     device,
@@ -208,8 +252,9 @@ def end_lesson(
 ) -> None:
     """Print the table of a lesson and what it checked, and write --json.
 
-    `columns` has the heading for each key of a row that the table shows. The JSON has the keys of
-    SUMMARY, the flags, `own`, `rows` and `checked`. Every rank must call this; rank 0 prints.
+    `columns` has the heading for each key of a row that the table shows. A list of such dicts makes
+    several tables. The JSON has the keys of SUMMARY, the flags, `own`, `rows` and `checked`. Every
+    rank must call this; rank 0 prints.
     """
     from common import hardware, runtime
 
@@ -230,21 +275,27 @@ def end_lesson(
 
     title = [str(summary[key]) for key in ("model", "dtype", "device") if summary.get(key)]
     title.append("1 process" if world_size == 1 else f"{world_size} processes")
-    lines = [list(columns.values())]
-    for row in rows:
-        lines.append([_cell(row, key) for key in columns])
-    print(f"\n{', '.join(title)}\n")
-    print(f"{table(lines)}\n")
+    print(f"\n{fold(', '.join(title))}\n")
+    tables = columns if isinstance(columns, list) else [columns]
+    for headings in tables:
+        lines = [list(headings.values())]
+        for row in rows:
+            lines.append([_cell(row, key) for key in headings])
+        print_table(lines)
     for line in checked:
-        print(f"checked: {line}")
+        print(fold(f"checked: {line}"))
     write_json(summary, args.json)
 
 
 def _cell(row: dict, key: str) -> str:
-    """Format a value of a row, with its range if the row has one: 1.31x (1.25x to 1.39x)."""
+    """Format a value of a row, with its range if the row has one: 1.31x (1.25 to 1.39)."""
     text = for_people(key, row.get(key))
-    low = row.get(f"min_{key}")
-    high = row.get(f"max_{key}")
-    if low is None:
+    if row.get(f"min_{key}") is None:
         return text
-    return f"{text} ({for_people(key, low)} to {for_people(key, high)})"
+    low = for_people(key, row[f"min_{key}"])
+    high = for_people(key, row[f"max_{key}"])
+    unit = UNIT.search(text)[0]
+    if UNIT.search(low)[0] == unit == UNIT.search(high)[0]:
+        low = low.removesuffix(unit)
+        high = high.removesuffix(unit)
+    return f"{text} ({low} to {high})"

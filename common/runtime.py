@@ -298,7 +298,7 @@ def relaunch(device: str, on_cpu: int = 2) -> None:
     # device_flag comes last: argparse takes the last --device of a command line
     arguments = [f"--nproc_per_node={processes}", "--standalone", *sys.argv, *device_flag]
     command_line = shlex.join(["torchrun", *arguments])
-    print(f"This script needs several ranks; restarting as: {command_line}", flush=True)
+    print(f"This script needs several ranks; restarting as\n  {command_line}", flush=True)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun sets it too, but with a warning
     os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *arguments])
 

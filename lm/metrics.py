@@ -22,9 +22,12 @@ from common.exits import UserError
 from common.hardware import device_name
 from common.progress import print_line
 from common.runtime import all_gather, full_tensor, is_rank0, on_rank0, ranks, synchronize
-from lm import trackers
+from lm import runs, trackers
 
-SAMPLE_COLUMNS = 100  # of the console, for a generated text
+COLUMNS = 80  # of the console
+# A log line names the share of time spent waiting for data, and the slowest rank, from here on.
+LEAST_DATA_WAIT = 0.01
+LEAST_LAG = 0.1
 # Time between two pictures, in times that a picture takes. So pictures take 1 % of the run.
 PLOT_INTERVAL = 100
 
@@ -46,7 +49,7 @@ class Meter:
         tensorboard: also write event files for TensorBoard
         wandb: also log to Weights & Biases
 
-    Without flops_per_token or peak_flops, MFU is None in the records and n/a on the console.
+    Without flops_per_token or peak_flops, MFU is None in the records, and log lines leave it out.
     Raise UserError if the run is past `steps` already, or if W&B does not accept it.
     """
 
@@ -184,7 +187,7 @@ class Meter:
                 "skipped_steps": skipped_steps,
                 "loss_scale": scale,
             }
-            self._write(record, _line(record, self.steps))
+            self._write(record, _line(record, self._last_logged(), self.steps))
 
         self.data_seconds = 0.0
         self.forward_seconds = None
@@ -287,6 +290,17 @@ class Meter:
             **own_values,
         }
         report.summary(summary, json_path)
+        self._print_what_is_left(step)
+
+    def _print_what_is_left(self, step: int) -> None:
+        """Print the folder of the run, its picture, and the command that asks its model."""
+        print(f"\nrun:     {self.folder}")
+        picture = self.folder / "loss.png"
+        if picture.is_file():
+            print(f"picture: {picture}")
+        command = runs.command_to_ask(self.folder, step)
+        if command is not None:
+            print(f"ask it:  {command}")
 
     def _open_file(self) -> None:
         """Load the records up to the start step, and open metrics.jsonl to append more."""
@@ -310,6 +324,13 @@ class Meter:
             self.trackers.append(tracker)
         if wandb:
             self.trackers.append(trackers.WeightsAndBiases(self.folder))
+
+    def _last_logged(self) -> dict:
+        """Return the last record of training, or {}."""
+        for record in reversed(self.records):
+            if "loss" in record:
+                return record
+        return {}
 
     def _write(self, record: dict, line: str) -> None:
         self.records.append(record)
@@ -355,29 +376,52 @@ def _find_slowest_rank(measured_by_rank: list[dict]) -> tuple[int | None, float 
 def _sample_line(sample: str) -> str:
     """Return the line for the console about a generated text, which is shortened."""
     line = f"  sample: {sample}"
-    if len(line) > SAMPLE_COLUMNS:
-        line = line[: SAMPLE_COLUMNS - 3] + "..."
+    if len(line) > COLUMNS:
+        line = line[: COLUMNS - 3] + "..."
     return line
 
 
-def _line(record: dict, steps: int) -> str:
-    """Return the line for the console."""
+def _line(record: dict, previous: dict, steps: int) -> str:
+    """Return what the console shows of a record.
+
+    Values that are seldom of interest are shown when they are: a long wait for data, a slow rank,
+    and memory and skipped steps that differ from those of the `previous` record.
+    """
     norm = "norm overflow"
     if record["grad_norm"] is not None:
         norm = f"norm {record['grad_norm']:.2f}"
+    lr = f"{record['lr']:.2e}".replace("e-0", "e-")
     parts = [
-        f"step {record['step']:>6}/{steps}",
+        f"step {record['step']:>{len(str(steps))}}/{steps}",
         f"loss {record['loss']:.4f}",
-        f"lr {record['lr']:.2e}",
+        f"lr {lr}",
         norm,
-        f"{record['tokens_per_second']:,.0f} tokens/s",
-        f"MFU {report.for_people('mfu', record['mfu'])}",
-        f"data {record['data_wait_share']:.1%}",
+        f"{record['tokens_per_second']:,.0f} tok/s",
     ]
-    if record["memory_active_bytes"]:
-        parts.append(f"active {record['memory_active_bytes'] / 2**30:.2f} GiB")
-    if record["slowest_rank"] is not None:
-        parts.append(f"slowest rank {record['slowest_rank']} +{record['slowest_rank_lag']:.0%}")
-    if record["skipped_steps"]:
+    if record["mfu"] is not None:
+        parts.append(f"MFU {record['mfu']:.1%}")
+    if record["data_wait_share"] >= LEAST_DATA_WAIT:
+        parts.append(f"data {record['data_wait_share']:.1%}")
+    lag = record["slowest_rank_lag"]
+    if lag is not None and lag >= LEAST_LAG:
+        parts.append(f"rank {record['slowest_rank']} +{lag:.0%}")
+    active_bytes = record["memory_active_bytes"]
+    if active_bytes and active_bytes != previous.get("memory_active_bytes"):
+        parts.append(f"active {active_bytes / 2**30:.2f} GiB")
+    if record["skipped_steps"] > previous.get("skipped_steps", 0):
         parts.append(f"{record['skipped_steps']} skipped, scale {record['loss_scale']:g}")
-    return " | ".join(parts)
+    return _fold(parts)
+
+
+def _fold(parts: list[str]) -> str:
+    """Join the parts of a line. What does not fit in COLUMNS goes to a second, indented line."""
+    line = parts[0]
+    folded = []
+    for part in parts[1:]:
+        if len(line) + len(f" | {part}") > COLUMNS:
+            folded.append(line)
+            line = f"  {part}"
+        else:
+            line += f" | {part}"
+    folded.append(line)
+    return "\n".join(folded)

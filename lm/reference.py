@@ -68,5 +68,7 @@ def build_transformers(
 def read_transformers(folder: Path, device: torch.device) -> nn.Module:
     """Return the model that transformers reads from a Hugging Face folder, in fp32 on `device`."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # "Loading weights", also where stderr is a file
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)

@@ -13,6 +13,7 @@ from pathlib import Path
 from common.exits import UserError
 
 CONVERT = Path(__file__).parents[1] / "06_fsdp_zero/convert_checkpoint.py"
+ASK = Path(__file__).parents[1] / "09_inference/infer_70b.py"
 # Bytes of a checkpoint that are hashed for an error message. More would take minutes.
 MOST_HASHED_BYTES = 20e9
 
@@ -107,11 +108,36 @@ def refuse_run(name: str, flag: str) -> None:
     converted = folder / f"model-{intact.name}"
     if _is_model(converted):
         raise UserError(f"{where}: {what} has been converted, use {flag} {converted}")
-    command = ["python", os.path.relpath(CONVERT), str(intact), str(converted), "--to", "hf"]
     raise UserError(
-        f"{where}: convert {what} with `{shlex.join(command)}`, "
+        f"{where}: convert {what} with `{_command_to_convert(intact, converted)}`, "
         f"and then use {flag} {shlex.quote(str(converted))}"
     )
+
+
+def command_to_ask(folder: Path, step: int) -> str | None:
+    """Return the shell command that asks the model that a run has after `step`.
+
+    Return None if there is no such command: the run has not saved its model, or only adapters, or
+    its model is not one of lm/model.py, or the programs are not here.
+    """
+    commands = []
+    model = folder / "model"  # of finetune.py
+    if not _is_model(model):
+        checkpoint = folder / f"step-{step:08}"
+        if not _is_model(checkpoint) or read_settings(folder).get("--adapters"):
+            return None
+        model = folder / f"model-{checkpoint.name}"
+        if not _is_model(model):
+            commands.append(_command_to_convert(checkpoint, model))
+    commands.append(shlex.join(["python", os.path.relpath(ASK), "--model", str(model)]))
+    if not CONVERT.is_file() or not ASK.is_file():  # as in a copy of take.py
+        return None
+    return " && ".join(commands)
+
+
+def _command_to_convert(checkpoint: Path, model: Path) -> str:
+    arguments = ["python", os.path.relpath(CONVERT), str(checkpoint), str(model), "--to", "hf"]
+    return shlex.join(arguments)
 
 
 def check_has_all_weights(folder: Path, where: str) -> None:

@@ -20,6 +20,24 @@ from common.runtime import is_rank0
 
 WANDB_PROJECT = "gpu-training-reference"  # unless the environment variable of this name is set
 
+# Names of charts. What stands before the slash is the section in which both trackers show a chart.
+CHARTS = {
+    "loss": "loss/train",
+    "val_loss": "loss/held-out",
+    "lr": "optimizer/lr",
+    "grad_norm": "optimizer/grad_norm",
+    "skipped_steps": "optimizer/skipped_steps",
+    "loss_scale": "optimizer/loss_scale",
+    "tokens": "progress/tokens",
+    "tokens_per_second": "speed/tokens_per_second",
+    "mfu": "speed/mfu",
+    "data_wait_share": "speed/data_wait_share",
+    "slowest_rank": "speed/slowest_rank",
+    "slowest_rank_lag": "speed/slowest_rank_lag",
+    "memory_active_bytes": "memory/active_bytes",
+    "memory_reserved_bytes": "memory/reserved_bytes",
+}
+
 
 def check_packages(*, tensorboard: bool, wandb: bool) -> None:
     """Raise UserError if a package for --tensorboard or --wandb is not installed.
@@ -35,6 +53,8 @@ def check_packages(*, tensorboard: bool, wandb: bool) -> None:
 
 class TensorBoard:
     """Write records as TensorBoard's event files, one scalar per number, under the record's step.
+
+    The tag of a number is its name in CHARTS.
 
     A resumed run repeats the steps after its checkpoint. TensorBoard then drops what the event
     files have of these steps.
@@ -71,7 +91,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Log records to Weights & Biases.
+    """Log records to Weights & Biases, under the names of CHARTS.
 
     The project is WANDB_PROJECT, the run is named after the folder. The settings of the run are its
     W&B config. With the environment variable WANDB_MODE=offline it needs no network.
@@ -134,8 +154,12 @@ class WeightsAndBiases:
 
 
 def _plain_values(record: dict) -> dict:
-    """Return the numbers and texts of a record, without values that are not known."""
-    return {name: value for name, value in record.items() if isinstance(value, int | float | str)}
+    """Return the numbers and texts of a record by chart, without values that are not known."""
+    values = {}
+    for name, value in record.items():
+        if isinstance(value, int | float | str):
+            values[CHARTS.get(name, name)] = value
+    return values
 
 
 def save_loss_plot(records: list[dict], file: Path) -> None:

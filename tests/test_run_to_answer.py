@@ -4,16 +4,20 @@ import json
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from support.checkpoints import write_folder
 from support.harness import (
+    LIMIT,
     ROOT,
     TINY,
     Result,
     assert_refused,
+    clean_env,
     config_of,
     damage,
     in_full,
@@ -70,6 +74,25 @@ def check_answers(folder: Path, model: str, *processes: int | None) -> None:
     assert all(tokens == token_ids[0] for tokens in token_ids)
 
 
+def paste(folder: Path, command: str) -> subprocess.CompletedProcess:
+    """Run a command that a script has printed, as a person with an activated .venv would."""
+    path = f"{Path(sys.executable).parent}:{clean_env()['PATH']}"
+    return subprocess.run(
+        ["bash", "-c", command],
+        cwd=folder,
+        env=clean_env(PATH=path),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+
+
+def last_lines(result: Result) -> list[list[str]]:
+    """Return the lines for a person after the summary of a run, each as its name and its value."""
+    lines = result.out.rstrip("\n").rpartition("\n\n")[2].splitlines()
+    return [re.split(r": +", line, maxsplit=1) for line in lines]
+
+
 def read_weights(folder: Path) -> torch.nn.Module:
     return weights.build(str(folder), shapes.read_config(str(folder)), seed=0)
 
@@ -101,9 +124,24 @@ def test_a_run_answers_after_the_command_that_is_told(tmp_path, case):
     assert_refused(ask(tmp_path, "run"), f"use --model {converted}")
 
 
+def in_mib(text: str) -> list[float]:
+    return [float(size.replace(",", "")) for size in re.findall(r"([\d,.]+) MiB", text)]
+
+
 def test_a_fine_tuning_run_that_was_stopped_is_converted(tmp_path):
     flags = ["--data", PAIRS, "--seq-len", 128]
     result = train(FINETUNE, tmp_path, *SHORT, *flags, nproc=2)
+
+    # What it prints: the plan is one of a CPU, and its parts are the planned bytes.
+    [plan] = re.findall(r"^planned: .*(?:\n  .*)*", result.out, re.MULTILINE)
+    assert "GPU" not in plan
+    total, *parts = in_mib(plan)
+    assert total == pytest.approx(result.summary["planned_bytes"] / 2**20, abs=0.06)
+    assert sum(parts) == pytest.approx(total, abs=0.06 * len(parts))
+    assert "Loading weights" not in result.err, "a bar of transformers"
+    [answers] = re.findall(r"^answers +(.*)", result.out, re.MULTILINE)
+    assert answers == ", ".join(map(repr, result.summary["answers"]))
+
     shutil.rmtree(tmp_path / "run/model")
     net = read_weights(tmp_path / convert(tmp_path, "run"))
     found = weights.digest(torch.nn.ParameterList(net.parameters()))
@@ -208,8 +246,27 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, how):
     assert_refused(ask(tmp_path, "run"), "--model run", "broken")
 
 
+def test_a_run_ends_with_its_folder_its_picture_and_the_command_that_asks_it(tmp_path):
+    result = train("05_ddp/train.py", tmp_path, *SHORT, "--run-dir", "a run", nproc=2)
+    (_, folder), (_, picture), (_, command) = last_lines(result)
+    assert folder == "a run"
+    assert (tmp_path / picture).is_file()
+    answered = paste(tmp_path, command)
+    assert answered.returncode == 0, answered.stderr
+    assert "transformers' generate" in answered.stdout
+    converted = tmp_path / "a run/model-step-00000002"
+    assert weights.digest(read_weights(converted)) == result.summary["weights_sha256"]
+
+    again = train("05_ddp/train.py", tmp_path, *SHORT, "--run-dir", "a run", "--resume")
+    *_, (_, command) = last_lines(again)
+    assert "convert" not in command, "the model is there already"
+    assert shlex.split(command)[-1] == "a run/model-step-00000002"
+
+
 def test_a_run_without_a_checkpoint_is_told(tmp_path):
-    train(BASELINE, tmp_path, "--steps", 1, "--keep", 0)
+    result = train(BASELINE, tmp_path, "--steps", 1, "--keep", 0)
+    folder = str(tmp_path / "run")
+    assert last_lines(result) == [["run", folder], ["picture", f"{folder}/loss.png"]]
     assert_refused(ask(tmp_path, "run"), "--model run", "no checkpoint", "--keep")
 
 
@@ -337,7 +394,10 @@ def adapted(tmp_path) -> Path:
     """A folder with a fine-tuning run with adapters."""
     write_folder(tmp_path / "base", config_of(TINY))
     flags = ["--data", PAIRS, "--seq-len", 128, "--model", "base", "--adapters", 4]
-    train(FINETUNE, tmp_path, *SHORT, *flags, nproc=2)
+    result = train(FINETUNE, tmp_path, *SHORT, *flags, nproc=2)
+    *_, (_, command) = last_lines(result)
+    assert "convert" not in command
+    assert shlex.split(command)[-1] == str(tmp_path / "run/model")
     return tmp_path
 
 
