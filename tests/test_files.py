@@ -73,12 +73,12 @@ def test_a_model_of_others_in_the_folder_of_the_run_stays(tmp_path):
     assert not (tmp_path / "exp/metrics.jsonl").exists()
 
 
-def test_a_resumed_run_replaces_its_own_model_and_copies_only_the_tokenizer(tmp_path):
+def test_a_resumed_run_replaces_its_own_model_and_copies_no_other_file(tmp_path):
     base = base_model(tmp_path / "base")
     flags = ("--model", base, *CHATS, "--run-dir", "exp")
     assert run(FINETUNE, tmp_path, *flags, "--steps", 1).code == 0
     before = contents(tmp_path / "exp/model")
-    assert {"config.json", "chat_template.jinja"} <= before.keys()
+    assert "config.json" in before
     assert not {"adapter_config.json", "NOTICE.txt"} & before.keys()
 
     result = run(FINETUNE, tmp_path, *flags, "--steps", 2, "--resume")
