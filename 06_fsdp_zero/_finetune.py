@@ -1144,11 +1144,10 @@ def write_folders(
         if not net.config.tie_word_embeddings:  # read_config may have untied the head
             config["tie_word_embeddings"] = False
     kind = str(dtype).removeprefix("torch.")
-    tokenizer = "bytes"
-    if chat.save_tokenizer is not None:
-        tokenizer = args.tokenizer or args.model
+    is_bytes = chat.save_tokenizer is None
+    tokenizer = "bytes" if is_bytes else args.tokenizer or args.model
     config |= {"dtype": kind, "torch_dtype": kind, **special_ids(args.model, tokenizer)}
-    save = partial(save_tokenizer, chat, args.model, tokenizer)
+    save = partial(save_tokenizer, chat, args)
     write_folder(tensors, read, folder / MODEL, config, save, mark)
 
     adapters = {name: runtime.full_tensor(weights[name]).cpu() for name in trained}
@@ -1157,16 +1156,17 @@ def write_folders(
         runtime.on_rank0(write)
 
 
-def save_tokenizer(chat: Chat, origin: str, tokenizer: str, folder: Path) -> None:
+def save_tokenizer(chat: Chat, args, folder: Path) -> None:
     """Write the tokenizer that the model was trained with, and the generation settings of its base.
 
     Programs that ask the model with another tokenizer or template would get worse answers.
     """
-    if Path(tokenizer).is_dir():
-        copy_tokenizer(Path(tokenizer), folder)
+    name = args.tokenizer or args.model
+    if Path(name).is_dir():
+        copy_tokenizer(Path(name), folder)
     elif chat.save_tokenizer is not None:  # of the hub
         chat.save_tokenizer(folder)
-    keep_generation_config(origin, tokenizer, folder)
+    keep_generation_config(args.model, name, folder)
 
 
 def write_adapter_folder(
