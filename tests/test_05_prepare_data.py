@@ -272,9 +272,9 @@ def test_ids_with_gaps(tmp_path):
     assert summary["dtype"] == "uint16"
     assert np.concatenate(tokens(files)).tolist() == [0, 0, 1, 700] * 300
     flags += ["d.jsonl", "--model", "nano", "--steps", 1, "--seq-len", 16]
-    for more in ([], ["--data", "tokens"]):
-        assert train(BASELINE, tmp_path, *flags, *more, "--keep", 0).summary["steps"] == 1
-        (tmp_path / "run/settings.json").unlink()
+    for name in ("d.jsonl", "tokens"):
+        more = ["--data", name, "--run-dir", f"run of {name}", "--keep", 0]
+        assert train(BASELINE, tmp_path, *flags, *more).summary["steps"] == 1
     result = run(BASELINE, tmp_path, *flags, "--model", "tiny.json", "--device", "cpu")
     assert_refused(result, "--model tiny.json", "701")
 
