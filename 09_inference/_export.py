@@ -4,8 +4,11 @@ import argparse
 import dataclasses
 import json
 import os
+import reprlib
 import subprocess
 import sys
+import tempfile
+import urllib.request
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,6 +28,7 @@ from lm.weights import build
 ONNX = ("onnx", "onnxscript", "onnxruntime")
 GGUF = ("gguf", "xllamacpp")
 FORMS = {"aoti": ("g++",), "onnx": ONNX, "int8": ONNX, "f16": GGUF, "q8_0": GGUF}  # what each needs
+LEAST_BYTES = {"aoti": 4, "onnx": 4, "int8": 1, "f16": 2, "q8_0": 1}  # of a file, for each weight
 # Named sizes are trained first, because random weights repeat one token for ever.
 TRAINED_HERE = {"nano": 5e-3, "wide": 6e-4}  # and the learning rate
 NANO_LAYERS = 2
@@ -34,6 +38,16 @@ LOSS_TOKENS = 32  # of each
 # The largest relative error that is allowed: of logits, or of a GGUF file's weights. ONNX Runtime
 # sums in another order: with 2 layers of nano that makes 3e-7, with 30 layers of SmolLM2 2.3e-5.
 MOST_ERROR = {"aoti": 1e-5, "onnx": 1e-4, "f16": 1e-3, "q8_0": 1e-2}
+# Texts that tokenizers of other kinds split otherwise.
+TEXTS = (
+    "the dog jumps over it",
+    " leading space",
+    "It's 1999, isn't it? WE'LL SEE!!",
+    "x  y\n\n  z\t12345 ",
+    "def f(a_b):\n    return a_b**2 != 1_000\n",
+    "Cafe\u0301 na\u00efve \u00bd",
+    "\u65e5\u672c\u8a9e \u0395\u03bb\u03bb\u03ac\u03b4\u03b1 \U0001f642",
+)
 COLUMNS = {
     "form": "form",
     "first_difference": "leaves eager at",
@@ -92,10 +106,12 @@ def parse_flags(doc: str) -> argparse.Namespace:
     return args
 
 
-def possible_forms(args: argparse.Namespace, config: shapes.Config) -> list[str]:
+def possible_forms(
+    args: argparse.Namespace, config: shapes.Config, text: _generate.Text, write_gguf: Callable
+) -> tuple[list[str], list[str]]:
     """Return the forms of --forms that can be made here, and print why others are left out.
 
-    Raise UserError for an unknown form.
+    The second list says what was checked for that. Raise UserError for an unknown form.
     """
     forms = args.forms.split(",")
     unknown = [form for form in forms if form not in FORMS]
@@ -107,23 +123,162 @@ def possible_forms(args: argparse.Namespace, config: shapes.Config) -> list[str]
     for form in forms:
         missing = [need for need in FORMS[form] if not (which(need) or find_spec(need))]
         if FORMS[form] == GGUF and not fits_gguf(args.model, config):
-            missing.append("a Llama without rope_scaling, with GPT-2's words")
+            missing.append("a Llama without rope_scaling, with GPT-2's tokenizer")
         if missing:
             print(f"left out: {form}: needs {', '.join(missing)}")
         else:
             possible.append(form)
-    return possible
+    gguf_forms = [form for form in possible if FORMS[form] == GGUF]
+    if not gguf_forms:
+        return possible, []
+
+    names = ", ".join(gguf_forms)
+    texts = texts_to_compare(text)
+    difference = difference_in_llama_cpp(args.model, config, texts, write_gguf)
+    if difference is None:
+        return possible, [f"{names}: llama.cpp has the model's tokens for {len(texts)} texts"]
+    print(f"left out: {names}: {difference}")
+    return [form for form in possible if form not in gguf_forms], []
+
+
+def least_bytes(name: str, config: shapes.Config, forms: list[str]) -> int:
+    """Return how many bytes the temporary files of this script have at least."""
+    bytes_per_weight = sum(LEAST_BYTES[form] for form in forms)
+    if name in TRAINED_HERE:
+        bytes_per_weight += 4  # its folder, in fp32
+    return shapes.parameter_count(config) * bytes_per_weight
 
 
 def fits_gguf(name: str, config: shapes.Config) -> bool:
-    """Return whether `write_gguf` can write this model: a plain Llama, with GPT-2's words."""
+    """Return whether `write_gguf` can write this model: a plain Llama, with GPT-2's tokenizer.
+
+    llama.cpp implements tokenizers by name. GPT-2's has no normalizer, adds no space in front, and
+    splits words by its own regular expression.
+    """
     if config.rope_scaling or config.qkv_bias or config.qk_norm:
         return False
     file = Path(name, "tokenizer.json")
     if not file.is_file():
-        return not any(Path(name).glob("tokenizer*"))  # without a tokenizer it reads bytes
-    words = json.loads(file.read_text(encoding="utf-8")).get("pre_tokenizer") or {}
-    return words.get("type") == "ByteLevel"
+        return not _generate.tokenizer_files(name)  # without a tokenizer it reads bytes
+    tokenizer = json.loads(file.read_text(encoding="utf-8"))
+    words = tokenizer.get("pre_tokenizer") or {}
+    return (
+        tokenizer["model"].get("type") == "BPE"
+        and tokenizer.get("normalizer") is None
+        and words.get("type") == "ByteLevel"
+        and words.get("use_regex", True)
+        and not words.get("add_prefix_space", True)
+    )
+
+
+# --- the tokens of llama.cpp
+
+
+def texts_to_compare(text: _generate.Text) -> dict[str, tuple[list[int], bool]]:
+    """Return texts with their tokens, and whether special tokens such as BOS are added to them.
+
+    They are TEXTS, the prompts, the prompt of a chat, and a text with each added token. A text with
+    tokens that the model does not have is left out.
+    """
+    texts = [*TEXTS, *text.texts]
+    tokenizer = text.tokenizer
+    if tokenizer is None:
+        tokens = {each: (list(each.encode(errors="surrogateescape")), True) for each in texts}
+    else:
+        for added in tokenizer.added_tokens_decoder.values():
+            texts.append(f"the{added.content}dog {added.content} end")
+        if json.loads(tokenizer.backend_tokenizer.to_str())["model"].get("ignore_merges"):
+            texts.append(all_words(tokenizer))
+        tokens = {each: (tokenizer(each, verbose=False)["input_ids"], True) for each in texts}
+        if isinstance(tokenizer.chat_template, str):
+            tokens |= chat_to_compare(text)
+    readable = {}
+    for each, (ids, add_special) in tokens.items():
+        is_unicode = each.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in each)
+        if is_unicode and max(ids) < text.config.vocab_size:
+            readable[each] = (ids, add_special)
+    return readable
+
+
+def chat_to_compare(text: _generate.Text) -> dict[str, tuple[list[int], bool]]:
+    """Return the first prompt in the chat template, with its tokens, if the template takes it."""
+    messages = [{"role": "user", "content": text.texts[0]}]
+    how = {"add_generation_prompt": True}
+    try:
+        prompt = text.tokenizer.apply_chat_template(messages, tokenize=False, **how)
+        ids = text.tokenizer.apply_chat_template(messages, **how)["input_ids"]
+    except Exception:  # templates raise many types; --chat has told the user before
+        return {}
+    return {prompt: (ids, False)}
+
+
+def all_words(tokenizer) -> str:
+    """Return a text with each token of the vocabulary that is a text."""
+    words = []
+    for token_id in sorted(tokenizer.get_vocab().values()):
+        if token_id in tokenizer.added_tokens_decoder:
+            continue
+        word = tokenizer.backend_tokenizer.decode([token_id])
+        if "\N{REPLACEMENT CHARACTER}" not in word:  # a part of a character
+            words.append(word)
+    return "\n".join(words)
+
+
+def difference_in_llama_cpp(
+    name: str,
+    config: shapes.Config,
+    texts: dict[str, tuple[list[int], bool]],
+    write_gguf: Callable,
+) -> str | None:
+    """Return how llama.cpp reads a text into other tokens, or None if all texts are read alike.
+
+    It reads the vocabulary of the model from a GGUF file with the smallest possible weights.
+    """
+    import xllamacpp
+
+    tiny = dataclasses.replace(
+        config,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "f16.gguf")
+        write_gguf(build("nano", tiny, seed=0), Path(name), file)
+        params = xllamacpp.CommonParams()
+        params.model.path = str(file)
+        params.verbosity = -1
+        params.warmup = False
+        server = xllamacpp.Server(params)
+        for text, (ids, add_special) in texts.items():
+            found = tokens_of_llama_cpp(server, text, add_special)
+            if found != ids:
+                first = 0
+                while found[first : first + 1] == ids[first : first + 1]:
+                    first += 1
+                return (
+                    f"llama.cpp reads {reprlib.repr(text)} otherwise: its token {first + 1} is "
+                    f"{found[first : first + 1]}, and {ids[first : first + 1]} by the tokenizer"
+                )
+    return None
+
+
+def tokens_of_llama_cpp(server, text: str, add_special: bool) -> list[int]:
+    """Return the tokens that llama.cpp's server makes of a text."""
+    question = {"content": text, "add_special": add_special, "parse_special": True}
+    request = urllib.request.Request(
+        f"{server.listening_address}/tokenize",
+        json.dumps(question).encode(),
+        {"Content-Type": "application/json"},
+    )
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # it is on this machine
+    with opener.open(request, timeout=60) as reply:
+        return json.load(reply)["tokens"]
 
 
 # --- the model
@@ -175,13 +330,15 @@ def answer_of(
         choose=lambda logits: logits.argmax(-1),
         device=device,
         stop=text.stop,
+        model=f"--model {args.model}",
     )
     return result.token_ids
 
 
 def held_out_tokens(name: str, text: _generate.Text, device: torch.device) -> Tensor:
     """Return tokens of held-out text, [LOSS_ROWS, LOSS_TOKENS + 1]."""
-    held_out = data.load_corpus("stdlib", model=name).held_out
+    tokenizer = "bytes" if text.tokenizer is None else name
+    held_out = data.load_corpus("stdlib", model=name, tokenizer=tokenizer).held_out
     held_out = held_out[: LOSS_ROWS * (LOSS_TOKENS + 1)]
     text.check_vocabulary(held_out, "the held-out text")
     return torch.from_numpy(held_out.astype("int64")).view(LOSS_ROWS, -1).to(device)
@@ -383,7 +540,11 @@ def add_shape(writer, config: shapes.Config) -> None:
 
 
 def add_vocabulary(writer, config: shapes.Config, folder: Path) -> None:
-    """Add the tokens of the folder's tokenizer to a GGUF file, or bytes if it has none."""
+    """Add the tokens of the folder's tokenizer to a GGUF file, or bytes if it has none.
+
+    llama.cpp finds control tokens and user-defined tokens in a text before it splits the text into
+    words. It spells out a special token that is marked as a normal one.
+    """
     import gguf
 
     writer.add_tokenizer_model("gpt2")
@@ -393,7 +554,9 @@ def add_vocabulary(writer, config: shapes.Config, folder: Path) -> None:
 
         tokenizer = AutoTokenizer.from_pretrained(folder)
         tokens = {token_id: token for token, token_id in tokenizer.get_vocab().items()}
-        special = set(tokenizer.all_special_ids)
+        added = tokenizer.added_tokens_decoder
+        special = {token_id for token_id, token in added.items() if token.special}
+        special.update(tokenizer.all_special_ids)
         special_vocab = gguf.SpecialVocab(folder, load_merges=True, n_vocab=config.vocab_size)
         special_vocab.add_to_gguf(writer)
     else:
@@ -402,6 +565,7 @@ def add_vocabulary(writer, config: shapes.Config, folder: Path) -> None:
         # A byte is a token, under the letter that GPT-2 writes for it. The last byte, which is in
         # no UTF-8 text, ends an answer.
         tokens = bytes_to_unicode()
+        added = {}
         special = {config.vocab_size - 1}
         writer.add_token_merges(["! !"])  # llama.cpp refuses a list without one
         writer.add_eos_token_id(config.vocab_size - 1)
@@ -409,9 +573,15 @@ def add_vocabulary(writer, config: shapes.Config, folder: Path) -> None:
     names = []
     kinds = []
     for token_id in range(config.vocab_size):
-        names.append(tokens.get(token_id, f"<unused{token_id}>"))
-        is_special = token_id in special
-        kinds.append(gguf.TokenType.CONTROL if is_special else gguf.TokenType.NORMAL)
+        names.append(tokens.get(token_id, f"<unused row {token_id}>"))
+        if token_id in special:
+            kinds.append(gguf.TokenType.CONTROL)
+        elif token_id in added:
+            kinds.append(gguf.TokenType.USER_DEFINED)
+        elif token_id in tokens:
+            kinds.append(gguf.TokenType.NORMAL)
+        else:
+            kinds.append(gguf.TokenType.UNUSED)
     writer.add_token_list(names)
     writer.add_token_types(kinds)
 

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import reprlib
+import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common import cli, hardware, measure, report
+from common import cli, hardware, measure, report, runtime
 from common.exits import UserError
 from common.runtime import DTYPES
 from lm import reference, shapes, weights
@@ -33,6 +34,60 @@ BUCKET = 256  # slots of the cache: a captured step reads a multiple of them
 # Decode steps between two reads of their tokens. If a GPU had to hand over each token at once, it
 # would wait for Python at every step.
 READ_EVERY = 8
+# A smaller --temperature is greedy. Logits divided by it would not stay finite.
+LEAST_TEMPERATURE = 1e-5
+# A model without a tokenizer reads bytes. It may have some tokens more, such as padding.
+MOST_BYTE_TOKENS = 320
+# Files of tokenizers. One of them in a folder says that its model does not read bytes.
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "tekken.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "*.tiktoken",
+    "*.model",
+)
+# Keys of generation_config.json that change greedy tokens, and the values that change nothing. None
+# of them is applied here.
+GREEDY_KEYS = {
+    "bad_words_ids": (),
+    "begin_suppress_tokens": ([],),
+    "constraints": (),
+    "diversity_penalty": (0,),
+    "dola_layers": (),
+    "encoder_no_repeat_ngram_size": (0,),
+    "encoder_repetition_penalty": (1,),
+    "exponential_decay_length_penalty": (),
+    "force_words_ids": (),
+    "forced_bos_token_id": (),
+    "forced_eos_token_id": (),
+    "guidance_scale": (1,),
+    "max_time": (),
+    "min_length": (0,),
+    "min_new_tokens": (0,),
+    "no_repeat_ngram_size": (0,),
+    "num_beam_groups": (1,),
+    "num_beams": (1,),
+    "num_return_sequences": (1,),
+    "penalty_alpha": (0,),
+    "repetition_penalty": (1,),
+    "sequence_bias": (),
+    "stop_strings": ([],),
+    "suppress_tokens": ([],),
+    "token_healing": (False,),
+    "watermarking_config": (),
+}
+# Parts of the messages with which the system, safetensors, torch.save and NumPy report a full disk.
+DISK_FULL = (
+    "No space left on device",
+    "Disk quota exceeded",
+    "File too large",
+    "file write failed",
+    "requested and",  # "100 requested and 20 written"
+    "problem writing element",
+)
+LEAST_FREE = 2**14  # bytes; a disk with less is full, whatever an error says
 
 
 # --- the cache
@@ -233,7 +288,16 @@ class Generated:
 
 @torch.inference_mode()
 def generate(
-    prefill, decode, prompts, *, max_new_tokens, choose, device, stop=(), on_tokens=None
+    prefill,
+    decode,
+    prompts,
+    *,
+    max_new_tokens,
+    choose,
+    device,
+    stop=(),
+    on_tokens=None,
+    model="the model",
 ) -> Generated:
     """Generate text. Prefill gives the first token of each prompt, each decode step one more.
 
@@ -243,6 +307,9 @@ def generate(
         choose: A function from logits, [batch, vocab], to tokens, [batch].
         stop: The token ids that end an answer.
         on_tokens: A function that gets the tokens of each step, with None for an answer that ended.
+        model: What the message of an error calls the model.
+
+    Raise UserError if a logit is NaN or infinite.
     """
     result = Generated(
         token_ids=[[] for _ in prompts],
@@ -250,14 +317,20 @@ def generate(
     )
     finished = set()  # rows of answers that have ended
 
-    def take(tokens: list[int]) -> None:
-        for row, token in enumerate(tokens):
+    def take(marked_tokens: list[float]) -> None:
+        tokens = [None] * len(prompts)
+        for row, marked_token in enumerate(marked_tokens):
+            if row in finished:
+                continue
+            answer = result.token_ids[row]
+            if math.isnan(marked_token):
+                raise not_finite_error(model, f"new token {len(answer) + 1} of prompt {row + 1}")
+            token = int(marked_token)
             if token in stop:
                 finished.add(row)
-            if row in finished:
-                tokens[row] = None
             else:
-                result.token_ids[row].append(token)
+                answer.append(token)
+                tokens[row] = token
         if on_tokens:
             on_tokens(tokens)
 
@@ -267,27 +340,51 @@ def generate(
     )  # [batch, tokens]
     positions = torch.arange(ids.shape[1], device=device).expand_as(ids)
     start = time.perf_counter()
-    tokens = choose(prefill(ids, positions, lengths - 1))
-    take(tokens.tolist())
+    logits = prefill(ids, positions, lengths - 1)
+    tokens = choose(logits)
+    take(mark(tokens, logits).tolist())
     result.prefill_seconds = time.perf_counter() - start
 
     steps = range(max_new_tokens - 1)
     if not on_tokens:  # on_tokens shows the progress itself
         steps = report.progress_bar(steps, "decoding", unit="token", delay=2)
     start = time.perf_counter()
-    unread = []  # the tokens of the last steps, [batch] each
+    unread = []  # the marked tokens of the last steps, [batch] each
     for step in steps:
         if len(finished) == len(prompts):
             break
-        tokens = choose(decode(tokens, lengths + step))
+        logits = decode(tokens, lengths + step)
+        tokens = choose(logits)
         result.decode_steps += 1
-        unread.append(tokens)
+        unread.append(mark(tokens, logits))
         if device.type == "cpu" or len(unread) == READ_EVERY or step == max_new_tokens - 2:
             for step_tokens in torch.stack(unread).tolist():
                 take(step_tokens)
             unread = []
     result.decode_seconds = time.perf_counter() - start
     return result
+
+
+def mark(tokens: Tensor, logits: Tensor) -> Tensor:
+    """Return tokens, [batch], as fp32: NaN in place of a token if a logit is NaN or infinite.
+
+    The CPU reads both in one copy, when it reads tokens anyway: a wait at each step would take
+    longer. fp32 holds every integer up to 2**24.
+    """
+    return tokens + nan_if_not_finite(logits)
+
+
+def nan_if_not_finite(logits: Tensor) -> Tensor:
+    """Return [...] for logits [..., vocab]: 0 if all logits are finite, else NaN."""
+    return (logits * 0).sum(-1, dtype=torch.float32)
+
+
+def not_finite_error(model: str, where: str) -> UserError:
+    """Return the error for logits that are NaN or infinite."""
+    return UserError(
+        f"{model}: its logits for {where} are NaN or infinite: a weight is NaN or infinite "
+        "(download the files again), or a number is too large for the dtype (use --dtype fp32)"
+    )
 
 
 def probabilities(
@@ -301,7 +398,9 @@ def probabilities(
     """
     if temperature == 0:
         return F.one_hot(logits.argmax(-1), logits.shape[-1]).float()
-    scaled = logits.float() / temperature
+    # multinomial fails for NaN, on a GPU without a message that names the cause. generate tells it.
+    finite = logits.float().nan_to_num(nan=0.0, posinf=0.0, neginf=-1e30)
+    scaled = finite / temperature
     likely, order = scaled.softmax(-1).sort(dim=-1, descending=True)
     if top_k > 0:
         likely[..., top_k:] = 0
@@ -325,6 +424,12 @@ def sample(logits: Tensor, args: argparse.Namespace, generator: torch.Generator)
 # --- flags and prompts
 
 
+def say_if_random(model: str) -> None:
+    """Print that an answer means nothing, if the model has random weights."""
+    if not shapes.has_weights(model):
+        runtime.print0(f"--model {model} has random weights: what it answers means nothing")
+
+
 def parser(description: str, default_prompt: str = DEFAULT_PROMPT) -> cli.Parser:
     """Return a parser with the flags of every script that generates text.
 
@@ -344,7 +449,7 @@ def parser(description: str, default_prompt: str = DEFAULT_PROMPT) -> cli.Parser
     )
     add("--chat", action="store_true", help="put each prompt into the tokenizer's chat template")
     add("--max-new-tokens", type=cli.positive_int, default=32)
-    add("--temperature", type=cli.not_negative, default=0.0, help="0: greedy")
+    add("--temperature", type=temperature, default=0.0, help="0: greedy")
     add(
         "--top-k",
         type=cli.natural,
@@ -368,6 +473,12 @@ def parser(description: str, default_prompt: str = DEFAULT_PROMPT) -> cli.Parser
     return flags
 
 
+def temperature(text: str) -> float:
+    """Return the temperature in `text`: 0 if it is so small that the likeliest token is certain."""
+    value = cli.not_negative(text)
+    return value if value >= LEAST_TEMPERATURE else 0.0
+
+
 class Text:
     """The prompts of the flags as token ids, and generated token ids as text.
 
@@ -379,6 +490,9 @@ class Text:
         prompts: The token ids of each prompt.
         length: The slots that a cache needs for each prompt and its answer.
         stop: The token ids that end an answer.
+        folder_stop: Those of them that end an answer of transformers' generate, too.
+        not_applied: The settings of the folder that change greedy tokens, and that do not count
+            here.
         vocab_size: The number of tokens. Further rows of the model's vocabulary are padding.
     """
 
@@ -393,6 +507,8 @@ class Text:
         self.vocab_size = config.vocab_size
         self.chat = args.chat
         self.tokenizer = read_tokenizer(args.model)
+        if self.tokenizer is None:
+            check_reads_bytes(args.model, config)
         if args.chat:
             check_chat_template(self.tokenizer, args.model)
 
@@ -409,7 +525,12 @@ class Text:
             self.prompts.append(ids)
 
         self.length = cache_length(max(map(len, self.prompts)), args, config, ahead)
-        self.stop = stop_tokens(self.tokenizer, args.model)
+        settings = GenerationSettings(args.model)
+        self.folder_stop = settings.stop_tokens()
+        self.stop = stop_tokens(self.tokenizer, self.folder_stop)
+        self.not_applied = settings.not_applied()
+        if self.not_applied:
+            runtime.print0(f"not applied, from {settings.file}: {self.not_applied}")
 
     def check_vocabulary(self, ids: Iterable[int], where: str) -> None:
         """Raise UserError if a token is not in the model's vocabulary.
@@ -486,17 +607,47 @@ def read_tokenizer(model: str, flag: str = "--model"):
 
     Raise UserError if the folder has files of a tokenizer that cannot be read.
     """
-    if model in shapes.SIZES or not any(Path(model).glob("tokenizer*")):
+    files = tokenizer_files(model)
+    if not files:
         return None
     from transformers import AutoTokenizer  # a slow import, which bytes do not need
 
     fix = "copy tokenizer.json and tokenizer_config.json into the folder again"
+    if not any(name.startswith("tokenizer") for name in files):
+        fix = f"convert {' and '.join(files)} to tokenizer.json, or copy that file into the folder"
     with as_user_error(f"{flag} {model}: its tokenizer cannot be read", fix):
         tokenizer = AutoTokenizer.from_pretrained(model)
     # some classes come without any file, and then have special tokens alone
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         raise UserError(f"{flag} {model}: its tokenizer has no tokens for text: {fix}")
     return tokenizer
+
+
+def tokenizer_files(model: str) -> list[str]:
+    """Return the names of the files of a tokenizer in a model's folder."""
+    if model in shapes.SIZES:
+        return []
+    names = set()
+    for pattern in TOKENIZER_FILES:
+        names.update(file.name for file in Path(model).glob(pattern))
+    return sorted(names)
+
+
+def check_reads_bytes(model: str, config: shapes.Config) -> None:
+    """Raise UserError if a model without a tokenizer was not trained on bytes.
+
+    Its tokens would be other words. Random weights mean nothing, so they may read bytes.
+    """
+    if config.vocab_size <= MOST_BYTE_TOKENS or not shapes.has_weights(model):
+        return
+    # A run on bytes keeps the vocabulary of its size. transformers would have written its version.
+    content = shapes.read_config_json(model)
+    if config in shapes.SIZES.values() and "transformers_version" not in content:
+        return
+    raise UserError(
+        f"--model {model} has {config.vocab_size} tokens and no tokenizer, and bytes are only 256: "
+        "copy tokenizer.json and tokenizer_config.json of this model into the folder"
+    )
 
 
 def check_chat_template(tokenizer, model: str) -> None:
@@ -553,37 +704,63 @@ def cache_length(
     return math.ceil(length / 16) * 16
 
 
-def stop_tokens(tokenizer, model: str) -> frozenset[int]:
-    """Return the token ids that end an answer: the tokenizer's, and those of the folder.
-
-    generation_config.json has one id, a list of ids or null. Raise UserError if it has anything
-    else.
-    """
-    stop = set()
+def stop_tokens(tokenizer, folder_stop: frozenset[int]) -> frozenset[int]:
+    """Return the token ids that end an answer: those of the folder, and the tokenizer's."""
+    stop = set(folder_stop)
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         stop.add(tokenizer.eos_token_id)
-    path = Path(model) / "generation_config.json"
-    if os.path.lexists(path):  # a link to a missing file cannot be read, which is an error
-        stop.update(read_stop_tokens(path))
     return frozenset(stop)
 
 
-def read_stop_tokens(path: Path) -> list[int]:
-    """Return the ids of eos_token_id in a generation_config.json."""
-    with as_user_error(
-        f"--model {path.parent}: {path.name} cannot be read", "download it again, or delete it"
-    ):
-        content = json.loads(path.read_bytes())
-        value = content.get("eos_token_id")
-    if value is None:
-        return []
-    ids = value if isinstance(value, list) else [value]
-    if any(type(token) is not int for token in ids):
-        raise UserError(
-            f"--model {path.parent}: {path.name} has eos_token_id {value!r}: "
-            "write a token id or a list of token ids"
-        )
-    return ids
+class GenerationSettings:
+    """Settings that transformers' generate reads from the folder of a model.
+
+    They are in generation_config.json. If there is no such file, config.json counts instead.
+    """
+
+    def __init__(self, model: str) -> None:
+        """Read the settings. Raise UserError if the file cannot be read."""
+        self.model = model
+        self.file = "generation_config.json"
+        self.content = {}
+        if model in shapes.SIZES:
+            return
+        path = Path(model) / self.file
+        if os.path.lexists(path):  # a link to a missing file cannot be read, which is an error
+            with as_user_error(
+                f"--model {model}: {self.file} cannot be read", "download it again, or delete it"
+            ):
+                self.content = json.loads(path.read_bytes())
+                if not isinstance(self.content, dict):
+                    raise TypeError("it is no JSON object")
+        else:
+            self.file = "config.json"
+            self.content = shapes.read_config_json(model)
+
+    def stop_tokens(self) -> frozenset[int]:
+        """Return the token ids of eos_token_id, which is one id, a list of ids or null.
+
+        Raise UserError if it is anything else.
+        """
+        value = self.content.get("eos_token_id")
+        if value is None:
+            return frozenset()
+        ids = value if isinstance(value, list) else [value]
+        if any(type(token) is not int for token in ids):
+            raise UserError(
+                f"--model {self.model}: {self.file} has eos_token_id {value!r}: "
+                "write a token id or a list of token ids"
+            )
+        return frozenset(ids)
+
+    def not_applied(self) -> str:
+        """Return the settings that change greedy tokens, with their values, or ""."""
+        settings = []
+        for key, neutral_values in GREEDY_KEYS.items():
+            value = self.content.get(key)
+            if value is not None and value not in neutral_values:
+                settings.append(f"{key} {reprlib.repr(value)}")
+        return ", ".join(settings)
 
 
 def choose_dtype(args: argparse.Namespace, config: shapes.Config, device: torch.device) -> str:
@@ -615,12 +792,13 @@ def check_tokens(
     if args.temperature or args.dtype != "fp32" or parameters > SMALL:
         return []
     with reference.comparison(device, needed_bytes=2 * 4 * parameters) as where:
-        expected = tokens_of_transformers(text, args, where)
+        expected, conditions = tokens_of_transformers(text, args, where)
     for ids, expected_ids in zip(found, expected, strict=True):
         assert ids == expected_ids, f"tokens {ids}, and transformers' generate gives {expected_ids}"
     if not any(found):
         return []
     line = f"the {sum(map(len, found))} greedy tokens are those of transformers' generate"
+    line += "".join(conditions)
     if where.type != device.type:
         line += f", computed on the {where.type.upper()}"
     if device.type == "cuda" and where.type == "cpu":
@@ -632,26 +810,67 @@ def tokens_of_transformers(
     text: Text,
     args: argparse.Namespace,
     device: torch.device,
-) -> list[list[int]]:
-    """Return each prompt's new tokens by transformers' generate, with this script's weights."""
-    net = weights.build(args.model, text.config, seed=args.seed, device=device)
-    baseline = reference.build_transformers(text.config, net.state_dict(), device)
+) -> tuple[list[list[int]], list[str]]:
+    """Return each prompt's new tokens by transformers' generate, and what else was done to them.
+
+    transformers reads the folder itself, and gets no setting but do_sample=False and
+    max_new_tokens. Every exception is in the second list, as words for the line of the check.
+    """
+    from transformers import GenerationConfig
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    baseline, conditions = model_of_transformers(text, args, device)
+    if conditions or text.not_applied:  # the folder's settings are not there, or do not count
+        stop = sorted(text.folder_stop) or None
+        baseline.generation_config = GenerationConfig(eos_token_id=stop)
+    if text.not_applied:
+        conditions.append(f" without {text.not_applied}: of plain greedy decoding")
+    if baseline.generation_config.pad_token_id is None:
+        baseline.generation_config.pad_token_id = 0  # a warning less: one prompt has no padding
+
+    rows_left_out = list(range(text.vocab_size, text.config.vocab_size))
+    settings = {"do_sample": False, "max_new_tokens": args.max_new_tokens}
+    if rows_left_out:
+        settings["suppress_tokens"] = rows_left_out
+        conditions.append(f" from the first {text.vocab_size} rows of the vocabulary")
     answers = []
-    padding = list(range(text.vocab_size, text.config.vocab_size))
+    goes_on = False
     for prompt in text.prompts:
         inputs = torch.tensor([prompt], device=device)
-        answer = baseline.generate(
-            inputs,
-            attention_mask=torch.ones_like(inputs),
-            do_sample=False,
-            max_new_tokens=args.max_new_tokens,
-            eos_token_id=sorted(text.stop) or None,
-            pad_token_id=0,
-            suppress_tokens=padding or None,
-        )
-        new_tokens = answer[0, len(prompt) :].tolist()
-        answers.append([token for token in new_tokens if token not in text.stop])
-    return answers
+        output = baseline.generate(inputs, attention_mask=torch.ones_like(inputs), **settings)
+        answer = []
+        for token in output[0, len(prompt) :].tolist():
+            if token in text.stop:
+                goes_on |= token not in text.folder_stop
+                break
+            answer.append(token)
+        answers.append(answer)
+    if goes_on:
+        conditions.append(", which does not end at the tokenizer's stop token")
+    return answers, conditions
+
+
+def model_of_transformers(
+    text: Text,
+    args: argparse.Namespace,
+    device: torch.device,
+) -> tuple[nn.Module, list[str]]:
+    """Return transformers' model. The list says if its weights were not read by transformers."""
+    folder = Path(args.model)
+    why = ""
+    if shapes.has_weights(args.model):
+        # with adapter_config.json in the folder, transformers would open the model that it names
+        if not (folder / "adapter_config.json").exists():
+            try:
+                return reference.read_transformers(folder, device), []
+            except Exception as error:  # it reads fewer kinds of folders, and raises many types
+                why = f" ({type(error).__name__})"
+        why = f" with weights that this script has read: transformers does not open {folder}{why}"
+    net = weights.build(args.model, text.config, seed=args.seed, device=device)
+    baseline = reference.build_transformers(text.config, net.state_dict(), device)
+    return baseline, [why]
 
 
 def speed(result: Generated, device: torch.device, bytes_per_step: int) -> dict:
@@ -690,3 +909,40 @@ def speed(result: Generated, device: torch.device, bytes_per_step: int) -> dict:
             keys["copy_bytes_per_second"] = measure.copy_bytes_per_second(device)
             keys["copy_rate_share"] = bytes_per_second / keys["copy_bytes_per_second"]
     return keys
+
+
+# --- temporary files
+
+
+@contextlib.contextmanager
+def room_for(needed_bytes: int, folder: Path) -> Iterator[None]:
+    """Raise UserError if `folder` has less room than the `with` block needs there.
+
+    That is asked before the block starts. A disk can also become full while the block writes, or
+    have a quota.
+    """
+    free_bytes = shutil.disk_usage(folder).free
+    message = (
+        f"temporary files in {folder} need at least {needed_bytes:,} bytes, and {free_bytes:,} are "
+        "free there: delete something, or name a folder on a larger disk, TMPDIR=FOLDER"
+    )
+    if free_bytes < needed_bytes:
+        raise UserError(message)
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, UserError) or not is_disk_full(error, folder):
+            raise
+        raise UserError(f"{message} ({error})") from None
+
+
+def is_disk_full(error: BaseException, folder: Path) -> bool:
+    """Return whether an exception, or one that led to it, tells that the disk is full."""
+    if shutil.disk_usage(folder).free < LEAST_FREE:
+        return True
+    causes = []
+    while error is not None and error not in causes:
+        causes.append(error)
+        error = error.__cause__ or error.__context__
+    messages = " ".join(str(cause) for cause in causes)
+    return any(words in messages for words in DISK_FULL)

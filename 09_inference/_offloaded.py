@@ -264,11 +264,11 @@ def place_of(weight_name: str, device_map: dict[str, int | str]) -> int | str:
     return device_map[module]
 
 
-def temporary_folder() -> str:
+def temporary_folder() -> Path:
     """Create a folder that is deleted when the script ends."""
     folder = tempfile.mkdtemp(prefix="offloaded-")
     exits.before_exit.append(partial(shutil.rmtree, folder, ignore_errors=True))
-    return folder
+    return Path(folder)
 
 
 def load_with_map(
@@ -283,22 +283,29 @@ def load_with_map(
     from transformers import AutoModelForCausalLM
 
     folder = temporary_folder()
-    Path(folder, "config.json").write_text(json.dumps(shapes.config_json(config)), encoding="utf-8")
+    dtype = _generate.DTYPES[args.dtype]
     stored = weights.open_weights(args.model, config)
-    if stored is None:  # random weights
-        net = weights.build(args.model, config, seed=args.seed).to(_generate.DTYPES[args.dtype])
-        tensors = dict(net.named_parameters())
-        save_file(tensors, f"{folder}/model.safetensors", metadata={"format": "pt"})
-    else:
-        link_weight_files(stored, Path(folder))
+    needed_bytes = 0  # links
+    if stored is None:
+        needed_bytes = shapes.parameter_count(config) * dtype.itemsize
+    with _generate.room_for(needed_bytes, folder):
+        content = json.dumps(shapes.config_json(config))
+        (folder / "config.json").write_text(content, encoding="utf-8")
+        if stored is None:  # random weights
+            net = weights.build(args.model, config, seed=args.seed).to(dtype)
+            tensors = dict(net.named_parameters())
+            save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        else:
+            link_weight_files(stored, folder)
     try:
-        net, info = AutoModelForCausalLM.from_pretrained(
-            folder,
-            output_loading_info=True,
-            dtype=_generate.DTYPES[args.dtype],
-            device_map=device_map,
-            offload_folder=temporary_folder(),
-        )
+        with _generate.room_for(0, folder):
+            net, info = AutoModelForCausalLM.from_pretrained(
+                folder,
+                output_loading_info=True,
+                dtype=dtype,
+                device_map=device_map,
+                offload_folder=temporary_folder(),
+            )
     except SafetensorError as error:
         raise UserError(
             f"--model {args.model}: a file is damaged, download it again ({error})"
@@ -477,6 +484,7 @@ def answer(
         choose=partial(_generate.sample, args=args, generator=generator),
         device=device,
         stop=text.stop,
+        model=f"--model {args.model}",
     )
 
 

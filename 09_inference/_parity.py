@@ -3,6 +3,7 @@
 from argparse import Namespace
 from itertools import islice
 
+import _generate
 import torch
 from torch import Tensor
 
@@ -37,14 +38,20 @@ def load_text(args) -> tuple[shapes.Config, data.Corpus]:
 
     Raise UserError if prompt and new tokens do not fit into the model's context.
     """
-    limit = shapes.read_config(args.model).max_position_embeddings
+    config = shapes.read_config(args.model)
+    limit = config.max_position_embeddings
     length = PROMPT_TOKENS + args.new_tokens
     if length > limit:
         raise UserError(
             f"--new-tokens {args.new_tokens} after prompts of {PROMPT_TOKENS} is over the limit of "
             f"--model {args.model}, {limit}: use at most {limit - PROMPT_TOKENS}"
         )
-    corpus = data.load_corpus("stdlib", model=args.model)
+    if _generate.read_tokenizer(args.model) is None:
+        _generate.check_reads_bytes(args.model, config)
+        tokenizer = "bytes"
+    else:
+        tokenizer = args.model
+    corpus = data.load_corpus("stdlib", model=args.model, tokenizer=tokenizer)
     return shapes.load_config(args.model, corpus.vocab_size, length), corpus
 
 
@@ -56,6 +63,12 @@ def prompts_of(corpus: data.Corpus, batch_size: int, device: torch.device) -> Te
         most = len(tokens) // PROMPT_TOKENS
         raise UserError(f"--batch-size {batch_size}: the held-out text has {most} prompts")
     return torch.from_numpy(tokens.astype("int64")).view(batch_size, -1).to(device)
+
+
+def check_finite(logits: Tensor, args) -> None:
+    """Raise UserError if a logit is NaN or infinite, which has no probability."""
+    if _generate.nan_if_not_finite(logits).isnan().any():
+        raise _generate.not_finite_error(f"--model {args.model}", f"a token in {args.dtype}")
 
 
 def can_compile(device: torch.device) -> bool:

@@ -337,6 +337,11 @@ def quantize_matrix(
         some_rows = slice(first, first + rows_at_once)
         # moved in its own type, which may have fewer bytes than fp32
         exact = weight[some_rows].to(device).float()
+        if not exact.norm().isfinite():
+            raise UserError(
+                f"--model {args.model}: {name}.weight has a number that is NaN or infinite: "
+                "download the files again"
+            )
         parts, expected, norms = quantize_rows(exact, x, layer, args.group_size)
         all_expected.append(expected)
         all_norms.append(norms)

@@ -135,6 +135,25 @@ def without_padding(step: Callable[..., Tensor], vocab_size: int) -> Callable[..
     return step_without_padding
 
 
+def watched(step: Callable[..., Tensor], marks: list[Tensor]) -> Callable[..., Tensor]:
+    """Return the step. Each call adds a tensor to `marks`: NaN if a logit is NaN or infinite."""
+
+    def watched_step(*inputs: Tensor) -> Tensor:
+        logits = step(*inputs)
+        marks.append(_generate.nan_if_not_finite(logits).flatten())
+        return logits
+
+    return watched_step
+
+
+def check_finite(marks: list[Tensor], model: str) -> None:
+    """Raise UserError if a logit was NaN or infinite since the last call."""
+    is_nan = torch.cat(marks).isnan().any().item()
+    marks.clear()
+    if is_nan:
+        raise _generate.not_finite_error(model, "a guess")
+
+
 def up_to_stop(tokens: list[int], stop: frozenset[int]) -> list[int]:
     """Return the tokens before the first stop token."""
     for place, token in enumerate(tokens):

@@ -279,15 +279,17 @@ def main() -> int:
     name = args.model
     config = helper.shape_of(name)
     text = _generate.Text(args, config)
-    forms = helper.possible_forms(args, config)
+    forms, checked_tokens = helper.possible_forms(args, config, text, write_gguf)
     device = report.start_lesson(args.device, args.seed)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        if name in helper.TRAINED_HERE:
-            args.model = helper.train(name, folder / name, config, device)
-        rows = run(args, folder, device, forms, text)
+        with _generate.room_for(helper.least_bytes(name, config, forms), folder):
+            if name in helper.TRAINED_HERE:
+                args.model = helper.train(name, folder / name, config, device)
+            rows = run(args, folder, device, forms, text)
         checked = _generate.check_tokens(rows["eager"]["token_ids"], text, args, device)
         checked += helper.check(rows, config)
+        checked += checked_tokens
     report.end_lesson(
         [{"form": form, **row} for form, row in rows.items()],
         columns=helper.COLUMNS,

@@ -50,6 +50,7 @@ from _generate import (
     generate,
     parser,
     sample,
+    say_if_random,
     speed,
     steps_of,
 )
@@ -187,13 +188,19 @@ def run(
             choose=same_on_all_ranks(choose),
             device=device,
             stop=text.stop,
+            model=f"--model {args.model}",
             on_tokens=on_tokens,
         )
 
     # Warm up. A compiled step is captured for each number of slots that it meets.
     answer(args.max_new_tokens if args.compile else min(4, args.max_new_tokens))
-    on_tokens = helper.printer(text) if runtime.is_rank0() else None
+    on_tokens = None
+    if runtime.is_rank0():
+        print(f"prompt: {text.texts[0]}")
+        print("answer: ", end="", flush=True)
+        on_tokens = helper.printer(text)
     result = answer(args.max_new_tokens, on_tokens)
+    runtime.print0("")  # the answer has no line end
 
     token_ids_of_ranks = runtime.all_gather(result.token_ids)
     for token_ids in token_ids_of_ranks:
@@ -224,6 +231,7 @@ def main() -> int:
     args.dtype = choose_dtype(args, config, device)
     row = helper.check_room(args, config, ranks, cache_tokens, device)
     net = load_model(args, config, device)
+    say_if_random(args.model)
     helper.check_bytes(net, args, dist.get_rank(), ranks)
     result, checked = run(net, text, args, ranks, device)
 

@@ -429,6 +429,7 @@ def run(variant: str, net: model.Transformer, text: Text, args, device: torch.de
         choose=choose,
         device=device,
         stop=text.stop,
+        model=f"--model {args.model}",
     )
     counter.remove()
     row["token_ids"] = result.token_ids

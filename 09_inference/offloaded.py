@@ -370,6 +370,7 @@ def main() -> int:
         own["world_size"] = args.world_size or 1
     else:
         own["texts"] = [text.decode(ids) for ids in token_ids]
+        _generate.say_if_random(args.model)
         runtime.print0(own["texts"][0])
         checked += runtime.on_rank0(partial(_generate.check_tokens, token_ids, text, args, device))
     report.end_lesson(

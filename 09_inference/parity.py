@@ -219,6 +219,7 @@ def run(net: model.Transformer, prompts: Tensor, args, can_compile: bool) -> lis
     generator = torch.Generator(prompts.device).manual_seed(0)
 
     def draw(logits: Tensor, step: int) -> Tensor:
+        helper.check_finite(logits, args)
         probabilities = logits.float().softmax(dim=-1)
         return torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)
 

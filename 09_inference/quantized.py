@@ -42,6 +42,7 @@ from _generate import (
     generate,
     parser,
     sample,
+    say_if_random,
     speed,
     steps_of,
 )
@@ -451,6 +452,7 @@ def run(
     def answer(new_tokens: int):
         generator = torch.Generator(device).manual_seed(args.seed)
         how = {"max_new_tokens": new_tokens, "device": device, "stop": text.stop}
+        how["model"] = f"--model {args.model}"
         return generate(
             prefill,
             decode,
@@ -570,6 +572,7 @@ def main() -> int:
     text = Text(args, config)
     device = report.start_lesson(args.device, args.seed)
     _quantized.check_kernel(args, device)
+    say_if_random(args.model)
 
     kinds = [*LAYERS] if args.weights == "all" else [args.weights]
     rows = []

@@ -78,6 +78,7 @@ class Steps(NamedTuple):
     prefill: Callable[..., Tensor]  # ids and positions [1, prompt], last [1] -> logits [1, vocab]
     decode: Callable[..., Tensor]  # token and position [1] -> logits [1, vocab]
     verify: Callable[..., Tensor]  # tokens and positions [1, K + 1] -> logits [1, K + 1, vocab]
+    marks: list[Tensor]  # of each forward: NaN if a logit is NaN or infinite
 
 
 @torch.inference_mode()
@@ -174,8 +175,11 @@ def make_steps(
 
     if args.compile:
         decode, verify = _generate.compiled(net, cache, decode, verify)
-    steps = [helper.without_padding(step, text.vocab_size) for step in (prefill, decode, verify)]
-    return Steps(*steps)
+    marks = []
+    steps = []
+    for step in (prefill, decode, verify):
+        steps.append(helper.watched(helper.without_padding(step, text.vocab_size), marks))
+    return Steps(*steps, marks)
 
 
 def load(
@@ -216,6 +220,7 @@ def run(
                 choose=partial(_generate.sample, args=args, generator=generator),
                 device=device,
                 stop=text.stop,
+                model=f"--model {args.model}",
             )
             answers += result.token_ids
             accepted += [0] * result.decode_steps
@@ -237,6 +242,8 @@ def run(
             )
             answers.append(answer)
             accepted += accepted_per_step
+            helper.check_finite(target.marks, f"--model {args.model}")
+            helper.check_finite(draft.marks, f"--draft {args.draft or args.model}")
     return helper.row_of(name, answers, accepted, has_draft=draft is not None)
 
 
@@ -274,6 +281,7 @@ def main() -> int:
     verify_ratio = helper.time_of_verify(target, text.prompts[0], args.draft_tokens, device)
 
     token_ids = rows[1]["token_ids"]
+    _generate.say_if_random(args.model)
     for prompt, ids in zip(text.texts, token_ids, strict=True):
         print(f"{prompt!r} goes on: {text.decode(ids)!r}")
     report.end_lesson(

@@ -1,5 +1,6 @@
 """09_inference/export.py: every form gives eager's tokens, and rejects what it was not made for."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from support.harness import (
     run,
     with_fault,
     with_prelude,
+    with_small_files,
 )
 
 SCRIPT = "09_inference/export.py"
@@ -101,6 +103,112 @@ def test_gguf_of_another_shape_is_left_out(tmp_path, shape):
     write_folder(tmp_path / "other", config_of({**TINY, **shape}))
     rows = rows_of(tmp_path, tmp_path / "other", "--forms", "f16,q8_0")
     assert [*rows] == ["eager"]
+
+
+# --- the tokens of llama.cpp
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def byte_level(**words) -> dict:
+    return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, **words}
+
+
+def added(token_id: int, content: str, special: bool, **properties) -> dict:
+    token = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    return {"id": token_id, "content": content, "special": special, **token, **properties}
+
+
+def write_tokenizer(folder: Path, **changes) -> None:
+    """Write a chat model's byte-level BPE: 259 tokens, then two added ones, for a model of 270.
+
+    As many have it, only one of the special tokens has a name, and one added token is not special.
+    """
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    vocabulary = {letter: byte for byte, letter in bytes_to_unicode().items()}
+    vocabulary |= {"th": 256, "Ġth": 257, "Ġzebra": 258}  # the last one is reached by no merge
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [
+            added(259, "<|im_start|>", True),
+            added(260, "<|im_end|>", True),
+            added(261, "<think>", False),
+            added(270, "[PAD]", True),  # the model has no such token
+        ],
+        "normalizer": None,
+        "pre_tokenizer": byte_level(),
+        "post_processor": None,
+        "decoder": byte_level(),
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": ["t h", "Ġ th"]},
+    }
+    model = tokenizer["model"] | changes.pop("model", {})
+    content = json.dumps({**tokenizer, "model": model, **changes})
+    (folder / "tokenizer.json").write_text(content, encoding="utf-8")
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
+    config["chat_template"] = CHATML
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+def start_gguf(where: Path, **tokenizer) -> Result:
+    """Export a chat model to GGUF. The held-out text is no part of it, and would take minutes."""
+    for package in ("gguf", "xllamacpp"):
+        pytest.importorskip(package)
+    write_folder(where / "model", config_of({**TINY, "vocab_size": 270}), scale=4)
+    write_tokenizer(where / "model", **tokenizer)
+    prelude = """
+import types
+import numpy
+import lm.data
+corpus = types.SimpleNamespace(held_out=numpy.arange(600) % 256)
+lm.data.load_corpus = lambda *args, **kwargs: corpus
+"""
+    script = with_prelude(SCRIPT, where / "prelude", prelude)
+    flags = ["--chat", "--prompt", "the dog", "--forms", "f16", "--max-new-tokens", 2]
+    flags += ["--model", "model", "--device", "cpu", "--json", "summary.json"]
+    result = run(script, where, *flags)
+    assert result.code == 0, result
+    return result
+
+
+def test_llama_cpp_reads_the_tokens_of_a_chat_model(tmp_path):
+    result = start_gguf(tmp_path)
+    assert [row["form"] for row in result.summary["rows"]] == ["eager", "f16"], result
+    assert any("llama.cpp has the model's tokens" in line for line in result.summary["checked"])
+
+
+EATS_SPACE = [added(259, "<|im_start|>", True, rstrip=True), added(260, "<|im_end|>", True)]
+OTHER_TOKENIZERS = {
+    "a space in front": {"pre_tokenizer": byte_level(add_prefix_space=True)},
+    "a normalizer": {"normalizer": {"type": "NFC"}},
+    "a word that no merge reaches": {"model": {"ignore_merges": True}},
+    "a token that eats spaces": {"added_tokens": EATS_SPACE},
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "a space in front",
+        "a word that no merge reaches",
+        pytest.param("a normalizer", marks=pytest.mark.full),
+        pytest.param("a token that eats spaces", marks=pytest.mark.full),
+    ],
+)
+def test_a_tokenizer_that_llama_cpp_reads_otherwise_is_left_out(tmp_path, case):
+    result = start_gguf(tmp_path, **OTHER_TOKENIZERS[case])
+    assert [row["form"] for row in result.summary["rows"]] == ["eager"]
+    assert "left out: f16" in result.out
+
+
+def test_a_full_disk_is_one_line(tmp_path, model):
+    pytest.importorskip("onnxruntime")
+    script = with_small_files(SCRIPT, tmp_path / "small", 20_000)
+    result = start(tmp_path, model, "--forms", "onnx", script=script)
+    assert_refused(result, "bytes", "free", "TMPDIR=")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """09_inference: folders, prompts and drafts that people have, through the real command lines."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -144,6 +145,24 @@ def no_tokenizer(model: Path) -> None:
         file.unlink()
 
 
+def only(name: str, content: str) -> Callable[[Path], None]:
+    """Return an edit that leaves the tokenizer in one file alone, whose name is another one."""
+
+    def edit(model: Path) -> None:
+        for file in model.glob("tokenizer*"):
+            file.unlink()
+        write(name, content)(model)
+
+    return edit
+
+
+def words_without_a_tokenizer(model: Path) -> None:
+    """A model with many more tokens than there are bytes."""
+    replace_model(model, 1000)
+    for file in model.glob("tokenizer*"):
+        file.unlink()
+
+
 GENERATION = "generation_config.json"
 # the edit of the folder, the flags, and words of the line
 DAMAGED = {
@@ -159,6 +178,14 @@ DAMAGED = {
     "a tokenizer without tokens": (no_file_of_the_class, [], "tokenizer.json"),
     "a token beyond the vocabulary": (smaller_model, [], "258", "300", "quick"),
     "a byte beyond the vocabulary": (no_tokenizer, ["--prompt", "é"], "128", "byte 195"),
+    "Mistral's tokenizer": (
+        only("tekken.json", '{"config": {}, "vocab": []}'),
+        [],
+        "tekken.json",
+        "tokenizer.json",
+    ),
+    "a vocabulary alone": (only("vocab.json", '{"a": 0}'), [], "vocab.json", "tokenizer.json"),
+    "no tokenizer for words": (words_without_a_tokenizer, [], "1000", "tokenizer.json"),
     "half of generation_config.json": (
         write(GENERATION, '{"eos_token_id": [1,'),
         [],
@@ -278,6 +305,142 @@ def test_each_stop_token_of_a_list_ends_an_answer(folder):
         ended = answer(SCRIPT, folder, "--prompt", "fox")
         assert ended.code == 0, ended
         assert ended.summary["token_ids"] == [whole[: whole.index(stop)]]
+
+
+def edit_config(model: Path, **values) -> None:
+    content = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    (model / "config.json").write_text(json.dumps(content | values), encoding="utf-8")
+
+
+def answer_of_transformers(model: Path, prompt: str) -> list[int]:
+    """Return what transformers answers for a folder, with no setting but the number of tokens."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    ids = AutoTokenizer.from_pretrained(model)(prompt, return_tensors="pt")
+    net = AutoModelForCausalLM.from_pretrained(model)
+    tokens = net.generate(**ids, do_sample=False, max_new_tokens=12, pad_token_id=0)
+    return tokens[0, ids["input_ids"].shape[1] :].tolist()
+
+
+def test_stop_tokens_of_config_json_count_as_in_transformers(folder):
+    """They do only where there is no generation_config.json."""
+    model = folder / "model"
+    whole = answer_of_transformers(model, "fox")
+    assert len(whole) == 12
+    third = whole[2]
+    assert third not in whole[:2]
+    for stop in (third, [1, third]):
+        edit_config(model, eos_token_id=stop)
+        assert answer_of_transformers(model, "fox") == whole[:3]
+        result = answer(SCRIPT, folder, "--prompt", "fox", "--max-new-tokens", 12)
+        assert result.code == 0, result
+        assert result.summary["token_ids"] == [whole[:2]]
+        assert any(line.endswith("transformers' generate") for line in result.summary["checked"])
+    write(GENERATION, "{}")(model)
+    result = answer(SCRIPT, folder, "--prompt", "fox", "--max-new-tokens", 12)
+    assert result.summary["token_ids"] == [whole]
+
+
+CHANGES_GREEDY = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "suppress_tokens": [5, 6]}
+CHANGES_NOTHING = {"num_beams": 1, "min_length": 0, "temperature": 0.6, "do_sample": True}
+
+
+@pytest.mark.parametrize("file", [GENERATION, "config.json"])
+def test_settings_that_are_not_applied_are_named(folder, file):
+    model = folder / "model"
+    whole = answer_of_transformers(model, "fox")
+    if file == GENERATION:
+        write(GENERATION, json.dumps(CHANGES_GREEDY | CHANGES_NOTHING))(model)
+    else:
+        edit_config(model, **CHANGES_GREEDY, **CHANGES_NOTHING)
+    assert answer_of_transformers(model, "fox") != whole
+    result = answer(SCRIPT, folder, "--prompt", "fox", "--max-new-tokens", 12)
+    assert result.code == 0, result
+    assert result.summary["token_ids"] == [whole]
+    [named] = [line for line in result.out.splitlines() if line.startswith("not applied")]
+    [checked] = [line for line in result.summary["checked"] if "transformers" in line]
+    assert file in named
+    assert "plain greedy decoding" in checked
+    for line in (named, checked):
+        assert all(key in line for key in CHANGES_GREEDY)
+        assert not any(key in line for key in CHANGES_NOTHING)
+
+
+def test_random_weights_may_read_bytes(tmp_path):
+    """Also with more tokens: what they answer means nothing."""
+    (tmp_path / "model").mkdir()
+    config = {**TINY, "vocab_size": 1000}
+    (tmp_path / "model/config.json").write_text(json.dumps(config), encoding="utf-8")
+    result = answer(SCRIPT, tmp_path, "--prompt", "fox", "--temperature", 1e-40)
+    assert result.code == 0, result
+    lines = result.out.splitlines()
+    assert any("random weights" in line for line in lines)
+    prompt = lines.index("prompt: fox")
+    assert lines[prompt + 1].startswith("answer: ")
+    # a temperature near 0 is greedy
+    assert any("greedy tokens" in line for line in result.summary["checked"])
+    assert len(result.summary["token_ids"][0]) == 4
+
+
+def test_the_answer_ends_its_line(folder):
+    result = answer(SCRIPT, folder, "--prompt", "fox")
+    text = result.summary["texts"][0].rstrip("\N{REPLACEMENT CHARACTER}")
+    assert f"prompt: fox\nanswer: {text}\n" in result.out
+    assert "random" not in result.out
+
+
+# --- numbers that are not finite
+
+
+def write_number(model: Path, name: str, value: float) -> None:
+    """Write one number into a weight."""
+    weights = load_file(model / "model.safetensors")
+    weights[name][3, 5] = value
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+
+
+NAN = math.nan
+NOT_FINITE = {  # script: the number, and flags
+    SCRIPT: (NAN, []),
+    f"{SCRIPT} sampled": (math.inf, ["--temperature", 0.8]),
+    "09_inference/kv_cache.py": (-math.inf, ["--temperature", 0.8]),
+    "09_inference/speculative.py": (NAN, ["--temperature", 0.8]),
+    "09_inference/quantized.py int8": (NAN, ["--weights", "int8"]),
+    "09_inference/quantized.py int4": (math.inf, ["--weights", "int4"]),
+    "09_inference/offloaded.py": (NAN, []),
+    "09_inference/export.py": (NAN, ["--forms", "onnx"]),
+}
+SELDOM = ("09_inference/kv_cache.py", "09_inference/offloaded.py", "09_inference/export.py")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=pytest.mark.full if case in SELDOM else ()) for case in NOT_FINITE],
+)
+def test_a_weight_that_is_not_finite_is_one_line(tmp_path, case):
+    value, flags = NOT_FINITE[case]
+    write_model(tmp_path / "model")
+    write_number(tmp_path / "model", "model.layers.1.mlp.down_proj.weight", value)
+    result = answer(case.split()[0], tmp_path, "--prompt", "fox", *flags)
+    assert_refused(result, "--model model", "NaN or infinite")
+    assert not (tmp_path / "summary.json").exists()
+
+
+def test_a_draft_that_is_not_finite_is_one_line(tmp_path):
+    write_model(tmp_path / "model")
+    write_model(tmp_path / "draft")
+    write_number(tmp_path / "draft", "lm_head.weight", NAN)
+    script = "09_inference/speculative.py"
+    flags = ["--draft", "draft", "--prompt", "fox", "--temperature", 0.8]
+    assert_refused(answer(script, tmp_path, *flags), "--draft draft", "NaN or infinite")
+
+
+def test_a_comparison_of_numbers_that_are_not_finite_is_one_line(tmp_path):
+    write_model(tmp_path / "model", vocab_size=256)
+    write_number(tmp_path / "model", "lm_head.weight", NAN)
+    flags = ["--model", "model", "--batch-size", 1, "--new-tokens", 4, "--no-compile"]
+    result = run("09_inference/parity.py", tmp_path, *flags, "--device", "cpu")
+    assert_refused(result, "--model model", "NaN or infinite")
 
 
 @pytest.mark.parametrize("form", ["list", pytest.param("files", marks=pytest.mark.full)])

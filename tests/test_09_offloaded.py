@@ -7,7 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.harness import ODD, assert_refused, config_of, run, with_fault
+from support.harness import (
+    ODD,
+    assert_refused,
+    config_of,
+    run,
+    with_fault,
+    with_prelude,
+    with_small_files,
+)
 
 from lm import shapes
 from lm.weights import build
@@ -221,3 +229,25 @@ def test_a_folder_that_is_not_complete_is_refused(folder, tmp_path, variant, dam
     result = answer(tmp_path, "--by", variant)
     assert result.code == 2, result.err
     assert "--model model" in result.err.splitlines()[-1]
+
+
+NO_ROOM = """
+import collections, shutil
+usage = collections.namedtuple("usage", "total used free")
+shutil.disk_usage = lambda path: usage(10**9, 10**9 - 300_000, 300_000)
+"""
+
+
+@pytest.mark.parametrize("how", ["before", "while it writes"])
+def test_a_full_disk_is_one_line(tmp_path, how):
+    """The random weights of nano, 19,248,128 bytes, go to a temporary folder."""
+    if how == "before":
+        script = with_prelude(SCRIPT, tmp_path / "prelude", NO_ROOM)
+    else:
+        script = with_small_files(SCRIPT, tmp_path / "prelude", 2**20)
+    (tmp_path / "temporary").mkdir()
+    temporary = str(tmp_path / "temporary")
+    flags = ["--by", "device-map", "--memory", 0.012, "--device", "cpu"]
+    result = run(script, tmp_path, *flags, TMPDIR=temporary)
+    assert_refused(result, temporary, "19,248,128 bytes", "free", "TMPDIR=")
+    assert not any(Path(temporary).iterdir())
