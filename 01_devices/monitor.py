@@ -318,7 +318,8 @@ def main() -> int:
         if args.prometheus is not None:
             serve(args.prometheus, args.address, args.run_dir)
         # Not signal.pause(): a signal that one of the server's threads received would not end it.
-        while True:
+        # stdout is no terminal any more when its window has been closed
+        while args.prometheus is not None or sys.stdout.isatty():
             if args.prometheus is None:
                 clear_screen = "\x1b[H\x1b[2J"
                 print(f"{clear_screen}{draw(sample(args.run_dir))}", flush=True)

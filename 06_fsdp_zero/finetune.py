@@ -313,7 +313,7 @@ def main() -> int:
             break
     run.wait()
     if stop:
-        runtime.print0(f"signal {stop}: saved at step {step}. Run the same command with --resume")
+        meter.print_stop(stop, step, args.keep)
 
     answers = answer(model)
 

@@ -228,7 +228,7 @@ def main() -> int:
             break
     run.wait()  # until --async-save has written the last checkpoint
     if stop:
-        runtime.print0(f"signal {stop}: saved at step {step}. Run the same command with --resume")
+        meter.print_stop(stop, step, args.keep)
 
     # 5. Check what this chapter promises: each rank holds its shards in fp32 and nothing else.
     bytes_per_rank = check_shards(model, optimizer, runtime.DTYPES[args.dtype], args.replicate)

@@ -249,7 +249,7 @@ def main() -> int:
         if stop:
             break
     if stop:
-        runtime.print0(f"signal {stop}: saved at step {step}. Run the same command with --resume")
+        meter.print_stop(stop, step, args.keep)
 
     # 5. Check what this chapter promises: each rank holds its shards in fp32 and nothing else.
     engine.empty_partition_cache()  # at stage 3 the last evaluation has left gathered weights

@@ -573,7 +573,7 @@ def main() -> int:
             break
     run.wait()  # until --async-save has written the last checkpoint
     if stop:
-        runtime.print0(f"signal {stop}: saved at step {step}. Run the same command with --resume")
+        meter.print_stop(stop, step, args.keep)
 
     # 5. Check what this chapter promises: of weights and optimizer state, each rank holds its
     # shards in fp32 and nothing else. Copies of a shard, on other ranks, are equal bit for bit.
