@@ -180,7 +180,12 @@ def _message_about_module(name: str) -> str | None:
 
 
 def _report_missing_package(kind, error, trace) -> None:
-    """Print one line for a package that is missing before main runs, as sys.excepthook."""
+    """Print one line for a package that is missing before main runs, as sys.excepthook.
+
+    Ctrl-C while modules are imported ends without a traceback, as it does in main.
+    """
+    if issubclass(kind, KeyboardInterrupt):
+        os._exit(KEYBOARD_INTERRUPT_EXIT_CODE)
     message = user_message(error) if isinstance(error, ModuleNotFoundError) else None
     if message is None:
         sys.__excepthook__(kind, error, trace)

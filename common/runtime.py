@@ -34,6 +34,7 @@ LAUNCHERS_WITHOUT_RANK = (
     ("mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
     ("mpirun", "PMI_SIZE", "PMI_RANK"),
 )
+LONGEST_TIMEOUT = 10**9  # seconds. The clocks of gloo and NCCL count nanoseconds in 64 bits
 _left_groups: list[dist.ProcessGroup] = []  # filled by shutdown, which says why
 _training_has_begun = False  # set by stop_requested
 
@@ -151,6 +152,11 @@ def pick_device(name: str = "auto") -> torch.device:
     processes = max(local_rank + 1, local_world_size)
     gpus = torch.cuda.device_count()
     if processes > gpus:
+        if gpus == 0:
+            raise UserError(
+                "--device cuda: no GPU is visible: 01_devices/doctor.py looks for the cause, "
+                "--device cpu runs without"
+            )
         raise UserError(
             f"--device cuda: {processes} processes, {gpus} GPUs visible: "
             "start fewer, or use --device cpu"
@@ -204,7 +210,7 @@ def timeout() -> timedelta:
     compilation or a tokenization. Raise UserError if it is not a whole number of at least 1.
     """
     seconds = cli.environment_number("COLLECTIVE_TIMEOUT_SECONDS", cli.positive_int, "600")
-    return timedelta(seconds=seconds)
+    return timedelta(seconds=min(seconds, LONGEST_TIMEOUT))
 
 
 def store() -> dist.Store | None:

@@ -39,7 +39,6 @@ import argparse
 import contextlib
 import json
 import os
-import shutil
 import sys
 import time
 import warnings
