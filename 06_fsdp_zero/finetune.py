@@ -332,7 +332,8 @@ def main() -> int:
     )
     digests = runtime.all_gather(weights.digest(trained))
     assert len(set(digests)) == 1, f"ranks hold different weights: {digests}"
-    runtime.print0(f"checked: all {world_size} ranks have the same trained weights to the bit")
+    if world_size > 1:
+        runtime.print0(f"checked: all {world_size} ranks have the same trained weights to the bit")
 
     # 7. Write the folders for other programs, and the summary.
     receipt = {

@@ -234,7 +234,8 @@ def main() -> int:
     bytes_per_rank = check_shards(model, optimizer, runtime.DTYPES[args.dtype], args.replicate)
     digests = runtime.all_gather(weights.digest(model))
     assert len(set(digests)) == 1, f"ranks hold different weights: {digests}"
-    runtime.print0(f"checked: all {world_size} ranks have the same weights, bit for bit")
+    if world_size > 1:
+        runtime.print0(f"checked: all {world_size} ranks have the same weights, bit for bit")
 
     meter.finish(
         step,

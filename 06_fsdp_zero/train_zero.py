@@ -256,7 +256,8 @@ def main() -> int:
     bytes_per_rank = helper.check_shards(engine, args.stage)
     digests = runtime.all_gather(helper.digest(model))
     assert len(set(digests)) == 1, f"ranks hold different weights: {digests}"
-    runtime.print0(f"checked: all {world_size} ranks have the same weights, bit for bit")
+    if world_size > 1:
+        runtime.print0(f"checked: all {world_size} ranks have the same weights, bit for bit")
 
     meter.finish(
         step,

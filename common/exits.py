@@ -41,7 +41,13 @@ DISK_MESSAGES = "|".join(
     [CUT_SHORT, "disk is full", *(re.escape(os.strerror(number)) for number in DISK_ERRORS)]
 )
 # parts of the messages with which torch reports too little memory
-OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "bad_alloc")
+OUT_OF_MEMORY = (
+    "out of memory",
+    "can't allocate memory",
+    "not enough memory",
+    "bad_alloc",
+    "Storage size calculation overflowed",
+)
 
 # Called before every exit. os._exit skips atexit, so what must be flushed goes here: wandb.finish.
 before_exit: list[Callable[[], None]] = []
@@ -150,19 +156,22 @@ def user_message(error: BaseException) -> str | None:
         return str(error)
     if isinstance(error, ModuleNotFoundError):
         return _message_about_module(error.name or "")
-    if isinstance(error, MemoryError | RuntimeError):
-        text = str(error)
-        if any(words in text for words in OUT_OF_MEMORY):
-            if out_of_memory_help:
-                return f"out of memory: {out_of_memory_help[-1]()}"
-            return (
-                "out of memory: see 07_memory_tricks/memory_profile.py "
-                "and 07_memory_tricks/estimate.py"
-            )
+    if _is_out_of_memory(error):
+        if out_of_memory_help:
+            return f"out of memory: {out_of_memory_help[-1]()}"
+        return (
+            "out of memory: see 07_memory_tricks/memory_profile.py and 07_memory_tricks/estimate.py"
+        )
     message = disk_message(error)
     if message is not None and getattr(error, "filename", None):
         message += f" ({free_space(Path(os.fsdecode(error.filename)))})"
     return message
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, RuntimeError):
+        return any(words in str(error) for words in OUT_OF_MEMORY)
+    return isinstance(error, MemoryError)
 
 
 # --- packages

@@ -307,6 +307,9 @@ def relaunch(device: str, on_cpu: int = 2) -> None:
     command_line = shlex.join(["torchrun", *arguments])
     print(f"This script needs several ranks; restarting as\n  {command_line}", flush=True)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun sets it too, but with a warning
+    # --local-addr of torchrun, which would ask for the address of this machine's name: it may have
+    # none, and is not needed here
+    os.environ.setdefault("PET_LOCAL_ADDR", "127.0.0.1")
     os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *arguments])
 
 
