@@ -26,13 +26,16 @@ import time
 from importlib.metadata import distributions
 from pathlib import Path
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
+from common import exits  # before torch: it says what to do without it
+
+# isort: split
+
 import _machine
+import torch
 from _doctor import RENDEZVOUS, TORCHRUN, Check, error_of, examine_script, run_command
 
-from common import cli, exits, hardware, report
+from common import cli, hardware, report
 from common.exits import UserError
 from common.report import table
 

@@ -27,12 +27,15 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
+from common import exits  # before torch: it says what to do without it
+
+# isort: split
+
+import _machine
 import psutil
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
-import _machine
-
-from common import cli, exits, report, runtime
+from common import cli, report, runtime
 from common.report import table
 
 # The values that are shown and exported: the part of a sample, _, and the key in it. The names are

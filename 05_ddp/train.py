@@ -19,13 +19,17 @@ import sys
 from functools import partial
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
+from common import exits  # before torch: it says what to do without it
+
+# isort: split
+
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
-from common import exits, hardware, report, runtime
+from common import hardware, report, runtime
 from common.torch_versions import KEEP_BUFFERS
 from lm import checkpoint, data, flags, metrics, optim, shapes, weights
 from lm.activation_checkpointing import checkpoint_blocks

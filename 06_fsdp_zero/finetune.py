@@ -36,8 +36,15 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
+from common import exits  # before torch: it says what to do without it
+
+# isort: split
+
+import _finetune
 import torch
 import torch.distributed as dist
+from _bytes_per_rank import bytes_of_training
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -47,11 +54,7 @@ from torch.distributed.fsdp import (
 )
 from torch.nn.utils import clip_grad_norm_
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
-import _finetune
-from _bytes_per_rank import bytes_of_training
-
-from common import cli, exits, hardware, report, runtime
+from common import cli, hardware, report, runtime
 from lm import checkpoint, data, flags, lora, metrics, optim, shapes, weights
 from lm.activation_checkpointing import checkpoint_blocks
 

@@ -26,8 +26,14 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
+from common import exits  # before torch: it says what to do without it
+
+# isort: split
+
 import torch
 import torch.distributed as dist
+from _train_fsdp import check_shards, sharding_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
@@ -36,10 +42,7 @@ from torch.distributed.fsdp import (
 )
 from torch.nn.utils import clip_grad_norm_
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
-from _train_fsdp import check_shards, sharding_mesh
-
-from common import cli, exits, hardware, report, runtime
+from common import cli, hardware, report, runtime
 from lm import checkpoint, data, flags, metrics, optim, shapes, weights
 from lm.activation_checkpointing import checkpoint_blocks
 from lm.sample import sample_text

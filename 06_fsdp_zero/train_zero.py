@@ -25,15 +25,18 @@ import sys
 from functools import partial
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
+from common import exits  # before torch: it says what to do without it
+
+# isort: split
+
+import _train_zero as helper
 import torch
 import torch.distributed as dist
 from torch.nn.utils import get_total_norm
 from torch.optim.lr_scheduler import LambdaLR
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
-import _train_zero as helper
-
-from common import exits, hardware, report, runtime
+from common import hardware, report, runtime
 from lm import data, flags, metrics, optim, shapes, weights
 from lm.activation_checkpointing import checkpoint_blocks
 from lm.model import Transformer

@@ -430,7 +430,7 @@ def seed_all(value: int, deterministic: bool = False) -> None:
 
 
 def catch_stop_signals() -> None:
-    """From now on, stop after a step on Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP, instead of ending.
+    """Let Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP stop the run after a step, instead of ending it.
 
     The training loop calls stop_requested after each step, and then saves and ends. Before its
     first call there is nothing to save: a signal then raises StopSignalError, or KeyboardInterrupt
