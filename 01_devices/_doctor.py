@@ -14,7 +14,8 @@ import psutil
 
 # The variables that torchrun sets for each rank.
 RENDEZVOUS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+# --local-addr: torchrun asks for the address of this machine's name, which may have none.
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
 # In these srun and mpirun say how many tasks they started. What is started here is none of them.
 TASK_COUNTS = ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_ID", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 KNOWN_ERRORS = {  # words of torch's messages, and the fix

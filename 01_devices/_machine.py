@@ -28,6 +28,8 @@ THROTTLE_REASONS = {
     "thermal, hardware": "nvmlClocksThrottleReasonHwThermalSlowdown",
     "power brake": "nvmlClocksThrottleReasonHwPowerBrakeSlowdown",
 }
+# Version 1 of control groups writes "no limit" as the largest multiple of a page below 2**63.
+NO_MEMORY_LIMIT = 2**60
 ALL_LANES = 0xFFFFFFFF  # NVML's scope for a field that is summed over all NVLink lanes
 
 # --- GPUs
@@ -36,7 +38,8 @@ ALL_LANES = 0xFFFFFFFF  # NVML's scope for a field that is summed over all NVLin
 def gpus() -> tuple[list[dict], str | None]:
     """Return the facts of each GPU, in the order of the PCI bus, and why there are none.
 
-    CUDA_VISIBLE_DEVICES has no effect here. The second value is None if there is a GPU.
+    CUDA_VISIBLE_DEVICES has no effect here. The second value is None if there is a GPU. GPUs that
+    this job may not use are left out: see gpus_of_others.
     """
     if nv is None:
         return [], "the module pynvml is missing (pip install nvidia-ml-py)"
@@ -54,10 +57,36 @@ def gpus() -> tuple[list[dict], str | None]:
             handle = nv.nvmlDeviceGetHandleByIndex(index)
             facts = _describe(handle)
         except Exception as error:  # this GPU fell off the bus: the others can still be read
+            if _is_not_permitted(error):
+                continue
             facts = dict.fromkeys(QUERIES)
             facts["refused"] = {"handle": _message(error)}
         all_facts.append({"index": index, **facts})
+    if not all_facts:
+        return [], f"this job may use none of the {count} GPUs of this machine"
     return all_facts, None
+
+
+def gpus_of_others() -> int:
+    """Return how many GPUs of this machine the job may not use, as far as the driver says.
+
+    A batch system or a container gives a job some GPUs, and Linux refuses it the others.
+    """
+    others = 0
+    try:
+        nv.nvmlInit()
+        for index in range(nv.nvmlDeviceGetCount()):
+            try:
+                nv.nvmlDeviceGetHandleByIndex(index)
+            except Exception as error:
+                others += _is_not_permitted(error)
+    except Exception:  # no NVML: gpus says why
+        return 0
+    return others
+
+
+def _is_not_permitted(error: Exception) -> bool:
+    return getattr(error, "value", None) == nv.NVML_ERROR_NO_PERMISSION
 
 
 def gpu_of(device: torch.device) -> dict:
@@ -309,24 +338,40 @@ def limits(proc: str = "/proc", groups: str = "/sys/fs/cgroup") -> tuple[int | N
     """Return the bytes of memory and the cores that a container or a batch system allows.
 
     None means no limit. The limit may be set on the control group of this process or on any group
-    above it.
+    above it, in version 1 or 2 of control groups.
     """
-    own_group = "/"
-    for line in _text(Path(proc, "self/cgroup")).splitlines():
-        if line.startswith("0::"):  # cgroup v2
-            own_group = line.removeprefix("0::")
-            break
-
     memory_limits = []
     core_limits = []
-    for folder in Path(f"{groups}{own_group}", "_").parents:
-        memory = _text(folder / "memory.max")
-        if memory.isdigit():
-            memory_limits.append(int(memory))
-        quota = _text(folder / "cpu.max").split()  # microseconds, and the period that they are in
-        if quota and quota[0] != "max":
+    for folder in _control_groups(proc, groups):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            memory = _text(folder / name)
+            if memory.isdigit() and int(memory) < NO_MEMORY_LIMIT:
+                memory_limits.append(int(memory))
+        # microseconds, and the period that they are in
+        quota = _text(folder / "cpu.max").split()
+        quota = quota or [_text(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
+        if quota[0].isdigit():  # else it is "max", -1 or there is no file
             core_limits.append(int(quota[0]) / int(quota[1]))
     return min(memory_limits, default=None), min(core_limits, default=None)
+
+
+def _control_groups(proc: str, groups: str) -> list[Path]:
+    """Return the folders of the control groups of this process, and those of the groups above.
+
+    In a container a path may be that of the host, and its folder missing. The folder at the top is
+    then the group of the container.
+    """
+    folders = []
+    lines = _text(Path(proc, "self/cgroup")).splitlines()
+    for line in [*lines, "0::/", "0:memory:/", "0:cpu:/"]:
+        _, controllers, group = line.split(":", 2)
+        # version 2 has one tree for all controllers, version 1 one for each: memory, cpu,cpuacct
+        trees = [".", "unified"]
+        if controllers:
+            trees = [controllers, *controllers.split(",")]
+        for tree in trees:
+            folders += Path(f"{groups}/{tree}{group}", "_").parents
+    return folders
 
 
 def _text(file: Path) -> str:

@@ -26,15 +26,18 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import torch
-from torch import Tensor, nn
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
+from common import exits  # before torch: it says what to do without it
+
+# isort: split
+
 import _benchmark
 import _machine
+import torch
 from _benchmark import make_row
+from torch import Tensor, nn
 
-from common import cli, exits, hardware, report, runtime
+from common import cli, hardware, report, runtime
 
 CPU = torch.device("cpu")
 DTYPES = {

@@ -26,13 +26,16 @@ import time
 from importlib.metadata import distributions
 from pathlib import Path
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
+from common import exits  # before torch: it says what to do without it
+
+# isort: split
+
 import _machine
+import torch
 from _doctor import RENDEZVOUS, TORCHRUN, Check, error_of, examine_script, run_command
 
-from common import cli, exits, hardware, report
+from common import cli, hardware, report
 from common.exits import UserError
 from common.report import table
 
@@ -45,24 +48,31 @@ TIME_ERROR = 5  # Linux's adjtimex returns it while nothing keeps the clock righ
 
 
 def check_driver(gpus: list[dict], why_none: str | None) -> Check:
-    """Check that the driver answers for every GPU, and that it is new enough for this torch."""
-    fix = (
-        "update or reinstall the driver and reboot; after an Xid in dmesg the GPU is off the bus: "
-        "reboot, then replace it"
-    )
+    """Check that the driver answers for every GPU of this job, and is new enough for this torch."""
     lost = []
     for gpu in gpus:
         if "handle" in gpu["refused"]:
             lost.append(f"GPU {gpu['index']}: {gpu['refused']['handle']}")
     if lost:
+        fix = "after an Xid in dmesg the GPU is off the bus: reboot, then replace it"
         return Check("driver", "fail", "; ".join(lost), fix)
+
+    others = _machine.gpus_of_others()
     if not gpus:
         # a card that is on the PCI bus but that the driver does not see
-        return Check("driver", "fail" if _nvidia_cards() else "skip", why_none, fix)
+        is_broken = others == 0 and _nvidia_cards() > 0
+        fix = (
+            "install the driver and the package that is named; in a container: docker run "
+            "--gpus all; in a batch job: ask for GPUs"
+        )
+        return Check("driver", "fail" if is_broken else "skip", why_none, fix)
 
     offered = gpus[0]["cuda"]
     built = torch.version.cuda
     seen = f"runs CUDA {offered or 'n/a'}, torch was built for {built or 'none'}"
+    if others > 0:
+        seen += f"; {others} of {others + len(gpus)} GPUs belong to other jobs"
+    fix = f"update the driver, or install a torch for CUDA {offered}"
     if not offered or not built:
         return Check("driver", "skip", seen, fix)
     # a driver runs every minor version of its major version
@@ -83,14 +93,18 @@ def check_visible(gpus: list[dict], usable: int) -> Check:
     """Check that torch can use every GPU of the driver."""
     built = torch.version.cuda
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    seen = (
-        f"torch {torch.__version__} for CUDA {built or 'none'} can use {usable} of {len(gpus)}; "
-        f"CUDA_VISIBLE_DEVICES={visible}"
-    )
-    fix = (
-        "unset CUDA_VISIBLE_DEVICES, unless GPUs are hidden on purpose; "
-        "CUDA stops counting at its first entry that names no GPU"
-    )
+    seen = f"torch {torch.__version__} for CUDA {built or 'none'} can use {usable} of {len(gpus)}"
+    if visible is None:
+        fix = (
+            'python -c "import torch; torch.cuda.init()" says why; in a container or a batch job '
+            "the devices /dev/nvidia* may be missing"
+        )
+    else:
+        seen += f"; CUDA_VISIBLE_DEVICES={visible}"
+        fix = (
+            "unset CUDA_VISIBLE_DEVICES, unless GPUs are hidden on purpose; "
+            "CUDA stops counting at its first entry that names no GPU"
+        )
     if not built:
         fix = "install a build of torch for CUDA"
     result = "warn" if usable < len(gpus) else "ok"
@@ -109,15 +123,35 @@ for index in range(torch.cuda.device_count()):
 """
 
 
+# Words of CUDA's errors, and the fix.
+GPU_ERRORS = {
+    "no kernel image": "a newer torch for a new GPU, an older one for an old GPU",
+    "out of memory": "another process fills the GPU: nvidia-smi lists them",
+    "busy or unavailable|exclusive": "another process holds the GPU: nvidia-smi -q -d COMPUTE",
+    "ECC|uncorrectable": "the GPU's memory is broken: reboot, then replace it",
+    "insufficient|too old": "update the driver, or install a torch for an older CUDA",
+    "no answer in time": "the GPU hangs: dmesg says more; reboot",
+}
+
+
+def gpu_fix(error: str, otherwise: str) -> str:
+    """Return the fix for an error of a program that uses a GPU."""
+    for words, fix in GPU_ERRORS.items():
+        if re.search(words, error):
+            return fix
+    return otherwise
+
+
 def check_architecture(usable: int) -> Check:
     """Check that this torch has kernels for every GPU, by a matmul on each."""
     code, output = run_command([sys.executable, "-c", MULTIPLY], SECONDS)
-    fix = "no kernel image: a newer torch for a new GPU, an older one for an old GPU"
     if code != 0:
-        return Check("architecture", "fail", error_of(code, output), fix)
+        error = error_of(code, output)
+        fix = gpu_fix(error, "dmesg and nvidia-smi -q say more")
+        return Check("architecture", "fail", error, fix)
     architectures = " ".join(torch.cuda.get_arch_list())
     seen = f"{usable} GPUs multiply; torch is built for {architectures}"
-    return Check("architecture", "ok", seen, fix)
+    return Check("architecture", "ok", seen, "")
 
 
 ATTENTION = """
@@ -143,7 +177,8 @@ def check_attention() -> Check:
     )
     code, output = run_command([sys.executable, "-c", ATTENTION, REPOSITORY], SECONDS)
     if code != 0:
-        return Check("attention", "fail", error_of(code, output), fix)
+        error = error_of(code, output)
+        return Check("attention", "fail", error, gpu_fix(error, fix))
     facts = json.loads(output.splitlines()[-1])
     kernel = facts["kernel"]
     seen = f"cuDNN {facts['cudnn'] or 'n/a'}, {kernel} in a causal bf16 training step"
@@ -315,6 +350,20 @@ def check_port() -> Check:
     return Check("port", result, seen, "end what listens there, or set another MASTER_PORT")
 
 
+def check_host_name() -> Check:
+    """Check that the name of this machine has an address, which torchrun asks for."""
+    name = socket.gethostname()
+    fix = (
+        f"add `127.0.0.1 {name}` to /etc/hosts, or use torchrun --local-addr=127.0.0.1, as the "
+        "files in launch/ do: without it torchrun asks for the name without end"
+    )
+    try:
+        address = socket.getaddrinfo(name, None)[0][4][0]
+    except OSError as error:
+        return Check("host name", "fail", f"{name} has no address ({error.strerror})", fix)
+    return Check("host name", "ok", f"{name} is {address}", fix)
+
+
 ALL_REDUCE = """
 import datetime, faulthandler, os, sys, torch, torch.distributed as dist
 faulthandler.dump_traceback_later(120, exit=True)
@@ -335,11 +384,14 @@ def check_all_reduce(backend: str) -> Check:
     argv = [*launcher, sys.executable, "-c", ALL_REDUCE, backend]
     code, output = run_command(argv, SECONDS)
     fix = (
-        f"{backend.upper()}_SOCKET_IFNAME=<an interface that is up>; the firewall; the host's "
-        "name; NCCL_DEBUG=INFO says more"
+        f"{backend.upper()}_SOCKET_IFNAME=<an interface that is up>; the firewall; "
+        "NCCL_DEBUG=INFO says more"
     )
     if code != 0:
-        return Check(f"{backend} all-reduce", "fail", error_of(code, output), fix)
+        error = error_of(code, output)
+        if backend == "nccl":
+            fix = gpu_fix(error, fix)
+        return Check(f"{backend} all-reduce", "fail", error, fix)
     return Check(f"{backend} all-reduce", "ok", "2 processes agree", fix)
 
 
@@ -366,7 +418,7 @@ def main() -> int:
         backends.append("nccl")
     checks = check_gpus(gpus, why_none, usable)
     checks += [check_versions(), check_shared_memory(), check_disk(args.run_dir), check_clock()]
-    checks += [check_environment(usable), check_port()]
+    checks += [check_environment(usable), check_port(), check_host_name()]
     checks += [check_all_reduce(backend) for backend in backends]
     if args.script:
         checks.append(examine_script(args.script, args.flags, args.nproc, args.timeout))

@@ -27,12 +27,15 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
+from common import exits  # before torch: it says what to do without it
+
+# isort: split
+
+import _machine
 import psutil
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
-import _machine
-
-from common import cli, exits, report, runtime
+from common import cli, report, runtime
 from common.report import table
 
 # The values that are shown and exported: the part of a sample, _, and the key in it. The names are
@@ -318,7 +321,8 @@ def main() -> int:
         if args.prometheus is not None:
             serve(args.prometheus, args.address, args.run_dir)
         # Not signal.pause(): a signal that one of the server's threads received would not end it.
-        while True:
+        # stdout is no terminal any more when its window has been closed
+        while args.prometheus is not None or sys.stdout.isatty():
             if args.prometheus is None:
                 clear_screen = "\x1b[H\x1b[2J"
                 print(f"{clear_screen}{draw(sample(args.run_dir))}", flush=True)

@@ -21,14 +21,17 @@ import math
 import sys
 from pathlib import Path
 
-import torch
-
 # so that `import common` works
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from common import exits  # before torch: it says what to do without it
+
+# isort: split
+
 import _machine
 import _show
+import torch
 
-from common import cli, exits, hardware, report, runtime
+from common import cli, hardware, report, runtime
 from lm import shapes
 from planner.inference import kv_cache_bytes
 from planner.memory import peak

@@ -21,11 +21,15 @@ import sys
 from functools import partial
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
+from common import exits  # before torch: it says what to do without it
+
+# isort: split
+
 import torch
 from torch.nn.utils import clip_grad_norm_
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
-from common import exits, hardware, report, runtime
+from common import hardware, report, runtime
 from lm import checkpoint, data, flags, metrics, optim, shapes, weights
 from lm.activation_checkpointing import checkpoint_blocks
 from lm.sample import sample_text
@@ -159,7 +163,7 @@ def main() -> int:
             break
     run.wait()  # until --async-save has written the last checkpoint
     if stop:
-        runtime.print0(f"signal {stop}: saved at step {step}. Run the same command with --resume")
+        meter.print_stop(stop, step, args.keep)
 
     # 5. Check what this chapter promises: low precision in the matmuls, fp32 in all that is kept.
     for parameter in model.parameters():

@@ -35,9 +35,9 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 import numpy as np
 
@@ -144,9 +144,14 @@ def is_held_out(document: bytes) -> bool:
     return int.from_bytes(digest[:8], "big") < corpus.HELD_OUT * 2**64
 
 
-def complete_file(out: Path, name: str) -> AbstractContextManager:
+@contextmanager
+def complete_file(out: Path, name: str) -> Iterator[IO]:
     """Open a file that appears under its name when it is complete, or, after a kill, not at all."""
-    return files.complete_file(out / name, "wb", scratch=out / helper.PARTS)
+    with (
+        exits.writing(name, out),
+        files.complete_file(out / name, "wb", scratch=out / helper.PARTS) as file,
+    ):
+        yield file
 
 
 # --- 3. make all parts, in worker processes

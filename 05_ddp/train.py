@@ -19,13 +19,17 @@ import sys
 from functools import partial
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
+from common import exits  # before torch: it says what to do without it
+
+# isort: split
+
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
-from common import exits, hardware, report, runtime
+from common import hardware, report, runtime
 from common.torch_versions import KEEP_BUFFERS
 from lm import checkpoint, data, flags, metrics, optim, shapes, weights
 from lm.activation_checkpointing import checkpoint_blocks
@@ -187,12 +191,13 @@ def main() -> int:
             break
     run.wait()  # until --async-save has written the last checkpoint
     if stop:
-        runtime.print0(f"signal {stop}: saved at step {step}. Run the same command with --resume")
+        meter.print_stop(stop, step, args.keep)
 
     # 5. Check what this chapter promises: all ranks hold identical weights.
     digests = runtime.all_gather(weights.digest(model))
     assert len(set(digests)) == 1, f"ranks hold different weights: {digests}"
-    runtime.print0(f"checked: all {world_size} ranks have the same weights, bit for bit")
+    if world_size > 1:
+        runtime.print0(f"checked: all {world_size} ranks have the same weights, bit for bit")
 
     meter.finish(
         step,

@@ -81,6 +81,8 @@ def read_records(file: str, flag: str = "--data") -> list[tuple[str, object]]:
     """
     try:
         text = Path(file).read_text(encoding="utf-8-sig")  # -sig skips a byte order mark
+    except FileNotFoundError:
+        raise exits.UserError(f"{flag} {file} does not exist") from None
     except (OSError, ValueError) as error:
         raise exits.UserError(f"{flag} {file} is no UTF-8 .jsonl file of chats: {error}") from None
     if text.lstrip().startswith("["):

@@ -19,7 +19,8 @@ def sharding_mesh(device: torch.device, replicas: int) -> DeviceMesh:
     world_size = dist.get_world_size()
     if world_size % replicas != 0:
         raise exits.UserError(
-            f"--replicate {replicas} does not divide {world_size} processes: use a divisor"
+            f"--replicate {replicas} does not divide {world_size} processes: use a divisor, "
+            f"or start a multiple of {replicas}: torchrun --nproc_per_node={replicas} ..."
         )
     sizes = {"shard": world_size}
     if replicas > 1:

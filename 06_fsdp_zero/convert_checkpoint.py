@@ -211,7 +211,7 @@ def run(
         raise (
             cause
             if isinstance(cause, UserError)
-            else UserError(f"{target} cannot be written: {cause}")
+            else UserError(f"{target} cannot be written: {exits.disk_message(cause) or cause}")
         ) from None
     finally:
         if unfinished is not None and unfinished.exists():

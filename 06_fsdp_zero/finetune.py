@@ -36,8 +36,15 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
+from common import exits  # before torch: it says what to do without it
+
+# isort: split
+
+import _finetune
 import torch
 import torch.distributed as dist
+from _bytes_per_rank import bytes_of_training
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -47,11 +54,7 @@ from torch.distributed.fsdp import (
 )
 from torch.nn.utils import clip_grad_norm_
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
-import _finetune
-from _bytes_per_rank import bytes_of_training
-
-from common import cli, exits, hardware, report, runtime
+from common import cli, hardware, report, runtime
 from lm import checkpoint, data, flags, lora, metrics, optim, shapes, weights
 from lm.activation_checkpointing import checkpoint_blocks
 
@@ -313,7 +316,7 @@ def main() -> int:
             break
     run.wait()
     if stop:
-        runtime.print0(f"signal {stop}: saved at step {step}. Run the same command with --resume")
+        meter.print_stop(stop, step, args.keep)
 
     answers = answer(model)
 
@@ -332,7 +335,8 @@ def main() -> int:
     )
     digests = runtime.all_gather(weights.digest(trained))
     assert len(set(digests)) == 1, f"ranks hold different weights: {digests}"
-    runtime.print0(f"checked: all {world_size} ranks have the same trained weights to the bit")
+    if world_size > 1:
+        runtime.print0(f"checked: all {world_size} ranks have the same trained weights to the bit")
 
     # 7. Write the folders for other programs, and the summary.
     receipt = {

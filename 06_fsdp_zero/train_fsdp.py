@@ -26,8 +26,14 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
+from common import exits  # before torch: it says what to do without it
+
+# isort: split
+
 import torch
 import torch.distributed as dist
+from _train_fsdp import check_shards, sharding_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
@@ -36,10 +42,7 @@ from torch.distributed.fsdp import (
 )
 from torch.nn.utils import clip_grad_norm_
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
-from _train_fsdp import check_shards, sharding_mesh
-
-from common import cli, exits, hardware, report, runtime
+from common import cli, hardware, report, runtime
 from lm import checkpoint, data, flags, metrics, optim, shapes, weights
 from lm.activation_checkpointing import checkpoint_blocks
 from lm.sample import sample_text
@@ -228,13 +231,14 @@ def main() -> int:
             break
     run.wait()  # until --async-save has written the last checkpoint
     if stop:
-        runtime.print0(f"signal {stop}: saved at step {step}. Run the same command with --resume")
+        meter.print_stop(stop, step, args.keep)
 
     # 5. Check what this chapter promises: each rank holds its shards in fp32 and nothing else.
     bytes_per_rank = check_shards(model, optimizer, runtime.DTYPES[args.dtype], args.replicate)
     digests = runtime.all_gather(weights.digest(model))
     assert len(set(digests)) == 1, f"ranks hold different weights: {digests}"
-    runtime.print0(f"checked: all {world_size} ranks have the same weights, bit for bit")
+    if world_size > 1:
+        runtime.print0(f"checked: all {world_size} ranks have the same weights, bit for bit")
 
     meter.finish(
         step,

@@ -25,15 +25,18 @@ import sys
 from functools import partial
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
+from common import exits  # before torch: it says what to do without it
+
+# isort: split
+
+import _train_zero as helper
 import torch
 import torch.distributed as dist
 from torch.nn.utils import get_total_norm
 from torch.optim.lr_scheduler import LambdaLR
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
-import _train_zero as helper
-
-from common import exits, hardware, report, runtime
+from common import hardware, report, runtime
 from lm import data, flags, metrics, optim, shapes, weights
 from lm.activation_checkpointing import checkpoint_blocks
 from lm.model import Transformer
@@ -249,14 +252,15 @@ def main() -> int:
         if stop:
             break
     if stop:
-        runtime.print0(f"signal {stop}: saved at step {step}. Run the same command with --resume")
+        meter.print_stop(stop, step, args.keep)
 
     # 5. Check what this chapter promises: each rank holds its shards in fp32 and nothing else.
     engine.empty_partition_cache()  # at stage 3 the last evaluation has left gathered weights
     bytes_per_rank = helper.check_shards(engine, args.stage)
     digests = runtime.all_gather(helper.digest(model))
     assert len(set(digests)) == 1, f"ranks hold different weights: {digests}"
-    runtime.print0(f"checked: all {world_size} ranks have the same weights, bit for bit")
+    if world_size > 1:
+        runtime.print0(f"checked: all {world_size} ranks have the same weights, bit for bit")
 
     meter.finish(
         step,

@@ -3,6 +3,8 @@
 import logging
 import math
 import os
+import shlex
+import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
@@ -45,9 +47,11 @@ def count_data_ranks(args, world_size: int) -> int:
     multiple = args.tp * args.pp * args.cp * args.replicate
     if world_size % multiple != 0:
         right_size = math.ceil(world_size / multiple) * multiple
+        command = shlex.join(["torchrun", f"--nproc_per_node={right_size}", *sys.argv])
         raise UserError(
             f"--tp {args.tp} x --pp {args.pp} x --cp {args.cp} x --replicate {args.replicate} = "
-            f"{multiple} does not divide a world size of {world_size}: use {right_size} ranks"
+            f"{multiple} does not divide a world size of {world_size}: use {right_size} ranks, "
+            f"`{command}`"
         )
     return world_size // (args.tp * args.pp * args.cp)
 

@@ -37,9 +37,16 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
+from common import exits  # before torch: it says what to do without it
+
+# isort: split
+
+import _train_3d as helper
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from _stages import keep_stage
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -55,11 +62,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
-import _train_3d as helper
-from _stages import keep_stage
-
-from common import cli, exits, hardware, report, runtime
+from common import cli, hardware, report, runtime
 from common.torch_versions import all_gather_with_backward
 from lm import checkpoint, data, flags, metrics, optim, shapes, weights
 from lm.activation_checkpointing import checkpoint_blocks
@@ -573,7 +576,7 @@ def main() -> int:
             break
     run.wait()  # until --async-save has written the last checkpoint
     if stop:
-        runtime.print0(f"signal {stop}: saved at step {step}. Run the same command with --resume")
+        meter.print_stop(stop, step, args.keep)
 
     # 5. Check what this chapter promises: of weights and optimizer state, each rank holds its
     # shards in fp32 and nothing else. Copies of a shard, on other ranks, are equal bit for bit.

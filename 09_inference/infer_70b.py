@@ -30,15 +30,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
+from common import exits  # before torch: it says what to do without it
+
+# isort: split
+
+import _infer_70b as helper
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
-import _infer_70b as helper
 from _generate import (
     DTYPES,
     Generated,
@@ -54,8 +53,12 @@ from _generate import (
     speed,
     steps_of,
 )
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from common import cli, exits, report, runtime
+from common import cli, report, runtime
 from lm import model, shapes, weights
 
 # Up to so many parameters the CPU draws random weights, which are then the same on every device. A

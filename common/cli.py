@@ -1,8 +1,11 @@
 """Flags that scripts share. A wrong value is found here, before anything expensive starts."""
 
 import argparse
+import difflib
+import math
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from common.exits import UserError
@@ -12,6 +15,26 @@ from common.exits import UserError
 SUMMARY_MARK = b'"script":'
 PICTURE_MARK = b"Matplotlib"
 MARKED_BYTES = 4096
+# How torchrun's flags begin. After the name of the script they would be those of the script.
+FLAGS_OF_TORCHRUN = ("--nproc", "--nnodes", "--node", "--standalone", "--rdzv", "--master")
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Show the description as it is, and the default of each flag that does not mention one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        is_switch = action.nargs == 0
+        has_default = action.default is not None and action.default != argparse.SUPPRESS
+        if not action.option_strings or is_switch or not has_default or "default" in text:
+            return text
+        return f"{text} (default: %(default)s)".lstrip()
+
+    def _format_action(self, action: argparse.Action) -> str:
+        # argparse asks for the text of a flag only if it has one
+        if action.help is None:
+            action.help = self._get_help_string(action) or None
+        return super()._format_action(action)
 
 
 class Parser(argparse.ArgumentParser):
@@ -25,16 +48,39 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, description: str) -> None:
         super().__init__(
             description=description,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=HelpFormatter,
             allow_abbrev=False,
         )
 
     def error(self, message: str) -> None:
         raise UserError(f"{message} (--help lists the flags)")
 
+    def _check_value(self, action: argparse.Action, value: object) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            choices = [str(choice) for choice in action.choices]
+            error.message += did_you_mean(str(value), choices)
+            raise
+
+    def _hint(self, unknown: list[str]) -> str:
+        """Return what to say about the first flag that is not known."""
+        for argument in unknown:
+            flag = argument.split("=")[0]
+            if flag.startswith(FLAGS_OF_TORCHRUN):
+                return f"; {flag} is a flag of torchrun: it stands before the name of the script"
+            if flag.startswith("-"):
+                return did_you_mean(flag, self._option_string_actions)
+        return ""
+
     def parse_args(self, arguments: list[str] | None = None) -> argparse.Namespace:
-        """Parse the command line. Raise UserError if an output is an input, also by a link."""
-        args = super().parse_args(arguments)
+        """Parse the command line. Raise UserError for an unknown flag.
+
+        Raise it also if an output is an input, by the same path or by a link.
+        """
+        args, unknown = self.parse_known_args(arguments)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{self._hint(unknown)}")
         self.check_outputs(args)
         return args
 
@@ -65,39 +111,59 @@ def _flag(action: argparse.Action) -> str:
     return action.option_strings[0] if action.option_strings else str(action.metavar)
 
 
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """Return "; did you mean X?" with the most similar of `names`, or an empty string."""
+    matches = difflib.get_close_matches(name, list(names), n=1)
+    return f"; did you mean {matches[0]}?" if matches else ""
+
+
 # --- types for add_argument(type=...)
+
+# The largest whole number of a flag. torch takes seeds up to 2**64, and the training scripts add
+# steps times ranks to theirs.
+MOST = 10**15
+MOST_PROCESSES = 1024
 
 
 def positive_int(text: str) -> int:
     """Return the whole number in `text`. Raise argparse's error if it is less than 1."""
-    return _number(text, int, lambda value: value >= 1, "a whole number of at least 1")
+    return _number(text, int, 1, MOST, "a whole number of at least 1")
 
 
 def natural(text: str) -> int:
     """Return the whole number in `text`. Raise argparse's error if it is less than 0."""
-    return _number(text, int, lambda value: value >= 0, "a whole number of at least 0")
+    return _number(text, int, 0, MOST, "a whole number of at least 0")
+
+
+def processes(text: str) -> int:
+    """Return the number of processes in `text`. Raise argparse's error for one out of range."""
+    return _number(text, int, 0, MOST_PROCESSES, "a whole number of at least 0")
 
 
 def positive(text: str) -> float:
+    """Return the number in `text`. Raise argparse's error if it is 0 or less, NaN or infinite."""
+    return _number(text, float, sys.float_info.min, sys.float_info.max, "a number above 0")
+
+
+def positive_or_inf(text: str) -> float:
     """Return the number in `text`. Raise argparse's error if it is 0 or less, or NaN."""
-    return _number(text, float, lambda value: value > 0, "a number above 0")
+    return _number(text, float, sys.float_info.min, math.inf, "a number above 0, or inf")
 
 
 def not_negative(text: str) -> float:
-    """Return the number in `text`. Raise argparse's error if it is less than 0, or NaN."""
-    return _number(text, float, lambda value: value >= 0, "a number of at least 0")
+    """Return the number in `text`. Raise argparse's error if it is below 0, NaN or infinite."""
+    return _number(text, float, 0, sys.float_info.max, "a number of at least 0")
 
 
-def _number(
-    text: str, kind: type, is_allowed: Callable[[float], bool], description: str
-) -> int | float:
+def _number(text: str, kind: type, least: float, most: float, description: str) -> int | float:
     """Convert `text` to int or float, or raise argparse's error, which names what is allowed."""
     try:
         value = kind(text)
-        allowed = is_allowed(value)
     except ValueError:
-        allowed = False
-    if not allowed:
+        value = math.nan
+    if not least <= value <= most:
+        if kind is int and value > most:
+            description += f" and at most {most:,}"
         raise argparse.ArgumentTypeError(f"{text!r} is not {description}")
     return value
 

@@ -5,22 +5,49 @@ Every script ends with `exits.run(main)`.
 
 import contextlib
 import errno
+import json
 import multiprocessing
 import os
+import re
+import shutil
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from common import output
 
 FAILURE_EXIT_CODE = 1
 USER_ERROR_EXIT_CODE = 2
 REQUEUE_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: saved and stopped on a signal, start me again
 KEYBOARD_INTERRUPT_EXIT_CODE = 130  # as a shell reports a program that Ctrl-C ended
 
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
+# A disk that is full, read-only, broken or gone, a file that may not be written or is too large.
+DISK_ERRORS = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EIO,
+    errno.ESTALE,
+)
+# Libraries have exceptions of their own, without errno. Their messages have the words of the system
+# or these: of torch.save, of numpy's tofile and of sqlite.
+CUT_SHORT = r"unexpected pos \d|PytorchStreamWriter failed|\d requested and \d+ written"
+DISK_MESSAGES = "|".join(
+    [CUT_SHORT, "disk is full", *(re.escape(os.strerror(number)) for number in DISK_ERRORS)]
+)
 # parts of the messages with which torch reports too little memory
-OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "bad_alloc")
+OUT_OF_MEMORY = (
+    "out of memory",
+    "can't allocate memory",
+    "not enough memory",
+    "bad_alloc",
+    "Storage size calculation overflowed",
+)
 
 # Called before every exit. os._exit skips atexit, so what must be flushed goes here: wandb.finish.
 before_exit: list[Callable[[], None]] = []
@@ -30,6 +57,9 @@ before_user_error_exit: list[Callable[[], None]] = []
 out_of_memory_help: list[Callable[[], str]] = []
 # The numbers of the signals that runtime.catch_stop_signals has noted.
 stop_signals: list[int] = []
+# What it has raised, because a signal came before training had begun.
+early_stops: list[BaseException] = []
+_main_is_running = False
 
 
 class UserError(Exception):
@@ -50,15 +80,22 @@ def run(main: Callable[[], int]) -> None:
     UserError, a full disk and too little memory print one line and end with 2. StopSignalError ends
     with 75. Ctrl-C ends with 130. Any other exception prints its traceback and ends with 1.
     """
+    global _main_is_running
+    output.protect()
     try:
-        _require_assertions()
-        code = main()
+        try:
+            _require_assertions()
+            _main_is_running = True
+            code = main()
+        finally:
+            _main_is_running = False
     except SystemExit:  # argparse's --help
         raise
-    except KeyboardInterrupt:
-        code = KEYBOARD_INTERRUPT_EXIT_CODE
     except BaseException as error:  # torch's CheckpointException is not a subclass of Exception
         code = _report_error(error)
+    if code == REQUEUE_EXIT_CODE and set(stop_signals) == {signal.SIGINT}:
+        # What starts a job again must not do it after Ctrl-C.
+        code = KEYBOARD_INTERRUPT_EXIT_CODE
 
     for child in multiprocessing.active_children():  # data loading workers
         child.kill()
@@ -68,8 +105,19 @@ def run(main: Callable[[], int]) -> None:
         except Exception:
             traceback.print_exc()
     sys.stdout.flush()
+    sys.stderr.flush()
+    failure = output.lost.get("stdout")
+    if failure is not None and not isinstance(failure, BrokenPipeError):
+        print(f"the output could not be written: {failure.strerror}", file=sys.stderr, flush=True)
     # Skip the interpreter's shutdown, which can wait forever for gloo's threads.
     os._exit(code)
+
+
+def raise_if_main_runs(error: BaseException) -> None:
+    """Raise an error from the handler of a signal, unless main has ended and the script is."""
+    if _main_is_running:
+        early_stops.append(error)
+        raise error
 
 
 def _require_assertions() -> None:
@@ -83,9 +131,16 @@ def _require_assertions() -> None:
 
 def _report_error(error: BaseException) -> int:
     """Print the line of a user error, or the traceback of any other, and return the exit code."""
-    message = _user_message(error)
+    if early_stops:
+        # A library may have put it into another exception, and another rank may have left first.
+        error = early_stops[0]
+    if isinstance(error, KeyboardInterrupt):
+        return KEYBOARD_INTERRUPT_EXIT_CODE
+    message = user_message(error)
     if message is None:
         traceback.print_exception(error)
+        last_line = traceback.format_exception_only(error)[-1].strip()
+        _tell_torchrun(last_line)
         return FAILURE_EXIT_CODE
     for finish in before_user_error_exit:
         # an exception here must not hide the error that is printed below
@@ -95,20 +150,110 @@ def _report_error(error: BaseException) -> int:
     return getattr(error, "exit_code", USER_ERROR_EXIT_CODE)
 
 
-def _user_message(error: BaseException) -> str | None:
+def user_message(error: BaseException) -> str | None:
     """Return the message for an error that the user can fix, or None for any other error."""
-    if isinstance(error, UserError) or getattr(error, "errno", None) in DISK_ERRORS:
+    if isinstance(error, UserError):
         return str(error)
-    if isinstance(error, MemoryError | RuntimeError):
-        text = str(error)
-        if any(words in text for words in OUT_OF_MEMORY):
-            if out_of_memory_help:
-                return f"out of memory: {out_of_memory_help[-1]()}"
-            return (
-                "out of memory: see 07_memory_tricks/memory_profile.py "
-                "and 07_memory_tricks/estimate.py"
-            )
-    return None
+    if isinstance(error, ModuleNotFoundError):
+        return _message_about_module(error.name or "")
+    if _is_out_of_memory(error):
+        if out_of_memory_help:
+            return f"out of memory: {out_of_memory_help[-1]()}"
+        return (
+            "out of memory: see 07_memory_tricks/memory_profile.py and 07_memory_tricks/estimate.py"
+        )
+    message = disk_message(error)
+    if message is not None and getattr(error, "filename", None):
+        message += f" ({free_space(Path(os.fsdecode(error.filename)))})"
+    return message
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, RuntimeError):
+        return any(words in str(error) for words in OUT_OF_MEMORY)
+    return isinstance(error, MemoryError)
+
+
+# --- packages
+
+
+def _message_about_module(name: str) -> str | None:
+    """Return what to do about a package that is not installed, or None for a part of one."""
+    is_here = Path(__file__).parents[1].joinpath(name).exists()
+    if not name or "." in name or is_here:
+        return None
+    return (
+        f"{sys.executable} has no package {name}: `make venv` installs all in .venv, "
+        "then `. .venv/bin/activate`"
+    )
+
+
+def _report_missing_package(kind, error, trace) -> None:
+    """Print one line for a package that is missing before main runs, as sys.excepthook.
+
+    Ctrl-C while modules are imported ends without a traceback, as it does in main.
+    """
+    if issubclass(kind, KeyboardInterrupt):
+        os._exit(KEYBOARD_INTERRUPT_EXIT_CODE)
+    message = user_message(error) if isinstance(error, ModuleNotFoundError) else None
+    if message is None:
+        sys.__excepthook__(kind, error, trace)
+        return
+    _print_once_per_job(message)
+    os._exit(USER_ERROR_EXIT_CODE)
+
+
+sys.excepthook = _report_missing_package
+
+
+# --- disks
+
+
+def disk_message(error: BaseException) -> str | None:
+    """Return what an error of a disk says, or None for any other error.
+
+    The error is an OSError, or that of a library, or has one as its cause.
+    """
+    if isinstance(error, UserError):
+        return None
+    if getattr(error, "errno", None) in DISK_ERRORS:
+        return str(error)
+    text = str(error)
+    if re.search(CUT_SHORT, text):
+        return "only a part of the file could be written"
+    if re.search(DISK_MESSAGES, text):
+        return text
+    return None if error.__cause__ is None else disk_message(error.__cause__)
+
+
+def free_space(path: Path) -> str:
+    """Return how much space is free on the disk of a file or folder: "12 MiB free in runs"."""
+    folder = path
+    while not folder.is_dir():
+        if folder == folder.parent:
+            return "its folder is gone"
+        folder = folder.parent
+    return f"{shutil.disk_usage(folder).free / 2**20:,.0f} MiB free in {folder}"
+
+
+@contextlib.contextmanager
+def writing(what: str, path: Path) -> Iterator[None]:
+    """Raise UserError, with the free space, if the disk of a file or folder fails in this block.
+
+    `what` is what is written there, such as "the model".
+    """
+    try:
+        yield
+    except Exception as error:
+        message = disk_message(error)
+        if message is None and isinstance(error, FileNotFoundError):  # a folder has been deleted
+            message = str(error)
+        if message is None:
+            raise
+        raise UserError(f"cannot write {what} to {path} ({free_space(path)}): {message}") from None
+
+
+# --- the line of an error
 
 
 def _print_once_per_job(message: str) -> None:
@@ -127,4 +272,19 @@ def _print_once_per_job(message: str) -> None:
             return
         time.sleep(5)
         line = f"rank {rank}: {line}"
+    sys.stdout.flush()  # so that the error is the last line
     print(line, file=sys.stderr, flush=True)
+    _tell_torchrun(line)
+
+
+def _tell_torchrun(line: str) -> None:
+    """Write the line of an error to the file from which torchrun prints it as its last line.
+
+    The form is that of torch.distributed.elastic.multiprocessing.errors.ErrorHandler.
+    """
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not file:
+        return
+    message = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
+    with contextlib.suppress(OSError):
+        Path(file).write_text(json.dumps({"message": message}), encoding="utf-8")

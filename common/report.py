@@ -12,7 +12,7 @@ import textwrap
 import time
 from pathlib import Path
 
-from common import cli
+from common import cli, exits
 from common.progress import progress_bar as progress_bar  # part of this module for its callers
 
 # The keys that every --json has, null where a script does not know the value.
@@ -178,7 +178,8 @@ def write_json(summary: dict, json_path: Path | None) -> dict:
     full_summary.update(summary)
     if json_path:
         text = json.dumps(full_summary, indent=1, allow_nan=False, default=str)
-        json_path.write_text(text + "\n", encoding="utf-8")
+        with exits.writing("the summary", json_path):
+            json_path.write_text(text + "\n", encoding="utf-8")
     return full_summary
 
 

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common import cli
-from common.exits import USER_ERROR_EXIT_CODE, UserError, stop_signals
+from common import cli, exits
+from common.exits import USER_ERROR_EXIT_CODE, StopSignalError, UserError, stop_signals
 from common.progress import print_line
 
 # The values of --dtype.
@@ -34,7 +34,9 @@ LAUNCHERS_WITHOUT_RANK = (
     ("mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
     ("mpirun", "PMI_SIZE", "PMI_RANK"),
 )
+LONGEST_TIMEOUT = 10**9  # seconds. The clocks of gloo and NCCL count nanoseconds in 64 bits
 _left_groups: list[dist.ProcessGroup] = []  # filled by shutdown, which says why
+_training_has_begun = False  # set by stop_requested
 
 
 # --- the place of this process in the job
@@ -150,6 +152,11 @@ def pick_device(name: str = "auto") -> torch.device:
     processes = max(local_rank + 1, local_world_size)
     gpus = torch.cuda.device_count()
     if processes > gpus:
+        if gpus == 0:
+            raise UserError(
+                "--device cuda: no GPU is visible: 01_devices/doctor.py looks for the cause, "
+                "--device cpu runs without"
+            )
         raise UserError(
             f"--device cuda: {processes} processes, {gpus} GPUs visible: "
             "start fewer, or use --device cpu"
@@ -203,7 +210,7 @@ def timeout() -> timedelta:
     compilation or a tokenization. Raise UserError if it is not a whole number of at least 1.
     """
     seconds = cli.environment_number("COLLECTIVE_TIMEOUT_SECONDS", cli.positive_int, "600")
-    return timedelta(seconds=seconds)
+    return timedelta(seconds=min(seconds, LONGEST_TIMEOUT))
 
 
 def store() -> dist.Store | None:
@@ -300,6 +307,9 @@ def relaunch(device: str, on_cpu: int = 2) -> None:
     command_line = shlex.join(["torchrun", *arguments])
     print(f"This script needs several ranks; restarting as\n  {command_line}", flush=True)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun sets it too, but with a warning
+    # --local-addr of torchrun, which would ask for the address of this machine's name: it may have
+    # none, and is not needed here
+    os.environ.setdefault("PET_LOCAL_ADDR", "127.0.0.1")
     os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *arguments])
 
 
@@ -358,8 +368,9 @@ def together(work: Callable[[], object], group: dist.ProcessGroup | None = None)
     one node only.
 
     If `work` raises UserError or OSError on some ranks, every rank raises the error of the first of
-    these ranks. So no rank waits for a rank that has failed. Any other exception is a bug. It ends
-    its rank with a traceback, and then torchrun ends the other ranks, which wait here.
+    these ranks. So no rank waits for a rank that has failed. If the disk fails, libraries such as
+    safetensors raise errors of their own: these become OSError. Any other exception is a bug. It
+    ends its rank with a traceback, and then torchrun ends the other ranks, which wait here.
     """
     result = None
     error = None
@@ -367,6 +378,11 @@ def together(work: Callable[[], object], group: dist.ProcessGroup | None = None)
         result = work()
     except (UserError, OSError) as caught:
         error = caught
+    except Exception as caught:
+        message = exits.disk_message(caught)
+        if message is None:
+            raise
+        error = OSError(message)
     outcomes = all_gather((result, error), group)
     for _, error_of_rank in outcomes:
         if error_of_rank is not None:
@@ -414,18 +430,36 @@ def seed_all(value: int, deterministic: bool = False) -> None:
 
 
 def catch_stop_signals() -> None:
-    """Note SIGTERM, SIGUSR1 and SIGHUP from now on, instead of ending at once.
+    """Let Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP stop the run after a step, instead of ending it.
 
-    The training loop calls stop_requested after each step, and then saves and ends.
+    The training loop calls stop_requested after each step, and then saves and ends. Before its
+    first call there is nothing to save: a signal then raises StopSignalError, or KeyboardInterrupt
+    for Ctrl-C. A second Ctrl-C ends the process at once.
     """
+    process = os.getpid()
 
     def note(number: int, _frame) -> None:
+        if os.getpid() != process:  # a data loading worker: it is ended by this process
+            return
+        is_second_interrupt = number == signal.SIGINT and number in stop_signals
         # one stop may send several signals: a dying torchrun sends SIGTERM once per thread
         stop_signals.append(number)
+        if number == signal.SIGINT and (is_second_interrupt or not _training_has_begun):
+            exits.raise_if_main_runs(KeyboardInterrupt())
+        elif not _training_has_begun:
+            name = signal.Signals(number).name
+            exits.raise_if_main_runs(
+                StopSignalError(f"{name} came before the first step, so there is nothing to save")
+            )
+        elif number == signal.SIGINT and ranks().rank == 0:
+            # not print: the signal may have come while another line is printed
+            line = "\nCtrl-C: saving after this step. Press it again to end without saving\n"
+            os.write(2, line.encode())
 
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         # A plain script under nohup starts with SIGHUP ignored and keeps ignoring it. torchrun ends
         # when its terminal closes, even under nohup, and sends SIGHUP to its ranks: they must save.
+        # The shell starts a script with SIGINT ignored in the background, without job control.
         ignored = signal.getsignal(number) == signal.SIG_IGN
         if dist.is_torchelastic_launched() or not ignored:
             signal.signal(number, note)
@@ -438,7 +472,12 @@ def stop_requested() -> int:
     maximum. The flag is a CPU tensor that goes over gloo. So the call does not wait for the GPU's
     queue, and it fails if a rank has died.
     """
+    global _training_has_begun
     flag = torch.tensor(stop_signals[-1] if stop_signals else 0)
     if dist.is_initialized():
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-    return int(flag)
+    _training_has_begun = True
+    stop = int(flag)
+    if stop and stop not in stop_signals:  # another rank has received it
+        stop_signals.append(stop)
+    return stop

@@ -39,7 +39,6 @@ import argparse
 import contextlib
 import json
 import os
-import shutil
 import sys
 import time
 import warnings
@@ -54,7 +53,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from common import files
-from common.exits import UserError, before_exit, before_user_error_exit
+from common.exits import (
+    UserError,
+    before_exit,
+    before_user_error_exit,
+    disk_message,
+    free_space,
+)
 from common.runtime import all_gather, is_rank0, on_rank0, print0, ranks, timeout, together
 from lm import flags, shapes
 from lm.lock import InUseError, Lock
@@ -285,12 +290,10 @@ class Run:
             publish = partial(self._publish, temporary, final, hashes)
             together(publish, self.group)
         except OSError as error:
-            # On a full disk, torch.save (which DCP calls) only says "unexpected pos". So name the
-            # free space.
-            free_mib = shutil.disk_usage(self.folder).free / 2**20
+            # On a full disk, torch.save (which DCP calls) does not say so. So name the free space.
             raise UserError(
-                f"cannot save step {step} in {self.folder} ({free_mib:.0f} MiB free there): "
-                f"{error}; older checkpoints are untouched"
+                f"cannot save step {step} in {self.folder} ({free_space(self.folder)}): "
+                f"{disk_message(error) or error}; older checkpoints are untouched"
             ) from None
 
     def _write_files(self, folder: Path, state: dict, config: dict | None) -> dict[str, str]:

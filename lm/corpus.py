@@ -67,6 +67,10 @@ def as_user_error(what: str) -> Iterator[None]:
         yield
     except UserError:
         raise
+    except FileNotFoundError as error:
+        missing = str(error.filename or error)
+        where = what if missing in what else f"{what}: {missing}"
+        raise UserError(f"{where} does not exist") from None
     except Exception as error:
         raise UserError(f"{what}: {type(error).__name__}: {error}") from None
 

@@ -27,6 +27,8 @@ from common.cli import (
     not_negative,
     positive,
     positive_int,
+    positive_or_inf,
+    processes,
 )
 from common.exits import UserError
 from lm.defaults import ON_CPU, ON_GPU, default_flags
@@ -123,7 +125,7 @@ class TrainingParser(Parser):
             type=positive_int,
             help="sequences per rank and forward (default: a rank's share; on a GPU what fits)",
         )
-        add("--num-workers", type=natural, default=0, help="data loading processes per rank")
+        add("--num-workers", type=processes, default=0, help="data loading processes per rank")
 
         add = self.add_argument_group("optimization").add_argument
         add(
@@ -135,7 +137,9 @@ class TrainingParser(Parser):
         add("--lr", type=positive, help="peak learning rate (default: the model's, nano 2e-3)")
         add("--warmup-steps", type=natural, help="steps of warm-up (default: the model's, nano 10)")
         add("--weight-decay", type=not_negative, default=0.1)
-        add("--clip-norm", type=positive, default=1.0, help="largest gradient norm; inf: any")
+        add(
+            "--clip-norm", type=positive_or_inf, default=1.0, help="largest gradient norm; inf: any"
+        )
         add("--seed", type=natural, default=0)
 
         add = self.add_argument_group("precision, speed and memory").add_argument

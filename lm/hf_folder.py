@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from common import files, runtime
-from common.exits import UserError
+from common.exits import UserError, writing
 from lm import shapes
 
 LARGEST_FILE = 2e9  # bytes of tensors in a .safetensors file, all of which rank 0 holds at once
@@ -50,7 +50,8 @@ def write_folder(
     """Write a model as a Hugging Face folder, one file of weights at a time.
 
     Every rank must call this. `folder` appears when it is complete, in place of an older one with
-    the same mark. Raise UserError if anything else is there, or if the disk is full.
+    the same mark. Raise UserError if anything else is there, or, with the free space, if the disk
+    fails.
 
     Args:
         tensors: The tensors by name, on the meta device: shapes and dtypes without values.
@@ -75,16 +76,17 @@ def write_folder(
         save_tokenizer(unfinished)
         files.finish_folder(unfinished, folder, mark)
 
-    unfinished = runtime.on_rank0(partial(files.start_folder, folder))
-    for file, names in names_by_file.items():
-        tensors_of_file = {}
-        for name in names:
-            tensor = read(name)
-            if runtime.is_rank0():
-                tensors_of_file[name] = tensor.cpu().contiguous()
-        save = partial(save_file, tensors_of_file, unfinished / file, metadata={"format": "pt"})
-        runtime.on_rank0(save)
-    runtime.on_rank0(finish)
+    with writing(f"a model of {total_bytes / 2**20:,.1f} MiB", folder):
+        unfinished = runtime.on_rank0(partial(files.start_folder, folder))
+        for file, names in names_by_file.items():
+            tensors_of_file = {}
+            for name in names:
+                tensor = read(name)
+                if runtime.is_rank0():
+                    tensors_of_file[name] = tensor.cpu().contiguous()
+            save = partial(save_file, tensors_of_file, unfinished / file, metadata={"format": "pt"})
+            runtime.on_rank0(save)
+        runtime.on_rank0(finish)
 
 
 def _assign_to_files(tensors: dict[str, Tensor]) -> dict[str, list[str]]:
@@ -224,7 +226,8 @@ def write_adapter(
         "lora_alpha": alpha,
         "target_modules": sorted({name.split(".")[-2] for name in trained}),
     }
-    folder.mkdir(exist_ok=True)
     peft_names = {f"base_model.model.{name}.weight": tensor for name, tensor in trained.items()}
-    save_file(peft_names, folder / "adapter_model.safetensors")
-    _write_json(folder / "adapter_config.json", config)
+    with writing("the adapters", folder):
+        folder.mkdir(exist_ok=True)
+        save_file(peft_names, folder / "adapter_model.safetensors")
+        _write_json(folder / "adapter_config.json", config)

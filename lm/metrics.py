@@ -9,7 +9,10 @@ model: the caller gives it the number of floating-point operations per token.
 import contextlib
 import json
 import math
+import shlex
+import signal
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,8 +20,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from common import files, report
-from common.exits import UserError
+from common import files, output, report
+from common.exits import UserError, writing
 from common.hardware import device_name
 from common.progress import print_line
 from common.runtime import all_gather, full_tensor, is_rank0, on_rank0, ranks, synchronize
@@ -86,6 +89,7 @@ class Meter:
         on_rank0(lambda: self._open_trackers(tensorboard, wandb))
         self.plotted_records = 0
         self.next_plot_time = 0.0
+        self.told_lost_output = False
 
         # Measurements since the last log line.
         self.data_seconds = 0.0
@@ -302,6 +306,21 @@ class Meter:
         if command is not None:
             print(f"ask it:  {command}")
 
+    def print_stop(self, number: int, step: int, keep: int) -> None:
+        """Print on rank 0 that signal `number` has stopped the run after `step`.
+
+        `keep` is the flag --keep: with 0 nothing is saved.
+        """
+        if not is_rank0():
+            return
+        name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+        folder = shlex.quote(str(self.folder))
+        if keep:
+            line = f"{name}: saved at step {step}. Continue with --run-dir {folder} --resume"
+        else:
+            line = f"{name}: stopped at step {step}, and --keep 0 saves no checkpoint"
+        print_line(line)
+
     def _open_file(self) -> None:
         """Load the records up to the start step, and open metrics.jsonl to append more."""
         file = self.folder / "metrics.jsonl"
@@ -334,11 +353,20 @@ class Meter:
 
     def _write(self, record: dict, line: str) -> None:
         self.records.append(record)
-        self.file.write(json.dumps(record) + "\n")
-        self.file.flush()
-        for tracker in self.trackers:
-            tracker.write(record)
+        with writing("metrics", self.folder):
+            self.file.write(json.dumps(record) + "\n")
+            self.file.flush()
+            for tracker in self.trackers:
+                tracker.write(record)
         print_line(line)
+        if "stdout" in output.lost and not self.told_lost_output:
+            self.told_lost_output = True
+            print(
+                f"the log cannot be printed any more ({output.lost['stdout'].strerror}): "
+                f"the run goes on, and its log is in {self.folder / 'metrics.jsonl'}",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 def read_records(file: Path) -> list[dict]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from common.cli import did_you_mean
 from common.exits import UserError
 from lm.runs import refuse_run
 from lm.weight_files import WEIGHT_SUFFIXES, has_own_head, weight_files
@@ -316,7 +317,7 @@ def read_config_json(name: str, flag: str = "--model") -> dict:
     if not path.is_file():
         raise UserError(
             f"{flag} {name}: no such size ({', '.join(SIZES)}), "
-            "nor an HF config.json or a folder with one"
+            f"nor an HF config.json or a folder with one{did_you_mean(name, SIZES)}"
         )
     if path.suffix in WEIGHT_SUFFIXES:
         raise UserError(

@@ -14,6 +14,7 @@ from support.harness import (
     Result,
     assert_refused,
     descendants,
+    error_lines,
     finish,
     holds,
     kill_all,
@@ -242,10 +243,7 @@ def test_hosts_with_a_disk_each_are_refused(job):
     results = list(map(ended, both))
     assert [result.code for result in results] == [1, 1]
     told = [
-        line
-        for result in results
-        for line in result.err.splitlines()
-        if " error: --run-dir" in line
+        line for result in results for line in error_lines(result) if " error: --run-dir" in line
     ]
     assert 1 <= len(told) <= 2  # no torchrun ends the other host's ranks at once
     assert all(str(disks[0]) in line for line in told)

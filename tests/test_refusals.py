@@ -16,6 +16,7 @@ from support.harness import (
     checkpoints,
     content,
     each_of_several,
+    error_lines,
     holds,
     in_full,
     kill_all,
@@ -118,15 +119,18 @@ def test_no_gpu(tmp_path):
 )
 def test_bad_input_is_told_once_under_torchrun(tmp_path, script, flags, words, warm):
     result = run(script, tmp_path, "--device", "cpu", *flags, nproc=2, warm=warm)
-    told = [line for line in result.err.splitlines() if f"{script}: error: " in line]
+    told = [line for line in error_lines(result) if f"{script}: error: " in line]
     assert (result.code, len(told), result.out) == (1, 1, ""), result
     assert words in told[0]
+    if not warm:  # the real torchrun ends with that line
+        last_lines = result.err.rstrip("=\n ").splitlines()
+        assert last_lines[-1].strip() == f"traceback : {told[0]}"
     assert "exitcode  : 2" in result.err
 
 
 def test_a_script_of_one_process_refuses_several(tmp_path):
     result = run(BASELINE, tmp_path, "--device", "cpu", nproc=2)
-    assert (result.code, result.err.count("error: ")) == (1, 1), result
+    assert (result.code, len(error_lines(result))) == (1, 1), result
 
 
 @pytest.mark.parametrize(

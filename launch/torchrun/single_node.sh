@@ -21,6 +21,7 @@ procs=${NPROC_PER_NODE:-$(python -c "import torch; print(torch.cuda.device_count
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(($(nproc) > procs ? $(nproc) / procs : 1))}
 
 # --standalone: the ranks meet on a free port, so two jobs on one machine do not disturb each other
-command=(torchrun --standalone --nproc-per-node="$procs" "$script" "$@")
+# --local-addr: torchrun would ask for the address of the machine's name. It may have none, in a container, say
+command=(torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node="$procs" "$script" "$@")
 echo "OMP_NUM_THREADS=$OMP_NUM_THREADS $(printf '%q ' "${command[@]}")"
 exec "${command[@]}"

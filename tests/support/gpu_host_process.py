@@ -28,7 +28,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict
 import torch.distributed.fsdp
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 # Modules of scripts that have ended. The process groups in them must live as long as the process:
 # common/runtime.py says why.
 _ended_modules = []

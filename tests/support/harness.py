@@ -295,10 +295,16 @@ def train(
     return result
 
 
+def error_lines(result: Result) -> list[str]:
+    """The lines that ranks have printed about an error, without the one that torchrun ends with."""
+    lines = [line for line in result.err.splitlines() if "error: " in line]
+    return [line for line in lines if "traceback : " not in line]
+
+
 def assert_refused(result: Result, *words: str) -> None:
     """Exit code 2, and one line for people with these words in it. Of several ranks one speaks."""
     shown = f"exit code {result.code}\n{result.out[-1000:]}\n{result.err[-3000:]}"
-    lines = [line for line in result.err.splitlines() if "error: " in line]
+    lines = error_lines(result)
     assert len(lines) == 1, f"expected one line that says what is wrong: {shown}"
     missing = [word for word in words if word not in lines[0]]
     assert not missing, f"expected {missing} in the line: {shown}"
