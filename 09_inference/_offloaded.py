@@ -4,7 +4,6 @@ import argparse
 import json
 import logging
 import os
-import shutil
 import statistics
 import tempfile
 import warnings
@@ -266,9 +265,9 @@ def place_of(weight_name: str, device_map: dict[str, int | str]) -> int | str:
 
 def temporary_folder() -> Path:
     """Create a folder that is deleted when the script ends."""
-    folder = tempfile.mkdtemp(prefix="offloaded-")
-    exits.before_exit.append(partial(shutil.rmtree, folder, ignore_errors=True))
-    return Path(folder)
+    folder = tempfile.TemporaryDirectory(prefix="offloaded-", ignore_cleanup_errors=True)
+    exits.before_exit.append(folder.cleanup)
+    return Path(folder.name)
 
 
 def load_with_map(
