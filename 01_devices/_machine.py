@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import torch
 
-from common.hardware import devices, peak_flops
+from common.hardware import container_memory_bytes, control_groups, devices, peak_flops
 
 try:
     import pynvml as nv
@@ -28,8 +28,6 @@ THROTTLE_REASONS = {
     "thermal, hardware": "nvmlClocksThrottleReasonHwThermalSlowdown",
     "power brake": "nvmlClocksThrottleReasonHwPowerBrakeSlowdown",
 }
-# Version 1 of control groups writes "no limit" as the largest multiple of a page below 2**63.
-NO_MEMORY_LIMIT = 2**60
 ALL_LANES = 0xFFFFFFFF  # NVML's scope for a field that is summed over all NVLink lanes
 
 # --- GPUs
@@ -340,38 +338,15 @@ def limits(proc: str = "/proc", groups: str = "/sys/fs/cgroup") -> tuple[int | N
     None means no limit. The limit may be set on the control group of this process or on any group
     above it, in version 1 or 2 of control groups.
     """
-    memory_limits = []
     core_limits = []
-    for folder in _control_groups(proc, groups):
-        for name in ("memory.max", "memory.limit_in_bytes"):
-            memory = _text(folder / name)
-            if memory.isdigit() and int(memory) < NO_MEMORY_LIMIT:
-                memory_limits.append(int(memory))
+    for folder in control_groups(proc, groups):
         # microseconds, and the period that they are in
         quota = _text(folder / "cpu.max").split()
         quota = quota or [_text(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
         if quota[0].isdigit():  # else it is "max", -1 or there is no file
             core_limits.append(int(quota[0]) / int(quota[1]))
-    return min(memory_limits, default=None), min(core_limits, default=None)
-
-
-def _control_groups(proc: str, groups: str) -> list[Path]:
-    """Return the folders of the control groups of this process, and those of the groups above.
-
-    In a container a path may be that of the host, and its folder missing. The folder at the top is
-    then the group of the container.
-    """
-    folders = []
-    lines = _text(Path(proc, "self/cgroup")).splitlines()
-    for line in [*lines, "0::/", "0:memory:/", "0:cpu:/"]:
-        _, controllers, group = line.split(":", 2)
-        # version 2 has one tree for all controllers, version 1 one for each: memory, cpu,cpuacct
-        trees = [".", "unified"]
-        if controllers:
-            trees = [controllers, *controllers.split(",")]
-        for tree in trees:
-            folders += Path(f"{groups}/{tree}{group}", "_").parents
-    return folders
+    memory_limit = container_memory_bytes(proc, groups)
+    return memory_limit, min(core_limits, default=None)
 
 
 def _text(file: Path) -> str:

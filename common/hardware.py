@@ -15,7 +15,7 @@ from pathlib import Path
 # What a figure in devices.csv is multiplied by. A column that is not listed here has TFLOP/s.
 UNITS = {"bandwidth": 1e9, "memory": 1e9, "tdp": 1.0, "fp32_clock": 1e6, "matrix_clock": 1e6}
 TERA = 1e12
-NO_LIMIT = 2**62  # bytes; control groups of version 1 write a larger number for no limit
+NO_LIMIT = 2**60  # bytes; control groups of version 1 write a larger number for no limit
 # How /proc/cpuinfo names instructions that multiply bf16: two of x86, and the one of ARM.
 CPU_BF16 = {"avx512_bf16", "amx_bf16", "bf16"}
 
@@ -104,22 +104,31 @@ def container_memory_bytes(proc: str = "/proc", groups: str = "/sys/fs/cgroup") 
     versions of control groups are read. Version 1 writes a number near 2**63 for no limit.
     """
     limits = []
-    for line in _text(Path(proc, "self/cgroup")).splitlines():
-        _, controllers, own_group = line.split(":", 2)
-        if not controllers:  # version 2
-            root = groups
-            name = "memory.max"
-        elif "memory" in controllers.split(","):
-            root = f"{groups}/memory"
-            name = "memory.limit_in_bytes"
-        else:
-            continue
-        # In a container the path may be that of the host, which is not mounted: look above it.
-        for folder in Path(f"{root}{own_group}", "_").parents:
+    for folder in control_groups(proc, groups):
+        for name in ("memory.max", "memory.limit_in_bytes"):
             text = _text(folder / name)
             if text.isdigit() and int(text) < NO_LIMIT:
                 limits.append(int(text))
     return min(limits, default=None)
+
+
+def control_groups(proc: str = "/proc", groups: str = "/sys/fs/cgroup") -> list[Path]:
+    """Return the folders of the control groups of this process, and those of the groups above.
+
+    In a container a path may be that of the host, and its folder missing. The folder at the top is
+    then the group of the container.
+    """
+    folders = []
+    lines = _text(Path(proc, "self/cgroup")).splitlines()
+    for line in [*lines, "0::/", "0:memory:/", "0:cpu:/"]:
+        _, controllers, group = line.split(":", 2)
+        # version 2 has one tree for all controllers, version 1 one for each: memory, cpu,cpuacct
+        trees = [".", "unified"]
+        if controllers:
+            trees = [controllers, *controllers.split(",")]
+        for tree in trees:
+            folders += Path(f"{groups}/{tree}{group}", "_").parents
+    return folders
 
 
 def _text(file: Path) -> str:
