@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from _estimate import default_seq_len, make_plan, parse_flags, read_shape, shape_from_json
 
 from common import exits, report
-from common.report import table
+from common.report import fold, table
 from lm import shapes
 from planner import inference, machine
 from planner.memory import MOMENTS, Memory, peak
@@ -75,7 +75,9 @@ CAUSES = {
 
 def layout_answer(shape: Shape, plan: Plan, memory: Memory, where: machine.Machine) -> dict:
     """Print the bytes and seconds of one layout, and return them for the summary."""
-    print(f"{describe(shape, plan, where)}\n")
+    for line in describe(shape, plan, where).splitlines():
+        print(fold(line))
+    print()
     print_memory(memory)
     fits = print_total(memory, where)
     lines = memory.lines
@@ -159,7 +161,8 @@ def print_total(memory: Memory, where: machine.Machine) -> bool | None:
     }
     total = memory.total_bytes()
     terms = [f"{size / scale:,.2f} {name}" for name, size in parts.items() if size]
-    print(f"\n{total / scale:,.2f} {unit} = " + " + ".join(terms))
+    print()
+    print(fold(f"{total / scale:,.2f} {unit} = " + " + ".join(terms)))
     return print_fits(total, where)
 
 
