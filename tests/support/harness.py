@@ -296,7 +296,7 @@ def train(
 
 
 def error_lines(result: Result) -> list[str]:
-    """The lines that ranks have printed about an error, without the one that torchrun ends with."""
+    """Return the lines of ranks about an error, without the line that torchrun ends with."""
     lines = [line for line in result.err.splitlines() if "error: " in line]
     return [line for line in lines if "traceback : " not in line]
 
