@@ -81,6 +81,7 @@ def run(main: Callable[[], int]) -> None:
     with 75. Ctrl-C ends with 130. Any other exception prints its traceback and ends with 1.
     """
     global _main_is_running
+    output.use_utf8()
     output.protect()
     try:
         try:

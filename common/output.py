@@ -1,6 +1,6 @@
 """Make stdout and stderr safe: what a script computes is worth more than what it prints.
 
-`exits.run` calls `protect`. This module imports no other module of this repository.
+`exits.run` calls `use_utf8` and `protect`. This module imports no other module of this repository.
 """
 
 import io
@@ -31,6 +31,20 @@ class _Output(io.FileIO):
             os.dup2(null, self.fileno())
             os.close(null)
             return memoryview(data).nbytes
+
+
+def use_utf8() -> None:
+    """Start this script again with UTF-8 for the names of files, if Python has another encoding.
+
+    That is so with LC_ALL=en_US.ISO-8859-1, and with LC_ALL=C and PYTHONUTF8=0. Libraries such as
+    pyarrow and safetensors take names in UTF-8 only. The output keeps the encoding of the terminal.
+    """
+    if sys.getfilesystemencoding() == "utf-8":
+        return
+    if sys.stdout is not None:
+        os.environ.setdefault("PYTHONIOENCODING", f"{sys.stdout.encoding}:backslashreplace")
+    arguments = [os.fsencode(argument) for argument in sys.orig_argv[1:]]
+    os.execv(sys.executable, [sys.executable, "-X", "utf8", *arguments])
 
 
 def protect() -> None:
