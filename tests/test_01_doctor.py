@@ -10,7 +10,7 @@ from support.harness import ROOT, run, with_fault, with_prelude, write_tiny
 
 SCRIPT = "01_devices/doctor.py"
 # true faults of the machine that tests, if it has any
-HOST = {"shared memory", "disk", "port"}
+HOST = {"shared memory", "disk", "port", "host name"}
 PLAIN = """
 import os, threading, torch, torch.distributed as dist
 from torch import nn
@@ -126,6 +126,44 @@ def test_gpus_that_only_the_driver_sees(fake_driver, tmp_path, quick):
         results, seen = doctor(tmp_path, script=script, LD_LIBRARY_PATH=fake_driver, **env)
         assert (results["driver"], results["visible GPUs"]) == (expected, "fail"), seen
     assert "11.4" in seen["driver"]
+
+
+# A torch that can use the first two GPUs. No GPU is there to multiply on.
+TWO_GPUS = """
+import torch
+torch.version.cuda = "12.8"
+torch.cuda.is_available = lambda: True
+torch.cuda.device_count = lambda: 2
+torch.cuda.get_arch_list = lambda: ["sm_90"]
+"""
+
+
+def test_gpus_of_other_jobs_are_no_faults(fake_driver, tmp_path, quick):
+    """A batch system gives a job 2 of 8 GPUs: the driver counts 8, and refuses to describe 6."""
+    multiplies = quick.read_text(encoding="utf-8").replace("cuda:{index}", "cpu")
+    quick = quick.with_name("doctor_on_cpu.py")
+    quick.write_text(multiplies, encoding="utf-8")
+    script = with_prelude(str(quick), tmp_path, TWO_GPUS)
+    env = {"LD_LIBRARY_PATH": fake_driver, "NVML_GPUS": "8", "NVML_OWN": "2"}
+    results, seen = doctor(tmp_path, script=script, **env)
+    assert (results["driver"], results["visible GPUs"]) == ("ok", "ok"), seen
+    assert "6 of 8" in seen["driver"]
+    assert "CUDA_VISIBLE_DEVICES" not in seen["visible GPUs"]
+    # a job without any of them
+    results, seen = doctor(tmp_path, script=quick, **env | {"NVML_OWN": "0"})
+    assert results["driver"] == "skip"
+    assert failed(results) == set()
+    # a GPU that is lost is a fault, whoever has the others
+    results, seen = doctor(tmp_path, script=script, **env | {"NVML_LOST": "1"})
+    assert results["driver"] == "fail"
+    assert "GPU 1" in seen["driver"]
+
+
+def test_a_name_without_an_address_is_named(tmp_path, quick):
+    prelude = "import socket\nsocket.gethostname = lambda: 'no-such-host.invalid'"
+    results, seen = doctor(tmp_path, script=with_prelude(str(quick), tmp_path, prelude))
+    assert results["host name"] == "fail"
+    assert "no-such-host.invalid" in seen["host name"]
 
 
 def test_settings_that_slow_a_job_are_named(tmp_path, quick):

@@ -126,6 +126,32 @@ def test_gpus_that_only_the_driver_sees(tmp_path, fake_driver, refused):
         )
 
 
+VIRTUAL = """
+import torch
+from types import SimpleNamespace
+torch.cuda.is_available = lambda: True
+torch.cuda.device_count = lambda: 1
+torch.cuda.get_device_properties = lambda index: SimpleNamespace(
+    name="NVIDIA H100 80GB HBM3", total_memory=72 * 2**30, uuid="00000001", major=9, minor=0
+)
+"""
+
+
+def test_a_gpu_whose_driver_keeps_a_part_of_its_memory(tmp_path, fake_driver):
+    """As a virtual GPU: CUDA has a tenth less than the driver says. Both are shown."""
+    script = harness.with_prelude(SCRIPT, tmp_path, VIRTUAL)
+    flags = ["--device", "cpu", "--json", "all.json"]
+    result = harness.run(script, tmp_path, *flags, LD_LIBRARY_PATH=fake_driver)
+    assert result.code == 0, result
+    first, second = json.loads((tmp_path / "all.json").read_text(encoding="utf-8"))["gpus"]
+    assert (first["memory_total_bytes"], first["memory_for_torch_bytes"]) == (
+        80 * 2**30,
+        72 * 2**30,
+    )
+    assert "memory_for_torch_bytes" not in second
+    assert "NVML and torch agree about 1 GPUs" in result.out
+
+
 @pytest.mark.parametrize("flags", [["--device", "cuda"], ["--json", "none/x.json"]])
 def test_what_cannot_be_is_one_line(tmp_path, flags):
     result = harness.run(SCRIPT, tmp_path, *flags)

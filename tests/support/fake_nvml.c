@@ -1,6 +1,6 @@
 /* A driver library for machines without one: two GPUs joined by four NVLink lanes, or NVML_GPUS of them.
  * The real pynvml loads it as libnvidia-ml.so.1. Functions named in NVML_REFUSE (commas between) answer "not
- * supported"; the GPU NVML_LOST has fallen off the bus; a function that is not here is "not found" to pynvml, as with an old driver. */
+ * supported"; the GPU NVML_LOST has fallen off the bus; GPUs from NVML_OWN on belong to other jobs; a function that is not here is "not found" to pynvml, as with an old driver. */
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -28,7 +28,7 @@ int nvmlShutdown(void) { return SUCCESS; }
 const char *nvmlErrorString(int code) { return code == NOT_SUPPORTED ? "Not Supported" : "Unknown Error"; }
 int nvmlDeviceGetCount_v2(unsigned *out) { ASK; *out = number("NVML_GPUS", 2); return SUCCESS; }
 int nvmlDeviceGetHandleByIndex_v2(unsigned i, void **out) {
-    ASK; if ((long)i >= number("NVML_GPUS", 2)) return INVALID; if ((long)i == number("NVML_LOST", -1)) return 15; *out = (void *)(uintptr_t)(i + 1); return SUCCESS;
+    ASK; if ((long)i >= number("NVML_GPUS", 2)) return INVALID; if ((long)i == number("NVML_LOST", -1)) return 15; if ((long)i >= number("NVML_OWN", 99)) return 4; *out = (void *)(uintptr_t)(i + 1); return SUCCESS;
 }
 int nvmlDeviceGetHandleByUUID(const char *uuid, void **out) {
     ASK; int i = 0; if (sscanf(uuid, "GPU-%d", &i) != 1 || i < 1 || i > number("NVML_GPUS", 2)) return INVALID; *out = (void *)(uintptr_t)i; return SUCCESS;
