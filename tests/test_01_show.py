@@ -126,6 +126,51 @@ def test_gpus_that_only_the_driver_sees(tmp_path, fake_driver, refused):
         )
 
 
+LIMITS = f"""
+import sys
+sys.path[:0] = [{str(harness.ROOT)!r}, {str(harness.ROOT / "01_devices")!r}]
+import _machine
+print(_machine.limits("proc", "groups"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("own_group", "files", "limits"),
+    [
+        (
+            "0::/job/step",
+            {"job/cpu.max": "150000 100000", "job/step/cpu.max": "max 100000"},
+            (None, 1.5),
+        ),
+        (
+            "4:cpu,cpuacct:/docker/abc\n5:memory:/docker/abc",
+            {
+                "cpu/cpu.cfs_quota_us": "300000",
+                "cpu/cpu.cfs_period_us": "100000",
+                "memory/memory.limit_in_bytes": "2147483648",
+            },
+            (2**31, 3.0),
+        ),
+        (
+            "4:cpu:/",
+            {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"},
+            (None, None),
+        ),
+    ],
+)
+def test_the_limits_of_a_container_count(tmp_path, own_group, files, limits):
+    """In both versions of control groups, and in the groups above that of the process."""
+    contents = {"proc/self/cgroup": own_group}
+    for name, text in files.items():
+        contents[f"groups/{name}"] = text
+    for name, text in contents.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n", encoding="utf-8")
+    (tmp_path / "ask.py").write_text(LIMITS, encoding="utf-8")
+    result = harness.run(tmp_path / "ask.py", tmp_path)
+    assert result.out == f"{limits}\n", result
+
+
 VIRTUAL = """
 import torch
 from types import SimpleNamespace

@@ -116,23 +116,3 @@ def test_the_limit_of_a_container_counts(tmp_path, own_group, files, limit):
     assert hardware.container_memory_bytes(*places) == limit
     if limit is not None and limit < 1000:
         assert hardware.memory_bytes(*places) == limit + 2**20
-
-
-@pytest.mark.parametrize(
-    ("own_group", "files", "cores"),
-    [
-        ("0::/job/step", {"job/cpu.max": "150000 100000", "job/step/cpu.max": "max 100000"}, 1.5),
-        (
-            "4:cpu,cpuacct:/docker/abc",
-            {"cpu/cpu.cfs_quota_us": "300000", "cpu/cpu.cfs_period_us": "100000"},
-            3,
-        ),
-        ("4:cpu:/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
-    ],
-)
-def test_the_cores_of_a_container_count(tmp_path, own_group, files, cores):
-    group(tmp_path / "proc", "self/cgroup", own_group)
-    for name, content in files.items():
-        group(tmp_path / "groups", name, content)
-    places = (str(tmp_path / "proc"), str(tmp_path / "groups"))
-    assert hardware.container_cores(*places) == cores
