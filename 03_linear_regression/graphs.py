@@ -265,6 +265,8 @@ def main() -> None:
         "--json", type=Path, metavar="PATH", help="write what was found as one JSON object"
     )
     args = parser.parse_args()
+    if args.json and args.json.is_file() and b'"script"' not in args.json.read_bytes():
+        parser.error(f"--json {args.json} exists and is no summary: name another file")
 
     forwards = report_breaks()
     refused = report_one_graph()

@@ -176,6 +176,8 @@ def parse_args() -> argparse.Namespace:
         "--json", type=Path, metavar="PATH", help="write the summary as one JSON object"
     )
     args = parser.parse_args()
+    if args.json and args.json.is_file() and b'"script"' not in args.json.read_bytes():
+        parser.error(f"--json {args.json} exists and is no summary: name another file")
 
     available = {
         "cuda": torch.cuda.is_available(),

@@ -237,6 +237,8 @@ class TrainingParser(Parser):
         if args.run_dir is None:
             return
         inputs = self.input_paths(args)
+        if args.json is not None:
+            inputs["--json"] = args.json  # two outputs in one file
         for name in RUN_FILES:
             check_not_input("--run-dir", args.run_dir / name, inputs, with_content=False)
         models = {}

@@ -144,8 +144,12 @@ def test_a_run_writes_neither_into_its_model_nor_into_its_data(tmp_path):
     (tmp_path / "exp/text.txt").write_bytes(TEXT.read_bytes())
     flags = ("--data", "exp/text.txt", *SHORT, "--run-dir", "exp")
     assert run(TRAIN, tmp_path, *flags).code == 0
-    flags = ("--data", "exp/metrics.jsonl", *SHORT, "--run-dir", "exp", "--resume")
-    assert_refused(run(TRAIN, tmp_path, *flags), "metrics.jsonl")
+    resume = (*SHORT, "--run-dir", "exp", "--resume")
+    result = run(TRAIN, tmp_path, "--data", "exp/metrics.jsonl", *resume)
+    assert_refused(result, "--data", "metrics.jsonl")
+    flags = ("--data", TEXT, *SHORT, "--run-dir", "new", "--json", "new/metrics.jsonl")
+    (tmp_path / "new").mkdir()
+    assert_refused(run(TRAIN, tmp_path, *flags), "--json", "metrics.jsonl")
 
 
 # --- --json
