@@ -345,7 +345,7 @@ def main() -> int:
         "weights_sha256": digests[0],
         **bytes_per_rank,
     }
-    if not stop:
+    if step == args.steps:  # also if a signal came in the last step
         save_dtype = runtime.DTYPES[args.save_dtype]
         _finetune.write_folders(model, chat, run.folder, args, save_dtype, mark)
         compare = partial(

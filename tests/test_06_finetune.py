@@ -318,3 +318,12 @@ def test_a_template_that_asks_otherwise_than_it_writes_is_refused(tmp_path):
     folder = with_tokenizer(tmp_path / "model", asks)
     result = run(SCRIPT, tmp_path, "--device", "cpu", "--model", folder, "--data", PAIRS)
     assert_refused(result, "line 1", "template")
+
+
+def test_a_signal_in_the_last_step_does_not_cost_the_model(tmp_path, folder):
+    prelude = "from common import runtime\nruntime.stop_requested = lambda: 15"
+    script = with_prelude(SCRIPT, tmp_path, prelude)
+    flags = ("--model", folder, "--data", PAIRS, "--seq-len", 128, "--global-batch-size", 2)
+    result = run(str(script), tmp_path, *flags, "--steps", 1, "--run-dir", "run")
+    assert result.code == 0, result
+    assert (tmp_path / "run/model/config.json").is_file()
