@@ -279,7 +279,7 @@ model.MLP.forward = recorded
     ],
 )
 def test_each_seed_step_and_rank_draws_other_numbers(tmp_path, corpus, script, n, flags):
-    """Runs with neighbouring seeds are independent. Ranks draw the same for the same activations."""
+    """Runs with neighbouring seeds are independent. Tensor ranks of a group draw the same."""
     if script == TRAIN_ZERO:
         pytest.importorskip("deepspeed")
     wrapper = with_prelude(script, tmp_path, WITH_RECORDED_DRAWS)
