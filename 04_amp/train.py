@@ -123,7 +123,7 @@ def main() -> int:
     scale = scaler.get_scale()
     steps = range(start_step + 1, args.steps + 1)
     for step in report.progress_bar(steps, "training", initial=start_step, unit="step"):
-        torch.manual_seed(args.seed + step)  # dropout draws the same numbers after a resume
+        runtime.seed_step(args.seed, step)  # dropout draws the same numbers after a resume
         step_loss = torch.zeros((), device=device)
         for _ in range(batches.accumulation_steps):
             inputs, targets = meter.next(stream)  # on the device; measures the wait for data

@@ -19,13 +19,13 @@ Previous: 04_amp/minimal.py. Next: 06_fsdp_zero/minimal.py, for models too large
 
 import argparse
 import os
+import sys
 import zlib
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
-from torch.nn.parallel import DistributedDataParallel
 
 # YOURS: the sizes
 STEPS = 20
@@ -105,10 +105,14 @@ def make_text():
 
 
 # YOURS: the batch
-def global_batch(text, step):
-    """Return [GLOBAL_BATCH, LENGTH + 1] tokens, the same on every rank."""
+def choose_rows(text, step):
+    """Return where each row of the global batch starts in the text: the same on every rank."""
     generator = torch.Generator().manual_seed(SEED * 1_000_003 + step)
-    starts = torch.randint(len(text) - LENGTH - 1, (GLOBAL_BATCH,), generator=generator)
+    return torch.randint(len(text) - LENGTH - 1, (GLOBAL_BATCH,), generator=generator)
+
+
+def read_rows(text, starts):
+    """Return [len(starts), LENGTH + 1] tokens."""
     return torch.stack([text[start : start + LENGTH + 1] for start in starts]).long()
 
 
@@ -149,14 +153,16 @@ def main():
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(initial_weight(name, parameter.shape))
-    ddp_model = DistributedDataParallel(model)  # forward through ddp_model averages gradients
+    # Forward through ddp_model averages gradients.
+    ddp_model = nn.parallel.DistributedDataParallel(model)
+    torch.manual_seed(zlib.crc32(f"{SEED} dropout {rank}".encode()))  # differs by rank
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)  # YOURS
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     text = make_text()  # YOURS: the data
 
     for step in range(1, STEPS + 1):
-        rows = global_batch(text, step)
-        rows = rows[rank::world_size].to(device)  # the share of this rank
+        starts = choose_rows(text, step)[rank::world_size]  # the share of this rank
+        rows = read_rows(text, starts).to(device)
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             loss = compute_loss(ddp_model, rows)
         scaler.scale(loss).backward()
@@ -176,7 +182,11 @@ def main():
         torch.save(model.state_dict(), "minimal.pt")
     dist.barrier()  # wait until rank 0 has saved
     dist.destroy_process_group()
-    os._exit(0)  # exit without interpreter shutdown, where gloo's threads can hang
+    if device.type == "cpu":
+        # Skip interpreter shutdown, where gloo's threads can hang. This skips atexit, too: before
+        # it, call wandb.finish() and the like, and close your files.
+        sys.stdout.flush()
+        os._exit(0)
 
 
 if __name__ == "__main__":

@@ -19,11 +19,13 @@ Previous: 05_ddp/minimal.py. Next: 08_model_parallel/minimal.py, where ranks sha
 
 import argparse
 import os
+import sys
 import zlib
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
@@ -106,10 +108,14 @@ def make_text():
 
 
 # YOURS: the batch
-def global_batch(text, step):
-    """Return [GLOBAL_BATCH, LENGTH + 1] tokens, the same on every rank."""
+def choose_rows(text, step):
+    """Return where each row of the global batch starts in the text: the same on every rank."""
     generator = torch.Generator().manual_seed(SEED * 1_000_003 + step)
-    starts = torch.randint(len(text) - LENGTH - 1, (GLOBAL_BATCH,), generator=generator)
+    return torch.randint(len(text) - LENGTH - 1, (GLOBAL_BATCH,), generator=generator)
+
+
+def read_rows(text, starts):
+    """Return [len(starts), LENGTH + 1] tokens."""
     return torch.stack([text[start : start + LENGTH + 1] for start in starts]).long()
 
 
@@ -152,18 +158,22 @@ def main():
         fully_shard(block, mp_policy=policy)  # YOURS: what is gathered and freed as a whole
     fully_shard(model, mp_policy=policy)  # the rest: embeddings and head
     model.to_empty(device=device)  # allocates shards and buffers, with undefined values
+    for name, buffer in model.named_buffers():
+        # YOURS: fill it here, if your model has buffers, such as rotary tables
+        parser.error(f"buffer {name} {list(buffer.shape)} is undefined after to_empty: fill it")
     # YOURS: the initial weights
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             weight = initial_weight(name, parameter.shape).to(device)  # the same on every rank
             place = (parameter.device_mesh, parameter.placements)
             parameter.copy_(distribute_tensor(weight, *place, src_data_rank=None))  # its shard
+    torch.manual_seed(zlib.crc32(f"{SEED} dropout {rank}".encode()))  # differs by rank
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)  # YOURS
     text = make_text()  # YOURS: the data
 
     for step in range(1, STEPS + 1):
-        rows = global_batch(text, step)
-        rows = rows[rank::world_size].to(device)  # the share of this rank
+        starts = choose_rows(text, step)[rank::world_size]  # the share of this rank
+        rows = read_rows(text, starts).to(device)
         loss = compute_loss(model, rows)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -176,16 +186,17 @@ def main():
             if rank == 0:
                 print(f"step {step} | loss {mean_loss.item():.6f}", flush=True)
 
-    weights = {}
-    for name, shard in model.named_parameters():
-        weight = shard.detach().full_tensor()  # every rank must call it; only rank 0 keeps it
-        if rank == 0:
-            weights[name] = weight.cpu()
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = get_model_state_dict(model, options=options)  # every rank calls, rank 0 receives
     if rank == 0:
         torch.save(weights, "minimal.pt")
     dist.barrier()  # wait until rank 0 has saved
     dist.destroy_process_group()
-    os._exit(0)  # exit without interpreter shutdown, where gloo's threads can hang
+    if device.type == "cpu":
+        # Skip interpreter shutdown, where gloo's threads can hang. This skips atexit, too: before
+        # it, call wandb.finish() and the like, and close your files.
+        sys.stdout.flush()
+        os._exit(0)
 
 
 if __name__ == "__main__":

@@ -193,7 +193,7 @@ def main() -> int:
     steps = range(start_step + 1, args.steps + 1)
     for step in report.progress_bar(steps, "training", initial=start_step, unit="step"):
         # Dropout draws other numbers on each rank and step, and the same ones after a resume.
-        torch.manual_seed(args.seed + step * world_size + rank)
+        runtime.seed_step(args.seed, step, rank)
         step_loss = torch.zeros((), device=device)
         for micro_step in range(1, batches.accumulation_steps + 1):
             inputs, targets = meter.next(stream)  # on the device; measures the wait for data

@@ -218,7 +218,7 @@ def main() -> int:
     steps = range(start_step + 1, args.steps + 1)
     for step in report.progress_bar(steps, "training", initial=start_step, unit="step"):
         # Dropout draws other numbers on each rank and step, and the same ones after a resume.
-        torch.manual_seed(args.seed + step * world_size + rank)
+        runtime.seed_step(args.seed, step, rank)
         lr = engine.get_lr()[0]
         step_loss = torch.zeros((), device=device)
         for _ in range(batches.accumulation_steps):

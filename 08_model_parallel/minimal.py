@@ -19,15 +19,15 @@ Previous: 06_fsdp_zero/minimal.py. Next: 08_model_parallel/tensor_parallel.py, t
 import argparse
 import logging
 import os
+import sys
 import zlib
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import Replicate, distribute_tensor, parallel
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
 
 # YOURS: the sizes
@@ -108,10 +108,14 @@ def make_text():
 
 
 # YOURS: the batch
-def global_batch(text, step):
-    """Return [GLOBAL_BATCH, LENGTH + 1] tokens, the same on every rank."""
+def choose_rows(text, step):
+    """Return where each row of the global batch starts in the text: the same on every rank."""
     generator = torch.Generator().manual_seed(SEED * 1_000_003 + step)
-    starts = torch.randint(len(text) - LENGTH - 1, (GLOBAL_BATCH,), generator=generator)
+    return torch.randint(len(text) - LENGTH - 1, (GLOBAL_BATCH,), generator=generator)
+
+
+def read_rows(text, starts):
+    """Return [len(starts), LENGTH + 1] tokens."""
     return torch.stack([text[start : start + LENGTH + 1] for start in starts]).long()
 
 
@@ -137,7 +141,7 @@ def main():
     tensor_size = 2 if world_size % 2 == 0 else 1  # YOURS: ranks that share a block, on one node
     groups = world_size // tensor_size
     if GLOBAL_BATCH % groups != 0:
-        parser.error(f"{GLOBAL_BATCH=} is not divisible by {groups} groups of ranks: change it")
+        parser.error(f"{GLOBAL_BATCH=} is not divisible by {world_size} ranks: change it")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(SEED)
     torch.set_float32_matmul_precision("highest")  # "high" allows TF32, which is faster
@@ -149,37 +153,54 @@ def main():
     else:
         dist.init_process_group("gloo")
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel("ERROR")  # its advice
-    mesh = init_device_mesh(device.type, (groups, tensor_size), mesh_dim_names=("data", "tensor"))
+    shape = (groups, tensor_size)
+    mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=("data", "tensor"))
 
     with torch.device("meta"):  # shapes only, no memory
         model = Model()  # YOURS
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    plan = {}  # YOURS: which matrices are split by outputs, and which by inputs
-    plan |= dict.fromkeys(["q", "k", "v", "up"], ColwiseParallel())
-    plan |= dict.fromkeys(["o", "down"], RowwiseParallel())
+    # YOURS: which matrices are split by outputs, and which by inputs
+    plan = dict.fromkeys(["q", "k", "v", "up"], parallel.ColwiseParallel())
+    plan |= dict.fromkeys(["o", "down"], parallel.RowwiseParallel())
+    # q, k and v take one DTensor, so backward adds their gradients and all-reduces the sum once.
+    # YOURS: the same for norm2, if two matrices take its output, as in a gated MLP
+    plan["norm1"] = parallel.PrepareModuleOutput(
+        output_layouts=Replicate(), desired_output_layouts=Replicate(), use_local_output=False
+    )
     for block in model.blocks:
-        parallelize_module(block, mesh["tensor"], plan)
+        parallel.parallelize_module(block, mesh["tensor"], plan)
         fully_shard(block, mesh=mesh["data"], mp_policy=policy)
     fully_shard(model, mesh=mesh["data"], mp_policy=policy)  # embeddings and head
     model.to_empty(device=device)  # allocates shards and buffers, with undefined values
+    for name, buffer in model.named_buffers():
+        # YOURS: fill it here, if your model has buffers, such as rotary tables
+        parser.error(f"buffer {name} {list(buffer.shape)} is undefined after to_empty: fill it")
     # YOURS: the initial weights
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             weight = initial_weight(name, parameter.shape).to(device)  # the same on every rank
             place = (parameter.device_mesh, parameter.placements)
             parameter.copy_(distribute_tensor(weight, *place, src_data_rank=None))  # its shard
-    # foreach=False: the foreach implementation does not take DTensors from two meshes
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, foreach=False)
+    # Dropout differs by group. The ranks of a group hold the same activations, and draw the same.
+    torch.manual_seed(zlib.crc32(f"{SEED} dropout {rank // tensor_size}".encode()))
+    # One list of parameters per mesh: a foreach operation does not take DTensors from two meshes.
+    on_data = [p for p in model.parameters() if p.device_mesh.ndim == 1]  # embeddings, norms, head
+    on_both = [p for p in model.parameters() if p.device_mesh.ndim == 2]  # what the plan splits
+    # YOURS: the optimizer
+    optimizer = torch.optim.AdamW([{"params": on_data}, {"params": on_both}], lr=LEARNING_RATE)
     text = make_text()  # YOURS: the data
 
     for step in range(1, STEPS + 1):
-        rows = global_batch(text, step)
-        rows = rows[rank // tensor_size :: groups].to(device)  # the share of this tensor group
+        starts = choose_rows(text, step)[rank // tensor_size :: groups]  # the share of this group
+        rows = read_rows(text, starts).to(device)
         loss = compute_loss(model, rows)
         loss.backward()
-        norms = [parameter.grad.norm().full_tensor() for parameter in model.parameters()]
+        norms = []
+        for parameters in (on_data, on_both):
+            norms.append(nn.utils.get_total_norm([p.grad for p in parameters]).full_tensor())
         norm = torch.stack(norms).norm()
-        nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm, foreach=False)
+        for parameters in (on_data, on_both):
+            nn.utils.clip_grads_with_norm_(parameters, 1.0, norm)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -189,16 +210,17 @@ def main():
             if rank == 0:
                 print(f"step {step} | loss {mean_loss.item():.6f}", flush=True)
 
-    weights = {}
-    for name, shard in model.named_parameters():
-        weight = shard.detach().full_tensor()  # every rank must call it; only rank 0 keeps it
-        if rank == 0:
-            weights[name] = weight.cpu()
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = get_model_state_dict(model, options=options)  # every rank calls, rank 0 receives
     if rank == 0:
         torch.save(weights, "minimal.pt")
     dist.barrier()  # wait until rank 0 has saved
     dist.destroy_process_group()
-    os._exit(0)  # exit without interpreter shutdown, where gloo's threads can hang
+    if device.type == "cpu":
+        # Skip interpreter shutdown, where gloo's threads can hang. This skips atexit, too: before
+        # it, call wandb.finish() and the like, and close your files.
+        sys.stdout.flush()
+        os._exit(0)
 
 
 if __name__ == "__main__":

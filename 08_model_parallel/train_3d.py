@@ -524,9 +524,9 @@ def main() -> int:
     stop = 0  # the number of a signal, such as SIGTERM
     steps = range(start_step + 1, args.steps + 1)
     for step in report.progress_bar(steps, "training", initial=start_step, unit="step"):
-        # lm/model.py has no dropout. If your model has, ranks with the same sequences must draw the
-        # same numbers where they hold the same activations, and a resumed run those of this step.
-        torch.manual_seed(args.seed + step * data_ranks + place.data_rank)
+        # lm/model.py has no dropout. If your model has, tensor ranks must draw the same numbers
+        # where they hold the same activations. Other ranks, and other steps, draw other numbers.
+        runtime.seed_step(args.seed, step, dist.get_rank() // args.tp)
         step_loss = torch.zeros((), device=device)
         if args.pp > 1:
             # The pipeline takes all micro-batches together, so that all its stages have work.

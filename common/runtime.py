@@ -5,6 +5,7 @@ torchrun, which starts one process per GPU.
 """
 
 import ctypes
+import hashlib
 import os
 import random
 import shlex
@@ -424,6 +425,19 @@ def seed_all(value: int, deterministic: bool = False) -> None:
         # sums inside the NVLink switch differ from call to call (NVIDIA/nccl#1497)
         os.environ["NCCL_NVLS_ENABLE"] = "0"
         torch.use_deterministic_algorithms(True)
+
+
+def seed_step(seed: int, step: int, rank: int = 0) -> None:
+    """Seed torch's generators for what one training step draws, such as the masks of dropout.
+
+    Each combination of seed, step and rank has its own random numbers, and a resumed run draws
+    those of its step again. Ranks that hold the same activations pass the same `rank`.
+
+    The generators get a hash, not a sum such as seed + step. With a sum, step 2 of seed 0 would
+    draw the numbers of step 1 of seed 1: runs with neighbouring seeds would not be independent.
+    """
+    key = hashlib.sha256(f"{seed} {step} {rank}".encode()).digest()
+    torch.manual_seed(int.from_bytes(key[:8]) >> 1)
 
 
 # --- signals

@@ -247,6 +247,59 @@ def test_the_held_out_loss_is_without_dropout_and_the_loss_with_it(tmp_path, cor
         assert dropped.column("loss")[step] != plain.column("loss")[step]
 
 
+# Each layer writes a number that dropout would have drawn there.
+WITH_RECORDED_DRAWS = """
+import torch
+from lm import model
+exact = model.MLP.forward
+def recorded(self, x):
+    if self.training and torch.is_grad_enabled():
+        with open(f"draws-{os.environ.get('RANK', 0)}.txt", "a", encoding="utf-8") as file:
+            print(torch.randint(2**62, ()).item(), file=file)
+    return exact(self, x)
+model.MLP.forward = recorded
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "n", "flags"),
+    [
+        (BASELINE, None, ""),
+        (DDP, 2, ""),
+        in_full("06_fsdp_zero/train_fsdp.py", 2, ""),
+        in_full(TRAIN_ZERO, 2, ""),
+        in_full(FINETUNE, 2, f"--data {CHATS} --seq-len 128"),
+        pytest.param("08_model_parallel/train_3d.py", 4, "--tp 2", marks=pytest.mark.full),
+        pytest.param(
+            "08_model_parallel/train_3d.py",
+            4,
+            "--pp 2 --cp 2 --micro-batch-size 3",
+            marks=pytest.mark.full,
+        ),
+    ],
+)
+def test_each_seed_step_and_rank_draws_other_numbers(tmp_path, corpus, script, n, flags):
+    """Runs with neighbouring seeds are independent. Tensor ranks of a group draw the same."""
+    if script == TRAIN_ZERO:
+        pytest.importorskip("deepspeed")
+    wrapper = with_prelude(script, tmp_path, WITH_RECORDED_DRAWS)
+    flags = ["--data", corpus, "--steps", 4, *flags.split()]
+    copies = 2 if "--tp" in flags else 1  # neighbouring ranks that hold the same activations
+    draws = []
+    for seed in (0, 1):
+        folder = tmp_path / f"seed{seed}"
+        train(wrapper, folder, *flags, "--seed", seed, nproc=n)
+        for rank in range(n or 1):
+            # without the first: a pipeline's forward for shape inference draws it, too
+            _, *drawn = (folder / f"draws-{rank}.txt").read_text(encoding="utf-8").split()
+            if rank % copies == 0:
+                draws += drawn
+            else:
+                assert drawn == draws[-len(drawn) :]
+    assert len(draws) >= 8
+    assert len(set(draws)) == len(draws)
+
+
 @each_of_several
 def test_evaluation_switches_dropout_on_again(tmp_path, corpus, script):
     """Training goes on as if there had been no evaluation."""

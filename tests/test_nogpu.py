@@ -195,6 +195,32 @@ def test_values_are_right_at_smaller_sizes(tmp_path, script):
     assert "nogpu: " not in result.err, result
 
 
+MINIMAL = {"04_amp": 0, "05_ddp": 2, "06_fsdp_zero": 2, "08_model_parallel": 4}  # and ranks
+SMALLER_MINIMAL = {
+    "STEPS = 20\n": "STEPS = 2\n",
+    "GLOBAL_BATCH = 24 ": "GLOBAL_BATCH = 4 ",
+    "def main():": "import atexit\natexit.register(print, 'the end')\n\n\ndef main():",
+}
+
+
+def test_the_minimal_scripts_have_one_loss_and_end_as_python_ends(tmp_path):
+    """With NCCL nothing skips atexit. AdamW updates lists of DTensors, on two meshes in 08."""
+    losses = []
+    for folder, ranks in MINIMAL.items():
+        source = (ROOT / folder / "minimal.py").read_text(encoding="utf-8")
+        for text, smaller in SMALLER_MINIMAL.items():
+            assert source.count(text) == 1, text
+            source = source.replace(text, smaller)
+        copy = tmp_path / f"{folder}.py"
+        copy.write_text(source, encoding="utf-8")
+        result = nogpu.run("values", tmp_path, str(copy), "--dtype fp32", ranks)
+        assert result.code == 0, result
+        assert result.out.count("the end") == max(ranks, 1), result
+        [line] = [line for line in result.out.splitlines() if line.startswith("step 2 ")]
+        losses.append(float(line.split()[-1]))
+    assert losses == pytest.approx(losses[:1] * len(losses), rel=1e-5)
+
+
 @pytest.mark.parametrize("script", AT_GPU_SIZES)
 def test_sizes_of_a_gpu_run_to_the_end_and_fit(tmp_path, script):
     """Without the checks of numbers, which kernels that do nothing cannot pass."""
