@@ -2,13 +2,15 @@
 
 import argparse
 from collections import Counter
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from common import runtime
+from common import measure, report, runtime
 from common.exits import UserError
 from lm import data, shapes
 
@@ -36,6 +38,14 @@ COLUMNS = {
     "gradient_error": "gradients' error",
     "seconds": "forward and backward",
 }
+BF16_COLUMNS = {
+    "blocks": "blocks",
+    "sums": "sums of the ring",
+    "output_error": "output's error",
+    "gradient_error": "gradients' error",
+}
+BF16_QUERIES = 256
+BF16_KEYS = 2048
 TOLERANCE = 1e-5  # relative, of losses and gradients
 
 # --- which variants run
@@ -195,6 +205,97 @@ def scores_of_ranks(my_scores: int) -> dict:
         "scores_of_each_rank": scores,
         "busiest_ratio": max(scores) * len(scores) / sum(scores),
     }
+
+
+# --- what bf16 loses
+
+
+def errors_in_bf16(
+    add_tile: Callable, tile_gradients: Callable, device: torch.device
+) -> list[dict]:
+    """Print the errors of ring attention in bf16, with its sums in fp32 and in bf16.
+
+    One process computes as a ring of so many ranks does, without a mask. The errors are those
+    against torch in fp64. Return the rows of the table.
+    """
+    generator = torch.Generator().manual_seed(0)
+    tensors = []  # q, k, v and the gradient of the result: [batch, heads, tokens, head_dim]
+    for tokens in (BF16_QUERIES, BF16_KEYS, BF16_KEYS, BF16_QUERIES):
+        tensor = torch.randn(1, 1, tokens, 64, generator=generator)
+        tensors.append(tensor.to(device).bfloat16())
+    *inputs, out_gradient = tensors
+    exact_inputs = [tensor.double().requires_grad_() for tensor in inputs]
+    exact = F.scaled_dot_product_attention(*exact_inputs)
+    exact.backward(out_gradient.double())
+
+    rows = []
+    for blocks in (1, 8, 64):
+        for sums in ("fp32", "bf16"):
+            out, *gradients = ring_in_bf16(
+                add_tile, tile_gradients, tensors, blocks, runtime.DTYPES[sums]
+            )
+            errors = []
+            for gradient, exact_input in zip(gradients, exact_inputs, strict=True):
+                errors.append(measure.relative_error(gradient, exact_input.grad))
+            output_error = measure.relative_error(out, exact)
+            rows.append(
+                {
+                    "blocks": blocks,
+                    "sums": sums,
+                    "output_error": output_error,
+                    "gradient_error": largest([errors]),
+                }
+            )
+    if runtime.is_rank0():
+        print(f"\nattention in bf16, {BF16_QUERIES:,} queries, {BF16_KEYS:,} keys, one process\n")
+        report.print_rows(rows, BF16_COLUMNS)
+    return rows
+
+
+def ring_in_bf16(
+    add_tile: Callable,
+    tile_gradients: Callable,
+    tensors: list[Tensor],
+    blocks: int,
+    sums: torch.dtype,
+) -> list[Tensor]:
+    """Return the attention of q to `blocks` blocks, and the gradients of q, k and v, in fp64.
+
+    The gradients of q are a sum over the blocks of keys. Those of k and v are a sum over the ranks,
+    each with a block of queries.
+    """
+    q, k, v, out_gradient = tensors
+    q = q.unsqueeze(2)  # [batch, kv_heads, group, tokens, head_dim]
+    out_gradient = out_gradient.unsqueeze(2)
+    out = torch.zeros_like(q, dtype=sums)
+    log_sum_exp = q.new_full(q.shape[:-1], -torch.inf, dtype=sums)
+    for k_block, v_block in zip(k.chunk(blocks, -2), v.chunk(blocks, -2), strict=True):
+        add_tile(q, k_block, v_block, False, out, log_sum_exp)
+    out = out.bfloat16()
+    row_sums = (out_gradient.to(sums) * out).sum(-1)
+
+    q_gradient, k_gradient, v_gradient = (
+        torch.zeros_like(tensor, dtype=sums) for tensor in (q, k, v)
+    )
+    for k_block, v_block in zip(k.chunk(blocks, -2), v.chunk(blocks, -2), strict=True):
+        q_term, _, _ = tile_gradients(
+            q, k_block, v_block, False, out_gradient, log_sum_exp, row_sums
+        )
+        q_gradient += q_term
+    for queries in torch.arange(BF16_QUERIES, device=q.device).chunk(blocks):
+        _, k_term, v_term = tile_gradients(
+            q[..., queries, :],
+            k,
+            v,
+            False,
+            out_gradient[..., queries, :],
+            log_sum_exp[..., queries],
+            row_sums[..., queries],
+        )
+        k_gradient += k_term
+        v_gradient += v_term
+    results = (out.squeeze(2), q_gradient.squeeze(2), k_gradient, v_gradient)
+    return [result.double() for result in results]
 
 
 # --- what must hold

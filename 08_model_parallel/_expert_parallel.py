@@ -2,14 +2,16 @@
 
 import argparse
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common import runtime
+from common import report, runtime
 from common.exits import UserError
 from common.measure import Traffic, relative_error
 from lm import shapes
@@ -25,6 +27,14 @@ COLUMNS = {
     "last_loss": "last loss",
     "gradient_error": "error of by hand against one process",
     "by_torch_error": "difference of DTensor and by hand",
+}
+
+BF16_COLUMNS = {
+    "experts": "experts",
+    "k": "k",
+    "bf16_share": "router in bf16",
+    "bf16_matmul_share": "matmul in bf16, softmax in fp32",
+    "fp32_share": "both in fp32",
 }
 
 
@@ -101,6 +111,45 @@ def kept_on_one_process(mixture: nn.Module, ranks: int) -> Tensor:
         rank_of_token = token // tokens_per_rank
         kept.append(torch.bincount(rank_of_token, minlength=ranks))
     return torch.stack(kept, dim=1).cpu()
+
+
+# --- what bf16 changes
+
+
+def changed_in_bf16(make_mixture: Callable, device: torch.device) -> list[dict]:
+    """Print how many tokens of a bf16 model get other experts than in fp64. Return the rows.
+
+    A model learns which experts a token gets, so a change by rounding is noise.
+    """
+    tokens_count = 8192
+    config = shapes.load_config("nano", 256, 1)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randn(tokens_count, config.hidden_size, generator=generator)
+    tokens = tokens.to(device).bfloat16()
+    rows = []
+    for experts, k in ((8, 2), (128, 8)):
+        mixture = make_mixture(config, experts, k, None).to(device)
+        with torch.no_grad():
+            weight = torch.randn(mixture.router.weight.shape, generator=generator)
+            mixture.router.weight.copy_(weight / config.hidden_size**0.5)
+        mixture.to(torch.bfloat16)
+        weight = mixture.router.weight.detach()
+        scores = F.linear(tokens, weight)
+        exact = F.linear(tokens.double(), weight.double()).topk(k).indices
+        choices = {
+            "bf16": scores.softmax(-1).topk(k).indices,
+            "bf16_matmul": scores.float().softmax(-1).topk(k).indices,
+            "fp32": mixture.route(tokens).choices,
+        }
+        row = {"experts": experts, "k": k}
+        for name, chosen in choices.items():
+            is_equal = (chosen.sort().values == exact.sort().values).all(1)  # [tokens]
+            row[f"{name}_share"] = 1 - is_equal.double().mean().item()
+        rows.append(row)
+    if runtime.is_rank0():
+        print(f"\n{tokens_count:,} tokens of a bf16 model: the share that gets other experts\n")
+        report.print_rows(rows, BF16_COLUMNS)
+    return rows
 
 
 # --- comparisons

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from common import measure, runtime
+from common import measure, report, runtime
 from common.exits import UserError
 from lm import shapes
 
@@ -31,6 +31,13 @@ COLUMNS = {
     "sent_bytes": "sent per step",
     "gradient_error": "gradient error",
     "seconds": "step",
+}
+
+BF16_COLUMNS = {
+    "vocabulary": "vocabulary",
+    "bf16_loss": "loss from bf16 logits",
+    "fp32_loss": "from the same in fp32",
+    "exact_loss": "in fp64",
 }
 
 
@@ -213,6 +220,36 @@ def row_of(variant: Variant, steps: int) -> dict:
 def sent_bytes(traffic: measure.Traffic, steps: int) -> int:
     """Return the bytes that this rank sends per step."""
     return round(sum(traffic.bytes_sent.values()) / steps)
+
+
+# --- what bf16 loses
+
+
+def losses_in_bf16(
+    loss_of_shards: Callable, my_shard: Callable, device: torch.device
+) -> list[dict]:
+    """Print losses of bf16 logits, computed in bf16, fp32 and fp64. Return the rows.
+
+    Every rank must call this: the logits are sharded by vocabulary.
+    """
+    rows = []
+    for vocab_size in (256, 128_256):
+        generator = torch.Generator().manual_seed(0)
+        logits = torch.randn(1, 32, vocab_size, generator=generator).to(device).bfloat16()
+        targets = torch.randint(vocab_size, (1, 32), generator=generator).to(device)
+        my_logits = my_shard(logits, 2)  # [batch, tokens, vocab / N]
+        exact_loss = F.cross_entropy(logits.double().flatten(0, 1), targets.flatten())
+        row = {
+            "vocabulary": vocab_size,
+            "bf16_loss": loss_of_shards(my_logits, targets, vocab_size).item(),
+            "fp32_loss": loss_of_shards(my_logits.float(), targets, vocab_size).item(),
+            "exact_loss": exact_loss.item(),
+        }
+        rows.append(row)
+    if runtime.is_rank0():
+        print("\nthe loss of the same bf16 logits\n")
+        report.print_rows(rows, BF16_COLUMNS)
+    return rows
 
 
 # --- the checks

@@ -22,7 +22,8 @@ it. This file has three variants by hand, and torch's own:
 What to look at: the work of the busiest rank in both orders of the ring; the bytes sent, which
 shrink with more ranks only in (3); what is kept for backward.
 
-All is in fp32, to compare it with one process. (1) writes the scores of one tile at a time to
+All is in fp32, to compare it with one process, but for one table: attention in bf16, with the sums
+of (1) in fp32 and in bf16. (1) writes the scores of one tile at a time to
 memory and then frees them, so that you can read the arithmetic. A fused kernel never writes them.
 Neither keeps them for backward. (4) supports CUDA's kernels only. On a CPU _context_parallel.py
 registers the CPU's flash attention with it, and the rest is torch's.
@@ -75,6 +76,10 @@ from lm import data, model, shapes, weights
 # A group of query heads shares one key-value head. q, out and their gradients are [batch, kv_heads,
 # group, queries, head_dim]; k and v are [batch, kv_heads, keys, head_dim]; log_sum_exp is [batch,
 # kv_heads, group, queries].
+#
+# Every sum over tiles is fp32, also if the model is bf16: out, log_sum_exp and all gradients. In
+# bf16 each tile would round the sum so far, and more blocks would make a larger error. Matmuls are
+# in the model's dtype.
 
 
 def add_tile(
@@ -83,23 +88,23 @@ def add_tile(
     """Add a tile to the attention of q, in place: the online softmax.
 
     `out` is the attention over the keys so far, and `log_sum_exp` is log(sum(exp(score))) over
-    them. With more keys the sum grows. So `out` shrinks by old sum / new sum, and the new values
-    are added with the weights exp(score) / new sum.
+    them, both in fp32. With more keys the sum grows. So `out` shrinks by old sum / new sum, and the
+    new values are added with the weights exp(score) / new sum.
     """
     scores = compute_scores(q, k, is_diagonal)  # [batch, kv_heads, group, queries, keys]
     new_log_sum_exp = torch.logaddexp(log_sum_exp, scores.logsumexp(-1))
     out *= (log_sum_exp - new_log_sum_exp).exp()[..., None]
     attention = (scores - new_log_sum_exp[..., None]).exp()
-    out += torch.einsum("bhgqk,bhkd->bhgqd", attention, v)
+    out += torch.einsum("bhgqk,bhkd->bhgqd", attention.to(v.dtype), v)
     log_sum_exp.copy_(new_log_sum_exp)
 
 
 def compute_scores(q: Tensor, k: Tensor, is_diagonal: bool) -> Tensor:
-    """Return the scaled scores, [batch, kv_heads, group, queries, keys].
+    """Return the scaled scores in fp32, [batch, kv_heads, group, queries, keys].
 
     On the diagonal, queries and keys are the same tokens, and the mask hides later keys.
     """
-    scores = torch.einsum("bhgqd,bhkd->bhgqk", q, k) / math.sqrt(q.shape[-1])
+    scores = torch.einsum("bhgqd,bhkd->bhgqk", q, k).float() / math.sqrt(q.shape[-1])
     if is_diagonal:
         is_later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         scores.masked_fill_(is_later, -torch.inf)
@@ -115,16 +120,16 @@ def tile_gradients(
     log_sum_exp: Tensor,
     row_sums: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v that come from one tile.
+    """Return the gradients of q, k and v that come from one tile, for sums in fp32.
 
     The final log_sum_exp gives the softmax over all keys, so no other tile is needed. row_sums are
     the sums of out_gradient * out over head_dim, which the backward of a softmax subtracts.
     """
     attention = (compute_scores(q, k, is_diagonal) - log_sum_exp[..., None]).exp()
-    v_gradient = torch.einsum("bhgqk,bhgqd->bhkd", attention, out_gradient)
+    v_gradient = torch.einsum("bhgqk,bhgqd->bhkd", attention.to(v.dtype), out_gradient)
     attention_gradient = torch.einsum("bhgqd,bhkd->bhgqk", out_gradient, v)
     score_gradient = attention * (attention_gradient - row_sums[..., None])
-    score_gradient /= math.sqrt(q.shape[-1])
+    score_gradient = (score_gradient / math.sqrt(q.shape[-1])).to(q.dtype)
     q_gradient = torch.einsum("bhgqk,bhkd->bhgqd", score_gradient, k)
     k_gradient = torch.einsum("bhgqk,bhgqd->bhkd", score_gradient, q)
     return q_gradient, k_gradient, v_gradient
@@ -142,8 +147,8 @@ class RingAttention(torch.autograd.Function):
         """Return the attention of q. my_kv is [2, batch, kv_heads, tokens, head_dim]."""
         turns = dist.get_world_size()
         kv = my_kv
-        out = torch.zeros_like(q)
-        log_sum_exp = q.new_full(q.shape[:-1], -torch.inf)
+        out = torch.zeros_like(q, dtype=torch.float32)
+        log_sum_exp = q.new_full(q.shape[:-1], -torch.inf, dtype=torch.float32)
         for turn in range(turns):
             is_last = turn == turns - 1
             if not is_last:
@@ -160,6 +165,7 @@ class RingAttention(torch.autograd.Function):
                 )
             if not is_last:
                 kv = kv_hop.wait()
+        out = out.to(q.dtype)  # after the last tile
         ctx.save_for_backward(q, my_kv, out, log_sum_exp)  # no scores, and no other rank's block
         ctx.order = order
         return out
@@ -169,13 +175,13 @@ class RingAttention(torch.autograd.Function):
         """Return the gradients of q and my_kv.
 
         The blocks travel again, in n - 1 hops on n ranks as in forward. The gradient of a block
-        follows it one turn behind, and every rank adds to it. After n hops it is at the rank of the
-        block. So forward and backward have 3 n - 2 hops.
+        follows it one turn behind, in fp32, and every rank adds to it. After n hops it is at the
+        rank of the block. So forward and backward have 3 n - 2 hops.
         """
         q, kv, out, log_sum_exp = ctx.saved_tensors
         turns = dist.get_world_size()
-        row_sums = (out_gradient * out).sum(-1)  # [batch, kv_heads, group, queries]
-        q_gradient = torch.zeros_like(q)
+        row_sums = (out_gradient.float() * out).sum(-1)  # [batch, kv_heads, group, queries]
+        q_gradient = torch.zeros_like(q, dtype=torch.float32)
         kv_gradient = None  # of the block of the previous turn
         for turn in range(turns):
             is_last = turn == turns - 1
@@ -183,7 +189,7 @@ class RingAttention(torch.autograd.Function):
                 gradient_hop = Hop(kv_gradient)
             if not is_last:
                 kv_hop = Hop(kv)
-            kv_gradient = torch.zeros_like(kv)  # the term of this rank
+            kv_gradient = torch.zeros_like(kv, dtype=torch.float32)  # the term of this rank
             for queries, keys, is_diagonal in tiles(ctx.order, turn, tokens=q.shape[-2]):
                 k, v = kv[..., keys, :]  # dimension 0: keys, values
                 q_term, k_term, v_term = tile_gradients(
@@ -204,7 +210,7 @@ class RingAttention(torch.autograd.Function):
                 kv = kv_hop.wait()
         if turns > 1:
             kv_gradient = Hop(kv_gradient).wait()  # the last block belongs to the next rank
-        return q_gradient, kv_gradient, None
+        return q_gradient.to(q.dtype), kv_gradient.to(q.dtype), None
 
 
 class Hop:
@@ -547,6 +553,7 @@ def main() -> int:
         targets[0, 3 * (args.seq_len + 1) // 4 :] = data.PADDING  # a text that ends early
         batches.append((all_inputs[rows], targets, positions))
 
+    bf16_rows = helper.errors_in_bf16(add_tile, tile_gradients, device)
     start = weights.build(args.model, config, seed=0, device=device)
     rows = []
     timed_steps = {}
@@ -574,6 +581,7 @@ def main() -> int:
         tokens=args.steps * args.batch_size * args.seq_len,
         first_loss=rows[0]["losses"][0],
         last_loss=rows[0]["losses"][-1],
+        bf16_rows=bf16_rows,
     )
     runtime.shutdown()
     return 0

@@ -21,7 +21,8 @@ DTensor shards the experts' weights, and a ParallelStyle dispatches and combines
     cluster   the same on each node, with --nnodes=4 --rdzv-backend=c10d
               --rdzv-endpoint=$HEAD:29400 --experts 32 --global-batch-size 32
 
-Everything is in fp32, to compare with one process. Comments say how a tensor lies over the ranks:
+Everything is in fp32, to compare with one process, but for one table: the tokens that get other
+experts if the router is in bf16. Comments say how a tensor lies over the ranks:
 replicate (all hold the same), shard (each holds its own part), partial (each holds a summand).
 
 What to look at: the busiest expert with and without the balance loss; how many rows a capacity
@@ -124,7 +125,11 @@ class Mixture(nn.Module):
 
     def route(self, tokens: Tensor) -> Routing:
         """Choose the experts of each token. `tokens` are hidden states, [tokens, hidden]."""
-        probabilities = self.router(tokens).softmax(-1)  # [tokens, experts]
+        # fp32, also if the model is bf16 or under autocast. Rounding swaps experts that are nearly
+        # tied, and with more experts more of them are.
+        with torch.autocast(tokens.device.type, enabled=False):
+            scores = F.linear(tokens.float(), self.router.weight.float())
+        probabilities = scores.softmax(-1)  # [tokens, experts]
         choices = self.choose(probabilities)  # [tokens, k]
         weights = probabilities.gather(-1, choices)  # [tokens, k]
         # With k = 1 this would make every weight 1, and the router would learn nothing.
@@ -144,7 +149,7 @@ class Mixture(nn.Module):
         self.balance_loss = balance_loss(routing.probabilities, routing.counts, self.k)
         limit = capacity(routing.counts, self.capacity_factor)
         self.tokens_of_expert = []
-        mixed = torch.zeros_like(tokens)
+        mixed = torch.zeros_like(tokens, dtype=torch.float32)  # a sum over the k experts
         for expert, matrices in enumerate(self.experts.matrices()):
             # The tokens that chose this expert, and at which of their k places: each [rows].
             token, place = (routing.choices == expert).nonzero(as_tuple=True)
@@ -155,7 +160,7 @@ class Mixture(nn.Module):
             weighted = output * routing.weights[token, place].unsqueeze(-1)
             mixed = mixed.index_add(0, token, weighted)
             self.tokens_of_expert.append(token)
-        return mixed.view_as(x)
+        return mixed.to(x.dtype).view_as(x)
 
 
 def balance_loss(probabilities: Tensor, counts: Tensor, k: int) -> Tensor:
@@ -236,8 +241,8 @@ class ParallelMixture(Mixture):
 
         outputs = self.run_experts(tokens[token], self.kept)  # [rows, hidden]
         weighted = outputs * routing.weights.flatten()[kept_choices].unsqueeze(-1)
-        mixed = torch.zeros_like(tokens).index_add(0, token, weighted)
-        return mixed.view_as(x)
+        mixed = torch.zeros_like(tokens, dtype=torch.float32).index_add(0, token, weighted)
+        return mixed.to(x.dtype).view_as(x)
 
     def run_experts(self, rows: Tensor, kept: Tensor) -> Tensor:
         """Return the expert's output for each row, [rows, hidden]. The rows are ordered by expert.
@@ -516,6 +521,7 @@ def main() -> int:
     inputs, targets = data.one_batch(args.steps * size, args.seq_len, device)
     batches = list(zip(inputs.split(size), targets.split(size), strict=True))
     rows = [run(variant, config, batches, args, device) for variant in VARIANTS]
+    bf16_rows = helper.changed_in_bf16(Mixture, device)
     report.end_lesson(
         rows,
         columns=helper.COLUMNS,
@@ -527,6 +533,7 @@ def main() -> int:
         tokens=inputs.numel(),
         first_loss=rows[1]["losses"][0],
         last_loss=rows[1]["last_loss"],
+        bf16_rows=bf16_rows,
     )
     runtime.shutdown()
     return 0

@@ -19,7 +19,8 @@ Comments say how the ranks hold a tensor:
     partial     each rank has a term; the tensor is the sum over the ranks
 
 torch's own tool is a plan for parallelize_module. The script trains one process, both variants by
-hand and torch's plan, and checks that they are equal.
+hand and torch's plan, all in fp32, and checks that they are equal. Another table shows the loss of
+bf16 logits, which must be computed in fp32.
 
     laptop    python 08_model_parallel/tensor_parallel.py
     one node  torchrun --nproc_per_node=4 08_model_parallel/tensor_parallel.py --model llama-124m \
@@ -294,15 +295,20 @@ def parallelize(model: nn.Module, begin: type, end: type) -> None:
 
 
 def parallel_loss(model: nn.Module, begin: type, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean cross-entropy, computed from logits that are sharded by vocabulary.
+    """Return the mean cross-entropy, computed from logits that are sharded by vocabulary."""
+    hidden = begin.apply(model.model(inputs))  # [batch, tokens, hidden], replicate
+    # fp32, also if the model is bf16, where a loss near 12 would be a multiple of 1/16.
+    logits = model.lm_head(hidden).float()  # [batch, tokens, vocab / N], shard(2)
+    return loss_of_shards(logits, targets, model.config.vocab_size)
+
+
+def loss_of_shards(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
+    """Return the mean cross-entropy of logits, [batch, tokens, vocab / N], and of their targets.
 
     The loss of a token is log(sum of exp(logits)) - logit of the target. So the ranks exchange
     three numbers per token, and not a row of logits: the largest logit, the sum, and the logit of
     the target.
     """
-    hidden = begin.apply(model.model(inputs))  # [batch, tokens, hidden], replicate
-    logits = model.lm_head(hidden)  # [batch, tokens, vocab / N], shard(2)
-
     # Subtract the largest logit of each token, because exp could overflow. The loss does not
     # depend on it, so it needs no gradient.
     largest = logits.detach().amax(-1)  # [batch, tokens]
@@ -310,7 +316,7 @@ def parallel_loss(model: nn.Module, begin: type, inputs: Tensor, targets: Tensor
     logits = logits - largest[..., None]
 
     sum_of_exp = logits.exp().sum(-1)  # [batch, tokens], partial
-    rows, is_mine = my_rows(targets, model.config.vocab_size)
+    rows, is_mine = my_rows(targets, vocab_size)
     target_logit = logits.gather(-1, rows[..., None]).squeeze(-1)  # [batch, tokens]
     target_logit = target_logit * is_mine  # partial: 0 for the targets of other ranks
     sum_of_exp, target_logit = Reduce.apply(torch.stack([sum_of_exp, target_logit]))  # replicate
@@ -458,6 +464,7 @@ def main() -> int:
     )
 
     checked = [helper.check_pair(parallel_pair, device)]
+    bf16_rows = helper.losses_in_bf16(loss_of_shards, my_shard, device)
     # Each rank draws all weights and keeps its shards. For a model that does not fit on one GPU,
     # each rank would draw its shards only, as train_3d.py does.
     name = args.model.removesuffix(helper.WITH_24_HEADS)
@@ -475,6 +482,7 @@ def main() -> int:
         tokens=inputs.numel(),
         first_loss=rows[0]["losses"][0],
         last_loss=rows[0]["losses"][-1],
+        bf16_rows=bf16_rows,
     )
     runtime.shutdown()
     return 0

@@ -279,13 +279,18 @@ def end_lesson(
     print(f"\n{fold(', '.join(title))}\n")
     tables = columns if isinstance(columns, list) else [columns]
     for headings in tables:
-        lines = [list(headings.values())]
-        for row in rows:
-            lines.append([_cell(row, key) for key in headings])
-        print_table(lines)
+        print_rows(rows, headings)
     for line in checked:
         print(fold(f"checked: {line}"))
     write_json(summary, args.json)
+
+
+def print_rows(rows: list[dict], headings: dict[str, str]) -> None:
+    """Print rows as a table. `headings` has the heading for each key of a row that is shown."""
+    lines = [list(headings.values())]
+    for row in rows:
+        lines.append([_cell(row, key) for key in headings])
+    print_table(lines)
 
 
 def _cell(row: dict, key: str) -> str:

@@ -282,9 +282,13 @@ def layer_causes(rank: Rank, machine: Machine, *, experts: bool) -> dict[str, fl
     attention_times = 3.5
     exposed_context = context_times * context
     if plan.ring:
-        # In backward the gradients of keys and values travel, too. All of it runs beside attention.
+        # In backward the gradients of keys and values travel, too, in fp32. All of it runs beside
+        # attention.
         attention_passes = attention_times + 1 if full else attention_times
-        exposed_context = behind(attention_passes * attention, (context_times + 1) * context)
+        of_gradients = 4 / rank.e
+        exposed_context = behind(
+            attention_passes * attention, (context_times + of_gradients) * context
+        )
     causes = {
         "matmuls": (2 if plan.adapters else 3) * matmuls,
         "attention": attention_times * attention,

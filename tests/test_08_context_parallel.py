@@ -2,9 +2,12 @@
 
 import json
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
+import torch.nn.functional as F
+from support.chapter import load
 from support.harness import ODD, TINY, assert_refused, config_of, run, with_fault
 from torch import nn
 
@@ -118,6 +121,71 @@ def test_what_a_rank_keeps_for_backward(finished):
     keys_values = 8 * tokens * config.num_key_value_heads * config.head_dim
     assert kept["Ulysses"] >= ring + config.num_hidden_layers * queries  # its output is a copy
     assert kept["all-gather"] >= ring + config.num_hidden_layers * (n - 1) * keys_values
+
+
+def test_the_table_shows_what_sums_in_bf16_lose(finished):
+    """With sums in fp32 more blocks make no larger error. With sums in bf16 they do."""
+    *_, summary = finished
+    rows = {(row["blocks"], row["sums"]): row for row in summary["bf16_rows"]}
+    for key in ("output_error", "gradient_error"):
+        for blocks in (1, 8, 64):
+            assert rows[blocks, "fp32"][key] < 0.006
+        assert rows[64, "bf16"][key] > 0.04
+
+
+RING = 16  # ranks of a ring that one process computes
+
+
+class FakeHop:
+    """A hop in which nobody else sends: blocks of keys come from a list, gradients arrive as 0."""
+
+    blocks: ClassVar[list[torch.Tensor]] = []  # of the ranks before this one, the nearest first
+    gradient_dtypes: ClassVar[list[torch.dtype]] = []
+
+    def __init__(self, leaving: torch.Tensor) -> None:
+        is_gradient = not any(leaving is block for block in self.blocks)
+        if is_gradient:
+            self.gradient_dtypes.append(leaving.dtype)
+            self.arriving = torch.zeros_like(leaving)
+        else:
+            assert leaving.dtype == torch.bfloat16  # keys and values travel as they are
+            number = [block is leaving for block in self.blocks].index(True)
+            self.arriving = self.blocks[number + 1]
+
+    def wait(self) -> torch.Tensor:
+        return self.arriving
+
+
+def test_the_ring_sums_in_fp32_in_a_bf16_model(monkeypatch):
+    """The last rank sees all blocks. Its sums are fp32, and what it returns is bf16."""
+    script = load(SCRIPT)
+    monkeypatch.setattr(script.dist, "get_world_size", lambda: RING)
+    monkeypatch.setattr(script.dist, "get_rank", lambda: RING - 1)
+    monkeypatch.setattr(script, "Hop", FakeHop)
+    generator = torch.Generator().manual_seed(0)
+    tokens = 32  # of a rank
+    q = torch.randn(1, 2, 1, tokens, 64, generator=generator).bfloat16().requires_grad_()
+    kv = torch.randn(2, 1, 2, RING * tokens, 64, generator=generator).bfloat16()
+    *others, mine = [block.clone() for block in kv.split(tokens, dim=-2)]
+    mine.requires_grad_()
+    FakeHop.blocks = [mine, *reversed(others)]
+    FakeHop.gradient_dtypes.clear()
+    out = script.RingAttention.apply(q, mine, "contiguous")
+    out_gradient = torch.randn(out.shape, generator=generator).bfloat16()
+    saved_mine = next(t for t in out.grad_fn.saved_tensors if t.shape == mine.shape)
+    FakeHop.blocks[0] = saved_mine
+    out.backward(out_gradient)
+
+    exact_q = q.detach().double().requires_grad_()
+    mask = torch.ones(tokens, RING * tokens, dtype=torch.bool).tril(RING * tokens - tokens)
+    k, v = kv.double()
+    exact = F.scaled_dot_product_attention(exact_q.squeeze(2), k, v, attn_mask=mask).unsqueeze(2)
+    exact.backward(out_gradient.double())
+    for found, expected in ((out, exact), (q.grad, exact_q.grad)):
+        assert found.dtype == torch.bfloat16
+        assert (found - expected).norm() < 0.007 * expected.norm()
+    assert FakeHop.gradient_dtypes == [torch.float32] * RING
+    assert mine.grad.dtype == torch.bfloat16
 
 
 REFUSED = {  # number of ranks, flags: words of the line

@@ -58,6 +58,27 @@ def test_it_is_the_mixture_of_mixtral():
     torch.testing.assert_close(ours.balance_loss, balance / K)
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+def test_the_router_of_a_bf16_model_computes_in_fp32(autocast):
+    torch.manual_seed(0)
+    mixture = load(SCRIPT).Mixture(config_of(SHAPE), 64, 4, None)
+    x = torch.randn(2, 500, 36)
+    with torch.no_grad():
+        for weight in mixture.parameters():
+            weight.normal_(0, 0.2)
+    if not autocast:
+        mixture.to(torch.bfloat16)
+        x = x.bfloat16()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        output = mixture(x)
+    exact = x.flatten(0, 1).double() @ mixture.router.weight.double().T
+    probabilities = mixture.routing.probabilities
+    assert probabilities.dtype == torch.float32
+    torch.testing.assert_close(probabilities.double(), exact.softmax(-1), rtol=1e-5, atol=1e-7)
+    assert torch.equal(mixture.routing.choices.sort().values, exact.topk(4).indices.sort().values)
+    assert output.dtype == x.dtype
+
+
 REFUSED = {  # flags: words of the line
     "--experts 1": "",
     "--top-k 7": "--top-k 7 --experts 6",
@@ -87,3 +108,6 @@ def test_experts_of_several_ranks_train_as_on_one_process(tmp_path, nproc):
         assert max(row["errors"].values()) < 1e-5, row["variant"]
         assert max(row["torch_errors"].values()) < 1e-5, row["variant"]
         assert row["last_loss"] < row["losses"][0]
+    few, many = summary["bf16_rows"]
+    assert few["fp32_share"] == many["fp32_share"] == 0
+    assert 0 < few["bf16_share"] < many["bf16_share"]

@@ -41,7 +41,8 @@ def sent_bytes() -> dict[str, tuple[float, int]]:
         "tensor": (8 * share * hidden, TOKENS),
         "pipeline, 4 layers per stage": (2 * hidden / 4, TOKENS),
         "context, all-gather": (2 * (RANKS - 1) * kv, own),
-        "context, ring": ((3 * RANKS - 2) * kv, own),
+        # keys and values make N - 1 hops in each pass, their gradients N of fp32
+        "context, ring": ((2 * (RANKS - 1) + 2 * RANKS) * kv, own),
         "context, Ulysses": (2 * share * (2 * hidden + kv), own),
         "expert, 2 experts per token": (4 * 2 * share * hidden, own),
     }

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from support.chapter import load
 from support.harness import Result, assert_refused, config_of, run, with_fault
 
 from lm import data, weights
@@ -150,6 +152,28 @@ def test_a_rank_holds_and_sends_what_it_must(once, shape, nproc):
         "reduce_scatters": calls,
         "all_gathers": calls,
     }
+
+
+def test_the_loss_of_a_bf16_model_is_fp32(once):
+    """Compare the loss by hand with the exact one: on one rank, and in the table of two."""
+    script = load(SCRIPT)
+    model = build("untied").bfloat16()
+    inputs, targets = data.one_batch(4, LENGTH, torch.device("cpu"))
+    exact = torch.nn.functional.cross_entropy(
+        model(inputs).double().flatten(0, 1), targets.flatten()
+    )
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        script.parallelize(model, script.Copy, script.Reduce)
+        loss = script.parallel_loss(model, script.Copy, inputs, targets)
+    finally:
+        dist.destroy_process_group()
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(exact.item(), rel=1e-6)
+
+    for row in once("08 tensor", finish, "grouped", 2)["bf16_rows"]:
+        assert row["fp32_loss"] == pytest.approx(row["exact_loss"], rel=1e-6)
+        assert row["bf16_loss"] != pytest.approx(row["exact_loss"], rel=5e-4)
 
 
 @pytest.mark.parametrize("seq_len", [1, 2])
