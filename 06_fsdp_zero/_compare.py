@@ -262,6 +262,23 @@ def check(
     return checked
 
 
+def deepspeed_formula(stage: int, net: nn.Module, ranks: int) -> dict[str, int | None]:
+    """Compute what a rank holds and sends with DeepSpeed's ZeRO-1 or 2, and fp32 gradients.
+
+    DeepSpeed 0.19.8 all-reduces the gradients, where the paper reduce-scatters them, and
+    all-gathers the new weights, in buckets of a size that its configuration sets. Its optimizer
+    also holds a copy of the weights that it updates. Padding is left out.
+    """
+    row = zero_formula(stage, net, ranks)
+    total = sum(parameter.numel() for parameter in net.parameters())
+    row["optimizer_bytes_per_rank"] += 4 * math.ceil(total / ranks)
+    row["all_gathers_per_step"] = None
+    row["reduce_scatters_per_step"] = 0
+    row["all_reduces_per_step"] = None
+    row["bytes_sent_per_rank_per_step"] = round(4 * (2 + 1) * total * (ranks - 1) / ranks)
+    return row
+
+
 def with_zero(rows: list[dict], net: nn.Module, world_size: int) -> list[dict]:
     """Return the rows with those of ZeRO after the first, and with a text for the calls."""
     ddp, *sharded = rows
@@ -269,8 +286,15 @@ def with_zero(rows: list[dict], net: nn.Module, world_size: int) -> list[dict]:
     for stage in (1, 2, 3):
         method = f"ZeRO-{stage} (formula)"
         all_rows.append({"method": method, **zero_formula(stage, net, world_size)})
+        if stage < 3:
+            method = f"ZeRO-{stage}, DeepSpeed (formula)"
+            all_rows.append({"method": method, **deepspeed_formula(stage, net, world_size)})
     all_rows += sharded
     for row in all_rows:
-        row["calls"] = ", ".join(str(row[f"{kind}_per_step"]) for kind in COLLECTIVES)
+        calls = []
+        for kind in COLLECTIVES:
+            count = row[f"{kind}_per_step"]
+            calls.append("per bucket" if count is None else str(count))
+        row["calls"] = ", ".join(calls)
         row["world_size"] = world_size
     return all_rows

@@ -69,7 +69,9 @@ def import_deepspeed(device: torch.device):
     """
     os.environ["DS_ACCELERATOR"] = device.type  # or DeepSpeed would take a GPU if there is one
     os.environ.setdefault("LOCAL_RANK", "0")  # zero.Init reads it, also without torchrun
-    logging.disable(logging.WARNING)  # the import and each start print warnings to stdout
+    # The import and each start print warnings to stdout. Leave out those, and no other library's.
+    # A filter, because the import sets the level of this logger.
+    logging.getLogger("DeepSpeed").addFilter(is_error)
     import deepspeed
 
     # DeepSpeed uses names that torch has changed since.
@@ -80,6 +82,11 @@ def import_deepspeed(device: torch.device):
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("nccl" if device.type == "cuda" else "gloo")
     return deepspeed
+
+
+def is_error(record: logging.LogRecord) -> bool:
+    """Return whether a record is more than a warning."""
+    return record.levelno >= logging.ERROR
 
 
 def set_timeouts() -> None:

@@ -9,8 +9,9 @@ not hold, it must receive from other ranks:
     HSDP    several copies of the model, each of which is sharded over some of the ranks
 
 DDP, FSDP and HSDP train the same model on the same batches for a few steps. Counters see the memory
-that is in use, and each collective. The rows of ZeRO are computed by formulas, which
-zero_from_scratch.py checks.
+that is in use, and each collective. The rows of ZeRO are computed by formulas, as in the paper;
+zero_from_scratch.py checks them. DeepSpeed 0.19.8 all-reduces gradients at stages 1 and 2, where
+the paper reduce-scatters them: two more rows have its bytes.
 
     laptop    python 06_fsdp_zero/compare.py
     one node  torchrun --nproc_per_node=8 06_fsdp_zero/compare.py

@@ -216,9 +216,9 @@ def main() -> int:
     runtime.on_rank0(partial(_finetune.check_folders, args, inputs, mark))
     chat = _finetune.read_chat_format(args.tokenizer or args.model, date)
     corpus, held_out_chats = _finetune.load_chats(args, chat, chat_rows)
-    trim = not args.compile  # compiled code is for one length
-    train_rows = _finetune.Rows(corpus.train, args.seq_len, trim=trim)
-    held_out_rows = _finetune.Rows(corpus.held_out, args.seq_len, trim=trim)
+    # Also with --compile: at the second length torch compiles a block once more, for any length.
+    train_rows = _finetune.Rows(corpus.train, args.seq_len, trim=True)
+    held_out_rows = _finetune.Rows(corpus.held_out, args.seq_len, trim=True)
     batches = data.Batches(train_rows, held_out_rows, args, rank=rank, world_size=world_size)
     # padding is no token
     batches.tokens_per_step = round(args.global_batch_size * batches.train.mean_length())
@@ -290,7 +290,9 @@ def main() -> int:
             inputs, targets = meter.next(stream)
             with meter.forward():
                 # a micro-batch may have no target: its sum is 0, and its mean would be 0 / 0.
-                # times world_size, because fully_shard averages gradients over the ranks
+                # times world_size, because fully_shard averages gradients over the ranks. Under
+                # HSDP or context parallelism the divisor is another number: there call
+                # set_gradient_divide_factor(1.0) on each FSDP module instead.
                 loss = model(inputs, targets, reduction="sum") * (world_size / target_count)
             loss.backward()
             step_loss += loss.detach()

@@ -32,7 +32,7 @@ Previous: train_fsdp.py. Next: 07_memory_tricks/.
 """
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -58,7 +58,10 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of x, x^3 and x^5 in an iteration of
 
 
 class Muon(torch.optim.Optimizer):
-    """Orthogonalized momentum, for matrices that are full or sharded by fully_shard."""
+    """Orthogonalized momentum, for matrices that are full or sharded by fully_shard.
+
+    torch.optim.Muon is the same for full matrices. This class shows what sharding adds.
+    """
 
     def __init__(
         self,
@@ -70,11 +73,23 @@ class Muon(torch.optim.Optimizer):
         super().__init__(matrices, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self) -> None:
-        """Update each matrix. Every rank must call this."""
+    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
+        """Update each matrix that has a gradient. Every rank must call this.
+
+        torch's get_state_dict calls `step(closure=None)` to create the state of a new optimizer.
+        Return the loss of `closure`, if given.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         for group in self.param_groups:
             for matrix in group["params"]:
-                self.update_matrix(matrix, group["lr"], group["momentum"], group["weight_decay"])
+                if matrix.grad is not None:  # it is None if frozen or not used, on every rank
+                    self.update_matrix(
+                        matrix, group["lr"], group["momentum"], group["weight_decay"]
+                    )
+        return loss
 
     def update_matrix(
         self, matrix: nn.Parameter, lr: float, beta: float, weight_decay: float

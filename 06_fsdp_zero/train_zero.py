@@ -94,7 +94,14 @@ def deepspeed_config(args, config, batches) -> dict:
         "gradient_accumulation_steps": batches.accumulation_steps,
         "gradient_clipping": 0.0 if args.clip_norm == math.inf else args.clip_norm,
         # The matmuls run in bf16. Weights stay in fp32.
-        "torch_autocast": {"enabled": args.dtype == "bf16", "dtype": "bfloat16"},
+        "torch_autocast": {
+            "enabled": args.dtype == "bf16",
+            "dtype": "bfloat16",
+            # Average gradients in fp32, as DDP and FSDP here do. By default DeepSpeed sends the
+            # gradients of each nn.Linear in bf16, and at stage 3 also its weights. That halves the
+            # bytes, and each rank's gradient is rounded once more before the sum.
+            "lower_precision_safe_modules": [],
+        },
         "zero_optimization": {
             "stage": args.stage,
             # How many numbers are sent together. The default of 5e8 is for large models: its

@@ -67,7 +67,9 @@ def training_step(
 
 def capture(step: Callable[[], Tensor]) -> tuple["torch.cuda.CUDAGraph", Tensor]:
     """Return the graph of a step, and the tensor in which each replay leaves the loss."""
-    side_stream = torch.cuda.Stream()  # the default stream cannot be captured
+    # Warm up on a side stream, as torch's documentation says: no work of the capture may depend on
+    # the default stream. The capture itself has a stream of its own.
+    side_stream = torch.cuda.Stream()
     side_stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side_stream):
         for _ in range(WARM_UP_STEPS):

@@ -66,10 +66,16 @@ def stochastic_round(x: Tensor, generator: torch.Generator | None = None) -> Ten
 
     A number 0.3 of the way up goes up three times in ten. bf16 is the upper half of the bits of
     fp32: add a random lower half, which carries into the upper one that often, and drop it.
+
+    NaN and infinity stay what they are: the NaN of NVIDIA's arithmetic has all lower bits set, so
+    the carry would make a zero of it. The carry would also make infinity of the largest fp32
+    numbers. They become the largest bf16 number.
     """
     noise = torch.randint(1 << 16, x.shape, generator=generator, dtype=torch.int32, device=x.device)
     upper_half = (x.view(torch.int32) + noise) & -(1 << 16)
-    return upper_half.view(torch.float32).to(torch.bfloat16)  # exact: the dropped bits are zero
+    largest = torch.finfo(torch.bfloat16).max
+    rounded = upper_half.view(torch.float32).clamp(-largest, largest)
+    return torch.where(x.isfinite(), rounded, x).to(torch.bfloat16)  # the dropped bits are zero
 
 
 def quantize(x: Tensor, book: Tensor) -> tuple[Tensor, Tensor]:
@@ -129,11 +135,30 @@ class CompactAdamW(Optimizer):
         self.bits = bits
 
     @torch.no_grad()
-    def step(self) -> None:
-        """Update all parameters."""
+    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
+        """Update all parameters that have a gradient. Return the loss of `closure`, if given."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         for group in self.param_groups:
             for number, parameter in enumerate(group["params"]):
-                self.update(parameter, number, group)
+                if parameter.grad is not None:  # it is None if frozen or not used
+                    self.update(parameter, number, group)
+        return loss
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Load the state in its own dtypes. torch casts it to the dtype of the parameters."""
+        super().load_state_dict(state_dict)
+        parameters = []
+        saved_numbers = []
+        for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            parameters += group["params"]
+            saved_numbers += saved_group["params"]
+        for parameter, number in zip(parameters, saved_numbers, strict=True):
+            for name, value in state_dict["state"].get(number, {}).items():
+                if name != "step":
+                    self.state[parameter][name] = value.to(parameter.device, copy=True)
 
     def update(self, parameter: Tensor, number: int, group: dict) -> None:
         """Update one parameter, the one with this number in its group."""

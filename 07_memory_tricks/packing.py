@@ -7,7 +7,7 @@ document computes what it would alone, but they do not keep documents apart. The
 
     a mask       [tokens, tokens], True within a document. Scores outside are computed, and dropped.
     a cut        q, k and v are split at the ends: one attention call per document.
-    varlen_attn  one kernel that takes the ends of all documents. It needs CUDA and bf16.
+    varlen_attn  one kernel that takes the ends of all documents. It needs CUDA, and bf16 or fp16.
 
     laptop    python 07_memory_tricks/packing.py
     one GPU   python 07_memory_tricks/packing.py --device cuda
@@ -142,7 +142,10 @@ def cut(batch: Batch) -> Callable:
 
 
 def varlen(batch: Batch) -> Callable:
-    """Return attention of each document by itself, in one kernel that takes their ends."""
+    """Return attention of each document by itself, in one kernel that takes their ends.
+
+    It has not run on a GPU yet. Compare its gradients with those of `cut` before you copy it.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
     _, lengths = batch.owner[0].unique_consecutive(return_counts=True)

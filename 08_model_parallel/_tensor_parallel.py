@@ -29,6 +29,7 @@ COLUMNS = {
     "most_parameters": "weights per rank",
     "collectives": "collectives per step",
     "sent_bytes": "sent per step",
+    "kept_bytes_per_rank": "kept for backward",
     "gradient_error": "gradient error",
     "seconds": "step",
 }
@@ -161,9 +162,24 @@ def run(variants: list[Variant], micro_batches: list[tuple[Tensor, Tensor]], arg
     inputs, _ = micro_batches[0]
     trained = {variant.name: partial(variant.train, batches[-1]) for variant in variants}
     timings = measure.seconds_in_turns(trained, inputs.device, rounds=TIMED_ROUNDS)
-    for row in rows:
+    for row, variant in zip(rows, variants, strict=True):
         row.update(timings[row["name"]])
+        row["kept_bytes_per_rank"] = kept_bytes(variant, micro_batches[0])
     return rows
+
+
+def kept_bytes(variant: Variant, micro_batch: tuple[Tensor, Tensor]) -> int:
+    """Return the most bytes that a rank keeps for the backward of a micro-batch.
+
+    Every rank must call this.
+    """
+    inputs, targets = micro_batch
+    with variant.context(), measure.LiveBytes(device=inputs.device) as live:
+        before = live.now
+        loss = variant.loss(inputs, targets)
+        kept = live.now - before
+    del loss  # it holds the graph until here
+    return max(runtime.all_gather(kept))
 
 
 def gradient_error(model: nn.Module, expected_model: nn.Module) -> float:

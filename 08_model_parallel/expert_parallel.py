@@ -12,8 +12,8 @@ layer then has four steps:
 
 The router decides how many rows travel, so each rank sends and receives a different number.
 
-torch 2.13 has no public tool for expert parallelism. The second version does what torchtitan does:
-DTensor shards the experts' weights, and a ParallelStyle dispatches and combines.
+torch 2.13 has no public tool for expert parallelism. The second version does what torchtitan did
+until May 2026: DTensor shards the experts' weights, and a ParallelStyle dispatches and combines.
 
     laptop    python 08_model_parallel/expert_parallel.py
               torchrun --nproc_per_node=3 08_model_parallel/expert_parallel.py --steps 4

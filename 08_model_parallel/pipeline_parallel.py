@@ -10,8 +10,9 @@ A schedule is the order in which a rank computes. With m micro-batches and p ran
                       rank holds the activations of m micro-batches. (Huang et al. 2019)
     1F1B              each backward as early as possible. The same idle time, but the activations of
                       at most p micro-batches. (PipeDream-flush: Narayanan et al. 2021)
-    interleaved 1F1B  each rank has v smaller stages. Idle: (p-1) / (vm+p-1), and about v times as
-                      many messages. (Narayanan et al. 2021, section 2.2)
+    interleaved 1F1B  each rank has v smaller stages. Idle: (p-1) / (vm+p-1), and (vp-1) / (p-1)
+                      times as many messages: 3 times with p = v = 2, and about v times with many
+                      ranks. (Narayanan et al. 2021, section 2.2)
 
     laptop    python 08_model_parallel/pipeline_parallel.py
               torchrun --nproc_per_node=3 08_model_parallel/pipeline_parallel.py --steps 2

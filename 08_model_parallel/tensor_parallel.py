@@ -9,8 +9,8 @@ section 3). `parallel_pair` below draws it.
 
 The embedding and the head are sharded by vocabulary. The cross-entropy is computed from logits that
 stay sharded. Sequence parallelism (Korthikanti et al. 2022) also shards the norms and the residual
-connections, by tokens. It replaces each all-reduce by a reduce-scatter and an all-gather, which
-together send the same bytes.
+connections, by tokens, so that a rank keeps 1/N of their activations for backward. It replaces each
+all-reduce by a reduce-scatter and an all-gather, which together send the same bytes.
 
 Comments say how the ranks hold a tensor:
 

@@ -296,7 +296,9 @@ def parallelize(model, args, mesh: DeviceMesh, stage: int) -> None:
     # 4. Of these matrices, some rows.
     options = {
         "mesh": mesh["shard"],
-        # The matmuls run in args.dtype. Gradients are summed in fp32.
+        # The matmuls run in args.dtype. Gradients are summed in fp32, with one exception: with --tp
+        # torch 2.13 sums those of norms over the tensor ranks in args.dtype (pytorch#190626), and
+        # over the other ranks in fp32.
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=runtime.DTYPES[args.dtype],
             reduce_dtype=torch.float32,

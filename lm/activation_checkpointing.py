@@ -52,6 +52,10 @@ def down_proj_shape(mlp: nn.Module) -> tuple[int, ...]:
     return tuple(reversed(weight.shape))
 
 
+# Attention, by any kernel of scaled_dot_product_attention, and by varlen_attn.
+ATTENTION = ("aten::_scaled_dot_product_", "torch_attn::_varlen_attn")
+
+
 def selective_contexts(last_matmul: tuple[int, ...]) -> tuple:
     """Return the two contexts that torch's `checkpoint` enters in forward and in recomputation.
 
@@ -61,7 +65,7 @@ def selective_contexts(last_matmul: tuple[int, ...]) -> tuple:
 
     def policy(context, operator, *args, **kwargs) -> CheckpointPolicy:
         name = operator.name()
-        if name.startswith("aten::_scaled_dot_product_"):  # attention, by any kernel
+        if name.startswith(ATTENTION):
             return CheckpointPolicy.MUST_SAVE
         is_matmul = name in ("aten::mm", "aten::addmm")  # addmm is a matmul with a bias
         if is_matmul and args[-1].shape != last_matmul:

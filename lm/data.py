@@ -449,6 +449,9 @@ class Sequences(Dataset):
 
         sample 0    inputs a b c d    targets b c d e
         sample 1    inputs e f g h    targets f g h i
+
+    A sample may hold the end of one document and the start of the next. Attention then sees across
+    the border, as in many recipes of pretraining. 07_memory_tricks/packing.py keeps them apart.
     """
 
     def __init__(self, tokens: np.ndarray, seq_len: int) -> None:

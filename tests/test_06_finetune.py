@@ -54,6 +54,20 @@ def without_targets(batches, *args, **how):
 data.Batches.__init__ = without_targets
 """
 
+# writes the lengths of the inputs in training, which do not depend on the compiler
+LENGTHS = """
+import torch
+torch.nn.Module.compile = lambda module, **how: None
+forward = torch.nn.Embedding.forward
+lengths = set()
+def with_lengths(embedding, tokens):
+    if torch.is_grad_enabled():
+        lengths.add(tokens.shape[1])
+        open("lengths", "w", encoding="utf-8").write(" ".join(map(str, sorted(lengths))))
+    return forward(embedding, tokens)
+torch.nn.Embedding.forward = with_lengths
+"""
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
@@ -327,3 +341,13 @@ def test_a_signal_in_the_last_step_does_not_cost_the_model(tmp_path, folder):
     result = run(str(script), tmp_path, *flags, "--steps", 1, "--run-dir", "run")
     assert result.code == 0, result
     assert (tmp_path / "run/model/config.json").is_file()
+
+
+def test_compiled_micro_batches_are_as_long_as_their_longest_row(tmp_path, folder):
+    """And not as the longest of all rows. What is compiled here takes any length."""
+    script = with_prelude(SCRIPT, tmp_path, LENGTHS)
+    flags = ("--model", folder, "--data", PAIRS, "--seq-len", 128, "--steps", 2, "--compile")
+    flags += ("--device", "cpu", "--global-batch-size", 2, "--micro-batch-size", 1)
+    result = run(script, tmp_path, *flags, "--run-dir", "run")
+    assert result.code == 0, result
+    assert len((tmp_path / "lengths").read_text(encoding="utf-8").split()) > 1

@@ -1,11 +1,13 @@
 """Test 06_fsdp_zero/muon.py: the update is that of torch's Muon, and the same on N ranks."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from support.chapter import load
+from support.checkpoints import assert_resumes
 from support.harness import TINY, assert_refused, run
 
 SCRIPT = "06_fsdp_zero/muon.py"
@@ -74,3 +76,22 @@ def test_the_optimizer_is_that_of_torch():
     moved = (expected - start).norm()
     assert moved > 0.1
     assert (found - expected).norm() < 0.02 * moved
+
+
+def test_a_run_with_muon_resumes(tmp_path):
+    assert_resumes(partial(muon.Muon, lr=0.01), tmp_path, torch.float32)
+
+
+def test_step_takes_a_closure_and_a_weight_without_a_gradient():
+    matrices = [torch.nn.Parameter(torch.ones(2, 3)) for _ in range(2)]
+    optimizer = muon.Muon(matrices, lr=0.01)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = matrices[0].square().sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() == 6
+    assert (matrices[0] != 1).all()
+    assert (matrices[1] == 1).all()

@@ -70,6 +70,34 @@ runtime.shutdown = shutdown
 """
 
 
+# Writes, into the folder of each run, how many numbers of each dtype each collective was given.
+TRACE = """
+from collections import Counter
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from common import measure
+
+numbers = {}
+
+
+class Trace(TorchDispatchMode):
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        kind = measure._kind_of(operator)
+        if kind is not None:
+            inputs = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+            counter = numbers.setdefault(os.getcwd(), Counter())
+            counter[f"{kind} {inputs[-1].dtype}"] += inputs[-1].numel()
+            if os.environ["RANK"] == "0":
+                open("traced.json", "w", encoding="utf-8").write(json.dumps(counter))
+        return operator(*args, **(kwargs or {}))
+
+
+import json
+Trace().__enter__()
+"""
+
+
 def train_uneven(script: str, folder: Path, *more, **how) -> Result:
     """A small model with uneven sizes."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -77,7 +105,7 @@ def train_uneven(script: str, folder: Path, *more, **how) -> Result:
     return train(script, folder, *FLAGS, *more, **how)
 
 
-def train_in_turn(folder: Path, runs: dict, nproc: int) -> dict:
+def train_in_turn(folder: Path, runs: dict, nproc: int, prelude: str = "") -> dict:
     """Train in folder/name with the flags of each name, and return the results by name.
 
     A name that is a number is the --stage. Runs with other names are at stage 3.
@@ -91,7 +119,7 @@ def train_in_turn(folder: Path, runs: dict, nproc: int) -> dict:
         flags = (*tiny_flags(own), *FLAGS, "--stage", stage, *more)
         given.append((str(own), [str(flag) for flag in flags]))
     (folder / "runs.json").write_text(json.dumps([str(ROOT / SCRIPT), given]), encoding="utf-8")
-    result = run(with_prelude(SCRIPT, folder, IN_TURN), folder, nproc=nproc)
+    result = run(with_prelude(SCRIPT, folder, prelude + IN_TURN), folder, nproc=nproc)
     assert result.code == 0, f"{result.out[-2000:]}\n{result.err[-4000:]}"
     return {name: Result(0, result.out, result.err, folder / str(name)) for name in runs}
 
@@ -188,6 +216,19 @@ def test_bf16_is_autocast_and_weights_stay_in_fp32(tmp_path, zero):
         )
         assert_same(result, whole, tolerance=5e-3)
         assert result.column("loss") == pytest.approx(whole.column("loss"), rel=3e-4)
+
+
+def test_gradients_of_bf16_matmuls_are_averaged_in_fp32(tmp_path):
+    """As DDP and FSDP here do. Stage 2 sends what the row of DeepSpeed in compare.py says."""
+    flags = ("--dtype", "bf16", "--steps", 2, "--save-every", 0, "--eval-every", 3)
+    results = train_in_turn(tmp_path, {2: flags, 3: flags}, nproc=2, prelude=TRACE)
+    total = sum(shape.numel() for shape in named_sizes().values())
+    for stage, kind in ((2, "all_reduces"), (3, "reduce_scatters")):
+        traced = json.loads((results[stage].folder / "traced.json").read_text(encoding="utf-8"))
+        assert not [name for name in traced if "bfloat16" in name]
+        sent = traced[f"{kind} torch.float32"]
+        assert 2 * total <= sent < 2 * total + 100  # losses and norms, and padding
+    assert "[WARNING]" not in results[2].out
 
 
 @pytest.mark.full

@@ -1,12 +1,16 @@
 """07_memory_tricks/gradient_checkpointing.py, and --checkpointing: the same gradients, less memory."""
 
+import importlib
 import json
 from pathlib import Path
 
 import pytest
+import torch
 from support.harness import TINY, assert_refused, config_of, run
+from torch.utils.checkpoint import CheckpointPolicy
 
 from lm import shapes
+from lm.activation_checkpointing import selective_contexts
 
 SCRIPT = "07_memory_tricks/gradient_checkpointing.py"
 ODD = {
@@ -66,3 +70,19 @@ def test_on_a_gpu(gpu_run, tmp_path, dtype):
 )
 def test_bad_input_is_refused_in_one_line(tmp_path, flags):
     assert_refused(run(SCRIPT, tmp_path, *flags.split()), *flags.split())
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "aten::_scaled_dot_product_flash_attention",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "torch_attn::_varlen_attn",  # of packing.py, on a GPU
+    ],
+)
+def test_selective_checkpointing_keeps_attention_of_each_kernel(name):
+    importlib.import_module("torch.nn.attention.varlen")  # registers its operator
+    namespace, short_name = name.split("::")
+    operator = getattr(getattr(torch.ops, namespace), short_name).default
+    in_forward, _ = selective_contexts((1, 1))
+    assert in_forward.policy_fn(None, operator) == CheckpointPolicy.MUST_SAVE

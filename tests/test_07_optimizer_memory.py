@@ -1,8 +1,12 @@
 """07_memory_tricks/optimizer_memory.py: what each recipe keeps of a parameter, and that all of them train."""
 
 import json
+from functools import partial
 
 import pytest
+import torch
+from support.chapter import load
+from support.checkpoints import assert_resumes
 from support.harness import TINY, assert_refused, run
 
 SCRIPT = "07_memory_tricks/optimizer_memory.py"
@@ -52,3 +56,52 @@ def test_bytes_and_losses(tmp_path):
 @pytest.mark.parametrize("flags", ["--steps 0", "--lr -1", "--model nope", "--device x"])
 def test_bad_input_is_refused_in_one_line(tmp_path, flags):
     assert_refused(run(SCRIPT, tmp_path, *flags.split()), *flags.split())
+
+
+def test_stochastic_rounding_keeps_nan_and_never_overflows():
+    """0x7FFFFFFF is the NaN of NVIDIA's arithmetic. A carry would make -0.0 of it."""
+    stochastic_round = load(SCRIPT).stochastic_round
+    generator = torch.Generator().manual_seed(0)
+    patterns = torch.tensor([0x7FFFFFFF, -1, 0x7FC00000, 0x7F800001], dtype=torch.int32)
+    for value in patterns.view(torch.float32):
+        assert stochastic_round(value.repeat(1000), generator).isnan().all()
+    for sign in (1, -1):
+        infinity = torch.full((1000,), sign * torch.inf)
+        assert torch.equal(stochastic_round(infinity, generator).float(), infinity)
+        largest = torch.full((1000,), sign * torch.finfo(torch.float32).max)
+        expected = torch.full((1000,), sign * torch.finfo(torch.bfloat16).max)
+        assert torch.equal(stochastic_round(largest, generator).float(), expected)
+
+
+@pytest.mark.parametrize(
+    ("bits", "dtype"), [(16, torch.float32), (8, torch.float32), (16, torch.bfloat16)]
+)
+def test_a_run_with_compact_moments_resumes(tmp_path, bits, dtype):
+    compact_adamw = load(SCRIPT).CompactAdamW
+    assert_resumes(partial(compact_adamw, lr=0.01, bits=bits), tmp_path, dtype)
+
+
+@pytest.mark.parametrize("bits", [16, 8])
+def test_a_weight_without_a_gradient_stays(bits):
+    weights = [torch.nn.Parameter(torch.ones(2, 3)) for _ in range(2)]
+    optimizer = load(SCRIPT).CompactAdamW(weights, lr=0.1, bits=bits)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = weights[1].square().sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() == 6
+    assert (weights[0] == 1).all()
+    assert (weights[1] != 1).all()
+
+
+def test_a_nan_in_a_gradient_reaches_the_weights():
+    """Otherwise training goes on, and nothing tells."""
+    weight = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    optimizer = load(SCRIPT).CompactAdamW([weight], lr=0.1, bits=16)
+    nan = torch.tensor([0x7FFFFFFF], dtype=torch.int32).view(torch.float32)
+    weight.grad = nan.repeat(4).bfloat16()
+    optimizer.step()
+    assert weight.isnan().all()

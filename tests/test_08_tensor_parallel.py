@@ -143,6 +143,10 @@ def test_a_rank_holds_and_sends_what_it_must(once, shape, nproc):
 
     parameters = sum(parameter.numel() for parameter in build(shape).parameters())
     parameters += (nproc - 1) * pairs * hidden_size  # every rank has all weights of norms
+    # Norms and residuals are kept in full by hand, and by tokens in sequence parallelism.
+    kept = {name: row["kept_bytes_per_rank"] for name, row in rows.items()}
+    assert kept["one process"] > kept[BY_HAND] > kept[BY_HAND_IN_SEQUENCE]
+    assert kept[BY_HAND] > kept[BY_TORCH]
     for name in PARALLEL:
         assert sum(rows[name]["parameters_per_rank"]) == parameters
         assert rows[name]["sent_bytes"] == sent_bytes

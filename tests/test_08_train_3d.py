@@ -21,6 +21,7 @@ from support.harness import (
     run,
     tiny_flags,
     train,
+    with_prelude,
 )
 
 from lm import shapes
@@ -211,3 +212,41 @@ def test_two_gpus_are_one(gpu_run, tmp_path, flags):
         assert result.code == 0, result
         results.append(result)
     assert_same_curve(*results)
+
+
+# counts the numbers of bf16 that a rank all-reduces
+TRACE = """
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from common import measure
+
+numbers = 0
+
+
+class Trace(TorchDispatchMode):
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        global numbers
+        if measure._has_dtensor(types):
+            return NotImplemented
+        if measure._kind_of(operator) == "all_reduces" and torch.is_tensor(args[0]):
+            if args[0].dtype == torch.bfloat16:
+                numbers += args[0].numel()
+                open("numbers", "w", encoding="utf-8").write(str(numbers))
+        return operator(*args, **(kwargs or {}))
+
+
+Trace().__enter__()
+"""
+
+
+@pytest.mark.full
+def test_only_gradients_of_norms_are_all_reduced_in_bf16(tmp_path):
+    """The README and parallelize() say so (pytorch#190626). When torch is fixed, this fails."""
+    flags = (*tiny_flags(tmp_path), "--dtype", "bf16", *TP, "--steps", 1, "--micro-batch-size", 6)
+    (tmp_path / "tiny.json").write_text(json.dumps(TINY), encoding="utf-8")
+    result = run(with_prelude(SCRIPT, tmp_path, TRACE), tmp_path, *flags, nproc=2)
+    assert result.code == 0, result
+    norms = 2 * TINY["num_hidden_layers"] + 1
+    micro_batches = 2
+    expected = micro_batches * norms * TINY["hidden_size"]
+    assert int((tmp_path / "numbers").read_text(encoding="utf-8")) == expected
