@@ -337,7 +337,7 @@ def wrong_variables(gpus: int) -> str:
 
 def check_port() -> Check:
     """Check that rank 0 can listen on the port at which the ranks meet."""
-    # 29500 is torchrun's without --standalone and --rdzv-endpoint
+    # older versions of torchrun take 29500 without --standalone and --rdzv-endpoint
     port = os.environ.get("MASTER_PORT", "29500")
     taken = False
     if port.isdecimal() and int(port) < 65536:

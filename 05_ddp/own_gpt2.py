@@ -4,8 +4,9 @@ It needs a function `load_training_objects`, which replaces that of train.py. Ch
 evaluation, MFU and the flags work as in train.py. The model is a small GPT-2 with
 random weights. To train a pretrained model, replace `from_config` by `from_pretrained`.
 
-    laptop    torchrun --nproc_per_node=2 05_ddp/own_gpt2.py
-    one node  torchrun --nproc_per_node=8 05_ddp/own_gpt2.py --global-batch-size 512 --compile
+    laptop    torchrun --standalone --nproc_per_node=2 05_ddp/own_gpt2.py
+    one node  torchrun --standalone --nproc_per_node=8 05_ddp/own_gpt2.py \
+                  --global-batch-size 512 --compile
 
 What to look at: in fp32 the loss does not depend on the number of ranks.
 """

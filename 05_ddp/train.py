@@ -4,10 +4,10 @@ Each GPU runs one process, called a rank. Every rank holds a full copy of the mo
 own share of the global batch. DDP averages the gradients across ranks while backward is still
 running, so that all copies take the same optimizer step and stay identical.
 
-    laptop    torchrun --nproc_per_node=2 05_ddp/train.py    (the model is nano)
-    one node  torchrun --nproc_per_node=8 05_ddp/train.py    (the model is llama-124m, compiled)
-    cluster   run the same command on every node, with
-              --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400
+    laptop    torchrun --standalone --nproc_per_node=2 05_ddp/train.py    (the model is nano)
+    one node  torchrun --standalone --nproc_per_node=8 05_ddp/train.py    (llama-124m, compiled)
+    cluster   the same on every node, but in place of --standalone
+              --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400 --rdzv-id=$JOB
 
 What to look at: with --dtype fp32 the loss does not depend on the number of ranks, up to rounding.
 The log names the slowest rank. The line "checked: ..." says that all ranks hold identical weights.

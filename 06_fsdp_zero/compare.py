@@ -13,7 +13,7 @@ that is in use, and each collective. The rows of ZeRO are computed by formulas, 
 zero_from_scratch.py checks.
 
     laptop    python 06_fsdp_zero/compare.py
-    one node  torchrun --nproc_per_node=8 06_fsdp_zero/compare.py
+    one node  torchrun --standalone --nproc_per_node=8 06_fsdp_zero/compare.py
     cluster   python 06_fsdp_zero/compare.py --dry-run --world-size 64 --model llama-70b \
                   --checkpointing full
 

@@ -7,11 +7,11 @@ free what they received. In backward, the gradients are summed and sharded in on
 optimizer state take 1/N of the memory of DDP. Communication grows from twice to three times the
 bytes of the weights per step.
 
-    laptop    torchrun --nproc_per_node=2 06_fsdp_zero/train_fsdp.py
-    one node  torchrun --nproc_per_node=8 06_fsdp_zero/train_fsdp.py --model llama-8b \
+    laptop    torchrun --standalone --nproc_per_node=2 06_fsdp_zero/train_fsdp.py
+    one node  torchrun --standalone --nproc_per_node=8 06_fsdp_zero/train_fsdp.py --model llama-8b \
                   --checkpointing full --compile
-    cluster   run the same command on every node, with
-              --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400
+    cluster   the same on every node, but in place of --standalone
+              --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400 --rdzv-id=$JOB
               --replicate 4 shards within each of the 4 nodes and averages gradients between them
               (HSDP)
 

@@ -5,9 +5,9 @@ stage 0 every rank holds everything, as with DDP. A dictionary configures DeepSp
 backward, averages the gradients over the ranks, clips them and takes the optimizer step. --offload
 keeps the optimizer state, or the weights as well, in CPU memory.
 
-    laptop    torchrun --nproc_per_node=2 06_fsdp_zero/train_zero.py
-    one node  torchrun --nproc_per_node=8 06_fsdp_zero/train_zero.py --model llama-8b --stage 3 \
-                  --checkpointing full
+    laptop    torchrun --standalone --nproc_per_node=2 06_fsdp_zero/train_zero.py
+    one node  torchrun --standalone --nproc_per_node=8 06_fsdp_zero/train_zero.py --model llama-8b \
+                  --stage 3 --checkpointing full
               deepspeed --num_gpus=8 06_fsdp_zero/train_zero.py --model llama-8b --stage 3 \
                   --offload optimizer
     cluster   run HOSTFILE=hosts launch/deepspeed/hostfile.sh --stage 3 --run-dir /shared/run on
