@@ -16,6 +16,7 @@ Previous: 04_amp/train.py. Next: 06_fsdp_zero/train_fsdp.py, for models that do 
 """
 
 import sys
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -51,7 +52,7 @@ def load_training_objects(args, rank, world_size, device):
     train_set, held_out_set = data.sequences(corpus, args.seq_len)
     config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)
     # If --micro-batch-size is not given, take the largest that fits.
-    fit_micro_batch(args, config, device, gpus=world_size)
+    args.micro_batch_size = fit_micro_batch(args, config, device, gpus=world_size)
     model = weights.build(args.model, config, seed=args.seed, device=device)
     checkpoint_blocks(model, args.checkpointing)  # backward recomputes activations
     return TrainingObjects(
@@ -151,12 +152,12 @@ def main() -> int:
         step_loss = torch.zeros((), device=device)
         for micro_step in range(1, batches.accumulation_steps + 1):
             inputs, targets = meter.next(stream)  # on the device; measures the wait for data
-            # All-reduce once per step, in the last backward. False has the effect of no_sync().
+            # All-reduce once per step, in the last backward. no_sync() must hold forward, too.
             is_last_micro_step = micro_step == batches.accumulation_steps
-            ddp_model.require_backward_grad_sync = is_last_micro_step
-            with meter.forward(), autocast():
-                loss = ddp_model(inputs, targets) / batches.accumulation_steps
-            scaler.scale(loss).backward()
+            with nullcontext() if is_last_micro_step else ddp_model.no_sync():
+                with meter.forward(), autocast():
+                    loss = ddp_model(inputs, targets) / batches.accumulation_steps
+                scaler.scale(loss).backward()
             step_loss += loss.detach()
 
         scaler.unscale_(optimizer)  # clip the true gradients, not the scaled ones

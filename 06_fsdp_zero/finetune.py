@@ -1,6 +1,6 @@
 """Fine-tune your own model on your own chats, on one or many GPUs: LoRA adapters, or all weights.
 
-This is train_fsdp.py with three changes.
+The model is a dense Llama, Mistral, Qwen2 or Qwen3. This is train_fsdp.py with three changes.
 
 1. The model's chat template turns a chat into tokens. Only answers of the assistant are targets.
 2. Rows then have unequal numbers of targets, so a mean over the means of the ranks would weight

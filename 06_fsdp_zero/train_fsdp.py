@@ -63,9 +63,9 @@ def load_training_objects(args, rank, world_size, device):
     corpus = data.load_corpus(args.data, args.tokenizer, args.model, args.run_dir, args.eval_data)
     train_set, held_out_set = data.sequences(corpus, args.seq_len)
     config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)
-    fit_micro_batch(
+    args.micro_batch_size = fit_micro_batch(
         args, config, device, gpus=world_size, zero=3, replicate=args.replicate
-    )  # --micro-batch-size, if not given
+    )
     model = weights.build(args.model, config, seed=args.seed, device="meta")
     checkpoint_blocks(model, args.checkpointing)  # backward recomputes activations
     return TrainingObjects(

@@ -56,9 +56,9 @@ def load_training_objects(args, rank, world_size, device):
     corpus = data.load_corpus(args.data, args.tokenizer, args.model, args.run_dir, args.eval_data)
     train_set, held_out_set = data.sequences(corpus, args.seq_len)
     config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)
-    fit_micro_batch(
+    args.micro_batch_size = fit_micro_batch(
         args, config, device, gpus=world_size, zero=args.stage, deepspeed=True
-    )  # --micro-batch-size, if not given
+    )
     batches = data.Batches(train_set, held_out_set, args, rank=rank, world_size=world_size)
     if args.stage == 3:
         model = build_sharded(args, config, batches, device)

@@ -85,7 +85,7 @@ def load_training_objects(args, data_rank, data_ranks, device):
     corpus = data.load_corpus(args.data, args.tokenizer, args.model, args.run_dir, args.eval_data)
     train_set, held_out_set = data.sequences(corpus, args.seq_len)
     config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)
-    fit_micro_batch(
+    args.micro_batch_size = fit_micro_batch(
         args,
         config,
         device,
@@ -95,7 +95,7 @@ def load_training_objects(args, data_rank, data_ranks, device):
         pp=args.pp,
         cp=args.cp,
         replicate=args.replicate,
-    )  # --micro-batch-size, if not given
+    )
     model = weights.build(args.model, config, seed=args.seed, device="meta")
     return TrainingObjects(
         model=model,

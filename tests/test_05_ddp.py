@@ -115,7 +115,7 @@ else:
 
 
 def test_the_slowest_rank_is_that_of_one_micro_batch(tmp_path):
-    """Of eight micro-batches rank 0 loads each in 0.25 s, and rank 1 needs 1 s for a forward."""
+    # Of eight micro-batches rank 0 loads each in 0.25 s, and rank 1 needs 1 s for a forward.
     script = with_prelude(SCRIPT, tmp_path, UNEQUAL)
     flags = ("--steps", 1, "--global-batch-size", 16, "--micro-batch-size", 1)
     result = train(script, tmp_path, *flags, nproc=2)
