@@ -158,3 +158,17 @@ def test_a_command_for_one_node_is_standalone_and_one_for_many_has_a_name():
                 wrong.append(f"{name}: {flags}")
     assert commands > 50
     assert not wrong, "\n".join(wrong)
+
+
+def test_no_pasted_block_sends_a_token_to_a_mirror():
+    """A token that `hf auth login` has saved goes to the address in HF_ENDPOINT."""
+    mentioned = 0
+    for file in READMES:
+        text = file.read_text(encoding="utf-8")
+        blocks = re.findall(r"```\w*\n(.*?)```", text, re.DOTALL)
+        assert not [block for block in blocks if "HF_ENDPOINT" in block], file
+        for paragraph in text.split("\n\n"):
+            if "HF_ENDPOINT" in paragraph:
+                mentioned += 1
+                assert "token" in paragraph, file
+    assert mentioned

@@ -78,6 +78,20 @@ def test_a_70b_needs_as_many_nodes_as_06_says(tmp_path):
     assert f"{offloaded:.1f} TB of the node's CPU memory" in text.replace("\n", " ")
 
 
+def test_what_else_is_in_a_gpus_memory_on_day_4(tmp_path):
+    """The answer names the parts of llama-8b on 8 GPUs by the planner."""
+    text = page("ONBOARDING.md").replace("\n", " ")
+    result = run(ESTIMATE, tmp_path, "--model", "llama-8b", "--gpus", 8)
+    gib = {}
+    for name in ("activations", "logits", "gathered weights"):
+        row = re.search(rf"^\| {name} .*", result.out, re.MULTILINE)[0]
+        gib[name] = [float(number) for number in re.findall(r"[\d.]+", row)]
+    # Activations are those of forward: backward makes a few more.
+    assert f"here {gib['activations'][0]:.1f} GiB without checkpointing" in text
+    assert f"({max(gib['logits']):.1f} GiB)" in text
+    assert f"({max(gib['gathered weights']):.1f} GiB)" in text
+
+
 def test_where_the_cache_of_a_decode_step_is_as_large_as_its_weights(tmp_path):
     """The takeaway of 09, for llama-8b in bf16 on an H200."""
     text = page("09_inference/README.md")
