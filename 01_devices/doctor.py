@@ -1,8 +1,9 @@
 """Is this machine fit to train on? A checklist for the first day on a new machine, as code.
 
-It checks the GPUs, the machine around them, and a job in which two processes add up numbers. With
---script it also runs a training script to its end, and says where it failed or hung. The script's
-own flags come last, after a bare `--`.
+It checks the GPUs, the machine around them, and a job in which a process per GPU adds up numbers.
+That job stays on this machine: the network between nodes is not tested, and the last line has the
+command that tests it. With --script it also runs a training script to its end, and says where it
+failed or hung. The script's own flags come last, after a bare `--`.
 
     laptop    python 01_devices/doctor.py
     ranks     python 01_devices/doctor.py --script 05_ddp/train.py --nproc 2
@@ -337,7 +338,7 @@ def wrong_variables(gpus: int) -> str:
 
 def check_port() -> Check:
     """Check that rank 0 can listen on the port at which the ranks meet."""
-    # 29500 is torchrun's without --standalone and --rdzv-endpoint
+    # older versions of torchrun take 29500 without --standalone and --rdzv-endpoint
     port = os.environ.get("MASTER_PORT", "29500")
     taken = False
     if port.isdecimal() and int(port) < 65536:
@@ -369,18 +370,32 @@ import datetime, faulthandler, os, sys, torch, torch.distributed as dist
 faulthandler.dump_traceback_later(120, exit=True)
 backend = sys.argv[1]
 rank = int(os.environ["RANK"])
-dist.init_process_group(backend, timeout=datetime.timedelta(seconds=60))
-numbers = torch.full((2**20,), rank + 1.0, device=f"cuda:{rank}" if backend == "nccl" else "cpu")
+world_size = int(os.environ["WORLD_SIZE"])
+device = None
+if backend == "nccl":
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+timeout = datetime.timedelta(seconds=60)
+dist.init_process_group(backend, timeout=timeout, device_id=device)
+numbers = torch.full((2**20,), rank + 1.0, device=device)
 dist.all_reduce(numbers)
-assert numbers.eq(3).all(), "1 + 2 came out wrong"
+expected = world_size * (world_size + 1) / 2
+assert numbers.eq(expected).all(), f"1 + ... + {world_size} came out wrong"
 dist.barrier()
 os._exit(0)  # gloo's threads can crash Python's shutdown
 """
 
 
-def check_all_reduce(backend: str) -> Check:
-    """Check that two processes find each other and add up numbers."""
-    launcher = [*TORCHRUN, "--nproc_per_node=2", "--no-python"]
+# All-reduces of all GPUs of two nodes. It prints rates, to compare with the network's.
+TEST_OF_NETWORK = """\
+not tested: the network between nodes. Run this on each of two, with the name of one in $HEAD:
+    torchrun --nnodes=2 --nproc_per_node={} --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400 \\
+        --rdzv-id=network 05_ddp/collectives.py"""
+
+
+def check_all_reduce(backend: str, processes: int) -> Check:
+    """Check that processes of this machine find each other and add up numbers."""
+    launcher = [*TORCHRUN, f"--nproc_per_node={processes}", "--no-python"]
     argv = [*launcher, sys.executable, "-c", ALL_REDUCE, backend]
     code, output = run_command(argv, SECONDS)
     fix = (
@@ -392,7 +407,7 @@ def check_all_reduce(backend: str) -> Check:
         if backend == "nccl":
             fix = gpu_fix(error, fix)
         return Check(f"{backend} all-reduce", "fail", error, fix)
-    return Check(f"{backend} all-reduce", "ok", "2 processes agree", fix)
+    return Check(f"{backend} all-reduce", "ok", f"{processes} processes agree", fix)
 
 
 def main() -> int:
@@ -413,13 +428,13 @@ def main() -> int:
     usable = 0
     if torch.cuda.is_available():  # device_count also counts GPUs whose driver is too old
         usable = torch.cuda.device_count()
-    backends = ["gloo"]
+    processes = {"gloo": 2}
     if usable > 1:
-        backends.append("nccl")
+        processes["nccl"] = usable
     checks = check_gpus(gpus, why_none, usable)
     checks += [check_versions(), check_shared_memory(), check_disk(args.run_dir), check_clock()]
     checks += [check_environment(usable), check_port(), check_host_name()]
-    checks += [check_all_reduce(backend) for backend in backends]
+    checks += [check_all_reduce(backend, count) for backend, count in processes.items()]
     if args.script:
         checks.append(examine_script(args.script, args.flags, args.nproc, args.timeout))
 
@@ -431,6 +446,7 @@ def main() -> int:
     failures = sum(check.result == "fail" for check in checks)
     warnings = sum(check.result == "warn" for check in checks)
     print(f"{failures} failures, {warnings} warnings")
+    print(TEST_OF_NETWORK.format(max(1, usable)))
 
     keys = ("check", "result", "seen", "fix")
     summary = {

@@ -2,8 +2,11 @@
 
 What nvidia-smi calls utilisation is the share of time in which any kernel ran. It does not say how
 much of the GPU the kernel used. An NCCL kernel that waits for a rank that never comes spins: the
-GPU shows 100 % utilisation for hours, at little more than idle power. So this script flags
-utilisation of at least 90 % at less than 20 % of the power limit as a likely hang.
+GPU shows 100 % utilisation for hours, at a fraction of the power that training draws. So this
+script flags utilisation of at least 90 % as a likely hang, if the power is below half of what the
+GPU drew in the last ten minutes, or of what another busy GPU draws now, or below 30 % of the power
+limit. These shares were not measured here. In one public report (NVIDIA/nccl#1550) a hung H100 drew
+152 of 700 W. A job that does little arithmetic may be flagged, too.
 
     laptop    python 01_devices/monitor.py --once
     one GPU   python 01_devices/monitor.py --run-dir runs/my-run
@@ -23,6 +26,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,7 +75,7 @@ LABELS = {
     "training": {"run": "run"},
 }
 HELP = {  # for metrics whose name does not say it all
-    "gpu_likely_hang": "1 if utilisation is at least 90 % and power below 20 % of its limit",
+    "gpu_likely_hang": "1 if a GPU is busy at far less power than before, or than others",
     "gpu_utilization_ratio": "Share of time in which any kernel ran, even one that only waits",
     "gpu_throttled": "1 if the clock is held down for this reason",
     "host_load": "Processes that ran or waited for a core, mean of the last minute",
@@ -79,23 +83,68 @@ HELP = {  # for metrics whose name does not say it all
 BUSY_TIMES = ("user", "nice", "system", "irq", "softirq")
 LAST_BYTES = 2**14  # of a metrics.jsonl, in which the last record is searched
 
+BUSY = 0.9  # utilisation from which a GPU may be one that waits
+# A GPU that waits draws less than these shares. Not measured: see the docstring of this script.
+SHARE_OF_USUAL = 0.5
+SHARE_OF_LIMIT = 0.3
+SECONDS_BACK = 600  # how long a GPU is compared with its own power before
 
-def likely_hang(gpu: dict) -> bool | None:
+
+class PowerBefore:
+    """The power that each GPU drew in the last SECONDS_BACK seconds. Scrapes may run at once."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.watts: dict[object, list[tuple[float, float]]] = {}  # by GPU: time and watts
+
+    def highest(self, gpu: dict) -> float | None:
+        """Return the highest power before, None if there is none. Note the power of now."""
+        now = time.monotonic()
+        with self.lock:
+            recent = []
+            for noted_at, watts in self.watts.get(gpu["index"], []):
+                if now - noted_at <= SECONDS_BACK:
+                    recent.append((noted_at, watts))
+            highest = max((watts for _, watts in recent), default=None)
+            if gpu["power_watts"] is not None:
+                recent.append((now, gpu["power_watts"]))
+            self.watts[gpu["index"]] = recent
+        return highest
+
+
+def usual_watts(gpu: dict, gpus: list[dict], before: float | None) -> float | None:
+    """Return the highest of a GPU's power before, and of that of the other busy GPUs now."""
+    watts = []
+    if before is not None:
+        watts.append(before)
+    for other in gpus:
+        is_busy = (other["utilization"] or 0) >= BUSY
+        if other is not gpu and is_busy and other["power_watts"] is not None:
+            watts.append(other["power_watts"])
+    return max(watts, default=None)
+
+
+def likely_hang(gpu: dict, usual: float | None) -> bool | None:
     """Return whether a GPU probably waits for another rank, or None if too little is known.
 
     NVML cannot say what a kernel does. But an NCCL kernel that waits spins: some multiprocessors
     poll a flag, and the tensor cores are idle. So utilisation is 100 % and power stays low. This is
     evidence, not proof. Ranks that wait for one that saves look the same for a while, so an alert
     needs `for: 5m`. A model with tiny kernels may look the same, too, but its log grows.
+
+    `usual` is in watts, see `usual_watts`. If all GPUs of a node hang, and this script starts after
+    that, only the power limit is left to compare with.
     """
     utilization = gpu["utilization"]
     power = gpu["power_watts"]
     limit = gpu["power_limit_watts"]
-    if utilization is not None and utilization < 0.9:
+    if utilization is not None and utilization < BUSY:
         return False
-    if power is not None and limit and power >= 0.2 * limit:
+    if power is None or (usual is None and not limit):
+        return None
+    if power >= max(SHARE_OF_USUAL * (usual or 0), SHARE_OF_LIMIT * (limit or 0)):
         return False
-    if utilization is None or power is None or not limit:
+    if utilization is None:
         return None
     return True
 
@@ -103,12 +152,13 @@ def likely_hang(gpu: dict) -> bool | None:
 # --- one sample
 
 
-def sample(run_dir: Path | None) -> dict:
-    """Return what can be known now. It keeps no state, so several scrapes may run at once."""
+def sample(run_dir: Path | None, power_before: PowerBefore) -> dict:
+    """Return what can be known now. Several scrapes may run at once."""
     gpus, why_none = _machine.gpus()
     for gpu in gpus:
         clock = gpu["sm_clock_mhz"]
-        gpu["likely_hang"] = likely_hang(gpu)
+        usual = usual_watts(gpu, gpus, power_before.highest(gpu))
+        gpu["likely_hang"] = likely_hang(gpu, usual)
         gpu["utilization_ratio"] = gpu["utilization"]
         gpu["sm_clock_hertz"] = None if clock is None else clock * 1e6
         gpu["nvlink_rx_bytes_total"] = gpu["nvlink_rx_bytes"]
@@ -224,9 +274,11 @@ def serve(port: int, address: str, run_dir: Path | None) -> None:
     """
     from prometheus_client import CollectorRegistry, Metric, start_http_server
 
+    power_before = PowerBefore()
+
     class Exporter:
         def collect(self) -> Iterator[Metric]:
-            view = sample(run_dir)
+            view = sample(run_dir, power_before)
             for metric in METRICS:
                 part, key = metric.split("_", 1)
                 # each reason becomes a value of its own, 0 or 1
@@ -309,7 +361,7 @@ def main() -> int:
 
     live = sys.stdout.isatty() and not args.once and not args.json
     if args.prometheus is None and not live:
-        view = sample(args.run_dir)
+        view = sample(args.run_dir, PowerBefore())
         print(draw(view))
         device = view["gpu"][0]["name"] if view["gpu"] else "cpu"
         report.write_json({"device": device, **view}, args.json)
@@ -317,6 +369,7 @@ def main() -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.default_int_handler)
+    power_before = PowerBefore()
     with contextlib.suppress(KeyboardInterrupt):
         if args.prometheus is not None:
             serve(args.prometheus, args.address, args.run_dir)
@@ -325,7 +378,7 @@ def main() -> int:
         while args.prometheus is not None or sys.stdout.isatty():
             if args.prometheus is None:
                 clear_screen = "\x1b[H\x1b[2J"
-                print(f"{clear_screen}{draw(sample(args.run_dir))}", flush=True)
+                print(f"{clear_screen}{draw(sample(args.run_dir, power_before))}", flush=True)
             time.sleep(1)
     return 0
 

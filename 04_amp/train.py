@@ -1,10 +1,11 @@
 """Train a language model on one GPU in mixed precision (AMP).
 
-Tensor cores multiply bf16 and fp16 many times faster than fp32, and activations take half the
-memory. Automatic mixed precision keeps weights and optimizer state in fp32, so that small updates
-are not rounded away, and autocast runs the matmuls in low precision. bf16 has the range of fp32 and
-needs nothing else. In fp16 small gradients would become zero. So GradScaler multiplies the loss by
-a large factor, divides the gradients by it before the step, and skips a step that overflowed.
+Tensor cores multiply bf16 and fp16 many times faster than fp32, and activations take a little over
+half the memory. Automatic mixed precision keeps weights and optimizer state in fp32, so that small
+updates are not rounded away, and autocast runs the matmuls in low precision. bf16 has the range of
+fp32 and needs nothing else. In fp16 small gradients would become zero. So GradScaler multiplies the
+loss by a large factor, divides the gradients by it before the step, and skips a step that
+overflowed.
 
     laptop    python 04_amp/train.py    (the model is nano)
     one GPU   python 04_amp/train.py    (the model is llama-124m, compiled)
@@ -50,7 +51,7 @@ def load_training_objects(args, rank, world_size, device):
     train_set, held_out_set = data.sequences(corpus, args.seq_len)
     config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)
     # If --micro-batch-size is not given, take the largest that fits.
-    fit_micro_batch(args, config, device, gpus=1)
+    args.micro_batch_size = fit_micro_batch(args, config, device, gpus=1)
     model = weights.build(args.model, config, seed=args.seed, device=device)
     checkpoint_blocks(model, args.checkpointing)  # backward recomputes activations
     return TrainingObjects(

@@ -10,9 +10,9 @@ so small messages pay the latency, and large ones the bandwidth. The script chec
 fits the two numbers to the measured times.
 
     laptop    python 05_ddp/collectives.py
-    one node  torchrun --nproc_per_node=8 05_ddp/collectives.py --link-gb-per-s 450
-    cluster   the same on each node, with --nnodes=4 --rdzv-backend=c10d
-              --rdzv-endpoint=$HEAD:29400
+    one node  torchrun --standalone --nproc_per_node=8 05_ddp/collectives.py --link-gb-per-s 450
+    cluster   the same on each node, but in place of --standalone
+              --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400 --rdzv-id=$JOB
 
 "Bus GB/s" is the number of bytes that each rank must send, divided by the time, as nccl-tests
 defines it. --link-gb-per-s is the bandwidth of the link in one direction, from its data sheet:

@@ -13,9 +13,9 @@ communicate. Exposed communication is communication that is not hidden behind co
 measured as the time of a step minus the time of a step of (0).
 
     laptop    python 05_ddp/ddp_from_scratch.py
-    one node  torchrun --nproc_per_node=8 05_ddp/ddp_from_scratch.py
-    cluster   the same on each node, with --nnodes=4 --rdzv-backend=c10d
-              --rdzv-endpoint=$HEAD:29400
+    one node  torchrun --standalone --nproc_per_node=8 05_ddp/ddp_from_scratch.py
+    cluster   the same on each node, but in place of --standalone
+              --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400 --rdzv-id=$JOB
 
 What to look at: the exposed time of (1), (2), (3) and (4), and of (3) with one bucket for all
 gradients, whose all-reduce cannot start before the end of backward. The table has a hash of the

@@ -4,8 +4,9 @@ It needs a function `load_training_objects`, which replaces that of train.py. Ch
 evaluation, MFU and the flags work as in train.py. The model is a small GPT-2 with
 random weights. To train a pretrained model, replace `from_config` by `from_pretrained`.
 
-    laptop    torchrun --nproc_per_node=2 05_ddp/own_gpt2.py
-    one node  torchrun --nproc_per_node=8 05_ddp/own_gpt2.py --global-batch-size 512 --compile
+    laptop    torchrun --standalone --nproc_per_node=2 05_ddp/own_gpt2.py
+    one node  torchrun --standalone --nproc_per_node=8 05_ddp/own_gpt2.py \
+                  --global-batch-size 512 --compile
 
 What to look at: in fp32 the loss does not depend on the number of ranks.
 """
@@ -63,14 +64,19 @@ def load_training_objects(args, rank, world_size, device):
     torch.manual_seed(args.seed)  # the same initial weights on every rank
     model = CausalLM(AutoModelForCausalLM.from_config(config)).to(device)
 
-    parameters = sum(parameter.numel() for parameter in model.parameters())
+    # The FLOPs of lm/shapes.py. An embedding is looked up: only the head multiplies by its weights.
+    multiplied = sum(parameter.numel() for parameter in model.parameters())
+    head = model.model.get_output_embeddings()
+    for module in model.modules():
+        if isinstance(module, nn.Embedding) and module.weight is not head.weight:
+            multiplied -= module.weight.numel()
     attention_flops = 12 * config.n_layer * config.n_embd * args.seq_len
     args.model = "own GPT-2"  # the name in the output
     return TrainingObjects(
         model=model,
         batches=batches,
         must_match={"data": corpus.sha256, "model": config.to_json_string()},
-        flops_per_token=6 * parameters + attention_flops,
+        flops_per_token=6 * multiplied + attention_flops,
     )
 
 

@@ -4,8 +4,10 @@ It needs a function `load_training_objects`, which replaces that of train.py. Ch
 evaluation, MFU and the flags work as in train.py. The images are generated: each
 class has a pattern of its own, and noise covers it. Use any torch Dataset in their place.
 
-    laptop    torchrun --nproc_per_node=2 05_ddp/own_images.py --global-batch-size 48 --lr 1e-3
-    one node  torchrun --nproc_per_node=8 05_ddp/own_images.py --global-batch-size 4096 --compile
+    laptop    torchrun --standalone --nproc_per_node=2 05_ddp/own_images.py \
+                  --global-batch-size 48 --lr 1e-3
+    one node  torchrun --standalone --nproc_per_node=8 05_ddp/own_images.py \
+                  --global-batch-size 4096 --compile
 
 What to look at: the loss falls from 2.3, which is guessing among ten classes. It does not depend on
 the number of ranks. In the output, "tokens" are images.

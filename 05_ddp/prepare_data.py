@@ -12,7 +12,8 @@ workers, and the tokens are the same.
     one node  python 05_ddp/prepare_data.py --data web/ --tokenizer models/smollm2-135m --out tokens
     the hub   python 05_ddp/prepare_data.py --data hf:OWNER/NAME --config NAME --split train \\
                   --column text --out tokens
-    then      torchrun --nproc_per_node=8 05_ddp/train.py --data tokens --model models/smollm2-135m
+    then      torchrun --standalone --nproc_per_node=8 05_ddp/train.py \
+                  --data tokens --model models/smollm2-135m
 
 The folder has train.npy and held_out.npy, all tokens in one row as uint8, uint16 or uint32, and
 corpus.json. Each document ends with the tokenizer's end-of-text token. About 5 % of the documents

@@ -10,9 +10,9 @@ is done.
 
     laptop    python 05_ddp/stragglers.py
               python 05_ddp/stragglers.py --trace traces    a file per rank for ui.perfetto.dev
-    one node  torchrun --nproc_per_node=8 05_ddp/stragglers.py --slow-rank 5
-    cluster   the same on each node, with --nnodes=4 --rdzv-backend=c10d
-              --rdzv-endpoint=$HEAD:29400
+    one node  torchrun --standalone --nproc_per_node=8 05_ddp/stragglers.py --slow-rank 5
+    cluster   the same on each node, but in place of --standalone
+              --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400 --rdzv-id=$JOB
 
 What to look at: equal step times beside unequal compute times, when one rank is planted that gets
 --slow-factor times the work. The wait is exposed communication, which is not hidden by backward: it
@@ -249,7 +249,7 @@ def main() -> int:
     if n == 1:
         runtime.print0(
             "a single rank waits for no other: "
-            "slow ranks and join() need torchrun --nproc_per_node=2 or more"
+            "slow ranks and join() need torchrun --standalone --nproc_per_node=2 or more"
         )
     else:
         if rank == args.slow_rank:

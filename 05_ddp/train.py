@@ -4,10 +4,10 @@ Each GPU runs one process, called a rank. Every rank holds a full copy of the mo
 own share of the global batch. DDP averages the gradients across ranks while backward is still
 running, so that all copies take the same optimizer step and stay identical.
 
-    laptop    torchrun --nproc_per_node=2 05_ddp/train.py    (the model is nano)
-    one node  torchrun --nproc_per_node=8 05_ddp/train.py    (the model is llama-124m, compiled)
-    cluster   run the same command on every node, with
-              --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400
+    laptop    torchrun --standalone --nproc_per_node=2 05_ddp/train.py    (the model is nano)
+    one node  torchrun --standalone --nproc_per_node=8 05_ddp/train.py    (llama-124m, compiled)
+    cluster   the same on every node, but in place of --standalone
+              --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400 --rdzv-id=$JOB
 
 What to look at: with --dtype fp32 the loss does not depend on the number of ranks, up to rounding.
 The log names the slowest rank. The line "checked: ..." says that all ranks hold identical weights.
@@ -16,6 +16,7 @@ Previous: 04_amp/train.py. Next: 06_fsdp_zero/train_fsdp.py, for models that do 
 """
 
 import sys
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -51,7 +52,7 @@ def load_training_objects(args, rank, world_size, device):
     train_set, held_out_set = data.sequences(corpus, args.seq_len)
     config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)
     # If --micro-batch-size is not given, take the largest that fits.
-    fit_micro_batch(args, config, device, gpus=world_size)
+    args.micro_batch_size = fit_micro_batch(args, config, device, gpus=world_size)
     model = weights.build(args.model, config, seed=args.seed, device=device)
     checkpoint_blocks(model, args.checkpointing)  # backward recomputes activations
     return TrainingObjects(
@@ -151,12 +152,12 @@ def main() -> int:
         step_loss = torch.zeros((), device=device)
         for micro_step in range(1, batches.accumulation_steps + 1):
             inputs, targets = meter.next(stream)  # on the device; measures the wait for data
-            # All-reduce once per step, in the last backward. False has the effect of no_sync().
+            # All-reduce once per step, in the last backward. no_sync() must hold forward, too.
             is_last_micro_step = micro_step == batches.accumulation_steps
-            ddp_model.require_backward_grad_sync = is_last_micro_step
-            with meter.forward(), autocast():
-                loss = ddp_model(inputs, targets) / batches.accumulation_steps
-            scaler.scale(loss).backward()
+            with nullcontext() if is_last_micro_step else ddp_model.no_sync():
+                with meter.forward(), autocast():
+                    loss = ddp_model(inputs, targets) / batches.accumulation_steps
+                scaler.scale(loss).backward()
             step_loss += loss.detach()
 
         scaler.unscale_(optimizer)  # clip the true gradients, not the scaled ones

@@ -14,7 +14,7 @@ zero_from_scratch.py checks them. DeepSpeed 0.19.8 all-reduces gradients at stag
 the paper reduce-scatters them: two more rows have its bytes.
 
     laptop    python 06_fsdp_zero/compare.py
-    one node  torchrun --nproc_per_node=8 06_fsdp_zero/compare.py
+    one node  torchrun --standalone --nproc_per_node=8 06_fsdp_zero/compare.py
     cluster   python 06_fsdp_zero/compare.py --dry-run --world-size 64 --model llama-70b \
                   --checkpointing full
 

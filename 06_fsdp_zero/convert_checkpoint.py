@@ -9,7 +9,8 @@ Optimizer state stays behind.
 
     laptop    python 06_fsdp_zero/convert_checkpoint.py
     one node  python 06_fsdp_zero/convert_checkpoint.py runs/8b models/my-8b --to hf
-              torchrun --nproc_per_node=8 09_inference/infer_70b.py --model models/my-8b
+              torchrun --standalone --nproc_per_node=8 09_inference/infer_70b.py \
+                  --model models/my-8b
     cluster   the same, on one of the nodes
 
 FROM is a run's folder (its newest checkpoint is taken), one checkpoint of it, a folder or a .pt

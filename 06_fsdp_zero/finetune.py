@@ -1,6 +1,6 @@
 """Fine-tune your own model on your own chats, on one or many GPUs: LoRA adapters, or all weights.
 
-This is train_fsdp.py with three changes.
+The model is a dense Llama, Mistral, Qwen2 or Qwen3. This is train_fsdp.py with three changes.
 
 1. The model's chat template turns a chat into tokens. Only answers of the assistant are targets.
 2. Rows then have unequal numbers of targets, so a mean over the means of the ranks would weight
@@ -10,12 +10,12 @@ This is train_fsdp.py with three changes.
    matrix are trained in fp32, in the same FSDP groups. A parameter then takes 2 bytes / N on each
    of N ranks instead of 16 / N.
 
-    laptop    torchrun --nproc_per_node=2 06_fsdp_zero/finetune.py
-    one node  torchrun --nproc_per_node=8 06_fsdp_zero/finetune.py --model models/llama-70b \
-              --data chats.jsonl --adapters 16 --checkpointing full --seq-len 4096 \
-              --global-batch-size 32 --steps 500 --run-dir runs/70b
-    cluster   the same on every node, with --nnodes=4 --rdzv-backend=c10d \
-              --rdzv-endpoint=$HEAD:29400
+    laptop    torchrun --standalone --nproc_per_node=2 06_fsdp_zero/finetune.py
+    one node  torchrun --standalone --nproc_per_node=8 06_fsdp_zero/finetune.py \
+              --model models/llama-70b --data chats.jsonl --adapters 16 --checkpointing full \
+              --seq-len 4096 --global-batch-size 32 --steps 500 --run-dir runs/70b
+    cluster   the same on every node, but in place of --standalone
+              --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400 --rdzv-id=$JOB
 
 A line of --data is {"messages": [{"role", "content"}, ...]} or {"prompt", "completion"}, and may
 have "tools". 5 % of the chats are held out. With --eval-data FILE, the chats of FILE are, and all

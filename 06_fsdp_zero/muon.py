@@ -12,10 +12,10 @@ the weights equally far in every direction. That takes matmuls of the full matri
 Vectors, the embedding and the head keep AdamW.
 
     laptop    python 06_fsdp_zero/muon.py
-              torchrun --nproc_per_node=3 06_fsdp_zero/muon.py --steps 5
-    one node  torchrun --nproc_per_node=8 06_fsdp_zero/muon.py
-    cluster   the same on each node, with --nnodes=4 --rdzv-backend=c10d
-              --rdzv-endpoint=$HEAD:29400
+              torchrun --standalone --nproc_per_node=3 06_fsdp_zero/muon.py --steps 5
+    one node  torchrun --standalone --nproc_per_node=8 06_fsdp_zero/muon.py
+    cluster   the same on each node, but in place of --standalone
+              --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400 --rdzv-id=$JOB
 
 Muon holds one moment per element, and AdamW two. It costs an all-gather per matrix and step, and
 matmuls that every rank repeats. In larger jobs each rank orthogonalizes some of the matrices, and

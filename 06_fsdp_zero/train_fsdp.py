@@ -7,11 +7,11 @@ free what they received. In backward, the gradients are summed and sharded in on
 optimizer state take 1/N of the memory of DDP. In fp32 a rank sends 12 bytes per weight and step
 instead of 8. In bf16, the default on GPUs, it sends 8: weights travel in bf16, gradients in fp32.
 
-    laptop    torchrun --nproc_per_node=2 06_fsdp_zero/train_fsdp.py
-    one node  torchrun --nproc_per_node=8 06_fsdp_zero/train_fsdp.py --model llama-8b \
+    laptop    torchrun --standalone --nproc_per_node=2 06_fsdp_zero/train_fsdp.py
+    one node  torchrun --standalone --nproc_per_node=8 06_fsdp_zero/train_fsdp.py --model llama-8b \
                   --checkpointing full --compile
-    cluster   run the same command on every node, with
-              --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400
+    cluster   the same on every node, but in place of --standalone
+              --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400 --rdzv-id=$JOB
               --replicate 4 shards within each of the 4 nodes and averages gradients between them
               (HSDP)
 
@@ -63,9 +63,9 @@ def load_training_objects(args, rank, world_size, device):
     corpus = data.load_corpus(args.data, args.tokenizer, args.model, args.run_dir, args.eval_data)
     train_set, held_out_set = data.sequences(corpus, args.seq_len)
     config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)
-    fit_micro_batch(
+    args.micro_batch_size = fit_micro_batch(
         args, config, device, gpus=world_size, zero=3, replicate=args.replicate
-    )  # --micro-batch-size, if not given
+    )
     model = weights.build(args.model, config, seed=args.seed, device="meta")
     checkpoint_blocks(model, args.checkpointing)  # backward recomputes activations
     return TrainingObjects(

@@ -5,9 +5,9 @@ stage 0 every rank holds everything, as with DDP. A dictionary configures DeepSp
 backward, averages the gradients over the ranks, clips them and takes the optimizer step. --offload
 keeps the optimizer state, or the weights as well, in CPU memory.
 
-    laptop    torchrun --nproc_per_node=2 06_fsdp_zero/train_zero.py
-    one node  torchrun --nproc_per_node=8 06_fsdp_zero/train_zero.py --model llama-8b --stage 3 \
-                  --checkpointing full
+    laptop    torchrun --standalone --nproc_per_node=2 06_fsdp_zero/train_zero.py
+    one node  torchrun --standalone --nproc_per_node=8 06_fsdp_zero/train_zero.py --model llama-8b \
+                  --stage 3 --checkpointing full
               deepspeed --num_gpus=8 06_fsdp_zero/train_zero.py --model llama-8b --stage 3 \
                   --offload optimizer
     cluster   run HOSTFILE=hosts launch/deepspeed/hostfile.sh --stage 3 --run-dir /shared/run on
@@ -56,9 +56,9 @@ def load_training_objects(args, rank, world_size, device):
     corpus = data.load_corpus(args.data, args.tokenizer, args.model, args.run_dir, args.eval_data)
     train_set, held_out_set = data.sequences(corpus, args.seq_len)
     config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)
-    fit_micro_batch(
+    args.micro_batch_size = fit_micro_batch(
         args, config, device, gpus=world_size, zero=args.stage, deepspeed=True
-    )  # --micro-batch-size, if not given
+    )
     batches = data.Batches(train_set, held_out_set, args, rank=rank, world_size=world_size)
     if args.stage == 3:
         model = build_sharded(args, config, batches, device)

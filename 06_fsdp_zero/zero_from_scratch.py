@@ -15,10 +15,10 @@ before it computes with it, in forward and in backward: half as many bytes again
 holds 1/N of what (0) holds.
 
     laptop    python 06_fsdp_zero/zero_from_scratch.py
-              torchrun --nproc_per_node=3 06_fsdp_zero/zero_from_scratch.py --steps 5
-    one node  torchrun --nproc_per_node=8 06_fsdp_zero/zero_from_scratch.py
-    cluster   the same on each node, with --nnodes=4 --rdzv-backend=c10d
-              --rdzv-endpoint=$HEAD:29400
+              torchrun --standalone --nproc_per_node=3 06_fsdp_zero/zero_from_scratch.py --steps 5
+    one node  torchrun --standalone --nproc_per_node=8 06_fsdp_zero/zero_from_scratch.py
+    cluster   the same on each node, but in place of --standalone
+              --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400 --rdzv-id=$JOB
 
 Everything is fp32: a parameter takes 4 bytes for its weight, 4 for its gradient and 8 for AdamW's
 two moments. The paper trains in mixed precision, where these are 2, 2 and 12.

@@ -10,11 +10,11 @@ micro-batch is weighted by its share of the batch's tokens. Published loops get 
     of a step needs to.
 
     laptop    python 07_memory_tricks/gradient_accumulation.py
-              torchrun --nproc_per_node=2 07_memory_tricks/gradient_accumulation.py
+              torchrun --standalone --nproc_per_node=2 07_memory_tricks/gradient_accumulation.py
     one GPU   python 07_memory_tricks/gradient_accumulation.py --device cuda
-    one node  torchrun --nproc_per_node=8 07_memory_tricks/gradient_accumulation.py
-    cluster   the same on every node, with --nnodes=4 --rdzv-backend=c10d
-              --rdzv-endpoint=$HEAD:29400
+    one node  torchrun --standalone --nproc_per_node=8 07_memory_tricks/gradient_accumulation.py
+    cluster   the same on every node, but in place of --standalone
+              --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400 --rdzv-id=$JOB
 
 Without torchrun the script is a job of one rank, where DDP calls the same all-reduces. What to look
 at: the error of each method where lengths differ; all-reduces per step; the peak of a step.

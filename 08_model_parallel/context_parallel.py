@@ -14,10 +14,10 @@ it. This file has three variants by hand, and torch's own:
         gradients travel from rank to rank.
 
     laptop    python 08_model_parallel/context_parallel.py
-              torchrun --nproc_per_node=4 08_model_parallel/context_parallel.py
-    one node  torchrun --nproc_per_node=8 08_model_parallel/context_parallel.py
-    cluster   the same on each node, with --nnodes=4 --rdzv-backend=c10d
-              --rdzv-endpoint=$HEAD:29400
+              torchrun --standalone --nproc_per_node=4 08_model_parallel/context_parallel.py
+    one node  torchrun --standalone --nproc_per_node=8 08_model_parallel/context_parallel.py
+    cluster   the same on each node, but in place of --standalone
+              --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400 --rdzv-id=$JOB
 
 What to look at: the work of the busiest rank in both orders of the ring; the bytes sent, which
 shrink with more ranks only in (3); what is kept for backward.

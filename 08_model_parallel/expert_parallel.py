@@ -16,10 +16,12 @@ torch 2.13 has no public tool for expert parallelism. The second version does wh
 until May 2026: DTensor shards the experts' weights, and a ParallelStyle dispatches and combines.
 
     laptop    python 08_model_parallel/expert_parallel.py
-              torchrun --nproc_per_node=3 08_model_parallel/expert_parallel.py --steps 4
-    one node  torchrun --nproc_per_node=8 08_model_parallel/expert_parallel.py
-    cluster   the same on each node, with --nnodes=4 --rdzv-backend=c10d
-              --rdzv-endpoint=$HEAD:29400 --experts 32 --global-batch-size 32
+              torchrun --standalone --nproc_per_node=3 08_model_parallel/expert_parallel.py \
+                  --steps 4
+    one node  torchrun --standalone --nproc_per_node=8 08_model_parallel/expert_parallel.py
+    cluster   the same on each node, but in place of --standalone
+              --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400 --rdzv-id=$JOB
+              --experts 32 --global-batch-size 32
 
 Everything is in fp32, to compare with one process, but for one table: the tokens that get other
 experts if the router is in bf16. Comments say how a tensor lies over the ranks:

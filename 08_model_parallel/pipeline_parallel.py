@@ -15,10 +15,11 @@ A schedule is the order in which a rank computes. With m micro-batches and p ran
                       ranks. (Narayanan et al. 2021, section 2.2)
 
     laptop    python 08_model_parallel/pipeline_parallel.py
-              torchrun --nproc_per_node=3 08_model_parallel/pipeline_parallel.py --steps 2
-    one node  torchrun --nproc_per_node=8 08_model_parallel/pipeline_parallel.py
-    cluster   the same on each node, with --nnodes=4 --rdzv-backend=c10d
-              --rdzv-endpoint=$HEAD:29400
+              torchrun --standalone --nproc_per_node=3 08_model_parallel/pipeline_parallel.py \
+                  --steps 2
+    one node  torchrun --standalone --nproc_per_node=8 08_model_parallel/pipeline_parallel.py
+    cluster   the same on each node, but in place of --standalone
+              --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400 --rdzv-id=$JOB
 
 Everything is in fp32. Every rank also trains the full model, to compare: it must fit on one device.
 The sequences have unequal lengths, so the micro-batches have unequal numbers of tokens, and the

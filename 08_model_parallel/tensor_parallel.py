@@ -23,10 +23,11 @@ hand and torch's plan, all in fp32, and checks that they are equal. Another tabl
 bf16 logits, which must be computed in fp32.
 
     laptop    python 08_model_parallel/tensor_parallel.py
-    one node  torchrun --nproc_per_node=4 08_model_parallel/tensor_parallel.py --model llama-124m \
-                  --seq-len 512
-    cluster   the same on two nodes, with --nproc_per_node=2 --nnodes=2 --rdzv-backend=c10d
-              --rdzv-endpoint=$HEAD:29400
+    one node  torchrun --standalone --nproc_per_node=4 08_model_parallel/tensor_parallel.py \
+                  --model llama-124m --seq-len 512
+    cluster   the same on two nodes, but in place of --standalone --nproc_per_node=4
+              --nnodes=2 --nproc_per_node=2 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400
+              --rdzv-id=$JOB
               It works, but each block waits for four collectives. So keep the ranks of one model
               on one node, where links are fast.
 

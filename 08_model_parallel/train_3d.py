@@ -12,11 +12,12 @@ The remaining factor of the world size is data parallelism: world size / (tp * p
 ranks read different sequences. fully_shard shards the weights over the data and context ranks.
 --replicate N keeps N copies (HSDP).
 
-    laptop    torchrun --nproc_per_node=4 08_model_parallel/train_3d.py --tp 2 --cp 2
-    one node  torchrun --nproc_per_node=8 08_model_parallel/train_3d.py --model llama-8b --tp 8 \
-                  --checkpointing full
-    cluster   run the same command on every node, with
-              --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400
+    laptop    torchrun --standalone --nproc_per_node=4 08_model_parallel/train_3d.py --tp 2 --cp 2
+    one node  torchrun --standalone --nproc_per_node=8 08_model_parallel/train_3d.py \
+                  --model llama-8b --pp 2 --seq-len 8192 --micro-batch-size 1 \
+                  --global-batch-size 128
+    cluster   the same on every node, but in place of --standalone
+              --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400 --rdzv-id=$JOB
               before the script, and after it
               --model llama-70b --tp 8 --pp 4 --micro-batch-size 1
     dry run   python 08_model_parallel/train_3d.py --dry-run --world-size 32 --model llama-70b \
@@ -84,7 +85,7 @@ def load_training_objects(args, data_rank, data_ranks, device):
     corpus = data.load_corpus(args.data, args.tokenizer, args.model, args.run_dir, args.eval_data)
     train_set, held_out_set = data.sequences(corpus, args.seq_len)
     config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)
-    fit_micro_batch(
+    args.micro_batch_size = fit_micro_batch(
         args,
         config,
         device,
@@ -94,7 +95,7 @@ def load_training_objects(args, data_rank, data_ranks, device):
         pp=args.pp,
         cp=args.cp,
         replicate=args.replicate,
-    )  # --micro-batch-size, if not given
+    )
     model = weights.build(args.model, config, seed=args.seed, device="meta")
     return TrainingObjects(
         model=model,

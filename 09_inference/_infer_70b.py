@@ -130,7 +130,8 @@ def check_layout(args, config: shapes.Config) -> int:
     """
     if (args.world_size is not None) != args.dry_run:
         raise exits.UserError(
-            "--dry-run and --world-size N go together; to run N ranks: torchrun --nproc_per_node=N"
+            "--dry-run and --world-size N go together; "
+            "to run N ranks: torchrun --standalone --nproc_per_node=N"
         )
     started = runtime.ranks()[1]
     ranks = args.world_size or started

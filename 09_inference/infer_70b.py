@@ -10,10 +10,11 @@ A decode step reads every weight once. N ranks read N shards at the same time, s
 of the time, as long as the all-reduces are short. They are short inside a node.
 
     laptop    python 09_inference/infer_70b.py
-              torchrun --nproc_per_node=3 09_inference/infer_70b.py --model models/smollm2-135m \\
-                  --chat --prompt "What is the capital of France?"
+              torchrun --standalone --nproc_per_node=3 09_inference/infer_70b.py \\
+                  --model models/smollm2-135m --chat --prompt "What is the capital of France?"
               (`make model` makes that folder)
-    one node  torchrun --nproc_per_node=8 09_inference/infer_70b.py --model llama-70b --compile
+    one node  torchrun --standalone --nproc_per_node=8 09_inference/infer_70b.py \\
+                  --model llama-70b --compile
     bytes     python 09_inference/infer_70b.py --model llama-70b --dry-run --world-size 8 \\
                   --memory 80
     cluster   between nodes, two all-reduces per layer and token take too long: use a server such

@@ -20,15 +20,15 @@ prompts at once, which share one trip of the weights. There are three variants:
 
     laptop    python 09_inference/offloaded.py
               python 09_inference/offloaded.py --by device-map --memory 0.012  (GiB: some on disk)
-              torchrun --nproc_per_node=2 09_inference/offloaded.py --by zero3
+              torchrun --standalone --nproc_per_node=2 09_inference/offloaded.py --by zero3
     one GPU   python 09_inference/offloaded.py --device cuda
               python 09_inference/offloaded.py --model models/llama-70b --memory 70
     its bytes python 09_inference/offloaded.py --by device-map --model llama-70b --dry-run \\
                   --world-size 2 --memory 80
-    one node  torchrun --nproc_per_node=4 09_inference/offloaded.py --by zero3 --offload cpu \\
-                  --prompts questions.txt
-    cluster   the same on every node, with --nnodes=2 --rdzv-backend=c10d
-              --rdzv-endpoint=$HEAD:29400
+    one node  torchrun --standalone --nproc_per_node=4 09_inference/offloaded.py \\
+                  --by zero3 --offload cpu --prompts questions.txt
+    cluster   the same on every node, but in place of --standalone
+              --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400 --rdzv-id=$JOB
 
 --memory GIB is what the model may take on the GPU: the layers that fit there beside the buffers
 stay. On a CPU both places are the same memory, so look at the bytes and not at the times. A named

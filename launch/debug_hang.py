@@ -16,9 +16,9 @@ the flight recorder. Both are read here and must agree.
 
     laptop    python launch/debug_hang.py
               python launch/debug_hang.py --plant stuck-loader --rank 2
-    one node  torchrun --nproc_per_node=8 launch/debug_hang.py --rank 3
-    cluster   the same on every node, with --nnodes=4 --rdzv-backend=c10d
-              --rdzv-endpoint=$HEAD:29400
+    one node  torchrun --standalone --nproc_per_node=8 launch/debug_hang.py --rank 3
+    cluster   the same on every node, but in place of --standalone
+              --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400 --rdzv-id=$JOB
 
 What to look at: the call that the rank did not make, and what it does instead. The exit code is 0
 only if the script names the rank and the collective that were planted. Without torchrun the script

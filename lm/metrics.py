@@ -28,7 +28,7 @@ from common.runtime import all_gather, full_tensor, is_rank0, on_rank0, ranks, s
 from lm import runs, trackers
 
 COLUMNS = 80  # of the console
-# A log line names the share of time spent waiting for data, and the slowest rank, from here on.
+# A log line names the share of time in the loader, and the slowest rank, from here on.
 LEAST_DATA_WAIT = 0.01
 LEAST_LAG = 0.1
 # Time between two pictures, in times that a picture takes. So pictures take 1 % of the run.
@@ -93,6 +93,7 @@ class Meter:
 
         # Measurements since the last log line.
         self.data_seconds = 0.0
+        self.micro_batches = 0
         self.forward_seconds: float | None = None
         self.last_step = start_step
         self.tokens_per_second: list[float] = []  # one value per log line of this process
@@ -100,15 +101,17 @@ class Meter:
         self.last_time = self.start_time
 
     def next(self, stream: Iterator[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """Return the next micro-batch, on the device. Measure how long this rank waits for it.
+        """Return the next micro-batch, on the device. Measure how long the CPU takes to get it.
 
-        The copy to a GPU runs in the background if `stream` yields pinned memory.
+        On a GPU this time costs speed only if the GPU has no work queued meanwhile. The copy to a
+        GPU runs in the background if `stream` yields pinned memory.
         """
         start = time.perf_counter()
         inputs, targets = next(stream)
         inputs = inputs.to(self.device, non_blocking=True)
         targets = targets.to(self.device, non_blocking=True)
         self.data_seconds += time.perf_counter() - start
+        self.micro_batches += 1
         return inputs, targets
 
     @contextlib.contextmanager
@@ -164,10 +167,12 @@ class Meter:
         memory = {}
         if self.device.type == "cuda":
             memory = torch.cuda.memory_stats(self.device)
+        # What a rank does on its own for one micro-batch: get it, and one forward.
+        seconds_per_load = self.data_seconds / max(1, self.micro_batches)
         measured_by_rank = all_gather(
             {
                 "data_seconds": self.data_seconds,
-                "own_seconds": self.data_seconds + (self.forward_seconds or 0.0),
+                "own_seconds": seconds_per_load + (self.forward_seconds or 0.0),
                 "active_bytes": memory.get("active_bytes.all.peak", 0),
                 "reserved_bytes": memory.get("reserved_bytes.all.peak", 0),
             }
@@ -194,6 +199,7 @@ class Meter:
             self._write(record, _line(record, self._last_logged(), self.steps))
 
         self.data_seconds = 0.0
+        self.micro_batches = 0
         self.forward_seconds = None
         self.last_step = step
         self.last_time = now
@@ -391,7 +397,7 @@ def _largest(measured_by_rank: list[dict], name: str) -> float:
 def _find_slowest_rank(measured_by_rank: list[dict]) -> tuple[int | None, float | None]:
     """Return the slowest rank, and how much longer it takes than the median rank, as a share.
 
-    Compare the time that each rank spends on its own: waiting for data, and one forward.
+    Compare the time that each rank spends on its own for a micro-batch: to get it, and one forward.
     """
     if len(measured_by_rank) == 1:
         return None, None
@@ -412,8 +418,8 @@ def _sample_line(sample: str) -> str:
 def _line(record: dict, previous: dict, steps: int) -> str:
     """Return what the console shows of a record.
 
-    Values that are seldom of interest are shown when they are: a long wait for data, a slow rank,
-    and memory and skipped steps that differ from those of the `previous` record.
+    Values that are seldom of interest are shown when they are: much time in the loader, a slow
+    rank, and memory and skipped steps that differ from those of the `previous` record.
     """
     norm = "norm overflow"
     if record["grad_norm"] is not None:
@@ -429,7 +435,7 @@ def _line(record: dict, previous: dict, steps: int) -> str:
     if record["mfu"] is not None:
         parts.append(f"MFU {record['mfu']:.1%}")
     if record["data_wait_share"] >= LEAST_DATA_WAIT:
-        parts.append(f"data {record['data_wait_share']:.1%}")
+        parts.append(f"loader {record['data_wait_share']:.1%}")
     lag = record["slowest_rank_lag"]
     if lag is not None and lag >= LEAST_LAG:
         parts.append(f"rank {record['slowest_rank']} +{lag:.0%}")

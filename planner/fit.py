@@ -28,10 +28,10 @@ def fit_micro_batch(
     pp: int = 1,
     cp: int = 1,
     replicate: int = 1,
-) -> None:
-    """Set args.micro_batch_size, if it was not given, to the largest size that fits on every GPU.
+) -> int | None:
+    """Return --micro-batch-size or, if it was not given, the largest size that fits on every GPU.
 
-    On other devices than GPUs it stays None, which means a rank's share of the batch. A resumed run
+    On other devices than GPUs it is None, which means a rank's share of the batch. A resumed run
     keeps the size that it had, where that divides the share and fits. Every rank must call this.
 
     If the script runs out of memory later, its error message names what helps.
@@ -54,32 +54,34 @@ def fit_micro_batch(
         checkpointing=args.checkpointing,
         on_cpu=device.type != "cuda",
     )
+    size = args.micro_batch_size
     if args.global_batch_size % plan.dp != 0:
-        return  # lm.data.Batches raises
+        return size  # lm.data.Batches raises
     share = args.global_batch_size // plan.dp
     earlier = args.earlier_micro_batch_size
     if device.type != "cuda":
-        if args.micro_batch_size is None and earlier is not None and share % earlier == 0:
-            args.micro_batch_size = earlier
-        return
+        if size is None and earlier is not None and share % earlier == 0:
+            return earlier
+        return size
 
     shape = from_config(args.model, config)
     try:
-        if args.micro_batch_size is None:
+        if size is None:
             free_bytes = least_free_bytes(device)
             choice = micro_batch.choose(
                 shape, plan, share=share, free_bytes=free_bytes, earlier=earlier
             )
-            args.micro_batch_size = choice.size
+            size = choice.size
             runtime.print0(
                 f"micro-batch {choice.size}: {choice.planned_bytes / GIB:.1f} of "
                 f"{free_bytes / GIB:.1f} GiB planned"
             )
     except ValueError:
-        return  # the script itself says what is wrong with its layout
-    if share % args.micro_batch_size == 0:
-        plan = micro_batch.with_size(plan, args.micro_batch_size, share)
+        return size  # the script itself says what is wrong with its layout
+    if share % size == 0:
+        plan = micro_batch.with_size(plan, size, share)
         exits.out_of_memory_help.append(partial(what_helps, shape, plan, share))
+    return size
 
 
 def least_free_bytes(device) -> int:

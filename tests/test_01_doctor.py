@@ -1,11 +1,13 @@
 """01_devices/doctor.py finds each planted fault by name, and is silent where all is well."""
 
 import json
+import re
 import socket
 from pathlib import Path
 
 import psutil
 import pytest
+from support.commands import check
 from support.harness import ROOT, run, with_fault, with_prelude, write_tiny
 
 SCRIPT = "01_devices/doctor.py"
@@ -36,7 +38,7 @@ def quick(tmp_path_factory):
     """The script without the two processes that add up numbers: a healthy run has them."""
     folder = tmp_path_factory.mktemp("quick")
     (folder / "requirements.txt").symlink_to(ROOT / "requirements.txt")
-    return with_fault(SCRIPT, folder, 'backends = ["gloo"]', "backends = []")
+    return with_fault(SCRIPT, folder, 'processes = {"gloo": 2}', "processes = {}")
 
 
 def doctor(
@@ -224,7 +226,55 @@ def test_a_batch_on_the_gpu_and_one_left_on_the_cpu(gpus, tmp_path, quick, step,
     assert result == "ok" or "device" in seen["script"]
 
 
+# torch sees three GPUs, and processes that doctor.py would start are only noted.
+THREE_GPUS = """
+import json, torch
+import _doctor
+torch.cuda.is_available = lambda: True
+torch.cuda.device_count = lambda: 3
+
+def note(argv, seconds, **extra):
+    with open("started.txt", "a", encoding="utf-8") as file:
+        print(json.dumps([*map(str, argv)]), file=file)
+    return 0, ""
+
+_doctor.run_command = note
+"""
+# The process of one GPU, on a machine without any: what it asks of torch is noted, in order.
+ON_EACH_GPU = """
+import os, torch, torch.distributed as dist
+os.environ.update(RANK="2", WORLD_SIZE="3", LOCAL_RANK="2")
+on_cpu = torch.full
+torch.full = lambda size, value, device: print("numbers", device) or on_cpu(size, value)
+torch.cuda.set_device = lambda device: print("set_device", device)
+dist.init_process_group = lambda backend, *, timeout, device_id: print("init", device_id)
+dist.all_reduce = lambda numbers: numbers.fill_(6)
+dist.barrier = lambda: print("barrier", flush=True)
+"""
+
+
+def test_the_small_job_uses_each_gpu_and_leaves_the_network_to_another(tmp_path):
+    script = with_prelude(SCRIPT, tmp_path, THREE_GPUS)
+    result = run(script, tmp_path)
+    started = (tmp_path / "started.txt").read_text(encoding="utf-8").splitlines()
+    [argv] = [json.loads(line) for line in started if line.endswith('"nccl"]')]
+    assert "--nproc_per_node=3" in argv
+    program = argv[-2]
+
+    # Its device is set before the process group is made, which gets it, too.
+    (tmp_path / "rank.py").write_text(ON_EACH_GPU + program, encoding="utf-8")
+    rank = run(tmp_path / "rank.py", tmp_path / "rank", "nccl", warm=False)
+    calls = ["set_device cuda:2", "init cuda:2", "numbers cuda:2", "barrier"]
+    assert rank.out.splitlines() == calls, rank
+
+    # It says what it does not test, with a command that torchrun takes.
+    told = result.out.split("not tested: ")[1]
+    assert "network between nodes" in told
+    check(re.search(r"torchrun .*", told.replace("\\\n", " "))[0])
+
+
 @pytest.mark.gpu(n=2)
 def test_nccl_between_two_gpus(gpus, tmp_path):
-    results, _ = doctor(tmp_path, CUDA_VISIBLE_DEVICES=gpus["CUDA_VISIBLE_DEVICES"])
+    results, seen = doctor(tmp_path, CUDA_VISIBLE_DEVICES=gpus["CUDA_VISIBLE_DEVICES"])
     assert results["nccl all-reduce"] == "ok"
+    assert seen["nccl all-reduce"].startswith("2 ")

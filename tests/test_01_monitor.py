@@ -76,7 +76,8 @@ def once(folder: Path, *flags, **env: str) -> dict:
     ("driver", "expected"),
     [
         (HANG, True),
-        ({**HANG, "NVML_MILLIWATTS": "140000"}, False),
+        ({**HANG, "NVML_MILLIWATTS": "152000"}, True),  # as an H100 in a public report
+        ({**HANG, "NVML_MILLIWATTS": "300000"}, False),
         ({**HANG, "NVML_REFUSE": "nvmlDeviceGetPowerUsage"}, None),
         # one sign is enough
         ({**HANG, "NVML_UTILIZATION": "50", "NVML_REFUSE": "nvmlDeviceGetPowerUsage"}, False),
@@ -87,6 +88,27 @@ def test_a_likely_hang_is_flagged_and_what_cannot_be_told_is_null(
 ):
     found = once(tmp_path, LD_LIBRARY_PATH=fake_driver, **driver)
     assert [gpu["likely_hang"] for gpu in found["gpu"]] == [expected] * 2
+
+
+def test_a_gpu_is_compared_with_the_others_and_with_itself_before(tmp_path, fake_driver):
+    """The second GPU draws 300 of 700 W: not little, unless the first one draws 650."""
+    power = {"NVML_UTILIZATION": "100", "NVML_MILLIWATTS": "650000"}
+    beside = {**power, "NVML_MILLIWATTS_OTHER": "300000"}
+    found = once(tmp_path / "others", LD_LIBRARY_PATH=fake_driver, **beside)
+    assert [gpu["likely_hang"] for gpu in found["gpu"]] == [False, True]
+    found = once(
+        tmp_path / "idle", LD_LIBRARY_PATH=fake_driver, **beside, NVML_UTILIZATION_FIRST="0"
+    )
+    assert [gpu["likely_hang"] for gpu in found["gpu"]] == [False, False]
+
+    # All GPUs at 650 W when first asked, and at 300 W from then on.
+    env = {"LD_LIBRARY_PATH": fake_driver, **power, "NVML_MILLIWATTS_LATER": "300000"}
+    with exporter(tmp_path / "before", **env) as (_, url):
+        hangs = []
+        for _ in range(2):
+            families = {f.name: f.samples for f in text_string_to_metric_families(get(url))}
+            hangs.append([sample.value for sample in families["gpu_likely_hang"]])
+    assert hangs == [[0, 0], [1, 1]]
 
 
 def test_what_the_driver_the_host_and_the_run_say(tmp_path, fake_driver):

@@ -4,6 +4,7 @@ import json
 
 import pytest
 from support.harness import ROOT, run, with_fault
+from support.printed import not_printed, quoted_outputs
 
 SCRIPT = "03_linear_regression/graphs.py"
 
@@ -14,7 +15,8 @@ def found(tmp_path_factory) -> dict:
     # no compiler is found
     result = run(SCRIPT, where, "--device", "cpu", "--json", "summary.json", PATH="/nowhere")
     assert result.code == 0, result
-    return json.loads((where / "summary.json").read_text(encoding="utf-8"))
+    summary = json.loads((where / "summary.json").read_text(encoding="utf-8"))
+    return {**summary, "printed": result.out}
 
 
 def test_graphs_break_where_values_decide(found):
@@ -26,6 +28,13 @@ def test_graphs_break_where_values_decide(found):
         assert first == "if"
         assert set(others) == {"while"}
     assert found["refused"]
+
+
+def test_the_readme_quotes_what_is_printed(found):
+    [quoted] = [quoted for quoted in quoted_outputs() if quoted.script == SCRIPT]
+    # The share of overhead needs a compiler.
+    missing = [line for line in not_printed(quoted, found["printed"]) if "overhead" not in line]
+    assert missing == []
 
 
 def test_what_sizes_cost(found):

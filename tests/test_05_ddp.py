@@ -87,3 +87,38 @@ def test_the_slowest_rank_is_named(tmp_path):
     result = train(with_prelude(SCRIPT, tmp_path, SLOW), tmp_path, "--steps", 3, nproc=2)
     assert result.column("slowest_rank") == [1, 1, 1]
     assert min(result.column("slowest_rank_lag")) > 0
+
+
+UNEQUAL = """
+import time
+import torch.nn.functional as F
+from lm.data import Batches
+rank = os.environ["RANK"]
+stream = Batches.stream
+loss = F.cross_entropy
+slow_forwards = iter([1.0])
+
+def slow_stream(*args, **how):
+    for micro_batch in stream(*args, **how):
+        time.sleep(0.25)
+        yield micro_batch
+
+def slow_loss(*args, **how):
+    time.sleep(next(slow_forwards, 0))
+    return loss(*args, **how)
+
+if rank == "0":
+    Batches.stream = slow_stream
+else:
+    F.cross_entropy = slow_loss
+"""
+
+
+def test_the_slowest_rank_is_that_of_one_micro_batch(tmp_path):
+    # Of eight micro-batches rank 0 loads each in 0.25 s, and rank 1 needs 1 s for a forward.
+    script = with_prelude(SCRIPT, tmp_path, UNEQUAL)
+    flags = ("--steps", 1, "--global-batch-size", 16, "--micro-batch-size", 1)
+    result = train(script, tmp_path, *flags, nproc=2)
+    assert result.column("slowest_rank") == [1]
+    # The share of time in the loader is still of all micro-batches.
+    assert result.column("data_wait_share")[0] > 0.25

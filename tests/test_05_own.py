@@ -1,7 +1,11 @@
 """05_ddp/own_images.py and own_gpt2.py: a model and data of one's own in train.py."""
 
+import re
+
 import pytest
 from support.harness import ROOT, assert_refused, run, with_prelude
+
+from lm import shapes
 
 PEAK_FLOPS = 1e12
 # A CPU has no data sheet: give it one, so that MFU is known.
@@ -21,14 +25,32 @@ DATA = {
 FIRST_CONV = 2 * 16 * 16 * 32 * 3 * 9
 SECOND_CONV = 2 * 8 * 8 * 64 * 32 * 9
 LINEAR = 2 * 64 * 8 * 8 * 10
-# Per token of the GPT-2. Matmuls: 6 FLOPs per parameter.
-EMBEDDINGS = (256 + 32) * 128
+# Per token of the GPT-2. Matmuls: 6 FLOPs per parameter. The embedding of positions is looked up.
+POSITIONS = 32 * 128
+EMBEDDINGS = 256 * 128 + POSITIONS
 BLOCK = 12 * 128 * 128 + 13 * 128
 GPT2_PARAMETERS = EMBEDDINGS + 4 * BLOCK + 2 * 128
 FLOPS = {
     "05_ddp/own_images.py": 3 * (FIRST_CONV + SECOND_CONV + LINEAR),
-    "05_ddp/own_gpt2.py": 6 * GPT2_PARAMETERS + 12 * 4 * 128 * 32,
+    "05_ddp/own_gpt2.py": 6 * (GPT2_PARAMETERS - POSITIONS) + 12 * 4 * 128 * 32,
 }
+
+
+def test_the_formula_of_the_readme_is_that_of_the_scripts():
+    readme = (ROOT / "05_ddp/README.md").read_text(encoding="utf-8")
+    formula = re.search(r"`(6 \* \(parameters - looked_up\) .*?)`", readme)[1]
+    for name in ("llama-8b", "nano"):  # its embedding is not tied to the head, and it is
+        config = shapes.SIZES[name]
+        tied = config.tie_word_embeddings
+        values = {
+            "parameters": shapes.parameter_count(config),
+            "looked_up": 0 if tied else config.vocab_size * config.hidden_size,
+            "layers": config.num_hidden_layers,
+            "heads": config.num_attention_heads,
+            "head_dim": config.head_dim,
+            "seq_len": 64,
+        }
+        assert eval(formula, values) == shapes.flops_per_token(config, 64)
 
 
 def run_own(script, folder, *flags, nproc):

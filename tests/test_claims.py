@@ -145,3 +145,23 @@ def test_a_mismatch_of_types_or_devices_raises():
         torch.ones(2, 2) @ weight
     with pytest.raises((RuntimeError, AssertionError), match=r"CUDA|invalid device"):
         weight.to(f"cuda:{torch.cuda.device_count()}")
+
+
+def test_figures_of_the_h200_name_their_commit():
+    for row in CLAIMS.splitlines():
+        if row.startswith("| ") and "H200" in row:
+            assert "309bbc5" in row, row
+    for page in (*ROOT.glob("*.md"), *ROOT.glob("0*/*.md"), ROOT / "docs/machines.md"):
+        text = page.read_text(encoding="utf-8")
+        for paragraph in re.split(r"\n\n|\n(?=\|)", text):
+            if "H200" in paragraph and "torch 2.11" in paragraph:
+                assert "309bbc5" in paragraph, f"{page.relative_to(ROOT)}: {paragraph}"
+
+
+def test_what_was_calibrated_is_told_apart_from_what_was_predicted():
+    [row] = [row for row in rows("S13").splitlines() if "can be predicted" in row]
+    calibrated, predicted = row.split("not calibrated")
+    for figure in ("120.9", "4.43", "25.4"):
+        assert figure in calibrated
+    for figure in ("271.1", "268.0", "34.5", "33.9"):
+        assert figure in predicted

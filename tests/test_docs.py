@@ -1,5 +1,6 @@
 """What is written can be followed: commands parse, generated parts are fresh, links lead somewhere."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -123,3 +124,51 @@ def test_a_chinese_page_has_the_commands_of_the_english_one(chinese):
         return [line for line in lines if line]
 
     assert commands(chinese) == commands(english)
+
+
+def texts_with_commands() -> list[tuple[str, str]]:
+    """The pages, and the docstrings of all modules, with continued lines as one."""
+    texts = [(str(file.relative_to(ROOT)), file.read_text(encoding="utf-8")) for file in READMES]
+    for folder in ("0*", "benchmarks", "common", "launch", "lm", "planner"):
+        for file in ROOT.glob(f"{folder}/**/*.py"):
+            if file.name == "minimal.py":
+                continue  # these four still have the shorter commands
+            docstring = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+            texts.append((str(file.relative_to(ROOT)), docstring))
+    return [(name, re.sub(r" *\\+\n *", " ", text)) for name, text in texts]
+
+
+def test_a_command_for_one_node_is_standalone_and_one_for_many_has_a_name():
+    """So two jobs on a machine, or with the same head node, do not meet.
+
+    torchrun --standalone ignores --rdzv-endpoint: a job of several nodes must not have it.
+    """
+    wrong = []
+    commands = 0
+    for name, text in texts_with_commands():
+        for command in re.findall(r"torchrun [^`\n]*--nproc[-_]per[-_]node[^`\n]*", text):
+            commands += 1
+            several = "--nnodes" in command
+            if ("--standalone" in command) == several or (several and "--rdzv-id" not in command):
+                wrong.append(f"{name}: {command}")
+        for flags in re.findall(r"^.*\n.*--nnodes=.*\n.*", text, re.MULTILINE):
+            if "--rdzv-endpoint" in flags and "--rdzv-id" not in flags:
+                wrong.append(f"{name}: {flags}")
+            if "the same" in flags and "in place of --standalone" not in flags:
+                wrong.append(f"{name}: {flags}")
+    assert commands > 50
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_pasted_block_sends_a_token_to_a_mirror():
+    """A token that `hf auth login` has saved goes to the address in HF_ENDPOINT."""
+    mentioned = 0
+    for file in READMES:
+        text = file.read_text(encoding="utf-8")
+        blocks = re.findall(r"```\w*\n(.*?)```", text, re.DOTALL)
+        assert not [block for block in blocks if "HF_ENDPOINT" in block], file
+        for paragraph in text.split("\n\n"):
+            if "HF_ENDPOINT" in paragraph:
+                mentioned += 1
+                assert "token" in paragraph, file
+    assert mentioned

@@ -87,7 +87,7 @@ def test_a_log_line_shows_what_is_unusual():
     assert "rank" not in _line({**RECORD, **CPU}, {}, 100)
     slow = _line({**RECORD, **SLOW}, {}, 100)
     assert "rank 12 +125%" in slow
-    assert "data 49.7%" in slow
+    assert "loader 49.7%" in slow
     on_gpu = {**RECORD, **GPU}
     assert "active 71.00 GiB" in _line(on_gpu, {}, 100)
     assert "active" not in _line(on_gpu, on_gpu, 100), "it is as before"

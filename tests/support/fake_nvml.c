@@ -45,8 +45,13 @@ int nvmlSystemGetCudaDriverVersion(int *out) { ASK; *out = number("NVML_CUDA", 1
 int nvmlSystemGetCudaDriverVersion_v2(int *out) { return nvmlSystemGetCudaDriverVersion(out); }
 int nvmlDeviceGetCudaComputeCapability(void *gpu, int *major, int *minor) { ASK; (void)gpu; *major = 9; *minor = 0; return SUCCESS; }
 int nvmlDeviceGetMemoryInfo(void *gpu, Memory *out) { ASK; (void)gpu; *out = (Memory){80ULL << 30, 70ULL << 30, 10ULL << 30}; return SUCCESS; }
-int nvmlDeviceGetUtilizationRates(void *gpu, Utilization *out) { ASK; (void)gpu; *out = (Utilization){number("NVML_UTILIZATION", 97), 40}; return SUCCESS; }
-CONSTANT(nvmlDeviceGetPowerUsage, unsigned, number("NVML_MILLIWATTS", 612000))
+int nvmlDeviceGetUtilizationRates(void *gpu, Utilization *out) { ASK; *out = (Utilization){number((uintptr_t)gpu == 1 && getenv("NVML_UTILIZATION_FIRST") ? "NVML_UTILIZATION_FIRST" : "NVML_UTILIZATION", 97), 40}; return SUCCESS; }
+static unsigned power(void *gpu) {  /* NVML_MILLIWATTS_OTHER: of all but the first GPU; _LATER: of each GPU when asked again */
+    static long asked[64];
+    if (asked[(uintptr_t)gpu % 64]++ && getenv("NVML_MILLIWATTS_LATER")) return number("NVML_MILLIWATTS_LATER", 0);
+    return number((uintptr_t)gpu != 1 && getenv("NVML_MILLIWATTS_OTHER") ? "NVML_MILLIWATTS_OTHER" : "NVML_MILLIWATTS", 612000);
+}
+CONSTANT(nvmlDeviceGetPowerUsage, unsigned, power(gpu))
 CONSTANT(nvmlDeviceGetEnforcedPowerLimit, unsigned, 700000)
 CONSTANT(nvmlDeviceGetCurrPcieLinkGeneration, unsigned, 5)
 CONSTANT(nvmlDeviceGetMaxPcieLinkGeneration, unsigned, 5)
