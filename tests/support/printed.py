@@ -85,10 +85,10 @@ def not_printed(quoted: Quoted, printed: str) -> list[str]:
         parts = [re.escape(shape(part)) for part in line.split("...")]
         if not any(re.fullmatch(".*".join(parts), known) for known in shapes):
             missing.append(line)
-    known_headings = [[shape(cell) for cell in cells] for cells in headings(lines)]
+    known_headings = [set(map(shape, cells)) for cells in headings(lines)]
     for cells in headings(quoted.lines):
-        wanted = {shape(cell) for cell in cells}
-        if not any(wanted <= set(known) for known in known_headings):
+        wanted = set(map(shape, cells))
+        if not any(wanted <= known for known in known_headings):
             missing.append(" | ".join(cells))
     return missing
 
