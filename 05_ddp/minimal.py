@@ -1,9 +1,9 @@
 """Data parallelism (DDP): every process has the full model and reads its share of each batch.
 
-    laptop    torchrun --nproc_per_node=2 05_ddp/minimal.py    (at most one process per GPU)
-    one node  torchrun --nproc_per_node=8 05_ddp/minimal.py
-    cluster   the same on every node, with these flags before the script ($HEAD: the name of a node)
-              --nnodes=3 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400
+    laptop    torchrun --standalone --nproc_per_node=2 05_ddp/minimal.py    (one per GPU)
+    one node  torchrun --standalone --nproc_per_node=8 05_ddp/minimal.py
+    cluster   the same on every node, but in place of --standalone    ($HEAD: the name of a node)
+              --nnodes=3 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400 --rdzv-id=$JOB
 
 What is new compared with 04: torchrun starts one process per GPU, called a rank. While backward
 runs, DistributedDataParallel averages the gradients over all ranks. So all ranks take the same

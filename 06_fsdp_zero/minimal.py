@@ -1,9 +1,9 @@
 """Fully sharded data parallelism (FSDP, ZeRO-3): no GPU ever has the full model.
 
-    laptop    torchrun --nproc_per_node=2 06_fsdp_zero/minimal.py    (one process per GPU)
-    one node  torchrun --nproc_per_node=8 06_fsdp_zero/minimal.py
-    cluster   the same on every node, with these flags before the script ($HEAD: the name of a node)
-              --nnodes=3 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400
+    laptop    torchrun --standalone --nproc_per_node=2 06_fsdp_zero/minimal.py    (one per GPU)
+    one node  torchrun --standalone --nproc_per_node=8 06_fsdp_zero/minimal.py
+    cluster   the same on every node, but in place of --standalone    ($HEAD: the name of a node)
+              --nnodes=3 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400 --rdzv-id=$JOB
 
 What is new compared with 05: of N ranks, each stores 1/N of the weights, gradients and optimizer
 state. A block's weights are gathered from all ranks just before it computes, in forward and again

@@ -1,9 +1,9 @@
 """Tensor parallelism with FSDP: two ranks share the work of each block.
 
-    laptop    torchrun --nproc_per_node=4 08_model_parallel/minimal.py    (without a GPU)
-    one node  torchrun --nproc_per_node=8 08_model_parallel/minimal.py
-    cluster   the same on every node, with these flags before the script ($HEAD: the name of a node)
-              --nnodes=3 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400
+    laptop    torchrun --standalone --nproc_per_node=4 08_model_parallel/minimal.py  (without a GPU)
+    one node  torchrun --standalone --nproc_per_node=8 08_model_parallel/minimal.py
+    cluster   the same on every node, but in place of --standalone    ($HEAD: the name of a node)
+              --nnodes=3 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400 --rdzv-id=$JOB
 
 What is new compared with 06: the ranks form a grid, data x tensor. The two ranks of a tensor group
 read the same rows. Each computes half of the outputs of q, k, v and up. Of o and down, each

@@ -131,8 +131,6 @@ def texts_with_commands() -> list[tuple[str, str]]:
     texts = [(str(file.relative_to(ROOT)), file.read_text(encoding="utf-8")) for file in READMES]
     for folder in ("0*", "benchmarks", "common", "launch", "lm", "planner"):
         for file in ROOT.glob(f"{folder}/**/*.py"):
-            if file.name == "minimal.py":
-                continue  # these four still have the shorter commands
             docstring = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
             texts.append((str(file.relative_to(ROOT)), docstring))
     return [(name, re.sub(r" *\\+\n *", " ", text)) for name, text in texts]
