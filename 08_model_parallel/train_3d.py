@@ -81,7 +81,8 @@ def load_training_objects(args, data_rank, data_ranks, device):
     data. lm/training_objects.py says what the model and the batches must do.
     """
     # Raise for a model that is unknown or too large, before the text is tokenized.
-    weights.check_model(args.model, device, copies=args.replicate)
+    held_on = "meta" if args.dry_run else device
+    weights.check_model(args.model, held_on, copies=args.replicate)
     corpus = data.load_corpus(args.data, args.tokenizer, args.model, args.run_dir, args.eval_data)
     train_set, held_out_set = data.sequences(corpus, args.seq_len)
     config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)

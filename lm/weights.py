@@ -53,7 +53,7 @@ def check_model(
 
 def _check_memory(needed_bytes: float, what: str, device: torch.device | str) -> None:
     """Raise UserError if a CPU's memory has fewer bytes."""
-    if torch.device(device).type == "cuda":
+    if torch.device(device).type in ("cuda", "meta"):
         return
     memory = hardware.memory_bytes()
     if memory is None or needed_bytes <= memory:

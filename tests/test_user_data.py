@@ -622,5 +622,4 @@ def test_a_stop_signal_ends_the_wait_for_a_lock(tmp_path, lease_of_a_dead_node, 
     process.send_signal(signal.SIGTERM)
     result = finish(process, tmp_path)
     assert (result.code, result.err.count("\n")) == (75, 1), result
-    assert "signal 15" in result.err
-    assert ".lock.lease" in result.err
+    assert "SIGTERM" in result.err
