@@ -88,10 +88,15 @@ def activation_dtype(args, weights: str, device: torch.device) -> str:
     return hardware.choose_dtype("auto", device)
 
 
-def check_kernel(args, device: torch.device) -> None:
+def check_kernel(args, device: torch.device, prompts: int, most_prompts: int) -> None:
     """Raise UserError if --kernel triton cannot be used here."""
     if args.kernel != "triton":
         return
+    if prompts > most_prompts:
+        raise UserError(
+            f"--kernel triton multiplies at most {most_prompts} rows of activations, and a decode "
+            f"step of {prompts} prompts has {prompts}: leave --kernel out"
+        )
     if args.weights in DTYPES:
         raise UserError(
             f"--kernel triton, --weights {args.weights}: use --weights int8 or int4, "

@@ -571,7 +571,7 @@ def main() -> int:
     config = shapes.read_config(args.model)
     text = Text(args, config)
     device = report.start_lesson(args.device, args.seed)
-    _quantized.check_kernel(args, device)
+    _quantized.check_kernel(args, device, len(text.texts), MATVEC_ROWS)
     say_if_random(args.model)
 
     kinds = [*LAYERS] if args.weights == "all" else [args.weights]

@@ -10,13 +10,16 @@ arXiv:2211.17192):
     accept    accept each guess with probability min(1, p / q), up to the first that is rejected.
               Draw that one again, from what p has more than q: max(0, p - q), normalized
 
-Together, each token has exactly the probability p. At temperature 0 the text is the target's own,
-token by token. A step gives between 1 and K + 1 tokens.
+Together, each token has the probability p, as the verify step computes it. In fp32 the text at
+temperature 0 is the target's own, token by token. In 16 bits a verify step of K + 1 tokens rounds
+otherwise than a decode step of one (parity.py), so texts may part where two tokens are nearly tied.
+A step gives between 1 and K + 1 tokens.
 
     laptop    python 09_inference/speculative.py
               python 09_inference/speculative.py --temperature 0.8 --draft-tokens 2
     one GPU   python 09_inference/speculative.py --device cuda
-              python 09_inference/speculative.py --model llama-8b --draft llama-1b --compile
+              python 09_inference/speculative.py --model models/llama-3.1-8b \\
+                  --draft models/llama-3.2-1b --compile
     cluster   it uses one device only; servers such as vLLM combine it with tensor parallelism
 
 Without --draft, two drafts are tried that need no files: the first half of the target's layers, and

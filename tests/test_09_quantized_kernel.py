@@ -125,11 +125,13 @@ def test_the_decode_step_is_captured_with_five_launches(tmp_path, weights):
 REFUSED = {  # flags: words of the line
     "--kernel triton": "--kernel triton",
     "--kernel triton --weights bf16": "--weights bf16",
+    "--kernel triton --prompts three.txt": "3 prompts",
     "--kernel cuda": "",
 }
 
 
 @pytest.mark.parametrize("flags", REFUSED)
 def test_a_kernel_that_cannot_be_used_is_one_line(tmp_path, flags):
+    (tmp_path / "three.txt").write_text("a\nb\nc\n", encoding="utf-8")
     result = run(SCRIPT, tmp_path, "--device", "cpu", *flags.split())
     assert_refused(result, *(REFUSED[flags] or flags).split())
